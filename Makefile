@@ -1,0 +1,37 @@
+# The two commands of the README, each complete on a fresh machine: make train, make test.
+VENV := .venv
+PY := $(VENV)/bin/python
+PYTHON ?= python3
+STAMP := $(VENV)/.ready
+
+.PHONY: setup train test test-fast lint docs clean
+
+setup: $(STAMP)
+
+# torch first, in its CPU build where the machine offers one; then the lock without resolving, so that nothing pulls CUDA.
+$(STAMP): requirements/cpu.lock requirements/dev.lock pyproject.toml
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(f"specrl needs Python >= 3.11, found {v.major}.{v.minor}. Try: make PYTHON=python3.11 ...") if v < (3, 11) else None'
+	$(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --quiet --disable-pip-version-check "torch==2.13.0"
+	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/cpu.lock -r requirements/dev.lock
+	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@touch $(STAMP)
+
+train: setup
+	$(PY) -m specrl.train config=grpo_math $(ARGS)
+
+test: setup lint
+	$(PY) -m pytest $(ARGS)
+
+test-fast: setup
+	$(PY) -m pytest -m "not slow" $(ARGS)
+
+lint: setup
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+
+docs: setup
+	$(PY) -m specrl.config
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info

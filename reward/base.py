@@ -1,0 +1,252 @@
+"""What a reward is and how several are combined: text in, number out.
+
+The rule of this package: an infrastructure failure never becomes a reward. A row that could not be scored is None,
+which masks it from training, and it is counted; many such rows stop the run with the first failure's traceback.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from reward.config import RewardConfig
+
+LARGEST = 1e15  # trainers square rewards in float32 for the group's standard deviation
+WINDOW_ROWS = 20  # fewer rows than this say nothing about a failure ratio
+
+
+class RewardError(RuntimeError):
+    """Rewards cannot be computed and the run should stop; the message says what to change."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What a reward sees of one rollout."""
+
+    prompt: str  # the prompt as the model got it, decoded
+    completion: str  # the response, decoded without special tokens
+    answer: str | None = None  # the dataset's reference answer, if it has one
+    fields: dict[str, Any] = field(default_factory=dict)  # the row's other dataset columns
+
+
+Outcome = float | None | Exception
+
+
+class Reward(Protocol):
+    """Scores samples. Each score depends on its own sample only, so a batch may be cut or repeated row by row.
+
+    Returns one number per sample, None for one that cannot be scored (the row is masked and counted, never 0).
+    Two optional methods: `close()` releases resources; `outcomes(samples)` is like a call, but in the place of a
+    None it may leave the exception that prevented the score, and is what RewardSet uses when it exists.
+    """
+
+    name: str
+
+    def __call__(self, samples: Sequence[Sample]) -> list[float | None]: ...
+
+
+def _checked(value: Any) -> Outcome:
+    """A reward's return value as a finite float; None and exceptions pass, anything else becomes an exception."""
+    if value is None or isinstance(value, Exception):
+        return value
+    try:
+        if not hasattr(value, "__float__"):  # text has none, though float() would read it
+            raise TypeError(f"a score must be a number or None, got {type(value).__name__} {value!r:.80}")
+        number = float(value)
+        if not abs(number) <= LARGEST:
+            raise ValueError(f"a score must be finite and at most {LARGEST:g} in size, got {number}")
+        return number
+    except Exception as error:
+        return error
+
+
+def checked_outcomes(reward: Reward, samples: Sequence[Sample]) -> list[Outcome]:
+    """One float, None or exception per sample. RewardError passes through: it means that nothing can be scored.
+
+    When the whole call raises or returns the wrong number of scores, it is repeated sample by sample, so that one bad
+    sample costs only its own score.
+    """
+    function = getattr(reward, "outcomes", reward)
+    try:
+        returned = function(samples)
+        if isinstance(returned, (str, bytes, Mapping, set, frozenset)) or not hasattr(returned, "__len__"):
+            raise TypeError(f"a reward must return a list of scores, got {type(returned).__name__} {returned!r:.80}")
+        if len(returned) != len(samples):
+            raise ValueError(f"a reward must return one score per sample: {len(returned)} for {len(samples)} samples")
+    except RewardError:
+        raise
+    except Exception as error:
+        if len(samples) == 1:
+            return [error]
+        return [checked_outcomes(reward, [sample])[0] for sample in samples]
+    return [_checked(value) for value in returned]
+
+
+def scores(reward: Reward, samples: Sequence[Sample]) -> list[float | None]:
+    """The scores of a reward that reports `outcomes`, with None in the place of exceptions."""
+    return [None if isinstance(outcome, Exception) else outcome for outcome in checked_outcomes(reward, samples)]
+
+
+@dataclass(frozen=True)
+class RewardResult:
+    """Scores of one batch; every list has one entry per sample, every dict one entry per reward name."""
+
+    total: list[float | None]  # weighted sum; None when a reward with a weight gave no score: mask this row
+    parts: dict[str, list[float | None]]  # before weighting
+    timeouts: dict[str, int]  # rows over their deadline
+    errors: dict[str, int]  # rows whose reward raised, crashed its worker or returned something else than a number
+    missing: dict[str, int]  # rows for which the reward itself returned None
+    seconds: dict[str, float]  # wall-clock time
+    first_failure: dict[str, str]  # for rewards that failed somewhere: the first failure, with its traceback
+
+    @property
+    def failed(self) -> dict[str, int]:
+        """Rows without a score, for whatever reason."""
+        return {name: self.timeouts[name] + self.errors[name] + self.missing[name] for name in self.parts}
+
+
+@dataclass
+class _Window:
+    """Failures of one reward since the last time they were judged."""
+
+    rows: int = 0
+    failed: int = 0
+    batches: int = 0
+    groups: set[tuple[int, str]] = field(default_factory=set)  # (batch, prompt): a prompt's rows fail together
+    failed_groups: set[tuple[int, str]] = field(default_factory=set)
+    kinds: dict[str, int] = field(default_factory=lambda: {"timeout": 0, "error": 0, "missing": 0})
+    first: str = ""
+
+    def add(self, samples: Sequence[Sample], outcomes: Sequence[Outcome]) -> None:
+        self.batches += 1
+        self.rows += len(samples)
+        for sample, outcome in zip(samples, outcomes, strict=True):
+            group = (self.batches, sample.prompt)
+            self.groups.add(group)
+            if isinstance(outcome, float):
+                continue
+            self.failed += 1
+            self.failed_groups.add(group)
+            self.kinds[_kind(outcome)] += 1
+            self.first = self.first or _describe(sample, outcome)
+
+    def full(self) -> bool:
+        return self.rows >= WINDOW_ROWS and len(self.groups) > 1
+
+    def broken(self, ratio: float) -> bool:
+        """Too many failures: over the ratio, and neither a single row nor a single poisoned prompt's group."""
+        if ratio <= 0:
+            return self.failed > 0
+        return self.full() and self.failed > max(1.0, ratio * self.rows) and len(self.failed_groups) > 1
+
+
+def _kind(outcome: Outcome) -> str:
+    if outcome is None:
+        return "missing"
+    return "timeout" if isinstance(outcome, TimeoutError) else "error"
+
+
+def _describe(sample: Sample, outcome: Outcome) -> str:
+    where = (
+        f"prompt {sample.prompt[-80:]!r}, completion ending {sample.completion[-80:]!r}, answer {sample.answer!r:.80}"
+    )
+    if outcome is None:
+        return f"{where}: the reward returned None (no score)"
+    return f"{where}:\n{''.join(traceback.format_exception(outcome)).rstrip()}"
+
+
+class RewardSet:
+    """Several rewards with weights; `score(samples)` adds them up.
+
+    Failures are judged over windows of at least 20 rows and two prompts (one large batch, or several small ones).
+    A reward stops the run with RewardError when more than `max_failure_ratio` of a window's rows have no score, unless
+    it is a single row or all of them belong to one prompt of one batch: one poisoned prompt is tolerated.
+    """
+
+    def __init__(self, rewards: Sequence[Reward], weights: Sequence[float] = (), max_failure_ratio: float = 0.05):
+        names = [reward.name for reward in rewards]
+        weights = list(weights) or [1.0] * len(names)
+        if not names:
+            raise RewardError("reward.functions is empty; name at least one reward, for example [math]")
+        if len(weights) != len(names):
+            raise RewardError(
+                f"reward.weights has {len(weights)} entries for {len(names)} rewards: {weights} for {names}"
+            )
+        if not all(math.isfinite(weight) for weight in weights) or not any(weights):
+            raise RewardError(f"reward.weights must be finite and not all zero, got {weights}")
+        if len(set(names)) != len(names):
+            raise RewardError(f"reward.functions has a name twice, and results are reported by name: {names}")
+        if not 0 <= max_failure_ratio <= 1:
+            raise RewardError(f"reward.max_failure_ratio is a share of rows from 0 to 1, got {max_failure_ratio}")
+        self.rewards = dict(zip(names, rewards, strict=True))
+        self.weights = dict(zip(names, weights, strict=True))
+        self.max_failure_ratio = max_failure_ratio
+        self._windows = {name: _Window() for name in names}
+
+    @classmethod
+    def from_config(cls, config: RewardConfig) -> RewardSet:
+        """Load and combine what the configuration names."""
+        from reward.loading import load_reward
+
+        loaded: list[Reward] = []
+        try:
+            for spec in config.functions:
+                loaded.append(load_reward(spec, config))
+            return cls(loaded, config.weights, config.max_failure_ratio)
+        except BaseException:
+            _close(loaded)
+            raise
+
+    def score(self, samples: Sequence[Sample]) -> RewardResult:
+        """Score one batch. Raises RewardError when a reward is broken rather than one sample bad (see the class)."""
+        samples = list(samples)
+        result = RewardResult([0.0] * len(samples), {}, {}, {}, {}, {}, {})
+        for name, reward in self.rewards.items():
+            start = time.perf_counter()
+            outcomes = checked_outcomes(reward, samples) if samples else []
+            result.seconds[name] = time.perf_counter() - start
+            self._record(result, name, samples, outcomes)
+        return result
+
+    def _record(self, result: RewardResult, name: str, samples: list[Sample], outcomes: list[Outcome]) -> None:
+        kinds = [_kind(outcome) for outcome in outcomes if not isinstance(outcome, float)]
+        result.timeouts[name] = kinds.count("timeout")
+        result.errors[name] = kinds.count("error")
+        result.missing[name] = kinds.count("missing")
+        part = [outcome if isinstance(outcome, float) else None for outcome in outcomes]
+        result.parts[name] = part
+        weight = self.weights[name]
+        for i, value in enumerate(part):
+            if weight and result.total[i] is not None:
+                result.total[i] = None if value is None else result.total[i] + weight * value
+        if kinds:
+            i = part.index(None)
+            result.first_failure[name] = _describe(samples[i], outcomes[i])
+        self._judge(name, samples, outcomes)
+
+    def _judge(self, name: str, samples: list[Sample], outcomes: list[Outcome]) -> None:
+        window = self._windows[name]
+        window.add(samples, outcomes)
+        if window.full() or window.broken(self.max_failure_ratio):
+            self._windows[name] = _Window()
+        if window.broken(self.max_failure_ratio):
+            kinds = ", ".join(f"{count} {kind}" for kind, count in window.kinds.items() if count)
+            raise RewardError(
+                f"reward {name!r} gave no score for {window.failed} of the last {window.rows} rows ({kinds}), more "
+                f"than reward.max_failure_ratio={self.max_failure_ratio:g} allows; rows without a score are masked, so "
+                f"training would go on with little data. First failure, {window.first}"
+            )
+
+    def close(self) -> None:
+        _close(list(self.rewards.values()))
+
+
+def _close(rewards: Sequence[Reward]) -> None:
+    for reward in rewards:
+        close = getattr(reward, "close", None)
+        if close is not None:
+            close()

@@ -1,0 +1,158 @@
+"""Finding rewards: built-in ones by name, a user's own as module:attribute."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from reward.base import Reward, RewardError, Sample, checked_outcomes, scores
+from reward.config import RewardConfig
+from reward.workers import WorkerPool
+
+
+class FunctionReward:
+    """A plain function `f(prompt, completion, answer, **fields) -> float | None` as a Reward.
+
+    A function without `**fields` gets only the columns it names.
+    """
+
+    def __init__(self, function: Callable[..., Any], name: str):
+        self.name = name
+        self._function = function
+        try:
+            signature = inspect.signature(function)
+            signature.bind_partial("prompt", "completion", "answer")
+        except TypeError as error:
+            raise RewardError(f"reward {name!r} must take (prompt, completion, answer, **fields): {error}") from None
+        except ValueError:  # a C function without a signature
+            self._wanted = None
+            return
+        takes_all = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
+        self._wanted = None if takes_all else set(signature.parameters)
+
+    def outcomes(self, samples: Sequence[Sample]) -> list[Any]:
+        return [_attempt(self._score, sample) for sample in samples]
+
+    def __call__(self, samples: Sequence[Sample]) -> list[float | None]:
+        return scores(self, samples)
+
+    def _score(self, sample: Sample) -> Any:
+        fields = {key: value for key, value in sample.fields.items() if self._wanted is None or key in self._wanted}
+        return self._function(sample.prompt, sample.completion, sample.answer, **fields)
+
+
+class IsolatedReward:
+    """A user reward in killable worker processes (`reward.isolate_user`), one sample a call."""
+
+    def __init__(self, spec: str, name: str, config: RewardConfig):
+        self.name = name
+        self.pool = WorkerPool(
+            "reward.loading:serve",
+            [spec],
+            workers=config.workers,
+            timeout_s=config.timeout_s,
+            memory_mb=config.memory_mb,
+        )
+        self.pool.start()
+
+    def outcomes(self, samples: Sequence[Sample]) -> list[Any]:
+        return self.pool.map([asdict(sample) for sample in samples])
+
+    def __call__(self, samples: Sequence[Sample]) -> list[float | None]:
+        return scores(self, samples)
+
+    def close(self) -> None:
+        self.pool.close()
+
+
+def serve(spec: str) -> Callable[[dict[str, Any]], float | None]:
+    """The worker's side of IsolatedReward."""
+    reward = load_reward(spec, RewardConfig(isolate_user=False))
+
+    def handler(payload: dict[str, Any]) -> float | None:
+        (outcome,) = checked_outcomes(reward, [Sample(**payload)])
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    return handler
+
+
+def _attempt(function: Callable[[Any], Any], argument: Any) -> Any:
+    try:
+        return function(argument)
+    except RewardError:
+        raise
+    except Exception as error:
+        return error
+
+
+def _math(config: RewardConfig) -> Reward:
+    from reward.math import MathReward
+
+    return MathReward(timeout_s=config.timeout_s, memory_mb=config.memory_mb, workers=config.workers)
+
+
+def _format(config: RewardConfig) -> Reward:
+    from reward.format import FormatReward
+
+    return FormatReward()
+
+
+BUILT_IN: dict[str, Callable[[RewardConfig], Reward]] = {"format": _format, "math": _math}
+
+
+def load_reward(spec: str, config: RewardConfig | None = None) -> Reward:
+    """A built-in reward by name, or a user's own as "module:attribute"; RewardError says why it cannot be loaded.
+
+    The attribute is a Reward object, a class of them that needs no arguments, or a plain function
+    `f(prompt, completion, answer, **fields) -> float`. With `config.isolate_user` it runs in worker processes.
+    """
+    config = config or RewardConfig()
+    if spec in BUILT_IN:
+        return BUILT_IN[spec](config)
+    target = _resolve(spec)
+    attribute = spec.partition(":")[2]
+    name = getattr(target, "name", None)
+    named = isinstance(name, str)
+    if config.isolate_user:
+        return IsolatedReward(spec, name if named else attribute, config)
+    if inspect.isclass(target):
+        try:
+            target = target()
+        except Exception as error:
+            raise RewardError(f"reward {spec!r} cannot be created without arguments: {error!r}") from error
+        named = isinstance(getattr(target, "name", None), str)
+        if not callable(target):
+            raise RewardError(f"reward {spec!r} makes objects of type {type(target).__name__} that cannot be called")
+    return target if named else FunctionReward(target, attribute)
+
+
+def _resolve(spec: str) -> Callable[..., Any]:
+    """The callable that "module:attribute" names."""
+    module_name, colon, attribute = spec.partition(":")
+    if not (module_name and colon and attribute):
+        near = difflib.get_close_matches(spec, BUILT_IN, n=1)
+        module, _, last = spec.rpartition(".")
+        guess = f"did you mean {near[0]!r}? " if near else f"did you mean '{module}:{last}'? " if module else ""
+        raise RewardError(
+            f"unknown reward {spec!r}; {guess}Known: {', '.join(sorted(BUILT_IN))}; "
+            "a function of your own is given as module:attribute, for example my_rewards:brevity"
+        )
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise RewardError(f"reward {spec!r}: module {module_name!r} cannot be imported: {reason}") from error
+    if not hasattr(module, attribute):
+        near = difflib.get_close_matches(attribute, dir(module), n=1)
+        guess = f"; did you mean {near[0]!r}?" if near else ""
+        raise RewardError(f"reward {spec!r}: module {module_name!r} has no attribute {attribute!r}{guess}")
+    target = getattr(module, attribute)
+    if not callable(target):
+        raise RewardError(f"reward {spec!r} must be callable, but it is {type(target).__name__} {target!r:.80}")
+    return target

@@ -1,0 +1,322 @@
+"""Killable worker processes for code that may hang, crash or eat memory on text a model wrote.
+
+The deadline is enforced here, in the calling thread, by a socket timeout and SIGKILL of the worker's process group:
+nothing the worker does (signals blocked, C code that never yields) can outlive it. `reward/worker.py` is the other end.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any
+
+from reward.base import RewardError
+
+START_TIMEOUT_S = 60.0  # importing math_verify takes about 0.5 s; a cold network disk can take many times that
+MAX_REQUEST_BYTES = 4 * 2**20
+MAX_REPLY_BYTES = 2**20
+
+
+class WorkerError(RuntimeError):
+    """The function in the worker raised (its traceback is the message), or the worker died twice on one request."""
+
+
+class _Worker:
+    """One process. Not thread-safe except `kill`: the pool hands a worker to one thread at a time."""
+
+    def __init__(self, settings: dict[str, Any]):
+        self.channel, theirs = socket.socketpair()
+        lifeline, held = os.pipe()
+        self.lifeline = os.fdopen(held, "wb", buffering=0)
+        self._kill_lock = threading.Lock()
+        self._killed = False
+        # The same import path as here, so that user modules resolve alike; a fixed hash seed, so that set order does.
+        path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+        try:
+            self.process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "reward.worker", json.dumps({**settings, "lifeline": lifeline})],
+                stdin=theirs,
+                stdout=2,  # what user code prints belongs to the log
+                pass_fds=(lifeline,),
+                start_new_session=True,
+                env={**os.environ, "PYTHONPATH": path, "PYTHONHASHSEED": "0"},
+            )
+        except OSError:
+            self.abandon()
+            raise
+        finally:
+            theirs.close()
+            os.close(lifeline)
+
+    def healthy(self) -> bool:
+        """Between requests a living worker is silent; a readable socket means that it died or talks out of turn."""
+        poll = select.poll()  # select() cannot watch descriptors from 1024 up
+        poll.register(self.channel, select.POLLIN)
+        return not poll.poll(0)
+
+    def send(self, request: bytes, deadline: float) -> None:
+        self.channel.settimeout(_remaining(deadline))
+        self.channel.sendall(request)
+
+    def receive(self, deadline: float) -> dict[str, Any]:
+        """The next reply. TimeoutError at the deadline; EOFError, OSError or ValueError when the worker is broken."""
+        line = bytearray()
+        while not line.endswith(b"\n"):
+            self.channel.settimeout(_remaining(deadline))
+            chunk = self.channel.recv(65536)
+            if not chunk:
+                raise EOFError("the worker process ended without a reply")
+            line += chunk
+            if len(line) > MAX_REPLY_BYTES:
+                raise ValueError(f"the worker's reply is larger than {MAX_REPLY_BYTES} bytes")
+        return json.loads(line)
+
+    def kill(self) -> None:
+        """SIGKILL the process group, reap the leader, close our ends. Idempotent, from any thread."""
+        with self._kill_lock:
+            if self._killed:
+                return
+            self._killed = True
+            # Before the leader is reaped its id cannot be reused, so this can only reach our own group.
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(timeout=2.0)
+            self.abandon()
+
+    def abandon(self) -> None:
+        """Close our ends only: what a forked child does with its parent's workers."""
+        self.channel.close()
+        self.lifeline.close()
+
+
+def _remaining(deadline: float) -> float:
+    remaining = deadline - time.monotonic()
+    if remaining <= 0:
+        raise TimeoutError("deadline passed")
+    return remaining
+
+
+class WorkerPool:
+    """`workers` processes that each run one handler, built in the worker by `target(*arguments)`.
+
+    target       "module:factory"; the factory is called once per process and returns `handler(payload) -> value`,
+                 payload and value being anything JSON carries. Start-up does not count against `timeout_s`.
+    timeout_s    wall-clock seconds for one call; the process is killed when they are over
+    memory_mb    address-space limit of a process in MB (2^20 bytes); 0 is no limit
+
+    Processes start on first use (or `start()`), are replaced after a timeout or crash, and die with this process,
+    whatever kills it. Any thread may call; after a fork the child starts workers of its own.
+    """
+
+    def __init__(
+        self,
+        target: str,
+        arguments: Sequence[Any] = (),
+        *,
+        workers: int = 1,
+        timeout_s: float = 5.0,
+        memory_mb: int = 2048,
+        start_timeout_s: float = START_TIMEOUT_S,
+    ):
+        for name, value, least in (
+            ("workers", workers, 1),
+            ("timeout_s", timeout_s, 0.01),
+            ("memory_mb", memory_mb, 0),
+        ):
+            if not least <= value < float("inf"):
+                raise RewardError(f"reward.{name} must be a number of at least {least}, got {value!r}")
+        self.workers = workers
+        self.timeout_s = timeout_s
+        self.start_timeout_s = start_timeout_s
+        self._settings = {"target": target, "arguments": list(arguments), "memory_mb": memory_mb}
+        self._closed = False
+        self._reset()
+        _pools.add(self)
+
+    def _reset(self) -> None:
+        self._changed = threading.Condition()
+        self._idle: list[_Worker | None] = [None] * self.workers  # None: a slot without a process
+        self._live: set[_Worker] = set()
+
+    def __enter__(self) -> WorkerPool:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def pids(self) -> list[int]:
+        """Process ids of the workers that are running."""
+        with self._changed:
+            return sorted(worker.process.pid for worker in self._live)
+
+    def start(self) -> None:
+        """Start one worker now, to learn at once whether the target can be loaded. RewardError when it cannot."""
+        self._put(self._take())
+
+    def call(self, payload: Any) -> Any:
+        """`handler(payload)` in a worker.
+
+        Raises TimeoutError at the deadline, WorkerError when the handler raised, TypeError or ValueError for a payload
+        that JSON cannot carry or that is too long, RewardError when no worker can be started or the pool is closed.
+        A worker that dies or runs out of memory is replaced and the request repeated once: the cause may have been
+        outside, such as the kernel's out-of-memory killer, or rows that came before.
+        """
+        request = json.dumps(payload).encode() + b"\n"
+        if len(request) > MAX_REQUEST_BYTES:
+            raise ValueError(
+                f"the input is {len(request)} bytes long, more than the {MAX_REQUEST_BYTES} a worker takes"
+            )
+        for _ in range(2):
+            worker = self._take()
+            try:
+                deadline = time.monotonic() + self.timeout_s
+                worker.send(request, deadline)
+                reply = worker.receive(deadline)
+            except BaseException as error:
+                self._drop(worker)
+                if isinstance(error, TimeoutError):
+                    raise TimeoutError(
+                        f"no result within reward.timeout_s={self.timeout_s:g} s; worker killed"
+                    ) from None
+                if not isinstance(error, (OSError, EOFError, ValueError)):
+                    raise  # an interrupt: the worker went, because its late reply would answer the next request
+                trouble = f"the reward worker died twice on this input ({_ending(worker)}): {error}"
+                continue
+            if reply.get("kind") == "memory":
+                self._drop(worker)
+                trouble = (
+                    f"out of memory under reward.memory_mb={self._settings['memory_mb']}, twice:\n{reply['error']}"
+                )
+                continue
+            self._put(worker)
+            if reply.get("kind") == "timeout":
+                raise TimeoutError(reply["error"])
+            if "error" in reply:
+                raise WorkerError(reply["error"])
+            return reply["value"]
+        raise WorkerError(trouble)
+
+    def map(self, payloads: Sequence[Any]) -> list[Any]:
+        """`call` for each payload, `workers` at a time; a call that failed leaves its exception in its place.
+
+        Only RewardError is raised: without workers nothing can be scored.
+        """
+
+        def outcome(payload: Any) -> Any:
+            try:
+                return self.call(payload)
+            except RewardError:
+                raise
+            except Exception as error:
+                return error
+
+        if self.workers == 1 or len(payloads) < 2:
+            return [outcome(payload) for payload in payloads]
+        with ThreadPoolExecutor(min(self.workers, len(payloads))) as threads:
+            return list(threads.map(outcome, payloads))
+
+    def close(self) -> None:
+        """Kill every worker; calls under way in other threads raise RewardError. Idempotent."""
+        with self._changed:
+            self._closed = True
+            workers, self._live = list(self._live), set()
+            self._idle.clear()
+            self._changed.notify_all()
+        for worker in workers:
+            worker.kill()
+
+    def _take(self) -> _Worker:
+        """An idle, living worker; started or replaced here when needed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._idle or self._closed)
+            if self._closed:
+                raise RewardError("the reward workers were closed; a closed pool or reward cannot score any more")
+            worker = self._idle.pop()
+        if worker is not None and worker.healthy():
+            return worker
+        if worker is not None:
+            self._discard(worker)
+        try:
+            return self._start()
+        except BaseException:
+            self._put(None)
+            raise
+
+    def _start(self) -> _Worker:
+        """A worker that reported ready; one that died while starting is tried once more."""
+        what = f"the reward worker for {self._settings['target']}{self._settings['arguments'] or ''}"
+        for _ in range(2):
+            worker = _Worker(self._settings)
+            with self._changed:
+                self._live.add(worker)
+                closed = self._closed
+            try:
+                reply = {"error": "closed"} if closed else worker.receive(time.monotonic() + self.start_timeout_s)
+            except BaseException as error:
+                self._discard(worker)
+                if isinstance(error, TimeoutError):
+                    raise RewardError(f"{what} was not ready after {self.start_timeout_s:g} s and was killed") from None
+                if not isinstance(error, (OSError, EOFError, ValueError)):
+                    raise
+                trouble = f"it died twice while starting ({_ending(worker)}); see its messages above"
+                continue
+            if reply.get("ready"):
+                return worker
+            self._discard(worker)
+            trouble = reply["error"]
+            break
+        hint = f"reward.memory_mb={self._settings['memory_mb']} limits its address space; raise it for heavy imports"
+        raise RewardError(f"{what} cannot start: {trouble}\n({hint})")
+
+    def _put(self, worker: _Worker | None) -> None:
+        with self._changed:
+            if not self._closed:
+                # Empty slots go to the front: a running worker is preferred.
+                self._idle.insert(len(self._idle) if worker else 0, worker)
+                self._changed.notify()
+
+    def _drop(self, worker: _Worker) -> None:
+        self._discard(worker)
+        self._put(None)
+
+    def _discard(self, worker: _Worker) -> None:
+        worker.kill()
+        with self._changed:
+            self._live.discard(worker)
+
+    def _after_fork(self) -> None:
+        """In a forked child: the workers belong to the parent, and a lock may be held by a thread that is not here."""
+        for worker in self._live:
+            worker.abandon()
+            worker.process.returncode = 0  # not ours to wait for
+        self._reset()
+        if self._closed:
+            self._idle.clear()
+
+
+def _ending(worker: _Worker) -> str:
+    code = worker.process.returncode
+    return f"killed by signal {-code}" if code is not None and code < 0 else f"exit code {code}"
+
+
+_pools: weakref.WeakSet[WorkerPool] = weakref.WeakSet()
+
+
+def _forget_parents_workers() -> None:
+    for pool in list(_pools):
+        pool._after_fork()
+
+
+os.register_at_fork(after_in_child=_forget_parents_workers)

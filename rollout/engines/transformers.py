@@ -1,0 +1,363 @@
+"""The transformers engine: plain and speculative decoding of ragged batches with the trainer's own model.
+
+A row's life: its prompt is prefilled (once per distinct prompt), then every pass carries its last token and a draft of
+the next ones, draws a token at each of those positions, keeps what agrees and emits the first draw that does not. A row
+without a draft simply carries one token. Rows leave as they finish.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from rollout.budget import Budget, State
+from rollout.engines.base import Sampling, Speculation
+from rollout.engines.ragged import ATTENTION, Pass, RaggedKV
+from rollout.noise import keyed_draw, uniform
+from rollout.types import Completion, EngineStats, Request, RolloutError
+from rollout.verify import accept_exact, accept_lenient, cut
+
+_LENIENT_KEY = 0x5851F42D4C957F2D  # separates the acceptance uniforms from the Gumbel noise of the same key
+
+
+@dataclass(slots=True)
+class _Row:
+    """One response in the making. Its KV holds everything but the last token."""
+
+    request: Request
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    behaviour: list[float] = field(default_factory=list)
+    reused: list[bool] = field(default_factory=list)
+    finish: str | None = None
+    passes: int = 0
+    drafting: bool = True
+    state: State = "start"
+
+    @property
+    def cached(self) -> int:
+        return len(self.request.prompt) + len(self.tokens) - 1
+
+    @property
+    def last(self) -> int:
+        return self.tokens[-1] if self.tokens else self.request.prompt[-1]
+
+    @property
+    def room(self) -> int:
+        return self.request.max_new_tokens - len(self.tokens)
+
+    def emit(self, tokens: list[int], logprobs: list[float], behaviour: list[float], accepted: int, eos_ids) -> int:
+        """Appends up to the first EOS or the cap; the first `accepted` tokens came from the draft. Returns the count."""
+        count, self.finish = cut(tokens, eos_ids, self.room)
+        self.tokens += tokens[:count]
+        self.logprobs += logprobs[:count]
+        self.behaviour += behaviour[:count]
+        self.reused += [i < accepted for i in range(count)]
+        self.passes += 1
+        return count
+
+
+class TransformersEngine:
+    """Generates with any decoder-only causal LM of transformers that uses its attention interface.
+
+    The model is shared with the trainer: `update_weights(None, version)` only records the new version. No KV outlives a
+    `generate` call, so nothing stale can be served.
+
+    Args:
+        model: a causal LM, or a peft model around one.
+        sampling, speculation: the sampler's law and the verification rule.
+        rows_per_batch, tokens_per_pass, logits_mb: memory bounds, see RolloutConfig.
+        tie_margin: draws closer than this are decided by a canonical pass (float32 models only).
+        window: draft tokens per row and pass; 0 lets the budget decide from measured costs.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        sampling: Sampling,
+        speculation: Speculation | None = None,
+        *,
+        rows_per_batch: int = 256,
+        tokens_per_pass: int = 4096,
+        logits_mb: int = 256,
+        tie_margin: float = 1e-4,
+        window: int = 0,
+    ):
+        base = model.get_base_model() if hasattr(model, "get_base_model") else model
+        self.model, self.sampling, self.speculation = base, sampling, speculation or Speculation()
+        self._decoder, self._lm_head = base.base_model, base.get_output_embeddings()
+        self.vocab = self._lm_head.weight.shape[0]
+        self.context = getattr(base.config, "max_position_embeddings", None) or 1 << 30
+        self.rows_per_batch, self.tokens_per_pass = rows_per_batch, tokens_per_pass
+        self.scores_per_chunk = max(1, logits_mb * 2**20 // (self.vocab * 16))  # logits, noise and scores, float32
+        self.tie_margin = tie_margin if base.dtype == torch.float32 else 0.0
+        self.weight_version = 0
+        self.budget = Budget(window)
+        self._draw = keyed_draw
+        if self.device.type == "cuda":  # one fused kernel: the noise of a 152k vocabulary is never stored
+            self._draw = torch.compile(keyed_draw, dynamic=True)
+        self._check_model()
+        self._calibrate()
+
+    @property
+    def device(self) -> torch.device:
+        return self._lm_head.weight.device
+
+    def generate(self, requests: Sequence[Request]) -> tuple[list[Completion], EngineStats]:
+        """See Engine.generate. Prompts need at least one token and must fit the model's context with the response."""
+        for request in requests:
+            self._check(request)
+        stats = EngineStats()
+        self.budget.next_rollout()
+        rows = [_Row(request) for request in requests]
+        with self._inference():
+            for i in range(0, len(rows), self.rows_per_batch):
+                self._run(rows[i : i + self.rows_per_batch], stats)
+        return [
+            Completion(r.tokens, r.logprobs, r.behaviour, r.reused, r.finish, self.weight_version, r.passes)
+            for r in rows
+        ], stats
+
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]] | None, version: int) -> None:
+        if version < self.weight_version:
+            raise RolloutError(f"weight version {version} is older than the engine's {self.weight_version}")
+        if weights is not None:
+            state = self.model.state_dict()
+            for name, tensor in weights:
+                if name not in state:
+                    raise RolloutError(f"the update names the weight {name!r}, which the engine's model does not have")
+                state[name].copy_(tensor)
+        self.weight_version = version
+
+    def reset_cache(self) -> None:
+        """Nothing to forget: KV lives only inside `generate`."""
+
+    def close(self) -> None:
+        """Nothing to free: the model belongs to the trainer."""
+
+    # One batch ---------------------------------------------------------------------------------------------------
+
+    def _run(self, rows: list[_Row], stats: EngineStats) -> None:
+        kv = self._prefill(rows, stats)
+        while rows:
+            drafts = self._propose(rows, stats)
+            for first, last in self._chunks(drafts):
+                self._step(kv, first, rows[first:last], drafts[first:last], stats)
+            alive = [i for i, row in enumerate(rows) if row.finish is None]
+            if len(alive) <= 3 * len(rows) // 4:  # amortised: the survivors are copied a few times in all
+                kv.select(torch.tensor(alive, device=self.device, dtype=torch.long))
+                rows = [rows[i] for i in alive]
+
+    def _prefill(self, rows: list[_Row], stats: EngineStats) -> RaggedKV:
+        """KV of every row's prompt but its last token; a prompt shared by several rows is computed once."""
+        began = time.perf_counter()
+        heads = [tuple(row.request.prompt[:-1]) for row in rows]
+        distinct = {head: i for i, head in enumerate(dict.fromkeys(heads))}
+        prompts = list(distinct)
+        kv = RaggedKV(len(prompts), max(map(len, prompts)) + 128)
+        for first, last in self._chunks([p[1:] for p in prompts]):
+            if tokens := [t for p in prompts[first:last] for t in p]:
+                lengths = [len(p) for p in prompts[first:last]]
+                self._forward(tokens, Pass(kv, first, [0] * len(lengths), lengths, self.device))
+                stats.forward_tokens += len(tokens)
+        kv.select(torch.tensor([distinct[head] for head in heads], device=self.device))
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        stats.prefill_s += time.perf_counter() - began
+        return kv
+
+    def _propose(self, rows: list[_Row], stats: EngineStats) -> list[list[int] | None]:
+        """The draft of each row's next tokens; None for finished rows."""
+        began = time.perf_counter()
+        active = [row for row in rows if row.finish is None]
+        windows = iter(self.budget.windows([row.state for row in active]))
+        drafts = [None if row.finish else self._draft(row, next(windows)) for row in rows]
+        stats.draft_s += time.perf_counter() - began
+        return drafts
+
+    def _draft(self, row: _Row, window: int) -> list[int]:
+        """At most `window` plausible ids; the published lenient rule verifies its one draft whole."""
+        if row.request.drafter is None or not row.drafting:
+            return []
+        limit = row.room if self.speculation.rule == "lenient" else min(row.room - 1, window)
+        draft = list(row.request.drafter.propose(row.tokens, limit))[:limit] if limit else []
+        valid = next((i for i, t in enumerate(draft) if not 0 <= t < self.vocab), len(draft))
+        return draft[:valid]
+
+    def _chunks(self, drafts: Sequence[Sequence[int] | None]) -> Iterator[tuple[int, int]]:
+        """Contiguous ranges of rows whose tokens (last token plus draft) fit one pass; at least one row each."""
+        first = size = 0
+        for i, draft in enumerate(drafts):
+            cost = 0 if draft is None else 1 + len(draft)
+            if size and size + cost > self.tokens_per_pass:
+                yield first, i
+                first, size = i, 0
+            size += cost
+        if size:
+            yield first, len(drafts)
+
+    def _step(self, kv: RaggedKV, first: int, rows: list[_Row], drafts: list[list[int] | None], stats: EngineStats):
+        """One pass over some rows: draw at every position, accept, emit."""
+        began = time.perf_counter()
+        tokens, keys, at, targets = [], [], [], []
+        for row, draft in zip(rows, drafts, strict=True):
+            if draft is not None:
+                tokens += [row.last, *draft]
+                targets += [*draft, 0]
+                keys += [row.request.key] * (len(draft) + 1)
+                at += range(len(row.tokens), len(row.tokens) + len(draft) + 1)
+        lengths = [0 if draft is None else len(draft) + 1 for draft in drafts]
+        layout = Pass(
+            kv, first, [row.cached if n else 0 for row, n in zip(rows, lengths, strict=True)], lengths, self.device
+        )
+        drawn = self._score(self._forward(tokens, layout), keys, at, targets)
+        i = 0
+        for row, draft in zip(rows, drafts, strict=True):
+            if draft is not None:
+                self._settle(row, draft, *(column[i : i + len(draft) + 1] for column in drawn), stats)
+                i += len(draft) + 1
+        spent = time.perf_counter() - began
+        self.budget.observe_pass(len(tokens), spent)
+        drafted = len(tokens) - sum(map(bool, lengths))
+        stats.drafted += drafted
+        stats.passes += 1
+        stats.forward_tokens += len(tokens)
+        if drafted:
+            stats.verify_s += spent
+        else:
+            stats.decode_s += spent
+
+    def _settle(self, row: _Row, draft, draws, logp, logp_draft, gaps, stats: EngineStats) -> None:
+        """Applies the acceptance rule to one row's draws and emits."""
+        if self.speculation.rule == "lenient" and draft:
+            old = torch.tensor(row.request.draft_logprobs[: len(draft)], device="cpu")
+            u = uniform(torch.tensor(row.request.key ^ _LENIENT_KEY).expand(len(draft)), torch.arange(len(draft)))
+            n = accept_lenient(torch.tensor(logp_draft[: len(draft)]), old, u, self.speculation.lenience)
+            emitted, logprobs = [*draft[:n], draws[n]], [*logp_draft[:n], logp[n]]
+            behaviour = [*old[:n].tolist(), logp[n]]
+            row.drafting = False  # the published method drafts once
+        else:
+            self._break_ties(row, draft, draws, logp, gaps, stats)
+            n = accept_exact(draws, draft)
+            emitted, logprobs = draws[: n + 1], logp[: n + 1]
+            behaviour = logprobs
+        count = row.emit(emitted, logprobs, behaviour, n, self.sampling.eos_ids)
+        stats.accepted += min(n, count)
+        if draft:
+            self.budget.observe_draft(row.state, len(draft), n)
+            row.state = "agreeing" if n == len(draft) else "diverged"
+
+    def _break_ties(self, row: _Row, draft, draws: list, logp: list, gaps: list, stats: EngineStats) -> None:
+        """Replaces draws that rounding could flip by canonical ones, so that every route emits the same token.
+
+        Logits of one position differ in the last bits between passes of different shapes. Where the two best scores are
+        closer than `tie_margin`, the draw is taken from a pass over this row's prefix alone, whose shape depends on
+        nothing but the prefix. About 1 token in 20 000 needs it.
+        """
+        n, i = accept_exact(draws, draft), 0
+        while i <= n:
+            if gaps[i] < self.tie_margin:
+                prefix = [*row.request.prompt, *row.tokens, *draws[:i]]
+                layout = Pass(RaggedKV(1, len(prefix)), 0, [0], [len(prefix)], self.device)
+                hidden = self._forward(prefix, layout)[-1:]
+                (draws[i],), (logp[i],), _, _ = self._score(hidden, [row.request.key], [len(row.tokens) + i], [0])
+                stats.ties += 1
+                n = accept_exact(draws, draft)
+            i += 1
+
+    # The model ---------------------------------------------------------------------------------------------------
+
+    def _forward(self, tokens: list[int], layout: Pass) -> Tensor:
+        """Final hidden states [N, hidden] of packed tokens."""
+        ids = torch.tensor([tokens], device=self.device)
+        out = self._decoder(input_ids=ids, position_ids=layout.positions[None], use_cache=False, ragged=layout)
+        return out.last_hidden_state[0]
+
+    def _score(
+        self, hidden: Tensor, keys: list[int], at: list[int], targets: list[int]
+    ) -> tuple[list, list, list, list]:
+        """Draws, log-probs of draws and of targets, and gaps, as lists of length N; logits exist only chunk by chunk."""
+        key, position, target = (torch.tensor(x, device=hidden.device) for x in (keys, at, targets))
+        law = {"temperature": self.sampling.temperature, "top_k": self.sampling.top_k, "top_p": self.sampling.top_p}
+        parts = []
+        for i in range(0, len(keys), self.scores_per_chunk):
+            piece = slice(i, i + self.scores_per_chunk)
+            logits = self._lm_head(hidden[piece])
+            parts.append(self._draw(logits, key[piece], position[piece], target[piece], **law))
+        drawn = tuple(torch.cat(column).tolist() for column in zip(*parts, strict=True))
+        if any(gap != gap for gap in drawn[3]):
+            raise RolloutError(
+                f"the policy returned NaN or infinite logits (weight version {self.weight_version}); "
+                "check the learning rate and the last update"
+            )
+        return drawn
+
+    @contextmanager
+    def _inference(self) -> Iterator[None]:
+        """Evaluation mode and ragged attention for the time of a `generate`; both put back afterwards."""
+        training, attention = self.model.training, self.model.config._attn_implementation
+        self.model.eval()
+        self.model.set_attn_implementation(ATTENTION)
+        try:
+            with torch.inference_mode():
+                yield
+        finally:
+            self.model.set_attn_implementation(attention)
+            self.model.train(training)
+
+    def _check(self, request: Request) -> None:
+        if not request.prompt:
+            raise RolloutError("a prompt has no tokens; a rollout needs at least one")
+        if request.max_new_tokens < 1:
+            raise RolloutError(f"max_new_tokens={request.max_new_tokens} leaves no room for a response; use at least 1")
+        if len(request.prompt) + request.max_new_tokens > self.context:
+            raise RolloutError(
+                f"a prompt of {len(request.prompt)} tokens plus max_new_tokens={request.max_new_tokens} exceeds the model's "
+                f"context of {self.context}. Use rollout.max_new_tokens={max(1, self.context - len(request.prompt))} or less"
+            )
+        if self.speculation.rule == "lenient" and request.drafter and request.draft_logprobs is None:
+            raise RolloutError("the lenient rule needs the stored log-probs of every draft; the cache holds none")
+
+    def _check_model(self) -> None:
+        """Compares the packed path with the model's own forward, so that an unsupported model fails at start."""
+        name = type(self.model).__name__
+        ids = [t % self.vocab for t in range(5, 12)]
+        training = self.model.training
+        self.model.eval()
+        with torch.inference_mode():
+            expected = self.model(input_ids=torch.tensor([ids], device=self.device)).logits[0].float()
+        self.model.train(training)
+        try:
+            with self._inference():
+                kv = RaggedKV(2, 4)
+                self._forward(ids[:4] + ids[:1], Pass(kv, 0, [0, 0], [4, 1], self.device))
+                hidden = self._forward(ids[4:] + ids[1:], Pass(kv, 0, [4, 1], [3, 6], self.device))
+                got = self._lm_head(hidden).float()
+        except (TypeError, AttributeError) as error:
+            raise RolloutError(f"{name} does not work with the transformers engine: {error}") from error
+        want = torch.cat([expected[4:], expected[1:]])
+        error = ((got - want).abs().max() / want.abs().max().clamp(min=1.0)).item()
+        if not error < (1e-3 if self.model.dtype == torch.float32 else 0.1):
+            raise RolloutError(
+                f"{name} does not work with the transformers engine: its logits differ by {error:.2g} from the model's own "
+                "(an attention variant or a logit transform that the packed path does not know)"
+            )
+
+    def _calibrate(self) -> None:
+        """Times a one-token and a 256-token pass for the budget: the best of three, after a warm-up."""
+        timed = []
+        with self._inference():
+            for n in (1, min(256, self.context)):
+                seconds = []
+                for _ in range(4):
+                    began = time.perf_counter()
+                    layout = Pass(RaggedKV(1, n), 0, [0], [n], self.device)
+                    self._score(self._forward([0] * n, layout), [0] * n, [0] * n, [0] * n)
+                    seconds.append(time.perf_counter() - began)
+                timed.append((n, min(seconds)))
+        self.budget.calibrate(timed)

@@ -1,0 +1,89 @@
+"""A trajectory as bytes, as the cache holds it and as a snapshot's checksums cover it; and what makes one unusable."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Collection
+from hashlib import blake2b
+from math import isfinite, isnan, nan
+
+from rollout.types import Trajectory
+
+HEAD = struct.Struct("<qqqdB")
+"""key, version, step, reward (NaN when unknown), flags; the tokens follow as int32, then the log-probs as float32."""
+STOP, LOGPROBS = 1, 2
+"""Flags: finish is "stop"; log-probs are present."""
+FINISH = {"length": 0, "stop": STOP}
+LOGPROB_SLACK = 1e-4  # a float32 log-softmax may land a rounding error above zero
+
+Entry = tuple[str, int, bytes]
+"""(example id, slot, packed trajectory)."""
+
+
+def complaint(trajectory: Trajectory, vocab_size: int, eos_ids: Collection[int] = ()) -> str | None:
+    """What makes a trajectory unusable, as half a sentence; None when nothing does."""
+    tokens, logprobs = trajectory.tokens, trajectory.logprobs
+    if len(tokens) == 0:
+        return "it has no tokens"
+    if not 0 <= min(tokens) <= max(tokens) < vocab_size:
+        bad = next(t for t in tokens if not 0 <= t < vocab_size)
+        return f"token id {bad} is outside 0..{vocab_size - 1}"
+    if trajectory.finish not in ("stop", "length"):
+        return f"finish is {trajectory.finish!r}, neither 'stop' nor 'length'"
+    if eos_ids and (trajectory.finish == "stop") != (tokens[-1] in eos_ids):
+        return f"finish is {trajectory.finish!r} but the last token is {tokens[-1]}, with EOS ids {sorted(eos_ids)}"
+    if trajectory.version < 0 or trajectory.step < 0:
+        return f"version {trajectory.version} or step {trajectory.step} is negative"
+    if trajectory.reward is not None and not isfinite(trajectory.reward):
+        return f"reward {trajectory.reward} is not finite (None stands for a failed reward)"
+    if logprobs is None:
+        return None
+    if len(logprobs) != len(tokens):
+        return f"it has {len(tokens)} tokens but {len(logprobs)} log-probs"
+    wrong = [x for x in logprobs if not (isfinite(x) and x <= LOGPROB_SLACK)]
+    return f"log-prob {wrong[0]} is not a finite number <= 0" if wrong else None
+
+
+def pack(trajectory: Trajectory) -> bytes:
+    """Canonical little-endian bytes: 33, 4 per token, 4 per log-prob. Raises struct.error on values of other types."""
+    tokens, logprobs, reward = trajectory.tokens, trajectory.logprobs, trajectory.reward
+    flags = FINISH[trajectory.finish] | (0 if logprobs is None else LOGPROBS)
+    head = HEAD.pack(trajectory.key, trajectory.version, trajectory.step, nan if reward is None else reward, flags)
+    tail = b"" if logprobs is None else struct.pack(f"<{len(logprobs)}f", *logprobs)
+    return head + struct.pack(f"<{len(tokens)}i", *tokens) + tail
+
+
+def unpack(blob: bytes) -> Trajectory:
+    """The trajectory given to `pack`, its log-probs rounded to float32."""
+    key, version, step, reward, flags = HEAD.unpack_from(blob)
+    words = (len(blob) - HEAD.size) // 4
+    n = words // 2 if flags & LOGPROBS else words
+    return Trajectory(
+        tokens=struct.unpack_from(f"<{n}i", blob, HEAD.size),
+        key=key,
+        finish="stop" if flags & STOP else "length",
+        version=version,
+        step=step,
+        reward=None if isnan(reward) else reward,
+        logprobs=struct.unpack_from(f"<{n}f", blob, HEAD.size + 4 * n) if flags & LOGPROBS else None,
+    )
+
+
+def origin(blob: bytes) -> tuple[int, int]:
+    """(step, version) of a packed trajectory, without unpacking it."""
+    _, version, step, _, _ = HEAD.unpack_from(blob)
+    return step, version
+
+
+def without_logprobs(blob: bytes) -> bytes:
+    """The same packed trajectory without log-probs."""
+    *fields, flags = HEAD.unpack_from(blob)
+    if not flags & LOGPROBS:
+        return blob
+    return HEAD.pack(*fields, flags & ~LOGPROBS) + blob[HEAD.size : (len(blob) + HEAD.size) // 2]
+
+
+def row_checksum(example_id: bytes, slot: int, blob: bytes) -> int:
+    """BLAKE2b-64 over the row's identity and canonical bytes, as an unsigned integer."""
+    row = struct.pack("<qq", slot, len(example_id)) + example_id + blob
+    return int.from_bytes(blake2b(row, digest_size=8).digest(), "little")

@@ -1,0 +1,129 @@
+"""The rollout stage: look up old trajectories, derive keys, generate with drafts, store the result."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+
+from rollout.cache import TrajectoryCache
+from rollout.config import RolloutConfig
+from rollout.drafters.prior import PriorDrafter
+from rollout.engines.base import Engine
+from rollout.noise import derive_key, generation
+from rollout.types import Request, RolloutBatch, Row, Trajectory
+
+
+class SpeculativeRollout:
+    """Rolls out batches of prompts, reusing each prompt's earlier responses as drafts.
+
+    Under `exact` the responses are those of plain decoding with the same keys, whatever the cache holds. Usable in any
+    training loop:
+
+        rollout = SpeculativeRollout(engine, cache, config, seed=0)
+        rows = [Row("ex-7", prompt_ids)] * 8
+        batch = rollout.generate(rows, visit=epoch, step=step)
+        rollout.store(rows, batch, step=step)
+
+    Args:
+        engine: produces the responses; its weights are the current policy's.
+        cache: earlier responses; None drafts nothing and stores nothing.
+        config: acceptance, replay, caps.
+        seed: of the run; all noise keys derive from it.
+    """
+
+    def __init__(self, engine: Engine, cache: TrajectoryCache | None, config: RolloutConfig, seed: int):
+        self.engine, self.config, self.seed = engine, config, seed
+        self.cache = None if config.acceptance == "off" else cache
+
+    def generate(
+        self, rows: Sequence[Row], *, visit: int, step: int, slots: Sequence[int] | None = None, fresh: bool = False
+    ) -> RolloutBatch:
+        """One response per row; `store` keeps them for the next visit.
+
+        Args:
+            visit: how often these prompts were rolled out before (the epoch, in epoch-wise training).
+            step: trainer step, recorded with the trajectories.
+            slots: place of each row in its prompt's group; by default the occurrence within `rows`.
+            fresh: draw with noise of its own that no training row uses or will use (control rows).
+        """
+        began = time.perf_counter()
+        slots = list(slots) if slots is not None else _occurrences(rows)
+        replay, domain = (0.0, "control") if fresh else (self._replay, "rollout")
+        generations = [generation(self.seed, r.example_id, s, visit, replay) for r, s in zip(rows, slots, strict=True)]
+        keys = [
+            derive_key(self.seed, r.example_id, s, g, domain) for r, s, g in zip(rows, slots, generations, strict=True)
+        ]
+        stored = {r.example_id: self.cache.siblings(r.example_id) for r in rows} if self.cache is not None else {}
+        old = [self.cache.get(r.example_id, s) if stored else None for r, s in zip(rows, slots, strict=True)]
+        requests = [
+            self._request(r, k, t, stored.get(r.example_id, [])) for r, k, t in zip(rows, keys, old, strict=True)
+        ]
+        looked_up = time.perf_counter()
+        completions, stats = self.engine.generate(requests)
+        generated = time.perf_counter()
+        return RolloutBatch(
+            completions,
+            slots,
+            keys,
+            ages=[None if t is None else step - t.step for t in old],
+            replayed=[g < visit for g in generations],
+            stats=stats,
+            lookup_s=looked_up - began,
+            total_s=generated - began,
+        )
+
+    def plain(self, rows: Sequence[Row], keys: Sequence[int]) -> RolloutBatch:
+        """The same rows by plain decoding with the given keys: the measured baseline. Touches no cache."""
+        began = time.perf_counter()
+        requests = [Request(r.prompt, k, self.config.max_new_tokens) for r, k in zip(rows, keys, strict=True)]
+        completions, stats = self.engine.generate(requests)
+        n = len(rows)
+        took = time.perf_counter() - began
+        return RolloutBatch(completions, _occurrences(rows), list(keys), [None] * n, [False] * n, stats, total_s=took)
+
+    def store(
+        self, rows: Sequence[Row], batch: RolloutBatch, *, step: int, rewards: Sequence[float | None] | None = None
+    ) -> None:
+        """Puts a batch into the cache for the next visit, and charges the time to the batch."""
+        if self.cache is None:
+            return
+        with batch.charge_store():
+            self.cache.put_many(self.entries(rows, batch, step=step, rewards=rewards))
+
+    def entries(self, rows, batch: RolloutBatch, *, step: int, rewards=None) -> list[tuple[str, int, Trajectory]]:
+        """The batch as cache entries (example id, slot, trajectory); processes of one job exchange these."""
+        lenient = self.config.acceptance == "lenient"
+        rewards = rewards if rewards is not None else [None] * len(rows)
+        return [
+            # the published method stores the log-probs of the policy that verified the text, reused tokens included
+            (
+                r.example_id,
+                s,
+                Trajectory(c.tokens, k, c.finish, c.version, step, reward, c.logprobs if lenient else None),
+            )
+            for r, s, k, c, reward in zip(rows, batch.slots, batch.keys, batch.completions, rewards, strict=True)
+        ]
+
+    @property
+    def _replay(self) -> float:
+        return 0.0 if self.config.acceptance == "lenient" else self.config.replay
+
+    def _request(self, row: Row, key: int, old: Trajectory | None, stored: list[Trajectory]) -> Request:
+        request = Request(row.prompt, key, self.config.max_new_tokens)
+        if self.config.acceptance == "lenient":  # the published method: the slot's own text, once
+            if old is not None and old.logprobs is not None:
+                request.drafter, request.draft_logprobs = PriorDrafter([old.tokens], rematch=0), old.logprobs
+        elif stored:
+            sources = ([old] if old else []) + [t for t in stored if t != old]
+            request.drafter = PriorDrafter([t.tokens for t in sources], self.config.budget.rematch)
+        return request
+
+
+def _occurrences(rows: Sequence[Row]) -> list[int]:
+    seen: Counter[str] = Counter()
+    slots = []
+    for row in rows:
+        slots.append(seen[row.example_id])
+        seen[row.example_id] += 1
+    return slots

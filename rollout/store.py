@@ -1,0 +1,281 @@
+"""The on-disk form of the trajectory cache: one parquet snapshot per directory, one checksum per row, no pickle.
+
+`docs/cache-format.md` is the specification. Everything read here counts as damaged until its checksum agrees.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import itertools
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from hashlib import blake2b
+from math import nan
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from rollout.records import FINISH, HEAD, LOGPROBS, STOP, Entry, row_checksum
+from rollout.types import CacheError
+
+FORMAT = 1
+SNAPSHOT = "trajectories.parquet"
+ROWS_PER_GROUP = 512
+LOCK = "trajectories.lock"
+LOCK_WAIT_S = 2.0
+
+_HEADER, _HEADER_SUM = b"specrl.cache", b"specrl.cache.checksum"
+_HEADS = np.dtype([("key", "<i8"), ("version", "<i8"), ("step", "<i8"), ("reward", "<f8"), ("flags", "u1")])
+_FINISH = {name.encode(): flag for name, flag in FINISH.items()}
+_DAMAGED = 4  # a flag that no row has, so that its checksum cannot agree
+_SCHEMA = pa.schema(
+    [
+        pa.field("example_id", pa.string(), nullable=False),
+        pa.field("slot", pa.int64(), nullable=False),
+        pa.field("tokens", pa.list_(pa.field("element", pa.int32(), nullable=False)), nullable=False),
+        pa.field("key", pa.int64(), nullable=False),
+        pa.field("finish", pa.string(), nullable=False),
+        pa.field("version", pa.int64(), nullable=False),
+        pa.field("step", pa.int64(), nullable=False),
+        pa.field("reward", pa.float64()),
+        pa.field("logprobs", pa.list_(pa.field("element", pa.float32(), nullable=False))),
+        pa.field("checksum", pa.uint64(), nullable=False),
+    ]
+)
+
+
+class DirectoryLock:
+    """One writer per directory. The kernel drops the lock when its process dies, so no lock is ever stale."""
+
+    def __init__(self, directory: Path):
+        """Takes the lock, creating the directory, or raises CacheError within about `LOCK_WAIT_S`."""
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            self._fd = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise self._unusable(directory, error) from error
+        try:
+            self._wait(directory)
+            os.ftruncate(self._fd, 0)
+            holder = f"pid {os.getpid()} on {os.uname().nodename} since {time.strftime('%Y-%m-%d %H:%M:%S')}"
+            os.pwrite(self._fd, holder.encode(), 0)
+        except BaseException as error:
+            os.close(self._fd)
+            if isinstance(error, OSError):
+                raise self._unusable(directory, error) from error
+            raise
+
+    @staticmethod
+    def _unusable(directory: Path, error: OSError) -> CacheError:
+        return CacheError(
+            f"The trajectory cache cannot be written in '{directory}': {error.strerror or error}. "
+            "Give output_dir a directory that this process may write to."
+        )
+
+    def _wait(self, directory: Path) -> None:
+        deadline = time.monotonic() + LOCK_WAIT_S
+        while True:
+            try:
+                return fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    holder = os.pread(self._fd, 200, 0).decode("utf-8", "replace") or "it has just started"
+                    raise CacheError(
+                        f"Another run is writing the trajectory cache in '{directory}' ({holder}). "
+                        "Stop that run, or give this one another name."
+                    ) from None
+                time.sleep(0.05)
+
+    def covers(self, directory: Path) -> bool:
+        """True while `directory` holds the very file that is locked (it may have been deleted and made anew)."""
+        try:
+            return os.path.samestat(os.stat(directory / LOCK), os.fstat(self._fd))
+        except OSError:
+            return False
+
+    def release(self) -> None:
+        os.close(self._fd)
+
+
+class DamagedError(CacheError):
+    """The file is not an intact snapshot: torn, written by something else, or its footer is damaged."""
+
+
+class OlderFormatError(CacheError):
+    """The snapshot predates this format."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """What the stored trajectories depend on, as short strings.
+
+    Example: Fingerprint(identity={"tokenizer": "9f3c", "dataset": "gsm8k-1a2b"}, law={"temperature": "1.0"})
+    """
+
+    identity: Mapping[str, str] = field(default_factory=dict)
+    """Must match to reuse anything: tokenizer, vocabulary, template, dataset."""
+    law: Mapping[str, str] = field(default_factory=dict)
+    """What the text was drawn from: model, temperature, top-p, top-k. Only the stored log-probs depend on it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What a snapshot says about itself."""
+
+    step: int
+    """Trainer step at which it was written."""
+    rows: int
+    vocab_size: int
+    eos_ids: tuple[int, ...]
+    fingerprint: Fingerprint
+
+
+def write_snapshot(directory: Path, entries: Sequence[Entry], header: Header) -> None:
+    """Replaces the snapshot of `directory` atomically and durably. The caller holds the directory's lock.
+
+    On any OSError (disk full, file size limit, read-only) raises CacheError and leaves the old snapshot as it was.
+    """
+    # One fixed name, safe under the lock: what a killed writer left is overwritten, then renamed away.
+    temporary = directory / f"{SNAPSHOT}.tmp"
+    text = json.dumps({"format": FORMAT, **asdict(header)}).encode()
+    schema = _SCHEMA.with_metadata({_HEADER: text, _HEADER_SUM: _header_sum(text)})
+    try:
+        with open(temporary, "wb") as file:
+            # Plain pages: a flipped bit then costs one row, where a compressed page would be lost whole.
+            with pq.ParquetWriter(file, schema, compression="none", use_dictionary=False) as writer:
+                for start in range(0, len(entries), ROWS_PER_GROUP):
+                    writer.write_table(_table(entries[start : start + ROWS_PER_GROUP], schema))
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, directory / SNAPSHOT)
+        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise CacheError(
+            f"The trajectory cache ({len(entries)} entries) was not saved in '{directory}' at step {header.step}: "
+            f"{error.strerror or error}. The last complete snapshot is intact. Free some space or "
+            "lower rollout.cache.max_mb; rollout.cache.on_write_error=warn trains on without saving."
+        ) from error
+
+
+def _header_sum(text: bytes) -> bytes:
+    return blake2b(text, digest_size=8).hexdigest().encode()
+
+
+def _table(entries: Sequence[Entry], schema: pa.Schema) -> pa.Table:
+    """One row group. The lists are cut out of joined bytes: no token becomes a Python number."""
+    ids, slots, blobs = zip(*entries, strict=True)
+    heads = np.frombuffer(b"".join(blob[: HEAD.size] for blob in blobs), _HEADS)
+    bare = (heads["flags"] & LOGPROBS) == 0
+    words = np.array([(len(blob) - HEAD.size) // 4 for blob in blobs])
+    counts = np.where(bare, words, words // 2)
+    cuts = (HEAD.size + 4 * counts).tolist()
+    tokens = b"".join(blob[HEAD.size : cut] for blob, cut in zip(blobs, cuts, strict=True))
+    logprobs = b"".join(blob[cut:] for blob, cut in zip(blobs, cuts, strict=True))
+    columns = [
+        pa.array(ids, pa.string()),
+        pa.array(slots, pa.int64()),
+        _lists(counts, np.frombuffer(tokens, "<i4"), schema.field("tokens").type),
+        pa.array(heads["key"]),
+        pa.array(np.where(heads["flags"] & STOP, "stop", "length")),
+        pa.array(heads["version"]),
+        pa.array(heads["step"]),
+        pa.array(heads["reward"], mask=np.isnan(heads["reward"])),
+        _lists(np.where(bare, 0, counts), np.frombuffer(logprobs, "<f4"), schema.field("logprobs").type, bare),
+        pa.array([row_checksum(i.encode(), slot, blob) for i, slot, blob in entries], pa.uint64()),
+    ]
+    return pa.Table.from_arrays(columns, schema=schema)
+
+
+def _lists(counts: np.ndarray, values: np.ndarray, kind: pa.DataType, null: np.ndarray | None = None) -> pa.Array:
+    offsets = pa.array(np.concatenate([[0], np.cumsum(counts)]), pa.int32())
+    mask = None if null is None else pa.array(null)
+    return pa.ListArray.from_arrays(offsets, pa.array(values), type=kind, mask=mask)
+
+
+@contextlib.contextmanager
+def open_snapshot(directory: Path) -> Iterator[tuple[Header, Iterator[Entry]]]:
+    """The verified header of a snapshot and its rows, of which only those are yielded whose checksum agrees.
+
+    Raises FileNotFoundError without a snapshot, OlderFormatError, DamagedError, or another CacheError.
+    """
+    path = directory / SNAPSHOT
+    try:
+        source = open(path, "rb")  # noqa: SIM115
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise CacheError(
+            f"The trajectory cache '{path}' cannot be read: {error.strerror or error}. "
+            "Move it away, or start with rollout.cache.clear=true."
+        ) from error
+    with source:
+        try:
+            file = pq.ParquetFile(source, pre_buffer=False, arrow_extensions_enabled=False)
+            schema, metadata = file.schema_arrow, file.metadata.metadata or {}
+        except Exception as error:  # any bytes may lie here, and pyarrow reports them in a dozen ways
+            raise DamagedError(f"'{path}' is not a readable parquet file ({error})") from error
+        yield _header(path, schema, metadata), _rows(file)
+
+
+def _header(path: Path, schema: pa.Schema, metadata: Mapping[bytes, bytes]) -> Header:
+    text = metadata.get(_HEADER, b"")
+    if metadata.get(_HEADER_SUM) != _header_sum(text):
+        raise DamagedError(f"'{path}' has no intact specrl header")
+    fields = json.loads(text)
+    written_as = fields.pop("format")
+    if written_as > FORMAT:
+        raise CacheError(
+            f"'{path}' has trajectory cache format {written_as}; this version of specrl reads up to {FORMAT}. "
+            "Update specrl, or start with rollout.cache.clear=true."
+        )
+    if written_as < FORMAT:
+        raise OlderFormatError(f"'{path}' has trajectory cache format {written_as}, older than {FORMAT}")
+    if not schema.equals(_SCHEMA):
+        raise DamagedError(f"'{path}' does not have the columns of format {FORMAT}")
+    fields["eos_ids"], fields["fingerprint"] = tuple(fields["eos_ids"]), Fingerprint(**fields["fingerprint"])
+    return Header(**fields)
+
+
+def _rows(file: pq.ParquetFile) -> Iterator[Entry]:
+    for group in range(file.num_row_groups):
+        try:
+            rows = list(_intact(file.read_row_group(group, use_threads=False)))
+        except Exception:  # a damaged page fails in a dozen ways; the other row groups are still good
+            continue
+        yield from rows
+
+
+def _intact(table: pa.Table) -> Iterator[Entry]:
+    """The rows of one row group whose checksum agrees."""
+    # Text as bytes: one damaged UTF-8 sequence would otherwise fail the whole column.
+    plain = {name: table[name].cast(pa.binary()) for name in ("example_id", "finish")}
+    names = ("slot", "key", "version", "step", "reward", "checksum")
+    columns = [plain["example_id"], plain["finish"], *(table[name] for name in names)]
+    tokens, logprobs = _cut(table["tokens"], "<i4"), _cut(table["logprobs"], "<f4")
+    bare = table["logprobs"].is_null().to_pylist()
+    fields = zip(*(column.to_pylist() for column in columns), strict=True)
+    for i, (example_id, finish, slot, key, version, step, reward, checksum) in enumerate(fields):
+        flags = _FINISH.get(finish, _DAMAGED) | (0 if bare[i] else LOGPROBS)
+        blob = HEAD.pack(key, version, step, nan if reward is None else reward, flags) + tokens[i] + logprobs[i]
+        if row_checksum(example_id, slot, blob) == checksum:
+            yield example_id.decode(), slot, blob
+
+
+def _cut(column: pa.ChunkedArray, kind: str) -> list[bytes]:
+    """The little-endian bytes of each list of a column; empty for null."""
+    lists = column.combine_chunks()
+    data = lists.values.to_numpy(zero_copy_only=False).astype(kind, copy=False).tobytes()
+    ends = (lists.offsets.to_numpy() * 4).tolist()
+    return [data[start:end] for start, end in itertools.pairwise(ends)]

@@ -1,0 +1,47 @@
+"""Acceptance rules: pure functions from draws and drafts to the number of accepted tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import torch
+from torch import Tensor
+
+
+def accept_exact(draws: Sequence[int], draft: Sequence[int]) -> int:
+    """Accepted draft tokens under the exact rule: a draft token stands when it equals the sampler's own draw.
+
+    `draws[i]` is the keyed draw given the prefix and draft[:i]; it may be longer than the draft. The output
+    draws[:n + 1] is what plain decoding with the same key emits, whatever the draft (E0 of docs/guarantees.md).
+    """
+    n = 0
+    for drawn, drafted in zip(draws, draft, strict=False):
+        if drawn != drafted:
+            break
+        n += 1
+    return n
+
+
+def accept_lenient(logp_new: Tensor, logp_old: Tensor, u: Tensor, lenience: float) -> int:
+    """Accepted prefix under SPEC-RL's published rule: token i stands with probability min(1, l * p_new / p_old).
+
+    Algorithm 1 of SPEC-RL (arXiv 2509.23232). After the first rejection the caller samples from p_new, not from the
+    residual, so the output is biased towards the old policy even at l = 1; see docs/guarantees.md.
+
+    Args: logp_new, logp_old float [K], log-probs of the drafted tokens under the current policy and under the law that
+    produced them, both after the same temperature, top-k and top-p; u uniforms [K], fresh on every visit.
+    """
+    accept = u.log() <= torch.tensor(lenience, dtype=torch.float64).log() + logp_new.double() - logp_old.double()
+    return int(accept.long().cumprod(0).sum())
+
+
+def cut(tokens: Sequence[int], eos_ids: Collection[int], room: int) -> tuple[int, str | None]:
+    """How many of `tokens` may be emitted, and the finish reason when that ends the response.
+
+    The first EOS ends it (kept, `stop`), else the cap of `room` tokens (`length`); an EOS that is exactly the last
+    token allowed is a `stop`.
+    """
+    for i, token in enumerate(tokens[:room]):
+        if token in eos_ids:
+            return i + 1, "stop"
+    return (room, "length") if len(tokens) >= room else (len(tokens), None)

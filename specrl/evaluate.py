@@ -1,0 +1,113 @@
+"""Accuracy of a policy: `python -m specrl.evaluate config=NAME [model=PATH] [samples=8]`.
+
+pass@k is the unbiased estimator of Chen et al. 2021 (arXiv 2107.03374), 1 - C(n - c, k) / C(n, k); avg@n is the mean
+reward of all n samples. Evaluation has noise of its own and never touches the trajectory cache.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import comb
+from typing import TYPE_CHECKING
+
+from rollout.config import doc
+from specrl import config as cli
+from specrl.config import Config
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from reward.base import RewardSet
+    from rollout.engines.base import Engine
+    from specrl.data import Example
+
+
+@dataclass
+class EvaluateConfig(Config):
+    samples: int = doc(8, "responses per prompt; pass@k is reported for k = 1, 2, 4 ... up to this number")
+    split: str = doc("test", "role of the prompts: test or train")
+
+
+def pass_at_k(n: int, correct: int, k: int) -> float:
+    """Chance that at least one of k responses drawn from n, of which `correct` are right, is right."""
+    return 1.0 - comb(n - correct, k) / comb(n, k)
+
+
+def evaluate(
+    engine: Engine,
+    tokenizer: PreTrainedTokenizerBase,
+    examples: Sequence[Example],
+    rewards: RewardSet,
+    *,
+    samples: int,
+    max_new_tokens: int,
+    seed: int,
+) -> dict[str, float]:
+    """Mean reward, pass@k over the prompts, mean length and failures. A failed reward is left out, never a zero.
+
+    A response counts as correct for pass@k when its total reward is at least the largest the weights allow, halved:
+    with the 0/1 math reward, when it is right.
+    """
+    from reward.base import Sample
+    from rollout.noise import derive_key
+    from rollout.types import Request
+    from specrl.data import render
+
+    requests = [
+        Request(render(example, tokenizer), derive_key(seed, example.id, i, 0, "eval"), max_new_tokens)
+        for example in examples
+        for i in range(samples)
+    ]
+    completions, _ = engine.generate(requests)
+    texts = tokenizer.batch_decode([c.tokens for c in completions], skip_special_tokens=True)
+    owners = [example for example in examples for _ in range(samples)]
+    scored = rewards.score([Sample(str(e.prompt), t, e.answer, e.fields) for e, t in zip(owners, texts, strict=True)])
+    valid = [total for total in scored.total if total is not None]
+    metrics = {
+        "eval/reward": sum(valid) / len(valid) if valid else float("nan"),
+        "eval/mean_length": sum(len(c.tokens) for c in completions) / len(completions),
+        "eval/failed": len(completions) - len(valid),
+    }
+    groups = [
+        [total for total in scored.total[i : i + samples] if total is not None]
+        for i in range(0, len(completions), samples)
+    ]
+    threshold = max(sum(w for w in rewards.weights.values() if w > 0), 1e-9) / 2
+    k = 1
+    while k <= samples:
+        whole = [group for group in groups if len(group) >= k]
+        counts = [(len(group), sum(total >= threshold for total in group)) for group in whole]
+        metrics[f"eval/pass@{k}"] = sum(pass_at_k(n, c, k) for n, c in counts) / len(counts) if counts else float("nan")
+        k *= 2
+    return metrics
+
+
+def main(config: EvaluateConfig) -> int:
+    from reward.base import RewardSet
+    from rollout.engines import build_engine
+    from specrl.data import load_examples
+    from specrl.policy import load_policy
+
+    model, tokenizer, eos_ids = load_policy(config)
+    examples = load_examples(config.data, config.dataset, config.split, config.seed)
+    rewards = RewardSet.from_config(config.reward)
+    try:
+        metrics = evaluate(
+            build_engine(model.eval(), config.rollout, eos_ids),
+            tokenizer,
+            examples,
+            rewards,
+            samples=config.samples,
+            max_new_tokens=config.rollout.max_new_tokens,
+            seed=config.seed,
+        )
+    finally:
+        rewards.close()
+    print(json.dumps({"model": config.model, "prompts": len(examples), "samples": config.samples, **metrics}, indent=2))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(cli.run(main, schema=EvaluateConfig, training=False))

@@ -1,0 +1,255 @@
+"""What a run says about itself: metrics.jsonl (one JSON object per line), the console line, completion previews."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.panel import Panel
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.text import Text
+
+from specrl.options import ConfigError
+
+METRICS_FILE = "metrics.jsonl"
+ETA_STEPS = 20  # steps averaged for the ETA: long enough to contain a control step at the default measure_every
+PROMPT_TAIL = 400  # characters of a prompt shown in a preview
+
+
+class Monitor:
+    """Writes metrics.jsonl and reports on the console. Use it as a context manager, or call `close`.
+
+    Args:
+        run_dir: the run's directory, made when absent. An existing metrics.jsonl is continued.
+        total_steps: optimiser steps of the whole run, for the progress bar and the ETA.
+        console: where to print; a new one on standard output when None.
+        resumed_step: the step of the checkpoint a run goes on from. Records of later steps are removed, because they
+            will be written again. None keeps all records. Torn and unreadable lines are removed in either case.
+
+    A metrics file that cannot be written is reported once; it never stops a run.
+    """
+
+    def __init__(
+        self,
+        run_dir: str | Path,
+        total_steps: int,
+        console: Console | None = None,
+        resumed_step: int | None = None,
+    ) -> None:
+        self.path = Path(run_dir) / METRICS_FILE
+        self.total_steps = total_steps
+        self.console = console or Console()
+        self._recent: deque[float] = deque(maxlen=ETA_STEPS)
+        self._torn = self._failed = False
+        self._progress: Progress | None = None
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._trim(resumed_step)
+
+    def log(self, record: Mapping[str, Any]) -> None:
+        """Appends one optimiser step and prints its line. `record` is flat and has at least `step`, from 1 on."""
+        self._append(record)
+        if (seconds := number(record, "timing_s/step")) is not None:
+            self._recent.append(seconds)
+        self._advance(int(record["step"]))
+        self._print(step_line(record, self.total_steps, self._eta(int(record["step"]))))
+
+    def log_eval(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Appends one evaluation, made after optimiser step `step` (0: before training), and prints its line.
+
+        `metrics` has keys such as `eval/reward` and `eval/pass@1`.
+        """
+        self._append({"step": step, **metrics})
+        values = {key.removeprefix("eval/"): number(metrics, key) for key in metrics}
+        shown = (f"{name} {value:.3g}" for name, value in values.items() if value is not None)
+        self._print(" | ".join((f"Eval at step {step}", *shown)))
+
+    def preview(self, prompt_text: str, pieces: Iterable[tuple[str, bool]], reward: float | None) -> None:
+        """Prints one completion: reused text dim, new text bright; without colours reused text stands in «».
+
+        Args:
+            prompt_text: the prompt; only its end is shown when it is long.
+            pieces: the completion as (text, reused) in order.
+            reward: its total reward, None when unknown.
+        """
+        colour = self.console.is_terminal and not self.console.no_color
+        prompt = prompt_text if len(prompt_text) <= PROMPT_TAIL else "…" + prompt_text[-PROMPT_TAIL:]
+        body = Text.assemble((prompt.rstrip() + "\n", "cyan"))
+        for reused, run in groupby(pieces, key=lambda piece: bool(piece[1])):
+            text = "".join(piece for piece, _ in run)
+            body.append(f"«{text}»" if reused and not colour else text, style="dim" if reused else "bold bright_white")
+        score = "unknown" if reward is None or not math.isfinite(reward) else f"{reward:.2f}"
+        legend = "[dim]reused[/] [bold not dim bright_white]new[/]" if colour else "«reused» new"
+        title = f"completion | reward {score} | {legend}"
+        self.console.print(Panel(body, title=title, title_align="left", border_style="dim"))
+
+    def close(self) -> None:
+        """Takes the progress bar off the screen. The metrics file is complete after every `log`."""
+        if self._progress:
+            self._progress.stop()
+            self._progress = None
+
+    def __enter__(self) -> Monitor:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _trim(self, resumed_step: int | None) -> None:
+        if not self.path.exists():
+            return
+        records, bad = read_records(self.path)
+        kept = [r for r in records if resumed_step is None or r["step"] <= resumed_step]
+        whole = self.path.read_bytes()[-1:] in (b"", b"\n")
+        if bad or not whole or len(kept) < len(records):
+            fresh = self.path.with_suffix(".jsonl.tmp")
+            with fresh.open("w", encoding="utf-8") as file:
+                file.writelines(to_json(record) + "\n" for record in kept)
+                file.flush()
+                os.fsync(file.fileno())
+            fresh.replace(self.path)
+        if bad:
+            self._print(f"{self.path}: dropped {bad} unreadable line{'s' * (bad > 1)}.")
+
+    def _append(self, record: Mapping[str, Any]) -> None:
+        try:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write("\n" * self._torn + to_json(record) + "\n")
+            self._torn = False
+        except OSError as error:
+            self._torn = True
+            if not self._failed:
+                self._failed = True
+                self._print(f"{self.path} cannot be written ({error.strerror}); the report will have gaps.")
+
+    def _advance(self, step: int) -> None:
+        if self._progress is None and self.console.is_terminal:
+            columns = (TextColumn("[bold]specrl"), BarColumn(bar_width=None), MofNCompleteColumn(), TextColumn("steps"))
+            self._progress = Progress(*columns, console=self.console, transient=True)
+            self._progress.add_task("steps", total=self.total_steps)
+            self._progress.start()
+        if self._progress:
+            self._progress.update(self._progress.task_ids[0], completed=step)
+
+    def _eta(self, step: int) -> float | None:
+        return sum(self._recent) / len(self._recent) * (self.total_steps - step) if self._recent else None
+
+    def _print(self, line: str) -> None:
+        self.console.print(escape(line), highlight=self.console.is_terminal, soft_wrap=True)
+
+
+def step_line(record: Mapping[str, Any], total_steps: int, eta_s: float | None = None) -> str:
+    """The console line of one step. Whatever the record lacks, or holds as NaN, is left out.
+
+    Example: Step 42/300 | 18.2 s | reward 0.61 | gen 7.9 s (2.9x) | reused 71% | accept 0.83 | kl 0.004 | ETA 1h18
+    """
+    speedup = number(record, "spec/speedup")
+    measured = "" if speedup is None else f" ({speedup:.1f}x)"
+    parts = (
+        ("timing_s/step", lambda v: f"{v:.1f} s"),
+        ("reward", lambda v: f"reward {v:.2f}"),
+        ("timing_s/gen", lambda v: f"gen {v:.1f} s{measured}"),
+        ("spec/reused_ratio", lambda v: f"reused {v:.0%}"),
+        ("spec/draft_acceptance_rate", lambda v: f"accept {v:.2f}"),
+        ("kl", lambda v: f"kl {v:.2g}"),
+        ("perf/throughput", lambda v: f"{v / 1000:.1f}k tok/s" if v >= 1000 else f"{v:.0f} tok/s"),
+    )
+    shown = [show(value) for key, show in parts if (value := number(record, key)) is not None]
+    eta = [] if eta_s is None else [f"ETA {duration(eta_s)}"]
+    return " | ".join([f"Step {record['step']}/{total_steps}", *shown, *eta])
+
+
+def duration(seconds: float) -> str:
+    """Seconds for people: `45s`, `12m30`, `1h18`."""
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes}m{rest:02d}" if minutes else f"{rest}s"
+    return f"{minutes // 60}h{minutes % 60:02d}"
+
+
+def number(record: Mapping[str, Any], key: str) -> float | None:
+    """The finite number at `key`, None when it is absent, null, NaN, infinite or no number."""
+    value = plain(record.get(key))
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def plain(value: Any) -> Any:
+    """`value` with JSON types only: tensors as numbers or lists, NaN and infinities as None, the rest as text."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if getattr(value, "size", None) == 1 or getattr(value, "ndim", None) == 0:
+        return plain(value.item())
+    return plain(value.tolist()) if hasattr(value, "tolist") else str(value)
+
+
+def to_json(record: Mapping[str, Any]) -> str:
+    """One line of strict JSON."""
+    return json.dumps(plain(record), ensure_ascii=False, allow_nan=False)
+
+
+def read_records(path: str | Path) -> tuple[list[dict], int]:
+    """The records of a metrics.jsonl in file order, and how many lines were unreadable, such as one torn by a crash."""
+    records, bad = [], 0
+    with Path(path).open("rb") as file:
+        for line in file:
+            try:
+                record = json.loads(line)
+            except ValueError:
+                record = None
+            if isinstance(record, dict) and isinstance(record.get("step"), int):
+                records.append(record)
+            elif line.strip():
+                bad += 1
+    return records, bad
+
+
+class RunError(ConfigError):
+    """There is nothing to read. The message names what, why and the nearest run."""
+
+
+@dataclass(frozen=True)
+class RunRecords:
+    """The metrics of one run."""
+
+    path: Path
+    steps: list[dict]
+    """The last record of each optimiser step, in order; at least one."""
+    evals: list[dict]
+    """The last record of each evaluation, in order."""
+    unreadable: int
+    """Lines that could not be read."""
+
+
+def load_run(name: str | Path) -> RunRecords:
+    """Reads back a run directory, or the run of that name in ./outputs.
+
+    Raises:
+        RunError: no such run, or a run without metrics.
+    """
+    path = next((place for place in (Path(name), Path("outputs") / name) if place.is_dir()), None)
+    if path is None:
+        folders = (Path(name).parent, Path("outputs"))
+        known = {file.parent.name: file.parent for folder in folders for file in folder.glob(f"*/{METRICS_FILE}")}
+        near = get_close_matches(Path(name).name, known, 1, cutoff=0.3)
+        raise RunError(f"No run at {name}." + (f" Did you mean {known[near[0]]}?" if near else " Give run=DIR."))
+    records, unreadable = read_records(path / METRICS_FILE) if (path / METRICS_FILE).exists() else ([], 0)
+    evals = {record["step"]: record for record in records if any(key.startswith("eval/") for key in record)}
+    steps = {record["step"]: record for record in records if "reward" in record or "timing_s/gen" in record}
+    if not steps:
+        raise RunError(f"No metrics in {path}: {METRICS_FILE} has no step yet. A run writes it after its first step.")
+    return RunRecords(path, [steps[at] for at in sorted(steps)], [evals[at] for at in sorted(evals)], unreadable)

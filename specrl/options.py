@@ -1,0 +1,264 @@
+"""`key=value` command lines and YAML files over typed dataclasses. Knows the shape of options, not specrl's own."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import textwrap
+from collections.abc import Iterable, Iterator
+from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
+from difflib import get_close_matches
+from operator import attrgetter
+from pathlib import Path
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+T = TypeVar("T")
+WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+
+
+class ConfigError(ValueError):
+    """What the user asked for cannot be done as asked. One line per problem: what, why, the value given, the remedy."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """One leaf of a configuration dataclass, named by its dotted key."""
+
+    key: str
+    type: Any
+    default: Any
+    help: str
+
+    @property
+    def is_list(self) -> bool:
+        return get_origin(self.type) is list
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        return get_args(self.type) if get_origin(self.type) is Literal else ()
+
+    @property
+    def kind(self) -> str:
+        """The type as help shows it: `int`, `list[str]`, or the choices."""
+        return " | ".join(self.choices) or (str(self.type) if self.is_list else self.type.__name__)
+
+    @property
+    def default_text(self) -> str:
+        return plain(self.default) or '""'
+
+    def refusal(self, value: Any) -> str:
+        """The message for a value this option cannot hold."""
+        if self.is_list:
+            example = value if isinstance(value, str) and value else "a,b"
+            return f"{self.key}={plain(value)}: expected a list. Try {self.key}=[{example.strip('[]')}]."
+        expected = f"one of {', '.join(self.choices)}" if self.choices else WORDS[self.type]
+        return f"{self.key}={plain(value)}: expected {expected}.{suggestion(str(value), self.choices)}"
+
+
+def options(schema: type, prefix: str = "") -> dict[str, Option]:
+    """Every leaf below a dataclass in the order of declaration, by dotted key."""
+    found: dict[str, Option] = {}
+    for name, kind, field in _members(schema):
+        if is_dataclass(kind):
+            found |= options(kind, f"{prefix}{name}.")
+        else:
+            default = field.default if field.default_factory is MISSING else field.default_factory()
+            found[prefix + name] = Option(prefix + name, kind, default, field.metadata.get("help", ""))
+    return found
+
+
+def sections(schema: type, prefix: str = "") -> dict[str, str]:
+    """Every nested dataclass with its one-line documentation, by dotted key."""
+    found: dict[str, str] = {}
+    for name, kind, field in _members(schema):
+        if is_dataclass(kind):
+            found |= {prefix + name: field.metadata.get("help", ""), **sections(kind, f"{prefix}{name}.")}
+    return found
+
+
+def _members(schema: type) -> Iterator[tuple]:
+    hints = get_type_hints(schema)
+    return ((field.name, hints[field.name], field) for field in fields(schema))
+
+
+def values(config: Any) -> dict[str, Any]:
+    """The values of a dataclass object, by dotted key."""
+    return {key: attrgetter(key)(config) for key in options(type(config))}
+
+
+def parse(argv: Iterable[str]) -> dict[str, str]:
+    """A command line of `key=value` words as a dict of texts; `--help` counts as `help=true`."""
+    given: dict[str, str] = {}
+    for word in argv:
+        key, equals, value = ("help", "=", "true") if word in ("-h", "--help") else word.partition("=")
+        if key.startswith("-"):
+            form = f"{key.lstrip('-').replace('-', '_')}={value or 'VALUE'}"
+            raise ConfigError(f"Options have no dashes: write {form} instead of {word}.")
+        if not equals or not key:
+            raise ConfigError(f"'{word}' is not key=value. Every word has that form, without spaces: config=grpo_math.")
+        if key in given:
+            raise ConfigError(f"{key} is given twice, as {given[key]} and as {value}. Keep one.")
+        given[key] = value
+    return given
+
+
+class _Text(yaml.SafeLoader):
+    """Safe YAML whose plain scalars stay text: the option's type decides what `no`, `off` or `007` mean.
+
+    Aliases are refused, because they can make a short file endless.
+    """
+
+    yaml_implicit_resolvers: dict = {}  # noqa: RUF012
+
+    def compose_node(self, parent, index):
+        if self.check_event(yaml.AliasEvent):
+            mark = self.peek_event().start_mark
+            raise yaml.composer.ComposerError(None, None, "aliases such as *name are not supported", mark)
+        return super().compose_node(parent, index)
+
+    def construct_mapping(self, node, deep=False):
+        seen = set()
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode) or key.value in seen:
+                what = f"'{key.value}' is given twice" if isinstance(key, yaml.ScalarNode) else "a key must be a word"
+                raise yaml.constructor.ConstructorError(None, None, what, key.start_mark)
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+_Text.add_implicit_resolver("tag:yaml.org,2002:null", re.compile(r"^(?:~|null|)$"), ["~", "n", ""])
+
+
+def read_yaml(text: str, source: str) -> Any:
+    """Parse YAML with safe types only. `source` is named in errors. Scalars come back as text."""
+    try:
+        return yaml.load(text, _Text)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        raise ConfigError(f"{source}, line {mark.line + 1}: {error.problem}.") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{source}: {' '.join(str(error).split())}.") from error
+
+
+def read_file(path: Path, schema: type) -> dict[str, Any]:
+    """A YAML file as a dict from dotted keys to texts and lists."""
+    try:
+        tree = read_yaml(path.read_text(encoding="utf-8"), str(path))
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
+        raise ConfigError(f"Cannot read {path}: {reason}.") from error
+    flat: dict[str, Any] = {}
+    for key, value in _flatten(tree, str(path), sections(schema)):
+        if key in flat:
+            raise ConfigError(f"{path}: {key} is given twice. Keep one.")
+        flat[key] = value
+    return flat
+
+
+def _flatten(tree: Any, source: str, known: Iterable[str], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    if not isinstance(tree or {}, dict):
+        where = prefix.rstrip(".") or "the file"
+        raise ConfigError(f"{source}: expected options below {where}, as in 'key: value', not {plain(tree)}.")
+    for name, value in (tree or {}).items():
+        key = f"{prefix}{name}"
+        if key in known:
+            yield from _flatten(value, source, known, f"{key}.")
+        else:
+            yield key, value
+
+
+def build(schema: type[T], *layers: tuple[str, dict[str, Any]]) -> T:
+    """A `schema` object from its defaults and layers of (source, {dotted key: text or list}); later layers win.
+
+    Values may use OmegaConf interpolation, such as ${oc.env:HOME}; \\${ is a literal ${.
+
+    Raises:
+        ConfigError: an unknown key (with the nearest known one), or a value of the wrong type.
+    """
+    node, known = OmegaConf.structured(schema), options(schema)
+    for source, values in layers:
+        for key, value in values.items():
+            if key not in known:
+                raise ConfigError(source + _unknown(key, known, sections(schema)))
+            try:
+                OmegaConf.update(node, key, _shaped(known[key], value))
+            except (OmegaConfBaseException, TypeError) as error:
+                message = _interpolation(key, error) if "${" in str(value) else known[key].refusal(value)
+                raise ConfigError(source + message) from error
+    try:
+        return OmegaConf.to_object(node)
+    except OmegaConfBaseException as error:
+        raise ConfigError(_interpolation(error.full_key, error)) from error
+
+
+def _shaped(option: Option, value: Any) -> Any:
+    """Texts and flat lists of texts only: OmegaConf lets nested lists pass as list[str]."""
+    if option.is_list and isinstance(value, str):
+        value = read_yaml(value, option.key)
+    items = value if option.is_list and isinstance(value, list) else [value]
+    if option.is_list != isinstance(value, list) or not all(isinstance(item, str) for item in items):
+        raise TypeError(option.key)
+    return value
+
+
+def _interpolation(key: str | None, error: Exception) -> str:
+    return f"{key}: {str(error).splitlines()[0]}. Write \\${{ for a literal ${{."
+
+
+def _unknown(key: str, known: Iterable[str], groups: Iterable[str]) -> str:
+    if key in groups:
+        return f"'{key}' is a section; set its options one by one. help={key} lists them."
+    return f"Unknown option '{key}'.{suggestion(key, [*groups, *known]) or ' help=true shows the sections.'}"
+
+
+def suggestion(word: str, known: Iterable[str]) -> str:
+    """` Did you mean 'x'?` for the known word nearest to `word`, by last part or as a whole; empty when none is."""
+    known = list(known)
+    leaves = {key.rpartition(".")[2]: key for key in reversed(known)}
+    leaf = word.rpartition(".")[2]
+    near = [leaves[leaf]] if leaf in leaves else get_close_matches(word, known, 1)
+    near = near or [leaves[match] for match in get_close_matches(leaf, leaves, 1)]
+    return f" Did you mean '{near[0]}'?" if near else ""
+
+
+def plain(value: Any) -> str:
+    """A value as it is written on the command line."""
+    if isinstance(value, bool) or value is None:
+        return str(value).lower().replace("none", "null")
+    return f"[{','.join(map(plain, value))}]" if isinstance(value, list) else str(value)
+
+
+def to_yaml(config: Any) -> str:
+    """A dataclass object as YAML that `read_file` and `build` turn into an equal object."""
+    return yaml.safe_dump(_escape(asdict(config)), sort_keys=False, allow_unicode=True, width=120)
+
+
+def _escape(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _escape(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_escape(item) for item in value]
+    return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
+
+
+def describe(chosen: Iterable[Option]) -> str:
+    """Options for a terminal: key, default and type on one line, the documentation below."""
+    width = min(shutil.get_terminal_size().columns, 120)
+    lines = []
+    for option in chosen:
+        lines.append(f"{option.key} = {option.default_text}    ({option.kind})")
+        lines += textwrap.wrap(option.help, width, initial_indent="    ", subsequent_indent="    ")
+    return "\n".join(lines)
+
+
+def table(chosen: Iterable[Option]) -> str:
+    """Options as a markdown table."""
+    rows = ["| option | type | default | meaning |", "|---|---|---|---|"]
+    for option in chosen:
+        cells = (f"`{option.key}`", f"`{option.kind}`", f"`{option.default_text}`", option.help)
+        rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(rows)

@@ -1,0 +1,88 @@
+"""The policy of a run: model, tokenizer and the ids that end a response."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import TYPE_CHECKING
+
+from specrl.options import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from specrl.config import Config
+
+
+class PolicyError(ConfigError):
+    """The model or tokenizer cannot be used. One line: what, why, the value given, the remedy."""
+
+
+def load_policy(config: Config) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, frozenset[int]]:
+    """Model on its device in the configured precision, tokenizer with a pad token, and the ids that end a response."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
+
+    from specrl.tiny import TINY_PATH
+
+    logging.disable_progress_bar()
+    source = str(TINY_PATH) if config.model == "tiny" else config.model
+    options = {"trust_remote_code": config.trust_remote_code, "revision": config.revision or None}
+    dtype = torch.bfloat16 if config.trainer.precision == "bf16" else torch.float32
+    try:
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **options)
+        tokenizer = AutoTokenizer.from_pretrained(config.tokenizer or source, padding_side="left", **options)
+    except (OSError, ValueError) as error:
+        first = str(error).strip().partition("\n")[0]
+        raise PolicyError(
+            f"model={config.model} cannot be loaded: {first} "
+            "Give `tiny`, a hub id that can be reached from here, or a local directory."
+        ) from error
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    if len(tokenizer) > vocabulary:
+        raise PolicyError(
+            f"tokenizer={config.tokenizer or config.model} has {len(tokenizer)} tokens but model={config.model} knows "
+            f"{vocabulary}: they do not belong together. Leave `tokenizer` empty to take the model's own."
+        )
+    declared = model.generation_config.eos_token_id if model.generation_config else None
+    ids = declared if isinstance(declared, list) else [declared]
+    eos_ids = frozenset(i for i in (*ids, tokenizer.eos_token_id) if i is not None)
+    if not eos_ids:
+        raise PolicyError(f"model={config.model} names no EOS token, so no response could ever end.")
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.convert_ids_to_tokens(min(eos_ids))
+    return model.to(device(config)), tokenizer, eos_ids
+
+
+def device(config: Config) -> torch.device:
+    """The device of the policy; `auto` takes a GPU when there is one."""
+    import torch
+
+    if config.device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        found = torch.device(config.device)
+    except RuntimeError as error:
+        raise PolicyError(f"device={config.device} is not known. Use auto, cpu, cuda or cuda:N.") from error
+    if found.type == "cuda" and not torch.cuda.is_available():
+        raise PolicyError(f"device={config.device}: PyTorch sees no GPU here. Use device=auto or device=cpu.")
+    return found
+
+
+def fingerprint(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[dict[str, str], dict[str, str]]:
+    """What stored trajectories depend on: (identity, law), see rollout.cache.Fingerprint."""
+    vocabulary = json.dumps([sorted(tokenizer.get_vocab().items()), tokenizer.chat_template])
+    identity = {
+        "tokenizer": hashlib.blake2b(vocabulary.encode(), digest_size=8).hexdigest(),
+        "data": config.data,
+        "prompt": json.dumps([config.dataset.system_prompt, config.dataset.prompt_template]),
+    }
+    law = {
+        "model": f"{config.model} {config.revision}".strip(),
+        "temperature": str(config.rollout.temperature),
+        "top_p": str(config.rollout.top_p),
+        "top_k": str(config.rollout.top_k),
+    }
+    return identity, law

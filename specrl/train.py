@@ -1,0 +1,251 @@
+"""Train a policy: `python -m specrl.train config=NAME [key=value ...]`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from specrl import config as cli
+from specrl.config import Config
+from specrl.options import ConfigError
+
+if TYPE_CHECKING:
+    from reward.base import RewardSet
+    from rollout.cache import TrajectoryCache
+    from specrl.data import Example
+    from trainers.grpo import GRPOTrainerWithReuse
+
+
+def main(config: Config) -> int:
+    """The life of a run: claim its directory, load, evaluate, train, evaluate, save, report."""
+    run_dir, checkpoint = claim(config)
+
+    import torch
+    from transformers import set_seed
+
+    from reward.base import RewardSet
+    from specrl.data import check_lengths, load_examples
+    from specrl.monitor import Monitor
+    from specrl.policy import load_policy
+    from specrl.report import write_report
+    from trainers import checkpoint as checkpoints
+
+    set_seed(config.seed)
+    model, tokenizer, eos_ids = load_policy(config)
+    train = load_examples(config.data, config.dataset, "train", config.seed)
+    test = load_examples(config.data, config.dataset, "test", config.seed) if config.trainer.eval_prompts else []
+    context = getattr(model.config, "max_position_embeddings", None)
+    room = context and context - config.rollout.max_new_tokens
+    check_lengths([*train, *test], tokenizer, config.dataset.max_prompt_tokens, room)
+    if len(train) < config.trainer.prompts_per_step:
+        raise ConfigError(
+            f"trainer.prompts_per_step={config.trainer.prompts_per_step} but data={config.data} has {len(train)} training "
+            f"prompts. Use prompts_per_step={len(train)} or less, or more prompts."
+        )
+    cache = load_cache(config, tokenizer, model, eos_ids, checkpoint)
+    rewards = RewardSet.from_config(config.reward)
+    try:
+        trainer = build_trainer(config, model, tokenizer, eos_ids, train, cache, rewards, run_dir)
+        cli.save(config)
+        resumed = checkpoints.step_of(checkpoint) if checkpoint else None
+        with Monitor(run_dir, steps(config, len(train)), resumed_step=resumed) as monitor:
+            watch(trainer, config, monitor, tokenizer, test, rewards, run_dir)
+            trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+        trainer.save_model(str(run_dir / "model"))
+        tokenizer.save_pretrained(run_dir / "model")
+        if cache is not None:
+            cache.try_save(run_dir / "trajectories", trainer.state.global_step, config.rollout.cache.on_write_error)
+            cache.close()
+    finally:
+        rewards.close()
+    if torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_rank():
+        return 0
+    write_report(run_dir, config.report.baseline or None, plots=config.report.plots).show()
+    return 0
+
+
+def claim(config: Config) -> tuple[Path, Path | None]:
+    """The run's directory, made if need be, and the checkpoint to go on from. A used name needs resume=auto."""
+    from trainers.checkpoint import newest
+
+    run_dir = cli.run_dir(config)
+    saved = run_dir / "config.yaml"
+    if saved.exists() and config.resume == "no":
+        raise ConfigError(
+            f"{run_dir} holds a run already. Give another name=..., go on with resume=auto, or remove the directory."
+        )
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        (run_dir / ".writable").touch()
+        (run_dir / ".writable").unlink()
+    except OSError as error:
+        raise ConfigError(f"output_dir={config.output_dir}: {run_dir} cannot be written: {error.strerror}.") from error
+    if not saved.exists():
+        return run_dir, None
+    changed = [str(change) for change in cli.differences(cli.load_saved(saved), config) if change.matters]
+    if changed:
+        raise ConfigError(
+            f"resume=auto would go on with other settings than {run_dir} began with: {'; '.join(changed)}. "
+            "Restore them, or start another name."
+        )
+    return run_dir, newest(run_dir / "checkpoints")
+
+
+def load_cache(config: Config, tokenizer, model, eos_ids: frozenset[int], checkpoint: Path | None):
+    """The trajectory cache: of the checkpoint, of `rollout.cache.start_from`, or empty. None when nothing is reused."""
+    from rollout.cache import Fingerprint, TrajectoryCache
+    from specrl.policy import fingerprint
+    from trainers.checkpoint import step_of, trajectories
+
+    if config.rollout.acceptance == "off":
+        return None
+    options = config.rollout.cache
+    mark = Fingerprint(*fingerprint(config, tokenizer))
+    vocabulary = model.get_output_embeddings().weight.shape[0]
+    start = trajectories(checkpoint) if checkpoint else Path(options.start_from)
+    if options.clear or not (checkpoint or options.start_from):
+        return TrajectoryCache(mark, vocabulary, eos_ids, max_mb=options.max_mb)
+    if not start.is_dir():
+        raise ConfigError(
+            f"the trajectory cache {start} does not exist. "
+            + ("Resume without it by rollout.cache.clear=true." if checkpoint else "Check rollout.cache.start_from.")
+        )
+    cache = TrajectoryCache.load(
+        start,
+        mark,
+        vocabulary,
+        eos_ids,
+        max_step=step_of(checkpoint) if checkpoint else None,
+        max_mb=options.max_mb,
+        check_law=config.rollout.acceptance == "lenient",
+    )
+    return cache
+
+
+def build_trainer(
+    config: Config,
+    model,
+    tokenizer,
+    eos_ids: frozenset[int],
+    train: Sequence[Example],
+    cache: TrajectoryCache | None,
+    rewards: RewardSet,
+    run_dir: Path,
+) -> GRPOTrainerWithReuse:
+    """The TRL trainer of the run, with everything plugged in."""
+    from accelerate import PartialState
+    from transformers import PrinterCallback
+
+    from specrl.data import render, to_dataset
+    from trainers.checkpoint import SaveCache
+    from trainers.grpo import GRPOTrainerWithReuse, grpo_config
+
+    prompts = {example.id: render(example, tokenizer) for example in train}
+    args = grpo_config(
+        config.trainer,
+        config.rollout,
+        output_dir=run_dir / "checkpoints",
+        seed=config.seed,
+        cpu=next(model.parameters()).device.type == "cpu",
+        world=PartialState().num_processes,
+        trackers=config.report.trackers,
+    )
+    trainer = GRPOTrainerWithReuse(
+        model,
+        args,
+        to_dataset(train),
+        tokenizer,
+        score=scorer(rewards),
+        render=lambda row: prompts[row["example_id"]],
+        cache=cache,
+        eos_ids=eos_ids,
+        rollout_config=config.rollout,
+        trainer_config=config.trainer,
+        callbacks=[SaveCache(cache, config.rollout.cache)],
+        peft_config=adapter(config),
+    )
+    trainer.remove_callback(PrinterCallback)  # the monitor prints
+    return trainer
+
+
+def scorer(rewards: RewardSet) -> Callable[[Sequence[dict], Sequence[str]], tuple[list[float | None], dict[str, float]]]:
+    """Scores dataset rows with their responses: totals, and the metrics of each reward."""
+    from reward.base import Sample
+
+    def score(rows: Sequence[dict], texts: Sequence[str]) -> tuple[list[float | None], dict[str, float]]:
+        known = ("prompt", "answer")
+        result = rewards.score(
+            [
+                Sample(str(row["prompt"]), text, row["answer"], {k: v for k, v in row.items() if k not in known})
+                for row, text in zip(rows, texts, strict=True)
+            ]
+        )
+        metrics: dict[str, float] = {
+            "reward/failed": sum(total is None for total in result.total),
+            "reward/timeouts": sum(result.timeouts.values()),
+        }
+        for name, values in result.parts.items():
+            good = [value for value in values if value is not None]
+            metrics[f"rewards/{name}/mean"] = sum(good) / len(good) if good else math.nan
+        return result.total, metrics
+
+    return score
+
+
+def adapter(config: Config) -> Any | None:
+    """The LoRA configuration, None for full training."""
+    if not config.lora.rank:
+        return None
+    try:
+        from peft import LoraConfig
+    except ImportError as error:
+        raise ConfigError(f"lora.rank={config.lora.rank} needs peft. Install it with: pip install 'specrl[peft]'") from error
+    return LoraConfig(
+        r=config.lora.rank, lora_alpha=config.lora.alpha, target_modules=config.lora.targets or "all-linear"
+    )
+
+
+def steps(config: Config, prompts: int) -> int:
+    """Optimiser steps of the run; an incomplete last batch of an epoch is left out."""
+    per_epoch = prompts // config.trainer.prompts_per_step * config.trainer.updates_per_rollout
+    whole = per_epoch * config.trainer.epochs
+    return min(whole, config.trainer.max_steps) if config.trainer.max_steps else whole
+
+
+def watch(trainer, config: Config, monitor, tokenizer, test: Sequence[Example], rewards: RewardSet, run_dir: Path) -> None:
+    """Metrics, previews and evaluations during training."""
+    from specrl.completions import show, store
+    from specrl.evaluate import evaluate
+    from trainers.callbacks import Record
+
+    total = monitor.total_steps
+    examples = test[: config.trainer.eval_prompts]
+
+    def assess(step: int) -> None:
+        if examples:
+            metrics = evaluate(
+                trainer.engine,
+                tokenizer,
+                examples,
+                rewards,
+                samples=4,
+                max_new_tokens=config.rollout.max_new_tokens,
+                seed=config.seed,
+            )
+            monitor.log_eval(step, metrics)
+
+    def after_step(step: int) -> None:
+        every = config.trainer.log_completions_every
+        if config.trainer.log_completions and every and step % every == 0:
+            show(monitor, trainer.last_rollout(), tokenizer, config.trainer.log_completions)
+            store(run_dir / "completions" / f"step_{step}.parquet", trainer.last_rollout(), tokenizer)
+        if step == total or (config.trainer.eval_every and step % config.trainer.eval_every == 0):
+            assess(step)
+
+    trainer.add_callback(Record(monitor.log, after_step, before_training=lambda: assess(0)))
+
+
+if __name__ == "__main__":
+    raise SystemExit(cli.run(main))

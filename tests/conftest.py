@@ -1,0 +1,73 @@
+"""Tiny random models, built in memory: a law that is neither flat nor degenerate, and no downloads."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+
+VOCAB = 61
+
+
+def _shape(vocab, **more):
+    return {
+        "vocab_size": vocab,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
+        "pad_token_id": None,
+        **more,
+    }
+
+
+def _config(family: str, vocab: int):
+    if family == "gpt2":
+        sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256}
+        return GPT2Config(vocab_size=vocab, bos_token_id=0, eos_token_id=1, **sizes)
+    return {
+        "qwen3": lambda: Qwen3Config(**_shape(vocab, head_dim=8)),
+        "qwen2": lambda: Qwen2Config(**_shape(vocab)),
+        "llama": lambda: LlamaConfig(**_shape(vocab)),
+        "mistral": lambda: MistralConfig(**_shape(vocab, sliding_window=6)),
+    }[family]()
+
+
+def _build(family: str = "llama", seed: int = 0, *, vocab: int = VOCAB, scale: float = 15.0):
+    """A model with random weights, its matrices multiplied by `scale`, in training mode as a trainer holds it."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(_config(family, vocab))
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.dim() > 1:
+                p.mul_(scale)
+    return model.train()
+
+
+@pytest.fixture(scope="session")
+def build_model():
+    """build_model(family, seed, vocab=61, scale=15.0): a new tiny model; families llama, mistral, qwen2, qwen3, gpt2."""
+    return _build
+
+
+@pytest.fixture(scope="session")
+def tiny(build_model):
+    """tiny(family): one shared model of each family; tests must not change its weights."""
+    built = {}
+
+    def get(family: str):
+        if family not in built:
+            built[family] = build_model(family)
+        return built[family]
+
+    return get
+
+
+@pytest.fixture
+def one_thread():
+    """Small matrices are fastest on one thread, and two test processes then do not fight over the cores."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

@@ -1,0 +1,319 @@
+"""Loading, combining and distrusting rewards: no failure becomes a number."""
+
+import dataclasses
+import math
+import textwrap
+import time
+
+import pytest
+
+from reward.base import RewardError, RewardSet, Sample, checked_outcomes, scores
+from reward.config import RewardConfig
+from reward.loading import FunctionReward, load_reward
+
+PLUG_INS = """
+    import time
+
+    def length(prompt, completion, answer, **fields):
+        return len(completion) * fields.get("scale", 1)
+
+    def named_only(prompt, completion, answer, scale):
+        return scale
+
+    def bad(prompt, completion, answer):
+        values = {"none": None, "nan": float("nan"), "inf": float("-inf"), "text": "1.0", "list": [1.0]}
+        return values.get(completion, 1.0)
+
+    def raising(prompt, completion, answer):
+        if completion == "poison":
+            raise LookupError("no such record")
+        return 1.0
+
+    def hanging(prompt, completion, answer):
+        while completion == "poison":
+            pass
+        return 1.0
+
+    def two(prompt, completion):
+        return 1.0
+
+    class Batch:
+        name = "batch"
+
+        def __call__(self, samples):
+            return [float(len(sample.completion)) for sample in samples]
+
+    class Needy(Batch):
+        def __init__(self, judge):
+            pass
+
+    batch = Batch()
+    number = 3
+"""
+
+
+@pytest.fixture
+def plug_ins(tmp_path, monkeypatch):
+    (tmp_path / "reward_plug_ins.py").write_text(textwrap.dedent(PLUG_INS))
+    (tmp_path / "reward_broken_plug_in.py").write_text("import a_package_that_is_not_there\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return RewardConfig(timeout_s=0.5, isolate_user=False)
+
+
+class Listed:
+    """A reward that returns what a function of the samples says."""
+
+    def __init__(self, function, name="listed"):
+        self.name = name
+        self.function = function
+
+    def __call__(self, samples):
+        return self.function(samples)
+
+
+def samples(*completions, prompt="p"):
+    return [Sample(prompt, completion) for completion in completions]
+
+
+def prompts(count, rows=1, completion="c"):
+    return [Sample(f"prompt {i}", completion) for i in range(count) for _ in range(rows)]
+
+
+def test_records_are_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Sample("p", "c").completion = "d"
+
+
+def test_weights_and_parts():
+    ones, twos = Listed(lambda s: [1] * len(s), "ones"), Listed(lambda s: [2.0] * len(s), "twos")
+    result = RewardSet([ones, twos], [1.0, -0.25]).score(samples("a", "b"))
+    assert result.total == [0.5, 0.5]
+    assert result.parts == {"ones": [1.0, 1.0], "twos": [2.0, 2.0]}
+    assert result.failed == {"ones": 0, "twos": 0}
+    assert result.first_failure == {}
+    assert set(result.seconds) == {"ones", "twos"}
+    assert RewardSet([ones, twos]).score(samples("a")).total == [3.0]
+    assert RewardSet([ones]).score([]).total == []
+
+
+def test_a_failed_part_masks_the_row_unless_its_weight_is_zero():
+    ones, none = Listed(lambda s: [1.0] * len(s), "ones"), Listed(lambda s: [None, 5.0], "none")
+    result = RewardSet([ones, none], [1.0, 1.0]).score(samples("a", "b"))
+    assert result.total == [None, 6.0]
+    assert result.parts["ones"] == [1.0, 1.0]
+    assert (result.missing, result.failed) == ({"ones": 0, "none": 1}, {"ones": 0, "none": 1})
+    assert RewardSet([ones, none], [1.0, 0.0]).score(samples("a", "b")).total == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("weights", "ratio", "words"),
+    [
+        ([1.0, 2.0], 0.05, "has 2 entries for 1 rewards"),
+        ([math.nan], 0.05, "finite"),
+        ([0.0], 0.05, "not all zero"),
+        ([1.0], 1.5, r"from 0 to 1, got 1\.5"),
+    ],
+)
+def test_wrong_settings(weights, ratio, words):
+    with pytest.raises(RewardError, match=words):
+        RewardSet([Listed(None)], weights, ratio)
+
+
+def test_names_must_differ_and_exist():
+    with pytest.raises(RewardError, match="name twice"):
+        RewardSet([Listed(None), Listed(None)])
+    with pytest.raises(RewardError, match="empty"):
+        RewardSet([])
+
+
+def raise_for_poison(batch):
+    if any(sample.completion == "poison" for sample in batch):
+        raise LookupError("no such record")
+    return [1.0] * len(batch)
+
+
+def masked(result, rows) -> bool:
+    """The first row has no score and is counted once; the others have 1.0."""
+    return result.total == [None] + [1.0] * (rows - 1) and sum(result.failed.values()) == 1
+
+
+@pytest.mark.parametrize(
+    ("function", "kind"),
+    [
+        (raise_for_poison, "errors"),
+        (lambda s: [None if x.completion == "poison" else 1.0 for x in s], "missing"),
+        (lambda s: [math.nan if x.completion == "poison" else 1.0 for x in s], "errors"),
+        (lambda s: [math.inf if x.completion == "poison" else 1.0 for x in s], "errors"),
+        (lambda s: [1e300 if x.completion == "poison" else 1.0 for x in s], "errors"),
+        (lambda s: ["0.0" if x.completion == "poison" else 1.0 for x in s], "errors"),
+        (lambda s: [[1.0] if x.completion == "poison" else 1.0 for x in s], "errors"),
+        (lambda s: [1.0 for x in s if x.completion != "poison"], "errors"),
+        (lambda s: [TimeoutError("slow") if x.completion == "poison" else 1.0 for x in s], "timeouts"),
+    ],
+)
+def test_a_bad_score_masks_its_own_row_and_is_counted(function, kind):
+    result = RewardSet([Listed(function)]).score(samples("poison", "a", "b"))
+    assert masked(result, 3)
+    assert getattr(result, kind) == {"listed": 1}
+    assert "'poison'" in result.first_failure["listed"]
+
+
+def test_a_reward_that_turns_failures_into_zero_is_caught():
+    assert not masked(RewardSet([Listed(lambda s: [0.0, 1.0, 1.0])]).score(samples("poison", "a", "b")), 3)
+
+
+@pytest.mark.parametrize("returned", ["11", {0: 1.0, 1: 1.0}, None, 1.0, {1.0, 2.0}, iter([1.0, 1.0])])
+def test_a_whole_batch_of_the_wrong_kind_is_masked(returned):
+    result = RewardSet([Listed(lambda s: returned)]).score(samples("a", "b"))
+    assert result.total == [None, None]
+    assert result.errors == {"listed": 2}
+
+
+def test_number_types_are_accepted():
+    import numpy
+    import torch
+
+    values = [True, 2, numpy.float32(0.5), torch.tensor(0.25)]
+    assert scores(Listed(lambda s: values), samples(*"abcd")) == [1.0, 2.0, 0.5, 0.25]
+    assert scores(Listed(lambda s: torch.ones(2)), samples(*"ab")) == [1.0, 1.0]
+    assert all(type(value) is float for value in checked_outcomes(Listed(lambda s: values), samples(*"abcd")))
+
+
+def test_a_broken_reward_stops_with_its_first_traceback():
+    rewards = RewardSet([Listed(raise_for_poison)])
+    with pytest.raises(RewardError) as caught:
+        rewards.score(prompts(30) + prompts(4, completion="poison"))
+    message = str(caught.value)
+    assert (
+        "'listed' gave no score for 4 of the last 34 rows (4 error), more than reward.max_failure_ratio=0.05" in message
+    )
+    assert "in raise_for_poison" in message
+    assert "LookupError: no such record" in message
+
+
+def test_one_poisoned_prompt_and_one_bad_row_are_tolerated():
+    rewards = RewardSet([Listed(raise_for_poison)])
+    for _ in range(3):
+        result = rewards.score([*prompts(7, rows=8), *samples(*["poison"] * 8)])
+        assert result.failed == {"listed": 8}
+    rewards = RewardSet([Listed(raise_for_poison)])
+    assert rewards.score([*prompts(19), *samples("poison")]).failed == {"listed": 1}
+    rewards = RewardSet([Listed(raise_for_poison)])
+    assert rewards.score(prompts(100) + prompts(5, completion="poison")).failed == {"listed": 5}
+
+
+def test_small_batches_are_judged_together():
+    rewards = RewardSet([Listed(raise_for_poison)])
+    for _ in range(2):
+        assert rewards.score(samples(*["poison"] * 8)).total == [None] * 8
+    with pytest.raises(RewardError, match="24 of the last 24 rows"):
+        rewards.score(samples(*["poison"] * 8))
+
+
+def test_the_ratio_has_two_ends():
+    with pytest.raises(RewardError, match="1 of the last 1 rows"):
+        RewardSet([Listed(raise_for_poison)], max_failure_ratio=0).score(samples("poison"))
+    lax = RewardSet([Listed(raise_for_poison)], max_failure_ratio=1)
+    assert lax.score(prompts(50, completion="poison")).failed == {"listed": 50}
+
+
+def test_a_reward_error_stops_at_once():
+    def no_service(batch):
+        raise RewardError("the judge is down")
+
+    with pytest.raises(RewardError, match="judge is down"):
+        RewardSet([Listed(no_service)]).score(samples("a", "b"))
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ("mth", "unknown reward 'mth'; did you mean 'math'. Known: format, math;.*module:attribute"),
+        ("package.module.function", "did you mean 'package.module:function'"),
+        ("nothing_here:f", "module 'nothing_here' cannot be imported: ModuleNotFoundError"),
+        ("reward_broken_plug_in:f", "cannot be imported: ModuleNotFoundError: .*a_package_that_is_not_there"),
+        ("reward_plug_ins:lenght", "no attribute 'lenght'; did you mean 'length'"),
+        ("reward_plug_ins:number", "must be callable, but it is int 3"),
+        ("reward_plug_ins:two", r"must take \(prompt, completion, answer, \*\*fields\)"),
+        ("reward_plug_ins:Needy", "cannot be created without arguments.*judge"),
+    ],
+)
+@pytest.mark.parametrize("isolate", [False, True])
+def test_loading_errors_say_why(plug_ins, spec, words, isolate):
+    with pytest.raises(RewardError, match=f"(?s){words}"):
+        load_reward(spec, dataclasses.replace(plug_ins, isolate_user=isolate))
+
+
+@pytest.mark.parametrize("isolate", [False, True])
+@pytest.mark.parametrize(
+    ("spec", "name", "expected"),
+    [("length", "length", [3.0, 4.0]), ("Batch", "batch", [3.0, 2.0]), ("batch", "batch", [3.0, 2.0])],
+)
+def test_user_rewards(plug_ins, spec, name, expected, isolate):
+    config = RewardConfig([f"reward_plug_ins:{spec}"], isolate_user=isolate)
+    rewards = RewardSet.from_config(config)
+    try:
+        result = rewards.score([Sample("p", "abc"), Sample("p", "ab", "x", {"scale": 2, "other": None})])
+        assert result.parts == {name: expected}
+    finally:
+        rewards.close()
+
+
+def test_a_function_gets_the_columns_it_names(plug_ins):
+    reward = load_reward("reward_plug_ins:named_only", plug_ins)
+    assert reward([Sample("p", "c", None, {"scale": 7, "other": 1})]) == [7.0]
+    assert reward([Sample("p", "c")]) == [None]
+    assert FunctionReward(lambda *texts: 1.0, "any")([Sample("p", "c", None, {"scale": 7})]) == [1.0]
+
+
+@pytest.mark.parametrize("isolate", [False, True])
+def test_bad_user_functions_are_masked(plug_ins, isolate):
+    rewards = RewardSet([load_reward("reward_plug_ins:bad", dataclasses.replace(plug_ins, isolate_user=isolate))])
+    try:
+        result = rewards.score(samples("good", "none", "nan", "inf", "text", "list"))
+        assert result.total == [1.0] + [None] * 5
+        assert (result.missing["bad"], result.errors["bad"], result.timeouts["bad"]) == (1, 4, 0)
+    finally:
+        rewards.close()
+
+
+def test_isolated_functions_report_their_own_traceback(plug_ins):
+    rewards = RewardSet([load_reward("reward_plug_ins:raising", dataclasses.replace(plug_ins, isolate_user=True))])
+    try:
+        result = rewards.score(samples("poison", "a"))
+        assert masked(result, 2)
+        assert 'raise LookupError("no such record")' in result.first_failure["raising"]
+        unsendable = rewards.score([Sample("p", "c", None, {"when": object()}), Sample("p", "c")])
+        assert masked(unsendable, 2)
+    finally:
+        rewards.close()
+
+
+def test_a_hanging_function_is_killed_and_the_next_call_works(plug_ins):
+    rewards = RewardSet([load_reward("reward_plug_ins:hanging", dataclasses.replace(plug_ins, isolate_user=True))])
+    try:
+        start = time.monotonic()
+        result = rewards.score(samples("poison", "a", "b"))
+        assert time.monotonic() - start < 0.5 + 2
+        assert masked(result, 3)
+        assert result.timeouts == {"hanging": 1}
+        assert rewards.score(samples("a")).total == [1.0]
+    finally:
+        rewards.close()
+
+
+def test_built_in_rewards_load_from_the_configuration():
+    rewards = RewardSet.from_config(RewardConfig(["math", "format"], [1.0, 0.1]))
+    try:
+        result = rewards.score([Sample("p", "#### 18", "18"), Sample("p", "#### 20", "18"), Sample("p", "?", "18")])
+        assert result.total == pytest.approx([1.1, 0.1, 0.0])
+    finally:
+        rewards.close()
+
+
+def test_the_configuration_is_a_structured_omegaconf_schema():
+    from omegaconf import OmegaConf
+
+    config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(RewardConfig), {"functions": ["math", "format"]}))
+    assert config == RewardConfig(["math", "format"])
+    assert all(field.metadata["help"] for field in dataclasses.fields(RewardConfig))

@@ -1,0 +1,45 @@
+"""The format reward: which completions end in an answer."""
+
+import pytest
+
+from reward.base import Sample
+from reward.format import FormatReward, well_formed
+
+
+@pytest.mark.parametrize(
+    "completion",
+    [
+        "thus\n#### 18",
+        "#### -1,234.50\n\n",
+        "#### $18.",
+        r"so \boxed{18}.",
+        "\\[\n\\boxed{\\frac{1}{2}}\n\\]",
+        r"the answer is \boxed{x} dollars" + " a day" * 10,
+    ],
+)
+def test_well_formed(completion):
+    assert well_formed(completion)
+
+
+@pytest.mark.parametrize(
+    "completion",
+    [
+        "",
+        "18",
+        "####",
+        "#### eighteen",
+        "#### 18\nand more",
+        "the end #### 18",
+        "##### 18",
+        r"\boxed{}",
+        r"\boxed{18",
+        r"\boxed{18}" + "x" * 101,
+    ],
+)
+def test_not_well_formed(completion):
+    assert not well_formed(completion)
+
+
+def test_scores_are_floats_and_ignore_correctness():
+    samples = [Sample("p", "#### 18", "20"), Sample("p", "eighteen", None)]
+    assert FormatReward()(samples) == [1.0, 0.0]

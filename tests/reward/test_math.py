@@ -1,0 +1,232 @@
+"""The math reward: which answers count, quick comparison, math-verify in a worker, hostile text, real data."""
+
+import json
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from reward.base import RewardSet, Sample
+from reward.math import MathReward, extract_answer, last_box, normal_number, quick_equal
+
+DATA = Path(__file__).parents[2].parent / "shared/data"
+HOSTILE = [r"\boxed{9^{9^{9^{9}}}}", r"\boxed{(x+1)^{100000}}", r"\boxed{\sum_{n=1}^{10^{9}} \frac{1}{n}}"]
+
+
+@pytest.fixture(scope="module")
+def reward():
+    reward = MathReward(timeout_s=10)
+    yield reward
+    reward.close()
+
+
+@pytest.fixture
+def no_worker():
+    """A reward that must decide by text alone: its worker cannot start."""
+    reward = MathReward()
+    reward.pool.close()
+    return reward
+
+
+def score(reward, completion, answer):
+    (value,) = reward([Sample("p", completion, answer)])
+    return value
+
+
+def rows(name: str, count: int) -> list[dict]:
+    path = DATA / name
+    if not path.exists():
+        reason = f"{name} is not among the shared data; looked in {DATA}"
+        print(reason)
+        pytest.skip(reason)
+    lines = path.read_text().splitlines()
+    return [json.loads(line) for line in lines[:: len(lines) // count][:count]]
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("so\n#### 18", "18"),
+        ("#### 1,234\n", "1,234"),
+        ("#### 18 dollars per day.", "18"),
+        ("#### 18 million", "18 million"),
+        ("#### 18 or 20", "18 or 20"),
+        ("**#### 18.**", "18"),
+        ("#### $18$", "18"),
+        ("#### 5 #### 6", "6"),
+        ("#### 5\n####  \n", "5"),
+        ("##### 5", None),
+        (r"\boxed{5} then #### 6", "6"),
+        (r"#### 5 and \boxed{6}", "6"),
+        (r"#### \boxed{7}", "7"),
+        (r"\boxed{1} \boxed{\frac{1}{2}}.", r"\frac{1}{2}"),
+        (r"\fbox{3}", "3"),
+        (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
+        (r"\boxed{5} and \boxed{6", "5"),
+        (r"\boxed{6", None),
+        (r"\boxed{}", ""),
+        ("the answer is 18", None),
+        ("", None),
+    ],
+)
+def test_extract_answer(text, answer):
+    assert extract_answer(text) == answer
+
+
+def test_extraction_takes_linear_time():
+    for unit in (r"\boxed{", "#### ", "{", "}", r"\boxed   ", "#### 1 a", "####\n"):
+        start = time.thread_time()  # a quadratic scan takes tens of seconds
+        extract_answer(unit * 20_000)
+        assert time.thread_time() - start < 2, unit
+    assert last_box(r"\boxed{" * 1000 + "}" * 1000)[0] == 0
+
+
+@pytest.mark.parametrize(
+    "spelling", ["1234", "1,234", "1234.0", "$1,234", r"\$1234.00", "+1234", "01234", r"1,\!234", "1234."]
+)
+def test_spellings_of_one_number(no_worker, spelling):
+    assert normal_number(spelling) == "1234"
+    assert score(no_worker, f"#### {spelling}", "so <<1+1233=1234>>\n#### 1,234") == 1.0
+    assert score(no_worker, rf"\boxed{{{spelling}}}", "1234") == 1.0
+
+
+@pytest.mark.parametrize("text", ["", ".", "-", "$", "1 234", "1,23", "12,34,5", "1/2", "5x", "1e3", "5%", "--5", "١٢"])
+def test_other_text_is_not_a_plain_number(text):
+    assert normal_number(text) is None
+
+
+def test_quick_comparison_decides_or_abstains():
+    assert quick_equal("-0.50", "-.5") is True
+    assert quick_equal("0", "-0.0") is True
+    assert quick_equal("18", "-18") is False
+    assert quick_equal("0.333", "0.3333") is False
+    assert quick_equal("p  - q", "p - q") is True
+    assert quick_equal("0.5", r"\frac12") is None
+
+
+def test_quick_wrong_answers_never_reach_the_worker(no_worker):
+    for completion in (
+        "#### 19",
+        r"\boxed{180}",
+        r"#### 18 so \boxed{20}",
+        "no idea",
+        r"\boxed{}",
+        "#### " + "9" * 5000,
+    ):
+        assert score(no_worker, completion, "#### 18") == 0.0
+
+
+@pytest.mark.parametrize(
+    ("completion", "reference", "value"),
+    [
+        (r"\boxed{\frac{1}{2}}", "0.5", 1.0),
+        ("#### 14/3", r"\frac{14}{3}", 1.0),
+        (r"\boxed{18 \text{ dollars}}", "18", 1.0),
+        (r"\boxed{x = 18}", "18", 1.0),
+        (r"\boxed{-q + p}", "p - q", 1.0),
+        (r"\boxed{7, 5, 3}", "3, 5, 7", 1.0),
+        (r"\boxed{Evelyn}", r"\text{Evelyn}", 1.0),
+        (r"The answer is $\frac{14}{3}$.", r"\frac{14}{3}", 1.0),
+        ("word " * 200 + "The answer is 18.", "18", 1.0),
+        (r"\boxed{q - p}", "p - q", 0.0),
+        (r"\boxed{[3,4]}", "(3,4]", 0.0),
+        ("#### 18 or 20", "18", 0.0),
+        ("#### 5, 18", "18", 0.0),
+        (r"#### 5} \boxed{18", "18", 0.0),
+        ("#### 18 million", "18", 0.0),
+        (r"\boxed{\frac{}", "18", 0.0),
+        (r"\boxed{\notacommand{!}}", "18", 0.0),
+        ("I get 18, no, 20.", "18", 0.0),
+        ("I get 18, no, 20.", "20", 1.0),
+    ],
+)
+def test_math_verify_decides_the_rest(reward, completion, reference, value):
+    assert score(reward, completion, reference) == value
+
+
+@pytest.mark.parametrize("reference", [None, "", "  ", "}{", "????", "x" * 1001])
+def test_without_a_usable_reference_there_is_no_score(reward, reference):
+    assert score(reward, r"\boxed{3}", reference) is None
+
+
+def test_equal_questions_are_asked_once(reward, monkeypatch):
+    asked = []
+    monkeypatch.setattr(reward.pool, "map", lambda payloads: asked.extend(payloads) or [True] * len(payloads))
+    assert reward([Sample("p", r"\boxed{\frac12}", "0.5")] * 8 + [Sample("p", "#### 1/2", "0.5")]) == [1.0] * 9
+    assert len(asked) == 2
+
+
+def no_score_because_of_time(result) -> bool:
+    return result.total == [None] and result.timeouts == {"math": 1} and result.errors == {"math": 0}
+
+
+@pytest.mark.parametrize("hostile", HOSTILE)
+def test_hostile_text_meets_the_deadline_and_is_masked(hostile):
+    rewards = RewardSet([MathReward(timeout_s=0.7)])
+    try:
+        assert rewards.score([Sample("p", r"\boxed{\frac12}", "0.5")]).total == [1.0]
+        results = []
+        start = time.monotonic()
+        thread = threading.Thread(target=lambda: results.append(rewards.score([Sample("p", hostile, "18")])))
+        thread.start()
+        thread.join(20)
+        assert time.monotonic() - start < 0.7 + 2
+        assert no_score_because_of_time(results[0])
+        assert "timeout_s=0.7" in results[0].first_failure["math"]
+        assert rewards.score([Sample("p", r"\boxed{\frac12}", "0.5")]).total == [1.0]
+        assert rewards.score([Sample("p", r"\boxed{\frac13}", "0.5")]).total == [0.0]
+    finally:
+        rewards.close()
+
+
+def test_a_reward_that_turns_timeouts_into_zero_is_caught():
+    class Zero(MathReward):
+        def outcomes(self, samples):
+            return [0.0 if isinstance(outcome, Exception) else outcome for outcome in super().outcomes(samples)]
+
+    rewards = RewardSet([Zero(timeout_s=0.3)])
+    try:
+        assert not no_score_because_of_time(rewards.score([Sample("p", HOSTILE[0], "18")]))
+    finally:
+        rewards.close()
+
+
+def test_a_hostile_reference_is_masked_too():
+    reward = MathReward(timeout_s=0.5)
+    try:
+        assert score(reward, r"\boxed{3}", r"9^{9^{9^{9}}}") is None
+    finally:
+        reward.close()
+
+
+def test_repeated_checks_agree(reward):
+    pair = {"reference": r"\frac{\sqrt{6}-\sqrt{2}}{4}", "answer": r"\sin(15^\circ)", "marked": True}
+    first = reward.pool.call(pair)
+    with_history = [reward.pool.call(pair) for _ in range(3)]
+    fresh = MathReward(timeout_s=10)
+    try:
+        assert {first, *with_history, fresh.pool.call(pair)} == {first}
+    finally:
+        fresh.close()
+
+
+def test_gsm8k_solutions_score_one_and_others_zero(no_worker):
+    data = rows("gsm8k/train.jsonl", 200)
+    right = no_worker([Sample(row["question"], row["answer"], row["answer"]) for row in data])
+    assert right == [1.0] * 200
+    wrong = no_worker(
+        [Sample(row["question"], row["answer"].replace("#### ", "#### 9"), row["answer"]) for row in data]
+    )
+    assert wrong == [0.0] * 200
+    assert score(no_worker, "#### 1234", "#### 1,234") == 1.0
+
+
+def test_math500_solutions_score_one_and_others_zero(reward):
+    data = rows("math500/test.jsonl", 60)
+    right = reward([Sample(row["problem"], row["solution"], row["answer"]) for row in data])
+    assert sum(value == 1.0 for value in right) >= 0.97 * 60
+    payloads = [{"reference": r["answer"], "answer": extract_answer(r["solution"]), "marked": True} for r in data]
+    assert sum(verdict is True for verdict in reward.pool.map(payloads)) >= 0.97 * 60
+    wrong = reward([Sample(row["problem"], r"\boxed{-98765.4321}", row["answer"]) for row in data])
+    assert wrong == [0.0] * 60

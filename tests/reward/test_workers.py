@@ -1,0 +1,347 @@
+"""Killable workers: deadlines, crashes, memory, threads, forks, orphans."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from reward.base import RewardError
+from reward.workers import MAX_REQUEST_BYTES, WorkerError, WorkerPool
+
+ROOT = Path(__file__).parents[2]
+HANDLERS = """
+    import os, signal, subprocess, sys, time
+
+    def make():
+        return run
+
+    def run(payload):
+        what, value = payload
+        if what == "echo":
+            return value
+        if what == "sleep":
+            time.sleep(value)
+        if what == "hold":  # C code that never lets another Python thread run
+            return str(9 ** 9 ** value)
+        if what == "stubborn":
+            for number in (signal.SIGTERM, signal.SIGALRM, signal.SIGINT, signal.SIGIO):
+                signal.signal(number, signal.SIG_IGN)
+            while True:
+                pass
+        if what == "child":
+            process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+            with open(value, "w") as file:
+                file.write(str(process.pid))
+            time.sleep(60)
+        if what == "memory":
+            return len(bytearray(value))
+        if what == "kill_self":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if what == "kill_once":
+            if os.path.exists(value):
+                return "second"
+            open(value, "w").close()
+            os.kill(os.getpid(), signal.SIGKILL)
+        if what == "exit":
+            sys.exit(3)
+        if what == "raise":
+            raise KeyError(value)
+        if what == "print":
+            print(value)
+            return sys.stdin.read()
+        if what == "object":
+            return object()
+        if what == "pid":
+            return os.getpid()
+
+    def make_slowly():
+        time.sleep(60)
+
+    def make_nothing():
+        raise ImportError("no such grammar")
+
+    def make_dead():
+        os._exit(7)
+"""
+
+
+@pytest.fixture
+def handlers(tmp_path, monkeypatch):
+    (tmp_path / "worker_handlers.py").write_text(textwrap.dedent(HANDLERS))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return "worker_handlers:make"
+
+
+@pytest.fixture
+def pool(handlers):
+    with WorkerPool(handlers, timeout_s=0.5, memory_mb=512) as pool:
+        yield pool
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs; a zombie does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def gone_within(pid: int, seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while alive(pid):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def timed_out(pool: WorkerPool, payload: object) -> float:
+    """Seconds until the call timed out, the worker being warm."""
+    start = time.monotonic()
+    with pytest.raises(TimeoutError, match=r"reward\.timeout_s=0.5"):
+        pool.call(payload)
+    return time.monotonic() - start
+
+
+@pytest.mark.parametrize("payload", [["sleep", 60], ["hold", 9], ["stubborn", 0]])
+def test_a_hanging_call_is_killed_at_its_deadline_and_the_pool_stays_healthy(pool, payload):
+    pool.start()
+    (pid,) = pool.pids()
+    assert 0.5 <= timed_out(pool, payload) < 2.5
+    assert not alive(pid)
+    assert pool.call(["echo", "next"]) == "next"
+    assert pool.pids() != [pid]
+
+
+def test_the_deadline_holds_in_threads_and_in_asyncio(pool):
+    pool.start()
+    took = []
+    thread = threading.Thread(target=lambda: took.append(timed_out(pool, ["hold", 9])))
+    thread.start()
+    thread.join(5)
+    assert took
+    assert took[0] < 2.5
+    assert asyncio.run(asyncio.to_thread(pool.call, ["echo", 1])) == 1
+
+
+def test_threads_share_the_pool_without_mixing_answers(handlers):
+    with WorkerPool(handlers, workers=2, timeout_s=5) as pool:
+        assert pool.map([["echo", i] for i in range(100)]) == list(range(100))
+        results = {}
+
+        def ask(i):
+            results[i] = [pool.call(["echo", (i, j)]) for j in range(20)]
+
+        threads = [threading.Thread(target=ask, args=(i,)) for i in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(20)
+        assert results == {i: [[i, j] for j in range(20)] for i in range(6)}
+        assert len(pool.pids()) == 2
+
+
+def test_start_up_has_its_own_deadline(handlers):
+    with WorkerPool("worker_handlers:make_slowly", timeout_s=60, start_timeout_s=0.5) as pool:
+        with pytest.raises(RewardError, match=r"make_slowly.* not ready after 0\.5 s"):
+            pool.start()
+        assert pool.pids() == []
+
+
+@pytest.mark.parametrize(
+    ("target", "words"),
+    [
+        ("worker_handlers:make_nothing", "no such grammar"),
+        ("worker_handlers:make_dead", r"died twice while starting \(exit code 7"),
+        ("worker_handlers:absent", "no attribute 'absent'"),
+        ("no_such_module:make", "No module named 'no_such_module'"),
+    ],
+)
+def test_a_worker_that_cannot_start_is_a_reward_error(handlers, target, words):
+    with WorkerPool(target) as pool:
+        for _ in range(2):  # the slot is not lost
+            with pytest.raises(RewardError, match=words):
+                pool.call(["echo", 1])
+        assert pool.pids() == []
+
+
+def test_memory_is_bounded(pool):
+    assert pool.call(["memory", 2**20]) == 2**20
+    with pytest.raises(WorkerError, match=r"reward\.memory_mb=512(?s:.*)MemoryError"):
+        pool.call(["memory", 2**30])
+    assert pool.call(["echo", 1]) == 1
+
+
+def test_a_worker_killed_while_idle_is_replaced_before_the_next_call(pool, tmp_path):
+    pool.start()
+    (pid,) = pool.pids()
+    os.kill(pid, signal.SIGKILL)
+    assert gone_within(pid, 2)
+    # The dead worker does not use up the one repetition that a call has.
+    assert pool.call(["kill_once", str(tmp_path / "killed")]) == "second"
+
+
+def test_a_worker_killed_during_a_call_repeats_the_call(handlers):
+    with WorkerPool(handlers, timeout_s=5) as pool:
+        pool.start()
+        (pid,) = pool.pids()
+        threading.Timer(0.2, os.kill, (pid, signal.SIGKILL)).start()
+        start = time.monotonic()
+        assert pool.call(["sleep", 0.6]) is None
+        assert time.monotonic() - start > 0.8
+        assert pool.pids() != [pid]
+
+
+def test_an_input_that_kills_its_worker_fails_alone(pool):
+    with pytest.raises(WorkerError, match=r"died twice on this input \(killed by signal 9"):
+        pool.call(["kill_self", 0])
+    outcomes = pool.map([["echo", 1], ["kill_self", 0], ["exit", 0], ["raise", "why"], ["object", 0], ["echo", 2]])
+    assert [outcomes[0], outcomes[-1]] == [1, 2]
+    assert all(isinstance(outcome, WorkerError) for outcome in outcomes[1:-1])
+    assert "KeyError: 'why'" in str(outcomes[3])
+    assert "line " in str(outcomes[3])
+    assert "JSON cannot carry" in str(outcomes[4])
+
+
+def test_prints_and_stdin_of_user_code_do_not_touch_the_protocol(pool):
+    assert pool.call(["print", '{"value": 1}\n']) == ""
+    assert pool.call(["echo", 2]) == 2
+
+
+def test_inputs_are_bounded_and_must_be_json(pool):
+    with pytest.raises(ValueError, match="more than the"):
+        pool.call(["echo", "x" * MAX_REQUEST_BYTES])
+    with pytest.raises(TypeError):
+        pool.call(["echo", object()])
+    assert pool.call(["echo", "\ud800 \n"]) == "\ud800 \n"
+
+
+def test_grandchildren_go_with_the_worker(pool, tmp_path):
+    timed_out(pool, ["child", str(tmp_path / "pid")])
+    assert gone_within(int((tmp_path / "pid").read_text()), 2)
+
+
+def test_close_ends_everything_and_is_idempotent(handlers):
+    pool = WorkerPool(handlers, workers=2, timeout_s=30)
+    errors = []
+
+    def hang():
+        try:
+            pool.call(["sleep", 30])
+        except RewardError as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=hang) for _ in range(3)]  # the third waits for a free worker
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + 10
+    while len(pool.pids()) < 2 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    pids = pool.pids()
+    pool.close()
+    pool.close()
+    for thread in threads:
+        thread.join(5)
+    assert len(pids) == 2
+    assert not any(alive(pid) for pid in pids)
+    assert len(errors) == 3
+    with pytest.raises(RewardError, match="closed"):
+        pool.call(["echo", 1])
+
+
+def run_script(tmp_path: Path, body: str) -> subprocess.Popen:
+    script = tmp_path / "parent.py"
+    script.write_text("from reward.workers import WorkerPool\n" + textwrap.dedent(body))
+    env = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
+    return subprocess.Popen([sys.executable, str(script)], env=env, stdout=subprocess.PIPE, text=True)
+
+
+@pytest.mark.parametrize("task", ["None", '["hold", 9]', '["stubborn", 0]'])
+def test_workers_die_with_a_killed_parent(handlers, tmp_path, task):
+    parent = run_script(
+        tmp_path,
+        f"""
+        import threading, time
+        pool = WorkerPool("worker_handlers:make", timeout_s=60)
+        pool.start()
+        task = {task}
+        if task:
+            threading.Thread(target=pool.call, args=(task,)).start()
+            time.sleep(0.3)
+        print(*pool.pids(), flush=True)
+        time.sleep(60)
+        """,
+    )
+    pid = int(parent.stdout.readline())
+    try:
+        assert alive(pid)
+        parent.kill()
+        parent.wait(5)
+        assert gone_within(pid, 2)
+    finally:
+        parent.stdout.close()
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def test_grandchildren_die_with_a_killed_parent(handlers, tmp_path):
+    pid_file = tmp_path / "pid"
+    parent = run_script(
+        tmp_path,
+        f"""
+        pool = WorkerPool("worker_handlers:make", timeout_s=60)
+        pool.call(["child", {str(pid_file)!r}])
+        """,
+    )
+    deadline = time.monotonic() + 10
+    while not (pid_file.exists() and pid_file.read_text()) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    parent.kill()
+    parent.communicate(timeout=5)
+    assert gone_within(int(pid_file.read_text()), 2)
+
+
+def test_a_worker_outlives_the_thread_that_started_it(pool):
+    thread = threading.Thread(target=pool.start)
+    thread.start()
+    thread.join(10)
+    before = pool.pids()
+    time.sleep(0.1)
+    assert pool.call(["pid", 0]) == before[0]
+
+
+def test_a_forked_child_gets_workers_of_its_own(handlers, tmp_path):
+    parent = run_script(
+        tmp_path,
+        """
+        import os, sys
+        pool = WorkerPool("worker_handlers:make", timeout_s=10)
+        mine = pool.call(["pid", 0])
+        child = os.fork()
+        theirs = pool.call(["pid", 0])
+        if child == 0:
+            assert theirs != mine
+            pool.close()
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        assert pool.call(["pid", 0]) == mine == theirs
+        print("good")
+        """,
+    )
+    assert parent.communicate(timeout=20)[0] == "good\n"
+    assert parent.returncode == 0
+
+
+@pytest.mark.parametrize("wrong", [{"workers": 0}, {"timeout_s": 0}, {"timeout_s": float("nan")}, {"memory_mb": -1}])
+def test_wrong_settings_are_named(wrong):
+    (name,) = wrong
+    with pytest.raises(RewardError, match=rf"reward\.{name} .*got {wrong[name]}"):
+        WorkerPool("worker_handlers:make", **wrong)

@@ -1,0 +1,284 @@
+import random
+import threading
+import time
+import tracemalloc
+from dataclasses import replace
+
+import pytest
+
+from rollout.cache import Fingerprint, TrajectoryCache
+from rollout.types import CacheError, Trajectory
+
+EOS = 1
+
+
+def trajectory(length=5, step=0, seed=0, **fields) -> Trajectory:
+    ids = random.Random(f"{seed}/{step}/{length}").choices(range(2, 100), k=length - 1)
+    return replace(Trajectory((*ids, EOS), key=seed, finish="stop", version=step, step=step), **fields)
+
+
+def empty(max_mb: float = 512, eos_ids=(EOS,)) -> TrajectoryCache:
+    return TrajectoryCache(Fingerprint(), vocab_size=100, eos_ids=eos_ids, max_mb=max_mb)
+
+
+def contents(cache: TrajectoryCache, examples, slots=range(8)) -> dict:
+    return {key[:2]: key[2] for key in cache.export((e, s) for e in examples for s in slots)}
+
+
+def test_an_entry_comes_back_equal():
+    cache = empty()
+    stored = trajectory(key=-(2**63), reward=0.25, logprobs=(-0.5, -1.0, 0.0, -0.25, -2.0))
+    cache.put("a", 3, stored)
+    assert cache.get("a", 3) == stored
+    assert cache.get("a", 2) is None
+    assert cache.get("b", 3) is None
+    assert len(cache) == 1
+
+
+def test_equal_prompts_with_their_own_ids_never_mix():
+    """The caller names the second occurrence of a prompt in a batch; the store only has to keep names apart."""
+    cache = empty()
+    names = ["ex", "ex#1", "ex ", "ex\0", "", "ex/0", "éx"]
+    for seed, name in enumerate(names):
+        cache.put(name, 0, trajectory(seed=seed))
+        cache.put(name, 1, trajectory(seed=100 + seed))
+    for seed, name in enumerate(names):
+        assert cache.siblings(name) == [trajectory(seed=seed), trajectory(seed=100 + seed)]
+
+
+def test_siblings_are_newest_first_and_leave_one_out():
+    cache = empty()
+    for slot, step in [(2, 5), (0, 4), (1, 5), (3, 1)]:
+        cache.put("a", slot, trajectory(step=step, seed=slot))
+    assert [t.key for t in cache.siblings("a")] == [1, 2, 0, 3]
+    assert [t.key for t in cache.siblings("a", but=2)] == [1, 0, 3]
+    assert cache.siblings("b") == []
+
+
+def test_group_size_may_change():
+    cache = empty()
+    for step, group in enumerate([8, 4, 8]):
+        kept = [cache.get("a", slot) for slot in range(group)]
+        assert [t is not None for t in kept] == [step > 0] * group
+        cache.put_many(("a", slot, trajectory(step=step, seed=slot)) for slot in range(group))
+    assert len(cache) == 8
+
+
+def test_reshuffling_changes_nothing():
+    order, cache = [f"ex-{i}" for i in range(50)], empty()
+    for step in range(3):
+        random.Random(step).shuffle(order)
+        for name in order:
+            old = cache.get(name, 0)
+            assert step == 0 or old == trajectory(step=step - 1, seed=int(name[3:]))
+            cache.put(name, 0, trajectory(step=step, seed=int(name[3:])))
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"tokens": ()}, "no tokens"),
+        ({"tokens": (5, 100, EOS)}, "token id 100 is outside 0..99"),
+        ({"tokens": (5, -1, EOS)}, "token id -1 is outside"),
+        ({"tokens": (5, 2.5, EOS)}, "wrong type"),
+        ({"tokens": (5, None, EOS)}, "wrong type"),
+        ({"tokens": (5, 6)}, "the last token is 6"),
+        ({"finish": "length"}, "finish is 'length' but"),
+        ({"finish": "abort"}, "finish is 'abort'"),
+        ({"version": -1}, "version -1"),
+        ({"step": -2}, "step -2"),
+        ({"key": 2**63}, "wrong type or size"),
+        ({"reward": float("nan")}, "reward nan is not finite"),
+        ({"logprobs": (-1.0,)}, "5 tokens but 1 log-probs"),
+        ({"logprobs": (-1.0, -1.0, float("nan"), -1.0, -1.0)}, "log-prob nan"),
+        ({"logprobs": (-1.0, -1.0, float("-inf"), -1.0, -1.0)}, "log-prob -inf"),
+        ({"logprobs": (-1.0, -1.0, 0.5, -1.0, -1.0)}, "log-prob 0.5"),
+    ],
+)
+def test_a_bad_put_names_the_entry_and_stores_nothing(fields, reason):
+    cache = empty()
+    with pytest.raises(CacheError, match="example 'ex-7', slot 2 cannot be stored") as error:
+        cache.put_many([("ok", 0, trajectory()), ("ex-7", 2, replace(trajectory(), **fields))])
+    assert reason in str(error.value)
+    assert len(cache) == 0
+    assert cache.bytes == 0
+
+
+@pytest.mark.parametrize(("name", "slot"), [("a", -1), ("a", "0"), (7, 0), ("\ud800", 0)])
+def test_a_bad_key_is_an_error(name, slot):
+    with pytest.raises(CacheError, match="cannot be stored"):
+        empty().put(name, slot, trajectory())
+
+
+def test_counters_never_go_back():
+    cache = empty()
+    cache.put("a", 0, trajectory(step=7))
+    cache.put("a", 0, trajectory(step=7, seed=1))
+    with pytest.raises(CacheError, match=r"is of step 5, version 5, but step 7, version 7 .* went back"):
+        cache.put("a", 0, trajectory(step=5))
+    with pytest.raises(CacheError, match="went back"):
+        cache.put("a", 0, trajectory(step=8, version=0))
+    assert cache.get("a", 0) == trajectory(step=7, seed=1)
+
+
+def test_reward_arrives_later():
+    cache = empty()
+    cache.put("a", 0, trajectory(logprobs=(-1.0,) * 5))
+    size = cache.bytes
+    assert cache.set_reward("a", 0, 0.5)
+    assert cache.get("a", 0) == trajectory(logprobs=(-1.0,) * 5, reward=0.5)
+    assert cache.set_reward("a", 0, None)
+    assert cache.get("a", 0).reward is None
+    assert not cache.set_reward("a", 1, 0.5)
+    assert cache.bytes == size
+    with pytest.raises(CacheError, match="reward nan"):
+        cache.set_reward("a", 0, float("nan"))
+
+
+def fill(cache, names, step=0, slots=2, length=200):
+    for name in names:
+        cache.put_many((name, slot, trajectory(length, step, seed=slot)) for slot in range(slots))
+
+
+def test_least_recently_used_example_goes_first():
+    names = [f"ex-{i:02}" for i in range(100)]
+    probe = empty()
+    fill(probe, names)
+    cache = empty(max_mb=probe.bytes / 2**20)
+    fill(cache, names)
+    assert cache.evictions == 0
+    cache.get("ex-00", 0)
+    cache.siblings("ex-01")
+    fill(cache, ["new-0", "new-1", "new-2"])
+    gone = {name for name in names if not cache.siblings(name)}
+    assert gone == {"ex-02", "ex-03", "ex-04"}
+    assert cache.evictions == 6
+
+
+def test_ten_times_the_budget_stays_within_it():
+    limit = 2**18
+    cache = empty(max_mb=limit / 2**20)
+    names = [f"ex-{i}" for i in range(10 * limit // 1800)]
+    tracemalloc.start()
+    before, _ = tracemalloc.get_traced_memory()
+    for name in names:
+        fill(cache, [name])
+        assert cache.bytes <= limit
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert held - before <= 1.1 * limit
+    kept = [name for name in names if cache.siblings(name)]
+    assert kept == names[-len(kept) :]
+    assert cache.bytes > 0.9 * limit
+    assert len(cache) + cache.evictions == 2 * len(names)
+
+
+def test_one_example_larger_than_the_budget_keeps_its_newest():
+    cache = empty(max_mb=3000 / 2**20)
+    for step in range(8):
+        cache.put("a", step, trajectory(200, step))
+    assert [t.step for t in cache.siblings("a")] == [7, 6]
+    cache.put("b", 0, trajectory(5000))
+    assert len(cache) == 0
+    assert cache.bytes == 0
+    assert cache.evictions == 9
+
+
+def test_eviction_is_the_same_every_time_and_undoes_all_accounting():
+    def run():
+        rng, cache = random.Random(5), empty(max_mb=0.05)
+        for step in range(600):
+            name, slot = f"ex-{rng.randrange(80)}", rng.randrange(6)
+            cache.get(f"ex-{rng.randrange(80)}", 0)
+            cache.put(name, slot, trajectory(rng.randrange(1, 90), step))
+            cache.set_reward(name, slot, 1.0)
+        return cache
+
+    one, two = run(), run()
+    names = [f"ex-{i}" for i in range(80)]
+    assert contents(one, names) == contents(two, names)
+    assert 0 < one.evictions == two.evictions
+    rebuilt = empty()
+    for (name, slot), t in contents(one, names).items():
+        rebuilt.put(name, slot, t)
+    assert one.bytes == pytest.approx(rebuilt.bytes, rel=0.01)
+
+
+@pytest.mark.parametrize(("group", "overhead"), [(1, 600), (8, 180)])
+def test_memory_per_token(group, overhead):
+    """4 bytes a token plus at most `overhead` bytes an entry; at group size 8 and 100 tokens below 8 bytes a token."""
+    entries = [(f"ex-{i // group}", i % group, trajectory(100, seed=i)) for i in range(10_000)]
+    cache = empty()
+    tracemalloc.start()
+    before, _ = tracemalloc.get_traced_memory()
+    for name, slot, t in entries:
+        cache.put(name.encode().decode(), slot, t)  # a fresh string, as after a restart
+    held = tracemalloc.get_traced_memory()[0] - before
+    tracemalloc.stop()
+    assert held <= 10_000 * (4 * 100 + overhead)
+    assert group == 1 or held / 1_000_000 <= 8
+    assert held <= cache.bytes <= 1.15 * held
+
+
+def test_two_processes_end_up_with_the_same_store():
+    """Each process looks up and stores its own half of the step, then all take the gathered entries in rank order."""
+    processes = [empty(max_mb=0.06), empty(max_mb=0.06)]
+    names = [f"ex-{i}" for i in range(40)]
+    for step in range(6):
+        batch = random.Random(step).sample(names, 8)
+        gathered = []
+        for rank, cache in enumerate(processes):
+            own = [(name, slot) for name in batch[rank::2] for slot in range(4)]
+            for name, slot in own:
+                cache.get(name, slot)
+            cache.put_many((name, slot, trajectory(90, step, seed=slot)) for name, slot in own)
+            gathered += cache.export(own)
+        for cache in processes:
+            cache.merge(gathered)
+        assert contents(processes[0], names) == contents(processes[1], names)
+    assert processes[0].evictions > 0
+
+
+def test_merge_keeps_the_newer_entry():
+    cache = empty()
+    cache.put("a", 0, trajectory(step=5))
+    cache.merge([("a", 0, trajectory(step=4)), ("a", 1, trajectory(step=4))])
+    assert [t.step for t in cache.siblings("a")] == [5, 4]
+    with pytest.raises(CacheError, match="no tokens"):
+        cache.merge([("a", 0, replace(trajectory(), tokens=()))])
+
+
+def test_readers_beside_a_writer():
+    cache, failures = empty(max_mb=0.2), []
+
+    def read():
+        rng = random.Random(1)
+        while not done.is_set():
+            name = f"ex-{rng.randrange(200)}"
+            for t in [cache.get(name, 0), *cache.siblings(name)]:
+                if t is not None and t != trajectory(50, t.step, seed=t.key):
+                    failures.append(t)
+
+    done = threading.Event()
+    readers = [threading.Thread(target=read) for _ in range(2)]
+    for reader in readers:
+        reader.start()
+    for step in range(1000):
+        cache.put(f"ex-{step % 200}", step % 3, trajectory(50, step, seed=step % 3))
+    done.set()
+    for reader in readers:
+        reader.join()
+    assert not failures
+    assert cache.evictions > 0
+
+
+@pytest.mark.slow
+def test_a_step_is_cheap_among_100k_trajectories():
+    cache, t = empty(), trajectory(100)
+    cache.put_many((f"ex-{i // 8}", i % 8, t) for i in range(100_000))
+    began = time.perf_counter()
+    for i in range(64):
+        cache.get(f"ex-{i * 97}", i % 8)
+        cache.siblings(f"ex-{i * 97}", but=i % 8)
+        cache.put(f"ex-{i * 97}", i % 8, t)
+    assert time.perf_counter() - began < 0.1  # about 4 ms on two idle cores

@@ -1,0 +1,221 @@
+import errno
+import os
+import random
+import shutil
+import stat
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import pyarrow.parquet as pq
+import pytest
+
+from rollout import store
+from rollout.cache import Fingerprint, TrajectoryCache
+from rollout.store import LOCK, SNAPSHOT
+from rollout.types import CacheError, Trajectory
+
+EOS = 1
+PRINT = Fingerprint({"tokenizer": "t1", "dataset": "d1"}, {"temperature": "1.0"})
+
+
+def entries(count=60, step=0, logprobs=False, seed=0) -> list[tuple[str, int, Trajectory]]:
+    rng, made = random.Random(f"{seed}/{step}"), []
+    for i in range(count):
+        finish = rng.choice(["stop", "length"])
+        ids = [*rng.choices(range(2, 1000), k=rng.randrange(30)), EOS if finish == "stop" else 2]
+        scores = tuple(-i / 8 for i in range(len(ids))) if logprobs and rng.random() < 0.5 else None
+        key, reward = rng.getrandbits(64) - 2**63, rng.choice([None, 0.0, 1.0, -0.1])
+        made.append((f"ex-é{i // 4}", i % 4, Trajectory(tuple(ids), key, finish, step, step, reward, scores)))
+    return made
+
+
+def saved(directory, given, step=0, fingerprint=PRINT) -> TrajectoryCache:
+    cache = TrajectoryCache(fingerprint, 1000, [EOS])
+    cache.put_many(given)
+    cache.save(directory, step)
+    cache.close()
+    return cache
+
+
+def load(directory, fingerprint=PRINT, vocab_size=1000, eos_ids=(EOS,), **options) -> TrajectoryCache:
+    return TrajectoryCache.load(directory, fingerprint, vocab_size, eos_ids, **options)
+
+
+def contents(cache, given):
+    return cache.export(entry[:2] for entry in given)
+
+
+@pytest.mark.parametrize(("count", "seed"), [(0, 0), (1, 1), (511, 2), (1500, 3)])
+def test_round_trip(tmp_path, count, seed):
+    given = entries(count, logprobs=True, seed=seed)
+    original, loaded = saved(tmp_path, given), load(tmp_path)
+    assert contents(loaded, given) == given
+    assert (len(loaded), loaded.bytes) == (count, original.bytes)
+    assert (loaded.dropped, loaded.skipped, loaded.quarantined) == (0, 0, 0)
+    assert sorted(os.listdir(tmp_path)) == [LOCK, SNAPSHOT]
+
+
+def test_logprobs_come_back_as_float32(tmp_path):
+    t = Trajectory((5, 6), 1, "length", 0, 0, None, (-0.1, -1e-300))
+    saved(tmp_path, [("a", 0, t)])
+    assert load(tmp_path).get("a", 0).logprobs == pytest.approx((-0.1, 0.0), abs=1e-7)
+
+
+def test_least_recently_used_order_survives(tmp_path):
+    given = entries(400)
+    original = saved(tmp_path, given)
+    smaller = load(tmp_path, max_mb=original.bytes / 2**21)
+    assert contents(smaller, given) == given[-len(smaller) :]
+    assert 150 < len(smaller) < 250
+
+
+def test_any_parquet_reader_can_read_it(tmp_path):
+    given = entries(20, logprobs=True)
+    saved(tmp_path, given)
+    rows = pq.read_table(tmp_path / SNAPSHOT).to_pylist()
+    for (name, slot, t), row in zip(given, rows, strict=True):
+        assert row.pop("checksum") > 0
+        expected = {field: getattr(t, field) for field in ("key", "finish", "version", "step", "reward")}
+        lists = {"tokens": list(t.tokens), "logprobs": t.logprobs and list(t.logprobs)}
+        assert row == {"example_id": name, "slot": slot, **lists, **expected}
+
+
+def test_missing_directory_is_an_empty_cache(tmp_path, caplog):
+    assert len(load(tmp_path / "none")) == 0
+    assert not caplog.records
+
+
+def test_data_then_rename_then_directory_reach_the_disk(tmp_path, monkeypatch):
+    calls, fsync, rename = [], os.fsync, os.replace
+
+    def recorded_fsync(descriptor):
+        status = os.fstat(descriptor)
+        calls.append("fsync directory" if stat.S_ISDIR(status.st_mode) else f"fsync {status.st_size}")
+        fsync(descriptor)
+
+    def recorded_replace(source, target):
+        calls.append(f"rename {os.path.getsize(source)}")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", recorded_fsync)
+    monkeypatch.setattr(os, "replace", recorded_replace)
+    saved(tmp_path, entries())
+    size = (tmp_path / SNAPSHOT).stat().st_size
+    assert calls == [f"fsync {size}", f"rename {size}", "fsync directory"]
+
+
+def test_newer_format_is_an_error_and_older_is_cold(tmp_path, monkeypatch, caplog):
+    for written, now in [(2, 1), (1, 2)]:
+        monkeypatch.setattr(store, "FORMAT", written)
+        saved(tmp_path, entries())
+        monkeypatch.setattr(store, "FORMAT", now)
+        if written > now:
+            with pytest.raises(CacheError, match=r"format 2; this version .* up to 1\. Update specrl, or .*clear=true"):
+                load(tmp_path)
+        else:
+            assert len(load(tmp_path)) == 0
+            assert "format 1, older than 2. Starting with an empty" in caplog.text
+    assert (tmp_path / SNAPSHOT).exists()
+
+
+def test_another_identity_is_an_error(tmp_path):
+    saved(tmp_path, entries())
+    other = Fingerprint({"tokenizer": "t2", "template": "x"}, PRINT.law)
+    with pytest.raises(CacheError) as error:
+        load(tmp_path, other)
+    for part in (
+        "dataset was 'd1' there, is 'absent' here",
+        "template was 'absent' there, is 'x' here",
+        "tokenizer was 't1' there, is 't2' here",
+        "rollout.cache.clear=true",
+    ):
+        assert part in str(error.value)
+
+
+def test_another_law_only_costs_the_logprobs(tmp_path):
+    given = entries(logprobs=True)
+    saved(tmp_path, given)
+    other = Fingerprint(PRINT.identity, {"temperature": "0.7"})
+    with pytest.raises(CacheError, match=r"temperature was '1\.0' there, is '0\.7' here"):
+        load(tmp_path, other, check_law=True)
+    loaded = load(tmp_path, other)
+    assert contents(loaded, given) == [(e, s, replace(t, logprobs=None)) for e, s, t in given]
+
+
+def test_steps_after_the_checkpoint_are_not_used(tmp_path):
+    early, late = entries(40, step=5), entries(60, step=7)[40:]
+    saved(tmp_path, early + late)
+    loaded = load(tmp_path, max_step=5)
+    assert contents(loaded, early + late) == early
+    assert (loaded.skipped, loaded.dropped) == (20, 0)
+    loaded.put(*entries(60, step=6)[50])
+
+
+def test_malformed_entries_on_disk_are_dropped(tmp_path, caplog):
+    given = entries(60)
+    saved(tmp_path, given)
+    bad = {entry[:2] for entry in given if max(entry[2].tokens) >= 900}
+    loaded = load(tmp_path, vocab_size=900)
+    assert contents(loaded, given) == [entry for entry in given if entry[:2] not in bad]
+    assert loaded.dropped == loaded.stats()["cache/dropped"] == len(bad) > 10
+    assert f"{len(bad)} of 60 entries are damaged" in caplog.text
+    assert load(tmp_path, eos_ids=[2]).dropped == 60
+
+
+def test_warns_again_after_a_save_succeeded(tmp_path, monkeypatch, caplog):
+    cache = TrajectoryCache(PRINT, 1000)
+    for fails in (True, True, False, True):
+        with monkeypatch.context() as patch:
+            if fails:
+                patch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left")))
+            assert cache.try_save(tmp_path, 1) is not fails
+    assert len(caplog.records) == 2
+    assert cache.stats()["cache/write_errors"] == 3
+
+
+HOLDER = """
+import sys, time
+from rollout.cache import Fingerprint, TrajectoryCache
+cache = TrajectoryCache(Fingerprint(), 10)
+cache.claim(sys.argv[1])
+print("held", flush=True)
+time.sleep(60)
+"""
+
+
+def test_second_writer_fails_fast_until_the_first_is_gone(tmp_path):
+    command = [sys.executable, "-c", HOLDER, str(tmp_path)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    holder = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+    try:
+        assert holder.stdout.readline() == "held\n"
+        second, began = TrajectoryCache(PRINT, 1000), time.monotonic()
+        with pytest.raises(CacheError, match=f"Another run is writing .* \\(pid {holder.pid} on .* since 20"):
+            second.save(tmp_path, 0)
+        assert time.monotonic() - began < 5
+        assert len(load(tmp_path)) == 0  # reading needs no lock
+    finally:
+        holder.kill()
+        holder.wait(10)
+    second.save(tmp_path, 0)
+
+
+def test_claim_moves_from_directory_to_directory(tmp_path, monkeypatch):
+    monkeypatch.setattr(store, "LOCK_WAIT_S", 0.1)
+    one, two = TrajectoryCache(PRINT, 1000), TrajectoryCache(PRINT, 1000)
+    one.claim(tmp_path / "a")
+    one.save(tmp_path / "a", 0)
+    with pytest.raises(CacheError, match="Another run"):
+        two.claim(tmp_path / "a")
+    one.save(tmp_path / "b", 1)
+    two.claim(tmp_path / "a")
+    with pytest.raises(CacheError, match="Another run"):
+        one.save(tmp_path / "a", 2)
+    shutil.rmtree(tmp_path / "b")
+    one.save(tmp_path / "b", 3)  # deleted from under the lock: claimed anew
+    with pytest.raises(CacheError, match="Another run"):
+        two.save(tmp_path / "b", 3)
+    one.close()
+    two.save(tmp_path / "b", 3)

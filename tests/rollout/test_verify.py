@@ -1,0 +1,295 @@
+"""Acceptance rules by hand, and the law of whole responses against exact enumeration (design D2).
+
+The engine is the real one; its policy is a tiny random Llama with five tokens, so that every response can be listed
+with its exact probability. Old and new policy are unrelated: a bias is then as large as it can be.
+"""
+
+import itertools
+import math
+from collections import Counter
+
+import pytest
+import torch
+
+import rollout.engines.transformers as engine_module
+from rollout.engines.base import Sampling, Speculation
+from rollout.engines.transformers import TransformersEngine
+from rollout.noise import derive_key, keyed_draw
+from rollout.types import Request
+from rollout.verify import accept_exact, accept_lenient, cut
+
+# By hand ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("draws", "draft", "accepted"),
+    [
+        ([], [], 0),
+        ([5], [], 0),
+        ([5, 6], [5], 1),
+        ([5, 6], [6], 0),
+        ([5, 6, 7, 8], [5, 6, 7], 3),
+        ([5, 6, 7, 8], [5, 0, 7], 1),  # what agrees after a difference does not count
+        ([5, 6, 7, 8], [0, 6, 7], 0),
+        ([5, 6, 7], [5, 6, 7], 3),
+        ([5, 5, 5, 5], [5, 5, 4], 2),
+        ((5, 6), (5, 6), 2),
+    ],
+)
+def test_accept_exact(draws, draft, accepted):
+    assert accept_exact(draws, draft) == accepted
+
+
+@pytest.mark.parametrize(
+    ("p_new", "p_old", "u", "lenience", "accepted"),
+    [
+        ([], [], [], 1.0, 0),
+        ([0.5], [0.5], [0.999999], 1.0, 1),  # the same policy accepts everything
+        ([0.4, 0.1], [0.2, 0.2], [0.99, 0.49], 1.0, 2),
+        ([0.4, 0.1], [0.2, 0.2], [0.99, 0.51], 1.0, 1),  # min(1, 0.1 / 0.2)
+        ([0.1, 0.9], [0.2, 0.2], [0.51, 0.01], 1.0, 0),  # nothing after the first rejection
+        ([0.1, 0.1], [0.2, 0.4], [0.74, 0.37], 1.5, 2),  # 0.75 and 0.375
+        ([0.1, 0.1], [0.2, 0.4], [0.74, 0.38], 1.5, 1),
+        ([0.001, 0.001], [0.9, 0.9], [0.99, 0.99], 1e30, 2),
+        ([0.9, 0.9], [0.9, 0.9], [0.01, 0.01], 1e-30, 0),
+        ([0.0, 0.5], [0.5, 0.5], [1e-9, 0.1], 1.0, 0),  # outside the new nucleus
+        ([math.nan, 0.5], [0.5, 0.5], [0.1, 0.1], 1.0, 0),  # NaN is never accepted
+    ],
+)
+def test_accept_lenient(p_new, p_old, u, lenience, accepted):
+    new, old = (torch.tensor(p).log() for p in (p_new, p_old))
+    assert accept_lenient(new, old, torch.tensor(u), lenience) == accepted
+
+
+EOS, EOS2, A, B = 1, 2, 7, 8
+
+
+@pytest.mark.parametrize(
+    ("tokens", "eos_ids", "room", "want"),
+    [
+        ([EOS], {EOS}, 4, (1, "stop")),  # EOS first
+        ([EOS, A, B], {EOS}, 4, (1, "stop")),
+        ([A, EOS, B], {EOS}, 4, (2, "stop")),  # in the middle: nothing after it leaks
+        ([A, EOS, EOS], {EOS}, 4, (2, "stop")),
+        ([A, B, EOS], {EOS}, 4, (3, "stop")),
+        ([A, EOS2, EOS], {EOS, EOS2}, 4, (2, "stop")),  # several EOS ids: the first of any
+        ([A, EOS2, EOS], {EOS}, 4, (3, "stop")),
+        ([A, B, A, EOS], {EOS}, 4, (4, "stop")),  # exactly at the cap is a stop
+        ([A, B, A, EOS], {EOS}, 3, (3, "length")),  # the cap comes first
+        ([A, B, A], {EOS}, 3, (3, "length")),
+        ([A, B], {EOS}, 3, (2, None)),  # goes on
+        ([], {EOS}, 3, (0, None)),
+        ([A], set(), 1, (1, "length")),
+        ([EOS], set(), 2, (1, None)),  # no EOS id: nothing stops but the cap
+        ([EOS], {EOS}, 1, (1, "stop")),
+        ([A, EOS], {EOS}, 1, (1, "length")),
+        ([A, B, A, B, A], {EOS}, 2, (2, "length")),
+    ],
+)
+def test_cut(tokens, eos_ids, room, want):
+    assert cut(tokens, eos_ids, room) == want
+
+
+# The law of whole responses -----------------------------------------------------------------------------------------
+
+VOCAB, CAP, STOP, PROMPT, N = 5, 4, 0, (3, 2), 40_000
+ALPHA = 1e-6
+
+
+@pytest.fixture(scope="module")
+def policies(build_model):
+    new, old = (build_model("llama", seed, vocab=VOCAB, scale=9.0).eval() for seed in (1, 2))
+    return new, old
+
+
+def conditionals(model) -> dict[tuple, list[float]]:
+    """p(next | response so far) for every response so far, by full forward passes without a cache."""
+    table = {}
+    for length in range(CAP):
+        heads = list(itertools.product(range(1, VOCAB), repeat=length))
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([[*PROMPT, *head] for head in heads])).logits[:, -1]
+        table |= dict(zip(heads, logits.double().softmax(-1).tolist(), strict=True))
+    return table
+
+
+def exact_law(p) -> dict[tuple, float]:
+    law, open_ = {}, {(): 1.0}
+    while open_:
+        following = {}
+        for head, mass in open_.items():
+            for v in range(VOCAB):
+                done = v == STOP or len(head) + 1 == CAP
+                (law if done else following)[(*head, v)] = mass * p[head][v]
+        open_ = following
+    return law
+
+
+def published_law(p, q, lenience: float) -> dict[tuple, float]:
+    """SPEC-RL: min(q, l p) is kept; at the first rejection, mass 1 - sum min(q, l p), the token and all after it are p's."""
+    law, open_ = Counter(), {((), True): 1.0}
+    while open_:
+        following = Counter()
+        for (head, drafting), mass in open_.items():
+            kept = [min(q[head][v], lenience * p[head][v]) if drafting else 0.0 for v in range(VOCAB)]
+            for v in range(VOCAB):
+                done = v == STOP or len(head) + 1 == CAP
+                for share, still in ((kept[v], True), ((1 - sum(kept)) * p[head][v], False)):
+                    if done:
+                        law[(*head, v)] += mass * share
+                    elif share:
+                        following[(*head, v), still] += mass * share
+        open_ = following
+    return dict(law)
+
+
+def chi_square(counts, law) -> tuple[float, float]:
+    """Statistic and critical value at ALPHA (Wilson-Hilferty); cells below 5 expected are pooled."""
+    n = sum(counts.values())
+    assert set(counts) <= set(law), "a response outside the law"
+    big = {x: n * m for x, m in law.items() if n * m >= 5}
+    rest = n - sum(big.values())
+    statistic = sum((counts[x] - e) ** 2 / e for x, e in big.items())
+    if rest > 1:
+        statistic += (n - sum(counts[x] for x in big) - rest) ** 2 / rest
+    df = len(big) - (rest <= 1)
+    return statistic, df * (1 - 2 / (9 * df) + 4.7534 * math.sqrt(2 / (9 * df))) ** 3
+
+
+def non_centrality(true, claimed, n: int = N) -> float:
+    return n * sum((true.get(x, 0.0) - m) ** 2 / m for x, m in claimed.items())
+
+
+class Script:
+    """Proposes the rest of one text at the same positions."""
+
+    def __init__(self, text):
+        self.text = list(text)
+
+    def propose(self, tokens, limit):
+        return self.text[len(tokens) : len(tokens) + limit]
+
+
+def engine_of(model, rule="exact", lenience=1.0, **settings) -> TransformersEngine:
+    return TransformersEngine(
+        model,
+        Sampling(frozenset({STOP})),
+        Speculation(rule, lenience),
+        rows_per_batch=5000,
+        tokens_per_pass=50_000,
+        tie_margin=0.0,
+        **{"window": CAP, **settings},
+    )
+
+
+def requests(drafts, name: str, logprobs=None):
+    for i, draft in enumerate(drafts):
+        drafter = None if draft is None else Script(draft)
+        q = None if logprobs is None else logprobs[i]
+        yield Request(PROMPT, derive_key(0, name, i, 0), CAP, drafter, q)
+
+
+def sample(engine, drafts, name, logprobs=None):
+    done, stats = engine.generate(list(requests(drafts, name, logprobs)))
+    return done, stats, Counter(tuple(c.tokens) for c in done)
+
+
+@pytest.fixture(scope="module")
+def tables(policies):
+    new, old = policies
+    return conditionals(new), conditionals(old)
+
+
+@pytest.fixture(scope="module")
+def old_texts(policies):
+    """Rollouts of the old policy by plain decoding: the drafts."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    done, _, counts = sample(engine_of(policies[1]), [None] * N, "old")
+    torch.set_num_threads(threads)
+    return done, counts
+
+
+def test_plain_decoding_follows_the_law(old_texts, tables):
+    _, counts = old_texts
+    p, q = tables
+    statistic, critical = chi_square(counts, exact_law(q))
+    assert statistic < critical
+    assert chi_square(counts, exact_law(p))[0] > 3 * critical  # control: the other policy's law
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("source", ["old policy", "adversarial", "constant"])
+def test_exact_responses_follow_the_policy_whatever_the_draft(policies, tables, old_texts, source):
+    p, q = tables
+    if source == "old policy":
+        drafts = [c.tokens for c in old_texts[0]]
+    elif source == "constant":
+        drafts = [[4, 4, 4, 4]] * N
+    else:  # always the least likely token, so that acceptance itself selects
+        worst, head = [], ()
+        for _ in range(CAP):
+            worst.append(min(range(1, VOCAB), key=lambda v: p[head][v]))
+            head = tuple(worst)
+        drafts = [worst] * N
+    done, stats, counts = sample(engine_of(policies[0]), drafts, source)
+    claimed = exact_law(p)
+    statistic, critical = chi_square(counts, claimed)
+    assert non_centrality(exact_law(q), claimed) > 3 * critical, "the test would not see the old policy's law"
+    assert statistic < critical
+    assert 0 < stats.accepted < stats.drafted, "both acceptances and rejections happened"
+    assert {c.finish for c in done} == {"stop", "length"}
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("lenience", [1.0, math.exp(0.5)])
+def test_lenient_follows_the_published_law_and_not_the_exact_one(policies, tables, old_texts, lenience):
+    """The planted wrong claim `residual missing, sold as exact` is the product's own lenient rule."""
+    p, q = tables
+    texts = old_texts[0]
+    drafts, logprobs = [c.tokens for c in texts], [c.logprobs for c in texts]
+    done, _, counts = sample(engine_of(policies[0], "lenient", lenience), drafts, f"lenient{lenience}", logprobs)
+    published, exact = published_law(p, q, lenience), exact_law(p)
+    statistic, critical = chi_square(counts, published)
+    assert statistic < critical
+    assert non_centrality(published, exact) > 3 * critical, "not enough power to tell the two laws apart"
+    assert chi_square(counts, exact)[0] > critical, "the bias of the published rule must show"
+    other = published_law(p, q, math.exp(0.5) if lenience == 1 else 1.0)
+    assert chi_square(counts, other)[0] > critical, "nor does it fit another lenience"
+    shares = Counter(all(c.reused) for c in done)
+    assert min(shares[True], shares[False]) > N / 50
+
+
+# Planted wrong rules: the same assertion must reject them.
+
+
+def always_accept(draws, draft):
+    draws[: len(draft)] = draft
+    return len(draft)
+
+
+def position_off_by_one(logits, keys, positions, targets=None, **law):
+    """The first two tokens of a response share their noise."""
+    return keyed_draw(logits, keys, (positions - 1).clamp(min=0), targets, **law)
+
+
+def equal_else_resample(logits, keys, positions, targets=None, **law):
+    """mlx-swift-lm#459: where the draw differs from the draft, an independent second draw is emitted."""
+    draws, *rest = keyed_draw(logits, keys, positions, targets, **law)
+    return torch.where(draws == targets, draws, keyed_draw(logits, ~keys, positions, **law)[0]), *rest
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize(
+    ("name", "mutant"),
+    [
+        ("accept_exact", always_accept),
+        ("keyed_draw", position_off_by_one),
+        ("keyed_draw", equal_else_resample),
+    ],
+)
+def test_wrong_rules_are_rejected(policies, tables, old_texts, monkeypatch, name, mutant):
+    monkeypatch.setattr(engine_module, name, mutant)
+    _, _, counts = sample(engine_of(policies[0]), [c.tokens for c in old_texts[0]], mutant.__name__)
+    statistic, critical = chi_square(counts, exact_law(tables[0]))
+    assert statistic > critical

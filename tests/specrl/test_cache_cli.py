@@ -1,0 +1,93 @@
+import os
+import subprocess
+import sys
+
+import pytest
+
+from rollout.cache import Fingerprint, TrajectoryCache
+from rollout.store import SNAPSHOT
+from rollout.types import Trajectory
+from specrl.cache import main
+
+
+@pytest.fixture
+def directory(tmp_path):
+    cache = TrajectoryCache(Fingerprint({"tokenizer": "t1"}, {"temperature": "0.5"}), 100, [1])
+    for slot in range(8):
+        cache.put("ex-1", slot, Trajectory((50 + slot, 7, 1), slot, "stop", 3, slot, 1.0 if slot < 5 else None))
+    cache.save(tmp_path, 9)
+    cache.close()
+    return tmp_path
+
+
+def flip(path, offset):
+    data = bytearray(path.read_bytes())
+    data[offset] ^= 1
+    path.write_bytes(data)
+
+
+def test_verify_an_intact_cache(directory, capsys):
+    assert main(["verify", f"path={directory}"]) == 0
+    assert capsys.readouterr().out == "8 entries: 8 good, 0 damaged, 0 malformed\n"
+
+
+def test_verify_counts_damage_and_changes_nothing(directory, capsys):
+    path = directory / SNAPSHOT
+    flip(path, path.read_bytes().index((53).to_bytes(4, "little")))
+    before = path.read_bytes()
+    assert main(["verify", f"path={directory}"]) == 3
+    assert "8 entries: 7 good, 1 damaged, 0 malformed\n" in capsys.readouterr().out
+    assert path.read_bytes() == before
+    flip(path, len(before) - 1)
+    listing = os.listdir(directory)
+    assert main(["verify", f"path={directory}"]) == 3
+    assert "is not a readable parquet file" in capsys.readouterr().err
+    assert os.listdir(directory) == listing
+
+
+def test_verify_names_malformed_entries(tmp_path, capsys, monkeypatch):
+    cache = TrajectoryCache(Fingerprint(), 100, [1])
+    with monkeypatch.context() as patch:
+        patch.setattr("rollout.cache.complaint", lambda *_: None)
+        cache.put("ex-1", 0, Trajectory((5, 100, 1), 0, "stop", 0, 0))
+    cache.save(tmp_path, 0)
+    assert main(["verify", f"path={tmp_path}"]) == 3
+    out = capsys.readouterr().out
+    assert "example 'ex-1', slot 0: token id 100 is outside 0..99\n" in out
+    assert "1 entries: 0 good, 0 damaged, 1 malformed\n" in out
+
+
+def test_info(directory, capsys):
+    assert main(["info", f"path={directory}"]) == 0
+    lines = dict(line.split("  ", 1) for line in capsys.readouterr().out.splitlines())
+    lines = {name: value.strip() for name, value in lines.items()}
+    assert lines["entries"] == "8 of 8 intact, 1 examples"
+    assert lines["tokens"] == "24"
+    assert lines["steps"] == "0 to 7"
+    assert lines["saved at step"] == "9"
+    assert lines["with reward"] == "5"
+    assert lines["identity tokenizer"] == "t1"
+    assert lines["law temperature"] == "0.5"
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        ([], 2, "Unknown command ''. usage: python -m specrl.cache verify|info path=DIR"),
+        (["verfy", "path=x"], 2, "Did you mean 'verify'?"),
+        (["verify"], 2, "path is missing."),
+        (["verify", "pth=x"], 2, "Did you mean 'path'?"),
+        (["info", "path=no/such"], 3, "There is no trajectory cache in 'no/such'. Give the directory"),
+    ],
+)
+def test_mistakes_are_explained(capsys, words, code, said):
+    assert main(words) == code
+    assert said in capsys.readouterr().err
+
+
+def test_runs_as_a_module(directory):
+    command = [sys.executable, "-m", "specrl.cache", "verify", f"path={directory}"]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+    assert done.stdout.startswith("8 entries: 8 good")
+    assert main(["help=true"]) == 0

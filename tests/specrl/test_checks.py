@@ -1,0 +1,138 @@
+"""The rules between options, each met through the command line."""
+
+import pytest
+
+from specrl import checks, options
+from specrl.config import Config, ConfigError, load
+
+
+def check(*words, **settings):
+    return load(["config=grpo_math", *words], **settings)
+
+
+def broken(*words, **settings):
+    """The one rule that grpo_math breaks with these options."""
+    with pytest.raises(ConfigError) as caught:
+        check(*words, **settings)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("rollout.replay=1.5", "rollout.replay=1.5 must be from 0 to 1. Try rollout.replay=1."),
+        ("rollout.replay=nan", "rollout.replay=nan must be from 0 to 1. Try rollout.replay=0."),
+        ("trainer.learning_rate=inf", "trainer.learning_rate=inf must be at least 0. Try trainer.learning_rate=0."),
+        ("rollout.group_size=1", "rollout.group_size=1 must be at least 2. Try rollout.group_size=2."),
+        ("rollout.top_k=-1", "rollout.top_k=-1 must be at least 0. Try rollout.top_k=0."),
+        ("rollout.top_p=1.1", "rollout.top_p=1.1 must be from 0 to 1. Try rollout.top_p=1."),
+        ("rollout.tie_margin=-1", "rollout.tie_margin=-1.0 must be at least 0. Try rollout.tie_margin=0."),
+        ("seed=-1", "seed=-1 must be from 0 to 4294967295. Try seed=0."),
+        ("name=a/b", "name=a/b must be a plain file name. Try name=a-b."),
+        ("name=..", "name=.. must be a plain file name. Try name=run."),
+        ("model=", "model must not be empty. help=model says what it can be."),
+        (
+            "dataset.train_size=0",
+            "dataset.train_size=0 takes all, but data=arithmetic has no end. Try dataset.train_size",
+        ),
+        (
+            "dataset.test_size=0",
+            "dataset.test_size=0 takes all, but data=arithmetic has no end. Try dataset.test_size=64",
+        ),
+        ("dataset.prompt_template=Q:", "dataset.prompt_template=Q: has no {prompt}, the place of the question."),
+        (
+            "dataset.train_size=4",
+            "dataset.train_size=4 is below trainer.prompts_per_step=8: there would be no step. Try",
+        ),
+        ("rollout.top_p=0", "rollout.top_p=0 keeps no token. Try rollout.top_p=1"),
+        (
+            "rollout.lenience=1.6",
+            "rollout.lenience=1.6 has no effect with rollout.acceptance=exact. Try rollout.lenience=1",
+        ),
+        (
+            "rollout.lenience=0 rollout.acceptance=lenient",
+            "rollout.lenience=0 accepts nothing. Try rollout.lenience=1,",
+        ),
+        (
+            "rollout.acceptance=lenient rollout.replay=0.5",
+            "rollout.replay=0.5 cannot be combined with rollout.acceptance",
+        ),
+        (
+            "rollout.acceptance=lenient trainer.old_logprobs=trainer",
+            "trainer.old_logprobs=trainer with rollout.acceptance",
+        ),
+        (
+            "rollout.acceptance=lenient rollout.top_p=0.9",
+            "rollout.top_p=0.9 with rollout.top_k=0 needs the trainer's own",
+        ),
+        (
+            "trainer.old_logprobs=engine rollout.top_k=50",
+            "rollout.top_p=1.0 with rollout.top_k=50 needs the trainer's own",
+        ),
+        ("trainer.correction=token_mask", "trainer.correction=token_mask has no effect with rollout.acceptance=exact"),
+        ("rollout.temperature=0", "rollout.temperature=0 gives all responses of a group the same text"),
+        ("trainer.clip=0", "trainer.clip=0 lets no ratio pass. Try trainer.clip=0.2."),
+        ("trainer.clip_high=0.1", "trainer.clip_high=0.1 is below trainer.clip=0.2. Try trainer.clip_high=0.2."),
+        ("trainer.overlong_buffer=220", "trainer.overlong_buffer=220 must be below rollout.max_new_tokens=220. Try"),
+        ("trainer.epochs=0", "trainer.epochs=0 and trainer.max_steps=0 train nothing. Try trainer.epochs=1."),
+        ("reward.functions=[]", "reward.functions=[] scores nothing. Try reward.functions=[math]."),
+        (
+            "reward.weights=[1,2]",
+            "reward.weights=[1.0,2.0] has 2 numbers for 1 functions [math]. Try reward.weights=[1.0].",
+        ),
+        ("reward.weights=[nan]", "reward.weights=[nan] must be finite numbers."),
+        ("reward.timeout_s=0", "reward.timeout_s=0 leaves no time to score. Try reward.timeout_s=5."),
+    ],
+)
+def test_a_broken_rule_gives_the_value_and_the_nearest_legal_one(words, message):
+    assert broken(*words.split()).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "per_pass", "message"),
+    [
+        (30, 32, "gives 240 rows, not divisible by 32 rows per pass. Try prompts_per_step=32 (256) or 28 (224)."),
+        (8, 512, "gives 64 rows, not divisible by 512 rows per pass. Try prompts_per_step=64 (512)."),
+        (8, 5, "gives 64 rows, not divisible by 5 rows per pass. Try prompts_per_step=10 (80) or 5 (40)."),
+    ],
+)
+def test_rows_must_fill_whole_passes(prompts, per_pass, message):
+    text = broken(f"trainer.prompts_per_step={prompts}", f"trainer.rows_per_pass={per_pass}")
+    assert text == f"prompts_per_step={prompts} with group_size=8 {message}"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "trainer.prompts_per_step=30 trainer.rows_per_pass=16",
+        "rollout.acceptance=lenient rollout.lenience=1.6 trainer.correction=sequence_mask",
+        "rollout.acceptance=off trainer.correction=none",
+        "rollout.top_p=0.9 rollout.top_k=20",
+        "trainer.epochs=0 trainer.max_steps=3",
+        "trainer.clip_high=0.28",
+        "reward.functions=[math,format] reward.weights=[1,0]",
+        "dataset.test_size=0 trainer.eval_prompts=0",
+        "data=gsm8k dataset.train_size=0 dataset.test_size=0",
+        "name=a.b-c_1",
+    ],
+)
+def test_legal_neighbours_of_the_rules(words):
+    check(*words.split())
+
+
+def test_evaluation_may_be_greedy_with_single_responses():
+    loaded = check("rollout.temperature=0", "rollout.group_size=1", training=False)
+    assert loaded.rollout.group_size == 1
+    assert "must be at least 1" in broken("rollout.group_size=0", training=False)
+
+
+def test_all_broken_rules_are_told_at_once():
+    with pytest.raises(ConfigError) as caught:
+        check("name=a/b", "trainer.clip=0", "reward.functions=[]")
+    assert len(str(caught.value).splitlines()) == 3
+
+
+def test_limits_are_about_numbers_that_exist():
+    known = options.options(Config)
+    assert {key for key in checks.LIMITS if known[key].type not in (int, float)} == set()

@@ -1,0 +1,95 @@
+"""The environment report."""
+
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from specrl import env
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_report_fits_a_screen_and_names_what_matters(monkeypatch):
+    monkeypatch.setattr(env, "gpus", lambda: ["NVIDIA H200, 143771 MiB, 580.10"])
+    text = env.report()
+    assert len(text.splitlines()) <= 30
+    for word in ("python", "torch", "trl", "vllm", "math-verify", "platform", "cpus", "memory", "rollout", "H200"):
+        assert re.search(rf"\b{word}\b", text)
+
+
+def test_it_runs_as_a_module_and_imports_nothing_heavy():
+    code = "import sys, runpy; sys.argv = ['env']; from specrl import env; env.report(); print('torch' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout == "False\n"
+    assert env.main([]) == 0
+    assert env.main(["--json"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("found", "wanted", "answer"),
+    [
+        ("2.13.0+cpu", ">=2.6", True),
+        ("2.5.9", ">=2.6", False),
+        ("1.16.0", ">=1.16,<1.17", True),
+        ("1.17.0rc1", ">=1.16,<1.17", False),
+        ("1.9", ">=1.16,<1.17", False),
+        ("3.11", ">=3.11", True),
+        ("0.33.0", ">=0.31,<0.33", False),
+    ],
+)
+def test_ranges(found, wanted, answer):
+    assert env.inside(found, wanted) is answer
+
+
+def test_verdicts():
+    assert env.verdict("1.16.0", ">=1.16,<1.17") == "1.16.0"
+    assert env.verdict("1.17.0", ">=1.16,<1.17") == "1.17.0  OUTSIDE the tested range >=1.16,<1.17"
+    assert env.verdict(None, ">=2.6") == "NOT INSTALLED, needs >=2.6"
+    assert env.verdict(None, ">=2.60", optional=True) == "not installed (optional)"
+
+
+def test_the_table_equals_the_dependencies():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = [
+        *project["dependencies"],
+        *project["optional-dependencies"]["vllm"],
+        *project["optional-dependencies"]["ray"],
+    ]
+    ranges = {re.match(r"[\w-]+", line)[0]: re.search(r"[<>].*", line)[0] for line in wanted}
+    ranges["python"] = project["requires-python"]
+    assert {name: ranges[name] for name in env.SUPPORTED} == env.SUPPORTED
+
+
+def test_one_root_is_silent_and_two_are_told():
+    one = {name: Path("/a") / name for name in env.PACKAGES}
+    assert env.mixed_roots(one) == ""
+    assert "(/a, /b)" in env.mixed_roots(one | {"rollout": Path("/b/rollout")})
+    assert "nowhere" in env.mixed_roots(one | {"reward": None})
+
+
+def test_the_four_packages_come_from_here():
+    assert env.package_directories() == {name: ROOT / name for name in env.PACKAGES}
+
+
+def test_no_user_names(monkeypatch):
+    monkeypatch.setenv("HOME", "/data/people/carol")
+    places = {name: Path("/home/alice/env") / name for name in ("specrl", "rollout", "reward")}
+    places["trainers"] = Path("/data/people/carol/trainers")
+    monkeypatch.setattr(env, "package_directories", lambda: places)
+    text = env.report()
+    assert "alice" not in text
+    assert "carol" not in text
+    assert "~/env/specrl" in text
+
+
+def test_a_broken_gpu_tool_is_reported_not_raised(monkeypatch):
+    monkeypatch.setattr(env.shutil, "which", lambda name: "/usr/bin/false")
+    assert env.gpus() in (["nvidia-smi failed: CalledProcessError"], ["nvidia-smi failed: FileNotFoundError"])
+    monkeypatch.setattr(env.shutil, "which", lambda name: None)
+    assert env.gpus() == []

@@ -1,0 +1,122 @@
+"""Imports flow one way: specrl -> trainers -> {rollout, reward}; heavy and risky things stay behind their one door."""
+
+import ast
+from fnmatch import fnmatch
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+BELOW = {
+    "rollout": {"rollout"},
+    "reward": {"reward"},
+    "trainers": {"trainers", "rollout", "reward"},
+    "specrl": {"specrl", "trainers", "rollout", "reward"},
+}
+DOORS = {
+    "trl": ("trainers/grpo.py",),
+    "vllm": ("rollout/engines/vllm*.py",),
+    "ray": ("rollout/workers.py", "specrl/cluster.py"),
+}
+UNSAFE_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
+UNSAFE_BUILTINS = {"eval", "exec", "compile", "__import__"}
+UNSAFE_CALLS = {"torch.load", "builtins.eval", "builtins.exec", "os.system"}
+
+
+def faults(path, code):
+    """What `code` breaks when it stands at `path`, as readable lines."""
+    package = path.split("/")[0]
+    tree = ast.parse(code)
+    found = []
+    for line, module in imports(tree, path):
+        top = module.split(".")[0]
+        if top in BELOW and top not in BELOW[package]:
+            found.append(f"{path}:{line}: {package} must not import {module}")
+        if top in DOORS and not any(fnmatch(path, door) for door in DOORS[top]):
+            found.append(f"{path}:{line}: only {' and '.join(DOORS[top])} may import {top}")
+        if top in UNSAFE_MODULES or module == "torch.load":
+            found.append(f"{path}:{line}: {module} can run code from data")
+    return found + [f"{path}:{line}: {name} can run code from data" for line, name in unsafe_calls(tree)]
+
+
+def imports(tree, path):
+    """(line, dotted module) of every import, also inside functions and through importlib."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            parents = path.split("/")[: -node.level] if node.level else []
+            module = ".".join([*parents, *([node.module] if node.module else [])])
+            yield node.lineno, module
+            yield from ((node.lineno, f"{module}.{alias.name}") for alias in node.names if module == "torch")
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            yield from ((node.lineno, str(name.value)) for name in node.args[:1] if isinstance(name, ast.Constant))
+
+
+def unsafe_calls(tree):
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            name = ast.unparse(node.func)
+            if name in UNSAFE_CALLS or (isinstance(node.func, ast.Name) and name in UNSAFE_BUILTINS):
+                yield node.lineno, name
+            for keyword in node.keywords:
+                if keyword.arg == "allow_pickle" and not (
+                    isinstance(keyword.value, ast.Constant) and not keyword.value.value
+                ):
+                    yield node.lineno, "allow_pickle"
+
+
+@pytest.mark.parametrize("package", BELOW)
+def test_the_code_keeps_the_rules(package):
+    files = sorted((ROOT / package).rglob("*.py"))
+    assert files
+    assert [fault for file in files for fault in faults(file.relative_to(ROOT).as_posix(), file.read_text())] == []
+
+
+@pytest.mark.parametrize(
+    ("path", "code"),
+    [
+        ("rollout/cache.py", "import reward.base"),
+        ("rollout/cache.py", "from trainers.losses import clip"),
+        ("rollout/engines/base.py", "def f():\n    from specrl.config import Config"),
+        ("reward/math.py", "from rollout.types import Row"),
+        ("trainers/losses.py", "import specrl"),
+        ("trainers/losses.py", "from trl import GRPOTrainer"),
+        ("specrl/train.py", "import trl.trainer as t"),
+        ("specrl/train.py", "importlib.import_module('vllm.config')"),
+        ("rollout/engines/transformers.py", "import vllm"),
+        ("rollout/vllm.py", "import vllm"),
+        ("trainers/grpo.py", "import ray"),
+        ("rollout/cache.py", "import pickle"),
+        ("rollout/cache.py", "from cloudpickle import loads"),
+        ("rollout/cache.py", "x = torch.load(path)"),
+        ("rollout/cache.py", "from torch import load"),
+        ("rollout/cache.py", "x = numpy.load(path, allow_pickle=True)"),
+        ("reward/math.py", "eval(text)"),
+        ("reward/math.py", "exec(text)"),
+        ("reward/math.py", "__import__(name)"),
+    ],
+)
+def test_planted_faults_are_found(path, code):
+    assert len(faults(path, code)) == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "code"),
+    [
+        (
+            "specrl/train.py",
+            "from trainers.grpo import train\nfrom rollout.cache import TrajectoryCache\nimport reward",
+        ),
+        ("trainers/grpo.py", "import trl\nfrom rollout.config import doc\nfrom .losses import clip"),
+        ("rollout/engines/vllm.py", "import vllm"),
+        ("rollout/engines/vllm_worker.py", "from vllm.config import VllmConfig"),
+        ("rollout/engines/base.py", "from ..types import Request\nfrom . import transformers"),
+        ("rollout/workers.py", "import ray"),
+        ("specrl/cluster.py", "import ray"),
+        ("trainers/grpo.py", "model.eval()\nre.compile('x')\ntorch.compile(model)\nnumpy.load(p, allow_pickle=False)"),
+        ("specrl/env.py", "version('trl')\nnote = 'import trl'"),
+    ],
+)
+def test_legal_code_passes(path, code):
+    assert faults(path, code) == []

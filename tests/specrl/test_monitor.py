@@ -1,0 +1,169 @@
+import io
+import json
+import math
+import sys
+
+import pytest
+import torch
+from rich.console import Console
+
+from specrl.monitor import Monitor, RunError, duration, load_run, read_records, step_line
+
+FULL = {
+    "step": 42,
+    "timing_s/step": 18.2,
+    "reward": 0.61,
+    "timing_s/gen": 7.9,
+    "spec/speedup": 2.9,
+    "spec/reused_ratio": 0.71,
+    "spec/draft_acceptance_rate": 0.83,
+    "kl": 0.004,
+    "perf/throughput": 5100,
+}
+
+
+def text_console(**options) -> Console:
+    return Console(record=True, width=200, file=io.StringIO(), **options)
+
+
+def steps_of(path) -> list[int]:
+    return [record["step"] for record in read_records(path)[0]]
+
+
+def test_step_line_in_full():
+    shown = "18.2 s | reward 0.61 | gen 7.9 s (2.9x) | reused 71% | accept 0.83 | kl 0.004 | 5.1k tok/s | ETA 1h18"
+    assert step_line(FULL, 300, 4680) == f"Step 42/300 | {shown}"
+
+
+def test_step_line_leaves_out_what_is_missing_or_nan():
+    record = {"step": 1, "reward": math.nan, "timing_s/gen": 2.0, "kl": None, "perf/throughput": 640.0}
+    assert step_line(record, 9) == "Step 1/9 | gen 2.0 s | 640 tok/s"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"), [(0.4, "0s"), (59.6, "1m00"), (750, "12m30"), (4680, "1h18"), (3599.7, "1h00")]
+)
+def test_duration(seconds, shown):
+    assert duration(seconds) == shown
+
+
+def test_records_are_flushed_strict_json_with_null_for_nan(tmp_path):
+    monitor = Monitor(tmp_path / "run", 2, text_console())
+    monitor.log({"step": 1, "reward": math.nan, "kl": torch.tensor(0.5), "loss": float("-inf"), "grad_norm": torch.inf})
+    line = (tmp_path / "run" / "metrics.jsonl").read_text()
+    strict = json.loads(line, parse_constant=lambda word: pytest.fail(f"{word} is not JSON"))
+    assert strict == {"step": 1, "reward": None, "kl": 0.5, "loss": None, "grad_norm": None}
+    assert line.endswith("\n")
+
+
+def test_eta_comes_from_the_mean_step_time(tmp_path):
+    console = text_console()
+    with Monitor(tmp_path, 10, console) as monitor:
+        monitor.log({"step": 1, "timing_s/step": 10.0})
+        monitor.log({"step": 2, "timing_s/step": 20.0})
+    assert "ETA 1m30" in console.export_text(clear=False).splitlines()[0]
+    assert "ETA 2m00" in console.export_text().splitlines()[1]
+
+
+def test_plain_console_has_no_escape_codes_and_one_line_per_record(tmp_path, capsys):
+    with Monitor(tmp_path, 300, Console(file=sys.stdout, width=40)) as monitor:
+        monitor.log(FULL)
+        monitor.log_eval(42, {"eval/reward": 0.5, "eval/pass@1": 0.25})
+    out = capsys.readouterr().out
+    assert "\x1b" not in out
+    assert out.splitlines() == [step_line(FULL, 300, 258 * 18.2), "Eval at step 42 | reward 0.5 | pass@1 0.25"]
+
+
+def test_terminal_shows_a_progress_bar_and_the_lines(tmp_path):
+    console = text_console(force_terminal=True)
+    with Monitor(tmp_path, 300, console) as monitor:
+        monitor.log(FULL)
+        assert console._live_stack
+    assert not console._live_stack
+    assert "Step 42/300" in console.export_text()
+
+
+def test_resume_drops_later_steps_and_a_torn_last_line(tmp_path):
+    console = text_console()
+    with Monitor(tmp_path, 9, console) as monitor:
+        monitor.log_eval(0, {"eval/reward": 0.1})
+        for step in (1, 2, 3, 4):
+            monitor.log({"step": step, "reward": step / 10})
+    path = tmp_path / "metrics.jsonl"
+    with path.open("a") as file:
+        file.write('{"step": 5, "rew')
+    resumed = Monitor(tmp_path, 9, console, resumed_step=2)
+    assert steps_of(path) == [0, 1, 2]
+    resumed.log({"step": 3, "reward": 0.9})
+    assert [record.get("reward") for record in read_records(path)[0]] == [None, 0.1, 0.2, 0.9]
+    assert "dropped 1 unreadable line." in console.export_text()
+
+
+def test_without_resumed_step_nothing_but_the_torn_line_goes(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1}\n{"step": 7}\n{"step": 8, "note": "\xc3')
+    Monitor(tmp_path, 9, text_console())
+    assert steps_of(path) == [1, 7]
+    before = path.stat().st_mtime_ns
+    Monitor(tmp_path, 9, text_console())
+    assert path.stat().st_mtime_ns == before, "an intact file is left alone"
+
+
+def test_a_whole_last_line_without_newline_is_kept(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}')
+    Monitor(tmp_path, 9, text_console()).log({"step": 3})
+    assert steps_of(path) == [1, 2, 3]
+
+
+def test_a_full_disk_is_said_once_and_never_stops_the_run(tmp_path):
+    console = text_console()
+    monitor = Monitor(tmp_path, 9, console)
+    monitor.path.mkdir()
+    monitor.log({"step": 1})
+    monitor.log({"step": 2})
+    monitor.path.rmdir()
+    monitor.path.write_text('{"step": 2, "rew')
+    monitor.log({"step": 3})
+    assert console.export_text().count("cannot be written") == 1
+    assert steps_of(monitor.path) == [3]
+
+
+def test_preview_marks_reused_text_without_colours(tmp_path):
+    console = text_console()
+    pieces = [("He ", True), ("buys [", True), ("7] pens", False), (".", True)]
+    Monitor(tmp_path, 9, console).preview("Tom has [b]3[/b] pens.", pieces, reward=1.0)
+    shown = console.export_text()
+    assert "«He buys [»7] pens«.»" in shown
+    assert "Tom has [b]3[/b] pens." in shown, "text is never read as markup"
+    assert "reward 1.00" in shown
+
+
+def test_preview_on_a_terminal_is_dim_for_reused_and_bright_for_new(tmp_path):
+    console = text_console(force_terminal=True, color_system="truecolor")
+    Monitor(tmp_path, 9, console).preview("x" * 2000, [("old", True), ("new", False)], reward=None)
+    shown = console.export_text(styles=True)
+    assert "\x1b[2mold\x1b[0m" in shown
+    assert "\x1b[1;97mnew\x1b[0m" in shown
+    assert "reward unknown" in shown
+    assert shown.count("x") == 400
+
+
+def test_load_run_keeps_the_last_record_of_a_step(tmp_path):
+    path = tmp_path / "a" / "metrics.jsonl"
+    path.parent.mkdir()
+    steps = ['{"step": 2, "reward": 1}', '{"step": 1, "reward": 0}', '{"step": 2, "reward": 3}']
+    path.write_text("\n".join([*steps, '{"step": 2, "eval/reward": 5}', "torn"]))
+    run = load_run(tmp_path / "a")
+    assert [record["reward"] for record in run.steps] == [0, 3]
+    assert run.evals == [{"step": 2, "eval/reward": 5}]
+    assert run.unreadable == 1
+
+
+def test_load_run_names_the_nearest_run(tmp_path):
+    (tmp_path / "grpo_math").mkdir()
+    (tmp_path / "grpo_math" / "metrics.jsonl").write_text('{"step": 0, "eval/reward": 1}\n')
+    with pytest.raises(RunError, match=r"No run at .*grpo_mth\. Did you mean .*grpo_math\?"):
+        load_run(tmp_path / "grpo_mth")
+    with pytest.raises(RunError, match=r"No metrics in .*no step yet"):
+        load_run(tmp_path / "grpo_math")

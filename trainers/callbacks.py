@@ -1,0 +1,46 @@
+"""Callbacks between the trainer and whoever watches it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from transformers import TrainerCallback
+
+
+class Record(TrainerCallback):
+    """Hands one flat record per optimiser step to `write`, then calls `after_step`; `before_training` runs first of all.
+
+    `timing_s/step` is the step's wall clock, control rows included; `timing_s/update` is what is left of it after
+    rollout, reward and control rows.
+    """
+
+    def __init__(
+        self,
+        write: Callable[[dict[str, Any]], None],
+        after_step: Callable[[int], None],
+        before_training: Callable[[], None],
+    ):
+        self._write, self._after_step, self._before_training = write, after_step, before_training
+        self._began = self._step_s = 0.0
+
+    def on_train_begin(self, args, state, control, **kwargs) -> None:
+        if state.global_step == 0:
+            self._before_training()
+
+    def on_step_begin(self, args, state, control, **kwargs) -> None:
+        self._began = time.perf_counter()
+
+    def on_step_end(self, args, state, control, **kwargs) -> None:
+        self._step_s = time.perf_counter() - self._began
+
+    def on_log(self, args, state, control, logs: dict[str, Any] | None = None, **kwargs) -> None:
+        if not state.is_world_process_zero or not logs or "loss" not in logs:
+            return
+        record = {"step": state.global_step, "time": time.time(), **logs}
+        others = ("gen", "reward", "control", "reuse_gap")
+        record["timing_s/step"] = self._step_s
+        record["timing_s/update"] = self._step_s - sum(logs.get(f"timing_s/{name}") or 0.0 for name in others)
+        self._write(record)
+        self._after_step(state.global_step)

@@ -1,0 +1,51 @@
+"""Configuration of the trainers. No heavy imports."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from rollout.config import doc
+
+
+@dataclass
+class TrainerConfig:
+    algorithm: Literal["grpo", "dapo"] = doc("grpo", "policy-gradient algorithm")
+    learning_rate: float = doc(1e-6, "AdamW learning rate")
+    lr_schedule: Literal["constant", "linear", "cosine"] = doc("constant", "learning-rate schedule")
+    warmup_steps: int = doc(0, "linear warm-up steps")
+    epochs: int = doc(1, "passes over the training prompts")
+    max_steps: int = doc(0, "stop after this many optimiser steps; 0 runs all epochs")
+    prompts_per_step: int = doc(8, "prompts in one optimiser step; rows = prompts_per_step * rollout.group_size")
+    rows_per_pass: int = doc(0, "rows in one training forward/backward pass; 0 takes all rows of the step")
+    updates_per_rollout: int = doc(
+        1, "optimiser passes over each rollout batch (mu); above 1 the batch becomes off-policy"
+    )
+    clip: float = doc(0.2, "clip range of the probability ratio")
+    clip_high: float = doc(0.0, "upper clip range; 0 means: same as clip (grpo) or 0.28 (dapo clip-higher)")
+    beta: float = doc(0.0, "KL penalty to the initial policy")
+    loss: Literal["auto", "grpo", "dapo", "dr_grpo", "bnpo"] = doc(
+        "auto", "loss aggregation; auto: grpo, or dapo token-level"
+    )
+    scale_rewards: Literal["group", "batch", "none"] = doc("group", "what the advantage is divided by")
+    mask_truncated: bool = doc(False, "leave truncated responses out of the loss (DAPO overlong filtering)")
+    overlong_buffer: int = doc(
+        0, "DAPO soft overlong punishment: tokens before the cap over which the penalty grows to 1; 0 is off"
+    )
+    max_grad_norm: float = doc(1.0, "gradient clipping")
+    weight_decay: float = doc(0.0, "AdamW weight decay")
+    old_logprobs: Literal["auto", "trainer", "engine"] = doc(
+        "auto", "source of pi_old: the trainer's own pass, or the engine's log-probs; auto: trainer for exact and off"
+    )
+    correction: Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = doc(
+        "token_truncate", "weights for tokens of lossy rules, by p_new/behaviour; none trains as published"
+    )
+    correction_cap: float = doc(2.0, "largest weight (truncate) or largest admitted ratio (mask)")
+    precision: Literal["fp32", "bf16"] = doc("fp32", "parameter and activation type")
+    gradient_checkpointing: bool = doc(False, "trade time for activation memory")
+    save_every: int = doc(0, "checkpoint every N steps; 0 only at the end")
+    keep_checkpoints: int = doc(2, "newest checkpoints kept")
+    eval_every: int = doc(0, "evaluate on the test split every N steps; 0 only before and after training")
+    eval_prompts: int = doc(64, "prompts of the test split used in evaluation; 0 skips evaluation")
+    log_completions: int = doc(2, "completions shown on the console each time; 0 shows none")
+    log_completions_every: int = doc(10, "steps between completion previews")

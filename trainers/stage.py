@@ -1,0 +1,127 @@
+"""The rollout stage of a trainer step: generate, store, measure. Knows no trainer library, so every algorithm shares it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from rollout.speculative import SpeculativeRollout
+from rollout.types import RolloutBatch, RolloutError, Row
+
+Score = Callable[[Sequence[Row], Sequence[list[int]]], list[float | None]]
+"""Total reward of each response given as token ids; None where the reward failed."""
+
+
+class RolloutStage:
+    """Runs SpeculativeRollout once per trainer step, with control steps that measure what it saves and what it costs.
+
+    Args:
+        rollout: the accelerator.
+        score: rewards of control rows, for the reuse gap; needed when replay > 0.
+        strict: raise when a control step finds a response that differs from plain decoding (float32 on a CPU).
+        exchange: turns this process's new cache entries into those of all processes (identity for one process).
+    """
+
+    def __init__(
+        self,
+        rollout: SpeculativeRollout,
+        score: Score,
+        *,
+        strict: bool,
+        exchange: Callable[[list], list] = lambda entries: entries,
+    ):
+        self.rollout, self._score, self._strict, self._exchange = rollout, score, strict, exchange
+        self._plain_s_per_token: float | None = None
+
+    def generate(self, rows: Sequence[Row], *, visit: int, step: int, slots: Sequence[int]) -> RolloutBatch:
+        """See SpeculativeRollout.generate."""
+        return self.rollout.generate(rows, visit=visit, step=step, slots=slots)
+
+    def finish(
+        self, rows: Sequence[Row], batch: RolloutBatch, rewards: Sequence[float | None], *, visit: int, step: int
+    ) -> dict[str, float]:
+        """Stores the batch, runs the control rows that are due, and returns the step's metrics."""
+        if self.rollout.cache is not None:
+            entries = self.rollout.entries(rows, batch, step=step, rewards=rewards)
+            with batch.charge_store():
+                self.rollout.cache.merge(self._exchange(entries))
+        metrics = rollout_metrics(batch)
+        every = self.rollout.config.measure_every
+        if self.rollout.config.acceptance == "exact" and every and step % every == every - 1:
+            metrics |= self._control(rows, batch)
+            if self.rollout.config.replay > 0:
+                metrics |= self._reuse_gap(rows, batch, rewards, visit=visit, step=step)
+        if self._plain_s_per_token is not None:
+            plain_s = self._plain_s_per_token * sum(len(c.tokens) for c in batch.completions)
+            metrics["spec/saved_s_est"] = plain_s - batch.total_s
+        if self.rollout.cache is not None:
+            metrics |= self.rollout.cache.stats()
+        return metrics
+
+    def _control(self, rows: Sequence[Row], batch: RolloutBatch) -> dict[str, float]:
+        """The same rows by plain decoding with the same keys, timed and compared token for token."""
+        plain = self.rollout.plain(rows, batch.keys)
+        differing = [
+            i for i, (a, b) in enumerate(zip(batch.completions, plain.completions, strict=True)) if a.tokens != b.tokens
+        ]
+        if differing and self._strict:
+            row = rows[differing[0]]
+            raise RolloutError(
+                f"{len(differing)} of {len(rows)} speculative responses differ from plain decoding with the same keys "
+                f"(first: example {row.example_id!r}, slot {batch.slots[differing[0]]}). This must not happen in float32 "
+                "on a CPU; please report it with the output of `python -m specrl.env`"
+            )
+        self._plain_s_per_token = plain.total_s / sum(len(c.tokens) for c in plain.completions)
+        return {
+            "timing_s/control": plain.total_s,
+            "spec/plain_s": plain.total_s,
+            "spec/speedup": plain.total_s / batch.total_s,
+            "spec/control_mismatches": len(differing),
+        }
+
+    def _reuse_gap(self, rows, batch: RolloutBatch, rewards, *, visit: int, step: int) -> dict[str, float]:
+        """Mean reward of replayed rows minus that of fresh rows of the same prompts and slots (docs/guarantees.md)."""
+        chosen = [
+            i for i, (replayed, r) in enumerate(zip(batch.replayed, rewards, strict=True)) if replayed and r is not None
+        ]
+        if not chosen:
+            return {}
+        control_rows = [rows[i] for i in chosen]
+        control = self.rollout.generate(
+            control_rows, visit=visit, step=step, slots=[batch.slots[i] for i in chosen], fresh=True
+        )
+        scores = self._score(control_rows, [c.tokens for c in control.completions])
+        pairs = [(rewards[i], s) for i, s in zip(chosen, scores, strict=True) if s is not None]
+        gap = sum(a - b for a, b in pairs) / len(pairs) if pairs else float("nan")
+        return {"spec/reuse_gap": gap, "timing_s/reuse_gap": control.total_s}
+
+
+def rollout_metrics(batch: RolloutBatch) -> dict[str, float]:
+    """The `spec/*` and `timing_s/*` metrics of one batch."""
+    stats, done = batch.stats, batch.completions
+    total = sum(len(c.tokens) for c in done)
+    reused = sum(sum(c.reused) for c in done)
+    ages = [age for age in batch.ages if age is not None]
+    metrics = {
+        "timing_s/gen": batch.total_s,
+        "timing_s/lookup": batch.lookup_s,
+        "timing_s/store": batch.store_s,
+        "timing_s/prefill": stats.prefill_s,
+        "timing_s/draft": stats.draft_s,
+        "timing_s/verify": stats.verify_s,
+        "timing_s/decode": stats.decode_s,
+        "spec/hit_rate": len(ages) / len(done),
+        "spec/reused_ratio": reused / total,
+        "spec/full_reuse_ratio": sum(all(c.reused) for c in done) / len(done),
+        "spec/reused_tokens": reused,
+        "spec/new_tokens": total - reused,
+        "spec/passes_per_row": sum(c.passes for c in done) / len(done),
+        "spec/passes_max": max(c.passes for c in done),
+        "spec/forward_tokens": stats.forward_tokens,
+        "spec/ties": stats.ties,
+        "perf/throughput": total / batch.total_s,
+    }
+    if ages:
+        metrics["spec/draft_age"] = sum(ages) / len(ages)
+    if stats.drafted:
+        metrics["spec/draft_acceptance_rate"] = stats.accepted / stats.drafted
+    return metrics
