@@ -1,4 +1,4 @@
-"""How many draft tokens each row carries in the next pass: as many as pay for themselves, none when drafting would lose."""
+"""How many draft tokens each row carries in the next pass: as many as pay for themselves, none if drafting loses."""
 
 from __future__ import annotations
 

@@ -41,8 +41,8 @@ def main(config: Config) -> int:
     check_lengths([*train, *test], tokenizer, config.dataset.max_prompt_tokens, room)
     if len(train) < config.trainer.prompts_per_step:
         raise ConfigError(
-            f"trainer.prompts_per_step={config.trainer.prompts_per_step} but data={config.data} has {len(train)} training "
-            f"prompts. Use prompts_per_step={len(train)} or less, or more prompts."
+            f"trainer.prompts_per_step={config.trainer.prompts_per_step} but data={config.data} has {len(train)} "
+            f"training prompts. Use prompts_per_step={len(train)} or less, or more prompts."
         )
     cache = load_cache(config, tokenizer, model, eos_ids, checkpoint)
     rewards = RewardSet.from_config(config.reward)
@@ -170,7 +170,9 @@ def build_trainer(
     return trainer
 
 
-def scorer(rewards: RewardSet) -> Callable[[Sequence[dict], Sequence[str]], tuple[list[float | None], dict[str, float]]]:
+def scorer(
+    rewards: RewardSet,
+) -> Callable[[Sequence[dict], Sequence[str]], tuple[list[float | None], dict[str, float]]]:
     """Scores dataset rows with their responses: totals, and the metrics of each reward."""
     from reward.base import Sample
 
@@ -201,7 +203,9 @@ def adapter(config: Config) -> Any | None:
     try:
         from peft import LoraConfig
     except ImportError as error:
-        raise ConfigError(f"lora.rank={config.lora.rank} needs peft. Install it with: pip install 'specrl[peft]'") from error
+        raise ConfigError(
+            f"lora.rank={config.lora.rank} needs peft. Install it with: pip install 'specrl[peft]'"
+        ) from error
     return LoraConfig(
         r=config.lora.rank, lora_alpha=config.lora.alpha, target_modules=config.lora.targets or "all-linear"
     )
@@ -214,7 +218,9 @@ def steps(config: Config, prompts: int) -> int:
     return min(whole, config.trainer.max_steps) if config.trainer.max_steps else whole
 
 
-def watch(trainer, config: Config, monitor, tokenizer, test: Sequence[Example], rewards: RewardSet, run_dir: Path) -> None:
+def watch(
+    trainer, config: Config, monitor, tokenizer, test: Sequence[Example], rewards: RewardSet, run_dir: Path
+) -> None:
     """Metrics, previews and evaluations during training."""
     from specrl.completions import show, store
     from specrl.evaluate import evaluate

@@ -64,7 +64,7 @@ def tiny(build_model):
     return get
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def one_thread():
     """Small matrices are fastest on one thread, and two test processes then do not fight over the cores."""
     before = torch.get_num_threads()

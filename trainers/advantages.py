@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def overlong_penalty(length: int, cap: int, buffer: int) -> float:
-    """DAPO's soft overlong punishment (arXiv 2503.14476, eq. 13): 0 up to cap - buffer tokens, then linear to -1 at cap.
+    """DAPO's soft overlong punishment (arXiv 2503.14476, eq. 13): 0 up to cap - buffer, then linear to -1 at cap.
 
     Args: length of the response, cap and buffer in tokens; `buffer=0` never punishes.
     """

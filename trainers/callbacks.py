@@ -10,7 +10,7 @@ from transformers import TrainerCallback
 
 
 class Record(TrainerCallback):
-    """Hands one flat record per optimiser step to `write`, then calls `after_step`; `before_training` runs first of all.
+    """Hands one flat record per optimiser step to `write`, then calls `after_step`; `before_training` runs first.
 
     `timing_s/step` is the step's wall clock, control rows included; `timing_s/update` is what is left of it after
     rollout, reward and control rows.

@@ -1,4 +1,4 @@
-"""The rollout stage of a trainer step: generate, store, measure. Knows no trainer library, so every algorithm shares it."""
+"""The rollout stage of a trainer step: generate, store, measure. It knows no trainer library: all algorithms share it."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ class RolloutStage:
             row = rows[differing[0]]
             raise RolloutError(
                 f"{len(differing)} of {len(rows)} speculative responses differ from plain decoding with the same keys "
-                f"(first: example {row.example_id!r}, slot {batch.slots[differing[0]]}). This must not happen in float32 "
-                "on a CPU; please report it with the output of `python -m specrl.env`"
+                f"(first: example {row.example_id!r}, slot {batch.slots[differing[0]]}). This must not happen in "
+                "float32 on a CPU; please report it with the output of `python -m specrl.env`"
             )
         self._plain_s_per_token = plain.total_s / sum(len(c.tokens) for c in plain.completions)
         return {

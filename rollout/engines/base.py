@@ -1,4 +1,4 @@
-"""The engine seam: what produces responses. Engines own KV memory and batching; they know nothing of epochs or rewards."""
+"""The engine seam. Engines produce responses, own KV memory and batching, and know nothing of epochs or rewards."""
 
 from __future__ import annotations
 

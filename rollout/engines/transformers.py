@@ -52,7 +52,7 @@ class _Row:
         return self.request.max_new_tokens - len(self.tokens)
 
     def emit(self, tokens: list[int], logprobs: list[float], behaviour: list[float], accepted: int, eos_ids) -> int:
-        """Appends up to the first EOS or the cap; the first `accepted` tokens came from the draft. Returns the count."""
+        """Appends up to the first EOS or the cap; the first `accepted` tokens are the draft's. Returns the count."""
         count, self.finish = cut(tokens, eos_ids, self.room)
         self.tokens += tokens[:count]
         self.logprobs += logprobs[:count]
@@ -89,6 +89,8 @@ class TransformersEngine:
         window: int = 0,
     ):
         base = model.get_base_model() if hasattr(model, "get_base_model") else model
+        if not hasattr(base, "base_model") or base.get_output_embeddings() is None:
+            raise RolloutError(f"{type(base).__name__} is not a causal LM of transformers, which this engine needs")
         self.model, self.sampling, self.speculation = base, sampling, speculation or Speculation()
         self._decoder, self._lm_head = base.base_model, base.get_output_embeddings()
         self.vocab = self._lm_head.weight.shape[0]
@@ -281,7 +283,7 @@ class TransformersEngine:
     def _score(
         self, hidden: Tensor, keys: list[int], at: list[int], targets: list[int]
     ) -> tuple[list, list, list, list]:
-        """Draws, log-probs of draws and of targets, and gaps, as lists of length N; logits exist only chunk by chunk."""
+        """Draws, log-probs of draws and of targets, and gaps, as lists [N]; logits exist only chunk by chunk."""
         key, position, target = (torch.tensor(x, device=hidden.device) for x in (keys, at, targets))
         law = {"temperature": self.sampling.temperature, "top_k": self.sampling.top_k, "top_p": self.sampling.top_p}
         parts = []
@@ -315,10 +317,15 @@ class TransformersEngine:
             raise RolloutError("a prompt has no tokens; a rollout needs at least one")
         if request.max_new_tokens < 1:
             raise RolloutError(f"max_new_tokens={request.max_new_tokens} leaves no room for a response; use at least 1")
+        if len(request.prompt) >= self.context:
+            raise RolloutError(
+                f"a prompt of {len(request.prompt)} tokens leaves no room for a response in the model's context of "
+                f"{self.context}; use a shorter prompt, of at most {self.context - 1} tokens"
+            )
         if len(request.prompt) + request.max_new_tokens > self.context:
             raise RolloutError(
-                f"a prompt of {len(request.prompt)} tokens plus max_new_tokens={request.max_new_tokens} exceeds the model's "
-                f"context of {self.context}. Use rollout.max_new_tokens={max(1, self.context - len(request.prompt))} or less"
+                f"a prompt of {len(request.prompt)} tokens plus max_new_tokens={request.max_new_tokens} exceeds the "
+                f"model's context of {self.context}. Use rollout.max_new_tokens={self.context - len(request.prompt)} or less"
             )
         if self.speculation.rule == "lenient" and request.drafter and request.draft_logprobs is None:
             raise RolloutError("the lenient rule needs the stored log-probs of every draft; the cache holds none")
@@ -328,24 +335,25 @@ class TransformersEngine:
         name = type(self.model).__name__
         ids = [t % self.vocab for t in range(5, 12)]
         training = self.model.training
-        self.model.eval()
-        with torch.inference_mode():
-            expected = self.model(input_ids=torch.tensor([ids], device=self.device)).logits[0].float()
-        self.model.train(training)
         try:
+            self.model.eval()
+            with torch.inference_mode():
+                expected = self.model(input_ids=torch.tensor([ids], device=self.device)).logits[0].float()
+            self.model.train(training)
             with self._inference():
                 kv = RaggedKV(2, 4)
                 self._forward(ids[:4] + ids[:1], Pass(kv, 0, [0, 0], [4, 1], self.device))
                 hidden = self._forward(ids[4:] + ids[1:], Pass(kv, 0, [4, 1], [3, 6], self.device))
                 got = self._lm_head(hidden).float()
-        except (TypeError, AttributeError) as error:
+        except (TypeError, ValueError, AttributeError) as error:
+            self.model.train(training)
             raise RolloutError(f"{name} does not work with the transformers engine: {error}") from error
         want = torch.cat([expected[4:], expected[1:]])
         error = ((got - want).abs().max() / want.abs().max().clamp(min=1.0)).item()
         if not error < (1e-3 if self.model.dtype == torch.float32 else 0.1):
             raise RolloutError(
-                f"{name} does not work with the transformers engine: its logits differ by {error:.2g} from the model's own "
-                "(an attention variant or a logit transform that the packed path does not know)"
+                f"{name} does not work with the transformers engine: its logits differ by {error:.2g} from the model's "
+                "own (an attention variant or a logit transform that the packed path does not know)"
             )
 
     def _calibrate(self) -> None:

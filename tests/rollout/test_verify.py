@@ -175,7 +175,7 @@ def engine_of(model, rule="exact", lenience=1.0, **settings) -> TransformersEngi
         model,
         Sampling(frozenset({STOP})),
         Speculation(rule, lenience),
-        rows_per_batch=5000,
+        rows_per_batch=5000,  # KV memory is no concern here, the number of passes is
         tokens_per_pass=50_000,
         tie_margin=0.0,
         **{"window": CAP, **settings},
@@ -246,18 +246,18 @@ def test_exact_responses_follow_the_policy_whatever_the_draft(policies, tables, 
 def test_lenient_follows_the_published_law_and_not_the_exact_one(policies, tables, old_texts, lenience):
     """The planted wrong claim `residual missing, sold as exact` is the product's own lenient rule."""
     p, q = tables
-    texts = old_texts[0]
+    texts = old_texts[0][: N // 2]
     drafts, logprobs = [c.tokens for c in texts], [c.logprobs for c in texts]
     done, _, counts = sample(engine_of(policies[0], "lenient", lenience), drafts, f"lenient{lenience}", logprobs)
     published, exact = published_law(p, q, lenience), exact_law(p)
     statistic, critical = chi_square(counts, published)
     assert statistic < critical
-    assert non_centrality(published, exact) > 3 * critical, "not enough power to tell the two laws apart"
+    assert non_centrality(published, exact, N // 2) > 3 * critical, "not enough power to tell the two laws apart"
     assert chi_square(counts, exact)[0] > critical, "the bias of the published rule must show"
     other = published_law(p, q, math.exp(0.5) if lenience == 1 else 1.0)
     assert chi_square(counts, other)[0] > critical, "nor does it fit another lenience"
     shares = Counter(all(c.reused) for c in done)
-    assert min(shares[True], shares[False]) > N / 50
+    assert min(shares[True], shares[False]) > N / 100
 
 
 # Planted wrong rules: the same assertion must reject them.
@@ -290,6 +290,6 @@ def equal_else_resample(logits, keys, positions, targets=None, **law):
 )
 def test_wrong_rules_are_rejected(policies, tables, old_texts, monkeypatch, name, mutant):
     monkeypatch.setattr(engine_module, name, mutant)
-    _, _, counts = sample(engine_of(policies[0]), [c.tokens for c in old_texts[0]], mutant.__name__)
+    _, _, counts = sample(engine_of(policies[0]), [c.tokens for c in old_texts[0][: N // 4]], mutant.__name__)
     statistic, critical = chi_square(counts, exact_law(tables[0]))
     assert statistic > critical

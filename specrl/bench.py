@@ -1,0 +1,262 @@
+"""Paired rollout benchmark: `python -m specrl.bench [model=PATH old_model=PATH] [rows=32]`.
+
+An old policy writes the cache, a newer one rolls out the same prompts plainly and speculatively, in turn, with the same
+keys. Times are whole stages: look-up, prefill, drafting, verification, decoding and store. Each pair gives one ratio;
+the median is reported. Texts are compared token for token.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rollout.config import RolloutConfig, doc
+from specrl import config as cli
+from specrl.config import Config, DatasetConfig
+from trainers.config import TrainerConfig
+
+if TYPE_CHECKING:
+    from rollout.types import RolloutBatch, Row
+
+
+@dataclass
+class BenchOptions:
+    model: str = doc("tiny", "the newer policy: tiny, a hub id or a local directory")
+    old_model: str = doc("", "the policy that wrote the cache; empty takes the newer one, perturbed by `drift`")
+    drift: float = doc(0.02, "noise on the old policy's matrices, in units of each matrix's own spread")
+    data: str = doc("arithmetic", "prompts, as in training")
+    rows: int = doc(32, "rows of one rollout batch")
+    group_size: int = doc(8, "rows per prompt")
+    max_new_tokens: int = doc(220, "response cap in tokens")
+    temperature: float = doc(1.0, "sampling temperature")
+    precision: str = doc("fp32", "fp32 or bf16")
+    device: str = doc("auto", "auto, cpu, cuda or cuda:N")
+    repeats: int = doc(5, "timed pairs per case, after one warm-up")
+    generate: bool = doc(True, "also time transformers' model.generate on the same prompts")
+    out: str = doc("", "write the results to this JSON file too")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One line of the table. Seconds are medians over the repeats, speedup the median of the paired ratios."""
+
+    name: str
+    reused: float
+    plain_s: float
+    specrl_s: float
+    speedup: float
+    passes_per_row: float
+    passes_max: int
+    plain_passes: int
+    differing_rows: int
+    rows: int
+
+
+def main(options: BenchOptions) -> int:
+    import torch
+    from rich.console import Console
+
+    from rollout.types import Row
+    from specrl.data import load_examples, render
+    from specrl.policy import load_policy
+
+    if options.rows % options.group_size:
+        nearest = max(1, round(options.rows / options.group_size)) * options.group_size
+        raise cli.ConfigError(
+            f"rows={options.rows} is no multiple of group_size={options.group_size}. Try rows={nearest}."
+        )
+    config = Config(
+        model=options.model,
+        data=options.data,
+        device=options.device,
+        dataset=DatasetConfig(train_size=options.rows // options.group_size),
+        rollout=RolloutConfig(
+            group_size=options.group_size, max_new_tokens=options.max_new_tokens, temperature=options.temperature
+        ),
+        trainer=TrainerConfig(precision="bf16" if options.precision == "bf16" else "fp32"),
+    )
+    model, tokenizer, eos_ids = load_policy(config)
+    examples = load_examples(config.data, config.dataset, "train", 0)
+    rows = [Row(e.id, tuple(render(e, tokenizer))) for e in examples for _ in range(options.group_size)]
+    newer = {name: p.detach().clone() for name, p in model.named_parameters()}
+    if options.old_model:
+        older = dict(load_policy(replace(config, model=options.old_model))[0].named_parameters())
+    else:
+        older = perturbed(newer, options.drift)
+    bench = Bench(model.eval(), eos_ids, config, rows, older, newer)
+    cases = [bench.case(name, options.repeats, **kind) for name, kind in CASES.items()]
+    baseline = bench.generate_seconds(tokenizer, options.repeats) if options.generate else None
+    show(Console(), options, cases, baseline)
+    if options.out:
+        device = (
+            torch.cuda.get_device_name() if model.device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+        )
+        result = {
+            "options": asdict(options),
+            "device": device,
+            "cases": [asdict(c) for c in cases],
+            "generate_s": baseline,
+        }
+        Path(options.out).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    return 0
+
+
+CASES = {
+    "fresh noise": {"replay": 0.0},
+    "replayed noise": {"replay": 1.0},
+    "same policy, replayed": {"replay": 1.0, "drifted": False},
+    "useless drafts": {"replay": 0.0, "useless": True},
+}
+
+
+def perturbed(weights: dict, drift: float) -> dict:
+    """Weights with seeded Gaussian noise of `drift` times each matrix's spread; vectors stay."""
+    import torch
+
+    generator = torch.Generator().manual_seed(0)
+    return {
+        name: w + (drift * w.std() * torch.randn(w.shape, generator=generator).to(w)) if w.dim() > 1 else w
+        for name, w in weights.items()
+    }
+
+
+class Bench:
+    """Both policies and the prompts, with one engine that is switched between them."""
+
+    def __init__(self, model, eos_ids: frozenset[int], config: Config, rows: Sequence[Row], older: dict, newer: dict):
+        from rollout.engines import build_engine
+
+        self.model, self.eos_ids, self.config, self.rows = model, eos_ids, config, list(rows)
+        self._weights = {"older": older, "newer": newer}
+        self.engine = build_engine(model, config.rollout, eos_ids)
+        self._texts: dict[str, RolloutBatch] = {}
+
+    def case(self, name: str, repeats: int, *, replay: float, drifted: bool = True, useless: bool = False) -> Case:
+        """Times `repeats` pairs of plain and speculative rollouts of the newer policy on the older one's cache."""
+        older = self._old_batch("older" if drifted else "newer")
+        self._switch("newer")
+        pairs = []
+        for _ in range(repeats + 1):
+            rollout = self._rollout(older, replay, useless)
+            batch = rollout.generate(self.rows, visit=1, step=1)
+            rollout.store(self.rows, batch, step=1)
+            pairs.append((rollout.plain(self.rows, batch.keys), batch))
+        pairs = pairs[1:]
+        plain, batch = pairs[-1]
+        done = batch.completions
+        return Case(
+            name=name,
+            reused=sum(sum(c.reused) for c in done) / sum(len(c.tokens) for c in done),
+            plain_s=statistics.median(p.total_s for p, _ in pairs),
+            specrl_s=statistics.median(b.total_s for _, b in pairs),
+            speedup=statistics.median(p.total_s / b.total_s for p, b in pairs),
+            passes_per_row=sum(c.passes for c in done) / len(done),
+            passes_max=max(c.passes for c in done),
+            plain_passes=max(c.passes for c in plain.completions),
+            differing_rows=sum(a.tokens != b.tokens for a, b in zip(done, plain.completions, strict=True)),
+            rows=len(done),
+        )
+
+    def generate_seconds(self, tokenizer, repeats: int) -> dict[str, float]:
+        """Median seconds of model.generate and of this engine's plain decoding, in turn; both decode to the cap.
+
+        Both sample to the cap without an EOS, so that they do the same number of steps.
+        """
+        import torch
+
+        from rollout.engines.base import Sampling
+        from rollout.engines.transformers import TransformersEngine
+        from rollout.types import Request
+
+        cap = self.config.rollout.max_new_tokens
+        engine = TransformersEngine(self.model, Sampling(frozenset(), self.config.rollout.temperature))
+        requests = [Request(row.prompt, i, cap) for i, row in enumerate(self.rows)]
+        inputs = tokenizer.pad({"input_ids": [list(row.prompt) for row in self.rows]}, return_tensors="pt")
+        sampling = {"do_sample": True, "temperature": self.config.rollout.temperature, "top_k": 0, "top_p": 1.0}
+        times: dict[str, list[float]] = {"plain": [], "generate": []}
+        for _ in range(repeats + 1):
+            began = time.perf_counter()
+            engine.generate(requests)
+            times["plain"].append(time.perf_counter() - began)
+            began = time.perf_counter()
+            with torch.inference_mode():
+                self.model.generate(
+                    **inputs.to(self.model.device),
+                    **sampling,
+                    max_new_tokens=cap,
+                    min_new_tokens=cap,
+                    pad_token_id=tokenizer.pad_token_id,
+                )
+            times["generate"].append(time.perf_counter() - began)
+        return {name: statistics.median(seconds[1:]) for name, seconds in times.items()}
+
+    def _old_batch(self, policy: str) -> RolloutBatch:
+        if policy not in self._texts:
+            self._switch(policy)
+            self._texts[policy] = self._rollout(None, 0.0, False).generate(self.rows, visit=0, step=0)
+        return self._texts[policy]
+
+    def _rollout(self, old: RolloutBatch | None, replay: float, useless: bool):
+        """A rollout stage whose cache holds the old batch, or texts of random tokens of the same lengths."""
+        import random
+
+        from rollout.cache import Fingerprint, TrajectoryCache
+        from rollout.speculative import SpeculativeRollout
+
+        cache = TrajectoryCache(Fingerprint(), self.engine.vocab)
+        rollout = SpeculativeRollout(self.engine, cache, replace(self.config.rollout, replay=replay), seed=0)
+        if old is not None:
+            entries = rollout.entries(self.rows, old, step=0)
+            if useless:
+                rng = random.Random(0)
+                entries = [
+                    (e, s, replace(t, tokens=[rng.randrange(self.engine.vocab) for _ in t.tokens]))
+                    for e, s, t in entries
+                ]
+            cache.put_many(entries)
+        return rollout
+
+    def _switch(self, policy: str) -> None:
+        import torch
+
+        with torch.no_grad():
+            for name, p in self.model.named_parameters():
+                p.copy_(self._weights[policy][name])
+
+
+def show(console, options: BenchOptions, cases: Sequence[Case], baseline: dict[str, float] | None) -> None:
+    """The result as a table."""
+    from rich.table import Table
+
+    table = Table(
+        title=f"{options.rows} rows, {options.model}, {options.precision}: medians of {options.repeats} pairs"
+    )
+    for column in ("case", "reused", "plain s", "specrl s", "speedup", "passes/row", "slowest row", "differing rows"):
+        table.add_column(column, justify="left" if column == "case" else "right")
+    for c in cases:
+        table.add_row(
+            c.name,
+            f"{c.reused:.0%}",
+            f"{c.plain_s:.3f}",
+            f"{c.specrl_s:.3f}",
+            f"{c.speedup:.2f}x",
+            f"{c.passes_per_row:.1f}",
+            f"{c.passes_max} of {c.plain_passes}",
+            f"{c.differing_rows} of {c.rows}",
+        )
+    console.print(table)
+    if baseline:
+        ratio = baseline["generate"] / baseline["plain"]
+        console.print(
+            f"plain decoding {baseline['plain']:.3f} s, model.generate {baseline['generate']:.3f} s "
+            f"for {options.max_new_tokens} tokens a row: the baseline is {ratio:.2f}x as fast as generate"
+        )
+
+
+if __name__ == "__main__":
+    raise SystemExit(cli.run(main, schema=BenchOptions))

@@ -1,0 +1,261 @@
+"""The promise: a training run with speculation is the run without it, bit for bit, through every update and resume."""
+
+import copy
+
+import pytest
+import torch
+
+import rollout.engines.transformers as engine_module
+from rollout.engines import build_engine
+from rollout.speculative import SpeculativeRollout
+from rollout.types import Request
+from tests.runs import Recording, differences, run
+
+PER_EPOCH = 3
+slow = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """runs(**options): the recording of such a run, made once."""
+    folder, made = tmp_path_factory.mktemp("runs"), {}
+
+    def get(**options) -> Recording:
+        key = tuple(sorted(options.items()))
+        if key not in made:
+            made[key] = run(folder, name=f"run{len(made)}", **options)
+        return made[key]
+
+    return get
+
+
+def pair(runs, **options) -> tuple[Recording, Recording]:
+    return runs(rollout__acceptance="off", **options), runs(rollout__acceptance="exact", **options)
+
+
+# Speculation on and off ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("replay", [0, 0.5, 1])
+def test_the_exact_run_is_the_plain_run(runs, replay):
+    off, exact = pair(runs, rollout__replay=replay)
+    assert differences(off, exact) == []
+    assert len(exact.steps) == len(exact.losses) == 3 * PER_EPOCH
+
+
+@pytest.mark.parametrize("replay", [0, 0.5, 1])
+def test_it_was_not_compared_vacuously(runs, replay):
+    off, exact = pair(runs, rollout__replay=replay)
+    later = exact.steps[PER_EPOCH:]
+    assert all(step.reuse == 0 for step in [*off.steps, *exact.steps[:PER_EPOCH]])
+    assert sum(step.reuse for step in later) / len(later) > 0.2
+    assert all(step.reuse > 0 for step in later)
+    assert all(step.metrics["spec/hit_rate"] == 1 for step in later)
+    assert all(step.metrics["spec/draft_acceptance_rate"] < 1 for step in later), "some drafts were rejected"
+    assert any(all(row) for step in later for row in step.reused) or replay < 1, "some responses were reused whole"
+    assert {f for step in exact.steps for f in step.finish} == {"stop", "length"}
+    assert len({len(t) for step in exact.steps for t in step.tokens}) > 10, "ragged lengths"
+    assert any(step.rewards[0] != r for step in exact.steps for r in step.rewards), "some signal"
+    assert max(map(abs, exact.trainer.state.log_history[0].values())) > 0
+    epochs = [exact.steps[i : i + PER_EPOCH] for i in (0, PER_EPOCH, 2 * PER_EPOCH)]
+    assert [step.ids for step in epochs[0]] != [step.ids for step in epochs[1]], "the order is shuffled every epoch"
+    texts = [{(i, s): t for step in e for i, s, t in zip(step.ids, step.slots, step.tokens)} for e in epochs]
+    assert texts[0].keys() == texts[1].keys() == texts[2].keys()
+    assert len(texts[0]) == 12 * 4
+    for before, after in zip(texts, texts[1:]):
+        changed = sum(before[row] != after[row] for row in before)
+        assert changed > len(before) // 4, "weights and noise changed the text"
+
+
+def test_replay_decides_which_keys_stay(runs):
+    kept = {}
+    for replay in (0, 0.5, 1):
+        steps = runs(rollout__acceptance="exact", rollout__replay=replay).steps
+        keys = [
+            {(i, s): k for step in steps[e : e + PER_EPOCH] for i, s, k in zip(step.ids, step.slots, step.keys)}
+            for e in (0, PER_EPOCH)
+        ]
+        kept[replay] = sum(keys[0][row] == keys[1][row] for row in keys[0]) / len(keys[0])
+    assert (kept[0], kept[1]) == (0, 1)
+    assert 0.2 < kept[0.5] < 0.8
+
+
+VARIANTS = {
+    "accumulation": {"trainer__rows_per_pass": 4},
+    "two updates": {"trainer__updates_per_rollout": 2},
+    "lora": {"lora__rank": 4},
+    "dapo": {"config": "dapo_math", "trainer__overlong_buffer": 8, "trainer__mask_truncated": "true"},
+    "kl": {"trainer__beta": 0.05},
+    "narrow law": {"rollout__temperature": 0.7, "rollout__top_p": 0.9, "rollout__top_k": 20},
+    "small passes": {"rollout__rows_per_batch": 5, "rollout__tokens_per_pass": 40, "rollout__logits_mb": 1},
+    "measured budget": {"rollout__budget__window": 0},
+}
+
+
+@pytest.mark.parametrize("name", [*list(VARIANTS)[:2], *(pytest.param(n, marks=slow) for n in list(VARIANTS)[2:])])
+def test_variants_are_identical_too(runs, name):
+    off, exact = pair(runs, rollout__replay=0.5, trainer__epochs=2, **VARIANTS[name])
+    assert differences(off, exact) == []
+    assert any(step.reuse > 0.1 for step in exact.steps[PER_EPOCH:]) or name == "measured budget"
+    per_rollout = {"accumulation": 4, "two updates": 2}.get(name, 1)
+    assert len(exact.losses) == 2 * PER_EPOCH * per_rollout
+
+
+def test_variants_are_not_the_same_run(runs):
+    """The comparison sees what an option does to the losses."""
+    one, four = (
+        runs(rollout__acceptance="exact", rollout__replay=0.5, trainer__epochs=2, **VARIANTS[name])
+        for name in ("accumulation", "two updates")
+    )
+    assert {"losses", "weights"} <= set(differences(one, four))
+
+
+@slow
+def test_engine_log_probs_change_losses_by_rounding_only(runs):
+    off, exact = pair(runs, rollout__replay=0.5, trainer__old_logprobs="engine")
+    assert [step.tokens for step in off.steps] == [step.tokens for step in exact.steps]
+    assert [step.rewards for step in off.steps] == [step.rewards for step in exact.steps]
+    assert off.losses == pytest.approx(exact.losses, abs=1e-5)
+    for name, tensor in off.weights.items():
+        torch.testing.assert_close(tensor, exact.weights[name], rtol=0, atol=1e-5)
+
+
+@slow
+def test_control_steps_change_nothing(runs):
+    silent = runs(rollout__acceptance="exact", rollout__replay=0.5)
+    measured = runs(rollout__acceptance="exact", rollout__replay=0.5, rollout__measure_every=2)
+    assert differences(silent, measured) == []
+    assert [s.metrics.get("spec/control_mismatches") for s in measured.steps[1::2]] == [0] * 4
+
+
+# Interrupted and resumed ---------------------------------------------------------------------------------------------
+
+
+def interrupted(folder, at: int, *, then: dict | None = None, **options) -> tuple[Recording, Recording]:
+    """A run that ends after step `at` with a checkpoint, and the run that goes on from it."""
+    first = run(folder, trainer__max_steps=at, trainer__save_every=at, **options)
+    return first, run(folder, trainer__save_every=at, resume="auto", **options, **(then or {}))
+
+
+@pytest.mark.parametrize(("at", "replay"), [(4, 0.5), pytest.param(3, 0, marks=slow), pytest.param(6, 1, marks=slow)])
+def test_a_resumed_run_is_the_uninterrupted_run(runs, tmp_path, at, replay):
+    whole = runs(rollout__acceptance="exact", rollout__replay=replay)
+    first, second = interrupted(tmp_path, at, rollout__replay=replay)
+    assert (len(first.steps), len(second.steps)) == (at, 9 - at)
+    assert differences(whole, first + second) == []
+    assert [s.reused for s in second.steps] == [s.reused for s in whole.steps[at:]], "the cache was resumed as well"
+
+
+def test_losing_the_cache_changes_no_token(runs, tmp_path):
+    whole = runs(rollout__acceptance="exact", rollout__replay=0.5)
+    first, second = interrupted(tmp_path, 4, rollout__replay=0.5, then={"rollout__cache__clear": "true"})
+    assert differences(whole, first + second) == []
+    assert sum(s.reuse for s in second.steps[:2]) == 0 < sum(s.reuse for s in whole.steps[4:6])
+    assert second.steps[-1].reuse > 0, "the cache fills again"
+
+
+@slow
+def test_acceptance_and_epochs_may_change_on_resume(runs, tmp_path):
+    whole = runs(rollout__acceptance="exact", rollout__replay=0.5)
+    first = run(tmp_path, rollout__replay=0.5, trainer__epochs=1, trainer__save_every=3, rollout__acceptance="off")
+    second = run(tmp_path, rollout__replay=0.5, resume="auto", rollout__cache__clear="true")
+    assert differences(whole, first + second) == []
+
+
+@slow
+def test_resume_between_rollouts_of_two_updates(runs, tmp_path):
+    options = {"rollout__replay": 0.5, "trainer__updates_per_rollout": 2, "trainer__rows_per_pass": 8}
+    first, second = interrupted(tmp_path, 8, **options)
+    assert differences(runs(rollout__acceptance="exact", **options), first + second) == []
+
+
+# Negative controls: each fault must be seen ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def plain(runs):
+    return runs(rollout__acceptance="off", trainer__max_steps=5)
+
+
+def tokens_differ(plain: Recording, faulty: Recording) -> bool:
+    """Only later epochs draft, so only they can show a fault of speculation."""
+    assert [step.ids for step in plain.steps] == [step.ids for step in faulty.steps]
+    return any(a.tokens != b.tokens for a, b in zip(plain.steps, faulty.steps, strict=True))
+
+
+def test_control_without_a_fault_nothing_differs(plain, tmp_path):
+    assert not tokens_differ(plain, run(tmp_path, trainer__max_steps=5))
+
+
+def test_control_noise_of_the_pass(tmp_path):
+    """Noise drawn per pass, as an ordinary sampler does: how many tokens ride a pass then decides what is drawn."""
+
+    def sabotage(trainer):
+        draw, passes = trainer.engine._draw, iter(range(10**9))
+        trainer.engine._draw = lambda logits, keys, *args, **law: draw(logits, keys + next(passes), *args, **law)
+
+    off = run(tmp_path, sabotage, name="off", trainer__max_steps=5, rollout__acceptance="off")
+    assert tokens_differ(off, run(tmp_path, sabotage, name="exact", trainer__max_steps=5))
+
+
+def test_control_position_off_by_one(plain, tmp_path):
+    """Draft positions after the first draw their noise one position late."""
+
+    def sabotage(trainer):
+        score = trainer.engine._score
+
+        def shifted(hidden, keys, at, targets):
+            at = [t + (i > 0 and keys[i] == keys[i - 1]) for i, t in enumerate(at)]
+            return score(hidden, keys, at, targets)
+
+        trainer.engine._score = shifted
+
+    assert tokens_differ(plain, run(tmp_path, sabotage, trainer__max_steps=5))
+
+
+def test_control_kv_not_rolled_back(plain, tmp_path, monkeypatch):
+    """Rejected draft tokens stay in the KV, and the row goes on writing after them."""
+    extra, original = {}, engine_module._Row.cached.fget
+    row_type = engine_module._Row
+    monkeypatch.setattr(row_type, "cached", property(lambda row: original(row) + extra.get(id(row), (0, row))[0]))
+
+    def sabotage(trainer):
+        step = trainer.engine._step
+
+        def leaky(kv, first, rows, drafts, stats):
+            before = [len(row.tokens) for row in rows]
+            step(kv, first, rows, drafts, stats)
+            for row, draft, n in zip(rows, drafts, before, strict=True):
+                if draft is not None:
+                    kept = extra.get(id(row), (0, row))[0]
+                    extra[id(row)] = (kept + 1 + len(draft) - (len(row.tokens) - n), row)
+
+        trainer.engine._step = leaky
+
+    assert tokens_differ(plain, run(tmp_path, sabotage, trainer__max_steps=5))
+
+
+def test_control_stale_weights(plain, tmp_path):
+    """The engine keeps the weights it began with."""
+
+    def sabotage(trainer):
+        frozen = copy.deepcopy(trainer.accelerator.unwrap_model(trainer.model))
+        config = trainer.stage.rollout.config
+        trainer.engine = trainer.stage.rollout.engine = build_engine(frozen, config, trainer.engine.sampling.eos_ids)
+
+    faulty = run(tmp_path, sabotage, trainer__max_steps=5)
+    assert plain.steps[0].tokens == faulty.steps[0].tokens, "the first rollout has the right weights"
+    assert tokens_differ(plain, faulty)
+    gaps = [log["sampling/sampling_logp_difference/max"] for log in faulty.trainer.state.log_history if "loss" in log]
+    assert gaps[0] < 1e-4 < 1e-2 < gaps[-1], "and the log-prob check sees it too"
+
+
+def test_control_keys_from_the_cache(plain, tmp_path, monkeypatch):
+    """A row's key is remembered with its trajectory instead of derived."""
+    request = SpeculativeRollout._request
+
+    def remembered(self, row, key, old, stored) -> Request:
+        return request(self, row, old.key if old else key, old, stored)
+
+    monkeypatch.setattr(SpeculativeRollout, "_request", remembered)
+    assert tokens_differ(plain, run(tmp_path, trainer__max_steps=5))

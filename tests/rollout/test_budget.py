@@ -1,0 +1,192 @@
+"""How much to draft: the fitted cost, and windows that maximise expected goodput."""
+
+import itertools
+import random
+
+import pytest
+
+from rollout.budget import Budget
+
+
+def trained(a: float, b: float, rates: dict[str, float], seen: int = 20_000, window: int = 0) -> Budget:
+    """A budget that has measured passes of a + b * n seconds and drafts accepted at `rates` per token."""
+    budget = Budget(window)
+    for n in (1, 64, 256, 512):
+        budget.observe_pass(n, a + b * n)
+    for state, p in rates.items():
+        stood = round(seen * p)
+        budget.observe_draft(state, stood, stood)
+        for _ in range(seen - stood):
+            budget.observe_draft(state, 1, 0)
+    return budget
+
+
+def emitted(p: float, k: int) -> float:
+    return sum(p**j for j in range(k + 1))
+
+
+def goodput(cost, count, p, k) -> float:
+    a, b = cost
+    tokens = sum(count[s] * (1 + k[s]) for s in count)
+    return sum(count[s] * emitted(p[s], k[s]) for s in count) / (a + b * tokens)
+
+
+# Cost ---------------------------------------------------------------------------------------------------------------
+
+
+def test_cost_recovers_the_line_it_was_shown():
+    budget, rng = Budget(), random.Random(0)
+    for _ in range(300):
+        n = rng.randint(1, 800)
+        budget.observe_pass(n, (5e-3 + 2e-5 * n) * rng.uniform(0.98, 1.02))
+    a, b = budget.cost()
+    assert a == pytest.approx(5e-3, rel=0.05)
+    assert b == pytest.approx(2e-5, rel=0.05)
+
+
+def test_cost_is_positive_whatever_was_measured():
+    for passes in ([], [(1, 0.1)], [(64, 0.1)] * 5, [(1, 0.2), (512, 0.1)], [(1, 1e-6), (512, 0.5)]):
+        budget = Budget()
+        for n, s in passes:
+            budget.observe_pass(n, s)
+        a, b = budget.cost()
+        assert a > 0, passes
+        assert b > 0, passes
+
+
+def test_calibration_tells_a_from_b_when_all_passes_are_equal():
+    calibrated, blind = Budget(), Budget()
+    calibrated.calibrate([(1, 4e-3 + 1e-5), (256, 4e-3 + 256e-5)])
+    for budget in (calibrated, blind):
+        for _ in range(500):
+            budget.observe_pass(64, 4e-3 + 64e-5)
+    a, b = calibrated.cost()
+    assert a == pytest.approx(4e-3, rel=0.02)
+    assert b == pytest.approx(1e-5, rel=0.02)
+    assert blind.cost()[1] != pytest.approx(1e-5, rel=0.02)  # control
+
+
+def test_old_passes_are_forgotten():
+    budget = Budget()
+    for _ in range(200):
+        budget.observe_pass(10, 1.0)
+        budget.observe_pass(500, 2.0)
+    for _ in range(400):
+        budget.observe_pass(10, 1e-3 + 1e-5 * 10)
+        budget.observe_pass(500, 1e-3 + 1e-5 * 500)
+    a, b = budget.cost()
+    assert a == pytest.approx(1e-3, rel=0.05)
+    assert b == pytest.approx(1e-5, rel=0.05)
+
+
+# Acceptance -----------------------------------------------------------------------------------------------------------
+
+
+def test_acceptance_counts_one_rejection_per_draft_and_is_kept_per_state():
+    budget = Budget()
+    optimistic = budget.acceptance("start")
+    assert optimistic > 0.8
+    for _ in range(2000):
+        budget.observe_draft("diverged", 10, 3)  # 3 stood, one was rejected, 6 were never judged
+        budget.observe_draft("agreeing", 10, 10)
+    assert budget.acceptance("diverged") == pytest.approx(0.75, abs=0.01)
+    assert budget.acceptance("agreeing") > 0.99
+    assert budget.acceptance("start") == optimistic
+
+
+def test_new_weights_halve_what_was_learned():
+    budget = Budget()
+    budget.observe_draft("start", 1000, 0)
+    for _ in range(400):
+        budget.observe_draft("start", 4, 0)
+    low = budget.acceptance("start")
+    assert low < 0.05
+    rises = [low]
+    for _ in range(12):
+        budget.next_rollout()
+        rises.append(budget.acceptance("start"))
+    assert rises == sorted(rises)
+    assert rises[-1] > 0.8, "a bad spell is forgotten"
+
+
+# Windows ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_fixed_window_is_obeyed():
+    budget = trained(1e-3, 1e-5, {"start": 0.01}, window=7)
+    assert budget.windows(["start", "diverged", "agreeing"]) == [7, 7, 7]
+    assert budget.windows([]) == []
+
+
+def test_nothing_is_drafted_when_nothing_is_accepted():
+    budget = trained(1e-3, 1e-4, {"start": 0.001, "diverged": 0.001})
+    assert budget.windows(["start"] * 4 + ["diverged"] * 4) == [0] * 8
+    assert trained(1e-3, 1e-4, {"start": 0.9}).windows(["start"] * 4) != [0] * 4  # control
+
+
+def test_long_drafts_when_nearly_all_is_accepted_and_few_rows_are_left():
+    budget = trained(5e-3, 1e-5, {"start": 0.999})
+    (k,) = budget.windows(["start"])
+    assert k > 100
+    (short,) = trained(5e-3, 1e-5, {"start": 0.7}).windows(["start"])
+    assert 0 < short < 30
+
+
+def test_windows_shrink_as_rows_are_added_when_tokens_are_what_costs():
+    budget = trained(5e-3, 1e-4, {"start": 0.8})
+    windows = [budget.windows(["start"] * rows)[0] for rows in (1, 4, 16, 64, 256)]
+    assert windows == sorted(windows, reverse=True)
+    assert windows[0] >= windows[-1] + 3
+
+
+def test_better_states_get_longer_windows():
+    budget = trained(5e-3, 2e-5, {"start": 0.8, "agreeing": 0.97, "diverged": 0.3})
+    start, agreeing, diverged = budget.windows(["start", "agreeing", "diverged"])
+    assert agreeing > start > diverged
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "rates", "count"),
+    [
+        (5e-3, 5e-5, {"start": 0.8}, {"start": 16}),
+        (5e-3, 5e-5, {"start": 0.5}, {"start": 1}),
+        (1e-3, 5e-4, {"start": 0.9}, {"start": 8}),
+        (5e-3, 1e-4, {"agreeing": 0.9, "diverged": 0.4}, {"agreeing": 6, "diverged": 10}),
+        (2e-2, 1e-4, {"start": 0.6, "agreeing": 0.85, "diverged": 0.2}, {"start": 3, "agreeing": 5, "diverged": 20}),
+    ],
+)
+def test_windows_maximise_expected_goodput(a, b, rates, count):
+    """Against every combination of whole numbers up to 40, under the budget's own estimates."""
+    budget = trained(a, b, rates)
+    cost, p = budget.cost(), {s: budget.acceptance(s) for s in count}
+    states = [s for s, n in count.items() for _ in range(n)]
+    chosen = dict(zip(states, budget.windows(states), strict=True))
+    options = (dict(zip(count, k, strict=True)) for k in itertools.product(range(41), repeat=len(count)))
+    best = max(goodput(cost, count, p, k) for k in options)
+    assert goodput(cost, count, p, chosen) >= best * (1 - 1e-9)
+    assert max(chosen.values()) < 40
+    for other in ({s: k + 4 for s, k in chosen.items()}, {s: 0 for s in chosen}):
+        if other != chosen:
+            assert goodput(cost, count, p, other) < best * (1 - 1e-6)  # control: the maximum is not flat
+
+
+def test_a_bad_spell_is_probed_now_and_then():
+    budget = trained(1e-3, 1e-3, {"start": 0.001})
+    seen = [budget.windows(["start"] * 3) for _ in range(48)]
+    probes = [i for i, windows in enumerate(seen) if any(windows)]
+    assert probes == [15, 31, 47]
+    assert all(seen[i] == [4, 4, 4] for i in probes)
+    busy = trained(5e-3, 1e-5, {"start": 0.9})
+    assert len({tuple(busy.windows(["start"] * 3)) for _ in range(48)}) == 1  # control: no probes while drafting
+
+
+def test_drafting_comes_back_when_drafts_are_good_again():
+    budget = trained(5e-3, 1e-4, {"start": 0.001}, seen=2000)
+    assert budget.windows(["start"] * 2) == [0, 0]
+    for _ in range(60):
+        (k, *_) = budget.windows(["start"] * 2)
+        if k:
+            budget.observe_draft("start", k, k)
+            budget.observe_draft("start", k, k)
+        budget.next_rollout()
+    assert budget.windows(["start"] * 2)[0] > 4

@@ -1,0 +1,359 @@
+"""The rollout stage over several visits: keys, slots, replay, and that the cache never changes a token."""
+
+import copy
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from rollout.cache import Fingerprint, TrajectoryCache
+from rollout.config import BudgetConfig, RolloutConfig
+from rollout.engines import build_engine
+from rollout.noise import derive_key, generation
+from rollout.speculative import SpeculativeRollout
+from rollout.types import Completion, EngineStats, Row, Trajectory
+
+VOCAB, EOS = 61, frozenset({1, 7})
+SEED = 11
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+class FakeEngine:
+    """A response is a pure function of the key; what was asked for is kept."""
+
+    weight_version = 3
+
+    def __init__(self):
+        self.asked = []
+
+    def generate(self, requests):
+        self.asked = list(requests)
+        done = []
+        for r in requests:
+            tokens = [random.Random(r.key).randrange(2, VOCAB) for _ in range(r.max_new_tokens)]
+            done.append(Completion(tokens, [-0.5] * len(tokens), [-0.5] * len(tokens), [False] * len(tokens), "length", 3, 1))
+        return done, EngineStats(passes=1)
+
+
+def cache_of(**settings) -> TrajectoryCache:
+    return TrajectoryCache(Fingerprint(), VOCAB, settings.pop("eos_ids", ()), **settings)
+
+
+def fake(config=None, cache=None, seed=SEED) -> SpeculativeRollout:
+    return SpeculativeRollout(FakeEngine(), cache, config or RolloutConfig(max_new_tokens=8), seed)
+
+
+def rows_of(*names, group: int = 1) -> list[Row]:
+    return [Row(name, (5, 6, sum(map(ord, name)) % 50 + 2)) for name in names for _ in range(group)]
+
+
+def by_slot(rows, batch) -> dict:
+    return {(r.example_id, s): c.tokens for r, s, c in zip(rows, batch.slots, batch.completions, strict=True)}
+
+
+# Keys, slots and requests -----------------------------------------------------------------------------------------------
+
+
+def test_slots_count_occurrences_and_keys_derive_from_them():
+    rollout = fake()
+    rows = rows_of("a", "b", "a", "c", "a", "b")
+    batch = rollout.generate(rows, visit=2, step=9)
+    assert batch.slots == [0, 0, 1, 0, 2, 1]
+    assert batch.keys == [derive_key(SEED, r.example_id, s, 2) for r, s in zip(rows, batch.slots, strict=True)]
+    assert [q.key for q in rollout.engine.asked] == batch.keys
+    assert [q.max_new_tokens for q in rollout.engine.asked] == [8] * 6
+    assert len(set(batch.keys)) == 6
+    given = rollout.generate(rows, visit=2, step=9, slots=[5, 0, 6, 0, 7, 1])
+    assert given.slots == [5, 0, 6, 0, 7, 1]
+    assert given.keys[1] == batch.keys[1]
+    assert given.keys[0] != batch.keys[0]
+    assert fake(seed=12).generate(rows, visit=2, step=9).keys[0] != batch.keys[0]
+
+
+@pytest.mark.parametrize("replay", [0.0, 0.5, 1.0])
+def test_replay_decides_which_keys_stay(replay):
+    rollout = fake(RolloutConfig(max_new_tokens=4, replay=replay))
+    rows = rows_of(*"abcdefgh", group=25)
+    keys, replayed = [], []
+    for visit in range(4):
+        batch = rollout.generate(rows, visit=visit, step=visit)
+        want = [generation(SEED, r.example_id, s, visit, replay) for r, s in zip(rows, batch.slots, strict=True)]
+        assert batch.keys == [
+            derive_key(SEED, r.example_id, s, g) for r, s, g in zip(rows, batch.slots, want, strict=True)
+        ]
+        keys.append(batch.keys)
+        replayed.append(batch.replayed)
+    assert not any(replayed[0])
+    for before, now, kept in zip(keys, keys[1:], replayed[1:], strict=False):
+        assert [a == b for a, b in zip(before, now, strict=True)] == kept
+        assert abs(sum(kept) / 200 - replay) <= 5 * (replay * (1 - replay) / 200) ** 0.5
+
+
+def test_lenient_never_replays_and_fresh_rows_never_use_training_keys():
+    lenient = fake(RolloutConfig(acceptance="lenient", replay=1.0))
+    assert lenient.generate(rows_of("a"), visit=3, step=3).keys == [derive_key(SEED, "a", 0, 3)]
+    rollout = fake(RolloutConfig(max_new_tokens=4, replay=0.5))
+    rows = rows_of(*"abcd", group=8)
+    training, control = set(), set()
+    for visit in range(6):
+        training |= set(rollout.generate(rows, visit=visit, step=visit).keys)
+        batch = rollout.generate(rows, visit=visit, step=visit, fresh=True)
+        control |= set(batch.keys)
+        assert not any(batch.replayed)
+    assert len(control) == 6 * 32, "new at every visit"
+    assert not training & control
+    assert len(training) < 6 * 32  # control: the training rows did replay
+
+
+def test_drafts_come_from_the_slot_then_its_siblings_newest_first():
+    cache = cache_of()
+    texts = {0: (10, 11), 1: (20, 21), 2: (30, 31)}
+    for slot, tokens in texts.items():
+        cache.put("a", slot, Trajectory(tokens, key=slot, finish="length", version=0, step=slot))
+    rollout = fake(cache=cache)
+    batch = rollout.generate(rows_of("a", "a", "b"), visit=1, step=7)
+    own = [q.drafter and q.drafter.propose([], 9) for q in rollout.engine.asked]
+    assert own == [[10, 11], [20, 21], None]
+    assert batch.ages == [7, 6, None]
+    new_slot = rollout.generate(rows_of("a"), visit=1, step=7, slots=[5])
+    assert rollout.engine.asked[0].drafter.propose([], 9) == [30, 31], "no text of its own: the newest sibling"
+    assert new_slot.ages == [None]
+    assert rollout.engine.asked[0].draft_logprobs is None
+
+
+def test_lenient_drafts_the_slots_own_text_with_its_logprobs_only():
+    cache = cache_of()
+    cache.put("a", 0, Trajectory((10, 11), 0, "length", 0, 0, None, (-1.0, -2.0)))
+    cache.put("a", 1, Trajectory((20, 21), 0, "length", 0, 0))
+    rollout = fake(RolloutConfig(acceptance="lenient", max_new_tokens=8), cache)
+    rollout.generate(rows_of("a", "a", "a"), visit=1, step=1)
+    first, no_logprobs, nothing = rollout.engine.asked
+    assert first.drafter.propose([], 9) == [10, 11]
+    assert first.draft_logprobs == (-1.0, -2.0)
+    assert no_logprobs.drafter is None
+    assert nothing.drafter is None
+
+
+@pytest.mark.parametrize("acceptance", ["exact", "lenient", "off"])
+def test_what_is_stored(acceptance):
+    cache = cache_of()
+    rollout = fake(RolloutConfig(acceptance=acceptance, max_new_tokens=4), cache)
+    rows = rows_of("a", "b", group=2)
+    batch = rollout.generate(rows, visit=0, step=5)
+    before = batch.total_s
+    rollout.store(rows, batch, step=5, rewards=[1.0, None, 0.0, 0.5])
+    if acceptance == "off":
+        assert rollout.cache is None
+        assert len(cache) == 0
+        return
+    for i, (row, slot, reward) in enumerate(zip(rows, [0, 1, 0, 1], [1.0, None, 0.0, 0.5], strict=True)):
+        stored = cache.get(row.example_id, slot)
+        assert list(stored.tokens) == batch.completions[i].tokens
+        assert (stored.key, stored.finish, stored.version, stored.step) == (batch.keys[i], "length", 3, 5)
+        assert stored.reward == reward
+        assert stored.logprobs == ((-0.5,) * 4 if acceptance == "lenient" else None)
+    assert batch.store_s > 0
+    assert batch.total_s == pytest.approx(before + batch.store_s), "storing is charged"
+
+
+def test_without_a_cache_nothing_is_drafted_or_stored():
+    rollout = fake(cache=None)
+    rows = rows_of("a", group=2)
+    for visit in range(2):
+        batch = rollout.generate(rows, visit=visit, step=visit)
+        rollout.store(rows, batch, step=visit)
+        assert all(q.drafter is None for q in rollout.engine.asked)
+        assert batch.ages == [None, None]
+
+
+def test_plain_uses_the_keys_it_is_given_and_no_drafts():
+    cache = cache_of()
+    cache.put("a", 0, Trajectory((10, 11), key=0, finish="length", version=0, step=0))
+    rollout = fake(cache=cache)
+    batch = rollout.plain(rows_of("a", "a"), [42, 43])
+    assert [(q.key, q.drafter, q.max_new_tokens) for q in rollout.engine.asked] == [(42, None, 8), (43, None, 8)]
+    assert (batch.keys, batch.slots, batch.ages) == ([42, 43], [0, 1], [None, None])
+
+
+def test_an_empty_batch():
+    assert fake(cache=cache_of()).generate([], visit=0, step=0).completions == []
+
+
+# The real engine over several visits -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def epochs(build_model):
+    """Four versions of one policy, as four epochs of training would leave them."""
+    model, models = build_model("qwen3"), []
+    generator = torch.Generator().manual_seed(2)
+    for _ in range(4):
+        models.append(copy.deepcopy(model))
+        with torch.no_grad():
+            for p in model.parameters():
+                p.add_(torch.randn(p.shape, generator=generator) * 0.04 * p.std())
+    return models
+
+
+def config_of(**settings) -> RolloutConfig:
+    window = settings.pop("window", 8)
+    return RolloutConfig(**{"max_new_tokens": 24, "budget": BudgetConfig(window=window), **settings})
+
+
+def roll(models, plan, *, cache="keep", config=None, rows=None):
+    """Visits 0, 1, ... with the weights of each epoch. `plan` maps (visit, config, rows) to another (config, rows)."""
+    config, rows = config or config_of(), rows or rows_of(*"abcd", group=4)
+    store, out = cache_of(eos_ids=EOS), []
+    for visit, model in enumerate(models):
+        now, asked = plan(visit, config, rows) if plan else (config, rows)
+        if cache == "lose":
+            store = cache_of(eos_ids=EOS)
+        rollout = SpeculativeRollout(build_engine(model, now, EOS), store, now, SEED)
+        rollout.engine.update_weights(None, visit)
+        batch = rollout.generate(asked, visit=visit, step=visit)
+        rollout.store(asked, batch, step=visit)
+        out.append((by_slot(asked, batch), batch))
+    return out
+
+
+def texts(visits) -> list[dict]:
+    return [tokens for tokens, _ in visits]
+
+
+def off(visit, config, rows):
+    return replace(config, acceptance="off"), rows
+
+
+@pytest.mark.parametrize("replay", [0.0, 0.5, 1.0])
+def test_off_equals_exact_while_the_weights_change(epochs, replay):
+    config = config_of(replay=replay)
+    exact, plain = roll(epochs, None, config=config), roll(epochs, off, config=config)
+    assert texts(exact) == texts(plain)
+    for (_, e), (_, p) in zip(exact, plain, strict=True):
+        assert e.keys == p.keys
+        assert [c.finish for c in e.completions] == [c.finish for c in p.completions]
+        for a, b in zip(e.completions, p.completions, strict=True):
+            assert a.logprobs == pytest.approx(b.logprobs, abs=1e-5)
+            assert a.version == b.version
+    reused = [sum(sum(c.reused) for c in batch.completions) for _, batch in exact]
+    assert reused[0] == 0
+    assert min(reused[1:]) > 0, "something was reused at every later visit"
+    assert all(batch.stats.accepted < batch.stats.drafted for _, batch in exact[1:]), "and something was rejected"
+    assert texts(exact)[0] != texts(exact)[1], "weights and keys do change the text"
+
+
+def test_other_weights_or_a_biased_rule_are_seen_by_the_same_comparison(epochs):
+    exact = roll(epochs, None)
+    assert texts(roll([epochs[0]] * 4, None)) != texts(exact), "stale weights"
+    lenient = roll(epochs, None, config=config_of(acceptance="lenient", lenience=1.5))
+    assert texts(lenient) != texts(exact), "SPEC-RL as published"
+    assert texts(lenient)[0] == texts(exact)[0], "which only starts with the second visit"
+
+
+@pytest.mark.parametrize("replay", [0.0, 1.0])
+def test_a_lost_cache_changes_no_token(epochs, replay):
+    config = config_of(replay=replay)
+    kept, lost = roll(epochs, None, config=config), roll(epochs, None, cache="lose", config=config)
+    assert texts(kept) == texts(lost)
+    assert all(batch.stats.drafted == 0 for _, batch in lost)
+    assert all(batch.stats.drafted > 0 for _, batch in kept[1:])
+
+
+def test_replay_reuses_more(epochs):
+    def accepted(replay):
+        visits = roll(epochs, None, config=config_of(replay=replay))[1:]
+        return sum(sum(sum(c.reused) for c in batch.completions) for _, batch in visits)
+
+    fresh, half, all_kept = accepted(0.0), accepted(0.5), accepted(1.0)
+    assert fresh < half < all_kept
+
+
+def test_shuffled_order_and_duplicates_change_nothing(epochs):
+    """Cases 13 and 14: trajectories are found by example and slot, not by place."""
+    rng = random.Random(4)
+
+    def shuffled(visit, config, rows):
+        names = list(dict.fromkeys(r.example_id for r in rows))
+        rng.shuffle(names)
+        return config, [r for name in names for r in rows if r.example_id == name]
+
+    straight, mixed = roll(epochs, None), roll(epochs, shuffled)
+    assert texts(straight) == texts(mixed)
+    assert [r.stats.accepted for _, r in straight] == [r.stats.accepted for _, r in mixed]
+
+    same_prompt = [Row(name, (5, 6, 9)) for name in ("x", "x ", "X", "x") for _ in range(2)]
+    visits = roll(epochs[:2], None, rows=same_prompt)
+    assert visits[0][1].slots == [0, 1, 0, 1, 0, 1, 2, 3], "a duplicate example goes on counting"
+    for tokens, batch in visits:
+        assert len(tokens) == 8, "no two rows share a slot"
+        assert len({tuple(t) for t in tokens.values()}) > 4, "equal prompts, other noise"
+        assert len(set(batch.keys)) == 8
+    alone = roll(epochs[:2], None, rows=[Row("x ", (5, 6, 9))] * 2)
+    for (tokens, _), (single, _) in zip(visits, alone, strict=True):
+        assert {k: v for k, v in tokens.items() if k[0] == "x "} == single, "no cross-talk"
+
+
+def test_group_size_may_change(epochs):
+    """Case 15: 8 -> 4 -> 8 -> 8."""
+
+    def resized(visit, config, rows):
+        return config, rows_of("a", "b", group=[8, 4, 8, 8][visit])
+
+    visits, plain = roll(epochs, resized), roll(epochs, lambda *a: (off(*a)[0], resized(*a)[1]))
+    assert texts(visits) == texts(plain)
+    assert [len(t) for t in texts(visits)] == [16, 8, 16, 16]
+    _, batch = visits[2]
+    assert batch.ages == [1] * 4 + [2] * 4 + [1] * 4 + [2] * 4, "slots that were left out keep their older text"
+    assert batch.stats.accepted > 0
+
+
+def test_the_cap_may_shrink_and_grow(epochs):
+    """Case 16: 64 -> 16 -> 128; a truncated response is continued, never taken for finished."""
+    caps = [64, 16, 128]
+
+    def recapped(visit, config, rows):
+        return replace(config, max_new_tokens=caps[visit]), rows
+
+    config = config_of(replay=1.0, window=200)
+    visits = roll([epochs[0]] * 3, recapped, config=config)
+    plain = roll([epochs[0]] * 3, lambda v, c, r: (replace(recapped(v, c, r)[0], acceptance="off"), r), config=config)
+    assert texts(visits) == texts(plain)
+    long, short, longer = texts(visits)
+    for slot, tokens in longer.items():
+        assert short[slot] == long[slot][:16]
+        assert tokens[: len(long[slot])] == long[slot]
+    finishes = [[c.finish for c in batch.completions] for _, batch in visits]
+    assert "length" in finishes[1]
+    grown = [c for c, f in zip(visits[2][1].completions, finishes[1], strict=True) if f == "length"]
+    assert all(len(c.tokens) > 16 and all(c.reused[:16]) for c in grown)
+    assert all(c.finish == "length" or c.tokens[-1] in EOS for _, batch in visits for c in batch.completions)
+
+
+def test_sampling_settings_may_change_between_visits(epochs):
+    """Case 20: old texts are only drafts, so another law needs no other drafts."""
+    laws = [{}, {"temperature": 0.6}, {"top_k": 4}, {"temperature": 0.0, "top_p": 0.7}]
+
+    def relaxed(visit, config, rows):
+        return replace(config, **laws[visit]), rows
+
+    visits, plain = roll(epochs, relaxed), roll(epochs, lambda v, c, r: (replace(relaxed(v, c, r)[0], acceptance="off"), r))
+    assert texts(visits) == texts(plain)
+    assert all(batch.stats.accepted > 0 for _, batch in visits[1:])
+    assert texts(roll(epochs, None))[1] != texts(visits)[1]  # control: the law matters
+
+
+def test_the_budget_decides_drafts_only(epochs):
+    chosen, fixed = roll(epochs, None, config=config_of(window=0)), roll(epochs, None)
+    assert texts(chosen) == texts(fixed)
+
+
+def test_lenient_over_visits_uses_what_it_stored(epochs):
+    config = config_of(acceptance="lenient", lenience=1e9)
+    visits = roll(epochs, None, config=config)
+    assert texts(visits) == [texts(visits)[0]] * 4, "at huge lenience the first text is reused for ever"
+    for (_, before), (_, now) in zip(visits, visits[1:], strict=False):
+        assert all(all(c.reused) for c in now.completions)
+        for a, b in zip(before.completions, now.completions, strict=True):
+            assert b.behaviour_logprobs == pytest.approx(a.logprobs, abs=1e-6), "the policy that verified the text last"

@@ -1,0 +1,194 @@
+"""Whole training runs small enough for a test: a random policy, a reward that random text can earn, a recorder."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from unittest import mock
+
+import torch
+from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+
+import specrl.train
+from specrl import config as cli
+from specrl.tiny import build_tokenizer
+
+ROOT = Path(__file__).parents[1]
+SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 8, "num_attention_heads": 4}
+
+
+def digits(prompt: str, completion: str, answer: str | None) -> float:
+    """A reward with signal on random text: the share of digits."""
+    return sum(c.isdigit() for c in completion) / max(len(completion), 1)
+
+
+def some_digits(prompt: str, completion: str, answer: str | None) -> float | None:
+    """As `digits`, but about one response in four cannot be scored; a pure function of the text."""
+    return None if sum(map(ord, completion)) % 4 == 0 else digits(prompt, completion, answer)
+
+
+def build_policy(folder: Path, seed: int = 0, **sizes) -> Path:
+    """A random two-layer Qwen3 whose text varies without being uniform, and that ends about half of its responses."""
+    tokenizer = build_tokenizer()
+    ends = [tokenizer.eos_token_id, *tokenizer.convert_tokens_to_ids(["?", "."])]
+    shape = {"num_key_value_heads": 2, "max_position_embeddings": 256, "tie_word_embeddings": True, **SIZES, **sizes}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Qwen3ForCausalLM(Qwen3Config(vocab_size=len(tokenizer), pad_token_id=0, eos_token_id=ends, **shape))
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.dim() > 1:
+                p.mul_(45)
+    model.generation_config = GenerationConfig(do_sample=True, pad_token_id=0, eos_token_id=ends)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@cache
+def policy() -> Path:
+    """The folder of one shared policy, removed when the tests end."""
+    folder = Path(tempfile.mkdtemp(prefix="specrl-policy-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return build_policy(folder)
+
+
+def words(folder: Path, **options) -> list[str]:
+    """The command line of a small run: 12 prompts, 3 steps an epoch, 3 epochs, 16 rows of at most 28 tokens a step.
+
+    Dots in option names are written as two underscores: `rollout__replay=0.5`.
+    """
+    given = {
+        "config": "grpo_math",
+        "name": "run",
+        "output_dir": str(folder),
+        "model": str(policy()),
+        "dataset__level": "easy",
+        "dataset__train_size": 12,
+        "dataset__test_size": 8,
+        "rollout__group_size": 4,
+        "rollout__max_new_tokens": 28,
+        "rollout__measure_every": 0,
+        "rollout__budget__window": 8,  # not by measured time, so that a loaded machine drafts as much as a quiet one
+        "trainer__epochs": 3,
+        "trainer__prompts_per_step": 4,
+        "trainer__learning_rate": 1e-3,
+        "trainer__eval_prompts": 0,
+        "trainer__log_completions": 0,
+        "reward__functions": "[tests.runs:digits]",
+        "reward__isolate_user": "false",
+        "report__plots": "false",
+    }
+    return [f"{key.replace('__', '.')}={value}" for key, value in (given | options).items()]
+
+
+@dataclass
+class Step:
+    """One rollout batch as it was trained on."""
+
+    step: int
+    ids: list[str]
+    slots: list[int]
+    keys: list[int]
+    tokens: list[list[int]]
+    finish: list[str]
+    rewards: list[float | None]
+    reused: list[list[bool]]
+    metrics: dict[str, float]
+
+    @property
+    def reuse(self) -> float:
+        return sum(map(sum, self.reused)) / sum(map(len, self.reused))
+
+
+@dataclass
+class Recording:
+    """What a run did, as far as two runs can be compared."""
+
+    trainer: object = None
+    steps: list[Step] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    """One per forward/backward pass, bit for bit."""
+
+    @property
+    def weights(self) -> dict[str, torch.Tensor]:
+        return self.trainer.accelerator.unwrap_model(self.trainer.model).state_dict()
+
+    def __add__(self, later: Recording) -> Recording:
+        return Recording(later.trainer, self.steps + later.steps, self.losses + later.losses)
+
+
+def run(folder: Path, prepare: Callable = lambda trainer: None, **options) -> Recording:
+    """`specrl.train` in this process, recorded. `prepare` may sabotage the trainer before it starts."""
+    torch.set_num_threads(1)
+    record = Recording()
+    watch = specrl.train.watch
+
+    def spy(trainer, *args):
+        watch(trainer, *args)
+        record.trainer = trainer
+        _listen(trainer, record)
+        prepare(trainer)
+
+    with mock.patch.object(specrl.train, "watch", spy):
+        assert specrl.train.main(cli.load(words(folder, **options))) == 0
+    return record
+
+
+def _listen(trainer, record: Recording) -> None:
+    finish, training_step = trainer.stage.finish, trainer.training_step
+
+    def heard_finish(rows, batch, rewards, *, visit, step):
+        metrics = finish(rows, batch, rewards, visit=visit, step=step)
+        done = batch.completions
+        record.steps.append(
+            Step(
+                step,
+                [row.example_id for row in rows],
+                list(batch.slots),
+                list(batch.keys),
+                [list(c.tokens) for c in done],
+                [c.finish for c in done],
+                list(rewards),
+                [list(c.reused) for c in done],
+                dict(metrics),
+            )
+        )
+        return metrics
+
+    def heard_training_step(*args, **kwargs):
+        loss = training_step(*args, **kwargs)
+        record.losses.append(loss.item())
+        return loss
+
+    trainer.stage.finish, trainer.training_step = heard_finish, heard_training_step
+
+
+def differences(a: Recording, b: Recording) -> list[str]:
+    """What is not identical in two runs, bit for bit; empty when nothing is."""
+    found = []
+    if len(a.steps) != len(b.steps):
+        found.append(f"{len(a.steps)} rollouts against {len(b.steps)}")
+    for x, y in zip(a.steps, b.steps, strict=False):
+        names = ("step", "ids", "slots", "keys", "tokens", "finish", "rewards")
+        found += [f"{name} of step {x.step}" for name in names if getattr(x, name) != getattr(y, name)]
+    if a.losses != b.losses:
+        found.append("losses")
+    left, right = a.weights, b.weights
+    if left.keys() != right.keys() or not all(torch.equal(tensor, right[name]) for name, tensor in left.items()):
+        found.append("weights")
+    return found
+
+
+def error_of(argv: list[str], capsys) -> tuple[int, str]:
+    """Exit code and standard error of an entry point's body, in this process."""
+    with contextlib.suppress(AttributeError):
+        capsys.readouterr()
+    code = cli.run(specrl.train.main, argv)
+    return code, capsys.readouterr().err

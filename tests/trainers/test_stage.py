@@ -1,0 +1,237 @@
+"""The rollout stage with a scripted rollout: when control steps run, what they compare, and every metric by hand."""
+
+import math
+from dataclasses import dataclass, field, replace
+
+import pytest
+
+from rollout.cache import Fingerprint, TrajectoryCache
+from rollout.config import RolloutConfig
+from rollout.speculative import SpeculativeRollout
+from rollout.types import Completion, EngineStats, RolloutBatch, RolloutError, Row
+from trainers.stage import RolloutStage, rollout_metrics
+
+ROWS = [Row("a", (5,)), Row("a", (5,)), Row("b", (6,)), Row("b", (6,))]
+
+
+def completion(tokens, reused=None, passes=1, finish="length") -> Completion:
+    n = len(tokens)
+    return Completion(list(tokens), [-0.5] * n, [-0.5] * n, reused or [False] * n, finish, 0, passes)
+
+
+@dataclass
+class FakeRollout:
+    """Answers with given texts and given seconds, and keeps what it was asked for."""
+
+    config: RolloutConfig
+    fresh_texts: list = field(default_factory=list)
+    plain_texts: list | None = None
+    plain_s: float = 6.0
+    cache: TrajectoryCache | None = None
+    calls: list = field(default_factory=list)
+    entries = SpeculativeRollout.entries
+
+    def generate(self, rows, *, visit, step, slots, fresh=False):
+        self.calls.append(("fresh" if fresh else "generate", [r.example_id for r in rows], slots, visit, step))
+        done = [completion(t) for t in self.fresh_texts[: len(rows)]]
+        return RolloutBatch(done, list(slots), [0] * len(rows), [None] * len(rows), [False] * len(rows), total_s=1.5)
+
+    def plain(self, rows, keys):
+        self.calls.append(("plain", [r.example_id for r in rows], list(keys)))
+        done = [completion(t) for t in self.plain_texts]
+        n = len(rows)
+        return RolloutBatch(done, [0, 1, 0, 1], list(keys), [None] * n, [False] * n, total_s=self.plain_s)
+
+
+TEXTS = [[10, 11, 12], [13], [14, 15], [16, 17, 18, 19]]
+
+
+def batch_of(texts=TEXTS, **settings) -> RolloutBatch:
+    done = [completion(t) for t in texts]
+    base = RolloutBatch(done, [0, 1, 0, 1], [70, 71, 72, 73], [None] * 4, [False] * 4, total_s=2.0)
+    return replace(base, **settings)
+
+
+def stage_of(score=None, strict=True, fresh_texts=(), plain_texts=TEXTS, cache=None, **config):
+    rollout = FakeRollout(RolloutConfig(**{"measure_every": 3, **config}), list(fresh_texts), plain_texts, cache=cache)
+    return RolloutStage(rollout, score or (lambda rows, texts: [0.0] * len(rows)), strict=strict), rollout
+
+
+def finish(stage, batch=None, rewards=(1.0, 0.0, 1.0, 0.0), visit=1, step=2):
+    return stage.finish(ROWS, batch or batch_of(), list(rewards), visit=visit, step=step)
+
+
+# Control steps --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("config", "due"),
+    [
+        ({"measure_every": 3}, [2, 5, 8]),
+        ({"measure_every": 1}, list(range(9))),
+        ({"measure_every": 0}, []),
+        ({"measure_every": 3, "acceptance": "lenient"}, []),  # lenient text is not plain decoding's, by design
+        ({"measure_every": 3, "acceptance": "off"}, []),
+    ],
+)
+def test_control_steps_run_when_they_are_due(config, due):
+    stage, rollout = stage_of(**config)
+    measured = [step for step in range(9) if "spec/speedup" in finish(stage, step=step)]
+    assert measured == due
+    assert [c[0] for c in rollout.calls] == ["plain"] * len(due)
+    assert all(c == ("plain", ["a", "a", "b", "b"], [70, 71, 72, 73]) for c in rollout.calls), "the same rows and keys"
+
+
+def test_speedup_is_plain_time_over_the_whole_stage():
+    metrics = finish(stage_of()[0], batch_of(total_s=2.0))
+    assert metrics["spec/speedup"] == 3.0
+    assert metrics["spec/plain_s"] == metrics["timing_s/control"] == 6.0
+    assert metrics["spec/control_mismatches"] == 0
+
+
+def test_saved_seconds_are_estimated_from_the_last_control_step():
+    stage, _ = stage_of()
+    assert "spec/saved_s_est" not in finish(stage, step=0), "nothing was measured yet"
+    assert finish(stage, step=2)["spec/saved_s_est"] == pytest.approx(6.0 - 2.0)
+    twice = batch_of([t * 2 for t in TEXTS], total_s=3.5)
+    assert finish(stage, twice, step=3)["spec/saved_s_est"] == pytest.approx(6.0 / 10 * 20 - 3.5)
+    slower = batch_of(total_s=9.0)
+    assert finish(stage, slower, step=4)["spec/saved_s_est"] == pytest.approx(-3.0), "a loss is shown as one"
+
+
+OTHER = [TEXTS[0], TEXTS[1], [14, 99], [16, 17, 18]]
+
+
+def test_a_mismatch_stops_a_strict_run_and_names_the_row():
+    with pytest.raises(RolloutError, match=r"2 of 4 .*example 'b', slot 0"):
+        finish(stage_of(plain_texts=OTHER)[0])
+
+
+def test_a_mismatch_is_counted_otherwise():
+    metrics = finish(stage_of(plain_texts=OTHER, strict=False)[0])
+    assert metrics["spec/control_mismatches"] == 2
+    assert metrics["spec/speedup"] == 3.0
+
+
+# The reuse gap --------------------------------------------------------------------------------------------------------
+
+
+def test_reuse_gap_by_hand_leaves_failed_rewards_out():
+    seen = []
+
+    def score(rows, texts):
+        seen.append(([r.example_id for r in rows], texts))
+        return [0.25, None]
+
+    stage, rollout = stage_of(score, fresh_texts=[[1], [2], [3]], replay=0.5)
+    replayed = batch_of(replayed=[True, False, True, True])
+    metrics = finish(stage, replayed, rewards=(1.0, 0.0, 0.5, None), visit=4, step=5)
+    # replayed rows with a reward: 0 and 2; of their control rows only the first was scored
+    assert rollout.calls[-1] == ("fresh", ["a", "b"], [0, 0], 4, 5)
+    assert seen == [(["a", "b"], [[1], [2]])]
+    assert metrics["spec/reuse_gap"] == pytest.approx(1.0 - 0.25)
+    assert metrics["timing_s/reuse_gap"] == 1.5
+
+    stage, _ = stage_of(lambda rows, texts: [0.25, 1.0, 0.5], fresh_texts=[[1], [2], [3]], replay=0.5)
+    metrics = finish(stage, replayed, rewards=(1.0, 0.0, 0.5, 0.75), step=5)
+    assert metrics["spec/reuse_gap"] == pytest.approx(((1.0 - 0.25) + (0.5 - 1.0) + (0.75 - 0.5)) / 3)
+
+
+def test_no_reuse_gap_without_replayed_rows():
+    stage, rollout = stage_of(replay=0.5)
+    assert "spec/reuse_gap" not in finish(stage, batch_of())
+    assert "spec/reuse_gap" not in finish(stage, batch_of(replayed=[True] * 4), rewards=[None] * 4)
+    assert "spec/reuse_gap" not in finish(stage, batch_of(replayed=[True] * 4), step=3), "not due"
+    stage, _ = stage_of(replay=0.0)
+    assert "spec/reuse_gap" not in finish(stage, batch_of(replayed=[True] * 4))
+    assert {c[0] for c in rollout.calls} == {"plain"}
+
+
+# Storing --------------------------------------------------------------------------------------------------------------
+
+
+def test_finish_stores_what_was_exchanged_and_reports_the_cache():
+    cache = TrajectoryCache(Fingerprint(), 100)
+    stage, rollout = stage_of(cache=cache)
+    exchanged = []
+
+    def exchange(entries):
+        exchanged.extend(entries)
+        return [*entries, ("elsewhere", 0, entries[0][2])]
+
+    stage = RolloutStage(rollout, lambda *a: [], strict=True, exchange=exchange)
+    batch = batch_of()
+    metrics = finish(stage, batch, step=0)
+    assert [(e, s, list(t.tokens), t.reward) for e, s, t in exchanged] == [
+        ("a", 0, TEXTS[0], 1.0),
+        ("a", 1, TEXTS[1], 0.0),
+        ("b", 0, TEXTS[2], 1.0),
+        ("b", 1, TEXTS[3], 0.0),
+    ]
+    assert cache.get("elsewhere", 0).tokens == tuple(TEXTS[0])
+    assert metrics["cache/entries"] == len(cache) == 5
+    assert metrics["timing_s/store"] == batch.store_s > 0
+    assert metrics["timing_s/gen"] == batch.total_s > 2.0, "storing is charged to the stage"
+
+
+def test_a_failed_reward_is_stored_as_unknown():
+    cache = TrajectoryCache(Fingerprint(), 100)
+    finish(stage_of(cache=cache)[0], rewards=(None, 0.0, 1.0, 1.0), step=0)
+    assert cache.get("a", 0).reward is None
+    assert cache.get("a", 1).reward == 0.0
+
+
+def test_generate_passes_everything_on():
+    stage, rollout = stage_of(fresh_texts=TEXTS)
+    stage.generate(ROWS, visit=3, step=7, slots=[4, 5, 4, 5])
+    assert rollout.calls == [("generate", ["a", "a", "b", "b"], [4, 5, 4, 5], 3, 7)]
+
+
+# Every metric of a batch, by hand -------------------------------------------------------------------------------------
+
+
+def test_rollout_metrics_by_hand():
+    done = [
+        completion([10, 11, 12], [True, True, True], passes=1, finish="stop"),
+        completion([13], [False], passes=1),
+        completion([14, 15], [True, False], passes=2),
+        completion([16, 17, 18, 19], [True, False, False, True], passes=4),
+    ]
+    stats = EngineStats(
+        prefill_s=0.1, verify_s=0.2, decode_s=0.3, draft_s=0.05, passes=4, forward_tokens=25, drafted=8, accepted=6, ties=2
+    )
+    batch = RolloutBatch(
+        done, [0, 1, 0, 1], [1, 2, 3, 4], [12, None, 4, 2], [False] * 4, stats, lookup_s=0.01, store_s=0.02, total_s=2.5
+    )
+    assert rollout_metrics(batch) == pytest.approx(
+        {
+            "timing_s/gen": 2.5,
+            "timing_s/lookup": 0.01,
+            "timing_s/store": 0.02,
+            "timing_s/prefill": 0.1,
+            "timing_s/draft": 0.05,
+            "timing_s/verify": 0.2,
+            "timing_s/decode": 0.3,
+            "spec/hit_rate": 0.75,
+            "spec/reused_ratio": 0.6,
+            "spec/full_reuse_ratio": 0.25,
+            "spec/reused_tokens": 6,
+            "spec/new_tokens": 4,
+            "spec/passes_per_row": 2.0,
+            "spec/passes_max": 4,
+            "spec/forward_tokens": 25,
+            "spec/ties": 2,
+            "perf/throughput": 4.0,
+            "spec/draft_age": 6.0,
+            "spec/draft_acceptance_rate": 0.75,
+        }
+    )
+
+
+def test_metrics_without_any_draft_leave_age_and_rate_out():
+    metrics = rollout_metrics(batch_of())
+    assert metrics["spec/hit_rate"] == metrics["spec/reused_ratio"] == metrics["spec/full_reuse_ratio"] == 0
+    assert metrics["spec/new_tokens"] == 10
+    assert "spec/draft_age" not in metrics
+    assert "spec/draft_acceptance_rate" not in metrics
+    assert all(math.isfinite(value) for value in metrics.values())
