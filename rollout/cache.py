@@ -177,19 +177,21 @@ class TrajectoryCache:
         max_step: int | None = None,
         max_mb: float = 512,
         check_law: bool = False,
+        new_run: bool = False,
     ) -> TrajectoryCache:
         """The cache saved in `directory`, or an empty one when there is none or it is damaged or of an older format.
 
         Bad entries are left out and counted in `dropped`, entries of steps after `max_step` in `skipped`. A damaged
         file is renamed to *.corrupt. With another `law` the stored log-probs are left out, as only `lenient` needs
-        them; `check_law` makes it an error instead. Raises CacheError on another identity, a newer format, or a path
+        them; `check_law` makes it an error instead. `new_run` sets steps and versions to 0, as the counters of the run
+        that reads begin there. Raises CacheError on another identity, a newer format, or a path
         that cannot be read.
         """
         cache, path = cls(fingerprint, vocab_size, eos_ids, max_mb=max_mb), Path(directory) / SNAPSHOT
         try:
             with open_snapshot(Path(directory)) as (header, rows):
                 strip = not cache._matches(header.fingerprint, path, check_law)
-                good = sum(cache._admit(entry, max_step, strip) for entry in rows)
+                good = sum(cache._admit(entry, max_step, strip, new_run) for entry in rows)
             cache.dropped = max(0, header.rows - good)
             if cache.dropped:
                 logger.warning("'%s': %d of %d entries are damaged and left out.", path, cache.dropped, header.rows)
@@ -214,7 +216,7 @@ class TrajectoryCache:
             )
         return not law
 
-    def _admit(self, entry: Entry, max_step: int | None, strip: bool) -> bool:
+    def _admit(self, entry: Entry, max_step: int | None, strip: bool, new_run: bool) -> bool:
         """Stores one entry read from disk; False when it is bad."""
         example_id, slot, blob = entry
         trajectory = unpack(blob)
@@ -223,6 +225,7 @@ class TrajectoryCache:
         if max_step is not None and trajectory.step > max_step:
             self.skipped += 1
         else:
+            blob = pack(replace(trajectory, step=0, version=0)) if new_run else blob
             self._store([(example_id, slot, without_logprobs(blob) if strip else blob)])
         return True
 

@@ -68,6 +68,7 @@ class SpeculativeRollout:
             keys,
             ages=[None if t is None else step - t.step for t in old],
             replayed=[g < visit for g in generations],
+            unchanged=[t is not None and tuple(c.tokens) == t.tokens for c, t in zip(completions, old, strict=True)],
             stats=stats,
             lookup_s=looked_up - began,
             total_s=generated - began,
@@ -80,7 +81,7 @@ class SpeculativeRollout:
         completions, stats = self.engine.generate(requests)
         n = len(rows)
         took = time.perf_counter() - began
-        return RolloutBatch(completions, _occurrences(rows), list(keys), [None] * n, [False] * n, stats, total_s=took)
+        return RolloutBatch(completions, _occurrences(rows), list(keys), [None] * n, [False] * n, stats=stats, total_s=took)
 
     def store(
         self, rows: Sequence[Row], batch: RolloutBatch, *, step: int, rewards: Sequence[float | None] | None = None

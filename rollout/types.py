@@ -71,7 +71,8 @@ class Completion:
     logprobs: list[float]
     """Log-prob of each token under the weights `version`, after temperature, top-k and top-p."""
     behaviour_logprobs: list[float]
-    """Log-prob under the law that produced the token. Equals `logprobs` unless the rule is lenient."""
+    """Log-prob under the policy that produced the token: the stored one for tokens the lenient rule reused, else as in
+    `logprobs`. It stands in for the lenient rule's own law, which needs whole distributions (docs/guarantees.md)."""
     reused: list[bool]
     """True where the token came from a draft, False where it was decoded."""
     finish: FinishReason
@@ -119,6 +120,8 @@ class RolloutBatch:
     """Trainer steps since the draft was written, None for rows without a stored trajectory."""
     replayed: list[bool]
     """True where the row kept its noise key from its last visit."""
+    unchanged: list[bool] = field(default_factory=list)
+    """True where the response is the stored one, token for token; empty when nothing was looked up."""
     stats: EngineStats = field(default_factory=EngineStats)
     lookup_s: float = 0.0
     """Cache look-up, keys and draft preparation."""

@@ -126,6 +126,13 @@ def _trainer_rules(t: TrainerConfig, r: RolloutConfig) -> Iterator[str]:
             f"trainer.overlong_buffer={t.overlong_buffer} must be below rollout.max_new_tokens={r.max_new_tokens}. "
             f"Try trainer.overlong_buffer={r.max_new_tokens // 5}."
         )
+    for key in ("save_every", "max_steps"):
+        if rest := getattr(t, key) % t.updates_per_rollout:
+            yield (
+                f"trainer.{key}={getattr(t, key)} is no multiple of updates_per_rollout={t.updates_per_rollout}: the "
+                "checkpoint would cut a rollout in two, and a resume could not repeat it. "
+                f"Try trainer.{key}={getattr(t, key) - rest + t.updates_per_rollout}."
+            )
     if not t.epochs and not t.max_steps:
         yield "trainer.epochs=0 and trainer.max_steps=0 train nothing. Try trainer.epochs=1."
 

@@ -35,7 +35,7 @@ def store(path: Path, last: LastRollout, tokenizer: PreTrainedTokenizerBase) -> 
             "completion": tokenizer.batch_decode([c.tokens for c in done], skip_special_tokens=True),
             "reward": pa.array(last.rewards, pa.float64()),
             "finish": [c.finish for c in done],
-            "tokens": [len(c.tokens) for c in done],
+            "tokens": [c.tokens for c in done],
             "reused_tokens": [sum(c.reused) for c in done],
             "passes": [c.passes for c in done],
         }

@@ -10,7 +10,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import comb
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from rollout.config import doc
 from specrl import config as cli
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 @dataclass
 class EvaluateConfig(Config):
     samples: int = doc(8, "responses per prompt; pass@k is reported for k = 1, 2, 4 ... up to this number")
-    split: str = doc("test", "role of the prompts: test or train")
+    split: Literal["test", "train"] = doc("test", "role of the prompts: test or train")
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -38,7 +39,9 @@ def _overview(groups: dict[str, str]) -> str:
     commands += [("config=list", "the known configs"), ("help=SECTION", "the options of a section, or one option")]
     commands += [("dry_run=true", "check, print the resolved config and the sizes of the run, and stop")]
     named = [(f"help={key}", line) for key, line in groups.items() if line]
-    lines = ["usage: python -m specrl.train config=NAME key=value ...", ""]
+    module = Path(sys.argv[0]).stem
+    command = f"specrl.{module}" if any(name == module for name, _ in _entry_points()) else "specrl.train"
+    lines = [f"usage: python -m {command} {'config=NAME ' if 'rollout' in groups else ''}key=value ...", ""]
     lines += [f"{left:26}  {right}" for left, right in commands] + ["", EXIT_CODES, "", "sections:"]
     return "\n".join(lines + [f"{left:26}  {right}" for left, right in named])
 

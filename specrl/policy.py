@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specrl.options import ConfigError
@@ -31,15 +34,12 @@ def load_policy(config: Config) -> tuple[PreTrainedModel, PreTrainedTokenizerBas
     source = str(TINY_PATH) if config.model == "tiny" else config.model
     options = {"trust_remote_code": config.trust_remote_code, "revision": config.revision or None}
     dtype = torch.bfloat16 if config.trainer.precision == "bf16" else torch.float32
-    try:
+    with _explained(
+        "model", config.model, "Give `tiny`, a hub id that can be reached from here, or a local directory."
+    ):
         model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **options)
+    with _explained("tokenizer", config.tokenizer or config.model, "Leave `tokenizer` empty to take the model's own."):
         tokenizer = AutoTokenizer.from_pretrained(config.tokenizer or source, padding_side="left", **options)
-    except (OSError, ValueError) as error:
-        first = str(error).strip().partition("\n")[0]
-        raise PolicyError(
-            f"model={config.model} cannot be loaded: {first} "
-            "Give `tiny`, a hub id that can be reached from here, or a local directory."
-        ) from error
     vocabulary = model.get_input_embeddings().weight.shape[0]
     if len(tokenizer) > vocabulary:
         raise PolicyError(
@@ -54,6 +54,21 @@ def load_policy(config: Config) -> tuple[PreTrainedModel, PreTrainedTokenizerBas
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.convert_ids_to_tokens(min(eos_ids))
     return model.to(device(config)), tokenizer, eos_ids
+
+
+@contextmanager
+def _explained(key: str, given: str, remedy: str) -> Iterator[None]:
+    """Turns the many ways in which a folder or a hub id can fail to load into one line."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (OSError, ValueError, SafetensorError) as error:
+        path = Path(given).expanduser()
+        local = path.is_absolute() or given.startswith((".", "~")) or given.count("/") > 1
+        reason = str(error).strip().partition("\n")[0].rstrip(".")
+        reason = "there is no such directory" if local and not path.is_dir() else reason
+        raise PolicyError(f"{key}={given} cannot be loaded: {reason}. {remedy}") from error
 
 
 def device(config: Config) -> torch.device:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,6 @@ def main(config: Config) -> int:
     """The life of a run: claim its directory, load, evaluate, train, evaluate, save, report."""
     run_dir, checkpoint = claim(config)
 
-    import torch
     from transformers import set_seed
 
     from reward.base import RewardSet
@@ -45,23 +45,23 @@ def main(config: Config) -> int:
             f"training prompts. Use prompts_per_step={len(train)} or less, or more prompts."
         )
     cache = load_cache(config, tokenizer, model, eos_ids, checkpoint)
-    rewards = RewardSet.from_config(config.reward)
-    try:
+    with ExitStack() as closing:
+        rewards = RewardSet.from_config(config.reward)
+        closing.callback(rewards.close)
         trainer = build_trainer(config, model, tokenizer, eos_ids, train, cache, rewards, run_dir)
-        cli.save(config)
-        resumed = checkpoints.step_of(checkpoint) if checkpoint else None
-        with Monitor(run_dir, steps(config, len(train)), resumed_step=resumed) as monitor:
+        if trainer.accelerator.is_main_process:  # one process writes the run directory
+            cli.save(config)
+            resumed = checkpoints.step_of(checkpoint) if checkpoint else None
+            monitor = closing.enter_context(Monitor(run_dir, steps(config, len(train)), resumed_step=resumed))
             watch(trainer, config, monitor, tokenizer, test, rewards, run_dir)
-            trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-        trainer.save_model(str(run_dir / "model"))
-        tokenizer.save_pretrained(run_dir / "model")
-        if cache is not None:
-            cache.try_save(run_dir / "trajectories", trainer.state.global_step, config.rollout.cache.on_write_error)
-            cache.close()
-    finally:
-        rewards.close()
-    if torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_rank():
+        trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    trainer.save_model(str(run_dir / "model"))
+    if not trainer.accelerator.is_main_process:
         return 0
+    tokenizer.save_pretrained(run_dir / "model")
+    if cache is not None:
+        cache.try_save(run_dir / "trajectories", trainer.state.global_step, config.rollout.cache.on_write_error)
+        cache.close()
     write_report(run_dir, config.report.baseline or None, plots=config.report.plots).show()
     return 0
 
@@ -79,7 +79,7 @@ def claim(config: Config) -> tuple[Path, Path | None]:
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         (run_dir / ".writable").touch()
-        (run_dir / ".writable").unlink()
+        (run_dir / ".writable").unlink(missing_ok=True)  # another process of this run may have been faster
     except OSError as error:
         raise ConfigError(f"output_dir={config.output_dir}: {run_dir} cannot be written: {error.strerror}.") from error
     if not saved.exists():
@@ -120,6 +120,7 @@ def load_cache(config: Config, tokenizer, model, eos_ids: frozenset[int], checkp
         max_step=step_of(checkpoint) if checkpoint else None,
         max_mb=options.max_mb,
         check_law=config.rollout.acceptance == "lenient",
+        new_run=not checkpoint,
     )
     return cache
 
@@ -163,7 +164,7 @@ def build_trainer(
         eos_ids=eos_ids,
         rollout_config=config.rollout,
         trainer_config=config.trainer,
-        callbacks=[SaveCache(cache, config.rollout.cache)],
+        callbacks=[SaveCache(cache, config.rollout.cache, config.trainer.keep_checkpoints)],
         peft_config=adapter(config),
     )
     trainer.remove_callback(PrinterCallback)  # the monitor prints
@@ -212,10 +213,9 @@ def adapter(config: Config) -> Any | None:
 
 
 def steps(config: Config, prompts: int) -> int:
-    """Optimiser steps of the run; an incomplete last batch of an epoch is left out."""
+    """Optimiser steps of the run: max_steps, else all epochs; an incomplete last batch of an epoch is left out."""
     per_epoch = prompts // config.trainer.prompts_per_step * config.trainer.updates_per_rollout
-    whole = per_epoch * config.trainer.epochs
-    return min(whole, config.trainer.max_steps) if config.trainer.max_steps else whole
+    return config.trainer.max_steps or per_epoch * config.trainer.epochs
 
 
 def watch(

@@ -47,7 +47,7 @@ def _build(family: str = "llama", seed: int = 0, *, vocab: int = VOCAB, scale: f
 
 @pytest.fixture(scope="session")
 def build_model():
-    """build_model(family, seed, vocab=61, scale=15.0): a new tiny model; families llama, mistral, qwen2, qwen3, gpt2."""
+    """build_model(family, seed, vocab=61, scale=15.0): a new model of llama, mistral, qwen2, qwen3 or gpt2."""
     return _build
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 from pathlib import Path
 
 from transformers import TrainerCallback
@@ -21,11 +22,28 @@ MARKER = "specrl.json"
 
 def newest(directory: Path) -> Path | None:
     """The complete checkpoint of the highest step, or None."""
-    found = [(int(match[1]), path) for path in directory.glob("checkpoint-*") if (match := _STEP.fullmatch(path.name))]
-    return next((path for _, path in sorted(found, reverse=True) if (path / MARKER).is_file()), None)
+    return next((path for path in reversed(_all(directory)) if (path / MARKER).is_file()), None)
 
 
 _STEP = re.compile(r"checkpoint-(\d+)")
+
+
+def _all(directory: Path) -> list[Path]:
+    """The checkpoints of a run by step, the incomplete ones too."""
+    return sorted((path for path in directory.glob("checkpoint-*") if _STEP.fullmatch(path.name)), key=step_of)
+
+
+def prune(directory: Path, keep: int) -> None:
+    """Removes all but the `keep` newest complete checkpoints, and what interrupted saves left before the newest.
+
+    The marker goes first, so that a removal that is interrupted leaves no checkpoint that looks complete.
+    """
+    found = _all(directory)
+    complete = [path for path in found if (path / MARKER).is_file()]
+    for path in found:
+        if path not in complete[-keep:] and complete and step_of(path) < step_of(complete[-1]):
+            (path / MARKER).unlink(missing_ok=True)
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def step_of(checkpoint: Path) -> int:
@@ -39,10 +57,10 @@ def trajectories(checkpoint: Path) -> Path:
 
 
 class SaveCache(TrainerCallback):
-    """Completes each checkpoint with the trajectory cache of the same step, then marks it."""
+    """Completes each checkpoint with the trajectory cache of the same step, marks it, and removes the oldest ones."""
 
-    def __init__(self, cache: TrajectoryCache | None, config: CacheConfig):
-        self._cache, self._config = cache, config
+    def __init__(self, cache: TrajectoryCache | None, config: CacheConfig, keep: int):
+        self._cache, self._config, self._keep = cache, config, keep
 
     def on_save(self, args, state, control, **kwargs) -> None:
         if not state.is_world_process_zero:
@@ -54,6 +72,7 @@ class SaveCache(TrainerCallback):
         if self._cache is not None:
             self._cache.close()
         _write_durably(checkpoint / MARKER, json.dumps({"step": state.global_step, "cache": saved}))
+        prune(checkpoint.parent, self._keep)
 
 
 def _write_durably(path: Path, text: str) -> None:

@@ -112,7 +112,9 @@ class GRPOTrainerWithReuse(GRPOTrainer):
         self.stage = RolloutStage(
             SpeculativeRollout(self.engine, cache, rollout_config, args.seed),
             self._score_tokens,
-            strict=policy.dtype == torch.float32 and self.accelerator.device.type == "cpu",
+            strict=policy.dtype == torch.float32
+            and self.accelerator.device.type == "cpu"
+            and (rollout_config.top_p, rollout_config.top_k) == (1.0, 0),  # rounding can move the edge of the kept set
             exchange=gather_object if self.accelerator.num_processes > 1 else lambda entries: entries,
         )
 
@@ -213,7 +215,8 @@ class GRPOTrainerWithReuse(GRPOTrainer):
             weights = correction_weights(logp, behaviour, mask, self._options.correction, self._options.correction_cap)
             out["advantages"] = out["advantages"][:, None] * weights
             used = weights[mask.bool()]
-            for name, value in (("min", used.min()), ("mean", used.mean()), ("max", used.max())):
+            summary = {"min": used.min(), "mean": used.mean(), "max": used.max()} if used.numel() else {}
+            for name, value in summary.items():
                 self._metrics["train"][f"sampling/importance_sampling_ratio/{name}"].append(value.item())
         return out
 
@@ -228,12 +231,25 @@ class GRPOTrainerWithReuse(GRPOTrainer):
         return overlong_penalty(len(ids), self.max_completion_length, self._options.overlong_buffer)
 
     def _across_processes(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Means over processes; every process must hold the same names."""
+        """Counts and throughput summed over processes, seconds and maxima of the slowest, the rest averaged."""
         if self.accelerator.num_processes == 1:
             return metrics
         names = sorted(set(gather_object(list(metrics))))
         local = torch.tensor([metrics.get(name, torch.nan) for name in names], device=self.accelerator.device)
-        return dict(zip(names, self.accelerator.gather(local).view(-1, len(names)).nanmean(0).tolist(), strict=True))
+        table = self.accelerator.gather(local).view(-1, len(names)).cpu()
+        return {name: reduce_metric(name, column) for name, column in zip(names, table.T, strict=True)}
+
+
+SUMMED = ("_tokens", "/ties", "/control_mismatches", "/failed", "/timeouts", "/throughput")
+
+
+def reduce_metric(name: str, values: torch.Tensor) -> float:
+    """One number from every process's value [world]; NaN marks a process without one."""
+    if name.endswith(SUMMED):
+        return values.nansum().item()
+    if name.startswith("timing_s/") or name.endswith("_max"):
+        return values.nan_to_num(-torch.inf).max().item()
+    return values.nanmean().item()
 
 
 def check_trl() -> None:
@@ -303,9 +319,9 @@ def grpo_config(
         bf16=trainer.precision == "bf16",
         use_cpu=cpu,
         gradient_checkpointing=trainer.gradient_checkpointing,
-        save_strategy="steps" if trainer.save_every else "no",
-        save_steps=trainer.save_every or 500,
-        save_total_limit=trainer.keep_checkpoints,
+        save_strategy="steps",
+        save_steps=trainer.save_every or 10**9,  # the last step is saved in any case
+        save_total_limit=None,  # SaveCache removes old checkpoints, once the new one is complete
         logging_steps=1,
         report_to=trackers or "none",
         disable_tqdm=True,

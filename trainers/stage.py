@@ -1,4 +1,4 @@
-"""The rollout stage of a trainer step: generate, store, measure. It knows no trainer library: all algorithms share it."""
+"""The rollout stage of a trainer step: generate, store, measure. It knows no trainer library: all algorithms use it."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ class RolloutStage:
     ):
         self.rollout, self._score, self._strict, self._exchange = rollout, score, strict, exchange
         self._plain_s_per_token: float | None = None
+        self._rollouts = 0
 
     def generate(self, rows: Sequence[Row], *, visit: int, step: int, slots: Sequence[int]) -> RolloutBatch:
         """See SpeculativeRollout.generate."""
@@ -46,7 +47,8 @@ class RolloutStage:
                 self.rollout.cache.merge(self._exchange(entries))
         metrics = rollout_metrics(batch)
         every = self.rollout.config.measure_every
-        if self.rollout.config.acceptance == "exact" and every and step % every == every - 1:
+        self._rollouts += 1
+        if self.rollout.config.acceptance == "exact" and every and self._rollouts % every == 0:
             metrics |= self._control(rows, batch)
             if self.rollout.config.replay > 0:
                 metrics |= self._reuse_gap(rows, batch, rewards, visit=visit, step=step)
@@ -111,7 +113,7 @@ def rollout_metrics(batch: RolloutBatch) -> dict[str, float]:
         "timing_s/decode": stats.decode_s,
         "spec/hit_rate": len(ages) / len(done),
         "spec/reused_ratio": reused / total,
-        "spec/full_reuse_ratio": sum(all(c.reused) for c in done) / len(done),
+        "spec/full_reuse_ratio": sum(batch.unchanged) / len(done),
         "spec/reused_tokens": reused,
         "spec/new_tokens": total - reused,
         "spec/passes_per_row": sum(c.passes for c in done) / len(done),

@@ -89,6 +89,8 @@ class TransformersEngine:
         window: int = 0,
     ):
         base = model.get_base_model() if hasattr(model, "get_base_model") else model
+        if any(adapter.is_prompt_learning for adapter in getattr(model, "peft_config", {}).values()):
+            raise RolloutError("adapters that learn a prompt are not in the model's own layers; use LoRA instead")
         if not hasattr(base, "base_model") or base.get_output_embeddings() is None:
             raise RolloutError(f"{type(base).__name__} is not a causal LM of transformers, which this engine needs")
         self.model, self.sampling, self.speculation = base, sampling, speculation or Speculation()
@@ -115,7 +117,8 @@ class TransformersEngine:
         for request in requests:
             self._check(request)
         stats = EngineStats()
-        self.budget.next_rollout()
+        if any(request.drafter for request in requests):
+            self.budget.next_rollout()
         rows = [_Row(request) for request in requests]
         with self._inference():
             for i in range(0, len(rows), self.rows_per_batch):
@@ -133,6 +136,9 @@ class TransformersEngine:
             for name, tensor in weights:
                 if name not in state:
                     raise RolloutError(f"the update names the weight {name!r}, which the engine's model does not have")
+                if tensor.shape != state[name].shape:  # copy_ would broadcast a smaller one
+                    shapes = f"{tuple(tensor.shape)}, the engine's model has {tuple(state[name].shape)}"
+                    raise RolloutError(f"the update gives the weight {name!r} the shape {shapes}")
                 state[name].copy_(tensor)
         self.weight_version = version
 
@@ -315,6 +321,9 @@ class TransformersEngine:
     def _check(self, request: Request) -> None:
         if not request.prompt:
             raise RolloutError("a prompt has no tokens; a rollout needs at least one")
+        if not 0 <= min(request.prompt) <= max(request.prompt) < self.vocab:
+            bad = next(t for t in request.prompt if not 0 <= t < self.vocab)
+            raise RolloutError(f"a prompt holds the token id {bad}, outside the model's 0..{self.vocab - 1}")
         if request.max_new_tokens < 1:
             raise RolloutError(f"max_new_tokens={request.max_new_tokens} leaves no room for a response; use at least 1")
         if len(request.prompt) >= self.context:
@@ -322,10 +331,11 @@ class TransformersEngine:
                 f"a prompt of {len(request.prompt)} tokens leaves no room for a response in the model's context of "
                 f"{self.context}; use a shorter prompt, of at most {self.context - 1} tokens"
             )
-        if len(request.prompt) + request.max_new_tokens > self.context:
+        room = self.context - len(request.prompt)
+        if request.max_new_tokens > room:
             raise RolloutError(
-                f"a prompt of {len(request.prompt)} tokens plus max_new_tokens={request.max_new_tokens} exceeds the "
-                f"model's context of {self.context}. Use rollout.max_new_tokens={self.context - len(request.prompt)} or less"
+                f"a prompt of {len(request.prompt)} tokens plus max_new_tokens={request.max_new_tokens} exceeds "
+                f"the model's context of {self.context}. Use rollout.max_new_tokens={room} or less"
             )
         if self.speculation.rule == "lenient" and request.drafter and request.draft_logprobs is None:
             raise RolloutError("the lenient rule needs the stored log-probs of every draft; the cache holds none")

@@ -31,7 +31,7 @@ def goodput(cost, count, p, k) -> float:
     return sum(count[s] * emitted(p[s], k[s]) for s in count) / (a + b * tokens)
 
 
-# Cost ---------------------------------------------------------------------------------------------------------------
+# Cost -----------------------------------------------------------------------------------------------------------------
 
 
 def test_cost_recovers_the_line_it_was_shown():
@@ -109,7 +109,7 @@ def test_new_weights_halve_what_was_learned():
     assert rises[-1] > 0.8, "a bad spell is forgotten"
 
 
-# Windows ------------------------------------------------------------------------------------------------------------
+# Windows --------------------------------------------------------------------------------------------------------------
 
 
 def test_a_fixed_window_is_obeyed():
@@ -165,7 +165,7 @@ def test_windows_maximise_expected_goodput(a, b, rates, count):
     best = max(goodput(cost, count, p, k) for k in options)
     assert goodput(cost, count, p, chosen) >= best * (1 - 1e-9)
     assert max(chosen.values()) < 40
-    for other in ({s: k + 4 for s, k in chosen.items()}, {s: 0 for s in chosen}):
+    for other in ({s: k + 4 for s, k in chosen.items()}, dict.fromkeys(chosen, 0)):
         if other != chosen:
             assert goodput(cost, count, p, other) < best * (1 - 1e-6)  # control: the maximum is not flat
 

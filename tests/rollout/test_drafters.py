@@ -101,9 +101,10 @@ def test_without_rematch_positions_are_never_left():
 
 def test_ids_are_compared_as_whole_tokens():
     """A byte-wise search must not match across token boundaries: 256 is the bytes 0 1 0 0."""
-    own = [1, 0, 0, 0, 5, 6]
-    needle = [256, 0, 0, 0]
-    assert PriorDrafter([own], 4).propose([7, 7, *needle], 4) == []
+    own, needle = [0, 1, 0, 0, 0, 8, 5, 6], [256, 0, 0, 0]
+    as_bytes = [b"".join(t.to_bytes(4, "little") for t in text) for text in (own, needle)]
+    assert as_bytes[0].find(as_bytes[1]) == 3, "the bytes do occur, across tokens"
+    assert PriorDrafter([own], 4).propose([7, 7, *needle], 4) == [5, 6], "no match: the same positions"
     big = [2**31 - 1, 70_000, 65_536, 151_935]
     assert PriorDrafter([[3, *big, 4]], 4).propose([9, 9, 9, *big], 1) == [4]
 

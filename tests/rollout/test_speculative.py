@@ -3,6 +3,7 @@
 import copy
 import random
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -33,7 +34,9 @@ class FakeEngine:
         done = []
         for r in requests:
             tokens = [random.Random(r.key).randrange(2, VOCAB) for _ in range(r.max_new_tokens)]
-            done.append(Completion(tokens, [-0.5] * len(tokens), [-0.5] * len(tokens), [False] * len(tokens), "length", 3, 1))
+            done.append(
+                Completion(tokens, [-0.5] * len(tokens), [-0.5] * len(tokens), [False] * len(tokens), "length", 3, 1)
+            )
         return done, EngineStats(passes=1)
 
 
@@ -53,7 +56,7 @@ def by_slot(rows, batch) -> dict:
     return {(r.example_id, s): c.tokens for r, s, c in zip(rows, batch.slots, batch.completions, strict=True)}
 
 
-# Keys, slots and requests -----------------------------------------------------------------------------------------------
+# Keys, slots and requests ---------------------------------------------------------------------------------------------
 
 
 def test_slots_count_occurrences_and_keys_derive_from_them():
@@ -181,7 +184,7 @@ def test_an_empty_batch():
     assert fake(cache=cache_of()).generate([], visit=0, step=0).completions == []
 
 
-# The real engine over several visits -------------------------------------------------------------------------------------
+# The real engine over several visits ----------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -338,7 +341,10 @@ def test_sampling_settings_may_change_between_visits(epochs):
     def relaxed(visit, config, rows):
         return replace(config, **laws[visit]), rows
 
-    visits, plain = roll(epochs, relaxed), roll(epochs, lambda v, c, r: (replace(relaxed(v, c, r)[0], acceptance="off"), r))
+    visits, plain = (
+        roll(epochs, relaxed),
+        roll(epochs, lambda v, c, r: (replace(relaxed(v, c, r)[0], acceptance="off"), r)),
+    )
     assert texts(visits) == texts(plain)
     assert all(batch.stats.accepted > 0 for _, batch in visits[1:])
     assert texts(roll(epochs, None))[1] != texts(visits)[1]  # control: the law matters
@@ -353,7 +359,7 @@ def test_lenient_over_visits_uses_what_it_stored(epochs):
     config = config_of(acceptance="lenient", lenience=1e9)
     visits = roll(epochs, None, config=config)
     assert texts(visits) == [texts(visits)[0]] * 4, "at huge lenience the first text is reused for ever"
-    for (_, before), (_, now) in zip(visits, visits[1:], strict=False):
+    for (_, before), (_, now) in pairwise(visits):
         assert all(all(c.reused) for c in now.completions)
         for a, b in zip(before.completions, now.completions, strict=True):
             assert b.behaviour_logprobs == pytest.approx(a.logprobs, abs=1e-6), "the policy that verified the text last"

@@ -25,7 +25,7 @@ lora.rank lora.alpha lora.targets
 rollout.engine rollout.acceptance rollout.replay rollout.lenience rollout.group_size rollout.temperature rollout.top_p
 rollout.top_k rollout.max_new_tokens rollout.rows_per_batch rollout.tokens_per_pass rollout.logits_mb
 rollout.tie_margin rollout.measure_every
-rollout.cache.max_mb rollout.cache.clear rollout.cache.on_write_error
+rollout.cache.max_mb rollout.cache.start_from rollout.cache.clear rollout.cache.on_write_error
 rollout.budget.window rollout.budget.rematch
 trainer.algorithm trainer.learning_rate trainer.lr_schedule trainer.warmup_steps trainer.epochs trainer.max_steps
 trainer.prompts_per_step trainer.rows_per_pass trainer.updates_per_rollout trainer.clip trainer.clip_high trainer.beta

@@ -185,13 +185,13 @@ def test_unfinished_run_without_control_steps_or_config(tmp_path):
 
 
 def test_mismatches_lost_rewards_and_torn_lines_are_said(tmp_path):
-    run = make_run(tmp_path / "a", [*STEPS[:3], STEPS[3] | {"spec/control_mismatches": 2, "reward/timeouts": 1}])
+    run = make_run(tmp_path / "a", [*STEPS[:3], STEPS[3] | {"spec/control_mismatches": 2, "reward/failed": 1}])
     with (tmp_path / "a" / "metrics.jsonl").open("a") as file:
         file.write('{"step": 5, "rew')
     assert write_report(run, plots=False).summary["notes"] == [
         "1 unreadable line(s) of metrics.jsonl were left out.",
         "2 row(s) differed from plain decoding on control steps; they were not exact.",
-        "1 reward(s) failed or timed out.",
+        "1 response(s) got no reward and were left out of their groups.",
     ]
 
 

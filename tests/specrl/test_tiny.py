@@ -75,7 +75,7 @@ def test_lengths_have_a_long_tail(tiny):
 
 
 def test_sampled_accuracy_leaves_room_to_learn(tiny):
-    result = measure(*tiny, arithmetic("test", 64, seed=5))
+    result = measure(*tiny, arithmetic("test", 48, seed=5))
     assert 0.25 <= result.accuracy <= 0.65
     assert result.certainty >= 0.93
     assert result.finished >= 0.95
@@ -116,6 +116,7 @@ def test_arguments():
         (["out=a", "stesp=5"], "unknown key 'stesp'.*Did you mean 'steps'"),
         (["out=a", "steps=many"], "steps wants int, got 'many'"),
         (["out=a", "steps"], "'steps' is not of the form key=value"),
+        (["out=a", "steps=0"], "steps must be 1 or more, got 0"),
         (["steps=5"], "`out` is missing"),
     ],
 )

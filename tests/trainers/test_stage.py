@@ -53,7 +53,7 @@ def batch_of(texts=TEXTS, **settings) -> RolloutBatch:
 
 
 def stage_of(score=None, strict=True, fresh_texts=(), plain_texts=TEXTS, cache=None, **config):
-    rollout = FakeRollout(RolloutConfig(**{"measure_every": 3, **config}), list(fresh_texts), plain_texts, cache=cache)
+    rollout = FakeRollout(RolloutConfig(**{"measure_every": 1, **config}), list(fresh_texts), plain_texts, cache=cache)
     return RolloutStage(rollout, score or (lambda rows, texts: [0.0] * len(rows)), strict=strict), rollout
 
 
@@ -90,7 +90,7 @@ def test_speedup_is_plain_time_over_the_whole_stage():
 
 
 def test_saved_seconds_are_estimated_from_the_last_control_step():
-    stage, _ = stage_of()
+    stage, _ = stage_of(measure_every=2)
     assert "spec/saved_s_est" not in finish(stage, step=0), "nothing was measured yet"
     assert finish(stage, step=2)["spec/saved_s_est"] == pytest.approx(6.0 - 2.0)
     twice = batch_of([t * 2 for t in TEXTS], total_s=3.5)
@@ -141,7 +141,8 @@ def test_no_reuse_gap_without_replayed_rows():
     stage, rollout = stage_of(replay=0.5)
     assert "spec/reuse_gap" not in finish(stage, batch_of())
     assert "spec/reuse_gap" not in finish(stage, batch_of(replayed=[True] * 4), rewards=[None] * 4)
-    assert "spec/reuse_gap" not in finish(stage, batch_of(replayed=[True] * 4), step=3), "not due"
+    waiting, _ = stage_of(replay=0.5, measure_every=2)
+    assert "spec/reuse_gap" not in finish(waiting, batch_of(replayed=[True] * 4)), "not due"
     stage, _ = stage_of(replay=0.0)
     assert "spec/reuse_gap" not in finish(stage, batch_of(replayed=[True] * 4))
     assert {c[0] for c in rollout.calls} == {"plain"}
@@ -198,10 +199,18 @@ def test_rollout_metrics_by_hand():
         completion([16, 17, 18, 19], [True, False, False, True], passes=4),
     ]
     stats = EngineStats(
-        prefill_s=0.1, verify_s=0.2, decode_s=0.3, draft_s=0.05, passes=4, forward_tokens=25, drafted=8, accepted=6, ties=2
+        prefill_s=0.1,
+        verify_s=0.2,
+        decode_s=0.3,
+        draft_s=0.05,
+        passes=4,
+        forward_tokens=25,
+        drafted=8,
+        accepted=6,
+        ties=2,
     )
     batch = RolloutBatch(
-        done, [0, 1, 0, 1], [1, 2, 3, 4], [12, None, 4, 2], [False] * 4, stats, lookup_s=0.01, store_s=0.02, total_s=2.5
+        done, [0, 1, 0, 1], [1, 2, 3, 4], [12, None, 4, 2], [False] * 4, [True, False, False, False], stats, 0.01, 0.02, 2.5
     )
     assert rollout_metrics(batch) == pytest.approx(
         {

@@ -1,0 +1,226 @@
+"""What a user can get wrong: one `error:` line, a documented exit code, no traceback, and nothing lost."""
+
+import json
+import re
+import shutil
+
+import pytest
+import torch
+
+import specrl.train
+import tests.runs
+from specrl import config as cli
+from specrl.config import RUN_ERROR, USAGE_ERROR
+from tests.runs import build_policy, policy, run, words
+
+SHORT = {"trainer__max_steps": 1}
+
+
+@pytest.fixture
+def refuse(capsys):
+    """refuse(words) -> the one error line and the exit code of a run that must not start or go on."""
+
+    def attempt(argv: list[str]) -> tuple[str, int]:
+        torch.set_num_threads(1)
+        capsys.readouterr()
+        code = cli.run(specrl.train.main, argv)
+        lines = [line for line in capsys.readouterr().err.splitlines() if line.strip()]
+        errors = [line for line in lines if line.startswith("error: ")]
+        assert len(errors) == 1, lines
+        assert not any("Traceback" in line for line in lines)
+        return errors[0], code
+
+    return attempt
+
+
+def rows(path, count, text="What is {n} + {n}?"):
+    path.write_text("\n".join(json.dumps({"question": text.format(n=n), "answer": str(2 * n)}) for n in range(count)))
+    return path
+
+
+CASES = [
+    ({"rollout__replya": 1}, USAGE_ERROR, r"Unknown option 'rollout\.replya'\. Did you mean 'rollout\.replay'\?"),
+    ({"rollout__group_size": "many"}, USAGE_ERROR, r"rollout\.group_size=many: expected a whole number"),
+    ({"rollout__acceptance": "exac"}, USAGE_ERROR, r"expected one of exact, lenient, off\. Did you mean 'exact'\?"),
+    ({"rollout__replay": 2}, USAGE_ERROR, r"rollout\.replay=2.* must be from 0 to 1"),
+    ({"data": "{d}/trian.jsonl"}, USAGE_ERROR, r"No file or directory .*trian\.jsonl\. Did you mean .*train\.jsonl\?"),
+    ({"data": "{d}/empty.jsonl"}, USAGE_ERROR, r"empty\.jsonl has no rows"),
+    ({"data": "{d}/few.jsonl", "dataset__train_size": 0}, USAGE_ERROR, r"prompts_per_step=4 .* has 3 training prompts"),
+    ({"dataset__train_size": 3}, USAGE_ERROR, r"train_size=3 is below trainer\.prompts_per_step=4"),
+    ({"data": "{d}/long.jsonl"}, USAGE_ERROR, r"12 of 12 prompts have more than 228 tokens \(the model's context"),
+    ({"dataset__max_prompt_tokens": 5}, USAGE_ERROR, r"more than 5 tokens .*Set dataset\.max_prompt_tokens=\d+"),
+    ({"rollout__max_new_tokens": 256}, USAGE_ERROR, r"Lower rollout\.max_new_tokens"),
+    (
+        {"model": "{d}/no/such/model"},
+        USAGE_ERROR,
+        r"model=.*no/such/model cannot be loaded: there is no such directory",
+    ),
+    ({"model": "{d}"}, USAGE_ERROR, r"model=.* cannot be loaded"),
+    ({"model": "{d}/torn"}, USAGE_ERROR, r"model=.*torn cannot be loaded"),
+    (
+        {"model": "{d}/small"},
+        USAGE_ERROR,
+        r"tokenizer=.* has \d+ tokens but model=.* knows 20: .*Leave `tokenizer` empty",
+    ),
+    (
+        {"tokenizer": "{d}/no/tokenizer"},
+        USAGE_ERROR,
+        r"tokenizer=.*no/tokenizer cannot be loaded: there is no such dir.*Leave",
+    ),
+    ({"device": "tpu9"}, USAGE_ERROR, r"device=tpu9 is not known\. Use auto, cpu"),
+    ({"output_dir": "{d}/train.jsonl"}, USAGE_ERROR, r"output_dir=.*train\.jsonl.* cannot be written: Not a directory"),
+    ({"output_dir": "/proc/nowhere"}, USAGE_ERROR, r"output_dir=/proc/nowhere.* cannot be written"),
+    ({"rollout__cache__start_from": "{d}/nowhere"}, USAGE_ERROR, r"cache .*nowhere does not exist\. Check rollout\."),
+    ({"reward__functions": "[tests.nothing:here]"}, RUN_ERROR, r"module 'tests\.nothing' cannot be imported"),
+    ({"reward__functions": "[tests.runs:digit]"}, RUN_ERROR, r"no attribute 'digit'; did you mean 'digits'\?"),
+    (
+        {"trainer__updates_per_rollout": 2, "trainer__save_every": 3, "trainer__max_steps": 4},
+        USAGE_ERROR,
+        r"save_every=3 .* Try .*save_every=4",
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def things(tmp_path_factory):
+    """A folder with data files and policies, good and bad."""
+    folder = tmp_path_factory.mktemp("things")
+    rows(folder / "train.jsonl", 12)
+    rows(folder / "few.jsonl", 3)
+    rows(folder / "long.jsonl", 12, text="1 + " * 200 + "{n}")
+    (folder / "empty.jsonl").touch()
+    shutil.copytree(policy(), folder / "torn")
+    weights = folder / "torn" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    build_policy(folder / "small", vocab_size=20)
+    return folder
+
+
+@pytest.mark.parametrize(("options", "code", "message"), CASES)
+def test_bad_input_is_one_line(tmp_path, things, refuse, options, code, message):
+    options = {key: value.format(d=things) if isinstance(value, str) else value for key, value in options.items()}
+    text, got = refuse(words(tmp_path, **(SHORT | options)))
+    assert got == code
+    assert re.search(message, text), text
+    assert not (tmp_path / "run" / "config.yaml").exists(), "the name stays free"
+
+
+def test_a_mistake_does_not_use_up_the_name(tmp_path, refuse):
+    refuse(words(tmp_path, **SHORT, reward__functions="[tests.nothing:here]"))
+    assert len(run(tmp_path, **SHORT).steps) == 1
+
+
+def snapshot(folder) -> dict:
+    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_used_name_is_refused_and_its_files_stay(tmp_path, refuse):
+    run(tmp_path, trainer__max_steps=2)
+    before = snapshot(tmp_path)
+    text, code = refuse(words(tmp_path, trainer__max_steps=2))
+    assert code == USAGE_ERROR
+    assert "holds a run already. Give another name=..., go on with resume=auto" in text
+    text, code = refuse(words(tmp_path, trainer__max_steps=4, resume="auto", trainer__learning_rate=0.5, seed=4))
+    assert code == USAGE_ERROR
+    assert "resume=auto would go on with other settings" in text
+    assert "seed: 0 -> 4; trainer.learning_rate: 0.001 -> 0.5" in text
+    assert snapshot(tmp_path) == before
+
+
+def test_a_checkpoint_without_its_cache(tmp_path, refuse):
+    whole = run(tmp_path, name="whole")
+    first = run(tmp_path, trainer__max_steps=4)
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "checkpoint-4" / "trajectories")
+    text, code = refuse(words(tmp_path, resume="auto"))
+    assert code == USAGE_ERROR
+    assert "Resume without it by rollout.cache.clear=true." in text
+    rest = run(tmp_path, resume="auto", rollout__cache__clear="true")
+    assert [s.tokens for s in (first + rest).steps] == [s.tokens for s in whole.steps]
+
+
+def test_a_damaged_cache_in_a_checkpoint_costs_only_its_drafts(tmp_path):
+    whole = run(tmp_path, name="whole")
+    first = run(tmp_path, trainer__max_steps=4)
+    path = tmp_path / "run" / "checkpoints" / "checkpoint-4" / "trajectories" / "trajectories.parquet"
+    path.write_bytes(path.read_bytes()[:200])
+    rest = run(tmp_path, resume="auto")
+    assert [s.tokens for s in (first + rest).steps] == [s.tokens for s in whole.steps]
+    assert rest.steps[0].metrics["cache/quarantined"] == 1
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("finished")
+    return folder, run(folder, trainer__epochs=1)
+
+
+def test_the_cache_of_an_earlier_run(finished, tmp_path):
+    """It gives drafts from the first step on, and gives way to the new run's own text."""
+    folder, earlier = finished
+    plain = run(tmp_path, name="plain", seed=7, rollout__acceptance="off", dataset__train_size=12)
+    record = run(tmp_path, seed=7, rollout__cache__start_from=folder / "run" / "trajectories")
+    assert [s.tokens for s in record.steps] == [s.tokens for s in plain.steps]
+    same = run(tmp_path, name="same", rollout__cache__start_from=folder / "run" / "trajectories", rollout__replay=1)
+    assert all(step.metrics["spec/hit_rate"] == 1 for step in same.steps)
+    assert same.steps[0].tokens == earlier.steps[0].tokens, "the same policy with the same noise"
+    assert same.steps[0].metrics["spec/draft_acceptance_rate"] == 1
+    cache = same.trainer.stage.rollout.cache
+    for step in same.steps[-3:]:
+        for (example, slot), tokens in zip(step.rows, step.tokens, strict=True):
+            assert list(cache.get(example, slot).tokens) == tokens, "the newer text is kept, whatever the old counters"
+    assert all(step.metrics["spec/draft_age"] >= 0 for step in same.steps)
+
+
+def test_the_cache_of_another_tokenizer_is_refused(finished, tmp_path, refuse):
+    other = build_policy(tmp_path / "other")
+    data = json.loads((other / "tokenizer.json").read_text())
+    vocabulary = data["model"]["vocab"]
+    vocabulary["Tom"], vocabulary["Ben"] = vocabulary["Ben"], vocabulary["Tom"]
+    (other / "tokenizer.json").write_text(json.dumps(data))
+    source = finished[0] / "run" / "trajectories"
+    before = snapshot(source)
+    text, code = refuse(words(tmp_path, **SHORT, model=other, rollout__cache__start_from=source))
+    assert code == RUN_ERROR
+    assert "was written with other settings: tokenizer was" in text
+    assert snapshot(source) == before
+
+
+def test_the_cache_of_another_model(finished, tmp_path, refuse):
+    """Its texts are as good drafts as any, but the log-probs that the lenient rule compares are another law's."""
+    other, source = build_policy(tmp_path / "other", seed=5), finished[0] / "run" / "trajectories"
+    plain = run(tmp_path, name="plain", model=other, rollout__acceptance="off", **SHORT)
+    exact = run(tmp_path, name="exact", model=other, rollout__cache__start_from=source, **SHORT)
+    assert exact.steps[0].tokens == plain.steps[0].tokens
+    text, code = refuse(
+        words(tmp_path, **SHORT, model=other, rollout__cache__start_from=source, rollout__acceptance="lenient")
+    )
+    assert code == RUN_ERROR
+    assert "was written with other settings: model was" in text
+
+
+def test_another_data_set_is_refused(finished, tmp_path, things, refuse):
+    source = finished[0] / "run" / "trajectories"
+    data = things / "train.jsonl"
+    text, code = refuse(words(tmp_path, **SHORT, data=data, rollout__cache__start_from=source))
+    assert (code, "data was 'arithmetic' there" in text) == (RUN_ERROR, True)
+
+
+def test_a_reward_that_breaks_stops_the_run_and_keeps_what_is_done(tmp_path, capsys, monkeypatch):
+    calls, digits = iter(range(10**6)), tests.runs.digits
+
+    def breaking(prompt, completion, answer):
+        return digits(prompt, completion, answer) if next(calls) < 48 else 1 / 0
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tests.runs, "digits", breaking)
+        code = cli.run(specrl.train.main, words(tmp_path, trainer__save_every=1))
+    first, *traceback = capsys.readouterr().err.splitlines()
+    assert code == RUN_ERROR
+    assert first.startswith("error: reward 'digits' gave no score for 16 of the last 32 rows (16 error)")
+    assert traceback[-1] == "error: ZeroDivisionError: division by zero", "the user's own traceback explains it"
+    assert sorted(p.name for p in (tmp_path / "run" / "checkpoints").glob("checkpoint-*")) == [
+        "checkpoint-2",
+        "checkpoint-3",
+    ]
+    rest = run(tmp_path, trainer__save_every=1, resume="auto")
+    assert [step.step for step in rest.steps] == [3, 4, 5, 6, 7, 8]

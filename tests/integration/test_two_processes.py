@@ -1,0 +1,138 @@
+"""One run on two CPU processes: one cache in both, and the same training as without speculation."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from tests.runs import ROOT, policy, words
+
+pytestmark = pytest.mark.slow
+OPTIONS = {"rollout__replay": 0.5, "trainer__save_every": 4, "trainer__eval_prompts": 4}
+
+# What each process runs: `specrl.train`, with everything it rolls out and holds at the end written to FOLDER/rankN.json.
+PROGRAM = """
+import json, os, sys
+from pathlib import Path
+import tests.runs as runs
+import specrl.train
+from specrl import config
+
+torch_rank, folder = os.environ["RANK"], Path(sys.argv[1])
+record = runs.Recording()
+build = specrl.train.build_trainer
+
+def listened(*args):
+    record.trainer = build(*args)
+    runs._listen(record.trainer, record)
+    return record.trainer
+
+specrl.train.build_trainer = listened
+runs.torch.set_num_threads(1)
+code = config.run(specrl.train.main, sys.argv[2:])
+cache = record.trainer.stage.rollout.cache
+held = cache and cache.export([(e, s) for e, slots in cache._examples.items() for s in slots])
+steps = [
+    {**{name: getattr(step, name) for name in ("step", "rows", "tokens", "rewards", "metrics")}, "reuse": step.reuse}
+    for step in record.steps
+]
+total = {name: tensor.double().sum().item() for name, tensor in record.weights.items()}
+entries = [[e, s, t.tokens, t.key, t.reward, t.step] for e, s, t in held] if held else []
+report = {"steps": steps, "cache": entries, "weights": total, "losses": record.losses}
+(folder / f"rank{torch_rank}.json").write_text(json.dumps(report))
+raise SystemExit(code)
+"""
+
+
+def launch(folder, **options) -> list[dict]:
+    """Runs the program in two processes, as torchrun and accelerate start them, and returns what each reports."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    argv = [sys.executable, "-c", PROGRAM, str(folder), *words(folder, model=policy(), **OPTIONS, **options)]
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+    shared |= {"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+    processes = [
+        subprocess.Popen(
+            argv,
+            cwd=ROOT,
+            env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in (0, 1)
+    ]
+    outputs = [process.communicate(timeout=240)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], "\n".join(outputs)[-6000:]
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in (0, 1)]
+
+
+@pytest.fixture(scope="module")
+def exact(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("exact")
+    return folder, launch(folder)
+
+
+def test_both_processes_took_part(exact):
+    first, second = exact[1]
+    assert len(first["steps"]) == len(second["steps"]) == 9
+    for a, b in zip(first["steps"], second["steps"], strict=True):
+        rows = [tuple(row) for row in a["rows"] + b["rows"]]
+        assert len(rows) == len(set(rows)) == 16, "each row of the step in one of the processes"
+    owners = [
+        {row[0]: rank for rank in (0, 1) for s in exact[1][rank]["steps"][e : e + 3] for row in s["rows"]}
+        for e in (0, 3)
+    ]
+    assert any(owners[0][example] != owners[1][example] for example in owners[0]), "examples move between processes"
+
+
+def test_both_hold_the_same_cache_and_all_of_it(exact):
+    first, second = exact[1]
+    assert first["cache"] == second["cache"]
+    assert len(first["cache"]) == 12 * 4
+    assert {entry[5] for entry in first["cache"]} == {6, 7, 8}
+
+
+def test_reuse_crosses_processes(exact):
+    for report in exact[1]:
+        assert [step["metrics"]["spec/hit_rate"] for step in report["steps"]] == [0] * 3 + [1] * 6
+        assert all(step["reuse"] > 0.1 for step in report["steps"][3:])
+
+
+def test_both_end_with_the_same_weights(exact):
+    assert exact[1][0]["weights"] == exact[1][1]["weights"]
+
+
+def test_it_is_the_run_without_speculation(exact, tmp_path):
+    plain = launch(tmp_path, rollout__acceptance="off")
+    for a, b in zip(exact[1], plain, strict=True):
+        for x, y in zip(a["steps"], b["steps"], strict=True):
+            assert (x["rows"], x["tokens"], x["rewards"]) == (y["rows"], y["tokens"], y["rewards"])
+        assert a["losses"] == b["losses"]
+        assert a["weights"] == b["weights"]
+
+
+def test_one_process_writes_the_run(exact):
+    run = exact[0] / "run"
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "loss" in line] == list(range(1, 10))
+    assert [line["step"] for line in lines if "eval/reward" in line] == [0, 9], "evaluated once, not once a process"
+    assert not any(line["cache/write_errors"] for line in lines if "loss" in line)
+    names = {path.name for path in run.iterdir()}
+    assert {"config.yaml", "metrics.jsonl", "model", "trajectories", "checkpoints", "report.md"} <= names
+    assert sorted(p.name for p in (run / "checkpoints").glob("checkpoint-*")) == ["checkpoint-8", "checkpoint-9"]
+
+
+def test_a_resumed_run_is_the_uninterrupted_run(exact, tmp_path):
+    first = launch(tmp_path, trainer__max_steps=4)
+    rest = launch(tmp_path, resume="auto")
+    for whole, a, b in zip(exact[1], first, rest, strict=True):
+        steps = a["steps"] + b["steps"]
+        assert [step["rows"] for step in steps] == [step["rows"] for step in whole["steps"]]
+        assert [step["tokens"] for step in steps] == [step["tokens"] for step in whole["steps"]]
+        assert a["losses"] + b["losses"] == whole["losses"]
+        assert b["weights"] == whole["weights"]

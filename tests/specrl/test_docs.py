@@ -1,0 +1,165 @@
+"""The documentation against the code: keys, options, links and paths that exist, examples that run."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from specrl import options
+from specrl.config import Config
+from tests import runs
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+OURS = ("spec/", "timing_s/", "cache/", "reward/")
+MACHINE_PATH = re.compile(r"(?<![\w.])/(?:home|root|tmp|work|Users|mnt|data)/\w")
+
+
+def read(page):
+    return page.read_text(encoding="utf-8")
+
+
+def documented(text):
+    """The keys in the first column of the tables; NAME stands for any reward."""
+    cells = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `")]
+    return {key for cell in cells for key in re.findall(r"`([^`]+)`", cell)}
+
+
+def undocumented(written, known):
+    """Written keys that no documented key, NAME filled in, stands for."""
+    patterns = [re.compile(re.escape(key).replace("NAME", r"[^/]+")) for key in known]
+    return sorted(key for key in written if not any(pattern.fullmatch(key) for pattern in patterns))
+
+
+def unwritten(known, code):
+    """Documented keys of our own that no string of the code names."""
+    return sorted(key for key in known if key.startswith(OURS) and f'"{key}"' not in code)
+
+
+def broken_links(page, text):
+    """Relative links to files that are not there."""
+    found = re.findall(r"\]\(([^)\s]+)\)", text)
+    local = [link.partition("#")[0] for link in found if not link.startswith(("http://", "https://", "#"))]
+    return [link for link in local if not (page.parent / link).exists()]
+
+
+def missing_files(text):
+    """Source files named in the text that are not there."""
+    return [name for name in re.findall(r"`((?:[a-z_]+/)+[a-z_]+\.py)`", text) if not (ROOT / name).is_file()]
+
+
+def unknown_options(text):
+    """Options that code spans outside code blocks name, and that do not exist."""
+    known = {*options.options(Config), *options.sections(Config)}
+    spans = re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL))
+    words = [word.partition("=")[0].removesuffix(".*") for span in spans for word in span.split()]
+    named = [word for word in words if re.fullmatch(r"(rollout|trainer|reward|report|dataset|lora)\.[a-z_.]+", word)]
+    return [name for name in named if name not in known]
+
+
+def blocks(text):
+    """The Python code blocks of a page, each with the line it starts after."""
+    found = re.finditer(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    return [(text.count("\n", 0, match.start(1)), match[1]) for match in found]
+
+
+def sources():
+    packages = ("specrl", "trainers", "rollout", "reward")
+    return "\n".join(read(file) for package in packages for file in (ROOT / package).rglob("*.py"))
+
+
+METRICS = read(ROOT / "docs" / "metrics.md")
+
+
+# --- metrics
+
+
+def test_every_documented_key_of_ours_exists_in_the_code():
+    assert len([key for key in documented(METRICS) if key.startswith(OURS)]) > 30
+    assert unwritten(documented(METRICS), sources()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"rollout__replay": 0.5, "rollout__measure_every": 2, "trainer__eval_prompts": 4, "trainer__beta": 0.01},
+        {"rollout__acceptance": "lenient", "trainer__epochs": 2, "trainer__updates_per_rollout": 2},
+    ],
+    ids=["exact", "lenient"],
+)
+def test_every_key_a_run_writes_is_documented(settings, tmp_path):
+    runs.run(tmp_path, **settings)
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    written = {key for line in lines for key in json.loads(line)}
+    assert len(written) > 40
+    assert undocumented(written, documented(METRICS)) == []
+
+
+def test_planted_faults_in_keys_are_found():
+    known = documented(
+        "| key | formula |\n|---|---|\n| `spec/a`, `spec/b` | of `spec/c` |\n| `rewards/NAME/mean` | x |"
+    )
+    assert known == {"spec/a", "spec/b", "rewards/NAME/mean"}
+    assert undocumented({"spec/a", "spec/c", "rewards/math/mean", "rewards/mean"}, known) == ["rewards/mean", "spec/c"]
+    assert unwritten(known, 'metrics["spec/a"] = f"{spec/b}"') == ["spec/b"]
+
+
+# --- pages
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_pages_name_what_exists(page):
+    text = read(page)
+    assert broken_links(page, text) == []
+    assert missing_files(text) == []
+    assert unknown_options(text) == []
+    assert MACHINE_PATH.findall(text) == []
+
+
+def test_planted_faults_in_pages_are_found():
+    page = ROOT / "docs" / "README.md"
+    assert broken_links(page, "[a](guarantees.md#x) [b](nowhere.md) [c](https://x.y/z.md)") == ["nowhere.md"]
+    assert missing_files("`rollout/noise.py` `rollout/nose.py`") == ["rollout/nose.py"]
+    assert unknown_options("`rollout.replay=0.5 rollout.reply=1` or `rollout.cache.*`") == ["rollout.reply"]
+    assert MACHINE_PATH.search("cd /home/me/x")
+    assert not MACHINE_PATH.search("https://host/data/x and outputs/tmp/x")
+
+
+def test_every_page_is_in_the_index():
+    index = read(ROOT / "docs" / "README.md")
+    assert [page.name for page in PAGES if page.parent.name == "docs" and f"({page.name})" not in index] == [
+        "README.md"
+    ]
+    assert len(index.splitlines()) <= 20
+
+
+def test_lengths():
+    assert len(read(ROOT / "README.md").splitlines()) < 150
+    assert len(read(ROOT / "docs" / "guarantees.md").splitlines()) <= 150
+
+
+def test_the_tests_that_hold_the_guarantees_exist():
+    table = read(ROOT / "docs" / "guarantees.md").partition("## How each promise is tested")[2]
+    folder = ""
+    names = []
+    for name in re.findall(r"`((?:tests/\w+/)?test_\w+\.py)`", table):
+        folder = str(Path(name).parent) if "/" in name else folder
+        names.append(name if "/" in name else f"{folder}/{name}")
+    assert len(names) >= 9
+    assert [name for name in names if not (ROOT / name).is_file()] == []
+
+
+@pytest.mark.slow
+def test_the_examples_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    code = blocks(read(ROOT / "docs" / "extending.md"))
+    assert len(code) >= 6
+    names = {"__name__": "example"}
+    for line, block in code:
+        if named := re.match(r"# (\w+\.py)\n", block):
+            (tmp_path / named[1]).write_text(block)
+        exec(compile("\n" * line + block, str(ROOT / "docs" / "extending.md"), "exec"), names)
+    assert names["naive"].tokens == names["plain"].tokens

@@ -1,0 +1,396 @@
+"""The seam to TRL: configuration, sampler, rows and slots, log-probs, advantages, and what must not pass it."""
+
+from dataclasses import replace
+from math import isfinite
+from pathlib import Path
+from statistics import mean, stdev
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import trainers.grpo as grpo
+from reward.base import RewardSet
+from reward.config import RewardConfig
+from rollout.config import RolloutConfig
+from rollout.types import Completion, RolloutBatch, RolloutError
+from specrl.config import load
+from specrl.data import load_examples
+from specrl.evaluate import evaluate
+from tests.runs import differences, run, words
+from trainers.config import TrainerConfig
+from trainers.grpo import EpochRepeatSampler, GRPOTrainerWithReuse, check_trl, grpo_config
+
+DIFFERENCE = "sampling/sampling_logp_difference/max"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("grpo")
+
+
+def logs(record) -> list[dict]:
+    return [log for log in record.trainer.state.log_history if "loss" in log]
+
+
+def tap(outputs: list):
+    """Collects what the loss will see of each rollout, before TRL shuffles the rows."""
+
+    def prepare(trainer):
+        with_behaviour = trainer._with_behaviour
+
+        def tapped(out):
+            out = with_behaviour(out)
+            outputs.append(dict(out))
+            return out
+
+        trainer._with_behaviour = tapped
+
+    return prepare
+
+
+# TRL ------------------------------------------------------------------------------------------------------------------
+
+
+def test_the_installed_trl_has_what_is_needed():
+    check_trl()
+
+
+@pytest.mark.parametrize("name", ["_generate_and_score_completions", "_compute_loss"])
+def test_a_trl_without_a_needed_name_is_refused(monkeypatch, name):
+    monkeypatch.delattr(grpo.GRPOTrainer, name)
+    with pytest.raises(RolloutError, match=rf"trl [\d.]+ has no GRPOTrainer\.{name}.*Install trl==1\.16") as caught:
+        check_trl()
+    assert "\n" not in str(caught.value)
+
+
+def configure(trainer=None, rollout=None, **more):
+    options = {"output_dir": Path("out"), "seed": 3, "cpu": True, "world": 1, "trackers": [], **more}
+    return grpo_config(
+        replace(TrainerConfig(), prompts_per_step=4, **trainer or {}),
+        replace(RolloutConfig(), group_size=4, **rollout or {}),
+        **options,
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, {"per_device_train_batch_size": 16, "gradient_accumulation_steps": 1, "steps_per_generation": 1}),
+        ({"trainer": {"rows_per_pass": 8}}, {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2}),
+        ({"trainer": {"rows_per_pass": 8}}, {"steps_per_generation": 2, "generation_batch_size": 16}),
+        ({"world": 2}, {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}),
+        ({"world": 2, "trainer": {"rows_per_pass": 2}}, {"per_device_train_batch_size": 2, "steps_per_generation": 4}),
+        ({"trainer": {"updates_per_rollout": 3}}, {"num_iterations": 3}),
+        ({"rollout": {"max_new_tokens": 77}}, {"num_generations": 4, "max_completion_length": 77}),
+        (
+            {"rollout": {"temperature": 0.7, "top_p": 0.9, "top_k": 5}},
+            {"temperature": 0.7, "top_p": 0.9, "top_k": 5},
+        ),
+        ({"trainer": {"learning_rate": 0.5, "weight_decay": 0.1}}, {"learning_rate": 0.5, "weight_decay": 0.1}),
+        ({"trainer": {"lr_schedule": "cosine", "warmup_steps": 7}}, {"lr_scheduler_type": "cosine", "warmup_steps": 7}),
+        ({"trainer": {"epochs": 5}}, {"num_train_epochs": 5, "max_steps": -1}),
+        ({"trainer": {"max_steps": 9}}, {"max_steps": 9}),
+        ({"trainer": {"clip": 0.1}}, {"epsilon": 0.1, "epsilon_high": 0.1}),
+        ({"trainer": {"clip": 0.1, "clip_high": 0.3}}, {"epsilon": 0.1, "epsilon_high": 0.3}),
+        ({"trainer": {"algorithm": "dapo"}}, {"epsilon": 0.2, "epsilon_high": 0.28, "loss_type": "dapo"}),
+        ({"trainer": {"algorithm": "dapo", "clip_high": 0.4}}, {"epsilon_high": 0.4}),
+        ({}, {"loss_type": "grpo", "beta": 0.0, "scale_rewards": "group"}),
+        ({"trainer": {"loss": "dr_grpo"}}, {"loss_type": "dr_grpo"}),
+        ({"trainer": {"beta": 0.04}}, {"beta": 0.04}),
+        ({"trainer": {"scale_rewards": "none"}}, {"scale_rewards": "none"}),
+        ({"trainer": {"mask_truncated": True}}, {"mask_truncated_completions": True}),
+        ({"trainer": {"max_grad_norm": 0.3}}, {"max_grad_norm": 0.3}),
+        ({"trainer": {"gradient_checkpointing": True}}, {"gradient_checkpointing": True, "bf16": False}),
+        ({"trainer": {"save_every": 6}}, {"save_strategy": "steps", "save_steps": 6, "save_total_limit": None}),
+        ({}, {"output_dir": "out", "seed": 3, "use_cpu": True, "report_to": [], "logging_steps": 1}),
+        ({"trackers": ["tensorboard"]}, {"report_to": ["tensorboard"]}),
+    ],
+)
+def test_options_become_trl_arguments(given, expected):
+    args = configure(**given)
+    assert {name: getattr(args, name) for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "numbers"),
+    [
+        ({"trainer": {"rows_per_pass": 5}}, "16 rows per step .* 1 processes of 5"),
+        ({"world": 3}, "16 rows per step .* 3 processes of 5"),
+        ({"world": 2, "trainer": {"rows_per_pass": 16}}, "2 processes of 16"),
+    ],
+)
+def test_a_step_that_cannot_be_split_is_refused(given, numbers):
+    with pytest.raises(RolloutError, match=numbers):
+        configure(**given)
+
+
+def order(sampler, epoch):
+    sampler.set_epoch(epoch)
+    return list(sampler)
+
+
+def test_the_order_depends_on_seed_and_epoch_only():
+    def make(seed=0):
+        return EpochRepeatSampler(list("abcdefg"), mini_repeat_count=2, batch_size=3, repeat_count=2, seed=seed)
+
+    running = make()
+    epochs = [order(running, epoch) for epoch in range(4)]
+    assert [order(make(), epoch) for epoch in range(4)] == epochs, "a resumed run sees what it would have seen"
+    assert len({tuple(epoch) for epoch in epochs}) == 4
+    assert order(make(seed=1), 0) != epochs[0]
+    for epoch in epochs:
+        assert len(epoch) == 2 * (2 * 3 * 2), "the incomplete last batch is left out"
+        assert epoch[:6] == epoch[6:12], "a batch is repeated as a whole"
+        assert epoch[0::2] == epoch[1::2], "a prompt's rows stand side by side"
+
+
+def test_rows_become_slots_across_processes():
+    seen = {}
+
+    def generate(rows, *, visit, step, slots):
+        seen.update(rows=rows, visit=visit, step=step, slots=slots)
+        done = Completion([1, 2], [-0.5, -0.5], [-0.5, -0.5], [False, False], "length", step, 2)
+        return RolloutBatch([done] * len(rows), slots, [0] * len(rows), [None] * len(rows), [False] * len(rows))
+
+    second = SimpleNamespace(
+        _inputs=[{"example_id": f"e{i // 4}"} for i in range(6, 12)],
+        _render=lambda row: [5, 6],
+        _version=7,
+        _visit=2,
+        accelerator=SimpleNamespace(process_index=1),
+        num_generations=4,
+        engine=SimpleNamespace(update_weights=lambda weights, version: seen.update(weights=weights, version=version)),
+        stage=SimpleNamespace(generate=generate),
+    )
+    out = GRPOTrainerWithReuse._rollout(second, ["p"] * 6, None)
+    assert seen["slots"] == [2, 3, 0, 1, 2, 3], "a group that straddles two processes has each slot once"
+    assert [row.example_id for row in seen["rows"]] == ["e1", "e1", "e2", "e2", "e2", "e2"]
+    assert (seen["weights"], seen["version"], seen["visit"], seen["step"]) == (None, 7, 2, 7)
+    assert out["prompt_ids"] == [[5, 6]] * 6
+    assert out["completion_ids"] == [[1, 2]] * 6
+    assert out["logprobs"] == [[-0.5, -0.5]] * 6
+
+
+GOOD = Completion([1, 2], [-0.5, -0.5], [-0.5, -0.5], [False, True], "stop", 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("completions", "message"),
+    [
+        ([GOOD], "returned 1 responses for 2 rows"),
+        ([GOOD, replace(GOOD, tokens=[], logprobs=[], behaviour_logprobs=[], reused=[])], "row 1: 0 tokens"),
+        ([replace(GOOD, logprobs=[-0.5]), GOOD], "row 0: 2 tokens, 1 log-probs"),
+        ([GOOD, replace(GOOD, behaviour_logprobs=[-0.5] * 3)], "malformed response for row 1"),
+        ([GOOD, replace(GOOD, reused=[])], "malformed response for row 1"),
+    ],
+)
+def test_malformed_engine_results_are_refused(completions, message):
+    n = len(completions)
+    grpo._check_batch(RolloutBatch([GOOD, GOOD], [0, 1], [0, 0], [None] * 2, [False] * 2), 2)
+    with pytest.raises(RolloutError, match=message):
+        grpo._check_batch(RolloutBatch(completions, list(range(n)), [0] * n, [None] * n, [False] * n), 2)
+
+
+# Log-probs ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "given"),
+    [
+        ({}, False),
+        ({"trainer__old_logprobs": "trainer"}, False),
+        ({"trainer__old_logprobs": "engine"}, True),
+        ({"rollout__acceptance": "lenient"}, True),
+    ],
+)
+def test_old_log_probs_come_from_the_engine_only_when_asked(tmp_path, options, given):
+    outputs = []
+    run(tmp_path, tap(outputs), trainer__max_steps=1, **options)
+    (out,) = outputs
+    assert ("old_per_token_logps" in out) == given
+    if given:
+        assert torch.equal(out["old_per_token_logps"], out["sampling_per_token_logps"])
+
+
+def watch_gaps(gaps: dict):
+    """Differences of trainer and engine log-probs, for reused and for new tokens."""
+
+    def prepare(trainer):
+        with_behaviour, compute_loss = trainer._with_behaviour, trainer._compute_loss
+
+        def marked(out):
+            out = with_behaviour(out)
+            out["reused"] = torch.zeros_like(out["completion_mask"])
+            for i, c in enumerate(trainer._batch.completions):
+                out["reused"][i, : len(c.tokens)] = torch.tensor(c.reused)
+            return out
+
+        def compared(model, inputs):
+            loss = compute_loss(model, inputs)
+            gap, mask = (trainer._logps - inputs["sampling_per_token_logps"]).abs(), inputs["completion_mask"].bool()
+            gaps["reused"] += gap[mask & inputs["reused"].bool()].tolist()
+            gaps["new"] += gap[mask & ~inputs["reused"].bool()].tolist()
+            return loss
+
+        trainer._with_behaviour, trainer._compute_loss = marked, compared
+
+    return prepare
+
+
+def test_reused_and_new_tokens_are_on_policy(tmp_path):
+    """D6: the log-probs that ride with a batch are the current policy's own, wherever a token came from."""
+    gaps = {"reused": [], "new": []}
+    record = run(tmp_path, watch_gaps(gaps), rollout__replay=0.5, rollout__temperature=0.8)
+    assert len(gaps["reused"]) > 300
+    assert len(gaps["new"]) > 300
+    assert max(gaps["reused"]) <= 1e-4
+    assert max(gaps["new"]) <= 1e-4
+    logged = [log[DIFFERENCE] for log in logs(record)]
+    assert len(logged) == 9
+    assert max(logged) == pytest.approx(max(gaps["reused"] + gaps["new"]))
+    assert all("sampling/importance_sampling_ratio/mean" not in log for log in logs(record))
+
+
+def test_wrong_log_probs_are_seen(tmp_path):
+    """The control of the test above: stale log-probs, planted in the second epoch, show in the metric."""
+
+    def plant(trainer):
+        generate = trainer.engine.generate
+
+        def wrong(requests):
+            completions, stats = generate(requests)
+            if trainer.state.global_step >= 3:
+                for c in completions:
+                    c.logprobs = [x - 0.25 * r for x, r in zip(c.logprobs, c.reused, strict=True)]
+            return completions, stats
+
+        trainer.engine.generate = wrong
+
+    record = run(tmp_path, plant, trainer__max_steps=4, rollout__replay=1)
+    assert [log[DIFFERENCE] > 0.2 for log in logs(record)] == [False] * 3 + [True]
+
+
+def test_lenient_weights_are_folded_into_the_advantages(tmp_path):
+    outputs = []
+    options = {"rollout__acceptance": "lenient", "rollout__lenience": 2.0, "trainer__correction_cap": 1.5}
+    record = run(tmp_path, tap(outputs), trainer__epochs=2, trainer__learning_rate=1e-2, **options)
+    assert all(out["advantages"].shape == out["completion_ids"].shape for out in outputs)
+    names = [f"sampling/importance_sampling_ratio/{kind}" for kind in ("min", "mean", "max")]
+    low, middle, high = ([log[name] for log in logs(record)] for name in names)
+    assert low[:3] == middle[:3] == high[:3] == [1.0] * 3, "the first epoch has no draft and is on-policy"
+    assert all(a < b < c for a, b, c in zip(low[3:], middle[3:], high[3:], strict=True))
+    assert max(high) == 1.5
+    fresh, later = outputs[0]["advantages"], outputs[-1]["advantages"]
+    assert (fresh == fresh[:, :1]).all()
+    assert not (later == later[:, :1]).all()
+    assert sum(step.reuse for step in record.steps) > 0
+
+
+def test_lenient_without_correction_trains_as_published(tmp_path):
+    outputs = []
+    run(tmp_path, tap(outputs), trainer__epochs=2, rollout__acceptance="lenient", trainer__correction="none")
+    assert all((out["advantages"] == out["advantages"][:, :1]).all() for out in outputs)
+
+
+def test_lenient_with_every_response_masked():
+    masked = SimpleNamespace(
+        stage=SimpleNamespace(rollout=SimpleNamespace(config=RolloutConfig(acceptance="lenient"))),
+        _options=TrainerConfig(),
+        _batch=RolloutBatch([GOOD], [0], [0], [None], [False]),
+        _metrics={"train": {}},
+    )
+    logp = torch.tensor([[-0.5, -0.5]])
+    out = {"sampling_per_token_logps": logp, "completion_mask": torch.zeros(1, 2), "advantages": torch.ones(1)}
+    out = GRPOTrainerWithReuse._with_behaviour(masked, out)
+    assert out["advantages"].tolist() == [[1.0, 1.0]]
+    assert masked._metrics == {"train": {}}
+
+
+# Rewards --------------------------------------------------------------------------------------------------------------
+
+
+def expected_advantages(rewards: list, group: int = 4) -> list[float]:
+    """(r - mean) / (std + 1e-4) over the scored responses of a group; zero for the others."""
+    found = []
+    for i in range(0, len(rewards), group):
+        scored = [r for r in rewards[i : i + group] if r is not None]
+        spread = stdev(scored) if len(scored) > 1 else 0.0
+        found += [0.0 if r is None else (r - mean(scored)) / (spread + 1e-4) for r in rewards[i : i + group]]
+    return found
+
+
+def test_failed_rewards_leave_their_group(tmp_path):
+    outputs = []
+    reward = {"reward__functions": "[tests.runs:some_digits]", "reward__max_failure_ratio": 1}
+    record = run(tmp_path, tap(outputs), trainer__max_steps=3, **reward)
+    for step, out, log in zip(record.steps, outputs, logs(record), strict=True):
+        failed = [i for i, r in enumerate(step.rewards) if r is None]
+        assert 0 < len(failed) < 16
+        assert log["reward/failed"] == len(failed)
+        assert all(out["advantages"][i] == 0 for i in failed)
+        assert out["advantages"].tolist() == pytest.approx(expected_advantages(step.rewards), abs=1e-3)
+        assert log["reward"] == pytest.approx(mean(r for r in step.rewards if r is not None))
+    as_zero = [expected_advantages([r or 0.0 for r in step.rewards]) for step in record.steps]
+    assert as_zero != [pytest.approx(out["advantages"].tolist(), abs=1e-3) for out in outputs], "never a zero"
+
+
+def test_a_group_without_any_reward_is_left_out(tmp_path):
+    outputs = []
+    reward = {"reward__functions": "[tests.runs:no_score_for_some_prompts]", "reward__max_failure_ratio": 1}
+    record = run(tmp_path, tap(outputs), trainer__max_steps=3, **reward)
+    groups = [step.rewards[i : i + 4] for step in record.steps for i in range(0, 16, 4)]
+    assert any(group == [None] * 4 for group in groups)
+    assert any(None not in group for group in groups)
+    for step, out in zip(record.steps, outputs, strict=True):
+        assert out["advantages"].tolist() == pytest.approx(expected_advantages(step.rewards), abs=1e-3)
+    assert all(isfinite(loss) for loss in record.losses)
+    assert all(torch.isfinite(tensor).all() for tensor in record.weights.values())
+
+
+# The cache ------------------------------------------------------------------------------------------------------------
+
+
+def stored(cache) -> list:
+    return cache.export([(e, s) for e, slots in cache._examples.items() for s in slots])
+
+
+def test_the_cache_keeps_responses_with_their_rewards(tmp_path):
+    reward = {"reward__functions": "[tests.runs:some_digits]", "reward__max_failure_ratio": 1}
+    record = run(tmp_path, trainer__max_steps=4, **reward)
+    cache, checked = record.trainer.stage.rollout.cache, set()
+    for step in reversed(record.steps):  # the newest first
+        for (example, slot), tokens, key, finish, reward in zip(
+            step.rows, step.tokens, step.keys, step.finish, step.rewards, strict=True
+        ):
+            if (example, slot) not in checked:
+                entry = cache.get(example, slot)
+                assert (list(entry.tokens), entry.key, entry.finish) == (tokens, key, finish)
+                assert (entry.reward, entry.step, entry.version) == (reward, step.step, step.step)
+                checked.add((example, slot))
+    assert len(checked) == len(cache) == 12 * 4
+    assert None in {trajectory.reward for *_, trajectory in stored(cache)}
+
+
+def test_evaluation_never_touches_the_cache(folder):
+    record = run(folder, name="evaluated", trainer__max_steps=4)
+    trainer, config = record.trainer, load(words(folder))
+    cache = trainer.stage.rollout.cache
+    before = stored(cache), list(cache._examples), cache.stats()
+    rewards = RewardSet.from_config(RewardConfig(functions=["tests.runs:digits"], isolate_user=False))
+    examples = load_examples(config.data, config.dataset, "train", config.seed)  # those the cache holds
+    metrics = evaluate(
+        trainer.engine, trainer.processing_class, examples, rewards, samples=4, max_new_tokens=28, seed=config.seed
+    )
+    assert metrics["eval/mean_length"] > 2
+    assert (stored(cache), list(cache._examples), cache.stats()) == before
+    again = evaluate(
+        trainer.engine, trainer.processing_class, examples, rewards, samples=4, max_new_tokens=28, seed=config.seed
+    )
+    assert again == metrics, "the same weights are evaluated with the same noise"
+
+
+def test_evaluation_changes_nothing_in_training(folder):
+    silent = run(folder, name="silent", trainer__max_steps=4)
+    watched = run(folder, name="watched", trainer__max_steps=4, trainer__eval_prompts=8, trainer__eval_every=1)
+    assert differences(silent, watched) == []
