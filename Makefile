@@ -18,7 +18,7 @@ $(STAMP): requirements/cpu.lock requirements/dev.lock pyproject.toml
 	@touch $(STAMP)
 
 train: setup
-	$(PY) -m specrl.train config=grpo_math $(ARGS)
+	$(PY) -m specrl.train config=grpo_math resume=auto $(ARGS)
 
 test: setup lint
 	$(PY) -m pytest $(ARGS)

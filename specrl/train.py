@@ -144,13 +144,14 @@ def build_trainer(
     from trainers.grpo import GRPOTrainerWithReuse, grpo_config
 
     prompts = {example.id: render(example, tokenizer) for example in train}
+    cpu = next(model.parameters()).device.type == "cpu"
     args = grpo_config(
         config.trainer,
         config.rollout,
         output_dir=run_dir / "checkpoints",
         seed=config.seed,
-        cpu=next(model.parameters()).device.type == "cpu",
-        world=PartialState().num_processes,
+        cpu=cpu,
+        world=PartialState(cpu=cpu).num_processes,
         trackers=config.report.trackers,
     )
     trainer = GRPOTrainerWithReuse(

@@ -13,7 +13,7 @@ from tests.runs import ROOT, policy, words
 pytestmark = pytest.mark.slow
 OPTIONS = {"rollout__replay": 0.5, "trainer__save_every": 4, "trainer__eval_prompts": 4}
 
-# What each process runs: `specrl.train`, with everything it rolls out and holds at the end written to FOLDER/rankN.json.
+# What each process runs: `specrl.train`; what it rolled out and holds at the end goes to FOLDER/rankN.json.
 PROGRAM = """
 import json, os, sys
 from pathlib import Path
@@ -21,7 +21,7 @@ import tests.runs as runs
 import specrl.train
 from specrl import config
 
-torch_rank, folder = os.environ["RANK"], Path(sys.argv[1])
+rank, folder = os.environ["RANK"], Path(sys.argv[1])
 record = runs.Recording()
 build = specrl.train.build_trainer
 
@@ -42,7 +42,7 @@ steps = [
 total = {name: tensor.double().sum().item() for name, tensor in record.weights.items()}
 entries = [[e, s, t.tokens, t.key, t.reward, t.step] for e, s, t in held] if held else []
 report = {"steps": steps, "cache": entries, "weights": total, "losses": record.losses}
-(folder / f"rank{torch_rank}.json").write_text(json.dumps(report))
+(folder / f"rank{rank}.json").write_text(json.dumps(report))
 raise SystemExit(code)
 """
 
@@ -54,7 +54,7 @@ def launch(folder, **options) -> list[dict]:
         port = free.getsockname()[1]
     argv = [sys.executable, "-c", PROGRAM, str(folder), *words(folder, model=policy(), **OPTIONS, **options)]
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
-    shared |= {"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+    shared |= {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
     processes = [
         subprocess.Popen(
             argv,

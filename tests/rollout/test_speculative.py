@@ -180,6 +180,21 @@ def test_plain_uses_the_keys_it_is_given_and_no_drafts():
     assert (batch.keys, batch.slots, batch.ages) == ([42, 43], [0, 1], [None, None])
 
 
+def test_unchanged_rows_are_those_whose_stored_text_came_again():
+    cache = cache_of()
+    rollout = fake(RolloutConfig(max_new_tokens=4, replay=1.0), cache)
+    rows = rows_of("a", "b", "c")
+    first = rollout.generate(rows, visit=0, step=0)
+    assert first.unchanged == [False] * 3, "nothing was stored"
+    texts_now = [tuple(c.tokens) for c in first.completions]
+    stored = [texts_now[0], texts_now[1][:3], (*texts_now[2][:3], 60)]  # the same, a prefix, another last token
+    for name, tokens in zip("abc", stored, strict=True):
+        cache.put(name, 0, Trajectory(tokens, key=0, finish="length", version=0, step=0))
+    assert rollout.generate(rows, visit=1, step=1).unchanged == [True, False, False]
+    other_slots = rollout.generate(rows, visit=1, step=1, slots=[1, 1, 1])
+    assert other_slots.unchanged == [False] * 3, "a sibling's text is not the slot's own"
+
+
 def test_an_empty_batch():
     assert fake(cache=cache_of()).generate([], visit=0, step=0).completions == []
 

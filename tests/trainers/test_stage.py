@@ -210,7 +210,16 @@ def test_rollout_metrics_by_hand():
         ties=2,
     )
     batch = RolloutBatch(
-        done, [0, 1, 0, 1], [1, 2, 3, 4], [12, None, 4, 2], [False] * 4, [True, False, False, False], stats, 0.01, 0.02, 2.5
+        done,
+        slots=[0, 1, 0, 1],
+        keys=[1, 2, 3, 4],
+        ages=[12, None, 4, 2],
+        replayed=[False] * 4,
+        unchanged=[True, False, True, False],
+        stats=stats,
+        lookup_s=0.01,
+        store_s=0.02,
+        total_s=2.5,
     )
     assert rollout_metrics(batch) == pytest.approx(
         {
@@ -223,7 +232,7 @@ def test_rollout_metrics_by_hand():
             "timing_s/decode": 0.3,
             "spec/hit_rate": 0.75,
             "spec/reused_ratio": 0.6,
-            "spec/full_reuse_ratio": 0.25,
+            "spec/full_reuse_ratio": 0.5,
             "spec/reused_tokens": 6,
             "spec/new_tokens": 4,
             "spec/passes_per_row": 2.0,
