@@ -12,7 +12,7 @@ State = Literal["start", "agreeing", "diverged"]
 _PRIOR = (9.0, 1.0)  # accepted and rejected draft tokens assumed before any were seen: optimistic, soon outweighed
 _FORGET_PASS = 0.98
 _FORGET_ROLLOUT = 0.5
-_PROBE_EVERY, _PROBE_TOKENS = 16, 4
+_PROBE_EVERY, _PROBE_TOKENS = 32, 2
 
 
 class Budget:

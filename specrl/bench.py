@@ -236,7 +236,7 @@ def show(console, options: BenchOptions, cases: Sequence[Case], baseline: dict[s
     table = Table(
         title=f"{options.rows} rows, {options.model}, {options.precision}: medians of {options.repeats} pairs"
     )
-    for column in ("case", "reused", "plain s", "specrl s", "speedup", "passes/row", "slowest row", "differing rows"):
+    for column in ("case", "reused", "plain s", "specrl s", "speedup", "passes", "slowest", "differ"):
         table.add_column(column, justify="left" if column == "case" else "right")
     for c in cases:
         table.add_row(
@@ -246,8 +246,8 @@ def show(console, options: BenchOptions, cases: Sequence[Case], baseline: dict[s
             f"{c.specrl_s:.3f}",
             f"{c.speedup:.2f}x",
             f"{c.passes_per_row:.1f}",
-            f"{c.passes_max} of {c.plain_passes}",
-            f"{c.differing_rows} of {c.rows}",
+            f"{c.passes_max}/{c.plain_passes}",
+            f"{c.differing_rows}",
         )
     console.print(table)
     if baseline:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -56,10 +56,19 @@ class LastRollout(NamedTuple):
 
 
 class EpochRepeatSampler(RepeatSampler):
-    """TRL's sampler, re-seeded per epoch: a resumed run sees the order it would have seen (TRL replays epoch 0's)."""
+    """TRL's sampler, re-seeded per epoch: a resumed run sees the order it would have seen (TRL replays epoch 0's).
 
-    def set_epoch(self, epoch: int) -> None:
-        self.generator.manual_seed((self.seed or 0) * 1_000_003 + epoch)
+    It asks for the epoch itself, as transformers 5.19 passes `set_epoch` to samplers in single-process runs only.
+    """
+
+    def __init__(self, *args: Any, epoch: Callable[[], int], **options: Any):
+        super().__init__(*args, **options)
+        self._epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        if self.shuffle:
+            self.generator.manual_seed((self.seed or 0) * 1_000_003 + self._epoch())
+        return super().__iter__()
 
 
 class GRPOTrainerWithReuse(GRPOTrainer):
@@ -128,6 +137,7 @@ class GRPOTrainerWithReuse(GRPOTrainer):
             repeat_count=self.num_iterations * self.args.steps_per_generation,
             shuffle=self.shuffle_dataset,
             seed=self.args.seed,
+            epoch=lambda: self._visit,
         )
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:

@@ -138,6 +138,7 @@ def test_a_checkpoint_without_its_cache(tmp_path, refuse):
     assert [s.tokens for s in (first + rest).steps] == [s.tokens for s in whole.steps]
 
 
+@pytest.mark.slow
 def test_a_damaged_cache_in_a_checkpoint_costs_only_its_drafts(tmp_path):
     whole = run(tmp_path, name="whole")
     first = run(tmp_path, trainer__max_steps=4)
@@ -154,6 +155,7 @@ def finished(tmp_path_factory):
     return folder, run(folder, trainer__epochs=1)
 
 
+@pytest.mark.slow
 def test_the_cache_of_an_earlier_run(finished, tmp_path):
     """It gives drafts from the first step on, and gives way to the new run's own text."""
     folder, earlier = finished

@@ -37,14 +37,14 @@ def pair(runs, **options) -> tuple[Recording, Recording]:
 # Speculation on and off ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("replay", [0, 0.5, 1])
+@pytest.mark.parametrize("replay", [0, 0.5, pytest.param(1, marks=slow)])
 def test_the_exact_run_is_the_plain_run(runs, replay):
     off, exact = pair(runs, rollout__replay=replay)
     assert differences(off, exact) == []
     assert len(exact.steps) == len(exact.losses) == 3 * PER_EPOCH
 
 
-@pytest.mark.parametrize("replay", [0, 0.5, 1])
+@pytest.mark.parametrize("replay", [0, 0.5, pytest.param(1, marks=slow)])
 def test_it_was_not_compared_vacuously(runs, replay):
     off, exact = pair(runs, rollout__replay=replay)
     later = exact.steps[PER_EPOCH:]
@@ -69,6 +69,7 @@ def test_it_was_not_compared_vacuously(runs, replay):
         assert changed > len(before) // 4, "weights and noise changed the text"
 
 
+@slow
 def test_replay_decides_which_keys_stay(runs):
     kept = {}
     for replay in (0, 0.5, 1):
@@ -94,7 +95,8 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("name", [*list(VARIANTS)[:2], *(pytest.param(n, marks=slow) for n in list(VARIANTS)[2:])])
+@slow
+@pytest.mark.parametrize("name", VARIANTS)
 def test_variants_are_identical_too(runs, name):
     off, exact = pair(runs, rollout__replay=0.5, trainer__epochs=2, **VARIANTS[name])
     assert differences(off, exact) == []
@@ -103,6 +105,7 @@ def test_variants_are_identical_too(runs, name):
     assert len(exact.losses) == 2 * PER_EPOCH * per_rollout
 
 
+@slow
 def test_variants_are_not_the_same_run(runs):
     """The comparison sees what an option does to the losses."""
     one, four = (
@@ -148,6 +151,7 @@ def test_a_resumed_run_is_the_uninterrupted_run(runs, tmp_path, at, replay):
     assert [s.reused for s in second.steps] == [s.reused for s in whole.steps[at:]], "the cache was resumed as well"
 
 
+@slow
 def test_losing_the_cache_changes_no_token(runs, tmp_path):
     whole = runs(rollout__acceptance="exact", rollout__replay=0.5)
     first, second = interrupted(tmp_path, 4, rollout__replay=0.5, then={"rollout__cache__clear": "true"})
@@ -189,6 +193,7 @@ def test_control_without_a_fault_nothing_differs(plain, tmp_path):
     assert not tokens_differ(plain, run(tmp_path, trainer__max_steps=5))
 
 
+@slow
 def test_control_noise_of_the_pass(tmp_path):
     """Noise drawn per pass, as an ordinary sampler does: how many tokens ride a pass then decides what is drawn."""
 
@@ -200,6 +205,7 @@ def test_control_noise_of_the_pass(tmp_path):
     assert tokens_differ(off, run(tmp_path, sabotage, name="exact", trainer__max_steps=5))
 
 
+@slow
 def test_control_position_off_by_one(plain, tmp_path):
     """Draft positions after the first draw their noise one position late."""
 
@@ -252,6 +258,7 @@ def test_control_stale_weights(plain, tmp_path):
     assert gaps[0] < 1e-4 < 1e-2 < gaps[-1], "and the log-prob check sees it too"
 
 
+@slow
 def test_control_keys_from_the_cache(plain, tmp_path, monkeypatch):
     """A row's key is remembered with its trajectory instead of derived."""
     request = SpeculativeRollout._request

@@ -13,7 +13,8 @@ from tests.runs import ROOT, policy, words
 pytestmark = pytest.mark.slow
 OPTIONS = {"rollout__replay": 0.5, "trainer__save_every": 4, "trainer__eval_prompts": 4}
 
-# What each process runs: `specrl.train`; what it rolled out and holds at the end goes to FOLDER/rankN.json.
+# What each process does: the runs NAME=COMMAND LINE of a JSON file, one after the other; it reports on each what it
+# rolled out and holds at the end.
 PROGRAM = """
 import json, os, sys
 from pathlib import Path
@@ -21,43 +22,56 @@ import tests.runs as runs
 import specrl.train
 from specrl import config
 
-rank, folder = os.environ["RANK"], Path(sys.argv[1])
-record = runs.Recording()
 build = specrl.train.build_trainer
-
-def listened(*args):
-    record.trainer = build(*args)
-    runs._listen(record.trainer, record)
-    return record.trainer
-
-specrl.train.build_trainer = listened
 runs.torch.set_num_threads(1)
-code = config.run(specrl.train.main, sys.argv[2:])
-cache = record.trainer.stage.rollout.cache
-held = cache and cache.export([(e, s) for e, slots in cache._examples.items() for s in slots])
-steps = [
-    {**{name: getattr(step, name) for name in ("step", "rows", "tokens", "rewards", "metrics")}, "reuse": step.reuse}
-    for step in record.steps
-]
-total = {name: tensor.double().sum().item() for name, tensor in record.weights.items()}
-entries = [[e, s, t.tokens, t.key, t.reward, t.step] for e, s, t in held] if held else []
-report = {"steps": steps, "cache": entries, "weights": total, "losses": record.losses}
-(folder / f"rank{rank}.json").write_text(json.dumps(report))
-raise SystemExit(code)
+
+def recorded(words):
+    record = runs.Recording()
+
+    def listened(*args):
+        record.trainer = build(*args)
+        runs._listen(record.trainer, record)
+        return record.trainer
+
+    specrl.train.build_trainer = listened
+    if config.run(specrl.train.main, words):
+        raise SystemExit(1)
+    cache = record.trainer.stage.rollout.cache
+    held = cache.export([(e, s) for e, slots in cache._examples.items() for s in slots]) if cache else []
+    names = ("step", "rows", "tokens", "rewards", "metrics", "reuse")
+    return {
+        "steps": [{name: getattr(step, name) for name in names} for step in record.steps],
+        "cache": [[e, s, t.tokens, t.key, t.reward, t.step] for e, s, t in held],
+        "weights": {name: tensor.double().sum().item() for name, tensor in record.weights.items()},
+        "losses": record.losses,
+    }
+
+folder = Path(sys.argv[1])
+found = {name: recorded(words) for name, words in json.loads((folder / "runs.json").read_text())}
+(folder / f"rank{os.environ['RANK']}.json").write_text(json.dumps(found))
 """
 
 
-def launch(folder, **options) -> list[dict]:
-    """Runs the program in two processes, as torchrun and accelerate start them, and returns what each reports."""
+@pytest.fixture(scope="module")
+def launched(tmp_path_factory):
+    """launched[name]: what both processes report of a run. They are started as torchrun starts them."""
+    folder = tmp_path_factory.mktemp("two")
+    plan = [
+        ("exact", {}),
+        ("off", {"name": "off", "rollout__acceptance": "off"}),
+        ("first", {"name": "cut", "trainer__max_steps": 4}),  # ends in the middle of an epoch
+        ("rest", {"name": "cut", "resume": "auto"}),
+    ]
+    commands = [(name, words(folder, model=policy(), **OPTIONS, **options)) for name, options in plan]
+    (folder / "runs.json").write_text(json.dumps(commands))
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    argv = [sys.executable, "-c", PROGRAM, str(folder), *words(folder, model=policy(), **OPTIONS, **options)]
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
     shared |= {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
     processes = [
         subprocess.Popen(
-            argv,
+            [sys.executable, "-c", PROGRAM, str(folder)],
             cwd=ROOT,
             env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdout=subprocess.PIPE,
@@ -68,13 +82,13 @@ def launch(folder, **options) -> list[dict]:
     ]
     outputs = [process.communicate(timeout=240)[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0], "\n".join(outputs)[-6000:]
-    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in (0, 1)]
+    reports = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in (0, 1)]
+    return {"folder": folder, **{name: [report[name] for report in reports] for name, _ in plan}}
 
 
 @pytest.fixture(scope="module")
-def exact(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("exact")
-    return folder, launch(folder)
+def exact(launched):
+    return launched["folder"], launched["exact"]
 
 
 def test_both_processes_took_part(exact):
@@ -107,9 +121,8 @@ def test_both_end_with_the_same_weights(exact):
     assert exact[1][0]["weights"] == exact[1][1]["weights"]
 
 
-def test_it_is_the_run_without_speculation(exact, tmp_path):
-    plain = launch(tmp_path, rollout__acceptance="off")
-    for a, b in zip(exact[1], plain, strict=True):
+def test_it_is_the_run_without_speculation(launched):
+    for a, b in zip(launched["exact"], launched["off"], strict=True):
         for x, y in zip(a["steps"], b["steps"], strict=True):
             assert (x["rows"], x["tokens"], x["rewards"]) == (y["rows"], y["tokens"], y["rewards"])
         assert a["losses"] == b["losses"]
@@ -127,10 +140,9 @@ def test_one_process_writes_the_run(exact):
     assert sorted(p.name for p in (run / "checkpoints").glob("checkpoint-*")) == ["checkpoint-8", "checkpoint-9"]
 
 
-def test_a_resumed_run_is_the_uninterrupted_run(exact, tmp_path):
-    first = launch(tmp_path, trainer__max_steps=4)
-    rest = launch(tmp_path, resume="auto")
-    for whole, a, b in zip(exact[1], first, rest, strict=True):
+def test_a_resumed_run_is_the_uninterrupted_run(launched):
+    for whole, a, b in zip(launched["exact"], launched["first"], launched["rest"], strict=True):
+        assert (len(a["steps"]), len(b["steps"])) == (4, 5)
         steps = a["steps"] + b["steps"]
         assert [step["rows"] for step in steps] == [step["rows"] for step in whole["steps"]]
         assert [step["tokens"] for step in steps] == [step["tokens"] for step in whole["steps"]]

@@ -1,0 +1,139 @@
+import json
+from dataclasses import dataclass
+from itertools import combinations
+from math import isnan
+
+import pytest
+import torch
+
+from reward.base import RewardSet
+from rollout.noise import derive_key
+from rollout.types import Completion, EngineStats
+from specrl.config import run
+from specrl.data import Example
+from specrl.evaluate import EvaluateConfig, evaluate, main, pass_at_k
+from specrl.tiny import build_tokenizer
+from tests.runs import words
+
+
+@pytest.mark.parametrize(
+    ("n", "correct", "k", "expected"),
+    [
+        (1, 1, 1, 1.0),
+        (1, 0, 1, 0.0),
+        (2, 1, 1, 0.5),
+        (2, 1, 2, 1.0),
+        (4, 2, 2, 5 / 6),  # of the 6 pairs only the pair of wrong ones fails
+        (10, 3, 1, 0.3),
+        (10, 3, 5, 1 - 21 / 252),  # C(7, 5) / C(10, 5), Chen et al. 2021
+        (8, 0, 8, 0.0),
+        (8, 5, 4, 1.0),
+    ],
+)
+def test_pass_at_k(n, correct, k, expected):
+    assert pass_at_k(n, correct, k) == pytest.approx(expected)
+    drawn = [any(i < correct for i in chosen) for chosen in combinations(range(n), k)]
+    assert sum(drawn) / len(drawn) == pytest.approx(expected), "by counting all draws of k"
+
+
+@dataclass
+class Scripted:
+    """An engine whose responses are scripted by key, and a reward that reads them."""
+
+    answers: dict[int, int]
+    """Noise key -> response token."""
+    weight_version: int = 0
+
+    def generate(self, requests):
+        self.requests = requests
+        tokens = [self.answers[r.key] for r in requests]
+        return [Completion([t, 1], [0.0, 0.0], [0.0, 0.0], [False] * 2, "stop", 0, 2) for t in tokens], EngineStats()
+
+
+class Digit:
+    """The digit that was said; 9 cannot be scored."""
+
+    name = "digit"
+
+    def __call__(self, samples):
+        return [None if s.completion == "9" else float(s.completion) for s in samples]
+
+
+def assess(script: list[str], weights=()):
+    """`script`: for each example one digit per sample."""
+    tokenizer = build_tokenizer()
+    examples = [Example(f"e{i}", "Tom has 3 apples.", "3", {}) for i in range(len(script))]
+    answers = {
+        derive_key(5, example.id, i, 0, "eval"): tokenizer.convert_tokens_to_ids(digit)
+        for example, digits in zip(examples, script, strict=True)
+        for i, digit in enumerate(digits)
+    }
+    engine, rewards = Scripted(answers), RewardSet([Digit()], weights, max_failure_ratio=1)
+    return evaluate(engine, tokenizer, examples, rewards, samples=len(script[0]), max_new_tokens=7, seed=5), engine
+
+
+def test_metrics_by_hand():
+    metrics, engine = assess(["1000", "1100"])
+    assert metrics == {
+        "eval/reward": 3 / 8,
+        "eval/mean_length": 2.0,
+        "eval/failed": 0,
+        "eval/pass@1": (1 / 4 + 2 / 4) / 2,
+        "eval/pass@2": (1 / 2 + 5 / 6) / 2,
+        "eval/pass@4": 1.0,
+    }
+    assert {r.max_new_tokens for r in engine.requests} == {7}
+    assert all(r.drafter is None for r in engine.requests), "evaluation drafts nothing"
+    assert len({r.key for r in engine.requests}) == 8
+
+
+def test_failures_are_left_out_and_never_zeros():
+    metrics, _ = assess(["1990", "1111"])
+    assert metrics["eval/failed"] == 2
+    assert metrics["eval/reward"] == 5 / 6
+    assert metrics["eval/pass@1"] == (1 / 2 + 1) / 2
+    assert metrics["eval/pass@2"] == 1.0
+    assert metrics["eval/pass@4"] == 1.0, "a prompt with two scored responses says nothing about four"
+
+
+def test_when_nothing_can_be_scored_there_is_no_number():
+    metrics, _ = assess(["99", "99"])
+    assert metrics["eval/failed"] == 4
+    assert all(isnan(metrics[name]) for name in ("eval/reward", "eval/pass@1", "eval/pass@2"))
+
+
+def test_right_is_half_of_the_largest_weighted_reward():
+    assert assess(["10"], weights=[4.0])[0]["eval/pass@1"] == 0.5
+    assert assess(["10"], weights=[0.5])[0]["eval/pass@1"] == 0.5
+
+
+def test_noise_of_evaluation_is_its_own():
+    assert derive_key(5, "e0", 0, 0, "eval") != derive_key(5, "e0", 0, 0)
+    assert derive_key(5, "e0", 0, 0, "eval") != derive_key(6, "e0", 0, 0, "eval")
+
+
+def command(tmp_path, capsys, *more):
+    argv = [word for word in words(tmp_path) if not word.startswith("trainer.")]
+    torch.set_num_threads(1)
+    code = run(main, [*argv, *more], schema=EvaluateConfig, training=False)
+    return code, *capsys.readouterr()
+
+
+def test_the_command_prints_json_and_writes_nothing(tmp_path, capsys):
+    code, out, _ = command(tmp_path, capsys, "samples=2")
+    result = json.loads(out)
+    assert (code, result["prompts"], result["samples"]) == (0, 8, 2)
+    assert {"eval/reward", "eval/pass@1", "eval/pass@2", "eval/mean_length", "eval/failed"} < result.keys()
+    assert list(tmp_path.iterdir()) == []
+    assert json.loads(command(tmp_path, capsys, "samples=2")[1]) == result, "the same policy gives the same numbers"
+
+
+def test_the_command_takes_one_greedy_response(tmp_path, capsys):
+    code, out, _ = command(tmp_path, capsys, "samples=1", "split=train", "rollout.temperature=0")
+    assert (code, json.loads(out)["prompts"]) == (0, 12)
+
+
+def test_an_unknown_split_is_one_line(tmp_path, capsys):
+    code, _, err = command(tmp_path, capsys, "split=trian")
+    assert code == 2
+    assert err == "error: split=trian: expected one of test, train. Did you mean 'train'?\n"

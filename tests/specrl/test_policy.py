@@ -1,0 +1,139 @@
+import json
+import shutil
+
+import pytest
+import torch
+
+from specrl.config import load
+from specrl.policy import PolicyError, fingerprint, load_policy
+from tests.runs import build_policy, policy, words
+
+
+def configure(folder, **options):
+    return load(words("out", model=folder, **options))
+
+
+@pytest.fixture
+def variant(tmp_path):
+    """variant(file=changes) -> a copy of the policy with keys of its JSON files changed, None removing them."""
+
+    def make(name="variant", **files):
+        folder = tmp_path / name
+        shutil.copytree(policy(), folder)
+        for file, changes in files.items():
+            path = folder / f"{file}.json"
+            data = json.loads(path.read_text()) | changes
+            path.write_text(json.dumps({key: value for key, value in data.items() if value is not None}))
+        return folder
+
+    return make
+
+
+def test_model_tokenizer_and_every_id_that_ends_a_response():
+    model, tokenizer, eos_ids = load_policy(configure(policy()))
+    assert model.dtype == torch.float32
+    assert model.device.type == "cpu"
+    assert tokenizer.padding_side == "left"
+    assert (tokenizer.pad_token, tokenizer.eos_token) == ("<pad>", "<eos>")
+    assert eos_ids == set(tokenizer.convert_tokens_to_ids(["<eos>", "?", "."]))
+
+
+@pytest.mark.parametrize(("declared", "expected"), [(1, {1}), ([1, 9], {1, 9}), ([9], {1, 9}), (None, {1})])
+def test_eos_ids_are_the_models_and_the_tokenizers(variant, declared, expected):
+    folder = variant(generation_config={"eos_token_id": declared}, config={"eos_token_id": declared})
+    assert load_policy(configure(folder))[2] == expected
+
+
+def test_without_generation_config_the_model_config_counts(variant):
+    folder = variant(config={"eos_token_id": [1, 7]})
+    (folder / "generation_config.json").unlink()
+    assert load_policy(configure(folder))[2] == {1, 7}
+
+
+def test_a_tokenizer_without_pad_token_pads_with_an_eos(variant):
+    folder = variant(tokenizer_config={"pad_token": None})
+    _, tokenizer, eos_ids = load_policy(configure(folder))
+    assert tokenizer.pad_token_id == tokenizer.eos_token_id == min(eos_ids) == 1
+
+
+def test_without_any_eos_no_response_could_end(variant):
+    none = {"eos_token_id": None}
+    folder = variant(config=none, generation_config=none, tokenizer_config={"eos_token": None})
+    with pytest.raises(PolicyError, match="names no EOS token"):
+        load_policy(configure(folder))
+
+
+def test_precision(variant):
+    assert load_policy(configure(policy(), trainer__precision="bf16"))[0].dtype == torch.bfloat16
+
+
+def test_the_tokenizer_must_belong_to_the_model(tmp_path):
+    small = build_policy(tmp_path / "small", vocab_size=20)
+    with pytest.raises(PolicyError, match=r"tokens but model=.*small knows 20") as caught:
+        load_policy(configure(small))
+    assert "\n" not in str(caught.value)
+    big = build_policy(tmp_path / "big", vocab_size=128)
+    assert load_policy(configure(big))[0].config.vocab_size == 128, "spare rows of the embedding are usual"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"device": "gpu"}, r"device=gpu is not known"),
+        ({"device": "cuda:3"}, r"device=cuda:3: PyTorch sees no GPU here"),
+        ({"tokenizer": "./nowhere"}, r"tokenizer=\./nowhere cannot be loaded: there is no such directory"),
+    ],
+)
+def test_what_cannot_be_loaded(monkeypatch, options, message):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(PolicyError, match=message):
+        load_policy(configure(policy(), **options))
+
+
+def test_code_of_a_model_folder_never_runs(variant, tmp_path):
+    """Remote code runs only when it is asked for."""
+    canary = tmp_path / "canary"
+    auto = {"AutoModelForCausalLM": "evil.Model", "AutoConfig": "evil.Config"}
+    folder = variant(config={"auto_map": auto, "model_type": "evil"})
+    (folder / "evil.py").write_text(f"open({str(canary)!r}, 'w').close()\nraise SystemExit")
+    with pytest.raises(PolicyError, match="cannot be loaded"):
+        load_policy(configure(folder))
+    assert not canary.exists()
+
+
+def marks(folder, **options):
+    config = configure(folder, **options)
+    return fingerprint(config, load_policy(config)[1])
+
+
+def test_identity_follows_tokenizer_template_and_data_but_not_the_model_size(variant, tmp_path):
+    identity, law = marks(policy())
+    wide = build_policy(tmp_path / "wide", hidden_size=64)
+    assert marks(wide)[0] == identity
+    assert marks(wide)[1] != law
+    assert marks(variant("renamed", tokenizer_config={"model_max_length": 9}))[0] == identity
+    templated = variant("templated", tokenizer_config={"chat_template": "{{ messages }}"})
+    vocabulary = json.loads((policy() / "tokenizer.json").read_text())["model"]["vocab"]
+    vocabulary["Tom"], vocabulary["Ben"] = vocabulary["Ben"], vocabulary["Tom"]
+    swapped = variant("swapped")
+    path = swapped / "tokenizer.json"
+    data = json.loads(path.read_text())
+    data["model"]["vocab"] = vocabulary
+    path.write_text(json.dumps(data))
+    others = [
+        marks(templated)[0],
+        marks(swapped)[0],
+        marks(policy(), dataset__prompt_template="Q: {prompt}")[0],
+        marks(policy(), dataset__system_prompt="Be brief.")[0],
+        marks(policy(), data="gsm8k")[0],
+    ]
+    assert all(other != identity for other in others)
+    assert len({json.dumps(other) for other in others}) == len(others)
+
+
+@pytest.mark.parametrize("key", ["temperature", "top_p", "top_k"])
+def test_the_law_follows_model_and_sampling(key):
+    identity, law = marks(policy())
+    changed = marks(policy(), **{f"rollout__{key}": 1 if key == "top_k" else 0.5})
+    assert changed[0] == identity
+    assert {name for name in law if law[name] != changed[1][name]} == {key}

@@ -1,0 +1,215 @@
+import json
+import re
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from specrl import config as cli
+from specrl.train import adapter, claim, scorer, steps
+from tests.runs import ROOT, policy, run, words
+
+EVERY_STEP = {
+    *("step", "time", "loss", "grad_norm", "learning_rate", "epoch", "reward", "reward_std", "frac_reward_zero_std"),
+    *("entropy", "num_tokens", "rewards/digits/mean", "reward/failed", "reward/timeouts"),
+    *(f"completions/{kind}_length" for kind in ("min", "mean", "max")),
+    "completions/clipped_ratio",
+    *(f"timing_s/{part}" for part in ("step", "gen", "lookup", "store", "prefill", "draft", "verify", "decode")),
+    *("timing_s/reward", "timing_s/update"),
+    *("spec/hit_rate", "spec/reused_ratio", "spec/full_reuse_ratio", "spec/reused_tokens", "spec/new_tokens"),
+    *("spec/passes_per_row", "spec/passes_max", "spec/forward_tokens", "spec/ties", "perf/throughput"),
+    *("cache/size_mb", "cache/entries", "cache/examples", "cache/evictions", "cache/dropped", "cache/skipped"),
+    *("cache/quarantined", "cache/write_errors"),
+    *("sampling/sampling_logp_difference/mean", "sampling/sampling_logp_difference/max"),
+}
+WITH_DRAFTS = {"spec/draft_age", "spec/draft_acceptance_rate"}
+CONTROL = {"spec/speedup", "spec/plain_s", "spec/control_mismatches", "timing_s/control", "spec/saved_s_est"}
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A run with everything on, and what it recorded."""
+    pytest.importorskip("matplotlib")
+    folder = tmp_path_factory.mktemp("finished")
+    options = {
+        "rollout__replay": 1,
+        "rollout__measure_every": 2,
+        "trainer__epochs": 2,
+        "trainer__eval_prompts": 8,
+        "trainer__eval_every": 4,
+        "trainer__log_completions": 1,
+        "trainer__log_completions_every": 3,
+        "trainer__save_every": 4,
+        "report__plots": "true",
+    }
+    return folder / "run", run(folder, **options)
+
+
+def records(folder) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_the_run_directory(finished):
+    folder, _ = finished
+    names = ["checkpoints", "completions", "config.yaml", "metrics.jsonl", "model"]
+    names += ["report.json", "report.md", "report.png", "trajectories"]
+    assert sorted(path.name for path in folder.iterdir()) == names
+    assert sorted(p.name for p in (folder / "checkpoints").glob("checkpoint-*")) == ["checkpoint-4", "checkpoint-6"]
+    assert sorted(p.name for p in (folder / "completions").iterdir()) == ["step_3.parquet", "step_6.parquet"]
+    assert (folder / "report.png").read_bytes()[:4] == b"\x89PNG"
+    assert "# " in (folder / "report.md").read_text()
+    json.loads((folder / "report.json").read_text())
+
+
+def test_config_yaml_is_the_resolved_config(finished):
+    folder, _ = finished
+    saved = cli.load_saved(folder)
+    assert (saved.name, saved.rollout.replay, saved.trainer.eval_every) == ("run", 1.0, 4)
+    assert saved.trainer.clip == 0.2, "defaults are written out"
+    again = cli.load([f"config={folder}"])
+    assert cli.differences(saved, again) == [], "a run directory is a config"
+
+
+def test_metrics_have_one_line_per_step_with_every_key(finished):
+    lines = records(finished[0])
+    trained = [line for line in lines if "loss" in line]
+    assert [line["step"] for line in trained] == [1, 2, 3, 4, 5, 6]
+    assert [line["step"] for line in lines if "eval/reward" in line] == [0, 4, 6]
+    for line in trained:
+        assert line.keys() >= EVERY_STEP
+        parts = sum(line.get(f"timing_s/{part}") or 0 for part in ("gen", "reward", "control", "reuse_gap", "update"))
+        assert line["timing_s/step"] == pytest.approx(parts)
+        assert line["timing_s/update"] > 0
+        assert line["spec/reused_tokens"] + line["spec/new_tokens"] == sum(
+            map(len, finished[1].steps[line["step"] - 1].tokens)
+        )
+    assert all(line.keys() >= WITH_DRAFTS for line in trained[3:])
+    assert not any(line.keys() & WITH_DRAFTS for line in trained[:3])
+    assert [line.keys() >= CONTROL for line in trained] == [False, True] * 3
+    assert ["spec/reuse_gap" in line for line in trained] == [False, False, False, True, False, True]
+    times = [line["time"] for line in trained]
+    assert times == sorted(times)
+
+
+def test_every_key_is_documented(finished):
+    page = (ROOT / "docs" / "metrics.md").read_text()
+    cells = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
+    known = {key.replace("NAME", "digits") for cell in cells for key in re.findall(r"`([^`]+)`", cell)}
+    written = {key for line in records(finished[0]) for key in line}
+    assert len(written) > 50
+    assert written <= known
+
+
+def test_rewards_in_the_metrics_are_those_of_the_responses(finished):
+    folder, record = finished
+    for line, step in zip([line for line in records(folder) if "loss" in line], record.steps, strict=True):
+        assert line["reward"] == pytest.approx(sum(step.rewards) / len(step.rewards))
+        assert line["rewards/digits/mean"] == pytest.approx(line["reward"])
+        assert line["completions/mean_length"] == pytest.approx(sum(map(len, step.tokens)) / len(step.tokens))
+
+
+def test_completions_are_readable_and_complete(finished):
+    folder, record = finished
+    table = pq.read_table(folder / "completions" / "step_6.parquet").to_pydict()
+    step, tokenizer = record.steps[5], AutoTokenizer.from_pretrained(policy())
+    assert list(zip(table["example_id"], table["slot"], strict=True)) == step.rows
+    assert table["completion"] == tokenizer.batch_decode(step.tokens, skip_special_tokens=True)
+    assert (table["reward"], table["finish"]) == (step.rewards, step.finish)
+    assert table["tokens"] == step.tokens
+    assert table["reused_tokens"] == [sum(reused) for reused in step.reused]
+    assert all("How many" in prompt for prompt in table["prompt"])
+
+
+def test_the_model_loads_with_the_auto_classes_and_is_the_trained_one(finished):
+    folder, record = finished
+    model = AutoModelForCausalLM.from_pretrained(folder / "model", local_files_only=True)
+    AutoTokenizer.from_pretrained(folder / "model", local_files_only=True)
+    weights, first = record.weights, AutoModelForCausalLM.from_pretrained(policy()).state_dict()
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in model.state_dict().items())
+    assert not all(torch.equal(tensor, first[name]) for name, tensor in model.state_dict().items())
+
+
+def test_the_trained_model_can_be_trained_again(finished, tmp_path):
+    folder, _ = finished
+    more = run(
+        tmp_path, model=folder / "model", rollout__cache__start_from=folder / "trajectories", trainer__max_steps=1
+    )
+    assert more.steps[0].metrics["spec/hit_rate"] == 1
+
+
+@pytest.mark.slow
+def test_an_adapter_is_saved_and_loads(tmp_path):
+    run(tmp_path, lora__rank=2, trainer__max_steps=1)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model", local_files_only=True)
+    assert any("lora" in name for name in model.state_dict())
+
+
+def test_a_finished_run_resumes_to_nothing_and_a_longer_one_goes_on(tmp_path):
+    run(tmp_path, trainer__epochs=1)
+    before = records(tmp_path / "run")
+    assert run(tmp_path, trainer__epochs=1, resume="auto").steps == []
+    assert records(tmp_path / "run") == before
+    more = run(tmp_path, trainer__epochs=2, resume="auto")
+    assert [step.step for step in more.steps] == [3, 4, 5]
+    assert [line["step"] for line in records(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]
+
+
+def test_resume_auto_starts_a_run_that_does_not_exist(tmp_path):
+    assert len(run(tmp_path, resume="auto", trainer__max_steps=1).steps) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "prompts", "expected"),
+    [
+        ({"trainer__epochs": 3}, 12, 9),
+        ({"trainer__epochs": 3}, 15, 9),
+        ({"trainer__epochs": 2, "trainer__updates_per_rollout": 2}, 12, 12),
+        ({"trainer__epochs": 3, "trainer__max_steps": 5}, 12, 5),
+        ({"trainer__epochs": 1, "trainer__max_steps": 50}, 12, 50),
+        ({"trainer__epochs": 0, "trainer__max_steps": 4}, 12, 4),
+    ],
+)
+def test_steps(tmp_path, options, prompts, expected):
+    assert steps(cli.load(words(tmp_path, **options)), prompts) == expected
+
+
+def test_max_steps_goes_beyond_the_epochs(tmp_path):
+    record = run(tmp_path, trainer__epochs=1, trainer__max_steps=5, trainer__eval_prompts=2)
+    assert len(record.steps) == 5
+    assert [line["step"] for line in records(tmp_path / "run") if "eval/reward" in line] == [0, 5]
+
+
+def test_claim_makes_the_directory_and_leaves_nothing_in_it(tmp_path):
+    folder, checkpoint = claim(cli.load(words(tmp_path / "deep" / "er")))
+    assert folder == tmp_path / "deep" / "er" / "run"
+    assert list(folder.iterdir()) == []
+    assert checkpoint is None
+
+
+def test_scorer_hands_over_the_columns_and_counts_failures():
+    from reward.base import RewardSet
+
+    class Echo:
+        name = "echo"
+
+        def __call__(self, samples):
+            self.samples = samples
+            return [None, 2.0]
+
+    echo = Echo()
+    score = scorer(RewardSet([echo], [0.5], max_failure_ratio=1))
+    rows = [{"prompt": "p", "answer": None, "example_id": "e", "level": 3}] * 2
+    totals, metrics = score(rows, ["a", "b"])
+    assert totals == [None, 1.0]
+    assert metrics == {"reward/failed": 1, "reward/timeouts": 0, "rewards/echo/mean": 2.0}
+    assert [s.completion for s in echo.samples] == ["a", "b"]
+    assert (echo.samples[0].prompt, echo.samples[0].answer) == ("p", None)
+    assert echo.samples[0].fields == {"example_id": "e", "level": 3}
+
+
+def test_adapter(tmp_path):
+    assert adapter(cli.load(words(tmp_path))) is None
+    lora = adapter(cli.load(words(tmp_path, lora__rank=8, lora__alpha=16)))
+    assert (lora.r, lora.lora_alpha, lora.target_modules) == (8, 16.0, "all-linear")
+    assert adapter(cli.load(words(tmp_path, lora__rank=8, lora__targets="[q_proj]"))).target_modules == {"q_proj"}
