@@ -81,7 +81,9 @@ class SpeculativeRollout:
         completions, stats = self.engine.generate(requests)
         n = len(rows)
         took = time.perf_counter() - began
-        return RolloutBatch(completions, _occurrences(rows), list(keys), [None] * n, [False] * n, stats=stats, total_s=took)
+        return RolloutBatch(
+            completions, _occurrences(rows), list(keys), [None] * n, [False] * n, stats=stats, total_s=took
+        )
 
     def store(
         self, rows: Sequence[Row], batch: RolloutBatch, *, step: int, rewards: Sequence[float | None] | None = None

@@ -152,7 +152,7 @@ def test_a_damaged_cache_in_a_checkpoint_costs_only_its_drafts(tmp_path):
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     folder = tmp_path_factory.mktemp("finished")
-    return folder, run(folder, trainer__epochs=1)
+    return folder, run(folder, trainer__epochs=2)
 
 
 @pytest.mark.slow
@@ -165,11 +165,14 @@ def test_the_cache_of_an_earlier_run(finished, tmp_path):
     same = run(tmp_path, name="same", rollout__cache__start_from=folder / "run" / "trajectories", rollout__replay=1)
     assert all(step.metrics["spec/hit_rate"] == 1 for step in same.steps)
     assert same.steps[0].tokens == earlier.steps[0].tokens, "the same policy with the same noise"
-    assert same.steps[0].metrics["spec/draft_acceptance_rate"] == 1
-    cache = same.trainer.stage.rollout.cache
-    for step in same.steps[-3:]:
+    assert same.steps[0].reuse > 0.2
+    short = run(tmp_path, name="short", rollout__cache__start_from=folder / "run" / "trajectories", **SHORT)
+    cache = short.trainer.stage.rollout.cache
+    for step in short.steps:
         for (example, slot), tokens in zip(step.rows, step.tokens, strict=True):
-            assert list(cache.get(example, slot).tokens) == tokens, "the newer text is kept, whatever the old counters"
+            assert list(cache.get(example, slot).tokens) == tokens, (
+                "the newer text is kept, although the old run counted further"
+            )
     assert all(step.metrics["spec/draft_age"] >= 0 for step in same.steps)
 
 

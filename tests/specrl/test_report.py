@@ -9,7 +9,8 @@ from specrl import report
 from specrl.config import Config, save
 from specrl.config import run as run_command
 from specrl.monitor import RunError
-from specrl.report import ReportOptions, Saving, estimate, first_last, measured, paired, phases, write_report
+from specrl.report import ReportOptions, write_report
+from specrl.savings import Saving, estimate, first_last, measured, paired, phases
 
 # Two steps an epoch. Steps 1, 3 and 4 are control steps. What is charged adds up to gen:
 # step 3: 2 + 0.5 + 0.25 + 0.25 and 2 of prefill and decode; step 4: 1 + 0.5 + 0 + 0 and 2.5 of prefill and decode.
