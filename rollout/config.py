@@ -25,7 +25,7 @@ class CacheConfig:
 @dataclass
 class BudgetConfig:
     window: int = doc(0, "draft tokens a row carries in one pass; 0 decides from measured costs and acceptance")
-    rematch: int = doc(4, "tokens that must agree to pick up a draft whose positions have shifted; 0 never re-matches")
+    rematch: int = doc(5, "tokens that must agree to pick up a draft whose positions have shifted; 0 never re-matches")
 
 
 @dataclass

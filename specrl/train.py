@@ -56,13 +56,13 @@ def main(config: Config) -> int:
             watch(trainer, config, monitor, tokenizer, test, rewards, run_dir)
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     trainer.save_model(str(run_dir / "model"))
-    if not trainer.accelerator.is_main_process:
-        return 0
-    tokenizer.save_pretrained(run_dir / "model")
-    if cache is not None:
-        cache.try_save(run_dir / "trajectories", trainer.state.global_step, config.rollout.cache.on_write_error)
-        cache.close()
-    write_report(run_dir, config.report.baseline or None, plots=config.report.plots).show()
+    if trainer.accelerator.is_main_process:
+        tokenizer.save_pretrained(run_dir / "model")
+        if cache is not None:
+            cache.try_save(run_dir / "trajectories", trainer.state.global_step, config.rollout.cache.on_write_error)
+            cache.close()
+        write_report(run_dir, config.report.baseline or None, plots=config.report.plots).show()
+    trainer.accelerator.wait_for_everyone()  # a process that left early would break the others' connections
     return 0
 
 

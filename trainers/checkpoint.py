@@ -12,6 +12,7 @@ import re
 import shutil
 from pathlib import Path
 
+import torch
 from transformers import TrainerCallback
 
 from rollout.cache import TrajectoryCache
@@ -63,6 +64,8 @@ class SaveCache(TrainerCallback):
         self._cache, self._config, self._keep = cache, config, keep
 
     def on_save(self, args, state, control, **kwargs) -> None:
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            torch.distributed.barrier()  # until every process has written its part, such as its RNG state
         if not state.is_world_process_zero:
             return
         checkpoint = Path(args.output_dir) / f"checkpoint-{state.global_step}"
