@@ -14,8 +14,9 @@ RUN useradd --create-home --uid 1000 specrl && install --directory --owner=specr
 USER specrl
 WORKDIR /app
 
-# PyTorch's CPU build: the default one for Linux brings CUDA along.
-ENV PIP_NO_CACHE_DIR=1 PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu HF_HUB_OFFLINE=1
+# The default torch for Linux brings CUDA along: pass the address of PyTorch's CPU wheels as this build argument.
+ARG PIP_EXTRA_INDEX_URL=""
+ENV PIP_NO_CACHE_DIR=1 HF_HUB_OFFLINE=1
 
 COPY --chown=specrl . .
 RUN make setup

@@ -221,7 +221,7 @@ def run(
 
     Errors that a user can act on are printed as `error: ...` without a traceback; the codes are in `help=true`.
     """
-    # libgomp spins for long at every barrier: one busy neighbour then makes small models ten times slower. Read at import.
+    # By default libgomp spins for long at barriers, and one busy neighbour makes small models ten times slower.
     os.environ.setdefault("GOMP_SPINCOUNT", "20000")
     try:
         loaded = load(sys.argv[1:] if argv is None else argv, schema, training)

@@ -1,5 +1,9 @@
 """Tiny random models, built in memory: a law that is neither flat nor degenerate, and no downloads."""
 
+import os
+
+os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # as specrl.config.run does; read when torch is imported
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config

@@ -172,12 +172,12 @@ def test_windows_maximise_expected_goodput(a, b, rates, count):
 
 def test_a_bad_spell_is_probed_now_and_then():
     budget = trained(1e-3, 1e-3, {"start": 0.001})
-    seen = [budget.windows(["start"] * 3) for _ in range(48)]
+    seen = [budget.windows(["start"] * 3) for _ in range(96)]
     probes = [i for i, windows in enumerate(seen) if any(windows)]
-    assert probes == [15, 31, 47]
-    assert all(seen[i] == [4, 4, 4] for i in probes)
+    assert probes == [31, 63, 95]
+    assert all(seen[i] == [2, 2, 2] for i in probes)
     busy = trained(5e-3, 1e-5, {"start": 0.9})
-    assert len({tuple(busy.windows(["start"] * 3)) for _ in range(48)}) == 1  # control: no probes while drafting
+    assert len({tuple(busy.windows(["start"] * 3)) for _ in range(96)}) == 1  # control: no probes while drafting
 
 
 def test_drafting_comes_back_when_drafts_are_good_again():

@@ -74,7 +74,7 @@ def broken(*words, **settings):
         ("rollout.temperature=0", "rollout.temperature=0 gives all responses of a group the same text"),
         ("trainer.clip=0", "trainer.clip=0 lets no ratio pass. Try trainer.clip=0.2."),
         ("trainer.clip_high=0.1", "trainer.clip_high=0.1 is below trainer.clip=0.2. Try trainer.clip_high=0.2."),
-        ("trainer.overlong_buffer=220", "trainer.overlong_buffer=220 must be below rollout.max_new_tokens=220. Try"),
+        ("trainer.overlong_buffer=200", "trainer.overlong_buffer=200 must be below rollout.max_new_tokens=200. Try"),
         ("trainer.epochs=0", "trainer.epochs=0 and trainer.max_steps=0 train nothing. Try trainer.epochs=1."),
         ("reward.functions=[]", "reward.functions=[] scores nothing. Try reward.functions=[math]."),
         (
