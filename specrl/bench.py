@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from rollout.config import RolloutConfig, doc
 from specrl import config as cli
@@ -30,6 +30,7 @@ class BenchOptions:
     old_model: str = doc("", "the policy that wrote the cache; empty takes the newer one, perturbed by `drift`")
     drift: float = doc(0.02, "noise on the old policy's matrices, in units of each matrix's own spread")
     data: str = doc("arithmetic", "prompts, as in training")
+    level: Literal["easy", "medium", "hard", "mixed"] = doc("medium", "difficulty of data=arithmetic")
     rows: int = doc(32, "rows of one rollout batch")
     group_size: int = doc(8, "rows per prompt")
     max_new_tokens: int = doc(220, "response cap in tokens")
@@ -74,7 +75,7 @@ def main(options: BenchOptions) -> int:
         model=options.model,
         data=options.data,
         device=options.device,
-        dataset=DatasetConfig(train_size=options.rows // options.group_size),
+        dataset=DatasetConfig(train_size=options.rows // options.group_size, level=options.level),
         rollout=RolloutConfig(
             group_size=options.group_size, max_new_tokens=options.max_new_tokens, temperature=options.temperature
         ),

@@ -42,8 +42,8 @@ def broken(*words, **settings):
         ),
         ("dataset.prompt_template=Q:", "dataset.prompt_template=Q: has no {prompt}, the place of the question."),
         (
-            "dataset.train_size=4",
-            "dataset.train_size=4 is below trainer.prompts_per_step=8: there would be no step. Try",
+            "dataset.train_size=3",
+            "dataset.train_size=3 is below trainer.prompts_per_step=4: there would be no step. Try",
         ),
         ("rollout.top_p=0", "rollout.top_p=0 keeps no token. Try rollout.top_p=1"),
         (
