@@ -95,6 +95,7 @@ def words(folder: Path, **options) -> list[str]:
         "trainer__epochs": 3,
         "trainer__prompts_per_step": 4,
         "trainer__learning_rate": 1e-3,
+        "trainer__lr_schedule": "constant",
         "trainer__eval_prompts": 0,
         "trainer__log_completions": 0,
         "reward__functions": "[tests.runs:digits]",

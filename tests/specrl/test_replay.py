@@ -9,6 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from rollout.cache import Fingerprint, TrajectoryCache
+from rollout.config import BudgetConfig
 from rollout.types import Trajectory
 from specrl import config as cli
 from specrl.monitor import load_run
@@ -235,7 +236,7 @@ def test_the_counts_are_the_engines_own(tmp_path):
     from tests.runs import run
 
     run(tmp_path, rollout__budget__window=8, trainer__save_every=3, trainer__keep_checkpoints=9)
-    found = summarise(read_run(tmp_path / "run"), rematch=4, windows=(8, 7))
+    found = summarise(read_run(tmp_path / "run"), rematch=BudgetConfig.rematch, windows=(8, 7))
     later = [record for record in load_run(tmp_path / "run").steps if record["spec/hit_rate"] == 1.0]
     assert len(later) == 6
     told = [
