@@ -196,7 +196,7 @@ class TrajectoryCache:
             if cache.dropped:
                 logger.warning("'%s': %d of %d entries are damaged and left out.", path, cache.dropped, header.rows)
         except FileNotFoundError:
-            pass
+            pass  # nothing was saved here yet: an empty cache is the answer, not an error
         except OlderFormatError as error:
             logger.warning("%s. Starting with an empty trajectory cache.", error)
         except DamagedError as error:
