@@ -12,7 +12,7 @@ import sys
 
 from rollout.cache import Fingerprint, TrajectoryCache
 from rollout.config import RolloutConfig
-from rollout.engines import build_engine
+from rollout.engines import EngineSpec, build_engine
 from rollout.speculative import SpeculativeRollout
 from rollout.types import Row, Trajectory
 from specrl.tasks import arithmetic
@@ -22,7 +22,7 @@ from specrl.tiny import load_tiny
 def main(entries: int = 100_000, rows: int = 64) -> None:
     model, tokenizer = load_tiny()
     config = RolloutConfig(max_new_tokens=160)
-    engine = build_engine(model, config, frozenset([tokenizer.eos_token_id]))
+    engine = build_engine(EngineSpec(rollout=config, eos_ids=frozenset([tokenizer.eos_token_id])), model)
     cache = TrajectoryCache(Fingerprint(), engine.vocab)
     rng = random.Random(0)
     for i in range(entries):

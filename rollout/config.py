@@ -29,8 +29,36 @@ class BudgetConfig:
 
 
 @dataclass
+class VLLMConfig:
+    runner: Literal["auto", "v1", "v2"] = doc(
+        "auto", "vLLM's model runner; auto takes v1 where drafts can ride in the request, else v2"
+    )
+    draft_tokens: int = doc(32, "most draft tokens of a row in one step, up to 127; bounds logits memory")
+    kv_cache_mb: int = doc(0, "KV cache in MB; 0 takes memory_utilization of a GPU, or 512 on a CPU")
+    memory_utilization: float = doc(0.45, "share of a GPU's memory for vLLM, its weights included")
+    tensor_parallel: int = doc(1, "GPUs that hold one copy of the model; more copies are cluster.num_workers")
+    compile: bool = doc(False, "compile the model and capture CUDA graphs: slower to start, faster to decode")
+    sleep: bool = doc(True, "give the GPU memory back to the trainer between rollouts")
+
+
+@dataclass
+class ClusterConfig:
+    num_workers: int = doc(0, "rollout workers: Ray actors, each with an engine; 0 rolls out in the trainer's process")
+    address: str = doc("", "empty starts Ray here, on loopback only; auto joins the running cluster, or host:port")
+    cpus_per_worker: float = doc(1.0, "CPU cores of each worker")
+    gpus_per_worker: float = doc(0.0, "GPUs of each worker")
+    tasks_per_worker: int = doc(1, "shares of a rollout per worker; more balance the tail better, fewer batch better")
+    start_timeout_s: float = doc(300.0, "deadline for workers to load their model, in seconds")
+    task_timeout_s: float = doc(1800.0, "deadline for one share of a rollout, in seconds; a hung worker is replaced")
+    max_restarts: int = doc(3, "replacements of workers in a row without a finished share; more stop the run")
+    max_failed_ratio: float = doc(0.05, "share of a rollout's rows that may fail and be masked; more stop the run")
+    object_store_mb: int = doc(256, "shared memory of a Ray started here, in MB; weights travel through it")
+    dashboard: bool = doc(False, "start Ray's dashboard, on loopback, with a Ray started here")
+
+
+@dataclass
 class RolloutConfig:
-    engine: Literal["transformers"] = doc("transformers", "inference engine")
+    engine: Literal["transformers", "vllm"] = doc("transformers", "inference engine")
     acceptance: Literal["exact", "lenient", "off"] = doc(
         "exact", "exact: bit-identical to plain decoding; lenient: SPEC-RL as published, biased; off: plain decoding"
     )
@@ -57,3 +85,4 @@ class RolloutConfig:
     )
     cache: CacheConfig = field(default_factory=CacheConfig)
     budget: BudgetConfig = field(default_factory=BudgetConfig)
+    vllm: VLLMConfig = field(default_factory=VLLMConfig)

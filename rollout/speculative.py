@@ -35,6 +35,7 @@ class SpeculativeRollout:
     def __init__(self, engine: Engine, cache: TrajectoryCache | None, config: RolloutConfig, seed: int):
         self.engine, self.config, self.seed = engine, config, seed
         self.cache = None if config.acceptance == "off" else cache
+        self._reused = 0.0
 
     def generate(
         self, rows: Sequence[Row], *, visit: int, step: int, slots: Sequence[int] | None = None, fresh: bool = False
@@ -62,6 +63,7 @@ class SpeculativeRollout:
         looked_up = time.perf_counter()
         completions, stats = self.engine.generate(requests)
         generated = time.perf_counter()
+        self._reused = sum(sum(c.reused) for c in completions) / max(1, sum(len(c.tokens) for c in completions))
         return RolloutBatch(
             completions,
             slots,
@@ -106,6 +108,7 @@ class SpeculativeRollout:
                 Trajectory(c.tokens, k, c.finish, c.version, step, reward, c.logprobs if lenient else None),
             )
             for r, s, k, c, reward in zip(rows, batch.slots, batch.keys, batch.completions, rewards, strict=True)
+            if not c.failure
         ]
 
     @property
@@ -114,6 +117,11 @@ class SpeculativeRollout:
 
     def _request(self, row: Row, key: int, old: Trajectory | None, stored: list[Trajectory]) -> Request:
         request = Request(row.prompt, key, self.config.max_new_tokens)
+        if old is not None:
+            request.draft_version = old.version
+        if known := [old] if old else stored:
+            length = sum(len(t.tokens) for t in known) / len(known)
+            request.expected_tokens = 1 + round(length * (1 - self._reused))
         if self.config.acceptance == "lenient":  # the published method: the slot's own text, once
             if old is not None and old.logprobs is not None:
                 request.drafter, request.draft_logprobs = PriorDrafter([old.tokens], rematch=0), old.logprobs

@@ -61,6 +61,10 @@ class Request:
     """None decodes plainly."""
     draft_logprobs: Sequence[float] | None = None
     """Behaviour log-probs of the drafter's first proposal; needed by the `lenient` rule, ignored by `exact`."""
+    draft_version: int | None = None
+    """Weight version that drew the first proposal; provenance of what the `lenient` rule reuses."""
+    expected_tokens: int | None = None
+    """Guess of the tokens still to be decoded, for spreading rows over workers; None knows nothing."""
 
 
 @dataclass(slots=True)
@@ -79,6 +83,16 @@ class Completion:
     version: int
     passes: int
     """Forward passes this row took part in (the prompt prefill excluded)."""
+    draft_version: int | None = None
+    """Weight version whose law drew the reused tokens where that is not `version` (the lenient rule), else None."""
+    failure: str = ""
+    """Why this row has no response (its sequences are then empty); such rows are masked and counted, never scored."""
+
+    @property
+    def versions(self) -> list[int]:
+        """Weight version whose law drew each token. Under `exact` a reused token is the current version's own draw."""
+        old = self.version if self.draft_version is None else self.draft_version
+        return [old if reused else self.version for reused in self.reused]
 
 
 @dataclass(slots=True)

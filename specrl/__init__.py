@@ -7,6 +7,7 @@ from typing import Any
 
 _HOMES = {
     "Config": "specrl.config",
+    "EngineSpec": "rollout.engines",
     "Fingerprint": "rollout.cache",
     "RolloutConfig": "rollout.config",
     "Row": "rollout.types",

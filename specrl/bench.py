@@ -131,10 +131,11 @@ class Bench:
 
     def __init__(self, model, eos_ids: frozenset[int], config: Config, rows: Sequence[Row], older: dict, newer: dict):
         from rollout.engines import build_engine
+        from specrl.policy import engine_spec
 
         self.model, self.eos_ids, self.config, self.rows = model, eos_ids, config, list(rows)
         self._weights = {"older": older, "newer": newer}
-        self.engine = build_engine(model, config.rollout, eos_ids)
+        self.engine = build_engine(engine_spec(config, eos_ids), model)
         self._texts: dict[str, RolloutBatch] = {}
 
     def case(self, name: str, repeats: int, *, replay: float, drifted: bool = True, useless: bool = False) -> Case:

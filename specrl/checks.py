@@ -34,6 +34,15 @@ LIMITS = {
     "dataset.max_prompt_tokens": (1, math.inf),
     "reward.workers": (1, math.inf),
     "reward.max_failure_ratio": (0, 1),
+    "rollout.vllm.draft_tokens": (1, 127),
+    "rollout.vllm.memory_utilization": (0.01, 1),
+    "rollout.vllm.tensor_parallel": (1, math.inf),
+    "cluster.tasks_per_worker": (1, math.inf),
+    "cluster.cpus_per_worker": (0.01, math.inf),
+    "cluster.start_timeout_s": (1, math.inf),
+    "cluster.task_timeout_s": (1, math.inf),
+    "cluster.max_failed_ratio": (0, 1),
+    "cluster.object_store_mb": (80, math.inf),
 }
 """Closed ranges of numbers; every number that is not listed must be 0 or more."""
 
@@ -44,7 +53,8 @@ def problems(config: Config, training: bool = True) -> list[str]:
     outside = [message for key, value in numbers.items() for message in _range(key, value, training)]
     if outside:
         return outside
-    found = [*_run_rules(config), *_rollout_rules(config.rollout), *_lenient_rules(config.rollout, config.trainer)]
+    found = [*_run_rules(config), *_rollout_rules(config.rollout), *_cluster_rules(config)]
+    found += _lenient_rules(config.rollout, config.trainer)
     found += [*_trainer_rules(config.trainer, config.rollout), *_reward_rules(config.reward)]
     return [*found, *_training_rules(config)] if training else found
 
@@ -102,10 +112,10 @@ def _lenient_rules(r: RolloutConfig, t: TrainerConfig) -> Iterator[str]:
             "trainer.old_logprobs=trainer with rollout.acceptance=lenient would hide that accepted tokens are "
             "off-policy. Try trainer.old_logprobs=engine."
         )
-    if not lenient and t.correction not in ("none", TrainerConfig.correction):
+    if not lenient and r.engine == "transformers" and t.correction not in ("none", TrainerConfig.correction):
         yield (
             f"trainer.correction={t.correction} has no effect with rollout.acceptance={r.acceptance}, whose tokens are "
-            "on-policy. Leave it out, or take rollout.acceptance=lenient."
+            "on-policy. Leave it out, or take rollout.acceptance=lenient or rollout.engine=vllm."
         )
     if (t.old_logprobs == "engine" or lenient) and (r.top_p < 1 or r.top_k):
         instead = "" if lenient else ", or trainer.old_logprobs=trainer"
@@ -113,6 +123,24 @@ def _lenient_rules(r: RolloutConfig, t: TrainerConfig) -> Iterator[str]:
             f"rollout.top_p={r.top_p} with rollout.top_k={r.top_k} needs the trainer's own log-probs: the engine's are "
             "relative to the kept tokens, which biases the ratio by the kept mass (trl #6789). "
             f"Try rollout.top_p=1 rollout.top_k=0{instead}."
+        )
+
+
+def _cluster_rules(c: Config) -> Iterator[str]:
+    v = c.rollout.vllm
+    if c.cluster.address and not c.cluster.num_workers:
+        yield f"cluster.address={c.cluster.address} with cluster.num_workers=0 has no use. Try cluster.num_workers=2."
+    if c.cluster.dashboard and c.cluster.address:
+        yield "cluster.dashboard=true has no effect on a cluster that runs already. Leave it out."
+    if v.tensor_parallel > 1 and v.runner == "v1":
+        yield (
+            f"rollout.vllm.tensor_parallel={v.tensor_parallel} needs drafts that stay in the driver, so "
+            "rollout.vllm.runner=v1 cannot serve it. Try rollout.vllm.runner=v2."
+        )
+    if c.rollout.engine == "vllm" and v.runner == "v2" and (c.rollout.top_p < 1 or c.rollout.top_k):
+        yield (
+            f"rollout.top_p={c.rollout.top_p} with rollout.top_k={c.rollout.top_k} cannot be verified exactly by "
+            "rollout.vllm.runner=v2. Try rollout.top_p=1 rollout.top_k=0, or rollout.vllm.runner=v1."
         )
 
 

@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 
 from reward.base import RewardError
 from reward.config import RewardConfig
-from rollout.config import RolloutConfig, doc
+from rollout.config import ClusterConfig, RolloutConfig, doc
 from rollout.types import RolloutError
 from specrl import options
 from specrl.checks import problems
@@ -87,6 +87,7 @@ class Config:
         default_factory=TrainerConfig, metadata={"help": "the policy-gradient update, checkpoints and evaluation"}
     )
     reward: RewardConfig = field(default_factory=RewardConfig, metadata={"help": "how responses are scored"})
+    cluster: ClusterConfig = field(default_factory=ClusterConfig, metadata={"help": "rollout workers on a Ray cluster"})
     report: ReportConfig = field(default_factory=ReportConfig, metadata={"help": "the final report and trackers"})
 
 

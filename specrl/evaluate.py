@@ -88,14 +88,16 @@ def main(config: EvaluateConfig) -> int:
     from reward.base import RewardSet
     from rollout.engines import build_engine
     from specrl.data import load_examples
-    from specrl.policy import load_policy
+    from specrl.policy import engine_spec, load_policy
 
     model, tokenizer, eos_ids = load_policy(config)
     examples = load_examples(config.data, config.dataset, config.split, config.seed)
     rewards = RewardSet.from_config(config.reward)
+    shared = model.eval() if config.rollout.engine == "transformers" else None
+    engine = build_engine(engine_spec(config, eos_ids), shared)
     try:
         metrics = evaluate(
-            build_engine(model.eval(), config.rollout, eos_ids),
+            engine,
             tokenizer,
             examples,
             rewards,
@@ -105,6 +107,7 @@ def main(config: EvaluateConfig) -> int:
         )
     finally:
         rewards.close()
+        engine.close()
     print(json.dumps({"model": config.model, "prompts": len(examples), "samples": config.samples, **metrics}, indent=2))
     return 0
 

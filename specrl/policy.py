@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from rollout.engines import EngineSpec
     from specrl.config import Config
 
 
@@ -84,6 +85,23 @@ def device(config: Config) -> torch.device:
     if found.type == "cuda" and not torch.cuda.is_available():
         raise PolicyError(f"device={config.device}: PyTorch sees no GPU here. Use device=auto or device=cpu.")
     return found
+
+
+def engine_spec(config: Config, eos_ids: frozenset[int]) -> EngineSpec:
+    """What the run's rollout engine is built from, here or in a worker process."""
+    from rollout.engines import EngineSpec
+    from specrl.tiny import TINY_PATH
+
+    workers = config.cluster.num_workers
+    return EngineSpec(
+        model=str(TINY_PATH) if config.model == "tiny" else config.model,
+        eos_ids=eos_ids,
+        rollout=config.rollout,
+        dtype="bfloat16" if config.trainer.precision == "bf16" else "float32",
+        device=("cuda" if config.cluster.gpus_per_worker else "cpu") if workers else str(device(config)),
+        revision=config.revision,
+        trust_remote_code=config.trust_remote_code,
+    )
 
 
 def fingerprint(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[dict[str, str], dict[str, str]]:

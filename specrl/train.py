@@ -13,8 +13,11 @@ from specrl.config import Config
 from specrl.options import ConfigError
 
 if TYPE_CHECKING:
+    import torch
+
     from reward.base import RewardSet
     from rollout.cache import TrajectoryCache
+    from rollout.engines.base import Engine
     from specrl.data import Example
     from trainers.grpo import GRPOTrainerWithReuse
 
@@ -48,7 +51,8 @@ def main(config: Config) -> int:
     with ExitStack() as closing:
         rewards = RewardSet.from_config(config.reward)
         closing.callback(rewards.close)
-        trainer = build_trainer(config, model, tokenizer, eos_ids, train, cache, rewards, run_dir)
+        make_engine = engine_factory(config, eos_ids, closing)
+        trainer = build_trainer(config, model, tokenizer, train, make_engine, cache, rewards, run_dir)
         if trainer.accelerator.is_main_process:  # one process writes the run directory
             cli.save(config)
             resumed = checkpoints.step_of(checkpoint) if checkpoint else None
@@ -125,12 +129,36 @@ def load_cache(config: Config, tokenizer, model, eos_ids: frozenset[int], checkp
     return cache
 
 
+def engine_factory(config: Config, eos_ids: frozenset[int], closing: ExitStack) -> Callable[[torch.nn.Module], Engine]:
+    """Makes the run's engine once the policy exists; `closing` ends it, and the Ray cluster it may need."""
+    from rollout.engines import build_engine
+    from specrl.policy import engine_spec
+
+    spec = engine_spec(config, eos_ids)
+    if config.cluster.num_workers:
+        from rollout.workers import RolloutPool
+
+        from specrl.cluster import connect
+
+        closing.enter_context(connect(config.cluster))
+
+    def make(model: torch.nn.Module) -> Engine:
+        if config.cluster.num_workers:
+            engine = RolloutPool(spec, config.cluster)
+        else:
+            engine = build_engine(spec, model if config.rollout.engine == "transformers" else None)
+        closing.callback(engine.close)
+        return engine
+
+    return make
+
+
 def build_trainer(
     config: Config,
     model,
     tokenizer,
-    eos_ids: frozenset[int],
     train: Sequence[Example],
+    make_engine: Callable[[torch.nn.Module], Engine],
     cache: TrajectoryCache | None,
     rewards: RewardSet,
     run_dir: Path,
@@ -161,8 +189,8 @@ def build_trainer(
         tokenizer,
         score=scorer(rewards),
         render=lambda row: prompts[row["example_id"]],
+        make_engine=make_engine,
         cache=cache,
-        eos_ids=eos_ids,
         rollout_config=config.rollout,
         trainer_config=config.trainer,
         callbacks=[SaveCache(cache, config.rollout.cache, config.trainer.keep_checkpoints)],
@@ -232,6 +260,7 @@ def watch(
 
     def assess(step: int) -> None:
         if examples:
+            trainer.sync_engine()
             metrics = evaluate(
                 trainer.engine,
                 tokenizer,

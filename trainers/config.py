@@ -38,7 +38,8 @@ class TrainerConfig:
         "auto", "source of pi_old: the trainer's own pass, or the engine's log-probs; auto: trainer for exact and off"
     )
     correction: Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = doc(
-        "token_truncate", "weights for tokens of lossy rules, by p_new/behaviour; none trains as published"
+        "token_truncate",
+        "weights p_new/behaviour for tokens of lossy rules or of an engine with other numerics; none trains as drawn",
     )
     correction_cap: float = doc(2.0, "largest weight (truncate) or largest admitted ratio (mask)")
     precision: Literal["fp32", "bf16"] = doc("fp32", "parameter and activation type")

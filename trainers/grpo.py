@@ -24,9 +24,10 @@ with warnings.catch_warnings():  # TRL looks for vLLM's version although it is n
     from trl.trainer.utils import RepeatSampler
 
 from rollout.config import RolloutConfig
-from rollout.engines import build_engine
+from rollout.engines.base import Engine
 from rollout.speculative import SpeculativeRollout
 from rollout.types import RolloutBatch, RolloutError, Row
+from trainers import weights
 from trainers.advantages import overlong_penalty
 from trainers.config import TrainerConfig
 from trainers.losses import correction_weights
@@ -79,6 +80,7 @@ class GRPOTrainerWithReuse(GRPOTrainer):
             and metrics to log.
         cache: trajectories of earlier epochs; None reuses nothing.
         render: prompt of a dataset row as token ids.
+        make_engine: the rollout engine, given the policy as it is trained (adapters included).
         rollout_config, trainer_config: the run's options.
         The other arguments are GRPOTrainer's.
     """
@@ -92,8 +94,8 @@ class GRPOTrainerWithReuse(GRPOTrainer):
         *,
         score: Callable[[Sequence[dict], Sequence[str]], tuple[list[float | None], dict[str, float]]],
         render: Callable[[dict], list[int]],
+        make_engine: Callable[[torch.nn.Module], Engine],
         cache: TrajectoryCache | None,
-        eos_ids: frozenset[int],
         rollout_config: RolloutConfig,
         trainer_config: TrainerConfig,
         callbacks: Sequence[TrainerCallback] = (),
@@ -117,7 +119,9 @@ class GRPOTrainerWithReuse(GRPOTrainer):
             rollout_func=self._rollout,
         )
         policy = self.accelerator.unwrap_model(self.model)
-        self.engine = build_engine(policy, rollout_config, eos_ids)
+        self.engine = make_engine(policy)
+        self._probe = self._render(train_dataset[0])  # any text does
+        self._sent: int | None = None
         self.stage = RolloutStage(
             SpeculativeRollout(self.engine, cache, rollout_config, args.seed),
             self._score_tokens,
@@ -153,13 +157,14 @@ class GRPOTrainerWithReuse(GRPOTrainer):
         self._rows = [Row(row["example_id"], tuple(self._render(row))) for row in self._inputs]
         first = self.accelerator.process_index * len(prompts)
         slots = [(first + i) % self.num_generations for i in range(len(prompts))]
-        self.engine.update_weights(None, self._version)
+        self.sync_engine()
         self._batch = batch = self.stage.generate(self._rows, visit=self._visit, step=self._version, slots=slots)
         _check_batch(batch, len(prompts))
+        stand_in = [self.processing_class.pad_token_id]  # TRL cannot take an empty response; it is masked afterwards
         return {
             "prompt_ids": [list(row.prompt) for row in self._rows],
-            "completion_ids": [c.tokens for c in batch.completions],
-            "logprobs": [c.logprobs for c in batch.completions],
+            "completion_ids": [stand_in if c.failure else c.tokens for c in batch.completions],
+            "logprobs": [[0.0] if c.failure else c.logprobs for c in batch.completions],
         }
 
     def _total_reward(self, completions: list, completion_ids: list[list[int]], **_: Any) -> list[float | None]:
@@ -168,8 +173,8 @@ class GRPOTrainerWithReuse(GRPOTrainer):
         texts = [c if isinstance(c, str) else c[-1]["content"] for c in completions]
         totals, metrics = self._score(self._inputs, texts)
         self._rewards = [
-            None if total is None else total + self._overlong(ids)
-            for total, ids in zip(totals, completion_ids, strict=True)
+            None if total is None or c.failure else total + self._overlong(ids)
+            for total, ids, c in zip(totals, completion_ids, self._batch.completions, strict=True)
         ]
         for name, value in self._across_processes(metrics | {"timing_s/reward": time.perf_counter() - began}).items():
             self._metrics["train"][name].append(value)
@@ -189,6 +194,16 @@ class GRPOTrainerWithReuse(GRPOTrainer):
                 self._metrics["train"]["sampling/sampling_logp_difference/mean"].append(gap.mean().item())
                 self._metrics["train"]["sampling/sampling_logp_difference/max"].append(gap.max().item())
         return loss
+
+    def sync_engine(self) -> None:
+        """Brings the engine to the current weights; costs nothing when it has them."""
+        if self._sent == self._version and self.engine.own_weights:
+            return
+        began = time.perf_counter()
+        weights.send(self.engine, self.accelerator.unwrap_model(self.model), self._version, self._probe)
+        self._sent = self._version
+        if self.engine.own_weights:
+            self._metrics["train"]["timing_s/sync"].append(time.perf_counter() - began)
 
     def last_rollout(self) -> LastRollout:
         """What was generated last; call it after a step."""
@@ -212,23 +227,46 @@ class GRPOTrainerWithReuse(GRPOTrainer):
         return self._batch is not None and self._batch.completions[0].version == self._version
 
     def _with_behaviour(self, out: dict[str, Any]) -> dict[str, Any]:
-        """Old log-probs from the engine, and weights for tokens of lossy rules."""
-        lossy = self.stage.rollout.config.acceptance == "lenient"
-        source = self._options.old_logprobs
-        if source == "engine" or (source == "auto" and lossy):
-            out["old_per_token_logps"] = out["sampling_per_token_logps"]
+        """Old log-probs from the engine, and weights for tokens that another law or another engine drew."""
+        for i, c in enumerate(self._batch.completions):
+            if c.failure:
+                out["completion_mask"][i] = 0
+        rollout = self.stage.rollout.config
+        lossy = rollout.acceptance == "lenient"
+        source, drawn = self._options.old_logprobs, out["sampling_per_token_logps"]
+        from_engine = source == "engine" or (source == "auto" and lossy)
+        if from_engine:
+            out["old_per_token_logps"] = drawn
         if lossy:
-            logp, mask = out["sampling_per_token_logps"], out["completion_mask"]
-            behaviour = torch.zeros_like(logp)
+            behaviour = torch.zeros_like(drawn)
             for i, c in enumerate(self._batch.completions):
                 behaviour[i, : len(c.tokens)] = torch.tensor(c.behaviour_logprobs)
-            weights = correction_weights(logp, behaviour, mask, self._options.correction, self._options.correction_cap)
-            out["advantages"] = out["advantages"][:, None] * weights
-            used = weights[mask.bool()]
-            summary = {"min": used.min(), "mean": used.mean(), "max": used.max()} if used.numel() else {}
-            for name, value in summary.items():
-                self._metrics["train"][f"sampling/importance_sampling_ratio/{name}"].append(value.item())
+            self._weigh(out, drawn, behaviour)
+        elif rollout.engine != "transformers" and not from_engine and self._options.correction != "none":
+            self._weigh(out, self._trainer_logps(out), drawn)
         return out
+
+    def _weigh(self, out: dict[str, Any], logp: torch.Tensor, behaviour: torch.Tensor) -> None:
+        """Multiplies the advantages by the importance weights of `trainer.correction`."""
+        mask = out["completion_mask"]
+        ratios = correction_weights(logp, behaviour, mask, self._options.correction, self._options.correction_cap)
+        out["advantages"] = out["advantages"][:, None] * ratios
+        used = ratios[mask.bool()]
+        summary = {"min": used.min(), "mean": used.mean(), "max": used.max()} if used.numel() else {}
+        for name, value in summary.items():
+            self._metrics["train"][f"sampling/importance_sampling_ratio/{name}"].append(value.item())
+
+    @torch.no_grad()
+    def _trainer_logps(self, out: dict[str, Any]) -> torch.Tensor:
+        """The policy's own log-probs [B, T] of the responses, which the update then takes as pi_old."""
+        if "old_per_token_logps" not in out:
+            ids = torch.cat([out["prompt_ids"], out["completion_ids"]], dim=1)
+            mask = torch.cat([out["prompt_mask"], out["completion_mask"]], dim=1)
+            keep, rows = out["completion_ids"].shape[1], self.args.per_device_train_batch_size
+            out["old_per_token_logps"] = super()._get_per_token_logps_and_entropies(self.model, ids, mask, keep, rows)[
+                0
+            ]
+        return out["old_per_token_logps"]
 
     def _score_tokens(self, rows: Sequence[Row], responses: Sequence[list[int]]) -> list[float | None]:
         """Rewards of control rows; they are not logged as the step's rewards."""
@@ -250,7 +288,7 @@ class GRPOTrainerWithReuse(GRPOTrainer):
         return {name: reduce_metric(name, column) for name, column in zip(names, table.T, strict=True)}
 
 
-SUMMED = ("_tokens", "/ties", "/control_mismatches", "/failed", "/timeouts", "/throughput")
+SUMMED = ("_tokens", "/ties", "/control_mismatches", "/failed", "/failed_rows", "/timeouts", "/throughput")
 
 
 def reduce_metric(name: str, values: torch.Tensor) -> float:
@@ -278,7 +316,7 @@ def _check_batch(batch: RolloutBatch, rows: int) -> None:
     if len(batch.completions) != rows:
         raise RolloutError(f"the engine returned {len(batch.completions)} responses for {rows} rows")
     for i, c in enumerate(batch.completions):
-        if not c.tokens or not len(c.tokens) == len(c.logprobs) == len(c.behaviour_logprobs) == len(c.reused):
+        if not c.failure and not 0 < len(c.tokens) == len(c.logprobs) == len(c.behaviour_logprobs) == len(c.reused):
             raise RolloutError(f"the engine returned a malformed response for row {i}: {len(c.tokens)} tokens, "
                                f"{len(c.logprobs)} log-probs")  # fmt: skip
 

@@ -72,7 +72,7 @@ class RolloutStage:
                 f"(first: example {row.example_id!r}, slot {batch.slots[differing[0]]}). This must not happen in "
                 "float32 on a CPU; please report it with the output of `python -m specrl.env`"
             )
-        self._plain_s_per_token = plain.total_s / sum(len(c.tokens) for c in plain.completions)
+        self._plain_s_per_token = plain.total_s / max(1, sum(len(c.tokens) for c in plain.completions))
         return {
             "timing_s/control": plain.total_s,
             "spec/plain_s": plain.total_s,
@@ -99,7 +99,9 @@ class RolloutStage:
 
 def rollout_metrics(batch: RolloutBatch) -> dict[str, float]:
     """The `spec/*` and `timing_s/*` metrics of one batch."""
-    stats, done = batch.stats, batch.completions
+    stats, done = batch.stats, [c for c in batch.completions if not c.failure]
+    if not done:
+        raise RolloutError(f"no row of the rollout has a response; the first says: {batch.completions[0].failure}")
     total = sum(len(c.tokens) for c in done)
     reused = sum(sum(c.reused) for c in done)
     ages = [age for age in batch.ages if age is not None]
@@ -111,9 +113,10 @@ def rollout_metrics(batch: RolloutBatch) -> dict[str, float]:
         "timing_s/draft": stats.draft_s,
         "timing_s/verify": stats.verify_s,
         "timing_s/decode": stats.decode_s,
-        "spec/hit_rate": len(ages) / len(done),
+        "rollout/failed_rows": len(batch.completions) - len(done),
+        "spec/hit_rate": len(ages) / len(batch.completions),
         "spec/reused_ratio": reused / total,
-        "spec/full_reuse_ratio": sum(batch.unchanged) / len(done),
+        "spec/full_reuse_ratio": sum(batch.unchanged) / len(batch.completions),
         "spec/reused_tokens": reused,
         "spec/new_tokens": total - reused,
         "spec/passes_per_row": sum(c.passes for c in done) / len(done),

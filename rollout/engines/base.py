@@ -8,7 +8,7 @@ from typing import Literal, Protocol
 
 from torch import Tensor
 
-from rollout.types import Completion, EngineStats, Request
+from rollout.types import Completion, EngineStats, Request, RolloutError
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,16 +29,53 @@ class Speculation:
     lenience: float = 1.0
 
 
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """A text with the log-probs its trainer gives it: the proof that an engine got the weights it was sent."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    """Of `tokens[1:]`, each given the tokens before it, at temperature 1."""
+    tolerance: float
+    """Largest difference that rounding explains, in nats."""
+
+    def check(self, logprobs: Sequence[float], version: int) -> None:
+        """Compares what the engine gives the same text.
+
+        Raises:
+            RolloutError: the two differ; the engine must not generate with these weights.
+        """
+        if len(logprobs) != len(self.logprobs):
+            raise RolloutError(f"the engine scored {len(logprobs)} of {len(self.logprobs)} probe tokens")
+        gaps = [abs(a - b) for a, b in zip(logprobs, self.logprobs, strict=True)]
+        if not all(gap <= self.tolerance for gap in gaps):  # NaN fails too
+            raise RolloutError(
+                f"after the update to weight version {version} the engine's log-probs differ from the trainer's by up "
+                f"to {max(gaps, key=lambda gap: (gap != gap, gap)):.3g} nats (allowed {self.tolerance:g}): "
+                "it does not run the weights it was sent"
+            )
+
+
 class Engine(Protocol):
     """Small enough to fake in 20 lines."""
 
     weight_version: int
+    own_weights: bool
+    """False: it runs the trainer's own model, and `update_weights` takes None."""
 
     def generate(self, requests: Sequence[Request]) -> tuple[list[Completion], EngineStats]:
         """One completion per request, in order. Raises RolloutError; never returns a partial batch."""
 
-    def update_weights(self, weights: Iterable[tuple[str, Tensor]] | None, version: int) -> None:
-        """Loads weights by their Hugging Face names (None: they are shared with the trainer) and sets the version."""
+    def update_weights(
+        self, weights: Iterable[tuple[str, Tensor]] | None, version: int, probe: Probe | None = None
+    ) -> None:
+        """Loads weights by their Hugging Face names, sets the version, forgets older KV and checks the probe.
+
+        Raises RolloutError when the version goes backwards, a weight does not fit, or the probe differs.
+        """
+
+    def score(self, tokens: Sequence[int]) -> list[float]:
+        """Log-prob of each of `tokens[1:]` given the tokens before it, at temperature 1, under the engine's weights."""
 
     def reset_cache(self) -> None:
         """Forgets all KV of older weights."""

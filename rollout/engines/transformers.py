@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from rollout.budget import Budget, State
-from rollout.engines.base import Sampling, Speculation
+from rollout.engines.base import Probe, Sampling, Speculation
 from rollout.engines.ragged import ATTENTION, Pass, RaggedKV
 from rollout.noise import keyed_draw, uniform
 from rollout.types import Completion, EngineStats, Request, RolloutError
@@ -71,6 +71,7 @@ class TransformersEngine:
     Args:
         model: a causal LM, or a peft model around one.
         sampling, speculation: the sampler's law and the verification rule.
+        own_weights: the model is not the trainer's, so updates carry tensors.
         rows_per_batch, tokens_per_pass, logits_mb: memory bounds, see RolloutConfig.
         tie_margin: draws closer than this are decided by a canonical pass (float32 models only).
         window: draft tokens per row and pass; 0 lets the budget decide from measured costs.
@@ -82,6 +83,7 @@ class TransformersEngine:
         sampling: Sampling,
         speculation: Speculation | None = None,
         *,
+        own_weights: bool = False,
         rows_per_batch: int = 256,
         tokens_per_pass: int = 4096,
         logits_mb: int = 256,
@@ -100,7 +102,7 @@ class TransformersEngine:
         self.rows_per_batch, self.tokens_per_pass = rows_per_batch, tokens_per_pass
         self.scores_per_chunk = max(1, logits_mb * 2**20 // (self.vocab * 16))  # logits, noise and scores, float32
         self.tie_margin = tie_margin if base.dtype == torch.float32 else 0.0
-        self.weight_version = 0
+        self.weight_version, self.own_weights = 0, own_weights
         self.budget = Budget(window)
         self._draw = keyed_draw
         if self.device.type == "cuda":  # one fused kernel: the noise of a 152k vocabulary is never stored
@@ -124,15 +126,47 @@ class TransformersEngine:
             for i in range(0, len(rows), self.rows_per_batch):
                 self._run(rows[i : i + self.rows_per_batch], stats)
         return [
-            Completion(r.tokens, r.logprobs, r.behaviour, r.reused, r.finish, self.weight_version, r.passes)
+            Completion(
+                r.tokens,
+                r.logprobs,
+                r.behaviour,
+                r.reused,
+                r.finish,
+                self.weight_version,
+                r.passes,
+                draft_version=r.request.draft_version if self.speculation.rule == "lenient" else None,
+            )
             for r in rows
         ], stats
 
-    def update_weights(self, weights: Iterable[tuple[str, Tensor]] | None, version: int) -> None:
+    def update_weights(
+        self, weights: Iterable[tuple[str, Tensor]] | None, version: int, probe: Probe | None = None
+    ) -> None:
         if version < self.weight_version:
             raise RolloutError(f"weight version {version} is older than the engine's {self.weight_version}")
         if weights is not None:
-            state = self.model.state_dict()
+            self._load(weights)
+        if probe is not None:
+            probe.check(self.score(probe.tokens), version)
+        self.weight_version = version
+
+    def score(self, tokens: Sequence[int]) -> list[float]:
+        """See Engine.score."""
+        with self._inference():
+            layout = Pass(RaggedKV(1, len(tokens)), 0, [0], [len(tokens)], self.device)
+            logits = self._lm_head(self._forward(list(tokens), layout)).float()
+            targets = torch.tensor(tokens[1:], device=self.device)[:, None]
+            return logits[:-1].log_softmax(-1).gather(-1, targets)[:, 0].tolist()
+
+    def reset_cache(self) -> None:
+        """Nothing to forget: KV lives only inside `generate`."""
+
+    def close(self) -> None:
+        """Nothing to free: the model belongs to the trainer."""
+
+    def _load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        state = self.model.state_dict()
+        with torch.no_grad():
             for name, tensor in weights:
                 if name not in state:
                     raise RolloutError(f"the update names the weight {name!r}, which the engine's model does not have")
@@ -140,13 +174,6 @@ class TransformersEngine:
                     shapes = f"{tuple(tensor.shape)}, the engine's model has {tuple(state[name].shape)}"
                     raise RolloutError(f"the update gives the weight {name!r} the shape {shapes}")
                 state[name].copy_(tensor)
-        self.weight_version = version
-
-    def reset_cache(self) -> None:
-        """Nothing to forget: KV lives only inside `generate`."""
-
-    def close(self) -> None:
-        """Nothing to free: the model belongs to the trainer."""
 
     # One batch ---------------------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import rollout.engines.transformers as engine_module
-from rollout.engines import build_engine
+from rollout.engines import EngineSpec, build_engine
 from rollout.speculative import SpeculativeRollout
 from rollout.types import Request
 from tests.runs import Recording, differences, run
@@ -248,8 +248,8 @@ def test_control_stale_weights(plain, tmp_path):
 
     def sabotage(trainer):
         frozen = copy.deepcopy(trainer.accelerator.unwrap_model(trainer.model))
-        config = trainer.stage.rollout.config
-        trainer.engine = trainer.stage.rollout.engine = build_engine(frozen, config, trainer.engine.sampling.eos_ids)
+        spec = EngineSpec(eos_ids=trainer.engine.sampling.eos_ids, rollout=trainer.stage.rollout.config)
+        trainer.engine = trainer.stage.rollout.engine = build_engine(spec, frozen)
 
     faulty = run(tmp_path, sabotage, trainer__max_steps=5)
     assert plain.steps[0].tokens == faulty.steps[0].tokens, "the first rollout has the right weights"

@@ -10,7 +10,7 @@ import torch
 
 from rollout.cache import Fingerprint, TrajectoryCache
 from rollout.config import BudgetConfig, RolloutConfig
-from rollout.engines import build_engine
+from rollout.engines import EngineSpec, build_engine
 from rollout.noise import derive_key, generation
 from rollout.speculative import SpeculativeRollout
 from rollout.types import Completion, EngineStats, Row, Trajectory
@@ -228,7 +228,7 @@ def roll(models, plan, *, cache="keep", config=None, rows=None):
         now, asked = plan(visit, config, rows) if plan else (config, rows)
         if cache == "lose":
             store = cache_of(eos_ids=EOS)
-        rollout = SpeculativeRollout(build_engine(model, now, EOS), store, now, SEED)
+        rollout = SpeculativeRollout(build_engine(EngineSpec(eos_ids=EOS, rollout=now), model), store, now, SEED)
         rollout.engine.update_weights(None, visit)
         batch = rollout.generate(asked, visit=visit, step=visit)
         rollout.store(asked, batch, step=visit)

@@ -27,6 +27,8 @@ rollout.top_k rollout.max_new_tokens rollout.rows_per_batch rollout.tokens_per_p
 rollout.tie_margin rollout.measure_every
 rollout.cache.max_mb rollout.cache.start_from rollout.cache.clear rollout.cache.on_write_error
 rollout.budget.window rollout.budget.rematch
+rollout.vllm.runner rollout.vllm.draft_tokens rollout.vllm.kv_cache_mb rollout.vllm.memory_utilization
+rollout.vllm.tensor_parallel rollout.vllm.compile rollout.vllm.sleep
 trainer.algorithm trainer.learning_rate trainer.lr_schedule trainer.warmup_steps trainer.epochs trainer.max_steps
 trainer.prompts_per_step trainer.rows_per_pass trainer.updates_per_rollout trainer.clip trainer.clip_high trainer.beta
 trainer.loss trainer.scale_rewards trainer.mask_truncated trainer.overlong_buffer trainer.max_grad_norm
@@ -35,6 +37,9 @@ trainer.gradient_checkpointing trainer.save_every trainer.keep_checkpoints train
 trainer.log_completions trainer.log_completions_every
 reward.functions reward.weights reward.timeout_s reward.memory_mb reward.workers reward.max_failure_ratio
 reward.isolate_user
+cluster.num_workers cluster.address cluster.cpus_per_worker cluster.gpus_per_worker cluster.tasks_per_worker
+cluster.start_timeout_s cluster.task_timeout_s cluster.max_restarts cluster.max_failed_ratio cluster.object_store_mb
+cluster.dashboard
 report.baseline report.plots report.trackers
 """
 

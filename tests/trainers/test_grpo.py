@@ -4,7 +4,7 @@ from dataclasses import replace
 from math import isfinite
 from pathlib import Path
 from statistics import mean, stdev
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 
 import pytest
 import torch
@@ -156,13 +156,14 @@ def test_rows_become_slots_across_processes():
         _visit=2,
         accelerator=SimpleNamespace(process_index=1),
         num_generations=4,
-        engine=SimpleNamespace(update_weights=lambda weights, version: seen.update(weights=weights, version=version)),
+        sync_engine=lambda: seen.update(synced=True),
+        processing_class=SimpleNamespace(pad_token_id=0),
         stage=SimpleNamespace(generate=generate),
     )
     out = GRPOTrainerWithReuse._rollout(second, ["p"] * 6, None)
     assert seen["slots"] == [2, 3, 0, 1, 2, 3], "a group that straddles two processes has each slot once"
     assert [row.example_id for row in seen["rows"]] == ["e1", "e1", "e2", "e2", "e2", "e2"]
-    assert (seen["weights"], seen["version"], seen["visit"], seen["step"]) == (None, 7, 2, 7)
+    assert (seen["synced"], seen["visit"], seen["step"]) == (True, 2, 7)
     assert out["prompt_ids"] == [[5, 6]] * 6
     assert out["completion_ids"] == [[1, 2]] * 6
     assert out["logprobs"] == [[-0.5, -0.5]] * 6
@@ -297,6 +298,7 @@ def test_lenient_with_every_response_masked():
         _batch=RolloutBatch([GOOD], [0], [0], [None], [False]),
         _metrics={"train": {}},
     )
+    masked._weigh = MethodType(GRPOTrainerWithReuse._weigh, masked)
     logp = torch.tensor([[-0.5, -0.5]])
     out = {"sampling_per_token_logps": logp, "completion_mask": torch.zeros(1, 2), "advantages": torch.ones(1)}
     out = GRPOTrainerWithReuse._with_behaviour(masked, out)

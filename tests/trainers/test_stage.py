@@ -230,6 +230,7 @@ def test_rollout_metrics_by_hand():
             "timing_s/draft": 0.05,
             "timing_s/verify": 0.2,
             "timing_s/decode": 0.3,
+            "rollout/failed_rows": 0,
             "spec/hit_rate": 0.75,
             "spec/reused_ratio": 0.6,
             "spec/full_reuse_ratio": 0.5,
