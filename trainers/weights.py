@@ -43,6 +43,8 @@ def named_weights(policy: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
         weight = weight.detach()
         if role == "base_layer":
             layer, name = modules[parent], f"{parent}.{leaf}"
+            if getattr(layer, "use_dora", None) and any(layer.use_dora.values()):
+                raise RolloutError("DoRA adapters cannot be sent merged to an engine. Use LoRA without use_dora")
             if leaf == "weight":
                 weight = weight + sum(layer.get_delta_weight(adapter).detach() for adapter in layer.active_adapters)
         yield name, weight.full_tensor() if hasattr(weight, "full_tensor") else weight

@@ -22,7 +22,10 @@ import tests.runs as runs
 import specrl.train
 from specrl import config
 
-build = specrl.train.build_trainer
+from rollout.engines import build_engine
+from specrl.policy import engine_spec
+
+build, shared = specrl.train.build_trainer, specrl.train.engine_factory
 runs.torch.set_num_threads(1)
 
 def recorded(words):
@@ -34,6 +37,8 @@ def recorded(words):
         return record.trainer
 
     specrl.train.build_trainer = listened
+    own = lambda config, eos_ids, _: lambda model: build_engine(engine_spec(config, eos_ids))
+    specrl.train.engine_factory = own if "name=own" in words else shared
     if config.run(specrl.train.main, words):
         raise SystemExit(1)
     cache = record.trainer.stage.rollout.cache
@@ -59,6 +64,7 @@ def launched(tmp_path_factory):
     plan = [
         ("exact", {}),
         ("off", {"name": "off", "rollout__acceptance": "off"}),
+        ("own", {"name": "own"}),  # each process's engine holds a copy of the weights, as vLLM does
         ("first", {"name": "cut", "trainer__max_steps": 4}),  # ends in the middle of an epoch
         ("rest", {"name": "cut", "resume": "auto"}),
     ]
@@ -121,8 +127,9 @@ def test_both_end_with_the_same_weights(exact):
     assert exact[1][0]["weights"] == exact[1][1]["weights"]
 
 
-def test_it_is_the_run_without_speculation(launched):
-    for a, b in zip(launched["exact"], launched["off"], strict=True):
+@pytest.mark.parametrize("other", ["off", "own"])
+def test_it_is_the_run_without_speculation_and_that_of_engines_with_weights_of_their_own(launched, other):
+    for a, b in zip(launched["exact"], launched[other], strict=True):
         for x, y in zip(a["steps"], b["steps"], strict=True):
             assert (x["rows"], x["tokens"], x["rewards"]) == (y["rows"], y["tokens"], y["rewards"])
         assert a["losses"] == b["losses"]

@@ -1,5 +1,6 @@
 """The seam to TRL: configuration, sampler, rows and slots, log-probs, advantages, and what must not pass it."""
 
+import math
 from dataclasses import replace
 from math import isfinite
 from pathlib import Path
@@ -304,6 +305,78 @@ def test_lenient_with_every_response_masked():
     out = GRPOTrainerWithReuse._with_behaviour(masked, out)
     assert out["advantages"].tolist() == [[1.0, 1.0]]
     assert masked._metrics == {"train": {}}
+
+
+def test_an_engine_with_other_numerics_is_corrected(tmp_path):
+    """Its tokens are weighted by the trainer's probability over the engine's; one with ours is not."""
+
+    def shift(trainer):
+        trainer.stage.rollout.config.engine = "vllm"  # what makes the trainer distrust the log-probs
+        generate = trainer.engine.generate
+
+        def shifted(requests):
+            completions, stats = generate(requests)
+            for c in completions:
+                c.logprobs = [x - 0.1 for x in c.logprobs]
+            return completions, stats
+
+        trainer.engine.generate = shifted
+
+    outputs, plain = [], []
+    record = run(tmp_path, lambda t: (shift(t), tap(outputs)(t)), trainer__max_steps=1, name="shifted")
+    run(tmp_path, tap(plain), trainer__max_steps=1, name="plain")
+    (out,), (base,) = outputs, plain
+    ratio = out["advantages"] / base["advantages"][:, None]
+    mask = out["completion_mask"].bool() & (base["advantages"] != 0)[:, None]
+    assert ratio[mask].min().item() == pytest.approx(math.exp(0.1), rel=1e-3)
+    assert ratio[mask].max().item() == pytest.approx(math.exp(0.1), rel=1e-3)
+    assert "old_per_token_logps" in out
+    (log,) = logs(record)
+    assert log["sampling/importance_sampling_ratio/mean"] == pytest.approx(math.exp(0.1), rel=1e-3)
+    assert log[DIFFERENCE] == pytest.approx(0.1, abs=1e-3)
+
+
+def test_rows_without_a_response_are_masked_and_counted(tmp_path):
+    def plant(trainer):
+        generate = trainer.engine.generate
+
+        def failing(requests):
+            completions, stats = generate(requests)
+            nothing = {"tokens": [], "logprobs": [], "behaviour_logprobs": [], "reused": []}
+            completions[2] = replace(completions[2], **nothing, failure="worker 1: poisoned")
+            return completions, stats
+
+        trainer.engine.generate = failing
+
+    outputs = []
+    record = run(tmp_path, lambda t: (plant(t), tap(outputs)(t)), trainer__epochs=2)
+    cache = record.trainer.stage.rollout.cache
+    for step, out, log in zip(record.steps, outputs, logs(record), strict=True):
+        scored = [r for i, r in enumerate(step.rewards) if i != 2]
+        assert step.rewards[2] is None, "never a zero"
+        assert None not in scored
+        assert log["rollout/failed_rows"] == 1
+        assert log["reward"] == pytest.approx(mean(scored))
+        kept = cache.get(*step.rows[2])
+        assert kept is None or kept.step != step.step, "nothing of it is kept"
+        assert out["completion_mask"][2].sum() == 0
+        assert out["advantages"].tolist() == pytest.approx(expected_advantages(step.rewards), abs=1e-5)
+    assert all(map(isfinite, record.losses))
+
+
+def test_a_rollout_without_any_response_stops_the_run(tmp_path):
+    def plant(trainer):
+        generate = trainer.engine.generate
+
+        def failing(requests):
+            completions, stats = generate(requests)
+            nothing = {"tokens": [], "logprobs": [], "behaviour_logprobs": [], "reused": []}
+            return [replace(c, **nothing, failure="worker 1: poisoned") for c in completions], stats
+
+        trainer.engine.generate = failing
+
+    with pytest.raises(RolloutError, match="no row of the rollout has a response; the first says: worker 1: poisoned"):
+        run(tmp_path, plant)
 
 
 # Rewards --------------------------------------------------------------------------------------------------------------

@@ -1,0 +1,210 @@
+"""Weights on their way to an engine: names, merged adapters, gathered shards, and the probe that proves arrival."""
+
+import copy
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from rollout.config import RolloutConfig
+from rollout.engines import EngineSpec, build_engine
+from rollout.engines.base import Probe
+from rollout.engines.transformers import TransformersEngine
+from rollout.types import Request, RolloutError
+from tests.runs import ROOT, differences, policy, run
+from trainers.weights import named_weights, probe, send
+
+TEXT = tuple(range(3, 40))
+
+
+def own_engine(model):
+    """An engine with a copy of the model, as a worker has one."""
+    from rollout.engines.base import Sampling
+
+    return TransformersEngine(copy.deepcopy(model), Sampling(frozenset([1])), own_weights=True, window=8)
+
+
+def texts(engine):
+    return [c.tokens for c in engine.generate([Request(TEXT[:5], key, 20) for key in range(6)])[0]]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2"])
+def test_every_weight_once_by_its_name(build_model, family):
+    model = build_model(family)
+    sent = dict(named_weights(model))
+    assert sent.keys() == dict(model.named_parameters()).keys()
+    assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in sent.items())
+    assert all(not tensor.requires_grad for tensor in sent.values())
+
+
+def test_an_engine_follows_its_trainer(build_model):
+    trained = build_model("qwen3", seed=1)
+    engine = own_engine(build_model("qwen3", seed=2))
+    shared = TransformersEngine(trained, engine.sampling, window=8)
+    assert texts(engine) != texts(shared)
+    send(engine, trained, 3, TEXT)
+    assert texts(engine) == texts(shared)
+    assert engine.weight_version == 3
+    assert not shared.own_weights
+    send(shared, trained, 3, TEXT)
+    assert shared.weight_version == 3
+
+
+def lora(model, **options):
+    from peft import LoraConfig, get_peft_model
+
+    wrapped = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", **options))
+    with torch.no_grad():
+        for name, p in wrapped.named_parameters():
+            if "lora_B" in name:
+                p.normal_(std=0.1)
+    return wrapped
+
+
+@pytest.mark.parametrize("options", [{}, {"use_rslora": True}, {"use_dora": True}], ids=["lora", "rslora", "dora"])
+def test_adapters_arrive_merged(build_model, options):
+    base = build_model("qwen3", seed=1, scale=3.0)
+    wrapped = lora(copy.deepcopy(base), **options)
+    if "use_dora" in options:
+        with pytest.raises(RolloutError, match="DoRA"):
+            dict(named_weights(wrapped))
+        return
+    sent = dict(named_weights(wrapped))
+    merged = copy.deepcopy(wrapped).merge_and_unload()
+    assert sent.keys() == dict(base.named_parameters()).keys()
+    for name, tensor in merged.named_parameters():
+        torch.testing.assert_close(sent[name], tensor.detach())
+    assert not torch.equal(sent["model.layers.0.mlp.up_proj.weight"], base.model.layers[0].mlp.up_proj.weight)
+    engine = own_engine(base)
+    send(engine, wrapped, 1, TEXT)  # the probe compares with the adapters' own forward
+
+
+def test_weights_that_did_not_arrive_are_noticed(build_model):
+    trained, engine = build_model("qwen3", seed=1), own_engine(build_model("qwen3", seed=2))
+    engine._load = lambda weights: None
+    with pytest.raises(RolloutError, match="does not run the weights it was sent"):
+        send(engine, trained, 3, TEXT)
+    assert engine.weight_version == 0, "the update did not happen"
+
+
+def test_one_wrong_matrix_is_noticed(build_model):
+    trained, engine = build_model("qwen3", seed=1), own_engine(build_model("qwen3", seed=1))
+    sent = {n: w * 1.02 if n == "model.layers.1.mlp.up_proj.weight" else w for n, w in named_weights(trained)}
+    with pytest.raises(RolloutError, match=r"weight version 1 the engine's log-probs differ .* \(allowed 0\.001\)"):
+        engine.update_weights(sent.items(), 1, probe(trained, TEXT))
+
+
+@pytest.mark.parametrize("logprobs", [[float("nan")] * 2, [-1.0, -2.1], [-1.0]])
+def test_a_probe_is_strict(logprobs):
+    with pytest.raises(RolloutError, match=r"probe|log-probs"):
+        Probe((1, 2, 3), (-1.0, -2.0), 0.05).check(logprobs, 7)
+    Probe((1, 2, 3), (-1.0, -2.0), 0.05).check([-1.04, -2.04], 7)
+
+
+def test_the_probe_is_what_the_model_says(build_model):
+    model = build_model("llama")
+    model.eval()
+    with torch.no_grad():
+        logp = model(torch.tensor([TEXT])).logits[0, :-1].log_softmax(-1)
+    expected = logp.gather(-1, torch.tensor(TEXT[1:])[:, None])[:, 0]
+    model.train()
+    got = probe(model, TEXT)
+    assert got.logprobs == pytest.approx(expected.tolist(), abs=1e-6)
+    assert model.training, "put back"
+    assert own_engine(model).score(TEXT) == pytest.approx(expected.tolist(), abs=1e-5)
+
+
+FSDP = """
+import sys, torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from transformers import AutoModelForCausalLM
+from trainers.weights import named_weights, probe
+
+dist.init_process_group("gloo")
+whole = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32)
+sharded = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32)
+mesh = init_device_mesh("cpu", (2,))
+for layer in sharded.model.layers:
+    fully_shard(layer, mesh=mesh)
+fully_shard(sharded, mesh=mesh)
+local = sum(p.to_local().numel() for p in sharded.parameters())
+assert local < 0.6 * sum(p.numel() for p in whole.parameters()), "each process holds half"
+sent, expected = dict(named_weights(sharded)), dict(named_weights(whole))
+assert sent.keys() == expected.keys()
+assert all(torch.equal(tensor, expected[name]) for name, tensor in sent.items())
+text = list(range(3, 30))
+assert max(abs(a - b) for a, b in zip(probe(sharded, text).logprobs, probe(whole, text).logprobs)) < 1e-4
+dist.destroy_process_group()
+"""
+
+
+def free_port():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return str(free.getsockname()[1])
+
+
+def test_shards_of_fsdp_are_gathered():
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+    both = [
+        subprocess.Popen(
+            [sys.executable, "-c", FSDP, str(policy())],
+            env={**os.environ, **shared, "PYTHONPATH": str(ROOT), "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in (0, 1)
+    ]
+    outputs = [process.communicate(timeout=120)[0] for process in both]
+    assert [process.returncode for process in both] == [0, 0], "\n".join(outputs)[-4000:]
+
+
+def test_layouts_that_cannot_be_gathered_are_refused(build_model):
+    class FullyShardedDataParallel(torch.nn.Module):
+        """Version 1, by its name: its parameters are flat."""
+
+    with pytest.raises(RolloutError, match="fsdp_version: 2"):
+        next(named_weights(FullyShardedDataParallel()))
+
+
+@pytest.fixture
+def own_weights(monkeypatch):
+    """Runs whose engine holds its own copy of the policy, as workers do."""
+    import specrl.train
+    from specrl.policy import engine_spec
+
+    monkeypatch.setattr(
+        specrl.train, "engine_factory", lambda config, eos, _: lambda model: build_engine(engine_spec(config, eos))
+    )
+
+
+@pytest.mark.slow
+def test_a_run_is_the_same_with_an_engine_of_its_own(tmp_path, request):
+    shared = run(tmp_path, name="shared", trainer__eval_prompts=4)
+    request.getfixturevalue("own_weights")
+    own = run(tmp_path, name="own", trainer__eval_prompts=4)
+    assert differences(shared, own) == []
+    assert own.trainer.engine.model is not shared.trainer.engine.model
+    logs = [log for log in own.trainer.state.log_history if "loss" in log]
+    assert all(log["timing_s/sync"] > 0 for log in logs)
+
+
+@pytest.mark.slow
+def test_control_weights_that_are_not_sent(tmp_path, own_weights, monkeypatch):
+    monkeypatch.setattr(TransformersEngine, "_load", lambda self, weights: None)
+    with pytest.raises(RolloutError, match="does not run the weights it was sent"):
+        run(tmp_path)
+
+
+def test_a_spec_builds_the_same_engine_again():
+    spec = EngineSpec(model=str(policy()), eos_ids=frozenset([1]), rollout=RolloutConfig())
+    a, b = build_engine(spec), build_engine(spec)
+    assert a.own_weights
+    assert a.model is not b.model
+    assert texts(a) == texts(b)
