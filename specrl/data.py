@@ -101,8 +101,8 @@ def render(example: Example, tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 def check_lengths(
     examples: Iterable[Example], tokenizer: PreTrainedTokenizerBase, max_prompt_tokens: int, room: int | None = None
-) -> None:
-    """Refuses prompts of more than `max_prompt_tokens`, or of more than `room`: the context less max_new_tokens.
+) -> int:
+    """The longest prompt's tokens. Refuses more than `max_prompt_tokens` or `room`: the context less max_new_tokens.
 
     Raises:
         DataError: how many are too long, the longest, its id and the key to set.
@@ -117,6 +117,7 @@ def check_lengths(
             f"{over} of {len(lengths)} prompts have more than {limit} tokens ({rule}); the longest has {longest} "
             f"(example {which}). {remedy}, or take those rows out."
         )
+    return longest
 
 
 def to_dataset(examples: Sequence[Example]) -> Dataset:

@@ -61,7 +61,7 @@ class Monitor:
         if (seconds := number(record, "timing_s/step")) is not None:
             self._recent.append(seconds)
         self._advance(int(record["step"]))
-        self._print(step_line(record, self.total_steps, self._eta(int(record["step"]))))
+        self.note(step_line(record, self.total_steps, self._eta(int(record["step"]))))
 
     def log_eval(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Appends one evaluation, made after optimiser step `step` (0: before training), and prints its line.
@@ -71,7 +71,7 @@ class Monitor:
         self._append({"step": step, **metrics})
         values = {key.removeprefix("eval/"): number(metrics, key) for key in metrics}
         shown = (f"{name} {value:.3g}" for name, value in values.items() if value is not None)
-        self._print(" | ".join((f"Eval at step {step}", *shown)))
+        self.note(" | ".join((f"Eval at step {step}", *shown)))
 
     def preview(self, prompt_text: str, pieces: Iterable[tuple[str, bool]], reward: float | None) -> None:
         """Prints one completion: reused text dim, new text bright; without colours reused text stands in «».
@@ -118,7 +118,7 @@ class Monitor:
                 os.fsync(file.fileno())
             fresh.replace(self.path)
         if bad:
-            self._print(f"{self.path}: dropped {bad} unreadable line{'s' * (bad > 1)}.")
+            self.note(f"{self.path}: dropped {bad} unreadable line{'s' * (bad > 1)}.")
 
     def _append(self, record: Mapping[str, Any]) -> None:
         try:
@@ -129,7 +129,7 @@ class Monitor:
             self._torn = True
             if not self._failed:
                 self._failed = True
-                self._print(f"{self.path} cannot be written ({error.strerror}); the report will have gaps.")
+                self.note(f"{self.path} cannot be written ({error.strerror}); the report will have gaps.")
 
     def _advance(self, step: int) -> None:
         if self._progress is None and self.console.is_terminal:
@@ -143,7 +143,8 @@ class Monitor:
     def _eta(self, step: int) -> float | None:
         return sum(self._recent) / len(self._recent) * (self.total_steps - step) if self._recent else None
 
-    def _print(self, line: str) -> None:
+    def note(self, line: str) -> None:
+        """Prints a line about the run."""
         self.console.print(escape(line), highlight=self.console.is_terminal, soft_wrap=True)
 
 

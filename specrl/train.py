@@ -29,6 +29,7 @@ def main(config: Config) -> int:
     from transformers import set_seed
 
     from reward.base import RewardSet
+    from specrl import memory
     from specrl.data import check_lengths, load_examples
     from specrl.monitor import Monitor
     from specrl.policy import load_policy
@@ -41,7 +42,7 @@ def main(config: Config) -> int:
     test = load_examples(config.data, config.dataset, "test", config.seed) if config.trainer.eval_prompts else []
     context = getattr(model.config, "max_position_embeddings", None)
     room = context and context - config.rollout.max_new_tokens
-    check_lengths([*train, *test], tokenizer, config.dataset.max_prompt_tokens, room)
+    longest = check_lengths([*train, *test], tokenizer, config.dataset.max_prompt_tokens, room)
     if len(train) < config.trainer.prompts_per_step:
         raise ConfigError(
             f"trainer.prompts_per_step={config.trainer.prompts_per_step} but data={config.data} has {len(train)} "
@@ -58,6 +59,7 @@ def main(config: Config) -> int:
             resumed = checkpoints.step_of(checkpoint) if checkpoint else None
             monitor = closing.enter_context(Monitor(run_dir, steps(config, len(train)), resumed_step=resumed))
             watch(trainer, config, monitor, tokenizer, test, rewards, run_dir)
+            monitor.note(memory.sentence(memory.plan(config, model, longest), memory.free_mb(model.device)))
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     trainer.save_model(str(run_dir / "model"))
     if trainer.accelerator.is_main_process:
@@ -137,7 +139,6 @@ def engine_factory(config: Config, eos_ids: frozenset[int], closing: ExitStack) 
     spec = engine_spec(config, eos_ids)
     if config.cluster.num_workers:
         from rollout.workers import RolloutPool
-
         from specrl.cluster import connect
 
         closing.enter_context(connect(config.cluster))

@@ -1,0 +1,67 @@
+"""The memory plan: each part by hand, the sum, and the advice when it does not fit."""
+
+import pytest
+
+from specrl import config as cli
+from specrl import memory
+from specrl.policy import load_policy
+from tests.runs import policy
+
+ROWS, GROUP, CAP, PROMPT, VOCAB = 4, 4, 28, 50, 85
+
+
+def plan(*options):
+    words = [f"model={policy()}", "rollout.group_size=4", "rollout.max_new_tokens=28", "trainer.prompts_per_step=4"]
+    config = cli.load(["config=grpo_math", *words, *options])
+    model, _, _ = load_policy(config)
+    return memory.plan(config, model, PROMPT), model
+
+
+def test_each_part_by_hand():
+    parts, model = plan()
+    weights = sum(p.numel() for p in model.parameters()) * 4
+    mb = {name: size * 2**20 for name, size in parts.items()}
+    assert mb == pytest.approx(
+        {
+            "policy": weights,
+            "gradients and optimiser": 3 * weights,
+            "rollout KV": 16 * (PROMPT + CAP) * 2 * 2 * 2 * 8 * 4,  # rows, tokens, K and V, layers, heads, size, bytes
+            "verification logits": 2048 * VOCAB * 16,
+            "training logits": 2 * 4 * 16 * CAP * VOCAB,
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "part", "factor"),
+    [
+        (["rollout.rows_per_batch=4"], "rollout KV", 1 / 4),
+        (["trainer.rows_per_pass=8"], "training logits", 1 / 2),
+        (["trainer.precision=bf16"], "policy", 1 / 2),
+        (["trainer.precision=bf16"], "rollout KV", 1 / 2),
+    ],
+)
+def test_the_advised_options_shrink_their_part(options, part, factor):
+    assert plan(*options)[0][part] == pytest.approx(plan()[0][part] * factor)
+
+
+def test_engines_elsewhere_take_no_memory_here():
+    parts, _ = plan("cluster.num_workers=2")
+    assert parts.keys() == {"policy", "gradients and optimiser", "training logits"}
+    parts, _ = plan("rollout.engine=vllm", "rollout.vllm.kv_cache_mb=64")
+    assert parts["vLLM KV"] == 64
+    assert parts["vLLM weights"] == parts["policy"]
+
+
+def test_the_sentence():
+    parts = {"policy": 3000.0, "rollout KV": 9000.4, "training logits": 0.2}
+    line = memory.sentence(parts, 20000)
+    assert line == "memory plan: policy 3000, rollout KV 9000 = 12001 MB of 20000 MB free, activations left out"
+    assert memory.sentence(parts, 12000).endswith(
+        "It does not fit; the largest part is rollout KV: lower rollout.rows_per_batch"
+    )
+
+
+def test_every_part_has_advice():
+    names = {name for options in ([], ["rollout.engine=vllm"]) for name in plan(*options)[0]}
+    assert names == memory.ADVICE.keys()
