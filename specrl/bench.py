@@ -11,7 +11,7 @@ import json
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -21,6 +21,7 @@ from specrl.config import Config, DatasetConfig
 from trainers.config import TrainerConfig
 
 if TYPE_CHECKING:
+    from rollout.speculative import SpeculativeRollout
     from rollout.types import RolloutBatch, Row
 
 
@@ -32,14 +33,15 @@ class BenchOptions:
     data: str = doc("arithmetic", "prompts, as in training")
     level: Literal["easy", "medium", "hard", "mixed"] = doc("medium", "difficulty of data=arithmetic")
     rows: int = doc(32, "rows of one rollout batch")
-    group_size: int = doc(8, "rows per prompt")
-    max_new_tokens: int = doc(220, "response cap in tokens")
-    temperature: float = doc(1.0, "sampling temperature")
     precision: str = doc("fp32", "fp32 or bf16")
     device: str = doc("auto", "auto, cpu, cuda or cuda:N")
     repeats: int = doc(5, "timed pairs per case, after one warm-up")
     generate: bool = doc(True, "also time transformers' model.generate on the same prompts")
     out: str = doc("", "write the results to this JSON file too")
+    rollout: RolloutConfig = field(
+        default_factory=RolloutConfig,
+        metadata={"help": "the engine and its settings; acceptance and replay are the bench's own"},
+    )
 
 
 @dataclass(frozen=True)
@@ -59,31 +61,28 @@ class Case:
 
 
 def main(options: BenchOptions) -> int:
-    import torch
     from rich.console import Console
 
     from rollout.types import Row
+    from specrl import rivals
     from specrl.data import load_examples, render
     from specrl.policy import load_policy
 
-    if options.rows % options.group_size:
-        nearest = max(1, round(options.rows / options.group_size)) * options.group_size
-        raise cli.ConfigError(
-            f"rows={options.rows} is no multiple of group_size={options.group_size}. Try rows={nearest}."
-        )
+    group = options.rollout.group_size
+    if options.rows % group:
+        nearest = max(1, round(options.rows / group)) * group
+        raise cli.ConfigError(f"rows={options.rows} is no multiple of rollout.group_size={group}. Try rows={nearest}.")
     config = Config(
         model=options.model,
         data=options.data,
         device=options.device,
-        dataset=DatasetConfig(train_size=options.rows // options.group_size, level=options.level),
-        rollout=RolloutConfig(
-            group_size=options.group_size, max_new_tokens=options.max_new_tokens, temperature=options.temperature
-        ),
+        dataset=DatasetConfig(train_size=options.rows // group, level=options.level),
+        rollout=options.rollout,
         trainer=TrainerConfig(precision="bf16" if options.precision == "bf16" else "fp32"),
     )
     model, tokenizer, eos_ids = load_policy(config)
     examples = load_examples(config.data, config.dataset, "train", 0)
-    rows = [Row(e.id, tuple(render(e, tokenizer))) for e in examples for _ in range(options.group_size)]
+    rows = [Row(e.id, tuple(render(e, tokenizer))) for e in examples for _ in range(group)]
     newer = {name: p.detach().clone() for name, p in model.named_parameters()}
     if options.old_model:
         older = dict(load_policy(replace(config, model=options.old_model))[0].named_parameters())
@@ -91,18 +90,17 @@ def main(options: BenchOptions) -> int:
         older = perturbed(newer, options.drift)
     bench = Bench(model.eval(), eos_ids, config, rows, older, newer)
     cases = [bench.case(name, options.repeats, **kind) for name, kind in CASES.items()]
-    baseline = bench.generate_seconds(tokenizer, options.repeats) if options.generate else None
-    show(Console(), options, cases, baseline)
+    show(Console(), options, cases)
+    result = {"options": asdict(options), "device": device_name(model.device), "cases": [asdict(c) for c in cases]}
+    if options.rollout.engine == "vllm":
+        lines = rivals.compare(bench, options.repeats)
+        rivals.show(Console(), lines, options.rows)
+        result["methods"] = [asdict(line) for line in lines]
+    elif options.generate:
+        result["generate_s"] = bench.generate_seconds(tokenizer, options.repeats)
+        show_generate(Console(), options, result["generate_s"])
+    bench.engine.close()
     if options.out:
-        device = (
-            torch.cuda.get_device_name() if model.device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
-        )
-        result = {
-            "options": asdict(options),
-            "device": device,
-            "cases": [asdict(c) for c in cases],
-            "generate_s": baseline,
-        }
         Path(options.out).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     return 0
 
@@ -133,18 +131,20 @@ class Bench:
         from rollout.engines import build_engine
         from specrl.policy import engine_spec
 
-        self.model, self.eos_ids, self.config, self.rows = model, eos_ids, config, list(rows)
+        self.model, self.config, self.rows = model, config, list(rows)
+        self.vocab = model.get_output_embeddings().weight.shape[0]
         self._weights = {"older": older, "newer": newer}
-        self.engine = build_engine(engine_spec(config, eos_ids), model)
+        self.spec = engine_spec(config, eos_ids)
+        self.engine = build_engine(self.spec, model if config.rollout.engine == "transformers" else None)
         self._texts: dict[str, RolloutBatch] = {}
 
     def case(self, name: str, repeats: int, *, replay: float, drifted: bool = True, useless: bool = False) -> Case:
         """Times `repeats` pairs of plain and speculative rollouts of the newer policy on the older one's cache."""
-        older = self._old_batch("older" if drifted else "newer")
-        self._switch("newer")
+        older = self.old_batch("older" if drifted else "newer")
+        self.switch("newer")
         pairs = []
         for _ in range(repeats + 1):
-            rollout = self._rollout(older, replay, useless)
+            rollout = self.rollout(older, replay=replay, useless=useless)
             batch = rollout.generate(self.rows, visit=1, step=1)
             rollout.store(self.rows, batch, step=1)
             pairs.append((rollout.plain(self.rows, batch.keys), batch))
@@ -197,46 +197,60 @@ class Bench:
             times["generate"].append(time.perf_counter() - began)
         return {name: statistics.median(seconds[1:]) for name, seconds in times.items()}
 
-    def _old_batch(self, policy: str) -> RolloutBatch:
+    def old_batch(self, policy: str = "older") -> RolloutBatch:
+        """What `policy` wrote in the epoch before: plain responses, the content of the cache."""
         if policy not in self._texts:
-            self._switch(policy)
-            self._texts[policy] = self._rollout(None, 0.0, False).generate(self.rows, visit=0, step=0)
+            self.switch(policy)
+            self._texts[policy] = self.rollout(None).generate(self.rows, visit=0, step=0)
         return self._texts[policy]
 
-    def _rollout(self, old: RolloutBatch | None, replay: float, useless: bool):
+    def rollout(
+        self, old: RolloutBatch | None, *, engine=None, useless: bool = False, **settings
+    ) -> SpeculativeRollout:
         """A rollout stage whose cache holds the old batch, or texts of random tokens of the same lengths."""
         import random
 
         from rollout.cache import Fingerprint, TrajectoryCache
         from rollout.speculative import SpeculativeRollout
 
-        cache = TrajectoryCache(Fingerprint(), self.engine.vocab)
-        rollout = SpeculativeRollout(self.engine, cache, replace(self.config.rollout, replay=replay), seed=0)
+        cache = TrajectoryCache(Fingerprint(), self.vocab)
+        stage = SpeculativeRollout(engine or self.engine, cache, replace(self.config.rollout, **settings), seed=0)
         if old is not None:
-            entries = rollout.entries(self.rows, old, step=0)
+            entries = stage.entries(self.rows, old, step=0)
             if useless:
                 rng = random.Random(0)
                 entries = [
-                    (e, s, replace(t, tokens=[rng.randrange(self.engine.vocab) for _ in t.tokens]))
-                    for e, s, t in entries
+                    (e, s, replace(t, tokens=[rng.randrange(self.vocab) for _ in t.tokens])) for e, s, t in entries
                 ]
             cache.put_many(entries)
-        return rollout
+        return stage
 
-    def _switch(self, policy: str) -> None:
+    def switch(self, policy: str, engine=None) -> None:
+        """Gives an engine (by default the bench's own) the weights of a policy."""
         import torch
 
+        engine = engine or self.engine
+        if engine.own_weights:
+            engine.update_weights(self._weights[policy].items(), engine.weight_version + 1)
+            return
         with torch.no_grad():
             for name, p in self.model.named_parameters():
                 p.copy_(self._weights[policy][name])
 
 
-def show(console, options: BenchOptions, cases: Sequence[Case], baseline: dict[str, float] | None) -> None:
+def device_name(device) -> str:
+    import torch
+
+    return torch.cuda.get_device_name() if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+
+
+def show(console, options: BenchOptions, cases: Sequence[Case]) -> None:
     """The result as a table."""
     from rich.table import Table
 
     table = Table(
-        title=f"{options.rows} rows, {options.model}, {options.precision}: medians of {options.repeats} pairs"
+        title=f"{options.rows} rows, {options.model}, {options.precision}, {options.rollout.engine}: "
+        f"medians of {options.repeats} pairs"
     )
     for column in ("case", "reused", "plain s", "specrl s", "speedup", "passes", "slowest", "differ"):
         table.add_column(column, justify="left" if column == "case" else "right")
@@ -252,12 +266,14 @@ def show(console, options: BenchOptions, cases: Sequence[Case], baseline: dict[s
             f"{c.differing_rows}",
         )
     console.print(table)
-    if baseline:
-        ratio = baseline["generate"] / baseline["plain"]
-        console.print(
-            f"plain decoding {baseline['plain']:.3f} s, model.generate {baseline['generate']:.3f} s "
-            f"for {options.max_new_tokens} tokens a row: the baseline is {ratio:.2f}x as fast as generate"
-        )
+
+
+def show_generate(console, options: BenchOptions, seconds: dict[str, float]) -> None:
+    ratio = seconds["generate"] / seconds["plain"]
+    console.print(
+        f"plain decoding {seconds['plain']:.3f} s, model.generate {seconds['generate']:.3f} s for "
+        f"{options.rollout.max_new_tokens} tokens a row: the baseline is {ratio:.2f}x as fast as generate"
+    )
 
 
 if __name__ == "__main__":

@@ -132,6 +132,11 @@ def _cluster_rules(c: Config) -> Iterator[str]:
         yield f"cluster.address={c.cluster.address} with cluster.num_workers=0 has no use. Try cluster.num_workers=2."
     if c.cluster.dashboard and c.cluster.address:
         yield "cluster.dashboard=true has no effect on a cluster that runs already. Leave it out."
+    if c.cluster.num_workers and c.rollout.engine == "vllm" and 0 < c.cluster.gpus_per_worker < v.tensor_parallel:
+        yield (
+            f"rollout.vllm.tensor_parallel={v.tensor_parallel} needs as many GPUs in each worker, not "
+            f"cluster.gpus_per_worker={c.cluster.gpus_per_worker:g}. Try cluster.gpus_per_worker={v.tensor_parallel}."
+        )
     if v.tensor_parallel > 1 and v.runner == "v1":
         yield (
             f"rollout.vllm.tensor_parallel={v.tensor_parallel} needs drafts that stay in the driver, so "

@@ -41,7 +41,7 @@ def _overview(groups: dict[str, str]) -> str:
     named = [(f"help={key}", line) for key, line in groups.items() if line]
     module = Path(sys.argv[0]).stem
     command = f"specrl.{module}" if any(name == module for name, _ in _entry_points()) else "specrl.train"
-    lines = [f"usage: python -m {command} {'config=NAME ' if 'rollout' in groups else ''}key=value ...", ""]
+    lines = [f"usage: python -m {command} {'config=NAME ' if 'trainer' in groups else ''}key=value ...", ""]
     lines += [f"{left:26}  {right}" for left, right in commands] + ["", EXIT_CODES, "", "sections:"]
     return "\n".join(lines + [f"{left:26}  {right}" for left, right in named])
 

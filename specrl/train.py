@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -138,6 +139,11 @@ def engine_factory(config: Config, eos_ids: frozenset[int], closing: ExitStack) 
 
     spec = engine_spec(config, eos_ids)
     if config.cluster.num_workers:
+        if (world := int(os.environ.get("WORLD_SIZE", 1))) > 1 and not config.cluster.address:
+            raise ConfigError(
+                f"{world} trainer processes cannot each start a Ray. Start one with "
+                "`ray start --head` and set cluster.address=auto; each process then has cluster.num_workers workers."
+            )
         from rollout.workers import RolloutPool
         from specrl.cluster import connect
 

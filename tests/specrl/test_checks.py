@@ -82,6 +82,24 @@ def broken(*words, **settings):
             "reward.weights=[1.0,2.0] has 2 numbers for 1 functions [math]. Try reward.weights=[1.0].",
         ),
         ("reward.weights=[nan]", "reward.weights=[nan] must be finite numbers."),
+        ("cluster.address=auto", "cluster.address=auto with cluster.num_workers=0 has no use. Try"),
+        (
+            "cluster.num_workers=1 cluster.address=auto cluster.dashboard=true",
+            "cluster.dashboard=true has no effect on a cluster that runs already.",
+        ),
+        (
+            "rollout.engine=vllm rollout.vllm.runner=v1 rollout.vllm.tensor_parallel=2",
+            "rollout.vllm.tensor_parallel=2 needs drafts that stay in the driver",
+        ),
+        (
+            "rollout.engine=vllm cluster.num_workers=1 cluster.gpus_per_worker=1 rollout.vllm.tensor_parallel=2",
+            "rollout.vllm.tensor_parallel=2 needs as many GPUs in each worker, not cluster.gpus_per_worker=1. Try",
+        ),
+        (
+            "rollout.engine=vllm rollout.vllm.runner=v2 rollout.top_k=5",
+            "rollout.top_p=1.0 with rollout.top_k=5 cannot be verified exactly by rollout.vllm.runner=v2. Try",
+        ),
+        ("rollout.vllm.draft_tokens=200", "rollout.vllm.draft_tokens=200 must be from 1 to 127. Try"),
         ("reward.timeout_s=0", "reward.timeout_s=0 leaves no time to score. Try reward.timeout_s=5."),
     ],
 )

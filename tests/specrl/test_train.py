@@ -117,6 +117,7 @@ def test_completions_are_readable_and_complete(finished):
     assert table["completion"] == tokenizer.batch_decode(step.tokens, skip_special_tokens=True)
     assert (table["reward"], table["finish"]) == (step.rewards, step.finish)
     assert table["tokens"] == step.tokens
+    assert table["versions"] == [[step.step] * len(tokens) for tokens in step.tokens]
     assert table["reused_tokens"] == [sum(reused) for reused in step.reused]
     assert all("How many" in prompt for prompt in table["prompt"])
 

@@ -1,0 +1,138 @@
+"""The same rows by vLLM as it comes, by vLLM's own speculation and by specrl's rules: one table, measured in turn."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from math import exp
+from typing import TYPE_CHECKING, NamedTuple
+
+from rollout.types import Request, RolloutError
+
+if TYPE_CHECKING:
+    from specrl.bench import Bench
+
+
+class Result(NamedTuple):
+    """One rollout of all rows."""
+
+    seconds: float
+    """Of the whole stage: look-up, drafting, verification, decoding and store."""
+    tokens: int
+    accepted: int
+    """Tokens that a draft brought."""
+    steps: int
+    """Engine steps, the prefill's included."""
+    identical: int | None = None
+    """Rows equal to plain keyed decoding with the same keys; None where the noise is another."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """One method: the last rollout's counts, the median seconds, and the median ratio to vLLM as it comes.
+
+    Texts differ between methods in noise and therefore in length, so the ratio is of seconds per token.
+    """
+
+    method: str
+    seconds: float | None = None
+    tokens: int = 0
+    decoded: int = 0
+    steps: int = 0
+    identical: int | None = None
+    speedup: float | None = None
+    note: str = ""
+
+
+def compare(bench: Bench, repeats: int) -> list[Line]:
+    """Every method that runs here, `repeats` times in turn after one warm-up."""
+    from rollout.engines import build_engine
+
+    loose = replace(bench.config.rollout, acceptance="lenient", lenience=exp(0.5))
+    lenient = build_engine(replace(bench.spec, rollout=loose))
+    bench.old_batch()
+    for engine in (bench.engine, lenient):
+        bench.switch("newer", engine)
+    runs: dict[str, Callable[[], Result]] = {}
+    missing, engines = [], [lenient]
+    for name, method in {"vLLM": "", "vLLM + n-gram": "ngram", "vLLM + suffix": "suffix"}.items():
+        try:
+            engines.append(_plain_vllm(bench, method))
+            runs[name] = _of_vllm(bench, engines[-1])
+        except RolloutError as error:
+            missing.append(Line(name, note=str(error).partition("\n")[0]))
+    runs["specrl off"] = _of_specrl(bench, bench.engine, acceptance="off")
+    runs["specrl lenient, l = e^0.5"] = _of_specrl(bench, lenient, acceptance="lenient")
+    runs["specrl exact, replay 0"] = _of_specrl(bench, bench.engine)
+    runs["specrl exact, replay 1"] = _of_specrl(bench, bench.engine, replay=1.0)
+    results: dict[str, list[Result]] = {name: [] for name in runs}
+    for _ in range(repeats + 1):
+        for name, work in runs.items():
+            results[name].append(work())
+    for engine in engines:
+        engine.close()
+    return [_line(name, found[1:], results["vLLM"][1:]) for name, found in results.items()] + missing
+
+
+def _plain_vllm(bench: Bench, method: str):
+    from rollout.engines.base import Sampling
+    from rollout.engines.vllm_baseline import PlainVLLM
+
+    law = bench.spec.rollout
+    return PlainVLLM(bench.spec, Sampling(bench.spec.eos_ids, law.temperature, law.top_k, law.top_p), method)
+
+
+def _of_vllm(bench: Bench, engine) -> Callable[[], Result]:
+    cap = bench.config.rollout.max_new_tokens
+    requests = [Request(row.prompt, i, cap) for i, row in enumerate(bench.rows)]
+
+    def work() -> Result:
+        engine.reset_cache()
+        began = time.perf_counter()
+        done = engine.generate(requests)
+        return Result(time.perf_counter() - began, sum(map(len, done.tokens)), done.accepted, done.steps)
+
+    return work
+
+
+def _of_specrl(bench: Bench, engine, **settings) -> Callable[[], Result]:
+    def work() -> Result:
+        stage = bench.rollout(bench.old_batch(), engine=engine, **settings)
+        engine.reset_cache()
+        batch = stage.generate(bench.rows, visit=1, step=1)
+        stage.store(bench.rows, batch, step=1)
+        done, identical = batch.completions, None
+        if stage.config.acceptance != "lenient":
+            plain = stage.plain(bench.rows, batch.keys).completions
+            identical = sum(a.tokens == b.tokens for a, b in zip(done, plain, strict=True))
+        accepted = sum(sum(c.reused) for c in done)
+        return Result(batch.total_s, sum(len(c.tokens) for c in done), accepted, batch.stats.passes, identical)
+
+    return work
+
+
+def _line(name: str, found: Sequence[Result], plain: Sequence[Result]) -> Line:
+    last = found[-1]
+    ratios = [(p.seconds / p.tokens) / (r.seconds / r.tokens) for p, r in zip(plain, found, strict=True)]
+    seconds = statistics.median(r.seconds for r in found)
+    decoded = last.tokens - last.accepted
+    return Line(name, seconds, last.tokens, decoded, last.steps, last.identical, statistics.median(ratios))
+
+
+def show(console, lines: Sequence[Line], rows: int) -> None:
+    """The result as a table."""
+    from rich.table import Table
+
+    table = Table(title="methods on vLLM, same rows, measured in turn")
+    for column in ("method", "tokens", "decoded", "steps", "seconds", "per token", "identical rows"):
+        table.add_column(column, justify="left" if column == "method" else "right")
+    for line in lines:
+        if line.seconds is None:
+            table.add_row(line.method, f"[dim]{line.note}[/dim]")
+            continue
+        identical = "other noise" if line.identical is None else f"{line.identical}/{rows}"
+        counts = (f"{line.tokens}", f"{line.decoded}", f"{line.steps}", f"{line.seconds:.3f}")
+        table.add_row(line.method, *counts, f"{line.speedup:.2f}x", identical)
+    console.print(table)
