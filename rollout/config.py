@@ -51,7 +51,7 @@ class ClusterConfig:
     start_timeout_s: float = doc(300.0, "deadline for workers to load their model, in seconds")
     task_timeout_s: float = doc(1800.0, "deadline for one share of a rollout, in seconds; a hung worker is replaced")
     max_restarts: int = doc(3, "replacements of workers in a row without a finished share; more stop the run")
-    max_failed_ratio: float = doc(0.05, "share of a rollout's rows that may fail and be masked; more stop the run")
+    max_failed_ratio: float = doc(0.05, "share of rows that may fail and be masked, or one prompt's; more stop the run")
     object_store_mb: int = doc(256, "shared memory of a Ray started here, in MB; weights travel through it")
     dashboard: bool = doc(False, "start Ray's dashboard, on loopback, with a Ray started here")
 

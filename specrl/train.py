@@ -144,10 +144,10 @@ def engine_factory(config: Config, eos_ids: frozenset[int], closing: ExitStack) 
                 f"{world} trainer processes cannot each start a Ray. Start one with "
                 "`ray start --head` and set cluster.address=auto; each process then has cluster.num_workers workers."
             )
-        from rollout.workers import RolloutPool
         from specrl.cluster import connect
 
         closing.enter_context(connect(config.cluster))
+        from rollout.workers import RolloutPool  # after `connect`, which says how to install Ray
 
     def make(model: torch.nn.Module) -> Engine:
         if config.cluster.num_workers:

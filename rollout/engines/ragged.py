@@ -7,12 +7,18 @@ rejected tokens is moving a row's length; no re-alignment, no padding growth.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface
+
+from rollout.engines.base import Sampling
+from rollout.noise import keyed_draw
+from rollout.types import RolloutError
 
 ATTENTION = "specrl_ragged"
 MATMUL_QUERIES = 64  # few queries: plain matrix products are up to twice as fast as the CPU's fused kernel
@@ -117,3 +123,131 @@ def ragged_attention(module, query, key, value, attention_mask, scaling=None, ra
 
 
 AttentionInterface.register(ATTENTION, ragged_attention)
+
+
+class RaggedModel:
+    """A decoder-only causal LM of transformers that runs packed passes.
+
+    Args:
+        model: any causal LM whose attention goes through transformers' AttentionInterface.
+        sampling: the law that tokens are drawn from.
+        tokens_per_pass, logits_mb: memory bounds, see RolloutConfig.
+
+    Raises:
+        RolloutError: it is no such model, or its packed logits differ from its own forward pass.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, sampling: Sampling, *, tokens_per_pass: int = 4096, logits_mb: int = 256
+    ):
+        if not hasattr(model, "base_model") or model.get_output_embeddings() is None:
+            raise RolloutError(f"{type(model).__name__} is not a causal LM of transformers, which this engine needs")
+        self.model, self.decoder, self.lm_head = model, model.base_model, model.get_output_embeddings()
+        self.vocab = self.lm_head.weight.shape[0]
+        self.context = getattr(model.config, "max_position_embeddings", None) or 1 << 30
+        self.tokens_per_pass = tokens_per_pass
+        self.scores_per_chunk = max(1, logits_mb * 2**20 // (self.vocab * 16))  # logits, noise and scores, float32
+        self._law = {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
+        self._keyed_draw = keyed_draw
+        if self.device.type == "cuda":  # one fused kernel: the noise of a 152k vocabulary is never stored
+            self._keyed_draw = torch.compile(keyed_draw, dynamic=True)
+        self._check()
+
+    @property
+    def device(self) -> torch.device:
+        return self.lm_head.weight.device
+
+    def forward(self, tokens: Sequence[int], layout: Pass) -> Tensor:
+        """Final hidden states [N, hidden] of packed tokens."""
+        ids = torch.tensor([tokens], device=self.device)
+        out = self.decoder(input_ids=ids, position_ids=layout.positions[None], use_cache=False, ragged=layout)
+        return out.last_hidden_state[0]
+
+    def draw(
+        self, hidden: Tensor, keys: Sequence[int], positions: Sequence[int], targets: Sequence[int] | None = None
+    ) -> tuple[list[int], list[float], list[float], list[float]]:
+        """`keyed_draw` of hidden states [N, hidden], as lists; logits exist only chunk by chunk."""
+        targets = [0] * len(keys) if targets is None else targets
+        columns = [torch.tensor(column, device=hidden.device) for column in (keys, positions, targets)]
+        parts = []
+        for i in range(0, len(keys), self.scores_per_chunk):
+            piece = slice(i, i + self.scores_per_chunk)
+            parts.append(self._keyed_draw(self.lm_head(hidden[piece]), *(c[piece] for c in columns), **self._law))
+        return tuple(torch.cat(column).tolist() for column in zip(*parts, strict=True))
+
+    def prefill(self, prompts: Sequence[Sequence[int]]) -> tuple[RaggedKV, int]:
+        """KV of every prompt but its last token, and the tokens this took; equal prompts are computed once."""
+        heads = [tuple(prompt[:-1]) for prompt in prompts]
+        distinct = {head: i for i, head in enumerate(dict.fromkeys(heads))}
+        kv = RaggedKV(len(distinct), max(map(len, distinct)) + 128)
+        lengths = list(map(len, distinct))
+        for first, last in chunks(lengths, self.tokens_per_pass):
+            tokens = [t for head in list(distinct)[first:last] for t in head]
+            self.forward(tokens, Pass(kv, first, [0] * (last - first), lengths[first:last], self.device))
+        kv.select(torch.tensor([distinct[head] for head in heads], device=self.device))
+        return kv, sum(lengths)
+
+    def timings(self, sizes: Sequence[int]) -> list[tuple[int, float]]:
+        """(tokens, seconds) of a pass over one row with every token drawn: the best of three, after a warm-up."""
+        timed = []
+        with self.inference():
+            for n in sizes:
+                seconds = []
+                for _ in range(4):
+                    began = time.perf_counter()
+                    hidden = self.forward([0] * n, Pass(RaggedKV(1, n), 0, [0], [n], self.device))
+                    self.draw(hidden, [0] * n, [0] * n)
+                    seconds.append(time.perf_counter() - began)
+                timed.append((n, min(seconds)))
+        return timed
+
+    @contextmanager
+    def inference(self) -> Iterator[None]:
+        """Evaluation mode and ragged attention for the time of a rollout; both put back afterwards."""
+        training, attention = self.model.training, self.model.config._attn_implementation
+        self.model.eval()
+        self.model.set_attn_implementation(ATTENTION)
+        try:
+            with torch.inference_mode():
+                yield
+        finally:
+            self.model.set_attn_implementation(attention)
+            self.model.train(training)
+
+    def _check(self) -> None:
+        """Compares the packed path with the model's own forward, so that an unsupported model fails at start."""
+        name = type(self.model).__name__
+        ids = [t % self.vocab for t in range(5, 12)]
+        training = self.model.training
+        try:
+            self.model.eval()
+            with torch.inference_mode():
+                expected = self.model(input_ids=torch.tensor([ids], device=self.device)).logits[0].float()
+            self.model.train(training)
+            with self.inference():
+                kv = RaggedKV(2, 4)
+                self.forward(ids[:4] + ids[:1], Pass(kv, 0, [0, 0], [4, 1], self.device))
+                hidden = self.forward(ids[4:] + ids[1:], Pass(kv, 0, [4, 1], [3, 6], self.device))
+                got = self.lm_head(hidden).float()
+        except (TypeError, ValueError, AttributeError) as error:
+            self.model.train(training)
+            raise RolloutError(f"{name} does not work with the transformers engine: {error}") from error
+        want = torch.cat([expected[4:], expected[1:]])
+        error = ((got - want).abs().max() / want.abs().max().clamp(min=1.0)).item()
+        if not error < (1e-3 if self.model.dtype == torch.float32 else 0.1):
+            raise RolloutError(
+                f"{name} does not work with the transformers engine: its logits differ by {error:.2g} from the model's "
+                "own (an attention variant or a logit transform that the packed path does not know)"
+            )
+
+
+def chunks(lengths: Sequence[int], tokens_per_pass: int) -> Iterator[tuple[int, int]]:
+    """Contiguous ranges of rows whose tokens fit one pass; at least one row with tokens each."""
+    first = size = 0
+    for i, length in enumerate(lengths):
+        if size and size + length > tokens_per_pass:
+            yield first, i
+            first, size = i, 0
+        size += length
+    if size:
+        yield first, len(lengths)

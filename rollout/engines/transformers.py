@@ -8,20 +8,22 @@ without a draft simply carries one token. Rows leave as they finish.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from rollout.budget import Budget, State
+from rollout.budget import Budget, Chain, Plan, State
+from rollout.drafters.model import ModelDrafter
 from rollout.engines.base import Probe, Sampling, Speculation
-from rollout.engines.ragged import ATTENTION, Pass, RaggedKV
-from rollout.noise import keyed_draw, uniform
+from rollout.engines.ragged import Pass, RaggedKV, RaggedModel, chunks
+from rollout.noise import uniform
 from rollout.types import Completion, EngineStats, Request, RolloutError
 from rollout.verify import accept_exact, accept_lenient, cut
 
+_GLANCE = 4  # tokens asked of a row's own drafter while the model drafts for it, to see whether it fits again
 _LENIENT_KEY = 0x5851F42D4C957F2D  # separates the acceptance uniforms from the Gumbel noise of the same key
 
 
@@ -38,6 +40,10 @@ class _Row:
     passes: int = 0
     drafting: bool = True
     state: State = "start"
+    guess: list[int] = field(default_factory=list)
+    """What its own drafter expects next, carried or not."""
+    chain: list[float] | None = None
+    """The draft model's log-probs of the tokens it drafted; None when the draft is the row's own."""
 
     @property
     def cached(self) -> int:
@@ -75,6 +81,7 @@ class TransformersEngine:
         rows_per_batch, tokens_per_pass, logits_mb: memory bounds, see RolloutConfig.
         tie_margin: draws closer than this are decided by a canonical pass (float32 models only).
         window: draft tokens per row and pass; 0 lets the budget decide from measured costs.
+        drafter: a small model with the same vocabulary that drafts for rows whose own drafters do worse.
     """
 
     def __init__(
@@ -89,40 +96,47 @@ class TransformersEngine:
         logits_mb: int = 256,
         tie_margin: float = 1e-4,
         window: int = 0,
+        drafter: torch.nn.Module | None = None,
     ):
         base = model.get_base_model() if hasattr(model, "get_base_model") else model
         if any(adapter.is_prompt_learning for adapter in getattr(model, "peft_config", {}).values()):
             raise RolloutError("adapters that learn a prompt are not in the model's own layers; use LoRA instead")
-        if not hasattr(base, "base_model") or base.get_output_embeddings() is None:
-            raise RolloutError(f"{type(base).__name__} is not a causal LM of transformers, which this engine needs")
+        bounds = {"tokens_per_pass": tokens_per_pass, "logits_mb": logits_mb}
+        self._policy = RaggedModel(base, sampling, **bounds)
         self.model, self.sampling, self.speculation = base, sampling, speculation or Speculation()
-        self._decoder, self._lm_head = base.base_model, base.get_output_embeddings()
-        self.vocab = self._lm_head.weight.shape[0]
-        self.context = getattr(base.config, "max_position_embeddings", None) or 1 << 30
+        self.vocab, self.context = self._policy.vocab, self._policy.context
         self.rows_per_batch, self.tokens_per_pass = rows_per_batch, tokens_per_pass
-        self.scores_per_chunk = max(1, logits_mb * 2**20 // (self.vocab * 16))  # logits, noise and scores, float32
         self.tie_margin = tie_margin if base.dtype == torch.float32 else 0.0
         self.weight_version, self.own_weights = 0, own_weights
+        if drafter is not None and self.speculation.rule == "lenient":
+            raise RolloutError(
+                "the lenient rule, as published, drafts stored text only; use acceptance=exact or no draft model"
+            )
+        self.drafter = None if drafter is None else ModelDrafter(drafter, self.vocab, sampling, **bounds)
+        self.sources: dict[str, list[int]] = {}
+        """Drafted and accepted tokens of the last `generate` by who drafted them."""
         self.budget = Budget(window)
-        self._draw = keyed_draw
-        if self.device.type == "cuda":  # one fused kernel: the noise of a 152k vocabulary is never stored
-            self._draw = torch.compile(keyed_draw, dynamic=True)
-        self._check_model()
         self._calibrate()
 
     @property
     def device(self) -> torch.device:
-        return self._lm_head.weight.device
+        return self._policy.device
 
     def generate(self, requests: Sequence[Request]) -> tuple[list[Completion], EngineStats]:
         """See Engine.generate. Prompts need at least one token and must fit the model's context with the response."""
         for request in requests:
             self._check(request)
         stats = EngineStats()
-        if any(request.drafter for request in requests):
+        self.sources = {"own": [0, 0], "model": [0, 0]}
+        if self.drafter or any(request.drafter for request in requests):
             self.budget.next_rollout()
-        rows = [_Row(request) for request in requests]
-        with self._inference():
+        rows = [
+            _Row(request, state="start" if request.drafter or not self.drafter else "silent") for request in requests
+        ]
+        with ExitStack() as stack:
+            for model in (self._policy, self.drafter):
+                if model is not None:
+                    stack.enter_context(model.inference())
             for i in range(0, len(rows), self.rows_per_batch):
                 self._run(rows[i : i + self.rows_per_batch], stats)
         return [
@@ -152,9 +166,9 @@ class TransformersEngine:
 
     def score(self, tokens: Sequence[int]) -> list[float]:
         """See Engine.score."""
-        with self._inference():
+        with self._policy.inference():
             layout = Pass(RaggedKV(1, len(tokens)), 0, [0], [len(tokens)], self.device)
-            logits = self._lm_head(self._forward(list(tokens), layout)).float()
+            logits = self._policy.lm_head(self._policy.forward(tokens, layout)).float()
             targets = torch.tensor(tokens[1:], device=self.device)[:, None]
             return logits[:-1].log_softmax(-1).gather(-1, targets)[:, 0].tolist()
 
@@ -181,26 +195,23 @@ class TransformersEngine:
         kv = self._prefill(rows, stats)
         while rows:
             drafts = self._propose(rows, stats)
-            for first, last in self._chunks(drafts):
+            lengths = [0 if draft is None else 1 + len(draft) for draft in drafts]
+            for first, last in chunks(lengths, self.tokens_per_pass):
                 self._step(kv, first, rows[first:last], drafts[first:last], stats)
             alive = [i for i, row in enumerate(rows) if row.finish is None]
             if len(alive) <= 3 * len(rows) // 4:  # amortised: the survivors are copied a few times in all
                 kv.select(torch.tensor(alive, device=self.device, dtype=torch.long))
                 rows = [rows[i] for i in alive]
+                if self.drafter:
+                    self.drafter.select(alive)
 
     def _prefill(self, rows: list[_Row], stats: EngineStats) -> RaggedKV:
-        """KV of every row's prompt but its last token; a prompt shared by several rows is computed once."""
+        """KV of every row's prompt but its last token."""
         began = time.perf_counter()
-        heads = [tuple(row.request.prompt[:-1]) for row in rows]
-        distinct = {head: i for i, head in enumerate(dict.fromkeys(heads))}
-        prompts = list(distinct)
-        kv = RaggedKV(len(prompts), max(map(len, prompts)) + 128)
-        for first, last in self._chunks([p[1:] for p in prompts]):
-            if tokens := [t for p in prompts[first:last] for t in p]:
-                lengths = [len(p) for p in prompts[first:last]]
-                self._forward(tokens, Pass(kv, first, [0] * len(lengths), lengths, self.device))
-                stats.forward_tokens += len(tokens)
-        kv.select(torch.tensor([distinct[head] for head in heads], device=self.device))
+        kv, tokens = self._policy.prefill([row.request.prompt for row in rows])
+        stats.forward_tokens += tokens
+        if self.drafter:
+            self.drafter.open([row.request for row in rows])
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         stats.prefill_s += time.perf_counter() - began
@@ -209,11 +220,37 @@ class TransformersEngine:
     def _propose(self, rows: list[_Row], stats: EngineStats) -> list[list[int] | None]:
         """The draft of each row's next tokens; None for finished rows."""
         began = time.perf_counter()
-        active = [row for row in rows if row.finish is None]
-        windows = iter(self.budget.windows([row.state for row in active]))
-        drafts = [None if row.finish else self._draft(row, next(windows)) for row in rows]
+        active = [i for i, row in enumerate(rows) if row.finish is None]
+        plan = self.budget.plan([rows[i].state for i in active], self.drafter is not None)
+        drafts = [None if row.finish else self._ask(row, plan) for row in rows]
+        if self.drafter:
+            wanting = [
+                i for i in active if (rows[i].state in plan.handed or not drafts[i]) and self._reach(rows[i]) > 0
+            ]
+            self._draft_by_model(rows, wanting, drafts, self.budget.chain(len(wanting), plan))
         stats.draft_s += time.perf_counter() - began
         return drafts
+
+    def _ask(self, row: _Row, plan: Plan) -> list[int]:
+        """What the row carries from its own drafter. Where the model may draft instead, the drafter is heard too."""
+        window = plan.windows[row.state]
+        handed = row.state in plan.handed
+        row.chain, row.guess = None, self._draft(row, max(window, _GLANCE) if handed else window)
+        if self.drafter and (window or handed):
+            row.state = "silent" if not row.guess else "diverged" if row.state == "silent" else row.state
+        return row.guess[:window] if handed else row.guess
+
+    def _reach(self, row: _Row) -> int:
+        """Tokens that the model may draft for the row: the response's cap and the model's context are not exceeded."""
+        return min(row.room - 1, self.drafter.context - row.cached)
+
+    def _draft_by_model(self, rows: list[_Row], places: list[int], drafts: list, chain: Chain) -> None:
+        """Lets the model draft for the rows at `places`; those it has nothing for keep their own draft."""
+        texts, room = [rows[i].tokens for i in places], [self._reach(rows[i]) for i in places]
+        proposed = self.drafter.propose(places, texts, room, chain, self.budget)
+        for i, draft, logprobs in zip(places, proposed, chain.logprobs, strict=True):
+            if draft:
+                drafts[i], rows[i].chain = draft, logprobs
 
     def _draft(self, row: _Row, window: int) -> list[int]:
         """At most `window` plausible ids; the published lenient rule verifies its one draft whole."""
@@ -223,18 +260,6 @@ class TransformersEngine:
         draft = list(row.request.drafter.propose(row.tokens, limit))[:limit] if limit else []
         valid = next((i for i, t in enumerate(draft) if not 0 <= t < self.vocab), len(draft))
         return draft[:valid]
-
-    def _chunks(self, drafts: Sequence[Sequence[int] | None]) -> Iterator[tuple[int, int]]:
-        """Contiguous ranges of rows whose tokens (last token plus draft) fit one pass; at least one row each."""
-        first = size = 0
-        for i, draft in enumerate(drafts):
-            cost = 0 if draft is None else 1 + len(draft)
-            if size and size + cost > self.tokens_per_pass:
-                yield first, i
-                first, size = i, 0
-            size += cost
-        if size:
-            yield first, len(drafts)
 
     def _step(self, kv: RaggedKV, first: int, rows: list[_Row], drafts: list[list[int] | None], stats: EngineStats):
         """One pass over some rows: draw at every position, accept, emit."""
@@ -250,7 +275,7 @@ class TransformersEngine:
         layout = Pass(
             kv, first, [row.cached if n else 0 for row, n in zip(rows, lengths, strict=True)], lengths, self.device
         )
-        drawn = self._score(self._forward(tokens, layout), keys, at, targets)
+        drawn = self._score(self._policy.forward(tokens, layout), keys, at, targets)
         i = 0
         for row, draft in zip(rows, drafts, strict=True):
             if draft is not None:
@@ -283,9 +308,20 @@ class TransformersEngine:
             behaviour = logprobs
         count = row.emit(emitted, logprobs, behaviour, n, self.sampling.eos_ids)
         stats.accepted += min(n, count)
+        self._learn(row, draft, n, emitted)
+
+    def _learn(self, row: _Row, draft, accepted: int, emitted: list[int]) -> None:
+        """Tells the budget what became of the draft and of what the row's own drafter would have drafted."""
+        counts = self.sources["own" if row.chain is None else "model"]
+        counts[0] += len(draft)
+        counts[1] += accepted
+        if row.chain is not None:
+            self.budget.observe_chain(row.chain, accepted)
+            draft = row.guess[: len(emitted)]
+            accepted = accept_exact(emitted, draft)
         if draft:
-            self.budget.observe_draft(row.state, len(draft), n)
-            row.state = "agreeing" if n == len(draft) else "diverged"
+            self.budget.observe_draft(row.state, len(draft), accepted)
+            row.state = "agreeing" if accepted == len(draft) else "diverged"
 
     def _break_ties(self, row: _Row, draft, draws: list, logp: list, gaps: list, stats: EngineStats) -> None:
         """Replaces draws that rounding could flip by canonical ones, so that every route emits the same token.
@@ -299,51 +335,23 @@ class TransformersEngine:
             if gaps[i] < self.tie_margin:
                 prefix = [*row.request.prompt, *row.tokens, *draws[:i]]
                 layout = Pass(RaggedKV(1, len(prefix)), 0, [0], [len(prefix)], self.device)
-                hidden = self._forward(prefix, layout)[-1:]
+                hidden = self._policy.forward(prefix, layout)[-1:]
                 (draws[i],), (logp[i],), _, _ = self._score(hidden, [row.request.key], [len(row.tokens) + i], [0])
                 stats.ties += 1
                 n = accept_exact(draws, draft)
             i += 1
 
-    # The model ---------------------------------------------------------------------------------------------------
-
-    def _forward(self, tokens: list[int], layout: Pass) -> Tensor:
-        """Final hidden states [N, hidden] of packed tokens."""
-        ids = torch.tensor([tokens], device=self.device)
-        out = self._decoder(input_ids=ids, position_ids=layout.positions[None], use_cache=False, ragged=layout)
-        return out.last_hidden_state[0]
-
     def _score(
         self, hidden: Tensor, keys: list[int], at: list[int], targets: list[int]
     ) -> tuple[list, list, list, list]:
-        """Draws, log-probs of draws and of targets, and gaps, as lists [N]; logits exist only chunk by chunk."""
-        key, position, target = (torch.tensor(x, device=hidden.device) for x in (keys, at, targets))
-        law = {"temperature": self.sampling.temperature, "top_k": self.sampling.top_k, "top_p": self.sampling.top_p}
-        parts = []
-        for i in range(0, len(keys), self.scores_per_chunk):
-            piece = slice(i, i + self.scores_per_chunk)
-            logits = self._lm_head(hidden[piece])
-            parts.append(self._draw(logits, key[piece], position[piece], target[piece], **law))
-        drawn = tuple(torch.cat(column).tolist() for column in zip(*parts, strict=True))
+        """Draws, log-probs of draws and of targets, and gaps, as lists [N]."""
+        drawn = self._policy.draw(hidden, keys, at, targets)
         if any(gap != gap for gap in drawn[3]):
             raise RolloutError(
                 f"the policy returned NaN or infinite logits (weight version {self.weight_version}); "
                 "check the learning rate and the last update"
             )
         return drawn
-
-    @contextmanager
-    def _inference(self) -> Iterator[None]:
-        """Evaluation mode and ragged attention for the time of a `generate`; both put back afterwards."""
-        training, attention = self.model.training, self.model.config._attn_implementation
-        self.model.eval()
-        self.model.set_attn_implementation(ATTENTION)
-        try:
-            with torch.inference_mode():
-                yield
-        finally:
-            self.model.set_attn_implementation(attention)
-            self.model.train(training)
 
     def _check(self, request: Request) -> None:
         if not request.prompt:
@@ -367,42 +375,8 @@ class TransformersEngine:
         if self.speculation.rule == "lenient" and request.drafter and request.draft_logprobs is None:
             raise RolloutError("the lenient rule needs the stored log-probs of every draft; the cache holds none")
 
-    def _check_model(self) -> None:
-        """Compares the packed path with the model's own forward, so that an unsupported model fails at start."""
-        name = type(self.model).__name__
-        ids = [t % self.vocab for t in range(5, 12)]
-        training = self.model.training
-        try:
-            self.model.eval()
-            with torch.inference_mode():
-                expected = self.model(input_ids=torch.tensor([ids], device=self.device)).logits[0].float()
-            self.model.train(training)
-            with self._inference():
-                kv = RaggedKV(2, 4)
-                self._forward(ids[:4] + ids[:1], Pass(kv, 0, [0, 0], [4, 1], self.device))
-                hidden = self._forward(ids[4:] + ids[1:], Pass(kv, 0, [4, 1], [3, 6], self.device))
-                got = self._lm_head(hidden).float()
-        except (TypeError, ValueError, AttributeError) as error:
-            self.model.train(training)
-            raise RolloutError(f"{name} does not work with the transformers engine: {error}") from error
-        want = torch.cat([expected[4:], expected[1:]])
-        error = ((got - want).abs().max() / want.abs().max().clamp(min=1.0)).item()
-        if not error < (1e-3 if self.model.dtype == torch.float32 else 0.1):
-            raise RolloutError(
-                f"{name} does not work with the transformers engine: its logits differ by {error:.2g} from the model's "
-                "own (an attention variant or a logit transform that the packed path does not know)"
-            )
-
     def _calibrate(self) -> None:
         """Times a one-token and a 256-token pass for the budget: the best of three, after a warm-up."""
-        timed = []
-        with self._inference():
-            for n in (1, min(256, self.context)):
-                seconds = []
-                for _ in range(4):
-                    began = time.perf_counter()
-                    layout = Pass(RaggedKV(1, n), 0, [0], [n], self.device)
-                    self._score(self._forward([0] * n, layout), [0] * n, [0] * n, [0] * n)
-                    seconds.append(time.perf_counter() - began)
-                timed.append((n, min(seconds)))
-        self.budget.calibrate(timed)
+        self.budget.calibrate(self._policy.timings((1, min(256, self.context))))
+        if self.drafter is not None:
+            self.budget.drafter.calibrate(self.drafter.timings((1, 64)))

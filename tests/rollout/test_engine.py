@@ -13,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, Gemma2Config, T5Config, T5ForConditionalGeneration
 
 import rollout.engines.transformers as engine_module
+from rollout.engines import ragged
 from rollout.engines.base import Sampling, Speculation
 from rollout.engines.ragged import RaggedKV
 from rollout.engines.transformers import TransformersEngine
@@ -191,7 +192,7 @@ def test_memory_bounds_change_nothing(golden, settings):
 def test_logits_exist_in_chunks_only(golden, monkeypatch):
     model, cases, want = golden("llama")
     sizes = []
-    monkeypatch.setattr(engine_module, "keyed_draw", lambda z, *a, **k: sizes.append(len(z)) or keyed_draw(z, *a, **k))
+    monkeypatch.setattr(ragged, "keyed_draw", lambda z, *a, **k: sizes.append(len(z)) or keyed_draw(z, *a, **k))
     for logits_mb, largest in ((0, 1), (256, 26)):
         sizes.clear()
         engine = engine_of(model, logits_mb=logits_mb)
@@ -364,7 +365,7 @@ def test_noise_drawn_per_pass_is_seen(golden, monkeypatch):
     def per_pass(logits, keys, positions, targets=None, **law):
         return keyed_draw(logits, keys + next(counter), positions, targets, **law)
 
-    monkeypatch.setattr(engine_module, "keyed_draw", per_pass)
+    monkeypatch.setattr(ragged, "keyed_draw", per_pass)
     assert len(differing(speculate(*golden("llama")), golden("llama")[2])) > 13
 
 
@@ -373,7 +374,7 @@ def test_an_off_by_one_position_is_seen(golden, monkeypatch):
         with_drafts = len(keys) > len(keys.unique())
         return keyed_draw(logits, keys, positions + with_drafts, targets, **law)
 
-    monkeypatch.setattr(engine_module, "keyed_draw", shifted)
+    monkeypatch.setattr(ragged, "keyed_draw", shifted)
     assert len(differing(speculate(*golden("llama")), golden("llama")[2])) > 13
 
 
@@ -453,7 +454,7 @@ def test_rounding_that_depends_on_the_pass_flips_tokens_only_without_the_tie_mar
 
     def differences(tie_margin):
         engine = engine_of(model, window=4, tie_margin=tie_margin)
-        engine._lm_head = Noisy(engine._lm_head, 3e-5)
+        engine._policy.lm_head = Noisy(engine._policy.lm_head, 3e-5)
         plain, _ = engine.generate([Request(prompt, key, 8) for key in keys])
         drafts = [Script(corrupt(c.tokens, random.Random(i), 0.2)) for i, c in enumerate(plain)]
         done, stats = engine.generate([Request(prompt, k, 8, d) for k, d in zip(keys, drafts, strict=True)])

@@ -1,0 +1,119 @@
+"""One rollout worker: an engine in a process of its own. Knows nothing of Ray."""
+
+from __future__ import annotations
+
+import os
+import traceback
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rollout.engines import EngineSpec
+from rollout.engines.base import Engine, Probe
+from rollout.types import Completion, EngineStats, Request, RolloutError
+
+Arrays = dict[str, tuple[np.ndarray, torch.dtype, tuple[int, ...]]]
+
+
+class StaleWeights(RolloutError):
+    """A worker was asked for text of a weight version that it does not have."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """What comes back instead of a result."""
+
+    kind: Literal["stale", "memory", "rows", "broken", "lost"]
+    """`rows`: the engine failed on these rows. `broken`: it can do nothing any more. `lost`: its process died or
+    hangs."""
+    reason: str
+    traceback: str = ""
+    """Empty for errors whose message says it all."""
+
+    def __str__(self) -> str:
+        return f"{self.reason}\n{self.traceback}".strip()
+
+
+class RolloutWorker:
+    """One engine in a process of its own. `run` is all that is called from outside."""
+
+    def __init__(self, index: int):
+        self.index = index
+        self.engine: Engine | None = None
+        self.version: int | None = None
+        """None while the engine holds unproven weights."""
+
+    def run(self, method: str, *args: Any) -> Any | Failure:
+        """The method's result. Errors come back as a Failure: not every exception can travel."""
+        try:
+            return getattr(self, method)(*args)
+        except Exception as error:
+            known = isinstance(error, RolloutError)
+            reason = str(error) if known else f"{type(error).__name__}: {error}"
+            return Failure(self._kind(error), reason, "" if known else traceback.format_exc())
+
+    def start(self, build: Callable[[EngineSpec], Engine], spec: EngineSpec, threads: int, *weights: Any) -> int:
+        """Builds the engine, loads the pool's weights (as `update_weights`) and returns the process id."""
+        torch.set_num_threads(threads)
+        self.engine = build(spec)
+        self.update_weights(*weights)
+        return os.getpid()
+
+    def update_weights(self, arrays: Arrays | None, version: int, probe: Probe | None) -> None:
+        self.version = None
+        self.engine.update_weights(None if arrays is None else to_tensors(arrays), version, probe)
+        self.version = version
+
+    def generate(self, version: int, requests: Sequence[Request]) -> tuple[list[Completion], EngineStats]:
+        if version != self.version:
+            raise StaleWeights(f"worker {self.index} has weight version {self.version}, not {version}")
+        return self.engine.generate(requests)
+
+    def score(self, version: int, tokens: Sequence[int]) -> list[float]:
+        if version != self.version:
+            raise StaleWeights(f"worker {self.index} has weight version {self.version}, not {version}")
+        return self.engine.score(tokens)
+
+    def reset_cache(self) -> None:
+        self.engine.reset_cache()
+
+    def _kind(self, error: Exception) -> str:
+        if isinstance(error, StaleWeights):
+            return "stale"
+        if _out_of_memory(error):
+            return "memory"
+        try:  # rows are to blame only if the engine still works without them
+            self.engine.score((0, 0))
+        except Exception:
+            return "broken"
+        return "rows"
+
+
+def to_arrays(weights: Iterable[tuple[str, Tensor]]) -> Arrays:
+    """Weights as bytes with their dtype and shape: Ray shares numpy arrays without a copy, but not bfloat16."""
+    arrays = {}
+    for name, tensor in weights:
+        flat = tensor.detach().cpu().contiguous().reshape(-1)
+        arrays[name] = flat.view(torch.uint8).numpy(), tensor.dtype, tuple(tensor.shape)
+    return arrays
+
+
+def to_tensors(arrays: Arrays) -> Iterator[tuple[str, Tensor]]:
+    """The inverse of `to_arrays`. The tensors may lie in shared memory: copy, never write."""
+    for name, (array, dtype, shape) in arrays.items():
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+            flat = torch.from_numpy(array)
+        yield name, flat.view(dtype).reshape(shape)
+
+
+def _out_of_memory(error: Exception) -> bool:
+    words = ("out of memory", "not enough memory", "allocate memory")  # CUDA, Windows and Linux
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
+        isinstance(error, RuntimeError) and any(word in str(error).lower() for word in words)
+    )

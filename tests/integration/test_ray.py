@@ -1,0 +1,76 @@
+"""Training with Ray workers is training in one process, bit for bit, whatever happens to workers or driver."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from tests.runs import ROOT, differences, run, words
+
+pytestmark = pytest.mark.slow
+RAY = {
+    "cluster__num_workers": 2,
+    "cluster__task_timeout_s": 10,
+    "cluster__object_store_mb": 100,
+    "trainer__save_every": 3,
+}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The run in one process."""
+    return run(tmp_path_factory.mktemp("whole"))
+
+
+def disturbed(trainer):
+    """Kills one worker before the fourth rollout and stops the other before the sixth."""
+    pool, generate, calls = trainer.engine, trainer.engine.generate, [0]
+    pool.struck = []
+
+    def strike(requests):
+        calls[0] += 1
+        if sig := {4: signal.SIGKILL, 6: signal.SIGSTOP}.get(calls[0]):
+            pool._settle()
+            worker = pool._workers[calls[0] % 2]
+            pool.struck.append((sig, worker.pid))
+            os.kill(worker.pid, sig)
+        return generate(requests)
+
+    pool.generate = strike
+
+
+def test_a_run_whose_workers_are_killed_and_hung_is_the_undisturbed_run(whole, tmp_path):
+    got = run(tmp_path, disturbed, **RAY)
+    pool = got.trainer.engine
+    assert [sig for sig, _ in pool.struck] == [signal.SIGKILL, signal.SIGSTOP]
+    assert pool.replaced == 2
+    assert differences(got, whole) == []
+    assert got.steps[-1].reuse > 0
+    assert not any(psutil.pid_exists(pid) for _, pid in pool.struck)
+    assert differences(run(tmp_path, name="other", seed=1), whole) != [], "the comparison sees another run"
+
+
+def test_a_run_whose_driver_is_killed_resumes_as_the_undisturbed_run(whole, tmp_path):
+    driver = subprocess.Popen(
+        [sys.executable, "-m", "specrl.train", *words(tmp_path, **RAY)], cwd=ROOT, stdout=subprocess.DEVNULL
+    )
+    metrics, deadline = tmp_path / "run" / "metrics.jsonl", time.monotonic() + 180
+    while not (metrics.exists() and metrics.read_text().count("\n") > 4) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    children = psutil.Process(driver.pid).children(recursive=True)
+    workers = [
+        child for child in children if "RolloutWorker" in child.name() or "RolloutWorker" in str(child.cmdline())
+    ]
+    assert len(workers) == 2
+    driver.kill()
+    driver.wait()
+    assert psutil.wait_procs(workers, 30)[1] == []
+    rest = run(tmp_path, resume="auto", **RAY)
+    assert 0 < len(rest.steps) < len(whole.steps)
+    missing = len(whole.steps) - len(rest.steps)
+    whole_rest = type(whole)(whole.trainer, whole.steps[missing:], whole.losses[-len(rest.losses) :])
+    assert differences(rest, whole_rest) == []

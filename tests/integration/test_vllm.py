@@ -1,0 +1,78 @@
+"""Whole GRPO runs with vLLM as the engine: the training is the same with and without speculation."""
+
+import pytest
+
+from rollout.types import RolloutError
+from tests.runs import build_policy, differences, run
+
+pytest.importorskip("vllm", reason="needs the vllm extra")
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """As the policy of the other runs, with heads of a size that vLLM's attention knows."""
+    return build_policy(tmp_path_factory.mktemp("policy"), head_dim=32)
+
+
+def vllm(folder, model, prepare=lambda trainer: None, **options):
+    engine = {"rollout__engine": "vllm", "rollout__vllm__kv_cache_mb": 64, "rollout__vllm__draft_tokens": 8}
+    return run(folder, prepare, model=model, **engine, **options)
+
+
+def logs(record) -> list[dict]:
+    return [log for log in record.trainer.state.log_history if "loss" in log]
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory, model):
+    return vllm(tmp_path_factory.mktemp("plain"), model, rollout__acceptance="off")
+
+
+@pytest.mark.parametrize("replay", [0, 1])
+def test_speculation_changes_nothing(tmp_path, model, plain, replay):
+    base = plain if replay == 0 else vllm(tmp_path, model, name="off", rollout__acceptance="off", rollout__replay=1)
+    exact = vllm(tmp_path, model, rollout__replay=replay, rollout__measure_every=3)
+    assert differences(base, exact) == []
+    later = [step for step in exact.steps if step.step >= 3]
+    assert all(step.reuse > 0.1 for step in later)
+    assert all(log["spec/control_mismatches"] == 0 for log in logs(exact) if "spec/control_mismatches" in log)
+
+
+def test_the_engine_is_measured_against_the_trainer_and_corrected(plain):
+    for log in logs(plain):
+        assert log["sampling/sampling_logp_difference/max"] < 1e-3, "other kernels, the same weights"
+        assert log["sampling/importance_sampling_ratio/mean"] == pytest.approx(1, abs=1e-3)
+        assert log["timing_s/sync"] > 0
+
+
+def test_lora_reaches_the_engine(tmp_path, model):
+    record = vllm(tmp_path, model, lora__rank=4, trainer__learning_rate=1e-2, trainer__epochs=2)
+    assert max(log["sampling/sampling_logp_difference/max"] for log in logs(record)) < 1e-3
+    adapters = [
+        w for n, w in record.trainer.accelerator.unwrap_model(record.trainer.model).named_parameters() if "lora_B" in n
+    ]
+    assert any(w.abs().max() > 1e-3 for w in adapters), "the adapters have moved"
+
+
+def test_a_resumed_run_is_the_uninterrupted_run(tmp_path, model, plain):
+    first = vllm(tmp_path, model, trainer__max_steps=4, trainer__save_every=4)
+    rest = vllm(tmp_path, model, resume="auto")
+    assert differences(plain, first + rest) == []
+
+
+def test_control_weights_that_are_not_sent(tmp_path, model):
+    """Without its update the engine is caught by the probe, before it generates."""
+
+    def sabotage(trainer):
+        update = trainer.engine.update_weights
+        first = {}
+
+        def stale(weights, version, probe=None):
+            first.setdefault("weights", [(n, w.clone()) for n, w in weights])
+            update(first["weights"], version, probe)
+
+        trainer.engine.update_weights = stale
+
+    with pytest.raises(RolloutError, match="does not run the weights it was sent"):
+        vllm(tmp_path, model, sabotage, trainer__learning_rate=1e-2)
