@@ -4,7 +4,7 @@ PY := $(VENV)/bin/python
 PYTHON ?= python3
 STAMP := $(VENV)/.ready
 
-.PHONY: setup train test test-fast lint docs clean
+.PHONY: setup interpreter train test test-fast lint docs clean
 
 setup: $(STAMP)
 
@@ -17,10 +17,17 @@ $(STAMP): requirements/cpu.lock requirements/dev.lock pyproject.toml
 	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@touch $(STAMP)
 
+# Triton's interpreter runs vLLM's Model Runner V2 on a CPU in the tests. Beside the environment, as vLLM's CPU build
+# works without it.
+interpreter: $(VENV)/triton/.ready
+$(VENV)/triton/.ready: $(STAMP)
+	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(VENV)/triton "triton==3.7.1"
+	@touch $@
+
 train: setup
 	$(PY) -m specrl.train config=grpo_math resume=auto $(ARGS)
 
-test: setup lint
+test: setup interpreter lint
 	$(PY) -m pytest $(ARGS)
 
 test-fast: setup

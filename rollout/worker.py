@@ -57,11 +57,22 @@ class RolloutWorker:
             reason = str(error) if known else f"{type(error).__name__}: {error}"
             return Failure(self._kind(error), reason, "" if known else traceback.format_exc())
 
-    def start(self, build: Callable[[EngineSpec], Engine], spec: EngineSpec, threads: int, *weights: Any) -> int:
-        """Builds the engine, loads the pool's weights (as `update_weights`) and returns the process id."""
+    def start(
+        self,
+        build: Callable[[EngineSpec], Engine],
+        spec: EngineSpec,
+        threads: int,
+        arrays: Arrays | None,
+        version: int,
+        probe: Probe | None,
+    ) -> int:
+        """Builds the engine, loads the pool's weights if it has any yet, and returns the process id."""
         torch.set_num_threads(threads)
         self.engine = build(spec)
-        self.update_weights(*weights)
+        if arrays is None and version == self.engine.weight_version:
+            self.version = version  # those of the model's files
+        else:
+            self.update_weights(arrays, version, probe)
         return os.getpid()
 
     def update_weights(self, arrays: Arrays | None, version: int, probe: Probe | None) -> None:

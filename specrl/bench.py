@@ -253,7 +253,7 @@ def show(console, options: BenchOptions, cases: Sequence[Case]) -> None:
         f"medians of {options.repeats} pairs"
     )
     for column in ("case", "reused", "plain s", "specrl s", "speedup", "passes", "slowest", "differ"):
-        table.add_column(column, justify="left" if column == "case" else "right")
+        table.add_column(column, justify="left" if column == "case" else "right", no_wrap=True)
     for c in cases:
         table.add_row(
             c.name,

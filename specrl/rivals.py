@@ -25,6 +25,8 @@ class Result(NamedTuple):
     """Tokens that a draft brought."""
     steps: int
     """Engine steps, the prefill's included."""
+    logp: float
+    """Mean log-prob of a token under the policy: methods that keep the law agree but for the noise of sampling."""
     identical: int | None = None
     """Rows equal to plain keyed decoding with the same keys; None where the noise is another."""
 
@@ -41,6 +43,7 @@ class Line:
     tokens: int = 0
     decoded: int = 0
     steps: int = 0
+    logp: float | None = None
     identical: int | None = None
     speedup: float | None = None
     note: str = ""
@@ -64,7 +67,7 @@ def compare(bench: Bench, repeats: int) -> list[Line]:
         except RolloutError as error:
             missing.append(Line(name, note=str(error).partition("\n")[0]))
     runs["specrl off"] = _of_specrl(bench, bench.engine, acceptance="off")
-    runs["specrl lenient, l = e^0.5"] = _of_specrl(bench, lenient, acceptance="lenient")
+    runs["specrl lenient e^0.5"] = _of_specrl(bench, lenient, acceptance="lenient")
     runs["specrl exact, replay 0"] = _of_specrl(bench, bench.engine)
     runs["specrl exact, replay 1"] = _of_specrl(bench, bench.engine, replay=1.0)
     results: dict[str, list[Result]] = {name: [] for name in runs}
@@ -92,7 +95,9 @@ def _of_vllm(bench: Bench, engine) -> Callable[[], Result]:
         engine.reset_cache()
         began = time.perf_counter()
         done = engine.generate(requests)
-        return Result(time.perf_counter() - began, sum(map(len, done.tokens)), done.accepted, done.steps)
+        spent, total = time.perf_counter() - began, sum(map(len, done.tokens))
+        logp = sum(_log_prob(bench.model, row.prompt, text) for row, text in zip(bench.rows, done.tokens, strict=True))
+        return Result(spent, total, done.accepted, done.steps, logp / total)
 
     return work
 
@@ -107,10 +112,21 @@ def _of_specrl(bench: Bench, engine, **settings) -> Callable[[], Result]:
         if stage.config.acceptance != "lenient":
             plain = stage.plain(bench.rows, batch.keys).completions
             identical = sum(a.tokens == b.tokens for a, b in zip(done, plain, strict=True))
-        accepted = sum(sum(c.reused) for c in done)
-        return Result(batch.total_s, sum(len(c.tokens) for c in done), accepted, batch.stats.passes, identical)
+        accepted, total = sum(sum(c.reused) for c in done), sum(len(c.tokens) for c in done)
+        logp = sum(sum(c.logprobs) for c in done) / total
+        return Result(batch.total_s, total, accepted, batch.stats.passes, logp, identical)
 
     return work
+
+
+def _log_prob(model, prompt: Sequence[int], text: Sequence[int]) -> float:
+    """Log-prob of a response under the policy, at temperature 1."""
+    import torch
+
+    ids = torch.tensor([[*prompt, *text]], device=model.device)
+    with torch.inference_mode():
+        logp = model(input_ids=ids).logits[0, len(prompt) - 1 : -1].float().log_softmax(-1)
+    return logp.gather(-1, ids[0, len(prompt) :, None]).sum().item()
 
 
 def _line(name: str, found: Sequence[Result], plain: Sequence[Result]) -> Line:
@@ -118,21 +134,27 @@ def _line(name: str, found: Sequence[Result], plain: Sequence[Result]) -> Line:
     ratios = [(p.seconds / p.tokens) / (r.seconds / r.tokens) for p, r in zip(plain, found, strict=True)]
     seconds = statistics.median(r.seconds for r in found)
     decoded = last.tokens - last.accepted
-    return Line(name, seconds, last.tokens, decoded, last.steps, last.identical, statistics.median(ratios))
+    ratio = statistics.median(ratios)
+    return Line(name, seconds, last.tokens, decoded, last.steps, last.logp, last.identical, ratio)
 
 
 def show(console, lines: Sequence[Line], rows: int) -> None:
     """The result as a table."""
     from rich.table import Table
 
-    table = Table(title="methods on vLLM, same rows, measured in turn")
-    for column in ("method", "tokens", "decoded", "steps", "seconds", "per token", "identical rows"):
-        table.add_column(column, justify="left" if column == "method" else "right")
+    table = Table(title="vLLM, the same rows, measured in turn")
+    for column in ("method", "tokens", "decoded", "steps", "s", "speedup", "log-prob", "same"):
+        table.add_column(column, justify="left" if column == "method" else "right", no_wrap=True)
     for line in lines:
-        if line.seconds is None:
-            table.add_row(line.method, f"[dim]{line.note}[/dim]")
-            continue
-        identical = "other noise" if line.identical is None else f"{line.identical}/{rows}"
-        counts = (f"{line.tokens}", f"{line.decoded}", f"{line.steps}", f"{line.seconds:.3f}")
-        table.add_row(line.method, *counts, f"{line.speedup:.2f}x", identical)
+        if line.seconds is not None:
+            same = "" if line.identical is None else f"{line.identical}/{rows}"
+            counts = (f"{line.tokens}", f"{line.decoded}", f"{line.steps}", f"{line.seconds:.3f}")
+            table.add_row(line.method, *counts, f"{line.speedup:.2f}x", f"{line.logp:.3f}", same)
     console.print(table)
+    console.print(
+        "speedup: seconds per token of vLLM as it comes over the method's. log-prob: mean per token under the policy; "
+        "one far from vLLM's means another law. same: rows equal to plain decoding with the same keys."
+    )
+    for line in lines:
+        if line.note:
+            console.print(f"{line.method} is missing: {line.note}", highlight=False)

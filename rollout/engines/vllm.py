@@ -159,12 +159,7 @@ class VLLMEngine:
     def close(self) -> None:
         if (llm := self.__dict__.pop("_llm", None)) is None:
             return
-        core = llm.llm_engine.engine_core
-        if self._borrowed_group:  # vLLM's own way to shut down would destroy the trainer's process group
-            core._finalizer.detach()
-            core.engine_core.model_executor.shutdown()
-        else:
-            core.shutdown()
+        shut_down(llm, self._borrowed_group)
 
     # Start --------------------------------------------------------------------------------------------------------
 
@@ -235,6 +230,16 @@ class VLLMEngine:
         if self._sleeps:
             self._llm.sleep(level=1)
             self._asleep = True
+
+
+def shut_down(llm: LLM, borrowed_group: bool) -> None:
+    """Ends an engine, and torch's process group only if it is the engine's own: vLLM would destroy any."""
+    core = llm.llm_engine.engine_core
+    if borrowed_group:
+        core._finalizer.detach()
+        core.engine_core.model_executor.shutdown()
+    else:
+        core.shutdown()
 
 
 def settings(spec: EngineSpec) -> dict:

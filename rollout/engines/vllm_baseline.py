@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from vllm.sampling_params import RequestOutputKind
 
 from rollout.engines import EngineSpec
 from rollout.engines.base import Sampling
-from rollout.engines.vllm import LLM, SamplingParams, settings
+from rollout.engines.vllm import LLM, SamplingParams, settings, shut_down
 from rollout.types import Request, RolloutError
 
 METHODS = {
@@ -38,7 +39,7 @@ class PlainVLLM:
     """
 
     def __init__(self, spec: EngineSpec, sampling: Sampling, method: str = ""):
-        self.sampling = sampling
+        self.sampling, self._borrowed_group = sampling, torch.distributed.is_initialized()
         try:
             self._llm = LLM(**settings(spec), speculative_config=METHODS[method], disable_log_stats=False)
         except (ImportError, ValueError, RuntimeError, NotImplementedError) as error:
@@ -77,4 +78,4 @@ class PlainVLLM:
 
     def close(self) -> None:
         if (llm := self.__dict__.pop("_llm", None)) is not None:
-            llm.llm_engine.engine_core.shutdown()
+            shut_down(llm, self._borrowed_group)

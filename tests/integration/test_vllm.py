@@ -76,3 +76,9 @@ def test_control_weights_that_are_not_sent(tmp_path, model):
 
     with pytest.raises(RolloutError, match="does not run the weights it was sent"):
         vllm(tmp_path, model, sabotage, trainer__learning_rate=1e-2)
+
+
+def test_ray_workers_with_vllm_change_nothing(tmp_path, model, plain):
+    spread = vllm(tmp_path, model, cluster__num_workers=2, cluster__object_store_mb=100)
+    assert differences(plain, spread) == []
+    assert type(spread.trainer.engine).__name__ == "RolloutPool"
