@@ -194,6 +194,7 @@ class VLLMEngine:
         return OneRequest(
             **shared,
             draft_tokens=config.vllm.draft_tokens,
+            scores_per_step=config.logits_mb * 2**20 // (self.vocab * 8),  # vLLM's logits and their float32 copy
             tie_margin=config.tie_margin if self.spec.dtype == "float32" else 0.0,
             # one fused kernel on a GPU: the noise of a 152k vocabulary is never stored
             draw=keyed_draw if current_platform.is_cpu() else torch.compile(keyed_draw, dynamic=True),

@@ -42,12 +42,14 @@ class OneRequest(Rules):
 
     Args:
         draft_tokens: most draft tokens of a row in one step.
+        scores_per_step: most draft tokens of all rows in one step, as vLLM holds the logits of all of them at once.
         scores_per_chunk: positions drawn at a time; bounds the memory of the noise.
         tie_margin: gaps below it are counted.
     """
 
     llm: LLM
     draft_tokens: int
+    scores_per_step: int
     scores_per_chunk: int
     tie_margin: float
     draw: Callable = keyed_draw
@@ -161,15 +163,16 @@ class OneRequest(Rules):
         began = time.perf_counter()
         rows = [self._rows.get(id_) for id_ in runner.input_batch.req_ids]
         rows = [row if row and new and row.finish is None else None for row, new in zip(rows, sampled, strict=True)]
-        windows = iter(self.budget.windows([row.state for row in rows if row]))
-        drafts = [self._draft(row, next(windows)) if row else [] for row in rows]
+        share = self.scores_per_step // max(1, sum(row is not None for row in rows))
+        windows = (min(window, share) for window in self.budget.windows([row.state for row in rows if row]))
+        drafts = [self._draft(row, next(windows), share) if row else [] for row in rows]
         self._step.draft_s = time.perf_counter() - began
         return drafts
 
-    def _draft(self, row: Row, window: int) -> list[int]:
+    def _draft(self, row: Row, window: int, share: int) -> list[int]:
         if self.lenient:
             n = len(row.tokens)
-            return row.text[n : n + min(self.draft_tokens, row.room - 1)] if row.drafting else []
+            return row.text[n : n + min(self.draft_tokens, share, row.room - 1)] if row.drafting else []
         return self.ask(row, min(window, self.draft_tokens, row.room - 1))
 
     def _tested(self, row: Row, draft: list[int]) -> list[int]:
