@@ -1,11 +1,12 @@
 """How much to draft: the fitted cost, and windows that maximise expected goodput."""
 
 import itertools
+import math
 import random
 
 import pytest
 
-from rollout.budget import Budget
+from rollout.budget import Budget, Plan
 
 
 def trained(a: float, b: float, rates: dict[str, float], seen: int = 20_000, window: int = 0) -> Budget:
@@ -190,3 +191,122 @@ def test_drafting_comes_back_when_drafts_are_good_again():
             budget.observe_draft("start", k, k)
         budget.next_rollout()
     assert budget.windows(["start"] * 2)[0] > 4
+
+
+def test_cost_tells_rows_from_tokens():
+    """Rows have keys and values of their own to read: a fit on tokens alone would charge that to every draft token."""
+    rng = random.Random(0)
+    budget, blind = Budget(), Budget()
+    for _ in range(300):
+        rows = rng.randint(1, 64)
+        tokens = rows * rng.randint(1, 4)
+        seconds = 4e-3 + 1e-4 * rows + 2e-5 * tokens
+        budget.observe_pass(tokens, seconds, rows)
+        blind.observe_pass(tokens, seconds)
+    a, b = budget.cost(rows=10)
+    assert a == pytest.approx(5e-3, rel=0.02)
+    assert b == pytest.approx(2e-5, rel=0.02)
+    assert blind.cost()[1] > 1.5 * b  # control
+
+
+# A draft model --------------------------------------------------------------------------------------------------------
+
+
+def with_model(a: float, b: float, rates: dict[str, float], promise: float, drafter=(1e-3, 1e-5)) -> Budget:
+    """As `trained`, with a draft model whose passes of n rows cost drafter[0] + drafter[1] * n."""
+    budget = trained(a, b, rates)
+    budget.drafter.calibrate([(1, sum(drafter)), (128, drafter[0] + 128 * drafter[1])])
+    budget.observe_promise(20_000 * promise, 20_000)
+    return budget
+
+
+def test_the_model_takes_the_rows_that_their_own_drafters_serve_worse():
+    rates = {"agreeing": 0.97, "diverged": 0.3}
+    states = ["agreeing"] * 4 + ["diverged"] * 4 + ["silent"] * 4
+    plan = with_model(5e-3, 1e-5, rates, 0.9).plan(states, model=True)
+    assert plan.handed == {"diverged", "silent"}
+    assert plan.windows["agreeing"] > 20
+    assert with_model(5e-3, 1e-5, rates, 0.1).plan(states, model=True).handed == set(), "a useless model"
+    assert with_model(5e-3, 1e-5, rates, 0.9, (2e-2, 1e-3)).plan(states, model=True).handed == set(), "a slow model"
+    assert with_model(5e-3, 1e-5, rates, 0.9).plan(states).handed == set(), "no model"
+
+
+@pytest.mark.parametrize("promise", [0.3, 0.6, 0.8])
+@pytest.mark.parametrize("count", [{"diverged": 3, "silent": 1}, {"agreeing": 6, "diverged": 10, "silent": 20}])
+def test_the_plan_maximises_expected_goodput_with_a_model(promise, count):
+    """Against every hand-over and every combination of lengths up to 24."""
+    rates, fixed, row = {"agreeing": 0.9, "diverged": 0.4}, 1e-3, 2e-5
+    budget = with_model(5e-3, 1e-5, rates, promise, (fixed, row))
+    (a, b), p = budget.cost(), {s: budget.acceptance(s) for s in count}
+    plan = budget.plan([s for s, n in count.items() for _ in range(n)], model=True)
+    rows, best = sum(count.values()), 0.0
+    for handed in itertools.product((False, True), repeat=len(count)):
+        given = dict(zip(count, handed, strict=True))
+        for own in itertools.product(*((0,) if given[s] or not p[s] else range(25) for s in count)):
+            for chain in range(13 if any(handed) else 1):
+                k = {s: chain if given[s] else n for s, n in zip(count, own, strict=True)}
+                gained = sum(n * emitted(budget.model_yield() if given[s] else p[s], k[s]) for s, n in count.items())
+                drafting = chain * (fixed + row * sum(n for s, n in count.items() if given[s]))
+                spent = a + b * (rows + sum(n * k[s] for s, n in count.items())) + drafting
+                best = max(best, gained / spent)
+    assert plan.goodput == pytest.approx(best, rel=1e-3)
+
+
+def test_a_chain_stops_each_row_where_its_own_confidence_ends():
+    budget = with_model(5e-3, 5e-5, {}, 0.9)
+    chain = budget.chain(3, Plan({}, frozenset(), goodput=2000.0))
+    assert chain.going == [0, 1, 2]
+    sure, unsure = math.log(0.999), math.log(0.01)
+    assert chain.step([sure, unsure, math.nan], [9, 9, 9]) == [0, 1], "an unsure token may still be worth verifying"
+    assert chain.going == [0]
+    for _ in range(8):
+        assert chain.step([sure], [9, 9, 9]) == [0]
+    assert chain.going == [], "there is room for nine"
+    assert chain.logprobs == [[sure] * 9, [unsure], []]
+
+
+def test_a_chain_needs_enough_rows_to_pay_for_its_passes():
+    """The policy's pass costs 8 ms for few rows and for many; verifying a token for many rows is what costs."""
+    budget = with_model(8e-3, 1e-4, {}, 0.6, (1e-3, 5e-5))
+    for rows, drafts in ((1, True), (8, True), (256, False)):
+        plan = budget.plan(["silent"] * rows, model=True)
+        assert bool(budget.chain(rows, plan).going) is drafts
+        assert bool(plan.handed) is drafts
+
+
+def test_confidence_is_what_became_of_equally_confident_tokens():
+    budget = Budget()
+    for _ in range(500):
+        budget.observe_chain([math.log(0.97), math.log(0.97), math.log(0.6)], 2)  # the model's 0.6 never stands
+        budget.observe_chain([math.log(0.2), math.log(0.97)], 0)  # what follows a rejection was not judged
+    assert budget.confidence(math.log(0.96)) > 0.98
+    assert budget.confidence(math.log(0.6)) < 0.05
+    assert budget.confidence(math.log(0.2)) < 0.05
+    assert budget.confidence(0.0) > 0.99, "unseen: the model's own word"
+    for _ in range(12):
+        budget.next_rollout()
+    assert budget.confidence(math.log(0.6)) > 0.5, "a bad spell is forgotten"
+
+
+def test_a_model_that_does_not_pay_is_probed_ever_more_rarely():
+    budget = with_model(5e-3, 1e-4, {}, 0.01)
+    probes = []
+    for i in range(256):
+        chain = budget.chain(50, budget.plan(["silent"] * 50, model=True))
+        if chain.going:
+            probes.append(i)
+            assert chain.going == [0, 1, 2, 3]
+            assert len(chain.step([0.0] * 4, [9] * 50)) == 4
+            chain.step([0.0] * 4, [9] * 50)
+            assert chain.going == []
+    assert probes == [31, 95, 223]
+
+
+def test_a_fixed_window_is_obeyed_by_the_model_too():
+    budget = with_model(5e-3, 1e-3, {}, 0.01)
+    budget.window = 3
+    plan = budget.plan(["silent", "start"], model=True)
+    chain = budget.chain(2, plan)
+    for left in (2, 1, 0):
+        assert chain.step([math.log(0.01)] * 2, [9, 9]) == [0, 1]
+        assert bool(chain.going) is bool(left)

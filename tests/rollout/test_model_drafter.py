@@ -1,0 +1,283 @@
+"""The draft model: it never changes a token, it draws with the policy's noise, and its KV follows what was emitted."""
+
+import copy
+import random
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+
+from rollout.budget import Plan
+from rollout.drafters.model import ModelDrafter, early_exit
+from rollout.engines.base import Sampling, Speculation
+from rollout.engines.transformers import TransformersEngine
+from rollout.noise import derive_key
+from rollout.types import Request, RolloutError
+
+VOCAB, SAMPLING = 61, Sampling(frozenset({1, 7}))
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@dataclass
+class Script:
+    """Proposes `text` at the same positions, whatever was emitted."""
+
+    text: list[int]
+
+    def propose(self, tokens, limit):
+        return self.text[len(tokens) : len(tokens) + limit]
+
+
+def requests(n: int = 24, drafters=None) -> list[Request]:
+    """Ragged prompts, some shared, some of one token; caps that let rows leave one after another."""
+    rng = random.Random(1)
+    pool = [[rng.randrange(2, VOCAB) for _ in range(length)] for length in (1, 2, 5, 9, 14)]
+    drafters = drafters or [None] * n
+    return [
+        Request(pool[i // 2 % len(pool)], derive_key(5, "model", i, 0), rng.choice([1, 3, 12, 25, 40]), drafters[i])
+        for i in range(n)
+    ]
+
+
+def outputs(done):
+    return [(c.tokens, c.finish) for c in done]
+
+
+def rates(engine) -> float:
+    drafted, accepted = engine.sources["model"]
+    return accepted / drafted
+
+
+def blurred(model, amount: float = 0.01, seed: int = 0):
+    """A copy with noise on every matrix, `amount` times its spread: right more often than not."""
+    other, generator = copy.deepcopy(model), torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for p in other.parameters():
+            if p.dim() > 1:
+                p.add_(amount * p.std() * torch.randn(p.shape, generator=generator))
+    return other
+
+
+@pytest.fixture(scope="module")
+def policy(tiny):
+    return tiny("llama")
+
+
+@pytest.fixture(scope="module")
+def plain(policy):
+    return TransformersEngine(policy, SAMPLING).generate(requests())[0]
+
+
+# Identity -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("window", [0, 1, 5])
+@pytest.mark.parametrize("kind", ["twin", "blurred", "stranger", "family", "exit"])
+def test_any_draft_model_changes_nothing(policy, tiny, build_model, plain, kind, window):
+    drafter = {
+        "twin": lambda: copy.deepcopy(policy),
+        "blurred": lambda: blurred(policy),
+        "stranger": lambda: build_model("llama", seed=9),
+        "family": lambda: tiny("gpt2"),
+        "exit": lambda: early_exit(policy, 1),
+    }[kind]()
+    engine = TransformersEngine(policy, SAMPLING, window=window, drafter=drafter)
+    rng = random.Random(2)
+    own = [
+        Script([rng.randrange(VOCAB) if rng.random() < i / 24 else t for t in c.tokens]) if i % 3 else None
+        for i, c in enumerate(plain)
+    ]
+    for batch in (requests(), requests(drafters=own), requests()):
+        done, stats = engine.generate(batch)
+        assert outputs(done) == outputs(plain)
+        assert all(c.logprobs == pytest.approx(d.logprobs, abs=1e-4) for c, d in zip(done, plain, strict=True))
+        assert sum(sum(c.reused) for c in done) == stats.accepted
+        if window:
+            assert engine.sources["model"][0] > 0
+    changed, _ = engine.generate([replace(r, key=~r.key) for r in requests()])
+    assert outputs(changed) != outputs(plain), "control: the noise decides"
+
+
+@pytest.mark.parametrize("law", [(0.0, 0, 1.0), (0.7, 0, 1.0), (1.3, 9, 0.9)])
+def test_drafts_follow_the_sampling_law(policy, law):
+    sampling = Sampling(SAMPLING.eos_ids, *law)
+    want, _ = TransformersEngine(policy, sampling).generate(requests())
+    engine = TransformersEngine(policy, sampling, window=5, drafter=copy.deepcopy(policy))
+    assert outputs(engine.generate(requests())[0]) == outputs(want)
+    assert rates(engine) == 1.0, "the policy's own copy draws what the policy draws"
+
+
+@pytest.mark.parametrize(
+    "bounds", [{}, {"tokens_per_pass": 5}, {"tokens_per_pass": 40, "rows_per_batch": 7}, {"logits_mb": 0}]
+)
+def test_a_copy_of_the_policy_is_always_right(policy, plain, bounds):
+    """Catching up, moving the cursor and dropping rows lose nothing: one wrong KV entry would cost an acceptance."""
+    engine = TransformersEngine(policy, SAMPLING, window=6, drafter=copy.deepcopy(policy), **bounds)
+    done, stats = engine.generate(requests())
+    assert outputs(done) == outputs(plain)
+    assert rates(engine) == 1.0
+    assert sum(c.passes for c in done) < sum(c.passes for c in plain) / 3
+    wrong = [Script([(t + 1) % VOCAB for t in c.tokens]) if i % 2 else None for i, c in enumerate(plain)]
+    engine.generate(requests(drafters=wrong))
+    assert rates(engine) == 1.0, "rows whose own drafts were rejected in between"
+
+
+def test_near_ties_are_decided_the_same_way(policy):
+    plain, stats = TransformersEngine(policy, SAMPLING, tie_margin=0.5).generate(requests())
+    assert stats.ties > 20
+    engine = TransformersEngine(policy, SAMPLING, tie_margin=0.5, window=4, drafter=blurred(policy))
+    assert outputs(engine.generate(requests())[0]) == outputs(plain)
+
+
+# The same noise, and KV that follows ----------------------------------------------------------------------------------
+
+
+def test_the_same_noise_is_worth_having(policy, plain, monkeypatch):
+    def rate():
+        engine = TransformersEngine(policy, SAMPLING, window=4, drafter=blurred(policy))
+        assert outputs(engine.generate(requests())[0]) == outputs(plain)
+        return rates(engine)
+
+    keyed = rate()
+    opened = ModelDrafter.open
+    other = lambda drafter, rows: opened(drafter, [replace(r, key=~r.key) for r in rows])  # noqa: E731
+    monkeypatch.setattr(ModelDrafter, "open", other)
+    independent = rate()
+    print(f"keyed drafts {keyed:.2f}, independent drafts {independent:.2f}")
+    assert keyed > independent + 0.5
+
+
+def test_kv_that_is_not_rolled_back_costs_acceptance_only(policy, plain, monkeypatch):
+    def rate():
+        engine = TransformersEngine(policy, SAMPLING, window=6, drafter=blurred(policy))
+        assert outputs(engine.generate(requests())[0]) == outputs(plain)
+        return rates(engine)
+
+    right, behind = rate(), ModelDrafter._behind
+
+    def kept(drafter, row, text):
+        """Rejected tokens stay: the cursor only moves on."""
+        held = list(drafter._held[row])
+        missing = behind(drafter, row, text)
+        drafter._held[row] = held + drafter._held[row][len(held) :]
+        return missing
+
+    monkeypatch.setattr(ModelDrafter, "_behind", kept)
+    assert rate() < right - 0.2
+
+
+def test_the_own_drafter_takes_over_again_when_it_fits(policy, plain):
+    """Rows handed to the model still hear their own drafter, and go back to it once it is right."""
+    own = [Script([(t + 1) % VOCAB if at < 4 else t for at, t in enumerate(c.tokens)]) for c in plain]
+    engine = TransformersEngine(policy, SAMPLING, drafter=copy.deepcopy(policy))
+    handed = frozenset({"start", "diverged", "silent"})
+    engine.budget.plan = lambda states, model: Plan(dict.fromkeys(states, 3), handed, 0.0)
+    engine.budget.drafter.calibrate([(1, 1e-9)])
+    chain = engine.budget.chain
+    engine.budget.chain = lambda rows, plan: _short(chain(rows, plan))
+    done, _ = engine.generate(requests(drafters=own))
+    assert outputs(done) == outputs(plain)
+    bridged, total = engine.sources["model"][1], sum(len(c.tokens) for c in done)
+    assert bridged < 5 * len(done), "the model bridged the start"
+    assert engine.sources["own"][1] > (total - 5 * len(done)) / 2, "the rest was carried by the rows' own drafters"
+
+
+def _short(chain):
+    chain._left = 2
+    return chain
+
+
+def test_the_draft_models_context_bounds_the_drafts(policy, plain):
+    drafter = copy.deepcopy(policy)
+    drafter.config.max_position_embeddings = 20
+    engine = TransformersEngine(policy, SAMPLING, window=8, drafter=drafter)
+    longest = []
+    step = engine.drafter._draw
+
+    def watched(rows, feed, at):
+        drawn = step(rows, feed, at)
+        longest.append(max(len(engine.drafter._requests[r].prompt) - 1 + len(engine.drafter._held[r]) for r in rows))
+        return drawn
+
+    engine.drafter._draw = watched
+    done, _ = engine.generate(requests())
+    assert outputs(done) == outputs(plain)
+    assert max(longest) == 20
+    assert max(len(r.prompt) + len(c.tokens) for r, c in zip(requests(), done, strict=True)) > 30
+
+
+# A model that cannot be used ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_unusable_logits_are_dropped_and_counted(policy, plain, value):
+    drafter = copy.deepcopy(policy)
+    engine = TransformersEngine(policy, SAMPLING, window=4, drafter=drafter)
+    with torch.no_grad():
+        drafter.model.norm.weight.fill_(value)
+    done, stats = engine.generate(requests())
+    assert outputs(done) == outputs(plain)
+    assert engine.drafter.dropped > 20
+    assert engine.sources["model"] == [0, 0]
+    assert stats.drafted == 0
+
+
+def test_another_vocabulary_is_refused(policy, build_model):
+    with pytest.raises(RolloutError, match=r"knows 53 tokens and the policy 61.*tokenizer"):
+        TransformersEngine(policy, SAMPLING, drafter=build_model("llama", vocab=53))
+
+
+def test_a_model_that_does_not_run_packed_is_refused(policy):
+    with pytest.raises(RolloutError, match="Linear is not a causal LM"):
+        TransformersEngine(policy, SAMPLING, drafter=torch.nn.Linear(3, 3))
+
+
+def test_the_lenient_rule_takes_no_draft_model(policy):
+    with pytest.raises(RolloutError, match=r"acceptance=exact"):
+        TransformersEngine(policy, SAMPLING, Speculation("lenient"), drafter=copy.deepcopy(policy))
+
+
+def test_a_useless_model_is_switched_off(policy, build_model, plain):
+    engine = TransformersEngine(policy, SAMPLING, drafter=build_model("llama", seed=9))
+    for _ in range(4):
+        done, stats = engine.generate(requests())
+        assert outputs(done) == outputs(plain)
+    assert engine.sources["model"][0] < 0.1 * sum(len(c.tokens) for c in done)
+
+
+# Early exit -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gpt2"])
+def test_an_early_exit_shares_the_policys_weights(build_model, family):
+    model = build_model(family)
+    before = {name: p.data_ptr() for name, p in model.named_parameters()}
+    short = early_exit(model, 1)
+    assert {p.data_ptr() for p in short.parameters()} < set(before.values())
+    assert {name: p.data_ptr() for name, p in model.named_parameters()} == before, "the policy kept all its layers"
+    ids = torch.tensor([[3, 4, 5]])
+    whole, first = model.eval()(input_ids=ids).logits, short.eval()(input_ids=ids).logits
+    assert not torch.allclose(whole, first)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(1.1)
+    assert not torch.allclose(first, short(input_ids=ids).logits), "updates of the policy reach it at once"
+
+
+def test_an_early_exit_leaves_the_policy_as_it_was(build_model):
+    model = build_model("qwen3")
+    attention = model.config._attn_implementation
+    engine = TransformersEngine(model, SAMPLING, window=3, drafter=early_exit(model, 1))
+    engine.generate(requests(8))
+    assert engine.sources["model"][0] > 0
+    assert model.config._attn_implementation == attention
+    assert model.training
+    assert all(m.training for m in model.modules())
+    assert model.config.num_hidden_layers == len(model.model.layers) == 2
+
+
+@pytest.mark.parametrize("layers", [0, 2, 5])
+def test_an_early_exit_needs_fewer_layers_than_the_policy(policy, layers):
+    with pytest.raises(RolloutError, match=f"layer {layers}.*has 2"):
+        early_exit(policy, layers)
