@@ -106,7 +106,7 @@ class Sink:
     """An engine that only takes weights: into tensors of its own, as a real one does."""
 
     def __init__(self, spec: EngineSpec):
-        self.own_weights, self.weights = True, {}
+        self.own_weights, self.weight_version, self.weights = True, 0, {}
 
     def update_weights(self, weights, version, probe=None):
         for name, tensor in weights or ():
