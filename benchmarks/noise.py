@@ -2,8 +2,8 @@
 
     python benchmarks/noise.py [rows] [OUT.json]
 
-Both see the same hidden states, in turn: the head alone (a linear layer to the vocabulary), and the draw alone (noise of
-every token, log-softmax, the two best scores), eager and as the compiled kernel that GPUs use.
+Both see the same hidden states, in turn: the head alone (a linear layer to the vocabulary), and the draw alone (noise
+of every token, log-softmax, the two best scores), eager and as the compiled kernel that GPUs use.
 """
 
 from __future__ import annotations

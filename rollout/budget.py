@@ -8,41 +8,63 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-State = Literal["start", "agreeing", "diverged", "silent"]
-"""What is known of a row's drafter: nothing yet, its last draft was accepted whole, or rejected, or it had none."""
+State = Literal["start", "agreeing", "diverged", "lost", "silent"]
+"""What is known of a row's drafter: nothing yet; of its last draft all, some or no tokens stood; or it had none."""
 
 _PRIOR = (9.0, 1.0)  # accepted and rejected draft tokens assumed before any were seen: optimistic, soon outweighed
 _FORGET_PASS = 0.98
 _FORGET_ROLLOUT = 0.5
+_FORGET_LEVEL = 0.7  # how sure the draft model must be changes more slowly than what old texts are worth
+_MEMORY = 128  # draft tokens over which the draft model's yield is averaged
 _PROBE_EVERY, _PROBE_TOKENS, _PROBE_ROWS = 32, 2, 4
+_MOST = 0.9999  # no estimate of a probability is trusted further
+_MARGIN = 1.1  # the model must promise that much: rows that advance unevenly leave a longer tail than is estimated
+_LONG = 32  # tokens of the longest chain that is counted on
 _LEVELS = 10  # of a draft model's confidence: level i holds probabilities from 1 - 2^-i on
 
 
 class Line:
-    """Seconds of a pass as a + b * tokens: least squares over measured passes, with forgetting."""
+    """Seconds of a pass as a + r * rows + b * tokens: least squares over measured passes, with forgetting.
+
+    A row costs more than a token: each has its own keys and values to read.
+    """
 
     def __init__(self):
-        # weight, sum n, sum s, sum n^2, sum n*s over passes of n tokens that took s seconds
-        self._fixed, self._moving = [0.0] * 5, [0.0] * 5
+        self._fixed, self._moving = [0.0] * 10, [0.0] * 10  # weighted sums of `_products`
+        self._fitted: tuple[float, float, float] | None = None
 
-    def fit(self) -> tuple[float, float]:
-        """(a, b), both kept positive."""
-        weight, n, s, nn, ns = (fixed + moving for fixed, moving in zip(self._fixed, self._moving, strict=True))
-        if not weight:
-            return 1.0, 1e-3
-        spread = nn - n * n / weight
-        b = max((ns - n * s / weight) / spread, 0.0) if spread > 0 else 0.0
-        b = min(b, s / n) if b else 0.1 * s / n
-        return max((s - b * n) / weight, 0.01 * s / weight), b
+    def fit(self) -> tuple[float, float, float]:
+        """(a, r, b), none negative; a and b positive."""
+        if self._fitted is None:
+            self._fitted = self._fit()
+        return self._fitted
 
-    def observe(self, tokens: int, seconds: float) -> None:
-        new = (1.0, tokens, seconds, tokens * tokens, tokens * seconds)
+    def observe(self, tokens: int, seconds: float, rows: int = 0) -> None:
+        new = _products(rows, tokens, seconds)
         self._moving = [_FORGET_PASS * old + x for old, x in zip(self._moving, new, strict=True)]
+        self._fitted = None
 
-    def calibrate(self, passes: Sequence[tuple[int, float]]) -> None:
-        """Measured (tokens, seconds) that never fade: equal passes alone could not tell a from b."""
+    def calibrate(self, passes: Sequence[tuple[int, float]], rows: int = 0) -> None:
+        """Measured (tokens, seconds) that never fade: equal passes alone could not tell the terms apart."""
         for n, s in passes:
-            self._fixed = [old + x for old, x in zip(self._fixed, (1.0, n, s, n * n, n * s), strict=True)]
+            self._fixed = [old + x for old, x in zip(self._fixed, _products(rows, n, s), strict=True)]
+        self._fitted = None
+
+    def _fit(self) -> tuple[float, float, float]:
+        w, r, n, s, rr, rn, rs, nn, ns, _ = (old + new for old, new in zip(self._fixed, self._moving, strict=True))
+        if not w:
+            return 1.0, 0.0, 1e-3
+        matrix, right = [[w, r, n], [r, rr, rn], [n, rn, nn]], [s, rs, ns]
+        terms, found = [0, 1, 2], [0.0, 0.0, 0.0]
+        while terms:
+            solved = _solve([[matrix[i][j] for j in terms] for i in terms], [right[i] for i in terms])
+            if min(solved) >= 0:
+                for i, x in zip(terms, solved, strict=True):
+                    found[i] = x
+                break
+            terms.pop(solved.index(min(solved)))
+        a, row, token = found
+        return max(a, 0.01 * s / w), row, token or 0.1 * s / n
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,18 +76,17 @@ class Plan:
     handed: frozenset[str]
     """States whose rows the draft model serves better than their own drafters."""
     goodput: float
-    """Expected tokens per second: what a second is worth."""
+    """Expected tokens per second of the rows that a draft model could help: what a second is worth."""
 
 
 class Budget:
     """Goodput controller: maximises expected tokens per second of a pass (SmartSpec, arXiv 2406.14066).
 
-    A pass with n tokens costs a + b * n seconds, fitted to measured passes with forgetting. A draft of k tokens whose
-    tokens are each accepted with probability p emits 1 + p + ... + p^k tokens in expectation, p estimated per state.
-    Maximising sum_i emitted_i / (a + sum_i (b + c_i k_i)) gives the rule "draft the j-th token of a row while
-    p^j >= c_i * goodput", solved by fixed-point iteration (Dinkelbach). A token of a row's own drafter costs c = b; one
-    of the draft model costs its share of the model's pass as well, so that few rows make it dear and many make
-    verification dear; `chain` decides token by token with the model's own confidence.
+    A pass costs a seconds, r for each row and b for each token, fitted to measured passes with forgetting. A draft of k
+    tokens whose tokens are each accepted with probability p emits 1 + p + ... + p^k tokens in expectation, p estimated
+    per state. Maximising sum_i emitted_i / (a + sum_i (r + b + c_i k_i)) gives the rule "draft the j-th token of a row
+    while p^j >= c_i * goodput", solved by fixed-point iteration (Dinkelbach). A token of a row's own drafter costs
+    c = b. One of the draft model also costs its share of the model's passes, and `chain` decides it token by token.
 
     Args: window: draft tokens per row and pass; 0 decides by goodput.
     """
@@ -75,10 +96,11 @@ class Budget:
         self.drafter = Line()
         """Cost of a pass of the draft model."""
         self._passes = Line()
-        self._seen = {state: [0.0, 0.0] for state in ("start", "agreeing", "diverged")}
+        self._seen = {state: [0.0, 0.0] for state in ("start", "agreeing", "diverged", "lost")}
         self._levels = [[0.0, 0.0] for _ in range(_LEVELS)]
         self._yield = [0.0, 0.0]
         self._idle = self._idle_model = 0
+        self._patience = _PROBE_EVERY
 
     # What was measured -------------------------------------------------------------------------------------------
 
@@ -93,7 +115,7 @@ class Budget:
         """Estimated probability that a model's draft token is accepted: what became of equally confident ones."""
         level = _level(logprob)
         accepted, rejected = self._levels[level]
-        weight = sum(_PRIOR)  # before any were seen, the model's own word
+        weight = 4.0  # before any were seen, the model's own word
         return (accepted + weight * (1 - 0.75 * 2.0**-level)) / (accepted + rejected + weight)
 
     def model_yield(self) -> float:
@@ -101,17 +123,18 @@ class Budget:
         worth, drafted = (seen + prior for seen, prior in zip(self._yield, (_PRIOR[0], sum(_PRIOR)), strict=True))
         return worth / drafted
 
-    def cost(self) -> tuple[float, float]:
-        """Seconds per pass and per token (a, b)."""
-        return self._passes.fit()
+    def cost(self, rows: int = 0) -> tuple[float, float]:
+        """Seconds of a pass over `rows` rows, and of each of its tokens."""
+        fixed, row, token = self._passes.fit()
+        return fixed + row * rows, token
 
-    def observe_pass(self, tokens: int, seconds: float) -> None:
-        """One forward pass of `tokens` tokens took `seconds`, drawing included."""
-        self._passes.observe(tokens, seconds)
+    def observe_pass(self, tokens: int, seconds: float, rows: int = 0) -> None:
+        """One forward pass of `tokens` tokens, of `rows` rows, took `seconds`, drawing included."""
+        self._passes.observe(tokens, seconds, rows)
 
-    def calibrate(self, passes: Sequence[tuple[int, float]]) -> None:
+    def calibrate(self, passes: Sequence[tuple[int, float]], rows: int = 0) -> None:
         """Measured (tokens, seconds) of passes, see Line.calibrate."""
-        self._passes.calibrate(passes)
+        self._passes.calibrate(passes, rows)
 
     def observe_draft(self, state: State, drafted: int, accepted: int) -> None:
         """A row in `state` carried `drafted` tokens of its own drafter, the first `accepted` of which stood."""
@@ -120,7 +143,8 @@ class Budget:
 
     def observe_promise(self, acceptances: float, drafted: int) -> None:
         """The model drafted `drafted` tokens; those worth carrying are expected to give `acceptances` tokens."""
-        self._yield = [self._yield[0] + acceptances, self._yield[1] + drafted]
+        kept = max(0.0, 1 - drafted / _MEMORY)
+        self._yield = [kept * self._yield[0] + acceptances, kept * self._yield[1] + drafted]
 
     def observe_chain(self, logprobs: Sequence[float], accepted: int) -> None:
         """A row carried tokens that the draft model gave `logprobs`; the first `accepted` stood."""
@@ -130,8 +154,8 @@ class Budget:
     def next_rollout(self) -> None:
         """Weights have changed: trust the past half as much, so that a bad spell is probed again."""
         self._seen = {state: [_FORGET_ROLLOUT * x for x in seen] for state, seen in self._seen.items()}
-        self._levels = [[_FORGET_ROLLOUT * x for x in seen] for seen in self._levels]
-        self._yield = [_FORGET_ROLLOUT * x for x in self._yield]
+        self._levels = [[_FORGET_LEVEL * x for x in seen] for seen in self._levels]
+        self._patience = _PROBE_EVERY
 
     # What to draft -----------------------------------------------------------------------------------------------
 
@@ -148,45 +172,52 @@ class Budget:
         count = Counter(states)
         if self.window:
             return Plan(dict.fromkeys(count, self.window), frozenset(), 0.0)
-        worst_first = sorted(count, key=self.acceptance)
-        handed = [worst_first[:i] for i in range(len(worst_first) + 1)] if model else [[]]
-        best = max((self._solve(count, frozenset(states)) for states in handed), key=lambda plan: plan.goodput)
-        self._idle = 0 if model or any(best.windows.values()) else self._idle + 1
+        a, b = self.cost(count.total())
+        fixed = a + b * count.total()
+        p = {s: self.acceptance(s) for s in count}
+        k, goodput = _best({s: (count[s], p[s], b) for s in count}, fixed)
+        handed: frozenset[str] = frozenset()
+        if model and count:
+            handed, goodput = self._hand_over(count, k, fixed, goodput)
+        heard = {s: _length(self.acceptance("lost"), b * goodput) if s == "silent" else k[s] for s in count}
+        self._idle = 0 if handed or any(heard.values()) else self._idle + 1
         if self._idle == _PROBE_EVERY:
             self._idle = 0
-            return Plan(dict.fromkeys(count, _PROBE_TOKENS), frozenset(), best.goodput)
-        return best
+            heard = dict.fromkeys(count, _PROBE_TOKENS)
+        return Plan(heard, handed, goodput)
 
-    def _solve(self, count: Mapping[str, int], handed: frozenset[str]) -> Plan:
-        """The best draft lengths when the rows in the states `handed` are drafted by the model."""
-        a, b = self.cost()
-        p = {state: min(self.acceptance(state), 0.9999) for state in count}
-        price = dict.fromkeys(count, b)
-        if rows := sum(count[state] for state in handed):
-            fixed, token = self.drafter.fit()
-            p |= dict.fromkeys(handed, min(self.model_yield(), 0.9999))
-            price |= dict.fromkeys(handed, b + token + fixed / rows)
-        k = dict.fromkeys(count, 0)
-        for _ in range(8):
-            emitted = sum(count[s] * (1 - p[s] ** (k[s] + 1)) / (1 - p[s]) for s in count)
-            goodput = emitted / (a + sum(count[s] * (b + price[s] * k[s]) for s in count))
-            previous, k = k, {s: _length(p[s], price[s] * goodput) for s in count}
-            if k == previous:
-                break
-        own = {s: self.acceptance("diverged" if s == "silent" else s) for s in count}
-        return Plan({s: _length(min(own[s], 0.9999), b * goodput) for s in count}, handed, goodput)
+    def _hand_over(self, count: Mapping[str, int], k: Mapping[str, int], fixed: float, goodput: float):
+        """The states that the model drafts for, and the tokens per second of the rows that need it.
 
-    def chain(self, rows: int, plan: Plan) -> Chain:
-        """The stop rule of a chain draft of at most `rows` rows; it may let none of them draft."""
-        chain = Chain(self, plan.goodput, rows, self.window)
-        if chain.going or not rows:
-            self._idle_model = 0
+        These are the rows whose own drafters are right less often. They keep a rollout going after the others have
+        left, so that a second is worth what it brings them: the long drafts of the others would only make it look dear.
+        """
+        promise = self.model_yield()
+        needy = frozenset(s for s in count if self.acceptance(s) < promise)
+        if not needy:
+            return needy, goodput
+        b, rows = self.cost()[1], sum(count[s] for s in needy)
+        others = fixed + b * sum(count[s] * k[s] for s in count if s not in needy)
+        alone = sum(count[s] * _emitted(self.acceptance(s), k[s]) for s in needy)
+        alone /= others + b * sum(count[s] * k[s] for s in needy)
+        draft, row, token = self.drafter.fit()
+        _, helped = _best({"model": (rows, promise, b + row + token + draft / rows)}, others)
+        return (needy, helped) if helped > _MARGIN * alone else (frozenset(), alone)
+
+    def chain(self, behind: Sequence[int], plan: Plan) -> Chain:
+        """The stop rule of a chain draft; it may let no row draft.
+
+        Args: behind: tokens of each row that the model has not seen and must run first.
+        """
+        chain = Chain(self, plan.goodput, behind if plan.handed or self.window else [], self.window)
+        if chain.going or not behind:
+            self._idle_model, self._patience = 0, _PROBE_EVERY
             return chain
         self._idle_model += 1
-        if self._idle_model < _PROBE_EVERY:
+        if self._idle_model < self._patience:
             return chain
-        self._idle_model = 0
-        return Chain(self, 0.0, rows, _PROBE_TOKENS, _PROBE_ROWS)
+        self._idle_model, self._patience = 0, 2 * self._patience  # a probe costs a catch-up: twice as rare each time
+        return Chain(self, 0.0, behind[:_PROBE_ROWS], _PROBE_TOKENS)
 
 
 class Chain:
@@ -198,17 +229,19 @@ class Chain:
     Args:
         budget: estimates and costs.
         goodput: tokens per second, what a second is worth; 0 finds everything worth it.
-        rows: rows that want a draft; the first `of` of them may draft.
+        behind: tokens of each row that the model must run first; one chain must bring in what that costs.
         most: tokens of the longest draft, 0 without limit.
     """
 
-    def __init__(self, budget: Budget, goodput: float, rows: int, most: int = 0, of: int | None = None):
+    def __init__(self, budget: Budget, goodput: float, behind: Sequence[int], most: int = 0):
         self._budget, self._goodput, self._left = budget, goodput, most or 1 << 30
         self._verify = budget.cost()[1]
-        self._fixed, self._token = budget.drafter.fit()
-        self._stands = [1.0] * rows
-        self.logprobs: list[list[float]] = [[] for _ in range(rows)]
-        self.going = self._worth(list(range(rows))[:of])
+        self._fixed, row, token = budget.drafter.fit()
+        self._row = row + token
+        self._stands = [1.0] * len(behind)
+        self.logprobs: list[list[float]] = [[] for _ in behind]
+        brings = _emitted(budget.model_yield(), most or _LONG) - 1
+        self.going = self._worth([i for i, n in enumerate(behind) if brings >= goodput * token * n])
         """Rows that draft one more token."""
 
     def step(self, logprobs: Sequence[float], room: Sequence[int]) -> list[int]:
@@ -230,15 +263,54 @@ class Chain:
         return carried
 
     def _worth(self, rows: list[int]) -> list[int]:
-        promise, token = self._budget.model_yield(), self._goodput * (self._token + self._verify)
-        rows = [row for row in rows if self._stands[row] * promise >= token]
-        gain = promise * sum(self._stands[row] for row in rows) - token * len(rows)
+        promise, price = self._budget.model_yield(), self._goodput * (self._row + self._verify)
+        rows = [row for row in rows if self._stands[row] * promise >= price]
+        gain = promise * sum(self._stands[row] for row in rows) - price * len(rows)
         return rows if gain >= self._goodput * self._fixed else []
+
+
+def _best(groups: Mapping[str, tuple[int, float, float]], fixed: float) -> tuple[dict[str, int], float]:
+    """Draft lengths that maximise expected tokens per second, and that maximum (Dinkelbach).
+
+    Args: groups: rows, acceptance probability and seconds per draft token of each; fixed: seconds without drafts.
+    """
+    k = dict.fromkeys(groups, 0)
+    for _ in range(8):
+        emitted = sum(rows * _emitted(p, k[s]) for s, (rows, p, _) in groups.items())
+        goodput = emitted / (fixed + sum(rows * price * k[s] for s, (rows, _, price) in groups.items()))
+        previous, k = k, {s: _length(p, price * goodput) for s, (_, p, price) in groups.items()}
+        if k == previous:
+            break
+    return k, goodput
+
+
+def _emitted(p: float, k: int) -> float:
+    """Expected tokens of a pass with k draft tokens: 1 + p + ... + p^k."""
+    p = min(p, _MOST)
+    return (1 - p ** (k + 1)) / (1 - p)
 
 
 def _length(p: float, worth: float) -> int:
     """Tokens k of a draft while p^k >= worth."""
-    return int(math.log(worth) / math.log(p)) if 0 < worth < 1 and p > 0 else 0
+    return int(math.log(worth) / math.log(min(p, _MOST))) if 0 < worth < 1 and p > 0 else 0
+
+
+def _products(*terms: float) -> list[float]:
+    """Products of every two of (1, *terms)."""
+    terms = (1.0, *terms)
+    return [x * y for i, x in enumerate(terms) for y in terms[i:]]
+
+
+def _solve(matrix: list[list[float]], right: list[float]) -> list[float]:
+    """x of matrix @ x = right, symmetric and positive; a trace of ridge splits terms that were never told apart."""
+    size = len(right)
+    rows = [[x * (1 + 1e-9 * (i == j)) for j, x in enumerate(row)] + [right[i]] for i, row in enumerate(matrix)]
+    for i in range(size):
+        for j in range(size):
+            if i != j and rows[i][i]:
+                factor = rows[j][i] / rows[i][i]
+                rows[j] = [x - factor * y for x, y in zip(rows[j], rows[i], strict=True)]
+    return [row[-1] / row[i] if row[i] else 0.0 for i, row in enumerate(rows)]
 
 
 def _level(logprob: float) -> int:

@@ -73,6 +73,9 @@ class RolloutConfig:
     top_p: float = doc(1.0, "nucleus sampling mass; 1 is off")
     top_k: int = doc(0, "sample from the k most likely tokens; 0 is off")
     max_new_tokens: int = doc(256, "response cap in tokens, EOS included")
+    drafter: str = doc(
+        "", "draft model for rows that left their old texts: a directory, or layers=N for the policy's own first layers"
+    )
     rows_per_batch: int = doc(256, "rows decoded together, bounds KV memory; more rows run in further batches")
     tokens_per_pass: int = doc(4096, "most tokens in one forward pass; bounds verification memory")
     logits_mb: int = doc(256, "most memory for logits and noise at a time, in MB; larger passes are scored in chunks")

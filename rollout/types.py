@@ -111,6 +111,9 @@ class EngineStats:
     """Tokens pushed through the model, rejected ones and prompts included."""
     drafted: int = 0
     accepted: int = 0
+    model_drafted: int = 0
+    """Of `drafted`, what a draft model drew."""
+    model_accepted: int = 0
     ties: int = 0
     """Draws closer than `tie_margin` that were decided by a canonical forward pass."""
 

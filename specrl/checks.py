@@ -54,6 +54,7 @@ def problems(config: Config, training: bool = True) -> list[str]:
     if outside:
         return outside
     found = [*_run_rules(config), *_rollout_rules(config.rollout), *_cluster_rules(config)]
+    found += _drafter_rules(config.rollout)
     found += _lenient_rules(config.rollout, config.trainer)
     found += [*_trainer_rules(config.trainer, config.rollout), *_reward_rules(config.reward)]
     return [*found, *_training_rules(config)] if training else found
@@ -92,6 +93,19 @@ def _rollout_rules(r: RolloutConfig) -> Iterator[str]:
         yield (
             f"rollout.lenience={r.lenience} has no effect with rollout.acceptance={r.acceptance}. "
             "Try rollout.lenience=1, or rollout.acceptance=lenient."
+        )
+
+
+def _drafter_rules(r: RolloutConfig) -> Iterator[str]:
+    if r.drafter and r.acceptance == "lenient":
+        yield (
+            f"rollout.drafter={r.drafter} cannot be combined with rollout.acceptance=lenient, which drafts stored text "
+            "only. Leave it out, or take rollout.acceptance=exact."
+        )
+    if r.drafter and r.engine != "transformers":
+        yield (
+            f"rollout.drafter={r.drafter} works with rollout.engine=transformers only. "
+            "Leave it out, or take rollout.engine=transformers."
         )
 
 

@@ -192,7 +192,7 @@ class Change(NamedTuple):
 
 NEUTRAL = re.compile(
     r"resume|output_dir|device|report\..*"
-    r"|rollout\.(cache\..*|budget\..*|rows_per_batch|tokens_per_pass|logits_mb|measure_every)"
+    r"|rollout\.(drafter|cache\..*|budget\..*|rows_per_batch|tokens_per_pass|logits_mb|measure_every)"
     r"|trainer\.(rows_per_pass|gradient_checkpointing|save_.*|keep_.*|eval_.*|log_.*)|reward\.(workers|memory_mb)"
 )
 

@@ -129,4 +129,7 @@ def rollout_metrics(batch: RolloutBatch) -> dict[str, float]:
         metrics["spec/draft_age"] = sum(ages) / len(ages)
     if stats.drafted:
         metrics["spec/draft_acceptance_rate"] = stats.accepted / stats.drafted
+    if stats.model_drafted:
+        metrics["spec/model_drafted_tokens"] = stats.model_drafted
+        metrics["spec/model_acceptance_rate"] = stats.model_accepted / stats.model_drafted
     return metrics

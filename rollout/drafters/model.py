@@ -54,7 +54,7 @@ class ModelDrafter:
         columns = (self._requests, self._held, self._sure)
         self._requests, self._held, self._sure = ([column[row] for row in rows] for column in columns)
         if self._kv is not None:
-            self._kv.select(torch.tensor(rows, device=self._model.device))
+            self._kv.select(torch.tensor(rows, device=self._model.device, dtype=torch.long))
 
     def propose(
         self, rows: Sequence[int], texts: Sequence[Sequence[int]], room: Sequence[int], chain: Chain, budget: Budget
@@ -71,19 +71,23 @@ class ModelDrafter:
         drafts: list[list[int]] = [[] for _ in rows]
         if chain.going and self._kv is None:
             self._kv, _ = self._model.prefill([request.prompt for request in self._requests])
-        feed = {i: self._behind(rows[i], texts[i]) for i in chain.going}
+        feed = {i: self._missing(rows[i], texts[i]) for i in chain.going}
         while going := chain.going:
             began = time.perf_counter()
             at = [len(texts[i]) + len(drafts[i]) for i in going]
             draws, logprobs = self._draw([rows[i] for i in going], [feed[i] for i in going], at)
-            budget.drafter.observe(sum(len(feed[i]) for i in going), time.perf_counter() - began)
+            budget.drafter.observe(sum(len(feed[i]) for i in going), time.perf_counter() - began, len(going))
             drawn = dict(zip(going, draws, strict=True))
             for i in chain.step(logprobs, room):
                 drafts[i].append(drawn[i])
             feed = {i: drafts[i][-1:] for i in chain.going}
         return drafts
 
-    def _behind(self, row: int, text: Sequence[int]) -> list[int]:
+    def behind(self, row: int, length: int) -> int:
+        """About how many tokens the model must run before it drafts for a row that has emitted `length` tokens."""
+        return max(1, length + 1 - len(self._held[row]))
+
+    def _missing(self, row: int, text: Sequence[int]) -> list[int]:
         """The tokens of the row that its KV lacks, at least the last; what the KV holds beyond is given up."""
         held, sure = self._held[row], self._sure[row]
         rest = [*text[sure - 1 :]] if sure else [self._requests[row].prompt[-1], *text]

@@ -50,8 +50,9 @@ def build_engine(spec: EngineSpec, model: Module | None = None) -> Engine:
         return VLLMEngine(spec, sampling, speculation)
     from rollout.engines.transformers import TransformersEngine
 
+    policy = _load(spec, spec.model) if model is None else model
     return TransformersEngine(
-        _load(spec) if model is None else model,
+        policy,
         sampling,
         speculation,
         own_weights=model is None,
@@ -60,17 +61,35 @@ def build_engine(spec: EngineSpec, model: Module | None = None) -> Engine:
         logits_mb=config.logits_mb,
         tie_margin=config.tie_margin,
         window=config.budget.window,
+        drafter=_drafter(spec, policy) if config.drafter else None,
     )
 
 
-def _load(spec: EngineSpec) -> Module:
+def _drafter(spec: EngineSpec, policy: Module) -> Module:
+    """The draft model of `rollout.drafter`: the policy's first layers, or a model of its own."""
+    from rollout.drafters.model import early_exit
+
+    name, _, layers = spec.rollout.drafter.partition("=")
+    if name == "layers" and layers.isdigit():
+        return early_exit(policy.get_base_model() if hasattr(policy, "get_base_model") else policy, int(layers))
+    try:
+        return _load(spec, spec.rollout.drafter)
+    except (OSError, ValueError) as error:
+        raise RolloutError(
+            f"rollout.drafter={spec.rollout.drafter} cannot be loaded: {str(error).splitlines()[0]}. Give a model "
+            "directory, such as `python -m specrl.drafter out=DIR` writes, or layers=N"
+        ) from error
+
+
+def _load(spec: EngineSpec, source: str) -> Module:
     import torch
     from transformers import AutoModelForCausalLM
 
+    own = source == spec.model
     model = AutoModelForCausalLM.from_pretrained(
-        spec.model,
+        source,
         dtype=getattr(torch, spec.dtype),
-        revision=spec.revision or None,
+        revision=(spec.revision or None) if own else None,
         trust_remote_code=spec.trust_remote_code,
     )
     return model.eval().to(spec.device)

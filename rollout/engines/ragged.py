@@ -22,6 +22,7 @@ from rollout.types import RolloutError
 
 ATTENTION = "specrl_ragged"
 MATMUL_QUERIES = 64  # few queries: plain matrix products are up to twice as fast as the CPU's fused kernel
+SPLIT = 4096  # padded (query, key) pairs per head that are worth a separate block
 
 
 class RaggedKV:
@@ -65,61 +66,94 @@ class Pass:
 
     def __init__(self, kv: RaggedKV, first: int, starts: Sequence[int], lengths: Sequence[int], device: torch.device):
         self.kv, self.first, self.count = kv, first, len(starts)
-        self.queries, self.width = max(lengths), max(s + n for s, n in zip(starts, lengths, strict=True))
+        self.width = max(s + n for s, n in zip(starts, lengths, strict=True))
         kv.reserve(self.width)
-        length = torch.tensor(lengths, device=device)
-        start = torch.tensor(starts, device=device)
-        column = torch.arange(self.queries, device=device)
+        length, start = torch.tensor(lengths, device=device), torch.tensor(starts, device=device)
+        offset = length.cumsum(0) - length
+        row = torch.arange(self.count, device=device).repeat_interleave(length)  # [N]
+        self.positions = start[row] + torch.arange(len(row), device=device) - offset[row]  # [N]
+        self.rows = first + row
+        self.blocks = [
+            Block(rows, columns, start, length, offset, self.width) for rows, columns in _blocks(lengths, self.width)
+        ]
+
+
+class Block:
+    """Queries that are padded together: the tokens at `columns` [from, to) of some rows; None takes all rows."""
+
+    def __init__(self, rows, columns: tuple[int, int], start: Tensor, length: Tensor, offset: Tensor, width: int):
+        self.rows = None if rows is None else torch.tensor(rows, device=start.device)
+        self.queries, self.width = columns[1] - columns[0], width
+        if rows is not None:
+            start, length, offset = start[self.rows], length[self.rows], offset[self.rows]
+        column = torch.arange(*columns, device=start.device)
         valid = column < length[:, None]  # [R, Q]
-        slots = torch.where(valid, start[:, None] + column, 0)
-        self.positions = slots[valid]  # [N]
-        self.rows = first + torch.arange(self.count, device=device)[:, None].expand_as(valid)[valid]  # [N]
-        self.dense = len(self.positions) == valid.numel()
-        self._unpad = valid.flatten().nonzero()[:, 0]  # [N] place of each token in the padded [R * Q]
-        self._pad = (valid.flatten().cumsum(0) - 1).clamp(min=0)  # [R * Q] token of each padded place
-        self._slots = slots
+        self.slots = torch.where(valid, start[:, None] + column, 0)
+        self.pad = torch.where(valid, offset[:, None] + column, 0).flatten()  # [R * Q] token of each padded place
+        self.unpad = valid.flatten().nonzero()[:, 0]  # places that hold a token
+        self.tokens = self.pad[self.unpad]
         self._masks: dict[tuple, Tensor] = {}
 
     def mask(self, groups: int, window: int | None, dtype: torch.dtype) -> Tensor:
         """Additive attention mask [R, 1, groups * Q, width]: causal by position, optionally a sliding window."""
         if (groups, window) not in self._masks:
-            past = self._slots[:, :, None] - torch.arange(self.width, device=self._slots.device)
+            past = self.slots[:, :, None] - torch.arange(self.width, device=self.slots.device)
             seen = (past >= 0) if window is None else (past >= 0) & (past < window)
             mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf)
             self._masks[groups, window] = mask.repeat(1, groups, 1)[:, None]
         return self._masks[groups, window]
 
-    def pad(self, x: Tensor) -> Tensor:
-        """[N, ...] -> [R, Q, ...]"""
-        x = x if self.dense else x[self._pad]
-        return x.view(self.count, self.queries, *x.shape[1:])
 
-    def unpad(self, x: Tensor) -> Tensor:
-        """[R, Q, ...] -> [N, ...]"""
-        x = x.reshape(self.count * self.queries, *x.shape[2:])
-        return x if self.dense else x[self._unpad]
+def _blocks(lengths: Sequence[int], width: int) -> Iterator[tuple[list[int] | None, tuple[int, int]]]:
+    """Rows and query columns of each block: split at the median length while that spares enough padding."""
+    rows, done = [r for r, n in enumerate(lengths) if n], 0
+    while rows:
+        ordered = sorted(lengths[r] for r in rows)
+        middle, longest = ordered[len(rows) // 2], ordered[-1]
+        longer = [r for r in rows if lengths[r] > middle]
+        if (len(rows) - len(longer)) * (longest - middle) * width < SPLIT:
+            middle, longer = longest, []
+        everyone = not done and 2 * len(rows) > len(lengths)  # as a view; a part of the rows is copied
+        yield None if everyone else rows, (done, middle)
+        rows, done = longer, middle
 
 
 def ragged_attention(module, query, key, value, attention_mask, scaling=None, ragged: Pass | None = None, **kwargs):
     """Attention for the packed layout, in the form of transformers' AttentionInterface.
 
-    query [1, heads, N, dim], key and value [1, kv_heads, N, dim]; returns ([1, N, heads, dim], None). The query heads
-    that share a key head are folded into the query axis, so keys and values are never repeated.
+    query [1, heads, N, dim], key and value [1, kv_heads, N, dim]; returns ([1, N, heads, dim], None).
     """
     buffers = ragged.kv.write(module.layer_idx, ragged.rows, ragged.positions, key[0], value[0])
     k, v = (b[ragged.first : ragged.first + ragged.count, :, : ragged.width] for b in buffers)
-    q = ragged.pad(query[0].transpose(0, 1))  # [R, Q, heads, dim]
+    q, window = query[0].transpose(0, 1), kwargs.get("sliding_window")  # [N, heads, dim]
+    scaling = q.shape[-1] ** -0.5 if scaling is None else scaling
+    if len(ragged.blocks) == 1:
+        return _attend(ragged.blocks[0], q, k, v, window, scaling)[None], None
+    out = q.new_empty(*q.shape[:2], v.shape[-1])
+    for block in ragged.blocks:
+        out[block.tokens] = _attend(block, q, k, v, window, scaling)
+    return out[None], None
+
+
+def _attend(block: Block, q: Tensor, k: Tensor, v: Tensor, window: int | None, scaling: float) -> Tensor:
+    """Attention of the block's tokens [n, heads, dim]. q [N, heads, dim], k and v [R, kv_heads, width, dim].
+
+    The query heads that share a key head are folded into the query axis, so keys and values are never repeated.
+    """
+    if block.rows is not None:
+        k, v = k[block.rows], v[block.rows]
+    dense = len(block.tokens) == len(q) == len(block.pad)
+    q = (q if dense else q[block.pad]).view(len(k), block.queries, *q.shape[1:])
     rows, length, heads, dim = q.shape
     groups = heads // k.shape[1]
     q = q.view(rows, length, k.shape[1], groups, dim).permute(0, 2, 3, 1, 4).reshape(rows, -1, groups * length, dim)
-    mask = ragged.mask(groups, kwargs.get("sliding_window"), q.dtype)
+    mask = block.mask(groups, window, q.dtype)
     if q.device.type == "cpu" and q.shape[2] <= MATMUL_QUERIES:
-        scale = dim**-0.5 if scaling is None else scaling
-        out = ((q * scale) @ k.transpose(-1, -2)).add_(mask).softmax(-1) @ v
+        out = ((q * scaling) @ k.transpose(-1, -2)).add_(mask).softmax(-1) @ v
     else:
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling)
-    out = out.view(rows, -1, groups, length, v.shape[-1]).permute(0, 3, 1, 2, 4).reshape(rows, length, heads, -1)
-    return ragged.unpad(out)[None], None
+    out = out.view(rows, -1, groups, length, v.shape[-1]).permute(0, 3, 1, 2, 4).reshape(rows * length, heads, -1)
+    return out if dense else out[block.unpad]
 
 
 AttentionInterface.register(ATTENTION, ragged_attention)
@@ -187,16 +221,16 @@ class RaggedModel:
         kv.select(torch.tensor([distinct[head] for head in heads], device=self.device))
         return kv, sum(lengths)
 
-    def timings(self, sizes: Sequence[int]) -> list[tuple[int, float]]:
-        """(tokens, seconds) of a pass over one row with every token drawn: the best of three, after a warm-up."""
+    def timings(self, rows: int, tokens: Sequence[int]) -> list[tuple[int, float]]:
+        """(tokens, seconds) of passes of `rows` equal rows, every token drawn: the best of three, after a warm-up."""
         timed = []
         with self.inference():
-            for n in sizes:
+            for n in tokens:
                 seconds = []
                 for _ in range(4):
                     began = time.perf_counter()
-                    hidden = self.forward([0] * n, Pass(RaggedKV(1, n), 0, [0], [n], self.device))
-                    self.draw(hidden, [0] * n, [0] * n)
+                    layout = Pass(RaggedKV(rows, n), 0, [0] * rows, [n // rows] * rows, self.device)
+                    self.draw(self.forward([0] * n, layout), [0] * n, [0] * n)
                     seconds.append(time.perf_counter() - began)
                 timed.append((n, min(seconds)))
         return timed

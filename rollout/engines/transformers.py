@@ -139,6 +139,7 @@ class TransformersEngine:
                     stack.enter_context(model.inference())
             for i in range(0, len(rows), self.rows_per_batch):
                 self._run(rows[i : i + self.rows_per_batch], stats)
+        stats.model_drafted, stats.model_accepted = self.sources["model"]
         return [
             Completion(
                 r.tokens,
@@ -227,7 +228,8 @@ class TransformersEngine:
             wanting = [
                 i for i in active if (rows[i].state in plan.handed or not drafts[i]) and self._reach(rows[i]) > 0
             ]
-            self._draft_by_model(rows, wanting, drafts, self.budget.chain(len(wanting), plan))
+            behind = [self.drafter.behind(i, len(rows[i].tokens)) for i in wanting]
+            self._draft_by_model(rows, wanting, drafts, self.budget.chain(behind, plan))
         stats.draft_s += time.perf_counter() - began
         return drafts
 
@@ -237,7 +239,7 @@ class TransformersEngine:
         handed = row.state in plan.handed
         row.chain, row.guess = None, self._draft(row, max(window, _GLANCE) if handed else window)
         if self.drafter and (window or handed):
-            row.state = "silent" if not row.guess else "diverged" if row.state == "silent" else row.state
+            row.state = "silent" if not row.guess else "lost" if row.state == "silent" else row.state
         return row.guess[:window] if handed else row.guess
 
     def _reach(self, row: _Row) -> int:
@@ -248,7 +250,7 @@ class TransformersEngine:
         """Lets the model draft for the rows at `places`; those it has nothing for keep their own draft."""
         texts, room = [rows[i].tokens for i in places], [self._reach(rows[i]) for i in places]
         proposed = self.drafter.propose(places, texts, room, chain, self.budget)
-        for i, draft, logprobs in zip(places, proposed, chain.logprobs, strict=True):
+        for i, draft, logprobs in zip(places, proposed, chain.logprobs, strict=False):  # a probe is of a few rows
             if draft:
                 drafts[i], rows[i].chain = draft, logprobs
 
@@ -282,8 +284,9 @@ class TransformersEngine:
                 self._settle(row, draft, *(column[i : i + len(draft) + 1] for column in drawn), stats)
                 i += len(draft) + 1
         spent = time.perf_counter() - began
-        self.budget.observe_pass(len(tokens), spent)
-        drafted = len(tokens) - sum(map(bool, lengths))
+        carrying = sum(map(bool, lengths))
+        self.budget.observe_pass(len(tokens), spent, carrying)
+        drafted = len(tokens) - carrying
         stats.drafted += drafted
         stats.passes += 1
         stats.forward_tokens += len(tokens)
@@ -321,7 +324,7 @@ class TransformersEngine:
             accepted = accept_exact(emitted, draft)
         if draft:
             self.budget.observe_draft(row.state, len(draft), accepted)
-            row.state = "agreeing" if accepted == len(draft) else "diverged"
+            row.state = "agreeing" if accepted == len(draft) else "diverged" if accepted else "lost"
 
     def _break_ties(self, row: _Row, draft, draws: list, logp: list, gaps: list, stats: EngineStats) -> None:
         """Replaces draws that rounding could flip by canonical ones, so that every route emits the same token.
@@ -376,7 +379,8 @@ class TransformersEngine:
             raise RolloutError("the lenient rule needs the stored log-probs of every draft; the cache holds none")
 
     def _calibrate(self) -> None:
-        """Times a one-token and a 256-token pass for the budget: the best of three, after a warm-up."""
-        self.budget.calibrate(self._policy.timings((1, min(256, self.context))))
-        if self.drafter is not None:
-            self.budget.drafter.calibrate(self.drafter.timings((1, 64)))
+        """Times passes of few and of many rows and tokens for the budget."""
+        for model, line in ((self._policy, self.budget), (self.drafter, self.budget.drafter)):
+            if model is not None:
+                line.calibrate(model.timings(1, (1, min(256, self.context))), rows=1)
+                line.calibrate(model.timings(32, (32,)), rows=32)

@@ -198,8 +198,10 @@ def test_control_noise_of_the_pass(tmp_path):
     """Noise drawn per pass, as an ordinary sampler does: how many tokens ride a pass then decides what is drawn."""
 
     def sabotage(trainer):
-        draw, passes = trainer.engine._draw, iter(range(10**9))
-        trainer.engine._draw = lambda logits, keys, *args, **law: draw(logits, keys + next(passes), *args, **law)
+        draw, passes = trainer.engine._policy._keyed_draw, iter(range(10**9))
+        trainer.engine._policy._keyed_draw = lambda logits, keys, *args, **law: draw(
+            logits, keys + next(passes), *args, **law
+        )
 
     off = run(tmp_path, sabotage, name="off", trainer__max_steps=5, rollout__acceptance="off")
     assert tokens_differ(off, run(tmp_path, sabotage, name="exact", trainer__max_steps=5))

@@ -329,6 +329,18 @@ def test_rows_leave_as_they_finish(golden, monkeypatch):
     assert stats.forward_tokens < stats.passes * len(cases) * 4
 
 
+def test_the_budget_learns_what_became_of_the_last_draft(golden):
+    model, cases, want = golden("llama")
+    (prompt, _), (text, _, _) = max(zip(cases, want, strict=True), key=lambda pair: len(pair[1][0]))
+    place = next(i for i, (t, _, _) in enumerate(want) if t == text)
+    wrong = [t if at not in (5, 9, 10) else (t + 1) % VOCAB for at, t in enumerate(text)]
+    engine, seen = engine_of(model, window=3), []
+    engine.budget.observe_draft = lambda *observed: seen.append(observed)
+    request = Request(prompt, derive_key(3, "engine", place, 0), len(text), Script(wrong))
+    assert engine.generate([request])[0][0].tokens == text
+    assert seen[:5] == [("start", 3, 3), ("agreeing", 3, 1), ("diverged", 3, 3), ("agreeing", 3, 0), ("lost", 3, 3)]
+
+
 def test_random_batches(golden, tiny):
     """Thirty batches of random size, bounds, windows and drafts."""
     model, cases, want = golden("qwen3")

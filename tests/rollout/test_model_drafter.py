@@ -114,7 +114,7 @@ def test_drafts_follow_the_sampling_law(policy, law):
 def test_a_copy_of_the_policy_is_always_right(policy, plain, bounds):
     """Catching up, moving the cursor and dropping rows lose nothing: one wrong KV entry would cost an acceptance."""
     engine = TransformersEngine(policy, SAMPLING, window=6, drafter=copy.deepcopy(policy), **bounds)
-    done, stats = engine.generate(requests())
+    done, _ = engine.generate(requests())
     assert outputs(done) == outputs(plain)
     assert rates(engine) == 1.0
     assert sum(c.passes for c in done) < sum(c.passes for c in plain) / 3
@@ -154,16 +154,16 @@ def test_kv_that_is_not_rolled_back_costs_acceptance_only(policy, plain, monkeyp
         assert outputs(engine.generate(requests())[0]) == outputs(plain)
         return rates(engine)
 
-    right, behind = rate(), ModelDrafter._behind
+    right, missing = rate(), ModelDrafter._missing
 
     def kept(drafter, row, text):
         """Rejected tokens stay: the cursor only moves on."""
         held = list(drafter._held[row])
-        missing = behind(drafter, row, text)
+        new = missing(drafter, row, text)
         drafter._held[row] = held + drafter._held[row][len(held) :]
-        return missing
+        return new
 
-    monkeypatch.setattr(ModelDrafter, "_behind", kept)
+    monkeypatch.setattr(ModelDrafter, "_missing", kept)
     assert rate() < right - 0.2
 
 
@@ -171,11 +171,11 @@ def test_the_own_drafter_takes_over_again_when_it_fits(policy, plain):
     """Rows handed to the model still hear their own drafter, and go back to it once it is right."""
     own = [Script([(t + 1) % VOCAB if at < 4 else t for at, t in enumerate(c.tokens)]) for c in plain]
     engine = TransformersEngine(policy, SAMPLING, drafter=copy.deepcopy(policy))
-    handed = frozenset({"start", "diverged", "silent"})
+    handed = frozenset({"start", "diverged", "lost", "silent"})
     engine.budget.plan = lambda states, model: Plan(dict.fromkeys(states, 3), handed, 0.0)
     engine.budget.drafter.calibrate([(1, 1e-9)])
     chain = engine.budget.chain
-    engine.budget.chain = lambda rows, plan: _short(chain(rows, plan))
+    engine.budget.chain = lambda behind, plan: _short(chain(behind, plan))
     done, _ = engine.generate(requests(drafters=own))
     assert outputs(done) == outputs(plain)
     bridged, total = engine.sources["model"][1], sum(len(c.tokens) for c in done)
@@ -241,7 +241,7 @@ def test_the_lenient_rule_takes_no_draft_model(policy):
 def test_a_useless_model_is_switched_off(policy, build_model, plain):
     engine = TransformersEngine(policy, SAMPLING, drafter=build_model("llama", seed=9))
     for _ in range(4):
-        done, stats = engine.generate(requests())
+        done, _ = engine.generate(requests())
         assert outputs(done) == outputs(plain)
     assert engine.sources["model"][0] < 0.1 * sum(len(c.tokens) for c in done)
 

@@ -23,7 +23,7 @@ dataset.train_split dataset.test_split dataset.train_size dataset.test_size data
 dataset.answer_column dataset.level dataset.system_prompt dataset.prompt_template dataset.max_prompt_tokens
 lora.rank lora.alpha lora.targets
 rollout.engine rollout.acceptance rollout.replay rollout.lenience rollout.group_size rollout.temperature rollout.top_p
-rollout.top_k rollout.max_new_tokens rollout.rows_per_batch rollout.tokens_per_pass rollout.logits_mb
+rollout.top_k rollout.max_new_tokens rollout.drafter rollout.rows_per_batch rollout.tokens_per_pass rollout.logits_mb
 rollout.tie_margin rollout.measure_every
 rollout.cache.max_mb rollout.cache.start_from rollout.cache.clear rollout.cache.on_write_error
 rollout.budget.window rollout.budget.rematch

@@ -1,0 +1,217 @@
+"""Initial draft model of a policy: `python -m specrl.drafter out=DIR [model=tiny] [layers=1]`.
+
+FastDraft's recipe (arXiv 2411.11055) for a policy that is already trained: a copy of the policy with few of its layers,
+distilled on responses that the policy samples itself (forward KL on full logits at temperature 1). A model directory
+that transformers can load; about a minute for the embedded policy on two cores.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from rollout.config import RolloutConfig, doc
+from specrl import config as cli
+from specrl.config import Config, DatasetConfig
+from specrl.options import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+
+@dataclass
+class DrafterOptions:
+    out: str = doc("", "directory to write the draft model to")
+    model: str = doc("tiny", "the policy: tiny, a hub id or a local directory")
+    layers: int = doc(1, "layers of the draft model: the policy's first ones and, from 2 on, its last")
+    data: str = doc("arithmetic", "prompts, as in training")
+    level: Literal["easy", "medium", "hard", "mixed"] = doc("mixed", "difficulty of data=arithmetic")
+    prompts: int = doc(768, "prompts; the policy answers each once")
+    max_new_tokens: int = doc(256, "response cap in tokens")
+    steps: int = doc(700, "optimiser steps")
+    batch: int = doc(16, "responses per step")
+    learning_rate: float = doc(3e-3, "peak of one rise and fall; about 1e-4 for models of a billion parameters")
+    seed: int = doc(0, "of the sampled responses and their order")
+    device: str = doc("auto", "auto, cpu, cuda or cuda:N")
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A response that the policy drew with `key`."""
+
+    prompt: tuple[int, ...]
+    tokens: tuple[int, ...]
+    key: int
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """Shares in 0..1 of response positions, given the policy's own prefix, at temperature 1."""
+
+    keyed: float
+    """The draft model's draw with the policy's noise is the policy's token."""
+    independent: float
+    """Its draw with other noise is."""
+    overlap: float
+    """1 - TV of the two distributions."""
+
+
+def main(options: DrafterOptions) -> int:
+    from specrl.data import load_examples, render
+    from specrl.policy import load_policy
+
+    if not options.out:
+        raise ConfigError("out is missing: the directory to write the draft model to, such as out=outputs/drafter")
+    if Path(options.out).is_dir() and any(Path(options.out).iterdir()):
+        raise ConfigError(f"out={options.out} holds files already. Choose a directory that is new or empty.")
+    rollout = RolloutConfig(acceptance="off", max_new_tokens=options.max_new_tokens)
+    held_out = max(16, options.prompts // 16)
+    dataset = DatasetConfig(train_size=options.prompts, test_size=held_out, level=options.level)
+    config = Config(model=options.model, data=options.data, device=options.device, dataset=dataset, rollout=rollout)
+    policy, tokenizer, eos_ids = load_policy(config)
+    student = shortened(policy.eval(), options.layers)
+    prompts = {
+        split: [render(e, tokenizer) for e in load_examples(config.data, dataset, split, options.seed)]
+        for split in ("train", "test")
+    }
+    distil(policy, student, sample(policy, eos_ids, prompts["train"], options), options)
+    student.save_pretrained(options.out)
+    tokenizer.save_pretrained(options.out)
+    found = agreement(policy, student, sample(policy, eos_ids, prompts["test"], options))
+    print(
+        f"{options.out}: on new prompts a keyed draft token is the policy's own in {found.keyed:.1%}, one with other "
+        f"noise in {found.independent:.1%} (1 - TV: {found.overlap:.1%})"
+    )
+    return 0
+
+
+def shortened(policy: PreTrainedModel, layers: int) -> PreTrainedModel:
+    """A copy of the policy with its first `layers` - 1 layers and its last; embedding, last norm and head included.
+
+    Raises:
+        ConfigError: the policy does not have more layers than that.
+    """
+    depth = policy.config.num_hidden_layers
+    if not 1 <= layers < depth:
+        raise ConfigError(f"layers={layers}: a draft model of this policy has 1 to {depth - 1} layers")
+    kept = [*range(layers - 1), depth - 1] if layers > 1 else [0]
+    config = copy.deepcopy(policy.config)
+    config.num_hidden_layers = layers
+    if getattr(config, "layer_types", None):
+        config.layer_types = [config.layer_types[i] for i in kept]
+    student = type(policy)(config).to(policy.device, policy.dtype)
+    weights = policy.state_dict()
+    student.load_state_dict({name: weights[_renumbered(name, kept)] for name in student.state_dict()})
+    student.generation_config = copy.deepcopy(policy.generation_config)
+    return student
+
+
+def _renumbered(name: str, kept: Sequence[int]) -> str:
+    """The policy's name of a weight of the short copy: the first number is the layer's."""
+    return re.sub(r"\.(\d+)\.", lambda layer: f".{kept[int(layer[1])]}.", name, count=1)
+
+
+def sample(
+    policy: PreTrainedModel, eos_ids: frozenset[int], prompts: Sequence[Sequence[int]], options: DrafterOptions
+) -> list[Text]:
+    """One response of the policy to each prompt, at temperature 1."""
+    from rollout.engines.base import Sampling
+    from rollout.engines.transformers import TransformersEngine
+    from rollout.noise import derive_key
+    from rollout.types import Request
+
+    keys = [derive_key(options.seed, "drafter", i, 0) for i in range(len(prompts))]
+    requests = [Request(p, key, options.max_new_tokens) for p, key in zip(prompts, keys, strict=True)]
+    done, _ = TransformersEngine(policy, Sampling(eos_ids)).generate(requests)
+    return [Text(tuple(r.prompt), tuple(c.tokens), r.key) for r, c in zip(requests, done, strict=True)]
+
+
+def distil(policy: PreTrainedModel, student: PreTrainedModel, texts: Sequence[Text], options: DrafterOptions) -> None:
+    """Trains the student in place on the positions of the responses, AdamW with one cycle of the learning rate."""
+    import torch
+    from torch.nn.functional import kl_div
+
+    near = sorted(texts, key=lambda text: len(text.prompt) + len(text.tokens))  # less padding
+    cuts = [near[at : at + options.batch] for at in range(0, len(near), options.batch)]
+    hidden: dict[int, Tensor] = {}  # of the policy, per cut: far smaller than its logits
+    optimizer = torch.optim.AdamW(student.parameters(), options.learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, options.learning_rate, total_steps=options.steps, pct_start=0.1
+    )
+    student.train()
+    began = time.perf_counter()
+    for step, at in zip(range(1, options.steps + 1), _shuffled(len(cuts), options.seed), strict=False):
+        ids, predicts = collate(cuts[at], policy.device)
+        if at not in hidden:
+            with torch.no_grad():
+                hidden[at] = policy.base_model(input_ids=ids, use_cache=False).last_hidden_state[predicts]
+        with torch.no_grad():
+            target = policy.get_output_embeddings()(hidden[at]).float().log_softmax(-1)
+        own = student.base_model(input_ids=ids, use_cache=False).last_hidden_state[predicts]
+        logp = student.get_output_embeddings()(own).float().log_softmax(-1)
+        loss = kl_div(logp, target, log_target=True, reduction="batchmean")
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(student.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        if step % 100 == 0:
+            print(
+                f"step {step}/{options.steps} KL {loss.item():.4f} after {time.perf_counter() - began:.0f} s",
+                flush=True,
+            )
+    student.eval()
+
+
+def _shuffled(count: int, seed: int) -> Iterator[int]:
+    """0..count-1 in one random order after another, without end."""
+    rng = random.Random(seed)
+    while True:
+        yield from rng.sample(range(count), count)
+
+
+def collate(texts: Sequence[Text], device) -> tuple[Tensor, Tensor]:
+    """Ids [B, longest], padded on the right, and a mask [B, longest] of the positions that predict response tokens."""
+    import torch
+
+    longest = max(len(text.prompt) + len(text.tokens) for text in texts)
+    ids = torch.zeros(len(texts), longest, dtype=torch.long)
+    predicts = torch.zeros_like(ids, dtype=torch.bool)
+    for row, text in enumerate(texts):
+        start, end = len(text.prompt), len(text.prompt) + len(text.tokens)
+        ids[row, :end] = torch.tensor(text.prompt + text.tokens)
+        predicts[row, start - 1 : end - 1] = True
+    return ids.to(device), predicts.to(device)
+
+
+def agreement(policy: PreTrainedModel, student: PreTrainedModel, texts: Sequence[Text]) -> Agreement:
+    """How often the student's draws are the policy's tokens, each given the policy's text before it."""
+    import torch
+
+    from rollout.noise import keyed_draw
+
+    keyed = independent = overlap = total = 0.0
+    for text in texts:
+        ids, predicts = collate([text], policy.device)
+        with torch.inference_mode():
+            p, q = (model(input_ids=ids, use_cache=False).logits[predicts].float() for model in (policy, student))
+        tokens = ids[0, len(text.prompt) :]
+        keys, positions = torch.full_like(tokens, text.key), torch.arange(len(tokens), device=ids.device)
+        keyed += (keyed_draw(q, keys, positions)[0] == tokens).sum().item()
+        independent += (keyed_draw(q, ~keys, positions)[0] == tokens).sum().item()
+        overlap += torch.minimum(p.softmax(-1), q.softmax(-1)).sum().item()
+        total += len(tokens)
+    return Agreement(keyed / total, independent / total, overlap / total)
+
+
+if __name__ == "__main__":
+    raise SystemExit(cli.run(main, schema=DrafterOptions))

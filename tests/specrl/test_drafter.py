@@ -1,0 +1,127 @@
+"""The recipe of a draft model: which weights it starts from, that distilling raises agreement, what it writes."""
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from rollout.engines.base import Sampling
+from rollout.engines.transformers import TransformersEngine
+from rollout.noise import derive_key
+from rollout.types import Request
+from specrl import config as cli
+from specrl.drafter import DrafterOptions, agreement, collate, distil, main, sample, shortened
+from specrl.options import ConfigError
+from specrl.tasks import arithmetic
+from specrl.tiny import load_tiny
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+SMALL = DrafterOptions(out="", layers=1, steps=60, batch=8, max_new_tokens=96)
+
+
+@pytest.fixture(scope="module")
+def policy():
+    return load_tiny()
+
+
+@pytest.fixture(scope="module")
+def texts(policy):
+    model, tokenizer = policy
+    prompts = [tokenizer(p.prompt).input_ids for p in arithmetic("train", 80, 0, "easy")]
+    return sample(model, frozenset([tokenizer.eos_token_id]), prompts, SMALL)
+
+
+@pytest.fixture(scope="module")
+def distilled(policy, texts):
+    student = shortened(policy[0], 1)
+    distil(policy[0], student, texts[:64], SMALL)
+    return student
+
+
+def test_a_short_copy_has_the_first_layers_and_the_last(policy):
+    model = policy[0]
+    student = shortened(model, 3)
+    for ours, theirs in ((0, 0), (1, 1), (2, 7)):
+        pairs = zip(student.model.layers[ours].parameters(), model.model.layers[theirs].parameters(), strict=True)
+        assert all(torch.equal(a, b) for a, b in pairs)
+    assert torch.equal(student.model.embed_tokens.weight, model.model.embed_tokens.weight)
+    assert torch.equal(student.model.norm.weight, model.model.norm.weight)
+    assert student.config.num_hidden_layers == len(student.config.layer_types) == 3
+    assert model.config.num_hidden_layers == len(model.model.layers) == 8, "the policy kept its own"
+    with torch.no_grad():
+        student.model.norm.weight.zero_()
+    assert model.model.norm.weight.any(), "nothing is shared"
+
+
+@pytest.mark.parametrize("layers", [0, 8, 9])
+def test_layers_out_of_range_are_refused(policy, layers):
+    with pytest.raises(ConfigError, match=rf"layers={layers}: .* has 1 to 7 layers"):
+        shortened(policy[0], layers)
+
+
+def test_responses_are_the_policys_own_draws(policy, texts):
+    model, tokenizer = policy
+    requests = [Request(t.prompt, t.key, SMALL.max_new_tokens) for t in texts[:8]]
+    done, _ = TransformersEngine(model, Sampling(frozenset([tokenizer.eos_token_id]))).generate(requests)
+    assert [tuple(c.tokens) for c in done] == [t.tokens for t in texts[:8]]
+    assert texts[3].key == derive_key(SMALL.seed, "drafter", 3, 0)
+    assert len({t.key for t in texts}) == len(texts)
+
+
+def test_only_positions_that_predict_a_response_token_are_trained(texts):
+    ids, predicts = collate(texts[:4], torch.device("cpu"))
+    for row, text in enumerate(texts[:4]):
+        places = predicts[row].nonzero()[:, 0]
+        assert ids[row, places + 1].tolist() == list(text.tokens)
+        assert ids[row, : len(text.prompt)].tolist() == list(text.prompt)
+
+
+def test_distilling_raises_agreement_on_new_prompts(policy, texts, distilled):
+    model, held_out = policy[0], texts[64:]
+    before, after = agreement(model, shortened(model, 1), held_out), agreement(model, distilled, held_out)
+    print(f"before {before}, after {after}")
+    assert after.keyed > before.keyed + 0.15
+    assert after.overlap > before.overlap + 0.15
+    assert abs(after.keyed - after.overlap) < 0.05, "keyed draws agree with probability about 1 - TV"
+    own = agreement(model, model, held_out)
+    assert own.keyed == 1.0
+    assert own.overlap == pytest.approx(1.0, abs=1e-4)
+    assert own.independent < 1.0, "control: with other noise even the policy itself draws other tokens"
+
+
+def test_distilling_on_shuffled_targets_does_not(policy, texts):
+    """The planted wrong rule: every response is predicted from another prompt's positions."""
+    model, student = policy[0], shortened(policy[0], 1)
+    wrong = copy.deepcopy(model)
+    with torch.no_grad():
+        wrong.lm_head.weight = torch.nn.Parameter(wrong.lm_head.weight.roll(7, 0))
+    distil(wrong, student, texts[:64], replace(SMALL, steps=30))
+    assert agreement(model, student, texts[64:]).keyed < 0.1
+
+
+def test_the_command_writes_a_model_that_drafts(policy, tmp_path, capsys):
+    out = tmp_path / "drafter"
+    options = DrafterOptions(out=str(out), prompts=16, steps=2, batch=8, max_new_tokens=16, level="easy", device="cpu")
+    assert main(options) == 0
+    assert "a keyed draft token is the policy's own in" in capsys.readouterr().out
+    assert not list(out.rglob("*.bin"))
+    student = AutoModelForCausalLM.from_pretrained(out, local_files_only=True)
+    assert student.config.num_hidden_layers == 1
+    assert AutoTokenizer.from_pretrained(out, local_files_only=True).get_vocab() == policy[1].get_vocab()
+    requests = [Request(policy[1](p.prompt).input_ids, i, 12) for i, p in enumerate(arithmetic("test", 4, 0, "easy"))]
+    plain, drafting = (
+        TransformersEngine(policy[0], Sampling(frozenset([1])), window=3, drafter=d) for d in (None, student)
+    )
+    assert [c.tokens for c in plain.generate(requests)[0]] == [c.tokens for c in drafting.generate(requests)[0]]
+    assert drafting.sources["model"][0] > 0
+
+
+def test_a_missing_or_used_directory_is_one_line(tmp_path, capsys):
+    assert cli.run(main, [], DrafterOptions) == 2
+    assert "error: out is missing" in capsys.readouterr().err
+    (tmp_path / "file").write_text("x")
+    assert cli.run(main, [f"out={tmp_path}"], DrafterOptions) == 2
+    assert "holds files already" in capsys.readouterr().err
