@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import statistics
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -90,15 +91,16 @@ def main(options: BenchOptions) -> int:
         older = perturbed(newer, options.drift)
     bench = Bench(model.eval(), eos_ids, config, rows, older, newer)
     cases = [bench.case(name, options.repeats, **kind) for name, kind in CASES.items()]
-    show(Console(), options, cases)
+    console = Console(width=None if sys.stdout.isatty() else 110)  # whole columns in a log file
+    show(console, options, cases)
     result = {"options": asdict(options), "device": device_name(model.device), "cases": [asdict(c) for c in cases]}
     if options.rollout.engine == "vllm":
         lines = rivals.compare(bench, options.repeats)
-        rivals.show(Console(), lines, options.rows)
+        rivals.show(console, lines, options.rows)
         result["methods"] = [asdict(line) for line in lines]
     elif options.generate:
         result["generate_s"] = bench.generate_seconds(tokenizer, options.repeats)
-        show_generate(Console(), options, result["generate_s"])
+        show_generate(console, options, result["generate_s"])
     bench.engine.close()
     if options.out:
         Path(options.out).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")

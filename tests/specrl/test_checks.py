@@ -100,7 +100,10 @@ def broken(*words, **settings):
             "rollout.top_p=1.0 with rollout.top_k=5 cannot be verified exactly by rollout.vllm.runner=v2. Try",
         ),
         ("rollout.acceptance=lenient rollout.drafter=layers=2", "rollout.drafter=layers=2 cannot be combined with"),
-        ("rollout.engine=vllm rollout.drafter=x", "rollout.drafter=x works with rollout.engine=transformers only. Leave"),
+        (
+            "rollout.engine=vllm rollout.drafter=x",
+            "rollout.drafter=x works with rollout.engine=transformers only. Leave",
+        ),
         ("rollout.vllm.draft_tokens=200", "rollout.vllm.draft_tokens=200 must be from 1 to 127. Try"),
         ("reward.timeout_s=0", "reward.timeout_s=0 leaves no time to score. Try reward.timeout_s=5."),
     ],
