@@ -23,7 +23,7 @@ from specrl.help import help_text, sizes, updated_page
 from specrl.options import ConfigError, suggestion
 from trainers.config import TrainerConfig
 
-USAGE_ERROR, RUN_ERROR, INTERRUPTED = 2, 3, 130
+USAGE_ERROR, RUN_ERROR, INTERRUPTED, TERMINATED = 2, 3, 130, 143
 
 
 @dataclass

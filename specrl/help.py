@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from specrl.config import Config
 
 EXIT_CODES = """exit codes: 0 done; 2 the command line or configuration is wrong; 3 a rollout, cache or reward failed;
-            130 interrupted; 1 anything else, with a traceback"""
+            130 interrupted; 143 terminated, after a checkpoint; 1 anything else, with a traceback"""
 MARKS = ("<!-- options: begin -->", "<!-- options: end -->")
 
 

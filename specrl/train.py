@@ -36,6 +36,7 @@ def main(config: Config) -> int:
     from specrl.policy import load_policy
     from specrl.report import write_report
     from trainers import checkpoint as checkpoints
+    from trainers.callbacks import StopOnTerm
 
     set_seed(config.seed)
     model, tokenizer, eos_ids = load_policy(config)
@@ -61,7 +62,12 @@ def main(config: Config) -> int:
             monitor = closing.enter_context(Monitor(run_dir, steps(config, len(train)), resumed_step=resumed))
             watch(trainer, config, monitor, tokenizer, test, rewards, run_dir)
             monitor.note(memory.sentence(memory.plan(config, model, longest), memory.free_mb(model.device)))
+        trainer.add_callback(terminated := StopOnTerm(config.trainer.updates_per_rollout))
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+        if terminated.received:
+            if trainer.accelerator.is_main_process:
+                monitor.note(f"terminated after step {trainer.state.global_step}, which is saved; resume=auto goes on")
+            return cli.TERMINATED
     trainer.save_model(str(run_dir / "model"))
     if trainer.accelerator.is_main_process:
         tokenizer.save_pretrained(run_dir / "model")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from transformers import TrainerCallback
 
 
@@ -44,3 +46,31 @@ class Record(TrainerCallback):
         record["timing_s/update"] = self._step_s - sum(logs.get(f"timing_s/{name}") or 0.0 for name in others)
         self._write(record)
         self._after_step(state.global_step)
+
+
+class StopOnTerm(TrainerCallback):
+    """On SIGTERM finishes the step, saves a checkpoint and ends training; of several processes any one stops all.
+
+    Args: updates_per_rollout: a checkpoint must not cut a rollout batch in two.
+    """
+
+    def __init__(self, updates_per_rollout: int):
+        self._updates, self._previous = updates_per_rollout, None
+        self.received = False
+
+    def on_train_begin(self, args, state, control, **kwargs) -> None:
+        self._previous = signal.signal(signal.SIGTERM, self._note)
+
+    def on_train_end(self, args, state, control, **kwargs) -> None:
+        signal.signal(signal.SIGTERM, self._previous)
+
+    def on_step_end(self, args, state, control, **kwargs) -> None:
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            flag = torch.tensor(int(self.received), device=args.device)
+            torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX)
+            self.received = bool(flag)
+        if self.received and state.global_step % self._updates == 0:
+            control.should_save = control.should_training_stop = True
+
+    def _note(self, *_) -> None:
+        self.received = True

@@ -10,62 +10,20 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from rollout.budget import Budget, Chain, Plan, State
+from rollout.budget import Budget, Chain, Plan
 from rollout.drafters.model import ModelDrafter
 from rollout.engines.base import Probe, Sampling, Speculation
 from rollout.engines.ragged import Pass, RaggedKV, RaggedModel, chunks
+from rollout.engines.rows import LENIENT_KEY, Row, check_request
 from rollout.noise import uniform
 from rollout.types import Completion, EngineStats, Request, RolloutError
-from rollout.verify import accept_exact, accept_lenient, cut
+from rollout.verify import accept_exact, accept_lenient
 
 _GLANCE = 4  # tokens asked of a row's own drafter while the model drafts for it, to see whether it fits again
-_LENIENT_KEY = 0x5851F42D4C957F2D  # separates the acceptance uniforms from the Gumbel noise of the same key
-
-
-@dataclass(slots=True)
-class _Row:
-    """One response in the making. Its KV holds everything but the last token."""
-
-    request: Request
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    behaviour: list[float] = field(default_factory=list)
-    reused: list[bool] = field(default_factory=list)
-    finish: str | None = None
-    passes: int = 0
-    drafting: bool = True
-    state: State = "start"
-    guess: list[int] = field(default_factory=list)
-    """What its own drafter expects next, carried or not."""
-    chain: list[float] | None = None
-    """The draft model's log-probs of the tokens it drafted; None when the draft is the row's own."""
-
-    @property
-    def cached(self) -> int:
-        return len(self.request.prompt) + len(self.tokens) - 1
-
-    @property
-    def last(self) -> int:
-        return self.tokens[-1] if self.tokens else self.request.prompt[-1]
-
-    @property
-    def room(self) -> int:
-        return self.request.max_new_tokens - len(self.tokens)
-
-    def emit(self, tokens: list[int], logprobs: list[float], behaviour: list[float], accepted: int, eos_ids) -> int:
-        """Appends up to the first EOS or the cap; the first `accepted` tokens are the draft's. Returns the count."""
-        count, self.finish = cut(tokens, eos_ids, self.room)
-        self.tokens += tokens[:count]
-        self.logprobs += logprobs[:count]
-        self.behaviour += behaviour[:count]
-        self.reused += [i < accepted for i in range(count)]
-        self.passes += 1
-        return count
 
 
 class TransformersEngine:
@@ -125,13 +83,13 @@ class TransformersEngine:
     def generate(self, requests: Sequence[Request]) -> tuple[list[Completion], EngineStats]:
         """See Engine.generate. Prompts need at least one token and must fit the model's context with the response."""
         for request in requests:
-            self._check(request)
+            check_request(request, self.vocab, self.context, self.speculation)
         stats = EngineStats()
         self.sources = {"own": [0, 0], "model": [0, 0]}
         if self.drafter or any(request.drafter for request in requests):
             self.budget.next_rollout()
         rows = [
-            _Row(request, state="start" if request.drafter or not self.drafter else "silent") for request in requests
+            Row(request, state="start" if request.drafter or not self.drafter else "silent") for request in requests
         ]
         with ExitStack() as stack:
             for model in (self._policy, self.drafter):
@@ -192,7 +150,7 @@ class TransformersEngine:
 
     # One batch ---------------------------------------------------------------------------------------------------
 
-    def _run(self, rows: list[_Row], stats: EngineStats) -> None:
+    def _run(self, rows: list[Row], stats: EngineStats) -> None:
         kv = self._prefill(rows, stats)
         while rows:
             drafts = self._propose(rows, stats)
@@ -206,7 +164,7 @@ class TransformersEngine:
                 if self.drafter:
                     self.drafter.select(alive)
 
-    def _prefill(self, rows: list[_Row], stats: EngineStats) -> RaggedKV:
+    def _prefill(self, rows: list[Row], stats: EngineStats) -> RaggedKV:
         """KV of every row's prompt but its last token."""
         began = time.perf_counter()
         kv, tokens = self._policy.prefill([row.request.prompt for row in rows])
@@ -218,7 +176,7 @@ class TransformersEngine:
         stats.prefill_s += time.perf_counter() - began
         return kv
 
-    def _propose(self, rows: list[_Row], stats: EngineStats) -> list[list[int] | None]:
+    def _propose(self, rows: list[Row], stats: EngineStats) -> list[list[int] | None]:
         """The draft of each row's next tokens; None for finished rows."""
         began = time.perf_counter()
         active = [i for i, row in enumerate(rows) if row.finish is None]
@@ -233,7 +191,7 @@ class TransformersEngine:
         stats.draft_s += time.perf_counter() - began
         return drafts
 
-    def _ask(self, row: _Row, plan: Plan) -> list[int]:
+    def _ask(self, row: Row, plan: Plan) -> list[int]:
         """What the row carries from its own drafter. Where the model may draft instead, the drafter is heard too."""
         window = plan.windows[row.state]
         handed = row.state in plan.handed
@@ -242,11 +200,11 @@ class TransformersEngine:
             row.state = "silent" if not row.guess else "lost" if row.state == "silent" else row.state
         return row.guess[:window] if handed else row.guess
 
-    def _reach(self, row: _Row) -> int:
+    def _reach(self, row: Row) -> int:
         """Tokens that the model may draft for the row: the response's cap and the model's context are not exceeded."""
         return min(row.room - 1, self.drafter.context - row.cached)
 
-    def _draft_by_model(self, rows: list[_Row], places: list[int], drafts: list, chain: Chain) -> None:
+    def _draft_by_model(self, rows: list[Row], places: list[int], drafts: list, chain: Chain) -> None:
         """Lets the model draft for the rows at `places`; those it has nothing for keep their own draft."""
         texts, room = [rows[i].tokens for i in places], [self._reach(rows[i]) for i in places]
         proposed = self.drafter.propose(places, texts, room, chain, self.budget)
@@ -254,7 +212,7 @@ class TransformersEngine:
             if draft:
                 drafts[i], rows[i].chain = draft, logprobs
 
-    def _draft(self, row: _Row, window: int) -> list[int]:
+    def _draft(self, row: Row, window: int) -> list[int]:
         """At most `window` plausible ids; the published lenient rule verifies its one draft whole."""
         if row.request.drafter is None or not row.drafting:
             return []
@@ -263,7 +221,7 @@ class TransformersEngine:
         valid = next((i for i, t in enumerate(draft) if not 0 <= t < self.vocab), len(draft))
         return draft[:valid]
 
-    def _step(self, kv: RaggedKV, first: int, rows: list[_Row], drafts: list[list[int] | None], stats: EngineStats):
+    def _step(self, kv: RaggedKV, first: int, rows: list[Row], drafts: list[list[int] | None], stats: EngineStats):
         """One pass over some rows: draw at every position, accept, emit."""
         began = time.perf_counter()
         tokens, keys, at, targets = [], [], [], []
@@ -295,11 +253,11 @@ class TransformersEngine:
         else:
             stats.decode_s += spent
 
-    def _settle(self, row: _Row, draft, draws, logp, logp_draft, gaps, stats: EngineStats) -> None:
+    def _settle(self, row: Row, draft, draws, logp, logp_draft, gaps, stats: EngineStats) -> None:
         """Applies the acceptance rule to one row's draws and emits."""
         if self.speculation.rule == "lenient" and draft:
             old = torch.tensor(row.request.draft_logprobs[: len(draft)], device="cpu")
-            u = uniform(torch.tensor(row.request.key ^ _LENIENT_KEY).expand(len(draft)), torch.arange(len(draft)))
+            u = uniform(torch.tensor(row.request.key ^ LENIENT_KEY).expand(len(draft)), torch.arange(len(draft)))
             n = accept_lenient(torch.tensor(logp_draft[: len(draft)]), old, u, self.speculation.lenience)
             emitted, logprobs = [*draft[:n], draws[n]], [*logp_draft[:n], logp[n]]
             behaviour = [*old[:n].tolist(), logp[n]]
@@ -313,7 +271,7 @@ class TransformersEngine:
         stats.accepted += min(n, count)
         self._learn(row, draft, n, emitted)
 
-    def _learn(self, row: _Row, draft, accepted: int, emitted: list[int]) -> None:
+    def _learn(self, row: Row, draft, accepted: int, emitted: list[int]) -> None:
         """Tells the budget what became of the draft and of what the row's own drafter would have drafted."""
         counts = self.sources["own" if row.chain is None else "model"]
         counts[0] += len(draft)
@@ -326,7 +284,7 @@ class TransformersEngine:
             self.budget.observe_draft(row.state, len(draft), accepted)
             row.state = "agreeing" if accepted == len(draft) else "diverged" if accepted else "lost"
 
-    def _break_ties(self, row: _Row, draft, draws: list, logp: list, gaps: list, stats: EngineStats) -> None:
+    def _break_ties(self, row: Row, draft, draws: list, logp: list, gaps: list, stats: EngineStats) -> None:
         """Replaces draws that rounding could flip by canonical ones, so that every route emits the same token.
 
         Logits of one position differ in the last bits between passes of different shapes. Where the two best scores are
@@ -355,28 +313,6 @@ class TransformersEngine:
                 "check the learning rate and the last update"
             )
         return drawn
-
-    def _check(self, request: Request) -> None:
-        if not request.prompt:
-            raise RolloutError("a prompt has no tokens; a rollout needs at least one")
-        if not 0 <= min(request.prompt) <= max(request.prompt) < self.vocab:
-            bad = next(t for t in request.prompt if not 0 <= t < self.vocab)
-            raise RolloutError(f"a prompt holds the token id {bad}, outside the model's 0..{self.vocab - 1}")
-        if request.max_new_tokens < 1:
-            raise RolloutError(f"max_new_tokens={request.max_new_tokens} leaves no room for a response; use at least 1")
-        if len(request.prompt) >= self.context:
-            raise RolloutError(
-                f"a prompt of {len(request.prompt)} tokens leaves no room for a response in the model's context of "
-                f"{self.context}; use a shorter prompt, of at most {self.context - 1} tokens"
-            )
-        room = self.context - len(request.prompt)
-        if request.max_new_tokens > room:
-            raise RolloutError(
-                f"a prompt of {len(request.prompt)} tokens plus max_new_tokens={request.max_new_tokens} exceeds "
-                f"the model's context of {self.context}. Use rollout.max_new_tokens={room} or less"
-            )
-        if self.speculation.rule == "lenient" and request.drafter and request.draft_logprobs is None:
-            raise RolloutError("the lenient rule needs the stored log-probs of every draft; the cache holds none")
 
     def _calibrate(self) -> None:
         """Times passes of few and of many rows and tokens for the budget."""

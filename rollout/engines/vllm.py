@@ -33,8 +33,8 @@ from vllm.triton_utils import HAS_TRITON
 from rollout.budget import Budget
 from rollout.engines import EngineSpec
 from rollout.engines.base import Probe, Sampling, Speculation
-from rollout.engines.transformers import TransformersEngine
-from rollout.engines.vllm_rows import Row
+from rollout.engines.rows import check_request
+from rollout.engines.vllm_rows import VLLMRow
 from rollout.engines.vllm_v1 import OneRequest
 from rollout.engines.vllm_v2 import TwoRequests
 from rollout.engines.vllm_weights import TRANSFER, Weights
@@ -57,7 +57,6 @@ class VLLMEngine:
     """
 
     own_weights = True
-    _check = TransformersEngine._check  # the same rules, from `vocab`, `context` and `speculation`
 
     def __init__(self, spec: EngineSpec, sampling: Sampling, speculation: Speculation):
         config = spec.rollout
@@ -93,10 +92,10 @@ class VLLMEngine:
         if self._fault:
             raise RolloutError(f"{self._fault}; send the weights again before generating")
         for request in requests:
-            self._check(request)
+            check_request(request, self.vocab, self.context, self.speculation)
         if any(request.drafter for request in requests):
             self.budget.next_rollout()
-        rows = [Row(request) for request in requests]
+        rows = [VLLMRow(request) for request in requests]
         with self._awake():
             try:
                 stats = self._flow.run(rows)

@@ -9,7 +9,7 @@ import torch
 
 from rollout.budget import Budget
 from rollout.engines.base import Sampling, Speculation
-from rollout.engines.transformers import _LENIENT_KEY, _Row
+from rollout.engines.rows import LENIENT_KEY, Row
 from rollout.noise import uniform
 from rollout.types import EngineStats, RolloutError
 from rollout.verify import accept_exact, accept_lenient
@@ -18,7 +18,7 @@ BUG = "this is a bug in specrl, or a version of vLLM that it does not know"
 
 
 @dataclass(slots=True)
-class Row(_Row):
+class VLLMRow(Row):
     """One response in the making."""
 
     text: list[int] = field(default_factory=list)
@@ -43,7 +43,7 @@ class Rules:
     def lenient(self) -> bool:
         return self.speculation.rule == "lenient"
 
-    def ask(self, row: Row, limit: int) -> list[int]:
+    def ask(self, row: VLLMRow, limit: int) -> list[int]:
         """The drafter's next tokens, at most `limit` and up to the first id that does not exist."""
         if limit < 1 or row.request.drafter is None:
             return []
@@ -51,7 +51,7 @@ class Rules:
         return draft[: next((i for i, t in enumerate(draft) if not 0 <= t < self.vocab), len(draft))]
 
     def settle(
-        self, row: Row, tested: list[int], draws: list[int], logp: list[float], logp_tested: Sequence[float]
+        self, row: VLLMRow, tested: list[int], draws: list[int], logp: list[float], logp_tested: Sequence[float]
     ) -> int:
         """Decides about the draft tokens `tested` and emits; returns the number of tokens emitted.
 
@@ -61,7 +61,7 @@ class Rules:
         if self.lenient and tested:
             first, k = len(row.tokens), len(tested)
             old = torch.tensor(row.request.draft_logprobs[first : first + k], device="cpu")
-            u = uniform(torch.tensor(row.request.key ^ _LENIENT_KEY).expand(k), torch.arange(first, first + k))
+            u = uniform(torch.tensor(row.request.key ^ LENIENT_KEY).expand(k), torch.arange(first, first + k))
             n = accept_lenient(torch.tensor(logp_tested[:k]), old, u, self.speculation.lenience)
             row.drafting = n == k  # the published method drafts once: nothing after the first rejection
             emitted, logprobs = tested[:n] + draws[n : n + 1], [*logp_tested[:n], *logp[n : n + 1]]

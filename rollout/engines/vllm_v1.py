@@ -18,7 +18,7 @@ from vllm import LLM, SamplingParams
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.outputs import SamplerOutput
 
-from rollout.engines.vllm_rows import BUG, Row, Rules
+from rollout.engines.vllm_rows import BUG, Rules, VLLMRow
 from rollout.noise import keyed_draw
 from rollout.types import EngineStats, Request, RolloutError
 
@@ -53,7 +53,7 @@ class OneRequest(Rules):
     scores_per_chunk: int
     tie_margin: float
     draw: Callable = keyed_draw
-    _rows: dict[str, Row] = field(default_factory=dict)
+    _rows: dict[str, VLLMRow] = field(default_factory=dict)
     """By vLLM's own request id; other requests are scored, not sampled."""
     _step: _Step = field(default_factory=_Step)
 
@@ -70,7 +70,7 @@ class OneRequest(Rules):
 
     # The driver's loop --------------------------------------------------------------------------------------------
 
-    def run(self, rows: Sequence[Row]) -> EngineStats:
+    def run(self, rows: Sequence[VLLMRow]) -> EngineStats:
         """Finishes every row."""
         self.stats, engine, outputs = EngineStats(), self.llm.llm_engine, {}
         try:
@@ -169,13 +169,13 @@ class OneRequest(Rules):
         self._step.draft_s = time.perf_counter() - began
         return drafts
 
-    def _draft(self, row: Row, window: int, share: int) -> list[int]:
+    def _draft(self, row: VLLMRow, window: int, share: int) -> list[int]:
         if self.lenient:
             n = len(row.tokens)
             return row.text[n : n + min(self.draft_tokens, share, row.room - 1)] if row.drafting else []
         return self.ask(row, min(window, self.draft_tokens, row.room - 1))
 
-    def _tested(self, row: Row, draft: list[int]) -> list[int]:
+    def _tested(self, row: VLLMRow, draft: list[int]) -> list[int]:
         """The tokens to decide about: the draft's, and under the lenient rule the next one of its text."""
         at = len(row.tokens) + len(draft)
         return draft + row.text[at : at + 1] if row.drafting else draft

@@ -17,7 +17,7 @@ import numpy as np
 from vllm import LLM, SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
-from rollout.engines.vllm_rows import BUG, Row, Rules
+from rollout.engines.vllm_rows import BUG, Rules, VLLMRow
 from rollout.types import EngineStats, RolloutError
 
 _FEWEST = 4  # draft tokens that are worth a request
@@ -41,7 +41,7 @@ def draft_length(p: float, pass_s: float, token_s: float, rows: int, overhead: i
 class _Flight:
     """A request that vLLM works on."""
 
-    row: Row
+    row: VLLMRow
     draft: list[int]
     """Empty for a continuation."""
     cap: int
@@ -78,7 +78,7 @@ class TwoRequests(Rules):
 
         executor.execute_model = counting
 
-    def run(self, rows: Sequence[Row]) -> EngineStats:
+    def run(self, rows: Sequence[VLLMRow]) -> EngineStats:
         """Finishes every row."""
         self.stats, engine = EngineStats(), self.llm.llm_engine
         try:
@@ -112,7 +112,7 @@ class TwoRequests(Rules):
 
     # Requests out -------------------------------------------------------------------------------------------------
 
-    def _next(self, row: Row) -> None:
+    def _next(self, row: VLLMRow) -> None:
         """Verifies a draft of the row's next tokens if that pays, else decodes on."""
         began = time.perf_counter()
         draft = self._draft(row) if row.drafting else []
@@ -126,7 +126,7 @@ class TwoRequests(Rules):
             cap = min(cap, row.stretch)
         self._send(_Flight(row, [], cap), priority=-1, stop_token_ids=list(self.sampling.eos_ids))
 
-    def _draft(self, row: Row) -> list[int]:
+    def _draft(self, row: VLLMRow) -> list[int]:
         if self.lenient:
             return self.ask(row, min(row.room, self.context - 1 - len(row.request.prompt)))
         if self.budget.window:
@@ -137,7 +137,7 @@ class TwoRequests(Rules):
         k = draft_length(p, pass_s, token_s, len(self._flights) + 1, self.block, len(draft))
         return draft[:k] if k >= _FEWEST else []
 
-    def _verify(self, row: Row, draft: list[int], skip_cache: bool = False) -> None:
+    def _verify(self, row: VLLMRow, draft: list[int], skip_cache: bool = False) -> None:
         self._send(
             _Flight(row, draft, 1),
             priority=0,

@@ -225,8 +225,8 @@ def test_control_position_off_by_one(plain, tmp_path):
 
 def test_control_kv_not_rolled_back(plain, tmp_path, monkeypatch):
     """Rejected draft tokens stay in the KV, and the row goes on writing after them."""
-    extra, original = {}, engine_module._Row.cached.fget
-    row_type = engine_module._Row
+    extra, original = {}, engine_module.Row.cached.fget
+    row_type = engine_module.Row
     monkeypatch.setattr(row_type, "cached", property(lambda row: original(row) + extra.get(id(row), (0, row))[0]))
 
     def sabotage(trainer):

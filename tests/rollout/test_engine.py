@@ -393,7 +393,7 @@ def test_an_off_by_one_position_is_seen(golden, monkeypatch):
 def test_kv_that_is_not_rolled_back_is_seen(golden, monkeypatch):
     """The write cursor counts rejected tokens too."""
     rejected = {}
-    settle, cached = TransformersEngine._settle, engine_module._Row.cached.fget
+    settle, cached = TransformersEngine._settle, engine_module.Row.cached.fget
 
     def counting(engine, row, draft, *rest):
         before = len(row.tokens)
@@ -403,7 +403,7 @@ def test_kv_that_is_not_rolled_back_is_seen(golden, monkeypatch):
 
     monkeypatch.setattr(TransformersEngine, "_settle", counting)
     monkeypatch.setattr(
-        engine_module._Row, "cached", property(lambda row: cached(row) + rejected.get(row.request.key, 0))
+        engine_module.Row, "cached", property(lambda row: cached(row) + rejected.get(row.request.key, 0))
     )
     assert differing(speculate(*golden("llama")), golden("llama")[2])
     assert sum(rejected.values()) > 0
