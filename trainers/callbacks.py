@@ -15,7 +15,7 @@ class Record(TrainerCallback):
     """Hands one flat record per optimiser step to `write`, then calls `after_step`; `before_training` runs first.
 
     `timing_s/step` is the step's wall clock, control rows included; `timing_s/update` is what is left of it after
-    rollout, reward and control rows.
+    rollout, reward, weight sync and control rows.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Record(TrainerCallback):
         if not state.is_world_process_zero or not logs or "loss" not in logs:
             return
         record = {"step": state.global_step, "time": time.time(), **logs}
-        others = ("gen", "reward", "control", "reuse_gap")
+        others = ("sync", "gen", "reward", "control", "reuse_gap")
         record["timing_s/step"] = self._step_s
         record["timing_s/update"] = self._step_s - sum(logs.get(f"timing_s/{name}") or 0.0 for name in others)
         self._write(record)
