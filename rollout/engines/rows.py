@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from rollout.budget import State
 from rollout.engines.base import Speculation
-from rollout.types import Request, RolloutError
+from rollout.types import Completion, Request, RolloutError
 from rollout.verify import cut
 
 LENIENT_KEY = 0x5851F42D4C957F2D  # separates the acceptance uniforms from the Gumbel noise of the same key
@@ -51,6 +51,19 @@ class Row:
         self.reused += [i < accepted for i in range(count)]
         self.passes += 1
         return count
+
+    def completion(self, version: int, rule: str) -> Completion:
+        """The finished response, under the weights `version`."""
+        return Completion(
+            self.tokens,
+            self.logprobs,
+            self.behaviour,
+            self.reused,
+            self.finish,
+            version,
+            self.passes,
+            draft_version=self.request.draft_version if rule == "lenient" else None,
+        )
 
 
 def check_request(request: Request, vocab: int, context: int, speculation: Speculation) -> None:

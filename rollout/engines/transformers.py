@@ -98,19 +98,7 @@ class TransformersEngine:
             for i in range(0, len(rows), self.rows_per_batch):
                 self._run(rows[i : i + self.rows_per_batch], stats)
         stats.model_drafted, stats.model_accepted = self.sources["model"]
-        return [
-            Completion(
-                r.tokens,
-                r.logprobs,
-                r.behaviour,
-                r.reused,
-                r.finish,
-                self.weight_version,
-                r.passes,
-                draft_version=r.request.draft_version if self.speculation.rule == "lenient" else None,
-            )
-            for r in rows
-        ], stats
+        return [row.completion(self.weight_version, self.speculation.rule) for row in rows], stats
 
     def update_weights(
         self, weights: Iterable[tuple[str, Tensor]] | None, version: int, probe: Probe | None = None

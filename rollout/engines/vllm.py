@@ -103,19 +103,7 @@ class VLLMEngine:
                 self.reset_cache()  # a step that failed has left blocks listed as computed
                 raise
         self._rest()
-        return [
-            Completion(
-                r.tokens,
-                r.logprobs,
-                r.behaviour,
-                r.reused,
-                r.finish,
-                self.weight_version,
-                r.passes,
-                draft_version=r.request.draft_version if self.speculation.rule == "lenient" else None,
-            )
-            for r in rows
-        ], stats
+        return [row.completion(self.weight_version, self.speculation.rule) for row in rows], stats
 
     def update_weights(
         self, weights: Iterable[tuple[str, Tensor]] | None, version: int, probe: Probe | None = None
