@@ -2,7 +2,7 @@
 
 FastDraft's recipe (arXiv 2411.11055) for a policy that is already trained: a copy of the policy with few of its layers,
 distilled on responses that the policy samples itself (forward KL on full logits at temperature 1). A model directory
-that transformers can load; about a minute for the embedded policy on two cores.
+that transformers can load; a few minutes for the embedded policy on two cores.
 """
 
 from __future__ import annotations

@@ -336,18 +336,25 @@ def test_an_engine_with_other_numerics_is_corrected(tmp_path):
     assert log[DIFFERENCE] == pytest.approx(0.1, abs=1e-3)
 
 
-def test_rows_without_a_response_are_masked_and_counted(tmp_path):
+def without_response(rows: slice):
+    """Sabotage: these rows of every rollout come back as an engine reports rows that it could not serve."""
+
     def plant(trainer):
         generate = trainer.engine.generate
 
         def failing(requests):
             completions, stats = generate(requests)
             nothing = {"tokens": [], "logprobs": [], "behaviour_logprobs": [], "reused": []}
-            completions[2] = replace(completions[2], **nothing, failure="worker 1: poisoned")
+            completions[rows] = [replace(c, **nothing, failure="worker 1: poisoned") for c in completions[rows]]
             return completions, stats
 
         trainer.engine.generate = failing
 
+    return plant
+
+
+def test_rows_without_a_response_are_masked_and_counted(tmp_path):
+    plant = without_response(slice(2, 3))
     outputs = []
     record = run(tmp_path, lambda t: (plant(t), tap(outputs)(t)), trainer__epochs=2)
     cache = record.trainer.stage.rollout.cache
@@ -365,18 +372,8 @@ def test_rows_without_a_response_are_masked_and_counted(tmp_path):
 
 
 def test_a_rollout_without_any_response_stops_the_run(tmp_path):
-    def plant(trainer):
-        generate = trainer.engine.generate
-
-        def failing(requests):
-            completions, stats = generate(requests)
-            nothing = {"tokens": [], "logprobs": [], "behaviour_logprobs": [], "reused": []}
-            return [replace(c, **nothing, failure="worker 1: poisoned") for c in completions], stats
-
-        trainer.engine.generate = failing
-
     with pytest.raises(RolloutError, match="no row of the rollout has a response; the first says: worker 1: poisoned"):
-        run(tmp_path, plant)
+        run(tmp_path, without_response(slice(None)))
 
 
 # Rewards --------------------------------------------------------------------------------------------------------------
