@@ -1,0 +1,124 @@
+"""Drafts from the texts of all prompts: what is predicted, how sure it is, what is forgotten."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from rollout.drafters.contexts import ContextTable
+
+PROMPT = (90, 91, 92, 93, 94, 95)
+
+
+def template(rng: random.Random) -> list[int]:
+    """Ten fixed tokens around five random ones, four times: text like that of a task with numbers in it."""
+    return [t for _ in range(4) for t in (*range(10), *(rng.randrange(20, 40) for _ in range(5)))]
+
+
+def learnt(rollouts: int, rng: random.Random, table: ContextTable | None = None) -> ContextTable:
+    table = table or ContextTable()
+    for i in range(rollouts):
+        table.learn([((*PROMPT, 100 + i), template(rng))])
+    return table
+
+
+def test_the_token_that_followed_is_predicted():
+    table = ContextTable()
+    table.learn([(PROMPT, [1, 2, 3, 4]), ((*PROMPT[1:], 7), [1, 2, 3, 4])])
+    assert table.next((1, 2, 3))[0] == 4
+    assert table.next((94, 95, 1))[0] == 2  # contexts reach into the prompt
+    assert table.next((3, 2, 1)) is None
+    assert table.next((2, 3)) is None  # shorter than any context
+
+
+def test_the_longest_context_that_was_seen_twice_decides():
+    table = ContextTable()
+    for _ in range(3):
+        table.learn([(PROMPT, [5, 1, 2, 3, 4]), ((*PROMPT, 96), [6, 1, 2, 3, 8]), ((*PROMPT, 97), [7, 1, 2, 3, 8])])
+    assert table.next((95, 5, 1, 2, 3))[0] == 4
+    assert table.next((96, 6, 1, 2, 3))[0] == 8
+    assert table.next((0, 0, 1, 2, 3))[0] == 8
+
+
+def test_another_token_takes_over_where_habits_change():
+    table = ContextTable()
+    for _ in range(20):
+        table.learn([(PROMPT, [1, 2, 3, 4])])
+    for _ in range(10):
+        table.learn([(PROMPT, [1, 2, 3, 5])])
+    assert table.next((1, 2, 3))[0] == 4  # 15 hits are not outnumbered yet
+    for _ in range(8):
+        table.learn([(PROMPT, [1, 2, 3, 5])])
+    assert table.next((1, 2, 3))[0] == 5
+
+
+def test_large_token_ids_keep_their_counts_apart():
+    table = ContextTable()
+    for _ in range(30):
+        table.learn([((200_001, 200_002, 200_003), [200_000, 16, 15])])
+    assert table.next((200_001, 200_002, 200_003))[0] == 200_000
+    assert table.next((200_002, 200_003, 200_000))[0] == 16
+
+
+def test_the_first_two_responses_to_a_prompt_are_learnt():
+    table = ContextTable()
+    table.learn([(PROMPT, [i, i + 1, i + 2, i + 3]) for i in (10, 20, 30)] + [((*PROMPT, 1), [40, 41, 42, 43])])
+    known = [table.next((i, i + 1, i + 2)) is not None for i in (10, 20, 30, 40)]
+    assert known == [True, True, False, True]
+
+
+def test_template_and_numbers_are_told_apart():
+    table = learnt(40, random.Random(0))
+    token, sure = table.next((3, 4, 5, 6, 7, 8))
+    assert token == 9
+    assert sure > 0.95
+    assert table.next((4, 5, 6, 7, 8, 9))[1] < 0.2  # a random token follows
+
+
+def test_confidence_is_how_often_new_texts_follow():
+    rng = random.Random(1)
+    table = learnt(60, rng)
+    right: dict[float, list[bool]] = {}
+    for _ in range(60):
+        text = template(rng)
+        for at in range(6, len(text)):
+            if guess := table.next(tuple(text[at - 6 : at])):
+                right.setdefault(guess[1], []).append(guess[0] == text[at])
+    checked = [(said, sum(r) / len(r)) for said, r in right.items() if len(r) > 100]
+    assert len(checked) >= 3
+    assert all(abs(said - was) < 0.1 for said, was in checked)
+
+
+def test_control_a_table_that_learns_before_it_guesses_is_overconfident():
+    class Peeking(ContextTable):
+        def learn(self, texts):
+            for prompt, tokens in texts:
+                text = (*prompt[-6:], *tokens)
+                self._add(text, len(tokens))
+                self._check(text, len(tokens))
+
+    rng = random.Random(1)
+    table = learnt(60, rng, Peeking())
+    assert table.next((4, 5, 6, 7, 8, 9))[1] > 0.25
+
+
+def test_a_draft_ends_where_it_no_longer_pays():
+    table = learnt(60, random.Random(2))
+    tokens, gain = table.draft([*PROMPT, 0, 1, 2, 3], 100, 0.5)
+    assert tokens == [4, 5, 6, 7, 8, 9]
+    assert 2.5 < gain < 3.0  # six tokens that are nearly sure, at half a token each
+    assert table.draft([*PROMPT, 0, 1, 2, 3], 2, 0.5)[0] == [4, 5]
+    assert table.draft([*PROMPT, 4, 5, 6, 7, 8, 9], 100, 0.5) == ([], 0.0)
+    assert len(table.draft([*PROMPT, 4, 5, 6, 7, 8, 9], 100, 0.01)[0]) >= 1  # where tokens cost nothing, chances are taken
+    assert table.draft([*PROMPT, 0, 1, 2, 3], 100, 1.01) == ([], 0.0)
+    assert ContextTable().draft(PROMPT, 100, 0.1) == ([], 0.0)
+
+
+@pytest.mark.parametrize("capacity", [200, 1000])
+def test_memory_is_bounded_and_what_is_in_use_stays(capacity):
+    rng, table = random.Random(3), ContextTable(capacity)
+    for _ in range(200):
+        table.learn([(PROMPT, [1, 2, 3, 4, 5, 6]), ((*PROMPT, 96), [rng.randrange(1000) for _ in range(30)])])
+        assert len(table) <= 2 * (capacity + 120)
+    assert table.next((1, 2, 3, 4, 5))[0] == 6
