@@ -17,7 +17,7 @@ def template(rng: random.Random) -> list[int]:
 
 
 def learnt(rollouts: int, rng: random.Random, table: ContextTable | None = None) -> ContextTable:
-    table = table or ContextTable()
+    table = ContextTable() if table is None else table
     for i in range(rollouts):
         table.learn([((*PROMPT, 100 + i), template(rng))])
     return table
@@ -76,21 +76,25 @@ def test_template_and_numbers_are_told_apart():
     assert table.next((4, 5, 6, 7, 8, 9))[1] < 0.2  # a random token follows
 
 
-def test_confidence_is_how_often_new_texts_follow():
-    rng = random.Random(1)
-    table = learnt(60, rng)
+def said_and_was(table: ContextTable, rng: random.Random) -> list[tuple[float, float]]:
+    """What the table promised of new texts, and what became of it."""
     right: dict[float, list[bool]] = {}
     for _ in range(60):
         text = template(rng)
         for at in range(6, len(text)):
             if guess := table.next(tuple(text[at - 6 : at])):
                 right.setdefault(guess[1], []).append(guess[0] == text[at])
-    checked = [(said, sum(r) / len(r)) for said, r in right.items() if len(r) > 100]
-    assert len(checked) >= 3
-    assert all(abs(said - was) < 0.1 for said, was in checked)
+    return [(said, sum(was) / len(was)) for said, was in right.items() if len(was) > 50]
 
 
-def test_control_a_table_that_learns_before_it_guesses_is_overconfident():
+def test_the_probability_is_how_often_new_texts_follow():
+    rng = random.Random(1)
+    found = said_and_was(learnt(60, rng), rng)
+    assert len(found) >= 3
+    assert all(abs(said - was) < 0.2 for said, was in found)
+
+
+def test_control_a_table_that_learns_before_it_guesses_promises_too_much():
     class Peeking(ContextTable):
         def learn(self, texts):
             for prompt, tokens in texts:
@@ -99,8 +103,7 @@ def test_control_a_table_that_learns_before_it_guesses_is_overconfident():
                 self._check(text, len(tokens))
 
     rng = random.Random(1)
-    table = learnt(60, rng, Peeking())
-    assert table.next((4, 5, 6, 7, 8, 9))[1] > 0.25
+    assert any(said - was > 0.3 for said, was in said_and_was(learnt(60, rng, Peeking()), rng))
 
 
 def test_a_draft_ends_where_it_no_longer_pays():
