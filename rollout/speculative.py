@@ -57,7 +57,8 @@ class SpeculativeRollout:
         ]
         stored = {r.example_id: self.cache.siblings(r.example_id) for r in rows} if self.cache is not None else {}
         old = [self.cache.get(r.example_id, s) if stored else None for r, s in zip(rows, slots, strict=True)]
-        texts = {name: PromptTexts([t.tokens for t in known]) for name, known in stored.items()}
+        sources = self.config.sources
+        texts = {name: PromptTexts([t.tokens for t in known], sources) for name, known in stored.items()}
         requests = [
             self._request(r, k, t, stored.get(r.example_id, []), texts.get(r.example_id))
             for r, k, t in zip(rows, keys, old, strict=True)
@@ -129,10 +130,10 @@ class SpeculativeRollout:
             request.expected_tokens = 1 + round(length * (1 - self._reused))
         if self.config.acceptance == "lenient":  # the published method: the slot's own text, once
             if old is not None and old.logprobs is not None:
-                request.drafter = SuffixDrafter(PromptTexts(), old.tokens, ("prefix",))
+                request.drafter = SuffixDrafter(PromptTexts(sources=("prefix",)), old.tokens)
                 request.draft_logprobs = old.logprobs
         elif texts is not None:
-            request.drafter = SuffixDrafter(texts, old.tokens if old else None, self.config.sources)
+            request.drafter = SuffixDrafter(texts, old.tokens if old else None)
         return request
 
 

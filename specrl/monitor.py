@@ -178,9 +178,9 @@ def pause_line(record: Mapping[str, Any]) -> str:
     """Why most of a rollout went without speculation although there were drafts."""
     share, p, needed = (number(record, f"spec/paused_{name}") for name in ("ratio", "acceptance", "needed"))
     return (
-        f"Speculation pauses: in {share:.0%} of the rows' passes a draft was at hand and would have lost time. Its next "
-        f"token would stand with probability {p:.2f}, and pays from {needed:.2f} on at the measured cost of passes. "
-        "Outputs are the same; it is probed now and then"
+        f"Speculation pauses: for {share:.0%} of the rows' passes drafts were at hand and would have lost time. The "
+        f"next token stands with probability {p:.2f}, and pays from {needed:.2f} on at the measured cost of passes. "
+        "Outputs are the same; it is probed now and then."
     )
 
 

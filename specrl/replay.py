@@ -5,7 +5,8 @@
 
 Every text of a later epoch is emitted again under the exact rule, with the earlier texts of its prompt as drafts, and
 what the other rows of the prompt emit meanwhile. The later text plays the sampler's draws, which is what the rule makes
-of it, so for a fixed window the counts are those of the engine. Seconds depend on the machine and the batch; they need `python -m specrl.bench`.
+of it, so for a fixed window the counts are those of the engine. Seconds depend on the machine and the batch; they need
+`python -m specrl.bench`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
@@ -46,7 +47,9 @@ class ReplayOptions:
     run: str = doc("", "run directory, or the name of a run in outputs")
     data: str = doc("", "file or directory of .parquet or .jsonl with example_id, slot, step, and tokens or completion")
     model: str = doc("", "whose tokenizer reads text stored without token ids; empty takes the run's, else tiny")
-    sources: list[str] = doc(list(SOURCES), "texts to draft from, as in rollout.sources")
+    sources: list[str] = field(
+        default_factory=lambda: list(SOURCES), metadata={"help": "texts to draft from, as in rollout.sources"}
+    )
     json: bool = doc(False, "print JSON instead of a table")
 
 
@@ -95,10 +98,10 @@ def count(visit: Visit, window: int, sources: Collection[str]) -> list[Counts]:
     """
     from rollout.verify import accept_exact  # lazy: it needs torch
 
-    texts = PromptTexts([old.tokens for old in visit.stored])
+    texts = PromptTexts([old.tokens for old in visit.stored], sources)
     longest = max(len(text.tokens) for text in (*visit.texts, *visit.stored))
     olds = [visit.old(text) for text in visit.texts]
-    drafters = [SuffixDrafter(texts, old.tokens if old else None, sources) for old in olds]
+    drafters = [SuffixDrafter(texts, old.tokens if old else None) for old in olds]
     rows = [[0, 0, 0, 0] for _ in visit.texts]  # position, passes, drafted, accepted
     while going := [i for i, text in enumerate(visit.texts) if rows[i][0] < len(text.tokens)]:
         drafts = {}

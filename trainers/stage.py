@@ -130,8 +130,8 @@ def rollout_metrics(batch: RolloutBatch) -> dict[str, float]:
     if stats.drafted:
         metrics["spec/draft_acceptance_rate"] = stats.accepted / stats.drafted
     for name, (drafted, accepted) in stats.sources.items():
-        metrics["spec/drafted_NAME".replace("NAME", name)] = drafted
-        metrics["spec/accepted_NAME".replace("NAME", name)] = accepted
+        metrics[f"spec/acceptance_{name}"] = accepted / drafted
+        metrics[f"spec/reused_{name}"] = accepted / total
     metrics["spec/paused_ratio"] = stats.paused / sum(c.passes for c in done)
     if stats.paused:
         metrics["spec/paused_acceptance"] = stats.paused_acceptance / stats.paused

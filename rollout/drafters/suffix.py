@@ -1,4 +1,4 @@
-"""Drafts from the texts of a prompt: the slot's old one at its positions, else whatever continues the longest suffix."""
+"""Drafts from the texts of a prompt: the slot's old one at its positions, else what continues the longest suffix."""
 
 from __future__ import annotations
 
@@ -18,11 +18,14 @@ class PromptTexts:
     A table of n-grams of a few lengths: constant time for each token added and for each search, in a table that holds
     len(_LENGTHS) entries a token. It is built on the first search, so it does not travel to a worker.
 
-    Args: stored: responses as token ids, the newest first.
+    Args:
+        stored: responses as token ids, the newest first.
+        sources: of SOURCES, those that may be used.
     """
 
-    def __init__(self, stored: Sequence[Sequence[int]] = ()):
-        self.texts: list[Sequence[int]] = list(stored)
+    def __init__(self, stored: Sequence[Sequence[int]] = (), sources: Collection[str] = SOURCES):
+        self.sources = frozenset(sources)
+        self.texts: list[Sequence[int]] = list(stored) if "earlier" in sources else []
         self.stored = len(self.texts)
         self._seen: dict[tuple[int, ...], tuple[int, int]] | None = None
 
@@ -47,7 +50,7 @@ class PromptTexts:
             for text in (*reversed(range(self.stored)), *range(self.stored, len(self.texts))):
                 self._index(text, 0)
         for length in _LENGTHS:
-            if found := self._seen.get(tuple(tokens[-length:])):
+            if length <= len(tokens) and (found := self._seen.get(tuple(tokens[-length:]))):
                 return *found, length
         return 0, 0, 0
 
@@ -70,19 +73,16 @@ class SuffixDrafter:
     Args:
         texts: of the prompt, shared by the rows of one engine call; what a row emits is added when it asks.
         own: the slot's old text; without one the newest stored text is followed first.
-        sources: of SOURCES, those that may be used.
     """
 
-    def __init__(
-        self, texts: PromptTexts, own: Sequence[int] | None = None, sources: Collection[str] = SOURCES
-    ):
-        self._texts, self._sources = texts, frozenset(sources)
+    def __init__(self, texts: PromptTexts, own: Sequence[int] | None = None):
+        self._texts = texts
         self.source = "prefix"
         """Where the last draft came from."""
-        self._followed, self._shift = own, 0
-        if own is None and texts.stored and "earlier" in sources:
+        self._followed, self._shift = own if "prefix" in texts.sources else None, 0
+        if own is None and texts.stored:
             self._followed, self.source = texts.texts[0], "earlier"
-        self._row = texts.open() if "group" in sources else None
+        self._row = texts.open() if "group" in texts.sources else None
         self._told = 0
 
     def propose(self, tokens: Sequence[int], limit: int) -> list[int]:
@@ -104,7 +104,7 @@ class SuffixDrafter:
         """Follows what continues the longest suffix, if that is longer than the followed text agreed lately."""
         if self.source == "prefix":
             self.source = "position"
-            if "position" not in self._sources:
+            if "position" not in self._texts.sources:
                 self._followed = None
         text, at, length = self._texts.find(tokens)
         if length > self._agreement(tokens):

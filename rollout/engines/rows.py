@@ -72,7 +72,7 @@ class Row:
         self.behaviour += behaviour[:count]
         self.reused += [i < accepted for i in range(count)]
         self.passes += 1
-        if self.finish and self.request.drafter:
+        if self.finish and self.request.drafter and self.drafting:
             self.request.drafter.propose(self.tokens, 0)  # rows that draft from this one get its end too
         return count
 

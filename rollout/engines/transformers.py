@@ -169,9 +169,7 @@ class TransformersEngine:
             for i in active:
                 drafts[i], rows[i].chain = rows[i].guess[: plan.windows[rows[i].kind]], None
         if self.drafter:
-            wanting = [
-                i for i in active if (rows[i].kind in plan.handed or not drafts[i]) and self._reach(rows[i]) > 0
-            ]
+            wanting = [i for i in active if (rows[i].kind in plan.handed or not drafts[i]) and self._reach(rows[i]) > 0]
             behind = [self.drafter.behind(i, len(rows[i].tokens)) for i in wanting]
             self._draft_by_model(rows, wanting, drafts, self.budget.chain(behind, plan))
         stats.draft_s += time.perf_counter() - began
