@@ -20,7 +20,7 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM
 
 from rollout.drafters.model import early_exit
-from rollout.drafters.prior import PriorDrafter
+from rollout.drafters.suffix import PromptTexts, SuffixDrafter
 from rollout.engines.base import Sampling
 from rollout.engines.transformers import TransformersEngine
 from rollout.noise import derive_key
@@ -29,7 +29,7 @@ from specrl.bench import perturbed
 from specrl.tasks import arithmetic
 from specrl.tiny import load_tiny
 
-GROUP, CAP, REMATCH, EXIT_LAYERS = 8, 256, 5, 2
+GROUP, CAP, EXIT_LAYERS = 8, 256, 2
 DRIFTS = {"first epoch": None, "heavy drift 0.1": 0.1, "heavy drift 0.05": 0.05, "drift 0.02": 0.02}
 COLUMNS = ("method", "reused", "own", "model", "passes", "slowest", "draft s", "s", "speedup")
 
@@ -60,10 +60,9 @@ def main(drafter: str = "", rows: str = "8,32,64", repeats: str = "5", out: str 
 def requests(prompts: list, visit: int, old: list | None) -> list[Request]:
     """The rows of one rollout, GROUP of each prompt; each drafts from its own old text and those of its siblings."""
     made = [Request(prompts[i // GROUP], derive_key(0, "drafters", i, visit), CAP) for i in range(GROUP * len(prompts))]
+    groups = [PromptTexts(old[i : i + GROUP]) for i in range(0, len(made), GROUP)] if old else []
     for i, request in enumerate(made if old else []):
-        first = i - i % GROUP
-        siblings = [old[j] for j in range(first, first + GROUP) if j != i]
-        request.drafter = PriorDrafter([old[i], *siblings], REMATCH)
+        request.drafter = SuffixDrafter(groups[i // GROUP], old[i])
     return made
 
 
@@ -96,11 +95,12 @@ def compare(engines: dict[str, TransformersEngine], prompts: list, old: list | N
             texts = texts or [c.tokens for c in done]
             if [c.tokens for c in done] != texts:
                 raise SystemExit(f"{name} sampled other tokens than plain decoding; the comparison means nothing")
+            model = stats.sources.get("model", (0, 0))
             lines[name] = {
                 "method": name,
                 "reused": sum(sum(c.reused) for c in done) / sum(map(len, texts)),
-                "own": engine.sources["own"],
-                "model": engine.sources["model"],
+                "own": [stats.drafted - model[0], stats.accepted - model[1]],
+                "model": model,
                 "passes": sum(c.passes for c in done) / len(done),
                 "slowest": max(c.passes for c in done),
                 "draft_s": stats.draft_s,

@@ -8,8 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-State = Literal["start", "agreeing", "diverged", "lost", "silent"]
-"""What is known of a row's drafter: nothing yet; of its last draft all, some or no tokens stood; or it had none."""
+State = Literal["start", "agreeing", "diverged", "lost"]
+"""What is known of a row's drafter: nothing yet; of its last draft all, some or no tokens stood."""
+Kind = tuple[State, str] | None
+"""Drafts that are worth the same: the row's state, and where its draft comes from. None is a row without a draft."""
 
 _PRIOR = (9.0, 1.0)  # accepted and rejected draft tokens assumed before any were seen: optimistic, soon outweighed
 _FORGET_PASS = 0.98
@@ -71,12 +73,14 @@ class Line:
 class Plan:
     """What the rows of the next pass carry."""
 
-    windows: Mapping[str, int]
-    """Tokens that a row in each state may carry from its own drafter."""
-    handed: frozenset[str]
-    """States whose rows the draft model serves better than their own drafters."""
+    windows: Mapping[Kind, int]
+    """Tokens that a row may carry from its own drafter."""
+    handed: frozenset[Kind]
+    """Kinds whose rows the draft model serves better than their own drafters."""
     goodput: float
     """Expected tokens per second of the rows that a draft model could help: what a second is worth."""
+    needed: float = 0.0
+    """Probability of acceptance from which on a row's first draft token pays."""
 
 
 class Budget:
@@ -84,7 +88,7 @@ class Budget:
 
     A pass costs a seconds, r for each row and b for each token, fitted to measured passes with forgetting. A draft of k
     tokens whose tokens are each accepted with probability p emits 1 + p + ... + p^k tokens in expectation, p estimated
-    per state. Maximising sum_i emitted_i / (a + sum_i (r + b + c_i k_i)) gives the rule "draft the j-th token of a row
+    per kind. Maximising sum_i emitted_i / (a + sum_i (r + b + c_i k_i)) gives the rule "draft the j-th token of a row
     while p^j >= c_i * goodput", solved by fixed-point iteration (Dinkelbach). A token of a row's own drafter costs
     c = b. One of the draft model also costs its share of the model's passes, and `chain` decides it token by token.
 
@@ -96,19 +100,20 @@ class Budget:
         self.drafter = Line()
         """Cost of a pass of the draft model."""
         self._passes = Line()
-        self._seen = {state: [0.0, 0.0] for state in ("start", "agreeing", "diverged", "lost")}
+        self._seen: dict[Kind, list[float]] = {}
         self._levels = [[0.0, 0.0] for _ in range(_LEVELS)]
         self._yield = [0.0, 0.0]
-        self._idle = self._idle_model = 0
+        self._idle: Counter[Kind] = Counter()
+        self._idle_model = 0
         self._patience = _PROBE_EVERY
 
     # What was measured -------------------------------------------------------------------------------------------
 
-    def acceptance(self, state: State) -> float:
-        """Estimated probability that one more draft token of a row in `state` is accepted."""
-        if state == "silent":
+    def acceptance(self, kind: Kind) -> float:
+        """Estimated probability that one more draft token of a row of this kind is accepted."""
+        if kind is None:
             return 0.0
-        accepted, rejected = (seen + prior for seen, prior in zip(self._seen[state], _PRIOR, strict=True))
+        accepted, rejected = (seen + p for seen, p in zip(self._seen.get(kind, (0.0, 0.0)), _PRIOR, strict=True))
         return accepted / (accepted + rejected)
 
     def confidence(self, logprob: float) -> float:
@@ -136,10 +141,11 @@ class Budget:
         """Measured (tokens, seconds) of passes, see Line.calibrate."""
         self._passes.calibrate(passes, rows)
 
-    def observe_draft(self, state: State, drafted: int, accepted: int) -> None:
-        """A row in `state` carried `drafted` tokens of its own drafter, the first `accepted` of which stood."""
-        self._seen[state][0] += accepted
-        self._seen[state][1] += accepted < drafted
+    def observe_draft(self, kind: Kind, drafted: int, accepted: int) -> None:
+        """A row carried `drafted` tokens of its own drafter, the first `accepted` of which stood."""
+        seen = self._seen.setdefault(kind, [0.0, 0.0])
+        seen[0] += accepted
+        seen[1] += accepted < drafted
 
     def observe_promise(self, acceptances: float, drafted: int) -> None:
         """The model drafted `drafted` tokens; those worth carrying are expected to give `acceptances` tokens."""
@@ -153,41 +159,46 @@ class Budget:
 
     def next_rollout(self) -> None:
         """Weights have changed: trust the past half as much, so that a bad spell is probed again."""
-        self._seen = {state: [_FORGET_ROLLOUT * x for x in seen] for state, seen in self._seen.items()}
+        self._seen = {kind: [_FORGET_ROLLOUT * x for x in seen] for kind, seen in self._seen.items()}
         self._levels = [[_FORGET_LEVEL * x for x in seen] for seen in self._levels]
         self._patience = _PROBE_EVERY
 
     # What to draft -----------------------------------------------------------------------------------------------
 
-    def windows(self, states: Sequence[State]) -> list[int]:
-        """Draft tokens for each active row in the next pass, without a draft model."""
-        windows = self.plan(states).windows
-        return [windows[s] for s in states]
+    def longest(self, rows: int) -> int:
+        """Tokens that no draft of a pass over `rows` rows will exceed, at least those of a probe.
 
-    def plan(self, states: Sequence[State], model: bool = False) -> Plan:
-        """Draft lengths per state, and the states that a draft model serves better, where there is a `model`.
-
-        A probe now and then keeps a bad spell from lasting.
+        The best kind there is, at the goodput of a pass without drafts: `plan` only raises that.
         """
-        count = Counter(states)
+        if self.window:
+            return self.window
+        best = max(map(self.acceptance, self._seen), default=0.0)
+        unseen = _PRIOR[0] / sum(_PRIOR)
+        a, b = self.cost(rows)
+        return max(_PROBE_TOKENS, _length(max(best, unseen), b * rows / (a + b * rows)))
+
+    def plan(self, kinds: Sequence[Kind], model: bool = False) -> Plan:
+        """Draft lengths for the rows of the next pass, and the kinds that a draft model serves better, if there is one.
+
+        A kind that does not pay is probed now and then, so that a bad spell does not last.
+        """
+        count = Counter(kinds)
         if self.window:
             return Plan(dict.fromkeys(count, self.window), frozenset(), 0.0)
         a, b = self.cost(count.total())
         fixed = a + b * count.total()
-        p = {s: self.acceptance(s) for s in count}
-        k, goodput = _best({s: (count[s], p[s], b) for s in count}, fixed)
-        handed: frozenset[str] = frozenset()
+        k, goodput = _best({kind: (n, self.acceptance(kind), b) for kind, n in count.items()}, fixed)
+        needed, handed = min(1.0, b * goodput), frozenset()
         if model and count:
             handed, goodput = self._hand_over(count, k, fixed, goodput)
-        heard = {s: _length(self.acceptance("lost"), b * goodput) if s == "silent" else k[s] for s in count}
-        self._idle = 0 if handed or any(heard.values()) else self._idle + 1
-        if self._idle == _PROBE_EVERY:
-            self._idle = 0
-            heard = dict.fromkeys(count, _PROBE_TOKENS)
-        return Plan(heard, handed, goodput)
+        for kind in count:
+            self._idle[kind] = 0 if k[kind] or kind in handed else self._idle[kind] + 1
+            if self._idle[kind] == _PROBE_EVERY:
+                self._idle[kind], k[kind] = 0, _PROBE_TOKENS
+        return Plan(k, handed, goodput, needed)
 
-    def _hand_over(self, count: Mapping[str, int], k: Mapping[str, int], fixed: float, goodput: float):
-        """The states that the model drafts for, and the tokens per second of the rows that need it.
+    def _hand_over(self, count: Mapping[Kind, int], k: Mapping[Kind, int], fixed: float, goodput: float):
+        """The kinds that the model drafts for, and the tokens per second of the rows that need it.
 
         These are the rows whose own drafters are right less often. They keep a rollout going after the others have
         left, so that a second is worth what it brings them: the long drafts of the others would only make it look dear.
@@ -269,7 +280,7 @@ class Chain:
         return rows if gain >= self._goodput * self._fixed else []
 
 
-def _best(groups: Mapping[str, tuple[int, float, float]], fixed: float) -> tuple[dict[str, int], float]:
+def _best(groups: Mapping[Kind, tuple[int, float, float]], fixed: float) -> tuple[dict[Kind, int], float]:
     """Draft lengths that maximise expected tokens per second, and that maximum (Dinkelbach).
 
     Args: groups: rows, acceptance probability and seconds per draft token of each; fixed: seconds without drafts.

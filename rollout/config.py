@@ -25,7 +25,6 @@ class CacheConfig:
 @dataclass
 class BudgetConfig:
     window: int = doc(0, "draft tokens a row carries in one pass; 0 decides from measured costs and acceptance")
-    rematch: int = doc(5, "tokens that must agree to pick up a draft whose positions have shifted; 0 never re-matches")
 
 
 @dataclass
@@ -73,6 +72,13 @@ class RolloutConfig:
     top_p: float = doc(1.0, "nucleus sampling mass; 1 is off")
     top_k: int = doc(0, "sample from the k most likely tokens; 0 is off")
     max_new_tokens: int = doc(256, "response cap in tokens, EOS included")
+    sources: list[str] = field(
+        default_factory=lambda: ["prefix", "position", "earlier", "group"],
+        metadata={
+            "help": "texts to draft from: the slot's old one until it is left, and after that; the prompt's old ones; "
+            "what its rows emit now"
+        },
+    )
     drafter: str = doc(
         "", "draft model for rows that left their old texts: a directory, or layers=N for the policy's own first layers"
     )

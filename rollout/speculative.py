@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from rollout.cache import TrajectoryCache
 from rollout.config import RolloutConfig
-from rollout.drafters.prior import PriorDrafter
+from rollout.drafters.suffix import PromptTexts, SuffixDrafter
 from rollout.engines.base import Engine
 from rollout.noise import derive_key, generation
 from rollout.types import Request, RolloutBatch, Row, Trajectory
@@ -57,8 +57,11 @@ class SpeculativeRollout:
         ]
         stored = {r.example_id: self.cache.siblings(r.example_id) for r in rows} if self.cache is not None else {}
         old = [self.cache.get(r.example_id, s) if stored else None for r, s in zip(rows, slots, strict=True)]
+        sources = self.config.sources
+        texts = {name: PromptTexts([t.tokens for t in known], sources) for name, known in stored.items()}
         requests = [
-            self._request(r, k, t, stored.get(r.example_id, [])) for r, k, t in zip(rows, keys, old, strict=True)
+            self._request(r, k, t, stored.get(r.example_id, []), texts.get(r.example_id))
+            for r, k, t in zip(rows, keys, old, strict=True)
         ]
         looked_up = time.perf_counter()
         completions, stats = self.engine.generate(requests)
@@ -115,7 +118,10 @@ class SpeculativeRollout:
     def _replay(self) -> float:
         return 0.0 if self.config.acceptance == "lenient" else self.config.replay
 
-    def _request(self, row: Row, key: int, old: Trajectory | None, stored: list[Trajectory]) -> Request:
+    def _request(
+        self, row: Row, key: int, old: Trajectory | None, stored: list[Trajectory], texts: PromptTexts | None
+    ) -> Request:
+        """Args: old: the slot's; stored: of the prompt, newest first; texts: the same for its drafters to share."""
         request = Request(row.prompt, key, self.config.max_new_tokens)
         if old is not None:
             request.draft_version = old.version
@@ -124,10 +130,10 @@ class SpeculativeRollout:
             request.expected_tokens = 1 + round(length * (1 - self._reused))
         if self.config.acceptance == "lenient":  # the published method: the slot's own text, once
             if old is not None and old.logprobs is not None:
-                request.drafter, request.draft_logprobs = PriorDrafter([old.tokens], rematch=0), old.logprobs
-        elif stored:
-            sources = ([old] if old else []) + [t for t in stored if t != old]
-            request.drafter = PriorDrafter([t.tokens for t in sources], self.config.budget.rematch)
+                request.drafter = SuffixDrafter(PromptTexts(sources=("prefix",)), old.tokens)
+                request.draft_logprobs = old.logprobs
+        elif texts is not None:
+            request.drafter = SuffixDrafter(texts, old.tokens if old else None)
         return request
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Literal, Protocol
 
 FinishReason = Literal["stop", "length"]
@@ -43,10 +43,17 @@ class Trajectory:
 
 
 class Drafter(Protocol):
-    """Guesses a row's next tokens. Guesses decide how many tokens ride one pass, never which token is emitted."""
+    """Guesses a row's next tokens. Guesses decide how many tokens ride one pass, never which token is emitted.
+
+    A drafter may have an attribute `source`, a name for where its last proposal came from. Acceptance is counted and
+    estimated by that name; without one all its drafts count as `custom`.
+    """
 
     def propose(self, tokens: Sequence[int], limit: int) -> Sequence[int]:
-        """At most `limit` ids that may follow the response `tokens` emitted so far; empty when there is no guess."""
+        """At most `limit` ids that may follow the response `tokens` emitted so far; empty when there is no guess.
+
+        A finished response is shown once more, with a limit of 0.
+        """
 
 
 @dataclass(slots=True)
@@ -111,11 +118,31 @@ class EngineStats:
     """Tokens pushed through the model, rejected ones and prompts included."""
     drafted: int = 0
     accepted: int = 0
-    model_drafted: int = 0
-    """Of `drafted`, what a draft model drew."""
-    model_accepted: int = 0
+    sources: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """`drafted` and `accepted` by where the draft came from: a drafter's `source`, or `model`."""
+    paused: int = 0
+    """Passes, of all rows together, in which a row had a draft and the budget let it carry nothing."""
+    paused_acceptance: float = 0.0
+    """Sum over `paused` of the estimated probability that the draft's next token would have been accepted."""
+    paused_needed: float = 0.0
+    """Sum over `paused` of the probability from which on a draft token would have paid."""
     ties: int = 0
     """Draws closer than `tie_margin` that were decided by a canonical forward pass."""
+
+    def count(self, source: str, drafted: int, accepted: int) -> None:
+        """Notes a draft and how many of its tokens stood."""
+        self.drafted += drafted
+        self.accepted += accepted
+        if drafted:
+            before = self.sources.get(source, (0, 0))
+            self.sources[source] = before[0] + drafted, before[1] + accepted
+
+    def __add__(self, other: EngineStats) -> EngineStats:
+        added = {f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self) if f.name != "sources"}
+        names = {**self.sources, **other.sources}  # in order of first use
+        zero = (0, 0)
+        pairs = {name: (self.sources.get(name, zero), other.sources.get(name, zero)) for name in names}
+        return EngineStats(**added, sources={name: (a[0] + b[0], a[1] + b[1]) for name, (a, b) in pairs.items()})
 
 
 @dataclass(frozen=True, slots=True)

@@ -113,7 +113,7 @@ class RolloutPool:
                 rows = [i for group in task.share for i in group]
                 if not isinstance(outcome, Failure):
                     completions, cost = outcome
-                    costs[worker.index] = _sum([costs[worker.index], cost])
+                    costs[worker.index] += cost
                 elif outcome.kind == "memory" or len(task.share) > 1:
                     tasks.extendleft(self._halves(requests, task, outcome))
                     continue
@@ -316,15 +316,11 @@ def _expected(request: Request) -> int:
     return request.max_new_tokens if request.expected_tokens is None else request.expected_tokens
 
 
-def _sum(costs: Sequence[EngineStats]) -> EngineStats:
-    return EngineStats(**{f.name: sum(getattr(cost, f.name) for cost in costs) for f in fields(EngineStats)})
-
-
 def _together(costs: Sequence[EngineStats]) -> EngineStats:
     """Counts of all workers; seconds of the slowest, as they work side by side."""
     seconds = [f.name for f in fields(EngineStats) if f.name.endswith("_s")]
     slowest = max(costs, key=lambda cost: sum(getattr(cost, name) for name in seconds))
-    return replace(_sum(costs), **{name: getattr(slowest, name) for name in seconds})
+    return replace(sum(costs, EngineStats()), **{name: getattr(slowest, name) for name in seconds})
 
 
 def _died(error: RayError) -> str:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
+from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
 from reward.config import RewardConfig
 from rollout.config import RolloutConfig
+from rollout.drafters.suffix import SOURCES
 from specrl.options import plain, values
 from trainers.config import TrainerConfig
 
@@ -97,6 +99,10 @@ def _rollout_rules(r: RolloutConfig) -> Iterator[str]:
 
 
 def _drafter_rules(r: RolloutConfig) -> Iterator[str]:
+    for name in r.sources:
+        if name not in SOURCES:
+            near = (get_close_matches(name, SOURCES, 1, cutoff=0) or SOURCES)[0]
+            yield f"rollout.sources has {name!r}, which is none of {', '.join(SOURCES)}. Did you mean {near}?"
     if r.drafter and r.acceptance == "lenient":
         yield (
             f"rollout.drafter={r.drafter} cannot be combined with rollout.acceptance=lenient, which drafts stored text "

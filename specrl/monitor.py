@@ -23,6 +23,7 @@ from specrl.options import ConfigError
 
 METRICS_FILE = "metrics.jsonl"
 ETA_STEPS = 20  # steps averaged for the ETA: long enough to contain a control step at the default measure_every
+PAUSED = 0.5  # share of a rollout without speculation, drafts being at hand, from which on the run says so
 PROMPT_TAIL = 400  # characters of a prompt shown in a preview
 
 
@@ -50,7 +51,7 @@ class Monitor:
         self.total_steps = total_steps
         self.console = console or Console()
         self._recent: deque[float] = deque(maxlen=ETA_STEPS)
-        self._torn = self._failed = False
+        self._torn = self._failed = self._paused = False
         self._progress: Progress | None = None
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._trim(resumed_step)
@@ -62,6 +63,10 @@ class Monitor:
             self._recent.append(seconds)
         self._advance(int(record["step"]))
         self.note(step_line(record, self.total_steps, self._eta(int(record["step"]))))
+        ratio = number(record, "spec/paused_ratio")
+        if ratio is not None and (ratio > PAUSED) != self._paused:
+            self._paused = not self._paused
+            self.note(pause_line(record) if self._paused else "Speculation has resumed.")
 
     def log_eval(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Appends one evaluation, made after optimiser step `step` (0: before training), and prints its line.
@@ -167,6 +172,16 @@ def step_line(record: Mapping[str, Any], total_steps: int, eta_s: float | None =
     shown = [show(value) for key, show in parts if (value := number(record, key)) is not None]
     eta = [] if eta_s is None else [f"ETA {duration(eta_s)}"]
     return " | ".join([f"Step {record['step']}/{total_steps}", *shown, *eta])
+
+
+def pause_line(record: Mapping[str, Any]) -> str:
+    """Why most of a rollout went without speculation although there were drafts."""
+    share, p, needed = (number(record, f"spec/paused_{name}") for name in ("ratio", "acceptance", "needed"))
+    return (
+        f"Speculation pauses: for {share:.0%} of the rows' passes drafts were at hand and would have lost time. The "
+        f"next token stands with probability {p:.2f}, and pays from {needed:.2f} on at the measured cost of passes. "
+        "Outputs are the same; it is probed now and then."
+    )
 
 
 def duration(seconds: float) -> str:

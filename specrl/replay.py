@@ -3,9 +3,10 @@
     python -m specrl.replay run=DIR                  # a finished run: its trajectories, else its completions
     python -m specrl.replay data=PATH [model=NAME]   # .parquet or .jsonl: example_id, slot, step, tokens or completion
 
-Every text of a later epoch is emitted again under the exact rule, with the earlier texts of its prompt as drafts. The
-later text plays the sampler's draws, which is what the rule makes of it, so for a fixed window the counts are those of
-the engine. Seconds depend on the machine and the batch; they need `python -m specrl.bench`.
+Every text of a later epoch is emitted again under the exact rule, with the earlier texts of its prompt as drafts, and
+what the other rows of the prompt emit meanwhile. The later text plays the sampler's draws, which is what the rule makes
+of it, so for a fixed window the counts are those of the engine. Seconds depend on the machine and the batch; they need
+`python -m specrl.bench`.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from __future__ import annotations
 import json
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
@@ -25,8 +26,8 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from rollout.config import BudgetConfig, doc
-from rollout.drafters.prior import PriorDrafter
+from rollout.config import doc
+from rollout.drafters.suffix import SOURCES, PromptTexts, SuffixDrafter
 from specrl.config import load_saved, run
 from specrl.options import ConfigError
 
@@ -46,7 +47,9 @@ class ReplayOptions:
     run: str = doc("", "run directory, or the name of a run in outputs")
     data: str = doc("", "file or directory of .parquet or .jsonl with example_id, slot, step, and tokens or completion")
     model: str = doc("", "whose tokenizer reads text stored without token ids; empty takes the run's, else tiny")
-    rematch: int = doc(BudgetConfig.rematch, "tokens that must agree to pick up a draft whose positions have shifted")
+    sources: list[str] = field(
+        default_factory=lambda: list(SOURCES), metadata={"help": "texts to draft from, as in rollout.sources"}
+    )
     json: bool = doc(False, "print JSON instead of a table")
 
 
@@ -74,54 +77,61 @@ class Counts:
     accepted: int
 
 
-def count(text: Text, sources: Sequence[Sequence[int]], window: int, rematch: int) -> Counts:
-    """Emits `text` with drafts from `sources` (the slot's own first): the engine's loop with known draws.
+@dataclass(frozen=True, slots=True)
+class Visit:
+    """The texts of one prompt in one step, where it has earlier texts."""
+
+    texts: tuple[Text, ...]
+    """By slot."""
+    stored: tuple[Text, ...]
+    """The last text of each slot before that step, newest step first, then by slot."""
+
+    def old(self, text: Text) -> Text | None:
+        """The earlier text of the slot."""
+        return next((old for old in self.stored if old.slot == text.slot), None)
+
+
+def count(visit: Visit, window: int, sources: Collection[str]) -> list[Counts]:
+    """Emits the texts of a visit side by side: the engine's loop with known draws.
 
     A pass carries a draft of at most `window` tokens (0: all there are), keeps what agrees and emits one token more.
     """
     from rollout.verify import accept_exact  # lazy: it needs torch
 
-    drafter, tokens = PriorDrafter(sources, rematch), text.tokens
-    longest = max(map(len, sources))
-    passes = drafted = accepted = at = 0
-    while at < len(tokens):
-        draws = tokens[at:]
-        limit = min(window or longest, len(draws) - 1 if text.capped else longest)
-        draft = drafter.propose(tokens[:at], limit) if limit else []
-        agreed = accept_exact(draws, draft)
-        passes, drafted, accepted = passes + 1, drafted + len(draft), accepted + agreed
-        at += min(agreed + 1, len(draws))
-    return Counts(passes, drafted, accepted)
+    texts = PromptTexts([old.tokens for old in visit.stored], sources)
+    longest = max(len(text.tokens) for text in (*visit.texts, *visit.stored))
+    olds = [visit.old(text) for text in visit.texts]
+    drafters = [SuffixDrafter(texts, old.tokens if old else None) for old in olds]
+    rows = [[0, 0, 0, 0] for _ in visit.texts]  # position, passes, drafted, accepted
+    while going := [i for i, text in enumerate(visit.texts) if rows[i][0] < len(text.tokens)]:
+        drafts = {}
+        for i in going:
+            text, at = visit.texts[i], rows[i][0]
+            limit = min(window or longest, len(text.tokens) - at - 1 if text.capped else longest)
+            drafts[i] = drafters[i].propose(text.tokens[:at], limit)
+        for i, draft in drafts.items():
+            tokens, row = visit.texts[i].tokens, rows[i]
+            agreed = accept_exact(tokens[row[0] :], draft)
+            row[:] = row[0] + agreed + 1, row[1] + 1, row[2] + len(draft), row[3] + agreed
+            if row[0] >= len(tokens):
+                drafters[i].propose(tokens, 0)
+    return [Counts(*row[1:]) for row in rows]
 
 
-@dataclass(frozen=True, slots=True)
-class Revisit:
-    """A text whose prompt has earlier texts."""
-
-    text: Text
-    sources: tuple[tuple[int, ...], ...]
-    """Drafts as the run would have had them: the slot's last text first, then its siblings', newest first."""
-    age: int | None
-    """Steps since the slot's last text, None when only siblings have one."""
-
-
-def revisits(texts: Iterable[Text]) -> Iterator[Revisit]:
-    """Every text that could have been drafted, step by step, with the last text of each slot before that step."""
+def revisits(texts: Iterable[Text]) -> Iterator[Visit]:
+    """Every visit that could have been drafted, step by step."""
     stored: dict[str, dict[int, Text]] = defaultdict(dict)
-    for _, batch in groupby(sorted(texts, key=attrgetter("step")), key=attrgetter("step")):
-        new = list(batch)
-        for text in new:
-            old = stored[text.example_id]
-            own = old.get(text.slot)
-            others = sorted((t for s, t in old.items() if s != text.slot), key=lambda t: (-t.step, t.slot))
+    for _, batch in groupby(sorted(texts, key=attrgetter("step", "example_id", "slot")), key=attrgetter("step")):
+        for example, found in groupby(batch, key=attrgetter("example_id")):
+            new, old = tuple(found), stored[example]
             if old:
-                sources = tuple(t.tokens for t in ([own] if own else []) + others)
-                yield Revisit(text, sources, text.step - own.step if own else None)
-        for text in new:
-            stored[text.example_id][text.slot] = text
+                yield Visit(new, tuple(sorted(old.values(), key=lambda text: (-text.step, text.slot))))
+            old.update((text.slot, text) for text in new)
 
 
-def summarise(texts: Iterable[Text], rematch: int, windows: Sequence[int] = WINDOWS) -> dict[str, Any]:
+def summarise(
+    texts: Iterable[Text], sources: Collection[str] = SOURCES, windows: Sequence[int] = WINDOWS
+) -> dict[str, Any]:
     """The content of the report: how much text was replayed, plain decoding, and one row per window.
 
     Raises:
@@ -133,16 +143,17 @@ def summarise(texts: Iterable[Text], rematch: int, windows: Sequence[int] = WIND
             "No prompt has texts of two steps, so there is nothing to draft from. Runs keep them with "
             "trainer.save_every=STEPS_PER_EPOCH trainer.keep_checkpoints=EPOCHS, or trainer.log_completions_every=1."
         )
-    lengths = [len(visit.text.tokens) for visit in found]
+    rows = [(text, visit.old(text)) for visit in found for text in visit.texts]
+    lengths = [len(text.tokens) for text, _ in rows]
     total = sum(lengths)
     plain = {"passes_per_row": fmean(lengths), "passes_max": max(lengths), "tokens_per_pass": 1.0}
-    rows = []
+    lines = []
     for window in windows:
-        counts = [count(visit.text, visit.sources, window, rematch) for visit in found]
+        counts = [row for visit in found for row in count(visit, window, sources)]
         passes, drafted, accepted = (
             sum(getattr(c, name) for c in counts) for name in ("passes", "drafted", "accepted")
         )
-        rows.append(
+        lines.append(
             {
                 "window": window,
                 "passes_per_row": passes / len(counts),
@@ -154,16 +165,16 @@ def summarise(texts: Iterable[Text], rematch: int, windows: Sequence[int] = WIND
                 "reused_ratio": accepted / total,
             }
         )
-    ages = [visit.age for visit in found if visit.age is not None]
+    steps, ages = [text.step for text, _ in rows], [text.step - old.step for text, old in rows if old]
     return {
-        "rows": len(found),
-        "examples": len({visit.text.example_id for visit in found}),
+        "rows": len(rows),
+        "examples": len({text.example_id for text, _ in rows}),
         "tokens": total,
-        "steps": [min(visit.text.step for visit in found), max(visit.text.step for visit in found)],
+        "steps": [min(steps), max(steps)],
         "draft_age": fmean(ages) if ages else None,
-        "rematch": rematch,
+        "sources": list(sources),
         "plain": plain,
-        "windows": rows,
+        "windows": lines,
     }
 
 
@@ -277,8 +288,8 @@ def _cells(row: dict[str, Any]) -> list[str]:
 def main(options: ReplayOptions) -> int:
     if bool(options.run) == bool(options.data):
         raise ConfigError("Give either run=DIR or data=PATH. help=true explains both.")
-    if options.rematch < 0:
-        raise ConfigError(f"rematch={options.rematch} must be at least 0. Try rematch=0, which never re-matches.")
+    if unknown := [name for name in options.sources if name not in SOURCES]:
+        raise ConfigError(f"sources has {unknown[0]!r}, which is none of {', '.join(SOURCES)}.")
     if options.run:
         places = (Path(options.run), Path("outputs") / options.run)
         place = next((p for p in places if p.is_dir()), None)
@@ -287,7 +298,7 @@ def main(options: ReplayOptions) -> int:
         texts = read_run(place, options.model)
     else:
         texts = read_files(Path(options.data), options.model)
-    summary = summarise(texts, options.rematch)
+    summary = summarise(texts, options.sources)
     if options.json:
         print(json.dumps({"options": asdict(options), "note": HEADER, **summary}))
     else:

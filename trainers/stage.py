@@ -129,7 +129,11 @@ def rollout_metrics(batch: RolloutBatch) -> dict[str, float]:
         metrics["spec/draft_age"] = sum(ages) / len(ages)
     if stats.drafted:
         metrics["spec/draft_acceptance_rate"] = stats.accepted / stats.drafted
-    if stats.model_drafted:
-        metrics["spec/model_drafted_tokens"] = stats.model_drafted
-        metrics["spec/model_acceptance_rate"] = stats.model_accepted / stats.model_drafted
+    for name, (drafted, accepted) in stats.sources.items():
+        metrics[f"spec/acceptance_{name}"] = accepted / drafted
+        metrics[f"spec/reused_{name}"] = accepted / total
+    metrics["spec/paused_ratio"] = stats.paused / sum(c.passes for c in done)
+    if stats.paused:
+        metrics["spec/paused_acceptance"] = stats.paused_acceptance / stats.paused
+        metrics["spec/paused_needed"] = stats.paused_needed / stats.paused
     return metrics

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from rollout.budget import State
+from rollout.budget import Budget, Kind, Plan, State
 from rollout.engines.base import Speculation
-from rollout.types import Completion, Request, RolloutError
+from rollout.types import Completion, EngineStats, Request, RolloutError
 from rollout.verify import cut
 
 LENIENT_KEY = 0x5851F42D4C957F2D  # separates the acceptance uniforms from the Gumbel noise of the same key
@@ -27,6 +28,8 @@ class Row:
     state: State = "start"
     guess: list[int] = field(default_factory=list)
     """What its own drafter expects next, carried or not."""
+    source: str = ""
+    """Where the guess comes from."""
     chain: list[float] | None = None
     """The draft model's log-probs of the tokens it drafted; None when the draft is the row's own."""
 
@@ -42,6 +45,25 @@ class Row:
     def room(self) -> int:
         return self.request.max_new_tokens - len(self.tokens)
 
+    @property
+    def kind(self) -> Kind:
+        """What the worth of the guess is estimated by; None without a guess."""
+        return (self.state, self.source) if self.guess else None
+
+    def ask(self, limit: int, vocab: int) -> list[int]:
+        """Asks its own drafter for at most `limit` tokens; the guess ends before the first id that does not exist."""
+        drafter = self.request.drafter
+        guess = list(drafter.propose(self.tokens, limit))[:limit] if drafter and self.drafting and limit > 0 else []
+        self.guess = guess[: next((i for i, t in enumerate(guess) if not 0 <= t < vocab), len(guess))]
+        self.source = getattr(drafter, "source", "custom")
+        return self.guess
+
+    def learn(self, budget: Budget, drafted: int, accepted: int) -> None:
+        """Tells the budget that of the guess `drafted` tokens were tried and the first `accepted` stood."""
+        if drafted:
+            budget.observe_draft(self.kind, drafted, accepted)
+            self.state = "agreeing" if accepted == drafted else "diverged" if accepted else "lost"
+
     def emit(self, tokens: list[int], logprobs: list[float], behaviour: list[float], accepted: int, eos_ids) -> int:
         """Appends up to the first EOS or the cap; the first `accepted` tokens are the draft's. Returns the count."""
         count, self.finish = cut(tokens, eos_ids, self.room)
@@ -50,6 +72,8 @@ class Row:
         self.behaviour += behaviour[:count]
         self.reused += [i < accepted for i in range(count)]
         self.passes += 1
+        if self.finish and self.request.drafter and self.drafting:
+            self.request.drafter.propose(self.tokens, 0)  # rows that draft from this one get its end too
         return count
 
     def completion(self, version: int, rule: str) -> Completion:
@@ -64,6 +88,22 @@ class Row:
             self.passes,
             draft_version=self.request.draft_version if rule == "lenient" else None,
         )
+
+
+def ask_all(rows: Sequence[Row], budget: Budget, vocab: int, stats: EngineStats, model: bool = False) -> Plan:
+    """Asks the rows' own drafters, then the budget how much of each guess rides in the next pass.
+
+    Counts the rows that have a guess and may carry none of it. Args: model: a draft model may help them.
+    """
+    longest = budget.longest(len(rows))
+    for row in rows:
+        row.ask(min(longest, row.room - 1), vocab)
+    plan = budget.plan([row.kind for row in rows], model)
+    paused = [row.kind for row in rows if row.guess and not plan.windows[row.kind] and row.kind not in plan.handed]
+    stats.paused += len(paused)
+    stats.paused_acceptance += sum(map(budget.acceptance, paused))
+    stats.paused_needed += plan.needed * len(paused)
+    return plan
 
 
 def check_request(request: Request, vocab: int, context: int, speculation: Speculation) -> None:

@@ -14,16 +14,14 @@ from contextlib import ExitStack
 import torch
 from torch import Tensor
 
-from rollout.budget import Budget, Chain, Plan
+from rollout.budget import Budget, Chain
 from rollout.drafters.model import ModelDrafter
 from rollout.engines.base import Probe, Sampling, Speculation
 from rollout.engines.ragged import Pass, RaggedKV, RaggedModel, chunks
-from rollout.engines.rows import LENIENT_KEY, Row, check_request
+from rollout.engines.rows import LENIENT_KEY, Row, ask_all, check_request
 from rollout.noise import uniform
 from rollout.types import Completion, EngineStats, Request, RolloutError
 from rollout.verify import accept_exact, accept_lenient
-
-_GLANCE = 4  # tokens asked of a row's own drafter while the model drafts for it, to see whether it fits again
 
 
 class TransformersEngine:
@@ -71,8 +69,6 @@ class TransformersEngine:
                 "the lenient rule, as published, drafts stored text only; use acceptance=exact or no draft model"
             )
         self.drafter = None if drafter is None else ModelDrafter(drafter, self.vocab, sampling, **bounds)
-        self.sources: dict[str, list[int]] = {}
-        """Drafted and accepted tokens of the last `generate` by who drafted them."""
         self.budget = Budget(window)
         self._calibrate()
 
@@ -85,19 +81,15 @@ class TransformersEngine:
         for request in requests:
             check_request(request, self.vocab, self.context, self.speculation)
         stats = EngineStats()
-        self.sources = {"own": [0, 0], "model": [0, 0]}
         if self.drafter or any(request.drafter for request in requests):
             self.budget.next_rollout()
-        rows = [
-            Row(request, state="start" if request.drafter or not self.drafter else "silent") for request in requests
-        ]
+        rows = [Row(request) for request in requests]
         with ExitStack() as stack:
             for model in (self._policy, self.drafter):
                 if model is not None:
                     stack.enter_context(model.inference())
             for i in range(0, len(rows), self.rows_per_batch):
                 self._run(rows[i : i + self.rows_per_batch], stats)
-        stats.model_drafted, stats.model_accepted = self.sources["model"]
         return [row.completion(self.weight_version, self.speculation.rule) for row in rows], stats
 
     def update_weights(
@@ -168,25 +160,20 @@ class TransformersEngine:
         """The draft of each row's next tokens; None for finished rows."""
         began = time.perf_counter()
         active = [i for i, row in enumerate(rows) if row.finish is None]
-        plan = self.budget.plan([rows[i].state for i in active], self.drafter is not None)
-        drafts = [None if row.finish else self._ask(row, plan) for row in rows]
+        drafts: list[list[int] | None] = [None] * len(rows)
+        if self.speculation.rule == "lenient":  # as published: one draft, verified whole
+            for i in active:
+                drafts[i] = rows[i].ask(rows[i].room, self.vocab)
+        else:
+            plan = ask_all([rows[i] for i in active], self.budget, self.vocab, stats, self.drafter is not None)
+            for i in active:
+                drafts[i], rows[i].chain = rows[i].guess[: plan.windows[rows[i].kind]], None
         if self.drafter:
-            wanting = [
-                i for i in active if (rows[i].state in plan.handed or not drafts[i]) and self._reach(rows[i]) > 0
-            ]
+            wanting = [i for i in active if (rows[i].kind in plan.handed or not drafts[i]) and self._reach(rows[i]) > 0]
             behind = [self.drafter.behind(i, len(rows[i].tokens)) for i in wanting]
             self._draft_by_model(rows, wanting, drafts, self.budget.chain(behind, plan))
         stats.draft_s += time.perf_counter() - began
         return drafts
-
-    def _ask(self, row: Row, plan: Plan) -> list[int]:
-        """What the row carries from its own drafter. Where the model may draft instead, the drafter is heard too."""
-        window = plan.windows[row.state]
-        handed = row.state in plan.handed
-        row.chain, row.guess = None, self._draft(row, max(window, _GLANCE) if handed else window)
-        if self.drafter and (window or handed):
-            row.state = "silent" if not row.guess else "lost" if row.state == "silent" else row.state
-        return row.guess[:window] if handed else row.guess
 
     def _reach(self, row: Row) -> int:
         """Tokens that the model may draft for the row: the response's cap and the model's context are not exceeded."""
@@ -199,15 +186,6 @@ class TransformersEngine:
         for i, draft, logprobs in zip(places, proposed, chain.logprobs, strict=False):  # a probe is of a few rows
             if draft:
                 drafts[i], rows[i].chain = draft, logprobs
-
-    def _draft(self, row: Row, window: int) -> list[int]:
-        """At most `window` plausible ids; the published lenient rule verifies its one draft whole."""
-        if row.request.drafter is None or not row.drafting:
-            return []
-        limit = row.room if self.speculation.rule == "lenient" else min(row.room - 1, window)
-        draft = list(row.request.drafter.propose(row.tokens, limit))[:limit] if limit else []
-        valid = next((i for i, t in enumerate(draft) if not 0 <= t < self.vocab), len(draft))
-        return draft[:valid]
 
     def _step(self, kv: RaggedKV, first: int, rows: list[Row], drafts: list[list[int] | None], stats: EngineStats):
         """One pass over some rows: draw at every position, accept, emit."""
@@ -232,11 +210,9 @@ class TransformersEngine:
         spent = time.perf_counter() - began
         carrying = sum(map(bool, lengths))
         self.budget.observe_pass(len(tokens), spent, carrying)
-        drafted = len(tokens) - carrying
-        stats.drafted += drafted
         stats.passes += 1
         stats.forward_tokens += len(tokens)
-        if drafted:
+        if len(tokens) > carrying:
             stats.verify_s += spent
         else:
             stats.decode_s += spent
@@ -256,21 +232,16 @@ class TransformersEngine:
             emitted, logprobs = draws[: n + 1], logp[: n + 1]
             behaviour = logprobs
         count = row.emit(emitted, logprobs, behaviour, n, self.sampling.eos_ids)
-        stats.accepted += min(n, count)
+        stats.count(row.source if row.chain is None else "model", len(draft), min(n, count))
         self._learn(row, draft, n, emitted)
 
     def _learn(self, row: Row, draft, accepted: int, emitted: list[int]) -> None:
         """Tells the budget what became of the draft and of what the row's own drafter would have drafted."""
-        counts = self.sources["own" if row.chain is None else "model"]
-        counts[0] += len(draft)
-        counts[1] += accepted
         if row.chain is not None:
             self.budget.observe_chain(row.chain, accepted)
             draft = row.guess[: len(emitted)]
             accepted = accept_exact(emitted, draft)
-        if draft:
-            self.budget.observe_draft(row.state, len(draft), accepted)
-            row.state = "agreeing" if accepted == len(draft) else "diverged" if accepted else "lost"
+        row.learn(self.budget, len(draft), accepted)
 
     def _break_ties(self, row: Row, draft, draws: list, logp: list, gaps: list, stats: EngineStats) -> None:
         """Replaces draws that rounding could flip by canonical ones, so that every route emits the same token.

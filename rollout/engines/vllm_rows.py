@@ -1,4 +1,4 @@
-"""What both model runners share: rows in the making, asking their drafters, applying the acceptance rule."""
+"""What both model runners share: rows in the making, and applying the acceptance rule."""
 
 from __future__ import annotations
 
@@ -43,13 +43,6 @@ class Rules:
     def lenient(self) -> bool:
         return self.speculation.rule == "lenient"
 
-    def ask(self, row: VLLMRow, limit: int) -> list[int]:
-        """The drafter's next tokens, at most `limit` and up to the first id that does not exist."""
-        if limit < 1 or row.request.drafter is None:
-            return []
-        draft = list(row.request.drafter.propose(row.tokens, limit))[:limit]
-        return draft[: next((i for i, t in enumerate(draft) if not 0 <= t < self.vocab), len(draft))]
-
     def settle(
         self, row: VLLMRow, tested: list[int], draws: list[int], logp: list[float], logp_tested: Sequence[float]
     ) -> int:
@@ -71,11 +64,8 @@ class Rules:
             emitted, logprobs = draws[: n + 1], logp[: n + 1]
             behaviour = logprobs
         count = row.emit(emitted, logprobs, behaviour, n, self.sampling.eos_ids)
-        self.stats.drafted += len(tested)
-        self.stats.accepted += min(n, count)
-        if tested:
-            self.budget.observe_draft(row.state, len(tested), n)
-            row.state = "agreeing" if n == len(tested) else "diverged"
+        self.stats.count(row.source, len(tested), min(n, count))
+        row.learn(self.budget, len(tested), n)
         return count
 
     def refuse_nan(self, numbers: Sequence[float]) -> None:

@@ -8,7 +8,7 @@ the next drafts.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MethodType
 
@@ -18,6 +18,8 @@ from vllm import LLM, SamplingParams
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.outputs import SamplerOutput
 
+from rollout.budget import Kind
+from rollout.engines.rows import ask_all
 from rollout.engines.vllm_rows import BUG, Rules, VLLMRow
 from rollout.noise import keyed_draw
 from rollout.types import EngineStats, Request, RolloutError
@@ -76,7 +78,7 @@ class OneRequest(Rules):
         try:
             for i, row in enumerate(rows):
                 if self.lenient:
-                    row.text = self.ask(row, row.room)
+                    row.text = row.ask(row.room, self.vocab)
                 self._rows[self._submit(str(i), row.request)] = row
             while engine.has_unfinished_requests():
                 self._step, began = _Step(), time.perf_counter()
@@ -163,17 +165,18 @@ class OneRequest(Rules):
         began = time.perf_counter()
         rows = [self._rows.get(id_) for id_ in runner.input_batch.req_ids]
         rows = [row if row and new and row.finish is None else None for row, new in zip(rows, sampled, strict=True)]
-        share = self.scores_per_step // max(1, sum(row is not None for row in rows))
-        windows = (min(window, share) for window in self.budget.windows([row.state for row in rows if row]))
-        drafts = [self._draft(row, next(windows), share) if row else [] for row in rows]
+        waiting = [row for row in rows if row]
+        share = min(self.draft_tokens, self.scores_per_step // max(1, len(waiting)))
+        windows = {} if self.lenient else ask_all(waiting, self.budget, self.vocab, self.stats).windows
+        drafts = [self._draft(row, windows, share) if row else [] for row in rows]
         self._step.draft_s = time.perf_counter() - began
         return drafts
 
-    def _draft(self, row: VLLMRow, window: int, share: int) -> list[int]:
+    def _draft(self, row: VLLMRow, windows: Mapping[Kind, int], share: int) -> list[int]:
         if self.lenient:
             n = len(row.tokens)
-            return row.text[n : n + min(self.draft_tokens, share, row.room - 1)] if row.drafting else []
-        return self.ask(row, min(window, self.draft_tokens, row.room - 1))
+            return row.text[n : n + min(share, row.room - 1)] if row.drafting else []
+        return row.guess[: min(share, windows[row.kind])]
 
     def _tested(self, row: VLLMRow, draft: list[int]) -> list[int]:
         """The tokens to decide about: the draft's, and under the lenient rule the next one of its text."""

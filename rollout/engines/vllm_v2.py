@@ -128,12 +128,14 @@ class TwoRequests(Rules):
 
     def _draft(self, row: VLLMRow) -> list[int]:
         if self.lenient:
-            return self.ask(row, min(row.room, self.context - 1 - len(row.request.prompt)))
+            return row.ask(min(row.room, self.context - 1 - len(row.request.prompt)), self.vocab)
         if self.budget.window:
-            return self.ask(row, min(self.budget.window, row.room - 1))
-        draft = self.ask(row, row.room - 1)
+            return row.ask(min(self.budget.window, row.room - 1), self.vocab)
+        draft = row.ask(row.room - 1, self.vocab)
+        if not draft:
+            return []
         pass_s, token_s = self.budget.cost()
-        p = min(self.budget.acceptance(row.state), 0.9999)
+        p = min(self.budget.acceptance(row.kind), 0.9999)
         k = draft_length(p, pass_s, token_s, len(self._flights) + 1, self.block, len(draft))
         return draft[:k] if k >= _FEWEST else []
 
@@ -172,6 +174,7 @@ class TwoRequests(Rules):
         if not flight.draft:
             count = row.emit(tokens, logprobs, logprobs, 0, self.sampling.eos_ids)
             row.passes += count - 1
+            self._note_pause(row, count)
             if count != len(tokens) or (row.finish is None and count != flight.cap):
                 raise RolloutError(f"vLLM decoded {len(tokens)} of at most {flight.cap} tokens, {count} fit; {BUG}")
         elif output.prompt_token_id_logprobs is None:  # the cache held a scored position, which was not computed then
@@ -185,3 +188,11 @@ class TwoRequests(Rules):
             row.stretch = 0 if row.state == "agreeing" else row.stretch
         if row.finish is None:
             self._next(row)
+
+    def _note_pause(self, row: VLLMRow, passes: int) -> None:
+        """Counts the passes that a row decoded although its drafter had a guess."""
+        if row.guess:
+            pass_s, token_s = self.budget.cost()
+            self.stats.paused += passes
+            self.stats.paused_acceptance += passes * self.budget.acceptance(row.kind)
+            self.stats.paused_needed += passes * token_s / (pass_s / (len(self._flights) + 1) + token_s)

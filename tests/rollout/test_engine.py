@@ -13,12 +13,13 @@ import torch
 from transformers import AutoModelForCausalLM, Gemma2Config, T5Config, T5ForConditionalGeneration
 
 import rollout.engines.transformers as engine_module
+from rollout.budget import Line
 from rollout.engines import ragged
 from rollout.engines.base import Sampling, Speculation
 from rollout.engines.ragged import RaggedKV
 from rollout.engines.transformers import TransformersEngine
 from rollout.noise import derive_key, gumbel, keyed_draw, row_words
-from rollout.types import Request, RolloutError
+from rollout.types import EngineStats, Request, RolloutError
 
 FAMILIES = ["qwen3", "qwen2", "llama", "gpt2", "mistral"]
 VOCAB, EOS_IDS = 61, frozenset({1, 7})
@@ -338,7 +339,50 @@ def test_the_budget_learns_what_became_of_the_last_draft(golden):
     engine.budget.observe_draft = lambda *observed: seen.append(observed)
     request = Request(prompt, derive_key(3, "engine", place, 0), len(text), Script(wrong))
     assert engine.generate([request])[0][0].tokens == text
-    assert seen[:5] == [("start", 3, 3), ("agreeing", 3, 1), ("diverged", 3, 3), ("agreeing", 3, 0), ("lost", 3, 3)]
+    states = [("start", 3, 3), ("agreeing", 3, 1), ("diverged", 3, 3), ("agreeing", 3, 0), ("lost", 3, 3)]
+    assert seen[:5] == [((state, "custom"), drafted, stood) for state, drafted, stood in states]
+
+
+@dataclass
+class Named(Script):
+    source: str = ""
+
+
+def test_drafts_are_counted_by_their_source(golden):
+    model, cases, want = golden("llama")
+    texts = [text for text, _, _ in want]
+    drafters = [
+        (Named(t, source="right"), Named(all_wrong(t), source="wrong"), None)[i % 3] for i, t in enumerate(texts)
+    ]
+    done, stats = engine_of(model, window=4).generate(requests_of(cases, drafters))
+    assert differing(done, want) == []
+    assert set(stats.sources) == {"right", "wrong"}
+    assert stats.sources["wrong"][1] == 0
+    assert tuple(map(sum, zip(*stats.sources.values(), strict=True))) == (stats.drafted, stats.accepted)
+    assert stats.sources["right"][1] == sum(sum(c.reused) for c in done[::3])
+    total = EngineStats(drafted=2, sources={"right": (2, 1)}) + stats
+    assert total.sources["right"] == (stats.sources["right"][0] + 2, stats.sources["right"][1] + 1)
+    assert total.sources["wrong"] == stats.sources["wrong"]
+    assert total.drafted == stats.drafted + 2
+
+
+def test_drafts_that_would_lose_time_are_counted_as_paused(golden):
+    model, cases, want = golden("llama")
+    engine = engine_of(model)
+    engine.budget.observe_pass = lambda *_: None
+    engine.budget._passes = Line()
+    engine.budget.calibrate([(1, 1.001), (1000, 1001.0)])  # a token costs what a pass costs
+    for _ in range(2000):
+        engine.budget.observe_draft(("start", "custom"), 1, 0)
+    drafters = [Script(text) if i % 2 else None for i, (text, _, _) in enumerate(want)]
+    done, stats = engine.generate(requests_of(cases, drafters))
+    assert differing(done, want) == []
+    rows = [c for i, c in enumerate(done) if i % 2]
+    probed = sum(any(c.reused) for c in rows)
+    assert stats.paused > 0.7 * sum(c.passes for c in rows) - probed
+    assert stats.paused_acceptance / stats.paused < 0.1 < stats.paused_needed / stats.paused
+    plain = engine.generate(requests_of(cases))[1]
+    assert plain.paused == 0  # control: nothing to carry
 
 
 def test_random_batches(golden, tiny):

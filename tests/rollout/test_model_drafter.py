@@ -44,9 +44,26 @@ def outputs(done):
     return [(c.tokens, c.finish) for c in done]
 
 
+class Engine(TransformersEngine):
+    """Keeps the counts of its last rollout."""
+
+    def generate(self, requests):
+        self.judged, observe = [0, 0], self.budget.observe_chain
+
+        def judge(logprobs, accepted):
+            self.judged = [self.judged[0] + len(logprobs), self.judged[1] + accepted]
+            observe(logprobs, accepted)
+
+        self.budget.observe_chain = judge
+        done, stats = super().generate(requests)
+        self.budget.observe_chain = observe
+        self.sources = {"model": (0, 0), "custom": (0, 0), **stats.sources}
+        return done, stats
+
+
 def rates(engine) -> float:
-    drafted, accepted = engine.sources["model"]
-    return accepted / drafted
+    """Share of the draft model's tokens that the policy drew too, behind an EOS as well."""
+    return engine.judged[1] / engine.judged[0]
 
 
 def blurred(model, amount: float = 0.01, seed: int = 0):
@@ -82,7 +99,7 @@ def test_any_draft_model_changes_nothing(policy, tiny, build_model, plain, kind,
         "family": lambda: tiny("gpt2"),
         "exit": lambda: early_exit(policy, 1),
     }[kind]()
-    engine = TransformersEngine(policy, SAMPLING, window=window, drafter=drafter)
+    engine = Engine(policy, SAMPLING, window=window, drafter=drafter)
     rng = random.Random(2)
     own = [
         Script([rng.randrange(VOCAB) if rng.random() < i / 24 else t for t in c.tokens]) if i % 3 else None
@@ -102,8 +119,8 @@ def test_any_draft_model_changes_nothing(policy, tiny, build_model, plain, kind,
 @pytest.mark.parametrize("law", [(0.0, 0, 1.0), (0.7, 0, 1.0), (1.3, 9, 0.9)])
 def test_drafts_follow_the_sampling_law(policy, law):
     sampling = Sampling(SAMPLING.eos_ids, *law)
-    want, _ = TransformersEngine(policy, sampling).generate(requests())
-    engine = TransformersEngine(policy, sampling, window=5, drafter=copy.deepcopy(policy))
+    want, _ = Engine(policy, sampling).generate(requests())
+    engine = Engine(policy, sampling, window=5, drafter=copy.deepcopy(policy))
     assert outputs(engine.generate(requests())[0]) == outputs(want)
     assert rates(engine) == 1.0, "the policy's own copy draws what the policy draws"
 
@@ -113,7 +130,7 @@ def test_drafts_follow_the_sampling_law(policy, law):
 )
 def test_a_copy_of_the_policy_is_always_right(policy, plain, bounds):
     """Catching up, moving the cursor and dropping rows lose nothing: one wrong KV entry would cost an acceptance."""
-    engine = TransformersEngine(policy, SAMPLING, window=6, drafter=copy.deepcopy(policy), **bounds)
+    engine = Engine(policy, SAMPLING, window=6, drafter=copy.deepcopy(policy), **bounds)
     done, _ = engine.generate(requests())
     assert outputs(done) == outputs(plain)
     assert rates(engine) == 1.0
@@ -124,9 +141,9 @@ def test_a_copy_of_the_policy_is_always_right(policy, plain, bounds):
 
 
 def test_near_ties_are_decided_the_same_way(policy):
-    plain, stats = TransformersEngine(policy, SAMPLING, tie_margin=0.5).generate(requests())
+    plain, stats = Engine(policy, SAMPLING, tie_margin=0.5).generate(requests())
     assert stats.ties > 20
-    engine = TransformersEngine(policy, SAMPLING, tie_margin=0.5, window=4, drafter=blurred(policy))
+    engine = Engine(policy, SAMPLING, tie_margin=0.5, window=4, drafter=blurred(policy))
     assert outputs(engine.generate(requests())[0]) == outputs(plain)
 
 
@@ -135,7 +152,7 @@ def test_near_ties_are_decided_the_same_way(policy):
 
 def test_the_same_noise_is_worth_having(policy, plain, monkeypatch):
     def rate():
-        engine = TransformersEngine(policy, SAMPLING, window=4, drafter=blurred(policy))
+        engine = Engine(policy, SAMPLING, window=4, drafter=blurred(policy))
         assert outputs(engine.generate(requests())[0]) == outputs(plain)
         return rates(engine)
 
@@ -150,7 +167,7 @@ def test_the_same_noise_is_worth_having(policy, plain, monkeypatch):
 
 def test_kv_that_is_not_rolled_back_costs_acceptance_only(policy, plain, monkeypatch):
     def rate():
-        engine = TransformersEngine(policy, SAMPLING, window=6, drafter=blurred(policy))
+        engine = Engine(policy, SAMPLING, window=6, drafter=blurred(policy))
         assert outputs(engine.generate(requests())[0]) == outputs(plain)
         return rates(engine)
 
@@ -170,9 +187,10 @@ def test_kv_that_is_not_rolled_back_costs_acceptance_only(policy, plain, monkeyp
 def test_the_own_drafter_takes_over_again_when_it_fits(policy, plain):
     """Rows handed to the model still hear their own drafter, and go back to it once it is right."""
     own = [Script([(t + 1) % VOCAB if at < 4 else t for at, t in enumerate(c.tokens)]) for c in plain]
-    engine = TransformersEngine(policy, SAMPLING, drafter=copy.deepcopy(policy))
-    handed = frozenset({"start", "diverged", "lost", "silent"})
-    engine.budget.plan = lambda states, model: Plan(dict.fromkeys(states, 3), handed, 0.0)
+    engine = Engine(policy, SAMPLING, drafter=copy.deepcopy(policy))
+    states = ("start", "agreeing", "diverged", "lost")
+    handed = frozenset([None, *((state, "custom") for state in states if state != "agreeing")])
+    engine.budget.plan = lambda kinds, model: Plan(dict.fromkeys(kinds, 3), handed, 0.0)
     engine.budget.drafter.calibrate([(1, 1e-9)])
     chain = engine.budget.chain
     engine.budget.chain = lambda behind, plan: _short(chain(behind, plan))
@@ -180,7 +198,7 @@ def test_the_own_drafter_takes_over_again_when_it_fits(policy, plain):
     assert outputs(done) == outputs(plain)
     bridged, total = engine.sources["model"][1], sum(len(c.tokens) for c in done)
     assert bridged < 5 * len(done), "the model bridged the start"
-    assert engine.sources["own"][1] > (total - 5 * len(done)) / 2, "the rest was carried by the rows' own drafters"
+    assert engine.sources["custom"][1] > (total - 5 * len(done)) / 2, "the rest was carried by the rows' own drafters"
 
 
 def _short(chain):
@@ -191,7 +209,7 @@ def _short(chain):
 def test_the_draft_models_context_bounds_the_drafts(policy, plain):
     drafter = copy.deepcopy(policy)
     drafter.config.max_position_embeddings = 20
-    engine = TransformersEngine(policy, SAMPLING, window=8, drafter=drafter)
+    engine = Engine(policy, SAMPLING, window=8, drafter=drafter)
     longest = []
     step = engine.drafter._draw
 
@@ -213,13 +231,13 @@ def test_the_draft_models_context_bounds_the_drafts(policy, plain):
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_unusable_logits_are_dropped_and_counted(policy, plain, value):
     drafter = copy.deepcopy(policy)
-    engine = TransformersEngine(policy, SAMPLING, window=4, drafter=drafter)
+    engine = Engine(policy, SAMPLING, window=4, drafter=drafter)
     with torch.no_grad():
         drafter.model.norm.weight.fill_(value)
     done, stats = engine.generate(requests())
     assert outputs(done) == outputs(plain)
     assert engine.drafter.dropped > 20
-    assert engine.sources["model"] == [0, 0]
+    assert engine.sources["model"] == (0, 0)
     assert stats.drafted == 0
 
 
@@ -239,7 +257,7 @@ def test_the_lenient_rule_takes_no_draft_model(policy):
 
 
 def test_a_useless_model_is_switched_off(policy, build_model, plain):
-    engine = TransformersEngine(policy, SAMPLING, drafter=build_model("llama", seed=9))
+    engine = Engine(policy, SAMPLING, drafter=build_model("llama", seed=9))
     for _ in range(4):
         done, _ = engine.generate(requests())
         assert outputs(done) == outputs(plain)
@@ -268,7 +286,7 @@ def test_an_early_exit_shares_the_policys_weights(build_model, family):
 def test_an_early_exit_leaves_the_policy_as_it_was(build_model):
     model = build_model("qwen3")
     attention = model.config._attn_implementation
-    engine = TransformersEngine(model, SAMPLING, window=3, drafter=early_exit(model, 1))
+    engine = Engine(model, SAMPLING, window=3, drafter=early_exit(model, 1))
     engine.generate(requests(8))
     assert engine.sources["model"][0] > 0
     assert model.config._attn_implementation == attention

@@ -16,7 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
 from rollout.config import RolloutConfig
-from rollout.drafters.prior import PriorDrafter
+from rollout.drafters.suffix import PromptTexts, SuffixDrafter
 from rollout.engines import EngineSpec, build_engine
 from rollout.engines.base import Probe, Sampling, Speculation
 from rollout.engines.transformers import TransformersEngine
@@ -216,7 +216,7 @@ def test_drafts_from_siblings_with_shared_prompts(engine_of, golden):
     engine, prompt = engine_of(), list(range(2, 50))
     cases = [(prompt, 30)] * 4 + [([*prompt, 7], 30)] * 4
     plain, first = engine.generate(requests_of(cases))
-    siblings = [PriorDrafter([plain[i ^ 1].tokens, c.tokens], rematch=3) for i, c in enumerate(plain)]
+    siblings = [SuffixDrafter(PromptTexts([c.tokens]), plain[i ^ 1].tokens) for i, c in enumerate(plain)]
     done, stats = engine.generate(requests_of(cases, siblings))
     assert exactly(done) == exactly(plain)
     assert stats.accepted > 0

@@ -22,7 +22,7 @@ import ray
 import torch
 
 from rollout.config import BudgetConfig, ClusterConfig, RolloutConfig
-from rollout.drafters.prior import PriorDrafter
+from rollout.drafters.suffix import PromptTexts, SuffixDrafter
 from rollout.engines import EngineSpec, build_engine
 from rollout.engines.base import Probe
 from rollout.noise import derive_key
@@ -137,10 +137,12 @@ def requests_of(n=24, visit=0, marks=(), drafts=None):
 
 
 def drafters(texts):
-    """Drafts right, wrong and shifted; new ones for each call, as a drafter remembers its place."""
+    """Drafts right, wrong and shifted, of one index for every four rows; a drafter is for one response."""
     rng = random.Random(2)
     noisy = [[rng.randrange(VOCAB) if rng.random() < 0.2 else t for t in text] for text in texts]
-    return [PriorDrafter([list(t[i % 3 :]) or [9], texts[i - 1] or [9]], 3) for i, t in enumerate(noisy)]
+    shifted = [list(text[i % 3 :]) or [9] for i, text in enumerate(noisy)]
+    groups = [PromptTexts([*shifted[i : i + 4], list(texts[i - 1])]) for i in range(0, len(texts), 4)]
+    return [SuffixDrafter(groups[i // 4], text) for i, text in enumerate(shifted)]
 
 
 def differing(done, want, rows=None):

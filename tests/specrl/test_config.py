@@ -23,10 +23,10 @@ dataset.train_split dataset.test_split dataset.train_size dataset.test_size data
 dataset.answer_column dataset.level dataset.system_prompt dataset.prompt_template dataset.max_prompt_tokens
 lora.rank lora.alpha lora.targets
 rollout.engine rollout.acceptance rollout.replay rollout.lenience rollout.group_size rollout.temperature rollout.top_p
-rollout.top_k rollout.max_new_tokens rollout.drafter rollout.rows_per_batch rollout.tokens_per_pass rollout.logits_mb
-rollout.tie_margin rollout.measure_every
+rollout.top_k rollout.max_new_tokens rollout.sources rollout.drafter rollout.rows_per_batch rollout.tokens_per_pass
+rollout.logits_mb rollout.tie_margin rollout.measure_every
 rollout.cache.max_mb rollout.cache.start_from rollout.cache.clear rollout.cache.on_write_error
-rollout.budget.window rollout.budget.rematch
+rollout.budget.window
 rollout.vllm.runner rollout.vllm.draft_tokens rollout.vllm.kv_cache_mb rollout.vllm.memory_utilization
 rollout.vllm.tensor_parallel rollout.vllm.compile rollout.vllm.sleep
 trainer.algorithm trainer.learning_rate trainer.lr_schedule trainer.warmup_steps trainer.epochs trainer.max_steps

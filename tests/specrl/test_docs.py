@@ -21,7 +21,7 @@ def read(page):
 
 
 def documented(text):
-    """The keys in the first column of the tables; NAME stands for any reward."""
+    """The keys in the first column of the tables; NAME stands for any reward or source."""
     cells = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `")]
     return {key for cell in cells for key in re.findall(r"`([^`]+)`", cell)}
 
@@ -33,8 +33,8 @@ def undocumented(written, known):
 
 
 def unwritten(known, code):
-    """Documented keys of our own that no string of the code names."""
-    return sorted(key for key in known if key.startswith(OURS) and f'"{key}"' not in code)
+    """Documented keys of our own that no string of the code names; NAME is `{name}` there."""
+    return sorted(key for key in known if key.startswith(OURS) and f'"{key}"'.replace("NAME", "{name}") not in code)
 
 
 def broken_links(page, text):
@@ -104,6 +104,7 @@ def test_planted_faults_in_keys_are_found():
     assert known == {"spec/a", "spec/b", "rewards/NAME/mean"}
     assert undocumented({"spec/a", "spec/c", "rewards/math/mean", "rewards/mean"}, known) == ["rewards/mean", "spec/c"]
     assert unwritten(known, 'metrics["spec/a"] = f"{spec/b}"') == ["spec/b"]
+    assert unwritten({"spec/x_NAME", "spec/y_NAME"}, 'metrics[f"spec/x_{name}"]') == ["spec/y_NAME"]
 
 
 # --- pages

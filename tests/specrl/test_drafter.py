@@ -116,7 +116,7 @@ def test_the_command_writes_a_model_that_drafts(policy, tmp_path, capsys):
         TransformersEngine(policy[0], Sampling(frozenset([1])), window=3, drafter=d) for d in (None, student)
     )
     assert [c.tokens for c in plain.generate(requests)[0]] == [c.tokens for c in drafting.generate(requests)[0]]
-    assert drafting.sources["model"][0] > 0
+    assert drafting.generate(requests)[1].sources["model"][0] > 0
 
 
 def test_a_missing_or_used_directory_is_one_line(tmp_path, capsys):

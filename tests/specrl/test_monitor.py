@@ -167,3 +167,19 @@ def test_load_run_names_the_nearest_run(tmp_path):
         load_run(tmp_path / "grpo_mth")
     with pytest.raises(RunError, match=r"No metrics in .*no step yet"):
         load_run(tmp_path / "grpo_math")
+
+
+def test_a_pause_is_said_once_with_its_reason_and_so_is_its_end(tmp_path):
+    console = text_console()
+    paused = {"spec/paused_ratio": 0.8, "spec/paused_acceptance": 0.12, "spec/paused_needed": 0.55}
+    with Monitor(tmp_path, 9, console) as monitor:
+        for step, record in enumerate(({"spec/paused_ratio": 0.2}, paused, paused, {}, paused), 1):
+            monitor.log({"step": step, **record})
+        assert console.file.getvalue().count("pauses") == 1
+        assert "resumed" not in console.file.getvalue()
+        monitor.log({"step": 6, "spec/paused_ratio": 0.5})
+        monitor.log({"step": 7, "spec/paused_ratio": 0.1})
+    said = console.file.getvalue()
+    assert "for 80% of the rows' passes" in said
+    assert "probability 0.12, and pays from 0.55 on" in said
+    assert said.count("resumed") == said.count("pauses") == 1

@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from rollout.cache import Fingerprint, TrajectoryCache
-from rollout.config import BudgetConfig
+from rollout.drafters.suffix import SOURCES
 from rollout.types import Trajectory
 from specrl import config as cli
 from specrl.monitor import load_run
@@ -18,6 +18,7 @@ from specrl.replay import (
     ReplayError,
     ReplayOptions,
     Text,
+    Visit,
     count,
     main,
     read_files,
@@ -26,6 +27,7 @@ from specrl.replay import (
     summarise,
 )
 
+POSITIONS = ("prefix", "position")
 OLD = (10, 11, 12, 13, 14, 15, 16, 1)
 
 
@@ -56,26 +58,33 @@ def text(tokens, step=1, slot=0, example="a", capped=False):
     ],
 )
 def test_passes_by_hand(new, window, want):
-    assert count(text(new), [OLD], window, rematch=0) == want
+    assert count_one(text(new), [OLD], window, POSITIONS) == want
+
+
+def count_one(new, olds, window=0, sources=SOURCES):
+    """The text of slot 0, whose old text comes first; the others are those of the next slots."""
+    stored = tuple(text(old, slot=slot) for slot, old in enumerate(olds))
+    (counts,) = count(Visit((new,), stored), window, sources)
+    return counts
 
 
 def test_a_capped_text_is_never_drafted_to_its_end():
-    assert count(text(OLD, capped=True), [OLD], 0, rematch=0) == Counts(1, 7, 7)
-    assert count(text(OLD[:1], capped=True), [OLD], 0, rematch=0) == Counts(1, 0, 0)
+    assert count_one(text(OLD, capped=True), [OLD], 0, POSITIONS) == Counts(1, 7, 7)
+    assert count_one(text(OLD[:1], capped=True), [OLD], 0, POSITIONS) == Counts(1, 0, 0)
 
 
-def test_a_shifted_text_is_picked_up_by_rematching_only():
+def test_a_shifted_text_is_picked_up_by_its_suffix_only():
     new = (9, *OLD)
     # 8 drafted, none kept, 9 drawn; then 7 drafted at the same positions, ... and none ever agrees.
-    assert count(text(new), [OLD], 0, rematch=0) == Counts(9, 8 + 7 + 6 + 5 + 4 + 3 + 2 + 1, 0)
-    # With 2 tokens to agree: 9, 10, 11 are drawn one by one (8 + 7 + 6 drafted), then 12..16 and the EOS ride one pass.
-    assert count(text(new), [OLD], 0, rematch=2) == Counts(4, 8 + 7 + 6 + 6, 6)
+    assert count_one(text(new), [OLD], 0, POSITIONS) == Counts(9, 8 + 7 + 6 + 5 + 4 + 3 + 2 + 1, 0)
+    # 2 tokens must agree: 9, 10, 11 are drawn one by one (8 + 7 + 6 drafted), then 12..16 and the EOS ride one pass.
+    assert count_one(text(new), [OLD]) == Counts(4, 8 + 7 + 6 + 6, 6)
 
 
 def test_a_sibling_is_followed_where_the_own_text_ends():
     sibling = (50, 12, 13, 30, 31, 32, 1)
     # Own text: 10..13 kept of 4, 30 drawn. Then 13, 30 is found in the sibling: 31, 32 and the EOS.
-    assert count(text((10, 11, 12, 13, 30, 31, 32, 1)), [(10, 11, 12, 13), sibling], 0, rematch=2) == Counts(2, 7, 7)
+    assert count_one(text((10, 11, 12, 13, 30, 31, 32, 1)), [(10, 11, 12, 13), sibling]) == Counts(2, 7, 7)
 
 
 # --- several
@@ -91,26 +100,34 @@ def test_drafts_are_those_the_run_had():
         text((6,), step=5, slot=7),
         text((7,), step=9, example="b"),
     ]
-    found = {(v.text.step, v.text.slot): (v.sources, v.age) for v in revisits(reversed(stored))}
-    assert found == {
-        (2, 1): (((2,), (1,)), 2),
-        (2, 0): (((1,), (2,)), 2),
-        (5, 1): (((3,), (4,)), 3),
-        (5, 7): (((4,), (3,)), None),
-    }
+    found = list(revisits(reversed(stored)))
+    assert [[(t.step, t.slot) for t in visit.texts] for visit in found] == [[(2, 0), (2, 1)], [(5, 1), (5, 7)]]
+    assert [[t.tokens for t in visit.stored] for visit in found] == [[(1,), (2,)], [(4,), (3,)]]
+    olds = [[visit.old(t) for t in visit.texts] for visit in found]
+    assert [[old and old.tokens for old in row] for row in olds] == [[(1,), (2,)], [(3,), None]]
+
+
+def test_rows_draft_from_what_their_siblings_emit_meanwhile():
+    old = (90, 91, 92, 93)
+    ahead, behind = (10, 11, 12, 13, 14, 15, 1), (20, 21, 22, 23, 24, 10, 11, 12, 13, 14, 15, 1)
+    visit = Visit((text(ahead, 4, 0), text(behind, 4, 1)), (text(old, slot=9),))
+    alone, together = (count(visit, 4, sources) for sources in ((), ("group",)))
+    assert [c.passes for c in alone] == [7, 12]
+    assert [c.passes for c in together] == [7, 8], "20..24, 10 and 11 one by one, then 12..15 and the EOS in one pass"
+    assert together[1].accepted == 4
 
 
 def test_totals_by_hand():
     changed = (10, 11, 12, 99, 14, 15, 16, 1)
     texts = [text(OLD, 0), text(OLD, 4, 0), text(OLD, 0, 0, "b"), text(changed, 4, 0, "b"), text((1,), 4, 0, "c")]
-    found = summarise(texts, rematch=0, windows=(0, 3))
+    found = summarise(texts, POSITIONS, windows=(0, 3))
     assert {k: v for k, v in found.items() if k not in ("plain", "windows")} == {
         "rows": 2,
         "examples": 2,
         "tokens": 16,
         "steps": [4, 4],
         "draft_age": 4.0,
-        "rematch": 0,
+        "sources": ["prefix", "position"],
     }
     assert found["plain"] == {"passes_per_row": 8.0, "passes_max": 8, "tokens_per_pass": 1.0}
     whole, narrow = found["windows"]
@@ -130,7 +147,7 @@ def test_totals_by_hand():
 
 def test_one_step_alone_is_an_error():
     with pytest.raises(ReplayError, match="No prompt has texts of two steps"):
-        summarise([text(OLD), text(OLD, example="b")], rematch=4)
+        summarise([text(OLD), text(OLD, example="b")])
 
 
 # --- reading
@@ -151,7 +168,7 @@ def test_snapshots_of_a_run_are_joined_and_a_text_in_two_of_them_counts_once(tmp
     snapshot(tmp_path / "trajectories", [("a", 0, OLD, 7), ("b", 0, OLD[:3], 1)])
     texts = read_run(tmp_path)
     assert sorted((t.example_id, t.step, t.capped) for t in texts) == [("a", 1, False), ("a", 7, False), ("b", 1, True)]
-    assert [(v.text.step, v.age) for v in revisits(texts)] == [(7, 6)]
+    assert [(t.step, t.step - v.old(t).step) for v in revisits(texts) for t in v.texts] == [(7, 6)]
 
 
 def test_files_with_ids_and_files_with_text(tmp_path):
@@ -221,7 +238,7 @@ def test_the_table_says_what_it_counts(tmp_path):
         (["run=x", "data=y"], "Give either run=DIR or data=PATH."),
         (["run=no-such-run"], "No run at no-such-run."),
         (["data=no-such-file.jsonl"], "No .parquet or .jsonl file at no-such-file.jsonl."),
-        (["data=x", "rematch=-1"], "rematch=-1 must be at least 0."),
+        (["data=x", "sources=[prior]"], "sources has 'prior', which is none of prefix, position, earlier, group."),
     ],
 )
 def test_mistakes_are_one_line(words, message, capsys):
@@ -236,7 +253,7 @@ def test_the_counts_are_the_engines_own(tmp_path):
     from tests.runs import run
 
     run(tmp_path, rollout__budget__window=8, trainer__save_every=3, trainer__keep_checkpoints=9)
-    found = summarise(read_run(tmp_path / "run"), rematch=BudgetConfig.rematch, windows=(8, 7))
+    found = summarise(read_run(tmp_path / "run"), windows=(8, 7))
     later = [record for record in load_run(tmp_path / "run").steps if record["spec/hit_rate"] == 1.0]
     assert len(later) == 6
     told = [

@@ -207,6 +207,10 @@ def test_rollout_metrics_by_hand():
         forward_tokens=25,
         drafted=8,
         accepted=6,
+        sources={"prefix": (5, 5), "group": (3, 1)},
+        paused=2,
+        paused_acceptance=0.3,
+        paused_needed=1.0,
         ties=2,
     )
     batch = RolloutBatch(
@@ -243,6 +247,13 @@ def test_rollout_metrics_by_hand():
             "perf/throughput": 4.0,
             "spec/draft_age": 6.0,
             "spec/draft_acceptance_rate": 0.75,
+            "spec/acceptance_prefix": 1.0,
+            "spec/reused_prefix": 0.5,
+            "spec/acceptance_group": 1 / 3,
+            "spec/reused_group": 0.1,
+            "spec/paused_ratio": 0.25,
+            "spec/paused_acceptance": 0.15,
+            "spec/paused_needed": 0.5,
         }
     )
 
@@ -253,4 +264,6 @@ def test_metrics_without_any_draft_leave_age_and_rate_out():
     assert metrics["spec/new_tokens"] == 10
     assert "spec/draft_age" not in metrics
     assert "spec/draft_acceptance_rate" not in metrics
+    assert metrics["spec/paused_ratio"] == 0
+    assert "spec/paused_needed" not in metrics
     assert all(math.isfinite(value) for value in metrics.values())
