@@ -128,6 +128,10 @@ class Budget:
         worth, drafted = (seen + prior for seen, prior in zip(self._yield, (_PRIOR[0], sum(_PRIOR)), strict=True))
         return worth / drafted
 
+    def gain(self, kind: Kind, drafted: int, price: float) -> float:
+        """Expected accepted tokens of a draft of this kind, less `price` for each that is carried."""
+        return _emitted(self.acceptance(kind), drafted) - 1 - price * drafted
+
     def cost(self, rows: int = 0) -> tuple[float, float]:
         """Seconds of a pass over `rows` rows, and of each of its tokens."""
         fixed, row, token = self._passes.fit()

@@ -12,6 +12,11 @@ def doc(default, help: str):
     return field(**make, metadata={"help": help})
 
 
+SOURCES = ("prefix", "position", "earlier", "group", "contexts")
+"""Where drafts come from: the slot's old text until the response leaves it, and after that, at the same positions; the
+prompt's stored texts; what the rows of the prompt have emitted in this rollout; the texts of all prompts."""
+
+
 @dataclass
 class CacheConfig:
     max_mb: int = doc(512, "memory bound of stored trajectories in MB (2^20 bytes); the least recently used go first")
@@ -73,10 +78,10 @@ class RolloutConfig:
     top_k: int = doc(0, "sample from the k most likely tokens; 0 is off")
     max_new_tokens: int = doc(256, "response cap in tokens, EOS included")
     sources: list[str] = field(
-        default_factory=lambda: ["prefix", "position", "earlier", "group"],
+        default_factory=lambda: list(SOURCES),
         metadata={
             "help": "texts to draft from: the slot's old one until it is left, and after that; the prompt's old ones; "
-            "what its rows emit now"
+            "what its rows emit now; what followed the last tokens in the texts of all prompts"
         },
     )
     drafter: str = doc(

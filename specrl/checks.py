@@ -9,8 +9,7 @@ from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
 from reward.config import RewardConfig
-from rollout.config import RolloutConfig
-from rollout.drafters.suffix import SOURCES
+from rollout.config import SOURCES, RolloutConfig
 from specrl.options import plain, values
 from trainers.config import TrainerConfig
 

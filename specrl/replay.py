@@ -26,8 +26,8 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from rollout.config import doc
-from rollout.drafters.suffix import SOURCES, PromptTexts, SuffixDrafter
+from rollout.config import SOURCES, doc
+from rollout.drafters.suffix import PromptTexts, SuffixDrafter
 from specrl.config import load_saved, run
 from specrl.options import ConfigError
 

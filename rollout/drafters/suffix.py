@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-SOURCES = ("prefix", "position", "earlier", "group")
-"""Where a draft comes from: the slot's old text until the response leaves it, and after that, at the same positions;
-the prompt's stored texts; what the rows of the prompt have emitted in this rollout."""
+from rollout.config import SOURCES
 
 _LENGTHS = (8, 4, 2)  # tokens of the suffixes that are looked up, longest first
 _RECENT = 6  # positions over which a text that is being followed shows whether it still fits

@@ -61,6 +61,7 @@ def build_engine(spec: EngineSpec, model: Module | None = None) -> Engine:
         logits_mb=config.logits_mb,
         tie_margin=config.tie_margin,
         window=config.budget.window,
+        contexts=speculation.rule == "exact" and "contexts" in config.sources,
         drafter=_drafter(spec, policy) if config.drafter else None,
     )
 

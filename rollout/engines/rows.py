@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from rollout.budget import Budget, Kind, Plan, State
+from rollout.drafters.contexts import ContextTable
 from rollout.engines.base import Speculation
 from rollout.types import Completion, EngineStats, Request, RolloutError
-from rollout.verify import cut
+from rollout.verify import accept_exact, cut
 
 LENIENT_KEY = 0x5851F42D4C957F2D  # separates the acceptance uniforms from the Gumbel noise of the same key
 
@@ -30,6 +32,10 @@ class Row:
     """What its own drafter expects next, carried or not."""
     source: str = ""
     """Where the guess comes from."""
+    draft: list[int] = field(default_factory=list)
+    """What it carries in the next pass."""
+    carried: str = ""
+    """Where that comes from: `source`, `contexts` or `model`."""
     chain: list[float] | None = None
     """The draft model's log-probs of the tokens it drafted; None when the draft is the row's own."""
 
@@ -55,12 +61,30 @@ class Row:
         drafter = self.request.drafter
         guess = list(drafter.propose(self.tokens, limit))[:limit] if drafter and self.drafting and limit > 0 else []
         self.guess = guess[: next((i for i, t in enumerate(guess) if not 0 <= t < vocab), len(guess))]
-        self.source = getattr(drafter, "source", "custom")
+        self.source = self.carried = getattr(drafter, "source", "custom")
         return self.guess
 
-    def learn(self, budget: Budget, drafted: int, accepted: int) -> None:
-        """Tells the budget that of the guess `drafted` tokens were tried and the first `accepted` stood."""
-        if drafted:
+    def carry(self, window: int, budget: Budget, price: float, contexts: ContextTable | None) -> None:
+        """Decides what rides in the next pass: `window` tokens of the guess, or what the contexts promise more of.
+
+        Args: price: what a draft token costs, in accepted tokens.
+        """
+        self.draft, self.chain = self.guess[:window], None
+        if contexts is not None and self.request.drafter and self.drafting:
+            text = (*self.request.prompt[-8:], *self.tokens[-8:])
+            likely, gain = contexts.draft(text, self.room - 1, price)
+            if likely and gain > budget.gain(self.kind, len(self.draft), price):
+                self.draft, self.carried = likely, "contexts"
+
+    def learn(self, budget: Budget, draft: Sequence[int], emitted: Sequence[int], accepted: int) -> None:
+        """Tells the budget what became of the guess, or would have become of it had it been carried.
+
+        Args: draft: what was carried; emitted: the tokens that came of it; accepted: how many of the draft's stood.
+        """
+        if self.carried != self.source:
+            draft = self.guess[: len(emitted)]
+            accepted = accept_exact(emitted, draft)
+        if drafted := len(draft):
             budget.observe_draft(self.kind, drafted, accepted)
             self.state = "agreeing" if accepted == drafted else "diverged" if accepted else "lost"
 
@@ -90,20 +114,38 @@ class Row:
         )
 
 
-def ask_all(rows: Sequence[Row], budget: Budget, vocab: int, stats: EngineStats, model: bool = False) -> Plan:
-    """Asks the rows' own drafters, then the budget how much of each guess rides in the next pass.
+def ask_all(
+    rows: Sequence[Row],
+    budget: Budget,
+    vocab: int,
+    stats: EngineStats,
+    contexts: ContextTable | None = None,
+    model: bool = False,
+) -> Plan:
+    """Asks the rows' own drafters, then the budget how much of each guess rides in the next pass as its draft.
 
-    Counts the rows that have a guess and may carry none of it. Args: model: a draft model may help them.
+    Counts the rows that have a guess and carry nothing. Args: contexts: what may serve a row better than its guess;
+    model: a draft model may help them.
     """
     longest = budget.longest(len(rows))
     for row in rows:
         row.ask(min(longest, row.room - 1), vocab)
     plan = budget.plan([row.kind for row in rows], model)
-    paused = [row.kind for row in rows if row.guess and not plan.windows[row.kind] and row.kind not in plan.handed]
+    for row in rows:
+        row.carry(plan.windows[row.kind], budget, plan.needed, None if budget.window else contexts)
+    paused = [row.kind for row in rows if row.guess and not row.draft and row.kind not in plan.handed]
     stats.paused += len(paused)
     stats.paused_acceptance += sum(map(budget.acceptance, paused))
     stats.paused_needed += plan.needed * len(paused)
     return plan
+
+
+def learn_all(rows: Sequence[Row], contexts: ContextTable | None, stats: EngineStats) -> None:
+    """Adds the responses of rows that speculate to what later ones may draft from."""
+    if contexts is not None:
+        began = time.perf_counter()
+        contexts.learn((row.request.prompt, row.tokens) for row in rows if row.request.drafter)
+        stats.draft_s += time.perf_counter() - began
 
 
 def check_request(request: Request, vocab: int, context: int, speculation: Speculation) -> None:

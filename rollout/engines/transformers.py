@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from rollout.budget import Budget, Chain
+from rollout.drafters.contexts import ContextTable
 from rollout.drafters.model import ModelDrafter
 from rollout.engines.base import Probe, Sampling, Speculation
 from rollout.engines.ragged import Pass, RaggedKV, RaggedModel, chunks
-from rollout.engines.rows import LENIENT_KEY, Row, ask_all, check_request
+from rollout.engines.rows import LENIENT_KEY, Row, ask_all, check_request, learn_all
 from rollout.noise import uniform
 from rollout.types import Completion, EngineStats, Request, RolloutError
 from rollout.verify import accept_exact, accept_lenient
@@ -38,6 +39,7 @@ class TransformersEngine:
         tie_margin: draws closer than this are decided by a canonical pass (float32 models only).
         window: draft tokens per row and pass; 0 lets the budget decide from measured costs.
         drafter: a small model with the same vocabulary that drafts for rows whose own drafters do worse.
+        contexts: rows that speculate may also draft from the responses to all prompts, see ContextTable.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class TransformersEngine:
         tie_margin: float = 1e-4,
         window: int = 0,
         drafter: torch.nn.Module | None = None,
+        contexts: bool = False,
     ):
         base = model.get_base_model() if hasattr(model, "get_base_model") else model
         if any(adapter.is_prompt_learning for adapter in getattr(model, "peft_config", {}).values()):
@@ -69,6 +72,7 @@ class TransformersEngine:
                 "the lenient rule, as published, drafts stored text only; use acceptance=exact or no draft model"
             )
         self.drafter = None if drafter is None else ModelDrafter(drafter, self.vocab, sampling, **bounds)
+        self.contexts = ContextTable() if contexts else None
         self.budget = Budget(window)
         self._calibrate()
 
@@ -90,6 +94,7 @@ class TransformersEngine:
                     stack.enter_context(model.inference())
             for i in range(0, len(rows), self.rows_per_batch):
                 self._run(rows[i : i + self.rows_per_batch], stats)
+        learn_all(rows, self.contexts, stats)
         return [row.completion(self.weight_version, self.speculation.rule) for row in rows], stats
 
     def update_weights(
@@ -165,9 +170,11 @@ class TransformersEngine:
             for i in active:
                 drafts[i] = rows[i].ask(rows[i].room, self.vocab)
         else:
-            plan = ask_all([rows[i] for i in active], self.budget, self.vocab, stats, self.drafter is not None)
+            plan = ask_all(
+                [rows[i] for i in active], self.budget, self.vocab, stats, self.contexts, self.drafter is not None
+            )
             for i in active:
-                drafts[i], rows[i].chain = rows[i].guess[: plan.windows[rows[i].kind]], None
+                drafts[i] = rows[i].draft
         if self.drafter:
             wanting = [i for i in active if (rows[i].kind in plan.handed or not drafts[i]) and self._reach(rows[i]) > 0]
             behind = [self.drafter.behind(i, len(rows[i].tokens)) for i in wanting]
@@ -185,7 +192,7 @@ class TransformersEngine:
         proposed = self.drafter.propose(places, texts, room, chain, self.budget)
         for i, draft, logprobs in zip(places, proposed, chain.logprobs, strict=False):  # a probe is of a few rows
             if draft:
-                drafts[i], rows[i].chain = draft, logprobs
+                drafts[i], rows[i].chain, rows[i].carried = draft, logprobs, "model"
 
     def _step(self, kv: RaggedKV, first: int, rows: list[Row], drafts: list[list[int] | None], stats: EngineStats):
         """One pass over some rows: draw at every position, accept, emit."""
@@ -232,16 +239,10 @@ class TransformersEngine:
             emitted, logprobs = draws[: n + 1], logp[: n + 1]
             behaviour = logprobs
         count = row.emit(emitted, logprobs, behaviour, n, self.sampling.eos_ids)
-        stats.count(row.source if row.chain is None else "model", len(draft), min(n, count))
-        self._learn(row, draft, n, emitted)
-
-    def _learn(self, row: Row, draft, accepted: int, emitted: list[int]) -> None:
-        """Tells the budget what became of the draft and of what the row's own drafter would have drafted."""
+        stats.count(row.carried, len(draft), min(n, count))
         if row.chain is not None:
-            self.budget.observe_chain(row.chain, accepted)
-            draft = row.guess[: len(emitted)]
-            accepted = accept_exact(emitted, draft)
-        row.learn(self.budget, len(draft), accepted)
+            self.budget.observe_chain(row.chain, n)
+        row.learn(self.budget, draft, emitted, n)
 
     def _break_ties(self, row: Row, draft, draws: list, logp: list, gaps: list, stats: EngineStats) -> None:
         """Replaces draws that rounding could flip by canonical ones, so that every route emits the same token.

@@ -31,9 +31,10 @@ from vllm.platforms import current_platform
 from vllm.triton_utils import HAS_TRITON
 
 from rollout.budget import Budget
+from rollout.drafters.contexts import ContextTable
 from rollout.engines import EngineSpec
 from rollout.engines.base import Probe, Sampling, Speculation
-from rollout.engines.rows import check_request
+from rollout.engines.rows import check_request, learn_all
 from rollout.engines.vllm_rows import VLLMRow
 from rollout.engines.vllm_v1 import OneRequest
 from rollout.engines.vllm_v2 import TwoRequests
@@ -65,6 +66,7 @@ class VLLMEngine:
         self.spec, self.sampling, self.speculation = spec, sampling, speculation
         self.weight_version, self._fault = 0, ""
         self.budget = Budget(config.budget.window)
+        self.contexts = ContextTable() if speculation.rule == "exact" and "contexts" in config.sources else None
         self._sleeps = config.vllm.sleep and not current_platform.is_cpu()
         self._asleep = False
         self.runner = _runner(spec, sampling)
@@ -102,6 +104,7 @@ class VLLMEngine:
             except BaseException:
                 self.reset_cache()  # a step that failed has left blocks listed as computed
                 raise
+        learn_all(rows, self.contexts, stats)
         self._rest()
         return [row.completion(self.weight_version, self.speculation.rule) for row in rows], stats
 
@@ -180,6 +183,7 @@ class VLLMEngine:
             return TwoRequests(**shared, context=self.context, block=block)
         return OneRequest(
             **shared,
+            contexts=self.contexts,
             draft_tokens=config.vllm.draft_tokens,
             scores_per_step=config.logits_mb * 2**20 // (self.vocab * 8),  # vLLM's logits and their float32 copy
             tie_margin=config.tie_margin if self.spec.dtype == "float32" else 0.0,

@@ -64,8 +64,8 @@ class Rules:
             emitted, logprobs = draws[: n + 1], logp[: n + 1]
             behaviour = logprobs
         count = row.emit(emitted, logprobs, behaviour, n, self.sampling.eos_ids)
-        self.stats.count(row.source, len(tested), min(n, count))
-        row.learn(self.budget, len(tested), n)
+        self.stats.count(row.carried, len(tested), min(n, count))
+        row.learn(self.budget, tested, emitted, n)
         return count
 
     def refuse_nan(self, numbers: Sequence[float]) -> None:

@@ -8,7 +8,7 @@ the next drafts.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import MethodType
 
@@ -18,7 +18,7 @@ from vllm import LLM, SamplingParams
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.outputs import SamplerOutput
 
-from rollout.budget import Kind
+from rollout.drafters.contexts import ContextTable
 from rollout.engines.rows import ask_all
 from rollout.engines.vllm_rows import BUG, Rules, VLLMRow
 from rollout.noise import keyed_draw
@@ -43,6 +43,7 @@ class OneRequest(Rules):
     and not about draws, uses it for the token that comes next; so it also decides about the first token.
 
     Args:
+        contexts: the texts of all prompts, where rows may draft from them.
         draft_tokens: most draft tokens of a row in one step.
         scores_per_step: most draft tokens of all rows in one step, as vLLM holds the logits of all of them at once.
         scores_per_chunk: positions drawn at a time; bounds the memory of the noise.
@@ -50,6 +51,7 @@ class OneRequest(Rules):
     """
 
     llm: LLM
+    contexts: ContextTable | None
     draft_tokens: int
     scores_per_step: int
     scores_per_chunk: int
@@ -167,16 +169,17 @@ class OneRequest(Rules):
         rows = [row if row and new and row.finish is None else None for row, new in zip(rows, sampled, strict=True)]
         waiting = [row for row in rows if row]
         share = min(self.draft_tokens, self.scores_per_step // max(1, len(waiting)))
-        windows = {} if self.lenient else ask_all(waiting, self.budget, self.vocab, self.stats).windows
-        drafts = [self._draft(row, windows, share) if row else [] for row in rows]
+        if not self.lenient:
+            ask_all(waiting, self.budget, self.vocab, self.stats, self.contexts)
+        drafts = [self._draft(row, share) if row else [] for row in rows]
         self._step.draft_s = time.perf_counter() - began
         return drafts
 
-    def _draft(self, row: VLLMRow, windows: Mapping[Kind, int], share: int) -> list[int]:
+    def _draft(self, row: VLLMRow, share: int) -> list[int]:
         if self.lenient:
             n = len(row.tokens)
             return row.text[n : n + min(share, row.room - 1)] if row.drafting else []
-        return row.guess[: min(share, windows[row.kind])]
+        return row.draft[:share]
 
     def _tested(self, row: VLLMRow, draft: list[int]) -> list[int]:
         """The tokens to decide about: the draft's, and under the lenient rule the next one of its text."""

@@ -113,7 +113,9 @@ def test_a_draft_ends_where_it_no_longer_pays():
     assert 2.5 < gain < 3.0  # six tokens that are nearly sure, at half a token each
     assert table.draft([*PROMPT, 0, 1, 2, 3], 2, 0.5)[0] == [4, 5]
     assert table.draft([*PROMPT, 4, 5, 6, 7, 8, 9], 100, 0.5) == ([], 0.0)
-    assert len(table.draft([*PROMPT, 4, 5, 6, 7, 8, 9], 100, 0.01)[0]) >= 1  # where tokens cost nothing, chances are taken
+    assert (
+        len(table.draft([*PROMPT, 4, 5, 6, 7, 8, 9], 100, 0.01)[0]) >= 1
+    )  # where tokens cost nothing, chances are taken
     assert table.draft([*PROMPT, 0, 1, 2, 3], 100, 1.01) == ([], 0.0)
     assert ContextTable().draft(PROMPT, 100, 0.1) == ([], 0.0)
 

@@ -166,6 +166,33 @@ def test_drafts_of_any_quality_change_nothing(golden, family, window):
     assert all(len(c.tokens) == len(c.logprobs) == len(c.behaviour_logprobs) == len(c.reused) for c in done)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_texts_of_all_prompts_change_nothing(golden, family, monkeypatch):
+    model, cases, want = golden(family)
+    monkeypatch.setattr(Line, "fit", lambda self: (1.0, 0.0, 1e-3))  # tokens cost little: chances are taken
+    engine = engine_of(model, contexts=True)
+    for _ in range(4):
+        done, stats = engine.generate(requests_of(cases, [Script([]) if i % 3 else None for i in range(len(cases))]))
+        assert differing(done, want) == []
+    assert stats.sources["contexts"] == (stats.drafted, stats.accepted)
+    assert sum(sum(c.reused) for c in done) == stats.accepted > 0.5 * sum(len(t) for t, _, _ in want[1::3])
+    assert not any(any(c.reused) for c in done[::3]), "a row without a drafter decodes plainly"
+
+
+def test_texts_of_all_prompts_that_lie_change_nothing_and_are_left(golden, monkeypatch):
+    model, cases, want = golden("llama")
+    monkeypatch.setattr(Line, "fit", lambda self: (1.0, 0.0, 1e-3))
+    engine = engine_of(model, contexts=True)
+    for _ in range(4):
+        engine.contexts.learn((prompt, all_wrong(text)) for (prompt, _), (text, _, _) in zip(cases, want, strict=True))
+    drafted = []
+    for _ in range(6):
+        done, stats = engine.generate(requests_of(cases, [Script([])] * len(cases)))
+        assert differing(done, want) == []
+        drafted.append(stats.drafted - stats.accepted)
+    assert drafted[0] > drafted[-1]
+
+
 @pytest.mark.parametrize(
     "settings",
     [

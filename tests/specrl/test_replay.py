@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from rollout.cache import Fingerprint, TrajectoryCache
-from rollout.drafters.suffix import SOURCES
+from rollout.config import SOURCES
 from rollout.types import Trajectory
 from specrl import config as cli
 from specrl.monitor import load_run
