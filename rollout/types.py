@@ -90,6 +90,8 @@ class Completion:
     version: int
     passes: int
     """Forward passes this row took part in (the prompt prefill excluded)."""
+    seconds: float = 0.0
+    """From the start of the engine's call until it was finished."""
     draft_version: int | None = None
     """Weight version whose law drew the reused tokens where that is not `version` (the lenient rule), else None."""
     failure: str = ""

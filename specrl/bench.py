@@ -1,4 +1,4 @@
-"""Paired rollout benchmark: `python -m specrl.bench [model=PATH old_model=PATH] [rows=32]`.
+"""Paired rollout benchmark: `python -m specrl.bench [model=PATH old_model=PATH] [rows=32] [ablation=true]`.
 
 An old policy writes the cache, a newer one rolls out the same prompts plainly and speculatively, in turn, with the same
 keys. Times are whole stages: look-up, prefill, drafting, verification, decoding and store. Each pair gives one ratio;
@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from rollout.config import RolloutConfig, doc
 from specrl import config as cli
@@ -38,6 +38,8 @@ class BenchOptions:
     device: str = doc("auto", "auto, cpu, cuda or cuda:N")
     repeats: int = doc(5, "timed pairs per case, after one warm-up")
     generate: bool = doc(True, "also time transformers' model.generate on the same prompts")
+    ablation: bool = doc(False, "instead, what each source of drafts adds, for 1, 8, 64 and 256 rows up to `rows`")
+    drafters: list[str] = doc([], "draft models to try in the ablation: directories, or layers=N")
     out: str = doc("", "write the results to this JSON file too")
     rollout: RolloutConfig = field(
         default_factory=RolloutConfig,
@@ -64,8 +66,24 @@ class Case:
 def main(options: BenchOptions) -> int:
     from rich.console import Console
 
+    from specrl import ablation
+
+    bench, others, tokenizer = prepare(options, ablation.OTHERS if options.ablation else 0)
+    console = Console(width=None if sys.stdout.isatty() else 110)  # whole columns in a log file
+    result = {"options": asdict(options), "device": device_name(bench.model.device)}
+    if options.ablation:
+        result |= ablation.run(console, bench, others, options.drafters, options.repeats)
+    else:
+        result |= compare(console, bench, options, tokenizer)
+    bench.engine.close()
+    if options.out:
+        Path(options.out).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    return 0
+
+
+def prepare(options: BenchOptions, others: int = 0) -> tuple[Bench, list[Row], Any]:
+    """The bench, `others` rows of further prompts, and the policy's tokenizer."""
     from rollout.types import Row
-    from specrl import rivals
     from specrl.data import load_examples, render
     from specrl.policy import load_policy
 
@@ -77,7 +95,7 @@ def main(options: BenchOptions) -> int:
         model=options.model,
         data=options.data,
         device=options.device,
-        dataset=DatasetConfig(train_size=options.rows // group, level=options.level),
+        dataset=DatasetConfig(train_size=-(-(options.rows + others) // group), level=options.level),
         rollout=options.rollout,
         trainer=TrainerConfig(precision="bf16" if options.precision == "bf16" else "fp32"),
     )
@@ -89,11 +107,17 @@ def main(options: BenchOptions) -> int:
         older = dict(load_policy(replace(config, model=options.old_model))[0].named_parameters())
     else:
         older = perturbed(newer, options.drift)
-    bench = Bench(model.eval(), eos_ids, config, rows, older, newer)
+    bench = Bench(model.eval(), eos_ids, config, rows[: options.rows], older, newer)
+    return bench, rows[options.rows :], tokenizer
+
+
+def compare(console, bench: Bench, options: BenchOptions, tokenizer) -> dict[str, Any]:
+    """The table of cases, and of rival methods on the same engine."""
+    from specrl import rivals
+
     cases = [bench.case(name, options.repeats, **kind) for name, kind in CASES.items()]
-    console = Console(width=None if sys.stdout.isatty() else 110)  # whole columns in a log file
     show(console, options, cases)
-    result = {"options": asdict(options), "device": device_name(model.device), "cases": [asdict(c) for c in cases]}
+    result: dict[str, Any] = {"cases": [asdict(case) for case in cases]}
     if options.rollout.engine == "vllm":
         lines = rivals.compare(bench, options.repeats)
         rivals.show(console, lines, options.rows)
@@ -101,10 +125,7 @@ def main(options: BenchOptions) -> int:
     elif options.generate:
         result["generate_s"] = bench.generate_seconds(tokenizer, options.repeats)
         show_generate(console, options, result["generate_s"])
-    bench.engine.close()
-    if options.out:
-        Path(options.out).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    return 0
+    return result
 
 
 CASES = {
@@ -135,7 +156,7 @@ class Bench:
 
         self.model, self.config, self.rows = model, config, list(rows)
         self.vocab = model.get_output_embeddings().weight.shape[0]
-        self._weights = {"older": older, "newer": newer}
+        self.weights = {"older": older, "newer": newer}
         self.spec = engine_spec(config, eos_ids)
         self.engine = build_engine(self.spec, model if config.rollout.engine == "transformers" else None)
         self._texts: dict[str, RolloutBatch] = {}
@@ -233,11 +254,11 @@ class Bench:
 
         engine = engine or self.engine
         if engine.own_weights:
-            engine.update_weights(self._weights[policy].items(), engine.weight_version + 1)
+            engine.update_weights(self.weights[policy].items(), engine.weight_version + 1)
             return
         with torch.no_grad():
             for name, p in self.model.named_parameters():
-                p.copy_(self._weights[policy][name])
+                p.copy_(self.weights[policy][name])
 
 
 def device_name(device) -> str:

@@ -25,6 +25,8 @@ class Row:
     behaviour: list[float] = field(default_factory=list)
     reused: list[bool] = field(default_factory=list)
     finish: str | None = None
+    began: float = field(default_factory=time.perf_counter)
+    seconds: float = 0.0
     passes: int = 0
     drafting: bool = True
     state: State = "start"
@@ -96,6 +98,8 @@ class Row:
         self.behaviour += behaviour[:count]
         self.reused += [i < accepted for i in range(count)]
         self.passes += 1
+        if self.finish:
+            self.seconds = time.perf_counter() - self.began
         if self.finish and self.request.drafter and self.drafting:
             self.request.drafter.propose(self.tokens, 0)  # rows that draft from this one get its end too
         return count
@@ -110,6 +114,7 @@ class Row:
             self.finish,
             version,
             self.passes,
+            self.seconds,
             draft_version=self.request.draft_version if rule == "lenient" else None,
         )
 

@@ -1,0 +1,168 @@
+"""What each way of drafting adds: `python -m specrl.bench ablation=true [drafter=DIR]`.
+
+The same rows with the same keys, in turn, by plain decoding and with one more source of drafts at a time, in four
+regimes: a first epoch, in which no prompt has an old text, and later ones after much, some and little drift of the
+weights. Every text is compared with plain decoding's. Run it on a quiet machine.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from specrl.bench import perturbed
+
+if TYPE_CHECKING:
+    from rollout.engines.base import Engine
+    from rollout.speculative import SpeculativeRollout
+    from rollout.types import RolloutBatch, Row
+    from specrl.bench import Bench
+
+REGIMES = {"first epoch": None, "heavy drift": 0.1, "some drift": 0.05, "little drift": 0.02}
+"""Noise on the old policy's matrices, in units of each matrix's own spread; None for no old texts."""
+SIZES = (1, 8, 64, 256)
+WINDOWS = (4, 16, 64)  # fixed draft lengths that the budget is compared with
+_STEPS = {
+    "prefix": ("prefix",),
+    "+ position": ("prefix", "position"),
+    "+ suffix": ("prefix", "position", "earlier", "group"),
+    "+ contexts": ("prefix", "position", "earlier", "group", "contexts"),
+}
+OTHERS = 256  # responses to other prompts that the context table has learnt when a regime begins
+
+
+@dataclass(frozen=True)
+class Line:
+    """One way of drafting in one regime; seconds are medians, the speedup the median of the ratios to plain."""
+
+    regime: str
+    rows: int
+    method: str
+    reused: float
+    passes_per_row: float
+    passes_max: int
+    seconds: float
+    tail_s: float
+    """Mean seconds until a row of the slowest twentieth was finished."""
+    speedup: float
+
+
+@dataclass(frozen=True)
+class Method:
+    name: str
+    engine: Engine
+    sources: Sequence[str]
+
+
+def run(console, bench: Bench, others: Sequence[Row], drafters: Sequence[str], repeats: int) -> dict[str, list[dict]]:
+    """Measures every method in every regime and size, printing a table for each size.
+
+    Args:
+        bench: policies, and the prompts of the largest size.
+        others: rows of other prompts, whose texts a run has seen before; the newer policy answers them.
+        drafters: draft models to try: directories, or layers=N.
+    """
+    every, lines = bench.rows, []
+    seen = bench.rollout(None).generate(others, visit=0, step=0).completions
+    learnt = [(row.prompt, c.tokens) for row, c in zip(others, seen, strict=True)]
+    for size in (size for size in SIZES if size <= len(every)):
+        bench.rows = every[:size]
+        for regime, drift in REGIMES.items():
+            methods = list(_methods(bench, drafters, learnt))
+            lines += _compare(bench, regime, None if drift is None else _old_texts(bench, drift), methods, repeats)
+        show(console, [line for line in lines if line.rows == size])
+    bench.rows = every
+    return {"lines": [asdict(line) for line in lines]}
+
+
+def _methods(bench: Bench, drafters: Sequence[str], learnt: Sequence[tuple]) -> Iterator[Method]:
+    """An engine for each way of drafting, all around the same model."""
+    for name, sources in _STEPS.items():
+        yield Method(name, _engine(bench, sources, learnt), sources)
+    full = _STEPS["+ contexts"]
+    for drafter in drafters:
+        yield Method(f"+ {Path(drafter).name}", _engine(bench, full, learnt, drafter=drafter), full)
+    for window in WINDOWS:
+        yield Method(f"window {window}", _engine(bench, full, learnt, window=window), full)
+
+
+def _engine(
+    bench: Bench, sources: Sequence[str], learnt: Sequence[tuple], window: int = 0, drafter: str = ""
+) -> Engine:
+    from rollout.engines import build_engine
+
+    config = bench.config.rollout
+    config = replace(config, sources=list(sources), drafter=drafter, budget=replace(config.budget, window=window))
+    engine = build_engine(replace(bench.spec, rollout=config), bench.model)
+    if engine.contexts is not None:
+        engine.contexts.learn(learnt)
+    return engine
+
+
+def _old_texts(bench: Bench, drift: float) -> RolloutBatch:
+    """What the policy with noise on its weights wrote in the epoch before."""
+    newer = bench.weights["newer"]
+    bench.weights["older"] = perturbed(newer, drift)
+    bench.switch("older")
+    old = bench.rollout(None).generate(bench.rows, visit=0, step=0)
+    bench.switch("newer")
+    return old
+
+
+def _compare(
+    bench: Bench, regime: str, old: RolloutBatch | None, methods: Sequence[Method], repeats: int
+) -> list[Line]:
+    batches: dict[str, list[RolloutBatch]] = {"plain": [], **{m.name: [] for m in methods}}
+    for visit in range(1, repeats + 2):
+        plain = None
+        for method in methods:
+            stage: SpeculativeRollout = bench.rollout(old, engine=method.engine, sources=list(method.sources))
+            batch = stage.generate(bench.rows, visit=visit, step=1)
+            stage.store(bench.rows, batch, step=1)
+            if plain is None:
+                plain = stage.plain(bench.rows, batch.keys)
+                batches["plain"].append(plain)
+            if [c.tokens for c in batch.completions] != [c.tokens for c in plain.completions]:
+                raise SystemExit(f"{method.name} sampled other tokens than plain decoding; the table means nothing")
+            batches[method.name].append(batch)
+    return [_line(regime, name, runs[1:], batches["plain"][1:]) for name, runs in batches.items()]
+
+
+def _line(regime: str, method: str, runs: Sequence[RolloutBatch], plain: Sequence[RolloutBatch]) -> Line:
+    done = runs[-1].completions
+    return Line(
+        regime=regime,
+        rows=len(done),
+        method=method,
+        reused=sum(sum(c.reused) for c in done) / sum(len(c.tokens) for c in done),
+        passes_per_row=sum(c.passes for c in done) / len(done),
+        passes_max=max(c.passes for c in done),
+        seconds=statistics.median(batch.total_s for batch in runs),
+        tail_s=statistics.median(_tail(batch) for batch in runs),
+        speedup=statistics.median(p.total_s / b.total_s for p, b in zip(plain, runs, strict=True)),
+    )
+
+
+def _tail(batch: RolloutBatch) -> float:
+    """Mean seconds of the slowest twentieth of the rows."""
+    slowest = sorted((c.seconds for c in batch.completions), reverse=True)
+    count = max(1, len(slowest) // 20)
+    return sum(slowest[:count]) / count
+
+
+def show(console, lines: Sequence[Line]) -> None:
+    """Speedups by method and regime, of the whole rollout and of its slowest rows."""
+    from rich.table import Table
+
+    regimes = list(dict.fromkeys(line.regime for line in lines))
+    cells = {(line.method, line.regime): line for line in lines}
+    table = Table(title=f"{lines[0].rows} rows: speedup over plain decoding (of the slowest twentieth of the rows)")
+    for column in ("drafts from", *regimes):
+        table.add_column(column, justify="left" if column == "drafts from" else "right", no_wrap=True)
+    for method in dict.fromkeys(line.method for line in lines):
+        found = [(cells[method, regime], cells["plain", regime]) for regime in regimes]
+        table.add_row(method, *(f"{line.speedup:.2f}x ({plain.tail_s / line.tail_s:.2f}x)" for line, plain in found))
+    console.print(table)
