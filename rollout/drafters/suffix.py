@@ -54,10 +54,11 @@ class PromptTexts:
 
     def _index(self, text: int, first: int) -> None:
         """Notes what the tokens from `first` on follow. A suffix that nothing follows yet is no use."""
-        tokens, seen = tuple(self.texts[text]), self._seen
+        start = max(0, first - _LENGTHS[0])
+        tokens, seen = tuple(self.texts[text][start:]), self._seen
         for length in _LENGTHS:
-            for at in range(max(first, length), len(tokens)):
-                seen[tokens[at - length : at]] = text, at
+            for at in range(max(first - start, length), len(tokens)):
+                seen[tokens[at - length : at]] = text, start + at
 
 
 class SuffixDrafter:

@@ -1,6 +1,7 @@
 """The rollout stage over several visits: keys, slots, replay, and that the cache never changes a token."""
 
 import copy
+import pickle
 import random
 from dataclasses import replace
 from itertools import pairwise
@@ -10,10 +11,11 @@ import torch
 
 from rollout.cache import Fingerprint, TrajectoryCache
 from rollout.config import BudgetConfig, RolloutConfig
+from rollout.drafters.suffix import PromptTexts, SuffixDrafter
 from rollout.engines import EngineSpec, build_engine
 from rollout.noise import derive_key, generation
 from rollout.speculative import SpeculativeRollout
-from rollout.types import Completion, EngineStats, Row, Trajectory
+from rollout.types import Completion, EngineStats, Request, Row, Trajectory
 
 VOCAB, EOS = 61, frozenset({1, 7})
 SEED = 11
@@ -367,6 +369,59 @@ def test_sampling_settings_may_change_between_visits(epochs):
 def test_the_budget_decides_drafts_only(epochs):
     chosen, fixed = roll(epochs, None, config=config_of(window=0)), roll(epochs, None)
     assert texts(chosen) == texts(fixed)
+
+
+@pytest.mark.parametrize("sources", [[], ["prefix"], ["prefix", "position"], ["group"], ["earlier", "group"]])
+@pytest.mark.parametrize("window", [0, 3])
+def test_sources_decide_drafts_only(epochs, sources, window):
+    visits = roll(epochs, None, config=config_of(sources=sources, window=window))
+    assert texts(visits) == texts(roll(epochs, off))
+    used = {name for _, batch in visits for name in batch.stats.sources}
+    assert used <= set(sources)
+    if window:
+        assert used == set(sources)
+
+
+class Hostile(PromptTexts):
+    """An index that answers at random: with any place of any text, and with tokens that do not exist."""
+
+    rng = random.Random(8)
+
+    def find(self, tokens):
+        self.texts[0] = [self.rng.randrange(-2, VOCAB + 2) for _ in range(20)]
+        text = self.rng.randrange(len(self.texts))
+        return text, self.rng.randrange(len(self.texts[text]) + 1), self.rng.choice([0, 2, 8])
+
+
+@pytest.mark.parametrize("cut", ["together", "each row alone", "another prompt's index", "hostile"])
+def test_what_an_index_knows_changes_no_token(epochs, cut):
+    """Shares of one group on several workers, indices that were mixed up, and hostile ones."""
+    rows, keys = rows_of("a", "b", group=4), [derive_key(SEED, "index", i, 0) for i in range(8)]
+    engine = build_engine(EngineSpec(eos_ids=EOS, rollout=config_of()), epochs[0])
+    plain, _ = engine.generate([Request(r.prompt, k, 24) for r, k in zip(rows, keys, strict=True)])
+    old = [c.tokens[::-1] if i % 3 else c.tokens for i, c in enumerate(plain)]
+    groups = [(Hostile if cut == "hostile" else PromptTexts)(old[i : i + 4]) for i in (0, 4)]
+    group_of = [i // 4 if cut != "another prompt's index" else i % 2 for i in range(8)]
+    requests = [
+        Request(r.prompt, k, 24, SuffixDrafter(groups[g], text))
+        for r, k, g, text in zip(rows, keys, group_of, old, strict=True)
+    ]
+    shares = [[request] for request in requests] if cut == "each row alone" else [requests]
+    done = [c for share in shares for c in engine.generate(pickle.loads(pickle.dumps(share)))[0]]
+    assert [(c.tokens, c.finish) for c in done] == [(c.tokens, c.finish) for c in plain]
+    assert any(any(c.reused) for c in done)
+
+
+def test_a_rule_that_trusts_its_drafts_is_seen_by_the_same_comparison(epochs, monkeypatch):
+    monkeypatch.setattr("rollout.engines.transformers.accept_exact", lambda draws, draft: len(draft))
+    monkeypatch.setattr(
+        "rollout.engines.transformers.TransformersEngine._break_ties",
+        lambda engine, row, draft, draws, *_: draws.__setitem__(slice(0, len(draft)), draft),
+    )
+    wrong = roll(epochs[:1], None)
+    assert wrong[0][1].stats.accepted > 0
+    monkeypatch.undo()
+    assert texts(wrong) != texts(roll(epochs[:1], off)), "in the first epoch already"
 
 
 def test_lenient_over_visits_uses_what_it_stored(epochs):
