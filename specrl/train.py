@@ -230,6 +230,7 @@ def scorer(
         metrics: dict[str, float] = {
             "reward/failed": sum(total is None for total in result.total),
             "reward/timeouts": sum(result.timeouts.values()),
+            "reward/reused_ratio": sum(result.reused.values()) / max(1, len(rows) * len(result.parts)),
         }
         for name, values in result.parts.items():
             good = [value for value in values if value is not None]

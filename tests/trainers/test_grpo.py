@@ -417,6 +417,25 @@ def test_a_group_without_any_reward_is_left_out(tmp_path):
     assert all(torch.isfinite(tensor).all() for tensor in record.weights.values())
 
 
+def test_kept_rewards_train_the_same(tmp_path):
+    """Replay makes texts come again; the weights cannot tell whether their rewards were asked for again."""
+    options = {"rollout__replay": 0.9, "trainer__learning_rate": 1e-4}
+    names = ("digits", "certain_digits")
+    asked, kept = (run(tmp_path, name=n, reward__functions=f"[tests.runs:{n}]", **options) for n in names)
+    assert differences(asked, kept) == []
+    for part in ("mean", "std"):
+        name = f"rewards/_total_reward/{part}"
+        assert [log[name] for log in logs(asked)] == [log[name] for log in logs(kept)]
+    assert [log["rewards/digits/mean"] for log in logs(asked)] == [
+        log["rewards/certain_digits/mean"] for log in logs(kept)
+    ]
+    assert {log["reward/reused_ratio"] for log in logs(asked)} == {0.0}
+    ratios = [log["reward/reused_ratio"] for log in logs(kept)]
+    assert ratios[:3] == [0.0] * 3
+    unchanged = [step.metrics["spec/full_reuse_ratio"] for step in kept.steps]
+    assert all(0 < share <= ratio for share, ratio in zip(unchanged[3:], ratios[3:], strict=True))
+
+
 # The cache ------------------------------------------------------------------------------------------------------------
 
 
