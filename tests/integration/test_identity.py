@@ -169,6 +169,14 @@ def test_acceptance_and_epochs_may_change_on_resume(runs, tmp_path):
 
 
 @slow
+def test_resume_with_a_reference_policy(runs, tmp_path):
+    """Its kept log-probs are lost with the process, and computed anew to the last bit."""
+    options = {"rollout__replay": 0.5, "trainer__beta": 0.05}
+    first, second = interrupted(tmp_path, 4, **options)
+    assert differences(runs(rollout__acceptance="exact", **options), first + second) == []
+
+
+@slow
 def test_resume_between_rollouts_of_two_updates(runs, tmp_path):
     options = {"rollout__replay": 0.5, "trainer__updates_per_rollout": 2, "trainer__rows_per_pass": 8}
     first, second = interrupted(tmp_path, 8, **options)
