@@ -22,9 +22,9 @@ name output_dir seed resume model tokenizer trust_remote_code revision device da
 dataset.train_split dataset.test_split dataset.train_size dataset.test_size dataset.prompt_column
 dataset.answer_column dataset.level dataset.system_prompt dataset.prompt_template dataset.max_prompt_tokens
 lora.rank lora.alpha lora.targets
-rollout.engine rollout.acceptance rollout.replay rollout.lenience rollout.group_size rollout.temperature rollout.top_p
-rollout.top_k rollout.max_new_tokens rollout.drafter rollout.rows_per_batch rollout.tokens_per_pass rollout.logits_mb
-rollout.tie_margin rollout.measure_every
+rollout.engine rollout.acceptance rollout.replay rollout.replay_gap rollout.lenience rollout.group_size
+rollout.temperature rollout.top_p rollout.top_k rollout.max_new_tokens rollout.drafter rollout.rows_per_batch
+rollout.tokens_per_pass rollout.logits_mb rollout.tie_margin rollout.measure_every
 rollout.cache.max_mb rollout.cache.start_from rollout.cache.clear rollout.cache.on_write_error
 rollout.budget.window rollout.budget.rematch
 rollout.vllm.runner rollout.vllm.draft_tokens rollout.vllm.kv_cache_mb rollout.vllm.memory_utilization
@@ -157,7 +157,7 @@ def test_interpolation_and_its_escape(monkeypatch):
         ([*BASE, "rollout=4"], "'rollout' is a section; set its options one by one. help=rollout lists them."),
         ([*BASE, "rollout.group_size=abc"], "rollout.group_size=abc: expected a whole number."),
         ([*BASE, "rollout.group_size=8.0"], "rollout.group_size=8.0: expected a whole number."),
-        ([*BASE, "rollout.replay=half"], "rollout.replay=half: expected a number."),
+        ([*BASE, "rollout.replay=half"], "rollout.replay=half: expected a number or auto."),
         ([*BASE, "trust_remote_code=maybe"], "trust_remote_code=maybe: expected true or false."),
         (
             [*BASE, "rollout.acceptance=exat"],
