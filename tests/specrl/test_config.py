@@ -314,6 +314,12 @@ def test_differences_that_matter_only_in_context(words):
     assert all(change.matters for change in config.differences(load([*BASE]), load([*BASE, *words.split()])))
 
 
+def test_control_steps_matter_where_keys_follow_from_them():
+    for replay, matters in (("rollout.replay=auto", True), ("rollout.replay=0.5", False)):
+        old, new = (load([*BASE, replay, f"rollout.measure_every={n}"]) for n in (4, 5))
+        assert [change.matters for change in config.differences(old, new)] == [matters]
+
+
 # --- the wrapper of the entry points
 
 
