@@ -243,7 +243,7 @@ def to_markdown(summary: dict, tables: dict[str, list[Saving]], picture: str) ->
         if kind == "measured" and (saved := summary["estimate_saved_s"]) is not None:
             lines += [f"Estimate, extrapolated from these to all {summary['steps']} steps: {saved:.1f} s saved.", ""]
     lines += [f"Control rollouts took {summary['control_s']:.1f} s, charged to neither side.", ""]
-    lines += _steps(summary["step_s"], summary["step_speedup"], summary["steps"]) + ["## Learning", ""]
+    lines += [*_steps(summary["step_s"], summary["step_speedup"], summary["steps"]), "## Learning", ""]
     lines += [f"- reward: {_show(reward['first'])} -> {_show(reward['last'])} ({reward['window']})"]
     for label, record in zip(("before", "after"), (summary["eval"][:1] + summary["eval"][1:][-1:]), strict=False):
         values = (f"{key.removeprefix('eval/')} {_show(number(record, key))}" for key in record if key != "step")
@@ -266,9 +266,9 @@ def _steps(spent: dict[str, float], speedup: float | None, steps: int) -> list[s
     lines = ["## Where a step goes", "", "| phase | s a step | share |", "|---|---:|---:|"]
     lines += [f"| {name} | {s / steps:.2f} | {s / whole:.0%} |" for name, s in spent.items()]
     lines += [f"| step, controls left out | {whole / steps:.2f} | 100% |", ""]
-    return lines + (
-        [f"Whole steps on the control steps, against plain rollouts: {speedup:.2f}x.", ""] if speedup else []
-    )
+    if speedup:
+        lines += [f"Whole steps on the control steps, against plain rollouts: {speedup:.2f}x.", ""]
+    return lines
 
 
 def _speedups(rows: Sequence[Saving]) -> str:
