@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from reward.config import RewardConfig
+from reward.memo import Memo
 
 LARGEST = 1e15  # trainers square rewards in float32 for the group's standard deviation
 WINDOW_ROWS = 20  # fewer rows than this say nothing about a failure ratio
@@ -42,6 +43,8 @@ class Reward(Protocol):
     Returns one number per sample, None for one that cannot be scored (the row is masked and counted, never 0).
     Two optional methods: `close()` releases resources; `outcomes(samples)` is like a call, but in the place of a
     None it may leave the exception that prevented the score, and is what RewardSet uses when it exists.
+    An optional attribute: `deterministic = True` promises that a score depends on nothing but the sample (no time, no
+    randomness, no judge that changes); RewardSet then asks once for each sample, not every time it comes.
     """
 
     name: str
@@ -100,6 +103,7 @@ class RewardResult:
     timeouts: dict[str, int]  # rows over their deadline
     errors: dict[str, int]  # rows whose reward raised, crashed its worker or returned something else than a number
     missing: dict[str, int]  # rows for which the reward itself returned None
+    reused: dict[str, int]  # rows that kept an earlier score, as the reward is deterministic
     seconds: dict[str, float]  # wall-clock time
     first_failure: dict[str, str]  # for rewards that failed somewhere: the first failure, with its traceback
 
@@ -186,6 +190,7 @@ class RewardSet:
         self.weights = dict(zip(names, weights, strict=True))
         self.max_failure_ratio = max_failure_ratio
         self._windows = {name: _Window() for name in names}
+        self._memos = {r.name: Memo() for r in rewards if getattr(r, "deterministic", False) is True}
 
     @classmethod
     def from_config(cls, config: RewardConfig) -> RewardSet:
@@ -204,13 +209,19 @@ class RewardSet:
     def score(self, samples: Sequence[Sample]) -> RewardResult:
         """Score one batch. Raises RewardError when a reward is broken rather than one sample bad (see the class)."""
         samples = list(samples)
-        result = RewardResult([0.0] * len(samples), {}, {}, {}, {}, {}, {})
-        for name, reward in self.rewards.items():
+        result = RewardResult([0.0] * len(samples), {}, {}, {}, {}, {}, {}, {})
+        for name in self.rewards:
             start = time.perf_counter()
-            outcomes = checked_outcomes(reward, samples) if samples else []
+            outcomes, result.reused[name] = self._outcomes(name, samples)
             result.seconds[name] = time.perf_counter() - start
             self._record(result, name, samples, outcomes)
         return result
+
+    def _outcomes(self, name: str, samples: list[Sample]) -> tuple[list[Outcome], int]:
+        reward, memo = self.rewards[name], self._memos.get(name)
+        if memo is not None:
+            return memo.outcomes(samples, lambda new: checked_outcomes(reward, new))
+        return checked_outcomes(reward, samples) if samples else [], 0
 
     def _record(self, result: RewardResult, name: str, samples: list[Sample], outcomes: list[Outcome]) -> None:
         kinds = [_kind(outcome) for outcome in outcomes if not isinstance(outcome, float)]

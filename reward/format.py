@@ -28,6 +28,7 @@ def well_formed(completion: str) -> bool:
 
 class FormatReward:
     name = "format"
+    deterministic = True
 
     def __call__(self, samples: Sequence[Sample]) -> list[float | None]:
         return [float(well_formed(sample.completion)) for sample in samples]

@@ -22,6 +22,7 @@ class FunctionReward:
 
     def __init__(self, function: Callable[..., Any], name: str):
         self.name = name
+        self.deterministic = getattr(function, "deterministic", False)
         self._function = function
         try:
             signature = inspect.signature(function)
@@ -48,8 +49,8 @@ class FunctionReward:
 class IsolatedReward:
     """A user reward in killable worker processes (`reward.isolate_user`), one sample a call."""
 
-    def __init__(self, spec: str, name: str, config: RewardConfig):
-        self.name = name
+    def __init__(self, spec: str, name: str, config: RewardConfig, deterministic: bool = False):
+        self.name, self.deterministic = name, deterministic
         self.pool = WorkerPool(
             "reward.loading:serve",
             [spec],
@@ -120,7 +121,7 @@ def load_reward(spec: str, config: RewardConfig | None = None) -> Reward:
     name = getattr(target, "name", None)
     named = isinstance(name, str)
     if config.isolate_user:
-        return IsolatedReward(spec, name if named else attribute, config)
+        return IsolatedReward(spec, name if named else attribute, config, getattr(target, "deterministic", False))
     if inspect.isclass(target):
         try:
             target = target()

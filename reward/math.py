@@ -158,6 +158,7 @@ class MathReward:
     """The math reward (rules at the top of the module). Workers start when the first answer needs math-verify."""
 
     name = "math"
+    deterministic = True
 
     def __init__(self, timeout_s: float = 5.0, memory_mb: int = 2048, workers: int = 1):
         self.pool = WorkerPool("reward.math:make_checker", workers=workers, timeout_s=timeout_s, memory_mb=memory_mb)

@@ -66,8 +66,13 @@ class RolloutConfig:
     acceptance: Literal["exact", "lenient", "off"] = doc(
         "exact", "exact: bit-identical to plain decoding; lenient: SPEC-RL as published, biased; off: plain decoding"
     )
-    replay: float = doc(
-        0.0, "share of slots that keep their noise key from their last visit, 0 to 1 (see docs/guarantees.md)"
+    replay: float | Literal["auto"] = doc(
+        0.0,
+        "share of slots that keep their noise key from their last visit, 0 to 1; auto: chosen at each visit by the "
+        "measured reuse gap (see docs/guarantees.md)",
+    )
+    replay_gap: float = doc(
+        0.0, "with replay=auto: largest reuse gap of a batch, in units of the reward; 0 replays nothing"
     )
     lenience: float = doc(
         1.0, "factor l of the published acceptance min(1, l*p_new/p_old); only for acceptance=lenient"

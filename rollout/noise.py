@@ -8,6 +8,7 @@ softmax(z_t) (the Gumbel-max trick). Noise depends on nothing else: not on the b
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -32,15 +33,13 @@ def derive_key(seed: int, example_id: str, slot: int, generation: int, domain: s
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little", signed=True)
 
 
-def generation(seed: int, example_id: str, slot: int, visit: int, replay: float) -> int:
+def generation(seed: int, example_id: str, slot: int, visit: int, shares: Sequence[float]) -> int:
     """The visit whose noise this slot uses at `visit` (0, 1, ...): the latest one that was not a replay.
 
-    Each visit after the first replays the noise of the one before with probability `replay`, decided by a hash, so that
-    the result depends on nothing but the arguments. `replay=0` gives `visit`, `replay=1` gives 0.
+    Visit v > 0 replays the noise of the one before with probability `shares[v]`, decided by a hash, so that the result
+    depends on nothing but the arguments. Shares of 0 give `visit`, shares of 1 give 0.
     """
-    if replay <= 0:
-        return visit
-    while visit > 0 and _unit(derive_key(seed, example_id, slot, visit, "replay")) < replay:
+    while visit > 0 and _unit(derive_key(seed, example_id, slot, visit, "replay")) < shares[visit]:
         visit -= 1
     return visit
 

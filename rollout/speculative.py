@@ -11,6 +11,7 @@ from rollout.config import RolloutConfig
 from rollout.drafters.suffix import PromptTexts, SuffixDrafter
 from rollout.engines.base import Engine
 from rollout.noise import derive_key, generation
+from rollout.replay import ReplayControl
 from rollout.types import Request, RolloutBatch, Row, Trajectory
 
 
@@ -35,6 +36,7 @@ class SpeculativeRollout:
     def __init__(self, engine: Engine, cache: TrajectoryCache | None, config: RolloutConfig, seed: int):
         self.engine, self.config, self.seed = engine, config, seed
         self.cache = None if config.acceptance == "off" else cache
+        self.replay = ReplayControl(config.replay if config.acceptance != "lenient" else 0.0, config.replay_gap)
         self._reused = 0.0
 
     def generate(
@@ -50,8 +52,8 @@ class SpeculativeRollout:
         """
         began = time.perf_counter()
         slots = list(slots) if slots is not None else _occurrences(rows)
-        replay, domain = (0.0, "control") if fresh else (self._replay, "rollout")
-        generations = [generation(self.seed, r.example_id, s, visit, replay) for r, s in zip(rows, slots, strict=True)]
+        shares, domain = ([0.0] * (visit + 1), "control") if fresh else (self.replay.until(visit), "rollout")
+        generations = [generation(self.seed, r.example_id, s, visit, shares) for r, s in zip(rows, slots, strict=True)]
         keys = [
             derive_key(self.seed, r.example_id, s, g, domain) for r, s, g in zip(rows, slots, generations, strict=True)
         ]
@@ -113,10 +115,6 @@ class SpeculativeRollout:
             for r, s, k, c, reward in zip(rows, batch.slots, batch.keys, batch.completions, rewards, strict=True)
             if not c.failure
         ]
-
-    @property
-    def _replay(self) -> float:
-        return 0.0 if self.config.acceptance == "lenient" else self.config.replay
 
     def _request(
         self, row: Row, key: int, old: Trajectory | None, stored: list[Trajectory], texts: PromptTexts | None

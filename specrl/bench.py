@@ -39,7 +39,9 @@ class BenchOptions:
     repeats: int = doc(5, "timed pairs per case, after one warm-up")
     generate: bool = doc(True, "also time transformers' model.generate on the same prompts")
     ablation: bool = doc(False, "instead, what each source of drafts adds, for 1, 8, 64 and 256 rows up to `rows`")
-    drafters: list[str] = doc([], "draft models to try in the ablation: directories, or layers=N")
+    drafters: list[str] = field(
+        default_factory=list, metadata={"help": "draft models to try in the ablation: directories, or layers=N"}
+    )
     out: str = doc("", "write the results to this JSON file too")
     rollout: RolloutConfig = field(
         default_factory=RolloutConfig,

@@ -88,6 +88,16 @@ def _run_rules(c: Config) -> Iterator[str]:
 def _rollout_rules(r: RolloutConfig) -> Iterator[str]:
     if r.top_p == 0:
         yield "rollout.top_p=0 keeps no token. Try rollout.top_p=1, which keeps all."
+    if r.replay_gap and r.replay != "auto":
+        yield (
+            f"rollout.replay_gap={r.replay_gap} has no effect with rollout.replay={r.replay}. "
+            "Try rollout.replay=auto, or leave it out."
+        )
+    if r.replay == "auto" and r.replay_gap and not r.measure_every:
+        yield (
+            "rollout.replay=auto chooses by what control steps measure, and rollout.measure_every=0 makes none. "
+            f"Try rollout.measure_every={RolloutConfig.measure_every}."
+        )
     if r.lenience == 0:
         yield "rollout.lenience=0 accepts nothing. Try rollout.lenience=1, or rollout.acceptance=off."
     if r.lenience != 1 and r.acceptance != "lenient":

@@ -210,6 +210,8 @@ def differences(old: Config, new: Config) -> list[Change]:
 def _matters(key: str, before: dict[str, Any], after: dict[str, Any]) -> bool:
     if key == "rollout.acceptance":
         return "lenient" in (before[key], after[key])
+    if key == "rollout.measure_every":
+        return after["rollout.replay"] == "auto"  # whose keys follow from what control steps measure
     if key in ("trainer.epochs", "trainer.max_steps"):
         return after["trainer.lr_schedule"] != "constant"
     return not NEUTRAL.fullmatch(key)

@@ -10,7 +10,7 @@ from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
 from difflib import get_close_matches
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import yaml
 from omegaconf import OmegaConf
@@ -38,13 +38,19 @@ class Option:
         return get_origin(self.type) is list
 
     @property
+    def members(self) -> tuple[Any, ...]:
+        """The types a value may have: those of a union, else one."""
+        return get_args(self.type) if get_origin(self.type) is Union else (self.type,)
+
+    @property
     def choices(self) -> tuple[str, ...]:
-        return get_args(self.type) if get_origin(self.type) is Literal else ()
+        return tuple(word for member in self.members if get_origin(member) is Literal for word in get_args(member))
 
     @property
     def kind(self) -> str:
-        """The type as help shows it: `int`, `list[str]`, or the choices."""
-        return " | ".join(self.choices) or (str(self.type) if self.is_list else self.type.__name__)
+        """The type as help shows it: `int`, `list[str]`, the choices, or `float | auto`."""
+        named = [str(m) if self.is_list else m.__name__ for m in self.members if get_origin(m) is not Literal]
+        return " | ".join([*named, *self.choices])
 
     @property
     def default_text(self) -> str:
@@ -55,7 +61,8 @@ class Option:
         if self.is_list:
             example = value if isinstance(value, str) and value else "a,b"
             return f"{self.key}={plain(value)}: expected a list. Try {self.key}=[{example.strip('[]')}]."
-        expected = f"one of {', '.join(self.choices)}" if self.choices else WORDS[self.type]
+        words = [WORDS[member] for member in self.members if member in WORDS]
+        expected = " or ".join([*words, *self.choices]) if words else f"one of {', '.join(self.choices)}"
         return f"{self.key}={plain(value)}: expected {expected}.{suggestion(str(value), self.choices)}"
 
 
@@ -202,7 +209,16 @@ def _shaped(option: Option, value: Any) -> Any:
     items = value if option.is_list and isinstance(value, list) else [value]
     if option.is_list != isinstance(value, list) or not all(isinstance(item, str) for item in items):
         raise TypeError(option.key)
+    if option.choices and float in option.members and value not in option.choices:
+        return _number(value)  # OmegaConf converts no text for a union
     return value
+
+
+def _number(text: str) -> float | str:
+    try:
+        return float(text)
+    except ValueError:
+        return text
 
 
 def _interpolation(key: str | None, error: Exception) -> str:

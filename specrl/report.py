@@ -30,6 +30,7 @@ from specrl.options import ConfigError
 from specrl.plots import draw
 from specrl.savings import (
     Saving,
+    breakdown,
     control_steps,
     epoch,
     estimate,
@@ -39,6 +40,7 @@ from specrl.savings import (
     mean,
     measured,
     paired,
+    step_speedup,
     total,
 )
 
@@ -109,10 +111,11 @@ def law(config: Config | None) -> str:
         return "off: plain decoding without speculation."
     if rollout.acceptance == "lenient":
         return f"lenient, l={rollout.lenience:g}: SPEC-RL as published; biased towards the stored text."
-    if not rollout.replay:
+    if not rollout.replay or (rollout.replay == "auto" and not rollout.replay_gap):
         return "exact, replay=0: the tokens plain decoding draws, with fresh noise at every visit: on-policy RL."
+    share = f"auto within a gap of {rollout.replay_gap:g}" if rollout.replay == "auto" else f"{rollout.replay:g}"
     return (
-        f"exact, replay={rollout.replay:g}: the tokens plain decoding draws with the same keys; replayed rows are not "
+        f"exact, replay={share}: the tokens plain decoding draws with the same keys; replayed rows are not "
         "independent of the weights, and spec/reuse_gap measures what that does."
     )
 
@@ -206,6 +209,8 @@ def summarise(own: RunRecords, baseline: RunRecords | None) -> tuple[dict, dict[
         **{kind: {"title": titles[kind], "savings": [_row(saving) for saving in tables[kind]]} for kind in tables},
         "estimate_saved_s": estimate(steps),
         "control_s": total(steps, "timing_s/control"),
+        "step_s": breakdown(steps),
+        "step_speedup": step_speedup(steps),
         "reward": first_last(steps),
         "eval": [{key: record[key] for key in record if key == "step" or "eval/" in key} for record in own.evals],
         "reuse": {"reused_ratio": reused / (reused + new) if reused + new else None}
@@ -237,7 +242,8 @@ def to_markdown(summary: dict, tables: dict[str, list[Saving]], picture: str) ->
         lines += ["", _speedups(rows), ""]
         if kind == "measured" and (saved := summary["estimate_saved_s"]) is not None:
             lines += [f"Estimate, extrapolated from these to all {summary['steps']} steps: {saved:.1f} s saved.", ""]
-    lines += [f"Control rollouts took {summary['control_s']:.1f} s, charged to neither side.", "", "## Learning", ""]
+    lines += [f"Control rollouts took {summary['control_s']:.1f} s, charged to neither side.", ""]
+    lines += [*_steps(summary["step_s"], summary["step_speedup"], summary["steps"]), "## Learning", ""]
     lines += [f"- reward: {_show(reward['first'])} -> {_show(reward['last'])} ({reward['window']})"]
     for label, record in zip(("before", "after"), (summary["eval"][:1] + summary["eval"][1:][-1:]), strict=False):
         values = (f"{key.removeprefix('eval/')} {_show(number(record, key))}" for key in record if key != "step")
@@ -251,6 +257,18 @@ def to_markdown(summary: dict, tables: dict[str, list[Saving]], picture: str) ->
     lines += [f"- CPU: {machine['cpu']}, {machine['cores']} cores", f"- GPU: {', '.join(machine['gpus']) or 'none'}"]
     lines += [f"- versions: {', '.join(f'{name} {version}' for name, version in machine['versions'].items())}"]
     return "\n".join(lines) + "\n"
+
+
+def _steps(spent: dict[str, float], speedup: float | None, steps: int) -> list[str]:
+    if not spent:
+        return []
+    whole = sum(spent.values())
+    lines = ["## Where a step goes", "", "| phase | s a step | share |", "|---|---:|---:|"]
+    lines += [f"| {name} | {s / steps:.2f} | {s / whole:.0%} |" for name, s in spent.items()]
+    lines += [f"| step, controls left out | {whole / steps:.2f} | 100% |", ""]
+    if speedup:
+        lines += [f"Whole steps on the control steps, against plain rollouts: {speedup:.2f}x.", ""]
+    return lines
 
 
 def _speedups(rows: Sequence[Saving]) -> str:

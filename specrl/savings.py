@@ -9,6 +9,8 @@ from statistics import fmean
 from specrl.monitor import number
 
 CHARGED = {"verify": "verify", "draft": "draft", "look-up": "lookup", "store": "store"}
+STEP_PHASES = ("gen", "reward", "old_log_prob", "ref_log_prob", "sync", "update")
+CONTROLS = ("control", "reuse_gap")
 PLAIN_PHASE = "prefill and decode"
 EPOCH_END = 1 + 1e-6  # trainers compute the epoch as a quotient, so its whole numbers are inexact
 
@@ -95,9 +97,28 @@ def paired(steps: Sequence[dict], baseline: Sequence[dict]) -> list[Saving]:
     rows += _totals(own, plain, "timing_s/gen")
     for key in ("reward", "update"):
         rows.append(Saving(key, total(plain, f"timing_s/{key}"), total(own, f"timing_s/{key}")))
-    aside = ("timing_s/control", "timing_s/reuse_gap")
-    whole = (total(side, "timing_s/step") - sum(total(side, key) for key in aside) for side in (plain, own))
-    return [*rows, Saving("step, controls left out", *whole)]
+    return [*rows, Saving("step, controls left out", step_s(plain), step_s(own))]
+
+
+def step_s(steps: Sequence[dict]) -> float:
+    """Seconds of whole steps, control rows left out."""
+    return total(steps, "timing_s/step") - sum(total(steps, f"timing_s/{name}") for name in CONTROLS)
+
+
+def breakdown(steps: Sequence[dict]) -> dict[str, float]:
+    """Where the seconds of `step_s` went; empty when steps were not timed. What has no time of its own is `other`."""
+    if not total(steps, "timing_s/step"):
+        return {}
+    spent = {name: total(steps, f"timing_s/{name}") for name in STEP_PHASES}
+    return {name: s for name, s in spent.items() if s} | {"other": step_s(steps) - sum(spent.values())}
+
+
+def step_speedup(steps: Sequence[dict]) -> float | None:
+    """Whole steps with plain rollouts over whole steps as they were, on the control steps; None without any."""
+    control = control_steps(steps)
+    if not (own := step_s(control)):
+        return None
+    return (own - total(control, "timing_s/gen") + total(control, "spec/plain_s")) / own
 
 
 def _totals(own: list[dict], plain: list[dict], key: str) -> list[Saving]:

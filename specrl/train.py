@@ -56,6 +56,8 @@ def main(config: Config) -> int:
         closing.callback(rewards.close)
         make_engine = engine_factory(config, eos_ids, closing)
         trainer = build_trainer(config, model, tokenizer, train, make_engine, cache, rewards, run_dir)
+        if checkpoint:
+            trainer.stage.restore(checkpoints.stage_state(checkpoint))
         if trainer.accelerator.is_main_process:  # one process writes the run directory
             cli.save(config)
             resumed = checkpoints.step_of(checkpoint) if checkpoint else None
@@ -206,7 +208,9 @@ def build_trainer(
         cache=cache,
         rollout_config=config.rollout,
         trainer_config=config.trainer,
-        callbacks=[SaveCache(cache, config.rollout.cache, config.trainer.keep_checkpoints)],
+        callbacks=[
+            SaveCache(cache, config.rollout.cache, config.trainer.keep_checkpoints, lambda: trainer.stage.state())
+        ],
         peft_config=adapter(config),
     )
     trainer.remove_callback(PrinterCallback)  # the monitor prints
@@ -230,6 +234,7 @@ def scorer(
         metrics: dict[str, float] = {
             "reward/failed": sum(total is None for total in result.total),
             "reward/timeouts": sum(result.timeouts.values()),
+            "reward/reused_ratio": sum(result.reused.values()) / max(1, len(rows) * len(result.parts)),
         }
         for name, values in result.parts.items():
             good = [value for value in values if value is not None]

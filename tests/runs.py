@@ -38,6 +38,14 @@ def digits(prompt: str, completion: str, answer: str | None) -> float:
     return sum(c.isdigit() for c in completion) / max(len(completion), 1)
 
 
+def certain_digits(prompt: str, completion: str, answer: str | None) -> float:
+    """As `digits`, declared deterministic."""
+    return digits(prompt, completion, answer)
+
+
+certain_digits.deterministic = True
+
+
 def some_digits(prompt: str, completion: str, answer: str | None) -> float | None:
     """As `digits`, but about one response in four cannot be scored; a pure function of the text."""
     return None if sum(map(ord, completion)) % 4 == 0 else digits(prompt, completion, answer)

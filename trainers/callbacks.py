@@ -10,12 +10,15 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
+OTHERS = ("sync", "gen", "reward", "old_log_prob", "ref_log_prob", "control", "reuse_gap")
+"""What a step spends its time on besides the update, by its name in `timing_s/`; none is part of another."""
+
 
 class Record(TrainerCallback):
     """Hands one flat record per optimiser step to `write`, then calls `after_step`; `before_training` runs first.
 
     `timing_s/step` is the step's wall clock, control rows included; `timing_s/update` is what is left of it after
-    rollout, reward, weight sync and control rows.
+    everything that has a time of its own: OTHERS.
     """
 
     def __init__(
@@ -41,9 +44,8 @@ class Record(TrainerCallback):
         if not state.is_world_process_zero or not logs or "loss" not in logs:
             return
         record = {"step": state.global_step, "time": time.time(), **logs}
-        others = ("sync", "gen", "reward", "control", "reuse_gap")
         record["timing_s/step"] = self._step_s
-        record["timing_s/update"] = self._step_s - sum(logs.get(f"timing_s/{name}") or 0.0 for name in others)
+        record["timing_s/update"] = self._step_s - sum(logs.get(f"timing_s/{name}") or 0.0 for name in OTHERS)
         self._write(record)
         self._after_step(state.global_step)
 

@@ -10,7 +10,9 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import TrainerCallback
@@ -57,11 +59,21 @@ def trajectories(checkpoint: Path) -> Path:
     return checkpoint / "trajectories"
 
 
-class SaveCache(TrainerCallback):
-    """Completes each checkpoint with the trajectory cache of the same step, marks it, and removes the oldest ones."""
+def stage_state(checkpoint: Path) -> dict[str, Any]:
+    """The rollout stage's state of a complete checkpoint."""
+    return json.loads((checkpoint / MARKER).read_text(encoding="utf-8"))["stage"]
 
-    def __init__(self, cache: TrajectoryCache | None, config: CacheConfig, keep: int):
-        self._cache, self._config, self._keep = cache, config, keep
+
+class SaveCache(TrainerCallback):
+    """Completes each checkpoint with the trajectory cache and the rollout stage's `state` of the same step.
+
+    Then marks it, and removes the oldest ones.
+    """
+
+    def __init__(
+        self, cache: TrajectoryCache | None, config: CacheConfig, keep: int, state: Callable[[], dict[str, Any]]
+    ):
+        self._cache, self._config, self._keep, self._stage = cache, config, keep, state
 
     def on_save(self, args, state, control, **kwargs) -> None:
         if torch.distributed.is_available() and torch.distributed.is_initialized():
@@ -74,7 +86,8 @@ class SaveCache(TrainerCallback):
         )
         if self._cache is not None:
             self._cache.close()
-        _write_durably(checkpoint / MARKER, json.dumps({"step": state.global_step, "cache": saved}))
+        mark = {"step": state.global_step, "cache": saved, "stage": self._stage()}
+        _write_durably(checkpoint / MARKER, json.dumps(mark))
         prune(checkpoint.parent, self._keep)
 
 

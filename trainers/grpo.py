@@ -31,6 +31,7 @@ from trainers import weights
 from trainers.advantages import overlong_penalty
 from trainers.config import TrainerConfig
 from trainers.losses import correction_weights
+from trainers.reference import ReferenceLogProbs
 from trainers.stage import RolloutStage
 
 if TYPE_CHECKING:
@@ -120,13 +121,14 @@ class GRPOTrainerWithReuse(GRPOTrainer):
         )
         policy = self.accelerator.unwrap_model(self.model)
         self.engine = make_engine(policy)
+        exact_bits = policy.dtype == torch.float32 and self.accelerator.device.type == "cpu"
+        self._reference = ReferenceLogProbs(alone=exact_bits)
         self._probe = self._render(train_dataset[0])  # any text does
         self._sent: int | None = None
         self.stage = RolloutStage(
             SpeculativeRollout(self.engine, cache, rollout_config, args.seed),
             self._score_tokens,
-            strict=policy.dtype == torch.float32
-            and self.accelerator.device.type == "cpu"
+            strict=exact_bits
             and (rollout_config.top_p, rollout_config.top_k) == (1.0, 0),  # rounding can move the edge of the kept set
             exchange=gather_object if self.accelerator.num_processes > 1 else lambda entries: entries,
         )
@@ -146,7 +148,11 @@ class GRPOTrainerWithReuse(GRPOTrainer):
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         self._inputs = inputs
-        out = super()._generate_and_score_completions(inputs)
+        updates, self.num_iterations = self.num_iterations, 1  # no pass for old log-probs: the first update has them
+        try:
+            out = super()._generate_and_score_completions(inputs)
+        finally:
+            self.num_iterations = updates
         metrics = self.stage.finish(self._rows, self._batch, self._rewards, visit=self._visit, step=self._version)
         for name, value in self._across_processes(metrics).items():
             self._metrics["train"][name].append(value)
@@ -180,13 +186,17 @@ class GRPOTrainerWithReuse(GRPOTrainer):
             self._metrics["train"][name].append(value)
         return self._rewards
 
-    def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any):
-        result = super()._get_per_token_logps_and_entropies(*args, **kwargs)
+    def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, *args: Any, **kwargs: Any):
+        if not torch.is_grad_enabled():  # the only such pass that TRL is left to ask for is the reference policy's
+            return self._reference_logps(model, input_ids, attention_mask, *args), None, None
+        result = super()._get_per_token_logps_and_entropies(model, input_ids, attention_mask, *args, **kwargs)
         self._logps = result[0].detach()
         return result
 
     def _compute_loss(self, model, inputs: dict[str, Any]) -> torch.Tensor:
         loss = super()._compute_loss(model, inputs)
+        if self.num_iterations > 1 and self._batch_is_current:
+            inputs.setdefault("old_per_token_logps", self._logps)  # for the later updates, whose ratio it is
         if self.model.training and self._batch_is_current:
             mask = inputs["completion_mask"].bool()
             gap = (self._logps - inputs["sampling_per_token_logps"]).abs()[mask]
@@ -260,13 +270,31 @@ class GRPOTrainerWithReuse(GRPOTrainer):
     def _trainer_logps(self, out: dict[str, Any]) -> torch.Tensor:
         """The policy's own log-probs [B, T] of the responses, which the update then takes as pi_old."""
         if "old_per_token_logps" not in out:
+            began = time.perf_counter()
             ids = torch.cat([out["prompt_ids"], out["completion_ids"]], dim=1)
             mask = torch.cat([out["prompt_mask"], out["completion_mask"]], dim=1)
             keep, rows = out["completion_ids"].shape[1], self.args.per_device_train_batch_size
             out["old_per_token_logps"] = super()._get_per_token_logps_and_entropies(self.model, ids, mask, keep, rows)[
                 0
             ]
+            self._metrics["train"]["timing_s/old_log_prob"].append(time.perf_counter() - began)
         return out["old_per_token_logps"]
+
+    def _reference_logps(self, model, ids: torch.Tensor, mask: torch.Tensor, keep: int, *_: Any) -> torch.Tensor:
+        """Log-probs [B, keep] for `trainer.beta`. Several processes compute all: sharded models need equal passes."""
+        began, rows = time.perf_counter(), self.args.per_device_train_batch_size
+        one_pass = super()._get_per_token_logps_and_entropies
+
+        def compute(ids: torch.Tensor, mask: torch.Tensor, keep: int) -> torch.Tensor:
+            return one_pass(model, ids, mask, keep, rows)[0]
+
+        if self.accelerator.num_processes > 1:
+            logps, reused = compute(ids, mask, keep), 0.0
+        else:
+            logps, reused = self._reference(ids, mask, keep, compute)
+        self._metrics["train"]["timing_s/ref_log_prob"].append(time.perf_counter() - began)
+        self._metrics["train"]["reference/reused_ratio"].append(reused)
+        return logps
 
     def _score_tokens(self, rows: Sequence[Row], responses: Sequence[list[int]]) -> list[float | None]:
         """Rewards of control rows; they are not logged as the step's rewards."""

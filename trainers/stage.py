@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
+from typing import Any
 
+from rollout.replay import reuse_gap
 from rollout.speculative import SpeculativeRollout
 from rollout.types import RolloutBatch, RolloutError, Row
 
@@ -16,9 +19,9 @@ class RolloutStage:
 
     Args:
         rollout: the accelerator.
-        score: rewards of control rows, for the reuse gap; needed when replay > 0.
+        score: rewards of control rows, for the reuse gap; needed when something is replayed.
         strict: raise when a control step finds a response that differs from plain decoding (float32 on a CPU).
-        exchange: turns this process's new cache entries into those of all processes (identity for one process).
+        exchange: turns a list of this process into that of all processes (identity for one process).
     """
 
     def __init__(
@@ -46,12 +49,16 @@ class RolloutStage:
             with batch.charge_store():
                 self.rollout.cache.merge(self._exchange(entries))
         metrics = rollout_metrics(batch)
-        every = self.rollout.config.measure_every
+        config = self.rollout.config
         self._rollouts += 1
-        if self.rollout.config.acceptance == "exact" and every and self._rollouts % every == 0:
-            metrics |= self._control(rows, batch)
-            if self.rollout.config.replay > 0:
+        if config.measure_every and self._rollouts % config.measure_every == 0:
+            if config.acceptance == "exact":
+                metrics |= self._control(rows, batch)
+            # the baseline of an `auto` run measures too, as its keys follow from what is measured
+            if config.replay and (config.acceptance == "exact" or config.replay == "auto"):
                 metrics |= self._reuse_gap(rows, batch, rewards, visit=visit, step=step)
+        if config.replay:
+            metrics["spec/replay_share"] = self.rollout.replay.until(visit)[visit]
         if self._plain_s_per_token is not None:
             plain_s = self._plain_s_per_token * sum(len(c.tokens) for c in batch.completions)
             metrics["spec/saved_s_est"] = plain_s - batch.total_s
@@ -85,16 +92,31 @@ class RolloutStage:
         chosen = [
             i for i, (replayed, r) in enumerate(zip(batch.replayed, rewards, strict=True)) if replayed and r is not None
         ]
-        if not chosen:
-            return {}
-        control_rows = [rows[i] for i in chosen]
-        control = self.rollout.generate(
-            control_rows, visit=visit, step=step, slots=[batch.slots[i] for i in chosen], fresh=True
-        )
-        scores = self._score(control_rows, [c.tokens for c in control.completions])
-        pairs = [(rewards[i], s) for i, s in zip(chosen, scores, strict=True) if s is not None]
-        gap = sum(a - b for a, b in pairs) / len(pairs) if pairs else float("nan")
-        return {"spec/reuse_gap": gap, "timing_s/reuse_gap": control.total_s}
+        by_prompt, spent = defaultdict(list), 0.0
+        if chosen:
+            control_rows = [rows[i] for i in chosen]
+            control = self.rollout.generate(
+                control_rows, visit=visit, step=step, slots=[batch.slots[i] for i in chosen], fresh=True
+            )
+            spent = control.total_s
+            scores = self._score(control_rows, [c.tokens for c in control.completions])
+            for i, score in zip(chosen, scores, strict=True):
+                if score is not None:
+                    by_prompt[rows[i].example_id].append(rewards[i] - score)
+        clusters = self._exchange([(len(found), sum(found)) for found in by_prompt.values()])
+        self.rollout.replay.observe(clusters)
+        gap, error = reuse_gap(clusters)
+        measured = {"spec/reuse_gap": gap, "spec/reuse_gap_error": error} if clusters else {}
+        return measured | ({"timing_s/reuse_gap": spent} if chosen else {})
+
+    def state(self) -> dict[str, Any]:
+        """What a resumed run needs to measure at the same steps and to derive the same keys, as JSON types."""
+        return {"rollouts": self._rollouts, "replay": self.rollout.replay.state()}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Goes on from `state` of a checkpoint."""
+        self._rollouts = state["rollouts"]
+        self.rollout.replay.restore(state["replay"])
 
 
 def rollout_metrics(batch: RolloutBatch) -> dict[str, float]:

@@ -8,6 +8,7 @@ import torch
 
 import rollout.engines.transformers as engine_module
 from rollout.engines import EngineSpec, build_engine
+from rollout.replay import ReplayControl
 from rollout.speculative import SpeculativeRollout
 from rollout.types import Request
 from tests.runs import Recording, differences, run
@@ -133,6 +134,31 @@ def test_control_steps_change_nothing(runs):
     assert [s.metrics.get("spec/control_mismatches") for s in measured.steps[1::2]] == [0] * 4
 
 
+AUTO = {
+    "rollout__replay": "auto",
+    "rollout__replay_gap": 0.2,
+    "rollout__measure_every": 1,
+    "trainer__epochs": 4,
+    "trainer__learning_rate": 1e-4,
+}
+
+
+def shares(record: Recording) -> list[float]:
+    return [step.metrics["spec/replay_share"] for step in record.steps]
+
+
+def test_the_share_of_replayed_keys_is_chosen_alike(runs):
+    """Plain decoding measures the same gap, so it comes to the same keys; two shares at least were tried."""
+    off, exact = pair(runs, **AUTO)
+    assert differences(off, exact) == []
+    assert shares(off) == shares(exact)
+    assert [len(set(shares(exact)[i : i + PER_EPOCH])) for i in range(0, 12, PER_EPOCH)] == [1] * 4, "one a visit"
+    assert len(set(shares(exact))) >= 3
+    measured = [step.metrics["spec/reuse_gap"] for step in exact.steps if "spec/reuse_gap" in step.metrics]
+    assert measured == [s.metrics["spec/reuse_gap"] for s in off.steps if "spec/reuse_gap" in s.metrics]
+    assert any(measured)
+
+
 # Interrupted and resumed ---------------------------------------------------------------------------------------------
 
 
@@ -166,6 +192,25 @@ def test_acceptance_and_epochs_may_change_on_resume(runs, tmp_path):
     first = run(tmp_path, rollout__replay=0.5, trainer__epochs=1, trainer__save_every=3, rollout__acceptance="off")
     second = run(tmp_path, rollout__replay=0.5, resume="auto", rollout__cache__clear="true")
     assert differences(whole, first + second) == []
+
+
+@slow
+def test_resume_with_a_chosen_share(runs, tmp_path, monkeypatch):
+    whole = runs(rollout__acceptance="exact", **AUTO)
+    first, second = interrupted(tmp_path / "a", 7, then={"rollout__cache__clear": "true"}, **AUTO)
+    assert differences(whole, first + second) == []
+    assert shares(whole) == shares(first + second)
+    monkeypatch.setattr(ReplayControl, "restore", lambda self, state: None)  # control: the shares are forgotten
+    first, second = interrupted(tmp_path / "b", 7, **AUTO)
+    assert differences(whole, first + second) != []
+
+
+@slow
+def test_resume_with_a_reference_policy(runs, tmp_path):
+    """Its kept log-probs are lost with the process, and computed anew to the last bit."""
+    options = {"rollout__replay": 0.5, "trainer__beta": 0.05}
+    first, second = interrupted(tmp_path, 4, **options)
+    assert differences(runs(rollout__acceptance="exact", **options), first + second) == []
 
 
 @slow

@@ -22,9 +22,9 @@ name output_dir seed resume model tokenizer trust_remote_code revision device da
 dataset.train_split dataset.test_split dataset.train_size dataset.test_size dataset.prompt_column
 dataset.answer_column dataset.level dataset.system_prompt dataset.prompt_template dataset.max_prompt_tokens
 lora.rank lora.alpha lora.targets
-rollout.engine rollout.acceptance rollout.replay rollout.lenience rollout.group_size rollout.temperature rollout.top_p
-rollout.top_k rollout.max_new_tokens rollout.sources rollout.drafter rollout.rows_per_batch rollout.tokens_per_pass
-rollout.logits_mb rollout.tie_margin rollout.measure_every
+rollout.engine rollout.acceptance rollout.replay rollout.replay_gap rollout.lenience rollout.group_size
+rollout.temperature rollout.top_p rollout.top_k rollout.max_new_tokens rollout.sources rollout.drafter
+rollout.rows_per_batch rollout.tokens_per_pass rollout.logits_mb rollout.tie_margin rollout.measure_every
 rollout.cache.max_mb rollout.cache.start_from rollout.cache.clear rollout.cache.on_write_error
 rollout.budget.window
 rollout.vllm.runner rollout.vllm.draft_tokens rollout.vllm.kv_cache_mb rollout.vllm.memory_utilization
@@ -157,7 +157,7 @@ def test_interpolation_and_its_escape(monkeypatch):
         ([*BASE, "rollout=4"], "'rollout' is a section; set its options one by one. help=rollout lists them."),
         ([*BASE, "rollout.group_size=abc"], "rollout.group_size=abc: expected a whole number."),
         ([*BASE, "rollout.group_size=8.0"], "rollout.group_size=8.0: expected a whole number."),
-        ([*BASE, "rollout.replay=half"], "rollout.replay=half: expected a number."),
+        ([*BASE, "rollout.replay=half"], "rollout.replay=half: expected a number or auto."),
         ([*BASE, "trust_remote_code=maybe"], "trust_remote_code=maybe: expected true or false."),
         (
             [*BASE, "rollout.acceptance=exat"],
@@ -312,6 +312,12 @@ def test_differences_tell_what_changes_the_meaning_of_a_run():
 @pytest.mark.parametrize("words", ["rollout.acceptance=lenient", "trainer.lr_schedule=cosine trainer.epochs=9"])
 def test_differences_that_matter_only_in_context(words):
     assert all(change.matters for change in config.differences(load([*BASE]), load([*BASE, *words.split()])))
+
+
+def test_control_steps_matter_where_keys_follow_from_them():
+    for replay, matters in (("rollout.replay=auto", True), ("rollout.replay=0.5", False)):
+        old, new = (load([*BASE, replay, f"rollout.measure_every={n}"]) for n in (4, 5))
+        assert [change.matters for change in config.differences(old, new)] == [matters]
 
 
 # --- the wrapper of the entry points

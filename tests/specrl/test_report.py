@@ -10,7 +10,17 @@ from specrl.config import Config, save
 from specrl.config import run as run_command
 from specrl.monitor import RunError
 from specrl.report import ReportOptions, write_report
-from specrl.savings import Saving, estimate, first_last, measured, paired, phases
+from specrl.savings import (
+    Saving,
+    breakdown,
+    estimate,
+    first_last,
+    measured,
+    paired,
+    phases,
+    step_s,
+    step_speedup,
+)
 
 # Two steps an epoch. Steps 1, 3 and 4 are control steps. What is charged adds up to gen:
 # step 3: 2 + 0.5 + 0.25 + 0.25 and 2 of prefill and decode; step 4: 1 + 0.5 + 0 + 0 and 2.5 of prefill and decode.
@@ -98,6 +108,35 @@ def test_paired_savings_by_hand_match_step_by_step():
         "step, controls left out": (60.0, 49.0),
     }
     assert paired(STEPS, BASELINE[4:]) == []
+
+
+TIMED = [
+    {"timing_s/step": 20.0, "timing_s/gen": 8.0, "timing_s/update": 9.0, "timing_s/reward": 2.0},
+    {"timing_s/step": 30.0, "timing_s/gen": 6.0, "timing_s/update": 7.0, "timing_s/ref_log_prob": 3.0}
+    | {"timing_s/control": 10.0, "timing_s/reuse_gap": 2.0, "spec/plain_s": 15.0},
+]
+
+
+def test_where_a_step_goes_by_hand():
+    spent = breakdown(TIMED)
+    assert spent == {"gen": 14.0, "reward": 2.0, "ref_log_prob": 3.0, "update": 16.0, "other": 3.0}
+    assert sum(spent.values()) == step_s(TIMED) == 38.0, "control rows are left out"
+    assert breakdown(STEPS) == {}
+
+
+def test_whole_steps_against_plain_rollouts_by_hand():
+    assert step_speedup(TIMED) == pytest.approx((18 - 6 + 15) / 18), "the control step alone"
+    assert step_speedup(TIMED[:1]) is None
+    assert step_speedup(TIMED) != pytest.approx((30 - 6 + 15) / 30)  # control: its control rows charged to both sides
+
+
+def test_the_page_says_where_a_step_goes(tmp_path):
+    steps = [{**record, **timed} for record, timed in zip(STEPS[1:3], TIMED, strict=True)]
+    (tmp_path / "timed").mkdir()
+    page = write_report(make_run(tmp_path / "timed", steps), plots=False).markdown
+    assert "| gen | 7.00 | 37% |" in page
+    assert "| step, controls left out | 19.00 | 100% |" in page
+    assert "Whole steps on the control steps, against plain rollouts: 1.50x." in page
 
 
 def test_estimate_extrapolates_epoch_one_apart():

@@ -203,7 +203,7 @@ def test_scorer_hands_over_the_columns_and_counts_failures():
     rows = [{"prompt": "p", "answer": None, "example_id": "e", "level": 3}] * 2
     totals, metrics = score(rows, ["a", "b"])
     assert totals == [None, 1.0]
-    assert metrics == {"reward/failed": 1, "reward/timeouts": 0, "rewards/echo/mean": 2.0}
+    assert metrics == {"reward/failed": 1, "reward/timeouts": 0, "reward/reused_ratio": 0, "rewards/echo/mean": 2.0}
     assert [s.completion for s in echo.samples] == ["a", "b"]
     assert (echo.samples[0].prompt, echo.samples[0].answer) == ("p", None)
     assert echo.samples[0].fields == {"example_id": "e", "level": 3}

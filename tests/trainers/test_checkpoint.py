@@ -17,7 +17,7 @@ from rollout.config import CacheConfig
 from rollout.types import CacheError, Trajectory
 from tests.runs import ROOT, policy, run
 from trainers import checkpoint
-from trainers.checkpoint import MARKER, SaveCache, newest, prune, step_of, trajectories
+from trainers.checkpoint import MARKER, SaveCache, newest, prune, stage_state, step_of, trajectories
 
 
 def make(folder, step, complete=True):
@@ -79,7 +79,8 @@ def save(cache, folder, step, keep=2, on_write_error="warn", main=True):
     (folder / f"checkpoint-{step}").mkdir(exist_ok=True)
     args = SimpleNamespace(output_dir=str(folder))
     state = SimpleNamespace(global_step=step, is_world_process_zero=main)
-    SaveCache(cache, CacheConfig(on_write_error=on_write_error), keep).on_save(args, state, None)
+    callback = SaveCache(cache, CacheConfig(on_write_error=on_write_error), keep, lambda: {"rollouts": step})
+    callback.on_save(args, state, None)
 
 
 def small_cache():
@@ -94,7 +95,12 @@ def test_the_marker_comes_last_and_the_cache_is_in_the_cut(tmp_path, monkeypatch
     monkeypatch.setattr(TrajectoryCache, "try_save", lambda *a: (order.append("cache"), try_save(*a))[1])
     save(small_cache(), tmp_path, 4)
     assert order == ["cache", "trajectories.parquet", MARKER]
-    assert json.loads((tmp_path / "checkpoint-4" / MARKER).read_text()) == {"step": 4, "cache": True}
+    assert json.loads((tmp_path / "checkpoint-4" / MARKER).read_text()) == {
+        "step": 4,
+        "cache": True,
+        "stage": {"rollouts": 4},
+    }
+    assert stage_state(tmp_path / "checkpoint-4") == {"rollouts": 4}
     loaded = TrajectoryCache.load(trajectories(tmp_path / "checkpoint-4"), Fingerprint(), 10)
     assert loaded.get("a", 0).tokens == (1, 2)
 

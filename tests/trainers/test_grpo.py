@@ -211,6 +211,130 @@ def test_old_log_probs_come_from_the_engine_only_when_asked(tmp_path, options, g
         assert torch.equal(out["old_per_token_logps"], out["sampling_per_token_logps"])
 
 
+@pytest.fixture
+def passes(monkeypatch):
+    """Rows of every log-prob pass, by whether it has gradients; `clear` between runs."""
+    seen, one_pass = [], grpo.GRPOTrainer._get_per_token_logps_and_entropies
+
+    def counted(self, model, ids, *args, **kwargs):
+        seen.append(("update" if torch.is_grad_enabled() else "extra", len(ids)))
+        return one_pass(self, model, ids, *args, **kwargs)
+
+    monkeypatch.setattr(grpo.GRPOTrainer, "_get_per_token_logps_and_entropies", counted)
+    return seen
+
+
+TWICE = {"trainer__updates_per_rollout": 2, "trainer__max_steps": 2}
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"trainer__max_steps": 1}, [("update", 16)]),
+        (TWICE, [("update", 16)] * 2),
+        ({**TWICE, "trainer__rows_per_pass": 8}, [("update", 8)] * 4),
+        ({**TWICE, "trainer__old_logprobs": "engine"}, [("update", 16)] * 2),
+        ({**TWICE, "rollout__acceptance": "lenient"}, [("update", 16)] * 2),
+        ({**TWICE, "trainer__beta": 0.1}, [("extra", 1)] * 16 + [("update", 16)] * 2),
+    ],
+)
+def test_no_pass_is_made_for_old_log_probs(tmp_path, passes, options, expected):
+    run(tmp_path, **options)
+    assert passes == expected
+
+
+def test_one_pass_is_made_to_weigh_an_engine_with_other_numerics(tmp_path, passes):
+    def distrust(trainer):
+        trainer.stage.rollout.config.engine = "vllm"
+
+    run(tmp_path, distrust, **TWICE)
+    assert passes == [("extra", 16)] + [("update", 16)] * 2
+
+
+def test_the_first_update_gives_the_old_log_probs_of_the_others(tmp_path):
+    """They are what a pass of its own before the updates gives, up to rounding; without them the run is another."""
+    own, used = [], []
+
+    def watch(trainer):
+        with_behaviour, compute_loss = trainer._with_behaviour, trainer._compute_loss
+
+        def before(out):
+            out = with_behaviour(out)
+            texts = map(tuple, out["completion_ids"].tolist())
+            own.append(dict(zip(texts, trainer._trainer_logps(dict(out)), strict=True)))
+            return out
+
+        def loss(model, inputs):
+            found = compute_loss(model, inputs)
+            gap = (trainer._logps - inputs["old_per_token_logps"])[inputs["completion_mask"].bool()].abs().max()
+            mask = inputs["completion_mask"]
+            wanted = torch.stack([own[-1][tuple(ids)] for ids in inputs["completion_ids"].tolist()])
+            used.append((((inputs["old_per_token_logps"] - wanted) * mask).abs().max().item(), gap.item()))
+            return found
+
+        trainer._with_behaviour, trainer._compute_loss = before, loss
+
+    options = {"trainer__updates_per_rollout": 2, "trainer__max_steps": 4, "trainer__rows_per_pass": 8}
+    right = run(tmp_path, watch, name="right", **options)
+    assert len(used) == 8
+    assert max(difference for difference, _ in used) < 1e-5
+    assert [gap == 0 for _, gap in used] == [True, True, False, False] * 2
+
+    def forget(trainer):
+        compute_loss = trainer._compute_loss
+
+        def loss(model, inputs):
+            found = compute_loss(model, inputs)
+            inputs.pop("old_per_token_logps", None)
+            return found
+
+        trainer._compute_loss = loss
+
+    assert "losses" in differences(right, run(tmp_path, forget, name="forgotten", **options))
+
+
+def test_reference_log_probs_are_kept_and_change_nothing(tmp_path, passes):
+    """Trained with those that are kept, and with those that are computed anew at every step: the same bits."""
+
+    def forget(trainer):
+        reference = trainer._reference
+
+        def anew(*args):
+            reference._kept.clear()
+            return reference(*args)
+
+        trainer._reference = anew
+
+    options = {"rollout__replay": 0.9, "trainer__learning_rate": 1e-4, "trainer__beta": 0.5}
+    kept = run(tmp_path, name="kept", **options)
+    computed = sum(rows for kind, rows in passes if kind == "extra")
+    passes.clear()
+    anew = run(tmp_path, forget, name="anew", **options)
+    assert sum(rows for kind, rows in passes if kind == "extra") == 9 * 16
+    ratios = [log["reference/reused_ratio"] for log in logs(kept)]
+    assert computed == 9 * 16 - round(sum(ratios) * 16) < 9 * 16 - 20
+    assert differences(kept, anew) == []
+    assert [log["kl"] for log in logs(kept)] == [log["kl"] for log in logs(anew)]
+    assert max(log["kl"] for log in logs(kept)) > 1e-4
+
+
+def test_the_reference_of_adapters_is_the_policy_without_them(tmp_path):
+    found = []
+
+    def watch(trainer):
+        with_behaviour = trainer._with_behaviour
+
+        def seen(out):
+            found.append(out["ref_per_token_logps"] * out["completion_mask"] - trainer._trainer_logps(dict(out)))
+            return with_behaviour(out)
+
+        trainer._with_behaviour = seen
+
+    run(tmp_path, watch, trainer__beta=0.1, lora__rank=4, trainer__learning_rate=1e-2, trainer__max_steps=3)
+    gaps = [(gap[gap.abs() < 50]).abs().max().item() for gap in found]
+    assert gaps[0] < 1e-4 < 1e-3 < gaps[2]
+
+
 def watch_gaps(gaps: dict):
     """Differences of trainer and engine log-probs, for reused and for new tokens."""
 
@@ -415,6 +539,25 @@ def test_a_group_without_any_reward_is_left_out(tmp_path):
         assert out["advantages"].tolist() == pytest.approx(expected_advantages(step.rewards), abs=1e-3)
     assert all(isfinite(loss) for loss in record.losses)
     assert all(torch.isfinite(tensor).all() for tensor in record.weights.values())
+
+
+def test_kept_rewards_train_the_same(tmp_path):
+    """Replay makes texts come again; the weights cannot tell whether their rewards were asked for again."""
+    options = {"rollout__replay": 0.9, "trainer__learning_rate": 1e-4}
+    names = ("digits", "certain_digits")
+    asked, kept = (run(tmp_path, name=n, reward__functions=f"[tests.runs:{n}]", **options) for n in names)
+    assert differences(asked, kept) == []
+    for part in ("mean", "std"):
+        name = f"rewards/_total_reward/{part}"
+        assert [log[name] for log in logs(asked)] == [log[name] for log in logs(kept)]
+    assert [log["rewards/digits/mean"] for log in logs(asked)] == [
+        log["rewards/certain_digits/mean"] for log in logs(kept)
+    ]
+    assert {log["reward/reused_ratio"] for log in logs(asked)} == {0.0}
+    ratios = [log["reward/reused_ratio"] for log in logs(kept)]
+    assert ratios[:3] == [0.0] * 3
+    unchanged = [step.metrics["spec/full_reuse_ratio"] for step in kept.steps]
+    assert all(0 < share <= ratio for share, ratio in zip(unchanged[3:], ratios[3:], strict=True))
 
 
 # The cache ------------------------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """The rollout stage with a scripted rollout: when control steps run, what they compare, and every metric by hand."""
 
+import json
 import math
 from dataclasses import dataclass, field, replace
 
@@ -7,6 +8,7 @@ import pytest
 
 from rollout.cache import Fingerprint, TrajectoryCache
 from rollout.config import RolloutConfig
+from rollout.replay import FIRST, ReplayControl, next_share, reuse_gap
 from rollout.speculative import SpeculativeRollout
 from rollout.types import Completion, EngineStats, RolloutBatch, RolloutError, Row
 from trainers.stage import RolloutStage, rollout_metrics
@@ -29,6 +31,7 @@ class FakeRollout:
     plain_s: float = 6.0
     cache: TrajectoryCache | None = None
     calls: list = field(default_factory=list)
+    replay: ReplayControl = field(default_factory=lambda: ReplayControl(0.5, 0.0))
     entries = SpeculativeRollout.entries
 
     def generate(self, rows, *, visit, step, slots, fresh=False):
@@ -130,11 +133,61 @@ def test_reuse_gap_by_hand_leaves_failed_rewards_out():
     assert rollout.calls[-1] == ("fresh", ["a", "b"], [0, 0], 4, 5)
     assert seen == [(["a", "b"], [[1], [2]])]
     assert metrics["spec/reuse_gap"] == pytest.approx(1.0 - 0.25)
+    assert metrics["spec/reuse_gap_error"] == math.inf, "one prompt says nothing about others"
     assert metrics["timing_s/reuse_gap"] == 1.5
 
     stage, _ = stage_of(lambda rows, texts: [0.25, 1.0, 0.5], fresh_texts=[[1], [2], [3]], replay=0.5)
     metrics = finish(stage, replayed, rewards=(1.0, 0.0, 0.5, 0.75), step=5)
-    assert metrics["spec/reuse_gap"] == pytest.approx(((1.0 - 0.25) + (0.5 - 1.0) + (0.75 - 0.5)) / 3)
+    gap = ((1.0 - 0.25) + (0.5 - 1.0) + (0.75 - 0.5)) / 3
+    assert metrics["spec/reuse_gap"] == pytest.approx(gap)
+    # prompt a has one row, prompt b two; 2 / (2 - 1) is the factor of two clusters
+    squares = (0.75 - gap) ** 2 + (-0.25 - 2 * gap) ** 2
+    assert metrics["spec/reuse_gap_error"] == pytest.approx((2 * squares) ** 0.5 / 3)
+
+
+def test_control_rows_decide_the_share_of_the_next_visit_in_every_process():
+    """With auto; under plain decoding too, which must come to the same keys."""
+    elsewhere = [(2, 0.5), (1, 0.0)]
+    for acceptance in ("exact", "off"):
+        stage, rollout = stage_of(
+            lambda rows, texts: [0.25, 0.0, 0.5],
+            fresh_texts=[[1], [2], [3]],
+            replay="auto",
+            replay_gap=0.1,
+            acceptance=acceptance,
+        )
+        stage._exchange = lambda clusters: [*clusters, *elsewhere]
+        rollout.replay = ReplayControl("auto", 0.1)
+        metrics = finish(stage, batch_of(replayed=[True, False, True, True]), rewards=(1.0, 0.0, 0.5, 0.75))
+        assert metrics["spec/replay_share"] == rollout.replay.shares[1] == FIRST
+        expected = reuse_gap([(1, 0.75), (2, 0.75), *elsewhere])
+        assert (metrics["spec/reuse_gap"], metrics["spec/reuse_gap_error"]) == expected
+        assert rollout.replay.until(2)[2] == next_share(FIRST, *expected, 0.1)
+        assert rollout.replay.shares[2] != FIRST
+
+
+def test_processes_exchange_even_without_replayed_rows():
+    """The exchange is collective: a process that left it out would leave the others waiting."""
+    stage, _ = stage_of(replay=0.5)
+    calls = []
+    stage._exchange = lambda entries: calls.append(entries) or [(1, 0.5), (1, 0.25)]
+    metrics = finish(stage, batch_of())
+    assert calls == [[]]
+    assert metrics["spec/reuse_gap"] == 0.375
+
+
+def test_a_restored_stage_goes_on_where_it_was():
+    stage, rollout = stage_of(measure_every=3)
+    rollout.replay = ReplayControl("auto", 0.1)
+    rollout.replay.observe([(2, 0.5), (3, 0.1)])
+    rollout.replay.until(3)
+    finish(stage)
+    state = json.loads(json.dumps(stage.state()))
+    again, other = stage_of(measure_every=3)
+    other.replay = ReplayControl("auto", 0.1)
+    again.restore(state)
+    assert other.replay.until(9) == rollout.replay.until(9)
+    assert ["spec/speedup" in finish(again, step=step) for step in range(1, 6)] == [False, True, False, False, True]
 
 
 def test_no_reuse_gap_without_replayed_rows():

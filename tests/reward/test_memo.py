@@ -1,0 +1,148 @@
+"""Kept scores: equal to asking again, for rewards that say so only, and never a failure."""
+
+import random
+
+import pytest
+
+import reward.memo as memo_module
+from reward.base import RewardSet, Sample
+from reward.config import RewardConfig
+from reward.format import FormatReward
+from reward.math import MathReward
+from reward.memo import Memo, digest
+
+
+class Counting:
+    """A deterministic reward that depends on all it sees, fails where it is told to, and counts its rows."""
+
+    name, deterministic = "counting", True
+
+    def __init__(self, failing=()):
+        self.asked, self.failing = [], set(failing)
+
+    def outcomes(self, samples):
+        self.asked += [sample.completion for sample in samples]
+        return [LookupError("down") if s.completion in self.failing else self.value(s) for s in samples]
+
+    @staticmethod
+    def value(sample):
+        seen = (sample.prompt, sample.completion, sample.answer, sorted(sample.fields.items()))
+        return float(sum(map(ord, repr(seen))))
+
+    def __call__(self, samples):
+        return self.outcomes(samples)
+
+
+def batches(count=30, rows=8):
+    rng = random.Random(0)
+    for _ in range(count):
+        yield [
+            Sample(rng.choice("pq"), rng.choice("abcdef"), rng.choice(["1", "2", None]), {"n": rng.choice([1, 2])})
+            for _ in range(rows)
+        ]
+
+
+def disagreements():
+    """Rows on which a set that keeps scores differs from the reward itself."""
+    kept = RewardSet([Counting()])
+    return sum(
+        total != Counting.value(sample)
+        for batch in batches()
+        for sample, total in zip(batch, kept.score(batch).total, strict=True)
+    )
+
+
+def test_kept_scores_are_those_of_asking_again():
+    reward = Counting()
+    kept = RewardSet([reward])
+    reused = sum(kept.score(batch).reused["counting"] for batch in batches())
+    assert disagreements() == 0
+    assert reused == 240 - len(reward.asked) > 100
+
+
+@pytest.mark.parametrize("part", ["prompt", "completion", "answer", "fields"])
+def test_control_a_key_without_a_part_is_seen(monkeypatch, part):
+    blank = {"prompt": "", "completion": "", "answer": None, "fields": {}}[part]
+
+    def short(sample):
+        parts = {name: getattr(sample, name) for name in ("prompt", "completion", "answer", "fields")}
+        return digest(Sample(**{**parts, part: blank}))
+
+    monkeypatch.setattr(memo_module, "digest", short)
+    assert disagreements() > 0
+
+
+def test_failures_are_asked_again_and_never_kept():
+    reward = Counting(failing="b")
+    kept = RewardSet([reward], max_failure_ratio=1)
+    batch = [Sample("p", "a"), Sample("p", "b")]
+    first, second = kept.score(batch), kept.score(batch)
+    assert first.total == second.total == [Counting.value(batch[0]), None]
+    assert (first.errors, second.errors) == ({"counting": 1}, {"counting": 1})
+    assert reward.asked == ["a", "b", "b"]
+    reward.failing.clear()
+    assert kept.score(batch).total == [Counting.value(sample) for sample in batch]
+    assert kept.score(batch).reused == {"counting": 2}
+
+
+class Clock:
+    """A reward that depends on when it is asked."""
+
+    name = "clock"
+
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self, samples):
+        self.now += 1
+        return [self.now] * len(samples)
+
+
+@pytest.mark.parametrize("declared", [None, False, "yes"])
+def test_a_reward_that_promises_nothing_is_always_asked(declared):
+    reward = Clock()
+    if declared is not None:
+        reward.deterministic = declared
+    rewards = RewardSet([reward])
+    results = [rewards.score([Sample("p", "a")]) for _ in range(3)]
+    assert [result.total for result in results] == [[1.0], [2.0], [3.0]]
+    assert [result.reused for result in results] == [{"clock": 0}] * 3
+    reward.deterministic = True
+    lying = RewardSet([reward])
+    assert [lying.score([Sample("p", "a")]).total for _ in range(2)] == [[4.0], [4.0]], "the promise is what counts"
+
+
+def test_who_promises(tmp_path, monkeypatch):
+    text = "def f(prompt, completion, answer): return 1.0\n"
+    (tmp_path / "promising_plug_in.py").write_text(text + "def g(*a, **b): return 1.0\ng.deterministic = True\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert FormatReward().deterministic is MathReward.deterministic is True
+    for isolate in (False, True):
+        rewards = RewardSet.from_config(
+            RewardConfig(functions=["promising_plug_in:f", "promising_plug_in:g"], isolate_user=isolate)
+        )
+        results = [rewards.score([Sample("p", "a")]) for _ in range(2)]
+        rewards.close()
+        assert [result.total for result in results] == [[2.0], [2.0]]
+        assert results[1].reused == {"f": 0, "g": 1}
+
+
+def test_memory_is_bounded_and_the_latest_stay():
+    memo, asked = Memo(rows=2), []
+
+    def ask(samples):
+        asked.extend(sample.completion for sample in samples)
+        return [1.0] * len(samples)
+
+    for text in "abacb":
+        memo.outcomes([Sample("p", text)], ask)
+    assert asked == ["a", "b", "c", "b"], "a was used after b, so c took b's place"
+    assert len(memo._scores) == 2
+
+
+def test_a_field_that_json_cannot_carry_is_asked_every_time():
+    reward = Counting()
+    rewards = RewardSet([reward])
+    for _ in range(2):
+        rewards.score([Sample("p", "a", None, {"image": b"x"})])
+    assert reward.asked == ["a", "a"]
