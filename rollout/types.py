@@ -69,7 +69,7 @@ class Request:
 
 @dataclass(slots=True)
 class Completion:
-    """One response, with everything the trainer and the accounting need. All sequences have the response's length."""
+    """One response, with everything the trainer and the accounting need. Sequences have the response's length."""
 
     tokens: list[int]
     logprobs: list[float]
@@ -85,6 +85,8 @@ class Completion:
     """Forward passes this row took part in (the prompt prefill excluded)."""
     draft_version: int | None = None
     """Weight version whose law drew the reused tokens where that is not `version` (the lenient rule), else None."""
+    rejected: list[int] = field(default_factory=list)
+    """Response positions where a draft model's token did not stand; what the policy drew instead is in `tokens`."""
     failure: str = ""
     """Why this row has no response (its sequences are then empty); such rows are masked and counted, never scored."""
 

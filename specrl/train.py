@@ -56,6 +56,8 @@ def main(config: Config) -> int:
         closing.callback(rewards.close)
         make_engine = engine_factory(config, eos_ids, closing)
         trainer = build_trainer(config, model, tokenizer, train, make_engine, cache, rewards, run_dir)
+        if trainer.cotraining and checkpoint:
+            trainer.cotraining.load(checkpoints.drafter(checkpoint))
         if trainer.accelerator.is_main_process:  # one process writes the run directory
             cli.save(config)
             resumed = checkpoints.step_of(checkpoint) if checkpoint else None
@@ -71,6 +73,8 @@ def main(config: Config) -> int:
     trainer.save_model(str(run_dir / "model"))
     if trainer.accelerator.is_main_process:
         tokenizer.save_pretrained(run_dir / "model")
+        if trainer.cotraining:
+            trainer.cotraining.drafter.save_pretrained(run_dir / "drafter")
         if cache is not None:
             cache.try_save(run_dir / "trajectories", trainer.state.global_step, config.rollout.cache.on_write_error)
             cache.close()
@@ -206,9 +210,9 @@ def build_trainer(
         cache=cache,
         rollout_config=config.rollout,
         trainer_config=config.trainer,
-        callbacks=[SaveCache(cache, config.rollout.cache, config.trainer.keep_checkpoints)],
         peft_config=adapter(config),
     )
+    trainer.add_callback(SaveCache(cache, config.rollout.cache, config.trainer.keep_checkpoints, trainer.cotraining))
     trainer.remove_callback(PrinterCallback)  # the monitor prints
     return trainer
 

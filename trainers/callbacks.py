@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import TrainerCallback
+
+if TYPE_CHECKING:
+    from trainers.drafter import DrafterTrainer
 
 
 class Record(TrainerCallback):
     """Hands one flat record per optimiser step to `write`, then calls `after_step`; `before_training` runs first.
 
     `timing_s/step` is the step's wall clock, control rows included; `timing_s/update` is what is left of it after
-    rollout, reward, weight sync and control rows.
+    rollout, reward, weight sync, co-training and control rows.
     """
 
     def __init__(
@@ -41,11 +44,22 @@ class Record(TrainerCallback):
         if not state.is_world_process_zero or not logs or "loss" not in logs:
             return
         record = {"step": state.global_step, "time": time.time(), **logs}
-        others = ("sync", "gen", "reward", "control", "reuse_gap")
+        others = ("sync", "gen", "reward", "drafter", "control", "reuse_gap")
         record["timing_s/step"] = self._step_s
         record["timing_s/update"] = self._step_s - sum(logs.get(f"timing_s/{name}") or 0.0 for name in others)
         self._write(record)
         self._after_step(state.global_step)
+
+
+class CoTraining(TrainerCallback):
+    """Co-trains the draft model after each update of the policy and puts its metrics where the trainer logs from."""
+
+    def __init__(self, trainer: DrafterTrainer, metrics: Mapping[str, list[float]]):
+        self._trainer, self._metrics = trainer, metrics
+
+    def on_step_end(self, args, state, control, **kwargs) -> None:
+        for name, value in self._trainer.step().items():
+            self._metrics[name].append(value)
 
 
 class StopOnTerm(TrainerCallback):

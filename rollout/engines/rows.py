@@ -29,6 +29,7 @@ class Row:
     """What its own drafter expects next, carried or not."""
     chain: list[float] | None = None
     """The draft model's log-probs of the tokens it drafted; None when the draft is the row's own."""
+    rejected: list[int] = field(default_factory=list)
 
     @property
     def cached(self) -> int:
@@ -63,6 +64,7 @@ class Row:
             version,
             self.passes,
             draft_version=self.request.draft_version if rule == "lenient" else None,
+            rejected=self.rejected,
         )
 
 

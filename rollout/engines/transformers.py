@@ -257,6 +257,8 @@ class TransformersEngine:
             behaviour = logprobs
         count = row.emit(emitted, logprobs, behaviour, n, self.sampling.eos_ids)
         stats.accepted += min(n, count)
+        if row.chain is not None and n < min(len(draft), count):
+            row.rejected.append(len(row.tokens) - 1)
         self._learn(row, draft, n, emitted)
 
     def _learn(self, row: Row, draft, accepted: int, emitted: list[int]) -> None:

@@ -4,9 +4,9 @@ The oracle computes agreement row by row with full forward passes; the policy tu
 """
 
 import copy
-import json
 import logging
 import math
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -18,20 +18,15 @@ from rollout.engines.base import Sampling
 from rollout.engines.transformers import TransformersEngine
 from rollout.noise import derive_key, keyed_draw
 from rollout.types import EngineStats, Request, RolloutError
-from trainers.drafter import (
-    DrafterConfig,
-    DrafterTrainer,
-    Text,
-    batches,
-    rejected,
-    response_logits,
-    tokens_per_pass,
-    within,
-)
+from trainers.config import DrafterConfig
+from trainers.drafter import DrafterTrainer, saved_seconds, tokens_per_pass
+from trainers.drafter_state import STATE, WEIGHTS
 from trainers.losses import forward_kl
+from trainers.texts import Text, batches, rejected_mask, response_logits, within
 
 ROWS, CAP = 12, 24
-SETTINGS = {"loss": "forward_kl", "learning_rate": 3e-3, "updates": 4, "tokens_per_update": 256, "patience": 0}
+LAW = Sampling(frozenset([1, 7]))
+SETTINGS = {"objective": "forward_kl", "learning_rate": 3e-3, "updates": 4, "tokens_per_update": 256, "patience": 0}
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -56,7 +51,7 @@ class Moving:
         self.policy, self.speed = build_model("llama", 0, scale=scale), speed
         self.start = copy.deepcopy(self.policy.state_dict())
         self.end = build_model("llama", 9, scale=scale).state_dict()
-        self.engine = TransformersEngine(self.policy, Sampling(frozenset([1, 7])))
+        self.engine = TransformersEngine(self.policy, LAW)
 
     def rollout(self, version):
         with torch.no_grad():
@@ -81,7 +76,9 @@ def turn(moving, trainer, version, stats=None):
 
 
 def trainer_of(moving, **options):
-    return DrafterTrainer(truncated(moving.policy), moving.policy, DrafterConfig(**{**SETTINGS, **options}), seed=3)
+    return DrafterTrainer(
+        truncated(moving.policy), moving.policy, DrafterConfig(**{**SETTINGS, **options}), LAW, seed=3
+    )
 
 
 @torch.no_grad()
@@ -116,13 +113,13 @@ def same(a, b):
 @pytest.mark.parametrize(
     "options",
     [
-        {"loss": "forward_kl"},
-        {"loss": "reverse_kl"},
-        {"loss": "mixed"},
-        {"loss": "tvd"},
+        {"objective": "forward_kl"},
+        {"objective": "reverse_kl"},
+        {"objective": "mixed"},
+        {"objective": "tvd"},
         {"select": "errors"},
         {"select": "adaspec"},
-        {"select": "adaspec", "reference": "ema"},
+        {"select": "adaspec_ema"},
     ],
     ids=lambda options: "-".join(options.values()),
 )
@@ -131,30 +128,30 @@ def test_co_training_follows_a_moving_policy(build_model, options):
     moving = Moving(build_model)
     run = follow(moving, trainer_of(moving, **options), range(12))
     assert late(run, "drafter/agreement") > late(run, "drafter/agreement_initial") + 0.1
-    assert late(run, "drafter/overlap") > late(run, "drafter/overlap_initial") + 0.1
     assert run[0]["drafter/agreement"] == run[0]["drafter/agreement_initial"], "before the first update"
 
 
-@pytest.mark.parametrize(("shuffle", "gain"), [("tokens", 0.0), ("positions", 0.08)])
-def test_a_shuffled_teacher_teaches_no_more_than_frequencies(build_model, monkeypatch, shuffle, gain):
+@pytest.mark.parametrize(("wrong", "gain"), [("sign", 0.0), ("tokens", 0.0), ("positions", 0.08)])
+def test_a_wrong_objective_teaches_no_more_than_frequencies(build_model, monkeypatch, wrong, gain):
     """Controls of the test above. The laws of other positions still tell which tokens are common."""
 
     def planted(student, teacher):
+        if wrong == "sign":
+            return -forward_kl(student, teacher)
         generator = torch.Generator().manual_seed(0)
         n, vocab = teacher.shape
-        order = torch.randperm(vocab if shuffle == "tokens" else n, generator=generator)
-        return forward_kl(student, teacher[:, order] if shuffle == "tokens" else teacher[order])
+        order = torch.randperm(vocab if wrong == "tokens" else n, generator=generator)
+        return forward_kl(student, teacher[:, order] if wrong == "tokens" else teacher[order])
 
-    monkeypatch.setitem(module.LOSSES, "forward_kl", planted)
+    monkeypatch.setitem(module.OBJECTIVES, "forward_kl", planted)
     moving = Moving(build_model)
     run = follow(moving, trainer_of(moving), range(12))
     assert late(run, "drafter/agreement") < late(run, "drafter/agreement_initial") + gain
-    assert late(run, "drafter/overlap") < late(run, "drafter/overlap_initial") + gain
 
 
 def test_a_policy_is_left_as_it_was(build_model):
     moving = Moving(build_model)
-    trainer = trainer_of(moving, select="adaspec", reference="ema")
+    trainer = trainer_of(moving, select="adaspec_ema")
     before, rng = weights_of(moving.policy), torch.get_rng_state()
     follow(moving, trainer, [0])
     assert same(before, weights_of(moving.policy))
@@ -165,7 +162,7 @@ def test_a_policy_is_left_as_it_was(build_model):
 
 
 def drafting(moving, drafter):
-    return TransformersEngine(moving.policy, Sampling(frozenset([1, 7])), drafter=drafter, window=4)
+    return TransformersEngine(moving.policy, LAW, drafter=drafter, window=4)
 
 
 def passes(moving, engine, version):
@@ -188,14 +185,14 @@ def test_rollouts_stay_exact_while_the_drafter_diverges(build_model):
     moving = Moving(build_model)
     trainer = trainer_of(moving)
     engine = drafting(moving, trainer.drafter)
+    initial = passes(moving, engine, 2)
     follow(moving, trainer, range(2))
-    good = passes(moving, engine, 2)
     with torch.no_grad():
         trainer.drafter.lm_head.weight[:] = torch.nan
-    assert passes(moving, engine, 2) > good, "control: nothing it drafts is of use"
+    assert passes(moving, engine, 2) > initial, "control: nothing it drafts is of use"
     trainer.observe(moving.rollout(2)[0], [()] * ROWS, 2)
     assert trainer.step()["drafter/active"] == 0.0
-    assert passes(moving, engine, 2) == good, "the last good weights are back"
+    assert passes(moving, engine, 2) == initial, "the initial drafter is back"
 
 
 # Measuring ------------------------------------------------------------------------------------------------------------
@@ -217,7 +214,7 @@ def measured_by_hand(drafter, policy, rows, trainer):
 
 def test_agreement_is_measured_before_the_update(build_model):
     moving = Moving(build_model)
-    trainer = trainer_of(moving, measure_tokens=10**6)
+    trainer = trainer_of(moving)
     follow(moving, trainer, range(2))
     rows, _ = moving.rollout(2)
     before = copy.deepcopy(trainer.drafter)
@@ -232,7 +229,8 @@ def test_agreement_is_measured_before_the_update(build_model):
 
 def test_measuring_costs_a_bounded_number_of_tokens(build_model, monkeypatch):
     moving = Moving(build_model)
-    trainer, seen = trainer_of(moving, measure_tokens=60), []
+    trainer, seen = trainer_of(moving), []
+    monkeypatch.setattr(module, "MEASURE_TOKENS", 60)
     forward = module.response_logits
     monkeypatch.setattr(module, "response_logits", lambda m, t: (seen.append(sum(map(len, t))), forward(m, t))[1])
     trainer.observe(moving.rollout(0)[0], [()] * ROWS, 0)
@@ -263,10 +261,15 @@ def test_expected_tokens_of_a_pass():
 # Selecting ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def errors_only(monkeypatch):
+    monkeypatch.setattr(module, "ACCEPTED_SHARE", 0.0)
+
+
 def loss_of_errors(build_model, shift):
     """The trainer's loss on one row with rejected drafts at 4 and 7, and the same by hand at the logits index."""
     moving = Moving(build_model)
-    trainer = trainer_of(moving, select="errors", accepted_share=0.0, updates=1)
+    trainer = trainer_of(moving, select="errors", updates=1)
     prompt, response = (3, 5, 9), tuple(range(2, 14))
     trainer.observe([(prompt, response)], [(4, 7)], 0)
     with torch.no_grad():
@@ -276,29 +279,29 @@ def loss_of_errors(build_model, shift):
     return trainer.step(), forward_kl(q[at], p[at]).mean().item()
 
 
-def test_errors_are_learned_where_they_were_predicted(build_model):
+def test_errors_are_learned_where_they_were_predicted(build_model, errors_only):
     """The logits that guess response token t lie one before it; the released OSD trainer takes those at t."""
     metrics, by_hand = loss_of_errors(build_model, 0)
     assert metrics["drafter/loss"] == pytest.approx(by_hand, rel=1e-4)
-    assert metrics["drafter/kept_ratio"] == 2 / 12
+    assert metrics["drafter/kept_ratio"] == pytest.approx(2 / 12)
     metrics, one_late = loss_of_errors(build_model, 1)
     assert metrics["drafter/loss"] != pytest.approx(one_late, rel=1e-2)  # control
 
 
 def test_rejected_positions_and_the_share_of_others(build_model):
     texts = [Text((3,), (4, 5, 6), (0, 2), 0), Text((3, 4), (5, 6), (), 0)]
-    assert rejected(texts).tolist() == [True, False, True, False, False]
+    assert rejected_mask(texts).tolist() == [True, False, True, False, False]
     moving = Moving(build_model)
-    trainer = trainer_of(moving, select="errors", accepted_share=0.5)
+    trainer = trainer_of(moving, select="errors")
     many = [Text((3,), tuple(range(2, 42)), (0,), 0)] * 50
-    (mask,) = trainer._select([many], [torch.zeros(2000, 61)], torch.Generator().manual_seed(0))
-    assert mask[rejected(many)].all()
-    assert 0.45 < mask[~rejected(many)].float().mean() < 0.55
+    mask = trainer._select(many, None, torch.zeros(2000, 61), torch.Generator().manual_seed(0))
+    assert mask[rejected_mask(many)].all()
+    assert 0.08 < mask[~rejected_mask(many)].float().mean() < 0.12
 
 
-def test_without_an_error_there_is_nothing_to_learn(build_model):
+def test_without_an_error_there_is_nothing_to_learn(build_model, errors_only):
     moving = Moving(build_model)
-    trainer = trainer_of(moving, select="errors", accepted_share=0.0)
+    trainer = trainer_of(moving, select="errors")
     before = weights_of(trainer.drafter)
     trainer.observe(moving.rollout(0)[0], [()] * ROWS, 0)
     metrics = trainer.step()
@@ -307,36 +310,33 @@ def test_without_an_error_there_is_nothing_to_learn(build_model):
     assert same(before, weights_of(trainer.drafter))
 
 
-def test_adaspec_keeps_the_tokens_furthest_behind_the_reference_over_all_batches(build_model):
+def test_adaspec_keeps_the_tokens_furthest_behind_the_reference(build_model):
     moving = Moving(build_model)
-    trainer = trainer_of(moving, select="adaspec", keep=0.25)
+    trainer = trainer_of(moving, select="adaspec")
     follow(moving, trainer, range(2))
-    rounds = list(batches(trainer._texts, 3, 150, torch.Generator().manual_seed(0)))
-    teachers = [trainer._teach(texts) for texts in rounds]
-    masks = trainer._select(rounds, teachers, torch.Generator())
-    behind = []
-    for texts in rounds:
-        q, r, p = (torch.cat([full_logits(m, t.prompt, t.response) for t in texts])
-                   for m in (trainer.drafter, trainer._initial, moving.policy))  # fmt: skip
-        behind.append(forward_kl(q, p) - forward_kl(r, p))
-    kept, left = torch.cat(behind)[torch.cat(masks)], torch.cat(behind)[~torch.cat(masks)]
-    assert kept.min() > left.max() - 1e-4
-    assert torch.cat(masks).float().mean().item() == pytest.approx(0.25, abs=0.01)
-    shares = [mask.float().mean().item() for mask in masks]
-    assert max(shares) - min(shares) > 0.01, "control: a quantile of each batch would keep the same share everywhere"
+    texts = trainer._texts
+    q, r, p = (torch.cat([full_logits(m, t.prompt, t.response) for t in texts])
+               for m in (trainer.drafter, trainer._initial, moving.policy))  # fmt: skip
+    behind = forward_kl(q, p) - forward_kl(r, p)
+    with torch.no_grad():
+        mask = trainer._select(texts, response_logits(trainer.drafter, texts), p, torch.Generator())
+    assert behind[mask].min() > behind[~mask].max() - 1e-4
+    assert mask.float().mean().item() == pytest.approx(0.4, abs=0.01)
+    furthest = forward_kl(q, p)
+    assert furthest[mask].min() < furthest[~mask].max(), "control: without the reference others would be kept"
 
 
 def test_adaspec_divides_by_the_tokens_it_keeps(build_model):
     """The published trainer divides by all tokens, which shrinks the learning rate by `keep`."""
     moving = Moving(build_model)
-    trainer = trainer_of(moving, select="adaspec", keep=0.25, updates=1, versions=1, tokens_per_update=10**6)
+    trainer = trainer_of(moving, select="adaspec", updates=1, versions=1, tokens_per_update=10**6)
     follow(moving, trainer, range(2))
     trainer.observe(moving.rollout(2)[0], [()] * ROWS, 2)
     q, r, p = (torch.cat([full_logits(m, t.prompt, t.response) for t in trainer._texts])
                for m in (trainer.drafter, trainer._initial, moving.policy))  # fmt: skip
     distance = forward_kl(q, p)
     behind = distance - forward_kl(r, p)
-    kept = distance[behind.topk(round(0.25 * len(behind))).indices]
+    kept = distance[behind.topk(round(0.4 * len(behind))).indices]
     got = trainer.step()["drafter/loss"]
     assert got == pytest.approx(kept.mean().item(), rel=1e-3)
     assert got != pytest.approx((kept.sum() / len(behind)).item(), rel=0.1)  # control
@@ -357,13 +357,14 @@ def test_texts_are_bounded_by_version_and_by_tokens():
     assert within(texts, 9, 5) == within([], 2, 5) == []
 
 
-def test_a_trainer_forgets_old_versions(build_model):
+def test_a_trainer_forgets_old_versions(build_model, monkeypatch):
     moving = Moving(build_model)
     trainer = trainer_of(moving, versions=2)
     run = follow(moving, trainer, range(4))
     assert {t.version for t in trainer._texts} == {2, 3}
     assert run[-1]["drafter/buffer_tokens"] == sum(map(len, trainer._texts))
-    small = trainer_of(moving, buffer_tokens=100)
+    monkeypatch.setattr(module, "BUFFER_TOKENS", 100)
+    small = trainer_of(moving)
     run = follow(moving, small, range(3))
     assert 0 < max(metrics["drafter/buffer_tokens"] for metrics in run) <= 100
 
@@ -385,9 +386,6 @@ def test_rows_that_cannot_be_learned_from_are_refused(build_model):
     trainer = trainer_of(Moving(build_model))
     with pytest.raises(RolloutError, match=r"row 1 has 1 prompt and 0 response tokens.*failed"):
         trainer.observe([((3,), (4,)), ((3,), ())], [(), ()], 0)
-    for outside in (2, -1):
-        with pytest.raises(RolloutError, match=rf"row 0 names a rejected draft at {outside}, outside its 2 response"):
-            trainer.observe([((3,), (4, 5))], [(1, outside)], 0)
 
 
 # Ending ---------------------------------------------------------------------------------------------------------------
@@ -395,7 +393,7 @@ def test_rows_that_cannot_be_learned_from_are_refused(build_model):
 
 def test_weights_change_only_in_steps_that_are_due(build_model):
     moving = Moving(build_model)
-    trainer = trainer_of(moving, every=3)
+    trainer = trainer_of(moving, interval=3)
     changed = []
     for version in range(6):
         before = weights_of(trainer.drafter)
@@ -405,18 +403,19 @@ def test_weights_change_only_in_steps_that_are_due(build_model):
 
 
 @pytest.mark.parametrize("where", ["loss", "gradient", "weights", "logits"])
-def test_divergence_restores_the_last_good_weights_and_ends_co_training(build_model, monkeypatch, caplog, where):
+def test_divergence_restores_the_initial_drafter_and_ends_co_training(build_model, monkeypatch, caplog, where):
     moving = Moving(build_model)
     trainer = trainer_of(moving)
+    initial, calls = weights_of(trainer.drafter), []
     follow(moving, trainer, range(2))
-    good, calls = weights_of(trainer.drafter), []
+    assert not same(initial, weights_of(trainer.drafter))
 
     def planted(student, teacher):
         calls.append(1)
         loss = forward_kl(student, teacher)
         return loss * (torch.nan if where == "loss" and len(calls) == 3 else 1.0)
 
-    monkeypatch.setitem(module.LOSSES, "forward_kl", planted)
+    monkeypatch.setitem(module.OBJECTIVES, "forward_kl", planted)
     if where == "gradient":
         monkeypatch.setattr(module, "clip_grad_norm_", lambda *args: torch.tensor(torch.inf))
     if where == "weights":
@@ -428,14 +427,14 @@ def test_divergence_restores_the_last_good_weights_and_ends_co_training(build_mo
             next(trainer.drafter.parameters())[:] = torch.nan
     trainer.observe(rows, [()] * ROWS, 2)
     metrics = trainer.step()
-    assert same(good, weights_of(trainer.drafter))
+    assert same(initial, weights_of(trainer.drafter))
     assert metrics["drafter/active"] == 0.0
     assert "diverged" in trainer.progress.off
-    assert "learning rate" in trainer.progress.off
+    assert "learning_rate" in trainer.progress.off
     assert [r.levelno for r in caplog.records] == [logging.WARNING]
     trainer.observe(rows, [()] * ROWS, 3)
-    assert trainer.step() == {"drafter/active": 0.0, "drafter/collapsed": 0.0}
-    assert same(good, weights_of(trainer.drafter))
+    assert trainer.step() == {"drafter/active": 0.0, "drafter/collapsed": 0.0, "timing_s/drafter": 0.0}
+    assert same(initial, weights_of(trainer.drafter))
     assert len(caplog.records) == 1, "said once"
 
 
@@ -447,32 +446,31 @@ def test_a_diverging_learning_rate_is_caught_without_a_plant(build_model):
     assert same(before, weights_of(trainer.drafter))
 
 
-def test_a_broken_policy_is_an_error_and_not_the_drafters_fault(build_model):
-    moving = Moving(build_model)
-    trainer = trainer_of(moving)
-    rows, _ = moving.rollout(0)
-    with torch.no_grad():
-        moving.policy.lm_head.weight[:] = torch.nan
-    with pytest.raises(RolloutError, match="policy returned NaN"):
-        trainer.observe(rows, [()] * ROWS, 0)
-    assert not trainer.progress.off
+def test_saved_seconds_by_hand():
+    """100 tokens, 40 accepted: 60 passes of rows in 6 s. At agreement 0.5 a chain of four brings 0.9375, at 0.25 about
+    a third; what is missing of 30 accepted ones costs a tenth of a second each.
+    """
+    stats = EngineStats(verify_s=3.0, decode_s=2.0, draft_s=1.0, prefill_s=9.0, accepted=40, model_accepted=30)
+    fewer = 30 * (1 - (0.25 + 0.0625 + 0.015625 + 0.00390625) / 0.9375)
+    assert saved_seconds(stats, 100, 0.5, 0.25) == pytest.approx(0.1 * fewer)
+    assert saved_seconds(stats, 100, 0.25, 0.5) < 0 == saved_seconds(stats, 100, 0.5, 0.5)
+    assert saved_seconds(stats, 100, 0.0, 0.5) == 0.0
+    assert saved_seconds(EngineStats(decode_s=9.0), 100, 0.5, 0.25) == 0.0, "an idle drafter saves nothing"
 
 
 def test_co_training_ends_when_it_does_not_pay(build_model, caplog):
     moving = Moving(build_model)
     trainer = trainer_of(moving, patience=3)
-    run = follow(moving, trainer, range(4), EngineStats(decode_s=1e-6))
+    run = follow(moving, trainer, range(4), EngineStats(decode_s=1e-6, model_accepted=9))
     assert [metrics["drafter/active"] for metrics in run] == [1.0, 1.0, 0.0, 0.0]
     assert "does not pay: over 3 rollouts" in trainer.progress.off
     assert len(caplog.records) == 1
-    last = run[2]
-    now, before = (tokens_per_pass(getattr(trainer.progress, a), 4) for a in ("agreement", "agreement_initial"))
-    assert last["drafter/saved_s_est"] == pytest.approx(1e-6 * (now / before - 1))
+    assert "drafter/agreement" not in run[3], "nothing is measured any more"
 
 
 @pytest.mark.parametrize(
     ("patience", "stats"),
-    [(3, EngineStats(verify_s=1e5, draft_s=1e5)), (0, EngineStats(decode_s=1e-6)), (3, None)],
+    [(3, EngineStats(verify_s=1e5, draft_s=1e5, model_accepted=9)), (0, EngineStats(decode_s=1e-6)), (3, None)],
     ids=["pays", "never judged", "no times"],
 )
 def test_co_training_goes_on_otherwise(build_model, patience, stats):
@@ -480,13 +478,14 @@ def test_co_training_goes_on_otherwise(build_model, patience, stats):
     trainer = trainer_of(moving, patience=patience)
     run = follow(moving, trainer, range(6), stats)
     assert all(metrics["drafter/active"] for metrics in run)
-    assert all(metrics["timing_s/drafter"] >= metrics["timing_s/drafter_teacher"] > 0 for metrics in run)
+    assert all(metrics["timing_s/drafter"] > 0 for metrics in run)
 
 
 @pytest.mark.parametrize(("speed", "alarms"), [(math.pi / 2, 1), (0.0, 0)])
-def test_a_collapse_of_agreement_raises_an_alarm_once(build_model, caplog, speed, alarms):
+def test_a_collapse_of_agreement_raises_an_alarm_once(build_model, monkeypatch, caplog, speed, alarms):
     moving = Moving(build_model, speed=speed)
-    trainer = trainer_of(moving, learning_rate=0.0, collapse=0.15)
+    monkeypatch.setattr(module, "COLLAPSE", 0.15)
+    trainer = trainer_of(moving, learning_rate=0.0)
     run = [turn(moving, trainer, min(version, 1)) for version in range(10)]
     assert ["has collapsed" in record.getMessage() for record in caplog.records] == [True] * alarms
     assert run[0]["drafter/collapsed"] == 0.0
@@ -498,19 +497,19 @@ def test_a_collapse_of_agreement_raises_an_alarm_once(build_model, caplog, speed
 
 def test_another_vocabulary_is_refused(build_model):
     with pytest.raises(RolloutError, match=r"vocabulary of 50 tokens, the policy one of 61"):
-        DrafterTrainer(build_model("qwen3", vocab=50), build_model("llama"), DrafterConfig())
+        DrafterTrainer(build_model("qwen3", vocab=50), build_model("llama"), DrafterConfig(), LAW)
 
 
 def test_shared_layers_are_refused(build_model):
     policy = build_model("llama")
     with pytest.raises(RolloutError, match=r"shares 12 weights with the policy.*early exit"):
-        DrafterTrainer(early_exit(policy, 1), policy, DrafterConfig())
-    DrafterTrainer(copy.deepcopy(early_exit(policy, 1)), policy, DrafterConfig())  # control: copies are fine
+        DrafterTrainer(early_exit(policy, 1), policy, DrafterConfig(), LAW)
+    DrafterTrainer(copy.deepcopy(early_exit(policy, 1)), policy, DrafterConfig(), LAW)  # control: copies are fine
 
 
 def test_something_else_than_a_causal_lm_is_refused(build_model):
     with pytest.raises(RolloutError, match=r"Linear is not a causal LM"):
-        DrafterTrainer(torch.nn.Linear(2, 2), build_model("llama"), DrafterConfig())
+        DrafterTrainer(torch.nn.Linear(2, 2), build_model("llama"), DrafterConfig(), LAW)
 
 
 def test_a_lora_policy_teaches_with_its_adapters(build_model):
@@ -522,23 +521,24 @@ def test_a_lora_policy_teaches_with_its_adapters(build_model):
         for name, p in policy.named_parameters():
             if "lora_B" in name:
                 p.fill_(0.3)
-    trainer = DrafterTrainer(truncated(plain), policy, DrafterConfig(), seed=0)
+    trainer = DrafterTrainer(truncated(plain), policy, DrafterConfig(), LAW)
     text = Text((3, 4, 5), (9, 8, 7, 6), (), 0)
-    got = trainer._teach([text])
+    got = trainer._logits(trainer.policy, [text]).detach()
     assert torch.allclose(got, full_logits(policy, text.prompt, text.response), atol=1e-4)
     assert not torch.allclose(got, full_logits(plain, text.prompt, text.response), atol=1e-2)  # control
 
 
 # Resuming -------------------------------------------------------------------------------------------------------------
 
-VARIANTS = [{}, {"select": "errors"}, {"select": "adaspec", "reference": "ema", "every": 2}]
+VARIANTS = [{}, {"select": "errors"}, {"select": "adaspec_ema", "interval": 2}]
 
 
 def state_of(trainer):
     """Everything a trainer is, without seconds."""
-    state = trainer.state_dict()
-    values = {k: v for k, v in state["values"].items() if k not in ("cost_s", "window")}
-    return {name: t.clone() for name, t in state["tensors"].items()}, json.loads(json.dumps(values))
+    moments = trainer._optimizer.state_dict()["state"].items()
+    tensors = dict(trainer._weights()) | {f"{i}/{name}": value for i, state in moments for name, value in state.items()}
+    values = asdict(trainer.progress) | {"texts": trainer._texts, "window": None}
+    return {name: tensor.clone() for name, tensor in tensors.items()}, values
 
 
 def differing(a, b):
@@ -573,18 +573,6 @@ def test_a_resumed_run_is_the_uninterrupted_one(build_model, tmp_path, options):
     assert differing(state_of(forgetful), state_of(whole)), "control: the moments matter"
 
 
-def test_a_state_dict_holds_everything(build_model):
-    moving = Moving(build_model)
-    whole, copied = trainer_of(moving), trainer_of(moving)
-    follow(moving, whole, range(2))
-    copied.load_state_dict(copy.deepcopy(whole.state_dict()))
-    assert differing(state_of(copied), state_of(whole)) == []
-    follow(moving, whole, range(2, 4))
-    assert differing(state_of(copied), state_of(whole)), "control: they share nothing"
-    follow(moving, copied, range(2, 4))
-    assert differing(state_of(copied), state_of(whole)) == []
-
-
 def test_what_was_switched_off_stays_off_after_resuming(build_model, tmp_path):
     moving = Moving(build_model)
     trainer = trainer_of(moving, patience=1)
@@ -601,7 +589,7 @@ def test_a_damaged_state_is_refused(build_model, tmp_path, damage):
     trainer = trainer_of(moving)
     follow(moving, trainer, range(1))
     trainer.save(tmp_path)
-    weights, state = tmp_path / module.WEIGHTS, tmp_path / module.STATE
+    weights, state = tmp_path / WEIGHTS, tmp_path / STATE
     if damage == "missing":
         weights.unlink()
     elif damage == "flipped":
@@ -611,7 +599,7 @@ def test_a_damaged_state_is_refused(build_model, tmp_path, damage):
     elif damage == "torn":
         state.write_text(state.read_text()[:-20])
     else:
-        trainer = DrafterTrainer(truncated(moving.policy, layers=2), moving.policy, DrafterConfig())
+        trainer = DrafterTrainer(truncated(moving.policy, layers=2), moving.policy, DrafterConfig(), LAW)
     before = weights_of(trainer.drafter)
     with pytest.raises(RolloutError, match="belongs to another drafter" if damage == "other" else "cannot be read"):
         trainer.load(tmp_path)
