@@ -502,7 +502,7 @@ def test_another_vocabulary_is_refused(build_model):
 
 def test_shared_layers_are_refused(build_model):
     policy = build_model("llama")
-    with pytest.raises(RolloutError, match=r"shares 12 weights with the policy.*early exit"):
+    with pytest.raises(RolloutError, match=r"shares 12 weights with the policy.*layers=N"):
         DrafterTrainer(early_exit(policy, 1), policy, DrafterConfig(), LAW)
     DrafterTrainer(copy.deepcopy(early_exit(policy, 1)), policy, DrafterConfig(), LAW)  # control: copies are fine
 
