@@ -56,16 +56,21 @@ def rejected_mask(texts: Sequence[Text]) -> Tensor:
     return torch.tensor([i in places for t in texts for places in [set(t.rejected)] for i in range(len(t.response))])
 
 
-def response_logits(model: torch.nn.Module, texts: Sequence[Text]) -> Tensor:
-    """Logits [N, V], in evaluation mode, that predict each response token of each text, one text after the other.
+def response_states(model: torch.nn.Module, texts: Sequence[Text]) -> Tensor:
+    """Last hidden states [N, H], in evaluation mode, that predict the response tokens of one text after the other.
 
-    The logits of response token t are those *at* the token before it, sequence index len(prompt) + t - 1. Padding is on
-    the right, where causal attention never looks.
+    Those of response token t are *at* the token before it, sequence index len(prompt) + t - 1. Padding is on the right,
+    where causal attention never looks.
     """
     training = model.training
     model.eval()
-    head = model.get_output_embeddings()
+    device = model.get_output_embeddings().weight.device
     ids = pad_sequence([torch.tensor([*t.prompt, *t.response[:-1]]) for t in texts], batch_first=True)
-    hidden = model.base_model(input_ids=ids.to(head.weight.device), use_cache=False).last_hidden_state
+    hidden = model.base_model(input_ids=ids.to(device), use_cache=False).last_hidden_state
     model.train(training)
-    return head(torch.cat([row[len(t.prompt) - 1 :][: len(t.response)] for row, t in zip(hidden, texts, strict=True)]))
+    return torch.cat([row[len(t.prompt) - 1 :][: len(t.response)] for row, t in zip(hidden, texts, strict=True)])
+
+
+def response_logits(model: torch.nn.Module, texts: Sequence[Text]) -> Tensor:
+    """Logits [N, V] of `response_states`."""
+    return model.get_output_embeddings()(response_states(model, texts))
