@@ -3,10 +3,10 @@
     python benchmarks/cotraining.py [drafter=DIR] [to=DIR] [steps=8] [out=FILE.json]
 
 The embedded policy moves in equal steps to the policy in the directory `to`, such as one that a run has trained, or
-else to itself with noise on its matrices. Every step rolls out new prompts twice with the same keys and no old texts: with
-the drafter as it was at the start, and with the co-trained one, which has seen earlier steps only. Then it learns as in
-training. Initial drafters: the model in `drafter`, which `python -m specrl.drafter out=DIR` makes, and a copy of the
-policy's first and last layer as they are.
+else to itself with noise on its matrices. Every step rolls out new prompts twice with the same keys and no old texts:
+with the drafter as it was at the start, and with the co-trained one, which has seen earlier steps only. Then it learns
+as in training. Initial drafters: the model in `drafter`, which `python -m specrl.drafter out=DIR` makes, and a copy of
+the policy's first and last layer as they are.
 
 Passes are counts and repeat exactly; seconds are those of this machine. Saved seconds are measured: the frozen
 drafter's rollout less the co-trained one's.

@@ -58,11 +58,13 @@ class Request:
     """Noise key: the token at response position t is drawn with the noise of (key, t)."""
     max_new_tokens: int
     drafter: Drafter | None = None
-    """None decodes plainly."""
+    """None has no old text; an engine with a draft model may still draft."""
     draft_logprobs: Sequence[float] | None = None
     """Behaviour log-probs of the drafter's first proposal; needed by the `lenient` rule, ignored by `exact`."""
     draft_version: int | None = None
     """Weight version that drew the first proposal; provenance of what the `lenient` rule reuses."""
+    plain: bool = False
+    """Decode without drafts, those of the engine's draft model included: the baseline."""
     expected_tokens: int | None = None
     """Guess of the tokens still to be decoded, for spreading rows over workers; None knows nothing."""
 

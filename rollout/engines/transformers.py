@@ -86,10 +86,15 @@ class TransformersEngine:
             check_request(request, self.vocab, self.context, self.speculation)
         stats = EngineStats()
         self.sources = {"own": [0, 0], "model": [0, 0]}
-        if self.drafter or any(request.drafter for request in requests):
+        if any(not request.plain and (self.drafter or request.drafter) for request in requests):
             self.budget.next_rollout()
         rows = [
-            Row(request, state="start" if request.drafter or not self.drafter else "silent") for request in requests
+            Row(
+                request,
+                drafting=not request.plain,
+                state="start" if request.drafter or not self.drafter else "silent",
+            )
+            for request in requests
         ]
         with ExitStack() as stack:
             for model in (self._policy, self.drafter):
@@ -172,7 +177,9 @@ class TransformersEngine:
         drafts = [None if row.finish else self._ask(row, plan) for row in rows]
         if self.drafter:
             wanting = [
-                i for i in active if (rows[i].state in plan.handed or not drafts[i]) and self._reach(rows[i]) > 0
+                i
+                for i in active
+                if rows[i].drafting and (rows[i].state in plan.handed or not drafts[i]) and self._reach(rows[i]) > 0
             ]
             behind = [self.drafter.behind(i, len(rows[i].tokens)) for i in wanting]
             self._draft_by_model(rows, wanting, drafts, self.budget.chain(behind, plan))
