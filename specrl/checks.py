@@ -119,6 +119,11 @@ def _cotraining_rules(c: Config) -> Iterator[str]:
     made = "rollout.drafter=DIR with a model that `python -m specrl.drafter out=DIR` makes"
     if not c.rollout.drafter:
         yield f"trainer.drafter.train=true has no draft model to train. Try {made}."
+    if c.rollout.acceptance == "off":
+        yield (
+            "trainer.drafter.train=true has no use with rollout.acceptance=off, which drafts nothing. "
+            "Try trainer.drafter.train=false, or rollout.acceptance=exact."
+        )
     if c.rollout.drafter.startswith("layers="):
         yield (
             f"trainer.drafter.train=true cannot train rollout.drafter={c.rollout.drafter}: these layers are the "

@@ -109,6 +109,10 @@ def broken(*words, **settings):
             "trainer.drafter.train=true has no draft model to train. Try rollout.drafter=DIR",
         ),
         (
+            "trainer.drafter.train=true rollout.drafter=x rollout.acceptance=off",
+            "trainer.drafter.train=true has no use with rollout.acceptance=off, which drafts nothing. Try",
+        ),
+        (
             "trainer.drafter.train=true rollout.drafter=layers=2",
             "trainer.drafter.train=true cannot train rollout.drafter=layers=2: these layers are the policy's own",
         ),
