@@ -141,11 +141,11 @@ class DrafterTrainer:
             if gaps.isnan().any():
                 return self._diverged("its logits are NaN or infinite")
             laws = (process_logits(z, **self._law) for z in (logits, wanted))
-            found += [(drawn == draws).float().mean().item(), 1 - total_variation(*laws).mean().item()]
-        names = ("drafter/agreement", "drafter/overlap", "drafter/agreement_initial")
-        self._metrics |= dict(zip(names, found, strict=False))
-        state.agreement = _smooth(state.agreement, found[0])
-        state.agreement_initial = _smooth(state.agreement_initial, found[2])
+            found.append(((drawn == draws).float().mean().item(), 1 - total_variation(*laws).mean().item()))
+        (now, overlap), (initial, _) = found
+        self._metrics |= {"drafter/agreement": now, "drafter/agreement_initial": initial, "drafter/overlap": overlap}
+        state.agreement = _smooth(state.agreement, now)
+        state.agreement_initial = _smooth(state.agreement_initial, initial)
         self._watch()
 
     def _watch(self) -> None:
@@ -220,13 +220,15 @@ class DrafterTrainer:
         return largest(forward_kl(student, teacher) - forward_kl(reference, teacher), KEPT)
 
     def _judge(self) -> None:
-        """Ends co-training when over `patience` rollouts it has saved less time than it took."""
+        """Ends co-training when over `patience` rollouts it saved less time than it took; the better drafter stays."""
         state, patience = self.progress, self.options.patience
         if state.off or not state.window:
             return
         state.window[-1][0] += self._cost_s
         spent, saved = map(sum, zip(*state.window, strict=True))
         if len(state.window) == patience and saved < spent:
+            if state.agreement < state.agreement_initial:
+                _blend(self.drafter.parameters(), self._initial.parameters())
             self._stop(
                 f"it does not pay: over {patience} rollouts it took {spent:.3g} s and saved an estimated {saved:.3g} s "
                 f"(agreement {state.agreement:.2f}, initial drafter {state.agreement_initial:.2f})"

@@ -468,6 +468,17 @@ def test_co_training_ends_when_it_does_not_pay(build_model, caplog):
     assert "drafter/agreement" not in run[3], "nothing is measured any more"
 
 
+@pytest.mark.parametrize(("sign", "stays"), [(1, "trained"), (-1, "initial")])
+def test_when_it_ends_the_better_drafter_stays(build_model, monkeypatch, sign, stays):
+    monkeypatch.setitem(module.OBJECTIVES, "forward_kl", lambda student, teacher: sign * forward_kl(student, teacher))
+    moving = Moving(build_model)
+    trainer = trainer_of(moving, patience=3)
+    initial = weights_of(trainer.drafter)
+    follow(moving, trainer, range(3), EngineStats(decode_s=1e-6, model_accepted=9))
+    assert "does not pay" in trainer.progress.off
+    assert same(initial, weights_of(trainer.drafter)) == (stays == "initial")
+
+
 @pytest.mark.parametrize(
     ("patience", "stats"),
     [(3, EngineStats(verify_s=1e5, draft_s=1e5, model_accepted=9)), (0, EngineStats(decode_s=1e-6)), (3, None)],
