@@ -84,7 +84,8 @@ class SpeculativeRollout:
     def plain(self, rows: Sequence[Row], keys: Sequence[int]) -> RolloutBatch:
         """The same rows by plain decoding with the given keys: the measured baseline. Touches no cache."""
         began = time.perf_counter()
-        requests = [Request(r.prompt, k, self.config.max_new_tokens) for r, k in zip(rows, keys, strict=True)]
+        cap = self.config.max_new_tokens
+        requests = [Request(r.prompt, k, cap, plain=True) for r, k in zip(rows, keys, strict=True)]
         completions, stats = self.engine.generate(requests)
         n = len(rows)
         took = time.perf_counter() - began
@@ -120,7 +121,7 @@ class SpeculativeRollout:
         self, row: Row, key: int, old: Trajectory | None, stored: list[Trajectory], texts: PromptTexts | None
     ) -> Request:
         """Args: old: the slot's; stored: of the prompt, newest first; texts: the same for its drafters to share."""
-        request = Request(row.prompt, key, self.config.max_new_tokens)
+        request = Request(row.prompt, key, self.config.max_new_tokens, plain=self.config.acceptance == "off")
         if old is not None:
             request.draft_version = old.version
         if known := [old] if old else stored:

@@ -65,18 +65,20 @@ class Request:
     """Noise key: the token at response position t is drawn with the noise of (key, t)."""
     max_new_tokens: int
     drafter: Drafter | None = None
-    """None decodes plainly."""
+    """None has no old text; an engine with a draft model may still draft."""
     draft_logprobs: Sequence[float] | None = None
     """Behaviour log-probs of the drafter's first proposal; needed by the `lenient` rule, ignored by `exact`."""
     draft_version: int | None = None
     """Weight version that drew the first proposal; provenance of what the `lenient` rule reuses."""
+    plain: bool = False
+    """Decode without drafts, those of the engine's draft model included: the baseline."""
     expected_tokens: int | None = None
     """Guess of the tokens still to be decoded, for spreading rows over workers; None knows nothing."""
 
 
 @dataclass(slots=True)
 class Completion:
-    """One response, with everything the trainer and the accounting need. All sequences have the response's length."""
+    """One response, with everything the trainer and the accounting need. Sequences have the response's length."""
 
     tokens: list[int]
     logprobs: list[float]
@@ -94,6 +96,8 @@ class Completion:
     """From the start of the engine's call until it was finished."""
     draft_version: int | None = None
     """Weight version whose law drew the reused tokens where that is not `version` (the lenient rule), else None."""
+    rejected: list[int] = field(default_factory=list)
+    """Response positions where a draft model's token did not stand; what the policy drew instead is in `tokens`."""
     failure: str = ""
     """Why this row has no response (its sequences are then empty); such rows are masked and counted, never scored."""
 

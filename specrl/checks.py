@@ -29,6 +29,10 @@ LIMITS = {
     "trainer.prompts_per_step": (1, math.inf),
     "trainer.updates_per_rollout": (1, math.inf),
     "trainer.clip": (0, 1),
+    "trainer.drafter.interval": (1, math.inf),
+    "trainer.drafter.updates": (1, math.inf),
+    "trainer.drafter.tokens_per_update": (1, math.inf),
+    "trainer.drafter.versions": (1, math.inf),
     "trainer.correction_cap": (1, math.inf),
     "trainer.keep_checkpoints": (1, math.inf),
     "trainer.log_completions_every": (1, math.inf),
@@ -55,7 +59,7 @@ def problems(config: Config, training: bool = True) -> list[str]:
     if outside:
         return outside
     found = [*_run_rules(config), *_rollout_rules(config.rollout), *_cluster_rules(config)]
-    found += _drafter_rules(config.rollout)
+    found += [*_drafter_rules(config.rollout), *_cotraining_rules(config)]
     found += _lenient_rules(config.rollout, config.trainer)
     found += [*_trainer_rules(config.trainer, config.rollout), *_reward_rules(config.reward)]
     return [*found, *_training_rules(config)] if training else found
@@ -121,6 +125,29 @@ def _drafter_rules(r: RolloutConfig) -> Iterator[str]:
         yield (
             f"rollout.drafter={r.drafter} works with rollout.engine=transformers only. "
             "Leave it out, or take rollout.engine=transformers."
+        )
+
+
+def _cotraining_rules(c: Config) -> Iterator[str]:
+    if not c.trainer.drafter.train:
+        return
+    made = "rollout.drafter=DIR with a model that `python -m specrl.drafter out=DIR` makes"
+    if not c.rollout.drafter:
+        yield f"trainer.drafter.train=true has no draft model to train. Try {made}."
+    if c.rollout.acceptance == "off":
+        yield (
+            "trainer.drafter.train=true has no use with rollout.acceptance=off, which drafts nothing. "
+            "Try trainer.drafter.train=false, or rollout.acceptance=exact."
+        )
+    if c.rollout.drafter.startswith("layers="):
+        yield (
+            f"trainer.drafter.train=true cannot train rollout.drafter={c.rollout.drafter}: these layers are the "
+            f"policy's own, and follow it without training. Try trainer.drafter.train=false, or {made}."
+        )
+    if c.cluster.num_workers:
+        yield (
+            f"trainer.drafter.train=true cannot reach the draft models of cluster.num_workers={c.cluster.num_workers} "
+            "workers. Try cluster.num_workers=0, or trainer.drafter.train=false."
         )
 
 

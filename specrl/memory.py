@@ -39,6 +39,8 @@ def plan(config: Config, model: PreTrainedModel, prompt_tokens: int) -> dict[str
         parts["verification logits"] = min(rollout.logits_mb * MB, rollout.tokens_per_pass * shape.vocab_size * 16)
     per_pass = config.trainer.rows_per_pass or total
     parts["training logits"] = 2 * 4 * per_pass * rollout.max_new_tokens * shape.vocab_size
+    if config.trainer.drafter.train:
+        parts["co-training logits"] = 4 * 4 * config.trainer.drafter.tokens_per_update * shape.vocab_size
     return {name: size / MB for name, size in parts.items()}
 
 
@@ -61,6 +63,7 @@ ADVICE = {
     "vLLM KV": "rollout.vllm.kv_cache_mb",
     "verification logits": "rollout.logits_mb",
     "training logits": "trainer.rows_per_pass",
+    "co-training logits": "trainer.drafter.tokens_per_update",
 }
 
 

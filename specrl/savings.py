@@ -95,7 +95,8 @@ def paired(steps: Sequence[dict], baseline: Sequence[dict]) -> list[Saving]:
     before, after = phases(plain), phases(own)
     rows = [Saving(phase, before[phase], after[phase]) for phase in after]
     rows += _totals(own, plain, "timing_s/gen")
-    for key in ("reward", "update"):
+    co_training = ["drafter"] if total(own, "timing_s/drafter") else []
+    for key in ("reward", *co_training, "update"):
         rows.append(Saving(key, total(plain, f"timing_s/{key}"), total(own, f"timing_s/{key}")))
     return [*rows, Saving("step, controls left out", step_s(plain), step_s(own))]
 
@@ -135,6 +136,7 @@ def _totals(own: list[dict], plain: list[dict], key: str) -> list[Saving]:
 def estimate(steps: Sequence[dict]) -> float | None:
     """Seconds saved over the whole run, extrapolated: gen seconds times (speedup of the control steps - 1).
 
+    What co-training took is charged.
     Epoch 1 and the rest are extrapolated apart. Epoch 1 counts as saving nothing when it has no control step; None
     when the rest has none.
     """
@@ -145,7 +147,7 @@ def estimate(steps: Sequence[dict]) -> float | None:
             saved += total(part, "timing_s/gen") * (speedup - 1)
         elif part is rest:
             return None
-    return saved
+    return saved - total(steps, "timing_s/drafter")
 
 
 def first_last(steps: Sequence[dict], key: str = "reward") -> dict:

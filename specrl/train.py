@@ -58,6 +58,8 @@ def main(config: Config) -> int:
         trainer = build_trainer(config, model, tokenizer, train, make_engine, cache, rewards, run_dir)
         if checkpoint:
             trainer.stage.restore(checkpoints.stage_state(checkpoint))
+            if trainer.cotraining:
+                trainer.cotraining.load(checkpoints.drafter(checkpoint))
         if trainer.accelerator.is_main_process:  # one process writes the run directory
             cli.save(config)
             resumed = checkpoints.step_of(checkpoint) if checkpoint else None
@@ -73,6 +75,8 @@ def main(config: Config) -> int:
     trainer.save_model(str(run_dir / "model"))
     if trainer.accelerator.is_main_process:
         tokenizer.save_pretrained(run_dir / "model")
+        if trainer.cotraining:
+            trainer.cotraining.drafter.save_pretrained(run_dir / "drafter")
         if cache is not None:
             cache.try_save(run_dir / "trajectories", trainer.state.global_step, config.rollout.cache.on_write_error)
             cache.close()
@@ -208,11 +212,10 @@ def build_trainer(
         cache=cache,
         rollout_config=config.rollout,
         trainer_config=config.trainer,
-        callbacks=[
-            SaveCache(cache, config.rollout.cache, config.trainer.keep_checkpoints, lambda: trainer.stage.state())
-        ],
         peft_config=adapter(config),
     )
+    keep = config.trainer.keep_checkpoints
+    trainer.add_callback(SaveCache(cache, config.rollout.cache, keep, trainer.stage.state, trainer.cotraining))
     trainer.remove_callback(PrinterCallback)  # the monitor prints
     return trainer
 

@@ -13,11 +13,12 @@ from pathlib import Path
 from unittest import mock
 
 import torch
-from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
 import specrl.train
 import trainers.grpo  # noqa: F401 (slow to import: before the first run, not inside it)
 from specrl import config as cli
+from specrl.drafter import shortened
 from specrl.tiny import build_tokenizer
 
 ROOT = Path(__file__).parents[1]
@@ -72,6 +73,12 @@ def build_policy(folder: Path, seed: int = 0, **sizes) -> Path:
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+def drafter(folder: Path) -> str:
+    """A draft model for `policy()`: a copy of its first layer."""
+    shortened(AutoModelForCausalLM.from_pretrained(policy()), 1).save_pretrained(folder)
+    return str(folder)
 
 
 @cache

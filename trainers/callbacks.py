@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import TrainerCallback
 
-OTHERS = ("sync", "gen", "reward", "old_log_prob", "ref_log_prob", "control", "reuse_gap")
+if TYPE_CHECKING:
+    from trainers.drafter import DrafterTrainer
+
+OTHERS = ("sync", "gen", "reward", "drafter", "old_log_prob", "ref_log_prob", "control", "reuse_gap")
 """What a step spends its time on besides the update, by its name in `timing_s/`; none is part of another."""
 
 
@@ -48,6 +51,17 @@ class Record(TrainerCallback):
         record["timing_s/update"] = self._step_s - sum(logs.get(f"timing_s/{name}") or 0.0 for name in OTHERS)
         self._write(record)
         self._after_step(state.global_step)
+
+
+class CoTraining(TrainerCallback):
+    """Co-trains the draft model after each update of the policy and puts its metrics where the trainer logs from."""
+
+    def __init__(self, trainer: DrafterTrainer, metrics: Mapping[str, list[float]]):
+        self._trainer, self._metrics = trainer, metrics
+
+    def on_step_end(self, args, state, control, **kwargs) -> None:
+        for name, value in self._trainer.step().items():
+            self._metrics[name].append(value)
 
 
 class StopOnTerm(TrainerCallback):

@@ -1,6 +1,6 @@
-"""Checkpoints as one atomic cut: weights, optimiser, RNG and data position (TRL), the trajectory cache (ours).
+"""Checkpoints as one atomic cut: weights, optimiser, RNG and data position (TRL), trajectories and drafter (ours).
 
-TRL writes `checkpoint-N/`; the cache goes into the same directory, and the marker file comes last. A directory without
+TRL writes `checkpoint-N/`; the others go into the same directory, and the marker file comes last. A directory without
 the marker is an interrupted save: it is never resumed from.
 """
 
@@ -12,13 +12,16 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import TrainerCallback
 
 from rollout.cache import TrajectoryCache
 from rollout.config import CacheConfig
+
+if TYPE_CHECKING:
+    from trainers.drafter import DrafterTrainer
 
 MARKER = "specrl.json"
 
@@ -64,16 +67,27 @@ def stage_state(checkpoint: Path) -> dict[str, Any]:
     return json.loads((checkpoint / MARKER).read_text(encoding="utf-8"))["stage"]
 
 
-class SaveCache(TrainerCallback):
-    """Completes each checkpoint with the trajectory cache and the rollout stage's `state` of the same step.
+def drafter(checkpoint: Path) -> Path:
+    """Where a checkpoint keeps the state of co-training."""
+    return checkpoint / "drafter"
 
-    Then marks it, and removes the oldest ones.
+
+class SaveCache(TrainerCallback):
+    """Completes each checkpoint with what else belongs to its step, marks it, and removes the oldest ones.
+
+    Args: cache: trajectories; drafter: co-training; None where the run has none. state: the rollout stage's, for the
+    marker. keep: complete checkpoints.
     """
 
     def __init__(
-        self, cache: TrajectoryCache | None, config: CacheConfig, keep: int, state: Callable[[], dict[str, Any]]
+        self,
+        cache: TrajectoryCache | None,
+        config: CacheConfig,
+        keep: int,
+        state: Callable[[], dict[str, Any]],
+        drafter: DrafterTrainer | None = None,
     ):
-        self._cache, self._config, self._keep, self._stage = cache, config, keep, state
+        self._cache, self._config, self._keep, self._stage, self._drafter = cache, config, keep, state, drafter
 
     def on_save(self, args, state, control, **kwargs) -> None:
         if torch.distributed.is_available() and torch.distributed.is_initialized():
@@ -86,15 +100,18 @@ class SaveCache(TrainerCallback):
         )
         if self._cache is not None:
             self._cache.close()
+        if self._drafter is not None:
+            self._drafter.save(drafter(checkpoint))
         mark = {"step": state.global_step, "cache": saved, "stage": self._stage()}
-        _write_durably(checkpoint / MARKER, json.dumps(mark))
+        write_durably(checkpoint / MARKER, json.dumps(mark).encode())
         prune(checkpoint.parent, self._keep)
 
 
-def _write_durably(path: Path, text: str) -> None:
+def write_durably(path: Path, data: bytes) -> None:
+    """Replaces a file as a whole: after a crash it is the old one or the new one."""
     draft = path.with_suffix(".tmp")
-    with draft.open("w", encoding="utf-8") as file:
-        file.write(text)
+    with draft.open("wb") as file:
+        file.write(data)
         file.flush()
         os.fsync(file.fileno())
     os.replace(draft, path)

@@ -2,10 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from rollout.config import doc
+
+
+@dataclass
+class DrafterConfig:
+    train: bool = doc(False, "co-train the model of rollout.drafter=DIR towards the policy after every rollout")
+    objective: Literal["forward_kl", "reverse_kl", "mixed", "tvd"] = doc("tvd", "distance from the policy's law")
+    select: Literal["all", "errors", "adaspec", "adaspec_ema"] = doc(
+        "all",
+        "tokens learned from: all, rejected drafts, or those furthest behind the initial drafter or its moving average",
+    )
+    learning_rate: float = doc(1e-4, "AdamW learning rate")
+    interval: int = doc(1, "optimiser steps between two rounds of co-training")
+    updates: int = doc(4, "gradient steps in one round")
+    tokens_per_update: int = doc(1024, "tokens of a gradient step, prompts included")
+    versions: int = doc(2, "policy versions whose texts are learned from, the latest included")
+    patience: int = doc(20, "rollouts over which co-training must save more time than it takes; 0 never judges")
 
 
 @dataclass
@@ -50,3 +66,4 @@ class TrainerConfig:
     eval_prompts: int = doc(64, "prompts of the test split used in evaluation; 0 skips evaluation")
     log_completions: int = doc(2, "completions shown on the console each time; 0 shows none")
     log_completions_every: int = doc(10, "steps between completion previews")
+    drafter: DrafterConfig = field(default_factory=DrafterConfig)

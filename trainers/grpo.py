@@ -29,7 +29,9 @@ from rollout.speculative import SpeculativeRollout
 from rollout.types import RolloutBatch, RolloutError, Row
 from trainers import weights
 from trainers.advantages import overlong_penalty
+from trainers.callbacks import CoTraining
 from trainers.config import TrainerConfig
+from trainers.drafter import DrafterTrainer
 from trainers.losses import correction_weights
 from trainers.reference import ReferenceLogProbs
 from trainers.stage import RolloutStage
@@ -132,6 +134,9 @@ class GRPOTrainerWithReuse(GRPOTrainer):
             and (rollout_config.top_p, rollout_config.top_k) == (1.0, 0),  # rounding can move the edge of the kept set
             exchange=gather_object if self.accelerator.num_processes > 1 else lambda entries: entries,
         )
+        self.cotraining = self._cotraining(policy) if trainer_config.drafter.train else None
+        if self.cotraining:
+            self.add_callback(CoTraining(self.cotraining, self._metrics["train"]))
 
     # TRL's hooks -------------------------------------------------------------------------------------------------
 
@@ -156,6 +161,8 @@ class GRPOTrainerWithReuse(GRPOTrainer):
         metrics = self.stage.finish(self._rows, self._batch, self._rewards, visit=self._visit, step=self._version)
         for name, value in self._across_processes(metrics).items():
             self._metrics["train"][name].append(value)
+        if self.cotraining:
+            self._observe()
         return self._with_behaviour(out)
 
     def _rollout(self, prompts: list, trainer: GRPOTrainer) -> dict[str, list]:
@@ -214,6 +221,27 @@ class GRPOTrainerWithReuse(GRPOTrainer):
         self._sent = self._version
         if self.engine.own_weights:
             self._metrics["train"]["timing_s/sync"].append(time.perf_counter() - began)
+
+    def _cotraining(self, policy: torch.nn.Module) -> DrafterTrainer:
+        """Co-training of the module that the engine drafts with."""
+        if self.accelerator.num_processes > 1:
+            raise RolloutError(
+                f"trainer.drafter.train=true works in one process, not in {self.accelerator.num_processes}: their "
+                "drafters would drift apart. Use trainer.drafter.train=false, or start one process"
+            )
+        drafter = getattr(self.engine, "drafter", None)
+        if drafter is None:
+            raise RolloutError(
+                f"trainer.drafter.train=true needs a draft model in this process, which {type(self.engine).__name__} "
+                "has not. Use rollout.engine=transformers and cluster.num_workers=0 with rollout.drafter=DIR"
+            )
+        return DrafterTrainer(drafter.model, policy, self._options.drafter, self.engine.sampling, self.args.seed)
+
+    def _observe(self) -> None:
+        """Shows co-training the rows of the rollout that have a response."""
+        done = [(row.prompt, c) for row, c in zip(self._rows, self._batch.completions, strict=True) if not c.failure]
+        texts, rejected = [(prompt, c.tokens) for prompt, c in done], [c.rejected for _, c in done]
+        self.cotraining.observe(texts, rejected, self._version, self._batch.stats)
 
     def last_rollout(self) -> LastRollout:
         """What was generated last; call it after a step."""

@@ -40,6 +40,7 @@ class ModelDrafter:
                 "texts. Use a draft model with the policy's tokenizer"
             )
         self.inference, self.timings, self.context = self._model.inference, self._model.timings, self._model.context
+        self.model = model
         self.dropped = 0
         """Draws thrown away because the model's logits were NaN or infinite."""
 

@@ -40,6 +40,7 @@ class Row:
     """Where that comes from: `source`, `contexts` or `model`."""
     chain: list[float] | None = None
     """The draft model's log-probs of the tokens it drafted; None when the draft is the row's own."""
+    rejected: list[int] = field(default_factory=list)
 
     @property
     def cached(self) -> int:
@@ -72,7 +73,7 @@ class Row:
         Args: price: what a draft token costs, in accepted tokens.
         """
         self.draft, self.chain = self.guess[:window], None
-        if contexts is not None and self.request.drafter and self.drafting:
+        if contexts is not None and self.drafting:
             text = (*self.request.prompt[-8:], *self.tokens[-8:])
             likely, gain = contexts.draft(text, self.room - 1, price)
             if likely and gain > budget.gain(self.kind, len(self.draft), price):
@@ -116,6 +117,7 @@ class Row:
             self.passes,
             self.seconds,
             draft_version=self.request.draft_version if rule == "lenient" else None,
+            rejected=self.rejected,
         )
 
 
@@ -149,7 +151,7 @@ def learn_all(rows: Sequence[Row], contexts: ContextTable | None, stats: EngineS
     """Adds the responses of rows that speculate to what later ones may draft from."""
     if contexts is not None:
         began = time.perf_counter()
-        contexts.learn((row.request.prompt, row.tokens) for row in rows if row.request.drafter)
+        contexts.learn((row.request.prompt, row.tokens) for row in rows if not row.request.plain)
         stats.draft_s += time.perf_counter() - began
 
 

@@ -85,9 +85,9 @@ class TransformersEngine:
         for request in requests:
             check_request(request, self.vocab, self.context, self.speculation)
         stats = EngineStats()
-        if self.drafter or any(request.drafter for request in requests):
+        if any(not request.plain and (self.drafter or request.drafter) for request in requests):
             self.budget.next_rollout()
-        rows = [Row(request) for request in requests]
+        rows = [Row(request, drafting=not request.plain) for request in requests]
         with ExitStack() as stack:
             for model in (self._policy, self.drafter):
                 if model is not None:
@@ -176,7 +176,11 @@ class TransformersEngine:
             for i in active:
                 drafts[i] = rows[i].draft
         if self.drafter:
-            wanting = [i for i in active if (rows[i].kind in plan.handed or not drafts[i]) and self._reach(rows[i]) > 0]
+            wanting = [
+                i
+                for i in active
+                if rows[i].drafting and (rows[i].kind in plan.handed or not drafts[i]) and self._reach(rows[i]) > 0
+            ]
             behind = [self.drafter.behind(i, len(rows[i].tokens)) for i in wanting]
             self._draft_by_model(rows, wanting, drafts, self.budget.chain(behind, plan))
         stats.draft_s += time.perf_counter() - began
@@ -240,6 +244,8 @@ class TransformersEngine:
             behaviour = logprobs
         count = row.emit(emitted, logprobs, behaviour, n, self.sampling.eos_ids)
         stats.count(row.carried, len(draft), min(n, count))
+        if row.chain is not None and n < min(len(draft), count):
+            row.rejected.append(len(row.tokens) - 1)
         if row.chain is not None:
             self.budget.observe_chain(row.chain, n)
         row.learn(self.budget, draft, emitted, n)

@@ -97,7 +97,7 @@ class VLLMEngine:
             check_request(request, self.vocab, self.context, self.speculation)
         if any(request.drafter for request in requests):
             self.budget.next_rollout()
-        rows = [VLLMRow(request) for request in requests]
+        rows = [VLLMRow(request, drafting=not request.plain) for request in requests]
         with self._awake():
             try:
                 stats = self._flow.run(rows)

@@ -58,6 +58,15 @@ def by_slot(rows, batch) -> dict:
     return {(r.example_id, s): c.tokens for r, s, c in zip(rows, batch.slots, batch.completions, strict=True)}
 
 
+@pytest.mark.parametrize(("acceptance", "plain"), [("exact", False), ("off", True)])
+def test_the_baseline_asks_for_no_drafts_at_all(acceptance, plain):
+    rollout = fake(RolloutConfig(max_new_tokens=8, acceptance=acceptance))
+    batch = rollout.generate(rows_of("a", "b"), visit=0, step=0)
+    assert [request.plain for request in rollout.engine.asked] == [plain] * 2
+    rollout.plain(rows_of("a", "b"), batch.keys)
+    assert [request.plain for request in rollout.engine.asked] == [True] * 2
+
+
 # Keys, slots and requests ---------------------------------------------------------------------------------------------
 
 

@@ -121,6 +121,26 @@ def broken(*words, **settings):
             "rollout.engine=vllm rollout.drafter=x",
             "rollout.drafter=x works with rollout.engine=transformers only. Leave",
         ),
+        (
+            "trainer.drafter.train=true",
+            "trainer.drafter.train=true has no draft model to train. Try rollout.drafter=DIR",
+        ),
+        (
+            "trainer.drafter.train=true rollout.drafter=x rollout.acceptance=off",
+            "trainer.drafter.train=true has no use with rollout.acceptance=off, which drafts nothing. Try",
+        ),
+        (
+            "trainer.drafter.train=true rollout.drafter=layers=2",
+            "trainer.drafter.train=true cannot train rollout.drafter=layers=2: these layers are the policy's own",
+        ),
+        (
+            "trainer.drafter.train=true rollout.drafter=x cluster.num_workers=2",
+            "trainer.drafter.train=true cannot reach the draft models of cluster.num_workers=2 workers. Try cluster",
+        ),
+        (
+            "trainer.drafter.interval=0",
+            "trainer.drafter.interval=0 must be at least 1. Try trainer.drafter.interval=1.",
+        ),
         ("rollout.vllm.draft_tokens=200", "rollout.vllm.draft_tokens=200 must be from 1 to 127. Try"),
         ("reward.timeout_s=0", "reward.timeout_s=0 leaves no time to score. Try reward.timeout_s=5."),
     ],

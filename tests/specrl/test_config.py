@@ -35,6 +35,9 @@ trainer.loss trainer.scale_rewards trainer.mask_truncated trainer.overlong_buffe
 trainer.weight_decay trainer.old_logprobs trainer.correction trainer.correction_cap trainer.precision
 trainer.gradient_checkpointing trainer.save_every trainer.keep_checkpoints trainer.eval_every trainer.eval_prompts
 trainer.log_completions trainer.log_completions_every
+trainer.drafter.train trainer.drafter.objective trainer.drafter.select trainer.drafter.learning_rate
+trainer.drafter.interval trainer.drafter.updates trainer.drafter.tokens_per_update trainer.drafter.versions
+trainer.drafter.patience
 reward.functions reward.weights reward.timeout_s reward.memory_mb reward.workers reward.max_failure_ratio
 reward.isolate_user
 cluster.num_workers cluster.address cluster.cpus_per_worker cluster.gpus_per_worker cluster.tasks_per_worker

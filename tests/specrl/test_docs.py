@@ -12,7 +12,7 @@ from tests import runs
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-OURS = ("spec/", "timing_s/", "cache/", "reward/")
+OURS = ("spec/", "timing_s/", "drafter/", "cache/", "reward/")
 MACHINE_PATH = re.compile(r"(?<![\w.])/(?:home|root|tmp|work|Users|mnt|data)/\w")
 
 
@@ -85,11 +85,14 @@ def test_every_documented_key_of_ours_exists_in_the_code():
     "settings",
     [
         {"rollout__replay": 0.5, "rollout__measure_every": 2, "trainer__eval_prompts": 4, "trainer__beta": 0.01},
+        {"rollout__drafter": "made here", "trainer__drafter__train": "true", "trainer__epochs": 1},
         {"rollout__acceptance": "lenient", "trainer__epochs": 2, "trainer__updates_per_rollout": 2},
     ],
-    ids=["exact", "lenient"],
+    ids=["exact", "co-training", "lenient"],
 )
 def test_every_key_a_run_writes_is_documented(settings, tmp_path):
+    if "rollout__drafter" in settings:
+        settings = settings | {"rollout__drafter": runs.drafter(tmp_path / "drafter")}
     runs.run(tmp_path, **settings)
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     written = {key for line in lines for key in json.loads(line)}

@@ -8,6 +8,7 @@ from specrl.policy import load_policy
 from tests.runs import policy
 
 ROWS, GROUP, CAP, PROMPT, VOCAB = 4, 4, 28, 50, 85
+CO_TRAINING = ["rollout.drafter=x", "trainer.drafter.train=true"]
 
 
 def plan(*options):
@@ -37,12 +38,13 @@ def test_each_part_by_hand():
     [
         (["rollout.rows_per_batch=4"], "rollout KV", 1 / 4),
         (["trainer.rows_per_pass=8"], "training logits", 1 / 2),
+        (["trainer.drafter.tokens_per_update=512"], "co-training logits", 1 / 2),
         (["trainer.precision=bf16"], "policy", 1 / 2),
         (["trainer.precision=bf16"], "rollout KV", 1 / 2),
     ],
 )
 def test_the_advised_options_shrink_their_part(options, part, factor):
-    assert plan(*options)[0][part] == pytest.approx(plan()[0][part] * factor)
+    assert plan(*CO_TRAINING, *options)[0][part] == pytest.approx(plan(*CO_TRAINING)[0][part] * factor)
 
 
 def test_engines_elsewhere_take_no_memory_here():
@@ -63,5 +65,5 @@ def test_the_sentence():
 
 
 def test_every_part_has_advice():
-    names = {name for options in ([], ["rollout.engine=vllm"]) for name in plan(*options)[0]}
+    names = {name for options in ([], ["rollout.engine=vllm"], CO_TRAINING) for name in plan(*options)[0]}
     assert names == memory.ADVICE.keys()

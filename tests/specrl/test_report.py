@@ -143,6 +143,9 @@ def test_estimate_extrapolates_epoch_one_apart():
     assert estimate(STEPS) == pytest.approx(20 * (9 / 10 - 1) + 9 * (20 / 9 - 1)) == pytest.approx(9.0)
     no_first = [{key: value for key, value in STEPS[0].items() if key != "spec/plain_s"}, *STEPS[1:]]
     assert estimate(no_first) == pytest.approx(11.0)
+    assert estimate([{**record, "timing_s/drafter": 0.5} for record in STEPS]) == pytest.approx(
+        9.0 - 0.5 * len(STEPS)
+    ), "co-training is charged"
     assert estimate(STEPS[:2]) is None
 
 

@@ -108,7 +108,7 @@ def test_the_marker_comes_last_and_the_cache_is_in_the_cut(tmp_path, monkeypatch
 def test_old_checkpoints_go_only_after_the_new_one_is_complete(tmp_path, monkeypatch):
     save(None, tmp_path, 1, keep=1)
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "_write_durably", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(checkpoint, "write_durably", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             save(None, tmp_path, 2, keep=1)
     assert newest(tmp_path) == tmp_path / "checkpoint-1"

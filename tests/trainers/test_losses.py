@@ -3,7 +3,8 @@ import math
 import pytest
 import torch
 
-from trainers.losses import correction_weights
+from rollout.noise import keyed_draw
+from trainers.losses import correction_weights, forward_kl, largest, mixed_kl, reverse_kl, total_variation, tvd
 
 LN2 = math.log(2)
 # ratios by row: (1/4, 1, 8), (2, 2, padding), (1, 1, 1)
@@ -63,3 +64,97 @@ def test_truncated_weights_make_an_unbiased_estimate_where_nothing_is_cut():
     assert (q * weights * f).sum().item() == pytest.approx((p * f).sum().item(), abs=1e-5)
     inverted = correction_weights(q.log()[:, None], p.log()[:, None], torch.ones(4, 1), "token_truncate", 10.0)[:, 0]
     assert (q * inverted * f).sum().item() != pytest.approx((p * f).sum().item(), abs=0.5)
+
+
+# Distillation
+
+P, Q = torch.tensor([[0.5, 0.5]]).log(), torch.tensor([[0.25, 0.75]]).log()
+FORWARD = 0.5 * math.log(2) + 0.5 * math.log(2 / 3)
+REVERSE = 0.25 * math.log(1 / 2) + 0.75 * math.log(3 / 2)
+
+
+@pytest.mark.parametrize(
+    ("loss", "want"),
+    [
+        (forward_kl, FORWARD),
+        (reverse_kl, REVERSE),
+        (mixed_kl, 0.9 * FORWARD + 0.1 * REVERSE),
+        (total_variation, 0.25),
+        (tvd, 0.25 / math.sqrt(0.25 * 0.75)),  # E_q[p > q] = 0.25, as the first token alone has p > q
+    ],
+)
+def test_distillation_losses_by_hand(loss, want):
+    student, teacher = Q + 3.0, P - 1.0  # logits: a constant does not matter
+    assert loss(student, teacher).tolist() == pytest.approx([want], abs=1e-6)
+    assert loss(student.bfloat16(), teacher).dtype == torch.float32
+    assert loss(teacher, teacher).tolist() == pytest.approx([0.0], abs=1e-6)
+    if loss in (forward_kl, reverse_kl, mixed_kl):
+        assert loss(teacher, student).item() != pytest.approx(want, abs=1e-3)  # control: the direction matters
+
+
+def laws(n=50, vocab=17):
+    generator = torch.Generator().manual_seed(0)
+    student, teacher = (2 * torch.randn(n, vocab, generator=generator) for _ in range(2))
+    return student.requires_grad_(), teacher
+
+
+def gradient(loss, student):
+    return torch.autograd.grad(loss.mean(), student)[0]
+
+
+def policy_gradient(student, teacher, normalised, plus=1):
+    """-E_q[r grad log q] with r = 1 where p > q, summed over the vocabulary; `plus=-1` has the reward's sign wrong."""
+    p, log_q = teacher.softmax(-1), student.log_softmax(-1)
+    q = log_q.exp().detach()
+    reward = plus * (p > q).float()
+    if normalised:
+        mean = (q * reward).sum(-1).mean()
+        reward = (reward - mean) / ((q * (reward - mean) ** 2).sum(-1).mean()).sqrt()
+    return gradient(-(q * reward * log_q).sum(-1), student)
+
+
+def test_gradients_of_the_distillation_losses():
+    student, teacher = laws()
+    p, q = teacher.softmax(-1), student.softmax(-1)
+    assert torch.allclose(gradient(forward_kl(student, teacher), student), (q - p) / len(p), atol=1e-7)
+    half = 0.5 * (p - q).abs().sum(-1)
+    assert torch.allclose(total_variation(student, teacher), half, atol=1e-6)
+    by_autograd = gradient(half, student)
+    assert torch.allclose(gradient(total_variation(student, teacher), student), by_autograd, atol=1e-7)
+    assert torch.allclose(policy_gradient(student, teacher, normalised=False), by_autograd, atol=1e-7)
+    assert not torch.allclose(policy_gradient(student, teacher, False, plus=-1), by_autograd, atol=1e-3)  # control
+
+
+def test_tvd_has_the_gradient_of_a_normalised_reward():
+    student, teacher = laws()
+    want, got = policy_gradient(student, teacher, normalised=True), gradient(tvd(student, teacher), student)
+    assert torch.allclose(got, want, atol=1e-7)
+    assert not torch.allclose(policy_gradient(student, teacher, normalised=False), want, atol=1e-4)  # control
+    assert gradient(tvd(student, student.detach()), student).isfinite().all(), "a student that has arrived"
+
+
+def test_losses_take_a_law_that_was_cut_where_they_say_so():
+    student, teacher = laws()
+    cut = teacher.masked_fill(teacher < 0, -torch.inf)
+    assert total_variation(student, cut).isfinite().all()
+    assert tvd(student, cut).isfinite().all()
+    assert not forward_kl(student, cut).isfinite().all()
+
+
+def test_keyed_draws_agree_within_the_bounds_of_total_variation():
+    student, teacher = laws(8)
+    n = 20_000
+    keys, positions = torch.arange(n) * 7919 + 13, torch.zeros(n, dtype=torch.long)
+    for q, p in zip(student.detach(), teacher, strict=True):
+        draws = [keyed_draw(z.expand(n, -1), keys, positions)[0] for z in (q, p)]
+        other = keyed_draw(p.expand(n, -1), keys + 1, positions)[0]
+        agreement, independent = ((draws[0] == d).float().mean().item() for d in (draws[1], other))
+        tv, slack = total_variation(q[None], p[None]).item(), 4 * 0.5 / math.sqrt(n)
+        assert (1 - tv) / (1 + tv) - slack <= agreement <= 1 - tv + slack
+        assert independent < (1 - tv) / (1 + tv) - slack  # control: without common noise they agree less
+
+
+@pytest.mark.parametrize(("share", "want"), [(0.4, [0, 0, 1, 0, 1]), (0.01, [0, 0, 1, 0, 0]), (1.0, [1] * 5)])
+def test_the_largest_values_are_kept(share, want):
+    assert largest(torch.tensor([0.1, -3.0, 5.0, 0.0, 2.0]), share).int().tolist() == want
+    assert largest(torch.zeros(5), share).all(), "ties stay"

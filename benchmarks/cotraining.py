@@ -1,0 +1,152 @@
+"""Does co-training keep a drafter close to a moving policy, and does it pay?
+
+    python benchmarks/cotraining.py [drafter=DIR] [to=DIR] [steps=8] [out=FILE.json]
+
+The embedded policy moves in equal steps to the policy in the directory `to`, such as one that a run has trained, or
+else to itself with noise on its matrices. Every step rolls out new prompts twice with the same keys and no old texts:
+with the drafter as it was at the start, and with the co-trained one, which has seen earlier steps only. Then it learns
+as in training. Initial drafters: the model in `drafter`, which `python -m specrl.drafter out=DIR` makes, and a copy of
+the policy's first and last layer as they are.
+
+Passes are counts and repeat exactly. Seconds are the processor's, on one thread, so that other load hardly matters.
+Saved seconds are measured: the frozen drafter's rollout less the co-trained one's.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from rollout.engines.base import Sampling
+from rollout.engines.transformers import TransformersEngine
+from rollout.noise import derive_key
+from rollout.types import Completion, EngineStats, Request
+from specrl.bench import perturbed
+from specrl.drafter import shortened
+from specrl.tasks import arithmetic
+from specrl.tiny import load, load_tiny
+from trainers.config import DrafterConfig
+from trainers.drafter import DRAFT_TOKENS, DrafterTrainer
+
+PROMPTS, GROUP, CAP = 4, 8, 200  # a step of config=grpo_math
+DRIFT = 0.4
+SHARED = {"learning_rate": 3e-4, "patience": 0}
+VARIANTS = {
+    "tvd": {"objective": "tvd"},
+    "forward KL": {"objective": "forward_kl"},
+    "tvd, rejected drafts": {"objective": "tvd", "select": "errors"},
+    "tvd, AdaSPEC": {"objective": "tvd", "select": "adaspec_ema"},
+}
+Done = tuple[list[Completion], EngineStats, float]
+"""Completions, stats and seconds of a rollout."""
+
+
+class MovingPolicy:
+    """The embedded policy on a straight line to other weights."""
+
+    def __init__(self, to: str):
+        self.model, self.tokenizer = load_tiny()
+        self.sampling = Sampling(frozenset([self.tokenizer.eos_token_id]))
+        self._start = {name: p.detach().clone() for name, p in self.model.named_parameters()}
+        self._end = dict(load(to)[0].named_parameters()) if to else perturbed(self._start, DRIFT)
+
+    @torch.no_grad()
+    def move(self, share: float) -> None:
+        for name, p in self.model.named_parameters():
+            p.copy_(self._start[name].lerp(self._end[name], share))
+
+    def engine(self, drafter) -> TransformersEngine:
+        return TransformersEngine(self.model, self.sampling, drafter=drafter, window=DRAFT_TOKENS)
+
+
+def main(drafter: str = "", to: str = "", steps: str = "8", out: str = "") -> None:
+    torch.set_num_threads(1)
+    policy, count = MovingPolicy(to), int(steps)
+    prompts = [policy.tokenizer(p.prompt)["input_ids"] for p in arithmetic("train", PROMPTS * count, 0, "medium")]
+    batches = [
+        [
+            Request(prompts[step * PROMPTS + i // GROUP], derive_key(0, "cotraining", i, step), CAP)
+            for i in range(PROMPTS * GROUP)
+        ]
+        for step in range(count)
+    ]
+    initial = {"copied layers": shortened(policy.model, 2)}
+    if drafter:
+        loaded = AutoModelForCausalLM.from_pretrained(drafter, dtype=torch.float32, local_files_only=True)
+        initial = {"distilled": loaded.eval(), **initial}
+    cases = []
+    for name, model in initial.items():
+        for variant, options in VARIANTS.items():
+            lines = follow(policy, model, batches, DrafterConfig(**SHARED | options))
+            show(f"{name}, {variant}", lines)
+            cases.append({"drafter": name, "variant": variant, "steps": lines})
+    if out:
+        about = {"to": Path(to).name or f"noise {DRIFT}", "rows": PROMPTS * GROUP, "cap": CAP, "settings": SHARED}
+        Path(out).write_text(json.dumps({**about, "cases": cases}, indent=2) + "\n", encoding="utf-8")
+
+
+def rollout(engine: TransformersEngine, batch: Sequence[Request]) -> Done:
+    began = time.process_time()
+    done, stats = engine.generate(batch)
+    return done, stats, time.process_time() - began
+
+
+def follow(policy: MovingPolicy, drafter, batches: Sequence[Sequence[Request]], options: DrafterConfig) -> list[dict]:
+    """One line per step of a policy that moves, with rollouts of the frozen and of the co-trained drafter."""
+    policy.move(0.0)
+    moving = copy.deepcopy(drafter)
+    trainer = DrafterTrainer(moving, policy.model, options, policy.sampling)
+    frozen, trained = policy.engine(drafter), policy.engine(moving)
+    lines = []
+    for version, batch in enumerate(batches):
+        policy.move(version / max(1, len(batches) - 1))
+        before, _, before_s = rollout(frozen, batch)
+        done, stats, seconds = rollout(trained, batch)
+        if [c.tokens for c in done] != [c.tokens for c in before]:
+            raise SystemExit("the two drafters gave different texts; the comparison means nothing")
+        texts = [(request.prompt, c.tokens) for request, c in zip(batch, done, strict=True)]
+        began = time.process_time()
+        trainer.observe(texts, [c.rejected for c in done], version, stats)
+        metrics = trainer.step()
+        cost_s = time.process_time() - began
+        lines.append(
+            {
+                "frozen_agreement": metrics["drafter/agreement_initial"],
+                "agreement": metrics["drafter/agreement"],
+                "frozen_passes": fmean(c.passes for c in before),
+                "passes": fmean(c.passes for c in done),
+                "saved_s": before_s - seconds,
+                "gen_s": seconds,
+                "cost_s": cost_s,
+            }
+        )
+    return lines
+
+
+def show(title: str, lines: Sequence[dict]) -> None:
+    print(title)
+    for step, line in enumerate(lines):
+        if step % 4 == 0 or step == len(lines) - 1:
+            print(f"  step {step:2}  {summary([line])}")
+    print(f"  second half  {summary(lines[len(lines) // 2 :])}", flush=True)
+
+
+def summary(lines: Sequence[dict]) -> str:
+    mean = {key: fmean(line[key] for line in lines) for key in lines[0]}
+    return (
+        f"agreement {mean['frozen_agreement']:.3f} frozen, {mean['agreement']:.3f} co-trained; "
+        f"passes a row {mean['frozen_passes']:.1f}, {mean['passes']:.1f}; "
+        f"cost {mean['cost_s']:.2f} s, saved {mean['saved_s']:.2f} of {mean['gen_s'] + mean['saved_s']:.2f} s"
+    )
+
+
+if __name__ == "__main__":
+    main(**dict(word.split("=", 1) for word in sys.argv[1:]))
