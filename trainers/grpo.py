@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from transformers import PrinterCallback
 
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 with warnings.catch_warnings():  # TRL looks for vLLM's version although it is not used here
@@ -24,6 +25,7 @@ with warnings.catch_warnings():  # TRL looks for vLLM's version although it is n
 from rollout.config import RolloutConfig
 from rollout.engines.base import Engine
 from rollout.types import RolloutError
+from trainers.arguments import common_arguments, passes
 from trainers.collector import Collector, LastRollout, Score
 from trainers.config import TrainerConfig
 
@@ -98,6 +100,7 @@ class GRPOTrainerWithReuse(GRPOTrainer):
             peft_config=peft_config,
             rollout_func=self._rollout,
         )
+        self.remove_callback(PrinterCallback)  # the run's monitor prints
         self.engine = make_engine(self.accelerator.unwrap_model(self.model))
         self.collector = Collector(
             self.engine,
@@ -222,46 +225,23 @@ def grpo_config(
     trackers: list[str],
 ) -> GRPOConfig:
     """TRL's arguments for one optimiser step per rollout batch of prompts_per_step * group_size rows."""
-    rows = trainer.prompts_per_step * rollout.group_size
-    per_process = (trainer.rows_per_pass or rows // world) if world > 1 else (trainer.rows_per_pass or rows)
-    passes = rows // (per_process * world)
-    if passes * per_process * world != rows:
-        raise RolloutError(
-            f"{rows} rows per step cannot be split over {world} processes of {per_process} rows per pass"
-        )
+    per_process, count = passes(trainer, rollout, world)
     dapo = trainer.algorithm == "dapo"
     return GRPOConfig(
-        output_dir=str(output_dir),
+        **common_arguments(trainer, output_dir=output_dir, seed=seed, cpu=cpu, trackers=trackers),
         per_device_train_batch_size=per_process,
-        gradient_accumulation_steps=passes,
-        steps_per_generation=passes,
+        gradient_accumulation_steps=count,
+        steps_per_generation=count,
         num_iterations=trainer.updates_per_rollout,
         num_generations=rollout.group_size,
         max_completion_length=rollout.max_new_tokens,
         temperature=rollout.temperature,
         top_p=rollout.top_p,
         top_k=rollout.top_k,
-        learning_rate=trainer.learning_rate,
-        lr_scheduler_type=trainer.lr_schedule,
-        warmup_steps=trainer.warmup_steps,
-        num_train_epochs=trainer.epochs,
-        max_steps=trainer.max_steps or -1,
         epsilon=trainer.clip,
         epsilon_high=trainer.clip_high or (0.28 if dapo else trainer.clip),
         beta=trainer.beta,
         loss_type=trainer.algorithm if trainer.loss == "auto" else trainer.loss,
         scale_rewards=trainer.scale_rewards,
         mask_truncated_completions=trainer.mask_truncated,
-        max_grad_norm=trainer.max_grad_norm,
-        weight_decay=trainer.weight_decay,
-        bf16=trainer.precision == "bf16",
-        use_cpu=cpu,
-        gradient_checkpointing=trainer.gradient_checkpointing,
-        save_strategy="steps",
-        save_steps=trainer.save_every or 10**9,  # the last step is saved in any case
-        save_total_limit=None,  # SaveCache removes old checkpoints, once the new one is complete
-        logging_steps=1,
-        report_to=trackers or "none",
-        disable_tqdm=True,
-        seed=seed,
     )
