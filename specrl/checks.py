@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from reward.config import RewardConfig
@@ -191,25 +191,18 @@ def _trainer_rules(t: TrainerConfig, r: RolloutConfig) -> Iterator[str]:
 
 PPO_ONLY = ("advantage", "minibatches", "kl_penalty", "kl_target", "entropy_bonus", "gamma", "gae_lambda", "critic")
 GRPO_ONLY = ("loss", "scale_rewards")
-GAE_ONLY = ("gae_lambda", "critic")
 
 
 def _algorithm_rules(t: TrainerConfig) -> Iterator[str]:
     """Options that another algorithm would ignore are refused."""
     ppo = t.algorithm == "ppo"
-    yield from _ignored(t, GRPO_ONLY if ppo else PPO_ONLY, f"trainer.algorithm={t.algorithm}")
-    if ppo and t.advantage != "gae":
-        yield from _ignored(t, GAE_ONLY, f"trainer.advantage={t.advantage}")
+    now, default = values(t), values(TrainerConfig())
+    for key, value in now.items():
+        if key.partition(".")[0] in (GRPO_ONLY if ppo else PPO_ONLY) and value != default[key]:
+            yield f"trainer.{key}={plain(value)} has no effect with trainer.algorithm={t.algorithm}. Leave it out."
     if ppo and not t.beta and (t.kl_target or t.kl_penalty != "reward"):
         key = "kl_target" if t.kl_target else "kl_penalty"
         yield f"trainer.{key}={getattr(t, key)} needs a KL weight to begin with. Try trainer.beta=0.05."
-
-
-def _ignored(t: TrainerConfig, names: Iterable[str], by: str) -> Iterator[str]:
-    now, default = values(t), values(TrainerConfig())
-    for key, value in now.items():
-        if key.partition(".")[0] in names and value != default[key]:
-            yield f"trainer.{key}={plain(value)} has no effect with {by}. Leave it out."
 
 
 def _training_rules(c: Config) -> Iterator[str]:

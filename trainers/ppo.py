@@ -303,7 +303,7 @@ class PPOTrainer:
         error, mask = found.returns - found.values, found.mask
         spread = self._mean((found.returns - self._mean(found.returns, mask)).square(), mask)
         missed = self._mean((error - self._mean(error, mask)).square(), mask)
-        explained = 1 - missed / spread if spread else torch.nan
+        explained = 1 - missed / spread if spread > 1e-6 else torch.nan  # returns that are all alike
         return {"value/mean": self._mean(found.values, mask), "value/explained_variance": explained}
 
     def _adapt(self, found: Experience) -> dict[str, float]:
