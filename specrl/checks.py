@@ -20,7 +20,7 @@ LIMITS = {
     "seed": (0, 2**32 - 1),
     "rollout.replay": (0, 1),
     "rollout.top_p": (0, 1),
-    "rollout.group_size": (2, math.inf),
+    "rollout.group_size": (1, math.inf),
     "rollout.max_new_tokens": (1, math.inf),
     "rollout.rows_per_batch": (1, math.inf),
     "rollout.tokens_per_pass": (1, math.inf),
@@ -28,6 +28,9 @@ LIMITS = {
     "rollout.cache.max_mb": (1, math.inf),
     "trainer.prompts_per_step": (1, math.inf),
     "trainer.updates_per_rollout": (1, math.inf),
+    "trainer.minibatches": (1, math.inf),
+    "trainer.gamma": (0, 1),
+    "trainer.gae_lambda": (0, 1),
     "trainer.clip": (0, 1),
     "trainer.drafter.interval": (1, math.inf),
     "trainer.drafter.updates": (1, math.inf),
@@ -55,19 +58,19 @@ LIMITS = {
 def problems(config: Config, training: bool = True) -> list[str]:
     """Every rule that the options break. With `training=False` (evaluation) greedy and single responses are legal."""
     numbers = {key: value for key, value in values(config).items() if isinstance(value, int | float)}
-    outside = [message for key, value in numbers.items() for message in _range(key, value, training)]
+    outside = [message for key, value in numbers.items() for message in _range(key, value)]
     if outside:
         return outside
     found = [*_run_rules(config), *_rollout_rules(config.rollout), *_cluster_rules(config)]
     found += [*_drafter_rules(config.rollout), *_cotraining_rules(config)]
     found += _lenient_rules(config.rollout, config.trainer)
-    found += [*_trainer_rules(config.trainer, config.rollout), *_reward_rules(config.reward)]
+    found += [*_trainer_rules(config.trainer, config.rollout), *_algorithm_rules(config.trainer)]
+    found += _reward_rules(config.reward)
     return [*found, *_training_rules(config)] if training else found
 
 
-def _range(key: str, value: float, training: bool) -> Iterator[str]:
+def _range(key: str, value: float) -> Iterator[str]:
     low, high = LIMITS.get(key, (0, math.inf))
-    low = 1 if key == "rollout.group_size" and not training else low
     if not (low <= value <= high and math.isfinite(value)):
         near = min(max(value, low), high) if math.isfinite(value) else low
         limit = f"at least {low}" if high == math.inf else f"from {low} to {high}"
@@ -216,19 +219,49 @@ def _trainer_rules(t: TrainerConfig, r: RolloutConfig) -> Iterator[str]:
             f"Try trainer.overlong_buffer={r.max_new_tokens // 5}."
         )
     for key in ("save_every", "max_steps"):
-        if rest := getattr(t, key) % t.updates_per_rollout:
+        if rest := getattr(t, key) % t.steps_per_rollout:
+            steps = f"updates_per_rollout={t.updates_per_rollout}"
+            steps += f" times minibatches={t.minibatches}" if t.minibatches > 1 else ""
             yield (
-                f"trainer.{key}={getattr(t, key)} is no multiple of updates_per_rollout={t.updates_per_rollout}: the "
+                f"trainer.{key}={getattr(t, key)} is no multiple of {steps}: the "
                 "checkpoint would cut a rollout in two, and a resume could not repeat it. "
-                f"Try trainer.{key}={getattr(t, key) - rest + t.updates_per_rollout}."
+                f"Try trainer.{key}={getattr(t, key) - rest + t.steps_per_rollout}."
             )
     if not t.epochs and not t.max_steps:
         yield "trainer.epochs=0 and trainer.max_steps=0 train nothing. Try trainer.epochs=1."
 
 
+PPO_ONLY = ("advantage", "minibatches", "kl_penalty", "kl_target", "entropy_bonus", "gamma", "gae_lambda", "critic")
+GRPO_ONLY = ("loss", "scale_rewards")
+
+
+def _algorithm_rules(t: TrainerConfig) -> Iterator[str]:
+    """Options that another algorithm would ignore are refused."""
+    ppo = t.algorithm == "ppo"
+    now, default = values(t), values(TrainerConfig())
+    for key, value in now.items():
+        if key.partition(".")[0] in (GRPO_ONLY if ppo else PPO_ONLY) and value != default[key]:
+            yield f"trainer.{key}={plain(value)} has no effect with trainer.algorithm={t.algorithm}. Leave it out."
+    if ppo and not t.beta and (t.kl_target or t.kl_penalty != "reward"):
+        key = "kl_target" if t.kl_target else "kl_penalty"
+        yield f"trainer.{key}={getattr(t, key)} needs a KL weight to begin with. Try trainer.beta=0.05."
+
+
 def _training_rules(c: Config) -> Iterator[str]:
     prompts, group, per_pass = c.trainer.prompts_per_step, c.rollout.group_size, c.trainer.rows_per_pass
-    if per_pass and prompts * group % per_pass:
+    if prompts * group % c.trainer.minibatches:
+        yield (
+            f"prompts_per_step={prompts} with group_size={group} gives {prompts * group} rows, not divisible by "
+            f"trainer.minibatches={c.trainer.minibatches}. Try trainer.minibatches="
+            f"{max(n for n in range(1, c.trainer.minibatches) if prompts * group % n == 0)}."
+        )
+    elif per_pass and c.trainer.minibatches > 1 and prompts * group // c.trainer.minibatches % per_pass:
+        rows = prompts * group // c.trainer.minibatches
+        yield (
+            f"trainer.rows_per_pass={per_pass} does not divide the {rows} rows of each of trainer.minibatches="
+            f"{c.trainer.minibatches}. Try trainer.rows_per_pass={math.gcd(rows, per_pass)}."
+        )
+    elif per_pass and prompts * group % per_pass:
         step = per_pass // math.gcd(per_pass, group)
         low = prompts // step * step
         near = [f"prompts_per_step={low + step} ({(low + step) * group})"] + [f"{low} ({low * group})"] * (low > 0)
@@ -241,6 +274,9 @@ def _training_rules(c: Config) -> Iterator[str]:
             f"dataset.train_size={c.dataset.train_size} is below trainer.prompts_per_step={prompts}: there would be no "
             f"step. Try trainer.prompts_per_step={c.dataset.train_size}."
         )
+    if group == 1 and (c.trainer.algorithm != "ppo" or c.trainer.advantage == "rloo"):
+        what = "trainer.advantage=rloo" if c.trainer.algorithm == "ppo" else f"trainer.algorithm={c.trainer.algorithm}"
+        yield f"rollout.group_size=1 gives {what} no other response to compare with. Try rollout.group_size=8."
     if c.rollout.temperature == 0:
         yield (
             "rollout.temperature=0 gives all responses of a group the same text, so there is nothing to learn from. "

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from specrl.monitor import Monitor
-    from trainers.grpo import LastRollout
+    from trainers.collector import LastRollout
 
 
 def show(monitor: Monitor, last: LastRollout, tokenizer: PreTrainedTokenizerBase, count: int) -> None:

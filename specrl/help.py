@@ -63,7 +63,7 @@ def sizes(config: Config) -> str:
     text = f"{prompts} prompts x {group} responses = {rows} rows per step, at most {rows * cap:,} new tokens"
     steps = config.trainer.max_steps
     if config.dataset.train_size:
-        per_epoch = config.dataset.train_size // prompts * config.trainer.updates_per_rollout
+        per_epoch = config.dataset.train_size // prompts * config.trainer.steps_per_rollout
         text += f"; {per_epoch} steps per epoch"
         steps = steps or per_epoch * config.trainer.epochs
     text += f"; {steps} steps" if steps else "; the number of steps follows from the data"

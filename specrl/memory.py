@@ -30,6 +30,11 @@ def plan(config: Config, model: PreTrainedModel, prompt_tokens: int) -> dict[str
     total = config.trainer.prompts_per_step * rollout.group_size
     rows = min(total, rollout.rows_per_batch)
     parts = {"policy": weights, "gradients and optimiser": 3 * trained}
+    trainer = config.trainer
+    if trainer.beta and not config.lora.rank:
+        parts["reference"] = weights
+    if trainer.algorithm == "ppo" and trainer.advantage == "gae" and trainer.critic.model == "separate":
+        parts["critic"] = 4 * weights  # with its gradients and optimiser
     if not config.cluster.num_workers:
         if rollout.engine == "vllm":
             parts["vLLM weights"] = weights
@@ -58,6 +63,8 @@ def sentence(parts: dict[str, float], free_mb: float) -> str:
 ADVICE = {
     "policy": "the model's size, or take trainer.precision=bf16",
     "gradients and optimiser": "the trained weights with lora.rank=16",
+    "reference": "the trained weights with lora.rank=16, or take trainer.beta=0",
+    "critic": "its size by trainer.critic.model=head",
     "rollout KV": "rollout.rows_per_batch",
     "vLLM weights": "the model's size, or give the workers machines of their own with cluster.num_workers",
     "vLLM KV": "rollout.vllm.kv_cache_mb",

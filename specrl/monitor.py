@@ -247,6 +247,8 @@ class RunRecords:
     """The last record of each optimiser step, in order; at least one."""
     evals: list[dict]
     """The last record of each evaluation, in order."""
+    last: dict
+    """The record of the last optimiser step, which may be one between two rollouts."""
     unreadable: int
     """Lines that could not be read."""
 
@@ -268,4 +270,6 @@ def load_run(name: str | Path) -> RunRecords:
     steps = {record["step"]: record for record in records if "reward" in record or "timing_s/gen" in record}
     if not steps:
         raise RunError(f"No metrics in {path}: {METRICS_FILE} has no step yet. A run writes it after its first step.")
-    return RunRecords(path, [steps[at] for at in sorted(steps)], [evals[at] for at in sorted(evals)], unreadable)
+    ordered = [steps[at] for at in sorted(steps)]
+    last = max((record for record in records if "epoch" in record), key=lambda r: r["step"], default=ordered[-1])
+    return RunRecords(path, ordered, [evals[at] for at in sorted(evals)], last, unreadable)

@@ -124,7 +124,7 @@ def notes(own: RunRecords, baseline: RunRecords | None) -> list[str]:
     """Everything a reader must know before quoting a number."""
     found, steps, config = [], own.steps, settings(own)
     if config and not finished(own, config):
-        found.append(f"The run is unfinished; its last step is {steps[-1]['step']}.")
+        found.append(f"The run is unfinished; its last step is {own.last['step']}.")
     if own.unreadable:
         found.append(f"{own.unreadable} unreadable line(s) of {METRICS_FILE} were left out.")
     if not control_steps(steps) and not (config and config.rollout.acceptance == "off"):
@@ -169,8 +169,8 @@ def settings(records: RunRecords) -> Config | None:
 
 def finished(records: RunRecords, config: Config) -> bool:
     if config.trainer.max_steps:
-        return records.steps[-1]["step"] >= config.trainer.max_steps
-    return epoch(records.steps[-1]) > config.trainer.epochs - 1e-6
+        return records.last["step"] >= config.trainer.max_steps
+    return epoch(records.last) > config.trainer.epochs - 1e-6
 
 
 def environment(run_dir: Path | None = None) -> dict:

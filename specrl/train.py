@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rollout.cache import TrajectoryCache
     from rollout.engines.base import Engine
     from specrl.data import Example
-    from trainers.grpo import GRPOTrainerWithReuse
+    from trainers.base import Trainer
 
 
 def main(config: Config) -> int:
@@ -66,7 +66,7 @@ def main(config: Config) -> int:
             monitor = closing.enter_context(Monitor(run_dir, steps(config, len(train)), resumed_step=resumed))
             watch(trainer, config, monitor, tokenizer, test, rewards, run_dir)
             monitor.note(memory.sentence(memory.plan(config, model, longest), memory.free_mb(model.device)))
-        trainer.add_callback(terminated := StopOnTerm(config.trainer.updates_per_rollout))
+        trainer.add_callback(terminated := StopOnTerm(config.trainer.steps_per_rollout))
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
         if terminated.received:
             if trainer.accelerator.is_main_process:
@@ -181,27 +181,33 @@ def build_trainer(
     cache: TrajectoryCache | None,
     rewards: RewardSet,
     run_dir: Path,
-) -> GRPOTrainerWithReuse:
-    """The TRL trainer of the run, with everything plugged in."""
+) -> Trainer:
+    """The trainer of the run, with everything plugged in."""
     from accelerate import PartialState
-    from transformers import PrinterCallback
 
     from specrl.data import render, to_dataset
     from trainers.checkpoint import SaveCache
-    from trainers.grpo import GRPOTrainerWithReuse, grpo_config
 
     prompts = {example.id: render(example, tokenizer) for example in train}
     cpu = next(model.parameters()).device.type == "cpu"
-    args = grpo_config(
-        config.trainer,
-        config.rollout,
-        output_dir=run_dir / "checkpoints",
-        seed=config.seed,
-        cpu=cpu,
-        world=PartialState(cpu=cpu).num_processes,
-        trackers=config.report.trackers,
-    )
-    trainer = GRPOTrainerWithReuse(
+    given = {
+        "output_dir": run_dir / "checkpoints",
+        "seed": config.seed,
+        "cpu": cpu,
+        "world": PartialState(cpu=cpu).num_processes,
+        "trackers": config.report.trackers,
+    }
+    if config.trainer.algorithm == "ppo":
+        from trainers.ppo import PPOTrainer as trainer_class
+        from trainers.ppo import ppo_arguments
+
+        args = ppo_arguments(config.trainer, config.rollout, steps=steps(config, len(train)), **given)
+    else:
+        from trainers.grpo import GRPOTrainerWithReuse as trainer_class
+        from trainers.grpo import grpo_config
+
+        args = grpo_config(config.trainer, config.rollout, **given)
+    trainer = trainer_class(
         model,
         args,
         to_dataset(train),
@@ -216,7 +222,6 @@ def build_trainer(
     )
     keep = config.trainer.keep_checkpoints
     trainer.add_callback(SaveCache(cache, config.rollout.cache, keep, trainer.stage.state, trainer.cotraining))
-    trainer.remove_callback(PrinterCallback)  # the monitor prints
     return trainer
 
 
@@ -264,12 +269,12 @@ def adapter(config: Config) -> Any | None:
 
 def steps(config: Config, prompts: int) -> int:
     """Optimiser steps of the run: max_steps, else all epochs; an incomplete last batch of an epoch is left out."""
-    per_epoch = prompts // config.trainer.prompts_per_step * config.trainer.updates_per_rollout
+    per_epoch = prompts // config.trainer.prompts_per_step * config.trainer.steps_per_rollout
     return config.trainer.max_steps or per_epoch * config.trainer.epochs
 
 
 def watch(
-    trainer, config: Config, monitor, tokenizer, test: Sequence[Example], rewards: RewardSet, run_dir: Path
+    trainer: Trainer, config: Config, monitor, tokenizer, test: Sequence[Example], rewards: RewardSet, run_dir: Path
 ) -> None:
     """Metrics, previews and evaluations during training."""
     from specrl.completions import show, store

@@ -25,8 +25,21 @@ class DrafterConfig:
 
 
 @dataclass
+class CriticConfig:
+    model: Literal["head", "separate"] = doc(
+        "head", "head: one more output of the policy; separate: a transformer of its own that starts as the policy's"
+    )
+    learning_rate: float = doc(1e-5, "AdamW learning rate of the head or the separate critic")
+    clip: float = doc(0.2, "clip range of the value around the value before the update; 0 is off")
+    loss_weight: float = doc(0.1, "weight of the value loss; a head's also trains the policy's trunk")
+
+
+@dataclass
 class TrainerConfig:
-    algorithm: Literal["grpo", "dapo"] = doc("grpo", "policy-gradient algorithm")
+    algorithm: Literal["grpo", "dapo", "ppo"] = doc("grpo", "policy-gradient algorithm")
+    advantage: Literal["gae", "rloo", "reinforce_plus_plus"] = doc(
+        "gae", "advantages of algorithm=ppo: gae trains a critic; rloo and reinforce_plus_plus need none"
+    )
     learning_rate: float = doc(1e-6, "AdamW learning rate")
     lr_schedule: Literal["constant", "linear", "cosine"] = doc("constant", "learning-rate schedule")
     warmup_steps: int = doc(0, "linear warm-up steps")
@@ -37,9 +50,17 @@ class TrainerConfig:
     updates_per_rollout: int = doc(
         1, "optimiser passes over each rollout batch (mu); above 1 the batch becomes off-policy"
     )
+    minibatches: int = doc(1, "optimiser steps in each pass over the rollout batch, on parts of it (ppo)")
     clip: float = doc(0.2, "clip range of the probability ratio")
-    clip_high: float = doc(0.0, "upper clip range; 0 means: same as clip (grpo) or 0.28 (dapo clip-higher)")
+    clip_high: float = doc(0.0, "upper clip range; 0 means: same as clip (grpo, ppo) or 0.28 (dapo clip-higher)")
     beta: float = doc(0.0, "KL penalty to the initial policy")
+    kl_penalty: Literal["reward", "loss"] = doc(
+        "reward", "what ppo adds the penalty to: each token's reward, or the loss"
+    )
+    kl_target: float = doc(0.0, "KL per token, in nats, that ppo holds by adapting beta; 0 keeps beta")
+    entropy_bonus: float = doc(0.0, "weight of the entropy in ppo's loss")
+    gamma: float = doc(1.0, "discount per token (ppo)")
+    gae_lambda: float = doc(1.0, "GAE's trade of bias for variance; 1 takes whole returns (ppo)")
     loss: Literal["auto", "grpo", "dapo", "dr_grpo", "bnpo"] = doc(
         "auto", "loss aggregation; auto: grpo, or dapo token-level"
     )
@@ -67,3 +88,11 @@ class TrainerConfig:
     log_completions: int = doc(2, "completions shown on the console each time; 0 shows none")
     log_completions_every: int = doc(10, "steps between completion previews")
     drafter: DrafterConfig = field(default_factory=DrafterConfig)
+    critic: CriticConfig = field(
+        default_factory=CriticConfig, metadata={"help": "the value function of algorithm=ppo with advantage=gae"}
+    )
+
+    @property
+    def steps_per_rollout(self) -> int:
+        """Optimiser steps between two rollouts."""
+        return self.updates_per_rollout * self.minibatches

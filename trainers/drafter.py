@@ -286,7 +286,7 @@ def saved_seconds(stats: EngineStats, tokens: int, agreement: float, initial: fl
     its row another pass, at the rollout's mean seconds for the pass of a row.
     """
     now, before = (tokens_per_pass(a, DRAFT_TOKENS) - 1 for a in (agreement, initial))
-    fewer = stats.model_accepted * (1 - before / now) if now else 0.0
+    fewer = stats.sources.get("model", (0, 0))[1] * (1 - before / now) if now else 0.0
     return (stats.verify_s + stats.decode_s + stats.draft_s) * fewer / max(1, tokens - stats.accepted)
 
 

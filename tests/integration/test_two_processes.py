@@ -8,10 +8,11 @@ import sys
 
 import pytest
 
-from tests.runs import ROOT, policy, words
+from tests.runs import ROOT, policy, run, words
 
 pytestmark = pytest.mark.slow
 OPTIONS = {"rollout__replay": 0.5, "trainer__save_every": 4, "trainer__eval_prompts": 4}
+PPO = {"config": "ppo_math", "trainer__epochs": 2, "trainer__beta": 0.05, "trainer__eval_prompts": 0}
 
 # What each process does: the runs NAME=COMMAND LINE of a JSON file, one after the other; it reports on each what it
 # rolled out and holds at the end.
@@ -67,8 +68,13 @@ def launched(tmp_path_factory):
         ("own", {"name": "own"}),  # each process's engine holds a copy of the weights, as vLLM does
         ("first", {"name": "cut", "trainer__max_steps": 4}),  # ends in the middle of an epoch
         ("rest", {"name": "cut", "resume": "auto"}),
+        ("ppo", PPO | {"name": "ppo"}),
+        ("ppo off", PPO | {"name": "ppo-off", "rollout__acceptance": "off"}),
+        ("ppo first", PPO | {"name": "ppo-cut", "trainer__max_steps": 4}),
+        ("ppo rest", PPO | {"name": "ppo-cut", "resume": "auto"}),
+        ("ppo rloo", PPO | {"name": "ppo-rloo", "trainer__advantage": "rloo"}),
     ]
-    commands = [(name, words(folder, model=policy(), **OPTIONS, **options)) for name, options in plan]
+    commands = [(name, words(folder, model=policy(), **OPTIONS | options)) for name, options in plan]
     (folder / "runs.json").write_text(json.dumps(commands))
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -86,7 +92,7 @@ def launched(tmp_path_factory):
         )
         for rank in (0, 1)
     ]
-    outputs = [process.communicate(timeout=240)[0] for process in processes]
+    outputs = [process.communicate(timeout=420)[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0], "\n".join(outputs)[-6000:]
     reports = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in (0, 1)]
     return {"folder": folder, **{name: [report[name] for report in reports] for name, _ in plan}}
@@ -127,9 +133,9 @@ def test_both_end_with_the_same_weights(exact):
     assert exact[1][0]["weights"] == exact[1][1]["weights"]
 
 
-@pytest.mark.parametrize("other", ["off", "own"])
-def test_it_is_the_run_without_speculation_and_that_of_engines_with_weights_of_their_own(launched, other):
-    for a, b in zip(launched["exact"], launched[other], strict=True):
+@pytest.mark.parametrize(("one", "other"), [("exact", "off"), ("exact", "own"), ("ppo", "ppo off")])
+def test_it_is_the_run_without_speculation_and_that_of_engines_with_weights_of_their_own(launched, one, other):
+    for a, b in zip(launched[one], launched[other], strict=True):
         for x, y in zip(a["steps"], b["steps"], strict=True):
             assert (x["rows"], x["tokens"], x["rewards"]) == (y["rows"], y["tokens"], y["rewards"])
         assert a["losses"] == b["losses"]
@@ -147,11 +153,30 @@ def test_one_process_writes_the_run(exact):
     assert sorted(p.name for p in (run / "checkpoints").glob("checkpoint-*")) == ["checkpoint-8", "checkpoint-9"]
 
 
-def test_a_resumed_run_is_the_uninterrupted_run(launched):
-    for whole, a, b in zip(launched["exact"], launched["first"], launched["rest"], strict=True):
-        assert (len(a["steps"]), len(b["steps"])) == (4, 5)
+@pytest.mark.parametrize(
+    ("which", "counts"), [(("exact", "first", "rest"), (4, 5)), (("ppo", "ppo first", "ppo rest"), (2, 4))]
+)
+def test_a_resumed_run_is_the_uninterrupted_run(launched, which, counts):
+    for whole, a, b in zip(*(launched[name] for name in which), strict=True):
+        assert (len(a["steps"]), len(b["steps"])) == counts
         steps = a["steps"] + b["steps"]
         assert [step["rows"] for step in steps] == [step["rows"] for step in whole["steps"]]
         assert [step["tokens"] for step in steps] == [step["tokens"] for step in whole["steps"]]
         assert a["losses"] + b["losses"] == whole["losses"]
         assert b["weights"] == whole["weights"]
+
+
+@pytest.mark.parametrize(("name", "advantage"), [("ppo", "gae"), ("ppo rloo", "rloo")])
+def test_ppo_on_two_processes_is_ppo_on_one(launched, tmp_path, name, advantage):
+    """The same tokens, minibatches, advantages over all rows and gradients; sums round differently, no more."""
+    first, second = launched[name]
+    alone = run(tmp_path, **OPTIONS | PPO | {"trainer__advantage": advantage})
+    for a, b, whole in zip(first["steps"], second["steps"], alone.steps, strict=True):
+        assert [tuple(row) for row in a["rows"] + b["rows"]] == whole.rows
+        assert a["tokens"] + b["tokens"] == whole.tokens
+    losses = [x + y for x, y in zip(first["losses"], second["losses"], strict=True)]
+    assert losses == pytest.approx(alone.losses, abs=1e-4)
+    assert losses != pytest.approx([loss * 2 for loss in alone.losses], abs=1e-4), "a process's own count would show"
+    assert first["weights"] == second["weights"]
+    for key, tensor in alone.weights.items():
+        assert first["weights"][key] == pytest.approx(tensor.double().sum().item(), abs=1e-2)

@@ -24,7 +24,11 @@ def broken(*words, **settings):
         ("rollout.replay=1.5", "rollout.replay=1.5 must be from 0 to 1. Try rollout.replay=1."),
         ("rollout.replay=nan", "rollout.replay=nan must be from 0 to 1. Try rollout.replay=0."),
         ("trainer.learning_rate=inf", "trainer.learning_rate=inf must be at least 0. Try trainer.learning_rate=0."),
-        ("rollout.group_size=1", "rollout.group_size=1 must be at least 2. Try rollout.group_size=2."),
+        ("rollout.group_size=0", "rollout.group_size=0 must be at least 1. Try rollout.group_size=1."),
+        (
+            "rollout.group_size=1",
+            "rollout.group_size=1 gives trainer.algorithm=grpo no other response to compare with.",
+        ),
         ("rollout.top_k=-1", "rollout.top_k=-1 must be at least 0. Try rollout.top_k=0."),
         ("rollout.top_p=1.1", "rollout.top_p=1.1 must be from 0 to 1. Try rollout.top_p=1."),
         ("rollout.tie_margin=-1", "rollout.tie_margin=-1.0 must be at least 0. Try rollout.tie_margin=0."),
@@ -91,6 +95,36 @@ def broken(*words, **settings):
         ("rollout.temperature=0", "rollout.temperature=0 gives all responses of a group the same text"),
         ("trainer.clip=0", "trainer.clip=0 lets no ratio pass. Try trainer.clip=0.2."),
         ("trainer.clip_high=0.1", "trainer.clip_high=0.1 is below trainer.clip=0.2. Try trainer.clip_high=0.2."),
+        ("trainer.gamma=1.1", "trainer.gamma=1.1 must be from 0 to 1. Try trainer.gamma=1."),
+        ("trainer.minibatches=2", "trainer.minibatches=2 has no effect with trainer.algorithm=grpo. Leave it out."),
+        ("trainer.advantage=rloo", "trainer.advantage=rloo has no effect with trainer.algorithm=grpo. Leave it out."),
+        ("trainer.critic.clip=0.1", "trainer.critic.clip=0.1 has no effect with trainer.algorithm=grpo. Leave it out."),
+        (
+            "trainer.algorithm=ppo trainer.loss=dr_grpo",
+            "trainer.loss=dr_grpo has no effect with trainer.algorithm=ppo.",
+        ),
+        (
+            "trainer.algorithm=ppo trainer.kl_target=0.1",
+            "trainer.kl_target=0.1 needs a KL weight to begin with. Try trainer.beta=0.05.",
+        ),
+        (
+            "trainer.algorithm=ppo trainer.advantage=rloo rollout.group_size=1",
+            "rollout.group_size=1 gives trainer.advantage=rloo no other response to compare with.",
+        ),
+        (
+            "trainer.algorithm=ppo trainer.minibatches=3",
+            "prompts_per_step=4 with group_size=8 gives 32 rows, not divisible by trainer.minibatches=3. Try "
+            "trainer.minibatches=2.",
+        ),
+        (
+            "trainer.algorithm=ppo trainer.minibatches=4 trainer.rows_per_pass=16",
+            "trainer.rows_per_pass=16 does not divide the 8 rows of each of trainer.minibatches=4. Try "
+            "trainer.rows_per_pass=8.",
+        ),
+        (
+            "trainer.algorithm=ppo trainer.minibatches=2 trainer.updates_per_rollout=2 trainer.save_every=6",
+            "trainer.save_every=6 is no multiple of updates_per_rollout=2 times minibatches=2: the checkpoint would",
+        ),
         ("trainer.overlong_buffer=200", "trainer.overlong_buffer=200 must be below rollout.max_new_tokens=200. Try"),
         ("trainer.epochs=0", "trainer.epochs=0 and trainer.max_steps=0 train nothing. Try trainer.epochs=1."),
         ("reward.functions=[]", "reward.functions=[] scores nothing. Try reward.functions=[math]."),
@@ -171,6 +205,9 @@ def test_rows_must_fill_whole_passes(prompts, per_pass, message):
         "rollout.top_p=0.9 rollout.top_k=20",
         "trainer.epochs=0 trainer.max_steps=3",
         "trainer.clip_high=0.28",
+        "trainer.algorithm=ppo rollout.group_size=1",
+        "trainer.algorithm=ppo trainer.advantage=rloo trainer.critic.model=separate",
+        "trainer.algorithm=ppo trainer.beta=0.1 trainer.kl_target=0.1 trainer.kl_penalty=loss",
         "reward.functions=[math,format] reward.weights=[1,0]",
         "dataset.test_size=0 trainer.eval_prompts=0",
         "data=gsm8k dataset.train_size=0 dataset.test_size=0",

@@ -14,7 +14,7 @@ from specrl import config, help, options, tasks
 from specrl.config import Config, ConfigError, load
 
 ROOT = Path(__file__).parents[2]
-SHIPPED = ("dapo_math", "grpo_gsm8k", "grpo_math", "grpo_math_vllm", "ray_grpo_math")
+SHIPPED = ("dapo_math", "grpo_gsm8k", "grpo_math", "grpo_math_vllm", "ppo_gsm8k", "ppo_math", "ray_grpo_math")
 BASE = ("config=grpo_math",)
 
 OPTION_NAMES = """
@@ -29,8 +29,10 @@ rollout.cache.max_mb rollout.cache.start_from rollout.cache.clear rollout.cache.
 rollout.budget.window
 rollout.vllm.runner rollout.vllm.draft_tokens rollout.vllm.kv_cache_mb rollout.vllm.memory_utilization
 rollout.vllm.tensor_parallel rollout.vllm.compile rollout.vllm.sleep
-trainer.algorithm trainer.learning_rate trainer.lr_schedule trainer.warmup_steps trainer.epochs trainer.max_steps
-trainer.prompts_per_step trainer.rows_per_pass trainer.updates_per_rollout trainer.clip trainer.clip_high trainer.beta
+trainer.algorithm trainer.advantage trainer.learning_rate trainer.lr_schedule trainer.warmup_steps trainer.epochs
+trainer.max_steps trainer.prompts_per_step trainer.rows_per_pass trainer.updates_per_rollout trainer.minibatches
+trainer.clip trainer.clip_high trainer.beta trainer.kl_penalty trainer.kl_target trainer.entropy_bonus trainer.gamma
+trainer.gae_lambda
 trainer.loss trainer.scale_rewards trainer.mask_truncated trainer.overlong_buffer trainer.max_grad_norm
 trainer.weight_decay trainer.old_logprobs trainer.correction trainer.correction_cap trainer.precision
 trainer.gradient_checkpointing trainer.save_every trainer.keep_checkpoints trainer.eval_every trainer.eval_prompts
@@ -38,6 +40,7 @@ trainer.log_completions trainer.log_completions_every
 trainer.drafter.train trainer.drafter.objective trainer.drafter.select trainer.drafter.learning_rate
 trainer.drafter.interval trainer.drafter.updates trainer.drafter.tokens_per_update trainer.drafter.versions
 trainer.drafter.patience
+trainer.critic.model trainer.critic.learning_rate trainer.critic.clip trainer.critic.loss_weight
 reward.functions reward.weights reward.timeout_s reward.memory_mb reward.workers reward.max_failure_ratio
 reward.isolate_user
 cluster.num_workers cluster.address cluster.cpus_per_worker cluster.gpus_per_worker cluster.tasks_per_worker
@@ -270,7 +273,7 @@ def test_dry_run_prints_a_loadable_config_and_the_sizes(capsys):
 
 
 def test_dry_run_still_checks():
-    assert "must be at least 2" in error_of(*BASE, "rollout.group_size=1", "dry_run=true")
+    assert "must be at least 1" in error_of(*BASE, "rollout.group_size=0", "dry_run=true")
 
 
 def test_sizes_without_a_known_number_of_prompts():

@@ -47,6 +47,14 @@ def test_the_advised_options_shrink_their_part(options, part, factor):
     assert plan(*CO_TRAINING, *options)[0][part] == pytest.approx(plan(*CO_TRAINING)[0][part] * factor)
 
 
+def test_ppo_may_hold_two_models_more():
+    weights = plan()[0]["policy"]
+    parts, _ = plan("trainer.algorithm=ppo", "trainer.critic.model=separate", "trainer.beta=0.1")
+    assert (parts["reference"], parts["critic"]) == (weights, 4 * weights)
+    assert not plan("trainer.algorithm=ppo")[0].keys() & {"reference", "critic"}
+    assert "reference" not in plan("trainer.beta=0.1", "lora.rank=4")[0], "the adapter is switched off instead"
+
+
 def test_engines_elsewhere_take_no_memory_here():
     parts, _ = plan("cluster.num_workers=2")
     assert parts.keys() == {"policy", "gradients and optimiser", "training logits"}
@@ -65,5 +73,6 @@ def test_the_sentence():
 
 
 def test_every_part_has_advice():
-    names = {name for options in ([], ["rollout.engine=vllm"], CO_TRAINING) for name in plan(*options)[0]}
+    ppo = ["trainer.algorithm=ppo", "trainer.critic.model=separate", "trainer.beta=0.1"]
+    names = {name for options in ([], ["rollout.engine=vllm"], CO_TRAINING, ppo) for name in plan(*options)[0]}
     assert names == memory.ADVICE.keys()

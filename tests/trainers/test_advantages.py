@@ -1,6 +1,17 @@
-import pytest
+import math
 
-from trainers.advantages import overlong_penalty
+import pytest
+import torch
+
+from trainers.advantages import gae, overlong_penalty, reinforce_plus_plus, rloo, token_rewards, whiten
+
+MASK = torch.tensor([[1.0, 1, 1], [1, 1, 0], [0, 0, 0]])
+REWARDS = torch.tensor([[0.0, 0, 1], [0.5, -1, 0], [0, 0, 0]])
+VALUES = torch.tensor([[0.5, 0.4, 0.6], [1.0, 2.0, 7.0], [3.0, 3.0, 3.0]])
+
+
+def close(found, want):
+    return torch.allclose(torch.as_tensor(found), torch.tensor(want, dtype=torch.float32), atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -29,3 +40,63 @@ def test_it_never_rewards_and_never_rises():
     values = [overlong_penalty(n, 64, 16) for n in range(100)]
     assert values == sorted(values, reverse=True)
     assert (max(values), min(values)) == (0.0, -1.0)
+
+
+def test_rewards_of_tokens():
+    totals = torch.tensor([2.0, -1.0, math.nan])
+    kl = torch.tensor([[0.1, -0.2, 0.3], [0.4, 0.5, 9.0], [9.0, 9.0, 9.0]])
+    assert close(token_rewards(totals, kl, MASK, 0.0), [[0, 0, 2], [0, -1, 0], [0, 0, 0]])
+    want = [[-0.05, 0.1, 2 - 0.15], [-0.2, -1 - 0.25, 0], [0, 0, 0]]
+    assert close(token_rewards(totals, kl, MASK, 0.5), want)
+
+
+@pytest.mark.parametrize(
+    ("gamma", "lam", "want"),
+    [
+        (0.9, 0.8, [[0.16816, 0.428, 0.4], [-0.86, -3, 0], [0, 0, 0]]),  # delta: (-0.14, 0.14, 0.4), (1.3, -3)
+        (1.0, 1.0, [[0.5, 0.6, 0.4], [-1.5, -3, 0], [0, 0, 0]]),  # what came after, minus the value
+        (1.0, 0.0, [[-0.1, 0.2, 0.4], [1.5, -3, 0], [0, 0, 0]]),  # delta alone
+    ],
+)
+def test_gae_by_hand(gamma, lam, want):
+    advantages, returns = gae(REWARDS, VALUES, MASK, gamma, lam)
+    assert close(advantages, want)
+    assert torch.allclose(returns, advantages + VALUES * MASK)
+
+
+def test_gae_looks_past_no_end():
+    """Values and rewards of padding and of masked rows have no influence; with the padding unmasked they do."""
+    values, rewards = VALUES.clone(), REWARDS.clone()
+    values[1, 2], values[2], rewards[1, 2], rewards[2] = -50.0, 50.0, 8.0, 8.0
+    base, other = gae(REWARDS, VALUES, MASK, 1.0, 0.9)[0], gae(rewards * MASK, values, MASK, 1.0, 0.9)[0]
+    assert torch.equal(base, other)
+    assert not torch.equal(base, gae(rewards, values, torch.ones_like(MASK), 1.0, 0.9)[0])
+
+
+def test_leave_one_out_by_hand():
+    nan = math.nan
+    totals = torch.tensor([1.0, 0, 0, 1, 1, nan, 0, nan, 5, nan, nan, nan, nan, nan, nan, nan])
+    want = [2 / 3, -2 / 3, -2 / 3, 2 / 3, 1, 0, -1, 0, 0, 0, 0, 0, 0, 0, 0, 0]
+    assert close(rloo(totals, 4), want)
+    assert not close(rloo(totals.nan_to_num(), 4), want), "a failed row is no zero"
+
+
+def test_reinforce_plus_plus_is_the_normalised_return():
+    rewards = torch.tensor([[-0.5, 0, 2], [0, 1, 0], [0, 0, 0]])
+    returns = torch.tensor([1.5, 2, 2, 1, 1])  # of the five tokens
+    want = (returns - returns.mean()) / returns.std(correction=0)
+    assert torch.allclose(reinforce_plus_plus(rewards, MASK, 1.0)[MASK.bool()], want, atol=1e-6)
+    assert reinforce_plus_plus(rewards, MASK, 1.0)[MASK == 0].tolist() == [0] * 4
+
+
+def test_whitening_sees_masked_values_only_and_all_processes():
+    values = torch.tensor([[1.0, 2, 3], [4, 6, 99], [99, 99, 99]])
+    used = torch.tensor([1.0, 2, 3, 4, 6])
+    want = (used - used.mean()) / used.std(correction=0)
+    whole = whiten(values, MASK)
+    assert torch.allclose(whole[MASK.bool()], want, atol=1e-6)
+    assert not torch.allclose(whiten(values, torch.ones_like(MASK))[MASK.bool()], want, atol=1e-2)  # control
+    sums = iter([torch.tensor([5.0, 16.0]).double(), torch.tensor((used - 3.2).square().sum().item()).double()])
+    part = whiten(values[:1], MASK[:1], total=lambda own: next(sums))  # as a process that holds the first row only
+    assert torch.allclose(part, whole[:1], atol=1e-6)
+    assert whiten(values, torch.zeros_like(MASK)).tolist() == [[0] * 3] * 3

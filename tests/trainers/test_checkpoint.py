@@ -158,11 +158,12 @@ OPTIONS = {
 
 
 @pytest.mark.slow
-def test_killed_at_random_moments_it_ends_as_the_uninterrupted_run(tmp_path, monkeypatch):
+@pytest.mark.parametrize("algorithm", [{}, {"config": "ppo_math", "trainer__minibatches": 1}], ids=["grpo", "ppo"])
+def test_killed_at_random_moments_it_ends_as_the_uninterrupted_run(tmp_path, monkeypatch, algorithm):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.runs"])  # what is killed is training, not the imports
-    options = {**OPTIONS, "model": str(policy())}
+    options = {**OPTIONS, **algorithm, "model": str(policy())}
     whole = run(tmp_path, name="whole", **options)
     assert len(whole.steps) == 24
     rng, folder, reached = random.Random(0), tmp_path / "killed" / "checkpoints", [0]

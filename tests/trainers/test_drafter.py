@@ -450,7 +450,9 @@ def test_saved_seconds_by_hand():
     """100 tokens, 40 accepted: 60 passes of rows in 6 s. At agreement 0.5 a chain of four brings 0.9375, at 0.25 about
     a third; what is missing of 30 accepted ones costs a tenth of a second each.
     """
-    stats = EngineStats(verify_s=3.0, decode_s=2.0, draft_s=1.0, prefill_s=9.0, accepted=40, model_accepted=30)
+    stats = EngineStats(
+        verify_s=3.0, decode_s=2.0, draft_s=1.0, prefill_s=9.0, accepted=40, sources={"model": (50, 30)}
+    )
     fewer = 30 * (1 - (0.25 + 0.0625 + 0.015625 + 0.00390625) / 0.9375)
     assert saved_seconds(stats, 100, 0.5, 0.25) == pytest.approx(0.1 * fewer)
     assert saved_seconds(stats, 100, 0.25, 0.5) < 0 == saved_seconds(stats, 100, 0.5, 0.5)
@@ -461,7 +463,7 @@ def test_saved_seconds_by_hand():
 def test_co_training_ends_when_it_does_not_pay(build_model, caplog):
     moving = Moving(build_model)
     trainer = trainer_of(moving, patience=3)
-    run = follow(moving, trainer, range(4), EngineStats(decode_s=1e-6, model_accepted=9))
+    run = follow(moving, trainer, range(4), EngineStats(decode_s=1e-6, sources={"model": (50, 9)}))
     assert [metrics["drafter/active"] for metrics in run] == [1.0, 1.0, 0.0, 0.0]
     assert "does not pay: over 3 rollouts" in trainer.progress.off
     assert len(caplog.records) == 1
@@ -474,14 +476,18 @@ def test_when_it_ends_the_better_drafter_stays(build_model, monkeypatch, sign, s
     moving = Moving(build_model)
     trainer = trainer_of(moving, patience=3)
     initial = weights_of(trainer.drafter)
-    follow(moving, trainer, range(3), EngineStats(decode_s=1e-6, model_accepted=9))
+    follow(moving, trainer, range(3), EngineStats(decode_s=1e-6, sources={"model": (50, 9)}))
     assert "does not pay" in trainer.progress.off
     assert same(initial, weights_of(trainer.drafter)) == (stays == "initial")
 
 
 @pytest.mark.parametrize(
     ("patience", "stats"),
-    [(3, EngineStats(verify_s=1e5, draft_s=1e5, model_accepted=9)), (0, EngineStats(decode_s=1e-6)), (3, None)],
+    [
+        (3, EngineStats(verify_s=1e5, draft_s=1e5, sources={"model": (50, 9)})),
+        (0, EngineStats(decode_s=1e-6)),
+        (3, None),
+    ],
     ids=["pays", "never judged", "no times"],
 )
 def test_co_training_goes_on_otherwise(build_model, patience, stats):

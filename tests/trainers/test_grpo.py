@@ -5,7 +5,6 @@ from dataclasses import replace
 from math import isfinite
 from pathlib import Path
 from statistics import mean, stdev
-from types import MethodType, SimpleNamespace
 
 import pytest
 import torch
@@ -14,13 +13,13 @@ import trainers.grpo as grpo
 from reward.base import RewardSet
 from reward.config import RewardConfig
 from rollout.config import RolloutConfig
-from rollout.types import Completion, RolloutBatch, RolloutError
+from rollout.types import RolloutError
 from specrl.config import load
 from specrl.data import load_examples
 from specrl.evaluate import evaluate
 from tests.runs import differences, run, words
 from trainers.config import TrainerConfig
-from trainers.grpo import EpochRepeatSampler, GRPOTrainerWithReuse, check_trl, grpo_config
+from trainers.grpo import EpochRepeatSampler, check_trl, grpo_config
 
 DIFFERENCE = "sampling/sampling_logp_difference/max"
 
@@ -140,54 +139,6 @@ def test_the_order_depends_on_seed_and_epoch_only():
         assert len(epoch) == 2 * (2 * 3 * 2), "the incomplete last batch is left out"
         assert epoch[:6] == epoch[6:12], "a batch is repeated as a whole"
         assert epoch[0::2] == epoch[1::2], "a prompt's rows stand side by side"
-
-
-def test_rows_become_slots_across_processes():
-    seen = {}
-
-    def generate(rows, *, visit, step, slots):
-        seen.update(rows=rows, visit=visit, step=step, slots=slots)
-        done = Completion([1, 2], [-0.5, -0.5], [-0.5, -0.5], [False, False], "length", step, 2)
-        return RolloutBatch([done] * len(rows), slots, [0] * len(rows), [None] * len(rows), [False] * len(rows))
-
-    second = SimpleNamespace(
-        _inputs=[{"example_id": f"e{i // 4}"} for i in range(6, 12)],
-        _render=lambda row: [5, 6],
-        _version=7,
-        _visit=2,
-        accelerator=SimpleNamespace(process_index=1),
-        num_generations=4,
-        sync_engine=lambda: seen.update(synced=True),
-        processing_class=SimpleNamespace(pad_token_id=0),
-        stage=SimpleNamespace(generate=generate),
-    )
-    out = GRPOTrainerWithReuse._rollout(second, ["p"] * 6, None)
-    assert seen["slots"] == [2, 3, 0, 1, 2, 3], "a group that straddles two processes has each slot once"
-    assert [row.example_id for row in seen["rows"]] == ["e1", "e1", "e2", "e2", "e2", "e2"]
-    assert (seen["synced"], seen["visit"], seen["step"]) == (True, 2, 7)
-    assert out["prompt_ids"] == [[5, 6]] * 6
-    assert out["completion_ids"] == [[1, 2]] * 6
-    assert out["logprobs"] == [[-0.5, -0.5]] * 6
-
-
-GOOD = Completion([1, 2], [-0.5, -0.5], [-0.5, -0.5], [False, True], "stop", 0, 1)
-
-
-@pytest.mark.parametrize(
-    ("completions", "message"),
-    [
-        ([GOOD], "returned 1 responses for 2 rows"),
-        ([GOOD, replace(GOOD, tokens=[], logprobs=[], behaviour_logprobs=[], reused=[])], "row 1: 0 tokens"),
-        ([replace(GOOD, logprobs=[-0.5]), GOOD], "row 0: 2 tokens, 1 log-probs"),
-        ([GOOD, replace(GOOD, behaviour_logprobs=[-0.5] * 3)], "malformed response for row 1"),
-        ([GOOD, replace(GOOD, reused=[])], "malformed response for row 1"),
-    ],
-)
-def test_malformed_engine_results_are_refused(completions, message):
-    n = len(completions)
-    grpo._check_batch(RolloutBatch([GOOD, GOOD], [0, 1], [0, 0], [None] * 2, [False] * 2), 2)
-    with pytest.raises(RolloutError, match=message):
-        grpo._check_batch(RolloutBatch(completions, list(range(n)), [0] * n, [None] * n, [False] * n), 2)
 
 
 # Log-probs ------------------------------------------------------------------------------------------------------------
@@ -344,7 +295,7 @@ def watch_gaps(gaps: dict):
         def marked(out):
             out = with_behaviour(out)
             out["reused"] = torch.zeros_like(out["completion_mask"])
-            for i, c in enumerate(trainer._batch.completions):
+            for i, c in enumerate(trainer.collector.batch.completions):
                 out["reused"][i, : len(c.tokens)] = torch.tensor(c.reused)
             return out
 
@@ -414,21 +365,6 @@ def test_lenient_without_correction_trains_as_published(tmp_path):
     outputs = []
     run(tmp_path, tap(outputs), trainer__epochs=2, rollout__acceptance="lenient", trainer__correction="none")
     assert all((out["advantages"] == out["advantages"][:, :1]).all() for out in outputs)
-
-
-def test_lenient_with_every_response_masked():
-    masked = SimpleNamespace(
-        stage=SimpleNamespace(rollout=SimpleNamespace(config=RolloutConfig(acceptance="lenient"))),
-        _options=TrainerConfig(),
-        _batch=RolloutBatch([GOOD], [0], [0], [None], [False]),
-        _metrics={"train": {}},
-    )
-    masked._weigh = MethodType(GRPOTrainerWithReuse._weigh, masked)
-    logp = torch.tensor([[-0.5, -0.5]])
-    out = {"sampling_per_token_logps": logp, "completion_mask": torch.zeros(1, 2), "advantages": torch.ones(1)}
-    out = GRPOTrainerWithReuse._with_behaviour(masked, out)
-    assert out["advantages"].tolist() == [[1.0, 1.0]]
-    assert masked._metrics == {"train": {}}
 
 
 def test_an_engine_with_other_numerics_is_corrected(tmp_path):

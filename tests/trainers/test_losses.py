@@ -4,7 +4,20 @@ import pytest
 import torch
 
 from rollout.noise import keyed_draw
-from trainers.losses import correction_weights, forward_kl, largest, mixed_kl, reverse_kl, total_variation, tvd
+from trainers.losses import (
+    adapted_beta,
+    clipped,
+    correction_weights,
+    forward_kl,
+    kl_estimate,
+    largest,
+    mixed_kl,
+    policy_loss,
+    reverse_kl,
+    total_variation,
+    tvd,
+    value_loss,
+)
 
 LN2 = math.log(2)
 # ratios by row: (1/4, 1, 8), (2, 2, padding), (1, 1, 1)
@@ -158,3 +171,61 @@ def test_keyed_draws_agree_within_the_bounds_of_total_variation():
 def test_the_largest_values_are_kept(share, want):
     assert largest(torch.tensor([0.1, -3.0, 5.0, 0.0, 2.0]), share).int().tolist() == want
     assert largest(torch.zeros(5), share).all(), "ties stay"
+
+
+# PPO ------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "loss", "low", "high"),
+    [
+        (1.0, 2.0, -2.0, 0, 0),
+        (1.1, 2.0, -2.2, 0, 0),
+        (1.5, 2.0, -2.6, 0, 1),  # up to 1 + high
+        (0.5, 2.0, -1.0, 0, 0),  # too rare and wanted: free to grow
+        (0.5, -2.0, 1.6, 1, 0),  # down to 1 - low
+        (1.5, -2.0, 3.0, 0, 0),  # too frequent and unwanted: free to fall
+    ],
+)
+def test_clipped_surrogate_by_hand(ratio, advantage, loss, low, high):
+    logp = torch.tensor([[math.log(ratio) - 1]], requires_grad=True)
+    given = (logp, torch.tensor([[-1.0]]), torch.tensor([[advantage]]), 0.2, 0.3)
+    found = policy_loss(*given)
+    assert found.item() == pytest.approx(loss)
+    assert [part.item() for part in clipped(*given)] == [low, high]
+    found.sum().backward()
+    assert (logp.grad.item() == 0) == bool(low or high), "clipped tokens have no gradient"
+
+
+def test_the_gradient_at_ratio_one_is_reinforce():
+    logp = torch.tensor([[-1.0, -2.0]], requires_grad=True)
+    policy_loss(logp, logp.detach(), torch.tensor([[3.0, -0.5]]), 0.2, 0.2).sum().backward()
+    assert logp.grad.tolist() == [[-3.0, 0.5]]
+
+
+@pytest.mark.parametrize(
+    ("value", "old", "target", "clip", "loss"),
+    [
+        (0.5, 0.5, 1.0, 0.2, 0.125),
+        (0.9, 0.5, 1.0, 0.2, 0.045),  # held at 0.7: the larger error counts
+        (0.9, 0.5, 1.0, 0.0, 0.005),  # not clipped
+        (0.2, 0.5, 1.0, 0.2, 0.32),  # moved away: its own error is the larger
+    ],
+)
+def test_clipped_value_error_by_hand(value, old, target, clip, loss):
+    found = value_loss(torch.tensor([[value]]), torch.tensor([[old]]), torch.tensor([[target]]), clip)
+    assert found.item() == pytest.approx(loss)
+
+
+def test_kl_estimate_is_unbiased_and_never_negative():
+    p, q = torch.tensor([0.1, 0.2, 0.3, 0.4]), torch.tensor([0.4, 0.3, 0.2, 0.1])
+    estimate = kl_estimate(p.log(), q.log())
+    assert (estimate >= 0).all()
+    assert (p * estimate).sum().item() == pytest.approx((p * (p / q).log()).sum().item(), abs=1e-6)
+    wrong = kl_estimate(q.log(), p.log())  # the other direction
+    assert (p * wrong).sum().item() != pytest.approx((p * (p / q).log()).sum().item(), abs=1e-2)
+
+
+@pytest.mark.parametrize(("kl", "want"), [(0.1, 0.5), (0.11, 0.505), (5.0, 0.51), (0.09, 0.495), (0.0, 0.49)])
+def test_the_kl_weight_moves_towards_its_target(kl, want):
+    assert adapted_beta(0.5, kl, 0.1) == pytest.approx(want)

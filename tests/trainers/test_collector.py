@@ -1,0 +1,104 @@
+"""What all trainers share around their update: slots, refused batches, importance weights, metrics over processes."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from rollout.config import RolloutConfig
+from rollout.types import Completion, RolloutBatch, RolloutError
+from trainers.collector import Collector, check_batch
+from trainers.config import TrainerConfig
+from trainers.metrics import reduce_metric
+
+GOOD = Completion([1, 2], [-0.5, -0.5], [-0.5, -0.5], [False, True], "stop", 0, 1)
+
+
+class Engine:
+    own_weights, weight_version = False, 0
+
+    def __init__(self):
+        self.versions = []
+
+    def generate(self, requests):
+        raise AssertionError("the stage is replaced")
+
+    def update_weights(self, weights, version, probe=None):
+        self.versions.append(version)
+
+
+def collector(rank: int = 0, rollout: RolloutConfig | None = None, trainer: TrainerConfig | None = None) -> Collector:
+    accelerator = SimpleNamespace(process_index=rank, num_processes=1, device=torch.device("cpu"))
+    return Collector(
+        Engine(),
+        None,
+        accelerator,
+        policy=lambda: SimpleNamespace(dtype=torch.float32),
+        state=lambda: SimpleNamespace(global_step=7, epoch=2.5),
+        score=lambda rows, texts: ([1.0] * len(rows), {}),
+        render=lambda row: [5, 6],
+        tokenizer=None,
+        probe=[5, 6],
+        rollout_config=rollout or RolloutConfig(group_size=4),
+        trainer_config=trainer or TrainerConfig(),
+        seed=0,
+    )
+
+
+def test_rows_become_slots_across_processes():
+    seen, second = {}, collector(rank=1)
+
+    def generate(rows, *, visit, step, slots):
+        seen.update(visit=visit, step=step, slots=slots)
+        done = Completion([1, 2], [-0.5, -0.5], [-0.5, -0.5], [False, False], "length", step, 2)
+        return RolloutBatch([done] * len(rows), slots, [0] * len(rows), [None] * len(rows), [False] * len(rows))
+
+    second.stage.generate = generate
+    rows, batch = second.generate([{"example_id": f"e{i // 4}"} for i in range(6, 12)])
+    assert seen == {"visit": 2, "step": 7, "slots": [2, 3, 0, 1, 2, 3]}, "a group over two processes has each slot once"
+    assert [row.example_id for row in rows] == ["e1", "e1", "e2", "e2", "e2", "e2"]
+    assert {row.prompt for row in rows} == {(5, 6)}
+    assert second.stage.rollout.engine.versions == [7], "the engine has the current weights"
+    assert (second.batch, second.batch_is_current) == (batch, True)
+
+
+@pytest.mark.parametrize(
+    ("completions", "message"),
+    [
+        ([GOOD], "returned 1 responses for 2 rows"),
+        ([GOOD, replace(GOOD, tokens=[], logprobs=[], behaviour_logprobs=[], reused=[])], "row 1: 0 tokens"),
+        ([replace(GOOD, logprobs=[-0.5]), GOOD], "row 0: 2 tokens, 1 log-probs"),
+        ([GOOD, replace(GOOD, behaviour_logprobs=[-0.5] * 3)], "malformed response for row 1"),
+        ([GOOD, replace(GOOD, reused=[])], "malformed response for row 1"),
+    ],
+)
+def test_malformed_engine_results_are_refused(completions, message):
+    n = len(completions)
+    check_batch(RolloutBatch([GOOD, GOOD], [0, 1], [0, 0], [None] * 2, [False] * 2), 2)
+    with pytest.raises(RolloutError, match=message):
+        check_batch(RolloutBatch(completions, list(range(n)), [0] * n, [None] * n, [False] * n), 2)
+
+
+def test_importance_with_every_response_masked():
+    masked = collector(rollout=RolloutConfig(acceptance="lenient"))
+    masked.batch = RolloutBatch([GOOD], [0], [0], [None], [False])
+    weights = masked.importance(torch.tensor([[-0.5, -0.5]]), torch.zeros(1, 2), own=None)
+    assert weights.tolist() == [[1.0, 1.0]]
+    assert masked._metrics == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "expected"),
+    [
+        ("spec/new_tokens", [1.0, 2.0], 3.0),
+        ("timing_s/gen", [1.0, 2.0], 2.0),
+        ("spec/passes_max", [4.0, 2.0], 4.0),
+        ("sampling/importance_sampling_ratio/max", [1.5, torch.nan], 1.5),
+        ("sampling/importance_sampling_ratio/min", [0.5, torch.nan], 0.5),
+        ("reward", [1.0, 2.0], 1.5),
+        ("spec/draft_age", [torch.nan, 3.0], 3.0),
+    ],
+)
+def test_one_number_from_all_processes(name, values, expected):
+    assert reduce_metric(name, torch.tensor(values)) == expected

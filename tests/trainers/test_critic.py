@@ -1,0 +1,101 @@
+"""Policy and critic: what is scored, what the padding may not change, and where gradients go."""
+
+import pytest
+import torch
+
+from rollout.types import Completion, Row
+from trainers.critic import ActorCritic, trunk_of
+from trainers.experience import Experience
+
+ROWS = [Row("a", (5, 6, 7, 8)), Row("b", (9, 10)), Row("c", (11,))]
+
+
+def completion(*tokens, failure=""):
+    n = len(tokens)
+    return Completion(list(tokens), [-0.5] * n, [-0.5] * n, [False] * n, "stop", 0, n, failure=failure)
+
+
+DONE = [completion(12, 13), completion(14, 15, 16, 1), completion(failure="lost")]
+
+
+def experience(pad_id=0):
+    return Experience.of(ROWS, DONE, [True, True, False], pad_id, torch.device("cpu"))
+
+
+def build(model, separate=False, valued=True, temperature=0.7):
+    trunk = trunk_of(model) if separate else None
+    both = ActorCritic(model, trunk=trunk, valued=valued, temperature=temperature, entropic=False).eval()
+    if valued:
+        torch.nn.init.normal_(both.value.weight, generator=torch.Generator().manual_seed(0))
+    return both
+
+
+def test_rows_as_tensors():
+    found = experience()
+    assert found.ids.tolist() == [
+        [5, 6, 7, 8, 12, 13, 0, 0],
+        [0, 0, 9, 10, 14, 15, 16, 1],
+        [0, 0, 0, 11, 0, 0, 0, 0],
+    ]
+    assert found.attention.tolist() == [[1] * 6 + [0] * 2, [0] * 2 + [1] * 6, [0] * 3 + [1] + [0] * 4]
+    assert found.mask.tolist() == [[1, 1, 0, 0], [1, 1, 1, 1], [0, 0, 0, 0]]
+    assert found.drawn.tolist() == [[-0.5, -0.5, 0, 0], [-0.5] * 4, [0] * 4]
+    pieces = list(found.split(2))
+    assert [len(piece.ids) for piece in pieces] == [2, 1]
+    assert found.select(slice(1, None, 2)).ids.tolist() == [found.ids[1].tolist()]
+    assert pieces[0].values is None
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2"])
+@pytest.mark.parametrize("separate", [False, True])
+def test_scores_are_those_of_each_row_alone(build_model, family, separate):
+    model = build_model(family)
+    both, found = build(model, separate), experience()
+    outputs = both(found.ids, found.attention, found.length)
+    for i in (0, 1):
+        text = torch.tensor([[*ROWS[i].prompt, *DONE[i].tokens]])
+        first, n = len(ROWS[i].prompt) - 1, len(DONE[i].tokens)
+        law = (model(text).logits[0, first:-1] / 0.7).log_softmax(-1)
+        hidden = model.base_model(text).last_hidden_state[0, first:-1]
+        want = law.gather(-1, text[0, first + 1 :, None])[:, 0]
+        assert torch.allclose(outputs.logp[i, :n], want, atol=1e-4)
+        assert torch.allclose(outputs.entropy[i, :n], -(law.exp() * law).sum(-1), atol=1e-4)
+        assert torch.allclose(outputs.values[i, :n], both.value(hidden)[:, 0], atol=1e-4)
+    late = both.value(model.base_model(text).last_hidden_state[0, first + 1 :])[:, 0]  # control: a token too late
+    assert not torch.allclose(outputs.values[1], late, atol=1e-2)
+
+
+def test_the_padding_token_does_not_matter(build_model):
+    both, mask = build(build_model("llama")), experience().mask.bool()
+    zero, other = (both(found.ids, found.attention, 4) for found in (experience(0), experience(33)))
+    assert torch.equal(zero.logp[mask], other.logp[mask])
+    assert torch.equal(zero.values[mask], other.values[mask])
+    seen = experience(33)
+    control = both(seen.ids, torch.ones_like(seen.attention), 4)  # as if padding were text
+    assert not torch.allclose(zero.logp[mask], control.logp[mask], atol=1e-3)
+
+
+def test_a_new_critic_knows_nothing_and_teaches_the_trunk_nothing(build_model):
+    model, found = build_model("llama"), experience()
+    both = ActorCritic(model, trunk=None, valued=True, temperature=1.0, entropic=False)
+    values = both(found.ids, found.attention, found.length).values
+    assert values.abs().max() == 0
+    (values - 1).square().sum().backward()
+    assert both.value.weight.grad.abs().max() > 0
+    assert all(p.grad is None or p.grad.abs().max() == 0 for p in model.parameters())
+
+
+def test_a_separate_critic_leaves_the_policy_alone(build_model):
+    model, found = build_model("llama"), experience()
+    both = build(model, separate=True)
+    both(found.ids, found.attention, found.length).values.sum().backward()
+    assert all(p.grad is None for p in model.parameters())
+    assert all(p.grad is not None for p in both.trunk.parameters())
+    assert build(model, valued=False)(found.ids, found.attention, found.length).values is None
+
+
+def test_entropy_has_a_gradient_only_when_it_is_wanted(build_model):
+    model, found = build_model("llama"), experience()
+    for entropic in (False, True):
+        both = ActorCritic(model, trunk=None, valued=False, temperature=1.0, entropic=entropic)
+        assert both(found.ids, found.attention, found.length).entropy.requires_grad == entropic

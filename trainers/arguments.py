@@ -1,0 +1,46 @@
+"""What every trainer's arguments have in common."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rollout.config import RolloutConfig
+from rollout.types import RolloutError
+from trainers.config import TrainerConfig
+
+
+def passes(trainer: TrainerConfig, rollout: RolloutConfig, world: int) -> tuple[int, int]:
+    """(rows of one process in a forward/backward pass, passes of an optimiser step)."""
+    rows = trainer.prompts_per_step * rollout.group_size // trainer.minibatches
+    per_pass = trainer.rows_per_pass or max(rows // world, 1)
+    count = rows // (per_pass * world)
+    if count * per_pass * world != rows:
+        raise RolloutError(f"{rows} rows per step cannot be split over {world} processes of {per_pass} rows per pass")
+    return per_pass, count
+
+
+def common_arguments(
+    trainer: TrainerConfig, *, output_dir: Path, seed: int, cpu: bool, trackers: list[str]
+) -> dict[str, Any]:
+    """Arguments of transformers.TrainingArguments: optimiser, precision, checkpoints, logging."""
+    return {
+        "output_dir": str(output_dir),
+        "learning_rate": trainer.learning_rate,
+        "lr_scheduler_type": trainer.lr_schedule,
+        "warmup_steps": trainer.warmup_steps,
+        "num_train_epochs": trainer.epochs,
+        "max_steps": trainer.max_steps or -1,
+        "max_grad_norm": trainer.max_grad_norm,
+        "weight_decay": trainer.weight_decay,
+        "bf16": trainer.precision == "bf16",
+        "use_cpu": cpu,
+        "gradient_checkpointing": trainer.gradient_checkpointing,
+        "save_strategy": "steps",
+        "save_steps": trainer.save_every or 10**9,  # the last step is saved in any case
+        "save_total_limit": None,  # SaveCache removes old checkpoints, once the new one is complete
+        "logging_steps": 1,
+        "report_to": trackers or "none",
+        "disable_tqdm": True,
+        "seed": seed,
+    }

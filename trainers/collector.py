@@ -1,0 +1,236 @@
+"""What every trainer does around its update: weights to the engine, rows to responses, responses to rewards."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+
+from rollout.config import RolloutConfig
+from rollout.engines.base import Engine
+from rollout.speculative import SpeculativeRollout
+from rollout.types import RolloutBatch, RolloutError, Row
+from trainers import weights
+from trainers.advantages import overlong_penalty
+from trainers.config import TrainerConfig
+from trainers.drafter import DrafterTrainer
+from trainers.losses import correction_weights
+from trainers.metrics import across_processes
+from trainers.stage import RolloutStage
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase, TrainerState
+
+    from rollout.cache import TrajectoryCache
+
+Score = Callable[[Sequence[dict], Sequence[str]], tuple[list[float | None], dict[str, float]]]
+"""Rewards of (dataset rows, response texts): the total per row, None where it failed, and metrics to log."""
+
+
+class LastRollout(NamedTuple):
+    """The latest rollout batch of this process, row by row, with total rewards."""
+
+    rows: list[Row]
+    batch: RolloutBatch
+    rewards: list[float | None]
+
+
+class Collector:
+    """Collects the rollouts of one process of a run: `generate`, `reward`, then `finish`, once per rollout batch.
+
+    Args:
+        engine: produces the responses.
+        cache: trajectories of earlier epochs; None reuses nothing.
+        accelerator: of the run.
+        policy: gives the model as it is trained, adapters included, not wrapped for several processes.
+        state: gives the trainer's progress, of which `global_step` and `epoch` are read.
+        score: rewards of rows.
+        render: prompt of a dataset row as token ids.
+        tokenizer: decodes responses.
+        probe: token ids of any text, on which engine and trainer must agree.
+        rollout_config, trainer_config, seed: the run's options.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        cache: TrajectoryCache | None,
+        accelerator: Accelerator,
+        *,
+        policy: Callable[[], torch.nn.Module],
+        state: Callable[[], TrainerState],
+        score: Score,
+        render: Callable[[dict], list[int]],
+        tokenizer: PreTrainedTokenizerBase,
+        probe: Sequence[int],
+        rollout_config: RolloutConfig,
+        trainer_config: TrainerConfig,
+        seed: int,
+    ):
+        self.engine, self._policy, self._accelerator, self._state = engine, policy, accelerator, state
+        self._score, self._render, self._tokenizer, self._probe = score, render, tokenizer, probe
+        self._options, self._group_size = trainer_config, rollout_config.group_size
+        self._inputs: list[dict] = []
+        self._rows: list[Row] = []
+        self._rewards: list[float | None] = []
+        self._metrics: dict[str, float] = {}
+        self._sent: int | None = None
+        self.batch: RolloutBatch | None = None
+        self.exact_bits = policy().dtype == torch.float32 and accelerator.device.type == "cpu"
+        """Equal passes give equal bits."""
+        self.cotraining = self._cotraining(seed) if trainer_config.drafter.train else None
+        self.stage = RolloutStage(
+            SpeculativeRollout(engine, cache, rollout_config, seed),
+            self._score_tokens,
+            strict=self.exact_bits
+            and (rollout_config.top_p, rollout_config.top_k) == (1.0, 0),  # rounding can move the edge of the kept set
+            exchange=gather_object if accelerator.num_processes > 1 else lambda entries: entries,
+        )
+
+    @property
+    def version(self) -> int:
+        """Weight version: optimiser steps taken."""
+        return self._state().global_step
+
+    @property
+    def visit(self) -> int:
+        """How often the prompts of this batch were rolled out before: whole epochs taken."""
+        return int((self._state().epoch or 0.0) + 1e-6)
+
+    @property
+    def batch_is_current(self) -> bool:
+        """True while no update was made since the rollout, so that trainer and engine describe the same weights."""
+        return self.batch is not None and self.batch.completions[0].version == self.version
+
+    def last(self) -> LastRollout:
+        """What was generated last; call it after a step."""
+        return LastRollout(self._rows, self.batch, self._rewards)
+
+    def sync(self) -> None:
+        """Brings the engine to the current weights; costs nothing when it has them."""
+        engine = self.engine
+        if self._sent == self.version and engine.own_weights:
+            return
+        began = time.perf_counter()
+        weights.send(engine, self._policy(), self.version, self._probe)
+        self._sent = self.version
+        if engine.own_weights:
+            self._metrics["timing_s/sync"] = time.perf_counter() - began
+
+    def generate(self, inputs: list[dict]) -> tuple[list[Row], RolloutBatch]:
+        """One response to each of this process's dataset rows, whose groups may go on in the next process."""
+        self._inputs = inputs
+        self._rows = [Row(row["example_id"], tuple(self._render(row))) for row in inputs]
+        first = self._accelerator.process_index * len(inputs)
+        slots = [(first + i) % self._group_size for i in range(len(inputs))]
+        self.sync()
+        self.batch = self.stage.generate(self._rows, visit=self.visit, step=self.version, slots=slots)
+        check_batch(self.batch, len(inputs))
+        return self._rows, self.batch
+
+    def reward(self) -> list[float | None]:
+        """The total reward of each response of the batch; None masks the row."""
+        began = time.perf_counter()
+        done = self.batch.completions
+        totals, metrics = self._score(self._inputs, self._decode([c.tokens for c in done]))
+        self._rewards = [
+            None if total is None or c.failure else total + self._overlong(c.tokens)
+            for total, c in zip(totals, done, strict=True)
+        ]
+        self._metrics |= metrics | {"timing_s/reward": time.perf_counter() - began}
+        return self._rewards
+
+    def finish(self) -> dict[str, float]:
+        """Stores the batch, runs the control rows that are due, and returns the metrics over all processes."""
+        metrics = self._metrics | self.stage.finish(
+            self._rows, self.batch, self._rewards, visit=self.visit, step=self.version
+        )
+        self._metrics = {}
+        if self.cotraining:
+            self._observe()
+        return across_processes(metrics, self._accelerator)
+
+    # Co-training of the draft model ------------------------------------------------------------------------------
+
+    def _cotraining(self, seed: int) -> DrafterTrainer:
+        """Co-training of the module that the engine drafts with."""
+        if self._accelerator.num_processes > 1:
+            raise RolloutError(
+                f"trainer.drafter.train=true works in one process, not in {self._accelerator.num_processes}: their "
+                "drafters would drift apart. Use trainer.drafter.train=false, or start one process"
+            )
+        drafter = getattr(self.engine, "drafter", None)
+        if drafter is None:
+            raise RolloutError(
+                f"trainer.drafter.train=true needs a draft model in this process, which {type(self.engine).__name__} "
+                "has not. Use rollout.engine=transformers and cluster.num_workers=0 with rollout.drafter=DIR"
+            )
+        return DrafterTrainer(drafter.model, self._policy(), self._options.drafter, self.engine.sampling, seed)
+
+    def _observe(self) -> None:
+        """Shows co-training the rows of the rollout that have a response."""
+        done = [(row.prompt, c) for row, c in zip(self._rows, self.batch.completions, strict=True) if not c.failure]
+        texts, rejected = [(prompt, c.tokens) for prompt, c in done], [c.rejected for _, c in done]
+        self.cotraining.observe(texts, rejected, self.version, self.batch.stats)
+
+    # Old log-probs and corrections -------------------------------------------------------------------------------
+
+    @property
+    def old_from_engine(self) -> bool:
+        """True when the engine's log-probs are pi_old, False when the trainer computes its own."""
+        lossy = self.stage.rollout.config.acceptance == "lenient"
+        return self._options.old_logprobs == "engine" or (self._options.old_logprobs == "auto" and lossy)
+
+    def importance(
+        self, drawn: torch.Tensor, mask: torch.Tensor, own: Callable[[], torch.Tensor]
+    ) -> torch.Tensor | None:
+        """Weights [B, T] of tokens that another law or another engine drew, by `trainer.correction`; None needs none.
+
+        Args:
+            drawn: the engine's log-probs of the batch [B, T].
+            mask: 1 for response tokens [B, T].
+            own: gives the trainer's log-probs [B, T] when they are needed.
+        """
+        config = self.stage.rollout.config
+        if config.acceptance == "lenient":
+            logp, behaviour = drawn, torch.zeros_like(drawn)
+            for i, c in enumerate(self.batch.completions):
+                behaviour[i, : len(c.tokens)] = torch.tensor(c.behaviour_logprobs)
+        elif config.engine != "transformers" and not self.old_from_engine and self._options.correction != "none":
+            logp, behaviour = own(), drawn
+        else:
+            return None
+        ratios = correction_weights(logp, behaviour, mask, self._options.correction, self._options.correction_cap)
+        if (used := ratios[mask.bool()]).numel():
+            summary = {"min": used.min(), "mean": used.mean(), "max": used.max()}
+            self._metrics |= {f"sampling/importance_sampling_ratio/{k}": v.item() for k, v in summary.items()}
+        return ratios
+
+    # -------------------------------------------------------------------------------------------------------------
+
+    def _decode(self, responses: Sequence[list[int]]) -> list[str]:
+        return self._tokenizer.batch_decode(responses, skip_special_tokens=True)
+
+    def _score_tokens(self, rows: Sequence[Row], responses: Sequence[list[int]]) -> list[float | None]:
+        """Rewards of control rows; they are not logged as the step's rewards."""
+        fields = {row["example_id"]: row for row in self._inputs}
+        totals, _ = self._score([fields[row.example_id] for row in rows], self._decode(responses))
+        return [None if t is None else t + self._overlong(ids) for t, ids in zip(totals, responses, strict=True)]
+
+    def _overlong(self, ids: Sequence[int]) -> float:
+        cap = self.stage.rollout.config.max_new_tokens
+        return overlong_penalty(len(ids), cap, self._options.overlong_buffer)
+
+
+def check_batch(batch: RolloutBatch, rows: int) -> None:
+    """Trainers take wrong-length log-probs silently and crash on empty responses, so both are refused here."""
+    if len(batch.completions) != rows:
+        raise RolloutError(f"the engine returned {len(batch.completions)} responses for {rows} rows")
+    for i, c in enumerate(batch.completions):
+        if not c.failure and not 0 < len(c.tokens) == len(c.logprobs) == len(c.behaviour_logprobs) == len(c.reused):
+            raise RolloutError(f"the engine returned a malformed response for row {i}: {len(c.tokens)} tokens, "
+                               f"{len(c.logprobs)} log-probs")  # fmt: skip

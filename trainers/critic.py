@@ -1,0 +1,71 @@
+"""A policy with its critic."""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class Outputs(NamedTuple):
+    """What an update needs to know of each response token [B, T]."""
+
+    logp: Tensor
+    """Log-prob at the sampling temperature."""
+    entropy: Tensor
+    """Of the law the token was drawn from, in nats."""
+    values: Tensor | None
+    """The critic's value before the token; None without a critic."""
+
+
+class ActorCritic(nn.Module):
+    """Policy and critic as one module, so that gradients of both are reduced together.
+
+    Args:
+        policy: a causal LM, or a peft model around one.
+        trunk: the critic's own transformer (see `trunk_of`); None puts the value head on the policy's.
+        valued: whether there is a critic at all.
+        temperature: of the sampling law.
+        entropic: whether gradients flow through the entropy, which costs memory.
+    """
+
+    def __init__(self, policy: nn.Module, *, trunk: nn.Module | None, valued: bool, temperature: float, entropic: bool):
+        super().__init__()
+        self.policy, self.trunk, self.temperature, self.entropic = policy, trunk, temperature, entropic
+        width, device = policy.config.get_text_config().hidden_size, next(policy.parameters()).device
+        self.value = nn.Linear(width, 1, device=device) if valued else None  # float32 in every precision
+        if self.value is not None:
+            nn.init.zeros_(self.value.weight)  # the first values are 0 and teach the trunk nothing
+            nn.init.zeros_(self.value.bias)
+
+    def forward(self, ids: Tensor, attention: Tensor, length: int) -> Outputs:
+        """Scores the last `length` tokens of each row.
+
+        Args:
+            ids: prompt and response [B, P + T], prompts padded on the left, responses on the right.
+            attention: 1 for tokens, 0 for padding [B, P + T].
+            length: T.
+        """
+        positions = (attention.cumsum(-1) - 1).clamp(min=0)
+        inputs = {"input_ids": ids, "attention_mask": attention, "position_ids": positions, "use_cache": False}
+        seen: list[Tensor] = []
+        with self.policy.get_output_embeddings().register_forward_pre_hook(lambda _, given: seen.append(given[0])):
+            logits = self.policy(**inputs, logits_to_keep=length + 1).logits[:, :-1].float() / self.temperature
+        law = logits.log_softmax(-1)
+        logp = law.gather(-1, ids[:, -length:, None])[..., 0]
+        with torch.set_grad_enabled(torch.is_grad_enabled() and self.entropic):
+            entropy = -(law.exp() * law).sum(-1)
+        if self.value is None:
+            return Outputs(logp, entropy, None)
+        hidden = seen[0] if self.trunk is None else self.trunk(**inputs).last_hidden_state
+        return Outputs(logp, entropy, self.value(hidden[:, -length - 1 : -1].float())[..., 0])
+
+
+def trunk_of(policy: PreTrainedModel) -> nn.Module:
+    """A copy of a causal LM without its output layer: a critic's transformer before its training."""
+    return copy.deepcopy(policy.base_model)
