@@ -117,17 +117,16 @@ def follow(policy: MovingPolicy, drafter, batches: Sequence[Sequence[Request]], 
         trainer.observe(texts, [c.rejected for c in done], version, stats)
         metrics = trainer.step()
         cost_s = time.process_time() - began
-        lines.append(
-            {
-                "frozen_agreement": metrics["drafter/agreement_initial"],
-                "agreement": metrics["drafter/agreement"],
-                "frozen_passes": fmean(c.passes for c in before),
-                "passes": fmean(c.passes for c in done),
-                "saved_s": before_s - seconds,
-                "gen_s": seconds,
-                "cost_s": cost_s,
-            }
-        )
+        line = {
+            "frozen_agreement": metrics["drafter/agreement_initial"],
+            "agreement": metrics["drafter/agreement"],
+            "frozen_passes": fmean(c.passes for c in before),
+            "passes": fmean(c.passes for c in done),
+            "saved_s": before_s - seconds,
+            "gen_s": seconds,
+            "cost_s": cost_s,
+        }
+        lines.append({key: round(value, 4) for key, value in line.items()})
     return lines
 
 
