@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rollout.engines import EngineSpec
-from rollout.engines.base import Engine, Probe
+from rollout.engines.base import Engine, Probe, out_of_memory
 from rollout.types import Completion, EngineStats, Request, RolloutError
 
 Arrays = dict[str, tuple[np.ndarray, torch.dtype, tuple[int, ...]]]
@@ -96,7 +96,7 @@ class RolloutWorker:
     def _kind(self, error: Exception) -> str:
         if isinstance(error, StaleWeights):
             return "stale"
-        if _out_of_memory(error):
+        if out_of_memory(error):
             return "memory"
         try:  # rows are to blame only if the engine still works without them
             self.engine.score((0, 0))
@@ -121,10 +121,3 @@ def to_tensors(arrays: Arrays) -> Iterator[tuple[str, Tensor]]:
             warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
             flat = torch.from_numpy(array)
         yield name, flat.view(dtype).reshape(shape)
-
-
-def _out_of_memory(error: Exception) -> bool:
-    words = ("out of memory", "not enough memory", "allocate memory")  # CUDA, Windows and Linux
-    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
-        isinstance(error, RuntimeError) and any(word in str(error).lower() for word in words)
-    )

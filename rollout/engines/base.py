@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+import torch
 from torch import Tensor
 
 from rollout.types import Completion, EngineStats, Request, RolloutError
@@ -54,6 +55,14 @@ class Probe:
                 f"to {max(gaps, key=lambda gap: (gap != gap, gap)):.3g} nats (allowed {self.tolerance:g}): "
                 "it does not run the weights it was sent"
             )
+
+
+def out_of_memory(error: Exception) -> bool:
+    """True for what torch and Python raise when memory runs out."""
+    words = ("out of memory", "not enough memory", "allocate memory")  # CUDA, Windows and Linux
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
+        isinstance(error, RuntimeError) and any(word in str(error).lower() for word in words)
+    )
 
 
 class Engine(Protocol):

@@ -59,6 +59,11 @@ class Row:
         """What the worth of the guess is estimated by; None without a guess."""
         return (self.state, self.source) if self.guess else None
 
+    def restart(self) -> None:
+        """Forgets what was emitted; the passes it took still count."""
+        self.tokens, self.logprobs, self.behaviour, self.reused, self.rejected = [], [], [], [], []
+        self.finish, self.state, self.drafting = None, "start", not self.request.plain
+
     def ask(self, limit: int, vocab: int) -> list[int]:
         """Asks its own drafter for at most `limit` tokens; the guess ends before the first id that does not exist."""
         drafter = self.request.drafter

@@ -17,12 +17,15 @@ from torch import Tensor
 from rollout.budget import Budget, Chain
 from rollout.drafters.contexts import ContextTable
 from rollout.drafters.model import ModelDrafter
-from rollout.engines.base import Probe, Sampling, Speculation
+from rollout.engines.base import Probe, Sampling, Speculation, out_of_memory
 from rollout.engines.ragged import Pass, RaggedKV, RaggedModel, chunks
 from rollout.engines.rows import LENIENT_KEY, Row, ask_all, check_request, learn_all
 from rollout.noise import uniform
 from rollout.types import Completion, EngineStats, Request, RolloutError
 from rollout.verify import accept_exact, accept_lenient
+
+MAX_CUTS = 3
+"""How often rows that do not fit the memory together are cut in two."""
 
 
 class TransformersEngine:
@@ -93,7 +96,7 @@ class TransformersEngine:
                 if model is not None:
                     stack.enter_context(model.inference())
             for i in range(0, len(rows), self.rows_per_batch):
-                self._run(rows[i : i + self.rows_per_batch], stats)
+                self._fit(rows[i : i + self.rows_per_batch], stats)
         learn_all(rows, self.contexts, stats)
         return [row.completion(self.weight_version, self.speculation.rule) for row in rows], stats
 
@@ -134,6 +137,27 @@ class TransformersEngine:
                 state[name].copy_(tensor)
 
     # One batch ---------------------------------------------------------------------------------------------------
+
+    def _fit(self, rows: list[Row], stats: EngineStats, cuts: int = 0) -> None:
+        """Finishes rows together; where memory runs out, in halves. Which rows share a pass changes no token."""
+        try:
+            return self._run(rows, stats)
+        except Exception as error:
+            if not out_of_memory(error):
+                raise
+            reason = str(error)  # the error itself would keep what fills the memory
+        if cuts == MAX_CUTS or len(rows) == 1:
+            raise RolloutError(
+                f"out of memory with {len(rows)} rows, cut {cuts} times: {reason}. Use a lower rollout.rows_per_batch "
+                f"(now {self.rows_per_batch}), tokens_per_pass ({self.tokens_per_pass}) or max_new_tokens"
+            )
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        for row in rows:
+            row.restart()
+        half = (len(rows) + 1) // 2
+        for part in (rows[:half], rows[half:]):
+            self._fit(part, stats, cuts + 1)
 
     def _run(self, rows: list[Row], stats: EngineStats) -> None:
         kv = self._prefill(rows, stats)

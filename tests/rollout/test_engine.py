@@ -220,6 +220,43 @@ def test_memory_bounds_change_nothing(golden, settings):
         assert stats.passes > free.passes, "the bound was at work"
 
 
+def scarce(monkeypatch, limit: int, error: Exception) -> None:
+    """Passes of more than `limit` rows fail once some tokens are out."""
+    step = TransformersEngine._step
+
+    def failing(self, kv, first, rows, drafts, stats):
+        if len(rows) > limit and any(len(row.tokens) > 3 for row in rows):
+            raise error
+        step(self, kv, first, rows, drafts, stats)
+
+    monkeypatch.setattr(TransformersEngine, "_step", failing)
+
+
+@pytest.mark.parametrize("drafting", [False, True])
+@pytest.mark.parametrize("limit", [13, 5])
+def test_rows_that_do_not_fit_the_memory_run_in_parts(golden, monkeypatch, limit, drafting):
+    model, cases, want = golden("llama")
+    scarce(monkeypatch, limit, torch.OutOfMemoryError("CUDA out of memory"))
+    drafters = drafts_of_every_quality([t for t, _, _ in want]) if drafting else None
+    done, _ = engine_of(model, window=3).generate(requests_of(cases, drafters))
+    assert differing(done, want) == []
+    assert sum(c.passes for c in done) > sum(len(t) for t, _, _ in want) or drafting, "what was lost was paid for"
+
+
+def test_memory_that_never_suffices_is_one_readable_error(golden, monkeypatch):
+    model, cases, _ = golden("llama")
+    scarce(monkeypatch, 2, RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 4 bytes"))
+    with pytest.raises(RolloutError, match=r"out of memory with \d rows, cut 3 times: .*rows_per_batch \(now"):
+        engine_of(model).generate(requests_of(cases))
+
+
+def test_other_errors_are_not_taken_for_a_lack_of_memory(golden, monkeypatch):
+    model, cases, _ = golden("llama")
+    scarce(monkeypatch, 2, RuntimeError("an illegal memory access"))
+    with pytest.raises(RuntimeError, match=r"^an illegal memory access$"):
+        engine_of(model).generate(requests_of(cases))
+
+
 def test_logits_exist_in_chunks_only(golden, monkeypatch):
     model, cases, want = golden("llama")
     sizes = []
