@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM
 from rollout.types import RolloutError
 from tests import runs
 from tests.runs import differences, run
+from trainers.collector import Collector
 from trainers.config import DrafterConfig
-from trainers.grpo import GRPOTrainerWithReuse
 
 ON = {"trainer__drafter__train": "true", "trainer__drafter__patience": 0, "trainer__drafter__learning_rate": 3e-3}
 
@@ -161,10 +161,10 @@ class Elsewhere:
     [(2, "works in one process, not in 2.*train=false"), (1, "Elsewhere has not. Use rollout.engine=transformers")],
 )
 def test_a_drafter_that_cannot_be_reached_is_refused(processes, message):
-    class Trainer:
-        accelerator = type("A", (), {"num_processes": processes})
+    class Run:
+        _accelerator = type("A", (), {"num_processes": processes})
         engine = Elsewhere()
         _options = type("O", (), {"drafter": DrafterConfig(train=True)})
 
     with pytest.raises(RolloutError, match=message):
-        GRPOTrainerWithReuse._cotraining(Trainer(), torch.nn.Linear(2, 2))
+        Collector._cotraining(Run(), seed=0)
