@@ -1,7 +1,7 @@
-"""Checkpoints as one atomic cut: weights, optimiser, RNG and data position (TRL), trajectories and drafter (ours).
+"""Checkpoints as one atomic cut: weights, optimiser and position (the trainer's), trajectories and drafter (ours).
 
-TRL writes `checkpoint-N/`; the others go into the same directory, and the marker file comes last. A directory without
-the marker is an interrupted save: it is never resumed from.
+The trainer writes `checkpoint-N/`; the others go into the same directory, and the marker file comes last. A directory
+without the marker is an interrupted save: it is never resumed from.
 """
 
 from __future__ import annotations

@@ -15,10 +15,12 @@ from trainers.checkpoint import newest, step_of
 pytestmark = pytest.mark.slow
 
 
-def test_a_terminated_run_saves_and_resumes_as_the_uninterrupted_one(tmp_path):
-    whole = run(tmp_path / "whole", trainer__epochs=9)
+@pytest.mark.parametrize("algorithm", [{}, {"config": "ppo_math", "trainer__minibatches": 1}], ids=["grpo", "ppo"])
+def test_a_terminated_run_saves_and_resumes_as_the_uninterrupted_one(tmp_path, algorithm):
+    whole = run(tmp_path / "whole", trainer__epochs=9, **algorithm)
+    long = words(tmp_path, trainer__epochs=40, **algorithm)  # enough to be hit
     process = subprocess.Popen(
-        [sys.executable, "-m", "specrl.train", *words(tmp_path, trainer__epochs=40)],  # long enough to be hit
+        [sys.executable, "-m", "specrl.train", *long],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
@@ -37,7 +39,7 @@ def test_a_terminated_run_saves_and_resumes_as_the_uninterrupted_one(tmp_path):
     assert 4 <= step < 27, "in the middle"
     config = tmp_path / "run" / "config.yaml"
     config.write_text(config.read_text().replace("epochs: 40", "epochs: 9"))
-    rest = run(tmp_path, resume="auto", trainer__epochs=9)
+    rest = run(tmp_path, resume="auto", trainer__epochs=9, **algorithm)
     assert [s.tokens for s in rest.steps] == [s.tokens for s in whole.steps[step:]]
     assert rest.losses == whole.losses[-len(rest.losses) :]
     assert all((w == whole.weights[n]).all() for n, w in rest.weights.items())
