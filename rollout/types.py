@@ -114,6 +114,14 @@ class EngineStats:
     model_drafted: int = 0
     """Of `drafted`, what a draft model drew."""
     model_accepted: int = 0
+    route_s: float = 0.0
+    """Asking the router."""
+    steps: int = 0
+    """Reasoning steps, when a router decides who writes them."""
+    escalated: int = 0
+    """Of `steps`, those the policy wrote."""
+    route_faults: int = 0
+    """Of `escalated`, those for which the router failed or the draft step was none."""
     ties: int = 0
     """Draws closer than `tie_margin` that were decided by a canonical forward pass."""
 
