@@ -29,6 +29,27 @@ class BudgetConfig:
 
 
 @dataclass
+class RouterConfig:
+    kind: Literal["off", "entropy", "rsd", "arbitrage"] = doc(
+        "off", "let rollout.drafter write the reasoning steps that a router does not escalate to the policy; lossy"
+    )
+    path: str = doc("", "directory of the learned router (arbitrage), or the process reward model (rsd)")
+    threshold: float = doc(
+        0.5, "arbitrage: chance of a gain above which the policy writes; rsd: least score kept; entropy: nats"
+    )
+    separators: list[str] = field(
+        default_factory=lambda: ["\\n\\n"], metadata={"help": "texts that end a reasoning step; \\n is a newline"}
+    )
+    max_step_tokens: int = doc(128, "a draft step longer than this is a runaway, which the policy writes")
+    uncorrected: bool = doc(False, "allow training on routed tokens without a correction, as if they were on-policy")
+
+    @property
+    def step_separators(self) -> list[str]:
+        """The separators as the texts they stand for."""
+        return [separator.replace("\\n", "\n") for separator in self.separators]
+
+
+@dataclass
 class VLLMConfig:
     runner: Literal["auto", "v1", "v2"] = doc(
         "auto", "vLLM's model runner; auto takes v1 where drafts can ride in the request, else v2"
@@ -88,4 +109,5 @@ class RolloutConfig:
     )
     cache: CacheConfig = field(default_factory=CacheConfig)
     budget: BudgetConfig = field(default_factory=BudgetConfig)
+    router: RouterConfig = field(default_factory=RouterConfig)
     vllm: VLLMConfig = field(default_factory=VLLMConfig)

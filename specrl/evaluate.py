@@ -89,12 +89,13 @@ def main(config: EvaluateConfig) -> int:
     from rollout.engines import build_engine
     from specrl.data import load_examples
     from specrl.policy import engine_spec, load_policy
+    from specrl.routing import step_scorer
 
     model, tokenizer, eos_ids = load_policy(config)
     examples = load_examples(config.data, config.dataset, config.split, config.seed)
     rewards = RewardSet.from_config(config.reward)
     shared = model.eval() if config.rollout.engine == "transformers" else None
-    engine = build_engine(engine_spec(config, eos_ids), shared)
+    engine = build_engine(engine_spec(config, eos_ids), shared, step_scorer(config))
     try:
         metrics = evaluate(
             engine,

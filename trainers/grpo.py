@@ -232,7 +232,7 @@ class GRPOTrainerWithReuse(GRPOTrainer):
             if c.failure:
                 out["completion_mask"][i] = 0
         rollout = self.stage.rollout.config
-        lossy = rollout.acceptance == "lenient"
+        lossy = rollout.acceptance == "lenient" or rollout.router.kind != "off"
         source, drawn = self._options.old_logprobs, out["sampling_per_token_logps"]
         from_engine = source == "engine" or (source == "auto" and lossy)
         if from_engine:

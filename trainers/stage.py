@@ -129,6 +129,14 @@ def rollout_metrics(batch: RolloutBatch) -> dict[str, float]:
         metrics["spec/draft_age"] = sum(ages) / len(ages)
     if stats.drafted:
         metrics["spec/draft_acceptance_rate"] = stats.accepted / stats.drafted
+    if stats.steps:
+        kept = [(b - p) for c in done for b, p, r in zip(c.behaviour_logprobs, c.logprobs, c.reused, strict=True) if r]
+        metrics["timing_s/route"] = stats.route_s
+        metrics["spec/route_steps"] = stats.steps
+        metrics["spec/escalated_ratio"] = stats.escalated / stats.steps
+        metrics["spec/route_faults"] = stats.route_faults
+        if kept:
+            metrics["spec/behaviour_kl"] = sum(kept) / len(kept)
     if stats.model_drafted:
         metrics["spec/model_drafted_tokens"] = stats.model_drafted
         metrics["spec/model_acceptance_rate"] = stats.model_accepted / stats.model_drafted
