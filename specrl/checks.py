@@ -118,14 +118,14 @@ def _router_rules(c: Config, training: bool) -> Iterator[str]:
     given = f"rollout.router.kind={router.kind}"
     if r.acceptance != "off":
         yield (
-            f"{given} writes text that rollout.acceptance={r.acceptance} does not speak for: kept steps follow the "
-            "draft's law. Try rollout.acceptance=off."
+            f"{given} writes text that rollout.acceptance={r.acceptance} does not speak for: what it keeps follows "
+            "the draft's law. Try rollout.acceptance=off."
         )
     if not r.drafter:
-        yield f"{given} needs a model that writes steps. Set rollout.drafter, such as layers=2 or a directory."
-    if router.kind != "entropy" and not router.path:
-        yield f"{given} needs rollout.router.path, its model, as `python -m specrl.train_router` writes it."
-    if router.kind != "entropy" and router.threshold > 1:
+        yield f"{given} needs a model that writes. Set rollout.drafter, such as layers=2 or a directory."
+    if router.kind not in ("entropy", "kl") and not router.path:
+        yield f"{given} needs rollout.router.path, as specrl.train_router or specrl.train_judge writes it."
+    if router.kind in ("rsd", "arbitrage") and router.threshold > 1:
         yield f"rollout.router.threshold={router.threshold} is no probability, as {given} needs. Try 0.5."
     if not all(router.separators) or not router.separators:
         yield r"rollout.router.separators must name at least one text. Try rollout.router.separators=[\n\n]."

@@ -63,6 +63,12 @@ def build_engine(spec: EngineSpec, model: Module | None = None, scorer: Scorer |
         "tie_margin": config.tie_margin,
     }
     drafter = load_drafter(spec, policy) if config.drafter else None
+    if config.router.kind in ("judge", "kl"):
+        from rollout.engines.judged import JudgedEngine
+        from rollout.routers import build_judge
+
+        judge = build_judge(config.router, policy)
+        return JudgedEngine(policy, sampling, judge=judge, draft=drafter, **bounds)
     if config.router.kind != "off":
         from rollout.engines.routed import RoutedEngine
         from rollout.routers import build_router

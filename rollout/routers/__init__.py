@@ -1,4 +1,4 @@
-"""Routers by name."""
+"""Routers and judges by name."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
     from rollout.engines import EngineSpec
     from rollout.routers.base import Router, Scorer
+    from rollout.routers.judge import Judge
     from rollout.steps import StepEnd
 
 
@@ -53,3 +54,13 @@ def build_router(
     )
     router.model.to(next(policy.parameters()).device)
     return router, step_end
+
+
+def build_judge(config: RouterConfig, policy: Module) -> Judge:
+    """The judge of `rollout.router`. Raises RolloutError for a head that reads another policy."""
+    from rollout.routers.judge import JudgeHead, KLJudge
+    from rollout.routers.pair import fingerprint
+
+    if config.kind == "kl":
+        return KLJudge(config.threshold)
+    return JudgeHead.load(config.path, policy=fingerprint(policy))

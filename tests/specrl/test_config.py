@@ -14,7 +14,7 @@ from specrl import config, help, options, tasks
 from specrl.config import Config, ConfigError, load
 
 ROOT = Path(__file__).parents[2]
-SHIPPED = ("arbitrage_math", "dapo_math", "grpo_gsm8k", "grpo_math", "grpo_math_vllm", "ray_grpo_math")
+SHIPPED = ("arbitrage_math", "dapo_math", "grpo_gsm8k", "grpo_math", "grpo_math_vllm", "judge_math", "ray_grpo_math")
 BASE = ("config=grpo_math",)
 
 OPTION_NAMES = """

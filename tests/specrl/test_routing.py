@@ -219,7 +219,7 @@ ROUTED = "rollout.router.kind=entropy rollout.acceptance=off rollout.drafter=lay
         ("trainer.correction=none", "would train on the draft's text as if the policy had written it"),
         ("trainer.old_logprobs=trainer", "would hide that accepted tokens are off-policy"),
         ("rollout.acceptance=exact", "Try rollout.acceptance=off."),
-        ("rollout.drafter=", "needs a model that writes steps"),
+        ("rollout.drafter=", "needs a model that writes"),
         ("rollout.router.kind=arbitrage", "needs rollout.router.path"),
         ("rollout.router.separators=[]", "must name at least one text"),
         ("cluster.num_workers=2", "in the trainer's process"),
