@@ -316,6 +316,13 @@ def test_differences_that_matter_only_in_context(words):
     assert all(change.matters for change in config.differences(load([*BASE]), load([*BASE, *words.split()])))
 
 
+def test_another_draft_model_matters_only_where_its_text_stands():
+    routed = ["rollout.router.kind=entropy", "rollout.acceptance=off"]
+    for more, matters in ((routed, True), ([], False)):
+        old, new = (load([*BASE, *more, f"rollout.drafter={drafter}"]) for drafter in ("layers=1", "layers=2"))
+        assert [change.matters for change in config.differences(old, new)] == [matters]
+
+
 # --- the wrapper of the entry points
 
 
