@@ -176,9 +176,9 @@ def draw(points: Sequence[Point], path: Path) -> None:
 
     colours = {"rsd": ORANGE, "entropy": GREY, "arbitrage": BLUE, "oracle": RED, "draft": SKY, "policy": BLACK}
     figure = Figure(figsize=(11, 4.4), dpi=150, layout="constrained")
-    for panel, key, label in zip(
-        figure.subplots(1, 2), ("policy_share", "seconds"), ("policy's share of tokens", "seconds"), strict=True
-    ):
+    panels = figure.subplots(1, 2)
+    keys, labels = ("policy_share", "seconds"), ("policy's share of tokens", "seconds")
+    for panel, key, label in zip(panels, keys, labels, strict=True):
         for name, colour in colours.items():
             own = sorted((p for p in points if p.method == name), key=lambda p: getattr(p, key))
             if own and not (name == "oracle" and key == "seconds"):
@@ -189,7 +189,7 @@ def draw(points: Sequence[Point], path: Path) -> None:
         panel.set_ylabel("accuracy on held-out problems")
         panel.grid(color="#E6E6E6", linewidth=0.8)
         panel.spines[["top", "right"]].set_visible(False)
-    panel.legend(frameon=False, fontsize=8.5)
+    panels[0].legend(frameon=False, fontsize=8.5)
     figure.savefig(path, format="png")
 
 

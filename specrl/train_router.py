@@ -39,8 +39,8 @@ class TrainRouterConfig(Config):
     out: str = doc("", "directory for the router, its process reward model, the steps visited and the report")
     base: Literal["policy", "draft"] = doc("policy", "weights the classifiers start from; draft is faster to ask")
     continuations: int = doc(8, "responses finished from a step to find its value")
-    classifier_epochs: int = doc(6, "passes over the balanced examples; the best one is kept")
-    classifier_learning_rate: float = doc(3e-4, "peak of one rise and fall; about 1e-5 for models of a billion")
+    classifier_epochs: int = doc(8, "passes over the balanced examples; the best one is kept")
+    classifier_learning_rate: float = doc(1e-3, "peak of one rise and fall; about 1e-5 for models of a billion")
     classifier_batch: int = doc(32, "examples per optimiser step")
 
 

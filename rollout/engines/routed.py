@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
@@ -183,12 +183,15 @@ class RoutedEngine(TransformersEngine):
         began = time.perf_counter()
         written = self._write("policy", policy, rows)
         stats.decode_s += time.perf_counter() - began
-        if any(step.end == "broken" for step in written.values()):
+        self._check_policy(step.end != "broken" for step in written.values())
+        return written
+
+    def _check_policy(self, usable: Iterable[bool]) -> None:
+        if not all(usable):
             raise RolloutError(
                 f"the policy returned NaN or infinite logits (weight version {self.weight_version}); "
                 "check the learning rate and the last update"
             )
-        return written
 
     def _write(self, source: Source, session: Session, rows: dict[int, _Row]) -> dict[int, Step]:
         """Lets one model write one step of each row."""
@@ -223,9 +226,10 @@ class RoutedEngine(TransformersEngine):
     def _read(self, policy: Session, rows: dict[int, _Row]) -> None:
         """The policy's log-probs of what it has not read of finished responses, in one pass."""
         behind = {i: row.tokens for i, row in rows.items() if policy.lacks(i, row.tokens) > 1}
-        if behind:
-            for i, fed in policy.feed(behind).items():
-                rows[i].read(fed)
+        found = policy.feed(behind) if behind else {}
+        self._check_policy(fed.usable for fed in found.values())
+        for i, fed in found.items():
+            rows[i].read(fed)
 
     def _completion(self, row: _Row) -> Completion:
         behaviour = [logprob for step in row.steps for logprob in step.logprobs]

@@ -309,9 +309,10 @@ def test_a_draft_model_with_nan_weights_is_replaced_by_the_policy(models, build_
     assert stats.route_faults == stats.steps
 
 
-def test_a_policy_with_nan_weights_stops_the_rollout(models, build_model):
+@pytest.mark.parametrize("router", [ALWAYS, NEVER], ids=["it writes", "it only reads"])
+def test_a_policy_with_nan_weights_stops_the_rollout(models, build_model, router):
     broken = build_model("qwen3", 1)
-    routed = engine((broken, models[1]), ALWAYS)
+    routed = engine((broken, models[1]), router, step_end(EVERY, 99))
     with torch.no_grad():
         broken.model.norm.weight.fill_(math.nan)
     with pytest.raises(RolloutError, match="NaN or infinite logits"):
