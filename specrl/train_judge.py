@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 @dataclass
 class TrainJudgeConfig(Config):
     out: str = doc("", "directory for the judge and its report")
-    recall: float = doc(0.9, "share of the important mismatches that the threshold must catch")
+    recall: float = doc(0.99, "share of the important mismatches that the threshold must catch")
     mismatches: int = doc(64, "mismatches tried per response")
 
 

@@ -46,6 +46,8 @@ class RolloutStage:
             with batch.charge_store():
                 self.rollout.cache.merge(self._exchange(entries))
         metrics = rollout_metrics(batch)
+        if self.rollout.config.router.kind != "off":
+            metrics |= lossy_metrics(batch)
         every = self.rollout.config.measure_every
         self._rollouts += 1
         if self.rollout.config.acceptance == "exact" and every and self._rollouts % every == 0:
@@ -130,14 +132,24 @@ def rollout_metrics(batch: RolloutBatch) -> dict[str, float]:
     if stats.drafted:
         metrics["spec/draft_acceptance_rate"] = stats.accepted / stats.drafted
     if stats.steps:
-        kept = [(b - p) for c in done for b, p, r in zip(c.behaviour_logprobs, c.logprobs, c.reused, strict=True) if r]
         metrics["timing_s/route"] = stats.route_s
         metrics["spec/route_steps"] = stats.steps
         metrics["spec/escalated_ratio"] = stats.escalated / stats.steps
-        metrics["spec/route_faults"] = stats.route_faults
-        if kept:
-            metrics["spec/behaviour_kl"] = sum(kept) / len(kept)
     if stats.model_drafted:
         metrics["spec/model_drafted_tokens"] = stats.model_drafted
         metrics["spec/model_acceptance_rate"] = stats.model_accepted / stats.model_drafted
+    return metrics
+
+
+def lossy_metrics(batch: RolloutBatch) -> dict[str, float]:
+    """How far the text that a router or judge let stand is from the policy's, and how often they failed."""
+    drafted = [
+        behaviour - own
+        for c in batch.completions
+        for behaviour, own, reused in zip(c.behaviour_logprobs, c.logprobs, c.reused, strict=True)
+        if reused
+    ]
+    metrics: dict[str, float] = {"spec/route_faults": batch.stats.route_faults}
+    if drafted:
+        metrics["spec/behaviour_kl"] = sum(drafted) / len(drafted)
     return metrics

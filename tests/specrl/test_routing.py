@@ -241,23 +241,26 @@ def test_uncorrected_training_takes_an_explicit_word():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("correction", ["token_truncate", "none"])
-def test_grpo_trains_on_routed_responses(correction, draft, tmp_path):
+@pytest.mark.parametrize(
+    ("kind", "threshold", "correction"),
+    [("entropy", 1.5, "token_truncate"), ("entropy", 1.5, "none"), ("kl", 9.0, "sequence_truncate")],
+)
+def test_grpo_trains_on_text_that_the_draft_wrote(kind, threshold, correction, draft, tmp_path):
     record = runs.run(
         tmp_path,
         rollout__acceptance="off",
         rollout__drafter=draft,
-        rollout__router__kind="entropy",
-        rollout__router__threshold=1.5,
+        rollout__router__kind=kind,
+        rollout__router__threshold=threshold,
         rollout__router__separators="[' ', ',', '=', ':']",
         rollout__router__uncorrected="true",
         trainer__correction=correction,
         trainer__epochs=1,
     )
     first = record.steps[0].metrics
-    assert 0 < first["spec/escalated_ratio"] < 1
     assert 0 < record.steps[0].reuse < 1
     assert first["spec/behaviour_kl"] > 0
+    assert ("spec/escalated_ratio" in first) == (kind == "entropy")
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     ratio = lines[-1]["sampling/importance_sampling_ratio/mean"]
     assert (ratio == 1.0) == (correction == "none")
