@@ -33,6 +33,31 @@ class BudgetConfig:
 
 
 @dataclass
+class RouterConfig:
+    kind: Literal["off", "entropy", "rsd", "arbitrage", "judge", "kl"] = doc(
+        "off",
+        "what text of rollout.drafter stands: steps a router does not escalate (entropy, rsd, arbitrage), or tokens "
+        "beside the policy's draws that a judge allows (judge, kl); lossy",
+    )
+    path: str = doc("", "directory of the learned router (arbitrage) or judge, or the process reward model (rsd)")
+    threshold: float = doc(
+        0.5,
+        "arbitrage: chance of a gain above which the policy writes; rsd: least score kept; entropy, kl: nats; "
+        "judge: not used, its training chose one",
+    )
+    separators: list[str] = field(
+        default_factory=lambda: ["\\n\\n"], metadata={"help": "texts that end a reasoning step; \\n is a newline"}
+    )
+    max_step_tokens: int = doc(128, "a draft step longer than this is a runaway, which the policy writes")
+    uncorrected: bool = doc(False, "allow training on routed tokens without a correction, as if they were on-policy")
+
+    @property
+    def step_separators(self) -> list[str]:
+        """The separators as the texts they stand for."""
+        return [separator.replace("\\n", "\n") for separator in self.separators]
+
+
+@dataclass
 class VLLMConfig:
     runner: Literal["auto", "v1", "v2"] = doc(
         "auto", "vLLM's model runner; auto takes v1 where drafts can ride in the request, else v2"
@@ -104,4 +129,5 @@ class RolloutConfig:
     )
     cache: CacheConfig = field(default_factory=CacheConfig)
     budget: BudgetConfig = field(default_factory=BudgetConfig)
+    router: RouterConfig = field(default_factory=RouterConfig)
     vllm: VLLMConfig = field(default_factory=VLLMConfig)

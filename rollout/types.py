@@ -132,6 +132,14 @@ class EngineStats:
     """Sum over `paused` of the estimated probability that the draft's next token would have been accepted."""
     paused_needed: float = 0.0
     """Sum over `paused` of the probability from which on a draft token would have paid."""
+    route_s: float = 0.0
+    """Asking the router."""
+    steps: int = 0
+    """Reasoning steps, when a router decides who writes them."""
+    escalated: int = 0
+    """Of `steps`, those the policy wrote."""
+    route_faults: int = 0
+    """Of `escalated`, those for which the router failed or the draft step was none."""
     ties: int = 0
     """Draws closer than `tie_margin` that were decided by a canonical forward pass."""
 

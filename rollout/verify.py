@@ -22,6 +22,20 @@ def accept_exact(draws: Sequence[int], draft: Sequence[int]) -> int:
     return n
 
 
+def accept_judged(draws: Sequence[int], draft: Sequence[int], unimportant: Collection[int]) -> int:
+    """Accepted draft tokens when a mismatch also stands where a judge calls it unimportant.
+
+    Judge Decoding (arXiv 2501.19309): standard acceptance OR the judge's. With no position in `unimportant` this is
+    `accept_exact`; else the output follows no law that can be written down, and must be measured.
+
+    Args: unimportant: positions of the draft whose token may stand although it is not the draw.
+    """
+    n = 0
+    while n < min(len(draws), len(draft)) and (draws[n] == draft[n] or n in unimportant):
+        n += 1
+    return n
+
+
 def accept_lenient(logp_new: Tensor, logp_old: Tensor, u: Tensor, lenience: float) -> int:
     """Accepted prefix under SPEC-RL's published rule: token i stands with probability min(1, l * p_new / p_old).
 

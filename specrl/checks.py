@@ -26,6 +26,7 @@ LIMITS = {
     "rollout.tokens_per_pass": (1, math.inf),
     "rollout.logits_mb": (1, math.inf),
     "rollout.cache.max_mb": (1, math.inf),
+    "rollout.router.max_step_tokens": (1, math.inf),
     "trainer.prompts_per_step": (1, math.inf),
     "trainer.updates_per_rollout": (1, math.inf),
     "trainer.minibatches": (1, math.inf),
@@ -63,7 +64,7 @@ def problems(config: Config, training: bool = True) -> list[str]:
         return outside
     found = [*_run_rules(config), *_rollout_rules(config.rollout), *_cluster_rules(config)]
     found += [*_drafter_rules(config.rollout), *_cotraining_rules(config)]
-    found += _lenient_rules(config.rollout, config.trainer)
+    found += [*_lossy_rules(config.rollout, config.trainer), *_router_rules(config, training)]
     found += [*_trainer_rules(config.trainer, config.rollout), *_algorithm_rules(config.trainer)]
     found += _reward_rules(config.reward)
     return [*found, *_training_rules(config)] if training else found
@@ -154,8 +155,39 @@ def _cotraining_rules(c: Config) -> Iterator[str]:
         )
 
 
-def _lenient_rules(r: RolloutConfig, t: TrainerConfig) -> Iterator[str]:
-    lenient = r.acceptance == "lenient"
+def _router_rules(c: Config, training: bool) -> Iterator[str]:
+    r, router, t = c.rollout, c.rollout.router, c.trainer
+    if router.kind == "off":
+        return
+    given = f"rollout.router.kind={router.kind}"
+    if r.acceptance != "off":
+        yield (
+            f"{given} writes text that rollout.acceptance={r.acceptance} does not speak for: what it keeps follows "
+            "the draft's law. Try rollout.acceptance=off."
+        )
+    if not r.drafter:
+        yield f"{given} needs a model that writes. Set rollout.drafter, such as layers=2 or a directory."
+    if router.kind not in ("entropy", "kl") and not router.path:
+        yield f"{given} needs rollout.router.path, as specrl.train_router or specrl.train_judge writes it."
+    if router.kind in ("rsd", "arbitrage") and router.threshold > 1:
+        yield f"rollout.router.threshold={router.threshold} is no probability, as {given} needs. Try 0.5."
+    if not all(router.separators) or not router.separators:
+        yield r"rollout.router.separators must name at least one text. Try rollout.router.separators=[\n\n]."
+    if r.engine != "transformers" or c.cluster.num_workers:
+        yield (
+            f"{given} works in the trainer's process with rollout.engine=transformers only. "
+            "Try rollout.engine=transformers cluster.num_workers=0."
+        )
+    if training and t.correction == "none" and not router.uncorrected:
+        yield (
+            f"{given} with trainer.correction=none would train on the draft's text as if the policy had written it. "
+            "Try trainer.correction=token_truncate, or say rollout.router.uncorrected=true."
+        )
+
+
+def _lossy_rules(r: RolloutConfig, t: TrainerConfig) -> Iterator[str]:
+    lenient, routed = r.acceptance == "lenient", r.router.kind != "off"
+    lossy = f"rollout.router.kind={r.router.kind}" if routed else f"rollout.acceptance={r.acceptance}"
     if lenient and r.replay:
         yield (
             f"rollout.replay={r.replay} cannot be combined with rollout.acceptance=lenient, which draws with fresh "
@@ -166,18 +198,19 @@ def _lenient_rules(r: RolloutConfig, t: TrainerConfig) -> Iterator[str]:
             "rollout.acceptance=lenient compares probabilities, and rollout.temperature=0 has none. "
             "Try rollout.temperature=1, or rollout.acceptance=exact."
         )
-    if lenient and t.old_logprobs == "trainer":
+    if (lenient or routed) and t.old_logprobs == "trainer":
         yield (
-            "trainer.old_logprobs=trainer with rollout.acceptance=lenient would hide that accepted tokens are "
+            f"trainer.old_logprobs=trainer with {lossy} would hide that accepted tokens are "
             "off-policy. Try trainer.old_logprobs=engine."
         )
-    if not lenient and r.engine == "transformers" and t.correction not in ("none", TrainerConfig.correction):
+    own = not (lenient or routed) and r.engine == "transformers"
+    if own and t.correction not in ("none", TrainerConfig.correction):
         yield (
             f"trainer.correction={t.correction} has no effect with rollout.acceptance={r.acceptance}, whose tokens are "
             "on-policy. Leave it out, or take rollout.acceptance=lenient or rollout.engine=vllm."
         )
-    if (t.old_logprobs == "engine" or lenient) and (r.top_p < 1 or r.top_k):
-        instead = "" if lenient else ", or trainer.old_logprobs=trainer"
+    if (t.old_logprobs == "engine" or lenient or routed) and (r.top_p < 1 or r.top_k):
+        instead = "" if lenient or routed else ", or trainer.old_logprobs=trainer"
         yield (
             f"rollout.top_p={r.top_p} with rollout.top_k={r.top_k} needs the trainer's own log-probs: the engine's are "
             "relative to the kept tokens, which biases the ratio by the kept mass (trl #6789). "

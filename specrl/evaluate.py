@@ -60,7 +60,7 @@ def evaluate(
         for example in examples
         for i in range(samples)
     ]
-    completions, _ = engine.generate(requests)
+    completions, stats = engine.generate(requests)
     texts = tokenizer.batch_decode([c.tokens for c in completions], skip_special_tokens=True)
     owners = [example for example in examples for _ in range(samples)]
     scored = rewards.score([Sample(str(e.prompt), t, e.answer, e.fields) for e, t in zip(owners, texts, strict=True)])
@@ -70,6 +70,10 @@ def evaluate(
         "eval/mean_length": sum(len(c.tokens) for c in completions) / len(completions),
         "eval/failed": len(completions) - len(valid),
     }
+    if stats.steps:
+        own = sum(not reused for c in completions for reused in c.reused)
+        metrics["eval/policy_tokens_ratio"] = own / sum(len(c.tokens) for c in completions)
+        metrics["eval/escalated_ratio"] = stats.escalated / stats.steps
     groups = [
         [total for total in scored.total[i : i + samples] if total is not None]
         for i in range(0, len(completions), samples)
@@ -89,12 +93,13 @@ def main(config: EvaluateConfig) -> int:
     from rollout.engines import build_engine
     from specrl.data import load_examples
     from specrl.policy import engine_spec, load_policy
+    from specrl.routing import step_scorer
 
     model, tokenizer, eos_ids = load_policy(config)
     examples = load_examples(config.data, config.dataset, config.split, config.seed)
     rewards = RewardSet.from_config(config.reward)
     shared = model.eval() if config.rollout.engine == "transformers" else None
-    engine = build_engine(engine_spec(config, eos_ids), shared)
+    engine = build_engine(engine_spec(config, eos_ids), shared, step_scorer(config))
     try:
         metrics = evaluate(
             engine,

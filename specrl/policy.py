@@ -101,6 +101,7 @@ def engine_spec(config: Config, eos_ids: frozenset[int]) -> EngineSpec:
         device=("cuda" if config.cluster.gpus_per_worker else "cpu") if workers else str(device(config)),
         revision=config.revision,
         trust_remote_code=config.trust_remote_code,
+        tokenizer=config.tokenizer,
     )
 
 

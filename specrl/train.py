@@ -148,6 +148,7 @@ def engine_factory(config: Config, eos_ids: frozenset[int], closing: ExitStack) 
     """Makes the run's engine once the policy exists; `closing` ends it, and the Ray cluster it may need."""
     from rollout.engines import build_engine
     from specrl.policy import engine_spec
+    from specrl.routing import step_scorer
 
     spec = engine_spec(config, eos_ids)
     if config.cluster.num_workers:
@@ -165,7 +166,8 @@ def engine_factory(config: Config, eos_ids: frozenset[int], closing: ExitStack) 
         if config.cluster.num_workers:
             engine = RolloutPool(spec, config.cluster)
         else:
-            engine = build_engine(spec, model if config.rollout.engine == "transformers" else None)
+            shared = model if config.rollout.engine == "transformers" else None
+            engine = build_engine(spec, shared, step_scorer(config))
         closing.callback(engine.close)
         return engine
 

@@ -182,7 +182,8 @@ class Collector:
     @property
     def old_from_engine(self) -> bool:
         """True when the engine's log-probs are pi_old, False when the trainer computes its own."""
-        lossy = self.stage.rollout.config.acceptance == "lenient"
+        config = self.stage.rollout.config
+        lossy = config.acceptance == "lenient" or config.router.kind != "off"
         return self._options.old_logprobs == "engine" or (self._options.old_logprobs == "auto" and lossy)
 
     def importance(
@@ -196,7 +197,7 @@ class Collector:
             own: gives the trainer's log-probs [B, T] when they are needed.
         """
         config = self.stage.rollout.config
-        if config.acceptance == "lenient":
+        if config.acceptance == "lenient" or config.router.kind != "off":
             logp, behaviour = drawn, torch.zeros_like(drawn)
             for i, c in enumerate(self.batch.completions):
                 behaviour[i, : len(c.tokens)] = torch.tensor(c.behaviour_logprobs)

@@ -50,6 +50,8 @@ class RolloutStage:
                 self.rollout.cache.merge(self._exchange(entries))
         metrics = rollout_metrics(batch)
         config = self.rollout.config
+        if config.router.kind != "off":
+            metrics |= lossy_metrics(batch)
         self._rollouts += 1
         if config.measure_every and self._rollouts % config.measure_every == 0:
             if config.acceptance == "exact":
@@ -154,8 +156,26 @@ def rollout_metrics(batch: RolloutBatch) -> dict[str, float]:
     for name, (drafted, accepted) in stats.sources.items():
         metrics[f"spec/acceptance_{name}"] = accepted / drafted
         metrics[f"spec/reused_{name}"] = accepted / total
-    metrics["spec/paused_ratio"] = stats.paused / sum(c.passes for c in done)
+    metrics["spec/paused_ratio"] = stats.paused / max(1, sum(c.passes for c in done))
     if stats.paused:
         metrics["spec/paused_acceptance"] = stats.paused_acceptance / stats.paused
         metrics["spec/paused_needed"] = stats.paused_needed / stats.paused
+    if stats.steps:
+        metrics["timing_s/route"] = stats.route_s
+        metrics["spec/route_steps"] = stats.steps
+        metrics["spec/escalated_ratio"] = stats.escalated / stats.steps
+    return metrics
+
+
+def lossy_metrics(batch: RolloutBatch) -> dict[str, float]:
+    """How far the text that a router or judge let stand is from the policy's, and how often they failed."""
+    drafted = [
+        behaviour - own
+        for c in batch.completions
+        for behaviour, own, reused in zip(c.behaviour_logprobs, c.logprobs, c.reused, strict=True)
+        if reused
+    ]
+    metrics: dict[str, float] = {"spec/route_faults": batch.stats.route_faults}
+    if drafted:
+        metrics["spec/behaviour_kl"] = sum(drafted) / len(drafted)
     return metrics

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
     from rollout.engines.base import Engine
+    from rollout.routers.base import Scorer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,14 +27,17 @@ class EngineSpec:
     device: str = "cpu"
     revision: str = ""
     trust_remote_code: bool = False
+    tokenizer: str = ""
+    """Directory or hub id; empty takes the model's. Only routers need text."""
 
 
-def build_engine(spec: EngineSpec, model: Module | None = None) -> Engine:
-    """The engine of `rollout.engine` with the run's sampling law and acceptance rule.
+def build_engine(spec: EngineSpec, model: Module | None = None, scorer: Scorer | None = None) -> Engine:
+    """The engine of `rollout.engine` with the run's sampling law and acceptance rule, or that of `rollout.router`.
 
     Args:
         spec: what to build.
         model: the trainer's own model, which the transformers engine then shares; None loads `spec.model`.
+        scorer: process rewards of draft steps, for `rollout.router.kind=rsd`.
     """
     from rollout.engines.base import Sampling, Speculation
 
@@ -51,22 +55,33 @@ def build_engine(spec: EngineSpec, model: Module | None = None) -> Engine:
     from rollout.engines.transformers import TransformersEngine
 
     policy = _load(spec, spec.model) if model is None else model
+    bounds = {
+        "own_weights": model is None,
+        "rows_per_batch": config.rows_per_batch,
+        "tokens_per_pass": config.tokens_per_pass,
+        "logits_mb": config.logits_mb,
+        "tie_margin": config.tie_margin,
+    }
+    drafter = load_drafter(spec, policy) if config.drafter else None
+    if config.router.kind in ("judge", "kl"):
+        from rollout.engines.judged import JudgedEngine
+        from rollout.routers import build_judge
+
+        judge = build_judge(config.router, policy)
+        return JudgedEngine(policy, sampling, judge=judge, draft=drafter, **bounds)
+    if config.router.kind != "off":
+        from rollout.engines.routed import RoutedEngine
+        from rollout.routers import build_router
+
+        router, step_end = build_router(config.router, spec, policy, drafter, scorer)
+        return RoutedEngine(policy, sampling, draft=drafter, router=router, step_end=step_end, **bounds)
+    contexts = speculation.rule == "exact" and "contexts" in config.sources
     return TransformersEngine(
-        policy,
-        sampling,
-        speculation,
-        own_weights=model is None,
-        rows_per_batch=config.rows_per_batch,
-        tokens_per_pass=config.tokens_per_pass,
-        logits_mb=config.logits_mb,
-        tie_margin=config.tie_margin,
-        window=config.budget.window,
-        contexts=speculation.rule == "exact" and "contexts" in config.sources,
-        drafter=_drafter(spec, policy) if config.drafter else None,
+        policy, sampling, speculation, window=config.budget.window, drafter=drafter, contexts=contexts, **bounds
     )
 
 
-def _drafter(spec: EngineSpec, policy: Module) -> Module:
+def load_drafter(spec: EngineSpec, policy: Module) -> Module:
     """The draft model of `rollout.drafter`: the policy's first layers, or a model of its own."""
     from rollout.drafters.model import early_exit
 

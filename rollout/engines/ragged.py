@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 from rollout.engines.base import Sampling
-from rollout.noise import keyed_draw
+from rollout.noise import keyed_draw, process_logits
 from rollout.types import RolloutError
 
 ATTENTION = "specrl_ragged"
@@ -208,6 +208,14 @@ class RaggedModel:
             piece = slice(i, i + self.scores_per_chunk)
             parts.append(self._keyed_draw(self.lm_head(hidden[piece]), *(c[piece] for c in columns), **self._law))
         return tuple(torch.cat(column).tolist() for column in zip(*parts, strict=True))
+
+    def entropy(self, hidden: Tensor) -> list[float]:
+        """Entropy in nats of the sampling law after each hidden state [N, hidden]; at temperature 0 that of 1."""
+        found: list[float] = []
+        for piece in hidden.split(self.scores_per_chunk):
+            logp = process_logits(self.lm_head(piece), **self._law).log_softmax(-1)
+            found += (-(logp.exp() * logp.clamp(min=-1e4)).sum(-1)).tolist()
+        return found
 
     def prefill(self, prompts: Sequence[Sequence[int]]) -> tuple[RaggedKV, int]:
         """KV of every prompt but its last token, and the tokens this took; equal prompts are computed once."""

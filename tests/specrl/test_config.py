@@ -14,7 +14,17 @@ from specrl import config, help, options, tasks
 from specrl.config import Config, ConfigError, load
 
 ROOT = Path(__file__).parents[2]
-SHIPPED = ("dapo_math", "grpo_gsm8k", "grpo_math", "grpo_math_vllm", "ppo_gsm8k", "ppo_math", "ray_grpo_math")
+SHIPPED = (
+    "arbitrage_math",
+    "dapo_math",
+    "grpo_gsm8k",
+    "grpo_math",
+    "grpo_math_vllm",
+    "judge_math",
+    "ppo_gsm8k",
+    "ppo_math",
+    "ray_grpo_math",
+)
 BASE = ("config=grpo_math",)
 
 OPTION_NAMES = """
@@ -27,6 +37,8 @@ rollout.temperature rollout.top_p rollout.top_k rollout.max_new_tokens rollout.s
 rollout.rows_per_batch rollout.tokens_per_pass rollout.logits_mb rollout.tie_margin rollout.measure_every
 rollout.cache.max_mb rollout.cache.start_from rollout.cache.clear rollout.cache.on_write_error
 rollout.budget.window
+rollout.router.kind rollout.router.path rollout.router.threshold rollout.router.separators
+rollout.router.max_step_tokens rollout.router.uncorrected
 rollout.vllm.runner rollout.vllm.draft_tokens rollout.vllm.kv_cache_mb rollout.vllm.memory_utilization
 rollout.vllm.tensor_parallel rollout.vllm.compile rollout.vllm.sleep
 trainer.algorithm trainer.advantage trainer.learning_rate trainer.lr_schedule trainer.warmup_steps trainer.epochs
@@ -147,7 +159,7 @@ def test_interpolation_and_its_escape(monkeypatch):
         ([], f"No config given. Write config=NAME. Known: {', '.join(SHIPPED)}. Or give a path."),
         (
             ["config=grpo_maths"],
-            "No config named 'grpo_maths'. Did you mean 'grpo_math'? Known: dapo_math, grpo_gsm8k,",
+            "No config named 'grpo_maths'. Did you mean 'grpo_math'? Known: arbitrage_math, dapo_math,",
         ),
         (["config=grpo_mat.yaml"], "No file grpo_mat.yaml. Did you mean 'grpo_math'?"),
         (["config=no/such.yaml"], "No file no/such.yaml. Known:"),
@@ -229,7 +241,7 @@ def test_list_shows_names_and_first_comment_lines():
     write("configs/mine.yaml", "seed: 1\n")
     lines = load(["config=list"]).splitlines()
     assert [line.split()[0] for line in lines] == sorted([*SHIPPED, "mine"])
-    assert "GRPO on GSM8K" in lines[1]
+    assert "GRPO on GSM8K" in lines[2]
 
 
 @pytest.mark.parametrize("word", ["help=true", "--help", "-h"])
@@ -323,6 +335,13 @@ def test_differences_that_matter_only_in_context(words):
 def test_control_steps_matter_where_keys_follow_from_them():
     for replay, matters in (("rollout.replay=auto", True), ("rollout.replay=0.5", False)):
         old, new = (load([*BASE, replay, f"rollout.measure_every={n}"]) for n in (4, 5))
+        assert [change.matters for change in config.differences(old, new)] == [matters]
+
+
+def test_another_draft_model_matters_only_where_its_text_stands():
+    routed = ["rollout.router.kind=entropy", "rollout.acceptance=off"]
+    for more, matters in ((routed, True), ([], False)):
+        old, new = (load([*BASE, *more, f"rollout.drafter={drafter}"]) for drafter in ("layers=1", "layers=2"))
         assert [change.matters for change in config.differences(old, new)] == [matters]
 
 

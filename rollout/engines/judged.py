@@ -1,0 +1,183 @@
+"""Speculative decoding whose verification a judge relaxes: lossy, for fewer passes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+
+import torch
+
+from rollout.engines.base import Sampling
+from rollout.engines.ragged import RaggedModel
+from rollout.engines.rows import Row, check_request
+from rollout.engines.session import Fed, Session
+from rollout.engines.transformers import TransformersEngine
+from rollout.routers.judge import Judge, Mismatch, judged
+from rollout.types import Completion, EngineStats, Request, RolloutError
+from rollout.verify import accept_judged
+
+
+class JudgedEngine(TransformersEngine):
+    """Every pass verifies a draft of `window` tokens; a token stands when it is the draw, or when the judge allows it.
+
+    A row drafts from its request's drafter (stored text), else from the draft model, which draws with the same noise.
+    Judged tokens have the draft model's log-prob as their behaviour log-prob, NaN for stored text.
+
+    Args:
+        model: the policy, shared with the trainer as in TransformersEngine.
+        judge: decides about mismatches; where it fails nothing but the draw stands, counted in route_faults.
+        draft: a cheaper causal LM with the same vocabulary; None drafts stored text only.
+        window: draft tokens of a pass.
+        The rest is TransformersEngine's.
+
+    Raises:
+        RolloutError: the vocabularies differ.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        sampling: Sampling,
+        *,
+        judge: Judge,
+        draft: torch.nn.Module | None = None,
+        window: int = 16,
+        tokens_per_pass: int = 4096,
+        logits_mb: int = 256,
+        **options,
+    ):
+        bounds = {"tokens_per_pass": tokens_per_pass, "logits_mb": logits_mb}
+        super().__init__(model, sampling, **bounds, **options)
+        self._draft = None if draft is None else RaggedModel(draft, sampling, **bounds)
+        if self._draft is not None and self._draft.vocab != self.vocab:
+            raise RolloutError(
+                f"the draft model knows {self._draft.vocab} tokens and the policy {self.vocab}: its drafts would mean "
+                "other texts. Use a draft model with the policy's tokenizer"
+            )
+        self.judge, self.window = judge, window
+
+    def generate(self, requests: Sequence[Request]) -> tuple[list[Completion], EngineStats]:
+        """See Engine.generate."""
+        for request in requests:
+            check_request(request, self.vocab, self.context, self.speculation)
+        stats = EngineStats()
+        rows = [Row(request) for request in requests]
+        with ExitStack() as stack:
+            for model in (self._policy, self._draft):
+                if model is not None:
+                    stack.enter_context(model.inference())
+            for i in range(0, len(rows), self.rows_per_batch):
+                self._run_judged(rows[i : i + self.rows_per_batch], stats)
+        return [row.completion(self.weight_version, "judged") for row in rows], stats
+
+    def _run_judged(self, rows: list[Row], stats: EngineStats) -> None:
+        """One batch: draft, verify, judge, emit."""
+        prompts, keys = [row.request.prompt for row in rows], [row.request.key for row in rows]
+        policy = Session(self._policy, prompts, keys, self.tie_margin)
+        draft = self._draft and Session(self._draft, prompts, keys, 0.0)
+        while rows:
+            began = time.perf_counter()
+            chains = self._propose_chains(draft, rows)
+            drafted = time.perf_counter()
+            fed = policy.feed({i: [*row.tokens, *chains[i].tokens] for i, row in enumerate(rows)})
+            if not all(f.usable for f in fed.values()):
+                raise RolloutError(
+                    f"the policy returned NaN or infinite logits (weight version {self.weight_version}); "
+                    "check the learning rate and the last update"
+                )
+            standing = self._judge(chains, fed, stats)
+            for i, row in enumerate(rows):
+                before = len(row.tokens)
+                n = self._emit(row, chains[i], fed[i], standing[i])
+                stats.drafted += len(chains[i].tokens)
+                stats.accepted += n
+                policy.rollback(i, before + n)
+                if draft:
+                    draft.rollback(i, before + n)
+            stats.draft_s += drafted - began
+            stats.verify_s += time.perf_counter() - drafted
+            alive = [i for i, row in enumerate(rows) if row.finish is None]
+            if len(alive) < len(rows):
+                for session in (policy, draft):
+                    if session:
+                        session.select(alive)
+                rows = [rows[i] for i in alive]
+        stats.passes += policy.passes
+        stats.forward_tokens += policy.forward_tokens
+        stats.ties += policy.ties
+
+    def _propose_chains(self, draft: Session | None, rows: list[Row]) -> list[_Chain]:
+        """What each row carries: stored text if it has any, else the draft model's."""
+        chains = [_Chain() for _ in rows]
+        for row, chain in zip(rows, chains, strict=True):
+            limit = min(self.window, row.room - 1)
+            if row.request.drafter and limit > 0:
+                found = list(row.request.drafter.propose(row.tokens, limit))[:limit]
+                chain.take(next((found[:i] for i, t in enumerate(found) if not 0 <= t < self.vocab), found))
+        going = [i for i, chain in enumerate(chains) if draft and not chain.tokens and rows[i].room > 1]
+        while going:
+            fed = draft.feed({i: [*rows[i].tokens, *chains[i].tokens] for i in going})
+            going = [i for i in going if fed[i].usable]
+            for i in going:
+                chains[i].draw(fed[i])
+            going = [i for i in going if self._goes_on(rows[i], chains[i])]
+        return chains
+
+    def _goes_on(self, row: Row, chain: _Chain) -> bool:
+        return len(chain.tokens) < min(self.window, row.room - 1) and chain.tokens[-1] not in self.sampling.eos_ids
+
+    def _judge(self, chains: list[_Chain], fed: dict[int, Fed], stats: EngineStats) -> list[set[int]]:
+        """Positions of each row's draft that may stand although they are not the draw."""
+        places, mismatches = [], []
+        for i, chain in enumerate(chains):
+            first = len(fed[i].draws) - len(chain.tokens) - 1
+            for j, token in enumerate(chain.tokens):
+                if fed[i].draws[first + j] != token:
+                    places.append((i, j))
+                    mismatches.append(self._mismatch(chain, fed[i], first + j, j))
+        verdicts, faults = judged(self.judge, mismatches)
+        stats.route_faults += faults
+        standing: list[set[int]] = [set() for _ in chains]
+        for (i, j), stands in zip(places, verdicts, strict=True):
+            if stands:
+                standing[i].add(j)
+        return standing
+
+    def _mismatch(self, chain: _Chain, fed: Fed, at: int, j: int) -> Mismatch:
+        if not self.judge.laws:
+            return Mismatch(fed.hidden[at + 1])
+        policy = self._policy.lm_head(fed.hidden[at]).float().log_softmax(-1)
+        own = self._draft.lm_head(chain.hidden[j]).float().log_softmax(-1) if chain.hidden else None
+        return Mismatch(fed.hidden[at + 1], policy, own)
+
+    def _emit(self, row: Row, chain: _Chain, fed: Fed, standing: set[int]) -> int:
+        """Emits what stands and the draw after it; returns how many tokens of the draft stand."""
+        first = len(fed.draws) - len(chain.tokens) - 1
+        draws, own = fed.draws[first:], fed.logprobs[first:]
+        n = accept_judged(draws, chain.tokens, standing)
+        logprobs = [*fed.text_logprobs[first : first + n], own[n]]
+        behaviour = [p if draws[j] == chain.tokens[j] else chain.logprobs[j] for j, p in enumerate(logprobs[:n])]
+        count = row.emit([*chain.tokens[:n], draws[n]], logprobs, [*behaviour, own[n]], n, self.sampling.eos_ids)
+        return min(n, count)
+
+
+class _Chain:
+    """One row's draft, with the draft model's log-probs and hidden states where it has them."""
+
+    __slots__ = ("hidden", "logprobs", "tokens")
+
+    def __init__(self):
+        self.tokens: list[int] = []
+        self.logprobs: list[float] = []
+        self.hidden: list[torch.Tensor] = []
+
+    def take(self, tokens: Sequence[int]) -> None:
+        """Stored text, whose law is not known."""
+        self.tokens, self.logprobs = list(tokens), [float("nan")] * len(tokens)
+
+    def draw(self, fed: Fed) -> None:
+        """One more token of the draft model."""
+        self.tokens.append(fed.draws[-1])
+        self.logprobs.append(fed.logprobs[-1])
+        self.hidden.append(fed.hidden[-1])

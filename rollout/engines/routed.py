@@ -1,0 +1,237 @@
+"""Step-level routing: a cheaper model drafts each reasoning step, a router decides which steps the policy writes.
+
+Lossy: a kept draft step follows the draft's law, not the policy's. Every token says where it came from (`reused`) and
+how likely its own law made it (`behaviour_logprobs`).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+
+import torch
+
+from rollout.engines.base import Sampling
+from rollout.engines.ragged import RaggedModel
+from rollout.engines.rows import check_request
+from rollout.engines.session import Fed, Session
+from rollout.engines.transformers import TransformersEngine
+from rollout.routers.base import Router, decide
+from rollout.steps import Candidate, Source, Step, StepEnd
+from rollout.types import Completion, EngineStats, FinishReason, Request, RolloutError
+from rollout.verify import accept_exact
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Row:
+    """One response in the making."""
+
+    place: int
+    request: Request
+    steps: list[Step] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    """Under the policy; NaN while the policy has not read the token."""
+    finish: FinishReason | None = None
+    passes: int = 0
+
+    def read(self, fed: Fed) -> None:
+        """Takes the policy's log-probs of kept tokens from a pass over them."""
+        end = min(fed.start + len(fed.draws) - 1, len(self.tokens))  # the last token fed has none after it
+        self.logprobs[fed.start : end] = fed.text_logprobs[: end - fed.start]
+
+    def keep(self, step: Step, eos_ids) -> None:
+        """Appends a step and ends the response where that is due."""
+        nan = float("nan")
+        self.steps.append(step)
+        self.tokens += step.tokens
+        self.logprobs += step.logprobs if step.source == "policy" else [nan] * len(step.tokens)
+        if step.tokens[-1] in eos_ids:
+            self.finish = "stop"
+        elif len(self.tokens) >= self.request.max_new_tokens:
+            self.finish = "length"
+
+
+class RoutedEngine(TransformersEngine):
+    """Generates step by step with two models of one vocabulary and a router.
+
+    Both models draw with the request's key, so a routed response is a function of (weights, router, key) and a step
+    that the policy writes is the one plain decoding would write after the same prefix. When every step is escalated the
+    response is the policy's own, token for token; when none is, the draft's.
+
+    The policy's path is also taken, and counted in EngineStats.route_faults, where the router fails, and where a draft
+    step is no step: blank, longer than the cap, or from logits that are no numbers.
+
+    Args:
+        model: the policy, shared with the trainer as in TransformersEngine.
+        draft: a cheaper causal LM with the same vocabulary.
+        router: decides.
+        step_end: where a step ends.
+        score: also let the policy read kept draft tokens, which training needs; else their `logprobs` are NaN.
+        The rest is TransformersEngine's.
+
+    Raises:
+        RolloutError: the vocabularies differ.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        sampling: Sampling,
+        *,
+        draft: torch.nn.Module,
+        router: Router,
+        step_end: StepEnd,
+        score: bool = True,
+        tokens_per_pass: int = 4096,
+        logits_mb: int = 256,
+        **options,
+    ):
+        bounds = {"tokens_per_pass": tokens_per_pass, "logits_mb": logits_mb}
+        super().__init__(model, sampling, **bounds, **options)
+        self._draft = RaggedModel(draft, sampling, **bounds)
+        if self._draft.vocab != self.vocab:
+            raise RolloutError(
+                f"the draft model knows {self._draft.vocab} tokens and the policy {self.vocab}: its steps would mean "
+                "other texts. Use a draft model with the policy's tokenizer"
+            )
+        self.context = min(self.context, self._draft.context)
+        self.router, self.step_end, self.score_drafts = router, step_end, score
+        self._warned = False
+
+    def generate(self, requests: Sequence[Request]) -> tuple[list[Completion], EngineStats]:
+        """See Engine.generate. Requests' own drafters are not asked: their texts are not the draft's."""
+        for request in requests:
+            check_request(request, self.vocab, self.context, self.speculation)
+        stats = EngineStats()
+        rows = [_Row(i, request) for i, request in enumerate(requests)]
+        with ExitStack() as stack:
+            stack.enter_context(self._policy.inference())
+            stack.enter_context(self._draft.inference())
+            for i in range(0, len(rows), self.rows_per_batch):
+                self._run_steps(rows[i : i + self.rows_per_batch], stats)
+        return [self._completion(row) for row in rows], stats
+
+    def _run_steps(self, rows: list[_Row], stats: EngineStats) -> None:
+        """One batch: a step of every row in turn."""
+        prompts, keys = [row.request.prompt for row in rows], [row.request.key for row in rows]
+        draft, policy = (Session(model, prompts, keys, self.tie_margin) for model in (self._draft, self._policy))
+        while rows:
+            chosen = self._choose(draft, policy, rows, stats)
+            for row, step in zip(rows, chosen, strict=True):
+                row.keep(step, self.sampling.eos_ids)
+                stats.accepted += len(step.tokens) if step.source == "draft" else 0
+            alive = [i for i, row in enumerate(rows) if row.finish is None]
+            if len(alive) < len(rows):
+                if self.score_drafts:
+                    self._read(policy, {i: row for i, row in enumerate(rows) if row.finish})
+                draft.select(alive)
+                policy.select(alive)
+                rows = [rows[i] for i in alive]
+        for session in (draft, policy):
+            stats.passes += session.passes
+            stats.forward_tokens += session.forward_tokens
+            stats.ties += session.ties
+
+    def _choose(self, draft: Session, policy: Session, rows: list[_Row], stats: EngineStats) -> list[Step]:
+        """The next step of every row."""
+        everyone = dict(enumerate(rows))
+        began = time.perf_counter()
+        drafted = self._write("draft", draft, everyone)
+        stats.draft_s += time.perf_counter() - began
+        stats.drafted += sum(len(step.tokens) for step in drafted.values())
+        rivals: dict[int, Step] = {}
+        if "rival" in self.router.needs:
+            rivals = self._write_by_policy(policy, everyone, stats)
+        sound = [i for i, step in drafted.items() if self._sound(step)]
+        wanted = set(everyone) - set(sound)
+        stats.route_faults += len(wanted)
+        began = time.perf_counter()
+        wanted |= self._ask(rows, drafted, rivals, sound, stats)
+        stats.route_s += time.perf_counter() - began
+        written = rivals or self._write_by_policy(policy, {i: rows[i] for i in sorted(wanted)}, stats)
+        for i, step in written.items():  # both models keep what they hold of the step that stands
+            session = draft if i in wanted else policy
+            session.rollback(i, len(rows[i].tokens) + accept_exact(step.tokens, drafted[i].tokens))
+        stats.steps += len(rows)
+        stats.escalated += len(wanted)
+        return [written[i] if i in wanted else drafted[i] for i in everyone]
+
+    def _ask(self, rows: list[_Row], drafted: dict, rivals: dict, sound: list[int], stats: EngineStats) -> set[int]:
+        """The rows among `sound` whose step the policy shall write."""
+        if not sound:
+            return set()
+        decision = decide(
+            self.router,
+            [Candidate(rows[i].place, rows[i].request.prompt, rows[i].steps, drafted[i], rivals.get(i)) for i in sound],
+        )
+        stats.route_faults += decision.faults
+        if decision.reason and not self._warned:
+            log.warning("%s; the policy writes those steps. Further failures are only counted.", decision.reason)
+            self._warned = True
+        return {i for i, escalate in zip(sound, decision.escalate, strict=True) if escalate}
+
+    def _sound(self, step: Step) -> bool:
+        return step.end in ("separator", "eos") and (step.end == "eos" or not self.step_end.blank(step.tokens))
+
+    def _write_by_policy(self, policy: Session, rows: dict[int, _Row], stats: EngineStats) -> dict[int, Step]:
+        began = time.perf_counter()
+        written = self._write("policy", policy, rows)
+        stats.decode_s += time.perf_counter() - began
+        self._check_policy(step.end != "broken" for step in written.values())
+        return written
+
+    def _check_policy(self, usable: Iterable[bool]) -> None:
+        if not all(usable):
+            raise RolloutError(
+                f"the policy returned NaN or infinite logits (weight version {self.weight_version}); "
+                "check the learning rate and the last update"
+            )
+
+    def _write(self, source: Source, session: Session, rows: dict[int, _Row]) -> dict[int, Step]:
+        """Lets one model write one step of each row."""
+        steps = {i: Step(source) for i in rows}
+        going = list(rows)
+        while going:
+            fed = session.feed({i: [*rows[i].tokens, *steps[i].tokens] for i in going})
+            if source == "draft" and "entropy" in self.router.needs:
+                entropies = session.model.entropy(torch.stack([fed[i].hidden[-1] for i in going]))
+                for i, entropy in zip(going, entropies, strict=True):
+                    steps[i].entropies.append(entropy)
+            for i in going:
+                steps[i].tokens.append(fed[i].draws[-1])
+                steps[i].logprobs.append(fed[i].logprobs[-1])
+                if source == "policy":
+                    rows[i].passes += 1
+                    rows[i].read(fed[i])
+            going = [i for i in going if not self._ended(rows[i], steps[i], fed[i])]
+        return steps
+
+    def _ended(self, row: _Row, step: Step, fed: Fed) -> bool:
+        """Notes why the step ends, if it does; the row's own cap cuts it like a step's."""
+        if not fed.usable:
+            step.end = "broken"
+            return True
+        end = self.step_end(step.tokens)
+        if end is None and len(row.tokens) + len(step.tokens) >= row.request.max_new_tokens:
+            end = "cap"
+        step.end = end or step.end
+        return end is not None
+
+    def _read(self, policy: Session, rows: dict[int, _Row]) -> None:
+        """The policy's log-probs of what it has not read of finished responses, in one pass."""
+        behind = {i: row.tokens for i, row in rows.items() if policy.lacks(i, row.tokens) > 1}
+        found = policy.feed(behind) if behind else {}
+        self._check_policy(fed.usable for fed in found.values())
+        for i, fed in found.items():
+            rows[i].read(fed)
+
+    def _completion(self, row: _Row) -> Completion:
+        behaviour = [logprob for step in row.steps for logprob in step.logprobs]
+        drafted = [step.source == "draft" for step in row.steps for _ in step.tokens]
+        return Completion(row.tokens, row.logprobs, behaviour, drafted, row.finish, self.weight_version, row.passes)

@@ -1,0 +1,66 @@
+"""Routers and judges by name."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rollout.config import RouterConfig
+from rollout.types import RolloutError
+
+if TYPE_CHECKING:
+    from torch.nn import Module
+
+    from rollout.engines import EngineSpec
+    from rollout.routers.base import Router, Scorer
+    from rollout.routers.judge import Judge
+    from rollout.steps import StepEnd
+
+
+def build_router(
+    config: RouterConfig, spec: EngineSpec, policy: Module, draft: Module | None, scorer: Scorer | None
+) -> tuple[Router, StepEnd]:
+    """The router of `rollout.router` and where its steps end.
+
+    Raises:
+        RolloutError: no draft model, no process reward for rsd, or a learned router of another pair.
+    """
+    from transformers import AutoTokenizer
+
+    from rollout.routers.pair import fingerprint
+    from rollout.steps import StepEnd
+
+    if draft is None:
+        raise RolloutError(f"rollout.router.kind={config.kind} needs a model that writes steps: set rollout.drafter")
+    tokenizer = AutoTokenizer.from_pretrained(spec.tokenizer or spec.model)
+    step_end = StepEnd(config.step_separators, tokenizer.decode, spec.eos_ids, config.max_step_tokens)
+    if config.kind == "entropy":
+        from rollout.routers.entropy import EntropyRouter
+
+        return EntropyRouter(config.threshold), step_end
+    if config.kind == "rsd":
+        from rollout.routers.rsd import RSDRouter
+
+        if scorer is None:
+            raise RolloutError("rollout.router.kind=rsd needs process rewards of steps, and none were handed in")
+        return RSDRouter(scorer, config.threshold), step_end
+    from rollout.routers.arbitrage import ArbitrageRouter
+
+    router = ArbitrageRouter.load(
+        config.path,
+        draft=fingerprint(draft),
+        policy=fingerprint(policy),
+        separators=config.step_separators,
+        threshold=config.threshold,
+    )
+    router.model.to(next(policy.parameters()).device)
+    return router, step_end
+
+
+def build_judge(config: RouterConfig, policy: Module) -> Judge:
+    """The judge of `rollout.router`. Raises RolloutError for a head that reads another policy."""
+    from rollout.routers.judge import JudgeHead, KLJudge
+    from rollout.routers.pair import fingerprint
+
+    if config.kind == "kl":
+        return KLJudge(config.threshold)
+    return JudgeHead.load(config.path, policy=fingerprint(policy))

@@ -1,0 +1,60 @@
+"""Responses to a few prompts: `python -m specrl.generate config=NAME [prompt=TEXT] [model=PATH]`.
+
+With `rollout.router.kind` the text that the draft model wrote is printed dim, the policy's bright.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rollout.config import doc
+from specrl import config as cli
+from specrl.config import Config
+
+
+@dataclass
+class GenerateConfig(Config):
+    prompt: str = doc("", "text to answer; empty takes prompts of the test split")
+    prompts: int = doc(2, "prompts of the test split to answer")
+
+
+def main(config: GenerateConfig) -> int:
+    from itertools import groupby
+
+    from rich.console import Console
+
+    from rollout.engines import build_engine
+    from rollout.noise import derive_key
+    from rollout.types import Request
+    from specrl.data import Example, load_examples, render
+    from specrl.policy import engine_spec, load_policy
+    from specrl.routing import step_scorer
+
+    model, tokenizer, eos_ids = load_policy(config)
+    if config.prompt:
+        examples = [Example("prompt", config.prompt, None, {})]
+    else:
+        examples = load_examples(config.data, config.dataset, "test", config.seed)[: config.prompts]
+    shared = model.eval() if config.rollout.engine == "transformers" else None
+    engine = build_engine(engine_spec(config, eos_ids), shared, step_scorer(config))
+    cap = config.rollout.max_new_tokens
+    requests = [Request(render(e, tokenizer), derive_key(config.seed, e.id, 0, 0, "generate"), cap) for e in examples]
+    try:
+        done, _ = engine.generate(requests)
+    finally:
+        engine.close()
+    console = Console(highlight=False)
+    for example, c in zip(examples, done, strict=True):
+        console.print(str(example.prompt), markup=False, style="bold")
+        at = 0
+        for drafted, tokens in groupby(c.reused):
+            end = at + len(list(tokens))
+            text = tokenizer.decode(c.tokens[at:end], skip_special_tokens=True)
+            console.print(text, markup=False, style="dim" if drafted else None, end="")
+            at = end
+        console.print("\n")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(cli.run(main, schema=GenerateConfig, training=False))

@@ -1,0 +1,250 @@
+"""Judges: the acceptance rule, exactness when nothing is let stand, what a misbehaving judge costs, and mining."""
+
+import math
+import random
+
+import pytest
+import torch
+
+from rollout.drafters.suffix import PromptTexts, SuffixDrafter
+from rollout.engines.base import Sampling
+from rollout.engines.judged import JudgedEngine
+from rollout.engines.transformers import TransformersEngine
+from rollout.noise import derive_key
+from rollout.routers.judge import JudgeHead, KLJudge, Mismatch, judged
+from rollout.routers.mining import Mined, mine
+from rollout.types import Request, RolloutError
+from rollout.verify import accept_exact, accept_judged
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+EOS = 1
+SAMPLING = Sampling(frozenset({EOS}), 0.7)
+
+
+class Verdicts:
+    """A judge by a function of all mismatches."""
+
+    laws = False
+
+    def __init__(self, rule):
+        self.unimportant = rule
+
+
+ALL = Verdicts(lambda found: [True] * len(found))
+NONE = Verdicts(lambda found: [False] * len(found))
+
+
+def requests(count=4, cap=24, stored=None):
+    made = [Request([5 + i % 3] * (2 + i), derive_key(0, "judged", i, 0), cap) for i in range(count)]
+    for request, text in zip(made, stored or [], strict=False):
+        request.drafter = SuffixDrafter(PromptTexts(), text)
+    return made
+
+
+@pytest.fixture(scope="module")
+def models(build_model):
+    return build_model("qwen3", 0), build_model("qwen3", 1)
+
+
+@pytest.fixture(scope="module")
+def plain(models):
+    return [
+        [c.tokens for c in TransformersEngine(model, SAMPLING).generate(requests())[0]] for model in models
+    ]  # of the policy and of the draft
+
+
+def engine(models, judge, **options):
+    return JudgedEngine(models[0], SAMPLING, **{"judge": judge, "draft": models[1], "window": 5, **options})
+
+
+# --- the rule
+
+
+@pytest.mark.parametrize(
+    ("draws", "draft", "unimportant", "want"),
+    [
+        ([1, 2, 3, 4], [1, 9, 3], set(), 1),
+        ([1, 2, 3, 4], [1, 9, 3], {1}, 3),
+        ([1, 2, 3, 4], [1, 9, 8], {1}, 2),
+        ([1, 2, 3, 4], [1, 9, 8], {2}, 1),  # what is behind an important mismatch does not matter
+        ([1, 2], [], {0}, 0),
+    ],
+)
+def test_acceptance_by_hand(draws, draft, unimportant, want):
+    assert accept_judged(draws, draft, unimportant) == want
+
+
+def test_without_verdicts_it_is_the_exact_rule_and_verdicts_only_add():
+    rng = random.Random(0)
+    gained = 0
+    for _ in range(300):
+        draws, draft = ([rng.randrange(3) for _ in range(6)] for _ in range(2))
+        exact = accept_exact(draws, draft)
+        assert accept_judged(draws, draft, set()) == exact
+        more = accept_judged(draws, draft, {rng.randrange(6)})
+        assert more >= exact
+        gained += more > exact
+    assert 0 < gained < 300
+
+
+# --- the engine
+
+
+@pytest.mark.parametrize("window", [1, 5, 64])
+@pytest.mark.parametrize("stored", [False, True])
+@pytest.mark.parametrize("drafting", [False, True])
+def test_a_judge_that_lets_nothing_stand_is_exact(models, plain, window, stored, drafting):
+    asked = requests(stored=plain[1] if stored else None)
+    draft = models[1] if drafting else None
+    done, stats = engine(models, NONE, window=window, draft=draft).generate(asked)
+    assert [c.tokens for c in done] == plain[0]
+    assert all(b == p for c in done for b, p in zip(c.behaviour_logprobs, c.logprobs, strict=True))
+    assert (stats.drafted > 0) == (stored or drafting)
+
+
+def test_a_head_with_threshold_zero_is_exact_and_one_lets_everything_stand(models, plain):
+    head = JudgeHead(torch.randn(32, generator=torch.Generator().manual_seed(0)), 0.0, 0.0)
+    assert [c.tokens for c in engine(models, head).generate(requests())[0]] == plain[0]
+    head.threshold = 1.1
+    everything = engine(models, head).generate(requests())[0]
+    assert [c.tokens for c in everything] == [c.tokens for c in engine(models, ALL).generate(requests())[0]]
+    assert [c.tokens for c in everything] != plain[0]
+
+
+def test_stored_text_stands_whole_when_everything_may(models, plain):
+    done, _ = engine(models, ALL, window=64, draft=None).generate(requests(stored=plain[1]))
+    for c, old in zip(done, plain[1], strict=True):
+        n = min(len(c.tokens), len(old)) - 1
+        assert c.tokens[:n] == old[:n]
+
+
+def test_a_more_lenient_judge_takes_fewer_passes(models):
+    passes = [sum(c.passes for c in engine(models, judge).generate(requests())[0]) for judge in (NONE, ALL)]
+    assert passes[1] < passes[0]
+
+
+def test_judged_tokens_carry_the_drafts_log_prob(models):
+    asked = requests()
+    done, _ = engine(models, ALL).generate(asked)
+    off = 0
+    for request, c in zip(asked, done, strict=True):
+        laws = []
+        for model in models:
+            with torch.no_grad():
+                text = torch.tensor([[*request.prompt, *c.tokens]])
+                logits = model.eval()(text).logits[0, len(request.prompt) - 1 : -1] / 0.7
+            laws.append(logits.log_softmax(-1).gather(-1, torch.tensor(c.tokens)[:, None])[:, 0].tolist())
+        assert c.logprobs == pytest.approx(laws[0], abs=1e-4)
+        for b, p, q, reused in zip(c.behaviour_logprobs, *laws, c.reused, strict=True):
+            assert b == pytest.approx(p, abs=1e-4) or (reused and b == pytest.approx(q, abs=1e-4))
+            off += abs(b - p) > 1e-3
+    assert off > 0
+
+
+def test_judged_stored_text_has_no_known_law(models, plain):
+    done, _ = engine(models, ALL, draft=None).generate(requests(stored=plain[1]))
+    assert any(math.isnan(b) for c in done for b in c.behaviour_logprobs)
+    assert not any(math.isnan(p) for c in done for p in c.logprobs)
+
+
+def raises(found):
+    raise KeyError("judge broke")
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [raises, lambda found: [], lambda found: [math.nan] * len(found), lambda found: ["yes"] * len(found)],
+    ids=["raises", "too few", "nan", "text"],
+)
+def test_a_broken_judge_means_exact_verification(models, plain, rule):
+    done, stats = engine(models, Verdicts(rule)).generate(requests())
+    assert [c.tokens for c in done] == plain[0]
+    assert stats.route_faults > 0
+
+
+def test_a_head_of_nan_weights_lets_nothing_stand(models, plain):
+    head = JudgeHead(torch.full((32,), math.nan), 0.0, 0.9)
+    assert [c.tokens for c in engine(models, head).generate(requests())[0]] == plain[0]
+
+
+def test_models_of_other_vocabularies_are_refused(models, build_model):
+    with pytest.raises(RolloutError, match="knows 40 tokens and the policy 61"):
+        engine((models[0], build_model("qwen3", 1, vocab=40)), NONE)
+
+
+# --- judges
+
+
+def law(*chances):
+    return torch.tensor(chances).log()
+
+
+def test_the_kl_rule_by_hand():
+    hidden = torch.zeros(4)
+    same = Mismatch(hidden, law(0.5, 0.3, 0.2), law(0.5, 0.3, 0.2))
+    sure = Mismatch(hidden, law(0.95, 0.03, 0.02), law(0.95, 0.03, 0.02))
+    apart = Mismatch(hidden, law(0.5, 0.3, 0.2), law(0.1, 0.1, 0.8))
+    stored = Mismatch(hidden, law(0.5, 0.3, 0.2), None)
+    assert KLJudge(0.1, 0.9).unimportant([same, sure, apart, stored]) == [True, False, False, False]
+    assert KLJudge(5.0, 0.9).unimportant([apart]) == [True]
+
+
+def test_the_kl_rule_runs_in_the_engine(models, plain):
+    never = engine(models, KLJudge(0.0, 0.0)).generate(requests())[0]
+    assert [c.tokens for c in never] == plain[0]
+    often, stats = engine(models, KLJudge(1e9, 1.0)).generate(requests())
+    assert [c.tokens for c in often] != plain[0]
+    assert stats.route_faults == 0
+
+
+def test_no_mismatch_asks_no_judge():
+    assert judged(Verdicts(raises), []) == ([], 0)
+
+
+def test_a_saved_head_judges_as_before_and_for_its_policy_only(tmp_path):
+    head = JudgeHead(torch.randn(8, generator=torch.Generator().manual_seed(1)), 0.25, 0.4)
+    head.save(tmp_path, {"policy": "p"})
+    loaded = JudgeHead.load(tmp_path, policy="p")
+    hidden = torch.randn(16, 8, generator=torch.Generator().manual_seed(2))
+    assert torch.equal(loaded.importance(hidden), head.importance(hidden))
+    assert loaded.threshold == 0.4
+    with pytest.raises(RolloutError, match="trained for another policy"):
+        JudgeHead.load(tmp_path, policy="q")
+
+
+# --- mining
+
+
+def test_mining_by_hand():
+    """Tokens 10..19 are digits whose sum is the answer; 2..9 are words that do not matter. 1 ends the text."""
+    texts = [[5, 12, 6, 13, EOS], [7, EOS]]
+    drafts = {5: 4, 12: 15, 6: 3, 13: 13, 7: 8}  # what the draft writes in the place of each token
+    finished = []
+
+    def propose(current):
+        return {i: [drafts.get(t) for t in text] for i, text in current.items()}
+
+    def finish(prefixes):  # the policy goes on as in its own text
+        finished.extend(prefixes.values())
+        return {i: [*p, *texts[i][len(p) :]] for i, p in prefixes.items()}
+
+    def answer(i, text):
+        return sum(t - 10 for t in text if t >= 10) if i == 0 else None
+
+    found = mine(texts, propose, finish, answer, frozenset({EOS}))
+    assert found == [
+        Mined(0, (4,), False),
+        Mined(0, (4, 15), True),  # on the text in which the word was replaced
+        Mined(0, (4, 12, 3), False),  # the digit was put back
+    ]
+    assert len(finished) == 3, "a row without an answer is not tried"
+    assert len(mine(texts, propose, finish, answer, frozenset({EOS}), most=2)) == 2
+
+
+def test_a_continuation_without_an_answer_labels_nothing():
+    def answer(i, text):
+        return None if 4 in text else 0
+
+    found = mine([[5, 6, EOS]], lambda c: {0: [4, 3, None]}, lambda p: {0: [*p[0], 6, EOS]}, answer, frozenset({EOS}))
+    assert found == [Mined(0, (5, 3), False)]

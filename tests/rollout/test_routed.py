@@ -1,0 +1,366 @@
+"""Step decoding: whose tokens a routed response has, what is rolled back, and what happens when routing goes wrong."""
+
+import math
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from rollout.engines.base import Sampling
+from rollout.engines.routed import RoutedEngine
+from rollout.engines.session import Session
+from rollout.engines.transformers import TransformersEngine
+from rollout.noise import derive_key
+from rollout.routers.base import decide
+from rollout.routers.entropy import EntropyRouter
+from rollout.routers.oracle import OracleRouter
+from rollout.routers.rsd import RSDRouter
+from rollout.steps import Candidate, Step, StepEnd
+from rollout.types import Request, RolloutError
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+EOS = 1
+LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ012345"
+NAMES = ["!", "", "~", *LETTERS]
+EVERY = ["!", "~", *LETTERS]  # each token ends a step
+
+
+def decode(tokens):
+    return "".join(NAMES[t] for t in tokens)
+
+
+@dataclass
+class Rule:
+    """A router by a function of a candidate."""
+
+    rule: object
+    threshold: float = 0.5
+    low: float = 0.0
+    high: float = 1.0
+    needs: frozenset = frozenset()
+    seen: list = field(default_factory=list)
+
+    def score(self, candidates):
+        self.seen += candidates
+        return [self.rule(candidate) for candidate in candidates]
+
+
+ALWAYS, NEVER = Rule(lambda c: 1.0), Rule(lambda c: 0.0)
+
+
+def odd(candidate):
+    return float(len(candidate.history) % 2)
+
+
+def requests(count=4, cap=24):
+    return [Request([5 + i % 3] * (2 + i % 4), derive_key(0, "routed", i, 0), cap) for i in range(count)]
+
+
+@pytest.fixture(scope="module")
+def models(build_model):
+    return build_model("qwen3", 0), build_model("qwen3", 1)
+
+
+def step_end(separators=("~", "a", "b", "c", "d"), cap=30):
+    return StepEnd(separators, decode, {EOS}, cap)
+
+
+def engine(models, router, end=None, **options):
+    policy, draft = models
+    return RoutedEngine(
+        policy, Sampling(frozenset({EOS}), 0.7), draft=draft, router=router, step_end=end or step_end(), **options
+    )
+
+
+def plain(model, asked):
+    done, _ = TransformersEngine(model, Sampling(frozenset({EOS}), 0.7)).generate(asked)
+    return done
+
+
+def naive(models, asked, rule, end):
+    """The definition of routed decoding, one row at a time by whole plain generations: no KV, no batch."""
+    policy, draft = models
+    texts = []
+    for request in asked:
+        text, steps, finished = [], 0, False
+        while not finished:
+            steps_of = {}
+            for name, model in (("draft", draft), ("policy", policy)):
+                whole = continued(model, request, text)
+                length = next(n for n in range(1, len(whole) + 1) if end(whole[:n]) or n == len(whole))
+                steps_of[name] = whole[:length]
+            drafted = steps_of["draft"]
+            sound = end(drafted) in ("separator", "eos")
+            use = "policy" if not sound or rule(steps) > 0.5 else "draft"
+            text += steps_of[use]
+            steps += 1
+            finished = text[-1] == EOS or len(text) >= request.max_new_tokens
+        texts.append(text)
+    return texts
+
+
+def continued(model, request, text):
+    """What `model` goes on with after `text`, with the request's noise at the same response positions."""
+    given = list(text)
+
+    class Forced:
+        def propose(self, tokens, limit):
+            return given[len(tokens) :][:limit]
+
+    from rollout.noise import keyed_draw
+
+    out = []
+    with torch.no_grad():
+        model.eval()
+        while True:
+            ids = torch.tensor([[*request.prompt, *given, *out]])
+            at = len(given) + len(out)
+            draw = keyed_draw(
+                model(ids).logits[:, -1], torch.tensor([request.key]), torch.tensor([at]), temperature=0.7
+            )[0].item()
+            out.append(draw)
+            if draw == EOS or at + 1 >= request.max_new_tokens:
+                return out
+
+
+# --- exactness
+
+
+def test_every_step_escalated_is_plain_decoding_of_the_policy(models):
+    asked = requests()
+    done, stats = engine(models, ALWAYS).generate(asked)
+    assert [c.tokens for c in done] == [c.tokens for c in plain(models[0], asked)]
+    assert [c.finish for c in done] == [c.finish for c in plain(models[0], asked)]
+    assert not any(any(c.reused) for c in done)
+    assert stats.steps == stats.escalated > len(asked)
+
+
+def test_no_step_escalated_is_plain_decoding_of_the_draft(models):
+    asked, end = requests(), step_end(EVERY, cap=99)
+    done, stats = engine(models, NEVER, end).generate(asked)
+    assert [c.tokens for c in done] == [c.tokens for c in plain(models[1], asked)]
+    assert all(all(c.reused) for c in done)
+    assert (stats.escalated, stats.route_faults) == (0, 0)
+    assert [c.tokens for c in done] != [c.tokens for c in plain(models[0], asked)], "the two models differ"
+
+
+@pytest.mark.parametrize("rival", [False, True])
+@pytest.mark.parametrize("rows_per_batch", [2, 256])
+def test_mixed_steps_follow_the_definition(models, rival, rows_per_batch):
+    asked = requests()
+    router = Rule(odd, needs=frozenset({"rival"}) if rival else frozenset())
+    done, stats = engine(models, router, rows_per_batch=rows_per_batch).generate(asked)
+    assert [c.tokens for c in done] == naive(models, asked, lambda n: n % 2, step_end())
+    assert 0 < stats.escalated < stats.steps
+
+
+def test_a_rollback_that_is_off_by_one_is_caught(models, monkeypatch):
+    right = Session.rollback
+    monkeypatch.setattr(Session, "rollback", lambda self, row, length: right(self, row, length + 1))
+    done, _ = engine(models, Rule(odd)).generate(asked := requests())
+    assert [c.tokens for c in done] != naive(models, asked, lambda n: n % 2, step_end())
+
+
+def test_every_token_has_its_source_and_both_log_probs(models):
+    asked = requests()
+    done, _ = engine(models, Rule(odd)).generate(asked)
+    for request, c in zip(asked, done, strict=True):
+        text = torch.tensor([[*request.prompt, *c.tokens]])
+        laws = []
+        for model in models:
+            with torch.no_grad():
+                logits = model.eval()(text).logits[0, len(request.prompt) - 1 : -1] / 0.7
+            laws.append(logits.log_softmax(-1).gather(-1, torch.tensor(c.tokens)[:, None])[:, 0])
+        own, behaviour = torch.tensor(c.logprobs), torch.tensor(c.behaviour_logprobs)
+        assert torch.allclose(own, laws[0], atol=1e-4)
+        assert torch.allclose(behaviour, torch.where(torch.tensor(c.reused), laws[1], laws[0]), atol=1e-4)
+    assert any(any(c.reused) and not all(c.reused) for c in done)
+
+
+def test_without_scoring_the_policy_reads_less_and_says_so(models):
+    asked = requests()
+    counted = [engine(models, NEVER, step_end(EVERY, 99), score=score).generate(asked) for score in (True, False)]
+    (scored, cost), (unscored, less) = counted
+    assert [c.tokens for c in scored] == [c.tokens for c in unscored]
+    assert less.forward_tokens < cost.forward_tokens
+    assert all(math.isnan(x) for c in unscored for x in c.logprobs)
+    assert not any(math.isnan(x) for c in scored for x in c.logprobs)
+
+
+# --- step ends
+
+
+@pytest.mark.parametrize(
+    ("separators", "pieces", "ends"),
+    [
+        (["\n\n"], ["a", "\n", "\n", "b"], 3),  # across tokens
+        (["\n\n"], ["a", ".\n\nb", "c"], 2),  # inside a token
+        (["\n\n"], ["a.\n", "\nb", "c"], 2),  # across, with text behind
+        (["\n\n"], ["a", "\n", "b", "\n"], None),
+        (["</step>", "\n\n"], ["a", "</", "step", ">", "b"], 4),
+        (["\n"], ["\n", "a"], 1),  # an empty step still ends
+    ],
+)
+def test_separators_at_token_boundaries(separators, pieces, ends):
+    end = StepEnd(separators, lambda tokens: "".join(pieces[t] for t in tokens), set(), 50)
+    found = [end(range(n)) for n in range(1, len(pieces) + 1)]
+    assert found[: ends or None] == ([None] * (ends - 1) + ["separator"] if ends else [None] * len(pieces))
+
+
+def test_a_separator_by_token_id_would_miss_merged_tokens():
+    """The planted wrong rule: comparing ids of the separator instead of text."""
+    pieces = ["a", ".\n\nb", "\n\n"]
+    by_id = [token == 2 for token in (0, 1)]
+    end = StepEnd(["\n\n"], lambda tokens: "".join(pieces[t] for t in tokens), set(), 50)
+    assert not any(by_id)
+    assert end([0, 1]) == "separator"
+
+
+def test_eos_and_cap_end_a_step():
+    end = step_end(cap=3)
+    assert end([10, EOS]) == "eos"
+    assert (end([10, 11]), end([10, 11, 12])) == (None, "cap")
+    assert (end.blank([2]), end.blank([2, 9]), end.blank([EOS])) == (False, False, True)
+
+
+@pytest.mark.parametrize(("separators", "cap"), [([], 5), ([""], 5), (["\n"], 0)])
+def test_senseless_step_rules_are_refused(separators, cap):
+    with pytest.raises(RolloutError):
+        StepEnd(separators, decode, {EOS}, cap)
+
+
+def test_models_of_other_vocabularies_are_refused(models, build_model):
+    with pytest.raises(RolloutError, match="knows 40 tokens and the policy 61"):
+        engine((models[0], build_model("qwen3", 1, vocab=40)), NEVER)
+
+
+# --- bad behaviour goes to the policy
+
+
+def raises(candidate):
+    raise KeyError("router broke")
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [raises, lambda c: math.nan, lambda c: -0.5, lambda c: 1.5, lambda c: math.inf, lambda c: None, lambda c: "x"],
+    ids=["raises", "nan", "low", "high", "inf", "none", "text"],
+)
+def test_a_broken_router_means_the_policys_path(models, rule, caplog):
+    asked = requests()
+    done, stats = engine(models, Rule(rule)).generate(asked)
+    assert [c.tokens for c in done] == [c.tokens for c in plain(models[0], asked)]
+    assert stats.route_faults == stats.escalated == stats.steps
+    assert len(caplog.records) == 1, "said once, counted always"
+
+
+def test_a_router_that_returns_too_few_scores_fails_on_all():
+    short = Rule(None)
+    short.score = lambda candidates: [0.0]
+    candidates = [Candidate(i, [5], [], Step("draft", [9])) for i in range(3)]
+    decision = decide(short, candidates)
+    assert (decision.escalate, decision.faults) == ([True] * 3, 3)
+    assert "1 scores for 3 candidates" in decision.reason
+
+
+def test_one_bad_score_costs_only_its_own_step():
+    candidates = [Candidate(i, [5], [], Step("draft", [9])) for i in range(3)]
+    decision = decide(Rule(lambda c: [0.1, math.nan, 0.9][c.row]), candidates)
+    assert (decision.escalate, decision.faults) == ([False, True, True], 1)
+
+
+@pytest.mark.parametrize(
+    ("separators", "cap", "faults"),
+    [
+        (["?"], 5, "all"),  # the separator never comes: every step runs away
+        (["?"], 10**6, "all"),
+        (EVERY, 99, "none"),
+    ],
+)
+def test_runaway_steps_are_the_policys_and_counted(models, separators, cap, faults):
+    asked = requests()
+    done, stats = engine(models, NEVER, step_end(separators, cap)).generate(asked)
+    if faults == "none":
+        assert stats.route_faults == 0
+    else:
+        assert stats.route_faults == stats.escalated > 0
+    assert all(c.finish == "stop" or len(c.tokens) == 24 for c in done)
+
+
+def test_empty_steps_are_the_policys_and_counted(models):
+    """With every token's text blank, no draft step has content."""
+    asked = requests()
+    blank = StepEnd([" "], lambda tokens: " " * len(tokens), {EOS}, 30)
+    done, stats = engine(models, NEVER, blank).generate(asked)
+    assert stats.route_faults > 0
+    kept = [t for c in done for t, reused in zip(c.tokens, c.reused, strict=True) if reused]
+    assert set(kept) <= {EOS}, "nothing of an empty step was kept"
+
+
+def test_a_draft_model_with_nan_weights_is_replaced_by_the_policy(models, build_model):
+    broken = build_model("qwen3", 1)
+    sound = engine((models[0], broken), NEVER)
+    with torch.no_grad():
+        broken.model.norm.weight.fill_(math.nan)
+    asked = requests()
+    done, stats = sound.generate(asked)
+    assert [c.tokens for c in done] == [c.tokens for c in plain(models[0], asked)]
+    assert stats.route_faults == stats.steps
+
+
+@pytest.mark.parametrize("router", [ALWAYS, NEVER], ids=["it writes", "it only reads"])
+def test_a_policy_with_nan_weights_stops_the_rollout(models, build_model, router):
+    broken = build_model("qwen3", 1)
+    routed = engine((broken, models[1]), router, step_end(EVERY, 99))
+    with torch.no_grad():
+        broken.model.norm.weight.fill_(math.nan)
+    with pytest.raises(RolloutError, match="NaN or infinite logits"):
+        routed.generate(requests())
+
+
+# --- the routers
+
+
+def candidate(row=0, entropies=(), rival=None):
+    return Candidate(row, [5], [], Step("draft", [9], entropies=list(entropies)), rival)
+
+
+def test_rsd_keeps_what_scores_well():
+    values = [0.69, 0.7, 0.71, math.nan]
+    decision = decide(RSDRouter(lambda cs: [values[c.row] for c in cs], least=0.7), [candidate(i) for i in range(4)])
+    assert decision.escalate == [True, False, False, True]
+    assert decision.faults == 1
+
+
+def test_the_oracle_never_escalates_without_an_advantage():
+    gains = [-1.0, -0.25, 0.0, 0.25, 1.0]
+    candidates = [candidate(i) for i in range(5)]
+    router = OracleRouter(lambda cs: [gains[c.row] for c in cs])
+    assert decide(router, candidates).escalate == [False, False, False, True, True]
+    rsd = RSDRouter(lambda cs: [0.5] * len(cs))  # the control: an absolute score wastes calls where nothing is gained
+    assert any(e and g <= 0 for e, g in zip(decide(rsd, candidates).escalate, gains, strict=True))
+
+
+def test_the_entropy_router_takes_the_largest_rolling_mean():
+    router = EntropyRouter(1.0, window=2)
+    assert list(router.score([candidate(entropies=[0.0, 1.0, 3.0, 0.0]), candidate(entropies=[0.5])])) == [2.0, 0.5]
+
+
+def test_entropies_are_those_of_the_draft(models):
+    router = Rule(lambda c: 0.0, needs=frozenset({"entropy"}))
+    asked = requests(2)
+    engine(models, router, step_end(EVERY, 99)).generate(asked)
+    first = router.seen[0]
+    with torch.no_grad():
+        logp = (models[1].eval()(torch.tensor([first.prompt])).logits[0, -1] / 0.7).log_softmax(-1)
+    assert first.step.entropies == pytest.approx([-(logp.exp() * logp).sum().item()], abs=1e-4)
+
+
+def test_escalation_falls_with_the_threshold(models):
+    shares = []
+    for threshold in (-0.01, 0.3, 0.6, 1.0):
+        _, stats = engine(models, Rule(lambda c: c.step.tokens[0] / 60, threshold)).generate(requests(12, 24))
+        shares.append((stats.escalated - stats.route_faults) / (stats.steps - stats.route_faults))
+    assert shares == sorted(shares, reverse=True)
+    assert (shares[0], shares[-1]) == (1.0, 0.0)

@@ -1,0 +1,82 @@
+"""The judge of a pair by the command: mined, trained, measured, used, and refused for another policy."""
+
+import json
+
+import pytest
+
+from specrl import config as cli
+from specrl.evaluate import EvaluateConfig
+from specrl.evaluate import main as evaluate
+from specrl.train_judge import TrainJudgeConfig
+from specrl.train_judge import main as train_judge
+from tests import runs
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def few_digits(prompt: str, completion: str, answer: str | None) -> float:
+    """A reward that many changes of a random text leave as it is."""
+    return float(sum(c.isdigit() for c in completion) < 6)
+
+
+def words(folder, draft, *more):
+    given = runs.words(
+        folder,
+        rollout__acceptance="off",
+        rollout__drafter=draft,
+        dataset__train_size=48,
+        reward__functions="[tests.specrl.test_train_judge:few_digits]",
+    )
+    found = [*[word for word in given if not word.startswith("trainer.")], *more]
+    return list({word.partition("=")[0]: word for word in found}.values())
+
+
+@pytest.fixture(scope="module")
+def draft(tmp_path_factory):
+    return runs.build_policy(tmp_path_factory.mktemp("draft"), seed=1)
+
+
+@pytest.fixture(scope="module")
+def trained(draft, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("judge")
+    assert cli.run(train_judge, words(folder, draft, f"out={folder / 'j'}"), TrainJudgeConfig, training=False) == 0
+    return folder / "j"
+
+
+def run_evaluate(folder, draft, capsys, *more):
+    code = cli.run(evaluate, words(folder, draft, "samples=2", *more), EvaluateConfig, training=False)
+    out, err = capsys.readouterr()
+    return code, json.loads(out) if code == 0 else err
+
+
+def test_the_report_compares_the_rules(trained):
+    report = json.loads((trained / "router.json").read_text())["report"]
+    assert 0 < report["important"] < report["mismatches"]
+    rules = {line["rule"]: line for line in report["rules"]}
+    assert list(rules) == ["exact", "judge", "shuffled labels", "KL rule"]
+    assert all(rules["exact"]["accepted_ratio"] <= line["accepted_ratio"] for line in rules.values())
+
+
+def test_evaluation_with_a_judge(trained, draft, tmp_path, capsys):
+    given = ["rollout.router.kind=judge", f"rollout.router.path={trained}"]
+    assert run_evaluate(tmp_path, draft, capsys, *given)[0] == 0
+    _, plain = run_evaluate(tmp_path, draft, capsys, "rollout.drafter=")
+    _, exact = run_evaluate(tmp_path, draft, capsys, "rollout.router.kind=kl", "rollout.router.threshold=0")
+    same = ("eval/reward", "eval/mean_length")
+    assert {k: plain[k] for k in same} == {k: exact[k] for k in same}, "at KL 0 nothing but the policy's draws stands"
+
+
+def test_a_judge_of_another_policy_is_refused(trained, draft, tmp_path, capsys):
+    other = runs.build_policy(tmp_path / "other", seed=2)
+    given = ["rollout.router.kind=judge", f"rollout.router.path={trained}", f"model={other}"]
+    code, err = run_evaluate(tmp_path, draft, capsys, *given)
+    assert code == 3
+    assert "was trained for another policy" in err
+
+
+def test_too_few_mismatches_are_one_line(draft, tmp_path, capsys):
+    small = words(tmp_path, draft, "dataset.train_size=4", "mismatches=1", f"out={tmp_path / 'j'}")
+    assert cli.run(train_judge, small, TrainJudgeConfig, training=False) == 2
+    err = capsys.readouterr().err
+    assert "too few of one kind" in err
+    assert err.count("\n") == 1

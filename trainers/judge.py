@@ -1,0 +1,59 @@
+"""Training of a judge head: logistic regression on hidden states, with a threshold that catches what matters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.functional import binary_cross_entropy_with_logits
+
+PENALTIES = tuple(10.0**-i for i in range(5))  # of the squared weights, tried from strong to weak
+
+
+def fit_head(features: Tensor, important: Tensor, held: Tensor, held_important: Tensor) -> tuple[Tensor, float, float]:
+    """Logistic regression of `important` on standardised features, as one dot product on raw ones.
+
+    Both classes weigh the same in all. The L2 penalty with the best ROC-AUC on the held-out rows wins.
+
+    Args: features [N, H], held [M, H] float; important [N], held_important [M] bool, both classes in each.
+    Returns: weight [H], bias, and that ROC-AUC.
+    """
+    mean, scale = features.mean(0), features.std(0).clamp(min=1e-6)
+    x, y = (features - mean) / scale, important.float()
+    balance = torch.where(important, 0.5 / y.mean(), 0.5 / (1 - y.mean()))
+    best: tuple[Tensor, float, float] | None = None
+    for penalty in PENALTIES:
+        w, b = torch.zeros(x.shape[1], requires_grad=True), torch.zeros((), requires_grad=True)
+        optimizer = torch.optim.LBFGS([w, b], max_iter=100, line_search_fn="strong_wolfe")
+
+        def loss(w=w, b=b, penalty=penalty, optimizer=optimizer):
+            optimizer.zero_grad()
+            value = binary_cross_entropy_with_logits(x @ w + b, y, balance) + penalty * w.square().sum()
+            value.backward()
+            return value
+
+        optimizer.step(loss)
+        weight = (w / scale).detach()
+        bias = (b - (w / scale * mean).sum()).item()
+        area = roc_auc((held @ weight + bias).tolist(), held_important.tolist())
+        if best is None or area > best[2]:
+            best = weight, bias, area
+    return best
+
+
+def roc_auc(scores: Sequence[float], labels: Sequence[bool]) -> float:
+    """Chance that a positive scores above a negative, ties counting half; NaN without both classes."""
+    positive = torch.tensor([s for s, label in zip(scores, labels, strict=True) if label], dtype=torch.float64)
+    negative = torch.tensor([s for s, label in zip(scores, labels, strict=True) if not label], dtype=torch.float64)
+    if not len(positive) or not len(negative):
+        return float("nan")
+    above = (positive[:, None] > negative).double() + 0.5 * (positive[:, None] == negative)
+    return above.mean().item()
+
+
+def threshold_for_recall(scores: Sequence[float], labels: Sequence[bool], recall: float) -> float:
+    """The largest threshold at which a share of at least `recall` of the positives scores at or above it."""
+    positive = sorted((s for s, label in zip(scores, labels, strict=True) if label), reverse=True)
+    kept = max(1, -int(-recall * len(positive) // 1))  # rounded up
+    return positive[kept - 1]
