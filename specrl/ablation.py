@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from specrl.bench import perturbed
 
 if TYPE_CHECKING:
-    from rollout.engines.base import Engine
+    from rollout.engines.transformers import TransformersEngine
     from rollout.speculative import SpeculativeRollout
     from rollout.types import RolloutBatch, Row
     from specrl.bench import Bench
@@ -53,7 +53,7 @@ class Line:
 @dataclass(frozen=True)
 class Method:
     name: str
-    engine: Engine
+    engine: TransformersEngine
     sources: Sequence[str]
 
 
@@ -71,35 +71,30 @@ def run(console, bench: Bench, others: Sequence[Row], drafters: Sequence[str], r
     for size in (size for size in SIZES if size <= len(every)):
         bench.rows = every[:size]
         for regime, drift in REGIMES.items():
-            methods = list(_methods(bench, drafters, learnt))
-            lines += _compare(bench, regime, None if drift is None else _old_texts(bench, drift), methods, repeats)
+            old = None if drift is None else _old_texts(bench, drift)
+            lines += _compare(bench, regime, old, list(_methods(bench, drafters)), learnt, repeats)
         show(console, [line for line in lines if line.rows == size])
     bench.rows = every
     return {"lines": [asdict(line) for line in lines]}
 
 
-def _methods(bench: Bench, drafters: Sequence[str], learnt: Sequence[tuple]) -> Iterator[Method]:
+def _methods(bench: Bench, drafters: Sequence[str]) -> Iterator[Method]:
     """An engine for each way of drafting, all around the same model."""
     for name, sources in _STEPS.items():
-        yield Method(name, _engine(bench, sources, learnt), sources)
+        yield Method(name, _engine(bench, sources), sources)
     full = _STEPS["+ contexts"]
     for drafter in drafters:
-        yield Method(f"+ {Path(drafter).name}", _engine(bench, full, learnt, drafter=drafter), full)
+        yield Method(f"+ {Path(drafter).name}", _engine(bench, full, drafter=drafter), full)
     for window in WINDOWS:
-        yield Method(f"window {window}", _engine(bench, full, learnt, window=window), full)
+        yield Method(f"window {window}", _engine(bench, full, window=window), full)
 
 
-def _engine(
-    bench: Bench, sources: Sequence[str], learnt: Sequence[tuple], window: int = 0, drafter: str = ""
-) -> Engine:
+def _engine(bench: Bench, sources: Sequence[str], window: int = 0, drafter: str = "") -> TransformersEngine:
     from rollout.engines import build_engine
 
     config = bench.config.rollout
     config = replace(config, sources=list(sources), drafter=drafter, budget=replace(config.budget, window=window))
-    engine = build_engine(replace(bench.spec, rollout=config), bench.model)
-    if engine.contexts is not None:
-        engine.contexts.learn(learnt)
-    return engine
+    return build_engine(replace(bench.spec, rollout=config), bench.model)
 
 
 def _old_texts(bench: Bench, drift: float) -> RolloutBatch:
@@ -113,12 +108,22 @@ def _old_texts(bench: Bench, drift: float) -> RolloutBatch:
 
 
 def _compare(
-    bench: Bench, regime: str, old: RolloutBatch | None, methods: Sequence[Method], repeats: int
+    bench: Bench,
+    regime: str,
+    old: RolloutBatch | None,
+    methods: Sequence[Method],
+    learnt: Sequence[tuple],
+    repeats: int,
 ) -> list[Line]:
+    from rollout.drafters.contexts import ContextTable
+
     batches: dict[str, list[RolloutBatch]] = {"plain": [], **{m.name: [] for m in methods}}
     for visit in range(1, repeats + 2):
         plain = None
         for method in methods:
+            if method.engine.contexts is not None:  # it would know the prompts from the last repeat
+                method.engine.contexts = ContextTable()
+                method.engine.contexts.learn(learnt)
             stage: SpeculativeRollout = bench.rollout(old, engine=method.engine, sources=list(method.sources))
             batch = stage.generate(bench.rows, visit=visit, step=1)
             stage.store(bench.rows, batch, step=1)

@@ -1,0 +1,52 @@
+"""The ablation of draft sources: what it compares, and that it refuses to compare different texts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rollout.engines import transformers
+from specrl import ablation
+from specrl.bench import BenchOptions, main
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture
+def small(monkeypatch, tmp_path):
+    """Options of an ablation over eight short rows and two regimes."""
+    monkeypatch.setattr(ablation, "SIZES", (1, 8, 64))
+    monkeypatch.setattr(ablation, "OTHERS", 16)
+    monkeypatch.setattr(ablation, "WINDOWS", (8,))
+    monkeypatch.setattr(ablation, "REGIMES", {"first epoch": None, "little drift": 0.02})
+    options = BenchOptions(rows=8, repeats=1, ablation=True, out=str(tmp_path / "out.json"), drafters=["layers=2"])
+    options.rollout.max_new_tokens = 24
+    return options
+
+
+def test_every_method_is_measured_in_every_regime_and_size(small, capsys):
+    assert main(small) == 0
+    lines = json.loads(Path(small.out).read_text())["lines"]
+    methods = ["plain", "prefix", "+ position", "+ suffix", "+ contexts", "+ layers=2", "window 8"]
+    assert [line["method"] for line in lines] == methods * 4
+    assert [(line["rows"], line["regime"]) for line in lines[:: len(methods)]] == [
+        (1, "first epoch"),
+        (1, "little drift"),
+        (8, "first epoch"),
+        (8, "little drift"),
+    ]
+    found = {(line["rows"], line["regime"], line["method"]): line for line in lines}
+    plain = [line for line in lines if line["method"] == "plain"]
+    assert all(line["reused"] == 0 and line["speedup"] == 1 and line["passes_max"] == 24 for line in plain)
+    assert found[8, "first epoch", "prefix"]["reused"] == 0, "no prompt has an old text"
+    assert found[8, "little drift", "window 8"]["reused"] > 0.5
+    assert all(0 < line["tail_s"] <= line["seconds"] * 1.5 for line in lines)
+    assert "8 rows: speedup over plain decoding" in capsys.readouterr().out
+
+
+def test_other_texts_than_plain_decodings_end_it(small, monkeypatch):
+    monkeypatch.setattr(transformers, "accept_exact", lambda draws, draft: len(draft))
+    with pytest.raises(SystemExit, match="sampled other tokens than plain decoding"):
+        main(small)
