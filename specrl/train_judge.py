@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from specrl.routing import Pair
 
 
+SHUFFLES = 8  # controls: one direction of the hidden space may tell the classes apart by chance
+
+
 @dataclass
 class TrainJudgeConfig(Config):
     out: str = doc("", "directory for the judge and its report")
@@ -156,9 +159,10 @@ def fit_judges(
             f"{len(mined)} mismatches, {int(labels.sum())} of them important, are too few of one kind to learn from. "
             f"Raise dataset.train_size={config.dataset.train_size}, or take a draft that differs more."
         )
-    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(config.seed))
+    generator = torch.Generator().manual_seed(config.seed)
+    shuffles = [labels[torch.randperm(len(labels), generator=generator)] for _ in range(SHUFFLES)]
     judges, areas = [], []
-    for given in (labels, labels[order]):
+    for given in (labels, *shuffles):
         weight, bias, _ = fit_head(features[~held], given[~held], features[held], given[held])
         chances = (features[held] @ weight + bias).sigmoid().tolist()
         threshold = threshold_for_recall(chances, labels[held].tolist(), config.recall)
@@ -168,7 +172,7 @@ def fit_judges(
         "mismatches": len(mined),
         "important": int(labels.sum()),
         "roc_auc": areas[0],
-        "roc_auc_of_shuffled_labels": areas[1],
+        "roc_auc_of_shuffled_labels": areas[1:],
         "threshold": judges[0].threshold,
     }
     return judges[0], judges[1], report
