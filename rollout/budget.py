@@ -103,7 +103,7 @@ class Budget:
         self._seen: dict[Kind, list[float]] = {}
         self._levels = [[0.0, 0.0] for _ in range(_LEVELS)]
         self._yield = [0.0, 0.0]
-        self._idle: Counter[Kind] = Counter()
+        self._idle: Counter[Kind] = Counter()  # passes in which a kind carried nothing, since it last did
         self._idle_model = 0
         self._patience = _PROBE_EVERY
 
@@ -166,6 +166,7 @@ class Budget:
         self._seen = {kind: [_FORGET_ROLLOUT * x for x in seen] for kind, seen in self._seen.items()}
         self._levels = [[_FORGET_LEVEL * x for x in seen] for seen in self._levels]
         self._patience = _PROBE_EVERY
+        self._idle.clear()
 
     # What to draft -----------------------------------------------------------------------------------------------
 
@@ -184,7 +185,7 @@ class Budget:
     def plan(self, kinds: Sequence[Kind], model: bool = False) -> Plan:
         """Draft lengths for the rows of the next pass, and the kinds that a draft model serves better, if there is one.
 
-        A kind that does not pay is probed now and then, so that a bad spell does not last.
+        A kind that does not pay is probed now and then, ever more rarely, so that a bad spell does not last.
         """
         count = Counter(kinds)
         if self.window:
@@ -196,9 +197,9 @@ class Budget:
         if model and count:
             handed, goodput = self._hand_over(count, k, fixed, goodput)
         for kind in count:
-            self._idle[kind] = 0 if k[kind] or kind in handed else self._idle[kind] + 1
-            if self._idle[kind] == _PROBE_EVERY:
-                self._idle[kind], k[kind] = 0, _PROBE_TOKENS
+            self._idle[kind] = idle = 0 if k[kind] or kind in handed else self._idle[kind] + 1
+            if idle >= _PROBE_EVERY and idle & (idle - 1) == 0:  # a power of two: twice as rare each time
+                k[kind] = _PROBE_TOKENS
         return Plan(k, handed, goodput, needed)
 
     def _hand_over(self, count: Mapping[Kind, int], k: Mapping[Kind, int], fixed: float, goodput: float):
