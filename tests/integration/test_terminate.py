@@ -15,7 +15,7 @@ from trainers.checkpoint import newest, step_of
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("algorithm", [{}, {"config": "ppo_math", "trainer__minibatches": 1}], ids=["grpo", "ppo"])
+@pytest.mark.parametrize("algorithm", [{}, {"config": "ppo_math"}], ids=["grpo", "ppo"])
 def test_a_terminated_run_saves_and_resumes_as_the_uninterrupted_one(tmp_path, algorithm):
     whole = run(tmp_path / "whole", trainer__epochs=9, **algorithm)
     long = words(tmp_path, trainer__epochs=40, **algorithm)  # enough to be hit

@@ -12,7 +12,8 @@ from tests.runs import ROOT, policy, run, words
 
 pytestmark = pytest.mark.slow
 OPTIONS = {"rollout__replay": 0.5, "trainer__save_every": 4, "trainer__eval_prompts": 4}
-PPO = {"config": "ppo_math", "trainer__epochs": 2, "trainer__beta": 0.05, "trainer__eval_prompts": 0}
+PPO = {"config": "ppo_math", "trainer__epochs": 2, "trainer__minibatches": 2, "trainer__beta": 0.05}
+PPO |= {"trainer__eval_prompts": 0}
 
 # What each process does: the runs NAME=COMMAND LINE of a JSON file, one after the other; it reports on each what it
 # rolled out and holds at the end.

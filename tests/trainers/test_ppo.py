@@ -26,7 +26,7 @@ slow = pytest.mark.slow
 
 def ppo(folder, prepare=lambda trainer: None, **options) -> Recording:
     """A small PPO run: two optimiser steps in each of its rollouts, 3 rollouts an epoch."""
-    given = {"config": "ppo_math", "rollout__replay": 0.5, "trainer__epochs": 2}
+    given = {"config": "ppo_math", "rollout__replay": 0.5, "trainer__epochs": 2, "trainer__minibatches": 2}
     return run(folder, prepare, **given | options)
 
 
