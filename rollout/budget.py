@@ -19,6 +19,7 @@ _FORGET_ROLLOUT = 0.5
 _FORGET_LEVEL = 0.7  # how sure the draft model must be changes more slowly than what old texts are worth
 _MEMORY = 128  # draft tokens over which the draft model's yield is averaged
 _PROBE_EVERY, _PROBE_TOKENS, _PROBE_ROWS = 32, 2, 4
+_REST = 7  # most passes in a row that nobody is asked about
 _MOST = 0.9999  # no estimate of a probability is trusted further
 _MARGIN = 1.1  # the model must promise that much: rows that advance unevenly leave a longer tail than is estimated
 _LONG = 32  # tokens of the longest chain that is counted on
@@ -104,6 +105,8 @@ class Budget:
         self._levels = [[0.0, 0.0] for _ in range(_LEVELS)]
         self._yield = [0.0, 0.0]
         self._idle: Counter[Kind] = Counter()  # passes in which a kind carried nothing, since it last did
+        self._pause = self._skipped = 0
+        self._needed = 0.0
         self._idle_model = 0
         self._patience = _PROBE_EVERY
 
@@ -113,8 +116,16 @@ class Budget:
         """Estimated probability that one more draft token of a row of this kind is accepted."""
         if kind is None:
             return 0.0
-        accepted, rejected = (seen + p for seen, p in zip(self._seen.get(kind, (0.0, 0.0)), _PRIOR, strict=True))
-        return accepted / (accepted + rejected)
+        (accepted, rejected), weight = self._seen.get(kind, (0.0, 0.0)), sum(_PRIOR)
+        return (accepted + weight * self._expected()) / (accepted + rejected + weight)
+
+    def _expected(self) -> float:
+        """Acceptance of kinds that were not seen yet: what drafts did in general, but never more than the prior says.
+
+        Else each kind would have to fail by itself before useless drafts are left.
+        """
+        accepted, rejected = (sum(column) for column in zip(_PRIOR, *self._seen.values(), strict=True))
+        return min(accepted / (accepted + rejected), _PRIOR[0] / sum(_PRIOR))
 
     def confidence(self, logprob: float) -> float:
         """Estimated probability that a model's draft token is accepted: what became of equally confident ones."""
@@ -167,6 +178,7 @@ class Budget:
         self._levels = [[_FORGET_LEVEL * x for x in seen] for seen in self._levels]
         self._patience = _PROBE_EVERY
         self._idle.clear()
+        self._pause = self._skipped = 0
 
     # What to draft -----------------------------------------------------------------------------------------------
 
@@ -178,9 +190,8 @@ class Budget:
         if self.window:
             return self.window
         best = max(map(self.acceptance, self._seen), default=0.0)
-        unseen = _PRIOR[0] / sum(_PRIOR)
         a, b = self.cost(rows)
-        return max(_PROBE_TOKENS, _length(max(best, unseen), b * rows / (a + b * rows)))
+        return max(_PROBE_TOKENS, _length(max(best, self._expected()), b * rows / (a + b * rows)))
 
     def plan(self, kinds: Sequence[Kind], model: bool = False) -> Plan:
         """Draft lengths for the rows of the next pass, and the kinds that a draft model serves better, if there is one.
@@ -193,14 +204,27 @@ class Budget:
         a, b = self.cost(count.total())
         fixed = a + b * count.total()
         k, goodput = _best({kind: (n, self.acceptance(kind), b) for kind, n in count.items()}, fixed)
-        needed, handed = min(1.0, b * goodput), frozenset()
+        self._needed, handed = min(1.0, b * goodput), frozenset()
         if model and count:
             handed, goodput = self._hand_over(count, k, fixed, goodput)
         for kind in count:
-            self._idle[kind] = idle = 0 if k[kind] or kind in handed else self._idle[kind] + 1
-            if idle >= _PROBE_EVERY and idle & (idle - 1) == 0:  # a power of two: twice as rare each time
+            before = self._idle[kind]
+            self._idle[kind] = idle = 0 if k[kind] or kind in handed else before + 1 + self._skipped
+            if idle >= _PROBE_EVERY and idle.bit_length() > before.bit_length():  # twice as rare each time
                 k[kind] = _PROBE_TOKENS
-        return Plan(k, handed, goodput, needed)
+        return Plan(k, handed, goodput, self._needed)
+
+    def rest(self) -> Plan | None:
+        """The plan of a pass that carries nothing, where nothing has paid lately: asking takes time too. Else None."""
+        if self._skipped == self._pause:
+            return None
+        self._skipped += 1
+        return Plan({}, frozenset(), 0.0, self._needed)
+
+    def observe_plan(self, carried: bool) -> None:
+        """Whether anything rides in the pass that was planned; if not, the next ones may rest, 1, 3 and then 7."""
+        self._pause = 0 if carried else min(2 * self._pause + 1, _REST)
+        self._skipped = 0
 
     def _hand_over(self, count: Mapping[Kind, int], k: Mapping[Kind, int], fixed: float, goodput: float):
         """The kinds that the model drafts for, and the tokens per second of the rows that need it.

@@ -139,12 +139,18 @@ def ask_all(
     Counts the rows that have a guess and carry nothing. Args: contexts: what may serve a row better than its guess;
     model: a draft model may help them.
     """
-    longest = budget.longest(len(rows))
-    for row in rows:
-        row.ask(min(longest, row.room - 1), vocab)
-    plan = budget.plan([row.kind for row in rows], model)
-    for row in rows:
-        row.carry(plan.windows[row.kind], budget, plan.needed, None if budget.window else contexts)
+    plan = None if model else budget.rest()
+    if plan is not None:
+        for row in rows:
+            row.draft, row.carried, row.chain = [], row.source, None
+    else:
+        longest = budget.longest(len(rows))
+        for row in rows:
+            row.ask(min(longest, row.room - 1), vocab)
+        plan = budget.plan([row.kind for row in rows], model)
+        for row in rows:
+            row.carry(plan.windows[row.kind], budget, plan.needed, None if budget.window else contexts)
+        budget.observe_plan(any(row.draft for row in rows))
     paused = [row.kind for row in rows if row.guess and not row.draft and row.kind not in plan.handed]
     stats.paused += len(paused)
     stats.paused_acceptance += sum(map(budget.acceptance, paused))

@@ -374,3 +374,37 @@ def test_no_window_is_longer_than_what_is_asked_for():
         rows = [rng.choice([*kinds, None]) for _ in range(rng.choice([1, 8, 64]))]
         assert max(windows(budget, rows)) <= budget.longest(len(rows))
     assert Budget(7).longest(3) == 7
+
+
+def test_useless_drafts_are_not_believed_again_under_another_name():
+    budget = Budget()
+    unseen = budget.acceptance(("lost", "position"))
+    for _ in range(32):
+        budget.observe_draft(("start", "prefix"), 20, 0)
+    assert budget.acceptance(("lost", "position")) < 0.25 < unseen
+    for _ in range(32):
+        budget.observe_draft(("start", "prefix"), 1000, 1000)
+    assert budget.acceptance(("lost", "position")) == unseen, "good drafts of one kind promise nothing more of another"
+
+
+def test_rests_are_short_and_end_where_something_rides():
+    budget, asked = Budget(), []
+    for i in range(40):
+        if budget.rest() is None:
+            asked.append(i)
+            budget.observe_plan(carried=False)
+    assert asked == [0, 2, 6, 14, 22, 30, 38]
+    while budget.rest():
+        pass
+    budget.observe_plan(carried=True)
+    assert budget.rest() is None
+
+
+def test_probes_come_on_time_although_passes_rest():
+    budget, probes = trained(1.0, 1.0, {"lost": 0.05}), []
+    for i in range(300):
+        if budget.rest() is None:
+            window = budget.plan(["lost"] * 64).windows["lost"]
+            probes += [i] if window else []
+            budget.observe_plan(carried=bool(window))
+    assert [round(math.log2(i + 1)) for i in probes] == [5, 6, 7, 8]
