@@ -313,8 +313,8 @@ def test_control_keys_from_the_cache(plain, tmp_path, monkeypatch):
     """A row's key is remembered with its trajectory instead of derived."""
     request = SpeculativeRollout._request
 
-    def remembered(self, row, key, old, stored) -> Request:
-        return request(self, row, old.key if old else key, old, stored)
+    def remembered(self, row, key, old, *rest) -> Request:
+        return request(self, row, old.key if old else key, old, *rest)
 
     monkeypatch.setattr(SpeculativeRollout, "_request", remembered)
     assert tokens_differ(plain, run(tmp_path, trainer__max_steps=5))
