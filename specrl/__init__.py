@@ -9,6 +9,7 @@ _HOMES = {
     "Config": "specrl.config",
     "EngineSpec": "rollout.engines",
     "Fingerprint": "rollout.cache",
+    "ReuseRollouts": "trainers.hook",
     "RolloutConfig": "rollout.config",
     "Row": "rollout.types",
     "SpeculativeRollout": "rollout.speculative",
