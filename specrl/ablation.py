@@ -31,7 +31,7 @@ _STEPS = {
     "+ suffix": ("prefix", "position", "earlier", "group"),
     "+ contexts": ("prefix", "position", "earlier", "group", "contexts"),
 }
-OTHERS = 256  # responses to other prompts that the context table has learnt when a regime begins
+OTHERS = 512  # responses to other prompts that the context table has learnt: the middle of a first epoch of 128 prompts
 
 
 @dataclass(frozen=True)
