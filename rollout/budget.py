@@ -203,7 +203,7 @@ class Budget:
             return Plan(dict.fromkeys(count, self.window), frozenset(), 0.0)
         a, b = self.cost(count.total())
         fixed = a + b * count.total()
-        k, goodput = _best({kind: (n, self.acceptance(kind), b) for kind, n in count.items()}, fixed)
+        k, goodput = _levelled({kind: (n, self.acceptance(kind), b) for kind, n in count.items()}, fixed)
         self._needed, handed = min(1.0, b * goodput), frozenset()
         if model and count:
             handed, goodput = self._hand_over(count, k, fixed, goodput)
@@ -316,12 +316,31 @@ def _best(groups: Mapping[Kind, tuple[int, float, float]], fixed: float) -> tupl
     """
     k = dict.fromkeys(groups, 0)
     for _ in range(8):
-        emitted = sum(rows * _emitted(p, k[s]) for s, (rows, p, _) in groups.items())
-        goodput = emitted / (fixed + sum(rows * price * k[s] for s, (rows, _, price) in groups.items()))
+        goodput = _goodput(groups, fixed, k)
         previous, k = k, {s: _length(p, price * goodput) for s, (_, p, price) in groups.items()}
         if k == previous:
             break
     return k, goodput
+
+
+def _levelled(groups: Mapping[Kind, tuple[int, float, float]], fixed: float) -> tuple[dict[Kind, int], float]:
+    """One draft length, a power of two, for all rows that `_best` lets carry something; the best one, and its goodput.
+
+    Attention pads the rows of a pass to equal lengths, block by block, so that lengths of their own cost more than they
+    bring: at 64 rows on two cores equal drafts took 0.8x the time for the same number of passes.
+    """
+    own, _ = _best(groups, fixed)
+    levels = [1 << i for i in range(max(own.values(), default=0).bit_length())] or [0]
+    found = [{s: level if k else 0 for s, k in own.items()} for level in levels]
+    goodputs = [_goodput(groups, fixed, k) for k in found]
+    best = max(range(len(found)), key=goodputs.__getitem__)
+    return found[best], goodputs[best]
+
+
+def _goodput(groups: Mapping[Kind, tuple[int, float, float]], fixed: float, k: Mapping[Kind, int]) -> float:
+    """Expected tokens per second of a pass with drafts of `k` tokens."""
+    emitted = sum(rows * _emitted(p, k[s]) for s, (rows, p, _) in groups.items())
+    return emitted / (fixed + sum(rows * price * k[s] for s, (rows, _, price) in groups.items()))
 
 
 def _emitted(p: float, k: int) -> float:
