@@ -90,8 +90,9 @@ class Budget:
     A pass costs a seconds, r for each row and b for each token, fitted to measured passes with forgetting. A draft of k
     tokens whose tokens are each accepted with probability p emits 1 + p + ... + p^k tokens in expectation, p estimated
     per kind. Maximising sum_i emitted_i / (a + sum_i (r + b + c_i k_i)) gives the rule "draft the j-th token of a row
-    while p^j >= c_i * goodput", solved by fixed-point iteration (Dinkelbach). A token of a row's own drafter costs
-    c = b. One of the draft model also costs its share of the model's passes, and `chain` decides it token by token.
+    while p^j >= c_i * goodput", solved by fixed-point iteration (Dinkelbach). It decides which rows carry a draft; all
+    that do carry the same number of tokens, see `_levelled`. A token of a row's own drafter costs c = b. One of the
+    draft model also costs its share of the model's passes, and `chain` decides it token by token.
 
     Args: window: draft tokens per row and pass; 0 decides by goodput.
     """
