@@ -71,7 +71,7 @@ class Collector:
         trainer_config: TrainerConfig,
         seed: int,
     ):
-        self.engine, self._policy, self._accelerator, self._state = engine, policy, accelerator, state
+        self._policy, self._accelerator, self._state = policy, accelerator, state
         self._score, self._render, self._tokenizer, self._probe = score, render, tokenizer, probe
         self._options, self._group_size = trainer_config, rollout_config.group_size
         self._inputs: list[dict] = []
@@ -82,7 +82,6 @@ class Collector:
         self.batch: RolloutBatch | None = None
         self.exact_bits = policy().dtype == torch.float32 and accelerator.device.type == "cpu"
         """Equal passes give equal bits."""
-        self.cotraining = self._cotraining(seed) if trainer_config.drafter.train else None
         self.stage = RolloutStage(
             SpeculativeRollout(engine, cache, rollout_config, seed),
             self._score_tokens,
@@ -90,6 +89,12 @@ class Collector:
             and (rollout_config.top_p, rollout_config.top_k) == (1.0, 0),  # rounding can move the edge of the kept set
             exchange=gather_object if accelerator.num_processes > 1 else lambda entries: entries,
         )
+        self.cotraining = self._cotraining(seed) if trainer_config.drafter.train else None
+
+    @property
+    def engine(self) -> Engine:
+        """What the rollouts come from."""
+        return self.stage.rollout.engine
 
     @property
     def version(self) -> int:
