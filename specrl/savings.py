@@ -9,7 +9,7 @@ from statistics import fmean
 from specrl.monitor import number
 
 CHARGED = {"verify": "verify", "draft": "draft", "look-up": "lookup", "store": "store"}
-STEP_PHASES = ("gen", "reward", "old_log_prob", "ref_log_prob", "sync", "update")
+STEP_PHASES = ("gen", "reward", "old_log_prob", "ref_log_prob", "drafter", "sync", "update")
 CONTROLS = ("control", "reuse_gap")
 PLAIN_PHASE = "prefill and decode"
 EPOCH_END = 1 + 1e-6  # trainers compute the epoch as a quotient, so its whole numbers are inexact
