@@ -115,14 +115,12 @@ def _compare(
     learnt: Sequence[tuple],
     repeats: int,
 ) -> list[Line]:
-    from rollout.drafters.contexts import ContextTable
-
     batches: dict[str, list[RolloutBatch]] = {"plain": [], **{m.name: [] for m in methods}}
     for visit in range(1, repeats + 2):
         plain = None
         for method in methods:
-            if method.engine.contexts is not None:  # it would know the prompts from the last repeat
-                method.engine.contexts = ContextTable()
+            if method.engine.contexts is not None:
+                method.engine.contexts.clear()  # it would know the prompts from the last repeat
                 method.engine.contexts.learn(learnt)
             stage: SpeculativeRollout = bench.rollout(old, engine=method.engine, sources=list(method.sources))
             batch = stage.generate(bench.rows, visit=visit, step=1)

@@ -169,6 +169,8 @@ class Bench:
         self.switch("newer")
         pairs = []
         for _ in range(repeats + 1):
+            if self.engine.contexts is not None:
+                self.engine.contexts.clear()  # it would know the very texts from the last repeat
             rollout = self.rollout(older, replay=replay, useless=useless)
             batch = rollout.generate(self.rows, visit=1, step=1)
             rollout.store(self.rows, batch, step=1)

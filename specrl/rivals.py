@@ -106,6 +106,8 @@ def _of_specrl(bench: Bench, engine, **settings) -> Callable[[], Result]:
     def work() -> Result:
         stage = bench.rollout(bench.old_batch(), engine=engine, **settings)
         engine.reset_cache()
+        if engine.contexts is not None:
+            engine.contexts.clear()  # it would know the very texts from the last repeat
         batch = stage.generate(bench.rows, visit=1, step=1)
         stage.store(bench.rows, batch, step=1)
         done, identical = batch.completions, None

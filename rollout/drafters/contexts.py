@@ -29,6 +29,10 @@ class ContextTable:
 
     def __init__(self, capacity: int = 1 << 17):
         self.capacity = capacity
+        self.clear()
+
+    def clear(self) -> None:
+        """Forgets everything."""
         self._new: list[dict[tuple[int, ...], int]] = [{} for _ in _LENGTHS]  # token << 8 | hits << 4 | misses
         self._old: list[dict[tuple[int, ...], int]] = [{} for _ in _LENGTHS]
         self._right = [0.5] * (len(_LENGTHS) * _RATES * _SIZES)  # guesses of each level that came true, and all

@@ -53,6 +53,16 @@ def test_another_token_takes_over_where_habits_change():
     assert table.next((1, 2, 3))[0] == 5
 
 
+def test_a_cleared_table_is_a_new_one():
+    table = learnt(40, random.Random(0))
+    table.clear()
+    assert len(table) == 0
+    assert table.next((3, 4, 5, 6, 7, 8)) is None
+    assert said_and_was(learnt(60, random.Random(1), table), random.Random(2)) == said_and_was(
+        learnt(60, random.Random(1)), random.Random(2)
+    )
+
+
 def test_large_token_ids_keep_their_counts_apart():
     table = ContextTable()
     for _ in range(30):
