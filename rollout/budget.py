@@ -328,7 +328,7 @@ def _levelled(groups: Mapping[Kind, tuple[int, float, float]], fixed: float) -> 
     """One draft length, a power of two, for all rows that `_best` lets carry something; the best one, and its goodput.
 
     Attention pads the rows of a pass to equal lengths, block by block, so that lengths of their own cost more than they
-    bring: at 64 rows on two cores equal drafts took 0.8x the time for the same number of passes.
+    bring: at 64 rows on two cores equal drafts took 0.8x to 0.9x the time for about as many passes.
     """
     own, _ = _best(groups, fixed)
     levels = [1 << i for i in range(max(own.values(), default=0).bit_length())] or [0]
