@@ -216,8 +216,11 @@ class Budget:
         return Plan(k, handed, goodput, self._needed)
 
     def rest(self) -> Plan | None:
-        """The plan of a pass that carries nothing, where nothing has paid lately: asking takes time too. Else None."""
-        if self._skipped == self._pause:
+        """The plan of a pass that carries nothing, where nothing has paid lately: asking takes time too. Else None.
+
+        A fixed window is always asked for.
+        """
+        if self.window or self._skipped == self._pause:
             return None
         self._skipped += 1
         return Plan({}, frozenset(), 0.0, self._needed)

@@ -1,4 +1,4 @@
-"""What each way of drafting adds: `python -m specrl.bench ablation=true [drafter=DIR]`.
+"""What each way of drafting adds: `python -m specrl.bench ablation=true [drafters=[DIR]]`.
 
 The same rows with the same keys, in turn, by plain decoding and with one more source of drafts at a time, in four
 regimes: a first epoch, in which no prompt has an old text, and later ones after much, some and little drift of the

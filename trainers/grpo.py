@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +35,7 @@ from trainers.reference import ReferenceLogProbs
 if TYPE_CHECKING:
     from datasets import Dataset
     from peft import PeftConfig
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from rollout.cache import TrajectoryCache
 
@@ -88,7 +88,6 @@ class GRPOTrainerWithReuse(GRPOTrainer):
         cache: TrajectoryCache | None,
         rollout_config: RolloutConfig,
         trainer_config: TrainerConfig,
-        callbacks: Sequence[TrainerCallback] = (),
         peft_config: PeftConfig | None = None,
     ):
         check_trl()
@@ -99,7 +98,6 @@ class GRPOTrainerWithReuse(GRPOTrainer):
             args=args,
             train_dataset=train_dataset,
             processing_class=tokenizer,
-            callbacks=list(callbacks),
             peft_config=peft_config,
             rollout_func=self._rollout,
         )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -65,7 +65,6 @@ class PPOTrainer:
         cache: TrajectoryCache | None,
         rollout_config: RolloutConfig,
         trainer_config: TrainerConfig,
-        callbacks: Sequence[TrainerCallback] = (),
         peft_config: PeftConfig | None = None,
     ):
         self.args, self._options, self._group_size = args, trainer_config, rollout_config.group_size
@@ -87,7 +86,7 @@ class PPOTrainer:
             is_local_process_zero=self.accelerator.is_local_main_process,
         )
         self.control, self._beta = TrainerControl(), trainer_config.beta
-        flow = [DefaultFlowCallback, *get_reporting_integration_callbacks(args.report_to), *callbacks]
+        flow = [DefaultFlowCallback, *get_reporting_integration_callbacks(args.report_to)]
         self._callbacks = CallbackHandler(flow, self.policy, tokenizer, self.optimizer, self.scheduler)
         self.engine = make_engine(self.policy)
         self.collector = Collector(

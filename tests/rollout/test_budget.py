@@ -401,6 +401,9 @@ def test_rests_are_short_and_end_where_something_rides():
         pass
     budget.observe_plan(carried=True)
     assert budget.rest() is None
+    fixed = Budget(4)
+    fixed.observe_plan(carried=False)
+    assert fixed.rest() is None, "a fixed window is obeyed in every pass"
 
 
 def test_probes_come_on_time_although_passes_rest():
