@@ -22,7 +22,7 @@ from rollout.types import RolloutError
 
 ATTENTION = "specrl_ragged"
 MATMUL_QUERIES = 64  # few queries: plain matrix products are up to twice as fast as the CPU's fused kernel
-SPLIT = 4096  # padded (query, key) pairs per head that are worth a separate block
+SPLIT = 1 << 15  # padded (query, key) pairs per head that are worth a separate block
 
 
 class RaggedKV:

@@ -144,10 +144,11 @@ def ask_all(
         for row in rows:
             row.draft, row.carried, row.chain = [], row.source, None
     else:
-        longest = budget.longest(len(rows))
+        width = max((row.cached for row in rows), default=0) + 1
+        longest = budget.longest(len(rows), width)
         for row in rows:
             row.ask(min(longest, row.room - 1), vocab)
-        plan = budget.plan([row.kind for row in rows], model)
+        plan = budget.plan([row.kind for row in rows], model, width)
         for row in rows:
             row.carry(plan.windows[row.kind], budget, plan.needed, None if budget.window else contexts)
         budget.observe_plan(any(row.draft for row in rows))

@@ -244,7 +244,7 @@ class TransformersEngine:
                 i += len(draft) + 1
         spent = time.perf_counter() - began
         carrying = sum(map(bool, lengths))
-        self.budget.observe_pass(len(tokens), spent, carrying)
+        self.budget.observe_pass(len(tokens), spent, carrying, layout.width)
         stats.passes += 1
         stats.forward_tokens += len(tokens)
         if len(tokens) > carrying:

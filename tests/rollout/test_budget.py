@@ -268,7 +268,7 @@ def test_the_model_drafts_where_the_best_chain_beats_none(promise, rows):
 
 def test_a_chain_stops_each_row_where_its_own_confidence_ends():
     budget = with_model(5e-3, 5e-5, {}, 0.9)
-    chain = budget.chain([1] * 3, Plan({}, frozenset({None}), goodput=500.0))
+    chain = budget.chain([1] * 3, Plan({}, frozenset({None}), goodput=500.0, token_s=5e-5))
     assert chain.going == [0, 1, 2]
     sure, unsure = math.log(0.999), math.log(0.01)
     for _ in range(1000):
@@ -414,3 +414,20 @@ def test_probes_come_on_time_although_passes_rest():
             probes += [i] if window else []
             budget.observe_plan(carried=bool(window))
     assert [round(math.log2(i + 1)) for i in probes] == [5, 6, 7, 8]
+
+
+def test_tokens_that_attend_to_more_cost_more():
+    """The cost of a long draft late in a response is not that of its beginning."""
+    rng, budget, blind = random.Random(0), Budget(), Budget()
+    for _ in range(60):
+        rows, width, k = rng.randint(2, 64), rng.randint(20, 200), rng.choice([1, 3, 5, 9])
+        seconds = 5e-3 + 1e-4 * rows + (2e-5 + 2e-7 * width) * rows * k
+        budget.observe_pass(rows * k, seconds, rows, width)
+        blind.observe_pass(rows * k, seconds, rows)
+    for width in (20, 200):
+        assert budget.cost(64, width) == pytest.approx((5e-3 + 64e-4, 2e-5 + 2e-7 * width), rel=0.05)
+    assert blind.cost(64)[1] > 1.5 * budget.cost(64, 20)[1]  # control
+
+    budget.observe_draft("agreeing", 1000, 900)
+    early, late = (budget.plan(["agreeing"] * 64, width=width).windows["agreeing"] for width in (20, 200))
+    assert early > late > 0
