@@ -10,8 +10,6 @@ verification, decoding and store. The control rollouts are part of `timing_s/ste
 from __future__ import annotations
 
 import json
-import os
-import platform
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +22,7 @@ from rich.text import Text
 from rollout.config import doc
 from specrl.config import Config, differences, load_saved
 from specrl.config import run as run_command
-from specrl.env import SUPPORTED, gpus, installed
+from specrl.env import ENVIRONMENT_FILE, machine
 from specrl.monitor import METRICS_FILE, RunRecords, load_run, number, to_json
 from specrl.options import ConfigError
 from specrl.plots import draw
@@ -173,16 +171,10 @@ def finished(records: RunRecords, config: Config) -> bool:
     return epoch(records.last) > config.trainer.epochs - 1e-6
 
 
-def environment(run_dir: Path | None = None) -> dict:
-    """CPU, GPUs and versions of a run that keeps them in environment.json, else of this machine."""
-    if run_dir and (kept := run_dir / "environment.json").exists():
-        return json.loads(kept.read_text(encoding="utf-8"))
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    cpu = next((line.partition(": ")[2] for line in lines if line.startswith("model name")), platform.processor())
-    found = {name: installed(name) for name in ("specrl", *SUPPORTED)} | {"python": platform.python_version()}
-    versions = {name: version for name, version in found.items() if version}
-    return {"cpu": cpu, "cores": os.cpu_count(), "gpus": gpus(), "versions": versions}
+def environment(run_dir: Path) -> dict:
+    """CPU, GPUs and versions the run had; those of this machine for a run that kept none."""
+    kept = run_dir / ENVIRONMENT_FILE
+    return json.loads(kept.read_text(encoding="utf-8")) if kept.exists() else machine()
 
 
 def summarise(own: RunRecords, baseline: RunRecords | None) -> tuple[dict, dict[str, list[Saving]]]:

@@ -51,14 +51,17 @@ def records(folder) -> list[dict]:
 
 def test_the_run_directory(finished):
     folder, _ = finished
-    names = ["checkpoints", "completions", "config.yaml", "metrics.jsonl", "model"]
+    names = ["checkpoints", "completions", "config.yaml", "environment.json", "metrics.jsonl", "model"]
     names += ["report.json", "report.md", "report.png", "trajectories"]
     assert sorted(path.name for path in folder.iterdir()) == names
     assert sorted(p.name for p in (folder / "checkpoints").glob("checkpoint-*")) == ["checkpoint-4", "checkpoint-6"]
     assert sorted(p.name for p in (folder / "completions").iterdir()) == ["step_3.parquet", "step_6.parquet"]
     assert (folder / "report.png").read_bytes()[:4] == b"\x89PNG"
     assert "# " in (folder / "report.md").read_text()
-    json.loads((folder / "report.json").read_text())
+    assert (
+        json.loads((folder / "environment.json").read_text())
+        == json.loads((folder / "report.json").read_text())["environment"]
+    )
 
 
 def test_config_yaml_is_the_resolved_config(finished):
