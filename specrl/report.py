@@ -1,6 +1,7 @@
 """What a run saved and learned: report.md, report.json and report.png, from the metrics in its directory.
 
     python -m specrl.report run=DIR [baseline=DIR]
+    python -m specrl.report runs=[DIR,DIR,...]        # side by side, see specrl/compare.py
 
 Two kinds of evidence, never mixed: (a) control steps, whose rows the run itself also rolled out plainly with the same
 keys; (b) a baseline run, matched step by step. All savings are net: `timing_s/gen` includes look-up, drafting,
@@ -51,7 +52,8 @@ NO_PLOT = "report.png was not drawn: matplotlib is missing. Install it with: pip
 class ReportOptions:
     run: str = doc("", "run directory, or the name of a run in outputs")
     baseline: str = doc("", "run directory of the same experiment with rollout.acceptance=off")
-    plots: bool = doc(True, "draw report.png when matplotlib is installed")
+    runs: list[str] = field(default_factory=list, metadata={"help": "two or more runs to compare, instead of run"})
+    plots: bool = doc(True, "draw the picture when matplotlib is installed")
 
 
 @dataclass(frozen=True)
@@ -273,9 +275,14 @@ def _show(value: float | None) -> str:
 
 
 def main(options: ReportOptions) -> int:
-    if not options.run:
-        raise ConfigError("No run given. Write run=DIR.")
-    write_report(options.run, options.baseline or None, options.plots).show()
+    if bool(options.run) == bool(options.runs) or (options.runs and options.baseline):
+        raise ConfigError("Give one of run=DIR, run=DIR baseline=DIR, and runs=[DIR,DIR,...].")
+    if options.runs:
+        from specrl.compare import write_comparison
+
+        write_comparison(options.runs, options.plots).show()
+    else:
+        write_report(options.run, options.baseline or None, options.plots).show()
     return 0
 
 
