@@ -49,9 +49,9 @@ def report(run: str = "") -> str:
     lines += [f"{name:14}{text}" for name, text in _versions()]
     lines += ["", *[f"{name:14}{text}" for name, text in _machine()]]
     directories = package_directories()
-    lines += ["", *[f"{name:14}{_anonymous(str(path or 'not found'))}" for name, path in directories.items()]]
+    lines += ["", *[f"{name:14}{anonymous(str(path or 'not found'))}" for name, path in directories.items()]]
     if run:
-        lines += ["", f"{'run':14}{_anonymous(run)}", f"{'config.yaml':14}{_digest(Path(run) / 'config.yaml')}"]
+        lines += ["", f"{'run':14}{anonymous(run)}", f"{'config.yaml':14}{_digest(Path(run) / 'config.yaml')}"]
     if warning := mixed_roots(directories):
         lines += ["", f"warning: {warning}"]
     return "\n".join(lines)
@@ -161,14 +161,14 @@ def mixed_roots(directories: dict[str, Path | None]) -> str:
     roots = {str(path.parent) if path else "nowhere" for path in directories.values()}
     if len(roots) == 1:
         return ""
-    places = _anonymous(", ".join(sorted(roots)))
+    places = anonymous(", ".join(sorted(roots)))
     return (
         f"the packages come from different places ({places}). PyPI has unrelated packages named `rollout` and "
         "`reward`: uninstall those, and keep one copy of specrl."
     )
 
 
-def _anonymous(text: str) -> str:
+def anonymous(text: str) -> str:
     """Paths without the names of users."""
     return re.sub(r"(/home|/Users|\\Users)[/\\][^/\\, ]+", "~", text.replace(str(Path.home()), "~"))
 

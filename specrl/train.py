@@ -31,6 +31,7 @@ def main(config: Config) -> int:
 
     from reward.base import RewardSet
     from specrl import memory
+    from specrl.card import write_card
     from specrl.data import check_lengths, load_examples
     from specrl.env import ENVIRONMENT_FILE, machine
     from specrl.monitor import Monitor, to_json
@@ -82,7 +83,9 @@ def main(config: Config) -> int:
         if cache is not None:
             cache.try_save(run_dir / "trajectories", trainer.state.global_step, config.rollout.cache.on_write_error)
             cache.close()
-        write_report(run_dir, config.report.baseline or None, plots=config.report.plots).show()
+        report = write_report(run_dir, config.report.baseline or None, plots=config.report.plots)
+        write_card(run_dir, report.summary)
+        report.show()
     trainer.accelerator.wait_for_everyone()  # a process that left early would break the others' connections
     return 0
 

@@ -73,6 +73,13 @@ def test_config_yaml_is_the_resolved_config(finished):
     assert cli.differences(saved, again) == [], "a run directory is a config"
 
 
+def test_the_model_has_a_card(finished):
+    text = (finished[0] / "model" / "README.md").read_text()
+    speedup = json.loads((finished[0] / "report.json").read_text())["measured"]["savings"][-1]["speedup"]
+    for part in ("rollout rule: exact, replay=1", f"{speedup:.2f}x rollout, all these steps", "control steps: 0\n"):
+        assert part in text
+
+
 def test_metrics_have_one_line_per_step_with_every_key(finished):
     lines = records(finished[0])
     trained = [line for line in lines if "loss" in line]
