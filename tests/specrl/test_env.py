@@ -67,6 +67,19 @@ def test_the_table_equals_the_dependencies():
     assert {name: ranges[name] for name in env.SUPPORTED} == env.SUPPORTED
 
 
+def outside(text):
+    """Pins such as torch==2.13.0 that lie outside the supported ranges."""
+    pins = re.findall(r"([\w-]+)(?:\[\w+\])?==([\d.]+)", text)
+    return [name for name, pin in pins if name in env.SUPPORTED and not env.inside(pin, env.SUPPORTED[name])]
+
+
+def test_the_cuda_image_pins_supported_versions():
+    text = (ROOT / "Dockerfile.cuda").read_text()
+    assert all(f"{name}==" in text.replace("[default]", "") for name in env.SUPPORTED if name != "python")
+    assert outside(text) == []
+    assert outside('torch==2.13.0 vllm==0.33.1 "ray[default]==2.5.0"') == ["vllm", "ray"]
+
+
 def test_one_root_is_silent_and_two_are_told():
     one = {name: Path("/a") / name for name in env.PACKAGES}
     assert env.mixed_roots(one) == ""
