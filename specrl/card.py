@@ -94,7 +94,8 @@ def _rollouts(summary: dict) -> list[str]:
     if len(lines) == 1:
         lines.append("- speedup: not measured")
     lines.append(f"- tokens reused from epoch 2 on: {_share(reuse['reused_ratio'])}")
-    lines.append(f"- rows that differed from plain decoding on control steps: {summary['control_mismatches']:.0f}")
+    differing = f"{summary['control_mismatches']:.0f}" if "measured" in summary else "unknown, as there were none"
+    lines.append(f"- rows that differed from plain decoding on control steps: {differing}")
     if reuse["reuse_gap"] is not None:
         lines.append(f"- reuse gap (reward of replayed rows minus fresh ones): {reuse['reuse_gap']:+.3f}")
     return [

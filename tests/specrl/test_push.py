@@ -63,6 +63,7 @@ def test_a_run_without_measurements_claims_nothing():
     bare = {key: value for key, value in SUMMARY.items() if key != "measured"}
     text = card(config(), bare | {"reuse": {"reused_ratio": None, "reuse_gap": None}, "eval": []})
     assert "- speedup: not measured" in text
+    assert "on control steps: unknown" in text
     assert "reuse gap" not in text
     assert "held-out" not in text
 
