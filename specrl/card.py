@@ -11,7 +11,7 @@ from specrl.config import Config, load_saved
 from specrl.data import PRESETS
 from specrl.env import anonymous
 from specrl.options import to_yaml
-from specrl.report import NO_PLOT
+from specrl.report import NO_PLOT, shown
 
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 PLACE = ("name", "output_dir", "resume", "device", "report")  # of this run on this machine; another needs its own
@@ -74,10 +74,10 @@ def _on_hub(name: str) -> bool:
 
 def _learning(summary: dict) -> list[str]:
     reward = summary["reward"]
-    lines = [f"- training reward: {_show(reward['first'])} -> {_show(reward['last'])} ({reward['window']})"]
+    lines = [f"- training reward: {shown(reward['first'])} -> {shown(reward['last'])} ({reward['window']})"]
     held_out = [record["eval/reward"] for record in summary["eval"] if "eval/reward" in record]
     if held_out:
-        lines.append(f"- reward on held-out prompts: {_show(held_out[0])} -> {_show(held_out[-1])}")
+        lines.append(f"- reward on held-out prompts: {shown(held_out[0])} -> {shown(held_out[-1])}")
     return lines + [f"- note: {note}" for note in summary["notes"] if note != NO_PLOT]
 
 
@@ -102,10 +102,6 @@ def _rollouts(summary: dict) -> list[str]:
         *lines,
         f"- machine: {machine['cpu']}, {machine['cores']} cores; GPU: {', '.join(machine['gpus']) or 'none'}",
     ]
-
-
-def _show(value: float | None) -> str:
-    return "unknown" if value is None else f"{value:.3f}"
 
 
 def _share(value: float | None) -> str:

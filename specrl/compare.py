@@ -114,7 +114,7 @@ def _notes(names: Sequence[str], runs: Sequence[RunRecords]) -> list[str]:
             found.append(f"{name} has no readable config.yaml, so what sets it apart is unknown.")
         if differing := total(run.steps, "spec/control_mismatches"):
             found.append(f"{name}: {differing:.0f} row(s) differed from plain decoding on control steps.")
-    given = [values(config) for config in configs if config]
+    given = [values(config) for config in configs] if all(configs) else []
     for key in given[0] if given else ():
         options = [each[key] for each in given]
         if key not in NEUTRAL and any(option != options[0] for option in options):

@@ -78,7 +78,7 @@ class Report:
                 table.add_row(*saving.cells(), style="bold" if saving.phase.startswith("rollout") else None)
             console.print(table, Text(_speedups(savings), style="bold"), "")
         reward = self.summary["reward"]
-        console.print(f"reward: {_show(reward['first'])} -> {_show(reward['last'])} ({reward['window']})")
+        console.print(f"reward: {shown(reward['first'])} -> {shown(reward['last'])} ({reward['window']})")
         for note in self.summary["notes"]:
             console.print(f"note: {note}", style="yellow", markup=False, highlight=False, soft_wrap=True)
         console.print(f"report: {self.files[0]}", markup=False, highlight=False, soft_wrap=True)
@@ -238,12 +238,12 @@ def to_markdown(summary: dict, tables: dict[str, list[Saving]], picture: str) ->
             lines += [f"Estimate, extrapolated from these to all {summary['steps']} steps: {saved:.1f} s saved.", ""]
     lines += [f"Control rollouts took {summary['control_s']:.1f} s, charged to neither side.", ""]
     lines += [*_steps(summary["step_s"], summary["step_speedup"], summary["steps"]), "## Learning", ""]
-    lines += [f"- reward: {_show(reward['first'])} -> {_show(reward['last'])} ({reward['window']})"]
+    lines += [f"- reward: {shown(reward['first'])} -> {shown(reward['last'])} ({reward['window']})"]
     for label, record in zip(("before", "after"), (summary["eval"][:1] + summary["eval"][1:][-1:]), strict=False):
-        values = (f"{key.removeprefix('eval/')} {_show(number(record, key))}" for key in record if key != "step")
+        values = (f"{key.removeprefix('eval/')} {shown(number(record, key))}" for key in record if key != "step")
         lines += [f"- evaluation {label}, at step {record['step']}: {', '.join(values)}"]
     lines += ["", "## Reuse, from epoch 2 on", ""]
-    lines += [f"- {name.replace('_', ' ')}: {_show(value)}" for name, value in reuse.items() if value is not None]
+    lines += [f"- {name.replace('_', ' ')}: {shown(value)}" for name, value in reuse.items() if value is not None]
     lines += ["", "## Trust", "", f"- rollout rule: {summary['rule']}"]
     lines += [f"- rows that differed from plain decoding on control steps: {summary['control_mismatches']:.0f}"]
     lines += [f"- near-ties decided by a canonical pass: {summary['ties']:.0f}", "", "## Machine", ""]
@@ -270,7 +270,8 @@ def _speedups(rows: Sequence[Saving]) -> str:
     return f"Speedup: {'; '.join(ratios)}."
 
 
-def _show(value: float | None) -> str:
+def shown(value: float | None) -> str:
+    """A reward or rate for people."""
     return "unknown" if value is None else f"{value:.3f}"
 
 
