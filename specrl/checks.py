@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Iterator
 from difflib import get_close_matches
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from reward.config import RewardConfig
@@ -55,6 +56,9 @@ LIMITS = {
 }
 """Closed ranges of numbers; every number that is not listed must be 0 or more."""
 
+TRACKERS = ("tensorboard", "trackio", "wandb")
+"""Names of trackers, which are also those of the packages they need."""
+
 
 def problems(config: Config, training: bool = True) -> list[str]:
     """Every rule that the options break. With `training=False` (evaluation) greedy and single responses are legal."""
@@ -67,7 +71,7 @@ def problems(config: Config, training: bool = True) -> list[str]:
     found += [*_lossy_rules(config.rollout, config.trainer), *_router_rules(config, training)]
     found += [*_trainer_rules(config.trainer, config.rollout), *_algorithm_rules(config.trainer)]
     found += _reward_rules(config.reward)
-    return [*found, *_training_rules(config)] if training else found
+    return [*found, *_training_rules(config), *_tracker_rules(config)] if training else found
 
 
 def _range(key: str, value: float) -> Iterator[str]:
@@ -278,6 +282,15 @@ def _algorithm_rules(t: TrainerConfig) -> Iterator[str]:
     if ppo and not t.beta and (t.kl_target or t.kl_penalty != "reward"):
         key = "kl_target" if t.kl_target else "kl_penalty"
         yield f"trainer.{key}={getattr(t, key)} needs a KL weight to begin with. Try trainer.beta=0.05."
+
+
+def _tracker_rules(c: Config) -> Iterator[str]:
+    for name in c.report.trackers:
+        if name not in TRACKERS:
+            near = (get_close_matches(name, TRACKERS, 1, cutoff=0) or TRACKERS)[0]
+            yield f"report.trackers has {name!r}, which is none of {', '.join(TRACKERS)}. Did you mean {near}?"
+        elif find_spec(name) is None:
+            yield f"report.trackers={plain(c.report.trackers)} needs {name}. Install it with: pip install {name}"
 
 
 def _training_rules(c: Config) -> Iterator[str]:

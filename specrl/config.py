@@ -55,7 +55,7 @@ class ReportConfig:
     baseline: str = doc("", "run directory to compare with in the final report; empty compares with the control steps")
     plots: bool = doc(True, "draw report.png when matplotlib is installed")
     trackers: list[str] = field(
-        default_factory=list, metadata={"help": "also log to these, by TRL's names: tensorboard, trackio, wandb ..."}
+        default_factory=list, metadata={"help": "also log every step to these: tensorboard, trackio, wandb"}
     )
 
 

@@ -31,8 +31,10 @@ def main(config: Config) -> int:
 
     from reward.base import RewardSet
     from specrl import memory
+    from specrl.card import write_card
     from specrl.data import check_lengths, load_examples
-    from specrl.monitor import Monitor
+    from specrl.env import ENVIRONMENT_FILE, machine
+    from specrl.monitor import Monitor, to_json
     from specrl.policy import load_policy
     from specrl.report import write_report
     from trainers import checkpoint as checkpoints
@@ -62,6 +64,7 @@ def main(config: Config) -> int:
                 trainer.cotraining.load(checkpoints.drafter(checkpoint))
         if trainer.accelerator.is_main_process:  # one process writes the run directory
             cli.save(config)
+            (run_dir / ENVIRONMENT_FILE).write_text(to_json(machine()) + "\n", encoding="utf-8")
             resumed = checkpoints.step_of(checkpoint) if checkpoint else None
             monitor = closing.enter_context(Monitor(run_dir, steps(config, len(train)), resumed_step=resumed))
             watch(trainer, config, monitor, tokenizer, test, rewards, run_dir)
@@ -80,7 +83,9 @@ def main(config: Config) -> int:
         if cache is not None:
             cache.try_save(run_dir / "trajectories", trainer.state.global_step, config.rollout.cache.on_write_error)
             cache.close()
-        write_report(run_dir, config.report.baseline or None, plots=config.report.plots).show()
+        report = write_report(run_dir, config.report.baseline or None, plots=config.report.plots)
+        write_card(run_dir, report.summary)
+        report.show()
     trainer.accelerator.wait_for_everyone()  # a process that left early would break the others' connections
     return 0
 

@@ -1,5 +1,6 @@
 """The documentation against the code: keys, options, links and paths that exist, examples that run."""
 
+import ast
 import json
 import re
 from pathlib import Path
@@ -54,8 +55,25 @@ def unknown_options(text):
     known = {*options.options(Config), *options.sections(Config)}
     spans = re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL))
     words = [word.partition("=")[0].removesuffix(".*") for span in spans for word in span.split()]
-    named = [word for word in words if re.fullmatch(r"(rollout|trainer|reward|report|dataset|lora)\.[a-z_.]+", word)]
+    sections = "rollout|trainer|reward|report|dataset|lora|cluster"
+    named = [word for word in words if re.fullmatch(rf"({sections})\.(?!md|json|png)[a-z_.]+", word)]
     return [name for name in named if name not in known]
+
+
+def unsaid(text, said):
+    """Messages in the first column of the tables that no string of the code says; `...` stands for what varies."""
+    rows = [cell for cell in re.findall(r"^\| `([^`]+)` \|", text, re.MULTILINE) if " " in cell]
+    return [cell for cell in rows if not all(part.strip() in said for part in cell.split("..."))]
+
+
+def strings(code):
+    """All string constants of a module, those of f-strings too, as one text."""
+    return "\n".join(n.value for n in ast.walk(ast.parse(code)) if isinstance(n, ast.Constant) and type(n.value) is str)
+
+
+def navigation(text):
+    """The pages that mkdocs.yml lists."""
+    return re.findall(r"^  - [^:]+: (\S+\.md)$", text, re.MULTILINE)
 
 
 def blocks(text):
@@ -138,6 +156,20 @@ def test_every_page_is_in_the_index():
         "README.md"
     ]
     assert len(index.splitlines()) <= 20
+
+
+def test_the_site_has_every_page_once():
+    listed = navigation(read(ROOT / "mkdocs.yml"))
+    assert sorted(listed) == sorted(page.name for page in PAGES if page.parent.name == "docs")
+    assert navigation("nav:\n  - Overview: README.md\n  - A b: c.md\nx: y.md") == ["README.md", "c.md"]
+
+
+def test_the_messages_that_troubleshooting_explains_exist():
+    page, said = read(ROOT / "docs" / "troubleshooting.md"), strings(sources())
+    assert len(re.findall(r"^\| `[^`]+ [^`]+` \|", page, re.MULTILINE)) > 15
+    assert unsaid(page, said) == []
+    planted = "| `the disk is hungry` | why |\n| `out of memory with ... rows, cut` | why |"
+    assert unsaid(planted, said) == ["the disk is hungry"]
 
 
 def test_lengths():
