@@ -2,7 +2,7 @@
 
     python benchmarks/soak.py out=DIR steps=400 seed=0 [config=ppo_math key=value ...]
 
-Three runs of `python -m specrl.train`. `quiet` is left alone. `control` has a reward that leaks (faults/leak.py), which
+Three runs of `python -m specrl.train`. `quiet` is left alone. `control` has a reward that leaks (faults/rewards.py), which
 the bounds of soak_checks.py must find. `disturbed` lives under a wall clock that jumps by hours and years
 (faults/sitecustomize.py); every now and then one of FAULTS strikes, and after each death it goes on by resume=auto with
 options of LEGAL changed, after one of ILLEGAL was refused. It must end with the weights of the quiet run, byte for
@@ -63,9 +63,8 @@ LEGAL = {
     "trainer.save_every": ("3", "8"),
 }
 ILLEGAL = {"seed": "99", "trainer.learning_rate": "0.5", "rollout.temperature": "0.7", "rollout.group_size": "2"}
-CONTROL = {"reward.functions": "[leak:leaky]", "reward.isolate_user": "false", "trainer.save_every": "2"}
+CONTROL = {"reward.functions": "[rewards:leaky]", "reward.isolate_user": "false", "trainer.save_every": "2"}
 CONTROL_STEPS = 24
-LIMIT_BYTES = 2**20  # largest file on a full disk: less than the weights
 
 
 @dataclass
@@ -90,8 +89,9 @@ def terminate(life: Life) -> int:
 
 
 def disk_full(life: Life) -> int:
-    """Weights can no longer be written: the run stops at its next checkpoint."""
-    life.process.rlimit(resource.RLIMIT_FSIZE, (LIMIT_BYTES, resource.RLIM_INFINITY))
+    """Weights can no longer be written, as no file may be half as large: the run stops at its next checkpoint."""
+    largest = max(path.stat().st_size for path in (life.run / "checkpoints").rglob("*.safetensors"))
+    life.process.rlimit(resource.RLIMIT_FSIZE, (largest // 2, resource.RLIM_INFINITY))
     return RUN_ERROR
 
 
@@ -183,16 +183,22 @@ class Soak:
         return Life(self.words | {"name": "disturbed", "resume": "auto"} | changes, hostile=True)
 
     def changes(self, before: Life) -> dict[str, str]:
-        """Other options for the next life; first, one that must not change is tried."""
+        """Other options for the next life; now and then, one that must not change is tried first."""
+        if not self.struck["illegal_change"] or self.rng.random() < 0.2:
+            self.refused(before)
+        chosen = {key: self.rng.choice(LEGAL[key]) for key in self.rng.sample(list(LEGAL), 3)}
+        if before.words.get("rollout.acceptance") == "off" != chosen.get("rollout.acceptance"):
+            chosen["rollout.cache.clear"] = "true"  # there is no cache to go on from, and a run wants that said
+        self.note(f"goes on with {chosen}")
+        return chosen
+
+    def refused(self, before: Life) -> None:
         key = self.rng.choice(list(ILLEGAL))
         tried = subprocess.run(command(before.words | {key: ILLEGAL[key]}), capture_output=True, text=True)
         if tried.returncode != USAGE_ERROR or f"other settings than {before.run} began with: {key}" not in tried.stderr:
             self.check([f"{key}={ILLEGAL[key]} was not refused: {tried.returncode} {tried.stderr[-500:]}"])
-        chosen = {key: self.rng.choice(LEGAL[key]) for key in self.rng.sample(list(LEGAL), 3)}
-        if before.words.get("rollout.acceptance") == "off" != chosen.get("rollout.acceptance"):
-            chosen["rollout.cache.clear"] = "true"  # there is no cache to go on from, and a run wants that said
-        self.note(f"{key}={ILLEGAL[key]} is refused; goes on with {chosen}")
-        return chosen
+        self.struck["illegal_change"] += 1
+        self.note(f"{key}={ILLEGAL[key]} is refused")
 
     def run(self) -> int:
         quiet = self.undisturbed("quiet")
