@@ -2,11 +2,12 @@
 
     python benchmarks/soak.py out=DIR steps=400 seed=0 [config=ppo_math key=value ...]
 
-Three runs of `python -m specrl.train`. `quiet` is left alone. `control` has a reward that leaks (faults/rewards.py), which
-the bounds of soak_checks.py must find. `disturbed` lives under a wall clock that jumps by hours and years
+Three runs of `python -m specrl.train`. `quiet` is left alone. `control` has a reward that leaks (faults/rewards.py),
+which the bounds of soak_checks.py must find. `disturbed` lives under a wall clock that jumps by hours and years
 (faults/sitecustomize.py); every now and then one of FAULTS strikes, and after each death it goes on by resume=auto with
-options of LEGAL changed, after one of ILLEGAL was refused. It must end with the weights of the quiet run, byte for
-byte, and with the same record of every step. OUT gets events.log, summary.json and the runs. Exit code 1: a violation.
+options of LEGAL changed, now and then after one of ILLEGAL was refused. It must end with the weights of the quiet run,
+byte for byte, and with the same record of every step. OUT gets events.log, summary.json and the runs. Exit code 1: a
+violation.
 """
 
 from __future__ import annotations

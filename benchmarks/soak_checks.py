@@ -52,18 +52,22 @@ def growth(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
 
 
 def grown(samples: Sequence[Sample]) -> dict[str, tuple[float, float]]:
-    """(growth, most that BOUNDS allow) of every bounded series of one process."""
+    """(growth, most that BOUNDS allow) of every bounded series of one process, from its first checkpoint on.
+
+    Empty when there are too few steps to tell.
+    """
+    samples = [s for s in samples if s.step and s.checkpoint_mb]
+    if len({s.step for s in samples}) < 5:
+        return {}
     rises = {name: growth([(s.step, getattr(s, name)) for s in samples]) for name in BOUNDS}
     return {name: (rise, BOUNDS[name][0] + BOUNDS[name][1] * steps / 100) for name, (rise, steps) in rises.items()}
 
 
 def leaks(samples: Sequence[Sample]) -> list[str]:
-    """Series of one process that grow beyond their bounds. Too few samples to tell are a finding too."""
-    samples = [s for s in samples if s.step and s.checkpoint_mb]
-    if len({s.step for s in samples}) < 5:
-        return [f"{len(samples)} samples with a checkpoint are too few to judge growth"]
-    found = grown(samples).items()
-    return [f"{name} grew by {rise:.2f}, {most:.2f} allowed" for name, (rise, most) in found if rise > most]
+    """Series of one process that grow beyond their bounds, or that cannot be judged."""
+    if not (found := grown(samples)):
+        return ["too few steps were sampled to judge growth"]
+    return [f"{name} grew by {rise:.2f}, {most:.2f} allowed" for name, (rise, most) in found.items() if rise > most]
 
 
 def excesses(samples: Sequence[Sample], quiet: Sequence[Sample], disk_mb: float) -> list[str]:

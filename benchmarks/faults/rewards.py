@@ -11,6 +11,6 @@ def digits(prompt: str, completion: str, answer: str | None) -> float:
 
 
 def leaky(prompt: str, completion: str, answer: str | None) -> float:
-    """As `digits`; every response leaks half a MB and an open file, which a soak must notice."""
-    kept.append((b"x" * 2**19, os.open(os.devnull, os.O_RDONLY)))
+    """As `digits`; every response leaks 2 MB and an open file, which a soak must notice."""
+    kept.append((b"x" * 2**21, os.open(os.devnull, os.O_RDONLY)))
     return digits(prompt, completion, answer)
