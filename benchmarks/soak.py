@@ -6,8 +6,8 @@ Three runs of `python -m specrl.train`. `quiet` is left alone. `control` has a r
 which the bounds of soak_checks.py must find. `disturbed` lives under a wall clock that jumps by hours and years
 (faults/sitecustomize.py); every now and then one of FAULTS strikes, and after each death it goes on by resume=auto with
 options of LEGAL changed, now and then after one of ILLEGAL was refused. It must end with the weights of the quiet run,
-byte for byte, and with the same record of every step. OUT gets events.log, summary.json and the runs. Exit code 1: a
-violation.
+byte for byte, and with the same record of every step. OUT gets events.log, samples.json, summary.json and
+the runs. Exit code 1: a violation.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from specrl import config as cli
 from specrl import options
 from specrl.config import RUN_ERROR, TERMINATED, USAGE_ERROR, Config
 from specrl.monitor import METRICS_FILE, read_records
+from specrl.options import ConfigError
 
 SMALL = {
     "config": "grpo_math",
@@ -215,6 +216,9 @@ class Soak:
         kept = int(self.words.get("trainer.keep_checkpoints", 2)) + 2
         disk_mb = kept * quiet.samples[-1].checkpoint_mb + size_mb(quiet.run) - size_mb(quiet.run / "checkpoints") + 1
         self.check(excesses(samples, quiet.samples, disk_mb))
+        series = {"quiet": quiet.samples, "disturbed": samples}
+        text = json.dumps({name: [vars(sample) for sample in found] for name, found in series.items()})
+        (self.out / "samples.json").write_text(text)
         summary = {
             "command": " ".join(["python", *sys.argv]),
             "steps": self.steps,
@@ -270,6 +274,8 @@ def main(argv: list[str]) -> int:
     own = {key: words.pop(key) for key in ("out", "steps", "every", "faults") if key in words}
 
     def begin(config: SoakConfig) -> int:
+        if Path(config.out).exists():
+            raise ConfigError(f"out={config.out} exists already. Give another directory, or remove it.")
         Path(config.out).mkdir(parents=True)
         return Soak(config, words).run()
 

@@ -52,11 +52,13 @@ def growth(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
 
 
 def grown(samples: Sequence[Sample]) -> dict[str, tuple[float, float]]:
-    """(growth, most that BOUNDS allow) of every bounded series of one process, from its first checkpoint on.
+    """(growth, most that BOUNDS allow) of every bounded series of one process.
 
-    Empty when there are too few steps to tell.
+    It counts from the first checkpoint to the last step but one, after which a process gives back what it held. Empty
+    when there are too few steps to tell.
     """
-    samples = [s for s in samples if s.step and s.checkpoint_mb]
+    last = max((s.step for s in samples), default=0)
+    samples = [s for s in samples if s.checkpoint_mb and s.step < last]
     if len({s.step for s in samples}) < 5:
         return {}
     rises = {name: growth([(s.step, getattr(s, name)) for s in samples]) for name in BOUNDS}
