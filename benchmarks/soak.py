@@ -276,6 +276,8 @@ def main(argv: list[str]) -> int:
     def begin(config: SoakConfig) -> int:
         if Path(config.out).exists():
             raise ConfigError(f"out={config.out} exists already. Give another directory, or remove it.")
+        if unknown := [name for name in config.faults.split(",") if name and name not in FAULTS]:
+            raise ConfigError(f"faults={config.faults}: {unknown[0]!r} is none of {', '.join(FAULTS)}.")
         Path(config.out).mkdir(parents=True)
         return Soak(config, words).run()
 
