@@ -11,7 +11,7 @@ import numpy as np
 BOUNDS = {
     "rss_mb": (30.0, 3.0),
     "workers_mb": (10.0, 3.0),
-    "files": (2.0, 0.0),
+    "files": (8.0, 0.0),
     "threads": (2.0, 0.0),
     "processes": (1.0, 0.0),
     "checkpoint_mb": (0.1, 0.02),
