@@ -106,16 +106,15 @@ def cache_full(life: Life) -> None:
 
 
 def reward_worker_killed(life: Life) -> None:
-    for worker in life.workers("reward.worker"):
-        worker.kill()
+    life.worker("reward.worker").kill()
 
 
 def rollout_worker_killed(life: Life) -> None:
-    life.workers("RolloutWorker")[0].kill()
+    life.worker("RolloutWorker").kill()
 
 
 def rollout_worker_stopped(life: Life) -> None:
-    life.workers("RolloutWorker")[0].suspend()
+    life.worker("RolloutWorker").suspend()
 
 
 FAULTS: dict[str, Callable[[Life], int | None]] = {
@@ -168,7 +167,9 @@ class Soak:
         lives, deck = [self.born({})], []
         while True:
             life, deck = lives[-1], deck or self.rng.sample(self.faults, len(self.faults))
-            target = max(life.step, 1) + round(self.rng.uniform(0.2, 1.8) * self.every)
+            target = max(life.step, int(self.words["trainer.save_every"])) + round(
+                self.rng.uniform(0.2, 1.8) * self.every
+            )
             if target > self.steps - 3 or not life.reaches(target):
                 break
             time.sleep(self.rng.random())

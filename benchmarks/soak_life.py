@@ -79,6 +79,15 @@ class Life:
         children = {child: title(child) for child in self.process.children(recursive=True)}
         return [child for child, name in children.items() if any(kind in name for kind in kinds)]
 
+    def worker(self, kind: str) -> psutil.Process:
+        """A running child of this kind; one that is just being replaced is waited for."""
+        deadline = time.monotonic() + PATIENCE_S
+        while not (found := self.workers(kind)):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"no {kind} among the children for {PATIENCE_S:g} s")
+            time.sleep(0.1)
+        return found[0]
+
     def end(self, due: int) -> Iterator[str]:
         """Waits for the end; gives what is wrong with it: another exit code than is `due`, or processes left behind."""
         self.reaches(sys.maxsize)
