@@ -17,7 +17,7 @@ from specrl.monitor import METRICS_FILE
 from trainers.checkpoint import newest
 
 HOOKS = Path(__file__).parent / "faults"
-SAMPLE_S = 1.0
+SAMPLE_S = 1.0  # longest time between two samples; every step has one too
 PATIENCE_S = 300.0  # a run without a step for so long has hung
 
 
@@ -48,11 +48,12 @@ class Life:
         """Waits until `step` is done, sampling; False when the process ended before."""
         last, changed, looked = -1, time.monotonic(), 0.0
         while self.process.poll() is None:
-            if (now := time.monotonic()) - looked > SAMPLE_S:
+            now, current = time.monotonic(), self.step
+            if current != last or now - looked > SAMPLE_S:
                 looked = now
                 with suppress(psutil.Error, FileNotFoundError):
                     self.samples.append(self.look())
-            if (current := self.step) != last:
+            if current != last:
                 last, changed = current, now
             if last >= step:
                 return True
