@@ -66,7 +66,7 @@ def test_records_are_compared_step_by_step():
 @pytest.mark.slow
 def test_a_short_soak(tmp_path):
     """Deaths, a full disk for the cache, killed reward workers; the leaking control is part of every soak."""
-    words = [f"out={tmp_path / 'out'}", "steps=80", "every=12", f"model={build_policy(tmp_path / 'policy')}"]
+    words = [f"out={tmp_path / 'out'}", "steps=60", "every=7", "seed=5", f"model={build_policy(tmp_path / 'policy')}"]
     words += ["config=ppo_math", "faults=kill,terminate,cache_full,reward_worker_killed", "trainer.save_every=2"]
     words += ["trainer.learning_rate=1e-3"]
     done = subprocess.run([sys.executable, "benchmarks/soak.py", *words], cwd=ROOT, capture_output=True, text=True)
