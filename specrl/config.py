@@ -191,7 +191,7 @@ class Change(NamedTuple):
 
 
 NEUTRAL = re.compile(
-    r"resume|output_dir|device|report\..*"
+    r"resume|output_dir|device|report\..*|cluster\..*"
     r"|rollout\.(cache\..*|budget\..*|rows_per_batch|tokens_per_pass|logits_mb|measure_every)"
     r"|trainer\.(rows_per_pass|gradient_checkpointing|save_.*|keep_.*|eval_.*|log_.*)|reward\.(workers|memory_mb)"
 )
@@ -212,7 +212,7 @@ def _matters(key: str, before: dict[str, Any], after: dict[str, Any]) -> bool:
         return "lenient" in (before[key], after[key])
     if key == "rollout.measure_every":
         return after["rollout.replay"] == "auto"  # whose keys follow from what control steps measure
-    if key == "rollout.drafter":  # drafts decide nothing, routed steps do
+    if key in ("rollout.drafter", "rollout.sources"):  # drafts decide nothing, unless their text stands
         return after["rollout.router.kind"] != "off"
     if key in ("trainer.epochs", "trainer.max_steps"):
         return after["trainer.lr_schedule"] != "constant"

@@ -75,11 +75,13 @@ def main(config: Config) -> int:
             if trainer.accelerator.is_main_process:
                 monitor.note(f"terminated after step {trainer.state.global_step}, which is saved; resume=auto goes on")
             return cli.TERMINATED
-    trainer.save_model(str(run_dir / "model"))
+    with checkpoints.writing(run_dir / "model"):
+        trainer.save_model(str(run_dir / "model"))
     if trainer.accelerator.is_main_process:
-        tokenizer.save_pretrained(run_dir / "model")
-        if trainer.cotraining:
-            trainer.cotraining.drafter.save_pretrained(run_dir / "drafter")
+        with checkpoints.writing(run_dir):
+            tokenizer.save_pretrained(run_dir / "model")
+            if trainer.cotraining:
+                trainer.cotraining.drafter.save_pretrained(run_dir / "drafter")
         if cache is not None:
             cache.try_save(run_dir / "trajectories", trainer.state.global_step, config.rollout.cache.on_write_error)
             cache.close()
@@ -193,6 +195,7 @@ def build_trainer(
     from accelerate import PartialState
 
     from specrl.data import render, to_dataset
+    from trainers.callbacks import ShortHistory
     from trainers.checkpoint import SaveCache
 
     prompts = {example.id: render(example, tokenizer) for example in train}
@@ -228,6 +231,7 @@ def build_trainer(
         peft_config=adapter(config),
     )
     keep = config.trainer.keep_checkpoints
+    trainer.add_callback(ShortHistory())
     trainer.add_callback(SaveCache(cache, config.rollout.cache, keep, trainer.stage.state, trainer.cotraining))
     return trainer
 

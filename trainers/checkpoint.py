@@ -10,15 +10,18 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import TrainerCallback
 
 from rollout.cache import TrajectoryCache
 from rollout.config import CacheConfig
+from rollout.types import RolloutError
 
 if TYPE_CHECKING:
     from trainers.drafter import DrafterTrainer
@@ -55,6 +58,23 @@ def prune(directory: Path, keep: int) -> None:
 def step_of(checkpoint: Path) -> int:
     """The optimiser step a checkpoint was taken after."""
     return int(_STEP.fullmatch(checkpoint.name)[1])
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turns what a full or failing disk raises while `path` is written into one line; torch raises bare RuntimeErrors.
+
+    Raises: RolloutError.
+    """
+    try:
+        yield
+    except RolloutError:
+        raise
+    except (OSError, RuntimeError, SafetensorError) as error:
+        raise RolloutError(
+            f"{path} cannot be written: {error}. Free some space or lower trainer.keep_checkpoints; resume=auto then "
+            "goes on from the newest complete checkpoint"
+        ) from error
 
 
 def trajectories(checkpoint: Path) -> Path:
@@ -100,10 +120,11 @@ class SaveCache(TrainerCallback):
         )
         if self._cache is not None:
             self._cache.close()
-        if self._drafter is not None:
-            self._drafter.save(drafter(checkpoint))
         mark = {"step": state.global_step, "cache": saved, "stage": self._stage()}
-        write_durably(checkpoint / MARKER, json.dumps(mark).encode())
+        with writing(checkpoint):
+            if self._drafter is not None:
+                self._drafter.save(drafter(checkpoint))
+            write_durably(checkpoint / MARKER, json.dumps(mark).encode())
         prune(checkpoint.parent, self._keep)
 
 

@@ -338,11 +338,18 @@ def test_control_steps_matter_where_keys_follow_from_them():
         assert [change.matters for change in config.differences(old, new)] == [matters]
 
 
-def test_another_draft_model_matters_only_where_its_text_stands():
-    routed = ["rollout.router.kind=entropy", "rollout.acceptance=off"]
-    for more, matters in ((routed, True), ([], False)):
-        old, new = (load([*BASE, *more, f"rollout.drafter={drafter}"]) for drafter in ("layers=1", "layers=2"))
-        assert [change.matters for change in config.differences(old, new)] == [matters]
+def test_other_drafts_matter_only_where_their_text_stands():
+    routed = ["rollout.router.kind=entropy", "rollout.acceptance=off", "rollout.drafter=layers=1"]
+    for change in ("rollout.drafter=layers=2", "rollout.sources=[prefix]"):
+        for words, matters in ((routed, True), ([], False)):
+            kept = [word for word in words if word.split("=")[0] != change.split("=")[0]]
+            old, new = load([*BASE, *words]), load([*BASE, *kept, change])
+            assert [change.matters for change in config.differences(old, new)] == [matters]
+
+
+def test_another_number_of_workers_does_not_matter():
+    old, new = load(BASE), load([*BASE, "cluster.num_workers=2", "cluster.task_timeout_s=9"])
+    assert [change.matters for change in config.differences(old, new)] == [False, False]
 
 
 # --- the wrapper of the entry points

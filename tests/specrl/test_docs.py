@@ -188,6 +188,36 @@ def test_the_tests_that_hold_the_guarantees_exist():
     assert [name for name in names if not (ROOT / name).is_file()] == []
 
 
+def unfounded(rows):
+    """Tests that the last cells of table rows name and that do not exist; a bare file is the one last named in full."""
+    full, found = {}, []
+    for row in rows:
+        path = None
+        for name in re.findall(r"`((?:tests/\w+/)?test_\w+(?:\.py)?)`", row.rstrip("| ").rpartition("|")[2]):
+            if name.endswith(".py"):
+                full |= {Path(name).name: name} if "/" in name else {}
+                path = ROOT / full.get(Path(name).name, name)
+                found += [] if path.is_file() else [name]
+            elif not path or not path.is_file() or f"def {name}(" not in read(path):
+                found.append(name)
+        found += [] if path else [row]
+    return found
+
+
+def test_every_fault_has_its_tests():
+    rows = re.findall(r"^\| \d+ \|.*$", read(ROOT / "docs" / "faults.md"), re.MULTILINE)
+    assert sorted(int(row.split("|")[1]) for row in rows) == list(range(1, 37))
+    assert unfounded(rows) == []
+
+
+def test_planted_faults_in_the_fault_table_are_found():
+    row = "| 1 | a | b | `tests/specrl/test_docs.py`: `{}` |"
+    assert unfounded([row.format("test_lengths"), "| 2 | a | b | `test_docs.py`: `test_lengths` |"]) == []
+    assert unfounded([row.format("test_length")]) == ["test_length"]
+    assert unfounded(["| 1 | a | b | `tests/specrl/test_dogs.py` |"]) == ["tests/specrl/test_dogs.py"]
+    assert unfounded(["| 1 | `test_lengths` | b | none |"]) == ["| 1 | `test_lengths` | b | none |"]
+
+
 @pytest.mark.slow
 def test_the_examples_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
