@@ -25,7 +25,7 @@ from rollout.budget import Budget
 from rollout.config import RolloutConfig
 from rollout.drafters.suffix import PromptTexts
 from rollout.engines.base import Sampling, Speculation
-from rollout.engines.vllm_rows import VLLMRow
+from rollout.engines.vllm_rows import BUG, VLLMRow
 from rollout.engines.vllm_step import Step, StepRules, by_law, lift_limit
 from rollout.keyed import KeyedRequest
 from rollout.noise import keyed_draw, process_logits
@@ -68,37 +68,37 @@ class KeyedDrafter:
             draw=keyed_draw if current_platform.is_cpu() else torch.compile(keyed_draw, dynamic=True),
         )
         self._runner: GPUModelRunner | None = None
-        _let_drafters_sample()
 
     def load_model(self, *_) -> None:
         """There is none."""
 
     def propose(self, sampled: list[list[int]], *_, **__) -> list[list[int]]:
-        """The draft of each row's next step; vLLM asks after `sample`."""
+        """The draft of each row's next step."""
+        if self._runner is None:
+            raise RolloutError(f"vLLM asks for drafts, but drew the step itself; {BUG}")
         return self.rules.propose(self._runner, sampled)
 
-    def sample(self, runner: GPUModelRunner, logits: Tensor, metadata, theirs) -> SamplerOutput:
-        """Stands in for the runner's `_sample`, which is `theirs`."""
+    def sample(self, runner: GPUModelRunner, logits: Tensor, metadata) -> SamplerOutput:
+        """Stands in for the runner's `_sample`."""
         if self._runner is None:
             lift_limit(runner)
             self._runner = runner
-        return self.rules.serve(runner, logits, metadata, theirs)
+        return self.rules.serve(runner, logits, metadata)
 
 
-def _let_drafters_sample() -> None:
-    """Runners whose drafter can sample let it; all others do as before."""
-    theirs = GPUModelRunner._sample
-    if hasattr(theirs, "__wrapped__"):
-        return
+_vllm_sample = GPUModelRunner._sample
 
-    @wraps(theirs)
-    def sample(self, logits, metadata):
-        drafter = getattr(self, "drafter", None)
-        if isinstance(drafter, KeyedDrafter):
-            return drafter.sample(self, logits, metadata, theirs)
-        return theirs(self, logits, metadata)
 
-    GPUModelRunner._sample = sample
+@wraps(_vllm_sample)
+def _sample(runner, logits, metadata) -> SamplerOutput:
+    """Runners whose drafter draws let it; all others do as before."""
+    drafter = getattr(runner, "drafter", None)
+    if isinstance(drafter, KeyedDrafter):
+        return drafter.sample(runner, logits, metadata)
+    return _vllm_sample(runner, logits, metadata)
+
+
+GPUModelRunner._sample = _sample
 
 
 @dataclass(kw_only=True)
@@ -115,10 +115,10 @@ class ServedRules(StepRules):
         if name not in self._rows:
             if not any(self._rows.values()):
                 self.budget.next_rollout()  # the server was idle: weights may have changed
-            self._rows[name] = self._open(runner.requests[name])
+            self._rows[name] = self._open(runner.requests[name], runner.max_model_len)
         return self._rows[name]
 
-    def _open(self, state) -> VLLMRow | None:
+    def _open(self, state, context: int) -> VLLMRow | None:
         params = state.sampling_params
         keyed = KeyedRequest.read(params and params.extra_args)
         if keyed is None:
@@ -126,26 +126,26 @@ class ServedRules(StepRules):
         refuse_unknown_law(params)
         n, prompt = keyed.prompt_tokens, state.prompt_token_ids
         ends = {*(params.stop_token_ids or ()), params.eos_token_id} - {None}
-        request = Request(prompt[:n], keyed.key, params.max_tokens + len(prompt) - n, keyed.drafter(self._groups))
+        cap = min(len(prompt) + params.max_tokens, context) - n
+        request = Request(prompt[:n], keyed.key, cap, keyed.drafter(self._groups))
         law = Sampling(frozenset(ends), params.temperature, max(params.top_k, 0), params.top_p)
         return VLLMRow(request, tokens=[*prompt[n:], *state.output_token_ids], sampling=law)
 
-    def serve(self, runner, logits: Tensor, metadata, theirs) -> SamplerOutput:
-        """The next tokens of all rows of a step, those without a key drawn by `theirs`, vLLM's own sampler."""
+    def serve(self, runner, logits: Tensor, metadata) -> SamplerOutput:
+        """The next tokens of all rows of a step, those without a key drawn by vLLM's own sampler."""
         for gone in self._rows.keys() - runner.requests.keys():
             del self._rows[gone]
         names, self._step = runner.input_batch.req_ids, Step()
         counts = metadata.num_draft_tokens if metadata else [0] * len(names)
-        known = [self.row(runner, name) for name in names]
-        own = self._end_late(runner, logits, counts, known)
+        rows = [self.row(runner, name) for name in names]
+        own = self._end_late(runner, logits, counts, rows)
         output = self.sample(runner, own, metadata)
-        most = runner.input_batch.sampling_metadata.max_num_logprobs
-        if most is not None:
-            laws = [row.sampling if row else Sampling(frozenset()) for row in known]
-            output.logprobs_tensors = self._logprobs(runner.sampler, own, counts, laws, output.sampled_token_ids, most)
-        others = [i for i, row in enumerate(known) if row is None]
+        if (most := runner.input_batch.sampling_metadata.max_num_logprobs) is not None:
+            tokens = output.sampled_token_ids
+            output.logprobs_tensors = self._logprobs(runner.sampler, own, counts, rows, tokens, most)
+        others = [i for i, row in enumerate(rows) if row is None]
         if others:  # last, as vLLM works on the logits in place
-            _take(output, theirs(runner, logits, metadata), others)
+            _take(output, _vllm_sample(runner, logits, metadata), others)
         if self._waiting_since is not None:
             self.budget.observe_pass(self._step.tokens, time.perf_counter() - self._waiting_since)
         return output
@@ -170,15 +170,14 @@ class ServedRules(StepRules):
             return logits
         return logits.index_put(tuple(torch.tensor(places, device=logits.device).T), logits.new_tensor(-torch.inf))
 
-    def _logprobs(self, sampler, logits: Tensor, counts, laws: list[Sampling], tokens: Tensor, most: int):
-        """What vLLM reports beside the tokens [rows, width]: log-probs of each and of the `most` likeliest, its way."""
-        firsts = torch.tensor([0, *(count + 1 for count in counts[:-1])]).cumsum(0)
-        index = firsts[:, None] + torch.arange(tokens.shape[1])
-        index = index.flatten().clamp(max=len(logits) - 1).to(logits.device)  # past a row's end: dropped by vLLM
+    def _logprobs(self, sampler, logits: Tensor, counts, rows, tokens: Tensor, most: int) -> LogprobsTensors:
+        """What vLLM reports with tokens [rows, width]: log-probs of each and of the `most` likeliest, in its mode."""
+        width, firsts = tokens.shape[1], torch.tensor([0, *(count + 1 for count in counts[:-1])]).cumsum(0)
+        index = (firsts[:, None] + torch.arange(width)).flatten()
+        index = index.clamp(max=len(logits) - 1).to(logits.device)  # places past a row's end: vLLM drops them
+        laws = [row.sampling if row else Sampling(frozenset()) for row in rows for _ in range(width)]
         tokens, parts, order = tokens.flatten().clamp(min=0).long(), [], []
-        for law, chosen in by_law(
-            [law for law in laws for _ in range(len(tokens) // len(laws))], self.scores_per_chunk
-        ):
+        for law, chosen in by_law(laws, self.scores_per_chunk):
             order += chosen
             values = logits[index[chosen]].float()
             if sampler.logprobs_mode.startswith("processed"):

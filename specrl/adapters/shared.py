@@ -10,7 +10,7 @@ from specrl.adapters.base import ReuseSession, Ticket
 
 
 class SharedSession:
-    """The job's session, in an actor of its own; the first process to ask makes it, with its options.
+    """The job's session, in an actor of its own. The first process to ask makes it, with its options, and ends it.
 
     Args: options: those of ReuseSession.
     """
