@@ -23,7 +23,7 @@ class KeyedRequest:
     prompt_tokens: int
     """Tokens of the prompt. What the server gets beyond them is the response's beginning: a request that was cut off
     and sent again with its text so far draws on as if nothing had happened."""
-    group: str = ""
+    group: str
     """Requests of one group are drawn from one prompt, and draft from each other's texts."""
     texts: tuple[tuple[int, ...], ...] = ()
     """Earlier responses to the prompt, the newest first."""
