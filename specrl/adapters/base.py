@@ -63,7 +63,7 @@ class ReuseSession:
             slot: place in the prompt's group. If it is given out already, as when a prompt occurs twice in a batch, the
                 next free one is taken.
         """
-        prompt = list(prompt)
+        prompt = [int(token) for token in prompt]
         example_id = hashlib.blake2b(repr(prompt).encode(), digest_size=16).hexdigest()
         if visit is None:
             visit, slot = self._count(example_id)

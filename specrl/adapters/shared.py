@@ -10,9 +10,9 @@ from specrl.adapters.base import ReuseSession, Ticket
 
 
 class SharedSession:
-    """The job's session, in an actor of its own. The first process to ask makes it, with its options, and ends it.
+    """The job's session, in an actor of its own that the first process to ask makes; it ends with that process.
 
-    Args: options: those of ReuseSession.
+    Args: options: those of ReuseSession; the first process's count.
     """
 
     def __init__(self, name: str = "specrl-reuse", **options):
