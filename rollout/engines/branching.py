@@ -1,4 +1,4 @@
-"""Draft trees of the transformers engine: which further branches ride beside a row's draft, and what becomes of them."""
+"""Draft trees of the transformers engine: which further branches ride beside a row's draft."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Branching:
     def grow(self, rows: Sequence[Row], plan: Plan) -> None:
         """Turns drafts into trees where further branches pay.
 
-        A row that carries nothing gets none, as its draft is the likelier; nor does one whose draft a model may replace.
+        A row that carries nothing gets none: its draft is likelier. Nor does one whose draft a model may replace.
         """
         for row in rows:
             row.parents, further = None, self.chance(row, True)
