@@ -54,9 +54,9 @@ class PromptTexts:
         return 0, 0, 0
 
     def places(self, tokens: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """All (text, position) behind suffixes of `tokens`, those of the longest first, the most recent first of these.
+        """All (text, position) behind suffixes of `tokens`: longest suffix first, and of each the most recent first.
 
-        Where a suffix was seen before its last place is kept from the first call on: a further entry a suffix.
+        The table keeps earlier places from the first call on, which doubles its size.
         """
         if self._before is None:
             self._before = {}

@@ -33,7 +33,7 @@ class Branching:
         self._seen: dict[tuple[State, str, bool], list[float]] = {}
 
     def chance(self, row: Row, further: bool) -> float:
-        """Estimated probability that the draw is the first token behind the one before, or a certain further one."""
+        """Estimated probability that the first token behind an accepted one is the draw, or a certain further one."""
         seen = self._seen.get((row.state, row.carried, further), (0.0, 0.0))
         accepted, rejected = (x + prior for x, prior in zip(seen, _PRIOR[further], strict=True))
         return accepted / (accepted + rejected)

@@ -272,8 +272,10 @@ class TransformersEngine:
         else:
             self._break_ties(row, draft, draws, logp, gaps, stats)
             path = _accepted(row, draft, draws)
-            taken, n = [0, *(node + 1 for node in path)], len(path)
-            emitted, logprobs = [draws[i] for i in taken], [logp[i] for i in taken]
+            if row.parents is not None:
+                draws, logp = ([column[0], *(column[node + 1] for node in path)] for column in (draws, logp))
+            n = len(path)
+            emitted, logprobs = draws[: n + 1], logp[: n + 1]
             behaviour = logprobs
         count = row.emit(emitted, logprobs, behaviour, n, self.sampling.eos_ids)
         stats.count(row.carried, len(draft), min(n, count))
