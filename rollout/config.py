@@ -30,6 +30,7 @@ class CacheConfig:
 @dataclass
 class BudgetConfig:
     window: int = doc(0, "draft tokens a row carries in one pass; 0 decides from measured costs and acceptance")
+    branches: int = doc(1, "most continuations of a row verified together, as a tree, where this pays; 1 is one path")
 
 
 @dataclass

@@ -22,6 +22,25 @@ def accept_exact(draws: Sequence[int], draft: Sequence[int]) -> int:
     return n
 
 
+def accept_tree(draws: Sequence[int], tokens: Sequence[int], parents: Sequence[int]) -> list[int]:
+    """Accepted nodes of a draft tree under the exact rule, from the root down: the child that is the draw, if any.
+
+    `draws[0]` is the keyed draw behind the text and `draws[i + 1]` the one behind node i, given the text and the path
+    to it; `tokens` and `parents` are as in rollout/tree.py. A draw depends on its own path only, so the draws along the
+    accepted path and the one behind it are what plain decoding emits, whatever the other branches hold. A chain is the
+    tree with parents -1, 0, 1, ..., of which this accepts the first `accept_exact(draws, tokens)` nodes.
+
+    The chance to go on from a node is the policy's mass on its children: for candidates that are given rather than
+    drawn this is the optimum of multi-draft verification (SpecTr, arXiv 2310.15141), so no rule accepts more.
+    """
+    path, at = [], -1
+    for i, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
+        if parent == at and token == draws[at + 1]:
+            path.append(i)
+            at = i
+    return path
+
+
 def accept_judged(draws: Sequence[int], draft: Sequence[int], unimportant: Collection[int]) -> int:
     """Accepted draft tokens when a mismatch also stands where a judge calls it unimportant.
 

@@ -27,6 +27,7 @@ LIMITS = {
     "rollout.tokens_per_pass": (1, math.inf),
     "rollout.logits_mb": (1, math.inf),
     "rollout.cache.max_mb": (1, math.inf),
+    "rollout.budget.branches": (1, math.inf),
     "rollout.router.max_step_tokens": (1, math.inf),
     "trainer.prompts_per_step": (1, math.inf),
     "trainer.updates_per_rollout": (1, math.inf),
@@ -133,6 +134,12 @@ def _drafter_rules(r: RolloutConfig) -> Iterator[str]:
         yield (
             f"rollout.drafter={r.drafter} works with rollout.engine=transformers only. "
             "Leave it out, or take rollout.engine=transformers."
+        )
+    if r.budget.branches > 1 and (r.engine != "transformers" or r.acceptance == "lenient"):
+        why = "rollout.acceptance=lenient" if r.engine == "transformers" else f"rollout.engine={r.engine}"
+        yield (
+            f"rollout.budget.branches={r.budget.branches} has no effect with {why}, which verifies one path only. "
+            "Try rollout.budget.branches=1, or rollout.engine=transformers rollout.acceptance=exact."
         )
 
 

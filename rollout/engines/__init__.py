@@ -76,9 +76,8 @@ def build_engine(spec: EngineSpec, model: Module | None = None, scorer: Scorer |
         router, step_end = build_router(config.router, spec, policy, drafter, scorer)
         return RoutedEngine(policy, sampling, draft=drafter, router=router, step_end=step_end, **bounds)
     contexts = speculation.rule == "exact" and "contexts" in config.sources
-    return TransformersEngine(
-        policy, sampling, speculation, window=config.budget.window, drafter=drafter, contexts=contexts, **bounds
-    )
+    budget = {"window": config.budget.window, "branches": config.budget.branches}
+    return TransformersEngine(policy, sampling, speculation, drafter=drafter, contexts=contexts, **budget, **bounds)
 
 
 def load_drafter(spec: EngineSpec, policy: Module) -> Module:

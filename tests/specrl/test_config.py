@@ -36,7 +36,7 @@ rollout.engine rollout.acceptance rollout.replay rollout.replay_gap rollout.leni
 rollout.temperature rollout.top_p rollout.top_k rollout.max_new_tokens rollout.sources rollout.drafter
 rollout.rows_per_batch rollout.tokens_per_pass rollout.logits_mb rollout.tie_margin rollout.measure_every
 rollout.cache.max_mb rollout.cache.start_from rollout.cache.clear rollout.cache.on_write_error
-rollout.budget.window
+rollout.budget.window rollout.budget.branches
 rollout.router.kind rollout.router.path rollout.router.threshold rollout.router.separators
 rollout.router.max_step_tokens rollout.router.uncorrected
 rollout.vllm.runner rollout.vllm.draft_tokens rollout.vllm.kv_cache_mb rollout.vllm.memory_utilization
