@@ -17,6 +17,10 @@ SOURCES = ("prefix", "position", "earlier", "group", "contexts")
 prompt's stored texts; what the rows of the prompt have emitted in this rollout; the texts of all prompts."""
 
 
+OWN_SOURCES = SOURCES[:2]
+"""Those that draft the token which the slot's old text has at the same position."""
+
+
 @dataclass
 class CacheConfig:
     max_mb: int = doc(512, "memory bound of stored trajectories in MB (2^20 bytes); the least recently used go first")
@@ -88,8 +92,10 @@ class ClusterConfig:
 @dataclass
 class RolloutConfig:
     engine: Literal["transformers", "vllm"] = doc("transformers", "inference engine")
-    acceptance: Literal["exact", "lenient", "off"] = doc(
-        "exact", "exact: bit-identical to plain decoding; lenient: SPEC-RL as published, biased; off: plain decoding"
+    acceptance: Literal["exact", "lenient", "judged", "off"] = doc(
+        "exact",
+        "exact: bit-identical to plain decoding; lenient: SPEC-RL as published, biased; judged: old text also stands "
+        "where the judge of rollout.router allows, lossy; off: plain decoding",
     )
     replay: float | Literal["auto"] = doc(
         0.0,

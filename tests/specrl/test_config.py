@@ -327,7 +327,14 @@ def test_differences_tell_what_changes_the_meaning_of_a_run():
     assert config.differences(old, load([*BASE, "trainer.lr_schedule=constant"])) == []
 
 
-@pytest.mark.parametrize("words", ["rollout.acceptance=lenient", "trainer.lr_schedule=cosine trainer.epochs=9"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        "rollout.acceptance=lenient",
+        "rollout.acceptance=judged rollout.router.kind=judge rollout.router.path=x",
+        "trainer.lr_schedule=cosine trainer.epochs=9",
+    ],
+)
 def test_differences_that_matter_only_in_context(words):
     assert all(change.matters for change in config.differences(load([*BASE]), load([*BASE, *words.split()])))
 
@@ -342,6 +349,13 @@ def test_another_draft_model_matters_only_where_its_text_stands():
     routed = ["rollout.router.kind=entropy", "rollout.acceptance=off"]
     for more, matters in ((routed, True), ([], False)):
         old, new = (load([*BASE, *more, f"rollout.drafter={drafter}"]) for drafter in ("layers=1", "layers=2"))
+        assert [change.matters for change in config.differences(old, new)] == [matters]
+
+
+def test_another_draft_length_matters_only_where_old_text_is_judged():
+    judged = ["rollout.acceptance=judged", "rollout.router.kind=judge", "rollout.router.path=x"]
+    for more, matters in ((judged, True), ([], False)):
+        old, new = (load([*BASE, *more, f"rollout.budget.window={window}"]) for window in (4, 8))
         assert [change.matters for change in config.differences(old, new)] == [matters]
 
 
