@@ -53,6 +53,9 @@ class RouterConfig:
         default_factory=lambda: ["\\n\\n"], metadata={"help": "texts that end a reasoning step; \\n is a newline"}
     )
     max_step_tokens: int = doc(128, "a draft step longer than this is a runaway, which the policy writes")
+    refit_every: int = doc(
+        0, "with acceptance=judged: rollouts between two refits of the judge to what old texts and policy differ in now"
+    )
     uncorrected: bool = doc(False, "allow training on routed tokens without a correction, as if they were on-policy")
 
     @property

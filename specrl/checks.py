@@ -163,6 +163,11 @@ def _router_rules(c: Config, training: bool) -> Iterator[str]:
             "Try rollout.router.kind=judge, or rollout.acceptance=exact."
         )
         return
+    if router.refit_every and r.acceptance != "judged":
+        yield (
+            f"rollout.router.refit_every={router.refit_every} has no effect with rollout.acceptance={r.acceptance}: "
+            "the judge learns from old texts. Leave it out, or take rollout.acceptance=judged."
+        )
     if router.kind == "off":
         return
     given = f"rollout.router.kind={router.kind}"

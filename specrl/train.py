@@ -60,6 +60,8 @@ def main(config: Config) -> int:
             trainer.stage.restore(checkpoints.stage_state(checkpoint))
             if trainer.cotraining:
                 trainer.cotraining.load(checkpoints.drafter(checkpoint))
+            if trainer.refit:
+                trainer.refit.load(checkpoints.judge(checkpoint))
         if trainer.accelerator.is_main_process:  # one process writes the run directory
             cli.save(config)
             resumed = checkpoints.step_of(checkpoint) if checkpoint else None
@@ -223,7 +225,8 @@ def build_trainer(
         peft_config=adapter(config),
     )
     keep = config.trainer.keep_checkpoints
-    trainer.add_callback(SaveCache(cache, config.rollout.cache, keep, trainer.stage.state, trainer.cotraining))
+    learners = (trainer.cotraining, trainer.refit)
+    trainer.add_callback(SaveCache(cache, config.rollout.cache, keep, trainer.stage.state, *learners))
     return trainer
 
 

@@ -38,7 +38,7 @@ rollout.rows_per_batch rollout.tokens_per_pass rollout.logits_mb rollout.tie_mar
 rollout.cache.max_mb rollout.cache.start_from rollout.cache.clear rollout.cache.on_write_error
 rollout.budget.window
 rollout.router.kind rollout.router.path rollout.router.threshold rollout.router.separators
-rollout.router.max_step_tokens rollout.router.uncorrected
+rollout.router.max_step_tokens rollout.router.refit_every rollout.router.uncorrected
 rollout.vllm.runner rollout.vllm.draft_tokens rollout.vllm.kv_cache_mb rollout.vllm.memory_utilization
 rollout.vllm.tensor_parallel rollout.vllm.compile rollout.vllm.sleep
 trainer.algorithm trainer.advantage trainer.learning_rate trainer.lr_schedule trainer.warmup_steps trainer.epochs
