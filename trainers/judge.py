@@ -101,10 +101,6 @@ class FittedHead:
     threshold: float
     roc_auc: float
 
-    def chances(self, hidden: Tensor) -> list[float]:
-        """That each mismatch [N, H] is important."""
-        return (hidden @ self.weight + self.bias).sigmoid().tolist()
-
 
 def fit_judge(labels: Labels, recall: float) -> FittedHead | None:
     """A head whose threshold catches a share of `recall` of the important mismatches of held-out problems.
