@@ -40,8 +40,8 @@ class BudgetConfig:
 class RouterConfig:
     kind: Literal["off", "entropy", "rsd", "arbitrage", "judge", "kl"] = doc(
         "off",
-        "what text of rollout.drafter stands: steps a router does not escalate (entropy, rsd, arbitrage), or tokens "
-        "beside the policy's draws that a judge allows (judge, kl); lossy",
+        "what text of rollout.drafter, or old text with acceptance=judged, stands: steps a router does not escalate "
+        "(entropy, rsd, arbitrage), or tokens beside the policy's draws that a judge allows (judge, kl); lossy",
     )
     path: str = doc("", "directory of the learned router (arbitrage) or judge, or the process reward model (rsd)")
     threshold: float = doc(
