@@ -142,17 +142,12 @@ class JudgedEngine(TransformersEngine):
 
     def _judge(self, chains: list[_Chain], fed: dict[int, Fed], stats: EngineStats) -> list[set[int]]:
         """Positions of each row's draft that may stand whatever the draw."""
-        places, tokens = [], []
-        for i, chain in enumerate(chains):
+        standing: list[set[int]] = []
+        for i, chain in enumerate(chains):  # the laws of a whole batch would not fit the memory
             known = [j for j, logprob in enumerate(chain.logprobs) if logprob == logprob]
-            places += [(i, j) for j in known]
-            tokens += self._seen(chain, fed[i], known) if known else []
-        verdicts, faults = judged(self.judge, tokens)
-        stats.route_faults += faults
-        standing: list[set[int]] = [set() for _ in chains]
-        for (i, j), stands in zip(places, verdicts, strict=True):
-            if stands:
-                standing[i].add(j)
+            verdicts, faults = judged(self.judge, self._seen(chain, fed[i], known) if known else [])
+            stats.route_faults += faults
+            standing.append({j for j, stands in zip(known, verdicts, strict=True) if stands})
         return standing
 
     def _seen(self, chain: _Chain, fed: Fed, places: list[int]) -> list[DraftToken]:
