@@ -179,7 +179,7 @@ def test_interpolation_and_its_escape(monkeypatch):
         ([*BASE, "trust_remote_code=maybe"], "trust_remote_code=maybe: expected true or false."),
         (
             [*BASE, "rollout.acceptance=exat"],
-            "rollout.acceptance=exat: expected one of exact, lenient, off. Did you mean 'exact'?",
+            "rollout.acceptance=exat: expected one of exact, lenient, judged, off. Did you mean 'exact'?",
         ),
         ([*BASE, "report.trackers=wandb"], "report.trackers=wandb: expected a list. Try report.trackers=[wandb]."),
         ([*BASE, "reward.weights=[[1]]"], "reward.weights=[[1]]: expected a list."),
@@ -263,7 +263,7 @@ def test_entry_points_are_the_modules_that_can_be_run():
 
 def test_help_on_a_section_shows_key_default_type_and_doc():
     text = load(["help=rollout"])
-    assert "rollout.acceptance = exact    (exact | lenient | off)\n    exact: bit-identical" in text
+    assert "rollout.acceptance = exact    (exact | lenient | judged | off)\n    exact: bit-identical" in text
     assert "rollout.cache.max_mb = " in text
     assert "trainer." not in text.replace("the trainer", "")
     assert load(["help=rollout.group_size"]).startswith("rollout.group_size = 8    (int)\n")
