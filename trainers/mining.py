@@ -50,8 +50,10 @@ class Miner:
 
         Args: problems: number of each prompt's problem, which prompts may share; most: mismatches tried per row.
         """
-        done, _ = self._engine.generate([Request(prompt, 0, self._cap) for prompt in prompts])
-        own = [c.tokens for c in done]
+        distinct = list(dict.fromkeys(map(tuple, prompts)))
+        done, _ = self._engine.generate([Request(prompt, 0, self._cap) for prompt in distinct])
+        greedy = {prompt: c.tokens for prompt, c in zip(distinct, done, strict=True)}
+        own = [greedy[tuple(prompt)] for prompt in prompts]
         right = [bool(value) for value in score(range(len(prompts)), own)]
 
         def answer(i: int, text: Text) -> float | None:
