@@ -1,9 +1,10 @@
 """What a judge of old texts gains where wording is free: `python benchmarks/judges.py work=DIR out=FILE [to=MODEL]`.
 
-The embedded policy writes one text for each problem, so it is first taught to word them freely; GRPO then moves
-it (exact verification, three epochs). The judge is mined from the texts that this run stored, under the policy it ended
-with. It is measured on held-out problems, on texts of the policy one epoch earlier. Passes, tokens and rewards are
-counted, so the machine does not matter. `work` keeps the two models, and a second call uses them.
+The embedded policy writes one text for each problem, so it is first taught to word them freely; GRPO then moves it
+(exact verification, three epochs). The judge is mined from the texts that this run stored, under the policy it ended
+with. It is measured on held-out problems: on texts of the policy one epoch earlier, and of a blurred copy of the policy,
+which is much worse. Passes, tokens and rewards are counted, so the machine does not matter. `work` keeps the two models,
+and a second call uses them.
 """
 
 from __future__ import annotations
@@ -38,8 +39,10 @@ RUN = [
     "report.plots=false",
 ]
 AN_EPOCH_EARLIER = "checkpoints/checkpoint-32"
-TEST_PROBLEMS, TEXTS = 256, 4
-RECALLS = (0.99, 0.95, 0.9, 0.8)
+TEST_PROBLEMS, TEXTS = 256, 3
+MINED_PROBLEMS = 128  # of them, for the ROC
+RECALL = 0.99
+BLUR = 0.4  # of the worse policy
 MISMATCHES = 16
 
 
@@ -168,40 +171,57 @@ def texts_of(old, examples: Sequence, count: int) -> list:
 
 
 def judged(work: Path, rewards) -> dict:
-    """The judge of the run's stored texts: its ROC, and what it gains on texts of an epoch earlier."""
+    """The judge of the run's stored texts: its ROC, and what it gains on texts of two older policies."""
     from rollout.routers.judge import JudgeHead
     from specrl.data import load_examples
-    from specrl.judging import collect_stored, compare, read_cache, score, stored_requests
+    from specrl.judging import collect_stored, read_cache
+    from specrl.tiny import blur
     from trainers.judge import fit_judge, roc_auc
 
     run = prepare(work)
     sizes = {"dataset__train_size": 64, "dataset__test_size": TEST_PROBLEMS, "rollout__max_new_tokens": CAP}
-    new = policy(str(run / "model"), LEVEL, 1.0, **sizes)
-    old = replace(policy(str(run / AN_EPOCH_EARLIER), LEVEL, 1.0, **sizes), tokenizer=new.tokenizer)
+    new, earlier, worse = (policy(str(run / p), LEVEL, 1.0, **sizes) for p in ("model", AN_EPOCH_EARLIER, "model"))
+    blur(worse.model, BLUR, seed=0)
     train, test = (load_examples("arithmetic", new.config.dataset, split, 0) for split in ("train", "test"))
     labels = collect_stored(new, read_cache(new, train, run), rewards, MISMATCHES)
-    shuffled = replace(labels, important=labels.important[torch.randperm(len(labels), generator=_generator())])
-    stored = texts_of(old, test, TEXTS)
-    fresh = collect_stored(new, [row for row in stored if row.place == 0], rewards, MISMATCHES)
-    rules = {"exact": JudgeHead(torch.zeros(labels.hidden.shape[1]), 0.0, 0.0)}
-    areas = {}
-    for name, given in (("judge", labels), ("shuffled labels", shuffled)):
-        for recall in RECALLS:
-            head = fit_judge(given, recall)
-            rules[f"{name}, recall {recall:g}"] = JudgeHead(head.weight, head.bias, head.threshold)
-        chances = (fresh.hidden @ head.weight + head.bias).tolist()
-        areas[name] = roc_auc(chances, fresh.important.tolist())
-    engines = {name: new.engine(rule) for name, rule in rules.items()}
-    lines = compare(new, engines, [r.example for r in stored], lambda: stored_requests(new, stored), rewards)
-    before = score(new, [r.example for r in stored], [list(r.trajectory.tokens) for r in stored], rewards)
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
+    fitted = fit_judge(labels, RECALL), fit_judge(replace(labels, important=labels.important[order]), RECALL)
+    judge, shuffled = (JudgeHead(f.weight, f.bias, f.threshold) for f in fitted)
+    rules = {
+        "exact": JudgeHead(judge.weight, judge.bias, 0.0),
+        "judge": judge,
+        "shuffled labels": shuffled,
+        "everything stands": JudgeHead(judge.weight, judge.bias, 2.0),
+    }
+    olds = {"an epoch earlier": earlier, "worse": worse}
+    stored = {name: texts_of(old, test, TEXTS) for name, old in olds.items()}
+    fresh = collect_stored(
+        new, [row for row in stored["worse"] if row.place == 0 and row.problem < MINED_PROBLEMS], rewards, MISMATCHES
+    )
+    important = fresh.important.tolist()
     return {
         "mined": {"mismatches": len(labels), "important": int(labels.important.sum())},
-        "held out": {"mismatches": len(fresh), "important": int(fresh.important.sum()), "roc_auc": areas},
-        "accuracy of the old texts": sum(before) / len(before),
+        "held out": {
+            "mismatches": len(fresh),
+            "important": sum(important),
+            "roc_auc": roc_auc(judge.importance(fresh.hidden).tolist(), important),
+            "roc_auc of shuffled labels": roc_auc(shuffled.importance(fresh.hidden).tolist(), important),
+        },
         "problems": TEST_PROBLEMS,
         "texts of each": TEXTS,
-        "rules": [asdict(line) for line in lines],
+        **{name: on_texts(new, rules, texts, rewards) for name, texts in stored.items()},
     }
+
+
+def on_texts(new, rules: dict, stored: Sequence, rewards) -> dict:
+    """Accuracy and tokens a pass of each rule with these texts as drafts."""
+    from specrl.judging import compare, score, stored_requests
+
+    examples = [row.example for row in stored]
+    before = score(new, examples, [list(row.trajectory.tokens) for row in stored], rewards)
+    engines = {name: new.engine(rule) for name, rule in rules.items()}
+    lines = compare(new, engines, examples, lambda: stored_requests(new, stored), rewards)
+    return {"accuracy of the old texts": sum(before) / len(before), "rules": [asdict(line) for line in lines]}
 
 
 def shares(to: str, temperature: float, rewards) -> dict:
@@ -221,10 +241,6 @@ def shares(to: str, temperature: float, rewards) -> dict:
         "mismatches of right texts": int(of_right.sum()),
         "important of right texts": int((labels.important & of_right).sum()),
     }
-
-
-def _generator() -> torch.Generator:
-    return torch.Generator().manual_seed(0)
 
 
 if __name__ == "__main__":
