@@ -2,9 +2,9 @@
 
 The embedded policy writes one text for each problem, so it is first taught to word them freely; GRPO then moves it
 (exact verification, three epochs). The judge is mined from the texts that this run stored, under the policy it ended
-with. It is measured on held-out problems: on texts of the policy one epoch earlier, and of a blurred copy of the policy,
-which is much worse. Passes, tokens and rewards are counted, so the machine does not matter. `work` keeps the two models,
-and a second call uses them.
+with. It is measured on held-out problems: on texts of the policy one epoch earlier, and of a blurred copy of the
+policy, which is much worse. Passes, tokens and rewards are counted, so the machine does not matter. `work` keeps the
+two models, and a second call uses them.
 """
 
 from __future__ import annotations
