@@ -241,7 +241,7 @@ class Collector:
         return self._tokenizer.batch_decode(responses, skip_special_tokens=True)
 
     def _score_tokens(self, rows: Sequence[Row], responses: Sequence[list[int]]) -> list[float | None]:
-        """Rewards of control rows; they are not logged as the step's rewards."""
+        """Rewards of control rows and of mined texts; they are not logged as the step's rewards."""
         fields = {row["example_id"]: row for row in self._inputs}
         totals, _ = self._score([fields[row.example_id] for row in rows], self._decode(responses))
         return [None if t is None else t + self._overlong(ids) for t, ids in zip(totals, responses, strict=True)]
