@@ -171,6 +171,7 @@ def broken(*words, **settings):
             "rollout.acceptance=judged rollout.router.kind=judge rollout.router.path=x rollout.engine=vllm",
             "rollout.router.kind=judge works in the trainer's process with rollout.engine=transformers only. Try",
         ),
+        ("rollout.router.refit_every=4", "rollout.router.refit_every=4 has no effect with rollout.acceptance=exact"),
         ("rollout.acceptance=lenient rollout.drafter=layers=2", "rollout.drafter=layers=2 cannot be combined with"),
         (
             "rollout.engine=vllm rollout.drafter=x",
