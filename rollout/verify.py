@@ -55,6 +55,17 @@ def accept_judged(draws: Sequence[int], draft: Sequence[int], unimportant: Colle
     return n
 
 
+def judged_laws(own: Sequence[float], drafted: Sequence[float], unimportant: Collection[int]) -> list[float]:
+    """Behaviour log-probs of accepted draft tokens.
+
+    Where a judge lets the draft stand, it stands whatever is drawn, so its law is the draft's even if it is the draw as
+    well; elsewhere only the policy's own draw stands. Exact for judges that do not read the token itself.
+
+    Args: own: log-probs under the policy; drafted: under the law that drew the draft; unimportant: see `accept_judged`.
+    """
+    return [drafted[i] if i in unimportant else logprob for i, logprob in enumerate(own)]
+
+
 def accept_lenient(logp_new: Tensor, logp_old: Tensor, u: Tensor, lenience: float) -> int:
     """Accepted prefix under SPEC-RL's published rule: token i stands with probability min(1, l * p_new / p_old).
 

@@ -168,15 +168,28 @@ def _cotraining_rules(c: Config) -> Iterator[str]:
 
 def _router_rules(c: Config, training: bool) -> Iterator[str]:
     r, router, t = c.rollout, c.rollout.router, c.trainer
+    if r.acceptance == "judged" and router.kind != "judge":
+        yield (
+            f"rollout.acceptance=judged with rollout.router.kind={router.kind} has no judge of stored text. "
+            "Try rollout.router.kind=judge, or rollout.acceptance=exact."
+        )
+        return
+    if router.refit_every and r.acceptance != "judged":
+        yield (
+            f"rollout.router.refit_every={router.refit_every} has no effect with rollout.acceptance={r.acceptance}: "
+            "the judge learns from old texts. Leave it out, or take rollout.acceptance=judged."
+        )
     if router.kind == "off":
         return
     given = f"rollout.router.kind={router.kind}"
-    if r.acceptance != "off":
+    judged = r.acceptance == "judged"
+    if r.acceptance != "off" and not judged:
         yield (
             f"{given} writes text that rollout.acceptance={r.acceptance} does not speak for: what it keeps follows "
-            "the draft's law. Try rollout.acceptance=off."
+            "the draft's law. Try rollout.acceptance=off"
+            + (", or rollout.acceptance=judged for old texts." if router.kind == "judge" else ".")
         )
-    if not r.drafter:
+    if not r.drafter and not judged:
         yield f"{given} needs a model that writes. Set rollout.drafter, such as layers=2 or a directory."
     if router.kind not in ("entropy", "kl") and not router.path:
         yield f"{given} needs rollout.router.path, as specrl.train_router or specrl.train_judge writes it."
@@ -199,10 +212,10 @@ def _router_rules(c: Config, training: bool) -> Iterator[str]:
 def _lossy_rules(r: RolloutConfig, t: TrainerConfig) -> Iterator[str]:
     lenient, routed = r.acceptance == "lenient", r.router.kind != "off"
     lossy = f"rollout.router.kind={r.router.kind}" if routed else f"rollout.acceptance={r.acceptance}"
-    if lenient and r.replay:
+    if r.acceptance in ("lenient", "judged") and r.replay:
         yield (
-            f"rollout.replay={r.replay} cannot be combined with rollout.acceptance=lenient, which draws with fresh "
-            "noise. Try rollout.replay=0, or rollout.acceptance=exact."
+            f"rollout.replay={r.replay} cannot be combined with rollout.acceptance={r.acceptance}, which draws with "
+            "fresh noise. Try rollout.replay=0, or rollout.acceptance=exact."
         )
     if lenient and r.temperature == 0:
         yield (

@@ -209,7 +209,9 @@ def differences(old: Config, new: Config) -> list[Change]:
 
 def _matters(key: str, before: dict[str, Any], after: dict[str, Any]) -> bool:
     if key == "rollout.acceptance":
-        return "lenient" in (before[key], after[key])
+        return bool({"lenient", "judged"} & {before[key], after[key]})
+    if key in ("rollout.budget.window", "rollout.cache.max_mb"):  # drafts decide nothing, judged text does
+        return after["rollout.acceptance"] == "judged"
     if key == "rollout.measure_every":
         return after["rollout.replay"] == "auto"  # whose keys follow from what control steps measure
     if key in ("rollout.drafter", "rollout.sources"):  # drafts decide nothing, unless their text stands

@@ -107,6 +107,9 @@ def law(config: Config | None) -> str:
     if config is None:
         return "unknown, because the run's config.yaml is missing or unreadable."
     rollout = config.rollout
+    if rollout.router.kind != "off":
+        what = "old text" if rollout.acceptance == "judged" else "the draft model's text"
+        return f"lossy: {what} stands where rollout.router.kind={rollout.router.kind} allows, by the law that drew it."
     if rollout.acceptance == "off":
         return "off: plain decoding without speculation."
     if rollout.acceptance == "lenient":

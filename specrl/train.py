@@ -62,6 +62,8 @@ def main(config: Config) -> int:
             trainer.stage.restore(checkpoints.stage_state(checkpoint))
             if trainer.cotraining:
                 trainer.cotraining.load(checkpoints.drafter(checkpoint))
+            if trainer.refit:
+                trainer.refit.load(checkpoints.judge(checkpoint))
         if trainer.accelerator.is_main_process:  # one process writes the run directory
             cli.save(config)
             (run_dir / ENVIRONMENT_FILE).write_text(to_json(machine()) + "\n", encoding="utf-8")
@@ -231,8 +233,9 @@ def build_trainer(
         peft_config=adapter(config),
     )
     keep = config.trainer.keep_checkpoints
+    learners = (trainer.cotraining, trainer.refit)
     trainer.add_callback(ShortHistory())
-    trainer.add_callback(SaveCache(cache, config.rollout.cache, keep, trainer.stage.state, trainer.cotraining))
+    trainer.add_callback(SaveCache(cache, config.rollout.cache, keep, trainer.stage.state, *learners))
     return trainer
 
 

@@ -13,7 +13,7 @@ from transformers import TrainerCallback
 if TYPE_CHECKING:
     from trainers.drafter import DrafterTrainer
 
-OTHERS = ("sync", "gen", "reward", "drafter", "old_log_prob", "ref_log_prob", "control", "reuse_gap")
+OTHERS = ("sync", "judge", "gen", "reward", "drafter", "old_log_prob", "ref_log_prob", "control", "reuse_gap")
 """What a step spends its time on besides the update, by its name in `timing_s/`; none is part of another."""
 
 

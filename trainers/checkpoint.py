@@ -25,6 +25,7 @@ from rollout.types import RolloutError
 
 if TYPE_CHECKING:
     from trainers.drafter import DrafterTrainer
+    from trainers.judge_refit import JudgeRefit
 
 MARKER = "specrl.json"
 
@@ -92,11 +93,16 @@ def drafter(checkpoint: Path) -> Path:
     return checkpoint / "drafter"
 
 
+def judge(checkpoint: Path) -> Path:
+    """Where a checkpoint keeps the state of a judge that is refit."""
+    return checkpoint / "judge"
+
+
 class SaveCache(TrainerCallback):
     """Completes each checkpoint with what else belongs to its step, marks it, and removes the oldest ones.
 
-    Args: cache: trajectories; drafter: co-training; None where the run has none. state: the rollout stage's, for the
-    marker. keep: complete checkpoints.
+    Args: cache: trajectories; drafter: co-training; judge: its refits; None where the run has none. state: the rollout
+    stage's, for the marker. keep: complete checkpoints.
     """
 
     def __init__(
@@ -106,8 +112,10 @@ class SaveCache(TrainerCallback):
         keep: int,
         state: Callable[[], dict[str, Any]],
         drafter: DrafterTrainer | None = None,
+        judge: JudgeRefit | None = None,
     ):
-        self._cache, self._config, self._keep, self._stage, self._drafter = cache, config, keep, state, drafter
+        self._cache, self._config, self._keep, self._stage = cache, config, keep, state
+        self._drafter, self._judge = drafter, judge
 
     def on_save(self, args, state, control, **kwargs) -> None:
         if torch.distributed.is_available() and torch.distributed.is_initialized():
@@ -124,6 +132,8 @@ class SaveCache(TrainerCallback):
         with writing(checkpoint):
             if self._drafter is not None:
                 self._drafter.save(drafter(checkpoint))
+            if self._judge is not None:
+                self._judge.save(judge(checkpoint))
             write_durably(checkpoint / MARKER, json.dumps(mark).encode())
         prune(checkpoint.parent, self._keep)
 

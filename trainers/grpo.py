@@ -120,6 +120,7 @@ class GRPOTrainerWithReuse(GRPOTrainer):
             seed=args.seed,
         )
         self.stage, self.cotraining = self.collector.stage, self.collector.cotraining
+        self.refit = self.collector.refit
         self._reference = ReferenceLogProbs(alone=self.collector.exact_bits)
         if self.cotraining:
             self.add_callback(CoTraining(self.cotraining, self._metrics["train"]))

@@ -105,6 +105,7 @@ class PPOTrainer:
             seed=args.seed,
         )
         self.stage, self.cotraining = self.collector.stage, self.collector.cotraining
+        self.refit = self.collector.refit
         self._beside: dict[str, list[float]] = defaultdict(list)  # metrics of callbacks
         if self.cotraining:
             self.add_callback(CoTraining(self.cotraining, self._beside))

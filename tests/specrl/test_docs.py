@@ -13,7 +13,7 @@ from tests import runs
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-OURS = ("spec/", "timing_s/", "drafter/", "cache/", "reward/")
+OURS = ("spec/", "timing_s/", "drafter/", "judge/", "cache/", "reward/")
 MACHINE_PATH = re.compile(r"(?<![\w.])/(?:home|root|tmp|work|Users|mnt|data)/\w")
 
 
