@@ -2,7 +2,7 @@
 
 GRPO (TRL's trainer) and PPO train the embedded policy for a few steps. Before each update every response is scored
 again by the model's own forward pass, alone and without padding, and compared with the log-probs the rollout recorded,
-reused tokens and new ones apart. The control compares log-probs stored at the visit before.
+reused tokens and new ones apart. The control compares those that the visit before recorded for the same text.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 
 import specrl.train
 from rollout.types import Completion, RolloutBatch, Row
+from rollout.verify import accept_exact
 from specrl import config as cli
 from trainers.stage import RolloutStage
 
@@ -25,7 +26,7 @@ OPTIONS = {
     "dataset.level": "easy",
     "dataset.train_size": 8,
     "rollout.group_size": 4,
-    "rollout.max_new_tokens": 48,
+    "rollout.max_new_tokens": 100,
     "rollout.replay": 0.5,
     "rollout.measure_every": 0,
     "rollout.budget.window": 16,
@@ -52,15 +53,10 @@ class Identity:
         for row, slot, done in zip(rows, batch.slots, batch.completions, strict=True):
             logp = score(model, row.prompt, done.tokens)
             before = self._stored.get((row.example_id, slot))
-            for i, (token, recorded) in enumerate(zip(done.tokens, done.logprobs, strict=True)):
-                self._note("reused" if done.reused[i] else "new", recorded - logp[i])
-                if (
-                    before
-                    and i < len(before.tokens)
-                    and done.reused[i]
-                    and before.tokens[: i + 1] == done.tokens[: i + 1]
-                ):
-                    self._note("stored", before.logprobs[i] - logp[i])
+            for reused, recorded, ours in zip(done.reused, done.logprobs, logp, strict=True):
+                self._note("reused" if reused else "new", recorded - ours)
+            for i in range(accept_exact(done.tokens, before.tokens) if before else 0):
+                self._note("stored", before.logprobs[i] - logp[i])
             self._stored[row.example_id, slot] = done
 
     def _note(self, name: str, distance: float) -> None:

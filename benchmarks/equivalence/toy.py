@@ -90,7 +90,7 @@ def reward(response: Sequence[int], right: Sequence[Sequence[float]]) -> float:
 
 
 def expected_rewards(logits: Tensor, right: Tensor) -> Tensor:
-    """The exact expected reward of each task [TASKS], float64: the mass of (last symbol, transitions so far) by position.
+    """The exact expected reward of each task [TASKS], float64, from the mass of (right transitions, last symbol).
 
     Args: logits, right [TASKS, SYMBOLS, SYMBOLS].
     """
