@@ -21,7 +21,7 @@ ALGORITHMS = ("grpo", "ppo")
 
 @dataclass
 class Options:
-    seeds: int = doc(20, "runs of each rule: tasks, initial policies and orders of prompts")
+    seeds: int = doc(28, "runs of each rule: tasks, initial policies and orders of prompts")
     out: str = doc("", "write the figures to this JSON file, and the picture beside it")
 
 
