@@ -61,14 +61,14 @@ def draw(lines: Sequence[Line], path: Path) -> None:
         for prefix, colour, style in (("exact", BLUE, "o"), ("lenient", ORANGE, "s"), ("control", RED, "x")):
             own = [found for found in lines if found.algorithm == algorithm and found.arm.startswith(prefix)]
             own.sort(key=lambda found: found.passes)
-            side, beside = ("right", -5) if prefix == "control" else ("left", 5)
             means = [found.learning.mean for found in own]
             bars = [found.learning.high - found.learning.mean for found in own]
             panel.errorbar([f.passes for f in own], means, yerr=bars, fmt=style, color=colour, label=prefix, capsize=2)
             for i, (found, mean) in enumerate(zip(own, means, strict=True)):
                 text = found.arm.partition(", ")[2] or found.arm.partition(": ")[2]
-                place = {"xytext": (beside, -11 if i % 2 else 4), "textcoords": "offset points"}  # neighbours overlap
-                panel.annotate(text, (found.passes, mean), **place, ha=side, fontsize=7.5)
+                side, beside = ("right", -5) if text == "full reuse" else ("left", 5)  # the large leniences are there
+                place = {"xytext": (beside, -11 if i % 2 else 4), "textcoords": "offset points", "ha": side}
+                panel.annotate(text, (found.passes, mean), **place, fontsize=7.5)
         panel.axhline(0, color=GREY, linewidth=1)
         panel.set_title(algorithm, loc="left", fontweight="bold")
         panel.set_xlabel("forward passes per token (1 without drafts)")
