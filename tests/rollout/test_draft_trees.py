@@ -157,7 +157,7 @@ def test_random_batches_mix_trees_and_chains(golden):
 def test_texts_of_prompts_and_contexts_as_branches_change_nothing(golden, monkeypatch):
     """The real sources: rows of a group draft from each other, old texts have errors, and contexts were learnt."""
     model, cases, want = golden("llama")
-    monkeypatch.setattr(Line, "fit", lambda self: (1.0, 0.0, 1e-4))  # tokens cost little: chances are taken
+    monkeypatch.setattr(Line, "fit", lambda self: (1.0, 0.0, 1e-4, 0.0))  # tokens cost little: chances are taken
     rng, texts = random.Random(7), [t for t, _, _ in want]
     engine, forks, heard = engine_of(model, contexts=True, branches=4), [], []
     branches = engine.contexts.branches
@@ -320,7 +320,7 @@ def test_branches_are_carried_only_where_they_pay(golden):
     engine = engine_of(model, branches=4)
 
     def forks(needed):
-        engine.budget.plan = lambda kinds, model: Plan(dict.fromkeys(kinds, 4), frozenset(), 1.0, needed)
+        engine.budget.plan = lambda kinds, model, width: Plan(dict.fromkeys(kinds, 4), frozenset(), 1.0, needed=needed)
         drafters = [Bush([corrupt(t, random.Random(i), 0.3), t]) for i, (t, _, _) in enumerate(want)]
         done, stats = engine.generate(requests_of(cases, drafters))
         assert differing(done, want) == []

@@ -32,7 +32,7 @@ class FakeRollout:
     cache: TrajectoryCache | None = None
     calls: list = field(default_factory=list)
     replay: ReplayControl = field(default_factory=lambda: ReplayControl(0.5, 0.0))
-    entries = SpeculativeRollout.entries
+    entries, _laws = SpeculativeRollout.entries, SpeculativeRollout._laws
 
     def generate(self, rows, *, visit, step, slots, fresh=False):
         self.calls.append(("fresh" if fresh else "generate", [r.example_id for r in rows], slots, visit, step))
