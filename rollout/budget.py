@@ -22,6 +22,7 @@ _PROBE_EVERY, _PROBE_TOKENS, _PROBE_ROWS = 32, 2, 4
 _REST = 7  # most passes in a row that nobody is asked about
 _MOST = 0.9999  # no estimate of a probability is trusted further
 _MARGIN = 1.1  # the model must promise that much: rows that advance unevenly leave a longer tail than is estimated
+_NEARLY = 0.95  # of the best goodput is as good
 _LONG = 32  # tokens of the longest chain that is counted on
 _LEVELS = 10  # of a draft model's confidence: level i holds probabilities from 1 - 2^-i on
 
@@ -336,17 +337,17 @@ def _best(groups: Mapping[Kind, tuple[int, float, float]], fixed: float) -> tupl
 
 
 def _levelled(groups: Mapping[Kind, tuple[int, float, float]], fixed: float) -> tuple[dict[Kind, int], float]:
-    """One draft length, a power of two, for all rows that `_best` lets carry something; the best one, and its goodput.
+    """One draft length, a power of two, for all rows that `_best` lets carry something, and its goodput.
 
     Attention pads the rows of a pass to equal lengths, block by block, so that lengths of their own cost more than they
-    bring: at 64 rows on two cores equal drafts took 0.8x to 0.9x the time for about as many passes.
+    bring: at 64 rows on two cores equal drafts took 0.8x to 0.9x the time for about as many passes. Of lengths that are
+    nearly as good the shortest is taken: what rows win that are ahead is worth less, as the last row sets the time.
     """
     own, _ = _best(groups, fixed)
     levels = [1 << i for i in range(max(own.values(), default=0).bit_length())] or [0]
     found = [{s: level if k else 0 for s, k in own.items()} for level in levels]
     goodputs = [_goodput(groups, fixed, k) for k in found]
-    best = max(range(len(found)), key=goodputs.__getitem__)
-    return found[best], goodputs[best]
+    return next((k, goodput) for k, goodput in zip(found, goodputs, strict=True) if goodput >= _NEARLY * max(goodputs))
 
 
 def _goodput(groups: Mapping[Kind, tuple[int, float, float]], fixed: float, k: Mapping[Kind, int]) -> float:

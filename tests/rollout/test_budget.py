@@ -162,7 +162,10 @@ def test_rows_that_carry_something_carry_the_same():
     ],
 )
 def test_the_window_maximises_expected_goodput(a, b, rates, count):
-    """Among powers of two, for the rows that carry anything when each chooses for itself: against every combination."""
+    """Among powers of two, for the rows that carry anything when each chooses for itself: against every combination.
+
+    Of those within a twentieth of the maximum it is the shortest.
+    """
     budget = trained(a, b, rates)
     cost, p = budget.cost(), {s: budget.acceptance(s) for s in count}
     states = [s for s, n in count.items() for _ in range(n)]
@@ -171,12 +174,12 @@ def test_the_window_maximises_expected_goodput(a, b, rates, count):
     own = max(combinations, key=lambda k: goodput(cost, count, p, k))
     assert {s for s, k in own.items() if k} == {s for s, k in chosen.items() if k}
     levels = [{s: 2**i if k else 0 for s, k in own.items()} for i in range(6)]
-    best = max(goodput(cost, count, p, k) for k in levels)
-    assert goodput(cost, count, p, chosen) >= best * (1 - 1e-9)
-    assert best > 0.8 * goodput(cost, count, p, own), "what it may cost where passes need no padding"
+    rates = [goodput(cost, count, p, k) for k in levels]
+    assert chosen == next(k for k, rate in zip(levels, rates, strict=True) if rate >= 0.95 * max(rates))
+    assert max(rates) > 0.8 * goodput(cost, count, p, own), "what it may cost where passes need no padding"
     for other in ({s: 4 * k for s, k in chosen.items()}, dict.fromkeys(chosen, 0)):
         if other != chosen:
-            assert goodput(cost, count, p, other) < best * (1 - 1e-6)  # control: the maximum is not flat
+            assert goodput(cost, count, p, other) < max(rates) * (1 - 1e-6)  # control: the maximum is not flat
 
 
 def test_a_bad_spell_is_probed_now_and_then():
