@@ -8,13 +8,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from rollout.cost import CostModel
+
 State = Literal["start", "agreeing", "diverged", "lost"]
 """What is known of a row's drafter: nothing yet; of its last draft all, some or no tokens stood."""
 Kind = tuple[State, str] | None
 """Drafts that are worth the same: the row's state, and where its draft comes from. None is a row without a draft."""
 
 _PRIOR = (9.0, 1.0)  # accepted and rejected draft tokens assumed before any were seen: optimistic, soon outweighed
-_FORGET_PASS = 0.98
 _FORGET_ROLLOUT = 0.5
 _FORGET_LEVEL = 0.7  # how sure the draft model must be changes more slowly than what old texts are worth
 _MEMORY = 128  # draft tokens over which the draft model's yield is averaged
@@ -25,55 +26,6 @@ _MARGIN = 1.1  # the model must promise that much: rows that advance unevenly le
 _NEARLY = 0.95  # of the best goodput is as good
 _LONG = 32  # tokens of the longest chain that is counted on
 _LEVELS = 10  # of a draft model's confidence: level i holds probabilities from 1 - 2^-i on
-
-
-class Line:
-    """Seconds of a pass as a + r * rows + (b + c * width) * tokens: least squares over passes, with forgetting.
-
-    A row costs more than a token: each has its own keys and values to read. A token attends to `width` positions.
-    """
-
-    def __init__(self):
-        self._fixed, self._moving = [0.0] * 15, [0.0] * 15  # weighted sums of `_products`
-        self._fitted: tuple[float, float, float, float] | None = None
-
-    def fit(self) -> tuple[float, float, float, float]:
-        """(a, r, b, c), none negative; a and what a token costs positive."""
-        if self._fitted is None:
-            self._fitted = self._fit()
-        return self._fitted
-
-    def observe(self, tokens: int, seconds: float, rows: int = 0, width: int = 0) -> None:
-        new = _products(rows, tokens, width * tokens, seconds)
-        self._moving = [_FORGET_PASS * old + x for old, x in zip(self._moving, new, strict=True)]
-        self._fitted = None
-
-    def calibrate(self, passes: Sequence[tuple[int, float]], rows: int = 0) -> None:
-        """Measured (tokens, seconds) that never fade: equal passes alone could not tell the terms apart."""
-        for n, s in passes:
-            new = _products(rows, n, n * n // rows if rows else 0, s)
-            self._fixed = [old + x for old, x in zip(self._fixed, new, strict=True)]
-        self._fitted = None
-
-    def _fit(self) -> tuple[float, float, float, float]:
-        sums = iter(old + new for old, new in zip(self._fixed, self._moving, strict=True))
-        matrix = [[0.0] * 5 for _ in range(5)]  # of (1, rows, tokens, width * tokens, seconds)
-        for i in range(5):
-            for j in range(i, 5):
-                matrix[i][j] = matrix[j][i] = next(sums)
-        if not matrix[0][0]:
-            return 1.0, 0.0, 1e-3, 0.0
-        terms, found = [i for i in range(4) if matrix[i][i]], [0.0] * 4
-        while terms:
-            solved = _solve([[matrix[i][j] for j in terms] for i in terms], [matrix[i][4] for i in terms])
-            if min(solved) >= 0:
-                for i, x in zip(terms, solved, strict=True):
-                    found[i] = x
-                break
-            terms.pop(solved.index(min(solved)))
-        a, row, token, place = found
-        seconds, tokens = matrix[0][4] / matrix[0][0], matrix[0][2] / matrix[0][0]
-        return max(a, 0.01 * seconds), row, token if token or place else 0.1 * seconds / tokens, place
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,9 +60,9 @@ class Budget:
 
     def __init__(self, window: int = 0):
         self.window = window
-        self.drafter = Line()
+        self.drafter = CostModel()
         """Cost of a pass of the draft model."""
-        self._passes = Line()
+        self._passes = CostModel()
         self._seen: dict[Kind, list[float]] = {}
         self._levels = [[0.0, 0.0] for _ in range(_LEVELS)]
         self._yield = [0.0, 0.0]
@@ -162,9 +114,9 @@ class Budget:
         """One pass of `tokens` tokens, of `rows` rows, that attend to `width` positions, took `seconds`."""
         self._passes.observe(tokens, seconds, rows, width)
 
-    def calibrate(self, passes: Sequence[tuple[int, float]], rows: int = 0) -> None:
-        """Measured (tokens, seconds) of passes, see Line.calibrate."""
-        self._passes.calibrate(passes, rows)
+    def calibrate(self, passes: Sequence[tuple[int, float]], rows: int = 0, width: int = 0) -> None:
+        """Measured (tokens, seconds) of passes, see CostModel.calibrate."""
+        self._passes.calibrate(passes, rows, width)
 
     def observe_draft(self, kind: Kind, drafted: int, accepted: int) -> None:
         """A row carried `drafted` tokens of its own drafter, the first `accepted` of which stood."""
@@ -365,24 +317,6 @@ def _emitted(p: float, k: int) -> float:
 def _length(p: float, worth: float) -> int:
     """Tokens k of a draft while p^k >= worth."""
     return int(math.log(worth) / math.log(min(p, _MOST))) if 0 < worth < 1 and p > 0 else 0
-
-
-def _products(*terms: float) -> list[float]:
-    """Products of every two of (1, *terms)."""
-    terms = (1.0, *terms)
-    return [x * y for i, x in enumerate(terms) for y in terms[i:]]
-
-
-def _solve(matrix: list[list[float]], right: list[float]) -> list[float]:
-    """x of matrix @ x = right, symmetric and positive; a trace of ridge splits terms that were never told apart."""
-    size = len(right)
-    rows = [[x * (1 + 1e-9 * (i == j)) for j, x in enumerate(row)] + [right[i]] for i, row in enumerate(matrix)]
-    for i in range(size):
-        for j in range(size):
-            if i != j and rows[i][i]:
-                factor = rows[j][i] / rows[i][i]
-                rows[j] = [x - factor * y for x, y in zip(rows[j], rows[i], strict=True)]
-    return [row[-1] / row[i] if row[i] else 0.0 for i, row in enumerate(rows)]
 
 
 def _level(logprob: float) -> int:

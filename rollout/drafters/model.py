@@ -39,7 +39,7 @@ class ModelDrafter:
                 f"the draft model knows {self._model.vocab} tokens and the policy {vocab}: its drafts would mean other "
                 "texts. Use a draft model with the policy's tokenizer"
             )
-        self.inference, self.timings, self.context = self._model.inference, self._model.timings, self._model.context
+        self.inference, self.timing, self.context = self._model.inference, self._model.timing, self._model.context
         self.model = model
         self.dropped = 0
         """Draws thrown away because the model's logits were NaN or infinite."""

@@ -321,10 +321,10 @@ class TransformersEngine:
 
     def _calibrate(self) -> None:
         """Times passes of few and of many rows and tokens for the budget."""
-        for model, line in ((self._policy, self.budget), (self.drafter, self.budget.drafter)):
-            if model is not None:
-                line.calibrate(model.timings(1, (1, min(256, self.context))), rows=1)
-                line.calibrate(model.timings(32, (32,)), rows=32)
+        for rows, tokens in ((1, 1), (1, min(256, self.context)), (32, 32)):
+            self.budget.calibrate([self._policy.timing(rows, tokens)], rows, tokens // rows)
+            if self.drafter:
+                self.budget.drafter.calibrate([self.drafter.timing(rows, tokens)], rows)
 
 
 def _accepted(row: Row, draft: Sequence[int], draws: Sequence[int]) -> Sequence[int]:

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, Gemma2Config, T5Config, T5ForConditionalGeneration
 
 import rollout.engines.transformers as engine_module
-from rollout.budget import Line
+from rollout.cost import CostModel
 from rollout.engines import ragged
 from rollout.engines.base import Sampling, Speculation
 from rollout.engines.ragged import RaggedKV
@@ -169,7 +169,7 @@ def test_drafts_of_any_quality_change_nothing(golden, family, window):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_texts_of_all_prompts_change_nothing(golden, family, monkeypatch):
     model, cases, want = golden(family)
-    monkeypatch.setattr(Line, "fit", lambda self: (1.0, 0.0, 1e-3, 0.0))  # tokens cost little: chances are taken
+    monkeypatch.setattr(CostModel, "fit", lambda self: (1.0, 0.0, 1e-3, 0.0))  # tokens cost little: chances are taken
     engine = engine_of(model, contexts=True)
     for _ in range(4):
         requests = requests_of(cases)
@@ -184,7 +184,7 @@ def test_the_texts_of_all_prompts_change_nothing(golden, family, monkeypatch):
 
 def test_texts_of_all_prompts_that_lie_change_nothing_and_are_left(golden, monkeypatch):
     model, cases, want = golden("llama")
-    monkeypatch.setattr(Line, "fit", lambda self: (1.0, 0.0, 1e-3, 0.0))
+    monkeypatch.setattr(CostModel, "fit", lambda self: (1.0, 0.0, 1e-3, 0.0))
     engine = engine_of(model, contexts=True)
     for _ in range(4):
         engine.contexts.learn((prompt, all_wrong(text)) for (prompt, _), (text, _, _) in zip(cases, want, strict=True))
@@ -437,7 +437,7 @@ def test_drafts_that_would_lose_time_are_counted_as_paused(golden):
     model, cases, want = golden("llama")
     engine = engine_of(model)
     engine.budget.observe_pass = lambda *_: None
-    engine.budget._passes = Line()
+    engine.budget._passes = CostModel()
     engine.budget.calibrate([(1, 1.001), (1000, 1001.0)])  # a token costs what a pass costs
     for _ in range(2000):
         engine.budget.observe_draft(("start", "custom"), 1, 0)
