@@ -17,7 +17,7 @@ from specrl.evaluate import main as evaluate
 from specrl.generate import GenerateConfig
 from specrl.generate import main as generate
 from specrl.routing import StepValues, advantage, load_pair, prefix
-from specrl.train_router import TrainRouterConfig, curve
+from specrl.train_router import TrainRouterConfig, collect, curve, revalued
 from specrl.train_router import main as train_router
 from tests import runs
 from trainers.router import Record
@@ -122,12 +122,33 @@ def test_equal_steps_have_no_advantage(pair, examples, rewards):
     assert all(gain == 0 or math.isnan(gain) for gain in gains)
 
 
-def test_the_curve_of_a_threshold_by_hand():
+@pytest.fixture(scope="module")
+def collected(pair, examples, rewards):
+    return collect(pair, StepValues(pair, rewards, 2, seed=0), examples, pair.config)[0]
+
+
+def test_both_walks_are_recorded(collected):
+    drafted = {(*r.before, *r.draft_step) for r in collected}
+    written = {(*r.before, *r.policy_step) for r in collected}
+    before = {r.before for r in collected}
+    assert before & (drafted - written), "the draft's walk goes on with its own step"
+    assert before & (written - drafted), "the oracle's goes on with the policy's"
+    assert len({r.tokens for r in collected}) == len(collected), "no step is there twice"
+
+
+def test_valuing_again_with_the_same_noise_gives_the_same_and_with_other_noise_does_not(
+    pair, examples, rewards, collected
+):
+    first = [r.advantage for r in collected]
+    assert revalued(pair, StepValues(pair, rewards, 2, seed=0), collected, examples) == pytest.approx(first)
+    assert revalued(pair, StepValues(pair, rewards, 2, seed=1), collected, examples) != pytest.approx(first)
+
+
+def test_the_curve_of_a_budget_by_hand():
     records = [Record(p, (5,), (5,), (9,), (10,), 0.25, 0.25 + gain) for p, gain in (("a", 0.5), ("b", -0.25))]
-    points = {p["threshold"]: (p["escalated"], p["value"]) for p in curve([0.65, 0.35], records)}
-    assert points[0.0] == (1.0, (0.75 + 0.0) / 2)
-    assert points[0.5] == (0.5, (0.75 + 0.25) / 2)
-    assert points[1.0] == (0.0, 0.25)
+    points = {p["escalated"]: p["value"] for p in curve([0.65, 0.35], records)}
+    assert points == {0.0: 0.25, 0.5: (0.75 + 0.25) / 2, 1.0: (0.75 + 0.0) / 2}
+    assert {p["escalated"]: p["value"] for p in curve([0.35, 0.65], records)}[0.5] == 0.125, "the wrong step was chosen"
 
 
 @pytest.fixture(scope="module")
@@ -146,8 +167,12 @@ def test_training_writes_what_it_saw_and_how_it_did(trained):
     assert report["steps"] == len(steps) > 24
     assert report["with_gain"] == sum(s["policy_value"] > s["draft_value"] for s in steps)
     assert report["spearman"] == max(report["spearman_by_epoch"])
-    shares = [point["escalated"] for point in report["curve"]]
-    assert shares == sorted(shares, reverse=True)
+    assert set(report["curves"]) == {"arbitrage", "rsd", "rsd on true values", "oracle"}
+    for points in report["curves"].values():
+        assert [point["escalated"] for point in points] == sorted(point["escalated"] for point in points)
+        assert points[0] == report["curves"]["oracle"][0], "nothing escalated"
+        assert max(p["value"] for p in points) <= max(p["value"] for p in report["curves"]["oracle"])
+    assert (trained / "report.png").stat().st_size > 1000
     assert card["separators"] == [" ", ",", "=", ":"]
 
 
