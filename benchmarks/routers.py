@@ -2,7 +2,7 @@
 
 Draft alone, policy alone, entropy, RSD, the learned router and the oracle, over thresholds and several noise seeds,
 every one with the same problems and keys. Costs that load does not disturb: tokens that the policy wrote, and forward
-passes of one response at a time weighted by the size of the model. Seconds are measured too.
+passes of one response at a time weighted by the layers of the model. Seconds are measured too.
 
 RSD runs twice: `rsd` asks a process reward model of the learned router's size, trained on the same steps; `rsd on true
 values` asks continuations by the policy, scored with the reference answer, which no decoder has. Like the oracle's,
@@ -60,7 +60,7 @@ class Point:
     """That the policy wrote, per response."""
     escalated: float
     passes: float | None
-    """Per response: policy's + draft's + router's, each weighted by its parameters / the policy's."""
+    """Per response: policy's + draft's + router's, each weighted by its layers / the policy's; all have one width."""
     seconds: float | None
     """Mean per seed, whole generation."""
     faults: int
@@ -69,6 +69,8 @@ class Point:
 
 
 def main(config: RouterBenchConfig) -> int:
+    from transformers import AutoConfig
+
     from reward.base import RewardSet
     from specrl.data import load_examples
     from specrl.routing import load_pair
@@ -78,8 +80,11 @@ def main(config: RouterBenchConfig) -> int:
     rewards = RewardSet.from_config(config.reward)
     bench = Bench(pair, examples, rewards, config.seeds)
     points = [bench.alone("draft", pair.draft), bench.alone("policy", pair.policy)]
-    for name, (router, size) in routers(config, pair, examples, rewards).items():
-        engine = pair.routed(router)
+    for name, router in routers(config, pair, examples, rewards).items():
+        engine, size = pair.routed(router), 0.0
+        if name in ("rsd", "arbitrage"):  # both were made from the same base
+            asked = AutoConfig.from_pretrained(config.rollout.router.path)
+            size = asked.num_hidden_layers / pair.policy.config.num_hidden_layers
         for level in THRESHOLDS[name]:
             engine.router.threshold = 1 - level if name.startswith("rsd") else level
             points.append(bench.routed(name, level, engine, size))
@@ -96,8 +101,8 @@ def main(config: RouterBenchConfig) -> int:
     return 0
 
 
-def routers(config: RouterBenchConfig, pair, examples: Sequence, rewards) -> dict[str, tuple]:
-    """Router of each asked method, and its parameters as a share of the policy's."""
+def routers(config: RouterBenchConfig, pair, examples: Sequence, rewards) -> dict:
+    """The router of each method that was asked for."""
     from rollout.routers.arbitrage import ArbitrageRouter
     from rollout.routers.entropy import EntropyRouter
     from rollout.routers.oracle import OracleRouter
@@ -106,27 +111,24 @@ def routers(config: RouterBenchConfig, pair, examples: Sequence, rewards) -> dic
     from specrl.routing import StepValues, advantage, prefix, prm_scorer
 
     folder, separators = Path(config.rollout.router.path), config.rollout.router.step_separators
-    marks = {"draft": fingerprint(pair.draft), "policy": fingerprint(pair.policy), "separators": separators}
-    learned = ArbitrageRouter.load(folder, **marks)
-    size = weight(learned.model) / weight(pair.policy)
     values = StepValues(pair, rewards, config.continuations, config.seed + 2)
+
+    def learned():
+        return ArbitrageRouter.load(
+            folder, draft=fingerprint(pair.draft), policy=fingerprint(pair.policy), separators=separators
+        )
 
     def true_values(candidates: Sequence) -> list[float]:
         return values([prefix(c, c.step, examples[c.row], pair.tokenizer) for c in candidates])
 
     made = {
-        "entropy": (EntropyRouter(0.0), 0.0),
-        "rsd": (RSDRouter(prm_scorer(str(folder / "prm"), str(pair.policy.device), pair.tokenizer)), size),
-        TRUE: (RSDRouter(true_values), None),
-        "arbitrage": (learned, size),
-        "oracle": (OracleRouter(advantage(pair, values, examples)), None),
+        "entropy": lambda: EntropyRouter(0.0),
+        "rsd": lambda: RSDRouter(prm_scorer(str(folder / "prm"), str(pair.policy.device), pair.tokenizer)),
+        TRUE: lambda: RSDRouter(true_values),
+        "arbitrage": learned,
+        "oracle": lambda: OracleRouter(advantage(pair, values, examples)),
     }
-    return {name: made[name] for name in config.methods.split(",")}
-
-
-def weight(model) -> int:
-    """Parameters that a pass computes with; the embedding is looked up, and the head is the same for both models."""
-    return model.num_parameters(exclude_embeddings=True)
+    return {name: made[name]() for name in config.methods.split(",")}
 
 
 class Bench:
@@ -134,12 +136,12 @@ class Bench:
 
     def __init__(self, pair, examples: Sequence, rewards, seeds: int):
         self._pair, self._examples, self._rewards, self._seeds = pair, examples, rewards, seeds
-        self._draft = weight(pair.draft) / weight(pair.policy)
+        self._draft = pair.draft.config.num_hidden_layers / pair.policy.config.num_hidden_layers
 
     def alone(self, name: str, model) -> Point:
-        return self.routed(name, None, self._pair.plain(model), None)
+        return self.routed(name, None, self._pair.plain(model))
 
-    def routed(self, name: str, threshold: float | None, engine, size: float | None) -> Point:
+    def routed(self, name: str, threshold: float | None, engine, size: float = 0.0) -> Point:
         scores, written, seconds, total = [], [], [], EngineStats()
         for seed in range(self._seeds):
             began = time.perf_counter()
@@ -151,7 +153,7 @@ class Bench:
             total.drafted += sum(len(c.tokens) for c in done) if name == "draft" else 0
         accuracy, tokens = np.nanmean(scores, axis=0), np.mean(written, axis=0)
         answers = self._seeds * len(self._examples)
-        passes = tokens.sum() * self._seeds + total.drafted * self._draft + total.steps * (size or 0)
+        passes = tokens.sum() * self._seeds + total.drafted * self._draft + total.steps * size
         served = name not in UNSERVED
         return Point(
             name,

@@ -159,6 +159,7 @@ def train(
         "spearman_by_epoch": by_epoch,
         "spearman": max(by_epoch),
         "spearman_of_valuing_again": spearman(again, truth),
+        "spearman_of_a_strict_order": spearman(_strict(truth), truth),
         "escalated_of_gain_kept_of_rest": accuracy_by_class(scores, truth, 0.5),
         "prm_spearman": max(prm_by_epoch),
         "curves": {
@@ -216,6 +217,13 @@ def _valued(records: Sequence[Record]) -> tuple[list[tuple[int, ...]], list[floa
     found = {(*r.before, *r.draft_step): r.draft_value for r in records}
     found |= {(*r.before, *r.policy_step): r.policy_value for r in records}
     return list(found), list(found.values())
+
+
+def _strict(values: Sequence[float]) -> list[float]:
+    """A number per value, in their order but without ties: most a router's score can know of values that tie."""
+    order = sorted(range(len(values)), key=values.__getitem__)
+    place = {i: float(rank) for rank, i in enumerate(order)}
+    return [place[i] for i in range(len(values))]
 
 
 def curve(scores: Sequence[float], records: Sequence[Record]) -> list[dict[str, float]]:
