@@ -16,6 +16,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import combinations
 from pathlib import Path
 
 import numpy as np
@@ -162,7 +163,7 @@ class Bench:
             float(NORMAL_95 * accuracy.std(ddof=1) / len(accuracy) ** 0.5),
             float(tokens.mean()),
             total.escalated / total.steps if total.steps else float(name == "policy"),
-            passes / answers if served else None,
+            float(passes / answers) if served else None,
             statistics.fmean(seconds) if served else None,
             total.route_faults,
             {"accuracy": accuracy.round(4).tolist(), "tokens": tokens.round(2).tolist()},
@@ -200,18 +201,16 @@ def curves(points: Sequence[Point]) -> dict[str, Curve]:
 
 
 def compare(points: Sequence[Point]) -> list[dict]:
-    """Policy tokens that each method saves against each of its rivals at equal accuracy, with 95 % intervals.
+    """Policy tokens that each method saves against each one before it at equal accuracy, with 95 % intervals.
 
     `chance` escalates at random: the straight line between the two models alone.
     """
     known = curves(points)
+    known = {"chance": known["ends"], **known}
     ends = known.pop("ends")
-    known = {"chance": ends, **known}
     return [
-        {"method": name, "rival": rival, "gap": gap, **asdict(cost_saved(known[name], known[rival], ends, gap))}
-        for name in known
-        for rival in (("chance",) if name != "arbitrage" else known)
-        if name not in ("chance", rival)
+        {"method": method, "rival": rival, "gap": gap, **asdict(cost_saved(known[method], known[rival], ends, gap))}
+        for rival, method in combinations(known, 2)
         for gap in GAPS
     ]
 
