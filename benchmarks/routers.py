@@ -245,13 +245,14 @@ def draw(points: Sequence[Point], path: Path) -> None:
 
     colours = {"draft": SKY, "policy": BLACK, "entropy": GREY, "rsd": ORANGE, TRUE: "#CC79A7", "arbitrage": BLUE}
     colours["oracle"] = RED
-    figure = Figure(figsize=(15, 4.4), dpi=110, layout="constrained")
-    panels = figure.subplots(1, 3)
     keys = {
         "policy_tokens": "tokens of the policy per response",
-        "passes": "passes per response, weighted by size",
+        "passes": "passes per response, weighted by layers",
         "seconds": "seconds per noise seed",
     }
+    keys = {key: label for key, label in keys.items() if any(getattr(p, key) is not None for p in points)}
+    figure = Figure(figsize=(5 * len(keys), 4.4), dpi=110, layout="constrained")
+    panels = figure.subplots(1, len(keys))
     for panel, (key, label) in zip(panels, keys.items(), strict=True):
         for name, colour in colours.items():
             own = [p for p in points if p.method == name and getattr(p, key) is not None]

@@ -74,6 +74,8 @@ def main(options: DrafterOptions) -> int:
         raise ConfigError("out is missing: the directory to write the draft model to, such as out=outputs/drafter")
     if Path(options.out).is_dir() and any(Path(options.out).iterdir()):
         raise ConfigError(f"out={options.out} holds files already. Choose a directory that is new or empty.")
+    if options.bits and options.bits < 2:
+        raise ConfigError(f"bits={options.bits} holds no number but zero. Take bits=2 or more, or 0 for none.")
     rollout = RolloutConfig(acceptance="off", max_new_tokens=options.max_new_tokens)
     held_out = max(16, options.prompts // 16)
     dataset = DatasetConfig(train_size=options.prompts, test_size=held_out, level=options.level)
@@ -176,15 +178,9 @@ def distil(policy: PreTrainedModel, student: PreTrainedModel, texts: Sequence[Te
 
 
 def quantise(model: PreTrainedModel, bits: int) -> None:
-    """Rounds every matrix of the layers in place to 2^bits - 1 levels per row; simulated, as the values stay floats.
-
-    Raises:
-        ConfigError: fewer than 2 bits, which hold no number but zero.
-    """
+    """Rounds every matrix of the layers in place to 2^bits - 1 levels per row; simulated, as the values stay floats."""
     import torch
 
-    if bits < 2:
-        raise ConfigError(f"bits={bits} holds no number but zero; the smallest is bits=2")
     with torch.no_grad():
         for weight in model.base_model.layers.parameters():
             if weight.dim() == 2:

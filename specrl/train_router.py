@@ -152,13 +152,14 @@ def train(
     inputs, truth = [r.tokens for r in held], [r.advantage for r in held]
     by_epoch = fit(router, [r.tokens for r in chosen], gains, inputs, truth, options)
     prm_by_epoch = fit(prm, *_valued(learning), *_valued(held), options)
+    valued_twice = [(a, b) for a, b in zip(again, truth, strict=True) if isfinite(a)]
     scores, rewards = classify(router, inputs), classify(prm, [(*r.before, *r.draft_step) for r in held])
     report = {
         "steps": len(learning) + len(held),
         "with_gain": sum(r.advantage > 0 for r in (*learning, *held)),
         "spearman_by_epoch": by_epoch,
         "spearman": max(by_epoch),
-        "spearman_of_valuing_again": spearman(again, truth),
+        "spearman_of_valuing_again": spearman(*zip(*valued_twice, strict=True)) if valued_twice else 0.0,
         "spearman_of_a_strict_order": spearman(_strict(truth), truth),
         "escalated_of_gain_kept_of_rest": accuracy_by_class(scores, truth, 0.5),
         "prm_spearman": max(prm_by_epoch),

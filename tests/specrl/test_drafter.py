@@ -127,7 +127,7 @@ def test_a_missing_or_used_directory_is_one_line(tmp_path, capsys):
     assert "holds files already" in capsys.readouterr().err
 
 
-def test_quantised_weights_take_few_values_and_one_bit_is_refused(build_model):
+def test_quantised_weights_take_few_values_and_one_bit_is_refused(build_model, tmp_path):
     model = build_model("qwen3", 0)
     before = copy.deepcopy(model.state_dict())
     quantise(model, bits=3)
@@ -138,5 +138,5 @@ def test_quantised_weights_take_few_values_and_one_bit_is_refused(build_model):
             assert max(row.unique().numel() for row in weight) <= 7
             step = before[name].abs().amax(1, keepdim=True) / 3
             assert ((weight - before[name]).abs() <= step / 2 + 1e-6).all()
-    with pytest.raises(ConfigError, match="the smallest is bits=2"):
-        quantise(model, bits=1)
+    with pytest.raises(ConfigError, match="Take bits=2 or more"):
+        main(DrafterOptions(out=str(tmp_path / "draft"), bits=1))
