@@ -93,7 +93,9 @@ def main(config: RouterBenchConfig) -> int:
     rewards.close()
     show(points)
     compared = compare(points)
-    print(json.dumps(compared, indent=2))
+    for c in compared:
+        saved = f"{c['mean']:.1%} ({c['low']:.1%} to {c['high']:.1%})"
+        print(f"at {c['gap']:.0%} of the gap {c['method']} saves {saved} of the policy's tokens against {c['rival']}")
     if config.out:
         draw(points, Path(config.out).with_suffix(".png"))
         found = {"problems": len(examples), "seeds": config.seeds, "saved": compared}

@@ -185,7 +185,7 @@ def write(pair: Pair, router, prm, records: Sequence[Record], tags: Tags, report
         "kind": "arbitrage",
         "draft": fingerprint(pair.draft),
         "policy": fingerprint(pair.policy),
-        "separators": config.rollout.router.separators,
+        "separators": config.rollout.router.step_separators,
         "tags": tags,
         "report": report,
     }

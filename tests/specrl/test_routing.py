@@ -36,7 +36,7 @@ def words(folder, draft, *more):
         folder,
         rollout__acceptance="off",
         rollout__drafter=draft,
-        rollout__router__separators="[' ', ',', '=', ':']",
+        rollout__router__separators=r"[' ', ',', '=', ':', '\n']",
         rollout__router__max_step_tokens=20,
     )
     found = [*[word for word in given if not word.startswith("trainer.")], *more]
@@ -174,7 +174,7 @@ def test_training_writes_what_it_saw_and_how_it_did(trained):
         assert [values[0], values[-1]] == pytest.approx([best[0], best[-1]]), "nothing or everything escalated"
         assert all(value <= bound + 1e-9 for value, bound in zip(values, best, strict=True))
     assert (trained / "report.png").stat().st_size > 1000
-    assert card["separators"] == [" ", ",", "=", ":"]
+    assert card["separators"] == [" ", ",", "=", ":", "\n"], "the texts they stand for"
 
 
 def run_evaluate(folder, draft, capsys, *more):
