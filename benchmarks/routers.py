@@ -1,18 +1,18 @@
 """Cost against accuracy of step routers on held-out problems: `python benchmarks/routers.py config=arbitrage_math`.
 
-Draft alone, policy alone, entropy, RSD, the learned router and the oracle, over thresholds and several noise seeds,
-every one with the same problems and keys. Costs that load does not disturb: tokens that the policy wrote, and forward
-passes of one response at a time weighted by the layers of the model. Seconds are measured too.
+Draft alone, policy alone and every router over its thresholds and several noise seeds, with the same problems and keys.
+Costs that load does not disturb: tokens that the policy wrote, and forward passes of one response at a time weighted by
+the layers of the model. Seconds of the routers that can serve are measured side by side at one threshold each.
 
-RSD runs twice: `rsd` asks a process reward model of the learned router's size, trained on the same steps; `rsd on true
-values` asks continuations by the policy, scored with the reference answer, which no decoder has. Like the oracle's,
-which also sees the policy's step before it decides, its seconds and passes mean nothing and are left out.
+RSD runs twice: `rsd` asks a process reward model trained on the learned router's steps; `rsd on true values` asks
+continuations by the policy, scored with the reference answer, which no decoder has. Its passes mean nothing, like those
+of the oracle, which also sees the policy's step before it decides; they are left out.
 """
 
 from __future__ import annotations
 
 import json
-import statistics
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -30,13 +30,17 @@ from specrl.curves import Curve, cost_saved
 NORMAL_95 = 1.96
 TRUE = "rsd on true values"
 THRESHOLDS = {
-    "entropy": (0.02, 0.05, 0.1, 0.2, 0.4),
-    "rsd": (0.1, 0.3, 0.5, 0.6, 0.7, 0.8),
-    TRUE: (0.25, 0.5, 0.75, 1.0),
-    "arbitrage": (0.2, 0.35, 0.5, 0.65, 0.8, 0.9),
-    "oracle": (0.0, 0.25, 0.5),
+    "entropy": (0.05, 0.1, 0.2),
+    "rsd": (0.6, 0.7, 0.8, 0.9),
+    TRUE: (0.25, 0.75),
+    "likelihood": (0.0, 1.0, 3.0, 6.0),
+    "arbitrage": (0.15, 0.3, 0.5, 0.7, 0.85),
+    "oracle": (0.0,),
 }
 UNSERVED = (TRUE, "oracle")  # their scores come from continuations
+TIMED = {"entropy": 0.05, "likelihood": 1.0, "arbitrage": 0.3}  # against the policy alone, near its accuracy
+ROWS = (1, 16)  # decoded together where seconds are measured
+REPEATS = 5
 GAPS = (0.5, 0.75, 0.9)  # of the way from the draft's accuracy to the policy's: where methods are compared
 
 
@@ -62,8 +66,6 @@ class Point:
     escalated: float
     passes: float | None
     """Per response: policy's + draft's + router's, each weighted by its layers / the policy's; all have one width."""
-    seconds: float | None
-    """Mean per seed, whole generation."""
     faults: int
     by_problem: dict[str, list[float]] = field(repr=False)
     """Mean `accuracy` and mean `tokens` by the policy of each problem."""
@@ -81,10 +83,11 @@ def main(config: RouterBenchConfig) -> int:
     rewards = RewardSet.from_config(config.reward)
     bench = Bench(pair, examples, rewards, config.seeds)
     points = [bench.alone("draft", pair.draft), bench.alone("policy", pair.policy)]
-    for name, router in routers(config, pair, examples, rewards).items():
-        engine, size = pair.routed(router), 0.0
-        if name in ("rsd", "arbitrage"):  # both were made from the same base
-            asked = AutoConfig.from_pretrained(config.rollout.router.path)
+    engines = {name: pair.routed(router) for name, router in routers(config, pair, examples, rewards).items()}
+    for name, engine in engines.items():
+        size = 0.0
+        if name == "rsd":
+            asked = AutoConfig.from_pretrained(Path(config.rollout.router.path) / "prm")
             size = asked.num_hidden_layers / pair.policy.config.num_hidden_layers
         for level in THRESHOLDS[name]:
             engine.router.threshold = 1 - level if name.startswith("rsd") else level
@@ -96,9 +99,14 @@ def main(config: RouterBenchConfig) -> int:
     for c in compared:
         saved = f"{c['mean']:.1%} ({c['low']:.1%} to {c['high']:.1%})"
         print(f"at {c['gap']:.0%} of the gap {c['method']} saves {saved} of the policy's tokens against {c['rival']}")
+    for name in engines.keys() & TIMED.keys():
+        engines[name].router.threshold = TIMED[name]
+    served = {"policy": pair.plain(pair.policy)} | {name: engines[name] for name in TIMED if name in engines}
+    seconds = [timed(served, bench.requests(0), rows) for rows in ROWS]
+    print(json.dumps(seconds, indent=2))
     if config.out:
         draw(points, Path(config.out).with_suffix(".png"))
-        found = {"problems": len(examples), "seeds": config.seeds, "saved": compared}
+        found = {"problems": len(examples), "seeds": config.seeds, "saved": compared, "seconds": seconds}
         found["points"] = [asdict(point) for point in points]
         Path(config.out).write_text(json.dumps(found) + "\n", encoding="utf-8")
     return 0
@@ -108,6 +116,7 @@ def routers(config: RouterBenchConfig, pair, examples: Sequence, rewards) -> dic
     """The router of each method that was asked for."""
     from rollout.routers.arbitrage import ArbitrageRouter
     from rollout.routers.entropy import EntropyRouter
+    from rollout.routers.likelihood import LikelihoodRouter
     from rollout.routers.oracle import OracleRouter
     from rollout.routers.pair import fingerprint
     from rollout.routers.rsd import RSDRouter
@@ -128,6 +137,7 @@ def routers(config: RouterBenchConfig, pair, examples: Sequence, rewards) -> dic
         "entropy": lambda: EntropyRouter(0.0),
         "rsd": lambda: RSDRouter(prm_scorer(str(folder / "prm"), str(pair.policy.device), pair.tokenizer)),
         TRUE: lambda: RSDRouter(true_values),
+        "likelihood": lambda: LikelihoodRouter(0.0),
         "arbitrage": learned,
         "oracle": lambda: OracleRouter(advantage(pair, values, examples)),
     }
@@ -145,18 +155,16 @@ class Bench:
         return self.routed(name, None, self._pair.plain(model))
 
     def routed(self, name: str, threshold: float | None, engine, size: float = 0.0) -> Point:
-        scores, written, seconds, total = [], [], [], EngineStats()
+        scores, written, passes, total = [], [], 0.0, EngineStats()
         for seed in range(self._seeds):
-            began = time.perf_counter()
-            done, stats = engine.generate(self._requests(seed))
-            seconds.append(time.perf_counter() - began)
+            done, stats = engine.generate(self.requests(seed))
             total += stats
+            passes += sum(c.passes for c in done) * (self._draft if name == "draft" else 1)
             scores.append(self._score(done))
             written.append([sum(not reused for reused in c.reused) if name != "draft" else 0 for c in done])
-            total.drafted += sum(len(c.tokens) for c in done) if name == "draft" else 0
         accuracy, tokens = np.nanmean(scores, axis=0), np.mean(written, axis=0)
         answers = self._seeds * len(self._examples)
-        passes = tokens.sum() * self._seeds + total.drafted * self._draft + total.steps * size
+        passes += total.drafted * self._draft + total.steps * size
         served = name not in UNSERVED
         return Point(
             name,
@@ -166,12 +174,11 @@ class Bench:
             float(tokens.mean()),
             total.escalated / total.steps if total.steps else float(name == "policy"),
             float(passes / answers) if served else None,
-            statistics.fmean(seconds) if served else None,
             total.route_faults,
             {"accuracy": accuracy.round(4).tolist(), "tokens": tokens.round(2).tolist()},
         )
 
-    def _requests(self, seed: int) -> list:
+    def requests(self, seed: int) -> list:
         from rollout.noise import derive_key
         from rollout.types import Request
         from specrl.data import render
@@ -189,6 +196,19 @@ class Bench:
         texts = self._pair.tokenizer.batch_decode([c.tokens for c in done], skip_special_tokens=True)
         samples = [Sample(str(e.prompt), t, e.answer, e.fields) for e, t in zip(self._examples, texts, strict=True)]
         return [float("nan") if total is None else total for total in self._rewards.score(samples).total]
+
+
+def timed(engines: dict, asked: Sequence, rows: int) -> dict:
+    """Least seconds of a response with `rows` decoded together: wall clock, and of the processor. In turns."""
+    asked, least = asked[: max(rows, 8)], dict.fromkeys(engines, (math.inf, math.inf))
+    for _ in range(REPEATS):
+        for name, engine in engines.items():
+            engine.rows_per_batch = rows
+            began, used = time.perf_counter(), time.process_time()
+            engine.generate(asked)
+            took = (time.perf_counter() - began) / len(asked), (time.process_time() - used) / len(asked)
+            least[name] = tuple(map(min, least[name], took))
+    return {"rows": rows, **{name: {"wall": w, "processor": p} for name, (w, p) in least.items()}}
 
 
 def curves(points: Sequence[Point]) -> dict[str, Curve]:
@@ -223,7 +243,7 @@ def show(points: Sequence[Point]) -> None:
 
     whole = next(p.policy_tokens for p in points if p.method == "policy")
     table = Table()
-    for column in ("method", "threshold", "accuracy", "policy tokens", "escalated", "passes", "seconds", "faults"):
+    for column in ("method", "threshold", "accuracy", "policy tokens", "escalated", "passes", "faults"):
         table.add_column(column, justify="left" if column == "method" else "right")
     for p in points:
         table.add_row(
@@ -233,26 +253,23 @@ def show(points: Sequence[Point]) -> None:
             f"{p.policy_tokens / whole:.1%}",
             f"{p.escalated:.1%}",
             "" if p.passes is None else f"{p.passes:.1f}",
-            "" if p.seconds is None else f"{p.seconds:.2f}",
             f"{p.faults}",
         )
     Console(width=110).print(table)
 
 
 def draw(points: Sequence[Point], path: Path) -> None:
-    """Accuracy over tokens of the policy, over weighted passes, and over seconds."""
+    """Accuracy over tokens of the policy, and over weighted passes."""
     from matplotlib.figure import Figure
 
     from specrl.plots import BLACK, BLUE, GREY, ORANGE, RED, SKY
 
-    colours = {"draft": SKY, "policy": BLACK, "entropy": GREY, "rsd": ORANGE, TRUE: "#CC79A7", "arbitrage": BLUE}
-    colours["oracle"] = RED
+    colours = {"draft": "#999933", "policy": BLACK, "entropy": GREY, "rsd": ORANGE, TRUE: "#CC79A7"}
+    colours |= {"likelihood": SKY, "arbitrage": BLUE, "oracle": RED}
     keys = {
         "policy_tokens": "tokens of the policy per response",
         "passes": "passes per response, weighted by layers",
-        "seconds": "seconds per noise seed",
     }
-    keys = {key: label for key, label in keys.items() if any(getattr(p, key) is not None for p in points)}
     figure = Figure(figsize=(5 * len(keys), 4.4), dpi=110, layout="constrained")
     panels = figure.subplots(1, len(keys))
     for panel, (key, label) in zip(panels, keys.items(), strict=True):

@@ -124,7 +124,7 @@ def test_equal_steps_have_no_advantage(pair, examples, rewards):
 
 @pytest.fixture(scope="module")
 def collected(pair, examples, rewards):
-    return collect(pair, StepValues(pair, rewards, 2, seed=0), examples, pair.config)[0]
+    return collect(pair, StepValues(pair, rewards, 2, seed=0), examples, pair.config)
 
 
 def test_both_walks_are_recorded(collected):
@@ -133,7 +133,15 @@ def test_both_walks_are_recorded(collected):
     before = {r.before for r in collected}
     assert before & (drafted - written), "the draft's walk goes on with its own step"
     assert before & (written - drafted), "the oracle's goes on with the policy's"
-    assert len({r.tokens for r in collected}) == len(collected), "no step is there twice"
+    assert len({(*r.before, *r.draft_step) for r in collected}) == len(collected), "no step is there twice"
+
+
+def test_the_router_is_trained_on_what_it_will_read(collected):
+    """Every value enters by the policy's log-probs: a first step has nothing before it, a later one has."""
+    first = min(len(r.before) for r in collected)
+    assert all(r.features[0] > 0 for r in collected)
+    assert all(r.features[1] == 0 for r in collected if len(r.before) == first)
+    assert any(r.features[1] > 0 for r in collected)
 
 
 def test_valuing_again_with_the_same_noise_gives_the_same_and_with_other_noise_does_not(
@@ -145,7 +153,7 @@ def test_valuing_again_with_the_same_noise_gives_the_same_and_with_other_noise_d
 
 
 def test_the_curve_of_a_budget_by_hand():
-    records = [Record(p, (5,), (5,), (9,), (10,), 0.25, 0.25 + gain) for p, gain in (("a", 0.5), ("b", -0.25))]
+    records = [Record(p, (0.0,), (5,), (9,), (10,), 0.25, 0.25 + gain) for p, gain in (("a", 0.5), ("b", -0.25))]
     points = {p["escalated"]: p["value"] for p in curve([0.65, 0.35], records)}
     assert points == {0.0: 0.25, 0.5: (0.75 + 0.25) / 2, 1.0: (0.75 + 0.0) / 2}
     assert {p["escalated"]: p["value"] for p in curve([0.35, 0.65], records)}[0.5] == 0.125, "the wrong step was chosen"
@@ -166,8 +174,8 @@ def test_training_writes_what_it_saw_and_how_it_did(trained):
     report = card["report"]
     assert report["steps"] == len(steps) > 24
     assert report["with_gain"] == sum(s["policy_value"] > s["draft_value"] for s in steps)
-    assert report["spearman"] == max(report["spearman_by_epoch"])
-    assert set(report["curves"]) == {"arbitrage", "rsd", "rsd on true values", "oracle"}
+    assert len(card["weights"]) == 3
+    assert set(report["curves"]) == {"arbitrage", "likelihood", "rsd", "rsd on true values", "oracle"}
     best = [point["value"] for point in report["curves"]["oracle"]]
     for points in report["curves"].values():
         values = [point["value"] for point in points]
@@ -183,9 +191,9 @@ def run_evaluate(folder, draft, capsys, *more):
     return code, json.loads(out) if code == 0 else err
 
 
-@pytest.mark.parametrize("kind", ["entropy", "rsd", "arbitrage"])
+@pytest.mark.parametrize("kind", ["entropy", "likelihood", "rsd", "arbitrage"])
 def test_evaluation_with_a_router_reports_its_cost(kind, trained, draft, tmp_path, capsys):
-    path = {"entropy": "", "rsd": trained / "prm", "arbitrage": trained}[kind]
+    path = {"rsd": trained / "prm", "arbitrage": trained}.get(kind, "")
     given = [f"rollout.router.kind={kind}", f"rollout.router.path={path}"]
     code, all_policy = run_evaluate(
         tmp_path, draft, capsys, *given, f"rollout.router.threshold={1 if kind == 'rsd' else 0}"
@@ -197,9 +205,8 @@ def test_evaluation_with_a_router_reports_its_cost(kind, trained, draft, tmp_pat
     assert {k: all_policy[k] for k in same} == {k: plain[k] for k in same}, (
         "with every step escalated: the policy's own"
     )
-    code, some = run_evaluate(
-        tmp_path, draft, capsys, *given, f"rollout.router.threshold={ {'entropy': 9, 'rsd': 0, 'arbitrage': 1}[kind] }"
-    )
+    most = {"entropy": 9, "likelihood": 99, "rsd": 0, "arbitrage": 1}[kind]
+    code, some = run_evaluate(tmp_path, draft, capsys, *given, f"rollout.router.threshold={most}")
     assert code == 0
     assert some["eval/policy_tokens_ratio"] < 1
 
