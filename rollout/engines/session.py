@@ -57,6 +57,9 @@ class Session:
         Args:
             texts: row -> its whole response so far; each row must lack at least one token that is fed.
             last: also feed the last token of each text; without, it is only scored, and the row still lacks it.
+
+        Raises:
+            ValueError: a row lacks nothing, such as one that was not rolled back to where its text changed.
         """
         if self._kv is None:
             self._kv, spent = self.model.prefill(self._prompts)
@@ -66,6 +69,8 @@ class Session:
         fed: dict[int, Fed] = {}
         ends = {row: len(whole[row]) - (not last) for row in rows}
         lengths = [ends[row] - self._written[row] if row in whole else 0 for row in range(rows[0], rows[-1] + 1)]
+        if not all(lengths[row - rows[0]] > 0 for row in rows):
+            raise ValueError(f"rows that lack no token cannot be fed: {lengths}")
         for first, last in chunks(lengths, self.model.tokens_per_pass):
             fed |= self._pass(rows[0] + first, lengths[first:last], whole)
         for row in rows:

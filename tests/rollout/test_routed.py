@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
+from rollout.engines import routed
 from rollout.engines.base import Sampling
 from rollout.engines.routed import RoutedEngine
 from rollout.engines.session import Session
@@ -18,6 +19,7 @@ from rollout.routers.oracle import OracleRouter
 from rollout.routers.rsd import RSDRouter
 from rollout.steps import Candidate, Step, StepEnd
 from rollout.types import Request, RolloutError
+from rollout.verify import accept_exact
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -47,6 +49,7 @@ class Rule:
         return [self.rule(candidate) for candidate in candidates]
 
 
+RIGHT = Session.rollback
 ALWAYS, NEVER = Rule(lambda c: 1.0), Rule(lambda c: 0.0)
 
 
@@ -156,11 +159,10 @@ def test_mixed_steps_follow_the_definition(models, needs, rows_per_batch):
     assert 0 < stats.escalated < stats.steps
 
 
-@pytest.mark.parametrize("needs", [set(), {"likelihood"}])
-def test_a_rollback_that_is_off_by_one_is_caught(models, monkeypatch, needs):
+def test_a_rollback_that_is_off_by_one_is_caught(models, monkeypatch):
     right = Session.rollback
     monkeypatch.setattr(Session, "rollback", lambda self, row, length: right(self, row, length + 1))
-    done, _ = engine(models, Rule(odd, needs=frozenset(needs))).generate(asked := requests())
+    done, _ = engine(models, Rule(odd)).generate(asked := requests())
     assert [c.tokens for c in done] != naive(models, asked, lambda n: n % 2, step_end())
 
 
@@ -168,6 +170,20 @@ def test_a_rollback_that_is_off_by_one_is_caught(models, monkeypatch, needs):
 
 
 READ = frozenset({"likelihood"})
+
+
+@pytest.mark.parametrize("wrong", [lambda *_: None, lambda self, row, length: RIGHT(self, row, length + 1)])
+def test_what_was_read_must_be_rolled_back(models, monkeypatch, wrong):
+    monkeypatch.setattr(Session, "rollback", wrong)
+    with pytest.raises(ValueError, match="lack no token"):
+        engine(models, Rule(ALWAYS.rule, needs=READ)).generate(requests())
+
+
+def test_keeping_a_token_that_the_policy_does_not_draw_is_caught(models, monkeypatch):
+    """The planted wrong rule: of an escalated step the policy keeps one token more than it draws itself."""
+    monkeypatch.setattr(routed, "accept_exact", lambda draws, draft: min(accept_exact(draws, draft) + 1, len(draft)))
+    done, _ = engine(models, Rule(ALWAYS.rule, needs=READ)).generate(asked := requests())
+    assert [c.tokens for c in done] != [c.tokens for c in plain(models[0], asked)]
 
 
 @pytest.mark.parametrize(("rule", "writer"), [(ALWAYS, 0), (NEVER, 1)], ids=["all escalated", "none"])
@@ -180,18 +196,23 @@ def test_reading_changes_no_token(models, rule, writer):
 
 
 def test_a_router_is_given_the_policys_own_log_probs(models):
-    router = Rule(odd, needs=READ)
-    engine(models, router).generate(requests())
+    seen = []
+
+    def note(c):  # the history is the engine's own list, which grows
+        seen.append(([*c.prompt, *c.response], c.step, list(c.history)))
+        return odd(c)
+
+    engine(models, Rule(note, needs=READ)).generate(requests())
     kept = 0
-    for c in router.seen:
-        before, tokens = [*c.prompt, *c.response], c.step.tokens
+    for before, step, history in seen:
+        tokens = step.tokens
         with torch.no_grad():
             logits = models[0].eval()(torch.tensor([[*before, *tokens]])).logits[0, len(before) - 1 : -1] / 0.7
         forced = logits.log_softmax(-1).gather(-1, torch.tensor(tokens)[:, None])[:, 0].tolist()
-        assert c.step.policy_logprobs == pytest.approx(forced, abs=1e-4)
-        assert c.step.policy_logprobs != pytest.approx(c.step.logprobs, abs=1e-2), "not the draft's"
-        assert all(len(step.policy_logprobs) == len(step.tokens) for step in c.history)
-        kept += sum(step.source == "draft" for step in c.history)
+        assert step.policy_logprobs == pytest.approx(forced, abs=1e-4)
+        assert step.policy_logprobs != pytest.approx(step.logprobs, abs=1e-2), "not the draft's"
+        assert all(len(earlier.policy_logprobs) == len(earlier.tokens) for earlier in history)
+        kept += sum(earlier.source == "draft" for earlier in history)
     assert kept
 
 
@@ -232,10 +253,9 @@ def test_a_policy_with_nan_weights_stops_the_reading(models, build_model):
 
 
 def test_likelihood_escalates_what_the_policy_doubts_and_less_as_the_threshold_rises(models):
-    steps = [Step("draft", [9, 9], policy_logprobs=[-0.1, x]) for x in (-0.5, -1.0, -1.1, -math.inf, math.nan)]
+    steps = [Step("draft", [9, 9], policy_logprobs=[-0.1, x]) for x in (-0.5, -1.0, -1.1, -math.inf)]
     decision = decide(LikelihoodRouter(1.0), [Candidate(0, [5], [], step) for step in steps])
-    assert decision.escalate == [False, False, True, True, True]
-    assert decision.faults == 1
+    assert (decision.escalate, decision.faults) == ([False, False, True, True], 0)
     counts = []
     for threshold in (0.0, 2.0, 4.0, 99.0):
         done, stats = engine(models, LikelihoodRouter(threshold), step_end(EVERY, 99)).generate(asked := requests())
