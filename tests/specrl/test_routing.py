@@ -276,7 +276,7 @@ def test_uncorrected_training_takes_an_explicit_word():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "threshold", "correction"),
-    [("entropy", 1.5, "token_truncate"), ("entropy", 1.5, "none"), ("kl", 9.0, "sequence_truncate")],
+    [("likelihood", 4.0, "token_truncate"), ("entropy", 1.5, "none"), ("kl", 9.0, "sequence_truncate")],
 )
 def test_grpo_trains_on_text_that_the_draft_wrote(kind, threshold, correction, draft, tmp_path):
     record = runs.run(
@@ -293,7 +293,7 @@ def test_grpo_trains_on_text_that_the_draft_wrote(kind, threshold, correction, d
     first = record.steps[0].metrics
     assert 0 < record.steps[0].reuse < 1
     assert first["spec/behaviour_kl"] > 0
-    assert ("spec/escalated_ratio" in first) == (kind == "entropy")
+    assert ("spec/escalated_ratio" in first) == (kind != "kl")
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     ratio = lines[-1]["sampling/importance_sampling_ratio/mean"]
     assert (ratio == 1.0) == (correction == "none")
