@@ -39,6 +39,8 @@ lint: setup
 
 docs: setup
 	$(PY) -m specrl.config
+	$(VENV)/bin/mkdocs build --strict --quiet
+	@echo "the site is in build/site"
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

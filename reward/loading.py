@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -148,6 +149,8 @@ def _resolve(spec: str) -> Callable[..., Any]:
         module = importlib.import_module(module_name)
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
+        if isinstance(error, ModuleNotFoundError) and error.name == module_name.partition(".")[0]:
+            reason = f"there is none in {os.getcwd()}, where the run starts, nor along PYTHONPATH"
         raise RewardError(f"reward {spec!r}: module {module_name!r} cannot be imported: {reason}") from error
     if not hasattr(module, attribute):
         near = difflib.get_close_matches(attribute, dir(module), n=1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 State = Literal["start", "agreeing", "diverged", "lost"]
@@ -22,52 +22,58 @@ _PROBE_EVERY, _PROBE_TOKENS, _PROBE_ROWS = 32, 2, 4
 _REST = 7  # most passes in a row that nobody is asked about
 _MOST = 0.9999  # no estimate of a probability is trusted further
 _MARGIN = 1.1  # the model must promise that much: rows that advance unevenly leave a longer tail than is estimated
+_NEARLY = 0.95  # of the best goodput is as good
 _LONG = 32  # tokens of the longest chain that is counted on
 _LEVELS = 10  # of a draft model's confidence: level i holds probabilities from 1 - 2^-i on
 
 
 class Line:
-    """Seconds of a pass as a + r * rows + b * tokens: least squares over measured passes, with forgetting.
+    """Seconds of a pass as a + r * rows + (b + c * width) * tokens: least squares over passes, with forgetting.
 
-    A row costs more than a token: each has its own keys and values to read.
+    A row costs more than a token: each has its own keys and values to read. A token attends to `width` positions.
     """
 
     def __init__(self):
-        self._fixed, self._moving = [0.0] * 10, [0.0] * 10  # weighted sums of `_products`
-        self._fitted: tuple[float, float, float] | None = None
+        self._fixed, self._moving = [0.0] * 15, [0.0] * 15  # weighted sums of `_products`
+        self._fitted: tuple[float, float, float, float] | None = None
 
-    def fit(self) -> tuple[float, float, float]:
-        """(a, r, b), none negative; a and b positive."""
+    def fit(self) -> tuple[float, float, float, float]:
+        """(a, r, b, c), none negative; a and what a token costs positive."""
         if self._fitted is None:
             self._fitted = self._fit()
         return self._fitted
 
-    def observe(self, tokens: int, seconds: float, rows: int = 0) -> None:
-        new = _products(rows, tokens, seconds)
+    def observe(self, tokens: int, seconds: float, rows: int = 0, width: int = 0) -> None:
+        new = _products(rows, tokens, width * tokens, seconds)
         self._moving = [_FORGET_PASS * old + x for old, x in zip(self._moving, new, strict=True)]
         self._fitted = None
 
     def calibrate(self, passes: Sequence[tuple[int, float]], rows: int = 0) -> None:
         """Measured (tokens, seconds) that never fade: equal passes alone could not tell the terms apart."""
         for n, s in passes:
-            self._fixed = [old + x for old, x in zip(self._fixed, _products(rows, n, s), strict=True)]
+            new = _products(rows, n, n * n // rows if rows else 0, s)
+            self._fixed = [old + x for old, x in zip(self._fixed, new, strict=True)]
         self._fitted = None
 
-    def _fit(self) -> tuple[float, float, float]:
-        w, r, n, s, rr, rn, rs, nn, ns, _ = (old + new for old, new in zip(self._fixed, self._moving, strict=True))
-        if not w:
-            return 1.0, 0.0, 1e-3
-        matrix, right = [[w, r, n], [r, rr, rn], [n, rn, nn]], [s, rs, ns]
-        terms, found = [0, 1, 2], [0.0, 0.0, 0.0]
+    def _fit(self) -> tuple[float, float, float, float]:
+        sums = iter(old + new for old, new in zip(self._fixed, self._moving, strict=True))
+        matrix = [[0.0] * 5 for _ in range(5)]  # of (1, rows, tokens, width * tokens, seconds)
+        for i in range(5):
+            for j in range(i, 5):
+                matrix[i][j] = matrix[j][i] = next(sums)
+        if not matrix[0][0]:
+            return 1.0, 0.0, 1e-3, 0.0
+        terms, found = [i for i in range(4) if matrix[i][i]], [0.0] * 4
         while terms:
-            solved = _solve([[matrix[i][j] for j in terms] for i in terms], [right[i] for i in terms])
+            solved = _solve([[matrix[i][j] for j in terms] for i in terms], [matrix[i][4] for i in terms])
             if min(solved) >= 0:
                 for i, x in zip(terms, solved, strict=True):
                     found[i] = x
                 break
             terms.pop(solved.index(min(solved)))
-        a, row, token = found
-        return max(a, 0.01 * s / w), row, token or 0.1 * s / n
+        a, row, token, place = found
+        seconds, tokens = matrix[0][4] / matrix[0][0], matrix[0][2] / matrix[0][0]
+        return max(a, 0.01 * seconds), row, token if token or place else 0.1 * seconds / tokens, place
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +86,8 @@ class Plan:
     """Kinds whose rows the draft model serves better than their own drafters."""
     goodput: float
     """Expected tokens per second of the rows that a draft model could help: what a second is worth."""
+    token_s: float = 0.0
+    """Seconds that a draft token costs in this pass."""
     needed: float = 0.0
     """Probability of acceptance from which on a row's first draft token pays."""
 
@@ -87,12 +95,13 @@ class Plan:
 class Budget:
     """Goodput controller: maximises expected tokens per second of a pass (SmartSpec, arXiv 2406.14066).
 
-    A pass costs a seconds, r for each row and b for each token, fitted to measured passes with forgetting. A draft of k
-    tokens whose tokens are each accepted with probability p emits 1 + p + ... + p^k tokens in expectation, p estimated
-    per kind. Maximising sum_i emitted_i / (a + sum_i (r + b + c_i k_i)) gives the rule "draft the j-th token of a row
-    while p^j >= c_i * goodput", solved by fixed-point iteration (Dinkelbach). It decides which rows carry a draft; all
-    that do carry the same number of tokens, see `_levelled`. A token of a row's own drafter costs c = b. One of the
-    draft model also costs its share of the model's passes, and `chain` decides it token by token.
+    A pass costs a seconds, r for each row and b for each token, the more the more positions it attends to; fitted to
+    measured passes with forgetting. A draft of k tokens whose tokens are each accepted with probability p emits
+    1 + p + ... + p^k tokens in expectation, p estimated per kind. Maximising sum_i emitted_i / (a + sum_i (r + b + c_i
+    k_i)) gives the rule "draft the j-th token of a row while p^j >= c_i * goodput", solved by fixed-point iteration
+    (Dinkelbach). It decides which rows carry a draft; all that do carry the same number of tokens, see `_levelled`. A
+    token of a row's own drafter costs c = b. One of the draft model also costs its share of the model's passes, and
+    `chain` decides it token by token.
 
     Args: window: draft tokens per row and pass; 0 decides by goodput.
     """
@@ -144,14 +153,14 @@ class Budget:
         """Expected accepted tokens of a draft of this kind, less `price` for each that is carried."""
         return _emitted(self.acceptance(kind), drafted) - 1 - price * drafted
 
-    def cost(self, rows: int = 0) -> tuple[float, float]:
-        """Seconds of a pass over `rows` rows, and of each of its tokens."""
-        fixed, row, token = self._passes.fit()
-        return fixed + row * rows, token
+    def cost(self, rows: int = 0, width: int = 0) -> tuple[float, float]:
+        """Seconds of a pass over `rows` rows, and of each of its tokens, which attend to `width` positions."""
+        fixed, row, token, place = self._passes.fit()
+        return fixed + row * rows, token + place * width
 
-    def observe_pass(self, tokens: int, seconds: float, rows: int = 0) -> None:
-        """One forward pass of `tokens` tokens, of `rows` rows, took `seconds`, drawing included."""
-        self._passes.observe(tokens, seconds, rows)
+    def observe_pass(self, tokens: int, seconds: float, rows: int = 0, width: int = 0) -> None:
+        """One pass of `tokens` tokens, of `rows` rows, that attend to `width` positions, took `seconds`."""
+        self._passes.observe(tokens, seconds, rows, width)
 
     def calibrate(self, passes: Sequence[tuple[int, float]], rows: int = 0) -> None:
         """Measured (tokens, seconds) of passes, see Line.calibrate."""
@@ -183,7 +192,7 @@ class Budget:
 
     # What to draft -----------------------------------------------------------------------------------------------
 
-    def longest(self, rows: int) -> int:
+    def longest(self, rows: int, width: int = 0) -> int:
         """Tokens that no draft of a pass over `rows` rows will exceed, at least those of a probe.
 
         The best kind there is, at the goodput of a pass without drafts: `plan` only raises that.
@@ -191,10 +200,10 @@ class Budget:
         if self.window:
             return self.window
         best = max(map(self.acceptance, self._seen), default=0.0)
-        a, b = self.cost(rows)
+        a, b = self.cost(rows, width)
         return max(_PROBE_TOKENS, _length(max(best, self._expected()), b * rows / (a + b * rows)))
 
-    def plan(self, kinds: Sequence[Kind], model: bool = False) -> Plan:
+    def plan(self, kinds: Sequence[Kind], model: bool = False, width: int = 0) -> Plan:
         """Draft lengths for the rows of the next pass, and the kinds that a draft model serves better, if there is one.
 
         A kind that does not pay is probed now and then, ever more rarely, so that a bad spell does not last.
@@ -202,18 +211,18 @@ class Budget:
         count = Counter(kinds)
         if self.window:
             return Plan(dict.fromkeys(count, self.window), frozenset(), 0.0)
-        a, b = self.cost(count.total())
+        a, b = self.cost(count.total(), width)
         fixed = a + b * count.total()
         k, goodput = _levelled({kind: (n, self.acceptance(kind), b) for kind, n in count.items()}, fixed)
         self._needed, handed = min(1.0, b * goodput), frozenset()
         if model and count:
-            handed, goodput = self._hand_over(count, k, fixed, goodput)
+            handed, goodput = self._hand_over(count, k, fixed, b, goodput)
         for kind in count:
             before = self._idle[kind]
             self._idle[kind] = idle = 0 if k[kind] or kind in handed else before + 1 + self._skipped
             if idle >= _PROBE_EVERY and idle.bit_length() > before.bit_length():  # twice as rare each time
                 k[kind] = _PROBE_TOKENS
-        return Plan(k, handed, goodput, self._needed)
+        return Plan(k, handed, goodput, b, self._needed)
 
     def rest(self) -> Plan | None:
         """The plan of a pass that carries nothing, where nothing has paid lately: asking takes time too. Else None.
@@ -223,14 +232,14 @@ class Budget:
         if self.window or self._skipped == self._pause:
             return None
         self._skipped += 1
-        return Plan({}, frozenset(), 0.0, self._needed)
+        return Plan({}, frozenset(), 0.0, needed=self._needed)
 
     def observe_plan(self, carried: bool) -> None:
         """Whether anything rides in the pass that was planned; if not, the next ones may rest, 1, 3 and then 7."""
         self._pause = 0 if carried else min(2 * self._pause + 1, _REST)
         self._skipped = 0
 
-    def _hand_over(self, count: Mapping[Kind, int], k: Mapping[Kind, int], fixed: float, goodput: float):
+    def _hand_over(self, count: Mapping[Kind, int], k: Mapping[Kind, int], fixed: float, b: float, goodput: float):
         """The kinds that the model drafts for, and the tokens per second of the rows that need it.
 
         These are the rows whose own drafters are right less often. They keep a rollout going after the others have
@@ -240,11 +249,11 @@ class Budget:
         needy = frozenset(s for s in count if self.acceptance(s) < promise)
         if not needy:
             return needy, goodput
-        b, rows = self.cost()[1], sum(count[s] for s in needy)
+        rows = sum(count[s] for s in needy)
         others = fixed + b * sum(count[s] * k[s] for s in count if s not in needy)
         alone = sum(count[s] * _emitted(self.acceptance(s), k[s]) for s in needy)
         alone /= others + b * sum(count[s] * k[s] for s in needy)
-        draft, row, token = self.drafter.fit()
+        draft, row, token, _ = self.drafter.fit()
         _, helped = _best({"model": (rows, promise, b + row + token + draft / rows)}, others)
         return (needy, helped) if helped > _MARGIN * alone else (frozenset(), alone)
 
@@ -253,7 +262,7 @@ class Budget:
 
         Args: behind: tokens of each row that the model has not seen and must run first.
         """
-        chain = Chain(self, plan.goodput, behind if plan.handed or self.window else [], self.window)
+        chain = Chain(self, plan, behind if plan.handed or self.window else [], self.window)
         if chain.going or not behind:
             self._idle_model, self._patience = 0, _PROBE_EVERY
             return chain
@@ -261,7 +270,7 @@ class Budget:
         if self._idle_model < self._patience:
             return chain
         self._idle_model, self._patience = 0, 2 * self._patience  # a probe costs a catch-up: twice as rare each time
-        return Chain(self, 0.0, behind[:_PROBE_ROWS], _PROBE_TOKENS)
+        return Chain(self, replace(plan, goodput=0.0), behind[:_PROBE_ROWS], _PROBE_TOKENS)
 
 
 class Chain:
@@ -272,20 +281,20 @@ class Chain:
 
     Args:
         budget: estimates and costs.
-        goodput: tokens per second, what a second is worth; 0 finds everything worth it.
+        plan: what a second is worth (a goodput of 0 finds everything worth it), and what a token costs.
         behind: tokens of each row that the model must run first; one chain must bring in what that costs.
         most: tokens of the longest draft, 0 without limit.
     """
 
-    def __init__(self, budget: Budget, goodput: float, behind: Sequence[int], most: int = 0):
-        self._budget, self._goodput, self._left = budget, goodput, most or 1 << 30
-        self._verify = budget.cost()[1]
-        self._fixed, row, token = budget.drafter.fit()
+    def __init__(self, budget: Budget, plan: Plan, behind: Sequence[int], most: int = 0):
+        self._budget, self._goodput, self._left = budget, plan.goodput, most or 1 << 30
+        self._verify = plan.token_s
+        self._fixed, row, token, _ = budget.drafter.fit()
         self._row = row + token
         self._stands = [1.0] * len(behind)
         self.logprobs: list[list[float]] = [[] for _ in behind]
         brings = _emitted(budget.model_yield(), most or _LONG) - 1
-        self.going = self._worth([i for i, n in enumerate(behind) if brings >= goodput * token * n])
+        self.going = self._worth([i for i, n in enumerate(behind) if brings >= plan.goodput * token * n])
         """Rows that draft one more token."""
 
     def step(self, logprobs: Sequence[float], room: Sequence[int]) -> list[int]:
@@ -328,17 +337,17 @@ def _best(groups: Mapping[Kind, tuple[int, float, float]], fixed: float) -> tupl
 
 
 def _levelled(groups: Mapping[Kind, tuple[int, float, float]], fixed: float) -> tuple[dict[Kind, int], float]:
-    """One draft length, a power of two, for all rows that `_best` lets carry something; the best one, and its goodput.
+    """One draft length, a power of two, for all rows that `_best` lets carry something, and its goodput.
 
     Attention pads the rows of a pass to equal lengths, block by block, so that lengths of their own cost more than they
-    bring: at 64 rows on two cores equal drafts took 0.8x to 0.9x the time for about as many passes.
+    bring: at 64 rows on two cores equal drafts took 0.8x to 0.9x the time for about as many passes. Of lengths that are
+    nearly as good the shortest is taken: what rows win that are ahead is worth less, as the last row sets the time.
     """
     own, _ = _best(groups, fixed)
     levels = [1 << i for i in range(max(own.values(), default=0).bit_length())] or [0]
     found = [{s: level if k else 0 for s, k in own.items()} for level in levels]
     goodputs = [_goodput(groups, fixed, k) for k in found]
-    best = max(range(len(found)), key=goodputs.__getitem__)
-    return found[best], goodputs[best]
+    return next((k, goodput) for k, goodput in zip(found, goodputs, strict=True) if goodput >= _NEARLY * max(goodputs))
 
 
 def _goodput(groups: Mapping[Kind, tuple[int, float, float]], fixed: float, k: Mapping[Kind, int]) -> float:

@@ -17,6 +17,10 @@ SOURCES = ("prefix", "position", "earlier", "group", "contexts")
 prompt's stored texts; what the rows of the prompt have emitted in this rollout; the texts of all prompts."""
 
 
+OWN_SOURCES = SOURCES[:2]
+"""Those that draft the token which the slot's old text has at the same position."""
+
+
 @dataclass
 class CacheConfig:
     max_mb: int = doc(512, "memory bound of stored trajectories in MB (2^20 bytes); the least recently used go first")
@@ -30,14 +34,16 @@ class CacheConfig:
 @dataclass
 class BudgetConfig:
     window: int = doc(0, "draft tokens a row carries in one pass; 0 decides from measured costs and acceptance")
+    branches: int = doc(1, "most continuations of a row verified together, as a tree, where this pays; 1 is one path")
 
 
 @dataclass
 class RouterConfig:
     kind: Literal["off", "entropy", "likelihood", "rsd", "arbitrage", "judge", "kl"] = doc(
         "off",
-        "what text of rollout.drafter stands: steps a router does not escalate (entropy, likelihood, rsd, "
-        "arbitrage), or tokens beside the policy's draws that a judge allows (judge, kl); lossy",
+        "what text of rollout.drafter, or old text with acceptance=judged, stands: steps a router does not escalate "
+        "(entropy, likelihood, rsd, arbitrage), or tokens beside the policy's draws that a judge allows (judge, kl); "
+        "lossy",
     )
     path: str = doc("", "directory of the learned router (arbitrage) or judge, or the process reward model (rsd)")
     threshold: float = doc(
@@ -49,6 +55,9 @@ class RouterConfig:
         default_factory=lambda: ["\\n\\n"], metadata={"help": "texts that end a reasoning step; \\n is a newline"}
     )
     max_step_tokens: int = doc(128, "a draft step longer than this is a runaway, which the policy writes")
+    refit_every: int = doc(
+        0, "with acceptance=judged: rollouts between two refits of the judge to what old texts and policy differ in now"
+    )
     uncorrected: bool = doc(False, "allow training on routed tokens without a correction, as if they were on-policy")
 
     @property
@@ -88,8 +97,10 @@ class ClusterConfig:
 @dataclass
 class RolloutConfig:
     engine: Literal["transformers", "vllm"] = doc("transformers", "inference engine")
-    acceptance: Literal["exact", "lenient", "off"] = doc(
-        "exact", "exact: bit-identical to plain decoding; lenient: SPEC-RL as published, biased; off: plain decoding"
+    acceptance: Literal["exact", "lenient", "judged", "off"] = doc(
+        "exact",
+        "exact: bit-identical to plain decoding; lenient: SPEC-RL as published, biased; judged: old text also stands "
+        "where the judge of rollout.router allows, lossy; off: plain decoding",
     )
     replay: float | Literal["auto"] = doc(
         0.0,

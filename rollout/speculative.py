@@ -12,7 +12,7 @@ from rollout.drafters.suffix import PromptTexts, SuffixDrafter
 from rollout.engines.base import Engine
 from rollout.noise import derive_key, generation
 from rollout.replay import ReplayControl
-from rollout.types import Request, RolloutBatch, Row, Trajectory
+from rollout.types import Completion, Request, RolloutBatch, Row, Trajectory
 
 
 class SpeculativeRollout:
@@ -36,7 +36,8 @@ class SpeculativeRollout:
     def __init__(self, engine: Engine, cache: TrajectoryCache | None, config: RolloutConfig, seed: int):
         self.engine, self.config, self.seed = engine, config, seed
         self.cache = None if config.acceptance == "off" else cache
-        self.replay = ReplayControl(config.replay if config.acceptance != "lenient" else 0.0, config.replay_gap)
+        fresh = config.acceptance in ("lenient", "judged")
+        self.replay = ReplayControl(0.0 if fresh else config.replay, config.replay_gap)
         self._reused = 0.0
 
     def generate(
@@ -104,18 +105,20 @@ class SpeculativeRollout:
 
     def entries(self, rows, batch: RolloutBatch, *, step: int, rewards=None) -> list[tuple[str, int, Trajectory]]:
         """The batch as cache entries (example id, slot, trajectory); processes of one job exchange these."""
-        lenient = self.config.acceptance == "lenient"
         rewards = rewards if rewards is not None else [None] * len(rows)
         return [
-            # the published method stores the log-probs of the policy that verified the text, reused tokens included
-            (
-                r.example_id,
-                s,
-                Trajectory(c.tokens, k, c.finish, c.version, step, reward, c.logprobs if lenient else None),
-            )
+            (r.example_id, s, Trajectory(c.tokens, k, c.finish, c.version, step, reward, self._laws(c)))
             for r, s, k, c, reward in zip(rows, batch.slots, batch.keys, batch.completions, rewards, strict=True)
             if not c.failure
         ]
+
+    def _laws(self, c: Completion) -> Sequence[float] | None:
+        """The log-probs that are stored with a response.
+
+        The published method stores those of the policy that verified the text, reused tokens included. What a judge
+        let stand keeps the log-prob of the law that drew it, however often it has stood.
+        """
+        return {"lenient": c.logprobs, "judged": c.behaviour_logprobs}.get(self.config.acceptance)
 
     def _request(
         self, row: Row, key: int, old: Trajectory | None, stored: list[Trajectory], texts: PromptTexts | None
@@ -133,6 +136,7 @@ class SpeculativeRollout:
                 request.draft_logprobs = old.logprobs
         elif texts is not None:
             request.drafter = SuffixDrafter(texts, old.tokens if old else None)
+            request.draft_logprobs = old.logprobs if old else None
         return request
 
 

@@ -39,7 +39,7 @@ class Trajectory:
     reward: float | None = None
     """Total reward, None while unknown or when the reward failed."""
     logprobs: tuple[float, ...] | None = None
-    """Behaviour log-prob of each token, stored for `lenient` only."""
+    """Behaviour log-prob of each token, stored for `lenient` and `judged` only."""
 
 
 class Drafter(Protocol):
@@ -56,6 +56,16 @@ class Drafter(Protocol):
         """
 
 
+class BranchingDrafter(Drafter, Protocol):
+    """A drafter that knows several continuations. Engines without draft trees only ask it to `propose`."""
+
+    def branches(self, tokens: Sequence[int], limit: int, width: int) -> Sequence[Sequence[int]]:
+        """At most `width` continuations of at most `limit` ids, the likeliest first.
+
+        Asked behind `propose`, for the same `tokens`; what that proposed may be among them.
+        """
+
+
 @dataclass(slots=True)
 class Request:
     """What an engine needs to produce one response."""
@@ -67,7 +77,8 @@ class Request:
     drafter: Drafter | None = None
     """None has no old text; an engine with a draft model may still draft."""
     draft_logprobs: Sequence[float] | None = None
-    """Behaviour log-probs of the drafter's first proposal; needed by the `lenient` rule, ignored by `exact`."""
+    """Behaviour log-probs of the slot's old text, by response position; needed by the `lenient` rule, whose first
+    proposal it is, and by judges; ignored by `exact`."""
     draft_version: int | None = None
     """Weight version that drew the first proposal; provenance of what the `lenient` rule reuses."""
     plain: bool = False
@@ -84,8 +95,9 @@ class Completion:
     logprobs: list[float]
     """Log-prob of each token under the weights `version`, after temperature, top-k and top-p."""
     behaviour_logprobs: list[float]
-    """Log-prob under the policy that produced the token: the stored one for tokens the lenient rule reused, else as in
-    `logprobs`. It stands in for the lenient rule's own law, which needs whole distributions (docs/guarantees.md)."""
+    """Log-prob under the law that produced the token: the stored one for tokens the lenient rule reused or a judge let
+    stand, a draft model's for its tokens, else as in `logprobs`. It stands in for the lenient rule's own law, which
+    needs whole distributions (docs/guarantees.md)."""
     reused: list[bool]
     """True where the token came from a draft, False where it was decoded."""
     finish: FinishReason
@@ -140,6 +152,10 @@ class EngineStats:
     """Of `steps`, those the policy wrote."""
     route_faults: int = 0
     """Of `escalated`, those for which the router failed or the draft step was none."""
+    forks: int = 0
+    """Positions of responses at which the branches of a draft tree parted."""
+    fork_mass: float = 0.0
+    """Sum over these of the probability that the policy gave to any of the branches."""
     ties: int = 0
     """Draws closer than `tie_margin` that were decided by a canonical forward pass."""
 

@@ -22,6 +22,25 @@ def accept_exact(draws: Sequence[int], draft: Sequence[int]) -> int:
     return n
 
 
+def accept_tree(draws: Sequence[int], tokens: Sequence[int], parents: Sequence[int]) -> list[int]:
+    """Accepted nodes of a draft tree under the exact rule, from the root down: the child that is the draw, if any.
+
+    `draws[0]` is the keyed draw behind the text and `draws[i + 1]` the one behind node i, given the text and the path
+    to it; `tokens` and `parents` are as in rollout/tree.py. A draw depends on its own path only, so the draws along the
+    accepted path and the one behind it are what plain decoding emits, whatever the other branches hold. A chain is the
+    tree with parents -1, 0, 1, ..., of which this accepts the first `accept_exact(draws, tokens)` nodes.
+
+    The chance to go on from a node is the policy's mass on its children: for candidates that are given rather than
+    drawn this is the optimum of multi-draft verification (SpecTr, arXiv 2310.15141), so no rule accepts more.
+    """
+    path, at = [], -1
+    for i, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
+        if parent == at and token == draws[at + 1]:
+            path.append(i)
+            at = i
+    return path
+
+
 def accept_judged(draws: Sequence[int], draft: Sequence[int], unimportant: Collection[int]) -> int:
     """Accepted draft tokens when a mismatch also stands where a judge calls it unimportant.
 
@@ -34,6 +53,17 @@ def accept_judged(draws: Sequence[int], draft: Sequence[int], unimportant: Colle
     while n < min(len(draws), len(draft)) and (draws[n] == draft[n] or n in unimportant):
         n += 1
     return n
+
+
+def judged_laws(own: Sequence[float], drafted: Sequence[float], unimportant: Collection[int]) -> list[float]:
+    """Behaviour log-probs of accepted draft tokens.
+
+    Where a judge lets the draft stand, it stands whatever is drawn, so its law is the draft's even if it is the draw as
+    well; elsewhere only the policy's own draw stands. Exact for judges that do not read the token itself.
+
+    Args: own: log-probs under the policy; drafted: under the law that drew the draft; unimportant: see `accept_judged`.
+    """
+    return [drafted[i] if i in unimportant else logprob for i, logprob in enumerate(own)]
 
 
 def accept_lenient(logp_new: Tensor, logp_old: Tensor, u: Tensor, lenience: float) -> int:

@@ -168,13 +168,14 @@ class Bench:
         older = self.old_batch("older" if drifted else "newer")
         self.switch("newer")
         pairs = []
-        for _ in range(repeats + 1):
+        for i in range(repeats + 1):
             if self.engine.contexts is not None:
                 self.engine.contexts.clear()  # it would know the very texts from the last repeat
             rollout = self.rollout(older, replay=replay, useless=useless)
+            plain = self.plain(1, replay) if i % 2 else None  # in turn: the second of a pair is a few percent faster
             batch = rollout.generate(self.rows, visit=1, step=1)
             rollout.store(self.rows, batch, step=1)
-            pairs.append((rollout.plain(self.rows, batch.keys), batch))
+            pairs.append((plain or self.plain(1, replay), batch))
         pairs = pairs[1:]
         plain, batch = pairs[-1]
         done = batch.completions
@@ -251,6 +252,10 @@ class Bench:
                 ]
             cache.put_many(entries)
         return stage
+
+    def plain(self, visit: int, replay: float = 0.0) -> RolloutBatch:
+        """The rows of a visit by plain decoding, with the keys that a speculative rollout of it has."""
+        return self.rollout(None, acceptance="off", replay=replay).generate(self.rows, visit=visit, step=1)
 
     def switch(self, policy: str, engine=None) -> None:
         """Gives an engine (by default the bench's own) the weights of a policy."""

@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Iterator
 from difflib import get_close_matches
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from reward.config import RewardConfig
@@ -26,6 +27,7 @@ LIMITS = {
     "rollout.tokens_per_pass": (1, math.inf),
     "rollout.logits_mb": (1, math.inf),
     "rollout.cache.max_mb": (1, math.inf),
+    "rollout.budget.branches": (1, math.inf),
     "rollout.router.max_step_tokens": (1, math.inf),
     "trainer.prompts_per_step": (1, math.inf),
     "trainer.updates_per_rollout": (1, math.inf),
@@ -55,6 +57,9 @@ LIMITS = {
 }
 """Closed ranges of numbers; every number that is not listed must be 0 or more."""
 
+TRACKERS = ("tensorboard", "trackio", "wandb")
+"""Names of trackers, which are also those of the packages they need."""
+
 
 def problems(config: Config, training: bool = True) -> list[str]:
     """Every rule that the options break. With `training=False` (evaluation) greedy and single responses are legal."""
@@ -67,7 +72,7 @@ def problems(config: Config, training: bool = True) -> list[str]:
     found += [*_lossy_rules(config.rollout, config.trainer), *_router_rules(config, training)]
     found += [*_trainer_rules(config.trainer, config.rollout), *_algorithm_rules(config.trainer)]
     found += _reward_rules(config.reward)
-    return [*found, *_training_rules(config)] if training else found
+    return [*found, *_training_rules(config), *_tracker_rules(config)] if training else found
 
 
 def _range(key: str, value: float) -> Iterator[str]:
@@ -130,6 +135,12 @@ def _drafter_rules(r: RolloutConfig) -> Iterator[str]:
             f"rollout.drafter={r.drafter} works with rollout.engine=transformers only. "
             "Leave it out, or take rollout.engine=transformers."
         )
+    if r.budget.branches > 1 and (r.engine != "transformers" or r.acceptance == "lenient"):
+        why = "rollout.acceptance=lenient" if r.engine == "transformers" else f"rollout.engine={r.engine}"
+        yield (
+            f"rollout.budget.branches={r.budget.branches} has no effect with {why}, which verifies one path only. "
+            "Try rollout.budget.branches=1, or rollout.engine=transformers rollout.acceptance=exact."
+        )
 
 
 def _cotraining_rules(c: Config) -> Iterator[str]:
@@ -157,15 +168,28 @@ def _cotraining_rules(c: Config) -> Iterator[str]:
 
 def _router_rules(c: Config, training: bool) -> Iterator[str]:
     r, router, t = c.rollout, c.rollout.router, c.trainer
+    if r.acceptance == "judged" and router.kind != "judge":
+        yield (
+            f"rollout.acceptance=judged with rollout.router.kind={router.kind} has no judge of stored text. "
+            "Try rollout.router.kind=judge, or rollout.acceptance=exact."
+        )
+        return
+    if router.refit_every and r.acceptance != "judged":
+        yield (
+            f"rollout.router.refit_every={router.refit_every} has no effect with rollout.acceptance={r.acceptance}: "
+            "the judge learns from old texts. Leave it out, or take rollout.acceptance=judged."
+        )
     if router.kind == "off":
         return
     given = f"rollout.router.kind={router.kind}"
-    if r.acceptance != "off":
+    judged = r.acceptance == "judged"
+    if r.acceptance != "off" and not judged:
         yield (
             f"{given} writes text that rollout.acceptance={r.acceptance} does not speak for: what it keeps follows "
-            "the draft's law. Try rollout.acceptance=off."
+            "the draft's law. Try rollout.acceptance=off"
+            + (", or rollout.acceptance=judged for old texts." if router.kind == "judge" else ".")
         )
-    if not r.drafter:
+    if not r.drafter and not judged:
         yield f"{given} needs a model that writes. Set rollout.drafter, such as layers=2 or a directory."
     if router.kind not in ("entropy", "likelihood", "kl") and not router.path:
         yield f"{given} needs rollout.router.path, as specrl.train_router or specrl.train_judge writes it."
@@ -188,10 +212,10 @@ def _router_rules(c: Config, training: bool) -> Iterator[str]:
 def _lossy_rules(r: RolloutConfig, t: TrainerConfig) -> Iterator[str]:
     lenient, routed = r.acceptance == "lenient", r.router.kind != "off"
     lossy = f"rollout.router.kind={r.router.kind}" if routed else f"rollout.acceptance={r.acceptance}"
-    if lenient and r.replay:
+    if r.acceptance in ("lenient", "judged") and r.replay:
         yield (
-            f"rollout.replay={r.replay} cannot be combined with rollout.acceptance=lenient, which draws with fresh "
-            "noise. Try rollout.replay=0, or rollout.acceptance=exact."
+            f"rollout.replay={r.replay} cannot be combined with rollout.acceptance={r.acceptance}, which draws with "
+            "fresh noise. Try rollout.replay=0, or rollout.acceptance=exact."
         )
     if lenient and r.temperature == 0:
         yield (
@@ -278,6 +302,15 @@ def _algorithm_rules(t: TrainerConfig) -> Iterator[str]:
     if ppo and not t.beta and (t.kl_target or t.kl_penalty != "reward"):
         key = "kl_target" if t.kl_target else "kl_penalty"
         yield f"trainer.{key}={getattr(t, key)} needs a KL weight to begin with. Try trainer.beta=0.05."
+
+
+def _tracker_rules(c: Config) -> Iterator[str]:
+    for name in c.report.trackers:
+        if name not in TRACKERS:
+            near = (get_close_matches(name, TRACKERS, 1, cutoff=0) or TRACKERS)[0]
+            yield f"report.trackers has {name!r}, which is none of {', '.join(TRACKERS)}. Did you mean {near}?"
+        elif find_spec(name) is None:
+            yield f"report.trackers={plain(c.report.trackers)} needs {name}. Install it with: pip install {name}"
 
 
 def _training_rules(c: Config) -> Iterator[str]:

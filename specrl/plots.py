@@ -1,8 +1,8 @@
-"""The picture of the report: reward, rollout seconds and reuse over the steps of a run."""
+"""Pictures of the report: reward, rollout seconds and reuse over the steps of a run, or of several."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 
@@ -10,39 +10,73 @@ from specrl.monitor import RunRecords, number
 from specrl.savings import PLAIN_PHASE, control_steps, later, phases
 
 BLUE, SKY, ORANGE, GREY, BLACK, RED = "#0072B2", "#56B4E9", "#E69F00", "#BBBBBB", "#222222", "#D55E00"  # Okabe and Ito
+MANY = (BLUE, ORANGE, "#009E73", RED, "#CC79A7", SKY, BLACK)
+TITLES = ("Reward", "Rollout time", "Reuse")
 
 
 def draw(own: RunRecords, baseline: RunRecords | None, path: Path) -> bool:
     """Draws the three panels; False without matplotlib."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
+    if (figure := _figure()) is None:
         return False
-    figure = Figure(figsize=(15, 4.6), dpi=150, layout="constrained")
     panels = figure.subplots(1, 3)
     share = panels[2].twinx()
     _draw_reward(panels[0], own, baseline)
     _draw_seconds(panels[1], own.steps, baseline)
     _draw_reuse(panels[2], share, own.steps)
-    for panel, title in zip(panels, ("Reward", "Rollout time", "Reuse"), strict=True):
-        panel.set_title(title, loc="left", fontweight="bold")
-        panel.set_xlabel("optimiser step")
-        panel.grid(axis="y", color="#E6E6E6", linewidth=0.8)
-        panel.set_axisbelow(True)
-        lines, labels = panel.get_legend_handles_labels()
-        more = share.get_legend_handles_labels() if panel is panels[2] else ([], [])
-        place = {"loc": "upper left", "bbox_to_anchor": (-0.02, -0.14), "ncols": 3, "columnspacing": 1.0}
-        panel.legend(lines + more[0], labels + more[1], **place, frameon=False, fontsize=8.5, handlelength=1.4)
-    for panel in (*panels, share):
-        panel.margins(x=0.01)
-        panel.spines[["top", "left", "right"]].set_visible(False)
-        panel.tick_params(length=0)
+    for panel, title in zip(panels, TITLES, strict=True):
+        _finish(panel, title, share if panel is panels[2] else None)
     for panel in panels[1:] if later(own.steps) else ():
         start, across = later(own.steps)[0]["step"] - 0.5, panel.get_xaxis_transform()
         panel.axvline(start, color="#888888", linewidth=0.9, linestyle=(0, (2, 3)))
         panel.annotate(" epoch 2", (start, 1), xycoords=across, va="top", fontsize=8, color="#666666")
     figure.savefig(path, format="png")
     return True
+
+
+def overlay(runs: Mapping[str, RunRecords], path: Path) -> bool:
+    """Draws the same quantities of several runs, a colour for each; False without matplotlib."""
+    if (figure := _figure()) is None:
+        return False
+    panels = figure.subplots(1, 3)
+    for at, (name, run) in enumerate(runs.items()):
+        colour = MANY[at % len(MANY)]
+        _line(panels[0], run.steps, "reward", colour, name)
+        panels[0].plot(*_series(run.evals, "eval/reward"), "D", color=colour, markersize=6, zorder=3)
+        _line(panels[1], run.steps, "timing_s/gen", colour, name)
+        _line(panels[2], run.steps, "spec/reused_ratio", colour, name)
+    labels = ("mean reward; diamonds: evaluation", "rollout seconds per step", "share of response tokens reused")
+    for panel, title, label in zip(panels, TITLES, labels, strict=True):
+        _finish(panel, title)
+        panel.set_ylabel(label)
+    panels[1].set_ylim(bottom=0)
+    panels[2].set_ylim(0, 1)
+    figure.savefig(path, format="png")
+    return True
+
+
+def _figure():
+    """An empty figure, None without matplotlib."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return None
+    return Figure(figsize=(15, 4.6), dpi=150, layout="constrained")
+
+
+def _finish(panel, title: str, share=None) -> None:
+    """Title, grid, legend and frame; `share` is the panel's second axis."""
+    panel.set_title(title, loc="left", fontweight="bold")
+    panel.set_xlabel("optimiser step")
+    panel.grid(axis="y", color="#E6E6E6", linewidth=0.8)
+    panel.set_axisbelow(True)
+    lines, labels = panel.get_legend_handles_labels()
+    more = share.get_legend_handles_labels() if share else ([], [])
+    place = {"loc": "upper left", "bbox_to_anchor": (-0.02, -0.14), "ncols": 3, "columnspacing": 1.0}
+    panel.legend(lines + more[0], labels + more[1], **place, frameon=False, fontsize=8.5, handlelength=1.4)
+    for axis in (panel, share) if share else (panel,):
+        axis.margins(x=0.01)
+        axis.spines[["top", "left", "right"]].set_visible(False)
+        axis.tick_params(length=0)
 
 
 def _series(steps: Sequence[dict], key: str) -> tuple[list[int], list[float]]:

@@ -1,6 +1,7 @@
 """What a run saved and learned: report.md, report.json and report.png, from the metrics in its directory.
 
     python -m specrl.report run=DIR [baseline=DIR]
+    python -m specrl.report runs=[DIR,DIR,...]        # side by side, see specrl/compare.py
 
 Two kinds of evidence, never mixed: (a) control steps, whose rows the run itself also rolled out plainly with the same
 keys; (b) a baseline run, matched step by step. All savings are net: `timing_s/gen` includes look-up, drafting,
@@ -10,8 +11,6 @@ verification, decoding and store. The control rollouts are part of `timing_s/ste
 from __future__ import annotations
 
 import json
-import os
-import platform
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +23,7 @@ from rich.text import Text
 from rollout.config import doc
 from specrl.config import Config, differences, load_saved
 from specrl.config import run as run_command
-from specrl.env import SUPPORTED, gpus, installed
+from specrl.env import ENVIRONMENT_FILE, machine
 from specrl.monitor import METRICS_FILE, RunRecords, load_run, number, to_json
 from specrl.options import ConfigError
 from specrl.plots import draw
@@ -53,7 +52,8 @@ NO_PLOT = "report.png was not drawn: matplotlib is missing. Install it with: pip
 class ReportOptions:
     run: str = doc("", "run directory, or the name of a run in outputs")
     baseline: str = doc("", "run directory of the same experiment with rollout.acceptance=off")
-    plots: bool = doc(True, "draw report.png when matplotlib is installed")
+    runs: list[str] = field(default_factory=list, metadata={"help": "two or more runs to compare, instead of run"})
+    plots: bool = doc(True, "draw the picture when matplotlib is installed")
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Report:
                 table.add_row(*saving.cells(), style="bold" if saving.phase.startswith("rollout") else None)
             console.print(table, Text(_speedups(savings), style="bold"), "")
         reward = self.summary["reward"]
-        console.print(f"reward: {_show(reward['first'])} -> {_show(reward['last'])} ({reward['window']})")
+        console.print(f"reward: {shown(reward['first'])} -> {shown(reward['last'])} ({reward['window']})")
         for note in self.summary["notes"]:
             console.print(f"note: {note}", style="yellow", markup=False, highlight=False, soft_wrap=True)
         console.print(f"report: {self.files[0]}", markup=False, highlight=False, soft_wrap=True)
@@ -107,6 +107,9 @@ def law(config: Config | None) -> str:
     if config is None:
         return "unknown, because the run's config.yaml is missing or unreadable."
     rollout = config.rollout
+    if rollout.router.kind != "off":
+        what = "old text" if rollout.acceptance == "judged" else "the draft model's text"
+        return f"lossy: {what} stands where rollout.router.kind={rollout.router.kind} allows, by the law that drew it."
     if rollout.acceptance == "off":
         return "off: plain decoding without speculation."
     if rollout.acceptance == "lenient":
@@ -173,16 +176,10 @@ def finished(records: RunRecords, config: Config) -> bool:
     return epoch(records.last) > config.trainer.epochs - 1e-6
 
 
-def environment(run_dir: Path | None = None) -> dict:
-    """CPU, GPUs and versions of a run that keeps them in environment.json, else of this machine."""
-    if run_dir and (kept := run_dir / "environment.json").exists():
-        return json.loads(kept.read_text(encoding="utf-8"))
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    cpu = next((line.partition(": ")[2] for line in lines if line.startswith("model name")), platform.processor())
-    found = {name: installed(name) for name in ("specrl", *SUPPORTED)} | {"python": platform.python_version()}
-    versions = {name: version for name, version in found.items() if version}
-    return {"cpu": cpu, "cores": os.cpu_count(), "gpus": gpus(), "versions": versions}
+def environment(run_dir: Path) -> dict:
+    """CPU, GPUs and versions the run had; those of this machine for a run that kept none."""
+    kept = run_dir / ENVIRONMENT_FILE
+    return json.loads(kept.read_text(encoding="utf-8")) if kept.exists() else machine()
 
 
 def summarise(own: RunRecords, baseline: RunRecords | None) -> tuple[dict, dict[str, list[Saving]]]:
@@ -244,12 +241,12 @@ def to_markdown(summary: dict, tables: dict[str, list[Saving]], picture: str) ->
             lines += [f"Estimate, extrapolated from these to all {summary['steps']} steps: {saved:.1f} s saved.", ""]
     lines += [f"Control rollouts took {summary['control_s']:.1f} s, charged to neither side.", ""]
     lines += [*_steps(summary["step_s"], summary["step_speedup"], summary["steps"]), "## Learning", ""]
-    lines += [f"- reward: {_show(reward['first'])} -> {_show(reward['last'])} ({reward['window']})"]
+    lines += [f"- reward: {shown(reward['first'])} -> {shown(reward['last'])} ({reward['window']})"]
     for label, record in zip(("before", "after"), (summary["eval"][:1] + summary["eval"][1:][-1:]), strict=False):
-        values = (f"{key.removeprefix('eval/')} {_show(number(record, key))}" for key in record if key != "step")
+        values = (f"{key.removeprefix('eval/')} {shown(number(record, key))}" for key in record if key != "step")
         lines += [f"- evaluation {label}, at step {record['step']}: {', '.join(values)}"]
     lines += ["", "## Reuse, from epoch 2 on", ""]
-    lines += [f"- {name.replace('_', ' ')}: {_show(value)}" for name, value in reuse.items() if value is not None]
+    lines += [f"- {name.replace('_', ' ')}: {shown(value)}" for name, value in reuse.items() if value is not None]
     lines += ["", "## Trust", "", f"- rollout rule: {summary['rule']}"]
     lines += [f"- rows that differed from plain decoding on control steps: {summary['control_mismatches']:.0f}"]
     lines += [f"- near-ties decided by a canonical pass: {summary['ties']:.0f}", "", "## Machine", ""]
@@ -276,14 +273,20 @@ def _speedups(rows: Sequence[Saving]) -> str:
     return f"Speedup: {'; '.join(ratios)}."
 
 
-def _show(value: float | None) -> str:
+def shown(value: float | None) -> str:
+    """A reward or rate for people."""
     return "unknown" if value is None else f"{value:.3f}"
 
 
 def main(options: ReportOptions) -> int:
-    if not options.run:
-        raise ConfigError("No run given. Write run=DIR.")
-    write_report(options.run, options.baseline or None, options.plots).show()
+    if bool(options.run) == bool(options.runs) or (options.runs and options.baseline):
+        raise ConfigError("Give one of run=DIR, run=DIR baseline=DIR, and runs=[DIR,DIR,...].")
+    if options.runs:
+        from specrl.compare import write_comparison
+
+        write_comparison(options.runs, options.plots).show()
+    else:
+        write_report(options.run, options.baseline or None, options.plots).show()
     return 0
 
 

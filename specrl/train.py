@@ -31,8 +31,10 @@ def main(config: Config) -> int:
 
     from reward.base import RewardSet
     from specrl import memory
+    from specrl.card import write_card
     from specrl.data import check_lengths, load_examples
-    from specrl.monitor import Monitor
+    from specrl.env import ENVIRONMENT_FILE, machine
+    from specrl.monitor import Monitor, to_json
     from specrl.policy import load_policy
     from specrl.report import write_report
     from trainers import checkpoint as checkpoints
@@ -60,8 +62,11 @@ def main(config: Config) -> int:
             trainer.stage.restore(checkpoints.stage_state(checkpoint))
             if trainer.cotraining:
                 trainer.cotraining.load(checkpoints.drafter(checkpoint))
+            if trainer.refit:
+                trainer.refit.load(checkpoints.judge(checkpoint))
         if trainer.accelerator.is_main_process:  # one process writes the run directory
             cli.save(config)
+            (run_dir / ENVIRONMENT_FILE).write_text(to_json(machine()) + "\n", encoding="utf-8")
             resumed = checkpoints.step_of(checkpoint) if checkpoint else None
             monitor = closing.enter_context(Monitor(run_dir, steps(config, len(train)), resumed_step=resumed))
             watch(trainer, config, monitor, tokenizer, test, rewards, run_dir)
@@ -72,15 +77,19 @@ def main(config: Config) -> int:
             if trainer.accelerator.is_main_process:
                 monitor.note(f"terminated after step {trainer.state.global_step}, which is saved; resume=auto goes on")
             return cli.TERMINATED
-    trainer.save_model(str(run_dir / "model"))
+    with checkpoints.writing(run_dir / "model"):
+        trainer.save_model(str(run_dir / "model"))
     if trainer.accelerator.is_main_process:
-        tokenizer.save_pretrained(run_dir / "model")
-        if trainer.cotraining:
-            trainer.cotraining.drafter.save_pretrained(run_dir / "drafter")
+        with checkpoints.writing(run_dir):
+            tokenizer.save_pretrained(run_dir / "model")
+            if trainer.cotraining:
+                trainer.cotraining.drafter.save_pretrained(run_dir / "drafter")
         if cache is not None:
             cache.try_save(run_dir / "trajectories", trainer.state.global_step, config.rollout.cache.on_write_error)
             cache.close()
-        write_report(run_dir, config.report.baseline or None, plots=config.report.plots).show()
+        report = write_report(run_dir, config.report.baseline or None, plots=config.report.plots)
+        write_card(run_dir, report.summary)
+        report.show()
     trainer.accelerator.wait_for_everyone()  # a process that left early would break the others' connections
     return 0
 
@@ -188,6 +197,7 @@ def build_trainer(
     from accelerate import PartialState
 
     from specrl.data import render, to_dataset
+    from trainers.callbacks import ShortHistory
     from trainers.checkpoint import SaveCache
 
     prompts = {example.id: render(example, tokenizer) for example in train}
@@ -223,7 +233,9 @@ def build_trainer(
         peft_config=adapter(config),
     )
     keep = config.trainer.keep_checkpoints
-    trainer.add_callback(SaveCache(cache, config.rollout.cache, keep, trainer.stage.state, trainer.cotraining))
+    learners = (trainer.cotraining, trainer.refit)
+    trainer.add_callback(ShortHistory())
+    trainer.add_callback(SaveCache(cache, config.rollout.cache, keep, trainer.stage.state, *learners))
     return trainer
 
 

@@ -23,7 +23,10 @@ def passes(trainer: TrainerConfig, rollout: RolloutConfig, world: int) -> tuple[
 def common_arguments(
     trainer: TrainerConfig, *, output_dir: Path, seed: int, cpu: bool, trackers: list[str]
 ) -> dict[str, Any]:
-    """Arguments of transformers.TrainingArguments: optimiser, precision, checkpoints, logging."""
+    """Arguments of transformers.TrainingArguments: optimiser, precision, checkpoints, logging.
+
+    Args: output_dir: the run's `checkpoints`; trackers: names of transformers' integrations, whose packages are there.
+    """
     return {
         "output_dir": str(output_dir),
         "learning_rate": trainer.learning_rate,
@@ -41,6 +44,8 @@ def common_arguments(
         "save_total_limit": None,  # SaveCache removes old checkpoints, once the new one is complete
         "logging_steps": 1,
         "report_to": trackers or "none",
+        "run_name": output_dir.parent.name,  # the checkpoints lie in the run's directory
+        "project": "specrl",
         "disable_tqdm": True,
         "seed": seed,
     }

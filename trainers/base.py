@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from rollout.engines.base import Engine
     from trainers.collector import LastRollout
     from trainers.drafter import DrafterTrainer
+    from trainers.judge_refit import JudgeRefit
     from trainers.stage import RolloutStage
 
 
@@ -22,6 +23,7 @@ class Trainer(Protocol):
     engine: Engine
     stage: RolloutStage
     cotraining: DrafterTrainer | None
+    refit: JudgeRefit | None
 
     def add_callback(self, callback: TrainerCallback) -> None:
         """Calls it from now on."""

@@ -13,8 +13,11 @@ from transformers import TrainerCallback
 if TYPE_CHECKING:
     from trainers.drafter import DrafterTrainer
 
-OTHERS = ("sync", "gen", "reward", "drafter", "old_log_prob", "ref_log_prob", "control", "reuse_gap")
+OTHERS = ("sync", "judge", "gen", "reward", "drafter", "old_log_prob", "ref_log_prob", "control", "reuse_gap")
 """What a step spends its time on besides the update, by its name in `timing_s/`; none is part of another."""
+
+
+HISTORY = 100  # logs that a trainer's state keeps
 
 
 class Record(TrainerCallback):
@@ -51,6 +54,14 @@ class Record(TrainerCallback):
         record["timing_s/update"] = self._step_s - sum(logs.get(f"timing_s/{name}") or 0.0 for name in OTHERS)
         self._write(record)
         self._after_step(state.global_step)
+
+
+class ShortHistory(TrainerCallback):
+    """Keeps the last HISTORY logs of the trainer's state, which else grows, with every checkpoint, for as long as a run
+    lasts. metrics.jsonl has them all."""
+
+    def on_log(self, args, state, control, **kwargs) -> None:
+        del state.log_history[:-HISTORY]
 
 
 class CoTraining(TrainerCallback):

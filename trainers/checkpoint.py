@@ -10,18 +10,22 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import TrainerCallback
 
 from rollout.cache import TrajectoryCache
 from rollout.config import CacheConfig
+from rollout.types import RolloutError
 
 if TYPE_CHECKING:
     from trainers.drafter import DrafterTrainer
+    from trainers.judge_refit import JudgeRefit
 
 MARKER = "specrl.json"
 
@@ -57,6 +61,23 @@ def step_of(checkpoint: Path) -> int:
     return int(_STEP.fullmatch(checkpoint.name)[1])
 
 
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turns what a full or failing disk raises while `path` is written into one line; torch raises bare RuntimeErrors.
+
+    Raises: RolloutError.
+    """
+    try:
+        yield
+    except RolloutError:
+        raise
+    except (OSError, RuntimeError, SafetensorError) as error:
+        raise RolloutError(
+            f"{path} cannot be written: {error}. Free some space or lower trainer.keep_checkpoints; resume=auto then "
+            "goes on from the newest complete checkpoint"
+        ) from error
+
+
 def trajectories(checkpoint: Path) -> Path:
     """Where a checkpoint keeps its trajectory cache."""
     return checkpoint / "trajectories"
@@ -72,11 +93,16 @@ def drafter(checkpoint: Path) -> Path:
     return checkpoint / "drafter"
 
 
+def judge(checkpoint: Path) -> Path:
+    """Where a checkpoint keeps the state of a judge that is refit."""
+    return checkpoint / "judge"
+
+
 class SaveCache(TrainerCallback):
     """Completes each checkpoint with what else belongs to its step, marks it, and removes the oldest ones.
 
-    Args: cache: trajectories; drafter: co-training; None where the run has none. state: the rollout stage's, for the
-    marker. keep: complete checkpoints.
+    Args: cache: trajectories; drafter: co-training; judge: its refits; None where the run has none. state: the rollout
+    stage's, for the marker. keep: complete checkpoints.
     """
 
     def __init__(
@@ -86,8 +112,10 @@ class SaveCache(TrainerCallback):
         keep: int,
         state: Callable[[], dict[str, Any]],
         drafter: DrafterTrainer | None = None,
+        judge: JudgeRefit | None = None,
     ):
-        self._cache, self._config, self._keep, self._stage, self._drafter = cache, config, keep, state, drafter
+        self._cache, self._config, self._keep, self._stage = cache, config, keep, state
+        self._drafter, self._judge = drafter, judge
 
     def on_save(self, args, state, control, **kwargs) -> None:
         if torch.distributed.is_available() and torch.distributed.is_initialized():
@@ -100,10 +128,13 @@ class SaveCache(TrainerCallback):
         )
         if self._cache is not None:
             self._cache.close()
-        if self._drafter is not None:
-            self._drafter.save(drafter(checkpoint))
         mark = {"step": state.global_step, "cache": saved, "stage": self._stage()}
-        write_durably(checkpoint / MARKER, json.dumps(mark).encode())
+        with writing(checkpoint):
+            if self._drafter is not None:
+                self._drafter.save(drafter(checkpoint))
+            if self._judge is not None:
+                self._judge.save(judge(checkpoint))
+            write_durably(checkpoint / MARKER, json.dumps(mark).encode())
         prune(checkpoint.parent, self._keep)
 
 

@@ -18,8 +18,10 @@ from trainers import weights
 from trainers.advantages import overlong_penalty
 from trainers.config import TrainerConfig
 from trainers.drafter import DrafterTrainer
+from trainers.judge_refit import JudgeRefit
 from trainers.losses import correction_weights
 from trainers.metrics import across_processes
+from trainers.mining import Miner
 from trainers.stage import RolloutStage
 
 if TYPE_CHECKING:
@@ -90,6 +92,7 @@ class Collector:
             exchange=gather_object if accelerator.num_processes > 1 else lambda entries: entries,
         )
         self.cotraining = self._cotraining(seed) if trainer_config.drafter.train else None
+        self.refit = self._refits() if rollout_config.router.refit_every else None
 
     @property
     def engine(self) -> Engine:
@@ -133,6 +136,9 @@ class Collector:
         first = self._accelerator.process_index * len(inputs)
         slots = [(first + i) % self._group_size for i in range(len(inputs))]
         self.sync()
+        if self.refit:
+            old = [self.stage.rollout.cache.get(row.example_id, s) for row, s in zip(self._rows, slots, strict=True)]
+            self._metrics |= self.refit.step(self._rows, [text and text.tokens for text in old])
         self.batch = self.stage.generate(self._rows, visit=self.visit, step=self.version, slots=slots)
         check_batch(self.batch, len(inputs))
         return self._rows, self.batch
@@ -182,6 +188,19 @@ class Collector:
         texts, rejected = [(prompt, c.tokens) for prompt, c in done], [c.rejected for _, c in done]
         self.cotraining.observe(texts, rejected, self.version, self.batch.stats)
 
+    # Refits of the judge -----------------------------------------------------------------------------------------
+
+    def _refits(self) -> JudgeRefit:
+        """Refits of the judge that the engine asks."""
+        if self._accelerator.num_processes > 1:
+            raise RolloutError(
+                f"rollout.router.refit_every works in one process, not in {self._accelerator.num_processes}: their "
+                "judges would drift apart. Use rollout.router.refit_every=0, or start one process"
+            )
+        config, engine = self.stage.rollout.config, self.engine
+        miner = Miner(engine.model, engine.sampling, config.max_new_tokens, config.tokens_per_pass)
+        return JudgeRefit(engine.judge, miner, self._score_tokens, config.router.refit_every)
+
     # Old log-probs and corrections -------------------------------------------------------------------------------
 
     @property
@@ -222,7 +241,7 @@ class Collector:
         return self._tokenizer.batch_decode(responses, skip_special_tokens=True)
 
     def _score_tokens(self, rows: Sequence[Row], responses: Sequence[list[int]]) -> list[float | None]:
-        """Rewards of control rows; they are not logged as the step's rewards."""
+        """Rewards of control rows and of mined texts; they are not logged as the step's rewards."""
         fields = {row["example_id"]: row for row in self._inputs}
         totals, _ = self._score([fields[row.example_id] for row in rows], self._decode(responses))
         return [None if t is None else t + self._overlong(ids) for t, ids in zip(totals, responses, strict=True)]

@@ -28,6 +28,7 @@ from rollout.engines.base import Engine
 from rollout.types import RolloutError
 from trainers.arguments import common_arguments, passes
 from trainers.callbacks import CoTraining
+from trainers.checkpoint import writing
 from trainers.collector import Collector, LastRollout, Score
 from trainers.config import TrainerConfig
 from trainers.reference import ReferenceLogProbs
@@ -44,6 +45,7 @@ NEEDED = (
     "_get_train_sampler",
     "_get_per_token_logps_and_entropies",
     "_compute_loss",
+    "_save_checkpoint",
 )
 
 
@@ -118,6 +120,7 @@ class GRPOTrainerWithReuse(GRPOTrainer):
             seed=args.seed,
         )
         self.stage, self.cotraining = self.collector.stage, self.collector.cotraining
+        self.refit = self.collector.refit
         self._reference = ReferenceLogProbs(alone=self.collector.exact_bits)
         if self.cotraining:
             self.add_callback(CoTraining(self.cotraining, self._metrics["train"]))
@@ -178,6 +181,10 @@ class GRPOTrainerWithReuse(GRPOTrainer):
                 self._metrics["train"]["sampling/sampling_logp_difference/mean"].append(gap.mean().item())
                 self._metrics["train"]["sampling/sampling_logp_difference/max"].append(gap.max().item())
         return loss
+
+    def _save_checkpoint(self, model, trial) -> None:
+        with writing(Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"):
+            super()._save_checkpoint(model, trial)
 
     def sync_engine(self) -> None:
         """Brings the engine to the current weights; costs nothing when it has them."""

@@ -30,10 +30,11 @@ class ReuseRollouts:
 
     def __init__(self, config: RolloutConfig | None = None):
         self._config = config or RolloutConfig()
-        if self._config.engine != "transformers" or self._config.acceptance == "lenient":
+        lossy = self._config.acceptance in ("lenient", "judged") or self._config.router.kind != "off"
+        if self._config.engine != "transformers" or lossy:
             raise RolloutError(
-                "ReuseRollouts runs the trainer's own model under the exact rule; engine=vllm and acceptance=lenient "
-                "need python -m specrl.train"
+                "ReuseRollouts runs the trainer's own model under the exact rule; engine=vllm, acceptance=lenient or "
+                "judged, and routers need python -m specrl.train"
             )
         self._rollout: SpeculativeRollout | None = None
         self.last: RolloutBatch | None = None

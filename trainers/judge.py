@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -57,3 +58,58 @@ def threshold_for_recall(scores: Sequence[float], labels: Sequence[bool], recall
     positive = sorted((s for s, label in zip(scores, labels, strict=True) if label), reverse=True)
     kept = max(1, -int(-recall * len(positive) // 1))  # rounded up
     return positive[kept - 1]
+
+
+@dataclass(frozen=True, slots=True)
+class Labels:
+    """Mismatches that were tried out: what the policy's states say, and whether the answer changed."""
+
+    hidden: Tensor
+    """The policy's final hidden states [N, H] float32 after the draft tokens."""
+    important: Tensor
+    """[N] bool."""
+    problem: Tensor
+    """[N] int64, which problem each is of: a fifth of the problems is held out."""
+
+    def __len__(self) -> int:
+        return len(self.important)
+
+    @property
+    def held(self) -> Tensor:
+        """[N] bool, what is not learned from; no problem is on both sides."""
+        return self.problem % 5 == 0
+
+    def __add__(self, other: Labels) -> Labels:
+        pairs = zip(self._columns, other._columns, strict=True)
+        return Labels(*(torch.cat(pair) for pair in pairs))
+
+    def last(self, count: int) -> Labels:
+        """The latest `count`."""
+        return Labels(*(column[-count:] for column in self._columns))
+
+    @property
+    def _columns(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.hidden, self.important, self.problem
+
+
+@dataclass(frozen=True, slots=True)
+class FittedHead:
+    """A judge head, with what it does on held-out problems."""
+
+    weight: Tensor
+    bias: float
+    threshold: float
+    roc_auc: float
+
+
+def fit_judge(labels: Labels, recall: float) -> FittedHead | None:
+    """A head whose threshold catches a share of `recall` of the important mismatches of held-out problems.
+
+    None where a side has fewer than two mismatches of one kind.
+    """
+    held, important = labels.held, labels.important
+    if min(int((kind & side).sum()) for kind in (important, ~important) for side in (held, ~held)) < 2:
+        return None
+    weight, bias, area = fit_head(labels.hidden[~held], important[~held], labels.hidden[held], important[held])
+    chances = (labels.hidden[held] @ weight + bias).sigmoid().tolist()
+    return FittedHead(weight, bias, threshold_for_recall(chances, important[held].tolist(), recall), area)

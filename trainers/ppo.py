@@ -28,6 +28,7 @@ from trainers import snapshot
 from trainers.advantages import gae, reinforce_plus_plus, rloo, token_rewards, whiten
 from trainers.arguments import common_arguments, passes
 from trainers.callbacks import CoTraining
+from trainers.checkpoint import writing
 from trainers.collector import Collector, LastRollout, Score
 from trainers.config import TrainerConfig
 from trainers.critic import ActorCritic, trunk_of
@@ -104,6 +105,7 @@ class PPOTrainer:
             seed=args.seed,
         )
         self.stage, self.cotraining = self.collector.stage, self.collector.cotraining
+        self.refit = self.collector.refit
         self._beside: dict[str, list[float]] = defaultdict(list)  # metrics of callbacks
         if self.cotraining:
             self.add_callback(CoTraining(self.cotraining, self._beside))
@@ -352,7 +354,8 @@ class PPOTrainer:
             folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
             progress = {name: getattr(self.state, name) for name in PROGRESS}
             progress |= {"beta": self._beta, "schedule": self.scheduler.state_dict()}
-            snapshot.save(folder, self.accelerator.unwrap_model(self.model), self.optimizer, progress)
+            with writing(folder):
+                snapshot.save(folder, self.accelerator.unwrap_model(self.model), self.optimizer, progress)
 
     def _load(self, folder: Path) -> None:
         progress = snapshot.load(folder, self.accelerator.unwrap_model(self.model), self.optimizer)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from itertools import islice
 
 from rollout.config import SOURCES
 
 _LENGTHS = (8, 4, 2)  # tokens of the suffixes that are looked up, longest first
 _RECENT = 6  # positions over which a text that is being followed shows whether it still fits
+_PLACES = 32  # places that are looked at for further branches; most go on as others do
 
 
 class PromptTexts:
@@ -26,6 +28,7 @@ class PromptTexts:
         self.texts: list[Sequence[int]] = list(stored) if "earlier" in sources else []
         self.stored = len(self.texts)
         self._seen: dict[tuple[int, ...], tuple[int, int]] | None = None
+        self._before: dict[tuple[int, int, int], tuple[int, int]] | None = None
 
     def open(self) -> int:
         """Begins a new text; returns its number."""
@@ -44,21 +47,41 @@ class PromptTexts:
         The length is one of `_LENGTHS`, 0 when none was seen.
         """
         if self._seen is None:
-            self._seen = {}
-            for text in (*reversed(range(self.stored)), *range(self.stored, len(self.texts))):
-                self._index(text, 0)
+            self._index_all()
         for length in _LENGTHS:
             if length <= len(tokens) and (found := self._seen.get(tuple(tokens[-length:]))):
                 return *found, length
         return 0, 0, 0
 
+    def places(self, tokens: Sequence[int]) -> Iterator[tuple[int, int]]:
+        """All (text, position) behind suffixes of `tokens`: longest suffix first, and of each the most recent first.
+
+        The table keeps earlier places from the first call on, which doubles its size.
+        """
+        if self._before is None:
+            self._before = {}
+            self._index_all()
+        for length in _LENGTHS:
+            place = self._seen.get(tuple(tokens[-length:])) if length <= len(tokens) else None
+            while place is not None:
+                yield place
+                place = self._before.get((length, *place))
+
+    def _index_all(self) -> None:
+        self._seen = {}
+        for text in (*reversed(range(self.stored)), *range(self.stored, len(self.texts))):
+            self._index(text, 0)
+
     def _index(self, text: int, first: int) -> None:
         """Notes what the tokens from `first` on follow. A suffix that nothing follows yet is no use."""
         start = max(0, first - _LENGTHS[0])
-        tokens, seen = tuple(self.texts[text][start:]), self._seen
+        tokens, seen, before = tuple(self.texts[text][start:]), self._seen, self._before
         for length in _LENGTHS:
             for at in range(max(first - start, length), len(tokens)):
-                seen[tokens[at - length : at]] = text, start + at
+                suffix = tokens[at - length : at]
+                if before is not None and suffix in seen:
+                    before[length, text, start + at] = seen[suffix]
+                seen[suffix] = text, start + at
 
 
 class SuffixDrafter:
@@ -92,6 +115,17 @@ class SuffixDrafter:
             self._realign(tokens)
         start = len(tokens) + self._shift
         return list(self._followed[start : start + limit]) if self._followed is not None else []
+
+    def branches(self, tokens: Sequence[int], limit: int, width: int) -> list[list[int]]:
+        """The proposal, then what else follows suffixes of the response in the prompt's texts."""
+        start, texts = len(tokens) + self._shift, self._texts.texts
+        found = [list(self._followed[start : start + limit]) if self._followed is not None else []]
+        for text, at in islice(self._texts.places(tokens), _PLACES):
+            if len(found) == width:
+                break
+            if (path := list(texts[text][at : at + limit])) not in found:
+                found.append(path)
+        return found
 
     def _fits(self, tokens: Sequence[int]) -> bool:
         """The text that is followed has the response's last token, and goes on."""

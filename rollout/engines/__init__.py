@@ -64,11 +64,11 @@ def build_engine(spec: EngineSpec, model: Module | None = None, scorer: Scorer |
     }
     drafter = load_drafter(spec, policy) if config.drafter else None
     if config.router.kind in ("judge", "kl"):
-        from rollout.engines.judged import JudgedEngine
+        from rollout.engines.judged import DRAFT_TOKENS, JudgedEngine
         from rollout.routers import build_judge
 
-        judge = build_judge(config.router, policy)
-        return JudgedEngine(policy, sampling, judge=judge, draft=drafter, **bounds)
+        judge, window = build_judge(config.router, policy), config.budget.window or DRAFT_TOKENS
+        return JudgedEngine(policy, sampling, judge=judge, draft=drafter, window=window, **bounds)
     if config.router.kind != "off":
         from rollout.engines.routed import RoutedEngine
         from rollout.routers import build_router
@@ -76,9 +76,8 @@ def build_engine(spec: EngineSpec, model: Module | None = None, scorer: Scorer |
         router, step_end = build_router(config.router, spec, policy, drafter, scorer)
         return RoutedEngine(policy, sampling, draft=drafter, router=router, step_end=step_end, **bounds)
     contexts = speculation.rule == "exact" and "contexts" in config.sources
-    return TransformersEngine(
-        policy, sampling, speculation, window=config.budget.window, drafter=drafter, contexts=contexts, **bounds
-    )
+    budget = {"window": config.budget.window, "branches": config.budget.branches}
+    return TransformersEngine(policy, sampling, speculation, drafter=drafter, contexts=contexts, **budget, **bounds)
 
 
 def load_drafter(spec: EngineSpec, policy: Module) -> Module:

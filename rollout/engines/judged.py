@@ -8,21 +8,26 @@ from contextlib import ExitStack
 
 import torch
 
+from rollout.config import OWN_SOURCES
 from rollout.engines.base import Sampling
 from rollout.engines.ragged import RaggedModel
 from rollout.engines.rows import Row, check_request
 from rollout.engines.session import Fed, Session
 from rollout.engines.transformers import TransformersEngine
-from rollout.routers.judge import Judge, Mismatch, judged
+from rollout.routers.judge import DraftToken, Judge, judged
 from rollout.types import Completion, EngineStats, Request, RolloutError
-from rollout.verify import accept_judged
+from rollout.verify import accept_judged, judged_laws
+
+DRAFT_TOKENS = 16  # of a pass, where none are asked for
 
 
 class JudgedEngine(TransformersEngine):
     """Every pass verifies a draft of `window` tokens; a token stands when it is the draw, or when the judge allows it.
 
-    A row drafts from its request's drafter (stored text), else from the draft model, which draws with the same noise.
-    Judged tokens have the draft model's log-prob as their behaviour log-prob, NaN for stored text.
+    A row drafts from its request's drafter (stored texts), else from the draft model, which draws with the same noise.
+    The judge is asked where the law of a draft token is known, and what it lets stand has that law's log-prob as its
+    behaviour log-prob: the draft model's, or the request's `draft_logprobs` for the slot's own old text at its own
+    positions. All other drafts are verified exactly.
 
     Args:
         model: the policy, shared with the trainer as in TransformersEngine.
@@ -42,7 +47,7 @@ class JudgedEngine(TransformersEngine):
         *,
         judge: Judge,
         draft: torch.nn.Module | None = None,
-        window: int = 16,
+        window: int = DRAFT_TOKENS,
         tokens_per_pass: int = 4096,
         logits_mb: int = 256,
         **options,
@@ -114,7 +119,8 @@ class JudgedEngine(TransformersEngine):
             limit = min(self.window, row.room - 1)
             if row.request.drafter and limit > 0:
                 found = list(row.request.drafter.propose(row.tokens, limit))[:limit]
-                chain.take(next((found[:i] for i, t in enumerate(found) if not 0 <= t < self.vocab), found))
+                found = next((found[:i] for i, t in enumerate(found) if not 0 <= t < self.vocab), found)
+                chain.take(found, self._stored_laws(row, len(found)))
         going = [i for i, chain in enumerate(chains) if draft and not chain.tokens and rows[i].room > 1]
         while going:
             fed = draft.feed({i: [*rows[i].tokens, *chains[i].tokens] for i in going})
@@ -124,32 +130,38 @@ class JudgedEngine(TransformersEngine):
             going = [i for i in going if self._goes_on(rows[i], chains[i])]
         return chains
 
+    def _stored_laws(self, row: Row, count: int) -> list[float]:
+        """Log-probs of the laws that drew the stored tokens just proposed; NaN where they are not known."""
+        request, start = row.request, len(row.tokens)
+        own = getattr(request.drafter, "source", "") in OWN_SOURCES
+        known = list(request.draft_logprobs[start : start + count]) if own and request.draft_logprobs else []
+        return known + [float("nan")] * (count - len(known))
+
     def _goes_on(self, row: Row, chain: _Chain) -> bool:
         return len(chain.tokens) < min(self.window, row.room - 1) and chain.tokens[-1] not in self.sampling.eos_ids
 
     def _judge(self, chains: list[_Chain], fed: dict[int, Fed], stats: EngineStats) -> list[set[int]]:
-        """Positions of each row's draft that may stand although they are not the draw."""
-        places, mismatches = [], []
-        for i, chain in enumerate(chains):
-            first = len(fed[i].draws) - len(chain.tokens) - 1
-            for j, token in enumerate(chain.tokens):
-                if fed[i].draws[first + j] != token:
-                    places.append((i, j))
-                    mismatches.append(self._mismatch(chain, fed[i], first + j, j))
-        verdicts, faults = judged(self.judge, mismatches)
-        stats.route_faults += faults
-        standing: list[set[int]] = [set() for _ in chains]
-        for (i, j), stands in zip(places, verdicts, strict=True):
-            if stands:
-                standing[i].add(j)
+        """Positions of each row's draft that may stand whatever the draw."""
+        standing: list[set[int]] = []
+        for i, chain in enumerate(chains):  # the laws of a whole batch would not fit the memory
+            known = [j for j, logprob in enumerate(chain.logprobs) if logprob == logprob]
+            verdicts, faults = judged(self.judge, self._seen(chain, fed[i], known) if known else [])
+            stats.route_faults += faults
+            standing.append({j for j, stands in zip(known, verdicts, strict=True) if stands})
         return standing
 
-    def _mismatch(self, chain: _Chain, fed: Fed, at: int, j: int) -> Mismatch:
+    def _seen(self, chain: _Chain, fed: Fed, places: list[int]) -> list[DraftToken]:
+        """What the judge sees of the draft's tokens at `places`."""
+        first = len(fed.draws) - len(chain.tokens) - 1
+        read = [fed.hidden[first + j + 1] for j in places]
         if not self.judge.laws:
-            return Mismatch(fed.hidden[at + 1])
-        policy = self._policy.lm_head(fed.hidden[at]).float().log_softmax(-1)
-        own = self._draft.lm_head(chain.hidden[j]).float().log_softmax(-1) if chain.hidden else None
-        return Mismatch(fed.hidden[at + 1], policy, own)
+            return [DraftToken(hidden) for hidden in read]
+        before = torch.stack([fed.hidden[first + j] for j in places])
+        policy = self._policy.lm_head(before).float().log_softmax(-1)
+        draft = [None] * len(places)
+        if chain.hidden:
+            draft = self._draft.lm_head(torch.stack([chain.hidden[j] for j in places])).float().log_softmax(-1)
+        return [DraftToken(*token) for token in zip(read, policy, draft, strict=True)]
 
     def _emit(self, row: Row, chain: _Chain, fed: Fed, standing: set[int]) -> int:
         """Emits what stands and the draw after it; returns how many tokens of the draft stand."""
@@ -157,13 +169,13 @@ class JudgedEngine(TransformersEngine):
         draws, own = fed.draws[first:], fed.logprobs[first:]
         n = accept_judged(draws, chain.tokens, standing)
         logprobs = [*fed.text_logprobs[first : first + n], own[n]]
-        behaviour = [p if draws[j] == chain.tokens[j] else chain.logprobs[j] for j, p in enumerate(logprobs[:n])]
+        behaviour = judged_laws(logprobs[:n], chain.logprobs, standing)
         count = row.emit([*chain.tokens[:n], draws[n]], logprobs, [*behaviour, own[n]], n, self.sampling.eos_ids)
         return min(n, count)
 
 
 class _Chain:
-    """One row's draft, with the draft model's log-probs and hidden states where it has them."""
+    """One row's draft, with the log-probs of the laws that drew it, and the draft model's hidden states."""
 
     __slots__ = ("hidden", "logprobs", "tokens")
 
@@ -172,9 +184,9 @@ class _Chain:
         self.logprobs: list[float] = []
         self.hidden: list[torch.Tensor] = []
 
-    def take(self, tokens: Sequence[int]) -> None:
-        """Stored text, whose law is not known."""
-        self.tokens, self.logprobs = list(tokens), [float("nan")] * len(tokens)
+    def take(self, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
+        """Stored text, with NaN where the law that drew it is not known."""
+        self.tokens, self.logprobs = list(tokens), list(logprobs)
 
     def draw(self, fed: Fed) -> None:
         """One more token of the draft model."""

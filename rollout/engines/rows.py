@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from rollout.budget import Budget, Kind, Plan, State
 from rollout.drafters.contexts import ContextTable
 from rollout.engines.base import Speculation
+from rollout.tree import children, depths, followers
 from rollout.types import Completion, EngineStats, Request, RolloutError
 from rollout.verify import accept_exact, cut
 
@@ -38,6 +39,8 @@ class Row:
     """What it carries in the next pass."""
     carried: str = ""
     """Where that comes from: `source`, `contexts` or `model`."""
+    parents: list[int] | None = None
+    """The shape of what it carries where that is a tree, as in rollout/tree.py; None for a single path."""
     chain: list[float] | None = None
     """The draft model's log-probs of the tokens it drafted; None when the draft is the row's own."""
     rejected: list[int] = field(default_factory=list)
@@ -68,7 +71,7 @@ class Row:
         """Asks its own drafter for at most `limit` tokens; the guess ends before the first id that does not exist."""
         drafter = self.request.drafter
         guess = list(drafter.propose(self.tokens, limit))[:limit] if drafter and self.drafting and limit > 0 else []
-        self.guess = guess[: next((i for i, t in enumerate(guess) if not 0 <= t < vocab), len(guess))]
+        self.guess = known(guess, vocab)
         self.source = self.carried = getattr(drafter, "source", "custom")
         return self.guess
 
@@ -89,12 +92,14 @@ class Row:
 
         Args: draft: what was carried; emitted: the tokens that came of it; accepted: how many of the draft's stood.
         """
-        if self.carried != self.source:
+        stood = accepted
+        if self.carried != self.source or self.parents is not None:
             draft = self.guess[: len(emitted)]
             accepted = accept_exact(emitted, draft)
         if drafted := len(draft):
             budget.observe_draft(self.kind, drafted, accepted)
-            self.state = "agreeing" if accepted == drafted else "diverged" if accepted else "lost"
+            branched = self.parents is not None and stood
+            self.state = "agreeing" if accepted == drafted else "diverged" if accepted or branched else "lost"
 
     def emit(self, tokens: list[int], logprobs: list[float], behaviour: list[float], accepted: int, eos_ids) -> int:
         """Appends up to the first EOS or the cap; the first `accepted` tokens are the draft's. Returns the count."""
@@ -144,10 +149,11 @@ def ask_all(
         for row in rows:
             row.draft, row.carried, row.chain = [], row.source, None
     else:
-        longest = budget.longest(len(rows))
+        width = max((row.cached for row in rows), default=0) + 1
+        longest = budget.longest(len(rows), width)
         for row in rows:
             row.ask(min(longest, row.room - 1), vocab)
-        plan = budget.plan([row.kind for row in rows], model)
+        plan = budget.plan([row.kind for row in rows], model, width)
         for row in rows:
             row.carry(plan.windows[row.kind], budget, plan.needed, None if budget.window else contexts)
         budget.observe_plan(any(row.draft for row in rows))
@@ -156,6 +162,36 @@ def ask_all(
     stats.paused_acceptance += sum(map(budget.acceptance, paused))
     stats.paused_needed += plan.needed * len(paused)
     return plan
+
+
+def known(tokens: Sequence[int], vocab: int) -> list[int]:
+    """The tokens before the first id that does not exist."""
+    return list(tokens[: next((i for i, t in enumerate(tokens) if not 0 <= t < vocab), len(tokens))])
+
+
+def pack(rows: Sequence[Row], drafts: Sequence[Sequence[int] | None]) -> tuple[list, list, list, list, dict]:
+    """What the rows carry in one pass, side by side; a draft of None leaves its row out.
+
+    Returns: of every token its id, its row's key, the response position of the draw behind it, and the draft's tokens
+    there: one, or as many as some row has branches, filled up with 0. Last, the parents of the rows that carry trees.
+    """
+    trees = {i: row.parents for i, row in enumerate(rows) if drafts[i] and row.parents is not None}
+    width = max((len(after) for parents in trees.values() for after in children(parents)), default=1)
+    tokens, keys, at, targets = [], [], [], []
+    for row, draft in zip(rows, drafts, strict=True):
+        if draft is None:
+            continue
+        tokens += [row.last, *draft]
+        keys += [row.request.key] * (len(draft) + 1)
+        if row.parents is None:
+            at += range(len(row.tokens), len(row.tokens) + len(draft) + 1)
+        else:
+            at += [len(row.tokens) + depth for depth in depths(row.parents)]
+        if trees:
+            targets += followers(draft, row.parents or range(-1, len(draft) - 1), width)
+        else:
+            targets += [*draft, 0]
+    return tokens, keys, at, targets, trees
 
 
 def learn_all(rows: Sequence[Row], contexts: ContextTable | None, stats: EngineStats) -> None:

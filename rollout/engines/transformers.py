@@ -18,11 +18,12 @@ from rollout.budget import Budget, Chain
 from rollout.drafters.contexts import ContextTable
 from rollout.drafters.model import ModelDrafter
 from rollout.engines.base import Probe, Sampling, Speculation, out_of_memory
+from rollout.engines.branching import Branching
 from rollout.engines.ragged import Pass, RaggedKV, RaggedModel, chunks
-from rollout.engines.rows import LENIENT_KEY, Row, ask_all, check_request, learn_all
+from rollout.engines.rows import LENIENT_KEY, Row, ask_all, check_request, learn_all, pack
 from rollout.noise import uniform
 from rollout.types import Completion, EngineStats, Request, RolloutError
-from rollout.verify import accept_exact, accept_lenient
+from rollout.verify import accept_exact, accept_lenient, accept_tree
 
 MAX_CUTS = 3
 """How often rows that do not fit the memory together are cut in two."""
@@ -41,6 +42,7 @@ class TransformersEngine:
         rows_per_batch, tokens_per_pass, logits_mb: memory bounds, see RolloutConfig.
         tie_margin: draws closer than this are decided by a canonical pass (float32 models only).
         window: draft tokens per row and pass; 0 lets the budget decide from measured costs.
+        branches: most continuations of a row that are verified together, as a tree; 1 drafts a single path.
         drafter: a small model with the same vocabulary that drafts for rows whose own drafters do worse.
         contexts: rows that speculate may also draft from the responses to all prompts, see ContextTable.
     """
@@ -57,6 +59,7 @@ class TransformersEngine:
         logits_mb: int = 256,
         tie_margin: float = 1e-4,
         window: int = 0,
+        branches: int = 1,
         drafter: torch.nn.Module | None = None,
         contexts: bool = False,
     ):
@@ -77,6 +80,9 @@ class TransformersEngine:
         self.drafter = None if drafter is None else ModelDrafter(drafter, self.vocab, sampling, **bounds)
         self.contexts = ContextTable() if contexts else None
         self.budget = Budget(window)
+        self.branching = None
+        if branches > 1:
+            self.branching = Branching(branches, self.vocab, tokens_per_pass - 1, None if window else self.contexts)
         self._calibrate()
 
     @property
@@ -90,6 +96,8 @@ class TransformersEngine:
         stats = EngineStats()
         if any(not request.plain and (self.drafter or request.drafter) for request in requests):
             self.budget.next_rollout()
+            if self.branching:
+                self.branching.next_rollout()
         rows = [Row(request, drafting=not request.plain) for request in requests]
         with ExitStack() as stack:
             for model in (self._policy, self.drafter):
@@ -197,6 +205,8 @@ class TransformersEngine:
             plan = ask_all(
                 [rows[i] for i in active], self.budget, self.vocab, stats, self.contexts, self.drafter is not None
             )
+            if self.branching:
+                self.branching.grow([rows[i] for i in active], plan)
             for i in active:
                 drafts[i] = rows[i].draft
         if self.drafter:
@@ -225,26 +235,24 @@ class TransformersEngine:
     def _step(self, kv: RaggedKV, first: int, rows: list[Row], drafts: list[list[int] | None], stats: EngineStats):
         """One pass over some rows: draw at every position, accept, emit."""
         began = time.perf_counter()
-        tokens, keys, at, targets = [], [], [], []
-        for row, draft in zip(rows, drafts, strict=True):
-            if draft is not None:
-                tokens += [row.last, *draft]
-                targets += [*draft, 0]
-                keys += [row.request.key] * (len(draft) + 1)
-                at += range(len(row.tokens), len(row.tokens) + len(draft) + 1)
+        tokens, keys, at, targets, trees = pack(rows, drafts)
         lengths = [0 if draft is None else len(draft) + 1 for draft in drafts]
-        layout = Pass(
-            kv, first, [row.cached if n else 0 for row, n in zip(rows, lengths, strict=True)], lengths, self.device
-        )
+        starts = [row.cached if n else 0 for row, n in zip(rows, lengths, strict=True)]
+        layout = Pass(kv, first, starts, lengths, self.device, trees)
         drawn = self._score(self._policy.forward(tokens, layout), keys, at, targets)
-        i = 0
-        for row, draft in zip(rows, drafts, strict=True):
+        i, moves = 0, []
+        for place, (row, draft) in enumerate(zip(rows, drafts, strict=True), first):
             if draft is not None:
-                self._settle(row, draft, *(column[i : i + len(draft) + 1] for column in drawn), stats)
+                behind = row.cached + 1
+                path = self._settle(row, draft, *(column[i : i + len(draft) + 1] for column in drawn), stats)
+                if row.parents is not None:
+                    moves += [(place, behind + node, behind + n) for n, node in enumerate(path) if node != n]
                 i += len(draft) + 1
+        if moves:  # what was accepted goes where a single path would have written it
+            kv.move(*torch.tensor(moves, device=self.device).T)
         spent = time.perf_counter() - began
         carrying = sum(map(bool, lengths))
-        self.budget.observe_pass(len(tokens), spent, carrying)
+        self.budget.observe_pass(len(tokens), spent, carrying, layout.width)
         stats.passes += 1
         stats.forward_tokens += len(tokens)
         if len(tokens) > carrying:
@@ -252,18 +260,21 @@ class TransformersEngine:
         else:
             stats.decode_s += spent
 
-    def _settle(self, row: Row, draft, draws, logp, logp_draft, gaps, stats: EngineStats) -> None:
-        """Applies the acceptance rule to one row's draws and emits."""
+    def _settle(self, row: Row, draft, draws, logp, logp_draft, gaps, stats: EngineStats) -> Sequence[int]:
+        """Applies the acceptance rule to one row's draws and emits; returns the accepted places of the draft."""
         if self.speculation.rule == "lenient" and draft:
             old = torch.tensor(row.request.draft_logprobs[: len(draft)], device="cpu")
             u = uniform(torch.tensor(row.request.key ^ LENIENT_KEY).expand(len(draft)), torch.arange(len(draft)))
             n = accept_lenient(torch.tensor(logp_draft[: len(draft)]), old, u, self.speculation.lenience)
-            emitted, logprobs = [*draft[:n], draws[n]], [*logp_draft[:n], logp[n]]
+            path, emitted, logprobs = range(n), [*draft[:n], draws[n]], [*logp_draft[:n], logp[n]]
             behaviour = [*old[:n].tolist(), logp[n]]
             row.drafting = False  # the published method drafts once
         else:
             self._break_ties(row, draft, draws, logp, gaps, stats)
-            n = accept_exact(draws, draft)
+            path = _accepted(row, draft, draws)
+            if row.parents is not None:
+                draws, logp = ([column[0], *(column[node + 1] for node in path)] for column in (draws, logp))
+            n = len(path)
             emitted, logprobs = draws[: n + 1], logp[: n + 1]
             behaviour = logprobs
         count = row.emit(emitted, logprobs, behaviour, n, self.sampling.eos_ids)
@@ -272,7 +283,10 @@ class TransformersEngine:
             row.rejected.append(len(row.tokens) - 1)
         if row.chain is not None:
             self.budget.observe_chain(row.chain, n)
+        if row.parents is not None:
+            self.branching.learn(row, path, count, logp_draft, stats)
         row.learn(self.budget, draft, emitted, n)
+        return path
 
     def _break_ties(self, row: Row, draft, draws: list, logp: list, gaps: list, stats: EngineStats) -> None:
         """Replaces draws that rounding could flip by canonical ones, so that every route emits the same token.
@@ -281,16 +295,17 @@ class TransformersEngine:
         closer than `tie_margin`, the draw is taken from a pass over this row's prefix alone, whose shape depends on
         nothing but the prefix. About 1 token in 20 000 needs it.
         """
-        n, i = accept_exact(draws, draft), 0
-        while i <= n:
+        path, n = _accepted(row, draft, draws), 0
+        while n <= len(path):
+            i = path[n - 1] + 1 if n else 0
             if gaps[i] < self.tie_margin:
-                prefix = [*row.request.prompt, *row.tokens, *draws[:i]]
+                prefix = [*row.request.prompt, *row.tokens, *(draft[node] for node in path[:n])]
                 layout = Pass(RaggedKV(1, len(prefix)), 0, [0], [len(prefix)], self.device)
                 hidden = self._policy.forward(prefix, layout)[-1:]
-                (draws[i],), (logp[i],), _, _ = self._score(hidden, [row.request.key], [len(row.tokens) + i], [0])
+                (draws[i],), (logp[i],), _, _ = self._score(hidden, [row.request.key], [len(row.tokens) + n], [0])
                 stats.ties += 1
-                n = accept_exact(draws, draft)
-            i += 1
+                path = _accepted(row, draft, draws)
+            n += 1
 
     def _score(
         self, hidden: Tensor, keys: list[int], at: list[int], targets: list[int]
@@ -310,3 +325,10 @@ class TransformersEngine:
             if model is not None:
                 line.calibrate(model.timings(1, (1, min(256, self.context))), rows=1)
                 line.calibrate(model.timings(32, (32,)), rows=32)
+
+
+def _accepted(row: Row, draft: Sequence[int], draws: Sequence[int]) -> Sequence[int]:
+    """Places of the draft that stand under the exact rule."""
+    if row.parents is None:
+        return range(accept_exact(draws, draft))
+    return accept_tree(draws, draft, row.parents)

@@ -97,7 +97,7 @@ class VLLMEngine:
             check_request(request, self.vocab, self.context, self.speculation)
         if any(request.drafter for request in requests):
             self.budget.next_rollout()
-        rows = [VLLMRow(request, drafting=not request.plain) for request in requests]
+        rows = [VLLMRow(request, drafting=not request.plain, sampling=self.sampling) for request in requests]
         with self._awake():
             try:
                 stats = self._flow.run(rows)
@@ -171,7 +171,6 @@ class VLLMEngine:
     def _build_flow(self) -> OneRequest | TwoRequests:
         config = self.spec.rollout
         shared = {
-            "sampling": self.sampling,
             "speculation": self.speculation,
             "budget": self.budget,
             "vocab": self.vocab,

@@ -21,6 +21,7 @@ BUG = "this is a bug in specrl, or a version of vLLM that it does not know"
 class VLLMRow(Row):
     """One response in the making."""
 
+    sampling: Sampling = field(kw_only=True)
     text: list[int] = field(default_factory=list)
     """V1: the one draft that the lenient rule verifies, by response position."""
     stretch: int = 0
@@ -31,7 +32,6 @@ class VLLMRow(Row):
 class Rules:
     """How rows draft and what they accept."""
 
-    sampling: Sampling
     speculation: Speculation
     budget: Budget
     vocab: int
@@ -63,7 +63,7 @@ class Rules:
             n = accept_exact(draws, tested)
             emitted, logprobs = draws[: n + 1], logp[: n + 1]
             behaviour = logprobs
-        count = row.emit(emitted, logprobs, behaviour, n, self.sampling.eos_ids)
+        count = row.emit(emitted, logprobs, behaviour, n, row.sampling.eos_ids)
         self.stats.count(row.carried, len(tested), min(n, count))
         row.learn(self.budget, tested, emitted, n)
         return count

@@ -124,7 +124,7 @@ class TwoRequests(Rules):
         if row.request.drafter is not None and row.drafting:
             row.stretch = 2 * row.stretch or _STRETCH
             cap = min(cap, row.stretch)
-        self._send(_Flight(row, [], cap), priority=-1, stop_token_ids=list(self.sampling.eos_ids))
+        self._send(_Flight(row, [], cap), priority=-1, stop_token_ids=list(row.sampling.eos_ids))
 
     def _draft(self, row: VLLMRow) -> list[int]:
         if self.lenient:
@@ -151,7 +151,7 @@ class TwoRequests(Rules):
     def _send(self, flight: _Flight, priority: int, **settings) -> None:
         request, name = flight.row.request, str(next(self._numbers))
         params = SamplingParams(
-            temperature=self.sampling.temperature,
+            temperature=flight.row.sampling.temperature,
             seed=request.key if request.key != -1 else 0,  # vLLM takes -1 for no seed
             max_tokens=flight.cap,
             ignore_eos=True,  # the model's own; the run's stop a continuation
@@ -172,7 +172,7 @@ class TwoRequests(Rules):
         tokens, logprobs = list(done.token_ids), list(done.logprobs.logprobs)
         self.refuse_nan(logprobs)
         if not flight.draft:
-            count = row.emit(tokens, logprobs, logprobs, 0, self.sampling.eos_ids)
+            count = row.emit(tokens, logprobs, logprobs, 0, row.sampling.eos_ids)
             row.passes += count - 1
             self._note_pause(row, count)
             if count != len(tokens) or (row.finish is None and count != flight.cap):

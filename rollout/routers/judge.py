@@ -23,8 +23,8 @@ WEIGHTS = "judge.safetensors"
 
 
 @dataclass(frozen=True, slots=True)
-class Mismatch:
-    """A draft token that is not the policy's draw."""
+class DraftToken:
+    """A draft token, whose law is known, as a judge sees it."""
 
     hidden: Tensor
     """The policy's final hidden state [H] after it has read the draft token."""
@@ -35,25 +35,28 @@ class Mismatch:
 
 
 class Judge(Protocol):
-    """Decides about mismatches; the first one it does not let stand ends the accepted draft."""
+    """Decides about draft tokens; the first mismatch it does not let stand ends the accepted draft.
+
+    It is asked about every draft token, as what stands follows the draft's law even where it is the policy's draw.
+    """
 
     laws: bool
-    """True when mismatches must carry both models' log-probs."""
+    """True when tokens must carry both models' log-probs."""
 
-    def unimportant(self, mismatches: Sequence[Mismatch]) -> Sequence[bool]:
-        """True where the draft token may stand."""
+    def unimportant(self, tokens: Sequence[DraftToken]) -> Sequence[bool]:
+        """True where the draft token may stand whatever the policy draws."""
 
 
-def judged(judge: Judge, mismatches: Sequence[Mismatch]) -> tuple[list[bool], int]:
+def judged(judge: Judge, tokens: Sequence[DraftToken]) -> tuple[list[bool], int]:
     """Verdicts, and how many of them failed: a judge that raises or returns no verdicts lets nothing stand."""
-    if not mismatches:
+    if not tokens:
         return [], 0
     try:
-        verdicts = list(judge.unimportant(mismatches))
-        if len(verdicts) != len(mismatches):
-            raise ValueError(f"{len(verdicts)} verdicts for {len(mismatches)} mismatches")
+        verdicts = list(judge.unimportant(tokens))
+        if len(verdicts) != len(tokens):
+            raise ValueError(f"{len(verdicts)} verdicts for {len(tokens)} draft tokens")
     except Exception:  # whatever a learned or user-written judge does; the policy's own draw is always right
-        return [False] * len(mismatches), len(mismatches)
+        return [False] * len(tokens), len(tokens)
     return [verdict is True for verdict in verdicts], sum(not isinstance(verdict, bool) for verdict in verdicts)
 
 
@@ -75,9 +78,9 @@ class JudgeHead:
         """Chances [N] from hidden states [N, H]."""
         return (hidden.float() @ self.weight.to(hidden.device) + self.bias).sigmoid()
 
-    def unimportant(self, mismatches: Sequence[Mismatch]) -> Sequence[bool]:
-        """Mismatches whose chance of changing the answer is below the threshold; NaN is not."""
-        return (self.importance(torch.stack([m.hidden for m in mismatches])) < self.threshold).tolist()
+    def unimportant(self, tokens: Sequence[DraftToken]) -> Sequence[bool]:
+        """Tokens whose chance of changing the answer is below the threshold; NaN is not."""
+        return (self.importance(torch.stack([token.hidden for token in tokens])) < self.threshold).tolist()
 
     def save(self, folder: str | Path, card: dict) -> None:
         """Writes head and card; `card` names the policy by its fingerprint."""
@@ -113,9 +116,9 @@ class KLJudge:
     def __init__(self, most_kl: float = 0.1, confident: float = 0.9):
         self._most_kl, self._confident = most_kl, confident
 
-    def unimportant(self, mismatches: Sequence[Mismatch]) -> Sequence[bool]:
-        """As the class says; stored text has no law of its own, so it never stands."""
-        return [m.draft is not None and self._close(m.policy, m.draft) for m in mismatches]
+    def unimportant(self, tokens: Sequence[DraftToken]) -> Sequence[bool]:
+        """As the class says; stored text has one log-prob a token and no whole law, so it never stands."""
+        return [token.draft is not None and self._close(token.policy, token.draft) for token in tokens]
 
     def _close(self, policy: Tensor, draft: Tensor) -> bool:
         p = policy.exp()

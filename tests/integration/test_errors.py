@@ -41,7 +41,11 @@ def rows(path, count, text="What is {n} + {n}?"):
 CASES = [
     ({"rollout__replya": 1}, USAGE_ERROR, r"Unknown option 'rollout\.replya'\. Did you mean 'rollout\.replay'\?"),
     ({"rollout__group_size": "many"}, USAGE_ERROR, r"rollout\.group_size=many: expected a whole number"),
-    ({"rollout__acceptance": "exac"}, USAGE_ERROR, r"expected one of exact, lenient, off\. Did you mean 'exact'\?"),
+    (
+        {"rollout__acceptance": "exac"},
+        USAGE_ERROR,
+        r"one of exact, lenient, judged, off\. Did you mean 'exact'\?",
+    ),
     ({"rollout__replay": 2}, USAGE_ERROR, r"rollout\.replay=2.* must be from 0 to 1"),
     ({"data": "{d}/trian.jsonl"}, USAGE_ERROR, r"No file or directory .*trian\.jsonl\. Did you mean .*train\.jsonl\?"),
     ({"data": "{d}/empty.jsonl"}, USAGE_ERROR, r"empty\.jsonl has no rows"),

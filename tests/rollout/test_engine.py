@@ -169,7 +169,7 @@ def test_drafts_of_any_quality_change_nothing(golden, family, window):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_texts_of_all_prompts_change_nothing(golden, family, monkeypatch):
     model, cases, want = golden(family)
-    monkeypatch.setattr(Line, "fit", lambda self: (1.0, 0.0, 1e-3))  # tokens cost little: chances are taken
+    monkeypatch.setattr(Line, "fit", lambda self: (1.0, 0.0, 1e-3, 0.0))  # tokens cost little: chances are taken
     engine = engine_of(model, contexts=True)
     for _ in range(4):
         requests = requests_of(cases)
@@ -184,7 +184,7 @@ def test_the_texts_of_all_prompts_change_nothing(golden, family, monkeypatch):
 
 def test_texts_of_all_prompts_that_lie_change_nothing_and_are_left(golden, monkeypatch):
     model, cases, want = golden("llama")
-    monkeypatch.setattr(Line, "fit", lambda self: (1.0, 0.0, 1e-3))
+    monkeypatch.setattr(Line, "fit", lambda self: (1.0, 0.0, 1e-3, 0.0))
     engine = engine_of(model, contexts=True)
     for _ in range(4):
         engine.contexts.learn((prompt, all_wrong(text)) for (prompt, _), (text, _, _) in zip(cases, want, strict=True))

@@ -11,7 +11,7 @@ from rollout.engines.base import Sampling
 from rollout.engines.judged import JudgedEngine
 from rollout.engines.transformers import TransformersEngine
 from rollout.noise import derive_key
-from rollout.routers.judge import JudgeHead, KLJudge, Mismatch, judged
+from rollout.routers.judge import DraftToken, JudgeHead, KLJudge, judged
 from rollout.routers.mining import Mined, mine
 from rollout.types import Request, RolloutError
 from rollout.verify import accept_exact, accept_judged
@@ -38,7 +38,8 @@ NONE = Verdicts(lambda found: [False] * len(found))
 def requests(count=4, cap=24, stored=None):
     made = [Request([5 + i % 3] * (2 + i), derive_key(0, "judged", i, 0), cap) for i in range(count)]
     for request, text in zip(made, stored or [], strict=False):
-        request.drafter = SuffixDrafter(PromptTexts(), text)
+        request.drafter = SuffixDrafter(PromptTexts(), [token for token, _ in text])
+        request.draft_logprobs = [logprob for _, logprob in text]
     return made
 
 
@@ -52,6 +53,11 @@ def plain(models):
     return [
         [c.tokens for c in TransformersEngine(model, SAMPLING).generate(requests())[0]] for model in models
     ]  # of the policy and of the draft
+
+
+def old(plain):
+    """Stored texts, with laws that are told apart from all others."""
+    return [[(token, -0.5 - i / 1024) for i, token in enumerate(text)] for text in plain[1]]
 
 
 def engine(models, judge, **options):
@@ -95,7 +101,7 @@ def test_without_verdicts_it_is_the_exact_rule_and_verdicts_only_add():
 @pytest.mark.parametrize("stored", [False, True])
 @pytest.mark.parametrize("drafting", [False, True])
 def test_a_judge_that_lets_nothing_stand_is_exact(models, plain, window, stored, drafting):
-    asked = requests(stored=plain[1] if stored else None)
+    asked = requests(stored=old(plain) if stored else None)
     draft = models[1] if drafting else None
     done, stats = engine(models, NONE, window=window, draft=draft).generate(asked)
     assert [c.tokens for c in done] == plain[0]
@@ -113,10 +119,10 @@ def test_a_head_with_threshold_zero_is_exact_and_one_lets_everything_stand(model
 
 
 def test_stored_text_stands_whole_when_everything_may(models, plain):
-    done, _ = engine(models, ALL, window=64, draft=None).generate(requests(stored=plain[1]))
-    for c, old in zip(done, plain[1], strict=True):
-        n = min(len(c.tokens), len(old)) - 1
-        assert c.tokens[:n] == old[:n]
+    done, _ = engine(models, ALL, window=64, draft=None).generate(requests(stored=old(plain)))
+    for c, text in zip(done, plain[1], strict=True):
+        n = min(len(c.tokens), len(text)) - 1
+        assert c.tokens[:n] == text[:n]
 
 
 def test_a_more_lenient_judge_takes_fewer_passes(models):
@@ -139,13 +145,44 @@ def test_judged_tokens_carry_the_drafts_log_prob(models):
         for b, p, q, reused in zip(c.behaviour_logprobs, *laws, c.reused, strict=True):
             assert b == pytest.approx(p, abs=1e-4) or (reused and b == pytest.approx(q, abs=1e-4))
             off += abs(b - p) > 1e-3
+            if reused:
+                assert b == pytest.approx(q, abs=1e-4), "it stands whatever is drawn, so it follows the draft's law"
     assert off > 0
 
 
-def test_judged_stored_text_has_no_known_law(models, plain):
-    done, _ = engine(models, ALL, draft=None).generate(requests(stored=plain[1]))
-    assert any(math.isnan(b) for c in done for b in c.behaviour_logprobs)
-    assert not any(math.isnan(p) for c in done for p in c.logprobs)
+def test_judged_stored_text_carries_its_stored_log_prob(models, plain):
+    done, _ = engine(models, ALL, window=64, draft=None).generate(requests(stored=old(plain)))
+    for c, text in zip(done, old(plain), strict=True):
+        for (token, logprob), b, emitted, reused in zip(text, c.behaviour_logprobs, c.tokens, c.reused, strict=False):
+            assert not reused or (emitted, b) == (token, logprob)
+        assert [b for b, reused in zip(c.behaviour_logprobs, c.reused, strict=True) if not reused] == [
+            p for p, reused in zip(c.logprobs, c.reused, strict=True) if not reused
+        ]
+
+
+@pytest.mark.parametrize("known", [0, 3])
+def test_stored_text_of_unknown_law_is_verified_exactly(models, plain, known):
+    asked = requests(stored=old(plain))
+    for request in asked:
+        request.draft_logprobs = request.draft_logprobs[:known] or None
+    done, _ = engine(models, ALL, window=64, draft=None).generate(asked)
+    assert not any(math.isnan(b) for c in done for b in c.behaviour_logprobs)
+    for c, text in zip(done, plain[1], strict=True):
+        assert c.tokens[:known] == text[:known]
+        assert c.behaviour_logprobs[known:] == c.logprobs[known:]
+    if not known:
+        assert [c.tokens for c in done] == plain[0]
+
+
+def test_another_texts_tokens_are_no_stored_law(models, plain):
+    """Only the slot's own text has a law that was stored; what is copied from elsewhere is verified exactly."""
+    asked = requests()
+    for request, text in zip(asked, old(plain), strict=True):
+        request.drafter = SuffixDrafter(PromptTexts([[token for token, _ in text]]))
+        request.draft_logprobs = [logprob for _, logprob in text]
+    done, stats = engine(models, ALL, window=64, draft=None).generate(asked)
+    assert stats.drafted > 0
+    assert [c.tokens for c in done] == plain[0]
 
 
 def raises(found):
@@ -182,10 +219,10 @@ def law(*chances):
 
 def test_the_kl_rule_by_hand():
     hidden = torch.zeros(4)
-    same = Mismatch(hidden, law(0.5, 0.3, 0.2), law(0.5, 0.3, 0.2))
-    sure = Mismatch(hidden, law(0.95, 0.03, 0.02), law(0.95, 0.03, 0.02))
-    apart = Mismatch(hidden, law(0.5, 0.3, 0.2), law(0.1, 0.1, 0.8))
-    stored = Mismatch(hidden, law(0.5, 0.3, 0.2), None)
+    same = DraftToken(hidden, law(0.5, 0.3, 0.2), law(0.5, 0.3, 0.2))
+    sure = DraftToken(hidden, law(0.95, 0.03, 0.02), law(0.95, 0.03, 0.02))
+    apart = DraftToken(hidden, law(0.5, 0.3, 0.2), law(0.1, 0.1, 0.8))
+    stored = DraftToken(hidden, law(0.5, 0.3, 0.2), None)
     assert KLJudge(0.1, 0.9).unimportant([same, sure, apart, stored]) == [True, False, False, False]
     assert KLJudge(5.0, 0.9).unimportant([apart]) == [True]
 

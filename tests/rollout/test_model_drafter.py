@@ -224,7 +224,7 @@ def test_the_own_drafter_takes_over_again_when_it_fits(policy, plain):
     engine = Engine(policy, SAMPLING, drafter=copy.deepcopy(policy))
     states = ("start", "agreeing", "diverged", "lost")
     handed = frozenset([None, *((state, "custom") for state in states if state != "agreeing")])
-    engine.budget.plan = lambda kinds, model: Plan(dict.fromkeys(kinds, 3), handed, 0.0)
+    engine.budget.plan = lambda kinds, model, width: Plan(dict.fromkeys(kinds, 3), handed, 0.0)
     engine.budget.drafter.calibrate([(1, 1e-9)])
     chain = engine.budget.chain
     engine.budget.chain = lambda behind, plan: _short(chain(behind, plan))

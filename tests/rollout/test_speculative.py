@@ -150,6 +150,27 @@ def test_lenient_drafts_the_slots_own_text_with_its_logprobs_only():
     assert nothing.drafter is None
 
 
+def test_judged_drafts_from_all_texts_and_knows_the_law_of_the_slots_own():
+    cache = cache_of()
+    cache.put("a", 0, Trajectory((10, 11), 0, "length", 0, 0, None, (-1.0, -2.0)))
+    rollout = fake(RolloutConfig(acceptance="judged", max_new_tokens=8, replay=1.0), cache)
+    batch = rollout.generate(rows_of("a", "a"), visit=1, step=1)
+    own, sibling = rollout.engine.asked
+    assert own.drafter.propose([], 9) == sibling.drafter.propose([], 9) == [10, 11]
+    assert (own.draft_logprobs, sibling.draft_logprobs) == ((-1.0, -2.0), None)
+    assert not any(batch.replayed), "verdicts on replayed noise would follow no law"
+
+
+def test_judged_stores_the_law_that_drew_each_token():
+    cache = cache_of()
+    rollout = fake(RolloutConfig(acceptance="judged", max_new_tokens=4), cache)
+    rows = rows_of("a")
+    batch = rollout.generate(rows, visit=0, step=1)
+    batch.completions[0].behaviour_logprobs = [-0.5, -3.0, -0.5, -0.5]
+    rollout.store(rows, batch, step=1)
+    assert cache.get("a", 0).logprobs == (-0.5, -3.0, -0.5, -0.5)
+
+
 @pytest.mark.parametrize("acceptance", ["exact", "lenient", "off"])
 def test_what_is_stored(acceptance):
     cache = cache_of()

@@ -285,8 +285,7 @@ def test_the_cap_is_exact_and_eos_at_the_cap_is_a_stop(saved, engine_of):
     text = engine.generate(requests_of([([8, 9], 12)]))[0][0].tokens
     eos = text[5]
     first = text.index(eos) + 1
-    sampling, engine._flow.sampling = engine.sampling, Sampling(frozenset({eos}))
-    engine.sampling = engine._flow.sampling
+    sampling, engine.sampling = engine.sampling, Sampling(frozenset({eos}))
     try:
         for cap in range(1, 13):
             for draft in (None, Script(text), Script(text[:first] + [3] * 9), Script(all_wrong(text))):
@@ -294,7 +293,7 @@ def test_the_cap_is_exact_and_eos_at_the_cap_is_a_stop(saved, engine_of):
                 assert c.tokens == text[: min(cap, first)]
                 assert c.finish == ("stop" if cap >= first else "length")
     finally:
-        engine.sampling = engine._flow.sampling = sampling
+        engine.sampling = sampling
 
 
 @pytest.mark.parametrize("eos_ids", [frozenset(range(10)), frozenset(range(VOCAB))])

@@ -150,11 +150,42 @@ def broken(*words, **settings):
             "rollout.engine=vllm rollout.vllm.runner=v2 rollout.top_k=5",
             "rollout.top_p=1.0 with rollout.top_k=5 cannot be verified exactly by rollout.vllm.runner=v2. Try",
         ),
+        ("rollout.acceptance=judged", "rollout.acceptance=judged with rollout.router.kind=off has no judge of stored"),
+        (
+            "rollout.acceptance=judged rollout.router.kind=kl rollout.drafter=x",
+            "rollout.acceptance=judged with rollout.router.kind=kl has no judge of stored text.",
+        ),
+        (
+            "rollout.acceptance=judged rollout.router.kind=judge rollout.router.path=x rollout.replay=0.5",
+            "rollout.replay=0.5 cannot be combined with rollout.acceptance=judged, which draws with fresh noise. Try",
+        ),
+        (
+            "rollout.router.kind=judge rollout.router.path=x rollout.drafter=x",
+            "rollout.router.kind=judge writes text that rollout.acceptance=exact does not speak for",
+        ),
+        (
+            "rollout.acceptance=judged rollout.router.kind=judge rollout.router.path=x cluster.num_workers=1",
+            "rollout.router.kind=judge works in the trainer's process with rollout.engine=transformers only. Try",
+        ),
+        (
+            "rollout.acceptance=judged rollout.router.kind=judge rollout.router.path=x rollout.engine=vllm",
+            "rollout.router.kind=judge works in the trainer's process with rollout.engine=transformers only. Try",
+        ),
+        ("rollout.router.refit_every=4", "rollout.router.refit_every=4 has no effect with rollout.acceptance=exact"),
         ("rollout.acceptance=lenient rollout.drafter=layers=2", "rollout.drafter=layers=2 cannot be combined with"),
         (
             "rollout.engine=vllm rollout.drafter=x",
             "rollout.drafter=x works with rollout.engine=transformers only. Leave",
         ),
+        (
+            "rollout.engine=vllm rollout.budget.branches=4",
+            "rollout.budget.branches=4 has no effect with rollout.engine=vllm, which verifies one path only. Try",
+        ),
+        (
+            "rollout.acceptance=lenient rollout.budget.branches=2",
+            "rollout.budget.branches=2 has no effect with rollout.acceptance=lenient, which verifies one path only.",
+        ),
+        ("rollout.budget.branches=0", "rollout.budget.branches=0 must be at least 1. Try rollout.budget.branches=1."),
         (
             "trainer.drafter.train=true",
             "trainer.drafter.train=true has no draft model to train. Try rollout.drafter=DIR",

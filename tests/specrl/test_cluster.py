@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from rollout.config import ClusterConfig
-from specrl.cluster import check_resources, connect
+from specrl.cluster import check_resources, connect, private_folder
 from specrl.options import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -78,6 +78,22 @@ def test_only_those_with_the_token_can_join(started):
 def test_the_folder_of_sockets_and_logs_is_private(started):
     session = Path(started._private.worker._global_node.get_session_dir_path())
     assert stat.S_IMODE(session.parents[1].stat().st_mode) == 0o700
+
+
+def test_what_killed_runs_left_is_removed_and_what_living_ones_use_is_not():
+    hold = "from specrl.cluster import private_folder as f; c = f(); print(c.__enter__(), flush=True); input()"
+    command = [sys.executable, "-c", hold]
+    runs = [
+        subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(2)
+    ]
+    left, used = (run.stdout.readline().strip() for run in runs)
+    runs[0].kill()
+    runs[0].wait()
+    assert os.path.isdir(left), "nobody cleans up behind a killed process"
+    with private_folder() as folder:
+        assert [os.path.isdir(path) for path in (left, used, folder)] == [False, True, True]
+    assert not os.path.isdir(folder)
+    runs[1].communicate("done", timeout=30)
 
 
 def test_a_ray_that_runs_already_is_used_and_left_alone(started):

@@ -36,9 +36,9 @@ rollout.engine rollout.acceptance rollout.replay rollout.replay_gap rollout.leni
 rollout.temperature rollout.top_p rollout.top_k rollout.max_new_tokens rollout.sources rollout.drafter
 rollout.rows_per_batch rollout.tokens_per_pass rollout.logits_mb rollout.tie_margin rollout.measure_every
 rollout.cache.max_mb rollout.cache.start_from rollout.cache.clear rollout.cache.on_write_error
-rollout.budget.window
+rollout.budget.window rollout.budget.branches
 rollout.router.kind rollout.router.path rollout.router.threshold rollout.router.separators
-rollout.router.max_step_tokens rollout.router.uncorrected
+rollout.router.max_step_tokens rollout.router.refit_every rollout.router.uncorrected
 rollout.vllm.runner rollout.vllm.draft_tokens rollout.vllm.kv_cache_mb rollout.vllm.memory_utilization
 rollout.vllm.tensor_parallel rollout.vllm.compile rollout.vllm.sleep
 trainer.algorithm trainer.advantage trainer.learning_rate trainer.lr_schedule trainer.warmup_steps trainer.epochs
@@ -179,7 +179,7 @@ def test_interpolation_and_its_escape(monkeypatch):
         ([*BASE, "trust_remote_code=maybe"], "trust_remote_code=maybe: expected true or false."),
         (
             [*BASE, "rollout.acceptance=exat"],
-            "rollout.acceptance=exat: expected one of exact, lenient, off. Did you mean 'exact'?",
+            "rollout.acceptance=exat: expected one of exact, lenient, judged, off. Did you mean 'exact'?",
         ),
         ([*BASE, "report.trackers=wandb"], "report.trackers=wandb: expected a list. Try report.trackers=[wandb]."),
         ([*BASE, "reward.weights=[[1]]"], "reward.weights=[[1]]: expected a list."),
@@ -263,7 +263,7 @@ def test_entry_points_are_the_modules_that_can_be_run():
 
 def test_help_on_a_section_shows_key_default_type_and_doc():
     text = load(["help=rollout"])
-    assert "rollout.acceptance = exact    (exact | lenient | off)\n    exact: bit-identical" in text
+    assert "rollout.acceptance = exact    (exact | lenient | judged | off)\n    exact: bit-identical" in text
     assert "rollout.cache.max_mb = " in text
     assert "trainer." not in text.replace("the trainer", "")
     assert load(["help=rollout.group_size"]).startswith("rollout.group_size = 8    (int)\n")
@@ -327,7 +327,14 @@ def test_differences_tell_what_changes_the_meaning_of_a_run():
     assert config.differences(old, load([*BASE, "trainer.lr_schedule=constant"])) == []
 
 
-@pytest.mark.parametrize("words", ["rollout.acceptance=lenient", "trainer.lr_schedule=cosine trainer.epochs=9"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        "rollout.acceptance=lenient",
+        "rollout.acceptance=judged rollout.router.kind=judge rollout.router.path=x",
+        "trainer.lr_schedule=cosine trainer.epochs=9",
+    ],
+)
 def test_differences_that_matter_only_in_context(words):
     assert all(change.matters for change in config.differences(load([*BASE]), load([*BASE, *words.split()])))
 
@@ -338,10 +345,24 @@ def test_control_steps_matter_where_keys_follow_from_them():
         assert [change.matters for change in config.differences(old, new)] == [matters]
 
 
-def test_another_draft_model_matters_only_where_its_text_stands():
-    routed = ["rollout.router.kind=entropy", "rollout.acceptance=off"]
-    for more, matters in ((routed, True), ([], False)):
-        old, new = (load([*BASE, *more, f"rollout.drafter={drafter}"]) for drafter in ("layers=1", "layers=2"))
+def test_other_drafts_matter_only_where_their_text_stands():
+    routed = ["rollout.router.kind=entropy", "rollout.acceptance=off", "rollout.drafter=layers=1"]
+    for change in ("rollout.drafter=layers=2", "rollout.sources=[prefix]"):
+        for words, matters in ((routed, True), ([], False)):
+            kept = [word for word in words if word.split("=")[0] != change.split("=")[0]]
+            old, new = load([*BASE, *words]), load([*BASE, *kept, change])
+            assert [change.matters for change in config.differences(old, new)] == [matters]
+
+
+def test_another_number_of_workers_does_not_matter():
+    old, new = load(BASE), load([*BASE, "cluster.num_workers=2", "cluster.task_timeout_s=9"])
+    assert [change.matters for change in config.differences(old, new)] == [False, False]
+
+
+def test_another_draft_length_matters_only_where_old_text_is_judged():
+    judged = ["rollout.acceptance=judged", "rollout.router.kind=judge", "rollout.router.path=x"]
+    for more, matters in ((judged, True), ([], False)):
+        old, new = (load([*BASE, *more, f"rollout.budget.window={window}"]) for window in (4, 8))
         assert [change.matters for change in config.differences(old, new)] == [matters]
 
 

@@ -29,6 +29,7 @@ def test_it_runs_as_a_module_and_imports_nothing_heavy():
     assert done.stdout == "False\n"
     assert env.main([]) == 0
     assert env.main(["--json"]) == 2
+    assert env.main(["run=nowhere"]) == 2
 
 
 @pytest.mark.parametrize(
@@ -66,6 +67,19 @@ def test_the_table_equals_the_dependencies():
     assert {name: ranges[name] for name in env.SUPPORTED} == env.SUPPORTED
 
 
+def outside(text):
+    """Pins such as torch==2.13.0 that lie outside the supported ranges."""
+    pins = re.findall(r"([\w-]+)(?:\[\w+\])?==([\d.]+)", text)
+    return [name for name, pin in pins if name in env.SUPPORTED and not env.inside(pin, env.SUPPORTED[name])]
+
+
+def test_the_cuda_image_pins_supported_versions():
+    text = (ROOT / "Dockerfile.cuda").read_text()
+    assert all(f"{name}==" in text.replace("[default]", "") for name in env.SUPPORTED if name != "python")
+    assert outside(text) == []
+    assert outside('torch==2.13.0 vllm==0.33.1 "ray[default]==2.5.0"') == ["vllm", "ray"]
+
+
 def test_one_root_is_silent_and_two_are_told():
     one = {name: Path("/a") / name for name in env.PACKAGES}
     assert env.mixed_roots(one) == ""
@@ -93,3 +107,27 @@ def test_a_broken_gpu_tool_is_reported_not_raised(monkeypatch):
     assert env.gpus() in (["nvidia-smi failed: CalledProcessError"], ["nvidia-smi failed: FileNotFoundError"])
     monkeypatch.setattr(env.shutil, "which", lambda name: None)
     assert env.gpus() == []
+
+
+def test_a_run_is_named_by_its_config(tmp_path, capsys):
+    (tmp_path / "config.yaml").write_text("seed: 0\n")
+    assert env.main([f"run={tmp_path}"]) == 0
+    first = re.search(r"^config\.yaml +([0-9a-f]{12})$", capsys.readouterr().out, re.MULTILINE)[1]
+    (tmp_path / "config.yaml").write_text("seed: 1\n")
+    assert first not in env.report(str(tmp_path))
+    (tmp_path / "config.yaml").unlink()
+    assert re.search(r"^config\.yaml +missing$", env.report(str(tmp_path)), re.MULTILINE)
+
+
+def test_threads_are_shown_and_secrets_are_not(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    text = env.report()
+    assert "OMP_NUM_THREADS=3" in text
+    assert "secret" not in text
+
+
+def test_the_commit_of_a_checkout(monkeypatch):
+    assert re.search(r"^specrl .*commit [0-9a-f]{7,}", env.report(), re.MULTILINE) or not (ROOT / ".git").exists()
+    monkeypatch.setattr(env.subprocess, "run", lambda *_, **__: (_ for _ in ()).throw(OSError()))
+    assert "commit" not in env.report()

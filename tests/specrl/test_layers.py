@@ -16,7 +16,9 @@ BELOW = {
 DOORS = {
     "trl": ("trainers/grpo.py",),
     "vllm": ("rollout/engines/vllm*.py",),
-    "ray": ("rollout/workers.py", "specrl/cluster.py"),
+    "ray": ("rollout/workers.py", "specrl/cluster.py", "specrl/adapters/shared.py"),
+    "verl": ("specrl/adapters/verl.py",),
+    "openrlhf": ("specrl/adapters/openrlhf.py",),
 }
 UNSAFE_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
 UNSAFE_BUILTINS = {"eval", "exec", "compile", "__import__"}
@@ -73,6 +75,22 @@ def test_the_code_keeps_the_rules(package):
     assert [fault for file in files for fault in faults(file.relative_to(ROOT).as_posix(), file.read_text())] == []
 
 
+def eager(code):
+    """The modules with a door that `code` imports while it is itself imported."""
+    top = ast.Module([node for node in ast.parse(code).body if isinstance(node, ast.Import | ast.ImportFrom)], [])
+    found = {module for _, module in imports(top, "x.py")}
+    return sorted(m for m in found if m.split(".")[0] in DOORS or m.startswith("rollout.engines.vllm"))
+
+
+@pytest.mark.parametrize("name", ["base", "verl", "openrlhf"])
+def test_adapters_import_without_what_they_adapt(name):
+    assert eager((ROOT / "specrl" / "adapters" / f"{name}.py").read_text()) == []
+    assert eager("import verl.x\ndef f():\n    import ray\nfrom rollout.engines.vllm_served import x") == [
+        "rollout.engines.vllm_served",
+        "verl.x",
+    ]
+
+
 @pytest.mark.parametrize(
     ("path", "code"),
     [
@@ -87,6 +105,10 @@ def test_the_code_keeps_the_rules(package):
         ("rollout/engines/transformers.py", "import vllm"),
         ("rollout/vllm.py", "import vllm"),
         ("trainers/grpo.py", "import ray"),
+        ("specrl/adapters/verl.py", "import ray"),
+        ("specrl/adapters/openrlhf.py", "from vllm import SamplingParams"),
+        ("specrl/adapters/base.py", "from verl.experimental.agent_loop import AgentLoopBase"),
+        ("specrl/adapters/verl.py", "import openrlhf.utils.agent"),
         ("rollout/cache.py", "import pickle"),
         ("rollout/cache.py", "from cloudpickle import loads"),
         ("rollout/cache.py", "x = torch.load(path)"),
@@ -114,6 +136,8 @@ def test_planted_faults_are_found(path, code):
         ("rollout/engines/base.py", "from ..types import Request\nfrom . import transformers"),
         ("rollout/workers.py", "import ray"),
         ("specrl/cluster.py", "import ray"),
+        ("specrl/adapters/shared.py", "import ray"),
+        ("specrl/adapters/verl.py", "import verl"),
         ("trainers/grpo.py", "model.eval()\nre.compile('x')\ntorch.compile(model)\nnumpy.load(p, allow_pickle=False)"),
         ("specrl/env.py", "version('trl')\nnote = 'import trl'"),
     ],

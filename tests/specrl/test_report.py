@@ -5,6 +5,7 @@ import sys
 import pytest
 from rich.console import Console
 
+from rollout.config import RouterConfig
 from specrl import report
 from specrl.config import Config, save
 from specrl.config import run as run_command
@@ -245,6 +246,8 @@ def test_mismatches_lost_rewards_and_torn_lines_are_said(tmp_path):
         ("exact", {"replay": 0.5}, "spec/reuse_gap measures"),
         ("lenient", {"lenience": 1.6}, "l=1.6: SPEC-RL as published; biased"),
         ("off", {}, "plain decoding without speculation"),
+        ("judged", {"router": RouterConfig(kind="judge")}, "lossy: old text stands where"),
+        ("off", {"router": RouterConfig(kind="rsd")}, "lossy: the draft model's text stands where"),
     ],
 )
 def test_law_names_the_rule(tmp_path, acceptance, options, sentence):

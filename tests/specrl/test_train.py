@@ -51,14 +51,17 @@ def records(folder) -> list[dict]:
 
 def test_the_run_directory(finished):
     folder, _ = finished
-    names = ["checkpoints", "completions", "config.yaml", "metrics.jsonl", "model"]
+    names = ["checkpoints", "completions", "config.yaml", "environment.json", "metrics.jsonl", "model"]
     names += ["report.json", "report.md", "report.png", "trajectories"]
     assert sorted(path.name for path in folder.iterdir()) == names
     assert sorted(p.name for p in (folder / "checkpoints").glob("checkpoint-*")) == ["checkpoint-4", "checkpoint-6"]
     assert sorted(p.name for p in (folder / "completions").iterdir()) == ["step_3.parquet", "step_6.parquet"]
     assert (folder / "report.png").read_bytes()[:4] == b"\x89PNG"
     assert "# " in (folder / "report.md").read_text()
-    json.loads((folder / "report.json").read_text())
+    assert (
+        json.loads((folder / "environment.json").read_text())
+        == json.loads((folder / "report.json").read_text())["environment"]
+    )
 
 
 def test_config_yaml_is_the_resolved_config(finished):
@@ -68,6 +71,13 @@ def test_config_yaml_is_the_resolved_config(finished):
     assert saved.trainer.clip == 0.2, "defaults are written out"
     again = cli.load([f"config={folder}"])
     assert cli.differences(saved, again) == [], "a run directory is a config"
+
+
+def test_the_model_has_a_card(finished):
+    text = (finished[0] / "model" / "README.md").read_text()
+    speedup = json.loads((finished[0] / "report.json").read_text())["measured"]["savings"][-1]["speedup"]
+    for part in ("rollout rule: exact, replay=1", f"{speedup:.2f}x rollout, all these steps", "control steps: 0\n"):
+        assert part in text
 
 
 def test_metrics_have_one_line_per_step_with_every_key(finished):

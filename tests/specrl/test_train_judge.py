@@ -14,6 +14,9 @@ from tests import runs
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
+REWARD = "[tests.specrl.test_train_judge:few_digits]"
+
+
 def few_digits(prompt: str, completion: str, answer: str | None) -> float:
     """A reward that many changes of a random text leave as it is."""
     return float(sum(c.isdigit() for c in completion) < 6)
@@ -25,7 +28,7 @@ def words(folder, draft, *more):
         rollout__acceptance="off",
         rollout__drafter=draft,
         dataset__train_size=48,
-        reward__functions="[tests.specrl.test_train_judge:few_digits]",
+        reward__functions=REWARD,
     )
     found = [*[word for word in given if not word.startswith("trainer.")], *more]
     return list({word.partition("=")[0]: word for word in found}.values())
@@ -79,4 +82,55 @@ def test_too_few_mismatches_are_one_line(draft, tmp_path, capsys):
     assert cli.run(train_judge, small, TrainJudgeConfig, training=False) == 2
     err = capsys.readouterr().err
     assert "too few of one kind" in err
+    assert err.count("\n") == 1
+
+
+# --- from a run's stored texts
+
+
+THIRDS = "[tests.specrl.test_train_judge:thirds]"
+
+
+def thirds(prompt: str, completion: str, answer: str | None) -> float:
+    """A reward that about half of the changes of a random text leave as it is."""
+    return float(sum(c.isdigit() for c in completion) % 3 > 0)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A run with its last texts."""
+    folder = tmp_path_factory.mktemp("finished")
+    runs.run(folder, reward__functions=THIRDS, dataset__train_size=24, trainer__epochs=2)
+    return folder / "run"
+
+
+def cached(folder, run, *more):
+    given = {"rollout__drafter": "", "dataset__train_size": 24, "reward__functions": THIRDS, "model": run / "model"}
+    found = [word for word in runs.words(folder, **given) if not word.startswith("trainer.")]
+    return [*found, f"cache={run}", f"out={folder / 'j'}", *more]
+
+
+def test_a_judge_is_mined_from_a_runs_stored_texts(finished, tmp_path):
+    assert cli.run(train_judge, cached(tmp_path, finished), TrainJudgeConfig, training=False) == 0
+    report = json.loads((tmp_path / "j" / "router.json").read_text())["report"]
+    assert 0 < report["important"] < report["mismatches"]
+    rules = {line["rule"]: line for line in report["rules"]}
+    assert list(rules) == ["exact", "judge", "shuffled labels"]
+    assert (rules["exact"]["change"], rules["exact"]["change_pm"]) == (0, 0)
+    assert rules["exact"]["accepted_ratio"] > 0, "stored texts are drafts"
+    assert all(rules["exact"]["accepted_ratio"] <= line["accepted_ratio"] for line in rules.values())
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        (["rollout.drafter=layers=1"], "Give either cache=RUN"),
+        (["seed=1"], "holds 96 texts and none of the 24 training problems"),
+    ],
+)
+def test_texts_that_cannot_be_mined_are_one_line(finished, tmp_path, capsys, more, says):
+    words = {word.partition("=")[0]: word for word in [*cached(tmp_path, finished), *more]}
+    assert cli.run(train_judge, list(words.values()), TrainJudgeConfig, training=False) == 2
+    err = capsys.readouterr().err
+    assert says in err
     assert err.count("\n") == 1

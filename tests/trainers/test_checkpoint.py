@@ -4,6 +4,7 @@ import json
 import multiprocessing
 import os
 import random
+import resource
 import signal
 import time
 from types import SimpleNamespace
@@ -12,11 +13,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import specrl.train
 from rollout.cache import Fingerprint, TrajectoryCache
 from rollout.config import CacheConfig
 from rollout.types import CacheError, Trajectory
-from tests.runs import ROOT, policy, run
-from trainers import checkpoint
+from specrl import config as cli
+from specrl.config import RUN_ERROR
+from tests.runs import ROOT, differences, policy, run, words
+from trainers import callbacks, checkpoint
 from trainers.checkpoint import MARKER, SaveCache, newest, prune, stage_state, step_of, trajectories
 
 
@@ -146,6 +150,37 @@ def test_without_save_every_the_end_is_saved(tmp_path):
     assert [step.step for step in more.steps] == [2], "and can be gone on from"
 
 
+ALGORITHMS = pytest.mark.parametrize("algorithm", [{}, {"config": "ppo_math"}], ids=["grpo", "ppo"])
+
+
+@ALGORITHMS
+def test_a_full_disk_is_one_line_and_the_run_goes_on_when_there_is_space(tmp_path, capsys, algorithm):
+    options = {"trainer__max_steps": 4, "trainer__save_every": 1, **algorithm}
+    whole = run(tmp_path, name="whole", **options)
+    first = run(tmp_path, **(options | {"trainer__max_steps": 2}))
+    weights = min(path.stat().st_size for path in tmp_path.rglob("*.safetensors"))
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (weights // 2, unlimited[1]))
+    try:
+        code = cli.run(specrl.train.main, words(tmp_path, **options, resume="auto"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert (code, len(errors)) == (RUN_ERROR, 1)
+    assert "checkpoint-3 cannot be written: " in errors[0]
+    assert "File too large" in errors[0]
+    assert newest(tmp_path / "run" / "checkpoints").name == "checkpoint-2"
+    assert differences(first + run(tmp_path, **options, resume="auto"), whole) == []
+
+
+@ALGORITHMS
+def test_what_a_checkpoint_carries_does_not_grow_with_the_steps(tmp_path, monkeypatch, algorithm):
+    monkeypatch.setattr(callbacks, "HISTORY", 2)
+    record = run(tmp_path, trainer__max_steps=4, **algorithm)
+    assert [log["step"] for log in record.trainer.state.log_history][-1] == 4
+    assert len(record.trainer.state.log_history) == 2
+
+
 # Killed --------------------------------------------------------------------------------------------------------------
 
 OPTIONS = {
@@ -158,7 +193,7 @@ OPTIONS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("algorithm", [{}, {"config": "ppo_math"}], ids=["grpo", "ppo"])
+@ALGORITHMS
 def test_killed_at_random_moments_it_ends_as_the_uninterrupted_run(tmp_path, monkeypatch, algorithm):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     context = multiprocessing.get_context("forkserver")

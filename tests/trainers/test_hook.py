@@ -9,7 +9,7 @@ import torch
 from datasets import Dataset
 
 import trainers.grpo  # noqa: F401 (silences TRL's remarks at import)
-from rollout.config import RolloutConfig
+from rollout.config import RolloutConfig, RouterConfig
 from rollout.types import RolloutError
 from specrl.tiny import load_tiny
 from trainers.hook import ReuseRollouts
@@ -104,6 +104,8 @@ def test_equal_prompts_of_a_batch_are_drawn_apart(tmp_path):
 
 
 def test_what_it_cannot_do_is_said():
-    for config in (RolloutConfig(engine="vllm"), RolloutConfig(acceptance="lenient")):
+    routed = RolloutConfig(acceptance="off", router=RouterConfig(kind="kl"))
+    lossy = [RolloutConfig(acceptance=acceptance) for acceptance in ("lenient", "judged")]
+    for config in (RolloutConfig(engine="vllm"), routed, *lossy):
         with pytest.raises(RolloutError, match=r"python -m specrl\.train"):
             ReuseRollouts(config)

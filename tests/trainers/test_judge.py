@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from trainers.judge import fit_head, roc_auc, threshold_for_recall
+from trainers.judge import Labels, fit_head, fit_judge, roc_auc, threshold_for_recall
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -47,3 +47,26 @@ def test_a_rule_is_learned_on_raw_features_and_shuffled_labels_are_not():
     shuffled, noise = data(400, 0, meaning=False)
     weight, bias, _ = fit_head(shuffled, noise, held, truth)
     assert 0.3 < roc_auc((held[:, 1:] @ weight[1:] + bias).tolist(), truth.tolist()) < 0.7
+
+
+def test_a_judge_is_fitted_on_some_problems_and_chosen_on_others():
+    x, y = data(400, 0)
+    problem = torch.arange(400) // 4  # four mismatches of each
+    labels = Labels(x, y, problem)
+    fitted = fit_judge(labels, 0.9)
+    assert fitted.roc_auc > 0.95
+    chances = (x @ fitted.weight + fitted.bias).sigmoid()
+    caught = ((chances >= fitted.threshold) & y)[labels.held].sum() / y[labels.held].sum()
+    assert caught >= 0.9
+    broken = x.clone()
+    broken[labels.held, 0] = -broken[labels.held, 0]  # what decides on the held-out problems is the opposite
+    assert fit_judge(Labels(broken, y, problem), 0.9).roc_auc < 0.5, "control: held-out problems are not learned from"
+    assert fit_judge(Labels(x, torch.ones(400, dtype=torch.bool), problem), 0.9) is None
+
+
+def test_the_latest_labels_are_kept():
+    x, y = data(6, 0)
+    both = Labels(x[:4], y[:4], torch.arange(4)) + Labels(x[4:], y[4:], torch.arange(2))
+    assert both.last(3).problem.tolist() == [3, 0, 1]
+    assert torch.equal(both.last(6).hidden, x)
+    assert len(both.last(100)) == 6

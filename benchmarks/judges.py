@@ -1,0 +1,247 @@
+"""What a judge of old texts gains where wording is free: `python benchmarks/judges.py work=DIR out=FILE [to=MODEL]`.
+
+The embedded policy writes one text for each problem, so it is first taught to word them freely; GRPO then moves it
+(exact verification, three epochs). The judge is mined from the texts that this run stored, under the policy it ended
+with. It is measured on held-out problems: on texts of the policy one epoch earlier, and of a blurred copy of the
+policy, which is much worse. Passes, tokens and rewards are counted, so the machine does not matter. `work` keeps the
+two models, and a second call uses them.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+
+from rollout.config import doc
+from specrl import config as cli
+from specrl import tasks
+from specrl.tasks import Problem, arithmetic
+
+LEVEL, CAP = "easy", 100
+RUN = [
+    "config=grpo_math",
+    "name=run",
+    f"dataset.level={LEVEL}",
+    "dataset.train_size=64",
+    f"rollout.max_new_tokens={CAP}",
+    "rollout.measure_every=0",
+    "trainer.epochs=3",
+    "trainer.learning_rate=3e-4",
+    "trainer.lr_schedule=constant",
+    "trainer.save_every=16",
+    "trainer.keep_checkpoints=4",
+    "trainer.eval_prompts=0",
+    "report.plots=false",
+]
+AN_EPOCH_EARLIER = "checkpoints/checkpoint-32"
+TEST_PROBLEMS, TEXTS = 256, 3
+MINED_PROBLEMS = 128  # of them, for the ROC
+RECALL = 0.99
+BLUR = 0.4  # of the worse policy
+MISMATCHES = 16
+
+
+@dataclass
+class JudgesConfig:
+    work: str = doc("", "directory for the two models")
+    out: str = doc("", "write the figures to this JSON file")
+    to: str = doc("", "a policy trained from the embedded one, to count mismatches between the two as well")
+
+
+def main(options: JudgesConfig) -> int:
+    from reward.base import RewardSet
+    from reward.config import RewardConfig
+
+    work, rewards = Path(options.work), RewardSet.from_config(RewardConfig())
+    try:
+        result = {"free wording": judged(work, rewards)}
+        if options.to:
+            result["embedded policy"] = [shares(options.to, heat, rewards) for heat in (1.0, 0.5)]
+    finally:
+        rewards.close()
+    print(json.dumps(result, indent=2))
+    if options.out:
+        Path(options.out).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    return 0
+
+
+# The two models --------------------------------------------------------------------------------------------------
+
+TUNING = {"steps": 120, "batch": 32, "learning_rate": 1e-3}
+
+
+def reworded(problem: Problem, rng: random.Random) -> Problem:
+    """The same solution in free words: any verb that gains or loses, and the name or the pronoun."""
+    name = problem.prompt.partition(" ")[0]
+    lines = []
+    for line in problem.solution.splitlines(keepends=True):
+        for kind in (tasks.GAINS, tasks.LOSSES):
+            said = next((verb for verb in kind if f" {verb} " in line), None)
+            if said:
+                line = line.replace(f" {said} ", f" {rng.choice(kind)} ", 1)
+                break
+        subject = tasks.PEOPLE[name]
+        lines.append(line.replace(subject, rng.choice((name, subject)), 1))
+    return replace(problem, solution="".join(lines))
+
+
+def batches(tokenizer, level: str) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    from specrl.tiny import DATA_SEED, collate
+
+    rng, size = random.Random(0), TUNING["batch"]
+    problems = arithmetic("train", TUNING["steps"] * size, DATA_SEED + 1, level)
+    for at in range(0, len(problems), size):
+        yield collate(tokenizer, [reworded(p, rng) for p in problems[at : at + size]])
+
+
+def tune(model, tokenizer, level: str) -> None:
+    """Teaches the embedded policy to word its solutions freely."""
+    from torch.nn.functional import cross_entropy
+
+    from specrl.tiny import IGNORE
+
+    optimizer = torch.optim.AdamW(model.parameters(), TUNING["learning_rate"], betas=(0.9, 0.98))
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, TUNING["steps"])
+    model.train()
+    for ids, labels in batches(tokenizer, level):
+        logits = model(input_ids=ids, use_cache=False).logits
+        loss = cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORE)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+    model.eval()
+
+
+def prepare(work: Path) -> Path:
+    """The run directory, made when it is not there."""
+    import specrl.train
+    from specrl.tiny import load_tiny
+
+    free, run = work / "free", work / "run"
+    if not free.exists():
+        model, tokenizer = load_tiny()
+        tune(model, tokenizer, LEVEL)
+        model.save_pretrained(free)
+        tokenizer.save_pretrained(free)
+    if not run.exists():
+        specrl.train.main(cli.load([*RUN, f"model={free}", f"output_dir={work}"]))
+    return run
+
+
+# Measuring -------------------------------------------------------------------------------------------------------
+
+
+def policy(model: str, level: str, temperature: float, **sizes):
+    """A policy on a task, as train_judge sees it."""
+    from rollout.engines.base import Sampling
+    from specrl.judging import Policy
+    from specrl.policy import load_policy
+
+    words = ["config=grpo_math", f"model={model}", f"dataset.level={level}", f"rollout.temperature={temperature}"]
+    config = cli.load([*words, *(f"{key.replace('__', '.')}={value}" for key, value in sizes.items())], training=False)
+    loaded, tokenizer, eos_ids = load_policy(config)
+    return Policy(loaded.eval(), tokenizer, Sampling(eos_ids, temperature), config)
+
+
+def texts_of(old, examples: Sequence, count: int) -> list:
+    """Texts of a policy, as a cache would hold them."""
+    from rollout.engines.transformers import TransformersEngine
+    from rollout.noise import derive_key
+    from rollout.types import Request, Trajectory
+    from specrl.data import render
+    from specrl.judging import Stored
+
+    owners = [(i, example, n) for i, example in enumerate(examples) for n in range(count)]
+    cap = old.config.rollout.max_new_tokens
+    requests = [
+        Request(render(e, old.tokenizer), derive_key(0, e.id, n, 0, "old"), cap, plain=True) for _, e, n in owners
+    ]
+    done, _ = TransformersEngine(old.model, old.sampling).generate(requests)
+    return [
+        Stored(e, i, n, Trajectory(tuple(c.tokens), r.key, c.finish, 0, 0))
+        for (i, e, n), r, c in zip(owners, requests, done, strict=True)
+    ]
+
+
+def judged(work: Path, rewards) -> dict:
+    """The judge of the run's stored texts: its ROC, and what it gains on texts of two older policies."""
+    from rollout.routers.judge import JudgeHead
+    from specrl.data import load_examples
+    from specrl.judging import collect_stored, read_cache
+    from specrl.tiny import blur
+    from trainers.judge import fit_judge, roc_auc
+
+    run = prepare(work)
+    sizes = {"dataset__train_size": 64, "dataset__test_size": TEST_PROBLEMS, "rollout__max_new_tokens": CAP}
+    new, earlier, worse = (policy(str(run / p), LEVEL, 1.0, **sizes) for p in ("model", AN_EPOCH_EARLIER, "model"))
+    blur(worse.model, BLUR, seed=0)
+    train, test = (load_examples("arithmetic", new.config.dataset, split, 0) for split in ("train", "test"))
+    labels = collect_stored(new, read_cache(new, train, run), rewards, MISMATCHES)
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
+    fitted = fit_judge(labels, RECALL), fit_judge(replace(labels, important=labels.important[order]), RECALL)
+    judge, shuffled = (JudgeHead(f.weight, f.bias, f.threshold) for f in fitted)
+    rules = {
+        "exact": JudgeHead(judge.weight, judge.bias, 0.0),
+        "judge": judge,
+        "shuffled labels": shuffled,
+        "everything stands": JudgeHead(judge.weight, judge.bias, 2.0),
+    }
+    olds = {"an epoch earlier": earlier, "worse": worse}
+    stored = {name: texts_of(old, test, TEXTS) for name, old in olds.items()}
+    fresh = collect_stored(
+        new, [row for row in stored["worse"] if row.place == 0 and row.problem < MINED_PROBLEMS], rewards, MISMATCHES
+    )
+    important = fresh.important.tolist()
+    return {
+        "mined": {"mismatches": len(labels), "important": int(labels.important.sum())},
+        "held out": {
+            "mismatches": len(fresh),
+            "important": sum(important),
+            "roc_auc": roc_auc(judge.importance(fresh.hidden).tolist(), important),
+            "roc_auc of shuffled labels": roc_auc(shuffled.importance(fresh.hidden).tolist(), important),
+        },
+        "problems": TEST_PROBLEMS,
+        "texts of each": TEXTS,
+        **{name: on_texts(new, rules, texts, rewards) for name, texts in stored.items()},
+    }
+
+
+def on_texts(new, rules: dict, stored: Sequence, rewards) -> dict:
+    """Accuracy and tokens a pass of each rule with these texts as drafts."""
+    from specrl.judging import compare, score, stored_requests
+
+    examples = [row.example for row in stored]
+    before = score(new, examples, [list(row.trajectory.tokens) for row in stored], rewards)
+    engines = {name: new.engine(rule) for name, rule in rules.items()}
+    lines = compare(new, engines, examples, lambda: stored_requests(new, stored), rewards)
+    return {"accuracy of the old texts": sum(before) / len(before), "rules": [asdict(line) for line in lines]}
+
+
+def shares(to: str, temperature: float, rewards) -> dict:
+    """Mismatches of the embedded policy's texts with a policy trained from it."""
+    from specrl.data import load_examples
+    from specrl.judging import collect_stored, score
+
+    old, new = (policy(name, "medium", temperature, dataset__train_size=64) for name in ("tiny", to))
+    stored = texts_of(old, load_examples("arithmetic", new.config.dataset, "train", 0), 1)
+    right = score(new, [r.example for r in stored], [list(r.trajectory.tokens) for r in stored], rewards)
+    labels = collect_stored(new, stored, rewards, MISMATCHES)
+    of_right = torch.tensor([bool(right[i]) for i in labels.problem.tolist()])
+    return {
+        "temperature": temperature,
+        "mismatches": len(labels),
+        "important": int(labels.important.sum()),
+        "mismatches of right texts": int(of_right.sum()),
+        "important of right texts": int((labels.important & of_right).sum()),
+    }
+
+
+if __name__ == "__main__":
+    raise SystemExit(cli.run(main, schema=JudgesConfig))

@@ -1,0 +1,1 @@
+"""Exact reuse for trainers that own their engines: docs/adapters.md."""

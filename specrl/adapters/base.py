@@ -1,0 +1,110 @@
+"""What every adapter does: name the request's noise, send the prompt's earlier texts along, keep the new one."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from rollout.cache import Fingerprint, TrajectoryCache
+from rollout.keyed import KeyedRequest
+from rollout.noise import derive_key
+from rollout.types import RolloutError, Trajectory
+
+_TEXTS = 8  # earlier responses that travel with a request
+_ANY_ID = 1 << 31  # the server leaves out ids that its model does not have
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """One response that was asked for."""
+
+    slot: int
+    visit: int
+    request: KeyedRequest
+
+    def add_to(self, extra_args: Mapping[str, Any] | None) -> dict[str, Any]:
+        """The request's `SamplingParams.extra_args`, others' entries kept."""
+        return {**(extra_args or {}), **self.request.extra_args()}
+
+
+class ReuseSession:
+    """Keys and drafts of a training run, for servers that serve keyed requests (rollout/engines/vllm_served.py).
+
+    A prompt is known by its token ids. The key of a response is a hash of (seed, prompt, slot, visit): every slot and
+    every visit draws with fresh noise, and what is stored decides about time only.
+
+        ticket = session.request(prompt_ids, visit=step, slot=3)
+        params = SamplingParams(..., extra_args=ticket.add_to(None))
+        ...                                             # the server answers with `tokens`
+        session.finish(ticket, tokens)
+
+    Args:
+        seed: of the run; all noise keys derive from it.
+        group_size: responses to a prompt at one visit; needed where a trainer does not tell its visits.
+        max_mb: memory bound of the stored responses, in units of 2^20 bytes.
+    """
+
+    def __init__(self, seed: int = 0, group_size: int = 0, max_mb: float = 512):
+        self.seed, self.group_size = seed, group_size
+        self.cache = TrajectoryCache(Fingerprint(), _ANY_ID, max_mb=max_mb)
+        self._taken: dict[str, tuple[int, set[int]]] = {}
+        """By prompt: its latest visit, and the slots given out at it."""
+        self._asked: Counter[str] = Counter()
+
+    def request(self, prompt: Sequence[int], *, visit: int | None = None, slot: int = 0) -> Ticket:
+        """How the next response to `prompt` is drawn, and what it may draft from.
+
+        Args:
+            visit: a number that differs from visit to visit, such as the trainer's step. None counts the requests of
+                the prompt: every `group_size` of them are a visit.
+            slot: place in the prompt's group. If it is given out already, as when a prompt occurs twice in a batch, the
+                next free one is taken.
+        """
+        prompt = [int(token) for token in prompt]
+        example_id = hashlib.blake2b(repr(prompt).encode(), digest_size=16).hexdigest()
+        if visit is None:
+            visit, slot = self._count(example_id)
+        else:
+            slot = self._free(example_id, visit, slot)
+        own, others = self.cache.get(example_id, slot), self.cache.siblings(example_id, but=slot)
+        texts = tuple(t.tokens for t in [*([own] if own else []), *others][:_TEXTS])
+        key = derive_key(self.seed, example_id, slot, visit)
+        return Ticket(slot, visit, KeyedRequest(key, len(prompt), example_id, texts, own=0 if own else -1))
+
+    def finish(self, ticket: Ticket, tokens: Sequence[int]) -> None:
+        """Keeps a response, or what there is of one, for the prompt's next visit."""
+        if len(tokens):  # an aborted request may have none
+            kept = Trajectory(tuple(tokens), ticket.request.key, "length", version=ticket.visit, step=ticket.visit)
+            self.cache.merge([(ticket.request.group, ticket.slot, kept)])
+
+    def _count(self, example_id: str) -> tuple[int, int]:
+        if self.group_size < 1:
+            raise RolloutError(
+                f"group_size={self.group_size}: to count visits, a session needs the trainer's responses per prompt"
+            )
+        asked = self._asked[example_id]
+        self._asked[example_id] += 1
+        return divmod(asked, self.group_size)
+
+    def _free(self, example_id: str, visit: int, slot: int) -> int:
+        latest, taken = self._taken.get(example_id, (visit, set()))
+        if latest != visit:
+            taken = set()
+        while slot in taken:
+            slot += 1
+        taken.add(slot)
+        self._taken[example_id] = visit, taken
+        return slot
+
+
+class Session(Protocol):
+    """A ReuseSession that is asked asynchronously, as adapters do; see `SharedSession`."""
+
+    async def request(self, prompt: Sequence[int], *, visit: int | None = None, slot: int = 0) -> Ticket:
+        """See ReuseSession.request."""
+
+    async def finish(self, ticket: Ticket, tokens: Sequence[int]) -> None:
+        """See ReuseSession.finish."""

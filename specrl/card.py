@@ -1,0 +1,108 @@
+"""The model card of a trained policy, model/README.md: what was trained, and how its rollouts were accelerated."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import yaml
+
+from specrl.config import Config, load_saved
+from specrl.data import PRESETS
+from specrl.env import anonymous
+from specrl.options import to_yaml
+from specrl.report import NO_PLOT, shown
+
+HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
+PLACE = ("name", "output_dir", "resume", "device", "report")  # of this run on this machine; another needs its own
+
+
+def write_card(run_dir: Path, summary: dict) -> Path:
+    """Writes the card of a finished run beside its model.
+
+    Args: summary: the content of report.json, as `specrl.report` made it.
+    """
+    path = run_dir / "model" / "README.md"
+    path.write_text(card(load_saved(run_dir), summary), encoding="utf-8")
+    return path
+
+
+def card(config: Config, summary: dict) -> str:
+    """The card's text. Paths in it are without user names."""
+    algorithm, versions = config.trainer.algorithm.upper(), summary["environment"]["versions"]
+    trained = "low-rank adapters of " if config.lora.rank else ""
+    lines = ["---", yaml.safe_dump(_metadata(config), sort_keys=False).rstrip(), "---", "", f"# {config.name}", ""]
+    lines += [
+        f"{trained}{config.model}, trained by {algorithm} on {config.data} with specrl, {summary['steps']} steps.",
+        "",
+    ]
+    lines += [*_learning(summary), "", "## How the rollouts were accelerated", "", *_rollouts(summary), ""]
+    lines += ["## How to repeat it", "", "Save as `run.yaml`, then `python -m specrl.train config=run.yaml`:", ""]
+    lines += ["```yaml", settings(config).rstrip(), "```", ""]
+    lines += [f"Versions: {', '.join(f'{name} {version}' for name, version in versions.items())}."]
+    return anonymous("\n".join(lines)) + "\n"
+
+
+def settings(config: Config) -> str:
+    """The options that are not at their defaults, as YAML."""
+    mine, default = (yaml.safe_load(to_yaml(each)) for each in (config, Config()))
+    return yaml.safe_dump(_changed({k: v for k, v in mine.items() if k not in PLACE}, default), sort_keys=False)
+
+
+def _changed(mine: dict, default: dict) -> dict:
+    return {
+        key: _changed(value, default[key]) if isinstance(value, dict) else value
+        for key, value in mine.items()
+        if value != default[key]
+    }
+
+
+def _metadata(config: Config) -> dict:
+    """The hub's own fields; only what is on the hub is named as a base or a data set."""
+    data = PRESETS.get(config.data, config.data).partition(":")[0]
+    found = {"library_name": "peft" if config.lora.rank else "transformers", "pipeline_tag": "text-generation"}
+    if _on_hub(config.model):
+        found["base_model"] = config.model
+    if _on_hub(data):
+        found["datasets"] = [data]
+    return found | {"tags": ["specrl", "reinforcement-learning", config.trainer.algorithm]}
+
+
+def _on_hub(name: str) -> bool:
+    return bool(HUB_ID.fullmatch(name)) and not Path(name).exists()
+
+
+def _learning(summary: dict) -> list[str]:
+    reward = summary["reward"]
+    lines = [f"- training reward: {shown(reward['first'])} -> {shown(reward['last'])} ({reward['window']})"]
+    held_out = [record["eval/reward"] for record in summary["eval"] if "eval/reward" in record]
+    if held_out:
+        lines.append(f"- reward on held-out prompts: {shown(held_out[0])} -> {shown(held_out[-1])}")
+    return lines + [f"- note: {note}" for note in summary["notes"] if note != NO_PLOT]
+
+
+def _rollouts(summary: dict) -> list[str]:
+    """What a reader needs to judge whether the acceleration changed the training."""
+    reuse, machine = summary["reuse"], summary["environment"]
+    lines = [f"- rollout rule: {summary['rule']}"]
+    for kind in ("measured", "paired"):
+        rows = summary.get(kind, {"savings": []})["savings"]
+        whole = [row for row in rows if row["speedup"] and row["phase"].startswith("rollout")]
+        if whole:
+            ratios = "; ".join(f"{row['speedup']:.2f}x {row['phase']}" for row in whole)
+            lines.append(f"- speedup, net: {ratios}. {summary[kind]['title']}")
+    if len(lines) == 1:
+        lines.append("- speedup: not measured")
+    lines.append(f"- tokens reused from epoch 2 on: {_share(reuse['reused_ratio'])}")
+    differing = f"{summary['control_mismatches']:.0f}" if "measured" in summary else "unknown, as there were none"
+    lines.append(f"- rows that differed from plain decoding on control steps: {differing}")
+    if reuse["reuse_gap"] is not None:
+        lines.append(f"- reuse gap (reward of replayed rows minus fresh ones): {reuse['reuse_gap']:+.3f}")
+    return [
+        *lines,
+        f"- machine: {machine['cpu']}, {machine['cores']} cores; GPU: {', '.join(machine['gpus']) or 'none'}",
+    ]
+
+
+def _share(value: float | None) -> str:
+    return "none" if value is None else f"{value:.0%}"

@@ -1,0 +1,70 @@
+"""The files of examples/ run as their docstrings say, on the embedded model."""
+
+import json
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+
+import specrl.train
+import trainers.grpo  # noqa: F401 (silences TRL's remarks at import)
+from specrl import config as cli
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+SHORT = ["trainer.max_steps=1", "trainer.eval_prompts=2", "rollout.max_new_tokens=48", "report.plots=false"]
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture
+def script(tmp_path, monkeypatch):
+    """script(name): the names a script has defined after it ran, in a directory of its own."""
+    monkeypatch.chdir(tmp_path)
+    return lambda name: runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+
+
+def test_custom_reward(script, capsys):
+    script("custom_reward.py")
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["1.00", "0.50", "0.00"]
+
+
+def test_custom_drafter(script):
+    names = script("custom_drafter.py")
+    assert names["drafted"].tokens == names["plain"].tokens
+    assert names["drafted"].passes < names["plain"].passes
+    assert names["stats"].sources.keys() == {"lookup"}, "no other drafter had a part in it"
+
+
+def test_rollout_loop(script):
+    names = script("rollout_loop.py")
+    assert names["step"] == 2
+    assert names["reused"] > names["count"] / 4, "the third visit drafts with what the second one stored"
+
+
+@pytest.mark.slow
+def test_trl_three_lines(script):
+    assert script("trl_three_lines.py")["reuse"].last.stats.accepted > 0
+    assert [mark for mark in "123" if f"# ({mark})" in (EXAMPLES / "trl_three_lines.py").read_text()] == ["1", "2", "3"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["custom_reward.py", "own_dataset.yaml"])
+def test_the_command_of_an_example_trains(name, tmp_path, monkeypatch):
+    text = (EXAMPLES / name).read_text().replace("\\\n", "")
+    (command,) = re.findall(r"python -m specrl\.train (.*)", text)
+    monkeypatch.chdir(ROOT)
+    assert cli.run(specrl.train.main, [*command.split(), *SHORT, f"output_dir={tmp_path}"]) == 0
+    (metrics,) = tmp_path.glob("*/metrics.jsonl")
+    line = json.loads(metrics.read_text().splitlines()[1])
+    assert line["reward/failed"] == 0
+    assert ("rewards/closeness/mean" in line) == (name == "custom_reward.py")
+
+
+def test_every_example_is_tested_and_named_in_the_docs():
+    here = Path(__file__).read_text()
+    docs = "\n".join(page.read_text() for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+    files = [path.name for path in EXAMPLES.iterdir() if path.suffix in (".py", ".yaml")]
+    assert len(files) >= 5
+    assert [name for name in files if name not in here or f"examples/{name}" not in docs] == []

@@ -1,0 +1,63 @@
+"""Mining on a policy, against the same search by hand: one row at a time, plainly decoded, read by the model itself."""
+
+import pytest
+import torch
+
+from rollout.engines.base import Sampling
+from rollout.engines.transformers import TransformersEngine
+from rollout.types import Request
+from trainers.mining import Miner, at_positions
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+EOS, CAP, MOST = 1, 16, 5
+PROMPTS = [[5, 6], [5, 6], [9, 4, 7], [8]]
+
+
+def reward(text):
+    return float(sum(token % 3 for token in text) % 3 > 0)
+
+
+def by_hand(model, stored):
+    """[(states, important, problem)] of the semi-greedy search."""
+    engine = TransformersEngine(model, Sampling(frozenset({EOS}), 0.0))
+
+    def greedy(prompt, cap):
+        return engine.generate([Request(prompt, 0, cap, plain=True)])[0][0].tokens if cap else []
+
+    found = []
+    for problem, (prompt, draft) in enumerate(zip(PROMPTS, stored, strict=True)):
+        text, tried, at = greedy(prompt, CAP), 0, 0
+        wanted = reward(text)
+        while wanted and at < min(len(text), len(draft)) and text[at] != EOS and tried < MOST:
+            if draft[at] != text[at]:
+                tried += 1
+                prefix = [*text[:at], draft[at]]
+                new = prefix if draft[at] == EOS else [*prefix, *greedy([*prompt, *prefix], CAP - len(prefix))]
+                with torch.no_grad():
+                    state = model.eval().model(torch.tensor([[*prompt, *prefix]])).last_hidden_state[0, -1]
+                found.append((state, reward(new) != wanted, problem))
+                text = new if reward(new) == wanted else text
+            at += 1
+    return found
+
+
+def test_labels_are_those_of_the_search_by_hand(build_model):
+    model = build_model("qwen3", 0)
+    generator = torch.Generator().manual_seed(0)
+    stored = torch.randint(2, 61, (len(PROMPTS), CAP), generator=generator).tolist()
+    stored[2][4] = EOS
+    miner = Miner(model, Sampling(frozenset({EOS}), 0.7), CAP, tokens_per_pass=64)
+    asked = []
+
+    def score(rows, texts):
+        asked.extend(rows)
+        return [reward(text) for text in texts]
+
+    labels = miner(PROMPTS, range(len(PROMPTS)), at_positions(stored), score, MOST)
+    want = by_hand(model, stored)
+    rank = sorted(range(len(labels)), key=lambda i: labels.problem[i])  # the miner goes over all rows in turn
+    assert [(labels.important[i].item(), labels.problem[i].item()) for i in rank] == [w[1:] for w in want]
+    torch.testing.assert_close(labels.hidden[rank], torch.stack([w[0] for w in want]), atol=1e-4, rtol=1e-4)
+    assert 0 < labels.important.sum() < len(labels), "both kinds are there"
+    assert asked[: len(PROMPTS)] == [0, 1, 2, 3]

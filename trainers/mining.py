@@ -1,0 +1,121 @@
+"""AutoJudge's mining on a policy: which mismatches of a draft change the reward of the policy's greedy response."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from rollout.drafters.suffix import PromptTexts, SuffixDrafter
+from rollout.engines.base import Sampling
+from rollout.engines.ragged import RaggedModel
+from rollout.engines.session import Session
+from rollout.engines.transformers import TransformersEngine
+from rollout.routers.mining import Mined, Text, mine
+from rollout.types import Request
+from trainers.judge import Labels
+
+ROWS_PER_READ = 32
+
+Score = Callable[[Sequence[int], Sequence[Text]], list[float | None]]
+"""Rewards of (rows, their responses); None where there is none."""
+Propose = Callable[[dict[int, Text]], dict[int, Sequence[int | None]]]
+"""What a draft would write at each position of each row's text, see `rollout.routers.mining.mine`."""
+
+
+class Miner:
+    """Tries out mismatches under one policy: the token is put in and the policy finishes the response greedily.
+
+    Args:
+        model: the policy.
+        sampling: of the run; its end-of-response ids are used, its temperature is not.
+        cap: tokens of a response.
+        tokens_per_pass: memory bound.
+    """
+
+    def __init__(self, model: torch.nn.Module, sampling: Sampling, cap: int, tokens_per_pass: int):
+        greedy = replace(sampling, temperature=0.0, top_k=0, top_p=1.0)
+        self._engine = TransformersEngine(model, greedy, tokens_per_pass=tokens_per_pass)
+        self._ragged = RaggedModel(self._engine.model, greedy, tokens_per_pass=tokens_per_pass)
+        self._eos_ids, self._cap = sampling.eos_ids, cap
+
+    def __call__(
+        self, prompts: Sequence[Sequence[int]], problems: Sequence[int], propose: Propose, score: Score, most: int
+    ) -> Labels:
+        """Labels of the mismatches of `propose` with the policy's greedy responses to the prompts.
+
+        Responses without a reward are left out: a wrong answer that stays wrong says nothing about a token.
+
+        Args: problems: number of each prompt's problem, which prompts may share; most: mismatches tried per row.
+        """
+        distinct = list(dict.fromkeys(map(tuple, prompts)))
+        done, _ = self._engine.generate([Request(prompt, 0, self._cap) for prompt in distinct])
+        greedy = {prompt: c.tokens for prompt, c in zip(distinct, done, strict=True)}
+        own = [greedy[tuple(prompt)] for prompt in prompts]
+        right = [bool(value) for value in score(range(len(prompts)), own)]
+
+        def answer(i: int, text: Text) -> float | None:
+            return score([i], [text])[0] if right[i] else None
+
+        def finish(prefixes: dict[int, Text]) -> dict[int, Text]:
+            return self._finish(prompts, prefixes, own)
+
+        mined = mine(own, propose, finish, answer, self._eos_ids, most)
+        important = torch.tensor([m.important for m in mined], dtype=torch.bool)
+        problem = torch.tensor([problems[m.row] for m in mined], dtype=torch.long)
+        return Labels(self._states(prompts, mined), important, problem)
+
+    def _finish(
+        self, prompts: Sequence[Sequence[int]], prefixes: dict[int, Text], own: Sequence[Text]
+    ) -> dict[int, Text]:
+        """Whole responses from prefixes; each drafts from the policy's own text, to which it mostly returns."""
+        going = {i: p for i, p in prefixes.items() if len(p) < self._cap and p[-1] not in self._eos_ids}
+        requests = [
+            Request([*prompts[i], *p], 0, self._cap - len(p), SuffixDrafter(PromptTexts(), own[i][len(p) :]))
+            for i, p in going.items()
+        ]
+        done, _ = self._engine.generate(requests)
+        return prefixes | {i: [*p, *c.tokens] for (i, p), c in zip(going.items(), done, strict=True)}
+
+    def _states(self, prompts: Sequence[Sequence[int]], mined: Sequence[Mined]) -> Tensor:
+        """The policy's states [N, H] after each draft token."""
+        states = [torch.zeros(0, self._engine.model.config.hidden_size)]
+        for at in range(0, len(mined), ROWS_PER_READ):
+            some = mined[at : at + ROWS_PER_READ]
+            texts = {n: list(m.prefix) for n, m in enumerate(some)}
+            states.append(torch.stack([s for _, s in read(self._ragged, [prompts[m.row] for m in some], texts)]).cpu())
+        return torch.cat(states)
+
+
+def at_positions(stored: Sequence[Sequence[int]]) -> Propose:
+    """Stored texts as drafts, one per row: the token each has at the same position, as verification follows them."""
+
+    def propose(texts: dict[int, Text]) -> dict[int, Sequence[int | None]]:
+        return {i: [*stored[i], *[None] * len(text)][: len(text)] for i, text in texts.items()}
+
+    return propose
+
+
+def by_model(model: RaggedModel, prompts: Sequence[Sequence[int]]) -> Propose:
+    """What a draft model writes at each position, given the text before it."""
+
+    def propose(texts: dict[int, Text]) -> dict[int, Sequence[int | None]]:
+        found = read(model, [prompts[i] for i in texts], texts)
+        return {i: draws for i, (draws, _) in zip(texts, found, strict=True)}
+
+    return propose
+
+
+def read(
+    model: RaggedModel, prompts: Sequence[Sequence[int]], texts: dict[int, Text]
+) -> list[tuple[list[int], Tensor]]:
+    """For each text: the model's draw at every position of it, and the final hidden state [H] after its last token.
+
+    Args: prompts: of the texts, in their order.
+    """
+    with model.inference():
+        session = Session(model, prompts, [0] * len(texts), 0.0)
+        fed = session.feed(dict(enumerate(texts.values())))
+        return [(fed[n].draws, fed[n].hidden[-1].float().clone()) for n in range(len(texts))]
