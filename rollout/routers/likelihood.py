@@ -13,7 +13,8 @@ class LikelihoodRouter:
 
     Nothing to train. One token decides, as one wrong number makes a step wrong however likely the rest of it is. It
     costs a pass of the policy over each draft step, which is a verification: at threshold 0 a response is the policy's
-    own by exact speculative decoding, and a higher threshold keeps more of the draft's text.
+    own by exact speculative decoding (but for tokens whose probability rounds to 1, which stand), and a higher
+    threshold keeps more of the draft's text.
 
     Args:
         threshold: in nats, 0 or more; a token of probability p is as unlikely as -log p.
