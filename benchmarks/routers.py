@@ -1,98 +1,147 @@
 """Cost against accuracy of step routers on held-out problems: `python benchmarks/routers.py config=arbitrage_math`.
 
-Draft alone, policy alone, RSD, entropy, the learned router and the oracle, over thresholds and several noise seeds.
-Cost is the share of tokens that the policy wrote, which does not depend on the machine, and seconds, which do. The
-oracle's seconds mean nothing: it decodes both models everywhere and values every step by continuations.
+Draft alone, policy alone and every router over its thresholds and several noise seeds, with the same problems and keys.
+Costs that load does not disturb: tokens that the policy wrote, and forward passes of one response at a time weighted by
+the layers of the model. Seconds of the routers that can serve are measured side by side at one threshold each.
+
+RSD runs twice: `rsd` asks a process reward model trained on the learned router's steps; `rsd on true values` asks
+continuations by the policy, scored with the reference answer, which no decoder has. Its passes mean nothing, like those
+of the oracle, which also sees the policy's step before it decides; they are left out.
 """
 
 from __future__ import annotations
 
 import json
-import statistics
+import math
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from itertools import combinations
 from pathlib import Path
 
+import numpy as np
+
 from rollout.config import doc
+from rollout.types import EngineStats
 from specrl import config as cli
 from specrl.config import Config
+from specrl.curves import Curve, cost_saved
 
 NORMAL_95 = 1.96
+TRUE = "rsd on true values"
 THRESHOLDS = {
-    "rsd": (0.2, 0.4, 0.6, 0.8),
-    "entropy": (0.05, 0.2, 0.4, 0.8),
-    "arbitrage": (0.3, 0.5, 0.7, 0.9),
-    "oracle": (0.0, 0.3),
+    "entropy": (0.05, 0.1, 0.2),
+    "rsd": (0.6, 0.7, 0.8, 0.9),
+    TRUE: (0.25, 0.75),
+    "likelihood": (0.0, 1.0, 3.0, 6.0),
+    "arbitrage": (0.15, 0.3, 0.5, 0.7, 0.85),
+    "oracle": (0.0,),
 }
+UNSERVED = (TRUE, "oracle")  # their scores come from continuations
+TIMED = {"entropy": 0.05, "likelihood": 1.0, "arbitrage": 0.3}  # against the policy alone, near its accuracy
+ROWS = (1, 16)  # decoded together where seconds are measured
+REPEATS = 5
+GAPS = (0.5, 0.75, 0.9)  # of the way from the draft's accuracy to the policy's: where methods are compared
 
 
 @dataclass
 class RouterBenchConfig(Config):
-    seeds: int = doc(3, "noise seeds; every router answers every problem once with each")
-    continuations: int = doc(4, "responses finished from a step to find its value, for the oracle")
-    methods: str = doc("rsd,entropy,arbitrage,oracle", "routers to measure beside the two models alone")
+    seeds: int = doc(4, "noise seeds; every router answers every problem once with each")
+    continuations: int = doc(4, "responses finished from a step to find its value")
+    methods: str = doc(",".join(THRESHOLDS), "routers to measure beside the two models alone")
     out: str = doc("", "write the figures to this JSON file, and the picture beside it")
 
 
 @dataclass(frozen=True)
 class Point:
-    """One router at one threshold: means over seeds, with the half-width of a 95 % interval from all answers."""
+    """One method at one threshold: means over problems and seeds, with the half-width of a 95 % interval."""
 
     method: str
     threshold: float | None
     accuracy: float
     accuracy_pm: float
-    policy_share: float
-    """Tokens of the responses that the policy wrote / all tokens."""
+    """From the spread of the problems' means."""
+    policy_tokens: float
+    """That the policy wrote, per response."""
     escalated: float
-    seconds: float
-    """Mean per seed, whole generation."""
+    passes: float | None
+    """Per response: policy's + draft's + router's, each weighted by its layers / the policy's; all have one width."""
     faults: int
+    by_problem: dict[str, list[float]] = field(repr=False)
+    """Mean `accuracy` and mean `tokens` by the policy of each problem."""
 
 
 def main(config: RouterBenchConfig) -> int:
+    from transformers import AutoConfig
+
     from reward.base import RewardSet
-    from rollout.routers.arbitrage import ArbitrageRouter
-    from rollout.routers.entropy import EntropyRouter
-    from rollout.routers.oracle import OracleRouter
-    from rollout.routers.pair import fingerprint
-    from rollout.routers.rsd import RSDRouter
     from specrl.data import load_examples
-    from specrl.routing import StepValues, advantage, load_pair, prm_scorer
+    from specrl.routing import load_pair
 
     pair = load_pair(config)
     examples = load_examples(config.data, config.dataset, "test", config.seed)
     rewards = RewardSet.from_config(config.reward)
-    folder, rule = Path(config.rollout.router.path), config.rollout.router
     bench = Bench(pair, examples, rewards, config.seeds)
-    made = {
-        "rsd": lambda: RSDRouter(prm_scorer(str(folder / "prm"), str(pair.policy.device), pair.tokenizer)),
-        "entropy": lambda: EntropyRouter(0.0),
-        "arbitrage": lambda: ArbitrageRouter.load(
-            folder,
-            draft=fingerprint(pair.draft),
-            policy=fingerprint(pair.policy),
-            separators=rule.step_separators,
-        ),
-        "oracle": lambda: OracleRouter(
-            advantage(pair, StepValues(pair, rewards, config.continuations, config.seed + 1), examples)
-        ),
-    }
-    points = [bench.alone("policy", pair.policy), bench.alone("draft", pair.draft)]
-    for name in config.methods.split(","):
-        engine = pair.routed(made[name]())
+    points = [bench.alone("draft", pair.draft), bench.alone("policy", pair.policy)]
+    engines = {name: pair.routed(router) for name, router in routers(config, pair, examples, rewards).items()}
+    for name, engine in engines.items():
+        size = 0.0
+        if name == "rsd":
+            asked = AutoConfig.from_pretrained(Path(config.rollout.router.path) / "prm")
+            size = asked.num_hidden_layers / pair.policy.config.num_hidden_layers
         for level in THRESHOLDS[name]:
-            engine.router.threshold = 1 - level if name == "rsd" else level
-            points.append(bench.routed(name, level, engine))
+            engine.router.threshold = 1 - level if name.startswith("rsd") else level
+            points.append(bench.routed(name, level, engine, size))
             print(points[-1], flush=True)
     rewards.close()
     show(points)
+    compared = compare(points)
+    for c in compared:
+        saved = f"{c['mean']:.1%} ({c['low']:.1%} to {c['high']:.1%})"
+        print(f"at {c['gap']:.0%} of the gap {c['method']} saves {saved} of the policy's tokens against {c['rival']}")
+    for name in engines.keys() & TIMED.keys():
+        engines[name].router.threshold = TIMED[name]
+    served = {"policy": pair.plain(pair.policy)} | {name: engines[name] for name in TIMED if name in engines}
+    seconds = [timed(served, bench.requests(0), rows) for rows in ROWS]
+    print(json.dumps(seconds, indent=2))
     if config.out:
         draw(points, Path(config.out).with_suffix(".png"))
-        result = {"problems": len(examples), "seeds": config.seeds, "points": [asdict(p) for p in points]}
-        Path(config.out).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+        found = {"problems": len(examples), "seeds": config.seeds, "saved": compared, "seconds": seconds}
+        found["points"] = [asdict(point) for point in points]
+        Path(config.out).write_text(json.dumps(found) + "\n", encoding="utf-8")
     return 0
+
+
+def routers(config: RouterBenchConfig, pair, examples: Sequence, rewards) -> dict:
+    """The router of each method that was asked for."""
+    from rollout.routers.arbitrage import ArbitrageRouter
+    from rollout.routers.entropy import EntropyRouter
+    from rollout.routers.likelihood import LikelihoodRouter
+    from rollout.routers.oracle import OracleRouter
+    from rollout.routers.pair import fingerprint
+    from rollout.routers.rsd import RSDRouter
+    from specrl.routing import StepValues, advantage, prefix, prm_scorer
+
+    folder, separators = Path(config.rollout.router.path), config.rollout.router.step_separators
+    values = StepValues(pair, rewards, config.continuations, config.seed + 2)
+
+    def learned():
+        return ArbitrageRouter.load(
+            folder, draft=fingerprint(pair.draft), policy=fingerprint(pair.policy), separators=separators
+        )
+
+    def true_values(candidates: Sequence) -> list[float]:
+        return values([prefix(c, c.step, examples[c.row], pair.tokenizer) for c in candidates])
+
+    made = {
+        "entropy": lambda: EntropyRouter(0.0),
+        "rsd": lambda: RSDRouter(prm_scorer(str(folder / "prm"), str(pair.policy.device), pair.tokenizer)),
+        TRUE: lambda: RSDRouter(true_values),
+        "likelihood": lambda: LikelihoodRouter(0.0),
+        "arbitrage": learned,
+        "oracle": lambda: OracleRouter(advantage(pair, values, examples)),
+    }
+    return {name: made[name]() for name in config.methods.split(",")}
 
 
 class Bench:
@@ -100,36 +149,36 @@ class Bench:
 
     def __init__(self, pair, examples: Sequence, rewards, seeds: int):
         self._pair, self._examples, self._rewards, self._seeds = pair, examples, rewards, seeds
+        self._draft = pair.draft.config.num_hidden_layers / pair.policy.config.num_hidden_layers
 
     def alone(self, name: str, model) -> Point:
-        return self._point(name, None, self._pair.plain(model), policy_share=float(name == "policy"))
+        return self.routed(name, None, self._pair.plain(model))
 
-    def routed(self, name: str, threshold: float, engine) -> Point:
-        return self._point(name, threshold, engine)
-
-    def _point(self, name: str, threshold: float | None, engine, policy_share: float | None = None) -> Point:
-        scores, seconds, ours, tokens, steps, escalated, faults = [], [], 0, 0, 0, 0, 0
+    def routed(self, name: str, threshold: float | None, engine, size: float = 0.0) -> Point:
+        scores, written, passes, total = [], [], 0.0, EngineStats()
         for seed in range(self._seeds):
-            began = time.perf_counter()
-            done, stats = engine.generate(self._requests(seed))
-            seconds.append(time.perf_counter() - began)
-            scores += self._score(done)
-            tokens += sum(len(c.tokens) for c in done)
-            ours += sum(not reused for c in done for reused in c.reused)
-            steps, escalated, faults = steps + stats.steps, escalated + stats.escalated, faults + stats.route_faults
-        mean = statistics.fmean(scores)
+            done, stats = engine.generate(self.requests(seed))
+            total += stats
+            passes += sum(c.passes for c in done) * (self._draft if name == "draft" else 1)
+            scores.append(self._score(done))
+            written.append([sum(not reused for reused in c.reused) if name != "draft" else 0 for c in done])
+        accuracy, tokens = np.nanmean(scores, axis=0), np.mean(written, axis=0)
+        answers = self._seeds * len(self._examples)
+        passes += total.drafted * self._draft + total.steps * size
+        served = name not in UNSERVED
         return Point(
             name,
             threshold,
-            mean,
-            NORMAL_95 * (mean * (1 - mean) / len(scores)) ** 0.5,
-            ours / tokens if policy_share is None else policy_share,
-            escalated / steps if steps else float(policy_share),
-            statistics.fmean(seconds),
-            faults,
+            float(accuracy.mean()),
+            float(NORMAL_95 * accuracy.std(ddof=1) / len(accuracy) ** 0.5),
+            float(tokens.mean()),
+            total.escalated / total.steps if total.steps else float(name == "policy"),
+            float(passes / answers) if served else None,
+            total.route_faults,
+            {"accuracy": accuracy.round(4).tolist(), "tokens": tokens.round(2).tolist()},
         )
 
-    def _requests(self, seed: int) -> list:
+    def requests(self, seed: int) -> list:
         from rollout.noise import derive_key
         from rollout.types import Request
         from specrl.data import render
@@ -141,49 +190,95 @@ class Bench:
         ]
 
     def _score(self, done: Sequence) -> list[float]:
+        """NaN for a response whose reward failed."""
         from reward.base import Sample
 
         texts = self._pair.tokenizer.batch_decode([c.tokens for c in done], skip_special_tokens=True)
         samples = [Sample(str(e.prompt), t, e.answer, e.fields) for e, t in zip(self._examples, texts, strict=True)]
-        return [total for total in self._rewards.score(samples).total if total is not None]
+        return [float("nan") if total is None else total for total in self._rewards.score(samples).total]
+
+
+def timed(engines: dict, asked: Sequence, rows: int) -> dict:
+    """Least seconds of a response with `rows` decoded together: wall clock, and of the processor. In turns."""
+    asked, least = asked[: max(rows, 8)], dict.fromkeys(engines, (math.inf, math.inf))
+    for _ in range(REPEATS):
+        for name, engine in engines.items():
+            engine.rows_per_batch = rows
+            began, used = time.perf_counter(), time.process_time()
+            engine.generate(asked)
+            took = (time.perf_counter() - began) / len(asked), (time.process_time() - used) / len(asked)
+            least[name] = tuple(map(min, least[name], took))
+    return {"rows": rows, **{name: {"wall": w, "processor": p} for name, (w, p) in least.items()}}
+
+
+def curves(points: Sequence[Point]) -> dict[str, Curve]:
+    """The thresholds of each method, and the two models alone as `ends`."""
+    found = {}
+    for name in dict.fromkeys(p.method for p in points):
+        own = [p.by_problem for p in points if p.method == name]
+        found[name] = Curve(np.array([p["accuracy"] for p in own]), np.array([p["tokens"] for p in own]))
+    draft, policy = found.pop("draft"), found.pop("policy")
+    ends = Curve(np.vstack([draft.accuracy, policy.accuracy]), np.vstack([draft.cost, policy.cost]))
+    return {"ends": ends, **found}
+
+
+def compare(points: Sequence[Point]) -> list[dict]:
+    """Policy tokens that each method saves against each one before it at equal accuracy, with 95 % intervals.
+
+    `chance` escalates at random: the straight line between the two models alone.
+    """
+    known = curves(points)
+    known = {"chance": known["ends"], **known}
+    ends = known.pop("ends")
+    return [
+        {"method": method, "rival": rival, "gap": gap, **asdict(cost_saved(known[method], known[rival], ends, gap))}
+        for rival, method in combinations(known, 2)
+        for gap in GAPS
+    ]
 
 
 def show(points: Sequence[Point]) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    whole = next(p.policy_tokens for p in points if p.method == "policy")
     table = Table()
-    for column in ("method", "threshold", "accuracy", "policy tokens", "escalated", "seconds", "faults"):
+    for column in ("method", "threshold", "accuracy", "policy tokens", "escalated", "passes", "faults"):
         table.add_column(column, justify="left" if column == "method" else "right")
     for p in points:
         table.add_row(
             p.method,
             "" if p.threshold is None else f"{p.threshold:g}",
             f"{p.accuracy:.3f} ±{p.accuracy_pm:.3f}",
-            f"{p.policy_share:.1%}",
+            f"{p.policy_tokens / whole:.1%}",
             f"{p.escalated:.1%}",
-            f"{p.seconds:.2f}",
+            "" if p.passes is None else f"{p.passes:.1f}",
             f"{p.faults}",
         )
     Console(width=110).print(table)
 
 
 def draw(points: Sequence[Point], path: Path) -> None:
-    """Accuracy over the policy's share of the tokens, and over seconds."""
+    """Accuracy over tokens of the policy, and over weighted passes."""
     from matplotlib.figure import Figure
 
     from specrl.plots import BLACK, BLUE, GREY, ORANGE, RED, SKY
 
-    colours = {"rsd": ORANGE, "entropy": GREY, "arbitrage": BLUE, "oracle": RED, "draft": SKY, "policy": BLACK}
-    figure = Figure(figsize=(11, 4.4), dpi=150, layout="constrained")
-    panels = figure.subplots(1, 2)
-    keys, labels = ("policy_share", "seconds"), ("policy's share of tokens", "seconds")
-    for panel, key, label in zip(panels, keys, labels, strict=True):
+    colours = {"draft": "#999933", "policy": BLACK, "entropy": GREY, "rsd": ORANGE, TRUE: "#CC79A7"}
+    colours |= {"likelihood": SKY, "arbitrage": BLUE, "oracle": RED}
+    keys = {
+        "policy_tokens": "tokens of the policy per response",
+        "passes": "passes per response, weighted by layers",
+    }
+    figure = Figure(figsize=(5 * len(keys), 4.4), dpi=110, layout="constrained")
+    panels = figure.subplots(1, len(keys))
+    for panel, (key, label) in zip(panels, keys.items(), strict=True):
         for name, colour in colours.items():
-            own = sorted((p for p in points if p.method == name), key=lambda p: getattr(p, key))
-            if own and not (name == "oracle" and key == "seconds"):
-                at, height = [getattr(p, key) for p in own], [p.accuracy for p in own]
-                bars = [p.accuracy_pm for p in own]
+            own = [p for p in points if p.method == name and getattr(p, key) is not None]
+            own.sort(key=lambda p: getattr(p, key))
+            at, height = [getattr(p, key) for p in own], [p.accuracy for p in own]
+            bars = [p.accuracy_pm for p in own]
+            if own:
                 panel.errorbar(at, height, yerr=bars, fmt="o-", color=colour, label=name, markersize=4, capsize=2)
         panel.set_xlabel(label)
         panel.set_ylabel("accuracy on held-out problems")

@@ -39,16 +39,17 @@ class BudgetConfig:
 
 @dataclass
 class RouterConfig:
-    kind: Literal["off", "entropy", "rsd", "arbitrage", "judge", "kl"] = doc(
+    kind: Literal["off", "entropy", "likelihood", "rsd", "arbitrage", "judge", "kl"] = doc(
         "off",
         "what text of rollout.drafter, or old text with acceptance=judged, stands: steps a router does not escalate "
-        "(entropy, rsd, arbitrage), or tokens beside the policy's draws that a judge allows (judge, kl); lossy",
+        "(entropy, likelihood, rsd, arbitrage), or tokens beside the policy's draws that a judge allows (judge, kl); "
+        "lossy",
     )
     path: str = doc("", "directory of the learned router (arbitrage) or judge, or the process reward model (rsd)")
     threshold: float = doc(
         0.5,
-        "arbitrage: chance of a gain above which the policy writes; rsd: least score kept; entropy, kl: nats; "
-        "judge: not used, its training chose one",
+        "arbitrage: chance of a gain above which the policy writes; rsd: least score kept; entropy, kl, "
+        "likelihood: nats; judge: not used, its training chose one",
     )
     separators: list[str] = field(
         default_factory=lambda: ["\\n\\n"], metadata={"help": "texts that end a reasoning step; \\n is a newline"}

@@ -23,6 +23,8 @@ class Step:
     """Log-prob of each token under the law of its source, after temperature, top-k and top-p."""
     entropies: list[float] = field(default_factory=list)
     """Entropy of that law in nats; empty when no router asks for it."""
+    policy_logprobs: list[float] = field(default_factory=list)
+    """Log-prob of each token under the policy's law; empty while the policy has not read a draft step."""
     end: End = "cap"
 
 

@@ -191,7 +191,7 @@ def _router_rules(c: Config, training: bool) -> Iterator[str]:
         )
     if not r.drafter and not judged:
         yield f"{given} needs a model that writes. Set rollout.drafter, such as layers=2 or a directory."
-    if router.kind not in ("entropy", "kl") and not router.path:
+    if router.kind not in ("entropy", "likelihood", "kl") and not router.path:
         yield f"{given} needs rollout.router.path, as specrl.train_router or specrl.train_judge writes it."
     if router.kind in ("rsd", "arbitrage") and router.threshold > 1:
         yield f"rollout.router.threshold={router.threshold} is no probability, as {given} needs. Try 0.5."

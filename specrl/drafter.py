@@ -38,6 +38,7 @@ class DrafterOptions:
     prompts: int = doc(768, "prompts; the policy answers each once")
     max_new_tokens: int = doc(256, "response cap in tokens")
     steps: int = doc(700, "optimiser steps")
+    bits: int = doc(0, "round the layers' matrices to so many bits per weight, for a weaker draft; 0 leaves them")
     batch: int = doc(16, "responses per step")
     learning_rate: float = doc(3e-3, "peak of one rise and fall; about 1e-4 for models of a billion parameters")
     seed: int = doc(0, "of the sampled responses and their order")
@@ -73,6 +74,8 @@ def main(options: DrafterOptions) -> int:
         raise ConfigError("out is missing: the directory to write the draft model to, such as out=outputs/drafter")
     if Path(options.out).is_dir() and any(Path(options.out).iterdir()):
         raise ConfigError(f"out={options.out} holds files already. Choose a directory that is new or empty.")
+    if options.bits and options.bits < 2:
+        raise ConfigError(f"bits={options.bits} holds no number but zero. Take bits=2 or more, or 0 for none.")
     rollout = RolloutConfig(acceptance="off", max_new_tokens=options.max_new_tokens)
     held_out = max(16, options.prompts // 16)
     dataset = DatasetConfig(train_size=options.prompts, test_size=held_out, level=options.level)
@@ -84,6 +87,8 @@ def main(options: DrafterOptions) -> int:
         for split in ("train", "test")
     }
     distil(policy, student, sample(policy, eos_ids, prompts["train"], options), options)
+    if options.bits:
+        quantise(student, options.bits)
     student.save_pretrained(options.out)
     tokenizer.save_pretrained(options.out)
     found = agreement(policy, student, sample(policy, eos_ids, prompts["test"], options))
@@ -170,6 +175,17 @@ def distil(policy: PreTrainedModel, student: PreTrainedModel, texts: Sequence[Te
                 flush=True,
             )
     student.eval()
+
+
+def quantise(model: PreTrainedModel, bits: int) -> None:
+    """Rounds every matrix of the layers in place to 2^bits - 1 levels per row; simulated, as the values stay floats."""
+    import torch
+
+    with torch.no_grad():
+        for weight in model.base_model.layers.parameters():
+            if weight.dim() == 2:
+                scale = weight.abs().amax(1, keepdim=True) / (2 ** (bits - 1) - 1)
+                weight.copy_((weight / scale).round() * scale)
 
 
 def _shuffled(count: int, seed: int) -> Iterator[int]:

@@ -2,8 +2,8 @@
 
 Arbitrage (arXiv 2512.05033): responses are walked by the oracle, which sees both models' next step and continues with
 the better one; every step visited becomes an example. A step's value is the mean reward of continuations by the policy,
-so no process reward model is needed. `out` gets the router and, in `prm`, the process reward model that RSD would use,
-trained on the same steps.
+so no process reward model is needed. `out` gets the router, a logistic regression on what the policy's likelihoods say
+of a step, and in `prm` the process reward model that RSD would use, a text classifier trained on the same steps.
 """
 
 from __future__ import annotations
@@ -24,22 +24,20 @@ from specrl.options import ConfigError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from reward.base import RewardSet
-    from rollout.routers.arbitrage import Tags
     from rollout.steps import Candidate
     from specrl.data import Example
-    from specrl.routing import Pair
+    from specrl.routing import Pair, StepValues
     from trainers.router import Record
 
-TAGS = {"draft": "0:", "policy": "1:"}  # before each step of the router's input; digits are in every vocabulary
+WALKS = {"oracle": 0.0, "draft": 1.0}  # advantage above which the walk goes on with the policy's step
 
 
 @dataclass
 class TrainRouterConfig(Config):
     out: str = doc("", "directory for the router, its process reward model, the steps visited and the report")
-    base: Literal["policy", "draft"] = doc("policy", "weights the classifiers start from; draft is faster to ask")
+    base: Literal["policy", "draft"] = doc("policy", "weights the reward model starts from; draft is faster to ask")
     continuations: int = doc(8, "responses finished from a step to find its value")
-    classifier_epochs: int = doc(8, "passes over the balanced examples; the best one is kept")
+    classifier_epochs: int = doc(8, "passes of the reward model over the valued steps; the best one is kept")
     classifier_learning_rate: float = doc(1e-3, "peak of one rise and fall; about 1e-5 for models of a billion")
     classifier_batch: int = doc(32, "examples per optimiser step")
 
@@ -47,7 +45,8 @@ class TrainRouterConfig(Config):
 def main(config: TrainRouterConfig) -> int:
     from reward.base import RewardSet
     from specrl.data import load_examples
-    from specrl.routing import load_pair
+    from specrl.routing import StepValues, load_pair
+    from trainers.router import split
 
     if not config.out:
         raise ConfigError("out is missing: the directory to write the router to, such as out=outputs/router")
@@ -57,93 +56,137 @@ def main(config: TrainRouterConfig) -> int:
     examples = load_examples(config.data, config.dataset, "train", config.seed)
     rewards = RewardSet.from_config(config.reward)
     try:
-        records, tags = collect(pair, examples, rewards, config)
+        records = collect(pair, StepValues(pair, rewards, config.continuations, config.seed), examples, config)
+        learning, held = split(records, 0.2, config.seed)
+        again = revalued(pair, StepValues(pair, rewards, config.continuations, config.seed + 1), held, examples)
     finally:
         rewards.close()
-    print(json.dumps(train(pair, records, tags, config), indent=2))
+    print(json.dumps(train(pair, learning, held, again, config), indent=2))
     return 0
 
 
-def collect(
-    pair: Pair, examples: Sequence[Example], rewards: RewardSet, config: TrainRouterConfig
-) -> tuple[list[Record], Tags]:
-    """Every step that the oracle visits on one response per example, with the values of both models' steps."""
+def collect(pair: Pair, values: StepValues, examples: Sequence[Example], config: TrainRouterConfig) -> list[Record]:
+    """Every step of two walks per example, with the values of both models' steps.
+
+    The oracle's walk is Arbitrage's. It hardly ever sees a response that has gone wrong, which a router at work does
+    see, so the draft's own walk is recorded too (after DAgger, arXiv 1011.0686).
+    """
     from rollout.noise import derive_key
-    from rollout.routers.arbitrage import encode
+    from rollout.routers.arbitrage import features
     from rollout.routers.oracle import OracleRouter
     from rollout.types import Request
     from specrl.data import render
-    from specrl.routing import StepValues, advantage
+    from specrl.routing import advantage
     from trainers.router import Record
 
-    tags = {source: pair.tokenizer(text)["input_ids"] for source, text in TAGS.items()}
-    records: list[Record] = []
+    records: dict[tuple[int, ...], Record] = {}  # by the text: two walks may begin alike
 
     def note(candidate: Candidate, example: Example, draft_value: float, policy_value: float) -> None:
         if isfinite(draft_value) and isfinite(policy_value):  # a step without a value teaches nothing
             before = (*candidate.prompt, *candidate.response)
             steps = tuple(candidate.step.tokens), tuple(candidate.rival.tokens)
-            read = tuple(encode(candidate, tags))
-            records.append(Record(example.id, read, before, *steps, draft_value, policy_value))
+            read = features(candidate)
+            records[before + steps[0]] = Record(example.id, read, before, *steps, draft_value, policy_value)
 
-    values = StepValues(pair, rewards, config.continuations, config.seed)
     oracle = OracleRouter(advantage(pair, values, examples, note))
     cap = config.rollout.max_new_tokens
-    keys = [derive_key(config.seed, example.id, 0, 0, "walk") for example in examples]
-    requests = [Request(render(e, pair.tokenizer), key, cap) for e, key in zip(examples, keys, strict=True)]
-    _, stats = pair.routed(oracle).generate(requests)
-    print(
-        f"{len(examples)} responses, {stats.steps} steps, {stats.route_faults} faults, {values.decoded} tokens of "
-        f"continuations, {sum(r.advantage > 0 for r in records)} of {len(records)} steps gain by escalating"
-    )
-    return records, tags
-
-
-def train(pair: Pair, records: Sequence[Record], tags: Tags, config: TrainRouterConfig) -> dict[str, Any]:
-    """Fits router and process reward model, writes both with the steps and the report, and returns the report."""
-    from rollout.routers.arbitrage import classify
-    from rollout.routers.pair import fingerprint, write_card
-    from trainers.router import Fit, accuracy_by_class, balanced, fit, split
-
-    learning, held = split(records, 0.2, config.seed)
-    options = Fit(config.classifier_epochs, config.classifier_learning_rate, config.classifier_batch, seed=config.seed)
-    chosen = balanced(learning, config.seed)
-    if not chosen or not held:
-        raise ConfigError(
-            f"dataset.train_size={config.dataset.train_size} gave {len(records)} steps, too few of one kind to learn "
-            "from. Take more prompts, or a pair of models that differ more."
+    for walk, oracle.threshold in WALKS.items():
+        keys = [derive_key(config.seed, example.id, 0, 0, walk) for example in examples]
+        requests = [Request(render(e, pair.tokenizer), key, cap) for e, key in zip(examples, keys, strict=True)]
+        _, stats = pair.routed(oracle).generate(requests)
+        print(
+            f"{walk} walk: {len(examples)} responses, {stats.steps} steps, {stats.route_faults} faults, "
+            f"{values.decoded} tokens of continuations so far",
+            flush=True,
         )
-    router = classifier(pair, config)
-    gains = [float(r.advantage > 0) for r in chosen]
-    inputs, truth = [r.tokens for r in held], [r.advantage for r in held]
-    by_epoch = fit(router, [r.tokens for r in chosen], gains, inputs, truth, options)
-    scores = classify(router, inputs)
+    return list(records.values())
+
+
+def revalued(pair: Pair, values: StepValues, records: Sequence[Record], examples: Sequence[Example]) -> list[float]:
+    """The advantages of visited steps, valued once more: their agreement bounds what a router can be seen to know."""
+    from reward.process import Prefix
+    from specrl.data import render
+
+    owners = {example.id: example for example in examples}
+    asked = []
+    for record in records:
+        example = owners[record.problem]
+        start = len(render(example, pair.tokenizer))
+        for step in (record.draft_step, record.policy_step):
+            tokens, finished = (*record.before, *step), step[-1] in pair.eos_ids
+            text = pair.tokenizer.decode(tokens[start:], skip_special_tokens=True)
+            asked.append(Prefix(str(example.prompt), (text,), example.answer, example.fields, finished, tokens))
+    found = values(asked)
+    return [s_t - s_d for s_d, s_t in zip(found[::2], found[1::2], strict=True)]
+
+
+def train(
+    pair: Pair,
+    learning: Sequence[Record],
+    held: Sequence[Record],
+    again: Sequence[float],
+    config: TrainRouterConfig,
+) -> dict[str, Any]:
+    """Fits the router and the process reward model, writes both with the steps and the report, and returns the report.
+
+    Args: again: the advantages of the steps in `held`, valued once more.
+    """
+    from rollout.routers.arbitrage import ArbitrageRouter
+    from trainers.router import Fit, accuracy_by_class, classify, fit, logistic, spearman
+
+    options = Fit(config.classifier_epochs, config.classifier_learning_rate, config.classifier_batch, seed=config.seed)
+    gains = [r.advantage > 0 for r in learning]
+    if len(set(gains)) < 2 or not held:
+        raise ConfigError(
+            f"dataset.train_size={config.dataset.train_size} gave {len(learning) + len(held)} steps, too few of one "
+            "kind to learn from. Take more prompts, or a pair of models that differ more."
+        )
+    router = ArbitrageRouter(weights := logistic([r.features for r in learning], gains))
     prm = classifier(pair, config)
     prm_by_epoch = fit(prm, *_valued(learning), *_valued(held), options)
+    truth = [r.advantage for r in held]
+    valued_twice = [(a, b) for a, b in zip(again, truth, strict=True) if isfinite(a)]
+    scores = [router.probability(r.features) for r in held]
+    rewards = classify(prm, [(*r.before, *r.draft_step) for r in held])
     report = {
-        "steps": len(records),
-        "with_gain": sum(r.advantage > 0 for r in records),
-        "spearman_by_epoch": by_epoch,
-        "spearman": max(by_epoch),
+        "steps": len(learning) + len(held),
+        "with_gain": sum(r.advantage > 0 for r in (*learning, *held)),
+        "spearman": spearman(scores, truth),
+        "spearman_of_likelihood": spearman([r.features[0] for r in held], truth),
+        "spearman_of_valuing_again": spearman(*zip(*valued_twice, strict=True)) if valued_twice else 0.0,
+        "spearman_of_a_strict_order": spearman(_strict(truth), truth),
         "escalated_of_gain_kept_of_rest": accuracy_by_class(scores, truth, 0.5),
         "prm_spearman": max(prm_by_epoch),
-        "curve": curve(scores, held),
+        "curves": {
+            "arbitrage": curve(scores, held),
+            "likelihood": curve([r.features[0] for r in held], held),
+            "rsd": curve([-reward for reward in rewards], held),
+            "rsd on true values": curve([-r.draft_value for r in held], held),
+            "oracle": curve(truth, held),
+        },
     }
+    write(pair, weights, prm, [*learning, *held], report, config)
+    return report
+
+
+def write(pair: Pair, weights, prm, records: Sequence[Record], report: dict, config: TrainRouterConfig) -> None:
+    """Everything a router's directory holds."""
+    from rollout.routers.pair import fingerprint, write_card
+
+    for part in (prm, pair.tokenizer):
+        part.save_pretrained(Path(config.out) / "prm")
     card = {
         "kind": "arbitrage",
         "draft": fingerprint(pair.draft),
         "policy": fingerprint(pair.policy),
         "separators": config.rollout.router.step_separators,
-        "tags": tags,
+        "weights": weights,
         "report": report,
     }
-    for model, folder in ((router, Path(config.out)), (prm, Path(config.out) / "prm")):
-        model.save_pretrained(folder)
-        pair.tokenizer.save_pretrained(folder)
     write_card(config.out, card)
+    draw(report["curves"], Path(config.out) / "report.png")
     lines = [json.dumps(asdict(record)) + "\n" for record in records]
     (Path(config.out) / "steps.jsonl").write_text("".join(lines), encoding="utf-8")
-    return report
 
 
 def classifier(pair: Pair, config: TrainRouterConfig) -> PreTrainedModel:
@@ -171,16 +214,41 @@ def _valued(records: Sequence[Record]) -> tuple[list[tuple[int, ...]], list[floa
     return list(found), list(found.values())
 
 
+def _strict(values: Sequence[float]) -> list[float]:
+    """A number per value, in their order but without ties: most a router's score can know of values that tie."""
+    order = sorted(range(len(values)), key=values.__getitem__)
+    place = {i: float(rank) for rank, i in enumerate(order)}
+    return [place[i] for i in range(len(values))]
+
+
 def curve(scores: Sequence[float], records: Sequence[Record]) -> list[dict[str, float]]:
-    """What a threshold would escalate of the held-out steps, and the mean value of the steps that then stand."""
+    """Mean value of the steps that stand when the policy writes a share of them, those with the highest scores."""
+    order = sorted(range(len(scores)), key=lambda i: -scores[i])
     points = []
-    for threshold in (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0):
-        escalated = [score > threshold for score in scores]
-        values = [r.policy_value if e else r.draft_value for e, r in zip(escalated, records, strict=True)]
-        points.append(
-            {"threshold": threshold, "escalated": sum(escalated) / len(scores), "value": sum(values) / len(values)}
-        )
+    for tenth in range(11):
+        count = round(tenth * len(order) / 10)
+        values = [records[i].policy_value for i in order[:count]] + [records[i].draft_value for i in order[count:]]
+        points.append({"escalated": count / len(order), "value": sum(values) / len(values)})
     return points
+
+
+def draw(curves: dict[str, list[dict[str, float]]], path: Path) -> None:
+    """Value of the held-out steps over the share that the policy writes; nothing without matplotlib."""
+    from specrl.plots import BLUE, GREY, ORANGE, RED, SKY
+
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return
+    figure = Figure(figsize=(6, 4.2), dpi=120, layout="constrained")
+    panel = figure.subplots()
+    for (name, points), colour in zip(curves.items(), (BLUE, SKY, ORANGE, GREY, RED), strict=True):
+        panel.plot([p["escalated"] for p in points], [p["value"] for p in points], "o-", color=colour, label=name)
+    panel.set_xlabel("share of steps written by the policy")
+    panel.set_ylabel("mean value of the held-out steps")
+    panel.legend(frameon=False, fontsize=8.5)
+    panel.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, format="png")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Training of step classifiers: the Arbitrage router, and process reward models from Monte-Carlo values."""
+"""Training from valued steps: the learned router, and process reward models that RSD asks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from rollout.routers.arbitrage import class_logits, classify
+ROWS_PER_PASS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,10 +19,10 @@ class Record:
 
     problem: str
     """Id of the example."""
-    tokens: tuple[int, ...]
-    """The router's input: problem, tagged history, tagged draft step."""
+    features: tuple[float, ...]
+    """The router's input."""
     before: tuple[int, ...]
-    """Problem and history without tags."""
+    """Problem and history."""
     draft_step: tuple[int, ...]
     policy_step: tuple[int, ...]
     draft_value: float
@@ -44,24 +44,54 @@ class Fit:
     seed: int = 0
 
 
-def balanced(records: Sequence[Record], seed: int) -> list[Record]:
-    """The records of the rarer class, advantage > 0 or not, and as many of the other, drawn at random.
-
-    Arbitrage found that balancing matters more than the number of examples; without it a router learns to say no.
-    """
-    gains = [r for r in records if r.advantage > 0]
-    rest = [r for r in records if r.advantage <= 0]
-    fewer, more = sorted((gains, rest), key=len)
-    chosen = random.Random(seed).sample(range(len(more)), len(fewer))
-    return [*fewer, *(more[i] for i in sorted(chosen))]
-
-
 def split(records: Sequence[Record], share: float, seed: int) -> tuple[list[Record], list[Record]]:
     """(training, validation) with about `share` of the problems in the second; no problem is in both."""
     problems = sorted({r.problem for r in records})
     random.Random(seed).shuffle(problems)
     held = set(problems[: max(1, round(share * len(problems)))])
     return [r for r in records if r.problem not in held], [r for r in records if r.problem in held]
+
+
+def logistic(inputs: Sequence[Sequence[float]], targets: Sequence[bool], ridge: float = 1e-3) -> list[float]:
+    """Logistic regression: a weight per feature and last the bias, by L-BFGS in float64; the same for any order.
+
+    Args: ridge: penalty on the squared weights, the bias free, so that separable targets have a finite answer.
+    """
+    x, y = torch.tensor(inputs, dtype=torch.float64), torch.tensor(targets, dtype=torch.float64)
+    x = torch.cat([x, torch.ones(len(x), 1, dtype=torch.float64)], 1)
+    weights = torch.zeros(x.shape[1], dtype=torch.float64, requires_grad=True)
+    optimizer = torch.optim.LBFGS([weights], max_iter=500, line_search_fn="strong_wolfe")
+
+    def loss():
+        optimizer.zero_grad()
+        found = nn.functional.binary_cross_entropy_with_logits(x @ weights, y) + ridge * weights[:-1].square().sum()
+        found.backward()
+        return found
+
+    optimizer.step(loss)
+    return weights.tolist()
+
+
+@torch.inference_mode()
+def classify(model: nn.Module, inputs: Sequence[Sequence[int]]) -> list[float]:
+    """Probability of the second class for each sequence of token ids."""
+    found: list[float] = []
+    for i in range(0, len(inputs), ROWS_PER_PASS):
+        found += class_logits(model, inputs[i : i + ROWS_PER_PASS]).softmax(-1)[:, 1].tolist()
+    return found
+
+
+def class_logits(model: nn.Module, inputs: Sequence[Sequence[int]]) -> torch.Tensor:
+    """Logits [N, 2] float32 at the last token of each sequence; padding is on the right, where causal models miss it.
+
+    transformers' own head looks for the last token that is not padding, which fails where padding and EOS are the same.
+    """
+    device = next(model.parameters()).device
+    lengths = torch.tensor([len(ids) for ids in inputs], device=device)
+    padded = [[*ids, *[0] * (int(lengths.max()) - len(ids))] for ids in inputs]
+    mask = torch.arange(int(lengths.max()), device=device) < lengths[:, None]
+    hidden = model.base_model(input_ids=torch.tensor(padded, device=device), attention_mask=mask.long())[0]
+    return model.score(hidden[torch.arange(len(inputs), device=device), lengths - 1]).float()
 
 
 def fit(

@@ -42,15 +42,14 @@ class _Row:
 
     def read(self, fed: Fed) -> None:
         """Takes the policy's log-probs of kept tokens from a pass over them."""
-        end = min(fed.start + len(fed.draws) - 1, len(self.tokens))  # the last token fed has none after it
-        self.logprobs[fed.start : end] = fed.text_logprobs[: end - fed.start]
+        for at, logprob in zip(range(fed.start, len(self.tokens)), fed.text_logprobs, strict=False):
+            self.logprobs[at] = logprob
 
     def keep(self, step: Step, eos_ids) -> None:
         """Appends a step and ends the response where that is due."""
-        nan = float("nan")
         self.steps.append(step)
         self.tokens += step.tokens
-        self.logprobs += step.logprobs if step.source == "policy" else [nan] * len(step.tokens)
+        self.logprobs += step.policy_logprobs or [float("nan")] * len(step.tokens)
         if step.tokens[-1] in eos_ids:
             self.finish = "stop"
         elif len(self.tokens) >= self.request.max_new_tokens:
@@ -63,6 +62,10 @@ class RoutedEngine(TransformersEngine):
     Both models draw with the request's key, so a routed response is a function of (weights, router, key) and a step
     that the policy writes is the one plain decoding would write after the same prefix. When every step is escalated the
     response is the policy's own, token for token; when none is, the draft's.
+
+    A router that needs likelihoods has the policy read each draft step, in one pass over all rows. Nothing of that pass
+    is thrown away: a step that stands is not read again, and of one that does not, the policy keeps what it draws too
+    and its own next token, as in exact speculative decoding.
 
     The policy's path is also taken, and counted in EngineStats.route_faults, where the router fails, and where a draft
     step is no step: blank, longer than the cap, or from logits that are no numbers.
@@ -142,19 +145,22 @@ class RoutedEngine(TransformersEngine):
         """The next step of every row."""
         everyone = dict(enumerate(rows))
         began = time.perf_counter()
-        drafted = self._write("draft", draft, everyone)
+        drafted = self._write("draft", draft, everyone, {})
         stats.draft_s += time.perf_counter() - began
         stats.drafted += sum(len(step.tokens) for step in drafted.values())
+        sound = [i for i, step in drafted.items() if self._sound(step)]
+        begun: dict[int, Step] = {}
+        if "likelihood" in self.router.needs and sound:
+            begun = self._read_drafts(policy, rows, {i: drafted[i] for i in sound}, stats)
         rivals: dict[int, Step] = {}
         if "rival" in self.router.needs:
-            rivals = self._write_by_policy(policy, everyone, stats)
-        sound = [i for i, step in drafted.items() if self._sound(step)]
+            rivals = self._write_by_policy(policy, everyone, begun, stats)
         wanted = set(everyone) - set(sound)
         stats.route_faults += len(wanted)
         began = time.perf_counter()
         wanted |= self._ask(rows, drafted, rivals, sound, stats)
         stats.route_s += time.perf_counter() - began
-        written = rivals or self._write_by_policy(policy, {i: rows[i] for i in sorted(wanted)}, stats)
+        written = rivals or self._write_by_policy(policy, {i: rows[i] for i in sorted(wanted)}, begun, stats)
         for i, step in written.items():  # both models keep what they hold of the step that stands
             session = draft if i in wanted else policy
             session.rollback(i, len(rows[i].tokens) + accept_exact(step.tokens, drafted[i].tokens))
@@ -179,11 +185,35 @@ class RoutedEngine(TransformersEngine):
     def _sound(self, step: Step) -> bool:
         return step.end in ("separator", "eos") and (step.end == "eos" or not self.step_end.blank(step.tokens))
 
-    def _write_by_policy(self, policy: Session, rows: dict[int, _Row], stats: EngineStats) -> dict[int, Step]:
+    def _read_drafts(self, policy: Session, rows: list[_Row], drafted: dict[int, Step], stats: EngineStats) -> dict:
+        """Notes the policy's log-probs of draft steps, in one pass; returns how its own steps begin.
+
+        A beginning is what the policy draws as the draft did, and its own next token where they part.
+        """
         began = time.perf_counter()
-        written = self._write("policy", policy, rows)
+        found = policy.feed({i: [*rows[i].tokens, *step.tokens] for i, step in drafted.items()}, last=False)
+        self._check_policy(fed.usable for fed in found.values())
+        begun = {}
+        for i, fed in found.items():
+            step, first = drafted[i], len(rows[i].tokens) - fed.start
+            step.policy_logprobs = fed.text_logprobs[first:]
+            own = first + accept_exact(fed.draws[first:], step.tokens) + 1
+            begun[i] = Step("policy", fed.draws[first:own], fed.logprobs[first:own])
+            rows[i].passes += 1
+        stats.decode_s += time.perf_counter() - began
+        return begun
+
+    def _write_by_policy(
+        self, policy: Session, rows: dict[int, _Row], begun: dict[int, Step], stats: EngineStats
+    ) -> dict[int, Step]:
+        began = time.perf_counter()
+        for i in rows.keys() & begun.keys():  # what was read of the draft's step and is not the policy's own
+            policy.rollback(i, len(rows[i].tokens) + len(begun[i].tokens) - 1)
+        written = self._write("policy", policy, rows, begun)
         stats.decode_s += time.perf_counter() - began
         self._check_policy(step.end != "broken" for step in written.values())
+        for step in written.values():
+            step.policy_logprobs = step.logprobs
         return written
 
     def _check_policy(self, usable: Iterable[bool]) -> None:
@@ -193,10 +223,10 @@ class RoutedEngine(TransformersEngine):
                 "check the learning rate and the last update"
             )
 
-    def _write(self, source: Source, session: Session, rows: dict[int, _Row]) -> dict[int, Step]:
-        """Lets one model write one step of each row."""
-        steps = {i: Step(source) for i in rows}
-        going = list(rows)
+    def _write(self, source: Source, session: Session, rows: dict[int, _Row], begun: dict) -> dict[int, Step]:
+        """Lets one model write one step of each row, from where it has begun."""
+        steps = {i: begun.get(i) or Step(source) for i in rows}
+        going = [i for i in rows if not (steps[i].tokens and self._ended(rows[i], steps[i]))]
         while going:
             fed = session.feed({i: [*rows[i].tokens, *steps[i].tokens] for i in going})
             if source == "draft" and "entropy" in self.router.needs:
@@ -209,14 +239,13 @@ class RoutedEngine(TransformersEngine):
                 if source == "policy":
                     rows[i].passes += 1
                     rows[i].read(fed[i])
-            going = [i for i in going if not self._ended(rows[i], steps[i], fed[i])]
+                if not fed[i].usable:
+                    steps[i].end = "broken"
+            going = [i for i in going if fed[i].usable and not self._ended(rows[i], steps[i])]
         return steps
 
-    def _ended(self, row: _Row, step: Step, fed: Fed) -> bool:
+    def _ended(self, row: _Row, step: Step) -> bool:
         """Notes why the step ends, if it does; the row's own cap cuts it like a step's."""
-        if not fed.usable:
-            step.end = "broken"
-            return True
         end = self.step_end(step.tokens)
         if end is None and len(row.tokens) + len(step.tokens) >= row.request.max_new_tokens:
             end = "cap"
@@ -226,7 +255,7 @@ class RoutedEngine(TransformersEngine):
     def _read(self, policy: Session, rows: dict[int, _Row]) -> None:
         """The policy's log-probs of what it has not read of finished responses, in one pass."""
         behind = {i: row.tokens for i, row in rows.items() if policy.lacks(i, row.tokens) > 1}
-        found = policy.feed(behind) if behind else {}
+        found = policy.feed(behind, last=False) if behind else {}
         self._check_policy(fed.usable for fed in found.values())
         for i, fed in found.items():
             rows[i].read(fed)

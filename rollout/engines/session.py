@@ -21,7 +21,7 @@ class Fed:
     logprobs: list[float]
     """Of the draws."""
     text_logprobs: list[float]
-    """Of the row's own next token; meaningless for the last one, which has none yet."""
+    """Of the row's own next token; one fewer where the last token fed has none yet."""
     hidden: Tensor
     """Final hidden states [n, hidden] of the tokens fed."""
     usable: bool
@@ -51,10 +51,15 @@ class Session:
         """How many tokens of the row, prompt included, the next pass feeds."""
         return len(self._prompts[row]) + len(text) - self._written[row]
 
-    def feed(self, texts: dict[int, Sequence[int]]) -> dict[int, Fed]:
+    def feed(self, texts: dict[int, Sequence[int]], last: bool = True) -> dict[int, Fed]:
         """Feeds what each row lacks and draws after every token fed: the last draw continues the row.
 
-        Args: texts: row -> its whole response so far; each row must lack at least one token.
+        Args:
+            texts: row -> its whole response so far; each row must lack at least one token that is fed.
+            last: also feed the last token of each text; without, it is only scored, and the row still lacks it.
+
+        Raises:
+            ValueError: a row lacks nothing, such as one that was not rolled back to where its text changed.
         """
         if self._kv is None:
             self._kv, spent = self.model.prefill(self._prompts)
@@ -62,11 +67,14 @@ class Session:
         rows = sorted(texts)
         whole = {row: [*self._prompts[row], *texts[row]] for row in rows}
         fed: dict[int, Fed] = {}
-        lengths = [len(whole[row]) - self._written[row] if row in whole else 0 for row in range(rows[0], rows[-1] + 1)]
+        ends = {row: len(whole[row]) - (not last) for row in rows}
+        lengths = [ends[row] - self._written[row] if row in whole else 0 for row in range(rows[0], rows[-1] + 1)]
+        if not all(lengths[row - rows[0]] > 0 for row in rows):
+            raise ValueError(f"rows that lack no token cannot be fed: {lengths}")
         for first, last in chunks(lengths, self.model.tokens_per_pass):
             fed |= self._pass(rows[0] + first, lengths[first:last], whole)
         for row in rows:
-            self._written[row] = len(whole[row])
+            self._written[row] = ends[row]
         return fed
 
     def rollback(self, row: int, length: int) -> None:
@@ -87,8 +95,8 @@ class Session:
             start = self._written[row] if n else 0
             starts.append(start)
             if n:
-                tokens += whole[row][start:]
-                targets += [*whole[row][start + 1 :], 0]
+                tokens += whole[row][start : start + n]
+                targets += [*whole[row], 0][start + 1 : start + n + 1]
                 keys += [self._keys[row]] * n
                 at += [start + i + 1 - len(self._prompts[row]) for i in range(n)]
         hidden = self.model.forward(tokens, Pass(self._kv, first, starts, lengths, self.model.device))
@@ -100,6 +108,7 @@ class Session:
             if n:
                 draws, logprobs, text, gaps = (column[i : i + n] for column in columns)
                 self._break_ties(row, whole[row], at[i : i + n], draws, logprobs, gaps)
+                text = text[: len(whole[row]) - self._written[row] - 1]
                 fed[row] = Fed(at[i], draws, logprobs, text, hidden[i : i + n], all(gap == gap for gap in gaps))
                 i += n
         return fed

@@ -37,6 +37,10 @@ def build_router(
         from rollout.routers.entropy import EntropyRouter
 
         return EntropyRouter(config.threshold), step_end
+    if config.kind == "likelihood":
+        from rollout.routers.likelihood import LikelihoodRouter
+
+        return LikelihoodRouter(config.threshold), step_end
     if config.kind == "rsd":
         from rollout.routers.rsd import RSDRouter
 
@@ -45,15 +49,13 @@ def build_router(
         return RSDRouter(scorer, config.threshold), step_end
     from rollout.routers.arbitrage import ArbitrageRouter
 
-    router = ArbitrageRouter.load(
+    return ArbitrageRouter.load(
         config.path,
         draft=fingerprint(draft),
         policy=fingerprint(policy),
         separators=config.step_separators,
         threshold=config.threshold,
-    )
-    router.model.to(next(policy.parameters()).device)
-    return router, step_end
+    ), step_end
 
 
 def build_judge(config: RouterConfig, policy: Module) -> Judge:

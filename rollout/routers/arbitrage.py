@@ -1,43 +1,45 @@
-"""The learned router of Arbitrage (arXiv 2512.05033): would the policy's step be worth more than the draft's?
+"""The learned router after Arbitrage (arXiv 2512.05033): would the policy's step be worth more than the draft's?
 
-A small transformer classifier reads the problem, the steps so far, each tagged with the model that wrote it, and the
-candidate; its second class is "the policy does better". One pass per step, and no policy token is spent on asking.
+Arbitrage asks a classifier of the text. This one asks what the policy finds unlikely, now and before: a step that the
+policy doubts is likely wrong, and after an earlier mistake there is less to gain. Logistic regression on two numbers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-
 from rollout.routers.pair import read_card
-from rollout.steps import Candidate
+from rollout.steps import Candidate, Step
 from rollout.types import RolloutError
 
-ROWS_PER_PASS = 32
-Tags = Mapping[str, Sequence[int]]
-"""Token ids that go before a step, by its source."""
+MOST = 50.0  # nats; a token that top-k or top-p rules out would be infinitely unlikely
 
 
 class ArbitrageRouter:
-    """Escalates where the classifier's probability of a positive advantage is above the threshold.
+    """Escalates where the probability of a positive advantage is above the threshold.
 
     Args:
-        model: a causal LM of transformers with a sequence-classification head of two classes, over the policy's ids.
-        tags: what goes before a step of each source.
+        weights: of the features, in their order, and last the bias.
         threshold: 0 to 1; higher keeps more draft steps.
     """
 
     low, high = 0.0, 1.0
-    needs: frozenset[str] = frozenset()
+    needs = frozenset({"likelihood"})
 
-    def __init__(self, model: torch.nn.Module, tags: Tags, threshold: float = 0.5):
-        self.model, self.tags, self.threshold = model.eval(), tags, threshold
+    def __init__(self, weights: Sequence[float], threshold: float = 0.5):
+        *self._weights, self._bias = weights
+        self.threshold = threshold
 
     def score(self, candidates: Sequence[Candidate]) -> Sequence[float]:
         """Probability that the policy's step is worth more."""
-        return classify(self.model, [encode(candidate, self.tags) for candidate in candidates])
+        return [self.probability(features(candidate)) for candidate in candidates]
+
+    def probability(self, values: Sequence[float]) -> float:
+        """The same for `features` that are known already."""
+        logit = self._bias + sum(w * x for w, x in zip(self._weights, values, strict=True))
+        return (1 + math.tanh(logit / 2)) / 2  # the logistic function, which overflows for no logit
 
     @classmethod
     def load(
@@ -50,39 +52,18 @@ class ArbitrageRouter:
         Raises:
             RolloutError: it belongs to another pair or other steps, or it is none.
         """
-        from transformers import AutoModelForSequenceClassification
-
         card = read_card(folder, "arbitrage", draft=draft, policy=policy, separators=list(separators))
-        try:
-            model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32)
-        except (OSError, ValueError) as error:
-            raise RolloutError(f"the router in {folder} cannot be loaded: {str(error).splitlines()[0]}") from error
-        return cls(model, card["tags"], threshold)
+        weights = card.get("weights")
+        if not (isinstance(weights, list) and len(weights) == 3 and all(isinstance(w, float) for w in weights)):
+            raise RolloutError(f"the router in {folder} has weights={weights}, not two and a bias; train it again")
+        return cls(weights, threshold)
 
 
-def encode(candidate: Candidate, tags: Tags) -> list[int]:
-    """Problem, tagged history and tagged candidate as one sequence of token ids."""
-    steps = [*candidate.history, candidate.step]
-    return [*candidate.prompt, *(token for step in steps for token in (*tags[step.source], *step.tokens))]
+def features(candidate: Candidate) -> tuple[float, float]:
+    """log(1 + s) for s = -log p of the policy's least likely token: of the step, and of all before it."""
+    return math.log1p(_surprise([candidate.step])), math.log1p(_surprise(candidate.history))
 
 
-@torch.inference_mode()
-def classify(model: torch.nn.Module, inputs: Sequence[Sequence[int]]) -> list[float]:
-    """Probability of the second class for each sequence of token ids."""
-    found: list[float] = []
-    for i in range(0, len(inputs), ROWS_PER_PASS):
-        found += class_logits(model, inputs[i : i + ROWS_PER_PASS]).softmax(-1)[:, 1].tolist()
-    return found
-
-
-def class_logits(model: torch.nn.Module, inputs: Sequence[Sequence[int]]) -> torch.Tensor:
-    """Logits [N, 2] float32 at the last token of each sequence; padding is on the right, where causal models miss it.
-
-    transformers' own head looks for the last token that is not padding, which fails where padding and EOS are the same.
-    """
-    device = next(model.parameters()).device
-    lengths = torch.tensor([len(ids) for ids in inputs], device=device)
-    padded = [[*ids, *[0] * (int(lengths.max()) - len(ids))] for ids in inputs]
-    mask = torch.arange(int(lengths.max()), device=device) < lengths[:, None]
-    hidden = model.base_model(input_ids=torch.tensor(padded, device=device), attention_mask=mask.long())[0]
-    return model.score(hidden[torch.arange(len(inputs), device=device), lengths - 1]).float()
+def _surprise(steps: Sequence[Step]) -> float:
+    """In nats, 0 without any token."""
+    return min(MOST, max((-logprob for step in steps for logprob in step.policy_logprobs), default=0.0))

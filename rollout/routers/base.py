@@ -21,7 +21,8 @@ class Router(Protocol):
     high: float
     """What a score can be; anything else is a fault."""
     needs: frozenset[str]
-    """What candidates must carry: `entropy` (Step.entropies), `rival` (Candidate.rival)."""
+    """What candidates must carry: `entropy` (Step.entropies), `likelihood` (Step.policy_logprobs, which takes a pass of
+    the policy over each draft step), `rival` (Candidate.rival)."""
 
     def score(self, candidates: Sequence[Candidate]) -> Sequence[float]:
         """How much each candidate wants the policy; higher escalates."""

@@ -20,7 +20,7 @@ class OracleRouter:
     """
 
     low, high = -1.0, 1.0
-    needs = frozenset({"rival"})
+    needs = frozenset({"rival", "likelihood"})  # reading first spares the policy what both steps begin with
 
     def __init__(self, advantage: Scorer, threshold: float = 0.0):
         self._advantage, self.threshold = advantage, threshold

@@ -1,12 +1,11 @@
-"""The learned router: what it reads, how it is read out, and that it serves one pair only."""
+"""The learned router: what it reads, how it decides, and that it serves one pair only."""
 
-import copy
+import math
 
 import pytest
 import torch
-from transformers import AutoModelForSequenceClassification
 
-from rollout.routers.arbitrage import ArbitrageRouter, class_logits, encode
+from rollout.routers.arbitrage import MOST, ArbitrageRouter, features
 from rollout.routers.base import decide
 from rollout.routers.pair import fingerprint, read_card, write_card
 from rollout.steps import Candidate, Step
@@ -14,72 +13,72 @@ from rollout.types import RolloutError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-TAGS = {"draft": [50], "policy": [51, 52]}
+WEIGHTS = [2.0, -1.0, -1.5]
 PAIR = {"draft": "d", "policy": "p", "separators": ["\n"]}
 
 
-@pytest.fixture(scope="module")
-def model(tiny):
-    config = copy.deepcopy(tiny("qwen3").config)
-    config.num_labels = 2
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        found = AutoModelForSequenceClassification.from_config(config)
-    with torch.no_grad():
-        for p in found.parameters():
-            if p.dim() > 1:
-                p.mul_(15)
-    return found.eval()
+def read(*logprobs):
+    """A draft step that the policy has read."""
+    return Step("draft", [9] * len(logprobs), policy_logprobs=list(logprobs))
 
 
-def test_the_input_tags_every_step_with_its_writer():
-    history = [Step("policy", [10, 11]), Step("draft", [12])]
-    assert encode(Candidate(0, [5, 6], history, Step("draft", [13])), TAGS) == [5, 6, 51, 52, 10, 11, 50, 12, 50, 13]
+def candidate(step, *history):
+    return Candidate(0, [5], history, step)
 
 
-def test_read_out_is_at_the_last_token_whatever_the_padding(model):
-    inputs = [[5, 6, 7], [8] * 9, [1]]
-    alone = torch.cat([class_logits(model, [ids]) for ids in inputs])
-    assert torch.allclose(class_logits(model, inputs), alone, atol=1e-4)
-    shorter = class_logits(model, [ids[:-1] or [2] for ids in inputs])
-    assert not torch.allclose(shorter, alone, atol=1e-2), "another last token reads otherwise"
+def test_features_by_hand():
+    found = features(candidate(read(-0.1, -2.0, -0.5), read(-0.2), read(-3.0, -0.0)))
+    assert found == pytest.approx((math.log(3.0), math.log(4.0)))
+    assert features(candidate(read(-0.5))) == pytest.approx((math.log(1.5), 0.0)), "a first step has nothing before it"
+    assert features(candidate(read(-math.inf)))[0] == math.log1p(MOST)
 
 
-def test_scores_are_probabilities_and_the_threshold_is_monotone(model):
-    candidates = [Candidate(i, [5 + i, 9], [], Step("draft", [20 + i])) for i in range(40)]
-    router = ArbitrageRouter(model, TAGS)
-    scores = router.score(candidates)
-    assert all(0 <= score <= 1 for score in scores)
-    assert max(scores) - min(scores) > 0.1
+def test_a_doubted_step_is_escalated_unless_something_went_wrong_before():
+    router = ArbitrageRouter(WEIGHTS)
+    doubted, sound = read(-0.1, -6.0), read(-0.1, -0.2)
+    asked = [candidate(doubted), candidate(sound), candidate(doubted, read(-20.0)), candidate(doubted, read(-0.3))]
+    assert decide(router, asked).escalate == [True, False, False, True]
+    z = 2 * math.log(7) - 1.5
+    assert router.score(asked)[0] == pytest.approx(1 / (1 + math.exp(-z)))
+
+
+def test_scores_are_probabilities_and_the_threshold_is_monotone():
+    candidates = [candidate(read(-(1.3**i)), read(-(1.1**i))) for i in range(40)]
+    router = ArbitrageRouter([*WEIGHTS[:2], 1e4]), ArbitrageRouter(WEIGHTS)
+    assert set(router[0].score(candidates)) == {1.0}, "no logit overflows"
     counts = []
-    for router.threshold in (0.0, 0.25, 0.5, 0.75, 1.0):
-        decision = decide(router, candidates)
+    for router[1].threshold in (0.0, 0.25, 0.5, 0.75, 1.0):
+        decision = decide(router[1], candidates)
         assert decision.faults == 0
         counts.append(sum(decision.escalate))
     assert counts == sorted(counts, reverse=True)
     assert (counts[0], counts[-1]) == (40, 0)
+    assert 0 < counts[2] < 40
 
 
-def test_a_classifier_with_nan_weights_is_a_fault(model):
-    broken = copy.deepcopy(model)
-    with torch.no_grad():
-        broken.score.weight.fill_(torch.nan)
-    decision = decide(ArbitrageRouter(broken, TAGS), [Candidate(0, [5], [], Step("draft", [9]))])
+def test_nan_weights_are_a_fault():
+    decision = decide(ArbitrageRouter([math.nan, 0.0, 0.0]), [candidate(read(-1.0))])
     assert (decision.escalate, decision.faults) == ([True], 1)
 
 
-def test_a_saved_router_decides_as_before(model, tmp_path):
-    model.save_pretrained(tmp_path)
-    write_card(tmp_path, {"kind": "arbitrage", "tags": TAGS, **PAIR})
+def test_a_saved_router_decides_as_before(tmp_path):
+    write_card(tmp_path, {"kind": "arbitrage", "weights": WEIGHTS, **PAIR})
     loaded = ArbitrageRouter.load(tmp_path, **PAIR, threshold=0.3)
-    candidates = [Candidate(0, [5, 9], [], Step("draft", [20]))]
-    assert loaded.score(candidates) == pytest.approx(ArbitrageRouter(model, TAGS).score(candidates), abs=1e-5)
+    asked = [candidate(read(-1.0), read(-2.0))]
+    assert loaded.score(asked) == ArbitrageRouter(WEIGHTS).score(asked)
     assert loaded.threshold == 0.3
+
+
+@pytest.mark.parametrize("weights", [None, [1.0, 2.0], [1.0, 2.0, "x"], "abc"])
+def test_damaged_weights_are_refused(weights, tmp_path):
+    write_card(tmp_path, {"kind": "arbitrage", "weights": weights, **PAIR})
+    with pytest.raises(RolloutError, match="not two and a bias"):
+        ArbitrageRouter.load(tmp_path, **PAIR)
 
 
 @pytest.mark.parametrize("other", [{"draft": "x"}, {"policy": "x"}, {"separators": ["\n\n"]}])
 def test_another_pair_is_refused(other, tmp_path):
-    write_card(tmp_path, {"kind": "arbitrage", "tags": TAGS, **PAIR})
+    write_card(tmp_path, {"kind": "arbitrage", "weights": WEIGHTS, **PAIR})
     with pytest.raises(RolloutError, match=f"trained for another {next(iter(other))}"):
         ArbitrageRouter.load(tmp_path, **{**PAIR, **other})
 

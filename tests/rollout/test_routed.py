@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
+from rollout.engines import routed
 from rollout.engines.base import Sampling
 from rollout.engines.routed import RoutedEngine
 from rollout.engines.session import Session
@@ -13,10 +14,12 @@ from rollout.engines.transformers import TransformersEngine
 from rollout.noise import derive_key
 from rollout.routers.base import decide
 from rollout.routers.entropy import EntropyRouter
+from rollout.routers.likelihood import LikelihoodRouter
 from rollout.routers.oracle import OracleRouter
 from rollout.routers.rsd import RSDRouter
 from rollout.steps import Candidate, Step, StepEnd
 from rollout.types import Request, RolloutError
+from rollout.verify import accept_exact
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -46,6 +49,7 @@ class Rule:
         return [self.rule(candidate) for candidate in candidates]
 
 
+RIGHT = Session.rollback
 ALWAYS, NEVER = Rule(lambda c: 1.0), Rule(lambda c: 0.0)
 
 
@@ -145,11 +149,11 @@ def test_no_step_escalated_is_plain_decoding_of_the_draft(models):
     assert [c.tokens for c in done] != [c.tokens for c in plain(models[0], asked)], "the two models differ"
 
 
-@pytest.mark.parametrize("rival", [False, True])
+@pytest.mark.parametrize("needs", [set(), {"rival"}, {"likelihood"}, {"likelihood", "rival"}])
 @pytest.mark.parametrize("rows_per_batch", [2, 256])
-def test_mixed_steps_follow_the_definition(models, rival, rows_per_batch):
+def test_mixed_steps_follow_the_definition(models, needs, rows_per_batch):
     asked = requests()
-    router = Rule(odd, needs=frozenset({"rival"}) if rival else frozenset())
+    router = Rule(odd, needs=frozenset(needs))
     done, stats = engine(models, router, rows_per_batch=rows_per_batch).generate(asked)
     assert [c.tokens for c in done] == naive(models, asked, lambda n: n % 2, step_end())
     assert 0 < stats.escalated < stats.steps
@@ -160,6 +164,108 @@ def test_a_rollback_that_is_off_by_one_is_caught(models, monkeypatch):
     monkeypatch.setattr(Session, "rollback", lambda self, row, length: right(self, row, length + 1))
     done, _ = engine(models, Rule(odd)).generate(asked := requests())
     assert [c.tokens for c in done] != naive(models, asked, lambda n: n % 2, step_end())
+
+
+# --- the policy reads draft steps
+
+
+READ = frozenset({"likelihood"})
+
+
+@pytest.mark.parametrize("wrong", [lambda *_: None, lambda self, row, length: RIGHT(self, row, length + 1)])
+def test_what_was_read_must_be_rolled_back(models, monkeypatch, wrong):
+    monkeypatch.setattr(Session, "rollback", wrong)
+    with pytest.raises(ValueError, match="lack no token"):
+        engine(models, Rule(ALWAYS.rule, needs=READ)).generate(requests())
+
+
+def test_keeping_a_token_that_the_policy_does_not_draw_is_caught(models, monkeypatch):
+    """The planted wrong rule: of an escalated step the policy keeps one token more than it draws itself."""
+    monkeypatch.setattr(routed, "accept_exact", lambda draws, draft: min(accept_exact(draws, draft) + 1, len(draft)))
+    done, _ = engine(models, Rule(ALWAYS.rule, needs=READ)).generate(asked := requests())
+    assert [c.tokens for c in done] != [c.tokens for c in plain(models[0], asked)]
+
+
+@pytest.mark.parametrize(("rule", "writer"), [(ALWAYS, 0), (NEVER, 1)], ids=["all escalated", "none"])
+def test_reading_changes_no_token(models, rule, writer):
+    asked, end = requests(), step_end(EVERY, cap=99) if writer else step_end()
+    done, stats = engine(models, Rule(rule.rule, needs=READ), end).generate(asked)
+    assert [c.tokens for c in done] == [c.tokens for c in plain(models[writer], asked)]
+    assert stats.escalated == (stats.steps if writer == 0 else 0)
+    assert {flag for c in done for flag in c.reused} == {bool(writer)}
+
+
+def test_a_router_is_given_the_policys_own_log_probs(models):
+    seen = []
+
+    def note(c):  # the history is the engine's own list, which grows
+        seen.append(([*c.prompt, *c.response], c.step, list(c.history)))
+        return odd(c)
+
+    engine(models, Rule(note, needs=READ)).generate(requests())
+    kept = 0
+    for before, step, history in seen:
+        tokens = step.tokens
+        with torch.no_grad():
+            logits = models[0].eval()(torch.tensor([[*before, *tokens]])).logits[0, len(before) - 1 : -1] / 0.7
+        forced = logits.log_softmax(-1).gather(-1, torch.tensor(tokens)[:, None])[:, 0].tolist()
+        assert step.policy_logprobs == pytest.approx(forced, abs=1e-4)
+        assert step.policy_logprobs != pytest.approx(step.logprobs, abs=1e-2), "not the draft's"
+        assert all(len(earlier.policy_logprobs) == len(earlier.tokens) for earlier in history)
+        kept += sum(earlier.source == "draft" for earlier in history)
+    assert kept
+
+
+def test_kept_steps_are_read_once(models):
+    """Scoring finished responses costs nothing more, as every kept step has been read."""
+    asked = requests()
+    (scored, cost), (bare, same) = (
+        engine(models, Rule(odd, needs=READ), score=score).generate(asked) for score in (True, False)
+    )
+    assert [c.logprobs for c in scored] == [c.logprobs for c in bare]
+    assert (cost.passes, cost.forward_tokens) == (same.passes, same.forward_tokens)
+    assert not any(math.isnan(x) for c in bare for x in c.logprobs)
+
+
+def test_a_draft_that_is_the_policy_is_verified_step_by_step(models):
+    """Every step is the policy's own, so that escalating it writes nothing: one pass of the policy per step."""
+    asked = requests()
+    done, stats = engine((models[0], models[0]), Rule(ALWAYS.rule, needs=READ), step_end(EVERY, 99)).generate(asked)
+    assert [c.tokens for c in done] == [c.tokens for c in plain(models[0], asked)]
+    assert sum(c.passes for c in done) == stats.steps == stats.escalated
+
+
+@pytest.mark.parametrize("wrong", [math.nan, None])
+def test_a_router_that_fails_on_what_it_reads_means_the_policys_path(models, wrong):
+    asked = requests()
+    done, stats = engine(models, Rule(lambda c: wrong, needs=READ)).generate(asked)
+    assert [c.tokens for c in done] == [c.tokens for c in plain(models[0], asked)]
+    assert stats.route_faults == stats.escalated == stats.steps
+
+
+def test_a_policy_with_nan_weights_stops_the_reading(models, build_model):
+    broken = build_model("qwen3", 1)
+    routed = engine((broken, models[1]), LikelihoodRouter(1.0), step_end(EVERY, 99))
+    with torch.no_grad():
+        broken.model.norm.weight.fill_(math.nan)
+    with pytest.raises(RolloutError, match="NaN or infinite logits"):
+        routed.generate(requests())
+
+
+def test_likelihood_escalates_what_the_policy_doubts_and_less_as_the_threshold_rises(models):
+    steps = [Step("draft", [9, 9], policy_logprobs=[-0.1, x]) for x in (-0.5, -1.0, -1.1, -math.inf)]
+    decision = decide(LikelihoodRouter(1.0), [Candidate(0, [5], [], step) for step in steps])
+    assert (decision.escalate, decision.faults) == ([False, False, True, True], 0)
+    counts = []
+    for threshold in (0.0, 2.0, 4.0, 99.0):
+        done, stats = engine(models, LikelihoodRouter(threshold), step_end(EVERY, 99)).generate(asked := requests())
+        counts.append(stats.escalated / stats.steps)
+        if threshold == 0:
+            assert [c.tokens for c in done] == [c.tokens for c in plain(models[0], asked)]
+    assert counts == sorted(counts, reverse=True)
+    assert counts[0] == 1
+    assert 0 < counts[1] < 1
+    assert counts[-1] == 0
 
 
 def test_every_token_has_its_source_and_both_log_probs(models):

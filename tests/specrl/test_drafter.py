@@ -12,7 +12,7 @@ from rollout.engines.transformers import TransformersEngine
 from rollout.noise import derive_key
 from rollout.types import Request
 from specrl import config as cli
-from specrl.drafter import DrafterOptions, agreement, collate, distil, main, sample, shortened
+from specrl.drafter import DrafterOptions, agreement, collate, distil, main, quantise, sample, shortened
 from specrl.options import ConfigError
 from specrl.tasks import arithmetic
 from specrl.tiny import load_tiny
@@ -125,3 +125,18 @@ def test_a_missing_or_used_directory_is_one_line(tmp_path, capsys):
     (tmp_path / "file").write_text("x")
     assert cli.run(main, [f"out={tmp_path}"], DrafterOptions) == 2
     assert "holds files already" in capsys.readouterr().err
+
+
+def test_quantised_weights_take_few_values_and_one_bit_is_refused(build_model, tmp_path):
+    model = build_model("qwen3", 0)
+    before = copy.deepcopy(model.state_dict())
+    quantise(model, bits=3)
+    for name, weight in model.state_dict().items():
+        layer = ".layers." in name and weight.dim() == 2
+        assert torch.equal(weight, before[name]) != layer, "the layers' matrices and nothing else"
+        if layer:
+            assert max(row.unique().numel() for row in weight) <= 7
+            step = before[name].abs().amax(1, keepdim=True) / 3
+            assert ((weight - before[name]).abs() <= step / 2 + 1e-6).all()
+    with pytest.raises(ConfigError, match="Take bits=2 or more"):
+        main(DrafterOptions(out=str(tmp_path / "draft"), bits=1))

@@ -17,7 +17,7 @@ from specrl.evaluate import main as evaluate
 from specrl.generate import GenerateConfig
 from specrl.generate import main as generate
 from specrl.routing import StepValues, advantage, load_pair, prefix
-from specrl.train_router import TrainRouterConfig, curve
+from specrl.train_router import TrainRouterConfig, collect, curve, revalued
 from specrl.train_router import main as train_router
 from tests import runs
 from trainers.router import Record
@@ -36,7 +36,7 @@ def words(folder, draft, *more):
         folder,
         rollout__acceptance="off",
         rollout__drafter=draft,
-        rollout__router__separators="[' ', ',', '=', ':']",
+        rollout__router__separators=r"[' ', ',', '=', ':', '\n']",
         rollout__router__max_step_tokens=20,
     )
     found = [*[word for word in given if not word.startswith("trainer.")], *more]
@@ -122,12 +122,41 @@ def test_equal_steps_have_no_advantage(pair, examples, rewards):
     assert all(gain == 0 or math.isnan(gain) for gain in gains)
 
 
-def test_the_curve_of_a_threshold_by_hand():
-    records = [Record(p, (5,), (5,), (9,), (10,), 0.25, 0.25 + gain) for p, gain in (("a", 0.5), ("b", -0.25))]
-    points = {p["threshold"]: (p["escalated"], p["value"]) for p in curve([0.65, 0.35], records)}
-    assert points[0.0] == (1.0, (0.75 + 0.0) / 2)
-    assert points[0.5] == (0.5, (0.75 + 0.25) / 2)
-    assert points[1.0] == (0.0, 0.25)
+@pytest.fixture(scope="module")
+def collected(pair, examples, rewards):
+    return collect(pair, StepValues(pair, rewards, 2, seed=0), examples, pair.config)
+
+
+def test_both_walks_are_recorded(collected):
+    drafted = {(*r.before, *r.draft_step) for r in collected}
+    written = {(*r.before, *r.policy_step) for r in collected}
+    before = {r.before for r in collected}
+    assert before & (drafted - written), "the draft's walk goes on with its own step"
+    assert before & (written - drafted), "the oracle's goes on with the policy's"
+    assert len({(*r.before, *r.draft_step) for r in collected}) == len(collected), "no step is there twice"
+
+
+def test_the_router_is_trained_on_what_it_will_read(collected):
+    """Every value enters by the policy's log-probs: a first step has nothing before it, a later one has."""
+    first = min(len(r.before) for r in collected)
+    assert all(r.features[0] > 0 for r in collected)
+    assert all(r.features[1] == 0 for r in collected if len(r.before) == first)
+    assert any(r.features[1] > 0 for r in collected)
+
+
+def test_valuing_again_with_the_same_noise_gives_the_same_and_with_other_noise_does_not(
+    pair, examples, rewards, collected
+):
+    first = [r.advantage for r in collected]
+    assert revalued(pair, StepValues(pair, rewards, 2, seed=0), collected, examples) == pytest.approx(first)
+    assert revalued(pair, StepValues(pair, rewards, 2, seed=1), collected, examples) != pytest.approx(first)
+
+
+def test_the_curve_of_a_budget_by_hand():
+    records = [Record(p, (0.0,), (5,), (9,), (10,), 0.25, 0.25 + gain) for p, gain in (("a", 0.5), ("b", -0.25))]
+    points = {p["escalated"]: p["value"] for p in curve([0.65, 0.35], records)}
+    assert points == {0.0: 0.25, 0.5: (0.75 + 0.25) / 2, 1.0: (0.75 + 0.0) / 2}
+    assert {p["escalated"]: p["value"] for p in curve([0.35, 0.65], records)}[0.5] == 0.125, "the wrong step was chosen"
 
 
 @pytest.fixture(scope="module")
@@ -145,10 +174,15 @@ def test_training_writes_what_it_saw_and_how_it_did(trained):
     report = card["report"]
     assert report["steps"] == len(steps) > 24
     assert report["with_gain"] == sum(s["policy_value"] > s["draft_value"] for s in steps)
-    assert report["spearman"] == max(report["spearman_by_epoch"])
-    shares = [point["escalated"] for point in report["curve"]]
-    assert shares == sorted(shares, reverse=True)
-    assert card["separators"] == [" ", ",", "=", ":"]
+    assert len(card["weights"]) == 3
+    assert set(report["curves"]) == {"arbitrage", "likelihood", "rsd", "rsd on true values", "oracle"}
+    best = [point["value"] for point in report["curves"]["oracle"]]
+    for points in report["curves"].values():
+        values = [point["value"] for point in points]
+        assert [values[0], values[-1]] == pytest.approx([best[0], best[-1]]), "nothing or everything escalated"
+        assert all(value <= bound + 1e-9 for value, bound in zip(values, best, strict=True))
+    assert (trained / "report.png").stat().st_size > 1000
+    assert card["separators"] == [" ", ",", "=", ":", "\n"], "the texts they stand for"
 
 
 def run_evaluate(folder, draft, capsys, *more):
@@ -157,9 +191,9 @@ def run_evaluate(folder, draft, capsys, *more):
     return code, json.loads(out) if code == 0 else err
 
 
-@pytest.mark.parametrize("kind", ["entropy", "rsd", "arbitrage"])
+@pytest.mark.parametrize("kind", ["entropy", "likelihood", "rsd", "arbitrage"])
 def test_evaluation_with_a_router_reports_its_cost(kind, trained, draft, tmp_path, capsys):
-    path = {"entropy": "", "rsd": trained / "prm", "arbitrage": trained}[kind]
+    path = {"rsd": trained / "prm", "arbitrage": trained}.get(kind, "")
     given = [f"rollout.router.kind={kind}", f"rollout.router.path={path}"]
     code, all_policy = run_evaluate(
         tmp_path, draft, capsys, *given, f"rollout.router.threshold={1 if kind == 'rsd' else 0}"
@@ -171,9 +205,8 @@ def test_evaluation_with_a_router_reports_its_cost(kind, trained, draft, tmp_pat
     assert {k: all_policy[k] for k in same} == {k: plain[k] for k in same}, (
         "with every step escalated: the policy's own"
     )
-    code, some = run_evaluate(
-        tmp_path, draft, capsys, *given, f"rollout.router.threshold={ {'entropy': 9, 'rsd': 0, 'arbitrage': 1}[kind] }"
-    )
+    most = {"entropy": 9, "likelihood": 99, "rsd": 0, "arbitrage": 1}[kind]
+    code, some = run_evaluate(tmp_path, draft, capsys, *given, f"rollout.router.threshold={most}")
     assert code == 0
     assert some["eval/policy_tokens_ratio"] < 1
 
@@ -243,7 +276,7 @@ def test_uncorrected_training_takes_an_explicit_word():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "threshold", "correction"),
-    [("entropy", 1.5, "token_truncate"), ("entropy", 1.5, "none"), ("kl", 9.0, "sequence_truncate")],
+    [("likelihood", 4.0, "token_truncate"), ("entropy", 1.5, "none"), ("kl", 9.0, "sequence_truncate")],
 )
 def test_grpo_trains_on_text_that_the_draft_wrote(kind, threshold, correction, draft, tmp_path):
     record = runs.run(
@@ -260,7 +293,7 @@ def test_grpo_trains_on_text_that_the_draft_wrote(kind, threshold, correction, d
     first = record.steps[0].metrics
     assert 0 < record.steps[0].reuse < 1
     assert first["spec/behaviour_kl"] > 0
-    assert ("spec/escalated_ratio" in first) == (kind == "entropy")
+    assert ("spec/escalated_ratio" in first) == (kind != "kl")
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     ratio = lines[-1]["sampling/importance_sampling_ratio/mean"]
     assert (ratio == 1.0) == (correction == "none")

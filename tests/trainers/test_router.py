@@ -1,4 +1,4 @@
-"""Training of step classifiers: balance, split, correlation by hand, and that a learnable rule is learned."""
+"""Training from valued steps: split, correlation by hand, and that a learnable rule is learned."""
 
 import copy
 import random
@@ -7,26 +7,13 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
 
-from rollout.routers.arbitrage import classify
-from trainers.router import Fit, Record, accuracy_by_class, balanced, fit, spearman, split
+from trainers.router import Fit, Record, accuracy_by_class, class_logits, classify, fit, logistic, spearman, split
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def record(advantage, problem="a", tokens=(5,)):
-    return Record(problem, tokens, (5,), (9,), (10,), 0.0, advantage)
-
-
-def test_balancing_keeps_the_rarer_class_whole():
-    records = [record(0.5)] * 3 + [record(0.0)] * 20 + [record(-0.5)] * 7
-    chosen = balanced(records, seed=0)
-    assert [r.advantage > 0 for r in chosen] == [True] * 3 + [False] * 3
-    assert balanced(records, 0) == chosen
-    assert balanced(records[:3], 0) == [], "one class alone teaches nothing"
-
-
 def test_no_problem_is_learned_from_and_judged_by():
-    records = [record(0.0, f"p{i % 20}") for i in range(100)]
+    records = [Record(f"p{i % 20}", (0.0,), (5,), (9,), (10,), 0.0, 0.0) for i in range(100)]
     learning, held = split(records, 0.25, seed=0)
     assert len(learning) + len(held) == 100
     assert {r.problem for r in learning}.isdisjoint({r.problem for r in held})
@@ -56,6 +43,33 @@ def classifier(tiny):
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return AutoModelForSequenceClassification.from_config(config)
+
+
+def test_read_out_is_at_the_last_token_whatever_the_padding(tiny):
+    model = classifier(tiny).eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.dim() > 1:
+                p.mul_(15)
+    inputs = [[5, 6, 7], [8] * 9, [1]]
+    alone = torch.cat([class_logits(model, [ids]) for ids in inputs])
+    assert torch.allclose(class_logits(model, inputs), alone, atol=1e-4)
+    shorter = class_logits(model, [ids[:-1] or [2] for ids in inputs])
+    assert not torch.allclose(shorter, alone, atol=1e-2), "another last token reads otherwise"
+
+
+def test_logistic_regression_finds_the_law_that_drew_the_targets():
+    rng = random.Random(0)
+    inputs = [(rng.gauss(0, 1), rng.gauss(0, 1)) for _ in range(4000)]
+    odds = [2 * a - b - 0.5 for a, b in inputs]
+    targets = [rng.random() < 1 / (1 + 2.718281828**-z) for z in odds]
+    found = logistic(inputs, targets)
+    assert found == pytest.approx([2, -1, -0.5], abs=0.2)
+    assert logistic(inputs[::-1], targets[::-1]) == pytest.approx(found, abs=1e-6)
+    shuffled = logistic(inputs, rng.sample(targets, len(targets)))
+    assert shuffled[:2] == pytest.approx([0, 0], abs=0.2), "the control: nothing to find"
+    separable = logistic([(-1.0,), (1.0,)], [False, True])
+    assert 1 < separable[0] < 100
 
 
 def texts(count, seed):
