@@ -13,12 +13,10 @@ if TYPE_CHECKING:
 
     from reward.base import RewardSet
     from reward.process import Prefix
-    from rollout.engines.judged import JudgedEngine
     from rollout.engines.ragged import RaggedModel
     from rollout.engines.routed import RoutedEngine
     from rollout.engines.transformers import TransformersEngine
     from rollout.routers.base import Router, Scorer
-    from rollout.routers.judge import Judge
     from rollout.steps import Candidate, Step
     from specrl.config import Config
     from specrl.data import Example
@@ -49,12 +47,6 @@ class Pair:
         from rollout.engines.transformers import TransformersEngine
 
         return TransformersEngine(model, self._sampling, **self._bounds)
-
-    def judged(self, judge: Judge) -> JudgedEngine:
-        """The policy, verifying the draft model's tokens under a judge."""
-        from rollout.engines.judged import JudgedEngine
-
-        return JudgedEngine(self.policy, self._sampling, judge=judge, draft=self.draft, **self._bounds)
 
     def ragged(self, model: PreTrainedModel) -> RaggedModel:
         """One of the two for single passes."""
