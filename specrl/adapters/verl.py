@@ -41,13 +41,13 @@ def reusing(loop: type) -> Callable[..., Any]:
     class ReuseAgentLoop(loop):
         def __init__(self, session: Session, **verl: Any):
             super().__init__(**verl)
-            self._session = session
+            self._session, self._client = session, self.server_manager
 
         async def run(self, sampling_params: dict[str, Any], **row: Any) -> Any:
             if missing := [name for name in ("session_id", "global_steps") if name not in row]:
                 raise RolloutError(f"verl's row has no {' and no '.join(missing)}: use its V1 trainer (trainer.use_v1)")
             place = {"visit": int(row["global_steps"]), "slot": int(row["session_id"])}
-            self.server_manager = ReuseClient(self.server_manager, self._session, **place)
+            self.server_manager = ReuseClient(self._client, self._session, **place)
             return await super().run(sampling_params, **row)
 
     return ReuseAgentLoop
