@@ -39,7 +39,7 @@ RUN = [
     "report.plots=false",
 ]
 AN_EPOCH_EARLIER = "checkpoints/checkpoint-32"
-TEST_PROBLEMS, TEXTS = 256, 3
+TEST_PROBLEMS, TEXTS = {"an epoch earlier": 1200, "worse": 256}, 3
 MINED_PROBLEMS = 128  # of them, for the ROC
 RECALL = 0.99
 BLUR = 0.4  # of the worse policy
@@ -179,7 +179,7 @@ def judged(work: Path, rewards) -> dict:
     from trainers.judge import fit_judge, roc_auc
 
     run = prepare(work)
-    sizes = {"dataset__train_size": 64, "dataset__test_size": TEST_PROBLEMS, "rollout__max_new_tokens": CAP}
+    sizes = {"dataset__train_size": 64, "dataset__test_size": max(TEST_PROBLEMS.values()), "rollout__max_new_tokens": CAP}
     new, earlier, worse = (policy(str(run / p), LEVEL, 1.0, **sizes) for p in ("model", AN_EPOCH_EARLIER, "model"))
     blur(worse.model, BLUR, seed=0)
     train, test = (load_examples("arithmetic", new.config.dataset, split, 0) for split in ("train", "test"))
@@ -194,7 +194,7 @@ def judged(work: Path, rewards) -> dict:
         "everything stands": JudgeHead(judge.weight, judge.bias, 2.0),
     }
     olds = {"an epoch earlier": earlier, "worse": worse}
-    stored = {name: texts_of(old, test, TEXTS) for name, old in olds.items()}
+    stored = {name: texts_of(old, test[: TEST_PROBLEMS[name]], TEXTS) for name, old in olds.items()}
     fresh = collect_stored(
         new, [row for row in stored["worse"] if row.place == 0 and row.problem < MINED_PROBLEMS], rewards, MISMATCHES
     )
