@@ -179,7 +179,8 @@ def judged(work: Path, rewards) -> dict:
     from trainers.judge import fit_judge, roc_auc
 
     run = prepare(work)
-    sizes = {"dataset__train_size": 64, "dataset__test_size": max(TEST_PROBLEMS.values()), "rollout__max_new_tokens": CAP}
+    most = max(TEST_PROBLEMS.values())
+    sizes = {"dataset__train_size": 64, "dataset__test_size": most, "rollout__max_new_tokens": CAP}
     new, earlier, worse = (policy(str(run / p), LEVEL, 1.0, **sizes) for p in ("model", AN_EPOCH_EARLIER, "model"))
     blur(worse.model, BLUR, seed=0)
     train, test = (load_examples("arithmetic", new.config.dataset, split, 0) for split in ("train", "test"))
