@@ -228,15 +228,15 @@ def test_laws_that_a_keyed_draw_does_not_know_are_refused():
             refuse_unknown_law(SamplingParams(**wrong))
 
 
-def test_engines_that_serve_by_default(served, monkeypatch):
+def test_engines_that_serve_by_default(served, tmp_path, monkeypatch):
     import vllm
 
     from rollout.engines.vllm_served import SPECULATIVE_CONFIG, serve_by_default
 
     monkeypatch.setattr(vllm, "AsyncEngineArgs", vllm.AsyncEngineArgs)  # restored afterwards
-    assert vllm.AsyncEngineArgs(model="m").speculative_config is None
+    model = str(tmp_path)  # a folder: a name would be looked up in the hub
+    assert vllm.AsyncEngineArgs(model=model).speculative_config is None
     serve_by_default()
-    assert vllm.AsyncEngineArgs(model="m", seed=3).speculative_config == SPECULATIVE_CONFIG
-    assert vllm.AsyncEngineArgs(model="m", speculative_config={"method": "ngram"}).speculative_config != (
-        SPECULATIVE_CONFIG
-    )
+    assert vllm.AsyncEngineArgs(model=model, seed=3).speculative_config == SPECULATIVE_CONFIG
+    others = {"method": "ngram"}
+    assert vllm.AsyncEngineArgs(model=model, speculative_config=others).speculative_config == others
