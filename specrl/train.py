@@ -199,6 +199,7 @@ def build_trainer(
     from specrl.data import render, to_dataset
     from trainers.callbacks import ShortHistory
     from trainers.checkpoint import SaveCache
+    from trainers.collector import Setup
 
     prompts = {example.id: render(example, tokenizer) for example in train}
     cpu = next(model.parameters()).device.type == "cpu"
@@ -210,28 +211,25 @@ def build_trainer(
         "trackers": config.report.trackers,
     }
     if config.trainer.algorithm == "ppo":
+        from trainers.arguments import ppo_arguments
         from trainers.ppo import PPOTrainer as trainer_class
-        from trainers.ppo import ppo_arguments
 
-        args = ppo_arguments(config.trainer, config.rollout, steps=steps(config, len(train)), **given)
+        args = ppo_arguments(config.trainer, config.rollout, steps(config, len(train)), **given)
     else:
         from trainers.grpo import GRPOTrainerWithReuse as trainer_class
         from trainers.grpo import grpo_config
 
         args = grpo_config(config.trainer, config.rollout, **given)
-    trainer = trainer_class(
-        model,
-        args,
-        to_dataset(train),
-        tokenizer,
+    setup = Setup(
         score=scorer(rewards),
         render=lambda row: prompts[row["example_id"]],
         make_engine=make_engine,
         cache=cache,
-        rollout_config=config.rollout,
-        trainer_config=config.trainer,
-        peft_config=adapter(config),
+        rollout=config.rollout,
+        trainer=config.trainer,
+        seed=config.seed,
     )
+    trainer = trainer_class(model, args, to_dataset(train), tokenizer, setup, adapter(config))
     keep = config.trainer.keep_checkpoints
     learners = (trainer.cotraining, trainer.refit)
     trainer.add_callback(ShortHistory())

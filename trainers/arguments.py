@@ -1,9 +1,11 @@
-"""What every trainer's arguments have in common."""
+"""Arguments of the trainers, as transformers and TRL take them."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+
+from transformers import TrainingArguments
 
 from rollout.config import RolloutConfig
 from rollout.types import RolloutError
@@ -21,13 +23,26 @@ def passes(trainer: TrainerConfig, rollout: RolloutConfig, world: int) -> tuple[
 
 
 def common_arguments(
-    trainer: TrainerConfig, *, output_dir: Path, seed: int, cpu: bool, trackers: list[str]
+    trainer: TrainerConfig,
+    rollout: RolloutConfig,
+    *,
+    output_dir: Path,
+    seed: int,
+    cpu: bool,
+    world: int,
+    trackers: list[str],
 ) -> dict[str, Any]:
-    """Arguments of transformers.TrainingArguments: optimiser, precision, checkpoints, logging.
+    """Arguments of transformers.TrainingArguments: passes, optimiser, precision, checkpoints, logging.
 
-    Args: output_dir: the run's `checkpoints`; trackers: names of transformers' integrations, whose packages are there.
+    Args:
+        output_dir: the run's `checkpoints`.
+        world: number of processes.
+        trackers: names of transformers' integrations, whose packages are there.
     """
+    per_pass, count = passes(trainer, rollout, world)
     return {
+        "per_device_train_batch_size": per_pass,
+        "gradient_accumulation_steps": count,
         "output_dir": str(output_dir),
         "learning_rate": trainer.learning_rate,
         "lr_scheduler_type": trainer.lr_schedule,
@@ -49,3 +64,8 @@ def common_arguments(
         "disable_tqdm": True,
         "seed": seed,
     }
+
+
+def ppo_arguments(trainer: TrainerConfig, rollout: RolloutConfig, steps: int, **run: Any) -> TrainingArguments:
+    """For PPO runs of `steps` optimiser steps. run: see common_arguments."""
+    return TrainingArguments(**common_arguments(trainer, rollout, **run) | {"max_steps": steps})

@@ -1,15 +1,19 @@
-"""What the life of a run (specrl/train.py) asks of a trainer; GRPO's is TRL's, PPO's is our own."""
+"""What the life of a run (specrl/train.py) asks of a trainer, TRL's GRPO or our PPO, and what both share."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
+from trainers.callbacks import CoTraining
+from trainers.collector import Collector, LastRollout, Setup
+
 if TYPE_CHECKING:
+    import torch
     from accelerate import Accelerator
-    from transformers import TrainerCallback, TrainerState
+    from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainerState
 
     from rollout.engines.base import Engine
-    from trainers.collector import LastRollout
     from trainers.drafter import DrafterTrainer
     from trainers.judge_refit import JudgeRefit
     from trainers.stage import RolloutStage
@@ -39,3 +43,41 @@ class Trainer(Protocol):
 
     def last_rollout(self) -> LastRollout:
         """What was generated last; call it after a step."""
+
+
+class Rollouts:
+    """The half of a Trainer that its rollouts give it."""
+
+    def _open_rollouts(
+        self: Trainer,
+        setup: Setup,
+        policy: Callable[[], torch.nn.Module],
+        rows: Sequence[dict],
+        tokenizer: PreTrainedTokenizerBase,
+        metrics: dict[str, list[float]],
+    ) -> None:
+        """Makes engine and collector, once accelerator, state and policy exist.
+
+        Args:
+            setup: of the run.
+            policy: gives the model as it is trained, adapters included, not wrapped for several processes.
+            rows: of the dataset; the first one's prompt is what engine and trainer must agree on.
+            tokenizer: decodes responses.
+            metrics: takes those of co-training, which runs after a step.
+        """
+        self.engine = setup.make_engine(policy())
+        self.collector = Collector(
+            self.engine, setup, self.accelerator, policy, lambda: self.state, tokenizer, setup.render(rows[0])
+        )
+        self.stage, self.cotraining = self.collector.stage, self.collector.cotraining
+        self.refit = self.collector.refit
+        if self.cotraining:
+            self.add_callback(CoTraining(self.cotraining, metrics))
+
+    def sync_engine(self) -> None:
+        """See Trainer."""
+        self.collector.sync()
+
+    def last_rollout(self) -> LastRollout:
+        """See Trainer."""
+        return self.collector.last()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -41,41 +42,51 @@ class LastRollout(NamedTuple):
     rewards: list[float | None]
 
 
+@dataclass(frozen=True)
+class Setup:
+    """What a run gives to the rollouts of its trainer.
+
+    score: rewards of dataset rows and their responses.
+    render: prompt of a dataset row as token ids.
+    make_engine: the rollout engine, given the policy as it is trained (adapters included).
+    cache: trajectories of earlier epochs; None reuses nothing.
+    rollout, trainer, seed: the run's options.
+    """
+
+    score: Score
+    render: Callable[[dict], list[int]]
+    make_engine: Callable[[torch.nn.Module], Engine]
+    cache: TrajectoryCache | None
+    rollout: RolloutConfig
+    trainer: TrainerConfig
+    seed: int
+
+
 class Collector:
     """Collects the rollouts of one process of a run: `generate`, `reward`, then `finish`, once per rollout batch.
 
     Args:
         engine: produces the responses.
-        cache: trajectories of earlier epochs; None reuses nothing.
-        accelerator: of the run.
+        setup, accelerator: of the run.
         policy: gives the model as it is trained, adapters included, not wrapped for several processes.
         state: gives the trainer's progress, of which `global_step` and `epoch` are read.
-        score: rewards of rows.
-        render: prompt of a dataset row as token ids.
         tokenizer: decodes responses.
         probe: token ids of any text, on which engine and trainer must agree.
-        rollout_config, trainer_config, seed: the run's options.
     """
 
     def __init__(
         self,
         engine: Engine,
-        cache: TrajectoryCache | None,
+        setup: Setup,
         accelerator: Accelerator,
-        *,
         policy: Callable[[], torch.nn.Module],
         state: Callable[[], TrainerState],
-        score: Score,
-        render: Callable[[dict], list[int]],
         tokenizer: PreTrainedTokenizerBase,
         probe: Sequence[int],
-        rollout_config: RolloutConfig,
-        trainer_config: TrainerConfig,
-        seed: int,
     ):
         self._policy, self._accelerator, self._state = policy, accelerator, state
-        self._score, self._render, self._tokenizer, self._probe = score, render, tokenizer, probe
-        self._options, self._group_size = trainer_config, rollout_config.group_size
+        self._score, self._render, self._tokenizer, self._probe = setup.score, setup.render, tokenizer, probe
+        self._options, self._group_size = setup.trainer, setup.rollout.group_size
         self._inputs: list[dict] = []
         self._rows: list[Row] = []
         self._rewards: list[float | None] = []
@@ -85,14 +96,14 @@ class Collector:
         self.exact_bits = policy().dtype == torch.float32 and accelerator.device.type == "cpu"
         """Equal passes give equal bits."""
         self.stage = RolloutStage(
-            SpeculativeRollout(engine, cache, rollout_config, seed),
+            SpeculativeRollout(engine, setup.cache, setup.rollout, setup.seed),
             self._score_tokens,
             strict=self.exact_bits
-            and (rollout_config.top_p, rollout_config.top_k) == (1.0, 0),  # rounding can move the edge of the kept set
+            and (setup.rollout.top_p, setup.rollout.top_k) == (1.0, 0),  # rounding can move the edge of the kept set
             exchange=gather_object if accelerator.num_processes > 1 else lambda entries: entries,
         )
-        self.cotraining = self._cotraining(seed) if trainer_config.drafter.train else None
-        self.refit = self._refits() if rollout_config.router.refit_every else None
+        self.cotraining = self._cotraining(setup.seed) if setup.trainer.drafter.train else None
+        self.refit = self._refits() if setup.rollout.router.refit_every else None
 
     @property
     def engine(self) -> Engine:

@@ -24,12 +24,11 @@ with warnings.catch_warnings():  # TRL looks for vLLM's version although it is n
     from trl.trainer.utils import RepeatSampler
 
 from rollout.config import RolloutConfig
-from rollout.engines.base import Engine
 from rollout.types import RolloutError
-from trainers.arguments import common_arguments, passes
-from trainers.callbacks import CoTraining
+from trainers.arguments import common_arguments
+from trainers.base import Rollouts
 from trainers.checkpoint import writing
-from trainers.collector import Collector, LastRollout, Score
+from trainers.collector import Setup
 from trainers.config import TrainerConfig
 from trainers.reference import ReferenceLogProbs
 
@@ -37,8 +36,6 @@ if TYPE_CHECKING:
     from datasets import Dataset
     from peft import PeftConfig
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-    from rollout.cache import TrajectoryCache
 
 NEEDED = (
     "_generate_and_score_completions",
@@ -65,16 +62,10 @@ class EpochRepeatSampler(RepeatSampler):
         return super().__iter__()
 
 
-class GRPOTrainerWithReuse(GRPOTrainer):
+class GRPOTrainerWithReuse(Rollouts, GRPOTrainer):
     """GRPOTrainer whose responses come from SpeculativeRollout.
 
-    Args:
-        score: rewards of dataset rows and their responses.
-        cache: trajectories of earlier epochs; None reuses nothing.
-        render: prompt of a dataset row as token ids.
-        make_engine: the rollout engine, given the policy as it is trained (adapters included).
-        rollout_config, trainer_config: the run's options.
-        The other arguments are GRPOTrainer's.
+    Args: setup: what the run gives to the rollouts. The other arguments are GRPOTrainer's.
     """
 
     def __init__(
@@ -83,13 +74,7 @@ class GRPOTrainerWithReuse(GRPOTrainer):
         args: GRPOConfig,
         train_dataset: Dataset,
         tokenizer: PreTrainedTokenizerBase,
-        *,
-        score: Score,
-        render: Callable[[dict], list[int]],
-        make_engine: Callable[[torch.nn.Module], Engine],
-        cache: TrajectoryCache | None,
-        rollout_config: RolloutConfig,
-        trainer_config: TrainerConfig,
+        setup: Setup,
         peft_config: PeftConfig | None = None,
     ):
         check_trl()
@@ -104,26 +89,12 @@ class GRPOTrainerWithReuse(GRPOTrainer):
             rollout_func=self._rollout,
         )
         self.remove_callback(PrinterCallback)  # the run's monitor prints
-        self.engine = make_engine(self.accelerator.unwrap_model(self.model))
-        self.collector = Collector(
-            self.engine,
-            cache,
-            self.accelerator,
-            policy=lambda: self.accelerator.unwrap_model(self.model),
-            state=lambda: self.state,
-            score=score,
-            render=render,
-            tokenizer=tokenizer,
-            probe=render(train_dataset[0]),
-            rollout_config=rollout_config,
-            trainer_config=trainer_config,
-            seed=args.seed,
-        )
-        self.stage, self.cotraining = self.collector.stage, self.collector.cotraining
-        self.refit = self.collector.refit
+
+        def policy() -> torch.nn.Module:
+            return self.accelerator.unwrap_model(self.model)
+
+        self._open_rollouts(setup, policy, train_dataset, tokenizer, self._metrics["train"])
         self._reference = ReferenceLogProbs(alone=self.collector.exact_bits)
-        if self.cotraining:
-            self.add_callback(CoTraining(self.cotraining, self._metrics["train"]))
 
     # TRL's hooks -------------------------------------------------------------------------------------------------
 
@@ -186,14 +157,6 @@ class GRPOTrainerWithReuse(GRPOTrainer):
         with writing(Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"):
             super()._save_checkpoint(model, trial)
 
-    def sync_engine(self) -> None:
-        """Brings the engine to the current weights; costs nothing when it has them."""
-        self.collector.sync()
-
-    def last_rollout(self) -> LastRollout:
-        """What was generated last; call it after a step."""
-        return self.collector.last()
-
     # Ours --------------------------------------------------------------------------------------------------------
 
     def _with_behaviour(self, out: dict[str, Any]) -> dict[str, Any]:
@@ -251,24 +214,12 @@ def check_trl() -> None:
         )
 
 
-def grpo_config(
-    trainer: TrainerConfig,
-    rollout: RolloutConfig,
-    *,
-    output_dir: Path,
-    seed: int,
-    cpu: bool,
-    world: int,
-    trackers: list[str],
-) -> GRPOConfig:
-    """TRL's arguments for one optimiser step per rollout batch of prompts_per_step * group_size rows."""
-    per_process, count = passes(trainer, rollout, world)
-    dapo = trainer.algorithm == "dapo"
+def grpo_config(trainer: TrainerConfig, rollout: RolloutConfig, **run: Any) -> GRPOConfig:
+    """For one rollout batch of prompts_per_step * group_size rows per step. run: see common_arguments."""
+    common, dapo = common_arguments(trainer, rollout, **run), trainer.algorithm == "dapo"
     return GRPOConfig(
-        **common_arguments(trainer, output_dir=output_dir, seed=seed, cpu=cpu, trackers=trackers),
-        per_device_train_batch_size=per_process,
-        gradient_accumulation_steps=count,
-        steps_per_generation=count,
+        **common,
+        steps_per_generation=common["gradient_accumulation_steps"],
         num_iterations=trainer.updates_per_rollout,
         num_generations=rollout.group_size,
         max_completion_length=rollout.max_new_tokens,

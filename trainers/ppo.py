@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 from collections import Counter, defaultdict
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,17 +19,13 @@ from transformers import TrainerControl, TrainerState, TrainingArguments, get_sc
 from transformers.integrations import get_reporting_integration_callbacks
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
 
-from rollout.config import RolloutConfig
-from rollout.engines.base import Engine
 from rollout.noise import derive_key
 from rollout.types import RolloutBatch, RolloutError
 from trainers import snapshot
 from trainers.advantages import gae, reinforce_plus_plus, rloo, token_rewards, whiten
-from trainers.arguments import common_arguments, passes
-from trainers.callbacks import CoTraining
+from trainers.base import Rollouts
 from trainers.checkpoint import writing
-from trainers.collector import Collector, LastRollout, Score
-from trainers.config import TrainerConfig
+from trainers.collector import Setup
 from trainers.critic import ActorCritic, trunk_of
 from trainers.experience import Experience
 from trainers.losses import adapted_beta, clipped, kl_estimate, policy_loss, value_loss
@@ -41,16 +36,14 @@ if TYPE_CHECKING:
     from peft import PeftConfig
     from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 
-    from rollout.cache import TrajectoryCache
-
 PLAIN = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 PROGRESS = ("global_step", "epoch", "num_input_tokens_seen")
 
 
-class PPOTrainer:
+class PPOTrainer(Rollouts):
     """PPO whose responses come from SpeculativeRollout; see trainers/base.py for what a run asks of it.
 
-    Args: as GRPOTrainerWithReuse; `args` are those of `ppo_arguments`.
+    Args: as GRPOTrainerWithReuse; `args` are those of trainers.arguments.ppo_arguments.
     """
 
     def __init__(
@@ -59,16 +52,10 @@ class PPOTrainer:
         args: TrainingArguments,
         train_dataset: Dataset,
         tokenizer: PreTrainedTokenizerBase,
-        *,
-        score: Score,
-        render: Callable[[dict], list[int]],
-        make_engine: Callable[[torch.nn.Module], Engine],
-        cache: TrajectoryCache | None,
-        rollout_config: RolloutConfig,
-        trainer_config: TrainerConfig,
+        setup: Setup,
         peft_config: PeftConfig | None = None,
     ):
-        self.args, self._options, self._group_size = args, trainer_config, rollout_config.group_size
+        self.args, self._options, self._group_size = args, setup.trainer, setup.rollout.group_size
         self._dataset, self._tokenizer = train_dataset, tokenizer
         self.accelerator = Accelerator(cpu=args.use_cpu, mixed_precision="bf16" if args.bf16 else "no")
         if self.accelerator.distributed_type not in PLAIN:
@@ -77,7 +64,7 @@ class PPOTrainer:
                 "Launch it with torchrun or with accelerate's MULTI_GPU, or take trainer.algorithm=grpo"
             )
         self._per_pass = args.per_device_train_batch_size
-        self._build(model, rollout_config.temperature, peft_config)
+        self._build(model, setup.rollout.temperature, peft_config)
         self.state = TrainerState(
             max_steps=args.max_steps,
             logging_steps=args.logging_steps,
@@ -86,29 +73,11 @@ class PPOTrainer:
             is_world_process_zero=self.accelerator.is_main_process,
             is_local_process_zero=self.accelerator.is_local_main_process,
         )
-        self.control, self._beta = TrainerControl(), trainer_config.beta
+        self.control, self._beta = TrainerControl(), setup.trainer.beta
         flow = [DefaultFlowCallback, *get_reporting_integration_callbacks(args.report_to)]
         self._callbacks = CallbackHandler(flow, self.policy, tokenizer, self.optimizer, self.scheduler)
-        self.engine = make_engine(self.policy)
-        self.collector = Collector(
-            self.engine,
-            cache,
-            self.accelerator,
-            policy=lambda: self.policy,
-            state=lambda: self.state,
-            score=score,
-            render=render,
-            tokenizer=tokenizer,
-            probe=render(train_dataset[0]),
-            rollout_config=rollout_config,
-            trainer_config=trainer_config,
-            seed=args.seed,
-        )
-        self.stage, self.cotraining = self.collector.stage, self.collector.cotraining
-        self.refit = self.collector.refit
         self._beside: dict[str, list[float]] = defaultdict(list)  # metrics of callbacks
-        if self.cotraining:
-            self.add_callback(CoTraining(self.cotraining, self._beside))
+        self._open_rollouts(setup, lambda: self.policy, train_dataset, tokenizer, self._beside)
 
     def _build(self, model: PreTrainedModel, temperature: float, peft_config: PeftConfig | None) -> None:
         """Policy, critic, reference, optimiser and schedule."""
@@ -336,14 +305,6 @@ class PPOTrainer:
         """See trainers/base.py."""
         self._callbacks.add_callback(callback)
 
-    def sync_engine(self) -> None:
-        """See trainers/base.py."""
-        self.collector.sync()
-
-    def last_rollout(self) -> LastRollout:
-        """See trainers/base.py."""
-        return self.collector.last()
-
     def save_model(self, output_dir: str) -> None:
         """See trainers/base.py."""
         if self.accelerator.is_main_process:
@@ -365,22 +326,3 @@ class PPOTrainer:
         self.scheduler.load_state_dict(progress["schedule"])
         for group, rate in zip(self.optimizer.param_groups, self.scheduler.get_last_lr(), strict=True):
             group["lr"] = rate
-
-
-def ppo_arguments(
-    trainer: TrainerConfig,
-    rollout: RolloutConfig,
-    *,
-    steps: int,
-    output_dir: Path,
-    seed: int,
-    cpu: bool,
-    world: int,
-    trackers: list[str],
-) -> TrainingArguments:
-    """transformers' arguments for runs of `steps` optimiser steps."""
-    per_pass, count = passes(trainer, rollout, world)
-    common = common_arguments(trainer, output_dir=output_dir, seed=seed, cpu=cpu, trackers=trackers)
-    return TrainingArguments(
-        **common | {"max_steps": steps}, per_device_train_batch_size=per_pass, gradient_accumulation_steps=count
-    )

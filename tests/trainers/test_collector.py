@@ -8,7 +8,7 @@ import torch
 
 from rollout.config import RolloutConfig
 from rollout.types import Completion, RolloutBatch, RolloutError
-from trainers.collector import Collector, check_batch
+from trainers.collector import Collector, Setup, check_batch
 from trainers.config import TrainerConfig
 from trainers.metrics import reduce_metric
 
@@ -30,20 +30,17 @@ class Engine:
 
 def collector(rank: int = 0, rollout: RolloutConfig | None = None, trainer: TrainerConfig | None = None) -> Collector:
     accelerator = SimpleNamespace(process_index=rank, num_processes=1, device=torch.device("cpu"))
-    return Collector(
-        Engine(),
-        None,
-        accelerator,
-        policy=lambda: SimpleNamespace(dtype=torch.float32),
-        state=lambda: SimpleNamespace(global_step=7, epoch=2.5),
+    setup = Setup(
         score=lambda rows, texts: ([1.0] * len(rows), {}),
         render=lambda row: [5, 6],
-        tokenizer=None,
-        probe=[5, 6],
-        rollout_config=rollout or RolloutConfig(group_size=4),
-        trainer_config=trainer or TrainerConfig(),
+        make_engine=None,
+        cache=None,
+        rollout=rollout or RolloutConfig(group_size=4),
+        trainer=trainer or TrainerConfig(),
         seed=0,
     )
+    state, policy = SimpleNamespace(global_step=7, epoch=2.5), SimpleNamespace(dtype=torch.float32)
+    return Collector(Engine(), setup, accelerator, lambda: policy, lambda: state, tokenizer=None, probe=[5, 6])
 
 
 def test_rows_become_slots_across_processes():

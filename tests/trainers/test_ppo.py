@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM
 from rollout.config import RolloutConfig
 from rollout.types import RolloutError
 from tests.runs import Recording, differences, run
+from trainers.arguments import ppo_arguments
 from trainers.config import TrainerConfig
-from trainers.ppo import ppo_arguments
 
 PER_EPOCH = 3
 DIFFERENCE = "sampling/sampling_logp_difference/max"
