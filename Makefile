@@ -27,8 +27,9 @@ $(VENV)/triton/.ready: $(STAMP)
 train: setup
 	$(PY) -m specrl.train config=grpo_math resume=auto $(ARGS)
 
+# Two processes, each with whole files: what a module starts (vLLM, Ray) is started once.
 test: setup interpreter lint
-	$(PY) -m pytest $(ARGS)
+	$(PY) -m pytest -n 2 --dist loadfile $(ARGS)
 
 test-fast: setup
 	$(PY) -m pytest -m "not slow" $(ARGS)
