@@ -39,7 +39,7 @@ RUN = [
     "report.plots=false",
 ]
 AN_EPOCH_EARLIER = "checkpoints/checkpoint-32"
-TEST_PROBLEMS, TEXTS = {"an epoch earlier": 1200, "worse": 256}, 3
+TEST_PROBLEMS, TEXTS = {"an epoch earlier": 2400, "worse": 512}, 3
 MINED_PROBLEMS = 128  # of them, for the ROC
 RECALL = 0.99
 BLUR = 0.4  # of the worse policy

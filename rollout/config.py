@@ -17,10 +17,6 @@ SOURCES = ("prefix", "position", "earlier", "group", "contexts")
 prompt's stored texts; what the rows of the prompt have emitted in this rollout; the texts of all prompts."""
 
 
-OWN_SOURCES = SOURCES[:2]
-"""Those that draft the token which the slot's old text has at the same position."""
-
-
 @dataclass
 class CacheConfig:
     max_mb: int = doc(512, "memory bound of stored trajectories in MB (2^20 bytes); the least recently used go first")

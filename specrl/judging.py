@@ -100,9 +100,9 @@ def read_cache(policy: Policy, examples: Sequence[Example], run: Path) -> list[S
 
 def collect_stored(policy: Policy, stored: Sequence[Stored], rewards: RewardSet, most: int) -> Labels:
     """Mismatches of stored texts with the policy's greedy responses."""
-    from trainers.mining import at_positions
+    from trainers.mining import while_followed
 
-    propose = at_positions([row.trajectory.tokens for row in stored])
+    propose = while_followed([row.trajectory.tokens for row in stored])
     return _mine(policy, [r.example for r in stored], [r.problem for r in stored], propose, rewards, most)
 
 

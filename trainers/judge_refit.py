@@ -15,7 +15,7 @@ from rollout.routers.judge import JudgeHead
 from rollout.types import RolloutError, Row
 from trainers.checkpoint import write_durably
 from trainers.judge import Labels, fit_judge
-from trainers.mining import Miner, at_positions
+from trainers.mining import Miner, while_followed
 
 STATE = "judge.safetensors"
 ROWS = 32  # of a rollout that are mined
@@ -58,7 +58,7 @@ class JudgeRefit:
         found = self._miner(
             [row.prompt for row in chosen],
             [zlib.crc32(row.example_id.encode()) for row in chosen],
-            at_positions([text for _, text in known]),
+            while_followed([text for _, text in known]),
             lambda some, texts: self._score([chosen[i] for i in some], texts),
             MISMATCHES,
         )

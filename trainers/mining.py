@@ -89,11 +89,15 @@ class Miner:
         return torch.cat(states)
 
 
-def at_positions(stored: Sequence[Sequence[int]]) -> Propose:
-    """Stored texts as drafts, one per row: the token each has at the same position, as verification follows them."""
+def while_followed(stored: Sequence[Sequence[int]]) -> Propose:
+    """Stored texts as drafts, one per row: the token with which each leaves the row's text, as a judge is asked."""
+
+    def draft(own: Sequence[int], text: Text) -> Sequence[int | None]:
+        at = next((n for n, (a, b) in enumerate(zip(own, text, strict=False)) if a != b), len(text))
+        return [*own[: at + 1], *[None] * len(text)][: len(text)]
 
     def propose(texts: dict[int, Text]) -> dict[int, Sequence[int | None]]:
-        return {i: [*stored[i], *[None] * len(text)][: len(text)] for i, text in texts.items()}
+        return {i: draft(stored[i], text) for i, text in texts.items()}
 
     return propose
 

@@ -8,7 +8,6 @@ from contextlib import ExitStack
 
 import torch
 
-from rollout.config import OWN_SOURCES
 from rollout.engines.base import Sampling
 from rollout.engines.ragged import RaggedModel
 from rollout.engines.rows import Row, check_request
@@ -25,9 +24,10 @@ class JudgedEngine(TransformersEngine):
     """Every pass verifies a draft of `window` tokens; a token stands when it is the draw, or when the judge allows it.
 
     A row drafts from its request's drafter (stored texts), else from the draft model, which draws with the same noise.
-    The judge is asked where the law of a draft token is known, and what it lets stand has that law's log-prob as its
-    behaviour log-prob: the draft model's, or the request's `draft_logprobs` for the slot's own old text at its own
-    positions. All other drafts are verified exactly.
+    The judge is asked about tokens that were written for the text before them, by a law that is known: the draft
+    model's, and those of the slot's old text until the response leaves it, with the request's `draft_logprobs`. What it
+    lets stand has that law's log-prob as its behaviour log-prob. All other drafts are verified exactly: what is kept of
+    a text behind a token that was changed fits the rest worse than either text does.
 
     Args:
         model: the policy, shared with the trainer as in TransformersEngine.
@@ -97,9 +97,9 @@ class JudgedEngine(TransformersEngine):
                 n = self._emit(row, chains[i], fed[i], standing[i])
                 stats.drafted += len(chains[i].tokens)
                 stats.accepted += n
-                policy.rollback(i, before + n)
-                if draft:
-                    draft.rollback(i, before + n)
+                for session in (policy, draft):
+                    if session:  # the row's last token is read with the next draft: its draw is verified against that
+                        session.rollback(i, before + min(n, len(row.tokens) - before - 1))
             stats.draft_s += drafted - began
             stats.verify_s += time.perf_counter() - drafted
             alive = [i for i, row in enumerate(rows) if row.finish is None]
@@ -118,9 +118,9 @@ class JudgedEngine(TransformersEngine):
         for row, chain in zip(rows, chains, strict=True):
             limit = min(self.window, row.room - 1)
             if row.request.drafter and limit > 0:
-                found = list(row.request.drafter.propose(row.tokens, limit))[:limit]
+                found = list(row.request.drafter.propose(row.tokens, limit + 1))[: limit + 1]
                 found = next((found[:i] for i, t in enumerate(found) if not 0 <= t < self.vocab), found)
-                chain.take(found, self._stored_laws(row, len(found)))
+                chain.take(found, self._stored_laws(row, len(found)), limit)
         going = [i for i, chain in enumerate(chains) if draft and not chain.tokens and rows[i].room > 1]
         while going:
             fed = draft.feed({i: [*rows[i].tokens, *chains[i].tokens] for i in going})
@@ -133,8 +133,8 @@ class JudgedEngine(TransformersEngine):
     def _stored_laws(self, row: Row, count: int) -> list[float]:
         """Log-probs of the laws that drew the stored tokens just proposed; NaN where they are not known."""
         request, start = row.request, len(row.tokens)
-        own = getattr(request.drafter, "source", "") in OWN_SOURCES
-        known = list(request.draft_logprobs[start : start + count]) if own and request.draft_logprobs else []
+        intact = getattr(request.drafter, "source", "") == "prefix"
+        known = list(request.draft_logprobs[start : start + count]) if intact and request.draft_logprobs else []
         return known + [float("nan")] * (count - len(known))
 
     def _goes_on(self, row: Row, chain: _Chain) -> bool:
@@ -164,29 +164,38 @@ class JudgedEngine(TransformersEngine):
         return [DraftToken(*token) for token in zip(read, policy, draft, strict=True)]
 
     def _emit(self, row: Row, chain: _Chain, fed: Fed, standing: set[int]) -> int:
-        """Emits what stands and the draw after it; returns how many tokens of the draft stand."""
+        """Emits what stands and the draw after it; returns how many tokens of the draft stand.
+
+        A draw that would leave an old text behind a draft that stands whole waits for the judge of the next pass.
+        """
         first = len(fed.draws) - len(chain.tokens) - 1
         draws, own = fed.draws[first:], fed.logprobs[first:]
         n = accept_judged(draws, chain.tokens, standing)
-        logprobs = [*fed.text_logprobs[first : first + n], own[n]]
-        behaviour = judged_laws(logprobs[:n], chain.logprobs, standing)
-        count = row.emit([*chain.tokens[:n], draws[n]], logprobs, [*behaviour, own[n]], n, self.sampling.eos_ids)
+        waits = n == len(chain.tokens) and chain.behind not in (None, draws[n]) and n + 1 < row.room
+        drawn = [] if waits else [own[n]]
+        text = fed.text_logprobs[first : first + n]
+        behaviour = judged_laws(text, chain.logprobs, standing)
+        tokens = [*chain.tokens[:n], *draws[n : n + len(drawn)]]
+        count = row.emit(tokens, [*text, *drawn], [*behaviour, *drawn], n, self.sampling.eos_ids)
         return min(n, count)
 
 
 class _Chain:
     """One row's draft, with the log-probs of the laws that drew it, and the draft model's hidden states."""
 
-    __slots__ = ("hidden", "logprobs", "tokens")
+    __slots__ = ("behind", "hidden", "logprobs", "tokens")
 
     def __init__(self):
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
         self.hidden: list[torch.Tensor] = []
+        self.behind: int | None = None
+        """The token that follows in the text, where a judge would be asked about it."""
 
-    def take(self, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
-        """Stored text, with NaN where the law that drew it is not known."""
-        self.tokens, self.logprobs = list(tokens), list(logprobs)
+    def take(self, tokens: Sequence[int], logprobs: Sequence[float], limit: int) -> None:
+        """Stored text, of which `limit` tokens are carried, with NaN where the law that drew it is not known."""
+        self.tokens, self.logprobs = list(tokens[:limit]), list(logprobs[:limit])
+        self.behind = next((t for t, p in zip(tokens[limit:], logprobs[limit:], strict=True) if p == p), None)
 
     def draw(self, fed: Fed) -> None:
         """One more token of the draft model."""

@@ -8,7 +8,7 @@ import torch
 
 from rollout.drafters.suffix import PromptTexts, SuffixDrafter
 from rollout.engines.base import Sampling
-from rollout.engines.judged import JudgedEngine
+from rollout.engines.judged import JudgedEngine, _Chain
 from rollout.engines.transformers import TransformersEngine
 from rollout.noise import derive_key
 from rollout.routers.judge import DraftToken, JudgeHead, KLJudge, judged
@@ -174,6 +174,23 @@ def test_stored_text_of_unknown_law_is_verified_exactly(models, plain, known):
         assert [c.tokens for c in done] == plain[0]
 
 
+def test_behind_a_changed_token_stored_text_is_verified_exactly(models, plain):
+    """What is left of a text was written for the token that was changed."""
+    seen = []
+
+    def two_stand(found):
+        seen.append(len(found))
+        return [i < 2 for i in range(len(found))] if len(seen) == 1 else [True] * len(found)
+
+    stored = old(plain)
+    done, stats = engine(models, Verdicts(two_stand), window=8, draft=None).generate(requests(1, stored=stored))
+    assert done[0].tokens[:2] == plain[1][0][:2]
+    assert done[0].tokens[2] != plain[1][0][2], "the policy draws another token there"
+    assert seen == [8], "nobody is asked about the rest"
+    assert stats.drafted > 8, "which is drafted all the same"
+    assert done[0].behaviour_logprobs[2:] == done[0].logprobs[2:]
+
+
 def test_another_texts_tokens_are_no_stored_law(models, plain):
     """Only the slot's own text has a law that was stored; what is copied from elsewhere is verified exactly."""
     asked = requests()
@@ -183,6 +200,31 @@ def test_another_texts_tokens_are_no_stored_law(models, plain):
     done, stats = engine(models, ALL, window=64, draft=None).generate(asked)
     assert stats.drafted > 0
     assert [c.tokens for c in done] == plain[0]
+
+
+def by_window(models, plain, head):
+    """(tokens, behaviour log-probs) of judged stored text under three windows."""
+    found = []
+    for window in (1, 5, 64):
+        done, _ = engine(models, head, window=window, draft=None).generate(requests(stored=old(plain)))
+        found.append([(c.tokens, [round(b, 4) for b in c.behaviour_logprobs]) for c in done])
+    return found
+
+
+def test_the_window_changes_no_stored_text_that_stands(models, plain, monkeypatch):
+    """A judge that can be asked about a token is asked, in whichever pass."""
+    head = JudgeHead(torch.randn(32, generator=torch.Generator().manual_seed(0)), 0.0, 0.9)
+    found = by_window(models, plain, head)
+    assert found[0] == found[1] == found[2]
+    assert [tokens for tokens, _ in found[0]] not in plain, "neither text as it is"
+
+    def takes(self, tokens, logprobs, limit):
+        self.tokens, self.logprobs = tokens[:limit], logprobs[:limit]
+
+    monkeypatch.setattr(_Chain, "take", takes)
+    hasty = by_window(models, plain, head)
+    assert hasty[2] == found[2]
+    assert hasty[0] != found[0], "control: draws that do not wait leave the text"
 
 
 def raises(found):

@@ -117,7 +117,7 @@ def options(tmp_path_factory):
         "rollout__router__kind": "judge",
         "rollout__router__path": folder,
         "rollout__router__refit_every": 1,
-        "reward__functions": "[tests.specrl.test_train_judge:few_digits]",
+        "reward__functions": "[tests.specrl.test_train_judge:thirds]",
     }
 
 

@@ -6,7 +6,7 @@ import torch
 from rollout.engines.base import Sampling
 from rollout.engines.transformers import TransformersEngine
 from rollout.types import Request
-from trainers.mining import Miner, at_positions
+from trainers.mining import Miner, while_followed
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -29,7 +29,9 @@ def by_hand(model, stored):
     for problem, (prompt, draft) in enumerate(zip(PROMPTS, stored, strict=True)):
         text, tried, at = greedy(prompt, CAP), 0, 0
         wanted = reward(text)
-        while wanted and at < min(len(text), len(draft)) and text[at] != EOS and tried < MOST:
+        while (
+            wanted and at < min(len(text), len(draft)) and text[at] != EOS and tried < MOST and text[:at] == draft[:at]
+        ):
             if draft[at] != text[at]:
                 tried += 1
                 prefix = [*text[:at], draft[at]]
@@ -54,7 +56,7 @@ def test_labels_are_those_of_the_search_by_hand(build_model):
         asked.extend(rows)
         return [reward(text) for text in texts]
 
-    labels = miner(PROMPTS, range(len(PROMPTS)), at_positions(stored), score, MOST)
+    labels = miner(PROMPTS, range(len(PROMPTS)), while_followed(stored), score, MOST)
     want = by_hand(model, stored)
     rank = sorted(range(len(labels)), key=lambda i: labels.problem[i])  # the miner goes over all rows in turn
     assert [(labels.important[i].item(), labels.problem[i].item()) for i in rank] == [w[1:] for w in want]
