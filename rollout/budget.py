@@ -23,7 +23,7 @@ _PROBE_EVERY, _PROBE_TOKENS, _PROBE_ROWS = 32, 2, 4
 _REST = 7  # most passes in a row that nobody is asked about
 _MOST = 0.9999  # no estimate of a probability is trusted further
 _MARGIN = 1.1  # the model must promise that much: rows that advance unevenly leave a longer tail than is estimated
-_NEARLY = 0.95  # of the best goodput is as good
+_NEARLY = 0.95  # of the best rate is as good
 _LONG = 32  # tokens of the longest chain that is counted on
 _LEVELS = 10  # of a draft model's confidence: level i holds probabilities from 1 - 2^-i on
 
@@ -45,17 +45,17 @@ class Plan:
 
 
 class Budget:
-    """Goodput controller: maximises expected tokens per second of a pass (SmartSpec, arXiv 2406.14066).
+    """Goodput controller after SmartSpec (arXiv 2406.14066): draft lengths from measured costs and acceptances.
 
-    A pass costs a seconds, r for each row and b for each token, the more the more positions it attends to; fitted to
-    measured passes with forgetting. A draft of k tokens whose tokens are each accepted with probability p emits
-    1 + p + ... + p^k tokens in expectation, p estimated per kind. Maximising sum_i emitted_i / (a + sum_i (r + b + c_i
-    k_i)) gives the rule "draft the j-th token of a row while p^j >= c_i * goodput", solved by fixed-point iteration
-    (Dinkelbach). It decides which rows carry a draft; all that do carry the same number of tokens, see `_levelled`. A
-    token of a row's own drafter costs c = b. One of the draft model also costs its share of the model's passes, and
-    `chain` decides it token by token.
+    A pass of n rows costs a seconds, r for each row and b for each token, the more the more positions it attends to;
+    fitted to measured passes with forgetting. A draft of k tokens whose tokens are each accepted with probability p
+    emits E(k) = 1 + p + ... + p^k tokens in expectation, p estimated per kind. SmartSpec maximises the tokens of a
+    pass per second. Rows that draft well would then pay for long drafts by which only they get ahead, while the others
+    set the time of a rollout; so every row's own rate counts here: sum_i (f + b k_i) / E_i(k_i) is minimised, with
+    f = a / n + r + b its share of a pass. Rows that carry a draft all carry the same number of tokens, see `_levelled`.
+    A token of the draft model also costs its share of the model's passes, and `chain` decides it token by token.
 
-    Args: window: draft tokens per row and pass; 0 decides by goodput.
+    Args: window: draft tokens per row and pass; 0 decides by what rows gain.
     """
 
     def __init__(self, window: int = 0):
@@ -165,7 +165,7 @@ class Budget:
             return Plan(dict.fromkeys(count, self.window), frozenset(), 0.0)
         a, b = self.cost(count.total(), width)
         fixed = a + b * count.total()
-        k, goodput = _levelled({kind: (n, self.acceptance(kind), b) for kind, n in count.items()}, fixed)
+        k, goodput = _levelled({kind: (n, self.acceptance(kind)) for kind, n in count.items()}, fixed, b)
         self._needed, handed = min(1.0, b * goodput), frozenset()
         if model and count:
             handed, goodput = self._hand_over(count, k, fixed, b, goodput)
@@ -206,7 +206,7 @@ class Budget:
         alone = sum(count[s] * _emitted(self.acceptance(s), k[s]) for s in needy)
         alone /= others + b * sum(count[s] * k[s] for s in needy)
         draft, row, token, _ = self.drafter.fit()
-        _, helped = _best({"model": (rows, promise, b + row + token + draft / rows)}, others)
+        helped = _best(rows, promise, b + row + token + draft / rows, others)
         return (needy, helped) if helped > _MARGIN * alone else (frozenset(), alone)
 
     def chain(self, behind: Sequence[int], plan: Plan) -> Chain:
@@ -274,38 +274,41 @@ class Chain:
         return rows if gain >= self._goodput * self._fixed else []
 
 
-def _best(groups: Mapping[Kind, tuple[int, float, float]], fixed: float) -> tuple[dict[Kind, int], float]:
-    """Draft lengths that maximise expected tokens per second, and that maximum (Dinkelbach).
+def _best(rows: int, p: float, price: float, fixed: float) -> float:
+    """The most tokens per second that rows of one kind can expect (Dinkelbach).
 
-    Args: groups: rows, acceptance probability and seconds per draft token of each; fixed: seconds without drafts.
+    Args: p: acceptance; price: seconds per draft token; fixed: seconds of a pass without drafts.
     """
-    k = dict.fromkeys(groups, 0)
+    k = 0
     for _ in range(8):
-        goodput = _goodput(groups, fixed, k)
-        previous, k = k, {s: _length(p, price * goodput) for s, (_, p, price) in groups.items()}
+        goodput = rows * _emitted(p, k) / (fixed + rows * price * k)
+        previous, k = k, _length(p, price * goodput)
         if k == previous:
             break
-    return k, goodput
+    return goodput
 
 
-def _levelled(groups: Mapping[Kind, tuple[int, float, float]], fixed: float) -> tuple[dict[Kind, int], float]:
-    """One draft length, a power of two, for all rows that `_best` lets carry something, and its goodput.
+def _levelled(groups: Mapping[Kind, tuple[int, float]], fixed: float, price: float) -> tuple[dict[Kind, int], float]:
+    """One draft length, a power of two, for all rows that it makes faster, and the rows' tokens per second.
 
     Attention pads the rows of a pass to equal lengths, block by block, so that lengths of their own cost more than they
     bring: at 64 rows on two cores equal drafts took 0.8x to 0.9x the time for about as many passes. Of lengths that are
     nearly as good the shortest is taken: what rows win that are ahead is worth less, as the last row sets the time.
+
+    Args: groups: rows and acceptance of each kind; fixed: seconds of a pass without drafts; price: of a draft token.
     """
-    own, _ = _best(groups, fixed)
-    levels = [1 << i for i in range(max(own.values(), default=0).bit_length())] or [0]
-    found = [{s: level if k else 0 for s, k in own.items()} for level in levels]
-    goodputs = [_goodput(groups, fixed, k) for k in found]
-    return next((k, goodput) for k, goodput in zip(found, goodputs, strict=True) if goodput >= _NEARLY * max(goodputs))
-
-
-def _goodput(groups: Mapping[Kind, tuple[int, float, float]], fixed: float, k: Mapping[Kind, int]) -> float:
-    """Expected tokens per second of a pass with drafts of `k` tokens."""
-    emitted = sum(rows * _emitted(p, k[s]) for s, (rows, p, _) in groups.items())
-    return emitted / (fixed + sum(rows * price * k[s] for s, (rows, _, price) in groups.items()))
+    total = sum(rows for rows, _ in groups.values())
+    k, share = dict.fromkeys(groups, 0), fixed / max(total, 1)
+    most = {s: n for s, (_, p) in groups.items() if (n := _length(p, price / share))}  # of others the first token loses
+    drafting, found = {s: groups[s] for s in most}, []
+    for level in (1 << i for i in range(max(most.values(), default=0).bit_length())):
+        times = {s: (share + price * level) / _emitted(p, level) for s, (_, p) in drafting.items()}
+        seconds = sum(rows * min(share, times[s]) for s, (rows, _) in drafting.items())
+        found.append((seconds, {s: level for s, time in times.items() if time < share}))
+    best = min((seconds for seconds, _ in found), default=0.0)
+    seconds, carried = next((line for line in found if _NEARLY * line[0] <= best), (0.0, {}))
+    rest = sum(rows for s, (rows, _) in groups.items() if s not in drafting)
+    return k | carried, total / (seconds + rest * share) if total else 0.0
 
 
 def _emitted(p: float, k: int) -> float:

@@ -1,0 +1,89 @@
+"""The budget against every fixed draft length, on machines whose passes cost what they should: no noise.
+
+`python -m benchmarks.budget out=FILE`. The ablation of `specrl.bench` runs as it is, with real texts of the embedded
+policy, but its clock stands still except for passes of the model: one over n rows and t tokens that attend to w
+positions takes a + r n + (b + c w) t seconds. So the budget fits costs, estimates acceptance and chooses lengths as
+ever, and what it chose is compared exactly. The clock leaves out drafting, sampling, and the padding of rows of unequal
+length.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from rollout.config import doc
+from specrl import config as cli
+
+MACHINES = {  # (a, r, b, c) in milliseconds
+    "cpu": (6.4, 0.17, 0.012, 2e-4),  # the embedded policy on two cores, as the budget fits it there
+    "gpu": (8.0, 0.02, 0.03, 0.0),  # about a 7B policy in bf16: its weights are read in 8 ms, a token computes 0.03 ms
+}
+WINDOWS = (2, 4, 8, 16, 32, 64)
+BUDGET = "+ contexts"
+
+
+@dataclass
+class BudgetConfig:
+    machine: str = doc("cpu", "whose costs: cpu or gpu")
+    rows: int = doc(64, "rows of the largest batch; smaller ones are measured, too")
+    repeats: int = doc(2, "measured rollouts of each way of drafting")
+    out: str = doc("", "write the figures to this JSON file")
+
+
+class Clock:
+    """Seconds that only passes take."""
+
+    def __init__(self, fixed: float, row: float, token: float, place: float):
+        self.now, self._costs = 0.0, (fixed, row, token, place)
+
+    def __call__(self) -> float:
+        return self.now
+
+    def charge(self, rows: int, tokens: int, width: int) -> None:
+        fixed, row, token, place = self._costs
+        self.now += (fixed + row * rows + (token + place * width) * tokens) / 1e3
+
+
+def main(options: BudgetConfig) -> int:
+    if options.machine not in MACHINES:
+        raise cli.ConfigError(f"machine={options.machine} is none of {', '.join(MACHINES)}.")
+    clock = Clock(*MACHINES[options.machine])
+    time.perf_counter = clock  # before rollout is imported, which keeps it as a default
+    from rich.console import Console
+
+    from rollout.engines.ragged import Pass, RaggedModel
+    from specrl import ablation, bench
+
+    forward = RaggedModel.forward
+
+    def timed(self, tokens, layout: Pass):
+        clock.charge(len(layout.rows.unique()), len(tokens), layout.width)
+        return forward(self, tokens, layout)
+
+    RaggedModel.forward = timed
+    given = bench.BenchOptions(rows=options.rows, repeats=options.repeats)
+    given = replace(given, rollout=replace(given.rollout, max_new_tokens=220))
+    made, others, _ = bench.prepare(given, ablation.OTHERS)
+    lines = ablation.run(Console(width=110), made, others, [], options.repeats, WINDOWS)["lines"]
+    result = {"options": asdict(options), "costs_ms": MACHINES[options.machine], "cells": list(cells(lines))}
+    for cell in result["cells"]:
+        print(f"{cell['rows']} rows, {cell['regime']}: {cell['budget / best']:.3f} of the best fixed length")
+    if options.out:
+        Path(options.out).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    return 0
+
+
+def cells(lines: list[dict]) -> Iterator[dict]:
+    """For each size and regime: all speedups, and the budget's over the best of plain decoding and fixed lengths."""
+    for rows, regime in dict.fromkeys((line["rows"], line["regime"]) for line in lines):
+        found = {line["method"]: line["speedup"] for line in lines if (line["rows"], line["regime"]) == (rows, regime)}
+        best = max(found[name] for name in ("plain", *(f"window {w}" for w in WINDOWS)))
+        yield {"rows": rows, "regime": regime, "speedup": found, "budget / best": found[BUDGET] / best}
+
+
+if __name__ == "__main__":
+    raise SystemExit(cli.run(main, schema=BudgetConfig))
