@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from rollout.config import doc
@@ -29,7 +29,7 @@ BUDGET = "+ contexts"
 @dataclass
 class BudgetConfig:
     machine: str = doc("cpu", "whose costs: cpu or gpu")
-    rows: int = doc(64, "rows of the largest batch; smaller ones are measured, too")
+    rows: list[int] = field(default_factory=lambda: [1, 8, 64], metadata={"help": "rows of a batch, for each table"})
     repeats: int = doc(2, "measured rollouts of each way of drafting")
     out: str = doc("", "write the figures to this JSON file")
 
@@ -65,10 +65,12 @@ def main(options: BudgetConfig) -> int:
         return forward(self, tokens, layout)
 
     RaggedModel.forward = timed
-    given = bench.BenchOptions(rows=options.rows, repeats=options.repeats)
+    most = -(-max(options.rows) // 8) * 8  # whole groups
+    given = bench.BenchOptions(rows=most, repeats=options.repeats)
     given = replace(given, rollout=replace(given.rollout, max_new_tokens=220))
     made, others, _ = bench.prepare(given, ablation.OTHERS)
-    lines = ablation.run(Console(width=110), made, others, [], options.repeats, WINDOWS)["lines"]
+    ablation.SIZES, ablation.WINDOWS = options.rows, WINDOWS
+    lines = ablation.run(Console(width=110), made, others, [], options.repeats)["lines"]
     result = {"options": asdict(options), "costs_ms": MACHINES[options.machine], "cells": list(cells(lines))}
     for cell in result["cells"]:
         print(f"{cell['rows']} rows, {cell['regime']}: {cell['budget / best']:.3f} of the best fixed length")

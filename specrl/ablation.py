@@ -58,21 +58,13 @@ class Method:
     sources: Sequence[str]
 
 
-def run(
-    console,
-    bench: Bench,
-    others: Sequence[Row],
-    drafters: Sequence[str],
-    repeats: int,
-    windows: Sequence[int] = WINDOWS,
-) -> dict[str, list[dict]]:
+def run(console, bench: Bench, others: Sequence[Row], drafters: Sequence[str], repeats: int) -> dict[str, list[dict]]:
     """Measures every method in every regime and size, printing a table for each size.
 
     Args:
         bench: policies, and the prompts of the largest size.
         others: rows of other prompts, whose texts a run has seen before; the newer policy answers them.
         drafters: draft models to try: directories, or layers=N.
-        windows: fixed draft lengths.
     """
     every, lines = bench.rows, []
     seen = bench.rollout(None).generate(others, visit=0, step=0).completions
@@ -81,20 +73,20 @@ def run(
         bench.rows = every[:size]
         for regime, drift in REGIMES.items():
             old = None if drift is None else _old_texts(bench, drift)
-            lines += _compare(bench, regime, old, list(_methods(bench, drafters, windows)), learnt, repeats)
+            lines += _compare(bench, regime, old, list(_methods(bench, drafters)), learnt, repeats)
         show(console, [line for line in lines if line.rows == size])
     bench.rows = every
     return {"lines": [asdict(line) for line in lines]}
 
 
-def _methods(bench: Bench, drafters: Sequence[str], windows: Sequence[int]) -> Iterator[Method]:
+def _methods(bench: Bench, drafters: Sequence[str]) -> Iterator[Method]:
     """An engine for each way of drafting, all around the same model."""
     for name, sources in _STEPS.items():
         yield Method(name, _engine(bench, sources), sources)
     full = _STEPS["+ contexts"]
     for drafter in drafters:
         yield Method(f"+ {Path(drafter).name}", _engine(bench, full, drafter=drafter), full)
-    for window in windows:
+    for window in WINDOWS:
         yield Method(f"window {window}", _engine(bench, full, window=window), full)
 
 

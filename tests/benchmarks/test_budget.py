@@ -24,12 +24,12 @@ def test_a_cell_compares_with_the_best_fixed_length():
 
 @pytest.mark.slow
 def test_the_budget_is_within_a_twentieth_of_the_best_fixed_length(tmp_path):
-    """Of each cell's best, at one row and at eight, from first epochs to little drift; no fixed length is."""
-    command = [sys.executable, "-m", "benchmarks.budget", "rows=8", "repeats=1"]
+    """Of each cell's best, at eight rows, from first epochs to little drift; no fixed length is."""
+    command = [sys.executable, "-m", "benchmarks.budget", "rows=[8]", "repeats=1"]
     out = tmp_path / "out.json"
     subprocess.run([*command, f"out={out}"], check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=600)
     found = json.loads(out.read_text())["cells"]
-    assert len(found) == 8
+    assert len(found) == 4
     assert min(cell["budget / best"] for cell in found) > 0.95, found
     for window in WINDOWS:
         behind = [cell["speedup"][f"window {window}"] / cell["speedup"][BUDGET] for cell in found]
