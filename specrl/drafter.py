@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
+    from trainers.texts import Text
+
 
 @dataclass
 class DrafterOptions:
@@ -43,15 +45,6 @@ class DrafterOptions:
     learning_rate: float = doc(3e-3, "peak of one rise and fall; about 1e-4 for models of a billion parameters")
     seed: int = doc(0, "of the sampled responses and their order")
     device: str = doc("auto", "auto, cpu, cuda or cuda:N")
-
-
-@dataclass(frozen=True, slots=True)
-class Text:
-    """A response that the policy drew with `key`."""
-
-    prompt: tuple[int, ...]
-    tokens: tuple[int, ...]
-    key: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,12 +79,13 @@ def main(options: DrafterOptions) -> int:
         split: [render(e, tokenizer) for e in load_examples(config.data, dataset, split, options.seed)]
         for split in ("train", "test")
     }
-    distil(policy, student, sample(policy, eos_ids, prompts["train"], options), options)
+    texts, _ = sample(policy, eos_ids, prompts["train"], options)
+    distil(policy, student, texts, options)
     if options.bits:
         quantise(student, options.bits)
     student.save_pretrained(options.out)
     tokenizer.save_pretrained(options.out)
-    found = agreement(policy, student, sample(policy, eos_ids, prompts["test"], options))
+    found = agreement(policy, student, *sample(policy, eos_ids, prompts["test"], options))
     print(
         f"{options.out}: on new prompts a keyed draft token is the policy's own in {found.keyed:.1%}, one with other "
         f"noise in {found.independent:.1%} (1 - TV: {found.overlap:.1%})"
@@ -127,17 +121,18 @@ def _renumbered(name: str, kept: Sequence[int]) -> str:
 
 def sample(
     policy: PreTrainedModel, eos_ids: frozenset[int], prompts: Sequence[Sequence[int]], options: DrafterOptions
-) -> list[Text]:
-    """One response of the policy to each prompt, at temperature 1."""
+) -> tuple[list[Text], list[int]]:
+    """One response of the policy to each prompt, at temperature 1, and the keys that drew them."""
     from rollout.engines.base import Sampling
     from rollout.engines.transformers import TransformersEngine
     from rollout.noise import derive_key
     from rollout.types import Request
+    from trainers.texts import Text
 
     keys = [derive_key(options.seed, "drafter", i, 0) for i in range(len(prompts))]
     requests = [Request(p, key, options.max_new_tokens) for p, key in zip(prompts, keys, strict=True)]
     done, _ = TransformersEngine(policy, Sampling(eos_ids)).generate(requests)
-    return [Text(tuple(r.prompt), tuple(c.tokens), r.key) for r, c in zip(requests, done, strict=True)]
+    return [Text(tuple(p), tuple(c.tokens), (), 0) for p, c in zip(prompts, done, strict=True)], keys
 
 
 def distil(policy: PreTrainedModel, student: PreTrainedModel, texts: Sequence[Text], options: DrafterOptions) -> None:
@@ -145,24 +140,22 @@ def distil(policy: PreTrainedModel, student: PreTrainedModel, texts: Sequence[Te
     import torch
     from torch.nn.functional import kl_div
 
-    near = sorted(texts, key=lambda text: len(text.prompt) + len(text.tokens))  # less padding
+    from trainers.texts import response_logits, response_states
+
+    near = sorted(texts, key=len)  # less padding
     cuts = [near[at : at + options.batch] for at in range(0, len(near), options.batch)]
     hidden: dict[int, Tensor] = {}  # of the policy, per cut: far smaller than its logits
     optimizer = torch.optim.AdamW(student.parameters(), options.learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, options.learning_rate, total_steps=options.steps, pct_start=0.1
     )
-    student.train()
     began = time.perf_counter()
     for step, at in zip(range(1, options.steps + 1), _shuffled(len(cuts), options.seed), strict=False):
-        ids, predicts = collate(cuts[at], policy.device)
-        if at not in hidden:
-            with torch.no_grad():
-                hidden[at] = policy.base_model(input_ids=ids, use_cache=False).last_hidden_state[predicts]
         with torch.no_grad():
+            if at not in hidden:
+                hidden[at] = response_states(policy, cuts[at])
             target = policy.get_output_embeddings()(hidden[at]).float().log_softmax(-1)
-        own = student.base_model(input_ids=ids, use_cache=False).last_hidden_state[predicts]
-        logp = student.get_output_embeddings()(own).float().log_softmax(-1)
+        logp = response_logits(student, cuts[at]).float().log_softmax(-1)
         loss = kl_div(logp, target, log_target=True, reduction="batchmean")
         optimizer.zero_grad()
         loss.backward()
@@ -195,35 +188,26 @@ def _shuffled(count: int, seed: int) -> Iterator[int]:
         yield from rng.sample(range(count), count)
 
 
-def collate(texts: Sequence[Text], device) -> tuple[Tensor, Tensor]:
-    """Ids [B, longest], padded on the right, and a mask [B, longest] of the positions that predict response tokens."""
-    import torch
+def agreement(
+    policy: PreTrainedModel, student: PreTrainedModel, texts: Sequence[Text], keys: Sequence[int]
+) -> Agreement:
+    """How often the student's draws are the policy's tokens, each given the policy's text before it.
 
-    longest = max(len(text.prompt) + len(text.tokens) for text in texts)
-    ids = torch.zeros(len(texts), longest, dtype=torch.long)
-    predicts = torch.zeros_like(ids, dtype=torch.bool)
-    for row, text in enumerate(texts):
-        start, end = len(text.prompt), len(text.prompt) + len(text.tokens)
-        ids[row, :end] = torch.tensor(text.prompt + text.tokens)
-        predicts[row, start - 1 : end - 1] = True
-    return ids.to(device), predicts.to(device)
-
-
-def agreement(policy: PreTrainedModel, student: PreTrainedModel, texts: Sequence[Text]) -> Agreement:
-    """How often the student's draws are the policy's tokens, each given the policy's text before it."""
+    Args: keys: that the policy drew the texts with.
+    """
     import torch
 
     from rollout.noise import keyed_draw
+    from trainers.texts import response_logits
 
     keyed = independent = overlap = total = 0.0
-    for text in texts:
-        ids, predicts = collate([text], policy.device)
+    for text, key in zip(texts, keys, strict=True):
         with torch.inference_mode():
-            p, q = (model(input_ids=ids, use_cache=False).logits[predicts].float() for model in (policy, student))
-        tokens = ids[0, len(text.prompt) :]
-        keys, positions = torch.full_like(tokens, text.key), torch.arange(len(tokens), device=ids.device)
-        keyed += (keyed_draw(q, keys, positions)[0] == tokens).sum().item()
-        independent += (keyed_draw(q, ~keys, positions)[0] == tokens).sum().item()
+            p, q = (response_logits(model, [text]).float() for model in (policy, student))
+        tokens = torch.tensor(text.response, device=p.device)
+        noise, positions = torch.full_like(tokens, key), torch.arange(len(tokens), device=p.device)
+        keyed += (keyed_draw(q, noise, positions)[0] == tokens).sum().item()
+        independent += (keyed_draw(q, ~noise, positions)[0] == tokens).sum().item()
         overlap += torch.minimum(p.softmax(-1), q.softmax(-1)).sum().item()
         total += len(tokens)
     return Agreement(keyed / total, independent / total, overlap / total)

@@ -12,7 +12,7 @@ from rollout.engines.transformers import TransformersEngine
 from rollout.noise import derive_key
 from rollout.types import Request
 from specrl import config as cli
-from specrl.drafter import DrafterOptions, agreement, collate, distil, main, quantise, sample, shortened
+from specrl.drafter import DrafterOptions, agreement, distil, main, quantise, sample, shortened
 from specrl.options import ConfigError
 from specrl.tasks import arithmetic
 from specrl.tiny import load_tiny
@@ -28,10 +28,21 @@ def policy():
 
 
 @pytest.fixture(scope="module")
-def texts(policy):
+def sampled(policy):
+    """Texts and their keys."""
     model, tokenizer = policy
     prompts = [tokenizer(p.prompt).input_ids for p in arithmetic("train", 80, 0, "easy")]
     return sample(model, frozenset([tokenizer.eos_token_id]), prompts, SMALL)
+
+
+@pytest.fixture(scope="module")
+def texts(sampled):
+    return sampled[0]
+
+
+@pytest.fixture(scope="module")
+def held_out(sampled):
+    return [column[64:] for column in sampled]
 
 
 @pytest.fixture(scope="module")
@@ -62,44 +73,36 @@ def test_layers_out_of_range_are_refused(policy, layers):
         shortened(policy[0], layers)
 
 
-def test_responses_are_the_policys_own_draws(policy, texts):
-    model, tokenizer = policy
-    requests = [Request(t.prompt, t.key, SMALL.max_new_tokens) for t in texts[:8]]
+def test_responses_are_the_policys_own_draws(policy, sampled):
+    (model, tokenizer), (texts, keys) = policy, sampled
+    requests = [Request(t.prompt, key, SMALL.max_new_tokens) for t, key in zip(texts[:8], keys, strict=False)]
     done, _ = TransformersEngine(model, Sampling(frozenset([tokenizer.eos_token_id]))).generate(requests)
-    assert [tuple(c.tokens) for c in done] == [t.tokens for t in texts[:8]]
-    assert texts[3].key == derive_key(SMALL.seed, "drafter", 3, 0)
-    assert len({t.key for t in texts}) == len(texts)
+    assert [tuple(c.tokens) for c in done] == [t.response for t in texts[:8]]
+    assert keys[3] == derive_key(SMALL.seed, "drafter", 3, 0)
+    assert len(set(keys)) == len(texts)
 
 
-def test_only_positions_that_predict_a_response_token_are_trained(texts):
-    ids, predicts = collate(texts[:4], torch.device("cpu"))
-    for row, text in enumerate(texts[:4]):
-        places = predicts[row].nonzero()[:, 0]
-        assert ids[row, places + 1].tolist() == list(text.tokens)
-        assert ids[row, : len(text.prompt)].tolist() == list(text.prompt)
-
-
-def test_distilling_raises_agreement_on_new_prompts(policy, texts, distilled):
-    model, held_out = policy[0], texts[64:]
-    before, after = agreement(model, shortened(model, 1), held_out), agreement(model, distilled, held_out)
+def test_distilling_raises_agreement_on_new_prompts(policy, held_out, distilled):
+    model = policy[0]
+    before, after = agreement(model, shortened(model, 1), *held_out), agreement(model, distilled, *held_out)
     print(f"before {before}, after {after}")
     assert after.keyed > before.keyed + 0.15
     assert after.overlap > before.overlap + 0.15
     assert abs(after.keyed - after.overlap) < 0.05, "keyed draws agree with probability about 1 - TV"
-    own = agreement(model, model, held_out)
+    own = agreement(model, model, *held_out)
     assert own.keyed == 1.0
     assert own.overlap == pytest.approx(1.0, abs=1e-4)
     assert own.independent < 1.0, "control: with other noise even the policy itself draws other tokens"
 
 
-def test_distilling_on_shuffled_targets_does_not(policy, texts):
+def test_distilling_on_shuffled_targets_does_not(policy, texts, held_out):
     """The planted wrong rule: every response is predicted from another prompt's positions."""
     model, student = policy[0], shortened(policy[0], 1)
     wrong = copy.deepcopy(model)
     with torch.no_grad():
         wrong.lm_head.weight = torch.nn.Parameter(wrong.lm_head.weight.roll(7, 0))
     distil(wrong, student, texts[:64], replace(SMALL, steps=30))
-    assert agreement(model, student, texts[64:]).keyed < 0.1
+    assert agreement(model, student, *held_out).keyed < 0.1
 
 
 def test_the_command_writes_a_model_that_drafts(policy, tmp_path, capsys):
