@@ -1,10 +1,10 @@
 """What a judge of old texts gains where wording is free: `python benchmarks/judges.py work=DIR out=FILE [to=MODEL]`.
 
 The embedded policy writes one text for each problem, so it is first taught to word them freely; GRPO then moves it
-(exact verification, three epochs). The judge is mined from the texts that this run stored, under the policy it ended
-with. It is measured on held-out problems: on texts of the policy one epoch earlier, and of a blurred copy of the
-policy, which is much worse. Passes, tokens and rewards are counted, so the machine does not matter. `work` keeps the
-two models, and a second call uses them.
+(exact verification, three epochs). The judge is mined, under the policy that this run ended with, from the texts that
+it stored and from those that the policy of one epoch earlier writes for more problems. It is measured on held-out
+problems: on texts of that earlier policy, and of a blurred copy of the policy, which is much worse. Passes, tokens and
+rewards are counted, so the machine does not matter. `work` keeps the two models, and a second call uses them.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ RUN = [
 AN_EPOCH_EARLIER = "checkpoints/checkpoint-32"
 TEST_PROBLEMS, TEXTS = {"an epoch earlier": 2400, "worse": 512}, 3
 MINED_PROBLEMS = 128  # of them, for the ROC
+MORE_PROBLEMS = 2048  # that the judge learns from, beside those of the run: one in a hundred texts says what matters
 RECALL = 0.99
 BLUR = 0.4  # of the worse policy
 MISMATCHES = 16
@@ -150,15 +151,15 @@ def policy(model: str, level: str, temperature: float, **sizes):
     return Policy(loaded.eval(), tokenizer, Sampling(eos_ids, temperature), config)
 
 
-def texts_of(old, examples: Sequence, count: int) -> list:
-    """Texts of a policy, as a cache would hold them."""
+def texts_of(old, examples: Sequence, count: int, first: int = 0) -> list:
+    """`count` texts of a policy for each example, as a cache would hold them; `first` numbers the first example."""
     from rollout.engines.transformers import TransformersEngine
     from rollout.noise import derive_key
     from rollout.types import Request, Trajectory
     from specrl.data import render
     from specrl.judging import Stored
 
-    owners = [(i, example, n) for i, example in enumerate(examples) for n in range(count)]
+    owners = [(i, example, n) for i, example in enumerate(examples, first) for n in range(count)]
     cap = old.config.rollout.max_new_tokens
     requests = [
         Request(render(e, old.tokenizer), derive_key(0, e.id, n, 0, "old"), cap, plain=True) for _, e, n in owners
@@ -184,7 +185,9 @@ def judged(work: Path, rewards) -> dict:
     new, earlier, worse = (policy(str(run / p), LEVEL, 1.0, **sizes) for p in ("model", AN_EPOCH_EARLIER, "model"))
     blur(worse.model, BLUR, seed=0)
     train, test = (load_examples("arithmetic", new.config.dataset, split, 0) for split in ("train", "test"))
-    labels = collect_stored(new, read_cache(new, train, run), rewards, MISMATCHES)
+    more = load_examples("arithmetic", replace(new.config.dataset, train_size=64 + MORE_PROBLEMS), "train", 0)[64:]
+    mined = [*read_cache(new, train, run), *texts_of(earlier, more, 1, first=64)]
+    labels = collect_stored(new, mined, rewards, MISMATCHES)
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
     fitted = fit_judge(labels, RECALL), fit_judge(replace(labels, important=labels.important[order]), RECALL)
     judge, shuffled = (JudgeHead(f.weight, f.bias, f.threshold) for f in fitted)
