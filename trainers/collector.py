@@ -116,8 +116,8 @@ class Collector:
         return self._state().global_step
 
     @property
-    def visit(self) -> int:
-        """How often the prompts of this batch were rolled out before: whole epochs taken."""
+    def epoch(self) -> int:
+        """Whole epochs taken."""
         return int((self._state().epoch or 0.0) + 1e-6)
 
     @property
@@ -150,7 +150,7 @@ class Collector:
         if self.refit:
             old = [self.stage.rollout.cache.get(row.example_id, s) for row, s in zip(self._rows, slots, strict=True)]
             self._metrics |= self.refit.step(self._rows, [text and text.tokens for text in old])
-        self.batch = self.stage.generate(self._rows, visit=self.visit, step=self.version, slots=slots)
+        self.batch = self.stage.generate(self._rows, step=self.version, slots=slots)
         check_batch(self.batch, len(inputs))
         return self._rows, self.batch
 
@@ -168,9 +168,7 @@ class Collector:
 
     def finish(self) -> dict[str, float]:
         """Stores the batch, runs the control rows that are due, and returns the metrics over all processes."""
-        metrics = self._metrics | self.stage.finish(
-            self._rows, self.batch, self._rewards, visit=self.visit, step=self.version
-        )
+        metrics = self._metrics | self.stage.finish(self._rows, self.batch, self._rewards, step=self.version)
         self._metrics = {}
         if self.cotraining:
             self._observe()
