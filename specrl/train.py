@@ -23,6 +23,12 @@ if TYPE_CHECKING:
     from trainers.base import Trainer
 
 
+PURE_BF16 = (
+    "trainer.precision=pure_bf16: at trainer.learning_rate={:g} most steps are below the distance from one bf16 number "
+    "to the next, so such weights hardly learn, and their reuse is flattered. trainer.precision=bf16 keeps fp32 weights"
+)
+
+
 def main(config: Config) -> int:
     """The life of a run: claim its directory, load, evaluate, train, evaluate, save, report."""
     run_dir, checkpoint = claim(config)
@@ -35,13 +41,13 @@ def main(config: Config) -> int:
     from specrl.data import check_lengths, load_examples
     from specrl.env import ENVIRONMENT_FILE, machine
     from specrl.monitor import Monitor, to_json
-    from specrl.policy import load_policy
+    from specrl.policy import load_policy, trained_dtype
     from specrl.report import write_report
     from trainers import checkpoint as checkpoints
     from trainers.callbacks import StopOnTerm
 
     set_seed(config.seed)
-    model, tokenizer, eos_ids = load_policy(config)
+    model, tokenizer, eos_ids = load_policy(config, trained_dtype(config))
     train = load_examples(config.data, config.dataset, "train", config.seed)
     test = load_examples(config.data, config.dataset, "test", config.seed) if config.trainer.eval_prompts else []
     context = getattr(model.config, "max_position_embeddings", None)
@@ -71,6 +77,8 @@ def main(config: Config) -> int:
             monitor = closing.enter_context(Monitor(run_dir, steps(config, len(train)), resumed_step=resumed))
             watch(trainer, config, monitor, tokenizer, test, rewards, run_dir)
             monitor.note(memory.sentence(memory.plan(config, model, longest), memory.free_mb(model.device)))
+            if config.trainer.precision == "pure_bf16":
+                monitor.note(PURE_BF16.format(config.trainer.learning_rate))
         trainer.add_callback(terminated := StopOnTerm(config.trainer.steps_per_rollout))
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
         if terminated.received:
@@ -156,7 +164,7 @@ def load_cache(config: Config, tokenizer, model, eos_ids: frozenset[int], checkp
 def engine_factory(config: Config, eos_ids: frozenset[int], closing: ExitStack) -> Callable[[torch.nn.Module], Engine]:
     """Makes the run's engine once the policy exists; `closing` ends it, and the Ray cluster it may need."""
     from rollout.engines import build_engine
-    from specrl.policy import engine_spec
+    from specrl.policy import engine_spec, trained_dtype
     from specrl.routing import step_scorer
 
     spec = engine_spec(config, eos_ids)
@@ -175,7 +183,8 @@ def engine_factory(config: Config, eos_ids: frozenset[int], closing: ExitStack) 
         if config.cluster.num_workers:
             engine = RolloutPool(spec, config.cluster)
         else:
-            shared = model if config.rollout.engine == "transformers" else None
+            one = config.rollout.engine == "transformers" and trained_dtype(config) == spec.dtype
+            shared = model if one else None
             engine = build_engine(spec, shared, step_scorer(config))
         closing.callback(engine.close)
         return engine

@@ -93,7 +93,9 @@ class Collector:
         self._metrics: dict[str, float] = {}
         self._sent: int | None = None
         self.batch: RolloutBatch | None = None
-        self.exact_bits = policy().dtype == torch.float32 and accelerator.device.type == "cpu"
+        self._dtype = torch.float32 if setup.trainer.precision == "fp32" else torch.bfloat16
+        """Of the engine's weights."""
+        self.exact_bits = self._dtype == torch.float32 and accelerator.device.type == "cpu"
         """Equal passes give equal bits."""
         self.stage = RolloutStage(
             SpeculativeRollout(engine, setup.cache, setup.rollout, setup.seed),
@@ -135,7 +137,7 @@ class Collector:
         if self._sent == self.version and engine.own_weights:
             return
         began = time.perf_counter()
-        weights.send(engine, self._policy(), self.version, self._probe)
+        weights.send(engine, self._policy(), self.version, self._probe, self._dtype)
         self._sent = self.version
         if engine.own_weights:
             self._metrics["timing_s/sync"] = time.perf_counter() - began
@@ -234,7 +236,7 @@ class Collector:
             logp, behaviour = drawn, torch.zeros_like(drawn)
             for i, c in enumerate(self.batch.completions):
                 behaviour[i, : len(c.tokens)] = torch.tensor(c.behaviour_logprobs)
-        elif config.engine != "transformers" and not self.old_from_engine and self._options.correction != "none":
+        elif self._other_numerics and not self.old_from_engine and self._options.correction != "none":
             logp, behaviour = own(), drawn
         else:
             return None
@@ -243,6 +245,13 @@ class Collector:
             summary = {"min": used.min(), "mean": used.mean(), "max": used.max()}
             self._metrics |= {f"sampling/importance_sampling_ratio/{k}": v.item() for k, v in summary.items()}
         return ratios
+
+    @property
+    def _other_numerics(self) -> bool:
+        """True when the engine computes with another implementation or other weights than the trainer."""
+        return self.stage.rollout.config.engine != "transformers" or (
+            self._options.precision == "bf16" and self.engine.own_weights
+        )
 
     # -------------------------------------------------------------------------------------------------------------
 
