@@ -13,7 +13,7 @@ from rollout.drafters.suffix import PromptTexts, SuffixDrafter
 from rollout.engines.base import Engine
 from rollout.noise import derive_key, generation
 from rollout.replay import ReplayControl
-from rollout.types import Completion, Request, RolloutBatch, RolloutError, Row, Trajectory
+from rollout.types import Completion, EngineStats, Request, RolloutBatch, RolloutError, Row, Trajectory
 
 Domain = Literal["rollout", "control", "evaluation"]
 
@@ -86,7 +86,7 @@ class SpeculativeRollout:
             for r, k, t in zip(rows, keys, old, strict=True)
         ]
         looked_up = time.perf_counter()
-        completions, stats = self.engine.generate(requests)
+        completions, stats = self.engine.generate(requests) if requests else ([], EngineStats())
         generated = time.perf_counter()
         self._reused = sum(sum(c.reused) for c in completions) / max(1, sum(len(c.tokens) for c in completions))
         return RolloutBatch(

@@ -278,7 +278,7 @@ def _trainer_rules(t: TrainerConfig, r: RolloutConfig) -> Iterator[str]:
         yield "trainer.clip=0 lets no ratio pass. Try trainer.clip=0.2."
     if 0 < t.clip_high < t.clip:
         yield f"trainer.clip_high={t.clip_high} is below trainer.clip={t.clip}. Try trainer.clip_high={t.clip}."
-    if t.overlong_buffer >= r.max_new_tokens:
+    if t.overlong_tokens(r.max_new_tokens) >= r.max_new_tokens:
         yield (
             f"trainer.overlong_buffer={t.overlong_buffer} must be below rollout.max_new_tokens={r.max_new_tokens}. "
             f"Try trainer.overlong_buffer={r.max_new_tokens // 5}."
@@ -297,7 +297,7 @@ def _trainer_rules(t: TrainerConfig, r: RolloutConfig) -> Iterator[str]:
 
 
 PPO_ONLY = ("advantage", "minibatches", "kl_penalty", "kl_target", "entropy_bonus", "gamma", "gae_lambda", "critic")
-GRPO_ONLY = ("loss", "scale_rewards")
+GRPO_ONLY = ("loss", "scale_rewards", "ratio", "refills")
 
 
 def _algorithm_rules(t: TrainerConfig) -> Iterator[str]:

@@ -43,10 +43,10 @@ rollout.vllm.runner rollout.vllm.draft_tokens rollout.vllm.kv_cache_mb rollout.v
 rollout.vllm.tensor_parallel rollout.vllm.compile rollout.vllm.sleep
 trainer.algorithm trainer.advantage trainer.learning_rate trainer.lr_schedule trainer.warmup_steps trainer.epochs
 trainer.max_steps trainer.prompts_per_step trainer.rows_per_pass trainer.updates_per_rollout trainer.minibatches
-trainer.clip trainer.clip_high trainer.beta trainer.kl_penalty trainer.kl_target trainer.entropy_bonus trainer.gamma
-trainer.gae_lambda
-trainer.loss trainer.scale_rewards trainer.mask_truncated trainer.overlong_buffer trainer.max_grad_norm
-trainer.weight_decay trainer.old_logprobs trainer.correction trainer.correction_cap trainer.precision
+trainer.clip trainer.ratio trainer.clip_high trainer.beta trainer.kl_penalty trainer.kl_target trainer.entropy_bonus
+trainer.gamma trainer.gae_lambda trainer.loss trainer.scale_rewards trainer.mask_truncated trainer.overlong_buffer
+trainer.refills trainer.max_grad_norm trainer.weight_decay trainer.old_logprobs trainer.correction
+trainer.correction_cap trainer.precision
 trainer.gradient_checkpointing trainer.save_every trainer.keep_checkpoints trainer.eval_every trainer.eval_prompts
 trainer.log_completions trainer.log_completions_every
 trainer.drafter.train trainer.drafter.objective trainer.drafter.select trainer.drafter.learning_rate
