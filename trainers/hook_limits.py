@@ -18,7 +18,7 @@ OPTIONS = {
     "cache_implementation": ((None,), "no cache of transformers is used"),
     "generation_kwargs": ((None, {}), LAW),
     "min_p": ((None, 0), LAW),
-    "repetition_penalty": ((1,), LAW),
+    "repetition_penalty": ((1.0, None), LAW),
 }
 """GRPOConfig's option: its values that ask for nothing, and why another one cannot be had."""
 

@@ -38,7 +38,8 @@ class Asked:
     def skip(self, step: int, passes: int) -> None:
         """Begins behind every number that a run can have used within `step` optimiser steps of `passes` passes.
 
-        A pass asks for a batch at most once, so no prompt was asked for more often than there were passes.
+        A pass asks for a batch at most once, so no prompt was asked for more often than there were passes. Steps before
+        an earlier resume are taken to have had as many.
         """
         self._first = {"rollout": step * passes, "evaluation": (step + 1) * MANY}
 

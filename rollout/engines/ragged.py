@@ -228,6 +228,12 @@ class RaggedModel:
     def device(self) -> torch.device:
         return self.lm_head.weight.device
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """What passes are computed in: the weights' type, or that of the autocast around the engine."""
+        kind = self.device.type
+        return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else self.model.dtype
+
     def forward(self, tokens: Sequence[int], layout: Pass) -> Tensor:
         """Final hidden states [N, hidden] of packed tokens."""
         ids = torch.tensor([tokens], device=self.device)
@@ -310,8 +316,7 @@ class RaggedModel:
             raise RolloutError(f"{name} does not work with the transformers engine: {error}") from error
         want = torch.cat([expected[4:], expected[1:]])
         error = ((got - want).abs().max() / want.abs().max().clamp(min=1.0)).item()
-        exact = self.model.dtype == torch.float32 and not torch.is_autocast_enabled(self.device.type)
-        if not error < (1e-3 if exact else 0.1):
+        if not error < (1e-3 if self.dtype == torch.float32 else 0.1):
             raise RolloutError(
                 f"{name} does not work with the transformers engine: its logits differ by {error:.2g} from the model's "
                 "own (an attention variant or a logit transform that the packed path does not know)"
