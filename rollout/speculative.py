@@ -69,11 +69,12 @@ class SpeculativeRollout:
         slots = list(slots) if slots is not None else _occurrences(rows)
         visits = [visit] * len(rows) if isinstance(visit, int) else list(visit)
         _check_keys(rows, slots, visits)
-        last = max(visits, default=0)
-        shares = self.replay.until(last) if domain == "rollout" else [0.0] * (last + 1)
-        generations = [
-            generation(self.seed, r.example_id, s, v, shares) for r, s, v in zip(rows, slots, visits, strict=True)
-        ]
+        generations = visits
+        if domain == "rollout":
+            shares = self.replay.until(max(visits, default=0))
+            generations = [
+                generation(self.seed, r.example_id, s, v, shares) for r, s, v in zip(rows, slots, visits, strict=True)
+            ]
         keys = [
             derive_key(self.seed, r.example_id, s, g, domain) for r, s, g in zip(rows, slots, generations, strict=True)
         ]
