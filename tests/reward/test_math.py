@@ -246,7 +246,12 @@ def test_every_request_draws_from_sympys_generator_anew(checker):
 
     handler, replaced = checker
     drawn = []
-    replaced["by"] = lambda *given, **options: drawn.append(rng.random()) is not None
+
+    def draw(*given, **options):
+        drawn.append(rng.random())
+        return True
+
+    replaced["by"] = draw
     for disturbed in range(3):
         rng.seed(disturbed + 1)
         handler(CANARY)
