@@ -89,8 +89,9 @@ class MathReward:
     name = "math"
     deterministic = True
 
-    def __init__(self, timeout_s: float = 5.0, memory_mb: int = 2048, workers: int = 1):
-        self.pool = WorkerPool("reward.math:make_checker", workers=workers, timeout_s=timeout_s, memory_mb=memory_mb)
+    def __init__(self, **limits: float):
+        """`limits` are those of WorkerPool."""
+        self.pool = WorkerPool("reward.math:make_checker", canary=CANARY, **limits)
 
     def __call__(self, samples: Sequence[Sample]) -> list[float | None]:
         return scores(self, samples)

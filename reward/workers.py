@@ -22,14 +22,22 @@ from contextlib import suppress
 from typing import Any
 
 from reward.base import RewardError
+from reward.failures import LimitError
 
-START_TIMEOUT_S = 60.0  # importing math_verify takes about 0.5 s; a cold network disk can take many times that
 MAX_REQUEST_BYTES = 4 * 2**20
 MAX_REPLY_BYTES = 2**20
 
 
 class WorkerError(RuntimeError):
     """The function in the worker raised (its traceback is the message), or the worker died twice on one request."""
+
+
+class DeadlineError(LimitError, TimeoutError):
+    """No reply within `timeout_s`; the worker was killed."""
+
+
+class MemoryLimitError(LimitError, WorkerError):
+    """The handler ran out of memory twice, the second time in a fresh worker."""
 
 
 class _Worker:
@@ -111,10 +119,13 @@ def _remaining(deadline: float) -> float:
 class WorkerPool:
     """`workers` processes that each run one handler, built in the worker by `target(*arguments)`.
 
-    target       "module:factory"; the factory is called once per process and returns `handler(payload) -> value`,
-                 payload and value being anything JSON carries. Start-up does not count against `timeout_s`.
-    timeout_s    wall-clock seconds for one call; the process is killed when they are over
-    memory_mb    address-space limit of a process in MB (2^20 bytes); 0 is no limit
+    target           "module:factory"; the factory is called once per process and returns `handler(payload) -> value`,
+                     payload and value being anything JSON carries. Start-up does not count against `timeout_s`.
+    timeout_s        wall-clock seconds for one call; the process is killed when they are over
+    memory_mb        address-space limit of a process in MB (2^20 bytes); 0 is no limit
+    start_timeout_s  wall-clock seconds until a process is ready, which is mostly imports
+    canary           a payload that healthy workers answer in time, whatever texts do to them; by default the one that
+                     took longest so far, of those that took at most half of `timeout_s`
 
     Processes start on first use (or `start()`), are replaced after a timeout or crash, and die with this process,
     whatever kills it. Any thread may call; after a fork the child starts workers of its own.
@@ -128,12 +139,14 @@ class WorkerPool:
         workers: int = 1,
         timeout_s: float = 5.0,
         memory_mb: int = 2048,
-        start_timeout_s: float = START_TIMEOUT_S,
+        start_timeout_s: float = 300.0,
+        canary: Any = None,
     ):
         for name, value, least in (
             ("workers", workers, 1),
             ("timeout_s", timeout_s, 0.01),
             ("memory_mb", memory_mb, 0),
+            ("start_timeout_s", start_timeout_s, 0.01),
         ):
             if not least <= value < float("inf"):
                 raise RewardError(f"reward.{name} must be a number of at least {least}, got {value!r}")
@@ -142,6 +155,7 @@ class WorkerPool:
         self.start_timeout_s = start_timeout_s
         self._settings = {"target": target, "arguments": list(arguments), "memory_mb": memory_mb}
         self._closed = False
+        self._canary, self._canary_s = canary, 0.0 if canary is None else float("inf")
         self._reset()
         _pools.add(self)
 
@@ -168,8 +182,9 @@ class WorkerPool:
     def call(self, payload: Any) -> Any:
         """`handler(payload)` in a worker.
 
-        Raises TimeoutError at the deadline, WorkerError when the handler raised, TypeError or ValueError for a payload
-        that JSON cannot carry or that is too long, RewardError when no worker can be started or the pool is closed.
+        Raises DeadlineError at the deadline, TimeoutError when the handler raised one, MemoryLimitError, WorkerError
+        when the handler raised anything else or killed its worker, TypeError or ValueError for a payload that JSON
+        cannot carry or that is too long, RewardError when no worker can be started or the pool is closed.
         A worker that dies or runs out of memory is replaced and the request repeated once: the cause may have been
         outside, such as the kernel's out-of-memory killer, or rows that came before.
         """
@@ -178,25 +193,27 @@ class WorkerPool:
             raise ValueError(
                 f"the input is {len(request)} bytes long, more than the {MAX_REQUEST_BYTES} a worker takes"
             )
+        trouble: WorkerError
         for _ in range(2):
             worker = self._take()
             try:
-                deadline = time.monotonic() + self.timeout_s
+                start = time.monotonic()
+                deadline = start + self.timeout_s
                 worker.send(request, deadline)
                 reply = worker.receive(deadline)
             except BaseException as error:
                 self._drop(worker)
                 if isinstance(error, TimeoutError):
-                    raise TimeoutError(
+                    raise DeadlineError(
                         f"no result within reward.timeout_s={self.timeout_s:g} s; worker killed"
                     ) from None
                 if not isinstance(error, (OSError, EOFError, ValueError)):
                     raise  # an interrupt: the worker went, because its late reply would answer the next request
-                trouble = f"the reward worker died twice on this input ({_ending(worker)}): {error}"
+                trouble = WorkerError(f"the reward worker died twice on this input ({_ending(worker)}): {error}")
                 continue
             if reply.get("kind") == "memory":
                 self._drop(worker)
-                trouble = (
+                trouble = MemoryLimitError(
                     f"out of memory under reward.memory_mb={self._settings['memory_mb']}, twice:\n{reply['error']}"
                 )
                 continue
@@ -205,13 +222,16 @@ class WorkerPool:
                 raise TimeoutError(reply["error"])
             if "error" in reply:
                 raise WorkerError(reply["error"])
+            if self._canary_s < (took := time.monotonic() - start) <= self.timeout_s / 2:
+                self._canary, self._canary_s = payload, took
             return reply["value"]
-        raise WorkerError(trouble)
+        raise trouble
 
     def map(self, payloads: Sequence[Any]) -> list[Any]:
         """`call` for each payload, `workers` at a time; a call that failed leaves its exception in its place.
 
-        Only RewardError is raised: without workers nothing can be scored.
+        A LimitError is `of_text` when the canary is answered after the last of them. Only RewardError is raised:
+        without workers nothing can be scored.
         """
 
         def outcome(payload: Any) -> Any:
@@ -223,9 +243,15 @@ class WorkerPool:
                 return error
 
         if self.workers == 1 or len(payloads) < 2:
-            return [outcome(payload) for payload in payloads]
-        with ThreadPoolExecutor(min(self.workers, len(payloads))) as threads:
-            return list(threads.map(outcome, payloads))
+            outcomes = [outcome(payload) for payload in payloads]
+        else:
+            with ThreadPoolExecutor(min(self.workers, len(payloads))) as threads:
+                outcomes = list(threads.map(outcome, payloads))
+        over = [result for result in outcomes if isinstance(result, LimitError)]
+        if over and self._canary is not None and not isinstance(outcome(self._canary), Exception):
+            for error in over:
+                error.of_text = True
+        return outcomes
 
     def close(self) -> None:
         """Kill every worker; calls under way in other threads raise RewardError. Idempotent."""
@@ -267,7 +293,9 @@ class WorkerPool:
             except BaseException as error:
                 self._discard(worker)
                 if isinstance(error, TimeoutError):
-                    raise RewardError(f"{what} was not ready after {self.start_timeout_s:g} s and was killed") from None
+                    raise RewardError(
+                        f"{what} was not ready after reward.start_timeout_s={self.start_timeout_s:g} s and was killed"
+                    ) from None
                 if not isinstance(error, (OSError, EOFError, ValueError)):
                     raise
                 trouble = f"it died twice while starting ({_ending(worker)}); see its messages above"

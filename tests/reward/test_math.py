@@ -1,6 +1,8 @@
 """The math reward: which answers count, quick comparison, math-verify in a worker, hostile text, real data."""
 
 import json
+import os
+import signal
 import threading
 import time
 from pathlib import Path
@@ -278,6 +280,33 @@ def test_hostile_text_meets_the_deadline_and_is_masked(hostile):
         assert "timeout_s=0.7" in results[0].first_failure["math"]
         assert rewards.score([Sample("p", r"\boxed{\frac12}", "0.5")]).total == [1.0]
         assert rewards.score([Sample("p", r"\boxed{\frac13}", "0.5")]).total == [0.0]
+    finally:
+        rewards.close()
+
+
+def test_two_answers_too_hard_to_check_do_not_end_the_run():
+    rewards = RewardSet([MathReward(timeout_s=1)])
+    step = [Sample(f"p{i % 4}", HOSTILE[2] if i < 2 else "#### 5", f"{5 + i % 4}") for i in range(32)]
+    try:
+        for _ in range(2):  # as every resume would do again
+            result = rewards.score(step)
+            assert (result.failed, result.timeouts, result.over_limit) == ({"math": 2}, {"math": 2}, {"math": 2})
+            assert result.total == [None, None, *[float(i % 4 == 0) for i in range(2, 32)]]
+    finally:
+        rewards.close()
+
+
+@pytest.mark.parametrize("on_limit", ["mask", "zero"])
+def test_a_stalled_worker_is_never_a_wrong_answer(on_limit):
+    reward = MathReward(timeout_s=1)
+    rewards = RewardSet([reward], on_limit=on_limit)
+    right, hard = Sample("p", r"\boxed{\frac12}", "0.5"), Sample("p", HOSTILE[2], "18")
+    try:
+        reward.pool.start()
+        (pid,) = reward.pool.pids()
+        os.kill(pid, signal.SIGSTOP)
+        assert rewards.score([right]).total == [1.0 if on_limit == "zero" else None]
+        assert rewards.score([hard]).total == [0.0 if on_limit == "zero" else None]
     finally:
         rewards.close()
 
