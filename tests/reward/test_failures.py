@@ -76,7 +76,7 @@ def test_a_bad_step_does_not_decide_alone_and_is_forgotten():
 
 
 def test_large_steps_are_judged_over_several():
-    good, bad = batch(prompts=128), batch(*[BROKEN] * 150, prompts=128)
+    good, bad = batch(prompts=128), batch(*[BROKEN] * 300, prompts=128)
     assert step_that_stops([good, good, good, bad, good, good, good, good, bad]) is None
     assert step_that_stops([good, good, bad, bad]) == 3
 
