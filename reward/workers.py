@@ -1,6 +1,6 @@
 """Killable worker processes for code that may hang, crash or eat memory on text a model wrote.
 
-The deadline is enforced here, in the calling thread, by a socket timeout and SIGKILL of the worker's process group:
+The deadline is enforced in the calling thread, by a socket timeout and SIGKILL of the worker's process group:
 nothing the worker does (signals blocked, C code that never yields) can outlive it. `reward/worker.py` is the other end.
 """
 
@@ -8,24 +8,18 @@ from __future__ import annotations
 
 import json
 import os
-import select
-import signal
-import socket
-import subprocess
-import sys
 import threading
 import time
 import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from typing import Any
 
 from reward.base import RewardError
 from reward.failures import LimitError
+from reward.worker_process import WorkerProcess
 
 MAX_REQUEST_BYTES = 4 * 2**20
-MAX_REPLY_BYTES = 2**20
 
 
 class WorkerError(RuntimeError):
@@ -38,82 +32,6 @@ class DeadlineError(LimitError, TimeoutError):
 
 class MemoryLimitError(LimitError, WorkerError):
     """The handler ran out of memory twice, the second time in a fresh worker."""
-
-
-class _Worker:
-    """One process. Not thread-safe except `kill`: the pool hands a worker to one thread at a time."""
-
-    def __init__(self, settings: dict[str, Any]):
-        self.channel, theirs = socket.socketpair()
-        lifeline, held = os.pipe()
-        self.lifeline = os.fdopen(held, "wb", buffering=0)
-        self._kill_lock = threading.Lock()
-        self._killed = False
-        # The same import path as here, so that user modules resolve alike; a fixed hash seed, so that set order does.
-        path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-        try:
-            self.process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "reward.worker", json.dumps({**settings, "lifeline": lifeline})],
-                stdin=theirs,
-                stdout=2,  # what user code prints belongs to the log
-                pass_fds=(lifeline,),
-                start_new_session=True,
-                env={**os.environ, "PYTHONPATH": path, "PYTHONHASHSEED": "0"},
-            )
-        except OSError:
-            self.abandon()
-            raise
-        finally:
-            theirs.close()
-            os.close(lifeline)
-
-    def healthy(self) -> bool:
-        """Between requests a living worker is silent; a readable socket means that it died or talks out of turn."""
-        poll = select.poll()  # select() cannot watch descriptors from 1024 up
-        poll.register(self.channel, select.POLLIN)
-        return not poll.poll(0)
-
-    def send(self, request: bytes, deadline: float) -> None:
-        self.channel.settimeout(_remaining(deadline))
-        self.channel.sendall(request)
-
-    def receive(self, deadline: float) -> dict[str, Any]:
-        """The next reply. TimeoutError at the deadline; EOFError, OSError or ValueError when the worker is broken."""
-        line = bytearray()
-        while not line.endswith(b"\n"):
-            self.channel.settimeout(_remaining(deadline))
-            chunk = self.channel.recv(65536)
-            if not chunk:
-                raise EOFError("the worker process ended without a reply")
-            line += chunk
-            if len(line) > MAX_REPLY_BYTES:
-                raise ValueError(f"the worker's reply is larger than {MAX_REPLY_BYTES} bytes")
-        return json.loads(line)
-
-    def kill(self) -> None:
-        """SIGKILL the process group, reap the leader, close our ends. Idempotent, from any thread."""
-        with self._kill_lock:
-            if self._killed:
-                return
-            self._killed = True
-            # Before the leader is reaped its id cannot be reused, so this can only reach our own group.
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.process.pid, signal.SIGKILL)
-            with suppress(subprocess.TimeoutExpired):
-                self.process.wait(timeout=2.0)
-            self.abandon()
-
-    def abandon(self) -> None:
-        """Close our ends only: what a forked child does with its parent's workers."""
-        self.channel.close()
-        self.lifeline.close()
-
-
-def _remaining(deadline: float) -> float:
-    remaining = deadline - time.monotonic()
-    if remaining <= 0:
-        raise TimeoutError("deadline passed")
-    return remaining
 
 
 class WorkerPool:
@@ -161,8 +79,8 @@ class WorkerPool:
 
     def _reset(self) -> None:
         self._changed = threading.Condition()
-        self._idle: list[_Worker | None] = [None] * self.workers  # None: a slot without a process
-        self._live: set[_Worker] = set()
+        self._idle: list[WorkerProcess | None] = [None] * self.workers  # None: a slot without a process
+        self._live: set[WorkerProcess] = set()
 
     def __enter__(self) -> WorkerPool:
         return self
@@ -209,7 +127,7 @@ class WorkerPool:
                     ) from None
                 if not isinstance(error, (OSError, EOFError, ValueError)):
                     raise  # an interrupt: the worker went, because its late reply would answer the next request
-                trouble = WorkerError(f"the reward worker died twice on this input ({_ending(worker)}): {error}")
+                trouble = WorkerError(f"the reward worker died twice on this input ({worker.ending()}): {error}")
                 continue
             if reply.get("kind") == "memory":
                 self._drop(worker)
@@ -263,7 +181,7 @@ class WorkerPool:
         for worker in workers:
             worker.kill()
 
-    def _take(self) -> _Worker:
+    def _take(self) -> WorkerProcess:
         """An idle, living worker; started or replaced here when needed."""
         with self._changed:
             self._changed.wait_for(lambda: self._idle or self._closed)
@@ -280,11 +198,11 @@ class WorkerPool:
             self._put(None)
             raise
 
-    def _start(self) -> _Worker:
+    def _start(self) -> WorkerProcess:
         """A worker that reported ready; one that died while starting is tried once more."""
         what = f"the reward worker for {self._settings['target']}{self._settings['arguments'] or ''}"
         for _ in range(2):
-            worker = _Worker(self._settings)
+            worker = WorkerProcess(self._settings)
             with self._changed:
                 self._live.add(worker)
                 closed = self._closed
@@ -298,7 +216,7 @@ class WorkerPool:
                     ) from None
                 if not isinstance(error, (OSError, EOFError, ValueError)):
                     raise
-                trouble = f"it died twice while starting ({_ending(worker)}); see its messages above"
+                trouble = f"it died twice while starting ({worker.ending()}); see its messages above"
                 continue
             if reply.get("ready"):
                 return worker
@@ -308,18 +226,18 @@ class WorkerPool:
         hint = f"reward.memory_mb={self._settings['memory_mb']} limits its address space; raise it for heavy imports"
         raise RewardError(f"{what} cannot start: {trouble}\n({hint})")
 
-    def _put(self, worker: _Worker | None) -> None:
+    def _put(self, worker: WorkerProcess | None) -> None:
         with self._changed:
             if not self._closed:
                 # Empty slots go to the front: a running worker is preferred.
                 self._idle.insert(len(self._idle) if worker else 0, worker)
                 self._changed.notify()
 
-    def _drop(self, worker: _Worker) -> None:
+    def _drop(self, worker: WorkerProcess) -> None:
         self._discard(worker)
         self._put(None)
 
-    def _discard(self, worker: _Worker) -> None:
+    def _discard(self, worker: WorkerProcess) -> None:
         worker.kill()
         with self._changed:
             self._live.discard(worker)
@@ -332,11 +250,6 @@ class WorkerPool:
         self._reset()
         if self._closed:
             self._idle.clear()
-
-
-def _ending(worker: _Worker) -> str:
-    code = worker.process.returncode
-    return f"killed by signal {-code}" if code is not None and code < 0 else f"exit code {code}"
 
 
 _pools: weakref.WeakSet[WorkerPool] = weakref.WeakSet()
