@@ -353,6 +353,20 @@ def test_built_in_rewards_load_from_the_configuration():
         rewards.close()
 
 
+@pytest.mark.parametrize("spec", ["math", "reward_plug_ins:length"])
+def test_the_bounds_of_the_configuration_reach_the_workers(plug_ins, spec):
+    reward = load_reward(spec, RewardConfig(timeout_s=7, workers=3, start_timeout_s=77))
+    try:
+        assert (reward.pool.timeout_s, reward.pool.workers, reward.pool.start_timeout_s) == (7, 3, 77)
+    finally:
+        reward.close()
+
+
+def test_the_rules_of_the_configuration_reach_the_set():
+    rewards = RewardSet.from_config(RewardConfig(["format"], on_limit="zero", max_failure_ratio=0.5))
+    assert (rewards.on_limit, rewards.max_failure_ratio) == ("zero", 0.5)
+
+
 def test_the_configuration_is_a_structured_omegaconf_schema():
     from omegaconf import OmegaConf
 
