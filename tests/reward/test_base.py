@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import textwrap
-import time
 
 import pytest
 
@@ -334,9 +333,7 @@ def test_isolated_functions_report_their_own_traceback(plug_ins):
 def test_a_hanging_function_is_killed_and_the_next_call_works(plug_ins):
     rewards = RewardSet([load_reward("reward_plug_ins:hanging", dataclasses.replace(plug_ins, isolate_user=True))])
     try:
-        start = time.monotonic()
         result = rewards.score(samples("poison", "a", "b"))
-        assert time.monotonic() - start < 0.5 + 2
         assert masked(result, 3)
         assert result.timeouts == {"hanging": 1}
         assert rewards.score(samples("a")).total == [1.0]
