@@ -44,6 +44,7 @@ LIMITS = {
     "trainer.log_completions_every": (1, math.inf),
     "dataset.max_prompt_tokens": (1, math.inf),
     "reward.workers": (1, math.inf),
+    "reward.start_timeout_s": (1, math.inf),
     "reward.max_failure_ratio": (0, 1),
     "rollout.vllm.draft_tokens": (1, 127),
     "rollout.vllm.memory_utilization": (0.01, 1),

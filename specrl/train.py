@@ -31,6 +31,7 @@ PURE_BF16 = (
 
 def main(config: Config) -> int:
     """The life of a run: claim its directory, load, evaluate, train, evaluate, save, report."""
+    check_rewards(config)
     run_dir, checkpoint = claim(config)
 
     from transformers import set_seed
@@ -100,6 +101,17 @@ def main(config: Config) -> int:
         report.show()
     trainer.accelerator.wait_for_everyone()  # a process that left early would break the others' connections
     return 0
+
+
+def check_rewards(config: Config) -> None:
+    """ConfigError when a configured reward does not exist or cannot take what it is given."""
+    from reward.base import RewardError
+    from reward.loading import check
+
+    try:
+        check(config.reward)
+    except RewardError as error:
+        raise ConfigError(str(error)) from error
 
 
 def claim(config: Config) -> tuple[Path, Path | None]:
@@ -263,6 +275,7 @@ def scorer(
         metrics: dict[str, float] = {
             "reward/failed": sum(total is None for total in result.total),
             "reward/timeouts": sum(result.timeouts.values()),
+            "reward/over_limit": sum(result.over_limit.values()),
             "reward/reused_ratio": sum(result.reused.values()) / max(1, len(rows) * len(result.parts)),
         }
         for name, values in result.parts.items():
