@@ -85,6 +85,8 @@ class Collector:
         self._probe, self._seed = setup.render(dataset[0]), setup.seed
         self._options, self._group_size = setup.trainer, setup.rollout.group_size
         self._whole: Scored | None = None
+        self._fields: dict[str, dict] = {}
+        """Dataset rows of the step, by example id."""
         self._metrics: dict[str, float] = {}
         self._sent: int | None = None
         self.last: Scored | None = None
@@ -142,6 +144,7 @@ class Collector:
         """
         first = self._accelerator.process_index * len(inputs)
         self.sync()
+        self._fields = {row["example_id"]: row for row in inputs}
         if self.refit:
             self._refit(inputs, first)
         self._whole = self.last = self._roll_out(inputs, first)
@@ -151,6 +154,7 @@ class Collector:
 
     def _roll_out(self, inputs: list[dict], first: int) -> Scored:
         """Args: first: place of the first row among those of all processes."""
+        self._fields |= {row["example_id"]: row for row in inputs}
         rows = [Row(row["example_id"], tuple(self._render(row))) for row in inputs]
         slots = [(first + i) % self._group_size for i in range(len(inputs))]
         batch = self.stage.generate(rows, step=self.version, slots=slots)
@@ -299,8 +303,7 @@ class Collector:
 
     def _score_tokens(self, rows: Sequence[Row], responses: Sequence[list[int]]) -> list[float | None]:
         """Rewards of control rows and of mined texts; they are not logged as the step's rewards."""
-        fields = {row["example_id"]: row for row in self._whole.inputs}
-        totals, _ = self._score([fields[row.example_id] for row in rows], self._decode(responses))
+        totals, _ = self._score([self._fields[row.example_id] for row in rows], self._decode(responses))
         return [None if t is None else t + self._overlong(ids) for t, ids in zip(totals, responses, strict=True)]
 
     def _overlong(self, ids: Sequence[int]) -> float:
