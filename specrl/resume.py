@@ -43,26 +43,26 @@ def claimed(config: Config) -> Iterator[tuple[Path, Path | None]]:
     if int(os.environ.get("RANK", 0)):
         yield run_dir, None
         return
+    with _held(run_dir, config.output_dir):
+        yield run_dir, _checkpoint(config, run_dir)
+
+
+@contextmanager
+def _held(run_dir: Path, output_dir: str) -> Iterator[None]:
+    """Locks the directory; the kernel frees it with this process, however it ends."""
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         lock = os.open(run_dir / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     except OSError as error:
-        raise ConfigError(f"output_dir={config.output_dir}: {run_dir} cannot be written: {error.strerror}.") from error
-    try:
-        _hold(lock, run_dir)
-        yield run_dir, _checkpoint(config, run_dir)
-        with suppress(OSError):  # the disk may be full; the kernel frees the lock in any case
-            os.ftruncate(lock, 0)
-    finally:
-        os.close(lock)
-
-
-def _hold(lock: int, run_dir: Path) -> None:
-    """Locks the open file for as long as this process lives, and writes into it who that is."""
+        raise ConfigError(f"output_dir={output_dir}: {run_dir} cannot be written: {error.strerror}.") from error
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with suppress(OSError):  # a full disk
+            os.ftruncate(lock, 0)
+            os.pwrite(lock, f"pid {os.getpid()} on {os.uname().nodename} since {time.strftime('%F %T')}".encode(), 0)
     except BlockingIOError:
         holder = os.pread(lock, 200, 0).decode("utf-8", "replace") or "it has just started"
+        os.close(lock)
         raise ConfigError(
             f"{run_dir} is in use by a run that lives ({holder}). Wait for its end, stop it, or give another name=..."
         ) from None
@@ -70,10 +70,13 @@ def _hold(lock: int, run_dir: Path) -> None:
         logger.warning(
             "%s cannot be locked (%s): do not start this name again while this run lives.", run_dir, error.strerror
         )
-        return
-    with suppress(OSError):
-        os.ftruncate(lock, 0)
-        os.pwrite(lock, f"pid {os.getpid()} on {os.uname().nodename} since {time.strftime('%F %T')}".encode(), 0)
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            os.ftruncate(lock, 0)
+            fcntl.flock(lock, fcntl.LOCK_UN)  # closing would leave it to processes that were forked from this one
+        os.close(lock)
 
 
 def _checkpoint(config: Config, run_dir: Path) -> Path | None:
