@@ -94,11 +94,11 @@ def _all(directory: Path) -> list[Path]:
 
 
 def leave_aside(directory: Path, sound: Path) -> None:
-    """Renames the damaged checkpoints after `sound` to NAME.damaged: the run will write these steps again."""
+    """Renames the damaged checkpoints after `sound` to damaged-NAME: the run will write these steps again."""
     for path in marked(directory):
         if step_of(path) > step_of(sound):
             names = itertools.chain([""], map("-{}".format, itertools.count(2)))
-            path.rename(next(new for n in names if not (new := path.with_name(f"{path.name}.damaged{n}")).exists()))
+            path.rename(next(new for n in names if not (new := path.with_name(f"damaged-{path.name}{n}")).exists()))
 
 
 def prune(directory: Path, saved: Path, keep: int) -> None:

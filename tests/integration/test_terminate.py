@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,6 +14,8 @@ import specrl.train
 from specrl import config as cli
 from specrl.config import INTERRUPTED, TERMINATED
 from tests.runs import ROOT, run, words
+from trainers import callbacks
+from trainers.callbacks import StopOnSignal
 from trainers.checkpoint import marked, newest, step_of
 
 
@@ -93,6 +96,25 @@ def test_ctrl_c_saves_the_step_and_the_run_goes_on_as_the_uninterrupted_one(tmp_
     rest = run(tmp_path, resume="auto", **options)
     assert [step.tokens for step in rest.steps] == [step.tokens for step in whole.steps[2:]]
     assert all((w == whole.weights[n]).all() for n, w in rest.weights.items())
+
+
+def test_a_launcher_that_passes_a_ctrl_c_on_does_not_make_it_two(monkeypatch, capfd):
+    """The terminal sends it to all processes, and torchrun once more."""
+    before, now = [signal.getsignal(number) for number in StopOnSignal.SIGNALS], [0.0]
+    monkeypatch.setattr(callbacks.time, "monotonic", lambda: now[0])
+    stop, state = StopOnSignal(1), SimpleNamespace(global_step=3, is_world_process_zero=True)
+    stop.on_train_begin(SimpleNamespace(world_size=2), state, None)
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+        now[0] += 5
+        with pytest.raises(KeyboardInterrupt, match="interrupted; step 3 is saved"):
+            os.kill(os.getpid(), signal.SIGINT)
+    finally:
+        stop.on_train_end(None, state, None)
+    assert capfd.readouterr().err.count("Ctrl-C once more") == 1
+    assert stop.received == signal.SIGINT
+    assert [signal.getsignal(number) for number in StopOnSignal.SIGNALS] == before
 
 
 def test_a_second_ctrl_c_stops_at_once_and_says_what_is_saved(tmp_path, interrupted):

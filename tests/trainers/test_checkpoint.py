@@ -334,7 +334,7 @@ def test_damaged_checkpoints_are_left_aside_each_under_a_name_of_its_own(tmp_pat
             shutil.rmtree(tmp_path / f"checkpoint-{step}", ignore_errors=True)
             make(tmp_path, step)
         leave_aside(tmp_path, tmp_path / "checkpoint-1")
-    names = ["checkpoint-1", *(f"checkpoint-{n}.damaged{twin}" for n in (2, 3) for twin in ("", "-2"))]
+    names = ["checkpoint-1", *(f"damaged-checkpoint-{n}{twin}" for n in (2, 3) for twin in ("", "-2"))]
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(names)
     assert newest(tmp_path) == tmp_path / "checkpoint-1"
 
@@ -356,9 +356,9 @@ def test_a_run_goes_on_from_the_older_checkpoint_and_ends_as_the_uninterrupted_o
     assert all(torch.equal(tensor, whole.weights[name]) for name, tensor in rest.weights.items())
     assert sorted(path.name for path in copied.glob("checkpoint-*")) == [
         "checkpoint-4",
-        "checkpoint-4.damaged",
         "checkpoint-5",
     ]
+    assert (copied / "damaged-checkpoint-4" / target.name).is_file()
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
 
