@@ -136,7 +136,7 @@ def _totals(own: list[dict], plain: list[dict], key: str) -> list[Saving]:
 def estimate(steps: Sequence[dict]) -> float | None:
     """Seconds saved over the whole run, extrapolated: gen seconds times (speedup of the control steps - 1).
 
-    What co-training and saving the cache took is charged.
+    What co-training took is charged.
     Epoch 1 and the rest are extrapolated apart. Epoch 1 counts as saving nothing when it has no control step; None
     when the rest has none.
     """
@@ -147,7 +147,7 @@ def estimate(steps: Sequence[dict]) -> float | None:
             saved += total(part, "timing_s/gen") * (speedup - 1)
         elif part is rest:
             return None
-    return saved - total(steps, "timing_s/drafter") - total(steps, "timing_s/cache_save")
+    return saved - total(steps, "timing_s/drafter")
 
 
 def first_last(steps: Sequence[dict], key: str = "reward") -> dict:
