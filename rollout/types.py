@@ -194,6 +194,8 @@ class RolloutBatch:
     """Trainer steps since the draft was written, None for rows without a stored trajectory."""
     replayed: list[bool]
     """True where the row kept its noise key from its last visit."""
+    visits: list[int] = field(default_factory=list)
+    """How often the row's prompt was rolled out before; empty for plain decoding by given keys."""
     unchanged: list[bool] = field(default_factory=list)
     """True where the response is the stored one, token for token; empty when nothing was looked up."""
     stats: EngineStats = field(default_factory=EngineStats)

@@ -11,6 +11,7 @@ from specrl.config import Config, load_saved
 from specrl.data import PRESETS
 from specrl.env import anonymous
 from specrl.options import to_yaml
+from specrl.policy import rollout_dtype, trained_dtype
 from specrl.report import NO_PLOT, shown
 
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
@@ -34,6 +35,11 @@ def card(config: Config, summary: dict) -> str:
     lines = ["---", yaml.safe_dump(_metadata(config), sort_keys=False).rstrip(), "---", "", f"# {config.name}", ""]
     lines += [
         f"{trained}{config.model}, trained by {algorithm} on {config.data} with specrl, {summary['steps']} steps.",
+        "",
+    ]
+    dtype = "float32" if config.lora.rank else trained_dtype(config)
+    lines += [
+        f"The saved weights are {dtype}, as trained; responses were drawn with {rollout_dtype(config)} weights.",
         "",
     ]
     lines += [*_learning(summary), "", "## How the rollouts were accelerated", "", *_rollouts(summary), ""]

@@ -71,7 +71,7 @@ def problems(config: Config, training: bool = True) -> list[str]:
     found += [*_drafter_rules(config.rollout), *_cotraining_rules(config)]
     found += [*_lossy_rules(config.rollout, config.trainer), *_router_rules(config, training)]
     found += [*_trainer_rules(config.trainer, config.rollout), *_algorithm_rules(config.trainer)]
-    found += _reward_rules(config.reward)
+    found += [*_reward_rules(config.reward), *_precision_rules(config)]
     return [*found, *_training_rules(config), *_tracker_rules(config)] if training else found
 
 
@@ -206,6 +206,14 @@ def _router_rules(c: Config, training: bool) -> Iterator[str]:
         yield (
             f"{given} with trainer.correction=none would train on the draft's text as if the policy had written it. "
             "Try trainer.correction=token_truncate, or say rollout.router.uncorrected=true."
+        )
+
+
+def _precision_rules(c: Config) -> Iterator[str]:
+    if c.trainer.precision == "pure_bf16" and c.lora.rank:
+        yield (
+            f"trainer.precision=pure_bf16 has no meaning with lora.rank={c.lora.rank}: adapters are float32 in any "
+            "case. Try trainer.precision=bf16."
         )
 
 

@@ -25,6 +25,12 @@ if TYPE_CHECKING:
     from trainers.base import Trainer
 
 
+PURE_BF16 = (
+    "trainer.precision=pure_bf16: at trainer.learning_rate={:g} most steps are below the distance from one bf16 number "
+    "to the next, so such weights hardly learn, and their reuse is flattered. trainer.precision=bf16 keeps fp32 weights"
+)
+
+
 def main(config: Config) -> int:
     """A run, from the moment it holds its directory; its exit code."""
     with claimed(config) as (run_dir, checkpoint):
@@ -40,13 +46,13 @@ def live(config: Config, run_dir: Path, checkpoint: Path | None) -> int:
     from specrl.card import write_card
     from specrl.data import check_lengths, load_examples
     from specrl.monitor import Monitor
-    from specrl.policy import load_policy
+    from specrl.policy import load_policy, trained_dtype
     from specrl.report import write_report
     from trainers import checkpoint as checkpoints
     from trainers.callbacks import StopOnSignal
 
     set_seed(config.seed)
-    model, tokenizer, eos_ids = load_policy(config)
+    model, tokenizer, eos_ids = load_policy(config, trained_dtype(config))
     checkpoint = agreed(checkpoint, run_dir, model.device)
     train = load_examples(config.data, config.dataset, "train", config.seed)
     test = load_examples(config.data, config.dataset, "test", config.seed) if config.trainer.eval_prompts else []
@@ -84,6 +90,8 @@ def live(config: Config, run_dir: Path, checkpoint: Path | None) -> int:
                 monitor.note(rounding)
             watch(trainer, config, monitor, tokenizer, test, rewards, run_dir)
             monitor.note(memory.sentence(memory.plan(config, model, longest), memory.free_mb(model.device)))
+            if config.trainer.precision == "pure_bf16":
+                monitor.note(PURE_BF16.format(config.trainer.learning_rate))
         trainer.add_callback(stop := StopOnSignal(config.trainer.steps_per_rollout))
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
         if stop.received:
@@ -140,7 +148,7 @@ def load_cache(config: Config, tokenizer, model, eos_ids: frozenset[int], checkp
 def engine_factory(config: Config, eos_ids: frozenset[int], closing: ExitStack) -> Callable[[torch.nn.Module], Engine]:
     """Makes the run's engine once the policy exists; `closing` ends it, and the Ray cluster it may need."""
     from rollout.engines import build_engine
-    from specrl.policy import engine_spec
+    from specrl.policy import engine_spec, trained_dtype
     from specrl.routing import step_scorer
 
     spec = engine_spec(config, eos_ids)
@@ -159,7 +167,8 @@ def engine_factory(config: Config, eos_ids: frozenset[int], closing: ExitStack) 
         if config.cluster.num_workers:
             engine = RolloutPool(spec, config.cluster)
         else:
-            shared = model if config.rollout.engine == "transformers" else None
+            one = config.rollout.engine == "transformers" and trained_dtype(config) == spec.dtype
+            shared = model if one else None
             engine = build_engine(spec, shared, step_scorer(config))
         closing.callback(engine.close)
         return engine

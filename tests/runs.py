@@ -180,8 +180,8 @@ def run(folder: Path, prepare: Callable = lambda trainer: None, **options) -> Re
 def _listen(trainer, record: Recording) -> None:
     finish, training_step = trainer.stage.finish, trainer.training_step
 
-    def heard_finish(rows, batch, rewards, *, visit, step):
-        metrics = finish(rows, batch, rewards, visit=visit, step=step)
+    def heard_finish(rows, batch, rewards, *, step):
+        metrics = finish(rows, batch, rewards, step=step)
         done = batch.completions
         record.steps.append(
             Step(

@@ -93,7 +93,9 @@ class Collector:
         self._metrics: dict[str, float] = {}
         self._sent: int | None = None
         self.batch: RolloutBatch | None = None
-        self.exact_bits = policy().dtype == torch.float32 and accelerator.device.type == "cpu"
+        self._dtype = torch.float32 if setup.trainer.precision == "fp32" else torch.bfloat16
+        """Of the engine's weights."""
+        self.exact_bits = self._dtype == torch.float32 and accelerator.device.type == "cpu"
         """Equal passes give equal bits."""
         self.stage = RolloutStage(
             SpeculativeRollout(engine, setup.cache, setup.rollout, setup.seed),
@@ -116,8 +118,8 @@ class Collector:
         return self._state().global_step
 
     @property
-    def visit(self) -> int:
-        """How often the prompts of this batch were rolled out before: whole epochs taken."""
+    def epoch(self) -> int:
+        """Whole epochs taken."""
         return int((self._state().epoch or 0.0) + 1e-6)
 
     @property
@@ -135,7 +137,7 @@ class Collector:
         if self._sent == self.version and engine.own_weights:
             return
         began = time.perf_counter()
-        weights.send(engine, self._policy(), self.version, self._probe)
+        weights.send(engine, self._policy(), self.version, self._probe, self._dtype)
         self._sent = self.version
         if engine.own_weights:
             self._metrics["timing_s/sync"] = time.perf_counter() - began
@@ -150,7 +152,7 @@ class Collector:
         if self.refit:
             old = [self.stage.rollout.cache.get(row.example_id, s) for row, s in zip(self._rows, slots, strict=True)]
             self._metrics |= self.refit.step(self._rows, [text and text.tokens for text in old])
-        self.batch = self.stage.generate(self._rows, visit=self.visit, step=self.version, slots=slots)
+        self.batch = self.stage.generate(self._rows, step=self.version, slots=slots)
         check_batch(self.batch, len(inputs))
         return self._rows, self.batch
 
@@ -168,9 +170,7 @@ class Collector:
 
     def finish(self) -> dict[str, float]:
         """Stores the batch, runs the control rows that are due, and returns the metrics over all processes."""
-        metrics = self._metrics | self.stage.finish(
-            self._rows, self.batch, self._rewards, visit=self.visit, step=self.version
-        )
+        metrics = self._metrics | self.stage.finish(self._rows, self.batch, self._rewards, step=self.version)
         self._metrics = {}
         if self.cotraining:
             self._observe()
@@ -236,7 +236,7 @@ class Collector:
             logp, behaviour = drawn, torch.zeros_like(drawn)
             for i, c in enumerate(self.batch.completions):
                 behaviour[i, : len(c.tokens)] = torch.tensor(c.behaviour_logprobs)
-        elif config.engine != "transformers" and not self.old_from_engine and self._options.correction != "none":
+        elif self._other_numerics and not self.old_from_engine and self._options.correction != "none":
             logp, behaviour = own(), drawn
         else:
             return None
@@ -245,6 +245,13 @@ class Collector:
             summary = {"min": used.min(), "mean": used.mean(), "max": used.max()}
             self._metrics |= {f"sampling/importance_sampling_ratio/{k}": v.item() for k, v in summary.items()}
         return ratios
+
+    @property
+    def _other_numerics(self) -> bool:
+        """True when the engine computes with another implementation or other weights than the trainer."""
+        return self.stage.rollout.config.engine != "transformers" or (
+            self._options.precision == "bf16" and self.engine.own_weights
+        )
 
     # -------------------------------------------------------------------------------------------------------------
 

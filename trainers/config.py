@@ -79,7 +79,11 @@ class TrainerConfig:
         "weights p_new/behaviour for tokens of lossy rules or of an engine with other numerics; none trains as drawn",
     )
     correction_cap: float = doc(2.0, "largest weight (truncate) or largest admitted ratio (mask)")
-    precision: Literal["fp32", "bf16"] = doc("fp32", "parameter and activation type")
+    precision: Literal["fp32", "bf16", "pure_bf16"] = doc(
+        "fp32",
+        "fp32; bf16: fp32 weights and optimiser, the update in bf16 autocast, rollouts by a bf16 copy; pure_bf16: bf16 "
+        "weights too, which hardly move at small learning rates",
+    )
     gradient_checkpointing: bool = doc(False, "trade time for activation memory")
     save_every: int = doc(0, "checkpoint every N steps; 0 only at the end")
     keep_checkpoints: int = doc(2, "newest checkpoints kept")

@@ -106,7 +106,7 @@ class GRPOTrainerWithReuse(Rollouts, GRPOTrainer):
             repeat_count=self.num_iterations * self.args.steps_per_generation,
             shuffle=self.shuffle_dataset,
             seed=self.args.seed,
-            epoch=lambda: self.collector.visit,
+            epoch=lambda: self.collector.epoch,
         )
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:

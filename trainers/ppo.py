@@ -84,6 +84,8 @@ class PPOTrainer(Rollouts):
         options, critic = self._options, self._options.critic
         valued = options.advantage == "gae"
         trunk = trunk_of(model) if valued and critic.model == "separate" else None
+        if trunk is not None and options.precision == "bf16":
+            trunk.float()  # it is trained whole, also where adapters leave the policy's own weights in bf16
         plain = {"trunk": None, "valued": False, "temperature": temperature, "entropic": False}
         self._reference, self._initial = None, nullcontext
         if options.beta and not peft_config:

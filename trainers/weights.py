@@ -11,17 +11,20 @@ from rollout.engines.base import Engine, Probe
 from rollout.types import RolloutError
 
 PROBE_TOKENS = 64
-TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.1}
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 1.0, torch.float16: 0.1}
 """Largest log-prob difference, in nats, that rounding explains between two implementations of a model."""
 
 
-def send(engine: Engine, policy: torch.nn.Module, version: int, tokens: Sequence[int]) -> None:
+def send(
+    engine: Engine, policy: torch.nn.Module, version: int, tokens: Sequence[int], dtype: torch.dtype = torch.float32
+) -> None:
     """Brings the engine to the policy's weights, proven by the log-probs of `tokens`; a shared model is only versioned.
 
-    Every process of a sharded policy must call it: gathering is collective.
+    Every process of a sharded policy must call it: gathering is collective. Args: dtype: of the engine's weights.
     """
     if engine.own_weights:
-        engine.update_weights(named_weights(policy), version, probe(policy, tokens))
+        weights = ((name, weight.to(dtype)) for name, weight in named_weights(policy))
+        engine.update_weights(weights, version, probe(policy, tokens, dtype))
     else:
         engine.update_weights(None, version)
 
@@ -51,13 +54,13 @@ def named_weights(policy: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 @torch.no_grad()
-def probe(policy: torch.nn.Module, tokens: Sequence[int]) -> Probe:
-    """What the trainer's policy gives the first PROBE_TOKENS of a text (at least two tokens)."""
+def probe(policy: torch.nn.Module, tokens: Sequence[int], dtype: torch.dtype = torch.float32) -> Probe:
+    """What the policy gives the first PROBE_TOKENS of a text (at least two), for an engine with `dtype` weights."""
     ids = torch.tensor([list(tokens)[:PROBE_TOKENS]], device=next(policy.parameters()).device)
     training = policy.training
     policy.eval()
     logits = policy(input_ids=ids).logits[0].float()
     policy.train(training)
     logp = logits[:-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
-    dtype = next(policy.parameters()).dtype
-    return Probe(tuple(ids[0].tolist()), tuple(logp.tolist()), TOLERANCE.get(dtype, TOLERANCE[torch.bfloat16]))
+    coarsest = max(TOLERANCE.get(each, TOLERANCE[torch.bfloat16]) for each in (dtype, next(policy.parameters()).dtype))
+    return Probe(tuple(ids[0].tolist()), tuple(logp.tolist()), coarsest)

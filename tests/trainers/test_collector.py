@@ -46,14 +46,14 @@ def collector(rank: int = 0, rollout: RolloutConfig | None = None, trainer: Trai
 def test_rows_become_slots_across_processes():
     seen, second = {}, collector(rank=1)
 
-    def generate(rows, *, visit, step, slots):
-        seen.update(visit=visit, step=step, slots=slots)
+    def generate(rows, *, step, slots):
+        seen.update(step=step, slots=slots)
         done = Completion([1, 2], [-0.5, -0.5], [-0.5, -0.5], [False, False], "length", step, 2)
         return RolloutBatch([done] * len(rows), slots, [0] * len(rows), [None] * len(rows), [False] * len(rows))
 
     second.stage.generate = generate
     rows, batch = second.generate([{"example_id": f"e{i // 4}"} for i in range(6, 12)])
-    assert seen == {"visit": 2, "step": 7, "slots": [2, 3, 0, 1, 2, 3]}, "a group over two processes has each slot once"
+    assert seen == {"step": 7, "slots": [2, 3, 0, 1, 2, 3]}, "a group over two processes has each slot once"
     assert [row.example_id for row in rows] == ["e1", "e1", "e2", "e2", "e2", "e2"]
     assert {row.prompt for row in rows} == {(5, 6)}
     assert second.stage.rollout.engine.versions == [7], "the engine has the current weights"
