@@ -6,6 +6,7 @@ import fcntl
 import json
 import logging
 import os
+import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -139,10 +140,15 @@ def data_digests(**splits: Sequence[Example]) -> dict[str, str]:
         digest = blake2b(digest_size=16)
         for example in examples:
             row = [example.id, example.prompt, example.answer, example.fields]
-            digest.update(json.dumps(row, sort_keys=True, default=repr).encode() + b"\n")
+            digest.update(json.dumps(row, sort_keys=True, default=_text).encode() + b"\n")
         if examples:
             found[split] = digest.hexdigest()
     return found
+
+
+def _text(value: Any) -> str:
+    """A field that JSON has no type for, such as bytes or a date, without the address that some objects name."""
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
 
 
 def same_data(began: Mapping[str, str], now: Mapping[str, str], name: str) -> dict[str, str]:

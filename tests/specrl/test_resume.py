@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from datetime import date
 
 import pytest
 
@@ -133,8 +134,14 @@ def test_a_split_that_one_of_the_two_does_not_use_is_remembered():
     assert same_data(without, began, "x") == began
 
 
-def test_fields_of_any_type_have_a_digest():
-    assert data_digests(train=[Example("a", "p", None, {"image": b"\xff", "when": {1, 2}})]).keys() == {"train"}
+def test_fields_of_any_type_have_a_digest_that_is_the_same_in_every_process():
+    def digest(data):
+        return data_digests(
+            train=[Example("a", "p", None, {"image": object(), "data": data, "when": date(2025, 1, 2)})]
+        )
+
+    assert digest(b"\xff") == digest(b"\xff")
+    assert digest(b"\xff") != digest(b"\xfe")
 
 
 # Surroundings --------------------------------------------------------------------------------------------------------
