@@ -13,7 +13,7 @@ from rollout.drafters.suffix import PromptTexts, SuffixDrafter
 from rollout.engines.base import Engine
 from rollout.noise import derive_key, generation
 from rollout.replay import ReplayControl
-from rollout.types import Completion, Request, RolloutBatch, RolloutError, Row, Trajectory
+from rollout.types import Completion, EngineStats, Request, RolloutBatch, RolloutError, Row, Trajectory
 
 Domain = Literal["rollout", "control", "evaluation"]
 
@@ -69,11 +69,12 @@ class SpeculativeRollout:
         slots = list(slots) if slots is not None else _occurrences(rows)
         visits = [visit] * len(rows) if isinstance(visit, int) else list(visit)
         _check_keys(rows, slots, visits)
-        last = max(visits, default=0)
-        shares = self.replay.until(last) if domain == "rollout" else [0.0] * (last + 1)
-        generations = [
-            generation(self.seed, r.example_id, s, v, shares) for r, s, v in zip(rows, slots, visits, strict=True)
-        ]
+        generations = visits
+        if domain == "rollout":
+            shares = self.replay.until(max(visits, default=0))
+            generations = [
+                generation(self.seed, r.example_id, s, v, shares) for r, s, v in zip(rows, slots, visits, strict=True)
+            ]
         keys = [
             derive_key(self.seed, r.example_id, s, g, domain) for r, s, g in zip(rows, slots, generations, strict=True)
         ]
@@ -86,7 +87,7 @@ class SpeculativeRollout:
             for r, k, t in zip(rows, keys, old, strict=True)
         ]
         looked_up = time.perf_counter()
-        completions, stats = self.engine.generate(requests)
+        completions, stats = self.engine.generate(requests) if requests else ([], EngineStats())
         generated = time.perf_counter()
         self._reused = sum(sum(c.reused) for c in completions) / max(1, sum(len(c.tokens) for c in completions))
         return RolloutBatch(

@@ -44,6 +44,7 @@ LIMITS = {
     "trainer.log_completions_every": (1, math.inf),
     "dataset.max_prompt_tokens": (1, math.inf),
     "reward.workers": (1, math.inf),
+    "reward.start_timeout_s": (1, math.inf),
     "reward.max_failure_ratio": (0, 1),
     "rollout.vllm.draft_tokens": (1, 127),
     "rollout.vllm.memory_utilization": (0.01, 1),
@@ -278,7 +279,7 @@ def _trainer_rules(t: TrainerConfig, r: RolloutConfig) -> Iterator[str]:
         yield "trainer.clip=0 lets no ratio pass. Try trainer.clip=0.2."
     if 0 < t.clip_high < t.clip:
         yield f"trainer.clip_high={t.clip_high} is below trainer.clip={t.clip}. Try trainer.clip_high={t.clip}."
-    if t.overlong_buffer >= r.max_new_tokens:
+    if t.overlong_tokens(r.max_new_tokens) >= r.max_new_tokens:
         yield (
             f"trainer.overlong_buffer={t.overlong_buffer} must be below rollout.max_new_tokens={r.max_new_tokens}. "
             f"Try trainer.overlong_buffer={r.max_new_tokens // 5}."
@@ -297,7 +298,7 @@ def _trainer_rules(t: TrainerConfig, r: RolloutConfig) -> Iterator[str]:
 
 
 PPO_ONLY = ("advantage", "minibatches", "kl_penalty", "kl_target", "entropy_bonus", "gamma", "gae_lambda", "critic")
-GRPO_ONLY = ("loss", "scale_rewards")
+GRPO_ONLY = ("loss", "scale_rewards", "ratio", "refills")
 
 
 def _algorithm_rules(t: TrainerConfig) -> Iterator[str]:

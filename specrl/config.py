@@ -194,7 +194,8 @@ class Change(NamedTuple):
 NEUTRAL = re.compile(
     r"resume|output_dir|device|report\..*|cluster\..*"
     r"|rollout\.(cache\..*|budget\..*|rows_per_batch|tokens_per_pass|logits_mb|measure_every)"
-    r"|trainer\.(rows_per_pass|gradient_checkpointing|save_.*|keep_.*|eval_.*|log_.*)|reward\.(workers|memory_mb)"
+    r"|trainer\.(rows_per_pass|gradient_checkpointing|save_.*|keep_.*|eval_.*|log_.*)"
+    r"|reward\.(workers|memory_mb|timeout_s|start_timeout_s|max_failure_ratio)"
 )
 
 

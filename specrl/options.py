@@ -209,14 +209,15 @@ def _shaped(option: Option, value: Any) -> Any:
     items = value if option.is_list and isinstance(value, list) else [value]
     if option.is_list != isinstance(value, list) or not all(isinstance(item, str) for item in items):
         raise TypeError(option.key)
-    if option.choices and float in option.members and value not in option.choices:
-        return _number(value)  # OmegaConf converts no text for a union
+    kinds = [kind for kind in (int, float) if kind in option.members]
+    if option.choices and kinds and value not in option.choices:
+        return _number(value, kinds[0])  # OmegaConf converts no text for a union
     return value
 
 
-def _number(text: str) -> float | str:
+def _number(text: str, kind: type) -> float | str:
     try:
-        return float(text)
+        return kind(text)
     except ValueError:
         return text
 

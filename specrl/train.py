@@ -34,6 +34,7 @@ PURE_BF16 = (
 def main(config: Config) -> int:
     """A run, from the moment it holds its directory; its exit code."""
     with claimed(config) as (run_dir, checkpoint):
+        check_rewards(config)
         return live(config, run_dir, checkpoint)
 
 
@@ -114,6 +115,17 @@ def live(config: Config, run_dir: Path, checkpoint: Path | None) -> int:
         report.show()
     trainer.accelerator.wait_for_everyone()  # a process that left early would break the others' connections
     return 0
+
+
+def check_rewards(config: Config) -> None:
+    """ConfigError when a configured reward does not exist or cannot take what it is given."""
+    from reward.base import RewardError
+    from reward.loading import check
+
+    try:
+        check(config.reward)
+    except RewardError as error:
+        raise ConfigError(str(error)) from error
 
 
 def load_cache(config: Config, tokenizer, model, eos_ids: frozenset[int], checkpoint: Path | None):
@@ -248,6 +260,7 @@ def scorer(
         metrics: dict[str, float] = {
             "reward/failed": sum(total is None for total in result.total),
             "reward/timeouts": sum(result.timeouts.values()),
+            "reward/over_limit": sum(result.over_limit.values()),
             "reward/reused_ratio": sum(result.reused.values()) / max(1, len(rows) * len(result.parts)),
         }
         for name, values in result.parts.items():

@@ -47,6 +47,11 @@ def certain_digits(prompt: str, completion: str, answer: str | None) -> float:
 certain_digits.deterministic = True
 
 
+def sixth(prompt: str, completion: str, answer: str | None) -> float:
+    """1 for one response in six, else 0, so that half of the groups of four are all alike."""
+    return float(sum(map(ord, completion)) % 6 == 0)
+
+
 def some_digits(prompt: str, completion: str, answer: str | None) -> float | None:
     """As `digits`, but about one response in four cannot be scored; a pure function of the text."""
     return None if sum(map(ord, completion)) % 4 == 0 else digits(prompt, completion, answer)
@@ -148,6 +153,8 @@ class Recording:
     """What a run did, as far as two runs can be compared."""
 
     trainer: object = None
+    folder: Path | None = None
+    """Of the run."""
     steps: list[Step] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     """One per forward/backward pass, bit for bit."""
@@ -157,7 +164,7 @@ class Recording:
         return self.trainer.accelerator.unwrap_model(self.trainer.model).state_dict()
 
     def __add__(self, later: Recording) -> Recording:
-        return Recording(later.trainer, self.steps + later.steps, self.losses + later.losses)
+        return Recording(later.trainer, later.folder, self.steps + later.steps, self.losses + later.losses)
 
 
 def run(folder: Path, prepare: Callable = lambda trainer: None, **options) -> Recording:
@@ -168,7 +175,7 @@ def run(folder: Path, prepare: Callable = lambda trainer: None, **options) -> Re
 
     def spy(trainer, *args):
         watch(trainer, *args)
-        record.trainer = trainer
+        record.trainer, record.folder = trainer, folder / options.get("name", "run")
         _listen(trainer, record)
         prepare(trainer)
 

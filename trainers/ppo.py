@@ -163,8 +163,8 @@ class PPOTrainer(Rollouts):
 
     def _collect(self) -> tuple[Experience, dict[str, float]]:
         """Rolls out, scores with policy, critic and reference, and turns rewards into advantages."""
-        rows, batch = self.collector.generate(self._inputs())
-        rewards = self.collector.reward()
+        got = self.collector.collect(self._inputs())
+        rows, batch, rewards = got.rows, got.batch, got.rewards
         cut = [self._options.mask_truncated and c.finish == "length" for c in batch.completions]
         trained = [reward is not None and not out for reward, out in zip(rewards, cut, strict=True)]
         pad_id, device = self._tokenizer.pad_token_id, self.accelerator.device

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
 from typing import Any
 
 from rollout.replay import reuse_gap
@@ -79,7 +80,12 @@ class RolloutStage:
 
     def _control(self, rows: Sequence[Row], batch: RolloutBatch) -> dict[str, float]:
         """The same rows by plain decoding with the same keys, timed and compared token for token."""
-        plain = self.rollout.plain(rows, batch.keys)
+        plain, ends = None, list(accumulate(batch.calls or [len(rows)]))
+        for first, end in pairwise(
+            [0, *ends]
+        ):  # calls of the same rows, as rows that are decoded together share passes
+            part = self.rollout.plain(rows[first:end], batch.keys[first:end])
+            plain = part if plain is None else plain + part
         differing = [
             i for i, (a, b) in enumerate(zip(batch.completions, plain.completions, strict=True)) if a.tokens != b.tokens
         ]

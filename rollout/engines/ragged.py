@@ -168,7 +168,7 @@ def ragged_attention(module, query, key, value, attention_mask, scaling=None, ra
         return _attend(ragged.blocks[0], q, k, v, window, scaling)[None], None
     out = q.new_empty(*q.shape[:2], v.shape[-1])
     for block in ragged.blocks:
-        out[block.tokens] = _attend(block, q, k, v, window, scaling)
+        out[block.tokens] = _attend(block, q, k, v, window, scaling).to(out.dtype)  # autocast gives another
     return out[None], None
 
 
@@ -227,6 +227,12 @@ class RaggedModel:
     @property
     def device(self) -> torch.device:
         return self.lm_head.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What passes are computed in: the weights' type, or that of the autocast around the engine."""
+        kind = self.device.type
+        return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else self.model.dtype
 
     def forward(self, tokens: Sequence[int], layout: Pass) -> Tensor:
         """Final hidden states [N, hidden] of packed tokens."""
@@ -310,7 +316,7 @@ class RaggedModel:
             raise RolloutError(f"{name} does not work with the transformers engine: {error}") from error
         want = torch.cat([expected[4:], expected[1:]])
         error = ((got - want).abs().max() / want.abs().max().clamp(min=1.0)).item()
-        if not error < (1e-3 if self.model.dtype == torch.float32 else 0.1):
+        if not error < (1e-3 if self.dtype == torch.float32 else 0.1):
             raise RolloutError(
                 f"{name} does not work with the transformers engine: its logits differ by {error:.2g} from the model's "
                 "own (an attention variant or a logit transform that the packed path does not know)"

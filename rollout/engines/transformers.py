@@ -71,7 +71,7 @@ class TransformersEngine:
         self.model, self.sampling, self.speculation = base, sampling, speculation or Speculation()
         self.vocab, self.context = self._policy.vocab, self._policy.context
         self.rows_per_batch, self.tokens_per_pass = rows_per_batch, tokens_per_pass
-        self.tie_margin = tie_margin if base.dtype == torch.float32 else 0.0
+        self.tie_margin = tie_margin if self._policy.dtype == torch.float32 else 0.0
         self.weight_version, self.own_weights = 0, own_weights
         if drafter is not None and self.speculation.rule == "lenient":
             raise RolloutError(

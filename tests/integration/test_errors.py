@@ -75,8 +75,13 @@ CASES = [
     ({"output_dir": "{d}/train.jsonl"}, USAGE_ERROR, r"output_dir=.*train\.jsonl.* cannot be written: Not a directory"),
     ({"output_dir": "/proc/nowhere"}, USAGE_ERROR, r"output_dir=/proc/nowhere.* cannot be written"),
     ({"rollout__cache__start_from": "{d}/nowhere"}, USAGE_ERROR, r"cache .*nowhere does not exist\. Check rollout\."),
-    ({"reward__functions": "[tests.nothing:here]"}, RUN_ERROR, r"module 'tests\.nothing' cannot be imported"),
-    ({"reward__functions": "[tests.runs:digit]"}, RUN_ERROR, r"no attribute 'digit'; did you mean 'digits'\?"),
+    ({"reward__functions": "[tests.nothing:here]"}, USAGE_ERROR, r"module 'tests\.nothing' cannot be imported"),
+    ({"reward__functions": "[tests.runs:digit]"}, USAGE_ERROR, r"no attribute 'digit'; did you mean 'digits'\?"),
+    (
+        {"reward__functions": "[tests.runs:build_policy]", "reward__isolate_user": "true", "model": "{d}/no/model"},
+        USAGE_ERROR,
+        r"reward 'build_policy' must take \(prompt, completion, answer, \*\*fields\): too many positional arguments",
+    ),
     (
         {"trainer__updates_per_rollout": 2, "trainer__save_every": 3, "trainer__max_steps": 4},
         USAGE_ERROR,
@@ -253,7 +258,7 @@ def test_a_reward_that_breaks_stops_the_run_and_keeps_what_is_done(tmp_path, cap
         code = cli.run(specrl.train.main, words(tmp_path, trainer__save_every=1))
     first, *traceback = capsys.readouterr().err.splitlines()
     assert code == RUN_ERROR
-    assert first.startswith("error: reward 'digits' gave no score for 16 of the last 32 rows (16 error)")
+    assert first.startswith("error: reward 'digits' gave no score for 16 of the last 64 rows (16 error)")
     assert traceback[-1] == "error: ZeroDivisionError: division by zero", "the user's own traceback explains it"
     assert sorted(p.name for p in (tmp_path / "run" / "checkpoints").glob("checkpoint-*")) == [
         "checkpoint-2",

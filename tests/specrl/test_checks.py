@@ -207,6 +207,7 @@ def broken(*words, **settings):
             "trainer.drafter.interval=0 must be at least 1. Try trainer.drafter.interval=1.",
         ),
         ("rollout.vllm.draft_tokens=200", "rollout.vllm.draft_tokens=200 must be from 1 to 127. Try"),
+        ("reward.start_timeout_s=0", "reward.start_timeout_s=0.0 must be at least 1. Try reward.start_timeout_s=1."),
         ("reward.timeout_s=0", "reward.timeout_s=0 leaves no time to score. Try reward.timeout_s=5."),
     ],
 )

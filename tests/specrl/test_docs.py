@@ -174,7 +174,7 @@ def test_the_messages_that_troubleshooting_explains_exist():
 
 def test_lengths():
     assert len(read(ROOT / "README.md").splitlines()) < 150
-    assert len(read(ROOT / "docs" / "guarantees.md").splitlines()) <= 165
+    assert len(read(ROOT / "docs" / "guarantees.md").splitlines()) <= 190
 
 
 def test_the_tests_that_hold_the_guarantees_exist():

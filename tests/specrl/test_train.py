@@ -15,7 +15,7 @@ from tests.runs import policy, run, words
 
 EVERY_STEP = {
     *("step", "time", "loss", "grad_norm", "learning_rate", "epoch", "reward", "reward_std", "frac_reward_zero_std"),
-    *("entropy", "num_tokens", "rewards/digits/mean", "reward/failed", "reward/timeouts"),
+    *("entropy", "num_tokens", "rewards/digits/mean", "reward/failed", "reward/timeouts", "reward/over_limit"),
     *(f"completions/{kind}_length" for kind in ("min", "mean", "max")),
     "completions/clipped_ratio",
     *(f"timing_s/{part}" for part in ("step", "gen", "lookup", "store", "prefill", "draft", "verify", "decode")),
@@ -247,7 +247,8 @@ def test_scorer_hands_over_the_columns_and_counts_failures():
     rows = [{"prompt": "p", "answer": None, "example_id": "e", "level": 3}] * 2
     totals, metrics = score(rows, ["a", "b"])
     assert totals == [None, 1.0]
-    assert metrics == {"reward/failed": 1, "reward/timeouts": 0, "reward/reused_ratio": 0, "rewards/echo/mean": 2.0}
+    counts = {"reward/failed": 1, "reward/timeouts": 0, "reward/over_limit": 0, "reward/reused_ratio": 0}
+    assert metrics == {**counts, "rewards/echo/mean": 2.0}
     assert [s.completion for s in echo.samples] == ["a", "b"]
     assert (echo.samples[0].prompt, echo.samples[0].answer) == ("p", None)
     assert echo.samples[0].fields == {"example_id": "e", "level": 3}

@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from rollout.config import RolloutConfig
-from rollout.types import Completion, RolloutBatch, RolloutError
+from rollout.types import Completion, RolloutBatch, RolloutError, Row
 from trainers.collector import Collector, Setup, check_batch
 from trainers.config import TrainerConfig
 from trainers.metrics import reduce_metric
+from trainers.refill import Scored
 
 GOOD = Completion([1, 2], [-0.5, -0.5], [-0.5, -0.5], [False, True], "stop", 0, 1)
 
@@ -40,7 +41,8 @@ def collector(rank: int = 0, rollout: RolloutConfig | None = None, trainer: Trai
         seed=0,
     )
     state, policy = SimpleNamespace(global_step=7, epoch=2.5), SimpleNamespace(dtype=torch.float32)
-    return Collector(Engine(), setup, accelerator, lambda: policy, lambda: state, tokenizer=None, probe=[5, 6])
+    texts = SimpleNamespace(batch_decode=lambda ids, **_: ["text"] * len(ids))
+    return Collector(Engine(), setup, accelerator, lambda: policy, lambda: state, texts, [{"example_id": "e0"}])
 
 
 def test_rows_become_slots_across_processes():
@@ -52,12 +54,13 @@ def test_rows_become_slots_across_processes():
         return RolloutBatch([done] * len(rows), slots, [0] * len(rows), [None] * len(rows), [False] * len(rows))
 
     second.stage.generate = generate
-    rows, batch = second.generate([{"example_id": f"e{i // 4}"} for i in range(6, 12)])
+    got = second.collect([{"example_id": f"e{i // 4}"} for i in range(6, 12)])
     assert seen == {"step": 7, "slots": [2, 3, 0, 1, 2, 3]}, "a group over two processes has each slot once"
-    assert [row.example_id for row in rows] == ["e1", "e1", "e2", "e2", "e2", "e2"]
-    assert {row.prompt for row in rows} == {(5, 6)}
+    assert [row.example_id for row in got.rows] == ["e1", "e1", "e2", "e2", "e2", "e2"]
+    assert {row.prompt for row in got.rows} == {(5, 6)}
     assert second.stage.rollout.engine.versions == [7], "the engine has the current weights"
-    assert (second.batch, second.batch_is_current) == (batch, True)
+    assert (second.last, second.batch_is_current) == (got, True)
+    assert got.rewards == [1.0] * 6
 
 
 @pytest.mark.parametrize(
@@ -79,7 +82,7 @@ def test_malformed_engine_results_are_refused(completions, message):
 
 def test_importance_with_every_response_masked():
     masked = collector(rollout=RolloutConfig(acceptance="lenient"))
-    masked.batch = RolloutBatch([GOOD], [0], [0], [None], [False])
+    masked.last = Scored([{}], [Row("e", (5,))], RolloutBatch([GOOD], [0], [0], [None], [False]), [None])
     weights = masked.importance(torch.tensor([[-0.5, -0.5]]), torch.zeros(1, 2), own=None)
     assert weights.tolist() == [[1.0, 1.0]]
     assert masked._metrics == {}
