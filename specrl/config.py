@@ -163,11 +163,12 @@ def run_dir(config: Config) -> Path:
 
 def save(config: Config) -> Path:
     """Write the resolved config into the run directory, whole or not at all, and return its path."""
+    from trainers.manifest import write_durably
+
     path = run_dir(config) / "config.yaml"
     path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_suffix(".tmp")
-    draft.write_text(f"# Resolved configuration of the run {config.name}\n{options.to_yaml(config)}", encoding="utf-8")
-    draft.replace(path)
+    text = f"# Resolved configuration of the run {config.name}\n{options.to_yaml(config)}"
+    write_durably(path, text.encode())
     return path
 
 
@@ -240,8 +241,8 @@ def run(
         return _complain(error, USAGE_ERROR)
     except (RewardError, RolloutError) as error:
         return _complain(error, RUN_ERROR)
-    except KeyboardInterrupt:
-        return _complain("interrupted", INTERRUPTED)
+    except KeyboardInterrupt as error:
+        return _complain(str(error) or "interrupted", INTERRUPTED)
 
 
 def _show(text: str) -> int:

@@ -35,7 +35,8 @@ class Monitor:
         total_steps: optimiser steps of the whole run, for the progress bar and the ETA.
         console: where to print; a new one on standard output when None.
         resumed_step: the step of the checkpoint a run goes on from. Records of later steps are removed, because they
-            will be written again. None keeps all records. Torn and unreadable lines are removed in either case.
+            will be written again; -1, where there is no checkpoint, removes all. None keeps all records. Torn and
+            unreadable lines are removed in either case.
 
     A metrics file that cannot be written is reported once; it never stops a run.
     """
@@ -129,6 +130,8 @@ class Monitor:
         try:
             with self.path.open("a", encoding="utf-8") as file:
                 file.write("\n" * self._torn + to_json(record) + "\n")
+                file.flush()
+                os.fsync(file.fileno())  # a checkpoint that survives a power cut has the records before it
             self._torn = False
         except OSError as error:
             self._torn = True

@@ -206,7 +206,8 @@ def unfounded(rows):
 
 def test_every_fault_has_its_tests():
     rows = re.findall(r"^\| \d+ \|.*$", read(ROOT / "docs" / "faults.md"), re.MULTILINE)
-    assert sorted(int(row.split("|")[1]) for row in rows) == list(range(1, 37))
+    assert len(rows) >= 42
+    assert sorted(int(row.split("|")[1]) for row in rows) == list(range(1, len(rows) + 1))
     assert unfounded(rows) == []
 
 
