@@ -7,7 +7,8 @@ from rich.console import Console
 
 from rollout.config import RouterConfig
 from specrl import report
-from specrl.config import Config, save
+from specrl.card import card
+from specrl.config import Config, load_saved, save
 from specrl.config import run as run_command
 from specrl.monitor import RunError
 from specrl.report import ReportOptions, write_report
