@@ -28,8 +28,9 @@ NAMED = 3  # differences named beside a number; the notes have all
 
 @dataclass(frozen=True)
 class Pairing:
-    """What stands between two runs and a speedup."""
+    """A baseline run, and what stands between it and a speedup."""
 
+    baseline: RunRecords
     refusals: list[str] = field(default_factory=list)
     """Sentences. With any there is no speedup."""
     differing: list[str] = field(default_factory=list)
@@ -41,7 +42,7 @@ class Pairing:
         """Words for the sentence with the number, empty when nothing else differs."""
         more = len(self.differing) - NAMED
         named = [*self.differing[:NAMED], *([f"{more} more"] if more > 0 else [])]
-        return f", where the runs differ in {', '.join(named)} too" if named else ""
+        return f", perhaps not by speculation alone ({', '.join(named)})" if named else ""
 
 
 def compare(own: RunRecords, baseline: RunRecords) -> Pairing:
@@ -66,7 +67,7 @@ def compare(own: RunRecords, baseline: RunRecords) -> Pairing:
     if gap := _length_gap(mine, theirs):
         notes.append(f"Part of the difference in time is a difference in length: {gap}.")
         differing.append(gap)
-    return Pairing(refusals, differing, notes)
+    return Pairing(baseline, refusals, differing, notes)
 
 
 def _differing(own: RunRecords, baseline: RunRecords, config: Config | None, other: Config | None) -> list[str]:

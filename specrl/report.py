@@ -98,10 +98,9 @@ def write_report(run_dir: str | Path, baseline_dir: str | Path | None = None, pl
         RunError: no such run, or no metrics in it.
     """
     own, baseline = load_run(run_dir), load_run(baseline_dir) if baseline_dir else None
-    pairing = compare(own, baseline) if baseline else Pairing()
-    summary, tables = summarise(own, baseline, pairing)
+    summary, tables = summarise(own, compare(own, baseline) if baseline else None)
     picture = own.path / "report.png"
-    drawn = plots and draw(own, baseline, picture, comparable=not pairing.refusals, headline=_headline(tables, pairing))
+    drawn = plots and draw(own, baseline, picture, comparable="paired" in tables, headline=_headline(summary, tables))
     summary["notes"] += [NO_PLOT] if plots and not drawn else []
     text = to_markdown(summary, tables, picture.name if drawn else "")
     pages = {own.path / "report.md": text, own.path / "report.json": to_json(summary) + "\n"}
@@ -110,11 +109,11 @@ def write_report(run_dir: str | Path, baseline_dir: str | Path | None = None, pl
     return Report(summary, text, tables, [*pages, *([picture] if drawn else [])])
 
 
-def _headline(tables: dict[str, list[Saving]], pairing: Pairing) -> str:
+def _headline(summary: dict, tables: dict[str, list[Saving]]) -> str:
     """What stands over the picture's seconds: the speedup over all its steps, where it needs no words beside it."""
-    rows = tables.get("paired", tables.get("measured", ()))
-    found = [row.speedup for row in rows if row.speedup and row.phase.startswith("rollout")]
-    return found[-1].brief if found and not pairing.caveat else ""
+    kind = "paired" if "paired" in tables else "measured"
+    found = [row.speedup for row in tables.get(kind, ()) if row.speedup and row.phase.startswith("rollout")]
+    return found[-1].brief if found and not summary[kind]["caveat"] else ""
 
 
 def law(config: Config | None) -> str:
@@ -138,14 +137,15 @@ def law(config: Config | None) -> str:
     )
 
 
-def notes(own: RunRecords, pairing: Pairing) -> list[str]:
+def notes(own: RunRecords, pairing: Pairing | None) -> list[str]:
     """Everything a reader must know before quoting a number."""
     found, steps, config = [], own.steps, settings(own)
     if config and not finished(own, config):
         found.append(f"The run is unfinished; its last step is {own.last['step']}.")
     if own.unreadable:
         found.append(f"{counted(own.unreadable, 'unreadable line')} of {METRICS_FILE} left out.")
-    if not control_pairs(steps) and (config is None or speculates(config)):
+    paired_with = pairing and not pairing.refusals
+    if not paired_with and not control_pairs(steps) and (config is None or speculates(config)):
         found.append(_unmeasured(config))
     if not later(steps) and not any(number(record, "spec/hit_rate") for record in steps):
         found.append("No step is from epoch 2 on, so no prompt had old text of its own to draft from.")
@@ -153,7 +153,7 @@ def notes(own: RunRecords, pairing: Pairing) -> list[str]:
         found.append(f"{counted(differing, 'row')} differed from plain decoding on control steps: not exact.")
     if lost := total(steps, "reward/failed"):
         found.append(f"{counted(lost, 'response')} got no reward and took no part in the update.")
-    return found + pairing.refusals + pairing.notes
+    return found + (pairing.refusals + pairing.notes if pairing else [])
 
 
 def _unmeasured(config: Config | None) -> str:
@@ -166,8 +166,7 @@ def _unmeasured(config: Config | None) -> str:
             "write. Give baseline=DIR, a run with rollout.acceptance=off."
         )
     every = config.rollout.measure_every
-    why = f"rollout.measure_every={every} sets the first after the last step" if every else "rollout.measure_every is 0"
-    return f"No control steps, so no speedup was measured: {why}."
+    return f"No control steps, so no speedup was measured: with rollout.measure_every={every} the run had none."
 
 
 def finished(records: RunRecords, config: Config) -> bool:
@@ -176,27 +175,16 @@ def finished(records: RunRecords, config: Config) -> bool:
     return epoch(records.last) > config.trainer.epochs - 1e-6
 
 
-def summarise(own: RunRecords, baseline: RunRecords | None, pairing: Pairing) -> tuple[dict, dict[str, list[Saving]]]:
+def summarise(own: RunRecords, pairing: Pairing | None) -> tuple[dict, dict[str, list[Saving]]]:
     """The content of report.json, and the savings tables."""
     steps, rest, config = own.steps, later(own.steps), settings(own)
-    tables, titles = {"measured": measured(steps)}, {"measured": _measured_title(steps)}
-    if baseline and not pairing.refusals:
-        tables["paired"] = paired(steps, baseline.steps)
-        titles["paired"] = f"Paired with {baseline.path}, {counted(len(matched(steps, baseline.steps)[0]), 'step')}"
-    tables = {kind: rows for kind, rows in tables.items() if rows}
+    evidence, tables = _evidence(steps, pairing)
     new, reused = (total(rest, f"spec/{kind}_tokens") for kind in ("new", "reused"))
     names = ("hit_rate", "full_reuse_ratio", "draft_acceptance_rate", "passes_per_row", "reuse_gap")
-    whole, caveats = step_speedup(steps), {"paired": pairing.caveat}
-    evidence = {}
-    for kind, rows in tables.items():
-        found = claims(rows, caveats.get(kind, ""))
-        if kind == "measured" and whole:
-            found.append(f"Speedup of the step, controls left out: {whole}")
-        evidence[kind] = {"title": titles[kind], "claims": found, "savings": [_row(saving) for saving in rows]}
     guess = estimate(steps)
     summary = {
         "run": str(own.path),
-        "baseline": str(baseline.path) if baseline else None,
+        "baseline": str(pairing.baseline.path) if pairing else None,
         "config": {key: getattr(config, key) for key in ("name", "model", "data", "seed")} if config else None,
         "rule": law(config),
         "steps": len(steps),
@@ -205,7 +193,7 @@ def summarise(own: RunRecords, baseline: RunRecords | None, pairing: Pairing) ->
         "estimate": asdict(guess) if guess else None,
         "control_s": total(steps, "timing_s/control"),
         "step_s": breakdown(steps),
-        "step_speedup": _numbers(whole),
+        "step_speedup": _numbers(step_speedup(steps)),
         "reward": first_last(steps),
         "eval": [{key: record[key] for key in record if key == "step" or "eval/" in key} for record in own.evals],
         "reuse": {"reused_ratio": reused / (reused + new) if reused + new else None}
@@ -216,6 +204,22 @@ def summarise(own: RunRecords, baseline: RunRecords | None, pairing: Pairing) ->
         "environment": environment(own.path),
     }
     return summary, tables
+
+
+def _evidence(steps: Sequence[dict], pairing: Pairing | None) -> tuple[dict[str, dict], dict[str, list[Saving]]]:
+    """Title, claims and rows of each kind of evidence that there is, for report.json; and its table."""
+    found, tables = {}, {}
+    if rows := measured(steps):
+        whole = step_speedup(steps)
+        more = [f"Speedup of the step, controls left out: {whole}"] if whole else []
+        found["measured"] = {"title": _measured_title(steps), "claims": [*claims(rows), *more], "caveat": ""}
+        tables["measured"] = rows
+    if pairing and not pairing.refusals:
+        rows, other = paired(steps, pairing.baseline.steps), pairing.baseline
+        title = f"Paired with {other.path}, {counted(len(matched(steps, other.steps)[0]), 'step')}"
+        found["paired"] = {"title": title, "claims": claims(rows, pairing.caveat), "caveat": pairing.caveat}
+        tables["paired"] = rows
+    return {kind: each | {"savings": [_row(row) for row in tables[kind]]} for kind, each in found.items()}, tables
 
 
 def _measured_title(steps: Sequence[dict]) -> str:
