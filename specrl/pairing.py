@@ -92,12 +92,12 @@ def _length_gap(mine: Sequence[dict], theirs: Sequence[dict]) -> str:
 
 
 def unlike_machines(first: Path, second: Path) -> list[str]:
-    """What differs in the machines of two runs, as `name: SECOND, here FIRST`; empty when one kept no record."""
+    """What differs in the machines of two runs, as `name: SECOND, not FIRST`; empty when one kept no record."""
     here, there = _kept(first), _kept(second)
     if here is None or there is None:
         return []
     unlike = [name for name in MACHINE if name in here and name in there and _cut(here, name) != _cut(there, name)]
-    return [f"{name}: {_plain(there[name])}, here {_plain(here[name])}" for name in unlike]
+    return [f"{name}: {_plain(there[name])}, not {_plain(here[name])}" for name in unlike]
 
 
 def _cut(found: dict, name: str):

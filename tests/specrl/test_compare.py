@@ -75,7 +75,7 @@ def test_runs_of_unlike_machines_are_said(pair, tmp_path):
     for name, cores in (("one", 2), ("two", 64)):
         machine = {"cpu": "Abacus", "cores": cores, "gpus": [], "versions": {}}
         (tmp_path / name / "environment.json").write_text(json.dumps(machine))
-    said = "two ran on another machine than one: cores: 2, here 64. Seconds do not compare."
+    said = "two ran on another machine than one: cores: 64, not 2. Seconds do not compare."
     assert said in write_comparison(pair, plots=False).notes
 
 

@@ -245,11 +245,11 @@ def test_a_like_pair_is_told_in_numbers(tmp_path):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"cpu": "Slide rule"}, "cpu: Slide rule, here Abacus"),
-        ({"cores": 64}, "cores: 64, here 2"),
-        ({"usable_cores": 1}, "usable_cores: 1, here 2"),
-        ({"threads": "8"}, "threads: 8, here 1"),
-        ({"gpus": ["H9, 80 GiB, 1.0"]}, "gpus: H9, 80 GiB, 1.0, here none"),
+        ({"cpu": "Slide rule"}, "cpu: Slide rule, not Abacus"),
+        ({"cores": 64}, "cores: 64, not 2"),
+        ({"usable_cores": 1}, "usable_cores: 1, not 2"),
+        ({"threads": "8"}, "threads: 8, not 1"),
+        ({"gpus": ["H9, 80 GiB, 1.0"]}, "gpus: H9, 80 GiB, 1.0, not none"),
     ],
 )
 def test_planted_fault_a_baseline_of_another_machine_is_no_speedup(tmp_path, change, said):

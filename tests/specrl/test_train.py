@@ -75,8 +75,9 @@ def test_config_yaml_is_the_resolved_config(finished):
 
 def test_the_model_has_a_card(finished):
     text = (finished[0] / "model" / "README.md").read_text()
-    speedup = json.loads((finished[0] / "report.json").read_text())["measured"]["savings"][-1]["speedup"]
-    for part in ("rollout rule: exact, replay=1", f"{speedup:.2f}x rollout, all these steps", "control steps: 0\n"):
+    claims = json.loads((finished[0] / "report.json").read_text())["measured"]["claims"]
+    assert "all these steps: too few to tell, 3 of the 6 steps that it takes" in claims[1]
+    for part in ("rollout rule: exact, replay=1", *claims, "control steps: 0\n"):
         assert part in text
 
 
