@@ -21,7 +21,7 @@ from rich.text import Text
 from rollout.config import doc
 from specrl.config import Config
 from specrl.config import run as run_command
-from specrl.monitor import METRICS_FILE, RunRecords, load_run, number, to_json
+from specrl.monitor import METRICS_FILE, RunRecords, load_run, number, run_option, to_json
 from specrl.options import ConfigError
 from specrl.pairing import Pairing, compare, environment, settings, speculates
 from specrl.plots import draw
@@ -53,7 +53,7 @@ NO_PLOT = "report.png was not drawn: matplotlib is missing. Install it with: pip
 
 @dataclass
 class ReportOptions:
-    run: str = doc("", "run directory, or the name of a run in outputs")
+    run: str = run_option("run directory, or the name of a run in outputs")
     baseline: str = doc("", "run directory of the same experiment with rollout.acceptance=off")
     runs: list[str] = field(default_factory=list, metadata={"help": "two or more runs to compare, instead of run"})
     plots: bool = doc(True, "draw the picture when matplotlib is installed")

@@ -158,7 +158,7 @@ def show(console, lines: Sequence[Line], rows: int) -> None:
     console.print(table)
     console.print(
         "speedup: seconds per token of vLLM as it comes over the method's, median (least to largest). log-prob: mean "
-        "per token under the policy; one far from vLLM's means another law. same: rows equal to plain decoding with the "
+        "per token under the policy; far from vLLM's it is another law. same: rows equal to plain decoding with the "
         "same keys."
     )
     for line in lines:

@@ -465,6 +465,8 @@ def test_command_line(tmp_path, capsys):
     assert run_command(report.main, [f"run={tmp_path / 'b'}"], ReportOptions) == 2
     assert f"No run at {tmp_path / 'b'}." in capsys.readouterr().err
     assert run_command(report.main, [], ReportOptions) == 2
+    assert run_command(report.main, [f"path={run}"], ReportOptions) == 2
+    assert "Unknown option 'path'. Did you mean 'run'?" in capsys.readouterr().err
     (tmp_path / "empty").mkdir()
     with pytest.raises(RunError, match="No metrics in"):
         write_report(tmp_path / "empty")
