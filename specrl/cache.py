@@ -83,8 +83,8 @@ def _checked(command: Callable[[Path], int], options: CacheOptions) -> int:
     place = next((each for each in (folder, folder / "trajectories") if (each / SNAPSHOT).is_file()), None)
     if place is None:
         raise CacheError(
-            f"There is no trajectory cache in '{folder}'. A run writes `trajectories` when it ends, and into each of its "
-            "checkpoints; give run=DIR of one that holds trajectories.parquet."
+            f"There is no trajectory cache in '{folder}'. A run writes `trajectories` when it ends and into each "
+            "checkpoint; give run=DIR of one that holds trajectories.parquet."
         )
     return command(place)
 

@@ -11,7 +11,8 @@ from rollout.noise import derive_key
 from rollout.types import Completion, EngineStats
 from specrl.config import Config, run, save
 from specrl.data import Example
-from specrl.evaluate import EvaluateConfig, command, evaluate, main, pass_at_k
+from specrl.evaluate import EvaluateConfig, evaluate, main, pass_at_k
+from specrl.evaluate import command as command_line
 from specrl.tiny import build_tokenizer
 from tests.runs import words
 
@@ -41,7 +42,7 @@ def trained(tmp_path):
     """The directory of a run with a config of its own, and a model folder."""
     (tmp_path / "mine" / "model").mkdir(parents=True)
     made = Config(name="mine", output_dir=str(tmp_path), seed=3)
-    made.dataset.test_size = 5
+    made.dataset.train_size = made.dataset.test_size = 5
     save(made)
     return tmp_path / "mine"
 
@@ -49,8 +50,8 @@ def trained(tmp_path):
 def test_run_brings_its_config_and_its_model(trained, monkeypatch):
     asked = []
     monkeypatch.setattr("specrl.evaluate.main", asked.append)
-    assert command([f"run={trained}", "samples=2"]) == 0
-    assert command([f"run={trained}", "model=tiny"]) == 0
+    assert command_line([f"run={trained}", "samples=2"]) == 0
+    assert command_line([f"run={trained}", "model=tiny"]) == 0
     found = [(c.model, c.seed, c.dataset.test_size, c.samples) for c in asked]
     assert found == [(str(trained / "model"), 3, 5, 2), ("tiny", 3, 5, 8)]
 
@@ -66,7 +67,7 @@ def test_run_brings_its_config_and_its_model(trained, monkeypatch):
 )
 def test_mistakes_with_run_are_one_line(trained, capsys, words, message):
     (trained / "model").rmdir()
-    assert command([word.format(trained) for word in words]) == 2
+    assert command_line([word.format(trained) for word in words]) == 2
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
