@@ -27,7 +27,12 @@ CONTROL = {"spec/speedup", "spec/plain_s", "spec/control_mismatches", "timing_s/
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory):
+def watch():
+    return Watch()
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, watch):
     """A run with everything on, and what it recorded."""
     pytest.importorskip("matplotlib")
     folder = tmp_path_factory.mktemp("finished")
@@ -42,8 +47,7 @@ def finished(tmp_path_factory):
         "trainer__save_every": 4,
         "report__plots": "true",
     }
-    watch = Watch()
-    return folder / "run", run(folder, watch, **options), watch
+    return folder / "run", run(folder, watch, **options)
 
 
 def records(folder) -> list[dict]:
@@ -51,7 +55,7 @@ def records(folder) -> list[dict]:
 
 
 def test_the_run_directory(finished):
-    folder, _, _ = finished
+    folder, _ = finished
     names = ["checkpoints", "completions", "config.yaml", "environment.json", "metrics.jsonl", "model"]
     names += ["report.json", "report.md", "report.png", "trajectories"]
     assert sorted(path.name for path in folder.iterdir()) == names
@@ -66,7 +70,7 @@ def test_the_run_directory(finished):
 
 
 def test_config_yaml_is_the_resolved_config(finished):
-    folder, _, _ = finished
+    folder, _ = finished
     saved = cli.load_saved(folder)
     assert (saved.name, saved.rollout.replay, saved.trainer.eval_every) == ("run", 1.0, 4)
     assert saved.trainer.clip == 0.2, "defaults are written out"
@@ -82,14 +86,14 @@ def test_the_model_has_a_card(finished):
         assert part in text
 
 
-def test_metrics_have_one_line_per_step_with_every_key(finished):
+def test_metrics_have_one_line_per_step_with_every_key(finished, watch):
     lines = records(finished[0])
     trained = [line for line in lines if "loss" in line]
     assert [line["step"] for line in trained] == [1, 2, 3, 4, 5, 6]
     assert [line["step"] for line in lines if "eval/reward" in line] == [0, 4, 6]
     for line in trained:
         assert line.keys() >= EVERY_STEP
-        finished[2].check(line)
+        watch.check(line)
         assert line["spec/reused_tokens"] + line["spec/new_tokens"] == sum(
             map(len, finished[1].steps[line["step"] - 1].tokens)
         )
@@ -102,7 +106,7 @@ def test_metrics_have_one_line_per_step_with_every_key(finished):
 
 
 def test_rewards_in_the_metrics_are_those_of_the_responses(finished):
-    folder, record, _ = finished
+    folder, record = finished
     for line, step in zip([line for line in records(folder) if "loss" in line], record.steps, strict=True):
         assert line["reward"] == pytest.approx(sum(step.rewards) / len(step.rewards))
         assert line["rewards/digits/mean"] == pytest.approx(line["reward"])
@@ -110,7 +114,7 @@ def test_rewards_in_the_metrics_are_those_of_the_responses(finished):
 
 
 def test_completions_are_readable_and_complete(finished):
-    folder, record, _ = finished
+    folder, record = finished
     table = pq.read_table(folder / "completions" / "step_6.parquet").to_pydict()
     step, tokenizer = record.steps[5], AutoTokenizer.from_pretrained(policy())
     assert list(zip(table["example_id"], table["slot"], strict=True)) == step.rows
@@ -123,7 +127,7 @@ def test_completions_are_readable_and_complete(finished):
 
 
 def test_the_model_loads_with_the_auto_classes_and_is_the_trained_one(finished):
-    folder, record, _ = finished
+    folder, record = finished
     model = AutoModelForCausalLM.from_pretrained(folder / "model", local_files_only=True)
     AutoTokenizer.from_pretrained(folder / "model", local_files_only=True)
     weights, first = record.weights, AutoModelForCausalLM.from_pretrained(policy()).state_dict()
@@ -132,7 +136,7 @@ def test_the_model_loads_with_the_auto_classes_and_is_the_trained_one(finished):
 
 
 def test_the_trained_model_can_be_trained_again(finished, tmp_path):
-    folder, _, _ = finished
+    folder, _ = finished
     more = run(
         tmp_path, model=folder / "model", rollout__cache__start_from=folder / "trajectories", trainer__max_steps=1
     )
