@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from statistics import quantiles
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -26,6 +27,7 @@ from specrl.options import ConfigError
 from specrl.pairing import Pairing, compare, environment, settings, speculates
 from specrl.plots import draw
 from specrl.savings import (
+    COSTS,
     Estimate,
     Saving,
     breakdown,
@@ -40,9 +42,10 @@ from specrl.savings import (
     measured,
     paired,
     step_speedup,
+    text,
     total,
 )
-from specrl.speedup import Speedup
+from specrl.speedup import FEWEST, Speedup
 
 COLUMNS = ("phase", "plain s", "specrl s", "saved s", "share")
 NET = """\
@@ -102,11 +105,11 @@ def write_report(run_dir: str | Path, baseline_dir: str | Path | None = None, pl
     picture = own.path / "report.png"
     drawn = plots and draw(own, baseline, picture, comparable="paired" in tables, headline=_headline(summary, tables))
     summary["notes"] += [NO_PLOT] if plots and not drawn else []
-    text = to_markdown(summary, tables, picture.name if drawn else "")
-    pages = {own.path / "report.md": text, own.path / "report.json": to_json(summary) + "\n"}
+    markdown = to_markdown(summary, tables, picture.name if drawn else "")
+    pages = {own.path / "report.md": markdown, own.path / "report.json": to_json(summary) + "\n"}
     for page, content in pages.items():
         page.write_text(content, encoding="utf-8")
-    return Report(summary, text, tables, [*pages, *([picture] if drawn else [])])
+    return Report(summary, markdown, tables, [*pages, *([picture] if drawn else [])])
 
 
 def _headline(summary: dict, tables: dict[str, list[Saving]]) -> str:
@@ -211,8 +214,8 @@ def _evidence(steps: Sequence[dict], pairing: Pairing | None) -> tuple[dict[str,
     found, tables = {}, {}
     if rows := measured(steps):
         whole = step_speedup(steps)
-        more = [f"Speedup of the step, controls left out: {whole}"] if whole else []
-        found["measured"] = {"title": _measured_title(steps), "claims": [*claims(rows), *more], "caveat": ""}
+        more = [Saving("step, controls left out", 0.0, 0.0, whole)] if whole else []
+        found["measured"] = {"title": _measured_title(steps), "claims": claims([*rows, *more]), "caveat": ""}
         tables["measured"] = rows
     if pairing and not pairing.refusals:
         rows, other = paired(steps, pairing.baseline.steps), pairing.baseline
@@ -224,14 +227,18 @@ def _evidence(steps: Sequence[dict], pairing: Pairing | None) -> tuple[dict[str,
 
 def _measured_title(steps: Sequence[dict]) -> str:
     pairs = control_pairs(steps)
-    ratios = [pair.plain_s / pair.own_s for pair in pairs]
-    spread = f"; single steps {min(ratios):.2f}x to {max(ratios):.2f}x" if len(ratios) > 1 else ""
+    spread = ""
+    if len(pairs) >= FEWEST:
+        low, _, high = quantiles([pair.plain_s / pair.own_s for pair in pairs], method="inclusive")
+        spread = f"; the middle half {low:.2f}x to {high:.2f}x"
     return f"Measured on {counted(len(pairs), 'control step')} of {len(steps)}{spread}"
 
 
 def claims(rows: Sequence[Saving], caveat: str = "") -> list[str]:
     """A sentence for every speedup of a table; `caveat` says what else could have made it."""
-    return [f"Speedup of the {row.phase}{caveat}: {row.speedup}" for row in rows if row.speedup]
+    charged = [row.phase for row in rows if row.phase in COSTS]
+    words = f", {' and '.join(charged)} charged" * bool(charged) + caveat
+    return [f"Speedup of the {row.phase}{words}: {row.speedup}" for row in rows if row.speedup]
 
 
 def _numbers(found: Speedup | None) -> dict | None:
@@ -285,7 +292,8 @@ def _steps(spent: dict[str, float], steps: int) -> list[str]:
         return []
     whole = sum(spent.values())
     lines = ["## Where a step goes", "", "| phase | s a step | share |", "|---|---:|---:|"]
-    lines += [f"| {name} | {s / steps:.2f} | {s / whole:.0%} |" for name, s in spent.items()]
+    parts = [(name, text(s / steps, 2), text(100 * s / whole, 0)) for name, s in spent.items()]
+    lines += [f"| {name} | {seconds} | {share}% |" for name, seconds, share in parts if float(seconds)]
     return [*lines, f"| step, controls left out | {whole / steps:.2f} | 100% |", ""]
 
 

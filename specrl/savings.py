@@ -42,8 +42,8 @@ class Saving:
         return self.saved_s / self.plain_s if self.plain_s else None
 
     def cells(self) -> tuple[str, ...]:
-        share = "" if self.share is None else _text(100 * self.share, 0) + "%"
-        return (self.phase, *(_text(seconds, 1) for seconds in (self.plain_s, self.specrl_s, self.saved_s)), share)
+        share = "" if self.share is None else text(100 * self.share, 0) + "%"
+        return (self.phase, *(text(seconds, 1) for seconds in (self.plain_s, self.specrl_s, self.saved_s)), share)
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Pair:
     """Of the whole optimiser step as it was, control rows left out, with its share of COSTS; 0 when not timed."""
 
 
-def _text(value: float, digits: int) -> str:
+def text(value: float, digits: int) -> str:
     """A number as text, never -0."""
     return f"{round(value, digits) + 0.0:.{digits}f}"
 
@@ -178,10 +178,9 @@ def _table(before: dict[str, float], after: dict[str, float], pairs: Sequence[Pa
     kept = sum(bounded(*zip(*((pair.own_s, pair.plain_s) for pair in pairs), strict=True)))
     plain = before | {PLAIN_PHASE: kept - sum(s for phase, s in before.items() if phase != PLAIN_PHASE)}
     rows = [Saving(phase, plain.get(phase, 0.0), after.get(phase, 0.0)) for phase in {**after, **before}]
-    name = " and ".join(["rollout", *(phase for phase in COSTS if phase in after)])
     scopes = {"from epoch 2 on": [pair for pair in pairs if later([pair.record])], "all these steps": pairs}
     totals = [
-        _saving(f"{name}, {scope}", [pair.own_s for pair in part], [pair.plain_s for pair in part], True)
+        _saving(f"rollout, {scope}", [pair.own_s for pair in part], [pair.plain_s for pair in part], True)
         for scope, part in scopes.items()
         if part
     ]
