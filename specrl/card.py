@@ -92,11 +92,9 @@ def _rollouts(summary: dict) -> list[str]:
     reuse, machine = summary["reuse"], summary["environment"]
     lines = [f"- rollout rule: {summary['rule']}"]
     for kind in ("measured", "paired"):
-        rows = summary.get(kind, {"savings": []})["savings"]
-        whole = [row for row in rows if row["speedup"] and row["phase"].startswith("rollout")]
-        if whole:
-            ratios = "; ".join(f"{row['speedup']:.2f}x {row['phase']}" for row in whole)
-            lines.append(f"- speedup, net: {ratios}. {summary[kind]['title']}")
+        if found := summary.get(kind):
+            lines.append(f"- {found['title']}, net:")
+            lines += [f"  - {claim}" for claim in found["claims"]]
     if len(lines) == 1:
         lines.append("- speedup: not measured")
     lines.append(f"- tokens reused from epoch 2 on: {_share(reuse['reused_ratio'])}")

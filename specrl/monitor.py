@@ -7,7 +7,7 @@ import math
 import os
 from collections import deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from itertools import groupby
 from pathlib import Path
@@ -22,6 +22,8 @@ from rich.text import Text
 from specrl.options import ConfigError
 
 METRICS_FILE = "metrics.jsonl"
+RUN_WORDS = ("path", "dir", "directory", "run_dir", "name")
+"""Words for which the option `run` is meant."""
 ETA_STEPS = 20  # steps averaged for the ETA: long enough to contain a control step at the default measure_every
 PAUSED = 0.5  # share of a rollout without speculation, drafts being at hand, from which on the run says so
 PROMPT_TAIL = 400  # characters of a prompt shown in a preview
@@ -256,11 +258,16 @@ class RunRecords:
     """Lines that could not be read."""
 
 
-def load_run(name: str | Path) -> RunRecords:
-    """Reads back a run directory, or the run of that name in ./outputs.
+def run_option(help: str) -> Any:
+    """The option `run` of a command, a field of its dataclass."""
+    return field(default="", metadata={"help": help, "also": RUN_WORDS})
+
+
+def find_run(name: str | Path) -> Path:
+    """A run's directory: the one given, or the run of that name in ./outputs.
 
     Raises:
-        RunError: no such run, or a run without metrics.
+        RunError: there is no such directory.
     """
     path = next((place for place in (Path(name), Path("outputs") / name) if place.is_dir()), None)
     if path is None:
@@ -268,6 +275,16 @@ def load_run(name: str | Path) -> RunRecords:
         known = {file.parent.name: file.parent for folder in folders for file in folder.glob(f"*/{METRICS_FILE}")}
         near = get_close_matches(Path(name).name, known, 1, cutoff=0.3)
         raise RunError(f"No run at {name}." + (f" Did you mean {known[near[0]]}?" if near else " Give run=DIR."))
+    return path
+
+
+def load_run(name: str | Path) -> RunRecords:
+    """Reads back the metrics of a run that `find_run` finds.
+
+    Raises:
+        RunError: no such run, or a run without metrics.
+    """
+    path = find_run(name)
     records, unreadable = read_records(path / METRICS_FILE) if (path / METRICS_FILE).exists() else ([], 0)
     evals = {record["step"]: record for record in records if any(key.startswith("eval/") for key in record)}
     steps = {record["step"]: record for record in records if "reward" in record or "timing_s/gen" in record}

@@ -32,6 +32,8 @@ class Option:
     type: Any
     default: Any
     help: str
+    also: tuple[str, ...] = ()
+    """Other words for which this option is meant."""
 
     @property
     def is_list(self) -> bool:
@@ -74,7 +76,8 @@ def options(schema: type, prefix: str = "") -> dict[str, Option]:
             found |= options(kind, f"{prefix}{name}.")
         else:
             default = field.default if field.default_factory is MISSING else field.default_factory()
-            found[prefix + name] = Option(prefix + name, kind, default, field.metadata.get("help", ""))
+            more = field.metadata.get("help", ""), field.metadata.get("also", ())
+            found[prefix + name] = Option(prefix + name, kind, default, *more)
     return found
 
 
@@ -226,7 +229,9 @@ def _interpolation(key: str | None, error: Exception) -> str:
     return f"{key}: {str(error).splitlines()[0]}. Write \\${{ for a literal ${{."
 
 
-def _unknown(key: str, known: Iterable[str], groups: Iterable[str]) -> str:
+def _unknown(key: str, known: dict[str, Option], groups: Iterable[str]) -> str:
+    if meant := next((name for name, option in known.items() if key in option.also), ""):
+        return f"Unknown option '{key}'. Did you mean '{meant}'?"
     if key in groups:
         return f"'{key}' is a section; set its options one by one. help={key} lists them."
     return f"Unknown option '{key}'.{suggestion(key, [*groups, *known]) or ' help=true shows the sections.'}"

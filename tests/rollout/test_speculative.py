@@ -3,8 +3,10 @@
 import copy
 import pickle
 import random
+import time
 from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -84,6 +86,29 @@ def test_slots_count_occurrences_and_keys_derive_from_them():
     assert given.keys[1] == batch.keys[1]
     assert given.keys[0] != batch.keys[0]
     assert fake(seed=12).generate(rows, visit=2, step=9).keys[0] != batch.keys[0]
+
+
+def test_the_whole_stage_is_timed_drafting_included(monkeypatch):
+    """All savings are net because of this."""
+    clock = SimpleNamespace(now=100.0)
+    monkeypatch.setattr(time, "perf_counter", lambda: clock.now)
+
+    class Slow(FakeEngine):
+        def generate(self, requests):
+            clock.now += 0.5
+            done, _ = super().generate(requests)
+            return done, EngineStats(draft_s=0.25, verify_s=0.125, prefill_s=0.125)
+
+    class SlowCache(TrajectoryCache):
+        def siblings(self, example_id):
+            clock.now += 2.0
+            return super().siblings(example_id)
+
+    rollout = SpeculativeRollout(Slow(), SlowCache(Fingerprint(), VOCAB), RolloutConfig(max_new_tokens=8), SEED)
+    batch = rollout.generate(rows_of("a"), visit=0, step=0)
+    assert (batch.lookup_s, batch.total_s) == (2.0, 2.5), "what the caller waited for, whatever the engine reports"
+    plain = rollout.plain(rows_of("a"), batch.keys)
+    assert plain.total_s == 0.5
 
 
 @pytest.mark.parametrize("replay", [0.0, 0.5, 1.0])

@@ -102,6 +102,12 @@ def test_saved_seconds_are_estimated_from_the_last_control_step():
     assert finish(stage, slower, step=4)["spec/saved_s_est"] == pytest.approx(-3.0), "a loss is shown as one"
 
 
+def test_saved_seconds_are_net_of_drafting():
+    stage, _ = stage_of(measure_every=1)
+    drafted = batch_of(total_s=2.0, stats=EngineStats(draft_s=0.5, verify_s=1.0, prefill_s=0.25))
+    assert finish(stage, drafted)["spec/saved_s_est"] == pytest.approx(6.0 - 2.0), "the whole stage is charged"
+
+
 OTHER = [TEXTS[0], TEXTS[1], [14, 99], [16, 17, 18]]
 
 
