@@ -14,9 +14,9 @@ from specrl.monitor import number
 from specrl.speedup import Speedup, bounded, speedup
 
 CHARGED = {"verify": "verify", "draft": "draft", "look-up": "lookup", "store": "store"}
-COSTS = {"co-training": "drafter", "judge refits": "judge"}
+COSTS = {"co-training": "drafter", "judge refits": "judge", "cache to disk": "cache_save"}
 """What plain rollouts do without, by its name in `timing_s/`."""
-STEP_PHASES = ("gen", "reward", "old_log_prob", "ref_log_prob", "drafter", "judge", "sync", "update")
+STEP_PHASES = ("gen", "reward", "old_log_prob", "ref_log_prob", "drafter", "judge", "sync", "update", "cache_save")
 CONTROLS = ("control", "reuse_gap")
 PLAIN_PHASE = "prefill and decode"
 EPOCH_END = 1 + 1e-6  # trainers compute the epoch as a quotient, so its whole numbers are inexact
@@ -192,8 +192,12 @@ def _saving(name: str, own: Sequence[float], plain: Sequence[float], claim: bool
 
 
 def step_s(steps: Sequence[dict]) -> float:
-    """Seconds of whole steps, control rows left out."""
-    return total(steps, "timing_s/step") - sum(total(steps, f"timing_s/{name}") for name in CONTROLS)
+    """Seconds of whole steps, control rows left out, and of saving the cache between two steps."""
+    return (
+        total(steps, "timing_s/step")
+        + total(steps, "timing_s/cache_save")
+        - sum(total(steps, f"timing_s/{name}") for name in CONTROLS)
+    )
 
 
 def breakdown(steps: Sequence[dict]) -> dict[str, float]:

@@ -475,3 +475,11 @@ def test_command_line(tmp_path, capsys):
     (tmp_path / "empty").mkdir()
     with pytest.raises(RunError, match="No metrics in"):
         write_report(tmp_path / "empty")
+
+
+def test_saving_the_cache_between_two_steps_is_charged():
+    saved = [record | {"timing_s/cache_save": 0.5} for record in STEADY]
+    plain, own = STEADY[-1]["spec/plain_s"], STEADY[-1]["timing_s/gen"]
+    assert measured(saved)[-1].speedup.ratio == pytest.approx(plain / (own + 0.5))
+    whole = STEADY[-1]["timing_s/step"] - STEADY[-1]["timing_s/control"]
+    assert step_speedup(saved).ratio == pytest.approx((whole - own + plain) / (whole + 0.5))
