@@ -57,7 +57,8 @@ def named_weights(policy: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
 def check(engine: Engine, policy: torch.nn.Module, version: int, tokens: Sequence[int]) -> None:
     """Raises RolloutError when an engine that shares the policy gives `tokens` other log-probs than the policy does.
 
-    One that holds its own copy was checked when the weights were sent.
+    Its path was compared with the policy's when it was built; the policy may have been changed since. An engine that
+    holds its own copy is checked whenever weights are sent.
     """
     if not engine.own_weights:
         expected = probe(policy, tokens)
