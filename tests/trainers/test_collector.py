@@ -71,7 +71,7 @@ def test_rows_become_slots_across_processes():
 
 
 def test_control_steps_compare_a_shared_engine_with_the_policy(build_model):
-    """Plain decoding takes the same path as drafts do, so the control rows cannot tell that it has become a wrong one."""
+    """Plain decoding takes the same path as drafts do, so control rows cannot tell that it has become a wrong one."""
     model = build_model("qwen3")
     shared = collector(engine=TransformersEngine(model, Sampling(frozenset()), window=3), policy=model)
     shared.stage = SimpleNamespace(rollout=shared.stage.rollout, measured=True, finish=lambda *rows, **step: {"a": 1.0})
