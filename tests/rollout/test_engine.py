@@ -636,6 +636,25 @@ class Noisy:
         return self.layer(hidden) + self.size * torch.randn(len(hidden), VOCAB, generator=generator)
 
 
+class NoisyHead(torch.nn.Linear):
+    """The same as a model's own output layer."""
+
+    size = 3e-5
+
+    def forward(self, hidden):
+        generator = torch.Generator().manual_seed(hidden[..., 0].numel())
+        out = super().forward(hidden)
+        return out + self.size * torch.randn(out.shape, generator=generator)
+
+
+def noisy(model):
+    """A copy of the model whose logits are rounded as the pass has it."""
+    rounded, head = copy.deepcopy(model), model.get_output_embeddings()
+    rounded.lm_head = NoisyHead(head.in_features, head.out_features, bias=False)
+    rounded.lm_head.weight = head.weight
+    return rounded
+
+
 def nearly_tied_keys(model, prompt, closer_than: float) -> list[int]:
     """Keys whose first draw has two best scores closer than that."""
     with torch.no_grad():
