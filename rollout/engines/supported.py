@@ -42,20 +42,16 @@ def check(model: RaggedModel) -> tuple[int, str]:
         RolloutError: the model computes something that packed passes do not.
     """
     try:
-        with evaluation(model.model), torch.inference_mode():
-            fault = _structure(model) or _numbers(model) or _head(model)
-            context, why = (0, "") if fault else _length(model)
+        with evaluation(model.model), torch.no_grad():
+            _structure(model)
+            _numbers(model)
+            _head(model)
+            return _length(model)
     except (TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
         if out_of_memory(error):
             raise
-        fault = str(error)
-        reason = error
-    else:
-        reason = None
-    if fault:
         name = type(model.model).__name__
-        raise RolloutError(f"{name} does not work with the transformers engine: {fault}") from reason
-    return context, why
+        raise RolloutError(f"{name} does not work with the transformers engine: {error}") from error
 
 
 def _texts(vocab: int) -> list[list[int]]:
@@ -67,24 +63,21 @@ def _own(model: RaggedModel, rows: Sequence[Sequence[int]]) -> Tensor:
     return model.model(input_ids=torch.tensor(rows, device=model.device), use_cache=False).logits.float()
 
 
-def _structure(model: RaggedModel) -> str:
-    """What the layers have that packed passes do not know, whatever their weights; empty where that is nothing."""
+def _structure(model: RaggedModel) -> None:
+    """Refuses layers that packed passes do not know, whatever their weights."""
     if getattr(model.model, "_is_stateful", False):
-        return "it carries a state from token to token, which the rows of a pass would share"
-    (text, *_), stacks = (
-        _texts(model.vocab),
-        [m for m in model.decoder.children() if isinstance(m, torch.nn.ModuleList)],
-    )
+        raise RolloutError("it carries a state from token to token, which the rows of a pass would share")
+    text, *_ = _texts(model.vocab)
+    stacks = [part for part in model.decoder.children() if isinstance(part, torch.nn.ModuleList)]
     wide, layers = model.two_rows(text, text, spread=2)
     if len(layers) < (len(stacks[0]) if len(stacks) == 1 else 1):
-        return f"only {len(layers)} of its layers use the attention interface of transformers"
+        raise RolloutError(f"only {len(layers)} of its layers use the attention interface of transformers")
     if torch.equal(wide, model.two_rows(text, text)[0]):
-        return "it takes no notice of the positions that it is given"
-    return ""
+        raise RolloutError("it takes no notice of the positions that it is given")
 
 
-def _numbers(model: RaggedModel) -> str:
-    """What packed logits of two rows, each fed in two passes, have wrong; empty where that is nothing."""
+def _numbers(model: RaggedModel) -> None:
+    """Refuses logits of two rows, each fed in two passes, that are not the model's own or not each row's own."""
     text, other, third = _texts(model.vocab)
     own, (packed, _), dtype = _own(model, [text])[0], model.two_rows(text, text), model.model.dtype
     want = torch.cat([own[4:], own[1:]])
@@ -94,18 +87,17 @@ def _numbers(model: RaggedModel) -> str:
         error = _relative(packed, want)
         allowed = max(ROUNDED, 4 * _relative(_own(model, [text, other, third])[0], own))
     if not error <= allowed:
-        return (
+        raise RolloutError(
             f"its logits differ by {error:.2g} from the model's own (an attention variant or a logit transform that "
             "the packed path does not know)"
         )
     beside = _relative(model.two_rows(other, text)[0][3:], packed[3:])
     if not beside <= BESIDE.get(dtype, COARSE_BESIDE):
-        return f"a row's logits change by {beside:.2g} with the text of the other row in its pass"
-    return ""
+        raise RolloutError(f"a row's logits change by {beside:.2g} with the text of the other row in its pass")
 
 
-def _head(model: RaggedModel) -> str:
-    """What the model does to logits behind its output layer, seen on logits large enough; empty where it is nothing."""
+def _head(model: RaggedModel) -> None:
+    """Refuses a model that does something to logits behind its output layer, seen on logits that are large enough."""
     (text, *_), seen = _texts(model.vocab), []
 
     def enlarge(module, args):
@@ -119,11 +111,12 @@ def _head(model: RaggedModel) -> str:
     with _hooked([model.lm_head.register_forward_pre_hook(enlarge), model.lm_head.register_forward_hook(keep)]):
         own = _own(model, [text])
     if not seen or seen[-1].shape != own.shape:
-        return "its logits do not come from its output layer"
+        raise RolloutError("its logits do not come from its output layer")
     error = ((own - seen[-1]).abs().max() / _largest(seen[-1])).item()
     if not error <= HEAD:
-        return f"its logits differ by {error:.2g} from those of its output layer (such as a soft cap or a scale)"
-    return ""
+        raise RolloutError(
+            f"its logits differ by {error:.2g} from its output layer's (a soft cap, a scale)"
+        )
 
 
 def _relative(got: Tensor, want: Tensor) -> float:
