@@ -214,6 +214,8 @@ class Collector:
         whole = self._whole
         metrics = self._metrics | self.stage.finish(whole.rows, whole.batch, whole.rewards, step=self.version)
         self._metrics = {}
+        if self.stage.measured:  # plain decoding takes the engine's path too, and would not tell that it is a wrong one
+            weights.check(self.engine, self._policy(), self.version, self._probe)
         if self.cotraining:
             self._observe()
         return across_processes(metrics, self._accelerator)

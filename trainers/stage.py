@@ -62,7 +62,7 @@ class RolloutStage:
         if config.router.kind != "off":
             metrics |= lossy_metrics(batch)
         self._rollouts += 1
-        if config.measure_every and self._rollouts % config.measure_every == 0:
+        if self.measured:
             if config.acceptance == "exact":
                 metrics |= self._control(rows, batch)
             # the baseline of an `auto` run measures too, as its keys follow from what is measured
@@ -77,6 +77,12 @@ class RolloutStage:
         if self.rollout.cache is not None:
             metrics |= self.rollout.cache.stats()
         return metrics
+
+    @property
+    def measured(self) -> bool:
+        """True from `finish` of a control step on, until the next step's."""
+        every = self.rollout.config.measure_every
+        return bool(every and self._rollouts and self._rollouts % every == 0)
 
     def _control(self, rows: Sequence[Row], batch: RolloutBatch) -> dict[str, float]:
         """The same rows by plain decoding with the same keys, timed and compared token for token."""

@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from rollout.config import RolloutConfig
+from rollout.engines.base import Sampling
+from rollout.engines.transformers import TransformersEngine
 from rollout.types import Completion, RolloutBatch, RolloutError, Row
 from trainers.collector import Collector, Setup, check_batch
 from trainers.config import TrainerConfig
@@ -29,7 +31,13 @@ class Engine:
         self.versions.append(version)
 
 
-def collector(rank: int = 0, rollout: RolloutConfig | None = None, trainer: TrainerConfig | None = None) -> Collector:
+def collector(
+    rank: int = 0,
+    rollout: RolloutConfig | None = None,
+    trainer: TrainerConfig | None = None,
+    engine=None,
+    policy=None,
+) -> Collector:
     accelerator = SimpleNamespace(process_index=rank, num_processes=1, device=torch.device("cpu"))
     setup = Setup(
         score=lambda rows, texts: ([1.0] * len(rows), {}),
@@ -40,9 +48,10 @@ def collector(rank: int = 0, rollout: RolloutConfig | None = None, trainer: Trai
         trainer=trainer or TrainerConfig(),
         seed=0,
     )
-    state, policy = SimpleNamespace(global_step=7, epoch=2.5), SimpleNamespace(dtype=torch.float32)
+    state, policy = SimpleNamespace(global_step=7, epoch=2.5), policy or SimpleNamespace(dtype=torch.float32)
     texts = SimpleNamespace(batch_decode=lambda ids, **_: ["text"] * len(ids))
-    return Collector(Engine(), setup, accelerator, lambda: policy, lambda: state, texts, [{"example_id": "e0"}])
+    rows = [{"example_id": "e0"}]
+    return Collector(engine or Engine(), setup, accelerator, lambda: policy, lambda: state, texts, rows)
 
 
 def test_rows_become_slots_across_processes():
@@ -61,6 +70,25 @@ def test_rows_become_slots_across_processes():
     assert second.stage.rollout.engine.versions == [7], "the engine has the current weights"
     assert (second.last, second.batch_is_current) == (got, True)
     assert got.rewards == [1.0] * 6
+
+
+def test_control_steps_compare_a_shared_engine_with_the_policy(build_model):
+    """Plain decoding takes the same path as drafts do, so control rows cannot tell that it has become a wrong one."""
+    model = build_model("qwen3")
+    shared = collector(engine=TransformersEngine(model, Sampling(frozenset()), window=3), policy=model)
+    shared.stage = SimpleNamespace(
+        rollout=shared.stage.rollout,
+        measured=True,
+        generate=lambda rows, step, slots: RolloutBatch([GOOD], slots, [0], [None], [False]),
+        finish=lambda *rows, **step: {"a": 1.0},
+    )
+    shared.collect([{"example_id": "e0"}])
+    assert shared.finish() == {"a": 1.0}
+    model.register_forward_hook(lambda module, args, out: out | {"logits": out.logits / 1.05})
+    with pytest.raises(RolloutError, match=r"weight version 7 .* does not compute what the trainer's model computes"):
+        shared.finish()
+    shared.stage.measured = False
+    assert shared.finish() == {"a": 1.0}, "on control steps only"
 
 
 @pytest.mark.parametrize(

@@ -85,6 +85,13 @@ def test_control_steps_run_when_they_are_due(config, due):
     assert all(c == ("plain", ["a", "a", "b", "b"], [70, 71, 72, 73]) for c in rollout.calls), "the same rows and keys"
 
 
+@pytest.mark.parametrize("acceptance", ["exact", "lenient", "off"])
+def test_a_step_is_known_as_one_that_measures(acceptance):
+    stage, _ = stage_of(measure_every=3, acceptance=acceptance)
+    assert not stage.measured
+    assert [finish(stage, step=step) and stage.measured for step in range(7)] == [i % 3 == 2 for i in range(7)]
+
+
 def test_speedup_is_plain_time_over_the_whole_stage():
     metrics = finish(stage_of()[0], batch_of(total_s=2.0))
     assert metrics["spec/speedup"] == 3.0
