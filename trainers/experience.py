@@ -28,6 +28,8 @@ class Experience:
     advantages: Tensor | None = None
     values: Tensor | None = None
     """The critic's, before the update [B, T]; None without a critic."""
+    prior: Tensor | None = None
+    """Value of the row's prompt by its earlier visits [B, 1], on which the critic builds."""
     returns: Tensor | None = None
     reference: Tensor | None = None
     """Log-probs under the initial policy [B, T]; None without a KL penalty."""

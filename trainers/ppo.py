@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import copy
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from accelerate import Accelerator, DistributedType
+from accelerate.utils import gather_object
 from torch import Tensor
 from transformers import TrainerControl, TrainerState, TrainingArguments, get_scheduler
 from transformers.integrations import get_reporting_integration_callbacks
@@ -26,7 +28,7 @@ from trainers.advantages import gae, reinforce_plus_plus, rloo, token_rewards, w
 from trainers.base import Rollouts
 from trainers.checkpoint import writing
 from trainers.collector import Setup
-from trainers.critic import ActorCritic, trunk_of
+from trainers.critic import ActorCritic, PromptValues, trunk_of
 from trainers.experience import Experience
 from trainers.losses import adapted_beta, clipped, kl_estimate, policy_loss, value_loss
 from trainers.metrics import response_metrics
@@ -73,7 +75,7 @@ class PPOTrainer(Rollouts):
             is_world_process_zero=self.accelerator.is_main_process,
             is_local_process_zero=self.accelerator.is_local_main_process,
         )
-        self.control, self._beta = TrainerControl(), setup.trainer.beta
+        self.control, self._beta, self._prompts = TrainerControl(), setup.trainer.beta, PromptValues()
         flow = [DefaultFlowCallback, *get_reporting_integration_callbacks(args.report_to)]
         self._callbacks = CallbackHandler(flow, self.policy, tokenizer, self.optimizer, self.scheduler)
         self._beside: dict[str, list[float]] = defaultdict(list)  # metrics of callbacks
@@ -170,12 +172,14 @@ class PPOTrainer(Rollouts):
         pad_id, device = self._tokenizer.pad_token_id, self.accelerator.device
         found = Experience.of(rows, batch.completions, trained, pad_id, device)
         totals = torch.tensor([torch.nan if r is None else r for r in rewards], device=device)
+        ids = [row.example_id for row in rows]
+        found.prior = torch.tensor(self._prompts.of(ids), device=device)[:, None]
         self._score(found)
         gap = (found.old - found.drawn).abs()
         ratios = self.collector.importance(found.drawn, found.mask, own=lambda logp=found.old: logp)
         if self.collector.old_from_engine:
             found.old = found.drawn
-        found.advantages, found.returns = self._advantages(found, totals)
+        found.advantages, found.returns = self._advantages(found, totals, ids)
         if ratios is not None:
             found.advantages = found.advantages * ratios
         self.state.num_input_tokens_seen += int(self._total(found.attention.sum()))
@@ -195,19 +199,22 @@ class PPOTrainer(Rollouts):
         scored = [model(*piece) for piece in pieces]
         found.old = torch.cat([outputs.logp for outputs in scored])
         if model.value is not None:
-            found.values = torch.cat([outputs.values for outputs in scored])
+            found.values = torch.cat([outputs.values for outputs in scored]) + found.prior
         if self._reference is not None:
             with self._initial(), self.accelerator.autocast():
                 found.reference = torch.cat([self._reference(*piece).logp for piece in pieces])
 
-    def _advantages(self, found: Experience, totals: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Advantages and, with a critic, returns [B, T] from total rewards [B]."""
+    def _advantages(self, found: Experience, totals: Tensor, prompts: Sequence[str]) -> tuple[Tensor, Tensor | None]:
+        """Advantages and, with a critic, returns [B, T] from total rewards [B] of responses to these prompts."""
         options, mask = self._options, found.mask
         penalised = found.reference is not None and options.kl_penalty == "reward"
         kl = found.old - found.reference if penalised else torch.zeros_like(mask)
         rewards = token_rewards(totals, kl, mask, self._beta)
         if options.advantage == "gae":
             advantages, returns = gae(rewards, found.values, mask, options.gamma, options.gae_lambda)
+            whole, _ = gae(rewards, torch.zeros_like(mask), mask, options.gamma, 1.0)
+            begun = [(prompt, w) for prompt, w, m in zip(prompts, whole[:, 0].tolist(), mask[:, 0], strict=True) if m]
+            self._prompts.learn(gather_object(begun) if self.accelerator.num_processes > 1 else begun)
             return whiten(advantages, mask, self._total), returns
         if options.advantage == "reinforce_plus_plus":
             return reinforce_plus_plus(rewards, mask, options.gamma, self._total), None
@@ -251,7 +258,8 @@ class PPOTrainer(Rollouts):
         found = {"policy_loss": policy_loss(*ratio), "entropy": outputs.entropy}
         loss = found["policy_loss"] - options.entropy_bonus * outputs.entropy
         if piece.values is not None:
-            found["value_loss"] = value_loss(outputs.values, piece.values, piece.returns, options.critic.clip)
+            values = outputs.values + piece.prior
+            found["value_loss"] = value_loss(values, piece.values, piece.returns, options.critic.clip)
             loss = loss + options.critic.loss_weight * found["value_loss"]
         if piece.reference is not None:
             found["kl"] = kl_estimate(outputs.logp, piece.reference)
@@ -317,6 +325,7 @@ class PPOTrainer(Rollouts):
             folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
             progress = {name: getattr(self.state, name) for name in PROGRESS}
             progress |= {"beta": self._beta, "schedule": self.scheduler.state_dict()}
+            progress["prompts"] = self._prompts.state()
             with writing(folder):
                 snapshot.save(folder, self.accelerator.unwrap_model(self.model), self.optimizer, progress)
 
@@ -324,7 +333,7 @@ class PPOTrainer(Rollouts):
         progress = snapshot.load(folder, self.accelerator.unwrap_model(self.model), self.optimizer)
         for name in PROGRESS:
             setattr(self.state, name, progress[name])
-        self._beta = progress["beta"]
+        self._beta, self._prompts = progress["beta"], PromptValues(progress["prompts"])
         self.scheduler.load_state_dict(progress["schedule"])
         for group, rate in zip(self.optimizer.param_groups, self.scheduler.get_last_lr(), strict=True):
             group["lr"] = rate
