@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from rollout.checks import check
 from rollout.config import RolloutConfig
 from rollout.types import RolloutError
 
@@ -38,10 +39,14 @@ def build_engine(spec: EngineSpec, model: Module | None = None, scorer: Scorer |
         spec: what to build.
         model: the trainer's own model, which the transformers engine then shares; None loads `spec.model`.
         scorer: process rewards of draft steps, for `rollout.router.kind=rsd`.
+
+    Raises:
+        RolloutError: an option has a value that it cannot have, or what it names cannot be loaded.
     """
     from rollout.engines.base import Sampling, Speculation
 
     config = spec.rollout
+    check(config)
     sampling = Sampling(spec.eos_ids, config.temperature, config.top_k, config.top_p)
     speculation = Speculation("lenient" if config.acceptance == "lenient" else "exact", config.lenience)
     if config.engine == "vllm":

@@ -208,6 +208,14 @@ def check_request(request: Request, vocab: int, context: int, speculation: Specu
     Args: vocab: ids below it exist; context: most tokens of a prompt with its response.
     """
     prompt, cap = request.prompt, request.max_new_tokens
+    if not (isinstance(prompt, Sequence) and {*map(type, prompt)} <= {int}):  # a tensor, an array, floats, a text
+        raise RolloutError(
+            f"a prompt is no sequence of token ids: {prompt!r:.60}. Give Python integers, as prompt.tolist() does"
+        )
+    if not (type(request.key) is int and -(2**63) <= request.key < 2**63):
+        raise RolloutError(f"key={request.key!r:.60} is no signed 64-bit integer, as rollout.noise.derive_key gives")
+    if type(cap) is not int:
+        raise RolloutError(f"max_new_tokens={cap!r:.60} is not a whole number")
     if not prompt:
         raise RolloutError("a prompt has no tokens; a rollout needs at least one")
     if not 0 <= min(prompt) <= max(prompt) < vocab:
