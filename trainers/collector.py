@@ -151,7 +151,7 @@ class Collector:
             old = [self.stage.rollout.cache.get(row.example_id, s) for row, s in zip(self._rows, slots, strict=True)]
             self._metrics |= self.refit.step(self._rows, [text and text.tokens for text in old])
         self.batch = self.stage.generate(self._rows, visit=self.visit, step=self.version, slots=slots)
-        check_batch(self.batch, len(inputs))
+        check_batch(self.batch, len(inputs), self.version)
         return self._rows, self.batch
 
     def reward(self) -> list[float | None]:
@@ -262,11 +262,13 @@ class Collector:
         return overlong_penalty(len(ids), cap, self._options.overlong_buffer)
 
 
-def check_batch(batch: RolloutBatch, rows: int) -> None:
-    """Trainers take wrong-length log-probs silently and crash on empty responses, so both are refused here."""
+def check_batch(batch: RolloutBatch, rows: int, version: int) -> None:
+    """Trainers take wrong-length log-probs and stale texts silently and crash on empty responses; all are refused."""
     if len(batch.completions) != rows:
         raise RolloutError(f"the engine returned {len(batch.completions)} responses for {rows} rows")
     for i, c in enumerate(batch.completions):
         if not c.failure and not 0 < len(c.tokens) == len(c.logprobs) == len(c.behaviour_logprobs) == len(c.reused):
             raise RolloutError(f"the engine returned a malformed response for row {i}: {len(c.tokens)} tokens, "
                                f"{len(c.logprobs)} log-probs")  # fmt: skip
+        if not c.failure and c.version != version:
+            raise RolloutError(f"the engine returned row {i} by weight version {c.version} at version {version}")

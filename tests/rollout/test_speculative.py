@@ -193,6 +193,16 @@ def test_what_is_stored(acceptance):
     assert batch.total_s == pytest.approx(before + batch.store_s), "storing is charged"
 
 
+def test_a_text_is_stored_with_the_version_that_wrote_it():
+    """Not with that of the engine when it is stored, which may have been updated meanwhile."""
+    cache = cache_of()
+    rollout, rows = fake(cache=cache), rows_of("a", group=2)
+    batch = rollout.generate(rows, visit=0, step=3)
+    rollout.engine.weight_version = 4
+    rollout.store(rows, batch, step=3)
+    assert [t.version for t in cache.siblings("a")] == [3, 3]
+
+
 def test_without_a_cache_nothing_is_drafted_or_stored():
     rollout = fake(cache=None)
     rows = rows_of("a", group=2)
