@@ -99,6 +99,8 @@ def _rollout_rules(r: RolloutConfig) -> Iterator[str]:
 
 
 def _drafter_rules(r: RolloutConfig) -> Iterator[str]:
+    if r.drafter.startswith("layers") and not re.fullmatch("layers=[1-9][0-9]*", r.drafter):
+        yield f"rollout.drafter={r.drafter} names no number of layers. Try rollout.drafter=layers=2."
     if r.drafter and r.acceptance == "lenient":
         yield (
             f"rollout.drafter={r.drafter} cannot be combined with rollout.acceptance=lenient, which drafts stored text "
