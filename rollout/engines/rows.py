@@ -93,6 +93,7 @@ class Row:
         Args: draft: what was carried; emitted: the tokens that came of it; accepted: how many of the draft's stood.
         """
         stood = accepted
+        budget.observe_emitted(len(emitted))
         if self.carried != self.source or self.parents is not None:
             draft = self.guess[: len(emitted)]
             accepted = accept_exact(emitted, draft)
@@ -144,6 +145,7 @@ def ask_all(
     Counts the rows that have a guess and carry nothing. Args: contexts: what may serve a row better than its guess;
     model: a draft model may help them.
     """
+    began = time.perf_counter()
     plan = None if model else budget.rest()
     if plan is not None:
         for row in rows:
@@ -156,7 +158,10 @@ def ask_all(
         plan = budget.plan([row.kind for row in rows], model, width)
         for row in rows:
             row.carry(plan.windows[row.kind], budget, plan.needed, None if budget.window else contexts)
-        budget.observe_plan(any(row.draft for row in rows))
+        carried = any(row.draft for row in rows)
+        budget.observe_plan(carried)
+        if carried:
+            budget.observe_asking(time.perf_counter() - began)
     paused = [row.kind for row in rows if row.guess and not row.draft and row.kind not in plan.handed]
     stats.paused += len(paused)
     stats.paused_acceptance += sum(map(budget.acceptance, paused))
