@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from rollout.cost import CostModel
+from rollout.cost import CostModel, Ledger
 
 State = Literal["start", "agreeing", "diverged", "lost"]
 """What is known of a row's drafter: nothing yet; of its last draft all, some or no tokens stood."""
@@ -21,6 +21,7 @@ _FORGET_LEVEL = 0.7  # how sure the draft model must be changes more slowly than
 _MEMORY = 128  # draft tokens over which the draft model's yield is averaged
 _PROBE_EVERY, _PROBE_TOKENS, _PROBE_ROWS = 32, 2, 4
 _REST = 7  # most passes in a row that nobody is asked about
+_JUDGED = 5  # passes with drafts, by weight, that it takes to judge them
 _MOST = 0.9999  # no estimate of a probability is trusted further
 _MARGIN = 1.1  # the model must promise that much: rows that advance unevenly leave a longer tail than is estimated
 _NEARLY = 0.95  # of the best rate is as good
@@ -69,6 +70,10 @@ class Budget:
         self._idle: Counter[Kind] = Counter()  # passes in which a kind carried nothing, since it last did
         self._pause = self._skipped = 0
         self._needed = 0.0
+        self._cost = 0.0, 0.0  # seconds of a pass and of each row in it, as last planned with
+        self._asking: float | None = None  # seconds that asking took for the pass in progress; None without drafts
+        self._emitted = 0  # tokens of the pass in progress
+        self._plain, self._asked = Ledger(), Ledger()
         self._idle_model = 0
         self._patience = _PROBE_EVERY
 
@@ -111,8 +116,37 @@ class Budget:
         return fixed + row * rows, token + place * width
 
     def observe_pass(self, tokens: int, seconds: float, rows: int = 0, width: int = 0) -> None:
-        """One pass of `tokens` tokens, of `rows` rows, that attend to `width` positions, took `seconds`."""
+        """One pass of `tokens` tokens, of `rows` rows, that attend to `width` positions, took `seconds`.
+
+        Call it behind `observe_emitted` for each of the rows, if they are known.
+        """
         self._passes.observe(tokens, seconds, rows, width)
+        if rows and (self._asking is not None or tokens == rows):
+            self._enter(seconds, rows)
+        self._asking, self._emitted = None, 0
+
+    def observe_asking(self, seconds: float) -> None:
+        """Asking the rows' own drafters for a pass that carries drafts took `seconds`."""
+        self._asking = seconds
+
+    def observe_emitted(self, tokens: int) -> None:
+        """A row emitted `tokens` tokens in the pass that is about to be observed."""
+        self._emitted += tokens
+
+    def _enter(self, seconds: float, rows: int) -> None:
+        """Books the pass in progress."""
+        fixed, row = self._cost
+        ledger = self._plain if self._asking is None else self._asked
+        if 2 * rows <= ledger.rows:  # few rows gain more
+            ledger.clear()
+        ledger.add(seconds + (self._asking or 0.0), (fixed + row * rows) * self._emitted / rows, rows)
+
+    def pays(self) -> bool:
+        """Whether passes with drafts, asking included, brought their tokens sooner than plain passes did of late.
+
+        What `plan` expects is an estimate, and knows nothing of the time that asking takes. In doubt True.
+        """
+        return self._asked.passes < _JUDGED or self._asked.rate() <= self._plain.rate()
 
     def calibrate(self, passes: Sequence[tuple[int, float]], rows: int = 0, width: int = 0) -> None:
         """Measured (tokens, seconds) of passes, see CostModel.calibrate."""
@@ -141,6 +175,7 @@ class Budget:
         self._patience = _PROBE_EVERY
         self._idle.clear()
         self._pause = self._skipped = 0
+        self._asked.clear()
 
     # What to draft -----------------------------------------------------------------------------------------------
 
@@ -165,6 +200,8 @@ class Budget:
             return Plan(dict.fromkeys(count, self.window), frozenset(), 0.0)
         a, b = self.cost(count.total(), width)
         fixed = a + b * count.total()
+        rest = self._passes.fit()[0]
+        self._cost = rest, (fixed - rest) / max(1, count.total())
         k, goodput = _levelled({kind: (n, self.acceptance(kind)) for kind, n in count.items()}, fixed, b)
         self._needed, handed = min(1.0, b * goodput), frozenset()
         if model and count:
@@ -179,6 +216,8 @@ class Budget:
     def rest(self) -> Plan | None:
         """The plan of a pass that carries nothing, where nothing has paid lately: asking takes time too. Else None.
 
+        Whether drafts that ride pay together is what `pays` says.
+
         A fixed window is always asked for.
         """
         if self.window or self._skipped == self._pause:
@@ -187,8 +226,11 @@ class Budget:
         return Plan({}, frozenset(), 0.0, needed=self._needed)
 
     def observe_plan(self, carried: bool) -> None:
-        """Whether anything rides in the pass that was planned; if not, the next ones may rest, 1, 3 and then 7."""
-        self._pause = 0 if carried else min(2 * self._pause + 1, _REST)
+        """Whether anything rides in the pass that was planned.
+
+        If not, or if drafts have not paid lately, the next passes may rest: 1, 3 and then 7.
+        """
+        self._pause = 0 if carried and self.pays() else min(2 * self._pause + 1, _REST)
         self._skipped = 0
 
     def _hand_over(self, count: Mapping[Kind, int], k: Mapping[Kind, int], fixed: float, b: float, goodput: float):

@@ -184,8 +184,8 @@ class TrajectoryCache:
         Bad entries are left out and counted in `dropped`, entries of steps after `max_step` in `skipped`. A damaged
         file is renamed to *.corrupt. With another `law` the stored log-probs are left out, as only `lenient` needs
         them; `check_law` makes it an error instead. `new_run` sets steps and versions to 0, as the counters of the run
-        that reads begin there. Raises CacheError on another identity, a newer format, or a path
-        that cannot be read.
+        that reads begin there. Raises CacheError on another identity, a newer format, a header that
+        no specrl of this format writes, or a path that cannot be read.
         """
         cache, path = cls(fingerprint, vocab_size, eos_ids, max_mb=max_mb), Path(directory) / SNAPSHOT
         try:
@@ -220,7 +220,7 @@ class TrajectoryCache:
         """Stores one entry read from disk; False when it is bad."""
         example_id, slot, blob = entry
         trajectory = unpack(blob)
-        if complaint(trajectory, self.vocab_size, self.eos_ids) is not None:
+        if complaint(slot, trajectory, self.vocab_size, self.eos_ids) is not None:
             return False
         if max_step is not None and trajectory.step > max_step:
             self.skipped += 1
@@ -232,7 +232,7 @@ class TrajectoryCache:
     def _packed(self, example_id: str, slot: int, trajectory: Trajectory) -> Entry:
         try:
             example_id.encode()
-            reason = f"slot {slot} is negative" if slot < 0 else complaint(trajectory, self.vocab_size, self.eos_ids)
+            reason = complaint(slot, trajectory, self.vocab_size, self.eos_ids)
             if reason is None:
                 return example_id, slot, pack(trajectory)
         except (struct.error, TypeError, ValueError, AttributeError, OverflowError) as error:

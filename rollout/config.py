@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import inf
 from typing import Literal
 
 
-def doc(default, help: str):
-    """A dataclass field with its one-line documentation, shown by `help=rollout` and in docs/configuration.md."""
+def doc(default, help: str, *, low: float | None = None, high: float | None = None):
+    """A dataclass field with its one-line documentation, shown by `help=rollout` and in docs/configuration.md.
+
+    A number lies within `low` and `high`, both included; without them it is 0 or more.
+    """
     make = {"default_factory": lambda: type(default)(default)} if isinstance(default, list) else {"default": default}
-    return field(**make, metadata={"help": help})
+    limits = {} if (low, high) == (None, None) else {"limits": (low or 0, inf if high is None else high)}
+    return field(**make, metadata={"help": help, **limits})
 
 
 SOURCES = ("prefix", "position", "earlier", "group", "contexts")
@@ -19,7 +24,9 @@ prompt's stored texts; what the rows of the prompt have emitted in this rollout;
 
 @dataclass
 class CacheConfig:
-    max_mb: int = doc(512, "memory bound of stored trajectories in MB (2^20 bytes); the least recently used go first")
+    max_mb: int = doc(
+        512, "memory bound of stored trajectories in MB (2^20 bytes); the least recently used go first", low=1
+    )
     start_from: str = doc("", "directory of trajectories to start with, such as an earlier run's `trajectories`")
     clear: bool = doc(False, "resume with an empty cache instead of the checkpoint's")
     on_write_error: Literal["warn", "stop"] = doc(
@@ -30,7 +37,9 @@ class CacheConfig:
 @dataclass
 class BudgetConfig:
     window: int = doc(0, "draft tokens a row carries in one pass; 0 decides from measured costs and acceptance")
-    branches: int = doc(1, "most continuations of a row verified together, as a tree, where this pays; 1 is one path")
+    branches: int = doc(
+        1, "most continuations of a row verified together, as a tree, where this pays; 1 is one path", low=1
+    )
 
 
 @dataclass
@@ -50,7 +59,7 @@ class RouterConfig:
     separators: list[str] = field(
         default_factory=lambda: ["\\n\\n"], metadata={"help": "texts that end a reasoning step; \\n is a newline"}
     )
-    max_step_tokens: int = doc(128, "a draft step longer than this is a runaway, which the policy writes")
+    max_step_tokens: int = doc(128, "a draft step longer than this is a runaway, which the policy writes", low=1)
     refit_every: int = doc(
         0, "with acceptance=judged: rollouts between two refits of the judge to what old texts and policy differ in now"
     )
@@ -67,10 +76,12 @@ class VLLMConfig:
     runner: Literal["auto", "v1", "v2"] = doc(
         "auto", "vLLM's model runner; auto takes v1 where drafts can ride in the request, else v2"
     )
-    draft_tokens: int = doc(32, "most draft tokens of a row in one step, up to 127; bounds logits memory")
+    draft_tokens: int = doc(
+        32, "most draft tokens of a row in one step, up to 127; bounds logits memory", low=1, high=127
+    )
     kv_cache_mb: int = doc(0, "KV cache in MB; 0 takes memory_utilization of a GPU, or 512 on a CPU")
-    memory_utilization: float = doc(0.45, "share of a GPU's memory for vLLM, its weights included")
-    tensor_parallel: int = doc(1, "GPUs that hold one copy of the model; more copies are cluster.num_workers")
+    memory_utilization: float = doc(0.45, "share of a GPU's memory for vLLM, its weights included", low=0.01, high=1)
+    tensor_parallel: int = doc(1, "GPUs that hold one copy of the model; more copies are cluster.num_workers", low=1)
     compile: bool = doc(False, "compile the model and capture CUDA graphs: slower to start, faster to decode")
     sleep: bool = doc(True, "give the GPU memory back to the trainer between rollouts")
 
@@ -102,6 +113,7 @@ class RolloutConfig:
         0.0,
         "share of slots that keep their noise key from their last visit, 0 to 1; auto: chosen at each visit by the "
         "measured reuse gap (see docs/guarantees.md)",
+        high=1,
     )
     replay_gap: float = doc(
         0.0, "with replay=auto: largest reuse gap of a batch, in units of the reward; 0 replays nothing"
@@ -109,11 +121,11 @@ class RolloutConfig:
     lenience: float = doc(
         1.0, "factor l of the published acceptance min(1, l*p_new/p_old); only for acceptance=lenient"
     )
-    group_size: int = doc(8, "responses per prompt")
+    group_size: int = doc(8, "responses per prompt", low=1)
     temperature: float = doc(1.0, "sampling temperature; 0 is greedy")
-    top_p: float = doc(1.0, "nucleus sampling mass; 1 is off")
+    top_p: float = doc(1.0, "nucleus sampling mass; 1 is off", high=1)
     top_k: int = doc(0, "sample from the k most likely tokens; 0 is off")
-    max_new_tokens: int = doc(256, "response cap in tokens, EOS included")
+    max_new_tokens: int = doc(256, "response cap in tokens, EOS included", low=1)
     sources: list[str] = field(
         default_factory=lambda: list(SOURCES),
         metadata={
@@ -124,9 +136,11 @@ class RolloutConfig:
     drafter: str = doc(
         "", "draft model for rows that left their old texts: a directory, or layers=N for the policy's own first layers"
     )
-    rows_per_batch: int = doc(256, "rows decoded together, bounds KV memory; more rows run in further batches")
-    tokens_per_pass: int = doc(4096, "most tokens in one forward pass; bounds verification memory")
-    logits_mb: int = doc(256, "most memory for logits and noise at a time, in MB; larger passes are scored in chunks")
+    rows_per_batch: int = doc(256, "rows decoded together, bounds KV memory; more rows run in further batches", low=1)
+    tokens_per_pass: int = doc(4096, "most tokens in one forward pass; bounds verification memory", low=1)
+    logits_mb: int = doc(
+        256, "most memory for logits and noise at a time, in MB; larger passes are scored in chunks", low=1
+    )
     tie_margin: float = doc(
         1e-4, "draws whose two best scores are closer than this are decided by a canonical pass; fp32 only, 0 is off"
     )

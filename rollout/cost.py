@@ -1,10 +1,11 @@
-"""What a forward pass costs: a line through measured passes."""
+"""What a forward pass costs: a line through measured passes, and what passes brought for it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 _FORGET = 0.98  # what is left of a pass's weight after the next one
+_FADE = 0.85  # the same in a ledger, which must see when drafts begin to pay
 
 
 class CostModel:
@@ -54,6 +55,27 @@ class CostModel:
         a, row, token, place = found
         seconds, tokens = matrix[0][4] / matrix[0][0], matrix[0][2] / matrix[0][0]
         return max(a, 0.01 * seconds), row, token if token or place else 0.1 * seconds / tokens, place
+
+
+class Ledger:
+    """Seconds that passes took, and that plain passes are expected to take for as many tokens, with forgetting."""
+
+    def __init__(self):
+        self.clear()
+
+    def clear(self) -> None:
+        self._spent = self._worth = self.passes = 0.0
+        self.rows = 0
+        """Of the first pass since."""
+
+    def add(self, spent: float, worth: float, rows: int) -> None:
+        kept, self.rows = _FADE, self.rows or rows
+        self._spent, self._worth = kept * self._spent + spent, kept * self._worth + worth
+        self.passes = kept * self.passes + 1
+
+    def rate(self) -> float:
+        """Spent by worth; 1 before any pass."""
+        return self._spent / self._worth if self._worth else 1.0
 
 
 def _products(*terms: float) -> list[float]:

@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from numbers import Integral
 
 import torch
 from torch import Tensor
+
+from rollout.types import RolloutError, check_example_id
 
 _WORD = 0xFFFFFFFF
 
@@ -28,7 +31,15 @@ _MIX_C = _signed32(0xC2B2AE35)  # MurmurHash3 finaliser, A. Appleby (public doma
 
 
 def derive_key(seed: int, example_id: str, slot: int, generation: int, domain: str = "rollout") -> int:
-    """The signed 64-bit noise key of a slot. A pure function: losing every cache changes nothing that is sampled."""
+    """The signed 64-bit noise key of a slot. A pure function: losing every cache changes nothing that is sampled.
+
+    Raises:
+        RolloutError: the example's id is no text, or a number is not whole.
+    """
+    check_example_id(example_id)
+    for name, number in (("seed", seed), ("slot", slot), ("generation", generation)):
+        if not isinstance(number, Integral) or isinstance(number, bool):  # 1.0 would be written otherwise than 1
+            raise RolloutError(f"{name}={number!r:.60} of a noise key is not a whole number.")
     text = f"{domain}\x1f{seed}\x1f{example_id}\x1f{slot}\x1f{generation}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little", signed=True)
 

@@ -20,9 +20,11 @@ Entry = tuple[str, int, bytes]
 """(example id, slot, packed trajectory)."""
 
 
-def complaint(trajectory: Trajectory, vocab_size: int, eos_ids: Collection[int] = ()) -> str | None:
-    """What makes a trajectory unusable, as half a sentence; None when nothing does."""
+def complaint(slot: int, trajectory: Trajectory, vocab_size: int, eos_ids: Collection[int] = ()) -> str | None:
+    """What makes a slot's trajectory unusable, as half a sentence; None when nothing does."""
     tokens, logprobs = trajectory.tokens, trajectory.logprobs
+    if slot < 0:
+        return f"slot {slot} is negative"
     if len(tokens) == 0:
         return "it has no tokens"
     if not 0 <= min(tokens) <= max(tokens) < vocab_size:

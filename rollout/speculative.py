@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from rollout.cache import TrajectoryCache
+from rollout.checks import check
 from rollout.config import RolloutConfig
 from rollout.drafters.suffix import PromptTexts, SuffixDrafter
 from rollout.engines.base import Engine
@@ -34,9 +35,13 @@ class SpeculativeRollout:
         cache: earlier responses; None drafts nothing and stores nothing.
         config: acceptance, replay, caps.
         seed: of the run; all noise keys derive from it.
+
+    Raises:
+        RolloutError: the config holds what the command line would refuse.
     """
 
     def __init__(self, engine: Engine, cache: TrajectoryCache | None, config: RolloutConfig, seed: int):
+        check(config)
         self.engine, self.config, self.seed = engine, config, seed
         self.cache = None if config.acceptance == "off" else cache
         fresh = config.acceptance in ("lenient", "judged")
@@ -165,7 +170,7 @@ def _check_keys(rows: Sequence[Row], slots: Sequence[int], visits: Sequence[int]
     """Equal keys draw equal responses, which a trainer would take for independent ones."""
     drawn: set[tuple[str, int]] = set()
     for row, slot, visit in zip(rows, slots, visits, strict=True):
-        if not isinstance(visit, int) or visit < 0:
+        if type(visit) is not int or visit < 0:
             raise RolloutError(
                 f"visit={visit!r} of example {row.example_id!r}: expected how often it was rolled out, 0 or more"
             )

@@ -10,12 +10,14 @@ import fcntl
 import itertools
 import json
 import os
+import stat
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from hashlib import blake2b
 from math import nan
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -146,6 +148,7 @@ def write_snapshot(directory: Path, entries: Sequence[Entry], header: Header) ->
     text = json.dumps({"format": FORMAT, **asdict(header)}).encode()
     schema = _SCHEMA.with_metadata({_HEADER: text, _HEADER_SUM: _header_sum(text)})
     try:
+        temporary.unlink(missing_ok=True)  # a link or a pipe in its place is not followed
         with open(temporary, "wb") as file:
             # Plain pages: a flipped bit then costs one row, where a compressed page would be lost whole.
             with pq.ParquetWriter(file, schema, compression="none", use_dictionary=False) as writer:
@@ -212,7 +215,7 @@ def open_snapshot(directory: Path) -> Iterator[tuple[Header, Iterator[Entry]]]:
     """
     path = directory / SNAPSHOT
     try:
-        source = open(path, "rb")  # noqa: SIM115
+        source = open(path, "rb", opener=_without_waiting)  # noqa: SIM115
     except FileNotFoundError:
         raise
     except OSError as error:
@@ -221,20 +224,34 @@ def open_snapshot(directory: Path) -> Iterator[tuple[Header, Iterator[Entry]]]:
             "Move it away, or start with rollout.cache.clear=true."
         ) from error
     with source:
+        if not stat.S_ISREG(os.fstat(source.fileno()).st_mode):
+            raise CacheError(
+                f"The trajectory cache '{path}' cannot be read: it is a pipe or a device, not a file. "
+                "Move it away, or start with rollout.cache.clear=true."
+            )
         try:
             file = pq.ParquetFile(source, pre_buffer=False, arrow_extensions_enabled=False)
             schema, metadata = file.schema_arrow, file.metadata.metadata or {}
         except Exception as error:  # any bytes may lie here, and pyarrow reports them in a dozen ways
             raise DamagedError(f"'{path}' is not a readable parquet file ({error})") from error
-        yield _header(path, schema, metadata), _rows(file)
+        header = _header(path, schema, metadata)
+        if header.rows != file.metadata.num_rows:
+            raise DamagedError(f"'{path}' has {file.metadata.num_rows} rows and a header that counts {header.rows}")
+        yield header, _rows(file)
+
+
+def _without_waiting(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK)  # opening a pipe would wait for a writer
 
 
 def _header(path: Path, schema: pa.Schema, metadata: Mapping[bytes, bytes]) -> Header:
     text = metadata.get(_HEADER, b"")
     if metadata.get(_HEADER_SUM) != _header_sum(text):
         raise DamagedError(f"'{path}' has no intact specrl header")
-    fields = json.loads(text)
-    written_as = fields.pop("format")
+    fields = _fields(text)
+    written_as = fields.get("format")
+    if type(written_as) is not int:
+        raise _foreign(path, "it has no format number" if written_as is None else f"format={written_as!r:.60}")
     if written_as > FORMAT:
         raise CacheError(
             f"'{path}' has trajectory cache format {written_as}; this version of specrl reads up to {FORMAT}. "
@@ -244,8 +261,54 @@ def _header(path: Path, schema: pa.Schema, metadata: Mapping[bytes, bytes]) -> H
         raise OlderFormatError(f"'{path}' has trajectory cache format {written_as}, older than {FORMAT}")
     if not schema.equals(_SCHEMA):
         raise DamagedError(f"'{path}' does not have the columns of format {FORMAT}")
-    fields["eos_ids"], fields["fingerprint"] = tuple(fields["eos_ids"]), Fingerprint(**fields["fingerprint"])
-    return Header(**fields)
+    if wrong := _wrong(fields):
+        raise _foreign(path, wrong)
+    given = {name: fields[name] for name in ("step", "rows", "vocab_size")}
+    return Header(**given, eos_ids=tuple(fields["eos_ids"]), fingerprint=Fingerprint(**fields["fingerprint"]))
+
+
+def _fields(text: bytes) -> dict[str, Any]:
+    """The header's JSON object; empty when the text is none."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        found = None
+    return found if isinstance(found, dict) else {}
+
+
+def _wrong(fields: Mapping[str, Any]) -> str | None:
+    """What a header of this format cannot say, as half a sentence; None when it may say all of it."""
+    if extra := sorted(fields.keys() - _LEGAL.keys() - {"format"}):
+        return f"this version of specrl does not know its field {extra[0]!r:.60}"
+    wrong = [name for name, legal in _LEGAL.items() if name not in fields or not legal(fields[name])]
+    return f"{wrong[0]}={fields.get(wrong[0])!r:.60}" if wrong else None
+
+
+def _count(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _texts(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(text, str) for text in value.values())
+
+
+_LEGAL = {
+    "step": _count,
+    "rows": _count,
+    "vocab_size": _count,
+    "eos_ids": lambda value: isinstance(value, list) and all(map(_count, value)),
+    "fingerprint": lambda value: (
+        isinstance(value, dict) and value.keys() == {"identity", "law"} and all(map(_texts, value.values()))
+    ),
+}
+
+
+def _foreign(path: Path, why: str) -> CacheError:
+    """For a header whose checksum agrees, so that no damage explains it."""
+    return CacheError(
+        f"'{path}' has a header that is not of trajectory cache format {FORMAT}: {why}. Another program wrote it. "
+        "Update specrl, move the file away, or start with rollout.cache.clear=true."
+    )
 
 
 def _rows(file: pq.ParquetFile) -> Iterator[Entry]:

@@ -42,6 +42,17 @@ class Trajectory:
     """Behaviour log-prob of each token, stored for `lenient` and `judged` only."""
 
 
+def check_example_id(example_id: str) -> None:
+    """Raises RolloutError for what is not a text: noise keys and checksums are made of its UTF-8 bytes."""
+    if not isinstance(example_id, str):  # 1 and "1" would have the same noise
+        raise RolloutError(f"example_id={example_id!r:.60} is not a text. Try example_id={str(example_id)!r:.60}.")
+    try:
+        example_id.encode()
+    except UnicodeEncodeError as error:
+        near = example_id.encode(errors="replace").decode()
+        raise RolloutError(f"example_id={example_id!a:.60} has no UTF-8 form. Try example_id={near!r:.60}.") from error
+
+
 class Drafter(Protocol):
     """Guesses a row's next tokens. Guesses decide how many tokens ride one pass, never which token is emitted.
 
@@ -181,6 +192,9 @@ class Row:
 
     example_id: str
     prompt: tuple[int, ...]
+
+    def __post_init__(self):
+        check_example_id(self.example_id)
 
 
 @dataclass(slots=True)

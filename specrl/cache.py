@@ -31,7 +31,7 @@ def verify(directory: Path) -> int:
     with open_snapshot(directory) as (header, rows):
         for example_id, slot, blob in rows:
             checked += 1
-            if reason := complaint(unpack(blob), header.vocab_size, header.eos_ids):
+            if reason := complaint(slot, unpack(blob), header.vocab_size, header.eos_ids):
                 complaints.append(f"example {example_id!r}, slot {slot}: {reason}")
     damaged = header.rows - checked
     for line in complaints:

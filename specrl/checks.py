@@ -10,7 +10,8 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from reward.config import RewardConfig
-from rollout.config import SOURCES, RolloutConfig
+from rollout.checks import UNLIMITED, limits, outside, rules
+from rollout.config import RolloutConfig
 from specrl.options import plain, values
 from trainers.config import TrainerConfig
 
@@ -18,17 +19,8 @@ if TYPE_CHECKING:
     from specrl.config import Config
 
 LIMITS = {
+    **limits(RolloutConfig, "rollout."),
     "seed": (0, 2**32 - 1),
-    "rollout.replay": (0, 1),
-    "rollout.top_p": (0, 1),
-    "rollout.group_size": (1, math.inf),
-    "rollout.max_new_tokens": (1, math.inf),
-    "rollout.rows_per_batch": (1, math.inf),
-    "rollout.tokens_per_pass": (1, math.inf),
-    "rollout.logits_mb": (1, math.inf),
-    "rollout.cache.max_mb": (1, math.inf),
-    "rollout.budget.branches": (1, math.inf),
-    "rollout.router.max_step_tokens": (1, math.inf),
     "trainer.prompts_per_step": (1, math.inf),
     "trainer.updates_per_rollout": (1, math.inf),
     "trainer.minibatches": (1, math.inf),
@@ -46,9 +38,6 @@ LIMITS = {
     "reward.workers": (1, math.inf),
     "reward.start_timeout_s": (1, math.inf),
     "reward.max_failure_ratio": (0, 1),
-    "rollout.vllm.draft_tokens": (1, 127),
-    "rollout.vllm.memory_utilization": (0.01, 1),
-    "rollout.vllm.tensor_parallel": (1, math.inf),
     "cluster.tasks_per_worker": (1, math.inf),
     "cluster.cpus_per_worker": (0.01, math.inf),
     "cluster.start_timeout_s": (1, math.inf),
@@ -56,7 +45,7 @@ LIMITS = {
     "cluster.max_failed_ratio": (0, 1),
     "cluster.object_store_mb": (80, math.inf),
 }
-"""Closed ranges of numbers; every number that is not listed must be 0 or more."""
+"""Closed ranges of numbers; every number that is not listed must be 0 or more. Those of rollout stand at its fields."""
 
 TRACKERS = ("tensorboard", "trackio", "wandb")
 """Names of trackers, which are also those of the packages they need."""
@@ -65,23 +54,15 @@ TRACKERS = ("tensorboard", "trackio", "wandb")
 def problems(config: Config, training: bool = True) -> list[str]:
     """Every rule that the options break. With `training=False` (evaluation) greedy and single responses are legal."""
     numbers = {key: value for key, value in values(config).items() if isinstance(value, int | float)}
-    outside = [message for key, value in numbers.items() for message in _range(key, value)]
-    if outside:
-        return outside
+    wrong = [message for key, value in numbers.items() for message in outside(key, value, LIMITS.get(key, UNLIMITED))]
+    if wrong:
+        return wrong
     found = [*_run_rules(config), *_rollout_rules(config.rollout), *_cluster_rules(config)]
     found += [*_drafter_rules(config.rollout), *_cotraining_rules(config)]
     found += [*_lossy_rules(config.rollout, config.trainer), *_router_rules(config, training)]
     found += [*_trainer_rules(config.trainer, config.rollout), *_algorithm_rules(config.trainer)]
     found += [*_reward_rules(config.reward), *_precision_rules(config)]
     return [*found, *_training_rules(config), *_tracker_rules(config)] if training else found
-
-
-def _range(key: str, value: float) -> Iterator[str]:
-    low, high = LIMITS.get(key, (0, math.inf))
-    if not (low <= value <= high and math.isfinite(value)):
-        near = min(max(value, low), high) if math.isfinite(value) else low
-        limit = f"at least {low}" if high == math.inf else f"from {low} to {high}"
-        yield f"{key}={value} must be {limit}. Try {key}={near}."
 
 
 def _run_rules(c: Config) -> Iterator[str]:
@@ -100,8 +81,7 @@ def _run_rules(c: Config) -> Iterator[str]:
 
 
 def _rollout_rules(r: RolloutConfig) -> Iterator[str]:
-    if r.top_p == 0:
-        yield "rollout.top_p=0 keeps no token. Try rollout.top_p=1, which keeps all."
+    yield from rules(r)
     if r.replay_gap and r.replay != "auto":
         yield (
             f"rollout.replay_gap={r.replay_gap} has no effect with rollout.replay={r.replay}. "
@@ -112,8 +92,6 @@ def _rollout_rules(r: RolloutConfig) -> Iterator[str]:
             "rollout.replay=auto chooses by what control steps measure, and rollout.measure_every=0 makes none. "
             f"Try rollout.measure_every={RolloutConfig.measure_every}."
         )
-    if r.lenience == 0:
-        yield "rollout.lenience=0 accepts nothing. Try rollout.lenience=1, or rollout.acceptance=off."
     if r.lenience != 1 and r.acceptance != "lenient":
         yield (
             f"rollout.lenience={r.lenience} has no effect with rollout.acceptance={r.acceptance}. "
@@ -122,10 +100,8 @@ def _rollout_rules(r: RolloutConfig) -> Iterator[str]:
 
 
 def _drafter_rules(r: RolloutConfig) -> Iterator[str]:
-    for name in r.sources:
-        if name not in SOURCES:
-            near = (get_close_matches(name, SOURCES, 1, cutoff=0) or SOURCES)[0]
-            yield f"rollout.sources has {name!r}, which is none of {', '.join(SOURCES)}. Did you mean {near}?"
+    if r.drafter.startswith("layers") and not re.fullmatch("layers=[1-9][0-9]*", r.drafter):
+        yield f"rollout.drafter={r.drafter} names no number of layers. Try rollout.drafter=layers=2."
     if r.drafter and r.acceptance == "lenient":
         yield (
             f"rollout.drafter={r.drafter} cannot be combined with rollout.acceptance=lenient, which drafts stored text "

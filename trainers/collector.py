@@ -158,7 +158,7 @@ class Collector:
         rows = [Row(row["example_id"], tuple(self._render(row))) for row in inputs]
         slots = [(first + i) % self._group_size for i in range(len(inputs))]
         batch = self.stage.generate(rows, step=self.version, slots=slots)
-        check_batch(batch, len(inputs))
+        check_batch(batch, len(inputs), self.version)
         began = time.perf_counter()
         totals, metrics = self._score(inputs, self._decode([c.tokens for c in batch.completions]))
         rewards = [
@@ -313,11 +313,13 @@ class Collector:
         return overlong_penalty(len(ids), cap, self._options.overlong_tokens(cap))
 
 
-def check_batch(batch: RolloutBatch, rows: int) -> None:
-    """Trainers take wrong-length log-probs silently and crash on empty responses, so both are refused here."""
+def check_batch(batch: RolloutBatch, rows: int, version: int) -> None:
+    """Trainers take wrong-length log-probs and stale texts silently and crash on empty responses; all are refused."""
     if len(batch.completions) != rows:
         raise RolloutError(f"the engine returned {len(batch.completions)} responses for {rows} rows")
     for i, c in enumerate(batch.completions):
         if not c.failure and not 0 < len(c.tokens) == len(c.logprobs) == len(c.behaviour_logprobs) == len(c.reused):
             raise RolloutError(f"the engine returned a malformed response for row {i}: {len(c.tokens)} tokens, "
                                f"{len(c.logprobs)} log-probs")  # fmt: skip
+        if not c.failure and c.version != version:
+            raise RolloutError(f"the engine returned row {i} by weight version {c.version} at version {version}")

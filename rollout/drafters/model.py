@@ -135,4 +135,6 @@ def early_exit(model: nn.Module, layers: int) -> nn.Module:
     short, shallow = copy.copy(decoder), copy.copy(model)
     short._modules = {**decoder._modules, name: stack[:layers]}
     shallow._modules = {**model._modules, model.base_model_prefix: short}
+    for part in (short, shallow):  # trainers and accelerate hang a `forward` on the instance, bound to the whole model
+        part.__dict__.pop("forward", None)
     return shallow

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rollout.checks import check
 from rollout.config import RolloutConfig
 from rollout.types import RolloutError
 
@@ -38,10 +40,14 @@ def build_engine(spec: EngineSpec, model: Module | None = None, scorer: Scorer |
         spec: what to build.
         model: the trainer's own model, which the transformers engine then shares; None loads `spec.model`.
         scorer: process rewards of draft steps, for `rollout.router.kind=rsd`.
+
+    Raises:
+        RolloutError: an option has a value that it cannot have, or what it names cannot be loaded.
     """
     from rollout.engines.base import Sampling, Speculation
 
     config = spec.rollout
+    check(config)
     sampling = Sampling(spec.eos_ids, config.temperature, config.top_k, config.top_p)
     speculation = Speculation("lenient" if config.acceptance == "lenient" else "exact", config.lenience)
     if config.engine == "vllm":
@@ -84,15 +90,18 @@ def load_drafter(spec: EngineSpec, policy: Module) -> Module:
     """The draft model of `rollout.drafter`: the policy's first layers, or a model of its own."""
     from rollout.drafters.model import early_exit
 
-    name, _, layers = spec.rollout.drafter.partition("=")
-    if name == "layers" and layers.isdigit():
+    name, equals, layers = spec.rollout.drafter.partition("=")
+    if name == "layers" and equals:
+        if not layers.isdecimal():
+            raise RolloutError(f"rollout.drafter={spec.rollout.drafter} names no number of layers. Try layers=2")
         return early_exit(policy.get_base_model() if hasattr(policy, "get_base_model") else policy, int(layers))
     try:
         return _load(spec, spec.rollout.drafter)
     except (OSError, ValueError) as error:
+        missing = "" if Path(spec.rollout.drafter).is_dir() else "there is no such directory, and "
         raise RolloutError(
-            f"rollout.drafter={spec.rollout.drafter} cannot be loaded: {str(error).splitlines()[0]}. Give a model "
-            "directory, such as `python -m specrl.drafter out=DIR` writes, or layers=N"
+            f"rollout.drafter={spec.rollout.drafter} cannot be loaded: {missing}{str(error).strip().splitlines()[0]} "
+            "Give a model directory, such as `python -m specrl.drafter out=DIR` writes, or layers=N"
         ) from error
 
 

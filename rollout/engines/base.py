@@ -10,6 +10,8 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
+from rollout.checks import check
+from rollout.config import RolloutConfig
 from rollout.types import Completion, EngineStats, Request, RolloutError
 
 
@@ -22,6 +24,9 @@ class Sampling:
     top_k: int = 0
     top_p: float = 1.0
 
+    def __post_init__(self):
+        check(RolloutConfig(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p))
+
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
@@ -29,6 +34,11 @@ class Speculation:
 
     rule: Literal["exact", "lenient"] = "exact"
     lenience: float = 1.0
+
+    def __post_init__(self):
+        if self.rule not in ("exact", "lenient"):
+            raise RolloutError(f"rule={self.rule!r} is neither 'exact' nor 'lenient'. Try rule='exact'.")
+        check(RolloutConfig(lenience=self.lenience))
 
 
 OUTLIER = 4.0

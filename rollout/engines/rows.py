@@ -96,6 +96,7 @@ class Row:
         Args: draft: what was carried; emitted: the tokens that came of it; accepted: how many of the draft's stood.
         """
         stood = accepted
+        budget.observe_emitted(len(emitted))
         if self.carried != self.source or self.parents is not None:
             draft = self.guess[: len(emitted)]
             accepted = accept_exact(emitted, draft)
@@ -147,6 +148,7 @@ def ask_all(
     Counts the rows that have a guess and carry nothing. Args: contexts: what may serve a row better than its guess;
     model: a draft model may help them.
     """
+    began = time.perf_counter()
     plan = None if model else budget.rest()
     if plan is not None:
         for row in rows:
@@ -159,7 +161,10 @@ def ask_all(
         plan = budget.plan([row.kind for row in rows], model, width)
         for row in rows:
             row.carry(plan.windows[row.kind], budget, plan.needed, None if budget.window else contexts)
-        budget.observe_plan(any(row.draft for row in rows))
+        carried = any(row.draft for row in rows)
+        budget.observe_plan(carried)
+        if carried:
+            budget.observe_asking(time.perf_counter() - began)
     paused = [row.kind for row in rows if row.guess and not row.draft and row.kind not in plan.handed]
     stats.paused += len(paused)
     stats.paused_acceptance += sum(map(budget.acceptance, paused))
@@ -226,6 +231,14 @@ def check_request(request: Request, vocab: int, context: int, speculation: Specu
     Args: vocab: ids below it exist; context: most tokens of a prompt with its response; limit: why there are no more.
     """
     prompt, cap = request.prompt, request.max_new_tokens
+    if not (isinstance(prompt, Sequence) and {*map(type, prompt)} <= {int}):  # a tensor, an array, floats, a text
+        raise RolloutError(
+            f"a prompt is no sequence of token ids: {prompt!r:.60}. Give Python integers, as prompt.tolist() does"
+        )
+    if not (type(request.key) is int and -(2**63) <= request.key < 2**63):
+        raise RolloutError(f"key={request.key!r:.60} is no signed 64-bit integer, as rollout.noise.derive_key gives")
+    if type(cap) is not int:
+        raise RolloutError(f"max_new_tokens={cap!r:.60} is not a whole number")
     if not prompt:
         raise RolloutError("a prompt has no tokens; a rollout needs at least one")
     if not 0 <= min(prompt) <= max(prompt) < vocab:

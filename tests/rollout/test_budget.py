@@ -2,6 +2,7 @@
 
 import math
 import random
+from itertools import pairwise
 
 import pytest
 
@@ -422,6 +423,50 @@ def test_rests_are_short_and_end_where_something_rides():
     fixed = Budget(4)
     fixed.observe_plan(carried=False)
     assert fixed.rest() is None, "a fixed window is obeyed in every pass"
+
+
+def asked(passes: int, brings: float, asking: float, rows: int = 64) -> list[int]:
+    """Passes in which the rows are asked when drafts bring `brings` tokens a row and asking takes `asking` passes."""
+    kind, plain, found = ("agreeing", "group"), 0.02, []
+    budget = trained(0.5 * plain, 0.5 * plain / rows, {kind: 0.9})
+    for i in range(passes):
+        resting = budget.rest()
+        if resting is None:
+            found.append(i)
+            assert budget.plan([kind] * rows).windows[kind], "by acceptances alone they pay"
+            budget.observe_plan(carried=True)
+            budget.observe_asking(asking * plain)
+        for _ in range(rows):
+            budget.observe_emitted(1 if resting else brings)
+        budget.observe_pass(rows if resting else 2 * rows, plain if resting else 1.5 * plain, rows, 100)
+    return found
+
+
+@pytest.mark.parametrize(("brings", "asking"), [(1.4, 0.0), (1.0, 0.1), (1.55, 0.2)])
+def test_drafts_that_do_not_pay_together_rest_however_good_they_look(brings, asking):
+    """Passes with drafts take half as long again: what counts is what they bring in that time, asking included."""
+    rested = asked(400, brings, asking)
+    assert len(rested) < 400 / 8 + 12
+    assert [b - a for a, b in pairwise(rested)][-8:] == [8] * 8
+
+
+@pytest.mark.parametrize(("brings", "asking"), [(1.8, 0.0), (1.8, 0.2)])
+def test_drafts_that_pay_are_asked_for_in_every_pass(brings, asking):
+    assert asked(400, brings, asking) == list(range(400))
+
+
+def test_few_rows_are_judged_anew():
+    """What does not pay at 64 rows may pay at the tail: after each halving some passes are drafted before a verdict."""
+    budget = Budget()
+    for rows, _ in ((64, 0), (33, 0), (32, 1)):
+        budget.plan([("agreeing", "group")] * rows)
+        for _ in range(20):
+            budget.observe_asking(1.0)
+            budget.observe_emitted(rows)
+            budget.observe_pass(rows, 1.0, rows, 10)
+            if rows == 32:
+                break
+        assert budget.pays() is (rows == 32)
 
 
 def test_probes_come_on_time_although_passes_rest():

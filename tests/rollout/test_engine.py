@@ -13,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, Gemma2Config, T5Config, T5ForConditionalGeneration
 
 import rollout.engines.transformers as engine_module
+from rollout.budget import Budget
 from rollout.config import RolloutConfig, RouterConfig
 from rollout.cost import CostModel
 from rollout.engines import EngineSpec, build_engine, ragged
@@ -171,6 +172,7 @@ def test_drafts_of_any_quality_change_nothing(golden, family, window):
 def test_the_texts_of_all_prompts_change_nothing(golden, family, monkeypatch):
     model, cases, want = golden(family)
     monkeypatch.setattr(CostModel, "fit", lambda self: (1.0, 0.0, 1e-3, 0.0))  # tokens cost little: chances are taken
+    monkeypatch.setattr(Budget, "pays", lambda self: True)  # nor are they judged by measured time
     engine = engine_of(model, contexts=True)
     for _ in range(4):
         requests = requests_of(cases)
@@ -186,6 +188,7 @@ def test_the_texts_of_all_prompts_change_nothing(golden, family, monkeypatch):
 def test_texts_of_all_prompts_that_lie_change_nothing_and_are_left(golden, monkeypatch):
     model, cases, want = golden("llama")
     monkeypatch.setattr(CostModel, "fit", lambda self: (1.0, 0.0, 1e-3, 0.0))
+    monkeypatch.setattr(Budget, "pays", lambda self: True)
     engine = engine_of(model, contexts=True)
     for _ in range(4):
         engine.contexts.learn((prompt, all_wrong(text)) for (prompt, _), (text, _, _) in zip(cases, want, strict=True))

@@ -2,6 +2,7 @@
 
 import copy
 import random
+import types
 from dataclasses import dataclass, replace
 
 import pytest
@@ -327,6 +328,19 @@ def test_an_early_exit_leaves_the_policy_as_it_was(build_model):
     assert model.training
     assert all(m.training for m in model.modules())
     assert model.config.num_hidden_layers == len(model.model.layers) == 2
+
+
+@pytest.mark.parametrize("whole", ["model", "decoder"])
+def test_an_early_exit_of_a_model_that_a_trainer_holds(build_model, whole):
+    """Trainers and accelerate set `forward` on the instance; it would run all layers of the policy."""
+    model, ids = build_model("qwen3"), torch.tensor([[3, 4, 5]])
+    expected = early_exit(model, 1).eval()(input_ids=ids).logits
+    held = model if whole == "model" else model.base_model
+    held.forward = types.MethodType(type(held).forward, held)
+    short = early_exit(model, 1)
+    assert torch.equal(short.eval()(input_ids=ids).logits, expected)
+    assert "forward" in held.__dict__, "the trainer's model keeps its own"
+    Engine(model, SAMPLING, window=3, drafter=short).generate(requests(4))
 
 
 @pytest.mark.parametrize("layers", [0, 2, 5])

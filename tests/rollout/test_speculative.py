@@ -172,6 +172,7 @@ def test_evaluation_and_control_rows_draw_noise_of_their_own():
         ({"visit": 0, "slots": [0, 0]}, "example 'a' has slot 0 twice in one batch"),
         ({"visit": -1}, "visit=-1 of example 'a'"),
         ({"visit": [0, 1.5]}, "visit=1.5 of example 'a'"),
+        ({"visit": [True, 0]}, "visit=True of example 'a'"),
     ],
 )
 def test_rows_that_would_be_the_same_response_are_refused(options, message):
@@ -249,6 +250,16 @@ def test_what_is_stored(acceptance):
         assert stored.logprobs == ((-0.5,) * 4 if acceptance == "lenient" else None)
     assert batch.store_s > 0
     assert batch.total_s == pytest.approx(before + batch.store_s), "storing is charged"
+
+
+def test_a_text_is_stored_with_the_version_that_wrote_it():
+    """Not with that of the engine when it is stored, which may have been updated meanwhile."""
+    cache = cache_of()
+    rollout, rows = fake(cache=cache), rows_of("a", group=2)
+    batch = rollout.generate(rows, visit=0, step=3)
+    rollout.engine.weight_version = 4
+    rollout.store(rows, batch, step=3)
+    assert [t.version for t in cache.siblings("a")] == [3, 3]
 
 
 def test_without_a_cache_nothing_is_drafted_or_stored():

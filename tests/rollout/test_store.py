@@ -151,6 +151,9 @@ def test_steps_after_the_checkpoint_are_not_used(tmp_path):
     assert contents(loaded, early + late) == early
     assert (loaded.skipped, loaded.dropped) == (20, 0)
     loaded.put(*entries(60, step=6)[50])
+    late = load(tmp_path, max_step=6)
+    assert (contents(late, early), len(late), late.skipped) == (early, 40, 20), "nor those of the very next step"
+    assert load(tmp_path, max_step=7).skipped == 0
 
 
 def test_malformed_entries_on_disk_are_dropped(tmp_path, caplog):

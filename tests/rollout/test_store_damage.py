@@ -1,13 +1,16 @@
 """Kills, torn, altered and foreign files, full disks: nothing wrong is served and nothing acknowledged is lost."""
 
+import json
 import logging
 import os
 import pickle
 import random
 import signal
+import socket
 import subprocess
 import sys
 import time
+from hashlib import blake2b
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -17,6 +20,7 @@ from rollout import store
 from rollout.cache import Fingerprint, TrajectoryCache
 from rollout.store import LOCK, SNAPSHOT
 from rollout.types import CacheError, Trajectory
+from specrl.cache import main
 
 EOS = 1
 PRINT = Fingerprint({"tokenizer": "t1", "dataset": "d1"}, {"temperature": "1.0"})
@@ -224,6 +228,118 @@ def test_foreign_file_is_put_aside_and_never_run(tmp_path, monkeypatch, caplog, 
     assert os.listdir(tmp_path) == [f"{SNAPSHOT}.corrupt"]
     saved(tmp_path, entries())
     assert len(load(tmp_path)) == 60
+
+
+HEADER = {
+    "format": 1,
+    "step": 0,
+    "rows": 60,
+    "vocab_size": 1000,
+    "eos_ids": [EOS],
+    "fingerprint": {"identity": dict(PRINT.identity), "law": dict(PRINT.law)},
+}
+
+
+def rewrite(directory, header: str | bytes | dict):
+    """Puts another header with a right checksum into a saved file."""
+    text = header if isinstance(header, bytes) else (header if isinstance(header, str) else json.dumps(header)).encode()
+    sums = {"specrl.cache": text, "specrl.cache.checksum": blake2b(text, digest_size=8).hexdigest()}
+    pq.write_table(pq.read_table(directory / SNAPSHOT).replace_schema_metadata(sums), directory / SNAPSHOT)
+
+
+@pytest.mark.parametrize(
+    ("header", "what"),
+    [
+        ({**HEADER, "format": None}, "it has no format number"),
+        ({**HEADER, "format": "1"}, "format='1'"),
+        ({**HEADER, "format": True}, "format=True"),
+        ({k: v for k, v in HEADER.items() if k != "format"}, "it has no format number"),
+        ({**HEADER, "rows": "60"}, "rows='60'"),
+        ({**HEADER, "rows": -1}, "rows=-1"),
+        ({**HEADER, "rows": 60.0}, r"rows=60\.0"),
+        ({k: v for k, v in HEADER.items() if k != "rows"}, "rows=None"),
+        ({**HEADER, "step": None}, "step=None"),
+        ({**HEADER, "vocab_size": [7]}, r"vocab_size=\[7\]"),
+        ({**HEADER, "eos_ids": None}, "eos_ids=None"),
+        ({**HEADER, "eos_ids": [1.5]}, r"eos_ids=\[1\.5\]"),
+        ({**HEADER, "fingerprint": None}, "fingerprint=None"),
+        ({**HEADER, "fingerprint": {**HEADER["fingerprint"], "more": {}}}, "fingerprint="),
+        ({**HEADER, "fingerprint": {"identity": {"tokenizer": 7}, "law": {}}}, "fingerprint="),
+        ({**HEADER, "writer": "x\ny" * 99}, "does not know its field 'writer'"),
+        ("not JSON", "it has no format number"),
+        (b"\xff\xfe", "it has no format number"),
+        ("[" * 100_000, "it has no format number"),
+        ([HEADER], "it has no format number"),
+    ],
+)
+def test_a_header_with_a_right_checksum_and_odd_fields(tmp_path, capsys, header, what):
+    """Another writer's file, or one edited by hand: refused in one line, and left where it is."""
+    saved(tmp_path, entries())
+    rewrite(tmp_path, header)
+    with pytest.raises(CacheError, match=f"not of trajectory cache format 1: .*{what}.*clear=true") as error:
+        load(tmp_path)
+    assert "\n" not in str(error.value)
+    for command in ("verify", "info"):
+        assert main([command, f"path={tmp_path}"]) == 3
+        assert capsys.readouterr().err == f"error: {error.value}\n"
+    assert sorted(os.listdir(tmp_path)) == [LOCK, SNAPSHOT]
+
+
+def test_the_header_test_can_fail(tmp_path):
+    saved(tmp_path, given := entries())
+    rewrite(tmp_path, HEADER)
+    assert contents(load(tmp_path), given) == given
+
+
+@pytest.mark.parametrize("rows", [0, 59, 61, 10**15])
+def test_a_header_that_counts_other_rows(tmp_path, capsys, rows):
+    saved(tmp_path, entries())
+    rewrite(tmp_path, {**HEADER, "rows": rows})
+    assert main(["verify", f"path={tmp_path}"]) == 3
+    assert f"has 60 rows and a header that counts {rows}" in capsys.readouterr().err
+    loaded = load(tmp_path)
+    assert (len(loaded), loaded.dropped, loaded.quarantined) == (0, 0, 1)
+
+
+def test_a_negative_slot_is_malformed(tmp_path, capsys, monkeypatch):
+    """`put` refuses it; a row of another writer may have it, with a right checksum."""
+    with monkeypatch.context() as patch:
+        patch.setattr("rollout.cache.complaint", lambda *_: None)
+        saved(tmp_path, [*entries(4), ("ex-é0", -1, entries(1)[0][2])])
+    loaded = load(tmp_path)
+    assert (len(loaded), loaded.dropped) == (4, 1)
+    assert main(["verify", f"path={tmp_path}"]) == 3
+    out = capsys.readouterr().out
+    assert "example 'ex-é0', slot -1: slot -1 is negative\n5 entries: 4 good, 0 damaged, 1 malformed\n" in out
+
+
+def pipe(path):
+    os.mkfifo(path)
+
+
+def device(path):
+    path.symlink_to("/dev/zero")
+
+
+def listening(path):
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(os.path.relpath(path))  # the name of a socket may have 108 bytes
+
+
+@pytest.mark.parametrize("make", [pipe, device, listening])
+def test_what_is_no_file_is_refused_and_never_waited_for(tmp_path, monkeypatch, capsys, make):
+    monkeypatch.chdir(tmp_path)
+    make(tmp_path / SNAPSHOT)
+    with pytest.raises(CacheError, match=r"cannot be read: (it is a pipe or a device|No such device).*Move it away"):
+        load(tmp_path)
+    assert main(["info", f"path={tmp_path}"]) == 3
+    assert capsys.readouterr().err.startswith("error: The trajectory cache ")
+
+
+def test_a_pipe_in_the_place_of_the_new_file(tmp_path):
+    os.mkfifo(tmp_path / f"{SNAPSHOT}.tmp")
+    saved(tmp_path, given := entries())
+    assert contents(load(tmp_path), given) == given
 
 
 def test_directory_in_place_of_the_file_and_file_in_place_of_the_directory(tmp_path):

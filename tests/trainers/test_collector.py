@@ -15,7 +15,7 @@ from trainers.config import TrainerConfig
 from trainers.metrics import reduce_metric
 from trainers.refill import Scored
 
-GOOD = Completion([1, 2], [-0.5, -0.5], [-0.5, -0.5], [False, True], "stop", 0, 1)
+GOOD = Completion([1, 2], [-0.5, -0.5], [-0.5, -0.5], [False, True], "stop", 3, 1)
 
 
 class Engine:
@@ -79,7 +79,7 @@ def test_control_steps_compare_a_shared_engine_with_the_policy(build_model):
     shared.stage = SimpleNamespace(
         rollout=shared.stage.rollout,
         measured=True,
-        generate=lambda rows, step, slots: RolloutBatch([GOOD], slots, [0], [None], [False]),
+        generate=lambda rows, step, slots: RolloutBatch([replace(GOOD, version=7)], slots, [0], [None], [False]),
         finish=lambda *rows, **step: {"a": 1.0},
     )
     shared.collect([{"example_id": "e0"}])
@@ -99,13 +99,30 @@ def test_control_steps_compare_a_shared_engine_with_the_policy(build_model):
         ([replace(GOOD, logprobs=[-0.5]), GOOD], "row 0: 2 tokens, 1 log-probs"),
         ([GOOD, replace(GOOD, behaviour_logprobs=[-0.5] * 3)], "malformed response for row 1"),
         ([GOOD, replace(GOOD, reused=[])], "malformed response for row 1"),
+        ([GOOD, replace(GOOD, version=2)], "returned row 1 by weight version 2 at version 3"),
+        ([replace(GOOD, version=4), GOOD], "returned row 0 by weight version 4 at version 3"),
     ],
 )
 def test_malformed_engine_results_are_refused(completions, message):
     n = len(completions)
-    check_batch(RolloutBatch([GOOD, GOOD], [0, 1], [0, 0], [None] * 2, [False] * 2), 2)
+    check_batch(RolloutBatch([GOOD, GOOD], [0, 1], [0, 0], [None] * 2, [False] * 2), 2, 3)
+    lost = Completion([], [], [], [], "length", 0, 0, failure="its worker died")
+    check_batch(RolloutBatch([GOOD, lost], [0, 1], [0, 0], [None] * 2, [False] * 2), 2, 3)
     with pytest.raises(RolloutError, match=message):
-        check_batch(RolloutBatch(completions, list(range(n)), [0] * n, [None] * n, [False] * n), 2)
+        check_batch(RolloutBatch(completions, list(range(n)), [0] * n, [None] * n, [False] * n), 2, 3)
+
+
+def test_an_engine_that_does_not_follow_the_policy_is_refused():
+    """An engine of one's own that takes the new version and goes on with the old weights' texts."""
+    stale = collector()
+
+    def generate(rows, *, visit, step, slots):
+        done = [replace(GOOD, version=6)] * len(rows)
+        return RolloutBatch(done, slots, [0] * len(rows), [None] * len(rows), [False] * len(rows))
+
+    stale.stage.generate = generate
+    with pytest.raises(RolloutError, match="row 0 by weight version 6 at version 7"):
+        stale.collect([{"example_id": "e0"}])
 
 
 def test_importance_with_every_response_masked():

@@ -230,6 +230,7 @@ def test_the_first_update_gives_the_old_log_probs_of_the_others(tmp_path):
     assert len(used) == 8
     assert max(difference for difference, _ in used) < 1e-5
     assert [gap == 0 for _, gap in used] == [True, True, False, False] * 2
+    assert [DIFFERENCE in log for log in logs(right)] == [True, False] * 2, "later updates have other weights"
 
     def forget(trainer):
         compute_loss = trainer._compute_loss

@@ -1,0 +1,267 @@
+"""What is documented runs: two steps of every packaged config and of every value that a choice can have.
+
+A value's row says what else it needs to be in effect. Rows that agree are packed into one run.
+"""
+
+import json
+import math
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+import specrl.train
+from rollout.config import SOURCES
+from rollout.routers.judge import JudgeHead
+from rollout.routers.pair import fingerprint, write_card
+from specrl import config as cli
+from specrl import options
+from specrl.config import Config, known_configs
+from tests.runs import ROOT, differences, drafter, policy, run
+
+SMALL = {  # two visits of two prompts, so that the second step drafts from the texts of the first
+    "dataset.train_size": 2,
+    "dataset.test_size": 2,
+    "rollout.group_size": 4,
+    "rollout.max_new_tokens": 12,
+    "rollout.router.max_step_tokens": 4,
+    "trainer.epochs": 2,
+    "trainer.prompts_per_step": 2,
+    "trainer.eval_prompts": 1,
+    "report.plots": "false",
+}
+
+# Configs --------------------------------------------------------------------------------------------------------------
+
+HERE = {"model": "{policy}", "data": "arithmetic", "rollout.engine": "transformers", "trainer.rows_per_pass": 2}
+CONFIGS = {  # what is not as packaged, besides SMALL
+    "arbitrage_math": {
+        "model": "{policy}",
+        "rollout.drafter": "{drafter}",
+        "rollout.router.kind": "arbitrage",  # as its head says
+        "rollout.router.path": "{arbitrage lines}",
+    },
+    "dapo_math": {"trainer.overlong_buffer": 4},
+    "grpo_gsm8k": HERE,  # no GPU, no downloads
+    "grpo_math": {},
+    "grpo_math_vllm": {"rollout.engine": "transformers"},  # with vLLM: test_vllm.py
+    "judge_math": {
+        "model": "{policy}",
+        "rollout.drafter": "{drafter}",
+        "rollout.router.kind": "judge",
+        "rollout.router.path": "{judge}",
+    },
+    "ppo_gsm8k": HERE,
+    "ppo_math": {},
+    "ray_grpo_math": {"cluster.num_workers": 0},  # with workers: test_ray.py
+}
+
+# Choices --------------------------------------------------------------------------------------------------------------
+
+GRPO, PPO = {"trainer.algorithm": "grpo"}, {"trainer.algorithm": "ppo"}
+GAE, KL = {**PPO, "trainer.advantage": "gae"}, {**PPO, "trainer.beta": 0.05}
+EXACT = {"rollout.acceptance": "exact", "rollout.router.kind": "off"}
+LENIENT = {"rollout.acceptance": "lenient", "rollout.router.kind": "off", "rollout.replay": 0, "rollout.drafter": ""}
+LENIENT |= {"rollout.budget.branches": 1, "trainer.old_logprobs": "auto", "rollout.top_p": 1, "rollout.temperature": 1}
+LOSSY = {
+    "rollout.acceptance": "off",
+    "trainer.old_logprobs": "auto",
+    "rollout.top_p": 1,
+    "rollout.drafter": "{drafter}",
+}
+JUDGED = {"rollout.router.kind": "judge", "rollout.router.path": "{judge}"}
+TAUGHT = {**EXACT, "rollout.drafter": "{drafter}", "trainer.drafter.train": "true", "trainer.drafter.versions": 1}
+
+CHOICES = {
+    "resume": {"no": {}, "auto": {}},
+    "trust_remote_code": {"true": {}, "false": {}},
+    "dataset.level": {"easy": {}, "medium": {}, "hard": {}, "mixed": {}},
+    "rollout.engine": {"transformers": {}, "vllm": "tests/integration/test_vllm.py"},
+    "rollout.acceptance": {
+        "exact": EXACT,
+        "lenient": LENIENT,
+        "judged": {**JUDGED, "rollout.replay": 0, "rollout.drafter": "", "trainer.old_logprobs": "auto"},
+        "off": {"rollout.router.kind": "off"},
+    },
+    "rollout.replay": {"auto": {**EXACT, "rollout.replay_gap": 0.5, "rollout.measure_every": 1}},
+    "rollout.cache.clear": {"true": EXACT, "false": EXACT},
+    "rollout.cache.on_write_error": {"warn": EXACT, "stop": EXACT},
+    "rollout.router.kind": {
+        "off": {},
+        "entropy": LOSSY,
+        "likelihood": LOSSY,
+        "rsd": {**LOSSY, "rollout.router.path": "{prm}"},
+        "arbitrage": {**LOSSY, "rollout.router.path": "{arbitrage}"},
+        "judge": {**LOSSY, "rollout.router.path": "{judge}"},
+        "kl": {**LOSSY, "rollout.router.path": ""},
+    },
+    "rollout.router.uncorrected": {
+        "true": {**LOSSY, "rollout.router.kind": "entropy", "trainer.correction": "none"},
+        "false": {},
+    },
+    "rollout.vllm.runner": dict.fromkeys(("auto", "v1", "v2"), "tests/rollout/test_vllm.py"),
+    "rollout.vllm.compile": {"true": "tests/rollout/test_vllm.py", "false": "tests/rollout/test_vllm.py"},
+    "rollout.vllm.sleep": {"true": "tests/rollout/test_vllm.py", "false": "tests/rollout/test_vllm.py"},
+    "trainer.algorithm": {"grpo": {}, "dapo": {}, "ppo": {}},
+    "trainer.advantage": {"gae": PPO, "rloo": PPO, "reinforce_plus_plus": PPO},
+    "trainer.lr_schedule": {"constant": {}, "linear": {}, "cosine": {}},
+    "trainer.kl_penalty": {"reward": KL, "loss": KL},
+    "trainer.loss": {"auto": GRPO, "grpo": GRPO, "dapo": GRPO, "dr_grpo": GRPO, "bnpo": GRPO},
+    "trainer.scale_rewards": {"group": GRPO, "batch": GRPO, "none": GRPO},
+    "trainer.mask_truncated": {"true": {}, "false": {}},
+    "trainer.old_logprobs": {"auto": {}, "trainer": EXACT, "engine": EXACT},
+    "trainer.correction": {
+        "none": LENIENT,
+        "token_truncate": LENIENT,
+        "token_mask": LENIENT,
+        "sequence_truncate": LENIENT,
+        "sequence_mask": LENIENT,
+    },
+    "trainer.precision": {"fp32": {}, "bf16": {}},
+    "trainer.gradient_checkpointing": {"true": {}, "false": {}},
+    "trainer.drafter.train": {"true": TAUGHT, "false": {}},
+    "trainer.drafter.objective": {"forward_kl": TAUGHT, "reverse_kl": TAUGHT, "mixed": TAUGHT, "tvd": TAUGHT},
+    "trainer.drafter.select": {"all": TAUGHT, "errors": TAUGHT, "adaspec": TAUGHT, "adaspec_ema": TAUGHT},
+    "trainer.critic.model": {"head": GAE, "separate": GAE},
+    "reward.isolate_user": {"true": {}, "false": {}},
+    "cluster.dashboard": {"true": "tests/specrl/test_cluster.py", "false": {}},
+    "report.plots": {"true": {}, "false": {}},
+}
+"""Of every option with choices and every switch: each value and what else it needs, or the test that runs it."""
+
+FORMS = [
+    *({**EXACT, "rollout.sources": f"[{name}]"} for name in SOURCES),
+    {**EXACT, "rollout.sources": "[]", "rollout.drafter": ""},
+    {**EXACT, "rollout.sources": "[]", "rollout.drafter": "{drafter}"},
+    {**EXACT, "rollout.sources": "[]", "rollout.drafter": "layers=1", **GRPO},
+    {**EXACT, "rollout.drafter": "layers=1", **PPO},
+    {**EXACT, "rollout.drafter": "layers=1", "lora.rank": 2},
+    {**LOSSY, "rollout.drafter": "layers=1", "rollout.router.kind": "entropy"},
+    {**LOSSY, "rollout.drafter": "layers=1", "rollout.router.kind": "kl"},
+    {**EXACT, "rollout.drafter": "layers=1", "rollout.budget.branches": 3},
+    {**EXACT, "rollout.budget.window": 4},
+]
+"""What free text and numbers can say that changes which code runs."""
+NUMBERS = [
+    {"lora.rank": 2, **GRPO},
+    {"lora.rank": 2, **PPO, "trainer.critic.model": "head"},
+    {"rollout.replay": 0.5, **EXACT},
+    {"rollout.temperature": 0.5, **EXACT},
+    {"rollout.top_p": 0.9, "rollout.top_k": 20, "trainer.old_logprobs": "trainer", **EXACT},
+    {"rollout.measure_every": 0, **EXACT},
+    {"rollout.measure_every": 1, **EXACT},
+    {"rollout.tie_margin": 0},
+    {"rollout.router.refit_every": 1, "rollout.acceptance": "judged", **JUDGED, "rollout.replay": 0},
+    {"trainer.beta": 0.1, **GRPO},
+    {"trainer.kl_target": 0.1, **KL},
+    {"trainer.entropy_bonus": 0.01, **PPO},
+    {"trainer.critic.clip": 0, **GAE},
+    {"trainer.minibatches": 2, **PPO},
+    {"trainer.updates_per_rollout": 2, **GRPO},
+    {"trainer.updates_per_rollout": 2, **PPO},
+    {"trainer.rows_per_pass": 4},
+    {"trainer.clip_high": 0.3},
+    {"trainer.overlong_buffer": 4},
+    {"trainer.warmup_steps": 1},
+    {"trainer.weight_decay": 0.1},
+    {"trainer.save_every": 4, "trainer.eval_every": 1, "trainer.log_completions_every": 1},
+    {"reward.workers": 2, "reward.isolate_user": "true"},
+    {"reward.functions": "[math,format]", "reward.weights": "[1,0.5]"},
+]
+
+
+def packed(rows: list[dict]) -> list[dict]:
+    """The rows in as few runs as a greedy search finds: a row joins the first run that says nothing else."""
+    found: list[dict] = []
+    for row in sorted(rows, key=len, reverse=True):
+        for said in found:
+            if all(said.get(key, value) == value for key, value in row.items()):
+                said |= row
+                break
+        else:
+            found.append(dict(row))
+    return found
+
+
+ROWS = [
+    *({key: value, **needs} for key, row in CHOICES.items() for value, needs in row.items() if isinstance(needs, dict)),
+    *FORMS,
+    *NUMBERS,
+]
+RUNS = packed(ROWS)
+FAST = {"model": "{policy}", "reward.functions": "[tests.runs:digits]", "reward.isolate_user": "false"}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """What other commands make: a draft model, routers, a judge and a process reward model, all of them random."""
+    folder = tmp_path_factory.mktemp("made")
+    places = {name: str(folder / name) for name in ("drafter", "arbitrage", "arbitrage lines", "judge", "prm")}
+    model = AutoModelForCausalLM.from_pretrained(policy())
+    weak = AutoModelForCausalLM.from_pretrained(drafter(folder / "drafter"))
+    card = {"kind": "arbitrage", "policy": fingerprint(model), "draft": fingerprint(weak), "weights": [1.0, -1.0, 0.0]}
+    for name, separators in {"arbitrage": ["\n\n"], "arbitrage lines": ["\n"]}.items():
+        (folder / name).mkdir()
+        write_card(folder / name, {**card, "separators": separators})
+    JudgeHead(torch.ones(model.config.hidden_size), 0.0, 0.5).save(folder / "judge", {"policy": card["policy"]})
+    shape = model.config
+    shape.num_labels = 2
+    AutoModelForSequenceClassification.from_config(shape).save_pretrained(folder / "prm")
+    AutoTokenizer.from_pretrained(policy()).save_pretrained(folder / "prm")
+    return {"policy": str(policy()), **places}
+
+
+def train(folder, made, name, given) -> list[dict]:
+    """The metrics of a run of the command, one dictionary a step."""
+    torch.set_num_threads(1)
+    said = {**SMALL, **given, "output_dir": folder, "name": "run"}
+    argv = [f"config={name}", *(f"{key}={str(value).format_map(made)}" for key, value in said.items())]
+    assert cli.run(specrl.train.main, argv) == 0, argv
+    assert (folder / "run" / "model").is_dir()
+    lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if "loss" in line]  # the others are evaluations
+
+
+def test_every_choice_has_a_row():
+    known = options.options(Config)
+    wanted = {key: {*o.choices} or {"true", "false"} for key, o in known.items() if o.choices or o.type is bool}
+    assert {key: {*values} for key, values in CHOICES.items()} == wanted
+    assert all(set(row) <= {*known} for row in [*ROWS, *CONFIGS.values()]), "a row names an option that is none"
+    for path in {needs for row in CHOICES.values() for needs in row.values() if isinstance(needs, str)}:
+        assert (ROOT / path).is_file()
+
+
+def test_every_config_has_a_row():
+    assert set(CONFIGS) == {path.stem for path in (ROOT / "configs").glob("*.yaml")} <= set(known_configs())
+
+
+def test_packing_keeps_every_row():
+    assert all(any(row.items() <= run.items() for run in RUNS) for row in ROWS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_packaged_config_trains(tmp_path, made, name):
+    steps = train(tmp_path, made, name, CONFIGS[name])
+    assert len(steps) >= 2
+    assert all(math.isfinite(step["loss"]) for step in steps)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(len(RUNS)))
+def test_every_value_trains(tmp_path, made, number):
+    print(RUNS[number])
+    steps = train(tmp_path, made, "grpo_math", {**FAST, **RUNS[number]})
+    assert len(steps) >= 2
+    assert all(math.isfinite(step["loss"]) for step in steps)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("given", [{}, {"config": "ppo_math"}, {"lora__rank": 2}], ids=["grpo", "ppo", "lora"])
+def test_drafts_by_the_policys_own_layers_change_nothing(tmp_path, given):
+    """A trainer hangs a `forward` on the policy, which the short model must not take over."""
+    given |= {"rollout__sources": "[]", "trainer__max_steps": 2, "rollout__budget__window": 3}
+    plain = run(tmp_path, name="plain", **given)
+    drafted = run(tmp_path, name="drafted", rollout__drafter="layers=1", **given)
+    assert differences(plain, drafted) == []
+    assert all(step.metrics["spec/reused_model"] > 0 for step in drafted.steps)

@@ -1,0 +1,142 @@
+"""What the library refuses at its edge, in one line that names the value and the nearest right one."""
+
+import array
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from rollout.checks import check
+from rollout.config import BudgetConfig, CacheConfig, RolloutConfig, RouterConfig, VLLMConfig
+from rollout.engines import EngineSpec, build_engine
+from rollout.engines.base import Sampling, Speculation
+from rollout.engines.transformers import TransformersEngine
+from rollout.noise import derive_key
+from rollout.types import Request, RolloutError, Row
+from specrl import checks, options
+from specrl.config import Config, ConfigError, load
+
+NAN = math.nan
+
+
+def refusal(act) -> str:
+    with pytest.raises(RolloutError) as caught:
+        act()
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (RolloutConfig(temperature=-1), "rollout.temperature=-1 must be at least 0. Try rollout.temperature=0."),
+        (RolloutConfig(temperature=NAN), "rollout.temperature=nan must be at least 0. Try"),
+        (RolloutConfig(temperature="1"), "rollout.temperature='1': expected a number."),
+        (RolloutConfig(temperature=True), "rollout.temperature=True: expected a number."),
+        (RolloutConfig(acceptance="Exact"), "rollout.acceptance='Exact': expected exact or lenient or judged or off."),
+        (RolloutConfig(acceptance="Exact"), "Did you mean 'exact'?"),
+        (RolloutConfig(acceptance=None), "rollout.acceptance=None: expected exact"),
+        (RolloutConfig(engine="hf"), "rollout.engine='hf': expected transformers or vllm."),
+        (RolloutConfig(lenience=0), "rollout.lenience=0 accepts nothing. Try rollout.lenience=1"),
+        (RolloutConfig(lenience=-1), "rollout.lenience=-1 must be at least 0."),
+        (RolloutConfig(lenience=NAN), "rollout.lenience=nan must be at least 0."),
+        (RolloutConfig(replay=2.0), "rollout.replay=2.0 must be from 0 to 1. Try rollout.replay=1."),
+        (RolloutConfig(replay="Auto"), "rollout.replay='Auto': expected a number or auto. Did you mean 'auto'?"),
+        (RolloutConfig(group_size=0), "rollout.group_size=0 must be at least 1. Try rollout.group_size=1."),
+        (RolloutConfig(max_new_tokens=12.0), "rollout.max_new_tokens=12.0: expected a whole number."),
+        (RolloutConfig(top_p=0), "rollout.top_p=0 keeps no token."),
+        (RolloutConfig(top_k=-1), "rollout.top_k=-1 must be at least 0."),
+        (RolloutConfig(sources="prefix"), "rollout.sources='prefix' is no list of texts. Try rollout.sources=['pre"),
+        (RolloutConfig(sources=["sibling"]), "rollout.sources has 'sibling', which is none of prefix,"),
+        (RolloutConfig(cache=CacheConfig(max_mb=0)), "rollout.cache.max_mb=0 must be at least 1."),
+        (RolloutConfig(budget=BudgetConfig(branches=0)), "rollout.budget.branches=0 must be at least 1."),
+        (RolloutConfig(budget=4), "rollout.budget is 4. Give a BudgetConfig."),
+        (RolloutConfig(router=RouterConfig(kind="Judge")), "rollout.router.kind='Judge': expected off"),
+        (RolloutConfig(vllm=VLLMConfig(draft_tokens=128)), "rollout.vllm.draft_tokens=128 must be from 1 to 127."),
+    ],
+)
+def test_options_are_checked_as_on_the_command_line(tiny, config, said):
+    assert said in refusal(lambda: check(config))
+    spec = EngineSpec(eos_ids=frozenset({1}), rollout=config)
+    assert said in refusal(lambda: build_engine(spec, tiny("llama"))), "whoever builds an engine asks"
+
+
+def test_right_options_pass():
+    check(RolloutConfig())
+    check(RolloutConfig(temperature=0, replay="auto", replay_gap=0.1, top_p=1, sources=(), lenience=math.e))
+    check(RolloutConfig(temperature=np.float32(0.5), top_k=np.int64(3)))
+
+
+def test_the_two_edges_refuse_alike():
+    """One step beyond each limit of each number of `rollout`: the command line and the library say the same."""
+    for key, option in options.options(Config).items():
+        if not key.startswith("rollout.") or not {int, float} & set(option.members):
+            continue
+        low, high = checks.LIMITS.get(key, (0, math.inf))
+        for value in (low - 1, *([high + 1] if high < math.inf else [])):
+            with pytest.raises(ConfigError) as caught:
+                load(["config=grpo_math", f"{key}={value}"])
+            config, *names = RolloutConfig(), *key.split(".")[1:]
+            holder = config
+            for name in names[:-1]:
+                holder = getattr(holder, name)
+            setattr(holder, names[-1], float(value) if float in option.members else value)
+            assert refusal(lambda config=config: check(config)) == str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: Sampling(frozenset(), temperature=-1), "temperature=-1 must be at least 0"),
+        (lambda: Sampling(frozenset(), temperature=NAN), "temperature=nan"),
+        (lambda: Sampling(frozenset(), top_p=1.5), "top_p=1.5 must be from 0 to 1"),
+        (lambda: Sampling(frozenset(), top_k=-1), "top_k=-1"),
+        (lambda: Speculation("Exact"), "rule='Exact' is neither 'exact' nor 'lenient'. Try rule='exact'."),
+        (lambda: Speculation("lenient", 0.0), "lenience=0 accepts nothing"),
+        (lambda: Speculation("lenient", NAN), "lenience=nan"),
+        (lambda: Row(1, (5,)), "example_id=1 is not a text. Try example_id='1'."),
+        (lambda: Row("a\ud800", (5,)), "example_id='a\\ud800' has no UTF-8 form. Try example_id='a?'."),
+        (lambda: derive_key(0, 1, 0, 0), "example_id=1 is not a text"),
+        (lambda: derive_key(0, "\udfff", 0, 0), "has no UTF-8 form"),
+        (lambda: derive_key(0, "a", 1.0, 0), "slot=1.0 of a noise key is not a whole number"),
+        (lambda: derive_key(0, "a", 0, True), "generation=True of a noise key"),
+        (lambda: derive_key("0", "a", 0, 0), "seed='0' of a noise key"),
+    ],
+)
+def test_wrong_arguments_are_one_line(make, said):
+    assert said in refusal(make)
+
+
+GOOD = Request([5, 6, 7], key=3, max_new_tokens=4)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"prompt": torch.tensor([5, 6, 7])}, "a prompt is no sequence of token ids: tensor([5, 6, 7]). Give Python"),
+        ({"prompt": np.array([5, 6, 7])}, "a prompt is no sequence of token ids: array([5, 6, 7])"),
+        ({"prompt": [np.int64(5)]}, "a prompt is no sequence of token ids: [np.int64(5)]"),
+        ({"prompt": [5.0, 6.0]}, "a prompt is no sequence of token ids: [5.0, 6.0]"),
+        ({"prompt": [True, 5]}, "a prompt is no sequence of token ids: [True, 5]"),
+        ({"prompt": "567"}, "a prompt is no sequence of token ids: '567'"),
+        ({"prompt": {5: 6}}, "a prompt is no sequence of token ids"),
+        ({"prompt": None}, "a prompt is no sequence of token ids: None"),
+        ({"key": 2**63}, "key=9223372036854775808 is no signed 64-bit integer, as rollout.noise.derive_key gives"),
+        ({"key": -(2**63) - 1}, "is no signed 64-bit integer"),
+        ({"key": 1.0}, "key=1.0 is no signed 64-bit integer"),
+        ({"key": None}, "key=None is no signed 64-bit integer"),
+        ({"max_new_tokens": 4.0}, "max_new_tokens=4.0 is not a whole number"),
+    ],
+)
+def test_wrong_requests_are_one_line(tiny, wrong, said):
+    engine = TransformersEngine(tiny("llama"), Sampling(frozenset({1})), Speculation())
+    assert said in refusal(lambda: engine.generate([GOOD, replace(GOOD, **wrong)]))
+
+
+def test_right_requests_pass(tiny):
+    engine = TransformersEngine(tiny("llama"), Sampling(frozenset({1})), Speculation())
+    prompts = ([5, 6, 7], (5, 6, 7), range(5, 8), array.array("q", [5, 6, 7]))
+    done, _ = engine.generate([replace(GOOD, prompt=p, key=k) for p in prompts for k in (3, -(2**63), 2**63 - 1)])
+    assert all(c.tokens == same.tokens for i, c in enumerate(done) for same in done[i % 3 :: 3])

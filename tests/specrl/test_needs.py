@@ -1,0 +1,107 @@
+"""What a config needs that is not there yet: one line with the command that makes it, before anything is loaded."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from specrl import config as cli
+from specrl import needs
+from specrl.config import USAGE_ERROR, known_configs
+from tests.runs import ROOT
+
+DRAFT = "outputs/draft does not exist. Make it first: python -m specrl.drafter out=outputs/draft ("
+
+
+@pytest.fixture
+def start(tmp_path, monkeypatch, capsys):
+    """start(words) -> exit code and what is said when these words begin a run in a fresh clone."""
+    monkeypatch.chdir(tmp_path)
+
+    def attempt(*words):
+        return cli.run(lambda config: 0, words), capsys.readouterr().err
+
+    return attempt
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("config=arbitrage_math", f"rollout.drafter={DRAFT}"),
+        ("config=arbitrage_math output_dir=elsewhere", f"rollout.drafter={DRAFT}"),
+        ("config=judge_math", "python -m specrl.drafter out=outputs/weak ("),
+        (
+            "config=arbitrage_math rollout.drafter=layers=3 rollout.router.kind=arbitrage",
+            "rollout.router.path=outputs/router does not exist, which rollout.router.kind=arbitrage asks. Make it "
+            "first: python -m specrl.train_router config=arbitrage_math out=outputs/router (",
+        ),
+        (
+            "config=arbitrage_math rollout.drafter=layers=3 rollout.router.kind=rsd rollout.router.path=router/my/prm",
+            "python -m specrl.train_router config=arbitrage_math out=router/my (",
+        ),
+        (
+            "config=judge_math rollout.drafter=layers=3 rollout.router.kind=judge",
+            "python -m specrl.train_judge config=judge_math out=outputs/judge (",
+        ),
+        ("config=grpo_math rollout.drafter=./draft", "rollout.drafter=./draft does not exist."),
+        ("config=grpo_math rollout.drafter=layers=two", "rollout.drafter=layers=two names no number of layers. Try"),
+        ("config=grpo_math rollout.drafter=layers", "rollout.drafter=layers names no number of layers. Try"),
+        ("config=grpo_math rollout.drafter=layers=0", "rollout.drafter=layers=0 names no number of layers. Try"),
+    ],
+)
+def test_the_command_that_makes_it_is_named(start, words, said):
+    code, error = start(*words.split())
+    assert code == USAGE_ERROR
+    assert said in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "configs").glob("*.yaml")))
+def test_a_packaged_config_starts_or_names_its_command(start, monkeypatch, name):
+    """Those that need a model of another command name it; the others need nothing but packages."""
+    monkeypatch.setattr(needs, "find_spec", lambda package: package)
+    code, error = start(f"config={name}")
+    wanted = {"arbitrage_math": "specrl.drafter", "judge_math": "specrl.drafter"}.get(name, "")
+    assert name in known_configs()
+    assert (code, wanted in error) == (USAGE_ERROR if wanted else 0, True)
+
+
+@pytest.mark.parametrize(
+    ("words", "package", "said"),
+    [
+        (
+            "config=ppo_gsm8k",
+            "vllm",
+            "rollout.engine=vllm needs vLLM. Install it with: pip install 'specrl[vllm]'",
+        ),
+        ("config=grpo_gsm8k", "vllm", "rollout.engine=vllm needs vLLM. Install it with: pip install 'specrl[vllm]'"),
+        ("config=ray_grpo_math", "ray", "cluster.num_workers=2 needs Ray. Install it with: pip install 'specrl[ray]'"),
+        ("config=ppo_math lora.rank=8", "peft", "lora.rank=8 needs peft. Install it with: pip install 'specrl[peft]'"),
+    ],
+)
+def test_a_missing_package_is_named(start, monkeypatch, words, package, said):
+    monkeypatch.setattr(needs, "find_spec", lambda name: None if name == package else name)
+    assert start(*words.split()) == (USAGE_ERROR, f"error: {said}\n")
+    monkeypatch.setattr(needs, "find_spec", lambda name: name)
+    assert start(*words.split()) == (0, ""), "the control: it is there"
+
+
+def test_what_is_there_is_not_asked_for(start, tmp_path):
+    for folder in ("outputs/draft", "outputs/router"):
+        (tmp_path / folder).mkdir(parents=True)
+    assert start("config=arbitrage_math", "rollout.router.kind=arbitrage") == (0, "")
+    assert start("config=grpo_math", "rollout.drafter=Qwen/Qwen3-0.6B") == (0, ""), "the name of a model on a hub"
+
+
+def test_nothing_heavy_is_loaded_before(tmp_path):
+    code = (
+        "import sys; from specrl import config; import specrl.train; "
+        "rc = config.run(specrl.train.main, ['config=arbitrage_math']); "
+        "sys.exit(rc if 'torch' not in sys.modules else 'torch is loaded')"
+    )
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, "specrl.drafter out=" in done.stderr) == (USAGE_ERROR, True), done.stderr
