@@ -80,17 +80,6 @@ def test_the_cuda_image_pins_supported_versions():
     assert outside('torch==2.13.0 vllm==0.33.1 "ray[default]==2.5.0"') == ["vllm", "ray"]
 
 
-def test_one_root_is_silent_and_two_are_told():
-    one = {name: Path("/a") / name for name in env.PACKAGES}
-    assert env.mixed_roots(one) == ""
-    assert "(/a, /b)" in env.mixed_roots(one | {"rollout": Path("/b/rollout")})
-    assert "nowhere" in env.mixed_roots(one | {"reward": None})
-
-
-def test_the_four_packages_come_from_here():
-    assert env.package_directories() == {name: ROOT / name for name in env.PACKAGES}
-
-
 def test_no_user_names(monkeypatch):
     monkeypatch.setenv("HOME", "/data/people/carol")
     places = {name: Path("/home/alice/env") / name for name in ("specrl", "rollout", "reward")}
