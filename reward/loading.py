@@ -134,6 +134,19 @@ def load_reward(spec: str, config: RewardConfig | None = None) -> Reward:
     return target if named else FunctionReward(target, attribute)
 
 
+def check(config: RewardConfig) -> None:
+    """Looks the rewards up and at what their functions take, without starting anything.
+
+    Raises:
+        RewardError: a reward that cannot be found, imported or called.
+    """
+    for spec in config.functions:
+        if spec not in BUILT_IN:
+            target = _resolve(spec)
+            if not inspect.isclass(target) and not isinstance(getattr(target, "name", None), str):
+                FunctionReward(target, spec.partition(":")[2])
+
+
 def _resolve(spec: str) -> Callable[..., Any]:
     """The callable that "module:attribute" names."""
     module_name, colon, attribute = spec.partition(":")

@@ -243,7 +243,7 @@ def _rows(file: Path) -> list[dict]:
 def _tokeniser(model: str):
     from transformers import AutoTokenizer
 
-    from specrl.tiny import TINY_PATH
+    from specrl.policy import TINY_PATH
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(TINY_PATH) if model == "tiny" else model)

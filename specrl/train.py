@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
 def main(config: Config) -> int:
     """The life of a run: claim its directory, load, evaluate, train, evaluate, save, report."""
+    from specrl import preflight
+
+    examples = preflight.check(config)
     run_dir, checkpoint = claim(config)
 
     from transformers import set_seed
@@ -32,7 +35,7 @@ def main(config: Config) -> int:
     from reward.base import RewardSet
     from specrl import memory
     from specrl.card import write_card
-    from specrl.data import check_lengths, load_examples
+    from specrl.data import check_lengths
     from specrl.env import ENVIRONMENT_FILE, machine
     from specrl.monitor import Monitor, to_json
     from specrl.policy import load_policy
@@ -42,16 +45,10 @@ def main(config: Config) -> int:
 
     set_seed(config.seed)
     model, tokenizer, eos_ids = load_policy(config)
-    train = load_examples(config.data, config.dataset, "train", config.seed)
-    test = load_examples(config.data, config.dataset, "test", config.seed) if config.trainer.eval_prompts else []
+    train, test = examples["train"], examples.get("test", [])
     context = getattr(model.config, "max_position_embeddings", None)
     room = context and context - config.rollout.max_new_tokens
     longest = check_lengths([*train, *test], tokenizer, config.dataset.max_prompt_tokens, room)
-    if len(train) < config.trainer.prompts_per_step:
-        raise ConfigError(
-            f"trainer.prompts_per_step={config.trainer.prompts_per_step} but data={config.data} has {len(train)} "
-            f"training prompts. Use prompts_per_step={len(train)} or less, or more prompts."
-        )
     cache = load_cache(config, tokenizer, model, eos_ids, checkpoint)
     with ExitStack() as closing:
         rewards = RewardSet.from_config(config.reward)
@@ -197,6 +194,7 @@ def build_trainer(
     from accelerate import PartialState
 
     from specrl.data import render, to_dataset
+    from specrl.policy import check_targets
     from trainers.callbacks import ShortHistory
     from trainers.checkpoint import SaveCache
     from trainers.collector import Setup
@@ -229,6 +227,7 @@ def build_trainer(
         trainer=config.trainer,
         seed=config.seed,
     )
+    check_targets(config.lora.targets, model)
     trainer = trainer_class(model, args, to_dataset(train), tokenizer, setup, adapter(config))
     keep = config.trainer.keep_checkpoints
     learners = (trainer.cotraining, trainer.refit)
