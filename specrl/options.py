@@ -285,6 +285,7 @@ def table(chosen: Iterable[Option]) -> str:
     rows = ["| option | type | default | meaning |", "|---|---|---|---|"]
     for option in chosen:
         kinds = ", ".join(f"`{kind}`" for kind in option.kinds)
-        cells = (f"`{option.key}`", kinds, f"`{option.default_text}`", option.help)
+        default = option.default_text.replace(",", ", ")  # a long list must wrap
+        cells = (f"`{option.key}`", kinds, f"`{default}`", option.help)
         rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(rows)
