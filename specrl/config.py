@@ -17,7 +17,7 @@ from reward.base import RewardError
 from reward.config import RewardConfig
 from rollout.config import ClusterConfig, RolloutConfig, doc
 from rollout.types import RolloutError
-from specrl import options
+from specrl import needs, options
 from specrl.checks import problems
 from specrl.help import help_text, updated_page
 from specrl.options import ConfigError, suggestion
@@ -244,6 +244,8 @@ def run(
         loaded = load(sys.argv[1:] if argv is None else argv, schema, training)
         if isinstance(loaded, str):
             return _show(loaded)
+        if isinstance(loaded, Config):
+            needs.check(loaded)
         return main(loaded) or 0
     except ConfigError as error:
         return _complain(error, USAGE_ERROR)

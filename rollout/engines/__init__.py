@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rollout.config import RolloutConfig
@@ -84,15 +85,18 @@ def load_drafter(spec: EngineSpec, policy: Module) -> Module:
     """The draft model of `rollout.drafter`: the policy's first layers, or a model of its own."""
     from rollout.drafters.model import early_exit
 
-    name, _, layers = spec.rollout.drafter.partition("=")
-    if name == "layers" and layers.isdigit():
+    name, equals, layers = spec.rollout.drafter.partition("=")
+    if name == "layers" and equals:
+        if not layers.isdecimal():
+            raise RolloutError(f"rollout.drafter={spec.rollout.drafter} names no number of layers. Try layers=2")
         return early_exit(policy.get_base_model() if hasattr(policy, "get_base_model") else policy, int(layers))
     try:
         return _load(spec, spec.rollout.drafter)
     except (OSError, ValueError) as error:
+        missing = "" if Path(spec.rollout.drafter).is_dir() else "there is no such directory, and "
         raise RolloutError(
-            f"rollout.drafter={spec.rollout.drafter} cannot be loaded: {str(error).splitlines()[0]}. Give a model "
-            "directory, such as `python -m specrl.drafter out=DIR` writes, or layers=N"
+            f"rollout.drafter={spec.rollout.drafter} cannot be loaded: {missing}{str(error).strip().splitlines()[0]} "
+            "Give a model directory, such as `python -m specrl.drafter out=DIR` writes, or layers=N"
         ) from error
 
 

@@ -43,19 +43,19 @@ def read_card(folder: str | Path, kind: str, **expected: Any) -> dict[str, Any]:
     Raises:
         RolloutError: no card, another kind, or an entry that differs: a learned router knows one pair only.
     """
-    path = Path(folder) / CARD
+    path, what = Path(folder) / CARD, "judge" if kind == "judge" else "router"
+    maker = f"`python -m specrl.train_{what}`"
     try:
         card = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise RolloutError(
-            f"{folder} holds no router: {path.name} cannot be read. `python -m specrl.train_router` writes one"
-        ) from error
-    if card.get("kind") != kind:
-        raise RolloutError(f"{folder} holds a router of kind {card.get('kind')!r}, not {kind!r}")
+        raise RolloutError(f"{folder} holds no {what}: {path.name} cannot be read. {maker} writes one") from error
+    if not isinstance(card, dict) or card.get("kind") != kind:
+        found = card.get("kind") if isinstance(card, dict) else card
+        raise RolloutError(f"{folder} holds a router of kind {found!r:.60}, not {kind!r}. {maker} writes one")
     for name, value in expected.items():
         if card.get(name) != value:
             raise RolloutError(
-                f"the router in {folder} was trained for another {name}: {card.get(name)!r}, this run has {value!r}. "
-                "Its decisions would mean nothing; train one for this pair by `python -m specrl.train_router`"
+                f"the {what} in {folder} was trained for another {name}: {card.get(name)!r}, this run has {value!r}. "
+                f"Its decisions would mean nothing; train one for this pair by {maker}"
             )
     return card
