@@ -108,6 +108,19 @@ def _format(config: RewardConfig) -> Reward:
 BUILT_IN: dict[str, Callable[[RewardConfig], Reward]] = {"format": _format, "math": _math}
 
 
+def check(config: RewardConfig) -> None:
+    """Looks the rewards up and at what their functions take, without starting anything.
+
+    Raises:
+        RewardError: a reward that cannot be found, imported or called.
+    """
+    for spec in config.functions:
+        if spec not in BUILT_IN:
+            target = _resolve(spec)
+            if not inspect.isclass(target) and not isinstance(getattr(target, "name", None), str):
+                FunctionReward(target, spec.partition(":")[2])
+
+
 def load_reward(spec: str, config: RewardConfig | None = None) -> Reward:
     """A built-in reward by name, or a user's own as "module:attribute"; RewardError says why it cannot be loaded.
 
@@ -132,19 +145,6 @@ def load_reward(spec: str, config: RewardConfig | None = None) -> Reward:
         if not callable(target):
             raise RewardError(f"reward {spec!r} makes objects of type {type(target).__name__} that cannot be called")
     return target if named else FunctionReward(target, attribute)
-
-
-def check(config: RewardConfig) -> None:
-    """Looks the rewards up and at what their functions take, without starting anything.
-
-    Raises:
-        RewardError: a reward that cannot be found, imported or called.
-    """
-    for spec in config.functions:
-        if spec not in BUILT_IN:
-            target = _resolve(spec)
-            if not inspect.isclass(target) and not isinstance(getattr(target, "name", None), str):
-                FunctionReward(target, spec.partition(":")[2])
 
 
 def _resolve(spec: str) -> Callable[..., Any]:

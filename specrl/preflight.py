@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 
 import reward.loading
 from reward.base import RewardError
-from rollout.config import RouterConfig
-from specrl import help, policy
+from specrl import help, needs, policy
 from specrl.data import check_lengths, load_examples, on_hub
 from specrl.options import ConfigError
 
@@ -21,11 +20,12 @@ if TYPE_CHECKING:
 
 GPU_FILES = ("nvidia*", "nvhost*", "nvgpu*", "kfd", "dxg")
 """In /dev, one of which a driver of NVIDIA or AMD makes."""
-MADE_BY = {"arbitrage": "train_router", "judge": "train_judge"}
 
 
 def check(config: Config, training: bool = True) -> dict[str, list[Example]]:
     """The examples of the splits that the command reads, once everything else that is cheap to look at is right.
+
+    What `specrl.needs` asks comes before it.
 
     Raises:
         ConfigError: the first thing that is wrong.
@@ -44,6 +44,7 @@ def summary(config: Config, training: bool = True) -> str:
     Raises:
         ConfigError: as `check`; a tokenizer or a device that cannot be used; prompts that are too long.
     """
+    needs.check(config)
     _paths(config, training)
     model = policy.on_hub(config.model) or policy.on_hub(config.tokenizer)
     far = [f"model={config.model}"] * model + [f"data={config.data}"] * on_hub(config.data)
@@ -86,10 +87,7 @@ def _rewards(config: Config) -> None:
 def _paths(config: Config, training: bool) -> None:
     _device(config.device)
     _model(config)
-    if config.rollout.drafter:
-        _drafter(config)
-    if training:
-        _router(config.rollout.router)
+    _drafter(config)
     cache = config.rollout.cache
     new = training and config.resume == "no" and not cache.clear
     if new and cache.start_from and not Path(cache.start_from).is_dir():
@@ -120,25 +118,17 @@ def _flaw(path: Path) -> str:
 
 
 def _drafter(config: Config) -> None:
+    """The draft model, of which specrl.needs knows that it is there."""
     given = config.rollout.drafter
     name, _, layers = given.partition("=")
     if name == "layers":
         depth = _depth(config.model)
-        if not layers.isdigit() or not 1 <= int(layers) < (depth or int(layers) + 1):
-            known = f"model={config.model} has {depth} layers" if depth else "N is a number of layers"
-            limit = f"1 to {depth - 1}" if depth else "1 or more, fewer than the model has"
-            raise ConfigError(f"rollout.drafter={given}: {known}, and layers=N drafts with {limit} of them.")
-        return
-    # A hub id is loaded too, but a path such as outputs/draft looks like one.
-    below = Path(given).parts[0] == Path(config.output_dir).parts[0]
-    if policy.on_hub(given) and "/" in given and not below:
-        return
-    model = "" if config.model == "tiny" else f" model={config.model}"
-    if flaw := _flaw(Path(given).expanduser()):
-        raise ConfigError(
-            f"rollout.drafter={given} cannot be loaded: {flaw}. `python -m specrl.drafter out={given}{model}` makes "
-            "one; rollout.drafter=layers=N needs none."
-        )
+        if depth and layers.isdigit() and int(layers) >= depth:
+            raise ConfigError(
+                f"rollout.drafter={given}: model={config.model} has {depth} layers; N must be below that."
+            )
+    elif given and policy.is_path(given) and (flaw := _flaw(Path(given).expanduser())):
+        raise ConfigError(f"rollout.drafter={given} cannot be loaded: {flaw}.")
 
 
 def _depth(model: str) -> int | None:
@@ -150,13 +140,3 @@ def _depth(model: str) -> int | None:
         return None  # loading says what is wrong with it
     names = ("num_hidden_layers", "n_layer")
     return next((read[name] for name in names if isinstance(read.get(name), int)), None)
-
-
-def _router(router: RouterConfig) -> None:
-    if router.kind in MADE_BY and not Path(router.path).is_dir():
-        raise ConfigError(
-            f"rollout.router.path={router.path}: there is no such directory. `python -m specrl.{MADE_BY[router.kind]}` "
-            f"with out={router.path} makes it."
-        )
-    if router.kind == "rsd" and policy.is_path(router.path) and (flaw := _flaw(Path(router.path).expanduser())):
-        raise ConfigError(f"rollout.router.path={router.path} holds no process reward model: {flaw}.")

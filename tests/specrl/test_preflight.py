@@ -46,12 +46,11 @@ CASES = {
     ),
     "missing drafter": (
         {"rollout__drafter": "outputs/draft", "output_dir": "outputs"},
-        "rollout.drafter=outputs/draft cannot be loaded: there is no such directory. `python -m specrl.drafter "
-        "out=outputs/draft model=",
+        "rollout.drafter=outputs/draft does not exist. Make it first: python -m specrl.drafter out=outputs/draft (",
     ),
     "too many layers": (
         {"rollout__drafter": "layers=9"},
-        "rollout.drafter=layers=9: model={p} has 2 layers, and layers=N drafts with 1 to 1 of them.",
+        "rollout.drafter=layers=9: model={p} has 2 layers; N must be below that.",
     ),
     "too many prompts": (
         {"data": "{d}/train.jsonl", "trainer__prompts_per_step": 999},
@@ -70,10 +69,9 @@ CASES = {
     "cache": ({"rollout__cache__start_from": "{d}/no"}, "the trajectory cache {d}/no does not exist. Check rollout."),
     "judge": (
         {"rollout__acceptance": "judged", "rollout__router__kind": "judge", "rollout__router__path": "{d}/no"},
-        "rollout.router.path={d}/no: there is no such directory. `python -m specrl.train_judge` with out={d}/no makes",
+        "rollout.router.path={d}/no does not exist, which rollout.router.kind=judge asks. Make it first: python -m ",
     ),
-    "layers": ({"rollout__drafter": "layers=x"}, "rollout.drafter=layers=x: model={p} has 2 layers, and layers=N "),
-    "drafter": ({"rollout__drafter": "nope"}, "rollout.drafter=nope cannot be loaded: there is no such directory. "),
+    "no draft model": ({"rollout__drafter": "{d}"}, "rollout.drafter={d} cannot be loaded: the directory has no conf"),
 }
 LATER = {"long prompts"}
 """Needs the tokenizer, so a run finds it after the imports."""
