@@ -69,7 +69,7 @@ class Report:
 
     def show(self, console: Console | None = None) -> None:
         """Prints the savings tables, the notes and the path of report.md."""
-        console = console or Console()
+        console = console or Console(highlight=False)
         for kind, savings in self.tables.items():
             table = Table(title=self.summary[kind]["title"], title_justify="left", title_style="bold", box=SIMPLE_HEAD)
             for column in COLUMNS:
