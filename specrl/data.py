@@ -109,8 +109,15 @@ def check_lengths(
     Raises:
         DataError: how many are too long, the longest, where it stands and the key to set.
     """
-    lengths = [(len(render(example, tokenizer)), example.place or f"example {example.id}") for example in examples]
-    longest, which = max(lengths, default=(0, ""))
+    from transformers.utils import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()  # transformers would remark on long texts beside the line below
+    try:
+        lengths = [(len(render(example, tokenizer)), example.place or f"example {example.id}") for example in examples]
+    finally:
+        logging.set_verbosity(before)
+    longest, which = max(lengths, key=lambda pair: pair[0], default=(0, ""))
     limit, rule, remedy = max_prompt_tokens, "dataset.max_prompt_tokens", f"Set dataset.max_prompt_tokens={longest}"
     if room is not None and room < limit:
         limit, rule, remedy = room, "the model's context less rollout.max_new_tokens", "Lower rollout.max_new_tokens"

@@ -1,4 +1,5 @@
 import json
+import logging
 import random
 from pathlib import Path
 
@@ -281,11 +282,16 @@ def test_check_lengths_refuses_with_count_longest_and_key():
         check_lengths(examples, tiny_tokenizer(), max_prompt_tokens=9, room=4)
 
 
-def test_a_prompt_that_is_too_long_is_found_in_its_file(tmp_path):
-    rows = [{"question": "one " * n} for n in (1, 2, 9, 3)]
+def test_a_prompt_that_is_too_long_is_found_in_its_file(tmp_path, monkeypatch):
+    rows = [{"question": "one " * n} for n in (1, 2, 9, 9)]
     path = write(tmp_path / "mine.jsonl", rows)
-    with pytest.raises(DataError, match=rf"1 of 3 prompts .* the longest has 9 \({path}, line 3\)"):
-        check_lengths(load(path, train_split="train[1:]"), tiny_tokenizer(), max_prompt_tokens=5)
+    tokenizer, said = tiny_tokenizer(), []
+    tokenizer.model_max_length = 5
+    monkeypatch.setattr(logging.getLogger("transformers"), "handlers", [handler := logging.Handler()])
+    handler.emit = said.append
+    with pytest.raises(DataError, match=rf"2 of 3 prompts .* the longest has 9 \({path}, line 3\)"):
+        check_lengths(load(path, train_split="train[1:]"), tokenizer, max_prompt_tokens=5)
+    assert said == [], "transformers says nothing beside it"
     (tmp_path / "mine.json").write_text(json.dumps(rows))
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "mine.parquet")
     for name in ("mine.json", "mine.parquet"):
