@@ -14,7 +14,7 @@ import psutil
 from soak_checks import Sample
 
 from specrl.monitor import METRICS_FILE
-from trainers.checkpoint import newest
+from trainers.checkpoint import marked
 
 HOOKS = Path(__file__).parent / "faults"
 SAMPLE_S = 1.0  # longest time between two samples; every step has one too
@@ -63,7 +63,7 @@ class Life:
         return False
 
     def look(self) -> Sample:
-        checkpoint = newest(self.run / "checkpoints")
+        saved = marked(self.run / "checkpoints")
         return Sample(
             self.step,
             self.process.memory_info().rss / 2**20,
@@ -72,7 +72,7 @@ class Life:
             self.process.num_threads(),
             1 + len(self.process.children(recursive=True)),
             size_mb(self.run),
-            size_mb(checkpoint) if checkpoint else 0.0,
+            size_mb(saved[-1]) if saved else 0.0,
         )
 
     def workers(self, *kinds: str) -> list[psutil.Process]:

@@ -1,23 +1,23 @@
 """What a reward is and how several are combined: text in, number out.
 
 The rule of this package: an infrastructure failure never becomes a reward. A row that could not be scored is None,
-which masks it from training, and it is counted; many such rows stop the run with the first failure's traceback.
+which masks it from training, and it is counted; many such rows stop the run with the first failure's traceback. A text
+that takes more time or memory than a healthy worker may use is not such a failure: it is masked, or 0 by option.
 """
 
 from __future__ import annotations
 
 import math
 import time
-import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from reward.config import RewardConfig
+from reward.failures import Failures, describe, kind, of_text
 from reward.memo import Memo
 
 LARGEST = 1e15  # trainers square rewards in float32 for the group's standard deviation
-WINDOW_ROWS = 20  # fewer rows than this say nothing about a failure ratio
 
 
 class RewardError(RuntimeError):
@@ -103,6 +103,9 @@ class RewardResult:
     timeouts: dict[str, int]  # rows over their deadline
     errors: dict[str, int]  # rows whose reward raised, crashed its worker or returned something else than a number
     missing: dict[str, int]  # rows for which the reward itself returned None
+    over_limit: dict[
+        str, int
+    ]  # rows over the deadline or memory of workers that answered others; `timeouts` or `errors`
     reused: dict[str, int]  # rows that kept an earlier score, as the reward is deterministic
     seconds: dict[str, float]  # wall-clock time
     first_failure: dict[str, str]  # for rewards that failed somewhere: the first failure, with its traceback
@@ -110,86 +113,45 @@ class RewardResult:
     @property
     def failed(self) -> dict[str, int]:
         """Rows without a score, for whatever reason."""
-        return {name: self.timeouts[name] + self.errors[name] + self.missing[name] for name in self.parts}
+        return {name: part.count(None) for name, part in self.parts.items()}
 
 
-@dataclass
-class _Window:
-    """Failures of one reward since the last time they were judged."""
-
-    rows: int = 0
-    failed: int = 0
-    batches: int = 0
-    groups: set[tuple[int, str]] = field(default_factory=set)  # (batch, prompt): a prompt's rows fail together
-    failed_groups: set[tuple[int, str]] = field(default_factory=set)
-    kinds: dict[str, int] = field(default_factory=lambda: {"timeout": 0, "error": 0, "missing": 0})
-    first: str = ""
-
-    def add(self, samples: Sequence[Sample], outcomes: Sequence[Outcome]) -> None:
-        self.batches += 1
-        self.rows += len(samples)
-        for sample, outcome in zip(samples, outcomes, strict=True):
-            group = (self.batches, sample.prompt)
-            self.groups.add(group)
-            if isinstance(outcome, float):
-                continue
-            self.failed += 1
-            self.failed_groups.add(group)
-            self.kinds[_kind(outcome)] += 1
-            self.first = self.first or _describe(sample, outcome)
-
-    def full(self) -> bool:
-        return self.rows >= WINDOW_ROWS and len(self.groups) > 1
-
-    def broken(self, ratio: float) -> bool:
-        """Too many failures: over the ratio, and neither a single row nor a single poisoned prompt's group."""
-        if ratio <= 0:
-            return self.failed > 0
-        return self.full() and self.failed > max(1.0, ratio * self.rows) and len(self.failed_groups) > 1
-
-
-def _kind(outcome: Outcome) -> str:
-    if outcome is None:
-        return "missing"
-    return "timeout" if isinstance(outcome, TimeoutError) else "error"
-
-
-def _describe(sample: Sample, outcome: Outcome) -> str:
-    where = (
-        f"prompt {sample.prompt[-80:]!r}, completion ending {sample.completion[-80:]!r}, answer {sample.answer!r:.80}"
-    )
-    if outcome is None:
-        return f"{where}: the reward returned None (no score)"
-    return f"{where}:\n{''.join(traceback.format_exception(outcome)).rstrip()}"
+def check_settings(names: Sequence[str], weights: Sequence[float], max_failure_ratio: float) -> None:
+    """RewardError when rewards of these names cannot be added up so."""
+    if not names:
+        raise RewardError("reward.functions is empty; name at least one reward, for example [math]")
+    if len(weights) != len(names):
+        raise RewardError(f"reward.weights has {len(weights)} entries for {len(names)} rewards: {weights} for {names}")
+    if not all(math.isfinite(weight) for weight in weights) or not any(weights):
+        raise RewardError(f"reward.weights must be finite and not all zero, got {weights}")
+    if len(set(names)) != len(names):
+        raise RewardError(f"reward.functions has a name twice, and results are reported by name: {names}")
+    if not 0 <= max_failure_ratio <= 1:
+        raise RewardError(f"reward.max_failure_ratio is a share of rows from 0 to 1, got {max_failure_ratio}")
 
 
 class RewardSet:
     """Several rewards with weights; `score(samples)` adds them up.
 
-    Failures are judged over windows of at least 20 rows and two prompts (one large batch, or several small ones).
-    A reward stops the run with RewardError when more than `max_failure_ratio` of a window's rows have no score, unless
-    it is a single row or all of them belong to one prompt of one batch: one poisoned prompt is tolerated.
+    A reward stops the run with RewardError when more than `max_failure_ratio` of its latest rows failed, or none has a
+    score (`reward.failures.Failures`). A text that a healthy worker cannot score within its limits is no failure: it
+    has no score, or 0.0 with `on_limit="zero"`, for which it is asked twice, as a stalled machine must not become a 0.
     """
 
-    def __init__(self, rewards: Sequence[Reward], weights: Sequence[float] = (), max_failure_ratio: float = 0.05):
+    def __init__(
+        self,
+        rewards: Sequence[Reward],
+        weights: Sequence[float] = (),
+        max_failure_ratio: float = 0.05,
+        on_limit: str = "mask",
+    ):
         names = [reward.name for reward in rewards]
         weights = list(weights) or [1.0] * len(names)
-        if not names:
-            raise RewardError("reward.functions is empty; name at least one reward, for example [math]")
-        if len(weights) != len(names):
-            raise RewardError(
-                f"reward.weights has {len(weights)} entries for {len(names)} rewards: {weights} for {names}"
-            )
-        if not all(math.isfinite(weight) for weight in weights) or not any(weights):
-            raise RewardError(f"reward.weights must be finite and not all zero, got {weights}")
-        if len(set(names)) != len(names):
-            raise RewardError(f"reward.functions has a name twice, and results are reported by name: {names}")
-        if not 0 <= max_failure_ratio <= 1:
-            raise RewardError(f"reward.max_failure_ratio is a share of rows from 0 to 1, got {max_failure_ratio}")
+        check_settings(names, weights, max_failure_ratio)
         self.rewards = dict(zip(names, rewards, strict=True))
         self.weights = dict(zip(names, weights, strict=True))
-        self.max_failure_ratio = max_failure_ratio
-        self._windows = {name: _Window() for name in names}
+        self.max_failure_ratio, self.on_limit = max_failure_ratio, on_limit
+        self._failures = {name: Failures(max_failure_ratio) for name in names}
         self._memos = {r.name: Memo() for r in rewards if getattr(r, "deterministic", False) is True}
 
     @classmethod
@@ -201,7 +163,7 @@ class RewardSet:
         try:
             for spec in config.functions:
                 loaded.append(load_reward(spec, config))
-            return cls(loaded, config.weights, config.max_failure_ratio)
+            return cls(loaded, config.weights, config.max_failure_ratio, config.on_limit)
         except BaseException:
             _close(loaded)
             raise
@@ -209,7 +171,7 @@ class RewardSet:
     def score(self, samples: Sequence[Sample]) -> RewardResult:
         """Score one batch. Raises RewardError when a reward is broken rather than one sample bad (see the class)."""
         samples = list(samples)
-        result = RewardResult([0.0] * len(samples), {}, {}, {}, {}, {}, {}, {})
+        result = RewardResult([0.0] * len(samples), {}, {}, {}, {}, {}, {}, {}, {})
         for name in self.rewards:
             start = time.perf_counter()
             outcomes, result.reused[name] = self._outcomes(name, samples)
@@ -218,38 +180,51 @@ class RewardSet:
         return result
 
     def _outcomes(self, name: str, samples: list[Sample]) -> tuple[list[Outcome], int]:
-        reward, memo = self.rewards[name], self._memos.get(name)
+        memo = self._memos.get(name)
         if memo is not None:
-            return memo.outcomes(samples, lambda new: checked_outcomes(reward, new))
-        return checked_outcomes(reward, samples) if samples else [], 0
+            return memo.outcomes(samples, lambda new: self._ask(name, new))
+        return self._ask(name, samples) if samples else [], 0
+
+    def _ask(self, name: str, samples: list[Sample]) -> list[Outcome]:
+        outcomes = checked_outcomes(self.rewards[name], samples)
+        over = [i for i, outcome in enumerate(outcomes) if self.on_limit == "zero" and of_text(outcome)]
+        if over:
+            again = checked_outcomes(self.rewards[name], [samples[i] for i in over])
+            for i, outcome in zip(over, again, strict=True):
+                outcomes[i] = outcome
+        return outcomes
 
     def _record(self, result: RewardResult, name: str, samples: list[Sample], outcomes: list[Outcome]) -> None:
-        kinds = [_kind(outcome) for outcome in outcomes if not isinstance(outcome, float)]
+        lost = [i for i, outcome in enumerate(outcomes) if not isinstance(outcome, float)]
+        kinds = [kind(outcomes[i]) for i in lost]
         result.timeouts[name] = kinds.count("timeout")
         result.errors[name] = kinds.count("error")
         result.missing[name] = kinds.count("missing")
-        part = [outcome if isinstance(outcome, float) else None for outcome in outcomes]
+        result.over_limit[name] = sum(map(of_text, outcomes))
+        if lost:
+            result.first_failure[name] = describe(samples[lost[0]], outcomes[lost[0]])
+        part = [self._value(outcome) for outcome in outcomes]
         result.parts[name] = part
         weight = self.weights[name]
         for i, value in enumerate(part):
             if weight and result.total[i] is not None:
                 result.total[i] = None if value is None else result.total[i] + weight * value
-        if kinds:
-            i = part.index(None)
-            result.first_failure[name] = _describe(samples[i], outcomes[i])
-        self._judge(name, samples, outcomes)
+        self._judge(name, samples, [0.0 if value is not None else o for value, o in zip(part, outcomes, strict=True)])
+
+    def _value(self, outcome: Outcome) -> float | None:
+        if self.on_limit == "zero" and of_text(outcome):
+            return 0.0
+        return outcome if isinstance(outcome, float) else None
 
     def _judge(self, name: str, samples: list[Sample], outcomes: list[Outcome]) -> None:
-        window = self._windows[name]
-        window.add(samples, outcomes)
-        if window.full() or window.broken(self.max_failure_ratio):
-            self._windows[name] = _Window()
-        if window.broken(self.max_failure_ratio):
-            kinds = ", ".join(f"{count} {kind}" for kind, count in window.kinds.items() if count)
+        self._failures[name].add(samples, outcomes)
+        if broken := self._failures[name].broken():
+            count, first = broken
+            self._failures[name] = Failures(self.max_failure_ratio)
             raise RewardError(
-                f"reward {name!r} gave no score for {window.failed} of the last {window.rows} rows ({kinds}), more "
-                f"than reward.max_failure_ratio={self.max_failure_ratio:g} allows; rows without a score are masked, so "
-                f"training would go on with little data. First failure, {window.first}"
+                f"reward {name!r} gave no score for {count}, more than reward.max_failure_ratio="
+                f"{self.max_failure_ratio:g} allows; rows without a score are masked, so training would go on with "
+                f"little data. First failure, {first}"
             )
 
     def close(self) -> None:

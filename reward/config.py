@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 
 @dataclass
@@ -20,9 +21,17 @@ class RewardConfig:
         default=2048, metadata={"help": "address-space limit of one reward worker, in MB (2^20 bytes); 0 is no limit"}
     )
     workers: int = field(default=1, metadata={"help": "killable worker processes per reward that needs them"})
+    start_timeout_s: float = field(
+        default=300.0,
+        metadata={"help": "wall-clock deadline for the start of a reward worker, which is mostly imports"},
+    )
+    on_limit: Literal["mask", "zero"] = field(
+        default="mask",
+        metadata={"help": "reward of a text over timeout_s or memory_mb in workers that answer others: none, or 0"},
+    )
     max_failure_ratio: float = field(
         default=0.05,
-        metadata={"help": "stop when more than this share of rows gets no score; 0 stops at the first, 1 never does"},
+        metadata={"help": "stop when the scoring of more than this share of rows fails; 0: at the first, 1: never"},
     )
     isolate_user: bool = field(
         default=True,

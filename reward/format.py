@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from reward.answers import last_box, normal_number
 from reward.base import Sample
-from reward.math import last_box, normal_number
 
 BOX_TAIL_CHARS = 100
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from reward.base import Reward, RewardError, Sample, checked_outcomes, scores
+from reward.base import Reward, RewardError, Sample, check_settings, checked_outcomes, scores
 from reward.config import RewardConfig
 from reward.workers import WorkerPool
 
@@ -52,13 +52,7 @@ class IsolatedReward:
 
     def __init__(self, spec: str, name: str, config: RewardConfig, deterministic: bool = False):
         self.name, self.deterministic = name, deterministic
-        self.pool = WorkerPool(
-            "reward.loading:serve",
-            [spec],
-            workers=config.workers,
-            timeout_s=config.timeout_s,
-            memory_mb=config.memory_mb,
-        )
+        self.pool = WorkerPool("reward.loading:serve", [spec], **_limits(config))
         self.pool.start()
 
     def outcomes(self, samples: Sequence[Sample]) -> list[Any]:
@@ -93,10 +87,14 @@ def _attempt(function: Callable[[Any], Any], argument: Any) -> Any:
         return error
 
 
+def _limits(config: RewardConfig) -> dict[str, Any]:
+    return {key: getattr(config, key) for key in ("workers", "timeout_s", "memory_mb", "start_timeout_s")}
+
+
 def _math(config: RewardConfig) -> Reward:
     from reward.math import MathReward
 
-    return MathReward(timeout_s=config.timeout_s, memory_mb=config.memory_mb, workers=config.workers)
+    return MathReward(**_limits(config))
 
 
 def _format(config: RewardConfig) -> Reward:
@@ -109,16 +107,13 @@ BUILT_IN: dict[str, Callable[[RewardConfig], Reward]] = {"format": _format, "mat
 
 
 def check(config: RewardConfig) -> None:
-    """Looks the rewards up and at what their functions take, without starting anything.
+    """RewardError, in one line, when the configured rewards cannot work: a name, a module, a signature, a weight.
 
-    Raises:
-        RewardError: a reward that cannot be found, imported or called.
+    Cheap enough for the start of a program: it imports the user's modules, starts no worker and calls nothing.
     """
-    for spec in config.functions:
-        if spec not in BUILT_IN:
-            target = _resolve(spec)
-            if not inspect.isclass(target) and not isinstance(getattr(target, "name", None), str):
-                FunctionReward(target, spec.partition(":")[2])
+    targets = {spec: None if spec in BUILT_IN else _resolve(spec) for spec in config.functions}
+    names = [spec if spec in BUILT_IN else _name(spec, targets[spec])[0] for spec in config.functions]
+    check_settings(names, config.weights or [1.0] * len(names), config.max_failure_ratio)
 
 
 def load_reward(spec: str, config: RewardConfig | None = None) -> Reward:
@@ -131,11 +126,9 @@ def load_reward(spec: str, config: RewardConfig | None = None) -> Reward:
     if spec in BUILT_IN:
         return BUILT_IN[spec](config)
     target = _resolve(spec)
-    attribute = spec.partition(":")[2]
-    name = getattr(target, "name", None)
-    named = isinstance(name, str)
+    name, named = _name(spec, target)
     if config.isolate_user:
-        return IsolatedReward(spec, name if named else attribute, config, getattr(target, "deterministic", False))
+        return IsolatedReward(spec, name, config, getattr(target, "deterministic", False))
     if inspect.isclass(target):
         try:
             target = target()
@@ -144,11 +137,17 @@ def load_reward(spec: str, config: RewardConfig | None = None) -> Reward:
         named = isinstance(getattr(target, "name", None), str)
         if not callable(target):
             raise RewardError(f"reward {spec!r} makes objects of type {type(target).__name__} that cannot be called")
-    return target if named else FunctionReward(target, attribute)
+    return target if named else FunctionReward(target, name)
+
+
+def _name(spec: str, target: Any) -> tuple[str, bool]:
+    """What a user's reward is reported as, and whether it says so itself."""
+    name = getattr(target, "name", None)
+    return (name, True) if isinstance(name, str) else (spec.partition(":")[2], False)
 
 
 def _resolve(spec: str) -> Callable[..., Any]:
-    """The callable that "module:attribute" names."""
+    """The callable that "module:attribute" names, which takes what it will be given."""
     module_name, colon, attribute = spec.partition(":")
     if not (module_name and colon and attribute):
         near = difflib.get_close_matches(spec, BUILT_IN, n=1)
@@ -160,8 +159,8 @@ def _resolve(spec: str) -> Callable[..., Any]:
         )
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:
-        reason = f"{type(error).__name__}: {error}"
+    except (Exception, SystemExit) as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
         if isinstance(error, ModuleNotFoundError) and error.name == module_name.partition(".")[0]:
             reason = f"there is none in {os.getcwd()}, where the run starts, nor along PYTHONPATH"
         raise RewardError(f"reward {spec!r}: module {module_name!r} cannot be imported: {reason}") from error
@@ -172,4 +171,17 @@ def _resolve(spec: str) -> Callable[..., Any]:
     target = getattr(module, attribute)
     if not callable(target):
         raise RewardError(f"reward {spec!r} must be callable, but it is {type(target).__name__} {target!r:.80}")
+    if inspect.isclass(target):
+        _check_constructor(spec, target)
+    elif not _name(spec, target)[1]:
+        FunctionReward(target, attribute)
     return target
+
+
+def _check_constructor(spec: str, target: type) -> None:
+    try:
+        inspect.signature(target).bind()
+    except TypeError as error:
+        raise RewardError(f"reward {spec!r} cannot be created without arguments: {error}") from None
+    except ValueError:  # a C class without a signature
+        return

@@ -1,6 +1,6 @@
 """Killable worker processes for code that may hang, crash or eat memory on text a model wrote.
 
-The deadline is enforced here, in the calling thread, by a socket timeout and SIGKILL of the worker's process group:
+The deadline is enforced in the calling thread, by a socket timeout and SIGKILL of the worker's process group:
 nothing the worker does (signals blocked, C code that never yields) can outlive it. `reward/worker.py` is the other end.
 """
 
@@ -8,113 +8,42 @@ from __future__ import annotations
 
 import json
 import os
-import select
-import signal
-import socket
-import subprocess
-import sys
 import threading
 import time
 import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from typing import Any
 
 from reward.base import RewardError
+from reward.failures import LimitError
+from reward.worker_process import WorkerProcess
 
-START_TIMEOUT_S = 60.0  # importing math_verify takes about 0.5 s; a cold network disk can take many times that
 MAX_REQUEST_BYTES = 4 * 2**20
-MAX_REPLY_BYTES = 2**20
 
 
 class WorkerError(RuntimeError):
     """The function in the worker raised (its traceback is the message), or the worker died twice on one request."""
 
 
-class _Worker:
-    """One process. Not thread-safe except `kill`: the pool hands a worker to one thread at a time."""
-
-    def __init__(self, settings: dict[str, Any]):
-        self.channel, theirs = socket.socketpair()
-        lifeline, held = os.pipe()
-        self.lifeline = os.fdopen(held, "wb", buffering=0)
-        self._kill_lock = threading.Lock()
-        self._killed = False
-        # The same import path as here, so that user modules resolve alike; a fixed hash seed, so that set order does.
-        path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-        try:
-            self.process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "reward.worker", json.dumps({**settings, "lifeline": lifeline})],
-                stdin=theirs,
-                stdout=2,  # what user code prints belongs to the log
-                pass_fds=(lifeline,),
-                start_new_session=True,
-                env={**os.environ, "PYTHONPATH": path, "PYTHONHASHSEED": "0"},
-            )
-        except OSError:
-            self.abandon()
-            raise
-        finally:
-            theirs.close()
-            os.close(lifeline)
-
-    def healthy(self) -> bool:
-        """Between requests a living worker is silent; a readable socket means that it died or talks out of turn."""
-        poll = select.poll()  # select() cannot watch descriptors from 1024 up
-        poll.register(self.channel, select.POLLIN)
-        return not poll.poll(0)
-
-    def send(self, request: bytes, deadline: float) -> None:
-        self.channel.settimeout(_remaining(deadline))
-        self.channel.sendall(request)
-
-    def receive(self, deadline: float) -> dict[str, Any]:
-        """The next reply. TimeoutError at the deadline; EOFError, OSError or ValueError when the worker is broken."""
-        line = bytearray()
-        while not line.endswith(b"\n"):
-            self.channel.settimeout(_remaining(deadline))
-            chunk = self.channel.recv(65536)
-            if not chunk:
-                raise EOFError("the worker process ended without a reply")
-            line += chunk
-            if len(line) > MAX_REPLY_BYTES:
-                raise ValueError(f"the worker's reply is larger than {MAX_REPLY_BYTES} bytes")
-        return json.loads(line)
-
-    def kill(self) -> None:
-        """SIGKILL the process group, reap the leader, close our ends. Idempotent, from any thread."""
-        with self._kill_lock:
-            if self._killed:
-                return
-            self._killed = True
-            # Before the leader is reaped its id cannot be reused, so this can only reach our own group.
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.process.pid, signal.SIGKILL)
-            with suppress(subprocess.TimeoutExpired):
-                self.process.wait(timeout=2.0)
-            self.abandon()
-
-    def abandon(self) -> None:
-        """Close our ends only: what a forked child does with its parent's workers."""
-        self.channel.close()
-        self.lifeline.close()
+class DeadlineError(LimitError, TimeoutError):
+    """No reply within `timeout_s`; the worker was killed."""
 
 
-def _remaining(deadline: float) -> float:
-    remaining = deadline - time.monotonic()
-    if remaining <= 0:
-        raise TimeoutError("deadline passed")
-    return remaining
+class MemoryLimitError(LimitError, WorkerError):
+    """The handler ran out of memory twice, the second time in a fresh worker."""
 
 
 class WorkerPool:
     """`workers` processes that each run one handler, built in the worker by `target(*arguments)`.
 
-    target       "module:factory"; the factory is called once per process and returns `handler(payload) -> value`,
-                 payload and value being anything JSON carries. Start-up does not count against `timeout_s`.
-    timeout_s    wall-clock seconds for one call; the process is killed when they are over
-    memory_mb    address-space limit of a process in MB (2^20 bytes); 0 is no limit
+    target           "module:factory"; the factory is called once per process and returns `handler(payload) -> value`,
+                     payload and value being anything JSON carries. Start-up does not count against `timeout_s`.
+    timeout_s        wall-clock seconds for one call; the process is killed when they are over
+    memory_mb        address-space limit of a process in MB (2^20 bytes); 0 is no limit
+    start_timeout_s  wall-clock seconds until a process is ready, which is mostly imports
+    canary           a payload that healthy workers answer in time, whatever texts do to them; by default the one that
+                     took longest so far, of those that took at most half of `timeout_s`
 
     Processes start on first use (or `start()`), are replaced after a timeout or crash, and die with this process,
     whatever kills it. Any thread may call; after a fork the child starts workers of its own.
@@ -128,12 +57,14 @@ class WorkerPool:
         workers: int = 1,
         timeout_s: float = 5.0,
         memory_mb: int = 2048,
-        start_timeout_s: float = START_TIMEOUT_S,
+        start_timeout_s: float = 300.0,
+        canary: Any = None,
     ):
         for name, value, least in (
             ("workers", workers, 1),
             ("timeout_s", timeout_s, 0.01),
             ("memory_mb", memory_mb, 0),
+            ("start_timeout_s", start_timeout_s, 0.01),
         ):
             if not least <= value < float("inf"):
                 raise RewardError(f"reward.{name} must be a number of at least {least}, got {value!r}")
@@ -142,13 +73,14 @@ class WorkerPool:
         self.start_timeout_s = start_timeout_s
         self._settings = {"target": target, "arguments": list(arguments), "memory_mb": memory_mb}
         self._closed = False
+        self._canary, self._canary_s = canary, 0.0 if canary is None else float("inf")
         self._reset()
         _pools.add(self)
 
     def _reset(self) -> None:
         self._changed = threading.Condition()
-        self._idle: list[_Worker | None] = [None] * self.workers  # None: a slot without a process
-        self._live: set[_Worker] = set()
+        self._idle: list[WorkerProcess | None] = [None] * self.workers  # None: a slot without a process
+        self._live: set[WorkerProcess] = set()
 
     def __enter__(self) -> WorkerPool:
         return self
@@ -168,8 +100,9 @@ class WorkerPool:
     def call(self, payload: Any) -> Any:
         """`handler(payload)` in a worker.
 
-        Raises TimeoutError at the deadline, WorkerError when the handler raised, TypeError or ValueError for a payload
-        that JSON cannot carry or that is too long, RewardError when no worker can be started or the pool is closed.
+        Raises DeadlineError at the deadline, TimeoutError when the handler raised one, MemoryLimitError, WorkerError
+        when the handler raised anything else or killed its worker, TypeError or ValueError for a payload that JSON
+        cannot carry or that is too long, RewardError when no worker can be started or the pool is closed.
         A worker that dies or runs out of memory is replaced and the request repeated once: the cause may have been
         outside, such as the kernel's out-of-memory killer, or rows that came before.
         """
@@ -178,25 +111,27 @@ class WorkerPool:
             raise ValueError(
                 f"the input is {len(request)} bytes long, more than the {MAX_REQUEST_BYTES} a worker takes"
             )
+        trouble: WorkerError
         for _ in range(2):
             worker = self._take()
             try:
-                deadline = time.monotonic() + self.timeout_s
+                start = time.monotonic()
+                deadline = start + self.timeout_s
                 worker.send(request, deadline)
                 reply = worker.receive(deadline)
             except BaseException as error:
                 self._drop(worker)
                 if isinstance(error, TimeoutError):
-                    raise TimeoutError(
+                    raise DeadlineError(
                         f"no result within reward.timeout_s={self.timeout_s:g} s; worker killed"
                     ) from None
                 if not isinstance(error, (OSError, EOFError, ValueError)):
                     raise  # an interrupt: the worker went, because its late reply would answer the next request
-                trouble = f"the reward worker died twice on this input ({_ending(worker)}): {error}"
+                trouble = WorkerError(f"the reward worker died twice on this input ({worker.ending()}): {error}")
                 continue
             if reply.get("kind") == "memory":
                 self._drop(worker)
-                trouble = (
+                trouble = MemoryLimitError(
                     f"out of memory under reward.memory_mb={self._settings['memory_mb']}, twice:\n{reply['error']}"
                 )
                 continue
@@ -205,13 +140,16 @@ class WorkerPool:
                 raise TimeoutError(reply["error"])
             if "error" in reply:
                 raise WorkerError(reply["error"])
+            if self._canary_s < (took := time.monotonic() - start) <= self.timeout_s / 2:
+                self._canary, self._canary_s = payload, took
             return reply["value"]
-        raise WorkerError(trouble)
+        raise trouble
 
     def map(self, payloads: Sequence[Any]) -> list[Any]:
         """`call` for each payload, `workers` at a time; a call that failed leaves its exception in its place.
 
-        Only RewardError is raised: without workers nothing can be scored.
+        A LimitError is `of_text` when the canary is answered after the last of them. Only RewardError is raised:
+        without workers nothing can be scored.
         """
 
         def outcome(payload: Any) -> Any:
@@ -223,9 +161,15 @@ class WorkerPool:
                 return error
 
         if self.workers == 1 or len(payloads) < 2:
-            return [outcome(payload) for payload in payloads]
-        with ThreadPoolExecutor(min(self.workers, len(payloads))) as threads:
-            return list(threads.map(outcome, payloads))
+            outcomes = [outcome(payload) for payload in payloads]
+        else:
+            with ThreadPoolExecutor(min(self.workers, len(payloads))) as threads:
+                outcomes = list(threads.map(outcome, payloads))
+        over = [result for result in outcomes if isinstance(result, LimitError)]
+        if over and self._canary is not None and not isinstance(outcome(self._canary), Exception):
+            for error in over:
+                error.of_text = True
+        return outcomes
 
     def close(self) -> None:
         """Kill every worker; calls under way in other threads raise RewardError. Idempotent."""
@@ -237,7 +181,7 @@ class WorkerPool:
         for worker in workers:
             worker.kill()
 
-    def _take(self) -> _Worker:
+    def _take(self) -> WorkerProcess:
         """An idle, living worker; started or replaced here when needed."""
         with self._changed:
             self._changed.wait_for(lambda: self._idle or self._closed)
@@ -254,11 +198,11 @@ class WorkerPool:
             self._put(None)
             raise
 
-    def _start(self) -> _Worker:
+    def _start(self) -> WorkerProcess:
         """A worker that reported ready; one that died while starting is tried once more."""
         what = f"the reward worker for {self._settings['target']}{self._settings['arguments'] or ''}"
         for _ in range(2):
-            worker = _Worker(self._settings)
+            worker = WorkerProcess(self._settings)
             with self._changed:
                 self._live.add(worker)
                 closed = self._closed
@@ -267,10 +211,12 @@ class WorkerPool:
             except BaseException as error:
                 self._discard(worker)
                 if isinstance(error, TimeoutError):
-                    raise RewardError(f"{what} was not ready after {self.start_timeout_s:g} s and was killed") from None
+                    raise RewardError(
+                        f"{what} was not ready after reward.start_timeout_s={self.start_timeout_s:g} s and was killed"
+                    ) from None
                 if not isinstance(error, (OSError, EOFError, ValueError)):
                     raise
-                trouble = f"it died twice while starting ({_ending(worker)}); see its messages above"
+                trouble = f"it died twice while starting ({worker.ending()}); see its messages above"
                 continue
             if reply.get("ready"):
                 return worker
@@ -280,18 +226,18 @@ class WorkerPool:
         hint = f"reward.memory_mb={self._settings['memory_mb']} limits its address space; raise it for heavy imports"
         raise RewardError(f"{what} cannot start: {trouble}\n({hint})")
 
-    def _put(self, worker: _Worker | None) -> None:
+    def _put(self, worker: WorkerProcess | None) -> None:
         with self._changed:
             if not self._closed:
                 # Empty slots go to the front: a running worker is preferred.
                 self._idle.insert(len(self._idle) if worker else 0, worker)
                 self._changed.notify()
 
-    def _drop(self, worker: _Worker) -> None:
+    def _drop(self, worker: WorkerProcess) -> None:
         self._discard(worker)
         self._put(None)
 
-    def _discard(self, worker: _Worker) -> None:
+    def _discard(self, worker: WorkerProcess) -> None:
         worker.kill()
         with self._changed:
             self._live.discard(worker)
@@ -304,11 +250,6 @@ class WorkerPool:
         self._reset()
         if self._closed:
             self._idle.clear()
-
-
-def _ending(worker: _Worker) -> str:
-    code = worker.process.returncode
-    return f"killed by signal {-code}" if code is not None and code < 0 else f"exit code {code}"
 
 
 _pools: weakref.WeakSet[WorkerPool] = weakref.WeakSet()

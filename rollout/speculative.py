@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Sequence
+from typing import Literal
 
 from rollout.cache import TrajectoryCache
 from rollout.config import RolloutConfig
@@ -12,7 +13,9 @@ from rollout.drafters.suffix import PromptTexts, SuffixDrafter
 from rollout.engines.base import Engine
 from rollout.noise import derive_key, generation
 from rollout.replay import ReplayControl
-from rollout.types import Completion, Request, RolloutBatch, Row, Trajectory
+from rollout.types import Completion, EngineStats, Request, RolloutBatch, RolloutError, Row, Trajectory
+
+Domain = Literal["rollout", "control", "evaluation"]
 
 
 class SpeculativeRollout:
@@ -23,7 +26,7 @@ class SpeculativeRollout:
 
         rollout = SpeculativeRollout(engine, cache, config, seed=0)
         rows = [Row("ex-7", prompt_ids)] * 8
-        batch = rollout.generate(rows, visit=epoch, step=step)
+        batch = rollout.generate(rows, visit=visits.next([row.example_id for row in rows]), step=step)
         rollout.store(rows, batch, step=step)
 
     Args:
@@ -41,20 +44,37 @@ class SpeculativeRollout:
         self._reused = 0.0
 
     def generate(
-        self, rows: Sequence[Row], *, visit: int, step: int, slots: Sequence[int] | None = None, fresh: bool = False
+        self,
+        rows: Sequence[Row],
+        *,
+        visit: int | Sequence[int],
+        step: int,
+        slots: Sequence[int] | None = None,
+        domain: Domain = "rollout",
     ) -> RolloutBatch:
         """One response per row; `store` keeps them for the next visit.
 
         Args:
-            visit: how often these prompts were rolled out before (the epoch, in epoch-wise training).
+            visit: how often each row's prompt was rolled out before, in this domain: one number for all, or one a row.
+                `Visits` counts; epoch-wise training that leaves no prompt out may give the epoch.
             step: trainer step, recorded with the trajectories.
             slots: place of each row in its prompt's group; by default the occurrence within `rows`.
-            fresh: draw with noise of its own that no training row uses or will use (control rows).
+            domain: whose noise is drawn: that of training rows, of control rows or of evaluation. No domain's noise
+                occurs in another, and only training replays.
+
+        Raises:
+            RolloutError: a row of the same prompt, slot and visit is there twice, so both would be the same response.
         """
         began = time.perf_counter()
         slots = list(slots) if slots is not None else _occurrences(rows)
-        shares, domain = ([0.0] * (visit + 1), "control") if fresh else (self.replay.until(visit), "rollout")
-        generations = [generation(self.seed, r.example_id, s, visit, shares) for r, s in zip(rows, slots, strict=True)]
+        visits = [visit] * len(rows) if isinstance(visit, int) else list(visit)
+        _check_keys(rows, slots, visits)
+        generations = visits
+        if domain == "rollout":
+            shares = self.replay.until(max(visits, default=0))
+            generations = [
+                generation(self.seed, r.example_id, s, v, shares) for r, s, v in zip(rows, slots, visits, strict=True)
+            ]
         keys = [
             derive_key(self.seed, r.example_id, s, g, domain) for r, s, g in zip(rows, slots, generations, strict=True)
         ]
@@ -67,7 +87,7 @@ class SpeculativeRollout:
             for r, k, t in zip(rows, keys, old, strict=True)
         ]
         looked_up = time.perf_counter()
-        completions, stats = self.engine.generate(requests)
+        completions, stats = self.engine.generate(requests) if requests else ([], EngineStats())
         generated = time.perf_counter()
         self._reused = sum(sum(c.reused) for c in completions) / max(1, sum(len(c.tokens) for c in completions))
         return RolloutBatch(
@@ -75,7 +95,8 @@ class SpeculativeRollout:
             slots,
             keys,
             ages=[None if t is None else step - t.step for t in old],
-            replayed=[g < visit for g in generations],
+            replayed=[g < v for g, v in zip(generations, visits, strict=True)],
+            visits=visits,
             unchanged=[t is not None and tuple(c.tokens) == t.tokens for c, t in zip(completions, old, strict=True)],
             stats=stats,
             lookup_s=looked_up - began,
@@ -138,6 +159,22 @@ class SpeculativeRollout:
             request.drafter = SuffixDrafter(texts, old.tokens if old else None)
             request.draft_logprobs = old.logprobs if old else None
         return request
+
+
+def _check_keys(rows: Sequence[Row], slots: Sequence[int], visits: Sequence[int]) -> None:
+    """Equal keys draw equal responses, which a trainer would take for independent ones."""
+    drawn: set[tuple[str, int]] = set()
+    for row, slot, visit in zip(rows, slots, visits, strict=True):
+        if not isinstance(visit, int) or visit < 0:
+            raise RolloutError(
+                f"visit={visit!r} of example {row.example_id!r}: expected how often it was rolled out, 0 or more"
+            )
+        if (row.example_id, slot) in drawn:
+            raise RolloutError(
+                f"example {row.example_id!r} has slot {slot} twice in one batch, and both rows would be the same "
+                "response. Number a prompt's rows from 0, or leave `slots` out"
+            )
+        drawn.add((row.example_id, slot))
 
 
 def _occurrences(rows: Sequence[Row]) -> list[int]:

@@ -194,6 +194,8 @@ class RolloutBatch:
     """Trainer steps since the draft was written, None for rows without a stored trajectory."""
     replayed: list[bool]
     """True where the row kept its noise key from its last visit."""
+    visits: list[int] = field(default_factory=list)
+    """How often the row's prompt was rolled out before; empty for plain decoding by given keys."""
     unchanged: list[bool] = field(default_factory=list)
     """True where the response is the stored one, token for token; empty when nothing was looked up."""
     stats: EngineStats = field(default_factory=EngineStats)
@@ -202,6 +204,20 @@ class RolloutBatch:
     store_s: float = 0.0
     total_s: float = 0.0
     """Wall clock of the whole stage: look-up, generation and store."""
+    calls: list[int] = field(default_factory=list)
+    """Rows of each call of the engine, one after the other; empty: all rows in one call."""
+
+    def __add__(self, later: RolloutBatch) -> RolloutBatch:
+        """Both batches, the second rolled out after the first; costs add up."""
+        added = {f.name: getattr(self, f.name) + getattr(later, f.name) for f in fields(self) if f.name != "calls"}
+        calls = [*(self.calls or [len(self.keys)]), *(later.calls or [len(later.keys)])]
+        return RolloutBatch(**added, calls=calls)
+
+    def select(self, rows: Sequence[int]) -> RolloutBatch:
+        """Some of the rows, in the given order, without what the batch cost."""
+        columns = ("completions", "slots", "keys", "ages", "replayed", "visits", "unchanged")
+        whole = {name: getattr(self, name) for name in columns}
+        return RolloutBatch(**{name: [column[row] for row in rows] if column else [] for name, column in whole.items()})
 
     @contextmanager
     def charge_store(self) -> Iterator[None]:

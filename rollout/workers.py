@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import ray
+from ray._private.state import actors
 from ray.exceptions import RayError
 from torch import Tensor
 
@@ -256,13 +257,22 @@ class RolloutPool:
             except RayError as error:
                 return busy[ended[0]], Failure("lost", _died(error))
         if due.pid is None:
-            free = {name: n for name, n in ray.available_resources().items() if name in ("CPU", "GPU")}
             raise RolloutError(
                 f"worker {due.index} did not start within cluster.start_timeout_s={self.cluster.start_timeout_s:g}; "
-                f"it needs {self.cluster.cpus_per_worker:g} CPUs and {self.cluster.gpus_per_worker:g} GPUs, and the "
-                f"cluster has {free or 'nothing'} free. Wait longer, or ask for less"
+                f"{self._waits_for(due)}"
             )
         return due, Failure("lost", "did not answer before its deadline (cluster.task_timeout_s, start_timeout_s)")
+
+    def _waits_for(self, worker: _Worker) -> str:
+        """Why a worker that never answered has not started, and what to do."""
+        cluster, known = self.cluster, actors(worker.actor._actor_id.hex())
+        if known and known["Address"]["Port"]:  # Ray enters it when it has found room, and a process in it
+            return "it has its place in the cluster and is still loading the model. Wait longer"
+        free = {name: n for name, n in ray.available_resources().items() if name in ("CPU", "GPU")}
+        return (
+            f"it needs {cluster.cpus_per_worker:g} CPUs and {cluster.gpus_per_worker:g} GPUs, and the cluster has "
+            f"{free or 'nothing'} free. Wait longer, or ask for less"
+        )
 
     def _repair(self, worker: _Worker, failure: Failure, task: _Task | None) -> None:
         """Replaces a lost or broken worker; one with other weights gets the current ones."""

@@ -1,8 +1,11 @@
-"""Paired rollout benchmark: `python -m specrl.bench [model=PATH old_model=PATH] [rows=32] [ablation=true]`.
+"""Paired rollout benchmark: `python -m specrl.bench [config=NAME] [model=PATH old_model=PATH] [rows=32]`.
 
 An old policy writes the cache, a newer one rolls out the same prompts plainly and speculatively, in turn, with the same
 keys. Times are whole stages: look-up, prefill, drafting, verification, decoding and store. Each pair gives one ratio;
-the median is reported. Texts are compared token for token.
+the median is reported, and the least and the largest. Texts are compared token for token.
+
+With config=NAME, a file or a run's directory, model, prompts, engine and sampling are that training config's, and every
+other word overrides it; without, the embedded policy answers generated arithmetic.
 """
 
 from __future__ import annotations
@@ -19,6 +22,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from rollout.config import RolloutConfig, doc
 from specrl import config as cli
 from specrl.config import Config, DatasetConfig
+from specrl.savings import counted
+from specrl.speedup import of_pairs
 from trainers.config import TrainerConfig
 
 if TYPE_CHECKING:
@@ -27,15 +32,12 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class BenchOptions:
-    model: str = doc("tiny", "the newer policy: tiny, a hub id or a local directory")
+class Measurement:
+    """What is timed, and how often, whatever the policy."""
+
     old_model: str = doc("", "the policy that wrote the cache; empty takes the newer one, perturbed by `drift`")
     drift: float = doc(0.02, "noise on the old policy's matrices, in units of each matrix's own spread")
-    data: str = doc("arithmetic", "prompts, as in training")
-    level: Literal["easy", "medium", "hard", "mixed"] = doc("medium", "difficulty of data=arithmetic")
     rows: int = doc(32, "rows of one rollout batch")
-    precision: str = doc("fp32", "fp32 or bf16")
-    device: str = doc("auto", "auto, cpu, cuda or cuda:N")
     repeats: int = doc(5, "timed pairs per case, after one warm-up")
     generate: bool = doc(True, "also time transformers' model.generate on the same prompts")
     ablation: bool = doc(False, "instead, what each source of drafts adds, for 1, 8, 64 and 256 rows up to `rows`")
@@ -43,21 +45,41 @@ class BenchOptions:
         default_factory=list, metadata={"help": "draft models to try in the ablation: directories, or layers=N"}
     )
     out: str = doc("", "write the results to this JSON file too")
+
+
+@dataclass
+class BenchOptions(Measurement):
+    """The bench without config=NAME."""
+
+    model: str = doc("tiny", "the newer policy: tiny, a hub id or a local directory")
+    data: str = doc("arithmetic", "prompts, as in training")
+    level: Literal["easy", "medium", "hard", "mixed"] = doc("medium", "difficulty of data=arithmetic")
+    precision: str = doc("fp32", "fp32 or bf16")
+    device: str = doc("auto", "auto, cpu, cuda or cuda:N")
     rollout: RolloutConfig = field(
         default_factory=RolloutConfig,
         metadata={"help": "the engine and its settings; acceptance and replay are the bench's own"},
     )
 
 
+@dataclass
+class BenchConfig(Config, Measurement):
+    """The bench of a training config."""
+
+
 @dataclass(frozen=True)
 class Case:
-    """One line of the table. Seconds are medians over the repeats, speedup the median of the paired ratios."""
+    """One line of the table. Seconds are medians over the repeats, speedup the median of the paired ratios.
+
+    `speedup_range` is the least and the largest of these ratios.
+    """
 
     name: str
     reused: float
     plain_s: float
     specrl_s: float
     speedup: float
+    speedup_range: tuple[float, float]
     passes_per_row: float
     passes_max: int
     plain_passes: int
@@ -65,7 +87,13 @@ class Case:
     rows: int
 
 
-def main(options: BenchOptions) -> int:
+def command(argv: Sequence[str]) -> int:
+    """The command line; with config=NAME its words are options of training."""
+    given = any(word.startswith("config=") for word in argv)
+    return cli.run(main, argv, BenchConfig if given else BenchOptions, training=False)
+
+
+def main(options: BenchOptions | BenchConfig) -> int:
     from rich.console import Console
 
     from specrl import ablation
@@ -83,7 +111,33 @@ def main(options: BenchOptions) -> int:
     return 0
 
 
-def prepare(options: BenchOptions, others: int = 0) -> tuple[Bench, list[Row], Any]:
+def training_config(options: BenchOptions | BenchConfig, prompts: int) -> Config:
+    """The configuration whose rollouts are timed; without config=NAME it has `prompts` prompts.
+
+    Raises:
+        ConfigError: it asks for something that the bench does not time.
+    """
+    rollout = options.rollout
+    for key, value, timed in (
+        ("rollout.acceptance", rollout.acceptance, "exact"),
+        ("rollout.router.kind", rollout.router.kind, "off"),
+        ("cluster.num_workers", options.cluster.num_workers if isinstance(options, Config) else 0, 0),
+    ):
+        if value != timed:
+            raise cli.ConfigError(f"{key}={value}: the bench times the exact rule in one process. Add {key}={timed}.")
+    if isinstance(options, Config):
+        return options
+    return Config(
+        model=options.model,
+        data=options.data,
+        device=options.device,
+        dataset=DatasetConfig(train_size=prompts, level=options.level),
+        rollout=rollout,
+        trainer=TrainerConfig(precision="bf16" if options.precision == "bf16" else "fp32"),
+    )
+
+
+def prepare(options: BenchOptions | BenchConfig, others: int = 0) -> tuple[Bench, list[Row], Any]:
     """The bench, `others` rows of further prompts, and the policy's tokenizer."""
     from rollout.types import Row
     from specrl.data import load_examples, render
@@ -93,16 +147,15 @@ def prepare(options: BenchOptions, others: int = 0) -> tuple[Bench, list[Row], A
     if options.rows % group:
         nearest = max(1, round(options.rows / group)) * group
         raise cli.ConfigError(f"rows={options.rows} is no multiple of rollout.group_size={group}. Try rows={nearest}.")
-    config = Config(
-        model=options.model,
-        data=options.data,
-        device=options.device,
-        dataset=DatasetConfig(train_size=-(-(options.rows + others) // group), level=options.level),
-        rollout=options.rollout,
-        trainer=TrainerConfig(precision="bf16" if options.precision == "bf16" else "fp32"),
-    )
+    needed = -(-(options.rows + others) // group)
+    config = training_config(options, needed)
+    examples = load_examples(config.data, config.dataset, "train", config.seed)[:needed]
+    if len(examples) < needed:
+        raise cli.ConfigError(
+            f"rows={options.rows} takes {needed} prompts of {group} responses, and data={config.data} has "
+            f"{len(examples)}. Try rows={max(1, len(examples) - -(-others // group)) * group}, or more prompts."
+        )
     model, tokenizer, eos_ids = load_policy(config)
-    examples = load_examples(config.data, config.dataset, "train", 0)
     rows = [Row(e.id, tuple(render(e, tokenizer))) for e in examples for _ in range(group)]
     newer = {name: p.detach().clone() for name, p in model.named_parameters()}
     if options.old_model:
@@ -118,9 +171,9 @@ def compare(console, bench: Bench, options: BenchOptions, tokenizer) -> dict[str
     from specrl import rivals
 
     cases = [bench.case(name, options.repeats, **kind) for name, kind in CASES.items()]
-    show(console, options, cases)
+    show(console, bench.config, options.repeats, cases)
     result: dict[str, Any] = {"cases": [asdict(case) for case in cases]}
-    if options.rollout.engine == "vllm":
+    if bench.config.rollout.engine == "vllm":
         lines = rivals.compare(bench, options.repeats)
         rivals.show(console, lines, options.rows)
         result["methods"] = [asdict(line) for line in lines]
@@ -179,12 +232,14 @@ class Bench:
         pairs = pairs[1:]
         plain, batch = pairs[-1]
         done = batch.completions
+        ratio, least, most = of_pairs([b.total_s for _, b in pairs], [p.total_s for p, _ in pairs])
         return Case(
             name=name,
             reused=sum(sum(c.reused) for c in done) / sum(len(c.tokens) for c in done),
             plain_s=statistics.median(p.total_s for p, _ in pairs),
             specrl_s=statistics.median(b.total_s for _, b in pairs),
-            speedup=statistics.median(p.total_s / b.total_s for p, b in pairs),
+            speedup=ratio,
+            speedup_range=(least, most),
             passes_per_row=sum(c.passes for c in done) / len(done),
             passes_max=max(c.passes for c in done),
             plain_passes=max(c.passes for c in plain.completions),
@@ -276,14 +331,13 @@ def device_name(device) -> str:
     return torch.cuda.get_device_name() if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
 
 
-def show(console, options: BenchOptions, cases: Sequence[Case]) -> None:
+def show(console, config: Config, repeats: int, cases: Sequence[Case]) -> None:
     """The result as a table."""
     from rich.table import Table
 
-    table = Table(
-        title=f"{options.rows} rows, {options.model}, {options.precision}, {options.rollout.engine}: "
-        f"medians of {options.repeats} pairs"
-    )
+    what = f"{cases[0].rows} rows, {config.model}, {config.trainer.precision}, {config.rollout.engine}"
+    console.print(f"{what}: medians (least to largest) of {counted(repeats, 'pair')}", highlight=False, soft_wrap=True)
+    table = Table()
     for column in ("case", "reused", "plain s", "specrl s", "speedup", "passes", "slowest", "differ"):
         table.add_column(column, justify="left" if column == "case" else "right", no_wrap=True)
     for c in cases:
@@ -292,7 +346,7 @@ def show(console, options: BenchOptions, cases: Sequence[Case]) -> None:
             f"{c.reused:.0%}",
             f"{c.plain_s:.3f}",
             f"{c.specrl_s:.3f}",
-            f"{c.speedup:.2f}x",
+            f"{c.speedup:.2f}x ({c.speedup_range[0]:.2f} to {c.speedup_range[1]:.2f})",
             f"{c.passes_per_row:.1f}",
             f"{c.passes_max}/{c.plain_passes}",
             f"{c.differing_rows}",
@@ -309,4 +363,4 @@ def show_generate(console, options: BenchOptions, seconds: dict[str, float]) -> 
 
 
 if __name__ == "__main__":
-    raise SystemExit(cli.run(main, schema=BenchOptions))
+    raise SystemExit(command(sys.argv[1:]))

@@ -1,4 +1,4 @@
-"""Check or describe a saved trajectory cache: `verify path=DIR` or `info path=DIR`."""
+"""Check or describe the trajectory cache of a run: `verify run=DIR` or `info run=DIR`."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from rollout.config import doc
 from rollout.types import CacheError
 from specrl.config import RUN_ERROR, USAGE_ERROR, run
+from specrl.monitor import find_run, run_option
 from specrl.options import ConfigError, suggestion
 
-USAGE = "usage: python -m specrl.cache verify|info path=DIR"
+USAGE = "usage: python -m specrl.cache verify|info run=DIR"
 
 
 @dataclass
 class CacheOptions:
-    path: str = doc("", "directory with trajectories.parquet: a checkpoint, or `trajectories` of a run")
+    run: str = run_option("run directory, or the name of a run in outputs; a checkpoint of it, or its trajectories")
 
 
 def verify(directory: Path) -> int:
@@ -75,14 +75,18 @@ COMMANDS = {"verify": verify, "info": info}
 
 
 def _checked(command: Callable[[Path], int], options: CacheOptions) -> int:
-    if not options.path:
-        raise ConfigError(f"path is missing. {USAGE}")
-    try:
-        return command(Path(options.path))
-    except FileNotFoundError as error:
+    from rollout.store import SNAPSHOT
+
+    if not options.run:
+        raise ConfigError(f"run is missing. {USAGE}")
+    folder = find_run(options.run)
+    place = next((each for each in (folder, folder / "trajectories") if (each / SNAPSHOT).is_file()), None)
+    if place is None:
         raise CacheError(
-            f"There is no trajectory cache in '{options.path}'. Give the directory that holds trajectories.parquet."
-        ) from error
+            f"There is no trajectory cache in '{folder}'. A run writes `trajectories` when it ends and into each "
+            "checkpoint; give run=DIR of one that holds trajectories.parquet."
+        )
+    return command(place)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

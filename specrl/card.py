@@ -11,6 +11,7 @@ from specrl.config import Config, load_saved
 from specrl.data import PRESETS
 from specrl.env import anonymous
 from specrl.options import to_yaml
+from specrl.policy import rollout_dtype, trained_dtype
 from specrl.report import NO_PLOT, shown
 
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
@@ -34,6 +35,11 @@ def card(config: Config, summary: dict) -> str:
     lines = ["---", yaml.safe_dump(_metadata(config), sort_keys=False).rstrip(), "---", "", f"# {config.name}", ""]
     lines += [
         f"{trained}{config.model}, trained by {algorithm} on {config.data} with specrl, {summary['steps']} steps.",
+        "",
+    ]
+    dtype = "float32" if config.lora.rank else trained_dtype(config)
+    lines += [
+        f"The saved weights are {dtype}, as trained; responses were drawn with {rollout_dtype(config)} weights.",
         "",
     ]
     lines += [*_learning(summary), "", "## How the rollouts were accelerated", "", *_rollouts(summary), ""]
@@ -86,11 +92,9 @@ def _rollouts(summary: dict) -> list[str]:
     reuse, machine = summary["reuse"], summary["environment"]
     lines = [f"- rollout rule: {summary['rule']}"]
     for kind in ("measured", "paired"):
-        rows = summary.get(kind, {"savings": []})["savings"]
-        whole = [row for row in rows if row["speedup"] and row["phase"].startswith("rollout")]
-        if whole:
-            ratios = "; ".join(f"{row['speedup']:.2f}x {row['phase']}" for row in whole)
-            lines.append(f"- speedup, net: {ratios}. {summary[kind]['title']}")
+        if found := summary.get(kind):
+            lines.append(f"- {found['title']}, net:")
+            lines += [f"  - {claim}" for claim in found["claims"]]
     if len(lines) == 1:
         lines.append("- speedup: not measured")
     lines.append(f"- tokens reused from epoch 2 on: {_share(reuse['reused_ratio'])}")

@@ -44,6 +44,7 @@ LIMITS = {
     "trainer.log_completions_every": (1, math.inf),
     "dataset.max_prompt_tokens": (1, math.inf),
     "reward.workers": (1, math.inf),
+    "reward.start_timeout_s": (1, math.inf),
     "reward.max_failure_ratio": (0, 1),
     "rollout.vllm.draft_tokens": (1, 127),
     "rollout.vllm.memory_utilization": (0.01, 1),
@@ -71,7 +72,7 @@ def problems(config: Config, training: bool = True) -> list[str]:
     found += [*_drafter_rules(config.rollout), *_cotraining_rules(config)]
     found += [*_lossy_rules(config.rollout, config.trainer), *_router_rules(config, training)]
     found += [*_trainer_rules(config.trainer, config.rollout), *_algorithm_rules(config.trainer)]
-    found += _reward_rules(config.reward)
+    found += [*_reward_rules(config.reward), *_precision_rules(config)]
     return [*found, *_training_rules(config), *_tracker_rules(config)] if training else found
 
 
@@ -212,6 +213,14 @@ def _router_rules(c: Config, training: bool) -> Iterator[str]:
         )
 
 
+def _precision_rules(c: Config) -> Iterator[str]:
+    if c.trainer.precision == "pure_bf16" and c.lora.rank:
+        yield (
+            f"trainer.precision=pure_bf16 has no meaning with lora.rank={c.lora.rank}: adapters are float32 in any "
+            "case. Try trainer.precision=bf16."
+        )
+
+
 def _lossy_rules(r: RolloutConfig, t: TrainerConfig) -> Iterator[str]:
     lenient, routed = r.acceptance == "lenient", r.router.kind != "off"
     lossy = f"rollout.router.kind={r.router.kind}" if routed else f"rollout.acceptance={r.acceptance}"
@@ -273,7 +282,7 @@ def _trainer_rules(t: TrainerConfig, r: RolloutConfig) -> Iterator[str]:
         yield "trainer.clip=0 lets no ratio pass. Try trainer.clip=0.2."
     if 0 < t.clip_high < t.clip:
         yield f"trainer.clip_high={t.clip_high} is below trainer.clip={t.clip}. Try trainer.clip_high={t.clip}."
-    if t.overlong_buffer >= r.max_new_tokens:
+    if t.overlong_tokens(r.max_new_tokens) >= r.max_new_tokens:
         yield (
             f"trainer.overlong_buffer={t.overlong_buffer} must be below rollout.max_new_tokens={r.max_new_tokens}. "
             f"Try trainer.overlong_buffer={r.max_new_tokens // 5}."
@@ -292,7 +301,7 @@ def _trainer_rules(t: TrainerConfig, r: RolloutConfig) -> Iterator[str]:
 
 
 PPO_ONLY = ("advantage", "minibatches", "kl_penalty", "kl_target", "entropy_bonus", "gamma", "gae_lambda", "critic")
-GRPO_ONLY = ("loss", "scale_rewards")
+GRPO_ONLY = ("loss", "scale_rewards", "ratio", "refills")
 
 
 def _algorithm_rules(t: TrainerConfig) -> Iterator[str]:

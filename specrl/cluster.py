@@ -51,6 +51,7 @@ def connect(cluster: ClusterConfig) -> Iterator[None]:
             yield
         finally:
             ray.shutdown()
+            _end_processes(folder)
 
 
 @contextmanager
@@ -107,8 +108,11 @@ def _start(ray: Any, cluster: ClusterConfig, folder: str) -> None:
             _node_ip_address=LOOPBACK,
             _temp_dir=os.path.join(folder, "r"),  # Ray opens this one to every user, but `folder` is ours
         )
-    except (OSError, RuntimeError, ValueError) as error:
-        raise ConfigError(f"Ray cannot be started on this machine: {error}. See cluster.* in help=cluster.") from error
+    except Exception as error:  # Ray raises bare ones, such as when the machine is too busy for it to start in time
+        raise ConfigError(
+            f"Ray cannot be started on this machine: {_one_line(error)}. Wait until the machine is less busy, ask for "
+            "less in cluster.*, or join a running Ray by cluster.address."
+        ) from error
     finally:
         ray_constants.ENABLE_RAY_CLUSTER = clusters
     if (address := ray.nodes()[0]["NodeManagerAddress"]) != LOOPBACK:
@@ -126,9 +130,29 @@ def _join(ray: Any, cluster: ClusterConfig) -> None:
         socket.create_connection((host, int(port)), timeout=10).close()  # Ray itself would try for minutes
         ray.init(address=cluster.address, log_to_driver=False, logging_level=logging.ERROR)
     except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
-        reason = str(error).strip().splitlines()[0].rstrip(".")
+        advice = (
+            "Start one with `ray start --head`, check the address, set RAY_AUTH_MODE=token if the cluster asks for a "
+            "token, or leave cluster.address empty for a local one."
+        )
+        if "Version mismatch" in str(error):
+            advice = "Install the cluster's versions here, or start the cluster from this environment."
         raise ConfigError(
-            f"cluster.address={cluster.address}: no Ray cluster can be joined there: {reason}. Start one with "
-            "`ray start --head`, check the address, set RAY_AUTH_MODE=token if the cluster asks for a token, or leave "
-            "cluster.address empty for a local one."
+            f"cluster.address={cluster.address}: no Ray cluster can be joined there: {_one_line(error)}. {advice}"
         ) from error
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split()).rstrip(".") or type(error).__name__
+
+
+def _end_processes(folder: str) -> None:
+    """Ends what a Ray that failed to start left running with its files in `folder`, which it would make anew."""
+    import psutil
+
+    mine = []
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):
+            if any(folder in word for word in process.cmdline()):
+                process.kill()
+                mine.append(process)
+    psutil.wait_procs(mine, timeout=10)

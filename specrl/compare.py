@@ -12,15 +12,17 @@ from rich.table import Table
 
 from specrl.monitor import RunRecords, load_run, number
 from specrl.options import ConfigError, plain, values
+from specrl.pairing import settings, unlike_machines
 from specrl.plots import overlay
-from specrl.report import finished, settings
-from specrl.savings import first_last, later, mean, measured, step_s, total
+from specrl.report import finished
+from specrl.savings import costs, counted, first_last, later, mean, measured, step_s, total
 
 ROWS = ("rule", "steps", "reward", "held-out", "speedup", "passes a row", "reuse gap", "rollout s", "step s")
 LEGEND = """\
 Reward: mean of the first and of the last epoch. Held-out: `eval/reward` before and after. Speedup: plain over specrl
-rollout seconds on the run's own control steps, from epoch 2 on if there are any. Passes a row: from epoch 2 on. Reuse
-gap: mean over control steps. Rollout and step seconds: of the whole run, net, control rows left out."""
+rollout seconds on the run's own control steps, from epoch 2 on if there are any; a 95 % interval, a dash below 6 steps.
+Passes a row: from epoch 2 on. Reuse gap: mean over control steps. Rollout seconds, with co-training and judge refits,
+and step seconds: of the whole run, net, control rows left out. They compare on one machine only."""
 NEUTRAL = ("name", "output_dir", "resume")
 
 
@@ -78,16 +80,16 @@ def column(run: RunRecords) -> dict[str, str]:
     """ROWS of one run; a dash where nothing was measured."""
     rest, reward = later(run.steps), first_last(run.steps)
     held_out = [number(record, "eval/reward") for record in run.evals]
-    speedups = [saving.speedup for saving in measured(run.steps) if saving.phase.startswith("rollout")]
+    speedups = [saving.speedup for saving in measured(run.steps) if saving.speedup]
     cells = (
         rule(run),
         str(len(run.steps)),
         f"{_show(reward['first'])} -> {_show(reward['last'])}",
         f"{_show(held_out[0])} -> {_show(held_out[-1])}" if held_out else "-",
-        _show(speedups[0] if speedups else None, "{:.2f}x"),
+        f"{speedups[0].low:.2f}x to {speedups[0].high:.2f}x" if speedups and speedups[0].low is not None else "-",
         _show(mean(rest, "spec/passes_per_row"), "{:.1f}"),
         _show(mean(run.steps, "spec/reuse_gap"), "{:+.3f}"),
-        f"{total(run.steps, 'timing_s/gen'):.1f}",
+        f"{total(run.steps, 'timing_s/gen') + sum(costs(run.steps).values()):.1f}",
         f"{step_s(run.steps):.1f}",
     )
     return dict(zip(ROWS, cells, strict=True))
@@ -113,7 +115,9 @@ def _notes(names: Sequence[str], runs: Sequence[RunRecords]) -> list[str]:
         if config is None:
             found.append(f"{name} has no readable config.yaml, so what sets it apart is unknown.")
         if differing := total(run.steps, "spec/control_mismatches"):
-            found.append(f"{name}: {differing:.0f} row(s) differed from plain decoding on control steps.")
+            found.append(f"{name}: {counted(differing, 'row')} differed from plain decoding on control steps.")
+        if unlike := unlike_machines(runs[0].path, run.path):
+            found.append(f"{name} ran on another machine than {names[0]}: {'; '.join(unlike)}. Seconds do not compare.")
     given = [values(config) for config in configs] if all(configs) else []
     for key in given[0] if given else ():
         options = [each[key] for each in given]

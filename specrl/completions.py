@@ -10,10 +10,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from specrl.monitor import Monitor
-    from trainers.collector import LastRollout
+    from trainers.refill import Scored
 
 
-def show(monitor: Monitor, last: LastRollout, tokenizer: PreTrainedTokenizerBase, count: int) -> None:
+def show(monitor: Monitor, last: Scored, tokenizer: PreTrainedTokenizerBase, count: int) -> None:
     """Previews `count` responses, of as many prompts as there are, reused and new text told apart."""
     by_prompt: dict[str, list] = {}
     for done in zip(last.rows, last.batch.completions, last.rewards, strict=True):
@@ -25,7 +25,7 @@ def show(monitor: Monitor, last: LastRollout, tokenizer: PreTrainedTokenizerBase
         monitor.preview(tokenizer.decode(row.prompt, skip_special_tokens=True), pieces, reward)
 
 
-def store(path: Path, last: LastRollout, tokenizer: PreTrainedTokenizerBase) -> None:
+def store(path: Path, last: Scored, tokenizer: PreTrainedTokenizerBase) -> None:
     """Writes every response of the step with its reward and how much of it was reused."""
     import pyarrow as pa
     import pyarrow.parquet as pq

@@ -173,11 +173,12 @@ def run_dir(config: Config) -> Path:
 
 def save(config: Config) -> Path:
     """Write the resolved config into the run directory, whole or not at all, and return its path."""
+    from trainers.manifest import write_durably
+
     path = run_dir(config) / "config.yaml"
     path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_suffix(".tmp")
-    draft.write_text(f"# Resolved configuration of the run {config.name}\n{options.to_yaml(config)}", encoding="utf-8")
-    draft.replace(path)
+    text = f"# Resolved configuration of the run {config.name}\n{options.to_yaml(config)}"
+    write_durably(path, text.encode())
     return path
 
 
@@ -203,7 +204,8 @@ class Change(NamedTuple):
 NEUTRAL = re.compile(
     r"resume|output_dir|device|report\..*|cluster\..*"
     r"|rollout\.(cache\..*|budget\..*|rows_per_batch|tokens_per_pass|logits_mb|measure_every)"
-    r"|trainer\.(rows_per_pass|gradient_checkpointing|save_.*|keep_.*|eval_.*|log_.*)|reward\.(workers|memory_mb)"
+    r"|trainer\.(rows_per_pass|gradient_checkpointing|save_.*|keep_.*|eval_.*|log_.*)"
+    r"|reward\.(workers|memory_mb|timeout_s|start_timeout_s|max_failure_ratio)"
 )
 
 
@@ -251,8 +253,8 @@ def run(
         return _complain(error, USAGE_ERROR)
     except (RewardError, RolloutError) as error:
         return _complain(error, RUN_ERROR)
-    except KeyboardInterrupt:
-        return _complain("interrupted", INTERRUPTED)
+    except KeyboardInterrupt as error:
+        return _complain(str(error) or "interrupted", INTERRUPTED)
 
 
 def _show(text: str) -> int:

@@ -112,18 +112,22 @@ def _number(text: str) -> tuple[int, ...]:
 
 
 def machine() -> dict:
-    """CPU, GPUs and versions for environment.json, which a run keeps."""
+    """CPU, GPUs, threads and versions for environment.json, which a run keeps and a paired report compares."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     cpu = next((line.partition(": ")[2] for line in lines if line.startswith("model name")), platform.processor())
     found = {name: installed(name) for name in ("specrl", *SUPPORTED)} | {"python": platform.python_version()}
     versions = {name: version for name, version in found.items() if version}
-    return {"cpu": cpu, "cores": os.cpu_count(), "gpus": gpus(), "versions": versions}
+    cores = {"cores": os.cpu_count(), "usable_cores": _usable(), "threads": os.environ.get("OMP_NUM_THREADS")}
+    return {"cpu": cpu, **cores, "gpus": gpus(), "versions": versions}
+
+
+def _usable() -> int | None:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
 def _machine() -> list[tuple[str, str]]:
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    rows = [("platform", platform.platform()), ("cpus", f"{usable} usable of {os.cpu_count()}")]
+    rows = [("platform", platform.platform()), ("cpus", f"{_usable()} usable of {os.cpu_count()}")]
     rows.append(("memory", _memory()))
     rows.append(("environment", " ".join(f"{name}={os.environ[name]}" for name in SHOWN if name in os.environ) or "-"))
     return rows + [("gpu", text) for text in gpus() or ["none"]]

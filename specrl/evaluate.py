@@ -1,5 +1,6 @@
-"""Accuracy of a policy: `python -m specrl.evaluate config=NAME [model=PATH] [samples=8]`.
+"""Accuracy of a policy: `python -m specrl.evaluate run=DIR|config=NAME [model=PATH] [samples=8]`.
 
+With run=DIR it is the trained model of that run, under the run's config.
 pass@k is the unbiased estimator of Chen et al. 2021 (arXiv 2107.03374), 1 - C(n - c, k) / C(n, k); avg@n is the mean
 reward of all n samples. Evaluation has noise of its own and never touches the trajectory cache.
 """
@@ -7,6 +8,7 @@ reward of all n samples. Evaluation has noise of its own and never touches the t
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import comb
@@ -15,6 +17,8 @@ from typing import TYPE_CHECKING, Literal
 from rollout.config import doc
 from specrl import config as cli
 from specrl.config import Config
+from specrl.monitor import find_run, run_option
+from specrl.options import ConfigError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -26,6 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class EvaluateConfig(Config):
+    run: str = run_option("run directory, or the name of a run in outputs: its config and, without model=, its model")
     samples: int = doc(8, "responses per prompt; pass@k is reported for k = 1, 2, 4 ... up to this number")
     split: Literal["test", "train"] = doc("test", "role of the prompts: test or train")
 
@@ -121,5 +126,27 @@ def main(config: EvaluateConfig) -> int:
     return 0
 
 
+def command(argv: Sequence[str]) -> int:
+    """The command line, where run=DIR stands for config=DIR model=DIR/model."""
+    try:
+        words = _of_run(list(argv))
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return cli.USAGE_ERROR
+    return cli.run(main, words, EvaluateConfig, training=False)
+
+
+def _of_run(argv: list[str]) -> list[str]:
+    given = dict(word.partition("=")[::2] for word in argv)
+    if not given.get("run"):
+        return argv
+    if "config" in given:
+        raise ConfigError("run=DIR brings its own config. Give one of run=DIR and config=NAME.")
+    folder = find_run(given["run"])
+    if "model" not in given and not (folder / "model").is_dir():
+        raise ConfigError(f"{folder} has no model: a run writes it when it ends. Give model=PATH too, or another run.")
+    return [*argv, f"config={folder}", *([] if "model" in given else [f"model={folder / 'model'}"])]
+
+
 if __name__ == "__main__":
-    raise SystemExit(cli.run(main, schema=EvaluateConfig, training=False))
+    raise SystemExit(command(sys.argv[1:]))

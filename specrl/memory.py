@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from specrl.policy import rollout_dtype, trained_dtype
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
@@ -21,8 +23,9 @@ def plan(config: Config, model: PreTrainedModel, prompt_tokens: int) -> dict[str
     """
     rollout, vllm = config.rollout, config.rollout.vllm
     shape = model.config.get_text_config()
-    width = model.dtype.itemsize
+    width = 4 if rollout_dtype(config) == "float32" else 2
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    drawn = sum(p.numel() for p in model.parameters()) * width  # what responses are drawn with
     trained = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
     heads = getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads
     head = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
@@ -37,9 +40,11 @@ def plan(config: Config, model: PreTrainedModel, prompt_tokens: int) -> dict[str
         parts["critic"] = 4 * weights  # with its gradients and optimiser
     if not config.cluster.num_workers:
         if rollout.engine == "vllm":
-            parts["vLLM weights"] = weights
+            parts["vLLM weights"] = drawn
             parts["vLLM KV"] = vllm.kv_cache_mb * MB or (512 * MB if model.device.type == "cpu" else 0)
         else:
+            if rollout_dtype(config) != trained_dtype(config):
+                parts["rollout copy"] = drawn
             parts["rollout KV"] = rows * (prompt_tokens + rollout.max_new_tokens) * kv
         parts["verification logits"] = min(rollout.logits_mb * MB, rollout.tokens_per_pass * shape.vocab_size * 16)
     per_pass = config.trainer.rows_per_pass or total
@@ -61,7 +66,8 @@ def sentence(parts: dict[str, float], free_mb: float) -> str:
 
 
 ADVICE = {
-    "policy": "the model's size, or take trainer.precision=bf16",
+    "policy": "the model's size, or take lora.rank=16 with trainer.precision=bf16",
+    "rollout copy": "the model's size, or take lora.rank=16, which needs no copy",
     "gradients and optimiser": "the trained weights with lora.rank=16",
     "reference": "the trained weights with lora.rank=16, or take trainer.beta=0",
     "critic": "its size by trainer.critic.model=head",

@@ -7,7 +7,7 @@ import math
 import os
 from collections import deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from itertools import groupby
 from pathlib import Path
@@ -22,6 +22,8 @@ from rich.text import Text
 from specrl.options import ConfigError
 
 METRICS_FILE = "metrics.jsonl"
+RUN_WORDS = ("path", "dir", "directory", "run_dir", "name")
+"""Words for which the option `run` is meant."""
 ETA_STEPS = 20  # steps averaged for the ETA: long enough to contain a control step at the default measure_every
 PAUSED = 0.5  # share of a rollout without speculation, drafts being at hand, from which on the run says so
 SPARE = ("perf/throughput", "kl", "spec/draft_acceptance_rate", "spec/reused_ratio", "timing_s/step")
@@ -37,7 +39,8 @@ class Monitor:
         total_steps: optimiser steps of the whole run, for the progress bar and the ETA.
         console: where to print; a new one on standard output when None.
         resumed_step: the step of the checkpoint a run goes on from. Records of later steps are removed, because they
-            will be written again. None keeps all records. Torn and unreadable lines are removed in either case.
+            will be written again; -1, where there is no checkpoint, removes all. None keeps all records. Torn and
+            unreadable lines are removed in either case.
 
     A metrics file that cannot be written is reported once; it never stops a run.
     """
@@ -129,6 +132,8 @@ class Monitor:
         try:
             with self.path.open("a", encoding="utf-8") as file:
                 file.write("\n" * self._torn + to_json(record) + "\n")
+                file.flush()
+                os.fsync(file.fileno())  # a checkpoint that survives a power cut has the records before it
             self._torn = False
         except OSError as error:
             self._torn = True
@@ -270,11 +275,16 @@ class RunRecords:
     """Lines that could not be read."""
 
 
-def load_run(name: str | Path) -> RunRecords:
-    """Reads back a run directory, or the run of that name in ./outputs.
+def run_option(help: str) -> Any:
+    """The option `run` of a command, a field of its dataclass."""
+    return field(default="", metadata={"help": help, "also": RUN_WORDS})
+
+
+def find_run(name: str | Path) -> Path:
+    """A run's directory: the one given, or the run of that name in ./outputs.
 
     Raises:
-        RunError: no such run, or a run without metrics.
+        RunError: there is no such directory.
     """
     path = next((place for place in (Path(name), Path("outputs") / name) if place.is_dir()), None)
     if path is None:
@@ -282,6 +292,16 @@ def load_run(name: str | Path) -> RunRecords:
         known = {file.parent.name: file.parent for folder in folders for file in folder.glob(f"*/{METRICS_FILE}")}
         near = get_close_matches(Path(name).name, known, 1, cutoff=0.3)
         raise RunError(f"No run at {name}." + (f" Did you mean {known[near[0]]}?" if near else " Give run=DIR."))
+    return path
+
+
+def load_run(name: str | Path) -> RunRecords:
+    """Reads back the metrics of a run that `find_run` finds.
+
+    Raises:
+        RunError: no such run, or a run without metrics.
+    """
+    path = find_run(name)
     records, unreadable = read_records(path / METRICS_FILE) if (path / METRICS_FILE).exists() else ([], 0)
     evals = {record["step"]: record for record in records if any(key.startswith("eval/") for key in record)}
     steps = {record["step"]: record for record in records if "reward" in record or "timing_s/gen" in record}

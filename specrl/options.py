@@ -34,6 +34,8 @@ class Option:
     type: Any
     default: Any
     help: str
+    also: tuple[str, ...] = ()
+    """Other words for which this option is meant."""
 
     @property
     def is_list(self) -> bool:
@@ -76,7 +78,8 @@ def options(schema: type, prefix: str = "") -> dict[str, Option]:
             found |= options(kind, f"{prefix}{name}.")
         else:
             default = field.default if field.default_factory is MISSING else field.default_factory()
-            found[prefix + name] = Option(prefix + name, kind, default, field.metadata.get("help", ""))
+            more = field.metadata.get("help", ""), field.metadata.get("also", ())
+            found[prefix + name] = Option(prefix + name, kind, default, *more)
     return found
 
 
@@ -211,14 +214,15 @@ def _shaped(option: Option, value: Any) -> Any:
     items = value if option.is_list and isinstance(value, list) else [value]
     if option.is_list != isinstance(value, list) or not all(isinstance(item, str) for item in items):
         raise TypeError(option.key)
-    if option.choices and float in option.members and value not in option.choices:
-        return _number(value)  # OmegaConf converts no text for a union
+    kinds = [kind for kind in (int, float) if kind in option.members]
+    if option.choices and kinds and value not in option.choices:
+        return _number(value, kinds[0])  # OmegaConf converts no text for a union
     return value
 
 
-def _number(text: str) -> float | str:
+def _number(text: str, kind: type) -> float | str:
     try:
-        return float(text)
+        return kind(text)
     except ValueError:
         return text
 
@@ -227,7 +231,9 @@ def _interpolation(key: str | None, error: Exception) -> str:
     return f"{key}: {str(error).splitlines()[0]}. Write \\${{ for a literal ${{."
 
 
-def _unknown(key: str, known: Iterable[str], groups: Iterable[str]) -> str:
+def _unknown(key: str, known: dict[str, Option], groups: Iterable[str]) -> str:
+    if meant := next((name for name, option in known.items() if key in option.also), ""):
+        return f"Unknown option '{key}'. Did you mean '{meant}'?"
     if key in groups:
         return f"'{key}' is a section; set its options one by one. help={key} lists them."
     if near := suggestion(key, [*groups, *known, *COMMAND_WORDS]):

@@ -7,24 +7,31 @@ from pathlib import Path
 from statistics import fmean
 
 from specrl.monitor import RunRecords, number
-from specrl.savings import PLAIN_PHASE, control_steps, later, phases
+from specrl.savings import PLAIN_PHASE, control_steps, costs, later, phases, rollouts
 
-BLUE, SKY, ORANGE, GREY, BLACK, RED = "#0072B2", "#56B4E9", "#E69F00", "#BBBBBB", "#222222", "#D55E00"  # Okabe and Ito
-MANY = (BLUE, ORANGE, "#009E73", RED, "#CC79A7", SKY, BLACK)
+BLUE, SKY, ORANGE, GREY, BLACK = "#0072B2", "#56B4E9", "#E69F00", "#BBBBBB", "#222222"  # Okabe and Ito
+RED, PINK = "#D55E00", "#CC79A7"
+MANY = (BLUE, ORANGE, "#009E73", RED, PINK, SKY, BLACK)
 TITLES = ("Reward", "Rollout time", "Reuse")
 
 
-def draw(own: RunRecords, baseline: RunRecords | None, path: Path) -> bool:
-    """Draws the three panels; False without matplotlib."""
+def draw(own: RunRecords, baseline: RunRecords | None, path: Path, comparable: bool = True, headline: str = "") -> bool:
+    """Draws the three panels; False without matplotlib.
+
+    Args:
+        comparable: draw the baseline's seconds too.
+        headline: what the seconds say, with its interval.
+    """
     if (figure := _figure()) is None:
         return False
     panels = figure.subplots(1, 3)
     share = panels[2].twinx()
     _draw_reward(panels[0], own, baseline)
-    _draw_seconds(panels[1], own.steps, baseline)
+    _draw_seconds(panels[1], own.steps, baseline if comparable else None)
     _draw_reuse(panels[2], share, own.steps)
     for panel, title in zip(panels, TITLES, strict=True):
         _finish(panel, title, share if panel is panels[2] else None)
+    panels[1].set_title(headline, loc="right", fontsize=8.5)
     for panel in panels[1:] if later(own.steps) else ():
         start, across = later(own.steps)[0]["step"] - 0.5, panel.get_xaxis_transform()
         panel.axvline(start, color="#888888", linewidth=0.9, linestyle=(0, (2, 3)))
@@ -104,7 +111,7 @@ def _draw_reward(panel, own: RunRecords, baseline: RunRecords | None) -> None:
 
 
 def _draw_seconds(panel, steps: Sequence[dict], baseline: RunRecords | None) -> None:
-    timed = [record for record in steps if number(record, "timing_s/gen")]
+    timed = rollouts(steps)
     split = [phases([record]) for record in timed]
     stack = {
         "verify": [seconds["verify"] for seconds in split],
@@ -112,7 +119,8 @@ def _draw_seconds(panel, steps: Sequence[dict], baseline: RunRecords | None) -> 
         "draft": [seconds["draft"] for seconds in split],
         "look-up, store": [seconds["look-up"] + seconds["store"] for seconds in split],
     }
-    colours = (BLUE, SKY, ORANGE, GREY)
+    stack |= {name: [costs([record]).get(name, 0.0) for record in timed] for name in costs(timed)}
+    colours = (BLUE, SKY, ORANGE, GREY, RED, PINK)
     at = [record["step"] for record in timed]
     panel.stackplot(at, *stack.values(), labels=list(stack), colors=colours, linewidth=0, step="mid")
     if baseline:

@@ -36,17 +36,36 @@ class PolicyError(ConfigError):
     """The model or tokenizer cannot be used. One line: what, why, the value given, the remedy."""
 
 
-def load_policy(config: Config) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, frozenset[int]]:
-    """Model on its device in the configured precision, tokenizer with a pad token, and the ids that end a response."""
+def trained_dtype(config: Config) -> str:
+    """Type of the weights that a run trains.
+
+    An optimiser moves float32 weights: in bfloat16 half the distance to the next number exceeds most of RL's steps.
+    Weights that adapters leave alone need no such precision; the adapters themselves are float32.
+    """
+    pure = config.trainer.precision == "pure_bf16" or (config.trainer.precision == "bf16" and config.lora.rank)
+    return "bfloat16" if pure else "float32"
+
+
+def rollout_dtype(config: Config) -> str:
+    """Type of the weights that responses are drawn with."""
+    return "float32" if config.trainer.precision == "fp32" else "bfloat16"
+
+
+def load_policy(config: Config, dtype: str = "") -> tuple[PreTrainedModel, PreTrainedTokenizerBase, frozenset[int]]:
+    """Model on its device, tokenizer with a pad token, and the ids that end a response.
+
+    Args: dtype: of the weights; by default that of rollouts, what commands need that train nothing.
+    """
     import torch
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     source, options = _source(config)
-    dtype = torch.bfloat16 if config.trainer.precision == "bf16" else torch.float32
     with _explained(BAD_MODEL, config.model):
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **options)
+        model = AutoModelForCausalLM.from_pretrained(
+            source, dtype=getattr(torch, dtype or rollout_dtype(config)), **options
+        )
     tokenizer = load_tokenizer(config)
     vocabulary = model.get_input_embeddings().weight.shape[0]
     if len(tokenizer) > vocabulary:
@@ -175,7 +194,7 @@ def engine_spec(config: Config, eos_ids: frozenset[int]) -> EngineSpec:
         model=str(TINY_PATH) if config.model == "tiny" else config.model,
         eos_ids=eos_ids,
         rollout=config.rollout,
-        dtype="bfloat16" if config.trainer.precision == "bf16" else "float32",
+        dtype=rollout_dtype(config),
         device=("cuda" if config.cluster.gpus_per_worker else "cpu") if workers else str(device(config)),
         revision=config.revision,
         trust_remote_code=config.trust_remote_code,

@@ -29,6 +29,7 @@ from rich.table import Table
 from rollout.config import SOURCES, doc
 from rollout.drafters.suffix import PromptTexts, SuffixDrafter
 from specrl.config import load_saved, run
+from specrl.monitor import find_run, run_option
 from specrl.options import ConfigError
 
 WINDOWS = (0, 8, 16, 32, 64)
@@ -44,7 +45,7 @@ class ReplayError(ConfigError):
 
 @dataclass
 class ReplayOptions:
-    run: str = doc("", "run directory, or the name of a run in outputs")
+    run: str = run_option("run directory, or the name of a run in outputs")
     data: str = doc("", "file or directory of .parquet or .jsonl with example_id, slot, step, and tokens or completion")
     model: str = doc("", "whose tokenizer reads text stored without token ids; empty takes the run's, else tiny")
     sources: list[str] = field(
@@ -291,11 +292,7 @@ def main(options: ReplayOptions) -> int:
     if unknown := [name for name in options.sources if name not in SOURCES]:
         raise ConfigError(f"sources has {unknown[0]!r}, which is none of {', '.join(SOURCES)}.")
     if options.run:
-        places = (Path(options.run), Path("outputs") / options.run)
-        place = next((p for p in places if p.is_dir()), None)
-        if place is None:
-            raise ReplayError(f"No run at {options.run}. Give run=DIR, or data=PATH for other text.")
-        texts = read_run(place, options.model)
+        texts = read_run(find_run(options.run), options.model)
     else:
         texts = read_files(Path(options.data), options.model)
     summary = summarise(texts, options.sources)

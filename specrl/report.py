@@ -3,17 +3,16 @@
     python -m specrl.report run=DIR [baseline=DIR]
     python -m specrl.report runs=[DIR,DIR,...]        # side by side, see specrl/compare.py
 
-Two kinds of evidence, never mixed: (a) control steps, whose rows the run itself also rolled out plainly with the same
-keys; (b) a baseline run, matched step by step. All savings are net: `timing_s/gen` includes look-up, drafting,
-verification, decoding and store. The control rollouts are part of `timing_s/step` and charged to neither side.
+Two kinds of evidence, never mixed: `measured`, control steps, whose rows the run also rolled out plainly with the same
+keys; `paired`, a baseline run on the same machine, matched step by step. docs/metrics.md has the formulas.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from statistics import quantiles
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -21,16 +20,19 @@ from rich.table import Table
 from rich.text import Text
 
 from rollout.config import doc
-from specrl.config import Config, differences, load_saved
+from specrl.config import Config
 from specrl.config import run as run_command
-from specrl.env import ENVIRONMENT_FILE, machine
-from specrl.monitor import METRICS_FILE, RunRecords, load_run, number, to_json
+from specrl.monitor import METRICS_FILE, RunRecords, load_run, number, run_option, to_json
 from specrl.options import ConfigError
+from specrl.pairing import Pairing, compare, environment, settings, speculates
 from specrl.plots import draw
 from specrl.savings import (
+    COSTS,
+    Estimate,
     Saving,
     breakdown,
-    control_steps,
+    control_pairs,
+    counted,
     epoch,
     estimate,
     first_last,
@@ -40,17 +42,21 @@ from specrl.savings import (
     measured,
     paired,
     step_speedup,
+    text,
     total,
 )
+from specrl.speedup import FEWEST, Speedup
 
 COLUMNS = ("phase", "plain s", "specrl s", "saved s", "share")
-LENGTH_GAP = 0.02  # mean response lengths further apart than this can fake or hide a speedup
+NET = """\
+Net: look-up, drafting, verification, storing and co-training are charged. No step saves more than the largest saving
+below the top tenth, so that one stalled step makes no figure."""
 NO_PLOT = "report.png was not drawn: matplotlib is missing. Install it with: pip install 'specrl[plots]'."
 
 
 @dataclass
 class ReportOptions:
-    run: str = doc("", "run directory, or the name of a run in outputs")
+    run: str = run_option("run directory, or the name of a run in outputs")
     baseline: str = doc("", "run directory of the same experiment with rollout.acceptance=off")
     runs: list[str] = field(default_factory=list, metadata={"help": "two or more runs to compare, instead of run"})
     plots: bool = doc(True, "draw the picture when matplotlib is installed")
@@ -71,12 +77,16 @@ class Report:
         """Prints the savings tables, the notes and the path of report.md."""
         console = console or Console(highlight=False)
         for kind, savings in self.tables.items():
-            table = Table(title=self.summary[kind]["title"], title_justify="left", title_style="bold", box=SIMPLE_HEAD)
+            table = Table(box=SIMPLE_HEAD)
             for column in COLUMNS:
                 table.add_column(column, justify="left" if column == "phase" else "right")
-            for saving in savings:
-                table.add_row(*saving.cells(), style="bold" if saving.phase.startswith("rollout") else None)
-            console.print(table, Text(_speedups(savings), style="bold"), "")
+            for saving in _shown(savings):
+                table.add_row(*saving.cells(), style="bold" if saving.speedup else None)
+            console.print(Text(self.summary[kind]["title"], style="bold"), soft_wrap=True)  # a table breaks its title
+            console.print(table)
+            for line in self.summary[kind]["claims"]:
+                console.print(Text(line, style="bold"), soft_wrap=True)
+            console.print()
         reward = self.summary["reward"]
         console.print(f"reward: {shown(reward['first'])} -> {shown(reward['last'])} ({reward['window']})")
         for note in self.summary["notes"]:
@@ -91,15 +101,22 @@ def write_report(run_dir: str | Path, baseline_dir: str | Path | None = None, pl
         RunError: no such run, or no metrics in it.
     """
     own, baseline = load_run(run_dir), load_run(baseline_dir) if baseline_dir else None
+    summary, tables = summarise(own, compare(own, baseline) if baseline else None)
     picture = own.path / "report.png"
-    drawn = plots and draw(own, baseline, picture)
-    summary, tables = summarise(own, baseline)
+    drawn = plots and draw(own, baseline, picture, comparable="paired" in tables, headline=_headline(summary, tables))
     summary["notes"] += [NO_PLOT] if plots and not drawn else []
-    text = to_markdown(summary, tables, picture.name if drawn else "")
-    pages = {own.path / "report.md": text, own.path / "report.json": to_json(summary) + "\n"}
+    markdown = to_markdown(summary, tables, picture.name if drawn else "")
+    pages = {own.path / "report.md": markdown, own.path / "report.json": to_json(summary) + "\n"}
     for page, content in pages.items():
         page.write_text(content, encoding="utf-8")
-    return Report(summary, text, tables, [*pages, *([picture] if drawn else [])])
+    return Report(summary, markdown, tables, [*pages, *([picture] if drawn else [])])
+
+
+def _headline(summary: dict, tables: dict[str, list[Saving]]) -> str:
+    """What stands over the picture's seconds: the speedup over all its steps, where it needs no words beside it."""
+    kind = "paired" if "paired" in tables else "measured"
+    found = [row.speedup for row in tables.get(kind, ()) if row.speedup and row.phase.startswith("rollout")]
+    return found[-1].brief if found and not summary[kind]["caveat"] else ""
 
 
 def law(config: Config | None) -> str:
@@ -123,51 +140,36 @@ def law(config: Config | None) -> str:
     )
 
 
-def notes(own: RunRecords, baseline: RunRecords | None) -> list[str]:
+def notes(own: RunRecords, pairing: Pairing | None) -> list[str]:
     """Everything a reader must know before quoting a number."""
     found, steps, config = [], own.steps, settings(own)
     if config and not finished(own, config):
         found.append(f"The run is unfinished; its last step is {own.last['step']}.")
     if own.unreadable:
-        found.append(f"{own.unreadable} unreadable line(s) of {METRICS_FILE} were left out.")
-    if not control_steps(steps) and not (config and config.rollout.acceptance == "off"):
-        found.append("No control steps, so no speedup was measured. rollout.measure_every sets them.")
-    if not later(steps):
-        found.append("There is no step from epoch 2 on, and only from there can text be reused.")
+        found.append(f"{counted(own.unreadable, 'unreadable line')} of {METRICS_FILE} left out.")
+    paired_with = pairing and not pairing.refusals
+    if not paired_with and not control_pairs(steps) and (config is None or speculates(config)):
+        found.append(_unmeasured(config))
+    if not later(steps) and not any(number(record, "spec/hit_rate") for record in steps):
+        found.append("No step is from epoch 2 on, so no prompt had old text of its own to draft from.")
     if differing := total(steps, "spec/control_mismatches"):
-        found.append(f"{differing:.0f} row(s) differed from plain decoding on control steps; they were not exact.")
+        found.append(f"{counted(differing, 'row')} differed from plain decoding on control steps: not exact.")
     if lost := total(steps, "reward/failed"):
-        found.append(f"{lost:.0f} response(s) got no reward and were left out of their groups.")
-    return found + (_pair_notes(own, baseline) if baseline else [])
+        found.append(f"{counted(lost, 'response')} got no reward and took no part in the update.")
+    return found + (pairing.refusals + pairing.notes if pairing else [])
 
 
-def _pair_notes(own: RunRecords, baseline: RunRecords) -> list[str]:
-    mine, theirs = matched(own.steps, baseline.steps)
-    if not mine:
-        return [f"The runs have no timed step in common, so nothing is paired with {baseline.path}."]
-    found = []
-    if len(mine) < max(len(own.steps), len(baseline.steps)):
-        found.append(f"{len(mine)} steps are paired, of {len(own.steps)} here and {len(baseline.steps)} there.")
-    here, there = (mean(side, "completions/mean_length") for side in (mine, theirs))
-    if here and there and abs(here / there - 1) > LENGTH_GAP:
-        found.append(
-            f"Mean response lengths differ by {abs(here / there - 1):.1%} ({here:.1f} tokens here, {there:.1f} in the "
-            "baseline): part of the difference in time is a difference in length."
+def _unmeasured(config: Config | None) -> str:
+    """Why there are no control steps."""
+    if config is None:
+        return "No control steps, so no speedup was measured."
+    if config.rollout.acceptance != "exact" or config.rollout.router.kind != "off":
+        return (
+            "No speedup was measured: control steps compare with plain decoding, whose text a lossy rule does not "
+            "write. Give baseline=DIR, a run with rollout.acceptance=off."
         )
-    config, other = settings(own), settings(baseline)
-    if config and other:
-        if other.rollout.acceptance != "off":
-            found.append(f"The baseline did not decode plainly: its rollout.acceptance is {other.rollout.acceptance}.")
-        changes = [str(change) for change in differences(other, config) if change.matters and change.key != "name"]
-        found += [f"The runs differ in more than the rollout rule: {', '.join(changes)}."] if changes else []
-    return found
-
-
-def settings(records: RunRecords) -> Config | None:
-    try:
-        return load_saved(records.path)
-    except ConfigError:
-        return None
+    every = config.rollout.measure_every
+    return f"No control steps, so no speedup was measured: with rollout.measure_every={every} the run had none."
 
 
 def finished(records: RunRecords, config: Config) -> bool:
@@ -176,52 +178,81 @@ def finished(records: RunRecords, config: Config) -> bool:
     return epoch(records.last) > config.trainer.epochs - 1e-6
 
 
-def environment(run_dir: Path) -> dict:
-    """CPU, GPUs and versions the run had; those of this machine for a run that kept none."""
-    kept = run_dir / ENVIRONMENT_FILE
-    return json.loads(kept.read_text(encoding="utf-8")) if kept.exists() else machine()
-
-
-def summarise(own: RunRecords, baseline: RunRecords | None) -> tuple[dict, dict[str, list[Saving]]]:
+def summarise(own: RunRecords, pairing: Pairing | None) -> tuple[dict, dict[str, list[Saving]]]:
     """The content of report.json, and the savings tables."""
     steps, rest, config = own.steps, later(own.steps), settings(own)
-    ratios = [number(record, "spec/plain_s") / number(record, "timing_s/gen") for record in control_steps(steps)]
-    tables = {"measured": measured(steps)} | ({"paired": paired(steps, baseline.steps)} if baseline else {})
-    tables = {kind: rows for kind, rows in tables.items() if rows}
-    titles = {}
-    if ratios:
-        spread = f"{min(ratios):.2f}x to {max(ratios):.2f}x on single steps"
-        titles["measured"] = f"(a) Measured on {len(ratios)} control step(s) of {len(steps)}, {spread}"
-    if baseline:
-        titles["paired"] = f"(b) Paired with {baseline.path}, {len(matched(steps, baseline.steps)[0])} step(s)"
+    evidence, tables = _evidence(steps, pairing)
     new, reused = (total(rest, f"spec/{kind}_tokens") for kind in ("new", "reused"))
     names = ("hit_rate", "full_reuse_ratio", "draft_acceptance_rate", "passes_per_row", "reuse_gap")
+    guess = estimate(steps)
     summary = {
         "run": str(own.path),
-        "baseline": str(baseline.path) if baseline else None,
+        "baseline": str(pairing.baseline.path) if pairing else None,
         "config": {key: getattr(config, key) for key in ("name", "model", "data", "seed")} if config else None,
         "rule": law(config),
         "steps": len(steps),
         "finished": finished(own, config) if config else None,
-        **{kind: {"title": titles[kind], "savings": [_row(saving) for saving in tables[kind]]} for kind in tables},
-        "estimate_saved_s": estimate(steps),
+        **evidence,
+        "estimate": asdict(guess) if guess else None,
         "control_s": total(steps, "timing_s/control"),
         "step_s": breakdown(steps),
-        "step_speedup": step_speedup(steps),
+        "step_speedup": _numbers(step_speedup(steps)),
         "reward": first_last(steps),
         "eval": [{key: record[key] for key in record if key == "step" or "eval/" in key} for record in own.evals],
         "reuse": {"reused_ratio": reused / (reused + new) if reused + new else None}
         | {name: mean(rest, f"spec/{name}") for name in names},
         "ties": total(steps, "spec/ties"),
         "control_mismatches": total(steps, "spec/control_mismatches"),
-        "notes": notes(own, baseline),
+        "notes": notes(own, pairing),
         "environment": environment(own.path),
     }
     return summary, tables
 
 
+def _evidence(steps: Sequence[dict], pairing: Pairing | None) -> tuple[dict[str, dict], dict[str, list[Saving]]]:
+    """Title, claims and rows of each kind of evidence that there is, for report.json; and its table."""
+    found, tables = {}, {}
+    if rows := measured(steps):
+        whole = step_speedup(steps)
+        more = [Saving("step, controls left out", 0.0, 0.0, whole)] if whole else []
+        found["measured"] = {"title": _measured_title(steps), "claims": claims([*rows, *more]), "caveat": ""}
+        tables["measured"] = rows
+    if pairing and not pairing.refusals:
+        rows, other = paired(steps, pairing.baseline.steps), pairing.baseline
+        title = f"Paired with {other.path}, {counted(len(matched(steps, other.steps)[0]), 'step')}"
+        found["paired"] = {"title": title, "claims": claims(rows, pairing.caveat), "caveat": pairing.caveat}
+        tables["paired"] = rows
+    return {kind: each | {"savings": [_row(row) for row in tables[kind]]} for kind, each in found.items()}, tables
+
+
+def _measured_title(steps: Sequence[dict]) -> str:
+    pairs = control_pairs(steps)
+    spread = ""
+    if len(pairs) >= FEWEST:
+        low, _, high = quantiles([pair.plain_s / pair.own_s for pair in pairs], method="inclusive")
+        spread = f"; the middle half {low:.2f}x to {high:.2f}x"
+    return f"Measured on {counted(len(pairs), 'control step')} of {len(steps)}{spread}"
+
+
+def claims(rows: Sequence[Saving], caveat: str = "") -> list[str]:
+    """A sentence for every speedup of a table; `caveat` says what else could have made it."""
+    charged = [row.phase for row in rows if row.phase in COSTS]
+    words = f", {' and '.join(charged)} charged" * bool(charged) + caveat
+    return [f"Speedup of the {row.phase}{words}: {row.speedup}" for row in rows if row.speedup]
+
+
+def _numbers(found: Speedup | None) -> dict | None:
+    return asdict(found) | {"told": found.told} if found else None
+
+
 def _row(saving: Saving) -> dict:
-    return {key: getattr(saving, key) for key in ("phase", "plain_s", "specrl_s", "saved_s", "share", "speedup")}
+    found = {key: getattr(saving, key) for key in ("phase", "plain_s", "specrl_s", "saved_s", "share")}
+    return found | {"speedup": _numbers(saving.speedup)}
+
+
+def _shown(rows: Sequence[Saving]) -> list[Saving]:
+    """Without phases that took no time to speak of."""
+    return [row for row in rows if row.speedup or any(float(cell) for cell in row.cells()[1:4])]
 
 
 def to_markdown(summary: dict, tables: dict[str, list[Saving]], picture: str) -> str:
@@ -232,15 +263,15 @@ def to_markdown(summary: dict, tables: dict[str, list[Saving]], picture: str) ->
     lines += [f"{', '.join(described)}.", ""]
     lines += [line for note in summary["notes"] for line in (f"> {note}", "")]
     lines += [f"![reward, rollout seconds and reuse per step]({picture})", ""] if picture else []
-    lines += ["## Savings", "", "Net: look-up, drafting, verification and storing are charged.", ""]
+    lines += ["## Savings", "", NET, ""]
     for kind, rows in tables.items():
         lines += [f"**{summary[kind]['title']}**", "", f"| {' | '.join(COLUMNS)} |", "|---|---:|---:|---:|---:|"]
-        lines += [f"| {' | '.join(row.cells())} |" for row in rows]
-        lines += ["", _speedups(rows), ""]
-        if kind == "measured" and (saved := summary["estimate_saved_s"]) is not None:
-            lines += [f"Estimate, extrapolated from these to all {summary['steps']} steps: {saved:.1f} s saved.", ""]
+        lines += [f"| {' | '.join(row.cells())} |" for row in _shown(rows)]
+        lines += ["", *(f"- {line}" for line in summary[kind]["claims"]), ""]
+        if kind == "measured" and summary["estimate"]:
+            lines += [_estimated(Estimate(**summary["estimate"]), summary["steps"]), ""]
     lines += [f"Control rollouts took {summary['control_s']:.1f} s, charged to neither side.", ""]
-    lines += [*_steps(summary["step_s"], summary["step_speedup"], summary["steps"]), "## Learning", ""]
+    lines += [*_steps(summary["step_s"], summary["steps"]), "## Learning", ""]
     lines += [f"- reward: {shown(reward['first'])} -> {shown(reward['last'])} ({reward['window']})"]
     for label, record in zip(("before", "after"), (summary["eval"][:1] + summary["eval"][1:][-1:]), strict=False):
         values = (f"{key.removeprefix('eval/')} {shown(number(record, key))}" for key in record if key != "step")
@@ -256,21 +287,22 @@ def to_markdown(summary: dict, tables: dict[str, list[Saving]], picture: str) ->
     return "\n".join(lines) + "\n"
 
 
-def _steps(spent: dict[str, float], speedup: float | None, steps: int) -> list[str]:
+def _steps(spent: dict[str, float], steps: int) -> list[str]:
     if not spent:
         return []
     whole = sum(spent.values())
     lines = ["## Where a step goes", "", "| phase | s a step | share |", "|---|---:|---:|"]
-    lines += [f"| {name} | {s / steps:.2f} | {s / whole:.0%} |" for name, s in spent.items()]
-    lines += [f"| step, controls left out | {whole / steps:.2f} | 100% |", ""]
-    if speedup:
-        lines += [f"Whole steps on the control steps, against plain rollouts: {speedup:.2f}x.", ""]
-    return lines
+    parts = [(name, text(s / steps, 2), text(100 * s / whole, 0)) for name, s in spent.items()]
+    lines += [f"| {name} | {seconds} | {share}% |" for name, seconds, share in parts if float(seconds)]
+    return [*lines, f"| step, controls left out | {whole / steps:.2f} | 100% |", ""]
 
 
-def _speedups(rows: Sequence[Saving]) -> str:
-    ratios = [f"{row.speedup:.2f}x {row.phase}" for row in rows if row.speedup and row.phase.startswith("rollout")]
-    return f"Speedup: {'; '.join(ratios)}."
+def _estimated(found: Estimate, steps: int) -> str:
+    """The estimate for people; without one where its interval holds 0."""
+    if found.low is None or found.low <= 0 <= found.high:
+        return f"Extrapolated to all {counted(steps, 'step')}: no difference that can be told from noise."
+    interval = f"95 % interval {found.low:.1f} to {found.high:.1f} s"
+    return f"Extrapolated to all {counted(steps, 'step')}: {found.saved_s:.1f} s saved ({interval})."
 
 
 def shown(value: float | None) -> str:

@@ -10,6 +10,7 @@ from math import exp
 from typing import TYPE_CHECKING, NamedTuple
 
 from rollout.types import Request, RolloutError
+from specrl.speedup import of_pairs
 
 if TYPE_CHECKING:
     from specrl.bench import Bench
@@ -33,7 +34,7 @@ class Result(NamedTuple):
 
 @dataclass(frozen=True)
 class Line:
-    """One method: the last rollout's counts, the median seconds, and the median ratio to vLLM as it comes.
+    """One method: the last rollout's counts, the median seconds, the median ratio to vLLM as it comes, and its range.
 
     Texts differ between methods in noise and therefore in length, so the ratio is of seconds per token.
     """
@@ -46,6 +47,7 @@ class Line:
     logp: float | None = None
     identical: int | None = None
     speedup: float | None = None
+    speedup_range: tuple[float, float] | None = None
     note: str = ""
 
 
@@ -133,11 +135,10 @@ def _log_prob(model, prompt: Sequence[int], text: Sequence[int]) -> float:
 
 def _line(name: str, found: Sequence[Result], plain: Sequence[Result]) -> Line:
     last = found[-1]
-    ratios = [(p.seconds / p.tokens) / (r.seconds / r.tokens) for p, r in zip(plain, found, strict=True)]
+    ratio, *ends = of_pairs(*([r.seconds / r.tokens for r in side] for side in (found, plain)))
     seconds = statistics.median(r.seconds for r in found)
     decoded = last.tokens - last.accepted
-    ratio = statistics.median(ratios)
-    return Line(name, seconds, last.tokens, decoded, last.steps, last.logp, last.identical, ratio)
+    return Line(name, seconds, last.tokens, decoded, last.steps, last.logp, last.identical, ratio, tuple(ends))
 
 
 def show(console, lines: Sequence[Line], rows: int) -> None:
@@ -151,11 +152,14 @@ def show(console, lines: Sequence[Line], rows: int) -> None:
         if line.seconds is not None:
             same = "" if line.identical is None else f"{line.identical}/{rows}"
             counts = (f"{line.tokens}", f"{line.decoded}", f"{line.steps}", f"{line.seconds:.3f}")
-            table.add_row(line.method, *counts, f"{line.speedup:.2f}x", f"{line.logp:.3f}", same)
+            low, high = line.speedup_range
+            speedup = f"{line.speedup:.2f}x ({low:.2f} to {high:.2f})"
+            table.add_row(line.method, *counts, speedup, f"{line.logp:.3f}", same)
     console.print(table)
     console.print(
-        "speedup: seconds per token of vLLM as it comes over the method's. log-prob: mean per token under the policy; "
-        "one far from vLLM's means another law. same: rows equal to plain decoding with the same keys."
+        "speedup: seconds per token of vLLM as it comes over the method's, median (least to largest). log-prob: mean "
+        "per token under the policy; far from vLLM's it is another law. same: rows equal to plain decoding with the "
+        "same keys."
     )
     for line in lines:
         if line.note:

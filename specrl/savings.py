@@ -1,4 +1,8 @@
-"""The formulas of the report: seconds saved, by phase and in total, from the records of metrics.jsonl."""
+"""The formulas of the report: seconds saved, by phase and in total, from the records of metrics.jsonl.
+
+All savings are net. `timing_s/gen` includes look-up, drafting, verification and store; COSTS are what only the run with
+specrl has. Control rows and the rows of the reuse gap are measurement, and on neither side.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +11,12 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from specrl.monitor import number
+from specrl.speedup import Speedup, bounded, speedup
 
 CHARGED = {"verify": "verify", "draft": "draft", "look-up": "lookup", "store": "store"}
-STEP_PHASES = ("gen", "reward", "old_log_prob", "ref_log_prob", "drafter", "sync", "update")
+COSTS = {"co-training": "drafter", "judge refits": "judge", "cache to disk": "cache_save"}
+"""What plain rollouts do without, by its name in `timing_s/`."""
+STEP_PHASES = ("gen", "reward", "old_log_prob", "ref_log_prob", "drafter", "judge", "sync", "update", "cache_save")
 CONTROLS = ("control", "reuse_gap")
 PLAIN_PHASE = "prefill and decode"
 EPOCH_END = 1 + 1e-6  # trainers compute the epoch as a quotient, so its whole numbers are inexact
@@ -22,6 +29,8 @@ class Saving:
     phase: str
     plain_s: float
     specrl_s: float
+    speedup: Speedup | None = None
+    """Of whole rollouts and whole steps; None for a phase."""
 
     @property
     def saved_s(self) -> float:
@@ -32,13 +41,31 @@ class Saving:
         """Saved share of this row's plain time; None where plain rollouts have no such phase."""
         return self.saved_s / self.plain_s if self.plain_s else None
 
-    @property
-    def speedup(self) -> float | None:
-        return self.plain_s / self.specrl_s if self.specrl_s else None
-
     def cells(self) -> tuple[str, ...]:
-        share = "" if self.share is None else f"{self.share:.0%}"
-        return (self.phase, f"{self.plain_s:.1f}", f"{self.specrl_s:.1f}", f"{self.saved_s:.1f}", share)
+        share = "" if self.share is None else text(100 * self.share, 0) + "%"
+        return (self.phase, *(text(seconds, 1) for seconds in (self.plain_s, self.specrl_s, self.saved_s)), share)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One rollout as it was, and plainly."""
+
+    record: dict
+    own_s: float
+    """Its seconds, with its share of COSTS."""
+    plain_s: float
+    step_s: float
+    """Of the whole optimiser step as it was, control rows left out, with its share of COSTS; 0 when not timed."""
+
+
+def text(value: float, digits: int) -> str:
+    """A number as text, never -0."""
+    return f"{round(value, digits) + 0.0:.{digits}f}"
+
+
+def counted(count: float, noun: str) -> str:
+    """A number with its noun: `1 step`, `3 steps`."""
+    return f"{count:.0f} {noun}{'s' * (count != 1)}"
 
 
 def total(steps: Iterable[dict], key: str) -> float:
@@ -56,8 +83,26 @@ def epoch(record: dict) -> float:
 
 
 def later(steps: Iterable[dict]) -> list[dict]:
-    """Steps from epoch 2 on: those that could reuse text."""
+    """Steps from epoch 2 on: those whose prompts have old text of their own."""
     return [record for record in steps if epoch(record) > EPOCH_END]
+
+
+def costs(steps: Iterable[dict]) -> dict[str, float]:
+    """Seconds of COSTS, of those that there are."""
+    steps = list(steps)
+    return {name: s for name, key in COSTS.items() if (s := total(steps, f"timing_s/{key}"))}
+
+
+def rollouts(steps: Iterable[dict]) -> list[dict]:
+    """One record per timed rollout; optimiser steps up to the next rollout add their seconds to it."""
+    found: list[dict] = []
+    for record in steps:
+        if number(record, "timing_s/gen"):
+            found.append(dict(record))
+        elif found:
+            timed = {key: value for key in record if key.startswith("timing_s/") and (value := number(record, key))}
+            found[-1] |= {key: (number(found[-1], key) or 0.0) + value for key, value in timed.items()}
+    return found
 
 
 def phases(steps: Sequence[dict]) -> dict[str, float]:
@@ -71,39 +116,88 @@ def control_steps(steps: Iterable[dict]) -> list[dict]:
     return [record for record in steps if number(record, "spec/plain_s") and number(record, "timing_s/gen")]
 
 
+def control_pairs(steps: Sequence[dict]) -> list[Pair]:
+    """The control steps, each charged with the mean COSTS of a rollout: those of its epoch 1, or of all later epochs.
+
+    Co-training may train in every other step, so what a control step happened to carry says little.
+    """
+    found = []
+    for part in _parts(rollouts(steps)):
+        share = sum(costs(part).values()) / max(1, len(part))
+        for record in control_steps(part):
+            own, plain = number(record, "timing_s/gen") + share, number(record, "spec/plain_s")
+            whole = step_s([record])
+            found.append(Pair(record, own, plain, whole - sum(costs([record]).values()) + share if whole else 0.0))
+    return found
+
+
+def _parts(steps: Sequence[dict]) -> tuple[list[dict], list[dict]]:
+    """Epoch 1, and the rest."""
+    return [record for record in steps if epoch(record) <= EPOCH_END], later(steps)
+
+
 def measured(steps: Sequence[dict]) -> list[Saving]:
-    """Evidence (a): phases and totals over the control steps. A plain rollout is all prefill and decode."""
-    if not (control := control_steps(steps)):
+    """Savings on the control steps, by phase and in total. A plain rollout is all prefill and decode."""
+    if not (pairs := control_pairs(steps)):
         return []
-    plain = {PLAIN_PHASE: total(control, "spec/plain_s")}
-    rows = [Saving(phase, plain.get(phase, 0.0), seconds) for phase, seconds in phases(control).items()]
-    return rows + _totals(control, control, "spec/plain_s")
+    after = phases([pair.record for pair in pairs])
+    charged = sum(pair.own_s for pair in pairs) - sum(after.values())
+    names = costs(rollouts(steps))
+    after |= {name: charged * s / sum(names.values()) for name, s in names.items()}
+    return _table({}, after, pairs)
 
 
 def matched(steps: Sequence[dict], baseline: Sequence[dict]) -> tuple[list[dict], list[dict]]:
-    """The steps that both runs timed, in the same order."""
-    by_step = {record["step"]: record for record in baseline if number(record, "timing_s/gen")}
-    own = [record for record in steps if record["step"] in by_step and number(record, "timing_s/gen")]
+    """The rollouts that both runs timed, in the same order."""
+    by_step = {record["step"]: record for record in rollouts(baseline)}
+    own = [record for record in rollouts(steps) if record["step"] in by_step]
     return own, [by_step[record["step"]] for record in own]
 
 
 def paired(steps: Sequence[dict], baseline: Sequence[dict]) -> list[Saving]:
-    """Evidence (b): phases, totals, and the step around them, over the steps that both runs timed."""
+    """Savings against another run: phases, totals, and the step around them, over the rollouts that both runs timed."""
     own, plain = matched(steps, baseline)
     if not own:
         return []
-    before, after = phases(plain), phases(own)
-    rows = [Saving(phase, before[phase], after[phase]) for phase in after]
-    rows += _totals(own, plain, "timing_s/gen")
-    co_training = ["drafter"] if total(own, "timing_s/drafter") else []
-    for key in ("reward", *co_training, "update"):
-        rows.append(Saving(key, total(plain, f"timing_s/{key}"), total(own, f"timing_s/{key}")))
-    return [*rows, Saving("step, controls left out", step_s(plain), step_s(own))]
+    before, after = ({**phases(side), **costs(side)} for side in (plain, own))
+    both = zip(own, plain, strict=True)
+    pairs = [Pair(record, _rollout_s(record), _rollout_s(other), step_s([record])) for record, other in both]
+    rows = _table(before, after, pairs)
+    for key in ("reward", "update"):
+        rows.append(_saving(key, *([total([record], f"timing_s/{key}") for record in side] for side in (own, plain))))
+    whole = _saving("step, controls left out", *([step_s([record]) for record in side] for side in (own, plain)), True)
+    return [*rows, whole]
+
+
+def _rollout_s(record: dict) -> float:
+    return total([record], "timing_s/gen") + sum(costs([record]).values())
+
+
+def _table(before: dict[str, float], after: dict[str, float], pairs: Sequence[Pair]) -> list[Saving]:
+    """Phases, and the totals that they add up to; what bounding takes is taken from plain prefill and decode."""
+    kept = sum(bounded(*zip(*((pair.own_s, pair.plain_s) for pair in pairs), strict=True)))
+    plain = before | {PLAIN_PHASE: kept - sum(s for phase, s in before.items() if phase != PLAIN_PHASE)}
+    rows = [Saving(phase, plain.get(phase, 0.0), after.get(phase, 0.0)) for phase in {**after, **before}]
+    scopes = {"from epoch 2 on": [pair for pair in pairs if later([pair.record])], "all these steps": pairs}
+    totals = [
+        _saving(f"rollout, {scope}", [pair.own_s for pair in part], [pair.plain_s for pair in part], True)
+        for scope, part in scopes.items()
+        if part
+    ]
+    return rows + totals
+
+
+def _saving(name: str, own: Sequence[float], plain: Sequence[float], claim: bool = False) -> Saving:
+    return Saving(name, sum(bounded(own, plain)), sum(own), speedup(own, plain) if claim else None)
 
 
 def step_s(steps: Sequence[dict]) -> float:
-    """Seconds of whole steps, control rows left out."""
-    return total(steps, "timing_s/step") - sum(total(steps, f"timing_s/{name}") for name in CONTROLS)
+    """Seconds of whole steps, control rows left out, and of saving the cache between two steps."""
+    return (
+        total(steps, "timing_s/step")
+        + total(steps, "timing_s/cache_save")
+        - sum(total(steps, f"timing_s/{name}") for name in CONTROLS)
+    )
 
 
 def breakdown(steps: Sequence[dict]) -> dict[str, float]:
@@ -114,40 +208,42 @@ def breakdown(steps: Sequence[dict]) -> dict[str, float]:
     return {name: s for name, s in spent.items() if s} | {"other": step_s(steps) - sum(spent.values())}
 
 
-def step_speedup(steps: Sequence[dict]) -> float | None:
-    """Whole steps with plain rollouts over whole steps as they were, on the control steps; None without any."""
-    control = control_steps(steps)
-    if not (own := step_s(control)):
-        return None
-    return (own - total(control, "timing_s/gen") + total(control, "spec/plain_s")) / own
+def step_speedup(steps: Sequence[dict]) -> Speedup | None:
+    """Whole steps with plain rollouts and without COSTS over whole steps as they were, on the control steps."""
+    pairs = [pair for pair in control_pairs(steps) if pair.step_s]
+    own = [pair.step_s for pair in pairs]
+    return speedup(own, [s + pair.plain_s - pair.own_s for s, pair in zip(own, pairs, strict=True)])
 
 
-def _totals(own: list[dict], plain: list[dict], key: str) -> list[Saving]:
-    """Whole rollouts from epoch 2 on and over all these steps; `plain` holds the same steps, its seconds at `key`."""
-    pairs = list(zip(own, plain, strict=True))
-    scopes = {"from epoch 2 on": [pair for pair in pairs if later(pair[:1])], "all these steps": pairs}
-    return [
-        Saving(f"rollout, {scope}", total((p for _, p in part), key), total((o for o, _ in part), "timing_s/gen"))
-        for scope, part in scopes.items()
-        if part
-    ]
+@dataclass(frozen=True)
+class Estimate:
+    """Seconds saved over a whole run, extrapolated, with a 95 % interval; None below speedup.FEWEST control steps."""
+
+    saved_s: float
+    low: float | None
+    high: float | None
 
 
-def estimate(steps: Sequence[dict]) -> float | None:
-    """Seconds saved over the whole run, extrapolated: gen seconds times (speedup of the control steps - 1).
+def estimate(steps: Sequence[dict]) -> Estimate | None:
+    """Seconds of the rollouts, with COSTS, times (speedup of the control steps - 1).
 
-    What co-training took is charged.
-    Epoch 1 and the rest are extrapolated apart. Epoch 1 counts as saving nothing when it has no control step; None
-    when the rest has none.
+    Epoch 1 and the rest are extrapolated apart, and the interval is that of the rest. Epoch 1 counts as saving nothing
+    when it has no control step; None when the rest has none.
     """
-    saved, rest = 0.0, later(steps)
-    for part in ([record for record in steps if epoch(record) <= EPOCH_END], rest):
-        if control := control_steps(part):
-            speedup = total(control, "spec/plain_s") / total(control, "timing_s/gen")
-            saved += total(part, "timing_s/gen") * (speedup - 1)
-        elif part is rest:
-            return None
-    return saved - total(steps, "timing_s/drafter")
+    first, rest = (_extrapolated(part) for part in _parts(rollouts(steps)))
+    if rest is None:
+        return None
+    seconds, found = rest
+    before = first[0] * (first[1].ratio - 1) if first else 0.0
+    ends = (None if end is None else before + seconds * (end - 1) for end in (found.low, found.high))
+    return Estimate(before + seconds * (found.ratio - 1), *ends)
+
+
+def _extrapolated(part: Sequence[dict]) -> tuple[float, Speedup] | None:
+    """Seconds of these rollouts, with COSTS, and the speedup on their control steps."""
+    pairs = control_pairs(part)
+    found = speedup([pair.own_s for pair in pairs], [pair.plain_s for pair in pairs])
+    return (sum(map(_rollout_s, part)), found) if found else None
 
 
 def first_last(steps: Sequence[dict], key: str = "reward") -> dict:
@@ -158,4 +254,8 @@ def first_last(steps: Sequence[dict], key: str = "reward") -> dict:
         last = [record for record in steps if epoch(record) > end - 1 + 1e-6]
         return {"first": mean(first, key), "last": mean(last, key), "window": "mean of an epoch"}
     count = max(1, len(steps) // 10)
-    return {"first": mean(steps[:count], key), "last": mean(steps[-count:], key), "window": f"mean of {count} step(s)"}
+    return {
+        "first": mean(steps[:count], key),
+        "last": mean(steps[-count:], key),
+        "window": f"mean of {counted(count, 'step')}",
+    }

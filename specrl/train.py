@@ -7,11 +7,14 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from signal import SIGINT
 from typing import TYPE_CHECKING, Any
 
 from specrl import config as cli
+from specrl import preflight
 from specrl.config import Config
 from specrl.options import ConfigError
+from specrl.resume import agreed, claimed, data_digests, keep_surroundings, same_data, surroundings
 
 if TYPE_CHECKING:
     import torch
@@ -23,38 +26,50 @@ if TYPE_CHECKING:
     from trainers.base import Trainer
 
 
+PURE_BF16 = (
+    "trainer.precision=pure_bf16: at trainer.learning_rate={:g} most steps are below the distance from one bf16 number "
+    "to the next, so such weights hardly learn, and their reuse is flattered. trainer.precision=bf16 keeps fp32 weights"
+)
+
+
 def main(config: Config) -> int:
-    """The life of a run: claim its directory, load, evaluate, train, evaluate, save, report."""
-    from specrl import preflight
-
+    """A run: what is cheap to look at, then what it does from the moment it holds its directory; its exit code."""
     examples = preflight.check(config)
-    run_dir, checkpoint = claim(config)
+    with claimed(config) as (run_dir, checkpoint):
+        return live(config, run_dir, checkpoint, **examples)
 
+
+def live(
+    config: Config, run_dir: Path, checkpoint: Path | None, train: Sequence[Example], test: Sequence[Example] = ()
+) -> int:
+    """The life of a run: load, evaluate, train, evaluate, save, report."""
     from transformers import set_seed
 
     from reward.base import RewardSet
     from specrl import memory
     from specrl.card import write_card
     from specrl.data import check_lengths
-    from specrl.env import ENVIRONMENT_FILE, machine
-    from specrl.monitor import Monitor, to_json
-    from specrl.policy import load_policy
+    from specrl.monitor import Monitor
+    from specrl.policy import load_policy, trained_dtype
     from specrl.report import write_report
     from trainers import checkpoint as checkpoints
-    from trainers.callbacks import StopOnTerm
+    from trainers.callbacks import StopOnSignal
 
     set_seed(config.seed)
-    model, tokenizer, eos_ids = load_policy(config)
-    train, test = examples["train"], examples.get("test", [])
+    model, tokenizer, eos_ids = load_policy(config, trained_dtype(config))
+    checkpoint = agreed(checkpoint, run_dir, model.device)
     context = getattr(model.config, "max_position_embeddings", None)
     room = context and context - config.rollout.max_new_tokens
     longest = check_lengths([*train, *test], tokenizer, config.dataset.max_prompt_tokens, room)
+    data = data_digests(train=train, test=test)
+    if checkpoint:
+        data = same_data(checkpoints.data_digests(checkpoint), data, config.data)
     cache = load_cache(config, tokenizer, model, eos_ids, checkpoint)
     with ExitStack() as closing:
         rewards = RewardSet.from_config(config.reward)
         closing.callback(rewards.close)
         make_engine = engine_factory(config, eos_ids, closing)
-        trainer = build_trainer(config, model, tokenizer, train, make_engine, cache, rewards, run_dir)
+        trainer = build_trainer(config, model, tokenizer, train, make_engine, cache, rewards, run_dir, data)
         if checkpoint:
             trainer.stage.restore(checkpoints.stage_state(checkpoint))
             if trainer.cotraining:
@@ -63,17 +78,24 @@ def main(config: Config) -> int:
                 trainer.refit.load(checkpoints.judge(checkpoint))
         if trainer.accelerator.is_main_process:  # one process writes the run directory
             cli.save(config)
-            (run_dir / ENVIRONMENT_FILE).write_text(to_json(machine()) + "\n", encoding="utf-8")
-            resumed = checkpoints.step_of(checkpoint) if checkpoint else None
+            now = surroundings(model.device.type, trainer.accelerator.num_processes)
+            rounding = keep_surroundings(run_dir, now, resumed=checkpoint is not None)
+            # without a checkpoint all steps come again, and so does the evaluation before them
+            resumed = checkpoints.step_of(checkpoint) if checkpoint else -1
             monitor = closing.enter_context(Monitor(run_dir, steps(config, len(train)), resumed_step=resumed))
+            if rounding:
+                monitor.note(rounding)
             watch(trainer, config, monitor, tokenizer, test, rewards, run_dir)
             monitor.note(memory.sentence(memory.plan(config, model, longest), memory.free_mb(model.device)))
-        trainer.add_callback(terminated := StopOnTerm(config.trainer.steps_per_rollout))
+            if config.trainer.precision == "pure_bf16":
+                monitor.note(PURE_BF16.format(config.trainer.learning_rate))
+        trainer.add_callback(stop := StopOnSignal(config.trainer.steps_per_rollout))
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-        if terminated.received:
+        if stop.received:
+            word, code = ("interrupted", cli.INTERRUPTED) if stop.received == SIGINT else ("terminated", cli.TERMINATED)
             if trainer.accelerator.is_main_process:
-                monitor.note(f"terminated after step {trainer.state.global_step}, which is saved; resume=auto goes on")
-            return cli.TERMINATED
+                monitor.note(f"{word} after step {trainer.state.global_step}, which is saved; resume=auto goes on")
+            return code
     with checkpoints.writing(run_dir / "model"):
         trainer.save_model(str(run_dir / "model"))
     if trainer.accelerator.is_main_process:
@@ -91,33 +113,6 @@ def main(config: Config) -> int:
     return 0
 
 
-def claim(config: Config) -> tuple[Path, Path | None]:
-    """The run's directory, made if need be, and the checkpoint to go on from. A used name needs resume=auto."""
-    from trainers.checkpoint import newest
-
-    run_dir = cli.run_dir(config)
-    saved = run_dir / "config.yaml"
-    if saved.exists() and config.resume == "no":
-        raise ConfigError(
-            f"{run_dir} holds a run already. Give another name=..., go on with resume=auto, or remove the directory."
-        )
-    try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        (run_dir / ".writable").touch()
-        (run_dir / ".writable").unlink(missing_ok=True)  # another process of this run may have been faster
-    except OSError as error:
-        raise ConfigError(f"output_dir={config.output_dir}: {run_dir} cannot be written: {error.strerror}.") from error
-    if not saved.exists():
-        return run_dir, None
-    changed = [str(change) for change in cli.differences(cli.load_saved(saved), config) if change.matters]
-    if changed:
-        raise ConfigError(
-            f"resume=auto would go on with other settings than {run_dir} began with: {'; '.join(changed)}. "
-            "Restore them, or start another name."
-        )
-    return run_dir, newest(run_dir / "checkpoints")
-
-
 def load_cache(config: Config, tokenizer, model, eos_ids: frozenset[int], checkpoint: Path | None):
     """The trajectory cache: of the checkpoint, of `rollout.cache.start_from`, or empty. None when nothing is reused."""
     from rollout.cache import Fingerprint, TrajectoryCache
@@ -129,14 +124,11 @@ def load_cache(config: Config, tokenizer, model, eos_ids: frozenset[int], checkp
     options = config.rollout.cache
     mark = Fingerprint(*fingerprint(config, tokenizer))
     vocabulary = model.get_output_embeddings().weight.shape[0]
-    start = trajectories(checkpoint) if checkpoint else Path(options.start_from)
+    start = trajectories(checkpoint) if checkpoint else Path(options.start_from)  # none there: cold, as after `off`
     if options.clear or not (checkpoint or options.start_from):
         return TrajectoryCache(mark, vocabulary, eos_ids, max_mb=options.max_mb)
-    if not start.is_dir():
-        raise ConfigError(
-            f"the trajectory cache {start} does not exist. "
-            + ("Resume without it by rollout.cache.clear=true." if checkpoint else "Check rollout.cache.start_from.")
-        )
+    if not checkpoint and not start.is_dir():
+        raise ConfigError(f"the trajectory cache {start} does not exist. Check rollout.cache.start_from.")
     cache = TrajectoryCache.load(
         start,
         mark,
@@ -153,7 +145,7 @@ def load_cache(config: Config, tokenizer, model, eos_ids: frozenset[int], checkp
 def engine_factory(config: Config, eos_ids: frozenset[int], closing: ExitStack) -> Callable[[torch.nn.Module], Engine]:
     """Makes the run's engine once the policy exists; `closing` ends it, and the Ray cluster it may need."""
     from rollout.engines import build_engine
-    from specrl.policy import engine_spec
+    from specrl.policy import engine_spec, trained_dtype
     from specrl.routing import step_scorer
 
     spec = engine_spec(config, eos_ids)
@@ -172,7 +164,8 @@ def engine_factory(config: Config, eos_ids: frozenset[int], closing: ExitStack) 
         if config.cluster.num_workers:
             engine = RolloutPool(spec, config.cluster)
         else:
-            shared = model if config.rollout.engine == "transformers" else None
+            one = config.rollout.engine == "transformers" and trained_dtype(config) == spec.dtype
+            shared = model if one else None
             engine = build_engine(spec, shared, step_scorer(config))
         closing.callback(engine.close)
         return engine
@@ -189,8 +182,9 @@ def build_trainer(
     cache: TrajectoryCache | None,
     rewards: RewardSet,
     run_dir: Path,
+    data: dict[str, str],
 ) -> Trainer:
-    """The trainer of the run, with everything plugged in."""
+    """The trainer of the run, with everything plugged in. data: digests of its splits, for the checkpoints."""
     from accelerate import PartialState
 
     from specrl.data import render, to_dataset
@@ -232,7 +226,7 @@ def build_trainer(
     keep = config.trainer.keep_checkpoints
     learners = (trainer.cotraining, trainer.refit)
     trainer.add_callback(ShortHistory())
-    trainer.add_callback(SaveCache(cache, config.rollout.cache, keep, trainer.stage.state, *learners))
+    trainer.add_callback(SaveCache(cache, config.rollout.cache, keep, trainer.stage.state, *learners, data))
     return trainer
 
 
@@ -253,6 +247,7 @@ def scorer(
         metrics: dict[str, float] = {
             "reward/failed": sum(total is None for total in result.total),
             "reward/timeouts": sum(result.timeouts.values()),
+            "reward/over_limit": sum(result.over_limit.values()),
             "reward/reused_ratio": sum(result.reused.values()) / max(1, len(rows) * len(result.parts)),
         }
         for name, values in result.parts.items():

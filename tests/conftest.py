@@ -3,6 +3,9 @@
 import os
 
 os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # as specrl.config.run does; read when torch is imported
+# Sums of floats differ in their last bits between numbers of threads, and runs in this process are compared bit for bit
+# with runs in processes that tests start. Read when torch is imported, here and there.
+os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test needs the hub, here as in CI; read when huggingface_hub is imported
 
 import pytest

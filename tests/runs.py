@@ -6,6 +6,8 @@ import atexit
 import gc
 import shutil
 import tempfile
+import time
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
@@ -45,6 +47,11 @@ def certain_digits(prompt: str, completion: str, answer: str | None) -> float:
 
 
 certain_digits.deterministic = True
+
+
+def sixth(prompt: str, completion: str, answer: str | None) -> float:
+    """1 for one response in six, else 0, so that half of the groups of four are all alike."""
+    return float(sum(map(ord, completion)) % 6 == 0)
 
 
 def some_digits(prompt: str, completion: str, answer: str | None) -> float | None:
@@ -148,6 +155,8 @@ class Recording:
     """What a run did, as far as two runs can be compared."""
 
     trainer: object = None
+    folder: Path | None = None
+    """Of the run."""
     steps: list[Step] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     """One per forward/backward pass, bit for bit."""
@@ -157,7 +166,7 @@ class Recording:
         return self.trainer.accelerator.unwrap_model(self.trainer.model).state_dict()
 
     def __add__(self, later: Recording) -> Recording:
-        return Recording(later.trainer, self.steps + later.steps, self.losses + later.losses)
+        return Recording(later.trainer, later.folder, self.steps + later.steps, self.losses + later.losses)
 
 
 def run(folder: Path, prepare: Callable = lambda trainer: None, **options) -> Recording:
@@ -168,7 +177,7 @@ def run(folder: Path, prepare: Callable = lambda trainer: None, **options) -> Re
 
     def spy(trainer, *args):
         watch(trainer, *args)
-        record.trainer = trainer
+        record.trainer, record.folder = trainer, folder / options.get("name", "run")
         _listen(trainer, record)
         prepare(trainer)
 
@@ -180,8 +189,8 @@ def run(folder: Path, prepare: Callable = lambda trainer: None, **options) -> Re
 def _listen(trainer, record: Recording) -> None:
     finish, training_step = trainer.stage.finish, trainer.training_step
 
-    def heard_finish(rows, batch, rewards, *, visit, step):
-        metrics = finish(rows, batch, rewards, visit=visit, step=step)
+    def heard_finish(rows, batch, rewards, *, step):
+        metrics = finish(rows, batch, rewards, step=step)
         done = batch.completions
         record.steps.append(
             Step(
@@ -220,3 +229,58 @@ def differences(a: Recording, b: Recording) -> list[str]:
     if left.keys() != right.keys() or not all(torch.equal(tensor, right[name]) for name, tensor in left.items()):
         found.append("weights")
     return found
+
+
+class Watch:
+    """The seconds of some calls in each step, by a watch that the product knows nothing of.
+
+    `run(folder, watch)` times a trainer's calls: `gen`, a rollout without its store; `engine`, the part of it that the
+    engine takes; `control`; `reuse_gap`; `drafter`; and `update`, backward passes alone.
+    """
+
+    def __init__(self):
+        self.seconds: dict[int, Counter] = defaultdict(Counter)
+
+    def __call__(self, trainer) -> None:
+        rollout, inside = trainer.stage.rollout, []
+        self._time(trainer, rollout, "generate", lambda given: "gen" if _training(given) else "reuse_gap", inside)
+        self._time(trainer, rollout, "plain", lambda given: "control", inside)
+        self._time(trainer, rollout.engine, "generate", lambda given: "engine" if inside == ["gen"] else "", [])
+        self._time(trainer, trainer.accelerator, "backward", lambda given: "update", [])
+        if trainer.cotraining:
+            for name in ("observe", "step"):
+                self._time(trainer, trainer.cotraining, name, lambda given: "drafter", [])
+
+    def _time(self, trainer, owner, name: str, part: Callable[[dict], str], inside: list[str]) -> None:
+        call = getattr(owner, name)
+
+        def timed(*args, **given):
+            # co-training's step comes after the optimiser's, which counts it
+            key, step = part(given), trainer.state.global_step + (name != "step")
+            inside.append(key)
+            began = time.perf_counter()
+            try:
+                return call(*args, **given)
+            finally:
+                self.seconds[step][key] += time.perf_counter() - began
+                inside.pop()
+
+        setattr(owner, name, timed)
+
+    def check(self, line: dict) -> None:
+        """Asserts that the record of a step says what the watch does, as far as one span lies within another."""
+        seen, told = self.seconds[line["step"]], {key: line.get(f"timing_s/{key}") or 0.0 for key in TIMED}
+        assert 0.0 < seen["engine"] <= told["gen"], "the engine is part of the rollout, drafting too"
+        assert told["gen"] - told["store"] <= seen["gen"]
+        for key in ("control", "reuse_gap", "drafter"):
+            assert told[key] <= seen[key]
+            assert (told[key] > 0.0) == (seen[key] > 0.0)
+        assert 0.0 < seen["update"] <= told["update"], "what is left holds the backward passes"
+        assert sum(seen[key] for key in ("gen", "control", "reuse_gap", "drafter", "update")) <= told["step"]
+
+
+TIMED = ("gen", "store", "control", "reuse_gap", "drafter", "update", "step")
+
+
+def _training(given: dict) -> bool:
+    return not given.get("fresh") and given.get("domain", "rollout") == "rollout"

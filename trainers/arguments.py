@@ -57,7 +57,7 @@ def common_arguments(
         "max_steps": trainer.max_steps or -1,
         "max_grad_norm": trainer.max_grad_norm,
         "weight_decay": trainer.weight_decay,
-        "bf16": trainer.precision == "bf16",
+        "bf16": trainer.precision != "fp32",
         "use_cpu": cpu,
         "gradient_checkpointing": trainer.gradient_checkpointing,
         "save_strategy": "steps",

@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from trainers.callbacks import CoTraining
-from trainers.collector import Collector, LastRollout, Setup
+from trainers.collector import Collector, Setup
+from trainers.refill import Scored
 
 if TYPE_CHECKING:
     import torch
@@ -41,7 +42,7 @@ class Trainer(Protocol):
     def sync_engine(self) -> None:
         """Brings the engine to the current weights; costs nothing when it has them."""
 
-    def last_rollout(self) -> LastRollout:
+    def last_rollout(self) -> Scored:
         """What was generated last; call it after a step."""
 
 
@@ -61,14 +62,12 @@ class Rollouts:
         Args:
             setup: of the run.
             policy: gives the model as it is trained, adapters included, not wrapped for several processes.
-            rows: of the dataset; the first one's prompt is what engine and trainer must agree on.
+            rows: of the dataset.
             tokenizer: decodes responses.
             metrics: takes those of co-training, which runs after a step.
         """
         self.engine = setup.make_engine(policy())
-        self.collector = Collector(
-            self.engine, setup, self.accelerator, policy, lambda: self.state, tokenizer, setup.render(rows[0])
-        )
+        self.collector = Collector(self.engine, setup, self.accelerator, policy, lambda: self.state, tokenizer, rows)
         self.stage, self.cotraining = self.collector.stage, self.collector.cotraining
         self.refit = self.collector.refit
         if self.cotraining:
@@ -78,6 +77,6 @@ class Rollouts:
         """See Trainer."""
         self.collector.sync()
 
-    def last_rollout(self) -> LastRollout:
+    def last_rollout(self) -> Scored:
         """See Trainer."""
-        return self.collector.last()
+        return self.collector.last

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from collections.abc import Callable, Mapping
@@ -17,6 +18,7 @@ OTHERS = ("sync", "judge", "gen", "reward", "drafter", "old_log_prob", "ref_log_
 """What a step spends its time on besides the update, by its name in `timing_s/`; none is part of another."""
 
 
+ECHO_S = 1.0  # within it a launcher such as torchrun passes on the Ctrl-C that its processes had from the terminal
 HISTORY = 100  # logs that a trainer's state keeps
 
 
@@ -75,29 +77,48 @@ class CoTraining(TrainerCallback):
             self._metrics[name].append(value)
 
 
-class StopOnTerm(TrainerCallback):
-    """On SIGTERM finishes the step, saves a checkpoint and ends training; of several processes any one stops all.
+class StopOnSignal(TrainerCallback):
+    """On SIGTERM or SIGINT (Ctrl-C) finishes the step, saves a checkpoint and ends training; of several processes any
+    one stops all. A second SIGINT raises KeyboardInterrupt at once, with what is saved.
 
     Args: updates_per_rollout: a checkpoint must not cut a rollout batch in two.
     """
 
+    SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
     def __init__(self, updates_per_rollout: int):
-        self._updates, self._previous = updates_per_rollout, None
-        self.received = False
+        self._updates, self._previous = updates_per_rollout, {}
+        self._interrupted: float | None = None
+        self.received = 0
+        """The signal that ended training, 0 for none."""
 
     def on_train_begin(self, args, state, control, **kwargs) -> None:
-        self._previous = signal.signal(signal.SIGTERM, self._note)
+        self._saved, self._world, self._speaks = state.global_step, args.world_size, state.is_world_process_zero
+        self._previous = {number: signal.signal(number, self._note) for number in self.SIGNALS}
 
     def on_train_end(self, args, state, control, **kwargs) -> None:
-        signal.signal(signal.SIGTERM, self._previous)
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
 
     def on_step_end(self, args, state, control, **kwargs) -> None:
         if torch.distributed.is_available() and torch.distributed.is_initialized():
-            flag = torch.tensor(int(self.received), device=args.device)
+            flag = torch.tensor(self.received, device=args.device)
             torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX)
-            self.received = bool(flag)
+            self.received = int(flag)
         if self.received and state.global_step % self._updates == 0:
             control.should_save = control.should_training_stop = True
 
-    def _note(self, *_) -> None:
-        self.received = True
+    def on_save(self, args, state, control, **kwargs) -> None:
+        self._saved = state.global_step
+
+    def _note(self, number: int, _) -> None:
+        self.received = max(self.received, int(number))
+        if number != signal.SIGINT:
+            return
+        if self._interrupted is None:
+            self._interrupted = time.monotonic()
+            if self._speaks:  # not by print, which may be what was interrupted
+                os.write(2, b"interrupted: finishing the step and saving it; Ctrl-C once more stops at once\n")
+        elif self._world == 1 or time.monotonic() - self._interrupted > ECHO_S:
+            saved = f"step {self._saved} is saved; resume=auto goes on" if self._saved else "no step is saved"
+            raise KeyboardInterrupt(f"interrupted; {saved}")

@@ -1,17 +1,21 @@
 """Checkpoints as one atomic cut: weights, optimiser and position (the trainer's), trajectories and drafter (ours).
 
-The trainer writes `checkpoint-N/`; the others go into the same directory, and the marker file comes last. A directory
-without the marker is an interrupted save: it is never resumed from.
+The trainer writes `checkpoint-N/`; the others go into the same directory. When all of it is on the disk the marker
+file follows, with the size and digest of every file. A directory without the marker is an interrupted save, one whose
+files are not those of its marker is damaged; neither is ever resumed from.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
-import os
+import logging
 import re
 import shutil
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,20 +26,66 @@ from transformers import TrainerCallback
 from rollout.cache import TrajectoryCache
 from rollout.config import CacheConfig
 from rollout.types import RolloutError
+from trainers.manifest import complaints, seal, write_durably
 
 if TYPE_CHECKING:
     from trainers.drafter import DrafterTrainer
     from trainers.judge_refit import JudgeRefit
 
 MARKER = "specrl.json"
-
-
-def newest(directory: Path) -> Path | None:
-    """The complete checkpoint of the highest step, or None."""
-    return next((path for path in reversed(_all(directory)) if (path / MARKER).is_file()), None)
-
-
+logger = logging.getLogger(__name__)
 _STEP = re.compile(r"checkpoint-(\d+)")
+_CACHE = "trajectories"
+
+
+class CheckpointError(RolloutError):
+    """A checkpoint that cannot be gone on from. The message names the file and what is wrong with it."""
+
+
+def newest(directory: Path, *, text_decides: bool = False) -> Path | None:
+    """The sound checkpoint of the highest step, None without any checkpoint. Damaged newer ones are warned of.
+
+    Args: text_decides: damaged trajectories count like damaged weights, as the stored text decides what is generated;
+        else they cost drafts only, and are a warning.
+
+    Raises:
+        CheckpointError: there are checkpoints, and all are damaged.
+    """
+    damaged = []
+    for path in reversed(marked(directory)):
+        try:
+            verify(path, text_decides)
+        except CheckpointError as error:
+            damaged.append(str(error))
+            continue
+        for complaint in damaged:
+            logger.warning("%s; going on from %s", complaint, path.name)
+        return path
+    if damaged:
+        raise CheckpointError(
+            f"no checkpoint in {directory} can be gone on from: {'; '.join(damaged)}. Restore its files, start another "
+            f"name, or remove {directory.parent} to start anew"
+        )
+    return None
+
+
+def verify(checkpoint: Path, text_decides: bool) -> None:
+    """Raises CheckpointError unless every file is as it was saved; `text_decides` as for `newest`."""
+    files = _marker(checkpoint)["files"]
+    cached = {name: entry for name, entry in files.items() if name.startswith(f"{_CACHE}/")}
+    found = complaints(checkpoint, {name: entry for name, entry in files.items() if name not in cached})
+    for complaint in complaints(checkpoint, cached):
+        if text_decides:
+            found.append(complaint)
+        else:
+            logger.warning("%s: %s; what is sound of the trajectories is used", checkpoint.name, complaint)
+    if found:
+        raise CheckpointError(f"{checkpoint.name} is damaged: {'; '.join(found)}")
+
+
+def marked(directory: Path) -> list[Path]:
+    """The checkpoints of a run whose save came to its end, by step; their files are not looked at."""
+    return [path for path in _all(directory) if (path / MARKER).is_file()]
 
 
 def _all(directory: Path) -> list[Path]:
@@ -43,15 +93,24 @@ def _all(directory: Path) -> list[Path]:
     return sorted((path for path in directory.glob("checkpoint-*") if _STEP.fullmatch(path.name)), key=step_of)
 
 
-def prune(directory: Path, keep: int) -> None:
-    """Removes all but the `keep` newest complete checkpoints, and what interrupted saves left before the newest.
+def leave_aside(directory: Path, sound: Path) -> None:
+    """Renames the damaged checkpoints after `sound` to damaged-NAME: the run will write these steps again."""
+    for path in marked(directory):
+        if step_of(path) > step_of(sound):
+            names = itertools.chain([""], map("-{}".format, itertools.count(2)))
+            path.rename(next(new for n in names if not (new := path.with_name(f"damaged-{path.name}{n}")).exists()))
+
+
+def prune(directory: Path, saved: Path, keep: int) -> None:
+    """Removes what lies before `saved`, which was just completed, but for the `keep` - 1 newest complete checkpoints.
 
     The marker goes first, so that a removal that is interrupted leaves no checkpoint that looks complete.
     """
-    found = _all(directory)
-    complete = [path for path in found if (path / MARKER).is_file()]
-    for path in found:
-        if path not in complete[-keep:] and complete and step_of(path) < step_of(complete[-1]):
+    earlier = [path for path in _all(directory) if step_of(path) < step_of(saved)]
+    complete = [path for path in earlier if (path / MARKER).is_file()]
+    kept = complete[max(0, len(complete) - keep + 1) :]
+    for path in earlier:
+        if path not in kept:
             (path / MARKER).unlink(missing_ok=True)
             shutil.rmtree(path, ignore_errors=True)
 
@@ -80,12 +139,36 @@ def writing(path: Path) -> Iterator[None]:
 
 def trajectories(checkpoint: Path) -> Path:
     """Where a checkpoint keeps its trajectory cache."""
-    return checkpoint / "trajectories"
+    return checkpoint / _CACHE
 
 
 def stage_state(checkpoint: Path) -> dict[str, Any]:
-    """The rollout stage's state of a complete checkpoint."""
-    return json.loads((checkpoint / MARKER).read_text(encoding="utf-8"))["stage"]
+    """The rollout stage's state."""
+    return _marker(checkpoint)["stage"]
+
+
+def data_digests(checkpoint: Path) -> dict[str, str]:
+    """The digest of each split of the data that the run began with."""
+    return _marker(checkpoint)["data"]
+
+
+def _marker(checkpoint: Path) -> dict[str, Any]:
+    """What the marker holds. Raises CheckpointError unless it is the one that was written for this checkpoint."""
+    try:
+        mark = json.loads((checkpoint / MARKER).read_bytes())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{checkpoint.name} is damaged: {MARKER} cannot be read ({error})") from error
+    if isinstance(mark, dict) and mark.keys() == {"step", "cache", "stage"}:
+        raise CheckpointError(
+            f"{checkpoint.name} is of an earlier version of specrl, which kept no digests to check its files by"
+        )
+    if not isinstance(mark, dict) or mark.pop("digest", None) != _digest(mark) or mark["step"] != step_of(checkpoint):
+        raise CheckpointError(f"{checkpoint.name} is damaged: {MARKER} is not what was written there")
+    return mark
+
+
+def _digest(mark: dict[str, Any]) -> str:
+    return blake2b(json.dumps(mark).encode(), digest_size=16).hexdigest()
 
 
 def drafter(checkpoint: Path) -> Path:
@@ -102,7 +185,7 @@ class SaveCache(TrainerCallback):
     """Completes each checkpoint with what else belongs to its step, marks it, and removes the oldest ones.
 
     Args: cache: trajectories; drafter: co-training; judge: its refits; None where the run has none. state: the rollout
-    stage's, for the marker. keep: complete checkpoints.
+    stage's, and data: digests of the data's splits, for the marker. keep: complete checkpoints.
     """
 
     def __init__(
@@ -113,9 +196,16 @@ class SaveCache(TrainerCallback):
         state: Callable[[], dict[str, Any]],
         drafter: DrafterTrainer | None = None,
         judge: JudgeRefit | None = None,
+        data: Mapping[str, str] | None = None,
     ):
         self._cache, self._config, self._keep, self._stage = cache, config, keep, state
-        self._drafter, self._judge = drafter, judge
+        self._drafter, self._judge, self._data = drafter, judge, dict(data or {})
+        self._spent_s: float | None = None
+
+    def on_log(self, args, state, control, logs: dict[str, Any] | None = None, **kwargs) -> None:
+        """Puts the seconds that the cache took at the last save into the next record: a save follows its step's."""
+        if logs and "loss" in logs and self._spent_s is not None:
+            logs["timing_s/cache_save"], self._spent_s = self._spent_s, None
 
     def on_save(self, args, state, control, **kwargs) -> None:
         if torch.distributed.is_available() and torch.distributed.is_initialized():
@@ -123,31 +213,22 @@ class SaveCache(TrainerCallback):
         if not state.is_world_process_zero:
             return
         checkpoint = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-        saved = self._cache is None or self._cache.try_save(
-            trajectories(checkpoint), state.global_step, self._config.on_write_error
-        )
-        if self._cache is not None:
-            self._cache.close()
-        mark = {"step": state.global_step, "cache": saved, "stage": self._stage()}
+        mark = {"step": state.global_step, "cache": self._save_cache(checkpoint, state.global_step)}
+        mark |= {"stage": self._stage(), "data": self._data}
         with writing(checkpoint):
             if self._drafter is not None:
                 self._drafter.save(drafter(checkpoint))
             if self._judge is not None:
                 self._judge.save(judge(checkpoint))
-            write_durably(checkpoint / MARKER, json.dumps(mark).encode())
-        prune(checkpoint.parent, self._keep)
+            mark = json.loads(json.dumps(mark | {"files": seal(checkpoint, MARKER)}))  # as it will be read
+            write_durably(checkpoint / MARKER, json.dumps(mark | {"digest": _digest(mark)}).encode())
+        prune(checkpoint.parent, checkpoint, self._keep)
 
-
-def write_durably(path: Path, data: bytes) -> None:
-    """Replaces a file as a whole: after a crash it is the old one or the new one."""
-    draft = path.with_suffix(".tmp")
-    with draft.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(draft, path)
-    directory = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
+    def _save_cache(self, checkpoint: Path, step: int) -> bool:
+        if self._cache is None:
+            return True
+        began = time.perf_counter()
+        saved = self._cache.try_save(trajectories(checkpoint), step, self._config.on_write_error)
+        self._cache.close()
+        self._spent_s = time.perf_counter() - began
+        return saved

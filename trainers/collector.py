@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from accelerate import Accelerator
@@ -13,6 +14,7 @@ from accelerate.utils import gather_object
 
 from rollout.config import RolloutConfig
 from rollout.engines.base import Engine
+from rollout.noise import derive_key
 from rollout.speculative import SpeculativeRollout
 from rollout.types import RolloutBatch, RolloutError, Row
 from trainers import weights
@@ -23,6 +25,7 @@ from trainers.judge_refit import JudgeRefit
 from trainers.losses import correction_weights
 from trainers.metrics import across_processes
 from trainers.mining import Miner
+from trainers.refill import Scored, refill
 from trainers.stage import RolloutStage
 
 if TYPE_CHECKING:
@@ -32,14 +35,6 @@ if TYPE_CHECKING:
 
 Score = Callable[[Sequence[dict], Sequence[str]], tuple[list[float | None], dict[str, float]]]
 """Rewards of (dataset rows, response texts): the total per row, None where it failed, and metrics to log."""
-
-
-class LastRollout(NamedTuple):
-    """The latest rollout batch of this process, row by row, with total rewards."""
-
-    rows: list[Row]
-    batch: RolloutBatch
-    rewards: list[float | None]
 
 
 @dataclass(frozen=True)
@@ -63,7 +58,7 @@ class Setup:
 
 
 class Collector:
-    """Collects the rollouts of one process of a run: `generate`, `reward`, then `finish`, once per rollout batch.
+    """Collects the rollouts of one process of a run: `collect`, then `finish`, once per rollout batch.
 
     Args:
         engine: produces the responses.
@@ -71,7 +66,8 @@ class Collector:
         policy: gives the model as it is trained, adapters included, not wrapped for several processes.
         state: gives the trainer's progress, of which `global_step` and `epoch` are read.
         tokenizer: decodes responses.
-        probe: token ids of any text, on which engine and trainer must agree.
+        dataset: rows that further prompts are taken from; the first one's prompt is what engine and trainer must agree
+            on.
     """
 
     def __init__(
@@ -82,25 +78,30 @@ class Collector:
         policy: Callable[[], torch.nn.Module],
         state: Callable[[], TrainerState],
         tokenizer: PreTrainedTokenizerBase,
-        probe: Sequence[int],
+        dataset: Sequence[dict],
     ):
         self._policy, self._accelerator, self._state = policy, accelerator, state
-        self._score, self._render, self._tokenizer, self._probe = setup.score, setup.render, tokenizer, probe
+        self._score, self._render, self._tokenizer, self._dataset = setup.score, setup.render, tokenizer, dataset
+        self._probe, self._seed = setup.render(dataset[0]), setup.seed
         self._options, self._group_size = setup.trainer, setup.rollout.group_size
-        self._inputs: list[dict] = []
-        self._rows: list[Row] = []
-        self._rewards: list[float | None] = []
+        self._whole: Scored | None = None
+        self._fields: dict[str, dict] = {}
+        """Dataset rows of the step, by example id."""
         self._metrics: dict[str, float] = {}
         self._sent: int | None = None
-        self.batch: RolloutBatch | None = None
-        self.exact_bits = policy().dtype == torch.float32 and accelerator.device.type == "cpu"
+        self.last: Scored | None = None
+        """What was collected last, as it is trained on."""
+        self._dtype = torch.float32 if setup.trainer.precision == "fp32" else torch.bfloat16
+        """Of the engine's weights."""
+        self.exact_bits = self._dtype == torch.float32 and accelerator.device.type == "cpu"
         """Equal passes give equal bits."""
+        self._exchange = gather_object if accelerator.num_processes > 1 else lambda entries: entries
         self.stage = RolloutStage(
             SpeculativeRollout(engine, setup.cache, setup.rollout, setup.seed),
             self._score_tokens,
             strict=self.exact_bits
             and (setup.rollout.top_p, setup.rollout.top_k) == (1.0, 0),  # rounding can move the edge of the kept set
-            exchange=gather_object if accelerator.num_processes > 1 else lambda entries: entries,
+            exchange=self._exchange,
         )
         self.cotraining = self._cotraining(setup.seed) if setup.trainer.drafter.train else None
         self.refit = self._refits() if setup.rollout.router.refit_every else None
@@ -116,18 +117,14 @@ class Collector:
         return self._state().global_step
 
     @property
-    def visit(self) -> int:
-        """How often the prompts of this batch were rolled out before: whole epochs taken."""
+    def epoch(self) -> int:
+        """Whole epochs taken."""
         return int((self._state().epoch or 0.0) + 1e-6)
 
     @property
     def batch_is_current(self) -> bool:
         """True while no update was made since the rollout, so that trainer and engine describe the same weights."""
-        return self.batch is not None and self.batch.completions[0].version == self.version
-
-    def last(self) -> LastRollout:
-        """What was generated last; call it after a step."""
-        return LastRollout(self._rows, self.batch, self._rewards)
+        return self.last is not None and self.last.batch.completions[0].version == self.version
 
     def sync(self) -> None:
         """Brings the engine to the current weights; costs nothing when it has them."""
@@ -135,43 +132,90 @@ class Collector:
         if self._sent == self.version and engine.own_weights:
             return
         began = time.perf_counter()
-        weights.send(engine, self._policy(), self.version, self._probe)
+        weights.send(engine, self._policy(), self.version, self._probe, self._dtype)
         self._sent = self.version
         if engine.own_weights:
             self._metrics["timing_s/sync"] = time.perf_counter() - began
 
-    def generate(self, inputs: list[dict]) -> tuple[list[Row], RolloutBatch]:
-        """One response to each of this process's dataset rows, whose groups may go on in the next process."""
-        self._inputs = inputs
-        self._rows = [Row(row["example_id"], tuple(self._render(row))) for row in inputs]
-        first = self._accelerator.process_index * len(inputs)
-        slots = [(first + i) % self._group_size for i in range(len(inputs))]
-        self.sync()
-        if self.refit:
-            old = [self.stage.rollout.cache.get(row.example_id, s) for row, s in zip(self._rows, slots, strict=True)]
-            self._metrics |= self.refit.step(self._rows, [text and text.tokens for text in old])
-        self.batch = self.stage.generate(self._rows, visit=self.visit, step=self.version, slots=slots)
-        check_batch(self.batch, len(inputs))
-        return self._rows, self.batch
+    def collect(self, inputs: list[dict]) -> Scored:
+        """One scored response to each of this process's dataset rows, whose groups may go on in the next process.
 
-    def reward(self) -> list[float | None]:
-        """The total reward of each response of the batch; None masks the row."""
+        With dynamic sampling some groups are then of other dataset rows than was asked for.
+        """
+        first = self._accelerator.process_index * len(inputs)
+        self.sync()
+        self._fields = {row["example_id"]: row for row in inputs}
+        if self.refit:
+            self._refit(inputs, first)
+        self._whole = self.last = self._roll_out(inputs, first)
+        if self._options.refill_rounds:
+            self.last = self._refill(self._whole, first)
+        return self.last
+
+    def _roll_out(self, inputs: list[dict], first: int) -> Scored:
+        """Args: first: place of the first row among those of all processes."""
+        self._fields |= {row["example_id"]: row for row in inputs}
+        rows = [Row(row["example_id"], tuple(self._render(row))) for row in inputs]
+        slots = [(first + i) % self._group_size for i in range(len(inputs))]
+        batch = self.stage.generate(rows, step=self.version, slots=slots)
+        check_batch(batch, len(inputs))
         began = time.perf_counter()
-        done = self.batch.completions
-        totals, metrics = self._score(self._inputs, self._decode([c.tokens for c in done]))
-        self._rewards = [
+        totals, metrics = self._score(inputs, self._decode([c.tokens for c in batch.completions]))
+        rewards = [
             None if total is None or c.failure else total + self._overlong(c.tokens)
-            for total, c in zip(totals, done, strict=True)
+            for total, c in zip(totals, batch.completions, strict=True)
         ]
-        self._metrics |= metrics | {"timing_s/reward": time.perf_counter() - began}
-        return self._rewards
+        spent = {"timing_s/reward": time.perf_counter() - began}
+        for name, value in (metrics | spent).items():  # what further prompts cost and fail at adds up
+            adds = name in self._metrics and name in ("timing_s/reward", "reward/failed", "reward/timeouts")
+            self._metrics[name] = self._metrics[name] + value if adds else self._metrics.get(name, value)
+        return Scored(inputs, rows, batch, rewards)
+
+    def _refill(self, got: Scored, first: int) -> Scored:
+        """The rows of the step, those of uniform groups replaced as far as further prompts went: trainers/refill.py."""
+        world, rank = self._accelerator.num_processes, self._accelerator.process_index
+        asked = self._exchange([(row.example_id, reward) for row, reward in zip(got.rows, got.rewards, strict=True)])
+        further: list[Scored] = []
+
+        def roll_out(indices: list[int]) -> list[float | None]:
+            rows = [index for index in indices for _ in range(self._group_size)]
+            begin, end = (len(rows) * i // world for i in (rank, rank + 1))
+            own = self._roll_out([self._dataset[index] for index in rows[begin:end]], begin)
+            self._whole = self._whole + own
+            further.extend(self._exchange([own]))
+            return [reward for part in further[-world:] for reward in part.rewards]
+
+        rewards, taken = [reward for _, reward in asked], {example_id for example_id, _ in asked}
+        rounds, size = self._options.refill_rounds, self._group_size
+        places, metrics = refill(rewards, size, self._further(taken), roll_out, rounds)
+        known = [reward for reward in rewards if reward is not None]
+        self._metrics |= metrics | {"reward": sum(known) / len(known) if known else math.nan}
+        whole, order = sum(further, got), []
+        for place in range(first, first + len(got.rows)):
+            group, slot = divmod(place, size)
+            order.append(len(got.rows) + places[group] * size + slot if group in places else place - first)
+        return whole.select(order)
+
+    def _further(self, taken: set[str]) -> Iterator[int]:
+        """Dataset rows of other prompts in an order of this step's own, the same in all processes."""
+        key = derive_key(self._seed, "refill", 0, self.version, "trainer")
+        order = torch.randperm(len(self._dataset), generator=torch.Generator().manual_seed(key))
+        return (index for index in order.tolist() if self._dataset[index]["example_id"] not in taken)
+
+    def _refit(self, inputs: list[dict], first: int) -> None:
+        """Refits the judge to what the old texts of this step's rows and the policy differ in now."""
+        rows = [Row(row["example_id"], tuple(self._render(row))) for row in inputs]
+        slots = [(first + i) % self._group_size for i in range(len(inputs))]
+        old = [self.stage.rollout.cache.get(row.example_id, slot) for row, slot in zip(rows, slots, strict=True)]
+        self._metrics |= self.refit.step(rows, [text and text.tokens for text in old])
 
     def finish(self) -> dict[str, float]:
-        """Stores the batch, runs the control rows that are due, and returns the metrics over all processes."""
-        metrics = self._metrics | self.stage.finish(
-            self._rows, self.batch, self._rewards, visit=self.visit, step=self.version
-        )
+        """Stores what was rolled out, runs the control rows that are due, and returns metrics over all processes."""
+        whole = self._whole
+        metrics = self._metrics | self.stage.finish(whole.rows, whole.batch, whole.rewards, step=self.version)
         self._metrics = {}
+        if self.stage.measured:  # plain decoding takes the engine's path too, and would not tell that it is a wrong one
+            weights.check(self.engine, self._policy(), self.version, self._probe)
         if self.cotraining:
             self._observe()
         return across_processes(metrics, self._accelerator)
@@ -195,9 +239,10 @@ class Collector:
 
     def _observe(self) -> None:
         """Shows co-training the rows of the rollout that have a response."""
-        done = [(row.prompt, c) for row, c in zip(self._rows, self.batch.completions, strict=True) if not c.failure]
+        whole = self._whole
+        done = [(row.prompt, c) for row, c in zip(whole.rows, whole.batch.completions, strict=True) if not c.failure]
         texts, rejected = [(prompt, c.tokens) for prompt, c in done], [c.rejected for _, c in done]
-        self.cotraining.observe(texts, rejected, self.version, self.batch.stats)
+        self.cotraining.observe(texts, rejected, self.version, whole.batch.stats)
 
     # Refits of the judge -----------------------------------------------------------------------------------------
 
@@ -234,9 +279,9 @@ class Collector:
         config = self.stage.rollout.config
         if config.acceptance == "lenient" or config.router.kind != "off":
             logp, behaviour = drawn, torch.zeros_like(drawn)
-            for i, c in enumerate(self.batch.completions):
+            for i, c in enumerate(self.last.batch.completions):
                 behaviour[i, : len(c.tokens)] = torch.tensor(c.behaviour_logprobs)
-        elif config.engine != "transformers" and not self.old_from_engine and self._options.correction != "none":
+        elif self._other_numerics and not self.old_from_engine and self._options.correction != "none":
             logp, behaviour = own(), drawn
         else:
             return None
@@ -246,6 +291,13 @@ class Collector:
             self._metrics |= {f"sampling/importance_sampling_ratio/{k}": v.item() for k, v in summary.items()}
         return ratios
 
+    @property
+    def _other_numerics(self) -> bool:
+        """True when the engine computes with another implementation or other weights than the trainer."""
+        return self.stage.rollout.config.engine != "transformers" or (
+            self._options.precision == "bf16" and self.engine.own_weights
+        )
+
     # -------------------------------------------------------------------------------------------------------------
 
     def _decode(self, responses: Sequence[list[int]]) -> list[str]:
@@ -253,13 +305,12 @@ class Collector:
 
     def _score_tokens(self, rows: Sequence[Row], responses: Sequence[list[int]]) -> list[float | None]:
         """Rewards of control rows and of mined texts; they are not logged as the step's rewards."""
-        fields = {row["example_id"]: row for row in self._inputs}
-        totals, _ = self._score([fields[row.example_id] for row in rows], self._decode(responses))
+        totals, _ = self._score([self._fields[row.example_id] for row in rows], self._decode(responses))
         return [None if t is None else t + self._overlong(ids) for t, ids in zip(totals, responses, strict=True)]
 
     def _overlong(self, ids: Sequence[int]) -> float:
         cap = self.stage.rollout.config.max_new_tokens
-        return overlong_penalty(len(ids), cap, self._options.overlong_buffer)
+        return overlong_penalty(len(ids), cap, self._options.overlong_tokens(cap))
 
 
 def check_batch(batch: RolloutBatch, rows: int) -> None:

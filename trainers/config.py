@@ -52,6 +52,9 @@ class TrainerConfig:
     )
     minibatches: int = doc(1, "optimiser steps in each pass over the rollout batch, on parts of it (ppo)")
     clip: float = doc(0.2, "clip range of the probability ratio")
+    ratio: Literal["token", "sequence"] = doc(
+        "token", "what is clipped: each token's ratio, or the response's, its tokens' geometric mean (GSPO)"
+    )
     clip_high: float = doc(0.0, "upper clip range; 0 means: same as clip (grpo, ppo) or 0.28 (dapo clip-higher)")
     beta: float = doc(0.0, "KL penalty to the initial policy")
     kl_penalty: Literal["reward", "loss"] = doc(
@@ -66,8 +69,15 @@ class TrainerConfig:
     )
     scale_rewards: Literal["group", "batch", "none"] = doc("group", "what the advantage is divided by")
     mask_truncated: bool = doc(False, "leave truncated responses out of the loss (DAPO overlong filtering)")
-    overlong_buffer: int = doc(
-        0, "DAPO soft overlong punishment: tokens before the cap over which the penalty grows to 1; 0 is off"
+    overlong_buffer: int | Literal["auto"] = doc(
+        "auto",
+        "DAPO soft overlong punishment: tokens before the cap over which the penalty grows to 1; 0 is off; auto: a "
+        "fifth of the cap for dapo, else off",
+    )
+    refills: int | Literal["auto"] = doc(
+        "auto",
+        "DAPO dynamic sampling: how often in a step further prompts are rolled out, at most, to replace groups whose "
+        "rewards are all alike; 0 is off; auto: 10 for dapo, else off",
     )
     max_grad_norm: float = doc(1.0, "gradient clipping")
     weight_decay: float = doc(0.0, "AdamW weight decay")
@@ -79,7 +89,11 @@ class TrainerConfig:
         "weights p_new/behaviour for tokens of lossy rules or of an engine with other numerics; none trains as drawn",
     )
     correction_cap: float = doc(2.0, "largest weight (truncate) or largest admitted ratio (mask)")
-    precision: Literal["fp32", "bf16"] = doc("fp32", "parameter and activation type")
+    precision: Literal["fp32", "bf16", "pure_bf16"] = doc(
+        "fp32",
+        "fp32; bf16: fp32 weights and optimiser, the update in bf16 autocast, rollouts by a bf16 copy; pure_bf16: bf16 "
+        "weights too, which hardly move at small learning rates",
+    )
     gradient_checkpointing: bool = doc(False, "trade time for activation memory")
     save_every: int = doc(0, "checkpoint every N steps; 0 only at the end")
     keep_checkpoints: int = doc(2, "newest checkpoints kept")
@@ -91,6 +105,15 @@ class TrainerConfig:
     critic: CriticConfig = field(
         default_factory=CriticConfig, metadata={"help": "the value function of algorithm=ppo with advantage=gae"}
     )
+
+    @property
+    def refill_rounds(self) -> int:
+        """Most rounds of dynamic sampling in a step."""
+        return (10 if self.algorithm == "dapo" else 0) if self.refills == "auto" else self.refills
+
+    def overlong_tokens(self, cap: int) -> int:
+        """Tokens before the cap over which the overlong penalty grows; 0 never punishes."""
+        return (cap // 5 if self.algorithm == "dapo" else 0) if self.overlong_buffer == "auto" else self.overlong_buffer
 
     @property
     def steps_per_rollout(self) -> int:

@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from rollout.types import RolloutError
-from trainers.checkpoint import write_durably
+from trainers.manifest import write_durably
 from trainers.texts import Text
 
 WEIGHTS, STATE, MOMENTS = "drafter.safetensors", "drafter.json", "adamw/"

@@ -105,11 +105,11 @@ class GRPOTrainerWithReuse(Rollouts, GRPOTrainer):
             repeat_count=self.num_iterations * self.args.steps_per_generation,
             shuffle=self.shuffle_dataset,
             seed=self.args.seed,
-            epoch=lambda: self.collector.visit,
+            epoch=lambda: self.collector.epoch,
         )
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        self._inputs = inputs
+        inputs = self.collector.collect(inputs).inputs
         updates, self.num_iterations = self.num_iterations, 1  # no pass for old log-probs: the first update has them
         try:
             out = self._with_behaviour(super()._generate_and_score_completions(inputs))
@@ -117,13 +117,16 @@ class GRPOTrainerWithReuse(Rollouts, GRPOTrainer):
             self.num_iterations = updates
         for part in ("mean", "std"):  # of the one function that TRL sees: `reward` and `reward_std` again
             self._metrics["train"].pop(f"rewards/{self._total_reward.__name__}/{part}", None)
-        for name, value in self.collector.finish().items():
+        found = self.collector.finish()
+        if "reward" in found:  # of the prompts that were sampled; TRL's is of those that are trained on
+            self._metrics["train"]["reward"][-1] = found.pop("reward")
+        for name, value in found.items():
             self._metrics["train"][name].append(value)
         return out
 
     def _rollout(self, prompts: list, trainer: GRPOTrainer) -> dict[str, list]:
-        """TRL's rollout_func. Rows come from the stashed inputs, as prompts alone do not identify an example."""
-        rows, batch = self.collector.generate(self._inputs)
+        """TRL's rollout_func: what was collected before, as prompts alone do not identify an example."""
+        rows, batch = self.collector.last.rows, self.collector.last.batch
         stand_in = [self.processing_class.pad_token_id]  # TRL cannot take an empty response; it is masked afterwards
         return {
             "prompt_ids": [list(row.prompt) for row in rows],
@@ -133,7 +136,7 @@ class GRPOTrainerWithReuse(Rollouts, GRPOTrainer):
 
     def _total_reward(self, **_: Any) -> list[float | None]:
         """TRL's reward function: one total per row. None masks the row, as TRL 1.16 leaves it out of its group."""
-        return self.collector.reward()
+        return self.collector.last.rewards
 
     def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, *args: Any, **kwargs: Any):
         if not torch.is_grad_enabled():  # the only such pass that TRL is left to ask for is the reference policy's
@@ -162,7 +165,7 @@ class GRPOTrainerWithReuse(Rollouts, GRPOTrainer):
 
     def _with_behaviour(self, out: dict[str, Any]) -> dict[str, Any]:
         """Old log-probs from the engine, and weights for tokens that another law or another engine drew."""
-        for i, c in enumerate(self.collector.batch.completions):
+        for i, c in enumerate(self.collector.last.batch.completions):
             if c.failure:
                 out["completion_mask"][i] = 0
         drawn = out["sampling_per_token_logps"]
@@ -227,6 +230,7 @@ def grpo_config(trainer: TrainerConfig, rollout: RolloutConfig, **run: Any) -> G
         temperature=rollout.temperature,
         top_p=rollout.top_p,
         top_k=rollout.top_k,
+        importance_sampling_level=trainer.ratio,
         epsilon=trainer.clip,
         epsilon_high=trainer.clip_high or (0.28 if dapo else trainer.clip),
         beta=trainer.beta,

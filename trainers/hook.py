@@ -3,40 +3,56 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from accelerate.utils import gather_object
+from accelerate.utils import broadcast_object_list, gather_object
 
 from rollout.cache import Fingerprint, TrajectoryCache
 from rollout.config import RolloutConfig
 from rollout.engines import EngineSpec, build_engine
 from rollout.speculative import SpeculativeRollout
 from rollout.types import RolloutBatch, RolloutError, Row
+from trainers.hook_limits import check_config, check_trainer
+from trainers.hook_state import Asked, SaveReuse, load_trajectories, read_state
+from trainers.stage import rollout_metrics
+
+LOGGED = (
+    "spec/hit_rate",
+    "spec/reused_ratio",
+    "spec/full_reuse_ratio",
+    "spec/draft_acceptance_rate",
+    "spec/passes_per_row",
+    "timing_s/gen",
+)
+"""What TRL's log shows of a rollout (docs/metrics.md)."""
 
 
 class ReuseRollouts:
     """A `rollout_func` of TRL's GRPOTrainer (1.16): rollouts by the trainer's own model that reuse old responses.
 
-    The trainer's arguments give sampling law, cap, group size and seed. A prompt is known by its token ids. Responses
-    are those of plain decoding with the same keys (`RolloutConfig(acceptance="off")`). What is stored lives as long as
-    the object: a resumed script begins with an empty cache, which costs time and changes no token. Checkpoints, control
-    steps, the report and other engines are those of `python -m specrl.train`.
+    Responses follow the law that TRL's own generate samples from, with other noise: token for token they are those of
+    `ReuseRollouts(RolloutConfig(acceptance="off"))`, which drafts nothing (fp32 on a CPU; elsewhere up to rounding).
 
-    Args: config: options of reuse (`acceptance`, `replay`, `sources`, `cache`, memory bounds); what the trainer's
-    arguments give is taken from there.
+    The trainer's arguments give sampling law, cap, group size, seed and precision; its tokenizer and chat template the
+    prompts. What it cannot do as TRL would is refused at the first rollout. A prompt is known by its token ids. Every
+    time it is asked for its noise is fresh, whatever the data set does; evaluation draws noise of its own and stores
+    nothing. TRL's checkpoints hold what a resumed run needs, in `checkpoint-N/specrl`. Metrics go into TRL's log
+    (docs/metrics.md). Control steps, the report and other engines are those of `python -m specrl.train`.
+
+    Args: config: options of reuse (`acceptance`, `replay`, `sources`, `cache.max_mb`, memory bounds); what the
+    trainer's arguments give is taken from there.
     """
 
     def __init__(self, config: RolloutConfig | None = None):
         self._config = config or RolloutConfig()
-        lossy = self._config.acceptance in ("lenient", "judged") or self._config.router.kind != "off"
-        if self._config.engine != "transformers" or lossy:
-            raise RolloutError(
-                "ReuseRollouts runs the trainer's own model under the exact rule; engine=vllm, acceptance=lenient or "
-                "judged, and routers need python -m specrl.train"
-            )
+        check_config(self._config)
+        self._trainer: Any = None
         self._rollout: SpeculativeRollout | None = None
+        self._asked = Asked()
+        self._begun = False
         self.last: RolloutBatch | None = None
         """The latest batch of this process, with what was reused and what it cost."""
 
@@ -44,55 +60,98 @@ class ReuseRollouts:
         """Token ids and log-probs of one response to each prompt, as TRL takes them.
 
         Args: prompts: texts or chat messages, each repeated group size times; trainer: the GRPOTrainer.
+
+        Raises: RolloutError: an argument of the trainer asks for what this cannot do.
         """
-        rollout = self._rollout = self._rollout or self._open(trainer)
-        rows = [_row(trainer, prompt) for prompt in prompts]
-        step, gather = trainer.state.global_step, self._exchange(trainer)
-        seen = gather([row.example_id for row in rows])  # equal prompts, here or in other processes, share no slot
-        first = trainer.accelerator.process_index * len(rows)
+        training = trainer.model.training  # as TRL tells the two apart
+        rollout = self._ready(trainer, training)
+        rows, gather = _rows(trainer, prompts), _exchange(trainer)
+        parts = gather([[row.example_id for row in rows]])  # one list a process
+        everyone = [example_id for part in parts for example_id in part]
+        first = sum(map(len, parts[: trainer.accelerator.process_index]))
+        own, domain = slice(first, first + len(rows)), "rollout" if training else "evaluation"
+        step = max(trainer.state.global_step, rollout.engine.weight_version)  # a second train() begins at 0 again
         rollout.engine.update_weights(None, step)
-        self.last = batch = rollout.generate(
-            rows,
-            visit=int((trainer.state.epoch or 0.0) + 1e-6),
-            step=step,
-            slots=[seen[:at].count(seen[at]) for at in range(first, first + len(rows))],
-        )
-        if rollout.cache is not None:
+        with trainer.accelerator.autocast():  # the law that the trainer's own passes give these weights
+            self.last = batch = rollout.generate(
+                rows,
+                visit=self._asked.next(domain, everyone)[own],
+                step=step,
+                slots=_occurrences(everyone)[own],  # equal prompts, here or in other processes, share no slot
+                domain=domain,
+            )
+        if training and rollout.cache is not None:
             entries = rollout.entries(rows, batch, step=step)
             with batch.charge_store():
                 rollout.cache.merge(gather(entries))
+        metrics = rollout_metrics(batch)
+        for name in metrics.keys() & set(LOGGED):
+            trainer._log_metric(name, metrics[name])  # TRL takes the mean over processes, evaluation's apart
         return {
             "prompt_ids": [list(row.prompt) for row in rows],
             "completion_ids": [c.tokens for c in batch.completions],
             "logprobs": [c.logprobs for c in batch.completions],
         }
 
-    @staticmethod
-    def _exchange(trainer: Any) -> Callable[[list], list]:
-        return gather_object if trainer.accelerator.num_processes > 1 else lambda entries: entries
+    def _ready(self, trainer: Any, training: bool) -> SpeculativeRollout:
+        """The rollout, made at the first call and brought to where a resumed script goes on."""
+        if self._rollout is None:
+            self._rollout, self._trainer = self._open(trainer), trainer
+            trainer.add_callback(SaveReuse(self._rollout, self._asked))
+        elif trainer is not self._trainer:
+            raise RolloutError("ReuseRollouts serves one GRPOTrainer, whose model it runs; give each one its own")
+        if not self._begun and trainer.state.global_step:
+            self._resume(trainer)
+        self._begun = self._begun or training or trainer.state.global_step > 0
+        return self._rollout
 
     def _open(self, trainer: Any) -> SpeculativeRollout:
-        args, model = trainer.args, trainer.accelerator.unwrap_model(trainer.model)
+        model = trainer.accelerator.unwrap_model(trainer.model)
+        check_trainer(trainer, model)
+        args = trainer.args
         config = replace(
             self._config,
             group_size=trainer.num_generations,
             temperature=args.temperature,
             top_p=args.top_p,
-            top_k=args.top_k or 0,
+            top_k=args.top_k,
             max_new_tokens=trainer.max_completion_length,
         )
-        ends = getattr(model.generation_config, "eos_token_id", None)
-        eos_ids = {trainer.processing_class.eos_token_id, *(ends if isinstance(ends, list) else [ends])} - {None}
-        engine = build_engine(EngineSpec(eos_ids=frozenset(eos_ids), rollout=config), model)
-        cache = TrajectoryCache(Fingerprint(), engine.vocab, frozenset(eos_ids), max_mb=config.cache.max_mb)
+        eos_ids = frozenset(trainer.eos_token_ids)
+        with trainer.accelerator.autocast():
+            engine = build_engine(EngineSpec(eos_ids=eos_ids, rollout=config), model)
+        cache = TrajectoryCache(Fingerprint(), engine.vocab, eos_ids, max_mb=config.cache.max_mb)
         return SpeculativeRollout(engine, cache, config, args.seed)
 
+    def _resume(self, trainer: Any) -> None:
+        """Goes on from the checkpoint that the trainer was resumed from."""
+        main = trainer.accelerator.is_main_process
+        [state] = broadcast_object_list([read_state(trainer.args, trainer.state) if main else None])
+        if state is None:
+            self._asked.skip(trainer.state.global_step, trainer.args.gradient_accumulation_steps)
+            return
+        self._asked.restore(state)
+        load_trajectories(trainer.args, trainer.state, self._rollout)
 
-def _row(trainer: Any, prompt: Any) -> Row:
-    """A prompt as token ids, known by them."""
-    tokenizer = trainer.processing_class
-    if isinstance(prompt, str):
-        ids = tokenizer(prompt, add_special_tokens=True)["input_ids"]
-    else:
-        ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
-    return Row(hashlib.blake2b(repr(ids).encode(), digest_size=16).hexdigest(), tuple(ids))
+
+def _rows(trainer: Any, prompts: Sequence[Any]) -> list[Row]:
+    """Prompts as the token ids that TRL makes of them, known by these."""
+    tokenized, images, _ = trainer._tokenize_prompts(list(prompts))
+    if images is not None:
+        raise RolloutError("ReuseRollouts cannot show images to the model; leave rollout_func out for such prompts")
+    return [Row(hashlib.blake2b(repr(ids).encode(), digest_size=16).hexdigest(), tuple(ids)) for ids in tokenized]
+
+
+def _exchange(trainer: Any) -> Callable[[list], list]:
+    """Turns a list of this process into that of all, in order."""
+    return gather_object if trainer.accelerator.num_processes > 1 else lambda entries: entries
+
+
+def _occurrences(ids: Sequence[str]) -> list[int]:
+    """How often each id stands before its place."""
+    seen: Counter[str] = Counter()
+    found = []
+    for example_id in ids:
+        found.append(seen[example_id])
+        seen[example_id] += 1
+    return found

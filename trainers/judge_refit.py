@@ -13,8 +13,8 @@ from safetensors import SafetensorError
 
 from rollout.routers.judge import JudgeHead
 from rollout.types import RolloutError, Row
-from trainers.checkpoint import write_durably
 from trainers.judge import Labels, fit_judge
+from trainers.manifest import write_durably
 from trainers.mining import Miner, while_followed
 
 STATE = "judge.safetensors"

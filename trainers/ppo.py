@@ -84,6 +84,8 @@ class PPOTrainer(Rollouts):
         options, critic = self._options, self._options.critic
         valued = options.advantage == "gae"
         trunk = trunk_of(model) if valued and critic.model == "separate" else None
+        if trunk is not None and options.precision == "bf16":
+            trunk.float()  # it is trained whole, also where adapters leave the policy's own weights in bf16
         plain = {"trunk": None, "valued": False, "temperature": temperature, "entropic": False}
         self._reference, self._initial = None, nullcontext
         if options.beta and not peft_config:
@@ -161,8 +163,8 @@ class PPOTrainer(Rollouts):
 
     def _collect(self) -> tuple[Experience, dict[str, float]]:
         """Rolls out, scores with policy, critic and reference, and turns rewards into advantages."""
-        rows, batch = self.collector.generate(self._inputs())
-        rewards = self.collector.reward()
+        got = self.collector.collect(self._inputs())
+        rows, batch, rewards = got.rows, got.batch, got.rewards
         cut = [self._options.mask_truncated and c.finish == "length" for c in batch.completions]
         trained = [reward is not None and not out for reward, out in zip(rewards, cut, strict=True)]
         pad_id, device = self._tokenizer.pad_token_id, self.accelerator.device

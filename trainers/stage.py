@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
 from typing import Any
 
 from rollout.replay import reuse_gap
 from rollout.speculative import SpeculativeRollout
 from rollout.types import RolloutBatch, RolloutError, Row
+from rollout.visits import Visits
 
 Score = Callable[[Sequence[Row], Sequence[list[int]]], list[float | None]]
 """Total reward of each response given as token ids; None where the reward failed."""
@@ -34,14 +36,21 @@ class RolloutStage:
     ):
         self.rollout, self._score, self._strict, self._exchange = rollout, score, strict, exchange
         self._plain_s_per_token: float | None = None
-        self._rollouts = 0
+        self._rollouts, self._visits = 0, Visits()
 
-    def generate(self, rows: Sequence[Row], *, visit: int, step: int, slots: Sequence[int]) -> RolloutBatch:
-        """See SpeculativeRollout.generate."""
-        return self.rollout.generate(rows, visit=visit, step=step, slots=slots)
+    def generate(self, rows: Sequence[Row], *, step: int, slots: Sequence[int]) -> RolloutBatch:
+        """See SpeculativeRollout.generate. The call is one visit to each of its prompts."""
+        return self.rollout.generate(rows, visit=self._count(rows), step=step, slots=slots)
+
+    def _count(self, rows: Sequence[Row]) -> list[int]:
+        """How often the prompt of each row was rolled out before, by any process."""
+        asked = self._exchange([row.example_id for row in rows])
+        seen = dict(zip(asked, self._visits.next(asked), strict=True))
+        self.rollout.replay.until(max(seen.values()))  # in step in all processes, whichever has the latest visit
+        return [seen[row.example_id] for row in rows]
 
     def finish(
-        self, rows: Sequence[Row], batch: RolloutBatch, rewards: Sequence[float | None], *, visit: int, step: int
+        self, rows: Sequence[Row], batch: RolloutBatch, rewards: Sequence[float | None], *, step: int
     ) -> dict[str, float]:
         """Stores the batch, runs the control rows that are due, and returns the step's metrics."""
         if self.rollout.cache is not None:
@@ -53,14 +62,15 @@ class RolloutStage:
         if config.router.kind != "off":
             metrics |= lossy_metrics(batch)
         self._rollouts += 1
-        if config.measure_every and self._rollouts % config.measure_every == 0:
+        if self.measured:
             if config.acceptance == "exact":
                 metrics |= self._control(rows, batch)
             # the baseline of an `auto` run measures too, as its keys follow from what is measured
             if config.replay and (config.acceptance == "exact" or config.replay == "auto"):
-                metrics |= self._reuse_gap(rows, batch, rewards, visit=visit, step=step)
+                metrics |= self._reuse_gap(rows, batch, rewards, step=step)
         if config.replay:
-            metrics["spec/replay_share"] = self.rollout.replay.until(visit)[visit]
+            shares = self.rollout.replay.until(max(batch.visits))
+            metrics["spec/replay_share"] = sum(shares[visit] for visit in batch.visits) / len(batch.visits)
         if self._plain_s_per_token is not None:
             plain_s = self._plain_s_per_token * sum(len(c.tokens) for c in batch.completions)
             metrics["spec/saved_s_est"] = plain_s - batch.total_s
@@ -68,9 +78,20 @@ class RolloutStage:
             metrics |= self.rollout.cache.stats()
         return metrics
 
+    @property
+    def measured(self) -> bool:
+        """True from `finish` of a control step on, until the next step's."""
+        every = self.rollout.config.measure_every
+        return bool(every and self._rollouts and self._rollouts % every == 0)
+
     def _control(self, rows: Sequence[Row], batch: RolloutBatch) -> dict[str, float]:
         """The same rows by plain decoding with the same keys, timed and compared token for token."""
-        plain = self.rollout.plain(rows, batch.keys)
+        plain, ends = None, list(accumulate(batch.calls or [len(rows)]))
+        for first, end in pairwise(
+            [0, *ends]
+        ):  # calls of the same rows, as rows that are decoded together share passes
+            part = self.rollout.plain(rows[first:end], batch.keys[first:end])
+            plain = part if plain is None else plain + part
         differing = [
             i for i, (a, b) in enumerate(zip(batch.completions, plain.completions, strict=True)) if a.tokens != b.tokens
         ]
@@ -89,17 +110,16 @@ class RolloutStage:
             "spec/control_mismatches": len(differing),
         }
 
-    def _reuse_gap(self, rows, batch: RolloutBatch, rewards, *, visit: int, step: int) -> dict[str, float]:
+    def _reuse_gap(self, rows, batch: RolloutBatch, rewards, *, step: int) -> dict[str, float]:
         """Mean reward of replayed rows minus that of fresh rows of the same prompts and slots (docs/guarantees.md)."""
         chosen = [
             i for i, (replayed, r) in enumerate(zip(batch.replayed, rewards, strict=True)) if replayed and r is not None
         ]
         by_prompt, spent = defaultdict(list), 0.0
         if chosen:
-            control_rows = [rows[i] for i in chosen]
-            control = self.rollout.generate(
-                control_rows, visit=visit, step=step, slots=[batch.slots[i] for i in chosen], fresh=True
-            )
+            control_rows, slots = [rows[i] for i in chosen], [batch.slots[i] for i in chosen]
+            visits = [batch.visits[i] for i in chosen]
+            control = self.rollout.generate(control_rows, visit=visits, step=step, slots=slots, domain="control")
             spent = control.total_s
             scores = self._score(control_rows, [c.tokens for c in control.completions])
             for i, score in zip(chosen, scores, strict=True):
@@ -113,12 +133,17 @@ class RolloutStage:
 
     def state(self) -> dict[str, Any]:
         """What a resumed run needs to measure at the same steps and to derive the same keys, as JSON types."""
-        return {"rollouts": self._rollouts, "replay": self.rollout.replay.state()}
+        return {
+            "rollouts": self._rollouts,
+            "replay": self.rollout.replay.state(),
+            "visits": self._visits.state(),
+        }
 
     def restore(self, state: dict[str, Any]) -> None:
         """Goes on from `state` of a checkpoint."""
         self._rollouts = state["rollouts"]
         self.rollout.replay.restore(state["replay"])
+        self._visits = Visits(state["visits"])
 
 
 def rollout_metrics(batch: RolloutBatch) -> dict[str, float]:

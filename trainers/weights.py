@@ -8,21 +8,29 @@ import torch
 from accelerate import Accelerator, DistributedType
 from torch import Tensor
 
-from rollout.engines.base import Engine, Probe
+from rollout.engines.base import Engine, Probe, evaluation
 from rollout.types import RolloutError
 
 PROBE_TOKENS = 64
-TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.1}
-"""Largest log-prob difference, in nats, that rounding explains between two implementations of a model."""
+STRICT = 1e-3
+"""Largest log-prob difference, in nats, that rounding in float32 explains between two implementations of a model."""
+INSIDE = {torch.bfloat16: 0.05, torch.float16: 0.02}
+"""Mean difference, in nats, that the coarser types' rounding inside a model explains, before its logits are rounded."""
+OUTLIERS = 1 / 16
+"""Share of tokens that may differ by much more than the mean may, where single tokens are at the mercy of rounding."""
 
 
-def send(engine: Engine, policy: torch.nn.Module, version: int, tokens: Sequence[int]) -> None:
+def send(
+    engine: Engine, policy: torch.nn.Module, version: int, tokens: Sequence[int], dtype: torch.dtype | None = None
+) -> None:
     """Brings the engine to the policy's weights, proven by the log-probs of `tokens`; a shared model is only versioned.
 
-    Every process of a sharded policy must call it: gathering is collective.
+    Every process of a sharded policy must call it: gathering is collective. Args: dtype: of the engine's weights,
+    None where it is the policy's.
     """
     if engine.own_weights:
-        engine.update_weights(named_weights(policy), version, probe(policy, tokens))
+        weights = ((name, weight.to(dtype or weight.dtype)) for name, weight in named_weights(policy))
+        engine.update_weights(weights, version, probe(policy, tokens, dtype))
     else:
         engine.update_weights(None, version)
 
@@ -67,14 +75,35 @@ def named_weights(policy: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
         yield name, weight.full_tensor() if hasattr(weight, "full_tensor") else weight
 
 
+def check(engine: Engine, policy: torch.nn.Module, version: int, tokens: Sequence[int]) -> None:
+    """Raises RolloutError when an engine that shares the policy gives `tokens` other log-probs than the policy does.
+
+    Its path was compared with the policy's when it was built; the policy may have been changed since. An engine that
+    holds its own copy is checked whenever weights are sent.
+    """
+    if not engine.own_weights:
+        expected = probe(policy, tokens)
+        expected.check(engine.score(expected.tokens), version)
+
+
 @torch.no_grad()
-def probe(policy: torch.nn.Module, tokens: Sequence[int]) -> Probe:
-    """What the trainer's policy gives the first PROBE_TOKENS of a text (at least two tokens)."""
+def probe(policy: torch.nn.Module, tokens: Sequence[int], dtype: torch.dtype | None = None) -> Probe:
+    """What the trainer's policy gives the first PROBE_TOKENS of a text (at least two tokens).
+
+    In float32 every token must agree. In coarser types the logits themselves are rounded: to steps of 0.125 in bfloat16
+    where the largest lies in [16, 32), so that single tokens may well differ by two steps. The mean of all differs by
+    about half a step at most, and by what the model's inside adds.
+
+    Args: dtype: the engine's; the coarser of the two decides what rounding explains. None: the policy's own.
+    """
     ids = torch.tensor([list(tokens)[:PROBE_TOKENS]], device=next(policy.parameters()).device)
-    training = policy.training
-    policy.eval()
-    logits = policy(input_ids=ids).logits[0].float()
-    policy.train(training)
-    logp = logits[:-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
-    dtype = next(policy.parameters()).dtype
-    return Probe(tuple(ids[0].tolist()), tuple(logp.tolist()), TOLERANCE.get(dtype, TOLERANCE[torch.bfloat16]))
+    with evaluation(policy):
+        logits = policy(input_ids=ids).logits[0, :-1].float()
+    logp = logits.log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
+    text, own = (tuple(ids[0].tolist()), tuple(logp.tolist())), next(policy.parameters()).dtype
+    coarser = max(own, dtype or own, key=lambda kind: torch.finfo(kind).eps)
+    if coarser not in INSIDE:
+        return Probe(*text, STRICT)
+    exponent = torch.frexp(logits.abs().amax(-1)).exponent  # the largest logit lies in [2^(exponent - 1), 2^exponent)
+    step = torch.finfo(coarser).eps * torch.exp2(exponent - 1.0).mean().item()
+    return Probe(*text, INSIDE[coarser] + 0.6 * step, OUTLIERS)

@@ -116,13 +116,16 @@ class Run:
 
     def _step(self, prompts: Sequence[int], epoch: int, step: int) -> None:
         rows = [Row(f"prompt-{i}", (i % toy.TASKS, toy.END)) for i in prompts for _ in range(GROUP)]
-        slots, visit = [i % GROUP for i in range(len(rows))], 0 if self.arm.constant else epoch
+        slots = [i % GROUP for i in range(len(rows))]
         self.stage.rollout.engine.update_weights(None, step)
-        batch = self.stage.generate(rows, visit=visit, step=step, slots=slots)
+        if self.arm.constant:
+            batch = self.stage.rollout.generate(rows, visit=0, step=step, slots=slots)
+        else:
+            batch = self.stage.generate(rows, step=step, slots=slots)
         rewards = self._rewards(rows, [c.tokens for c in batch.completions])
         found = Experience.of(rows, batch.completions, [True] * len(rows), toy.END, torch.device("cpu"))
         self._observe(rows, batch, rewards, found, first=epoch == 0)
-        self.stage.finish(rows, batch, rewards, visit=visit, step=step)
+        self.stage.finish(rows, batch, rewards, step=step)
         self._advantages(found, torch.tensor(rewards))
         if self.arm.rollout.get("acceptance") == "lenient":  # as Collector.importance does
             behaviour = padded(batch.completions, found.length)

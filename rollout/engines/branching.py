@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from rollout.budget import Plan, State
 from rollout.drafters.contexts import ContextTable
-from rollout.engines.rows import Row, known
+from rollout.engines.rows import Row, ids, known
 from rollout.tree import children, merge
 from rollout.types import EngineStats
 
@@ -56,7 +56,7 @@ class Branching:
         """The row's draft, and other continuations that its drafter or the contexts know."""
         drafter, limit, paths = row.request.drafter, len(row.draft), [row.draft, row.guess]
         if hasattr(drafter, "branches"):
-            paths += drafter.branches(row.tokens, limit, self.width)
+            paths += [ids(drafter, path, limit) for path in drafter.branches(tuple(row.tokens), limit, self.width)]
         if self.contexts is not None:
             paths += self.contexts.branches((*row.request.prompt[-8:], *row.tokens[-8:]), limit, price)
         found = dict.fromkeys(tuple(known(path[:limit], self.vocab)) for path in paths)

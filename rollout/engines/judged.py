@@ -10,7 +10,7 @@ import torch
 
 from rollout.engines.base import Sampling
 from rollout.engines.ragged import RaggedModel
-from rollout.engines.rows import Row, check_request
+from rollout.engines.rows import Row, check_request, ids, known
 from rollout.engines.session import Fed, Session
 from rollout.engines.transformers import TransformersEngine
 from rollout.routers.judge import DraftToken, Judge, judged
@@ -65,7 +65,7 @@ class JudgedEngine(TransformersEngine):
     def generate(self, requests: Sequence[Request]) -> tuple[list[Completion], EngineStats]:
         """See Engine.generate."""
         for request in requests:
-            check_request(request, self.vocab, self.context, self.speculation)
+            check_request(request, self.vocab, self.context, self.speculation, self.limit)
         stats = EngineStats()
         rows = [Row(request) for request in requests]
         with ExitStack() as stack:
@@ -118,8 +118,8 @@ class JudgedEngine(TransformersEngine):
         for row, chain in zip(rows, chains, strict=True):
             limit = min(self.window, row.room - 1)
             if row.request.drafter and limit > 0:
-                found = list(row.request.drafter.propose(row.tokens, limit + 1))[: limit + 1]
-                found = next((found[:i] for i, t in enumerate(found) if not 0 <= t < self.vocab), found)
+                drafter = row.request.drafter
+                found = known(ids(drafter, drafter.propose(tuple(row.tokens), limit + 1), limit + 1), self.vocab)
                 chain.take(found, self._stored_laws(row, len(found)), limit)
         going = [i for i, chain in enumerate(chains) if draft and not chain.tokens and rows[i].room > 1]
         while going:

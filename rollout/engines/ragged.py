@@ -17,7 +17,8 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 from rollout import tree
-from rollout.engines.base import Sampling
+from rollout.engines.base import Sampling, evaluation
+from rollout.engines.supported import check
 from rollout.noise import keyed_draw, process_logits
 from rollout.types import RolloutError
 
@@ -83,6 +84,8 @@ class Pass:
         trees: Mapping[int, Sequence[int]] | None = None,
     ):
         self.kv, self.first, self.count = kv, first, len(starts)
+        self.layers: set[int] = set()
+        """Whose attention has run."""
         self.width = max(s + n for s, n in zip(starts, lengths, strict=True))
         kv.reserve(self.width)
         length, start = torch.tensor(lengths, device=device), torch.tensor(starts, device=device)
@@ -155,11 +158,35 @@ def _blocks(lengths: Sequence[int], width: int) -> Iterator[tuple[list[int] | No
         rows, done = longer, middle
 
 
+_KNOWN = {"sliding_window", "position_ids", "is_causal", "use_cache", "output_attentions"}
+
+
+def _asks(value) -> bool:
+    """False for an argument that is left out or off: None, False or 0, such as a dropout of 0."""
+    return value is not None and not (isinstance(value, (bool, int, float)) and not value)
+
+
 def ragged_attention(module, query, key, value, attention_mask, scaling=None, ragged: Pass | None = None, **kwargs):
     """Attention for the packed layout, in the form of transformers' AttentionInterface.
 
     query [1, heads, N, dim], key and value [1, kv_heads, N, dim]; returns ([1, N, heads, dim], None).
+
+    Raises:
+        RolloutError: the model asks for what is not computed here.
     """
+    unknown = [name for name, value in kwargs.items() if name not in _KNOWN and _asks(value)]
+    if attention_mask is not None:
+        unknown.append("a mask of its own")
+    if kwargs.get("is_causal") is False or getattr(module, "is_causal", True) is False:
+        unknown.append("tokens that see later ones")
+    if ragged is None:
+        raise RolloutError(f"its layers do not hand on to {type(module).__name__} what they are given")
+    if module.layer_idx in ragged.layers:
+        unknown.append("to run twice in a pass")
+    if unknown:
+        wanted = " and ".join(unknown)
+        raise RolloutError(f"its attention ({type(module).__name__}) wants {wanted}, which packed passes do not know")
+    ragged.layers.add(module.layer_idx)
     buffers = ragged.kv.write(module.layer_idx, ragged.rows, ragged.slots, key[0], value[0])
     k, v = (b[ragged.first : ragged.first + ragged.count, :, : ragged.width] for b in buffers)
     q, window = query[0].transpose(0, 1), kwargs.get("sliding_window")  # [N, heads, dim]
@@ -168,7 +195,7 @@ def ragged_attention(module, query, key, value, attention_mask, scaling=None, ra
         return _attend(ragged.blocks[0], q, k, v, window, scaling)[None], None
     out = q.new_empty(*q.shape[:2], v.shape[-1])
     for block in ragged.blocks:
-        out[block.tokens] = _attend(block, q, k, v, window, scaling)
+        out[block.tokens] = _attend(block, q, k, v, window, scaling).to(out.dtype)  # autocast gives another
     return out[None], None
 
 
@@ -190,7 +217,7 @@ def _attend(block: Block, q: Tensor, k: Tensor, v: Tensor, window: int | None, s
     else:
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling)
     out = out.view(rows, -1, groups, length, v.shape[-1]).permute(0, 3, 1, 2, 4).reshape(rows * length, heads, -1)
-    return out if dense else out[block.unpad]
+    return out.contiguous() if dense else out[block.unpad]
 
 
 AttentionInterface.register(ATTENTION, ragged_attention)
@@ -205,7 +232,11 @@ class RaggedModel:
         tokens_per_pass, logits_mb: memory bounds, see RolloutConfig.
 
     Raises:
-        RolloutError: it is no such model, or its packed logits differ from its own forward pass.
+        RolloutError: it is no such model, or it computes what packed passes do not.
+
+    Attributes:
+        context: most tokens of a prompt with its response.
+        limit: why there are no more, where that is not the model's own limit; else empty.
     """
 
     def __init__(
@@ -215,18 +246,24 @@ class RaggedModel:
             raise RolloutError(f"{type(model).__name__} is not a causal LM of transformers, which this engine needs")
         self.model, self.decoder, self.lm_head = model, model.base_model, model.get_output_embeddings()
         self.vocab = self.lm_head.weight.shape[0]
-        self.context = getattr(model.config, "max_position_embeddings", None) or 1 << 30
         self.tokens_per_pass = tokens_per_pass
         self.scores_per_chunk = max(1, logits_mb * 2**20 // (self.vocab * 16))  # logits, noise and scores, float32
         self._law = {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
         self._keyed_draw = keyed_draw
         if self.device.type == "cuda":  # one fused kernel: the noise of a 152k vocabulary is never stored
             self._keyed_draw = torch.compile(keyed_draw, dynamic=True)
-        self._check()
+        self._head = self.lm_head
+        self.context, self.limit = check(self)
 
     @property
     def device(self) -> torch.device:
         return self.lm_head.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What passes are computed in: the weights' type, or that of the autocast around the engine."""
+        kind = self.device.type
+        return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else self.model.dtype
 
     def forward(self, tokens: Sequence[int], layout: Pass) -> Tensor:
         """Final hidden states [N, hidden] of packed tokens."""
@@ -279,42 +316,42 @@ class RaggedModel:
 
     @contextmanager
     def inference(self) -> Iterator[None]:
-        """Evaluation mode and ragged attention for the time of a rollout; both put back afterwards."""
-        training, attention = self.model.training, self.model.config._attn_implementation
-        self.model.eval()
-        self.model.set_attn_implementation(ATTENTION)
-        try:
-            with torch.inference_mode():
-                yield
-        finally:
-            self.model.set_attn_implementation(attention)
-            self.model.train(training)
+        """Evaluation mode and ragged attention for the time of a rollout; both put back afterwards.
 
-    def _check(self) -> None:
-        """Compares the packed path with the model's own forward, so that an unsupported model fails at start."""
-        name = type(self.model).__name__
-        ids = [t % self.vocab for t in range(5, 12)]
-        training = self.model.training
-        try:
-            self.model.eval()
-            with torch.inference_mode():
-                expected = self.model(input_ids=torch.tensor([ids], device=self.device)).logits[0].float()
-            self.model.train(training)
-            with self.inference():
-                kv = RaggedKV(2, 4)
-                self.forward(ids[:4] + ids[:1], Pass(kv, 0, [0, 0], [4, 1], self.device))
-                hidden = self.forward(ids[4:] + ids[1:], Pass(kv, 0, [4, 1], [3, 6], self.device))
-                got = self.lm_head(hidden).float()
-        except (TypeError, ValueError, AttributeError) as error:
-            self.model.train(training)
-            raise RolloutError(f"{name} does not work with the transformers engine: {error}") from error
-        want = torch.cat([expected[4:], expected[1:]])
-        error = ((got - want).abs().max() / want.abs().max().clamp(min=1.0)).item()
-        if not error < (1e-3 if self.model.dtype == torch.float32 else 0.1):
+        Raises:
+            RolloutError: the model got other layers or another vocabulary since.
+        """
+        head = self.model.get_output_embeddings()
+        if head is not self._head or len(head.weight) != self.vocab or self.model.base_model is not self.decoder:
             raise RolloutError(
-                f"{name} does not work with the transformers engine: its logits differ by {error:.2g} from the model's "
-                "own (an attention variant or a logit transform that the packed path does not know)"
+                f"{type(self.model).__name__} got another output layer or decoder after the engine was built (with "
+                f"{self.vocab} tokens, now {len(head.weight)}). Resize the embeddings first, or build the engine again"
             )
+        with self.attention(ATTENTION), evaluation(self.model), torch.inference_mode():
+            yield
+
+    @contextmanager
+    def attention(self, name: str) -> Iterator[None]:
+        """Another attention implementation for a while."""
+        before = self.model.config._attn_implementation
+        self.model.set_attn_implementation(name)
+        try:
+            yield
+        finally:
+            self.model.set_attn_implementation(before)
+
+    def two_rows(self, first: Sequence[int], second: Sequence[int], spread: int = 1) -> tuple[Tensor, set[int]]:
+        """Packed logits of two texts fed in two passes, and the layers whose attention took part in the second.
+
+        The second pass gives those of first[4:], then of second[1:]. Args: spread: between neighbouring positions.
+        """
+        kv = RaggedKV(2, 4)
+        with self.inference():
+            for a, b, starts in ((first[:4], second[:1], [0, 0]), (first[4:], second[1:], [4, 1])):
+                layout = Pass(kv, 0, starts, [len(a), len(b)], self.device)
+                layout.positions = layout.positions * spread
+                hidden = self.forward([*a, *b], layout)
+            return self.lm_head(hidden).float(), layout.layers
 
 
 def chunks(lengths: Sequence[int], tokens_per_pass: int) -> Iterator[tuple[int, int]]:

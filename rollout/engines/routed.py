@@ -103,14 +103,14 @@ class RoutedEngine(TransformersEngine):
                 f"the draft model knows {self._draft.vocab} tokens and the policy {self.vocab}: its steps would mean "
                 "other texts. Use a draft model with the policy's tokenizer"
             )
-        self.context = min(self.context, self._draft.context)
+        self.context, self.limit = min((self.context, self.limit), (self._draft.context, self._draft.limit))
         self.router, self.step_end, self.score_drafts = router, step_end, score
         self._warned = False
 
     def generate(self, requests: Sequence[Request]) -> tuple[list[Completion], EngineStats]:
         """See Engine.generate. Requests' own drafters are not asked: their texts are not the draft's."""
         for request in requests:
-            check_request(request, self.vocab, self.context, self.speculation)
+            check_request(request, self.vocab, self.context, self.speculation, self.limit)
         stats = EngineStats()
         rows = [_Row(i, request) for i, request in enumerate(requests)]
         with ExitStack() as stack:

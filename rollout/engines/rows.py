@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
+from operator import index
 
 from rollout.budget import Budget, Kind, Plan, State
 from rollout.drafters.contexts import ContextTable
 from rollout.engines.base import Speculation
 from rollout.tree import children, depths, followers
-from rollout.types import Completion, EngineStats, Request, RolloutError
+from rollout.types import Completion, Drafter, EngineStats, Request, RolloutError
 from rollout.verify import accept_exact, cut
 
 LENIENT_KEY = 0x5851F42D4C957F2D  # separates the acceptance uniforms from the Gumbel noise of the same key
@@ -70,8 +72,9 @@ class Row:
     def ask(self, limit: int, vocab: int) -> list[int]:
         """Asks its own drafter for at most `limit` tokens; the guess ends before the first id that does not exist."""
         drafter = self.request.drafter
-        guess = list(drafter.propose(self.tokens, limit))[:limit] if drafter and self.drafting and limit > 0 else []
-        self.guess = known(guess, vocab)
+        self.guess = []
+        if drafter and self.drafting and limit > 0:
+            self.guess = known(ids(drafter, drafter.propose(tuple(self.tokens), limit), limit), vocab)
         self.source = self.carried = getattr(drafter, "source", "custom")
         return self.guess
 
@@ -112,7 +115,7 @@ class Row:
         if self.finish:
             self.seconds = time.perf_counter() - self.began
         if self.finish and self.request.drafter and self.drafting:
-            self.request.drafter.propose(self.tokens, 0)  # rows that draft from this one get its end too
+            self.request.drafter.propose(tuple(self.tokens), 0)  # rows that draft from this one get its end too
         return count
 
     def completion(self, version: int, rule: str) -> Completion:
@@ -164,6 +167,21 @@ def ask_all(
     return plan
 
 
+def ids(drafter: Drafter, found: Iterable[int], limit: int) -> list[int]:
+    """The first `limit` ids of what a drafter proposes.
+
+    Raises:
+        RolloutError: it proposes something else than token ids.
+    """
+    try:
+        return [index(token) for token in islice(found, limit)]
+    except TypeError as error:
+        raise RolloutError(
+            f"the drafter {type(drafter).__name__} proposed {found!r:.80}, which are no token ids: {error}. Return a "
+            "sequence of ints, an empty one for no guess"
+        ) from error
+
+
 def known(tokens: Sequence[int], vocab: int) -> list[int]:
     """The tokens before the first id that does not exist."""
     return list(tokens[: next((i for i, t in enumerate(tokens) if not 0 <= t < vocab), len(tokens))])
@@ -202,10 +220,10 @@ def learn_all(rows: Sequence[Row], contexts: ContextTable | None, stats: EngineS
         stats.draft_s += time.perf_counter() - began
 
 
-def check_request(request: Request, vocab: int, context: int, speculation: Speculation) -> None:
+def check_request(request: Request, vocab: int, context: int, speculation: Speculation, limit: str = "") -> None:
     """Raises RolloutError for a request that the engine cannot serve.
 
-    Args: vocab: ids below it exist; context: most tokens of a prompt with its response.
+    Args: vocab: ids below it exist; context: most tokens of a prompt with its response; limit: why there are no more.
     """
     prompt, cap = request.prompt, request.max_new_tokens
     if not prompt:
@@ -217,13 +235,13 @@ def check_request(request: Request, vocab: int, context: int, speculation: Specu
         raise RolloutError(f"max_new_tokens={cap} leaves no room for a response; use at least 1")
     if len(prompt) >= context:
         raise RolloutError(
-            f"a prompt of {len(prompt)} tokens leaves no room for a response in the model's context of {context}; "
-            f"use a shorter prompt, of at most {context - 1} tokens"
+            f"a prompt of {len(prompt)} tokens leaves no room for a response in the model's context of {context}"
+            f"{limit}; use a shorter prompt, of at most {context - 1} tokens"
         )
     if cap > context - len(prompt):
         raise RolloutError(
-            f"a prompt of {len(prompt)} tokens plus max_new_tokens={cap} exceeds the model's context of {context}. "
-            f"Use rollout.max_new_tokens={context - len(prompt)} or less"
+            f"a prompt of {len(prompt)} tokens plus max_new_tokens={cap} exceeds the model's context of {context}"
+            f"{limit}. Use rollout.max_new_tokens={context - len(prompt)} or less"
         )
     if speculation.rule == "lenient" and request.drafter and request.draft_logprobs is None:
         raise RolloutError("the lenient rule needs the stored log-probs of every draft; the cache holds none")

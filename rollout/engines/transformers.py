@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
+from copy import copy
 
 import torch
 from torch import Tensor
@@ -27,6 +28,7 @@ from rollout.verify import accept_exact, accept_lenient, accept_tree
 
 MAX_CUTS = 3
 """How often rows that do not fit the memory together are cut in two."""
+_OF_DRAFTS = ("drafted", "accepted", "sources", "paused", "paused_acceptance", "paused_needed", "forks", "fork_mass")
 
 
 class TransformersEngine:
@@ -69,9 +71,9 @@ class TransformersEngine:
         bounds = {"tokens_per_pass": tokens_per_pass, "logits_mb": logits_mb}
         self._policy = RaggedModel(base, sampling, **bounds)
         self.model, self.sampling, self.speculation = base, sampling, speculation or Speculation()
-        self.vocab, self.context = self._policy.vocab, self._policy.context
+        self.vocab, self.context, self.limit = self._policy.vocab, self._policy.context, self._policy.limit
         self.rows_per_batch, self.tokens_per_pass = rows_per_batch, tokens_per_pass
-        self.tie_margin = tie_margin if base.dtype == torch.float32 else 0.0
+        self.tie_margin = tie_margin if self._policy.dtype == torch.float32 else 0.0
         self.weight_version, self.own_weights = 0, own_weights
         if drafter is not None and self.speculation.rule == "lenient":
             raise RolloutError(
@@ -92,7 +94,7 @@ class TransformersEngine:
     def generate(self, requests: Sequence[Request]) -> tuple[list[Completion], EngineStats]:
         """See Engine.generate. Prompts need at least one token and must fit the model's context with the response."""
         for request in requests:
-            check_request(request, self.vocab, self.context, self.speculation)
+            check_request(request, self.vocab, self.context, self.speculation, self.limit)
         stats = EngineStats()
         if any(not request.plain and (self.drafter or request.drafter) for request in requests):
             self.budget.next_rollout()
@@ -147,7 +149,11 @@ class TransformersEngine:
     # One batch ---------------------------------------------------------------------------------------------------
 
     def _fit(self, rows: list[Row], stats: EngineStats, cuts: int = 0) -> None:
-        """Finishes rows together; where memory runs out, in halves. Which rows share a pass changes no token."""
+        """Finishes rows together; where memory runs out, in halves. Which rows share a pass changes no token.
+
+        What is thrown away is paid for, in passes, tokens and seconds; of its drafts nothing is left to be counted.
+        """
+        before = {name: copy(getattr(stats, name)) for name in _OF_DRAFTS}
         try:
             return self._run(rows, stats)
         except Exception as error:
@@ -161,6 +167,8 @@ class TransformersEngine:
             )
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
+        for name, value in before.items():
+            setattr(stats, name, value)
         for row in rows:
             row.restart()
         half = (len(rows) + 1) // 2

@@ -83,6 +83,11 @@ CASES = [
     ({"reward__functions": "[tests.nothing:here]"}, USAGE_ERROR, r"module 'tests\.nothing' cannot be imported"),
     ({"reward__functions": "[tests.runs:digit]"}, USAGE_ERROR, r"no attribute 'digit'; did you mean 'digits'\?"),
     (
+        {"reward__functions": "[tests.runs:build_policy]", "reward__isolate_user": "true"},
+        USAGE_ERROR,
+        r"reward 'build_policy' must take \(prompt, completion, answer, \*\*fields\): too many positional arguments",
+    ),
+    (
         {"trainer__updates_per_rollout": 2, "trainer__save_every": 3, "trainer__max_steps": 4},
         USAGE_ERROR,
         r"save_every=3 .* Try .*save_every=4",
@@ -136,15 +141,43 @@ def test_a_used_name_is_refused_and_its_files_stay(tmp_path, refuse):
     assert snapshot(tmp_path) == before
 
 
-def test_a_checkpoint_without_its_cache(tmp_path, refuse):
-    whole = run(tmp_path, name="whole")
+def test_a_checkpoint_without_its_cache_costs_only_its_drafts(tmp_path, caplog):
+    whole = run(tmp_path, name="whole", trainer__max_steps=5)
     first = run(tmp_path, trainer__max_steps=4)
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "checkpoint-4" / "trajectories")
-    text, code = refuse(words(tmp_path, resume="auto"))
-    assert code == USAGE_ERROR
-    assert "Resume without it by rollout.cache.clear=true." in text
-    rest = run(tmp_path, resume="auto", rollout__cache__clear="true")
+    rest = run(tmp_path, resume="auto", trainer__max_steps=5)
+    assert "trajectories/trajectories.parquet is missing" in caplog.text
     assert [s.tokens for s in (first + rest).steps] == [s.tokens for s in whole.steps]
+    assert rest.steps[0].metrics["spec/hit_rate"] == 0
+
+
+def test_where_the_stored_text_decides_a_damaged_cache_counts_like_weights(tmp_path, refuse):
+    lenient = {"rollout__acceptance": "lenient", "trainer__max_steps": 2}
+    run(tmp_path, **lenient)
+    path = tmp_path / "run" / "checkpoints" / "checkpoint-2" / "trajectories" / "trajectories.parquet"
+    path.write_bytes(path.read_bytes()[:-9])
+    text, code = refuse(words(tmp_path, resume="auto", **lenient))
+    assert (code, "trajectories/trajectories.parquet has " in text) == (RUN_ERROR, True)
+
+
+def test_other_data_is_refused_on_resume(tmp_path, refuse):
+    data = rows(tmp_path / "train.jsonl", 12)
+    options = {"data": data, "dataset__train_size": 0, "trainer__max_steps": 2}
+    run(tmp_path, **options)
+    rows(data, 12, text="What is {n} - {n}?")
+    text, code = refuse(words(tmp_path, resume="auto", **options | {"trainer__max_steps": 4}))
+    assert code == USAGE_ERROR
+    assert f"the train rows of data={data} have changed. Put the old ones back, or start another name." in text
+    rows(data, 12)
+    assert len(run(tmp_path, resume="auto", **options | {"trainer__max_steps": 3}).steps) == 1
+
+
+def test_a_run_whose_schedule_has_a_length_says_why_it_cannot_be_longer(tmp_path, refuse):
+    run(tmp_path, trainer__max_steps=1, trainer__lr_schedule="linear")
+    text, code = refuse(words(tmp_path, resume="auto", trainer__max_steps=2, trainer__lr_schedule="linear"))
+    assert code == USAGE_ERROR
+    assert "trainer.max_steps: 1 -> 2. trainer.lr_schedule=linear spreads the learning rate over the length" in text
+    assert "only trainer.lr_schedule=constant can be made longer or shorter" in text
 
 
 @pytest.mark.slow
@@ -230,7 +263,7 @@ def test_a_reward_that_breaks_stops_the_run_and_keeps_what_is_done(tmp_path, cap
         code = cli.run(specrl.train.main, words(tmp_path, trainer__save_every=1))
     first, *traceback = capsys.readouterr().err.splitlines()
     assert code == RUN_ERROR
-    assert first.startswith("error: reward 'digits' gave no score for 16 of the last 32 rows (16 error)")
+    assert first.startswith("error: reward 'digits' gave no score for 16 of the last 64 rows (16 error)")
     assert traceback[-1] == "error: ZeroDivisionError: division by zero", "the user's own traceback explains it"
     assert sorted(p.name for p in (tmp_path / "run" / "checkpoints").glob("checkpoint-*")) == [
         "checkpoint-2",

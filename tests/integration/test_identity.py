@@ -1,6 +1,7 @@
 """The promise: a training run with speculation is the run without it, bit for bit, through every update and resume."""
 
 import copy
+import json
 from itertools import pairwise
 
 import pytest
@@ -91,6 +92,11 @@ VARIANTS = {
     "two updates": {"trainer__updates_per_rollout": 2},
     "lora": {"lora__rank": 4},
     "dapo": {"config": "dapo_math", "trainer__overlong_buffer": 8, "trainer__mask_truncated": "true"},
+    "dynamic sampling": {
+        "config": "dapo_math",
+        "trainer__overlong_buffer": 0,
+        "reward__functions": "[tests.runs:sixth]",
+    },
     "kl": {"trainer__beta": 0.05},
     "narrow law": {"rollout__temperature": 0.7, "rollout__top_p": 0.9, "rollout__top_k": 20},
     "small passes": {"rollout__rows_per_batch": 5, "rollout__tokens_per_pass": 40, "rollout__logits_mb": 1},
@@ -106,6 +112,24 @@ def test_variants_are_identical_too(runs, name):
     assert any(step.reuse > 0.1 for step in exact.steps[PER_EPOCH:]) or name == "measured budget"
     per_rollout = {"accumulation": 4, "two updates": 2}.get(name, 1)
     assert len(exact.losses) == 2 * PER_EPOCH * per_rollout
+
+
+@slow
+def test_groups_without_variance_are_replaced(runs, tmp_path):
+    options = VARIANTS["dynamic sampling"] | {"rollout__replay": 0.5}
+    whole = runs(rollout__acceptance="exact", trainer__epochs=2, **options)
+    logs = [json.loads(line) for line in (whole.folder / "metrics.jsonl").read_text().splitlines()]
+    assert sum(log["refill/prompts"] for log in logs) > 5
+    assert all(log["frac_reward_zero_std"] == log["refill/left_ratio"] < 1 for log in logs)
+    for step, log in zip(whole.steps, logs, strict=True):
+        assert len(step.ids) == 16 + 4 * log["refill/prompts"], "what was rolled out is stored and charged"
+        assert len(set(step.rows)) == len(step.rows)
+        assert log["reward"] == pytest.approx(sum(step.rewards[:16]) / 16), "of the prompts that were sampled"
+    fresh = runs(rollout__acceptance="exact", trainer__epochs=2, **VARIANTS["dynamic sampling"])
+    keys = [key for step in fresh.steps for key in step.keys]
+    assert len(set(keys)) == len(keys), "prompts that were asked for in between are visited with fresh noise, too"
+    first, second = interrupted(tmp_path, 4, trainer__epochs=2, **options)
+    assert differences(whole, first + second) == [], "visits are part of the checkpoint"
 
 
 @slow

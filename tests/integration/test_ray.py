@@ -72,5 +72,5 @@ def test_a_run_whose_driver_is_killed_resumes_as_the_undisturbed_run(whole, tmp_
     rest = run(tmp_path, resume="auto", **RAY)
     assert 0 < len(rest.steps) < len(whole.steps)
     missing = len(whole.steps) - len(rest.steps)
-    whole_rest = type(whole)(whole.trainer, whole.steps[missing:], whole.losses[-len(rest.losses) :])
+    whole_rest = type(whole)(whole.trainer, whole.folder, whole.steps[missing:], whole.losses[-len(rest.losses) :])
     assert differences(rest, whole_rest) == []

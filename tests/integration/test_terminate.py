@@ -1,20 +1,25 @@
-"""SIGTERM in the middle of a step: the step is finished and saved, and the run goes on as if nothing had happened."""
+"""SIGTERM or Ctrl-C in the middle of a step: the step is finished and saved, and the run goes on as if nothing had
+happened; a second Ctrl-C stops at once."""
 
 import os
 import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 
-from specrl.config import TERMINATED
+import specrl.train
+from specrl import config as cli
+from specrl.config import INTERRUPTED, TERMINATED
 from tests.runs import ROOT, run, words
-from trainers.checkpoint import newest, step_of
+from trainers import callbacks
+from trainers.callbacks import StopOnSignal
+from trainers.checkpoint import marked, newest, step_of
 
-pytestmark = pytest.mark.slow
 
-
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", [{}, {"config": "ppo_math"}], ids=["grpo", "ppo"])
 def test_a_terminated_run_saves_and_resumes_as_the_uninterrupted_one(tmp_path, algorithm):
     whole = run(tmp_path / "whole", trainer__epochs=9, **algorithm)
@@ -22,7 +27,6 @@ def test_a_terminated_run_saves_and_resumes_as_the_uninterrupted_one(tmp_path, a
     process = subprocess.Popen(
         [sys.executable, "-m", "specrl.train", *long],
         cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         text=True,
     )
@@ -45,7 +49,76 @@ def test_a_terminated_run_saves_and_resumes_as_the_uninterrupted_one(tmp_path, a
     assert all((w == whole.weights[n]).all() for n, w in rest.weights.items())
 
 
-def test_the_signal_is_given_back(tmp_path):
-    before = signal.getsignal(signal.SIGTERM)
+def test_the_signals_are_given_back(tmp_path):
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
     run(tmp_path, trainer__max_steps=1)
-    assert signal.getsignal(signal.SIGTERM) is before
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
+
+
+@pytest.fixture
+def interrupted(tmp_path, monkeypatch, capfd):
+    """interrupted(steps, options) -> exit code and output of a run that gets a SIGINT in each of these rollouts."""
+    before = signal.getsignal(signal.SIGINT)
+
+    def attempt(at: list[int], **options) -> tuple[int, str]:
+        build = specrl.train.build_trainer
+
+        def prepared(*args):
+            trainer = build(*args)
+            finish = trainer.stage.finish
+
+            def hit(*given, step, **named):
+                for _ in range(at.count(step)):
+                    os.kill(os.getpid(), signal.SIGINT)
+                return finish(*given, step=step, **named)
+
+            trainer.stage.finish = hit
+            return trainer
+
+        monkeypatch.setattr(specrl.train, "build_trainer", prepared)
+        code = cli.run(specrl.train.main, words(tmp_path, **options))
+        monkeypatch.undo()
+        return code, "".join(capfd.readouterr())
+
+    yield attempt
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize("algorithm", [{}, {"config": "ppo_math"}], ids=["grpo", "ppo"])
+def test_ctrl_c_saves_the_step_and_the_run_goes_on_as_the_uninterrupted_one(tmp_path, interrupted, algorithm):
+    options = {"trainer__max_steps": 4, **algorithm}
+    whole = run(tmp_path, name="whole", **options)
+    code, output = interrupted([1], **options)
+    assert code == INTERRUPTED
+    assert output.count("interrupted: finishing the step and saving it; Ctrl-C once more stops at once") == 1
+    assert "interrupted after step 2, which is saved; resume=auto goes on" in output
+    rest = run(tmp_path, resume="auto", **options)
+    assert [step.tokens for step in rest.steps] == [step.tokens for step in whole.steps[2:]]
+    assert all((w == whole.weights[n]).all() for n, w in rest.weights.items())
+
+
+def test_a_launcher_that_passes_a_ctrl_c_on_does_not_make_it_two(monkeypatch, capfd):
+    """The terminal sends it to all processes, and torchrun once more."""
+    before, now = [signal.getsignal(number) for number in StopOnSignal.SIGNALS], [0.0]
+    monkeypatch.setattr(callbacks.time, "monotonic", lambda: now[0])
+    stop, state = StopOnSignal(1), SimpleNamespace(global_step=3, is_world_process_zero=True)
+    stop.on_train_begin(SimpleNamespace(world_size=2), state, None)
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+        now[0] += 5
+        with pytest.raises(KeyboardInterrupt, match="interrupted; step 3 is saved"):
+            os.kill(os.getpid(), signal.SIGINT)
+    finally:
+        stop.on_train_end(None, state, None)
+    assert capfd.readouterr().err.count("Ctrl-C once more") == 1
+    assert stop.received == signal.SIGINT
+    assert [signal.getsignal(number) for number in StopOnSignal.SIGNALS] == before
+
+
+def test_a_second_ctrl_c_stops_at_once_and_says_what_is_saved(tmp_path, interrupted):
+    code, output = interrupted([2, 2], trainer__save_every=2)
+    assert (code, "error: interrupted; step 2 is saved; resume=auto goes on" in output) == (INTERRUPTED, True)
+    assert [step_of(path) for path in marked(tmp_path / "run" / "checkpoints")] == [2]
+    code, output = interrupted([0, 0], name="early")
+    assert (code, "error: interrupted; no step is saved" in output) == (INTERRUPTED, True)

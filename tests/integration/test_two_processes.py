@@ -14,6 +14,8 @@ pytestmark = pytest.mark.slow
 OPTIONS = {"rollout__replay": 0.5, "trainer__save_every": 4, "trainer__eval_prompts": 4}
 PPO = {"config": "ppo_math", "trainer__epochs": 2, "trainer__minibatches": 2, "trainer__beta": 0.05}
 PPO |= {"trainer__eval_prompts": 0}
+DAPO = {"config": "dapo_math", "trainer__epochs": 2, "trainer__overlong_buffer": 0, "trainer__prompts_per_step": 3}
+DAPO |= {"reward__functions": "[tests.runs:sixth]", "trainer__eval_prompts": 0}  # its groups cross the processes
 
 # What each process does: the runs NAME=COMMAND LINE of a JSON file, one after the other; it reports on each what it
 # rolled out and holds at the end.
@@ -69,6 +71,8 @@ def launched(tmp_path_factory):
         ("own", {"name": "own"}),  # each process's engine holds a copy of the weights, as vLLM does
         ("first", {"name": "cut", "trainer__max_steps": 4}),  # ends in the middle of an epoch
         ("rest", {"name": "cut", "resume": "auto"}),
+        ("dapo", DAPO | {"name": "dapo"}),
+        ("dapo off", DAPO | {"name": "dapo-off", "rollout__acceptance": "off"}),
         ("ppo", PPO | {"name": "ppo"}),
         ("ppo off", PPO | {"name": "ppo-off", "rollout__acceptance": "off"}),
         ("ppo first", PPO | {"name": "ppo-cut", "trainer__max_steps": 4}),
@@ -134,7 +138,9 @@ def test_both_end_with_the_same_weights(exact):
     assert exact[1][0]["weights"] == exact[1][1]["weights"]
 
 
-@pytest.mark.parametrize(("one", "other"), [("exact", "off"), ("exact", "own"), ("ppo", "ppo off")])
+@pytest.mark.parametrize(
+    ("one", "other"), [("exact", "off"), ("exact", "own"), ("dapo", "dapo off"), ("ppo", "ppo off")]
+)
 def test_it_is_the_run_without_speculation_and_that_of_engines_with_weights_of_their_own(launched, one, other):
     for a, b in zip(launched[one], launched[other], strict=True):
         for x, y in zip(a["steps"], b["steps"], strict=True):
@@ -165,6 +171,20 @@ def test_a_resumed_run_is_the_uninterrupted_run(launched, which, counts):
         assert [step["tokens"] for step in steps] == [step["tokens"] for step in whole["steps"]]
         assert a["losses"] + b["losses"] == whole["losses"]
         assert b["weights"] == whole["weights"]
+
+
+def test_both_replace_the_same_groups_as_one_process_would(launched, tmp_path):
+    first, second = launched["dapo"]
+    alone = run(tmp_path, **OPTIONS | DAPO)
+    a, b, whole = first["steps"][0], second["steps"][0], alone.steps[0]
+    assert [tuple(row) for row in a["rows"][:6] + b["rows"][:6]] == whole.rows[:12]
+    rows = [tuple(row) for row in a["rows"] + b["rows"]]
+    texts = dict(zip(rows, a["tokens"] + b["tokens"], strict=True))
+    assert texts == dict(zip(whole.rows, whole.tokens, strict=True)), "the same further prompts, in halves"
+    assert len(rows) == len(set(rows)) > 12
+    for x, y in zip(first["steps"], second["steps"], strict=True):
+        assert len(x["rows"]) == len(y["rows"]) == 6 + 2 * x["metrics"]["refill/prompts"]
+    assert first["weights"] == second["weights"]
 
 
 @pytest.mark.parametrize(("name", "advantage"), [("ppo", "gae"), ("ppo rloo", "rloo")])

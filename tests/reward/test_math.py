@@ -1,14 +1,18 @@
 """The math reward: which answers count, quick comparison, math-verify in a worker, hostile text, real data."""
 
 import json
+import os
+import signal
 import threading
 import time
 from pathlib import Path
 
 import pytest
 
+from reward.answers import compare, extract_answer, last_box, last_scaled, normal_number, quick_equal
 from reward.base import RewardSet, Sample
-from reward.math import MathReward, extract_answer, last_box, normal_number, quick_equal
+from reward.math import CANARY, MathReward, make_checker
+from reward.worker import answer as worker_answer
 
 DATA = Path(__file__).parents[2].parent / "shared/data"
 HOSTILE = [r"\boxed{9^{9^{9^{9}}}}", r"\boxed{(x+1)^{100000}}", r"\boxed{\sum_{n=1}^{10^{9}} \frac{1}{n}}"]
@@ -29,8 +33,8 @@ def no_worker():
     return reward
 
 
-def score(reward, completion, answer):
-    (value,) = reward([Sample("p", completion, answer)])
+def score(reward, completion, answer, prompt="p"):
+    (value,) = reward([Sample(prompt, completion, answer)])
     return value
 
 
@@ -68,6 +72,13 @@ def rows(name: str, count: int) -> list[dict]:
         (r"\boxed{}", ""),
         ("the answer is 18", None),
         ("", None),
+        (r"\boxed{65960 dollars}", "65960"),
+        (r"\boxed{\$65,960 dollars a year}", r"\$65,960"),
+        (r"\boxed{5 sin x}", "5 sin x"),
+        (r"\boxed{\text{Total: } 5}", "5"),
+        (r"\boxed{\text{Total: 5}}", "5"),
+        ("#### Total cost: 5 dollars", "5"),
+        (r"\boxed{\text{ratio: }3:2}", r"\text{ratio: }3:2"),
     ],
 )
 def test_extract_answer(text, answer):
@@ -78,6 +89,12 @@ def test_extraction_takes_linear_time():
     for unit in (r"\boxed{", "#### ", "{", "}", r"\boxed   ", "#### 1 a", "####\n"):
         start = time.thread_time()  # a quadratic scan takes tens of seconds
         extract_answer(unit * 20_000)
+        assert time.thread_time() - start < 2, unit
+    for unit in ("5", "5 ", "\\,", "(,", "=", "5%", "a ", "{", "5 million "):
+        start = time.thread_time()
+        for text in ((unit * 1000)[:999], "5" + (unit * 1000)[:997] + "x"):
+            compare("5", text, "p")
+            last_scaled(text)
         assert time.thread_time() - start < 2, unit
     assert last_box(r"\boxed{" * 1000 + "}" * 1000)[0] == 0
 
@@ -145,6 +162,52 @@ def test_math_verify_decides_the_rest(reward, completion, reference, value):
     assert score(reward, completion, reference) == value
 
 
+PERCENTAGE = "What percentage of the balls is red?"
+
+
+@pytest.mark.parametrize(
+    ("completion", "reference", "prompt", "value"),
+    [
+        *((rf"\boxed{{{text}}}", "5", "p", 0.0) for text in ("500\\%", "5\\%", "5%", "5 percent", "5\\text{ million}")),
+        *((text, "5", "p", 0.0) for text in ("#### 5%", "The answer is 5%.", "The answer is $5\\text{ million}$.")),
+        (r"\boxed{20\%}", "20", "How much is it after a discount of 10%?", 0.0),
+        (r"\boxed{20\%}", "20", PERCENTAGE, 1.0),
+        ("That is 20%.", "20", "What is the percent likelihood of red?", 1.0),
+        (r"\boxed{2000\%}", "20", PERCENTAGE, 0.0),
+        (r"\boxed{5 \text{ percent}}", r"5\%", "p", 1.0),
+        (r"\boxed{5}", r"5\%", "p", 1.0),
+        (r"\boxed{500\%}", r"5\%", "p", 0.0),
+        (r"\boxed{5\text{ million}}", "5,000,000", "p", 1.0),
+        (r"\boxed{5\text{ million}}", "5", "How many million birds are there?", 1.0),
+        (r"\boxed{5\text{ billion}}", r"5 \text{ million}", "p", 0.0),
+        ("#### 3 dozen eggs", "36", "p", 1.0),
+        *(
+            (rf"\boxed{{{text}}}", "5", "p", 0.0)
+            for text in ("4=5", "x=4=5", "4 \\to 5", "4 \\implies 5", "4 -> 5", "x=4 \\lor x=5", "4 \\vee 5", "4 | 5")
+        ),
+        *(
+            (rf"\boxed{{{text}}}", "5", "p", 1.0)
+            for text in ("x=5", "2+3=5", "x+1=6 \\implies x=5", "4.98=5", "\\frac{10}{2} \\to 5")
+        ),
+        (r"\boxed{x=4 \lor x=5}", "4, 5", "p", 1.0),
+        (r"\boxed{|x-3|}", "|3-x|", "p", 1.0),
+        *((r"\boxed{(1,2,3)}", text, "p", 0.0) for text in ("[1,2,3]", r"\{1,2,3\}", "(1,3,2)")),
+        (r"\boxed{\left[8,-2\right]}", "(8,-2)", "p", 0.0),
+        (r"\boxed{(8,-2)}", "[8,-2]", "p", 0.0),
+        (r"\boxed{\left( 8, -2 \right)}", "(8,-2)", "p", 1.0),
+        (r"\boxed{(x,y)=(8,-2)}", "(8,-2)", "p", 1.0),
+        (r"\boxed{x \in [2, 8]}", "[2,8]", "p", 1.0),
+        (r"\boxed{\{3,1,2\}}", r"\{1,2,3\}", "p", 1.0),
+        (r"\boxed{[1,2)\cup(3,4]}", r"[1,2) \cup (3, 4]", "p", 1.0),
+        (r"\boxed{65960 dollars}", "65960", "p", 1.0),
+        (r"\boxed{\text{Total: } \frac{1}{2}}", "0.5", "p", 1.0),
+        *((text, "5", "p", 1.0) for text in ("*5*", "The answer is *5*.", "\\boxed{５}", "#### ５", "It is ５.")),
+    ],
+)
+def test_answers_that_mean_another_number_or_are_written_oddly(reward, completion, reference, prompt, value):
+    assert score(reward, completion, reference, prompt) == value
+
+
 @pytest.mark.parametrize("reference", [None, "", "  ", "}{", "????", "x" * 1001])
 def test_without_a_usable_reference_there_is_no_score(reward, reference):
     assert score(reward, r"\boxed{3}", reference) is None
@@ -157,6 +220,47 @@ def test_equal_questions_are_asked_once(reward, monkeypatch):
     assert len(asked) == 2
 
 
+@pytest.fixture
+def checker(monkeypatch):
+    """math-verify's handler in this process, with a `verify` to be replaced."""
+    import math_verify
+
+    replaced = {}
+    real = math_verify.verify
+    monkeypatch.setattr(math_verify, "verify", lambda *given, **options: replaced.get("by", real)(*given, **options))
+    return make_checker(), replaced
+
+
+@pytest.mark.parametrize(("error", "reply"), [(MemoryError, "memory"), (RecursionError, None)])
+def test_out_of_memory_while_comparing_is_no_wrong_answer(checker, error, reply):
+    handler, replaced = checker
+
+    def full(*given, **options):
+        raise error
+
+    replaced["by"] = full
+    answered = worker_answer(handler, json.dumps(CANARY).encode())
+    assert (answered.get("kind"), answered.get("value")) == ((reply, None) if reply else (None, False))
+
+
+def test_every_request_draws_from_sympys_generator_anew(checker):
+    from sympy.core.random import rng
+
+    handler, replaced = checker
+    drawn = []
+
+    def draw(*given, **options):
+        drawn.append(rng.random())
+        return True
+
+    replaced["by"] = draw
+    for disturbed in range(3):
+        rng.seed(disturbed + 1)
+        handler(CANARY)
+    assert len(drawn) == 3
+    assert len({*drawn}) == 1
+
+
 def no_score_because_of_time(result) -> bool:
     return result.total == [None] and result.timeouts == {"math": 1} and result.errors == {"math": 0}
 
@@ -167,15 +271,41 @@ def test_hostile_text_meets_the_deadline_and_is_masked(hostile):
     try:
         assert rewards.score([Sample("p", r"\boxed{\frac12}", "0.5")]).total == [1.0]
         results = []
-        start = time.monotonic()
         thread = threading.Thread(target=lambda: results.append(rewards.score([Sample("p", hostile, "18")])))
         thread.start()
-        thread.join(20)
-        assert time.monotonic() - start < 0.7 + 2
+        thread.join(60)
+        assert results, "it takes hours without a deadline"
         assert no_score_because_of_time(results[0])
         assert "timeout_s=0.7" in results[0].first_failure["math"]
         assert rewards.score([Sample("p", r"\boxed{\frac12}", "0.5")]).total == [1.0]
         assert rewards.score([Sample("p", r"\boxed{\frac13}", "0.5")]).total == [0.0]
+    finally:
+        rewards.close()
+
+
+def test_two_answers_too_hard_to_check_do_not_end_the_run():
+    rewards = RewardSet([MathReward(timeout_s=1)])
+    step = [Sample(f"p{i % 4}", HOSTILE[2] if i < 2 else "#### 5", f"{5 + i % 4}") for i in range(32)]
+    try:
+        for _ in range(2):  # as every resume would do again
+            result = rewards.score(step)
+            assert (result.failed, result.timeouts, result.over_limit) == ({"math": 2}, {"math": 2}, {"math": 2})
+            assert result.total == [None, None, *[float(i % 4 == 0) for i in range(2, 32)]]
+    finally:
+        rewards.close()
+
+
+@pytest.mark.parametrize("on_limit", ["mask", "zero"])
+def test_a_stalled_worker_is_never_a_wrong_answer(on_limit):
+    reward = MathReward(timeout_s=1)
+    rewards = RewardSet([reward], on_limit=on_limit)
+    right, hard = Sample("p", r"\boxed{\frac12}", "0.5"), Sample("p", HOSTILE[2], "18")
+    try:
+        reward.pool.start()
+        (pid,) = reward.pool.pids()
+        os.kill(pid, signal.SIGSTOP)
+        assert rewards.score([right]).total == [1.0 if on_limit == "zero" else None]
+        assert rewards.score([hard]).total == [0.0 if on_limit == "zero" else None]
     finally:
         rewards.close()
 
@@ -220,6 +350,17 @@ def test_gsm8k_solutions_score_one_and_others_zero(no_worker):
     )
     assert wrong == [0.0] * 200
     assert score(no_worker, "#### 1234", "#### 1,234") == 1.0
+
+
+def test_every_reference_equals_itself_boxed(no_worker):
+    gsm8k = [(row["question"], row["answer"].rpartition("#### ")[2]) for row in rows("gsm8k/test.jsonl", 1319)]
+    math500 = [(row["problem"], row["answer"]) for row in rows("math500/test.jsonl", 500)]
+    boxed = [Sample(question, rf"\boxed{{{answer}}}", answer) for question, answer in gsm8k + math500]
+    assert no_worker(boxed) == [1.0] * 1819
+    percentages = [(q, answer) for q, answer in gsm8k if "what percent" in q.lower()]
+    signed = [Sample(question, rf"\boxed{{{answer}\%}}", answer) for question, answer in percentages]
+    assert no_worker(signed) == [1.0] * len(percentages)
+    assert len(percentages) > 10
 
 
 def test_math500_solutions_score_one_and_others_zero(reward):

@@ -14,13 +14,19 @@ from pathlib import Path
 import pytest
 
 from reward.base import RewardError
-from reward.workers import MAX_REQUEST_BYTES, WorkerError, WorkerPool
+from reward.workers import MAX_REQUEST_BYTES, DeadlineError, MemoryLimitError, WorkerError, WorkerPool
 
 ROOT = Path(__file__).parents[2]
 HANDLERS = """
-    import os, signal, subprocess, sys, time
+    import gc, os, signal, socket, subprocess, sys, time
 
     def make():
+        return run
+
+    def make_once(path):
+        if os.path.exists(path):
+            raise ImportError("the file system is gone")
+        open(path, "w").close()
         return run
 
     def run(payload):
@@ -61,6 +67,20 @@ HANDLERS = """
             return object()
         if what == "pid":
             return os.getpid()
+        if what == "hash":
+            return [os.getpid(), hash(value), list({value, value + "a", value + "b"})]
+        if what == "service":  # takes a while, and hangs once the service is gone
+            time.sleep(0.3)
+            while os.path.exists(value):
+                time.sleep(0.1)
+        if what == "late":
+            raise TimeoutError(value)
+        if what == "dribble":  # a reply that has begun, white space first, and goes on past its deadline
+            (channel,) = [x for x in gc.get_objects() if isinstance(x, socket.socket)]
+            for _ in range(20):
+                channel.send(b" ")
+                time.sleep(value / 20)
+            return "late"
 
     def make_slowly():
         time.sleep(60)
@@ -121,6 +141,56 @@ def test_a_hanging_call_is_killed_at_its_deadline_and_the_pool_stays_healthy(poo
     assert pool.pids() != [pid]
 
 
+def test_a_reply_that_dribbles_past_its_deadline_is_too_late(pool):
+    assert pool.call(["dribble", 0]) == "late"
+    timed_out(pool, ["dribble", 2])
+
+
+def by_the_text(pool, *payloads) -> list:
+    """Of each payload that reached a limit, whether the pool says that it was the text's own doing."""
+    return [outcome.of_text for outcome in pool.map(payloads) if isinstance(outcome, (DeadlineError, MemoryLimitError))]
+
+
+@pytest.mark.parametrize(("hard", "workers"), [(["sleep", 60], 2), (["hold", 9], 1), (["memory", 2**30], 1)])
+def test_a_limit_is_the_texts_doing_when_the_workers_answer_others(handlers, hard, workers):
+    with WorkerPool(handlers, timeout_s=0.5, memory_mb=512, workers=workers) as pool:
+        assert by_the_text(pool, hard, hard) == [False, False], "nothing was ever answered"
+        assert by_the_text(pool, ["echo", 1], hard, hard, ["echo", 2]) == [True, True]
+        assert by_the_text(pool, hard) == [True]
+    with WorkerPool(handlers, timeout_s=0.5, memory_mb=512, workers=workers, canary=["echo", 0]) as pool:
+        assert by_the_text(pool, hard) == [True]
+
+
+def test_a_limit_is_not_the_texts_doing_when_what_the_workers_need_is_gone(handlers, tmp_path):
+    service = ["service", str(tmp_path / "down")]
+    with WorkerPool(handlers, timeout_s=1.5) as pool:
+        assert pool.map([["echo", 1], service, ["echo", 2]]) == [1, None, 2]
+        (tmp_path / "down").touch()
+        assert by_the_text(pool, ["echo", 1], service) == [False], "what is answered without the service says nothing"
+        (tmp_path / "down").unlink()
+        assert by_the_text(pool, service, ["sleep", 60]) == [True]
+
+
+def test_a_timeout_of_the_functions_own_is_its_own_failure(pool):
+    outcomes = pool.map([["echo", 1], ["late", "the judge did not answer"]])
+    assert isinstance(outcomes[1], TimeoutError)
+    assert not isinstance(outcomes[1], DeadlineError)
+
+
+def test_a_worker_that_cannot_be_replaced_after_a_deadline_is_a_reward_error(handlers, tmp_path):
+    pool = WorkerPool("worker_handlers:make_once", [str(tmp_path / "made")], timeout_s=0.5, canary=["echo", 0])
+    with pool, pytest.raises(RewardError, match="the file system is gone"):
+        pool.map([["sleep", 60]])
+
+
+def test_sets_have_one_order_in_every_worker(handlers, monkeypatch):
+    monkeypatch.setenv("PYTHONHASHSEED", "random")
+    with WorkerPool(handlers) as one, WorkerPool(handlers) as other:
+        (pid, *order), (other_pid, *other_order) = one.call(["hash", "x"]), other.call(["hash", "x"])
+    assert pid != other_pid
+    assert order == other_order
+
+
 def test_the_deadline_holds_in_threads_and_in_asyncio(pool):
     pool.start()
     took = []
@@ -151,7 +221,7 @@ def test_threads_share_the_pool_without_mixing_answers(handlers):
 
 def test_start_up_has_its_own_deadline(handlers):
     with WorkerPool("worker_handlers:make_slowly", timeout_s=60, start_timeout_s=0.5) as pool:
-        with pytest.raises(RewardError, match=r"make_slowly.* not ready after 0\.5 s"):
+        with pytest.raises(RewardError, match=r"make_slowly.* not ready after reward\.start_timeout_s=0\.5 s"):
             pool.start()
         assert pool.pids() == []
 
@@ -340,7 +410,9 @@ def test_a_forked_child_gets_workers_of_its_own(handlers, tmp_path):
     assert parent.returncode == 0
 
 
-@pytest.mark.parametrize("wrong", [{"workers": 0}, {"timeout_s": 0}, {"timeout_s": float("nan")}, {"memory_mb": -1}])
+@pytest.mark.parametrize(
+    "wrong", [{"workers": 0}, {"timeout_s": 0}, {"timeout_s": float("nan")}, {"memory_mb": -1}, {"start_timeout_s": 0}]
+)
 def test_wrong_settings_are_named(wrong):
     (name,) = wrong
     with pytest.raises(RewardError, match=rf"reward\.{name} .*got {wrong[name]}"):

@@ -449,3 +449,30 @@ def test_tokens_that_attend_to_more_cost_more():
     budget.observe_draft("agreeing", 1000, 900)
     early, late = (budget.plan(["agreeing"] * 64, width=width).windows["agreeing"] for width in (20, 200))
     assert early > late > 0
+
+
+@pytest.mark.parametrize(
+    ("rows", "rates", "price", "want"),
+    [
+        ({"good": 32, "bad": 8}, (0.6, 0.1), 0.002, {"good": 2, "bad": 0}),
+        ({"good": 8, "bad": 32}, (0.8, 0.1), 0.01, {"good": 2, "bad": 0}),
+        ({"good": 2, "bad": 2}, (0.9, 0.1), 0.02, {"good": 4, "bad": 0}),
+    ],
+)
+def test_a_row_pays_its_share_of_a_pass_and_not_the_whole(rows, rates, price, want):
+    """A pass without drafts takes a second. Of the lengths that are powers of two the fewest seconds win, by hand."""
+    total = sum(rows.values())
+    rates = dict(zip(rows, rates, strict=True))
+    budget = trained(1 - price * total, price, rates)
+    assert budget.plan([kind for kind, n in rows.items() for _ in range(n)]).windows == want
+    share = 1 / total
+    times = {
+        k: sum(n * min(share, (share + price * k) / emitted(rates[kind], k)) for kind, n in rows.items())
+        for k in (0, 1, 2, 4, 8, 16)
+    }
+    assert times[want["good"]] < 1.05 * min(times.values())
+
+
+def test_more_rows_ask_for_shorter_drafts():
+    budget = trained(1, 0.01, {"good": 0.8})
+    assert budget.longest(1) > 1.5 * budget.longest(8) > 3 * budget.longest(64)

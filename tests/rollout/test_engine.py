@@ -13,8 +13,9 @@ import torch
 from transformers import AutoModelForCausalLM, Gemma2Config, T5Config, T5ForConditionalGeneration
 
 import rollout.engines.transformers as engine_module
+from rollout.config import RolloutConfig, RouterConfig
 from rollout.cost import CostModel
-from rollout.engines import ragged
+from rollout.engines import EngineSpec, build_engine, ragged
 from rollout.engines.base import Sampling, Speculation
 from rollout.engines.ragged import RaggedKV
 from rollout.engines.transformers import TransformersEngine
@@ -243,6 +244,23 @@ def test_rows_that_do_not_fit_the_memory_run_in_parts(golden, monkeypatch, limit
     assert sum(c.passes for c in done) > sum(len(t) for t, _, _ in want) or drafting, "what was lost was paid for"
 
 
+def test_what_an_out_of_memory_cut_throws_away_is_counted_no_more(golden, monkeypatch):
+    """Shares of reused tokens by source add up to the share of all, whatever was tried in between."""
+    model, cases, want = golden("llama")
+    texts = [t for t, _, _ in want]
+    drafters = [
+        Named(t if i % 2 else corrupt(t, random.Random(i), 0.2), source=f"s{i % 3}") for i, t in enumerate(texts)
+    ]
+    whole, free = engine_of(model, window=3).generate(requests_of(cases, drafters))
+    scarce(monkeypatch, 5, torch.OutOfMemoryError("CUDA out of memory"))
+    done, stats = engine_of(model, window=3, branches=2).generate(requests_of(cases, drafters))
+    assert differing(done, whole) == []
+    assert stats.accepted == sum(sum(c.reused) for c in done) == sum(accepted for _, accepted in stats.sources.values())
+    assert stats.drafted == sum(drafted for drafted, _ in stats.sources.values())
+    assert stats.passes > free.passes, "the cut happened"
+    assert stats.forward_tokens > free.forward_tokens, "and was paid for"
+
+
 def test_memory_that_never_suffices_is_one_readable_error(golden, monkeypatch):
     model, cases, _ = golden("llama")
     scarce(monkeypatch, 2, RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 4 bytes"))
@@ -433,6 +451,66 @@ def test_drafts_are_counted_by_their_source(golden):
     assert total.drafted == stats.drafted + 2
 
 
+@dataclass
+class Vandal(Script):
+    """Does to its argument what it likes."""
+
+    harm: str = "clear"
+
+    def propose(self, tokens, limit):
+        if self.harm == "append" and hasattr(tokens, "append"):
+            tokens.append(9)
+        if self.harm == "clear" and hasattr(tokens, "clear"):
+            tokens.clear()
+        return super().propose(tokens, limit)
+
+
+@pytest.mark.parametrize("harm", ["append", "clear"])
+def test_a_drafter_cannot_harm_the_text(golden, harm):
+    model, cases, want = golden("llama")
+    drafters = [Vandal(t, harm=harm) for t, _, _ in want]
+    done, stats = engine_of(model, window=4).generate(requests_of(cases, drafters))
+    assert differing(done, want) == []
+    assert stats.accepted > 0
+
+
+@pytest.mark.parametrize("proposal", [[3.0], [None], None, ["3"], 5, [[3]]], ids=str)
+def test_what_is_no_token_id_is_an_error_of_the_drafter(tiny, proposal):
+    class Wrong:
+        def propose(self, tokens, limit):
+            return proposal
+
+    with pytest.raises(RolloutError, match=r"the drafter Wrong proposed .*no token ids"):
+        engine_of(tiny("llama"), window=4).generate(requests_of([([3, 4], 5)], [Wrong()]))
+
+
+@pytest.mark.parametrize("wrap", [tuple, iter, torch.tensor, lambda t: [torch.tensor(x) for x in t]], ids=range(4))
+def test_token_ids_of_any_kind_are_taken(golden, wrap):
+    model, cases, want = golden("llama")
+
+    class Wrapped(Script):
+        def propose(self, tokens, limit):
+            return wrap(list(super().propose(tokens, limit)))
+
+    done, stats = engine_of(model, window=4).generate(requests_of(cases, [Wrapped(t) for t, _, _ in want]))
+    assert differing(done, want) == []
+    assert stats.accepted > 0
+
+
+def test_a_finished_row_shows_its_end_to_those_that_draft_from_it(golden):
+    model, cases, want = golden("llama")
+
+    class Sees(Script):
+        def propose(self, tokens, limit):
+            self.shown, self.limit = list(tokens), limit
+            return super().propose(tokens, limit)
+
+    drafters = [Sees(corrupt(t, random.Random(i), 0.3)) for i, (t, _, _) in enumerate(want)]
+    engine_of(model, window=3).generate(requests_of(cases, drafters))
+    assert [d.shown for d in drafters] == [t for t, _, _ in want]
+    assert {d.limit for d in drafters} == {0}
+
+
 def test_drafts_that_would_lose_time_are_counted_as_paused(golden):
     model, cases, want = golden("llama")
     engine = engine_of(model)
@@ -558,6 +636,25 @@ class Noisy:
         return self.layer(hidden) + self.size * torch.randn(len(hidden), VOCAB, generator=generator)
 
 
+class NoisyHead(torch.nn.Linear):
+    """The same as a model's own output layer."""
+
+    size = 3e-5
+
+    def forward(self, hidden):
+        generator = torch.Generator().manual_seed(hidden[..., 0].numel())
+        out = super().forward(hidden)
+        return out + self.size * torch.randn(out.shape, generator=generator)
+
+
+def noisy(model):
+    """A copy of the model whose logits are rounded as the pass has it."""
+    rounded, head = copy.deepcopy(model), model.get_output_embeddings()
+    rounded.lm_head = NoisyHead(head.in_features, head.out_features, bias=False)
+    rounded.lm_head.weight = head.weight
+    return rounded
+
+
 def nearly_tied_keys(model, prompt, closer_than: float) -> list[int]:
     """Keys whose first draw has two best scores closer than that."""
     with torch.no_grad():
@@ -583,12 +680,29 @@ def test_rounding_that_depends_on_the_pass_flips_tokens_only_without_the_tie_mar
         done, stats = engine.generate([Request(prompt, k, 8, d) for k, d in zip(keys, drafts, strict=True)])
         return differing(done, plain, tolerance=1e-3), stats.ties
 
+    same, ties = differences(TransformersEngine(model, SAMPLING).tie_margin)
+    assert same == [], "the margin that is the default is enough for what is hardly rounding any more"
+    assert ties >= len(keys)
     flipped, ties = differences(0.0)
     assert flipped, "the planted rounding did not flip anything: the test has no power"
     assert ties == 0
     same, ties = differences(1e-3)
     assert same == []
     assert ties >= len(keys)
+
+
+def test_the_margin_of_ties_is_a_run_s_and_on_by_default(build_model, tmp_path):
+    build_model("llama").save_pretrained(tmp_path)
+    bounds = {"rows_per_batch": 7, "tokens_per_pass": 99, "tie_margin": 0.25}
+    for config in (
+        RolloutConfig(**bounds),
+        RolloutConfig(**bounds, router=RouterConfig(kind="kl"), drafter="layers=1"),
+    ):
+        engine = build_engine(EngineSpec(eos_ids=EOS_IDS, rollout=config, model=str(tmp_path)))
+        assert {name: getattr(engine, name) for name in bounds} == bounds
+    default = build_engine(EngineSpec(eos_ids=EOS_IDS, rollout=RolloutConfig(), model=str(tmp_path)))
+    assert default.tie_margin == RolloutConfig().tie_margin == TransformersEngine(default.model, SAMPLING).tie_margin
+    assert default.tie_margin == 1e-4
 
 
 # The model and its weights --------------------------------------------------------------------------------------------
@@ -607,6 +721,30 @@ def test_the_model_is_left_as_it_was(build_model, training):
         assert model.config._attn_implementation == "eager"
     assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
     assert model(input_ids=torch.tensor([[3, 4]])).logits.requires_grad
+
+
+def test_sub_modules_that_were_in_another_mode_stay_so(build_model):
+    model = build_model("qwen3").train()
+    model.model.layers[0].mlp.eval()
+    modes = [m.training for m in model.modules()]
+    engine = engine_of(model)
+    assert [m.training for m in model.modules()] == modes
+    engine.generate(requests_of([([3, 4], 5)]))
+    engine.score([3, 4, 5])
+    assert [m.training for m in model.modules()] == modes
+    assert len(set(modes)) == 2
+
+
+def test_the_model_s_own_scale_of_attention_is_used(build_model):
+    model, cases = build_model("llama"), prompts_and_caps(12)
+    usual = reference(model, requests_of(cases))
+    for layer in model.model.layers:
+        layer.self_attn.scaling = 0.7 * layer.self_attn.head_dim**-0.5
+    want = reference(model, requests_of(cases))
+    assert [t for t, _, _ in usual] != [t for t, _, _ in want], "control: the scale matters"
+    drafters = drafts_of_every_quality([t for t, _, _ in want])
+    for drafts in (None, drafters):
+        assert differing(engine_of(model, window=5).generate(requests_of(cases, drafts))[0], want) == []
 
 
 def test_nan_weights_are_an_error_and_the_model_is_left_as_it_was(build_model):
@@ -753,6 +891,8 @@ def test_a_prompt_that_does_not_fit_names_the_number_to_use(tiny):
         engine.generate(requests_of([([3], 4), ([5] * 250, 10)]))
     (c,), _ = engine.generate(requests_of([([5] * 250, 6)]))
     assert 1 <= len(c.tokens) <= 6
+    with pytest.raises(RolloutError, match=r"rollout\.max_new_tokens=6\b"):
+        engine.generate(requests_of([([5] * 250, 7)]))  # one token too many
     with pytest.raises(RolloutError, match=r"prompt of 256 tokens.*shorter prompt"):
         engine.generate(requests_of([([5] * 256, 1)]))
 

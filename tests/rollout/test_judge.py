@@ -15,6 +15,7 @@ from rollout.routers.judge import DraftToken, JudgeHead, KLJudge, judged
 from rollout.routers.mining import Mined, mine
 from rollout.types import Request, RolloutError
 from rollout.verify import accept_exact, accept_judged
+from tests.rollout.test_engine import differing, nearly_tied_keys, noisy
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -95,6 +96,27 @@ def test_without_verdicts_it_is_the_exact_rule_and_verdicts_only_add():
 
 
 # --- the engine
+
+
+def test_near_ties_are_decided_alike_however_passes_are_shaped(models):
+    """A judge that lets nothing stand leaves plain decoding's text, though other passes rounded it."""
+    policy, keys = noisy(models[0]), nearly_tied_keys(models[0], [5, 9, 30], 3e-5)
+    asked, sampling = [Request([5, 9, 30], key, 8) for key in keys], Sampling(frozenset({EOS}))
+
+    def differences(margin):
+        want, _ = TransformersEngine(policy, sampling, tie_margin=margin).generate(asked)
+        done, stats = JudgedEngine(policy, sampling, judge=NONE, draft=models[1], window=5, tie_margin=margin).generate(
+            asked
+        )
+        return differing(done, want, tolerance=1e-3), stats.ties
+
+    assert len(keys) >= 5
+    flipped, ties = differences(0.0)
+    assert flipped, "the planted rounding did not flip anything: the test has no power"
+    assert ties == 0
+    same, ties = differences(1e-3)
+    assert same == []
+    assert ties > 0
 
 
 @pytest.mark.parametrize("window", [1, 5, 64])

@@ -20,6 +20,7 @@ from rollout.routers.rsd import RSDRouter
 from rollout.steps import Candidate, Step, StepEnd
 from rollout.types import Request, RolloutError
 from rollout.verify import accept_exact
+from tests.rollout.test_engine import differing, nearly_tied_keys, noisy
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -80,6 +81,27 @@ def engine(models, router, end=None, **options):
 def plain(model, asked):
     done, _ = TransformersEngine(model, Sampling(frozenset({EOS}), 0.7)).generate(asked)
     return done
+
+
+def test_near_ties_are_decided_alike_however_passes_are_shaped(models):
+    """Every step is the policy's, so the texts are those of plain decoding, though other passes rounded them."""
+    policy, keys = noisy(models[0]), nearly_tied_keys(models[0], [5, 9, 30], 3e-5)
+    asked, sampling = [Request([5, 9, 30], key, 8) for key in keys], Sampling(frozenset({EOS}))
+    reading = Rule(lambda c: 1.0, needs=frozenset({"likelihood"}))
+
+    def differences(margin):
+        want, _ = TransformersEngine(policy, sampling, tie_margin=margin).generate(asked)
+        routed = RoutedEngine(policy, sampling, draft=models[1], router=reading, step_end=step_end(), tie_margin=margin)
+        done, stats = routed.generate(asked)
+        return differing(done, want, tolerance=1e-3), stats.ties
+
+    assert len(keys) >= 5
+    flipped, ties = differences(0.0)
+    assert flipped, "the planted rounding did not flip anything: the test has no power"
+    assert ties == 0
+    same, ties = differences(1e-3)
+    assert same == []
+    assert ties > 0
 
 
 def naive(models, asked, rule, end):

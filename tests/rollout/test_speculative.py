@@ -3,8 +3,10 @@
 import copy
 import pickle
 import random
+import time
 from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ from rollout.drafters.suffix import PromptTexts, SuffixDrafter
 from rollout.engines import EngineSpec, build_engine
 from rollout.noise import derive_key, generation
 from rollout.speculative import SpeculativeRollout
-from rollout.types import Completion, EngineStats, Request, Row, Trajectory
+from rollout.types import Completion, EngineStats, Request, RolloutError, Row, Trajectory
 
 VOCAB, EOS = 61, frozenset({1, 7})
 SEED = 11
@@ -86,6 +88,29 @@ def test_slots_count_occurrences_and_keys_derive_from_them():
     assert fake(seed=12).generate(rows, visit=2, step=9).keys[0] != batch.keys[0]
 
 
+def test_the_whole_stage_is_timed_drafting_included(monkeypatch):
+    """All savings are net because of this."""
+    clock = SimpleNamespace(now=100.0)
+    monkeypatch.setattr(time, "perf_counter", lambda: clock.now)
+
+    class Slow(FakeEngine):
+        def generate(self, requests):
+            clock.now += 0.5
+            done, _ = super().generate(requests)
+            return done, EngineStats(draft_s=0.25, verify_s=0.125, prefill_s=0.125)
+
+    class SlowCache(TrajectoryCache):
+        def siblings(self, example_id):
+            clock.now += 2.0
+            return super().siblings(example_id)
+
+    rollout = SpeculativeRollout(Slow(), SlowCache(Fingerprint(), VOCAB), RolloutConfig(max_new_tokens=8), SEED)
+    batch = rollout.generate(rows_of("a"), visit=0, step=0)
+    assert (batch.lookup_s, batch.total_s) == (2.0, 2.5), "what the caller waited for, whatever the engine reports"
+    plain = rollout.plain(rows_of("a"), batch.keys)
+    assert plain.total_s == 0.5
+
+
 @pytest.mark.parametrize("replay", [0.0, 0.5, 1.0])
 def test_replay_decides_which_keys_stay(replay):
     rollout = fake(RolloutConfig(max_new_tokens=4, replay=replay))
@@ -113,12 +138,45 @@ def test_lenient_never_replays_and_fresh_rows_never_use_training_keys():
     training, control = set(), set()
     for visit in range(6):
         training |= set(rollout.generate(rows, visit=visit, step=visit).keys)
-        batch = rollout.generate(rows, visit=visit, step=visit, fresh=True)
+        batch = rollout.generate(rows, visit=visit, step=visit, domain="control")
         control |= set(batch.keys)
         assert not any(batch.replayed)
     assert len(control) == 6 * 32, "new at every visit"
     assert not training & control
     assert len(training) < 6 * 32  # control: the training rows did replay
+
+
+def test_each_row_has_a_visit_of_its_own():
+    rollout, rows = fake(RolloutConfig(max_new_tokens=4, replay=1.0)), rows_of("a", "b")
+    batch = rollout.generate(rows, visit=[0, 2], step=0)
+    assert batch.replayed == [False, True], "a prompt that was never rolled out has no noise to keep"
+    assert batch.visits == [0, 2]
+    fresh = fake(RolloutConfig(max_new_tokens=4)).generate(rows, visit=[0, 2], step=0)
+    assert fresh.keys == [derive_key(SEED, "a", 0, 0), derive_key(SEED, "b", 0, 2)]
+
+
+def test_evaluation_and_control_rows_draw_noise_of_their_own():
+    rollout, rows = fake(RolloutConfig(max_new_tokens=4)), rows_of("a", "b")
+    keys = [
+        key
+        for domain in ("rollout", "control", "evaluation")
+        for visit in range(3)
+        for key in rollout.generate(rows, visit=visit, step=0, domain=domain).keys
+    ]
+    assert len(set(keys)) == len(keys) == 18
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"visit": 0, "slots": [0, 0]}, "example 'a' has slot 0 twice in one batch"),
+        ({"visit": -1}, "visit=-1 of example 'a'"),
+        ({"visit": [0, 1.5]}, "visit=1.5 of example 'a'"),
+    ],
+)
+def test_rows_that_would_be_the_same_response_are_refused(options, message):
+    with pytest.raises(RolloutError, match=message):
+        fake(RolloutConfig(max_new_tokens=4)).generate(rows_of("a", group=2), step=0, **options)
 
 
 def test_drafts_come_from_the_slot_then_its_siblings_newest_first():

@@ -57,6 +57,8 @@ def test_accept_exact(draws, draft, accepted):
         ([0.9, 0.9], [0.9, 0.9], [0.01, 0.01], 1e-30, 0),
         ([0.0, 0.5], [0.5, 0.5], [1e-9, 0.1], 1.0, 0),  # outside the new nucleus
         ([math.nan, 0.5], [0.5, 0.5], [0.1, 0.1], 1.0, 0),  # NaN is never accepted
+        ([0.4], [0.2], [0.9], 0.5, 1),  # min(1, l p / q) is 1: the ratio of 2 is not cut before the lenience
+        ([0.4], [0.2], [0.9], 0.4, 0),
     ],
 )
 def test_accept_lenient(p_new, p_old, u, lenience, accepted):

@@ -8,7 +8,6 @@ import importlib.util
 import itertools
 import random
 from collections import Counter
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -363,6 +362,29 @@ def moved(model, seed: int, scale: float = 0.05):
     return new
 
 
+@pytest.mark.parametrize("what", ["token", "finish"])
+def test_a_row_that_vllm_has_otherwise_is_an_error(engine_of, golden, monkeypatch, what):
+    from rollout.engines.vllm_v1 import OneRequest
+
+    cases, want = golden()
+    settle = OneRequest.settle
+
+    def lying(rules, row, *drawn):
+        count = settle(rules, row, *drawn)
+        if row.finish and len(row.tokens) > count:  # vLLM was told of the first token before
+            if what == "token":
+                row.tokens[0] = (row.tokens[0] + 1) % VOCAB
+            else:
+                row.finish = {"stop": "length", "length": "stop"}[row.finish]
+        return count
+
+    monkeypatch.setattr(OneRequest, "settle", lying)
+    with pytest.raises(RolloutError, match="vLLM and specrl disagree about row"):
+        engine_of().generate(requests_of(cases))
+    monkeypatch.undo()
+    assert differing(engine_of().generate(requests_of(cases))[0], want, 1e-4) == []
+
+
 TEXT = tuple(2 + i * 7 % 50 for i in range(60))
 
 
@@ -386,15 +408,20 @@ def updated(saved, engine_of):
         close(engine)
 
 
-def shm_folders():
-    return {p.name for p in Path("/dev/shm").glob("specrl-*")}
+@pytest.fixture
+def shared_memory(tmp_path, monkeypatch):
+    """Where weights are handed over in this test, which no other process writes to."""
+    folder = tmp_path / "shm"
+    folder.mkdir()
+    monkeypatch.setattr("rollout.engines.vllm_weights._SHM", folder)
+    return folder
 
 
 @pytest.mark.parametrize("family", ["qwen3", "llama"])
-def test_after_updates_it_is_the_new_policy(updated, golden, family):
+def test_after_updates_it_is_the_new_policy(updated, golden, shared_memory, family):
     engine, model = updated(family)
     cases, want = golden(family)
-    before = shm_folders()
+    used = shared_memory.stat().st_mtime_ns
     for version in (3, 4, 4):
         new = moved(model, version)
         weights = dict(new.state_dict())
@@ -411,7 +438,8 @@ def test_after_updates_it_is_the_new_policy(updated, golden, family):
             assert {c.version for c in done} == {version}
             assert {v for c in done for v in c.versions} == {version}
         assert len(differing(done, want)) > 3, "control: the update changed the policy"
-    assert shm_folders() == before
+    assert list(shared_memory.iterdir()) == []
+    assert shared_memory.stat().st_mtime_ns > used, "control: the weights were there"
 
 
 def test_score_is_the_models_own(saved, engine_of):
@@ -425,7 +453,7 @@ def test_score_is_the_models_own(saved, engine_of):
 
 
 @pytest.mark.parametrize("fault", ["unknown", "missing", "shape", "twice", "interrupted"])
-def test_an_update_that_does_not_fit_is_refused_whole(updated, golden, fault):
+def test_an_update_that_does_not_fit_is_refused_whole(updated, golden, shared_memory, fault):
     engine, model = updated()
     cases, want = golden()
     weights = list(moved(model, 1).state_dict().items())
@@ -435,7 +463,6 @@ def test_an_update_that_does_not_fit_is_refused_whole(updated, golden, fault):
         "shape": ([(n, t[:1] if n.endswith("q_proj.weight") else t) for n, t in weights], r"\(1, 64\).*\(64, 64\)"),
         "twice": (weights[:1] * 2, "twice"),
     }
-    before = shm_folders()
     if fault == "interrupted":
 
         def broken():
@@ -448,7 +475,7 @@ def test_an_update_that_does_not_fit_is_refused_whole(updated, golden, fault):
         bad, word = words[fault]
         with pytest.raises(RolloutError, match=word):
             engine.update_weights(bad, 1)
-    assert shm_folders() == before
+    assert list(shared_memory.iterdir()) == []
     assert engine.weight_version == 0
     with pytest.raises(RolloutError, match=r"version 1 failed; send the weights again"):
         engine.generate(requests_of(cases))

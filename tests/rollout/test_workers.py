@@ -532,6 +532,16 @@ def test_workers_that_cannot_start_say_why(started, spec):
         RolloutPool(spec, replace(one, cpus_per_worker=99, start_timeout_s=1))
 
 
+def never(spec):
+    time.sleep(600)
+
+
+@pytest.mark.slow
+def test_a_worker_that_loads_for_too_long_is_told_from_one_without_a_place(started, spec):
+    with pytest.raises(RolloutError, match=r"start_timeout_s=30; it has its place .* still loading the model"):
+        RolloutPool(spec, replace(CLUSTER, num_workers=1, start_timeout_s=30), never)
+
+
 def test_close_ends_the_processes_and_may_be_called_twice(pools):
     pool = pools(2)
     pids = [w.pid for w in pool._workers]

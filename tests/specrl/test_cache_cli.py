@@ -27,7 +27,7 @@ def flip(path, offset):
 
 
 def test_verify_an_intact_cache(directory, capsys):
-    assert main(["verify", f"path={directory}"]) == 0
+    assert main(["verify", f"run={directory}"]) == 0
     assert capsys.readouterr().out == "8 entries: 8 good, 0 damaged, 0 malformed\n"
 
 
@@ -35,12 +35,12 @@ def test_verify_counts_damage_and_changes_nothing(directory, capsys):
     path = directory / SNAPSHOT
     flip(path, path.read_bytes().index((53).to_bytes(4, "little")))
     before = path.read_bytes()
-    assert main(["verify", f"path={directory}"]) == 3
+    assert main(["verify", f"run={directory}"]) == 3
     assert "8 entries: 7 good, 1 damaged, 0 malformed\n" in capsys.readouterr().out
     assert path.read_bytes() == before
     flip(path, len(before) - 1)
     listing = os.listdir(directory)
-    assert main(["verify", f"path={directory}"]) == 3
+    assert main(["verify", f"run={directory}"]) == 3
     assert "is not a readable parquet file" in capsys.readouterr().err
     assert os.listdir(directory) == listing
 
@@ -51,14 +51,14 @@ def test_verify_names_malformed_entries(tmp_path, capsys, monkeypatch):
         patch.setattr("rollout.cache.complaint", lambda *_: None)
         cache.put("ex-1", 0, Trajectory((5, 100, 1), 0, "stop", 0, 0))
     cache.save(tmp_path, 0)
-    assert main(["verify", f"path={tmp_path}"]) == 3
+    assert main(["verify", f"run={tmp_path}"]) == 3
     out = capsys.readouterr().out
     assert "example 'ex-1', slot 0: token id 100 is outside 0..99\n" in out
     assert "1 entries: 0 good, 0 damaged, 1 malformed\n" in out
 
 
 def test_info(directory, capsys):
-    assert main(["info", f"path={directory}"]) == 0
+    assert main(["info", f"run={directory}"]) == 0
     lines = dict(line.split("  ", 1) for line in capsys.readouterr().out.splitlines())
     lines = {name: value.strip() for name, value in lines.items()}
     assert lines["entries"] == "8 of 8 intact, 1 examples"
@@ -73,11 +73,12 @@ def test_info(directory, capsys):
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [
-        ([], 2, "Unknown command ''. usage: python -m specrl.cache verify|info path=DIR"),
-        (["verfy", "path=x"], 2, "Did you mean 'verify'?"),
-        (["verify"], 2, "path is missing."),
-        (["verify", "pth=x"], 2, "Did you mean 'path'?"),
-        (["info", "path=no/such"], 3, "There is no trajectory cache in 'no/such'. Give the directory"),
+        ([], 2, "Unknown command ''. usage: python -m specrl.cache verify|info run=DIR"),
+        (["verfy", "run=x"], 2, "Did you mean 'verify'?"),
+        (["verify"], 2, "run is missing."),
+        (["verify", "path=x"], 2, "Unknown option 'path'. Did you mean 'run'?"),
+        (["verify", "rnu=x"], 2, "Did you mean 'run'?"),
+        (["info", "run=no/such"], 2, "No run at no/such."),
     ],
 )
 def test_mistakes_are_explained(capsys, words, code, said):
@@ -85,8 +86,20 @@ def test_mistakes_are_explained(capsys, words, code, said):
     assert said in capsys.readouterr().err
 
 
+def test_a_run_a_checkpoint_and_their_trajectories_name_one_cache(directory, tmp_path, capsys):
+    run = tmp_path / "run"
+    for place in (run / "trajectories", run / "checkpoints" / "checkpoint-3" / "trajectories"):
+        place.mkdir(parents=True)
+        (place / SNAPSHOT).write_bytes((directory / SNAPSHOT).read_bytes())
+    for given in (run, run / "trajectories", run / "checkpoints" / "checkpoint-3"):
+        assert main(["info", f"run={given}"]) == 0
+        assert "8 of 8 intact" in capsys.readouterr().out
+    assert main(["verify", f"run={run / 'checkpoints'}"]) == 3
+    assert f"There is no trajectory cache in '{run / 'checkpoints'}'." in capsys.readouterr().err
+
+
 def test_runs_as_a_module(directory):
-    command = [sys.executable, "-m", "specrl.cache", "verify", f"path={directory}"]
+    command = [sys.executable, "-m", "specrl.cache", "verify", f"run={directory}"]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
     assert done.stdout.startswith("8 entries: 8 good")

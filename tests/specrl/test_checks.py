@@ -217,6 +217,7 @@ def broken(*words, **settings):
             "trainer.drafter.interval=0 must be at least 1. Try trainer.drafter.interval=1.",
         ),
         ("rollout.vllm.draft_tokens=200", "rollout.vllm.draft_tokens=200 must be from 1 to 127. Try"),
+        ("reward.start_timeout_s=0", "reward.start_timeout_s=0.0 must be at least 1. Try reward.start_timeout_s=1."),
         ("reward.timeout_s=0", "reward.timeout_s=0 leaves no time to score. Try reward.timeout_s=5."),
     ],
 )
@@ -287,6 +288,7 @@ rollout.cache.max_mb rollout.budget.branches rollout.router.max_step_tokens roll
 rollout.vllm.tensor_parallel trainer.prompts_per_step trainer.updates_per_rollout trainer.minibatches
 trainer.drafter.interval trainer.drafter.updates trainer.drafter.tokens_per_update trainer.drafter.versions
 trainer.correction_cap trainer.keep_checkpoints trainer.log_completions_every dataset.max_prompt_tokens reward.workers
+reward.start_timeout_s
 cluster.tasks_per_worker cluster.start_timeout_s cluster.task_timeout_s
 """
 OTHERS = "seed rollout.vllm.memory_utilization cluster.cpus_per_worker cluster.object_store_mb"
@@ -327,14 +329,14 @@ def test_other_ranges(word, near):
 
 
 PPO_ONLY = ("advantage", "minibatches", "kl_penalty", "kl_target", "entropy_bonus", "gamma", "gae_lambda", "critic")
-GRPO_ONLY = ("loss", "scale_rewards")
+GRPO_ONLY = ("loss", "scale_rewards", "ratio", "refills")
 
 
 def changed(names):
     """The trainer's options of these names and sections, each with a legal value that is not its default."""
     known = options.options(TrainerConfig)
     chosen = [option for key, option in known.items() if key.partition(".")[0] in names]
-    words = [next((word for word in o.choices if word != o.default), 2 if o.type is int else 0.25) for o in chosen]
+    words = [next((word for word in o.choices if word != o.default), 2 if int in o.members else 0.25) for o in chosen]
     return [f"trainer.{option.key}={word}" for option, word in zip(chosen, words, strict=True)]
 
 

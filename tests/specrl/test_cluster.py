@@ -1,10 +1,13 @@
 """Starting and joining Ray: loopback only, authenticated, and errors that say what to do."""
 
+import atexit
 import builtins
 import os
+import socket
 import stat
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -167,6 +170,55 @@ def test_no_cluster_at_the_address(address, found):
     )
     assert f"cluster.address={address}: no Ray cluster can be joined there: " in done.stdout, done
     assert "leave cluster.address empty" in done.stdout
+
+
+@pytest.fixture
+def unstarted(monkeypatch):
+    """Ray before it is initialised, whatever other tests have started."""
+    import ray
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
+    return ray
+
+
+def test_a_ray_that_does_not_start_in_time_is_one_line_and_leaves_nothing(unstarted, monkeypatch):
+    started = []
+
+    def init(_temp_dir, **_):
+        program = "import os, sys, time\nwhile True: os.makedirs(sys.argv[1], exist_ok=True); time.sleep(0.01)"
+        started.append((subprocess.Popen([sys.executable, "-c", program, _temp_dir]), Path(_temp_dir).parent))
+        atexit.register(started[0][0].kill)
+        while not os.path.isdir(_temp_dir):
+            time.sleep(0.01)
+        raise Exception("The current node timed out during startup. This could happen because ...")
+
+    monkeypatch.setattr(unstarted, "init", init)
+    with pytest.raises(ConfigError, match=r"^Ray cannot be started on this machine: The current node timed out .*busy"):  # noqa: SIM117
+        with connect(ClusterConfig(num_workers=1)):
+            pass
+    process, folder = started[0]
+    process.wait(30)
+    assert not folder.exists(), "a process that lives would have made it anew"
+
+
+MISMATCH = "Version mismatch: The cluster was started with:\n    Ray: 2.50.0\n    Python: 3.11.2\nThis process on node x was started with:\n    Ray: 2.60.0\n    Python: 3.12.1\n"  # noqa: E501
+
+
+def test_a_cluster_of_another_version_is_named_with_both(unstarted, monkeypatch):
+    def init(**_):
+        raise RuntimeError(MISMATCH)
+
+    monkeypatch.setattr(unstarted, "init", init)
+    with socket.create_server(("127.0.0.1", 0)) as server, pytest.raises(ConfigError) as caught:  # noqa: SIM117
+        with connect(ClusterConfig(num_workers=1, address=f"127.0.0.1:{server.getsockname()[1]}")):
+            pass
+    assert "Ray: 2.50.0 Python: 3.11.2 This process on node x was started with: Ray: 2.60.0" in str(caught.value)
+    assert str(caught.value).endswith(
+        "Install the cluster's versions here, or start the cluster from this environment."
+    )
+    assert "\n" not in str(caught.value)
+    assert "token" not in str(caught.value)
 
 
 def test_ray_not_installed(monkeypatch):

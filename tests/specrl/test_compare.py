@@ -13,7 +13,7 @@ from specrl.config import run as run_command
 from specrl.monitor import RunError
 from specrl.report import ReportOptions
 
-# Two steps an epoch; steps 2, 3 and 4 are control steps, of which 3 and 4 count: (12 + 8) / (5 + 5) = 2.
+# Two steps an epoch; steps 2, 3 and 4 are control steps, too few for a speedup.
 STEPS = [
     {"step": 1, "epoch": 0.5, "timing_s/gen": 9.0, "timing_s/step": 12.0, "reward": 0.2},
     {"step": 2, "epoch": 1.0, "timing_s/gen": 9.0, "timing_s/step": 22.0, "reward": 0.4}
@@ -50,7 +50,7 @@ def test_the_column_of_a_run_by_hand(pair):
         "steps": "4",
         "reward": "0.300 -> 0.600",
         "held-out": "0.100 -> 0.600",
-        "speedup": "2.00x",
+        "speedup": "-",
         "passes a row": "5.0",
         "reuse gap": "+0.030",
         "rollout s": "28.0",
@@ -58,6 +58,25 @@ def test_the_column_of_a_run_by_hand(pair):
     }
     measured = [columns["two"][row] for row in ("rule", "held-out", "speedup", "passes a row", "reuse gap")]
     assert measured == ["off", "-", "-", "-", "-"], "nothing is made up for what was not measured"
+
+
+def test_the_speedup_is_an_interval_and_rollout_seconds_include_co_training(tmp_path):
+    steps = [{"step": n, "epoch": 2.0, "timing_s/gen": 1.0, "spec/plain_s": 3.0, "reward": 0.5} for n in range(1, 7)]
+    steps[2] |= {"spec/plain_s": 2.0}
+    trained = [record | {"timing_s/drafter": 1.0} for record in steps]
+    made = [make_run(tmp_path / "one", steps), make_run(tmp_path / "two", trained)]
+    columns = write_comparison(made, plots=False).columns
+    # R = 17/6; s = sqrt((1/36 * 5 + 25/36) / 5) = 0.408; half = 2.571 * 0.408 * sqrt(6) / 6 * 6/5 = 0.514
+    assert [columns[name]["speedup"] for name in columns] == ["2.32x to 3.35x", "1.16x to 1.67x"]
+    assert [columns[name]["rollout s"] for name in columns] == ["6.0", "12.0"]
+
+
+def test_runs_of_unlike_machines_are_said(pair, tmp_path):
+    for name, cores in (("one", 2), ("two", 64)):
+        machine = {"cpu": "Abacus", "cores": cores, "gpus": [], "versions": {}}
+        (tmp_path / name / "environment.json").write_text(json.dumps(machine))
+    said = "two ran on another machine than one: cores: 64, not 2. Seconds do not compare."
+    assert said in write_comparison(pair, plots=False).notes
 
 
 def test_negative_control_control_rows_charged_to_the_run_would_be_seen(pair):
@@ -78,7 +97,7 @@ def test_unfinished_mismatching_and_unknown_runs_are_said(tmp_path):
     assert made.columns["two"]["rule"] == "unknown"
     assert made.notes == [
         "one is unfinished; its last step is 3.",
-        "one: 2 row(s) differed from plain decoding on control steps.",
+        "one: 2 rows differed from plain decoding on control steps.",
         "two has no readable config.yaml, so what sets it apart is unknown.",
     ]
 

@@ -43,18 +43,18 @@ rollout.vllm.runner rollout.vllm.draft_tokens rollout.vllm.kv_cache_mb rollout.v
 rollout.vllm.tensor_parallel rollout.vllm.compile rollout.vllm.sleep
 trainer.algorithm trainer.advantage trainer.learning_rate trainer.lr_schedule trainer.warmup_steps trainer.epochs
 trainer.max_steps trainer.prompts_per_step trainer.rows_per_pass trainer.updates_per_rollout trainer.minibatches
-trainer.clip trainer.clip_high trainer.beta trainer.kl_penalty trainer.kl_target trainer.entropy_bonus trainer.gamma
-trainer.gae_lambda
-trainer.loss trainer.scale_rewards trainer.mask_truncated trainer.overlong_buffer trainer.max_grad_norm
-trainer.weight_decay trainer.old_logprobs trainer.correction trainer.correction_cap trainer.precision
+trainer.clip trainer.ratio trainer.clip_high trainer.beta trainer.kl_penalty trainer.kl_target trainer.entropy_bonus
+trainer.gamma trainer.gae_lambda trainer.loss trainer.scale_rewards trainer.mask_truncated trainer.overlong_buffer
+trainer.refills trainer.max_grad_norm trainer.weight_decay trainer.old_logprobs trainer.correction
+trainer.correction_cap trainer.precision
 trainer.gradient_checkpointing trainer.save_every trainer.keep_checkpoints trainer.eval_every trainer.eval_prompts
 trainer.log_completions trainer.log_completions_every
 trainer.drafter.train trainer.drafter.objective trainer.drafter.select trainer.drafter.learning_rate
 trainer.drafter.interval trainer.drafter.updates trainer.drafter.tokens_per_update trainer.drafter.versions
 trainer.drafter.patience
 trainer.critic.model trainer.critic.learning_rate trainer.critic.clip trainer.critic.loss_weight
-reward.functions reward.weights reward.timeout_s reward.memory_mb reward.workers reward.max_failure_ratio
-reward.isolate_user
+reward.functions reward.weights reward.timeout_s reward.memory_mb reward.workers reward.start_timeout_s reward.on_limit
+reward.max_failure_ratio reward.isolate_user
 cluster.num_workers cluster.address cluster.cpus_per_worker cluster.gpus_per_worker cluster.tasks_per_worker
 cluster.start_timeout_s cluster.task_timeout_s cluster.max_restarts cluster.max_failed_ratio cluster.object_store_mb
 cluster.dashboard
@@ -385,6 +385,26 @@ def test_other_drafts_matter_only_where_their_text_stands():
 def test_another_number_of_workers_does_not_matter():
     old, new = load(BASE), load([*BASE, "cluster.num_workers=2", "cluster.task_timeout_s=9"])
     assert [change.matters for change in config.differences(old, new)] == [False, False]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *("reward.functions=[format]", "reward.weights=[2]", "reward.on_limit=zero", "reward.isolate_user=false"),
+        *("seed=1", "model=m", "data=gsm8k", "dataset.train_size=99", "lora.rank=4"),
+        *("rollout.group_size=16", "rollout.max_new_tokens=99", "rollout.replay=0.5", "rollout.temperature=0.5"),
+        *("trainer.learning_rate=1", "trainer.beta=0.5", "trainer.clip=0.1", "trainer.prompts_per_step=3"),
+    ],
+)
+def test_what_trains_otherwise_matters(change):
+    assert [change.matters for change in config.differences(load(BASE), load([*BASE, change]))] == [True]
+
+
+@pytest.mark.parametrize(
+    "change", ["timeout_s=9", "start_timeout_s=9", "max_failure_ratio=0.5", "workers=2", "memory_mb=4096"]
+)
+def test_the_bounds_of_rewards_may_change(change):
+    assert [c.matters for c in config.differences(load(BASE), load([*BASE, f"reward.{change}"]))] == [False]
 
 
 def test_another_draft_length_matters_only_where_old_text_is_judged():

@@ -189,7 +189,7 @@ def test_the_messages_that_troubleshooting_explains_exist():
 
 def test_lengths():
     assert len(read(ROOT / "README.md").splitlines()) < 150
-    assert len(read(ROOT / "docs" / "guarantees.md").splitlines()) <= 165
+    assert len(read(ROOT / "docs" / "guarantees.md").splitlines()) <= 190
 
 
 def test_the_tests_that_hold_the_guarantees_exist():
@@ -221,7 +221,8 @@ def unfounded(rows):
 
 def test_every_fault_has_its_tests():
     rows = re.findall(r"^\| \d+ \|.*$", read(ROOT / "docs" / "faults.md"), re.MULTILINE)
-    assert sorted(int(row.split("|")[1]) for row in rows) == list(range(1, 37))
+    assert len(rows) >= 42
+    assert sorted(int(row.split("|")[1]) for row in rows) == list(range(1, len(rows) + 1))
     assert unfounded(rows) == []
 
 

@@ -9,9 +9,10 @@ import torch
 from reward.base import RewardSet
 from rollout.noise import derive_key
 from rollout.types import Completion, EngineStats
-from specrl.config import run
+from specrl.config import Config, run, save
 from specrl.data import Example
 from specrl.evaluate import EvaluateConfig, evaluate, main, pass_at_k
+from specrl.evaluate import command as command_line
 from specrl.tiny import build_tokenizer
 from tests.runs import words
 
@@ -34,6 +35,42 @@ def test_pass_at_k(n, correct, k, expected):
     assert pass_at_k(n, correct, k) == pytest.approx(expected)
     drawn = [any(i < correct for i in chosen) for chosen in combinations(range(n), k)]
     assert sum(drawn) / len(drawn) == pytest.approx(expected), "by counting all draws of k"
+
+
+@pytest.fixture
+def trained(tmp_path):
+    """The directory of a run with a config of its own, and a model folder."""
+    (tmp_path / "mine" / "model").mkdir(parents=True)
+    made = Config(name="mine", output_dir=str(tmp_path), seed=3)
+    made.dataset.train_size = made.dataset.test_size = 5
+    save(made)
+    return tmp_path / "mine"
+
+
+def test_run_brings_its_config_and_its_model(trained, monkeypatch):
+    asked = []
+    monkeypatch.setattr("specrl.evaluate.main", asked.append)
+    assert command_line([f"run={trained}", "samples=2"]) == 0
+    assert command_line([f"run={trained}", "model=tiny"]) == 0
+    found = [(c.model, c.seed, c.dataset.test_size, c.samples) for c in asked]
+    assert found == [(str(trained / "model"), 3, 5, 2), ("tiny", 3, 5, 8)]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["run=no-such-run"], "No run at no-such-run."),
+        (["run={}", "config=grpo_math"], "run=DIR brings its own config."),
+        (["run={}"], "has no model: a run writes it when it ends. Give model=PATH too"),
+        (["path={}", "config=grpo_math"], "Unknown option 'path'. Did you mean 'run'?"),
+    ],
+)
+def test_mistakes_with_run_are_one_line(trained, capsys, words, message):
+    (trained / "model").rmdir()
+    assert command_line([word.format(trained) for word in words]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
 
 
 @dataclass

@@ -20,9 +20,12 @@ DOORS = {
     "verl": ("specrl/adapters/verl.py",),
     "openrlhf": ("specrl/adapters/openrlhf.py",),
 }
-UNSAFE_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
+UNSAFE_MODULES = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
 UNSAFE_BUILTINS = {"eval", "exec", "compile", "__import__"}
-UNSAFE_CALLS = {"torch.load", "builtins.eval", "builtins.exec", "os.system"}
+UNSAFE_NAMES = {"torch.load", "torch.serialization", "torch.package", "torch.hub"}
+UNSAFE_CALLS = {*UNSAFE_NAMES, "builtins.eval", "builtins.exec", "os.system"}
+UNSAFE_FLAGS = {"allow_pickle": False, "weights_only": True}
+"""Keywords, and the only value that a call may give them."""
 
 
 def faults(path, code):
@@ -36,7 +39,7 @@ def faults(path, code):
             found.append(f"{path}:{line}: {package} must not import {module}")
         if top in DOORS and not any(fnmatch(path, door) for door in DOORS[top]):
             found.append(f"{path}:{line}: only {' and '.join(DOORS[top])} may import {top}")
-        if top in UNSAFE_MODULES or module == "torch.load":
+        if top in UNSAFE_MODULES or any(f"{module}.".startswith(f"{name}.") for name in UNSAFE_NAMES):
             found.append(f"{path}:{line}: {module} can run code from data")
     return found + [f"{path}:{line}: {name} can run code from data" for line, name in unsafe_calls(tree)]
 
@@ -50,22 +53,26 @@ def imports(tree, path):
             parents = path.split("/")[: -node.level] if node.level else []
             module = ".".join([*parents, *([node.module] if node.module else [])])
             yield node.lineno, module
-            yield from ((node.lineno, f"{module}.{alias.name}") for alias in node.names if module == "torch")
+            inside = (f"{module}.{alias.name}" for alias in node.names if module == "torch")
+            yield from ((node.lineno, name) for name in inside)
         elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
             yield from ((node.lineno, str(name.value)) for name in node.args[:1] if isinstance(name, ast.Constant))
 
 
 def unsafe_calls(tree):
+    """(line, name) of what can run code from data: calls, names of torch that do so under any alias, and flags."""
     for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and ast.unparse(node) in UNSAFE_NAMES:
+            yield node.lineno, ast.unparse(node)
         if isinstance(node, ast.Call):
             name = ast.unparse(node.func)
-            if name in UNSAFE_CALLS or (isinstance(node.func, ast.Name) and name in UNSAFE_BUILTINS):
+            unsafe = name in UNSAFE_CALLS - UNSAFE_NAMES
+            if unsafe or (isinstance(node.func, ast.Name) and name in UNSAFE_BUILTINS):
                 yield node.lineno, name
             for keyword in node.keywords:
-                if keyword.arg == "allow_pickle" and not (
-                    isinstance(keyword.value, ast.Constant) and not keyword.value.value
-                ):
-                    yield node.lineno, "allow_pickle"
+                only = UNSAFE_FLAGS.get(keyword.arg)
+                if only is not None and not (isinstance(keyword.value, ast.Constant) and keyword.value.value is only):
+                    yield node.lineno, keyword.arg
 
 
 @pytest.mark.parametrize("package", BELOW)
@@ -113,6 +120,16 @@ def test_adapters_import_without_what_they_adapt(name):
         ("rollout/cache.py", "from cloudpickle import loads"),
         ("rollout/cache.py", "x = torch.load(path)"),
         ("rollout/cache.py", "from torch import load"),
+        ("rollout/cache.py", "from torch import load as read"),
+        ("rollout/cache.py", "read = torch.load"),
+        ("trainers/snapshot.py", "x = torch.serialization.load(path)"),
+        ("trainers/snapshot.py", "from torch import serialization"),
+        ("trainers/snapshot.py", "from torch.serialization import load"),
+        ("trainers/snapshot.py", "import torch.serialization as s"),
+        ("trainers/snapshot.py", "import pickle as p"),
+        ("trainers/snapshot.py", "import _pickle"),
+        ("trainers/snapshot.py", "x = read(path, weights_only=False)"),
+        ("trainers/snapshot.py", "x = read(path, weights_only=flag)"),
         ("rollout/cache.py", "x = numpy.load(path, allow_pickle=True)"),
         ("reward/math.py", "eval(text)"),
         ("reward/math.py", "exec(text)"),
@@ -139,6 +156,7 @@ def test_planted_faults_are_found(path, code):
         ("specrl/adapters/shared.py", "import ray"),
         ("specrl/adapters/verl.py", "import verl"),
         ("trainers/grpo.py", "model.eval()\nre.compile('x')\ntorch.compile(model)\nnumpy.load(p, allow_pickle=False)"),
+        ("trainers/snapshot.py", "read(p, weights_only=True)"),
         ("specrl/env.py", "version('trl')\nnote = 'import trl'"),
     ],
 )

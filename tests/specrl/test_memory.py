@@ -4,7 +4,7 @@ import pytest
 
 from specrl import config as cli
 from specrl import memory
-from specrl.policy import load_policy
+from specrl.policy import load_policy, trained_dtype
 from tests.runs import policy
 
 ROWS, GROUP, CAP, PROMPT, VOCAB = 4, 4, 28, 50, 85
@@ -14,7 +14,7 @@ CO_TRAINING = ["rollout.drafter=x", "trainer.drafter.train=true"]
 def plan(*options):
     words = [f"model={policy()}", "rollout.group_size=4", "rollout.max_new_tokens=28", "trainer.prompts_per_step=4"]
     config = cli.load(["config=grpo_math", *words, *options])
-    model, _, _ = load_policy(config)
+    model, _, _ = load_policy(config, trained_dtype(config))
     return memory.plan(config, model, PROMPT), model
 
 
@@ -39,12 +39,21 @@ def test_each_part_by_hand():
         (["rollout.rows_per_batch=4"], "rollout KV", 1 / 4),
         (["trainer.rows_per_pass=8"], "training logits", 1 / 2),
         (["trainer.drafter.tokens_per_update=512"], "co-training logits", 1 / 2),
-        (["trainer.precision=bf16"], "policy", 1 / 2),
+        (["trainer.precision=bf16", "lora.rank=16"], "policy", 1 / 2),
         (["trainer.precision=bf16"], "rollout KV", 1 / 2),
     ],
 )
 def test_the_advised_options_shrink_their_part(options, part, factor):
     assert plan(*CO_TRAINING, *options)[0][part] == pytest.approx(plan(*CO_TRAINING)[0][part] * factor)
+
+
+def test_float32_weights_have_a_bfloat16_copy_for_rollouts():
+    plain, mixed = plan()[0], plan("trainer.precision=bf16")[0]
+    assert mixed["rollout copy"] == pytest.approx(plain["policy"] / 2)
+    assert [mixed[part] for part in ("policy", "gradients and optimiser")] == [plain["policy"], 3 * plain["policy"]]
+    pure = plan("trainer.precision=pure_bf16")[0]
+    assert [pure["policy"], pure.get("rollout copy")] == [plain["policy"] / 2, None]
+    assert plan("trainer.precision=bf16", "rollout.engine=vllm")[0]["vLLM weights"] == plain["policy"] / 2
 
 
 def test_ppo_may_hold_two_models_more():
@@ -74,5 +83,9 @@ def test_the_sentence():
 
 def test_every_part_has_advice():
     ppo = ["trainer.algorithm=ppo", "trainer.critic.model=separate", "trainer.beta=0.1"]
-    names = {name for options in ([], ["rollout.engine=vllm"], CO_TRAINING, ppo) for name in plan(*options)[0]}
+    names = {
+        name
+        for options in ([], ["rollout.engine=vllm"], ["trainer.precision=bf16"], CO_TRAINING, ppo)
+        for name in plan(*options)[0]
+    }
     assert names == memory.ADVICE.keys()

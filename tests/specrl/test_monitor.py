@@ -1,6 +1,7 @@
 import io
 import json
 import math
+import os
 import sys
 
 import pytest
@@ -148,6 +149,19 @@ def test_without_resumed_step_nothing_but_the_torn_line_goes(tmp_path):
     before = path.stat().st_mtime_ns
     Monitor(tmp_path, 9, text_console())
     assert path.stat().st_mtime_ns == before, "an intact file is left alone"
+
+
+def test_a_run_that_begins_again_keeps_no_record(tmp_path):
+    (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 0, "eval/reward": 1}\n{"step": 1}\n{"step": 2, "no')
+    Monitor(tmp_path, 9, text_console(), resumed_step=-1).log({"step": 1, "reward": 2})
+    assert read_records(tmp_path / "metrics.jsonl") == ([{"step": 1, "reward": 2}], 0)
+
+
+def test_a_record_is_on_the_disk_when_it_is_written(tmp_path, monkeypatch):
+    flushed, fsync = [], os.fsync
+    monkeypatch.setattr(os, "fsync", lambda file: (flushed.append(os.readlink(f"/proc/self/fd/{file}")), fsync(file)))
+    Monitor(tmp_path, 9, text_console()).log({"step": 1})
+    assert flushed == [str(tmp_path / "metrics.jsonl")]
 
 
 def test_a_whole_last_line_without_newline_is_kept(tmp_path):

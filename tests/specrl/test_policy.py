@@ -6,7 +6,16 @@ import pytest
 import torch
 
 from specrl.config import load
-from specrl.policy import PolicyError, check_targets, device, fingerprint, load_policy
+from specrl.policy import (
+    PolicyError,
+    check_targets,
+    device,
+    engine_spec,
+    fingerprint,
+    load_policy,
+    rollout_dtype,
+    trained_dtype,
+)
 from tests.runs import build_policy, policy, words
 
 
@@ -66,6 +75,22 @@ def test_without_any_eos_no_response_could_end(variant):
 
 def test_precision(variant):
     assert load_policy(configure(policy(), trainer__precision="bf16"))[0].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("options", "trained", "rolled_out"),
+    [
+        ({}, "float32", "float32"),
+        ({"trainer__precision": "bf16"}, "float32", "bfloat16"),
+        ({"trainer__precision": "bf16", "lora__rank": 4}, "bfloat16", "bfloat16"),
+        ({"trainer__precision": "pure_bf16"}, "bfloat16", "bfloat16"),
+    ],
+)
+def test_trained_weights_are_float32_unless_asked_otherwise(options, trained, rolled_out):
+    config = configure(policy(), **options)
+    assert (trained_dtype(config), rollout_dtype(config)) == (trained, rolled_out)
+    assert load_policy(config, trained)[0].dtype == getattr(torch, trained)
+    assert engine_spec(config, frozenset()).dtype == rolled_out
 
 
 def test_the_tokenizer_must_belong_to_the_model(tmp_path):

@@ -107,6 +107,18 @@ def test_drafts_are_those_the_run_had():
     assert [[old and old.tokens for old in row] for row in olds] == [[(1,), (2,)], [(3,), None]]
 
 
+def test_the_newest_text_is_followed_first_whatever_its_slot():
+    # Both texts have 20, 21 and go on in their own ways; the newer one, of the later slot, is what the row does.
+    older, newer = (20, 21, 30, 31, 32, 1), (20, 21, 40, 41, 42, 1)
+    stored = [text(older, step=0, slot=0), text(newer, step=2, slot=1)]
+    (visit,) = list(revisits([*stored, text((9, 20, 21, 40, 41, 42, 1), step=5, slot=2)]))[1:]
+    assert [old.tokens for old in visit.stored] == [newer, older]
+    # 9, 20 and 21 are drawn, then 40, 41, 42 and the EOS ride one pass.
+    assert [(c.passes, c.accepted) for c in count(visit, 0, ("earlier",))] == [(4, 4)]
+    swapped = Visit(visit.texts, visit.stored[::-1])
+    assert [c.passes for c in count(swapped, 0, ("earlier",))] == [6], "negative control: 40 and 41 are drawn too"
+
+
 def test_rows_draft_from_what_their_siblings_emit_meanwhile():
     old = (90, 91, 92, 93)
     ahead, behind = (10, 11, 12, 13, 14, 15, 1), (20, 21, 22, 23, 24, 10, 11, 12, 13, 14, 15, 1)
@@ -237,6 +249,7 @@ def test_the_table_says_what_it_counts(tmp_path):
         ([], "Give either run=DIR or data=PATH."),
         (["run=x", "data=y"], "Give either run=DIR or data=PATH."),
         (["run=no-such-run"], "No run at no-such-run."),
+        (["path=x"], "Unknown option 'path'. Did you mean 'run'?"),
         (["data=no-such-file.jsonl"], "No .parquet or .jsonl file at no-such-file.jsonl."),
         (
             ["data=x", "sources=[prior]"],

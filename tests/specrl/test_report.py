@@ -7,7 +7,8 @@ from rich.console import Console
 
 from rollout.config import RouterConfig
 from specrl import report
-from specrl.config import Config, save
+from specrl.card import card
+from specrl.config import Config, load_saved, save
 from specrl.config import run as run_command
 from specrl.monitor import RunError
 from specrl.report import ReportOptions, write_report
@@ -19,6 +20,7 @@ from specrl.savings import (
     measured,
     paired,
     phases,
+    rollouts,
     step_s,
     step_speedup,
 )
@@ -38,6 +40,18 @@ BASELINE = [
     for step, gen in ((1, 11.0), (2, 9.0), (3, 12.0), (4, 8.0), (5, 99.0))
 ]
 
+MACHINE = {"cpu": "Abacus", "cores": 2, "usable_cores": 2, "threads": "1", "gpus": [], "versions": {"torch": "9"}}
+# 16 steps of 5 s and two epochs, whose rollouts take 1 s, and plainly 2 s. Every step is a control step.
+STEADY = [
+    {"step": n, "epoch": n / 8, "timing_s/gen": 1.0, "spec/plain_s": 2.0, "timing_s/control": 2.0, "reward": 0.5}
+    | {"timing_s/update": 2.0, "timing_s/step": 5.0}
+    for n in range(1, 17)
+]
+PLAIN = [
+    {"step": n, "epoch": n / 8, "timing_s/gen": 2.0, "timing_s/update": 2.0, "timing_s/step": 4.0, "reward": 0.5}
+    for n in range(1, 17)
+]
+
 
 def rows(savings: list[Saving]) -> dict[str, tuple[float, float]]:
     return {saving.phase: (saving.plain_s, saving.specrl_s) for saving in savings}
@@ -49,64 +63,68 @@ def make_run(path, steps, acceptance="exact", epochs=2, **options) -> str:
     for key, value in options.items():
         setattr(config.rollout, key, value)
     save(config)
+    (path / "environment.json").write_text(json.dumps(MACHINE))
     (path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in steps))
     return str(path)
 
 
 def test_measured_savings_by_hand():
+    # The control steps save -1, 7 and 4 s; none may save more than the 4 s below the top one.
     assert rows(measured(STEPS)) == {
-        "prefill and decode": (29.0, 14.5),
+        "prefill and decode": (26.0, 14.5),
         "verify": (0.0, 3.0),
         "draft": (0.0, 1.0),
         "look-up": (0.0, 0.25),
         "store": (0.0, 0.25),
-        "rollout, from epoch 2 on": (20.0, 9.0),
-        "rollout, all these steps": (29.0, 19.0),
+        "rollout, from epoch 2 on": (17.0, 9.0),
+        "rollout, all these steps": (26.0, 19.0),
     }
 
 
 def test_saving_formulas_by_hand():
     saving = Saving("rollout", plain_s=20.0, specrl_s=8.0)
-    assert (saving.saved_s, saving.share, saving.speedup) == (12.0, 0.6, 2.5)
+    assert (saving.saved_s, saving.share) == (12.0, 0.6)
     assert saving.cells() == ("rollout", "20.0", "8.0", "12.0", "60%")
     assert Saving("verify", 0.0, 3.0).cells() == ("verify", "0.0", "3.0", "-3.0", "")
+    assert Saving("store", 0.01, 0.04).cells() == ("store", "0.0", "0.0", "0.0", "-300%"), "never -0.0"
 
 
 def test_phases_add_up_so_the_total_is_net():
     parts, whole = measured(STEPS)[:-2], measured(STEPS)[-1]
-    assert sum(part.saved_s for part in parts) == pytest.approx(whole.saved_s) == 10.0
+    assert sum(part.saved_s for part in parts) == pytest.approx(whole.saved_s) == 7.0
 
 
 def test_negative_control_gen_without_verification_gives_other_numbers():
     uncharged = [r | {"timing_s/gen": r["timing_s/gen"] - r.get("timing_s/verify", 0.0)} for r in STEPS]
-    assert measured(uncharged)[-1].saved_s == 13.0
+    assert measured(uncharged)[-1].saved_s == 9.0
     with pytest.raises(AssertionError):
         assert rows(measured(uncharged)) == rows(measured(STEPS))
     forgotten = [{key: value for key, value in r.items() if key != "timing_s/verify"} for r in STEPS]
-    assert rows(measured(forgotten))["prefill and decode"] == (29.0, 17.5), "time of an unnamed phase is not lost"
-    assert measured(forgotten)[-1].saved_s == 10.0
+    assert rows(measured(forgotten))["prefill and decode"] == (26.0, 17.5), "time of an unnamed phase is not lost"
+    assert measured(forgotten)[-1].saved_s == 7.0
 
 
 def test_speedup_is_a_ratio_of_sums_not_a_mean_of_ratios():
-    total = measured(STEPS)[-1]
-    assert total.speedup == pytest.approx(29 / 19)
-    assert total.speedup != pytest.approx((9 / 10 + 12 / 5 + 8 / 4) / 3)
+    ratio = measured(STEPS)[-1].speedup.ratio
+    assert ratio == pytest.approx(26 / 19)
+    assert ratio != pytest.approx((9 / 10 + 9 / 5 + 8 / 4) / 3)
 
 
 def test_paired_savings_by_hand_match_step_by_step():
     own = [r | {"timing_s/update": 3.0, "timing_s/step": r["timing_s/gen"] + 5} for r in STEPS[::-1]]
     own[0] |= {"timing_s/control": 8.0, "timing_s/step": 4.0 + 5 + 8}
+    # Rollouts save 1, -1, 7 and 4 s, and so do whole steps: 7 counts as 4.
     assert rows(paired(own, BASELINE)) == {
-        "prefill and decode": (40.0, 24.5),
+        "prefill and decode": (37.0, 24.5),
         "verify": (0.0, 3.0),
         "draft": (0.0, 1.0),
         "look-up": (0.0, 0.25),
         "store": (0.0, 0.25),
-        "rollout, from epoch 2 on": (20.0, 9.0),
-        "rollout, all these steps": (40.0, 29.0),
+        "rollout, from epoch 2 on": (17.0, 9.0),
+        "rollout, all these steps": (37.0, 29.0),
         "reward": (0.0, 0.0),
         "update": (12.0, 12.0),
-        "step, controls left out": (60.0, 49.0),
+        "step, controls left out": (57.0, 49.0),
     }
     assert paired(STEPS, BASELINE[4:]) == []
 
@@ -126,9 +144,11 @@ def test_where_a_step_goes_by_hand():
 
 
 def test_whole_steps_against_plain_rollouts_by_hand():
-    assert step_speedup(TIMED) == pytest.approx((18 - 6 + 15) / 18), "the control step alone"
+    twice = [*TIMED, TIMED[1]]
+    assert step_speedup(twice).ratio == pytest.approx((18 - 6 + 15) / 18), "the control steps alone"
     assert step_speedup(TIMED[:1]) is None
-    assert step_speedup(TIMED) != pytest.approx((30 - 6 + 15) / 30)  # control: its control rows charged to both sides
+    assert step_speedup(TIMED).ratio == 1.0, "a single control step saves nothing"
+    assert step_speedup(twice).ratio != pytest.approx((30 - 6 + 15) / 30)  # control: control rows on both sides
 
 
 def test_the_page_says_where_a_step_goes(tmp_path):
@@ -137,23 +157,24 @@ def test_the_page_says_where_a_step_goes(tmp_path):
     page = write_report(make_run(tmp_path / "timed", steps), plots=False).markdown
     assert "| gen | 7.00 | 37% |" in page
     assert "| step, controls left out | 19.00 | 100% |" in page
-    assert "Whole steps on the control steps, against plain rollouts: 1.50x." in page
+    exact = [record | {"timing_s/update": record["timing_s/step"] - record["timing_s/gen"] + 1e-9} for record in PLAIN]
+    assert "| other |" not in write_report(make_run(tmp_path / "exact", exact), plots=False).markdown, "no -0.00"
 
 
 def test_estimate_extrapolates_epoch_one_apart():
-    assert estimate(STEPS) == pytest.approx(20 * (9 / 10 - 1) + 9 * (20 / 9 - 1)) == pytest.approx(9.0)
+    # Of epoch 1 half was measured, of the rest all, where two steps save 4 s each.
+    assert estimate(STEPS).saved_s == pytest.approx(20 * (9 / 10 - 1) + 9 * (17 / 9 - 1)) == pytest.approx(6.0)
     no_first = [{key: value for key, value in STEPS[0].items() if key != "spec/plain_s"}, *STEPS[1:]]
-    assert estimate(no_first) == pytest.approx(11.0)
-    assert estimate([{**record, "timing_s/drafter": 0.5} for record in STEPS]) == pytest.approx(
-        9.0 - 0.5 * len(STEPS)
-    ), "co-training is charged"
+    assert estimate(no_first).saved_s == pytest.approx(8.0)
+    charged = [{**record, "timing_s/drafter": 0.5} for record in STEPS]
+    assert estimate(charged).saved_s == pytest.approx(6.0 - 0.5 * len(STEPS)), "co-training is charged"
     assert estimate(STEPS[:2]) is None
 
 
 def test_first_and_last_reward():
     assert first_last(STEPS) == pytest.approx({"first": 0.3, "last": 0.6, "window": "mean of an epoch"})
     one_epoch = [{"step": n, "epoch": n / 40, "reward": float(n)} for n in range(1, 41)]
-    assert first_last(one_epoch) == {"first": 2.5, "last": 38.5, "window": "mean of 4 step(s)"}
+    assert first_last(one_epoch) == {"first": 2.5, "last": 38.5, "window": "mean of 4 steps"}
     assert first_last([{"step": 1, "reward": None}])["last"] is None
 
 
@@ -165,20 +186,21 @@ def test_report_files(tmp_path):
     steps = [r | {"spec/new_tokens": 30 * at, "spec/reused_tokens": 10, "spec/ties": 2} for at, r in enumerate(STEPS)]
     evals = [{"step": 0, "eval/reward": 0.1}, {"step": 2, "eval/reward": 0.3}, {"step": 4, "eval/reward": 0.6}]
     run = make_run(tmp_path / "a", [*steps, *evals])
+    (tmp_path / "a" / "environment.json").unlink()  # this machine's stands in
     written = write_report(run)
     assert [path.name for path in written.files] == ["report.md", "report.json", "report.png"]
     assert written.files[2].read_bytes().startswith(b"\x89PNG")
     summary = json.loads(written.files[1].read_text())
-    assert summary["measured"]["savings"][-1]["speedup"] == pytest.approx(29 / 19)
-    assert summary["measured"]["title"] == "(a) Measured on 3 control step(s) of 4, 0.90x to 2.40x on single steps"
+    assert summary["measured"]["savings"][-1]["speedup"]["ratio"] == pytest.approx(26 / 19)
+    assert summary["measured"]["title"] == "Measured on 3 control steps of 4"
     assert summary["reuse"]["reused_ratio"] == 20 / (20 + 150), "tokens of epoch 2, weighted by their number"
     assert (summary["ties"], summary["control_mismatches"], summary["finished"], summary["notes"]) == (8, 0, True, [])
     assert {"torch", "trl", "python"} <= set(summary["environment"]["versions"])
     text = written.files[0].read_text()
     assert text == written.markdown
     for part in (
-        "Speedup: 2.22x rollout, from epoch 2 on; 1.53x rollout, all these steps.",
-        "Estimate, extrapolated from these to all 4 steps: 9.0 s saved.",
+        "Speedup of the rollout, all these steps: too few to tell, 3 of the 6 steps that it takes",
+        "Extrapolated to all 4 steps: no difference that can be told from noise.",
         "reward: 0.300 -> 0.600 (mean of an epoch)",
         "evaluation before, at step 0: reward 0.100\n- evaluation after, at step 4: reward 0.600",
         "exact, replay=0: the tokens plain decoding draws",
@@ -189,10 +211,10 @@ def test_report_files(tmp_path):
 
 def test_report_shows_tables_and_the_path(tmp_path):
     console = Console(record=True, width=200, file=io.StringIO())
-    write_report(make_run(tmp_path / "a", STEPS), plots=False).show(console)
+    write_report(make_run(tmp_path / "a", STEADY), plots=False).show(console)
     shown = console.export_text()
-    assert "Speedup: 2.22x rollout, from epoch 2 on; 1.53x rollout, all these steps." in shown
-    assert "reward: 0.300 -> 0.600" in shown
+    assert "Speedup of the rollout, all these steps: 2.00x (95 % interval 2.00x to 2.00x)" in shown
+    assert "reward: 0.500 -> 0.500" in shown
     assert f"report: {tmp_path / 'a' / 'report.md'}" in shown
 
 
@@ -202,16 +224,187 @@ def test_baseline_length_gap_is_warned_about(tmp_path, length, warned):
     plain = [r | {"completions/mean_length": 100.0} for r in BASELINE[:4]]
     summary = write_report(run, make_run(tmp_path / "b", plain, "off"), plots=False).summary
     assert any("difference in length" in note for note in summary["notes"]) == warned
-    assert summary["paired"]["savings"][6]["saved_s"] == 11.0
-    assert summary["measured"]["savings"][6]["saved_s"] == 10.0
+    assert all(("mean response length" in claim) == warned for claim in summary["paired"]["claims"])
+    assert summary["paired"]["savings"][6]["saved_s"] == 8.0
+    assert summary["measured"]["savings"][6]["saved_s"] == 7.0
 
 
-def test_baseline_that_is_not_comparable_is_named(tmp_path):
-    run = make_run(tmp_path / "a", STEPS)
-    notes = write_report(run, make_run(tmp_path / "b", BASELINE, group_size=4), plots=False).summary["notes"]
-    assert "4 steps are paired, of 4 here and 5 there." in notes
-    assert "The baseline did not decode plainly: its rollout.acceptance is exact." in notes
-    assert "The runs differ in more than the rollout rule: rollout.group_size: 4 -> 8." in notes
+def told(tmp_path, own=STEADY, plain=PLAIN, machine=MACHINE, **options) -> dict:
+    """The summary of a run against a baseline with other records, another machine or other options."""
+    run, baseline = make_run(tmp_path / "a", own), make_run(tmp_path / "b", plain, **{"acceptance": "off"} | options)
+    (tmp_path / "b" / "environment.json").write_text(json.dumps(machine))
+    return write_report(run, baseline, plots=False).summary
+
+
+def test_a_like_pair_is_told_in_numbers(tmp_path):
+    assert told(tmp_path)["paired"]["claims"] == [
+        "Speedup of the rollout, from epoch 2 on: 2.00x (95 % interval 2.00x to 2.00x)",
+        "Speedup of the rollout, all these steps: 2.00x (95 % interval 2.00x to 2.00x)",
+        "Speedup of the step, controls left out: 1.33x (95 % interval 1.33x to 1.33x)",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"cpu": "Slide rule"}, "cpu: Slide rule, not Abacus"),
+        ({"cores": 64}, "cores: 64, not 2"),
+        ({"usable_cores": 1}, "usable_cores: 1, not 2"),
+        ({"threads": "8"}, "threads: 8, not 1"),
+        ({"gpus": ["H9, 80 GiB, 1.0"]}, "gpus: H9, 80 GiB, 1.0, not none"),
+    ],
+)
+def test_planted_fault_a_baseline_of_another_machine_is_no_speedup(tmp_path, change, said):
+    summary = told(tmp_path, machine=MACHINE | change)
+    assert "paired" not in summary
+    assert f"The baseline ran on another machine ({said}), so the seconds tell no speedup." in summary["notes"]
+
+
+def test_a_baseline_whose_machine_is_unknown_says_so_beside_the_number(tmp_path):
+    run, baseline = make_run(tmp_path / "a", STEADY), make_run(tmp_path / "b", PLAIN, "off")
+    (tmp_path / "b" / "environment.json").unlink()
+    claims = write_report(run, baseline, plots=False).summary["paired"]["claims"]
+    assert all(", perhaps not by speculation alone (machine unknown): " in claim for claim in claims)
+
+
+def test_planted_fault_settings_that_change_time_stand_beside_the_number(tmp_path):
+    summary = told(tmp_path, rows_per_batch=1)
+    named = "perhaps not by speculation alone (rollout.rows_per_batch: 1 -> 256)"
+    assert summary["paired"]["claims"][0].startswith(f"Speedup of the rollout, from epoch 2 on, {named}: 2.00x")
+    assert "The runs differ in more than the rollout rule: rollout.rows_per_batch: 1 -> 256." in summary["notes"]
+    own_business = {"measure_every": 0, "sources": ["prefix"]}
+    assert told(tmp_path, **own_business)["paired"]["caveat"] == "", (
+        "negative control: nothing of plain decoding's time"
+    )
+    other = told(tmp_path, machine=MACHINE | {"versions": {"torch": "8"}})
+    assert "(torch: 8 -> 9)" in other["paired"]["claims"][0]
+
+
+def test_a_run_that_does_not_speculate_has_no_speedup(tmp_path):
+    run, baseline = make_run(tmp_path / "a", PLAIN, "off"), make_run(tmp_path / "b", PLAIN, "off")
+    made = write_report(run, baseline, plots=False)
+    assert made.tables == {}
+    assert "This run does not speculate (rollout.acceptance=off), so it has no speedup." in made.summary["notes"]
+    assert "Speedup" not in made.markdown
+
+
+def test_a_baseline_that_speculates_is_none(tmp_path):
+    summary = told(tmp_path, own=STEPS, plain=BASELINE, acceptance="exact", group_size=4)
+    assert "paired" not in summary
+    for note in (
+        "4 of 5 rollouts are paired: those that both runs timed.",
+        "The baseline did not decode plainly (its rollout.acceptance is exact), so there is no speedup against it.",
+        "The runs differ in more than the rollout rule: rollout.group_size: 4 -> 8.",
+    ):
+        assert note in summary["notes"]
+
+
+def test_lossy_runs_are_not_told_to_set_control_steps(tmp_path):
+    plain = [{key: value for key, value in record.items() if key != "spec/plain_s"} for record in STEADY]
+    run = make_run(tmp_path / "a", plain, "lenient", lenience=1.6)
+    (note,) = write_report(run, plots=False).summary["notes"]
+    assert "Give baseline=DIR, a run with rollout.acceptance=off." in note
+    assert "measure_every" not in note
+    paired_notes = write_report(run, make_run(tmp_path / "b", PLAIN, "off"), plots=False).summary["notes"]
+    assert not any("No speedup was measured" in note for note in paired_notes)
+
+
+# What co-training costs, and stalls -----------------------------------------------------------------------------------
+
+# 1 s of rollout, 2 s plainly, 3 s of co-training, 1 s of update; control rows come on top.
+TRAINED = [
+    {"step": n, "epoch": n / 8, "timing_s/gen": 1.0, "spec/plain_s": 2.0, "timing_s/control": 2.0, "reward": 0.5}
+    | {"timing_s/drafter": 3.0, "timing_s/update": 1.0, "timing_s/step": 7.0}
+    for n in range(1, 17)
+]
+
+
+def test_co_training_is_charged_to_the_run_in_every_figure(tmp_path):
+    summary = write_report(make_run(tmp_path / "a", TRAINED), plots=False).summary
+    assert {row["phase"]: (row["plain_s"], row["specrl_s"]) for row in summary["measured"]["savings"]} == {
+        "prefill and decode": (32.0, 16.0),
+        **dict.fromkeys(("verify", "draft", "look-up", "store"), (0.0, 0.0)),
+        "co-training": (0.0, 48.0),
+        "rollout, from epoch 2 on": (16.0, 32.0),
+        "rollout, all these steps": (32.0, 64.0),
+    }
+    assert summary["measured"]["claims"] == [
+        "Speedup of the rollout, from epoch 2 on, co-training charged: 0.50x (95 % interval 0.50x to 0.50x)",
+        "Speedup of the rollout, all these steps, co-training charged: 0.50x (95 % interval 0.50x to 0.50x)",
+        "Speedup of the step, controls left out, co-training charged: 0.60x (95 % interval 0.60x to 0.60x)",
+    ]
+    assert summary["estimate"]["saved_s"] == 16 * (2 + 1 - 5), "all agree: 2 s lost in each of 16 steps"
+    assert step_speedup(TRAINED).ratio == pytest.approx((2 + 1) / (1 + 3 + 1))
+
+
+def test_co_training_is_charged_to_one_side_of_a_pair(tmp_path):
+    plain = [record | {"timing_s/update": 1.0, "timing_s/step": 3.0} for record in PLAIN]
+    found = rows(paired(TRAINED, plain))
+    assert found["co-training"] == (0.0, 48.0)
+    assert found["rollout, all these steps"] == (32.0, 64.0)
+    assert found["step, controls left out"] == (48.0, 80.0)
+
+
+def test_co_training_between_control_steps_is_charged_too():
+    """Every other step trains the drafter, and only the others are control steps."""
+    steps = [
+        {key: value for key, value in r.items() if key != ("timing_s/drafter", "spec/plain_s")[r["step"] % 2]}
+        | {"timing_s/step": 4.0 if r["step"] % 2 == 0 else 5.0}
+        for r in TRAINED
+    ]
+    assert not any("spec/plain_s" in r and "timing_s/drafter" in r for r in steps), "the case that is meant"
+    assert measured(steps)[-1].speedup.ratio == pytest.approx(2 / (1 + 1.5))
+    assert step_speedup(steps).ratio == pytest.approx((2 + 1) / (1 + 1.5 + 1))
+    assert estimate(steps).saved_s == pytest.approx(16 * (2 - 2.5))
+
+
+def test_steps_between_two_rollouts_belong_to_the_first():
+    between = {"step": 2, "epoch": 0.2, "timing_s/drafter": 3.0, "timing_s/update": 1.0, "timing_s/step": 4.0}
+    (whole,) = rollouts([TRAINED[0], between])
+    assert (whole["timing_s/drafter"], whole["timing_s/update"], whole["timing_s/step"]) == (6.0, 2.0, 11.0)
+    assert (whole["step"], whole["timing_s/gen"], whole["spec/plain_s"]) == (1, 1.0, 2.0)
+    assert rollouts([between]) == []
+
+
+def test_refits_of_the_judge_are_charged_and_measurement_is_not():
+    refit = [record | {"timing_s/judge": 1.0, "timing_s/reuse_gap": 9.0, "timing_s/step": 15.0} for record in STEADY]
+    found = rows(paired(refit, PLAIN))
+    assert found["judge refits"] == (0.0, 16.0)
+    assert found["rollout, all these steps"] == (32.0, 32.0)
+    assert found["step, controls left out"] == (64.0, 64.0)
+    assert breakdown(refit)["judge"] == 16.0
+
+
+def test_planted_fault_one_stalled_step_makes_no_figure(tmp_path):
+    even = [record | {"timing_s/gen": 2.0, "timing_s/step": 6.0} for record in STEADY]
+    stalled = [*even[:9], even[9] | {"spec/plain_s": 70.0, "timing_s/control": 70.0, "timing_s/step": 74.0}, *even[10:]]
+    summary = write_report(make_run(tmp_path / "a", stalled), plots=False).summary
+    assert [row["saved_s"] for row in summary["measured"]["savings"]] == [0.0] * 7
+    assert summary["measured"]["title"] == "Measured on 16 control steps of 16; the middle half 1.00x to 1.00x"
+    assert all("not distinguishable from 1x" in claim for claim in summary["measured"]["claims"])
+    assert summary["estimate"]["saved_s"] == 0.0
+    slow = [*PLAIN[:9], PLAIN[9] | {"timing_s/gen": 70.0, "timing_s/step": 72.0}, *PLAIN[10:]]
+    found = told(tmp_path, even, slow)["paired"]
+    assert [row["saved_s"] for row in found["savings"]] == [0.0] * 10
+    assert all("not distinguishable from 1x" in claim for claim in found["claims"])
+
+
+def test_the_end_of_a_run_fits_80_columns(tmp_path):
+    console = Console(record=True, width=80, file=io.StringIO())
+    write_report(make_run(tmp_path / "a", STEADY), make_run(tmp_path / "b", PLAIN, "off"), plots=False).show(console)
+    lines = console.export_text().splitlines()
+    assert "Measured on 16 control steps of 16; the middle half 2.00x to 2.00x" in [line.rstrip() for line in lines]
+    assert max(len(line.rstrip()) for line in lines if not line.startswith(("report:", "Paired"))) <= 80
+    for odd in ("(a)", "(b)", "(s)", "-0.0", "look-up"):
+        assert not any(odd in line for line in lines)
+
+
+def test_the_card_repeats_the_claims(tmp_path):
+    run = make_run(tmp_path / "a", TRAINED)
+    text = card(load_saved(run), write_report(run, plots=False).summary)
+    assert (
+        "- Speedup of the rollout, all these steps, co-training charged: 0.50x (95 % interval 0.50x to 0.50x)" in text
+    )
 
 
 def test_unfinished_run_without_control_steps_or_config(tmp_path):
@@ -221,8 +414,8 @@ def test_unfinished_run_without_control_steps_or_config(tmp_path):
     assert made.summary["finished"] is False
     assert made.summary["notes"] == [
         "The run is unfinished; its last step is 1.",
-        "No control steps, so no speedup was measured. rollout.measure_every sets them.",
-        "There is no step from epoch 2 on, and only from there can text be reused.",
+        "No control steps, so no speedup was measured: with rollout.measure_every=10 the run had none.",
+        "No step is from epoch 2 on, so no prompt had old text of its own to draft from.",
     ]
     (tmp_path / "a" / "config.yaml").unlink()
     assert "config.yaml is missing" in write_report(tmp_path / "a", plots=False).markdown
@@ -233,9 +426,9 @@ def test_mismatches_lost_rewards_and_torn_lines_are_said(tmp_path):
     with (tmp_path / "a" / "metrics.jsonl").open("a") as file:
         file.write('{"step": 5, "rew')
     assert write_report(run, plots=False).summary["notes"] == [
-        "1 unreadable line(s) of metrics.jsonl were left out.",
-        "2 row(s) differed from plain decoding on control steps; they were not exact.",
-        "1 response(s) got no reward and were left out of their groups.",
+        "1 unreadable line of metrics.jsonl left out.",
+        "2 rows differed from plain decoding on control steps: not exact.",
+        "1 response got no reward and took no part in the update.",
     ]
 
 
@@ -273,10 +466,20 @@ def test_environment_of_the_run_wins(tmp_path):
 def test_command_line(tmp_path, capsys):
     run = make_run(tmp_path / "a", STEPS)
     assert run_command(report.main, [f"run={run}", "plots=false"], ReportOptions) == 0
-    assert "control step(s)" in capsys.readouterr().out
+    assert "3 control steps of 4" in capsys.readouterr().out
     assert run_command(report.main, [f"run={tmp_path / 'b'}"], ReportOptions) == 2
     assert f"No run at {tmp_path / 'b'}." in capsys.readouterr().err
     assert run_command(report.main, [], ReportOptions) == 2
+    assert run_command(report.main, [f"path={run}"], ReportOptions) == 2
+    assert "Unknown option 'path'. Did you mean 'run'?" in capsys.readouterr().err
     (tmp_path / "empty").mkdir()
     with pytest.raises(RunError, match="No metrics in"):
         write_report(tmp_path / "empty")
+
+
+def test_saving_the_cache_between_two_steps_is_charged():
+    saved = [record | {"timing_s/cache_save": 0.5} for record in STEADY]
+    plain, own = STEADY[-1]["spec/plain_s"], STEADY[-1]["timing_s/gen"]
+    assert measured(saved)[-1].speedup.ratio == pytest.approx(plain / (own + 0.5))
+    whole = STEADY[-1]["timing_s/step"] - STEADY[-1]["timing_s/control"]
+    assert step_speedup(saved).ratio == pytest.approx((whole - own + plain) / (whole + 0.5))

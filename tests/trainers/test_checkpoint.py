@@ -5,8 +5,10 @@ import multiprocessing
 import os
 import random
 import resource
+import shutil
 import signal
 import time
+from hashlib import blake2b
 from types import SimpleNamespace
 
 import pytest
@@ -21,15 +23,27 @@ from specrl import config as cli
 from specrl.config import RUN_ERROR
 from tests.runs import ROOT, differences, policy, run, words
 from trainers import callbacks, checkpoint
-from trainers.checkpoint import MARKER, SaveCache, newest, prune, stage_state, step_of, trajectories
+from trainers.checkpoint import (
+    MARKER,
+    CheckpointError,
+    SaveCache,
+    data_digests,
+    leave_aside,
+    marked,
+    newest,
+    prune,
+    stage_state,
+    step_of,
+    trajectories,
+)
 
 
 def make(folder, step, complete=True):
     path = folder / f"checkpoint-{step}"
     path.mkdir(parents=True)
-    (path / "model.safetensors").touch()
+    (path / "model.safetensors").write_bytes(bytes(range(100)))
     if complete:
-        (path / MARKER).write_text("{}")
+        save(None, folder, step, keep=99)
     return path
 
 
@@ -55,36 +69,40 @@ def test_prune_keeps_the_newest_complete_ones(tmp_path):
         make(tmp_path, step)
     make(tmp_path, 5, complete=False)
     make(tmp_path, 11, complete=False)
-    prune(tmp_path, keep=2)
+    prune(tmp_path, tmp_path / "checkpoint-10", keep=2)
     assert left(tmp_path) == [3, 10, 11], "an interrupted save after the newest may still be going on"
-    prune(tmp_path, keep=1)
+    prune(tmp_path, tmp_path / "checkpoint-10", keep=1)
     assert left(tmp_path) == [10, 11]
 
 
-def test_prune_removes_nothing_before_something_is_complete(tmp_path):
-    make(tmp_path, 1, complete=False)
-    make(tmp_path, 2, complete=False)
-    prune(tmp_path, keep=1)
-    assert left(tmp_path) == [1, 2]
+def test_what_was_just_saved_is_never_given_up_for_a_damaged_newer_one(tmp_path):
+    for step in (1, 2, 9):
+        make(tmp_path, step)
+    (tmp_path / "checkpoint-9" / "model.safetensors").write_bytes(b"")
+    save(None, tmp_path, 3, keep=1)
+    assert left(tmp_path) == [3, 9]
+    assert newest(tmp_path) == tmp_path / "checkpoint-3"
 
 
 def test_an_interrupted_removal_leaves_no_checkpoint_that_looks_complete(tmp_path, monkeypatch):
     make(tmp_path, 1)
     make(tmp_path, 2)
     monkeypatch.setattr(checkpoint.shutil, "rmtree", lambda *args, **kwargs: None)  # killed before the first file
-    prune(tmp_path, keep=1)
+    prune(tmp_path, tmp_path / "checkpoint-2", keep=1)
     assert left(tmp_path) == [1, 2]
     (tmp_path / "checkpoint-2" / MARKER).unlink()
     assert newest(tmp_path) is None
 
 
 def save(cache, folder, step, keep=2, on_write_error="warn", main=True):
-    """What TRL does at a save: the directory with the weights, then the callback."""
+    """What TRL does at a save: the directory with the weights, then the callback, which is returned."""
     (folder / f"checkpoint-{step}").mkdir(exist_ok=True)
     args = SimpleNamespace(output_dir=str(folder))
     state = SimpleNamespace(global_step=step, is_world_process_zero=main)
-    callback = SaveCache(cache, CacheConfig(on_write_error=on_write_error), keep, lambda: {"rollouts": step})
+    stage, data = {"rollouts": step}, {"train": "9f"}
+    callback = SaveCache(cache, CacheConfig(on_write_error=on_write_error), keep, lambda: stage, data=data)
     callback.on_save(args, state, None)
+    return callback
 
 
 def small_cache():
@@ -93,20 +111,58 @@ def small_cache():
     return cache
 
 
-def test_the_marker_comes_last_and_the_cache_is_in_the_cut(tmp_path, monkeypatch):
-    order, replace, try_save = [], os.replace, TrajectoryCache.try_save
-    monkeypatch.setattr(os, "replace", lambda a, b: (order.append(os.path.basename(b)), replace(a, b)))
-    monkeypatch.setattr(TrajectoryCache, "try_save", lambda *a: (order.append("cache"), try_save(*a))[1])
+def test_all_of_a_checkpoint_is_on_the_disk_before_its_marker(tmp_path, monkeypatch):
+    """Files, directories, and the name of the marker after it: what power loss can leave is whole or unmarked."""
+    folder, order, fsync, replace = tmp_path / "checkpoint-4", [], os.fsync, os.replace
+    (folder / "shards").mkdir(parents=True)
+    for name in ("model.safetensors", "shards/0.bin"):
+        (folder / name).write_bytes(b"weights")
+
+    def recorded_fsync(descriptor):
+        order.append(os.readlink(f"/proc/self/fd/{descriptor}").removeprefix(f"{folder}/"))
+        fsync(descriptor)
+
+    def recorded_replace(source, target):
+        order.append(f"rename {os.path.basename(target)}")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", recorded_fsync)
+    monkeypatch.setattr(os, "replace", recorded_replace)
     save(small_cache(), tmp_path, 4)
-    assert order == ["cache", "trajectories.parquet", MARKER]
-    assert json.loads((tmp_path / "checkpoint-4" / MARKER).read_text()) == {
-        "step": 4,
-        "cache": True,
-        "stage": {"rollouts": 4},
-    }
+    cut, marked = order.index("specrl.tmp"), order.index(f"rename {MARKER}")
+    names = ("model.safetensors", "shards/0.bin", "trajectories/trajectories.parquet", "shards", "trajectories")
+    before = order[order.index("rename trajectories.parquet") : cut]
+    assert {*names, str(folder), str(tmp_path), str(tmp_path.parent)} <= set(before)
+    assert all(before.index(file) < before.index(str(folder)) for file in names), "a directory after what it holds"
+    assert order[cut:] == ["specrl.tmp", f"rename {MARKER}", str(folder)]
+    assert marked == len(order) - 2
+
+
+def test_the_marker_lists_every_file_and_the_cache_is_in_the_cut(tmp_path):
+    make(tmp_path, 4, complete=False)
+    save(small_cache(), tmp_path, 4)
+    mark = json.loads((tmp_path / "checkpoint-4" / MARKER).read_text())
+    assert (mark["step"], mark["cache"]) == (4, True)
+    assert mark["files"].keys() == {"model.safetensors", "trajectories/trajectories.parquet"}
+    digest = blake2b(bytes(range(100)), digest_size=16).hexdigest()
+    assert mark["files"]["model.safetensors"] == [100, digest]
     assert stage_state(tmp_path / "checkpoint-4") == {"rollouts": 4}
+    assert data_digests(tmp_path / "checkpoint-4") == {"train": "9f"}
     loaded = TrajectoryCache.load(trajectories(tmp_path / "checkpoint-4"), Fingerprint(), 10)
     assert loaded.get("a", 0).tokens == (1, 2)
+
+
+def test_the_seconds_that_the_cache_took_are_in_the_next_record(tmp_path):
+    callback, state = save(small_cache(), tmp_path, 4), SimpleNamespace(global_step=5)
+    evaluation, following, later = {"eval": 1}, {"loss": 0.1}, {"loss": 0.2}
+    for logs in (evaluation, following, later):
+        callback.on_log(None, state, None, logs=logs)
+    assert following["timing_s/cache_save"] > 0
+    assert evaluation == {"eval": 1}
+    assert later == {"loss": 0.2}, "once"
+    plain, logs = save(None, tmp_path, 6), {"loss": 0.1}
+    plain.on_log(None, state, None, logs=logs)
+    assert logs == {"loss": 0.1}, "a run without a cache saves none"
 
 
 def test_old_checkpoints_go_only_after_the_new_one_is_complete(tmp_path, monkeypatch):
@@ -181,6 +237,144 @@ def test_what_a_checkpoint_carries_does_not_grow_with_the_steps(tmp_path, monkey
     assert len(record.trainer.state.log_history) == 2
 
 
+# Damaged -------------------------------------------------------------------------------------------------------------
+
+RECORDED = {"trainer__max_steps": 4, "trainer__save_every": 2}
+SPOILS = {
+    "truncated": lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
+    "empty": lambda path: path.write_bytes(b""),
+    "missing": lambda path: path.unlink(),
+    "one bit": lambda path: path.write_bytes(flipped(path.read_bytes())),
+}
+
+
+def flipped(data):
+    middle = len(data) // 2
+    return data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :]
+
+
+class Canary:
+    """Unpickled, it makes a file."""
+
+    def __reduce__(self):
+        return os.system, ('touch "$SPECRL_CANARY"',)
+
+
+@pytest.fixture(scope="module", params=[{}, {"config": "ppo_math"}], ids=["grpo", "ppo"])
+def recorded(request, tmp_path_factory):
+    """(folder of a run with checkpoints of steps 2 and 4, its options)."""
+    folder = tmp_path_factory.mktemp("recorded")
+    run(folder, **RECORDED, **request.param)
+    return folder, request.param
+
+
+@pytest.fixture
+def copied(recorded, tmp_path):
+    """The checkpoints of a copy of the recorded run."""
+    shutil.copytree(recorded[0] / "run", tmp_path / "run")
+    return tmp_path / "run" / "checkpoints"
+
+
+@pytest.mark.parametrize("spoil", SPOILS.values(), ids=SPOILS)
+def test_damage_of_any_file_is_named_and_the_older_checkpoint_is_used(copied, caplog, spoil):
+    whole = copied / "checkpoint-4"
+    files = sorted(path for path in whole.rglob("*") if path.is_file() and path.suffix != ".lock")
+    assert {MARKER, "trajectories.parquet"} < {path.name for path in files}
+    assert len(files) >= 5
+    for path in files:
+        data, name = path.read_bytes(), path.relative_to(whole).as_posix()
+        caplog.clear()
+        spoil(path)
+        if name.startswith("trajectories/"):
+            assert newest(copied) == whole, "it costs drafts only"
+            assert f"checkpoint-4: {name} " in caplog.text
+            assert newest(copied, text_decides=True) == copied / "checkpoint-2"
+        else:
+            assert newest(copied) == copied / "checkpoint-2", name
+        if path.exists() or name != MARKER:  # without its marker it is an interrupted save
+            assert sum(name in record.getMessage() for record in caplog.records) >= 1
+            assert all("\n" not in record.getMessage() for record in caplog.records)
+        path.write_bytes(data)
+    assert newest(copied) == whole, "all is as it was"
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("null", "is not what was written"),
+        ("[]", "is not what was written"),
+        ("{}", "is not what was written"),
+        ('{"step": 4, "cache": true, "stage": {}}', "of an earlier version of specrl"),
+        ('{"step": 4, "files": 3, "digest": "00"}', "is not what was written"),
+        ("\xff\xfe", "cannot be read"),
+        ("PAR1", "cannot be read"),
+    ],
+)
+def test_a_foreign_marker_is_refused_in_one_line(tmp_path, text, why):
+    (make(tmp_path, 4) / MARKER).write_text(text)
+    with pytest.raises(CheckpointError, match=rf"no checkpoint in .* gone on from: checkpoint-4 .*{why}.*start anew$"):
+        newest(tmp_path)
+    make(tmp_path, 2)
+    assert newest(tmp_path) == tmp_path / "checkpoint-2"
+
+
+def test_a_marker_of_another_step_or_with_another_number_is_refused(tmp_path):
+    make(tmp_path, 4).rename(tmp_path / "checkpoint-5")
+    with pytest.raises(CheckpointError, match="not what was written there"):
+        newest(tmp_path)
+    path = make(tmp_path, 6) / MARKER
+    path.write_text(path.read_text().replace('"rollouts": 6', '"rollouts": 7'))
+    with pytest.raises(CheckpointError, match="not what was written there"):
+        stage_state(path.parent)
+
+
+def test_damaged_checkpoints_are_left_aside_each_under_a_name_of_its_own(tmp_path):
+    for _ in range(2):
+        for step in (1, 2, 3):
+            shutil.rmtree(tmp_path / f"checkpoint-{step}", ignore_errors=True)
+            make(tmp_path, step)
+        leave_aside(tmp_path, tmp_path / "checkpoint-1")
+    names = ["checkpoint-1", *(f"damaged-checkpoint-{n}{twin}" for n in (2, 3) for twin in ("", "-2"))]
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(names)
+    assert newest(tmp_path) == tmp_path / "checkpoint-1"
+
+
+def test_a_run_goes_on_from_the_older_checkpoint_and_ends_as_the_uninterrupted_one(
+    recorded, copied, tmp_path, monkeypatch, caplog
+):
+    monkeypatch.setenv("SPECRL_CANARY", str(tmp_path / "ran"))
+    options = RECORDED | recorded[1] | {"trainer__max_steps": 5}
+    whole = run(tmp_path, name="whole", **options)
+    target = next((copied / "checkpoint-4").glob("optimizer.*"))
+    torch.save({"state": Canary()}, target)
+    rest = run(tmp_path, resume="auto", **options)
+    assert f"{target.name} has " in caplog.text
+    assert "going on from checkpoint-2" in caplog.text
+    assert not (tmp_path / "ran").exists(), "foreign code never runs"
+    assert [step.tokens for step in rest.steps] == [step.tokens for step in whole.steps[2:]]
+    assert rest.losses == whole.losses[-len(rest.losses) :]
+    assert all(torch.equal(tensor, whole.weights[name]) for name, tensor in rest.weights.items())
+    assert sorted(path.name for path in copied.glob("checkpoint-*")) == [
+        "checkpoint-4",
+        "checkpoint-5",
+    ]
+    assert (copied / "damaged-checkpoint-4" / target.name).is_file()
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
+
+
+def test_when_all_are_damaged_the_run_stops_in_one_line_and_touches_nothing(recorded, copied, tmp_path, capsys):
+    for path in copied.glob("checkpoint-*"):
+        next(path.glob("*.safetensors")).write_bytes(b"")
+    options = RECORDED | recorded[1] | {"resume": "auto"}
+    assert cli.run(specrl.train.main, words(tmp_path, **options)) == RUN_ERROR
+    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1
+    assert "has 0 bytes instead of" in errors[0]
+    assert f"start another name, or remove {tmp_path / 'run'} to start anew" in errors[0]
+    assert left(copied) == [2, 4]
+
+
 # Killed --------------------------------------------------------------------------------------------------------------
 
 OPTIONS = {
@@ -207,7 +401,7 @@ def test_killed_at_random_moments_it_ends_as_the_uninterrupted_run(tmp_path, mon
         process.start()
         deadline, target = time.monotonic() + 60, reached[-1] + rng.randint(1, 2)
         while process.is_alive() and time.monotonic() < deadline:
-            if (at := newest(folder)) and step_of(at) >= target:
+            if (saved := marked(folder)) and step_of(saved[-1]) >= target:
                 break
             time.sleep(0.005)
         time.sleep(rng.random() * 0.2)

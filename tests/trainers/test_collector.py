@@ -7,10 +7,13 @@ import pytest
 import torch
 
 from rollout.config import RolloutConfig
-from rollout.types import Completion, RolloutBatch, RolloutError
+from rollout.engines.base import Sampling
+from rollout.engines.transformers import TransformersEngine
+from rollout.types import Completion, RolloutBatch, RolloutError, Row
 from trainers.collector import Collector, Setup, check_batch
 from trainers.config import TrainerConfig
 from trainers.metrics import reduce_metric
+from trainers.refill import Scored
 
 GOOD = Completion([1, 2], [-0.5, -0.5], [-0.5, -0.5], [False, True], "stop", 0, 1)
 
@@ -28,7 +31,13 @@ class Engine:
         self.versions.append(version)
 
 
-def collector(rank: int = 0, rollout: RolloutConfig | None = None, trainer: TrainerConfig | None = None) -> Collector:
+def collector(
+    rank: int = 0,
+    rollout: RolloutConfig | None = None,
+    trainer: TrainerConfig | None = None,
+    engine=None,
+    policy=None,
+) -> Collector:
     accelerator = SimpleNamespace(process_index=rank, num_processes=1, device=torch.device("cpu"))
     setup = Setup(
         score=lambda rows, texts: ([1.0] * len(rows), {}),
@@ -39,25 +48,47 @@ def collector(rank: int = 0, rollout: RolloutConfig | None = None, trainer: Trai
         trainer=trainer or TrainerConfig(),
         seed=0,
     )
-    state, policy = SimpleNamespace(global_step=7, epoch=2.5), SimpleNamespace(dtype=torch.float32)
-    return Collector(Engine(), setup, accelerator, lambda: policy, lambda: state, tokenizer=None, probe=[5, 6])
+    state, policy = SimpleNamespace(global_step=7, epoch=2.5), policy or SimpleNamespace(dtype=torch.float32)
+    texts = SimpleNamespace(batch_decode=lambda ids, **_: ["text"] * len(ids))
+    rows = [{"example_id": "e0"}]
+    return Collector(engine or Engine(), setup, accelerator, lambda: policy, lambda: state, texts, rows)
 
 
 def test_rows_become_slots_across_processes():
     seen, second = {}, collector(rank=1)
 
-    def generate(rows, *, visit, step, slots):
-        seen.update(visit=visit, step=step, slots=slots)
+    def generate(rows, *, step, slots):
+        seen.update(step=step, slots=slots)
         done = Completion([1, 2], [-0.5, -0.5], [-0.5, -0.5], [False, False], "length", step, 2)
         return RolloutBatch([done] * len(rows), slots, [0] * len(rows), [None] * len(rows), [False] * len(rows))
 
     second.stage.generate = generate
-    rows, batch = second.generate([{"example_id": f"e{i // 4}"} for i in range(6, 12)])
-    assert seen == {"visit": 2, "step": 7, "slots": [2, 3, 0, 1, 2, 3]}, "a group over two processes has each slot once"
-    assert [row.example_id for row in rows] == ["e1", "e1", "e2", "e2", "e2", "e2"]
-    assert {row.prompt for row in rows} == {(5, 6)}
+    got = second.collect([{"example_id": f"e{i // 4}"} for i in range(6, 12)])
+    assert seen == {"step": 7, "slots": [2, 3, 0, 1, 2, 3]}, "a group over two processes has each slot once"
+    assert [row.example_id for row in got.rows] == ["e1", "e1", "e2", "e2", "e2", "e2"]
+    assert {row.prompt for row in got.rows} == {(5, 6)}
     assert second.stage.rollout.engine.versions == [7], "the engine has the current weights"
-    assert (second.batch, second.batch_is_current) == (batch, True)
+    assert (second.last, second.batch_is_current) == (got, True)
+    assert got.rewards == [1.0] * 6
+
+
+def test_control_steps_compare_a_shared_engine_with_the_policy(build_model):
+    """Plain decoding takes the same path as drafts do, so control rows cannot tell that it has become a wrong one."""
+    model = build_model("qwen3")
+    shared = collector(engine=TransformersEngine(model, Sampling(frozenset()), window=3), policy=model)
+    shared.stage = SimpleNamespace(
+        rollout=shared.stage.rollout,
+        measured=True,
+        generate=lambda rows, step, slots: RolloutBatch([GOOD], slots, [0], [None], [False]),
+        finish=lambda *rows, **step: {"a": 1.0},
+    )
+    shared.collect([{"example_id": "e0"}])
+    assert shared.finish() == {"a": 1.0}
+    model.register_forward_hook(lambda module, args, out: out | {"logits": out.logits / 1.05})
+    with pytest.raises(RolloutError, match=r"weight version 7 .* does not compute what the trainer's model computes"):
+        shared.finish()
+    shared.stage.measured = False
+    assert shared.finish() == {"a": 1.0}, "on control steps only"
 
 
 @pytest.mark.parametrize(
@@ -79,7 +110,7 @@ def test_malformed_engine_results_are_refused(completions, message):
 
 def test_importance_with_every_response_masked():
     masked = collector(rollout=RolloutConfig(acceptance="lenient"))
-    masked.batch = RolloutBatch([GOOD], [0], [0], [None], [False])
+    masked.last = Scored([{}], [Row("e", (5,))], RolloutBatch([GOOD], [0], [0], [None], [False]), [None])
     weights = masked.importance(torch.tensor([[-0.5, -0.5]]), torch.zeros(1, 2), own=None)
     assert weights.tolist() == [[1.0, 1.0]]
     assert masked._metrics == {}

@@ -295,7 +295,7 @@ def watch_gaps(gaps: dict):
         def marked(out):
             out = with_behaviour(out)
             out["reused"] = torch.zeros_like(out["completion_mask"])
-            for i, c in enumerate(trainer.collector.batch.completions):
+            for i, c in enumerate(trainer.collector.last.batch.completions):
                 out["reused"][i, : len(c.tokens)] = torch.tensor(c.reused)
             return out
 

@@ -128,7 +128,7 @@ def test_a_judged_run_with_refits_resumes_bit_for_bit(options, tmp_path):
         importance = trainer.collector.importance
 
         def heard(drawn, mask, own):
-            laws.extend(trainer.collector.batch.completions)
+            laws.extend(trainer.collector.last.batch.completions)
             return importance(drawn, mask, own)
 
         trainer.collector.importance = heard

@@ -145,7 +145,7 @@ def test_a_resumed_run_is_the_uninterrupted_run(tmp_path, at, options):
         if int(path.name.partition("-")[2]) > at:
             shutil.rmtree(path)
     rest = ppo(tmp_path, resume="auto", **options)
-    expected = Recording(whole.trainer, whole.steps[at // 2 :], whole.losses[at:])
+    expected = Recording(whole.trainer, whole.folder, whole.steps[at // 2 :], whole.losses[at:])
     assert differences(expected, rest) == []
     assert [s.reused for s in rest.steps] == [s.reused for s in expected.steps], "the cache was resumed as well"
     timed = ("timing_s/", "perf/", "spec/plain_s")
@@ -162,7 +162,7 @@ def test_control_a_forgotten_optimiser_is_seen(tmp_path, monkeypatch):
         shutil.rmtree(tmp_path / "run" / "checkpoints" / f"checkpoint-{at}")
     forget = {"prepare": lambda trainer: trainer.add_callback(Forget(trainer.optimizer))}
     rest = ppo(tmp_path, resume="auto", **forget, **options)
-    assert "weights" in differences(Recording(whole.trainer, whole.steps[1:], whole.losses[2:]), rest)
+    assert "weights" in differences(Recording(whole.trainer, whole.folder, whole.steps[1:], whole.losses[2:]), rest)
 
 
 class Forget:

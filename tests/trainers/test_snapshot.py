@@ -1,5 +1,8 @@
 """Weights and optimiser moments come back bit for bit, without pickle; anything else is refused."""
 
+import os
+import pickle
+
 import pytest
 import torch
 
@@ -83,6 +86,28 @@ def test_damaged_files_are_refused(tmp_path, file, change):
     damage(tmp_path / file, change)
     with pytest.raises(RolloutError, match=r"cannot be read: .*Remove it to resume from an older one"):
         snapshot.load(tmp_path, model, optimizer)
+
+
+class Canary:
+    """Unpickled, it makes a file."""
+
+    def __reduce__(self):
+        return os.system, ('touch "$SPECRL_CANARY"',)
+
+
+@pytest.mark.parametrize("file", [snapshot.WEIGHTS, snapshot.MOMENTS])
+@pytest.mark.parametrize("write", [torch.save, lambda what, path: path.write_bytes(pickle.dumps(what))])
+def test_a_foreign_pickle_is_refused_and_never_run(tmp_path, monkeypatch, file, write):
+    monkeypatch.setenv("SPECRL_CANARY", str(tmp_path / "ran"))
+    model, optimizer = build(0)
+    steps(model, optimizer, 1)
+    snapshot.save(tmp_path, model, optimizer, {"step": 1})
+    write(Canary(), tmp_path / file)
+    with pytest.raises(RolloutError, match="cannot be read: "):
+        snapshot.load(tmp_path, model, optimizer)
+    assert not (tmp_path / "ran").exists()
+    pickle.loads(pickle.dumps(Canary()))
+    assert (tmp_path / "ran").exists(), "it would have been seen"
 
 
 def test_another_model_is_refused(tmp_path):

@@ -34,8 +34,8 @@ class FakeRollout:
     replay: ReplayControl = field(default_factory=lambda: ReplayControl(0.5, 0.0))
     entries, _laws = SpeculativeRollout.entries, SpeculativeRollout._laws
 
-    def generate(self, rows, *, visit, step, slots, fresh=False):
-        self.calls.append(("fresh" if fresh else "generate", [r.example_id for r in rows], slots, visit, step))
+    def generate(self, rows, *, visit, step, slots, domain="rollout"):
+        self.calls.append((domain, [r.example_id for r in rows], slots, visit, step))
         done = [completion(t) for t in self.fresh_texts[: len(rows)]]
         return RolloutBatch(done, list(slots), [0] * len(rows), [None] * len(rows), [False] * len(rows), total_s=1.5)
 
@@ -51,7 +51,7 @@ TEXTS = [[10, 11, 12], [13], [14, 15], [16, 17, 18, 19]]
 
 def batch_of(texts=TEXTS, **settings) -> RolloutBatch:
     done = [completion(t) for t in texts]
-    base = RolloutBatch(done, [0, 1, 0, 1], [70, 71, 72, 73], [None] * 4, [False] * 4, total_s=2.0)
+    base = RolloutBatch(done, [0, 1, 0, 1], [70, 71, 72, 73], [None] * 4, [False] * 4, visits=[1] * 4, total_s=2.0)
     return replace(base, **settings)
 
 
@@ -60,8 +60,8 @@ def stage_of(score=None, strict=True, fresh_texts=(), plain_texts=TEXTS, cache=N
     return RolloutStage(rollout, score or (lambda rows, texts: [0.0] * len(rows)), strict=strict), rollout
 
 
-def finish(stage, batch=None, rewards=(1.0, 0.0, 1.0, 0.0), visit=1, step=2):
-    return stage.finish(ROWS, batch or batch_of(), list(rewards), visit=visit, step=step)
+def finish(stage, batch=None, rewards=(1.0, 0.0, 1.0, 0.0), step=2):
+    return stage.finish(ROWS, batch or batch_of(), list(rewards), step=step)
 
 
 # Control steps --------------------------------------------------------------------------------------------------------
@@ -85,6 +85,13 @@ def test_control_steps_run_when_they_are_due(config, due):
     assert all(c == ("plain", ["a", "a", "b", "b"], [70, 71, 72, 73]) for c in rollout.calls), "the same rows and keys"
 
 
+@pytest.mark.parametrize("acceptance", ["exact", "lenient", "off"])
+def test_a_step_is_known_as_one_that_measures(acceptance):
+    stage, _ = stage_of(measure_every=3, acceptance=acceptance)
+    assert not stage.measured
+    assert [finish(stage, step=step) and stage.measured for step in range(7)] == [i % 3 == 2 for i in range(7)]
+
+
 def test_speedup_is_plain_time_over_the_whole_stage():
     metrics = finish(stage_of()[0], batch_of(total_s=2.0))
     assert metrics["spec/speedup"] == 3.0
@@ -100,6 +107,12 @@ def test_saved_seconds_are_estimated_from_the_last_control_step():
     assert finish(stage, twice, step=3)["spec/saved_s_est"] == pytest.approx(6.0 / 10 * 20 - 3.5)
     slower = batch_of(total_s=9.0)
     assert finish(stage, slower, step=4)["spec/saved_s_est"] == pytest.approx(-3.0), "a loss is shown as one"
+
+
+def test_saved_seconds_are_net_of_drafting():
+    stage, _ = stage_of(measure_every=1)
+    drafted = batch_of(total_s=2.0, stats=EngineStats(draft_s=0.5, verify_s=1.0, prefill_s=0.25))
+    assert finish(stage, drafted)["spec/saved_s_est"] == pytest.approx(6.0 - 2.0), "the whole stage is charged"
 
 
 OTHER = [TEXTS[0], TEXTS[1], [14, 99], [16, 17, 18]]
@@ -127,10 +140,10 @@ def test_reuse_gap_by_hand_leaves_failed_rewards_out():
         return [0.25, None]
 
     stage, rollout = stage_of(score, fresh_texts=[[1], [2], [3]], replay=0.5)
-    replayed = batch_of(replayed=[True, False, True, True])
-    metrics = finish(stage, replayed, rewards=(1.0, 0.0, 0.5, None), visit=4, step=5)
+    replayed = batch_of(replayed=[True, False, True, True], visits=[4, 4, 3, 3])
+    metrics = finish(stage, replayed, rewards=(1.0, 0.0, 0.5, None), step=5)
     # replayed rows with a reward: 0 and 2; of their control rows only the first was scored
-    assert rollout.calls[-1] == ("fresh", ["a", "b"], [0, 0], 4, 5)
+    assert rollout.calls[-1] == ("control", ["a", "b"], [0, 0], [4, 3], 5)
     assert seen == [(["a", "b"], [[1], [2]])]
     assert metrics["spec/reuse_gap"] == pytest.approx(1.0 - 0.25)
     assert metrics["spec/reuse_gap_error"] == math.inf, "one prompt says nothing about others"
@@ -237,8 +250,22 @@ def test_a_failed_reward_is_stored_as_unknown():
 
 def test_generate_passes_everything_on():
     stage, rollout = stage_of(fresh_texts=TEXTS)
-    stage.generate(ROWS, visit=3, step=7, slots=[4, 5, 4, 5])
-    assert rollout.calls == [("generate", ["a", "a", "b", "b"], [4, 5, 4, 5], 3, 7)]
+    stage.generate(ROWS, step=7, slots=[4, 5, 4, 5])
+    assert rollout.calls == [("rollout", ["a", "a", "b", "b"], [4, 5, 4, 5], [0, 0, 0, 0], 7)]
+
+
+def test_visits_are_counted_by_prompt_over_all_processes_and_kept():
+    def exchange(ids):
+        return [*ids, "elsewhere", "b"]
+
+    stage, rollout = stage_of(fresh_texts=TEXTS)
+    counting = RolloutStage(rollout, lambda rows, texts: [], strict=True, exchange=exchange)
+    for rows in (ROWS, ROWS[:2], ROWS):
+        counting.generate(rows, step=0, slots=[0, 1, 0, 1][: len(rows)])
+    assert [call[3] for call in rollout.calls] == [[0, 0, 0, 0], [1, 1], [2, 2, 2, 2]], "the other process asked for b"
+    stage.restore(counting.state())
+    stage.generate(ROWS, step=3, slots=[0, 1, 0, 1])
+    assert rollout.calls[-1][3] == [3, 3, 3, 3], "a resumed run goes on counting"
 
 
 # Every metric of a batch, by hand -------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from rollout.engines.base import Probe
 from rollout.engines.transformers import TransformersEngine
 from rollout.types import Request, RolloutError
 from tests.runs import ROOT, differences, policy, run
-from trainers.weights import check_shared, named_weights, probe, send
+from trainers.weights import check, check_shared, named_weights, probe, send
 
 TEXT = tuple(range(3, 40))
 
@@ -143,6 +143,141 @@ def test_a_probe_is_strict(logprobs):
     with pytest.raises(RolloutError, match=r"probe|log-probs"):
         Probe((1, 2, 3), (-1.0, -2.0), 0.05).check(logprobs, 7)
     Probe((1, 2, 3), (-1.0, -2.0), 0.05).check([-1.04, -2.04], 7)
+
+
+def rounding(trials: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probs [trials, 63] of two sides that compute the same logits, with largest ones in [16, 32), in bfloat16.
+
+    What a side adds before its logits are rounded, to steps of 0.125, is normal with a deviation of 0.05.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    logits = 3 * torch.randn(trials, 63, 32, generator=generator)
+    logits[..., :2] = 16 + 14 * torch.rand(trials, 63, 1, generator=generator) - torch.tensor([0.0, 0.5])
+    target = torch.randint(0, 4, (trials, 63, 1), generator=generator)
+    sides = []
+    for _ in range(2):
+        rounded = (logits + 0.05 * torch.randn(logits.shape, generator=generator)).bfloat16().float()
+        sides.append(rounded.log_softmax(-1).gather(-1, target)[..., 0])
+    return sides[0], sides[1]
+
+
+class Logits(torch.nn.Module):
+    """A policy of given logits."""
+
+    def __init__(self, logits, dtype):
+        super().__init__()
+        self.logits, self.weight = logits, torch.nn.Parameter(torch.zeros(1, dtype=dtype))
+
+    def forward(self, input_ids):
+        return type("Output", (), {"logits": self.logits})
+
+
+def test_rounding_to_bfloat16_is_no_false_alarm():
+    large = torch.zeros(1, 64, 61)
+    large[..., 3] = 20.0
+    text = tuple(i % 61 for i in range(64))
+    allowed = probe(Logits(large, torch.bfloat16), text)
+    ours, theirs = rounding(20_000, 0)
+    assert ((ours - theirs).abs().amax(-1) > 0.25).float().mean() > 0.05, "the largest difference alone would not do"
+    alarms = 0
+    for a, b in zip(ours.tolist(), theirs.tolist(), strict=True):
+        try:
+            Probe(text, tuple(a), allowed.tolerance, allowed.outliers).check(b, 1)
+        except RolloutError:
+            alarms += 1
+    assert alarms == 0  # of 20 000: below 1.5e-4 with 95 % confidence
+
+
+def test_the_coarser_type_decides_what_a_probe_allows(build_model):
+    model = build_model("llama")
+    strict = probe(model, TEXT)
+    assert (strict.tolerance, strict.outliers) == (1e-3, 0.0)
+    assert probe(model, TEXT, torch.float32) == strict
+    for own, engine in ((torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32), (torch.bfloat16, None)):
+        loose = probe(model.to(own), TEXT, engine)
+        assert 0.05 < loose.tolerance < 0.1
+        assert 0 < loose.outliers < 0.1
+    assert probe(model, TEXT, torch.float16).tolerance > strict.tolerance
+
+
+def test_larger_logits_are_rounded_more_coarsely():
+    def allowed(largest, dtype=torch.bfloat16):
+        return probe(Logits(torch.full((1, 8, 61), largest), dtype), TEXT[:8]).tolerance
+
+    assert allowed(20.0) - allowed(10.0) == pytest.approx(0.6 * (0.125 - 0.0625))
+    assert allowed(31.9) == allowed(16.0) < allowed(32.0)
+    assert allowed(20.0, torch.float16) < allowed(20.0)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_in_bfloat16_a_right_copy_passes_and_a_wrong_matrix_or_a_stale_layer_does_not(build_model, family):
+    trained = build_model(family, seed=1)
+    engine = own_engine(copy.deepcopy(trained).bfloat16())
+    expected = probe(trained, TEXT, torch.bfloat16)
+    sent = {name: weight.bfloat16() for name, weight in named_weights(trained)}
+    engine.update_weights(sent.items(), 1, expected)
+    stale = dict(named_weights(build_model(family, seed=2)))
+    faults = [
+        {"model.layers.1.mlp.up_proj.weight": 1.25 * sent["model.layers.1.mlp.up_proj.weight"]},
+        {"lm_head.weight": 1.1 * sent["lm_head.weight"]},
+        {name: weight for name, weight in stale.items() if name.startswith("model.layers.0.")},
+    ]
+    for fault in faults:
+        with pytest.raises(RolloutError, match=r"on average .* nats"):
+            engine.update_weights((sent | fault).items(), 2, expected)
+    engine.update_weights(sent.items(), 3, expected)
+
+
+def test_a_few_tokens_may_differ_more_where_outliers_are_allowed():
+    text, logprobs = tuple(range(33)), (-1.0,) * 32
+    loose = Probe(text, logprobs, 0.1, outliers=1 / 16)
+    loose.check([-1.5, -1.5, *[-1.0] * 30], 1)
+    with pytest.raises(RolloutError, match=r"9% of the tokens by more than 0\.4"):
+        loose.check([-1.5, -1.5, -1.5, *[-1.0] * 29], 1)
+    with pytest.raises(RolloutError, match=r"on average 0\.2 nats \(allowed 0\.1\)"):
+        loose.check([-1.2] * 32, 1)
+    with pytest.raises(RolloutError, match="nan"):
+        loose.check([float("nan"), *[-1.0] * 31], 1)
+
+
+def test_a_probe_is_taken_without_dropout_and_puts_every_mode_back():
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=61, resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.5, **sizes)).train()
+    model.transformer.drop.eval()
+    modes = [module.training for module in model.modules()]
+    got = probe(model, TEXT)
+    assert [module.training for module in model.modules()] == modes
+    model.eval()
+    with torch.no_grad():
+        logp = model(torch.tensor([TEXT])).logits[0, :-1].log_softmax(-1)
+    assert got.logprobs == pytest.approx(logp.gather(-1, torch.tensor(TEXT[1:])[:, None])[:, 0].tolist(), abs=1e-6)
+    model.train()
+    with torch.no_grad():
+        dropped = model(torch.tensor([TEXT])).logits[0, :-1].log_softmax(-1)
+    assert (dropped - logp).abs().max() > 0.01  # control: dropout would be seen
+
+
+def softer(model):
+    forward = model.forward
+
+    def scaled(*args, **options):
+        out = forward(*args, **options)
+        out.logits = out.logits / 1.05
+        return out
+
+    model.forward = scaled
+
+
+def test_a_shared_policy_that_was_changed_behind_the_engine_is_noticed(build_model):
+    model = build_model("qwen3")
+    engine = TransformersEngine(model, own_engine(model).sampling, window=8)
+    check(engine, model, 3, TEXT)
+    softer(model)
+    with pytest.raises(RolloutError, match=r"weight version 3 .* does not compute what the trainer's model computes"):
+        check(engine, model, 3, TEXT)
+    check(own_engine(build_model("qwen3", seed=2)), model, 3, TEXT)  # one with its own weights was probed when sent
 
 
 def test_the_probe_is_what_the_model_says(build_model):

@@ -1,0 +1,127 @@
+"""The paired benchmark: what its numbers are of, with a scripted clock; and a training config under it."""
+
+import json
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from rollout.config import RolloutConfig, RouterConfig
+from rollout.types import Completion, EngineStats, Row
+from specrl.bench import Bench, BenchConfig, BenchOptions, command, prepare, training_config
+from specrl.config import Config, ConfigError, load
+from specrl.speedup import of_pairs
+
+
+class ScriptedEngine:
+    """Answers each call with one token a row, after the next of its scripted seconds."""
+
+    own_weights, contexts, weight_version = True, None, 0
+
+    def __init__(self, clock, plain, own):
+        self.clock, self.left = clock, {True: list(plain), False: list(own)}
+
+    def generate(self, requests):
+        self.clock.now += self.left[requests[0].plain].pop(0)
+        return [Completion([7], [-0.5], [-0.5], [False], "length", 0, 1) for _ in requests], EngineStats()
+
+    def update_weights(self, weights, version):
+        self.weight_version = version
+
+
+@pytest.fixture
+def scripted(monkeypatch, tiny):
+    """scripted(plain, own): a bench whose rollouts take these seconds."""
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(time, "perf_counter", lambda: clock.now)
+
+    def make(plain, own) -> Bench:
+        engine = ScriptedEngine(clock, plain, own)
+        monkeypatch.setattr("rollout.engines.build_engine", lambda *_: engine)
+        rows = [Row("a", (5, 6))] * 2
+        return Bench(tiny("llama"), frozenset({1}), Config(rollout=RolloutConfig(group_size=2)), rows, {}, {})
+
+    return make
+
+
+def test_the_speedup_is_the_median_of_the_paired_ratios(scripted):
+    # The old text takes 5 s, then come a warm-up of 9 s against 1 s, and the pairs 8:2, 6:2 and 2:2.
+    case = scripted(plain=[9, 8, 6, 2], own=[5, 1, 2, 2, 2]).case("case", 3, replay=0.0)
+    assert case.speedup == 3.0, "neither the best pair, 4, nor the last, 1"
+    assert case.speedup_range == (1.0, 4.0)
+    assert (case.plain_s, case.specrl_s) == (6.0, 2.0)
+    assert (case.differing_rows, case.rows) == (0, 2)
+
+
+def test_the_median_of_the_ratios_is_not_the_ratio_of_the_medians(scripted):
+    case = scripted(plain=[1, 2, 6, 9], own=[5, 1, 1, 6, 2]).case("case", 3, replay=0.0)
+    assert case.speedup == 2.0 != case.plain_s / case.specrl_s
+
+
+def test_ratios_of_pairs_by_hand():
+    assert of_pairs([2.0, 1.0, 4.0], [2.0, 4.0, 8.0]) == (2.0, 1.0, 4.0)
+
+
+# A training config ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def mine(tmp_path):
+    """A config with prompts of its own, and the policy that config=NAME names."""
+    lines = [json.dumps({"question": f"How many are {n} and {n}?", "answer": str(2 * n)}) for n in range(6)]
+    (tmp_path / "mine.jsonl").write_text("\n".join(lines))
+    (tmp_path / "mine.yaml").write_text(
+        f"data: {tmp_path / 'mine.jsonl'}\nrollout:\n  group_size: 2\n  temperature: 0.5\n  max_new_tokens: 6\n"
+    )
+    return tmp_path / "mine.yaml"
+
+
+def test_a_config_brings_its_prompts_engine_and_sampling(mine, tmp_path, capsys):
+    out = tmp_path / "out.json"
+    given = [f"config={mine}", "rows=4", "repeats=1", "generate=false", "rollout.top_k=3", f"out={out}"]
+    assert command(given) == 0
+    assert "4 rows, tiny, fp32, transformers: medians (least to largest) of 1 pair\n" in capsys.readouterr().out
+    result = json.loads(out.read_text())
+    assert [(case["name"], case["rows"], case["differing_rows"]) for case in result["cases"]] == [
+        ("fresh noise", 4, 0),
+        ("replayed noise", 4, 0),
+        ("same policy, replayed", 4, 0),
+        ("useless drafts", 4, 0),
+    ]
+    bench, others, tokenizer = prepare(load(given, BenchConfig, training=False))
+    assert " many" in tokenizer.decode(bench.rows[0].prompt), "the file's question"
+    assert (len(bench.rows), len({row.example_id for row in bench.rows}), others) == (4, 2, [])
+    law = bench.spec.rollout
+    assert (law.temperature, law.top_k, law.max_new_tokens) == (0.5, 3, 6)
+
+
+def test_without_a_config_it_benches_generated_arithmetic():
+    config = training_config(BenchOptions(level="hard"), 4)
+    assert (config.model, config.data, config.dataset.train_size, config.dataset.level) == (
+        "tiny",
+        "arithmetic",
+        4,
+        "hard",
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["rows=14"], "rows=14 takes 7 prompts of 2 responses, and data="),
+        (["rows=3"], "rows=3 is no multiple of rollout.group_size=2. Try rows=4."),
+        (["rollout.acceptance=lenient"], "rollout.acceptance=lenient: the bench times the exact rule in one process."),
+        (["cluster.num_workers=2"], "Add cluster.num_workers=0."),
+    ],
+)
+def test_what_it_cannot_time_is_one_line(mine, words, message, capsys):
+    assert command([f"config={mine}", *words]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_a_lossy_rule_is_refused_without_a_config_too():
+    options = BenchOptions(rollout=RolloutConfig(acceptance="judged", router=RouterConfig(kind="judge")))
+    with pytest.raises(ConfigError, match=r"rollout\.acceptance=judged"):
+        training_config(options, 4)
