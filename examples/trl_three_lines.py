@@ -4,10 +4,9 @@ python examples/trl_three_lines.py
 """
 
 from datasets import Dataset
-from trl import GRPOConfig, GRPOTrainer
-
 from specrl import ReuseRollouts  # (1)
 from specrl.tiny import load_tiny
+from trl import GRPOConfig, GRPOTrainer
 
 model, tokenizer = load_tiny()  # stands for AutoModelForCausalLM.from_pretrained(...)
 prompts = ("Tom has 30 pens. He buys 12, sells 20, finds 15. How many pens does Tom have now?\n",)

@@ -148,7 +148,7 @@ class RolloutConfig:
         10,
         "every N steps also roll out plainly with the same keys, to measure spec/speedup and compare tokens; 0 never",
     )
-    cache: CacheConfig = field(default_factory=CacheConfig)
-    budget: BudgetConfig = field(default_factory=BudgetConfig)
-    router: RouterConfig = field(default_factory=RouterConfig)
-    vllm: VLLMConfig = field(default_factory=VLLMConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig, metadata={"help": "stored responses"})
+    budget: BudgetConfig = field(default_factory=BudgetConfig, metadata={"help": "how much is drafted"})
+    router: RouterConfig = field(default_factory=RouterConfig, metadata={"help": "draft text that stands; lossy"})
+    vllm: VLLMConfig = field(default_factory=VLLMConfig, metadata={"help": "the engine vllm"})

@@ -2,8 +2,20 @@
 
 from __future__ import annotations
 
+import sys
+import warnings
 from importlib import import_module
 from typing import Any
+
+from specrl.packages import mixed_roots, package_directories
+
+# trl looks for vLLM's version whenever it is imported, although nothing of ours uses vLLM through it.
+warnings.filterwarnings("ignore", message="TRL currently supports vLLM")
+
+# While Python looks for the module of `python -m`, argv[0] is "-m". This must be said before a stranger is imported.
+if sys.argv[:1] == ["-m"] and "specrl.env" not in sys.orig_argv and (mixed := mixed_roots(package_directories())):
+    print(f"error: {mixed}", file=sys.stderr)
+    raise SystemExit(2)
 
 _HOMES = {
     "Config": "specrl.config",

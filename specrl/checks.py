@@ -76,6 +76,9 @@ def _run_rules(c: Config) -> Iterator[str]:
     for key, near in needed.items():
         if c.data == "arithmetic" and not getattr(c.dataset, key):
             yield f"dataset.{key}=0 takes all, but data=arithmetic has no end. Try dataset.{key}={near}."
+    for key in ("train_split", "test_split"):
+        if c.data == "arithmetic" and "[" in (split := getattr(c.dataset, key)):
+            yield f"dataset.{key}={split} has no effect with data=arithmetic, which draws its prompts. Leave it out."
     if c.dataset.prompt_template and "{prompt}" not in c.dataset.prompt_template:
         yield f"dataset.prompt_template={c.dataset.prompt_template} has no {{prompt}}, the place of the question."
 
@@ -310,7 +313,7 @@ def _training_rules(c: Config) -> Iterator[str]:
         rows = prompts * group // c.trainer.minibatches
         yield (
             f"trainer.rows_per_pass={per_pass} does not divide the {rows} rows of each of trainer.minibatches="
-            f"{c.trainer.minibatches}. Try trainer.rows_per_pass={math.gcd(rows, per_pass)}."
+            f"{c.trainer.minibatches}. Try trainer.rows_per_pass={_near_divisors(rows, per_pass)}."
         )
     elif per_pass and prompts * group % per_pass:
         step = per_pass // math.gcd(per_pass, group)
@@ -318,7 +321,8 @@ def _training_rules(c: Config) -> Iterator[str]:
         near = [f"prompts_per_step={low + step} ({(low + step) * group})"] + [f"{low} ({low * group})"] * (low > 0)
         yield (
             f"prompts_per_step={prompts} with group_size={group} gives {prompts * group} rows, not divisible by "
-            f"{per_pass} rows per pass. Try {' or '.join(near)}."
+            f"{per_pass} rows per pass. Try trainer.rows_per_pass={_near_divisors(prompts * group, per_pass)}, or "
+            f"{' or '.join(near)}."
         )
     if 0 < c.dataset.train_size < prompts:
         yield (
@@ -333,6 +337,13 @@ def _training_rules(c: Config) -> Iterator[str]:
             "rollout.temperature=0 gives all responses of a group the same text, so there is nothing to learn from. "
             "Try rollout.temperature=1."
         )
+
+
+def _near_divisors(rows: int, per_pass: int) -> str:
+    """The divisors of `rows` next to `per_pass`, below and above."""
+    below = max(n for n in range(1, min(rows, per_pass) + 1) if rows % n == 0)
+    above = next((n for n in range(per_pass, rows + 1) if rows % n == 0), below)
+    return " or ".join(dict.fromkeys((str(below), str(above))))
 
 
 def _reward_rules(w: RewardConfig) -> Iterator[str]:

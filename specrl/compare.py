@@ -37,7 +37,7 @@ class Comparison:
 
     def show(self, console: Console | None = None) -> None:
         """Prints the table, the notes and the path of comparison.md."""
-        console = console or Console()
+        console = console or Console(highlight=False)
         table = Table("", box=SIMPLE_HEAD)
         for name in self.columns:
             table.add_column(name, justify="right")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import groupby
+from itertools import groupby, islice, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,8 +14,12 @@ if TYPE_CHECKING:
 
 
 def show(monitor: Monitor, last: Scored, tokenizer: PreTrainedTokenizerBase, count: int) -> None:
-    """Previews the first `count` responses, reused and new text told apart."""
-    for row, completion, reward in list(zip(last.rows, last.batch.completions, last.rewards, strict=True))[:count]:
+    """Previews `count` responses, of as many prompts as there are, reused and new text told apart."""
+    by_prompt: dict[str, list] = {}
+    for done in zip(last.rows, last.batch.completions, last.rewards, strict=True):
+        by_prompt.setdefault(done[0].example_id, []).append(done)
+    turns = (done for turn in zip_longest(*by_prompt.values()) for done in turn if done)
+    for row, completion, reward in islice(turns, count):
         runs = groupby(zip(completion.tokens, completion.reused, strict=True), key=lambda pair: pair[1])
         pieces = [(tokenizer.decode([t for t, _ in run], skip_special_tokens=True), reused) for reused, run in runs]
         monitor.preview(tokenizer.decode(row.prompt, skip_special_tokens=True), pieces, reward)

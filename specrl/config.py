@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from reward.base import RewardError
 from reward.config import RewardConfig
@@ -19,7 +19,7 @@ from rollout.config import ClusterConfig, RolloutConfig, doc
 from rollout.types import RolloutError
 from specrl import needs, options
 from specrl.checks import problems
-from specrl.help import help_text, sizes, updated_page
+from specrl.help import help_text, updated_page
 from specrl.options import ConfigError, suggestion
 from trainers.config import TrainerConfig
 
@@ -90,6 +90,14 @@ class Config:
     cluster: ClusterConfig = field(default_factory=ClusterConfig, metadata={"help": "rollout workers on a Ray cluster"})
     report: ReportConfig = field(default_factory=ReportConfig, metadata={"help": "the final report and trackers"})
 
+    scores: ClassVar[bool] = True
+    """Whether the command asks the rewards."""
+
+    @property
+    def splits(self) -> tuple[Literal["train", "test"], ...]:
+        """What the command reads of the data."""
+        return ("train", "test") if self.trainer.eval_prompts else ("train",)
+
 
 def load(argv: Sequence[str], schema: type = Config, training: bool = True) -> Any:
     """Turn command-line words into a checked `schema` object, or into the text (str) to print instead of running.
@@ -120,7 +128,9 @@ def load(argv: Sequence[str], schema: type = Config, training: bool = True) -> A
     if isinstance(config, Config) and (found := problems(config, training)):
         raise ConfigError("\n".join(found))
     if dry_run == "true":
-        return options.to_yaml(config) + (f"# {sizes(config)}" if isinstance(config, Config) else "")
+        from specrl.preflight import summary
+
+        return options.to_yaml(config) + (summary(config, training) if isinstance(config, Config) else "")
     return config
 
 

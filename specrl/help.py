@@ -38,7 +38,7 @@ def _overview(groups: dict[str, str]) -> str:
     commands = [(f"python -m specrl.{name}", line) for name, line in _entry_points()]
     commands += [("config=list", "the known configs"), ("help=SECTION", "the options of a section, or one option")]
     commands += [("dry_run=true", "check, print the resolved config and the sizes of the run, and stop")]
-    named = [(f"help={key}", line) for key, line in groups.items() if line]
+    named = [(f"help={key}", line) for key, line in groups.items()]
     module = Path(sys.argv[0]).stem
     command = f"specrl.{module}" if any(name == module for name, _ in _entry_points()) else "specrl.train"
     lines = [f"usage: python -m {command} {'config=NAME ' if 'trainer' in groups else ''}key=value ...", ""]
@@ -56,14 +56,14 @@ def _entry_points() -> list[tuple[str, str]]:
     return found
 
 
-def sizes(config: Config) -> str:
-    """One sentence with the numbers that follow from the options."""
+def sizes(config: Config, count: int | None = None) -> str:
+    """One sentence with the numbers that follow from the options. count: training prompts, where they are known."""
     prompts, group, cap = config.trainer.prompts_per_step, config.rollout.group_size, config.rollout.max_new_tokens
     rows = prompts * group
     text = f"{prompts} prompts x {group} responses = {rows} rows per step, at most {rows * cap:,} new tokens"
     steps = config.trainer.max_steps
-    if config.dataset.train_size:
-        per_epoch = config.dataset.train_size // prompts * config.trainer.steps_per_rollout
+    if count := count or config.dataset.train_size:
+        per_epoch = count // prompts * config.trainer.steps_per_rollout
         text += f"; {per_epoch} steps per epoch"
         steps = steps or per_epoch * config.trainer.epochs
     text += f"; {steps} steps" if steps else "; the number of steps follows from the data"

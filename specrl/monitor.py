@@ -26,6 +26,8 @@ RUN_WORDS = ("path", "dir", "directory", "run_dir", "name")
 """Words for which the option `run` is meant."""
 ETA_STEPS = 20  # steps averaged for the ETA: long enough to contain a control step at the default measure_every
 PAUSED = 0.5  # share of a rollout without speculation, drafts being at hand, from which on the run says so
+SPARE = ("perf/throughput", "kl", "spec/draft_acceptance_rate", "spec/reused_ratio", "timing_s/step")
+"""What the line of a step does without, in this order, where the console is too narrow."""
 PROMPT_TAIL = 400  # characters of a prompt shown in a preview
 
 
@@ -52,7 +54,7 @@ class Monitor:
     ) -> None:
         self.path = Path(run_dir) / METRICS_FILE
         self.total_steps = total_steps
-        self.console = console or Console()
+        self.console = console or Console(highlight=False)
         self._recent: deque[float] = deque(maxlen=ETA_STEPS)
         self._torn = self._failed = self._paused = False
         self._progress: Progress | None = None
@@ -65,7 +67,7 @@ class Monitor:
         if (seconds := number(record, "timing_s/step")) is not None:
             self._recent.append(seconds)
         self._advance(int(record["step"]))
-        self.note(step_line(record, self.total_steps, self._eta(int(record["step"]))))
+        self.note(step_line(record, self.total_steps, self._eta(int(record["step"])), self.console.width))
         ratio = number(record, "spec/paused_ratio")
         if ratio is not None and (ratio > PAUSED) != self._paused:
             self._paused = not self._paused
@@ -77,9 +79,7 @@ class Monitor:
         `metrics` has keys such as `eval/reward` and `eval/pass@1`.
         """
         self._append({"step": step, **metrics})
-        values = {key.removeprefix("eval/"): number(metrics, key) for key in metrics}
-        shown = (f"{name} {value:.3g}" for name, value in values.items() if value is not None)
-        self.note(" | ".join((f"Eval at step {step}", *shown)))
+        self.note(eval_line(step, metrics))
 
     def preview(self, prompt_text: str, pieces: Iterable[tuple[str, bool]], reward: float | None) -> None:
         """Prints one completion: reused text dim, new text bright; without colours reused text stands in «».
@@ -154,12 +154,12 @@ class Monitor:
         return sum(self._recent) / len(self._recent) * (self.total_steps - step) if self._recent else None
 
     def note(self, line: str) -> None:
-        """Prints a line about the run."""
-        self.console.print(escape(line), highlight=self.console.is_terminal, soft_wrap=True)
+        """Prints a line about the run: between words where a terminal wraps it, whole in a log file."""
+        self.console.print(escape(line), highlight=False, soft_wrap=not self.console.is_terminal)
 
 
-def step_line(record: Mapping[str, Any], total_steps: int, eta_s: float | None = None) -> str:
-    """The console line of one step. Whatever the record lacks, or holds as NaN, is left out.
+def step_line(record: Mapping[str, Any], total_steps: int, eta_s: float | None = None, width: float = math.inf) -> str:
+    """The console line of one step. What the record lacks, or holds as NaN, is left out, and SPARE beyond `width`.
 
     Example: Step 42/300 | 18.2 s | reward 0.61 | gen 7.9 s (2.9x) | reused 71% | accept 0.83 | kl 0.004 | ETA 1h18
     """
@@ -174,9 +174,26 @@ def step_line(record: Mapping[str, Any], total_steps: int, eta_s: float | None =
         ("kl", lambda v: f"kl {v:.2g}"),
         ("perf/throughput", lambda v: f"{v / 1000:.1f}k tok/s" if v >= 1000 else f"{v:.0f} tok/s"),
     )
-    shown = [show(value) for key, show in parts if (value := number(record, key)) is not None]
-    eta = [] if eta_s is None else [f"ETA {duration(eta_s)}"]
-    return " | ".join([f"Step {record['step']}/{total_steps}", *shown, *eta])
+    shown = {"step": f"Step {record['step']}/{total_steps}"}
+    shown |= {key: show(value) for key, show in parts if (value := number(record, key)) is not None}
+    shown |= {} if eta_s is None else {"eta": f"ETA {duration(eta_s)}"}
+    for key in SPARE:
+        if len(" | ".join(shown.values())) > width:
+            shown.pop(key, None)
+    return " | ".join(shown.values())
+
+
+def eval_line(step: int, metrics: Mapping[str, Any]) -> str:
+    """The console line of an evaluation. What is NaN is left out, and failures where there are none.
+
+    Example: Eval at step 128 | reward 0.758 | length 105 | pass@1/2/4 0.758 0.828 0.875
+    """
+    values = {key.removeprefix("eval/"): number(metrics, key) for key in metrics}
+    values = {key: value for key, value in values.items() if value is not None and (value or key != "failed")}
+    passes = {key.removeprefix("pass@"): f"{value:.3g}" for key, value in values.items() if key.startswith("pass@")}
+    shown = [f"{key.removeprefix('mean_')} {value:.3g}" for key, value in values.items() if "pass@" not in key]
+    shown += [f"pass@{'/'.join(passes)} {' '.join(passes.values())}"] if passes else []
+    return " | ".join((f"Eval at step {step}", *shown))
 
 
 def pause_line(record: Mapping[str, Any]) -> str:

@@ -18,6 +18,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 T = TypeVar("T")
 WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+COMMAND_WORDS = ("config", "dry_run", "help")
+"""Words of a command line that are no options."""
 
 
 class ConfigError(ValueError):
@@ -49,10 +51,10 @@ class Option:
         return tuple(word for member in self.members if get_origin(member) is Literal for word in get_args(member))
 
     @property
-    def kind(self) -> str:
-        """The type as help shows it: `int`, `list[str]`, the choices, or `float | auto`."""
+    def kinds(self) -> list[str]:
+        """What a value may be: types such as `int` or `list[str]`, and the choices."""
         named = [str(m) if self.is_list else m.__name__ for m in self.members if get_origin(m) is not Literal]
-        return " | ".join([*named, *self.choices])
+        return [*named, *self.choices]
 
     @property
     def default_text(self) -> str:
@@ -234,12 +236,19 @@ def _unknown(key: str, known: dict[str, Option], groups: Iterable[str]) -> str:
         return f"Unknown option '{key}'. Did you mean '{meant}'?"
     if key in groups:
         return f"'{key}' is a section; set its options one by one. help={key} lists them."
-    return f"Unknown option '{key}'.{suggestion(key, [*groups, *known]) or ' help=true shows the sections.'}"
+    if near := suggestion(key, [*groups, *known, *COMMAND_WORDS]):
+        return f"Unknown option '{key}'.{near}"
+    if top := [name for name in groups if "." not in name]:
+        return f"Unknown option '{key}'. The sections are {', '.join(top)}; help=SECTION lists the options of one."
+    return f"Unknown option '{key}'. The options are {', '.join(known)}."
 
 
 def suggestion(word: str, known: Iterable[str]) -> str:
-    """` Did you mean 'x'?` for the known word nearest to `word`, by last part or as a whole; empty when none is."""
-    known = list(known)
+    """` Did you mean 'x'?` for the known word nearest to `word`, by last part or as a whole; empty when none is.
+
+    A dash counts as an underscore, as in dry-run.
+    """
+    known, word = list(known), word.replace("-", "_")
     leaves = {key.rpartition(".")[2]: key for key in reversed(known)}
     leaf = word.rpartition(".")[2]
     near = [leaves[leaf]] if leaf in leaves else get_close_matches(word, known, 1)
@@ -272,7 +281,7 @@ def describe(chosen: Iterable[Option]) -> str:
     width = min(shutil.get_terminal_size().columns, 120)
     lines = []
     for option in chosen:
-        lines.append(f"{option.key} = {option.default_text}    ({option.kind})")
+        lines.append(f"{option.key} = {option.default_text}    ({' | '.join(option.kinds)})")
         lines += textwrap.wrap(option.help, width, initial_indent="    ", subsequent_indent="    ")
     return "\n".join(lines)
 
@@ -281,6 +290,8 @@ def table(chosen: Iterable[Option]) -> str:
     """Options as a markdown table."""
     rows = ["| option | type | default | meaning |", "|---|---|---|---|"]
     for option in chosen:
-        cells = (f"`{option.key}`", f"`{option.kind}`", f"`{option.default_text}`", option.help)
+        kinds = ", ".join(f"`{kind}`" for kind in option.kinds)
+        default = option.default_text.replace(",", ", ")  # a long list must wrap
+        cells = (f"`{option.key}`", kinds, f"`{default}`", option.help)
         rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(rows)

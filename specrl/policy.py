@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+import os
+import re
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from difflib import SequenceMatcher
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from specrl.options import ConfigError
+from specrl.options import ConfigError, plain
 
 if TYPE_CHECKING:
     import torch
@@ -17,6 +20,16 @@ if TYPE_CHECKING:
 
     from rollout.engines import EngineSpec
     from specrl.config import Config
+
+
+TINY_PATH = Path(__file__).parent / "assets" / "tiny"
+TOKENIZER_FILES = re.compile(r"tokenizer|^vocab|^spiece|\.tiktoken$")
+# Messages; {} is what was given and, after it, the reason.
+UNKNOWN_DEVICE = "device={} is not known. Use auto, cpu, cuda or cuda:N."
+NO_GPU = "device={}: PyTorch sees no GPU here. Use device=auto or device=cpu."
+NO_TOKENIZER = "model={} has no tokenizer that can be loaded: {}. Give tokenizer=DIR_OR_HUB_ID."
+BAD_TOKENIZER = "tokenizer={} cannot be loaded: {}. Leave `tokenizer` empty to take the model's own."
+BAD_MODEL = "model={} cannot be loaded: {}. Give `tiny`, a hub id that can be reached from here, or a local directory."
 
 
 class PolicyError(ConfigError):
@@ -44,22 +57,16 @@ def load_policy(config: Config, dtype: str = "") -> tuple[PreTrainedModel, PreTr
     Args: dtype: of the weights; by default that of rollouts, what commands need that train nothing.
     """
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
-    from specrl.tiny import TINY_PATH
-
     logging.disable_progress_bar()
-    source = str(TINY_PATH) if config.model == "tiny" else config.model
-    options = {"trust_remote_code": config.trust_remote_code, "revision": config.revision or None}
-    with _explained(
-        "model", config.model, "Give `tiny`, a hub id that can be reached from here, or a local directory."
-    ):
+    source, options = _source(config)
+    with _explained(BAD_MODEL, config.model):
         model = AutoModelForCausalLM.from_pretrained(
             source, dtype=getattr(torch, dtype or rollout_dtype(config)), **options
         )
-    with _explained("tokenizer", config.tokenizer or config.model, "Leave `tokenizer` empty to take the model's own."):
-        tokenizer = AutoTokenizer.from_pretrained(config.tokenizer or source, padding_side="left", **options)
+    tokenizer = load_tokenizer(config)
     vocabulary = model.get_input_embeddings().weight.shape[0]
     if len(tokenizer) > vocabulary:
         raise PolicyError(
@@ -76,40 +83,111 @@ def load_policy(config: Config, dtype: str = "") -> tuple[PreTrainedModel, PreTr
     return model.to(device(config)), tokenizer, eos_ids
 
 
+def load_tokenizer(config: Config) -> PreTrainedTokenizerBase:
+    """The tokenizer as it is loaded, perhaps without a pad token."""
+    from transformers import AutoTokenizer
+
+    find_tokenizer(config)
+    source, options = _source(config)
+    with _explained(BAD_TOKENIZER if config.tokenizer else NO_TOKENIZER, config.tokenizer or config.model):
+        return AutoTokenizer.from_pretrained(config.tokenizer or source, padding_side="left", **options)
+
+
+def find_tokenizer(config: Config) -> None:
+    """Raises PolicyError for a directory without a tokenizer, for which transformers may make an empty one."""
+    given, message = config.tokenizer or config.model, BAD_TOKENIZER if config.tokenizer else NO_TOKENIZER
+    path = Path(given).expanduser()
+    if given == "tiny" or not is_path(given):
+        return
+    if not path.is_dir():
+        raise PolicyError(message.format(given, "there is no such directory"))
+    if not any(TOKENIZER_FILES.search(file.name) for file in path.iterdir()):
+        raise PolicyError(message.format(given, "none of its files is one"))
+
+
+def context(config: Config) -> int | None:
+    """Tokens that the model's positions reach, None where its configuration does not say."""
+    from transformers import AutoConfig
+
+    source, options = _source(config)
+    with _explained(BAD_MODEL, config.model):
+        return getattr(AutoConfig.from_pretrained(source, **options), "max_position_embeddings", None)
+
+
+def _source(config: Config) -> tuple[str, dict]:
+    source = str(TINY_PATH) if config.model == "tiny" else config.model
+    return source, {"trust_remote_code": config.trust_remote_code, "revision": config.revision or None}
+
+
 @contextmanager
-def _explained(key: str, given: str, remedy: str) -> Iterator[None]:
-    """Turns the many ways in which a folder or a hub id can fail to load into one line."""
+def _explained(message: str, given: str) -> Iterator[None]:
+    """Turns the many ways in which a folder or a hub id can fail to load into one of the messages."""
     from safetensors import SafetensorError
 
     try:
         yield
     except (OSError, ValueError, SafetensorError) as error:
-        path = Path(given).expanduser()
-        local = path.is_absolute() or given.startswith((".", "~")) or given.count("/") > 1
         reason = str(error).strip().partition("\n")[0].rstrip(".")
-        reason = "there is no such directory" if local and not path.is_dir() else reason
-        raise PolicyError(f"{key}={given} cannot be loaded: {reason}. {remedy}") from error
+        reason = "there is no such directory" if is_path(given) and not Path(given).expanduser().is_dir() else reason
+        raise PolicyError(message.format(given, reason)) from error
+
+
+def on_hub(given: str) -> bool:
+    """Whether this is the hub id of a model."""
+    return given not in ("", "tiny") and not is_path(given)
+
+
+def is_path(given: str) -> bool:
+    """Whether this can only be a directory, not a hub id: OWNER/NAME with an OWNER that is a directory here counts."""
+    path = Path(given).expanduser()
+    here = path.is_dir() or ("/" in given and path.parent.is_dir())
+    return here or path.is_absolute() or given.startswith((".", "~")) or given.count("/") > 1
 
 
 def device(config: Config) -> torch.device:
-    """The device of the policy; `auto` takes a GPU when there is one."""
+    """The device of the policy in this process; `auto` takes a GPU when there is one.
+
+    Of several processes on a machine each takes the GPU of its number, as accelerate does.
+    """
     import torch
 
-    if config.device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    name = config.device
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        found = torch.device(config.device)
+        found = torch.device(name)
     except RuntimeError as error:
-        raise PolicyError(f"device={config.device} is not known. Use auto, cpu, cuda or cuda:N.") from error
-    if found.type == "cuda" and not torch.cuda.is_available():
-        raise PolicyError(f"device={config.device}: PyTorch sees no GPU here. Use device=auto or device=cpu.")
+        raise PolicyError(UNKNOWN_DEVICE.format(config.device)) from error
+    if found.type != "cuda":
+        return found
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not count:
+        raise PolicyError(NO_GPU.format(config.device))
+    if found.index is None:
+        return torch.device("cuda", int(os.environ["LOCAL_RANK"]) % count) if "LOCAL_RANK" in os.environ else found
+    if found.index >= count:
+        raise PolicyError(f"device={config.device}: PyTorch sees {count} GPUs here, from cuda:0 on. Use device=cuda.")
+    if int(os.environ.get("LOCAL_WORLD_SIZE", 1)) > 1:
+        raise PolicyError(f"device={config.device} puts all processes of this machine on one GPU. Use device=cuda.")
     return found
+
+
+def check_targets(targets: Sequence[str], model: torch.nn.Module) -> None:
+    """Raises PolicyError for a name in `lora.targets` that no layer of the model has."""
+    from torch import nn
+    from transformers.pytorch_utils import Conv1D
+
+    linear = {name.rpartition(".")[2] for name, m in model.named_modules() if isinstance(m, (nn.Linear, Conv1D))}
+    for target in targets:
+        if not any(name == target or name.endswith(f".{target}") for name, _ in model.named_modules()):
+            near = sorted(linear, key=lambda name: (-SequenceMatcher(None, target, name).ratio(), name))
+            what = f"lora.targets={plain(targets)}: the model has no layer '{target}'"
+            raise PolicyError(f"{what}. Its linear layers: {', '.join(near)}.")
 
 
 def engine_spec(config: Config, eos_ids: frozenset[int]) -> EngineSpec:
     """What the run's rollout engine is built from, here or in a worker process."""
     from rollout.engines import EngineSpec
-    from specrl.tiny import TINY_PATH
 
     workers = config.cluster.num_workers
     return EngineSpec(

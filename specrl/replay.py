@@ -244,7 +244,7 @@ def _rows(file: Path) -> list[dict]:
 def _tokeniser(model: str):
     from transformers import AutoTokenizer
 
-    from specrl.tiny import TINY_PATH
+    from specrl.policy import TINY_PATH
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(TINY_PATH) if model == "tiny" else model)
@@ -264,7 +264,7 @@ def _policy(directory: Path) -> str:
 
 def show(summary: dict[str, Any], console: Console | None = None) -> None:
     """Prints the header and the table."""
-    console = console or Console()
+    console = console or Console(highlight=False)
     age = "" if summary["draft_age"] is None else f", drafts {summary['draft_age']:.1f} steps old on average"
     first, last = summary["steps"]
     scope = f"{summary['rows']} rows of {summary['examples']} prompts, steps {first} to {last}{age}"

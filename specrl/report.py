@@ -75,7 +75,7 @@ class Report:
 
     def show(self, console: Console | None = None) -> None:
         """Prints the savings tables, the notes and the path of report.md."""
-        console = console or Console()
+        console = console or Console(highlight=False)
         for kind, savings in self.tables.items():
             table = Table(box=SIMPLE_HEAD)
             for column in COLUMNS:
@@ -236,7 +236,7 @@ def _measured_title(steps: Sequence[dict]) -> str:
 
 def claims(rows: Sequence[Saving], caveat: str = "") -> list[str]:
     """A sentence for every speedup of a table; `caveat` says what else could have made it."""
-    charged = [row.phase for row in rows if row.phase in COSTS]
+    charged = [row.phase for row in rows if row.phase in COSTS and row.phase != "cache to disk"]  # storing is usual
     words = f", {' and '.join(charged)} charged" * bool(charged) + caveat
     return [f"Speedup of the {row.phase}{words}: {row.speedup}" for row in rows if row.speedup]
 

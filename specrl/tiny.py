@@ -30,9 +30,9 @@ from transformers import (
 )
 
 from specrl import tasks
+from specrl.policy import TINY_PATH
 from specrl.tasks import Problem, arithmetic
 
-TINY_PATH = Path(__file__).parent / "assets" / "tiny"
 PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"
 IGNORE = -100  # the label torch's cross entropy skips
 DATA_SEED = 1_000_003  # far from the small seeds of experiments, so that their train problems are new to the policy

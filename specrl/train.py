@@ -11,6 +11,7 @@ from signal import SIGINT
 from typing import TYPE_CHECKING, Any
 
 from specrl import config as cli
+from specrl import preflight
 from specrl.config import Config
 from specrl.options import ConfigError
 from specrl.resume import agreed, claimed, data_digests, keep_surroundings, same_data, surroundings
@@ -32,20 +33,22 @@ PURE_BF16 = (
 
 
 def main(config: Config) -> int:
-    """A run, from the moment it holds its directory; its exit code."""
+    """A run: what is cheap to look at, then what it does from the moment it holds its directory; its exit code."""
+    examples = preflight.check(config)
     with claimed(config) as (run_dir, checkpoint):
-        check_rewards(config)
-        return live(config, run_dir, checkpoint)
+        return live(config, run_dir, checkpoint, **examples)
 
 
-def live(config: Config, run_dir: Path, checkpoint: Path | None) -> int:
+def live(
+    config: Config, run_dir: Path, checkpoint: Path | None, train: Sequence[Example], test: Sequence[Example] = ()
+) -> int:
     """The life of a run: load, evaluate, train, evaluate, save, report."""
     from transformers import set_seed
 
     from reward.base import RewardSet
     from specrl import memory
     from specrl.card import write_card
-    from specrl.data import check_lengths, load_examples
+    from specrl.data import check_lengths
     from specrl.monitor import Monitor
     from specrl.policy import load_policy, trained_dtype
     from specrl.report import write_report
@@ -55,16 +58,9 @@ def live(config: Config, run_dir: Path, checkpoint: Path | None) -> int:
     set_seed(config.seed)
     model, tokenizer, eos_ids = load_policy(config, trained_dtype(config))
     checkpoint = agreed(checkpoint, run_dir, model.device)
-    train = load_examples(config.data, config.dataset, "train", config.seed)
-    test = load_examples(config.data, config.dataset, "test", config.seed) if config.trainer.eval_prompts else []
     context = getattr(model.config, "max_position_embeddings", None)
     room = context and context - config.rollout.max_new_tokens
     longest = check_lengths([*train, *test], tokenizer, config.dataset.max_prompt_tokens, room)
-    if len(train) < config.trainer.prompts_per_step:
-        raise ConfigError(
-            f"trainer.prompts_per_step={config.trainer.prompts_per_step} but data={config.data} has {len(train)} "
-            f"training prompts. Use prompts_per_step={len(train)} or less, or more prompts."
-        )
     data = data_digests(train=train, test=test)
     if checkpoint:
         data = same_data(checkpoints.data_digests(checkpoint), data, config.data)
@@ -115,17 +111,6 @@ def live(config: Config, run_dir: Path, checkpoint: Path | None) -> int:
         report.show()
     trainer.accelerator.wait_for_everyone()  # a process that left early would break the others' connections
     return 0
-
-
-def check_rewards(config: Config) -> None:
-    """ConfigError when a configured reward does not exist or cannot take what it is given."""
-    from reward.base import RewardError
-    from reward.loading import check
-
-    try:
-        check(config.reward)
-    except RewardError as error:
-        raise ConfigError(str(error)) from error
 
 
 def load_cache(config: Config, tokenizer, model, eos_ids: frozenset[int], checkpoint: Path | None):
@@ -203,6 +188,7 @@ def build_trainer(
     from accelerate import PartialState
 
     from specrl.data import render, to_dataset
+    from specrl.policy import check_targets
     from trainers.callbacks import ShortHistory
     from trainers.checkpoint import SaveCache
     from trainers.collector import Setup
@@ -235,6 +221,7 @@ def build_trainer(
         trainer=config.trainer,
         seed=config.seed,
     )
+    check_targets(config.lora.targets, model)
     trainer = trainer_class(model, args, to_dataset(train), tokenizer, setup, adapter(config))
     keep = config.trainer.keep_checkpoints
     learners = (trainer.cotraining, trainer.refit)

@@ -17,7 +17,7 @@ import json
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from rollout.config import doc
 from specrl import config as cli
@@ -38,6 +38,10 @@ class TrainJudgeConfig(Config):
     cache: str = doc("", "run directory whose stored texts are the drafts; empty takes rollout.drafter")
     recall: float = doc(0.99, "share of the important mismatches that the threshold must catch")
     mismatches: int = doc(64, "mismatches tried per response")
+
+    @property
+    def splits(self) -> tuple[Literal["train", "test"], ...]:
+        return ("train",) if self.cache else ("train", "test")
 
 
 def main(config: TrainJudgeConfig) -> int:

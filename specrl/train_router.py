@@ -41,6 +41,10 @@ class TrainRouterConfig(Config):
     classifier_learning_rate: float = doc(1e-3, "peak of one rise and fall; about 1e-5 for models of a billion")
     classifier_batch: int = doc(32, "examples per optimiser step")
 
+    @property
+    def splits(self) -> tuple[Literal["train", "test"], ...]:
+        return ("train",)
+
 
 def main(config: TrainRouterConfig) -> int:
     from reward.base import RewardSet

@@ -18,7 +18,13 @@ def passes(trainer: TrainerConfig, rollout: RolloutConfig, world: int) -> tuple[
     per_pass = trainer.rows_per_pass or max(rows // world, 1)
     count = rows // (per_pass * world)
     if count * per_pass * world != rows:
-        raise RolloutError(f"{rows} rows per step cannot be split over {world} processes of {per_pass} rows per pass")
+        share = rows // world if rows % world == 0 else 0
+        fits = max((n for n in range(1, share + 1) if share % n == 0 and n <= per_pass), default=0)
+        raise RolloutError(
+            f"{rows} rows per step cannot be split over {world} processes of {per_pass} rows per pass. "
+            + (f"Use trainer.rows_per_pass={fits}" if fits else f"Use a number of processes that divides {rows}")
+            + ", or another trainer.prompts_per_step"
+        )
     return per_pass, count
 
 

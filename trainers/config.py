@@ -101,7 +101,7 @@ class TrainerConfig:
     eval_prompts: int = doc(64, "prompts of the test split used in evaluation; 0 skips evaluation")
     log_completions: int = doc(2, "completions shown on the console each time; 0 shows none")
     log_completions_every: int = doc(10, "steps between completion previews")
-    drafter: DrafterConfig = field(default_factory=DrafterConfig)
+    drafter: DrafterConfig = field(default_factory=DrafterConfig, metadata={"help": "co-training of the draft model"})
     critic: CriticConfig = field(
         default_factory=CriticConfig, metadata={"help": "the value function of algorithm=ppo with advantage=gae"}
     )

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,13 +17,12 @@ import torch
 from transformers import PrinterCallback
 
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
-with warnings.catch_warnings():  # TRL looks for vLLM's version although it is not used here
-    warnings.filterwarnings("ignore", message="TRL currently supports vLLM")
-    from trl import GRPOConfig, GRPOTrainer
-    from trl.trainer.utils import RepeatSampler
+from trl import GRPOConfig, GRPOTrainer
+from trl.trainer.utils import RepeatSampler
 
 from rollout.config import RolloutConfig
 from rollout.types import RolloutError
+from trainers import weights
 from trainers.arguments import common_arguments
 from trainers.base import Rollouts
 from trainers.checkpoint import writing
@@ -94,6 +92,7 @@ class GRPOTrainerWithReuse(Rollouts, GRPOTrainer):
             return self.accelerator.unwrap_model(self.model)
 
         self._open_rollouts(setup, policy, train_dataset, tokenizer, self._metrics["train"])
+        weights.check_shared(self.engine, self.accelerator)
         self._reference = ReferenceLogProbs(alone=self.collector.exact_bits)
 
     # TRL's hooks -------------------------------------------------------------------------------------------------
@@ -116,6 +115,8 @@ class GRPOTrainerWithReuse(Rollouts, GRPOTrainer):
             out = self._with_behaviour(super()._generate_and_score_completions(inputs))
         finally:
             self.num_iterations = updates
+        for part in ("mean", "std"):  # of the one function that TRL sees: `reward` and `reward_std` again
+            self._metrics["train"].pop(f"rewards/{self._total_reward.__name__}/{part}", None)
         found = self.collector.finish()
         if "reward" in found:  # of the prompts that were sampled; TRL's is of those that are trained on
             self._metrics["train"]["reward"][-1] = found.pop("reward")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import torch
+from accelerate import Accelerator, DistributedType
 from torch import Tensor
 
 from rollout.engines.base import Engine, Probe, evaluation
@@ -34,12 +35,28 @@ def send(
         engine.update_weights(None, version)
 
 
+def check_shared(engine: Engine, accelerator: Accelerator) -> None:
+    """Raises RolloutError for an engine that would decode with a model of which each process holds a part.
+
+    Its passes differ in number from process to process, and gathering the parts is collective: they would wait forever.
+    """
+    kind = accelerator.distributed_type
+    plugin = getattr(accelerator.state, "deepspeed_plugin", None)
+    sharded = kind == DistributedType.FSDP or (kind == DistributedType.DEEPSPEED and plugin.zero_stage == 3)
+    if sharded and not engine.own_weights:
+        raise RolloutError(
+            f"{'FSDP' if kind == DistributedType.FSDP else 'DeepSpeed ZeRO-3'} leaves no process a whole model, which "
+            "rollout.engine=transformers decodes with. Launch with torchrun or with ZeRO-2, or use FSDP with "
+            "fsdp_version: 2 and cluster.num_workers"
+        )
+
+
 def named_weights(policy: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
     """(Hugging Face name, full tensor) of every weight: LoRA merged, FSDP2 shards gathered, a tied weight once."""
     if type(policy).__name__ == "FullyShardedDataParallel" or hasattr(policy, "ds_id"):
         raise RolloutError(
-            "weights sharded by FSDP version 1 or DeepSpeed ZeRO cannot be sent to an engine. Use FSDP with "
-            "fsdp_version: 2 in accelerate's configuration, or rollout.engine=transformers"
+            "weights sharded by FSDP version 1 or DeepSpeed ZeRO-3 cannot be sent to an engine. Use FSDP with "
+            "fsdp_version: 2 in accelerate's configuration, or ZeRO-2"
         )
     base = policy.get_base_model() if hasattr(policy, "get_base_model") else policy
     modules = dict(base.named_modules())

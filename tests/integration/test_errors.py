@@ -71,6 +71,11 @@ CASES = [
         USAGE_ERROR,
         r"tokenizer=.*no/tokenizer cannot be loaded: there is no such dir.*Leave",
     ),
+    (
+        {"lora__rank": 4, "lora__targets": "[q_proj,qproj]"},
+        USAGE_ERROR,
+        r"lora\.targets=\[q_proj,qproj\]: the model has no layer 'qproj'\. Its linear layers: q_proj, (k|o)_proj,",
+    ),
     ({"device": "tpu9"}, USAGE_ERROR, r"device=tpu9 is not known\. Use auto, cpu"),
     ({"output_dir": "{d}/train.jsonl"}, USAGE_ERROR, r"output_dir=.*train\.jsonl.* cannot be written: Not a directory"),
     ({"output_dir": "/proc/nowhere"}, USAGE_ERROR, r"output_dir=/proc/nowhere.* cannot be written"),
@@ -78,7 +83,7 @@ CASES = [
     ({"reward__functions": "[tests.nothing:here]"}, USAGE_ERROR, r"module 'tests\.nothing' cannot be imported"),
     ({"reward__functions": "[tests.runs:digit]"}, USAGE_ERROR, r"no attribute 'digit'; did you mean 'digits'\?"),
     (
-        {"reward__functions": "[tests.runs:build_policy]", "reward__isolate_user": "true", "model": "{d}/no/model"},
+        {"reward__functions": "[tests.runs:build_policy]", "reward__isolate_user": "true"},
         USAGE_ERROR,
         r"reward 'build_policy' must take \(prompt, completion, answer, \*\*fields\): too many positional arguments",
     ),

@@ -3,12 +3,13 @@
 import json
 import re
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 import specrl.train
-import trainers.grpo  # noqa: F401 (silences TRL's remarks at import)
 from specrl import config as cli
 
 ROOT = Path(__file__).parents[2]
@@ -41,6 +42,16 @@ def test_rollout_loop(script):
     names = script("rollout_loop.py")
     assert names["step"] == 2
     assert names["reused"] > names["count"] / 4, "the third visit drafts with what the second one stored"
+
+
+def test_trl_says_nothing_about_a_vllm_that_nobody_asked_it_for():
+    lines = (EXAMPLES / "trl_three_lines.py").read_text().splitlines()
+    imported = [line.split()[1] for line in lines if line.startswith("from ")]
+    assert imported.index("specrl") < imported.index("trl"), "specrl silences what trl says when it is imported"
+    said = "import warnings; warnings.warn('TRL currently supports vLLM versions from 0.22.0'); warnings.warn('other')"
+    for code, count in ((said, 2), (f"import specrl; {said}", 1)):
+        done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+        assert done.stderr.count("UserWarning") == count
 
 
 @pytest.mark.slow

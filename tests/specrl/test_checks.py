@@ -4,6 +4,7 @@ import pytest
 
 from specrl import checks, options
 from specrl.config import Config, ConfigError, load
+from trainers.config import TrainerConfig
 
 
 def check(*words, **settings):
@@ -122,6 +123,15 @@ def broken(*words, **settings):
             "trainer.rows_per_pass=8.",
         ),
         (
+            "trainer.algorithm=ppo trainer.minibatches=4 trainer.rows_per_pass=3",
+            "trainer.rows_per_pass=3 does not divide the 8 rows of each of trainer.minibatches=4. Try "
+            "trainer.rows_per_pass=2 or 4.",
+        ),
+        (
+            "dataset.train_split=train[80:%]",
+            "dataset.train_split=train[80:%] has no effect with data=arithmetic, which draws its prompts. Leave it",
+        ),
+        (
             "trainer.algorithm=ppo trainer.minibatches=2 trainer.updates_per_rollout=2 trainer.save_every=6",
             "trainer.save_every=6 is no multiple of updates_per_rollout=2 times minibatches=2: the checkpoint would",
         ),
@@ -218,14 +228,14 @@ def test_a_broken_rule_gives_the_value_and_the_nearest_legal_one(words, message)
 @pytest.mark.parametrize(
     ("prompts", "per_pass", "message"),
     [
-        (30, 32, "gives 240 rows, not divisible by 32 rows per pass. Try prompts_per_step=32 (256) or 28 (224)."),
-        (8, 512, "gives 64 rows, not divisible by 512 rows per pass. Try prompts_per_step=64 (512)."),
-        (8, 5, "gives 64 rows, not divisible by 5 rows per pass. Try prompts_per_step=10 (80) or 5 (40)."),
+        (30, 32, "32 rows per pass. Try trainer.rows_per_pass=30 or 40, or prompts_per_step=32 (256) or 28 (224)."),
+        (8, 512, "512 rows per pass. Try trainer.rows_per_pass=64, or prompts_per_step=64 (512)."),
+        (8, 5, "5 rows per pass. Try trainer.rows_per_pass=4 or 8, or prompts_per_step=10 (80) or 5 (40)."),
     ],
 )
 def test_rows_must_fill_whole_passes(prompts, per_pass, message):
     text = broken(f"trainer.prompts_per_step={prompts}", f"trainer.rows_per_pass={per_pass}")
-    assert text == f"prompts_per_step={prompts} with group_size=8 {message}"
+    assert text == f"prompts_per_step={prompts} with group_size=8 gives {prompts * 8} rows, not divisible by {message}"
 
 
 @pytest.mark.parametrize(
@@ -265,3 +275,84 @@ def test_all_broken_rules_are_told_at_once():
 def test_limits_are_about_numbers_that_exist():
     known = options.options(Config)
     assert {key for key in checks.LIMITS if not {int, float} & set(known[key].members)} == set()
+
+
+NUMBERS = [key for key, option in options.options(Config).items() if {int, float} & set(option.members)]
+SHARES = """
+rollout.replay rollout.top_p trainer.gamma trainer.gae_lambda trainer.clip reward.max_failure_ratio
+cluster.max_failed_ratio
+"""
+AT_LEAST_ONE = """
+rollout.group_size rollout.max_new_tokens rollout.rows_per_batch rollout.tokens_per_pass rollout.logits_mb
+rollout.cache.max_mb rollout.budget.branches rollout.router.max_step_tokens rollout.vllm.draft_tokens
+rollout.vllm.tensor_parallel trainer.prompts_per_step trainer.updates_per_rollout trainer.minibatches
+trainer.drafter.interval trainer.drafter.updates trainer.drafter.tokens_per_update trainer.drafter.versions
+trainer.correction_cap trainer.keep_checkpoints trainer.log_completions_every dataset.max_prompt_tokens reward.workers
+reward.start_timeout_s
+cluster.tasks_per_worker cluster.start_timeout_s cluster.task_timeout_s
+"""
+OTHERS = "seed rollout.vllm.memory_utilization cluster.cpus_per_worker cluster.object_store_mb"
+
+
+@pytest.mark.parametrize("key", NUMBERS)
+def test_no_number_may_be_negative(key):
+    assert broken(f"{key}=-1").startswith(f"{key}=-1")
+
+
+@pytest.mark.parametrize("key", SHARES.split())
+def test_a_share_is_at_most_one(key):
+    assert broken(f"{key}=1.5") == f"{key}=1.5 must be from 0 to 1. Try {key}=1."
+
+
+@pytest.mark.parametrize("key", AT_LEAST_ONE.split())
+def test_what_must_be_there_is_at_least_one(key):
+    assert broken(f"{key}=0").endswith(f"Try {key}=1.")
+
+
+def test_every_documented_range_is_tried():
+    assert sorted(checks.LIMITS) == sorted(f"{SHARES} {AT_LEAST_ONE} {OTHERS}".split())
+
+
+@pytest.mark.parametrize(
+    ("word", "near"),
+    [
+        ("seed=4294967296", "seed=4294967295"),
+        ("rollout.vllm.draft_tokens=128", "rollout.vllm.draft_tokens=127"),
+        ("rollout.vllm.memory_utilization=0", "rollout.vllm.memory_utilization=0.01"),
+        ("rollout.vllm.memory_utilization=1.5", "rollout.vllm.memory_utilization=1"),
+        ("cluster.cpus_per_worker=0", "cluster.cpus_per_worker=0.01"),
+        ("cluster.object_store_mb=79", "cluster.object_store_mb=80"),
+    ],
+)
+def test_other_ranges(word, near):
+    assert broken(word).endswith(f"Try {near}.")
+
+
+PPO_ONLY = ("advantage", "minibatches", "kl_penalty", "kl_target", "entropy_bonus", "gamma", "gae_lambda", "critic")
+GRPO_ONLY = ("loss", "scale_rewards", "ratio", "refills")
+
+
+def changed(names):
+    """The trainer's options of these names and sections, each with a legal value that is not its default."""
+    known = options.options(TrainerConfig)
+    chosen = [option for key, option in known.items() if key.partition(".")[0] in names]
+    words = [next((word for word in o.choices if word != o.default), 2 if int in o.members else 0.25) for o in chosen]
+    return [f"trainer.{option.key}={word}" for option, word in zip(chosen, words, strict=True)]
+
+
+@pytest.mark.parametrize("word", changed(PPO_ONLY))
+def test_what_only_ppo_reads_is_refused_elsewhere(word):
+    assert broken(word) == f"{word} has no effect with trainer.algorithm=grpo. Leave it out."
+    assert "has no effect with trainer.algorithm=dapo." in broken(word, "trainer.algorithm=dapo")
+
+
+@pytest.mark.parametrize("word", changed(GRPO_ONLY))
+def test_what_only_grpo_and_dapo_read_is_refused_by_ppo(word):
+    check(word)
+    check(word, "trainer.algorithm=dapo")
+    assert broken(word, "trainer.algorithm=ppo") == f"{word} has no effect with trainer.algorithm=ppo. Leave it out."
+
+
+def test_the_options_of_one_algorithm_are_all_tried():
+    assert (checks.PPO_ONLY, checks.GRPO_ONLY) == (PPO_ONLY, GRPO_ONLY)
+    assert len(changed(PPO_ONLY)) == 11

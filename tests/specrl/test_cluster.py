@@ -41,7 +41,7 @@ def exposed(sockets):
 def started():
     import ray
 
-    with connect(ClusterConfig(num_workers=1, object_store_mb=80)):
+    with connect(ClusterConfig(num_workers=1, object_store_mb=80, dashboard=True)):
         yield ray
 
 
@@ -53,6 +53,8 @@ def test_a_ray_started_here_listens_on_loopback_only(started):
     assert started.get(serve.remote()), "a worker has a socket too"
     sockets = listening()
     assert {"gcs_server", "raylet"} <= {name for name, _ in sockets}
+    words = [word for process in psutil.Process().children(recursive=True) for word in process.cmdline()]
+    assert any(word.endswith("dashboard/dashboard.py") for word in words), "the dashboard is up too"
     assert exposed(sockets) == []
 
 

@@ -171,7 +171,13 @@ def test_interpolation_and_its_escape(monkeypatch):
         ([*BASE, "dry_run=maybe"], "dry_run=maybe: expected true or false."),
         ([*BASE, "rollout.group_sise=4"], "Unknown option 'rollout.group_sise'. Did you mean 'rollout.group_size'?"),
         ([*BASE, "group_size=4"], "Unknown option 'group_size'. Did you mean 'rollout.group_size'?"),
-        ([*BASE, "zzz=4"], "Unknown option 'zzz'. help=true shows the sections."),
+        (
+            [*BASE, "zzz=4"],
+            "Unknown option 'zzz'. The sections are dataset, lora, rollout, trainer, reward, cluster, report; "
+            "help=SECTION lists the options of one.",
+        ),
+        ([*BASE, "dry-run=true"], "Unknown option 'dry-run'. Did you mean 'dry_run'?"),
+        ([*BASE, "rollout.group-size=4"], "Unknown option 'rollout.group-size'. Did you mean 'rollout.group_size'?"),
         ([*BASE, "rollout=4"], "'rollout' is a section; set its options one by one. help=rollout lists them."),
         ([*BASE, "rollout.group_size=abc"], "rollout.group_size=abc: expected a whole number."),
         ([*BASE, "rollout.group_size=8.0"], "rollout.group_size=8.0: expected a whole number."),
@@ -271,7 +277,29 @@ def test_help_on_a_section_shows_key_default_type_and_doc():
 
 def test_every_option_and_section_is_documented():
     assert [option.key for option in options.options(Config).values() if len(option.help) < 10] == []
-    assert [key for key, line in options.sections(Config).items() if "." not in key and not line] == []
+    assert [key for key, line in options.sections(Config).items() if not line] == []
+
+
+def test_help_lists_every_section():
+    listed = re.findall(r"^help=([a-z_.]+) ", load(["help=true"]).partition("sections:")[2], re.MULTILINE)
+    assert listed == list(options.sections(Config))
+    assert {"rollout.cache", "trainer.drafter"} < set(listed)
+
+
+def test_a_schema_without_sections_lists_its_options():
+    @dataclasses.dataclass
+    class Reading:
+        run: str = ""
+        plots: bool = True
+
+    assert error_of("path=x", schema=Reading) == "Unknown option 'path'. The options are run, plots."
+
+
+def test_choices_stand_apart_in_the_tables_of_the_docs():
+    rows = options.table(option for key, option in options.options(Config).items() if key in ("resume", "seed"))
+    assert "| `resume` | `no`, `auto` | `no` |" in rows
+    assert "| `seed` | `int` | `0` |" in rows
+    assert not re.search(r"`[^`|]*\\\|", (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8"))
 
 
 def test_dry_run_prints_a_loadable_config_and_the_sizes(capsys):

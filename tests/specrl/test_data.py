@@ -1,4 +1,5 @@
 import json
+import logging
 import random
 from pathlib import Path
 
@@ -234,7 +235,7 @@ def test_hub_failures_are_one_readable_line(monkeypatch, failure, message):
         ("{d}/train.jsonl", {"prompt_column": "qestion"}, r"no column 'qestion'\. Did you mean 'question'\? It has: "),
         ("{d}/train.jsonl", {"answer_column": "gold"}, r"no column 'gold'.*Set dataset\.answer_column"),
         ("{d}/odd.jsonl", {}, r"no column prompt or question.*It has: a, b\. Set dataset\.prompt_column"),
-        ("{d}/gap.jsonl", {}, r"gap\.jsonl, row 2: 'question' must be text or a chat, not 'None'"),
+        ("{d}/gap.jsonl", {}, r"gap\.jsonl, line 2: 'question' must be text or a chat, not 'None'"),
         ("{d}/train.jsonl", {"train_size": 21}, r"dataset\.train_size=21, but .* has 20 rows there\. Set 20, or 0"),
         ("{d}/train.jsonl", {"train_split": "test"}, r"serves as split 'train', not 'test'.*train\[90%:\]"),
         ("{d}", {"train_split": "validation"}, r"has no validation\.jsonl .*it holds .*train\.jsonl"),
@@ -279,6 +280,39 @@ def test_check_lengths_refuses_with_count_longest_and_key():
         check_lengths(examples, tiny_tokenizer(), max_prompt_tokens=3)
     with pytest.raises(DataError, match=r"1 of 5 .* more than 4 tokens \(the model's context .* Lower rollout"):
         check_lengths(examples, tiny_tokenizer(), max_prompt_tokens=9, room=4)
+
+
+def test_a_prompt_that_is_too_long_is_found_in_its_file(tmp_path, monkeypatch):
+    rows = [{"question": "one " * n} for n in (1, 2, 9, 9)]
+    path = write(tmp_path / "mine.jsonl", rows)
+    tokenizer, said = tiny_tokenizer(), []
+    tokenizer.model_max_length = 5
+    monkeypatch.setattr(logging.getLogger("transformers"), "handlers", [handler := logging.Handler()])
+    handler.emit = said.append
+    with pytest.raises(DataError, match=rf"2 of 3 prompts .* the longest has 9 \({path}, line 3\)"):
+        check_lengths(load(path, train_split="train[1:]"), tokenizer, max_prompt_tokens=5)
+    assert said == [], "transformers says nothing beside it"
+    (tmp_path / "mine.json").write_text(json.dumps(rows))
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "mine.parquet")
+    for name in ("mine.json", "mine.parquet"):
+        assert [e.place for e in load(tmp_path / name, train_split="train[2:]")] == [
+            f"{tmp_path / name}, row {at}" for at in (3, 4)
+        ]
+
+
+@pytest.mark.parametrize("count", [1, 3, 5, 8])
+def test_parts_in_percent_are_rounded_as_datasets_does(tmp_path, count):
+    from datasets import ReadInstruction
+
+    name = write(tmp_path / "train.jsonl", ROWS[:count])
+    for percent in (10, 25, 50, 75, 90):
+        (part,) = ReadInstruction.from_spec(f"train[:{percent}%]").to_absolute({"train": count})
+        kept = range(count)[: part.to]
+        if kept:
+            assert len(load(name, train_split=f"train[:{percent}%]")) == len(kept)
+        else:
+            with pytest.raises(DataError, match="has no rows"):
+                load(name, train_split=f"train[:{percent}%]")
 
 
 def test_to_dataset_has_the_columns_trl_and_rewards_need():

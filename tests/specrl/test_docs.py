@@ -3,6 +3,8 @@
 import ast
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -152,16 +154,29 @@ def test_planted_faults_in_pages_are_found():
 
 def test_every_page_is_in_the_index():
     index = read(ROOT / "docs" / "README.md")
-    assert [page.name for page in PAGES if page.parent.name == "docs" and f"({page.name})" not in index] == [
-        "README.md"
-    ]
+    front = {"README.md", "index.md"}  # the index itself, and the front page of the site
+    assert {page.name for page in PAGES if page.parent.name == "docs" and f"({page.name})" not in index} == front
     assert len(index.splitlines()) <= 20
 
 
 def test_the_site_has_every_page_once():
     listed = navigation(read(ROOT / "mkdocs.yml"))
-    assert sorted(listed) == sorted(page.name for page in PAGES if page.parent.name == "docs")
+    pages = {page.name for page in PAGES if page.parent.name == "docs"}
+    assert sorted(listed) == sorted(pages - {"README.md"}), "the site has its navigation instead of the index"
     assert navigation("nav:\n  - Overview: README.md\n  - A b: c.md\nx: y.md") == ["README.md", "c.md"]
+
+
+def test_the_site_opens_with_what_it_is_and_cuts_nothing_off(tmp_path):
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    front = read(tmp_path / "index.html")
+    shown = ("Exact speculative rollouts", 'src="images/report.png"', "make train", "make test", "rollout_func=reuse")
+    assert [part for part in (*shown, 'href="css/specrl.css"') if part not in front] == []
+    assert "white-space: normal" in read(tmp_path / "css" / "specrl.css"), "the theme keeps a table cell on one line"
+    pages = [read(page) for page in tmp_path.rglob("index.html")]
+    assert len(pages) == len(navigation(read(ROOT / "mkdocs.yml")))
+    assert [code for page in pages for code in re.findall(r"<code>([^<]*)</code>", page) if "\\|" in code] == []
 
 
 def test_the_messages_that_troubleshooting_explains_exist():

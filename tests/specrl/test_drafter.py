@@ -1,6 +1,7 @@
 """The recipe of a draft model: which weights it starts from, that distilling raises agreement, what it writes."""
 
 import copy
+import re
 from dataclasses import replace
 
 import pytest
@@ -109,7 +110,10 @@ def test_the_command_writes_a_model_that_drafts(policy, tmp_path, capsys):
     out = tmp_path / "drafter"
     options = DrafterOptions(out=str(out), prompts=16, steps=2, batch=8, max_new_tokens=16, level="easy", device="cpu")
     assert main(options) == 0
-    assert "a keyed draft token is the policy's own in" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "a keyed draft token is the policy's own in" in said
+    assert re.search(r"^sampling \d+ responses of at most \d+ tokens\n(\d+)/\1 responses after \d+ s$", said, re.M)
+    assert re.search(r"^distilling in (\d+) steps of \d+ responses\nstep \d/\1 KL ", said, re.M), "the first line soon"
     assert not list(out.rglob("*.bin"))
     student = AutoModelForCausalLM.from_pretrained(out, local_files_only=True)
     assert student.config.num_hidden_layers == 1

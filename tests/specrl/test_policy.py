@@ -1,11 +1,21 @@
 import json
+import re
 import shutil
 
 import pytest
 import torch
 
 from specrl.config import load
-from specrl.policy import PolicyError, engine_spec, fingerprint, load_policy, rollout_dtype, trained_dtype
+from specrl.policy import (
+    PolicyError,
+    check_targets,
+    device,
+    engine_spec,
+    fingerprint,
+    load_policy,
+    rollout_dtype,
+    trained_dtype,
+)
 from tests.runs import build_policy, policy, words
 
 
@@ -104,6 +114,69 @@ def test_what_cannot_be_loaded(monkeypatch, options, message):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(PolicyError, match=message):
         load_policy(configure(policy(), **options))
+
+
+def test_a_model_without_a_tokenizer_is_no_mistake_in_the_tokenizer(tmp_path):
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).write_bytes((policy() / name).read_bytes())
+    message = rf"^model={tmp_path} has no tokenizer that can be loaded: none of its files is one\. Give tokenizer=DIR"
+    with pytest.raises(PolicyError, match=message):
+        load_policy(configure(tmp_path))
+    assert len(load_policy(configure(tmp_path, tokenizer=str(policy())))[1]) > 10
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """gpus(count, **environment): a machine with so many GPUs, and what torchrun tells a process."""
+
+    def pretend(count, **environment):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+        for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in environment.items():
+            monkeypatch.setenv(name, str(value))
+
+    return pretend
+
+
+@pytest.mark.parametrize("given", ["auto", "cuda"])
+def test_every_process_of_a_machine_has_a_gpu_of_its_own(gpus, given):
+    gpus(4)
+    assert str(device(configure(policy(), device=given))) == "cuda"
+    found = set()
+    for rank in range(4):
+        gpus(4, LOCAL_RANK=rank, LOCAL_WORLD_SIZE=4)
+        found.add(str(device(configure(policy(), device=given))))
+    assert found == {"cuda:0", "cuda:1", "cuda:2", "cuda:3"}
+    gpus(1, LOCAL_RANK=3, LOCAL_WORLD_SIZE=4)  # a launcher that shows each process its own GPU only
+    assert str(device(configure(policy(), device=given))) == "cuda:0"
+
+
+def test_one_gpu_for_all_processes_is_refused(gpus):
+    gpus(4, LOCAL_RANK=0, LOCAL_WORLD_SIZE=1)
+    assert str(device(configure(policy(), device="cuda:2"))) == "cuda:2"
+    with pytest.raises(PolicyError, match=r"^device=cuda:4: PyTorch sees 4 GPUs here, from cuda:0 on\. Use device="):
+        device(configure(policy(), device="cuda:4"))
+    gpus(4, LOCAL_RANK=1, LOCAL_WORLD_SIZE=2)
+    with pytest.raises(PolicyError, match=r"^device=cuda:2 puts all processes of this machine on one GPU\. Use dev"):
+        device(configure(policy(), device="cuda:2"))
+
+
+@pytest.mark.parametrize("targets", [[], ["q_proj"], ["self_attn.o_proj", "lm_head"]])
+def test_layers_that_are_there_can_be_adapted(targets, tiny):
+    check_targets(targets, tiny("qwen3"))
+
+
+def test_a_misspelt_layer_is_told_with_those_there_are(tiny):
+    layers = "q_proj, k_proj, o_proj, up_proj, v_proj, gate_proj, down_proj, lm_head"
+    with pytest.raises(PolicyError) as caught:
+        check_targets(["v_proj", "qproj"], tiny("qwen3"))
+    message = f"lora.targets=[v_proj,qproj]: the model has no layer 'qproj'. Its linear layers: {layers}."
+    assert sorted(re.split(r", |: |\.$", str(caught.value))) == sorted(re.split(r", |: |\.$", message))
+    assert "Its linear layers: q_proj, " in str(caught.value)
+    with pytest.raises(PolicyError, match=r"no layer 'q_proj'\. Its linear layers: c_proj, "):
+        check_targets(["q_proj"], tiny("gpt2"))
 
 
 def test_code_of_a_model_folder_never_runs(variant, tmp_path):

@@ -116,7 +116,7 @@ def test_an_engine_that_does_not_follow_the_policy_is_refused():
     """An engine of one's own that takes the new version and goes on with the old weights' texts."""
     stale = collector()
 
-    def generate(rows, *, visit, step, slots):
+    def generate(rows, *, step, slots):
         done = [replace(GOOD, version=6)] * len(rows)
         return RolloutBatch(done, slots, [0] * len(rows), [None] * len(rows), [False] * len(rows))
 

@@ -5,9 +5,11 @@ import os
 import socket
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate import Accelerator, DistributedType
 
 from rollout.config import RolloutConfig
 from rollout.engines import EngineSpec, build_engine
@@ -15,7 +17,7 @@ from rollout.engines.base import Probe
 from rollout.engines.transformers import TransformersEngine
 from rollout.types import Request, RolloutError
 from tests.runs import ROOT, differences, policy, run
-from trainers.weights import check, named_weights, probe, send
+from trainers.weights import check, check_shared, named_weights, probe, send
 
 TEXT = tuple(range(3, 40))
 
@@ -51,6 +53,45 @@ def test_an_engine_follows_its_trainer(build_model):
     assert not shared.own_weights
     send(shared, trained, 3, TEXT)
     assert shared.weight_version == 3
+
+
+def process(kind, zero_stage=None):
+    """What the accelerator of a process says of the way the model is spread."""
+    plugin = SimpleNamespace(zero_stage=zero_stage) if zero_stage is not None else None
+    return SimpleNamespace(distributed_type=kind, state=SimpleNamespace(deepspeed_plugin=plugin))
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "name"),
+    [(process(DistributedType.FSDP), "FSDP"), (process(DistributedType.DEEPSPEED, 3), "DeepSpeed ZeRO-3")],
+)
+def test_an_engine_cannot_decode_with_a_part_of_the_model(accelerator, name):
+    with pytest.raises(RolloutError) as caught:
+        check_shared(SimpleNamespace(own_weights=False), accelerator)
+    assert str(caught.value).startswith(f"{name} leaves no process a whole model, which rollout.engine=transformers")
+    assert "\n" not in str(caught.value)
+    check_shared(SimpleNamespace(own_weights=True), accelerator)
+
+
+@pytest.mark.parametrize(
+    "accelerator",
+    [process(DistributedType.NO), process(DistributedType.MULTI_GPU), process(DistributedType.DEEPSPEED, 2)],
+)
+def test_whole_models_are_decoded_with(accelerator):
+    check_shared(SimpleNamespace(own_weights=False), accelerator)
+
+
+def test_a_grpo_run_asks_that_before_its_first_step(tmp_path, monkeypatch):
+    monkeypatch.setattr(Accelerator, "distributed_type", DistributedType.FSDP)
+    with pytest.raises(RolloutError, match="FSDP leaves no process a whole model"):
+        run(tmp_path, trainer__max_steps=1)
+
+
+def test_what_shards_cannot_do_is_not_recommended():
+    policy = type("FullyShardedDataParallel", (), {})()
+    with pytest.raises(RolloutError) as caught:
+        next(named_weights(policy))
+    assert "rollout.engine=transformers" not in str(caught.value)
 
 
 def lora(model, **options):
