@@ -14,7 +14,7 @@ from rollout.cache import TrajectoryCache
 from rollout.speculative import SpeculativeRollout
 from rollout.types import RolloutError
 from rollout.visits import Visits
-from trainers.checkpoint import write_durably
+from trainers.manifest import write_durably
 
 Domain = Literal["rollout", "evaluation"]
 COUNTS = "visits.json"
