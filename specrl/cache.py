@@ -80,7 +80,7 @@ def _checked(command: Callable[[Path], int], options: CacheOptions) -> int:
     if not options.run:
         raise ConfigError(f"run is missing. {USAGE}")
     folder = find_run(options.run)
-    place = next((each for each in (folder, folder / "trajectories") if (each / SNAPSHOT).is_file()), None)
+    place = next((each for each in (folder, folder / "trajectories") if (each / SNAPSHOT).exists()), None)
     if place is None:
         raise CacheError(
             f"There is no trajectory cache in '{folder}'. A run writes `trajectories` when it ends and into each "

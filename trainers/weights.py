@@ -106,4 +106,5 @@ def probe(policy: torch.nn.Module, tokens: Sequence[int], dtype: torch.dtype | N
         return Probe(*text, STRICT)
     exponent = torch.frexp(logits.abs().amax(-1)).exponent  # the largest logit lies in [2^(exponent - 1), 2^exponent)
     step = torch.finfo(coarser).eps * torch.exp2(exponent - 1.0).mean().item()
-    return Probe(*text, INSIDE[coarser] + 0.6 * step, OUTLIERS)
+    apart = 1 if coarser == own else 2  # autocast keeps in float32 what a copy of the weights adds up in its own type
+    return Probe(*text, apart * (INSIDE[coarser] + 0.6 * step), OUTLIERS)

@@ -13,7 +13,6 @@ from torch import Tensor
 from benchmarks.equivalence import toy
 from rollout.cache import Fingerprint, TrajectoryCache
 from rollout.config import BudgetConfig, RolloutConfig
-from rollout.engines import EngineSpec, build_engine
 from rollout.speculative import SpeculativeRollout
 from rollout.types import Completion, RolloutBatch, Row
 from trainers.advantages import gae, token_rewards, whiten
@@ -90,7 +89,7 @@ class Run:
         config = RolloutConfig(max_new_tokens=toy.CAP, measure_every=0, budget=BudgetConfig(window=toy.CAP))
         for name, value in arm.rollout.items():
             setattr(config, name, value)
-        engine = build_engine(EngineSpec(eos_ids=frozenset({toy.END}), rollout=config), self.policy)
+        engine = toy.engine_of(self.policy, config)
         cache = TrajectoryCache(Fingerprint({}, {}), toy.SYMBOLS, {toy.END})
         rollout = SpeculativeRollout(engine, cache, config, seed + arm.noise)
         self.stage = RolloutStage(rollout, self._rewards, strict=True)

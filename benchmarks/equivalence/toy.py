@@ -9,10 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from types import SimpleNamespace
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 
+from rollout.config import RolloutConfig
+from rollout.engines import EngineSpec, build_engine
+from rollout.engines import ragged as packed
+from rollout.engines.base import Engine
 from rollout.engines.ragged import Pass
 
 SYMBOLS, TASKS, CAP, GOOD = 6, 6, 10, 3
@@ -56,8 +61,14 @@ class Decoder(nn.Module):
 
     def forward(self, input_ids: Tensor, position_ids: Tensor, use_cache: bool, ragged: Pass) -> SimpleNamespace:
         written = input_ids[..., None].float()  # one head of one dimension
-        keys, _ = ragged.kv.write(0, ragged.rows, ragged.positions, written, written)
+        keys, _ = ragged.kv.write(0, ragged.rows, ragged.slots, written, written)
         return SimpleNamespace(last_hidden_state=states(keys[ragged.rows, 0, 0, 0].long(), input_ids[0])[None])
+
+
+def engine_of(policy: TablePolicy, config: RolloutConfig) -> Engine:
+    """The product's engine around a table, without its look at a transformer's layers, which a table has not."""
+    with mock.patch.object(packed, "check", return_value=(policy.config.max_position_embeddings, "")):
+        return build_engine(EngineSpec(eos_ids=frozenset({END}), rollout=config), policy)
 
 
 def states(task: Tensor, last: Tensor) -> Tensor:

@@ -13,7 +13,6 @@ from benchmarks.equivalence.learning import Arm, Outcome, Run
 from benchmarks.equivalence.tost import ALPHA, POWER, compare, pairs_needed, power, t_cdf, t_quantile
 from benchmarks.equivalence.verdicts import checks, line, trainer_checks
 from rollout.config import RolloutConfig
-from rollout.engines import EngineSpec, build_engine
 from rollout.speculative import SpeculativeRollout
 from rollout.types import Row
 
@@ -105,7 +104,7 @@ def test_the_exact_expectation_is_that_of_the_products_samples():
     right = toy.right_transitions(3)
     policy = toy.TablePolicy(toy.initial_logits(3, right))
     config = RolloutConfig(max_new_tokens=toy.CAP)
-    engine = build_engine(EngineSpec(eos_ids=frozenset({toy.END}), rollout=config), policy)
+    engine = toy.engine_of(policy, config)
     rows = [Row(f"{task}-{i}", (task, toy.END)) for task in range(toy.TASKS) for i in range(250)]
     done = SpeculativeRollout(engine, None, config, seed=0).generate(rows, visit=0, step=0).completions
     found = torch.tensor([toy.reward(c.tokens, right[r.prompt[0]].tolist()) for r, c in zip(rows, done, strict=True)])

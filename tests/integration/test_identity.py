@@ -322,6 +322,7 @@ def test_control_stale_weights(plain, tmp_path):
 
     def sabotage(trainer):
         frozen = copy.deepcopy(trainer.accelerator.unwrap_model(trainer.model))
+        frozen.__dict__.pop("forward", None)  # which the trainer hung on the original, whose weights it has
         spec = EngineSpec(eos_ids=trainer.engine.sampling.eos_ids, rollout=trainer.stage.rollout.config)
         trainer.engine = trainer.stage.rollout.engine = build_engine(spec, frozen)
 

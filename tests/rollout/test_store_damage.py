@@ -280,7 +280,7 @@ def test_a_header_with_a_right_checksum_and_odd_fields(tmp_path, capsys, header,
         load(tmp_path)
     assert "\n" not in str(error.value)
     for command in ("verify", "info"):
-        assert main([command, f"path={tmp_path}"]) == 3
+        assert main([command, f"run={tmp_path}"]) == 3
         assert capsys.readouterr().err == f"error: {error.value}\n"
     assert sorted(os.listdir(tmp_path)) == [LOCK, SNAPSHOT]
 
@@ -295,7 +295,7 @@ def test_the_header_test_can_fail(tmp_path):
 def test_a_header_that_counts_other_rows(tmp_path, capsys, rows):
     saved(tmp_path, entries())
     rewrite(tmp_path, {**HEADER, "rows": rows})
-    assert main(["verify", f"path={tmp_path}"]) == 3
+    assert main(["verify", f"run={tmp_path}"]) == 3
     assert f"has 60 rows and a header that counts {rows}" in capsys.readouterr().err
     loaded = load(tmp_path)
     assert (len(loaded), loaded.dropped, loaded.quarantined) == (0, 0, 1)
@@ -308,7 +308,7 @@ def test_a_negative_slot_is_malformed(tmp_path, capsys, monkeypatch):
         saved(tmp_path, [*entries(4), ("ex-é0", -1, entries(1)[0][2])])
     loaded = load(tmp_path)
     assert (len(loaded), loaded.dropped) == (4, 1)
-    assert main(["verify", f"path={tmp_path}"]) == 3
+    assert main(["verify", f"run={tmp_path}"]) == 3
     out = capsys.readouterr().out
     assert "example 'ex-é0', slot -1: slot -1 is negative\n5 entries: 4 good, 0 damaged, 1 malformed\n" in out
 
@@ -332,7 +332,7 @@ def test_what_is_no_file_is_refused_and_never_waited_for(tmp_path, monkeypatch, 
     make(tmp_path / SNAPSHOT)
     with pytest.raises(CacheError, match=r"cannot be read: (it is a pipe or a device|No such device).*Move it away"):
         load(tmp_path)
-    assert main(["info", f"path={tmp_path}"]) == 3
+    assert main(["info", f"run={tmp_path}"]) == 3
     assert capsys.readouterr().err.startswith("error: The trajectory cache ")
 
 

@@ -224,7 +224,7 @@ def test_drafts_from_siblings_with_shared_prompts(engine_of, golden):
     assert cached.forward_tokens < first.forward_tokens, "the second time the prompts come from the prefix cache"
 
 
-@pytest.mark.parametrize("settings", [{"tokens_per_pass": 40}, {"rows_per_batch": 5}, {"logits_mb": 0}])
+@pytest.mark.parametrize("settings", [{"tokens_per_pass": 40}, {"rows_per_batch": 5}])
 def test_memory_bounds_change_nothing(engine_of, golden, settings):
     cases, want = golden()
     engine = engine_of(**settings)
@@ -232,7 +232,7 @@ def test_memory_bounds_change_nothing(engine_of, golden, settings):
     done, stats = engine.generate(requests_of(cases, drafters))
     assert differing(done, want, 1e-4) == []
     _, free = engine_of().generate(requests_of(cases, drafters))
-    assert stats.passes > free.passes or stats.drafted == 0 < free.drafted, "the bound was at work"
+    assert stats.passes > free.passes, "the bound was at work"
 
 
 def test_the_drafts_of_a_step_are_bounded(engine_of, golden, monkeypatch):

@@ -195,7 +195,8 @@ def test_the_coarser_type_decides_what_a_probe_allows(build_model):
     assert probe(model, TEXT, torch.float32) == strict
     for own, engine in ((torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32), (torch.bfloat16, None)):
         loose = probe(model.to(own), TEXT, engine)
-        assert 0.05 < loose.tolerance < 0.1
+        apart = 2 if own == torch.float32 else 1  # autocast adds up in float32 what a copy does not
+        assert 0.05 < loose.tolerance / apart < 0.1
         assert 0 < loose.outliers < 0.1
     assert probe(model, TEXT, torch.float16).tolerance > strict.tolerance
 
