@@ -1,10 +1,8 @@
-"""A policy with its critic, and what is known of prompts."""
+"""A policy with its critic."""
 
 from __future__ import annotations
 
 import copy
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -66,42 +64,6 @@ class ActorCritic(nn.Module):
             return Outputs(logp, entropy, None)
         hidden = seen[0] if self.trunk is None else self.trunk(**inputs).last_hidden_state
         return Outputs(logp, entropy, self.value(hidden[:, -length - 1 : -1].float())[..., 0])
-
-
-class PromptValues:
-    """What responses to each prompt were worth at its last visits: the value of a prompt before its first token.
-
-    A critic learns what is left to be said: how a response has gone so far, and prompts that were never seen. The same
-    idea takes a critic's place in Single-stream Policy Optimization (Xu and Ding 2025, arXiv 2509.13232). A prompt's
-    value is of its earlier visits only, so as a baseline it leaves the policy gradient unbiased.
-    """
-
-    CERTAINTY = 2
-    """Responses that what was believed before weighs as much as."""
-
-    def __init__(self, values: dict[str, float] | None = None):
-        self._values = dict(values or {})
-
-    def of(self, prompts: Sequence[str]) -> list[float]:
-        """The value of each prompt; of unknown ones the mean of all, 0 before there are any."""
-        usual = self._usual()
-        return [self._values.get(prompt, usual) for prompt in prompts]
-
-    def learn(self, returns: Iterable[tuple[str, float]]) -> None:
-        """Takes in a visit: (prompt, return) of each response. A prompt moves towards its mean by n / (n + 2)."""
-        usual, found = self._usual(), defaultdict(list)
-        for prompt, value in returns:
-            found[prompt].append(value)
-        for prompt, values in found.items():
-            n, before = len(values), self._values.get(prompt, usual)
-            self._values[prompt] = (self.CERTAINTY * before + sum(values)) / (self.CERTAINTY + n)
-
-    def _usual(self) -> float:
-        return sum(self._values.values()) / len(self._values) if self._values else 0.0
-
-    def state(self) -> dict[str, float]:
-        """What `PromptValues` takes to go on, as JSON types."""
-        return dict(self._values)
 
 
 def trunk_of(policy: PreTrainedModel) -> nn.Module:

@@ -28,8 +28,10 @@ class Experience:
     advantages: Tensor | None = None
     values: Tensor | None = None
     """The critic's, before the update [B, T]; None without a critic."""
+    facts: Tensor | None = None
+    """What the prior looks at [B, T, FACTS]."""
     prior: Tensor | None = None
-    """Value of the row's prompt by its earlier visits [B, 1], on which the critic builds."""
+    """Value before each token without a network [B, T], on which the critic builds: trainers/prior.py."""
     returns: Tensor | None = None
     reference: Tensor | None = None
     """Log-probs under the initial policy [B, T]; None without a KL penalty."""

@@ -28,10 +28,11 @@ from trainers.advantages import gae, reinforce_plus_plus, rloo, token_rewards, w
 from trainers.base import Rollouts
 from trainers.checkpoint import writing
 from trainers.collector import Setup
-from trainers.critic import ActorCritic, PromptValues, trunk_of
+from trainers.critic import ActorCritic, trunk_of
 from trainers.experience import Experience
 from trainers.losses import adapted_beta, clipped, kl_estimate, policy_loss, value_loss
 from trainers.metrics import response_metrics
+from trainers.prior import Prior
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 
 PLAIN = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 PROGRESS = ("global_step", "epoch", "num_input_tokens_seen")
+SMOOTHING = 0.9  # of the explained variance, whose parts are small and noisy where a rollout's rewards are nearly alike
 
 
 class PPOTrainer(Rollouts):
@@ -75,7 +77,8 @@ class PPOTrainer(Rollouts):
             is_world_process_zero=self.accelerator.is_main_process,
             is_local_process_zero=self.accelerator.is_local_main_process,
         )
-        self.control, self._beta, self._prompts = TrainerControl(), setup.trainer.beta, PromptValues()
+        self._explained = [0.0, 0.0]  # variance of the critic's errors, and of returns
+        self.control, self._beta, self._prior = TrainerControl(), setup.trainer.beta, Prior()
         flow = [DefaultFlowCallback, *get_reporting_integration_callbacks(args.report_to)]
         self._callbacks = CallbackHandler(flow, self.policy, tokenizer, self.optimizer, self.scheduler)
         self._beside: dict[str, list[float]] = defaultdict(list)  # metrics of callbacks
@@ -173,8 +176,7 @@ class PPOTrainer(Rollouts):
         found = Experience.of(rows, batch.completions, trained, pad_id, device)
         totals = torch.tensor([torch.nan if r is None else r for r in rewards], device=device)
         ids = [row.example_id for row in rows]
-        found.prior = torch.tensor(self._prompts.of(ids), device=device)[:, None]
-        self._score(found)
+        self._score(found, ids)
         gap = (found.old - found.drawn).abs()
         ratios = self.collector.importance(found.drawn, found.mask, own=lambda logp=found.old: logp)
         if self.collector.old_from_engine:
@@ -191,14 +193,16 @@ class PPOTrainer(Rollouts):
         return found, metrics | self._adapt(found)
 
     @torch.no_grad()
-    def _score(self, found: Experience) -> None:
-        """Fills in the policy's and the reference's log-probs and the critic's values."""
+    def _score(self, found: Experience, prompts: Sequence[str]) -> None:
+        """Fills in the policy's and the reference's log-probs and the values, of responses to these prompts."""
         model = self.accelerator.unwrap_model(self.model)
         model.eval()
         pieces = [(piece.ids, piece.attention, found.length) for piece in found.split(self._per_pass)]
         scored = [model(*piece) for piece in pieces]
         found.old = torch.cat([outputs.logp for outputs in scored])
         if model.value is not None:
+            found.facts = self._prior.facts(prompts, found.old, found.mask)
+            found.prior = self._prior.values(found.facts)
             found.values = torch.cat([outputs.values for outputs in scored]) + found.prior
         if self._reference is not None:
             with self._initial(), self.accelerator.autocast():
@@ -214,7 +218,8 @@ class PPOTrainer(Rollouts):
             advantages, returns = gae(rewards, found.values, mask, options.gamma, options.gae_lambda)
             whole, _ = gae(rewards, torch.zeros_like(mask), mask, options.gamma, 1.0)
             begun = [(prompt, w) for prompt, w, m in zip(prompts, whole[:, 0].tolist(), mask[:, 0], strict=True) if m]
-            self._prompts.learn(gather_object(begun) if self.accelerator.num_processes > 1 else begun)
+            self._prior.learn(found.facts, whole, mask, self._total)
+            self._prior.prompts.learn(gather_object(begun) if self.accelerator.num_processes > 1 else begun)
             return whiten(advantages, mask, self._total), returns
         if options.advantage == "reinforce_plus_plus":
             return reinforce_plus_plus(rewards, mask, options.gamma, self._total), None
@@ -288,6 +293,8 @@ class PPOTrainer(Rollouts):
         error, mask = found.returns - found.values, found.mask
         spread = self._mean((found.returns - self._mean(found.returns, mask)).square(), mask)
         missed = self._mean((error - self._mean(error, mask)).square(), mask)
+        self._explained = [SMOOTHING * old + new for old, new in zip(self._explained, (missed, spread), strict=True)]
+        missed, spread = self._explained
         explained = 1 - missed / spread if spread > 1e-6 else torch.nan  # returns that are all alike
         return {"value/mean": self._mean(found.values, mask), "value/explained_variance": explained}
 
@@ -325,7 +332,7 @@ class PPOTrainer(Rollouts):
             folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
             progress = {name: getattr(self.state, name) for name in PROGRESS}
             progress |= {"beta": self._beta, "schedule": self.scheduler.state_dict()}
-            progress["prompts"] = self._prompts.state()
+            progress |= {"prior": self._prior.state(), "explained": self._explained}
             with writing(folder):
                 snapshot.save(folder, self.accelerator.unwrap_model(self.model), self.optimizer, progress)
 
@@ -333,7 +340,8 @@ class PPOTrainer(Rollouts):
         progress = snapshot.load(folder, self.accelerator.unwrap_model(self.model), self.optimizer)
         for name in PROGRESS:
             setattr(self.state, name, progress[name])
-        self._beta, self._prompts = progress["beta"], PromptValues(progress["prompts"])
+        self._beta, self._explained = progress["beta"], progress["explained"]
+        self._prior.restore(progress["prior"])
         self.scheduler.load_state_dict(progress["schedule"])
         for group, rate in zip(self.optimizer.param_groups, self.scheduler.get_last_lr(), strict=True):
             group["lr"] = rate
