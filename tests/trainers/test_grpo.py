@@ -99,6 +99,8 @@ def configure(trainer=None, rollout=None, **more):
         ({"trainer": {"loss": "dr_grpo"}}, {"loss_type": "dr_grpo"}),
         ({"trainer": {"beta": 0.04}}, {"beta": 0.04}),
         ({"trainer": {"scale_rewards": "none"}}, {"scale_rewards": "none"}),
+        ({}, {"importance_sampling_level": "token"}),
+        ({"trainer": {"ratio": "sequence"}}, {"importance_sampling_level": "sequence"}),
         ({"trainer": {"mask_truncated": True}}, {"mask_truncated_completions": True}),
         ({"trainer": {"max_grad_norm": 0.3}}, {"max_grad_norm": 0.3}),
         ({"trainer": {"gradient_checkpointing": True}}, {"gradient_checkpointing": True, "bf16": False}),
