@@ -86,12 +86,11 @@ class RolloutStage:
 
     def _control(self, rows: Sequence[Row], batch: RolloutBatch) -> dict[str, float]:
         """The same rows by plain decoding with the same keys, timed and compared token for token."""
-        plain, ends = None, list(accumulate(batch.calls or [len(rows)]))
-        for first, end in pairwise(
-            [0, *ends]
-        ):  # calls of the same rows, as rows that are decoded together share passes
-            part = self.rollout.plain(rows[first:end], batch.keys[first:end])
-            plain = part if plain is None else plain + part
+        ends = [0, *accumulate(batch.calls or [len(rows)])]  # in the same calls, as the rows of one share passes
+        # with dynamic sampling a process may have had no row in a call
+        calls = [slice(first, end) for first, end in pairwise(ends) if first < end]
+        plain, *later = [self.rollout.plain(rows[call], batch.keys[call]) for call in calls]
+        plain = sum(later, plain)
         differing = [
             i for i, (a, b) in enumerate(zip(batch.completions, plain.completions, strict=True)) if a.tokens != b.tokens
         ]

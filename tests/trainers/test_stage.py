@@ -41,9 +41,9 @@ class FakeRollout:
 
     def plain(self, rows, keys):
         self.calls.append(("plain", [r.example_id for r in rows], list(keys)))
-        done = [completion(t) for t in self.plain_texts]
+        done = [completion(self.plain_texts[key - 70]) for key in keys]
         n = len(rows)
-        return RolloutBatch(done, [0, 1, 0, 1], list(keys), [None] * n, [False] * n, total_s=self.plain_s)
+        return RolloutBatch(done, [0] * n, list(keys), [None] * n, [False] * n, total_s=self.plain_s)
 
 
 TEXTS = [[10, 11, 12], [13], [14, 15], [16, 17, 18, 19]]
@@ -96,6 +96,14 @@ def test_speedup_is_plain_time_over_the_whole_stage():
     metrics = finish(stage_of()[0], batch_of(total_s=2.0))
     assert metrics["spec/speedup"] == 3.0
     assert metrics["spec/plain_s"] == metrics["timing_s/control"] == 6.0
+    assert metrics["spec/control_mismatches"] == 0
+
+
+def test_control_rows_are_decoded_in_the_calls_that_drew_them():
+    stage, rollout = stage_of()
+    metrics = finish(stage, batch_of(calls=[3, 0, 1]))
+    assert rollout.calls == [("plain", ["a", "a", "b"], [70, 71, 72]), ("plain", ["b"], [73])], "none of no rows"
+    assert metrics["spec/plain_s"] == 12.0, "one after the other"
     assert metrics["spec/control_mismatches"] == 0
 
 
