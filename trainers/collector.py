@@ -152,11 +152,15 @@ class Collector:
             self.last = self._refill(self._whole, first)
         return self.last
 
-    def _roll_out(self, inputs: list[dict], first: int) -> Scored:
-        """Args: first: place of the first row among those of all processes."""
-        self._fields |= {row["example_id"]: row for row in inputs}
+    def _placed(self, inputs: list[dict], first: int) -> tuple[list[Row], list[int]]:
+        """Rows with their places in their groups. Args: first: place of the first row among those of all processes."""
         rows = [Row(row["example_id"], tuple(self._render(row))) for row in inputs]
-        slots = [(first + i) % self._group_size for i in range(len(inputs))]
+        return rows, [(first + i) % self._group_size for i in range(len(inputs))]
+
+    def _roll_out(self, inputs: list[dict], first: int) -> Scored:
+        """Rolls out and scores some dataset rows, and adds what that cost to the step's metrics."""
+        self._fields |= {row["example_id"]: row for row in inputs}
+        rows, slots = self._placed(inputs, first)
         batch = self.stage.generate(rows, step=self.version, slots=slots)
         check_batch(batch, len(inputs), self.version)
         began = time.perf_counter()
@@ -204,8 +208,7 @@ class Collector:
 
     def _refit(self, inputs: list[dict], first: int) -> None:
         """Refits the judge to what the old texts of this step's rows and the policy differ in now."""
-        rows = [Row(row["example_id"], tuple(self._render(row))) for row in inputs]
-        slots = [(first + i) % self._group_size for i in range(len(inputs))]
+        rows, slots = self._placed(inputs, first)
         old = [self.stage.rollout.cache.get(row.example_id, slot) for row, slot in zip(rows, slots, strict=True)]
         self._metrics |= self.refit.step(rows, [text and text.tokens for text in old])
 
