@@ -21,7 +21,7 @@ _FORGET_LEVEL = 0.7  # how sure the draft model must be changes more slowly than
 _MEMORY = 128  # draft tokens over which the draft model's yield is averaged
 _PROBE_EVERY, _PROBE_TOKENS, _PROBE_ROWS = 32, 2, 4
 _REST = 7  # most passes in a row that nobody is asked about
-_JUDGED = 5  # passes with drafts, by weight, that it takes to judge them
+_JUDGED = 3  # passes with drafts, by weight, that it takes to judge them
 _MOST = 0.9999  # no estimate of a probability is trusted further
 _MARGIN = 1.1  # the model must promise that much: rows that advance unevenly leave a longer tail than is estimated
 _NEARLY = 0.95  # of the best rate is as good
@@ -137,8 +137,9 @@ class Budget:
         """Books the pass in progress."""
         fixed, row = self._cost
         ledger = self._plain if self._asking is None else self._asked
-        if 2 * rows <= ledger.rows:  # few rows gain more
-            ledger.clear()
+        if 2 * rows <= max(self._plain.rows, self._asked.rows):  # few rows gain more
+            self._plain.clear()
+            self._asked.clear()
         ledger.add(seconds + (self._asking or 0.0), (fixed + row * rows) * self._emitted / rows, rows)
 
     def pays(self) -> bool:
@@ -146,7 +147,9 @@ class Budget:
 
         What `plan` expects is an estimate, and knows nothing of the time that asking takes. In doubt True.
         """
-        return self._asked.passes < _JUDGED or self._asked.rate() <= self._plain.rate()
+        if self._asked.passes < _JUDGED:
+            return True
+        return self._plain.passes > 0 and self._asked.rate() <= self._plain.rate()
 
     def calibrate(self, passes: Sequence[tuple[int, float]], rows: int = 0, width: int = 0) -> None:
         """Measured (tokens, seconds) of passes, see CostModel.calibrate."""

@@ -163,8 +163,7 @@ def ask_all(
             row.carry(plan.windows[row.kind], budget, plan.needed, None if budget.window else contexts)
         carried = any(row.draft for row in rows)
         budget.observe_plan(carried)
-        if carried:
-            budget.observe_asking(time.perf_counter() - began)
+        budget.observe_asking(time.perf_counter() - began)
     paused = [row.kind for row in rows if row.guess and not row.draft and row.kind not in plan.handed]
     stats.paused += len(paused)
     stats.paused_acceptance += sum(map(budget.acceptance, paused))
