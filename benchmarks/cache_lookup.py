@@ -10,9 +10,10 @@ import random
 import statistics
 import sys
 
+from rollout.build import build_engine
 from rollout.cache import Fingerprint, TrajectoryCache
 from rollout.config import RolloutConfig
-from rollout.engines import EngineSpec, build_engine
+from rollout.engines.base import EngineSpec
 from rollout.speculative import SpeculativeRollout
 from rollout.types import Row, Trajectory
 from specrl.tasks import arithmetic

@@ -25,6 +25,9 @@ from statistics import fmean
 import torch
 from transformers import AutoModelForCausalLM
 
+from rollout.budget import Budget
+from rollout.drafters.model import ModelDrafter
+from rollout.drafting.drafting import Drafting
 from rollout.engines.base import Sampling
 from rollout.engines.transformers import TransformersEngine
 from rollout.noise import derive_key
@@ -64,7 +67,8 @@ class MovingPolicy:
             p.copy_(self._start[name].lerp(self._end[name], share))
 
     def engine(self, drafter) -> TransformersEngine:
-        return TransformersEngine(self.model, self.sampling, drafter=drafter, window=DRAFT_TOKENS)
+        drafting = Drafting(Budget(DRAFT_TOKENS), model=ModelDrafter(drafter, self.sampling))
+        return TransformersEngine(self.model, self.sampling, drafting=drafting)
 
 
 def main(drafter: str = "", to: str = "", steps: str = "8", out: str = "") -> None:

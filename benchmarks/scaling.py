@@ -21,8 +21,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from rollout.build import build_engine
 from rollout.config import ClusterConfig, RolloutConfig
-from rollout.engines import EngineSpec, build_engine
+from rollout.engines.base import EngineSpec
 from rollout.noise import derive_key
 from rollout.types import Request
 from rollout.workers import RolloutPool

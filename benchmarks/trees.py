@@ -17,7 +17,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from rollout.engines import build_engine
+from rollout.build import build_engine
 from rollout.types import RolloutBatch
 from specrl.ablation import OTHERS, REGIMES
 from specrl.bench import Bench, BenchOptions, device_name, perturbed, prepare

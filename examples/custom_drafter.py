@@ -6,7 +6,8 @@ A wrong guess costs time, never correctness: the response is the one that plain 
 """
 
 from rollout.config import BudgetConfig, RolloutConfig
-from rollout.engines import EngineSpec, build_engine
+from rollout.build import build_engine
+from rollout.engines.base import EngineSpec
 from rollout.types import Request
 from specrl.tiny import load_tiny
 

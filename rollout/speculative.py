@@ -151,15 +151,13 @@ class SpeculativeRollout:
     ) -> Request:
         """Args: old: the slot's; stored: of the prompt, newest first; texts: the same for its drafters to share."""
         request = Request(row.prompt, key, self.config.max_new_tokens, plain=self.config.acceptance == "off")
-        if old is not None:
-            request.draft_version = old.version
         if known := [old] if old else stored:
             length = sum(len(t.tokens) for t in known) / len(known)
             request.expected_tokens = 1 + round(length * (1 - self._reused))
         if self.config.acceptance == "lenient":  # the published method: the slot's own text, once
             if old is not None and old.logprobs is not None:
                 request.drafter = SuffixDrafter(PromptTexts(sources=("prefix",)), old.tokens)
-                request.draft_logprobs = old.logprobs
+                request.draft_logprobs, request.draft_version = old.logprobs, old.version
         elif texts is not None:
             request.drafter = SuffixDrafter(texts, old.tokens if old else None)
             request.draft_logprobs = old.logprobs if old else None

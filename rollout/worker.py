@@ -13,8 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rollout.engines import EngineSpec
-from rollout.engines.base import Engine, Probe, out_of_memory
+from rollout.engines.base import Engine, EngineSpec, Probe, out_of_memory
 from rollout.types import Completion, EngineStats, Request, RolloutError
 
 Arrays = dict[str, tuple[np.ndarray, torch.dtype, tuple[int, ...]]]

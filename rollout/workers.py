@@ -21,9 +21,9 @@ from ray._private.state import actors
 from ray.exceptions import RayError
 from torch import Tensor
 
+from rollout.build import build_engine
 from rollout.config import ClusterConfig
-from rollout.engines import EngineSpec, build_engine
-from rollout.engines.base import Engine, Probe
+from rollout.engines.base import Engine, EngineSpec, Probe
 from rollout.types import Completion, EngineStats, Request, RolloutError
 from rollout.worker import Failure, RolloutWorker, to_arrays
 

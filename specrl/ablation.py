@@ -96,7 +96,7 @@ def _methods(bench: Bench, drafters: Sequence[str]) -> Iterator[Method]:
 
 
 def _engine(bench: Bench, sources: Sequence[str], window: int = 0, drafter: str = "") -> TransformersEngine:
-    from rollout.engines import build_engine
+    from rollout.build import build_engine
 
     config = bench.config.rollout
     config = replace(config, sources=list(sources), drafter=drafter, budget=replace(config.budget, window=window))
@@ -129,9 +129,9 @@ def _compare(
             if method is None:
                 batches["plain"].append(bench.plain(visit))
                 continue
-            if method.engine.contexts is not None:
-                method.engine.contexts.clear()  # it would know the prompts from the last repeat
-                method.engine.contexts.learn(learnt)
+            if method.engine.drafting.contexts is not None:
+                method.engine.drafting.contexts.clear()  # it would know the prompts from the last repeat
+                method.engine.drafting.contexts.learn(learnt)
             stage: SpeculativeRollout = bench.rollout(old, engine=method.engine, sources=list(method.sources))
             batch = stage.generate(bench.rows, visit=visit, step=1)
             stage.store(bench.rows, batch, step=1)

@@ -206,7 +206,7 @@ class Bench:
     """Both policies and the prompts, with one engine that is switched between them."""
 
     def __init__(self, model, eos_ids: frozenset[int], config: Config, rows: Sequence[Row], older: dict, newer: dict):
-        from rollout.engines import build_engine
+        from rollout.build import build_engine
         from specrl.policy import engine_spec
 
         self.model, self.config, self.rows = model, config, list(rows)
@@ -222,8 +222,8 @@ class Bench:
         self.switch("newer")
         pairs = []
         for i in range(repeats + 1):
-            if self.engine.contexts is not None:
-                self.engine.contexts.clear()  # it would know the very texts from the last repeat
+            if self.engine.drafting.contexts is not None:
+                self.engine.drafting.contexts.clear()  # it would know the very texts from the last repeat
             rollout = self.rollout(older, replay=replay, useless=useless)
             plain = self.plain(1, replay) if i % 2 else None  # in turn: the second of a pair is a few percent faster
             batch = rollout.generate(self.rows, visit=1, step=1)

@@ -99,7 +99,7 @@ def evaluate(
 
 def main(config: EvaluateConfig) -> int:
     from reward.base import RewardSet
-    from rollout.engines import build_engine
+    from rollout.build import build_engine
     from specrl import preflight
     from specrl.policy import engine_spec, load_policy
     from specrl.routing import step_scorer

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
     from reward.base import RewardSet
     from rollout.engines.base import Sampling
-    from rollout.engines.judged import JudgedEngine
+    from rollout.engines.transformers import TransformersEngine
+    from rollout.lossy.judged import JudgedEngine
     from rollout.routers.judge import Judge
     from rollout.types import Request, Trajectory
     from specrl.config import Config
@@ -36,13 +37,15 @@ class Policy:
     sampling: Sampling
     config: Config
 
-    def engine(self, judge: Judge, draft: PreTrainedModel | None = None) -> JudgedEngine:
+    def engine(self, judge: Judge, draft: PreTrainedModel | None = None) -> TransformersEngine:
         """Verifies under a judge."""
-        from rollout.engines.judged import JudgedEngine
+        from rollout.engines.base import Limits
+        from rollout.engines.transformers import TransformersEngine
+        from rollout.lossy.judged import Judged
 
-        rollout = self.config.rollout
-        bounds = {"rows_per_batch": rollout.rows_per_batch, "tokens_per_pass": rollout.tokens_per_pass}
-        return JudgedEngine(self.model, self.sampling, judge=judge, draft=draft, **bounds)
+        limits = Limits.of(self.config.rollout)
+        judged = Judged(judge, self.sampling, draft, limits=limits)
+        return TransformersEngine(self.model, self.sampling, judged.rule, judged, limits)
 
 
 @dataclass(frozen=True)
@@ -110,12 +113,13 @@ def collect(
     policy: Policy, draft: PreTrainedModel, examples: Sequence[Example], rewards: RewardSet, most: int
 ) -> Labels:
     """Mismatches of the draft model on the policy's greedy responses."""
+    from rollout.engines.base import Limits
     from rollout.engines.ragged import RaggedModel
     from specrl.data import render
     from trainers.mining import by_model
 
     greedy = replace(policy.sampling, temperature=0.0)
-    ragged = RaggedModel(draft, greedy, tokens_per_pass=policy.config.rollout.tokens_per_pass)
+    ragged = RaggedModel(draft, greedy, Limits.of(policy.config.rollout))
     propose = by_model(ragged, [render(example, policy.tokenizer) for example in examples])
     return _mine(policy, examples, range(len(examples)), propose, rewards, most)
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from rollout.engines import EngineSpec
+    from rollout.engines.base import EngineSpec
     from specrl.config import Config
 
 
@@ -187,7 +187,7 @@ def check_targets(targets: Sequence[str], model: torch.nn.Module) -> None:
 
 def engine_spec(config: Config, eos_ids: frozenset[int]) -> EngineSpec:
     """What the run's rollout engine is built from, here or in a worker process."""
-    from rollout.engines import EngineSpec
+    from rollout.engines.base import EngineSpec
 
     workers = config.cluster.num_workers
     return EngineSpec(

@@ -53,7 +53,7 @@ class Line:
 
 def compare(bench: Bench, repeats: int) -> list[Line]:
     """Every method that runs here, `repeats` times in turn after one warm-up."""
-    from rollout.engines import build_engine
+    from rollout.build import build_engine
 
     loose = replace(bench.config.rollout, acceptance="lenient", lenience=exp(0.5))
     lenient = build_engine(replace(bench.spec, rollout=loose))
@@ -108,8 +108,8 @@ def _of_specrl(bench: Bench, engine, **settings) -> Callable[[], Result]:
     def work() -> Result:
         stage = bench.rollout(bench.old_batch(), engine=engine, **settings)
         engine.reset_cache()
-        if engine.contexts is not None:
-            engine.contexts.clear()  # it would know the very texts from the last repeat
+        if engine.drafting.contexts is not None:
+            engine.drafting.contexts.clear()  # it would know the very texts from the last repeat
         batch = stage.generate(bench.rows, visit=1, step=1)
         stage.store(bench.rows, batch, step=1)
         done, identical = batch.completions, None

@@ -13,9 +13,10 @@ if TYPE_CHECKING:
 
     from reward.base import RewardSet
     from reward.process import Prefix
+    from rollout.engines.base import Limits
     from rollout.engines.ragged import RaggedModel
-    from rollout.engines.routed import RoutedEngine
     from rollout.engines.transformers import TransformersEngine
+    from rollout.lossy.routed import RoutedEngine
     from rollout.routers.base import Router, Scorer
     from rollout.steps import Candidate, Step
     from specrl.config import Config
@@ -34,25 +35,24 @@ class Pair:
 
     def routed(self, router: Router) -> RoutedEngine:
         """An engine for text alone: kept draft steps get no log-probs of the policy."""
-        from rollout.engines.routed import RoutedEngine
+        from rollout.lossy.routed import RoutedEngine, Steps
         from rollout.steps import StepEnd
 
         rule = self.config.rollout.router
         end = StepEnd(rule.step_separators, self.tokenizer.decode, self.eos_ids, rule.max_step_tokens)
-        options = {"draft": self.draft, "router": router, "step_end": end, "score": False}
-        return RoutedEngine(self.policy, self._sampling, **options, **self._bounds)
+        return RoutedEngine(self.policy, self._sampling, Steps(self.draft, router, end, score=False), self._limits)
 
     def plain(self, model: PreTrainedModel) -> TransformersEngine:
         """One of the two by itself."""
         from rollout.engines.transformers import TransformersEngine
 
-        return TransformersEngine(model, self._sampling, **self._bounds)
+        return TransformersEngine(model, self._sampling, limits=self._limits)
 
     def ragged(self, model: PreTrainedModel) -> RaggedModel:
         """One of the two for single passes."""
         from rollout.engines.ragged import RaggedModel
 
-        return RaggedModel(model, self._sampling, tokens_per_pass=self.config.rollout.tokens_per_pass)
+        return RaggedModel(model, self._sampling, self._limits)
 
     @property
     def _sampling(self):
@@ -62,9 +62,10 @@ class Pair:
         return Sampling(self.eos_ids, rollout.temperature, rollout.top_k, rollout.top_p)
 
     @property
-    def _bounds(self) -> dict:
-        rollout = self.config.rollout
-        return {"rows_per_batch": rollout.rows_per_batch, "tokens_per_pass": rollout.tokens_per_pass}
+    def _limits(self) -> Limits:
+        from rollout.engines.base import Limits
+
+        return Limits.of(self.config.rollout)
 
 
 def load_pair(config: Config) -> Pair:
@@ -73,7 +74,7 @@ def load_pair(config: Config) -> Pair:
     Raises:
         ConfigError: no draft model.
     """
-    from rollout.engines import load_drafter
+    from rollout.build import load_drafter
     from specrl.policy import engine_spec, load_policy
 
     if not config.rollout.drafter:

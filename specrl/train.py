@@ -144,7 +144,7 @@ def load_cache(config: Config, tokenizer, model, eos_ids: frozenset[int], checkp
 
 def engine_factory(config: Config, eos_ids: frozenset[int], closing: ExitStack) -> Callable[[torch.nn.Module], Engine]:
     """Makes the run's engine once the policy exists; `closing` ends it, and the Ray cluster it may need."""
-    from rollout.engines import build_engine
+    from rollout.build import build_engine
     from specrl.policy import engine_spec, trained_dtype
     from specrl.routing import step_scorer
 

@@ -46,7 +46,7 @@ class TrainJudgeConfig(Config):
 
 def main(config: TrainJudgeConfig) -> int:
     from reward.base import RewardSet
-    from rollout.engines import load_drafter
+    from rollout.build import load_drafter
     from rollout.engines.base import Sampling
     from rollout.routers.judge import JudgeHead, KLJudge
     from rollout.routers.pair import fingerprint

@@ -10,9 +10,10 @@ from typing import Any
 
 from accelerate.utils import broadcast_object_list, gather_object
 
+from rollout.build import build_engine
 from rollout.cache import Fingerprint, TrajectoryCache
 from rollout.config import RolloutConfig
-from rollout.engines import EngineSpec, build_engine
+from rollout.engines.base import EngineSpec
 from rollout.speculative import SpeculativeRollout
 from rollout.types import RolloutBatch, RolloutError, Row
 from trainers.hook_limits import check_config, check_trainer

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from rollout.drafters.suffix import PromptTexts, SuffixDrafter
-from rollout.engines.base import Sampling
+from rollout.engines.base import Limits, Sampling
 from rollout.engines.ragged import RaggedModel
-from rollout.engines.session import Session
+from rollout.engines.reader import Reader
 from rollout.engines.transformers import TransformersEngine
 from rollout.routers.mining import Mined, Text, mine
 from rollout.types import Request
@@ -37,8 +37,9 @@ class Miner:
 
     def __init__(self, model: torch.nn.Module, sampling: Sampling, cap: int, tokens_per_pass: int):
         greedy = replace(sampling, temperature=0.0, top_k=0, top_p=1.0)
-        self._engine = TransformersEngine(model, greedy, tokens_per_pass=tokens_per_pass)
-        self._ragged = RaggedModel(self._engine.model, greedy, tokens_per_pass=tokens_per_pass)
+        limits = Limits(tokens_per_pass=tokens_per_pass)
+        self._engine = TransformersEngine(model, greedy, limits=limits)
+        self._ragged = RaggedModel(self._engine.model, greedy, limits)
         self._eos_ids, self._cap = sampling.eos_ids, cap
 
     def __call__(
@@ -120,6 +121,5 @@ def read(
     Args: prompts: of the texts, in their order.
     """
     with model.inference():
-        session = Session(model, prompts, [0] * len(texts), 0.0)
-        fed = session.feed(dict(enumerate(texts.values())))
+        fed = Reader(model, prompts, [0] * len(texts)).follow(dict(enumerate(texts.values())))
         return [(fed[n].draws, fed[n].hidden[-1].float().clone()) for n in range(len(texts))]

@@ -14,10 +14,10 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
+from rollout.build import build_engine
+from rollout.build import ragged as packed
 from rollout.config import RolloutConfig
-from rollout.engines import EngineSpec, build_engine
-from rollout.engines import ragged as packed
-from rollout.engines.base import Engine
+from rollout.engines.base import Engine, EngineSpec
 from rollout.engines.ragged import Pass
 
 SYMBOLS, TASKS, CAP, GOOD = 6, 6, 10, 3

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Literal, Protocol
+from dataclasses import dataclass, fields
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -28,17 +28,34 @@ class Sampling:
         check(RolloutConfig(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p))
 
 
-@dataclass(frozen=True, slots=True)
-class Speculation:
-    """How drafts are verified. `exact` never changes the output; `lenient` is SPEC-RL as published."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """What bounds the memory of an engine and decides near-ties; see RolloutConfig."""
 
-    rule: Literal["exact", "lenient"] = "exact"
-    lenience: float = 1.0
+    rows_per_batch: int = 256
+    tokens_per_pass: int = 4096
+    logits_mb: int = 256
+    tie_margin: float = 1e-4
 
-    def __post_init__(self):
-        if self.rule not in ("exact", "lenient"):
-            raise RolloutError(f"rule={self.rule!r} is neither 'exact' nor 'lenient'. Try rule='exact'.")
-        check(RolloutConfig(lenience=self.lenience))
+    @classmethod
+    def of(cls, config: RolloutConfig) -> Limits:
+        return cls(**{f.name: getattr(config, f.name) for f in fields(cls)})
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSpec:
+    """Everything an engine is built from, here or in a worker process."""
+
+    eos_ids: frozenset[int]
+    rollout: RolloutConfig
+    model: str = ""
+    """Directory or hub id of the model, for engines that load their own."""
+    dtype: str = "float32"
+    device: str = "cpu"
+    revision: str = ""
+    trust_remote_code: bool = False
+    tokenizer: str = ""
+    """Directory or hub id; empty takes the model's. Only routers need text."""
 
 
 OUTLIER = 4.0

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 from rollout import tree
-from rollout.engines.base import Sampling, evaluation
+from rollout.engines.base import Limits, Sampling, evaluation
 from rollout.engines.supported import check
 from rollout.noise import keyed_draw, process_logits
 from rollout.types import RolloutError
@@ -229,7 +229,7 @@ class RaggedModel:
     Args:
         model: any causal LM whose attention goes through transformers' AttentionInterface.
         sampling: the law that tokens are drawn from.
-        tokens_per_pass, logits_mb: memory bounds, see RolloutConfig.
+        limits: memory bounds.
 
     Raises:
         RolloutError: it is no such model, or it computes what packed passes do not.
@@ -239,15 +239,15 @@ class RaggedModel:
         limit: why there are no more, where that is not the model's own limit; else empty.
     """
 
-    def __init__(
-        self, model: torch.nn.Module, sampling: Sampling, *, tokens_per_pass: int = 4096, logits_mb: int = 256
-    ):
+    def __init__(self, model: torch.nn.Module, sampling: Sampling, limits: Limits | None = None):
         if not hasattr(model, "base_model") or model.get_output_embeddings() is None:
             raise RolloutError(f"{type(model).__name__} is not a causal LM of transformers, which this engine needs")
         self.model, self.decoder, self.lm_head = model, model.base_model, model.get_output_embeddings()
         self.vocab = self.lm_head.weight.shape[0]
-        self.tokens_per_pass = tokens_per_pass
-        self.scores_per_chunk = max(1, logits_mb * 2**20 // (self.vocab * 16))  # logits, noise and scores, float32
+        self.limits = limits or Limits()
+        self.scores_per_chunk = max(
+            1, self.limits.logits_mb * 2**20 // (self.vocab * 16)
+        )  # logits, noise and scores, float32
         self._law = {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
         self._keyed_draw = keyed_draw
         if self.device.type == "cuda":  # one fused kernel: the noise of a 152k vocabulary is never stored
@@ -297,11 +297,15 @@ class RaggedModel:
         distinct = {head: i for i, head in enumerate(dict.fromkeys(heads))}
         kv = RaggedKV(len(distinct), max(map(len, distinct)) + 128)
         lengths = list(map(len, distinct))
-        for first, last in chunks(lengths, self.tokens_per_pass):
+        for first, last in chunks(lengths, self.limits.tokens_per_pass):
             tokens = [t for head in list(distinct)[first:last] for t in head]
             self.forward(tokens, Pass(kv, first, [0] * (last - first), lengths[first:last], self.device))
         kv.select(torch.tensor([distinct[head] for head in heads], device=self.device))
         return kv, sum(lengths)
+
+    def alone(self, tokens: int) -> Pass:
+        """The layout of one text's first `tokens` tokens, which depends on nothing but their number."""
+        return Pass(RaggedKV(1, tokens), 0, [0], [tokens], self.device)
 
     def timing(self, rows: int, tokens: int) -> tuple[int, float]:
         """(tokens, seconds) of a pass of `rows` equal rows, every token drawn: the best of three, after a warm-up."""

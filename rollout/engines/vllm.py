@@ -30,17 +30,16 @@ from vllm.config.speculative import SpeculativeMethod
 from vllm.platforms import current_platform
 from vllm.triton_utils import HAS_TRITON
 
-from rollout.budget import Budget
-from rollout.drafters.contexts import ContextTable
-from rollout.engines import EngineSpec
-from rollout.engines.base import Probe, Sampling, Speculation
-from rollout.engines.rows import check_request, learn_all
+from rollout.drafting.drafting import Drafting
+from rollout.engines.base import EngineSpec, Probe, Sampling
+from rollout.engines.response import check_request
 from rollout.engines.vllm_rows import VLLMRow
 from rollout.engines.vllm_v1 import OneRequest
 from rollout.engines.vllm_v2 import TwoRequests
 from rollout.engines.vllm_weights import TRANSFER, Weights
 from rollout.noise import keyed_draw
 from rollout.types import Completion, EngineStats, Request, RolloutError
+from rollout.verify import Rule
 
 _WORKER = "rollout.engines.vllm_worker"
 _CPU_KV_MB = 512
@@ -51,7 +50,9 @@ class VLLMEngine:
 
     Args:
         spec: the model and every `rollout.*` setting.
-        sampling, speculation: the sampler's law and the verification rule.
+        sampling: the sampler's law.
+        rule: decides what stands of a draft.
+        drafting: proposes drafts.
 
     Raises:
         RolloutError: vLLM does not start with these settings; the message says what would work.
@@ -59,14 +60,12 @@ class VLLMEngine:
 
     own_weights = True
 
-    def __init__(self, spec: EngineSpec, sampling: Sampling, speculation: Speculation):
+    def __init__(self, spec: EngineSpec, sampling: Sampling, rule: Rule, drafting: Drafting):
         config = spec.rollout
         if not 1 <= config.vllm.draft_tokens <= 127:
             raise RolloutError(f"rollout.vllm.draft_tokens={config.vllm.draft_tokens}: vLLM takes 1 to 127 in one step")
-        self.spec, self.sampling, self.speculation = spec, sampling, speculation
+        self.spec, self.sampling, self.rule, self.drafting = spec, sampling, rule, drafting
         self.weight_version, self._fault = 0, ""
-        self.budget = Budget(config.budget.window)
-        self.contexts = ContextTable() if speculation.rule == "exact" and "contexts" in config.sources else None
         self._sleeps = config.vllm.sleep and not current_platform.is_cpu()
         self._asleep = False
         self.runner = _runner(spec, sampling)
@@ -77,7 +76,7 @@ class VLLMEngine:
                 "give vLLM processes of its own with cluster.num_workers"
             )
         self._weights, self._llm = self._start()
-        self.vocab = self._llm.model_config.get_vocab_size()
+        self.vocab = self.drafting.vocab = self._llm.model_config.get_vocab_size()
         self.context = self._llm.llm_engine.vllm_config.model_config.max_model_len
         if self.context <= config.max_new_tokens:
             self.close()
@@ -94,9 +93,8 @@ class VLLMEngine:
         if self._fault:
             raise RolloutError(f"{self._fault}; send the weights again before generating")
         for request in requests:
-            check_request(request, self.vocab, self.context, self.speculation)
-        if any(request.drafter for request in requests):
-            self.budget.next_rollout()
+            check_request(request, self.vocab, self.context)
+        self.drafting.begin(requests)
         rows = [VLLMRow(request, drafting=not request.plain, sampling=self.sampling) for request in requests]
         with self._awake():
             try:
@@ -104,9 +102,9 @@ class VLLMEngine:
             except BaseException:
                 self.reset_cache()  # a step that failed has left blocks listed as computed
                 raise
-        learn_all(rows, self.contexts, stats)
+        self.drafting.end(rows, stats)
         self._rest()
-        return [row.completion(self.weight_version, self.speculation.rule) for row in rows], stats
+        return [row.completion(self.weight_version) for row in rows], stats
 
     def update_weights(
         self, weights: Iterable[tuple[str, Tensor]] | None, version: int, probe: Probe | None = None
@@ -171,9 +169,8 @@ class VLLMEngine:
     def _build_flow(self) -> OneRequest | TwoRequests:
         config = self.spec.rollout
         shared = {
-            "speculation": self.speculation,
-            "budget": self.budget,
-            "vocab": self.vocab,
+            "rule": self.rule,
+            "drafting": self.drafting,
             "llm": self._llm,
             "scores_per_chunk": max(1, config.logits_mb * 2**20 // (self.vocab * 16)),  # logits, noise, scores: float32
         }
@@ -182,7 +179,6 @@ class VLLMEngine:
             return TwoRequests(**shared, context=self.context, block=block)
         return OneRequest(
             **shared,
-            contexts=self.contexts,
             draft_tokens=config.vllm.draft_tokens,
             scores_per_step=config.logits_mb * 2**20 // (self.vocab * 8),  # vLLM's logits and their float32 copy
             tie_margin=config.tie_margin if self.spec.dtype == "float32" else 0.0,
@@ -200,7 +196,7 @@ class VLLMEngine:
                 self.score([0] * n)
                 seconds.append(time.perf_counter() - began)
             timed.append((n, min(seconds)))
-        self.budget.calibrate(timed)
+        self.drafting.budget.calibrate(timed)
 
     @contextmanager
     def _awake(self) -> Iterator[None]:

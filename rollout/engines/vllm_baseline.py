@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import torch
 from vllm.sampling_params import RequestOutputKind
 
-from rollout.engines import EngineSpec
-from rollout.engines.base import Sampling
+from rollout.engines.base import EngineSpec, Sampling
 from rollout.engines.vllm import LLM, SamplingParams, settings, shut_down
 from rollout.types import Request, RolloutError
 

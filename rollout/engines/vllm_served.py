@@ -21,10 +21,10 @@ from vllm.platforms import current_platform
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from rollout.budget import Budget
 from rollout.config import RolloutConfig
 from rollout.drafters.suffix import PromptTexts
-from rollout.engines.base import Sampling, Speculation
+from rollout.drafting.drafting import Drafting
+from rollout.engines.base import Sampling
 from rollout.engines.vllm_rows import BUG, VLLMRow
 from rollout.engines.vllm_step import Step, StepRules, by_law, lift_limit
 from rollout.keyed import KeyedRequest
@@ -59,14 +59,13 @@ class KeyedDrafter:
         vocab = vllm_config.model_config.get_vocab_size()
         logits_bytes = RolloutConfig().logits_mb * 2**20
         self.rules = ServedRules(
-            speculation=Speculation(),
-            budget=Budget(),
-            vocab=vocab,
+            drafting=Drafting(),
             draft_tokens=vllm_config.speculative_config.num_speculative_tokens,
             scores_per_step=logits_bytes // (vocab * 8),  # vLLM's logits and their float32 copy
             scores_per_chunk=max(1, logits_bytes // (vocab * 16)),  # logits, noise, scores: float32
             draw=keyed_draw if current_platform.is_cpu() else torch.compile(keyed_draw, dynamic=True),
         )
+        self.rules.drafting.vocab = vocab
         self._runner: GPUModelRunner | None = None
 
     def load_model(self, *_) -> None:
@@ -114,7 +113,7 @@ class ServedRules(StepRules):
     def row(self, runner, name: str) -> VLLMRow | None:
         if name not in self._rows:
             if not any(self._rows.values()):
-                self.budget.next_rollout()  # the server was idle: weights may have changed
+                self.drafting.budget.next_rollout()  # the server was idle: weights may have changed
             self._rows[name] = self._open(runner.requests[name], runner.max_model_len)
         return self._rows[name]
 
@@ -147,7 +146,7 @@ class ServedRules(StepRules):
         if others:  # last, as vLLM works on the logits in place
             _take(output, _vllm_sample(runner, logits, metadata), others)
         if self._waiting_since is not None:
-            self.budget.observe_pass(self._step.tokens, time.perf_counter() - self._waiting_since)
+            self.drafting.observe_pass(self._step.tokens, time.perf_counter() - self._waiting_since)
         return output
 
     def propose(self, runner, sampled, *_, **__) -> list[list[int]]:

@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 from vllm.v1.outputs import SamplerOutput
 
-from rollout.drafters.contexts import ContextTable
+from rollout.drafting.draft import EMPTY, Draft
 from rollout.engines.base import Sampling
-from rollout.engines.rows import ask_all
+from rollout.engines.response import refuse_unusable
 from rollout.engines.vllm_rows import Rules, VLLMRow
 from rollout.noise import keyed_draw
+from rollout.verify import Drawn
 
 
 @dataclass
@@ -39,14 +40,12 @@ class StepRules(Rules):
     and not about draws, uses it for the token that comes next; so it also decides about the first token.
 
     Args:
-        contexts: the texts of all prompts, where rows may draft from them.
         draft_tokens: most draft tokens of a row in one step.
         scores_per_step: most draft tokens of all rows in one step, as vLLM holds the logits of all of them at once.
         scores_per_chunk: positions drawn at a time; bounds the memory of the noise.
         tie_margin: gaps below it are counted.
     """
 
-    contexts: ContextTable | None = None
     draft_tokens: int
     scores_per_step: int
     scores_per_chunk: int
@@ -65,7 +64,7 @@ class StepRules(Rules):
         drafts = _split(metadata.draft_token_ids.tolist() if metadata else [], counts)
         unfinished = runner.discard_request_mask.np  # prompts of which this step computed only a part
         rows = [None if unfinished[i] else self.row(runner, name) for i, name in enumerate(ids)]
-        tested = [self._tested(row, draft) if row else [] for row, draft in zip(rows, drafts, strict=True)]
+        tested = [self._tested(row, draft) if row else EMPTY for row, draft in zip(rows, drafts, strict=True)]
         self._step.tokens, self._step.drafted = int(runner.query_start_loc.np[len(ids)]), sum(map(len, drafts))
         self._step.decoding = any(row.tokens for row in rows if row)
         index, keys, at, targets, laws, first = [], [], [], [], [], 0
@@ -75,7 +74,7 @@ class StepRules(Rules):
                 index += range(first, first + n)
                 keys += [row.request.key] * n
                 at += range(len(row.tokens), len(row.tokens) + n)
-                targets += [*test, 0][:n]
+                targets += [*test.tokens, 0][:n]
                 laws += [row.sampling] * n
             first += count + 1
         drawn = self._score(logits, index, keys, at, targets, laws)
@@ -84,8 +83,8 @@ class StepRules(Rules):
             if row is None:
                 emitted[i, 0] = 0  # vLLM drops it, or ends a scored request with it
                 continue
-            draws, logp, logp_tested, gaps = (column[first : first + len(draft) + 1] for column in drawn)
-            count = self.settle(row, test, draws, logp, logp_tested)
+            *columns, gaps = (column[first : first + len(draft) + 1] for column in drawn)
+            count = self.settle(row, test, Drawn(len(row.tokens), *columns))
             # On a CPU one thread computes a position's logits bit for bit the same in every step, so near ties need no
             # arbiter; elsewhere their number says how often rounding could have decided.
             self.stats.ties += sum(gap < self.tie_margin for gap in gaps[:count])
@@ -103,22 +102,26 @@ class StepRules(Rules):
         rows = [row if row and row.finish is None else None for row in rows]
         waiting = [row for row in rows if row]
         share = min(self.draft_tokens, self.scores_per_step // max(1, len(waiting)))
-        if not self.lenient:
-            ask_all(waiting, self.budget, self.vocab, self.stats, self.contexts)
+        if not self.drafting.whole:
+            for row, draft in zip(waiting, self.drafting.propose(waiting, self.stats), strict=True):
+                row.draft = draft
         drafts = [self._draft(row, share) if row else [] for row in rows]
         self._step.draft_s = time.perf_counter() - began
         return drafts
 
     def _draft(self, row: VLLMRow, share: int) -> list[int]:
-        if self.lenient:
+        if self.drafting.whole:
             n = len(row.tokens)
-            return row.text[n : n + min(share, row.room - 1)] if row.drafting else []
-        return row.draft[:share]
+            return list(row.text.tokens[n : n + min(share, row.room - 1)]) if row.drafting else []
+        return list(row.draft.tokens[:share])
 
-    def _tested(self, row: VLLMRow, draft: list[int]) -> list[int]:
-        """The tokens to decide about: the draft's, and under the lenient rule the next one of its text."""
-        at = len(row.tokens) + len(draft)
-        return draft + row.text[at : at + 1] if row.drafting else draft
+    def _tested(self, row: VLLMRow, draft: list[int]) -> Draft:
+        """What is decided about: the draft that rode, and under the lenient rule the next token of its text."""
+        if not self.drafting.whole:
+            return Draft(draft, row.draft.source)
+        first, last = len(row.tokens), len(row.tokens) + len(draft) + 1
+        text = row.text if row.drafting else EMPTY
+        return Draft([*draft, *text.tokens[last - 1 : last]], text.source, (text.logprobs or ())[first:last])
 
     def _score(self, logits: Tensor, index, keys, at, targets, laws: list[Sampling]) -> tuple[list, list, list, list]:
         """Draws, log-probs of draws and of targets, and gaps, as lists [N]; noise exists only chunk by chunk."""
@@ -133,7 +136,7 @@ class StepRules(Rules):
             parts.append(self.draw(logits[index[part]], keys[part], at[part], targets[part], **terms))
         back = torch.tensor(order, device=logits.device).argsort()
         drawn = tuple(torch.cat(column)[back].tolist() for column in zip(*parts, strict=True))
-        self.refuse_nan(drawn[3])
+        refuse_unusable((gap == gap for gap in drawn[3]), self.weight_version)
         return drawn
 
 

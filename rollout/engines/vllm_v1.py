@@ -45,8 +45,8 @@ class OneRequest(StepRules):
         self.stats, engine, outputs = EngineStats(), self.llm.llm_engine, {}
         try:
             for i, row in enumerate(rows):
-                if self.lenient:
-                    row.text = row.ask(row.room, self.vocab)
+                if self.drafting.whole:
+                    row.text = self.drafting.text(row)
                 self._rows[self._submit(str(i), row)] = row
             while engine.has_unfinished_requests():
                 self._step, began = Step(), time.perf_counter()
@@ -90,4 +90,4 @@ class OneRequest(StepRules):
         else:
             stats.prefill_s += seconds
         if step.decoding:
-            self.budget.observe_pass(step.tokens, seconds)
+            self.drafting.observe_pass(step.tokens, seconds)

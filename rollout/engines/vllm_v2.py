@@ -17,8 +17,12 @@ import numpy as np
 from vllm import LLM, SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
+from rollout.drafting.draft import Draft
+from rollout.drafting.drafting import kind_of
+from rollout.engines.response import refuse_unusable
 from rollout.engines.vllm_rows import BUG, Rules, VLLMRow
 from rollout.types import EngineStats, RolloutError
+from rollout.verify import Drawn, Stood
 
 _FEWEST = 4  # draft tokens that are worth a request
 _STRETCH = 32  # tokens decoded before a diverged row's drafter is asked again; doubles each time it does not help
@@ -108,7 +112,7 @@ class TwoRequests(Rules):
         else:
             self.stats.decode_s += seconds
         if self._step_tokens:
-            self.budget.observe_pass(self._step_tokens, seconds)
+            self.drafting.observe_pass(self._step_tokens, seconds)
 
     # Requests out -------------------------------------------------------------------------------------------------
 
@@ -127,15 +131,16 @@ class TwoRequests(Rules):
         self._send(_Flight(row, [], cap), priority=-1, stop_token_ids=list(row.sampling.eos_ids))
 
     def _draft(self, row: VLLMRow) -> list[int]:
-        if self.lenient:
-            return row.ask(min(row.room, self.context - 1 - len(row.request.prompt)), self.vocab)
-        if self.budget.window:
-            return row.ask(min(self.budget.window, row.room - 1), self.vocab)
-        draft = row.ask(row.room - 1, self.vocab)
+        guess, budget = self.drafting.guess, self.drafting.budget
+        if self.drafting.whole:
+            return list(guess(row, min(row.room, self.context - 1 - len(row.request.prompt))))
+        if budget.window:
+            return list(guess(row, min(budget.window, row.room - 1)))
+        draft = list(guess(row, row.room - 1))
         if not draft:
             return []
-        pass_s, token_s = self.budget.cost()
-        p = min(self.budget.acceptance(row.kind), 0.9999)
+        pass_s, token_s = budget.cost()
+        p = min(budget.acceptance(kind_of(row)), 0.9999)
         k = draft_length(p, pass_s, token_s, len(self._flights) + 1, self.block, len(draft))
         return draft[:k] if k >= _FEWEST else []
 
@@ -170,9 +175,9 @@ class TwoRequests(Rules):
     def _land(self, flight: _Flight, output) -> None:
         row, done = flight.row, output.outputs[0]
         tokens, logprobs = list(done.token_ids), list(done.logprobs.logprobs)
-        self.refuse_nan(logprobs)
+        self._refuse_nan(logprobs)
         if not flight.draft:
-            count = row.emit(tokens, logprobs, logprobs, 0, row.sampling.eos_ids)
+            count = row.emit(Stood(tokens, logprobs, logprobs, 0), row.sampling.eos_ids)
             row.passes += count - 1
             self._note_pause(row, count)
             if count != len(tokens) or (row.finish is None and count != flight.cap):
@@ -182,17 +187,22 @@ class TwoRequests(Rules):
             return
         else:
             tested, drawn, drawn_logp = output.prompt_token_id_logprobs.T.tolist()
-            self.refuse_nan(tested)
-            self.settle(row, flight.draft, [*map(int, drawn), *tokens], drawn_logp + logprobs, tested)
-            row.drafting = not self.lenient  # the published method drafts once
+            self._refuse_nan(tested)
+            draft = Draft(flight.draft, row.guess.source, (row.request.draft_logprobs or ())[: len(flight.draft)])
+            draws = [*map(int, drawn), *tokens]
+            self.settle(row, draft, Drawn(len(row.tokens), draws, drawn_logp + logprobs, tested))
+            row.drafting = not self.drafting.whole  # the published method drafts once
             row.stretch = 0 if row.state == "agreeing" else row.stretch
         if row.finish is None:
             self._next(row)
 
     def _note_pause(self, row: VLLMRow, passes: int) -> None:
         """Counts the passes that a row decoded although its drafter had a guess."""
-        if row.guess:
-            pass_s, token_s = self.budget.cost()
+        if row.guess.tokens:
+            pass_s, token_s = self.drafting.budget.cost()
             self.stats.paused += passes
-            self.stats.paused_acceptance += passes * self.budget.acceptance(row.kind)
+            self.stats.paused_acceptance += passes * self.drafting.budget.acceptance(kind_of(row))
             self.stats.paused_needed += passes * token_s / (pass_s / (len(self._flights) + 1) + token_s)
+
+    def _refuse_nan(self, logprobs: Sequence[float]) -> None:
+        refuse_unusable((logprob == logprob for logprob in logprobs), self.weight_version)

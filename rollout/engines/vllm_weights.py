@@ -21,7 +21,7 @@ from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTr
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from rollout.engines import EngineSpec
+from rollout.engines.base import EngineSpec
 from rollout.types import RolloutError
 
 TRANSFER = "specrl_shm"

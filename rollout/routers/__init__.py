@@ -10,7 +10,7 @@ from rollout.types import RolloutError
 if TYPE_CHECKING:
     from torch.nn import Module
 
-    from rollout.engines import EngineSpec
+    from rollout.engines.base import EngineSpec
     from rollout.routers.base import Router, Scorer
     from rollout.routers.judge import Judge
     from rollout.steps import StepEnd

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import rollout.engines.transformers as engine_module
-from rollout.engines import EngineSpec, build_engine
+from rollout.build import build_engine
+from rollout.engines.base import EngineSpec
 from rollout.replay import ReplayControl
 from rollout.speculative import SpeculativeRollout
 from rollout.types import Request

@@ -26,7 +26,7 @@ import tests.runs as runs
 import specrl.train
 from specrl import config
 
-from rollout.engines import build_engine
+from rollout.build import build_engine
 from specrl.policy import engine_spec
 
 build, shared = specrl.train.build_trainer, specrl.train.engine_factory

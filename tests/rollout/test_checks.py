@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 import torch
 
+from rollout.build import build_engine
 from rollout.checks import check
 from rollout.config import BudgetConfig, CacheConfig, RolloutConfig, RouterConfig, VLLMConfig
-from rollout.engines import EngineSpec, build_engine
-from rollout.engines.base import Sampling, Speculation
+from rollout.engines.base import EngineSpec, Sampling
 from rollout.engines.transformers import TransformersEngine
+from rollout.lossy.lenient import lenient
 from rollout.noise import derive_key
 from rollout.types import Request, RolloutError, Row
 from specrl import checks, options
@@ -93,9 +94,8 @@ def test_the_two_edges_refuse_alike():
         (lambda: Sampling(frozenset(), temperature=NAN), "temperature=nan"),
         (lambda: Sampling(frozenset(), top_p=1.5), "top_p=1.5 must be from 0 to 1"),
         (lambda: Sampling(frozenset(), top_k=-1), "top_k=-1"),
-        (lambda: Speculation("Exact"), "rule='Exact' is neither 'exact' nor 'lenient'. Try rule='exact'."),
-        (lambda: Speculation("lenient", 0.0), "lenience=0 accepts nothing"),
-        (lambda: Speculation("lenient", NAN), "lenience=nan"),
+        (lambda: lenient(0.0), "lenience=0 accepts nothing"),
+        (lambda: lenient(NAN), "lenience=nan"),
         (lambda: Row(1, (5,)), "example_id=1 is not a text. Try example_id='1'."),
         (lambda: Row("a\ud800", (5,)), "example_id='a\\ud800' has no UTF-8 form. Try example_id='a?'."),
         (lambda: derive_key(0, 1, 0, 0), "example_id=1 is not a text"),
@@ -131,12 +131,12 @@ GOOD = Request([5, 6, 7], key=3, max_new_tokens=4)
     ],
 )
 def test_wrong_requests_are_one_line(tiny, wrong, said):
-    engine = TransformersEngine(tiny("llama"), Sampling(frozenset({1})), Speculation())
+    engine = TransformersEngine(tiny("llama"), Sampling(frozenset({1})))
     assert said in refusal(lambda: engine.generate([GOOD, replace(GOOD, **wrong)]))
 
 
 def test_right_requests_pass(tiny):
-    engine = TransformersEngine(tiny("llama"), Sampling(frozenset({1})), Speculation())
+    engine = TransformersEngine(tiny("llama"), Sampling(frozenset({1})))
     prompts = ([5, 6, 7], (5, 6, 7), range(5, 8), array.array("q", [5, 6, 7]))
     done, _ = engine.generate([replace(GOOD, prompt=p, key=k) for p in prompts for k in (3, -(2**63), 2**63 - 1)])
     assert all(c.tokens == same.tokens for i, c in enumerate(done) for same in done[i % 3 :: 3])

@@ -5,18 +5,18 @@ import random
 from dataclasses import dataclass
 
 import pytest
-import torch
-
 import rollout.engines.rows as rows_module
+import torch
+from rollout.engines.rows import Row
+
 import rollout.engines.transformers as engine_module
 from rollout import tree
 from rollout.budget import Budget, Plan
+from rollout.build import ragged
 from rollout.cost import CostModel
 from rollout.drafters.suffix import PromptTexts, SuffixDrafter
-from rollout.engines import ragged
 from rollout.engines.base import Sampling, Speculation
 from rollout.engines.ragged import RaggedKV
-from rollout.engines.rows import Row
 from rollout.noise import derive_key
 from rollout.types import Request
 from tests.rollout.test_engine import (

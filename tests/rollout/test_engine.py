@@ -12,16 +12,18 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Gemma2Config, T5Config, T5ForConditionalGeneration
 
-import rollout.engines.transformers as engine_module
 from rollout.budget import Budget
+from rollout.build import build_engine
 from rollout.config import RolloutConfig, RouterConfig
 from rollout.cost import CostModel
-from rollout.engines import EngineSpec, build_engine, ragged
-from rollout.engines.base import Sampling, Speculation
+from rollout.engines import ragged
+from rollout.engines.base import EngineSpec, Sampling
 from rollout.engines.ragged import RaggedKV
+from rollout.engines.reader import Reader
 from rollout.engines.transformers import TransformersEngine
 from rollout.noise import derive_key, gumbel, keyed_draw, row_words
 from rollout.types import EngineStats, Request, RolloutError
+from tests.engines import local
 
 FAMILIES = ["qwen3", "qwen2", "llama", "gpt2", "mistral"]
 VOCAB, EOS_IDS = 61, frozenset({1, 7})
@@ -39,7 +41,7 @@ class Script:
     calls: int = 0
 
     def propose(self, tokens, limit):
-        self.calls += 1
+        self.calls += limit > 0
         return self.text[len(tokens) :] if self.rude else self.text[len(tokens) : len(tokens) + limit]
 
 
@@ -58,8 +60,8 @@ def requests_of(cases, drafters=None, visit: int = 0) -> list[Request]:
     ]
 
 
-def engine_of(model, sampling=SAMPLING, speculation=None, **settings) -> TransformersEngine:
-    return TransformersEngine(model, sampling, speculation, **settings)
+def engine_of(model, sampling=SAMPLING, **settings) -> TransformersEngine:
+    return local(model, sampling, **settings)
 
 
 def reference(model, requests, sampling=SAMPLING) -> list[tuple[list[int], list[float], str]]:
@@ -191,7 +193,8 @@ def test_texts_of_all_prompts_that_lie_change_nothing_and_are_left(golden, monke
     monkeypatch.setattr(Budget, "pays", lambda self: True)
     engine = engine_of(model, contexts=True)
     for _ in range(4):
-        engine.contexts.learn((prompt, all_wrong(text)) for (prompt, _), (text, _, _) in zip(cases, want, strict=True))
+        texts = zip(cases, want, strict=True)
+        engine.drafting.contexts.learn((prompt, all_wrong(text)) for (prompt, _), (text, _, _) in texts)
     drafted = []
     for _ in range(6):
         done, stats = engine.generate(requests_of(cases))
@@ -256,7 +259,7 @@ def test_what_an_out_of_memory_cut_throws_away_is_counted_no_more(golden, monkey
     ]
     whole, free = engine_of(model, window=3).generate(requests_of(cases, drafters))
     scarce(monkeypatch, 5, torch.OutOfMemoryError("CUDA out of memory"))
-    done, stats = engine_of(model, window=3, branches=2).generate(requests_of(cases, drafters))
+    done, stats = engine_of(model, window=3).generate(requests_of(cases, drafters))
     assert differing(done, whole) == []
     assert stats.accepted == sum(sum(c.reused) for c in done) == sum(accepted for _, accepted in stats.sources.values())
     assert stats.drafted == sum(drafted for drafted, _ in stats.sources.values())
@@ -424,7 +427,7 @@ def test_the_budget_learns_what_became_of_the_last_draft(golden):
     place = next(i for i, (t, _, _) in enumerate(want) if t == text)
     wrong = [t if at not in (5, 9, 10) else (t + 1) % VOCAB for at, t in enumerate(text)]
     engine, seen = engine_of(model, window=3), []
-    engine.budget.observe_draft = lambda *observed: seen.append(observed)
+    engine.drafting.budget.observe_draft = lambda *observed: seen.append(observed)
     request = Request(prompt, derive_key(3, "engine", place, 0), len(text), Script(wrong))
     assert engine.generate([request])[0][0].tokens == text
     states = [("start", 3, 3), ("agreeing", 3, 1), ("diverged", 3, 3), ("agreeing", 3, 0), ("lost", 3, 3)]
@@ -517,11 +520,11 @@ def test_a_finished_row_shows_its_end_to_those_that_draft_from_it(golden):
 def test_drafts_that_would_lose_time_are_counted_as_paused(golden):
     model, cases, want = golden("llama")
     engine = engine_of(model)
-    engine.budget.observe_pass = lambda *_: None
-    engine.budget._passes = CostModel()
-    engine.budget.calibrate([(1, 1.001), (1000, 1001.0)])  # a token costs what a pass costs
+    engine.drafting.budget.observe_pass = lambda *_: None
+    engine.drafting.budget._passes = CostModel()
+    engine.drafting.budget.calibrate([(1, 1.001), (1000, 1001.0)])  # a token costs what a pass costs
     for _ in range(2000):
-        engine.budget.observe_draft(("start", "custom"), 1, 0)
+        engine.drafting.budget.observe_draft(("start", "custom"), 1, 0)
     drafters = [Script(text) if i % 2 else None for i, (text, _, _) in enumerate(want)]
     done, stats = engine.generate(requests_of(cases, drafters))
     assert differing(done, want) == []
@@ -583,22 +586,9 @@ def test_an_off_by_one_position_is_seen(golden, monkeypatch):
 
 
 def test_kv_that_is_not_rolled_back_is_seen(golden, monkeypatch):
-    """The write cursor counts rejected tokens too."""
-    rejected = {}
-    settle, cached = TransformersEngine._settle, engine_module.Row.cached.fget
-
-    def counting(engine, row, draft, *rest):
-        before = len(row.tokens)
-        settle(engine, row, draft, *rest)
-        stayed = sum(row.reused[before:])
-        rejected[row.request.key] = rejected.get(row.request.key, 0) + len(draft) - stayed
-
-    monkeypatch.setattr(TransformersEngine, "_settle", counting)
-    monkeypatch.setattr(
-        engine_module.Row, "cached", property(lambda row: cached(row) + rejected.get(row.request.key, 0))
-    )
+    """The write cursor counts all tokens that were fed."""
+    monkeypatch.setattr(Reader, "rollback", lambda reader, row, length: None)
     assert differing(speculate(*golden("llama")), golden("llama")[2])
-    assert sum(rejected.values()) > 0
 
 
 def test_stale_weights_are_seen(golden, build_model):
@@ -677,7 +667,7 @@ def test_rounding_that_depends_on_the_pass_flips_tokens_only_without_the_tie_mar
 
     def differences(tie_margin):
         engine = engine_of(model, window=4, tie_margin=tie_margin)
-        engine._policy.lm_head = Noisy(engine._policy.lm_head, 3e-5)
+        engine.policy.lm_head = Noisy(engine.policy.lm_head, 3e-5)
         plain, _ = engine.generate([Request(prompt, key, 8) for key in keys])
         drafts = [Script(corrupt(c.tokens, random.Random(i), 0.2)) for i, c in enumerate(plain)]
         done, stats = engine.generate([Request(prompt, k, 8, d) for k, d in zip(keys, drafts, strict=True)])
@@ -702,7 +692,7 @@ def test_the_margin_of_ties_is_a_run_s_and_on_by_default(build_model, tmp_path):
         RolloutConfig(**bounds, router=RouterConfig(kind="kl"), drafter="layers=1"),
     ):
         engine = build_engine(EngineSpec(eos_ids=EOS_IDS, rollout=config, model=str(tmp_path)))
-        assert {name: getattr(engine, name) for name in bounds} == bounds
+        assert {name: getattr(engine.limits, name) for name in bounds} == bounds
     default = build_engine(EngineSpec(eos_ids=EOS_IDS, rollout=RolloutConfig(), model=str(tmp_path)))
     assert default.tie_margin == RolloutConfig().tie_margin == TransformersEngine(default.model, SAMPLING).tie_margin
     assert default.tie_margin == 1e-4
@@ -934,7 +924,7 @@ def lenient(model, cases, texts, lenience, visit=8, sampling=SAMPLING):
     requests = requests_of(cases, drafters, visit)
     for request, c in zip(requests, texts, strict=True):
         request.draft_logprobs = c.logprobs
-    done, stats = engine_of(model, sampling, Speculation("lenient", lenience), window=2).generate(requests)
+    done, stats = engine_of(model, sampling, lenience=lenience).generate(requests)
     return done, stats, drafters
 
 
@@ -1011,7 +1001,7 @@ def test_a_truncated_text_is_continued_under_a_larger_cap(old_rollout):
 
 def test_lenient_without_stored_logprobs_is_an_error(old_rollout):
     old, _, cases, texts = old_rollout
-    engine = engine_of(old, speculation=Speculation("lenient"))
+    engine = engine_of(old, lenience=1.0)
     with pytest.raises(RolloutError, match="log-probs"):
         engine.generate(requests_of(cases, [Script(c.tokens) for c in texts]))
     assert differing(engine.generate(requests_of(cases, visit=7))[0], texts) == [], "rows without a draft are plain"

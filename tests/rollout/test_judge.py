@@ -2,19 +2,22 @@
 
 import math
 import random
+from dataclasses import replace
 
 import pytest
 import torch
 
 from rollout.drafters.suffix import PromptTexts, SuffixDrafter
 from rollout.engines.base import Sampling
-from rollout.engines.judged import JudgedEngine, _Chain
 from rollout.engines.transformers import TransformersEngine
+from rollout.lossy.judged import accept_judged
 from rollout.noise import derive_key
 from rollout.routers.judge import DraftToken, JudgeHead, KLJudge, judged
 from rollout.routers.mining import Mined, mine
 from rollout.types import Request, RolloutError
-from rollout.verify import accept_exact, accept_judged
+from rollout.verify import accept_exact
+from tests.engines import judged as judged_engine
+from tests.engines import local
 from tests.rollout.test_engine import differing, nearly_tied_keys, noisy
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -62,7 +65,7 @@ def old(plain):
 
 
 def engine(models, judge, **options):
-    return JudgedEngine(models[0], SAMPLING, **{"judge": judge, "draft": models[1], "window": 5, **options})
+    return judged_engine(models[0], SAMPLING, **{"judge": judge, "draft": models[1], "window": 5, **options})
 
 
 # --- the rule
@@ -104,8 +107,8 @@ def test_near_ties_are_decided_alike_however_passes_are_shaped(models):
     asked, sampling = [Request([5, 9, 30], key, 8) for key in keys], Sampling(frozenset({EOS}))
 
     def differences(margin):
-        want, _ = TransformersEngine(policy, sampling, tie_margin=margin).generate(asked)
-        done, stats = JudgedEngine(policy, sampling, judge=NONE, draft=models[1], window=5, tie_margin=margin).generate(
+        want, _ = local(policy, sampling, tie_margin=margin).generate(asked)
+        done, stats = judged_engine(policy, sampling, NONE, models[1], window=5, tie_margin=margin).generate(
             asked
         )
         return differing(done, want, tolerance=1e-3), stats.ties
@@ -224,27 +227,27 @@ def test_another_texts_tokens_are_no_stored_law(models, plain):
     assert [c.tokens for c in done] == plain[0]
 
 
-def by_window(models, plain, head):
+def by_window(models, plain, head, waits=True):
     """(tokens, behaviour log-probs) of judged stored text under three windows."""
     found = []
     for window in (1, 5, 64):
-        done, _ = engine(models, head, window=window, draft=None).generate(requests(stored=old(plain)))
+        judging = engine(models, head, window=window, draft=None)
+        rule = judging.rule
+        if not waits:
+            judging.rule = lambda key, draft, drawn, rule=rule: rule(key, replace(draft, behind=None), drawn)
+        done, _ = judging.generate(requests(stored=old(plain)))
         found.append([(c.tokens, [round(b, 4) for b in c.behaviour_logprobs]) for c in done])
     return found
 
 
-def test_the_window_changes_no_stored_text_that_stands(models, plain, monkeypatch):
+def test_the_window_changes_no_stored_text_that_stands(models, plain):
     """A judge that can be asked about a token is asked, in whichever pass."""
     head = JudgeHead(torch.randn(32, generator=torch.Generator().manual_seed(0)), 0.0, 0.9)
     found = by_window(models, plain, head)
     assert found[0] == found[1] == found[2]
     assert [tokens for tokens, _ in found[0]] not in plain, "neither text as it is"
 
-    def takes(self, tokens, logprobs, limit):
-        self.tokens, self.logprobs = tokens[:limit], logprobs[:limit]
-
-    monkeypatch.setattr(_Chain, "take", takes)
-    hasty = by_window(models, plain, head)
+    hasty = by_window(models, plain, head, waits=False)
     assert hasty[2] == found[2]
     assert hasty[0] != found[0], "control: draws that do not wait leave the text"
 

@@ -10,10 +10,12 @@ import torch
 
 from rollout.budget import Plan
 from rollout.drafters.model import ModelDrafter, early_exit
-from rollout.engines.base import Sampling, Speculation
+from rollout.engines.base import Sampling
+from rollout.engines.reader import Reader
 from rollout.engines.transformers import TransformersEngine
 from rollout.noise import derive_key, keyed_draw
 from rollout.types import Request, RolloutError
+from tests.engines import local
 
 VOCAB, SAMPLING = 61, Sampling(frozenset({1, 7}))
 
@@ -45,8 +47,13 @@ def outputs(done):
     return [(c.tokens, c.finish) for c in done]
 
 
-class Engine(TransformersEngine):
+class Engine:
     """Keeps the counts of its last rollout."""
+
+    def __init__(self, *args, **options):
+        self._engine = local(*args, **options)
+        self.drafting, self.budget = self._engine.drafting, self._engine.drafting.budget
+        self.update_weights = self._engine.update_weights
 
     def generate(self, requests):
         self.judged, observe = [0, 0], self.budget.observe_chain
@@ -56,7 +63,7 @@ class Engine(TransformersEngine):
             observe(logprobs, accepted)
 
         self.budget.observe_chain = judge
-        done, stats = super().generate(requests)
+        done, stats = self._engine.generate(requests)
         self.budget.observe_chain = observe
         self.sources = {"model": (0, 0), "custom": (0, 0), **stats.sources}
         return done, stats
@@ -144,7 +151,7 @@ def test_a_copy_of_the_policy_is_always_right(policy, plain, bounds):
 @torch.no_grad()
 def test_rejected_positions_are_where_the_model_was_wrong(policy, plain):
     drafter = blurred(policy, 0.05)
-    engine = TransformersEngine(policy, SAMPLING, window=4, drafter=drafter)
+    engine = local(policy, SAMPLING, window=4, drafter=drafter)
     wrong = [Script([(t + 1) % VOCAB for t in c.tokens]) if i % 3 == 0 else None for i, c in enumerate(plain)]
     done, _ = engine.generate(requests(drafters=wrong))
     assert outputs(done) == outputs(plain)
@@ -157,13 +164,13 @@ def test_rejected_positions_are_where_the_model_was_wrong(policy, plain):
         assert set(c.rejected) <= missed
         assert all(not c.reused[t] for t in c.rejected)
         assert len(c.rejected) == len(set(c.rejected))
-    own, _ = TransformersEngine(policy, SAMPLING, window=4).generate(requests(drafters=wrong))
+    own, _ = local(policy, SAMPLING, window=4).generate(requests(drafters=wrong))
     assert [c.rejected for c in own] == [[]] * len(own), "wrong old texts are not the model's fault"
 
 
 def test_a_plain_request_is_decoded_without_the_model(policy, plain):
     """The baseline of control steps and acceptance=off. One row in the batch that may draft is the control."""
-    engine = TransformersEngine(policy, SAMPLING, window=5, drafter=copy.deepcopy(policy))
+    engine = local(policy, SAMPLING, window=5, drafter=copy.deepcopy(policy))
     own = [Script(c.tokens) for c in plain]
     done, stats = engine.generate([replace(r, plain=True) for r in requests(drafters=own)])
     assert outputs(done) == outputs(plain)
@@ -206,16 +213,15 @@ def test_kv_that_is_not_rolled_back_costs_acceptance_only(policy, plain, monkeyp
         assert outputs(engine.generate(requests())[0]) == outputs(plain)
         return rates(engine)
 
-    right, missing = rate(), ModelDrafter._missing
+    right, texts, lacking = rate(), {}, Reader.lacking
 
-    def kept(drafter, row, text):
+    def kept(reader, row, text, final=True):
         """Rejected tokens stay: the cursor only moves on."""
-        held = list(drafter._held[row])
-        new = missing(drafter, row, text)
-        drafter._held[row] = held + drafter._held[row][len(held) :]
-        return new
+        known = texts.get((id(reader), row), 0)
+        texts[id(reader), row] = len(text)
+        return list(text[known:]) if known else lacking(reader, row, text)
 
-    monkeypatch.setattr(ModelDrafter, "_missing", kept)
+    monkeypatch.setattr(Reader, "lacking", kept)
     assert rate() < right - 0.2
 
 
@@ -241,19 +247,19 @@ def _short(chain):
     return chain
 
 
-def test_the_draft_models_context_bounds_the_drafts(policy, plain):
+def test_the_draft_models_context_bounds_the_drafts(policy, plain, monkeypatch):
     drafter = copy.deepcopy(policy)
     drafter.config.max_position_embeddings = 20
     engine = Engine(policy, SAMPLING, window=8, drafter=drafter)
-    longest = []
-    step = engine.drafter._draw
+    longest, read = [], Reader.read
 
-    def watched(rows, feed, at):
-        drawn = step(rows, feed, at)
-        longest.append(max(len(engine.drafter._requests[r].prompt) - 1 + len(engine.drafter._held[r]) for r in rows))
+    def watched(reader, feed, after=None, ends=False):
+        drawn = read(reader, feed, after, ends)
+        if ends:  # the draft model's
+            longest.append(reader.width)
         return drawn
 
-    engine.drafter._draw = watched
+    monkeypatch.setattr(Reader, "read", watched)
     done, _ = engine.generate(requests())
     assert outputs(done) == outputs(plain)
     assert max(longest) == 20
@@ -271,24 +277,19 @@ def test_unusable_logits_are_dropped_and_counted(policy, plain, value):
         drafter.model.norm.weight.fill_(value)
     done, stats = engine.generate(requests())
     assert outputs(done) == outputs(plain)
-    assert engine.drafter.dropped > 20
+    assert engine.drafting.model.dropped > 20
     assert engine.sources["model"] == (0, 0)
     assert stats.drafted == 0
 
 
 def test_another_vocabulary_is_refused(policy, build_model):
     with pytest.raises(RolloutError, match=r"knows 53 tokens and the policy 61.*tokenizer"):
-        TransformersEngine(policy, SAMPLING, drafter=build_model("llama", vocab=53))
+        local(policy, SAMPLING, drafter=build_model("llama", vocab=53))
 
 
 def test_a_model_that_does_not_run_packed_is_refused(policy):
     with pytest.raises(RolloutError, match="Linear is not a causal LM"):
-        TransformersEngine(policy, SAMPLING, drafter=torch.nn.Linear(3, 3))
-
-
-def test_the_lenient_rule_takes_no_draft_model(policy):
-    with pytest.raises(RolloutError, match=r"acceptance=exact"):
-        TransformersEngine(policy, SAMPLING, Speculation("lenient"), drafter=copy.deepcopy(policy))
+        local(policy, SAMPLING, drafter=torch.nn.Linear(3, 3))
 
 
 def test_a_useless_model_is_switched_off(policy, build_model, plain):

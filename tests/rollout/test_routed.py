@@ -6,11 +6,10 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from rollout.engines import routed
 from rollout.engines.base import Sampling
-from rollout.engines.routed import RoutedEngine
-from rollout.engines.session import Session
 from rollout.engines.transformers import TransformersEngine
+from rollout.lossy import routed
+from rollout.lossy.routed import Steps
 from rollout.noise import derive_key
 from rollout.routers.base import decide
 from rollout.routers.entropy import EntropyRouter
@@ -20,6 +19,8 @@ from rollout.routers.rsd import RSDRouter
 from rollout.steps import Candidate, Step, StepEnd
 from rollout.types import Request, RolloutError
 from rollout.verify import accept_exact
+from tests import engines
+from tests.engines import local
 from tests.rollout.test_engine import differing, nearly_tied_keys, noisy
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -50,7 +51,6 @@ class Rule:
         return [self.rule(candidate) for candidate in candidates]
 
 
-RIGHT = Session.rollback
 ALWAYS, NEVER = Rule(lambda c: 1.0), Rule(lambda c: 0.0)
 
 
@@ -71,10 +71,10 @@ def step_end(separators=("~", "a", "b", "c", "d"), cap=30):
     return StepEnd(separators, decode, {EOS}, cap)
 
 
-def engine(models, router, end=None, **options):
+def engine(models, router, end=None, score=True, **limits):
     policy, draft = models
-    return RoutedEngine(
-        policy, Sampling(frozenset({EOS}), 0.7), draft=draft, router=router, step_end=end or step_end(), **options
+    return engines.routed(
+        policy, Sampling(frozenset({EOS}), 0.7), Steps(draft, router, end or step_end(), score), **limits
     )
 
 
@@ -90,9 +90,9 @@ def test_near_ties_are_decided_alike_however_passes_are_shaped(models):
     reading = Rule(lambda c: 1.0, needs=frozenset({"likelihood"}))
 
     def differences(margin):
-        want, _ = TransformersEngine(policy, sampling, tie_margin=margin).generate(asked)
-        routed = RoutedEngine(policy, sampling, draft=models[1], router=reading, step_end=step_end(), tie_margin=margin)
-        done, stats = routed.generate(asked)
+        want, _ = local(policy, sampling, tie_margin=margin).generate(asked)
+        steps = Steps(models[1], reading, step_end())
+        done, stats = engines.routed(policy, sampling, steps, tie_margin=margin).generate(asked)
         return differing(done, want, tolerance=1e-3), stats.ties
 
     assert len(keys) >= 5
@@ -181,9 +181,8 @@ def test_mixed_steps_follow_the_definition(models, needs, rows_per_batch):
     assert 0 < stats.escalated < stats.steps
 
 
-def test_a_rollback_that_is_off_by_one_is_caught(models, monkeypatch):
-    right = Session.rollback
-    monkeypatch.setattr(Session, "rollback", lambda self, row, length: right(self, row, length + 1))
+def test_tokens_of_a_step_that_went_and_are_taken_for_the_row_s_are_caught(models, monkeypatch):
+    monkeypatch.setattr("rollout.engines.reader.accept_exact", lambda held, text: len(text))
     done, _ = engine(models, Rule(odd)).generate(asked := requests())
     assert [c.tokens for c in done] != naive(models, asked, lambda n: n % 2, step_end())
 
@@ -192,13 +191,6 @@ def test_a_rollback_that_is_off_by_one_is_caught(models, monkeypatch):
 
 
 READ = frozenset({"likelihood"})
-
-
-@pytest.mark.parametrize("wrong", [lambda *_: None, lambda self, row, length: RIGHT(self, row, length + 1)])
-def test_what_was_read_must_be_rolled_back(models, monkeypatch, wrong):
-    monkeypatch.setattr(Session, "rollback", wrong)
-    with pytest.raises(ValueError, match="lack no token"):
-        engine(models, Rule(ALWAYS.rule, needs=READ)).generate(requests())
 
 
 def test_keeping_a_token_that_the_policy_does_not_draw_is_caught(models, monkeypatch):

@@ -11,10 +11,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from rollout.build import build_engine
 from rollout.cache import Fingerprint, TrajectoryCache
 from rollout.config import BudgetConfig, RolloutConfig
 from rollout.drafters.suffix import PromptTexts, SuffixDrafter
-from rollout.engines import EngineSpec, build_engine
+from rollout.engines.base import EngineSpec
 from rollout.noise import derive_key, generation
 from rollout.speculative import SpeculativeRollout
 from rollout.types import Completion, EngineStats, Request, RolloutError, Row, Trajectory

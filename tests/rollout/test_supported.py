@@ -22,6 +22,7 @@ from rollout.engines.base import Sampling
 from rollout.engines.transformers import TransformersEngine
 from rollout.noise import keyed_draw
 from rollout.types import Request, RolloutError
+from tests.engines import local
 
 VOCAB = 61
 SHAPE = {
@@ -58,7 +59,7 @@ def made(config, scale: float = 1.0):
 
 
 def engine_of(model, **settings) -> TransformersEngine:
-    return TransformersEngine(model, Sampling(frozenset()), window=5, **settings)
+    return local(model, Sampling(frozenset()), window=5, **settings)
 
 
 def gemma2(**caps):

@@ -12,12 +12,14 @@ import pytest
 import torch
 
 import rollout.engines.ragged as ragged
-import rollout.engines.transformers as engine_module
-from rollout.engines.base import Sampling, Speculation
+from rollout import verify
+from rollout.engines.base import Sampling
 from rollout.engines.transformers import TransformersEngine
+from rollout.lossy.lenient import accept_lenient
 from rollout.noise import derive_key, keyed_draw
 from rollout.types import Request
-from rollout.verify import accept_exact, accept_lenient, cut
+from rollout.verify import accept_exact, cut
+from tests.engines import local
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -176,10 +178,10 @@ class Script:
 
 
 def engine_of(model, rule="exact", lenience=1.0, **settings) -> TransformersEngine:
-    return TransformersEngine(
+    return local(
         model,
         Sampling(frozenset({STOP})),
-        Speculation(rule, lenience),
+        lenience=lenience if rule == "lenient" else None,
         rows_per_batch=5000,  # KV memory is no concern here, the number of passes is
         tokens_per_pass=50_000,
         tie_margin=0.0,
@@ -290,7 +292,7 @@ def equal_else_resample(logits, keys, positions, targets=None, **law):
     ],
 )
 def test_wrong_rules_are_rejected(policies, tables, old_texts, monkeypatch, name, mutant):
-    monkeypatch.setattr(ragged if name == "keyed_draw" else engine_module, name, mutant)
+    monkeypatch.setattr(ragged if name == "keyed_draw" else verify, name, mutant)
     _, _, counts = sample(engine_of(policies[0]), [c.tokens for c in old_texts[0][: N // 4]], mutant.__name__)
     statistic, critical = chi_square(counts, exact_law(tables[0]))
     assert statistic > critical

@@ -14,13 +14,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
+from rollout.build import build_engine
 from rollout.config import RolloutConfig
 from rollout.drafters.suffix import PromptTexts, SuffixDrafter
-from rollout.engines import EngineSpec, build_engine
-from rollout.engines.base import Probe, Sampling, Speculation
+from rollout.engines.base import EngineSpec, Probe, Sampling
 from rollout.engines.transformers import TransformersEngine
 from rollout.noise import derive_key
 from rollout.types import Request, RolloutError
+from tests.engines import local
 from tests.rollout.test_engine import (
     EOS_IDS,
     VOCAB,
@@ -327,7 +328,7 @@ def test_the_window_follows_costs_and_acceptance(engine_of, golden):
     for text in ([t for t, _, _ in want], [all_wrong(t) for t, _, _ in want]):
         done, _ = engine.generate(requests_of(cases, [Script(t) for t in text]))
         assert differing(done, want, 1e-4) == []
-    a, b = engine.budget.cost()
+    a, b = engine.drafting.budget.cost()
     assert a > 0 < b
 
 
@@ -581,7 +582,7 @@ def test_lenient_decides_as_the_transformers_engine(updated, old_texts, lenience
     engine, model = updated(acceptance="lenient", lenience=lenience, draft_tokens=draft_tokens)
     new = moved(model, 1)
     engine.update_weights(new.state_dict().items(), 1, probe_of(new))
-    reference = TransformersEngine(new, Sampling(EOS_IDS), Speculation("lenient", lenience))
+    reference = local(new, Sampling(EOS_IDS), lenience=lenience)
     reference.update_weights(None, 1)
     want, _ = reference.generate(lenient_requests(cases, texts, visit=1))
     done, stats = engine.generate(lenient_requests(cases, texts, visit=1))

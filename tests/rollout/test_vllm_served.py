@@ -32,7 +32,7 @@ class Served:
         self.llm, self.model, self.steps = llm, model, 0
         runner = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
         self.rules = runner.drafter.rules
-        self.rules.budget.window = 8  # whatever a pass costs here
+        self.rules.drafting.budget.window = 8  # whatever a pass costs here
 
     def ask(self, requests: list[Request], texts=None, keyed: bool = True, **params) -> list:
         """vLLM's outputs. texts: one earlier response for each request; keyed: False has vLLM draw."""
@@ -114,14 +114,14 @@ def test_without_texts_it_draws_as_the_transformers_engine(served, requests, pla
 @pytest.mark.parametrize("window", [8, 0])
 def test_texts_change_the_number_of_steps_and_nothing_else(served, requests, plain, window):
     rng = random.Random(0)
-    served.rules.budget.window = window  # 0: what the passes cost here decides
+    served.rules.drafting.budget.window = window  # 0: what the passes cost here decides
     for change in (list, all_wrong, lambda text: corrupt(text, rng, 0.1), lambda _: [VOCAB, -1, 1 << 30]):
         outputs = served.ask(requests, [change(text) for text in plain[0]])
         assert tokens(outputs) == plain[0]
         assert [logprobs(output) for output in outputs] == plain[1], "bit for bit"
         if (change, window) == (list, 8):
             assert served.steps < plain[2] / 3
-    served.rules.budget.window = 8
+    served.rules.drafting.budget.window = 8
 
 
 def test_control_a_draft_that_is_not_verified_is_found(served, requests, plain, monkeypatch):

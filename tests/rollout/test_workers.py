@@ -21,10 +21,10 @@ import pytest
 import ray
 import torch
 
+from rollout.build import build_engine
 from rollout.config import BudgetConfig, ClusterConfig, RolloutConfig
 from rollout.drafters.suffix import PromptTexts, SuffixDrafter
-from rollout.engines import EngineSpec, build_engine
-from rollout.engines.base import Probe
+from rollout.engines.base import EngineSpec, Probe
 from rollout.noise import derive_key
 from rollout.types import Completion, EngineStats, Request, RolloutError
 from rollout.worker import Failure, RolloutWorker, StaleWeights, to_arrays, to_tensors

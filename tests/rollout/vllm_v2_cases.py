@@ -6,10 +6,11 @@ import pytest
 import torch
 
 import rollout.engines.vllm_worker as worker
-from rollout.engines import build_engine
-from rollout.engines.base import Sampling, Speculation
+from rollout.build import build_engine
+from rollout.engines.base import Sampling
 from rollout.engines.transformers import TransformersEngine
 from rollout.types import Request, RolloutError
+from tests.engines import local
 from tests.rollout.test_engine import (
     EOS_IDS,
     Script,
@@ -73,9 +74,9 @@ def test_log_probs_are_the_models_own(plain):
 def test_drafts_of_any_quality_change_nothing(engine, plain, window):
     cases, want = plain
     engine.reset_cache()
-    before, engine.budget.window = engine.budget.window, window
+    before, engine.drafting.budget.window = engine.budget.window, window
     done, stats = engine.generate(requests_of(cases, drafts_of_every_quality([c.tokens for c in want])))
-    engine.budget.window = before
+    engine.drafting.budget.window = before
     assert differing(done, want, 1e-5) == []
     assert sum(sum(c.reused) for c in done) == stats.accepted
     assert window == 0 or 0 < stats.accepted < stats.drafted
@@ -84,7 +85,7 @@ def test_drafts_of_any_quality_change_nothing(engine, plain, window):
 def test_all_accepted_all_rejected_and_several_rounds(engine, plain):
     cases, want = plain
     texts = [c.tokens for c in want]
-    engine.budget.window = 40
+    engine.drafting.budget.window = 40
     for drafters in ([Script(t) for t in texts], [Script(all_wrong(t)) for t in texts]):
         done, stats = engine.generate(requests_of(cases, drafters))
         assert differing(done, want, 1e-5) == []
@@ -158,7 +159,7 @@ def test_lenient_accepts_what_the_transformers_engine_accepts(start):
     requests = requests_of(cases, [Script(c.tokens) for c in texts], visit=1)
     for request, c in zip(requests, texts, strict=True):
         request.draft_logprobs, request.draft_version = c.logprobs, 0
-    want, _ = TransformersEngine(new, Sampling(EOS_IDS), Speculation("lenient")).generate(requests)
+    want, _ = local(new, Sampling(EOS_IDS), lenience=1.0).generate(requests)
     done, stats = engine.generate(requests)
     for c, w in zip(done, want, strict=True):
         n = sum(w.reused)

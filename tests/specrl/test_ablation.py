@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rollout.engines import transformers
+from rollout.build import transformers
 from specrl import ablation
 from specrl.bench import BenchOptions, main
 

@@ -17,6 +17,7 @@ from specrl.drafter import DrafterOptions, agreement, distil, main, quantise, sa
 from specrl.options import ConfigError
 from specrl.tasks import arithmetic
 from specrl.tiny import load_tiny
+from tests.engines import local
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -120,7 +121,7 @@ def test_the_command_writes_a_model_that_drafts(policy, tmp_path, capsys):
     assert AutoTokenizer.from_pretrained(out, local_files_only=True).get_vocab() == policy[1].get_vocab()
     requests = [Request(policy[1](p.prompt).input_ids, i, 12) for i, p in enumerate(arithmetic("test", 4, 0, "easy"))]
     plain, drafting = (
-        TransformersEngine(policy[0], Sampling(frozenset([1])), window=3, drafter=d) for d in (None, student)
+        local(policy[0], Sampling(frozenset([1])), window=3, drafter=d) for d in (None, student)
     )
     assert [c.tokens for c in plain.generate(requests)[0]] == [c.tokens for c in drafting.generate(requests)[0]]
     assert drafting.generate(requests)[1].sources["model"][0] > 0

@@ -8,8 +8,8 @@ import torch
 
 from rollout.config import RolloutConfig
 from rollout.engines.base import Sampling
-from rollout.engines.transformers import TransformersEngine
 from rollout.types import Completion, RolloutBatch, RolloutError, Row
+from tests.engines import local
 from trainers.collector import Collector, Setup, check_batch
 from trainers.config import TrainerConfig
 from trainers.metrics import reduce_metric
@@ -75,7 +75,7 @@ def test_rows_become_slots_across_processes():
 def test_control_steps_compare_a_shared_engine_with_the_policy(build_model):
     """Plain decoding takes the same path as drafts do, so control rows cannot tell that it has become a wrong one."""
     model = build_model("qwen3")
-    shared = collector(engine=TransformersEngine(model, Sampling(frozenset()), window=3), policy=model)
+    shared = collector(engine=local(model, Sampling(frozenset()), window=3), policy=model)
     shared.stage = SimpleNamespace(
         rollout=shared.stage.rollout,
         measured=True,

@@ -18,6 +18,7 @@ from rollout.engines.base import Sampling
 from rollout.engines.transformers import TransformersEngine
 from rollout.noise import derive_key, keyed_draw
 from rollout.types import EngineStats, Request, RolloutError
+from tests.engines import local
 from trainers.config import DrafterConfig
 from trainers.drafter import DrafterTrainer, saved_seconds, tokens_per_pass
 from trainers.drafter_state import STATE, WEIGHTS
@@ -162,7 +163,7 @@ def test_a_policy_is_left_as_it_was(build_model):
 
 
 def drafting(moving, drafter):
-    return TransformersEngine(moving.policy, LAW, drafter=drafter, window=4)
+    return local(moving.policy, LAW, drafter=drafter, window=4)
 
 
 def passes(moving, engine, version):

@@ -11,11 +11,12 @@ import pytest
 import torch
 from accelerate import Accelerator, DistributedType
 
+from rollout.build import build_engine
 from rollout.config import RolloutConfig
-from rollout.engines import EngineSpec, build_engine
-from rollout.engines.base import Probe
+from rollout.engines.base import EngineSpec, Probe
 from rollout.engines.transformers import TransformersEngine
 from rollout.types import Request, RolloutError
+from tests.engines import local
 from tests.runs import ROOT, differences, policy, run
 from trainers.weights import check, check_shared, named_weights, probe, send
 
@@ -26,7 +27,7 @@ def own_engine(model):
     """An engine with a copy of the model, as a worker has one."""
     from rollout.engines.base import Sampling
 
-    return TransformersEngine(copy.deepcopy(model), Sampling(frozenset([1])), own_weights=True, window=8)
+    return local(copy.deepcopy(model), Sampling(frozenset([1])), own_weights=True, window=8)
 
 
 def texts(engine):
@@ -45,7 +46,7 @@ def test_every_weight_once_by_its_name(build_model, family):
 def test_an_engine_follows_its_trainer(build_model):
     trained = build_model("qwen3", seed=1)
     engine = own_engine(build_model("qwen3", seed=2))
-    shared = TransformersEngine(trained, engine.sampling, window=8)
+    shared = local(trained, engine.sampling, window=8)
     assert texts(engine) != texts(shared)
     send(engine, trained, 3, TEXT)
     assert texts(engine) == texts(shared)
@@ -273,7 +274,7 @@ def softer(model):
 
 def test_a_shared_policy_that_was_changed_behind_the_engine_is_noticed(build_model):
     model = build_model("qwen3")
-    engine = TransformersEngine(model, own_engine(model).sampling, window=8)
+    engine = local(model, own_engine(model).sampling, window=8)
     check(engine, model, 3, TEXT)
     softer(model)
     with pytest.raises(RolloutError, match=r"weight version 3 .* does not compute what the trainer's model computes"):

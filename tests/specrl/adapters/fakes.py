@@ -11,10 +11,10 @@ from copy import deepcopy
 from types import SimpleNamespace
 
 from rollout.engines.base import Sampling
-from rollout.engines.transformers import TransformersEngine
 from rollout.keyed import KeyedRequest
 from rollout.types import Completion, Request
 from specrl.adapters.base import ReuseSession
+from tests.engines import local
 
 EOS_IDS = frozenset({1})
 
@@ -36,7 +36,7 @@ class Server:
     """Answers keyed requests one by one; `fail_at` names a request that breaks it."""
 
     def __init__(self, model, fail_at: int | None = None):
-        self._engine, self._fail_at = TransformersEngine(model, Sampling(EOS_IDS), window=16), fail_at
+        self._engine, self._fail_at = local(model, Sampling(EOS_IDS), window=16), fail_at
         self.done: list[tuple[KeyedRequest, Completion]] = []
 
     def answer(self, prompt: list[int], extra_args: dict | None, max_tokens: int) -> Completion:

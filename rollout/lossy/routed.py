@@ -7,6 +7,7 @@ how likely its own law made it (`behaviour_logprobs`).
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
@@ -14,15 +15,16 @@ from dataclasses import dataclass, field
 
 import torch
 
-from rollout.engines.base import Sampling
+from rollout.drafting.drafting import check_vocab
+from rollout.engines.base import Limits, Sampling
 from rollout.engines.ragged import RaggedModel
-from rollout.engines.rows import check_request
-from rollout.engines.session import Fed, Session
-from rollout.engines.transformers import TransformersEngine
+from rollout.engines.reader import Reader
+from rollout.engines.response import check_request, refuse_unusable
+from rollout.engines.transformers import LocalModel
 from rollout.routers.base import Router, decide
 from rollout.steps import Candidate, Source, Step, StepEnd
-from rollout.types import Completion, EngineStats, FinishReason, Request, RolloutError
-from rollout.verify import accept_exact
+from rollout.types import Completion, EngineStats, FinishReason, Request
+from rollout.verify import Drawn, accept_exact
 
 log = logging.getLogger(__name__)
 
@@ -40,9 +42,9 @@ class _Row:
     finish: FinishReason | None = None
     passes: int = 0
 
-    def read(self, fed: Fed) -> None:
+    def read(self, fed: Drawn) -> None:
         """Takes the policy's log-probs of kept tokens from a pass over them."""
-        for at, logprob in zip(range(fed.start, len(self.tokens)), fed.text_logprobs, strict=False):
+        for at, logprob in zip(range(fed.at, len(self.tokens)), fed.text_logprobs, strict=False):
             self.logprobs[at] = logprob
 
     def keep(self, step: Step, eos_ids) -> None:
@@ -56,7 +58,20 @@ class _Row:
             self.finish = "length"
 
 
-class RoutedEngine(TransformersEngine):
+@dataclass(frozen=True)
+class Steps:
+    """Who writes reasoning steps."""
+
+    draft: torch.nn.Module
+    """A cheaper causal LM with the policy's vocabulary."""
+    router: Router
+    """Decides which steps the policy writes."""
+    step_end: StepEnd
+    score: bool = True
+    """Also let the policy read kept draft tokens, which training needs; else their `logprobs` are NaN."""
+
+
+class RoutedEngine(LocalModel):
     """Generates step by step with two models of one vocabulary and a router.
 
     Both models draw with the request's key, so a routed response is a function of (weights, router, key) and a step
@@ -71,12 +86,10 @@ class RoutedEngine(TransformersEngine):
     step is no step: blank, longer than the cap, or from logits that are no numbers.
 
     Args:
-        model: the policy, shared with the trainer as in TransformersEngine.
-        draft: a cheaper causal LM with the same vocabulary.
-        router: decides.
-        step_end: where a step ends.
-        score: also let the policy read kept draft tokens, which training needs; else their `logprobs` are NaN.
-        The rest is TransformersEngine's.
+        model: the policy, shared with the trainer as in LocalModel.
+        sampling: of both models.
+        steps: the cheaper model, the router and where a step ends.
+        limits, own_weights: see LocalModel.
 
     Raises:
         RolloutError: the vocabularies differ.
@@ -86,44 +99,34 @@ class RoutedEngine(TransformersEngine):
         self,
         model: torch.nn.Module,
         sampling: Sampling,
-        *,
-        draft: torch.nn.Module,
-        router: Router,
-        step_end: StepEnd,
-        score: bool = True,
-        tokens_per_pass: int = 4096,
-        logits_mb: int = 256,
-        **options,
+        steps: Steps,
+        limits: Limits | None = None,
+        own_weights: bool = False,
     ):
-        bounds = {"tokens_per_pass": tokens_per_pass, "logits_mb": logits_mb}
-        super().__init__(model, sampling, **bounds, **options)
-        self._draft = RaggedModel(draft, sampling, **bounds)
-        if self._draft.vocab != self.vocab:
-            raise RolloutError(
-                f"the draft model knows {self._draft.vocab} tokens and the policy {self.vocab}: its steps would mean "
-                "other texts. Use a draft model with the policy's tokenizer"
-            )
+        super().__init__(model, sampling, limits, own_weights)
+        self._draft = RaggedModel(steps.draft, sampling, limits)
+        check_vocab(self._draft.vocab, self.vocab)
         self.context, self.limit = min((self.context, self.limit), (self._draft.context, self._draft.limit))
-        self.router, self.step_end, self.score_drafts = router, step_end, score
+        self.router, self.step_end, self.score_drafts = steps.router, steps.step_end, steps.score
         self._warned = False
 
     def generate(self, requests: Sequence[Request]) -> tuple[list[Completion], EngineStats]:
         """See Engine.generate. Requests' own drafters are not asked: their texts are not the draft's."""
         for request in requests:
-            check_request(request, self.vocab, self.context, self.speculation, self.limit)
+            check_request(request, self.vocab, self.context, self.limit)
         stats = EngineStats()
         rows = [_Row(i, request) for i, request in enumerate(requests)]
         with ExitStack() as stack:
-            stack.enter_context(self._policy.inference())
+            stack.enter_context(self.policy.inference())
             stack.enter_context(self._draft.inference())
-            for i in range(0, len(rows), self.rows_per_batch):
-                self._run_steps(rows[i : i + self.rows_per_batch], stats)
+            for i in range(0, len(rows), self.limits.rows_per_batch):
+                self._run_steps(rows[i : i + self.limits.rows_per_batch], stats)
         return [self._completion(row) for row in rows], stats
 
     def _run_steps(self, rows: list[_Row], stats: EngineStats) -> None:
         """One batch: a step of every row in turn."""
         prompts, keys = [row.request.prompt for row in rows], [row.request.key for row in rows]
-        draft, policy = (Session(model, prompts, keys, self.tie_margin) for model in (self._draft, self._policy))
+        draft, policy = (Reader(model, prompts, keys, self.tie_margin) for model in (self._draft, self.policy))
         while rows:
             chosen = self._choose(draft, policy, rows, stats)
             for row, step in zip(rows, chosen, strict=True):
@@ -136,12 +139,12 @@ class RoutedEngine(TransformersEngine):
                 draft.select(alive)
                 policy.select(alive)
                 rows = [rows[i] for i in alive]
-        for session in (draft, policy):
-            stats.passes += session.passes
-            stats.forward_tokens += session.forward_tokens
-            stats.ties += session.ties
+        for reader in (draft, policy):
+            stats.passes += reader.passes
+            stats.forward_tokens += reader.forward_tokens
+            stats.ties += reader.ties
 
-    def _choose(self, draft: Session, policy: Session, rows: list[_Row], stats: EngineStats) -> list[Step]:
+    def _choose(self, draft: Reader, policy: Reader, rows: list[_Row], stats: EngineStats) -> list[Step]:
         """The next step of every row."""
         everyone = dict(enumerate(rows))
         began = time.perf_counter()
@@ -161,9 +164,6 @@ class RoutedEngine(TransformersEngine):
         wanted |= self._ask(rows, drafted, rivals, sound, stats)
         stats.route_s += time.perf_counter() - began
         written = rivals or self._write_by_policy(policy, {i: rows[i] for i in sorted(wanted)}, begun, stats)
-        for i, step in written.items():  # both models keep what they hold of the step that stands
-            session = draft if i in wanted else policy
-            session.rollback(i, len(rows[i].tokens) + accept_exact(step.tokens, drafted[i].tokens))
         stats.steps += len(rows)
         stats.escalated += len(wanted)
         return [written[i] if i in wanted else drafted[i] for i in everyone]
@@ -185,17 +185,17 @@ class RoutedEngine(TransformersEngine):
     def _sound(self, step: Step) -> bool:
         return step.end in ("separator", "eos") and (step.end == "eos" or not self.step_end.blank(step.tokens))
 
-    def _read_drafts(self, policy: Session, rows: list[_Row], drafted: dict[int, Step], stats: EngineStats) -> dict:
+    def _read_drafts(self, policy: Reader, rows: list[_Row], drafted: dict[int, Step], stats: EngineStats) -> dict:
         """Notes the policy's log-probs of draft steps, in one pass; returns how its own steps begin.
 
         A beginning is what the policy draws as the draft did, and its own next token where they part.
         """
         began = time.perf_counter()
-        found = policy.feed({i: [*rows[i].tokens, *step.tokens] for i, step in drafted.items()}, last=False)
+        found = policy.follow({i: [*rows[i].tokens, *step.tokens] for i, step in drafted.items()}, last=False)
         self._check_policy(fed.usable for fed in found.values())
         begun = {}
         for i, fed in found.items():
-            step, first = drafted[i], len(rows[i].tokens) - fed.start
+            step, first = drafted[i], len(rows[i].tokens) - fed.at
             step.policy_logprobs = fed.text_logprobs[first:]
             own = first + accept_exact(fed.draws[first:], step.tokens) + 1
             begun[i] = Step("policy", fed.draws[first:own], fed.logprobs[first:own])
@@ -204,11 +204,9 @@ class RoutedEngine(TransformersEngine):
         return begun
 
     def _write_by_policy(
-        self, policy: Session, rows: dict[int, _Row], begun: dict[int, Step], stats: EngineStats
+        self, policy: Reader, rows: dict[int, _Row], begun: dict[int, Step], stats: EngineStats
     ) -> dict[int, Step]:
         began = time.perf_counter()
-        for i in rows.keys() & begun.keys():  # what was read of the draft's step and is not the policy's own
-            policy.rollback(i, len(rows[i].tokens) + len(begun[i].tokens) - 1)
         written = self._write("policy", policy, rows, begun)
         stats.decode_s += time.perf_counter() - began
         self._check_policy(step.end != "broken" for step in written.values())
@@ -217,20 +215,16 @@ class RoutedEngine(TransformersEngine):
         return written
 
     def _check_policy(self, usable: Iterable[bool]) -> None:
-        if not all(usable):
-            raise RolloutError(
-                f"the policy returned NaN or infinite logits (weight version {self.weight_version}); "
-                "check the learning rate and the last update"
-            )
+        refuse_unusable(usable, self.weight_version)
 
-    def _write(self, source: Source, session: Session, rows: dict[int, _Row], begun: dict) -> dict[int, Step]:
+    def _write(self, source: Source, reader: Reader, rows: dict[int, _Row], begun: dict) -> dict[int, Step]:
         """Lets one model write one step of each row, from where it has begun."""
         steps = {i: begun.get(i) or Step(source) for i in rows}
         going = [i for i in rows if not (steps[i].tokens and self._ended(rows[i], steps[i]))]
         while going:
-            fed = session.feed({i: [*rows[i].tokens, *steps[i].tokens] for i in going})
+            fed = reader.follow({i: [*rows[i].tokens, *steps[i].tokens] for i in going})
             if source == "draft" and "entropy" in self.router.needs:
-                entropies = session.model.entropy(torch.stack([fed[i].hidden[-1] for i in going]))
+                entropies = reader.model.entropy(torch.stack([fed[i].hidden[-1] for i in going]))
                 for i, entropy in zip(going, entropies, strict=True):
                     steps[i].entropies.append(entropy)
             for i in going:
@@ -252,10 +246,10 @@ class RoutedEngine(TransformersEngine):
         step.end = end or step.end
         return end is not None
 
-    def _read(self, policy: Session, rows: dict[int, _Row]) -> None:
+    def _read(self, policy: Reader, rows: dict[int, _Row]) -> None:
         """The policy's log-probs of what it has not read of finished responses, in one pass."""
-        behind = {i: row.tokens for i, row in rows.items() if policy.lacks(i, row.tokens) > 1}
-        found = policy.feed(behind, last=False) if behind else {}
+        behind = {i: row.tokens for i, row in rows.items() if any(map(math.isnan, row.logprobs))}
+        found = policy.follow(behind, last=False) if behind else {}
         self._check_policy(fed.usable for fed in found.values())
         for i, fed in found.items():
             rows[i].read(fed)

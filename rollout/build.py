@@ -1,0 +1,119 @@
+"""From `rollout.*` to an engine. Each is imported only when it is asked for, and only here anything of lossy/."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rollout.checks import check
+from rollout.config import RolloutConfig
+from rollout.types import RolloutError
+
+if TYPE_CHECKING:
+    from torch.nn import Module
+
+    from rollout.drafting.drafting import Drafting
+    from rollout.engines.base import Engine, EngineSpec, Sampling
+    from rollout.routers.base import Scorer
+    from rollout.verify import Rule
+
+
+def build_engine(spec: EngineSpec, model: Module | None = None, scorer: Scorer | None = None) -> Engine:
+    """The engine of `rollout.engine` with the run's sampling law and acceptance rule, or that of `rollout.router`.
+
+    Args:
+        spec: what to build.
+        model: the trainer's own model, which the transformers engine then shares; None loads `spec.model`.
+        scorer: process rewards of draft steps, for `rollout.router.kind=rsd`.
+
+    Raises:
+        RolloutError: an option has a value that it cannot have, or what it names cannot be loaded.
+    """
+    from rollout.engines.base import Limits, Sampling
+
+    config = spec.rollout
+    check(config)
+    sampling = Sampling(spec.eos_ids, config.temperature, config.top_k, config.top_p)
+    if config.engine == "vllm":
+        try:
+            from rollout.engines.vllm import VLLMEngine
+        except ImportError as error:
+            raise RolloutError(
+                f"rollout.engine=vllm needs vLLM: {error}. Install it with: pip install 'specrl[vllm]'"
+            ) from error
+        return VLLMEngine(spec, sampling, *rule_and_drafting(config, sampling))
+    from rollout.engines.transformers import TransformersEngine
+
+    policy = _load(spec, spec.model) if model is None else model
+    options = {"limits": Limits.of(config), "own_weights": model is None}
+    drafter = load_drafter(spec, policy) if config.drafter else None
+    if config.router.kind in ("judge", "kl"):
+        from rollout.lossy.judged import DRAFT_TOKENS, Judged
+        from rollout.routers import build_judge
+
+        window = config.budget.window or DRAFT_TOKENS
+        judged = Judged(build_judge(config.router, policy), sampling, drafter, window, options["limits"])
+        return TransformersEngine(policy, sampling, judged.rule, judged, **options)
+    if config.router.kind != "off":
+        from rollout.lossy.routed import RoutedEngine, Steps
+        from rollout.routers import build_router
+
+        router, step_end = build_router(config.router, spec, policy, drafter, scorer)
+        return RoutedEngine(policy, sampling, Steps(drafter, router, step_end), **options)
+    return TransformersEngine(policy, sampling, *rule_and_drafting(config, sampling, drafter), **options)
+
+
+def rule_and_drafting(
+    config: RolloutConfig, sampling: Sampling, drafter: Module | None = None
+) -> tuple[Rule, Drafting]:
+    """What stands and what rides under the laws exact, off and lenient. Args: drafter: a draft model, loaded."""
+    from rollout.budget import Budget
+    from rollout.drafters.contexts import ContextTable
+    from rollout.drafting.drafting import Drafting
+    from rollout.verify import exact
+
+    if config.acceptance == "lenient":
+        from rollout.lossy.lenient import Once, lenient
+
+        return lenient(config.lenience), Once()
+    model = None
+    if drafter is not None:
+        from rollout.drafters.model import ModelDrafter
+        from rollout.engines.base import Limits
+
+        model = ModelDrafter(drafter, sampling, Limits.of(config))
+    contexts = ContextTable() if "contexts" in config.sources else None
+    return exact, Drafting(Budget(config.budget.window), contexts, model)
+
+
+def load_drafter(spec: EngineSpec, policy: Module) -> Module:
+    """The draft model of `rollout.drafter`: the policy's first layers, or a model of its own."""
+    from rollout.drafters.model import early_exit
+
+    name, equals, layers = spec.rollout.drafter.partition("=")
+    if name == "layers" and equals:
+        if not layers.isdecimal():
+            raise RolloutError(f"rollout.drafter={spec.rollout.drafter} names no number of layers. Try layers=2")
+        return early_exit(policy.get_base_model() if hasattr(policy, "get_base_model") else policy, int(layers))
+    try:
+        return _load(spec, spec.rollout.drafter)
+    except (OSError, ValueError) as error:
+        missing = "" if Path(spec.rollout.drafter).is_dir() else "there is no such directory, and "
+        raise RolloutError(
+            f"rollout.drafter={spec.rollout.drafter} cannot be loaded: {missing}{str(error).strip().splitlines()[0]} "
+            "Give a model directory, such as `python -m specrl.drafter out=DIR` writes, or layers=N"
+        ) from error
+
+
+def _load(spec: EngineSpec, source: str) -> Module:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    own = source == spec.model
+    model = AutoModelForCausalLM.from_pretrained(
+        source,
+        dtype=getattr(torch, spec.dtype),
+        revision=(spec.revision or None) if own else None,
+        trust_remote_code=spec.trust_remote_code,
+    )
+    return model.eval().to(spec.device)

@@ -1,0 +1,49 @@
+"""What rides: tokens that a row carries in its next pass. They decide what a pass costs, never what it draws."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from operator import index
+
+from rollout.types import Drafter, RolloutError
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """Guesses of a row's next tokens."""
+
+    tokens: Sequence[int] = ()
+    source: str = ""
+    """Where they come from: a drafter's `source`, `contexts` or `model`."""
+    logprobs: Sequence[float] | None = None
+    """Of the tokens, under the law that drew them; None where nobody asks for it."""
+
+
+EMPTY = Draft()
+
+
+def ask(drafter: Drafter, text: Sequence[int], limit: int, vocab: int) -> Draft:
+    """At most `limit` tokens behind the response `text`, those before the first id that does not exist.
+
+    Raises:
+        RolloutError: the drafter proposes something else than token ids.
+    """
+    proposed = drafter.propose(tuple(text), limit)  # a copy: what drafters do with it is their own affair
+    return Draft(known(_ids(drafter, proposed, limit), vocab), getattr(drafter, "source", "custom"))
+
+
+def known(tokens: Sequence[int], vocab: int) -> list[int]:
+    """The tokens before the first id that does not exist."""
+    return list(tokens[: next((i for i, t in enumerate(tokens) if not 0 <= t < vocab), len(tokens))])
+
+
+def _ids(drafter: Drafter, proposed: Iterable[int], limit: int) -> list[int]:
+    try:
+        return [index(token) for token in islice(proposed, limit)]
+    except TypeError as error:
+        raise RolloutError(
+            f"the drafter {type(drafter).__name__} proposed {proposed!r:.80}, which are no token ids: {error}. Return "
+            "a sequence of ints, an empty one for no guess"
+        ) from error

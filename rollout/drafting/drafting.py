@@ -1,0 +1,208 @@
+"""What rides in a pass: rows' own drafters, the texts of all prompts, a draft model; the budget decides how much."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Protocol
+
+from rollout.budget import Budget, Chain, Kind, Plan
+from rollout.drafters.contexts import ContextTable
+from rollout.drafting.draft import EMPTY, Draft, ask
+from rollout.types import EngineStats, Request, RolloutError
+from rollout.verify import Stood, accept_exact
+
+if TYPE_CHECKING:
+    from rollout.engines.response import Response
+
+CONTEXT_TOKENS = 8  # of prompt and response that contexts are shown
+
+
+class Policy(Protocol):
+    """The model that verifies, as far as drafting knows it."""
+
+    vocab: int
+    context: int
+
+    def timing(self, rows: int, tokens: int) -> tuple[int, float]: ...
+
+
+class DraftModel(Policy, Protocol):
+    """A small model that drafts for rows whose own drafters do worse; see rollout/drafters/model.py."""
+
+    def inference(self) -> AbstractContextManager: ...
+    def open(self, requests: Sequence[Request]) -> None: ...
+    def select(self, places: Sequence[int]) -> None: ...
+    def behind(self, place: int, length: int) -> int: ...
+    def propose(self, places, texts, room, chain: Chain, budget: Budget) -> list[list[int]]: ...
+
+
+class Drafting:
+    """Proposes what each row carries, and learns from what stood.
+
+    An engine calls `begin`, then for each batch of rows `open` and in turns `propose`, `learn` for every row and
+    `observe_pass`; `select` when rows leave, `end` when all are done.
+
+    Args:
+        budget: decides how much rides.
+        contexts: rows that speculate may also draft from the responses to all prompts; None: they may not.
+        model: drafts for rows whose own drafters do worse.
+    """
+
+    whole = False
+    """A row's old text is verified once, whole."""
+
+    def __init__(
+        self, budget: Budget | None = None, contexts: ContextTable | None = None, model: DraftModel | None = None
+    ):
+        self.budget, self.contexts, self.model = budget or Budget(), contexts, model
+        self.vocab = 0
+
+    def attach(self, policy: Policy) -> None:
+        """The model whose passes the drafts will ride in; a few of them are timed.
+
+        Raises:
+            RolloutError: the draft model has another vocabulary.
+        """
+        self.vocab = policy.vocab
+        if self.model:
+            check_vocab(self.model.vocab, policy.vocab)
+        for rows, tokens in ((1, 1), (1, min(256, policy.context)), (32, 32)):
+            self.budget.calibrate([policy.timing(rows, tokens)], rows, tokens // rows)
+            if self.model:
+                self.budget.drafter.calibrate([self.model.timing(rows, tokens)], rows)
+
+    def inference(self) -> AbstractContextManager:
+        """Within which `propose` is called."""
+        return self.model.inference() if self.model else nullcontext()
+
+    def begin(self, requests: Sequence[Request]) -> None:
+        """A rollout begins, maybe with other weights."""
+        if any(not request.plain and (self.model or request.drafter) for request in requests):
+            self.budget.next_rollout()
+
+    def open(self, rows: Sequence[Response]) -> None:
+        """These rows are decoded together from now on."""
+        if self.model:
+            self.model.open([row.request for row in rows])
+
+    def select(self, places: Sequence[int]) -> None:
+        """The rows at the given places go on, in that order."""
+        if self.model:
+            self.model.select(places)
+
+    def propose(self, rows: Sequence[Response], stats: EngineStats) -> list[Draft]:
+        """What each row carries in the next pass; an empty draft for rows that are finished.
+
+        Counts the rows that have a guess and carry nothing.
+        """
+        active = [row for row in rows if row.finish is None]
+        plan, drafts = self._own(active)
+        paused = [
+            row for row, draft in zip(active, drafts, strict=True)
+            if row.guess.tokens and not draft.tokens and kind_of(row) not in plan.handed
+        ]  # fmt: skip
+        stats.paused += len(paused)
+        stats.paused_acceptance += sum(self.budget.acceptance(kind_of(row)) for row in paused)
+        stats.paused_needed += plan.needed * len(paused)
+        carried = iter(drafts)
+        drafts = [next(carried) if row.finish is None else EMPTY for row in rows]
+        if self.model:
+            self._by_model(rows, drafts, plan)
+        return drafts
+
+    def guess(self, row: Response, limit: int) -> Sequence[int]:
+        """Asks the row's own drafter for at most `limit` tokens."""
+        drafter = row.request.drafter
+        row.guess = Draft((), getattr(drafter, "source", "custom"))
+        if drafter and row.drafting and limit > 0:
+            row.guess = ask(drafter, row.tokens, limit, self.vocab)
+        return row.guess.tokens
+
+    def learn(self, row: Response, draft: Draft, stood: Stood, emitted: int) -> None:
+        """What became of a row's draft, and of its guess had that been carried.
+
+        Args: stood: before EOS and cap cut it to `emitted` tokens.
+        """
+        self.budget.observe_emitted(len(stood.tokens))
+        if draft.source == "model":
+            if stood.drafted < min(len(draft.tokens), emitted):
+                row.rejected.append(len(row.tokens) - 1)
+            self.budget.observe_chain(draft.logprobs, stood.drafted)
+        guess, accepted = draft.tokens, stood.drafted
+        if draft.source != row.guess.source:
+            guess = row.guess.tokens[: len(stood.tokens)]
+            accepted = accept_exact(stood.tokens, guess)
+        if guess:
+            self.budget.observe_draft(kind_of(row), len(guess), accepted)
+            row.state = "agreeing" if accepted == len(guess) else "diverged" if accepted else "lost"
+
+    def observe_pass(self, tokens: int, seconds: float, rows: int = 0, width: int = 0) -> None:
+        """A pass of `tokens` tokens of `rows` rows, over at most `width` positions, took `seconds`."""
+        self.budget.observe_pass(tokens, seconds, rows, width)
+
+    def end(self, rows: Sequence[Response], stats: EngineStats) -> None:
+        """The rollout is done: later ones may draft from the responses of rows that speculate."""
+        if self.contexts is not None:
+            began = time.perf_counter()
+            self.contexts.learn((row.request.prompt, row.tokens) for row in rows if not row.request.plain)
+            stats.draft_s += time.perf_counter() - began
+
+    def _own(self, rows: Sequence[Response]) -> tuple[Plan, list[Draft]]:
+        """What rides without the model."""
+        began = time.perf_counter()
+        if not self.model and (plan := self.budget.rest()) is not None:
+            return plan, [Draft((), row.guess.source) for row in rows]
+        width = max((row.length for row in rows), default=1)
+        longest = self.budget.longest(len(rows), width)
+        for row in rows:
+            self.guess(row, min(longest, row.room - 1))
+        plan = self.budget.plan([kind_of(row) for row in rows], self.model is not None, width)
+        drafts = [self._carried(row, plan) for row in rows]
+        self.budget.observe_plan(any(draft.tokens for draft in drafts))
+        self.budget.observe_asking(time.perf_counter() - began)
+        return plan, drafts
+
+    def _carried(self, row: Response, plan: Plan) -> Draft:
+        """As much of the row's guess as its kind may carry, or what the contexts promise more of."""
+        kind, price = kind_of(row), plan.needed
+        own = Draft(row.guess.tokens[: plan.windows[kind]], row.guess.source)
+        if self.contexts is not None and row.drafting and not self.budget.window:
+            text = (*row.request.prompt[-CONTEXT_TOKENS:], *row.tokens[-CONTEXT_TOKENS:])
+            likely, gain = self.contexts.draft(text, row.room - 1, price)
+            if likely and gain > self.budget.gain(kind, len(own.tokens), price):
+                return Draft(likely, "contexts")
+        return own
+
+    def _by_model(self, rows: Sequence[Response], drafts: list[Draft], plan: Plan) -> None:
+        """Lets the model draft for rows that it serves better; those it has nothing for keep their own draft."""
+        reach = [min(row.room - 1, self.model.context - row.length + 1) for row in rows]
+        places = [
+            i
+            for i, (row, draft) in enumerate(zip(rows, drafts, strict=True))
+            if row.finish is None
+            and row.drafting
+            and (kind_of(row) in plan.handed or not draft.tokens)
+            and reach[i] > 0
+        ]
+        chain = self.budget.chain([self.model.behind(i, len(rows[i].tokens)) for i in places], plan)
+        texts, room = [rows[i].tokens for i in places], [reach[i] for i in places]
+        proposed = self.model.propose(places, texts, room, chain, self.budget)
+        for i, tokens, logprobs in zip(places, proposed, chain.logprobs, strict=False):  # a probe is of a few rows
+            if tokens:
+                drafts[i] = Draft(tokens, "model", logprobs)
+
+
+def check_vocab(theirs: int, policys: int) -> None:
+    """Raises RolloutError when a draft model does not know the policy's tokens."""
+    if theirs != policys:
+        raise RolloutError(
+            f"the draft model knows {theirs} tokens and the policy {policys}: its drafts would mean other texts. Use a "
+            "draft model with the policy's tokenizer"
+        )
+
+
+def kind_of(row: Response) -> Kind:
+    """What the worth of the row's guess is estimated by; None without a guess."""
+    return (row.state, row.guess.source) if row.guess.tokens else None

@@ -1,0 +1,123 @@
+"""A response in the making, and what a request for one must fulfil."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from rollout.budget import State
+from rollout.drafting.draft import EMPTY, Draft
+from rollout.types import Completion, Request, RolloutError
+from rollout.verify import Stood, cut
+
+
+@dataclass(slots=True)
+class Response:
+    """One response in the making. An engine's KV holds everything but its last token."""
+
+    request: Request
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    behaviour: list[float] = field(default_factory=list)
+    reused: list[bool] = field(default_factory=list)
+    finish: str | None = None
+    began: float = field(default_factory=time.perf_counter)
+    seconds: float = 0.0
+    passes: int = 0
+    drafting: bool = True
+    guess: Draft = EMPTY
+    """What its own drafter expected when it was asked last, carried or not."""
+    state: State = "start"
+    """What became of that."""
+    rejected: list[int] = field(default_factory=list)
+
+    @property
+    def length(self) -> int:
+        """Tokens of the prompt and of what was emitted."""
+        return len(self.request.prompt) + len(self.tokens)
+
+    @property
+    def last(self) -> int:
+        return self.tokens[-1] if self.tokens else self.request.prompt[-1]
+
+    @property
+    def room(self) -> int:
+        """Tokens until the cap."""
+        return self.request.max_new_tokens - len(self.tokens)
+
+    def restart(self) -> None:
+        """Forgets what was emitted; the passes it took still count."""
+        self.tokens, self.logprobs, self.behaviour, self.reused, self.rejected = [], [], [], [], []
+        self.finish, self.state, self.guess, self.drafting = None, "start", EMPTY, not self.request.plain
+
+    def emit(self, stood: Stood, eos_ids: Collection[int]) -> int:
+        """Appends what stood, up to the first EOS or the cap; returns how many tokens that are."""
+        count, self.finish = cut(stood.tokens, eos_ids, self.room)
+        self.tokens += stood.tokens[:count]
+        self.logprobs += stood.logprobs[:count]
+        self.behaviour += stood.behaviour[:count]
+        self.reused += [i < stood.drafted for i in range(count)]
+        self.passes += 1
+        if self.finish:
+            self.seconds = time.perf_counter() - self.began
+        if self.finish and self.request.drafter and self.drafting:
+            self.request.drafter.propose(tuple(self.tokens), 0)  # rows that draft from this one get its end too
+        return count
+
+    def completion(self, version: int) -> Completion:
+        """The finished response, under the weights `version`."""
+        return Completion(
+            self.tokens,
+            self.logprobs,
+            self.behaviour,
+            self.reused,
+            self.finish,
+            version,
+            self.passes,
+            self.seconds,
+            draft_version=self.request.draft_version,
+            rejected=self.rejected,
+        )
+
+
+def check_request(request: Request, vocab: int, context: int, limit: str = "") -> None:
+    """Raises RolloutError for a request that the engine cannot serve.
+
+    Args: vocab: ids below it exist; context: most tokens of a prompt with its response; limit: why there are no more.
+    """
+    prompt, cap = request.prompt, request.max_new_tokens
+    if not (isinstance(prompt, Sequence) and {*map(type, prompt)} <= {int}):  # a tensor, an array, floats, a text
+        raise RolloutError(
+            f"a prompt is no sequence of token ids: {prompt!r:.60}. Give Python integers, as prompt.tolist() does"
+        )
+    if not (type(request.key) is int and -(2**63) <= request.key < 2**63):
+        raise RolloutError(f"key={request.key!r:.60} is no signed 64-bit integer, as rollout.noise.derive_key gives")
+    if type(cap) is not int:
+        raise RolloutError(f"max_new_tokens={cap!r:.60} is not a whole number")
+    if not prompt:
+        raise RolloutError("a prompt has no tokens; a rollout needs at least one")
+    if not 0 <= min(prompt) <= max(prompt) < vocab:
+        bad = next(t for t in prompt if not 0 <= t < vocab)
+        raise RolloutError(f"a prompt holds the token id {bad}, outside the model's 0..{vocab - 1}")
+    if cap < 1:
+        raise RolloutError(f"max_new_tokens={cap} leaves no room for a response; use at least 1")
+    if len(prompt) >= context:
+        raise RolloutError(
+            f"a prompt of {len(prompt)} tokens leaves no room for a response in the model's context of {context}"
+            f"{limit}; use a shorter prompt, of at most {context - 1} tokens"
+        )
+    if cap > context - len(prompt):
+        raise RolloutError(
+            f"a prompt of {len(prompt)} tokens plus max_new_tokens={cap} exceeds the model's context of {context}"
+            f"{limit}. Use rollout.max_new_tokens={context - len(prompt)} or less"
+        )
+
+
+def refuse_unusable(usable: Iterable[bool], version: int) -> None:
+    """Raises RolloutError when logits of the policy, at weight version `version`, were NaN or infinite."""
+    if not all(usable):
+        raise RolloutError(
+            f"the policy returned NaN or infinite logits (weight version {version}); "
+            "check the learning rate and the last update"
+        )

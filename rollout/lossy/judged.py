@@ -1,0 +1,183 @@
+"""Speculative decoding whose verification a judge relaxes: lossy, for fewer passes."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rollout.drafting.draft import Draft, ask
+from rollout.drafting.drafting import Drafting, Policy, check_vocab
+from rollout.engines.base import Limits, Sampling
+from rollout.engines.ragged import RaggedModel
+from rollout.engines.reader import Reader
+from rollout.engines.response import Response
+from rollout.routers.judge import DraftToken, Judge, judged
+from rollout.types import EngineStats, Request
+from rollout.verify import Drawn, Stood
+
+DRAFT_TOKENS = 16  # of a pass, where none are asked for
+
+
+@dataclass(frozen=True, slots=True)
+class JudgedDraft(Draft):
+    """A draft of `logprobs` under the laws that drew it, NaN where these are not known."""
+
+    states: Sequence[Tensor] = ()
+    """The draft model's final hidden state before each token; empty for stored text."""
+    behind: int | None = None
+    """The token that follows in the text, where a judge would be asked about it."""
+    room: int = 0
+    """Tokens until the row's cap."""
+
+
+class Judged(Drafting):
+    """Drafts for a judge, and the rule by which it lets them stand.
+
+    A row drafts from its request's drafter (stored texts), else from the draft model, which draws with the same noise.
+    The judge is asked about tokens that were written for the text before them, by a law that is known: the draft
+    model's, and those of the slot's old text until the response leaves it, with the request's `draft_logprobs`. What it
+    lets stand has that law's log-prob as its behaviour log-prob. All other drafts are verified exactly: what is kept of
+    a text behind a token that was changed fits the rest worse than either text does.
+
+    Args:
+        judge: decides about mismatches; where it fails nothing but the draw stands, counted in route_faults.
+        sampling: of policy and draft model.
+        draft: a cheaper causal LM with the same vocabulary; None drafts stored text only.
+        window: draft tokens of a pass.
+        limits: of the draft model.
+    """
+
+    def __init__(
+        self,
+        judge: Judge,
+        sampling: Sampling,
+        draft: torch.nn.Module | None = None,
+        window: int = DRAFT_TOKENS,
+        limits: Limits | None = None,
+    ):
+        super().__init__()
+        self.judge, self.window, self._eos_ids, self._faults = judge, window, sampling.eos_ids, 0
+        self._draft = None if draft is None else RaggedModel(draft, sampling, limits)
+
+    def attach(self, policy: Policy) -> None:
+        self.vocab, self._head = policy.vocab, policy.lm_head
+        if self._draft:
+            check_vocab(self._draft.vocab, policy.vocab)
+
+    def inference(self) -> AbstractContextManager:
+        return self._draft.inference() if self._draft else nullcontext()
+
+    def begin(self, requests: Sequence[Request]) -> None:
+        self._faults = 0
+
+    def open(self, rows: Sequence[Response]) -> None:
+        requests = [row.request for row in rows]
+        self._reader = self._draft and Reader(self._draft, [r.prompt for r in requests], [r.key for r in requests])
+
+    def select(self, places: Sequence[int]) -> None:
+        if self._reader:
+            self._reader.select(places)
+
+    def propose(self, rows: Sequence[Response], stats: EngineStats) -> list[Draft]:
+        """Stored text where the row has any, else the draft model's."""
+        drafts = [self._stored(row) for row in rows]
+        going = [i for i, (row, draft) in enumerate(zip(rows, drafts, strict=True))
+                 if self._reader and self._goes_on(row, draft.tokens)]  # fmt: skip
+        written = {i: ([], [], []) for i in going}
+        while going:
+            drawn = self._reader.follow({i: [*rows[i].tokens, *written[i][0]] for i in going})
+            going = [i for i in going if drawn[i].usable]
+            for i in going:
+                for column, value in zip(written[i], (drawn[i].draws, drawn[i].logprobs, drawn[i].hidden), strict=True):
+                    column.append(value[-1])
+            going = [i for i in going if self._goes_on(rows[i], written[i][0])]
+        for i, (tokens, logprobs, states) in written.items():
+            drafts[i] = JudgedDraft(tokens, "model", logprobs, states, room=rows[i].room)
+        return drafts
+
+    def learn(self, row: Response, draft: Draft, stood: Stood, emitted: int) -> None:
+        """Nothing: drafts have one length."""
+
+    def observe_pass(self, tokens: int, seconds: float, rows: int = 0, width: int = 0) -> None:
+        """Nothing: drafts have one length."""
+
+    def end(self, rows: Sequence[Response], stats: EngineStats) -> None:
+        stats.route_faults += self._faults
+
+    def rule(self, key: int, draft: JudgedDraft, drawn: Drawn) -> Stood:
+        """See rollout.verify.Rule: a draft token stands when it is the draw, or when the judge allows it.
+
+        A draw that would leave an old text behind a draft that stands whole waits for the judge of the next pass.
+        """
+        standing = self._standing(draft, drawn)
+        n = accept_judged(drawn.draws, draft.tokens, standing)
+        waits = n == len(draft.tokens) and draft.behind not in (None, drawn.draws[n]) and n + 1 < draft.room
+        end = n + (not waits)
+        text, own = drawn.text_logprobs[:n], drawn.logprobs[n:end]
+        tokens = [*draft.tokens[:n], *drawn.draws[n:end]]
+        return Stood(tokens, [*text, *own], [*judged_laws(text, draft.logprobs or (), standing), *own], n)
+
+    def _goes_on(self, row: Response, tokens: Sequence[int]) -> bool:
+        """The draft model may write a token behind the draft `tokens` that it has written."""
+        ended = row.finish is not None or not row.drafting or (tokens and tokens[-1] in self._eos_ids)
+        return not ended and len(tokens) < min(self.window, row.room - 1)
+
+    def _stored(self, row: Response) -> JudgedDraft:
+        """What the row's own drafter has, and whose law drew it."""
+        request, limit, first = row.request, min(self.window, row.room - 1), len(row.tokens)
+        if row.finish is not None or not row.drafting or request.drafter is None or limit <= 0:
+            return JudgedDraft(room=row.room)
+        text = ask(request.drafter, row.tokens, limit + 1, self.vocab)
+        intact = text.source == "prefix" and request.draft_logprobs
+        laws = list(request.draft_logprobs[first : first + len(text.tokens)]) if intact else []
+        laws += [float("nan")] * (len(text.tokens) - len(laws))
+        behind = next((t for t, p in zip(text.tokens[limit:], laws[limit:], strict=True) if p == p), None)
+        return JudgedDraft(text.tokens[:limit], text.source, laws[:limit], behind=behind, room=row.room)
+
+    def _standing(self, draft: JudgedDraft, drawn: Drawn) -> set[int]:
+        """Positions of the draft that may stand whatever the draw."""
+        asked = [i for i, logprob in enumerate(draft.logprobs or ()) if logprob == logprob]
+        verdicts, faults = judged(self.judge, self._seen(draft, drawn, asked) if asked else [])
+        self._faults += faults
+        return {i for i, stands in zip(asked, verdicts, strict=True) if stands}
+
+    def _seen(self, draft: JudgedDraft, drawn: Drawn, places: list[int]) -> list[DraftToken]:
+        """What the judge sees of the draft's tokens at `places`."""
+        hidden = drawn.hidden
+        read = [hidden[i + 1] for i in places]
+        if not self.judge.laws:
+            return [DraftToken(state) for state in read]
+        policy = self._head(hidden[places]).float().log_softmax(-1)
+        laws = [None] * len(places)
+        if draft.states:
+            laws = self._draft.lm_head(torch.stack([draft.states[i] for i in places])).float().log_softmax(-1)
+        return [DraftToken(*token) for token in zip(read, policy, laws, strict=True)]
+
+
+def accept_judged(draws: Sequence[int], draft: Sequence[int], unimportant: Collection[int]) -> int:
+    """Accepted draft tokens when a mismatch also stands where a judge calls it unimportant.
+
+    Judge Decoding (arXiv 2501.19309): standard acceptance OR the judge's. With no position in `unimportant` this is
+    `accept_exact`; else the output follows no law that can be written down, and must be measured.
+
+    Args: unimportant: positions of the draft whose token may stand although it is not the draw.
+    """
+    n = 0
+    while n < min(len(draws), len(draft)) and (draws[n] == draft[n] or n in unimportant):
+        n += 1
+    return n
+
+
+def judged_laws(own: Sequence[float], drafted: Sequence[float], unimportant: Collection[int]) -> list[float]:
+    """Behaviour log-probs of accepted draft tokens.
+
+    Where a judge lets the draft stand, it stands whatever is drawn, so its law is the draft's even if it is the draw as
+    well; elsewhere only the policy's own draw stands. Exact for judges that do not read the token itself.
+
+    Args: own: log-probs under the policy; drafted: under the law that drew the draft; unimportant: see `accept_judged`.
+    """
+    return [drafted[i] if i in unimportant else logprob for i, logprob in enumerate(own)]

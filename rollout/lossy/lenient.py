@@ -1,0 +1,81 @@
+"""SPEC-RL as published (arXiv 2509.23232): the slot's old text is verified once, by a ratio of likelihoods. Biased."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from rollout.checks import check
+from rollout.config import RolloutConfig
+from rollout.drafting.draft import EMPTY, Draft
+from rollout.drafting.drafting import Drafting
+from rollout.engines.response import Response
+from rollout.noise import uniform
+from rollout.types import EngineStats, Request, RolloutError
+from rollout.verify import Drawn, Rule, Stood, exact
+
+_KEY = 0x5851F42D4C957F2D  # separates the acceptance uniforms from the Gumbel noise of the same key
+
+
+def lenient(lenience: float) -> Rule:
+    """SPEC-RL as published: see `accept_lenient`. Drafts must bring the log-probs of the law that drew them.
+
+    Raises:
+        RolloutError: a lenience that accepts nothing or is no number.
+    """
+    check(RolloutConfig(lenience=lenience))
+
+    def rule(key: int, draft: Draft, drawn: Drawn) -> Stood:
+        if not draft.tokens:
+            return exact(key, draft, drawn)
+        k = len(draft.tokens)
+        old = torch.tensor(draft.logprobs, device="cpu")
+        at = torch.arange(drawn.at, drawn.at + k)
+        u = uniform(torch.tensor(key ^ _KEY).expand(k), at)
+        n = accept_lenient(torch.tensor(drawn.text_logprobs[:k]), old, u, lenience)
+        drawn_logprobs = drawn.logprobs[n : n + 1]
+        return Stood(
+            [*draft.tokens[:n], *drawn.draws[n : n + 1]],
+            [*drawn.text_logprobs[:n], *drawn_logprobs],
+            [*old[:n].tolist(), *drawn_logprobs],
+            n,
+        )
+
+    return rule
+
+
+def accept_lenient(logp_new: Tensor, logp_old: Tensor, u: Tensor, lenience: float) -> int:
+    """Accepted prefix under SPEC-RL's published rule: token i stands with probability min(1, l * p_new / p_old).
+
+    Algorithm 1 of SPEC-RL (arXiv 2509.23232). After the first rejection the caller samples from p_new, not from the
+    residual, so the output is biased towards the old policy even at l = 1; see docs/guarantees.md.
+
+    Args: logp_new, logp_old float [K], log-probs of the drafted tokens under the current policy and under the law that
+    produced them, both after the same temperature, top-k and top-p; u uniforms [K], fresh on every visit.
+    """
+    accept = u.log() <= torch.tensor(lenience, dtype=torch.float64).log() + logp_new.double() - logp_old.double()
+    return int(accept.long().cumprod(0).sum())
+
+
+class Once(Drafting):
+    """The slot's old text, whole, in the row's first pass, and nothing after that."""
+
+    whole = True
+
+    def begin(self, requests: Sequence[Request]) -> None:
+        if any(request.drafter and request.draft_logprobs is None for request in requests):
+            raise RolloutError("the lenient rule needs the stored log-probs of every draft; the cache holds none")
+        super().begin(requests)
+
+    def propose(self, rows: Sequence[Response], stats: EngineStats) -> list[Draft]:
+        return [self.text(row) if row.drafting and not row.tokens else EMPTY for row in rows]
+
+    def text(self, row: Response) -> Draft:
+        """All of the row's old text that fits."""
+        tokens = self.guess(row, row.room)
+        return Draft(tokens, row.guess.source, (row.request.draft_logprobs or ())[: len(tokens)])
+
+    def learn(self, row: Response, draft: Draft, stood: Stood, emitted: int) -> None:
+        row.drafting &= stood.drafted == len(draft.tokens)  # nothing after the first rejection
