@@ -66,7 +66,8 @@ LENIENT |= {"rollout.budget.branches": 1, "trainer.old_logprobs": "auto", "rollo
 LOSSY = {"trainer.old_logprobs": "auto", "rollout.top_p": 1, "rollout.drafter": "{drafter}"}
 ROUTED = {**LOSSY, "rollout.law": "routed"}
 JUDGED = {**LOSSY, "rollout.law": "judged", "rollout.replay": 0}
-JUDGE = {**JUDGED, "rollout.judged.path": "{judge}"}
+LEARNED = {"trainer.precision": "fp32", "lora.rank": 0}  # what was learned of this very policy
+JUDGE = {**JUDGED, **LEARNED, "rollout.judged.path": "{judge}"}
 TAUGHT = {**EXACT, "rollout.drafter": "{drafter}", "trainer.drafter.train": "true", "trainer.drafter.versions": 1}
 
 CHOICES = {
@@ -90,7 +91,7 @@ CHOICES = {
         "likelihood": ROUTED,
         "entropy": ROUTED,
         "rsd": {**ROUTED, "rollout.routed.path": "{prm}"},
-        "arbitrage": {**ROUTED, "rollout.routed.path": "{arbitrage}"},
+        "arbitrage": {**ROUTED, **LEARNED, "rollout.routed.path": "{arbitrage}"},
     },
     "rollout.routed.uncorrected": {
         "true": {**ROUTED, "rollout.routed.by": "entropy", "trainer.correction": "none"},
