@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 
 def build_engine(spec: EngineSpec, model: Module | None = None, scorer: Scorer | None = None) -> Engine:
-    """The engine of `rollout.engine` with the run's sampling law and acceptance rule, or that of `rollout.router`.
+    """The engine of `rollout.engine` for the run's sampling and `rollout.law`.
 
     Args:
         spec: what to build.
         model: the trainer's own model, which the transformers engine then shares; None loads `spec.model`.
-        scorer: process rewards of draft steps, for `rollout.router.kind=rsd`.
+        scorer: process rewards of draft steps, for `rollout.routed.by=rsd`.
 
     Raises:
         RolloutError: an option has a value that it cannot have, or what it names cannot be loaded.
@@ -47,18 +47,18 @@ def build_engine(spec: EngineSpec, model: Module | None = None, scorer: Scorer |
     policy = _load(spec, spec.model) if model is None else model
     options = {"limits": Limits.of(config), "own_weights": model is None}
     drafter = load_drafter(spec, policy) if config.drafter else None
-    if config.router.kind in ("judge", "kl"):
+    if config.law == "judged":
         from rollout.lossy.judged import DRAFT_TOKENS, Judged
         from rollout.routers import build_judge
 
         window = config.budget.window or DRAFT_TOKENS
-        judged = Judged(build_judge(config.router, policy), sampling, drafter, window, options["limits"])
+        judged = Judged(build_judge(config.judged, policy), sampling, drafter, window, options["limits"])
         return TransformersEngine(policy, sampling, judged.rule, judged, **options)
-    if config.router.kind != "off":
+    if config.law == "routed":
         from rollout.lossy.routed import RoutedEngine, Steps
         from rollout.routers import build_router
 
-        router, step_end = build_router(config.router, spec, policy, drafter, scorer)
+        router, step_end = build_router(config.routed, spec, policy, drafter, scorer)
         return RoutedEngine(policy, sampling, Steps(drafter, router, step_end), **options)
     return TransformersEngine(policy, sampling, *rule_and_drafting(config, sampling, drafter), **options)
 
@@ -72,7 +72,7 @@ def rule_and_drafting(
     from rollout.drafting.drafting import Drafting
     from rollout.verify import exact
 
-    if config.acceptance == "lenient":
+    if config.law == "lenient":
         from rollout.lossy.lenient import Once, lenient
 
         return lenient(config.lenience), Once()

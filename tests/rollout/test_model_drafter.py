@@ -169,7 +169,7 @@ def test_rejected_positions_are_where_the_model_was_wrong(policy, plain):
 
 
 def test_a_plain_request_is_decoded_without_the_model(policy, plain):
-    """The baseline of control steps and acceptance=off. One row in the batch that may draft is the control."""
+    """The baseline of control steps and law=off. One row in the batch that may draft is the control."""
     engine = local(policy, SAMPLING, window=5, drafter=copy.deepcopy(policy))
     own = [Script(c.tokens) for c in plain]
     done, stats = engine.generate([replace(r, plain=True) for r in requests(drafters=own)])
