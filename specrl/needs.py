@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from specrl.options import ConfigError
 
 if TYPE_CHECKING:
-    from specrl.config import Config
+    from specrl.schema import Config
 
 HEAD = "the head of the config file may say with what options"
 

@@ -15,8 +15,8 @@ from specrl.data import check_lengths, load_examples, on_hub
 from specrl.options import ConfigError
 
 if TYPE_CHECKING:
-    from specrl.config import Config
     from specrl.data import Example
+    from specrl.schema import Config
 
 GPU_FILES = ("nvidia*", "nvhost*", "nvgpu*", "kfd", "dxg")
 """In /dev, one of which a driver of NVIDIA or AMD makes."""

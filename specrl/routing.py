@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from rollout.engines.transformers import TransformersEngine
     from rollout.routers.base import Router, Scorer
     from rollout.steps import Candidate, Step
-    from specrl.config import Config
     from specrl.data import Example
+    from specrl.schema import Config
 
 
 @dataclass(frozen=True)
