@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from reward.base import RewardError
-from rollout.checks import suggestion, values
+from rollout.checks import misfits, suggestion, values
 from rollout.types import RolloutError
-from specrl import needs, options
+from specrl import options
 from specrl.checks import problems
 from specrl.help import help_text, updated_page
 from specrl.options import ConfigError
@@ -49,7 +49,7 @@ def load(argv: Sequence[str], schema: type = Config, training: bool = True) -> A
     elif name:
         raise ConfigError(f"config={name} has no meaning here. help=true shows the options.")
     config = options.build(schema, *layers)
-    if isinstance(config, Config) and (found := problems(config, training)):
+    if found := problems(config, training) if isinstance(config, Config) else misfits(config):
         raise ConfigError("\n".join(found))
     if dry_run == "true":
         from specrl.preflight import summary
@@ -161,7 +161,9 @@ def run(
         if isinstance(loaded, str):
             return _show(loaded)
         if isinstance(loaded, Config):
-            needs.check(loaded)
+            from specrl.preflight import needs  # not for help: it imports what reads data
+
+            needs(loaded)
         return main(loaded) or 0
     except ConfigError as error:
         return _complain(error, USAGE_ERROR)
