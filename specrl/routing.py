@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from rollout.lossy.routed import RoutedEngine
     from rollout.routers.base import Router, Scorer
     from rollout.steps import Candidate, Step
-    from specrl.config import Config
     from specrl.data import Example
+    from specrl.schema import Config
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from specrl import config as cli
 from specrl import preflight
-from specrl.config import Config
 from specrl.options import ConfigError
 from specrl.resume import agreed, claimed, data_digests, keep_surroundings, same_data, surroundings
+from specrl.schema import Config
 
 if TYPE_CHECKING:
     import torch

@@ -25,7 +25,7 @@ def lenient(lenience: float) -> Rule:
     Raises:
         RolloutError: a lenience that accepts nothing or is no number.
     """
-    check(RolloutConfig(lenience=lenience))
+    check(RolloutConfig(law="lenient", lenience=lenience))
 
     def rule(key: int, draft: Draft, drawn: Drawn) -> Stood:
         if not draft.tokens:

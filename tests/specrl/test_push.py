@@ -10,9 +10,10 @@ import yaml
 
 from specrl import push
 from specrl.card import PLACE, card, settings
-from specrl.config import Config, load
+from specrl.config import load
 from specrl.config import run as run_command
 from specrl.push import PushError, PushOptions
+from specrl.schema import Config
 
 SUMMARY = {
     "rule": "exact, replay=0.5: the tokens plain decoding draws with the same keys",
