@@ -273,6 +273,10 @@ class DrafterTrainer:
         """
         self.progress, self._texts = drafter_state.load(directory, dict(self._weights()), self._optimizer)
 
+    def save_model(self, directory: Path) -> None:
+        """Writes the drafter as a model of transformers."""
+        self.drafter.save_pretrained(directory)
+
     def _weights(self) -> Iterator[tuple[str, Tensor]]:
         for kind, model in (("drafter", self.drafter), ("initial", self._initial), ("average", self._average)):
             if model is not None:

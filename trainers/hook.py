@@ -13,11 +13,11 @@ from accelerate.utils import broadcast_object_list, gather_object
 from rollout.cache import Fingerprint, TrajectoryCache
 from rollout.config import RolloutConfig
 from rollout.engines import EngineSpec, build_engine
+from rollout.metrics import rollout_metrics
 from rollout.speculative import SpeculativeRollout
 from rollout.types import RolloutBatch, RolloutError, Row
 from trainers.hook_limits import check_config, check_trainer
 from trainers.hook_state import Asked, SaveReuse, load_trajectories, read_state
-from trainers.stage import rollout_metrics
 
 LOGGED = (
     "spec/hit_rate",

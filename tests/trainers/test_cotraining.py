@@ -62,15 +62,15 @@ def test_the_policy_is_the_same_with_and_without(made):
     (off, _), (on, _) = made(False), made(True)
     assert differences(off, on) == []
     assert len(on.steps) == len(on.losses) == 9
-    initial = load_file(f"{off.trainer.engine.drafter.model.name_or_path}/model.safetensors")
+    initial = load_file(f"{off.trainer.rollouts.engine.drafter.model.name_or_path}/model.safetensors")
     for recording, moved in ((off, False), (on, True)):
-        weights = recording.trainer.engine.drafter.model.state_dict()
+        weights = recording.trainer.rollouts.engine.drafter.model.state_dict()
         assert all(torch.equal(weights[name], tensor) for name, tensor in initial.items()) != moved, "control"
 
 
 def test_the_trained_drafter_is_the_one_that_drafts(made):
     on, lines = made(True)
-    assert on.trainer.cotraining.drafter is on.trainer.engine.drafter.model
+    assert on.trainer.rollouts.companions["drafter"].drafter is on.trainer.rollouts.engine.drafter.model
     agreed, initial = ([line[f"drafter/{name}"] for line in lines] for name in ("agreement", "agreement_initial"))
     assert agreed[0] == initial[0], "before the first update"
     assert sum(agreed[3:]) / 6 > sum(initial[3:]) / 6 + 0.03
@@ -91,8 +91,8 @@ def test_rejected_drafts_reach_the_drafter(folder, drafter):
     seen = []
 
     def listen(trainer):
-        observe = trainer.cotraining.observe
-        trainer.cotraining.observe = lambda rows, rejected, *rest: (
+        observe = trainer.rollouts.companions["drafter"].observe
+        trainer.rollouts.companions["drafter"].observe = lambda rows, rejected, *rest: (
             seen.append(list(zip(rows, rejected, strict=True))),
             observe(rows, rejected, *rest),
         )
@@ -123,7 +123,7 @@ def test_a_resumed_run_is_the_undisturbed_one(folder, drafter, made, select):
     second = run(folder, name=name, trainer__save_every=4, resume="auto", **options)
     assert differences(whole, first + second) == []
     assert measured(records(folder / name)) == measured(lines)
-    ended, expected = (r.trainer.cotraining.drafter.state_dict() for r in (second, whole))
+    ended, expected = (r.trainer.rollouts.companions["drafter"].drafter.state_dict() for r in (second, whole))
     assert all(torch.equal(tensor, expected[key]) for key, tensor in ended.items())
 
 
@@ -141,7 +141,7 @@ def test_a_resume_that_forgets_the_drafter_is_seen(folder, drafter, made, monkey
 def test_the_drafter_is_kept_beside_the_model(folder, made):
     on, _ = made(True)
     kept = AutoModelForCausalLM.from_pretrained(folder / "on-True" / "drafter")
-    trained = on.trainer.cotraining.drafter.state_dict()
+    trained = on.trainer.rollouts.companions["drafter"].drafter.state_dict()
     assert all(torch.equal(tensor, trained[name]) for name, tensor in kept.state_dict().items())
 
 
