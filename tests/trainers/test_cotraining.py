@@ -2,6 +2,7 @@
 
 import json
 from functools import cache
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,10 +10,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from rollout.types import RolloutError
+from specrl import config as cli
+from specrl.setup import companions
 from tests import runs
 from tests.runs import Watch, differences, run
-from trainers.collector import Collector
-from trainers.config import DrafterConfig
 
 ON = {"trainer__drafter__train": "true", "trainer__drafter__patience": 0, "trainer__drafter__learning_rate": 3e-3}
 
@@ -166,10 +167,7 @@ class Elsewhere:
     [(2, "works in one process, not in 2.*train=false"), (1, "Elsewhere has not. Use rollout.engine=transformers")],
 )
 def test_a_drafter_that_cannot_be_reached_is_refused(processes, message):
-    class Run:
-        _accelerator = type("A", (), {"num_processes": processes})
-        engine = Elsewhere()
-        _options = type("O", (), {"drafter": DrafterConfig(train=True)})
-
+    config = cli.load(["config=grpo_math", "rollout.drafter=layers=1"])
+    config.trainer.drafter.train = True
     with pytest.raises(RolloutError, match=message):
-        Collector._cotraining(Run(), seed=0)
+        companions(config, SimpleNamespace(engine=Elsewhere()), processes)

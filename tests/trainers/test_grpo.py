@@ -527,17 +527,18 @@ def test_the_cache_keeps_responses_with_their_rewards(tmp_path):
 def test_evaluation_never_touches_the_cache(folder):
     record = run(folder, name="evaluated", trainer__max_steps=4)
     trainer, config = record.trainer, load(words(folder))
+    tokenizer = trainer.processing_class
     cache = trainer.rollouts.source.cache
     before = stored(cache), list(cache._examples), cache.stats()
     rewards = RewardSet.from_config(RewardConfig(functions=["tests.runs:digits"], isolate_user=False))
     examples = load_examples(config.data, config.dataset, "train", config.seed)  # those the cache holds
     metrics = evaluate(
-        trainer.rollouts.engine, trainer.processing_class, examples, rewards, samples=4, max_new_tokens=28, seed=config.seed
+        trainer.rollouts.engine, tokenizer, examples, rewards, samples=4, max_new_tokens=28, seed=config.seed
     )
     assert metrics["eval/mean_length"] > 2
     assert (stored(cache), list(cache._examples), cache.stats()) == before
     again = evaluate(
-        trainer.rollouts.engine, trainer.processing_class, examples, rewards, samples=4, max_new_tokens=28, seed=config.seed
+        trainer.rollouts.engine, tokenizer, examples, rewards, samples=4, max_new_tokens=28, seed=config.seed
     )
     assert again == metrics, "the same weights are evaluated with the same noise"
 
