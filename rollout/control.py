@@ -49,14 +49,14 @@ class Control:
             RolloutError: no row has a response, or `strict` and one differs.
         """
         config, metrics = self._rollout.config, rollout_metrics(batch)
-        if config.router.kind != "off":
+        if config.law in ("judged", "routed"):
             metrics |= lossy_metrics(batch)
         self.rollouts += 1
         if self.measured:
-            if config.acceptance == "exact":
+            if config.law == "exact":
                 metrics |= self._plain(rows, batch)
             # the baseline of an `auto` run measures too, as its keys follow from what is measured
-            if config.replay and (config.acceptance == "exact" or config.replay == "auto"):
+            if config.replay and (config.law == "exact" or config.replay == "auto"):
                 metrics |= self._reuse_gap(rows, batch, rewards, step)
         if config.replay:
             shares = self._rollout.replay.until(max(batch.visits))

@@ -126,7 +126,7 @@ def load_cache(
     config: Config, tokenizer, model, eos_ids: frozenset[int], checkpoint: Path | None
 ) -> TrajectoryCache | None:
     """The trajectory cache: of the checkpoint, of `rollout.cache.start_from`, or empty. None when nothing is reused."""
-    if config.rollout.acceptance == "off":
+    if not config.rollout.reuses:
         return None
     options = config.rollout.cache
     mark = Fingerprint(*fingerprint(config, tokenizer))
@@ -145,7 +145,7 @@ def load_cache(
         eos_ids,
         max_step=checkpoints.step_of(checkpoint) if checkpoint else None,
         max_mb=options.max_mb,
-        check_law=config.rollout.acceptance == "lenient",
+        check_law=config.rollout.law == "lenient",
         new_run=not checkpoint,
     )
 

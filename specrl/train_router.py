@@ -183,7 +183,7 @@ def write(pair: Pair, weights, prm, records: Sequence[Record], report: dict, con
         "kind": "arbitrage",
         "draft": fingerprint(pair.draft),
         "policy": fingerprint(pair.policy),
-        "separators": config.rollout.router.step_separators,
+        "separators": config.rollout.routed.step_separators,
         "weights": weights,
         "report": report,
     }

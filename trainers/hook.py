@@ -34,7 +34,7 @@ class ReuseRollouts:
     """A `rollout_func` of TRL's GRPOTrainer (1.16): rollouts by the trainer's own model that reuse old responses.
 
     Responses follow the law that TRL's own generate samples from, with other noise: token for token they are those of
-    `ReuseRollouts(RolloutConfig(acceptance="off"))`, which drafts nothing (fp32 on a CPU; elsewhere up to rounding).
+    `ReuseRollouts(RolloutConfig(law="off"))`, which drafts nothing (fp32 on a CPU; elsewhere up to rounding).
 
     The trainer's arguments give sampling law, cap, group size, seed and precision; its tokenizer and chat template the
     prompts. What it cannot do as TRL would is refused at the first rollout. A prompt is known by its token ids. Every
@@ -42,7 +42,7 @@ class ReuseRollouts:
     nothing. TRL's checkpoints hold what a resumed run needs, in `checkpoint-N/specrl`. Metrics go into TRL's log
     (docs/metrics.md). Control steps, the report and other engines are those of `python -m specrl.train`.
 
-    Args: config: options of reuse (`acceptance`, `replay`, `sources`, `cache.max_mb`, memory bounds); what the
+    Args: config: options of reuse (`law`, `replay`, `sources`, `cache.max_mb`, memory bounds); what the
     trainer's arguments give is taken from there.
     """
 

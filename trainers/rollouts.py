@@ -249,14 +249,11 @@ class Rollouts:
     # Old log-probs and corrections -------------------------------------------------------------------------------
 
     @property
-    def _lossy(self) -> bool:
-        """True where tokens may be of another law than the policy's."""
-        return self.source.config.acceptance == "lenient" or self.source.config.router.kind != "off"
-
-    @property
     def old_from_engine(self) -> bool:
         """True when the engine's log-probs are pi_old, False when the trainer computes its own."""
-        return self._options.old_logprobs == "engine" or (self._options.old_logprobs == "auto" and self._lossy)
+        return self._options.old_logprobs == "engine" or (
+            self._options.old_logprobs == "auto" and self.source.config.lossy
+        )
 
     def importance(
         self, drawn: torch.Tensor, mask: torch.Tensor, own: Callable[[], torch.Tensor]
@@ -268,7 +265,7 @@ class Rollouts:
             mask: 1 for response tokens [B, T].
             own: gives the trainer's log-probs [B, T] when they are needed.
         """
-        if self._lossy:
+        if self.source.config.lossy:
             logp, behaviour = drawn, torch.zeros_like(drawn)
             for i, c in enumerate(self.last.batch.completions):
                 behaviour[i, : len(c.tokens)] = torch.tensor(c.behaviour_logprobs)

@@ -126,7 +126,7 @@ class Run:
         self.rollout.store(rows, batch, step=step, rewards=rewards)
         self.control(rows, batch, rewards, step=step)
         self._advantages(found, torch.tensor(rewards))
-        if self.arm.rollout.get("acceptance") == "lenient":  # as Rollouts.importance does
+        if self.arm.rollout.get("law") == "lenient":  # as Rollouts.importance does
             behaviour = padded(batch.completions, found.length)
             found.advantages *= correction_weights(found.old, behaviour, found.mask, self.arm.correction, CAP)
         for _ in range(UPDATES):

@@ -1,4 +1,4 @@
-"""What all trainers share around their update: slots, visits, storing, refused batches, weights, metrics over processes."""
+"""What all trainers share around their update: slots, visits, storing, refused batches, weights, metrics."""
 
 import json
 from dataclasses import replace
@@ -162,7 +162,7 @@ def test_an_engine_that_does_not_follow_the_policy_is_refused():
 
 
 def test_importance_with_every_response_masked():
-    masked = made(config=RolloutConfig(acceptance="lenient", group_size=4))
+    masked = made(config=RolloutConfig(law="lenient", group_size=4))
     masked.collect([{"example_id": "e0"}])
     weights = masked.importance(torch.tensor([[-0.5, -0.5]]), torch.zeros(1, 2), own=None)
     assert weights.tolist() == [[1.0, 1.0]]
