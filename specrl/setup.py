@@ -53,32 +53,23 @@ class Run:
     """Optimiser steps from beginning to end."""
     longest_prompt: int
     """Tokens."""
-    stop: StopOnSignal
 
     @property
     def is_main(self) -> bool:
         """Whether this process writes the run's directory."""
         return self.trainer.accelerator.is_main_process
 
-    @property
-    def resumed_step(self) -> int:
-        """Without a checkpoint, -1: all steps come again, and so does the evaluation before them."""
-        return checkpoints.step_of(self.checkpoint) if self.checkpoint else -1
-
-    @property
-    def received(self) -> int:
-        """The signal that ended training, 0 for none."""
-        return self.stop.received
-
     def restore(self) -> None:
         """Brings rollouts and companions to where the checkpoint left them; weights are the trainer's to restore."""
         if self.checkpoint:
             checkpoints.restore(self.checkpoint, self.trainer.rollouts)
 
-    def train(self) -> None:
-        """All steps that are left, or those until a signal."""
-        self.trainer.add_callback(self.stop)  # behind all others
+    def train(self) -> int:
+        """All steps that are left; the signal that ended them early, 0 for none."""
+        stop = StopOnSignal(self.config.trainer.steps_per_rollout)
+        self.trainer.add_callback(stop)  # behind all others
         self.trainer.train(resume_from_checkpoint=str(self.checkpoint) if self.checkpoint else None)
+        return stop.received
 
 
 @contextmanager
@@ -114,12 +105,11 @@ def parts(
         )
         trainer = build_trainer(config, model, tokenizer, setup, folder)
         trainer.rollouts.companions |= companions(config, trainer.rollouts, trainer.accelerator.num_processes)
-        keep = config.trainer.keep_checkpoints
         trainer.add_callback(TrainCompanions(trainer.rollouts.companions, trainer.note))
         trainer.add_callback(ShortHistory())
-        trainer.add_callback(checkpoints.SaveCache(trainer.rollouts, keep, data))
-        stop, whole = StopOnSignal(config.trainer.steps_per_rollout), steps(config, len(train))
-        yield Run(config, folder, checkpoint, trainer, tokenizer, rewards, test, whole, longest, stop)
+        trainer.add_callback(checkpoints.SaveCache(trainer.rollouts, config.trainer.keep_checkpoints, data))
+        whole = steps(config, len(train))
+        yield Run(config, folder, checkpoint, trainer, tokenizer, rewards, test, whole, longest)
 
 
 def load_cache(
@@ -131,9 +121,8 @@ def load_cache(
     options = config.rollout.cache
     mark = Fingerprint(*fingerprint(config, tokenizer))
     vocabulary = model.get_output_embeddings().weight.shape[0]
-    start = (
-        checkpoints.trajectories(checkpoint) if checkpoint else Path(options.start_from)
-    )  # none there: cold, as after `off`
+    # that of a checkpoint may be missing, as after `off`: the cache is then empty
+    start = checkpoints.trajectories(checkpoint) if checkpoint else Path(options.start_from)
     if options.clear or not (checkpoint or options.start_from):
         return TrajectoryCache(mark, vocabulary, eos_ids, max_mb=options.max_mb)
     if not checkpoint and not start.is_dir():
@@ -227,12 +216,11 @@ def scorer(rewards: RewardSet, tokenizer: PreTrainedTokenizerBase) -> Score:
 
     def score(rows: Sequence[dict], responses: Sequence[list[int]]) -> tuple[list[float | None], dict[str, float]]:
         known, texts = ("prompt", "answer"), tokenizer.batch_decode(responses, skip_special_tokens=True)
-        result = rewards.score(
-            [
-                Sample(str(row["prompt"]), text, row["answer"], {k: v for k, v in row.items() if k not in known})
-                for row, text in zip(rows, texts, strict=True)
-            ]
-        )
+        samples = [
+            Sample(str(row["prompt"]), text, row["answer"], {k: v for k, v in row.items() if k not in known})
+            for row, text in zip(rows, texts, strict=True)
+        ]
+        result = rewards.score(samples)
         metrics: dict[str, float] = {
             "reward/failed": sum(total is None for total in result.total),
             "reward/timeouts": sum(result.timeouts.values()),
@@ -251,15 +239,10 @@ def adapter(config: Config) -> Any | None:
     """The LoRA configuration, None for full training."""
     if not config.lora.rank:
         return None
-    try:
-        from peft import LoraConfig
-    except ImportError as error:
-        raise ConfigError(
-            f"lora.rank={config.lora.rank} needs peft. Install it with: pip install 'specrl[peft]'"
-        ) from error
-    return LoraConfig(
-        r=config.lora.rank, lora_alpha=config.lora.alpha, target_modules=config.lora.targets or "all-linear"
-    )
+    from peft import LoraConfig
+
+    lora = config.lora
+    return LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=lora.targets or "all-linear")
 
 
 def steps(config: Config, prompts: int) -> int:

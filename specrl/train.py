@@ -31,9 +31,8 @@ def main(config: Config) -> int:
         with setup.parts(config, folder, checkpoint, **examples) as run:
             run.restore()
             with recorded(run) as monitor:
-                run.train()
-                if run.received:
-                    return stopped(run, monitor)
+                if received := run.train():
+                    return stopped(run, received, monitor)
         save(run)
         return report(run)
 
@@ -46,12 +45,15 @@ def recorded(run: Run) -> Iterator[Monitor | None]:
         return
     from specrl import memory
     from specrl.monitor import Monitor
+    from trainers.checkpoint import step_of
 
-    config, policy = run.config, run.trainer.rollouts.policy
+    config, policy, checkpoint = run.config, run.trainer.rollouts.policy, run.checkpoint
     cli.save(config)
     now = surroundings(policy.device.type, run.trainer.accelerator.num_processes)
-    rounding = keep_surroundings(run.folder, now, resumed=run.checkpoint is not None)
-    with Monitor(run.folder, run.steps, resumed_step=run.resumed_step) as monitor:
+    rounding = keep_surroundings(run.folder, now, resumed=checkpoint is not None)
+    # without a checkpoint all steps come again, and so does the evaluation before them
+    resumed_step = step_of(checkpoint) if checkpoint else -1
+    with Monitor(run.folder, run.steps, resumed_step=resumed_step) as monitor:
         if rounding:
             monitor.note(rounding)
         watch(run, monitor)
@@ -88,9 +90,9 @@ def watch(run: Run, monitor: Monitor) -> None:
     run.trainer.add_callback(Record(monitor.log, after_step, before_training=lambda: assess(0)))
 
 
-def stopped(run: Run, monitor: Monitor | None) -> int:
+def stopped(run: Run, received: int, monitor: Monitor | None) -> int:
     """Says what a signal ended; the exit code."""
-    word, code = ("interrupted", cli.INTERRUPTED) if run.received == SIGINT else ("terminated", cli.TERMINATED)
+    word, code = ("interrupted", cli.INTERRUPTED) if received == SIGINT else ("terminated", cli.TERMINATED)
     if monitor:
         monitor.note(f"{word} after step {run.trainer.state.global_step}, which is saved; resume=auto goes on")
     return code

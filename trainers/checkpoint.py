@@ -187,8 +187,8 @@ class SaveCache(TrainerCallback):
         if not state.is_world_process_zero:
             return
         checkpoint = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-        mark = {"step": state.global_step, "cache": self._save_cache(checkpoint, state.global_step)}
-        mark |= {"rollouts": self._rollouts.state(), "data": self._data}
+        self._save_cache(checkpoint, state.global_step)
+        mark = {"step": state.global_step, "rollouts": self._rollouts.state(), "data": self._data}
         with writing(checkpoint):
             for name, companion in self._rollouts.companions.items():
                 companion.save(checkpoint / name)
@@ -196,12 +196,11 @@ class SaveCache(TrainerCallback):
             write_durably(checkpoint / MARKER, json.dumps(mark | {"digest": _digest(mark)}).encode())
         prune(checkpoint.parent, checkpoint, self._keep)
 
-    def _save_cache(self, checkpoint: Path, step: int) -> bool:
+    def _save_cache(self, checkpoint: Path, step: int) -> None:
         source = self._rollouts.source
         if source.cache is None:
-            return True
+            return
         began = time.perf_counter()
-        saved = source.cache.try_save(trajectories(checkpoint), step, source.config.cache.on_write_error)
+        source.cache.try_save(trajectories(checkpoint), step, source.config.cache.on_write_error)
         source.cache.close()
         self._spent_s = time.perf_counter() - began
-        return saved

@@ -251,9 +251,8 @@ class Rollouts:
     @property
     def old_from_engine(self) -> bool:
         """True when the engine's log-probs are pi_old, False when the trainer computes its own."""
-        return self._options.old_logprobs == "engine" or (
-            self._options.old_logprobs == "auto" and self.source.config.lossy
-        )
+        asked = self._options.old_logprobs
+        return asked == "engine" or (asked == "auto" and self.source.config.lossy)
 
     def importance(
         self, drawn: torch.Tensor, mask: torch.Tensor, own: Callable[[], torch.Tensor]
@@ -265,11 +264,13 @@ class Rollouts:
             mask: 1 for response tokens [B, T].
             own: gives the trainer's log-probs [B, T] when they are needed.
         """
+        own_copy = self._options.precision == "bf16" and self.engine.own_weights
+        other_numerics = own_copy or self.source.config.engine != "transformers"
         if self.source.config.lossy:
             logp, behaviour = drawn, torch.zeros_like(drawn)
             for i, c in enumerate(self.last.batch.completions):
                 behaviour[i, : len(c.tokens)] = torch.tensor(c.behaviour_logprobs)
-        elif self._other_numerics and not self.old_from_engine and self._options.correction != "none":
+        elif other_numerics and not self.old_from_engine and self._options.correction != "none":
             logp, behaviour = own(), drawn
         else:
             return None
@@ -278,13 +279,6 @@ class Rollouts:
             summary = {"min": used.min(), "mean": used.mean(), "max": used.max()}
             self._metrics |= {f"sampling/importance_sampling_ratio/{k}": v.item() for k, v in summary.items()}
         return ratios
-
-    @property
-    def _other_numerics(self) -> bool:
-        """True when the engine computes with another implementation or other weights than the trainer."""
-        return self.source.config.engine != "transformers" or (
-            self._options.precision == "bf16" and self.engine.own_weights
-        )
 
 
 def check_batch(batch: RolloutBatch, rows: int, version: int) -> None:
