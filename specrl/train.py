@@ -102,7 +102,7 @@ def live(
         with checkpoints.writing(run_dir):
             tokenizer.save_pretrained(run_dir / "model")
             if trainer.cotraining:
-                trainer.cotraining.drafter.save_pretrained(run_dir / "drafter")
+                trainer.cotraining.save_model(run_dir / "drafter")
         if cache is not None:
             cache.try_save(run_dir / "trajectories", trainer.state.global_step, config.rollout.cache.on_write_error)
             cache.close()

@@ -244,8 +244,7 @@ class Collector:
         """Shows co-training the rows of the rollout that have a response."""
         whole = self._whole
         done = [(row.prompt, c) for row, c in zip(whole.rows, whole.batch.completions, strict=True) if not c.failure]
-        texts, rejected = [(prompt, c.tokens) for prompt, c in done], [c.rejected for _, c in done]
-        self.cotraining.observe(texts, rejected, self.version, whole.batch.stats)
+        self.cotraining.observe([(p, c.tokens) for p, c in done], self.version, whole.batch.stats)
 
     # Refits of the judge -----------------------------------------------------------------------------------------
 
