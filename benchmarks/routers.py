@@ -110,7 +110,7 @@ def routers(config: RouterBenchConfig, pair, examples: Sequence, rewards) -> dic
     from rollout.routers.scores import by_advantage, by_entropy, by_likelihood, by_reward, load_learned
     from specrl.routing import StepValues, advantage, prefix
 
-    folder, separators = Path(config.rollout.router.path), config.rollout.router.step_separators
+    folder, separators = Path(config.rollout.routed.path), config.rollout.routed.step_separators
     values = StepValues(pair, rewards, config.continuations, config.seed + 2)
 
     def learned():

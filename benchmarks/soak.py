@@ -56,7 +56,7 @@ SMALL = {
 }
 """What is soaked unless the command line says otherwise: the embedded policy, four short rows a step."""
 LEGAL = {
-    "rollout.acceptance": ("exact", "off"),
+    "rollout.law": ("exact", "off"),
     "rollout.budget.window": ("0", "4"),
     "rollout.cache.max_mb": ("1", "512"),
     "rollout.measure_every": ("0", "7"),
@@ -190,7 +190,7 @@ class Soak:
         if not self.struck["illegal_change"] or self.rng.random() < 0.2:
             self.refused(before)
         chosen = {key: self.rng.choice(LEGAL[key]) for key in self.rng.sample(list(LEGAL), 3)}
-        if before.words.get("rollout.acceptance") == "off" != chosen.get("rollout.acceptance"):
+        if before.words.get("rollout.law") == "off" != chosen.get("rollout.law"):
             chosen["rollout.cache.clear"] = "true"  # there is no cache to go on from, and a run wants that said
         self.note(f"goes on with {chosen}")
         return chosen

@@ -45,7 +45,7 @@ def rules(config: RolloutConfig) -> Iterator[str]:
     if config.top_p == 0:
         yield "rollout.top_p=0 keeps no token. Try rollout.top_p=1, which keeps all."
     if config.lenience == 0:
-        yield "rollout.lenience=0 accepts nothing. Try rollout.lenience=1, or rollout.acceptance=off."
+        yield "rollout.lenience=0 accepts nothing. Try rollout.lenience=1, or rollout.law=off."
     for name in config.sources:
         if name not in SOURCES:
             near = (get_close_matches(name, SOURCES, 1, cutoff=0) or SOURCES)[0]

@@ -43,26 +43,31 @@ class BudgetConfig:
 
 
 @dataclass
-class RouterConfig:
-    kind: Literal["off", "entropy", "likelihood", "rsd", "arbitrage", "judge", "kl"] = doc(
-        "off",
-        "what text of rollout.drafter, or old text with acceptance=judged, stands: steps a router does not escalate "
-        "(entropy, likelihood, rsd, arbitrage), or tokens beside the policy's draws that a judge allows (judge, kl); "
-        "lossy",
+class JudgedConfig:
+    by: Literal["judge", "kl"] = doc(
+        "judge",
+        "judge: a learned head, for old text and that of rollout.drafter; kl: how far the laws of rollout.drafter and "
+        "the policy are apart",
     )
-    path: str = doc("", "directory of the learned router (arbitrage) or judge, or the process reward model (rsd)")
+    path: str = doc("", "directory of the learned judge")
+    threshold: float = doc(0.5, "by=kl: most nats between the laws; judge: not used, its training chose one")
+    uncorrected: bool = doc(False, "allow training on judged tokens without a correction, as if they were on-policy")
+
+
+@dataclass
+class RoutedConfig:
+    by: Literal["likelihood", "entropy", "rsd", "arbitrage"] = doc(
+        "likelihood", "what decides whether the policy writes a step instead of the draft model"
+    )
+    path: str = doc("", "directory of the learned router (arbitrage), or the process reward model (rsd)")
     threshold: float = doc(
         0.5,
-        "arbitrage: chance of a gain above which the policy writes; rsd: least score kept; entropy, kl, "
-        "likelihood: nats; judge: not used, its training chose one",
+        "arbitrage: chance of a gain above which the policy writes; rsd: least score kept; likelihood, entropy: nats",
     )
     separators: list[str] = field(
         default_factory=lambda: ["\\n\\n"], metadata={"help": "texts that end a reasoning step; \\n is a newline"}
     )
     max_step_tokens: int = doc(128, "a draft step longer than this is a runaway, which the policy writes", low=1)
-    refit_every: int = doc(
-        0, "with acceptance=judged: rollouts between two refits of the judge to what old texts and policy differ in now"
-    )
     uncorrected: bool = doc(False, "allow training on routed tokens without a correction, as if they were on-policy")
 
     @property
@@ -104,10 +109,11 @@ class ClusterConfig:
 @dataclass
 class RolloutConfig:
     engine: Literal["transformers", "vllm"] = doc("transformers", "inference engine")
-    acceptance: Literal["exact", "lenient", "judged", "off"] = doc(
+    law: Literal["exact", "off", "lenient", "judged", "routed"] = doc(
         "exact",
-        "exact: bit-identical to plain decoding; lenient: SPEC-RL as published, biased; judged: old text also stands "
-        "where the judge of rollout.router allows, lossy; off: plain decoding",
+        "exact: bit-identical to plain decoding; off: plain decoding; the rest is lossy: lenient (SPEC-RL as "
+        "published), judged (drafted tokens also stand where a judge allows), routed (steps of rollout.drafter stand "
+        "where a router allows)",
     )
     replay: float | Literal["auto"] = doc(
         0.0,
@@ -118,9 +124,7 @@ class RolloutConfig:
     replay_gap: float = doc(
         0.0, "with replay=auto: largest reuse gap of a batch, in units of the reward; 0 replays nothing"
     )
-    lenience: float = doc(
-        1.0, "factor l of the published acceptance min(1, l*p_new/p_old); only for acceptance=lenient"
-    )
+    lenience: float = doc(1.0, "factor l of the published acceptance min(1, l*p_new/p_old); only for law=lenient")
     group_size: int = doc(8, "responses per prompt", low=1)
     temperature: float = doc(1.0, "sampling temperature; 0 is greedy")
     top_p: float = doc(1.0, "nucleus sampling mass; 1 is off", high=1)
@@ -150,5 +154,26 @@ class RolloutConfig:
     )
     cache: CacheConfig = field(default_factory=CacheConfig, metadata={"help": "stored responses"})
     budget: BudgetConfig = field(default_factory=BudgetConfig, metadata={"help": "how much is drafted"})
-    router: RouterConfig = field(default_factory=RouterConfig, metadata={"help": "draft text that stands; lossy"})
+    judged: JudgedConfig = field(default_factory=JudgedConfig, metadata={"help": "law=judged: who allows tokens"})
+    routed: RoutedConfig = field(
+        default_factory=RoutedConfig, metadata={"help": "law=routed: what a step is, and who writes it"}
+    )
     vllm: VLLMConfig = field(default_factory=VLLMConfig, metadata={"help": "the engine vllm"})
+
+    @property
+    def lossy(self) -> bool:
+        """True where responses follow another law than the policy's, which the loss must correct."""
+        return self.law in ("lenient", "judged", "routed")
+
+    @property
+    def reuses(self) -> bool:
+        """True where responses are kept as drafts of the next visit."""
+        return self.law in ("exact", "lenient") or self.old_text_stands
+
+    @property
+    def old_text_stands(self) -> bool:
+        """True where old text may stand beside the policy's draws.
+
+        It is then stored with the log-probs of its law, and noise is always fresh: replayed, it is no second draw.
+        """
+        return self.law == "lenient" or (self.law == "judged" and bool(self.sources))

@@ -58,7 +58,7 @@ class BenchOptions(Measurement):
     device: str = doc("auto", "auto, cpu, cuda or cuda:N")
     rollout: RolloutConfig = field(
         default_factory=RolloutConfig,
-        metadata={"help": "the engine and its settings; acceptance and replay are the bench's own"},
+        metadata={"help": "the engine and its settings; law and replay are the bench's own"},
     )
 
 
@@ -119,8 +119,7 @@ def training_config(options: BenchOptions | BenchConfig, prompts: int) -> Config
     """
     rollout = options.rollout
     for key, value, timed in (
-        ("rollout.acceptance", rollout.acceptance, "exact"),
-        ("rollout.router.kind", rollout.router.kind, "off"),
+        ("rollout.law", rollout.law, "exact"),
         ("cluster.num_workers", options.cluster.num_workers if isinstance(options, Config) else 0, 0),
     ):
         if value != timed:
@@ -310,7 +309,7 @@ class Bench:
 
     def plain(self, visit: int, replay: float = 0.0) -> RolloutBatch:
         """The rows of a visit by plain decoding, with the keys that a speculative rollout of it has."""
-        return self.rollout(None, acceptance="off", replay=replay).generate(self.rows, visit=visit, step=1)
+        return self.rollout(None, law="off", replay=replay).generate(self.rows, visit=visit, step=1)
 
     def switch(self, policy: str, engine=None) -> None:
         """Gives an engine (by default the bench's own) the weights of a policy."""

@@ -59,7 +59,7 @@ def problems(config: Config, training: bool = True) -> list[str]:
         return wrong
     found = [*_run_rules(config), *_rollout_rules(config.rollout), *_cluster_rules(config)]
     found += [*_drafter_rules(config.rollout), *_cotraining_rules(config)]
-    found += [*_lossy_rules(config.rollout, config.trainer), *_router_rules(config, training)]
+    found += [*_lossy_rules(config.rollout, config.trainer), *_standing_rules(config, training)]
     found += [*_trainer_rules(config.trainer, config.rollout), *_algorithm_rules(config.trainer)]
     found += [*_reward_rules(config.reward), *_precision_rules(config)]
     return [*found, *_training_rules(config), *_tracker_rules(config)] if training else found
@@ -95,31 +95,31 @@ def _rollout_rules(r: RolloutConfig) -> Iterator[str]:
             "rollout.replay=auto chooses by what control steps measure, and rollout.measure_every=0 makes none. "
             f"Try rollout.measure_every={RolloutConfig.measure_every}."
         )
-    if r.lenience != 1 and r.acceptance != "lenient":
+    if r.lenience != 1 and r.law != "lenient":
         yield (
-            f"rollout.lenience={r.lenience} has no effect with rollout.acceptance={r.acceptance}. "
-            "Try rollout.lenience=1, or rollout.acceptance=lenient."
+            f"rollout.lenience={r.lenience} has no effect with rollout.law={r.law}. "
+            "Try rollout.lenience=1, or rollout.law=lenient."
         )
 
 
 def _drafter_rules(r: RolloutConfig) -> Iterator[str]:
     if r.drafter.startswith("layers") and not re.fullmatch("layers=[1-9][0-9]*", r.drafter):
         yield f"rollout.drafter={r.drafter} names no number of layers. Try rollout.drafter=layers=2."
-    if r.drafter and r.acceptance == "lenient":
+    if r.drafter and r.law == "lenient":
         yield (
-            f"rollout.drafter={r.drafter} cannot be combined with rollout.acceptance=lenient, which drafts stored text "
-            "only. Leave it out, or take rollout.acceptance=exact."
+            f"rollout.drafter={r.drafter} cannot be combined with rollout.law=lenient, which drafts stored text "
+            "only. Leave it out, or take rollout.law=exact."
         )
     if r.drafter and r.engine != "transformers":
         yield (
             f"rollout.drafter={r.drafter} works with rollout.engine=transformers only. "
             "Leave it out, or take rollout.engine=transformers."
         )
-    if r.budget.branches > 1 and (r.engine != "transformers" or r.acceptance == "lenient"):
-        why = "rollout.acceptance=lenient" if r.engine == "transformers" else f"rollout.engine={r.engine}"
+    if r.budget.branches > 1 and (r.engine != "transformers" or r.law == "lenient"):
+        why = "rollout.law=lenient" if r.engine == "transformers" else f"rollout.engine={r.engine}"
         yield (
             f"rollout.budget.branches={r.budget.branches} has no effect with {why}, which verifies one path only. "
-            "Try rollout.budget.branches=1, or rollout.engine=transformers rollout.acceptance=exact."
+            "Try rollout.budget.branches=1, or rollout.engine=transformers rollout.law=exact."
         )
 
 
@@ -129,10 +129,10 @@ def _cotraining_rules(c: Config) -> Iterator[str]:
     made = "rollout.drafter=DIR with a model that `python -m specrl.drafter out=DIR` makes"
     if not c.rollout.drafter:
         yield f"trainer.drafter.train=true has no draft model to train. Try {made}."
-    if c.rollout.acceptance == "off":
+    if c.rollout.law != "exact":
         yield (
-            "trainer.drafter.train=true has no use with rollout.acceptance=off, which drafts nothing. "
-            "Try trainer.drafter.train=false, or rollout.acceptance=exact."
+            "trainer.drafter.train=true learns from drafts that the exact rule verifies, not "
+            f"rollout.law={c.rollout.law}. Try trainer.drafter.train=false, or rollout.law=exact."
         )
     if c.rollout.drafter.startswith("layers="):
         yield (
@@ -146,46 +146,30 @@ def _cotraining_rules(c: Config) -> Iterator[str]:
         )
 
 
-def _router_rules(c: Config, training: bool) -> Iterator[str]:
-    r, router, t = c.rollout, c.rollout.router, c.trainer
-    if r.acceptance == "judged" and router.kind != "judge":
-        yield (
-            f"rollout.acceptance=judged with rollout.router.kind={router.kind} has no judge of stored text. "
-            "Try rollout.router.kind=judge, or rollout.acceptance=exact."
-        )
+def _standing_rules(c: Config, training: bool) -> Iterator[str]:
+    """Of the laws under which a judge or a router lets drafted text stand."""
+    r = c.rollout
+    if r.law not in ("judged", "routed"):
         return
-    if router.refit_every and r.acceptance != "judged":
-        yield (
-            f"rollout.router.refit_every={router.refit_every} has no effect with rollout.acceptance={r.acceptance}: "
-            "the judge learns from old texts. Leave it out, or take rollout.acceptance=judged."
-        )
-    if router.kind == "off":
-        return
-    given = f"rollout.router.kind={router.kind}"
-    judged = r.acceptance == "judged"
-    if r.acceptance != "off" and not judged:
-        yield (
-            f"{given} writes text that rollout.acceptance={r.acceptance} does not speak for: what it keeps follows "
-            "the draft's law. Try rollout.acceptance=off"
-            + (", or rollout.acceptance=judged for old texts." if router.kind == "judge" else ".")
-        )
-    if not r.drafter and not judged:
+    part = r.judged if r.law == "judged" else r.routed
+    given = f"rollout.{r.law}.by={part.by}"
+    if not r.drafter and (r.law == "routed" or part.by == "kl" or not r.sources):
         yield f"{given} needs a model that writes. Set rollout.drafter, such as layers=2 or a directory."
-    if router.kind not in ("entropy", "likelihood", "kl") and not router.path:
-        yield f"{given} needs rollout.router.path, as specrl.train_router or specrl.train_judge writes it."
-    if router.kind in ("rsd", "arbitrage") and router.threshold > 1:
-        yield f"rollout.router.threshold={router.threshold} is no probability, as {given} needs. Try 0.5."
-    if not all(router.separators) or not router.separators:
-        yield r"rollout.router.separators must name at least one text. Try rollout.router.separators=[\n\n]."
+    if part.by in ("judge", "rsd", "arbitrage") and not part.path:
+        yield f"{given} needs rollout.{r.law}.path, as specrl.train_router or specrl.train_judge writes it."
+    if part.by in ("rsd", "arbitrage") and part.threshold > 1:
+        yield f"rollout.routed.threshold={part.threshold} is no probability, as {given} needs. Try 0.5."
+    if not all(r.routed.separators) or not r.routed.separators:
+        yield r"rollout.routed.separators must name at least one text. Try rollout.routed.separators=[\n\n]."
     if r.engine != "transformers" or c.cluster.num_workers:
         yield (
-            f"{given} works in the trainer's process with rollout.engine=transformers only. "
+            f"rollout.law={r.law} works in the trainer's process with rollout.engine=transformers only. "
             "Try rollout.engine=transformers cluster.num_workers=0."
         )
-    if training and t.correction == "none" and not router.uncorrected:
+    if training and c.trainer.correction == "none" and not part.uncorrected:
         yield (
-            f"{given} with trainer.correction=none would train on the draft's text as if the policy had written it. "
-            "Try trainer.correction=token_truncate, or say rollout.router.uncorrected=true."
+            f"rollout.law={r.law} with trainer.correction=none would train on drafted text as if the policy had "
+            f"written it. Try trainer.correction=token_truncate, or say rollout.{r.law}.uncorrected=true."
         )
 
 
@@ -198,31 +182,28 @@ def _precision_rules(c: Config) -> Iterator[str]:
 
 
 def _lossy_rules(r: RolloutConfig, t: TrainerConfig) -> Iterator[str]:
-    lenient, routed = r.acceptance == "lenient", r.router.kind != "off"
-    lossy = f"rollout.router.kind={r.router.kind}" if routed else f"rollout.acceptance={r.acceptance}"
-    if r.acceptance in ("lenient", "judged") and r.replay:
+    if r.old_text_stands and r.replay:
         yield (
-            f"rollout.replay={r.replay} cannot be combined with rollout.acceptance={r.acceptance}, which draws with "
-            "fresh noise. Try rollout.replay=0, or rollout.acceptance=exact."
+            f"rollout.replay={r.replay} cannot be combined with rollout.law={r.law}, which draws with "
+            "fresh noise. Try rollout.replay=0, or rollout.law=exact."
         )
-    if lenient and r.temperature == 0:
+    if r.law == "lenient" and r.temperature == 0:
         yield (
-            "rollout.acceptance=lenient compares probabilities, and rollout.temperature=0 has none. "
-            "Try rollout.temperature=1, or rollout.acceptance=exact."
+            "rollout.law=lenient compares probabilities, and rollout.temperature=0 has none. "
+            "Try rollout.temperature=1, or rollout.law=exact."
         )
-    if (lenient or routed) and t.old_logprobs == "trainer":
+    if r.lossy and t.old_logprobs == "trainer":
         yield (
-            f"trainer.old_logprobs=trainer with {lossy} would hide that accepted tokens are "
+            f"trainer.old_logprobs=trainer with rollout.law={r.law} would hide that accepted tokens are "
             "off-policy. Try trainer.old_logprobs=engine."
         )
-    own = not (lenient or routed) and r.engine == "transformers"
-    if own and t.correction not in ("none", TrainerConfig.correction):
+    if not r.lossy and r.engine == "transformers" and t.correction not in ("none", TrainerConfig.correction):
         yield (
-            f"trainer.correction={t.correction} has no effect with rollout.acceptance={r.acceptance}, whose tokens are "
-            "on-policy. Leave it out, or take rollout.acceptance=lenient or rollout.engine=vllm."
+            f"trainer.correction={t.correction} has no effect with rollout.law={r.law}, whose tokens are "
+            "on-policy. Leave it out, or take rollout.law=lenient or rollout.engine=vllm."
         )
-    if (t.old_logprobs == "engine" or lenient or routed) and (r.top_p < 1 or r.top_k):
-        instead = "" if lenient or routed else ", or trainer.old_logprobs=trainer"
+    if (t.old_logprobs == "engine" or r.lossy) and (r.top_p < 1 or r.top_k):
+        instead = "" if r.lossy else ", or trainer.old_logprobs=trainer"
         yield (
             f"rollout.top_p={r.top_p} with rollout.top_k={r.top_k} needs the trainer's own log-probs: the engine's are "
             "relative to the kept tokens, which biases the ratio by the kept mass (trl #6789). "

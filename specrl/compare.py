@@ -102,7 +102,7 @@ def rule(run: RunRecords) -> str:
     rollout = config.rollout
     replay = rollout.replay if rollout.replay == "auto" else f"{rollout.replay:g}"
     detail = {"exact": f", replay={replay}", "lenient": f", l={rollout.lenience:g}"}
-    return rollout.acceptance + detail.get(rollout.acceptance, "")
+    return rollout.law + detail.get(rollout.law, "")
 
 
 def _notes(names: Sequence[str], runs: Sequence[RunRecords]) -> list[str]:

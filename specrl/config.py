@@ -220,14 +220,15 @@ def differences(old: Config, new: Config) -> list[Change]:
 
 
 def _matters(key: str, before: dict[str, Any], after: dict[str, Any]) -> bool:
-    if key == "rollout.acceptance":
-        return bool({"lenient", "judged"} & {before[key], after[key]})
+    law = after["rollout.law"]
+    if key == "rollout.law":
+        return not {before[key], law} <= {"exact", "off"}
     if key in ("rollout.budget.window", "rollout.cache.max_mb"):  # drafts decide nothing, judged text does
-        return after["rollout.acceptance"] == "judged"
+        return law == "judged"
     if key == "rollout.measure_every":
         return after["rollout.replay"] == "auto"  # whose keys follow from what control steps measure
     if key in ("rollout.drafter", "rollout.sources"):  # drafts decide nothing, unless their text stands
-        return after["rollout.router.kind"] != "off"
+        return law in ("judged", "routed")
     if key in ("trainer.epochs", "trainer.max_steps"):
         return after["trainer.lr_schedule"] != "constant"
     return not NEUTRAL.fullmatch(key)

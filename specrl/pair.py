@@ -37,7 +37,7 @@ class Pair:
 
     def routed(self, router: Router) -> RoutedEngine:
         """An engine for text alone: kept draft steps get no log-probs of the policy."""
-        rule = self.config.rollout.router
+        rule = self.config.rollout.routed
         end = StepEnd(rule.step_separators, self.tokenizer.decode, self.sampling.eos_ids, rule.max_step_tokens)
         options = {"draft": self.draft, "router": router, "step_end": end, "score": False}
         return RoutedEngine(self.policy, self.sampling, **options, **self._bounds)

@@ -57,7 +57,7 @@ NO_PLOT = "report.png was not drawn: matplotlib is missing. Install it with: pip
 @dataclass
 class ReportOptions:
     run: str = run_option("run directory, or the name of a run in outputs")
-    baseline: str = doc("", "run directory of the same experiment with rollout.acceptance=off")
+    baseline: str = doc("", "run directory of the same experiment with rollout.law=off")
     runs: list[str] = field(default_factory=list, metadata={"help": "two or more runs to compare, instead of run"})
     plots: bool = doc(True, "draw the picture when matplotlib is installed")
 
@@ -124,12 +124,13 @@ def law(config: Config | None) -> str:
     if config is None:
         return "unknown, because the run's config.yaml is missing or unreadable."
     rollout = config.rollout
-    if rollout.router.kind != "off":
-        what = "old text" if rollout.acceptance == "judged" else "the draft model's text"
-        return f"lossy: {what} stands where rollout.router.kind={rollout.router.kind} allows, by the law that drew it."
-    if rollout.acceptance == "off":
+    if rollout.law in ("judged", "routed"):
+        what = "old text" if rollout.old_text_stands else "the draft model's text"
+        by = getattr(rollout, rollout.law).by
+        return f"lossy: {what} stands where rollout.{rollout.law}.by={by} allows, by the law that drew it."
+    if rollout.law == "off":
         return "off: plain decoding without speculation."
-    if rollout.acceptance == "lenient":
+    if rollout.law == "lenient":
         return f"lenient, l={rollout.lenience:g}: SPEC-RL as published; biased towards the stored text."
     if not rollout.replay or (rollout.replay == "auto" and not rollout.replay_gap):
         return "exact, replay=0: the tokens plain decoding draws, with fresh noise at every visit: on-policy RL."
@@ -163,10 +164,10 @@ def _unmeasured(config: Config | None) -> str:
     """Why there are no control steps."""
     if config is None:
         return "No control steps, so no speedup was measured."
-    if config.rollout.acceptance != "exact" or config.rollout.router.kind != "off":
+    if config.rollout.law != "exact":
         return (
             "No speedup was measured: control steps compare with plain decoding, whose text a lossy rule does not "
-            "write. Give baseline=DIR, a run with rollout.acceptance=off."
+            "write. Give baseline=DIR, a run with rollout.law=off."
         )
     every = config.rollout.measure_every
     return f"No control steps, so no speedup was measured: with rollout.measure_every={every} the run had none."

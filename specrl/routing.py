@@ -31,10 +31,10 @@ def prefix(candidate: Candidate, step: Step, example: Example, tokenizer: PreTra
 
 
 def step_scorer(config: Config) -> Scorer | None:
-    """Process rewards of draft steps for `rollout.router.kind=rsd`, NaN where there is none; None for other routers."""
-    if config.rollout.router.kind != "rsd":
+    """Process rewards of draft steps for `rollout.routed.by=rsd`, NaN where there is none; None for other routers."""
+    if (config.rollout.law, config.rollout.routed.by) != ("routed", "rsd"):
         return None
-    tokenizer, prm = load_tokenizer(config), TransformersPRM(config.rollout.router.path, str(device(config)))
+    tokenizer, prm = load_tokenizer(config), TransformersPRM(config.rollout.routed.path, str(device(config)))
 
     def scores(candidates: Sequence[Candidate]) -> list[float]:
         prompts = tokenizer.batch_decode([c.prompt for c in candidates], skip_special_tokens=True)

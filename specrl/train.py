@@ -119,7 +119,7 @@ def load_cache(config: Config, tokenizer, model, eos_ids: frozenset[int], checkp
     from specrl.policy import fingerprint
     from trainers.checkpoint import step_of, trajectories
 
-    if config.rollout.acceptance == "off":
+    if not config.rollout.reuses:
         return None
     options = config.rollout.cache
     mark = Fingerprint(*fingerprint(config, tokenizer))
@@ -136,7 +136,7 @@ def load_cache(config: Config, tokenizer, model, eos_ids: frozenset[int], checkp
         eos_ids,
         max_step=step_of(checkpoint) if checkpoint else None,
         max_mb=options.max_mb,
-        check_law=config.rollout.acceptance == "lenient",
+        check_law=config.rollout.law == "lenient",
         new_run=not checkpoint,
     )
     return cache

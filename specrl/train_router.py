@@ -68,7 +68,7 @@ def main(config: TrainRouterConfig) -> int:
         rewards.close()
     weights, report = train(learning, held, again, config)
     card = {"kind": "arbitrage", "draft": fingerprint(pair.draft), "policy": fingerprint(pair.policy)}
-    card |= {"separators": config.rollout.router.step_separators, "weights": weights, "report": report}
+    card |= {"separators": config.rollout.routed.step_separators, "weights": weights, "report": report}
     out = Path(config.out)
     out.mkdir(parents=True, exist_ok=True)
     write_card(out, card)

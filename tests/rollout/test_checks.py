@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rollout.checks import check
-from rollout.config import BudgetConfig, CacheConfig, RolloutConfig, RouterConfig, VLLMConfig
+from rollout.config import BudgetConfig, CacheConfig, JudgedConfig, RolloutConfig, VLLMConfig
 from rollout.engines import EngineSpec, build_engine
 from rollout.engines.base import Sampling, Speculation
 from rollout.engines.transformers import TransformersEngine
@@ -35,9 +35,9 @@ def refusal(act) -> str:
         (RolloutConfig(temperature=NAN), "rollout.temperature=nan must be at least 0. Try"),
         (RolloutConfig(temperature="1"), "rollout.temperature='1': expected a number."),
         (RolloutConfig(temperature=True), "rollout.temperature=True: expected a number."),
-        (RolloutConfig(acceptance="Exact"), "rollout.acceptance='Exact': expected exact or lenient or judged or off."),
-        (RolloutConfig(acceptance="Exact"), "Did you mean 'exact'?"),
-        (RolloutConfig(acceptance=None), "rollout.acceptance=None: expected exact"),
+        (RolloutConfig(law="Exact"), "rollout.law='Exact': expected exact or off or lenient or judged or routed."),
+        (RolloutConfig(law="Exact"), "Did you mean 'exact'?"),
+        (RolloutConfig(law=None), "rollout.law=None: expected exact"),
         (RolloutConfig(engine="hf"), "rollout.engine='hf': expected transformers or vllm."),
         (RolloutConfig(lenience=0), "rollout.lenience=0 accepts nothing. Try rollout.lenience=1"),
         (RolloutConfig(lenience=-1), "rollout.lenience=-1 must be at least 0."),
@@ -53,7 +53,7 @@ def refusal(act) -> str:
         (RolloutConfig(cache=CacheConfig(max_mb=0)), "rollout.cache.max_mb=0 must be at least 1."),
         (RolloutConfig(budget=BudgetConfig(branches=0)), "rollout.budget.branches=0 must be at least 1."),
         (RolloutConfig(budget=4), "rollout.budget is 4. Give a BudgetConfig."),
-        (RolloutConfig(router=RouterConfig(kind="Judge")), "rollout.router.kind='Judge': expected off"),
+        (RolloutConfig(judged=JudgedConfig(by="Judge")), "rollout.judged.by='Judge': expected judge or kl. Did you"),
         (RolloutConfig(vllm=VLLMConfig(draft_tokens=128)), "rollout.vllm.draft_tokens=128 must be from 1 to 127."),
     ],
 )

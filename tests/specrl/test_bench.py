@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from rollout.config import RolloutConfig, RouterConfig
+from rollout.config import RolloutConfig
 from rollout.types import Completion, EngineStats, Row
 from specrl.bench import Bench, BenchConfig, BenchOptions, command, prepare, training_config
 from specrl.config import Config, ConfigError, load
@@ -110,7 +110,7 @@ def test_without_a_config_it_benches_generated_arithmetic():
     [
         (["rows=14"], "rows=14 takes 7 prompts of 2 responses, and data="),
         (["rows=3"], "rows=3 is no multiple of rollout.group_size=2. Try rows=4."),
-        (["rollout.acceptance=lenient"], "rollout.acceptance=lenient: the bench times the exact rule in one process."),
+        (["rollout.law=lenient"], "rollout.law=lenient: the bench times the exact rule in one process."),
         (["cluster.num_workers=2"], "Add cluster.num_workers=0."),
     ],
 )
@@ -122,6 +122,6 @@ def test_what_it_cannot_time_is_one_line(mine, words, message, capsys):
 
 
 def test_a_lossy_rule_is_refused_without_a_config_too():
-    options = BenchOptions(rollout=RolloutConfig(acceptance="judged", router=RouterConfig(kind="judge")))
-    with pytest.raises(ConfigError, match=r"rollout\.acceptance=judged"):
+    options = BenchOptions(rollout=RolloutConfig(law="judged"))
+    with pytest.raises(ConfigError, match=r"rollout\.law=judged"):
         training_config(options, 4)

@@ -57,10 +57,10 @@ def broken(*words, **settings):
         ),
         (
             "rollout.lenience=1.6",
-            "rollout.lenience=1.6 has no effect with rollout.acceptance=exact. Try rollout.lenience=1",
+            "rollout.lenience=1.6 has no effect with rollout.law=exact. Try rollout.lenience=1",
         ),
         (
-            "rollout.lenience=0 rollout.acceptance=lenient",
+            "rollout.lenience=0 rollout.law=lenient",
             "rollout.lenience=0 accepts nothing. Try rollout.lenience=1,",
         ),
         (
@@ -73,26 +73,26 @@ def broken(*words, **settings):
             "Try rollout.measure_every=10.",
         ),
         (
-            "rollout.acceptance=lenient rollout.replay=auto",
-            "rollout.replay=auto cannot be combined with rollout.acceptance",
+            "rollout.law=lenient rollout.replay=auto",
+            "rollout.replay=auto cannot be combined with rollout.law",
         ),
         (
-            "rollout.acceptance=lenient rollout.replay=0.5",
-            "rollout.replay=0.5 cannot be combined with rollout.acceptance",
+            "rollout.law=lenient rollout.replay=0.5",
+            "rollout.replay=0.5 cannot be combined with rollout.law",
         ),
         (
-            "rollout.acceptance=lenient trainer.old_logprobs=trainer",
-            "trainer.old_logprobs=trainer with rollout.acceptance",
+            "rollout.law=lenient trainer.old_logprobs=trainer",
+            "trainer.old_logprobs=trainer with rollout.law",
         ),
         (
-            "rollout.acceptance=lenient rollout.top_p=0.9",
+            "rollout.law=lenient rollout.top_p=0.9",
             "rollout.top_p=0.9 with rollout.top_k=0 needs the trainer's own",
         ),
         (
             "trainer.old_logprobs=engine rollout.top_k=50",
             "rollout.top_p=1.0 with rollout.top_k=50 needs the trainer's own",
         ),
-        ("trainer.correction=token_mask", "trainer.correction=token_mask has no effect with rollout.acceptance=exact"),
+        ("trainer.correction=token_mask", "trainer.correction=token_mask has no effect with rollout.law=exact"),
         ("rollout.temperature=0", "rollout.temperature=0 gives all responses of a group the same text"),
         ("trainer.clip=0", "trainer.clip=0 lets no ratio pass. Try trainer.clip=0.2."),
         ("trainer.clip_high=0.1", "trainer.clip_high=0.1 is below trainer.clip=0.2. Try trainer.clip_high=0.2."),
@@ -160,29 +160,34 @@ def broken(*words, **settings):
             "rollout.engine=vllm rollout.vllm.runner=v2 rollout.top_k=5",
             "rollout.top_p=1.0 with rollout.top_k=5 cannot be verified exactly by rollout.vllm.runner=v2. Try",
         ),
-        ("rollout.acceptance=judged", "rollout.acceptance=judged with rollout.router.kind=off has no judge of stored"),
+        ("rollout.law=judged", "rollout.judged.by=judge needs rollout.judged.path, as specrl.train_router or"),
         (
-            "rollout.acceptance=judged rollout.router.kind=kl rollout.drafter=x",
-            "rollout.acceptance=judged with rollout.router.kind=kl has no judge of stored text.",
+            "rollout.law=judged rollout.judged.path=x rollout.sources=[]",
+            "rollout.judged.by=judge needs a model that writes. Set rollout.drafter, such as layers=2",
+        ),
+        ("rollout.law=judged rollout.judged.by=kl", "rollout.judged.by=kl needs a model that writes. Set"),
+        (
+            "rollout.law=judged rollout.judged.path=x rollout.replay=0.5",
+            "rollout.replay=0.5 cannot be combined with rollout.law=judged, which draws with fresh noise. Try",
         ),
         (
-            "rollout.acceptance=judged rollout.router.kind=judge rollout.router.path=x rollout.replay=0.5",
-            "rollout.replay=0.5 cannot be combined with rollout.acceptance=judged, which draws with fresh noise. Try",
+            "rollout.law=judged rollout.judged.path=x cluster.num_workers=1",
+            "rollout.law=judged works in the trainer's process with rollout.engine=transformers only. Try",
         ),
         (
-            "rollout.router.kind=judge rollout.router.path=x rollout.drafter=x",
-            "rollout.router.kind=judge writes text that rollout.acceptance=exact does not speak for",
+            "rollout.law=judged rollout.judged.path=x rollout.engine=vllm",
+            "rollout.law=judged works in the trainer's process with rollout.engine=transformers only. Try",
         ),
         (
-            "rollout.acceptance=judged rollout.router.kind=judge rollout.router.path=x cluster.num_workers=1",
-            "rollout.router.kind=judge works in the trainer's process with rollout.engine=transformers only. Try",
+            "rollout.law=judged rollout.judged.path=x trainer.correction=none",
+            "rollout.law=judged with trainer.correction=none would train on drafted text as if the policy had written",
         ),
         (
-            "rollout.acceptance=judged rollout.router.kind=judge rollout.router.path=x rollout.engine=vllm",
-            "rollout.router.kind=judge works in the trainer's process with rollout.engine=transformers only. Try",
+            "rollout.law=routed rollout.drafter=x rollout.routed.by=rsd rollout.routed.path=x "
+            "rollout.routed.threshold=2",
+            "rollout.routed.threshold=2.0 is no probability, as rollout.routed.by=rsd needs. Try 0.5.",
         ),
-        ("rollout.router.refit_every=4", "rollout.router.refit_every=4 has no effect with rollout.acceptance=exact"),
-        ("rollout.acceptance=lenient rollout.drafter=layers=2", "rollout.drafter=layers=2 cannot be combined with"),
+        ("rollout.law=lenient rollout.drafter=layers=2", "rollout.drafter=layers=2 cannot be combined with"),
         (
             "rollout.engine=vllm rollout.drafter=x",
             "rollout.drafter=x works with rollout.engine=transformers only. Leave",
@@ -192,8 +197,8 @@ def broken(*words, **settings):
             "rollout.budget.branches=4 has no effect with rollout.engine=vllm, which verifies one path only. Try",
         ),
         (
-            "rollout.acceptance=lenient rollout.budget.branches=2",
-            "rollout.budget.branches=2 has no effect with rollout.acceptance=lenient, which verifies one path only.",
+            "rollout.law=lenient rollout.budget.branches=2",
+            "rollout.budget.branches=2 has no effect with rollout.law=lenient, which verifies one path only.",
         ),
         ("rollout.budget.branches=0", "rollout.budget.branches=0 must be at least 1. Try rollout.budget.branches=1."),
         (
@@ -201,8 +206,12 @@ def broken(*words, **settings):
             "trainer.drafter.train=true has no draft model to train. Try rollout.drafter=DIR",
         ),
         (
-            "trainer.drafter.train=true rollout.drafter=x rollout.acceptance=off",
-            "trainer.drafter.train=true has no use with rollout.acceptance=off, which drafts nothing. Try",
+            "trainer.drafter.train=true rollout.drafter=x rollout.law=off",
+            "trainer.drafter.train=true learns from drafts that the exact rule verifies, not rollout.law=off. Try",
+        ),
+        (
+            "trainer.drafter.train=true rollout.drafter=x rollout.law=judged rollout.judged.path=x",
+            "trainer.drafter.train=true learns from drafts that the exact rule verifies, not rollout.law=judged. Try",
         ),
         (
             "trainer.drafter.train=true rollout.drafter=layers=2",
@@ -242,8 +251,12 @@ def test_rows_must_fill_whole_passes(prompts, per_pass, message):
     "words",
     [
         "trainer.prompts_per_step=30 trainer.rows_per_pass=16",
-        "rollout.acceptance=lenient rollout.lenience=1.6 trainer.correction=sequence_mask",
-        "rollout.acceptance=off trainer.correction=none",
+        "rollout.law=lenient rollout.lenience=1.6 trainer.correction=sequence_mask",
+        "rollout.law=off trainer.correction=none",
+        "rollout.law=judged rollout.judged.path=x",
+        "rollout.law=judged rollout.judged.path=x rollout.sources=[] rollout.drafter=x rollout.replay=0.5",
+        "rollout.law=judged rollout.judged.path=x rollout.judged.uncorrected=true trainer.correction=none",
+        "rollout.law=routed rollout.drafter=x rollout.replay=0.5",
         "rollout.top_p=0.9 rollout.top_k=20",
         "trainer.epochs=0 trainer.max_steps=3",
         "trainer.clip_high=0.28",
@@ -284,7 +297,7 @@ cluster.max_failed_ratio
 """
 AT_LEAST_ONE = """
 rollout.group_size rollout.max_new_tokens rollout.rows_per_batch rollout.tokens_per_pass rollout.logits_mb
-rollout.cache.max_mb rollout.budget.branches rollout.router.max_step_tokens rollout.vllm.draft_tokens
+rollout.cache.max_mb rollout.budget.branches rollout.routed.max_step_tokens rollout.vllm.draft_tokens
 rollout.vllm.tensor_parallel trainer.prompts_per_step trainer.updates_per_rollout trainer.minibatches
 trainer.drafter.interval trainer.drafter.updates trainer.drafter.tokens_per_update trainer.drafter.versions
 trainer.correction_cap trainer.keep_checkpoints trainer.log_completions_every dataset.max_prompt_tokens reward.workers

@@ -32,13 +32,14 @@ name output_dir seed resume model tokenizer trust_remote_code revision device da
 dataset.train_split dataset.test_split dataset.train_size dataset.test_size dataset.prompt_column
 dataset.answer_column dataset.level dataset.system_prompt dataset.prompt_template dataset.max_prompt_tokens
 lora.rank lora.alpha lora.targets
-rollout.engine rollout.acceptance rollout.replay rollout.replay_gap rollout.lenience rollout.group_size
+rollout.engine rollout.law rollout.replay rollout.replay_gap rollout.lenience rollout.group_size
 rollout.temperature rollout.top_p rollout.top_k rollout.max_new_tokens rollout.sources rollout.drafter
 rollout.rows_per_batch rollout.tokens_per_pass rollout.logits_mb rollout.tie_margin rollout.measure_every
 rollout.cache.max_mb rollout.cache.start_from rollout.cache.clear rollout.cache.on_write_error
 rollout.budget.window rollout.budget.branches
-rollout.router.kind rollout.router.path rollout.router.threshold rollout.router.separators
-rollout.router.max_step_tokens rollout.router.refit_every rollout.router.uncorrected
+rollout.judged.by rollout.judged.path rollout.judged.threshold rollout.judged.uncorrected
+rollout.routed.by rollout.routed.path rollout.routed.threshold rollout.routed.separators
+rollout.routed.max_step_tokens rollout.routed.uncorrected
 rollout.vllm.runner rollout.vllm.draft_tokens rollout.vllm.kv_cache_mb rollout.vllm.memory_utilization
 rollout.vllm.tensor_parallel rollout.vllm.compile rollout.vllm.sleep
 trainer.algorithm trainer.advantage trainer.learning_rate trainer.lr_schedule trainer.warmup_steps trainer.epochs
@@ -119,7 +120,7 @@ def test_lookup_prefers_a_local_config_and_takes_paths():
     ("word", "key", "value"),
     [
         ("resume=no", "resume", "no"),
-        ("rollout.acceptance=off", "rollout.acceptance", "off"),
+        ("rollout.law=off", "rollout.law", "off"),
         ("revision=0123456", "revision", "0123456"),
         ("name=1e3", "name", "1e3"),
         ("model=a=b", "model", "a=b"),
@@ -184,8 +185,8 @@ def test_interpolation_and_its_escape(monkeypatch):
         ([*BASE, "rollout.replay=half"], "rollout.replay=half: expected a number or auto."),
         ([*BASE, "trust_remote_code=maybe"], "trust_remote_code=maybe: expected true or false."),
         (
-            [*BASE, "rollout.acceptance=exat"],
-            "rollout.acceptance=exat: expected one of exact, lenient, judged, off. Did you mean 'exact'?",
+            [*BASE, "rollout.law=exat"],
+            "rollout.law=exat: expected one of exact, off, lenient, judged, routed. Did you mean 'exact'?",
         ),
         ([*BASE, "report.trackers=wandb"], "report.trackers=wandb: expected a list. Try report.trackers=[wandb]."),
         ([*BASE, "reward.weights=[[1]]"], "reward.weights=[[1]]: expected a list."),
@@ -269,7 +270,7 @@ def test_entry_points_are_the_modules_that_can_be_run():
 
 def test_help_on_a_section_shows_key_default_type_and_doc():
     text = load(["help=rollout"])
-    assert "rollout.acceptance = exact    (exact | lenient | judged | off)\n    exact: bit-identical" in text
+    assert "rollout.law = exact    (exact | off | lenient | judged | routed)\n    exact: bit-identical" in text
     assert "rollout.cache.max_mb = " in text
     assert "trainer." not in text.replace("the trainer", "")
     assert load(["help=rollout.group_size"]).startswith("rollout.group_size = 8    (int)\n")
@@ -342,13 +343,13 @@ def test_differences_tell_what_changes_the_meaning_of_a_run():
             "trainer.lr_schedule=constant",
             "rollout.temperature=0.7",
             "trainer.epochs=9",
-            "rollout.acceptance=off",
+            "rollout.law=off",
             "resume=auto",
         ]
     )
     assert {str(change): change.matters for change in config.differences(old, new)} == {
         "resume: no -> auto": False,
-        "rollout.acceptance: exact -> off": False,
+        "rollout.law: exact -> off": False,
         "rollout.temperature: 1.0 -> 0.7": True,
         "trainer.epochs: 8 -> 9": False,
     }
@@ -358,8 +359,8 @@ def test_differences_tell_what_changes_the_meaning_of_a_run():
 @pytest.mark.parametrize(
     "words",
     [
-        "rollout.acceptance=lenient",
-        "rollout.acceptance=judged rollout.router.kind=judge rollout.router.path=x",
+        "rollout.law=lenient",
+        "rollout.law=judged rollout.judged.path=x",
         "trainer.lr_schedule=cosine trainer.epochs=9",
     ],
 )
@@ -374,7 +375,7 @@ def test_control_steps_matter_where_keys_follow_from_them():
 
 
 def test_other_drafts_matter_only_where_their_text_stands():
-    routed = ["rollout.router.kind=entropy", "rollout.acceptance=off", "rollout.drafter=layers=1"]
+    routed = ["rollout.law=routed", "rollout.drafter=layers=1"]
     for change in ("rollout.drafter=layers=2", "rollout.sources=[prefix]"):
         for words, matters in ((routed, True), ([], False)):
             kept = [word for word in words if word.split("=")[0] != change.split("=")[0]]
@@ -408,7 +409,7 @@ def test_the_bounds_of_rewards_may_change(change):
 
 
 def test_another_draft_length_matters_only_where_old_text_is_judged():
-    judged = ["rollout.acceptance=judged", "rollout.router.kind=judge", "rollout.router.path=x"]
+    judged = ["rollout.law=judged", "rollout.judged.path=x"]
     for more, matters in ((judged, True), ([], False)):
         old, new = (load([*BASE, *more, f"rollout.budget.window={window}"]) for window in (4, 8))
         assert [change.matters for change in config.differences(old, new)] == [matters]

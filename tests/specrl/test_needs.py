@@ -32,16 +32,12 @@ def start(tmp_path, monkeypatch, capsys):
         ("config=arbitrage_math output_dir=elsewhere", f"rollout.drafter={DRAFT}"),
         ("config=judge_math", "python -m specrl.drafter out=outputs/weak ("),
         (
-            "config=arbitrage_math rollout.drafter=layers=3 rollout.router.kind=arbitrage",
-            "rollout.router.path=outputs/router does not exist, which rollout.router.kind=arbitrage asks. Make it "
+            "config=arbitrage_math rollout.drafter=layers=3 rollout.law=routed",
+            "rollout.routed.path=outputs/router does not exist, which rollout.routed.by=arbitrage asks. Make it "
             "first: python -m specrl.train_router config=arbitrage_math out=outputs/router (",
         ),
         (
-            "config=arbitrage_math rollout.drafter=layers=3 rollout.router.kind=rsd rollout.router.path=router/my/prm",
-            "python -m specrl.train_router config=arbitrage_math out=router/my (",
-        ),
-        (
-            "config=judge_math rollout.drafter=layers=3 rollout.router.kind=judge",
+            "config=judge_math rollout.drafter=layers=3 rollout.law=judged",
             "python -m specrl.train_judge config=judge_math out=outputs/judge (",
         ),
         ("config=grpo_math rollout.drafter=./draft", "rollout.drafter=./draft does not exist."),
@@ -90,7 +86,7 @@ def test_a_missing_package_is_named(start, monkeypatch, words, package, said):
 def test_what_is_there_is_not_asked_for(start, tmp_path):
     for folder in ("outputs/draft", "outputs/router"):
         (tmp_path / folder).mkdir(parents=True)
-    assert start("config=arbitrage_math", "rollout.router.kind=arbitrage") == (0, "")
+    assert start("config=arbitrage_math", "rollout.law=routed") == (0, "")
     assert start("config=grpo_math", "rollout.drafter=Qwen/Qwen3-0.6B") == (0, ""), "the name of a model on a hub"
 
 

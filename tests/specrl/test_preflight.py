@@ -68,8 +68,8 @@ CASES = {
     ),
     "cache": ({"rollout__cache__start_from": "{d}/no"}, "the trajectory cache {d}/no does not exist. Check rollout."),
     "judge": (
-        {"rollout__acceptance": "judged", "rollout__router__kind": "judge", "rollout__router__path": "{d}/no"},
-        "rollout.router.path={d}/no does not exist, which rollout.router.kind=judge asks. Make it first: python -m ",
+        {"rollout__law": "judged", "rollout__judged__path": "{d}/no"},
+        "rollout.judged.path={d}/no does not exist, which rollout.judged.by=judge asks. Make it first: python -m ",
     ),
     "no draft model": ({"rollout__drafter": "{d}"}, "rollout.drafter={d} cannot be loaded: the directory has no conf"),
 }
