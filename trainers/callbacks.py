@@ -70,17 +70,8 @@ class Companion(Protocol):
     """What is trained beside the policy, on its rollouts: it sees each, has a step after each of the policy's, and is
     part of every checkpoint."""
 
-    def observe(
-        self,
-        rows: Sequence[tuple[Sequence[int], Sequence[int]]],
-        rejected: Sequence[Sequence[int]],
-        version: int,
-        stats: EngineStats,
-    ) -> None:
-        """A rollout by weight version `version`, before the policy learns from it.
-
-        Args: rows: (prompt ids, response ids), without failed rows; rejected: Completion.rejected of each.
-        """
+    def observe(self, rows: Sequence[tuple[Sequence[int], Sequence[int]]], version: int, stats: EngineStats) -> None:
+        """A rollout by weight version `version`, as (prompt ids, response ids), before the policy learns from it."""
 
     def step(self) -> dict[str, float]:
         """Learns, after an update of the policy, and returns metrics."""

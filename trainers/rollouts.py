@@ -218,8 +218,7 @@ class Rollouts:
             weights.check(self.engine, self.policy, self.version, self._probe)
         done = [(row.prompt, c) for row, c in zip(got.rows, got.batch.completions, strict=True) if not c.failure]
         for companion in self.companions.values():
-            texts, rejected = [(prompt, c.tokens) for prompt, c in done], [c.rejected for _, c in done]
-            companion.observe(texts, rejected, self.version, got.batch.stats)
+            companion.observe([(prompt, c.tokens) for prompt, c in done], self.version, got.batch.stats)
         return across_processes(metrics, self._accelerator)
 
     def state(self) -> dict[str, Any]:

@@ -88,39 +88,14 @@ def test_every_step_says_what_co_training_did(made, watch):
     assert not any(key.startswith("drafter/") for line in made(False)[1] for key in line)
 
 
-def test_rejected_drafts_reach_the_drafter(folder, drafter):
-    seen = []
-
-    def listen(trainer):
-        observe = trainer.rollouts.companions["drafter"].observe
-        trainer.rollouts.companions["drafter"].observe = lambda rows, rejected, *rest: (
-            seen.append(list(zip(rows, rejected, strict=True))),
-            observe(rows, rejected, *rest),
-        )
-
-    options = {"trainer__max_steps": 1, "trainer__drafter__select": "errors"}
-    run(folder, listen, name="errors", rollout__drafter=drafter, **ON | options)
-    (rows,) = seen
-    assert sum(len(rejected) for _, rejected in rows) > 20
-    for (_, response), rejected in rows:
-        assert rejected == sorted(set(rejected))
-        assert all(0 <= at < len(response) for at in rejected)
-    (line,) = records(folder / "errors")
-    tokens = sum(len(response) for (_, response), _ in rows)
-    wrong = sum(len(rejected) for _, rejected in rows) / tokens
-    assert line["drafter/kept_ratio"] == pytest.approx(wrong + 0.1 * (1 - wrong), abs=0.05)
-
-
-@pytest.mark.parametrize("select", ["all", pytest.param("adaspec_ema", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("select", ["all", pytest.param("adaspec", marks=pytest.mark.slow)])
 def test_a_resumed_run_is_the_undisturbed_one(folder, drafter, made, select):
     options = ON | {"rollout__drafter": drafter, "trainer__drafter__select": select}
     whole, lines = made(True) if select == "all" else (run(folder, name="whole", **options), records(folder / "whole"))
     name = f"cut-{select}"
     first = run(folder, name=name, trainer__max_steps=4, trainer__save_every=4, **options)
-    assert sorted(p.name for p in (folder / name / "checkpoints" / "checkpoint-4" / "drafter").iterdir()) == [
-        "drafter.json",
-        "drafter.safetensors",
-    ]
+    kept = [p.name for p in (folder / name / "checkpoints" / "checkpoint-4" / "drafter").iterdir()]
+    assert kept == ["drafter.safetensors"]
     second = run(folder, name=name, trainer__save_every=4, resume="auto", **options)
     assert differences(whole, first + second) == []
     assert measured(records(folder / name)) == measured(lines)
