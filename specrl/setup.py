@@ -25,7 +25,6 @@ from specrl.data import Example, check_lengths, render, to_dataset
 from specrl.options import ConfigError
 from specrl.policy import check_targets, engine_spec, fingerprint, load_policy, trained_dtype
 from specrl.resume import agreed, data_digests, same_data
-from specrl.routing import step_scorer
 from trainers import checkpoint as checkpoints
 from trainers.callbacks import Companion, ShortHistory, StopOnSignal, TrainCompanions
 from trainers.rollouts import Rollouts, Score, Setup
@@ -157,9 +156,12 @@ def engine_factory(config: Config, eos_ids: frozenset[int], closing: ExitStack) 
         if config.cluster.num_workers:
             engine = RolloutPool(spec, config.cluster)
         else:
-            one = config.rollout.engine == "transformers" and trained_dtype(config) == spec.dtype
-            shared = model if one else None
-            engine = build_engine(spec, shared, step_scorer(config))
+            scorer, one = None, config.rollout.engine == "transformers" and trained_dtype(config) == spec.dtype
+            if config.rollout.law == "routed":
+                from specrl.routing import step_scorer
+
+                scorer = step_scorer(config)
+            engine = build_engine(spec, model if one else None, scorer)
         closing.callback(engine.close)
         return engine
 
