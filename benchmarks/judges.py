@@ -154,7 +154,7 @@ def policy(model: str, level: str, temperature: float, **sizes):
 def texts_of(old, examples: Sequence, count: int, first: int = 0) -> list:
     """`count` texts of a policy for each example, as a cache would hold them; `first` numbers the first example."""
     from rollout.engines.transformers import TransformersEngine
-    from rollout.noise import derive_key
+    from rollout.keys import derive_key
     from rollout.types import Request, Trajectory
     from specrl.data import render
     from specrl.judging import Stored

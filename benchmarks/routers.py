@@ -179,7 +179,7 @@ class Bench:
         )
 
     def requests(self, seed: int) -> list:
-        from rollout.noise import derive_key
+        from rollout.keys import derive_key
         from rollout.types import Request
         from specrl.data import render
 

@@ -60,7 +60,7 @@ def evaluate(
     with the 0/1 math reward, when it is right.
     """
     from reward.base import Sample
-    from rollout.noise import derive_key
+    from rollout.keys import derive_key
     from rollout.types import Request
     from specrl.data import render
 

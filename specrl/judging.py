@@ -151,7 +151,7 @@ def fresh_requests(policy: Policy, examples: Sequence[Example]) -> list[Request]
 
 def _request(policy: Policy, example: Example, slot: int) -> Request:
     """A response to an example, with noise of its own."""
-    from rollout.noise import derive_key
+    from rollout.keys import derive_key
     from rollout.types import Request
     from specrl.data import render
 

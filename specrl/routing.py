@@ -155,7 +155,7 @@ class StepValues:
         return [self._known[p.tokens] for p in prefixes]
 
     def _continue(self, prefixes: Sequence[Prefix]) -> list[list[str]]:
-        from rollout.noise import derive_key
+        from rollout.keys import derive_key
         from rollout.types import Request
 
         keys = [derive_key(self._seed, "value", i, 0) for i in range(self._count)]

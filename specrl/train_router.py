@@ -75,7 +75,7 @@ def collect(pair: Pair, values: StepValues, examples: Sequence[Example], config:
     The oracle's walk is Arbitrage's. It hardly ever sees a response that has gone wrong, which a router at work does
     see, so the draft's own walk is recorded too (after DAgger, arXiv 1011.0686).
     """
-    from rollout.noise import derive_key
+    from rollout.keys import derive_key
     from rollout.routers.arbitrage import features
     from rollout.routers.oracle import OracleRouter
     from rollout.types import Request

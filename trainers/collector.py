@@ -14,7 +14,7 @@ from accelerate.utils import gather_object
 
 from rollout.config import RolloutConfig
 from rollout.engines.base import Engine
-from rollout.noise import derive_key
+from rollout.keys import derive_key
 from rollout.speculative import SpeculativeRollout
 from rollout.types import RolloutBatch, RolloutError, Row
 from trainers import weights

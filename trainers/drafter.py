@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
 from rollout.engines.base import Sampling
-from rollout.noise import derive_key, keyed_draw, process_logits
+from rollout.keys import derive_key
+from rollout.noise import keyed_draw, process_logits
 from rollout.types import EngineStats, RolloutError
 from trainers import drafter_state
 from trainers.config import DrafterConfig

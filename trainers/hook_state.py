@@ -11,9 +11,9 @@ from typing import Any, Literal
 from transformers import TrainerCallback, TrainerState, TrainingArguments
 
 from rollout.cache import TrajectoryCache
+from rollout.keys import Visits
 from rollout.speculative import SpeculativeRollout
 from rollout.types import RolloutError
-from rollout.visits import Visits
 from trainers.manifest import write_durably
 
 Domain = Literal["rollout", "evaluation"]

@@ -21,7 +21,7 @@ from transformers import TrainerControl, TrainerState, TrainingArguments, get_sc
 from transformers.integrations import get_reporting_integration_callbacks
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
 
-from rollout.noise import derive_key
+from rollout.keys import derive_key
 from rollout.types import RolloutBatch, RolloutError
 from trainers import snapshot
 from trainers.advantages import gae, reinforce_plus_plus, rloo, token_rewards, whiten

@@ -7,10 +7,9 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
-from rollout.replay import reuse_gap
+from rollout.keys import Visits, reuse_gap
 from rollout.speculative import SpeculativeRollout
 from rollout.types import RolloutBatch, RolloutError, Row
-from rollout.visits import Visits
 
 Score = Callable[[Sequence[Row], Sequence[list[int]]], list[float | None]]
 """Total reward of each response given as token ids; None where the reward failed."""

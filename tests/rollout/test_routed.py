@@ -11,7 +11,7 @@ from rollout.engines.base import Sampling
 from rollout.engines.routed import RoutedEngine
 from rollout.engines.session import Session
 from rollout.engines.transformers import TransformersEngine
-from rollout.noise import derive_key
+from rollout.keys import derive_key
 from rollout.routers.base import decide
 from rollout.routers.entropy import EntropyRouter
 from rollout.routers.likelihood import LikelihoodRouter

@@ -25,7 +25,7 @@ from rollout.config import BudgetConfig, ClusterConfig, RolloutConfig
 from rollout.drafters.suffix import PromptTexts, SuffixDrafter
 from rollout.engines import EngineSpec, build_engine
 from rollout.engines.base import Probe
-from rollout.noise import derive_key
+from rollout.keys import derive_key
 from rollout.types import Completion, EngineStats, Request, RolloutError
 from rollout.worker import Failure, RolloutWorker, StaleWeights, to_arrays, to_tensors
 from rollout.workers import RolloutPool, pack

@@ -8,7 +8,7 @@ import pytest
 
 from rollout.cache import Fingerprint, TrajectoryCache
 from rollout.config import RolloutConfig
-from rollout.replay import FIRST, ReplayControl, next_share, reuse_gap
+from rollout.keys import FIRST, ReplayControl, next_share, reuse_gap
 from rollout.speculative import SpeculativeRollout
 from rollout.types import Completion, EngineStats, RolloutBatch, RolloutError, Row
 from trainers.stage import RolloutStage, rollout_metrics
