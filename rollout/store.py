@@ -23,6 +23,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from rollout.durable import replacing
 from rollout.records import FINISH, HEAD, LOGPROBS, STOP, Entry, row_checksum
 from rollout.types import CacheError
 
@@ -143,28 +144,17 @@ def write_snapshot(directory: Path, entries: Sequence[Entry], header: Header) ->
 
     On any OSError (disk full, file size limit, read-only) raises CacheError and leaves the old snapshot as it was.
     """
-    # One fixed name, safe under the lock: what a killed writer left is overwritten, then renamed away.
-    temporary = directory / f"{SNAPSHOT}.tmp"
     text = json.dumps({"format": FORMAT, **asdict(header)}).encode()
     schema = _SCHEMA.with_metadata({_HEADER: text, _HEADER_SUM: _header_sum(text)})
     try:
-        temporary.unlink(missing_ok=True)  # a link or a pipe in its place is not followed
-        with open(temporary, "wb") as file:
-            # Plain pages: a flipped bit then costs one row, where a compressed page would be lost whole.
-            with pq.ParquetWriter(file, schema, compression="none", use_dictionary=False) as writer:
-                for start in range(0, len(entries), ROWS_PER_GROUP):
-                    writer.write_table(_table(entries[start : start + ROWS_PER_GROUP], schema))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, directory / SNAPSHOT)
-        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        # Plain pages: a flipped bit then costs one row, where a compressed page would be lost whole.
+        with (
+            replacing(directory / SNAPSHOT) as file,
+            pq.ParquetWriter(file, schema, compression="none", use_dictionary=False) as writer,
+        ):
+            for start in range(0, len(entries), ROWS_PER_GROUP):
+                writer.write_table(_table(entries[start : start + ROWS_PER_GROUP], schema))
     except OSError as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
         raise CacheError(
             f"The trajectory cache ({len(entries)} entries) was not saved in '{directory}' at step {header.step}: "
             f"{error.strerror or error}. The last complete snapshot is intact. Free some space or "

@@ -25,8 +25,9 @@ from transformers import TrainerCallback
 
 from rollout.cache import TrajectoryCache
 from rollout.config import CacheConfig
+from rollout.durable import write_durably
 from rollout.types import RolloutError
-from trainers.manifest import complaints, seal, write_durably
+from trainers.manifest import complaints, seal
 
 if TYPE_CHECKING:
     from trainers.drafter import DrafterTrainer

@@ -13,8 +13,8 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
+from rollout.durable import write_durably
 from rollout.types import RolloutError
-from trainers.manifest import write_durably
 from trainers.texts import Text
 
 WEIGHTS, STATE, MOMENTS = "drafter.safetensors", "drafter.json", "adamw/"

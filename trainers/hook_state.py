@@ -11,10 +11,10 @@ from typing import Any, Literal
 from transformers import TrainerCallback, TrainerState, TrainingArguments
 
 from rollout.cache import TrajectoryCache
+from rollout.durable import write_durably
 from rollout.keys import Visits
 from rollout.speculative import SpeculativeRollout
 from rollout.types import RolloutError
-from trainers.manifest import write_durably
 
 Domain = Literal["rollout", "evaluation"]
 COUNTS = "visits.json"

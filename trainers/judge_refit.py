@@ -11,10 +11,10 @@ import safetensors.torch
 import torch
 from safetensors import SafetensorError
 
+from rollout.durable import write_durably
 from rollout.routers.judge import JudgeHead
 from rollout.types import RolloutError, Row
 from trainers.judge import Labels, fit_judge
-from trainers.manifest import write_durably
 from trainers.mining import Miner, while_followed
 
 STATE = "judge.safetensors"

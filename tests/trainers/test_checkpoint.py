@@ -129,12 +129,12 @@ def test_all_of_a_checkpoint_is_on_the_disk_before_its_marker(tmp_path, monkeypa
     monkeypatch.setattr(os, "fsync", recorded_fsync)
     monkeypatch.setattr(os, "replace", recorded_replace)
     save(small_cache(), tmp_path, 4)
-    cut, marked = order.index("specrl.tmp"), order.index(f"rename {MARKER}")
+    cut, marked = order.index(f"{MARKER}.tmp"), order.index(f"rename {MARKER}")
     names = ("model.safetensors", "shards/0.bin", "trajectories/trajectories.parquet", "shards", "trajectories")
     before = order[order.index("rename trajectories.parquet") : cut]
     assert {*names, str(folder), str(tmp_path), str(tmp_path.parent)} <= set(before)
     assert all(before.index(file) < before.index(str(folder)) for file in names), "a directory after what it holds"
-    assert order[cut:] == ["specrl.tmp", f"rename {MARKER}", str(folder)]
+    assert order[cut:] == [f"{MARKER}.tmp", f"rename {MARKER}", str(folder)]
     assert marked == len(order) - 2
 
 
