@@ -55,10 +55,10 @@ class JudgesConfig:
 
 
 def main(options: JudgesConfig) -> int:
-    from reward.base import RewardSet
     from reward.config import RewardConfig
+    from reward.loading import load_rewards
 
-    work, rewards = Path(options.work), RewardSet.from_config(RewardConfig())
+    work, rewards = Path(options.work), load_rewards(RewardConfig())
     try:
         result = {"free wording": judged(work, rewards)}
         if options.to:

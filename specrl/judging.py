@@ -14,7 +14,7 @@ from specrl.options import ConfigError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from reward.base import RewardSet
+    from reward.set import RewardSet
     from rollout.engines.base import Sampling
     from rollout.engines.judged import JudgedEngine
     from rollout.routers.judge import Judge

@@ -11,8 +11,8 @@ from specrl.options import ConfigError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from reward.base import RewardSet
     from reward.process import Prefix
+    from reward.set import RewardSet
     from rollout.engines.ragged import RaggedModel
     from rollout.engines.routed import RoutedEngine
     from rollout.engines.transformers import TransformersEngine

@@ -19,7 +19,7 @@ from specrl.resume import agreed, claimed, data_digests, keep_surroundings, same
 if TYPE_CHECKING:
     import torch
 
-    from reward.base import RewardSet
+    from reward.set import RewardSet
     from rollout.cache import TrajectoryCache
     from rollout.engines.base import Engine
     from specrl.data import Example
@@ -45,7 +45,7 @@ def live(
     """The life of a run: load, evaluate, train, evaluate, save, report."""
     from transformers import set_seed
 
-    from reward.base import RewardSet
+    from reward.loading import load_rewards
     from specrl import memory
     from specrl.card import write_card
     from specrl.data import check_lengths
@@ -66,7 +66,7 @@ def live(
         data = same_data(checkpoints.data_digests(checkpoint), data, config.data)
     cache = load_cache(config, tokenizer, model, eos_ids, checkpoint)
     with ExitStack() as closing:
-        rewards = RewardSet.from_config(config.reward)
+        rewards = load_rewards(config.reward)
         closing.callback(rewards.close)
         make_engine = engine_factory(config, eos_ids, closing)
         trainer = build_trainer(config, model, tokenizer, train, make_engine, cache, rewards, run_dir, data)

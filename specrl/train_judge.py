@@ -45,7 +45,7 @@ class TrainJudgeConfig(Config):
 
 
 def main(config: TrainJudgeConfig) -> int:
-    from reward.base import RewardSet
+    from reward.loading import load_rewards
     from rollout.engines import load_drafter
     from rollout.engines.base import Sampling
     from rollout.routers.judge import JudgeHead, KLJudge
@@ -68,7 +68,7 @@ def main(config: TrainJudgeConfig) -> int:
     )
     draft = load_drafter(engine_spec(config, eos_ids), model) if rollout.drafter else None
     examples = load_examples(config.data, config.dataset, "train", config.seed)
-    rewards = RewardSet.from_config(config.reward)
+    rewards = load_rewards(config.reward)
     try:
         if draft is None:
             stored = read_cache(policy, examples, Path(config.cache))

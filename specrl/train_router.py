@@ -47,7 +47,7 @@ class TrainRouterConfig(Config):
 
 
 def main(config: TrainRouterConfig) -> int:
-    from reward.base import RewardSet
+    from reward.loading import load_rewards
     from specrl.data import load_examples
     from specrl.routing import StepValues, load_pair
     from trainers.router import split
@@ -58,7 +58,7 @@ def main(config: TrainRouterConfig) -> int:
         raise ConfigError(f"out={config.out} holds files already. Choose a directory that is new or empty.")
     pair = load_pair(config)
     examples = load_examples(config.data, config.dataset, "train", config.seed)
-    rewards = RewardSet.from_config(config.reward)
+    rewards = load_rewards(config.reward)
     try:
         records = collect(pair, StepValues(pair, rewards, config.continuations, config.seed), examples, config)
         learning, held = split(records, 0.2, config.seed)

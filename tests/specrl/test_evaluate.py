@@ -6,7 +6,7 @@ from math import isnan
 import pytest
 import torch
 
-from reward.base import RewardSet
+from reward.set import RewardSet
 from rollout.keys import derive_key
 from rollout.types import Completion, EngineStats
 from specrl.config import Config, run, save

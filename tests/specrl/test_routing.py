@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from reward.base import RewardSet
+from reward.set import RewardSet
 from rollout.routers.base import decide
 from rollout.routers.oracle import OracleRouter
 from rollout.steps import Candidate, Step

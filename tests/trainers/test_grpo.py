@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import trainers.grpo as grpo
-from reward.base import RewardSet
 from reward.config import RewardConfig
+from reward.loading import load_rewards
 from rollout.config import RolloutConfig
 from rollout.types import RolloutError
 from specrl.config import load
@@ -529,7 +529,7 @@ def test_evaluation_never_touches_the_cache(folder):
     trainer, config = record.trainer, load(words(folder))
     cache = trainer.stage.rollout.cache
     before = stored(cache), list(cache._examples), cache.stats()
-    rewards = RewardSet.from_config(RewardConfig(functions=["tests.runs:digits"], isolate_user=False))
+    rewards = load_rewards(RewardConfig(functions=["tests.runs:digits"], isolate_user=False))
     examples = load_examples(config.data, config.dataset, "train", config.seed)  # those the cache holds
     metrics = evaluate(
         trainer.engine, trainer.processing_class, examples, rewards, samples=4, max_new_tokens=28, seed=config.seed
