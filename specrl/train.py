@@ -105,7 +105,6 @@ def live(
                 trainer.cotraining.drafter.save_pretrained(run_dir / "drafter")
         if cache is not None:
             cache.try_save(run_dir / "trajectories", trainer.state.global_step, config.rollout.cache.on_write_error)
-            cache.close()
         report = write_report(run_dir, config.report.baseline or None, plots=config.report.plots)
         write_card(run_dir, report.summary)
         report.show()

@@ -230,6 +230,5 @@ class SaveCache(TrainerCallback):
             return True
         began = time.perf_counter()
         saved = self._cache.try_save(trajectories(checkpoint), step, self._config.on_write_error)
-        self._cache.close()
         self._spent_s = time.perf_counter() - began
         return saved

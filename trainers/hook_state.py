@@ -64,7 +64,6 @@ class SaveReuse(TrainerCallback):
             return
         if (cache := self._rollout.cache) is not None:
             cache.try_save(home, state.global_step, self._rollout.config.cache.on_write_error)
-            cache.close()
         saved = {"tokens": state.num_input_tokens_seen, **self._asked.state()}
         try:
             home.mkdir(exist_ok=True)

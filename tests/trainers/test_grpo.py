@@ -504,7 +504,7 @@ def test_kept_rewards_train_the_same(tmp_path):
 
 
 def stored(cache) -> list:
-    return cache.export([(e, s) for e, slots in cache._examples.items() for s in slots])
+    return [(e, s, cache.get(e, s)) for e, slots in list(cache._examples.items()) for s in slots]
 
 
 def test_the_cache_keeps_responses_with_their_rewards(tmp_path):
