@@ -14,7 +14,9 @@ import torch
 from accelerate import PartialState
 from transformers import PreTrainedTokenizerBase, set_seed
 
-from reward.base import RewardSet, Sample
+from reward.base import Sample
+from reward.loading import load_rewards
+from reward.set import RewardSet
 from rollout.cache import Fingerprint, TrajectoryCache
 from rollout.engines import build_engine
 from rollout.engines.base import Engine
@@ -90,7 +92,7 @@ def parts(
         data = same_data(checkpoints.data_digests(checkpoint), data, config.data)
     cache = load_cache(config, tokenizer, model, eos_ids, checkpoint)
     with ExitStack() as closing:
-        rewards = RewardSet.from_config(config.reward)
+        rewards = load_rewards(config.reward)
         closing.callback(rewards.close)
         make_engine, prompts = engine_factory(config, eos_ids, closing), {e.id: render(e, tokenizer) for e in train}
         check_targets(config.lora.targets, model)

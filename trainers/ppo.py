@@ -20,7 +20,7 @@ from accelerate.utils import gather_object
 from torch import Tensor
 from transformers import TrainingArguments, get_scheduler
 
-from rollout.noise import derive_key
+from rollout.keys import derive_key
 from rollout.types import RolloutError
 from trainers import critic, snapshot
 from trainers.advantages import gae, reinforce_plus_plus, rloo, token_rewards, whiten

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
-from reward.base import RewardSet
+from reward.set import RewardSet
 from rollout.routers.base import decide
 from rollout.routers.scores import by_advantage
 from rollout.steps import Candidate, Step
