@@ -24,7 +24,7 @@ import torch
 from rollout.build import build_engine
 from rollout.config import ClusterConfig, RolloutConfig
 from rollout.engines.base import EngineSpec
-from rollout.noise import derive_key
+from rollout.keys import derive_key
 from rollout.types import Request
 from rollout.workers import RolloutPool
 from specrl.cluster import connect

@@ -127,7 +127,7 @@ def sample(
     """One response of the policy to each prompt, at temperature 1, and the keys that drew them. Prints its progress."""
     from rollout.engines.base import Sampling
     from rollout.engines.transformers import TransformersEngine
-    from rollout.noise import derive_key
+    from rollout.keys import derive_key
     from rollout.types import Request
     from trainers.texts import Text
 
@@ -138,7 +138,7 @@ def sample(
     while len(done) < len(requests):
         done += engine.generate(requests[len(done) : len(done) + SAMPLED_TOGETHER])[0]
         print(f"{len(done)}/{len(requests)} responses after {time.perf_counter() - began:.0f} s", flush=True)
-    return [Text(tuple(p), tuple(c.tokens), (), 0) for p, c in zip(prompts, done, strict=True)], keys
+    return [Text(tuple(p), tuple(c.tokens), 0) for p, c in zip(prompts, done, strict=True)], keys
 
 
 def distil(policy: PreTrainedModel, student: PreTrainedModel, texts: Sequence[Text], options: DrafterOptions) -> None:

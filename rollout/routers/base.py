@@ -53,9 +53,9 @@ def decide(router: Router, candidates: Sequence[Candidate]) -> Decision:
         if len(scores) != len(candidates):
             raise ValueError(f"{len(scores)} scores for {len(candidates)} candidates")
     except Exception as error:  # whatever a learned or user-written router does
-        reason = f"{type(router).__name__} failed: {type(error).__name__}: {error}"
+        reason = f"the router failed: {type(error).__name__}: {error}"
         return Decision([True] * len(candidates), [nan] * len(candidates), len(candidates), reason)
     bad = [score for score in scores if not router.low <= score <= router.high]  # NaN is in no range
-    reason = f"{type(router).__name__} gave {bad[0]}, not in {router.low:g}..{router.high:g}" if bad else ""
+    reason = f"the router gave {bad[0]}, not in {router.low:g}..{router.high:g}" if bad else ""
     kept = [score if router.low <= score <= router.high else nan for score in scores]
     return Decision([not score <= router.threshold for score in kept], kept, len(bad), reason)

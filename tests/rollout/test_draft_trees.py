@@ -17,7 +17,7 @@ from rollout.cost import CostModel
 from rollout.drafters.suffix import PromptTexts, SuffixDrafter
 from rollout.engines.base import Sampling, Speculation
 from rollout.engines.ragged import RaggedKV
-from rollout.noise import derive_key
+from rollout.keys import derive_key
 from rollout.types import Request
 from tests.rollout.test_engine import (
     VOCAB,

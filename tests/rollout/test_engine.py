@@ -21,7 +21,8 @@ from rollout.engines.base import EngineSpec, Sampling
 from rollout.engines.ragged import RaggedKV
 from rollout.engines.reader import Reader
 from rollout.engines.transformers import TransformersEngine
-from rollout.noise import derive_key, gumbel, keyed_draw, row_words
+from rollout.keys import derive_key
+from rollout.noise import gumbel, keyed_draw, row_words
 from rollout.types import EngineStats, Request, RolloutError
 from tests.engines import local
 

@@ -10,8 +10,8 @@ import torch
 from rollout.drafters.suffix import PromptTexts, SuffixDrafter
 from rollout.engines.base import Sampling
 from rollout.engines.transformers import TransformersEngine
+from rollout.keys import derive_key
 from rollout.lossy.judged import accept_judged
-from rollout.noise import derive_key
 from rollout.routers.judge import DraftToken, JudgeHead, KLJudge, judged
 from rollout.routers.mining import Mined, mine
 from rollout.types import Request, RolloutError

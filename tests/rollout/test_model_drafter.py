@@ -13,7 +13,8 @@ from rollout.drafters.model import ModelDrafter, early_exit
 from rollout.engines.base import Sampling
 from rollout.engines.reader import Reader
 from rollout.engines.transformers import TransformersEngine
-from rollout.noise import derive_key, keyed_draw
+from rollout.keys import derive_key
+from rollout.noise import keyed_draw
 from rollout.types import Request, RolloutError
 from tests.engines import local
 

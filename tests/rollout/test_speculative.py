@@ -16,7 +16,7 @@ from rollout.cache import Fingerprint, TrajectoryCache
 from rollout.config import BudgetConfig, RolloutConfig
 from rollout.drafters.suffix import PromptTexts, SuffixDrafter
 from rollout.engines.base import EngineSpec
-from rollout.noise import derive_key, generation
+from rollout.keys import derive_key, generation
 from rollout.speculative import SpeculativeRollout
 from rollout.types import Completion, EngineStats, Request, RolloutError, Row, Trajectory
 

@@ -15,8 +15,9 @@ import rollout.engines.ragged as ragged
 from rollout import verify
 from rollout.engines.base import Sampling
 from rollout.engines.transformers import TransformersEngine
+from rollout.keys import derive_key
 from rollout.lossy.lenient import accept_lenient
-from rollout.noise import derive_key, keyed_draw
+from rollout.noise import keyed_draw
 from rollout.types import Request
 from rollout.verify import accept_exact, cut
 from tests.engines import local

@@ -19,7 +19,7 @@ from rollout.config import RolloutConfig
 from rollout.drafters.suffix import PromptTexts, SuffixDrafter
 from rollout.engines.base import EngineSpec, Probe, Sampling
 from rollout.engines.transformers import TransformersEngine
-from rollout.noise import derive_key
+from rollout.keys import derive_key
 from rollout.types import Request, RolloutError
 from tests.engines import local
 from tests.rollout.test_engine import (
