@@ -19,7 +19,7 @@ from torch.nn import Module
 from torch.nn.utils import clip_grad_norm_
 from transformers import PreTrainedModel
 
-from rollout.drafters.model import check_vocabularies
+from rollout.drafters.model import check_vocab
 from rollout.engines.base import Sampling
 from rollout.noise import derive_key, keyed_draw, process_logits
 from rollout.types import EngineStats, RolloutError
@@ -270,7 +270,7 @@ def _check_pair(drafter: Module, policy: Module) -> None:
     for model in (drafter, policy):
         if not hasattr(model, "base_model") or model.get_output_embeddings() is None:
             raise RolloutError(f"{type(model).__name__} is not a causal LM of transformers, which co-training needs")
-    check_vocabularies(*(model.get_output_embeddings().weight.shape[0] for model in (drafter, policy)))
+    check_vocab(*(model.get_output_embeddings().weight.shape[0] for model in (drafter, policy)))
     owned = {p.data_ptr() for p in policy.parameters()}
     shared = [name for name, p in drafter.named_parameters() if p.data_ptr() in owned]
     if shared:

@@ -34,7 +34,7 @@ class ModelDrafter:
 
     def __init__(self, model: nn.Module, vocab: int, sampling: Sampling, **bounds: int):
         self._model = RaggedModel(model, sampling, **bounds)
-        check_vocabularies(self._model.vocab, vocab)
+        check_vocab(self._model.vocab, vocab)
         self.inference, self.timing, self.context = self._model.inference, self._model.timing, self._model.context
         self.model = model
         self.dropped = 0
@@ -117,7 +117,7 @@ class ModelDrafter:
         return draws, [logprob if ok else float("nan") for logprob, ok in zip(logprobs, usable, strict=True)]
 
 
-def check_vocabularies(draft: int, policy: int) -> None:
+def check_vocab(draft: int, policy: int) -> None:
     """Raises RolloutError when the two models know other numbers of tokens."""
     if draft != policy:
         raise RolloutError(

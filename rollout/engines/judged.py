@@ -8,7 +8,6 @@ from contextlib import ExitStack
 
 import torch
 
-from rollout.drafters.model import check_vocabularies
 from rollout.engines.base import Sampling
 from rollout.engines.ragged import RaggedModel
 from rollout.engines.rows import Row, check_request, ids, known
@@ -56,8 +55,11 @@ class JudgedEngine(TransformersEngine):
         bounds = {"tokens_per_pass": tokens_per_pass, "logits_mb": logits_mb}
         super().__init__(model, sampling, **bounds, **options)
         self._draft = None if draft is None else RaggedModel(draft, sampling, **bounds)
-        if self._draft is not None:
-            check_vocabularies(self._draft.vocab, self.vocab)
+        if self._draft is not None and self._draft.vocab != self.vocab:
+            raise RolloutError(
+                f"the draft model knows {self._draft.vocab} tokens and the policy {self.vocab}: its drafts would mean "
+                "other texts. Use a draft model with the policy's tokenizer"
+            )
         self.judge, self.window = judge, window
 
     def generate(self, requests: Sequence[Request]) -> tuple[list[Completion], EngineStats]:

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 
 import torch
 
-from rollout.drafters.model import check_vocabularies
 from rollout.engines.base import Sampling
 from rollout.engines.ragged import RaggedModel
 from rollout.engines.rows import check_request
@@ -99,7 +98,11 @@ class RoutedEngine(TransformersEngine):
         bounds = {"tokens_per_pass": tokens_per_pass, "logits_mb": logits_mb}
         super().__init__(model, sampling, **bounds, **options)
         self._draft = RaggedModel(draft, sampling, **bounds)
-        check_vocabularies(self._draft.vocab, self.vocab)
+        if self._draft.vocab != self.vocab:
+            raise RolloutError(
+                f"the draft model knows {self._draft.vocab} tokens and the policy {self.vocab}: its steps would mean "
+                "other texts. Use a draft model with the policy's tokenizer"
+            )
         self.context, self.limit = min((self.context, self.limit), (self._draft.context, self._draft.limit))
         self.router, self.step_end, self.score_drafts = router, step_end, score
         self._warned = False
