@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM
 
 from rollout.engines.base import Sampling
 from rollout.engines.transformers import TransformersEngine
-from rollout.noise import derive_key
+from rollout.keys import derive_key
 from rollout.types import Completion, EngineStats, Request
 from specrl.bench import perturbed
 from specrl.drafter import shortened

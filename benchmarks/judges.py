@@ -55,10 +55,10 @@ class JudgesConfig:
 
 
 def main(options: JudgesConfig) -> int:
-    from reward.base import RewardSet
     from reward.config import RewardConfig
+    from reward.loading import load_rewards
 
-    work, rewards = Path(options.work), RewardSet.from_config(RewardConfig())
+    work, rewards = Path(options.work), load_rewards(RewardConfig())
     try:
         result = {"free wording": judged(work, rewards)}
         if options.to:
@@ -151,7 +151,7 @@ def policy(model: str, level: str, temperature: float, **sizes):
 def texts_of(old, examples: Sequence, count: int, first: int = 0) -> list:
     """`count` texts of a policy for each example, as a cache would hold them; `first` numbers the first example."""
     from rollout.engines.transformers import TransformersEngine
-    from rollout.noise import derive_key
+    from rollout.keys import derive_key
     from rollout.types import Request
     from specrl.data import render
     from specrl.judging import Drafted

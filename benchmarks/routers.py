@@ -70,13 +70,13 @@ class Point:
 
 
 def main(config: RouterBenchConfig) -> int:
-    from reward.base import RewardSet
+    from reward.loading import load_rewards
     from specrl.data import load_examples
     from specrl.pair import load_pair
 
     pair = load_pair(config)
     examples = load_examples(config.data, config.dataset, "test", config.seed)
-    rewards = RewardSet.from_config(config.reward)
+    rewards = load_rewards(config.reward)
     bench = Bench(pair, examples, rewards, config.seeds)
     points = [bench.alone("draft", pair.draft), bench.alone("policy", pair.policy)]
     engines = {name: pair.routed(router) for name, router in routers(config, pair, examples, rewards).items()}
@@ -166,7 +166,7 @@ class Bench:
         )
 
     def requests(self, seed: int) -> list:
-        from rollout.noise import derive_key
+        from rollout.keys import derive_key
         from rollout.types import Request
         from specrl.data import render
 

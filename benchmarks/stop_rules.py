@@ -34,7 +34,8 @@ from transformers import AutoModelForCausalLM
 from rollout.drafters.model import early_exit
 from rollout.engines.base import Sampling
 from rollout.engines.transformers import TransformersEngine
-from rollout.noise import derive_key, keyed_draw
+from rollout.keys import derive_key
+from rollout.noise import keyed_draw
 from rollout.types import Request
 from specrl.tasks import arithmetic
 from specrl.tiny import load_tiny

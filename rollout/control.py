@@ -6,8 +6,8 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 
+from rollout.keys import reuse_gap
 from rollout.metrics import lossy_metrics, rollout_metrics
-from rollout.replay import reuse_gap
 from rollout.speculative import SpeculativeRollout
 from rollout.types import RolloutBatch, RolloutError, Row
 

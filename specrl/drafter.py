@@ -123,7 +123,7 @@ def sample(
     """One response of the policy to each prompt, at temperature 1, and the keys that drew them. Prints its progress."""
     from rollout.engines.base import Sampling
     from rollout.engines.transformers import TransformersEngine
-    from rollout.noise import derive_key
+    from rollout.keys import derive_key
     from rollout.types import Request
     from trainers.texts import Text
 

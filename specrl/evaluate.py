@@ -23,7 +23,7 @@ from specrl.options import ConfigError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from reward.base import RewardSet
+    from reward.set import RewardSet
     from rollout.engines.base import Engine
     from specrl.data import Example
 
@@ -60,7 +60,7 @@ def evaluate(
     with the 0/1 math reward, when it is right.
     """
     from reward.base import Sample
-    from rollout.noise import derive_key
+    from rollout.keys import derive_key
     from rollout.types import Request
     from specrl.data import render
 
@@ -98,7 +98,7 @@ def evaluate(
 
 
 def main(config: EvaluateConfig) -> int:
-    from reward.base import RewardSet
+    from reward.loading import load_rewards
     from rollout.engines import build_engine
     from specrl import preflight
     from specrl.policy import engine_spec, load_policy
@@ -106,7 +106,7 @@ def main(config: EvaluateConfig) -> int:
 
     (examples,) = preflight.check(config, training=False).values()
     model, tokenizer, eos_ids = load_policy(config)
-    rewards = RewardSet.from_config(config.reward)
+    rewards = load_rewards(config.reward)
     shared = model.eval() if config.rollout.engine == "transformers" else None
     engine = build_engine(engine_spec(config, eos_ids), shared, step_scorer(config))
     try:

@@ -31,7 +31,7 @@ def main(config: GenerateConfig) -> int:
     from rich.console import Console
 
     from rollout.engines import build_engine
-    from rollout.noise import derive_key
+    from rollout.keys import derive_key
     from rollout.types import Request
     from specrl import preflight
     from specrl.data import Example, render

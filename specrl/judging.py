@@ -13,7 +13,7 @@ from reward.base import Sample
 from rollout.cache import Fingerprint, TrajectoryCache
 from rollout.drafters.suffix import PromptTexts, SuffixDrafter
 from rollout.engines.ragged import RaggedModel
-from rollout.noise import derive_key
+from rollout.keys import derive_key
 from rollout.types import Request
 from specrl.data import render
 from specrl.options import ConfigError
@@ -21,7 +21,7 @@ from specrl.policy import fingerprint
 from trainers.mining import Miner, by_model, while_followed
 
 if TYPE_CHECKING:
-    from reward.base import RewardSet
+    from reward.set import RewardSet
     from rollout.routers.judge import Judge
     from specrl.data import Example
     from specrl.pair import Pair

@@ -19,6 +19,7 @@ from rich.panel import Panel
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.text import Text
 
+from rollout.durable import write_durably
 from specrl.options import ConfigError
 
 METRICS_FILE = "metrics.jsonl"
@@ -119,12 +120,7 @@ class Monitor:
         kept = [r for r in records if resumed_step is None or r["step"] <= resumed_step]
         whole = self.path.read_bytes()[-1:] in (b"", b"\n")
         if bad or not whole or len(kept) < len(records):
-            fresh = self.path.with_suffix(".jsonl.tmp")
-            with fresh.open("w", encoding="utf-8") as file:
-                file.writelines(to_json(record) + "\n" for record in kept)
-                file.flush()
-                os.fsync(file.fileno())
-            fresh.replace(self.path)
+            write_durably(self.path, "".join(to_json(record) + "\n" for record in kept).encode())
         if bad:
             self.note(f"{self.path}: dropped {bad} unreadable line{'s' * (bad > 1)}.")
 

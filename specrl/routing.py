@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from reward.process import MonteCarloValue, Prefix, TransformersPRM
-from rollout.noise import derive_key
+from rollout.keys import derive_key
 from rollout.types import Request
 from specrl.data import Example
 from specrl.policy import device, load_tokenizer
@@ -14,7 +14,7 @@ from specrl.policy import device, load_tokenizer
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from reward.base import RewardSet
+    from reward.set import RewardSet
     from rollout.routers.base import Scorer
     from rollout.steps import Candidate, Step
     from specrl.config import Config

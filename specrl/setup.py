@@ -14,7 +14,9 @@ import torch
 from accelerate import PartialState
 from transformers import PreTrainedTokenizerBase, set_seed
 
-from reward.base import RewardSet, Sample
+from reward.base import Sample
+from reward.loading import load_rewards
+from reward.set import RewardSet
 from rollout.cache import Fingerprint, TrajectoryCache
 from rollout.engines import build_engine
 from rollout.engines.base import Engine
@@ -25,7 +27,6 @@ from specrl.data import Example, check_lengths, render, to_dataset
 from specrl.options import ConfigError
 from specrl.policy import check_targets, engine_spec, fingerprint, load_policy, trained_dtype
 from specrl.resume import agreed, data_digests, same_data
-from specrl.routing import step_scorer
 from trainers import checkpoint as checkpoints
 from trainers.callbacks import Companion, ShortHistory, StopOnSignal, TrainCompanions
 from trainers.rollouts import Rollouts, Score, Setup
@@ -91,7 +92,7 @@ def parts(
         data = same_data(checkpoints.data_digests(checkpoint), data, config.data)
     cache = load_cache(config, tokenizer, model, eos_ids, checkpoint)
     with ExitStack() as closing:
-        rewards = RewardSet.from_config(config.reward)
+        rewards = load_rewards(config.reward)
         closing.callback(rewards.close)
         make_engine, prompts = engine_factory(config, eos_ids, closing), {e.id: render(e, tokenizer) for e in train}
         check_targets(config.lora.targets, model)
@@ -157,9 +158,12 @@ def engine_factory(config: Config, eos_ids: frozenset[int], closing: ExitStack) 
         if config.cluster.num_workers:
             engine = RolloutPool(spec, config.cluster)
         else:
-            one = config.rollout.engine == "transformers" and trained_dtype(config) == spec.dtype
-            shared = model if one else None
-            engine = build_engine(spec, shared, step_scorer(config))
+            scorer, one = None, config.rollout.engine == "transformers" and trained_dtype(config) == spec.dtype
+            if config.rollout.law == "routed":
+                from specrl.routing import step_scorer
+
+                scorer = step_scorer(config)
+            engine = build_engine(spec, model if one else None, scorer)
         closing.callback(engine.close)
         return engine
 

@@ -114,7 +114,6 @@ def save(run: Run) -> None:
     if source.cache is not None:
         on_error = run.config.rollout.cache.on_write_error
         source.cache.try_save(run.folder / "trajectories", run.trainer.state.global_step, on_error)
-        source.cache.close()
 
 
 def report(run: Run) -> int:

@@ -44,7 +44,7 @@ class TrainJudgeConfig(Config):
 
 
 def main(config: TrainJudgeConfig) -> int:
-    from reward.base import RewardSet
+    from reward.loading import load_rewards
     from rollout.routers.judge import JudgeHead, KLJudge
     from rollout.routers.pair import fingerprint
     from specrl.data import load_examples
@@ -60,7 +60,7 @@ def main(config: TrainJudgeConfig) -> int:
         )
     pair = load_pair(config)
     examples = {s: load_examples(config.data, config.dataset, s, config.seed) for s in config.splits}
-    rewards = RewardSet.from_config(config.reward)
+    rewards = load_rewards(config.reward)
     try:
         if config.cache:
             learned_from = read_cache(pair, examples["train"], Path(config.cache))

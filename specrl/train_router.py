@@ -41,7 +41,7 @@ class TrainRouterConfig(Config):
 
 
 def main(config: TrainRouterConfig) -> int:
-    from reward.base import RewardSet
+    from reward.loading import load_rewards
     from rollout.routers.pair import fingerprint, write_card
     from specrl.data import load_examples
     from specrl.pair import load_pair
@@ -59,7 +59,7 @@ def main(config: TrainRouterConfig) -> int:
         )
     pair = load_pair(config)
     examples = load_examples(config.data, config.dataset, "train", config.seed)
-    rewards = RewardSet.from_config(config.reward)
+    rewards = load_rewards(config.reward)
     try:
         records = collect(pair, StepValues(pair, rewards, config.continuations, config.seed), examples)
         learning, held = split(records, 0.2, config.seed)
@@ -84,7 +84,7 @@ def collect(pair: Pair, values: StepValues, examples: Sequence[Example]) -> list
     The oracle's walk is Arbitrage's. It hardly ever sees a response that has gone wrong, which a router at work does
     see, so the draft's own walk is recorded too (after DAgger, arXiv 1011.0686).
     """
-    from rollout.noise import derive_key
+    from rollout.keys import derive_key
     from rollout.routers.scores import by_advantage, features
     from rollout.types import Request
     from specrl.data import render

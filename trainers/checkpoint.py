@@ -23,8 +23,9 @@ import torch
 from safetensors import SafetensorError
 from transformers import TrainerCallback
 
+from rollout.durable import write_durably
 from rollout.types import RolloutError
-from trainers.manifest import complaints, seal, write_durably
+from trainers.manifest import complaints, seal
 
 if TYPE_CHECKING:
     from trainers.rollouts import Rollouts
@@ -202,5 +203,4 @@ class SaveCache(TrainerCallback):
             return
         began = time.perf_counter()
         source.cache.try_save(trajectories(checkpoint), step, source.config.cache.on_write_error)
-        source.cache.close()
         self._spent_s = time.perf_counter() - began

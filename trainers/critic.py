@@ -33,7 +33,7 @@ class ActorCritic(nn.Module):
 
     Args:
         policy: a causal LM, or a peft model around one.
-        trunk: the critic's own transformer (see `trunk_of`); None puts the value head on the policy's.
+        trunk: the critic's own transformer; None puts the value head on the policy's.
         valued: whether there is a critic at all.
         temperature: of the sampling law.
         entropic: whether gradients flow through the entropy, which costs memory.
@@ -71,11 +71,6 @@ class ActorCritic(nn.Module):
         return Outputs(logp, entropy, self.value(hidden[:, -length - 1 : -1].float())[..., 0])
 
 
-def trunk_of(policy: PreTrainedModel) -> nn.Module:
-    """A copy of a causal LM without its output layer: a critic's transformer before its training."""
-    return copy.deepcopy(policy.base_model)
-
-
 class Models(NamedTuple):
     """What PPO trains, and what its KL penalty is against."""
 
@@ -97,7 +92,7 @@ class Models(NamedTuple):
 def models(model: PreTrainedModel, options: TrainerConfig, temperature: float, peft: PeftConfig | None) -> Models:
     """Policy with critic, and reference, of a loaded policy. Args: peft: adapters, None trains all weights."""
     valued = options.advantage == "gae"
-    trunk = trunk_of(model) if valued and options.critic.model == "separate" else None
+    trunk = copy.deepcopy(model.base_model) if valued and options.critic.model == "separate" else None
     if trunk is not None and options.precision == "bf16":
         trunk.float()  # it is trained whole, also where adapters leave the policy's own weights in bf16
     plain = {"trunk": None, "valued": False, "temperature": temperature, "entropic": False}

@@ -21,7 +21,8 @@ from transformers import PreTrainedModel
 
 from rollout.drafters.model import check_vocab
 from rollout.engines.base import Sampling
-from rollout.noise import derive_key, keyed_draw, process_logits
+from rollout.keys import derive_key
+from rollout.noise import keyed_draw, process_logits
 from rollout.types import EngineStats, RolloutError
 from trainers import drafter_state
 from trainers.config import DrafterConfig

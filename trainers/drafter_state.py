@@ -12,8 +12,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from rollout.durable import write_durably
 from rollout.types import RolloutError
-from trainers.manifest import write_durably
 from trainers.texts import Text
 
 STATE, MOMENTS = "drafter.safetensors", "adamw/"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -177,26 +178,23 @@ class GRPOTrainerWithReuse(GRPOTrainer):
         return out
 
     @torch.no_grad()
+    def _one_pass(self, model, ids: torch.Tensor, mask: torch.Tensor, keep: int) -> torch.Tensor:
+        """Log-probs [B, keep] under a model, without gradients."""
+        rows = self.args.per_device_train_batch_size
+        return super()._get_per_token_logps_and_entropies(model, ids, mask, keep, rows)[0]
+
     def _trainer_logps(self, out: dict[str, Any]) -> torch.Tensor:
         """The policy's own log-probs [B, T] of the responses, which the update then takes as pi_old."""
         if "old_per_token_logps" not in out:
             began = time.perf_counter()
-            ids = torch.cat([out["prompt_ids"], out["completion_ids"]], dim=1)
-            mask = torch.cat([out["prompt_mask"], out["completion_mask"]], dim=1)
-            keep, rows = out["completion_ids"].shape[1], self.args.per_device_train_batch_size
-            found = super()._get_per_token_logps_and_entropies(self.model, ids, mask, keep, rows)
-            out["old_per_token_logps"] = found[0]
+            ids, mask = (torch.cat([out[f"prompt_{n}"], out[f"completion_{n}"]], dim=1) for n in ("ids", "mask"))
+            out["old_per_token_logps"] = self._one_pass(self.model, ids, mask, out["completion_ids"].shape[1])
             self.note({"timing_s/old_log_prob": time.perf_counter() - began})
         return out["old_per_token_logps"]
 
     def _reference_logps(self, model, ids: torch.Tensor, mask: torch.Tensor, keep: int, *_: Any) -> torch.Tensor:
         """Log-probs [B, keep] for `trainer.beta`. Several processes compute all: sharded models need equal passes."""
-        began, rows = time.perf_counter(), self.args.per_device_train_batch_size
-        one_pass = super()._get_per_token_logps_and_entropies
-
-        def compute(ids: torch.Tensor, mask: torch.Tensor, keep: int) -> torch.Tensor:
-            return one_pass(model, ids, mask, keep, rows)[0]
-
+        began, compute = time.perf_counter(), partial(self._one_pass, model)
         if self.accelerator.num_processes > 1:
             logps, reused = compute(ids, mask, keep), 0.0
         else:

@@ -21,11 +21,13 @@ class Loop(ABC):
 
     Args:
         args, accelerator: of the run.
+        steps_per_epoch: optimiser steps.
         **parts: what transformers' CallbackHandler takes: model, processing_class, optimizer, lr_scheduler.
     """
 
-    def __init__(self, args: TrainingArguments, accelerator: Accelerator, **parts: Any):
-        self.args, self.accelerator, self.control = args, accelerator, TrainerControl()
+    def __init__(self, args: TrainingArguments, accelerator: Accelerator, steps_per_epoch: int, **parts: Any):
+        self.args, self.accelerator, self.steps_per_epoch = args, accelerator, steps_per_epoch
+        self.control = TrainerControl()
         self.state = TrainerState(
             max_steps=args.max_steps,
             logging_steps=args.logging_steps,
@@ -40,11 +42,6 @@ class Loop(ABC):
     @abstractmethod
     def take_step(self) -> dict[str, float]:
         """One optimiser step; what to log of it."""
-
-    @property
-    @abstractmethod
-    def steps_per_epoch(self) -> int:
-        """Optimiser steps."""
 
     @abstractmethod
     def save(self, folder: Path, progress: dict[str, Any]) -> None:

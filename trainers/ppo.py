@@ -20,7 +20,7 @@ from accelerate.utils import gather_object
 from torch import Tensor
 from transformers import TrainingArguments, get_scheduler
 
-from rollout.noise import derive_key
+from rollout.keys import derive_key
 from rollout.types import RolloutError
 from trainers import critic, snapshot
 from trainers.advantages import gae, reinforce_plus_plus, rloo, token_rewards, whiten
@@ -72,7 +72,8 @@ class PPOTrainer(Loop):
         self._explained = [0.0, 0.0]  # variance of the critic's errors, and of returns
         self._beta, self._prior = setup.trainer.beta, Prior()
         parts = {"model": self.policy, "optimizer": self.optimizer, "lr_scheduler": self.scheduler}
-        super().__init__(args, accelerator, processing_class=tokenizer, **parts)
+        steps_per_epoch = len(setup.dataset) // setup.trainer.prompts_per_step * setup.trainer.steps_per_rollout
+        super().__init__(args, accelerator, steps_per_epoch, processing_class=tokenizer, **parts)
         self.rollouts = Rollouts(setup, accelerator, lambda: self.policy, lambda: self.state)
 
     def take_step(self) -> dict[str, float]:
@@ -86,11 +87,6 @@ class PPOTrainer(Loop):
         return {**self._update(part), **logs, "num_tokens": self.state.num_input_tokens_seen}
 
     # Rollout -> experience ---------------------------------------------------------------------------------------
-
-    @property
-    def steps_per_epoch(self) -> int:
-        """See Loop."""
-        return len(self._dataset) // self._options.prompts_per_step * self._options.steps_per_rollout
 
     def _inputs(self) -> list[dict]:
         """This process's dataset rows of the coming rollout: each prompt `group_size` times, shuffled every epoch."""

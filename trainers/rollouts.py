@@ -16,10 +16,9 @@ from accelerate.utils import gather_object
 from rollout.config import RolloutConfig
 from rollout.control import Control
 from rollout.engines.base import Engine
-from rollout.noise import derive_key
+from rollout.keys import Visits, derive_key
 from rollout.speculative import SpeculativeRollout
 from rollout.types import RolloutBatch, RolloutError, Row
-from rollout.visits import Visits
 from trainers import weights
 from trainers.advantages import overlong_penalty
 from trainers.config import TrainerConfig

@@ -14,9 +14,9 @@ from benchmarks.equivalence import toy
 from rollout.cache import Fingerprint, TrajectoryCache
 from rollout.config import BudgetConfig, RolloutConfig
 from rollout.control import Control
+from rollout.keys import Visits
 from rollout.speculative import SpeculativeRollout
 from rollout.types import Completion, RolloutBatch, Row
-from rollout.visits import Visits
 from trainers.advantages import gae, token_rewards, whiten
 from trainers.experience import Experience
 from trainers.losses import clipped, correction_weights, policy_loss, value_loss

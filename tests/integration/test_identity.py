@@ -9,7 +9,7 @@ import torch
 
 import rollout.engines.transformers as engine_module
 from rollout.engines import EngineSpec, build_engine
-from rollout.replay import ReplayControl
+from rollout.keys import ReplayControl
 from rollout.speculative import SpeculativeRollout
 from rollout.types import Request
 from tests.runs import Recording, differences, run

@@ -47,7 +47,7 @@ def recorded(words):
     if config.run(specrl.train.main, words):
         raise SystemExit(1)
     cache = record.trainer.rollouts.source.cache
-    held = cache.export([(e, s) for e, slots in cache._examples.items() for s in slots]) if cache else []
+    held = [(e, s, cache.get(e, s)) for e, slots in list(cache._examples.items()) for s in slots] if cache else []
     names = ("step", "rows", "tokens", "rewards", "metrics", "reuse")
     return {
         "steps": [{name: getattr(step, name) for name in names} for step in record.steps],

@@ -10,7 +10,7 @@ from rollout.drafters.suffix import PromptTexts, SuffixDrafter
 from rollout.engines.base import Sampling
 from rollout.engines.judged import JudgedEngine, _Chain
 from rollout.engines.transformers import TransformersEngine
-from rollout.noise import derive_key
+from rollout.keys import derive_key
 from rollout.routers.judge import DraftToken, JudgeHead, KLJudge, judged
 from rollout.types import Request, RolloutError
 from rollout.verify import accept_exact, accept_judged

@@ -11,7 +11,7 @@ from rollout.engines.base import Sampling
 from rollout.engines.routed import RoutedEngine
 from rollout.engines.session import Session
 from rollout.engines.transformers import TransformersEngine
-from rollout.noise import derive_key
+from rollout.keys import derive_key
 from rollout.routers.base import decide
 from rollout.routers.scores import by_advantage, by_entropy, by_likelihood, by_reward
 from rollout.steps import Candidate, Step, StepEnd

@@ -7,8 +7,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
-from reward.base import RewardSet
-from rollout.noise import derive_key
+from reward.set import RewardSet
+from rollout.keys import derive_key
 from rollout.routers.base import decide
 from rollout.routers.scores import by_advantage
 from rollout.steps import Candidate, Step

@@ -237,7 +237,7 @@ def test_what_saving_the_cache_takes_is_recorded(tmp_path):
 
 
 def test_scorer_hands_over_the_columns_and_counts_failures():
-    from reward.base import RewardSet
+    from reward.set import RewardSet
 
     class Echo:
         name = "echo"

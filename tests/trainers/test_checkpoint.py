@@ -130,12 +130,12 @@ def test_all_of_a_checkpoint_is_on_the_disk_before_its_marker(tmp_path, monkeypa
     monkeypatch.setattr(os, "fsync", recorded_fsync)
     monkeypatch.setattr(os, "replace", recorded_replace)
     save(small_cache(), tmp_path, 4)
-    cut, marked = order.index("specrl.tmp"), order.index(f"rename {MARKER}")
+    cut, marked = order.index(f"{MARKER}.tmp"), order.index(f"rename {MARKER}")
     names = ("model.safetensors", "shards/0.bin", "trajectories/trajectories.parquet", "shards", "trajectories")
     before = order[order.index("rename trajectories.parquet") : cut]
     assert {*names, str(folder), str(tmp_path), str(tmp_path.parent)} <= set(before)
     assert all(before.index(file) < before.index(str(folder)) for file in names), "a directory after what it holds"
-    assert order[cut:] == ["specrl.tmp", f"rename {MARKER}", str(folder)]
+    assert order[cut:] == [f"{MARKER}.tmp", f"rename {MARKER}", str(folder)]
     assert marked == len(order) - 2
 
 
@@ -182,7 +182,7 @@ def test_old_checkpoints_go_only_after_the_new_one_is_complete(tmp_path, monkeyp
 def test_a_cache_that_cannot_be_written(tmp_path):
     (tmp_path / "checkpoint-1").mkdir()
     (tmp_path / "checkpoint-1" / "trajectories").write_text("a file in the way")
-    with pytest.raises(CacheError, match="cannot be written"):
+    with pytest.raises(CacheError, match="was not saved"):
         save(small_cache(), tmp_path, 1, on_write_error="stop")
     assert newest(tmp_path) is None
     save(small_cache(), tmp_path, 1)

@@ -18,7 +18,8 @@ import trainers.drafter as module
 from rollout.drafters.model import early_exit
 from rollout.engines.base import Sampling
 from rollout.engines.transformers import TransformersEngine
-from rollout.noise import derive_key, keyed_draw
+from rollout.keys import derive_key
+from rollout.noise import keyed_draw
 from rollout.types import EngineStats, Request, RolloutError
 from trainers.config import DrafterConfig
 from trainers.distances import forward_kl

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import trainers.grpo as grpo
-from reward.base import RewardSet
 from reward.config import RewardConfig
+from reward.loading import load_rewards
 from rollout.config import RolloutConfig
 from rollout.types import RolloutError
 from specrl.config import load
@@ -504,7 +504,7 @@ def test_kept_rewards_train_the_same(tmp_path):
 
 
 def stored(cache) -> list:
-    return cache.export([(e, s) for e, slots in cache._examples.items() for s in slots])
+    return [(e, s, cache.get(e, s)) for e, slots in list(cache._examples.items()) for s in slots]
 
 
 def test_the_cache_keeps_responses_with_their_rewards(tmp_path):
@@ -530,7 +530,7 @@ def test_evaluation_never_touches_the_cache(folder):
     tokenizer = trainer.processing_class
     cache = trainer.rollouts.source.cache
     before = stored(cache), list(cache._examples), cache.stats()
-    rewards = RewardSet.from_config(RewardConfig(functions=["tests.runs:digits"], isolate_user=False))
+    rewards = load_rewards(RewardConfig(functions=["tests.runs:digits"], isolate_user=False))
     examples = load_examples(config.data, config.dataset, "train", config.seed)  # those the cache holds
     metrics = evaluate(
         trainer.rollouts.engine, tokenizer, examples, rewards, samples=4, max_new_tokens=28, seed=config.seed

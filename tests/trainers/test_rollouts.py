@@ -11,7 +11,7 @@ from rollout.cache import Fingerprint, TrajectoryCache
 from rollout.config import RolloutConfig
 from rollout.engines.base import Sampling
 from rollout.engines.transformers import TransformersEngine
-from rollout.replay import ReplayControl
+from rollout.keys import ReplayControl
 from rollout.speculative import SpeculativeRollout
 from rollout.types import Completion, RolloutBatch, RolloutError
 from trainers.config import TrainerConfig
