@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -219,7 +219,7 @@ def on_texts(new, rules: dict, stored: Sequence, rewards) -> dict:
     examples = [row.example for row in stored]
     before = score(new, examples, [row.text for row in stored], rewards)
     lines = compare(new, rules, stored, rewards)
-    return {"accuracy of the old texts": sum(before) / len(before), "rules": [asdict(line) for line in lines]}
+    return {"accuracy of the old texts": sum(before) / len(before), "rules": lines}
 
 
 def shares(to: str, temperature: float, rewards) -> dict:

@@ -43,21 +43,6 @@ class Drafted:
     """An old response; empty where the draft model writes."""
 
 
-@dataclass(frozen=True)
-class Line:
-    """One rule of verification on held-out problems."""
-
-    rule: str
-    accuracy: float
-    change: float
-    """Of the mean reward against the first rule, whose responses have the same keys."""
-    change_pm: float
-    """Half a 95 % interval of it, from the differences of the problems' means."""
-    tokens_per_pass: float
-    accepted_ratio: float
-    """Accepted / drafted tokens."""
-
-
 def read_cache(pair: Pair, examples: Sequence[Example], run: Path) -> list[Drafted]:
     """What a run stored of the examples.
 
@@ -120,8 +105,12 @@ def requests(pair: Pair, drafts: Sequence[Drafted]) -> list[Request]:
     return made
 
 
-def compare(pair: Pair, rules: dict[str, Judge], drafts: Sequence[Drafted], rewards: RewardSet) -> list[Line]:
-    """The rules on the same requests, the first one as the baseline."""
+def compare(pair: Pair, rules: dict[str, Judge], drafts: Sequence[Drafted], rewards: RewardSet) -> list[dict]:
+    """A line for each rule, on the same requests; the first rule is the baseline.
+
+    `accuracy`, and its `change` against the baseline, whose responses have the same keys; `change_pm` is half a 95 %
+    interval of it, from the differences of the problems' means. `accepted_ratio` is accepted / drafted tokens.
+    """
     lines, baseline, nan = [], [], float("nan")
     for name, rule in rules.items():
         done, stats = pair.judged(rule).generate(requests(pair, drafts))
@@ -133,14 +122,13 @@ def compare(pair: Pair, rules: dict[str, Judge], drafts: Sequence[Drafted], rewa
                 differences[d.example.id].append(total - before)
         changes = [fmean(found) for found in differences.values()]
         known = [total for total in totals if total is not None]
-        lines.append(
-            Line(
-                name,
-                accuracy=fmean(known) if known else nan,
-                change=fmean(changes) if changes else nan,
-                change_pm=NORMAL_95 * stdev(changes) / len(changes) ** 0.5 if len(changes) > 1 else nan,
-                tokens_per_pass=sum(len(c.tokens) for c in done) / sum(c.passes for c in done),
-                accepted_ratio=stats.accepted / stats.drafted if stats.drafted else 0.0,
-            )
-        )
+        line = {
+            "rule": name,
+            "accuracy": fmean(known) if known else nan,
+            "change": fmean(changes) if changes else nan,
+            "change_pm": NORMAL_95 * stdev(changes) / len(changes) ** 0.5 if len(changes) > 1 else nan,
+            "tokens_per_pass": sum(len(c.tokens) for c in done) / sum(c.passes for c in done),
+            "accepted_ratio": stats.accepted / stats.drafted if stats.drafted else 0.0,
+        }
+        lines.append(line)
     return lines

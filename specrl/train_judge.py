@@ -14,7 +14,7 @@ on held-out problems.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -72,7 +72,7 @@ def main(config: TrainJudgeConfig) -> int:
         exact = JudgeHead(judge.weight, judge.bias, 0.0)
         rules = {"exact": exact, "judge": judge, "shuffled labels": shuffled}
         rules |= {} if config.cache else {"KL rule": KLJudge()}
-        report["rules"] = [asdict(line) for line in compare(pair, rules, held, rewards)]
+        report["rules"] = compare(pair, rules, held, rewards)
     finally:
         rewards.close()
     drafts = config.cache or fingerprint(pair.draft)

@@ -70,9 +70,11 @@ class DrafterTrainer:
         self.options, self.seed = options, seed
         self._law = {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
         _check_pair(self.drafter, self.policy)
-        self._initial = copy.deepcopy(self.drafter).requires_grad_(False)
+        self.initial = copy.deepcopy(self.drafter).requires_grad_(False)
+        """The drafter as it was at the start."""
         self._optimizer = torch.optim.AdamW(self.drafter.parameters(), options.learning_rate, weight_decay=0.0)
-        self._texts: list[Text] = []
+        self.texts: list[Text] = []
+        """What is learned from, oldest first."""
         self._metrics: dict[str, float] = {}
         self._cost_s = 0.0
         self.progress = Progress()
@@ -98,7 +100,7 @@ class DrafterTrainer:
                     f"row {i} has {len(text.prompt)} prompt and {len(text.response)} response tokens; "
                     "co-training needs both. Leave out rows that failed"
                 )
-        self._texts = within([*self._texts, *new], self.options.versions, BUFFER_TOKENS)
+        self.texts = within([*self.texts, *new], self.options.versions, BUFFER_TOKENS)
         began = time.perf_counter()
         self._measure(new)
         self._cost_s += time.perf_counter() - began
@@ -122,7 +124,7 @@ class DrafterTrainer:
         wanted = response_logits(self.policy, texts)
         draws = keyed_draw(wanted, keys, positions, **self._law)[0]
         found = []
-        for model in (self.drafter, self._initial):
+        for model in (self.drafter, self.initial):
             logits = response_logits(model, texts)
             drawn, _, _, gaps = keyed_draw(logits, keys, positions, **self._law)
             if gaps.isnan().any():
@@ -151,7 +153,7 @@ class DrafterTrainer:
         """Trains where a round is due, the only place that changes the drafter's weights. Returns the metrics."""
         state = self.progress
         state.steps += 1
-        if not state.off and self._texts and state.steps % self.options.interval == 0:
+        if not state.off and self.texts and state.steps % self.options.interval == 0:
             began = time.perf_counter()
             self._train()
             self._cost_s += time.perf_counter() - began
@@ -163,7 +165,7 @@ class DrafterTrainer:
     def _train(self) -> None:
         options, generator = self.options, self._generator("update", self.progress.steps)
         losses, masks = [], []
-        for texts in batches(self._texts, options.updates, options.tokens_per_update, generator):
+        for texts in batches(self.texts, options.updates, options.tokens_per_update, generator):
             with torch.no_grad():
                 teacher = self._logits(self.policy, texts)
             student = self._logits(self.drafter, texts)
@@ -179,7 +181,7 @@ class DrafterTrainer:
         if not all(p.isfinite().all() for p in self.drafter.parameters()):
             return self._diverged("its weights are NaN or infinite")
         self._metrics |= {
-            "drafter/buffer_tokens": sum(map(len, self._texts)),
+            "drafter/buffer_tokens": sum(map(len, self.texts)),
             "drafter/kept_ratio": torch.cat(masks).float().mean().item(),
             "drafter/loss": sum(losses) / len(losses),
         }
@@ -192,7 +194,7 @@ class DrafterTrainer:
         """
         if self.options.select == "all":
             return torch.ones(len(teacher), dtype=torch.bool, device=self.drafter.device)
-        reference = self._logits(self._initial, texts)
+        reference = self._logits(self.initial, texts)
         return largest(forward_kl(student, teacher) - forward_kl(reference, teacher), KEPT)
 
     def _judge(self) -> None:
@@ -215,8 +217,8 @@ class DrafterTrainer:
 
     def _end(self, reason: str, restore: bool) -> None:
         if restore:
-            self.drafter.load_state_dict(self._initial.state_dict())
-        self.progress.off, self._texts = reason, []
+            self.drafter.load_state_dict(self.initial.state_dict())
+        self.progress.off, self.texts = reason, []
         logger.warning("Drafter co-training is off: %s. Rollouts stay exact.", reason)
 
     def _logits(self, model: Module, texts: Sequence[Text]) -> Tensor:
@@ -232,7 +234,7 @@ class DrafterTrainer:
 
     def save(self, directory: Path) -> None:
         """Writes the state after a step into a checkpoint's directory, whose marker makes it count."""
-        drafter_state.save(directory, self._weights(), self._optimizer, self.progress, self._texts)
+        drafter_state.save(directory, self._weights(), self._optimizer, self.progress, self.texts)
 
     def load(self, directory: Path) -> None:
         """Goes on from what `save` wrote.
@@ -240,10 +242,10 @@ class DrafterTrainer:
         Raises:
             RolloutError: it is missing, damaged or another drafter's; nothing was loaded.
         """
-        self.progress, self._texts = drafter_state.load(directory, self._weights(), self._optimizer)
+        self.progress, self.texts = drafter_state.load(directory, self._weights(), self._optimizer)
 
     def _weights(self) -> dict[str, Tensor]:
-        pair = {"drafter": self.drafter, "initial": self._initial}
+        pair = {"drafter": self.drafter, "initial": self.initial}
         return {f"{kind}/{name}": p.detach() for kind, model in pair.items() for name, p in model.named_parameters()}
 
 

@@ -8,9 +8,11 @@ import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
 from reward.set import RewardSet
+from rollout.keys import derive_key
 from rollout.routers.base import decide
 from rollout.routers.scores import by_advantage
 from rollout.steps import Candidate, Step
+from rollout.types import Request
 from specrl import config as cli
 from specrl.data import load_examples
 from specrl.evaluate import EvaluateConfig
@@ -83,11 +85,13 @@ def candidates(pair, examples, seed=0):
 
 
 def test_a_value_is_the_mean_reward_of_plain_continuations(pair, examples, rewards):
-    values = StepValues(pair, rewards, 3, seed=0)
+    values, plain = StepValues(pair, rewards, 3, seed=0), pair.plain(pair.policy)
     asked = [prefix(c, c.step, e, pair.tokenizer) for c, e in zip(candidates(pair, examples), examples, strict=True)]
     found = values(asked)
     for p, value in zip(asked, found, strict=True):
-        texts = values._continue([p])[0]
+        cap = pair.config.rollout.max_new_tokens
+        done, _ = plain.generate([Request(p.tokens, derive_key(0, "value", i, 0), cap) for i in range(3)])
+        texts = pair.tokenizer.batch_decode([c.tokens for c in done], skip_special_tokens=True)
         scored = rewards.score([cli_sample(p, text) for text in texts]).total
         kept = [s for s in scored if s is not None]
         assert value == pytest.approx(sum(kept) / len(kept)) if kept else math.isnan(value)
