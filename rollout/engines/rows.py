@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -33,6 +34,8 @@ class Row:
     passes: int = 0
     drafting: bool = True
     state: State = "start"
+    kind: Kind = None
+    """What the worth of the last guess that was asked for is estimated by; None if there was none."""
     guess: list[int] = field(default_factory=list)
     """What its own drafter expects next, carried or not."""
     source: str = ""
@@ -59,15 +62,10 @@ class Row:
     def room(self) -> int:
         return self.request.max_new_tokens - len(self.tokens)
 
-    @property
-    def kind(self) -> Kind:
-        """What the worth of the guess is estimated by; None without a guess."""
-        return (self.state, self.source) if self.guess else None
-
     def restart(self) -> None:
         """Forgets what was emitted; the passes it took still count."""
         self.tokens, self.logprobs, self.behaviour, self.reused, self.rejected = [], [], [], [], []
-        self.finish, self.state, self.drafting = None, "start", not self.request.plain
+        self.finish, self.state, self.kind, self.drafting = None, "start", None, not self.request.plain
 
     def ask(self, limit: int, vocab: int) -> list[int]:
         """Asks its own drafter for at most `limit` tokens; the guess ends before the first id that does not exist."""
@@ -76,6 +74,7 @@ class Row:
         if drafter and self.drafting and limit > 0:
             self.guess = known(ids(drafter, drafter.propose(tuple(self.tokens), limit), limit), vocab)
         self.source = self.carried = getattr(drafter, "source", "custom")
+        self.kind = (self.state, self.source) if self.guess else None
         return self.guess
 
     def carry(self, window: int, budget: Budget, price: float, contexts: ContextTable | None) -> None:
@@ -97,7 +96,7 @@ class Row:
         """
         stood = accepted
         budget.observe_emitted(len(emitted))
-        if self.carried != self.source or self.parents is not None:
+        if self.carried != self.source or self.parents is not None or not draft:
             draft = self.guess[: len(emitted)]
             accepted = accept_exact(emitted, draft)
         if drafted := len(draft):
@@ -152,7 +151,7 @@ def ask_all(
     plan = None if model else budget.rest()
     if plan is not None:
         for row in rows:
-            row.draft, row.carried, row.chain = [], row.source, None
+            row.guess, row.draft, row.carried, row.chain = [], [], row.source, None
     else:
         width = max((row.cached for row in rows), default=0) + 1
         longest = budget.longest(len(rows), width)
@@ -161,13 +160,12 @@ def ask_all(
         plan = budget.plan([row.kind for row in rows], model, width)
         for row in rows:
             row.carry(plan.windows[row.kind], budget, plan.needed, None if budget.window else contexts)
-        carried = any(row.draft for row in rows)
-        budget.observe_plan(carried)
-        budget.observe_asking(time.perf_counter() - began)
-    paused = [row.kind for row in rows if row.guess and not row.draft and row.kind not in plan.handed]
-    stats.paused += len(paused)
-    stats.paused_acceptance += sum(map(budget.acceptance, paused))
-    stats.paused_needed += plan.needed * len(paused)
+        budget.observe_asking(time.perf_counter() - began, any(row.draft for row in rows))
+    paused = Counter(row.kind for row in rows if not row.draft)
+    for kind in paused.keys() - plan.handed - {None}:
+        stats.paused += paused[kind]
+        stats.paused_acceptance += paused[kind] * budget.acceptance(kind)
+        stats.paused_needed += paused[kind] * plan.needed
     return plan
 
 
@@ -188,6 +186,8 @@ def ids(drafter: Drafter, found: Iterable[int], limit: int) -> list[int]:
 
 def known(tokens: Sequence[int], vocab: int) -> list[int]:
     """The tokens before the first id that does not exist."""
+    if not tokens or (min(tokens) >= 0 and max(tokens) < vocab):
+        return list(tokens)
     return list(tokens[: next((i for i, t in enumerate(tokens) if not 0 <= t < vocab), len(tokens))])
 
 
