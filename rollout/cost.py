@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 _FORGET = 0.98  # what is left of a pass's weight after the next one
 _FADE = 0.85  # the same in a trial, which must see when drafts begin to pay
-_JUDGED = 2  # passes with drafts, by weight, that it takes to judge them
+_JUDGED = 3  # passes with drafts, by weight, that it takes to judge them
 _GAIN = 0.97  # of a plain pass's time must do: passes with drafts take some that they are not charged
+_CLEAR = 0.6  # of the seconds that plain passes are estimated to take
 _REST = 15  # most passes in a row that nobody is asked about
 
 
@@ -49,10 +50,12 @@ class Trial:
     """
 
     def __init__(self):
+        self._plain = [0.0] * 3  # passes, seconds, and what they were worth
         self.restart()
 
     def restart(self) -> None:
-        self._passes = {False: [0.0] * 3, True: [0.0] * 3}  # by asked: number, seconds, and what they were worth
+        """Drafts may be worth something else now; plain passes are what they were."""
+        self._asked = [0.0] * 3
         self._asking: float | None = None  # seconds, for the pass in progress
         self._rows = self._pause = self._skipped = 0
 
@@ -73,15 +76,18 @@ class Trial:
         if asking is None and drafts:
             return  # the further passes of one that did not fit the memory
         if 2 * rows <= self._rows:
+            self._plain = [0.0] * 3
             self.restart()
         self._rows = self._rows or rows
-        sums, new = self._passes[asking is not None], (1.0, seconds + (asking or 0.0), worth)
+        sums, new = self._plain if asking is None else self._asked, (1.0, seconds + (asking or 0.0), worth)
         sums[:] = [_FADE * x + y for x, y in zip(sums, new, strict=True)]
 
     def pays(self) -> bool:
-        """In doubt True, but one plain pass is needed to compare with."""
-        (plain, plain_s, plain_worth), (asked, asked_s, asked_worth) = self._passes.values()
-        return asked < _JUDGED or (plain > 0 and asked_s * plain_worth <= _GAIN * plain_s * asked_worth)
+        """In doubt True. Unless drafts are clearly worth it, one plain pass is needed to compare with."""
+        (plain, plain_s, plain_worth), (asked, asked_s, asked_worth) = self._plain, self._asked
+        if asked < _JUDGED or asked_s <= _CLEAR * asked_worth:
+            return True
+        return plain > 0 and asked_s * plain_worth <= _GAIN * plain_s * asked_worth
 
 
 def _products(*terms: float) -> list[float]:

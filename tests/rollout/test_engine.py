@@ -13,9 +13,8 @@ import torch
 from transformers import AutoModelForCausalLM, Gemma2Config, T5Config, T5ForConditionalGeneration
 
 import rollout.engines.transformers as engine_module
-from rollout.budget import Budget
 from rollout.config import RolloutConfig, RouterConfig
-from rollout.cost import CostModel
+from rollout.cost import CostModel, Trial
 from rollout.engines import EngineSpec, build_engine, ragged
 from rollout.engines.base import Sampling, Speculation
 from rollout.engines.ragged import RaggedKV
@@ -172,7 +171,7 @@ def test_drafts_of_any_quality_change_nothing(golden, family, window):
 def test_the_texts_of_all_prompts_change_nothing(golden, family, monkeypatch):
     model, cases, want = golden(family)
     monkeypatch.setattr(CostModel, "fit", lambda self: (1.0, 0.0, 1e-3, 0.0))  # tokens cost little: chances are taken
-    monkeypatch.setattr(Budget, "pays", lambda self: True)  # nor are they judged by measured time
+    monkeypatch.setattr(Trial, "pays", lambda self: True)  # nor are they judged by measured time
     engine = engine_of(model, contexts=True)
     for _ in range(4):
         requests = requests_of(cases)
@@ -188,7 +187,7 @@ def test_the_texts_of_all_prompts_change_nothing(golden, family, monkeypatch):
 def test_texts_of_all_prompts_that_lie_change_nothing_and_are_left(golden, monkeypatch):
     model, cases, want = golden("llama")
     monkeypatch.setattr(CostModel, "fit", lambda self: (1.0, 0.0, 1e-3, 0.0))
-    monkeypatch.setattr(Budget, "pays", lambda self: True)
+    monkeypatch.setattr(Trial, "pays", lambda self: True)
     engine = engine_of(model, contexts=True)
     for _ in range(4):
         engine.contexts.learn((prompt, all_wrong(text)) for (prompt, _), (text, _, _) in zip(cases, want, strict=True))
@@ -522,7 +521,7 @@ def test_drafts_that_would_lose_time_are_counted_as_paused(golden):
     engine.budget.calibrate([(1, 1.001), (1000, 1001.0)])  # a token costs what a pass costs
     for _ in range(2000):
         engine.budget.observe_draft(("start", "custom"), 1, 0)
-    drafters = [Script(text) if i % 2 else None for i, (text, _, _) in enumerate(want)]
+    drafters = [Script(all_wrong(text)) if i % 2 else None for i, (text, _, _) in enumerate(want)]
     done, stats = engine.generate(requests_of(cases, drafters))
     assert differing(done, want) == []
     rows = [c for i, c in enumerate(done) if i % 2]
