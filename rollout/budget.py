@@ -16,7 +16,7 @@ Kind = tuple[State, str] | None
 """Drafts that are worth the same: the row's state, and where its draft comes from. None is a row without a draft."""
 
 _PRIOR, _WEIGHT = 0.9, 10.0  # acceptance before any draft was seen, and the tokens that it weighs: optimistic
-_FORGET = 0.5  # of what was seen, with each rollout: weights have changed, and optimism itself probes
+_FORGET = 0.5  # of what was seen, with each rollout: weights have changed, and optimism tries again
 _MEMORY = 128  # draft tokens over which the draft model's yield is averaged
 _MOST = 0.9999  # no estimate of a probability is trusted further
 _MARGIN = 1.1  # the model must promise that much: rows that advance unevenly leave a longer tail than is estimated
@@ -141,7 +141,7 @@ class Budget:
             self._levels[_level(logprob)][i >= accepted] += 1
 
     def next_rollout(self) -> None:
-        """Weights have changed: trust the past half as much, so that a bad spell is probed again."""
+        """Weights have changed: trust the past half as much, so that a bad spell does not last."""
         for seen in (*self._seen.values(), *self._levels, self._yield):
             seen[:] = [_FORGET * x for x in seen]
         self._trial.restart()
