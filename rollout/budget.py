@@ -5,23 +5,19 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
-from rollout.cost import CostModel, Ledger
+from rollout.cost import CostModel, Trial
 
 State = Literal["start", "agreeing", "diverged", "lost"]
 """What is known of a row's drafter: nothing yet; of its last draft all, some or no tokens stood."""
 Kind = tuple[State, str] | None
 """Drafts that are worth the same: the row's state, and where its draft comes from. None is a row without a draft."""
 
-_PRIOR = (9.0, 1.0)  # accepted and rejected draft tokens assumed before any were seen: optimistic, soon outweighed
-_FORGET_ROLLOUT = 0.5
-_FORGET_LEVEL = 0.7  # how sure the draft model must be changes more slowly than what old texts are worth
+_PRIOR, _WEIGHT = 0.9, 10.0  # acceptance before any draft was seen, and the tokens that it weighs: optimistic
+_FORGET = 0.5  # of what was seen, with each rollout: weights have changed, and optimism tries again
 _MEMORY = 128  # draft tokens over which the draft model's yield is averaged
-_PROBE_EVERY, _PROBE_TOKENS, _PROBE_ROWS = 32, 2, 4
-_REST = 7  # most passes in a row that nobody is asked about
-_JUDGED = 3  # passes with drafts, by weight, that it takes to judge them
 _MOST = 0.9999  # no estimate of a probability is trusted further
 _MARGIN = 1.1  # the model must promise that much: rows that advance unevenly leave a longer tail than is estimated
 _NEARLY = 0.95  # of the best rate is as good
@@ -63,19 +59,13 @@ class Budget:
         self.window = window
         self.drafter = CostModel()
         """Cost of a pass of the draft model."""
-        self._passes = CostModel()
-        self._seen: dict[Kind, list[float]] = {}
-        self._levels = [[0.0, 0.0] for _ in range(_LEVELS)]
-        self._yield = [0.0, 0.0]
-        self._idle: Counter[Kind] = Counter()  # passes in which a kind carried nothing, since it last did
-        self._pause = self._skipped = 0
+        self._passes, self._trial = CostModel(), Trial()
+        self._seen: dict[Kind, list[float]] = {}  # draft tokens that were accepted, and that were not
+        self._levels = [[0.0, 0.0] for _ in range(_LEVELS)]  # the same of the draft model's
+        self._yield = [0.0, 0.0]  # of the draft model, tokens expected to be accepted, and all
         self._needed = 0.0
-        self._cost = 0.0, 0.0  # seconds of a pass and of each row in it, as last planned with
-        self._asking: float | None = None  # seconds that asking took for the pass in progress; None without drafts
+        self._plain = 0.0, 0.0  # seconds of a plain pass and of each row in it, as last planned with
         self._emitted = 0  # tokens of the pass in progress
-        self._plain, self._asked = Ledger(), Ledger()
-        self._idle_model = 0
-        self._patience = _PROBE_EVERY
 
     # What was measured -------------------------------------------------------------------------------------------
 
@@ -83,16 +73,16 @@ class Budget:
         """Estimated probability that one more draft token of a row of this kind is accepted."""
         if kind is None:
             return 0.0
-        (accepted, rejected), weight = self._seen.get(kind, (0.0, 0.0)), sum(_PRIOR)
-        return (accepted + weight * self._expected()) / (accepted + rejected + weight)
+        accepted, rejected = self._seen.get(kind, (0.0, 0.0))
+        return (accepted + _WEIGHT * self._expected()) / (accepted + rejected + _WEIGHT)
 
     def _expected(self) -> float:
         """Acceptance of kinds that were not seen yet: what drafts did in general, but never more than the prior says.
 
         Else each kind would have to fail by itself before useless drafts are left.
         """
-        accepted, rejected = (sum(column) for column in zip(_PRIOR, *self._seen.values(), strict=True))
-        return min(accepted / (accepted + rejected), _PRIOR[0] / sum(_PRIOR))
+        accepted, rejected = map(sum, zip((0.0, 0.0), *self._seen.values(), strict=True))
+        return min((accepted + _WEIGHT * _PRIOR) / (accepted + rejected + _WEIGHT), _PRIOR)
 
     def confidence(self, logprob: float) -> float:
         """Estimated probability that a model's draft token is accepted: what became of equally confident ones."""
@@ -103,8 +93,8 @@ class Budget:
 
     def model_yield(self) -> float:
         """Expected acceptance of one more token of the draft model, those it is not confident of counted as 0."""
-        worth, drafted = (seen + prior for seen, prior in zip(self._yield, (_PRIOR[0], sum(_PRIOR)), strict=True))
-        return worth / drafted
+        accepted, drafted = self._yield
+        return (accepted + _WEIGHT * _PRIOR) / (drafted + _WEIGHT)
 
     def gain(self, kind: Kind, drafted: int, price: float) -> float:
         """Expected accepted tokens of a draft of this kind, less `price` for each that is carried."""
@@ -121,42 +111,21 @@ class Budget:
         Call it behind `observe_emitted` for each of the rows, if they are known.
         """
         self._passes.observe(tokens, seconds, rows, width)
-        if rows and (self._asking is not None or tokens == rows):
-            self._enter(seconds, rows)
-        self._asking, self._emitted = None, 0
-
-    def observe_asking(self, seconds: float) -> None:
-        """Asking the rows' own drafters for a pass that carries drafts took `seconds`."""
-        self._asking = seconds
+        if rows:
+            fixed, row = self._plain
+            self._trial.observe(rows, seconds, (fixed + row * rows) * self._emitted / rows, tokens > rows)
+        self._emitted = 0
 
     def observe_emitted(self, tokens: int) -> None:
         """A row emitted `tokens` tokens in the pass that is about to be observed."""
         self._emitted += tokens
-
-    def _enter(self, seconds: float, rows: int) -> None:
-        """Books the pass in progress."""
-        fixed, row = self._cost
-        ledger = self._plain if self._asking is None else self._asked
-        if 2 * rows <= max(self._plain.rows, self._asked.rows):  # few rows gain more
-            self._plain.clear()
-            self._asked.clear()
-        ledger.add(seconds + (self._asking or 0.0), (fixed + row * rows) * self._emitted / rows, rows)
-
-    def pays(self) -> bool:
-        """Whether passes with drafts, asking included, brought their tokens sooner than plain passes did of late.
-
-        What `plan` expects is an estimate, and knows nothing of the time that asking takes. In doubt True.
-        """
-        if self._asked.passes < _JUDGED:
-            return True
-        return self._plain.passes > 0 and self._asked.rate() <= self._plain.rate()
 
     def calibrate(self, passes: Sequence[tuple[int, float]], rows: int = 0, width: int = 0) -> None:
         """Measured (tokens, seconds) of passes, see CostModel.calibrate."""
         self._passes.calibrate(passes, rows, width)
 
     def observe_draft(self, kind: Kind, drafted: int, accepted: int) -> None:
-        """A row carried `drafted` tokens of its own drafter, the first `accepted` of which stood."""
+        """Of `drafted` tokens of a row's own drafter the first `accepted` stood, or would have stood."""
         seen = self._seen.setdefault(kind, [0.0, 0.0])
         seen[0] += accepted
         seen[1] += accepted < drafted
@@ -172,18 +141,28 @@ class Budget:
             self._levels[_level(logprob)][i >= accepted] += 1
 
     def next_rollout(self) -> None:
-        """Weights have changed: trust the past half as much, so that a bad spell is probed again."""
-        self._seen = {kind: [_FORGET_ROLLOUT * x for x in seen] for kind, seen in self._seen.items()}
-        self._levels = [[_FORGET_LEVEL * x for x in seen] for seen in self._levels]
-        self._patience = _PROBE_EVERY
-        self._idle.clear()
-        self._pause = self._skipped = 0
-        self._asked.clear()
+        """Weights have changed: trust the past half as much, so that a bad spell does not last."""
+        for seen in (*self._seen.values(), *self._levels, self._yield):
+            seen[:] = [_FORGET * x for x in seen]
+        self._trial.restart()
 
     # What to draft -----------------------------------------------------------------------------------------------
 
+    def rest(self) -> Plan | None:
+        """The plan of a pass that nobody is asked about, where asking did not pay of late, else None.
+
+        A fixed window is always asked for.
+        """
+        if self.window or not self._trial.rests():
+            return None
+        return Plan({}, frozenset(), 0.0, needed=self._needed)
+
+    def observe_asking(self, seconds: float, carried: bool) -> None:
+        """Asking for drafts for the next pass took `seconds`; whether it carries any."""
+        self._trial.ask(seconds, carried)
+
     def longest(self, rows: int, width: int = 0) -> int:
-        """Tokens that no draft of a pass over `rows` rows will exceed, at least those of a probe.
+        """Tokens that no draft of a pass over `rows` rows will exceed.
 
         The best kind there is, at the goodput of a pass without drafts: `plan` only raises that.
         """
@@ -191,50 +170,22 @@ class Budget:
             return self.window
         best = max(map(self.acceptance, self._seen), default=0.0)
         a, b = self.cost(rows, width)
-        return max(_PROBE_TOKENS, _length(max(best, self._expected()), b * rows / (a + b * rows)))
+        return max(1, _length(max(best, self._expected()), b * rows / (a + b * rows)))
 
     def plan(self, kinds: Sequence[Kind], model: bool = False, width: int = 0) -> Plan:
-        """Draft lengths for the rows of the next pass, and the kinds that a draft model serves better, if there is one.
-
-        A kind that does not pay is probed now and then, ever more rarely, so that a bad spell does not last.
-        """
+        """Draft lengths for the rows of the next pass, and the kinds that a draft model serves better."""
         count = Counter(kinds)
         if self.window:
             return Plan(dict.fromkeys(count, self.window), frozenset(), 0.0)
-        a, b = self.cost(count.total(), width)
-        fixed = a + b * count.total()
-        rest = self._passes.fit()[0]
-        self._cost = rest, (fixed - rest) / max(1, count.total())
+        rows = count.total()
+        a, b = self.cost(rows, width)
+        fixed, alone = a + b * rows, self.cost()[0]
+        self._plain = alone, (fixed - alone) / max(1, rows)
         k, goodput = _levelled({kind: (n, self.acceptance(kind)) for kind, n in count.items()}, fixed, b)
         self._needed, handed = min(1.0, b * goodput), frozenset()
         if model and count:
             handed, goodput = self._hand_over(count, k, fixed, b, goodput)
-        for kind in count:
-            before = self._idle[kind]
-            self._idle[kind] = idle = 0 if k[kind] or kind in handed else before + 1 + self._skipped
-            if idle >= _PROBE_EVERY and idle.bit_length() > before.bit_length():  # twice as rare each time
-                k[kind] = _PROBE_TOKENS
         return Plan(k, handed, goodput, b, self._needed)
-
-    def rest(self) -> Plan | None:
-        """The plan of a pass that carries nothing, where nothing has paid lately: asking takes time too. Else None.
-
-        Whether drafts that ride pay together is what `pays` says.
-
-        A fixed window is always asked for.
-        """
-        if self.window or self._skipped == self._pause:
-            return None
-        self._skipped += 1
-        return Plan({}, frozenset(), 0.0, needed=self._needed)
-
-    def observe_plan(self, carried: bool) -> None:
-        """Whether anything rides in the pass that was planned.
-
-        If not, or if drafts have not paid lately, the next passes may rest: 1, 3 and then 7.
-        """
-        self._pause = 0 if carried and self.pays() else min(2 * self._pause + 1, _REST)
-        self._skipped = 0
 
     def _hand_over(self, count: Mapping[Kind, int], k: Mapping[Kind, int], fixed: float, b: float, goodput: float):
         """The kinds that the model drafts for, and the tokens per second of the rows that need it.
@@ -251,7 +202,8 @@ class Budget:
         alone = sum(count[s] * _emitted(self.acceptance(s), k[s]) for s in needy)
         alone /= others + b * sum(count[s] * k[s] for s in needy)
         draft, row, token, _ = self.drafter.fit()
-        helped = _best(rows, promise, b + row + token + draft / rows, others)
+        price = b * rows + draft + (row + token) * rows
+        helped = max(rows * _emitted(promise, k) / (others + price * k) for k in range(_LONG + 1))
         return (needy, helped) if helped > _MARGIN * alone else (frozenset(), alone)
 
     def chain(self, behind: Sequence[int], plan: Plan) -> Chain:
@@ -259,15 +211,7 @@ class Budget:
 
         Args: behind: tokens of each row that the model has not seen and must run first.
         """
-        chain = Chain(self, plan, behind if plan.handed or self.window else [], self.window)
-        if chain.going or not behind:
-            self._idle_model, self._patience = 0, _PROBE_EVERY
-            return chain
-        self._idle_model += 1
-        if self._idle_model < self._patience:
-            return chain
-        self._idle_model, self._patience = 0, 2 * self._patience  # a probe costs a catch-up: twice as rare each time
-        return Chain(self, replace(plan, goodput=0.0), behind[:_PROBE_ROWS], _PROBE_TOKENS)
+        return Chain(self, plan, behind if plan.handed or self.window else [], self.window)
 
 
 class Chain:
@@ -317,20 +261,6 @@ class Chain:
         rows = [row for row in rows if self._stands[row] * promise >= price]
         gain = promise * sum(self._stands[row] for row in rows) - price * len(rows)
         return rows if gain >= self._goodput * self._fixed else []
-
-
-def _best(rows: int, p: float, price: float, fixed: float) -> float:
-    """The most tokens per second that rows of one kind can expect (Dinkelbach).
-
-    Args: p: acceptance; price: seconds per draft token; fixed: seconds of a pass without drafts.
-    """
-    k = 0
-    for _ in range(8):
-        goodput = rows * _emitted(p, k) / (fixed + rows * price * k)
-        previous, k = k, _length(p, price * goodput)
-        if k == previous:
-            break
-    return goodput
 
 
 def _levelled(groups: Mapping[Kind, tuple[int, float]], fixed: float, price: float) -> tuple[dict[Kind, int], float]:

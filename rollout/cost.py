@@ -1,11 +1,15 @@
-"""What a forward pass costs: a line through measured passes, and what passes brought for it."""
+"""What a forward pass costs, fitted to measured passes, and whether passes with drafts bring more than they cost."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 _FORGET = 0.98  # what is left of a pass's weight after the next one
-_FADE = 0.85  # the same in a ledger, which must see when drafts begin to pay
+_FADE = 0.85  # the same in a trial, which must see when drafts begin to pay
+_JUDGED = 3  # passes with drafts, by weight, that it takes to judge them
+_GAIN = 0.97  # of a plain pass's time must do: passes with drafts take some that they are not charged
+_CLEAR = 0.6  # of the seconds that plain passes are estimated to take
+_REST = 15  # most passes in a row that nobody is asked about
 
 
 class CostModel:
@@ -21,7 +25,7 @@ class CostModel:
     def fit(self) -> tuple[float, float, float, float]:
         """(a, r, b, c), none negative; a and what a token costs positive."""
         if self._fitted is None:
-            self._fitted = self._fit()
+            self._fitted = _fit([old + new for old, new in zip(self._fixed, self._moving, strict=True)])
         return self._fitted
 
     def observe(self, tokens: int, seconds: float, rows: int = 0, width: int = 0) -> None:
@@ -31,51 +35,59 @@ class CostModel:
 
     def calibrate(self, passes: Sequence[tuple[int, float]], rows: int = 0, width: int = 0) -> None:
         """Measured (tokens, seconds) that never fade: equal passes alone could not tell the terms apart."""
-        for n, s in passes:
-            new = _products(rows, n, width * n, s)
+        for tokens, seconds in passes:
+            new = _products(rows, tokens, width * tokens, seconds)
             self._fixed = [old + x for old, x in zip(self._fixed, new, strict=True)]
         self._fitted = None
 
-    def _fit(self) -> tuple[float, float, float, float]:
-        sums = iter(old + new for old, new in zip(self._fixed, self._moving, strict=True))
-        matrix = [[0.0] * 5 for _ in range(5)]  # of (1, rows, tokens, width * tokens, seconds)
-        for i in range(5):
-            for j in range(i, 5):
-                matrix[i][j] = matrix[j][i] = next(sums)
-        if not matrix[0][0]:
-            return 1.0, 0.0, 1e-3, 0.0
-        terms, found = [i for i in range(4) if matrix[i][i]], [0.0] * 4
-        while terms:
-            solved = _solve([[matrix[i][j] for j in terms] for i in terms], [matrix[i][4] for i in terms])
-            if min(solved) >= 0:
-                for i, x in zip(terms, solved, strict=True):
-                    found[i] = x
-                break
-            terms.pop(solved.index(min(solved)))
-        a, row, token, place = found
-        seconds, tokens = matrix[0][4] / matrix[0][0], matrix[0][2] / matrix[0][0]
-        return max(a, 0.01 * seconds), row, token if token or place else 0.1 * seconds / tokens, place
 
+class Trial:
+    """Whether asking for drafts brings tokens sooner than plain passes do, and when to ask again.
 
-class Ledger:
-    """Seconds that passes took, and that plain passes are expected to take for as many tokens, with forgetting."""
+    What a plan expects is an estimate, and knows nothing of the time that asking takes. While asking does not pay, 1,
+    3, 7 and then 15 passes rest between two that are asked about. All is forgotten when half of the rows have ended, as
+    few rows gain more.
+    """
 
     def __init__(self):
-        self.clear()
+        self._plain = [0.0] * 3  # passes, seconds, and what they were worth
+        self.restart()
 
-    def clear(self) -> None:
-        self._spent = self._worth = self.passes = 0.0
-        self.rows = 0
-        """Of the first pass since."""
+    def restart(self) -> None:
+        """Drafts may be worth something else now; plain passes are what they were."""
+        self._asked = [0.0] * 3
+        self._asking: float | None = None  # seconds, for the pass in progress
+        self._rows = self._pause = self._skipped = 0
 
-    def add(self, spent: float, worth: float, rows: int) -> None:
-        kept, self.rows = _FADE, self.rows or rows
-        self._spent, self._worth = kept * self._spent + spent, kept * self._worth + worth
-        self.passes = kept * self.passes + 1
+    def rests(self) -> bool:
+        """Whether nobody is asked about the next pass."""
+        rests = self._skipped < self._pause
+        self._skipped += rests
+        return rests
 
-    def rate(self) -> float:
-        """Spent by worth; 1 before any pass."""
-        return self._spent / self._worth if self._worth else 1.0
+    def ask(self, seconds: float, carried: bool) -> None:
+        """Asking about the next pass took `seconds`; whether anything rides in it."""
+        self._asking, self._skipped = seconds, 0
+        self._pause = 0 if carried and self.pays() else min(2 * self._pause + 1, _REST)
+
+    def observe(self, rows: int, seconds: float, worth: float, drafts: bool) -> None:
+        """A pass of `rows` rows took `seconds`, and plain passes take `worth` for what it emitted."""
+        asking, self._asking = self._asking, None
+        if asking is None and drafts:
+            return  # the further passes of one that did not fit the memory
+        if 2 * rows <= self._rows:
+            self._plain = [0.0] * 3
+            self.restart()
+        self._rows = self._rows or rows
+        sums, new = self._plain if asking is None else self._asked, (1.0, seconds + (asking or 0.0), worth)
+        sums[:] = [_FADE * x + y for x, y in zip(sums, new, strict=True)]
+
+    def pays(self) -> bool:
+        """In doubt True. Unless drafts are clearly worth it, one plain pass is needed to compare with."""
+        (plain, plain_s, plain_worth), (asked, asked_s, asked_worth) = self._plain, self._asked
+        if asked < _JUDGED or asked_s <= _CLEAR * asked_worth:
+            return True
+        return plain > 0 and asked_s * plain_worth <= _GAIN * plain_s * asked_worth
 
 
 def _products(*terms: float) -> list[float]:
@@ -84,13 +96,31 @@ def _products(*terms: float) -> list[float]:
     return [x * y for i, x in enumerate(terms) for y in terms[i:]]
 
 
+def _fit(products: Sequence[float]) -> tuple[float, float, float, float]:
+    """(a, r, b, c) from sums of products of every two of (1, rows, tokens, width * tokens, seconds)."""
+    rest = iter(products)
+    upper = [[0.0] * i + [next(rest) for _ in range(i, 5)] for i in range(5)]
+    passes, _, tokens, _, seconds = upper[0]
+    if not passes:
+        return 1.0, 0.0, 1e-3, 0.0
+    terms, found = [i for i in range(4) if upper[i][i]], [0.0] * 4
+    while terms:  # without the most negative term until none is
+        solved = _solve([[upper[min(i, j)][max(i, j)] for j in terms] for i in terms], [upper[i][4] for i in terms])
+        if min(solved) >= 0:
+            for i, x in zip(terms, solved, strict=True):
+                found[i] = x
+            break
+        terms.pop(solved.index(min(solved)))
+    a, row, token, place = found
+    return max(a, 0.01 * seconds / passes), row, token if token or place else 0.1 * seconds / tokens, place
+
+
 def _solve(matrix: list[list[float]], right: list[float]) -> list[float]:
     """x of matrix @ x = right, symmetric and positive; a trace of ridge splits terms that were never told apart."""
-    size = len(right)
     rows = [[x * (1 + 1e-9 * (i == j)) for j, x in enumerate(row)] + [right[i]] for i, row in enumerate(matrix)]
-    for i in range(size):
-        for j in range(size):
-            if i != j and rows[i][i]:
-                factor = rows[j][i] / rows[i][i]
-                rows[j] = [x - factor * y for x, y in zip(rows[j], rows[i], strict=True)]
+    for i, pivot in enumerate(rows):
+        for j, row in enumerate(rows):
+            if i != j and pivot[i]:
+                factor = row[i] / pivot[i]
+                rows[j] = [x - factor * y for x, y in zip(row, pivot, strict=True)]
     return [row[-1] / row[i] if row[i] else 0.0 for i, row in enumerate(rows)]

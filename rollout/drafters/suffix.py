@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from itertools import islice
+from operator import eq
 
 from rollout.config import SOURCES
 
@@ -149,5 +150,5 @@ class SuffixDrafter:
         text, n = self._followed, len(tokens)
         if text is None or n + self._shift >= len(text):
             return 0
-        places = range(max(0, n - _RECENT, -self._shift), n)
-        return sum(tokens[at] == text[at + self._shift] for at in places)
+        first = max(0, n - _RECENT, -self._shift)
+        return sum(map(eq, tokens[first:], text[first + self._shift : n + self._shift]))

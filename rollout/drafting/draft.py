@@ -36,6 +36,8 @@ def ask(drafter: Drafter, text: Sequence[int], limit: int, vocab: int) -> Draft:
 
 def known(tokens: Sequence[int], vocab: int) -> list[int]:
     """The tokens before the first id that does not exist."""
+    if not tokens or (min(tokens) >= 0 and max(tokens) < vocab):
+        return list(tokens)
     return list(tokens[: next((i for i, t in enumerate(tokens) if not 0 <= t < vocab), len(tokens))])
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Protocol
 
-from rollout.budget import Budget, Chain, Kind, Plan
+from rollout.budget import Budget, Chain, Plan
 from rollout.drafters.contexts import ContextTable
 from rollout.drafting.draft import EMPTY, Draft, ask
 from rollout.types import EngineStats, Request, RolloutError
@@ -101,10 +101,10 @@ class Drafting:
         plan, drafts = self._own(active)
         paused = [
             row for row, draft in zip(active, drafts, strict=True)
-            if row.guess.tokens and not draft.tokens and kind_of(row) not in plan.handed
+            if row.guess.tokens and not draft.tokens and row.kind not in plan.handed
         ]  # fmt: skip
         stats.paused += len(paused)
-        stats.paused_acceptance += sum(self.budget.acceptance(kind_of(row)) for row in paused)
+        stats.paused_acceptance += sum(self.budget.acceptance(row.kind) for row in paused)
         stats.paused_needed += plan.needed * len(paused)
         carried = iter(drafts)
         drafts = [next(carried) if row.finish is None else EMPTY for row in rows]
@@ -118,6 +118,7 @@ class Drafting:
         row.guess = Draft((), getattr(drafter, "source", "custom"))
         if drafter and row.drafting and limit > 0:
             row.guess = ask(drafter, row.tokens, limit, self.vocab)
+        row.kind = (row.state, row.guess.source) if row.guess.tokens else None
         return row.guess.tokens
 
     def learn(self, row: Response, draft: Draft, stood: Stood, emitted: int) -> None:
@@ -131,11 +132,11 @@ class Drafting:
                 row.rejected.append(len(row.tokens) - 1)
             self.budget.observe_chain(draft.logprobs, stood.drafted)
         guess, accepted = draft.tokens, stood.drafted
-        if draft.source != row.guess.source:
+        if draft.source != row.guess.source or not draft.tokens:
             guess = row.guess.tokens[: len(stood.tokens)]
             accepted = accept_exact(stood.tokens, guess)
         if guess:
-            self.budget.observe_draft(kind_of(row), len(guess), accepted)
+            self.budget.observe_draft(row.kind, len(guess), accepted)
             row.state = "agreeing" if accepted == len(guess) else "diverged" if accepted else "lost"
 
     def observe_pass(self, tokens: int, seconds: float, rows: int = 0, width: int = 0) -> None:
@@ -153,20 +154,21 @@ class Drafting:
         """What rides without the model."""
         began = time.perf_counter()
         if not self.model and (plan := self.budget.rest()) is not None:
-            return plan, [Draft((), row.guess.source) for row in rows]
+            for row in rows:
+                row.guess = Draft((), row.guess.source)
+            return plan, [row.guess for row in rows]
         width = max((row.length for row in rows), default=1)
         longest = self.budget.longest(len(rows), width)
         for row in rows:
             self.guess(row, min(longest, row.room - 1))
-        plan = self.budget.plan([kind_of(row) for row in rows], self.model is not None, width)
+        plan = self.budget.plan([row.kind for row in rows], self.model is not None, width)
         drafts = [self._carried(row, plan) for row in rows]
-        self.budget.observe_plan(any(draft.tokens for draft in drafts))
-        self.budget.observe_asking(time.perf_counter() - began)
+        self.budget.observe_asking(time.perf_counter() - began, any(draft.tokens for draft in drafts))
         return plan, drafts
 
     def _carried(self, row: Response, plan: Plan) -> Draft:
         """As much of the row's guess as its kind may carry, or what the contexts promise more of."""
-        kind, price = kind_of(row), plan.needed
+        kind, price = row.kind, plan.needed
         own = Draft(row.guess.tokens[: plan.windows[kind]], row.guess.source)
         if self.contexts is not None and row.drafting and not self.budget.window:
             text = (*row.request.prompt[-CONTEXT_TOKENS:], *row.tokens[-CONTEXT_TOKENS:])
@@ -181,10 +183,7 @@ class Drafting:
         places = [
             i
             for i, (row, draft) in enumerate(zip(rows, drafts, strict=True))
-            if row.finish is None
-            and row.drafting
-            and (kind_of(row) in plan.handed or not draft.tokens)
-            and reach[i] > 0
+            if row.finish is None and row.drafting and (row.kind in plan.handed or not draft.tokens) and reach[i] > 0
         ]
         chain = self.budget.chain([self.model.behind(i, len(rows[i].tokens)) for i in places], plan)
         texts, room = [rows[i].tokens for i in places], [reach[i] for i in places]
@@ -201,8 +200,3 @@ def check_vocab(theirs: int, policys: int) -> None:
             f"the draft model knows {theirs} tokens and the policy {policys}: its drafts would mean other texts. Use a "
             "draft model with the policy's tokenizer"
         )
-
-
-def kind_of(row: Response) -> Kind:
-    """What the worth of the row's guess is estimated by; None without a guess."""
-    return (row.state, row.guess.source) if row.guess.tokens else None

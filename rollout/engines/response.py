@@ -6,7 +6,7 @@ import time
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from rollout.budget import State
+from rollout.budget import Kind, State
 from rollout.drafting.draft import EMPTY, Draft
 from rollout.types import Completion, Request, RolloutError
 from rollout.verify import Stood, cut
@@ -27,9 +27,11 @@ class Response:
     passes: int = 0
     drafting: bool = True
     guess: Draft = EMPTY
-    """What its own drafter expected when it was asked last, carried or not."""
+    """What its own drafter expects next, carried or not; empty where it was not asked."""
+    kind: Kind = None
+    """What the worth of its last guess is estimated by; None if it had none."""
     state: State = "start"
-    """What became of that."""
+    """What became of that guess."""
     rejected: list[int] = field(default_factory=list)
 
     @property
@@ -49,7 +51,8 @@ class Response:
     def restart(self) -> None:
         """Forgets what was emitted; the passes it took still count."""
         self.tokens, self.logprobs, self.behaviour, self.reused, self.rejected = [], [], [], [], []
-        self.finish, self.state, self.guess, self.drafting = None, "start", EMPTY, not self.request.plain
+        self.guess, self.kind, self.state = EMPTY, None, "start"
+        self.finish, self.drafting = None, not self.request.plain
 
     def emit(self, stood: Stood, eos_ids: Collection[int]) -> int:
         """Appends what stood, up to the first EOS or the cap; returns how many tokens that are."""

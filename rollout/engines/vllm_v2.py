@@ -18,7 +18,6 @@ from vllm import LLM, SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
 from rollout.drafting.draft import Draft
-from rollout.drafting.drafting import kind_of
 from rollout.engines.response import refuse_unusable
 from rollout.engines.vllm_rows import BUG, Rules, VLLMRow
 from rollout.types import EngineStats, RolloutError
@@ -140,7 +139,7 @@ class TwoRequests(Rules):
         if not draft:
             return []
         pass_s, token_s = budget.cost()
-        p = min(budget.acceptance(kind_of(row)), 0.9999)
+        p = min(budget.acceptance(row.kind), 0.9999)
         k = draft_length(p, pass_s, token_s, len(self._flights) + 1, self.block, len(draft))
         return draft[:k] if k >= _FEWEST else []
 
@@ -201,7 +200,7 @@ class TwoRequests(Rules):
         if row.guess.tokens:
             pass_s, token_s = self.drafting.budget.cost()
             self.stats.paused += passes
-            self.stats.paused_acceptance += passes * self.drafting.budget.acceptance(kind_of(row))
+            self.stats.paused_acceptance += passes * self.drafting.budget.acceptance(row.kind)
             self.stats.paused_needed += passes * token_s / (pass_s / (len(self._flights) + 1) + token_s)
 
     def _refuse_nan(self, logprobs: Sequence[float]) -> None:

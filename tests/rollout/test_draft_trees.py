@@ -11,7 +11,7 @@ from rollout.engines.rows import Row
 
 import rollout.engines.transformers as engine_module
 from rollout import tree
-from rollout.budget import Budget, Plan
+from rollout.budget import Plan
 from rollout.build import ragged
 from rollout.cost import CostModel
 from rollout.drafters.suffix import PromptTexts, SuffixDrafter
@@ -159,7 +159,7 @@ def test_texts_of_prompts_and_contexts_as_branches_change_nothing(golden, monkey
     """The real sources: rows of a group draft from each other, old texts have errors, and contexts were learnt."""
     model, cases, want = golden("llama")
     monkeypatch.setattr(CostModel, "fit", lambda self: (1.0, 0.0, 1e-4, 0.0))  # tokens cost little: chances are taken
-    monkeypatch.setattr(Budget, "pays", lambda self: True)  # nor are they judged by measured time
+    monkeypatch.setattr(Trial, "pays", lambda self: True)  # nor are they judged by measured time
     rng, texts = random.Random(7), [t for t, _, _ in want]
     engine, forks, heard = engine_of(model, contexts=True, branches=4), [], []
     branches = engine.contexts.branches

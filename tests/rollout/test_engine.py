@@ -12,10 +12,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Gemma2Config, T5Config, T5ForConditionalGeneration
 
-from rollout.budget import Budget
 from rollout.build import build_engine
 from rollout.config import JudgedConfig, RolloutConfig
-from rollout.cost import CostModel
+from rollout.cost import CostModel, Trial
 from rollout.engines import ragged
 from rollout.engines.base import EngineSpec, Sampling
 from rollout.engines.ragged import RaggedKV
@@ -175,7 +174,7 @@ def test_drafts_of_any_quality_change_nothing(golden, family, window):
 def test_the_texts_of_all_prompts_change_nothing(golden, family, monkeypatch):
     model, cases, want = golden(family)
     monkeypatch.setattr(CostModel, "fit", lambda self: (1.0, 0.0, 1e-3, 0.0))  # tokens cost little: chances are taken
-    monkeypatch.setattr(Budget, "pays", lambda self: True)  # nor are they judged by measured time
+    monkeypatch.setattr(Trial, "pays", lambda self: True)  # nor are they judged by measured time
     engine = engine_of(model, contexts=True)
     for _ in range(4):
         requests = requests_of(cases)
@@ -191,7 +190,7 @@ def test_the_texts_of_all_prompts_change_nothing(golden, family, monkeypatch):
 def test_texts_of_all_prompts_that_lie_change_nothing_and_are_left(golden, monkeypatch):
     model, cases, want = golden("llama")
     monkeypatch.setattr(CostModel, "fit", lambda self: (1.0, 0.0, 1e-3, 0.0))
-    monkeypatch.setattr(Budget, "pays", lambda self: True)
+    monkeypatch.setattr(Trial, "pays", lambda self: True)
     engine = engine_of(model, contexts=True)
     for _ in range(4):
         texts = zip(cases, want, strict=True)
@@ -526,7 +525,7 @@ def test_drafts_that_would_lose_time_are_counted_as_paused(golden):
     engine.drafting.budget.calibrate([(1, 1.001), (1000, 1001.0)])  # a token costs what a pass costs
     for _ in range(2000):
         engine.drafting.budget.observe_draft(("start", "custom"), 1, 0)
-    drafters = [Script(text) if i % 2 else None for i, (text, _, _) in enumerate(want)]
+    drafters = [Script(all_wrong(text)) if i % 2 else None for i, (text, _, _) in enumerate(want)]
     done, stats = engine.generate(requests_of(cases, drafters))
     assert differing(done, want) == []
     rows = [c for i, c in enumerate(done) if i % 2]
