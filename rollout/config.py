@@ -54,9 +54,6 @@ class BudgetConfig:
     window: int = doc(
         0, "draft tokens a row carries in one pass; 0 decides from measured costs and acceptance", resume="drafts"
     )
-    branches: int = doc(
-        1, "most continuations of a row verified together, as a tree, where this pays; 1 is one path", low=1
-    )
 
 
 @dataclass
@@ -288,10 +285,4 @@ class RolloutConfig:
             yield (
                 f"rollout.drafter={self.drafter} works with rollout.engine=transformers only. "
                 "Leave it out, or take rollout.engine=transformers."
-            )
-        if self.budget.branches > 1 and (self.engine != "transformers" or self.law == "lenient"):
-            why = "rollout.law=lenient" if self.engine == "transformers" else f"rollout.engine={self.engine}"
-            yield (
-                f"rollout.budget.branches={self.budget.branches} has no effect with {why}, which verifies one path "
-                "only. Try rollout.budget.branches=1, or rollout.engine=transformers rollout.law=exact."
             )

@@ -40,8 +40,6 @@ def rollout_metrics(batch: RolloutBatch) -> dict[str, float]:
     for name, (drafted, accepted) in stats.sources.items():
         metrics[f"spec/acceptance_{name}"] = accepted / drafted
         metrics[f"spec/reused_{name}"] = accepted / total
-    if stats.forks:
-        metrics["spec/branch_cover"] = stats.fork_mass / stats.forks
     metrics["spec/paused_ratio"] = stats.paused / max(1, sum(c.passes for c in done))
     if stats.paused:
         metrics["spec/paused_acceptance"] = stats.paused_acceptance / stats.paused

@@ -99,7 +99,7 @@ def keyed_draw(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Draws one token for each of N (key, position) pairs.
 
-    Args: logits [N, V] of any float type; keys, positions int64 [N]; targets int64 [N] or [N, C], the draws when None.
+    Args: logits [N, V] of any float type; keys, positions int64 [N]; targets int64 [N], the draws when None.
     Returns: draws int64 [N]; their log-prob float32 [N] and that of the targets, under the processed distribution;
     gap float32 [N] between the two best scores, NaN where the logits are not usable.
     """
@@ -110,6 +110,6 @@ def keyed_draw(
     total = z.logsumexp(-1)
     log_p = z.gather(-1, draws[:, None])[:, 0] - total
     wanted = draws if targets is None else targets
-    log_p_targets = (z.gather(-1, wanted.view(len(z), -1)) - total[:, None]).view(wanted.shape)
+    log_p_targets = z.gather(-1, wanted[:, None])[:, 0] - total
     gap = torch.where(total.isfinite(), best - second, torch.nan)
     return draws, log_p, log_p_targets, gap

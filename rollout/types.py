@@ -67,16 +67,6 @@ class Drafter(Protocol):
         """
 
 
-class BranchingDrafter(Drafter, Protocol):
-    """A drafter that knows several continuations. Engines without draft trees only ask it to `propose`."""
-
-    def branches(self, tokens: Sequence[int], limit: int, width: int) -> Sequence[Sequence[int]]:
-        """At most `width` continuations of at most `limit` ids, the likeliest first.
-
-        Asked behind `propose`, for the same `tokens`; what that proposed may be among them.
-        """
-
-
 @dataclass(slots=True)
 class Request:
     """What an engine needs to produce one response."""
@@ -163,10 +153,6 @@ class EngineStats:
     """Of `steps`, those the policy wrote."""
     route_faults: int = 0
     """Of `escalated`, those for which the router failed or the draft step was none."""
-    forks: int = 0
-    """Positions of responses at which the branches of a draft tree parted."""
-    fork_mass: float = 0.0
-    """Sum over these of the probability that the policy gave to any of the branches."""
     ties: int = 0
     """Draws closer than `tie_margin` that were decided by a canonical forward pass."""
 

@@ -82,15 +82,6 @@ class ContextTable:
             context = (*context[1 - _LENGTHS[0] :], guess[0])
         return tokens, gain
 
-    def branches(self, context: Sequence[int], limit: int, price: float) -> list[list[int]]:
-        """Each token that followed a context of some length, the likeliest first, and what `draft` gives behind it."""
-        context = tuple(context[-_LENGTHS[0] :])
-        heads = [guess[0]] if (guess := self._look_up(context)) else []
-        for length, new, old in zip(_LENGTHS, self._new, self._old, strict=True):
-            if entry := new.get(context[-length:]) or old.get(context[-length:]):
-                heads.append(entry >> 8)
-        return [[head, *self.draft((*context, head), limit - 1, price)[0]] for head in dict.fromkeys(heads)]
-
     def _look_up(self, context: tuple[int, ...]) -> tuple[int, int] | None:
         """The guess and its level."""
         unsure = None

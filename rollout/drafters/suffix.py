@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-from itertools import islice
+from collections.abc import Collection, Sequence
 from operator import eq
 
 from rollout.config import SOURCES
 
 _LENGTHS = (8, 4, 2)  # tokens of the suffixes that are looked up, longest first
 _RECENT = 6  # positions over which a text that is being followed shows whether it still fits
-_PLACES = 32  # places that are looked at for further branches; most go on as others do
 
 
 class PromptTexts:
@@ -53,20 +51,6 @@ class PromptTexts:
             if length <= len(tokens) and (found := self._seen.get(tuple(tokens[-length:]))):
                 return *found, length
         return 0, 0, 0
-
-    def places(self, tokens: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """All (text, position) behind suffixes of `tokens`: longest suffix first, and of each the most recent first.
-
-        The table keeps earlier places from the first call on, which doubles its size.
-        """
-        if self._before is None:
-            self._before = {}
-            self._index_all()
-        for length in _LENGTHS:
-            place = self._seen.get(tuple(tokens[-length:])) if length <= len(tokens) else None
-            while place is not None:
-                yield place
-                place = self._before.get((length, *place))
 
     def _index_all(self) -> None:
         self._seen = {}
@@ -116,17 +100,6 @@ class SuffixDrafter:
             self._realign(tokens)
         start = len(tokens) + self._shift
         return list(self._followed[start : start + limit]) if self._followed is not None else []
-
-    def branches(self, tokens: Sequence[int], limit: int, width: int) -> list[list[int]]:
-        """The proposal, then what else follows suffixes of the response in the prompt's texts."""
-        start, texts = len(tokens) + self._shift, self._texts.texts
-        found = [list(self._followed[start : start + limit]) if self._followed is not None else []]
-        for text, at in islice(self._texts.places(tokens), _PLACES):
-            if len(found) == width:
-                break
-            if (path := list(texts[text][at : at + limit])) not in found:
-                found.append(path)
-        return found
 
     def _fits(self, tokens: Sequence[int]) -> bool:
         """The text that is followed has the response's last token, and goes on."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Protocol
@@ -99,13 +100,11 @@ class Drafting:
         """
         active = [row for row in rows if row.finish is None]
         plan, drafts = self._own(active)
-        paused = [
-            row for row, draft in zip(active, drafts, strict=True)
-            if row.guess.tokens and not draft.tokens and row.kind not in plan.handed
-        ]  # fmt: skip
-        stats.paused += len(paused)
-        stats.paused_acceptance += sum(self.budget.acceptance(row.kind) for row in paused)
-        stats.paused_needed += plan.needed * len(paused)
+        paused = Counter(row.kind for row, draft in zip(active, drafts, strict=True) if not draft.tokens)
+        for kind in paused.keys() - plan.handed - {None}:
+            stats.paused += paused[kind]
+            stats.paused_acceptance += paused[kind] * self.budget.acceptance(kind)
+            stats.paused_needed += paused[kind] * plan.needed
         carried = iter(drafts)
         drafts = [next(carried) if row.finish is None else EMPTY for row in rows]
         if self.model:

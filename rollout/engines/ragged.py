@@ -8,7 +8,7 @@ rejected tokens is moving a row's length; no re-alignment, no padding growth.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface
 
-from rollout import tree
 from rollout.engines.base import Limits, Sampling, evaluation
 from rollout.engines.supported import check
 from rollout.noise import keyed_draw, process_logits
@@ -46,12 +45,6 @@ class RaggedKV:
             buffer.view(-1, x.shape[-1]).index_copy_(0, index, x.reshape(-1, x.shape[-1]))
         return self._layers[layer]
 
-    def move(self, rows: Tensor, source: Tensor, target: Tensor) -> None:
-        """Copies what `rows` [M] hold at slots `source` [M] to slots `target` [M]."""
-        for buffers in self._layers.values():
-            for buffer in buffers:
-                buffer[rows, :, target] = buffer[rows, :, source]
-
     def reserve(self, width: int) -> None:
         """Makes room for `width` positions in every row; grows by half at least, so that copies stay amortised."""
         if width > self.capacity:
@@ -69,9 +62,7 @@ class RaggedKV:
 class Pass:
     """The layout of one forward pass: `lengths[r]` new tokens for row first + r, written from `starts[r]` on.
 
-    Rows of length 0 ride along without tokens, so that a pass always covers a contiguous range of rows. The tokens of a
-    row follow each other, or form a tree behind its first one: `trees` gives such rows' parents (rollout/tree.py). A
-    token of a tree lies at the slot of its place in the tree and at the position of its depth, and sees its ancestors.
+    Rows of length 0 ride along without tokens, so that a pass always covers a contiguous range of rows.
     """
 
     def __init__(
@@ -81,7 +72,6 @@ class Pass:
         starts: Sequence[int],
         lengths: Sequence[int],
         device: torch.device,
-        trees: Mapping[int, Sequence[int]] | None = None,
     ):
         self.kv, self.first, self.count = kv, first, len(starts)
         self.layers: set[int] = set()
@@ -91,13 +81,10 @@ class Pass:
         length, start = torch.tensor(lengths, device=device), torch.tensor(starts, device=device)
         offset = length.cumsum(0) - length
         row = torch.arange(self.count, device=device).repeat_interleave(length)  # [N]
-        self.slots = start[row] + torch.arange(len(row), device=device) - offset[row]  # [N]
+        self.slots = self.positions = start[row] + torch.arange(len(row), device=device) - offset[row]  # [N]
         self.rows = first + row
-        tables = tuple(x.to(device) for x in tree.slots(starts, self.width, trees)) if trees else None
-        self.positions = tables[0][row, self.slots] if trees else self.slots
         self.blocks = [
-            Block(rows, columns, start, length, offset, self.width, tables)
-            for rows, columns in _blocks(lengths, self.width)
+            Block(rows, columns, start, length, offset, self.width) for rows, columns in _blocks(lengths, self.width)
         ]
 
 
@@ -112,31 +99,24 @@ class Block:
         length: Tensor,
         offset: Tensor,
         width: int,
-        trees: tuple[Tensor, Tensor] | None,
     ):
         self.rows = None if rows is None else torch.tensor(rows, device=start.device)
         self.queries, self.width = columns[1] - columns[0], width
         if rows is not None:
             start, length, offset = start[self.rows], length[self.rows], offset[self.rows]
-            trees = trees and tuple(table[self.rows] for table in trees)
         column = torch.arange(*columns, device=start.device)
         valid = column < length[:, None]  # [R, Q]
         self.slots = torch.where(valid, start[:, None] + column, 0)
         self.pad = torch.where(valid, offset[:, None] + column, 0).flatten()  # [R * Q] token of each padded place
         self.unpad = valid.flatten().nonzero()[:, 0]  # places that hold a token
         self.tokens = self.pad[self.unpad]
-        self._trees = trees
         self._masks: dict[tuple, Tensor] = {}
 
     def mask(self, groups: int, window: int | None, dtype: torch.dtype) -> Tensor:
-        """Additive attention mask [R, 1, groups * Q, width]: causal, along branches, optionally a sliding window."""
+        """Additive attention mask [R, 1, groups * Q, width]: causal, optionally a sliding window."""
         if (groups, window) not in self._masks:
             past = self.slots[:, :, None] - torch.arange(self.width, device=self.slots.device)
             seen = past >= 0
-            if self._trees:
-                positions, hidden = self._trees
-                seen &= self.slots[:, :, None] < hidden[:, None]
-                past = positions.gather(1, self.slots)[:, :, None] - positions[:, None]
             if window is not None:
                 seen &= past < window
             mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf)

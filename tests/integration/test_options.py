@@ -63,7 +63,7 @@ GRPO, PPO = {"trainer.algorithm": "grpo"}, {"trainer.algorithm": "ppo"}
 GAE, KL = {**PPO, "trainer.advantage": "gae"}, {**PPO, "trainer.beta": 0.05}
 EXACT = {"rollout.law": "exact"}
 LENIENT = {"rollout.law": "lenient", "rollout.replay": 0, "rollout.drafter": ""}
-LENIENT |= {"rollout.budget.branches": 1, "trainer.old_logprobs": "auto", "rollout.top_p": 1, "rollout.temperature": 1}
+LENIENT |= {"trainer.old_logprobs": "auto", "rollout.top_p": 1, "rollout.temperature": 1}
 LOSSY = {"trainer.old_logprobs": "auto", "rollout.top_p": 1, "rollout.drafter": "{drafter}"}
 ROUTED = {**LOSSY, "rollout.law": "routed"}
 JUDGED = {**LOSSY, "rollout.law": "judged", "rollout.replay": 0}
@@ -141,7 +141,7 @@ FORMS = [
     {**EXACT, "rollout.drafter": "layers=1", "lora.rank": 2},
     {**ROUTED, "rollout.drafter": "layers=1", "rollout.routed.by": "entropy"},
     {**JUDGED, "rollout.drafter": "layers=1", "rollout.judged.by": "kl"},
-    {**EXACT, "rollout.drafter": "layers=1", "rollout.budget.branches": 3},
+    {**EXACT, "rollout.drafter": "layers=1"},
     {**EXACT, "rollout.budget.window": 4},
 ]
 """What free text and numbers can say that changes which code runs."""

@@ -5,10 +5,13 @@ import random
 from itertools import pairwise
 
 import pytest
-from rollout.engines.rows import Row
 
 from rollout.budget import Budget, Plan
+from rollout.drafting.draft import EMPTY
+from rollout.drafting.drafting import Drafting
+from rollout.engines.response import Response
 from rollout.types import Request
+from rollout.verify import Stood
 
 
 class Fixed:
@@ -211,16 +214,18 @@ def test_rows_that_draft_well_buy_no_long_drafts_while_others_set_the_time():
 
 
 def test_a_guess_that_is_not_carried_is_judged_by_what_was_emitted():
-    budget, row = trained(1e-3, 1e-3, {("start", "custom"): 0.001}), Row(Request([1], 0, 9, Fixed([5, 6, 7])))
+    budget, row = trained(1e-3, 1e-3, {("start", "custom"): 0.001}), Response(Request([1], 0, 9, Fixed([5, 6, 7])))
+    drafting = Drafting(budget)
+    drafting.vocab = 10
     before = budget.acceptance(("agreeing", "custom"))
     for _ in range(3):
-        row.ask(3, vocab=10)
+        drafting.guess(row, 3)
         assert budget.plan([row.kind] * 8).windows[row.kind] == 0, "nothing is carried"
-        row.learn(budget, [], [5], 0)
+        drafting.learn(row, EMPTY, Stood([5], [0.0], [0.0], 0), 1)
         assert row.state == "agreeing"
     assert budget.acceptance(("agreeing", "custom")) > before
-    row.guess = []
-    row.learn(budget, [], [9], 0)
+    row.guess = EMPTY
+    drafting.learn(row, EMPTY, Stood([9], [0.0], [0.0], 0), 1)
     assert row.state == "agreeing", "nobody was asked"
 
 

@@ -10,7 +10,7 @@ import torch
 
 from rollout.build import build_engine
 from rollout.checks import check
-from rollout.config import BudgetConfig, CacheConfig, JudgedConfig, RolloutConfig, VLLMConfig
+from rollout.config import CacheConfig, JudgedConfig, RolloutConfig, VLLMConfig
 from rollout.engines.base import EngineSpec, Sampling
 from rollout.engines.transformers import TransformersEngine
 from rollout.keys import derive_key
@@ -54,7 +54,7 @@ def refusal(act) -> str:
         (RolloutConfig(sources="prefix"), "rollout.sources='prefix': expected a list. Try rollout.sources=[prefix]."),
         (RolloutConfig(sources=["sibling"]), "rollout.sources has 'sibling', which is none of prefix,"),
         (RolloutConfig(cache=CacheConfig(max_mb=0)), "rollout.cache.max_mb=0 must be at least 1."),
-        (RolloutConfig(budget=BudgetConfig(branches=0)), "rollout.budget.branches=0 must be at least 1."),
+        (RolloutConfig(group_size=0), "rollout.group_size=0 must be at least 1."),
         (RolloutConfig(budget=4), "rollout.budget is 4. Give a BudgetConfig."),
         (
             RolloutConfig(judged=JudgedConfig(by="Judge")),

@@ -130,22 +130,6 @@ def test_a_draft_ends_where_it_no_longer_pays():
     assert ContextTable().draft(PROMPT, 100, 0.1) == ([], 0.0)
 
 
-def test_branches_are_the_tokens_of_contexts_of_all_lengths():
-    table = ContextTable()
-    for count, response in (
-        (2, [2, 3, 4, 5, 6, 7, 8, 30]),
-        (3, [9, 9, 5, 6, 7, 8, 40, 41]),  # has the last four tokens of the text below
-        (6, [9, 9, 9, 6, 7, 8, 50]),  # the last three
-    ):
-        for _ in range(count):
-            table.learn([([1], response)])
-    text = [1, 2, 3, 4, 5, 6, 7, 8]
-    assert [path[0] for path in table.branches(text, 3, 0.0)] == [30, 40, 50]
-    assert table.branches(text, 3, 0.0)[1] == [40, 41]
-    assert [path[0] for path in table.branches([9, 9, 9, 6, 7, 8], 3, 0.0)] == [50]
-    assert table.branches([77], 3, 0.0) == []
-
-
 @pytest.mark.parametrize("capacity", [200, 1000])
 def test_memory_is_bounded_and_what_is_in_use_stays(capacity):
     rng, table = random.Random(3), ContextTable(capacity)

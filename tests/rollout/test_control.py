@@ -231,8 +231,6 @@ def test_rollout_metrics_by_hand():
         drafted=8,
         accepted=6,
         sources={"prefix": (5, 5), "group": (3, 1)},
-        forks=4,
-        fork_mass=3.0,
         paused=2,
         paused_acceptance=0.3,
         paused_needed=1.0,
@@ -276,7 +274,6 @@ def test_rollout_metrics_by_hand():
             "spec/reused_prefix": 0.5,
             "spec/acceptance_group": 1 / 3,
             "spec/reused_group": 0.1,
-            "spec/branch_cover": 0.75,
             "spec/paused_ratio": 0.25,
             "spec/paused_acceptance": 0.15,
             "spec/paused_needed": 0.5,
@@ -290,7 +287,6 @@ def test_metrics_without_any_draft_leave_age_and_rate_out():
     assert metrics["spec/new_tokens"] == 10
     assert "spec/draft_age" not in metrics
     assert "spec/draft_acceptance_rate" not in metrics
-    assert "spec/branch_cover" not in metrics
     assert metrics["spec/paused_ratio"] == 0
     assert "spec/paused_needed" not in metrics
     assert all(math.isfinite(value) for value in metrics.values())

@@ -158,39 +158,6 @@ def test_only_the_named_sources_draft(sources, want):
 # Branches -------------------------------------------------------------------------------------------------------------
 
 
-def test_branches_are_the_proposal_and_what_follows_elsewhere():
-    first, second, third = [*OLD[:20], 7, 8], [*OLD[:20], 6, 5], [1, *OLD[16:20], 9, 9]
-    texts = PromptTexts([OLD, first, second, third])
-    drafter = SuffixDrafter(texts, OLD)
-    assert drafter.propose(OLD[:20], 2) == OLD[20:22]
-    assert drafter.branches(OLD[:20], 2, 8) == [OLD[20:22], [7, 8], [6, 5], [9, 9]], "the longest suffixes first"
-    assert drafter.branches(OLD[:20], 2, 3) == [OLD[20:22], [7, 8], [6, 5]]
-    running = SuffixDrafter(texts)
-    running.propose([*OLD[10:20], 4, 4], 1)
-    assert drafter.branches(OLD[:20], 2, 3) == [OLD[20:22], [4, 4], [7, 8]], "the most recent first"
-    assert drafter.branches([1, 2, 3], 2, 3) == [OLD[3:5]], "nothing else is known"
-
-
-def test_places_are_those_of_a_search_by_brute_force():
-    rng = random.Random(3)
-    for _ in range(60):
-        texts = PromptTexts([[rng.randrange(3) for _ in range(rng.randrange(20))] for _ in range(3)])
-        rows = [texts.open() for _ in range(2)]
-        for _ in range(10):
-            texts.extend(rng.choice(rows), [rng.randrange(3) for _ in range(rng.randrange(4))])
-            tokens = [rng.randrange(3) for _ in range(rng.randrange(10))]
-            want = [
-                (i, at)
-                for length in suffix._LENGTHS
-                for i, text in enumerate(texts.texts)
-                for at in range(length, len(text))
-                if len(tokens) >= length and list(text[at - length : at]) == tokens[-length:]
-            ]
-            found = list(texts.places(tokens))
-            assert sorted(found) == sorted(want)
-            assert found[:1] == ([texts.find(tokens)[:2]] if want else [])
-
-
 # A group in one rollout -----------------------------------------------------------------------------------------------
 
 

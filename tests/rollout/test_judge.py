@@ -107,9 +107,7 @@ def test_near_ties_are_decided_alike_however_passes_are_shaped(models):
 
     def differences(margin):
         want, _ = local(policy, sampling, tie_margin=margin).generate(asked)
-        done, stats = judged_engine(policy, sampling, NONE, models[1], window=5, tie_margin=margin).generate(
-            asked
-        )
+        done, stats = judged_engine(policy, sampling, NONE, models[1], window=5, tie_margin=margin).generate(asked)
         return differing(done, want, tolerance=1e-3), stats.ties
 
     assert len(keys) >= 5

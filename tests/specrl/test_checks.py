@@ -196,15 +196,6 @@ def broken(*words, **settings):
             "rollout.drafter=x works with rollout.engine=transformers only. Leave",
         ),
         (
-            "rollout.engine=vllm rollout.budget.branches=4",
-            "rollout.budget.branches=4 has no effect with rollout.engine=vllm, which verifies one path only. Try",
-        ),
-        (
-            "rollout.law=lenient rollout.budget.branches=2",
-            "rollout.budget.branches=2 has no effect with rollout.law=lenient, which verifies one path only.",
-        ),
-        ("rollout.budget.branches=0", "rollout.budget.branches=0 must be at least 1. Try rollout.budget.branches=1."),
-        (
             "trainer.drafter.train=true",
             "trainer.drafter.train=true has no draft model to train. Try rollout.drafter=DIR",
         ),
