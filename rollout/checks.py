@@ -66,11 +66,7 @@ class Option:
     def outside(self, value: Any) -> Iterator[str]:
         """The sentence about a number that is not within its limits, if it is not."""
         low, high = self.limits
-        if (
-            isinstance(value, Real)
-            and not isinstance(value, bool)
-            and not (low <= value <= high and math.isfinite(value))
-        ):
+        if _is(value, float) and not (low <= value <= high and math.isfinite(value)):
             near = min(max(value, low), high) if math.isfinite(value) else low
             limit = f"at least {low}" if high == math.inf else f"from {low} to {high}"
             yield f"{self.key}={value} must be {limit}. Try {self.key}={near}."

@@ -6,6 +6,7 @@ import re
 import shutil
 import textwrap
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
@@ -139,15 +140,9 @@ def _shaped(option: Option, value: Any) -> Any:
         raise TypeError(option.key)
     kinds = [kind for kind in (int, float) if kind in option.members]
     if option.choices and kinds and value not in option.choices:
-        return _number(value, kinds[0])  # OmegaConf converts no text for a union
+        with suppress(ValueError):
+            return kinds[0](value)  # OmegaConf converts no text for a union
     return value
-
-
-def _number(text: str, kind: type) -> float | str:
-    try:
-        return kind(text)
-    except ValueError:
-        return text
 
 
 def _interpolation(key: str | None, error: Exception) -> str:
