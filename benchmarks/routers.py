@@ -23,8 +23,8 @@ import numpy as np
 from rollout.config import doc
 from rollout.types import EngineStats
 from specrl import config as cli
-from specrl.config import Config
 from specrl.curves import Curve, cost_saved
+from specrl.schema import Config
 
 NORMAL_95 = 1.96
 TRUE = "rsd on true values"

@@ -32,9 +32,10 @@ from soak_life import Life, command, size_mb
 from rollout.config import doc
 from specrl import config as cli
 from specrl import options
-from specrl.config import RUN_ERROR, TERMINATED, USAGE_ERROR, Config
+from specrl.config import RUN_ERROR, TERMINATED, USAGE_ERROR
 from specrl.monitor import METRICS_FILE, read_records
 from specrl.options import ConfigError
+from specrl.schema import Config
 
 SMALL = {
     "config": "grpo_math",

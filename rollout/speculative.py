@@ -43,7 +43,7 @@ class SpeculativeRollout:
         check(config)
         self.engine, self.config, self.seed = engine, config, seed
         self.cache = cache if config.reuses else None
-        self.replay = ReplayControl(0.0 if config.old_text_stands else config.replay, config.replay_gap)
+        self.replay = ReplayControl(config.replay, config.replay_gap)
         self._reused = 0.0
 
     def generate(

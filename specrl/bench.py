@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from rollout.config import RolloutConfig, doc
 from specrl import config as cli
-from specrl.config import Config, DatasetConfig
 from specrl.savings import counted
+from specrl.schema import Config, DatasetConfig
 from specrl.speedup import of_pairs
 from trainers.config import TrainerConfig
 

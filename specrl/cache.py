@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from rollout.checks import suggestion
 from rollout.types import CacheError
 from specrl.config import RUN_ERROR, USAGE_ERROR, run
 from specrl.monitor import find_run, run_option
-from specrl.options import ConfigError, suggestion
+from specrl.options import ConfigError
 
 USAGE = "usage: python -m specrl.cache verify|info run=DIR"
 

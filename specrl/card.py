@@ -7,12 +7,13 @@ from pathlib import Path
 
 import yaml
 
-from specrl.config import Config, load_saved
+from specrl.config import load_saved
 from specrl.data import PRESETS
 from specrl.env import anonymous
 from specrl.options import to_yaml
 from specrl.policy import rollout_dtype, trained_dtype
 from specrl.report import NO_PLOT, shown
+from specrl.schema import Config
 
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 PLACE = ("name", "output_dir", "resume", "device", "report")  # of this run on this machine; another needs its own

@@ -10,8 +10,9 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from rollout.checks import values
 from specrl.monitor import RunRecords, load_run, number
-from specrl.options import ConfigError, plain, values
+from specrl.options import ConfigError, plain
 from specrl.pairing import settings, unlike_machines
 from specrl.plots import overlay
 from specrl.report import finished

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Literal
 
 from rollout.config import RolloutConfig, doc
 from specrl import config as cli
-from specrl.config import Config, DatasetConfig
 from specrl.options import ConfigError
+from specrl.schema import Config, DatasetConfig
 
 if TYPE_CHECKING:
     from torch import Tensor

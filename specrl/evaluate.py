@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Literal
 
 from rollout.config import doc
 from specrl import config as cli
-from specrl.config import Config
 from specrl.monitor import find_run, run_option
 from specrl.options import ConfigError
+from specrl.schema import Config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

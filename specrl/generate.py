@@ -10,7 +10,7 @@ from typing import ClassVar, Literal
 
 from rollout.config import doc
 from specrl import config as cli
-from specrl.config import Config
+from specrl.schema import Config
 
 
 @dataclass

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from rollout.routers.base import Router
     from rollout.routers.judge import Judge
-    from specrl.config import Config
+    from specrl.schema import Config
 
 
 @dataclass(frozen=True)

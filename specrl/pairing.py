@@ -8,11 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from specrl.config import Config, differences, load_saved
+from specrl.config import differences, load_saved
 from specrl.env import ENVIRONMENT_FILE, machine
 from specrl.monitor import RunRecords
 from specrl.options import ConfigError
 from specrl.savings import matched, mean, rollouts
+from specrl.schema import Config
 
 MACHINE = ("cpu", "cores", "usable_cores", "threads", "gpus")
 VERSIONS = ("torch", "transformers", "vllm", "ray")

@@ -20,7 +20,6 @@ from rich.table import Table
 from rich.text import Text
 
 from rollout.config import doc
-from specrl.config import Config
 from specrl.config import run as run_command
 from specrl.monitor import METRICS_FILE, RunRecords, load_run, number, run_option, to_json
 from specrl.options import ConfigError
@@ -45,6 +44,7 @@ from specrl.savings import (
     text,
     total,
 )
+from specrl.schema import Config
 from specrl.speedup import FEWEST, Speedup
 
 COLUMNS = ("phase", "plain s", "specrl s", "saved s", "share")

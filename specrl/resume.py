@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specrl import config as cli
-from specrl.config import Config
 from specrl.env import ENVIRONMENT_FILE, machine
 from specrl.options import ConfigError
+from specrl.schema import Config
 
 if TYPE_CHECKING:
     import torch

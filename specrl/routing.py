@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from reward.set import RewardSet
     from rollout.routers.base import Scorer
     from rollout.steps import Candidate, Step
-    from specrl.config import Config
     from specrl.pair import Pair
+    from specrl.schema import Config
 
 
 def prefix(candidate: Candidate, step: Step, example: Example, tokenizer: PreTrainedTokenizerBase) -> Prefix:

@@ -22,11 +22,11 @@ from rollout.engines import build_engine
 from rollout.engines.base import Engine
 from rollout.speculative import SpeculativeRollout
 from rollout.types import RolloutError
-from specrl.config import Config
 from specrl.data import Example, check_lengths, render, to_dataset
 from specrl.options import ConfigError
 from specrl.policy import check_targets, engine_spec, fingerprint, load_policy, trained_dtype
 from specrl.resume import agreed, data_digests, same_data
+from specrl.schema import Config
 from trainers import checkpoint as checkpoints
 from trainers.callbacks import Companion, ShortHistory, StopOnSignal, TrainCompanions
 from trainers.rollouts import Rollouts, Score, Setup

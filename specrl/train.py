@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from specrl import config as cli
 from specrl import preflight
-from specrl.config import Config
 from specrl.resume import claimed, keep_surroundings, surroundings
+from specrl.schema import Config
 
 if TYPE_CHECKING:
     from specrl.monitor import Monitor

@@ -44,7 +44,7 @@ CASES = [
     (
         {"rollout__law": "exac"},
         USAGE_ERROR,
-        r"one of exact, lenient, judged, off\. Did you mean 'exact'\?",
+        r"one of exact, off, lenient, judged, routed\. Did you mean 'exact'\?",
     ),
     ({"rollout__replay": 2}, USAGE_ERROR, r"rollout\.replay=2.* must be from 0 to 1"),
     ({"data": "{d}/trian.jsonl"}, USAGE_ERROR, r"No file or directory .*trian\.jsonl\. Did you mean .*train\.jsonl\?"),

@@ -16,7 +16,8 @@ from rollout.routers.judge import JudgeHead
 from rollout.routers.pair import fingerprint, write_card
 from specrl import config as cli
 from specrl import options
-from specrl.config import Config, known_configs
+from specrl.config import known_configs
+from specrl.schema import Config
 from tests.runs import ROOT, differences, drafter, policy, run
 
 SMALL = {  # two visits of two prompts, so that the second step drafts from the texts of the first

@@ -130,9 +130,7 @@ def test_replay_decides_which_keys_stay(replay):
         assert abs(sum(kept) / 200 - replay) <= 5 * (replay * (1 - replay) / 200) ** 0.5
 
 
-def test_lenient_never_replays_and_fresh_rows_never_use_training_keys():
-    lenient = fake(RolloutConfig(law="lenient", replay=1.0))
-    assert lenient.generate(rows_of("a"), visit=3, step=3).keys == [derive_key(SEED, "a", 0, 3)]
+def test_fresh_rows_never_use_training_keys():
     rollout = fake(RolloutConfig(max_new_tokens=4, replay=0.5))
     rows = rows_of(*"abcd", group=8)
     training, control = set(), set()
@@ -212,12 +210,11 @@ def test_lenient_drafts_the_slots_own_text_with_its_logprobs_only():
 def test_judged_drafts_from_all_texts_and_knows_the_law_of_the_slots_own():
     cache = cache_of()
     cache.put("a", 0, Trajectory((10, 11), 0, "length", 0, 0, None, (-1.0, -2.0)))
-    rollout = fake(RolloutConfig(law="judged", max_new_tokens=8, replay=1.0), cache)
-    batch = rollout.generate(rows_of("a", "a"), visit=1, step=1)
+    rollout = fake(RolloutConfig(law="judged", max_new_tokens=8), cache)
+    rollout.generate(rows_of("a", "a"), visit=1, step=1)
     own, sibling = rollout.engine.asked
     assert own.drafter.propose([], 9) == sibling.drafter.propose([], 9) == [10, 11]
     assert (own.draft_logprobs, sibling.draft_logprobs) == ((-1.0, -2.0), None)
-    assert not any(batch.replayed), "verdicts on replayed noise would follow no law"
 
 
 def test_judged_stores_the_law_that_drew_each_token():
@@ -231,24 +228,27 @@ def test_judged_stores_the_law_that_drew_each_token():
 
 
 @pytest.mark.parametrize(
-    ("config", "keeps", "fresh"),
+    ("config", "keeps", "replays"),
     [
-        (RolloutConfig(replay=1.0), True, False),
-        (RolloutConfig(replay=1.0, law="off"), False, False),
-        (RolloutConfig(replay=1.0, law="lenient"), True, True),
-        (RolloutConfig(replay=1.0, law="judged"), True, True),
-        (RolloutConfig(replay=1.0, law="judged", sources=[]), False, False),
-        (RolloutConfig(replay=1.0, law="routed"), False, False),
+        (RolloutConfig(), True, True),
+        (RolloutConfig(law="off"), False, True),
+        (RolloutConfig(law="lenient"), True, False),
+        (RolloutConfig(law="judged"), True, False),
+        (RolloutConfig(law="judged", sources=[]), False, True),
+        (RolloutConfig(law="routed"), False, True),
     ],
 )
-def test_what_a_law_keeps_and_whether_its_noise_is_replayed(config, keeps, fresh):
-    rollout = fake(config, cache_of())
-    rows = rows_of("a")
+def test_what_a_law_keeps_and_whether_its_noise_may_be_replayed(config, keeps, replays):
+    rollout, rows = fake(config, cache_of()), rows_of("a")
     first = rollout.generate(rows, visit=0, step=0)
     rollout.store(rows, first, step=0)
-    again = rollout.generate(rows, visit=1, step=1)
-    assert again.ages == [1 if keeps else None]
-    assert (again.keys != first.keys) is fresh
+    assert rollout.generate(rows, visit=1, step=1).ages == [1 if keeps else None]
+    config.replay = 1.0
+    if replays:
+        assert fake(config, cache_of()).generate(rows, visit=1, step=1).keys == first.keys
+    else:  # verdicts on replayed noise would follow no law
+        with pytest.raises(RolloutError, match=f"rollout.law={config.law}, which draws with fresh noise"):
+            fake(config, cache_of())
 
 
 @pytest.mark.parametrize("law", ["exact", "lenient", "off"])

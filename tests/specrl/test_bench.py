@@ -9,7 +9,9 @@ import pytest
 from rollout.config import RolloutConfig
 from rollout.types import Completion, EngineStats, Row
 from specrl.bench import Bench, BenchConfig, BenchOptions, command, prepare, training_config
-from specrl.config import Config, ConfigError, load
+from specrl.config import load
+from specrl.options import ConfigError
+from specrl.schema import Config
 from specrl.speedup import of_pairs
 
 

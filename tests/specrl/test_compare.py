@@ -8,10 +8,12 @@ from rich.console import Console
 
 from specrl import report
 from specrl.compare import write_comparison
-from specrl.config import Config, ConfigError, save
 from specrl.config import run as run_command
+from specrl.config import save
 from specrl.monitor import RunError
+from specrl.options import ConfigError
 from specrl.report import ReportOptions
+from specrl.schema import Config
 
 # Two steps an epoch; steps 2, 3 and 4 are control steps, too few for a speedup.
 STEPS = [

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from specrl import options
-from specrl.config import Config
+from specrl.schema import Config
 from tests import runs
 
 ROOT = Path(__file__).parents[2]

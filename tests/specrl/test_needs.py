@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from specrl import config as cli
-from specrl import needs
+from specrl import preflight
 from specrl.config import USAGE_ERROR, known_configs
 from tests.runs import ROOT
 
@@ -56,7 +56,7 @@ def test_the_command_that_makes_it_is_named(start, words, said):
 @pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "configs").glob("*.yaml")))
 def test_a_packaged_config_starts_or_names_its_command(start, monkeypatch, name):
     """Those that need a model of another command name it; the others need nothing but packages."""
-    monkeypatch.setattr(needs, "find_spec", lambda package: package)
+    monkeypatch.setattr(preflight, "find_spec", lambda package: package)
     code, error = start(f"config={name}")
     wanted = {"arbitrage_math": "specrl.drafter", "judge_math": "specrl.drafter"}.get(name, "")
     assert name in known_configs()
@@ -77,15 +77,16 @@ def test_a_packaged_config_starts_or_names_its_command(start, monkeypatch, name)
     ],
 )
 def test_a_missing_package_is_named(start, monkeypatch, words, package, said):
-    monkeypatch.setattr(needs, "find_spec", lambda name: None if name == package else name)
+    monkeypatch.setattr(preflight, "find_spec", lambda name: None if name == package else name)
     assert start(*words.split()) == (USAGE_ERROR, f"error: {said}\n")
-    monkeypatch.setattr(needs, "find_spec", lambda name: name)
+    monkeypatch.setattr(preflight, "find_spec", lambda name: name)
     assert start(*words.split()) == (0, ""), "the control: it is there"
 
 
 def test_what_is_there_is_not_asked_for(start, tmp_path):
     for folder in ("outputs/draft", "outputs/router"):
         (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "config.json").write_text("{}")
     assert start("config=arbitrage_math", "rollout.law=routed") == (0, "")
     assert start("config=grpo_math", "rollout.drafter=Qwen/Qwen3-0.6B") == (0, ""), "the name of a model on a hub"
 

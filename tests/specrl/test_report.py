@@ -8,7 +8,7 @@ from rich.console import Console
 from rollout.config import RoutedConfig
 from specrl import report
 from specrl.card import card
-from specrl.config import Config, load_saved, save
+from specrl.config import load_saved, save
 from specrl.config import run as run_command
 from specrl.monitor import RunError
 from specrl.report import ReportOptions, write_report
@@ -24,6 +24,7 @@ from specrl.savings import (
     step_s,
     step_speedup,
 )
+from specrl.schema import Config
 
 # Two steps an epoch. Steps 1, 3 and 4 are control steps. What is charged adds up to gen:
 # step 3: 2 + 0.5 + 0.25 + 0.25 and 2 of prefill and decode; step 4: 1 + 0.5 + 0 + 0 and 2.5 of prefill and decode.
