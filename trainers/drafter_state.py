@@ -11,6 +11,7 @@ import safetensors.torch
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+from torch.optim import Optimizer
 
 from rollout.durable import write_durably
 from rollout.types import RolloutError
@@ -37,11 +38,7 @@ class Progress:
 
 
 def save(
-    directory: Path,
-    weights: Mapping[str, Tensor],
-    optimizer: torch.optim.Optimizer,
-    progress: Progress,
-    texts: Sequence[Text],
+    directory: Path, weights: Mapping[str, Tensor], optimizer: Optimizer, progress: Progress, texts: Sequence[Text]
 ) -> None:
     """Writes all of it into one file."""
     directory.mkdir(parents=True, exist_ok=True)
@@ -54,9 +51,7 @@ def save(
 
 
 @torch.no_grad()
-def load(
-    directory: Path, weights: Mapping[str, Tensor], optimizer: torch.optim.Optimizer
-) -> tuple[Progress, list[Text]]:
+def load(directory: Path, weights: Mapping[str, Tensor], optimizer: Optimizer) -> tuple[Progress, list[Text]]:
     """Copies what `save` wrote into `weights` and `optimizer`, and returns the rest.
 
     Raises:
