@@ -6,19 +6,26 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-from accelerate.utils import broadcast_object_list, gather_object
+from accelerate.utils import gather_object
+from transformers import TrainerCallback, TrainerState, TrainingArguments
 
 from rollout.build import build_engine
 from rollout.cache import Fingerprint, TrajectoryCache
 from rollout.config import RolloutConfig
+<<<<<<< HEAD
 from rollout.engines.base import EngineSpec
+=======
+from rollout.build import build_engine
+from rollout.engines.base import EngineSpec
+from rollout.keys import Visits
+>>>>>>> h-trainers
 from rollout.metrics import rollout_metrics
 from rollout.speculative import SpeculativeRollout
 from rollout.types import RolloutBatch, RolloutError, Row
 from trainers.hook_limits import check_config, check_trainer
-from trainers.hook_state import Asked, SaveReuse, load_trajectories, read_state
 
 LOGGED = (
     "spec/hit_rate",
@@ -29,6 +36,8 @@ LOGGED = (
     "timing_s/gen",
 )
 """What TRL's log shows of a rollout (docs/metrics.md)."""
+STATE = "ReuseRollouts"
+"""Name of the visits in the trainer's state."""
 
 
 class ReuseRollouts:
@@ -40,8 +49,9 @@ class ReuseRollouts:
     The trainer's arguments give sampling law, cap, group size, seed and precision; its tokenizer and chat template the
     prompts. What it cannot do as TRL would is refused at the first rollout. A prompt is known by its token ids. Every
     time it is asked for its noise is fresh, whatever the data set does; evaluation draws noise of its own and stores
-    nothing. TRL's checkpoints hold what a resumed run needs, in `checkpoint-N/specrl`. Metrics go into TRL's log
-    (docs/metrics.md). Control steps, the report and other engines are those of `python -m specrl.train`.
+    nothing. TRL's checkpoints hold what a resumed run needs: visits in `trainer_state.json`, trajectories in
+    `checkpoint-N/specrl`. Metrics go into TRL's log (docs/metrics.md). Control steps, the report and other engines are
+    those of `python -m specrl.train`.
 
     Args: config: options of reuse (`law`, `replay`, `sources`, `cache.max_mb`, memory bounds); what the
     trainer's arguments give is taken from there.
@@ -52,7 +62,7 @@ class ReuseRollouts:
         check_config(self._config)
         self._trainer: Any = None
         self._rollout: SpeculativeRollout | None = None
-        self._asked = Asked()
+        self._visits = {"rollout": Visits(), "evaluation": Visits()}
         self._begun = False
         self.last: RolloutBatch | None = None
         """The latest batch of this process, with what was reused and what it cost."""
@@ -76,7 +86,7 @@ class ReuseRollouts:
         with trainer.accelerator.autocast():  # the law that the trainer's own passes give these weights
             self.last = batch = rollout.generate(
                 rows,
-                visit=self._asked.next(domain, everyone)[own],
+                visit=self._visits[domain].next(everyone)[own],
                 step=step,
                 slots=_occurrences(everyone)[own],  # equal prompts, here or in other processes, share no slot
                 domain=domain,
@@ -85,6 +95,8 @@ class ReuseRollouts:
             entries = rollout.entries(rows, batch, step=step)
             with batch.charge_store():
                 rollout.cache.merge(gather(entries))
+        state = {name: visits.state() for name, visits in self._visits.items()}
+        trainer.state.stateful_callbacks[STATE] = state  # which every checkpoint holds
         metrics = rollout_metrics(batch)
         for name in metrics.keys() & set(LOGGED):
             trainer._log_metric(name, metrics[name])  # TRL takes the mean over processes, evaluation's apart
@@ -98,7 +110,7 @@ class ReuseRollouts:
         """The rollout, made at the first call and brought to where a resumed script goes on."""
         if self._rollout is None:
             self._rollout, self._trainer = self._open(trainer), trainer
-            trainer.add_callback(SaveReuse(self._rollout, self._asked))
+            trainer.add_callback(SaveTrajectories(self._rollout))
         elif trainer is not self._trainer:
             raise RolloutError("ReuseRollouts serves one GRPOTrainer, whose model it runs; give each one its own")
         if not self._begun and trainer.state.global_step:
@@ -125,14 +137,36 @@ class ReuseRollouts:
         return SpeculativeRollout(engine, cache, config, args.seed)
 
     def _resume(self, trainer: Any) -> None:
-        """Goes on from the checkpoint that the trainer was resumed from."""
-        main = trainer.accelerator.is_main_process
-        [state] = broadcast_object_list([read_state(trainer.args, trainer.state) if main else None])
-        if state is None:
-            self._asked.skip(trainer.state.global_step, trainer.args.gradient_accumulation_steps)
-            return
-        self._asked.restore(state)
-        load_trajectories(trainer.args, trainer.state, self._rollout)
+        """Goes on from the checkpoint that the trainer was resumed from, whose state it has; drafts are a matter of
+        speed, and are taken from the one of this step in its output directory."""
+        counts = trainer.state.stateful_callbacks.get(STATE, {})
+        self._visits |= {name: Visits(seen) for name, seen in counts.items()}
+        if (cache := self._rollout.cache) is not None:
+            self._rollout.cache = TrajectoryCache.load(
+                _home(trainer.args, trainer.state),
+                cache.fingerprint,
+                cache.vocab_size,
+                cache.eos_ids,
+                max_step=trainer.state.global_step,
+                max_mb=self._rollout.config.cache.max_mb,
+            )
+
+
+class SaveTrajectories(TrainerCallback):
+    """Adds the trajectories to every checkpoint that TRL writes."""
+
+    def __init__(self, rollout: SpeculativeRollout):
+        self._rollout = rollout
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control, **kwargs) -> None:
+        home, cache = _home(args, state), self._rollout.cache
+        elsewhere = not home.parent.is_dir()  # as in a search of options
+        if cache is not None and state.is_world_process_zero and not elsewhere:
+            cache.try_save(home, state.global_step, self._rollout.config.cache.on_write_error)
+
+
+def _home(args: TrainingArguments, state: TrainerState) -> Path:
+    return Path(args.output_dir) / f"checkpoint-{state.global_step}" / "specrl"
 
 
 def _rows(trainer: Any, prompts: Sequence[Any]) -> list[Row]:
@@ -145,7 +179,7 @@ def _rows(trainer: Any, prompts: Sequence[Any]) -> list[Row]:
 
 def _exchange(trainer: Any) -> Callable[[list], list]:
     """Turns a list of this process into that of all, in order."""
-    return gather_object if trainer.accelerator.num_processes > 1 else lambda entries: entries
+    return gather_object if trainer.accelerator.num_processes > 1 else list
 
 
 def _occurrences(ids: Sequence[str]) -> list[int]:

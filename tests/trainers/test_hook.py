@@ -11,7 +11,6 @@ import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,11 +22,11 @@ from rollout.cache import Fingerprint, TrajectoryCache
 from rollout.config import CacheConfig, RolloutConfig
 from rollout.engines.base import Sampling
 from rollout.engines.transformers import TransformersEngine
+from rollout.keys import Visits
 from rollout.speculative import SpeculativeRollout
 from rollout.types import Request, RolloutError
 from specrl.tiny import load_tiny
-from trainers.hook import ReuseRollouts
-from trainers.hook_state import Asked, read_state
+from trainers.hook import STATE, ReuseRollouts
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -211,7 +210,7 @@ def test_no_noise_is_drawn_twice(whole):
 
 def by_epoch(monkeypatch):
     calls = itertools.count()
-    monkeypatch.setattr(Asked, "next", lambda self, domain, ids: [next(calls) // 4] * len(ids))
+    monkeypatch.setattr(Visits, "next", lambda self, ids: [next(calls) // 4] * len(ids))
 
 
 def one_domain(monkeypatch):
@@ -252,9 +251,13 @@ def saved(folder: Path) -> TrajectoryCache:
     return TrajectoryCache.load(folder / "specrl", Fingerprint(), len(tokenizer), [tokenizer.eos_token_id])
 
 
+def visits_in(folder: Path) -> dict:
+    return json.loads((folder / "trainer_state.json").read_text())["stateful_callbacks"][STATE]
+
+
 def test_evaluation_stores_nothing(whole):
     folder = Path(whole.trainer.args.output_dir) / "checkpoint-6"
-    names = json.loads((folder / "specrl" / "visits.json").read_text())["visits"]["rollout"]
+    names = visits_in(folder)["rollout"]
     assert list(names.values()) == [3, 3]
     stored = [text for name in names for text in saved(folder).siblings(name)]
     trained = {key for call in whole.training[4:6] for key in call.keys}
@@ -334,55 +337,26 @@ ACCUMULATED = {
 }
 
 
-def test_without_the_visits_noise_is_fresh_all_the_same(accumulated, tmp_path, caplog):
+def test_a_checkpoint_of_another_directory_brings_its_visits(accumulated, tmp_path):
     checkpoint = Path(accumulated.trainer.args.output_dir) / "checkpoint-2"
     rest = train(tmp_path, **ACCUMULATED, max_steps=3, resume=checkpoint)  # its own folder has no checkpoint-2
     assert [call.visits[0] for call in accumulated.calls + rest.calls] == [0, 1, 2, 3, 4, 5]
     assert repeated(accumulated, rest) == 0
-    [warning] = [record.message for record in caplog.records if record.name == "trainers.hook_state"]
-    assert "is not there" in warning
-    assert "\n" not in warning
 
 
 @pytest.mark.slow
-def test_control_a_bound_of_steps_repeats_noise(accumulated, tmp_path, monkeypatch):
-    skip = Asked.skip
-    monkeypatch.setattr(Asked, "skip", lambda self, step, passes: skip(self, step, 1))
-    checkpoint = Path(accumulated.trainer.args.output_dir) / "checkpoint-2"
+def test_control_forgotten_visits_repeat_noise(accumulated, tmp_path):
+    checkpoint = shutil.copytree(Path(accumulated.trainer.args.output_dir) / "checkpoint-2", tmp_path / "checkpoint-2")
+    state = json.loads((checkpoint / "trainer_state.json").read_text())
+    del state["stateful_callbacks"][STATE]
+    (checkpoint / "trainer_state.json").write_text(json.dumps(state))
     assert repeated(accumulated, train(tmp_path, **ACCUMULATED, max_steps=3, resume=checkpoint)) > 0
 
 
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        (None, "is not there"),
-        (b'{"tokens": 8, "first": {}, "visits": {}}', "another run"),
-        (b'{"tok', "cannot be read"),
-    ],
-)
-def test_visits_of_another_run_or_damaged_are_not_taken(content, words, tmp_path, caplog):
-    folder = tmp_path / "checkpoint-3" / "specrl"
-    folder.mkdir(parents=True)
-    if content is not None:
-        (folder / "visits.json").write_bytes(content)
-    args, state = SimpleNamespace(output_dir=tmp_path), SimpleNamespace(global_step=3, num_input_tokens_seen=7)
-    assert read_state(args, state) is None
-    assert words in caplog.messages[0]
-    (folder / "visits.json").write_text(json.dumps({"tokens": 7, **Asked().state()}))
-    assert read_state(args, state) == Asked().state()
-
-
-def test_visits_of_evaluation_are_kept_apart():
-    asked = Asked()
-    assert asked.next("rollout", ["a", "a", "b"]) == asked.next("evaluation", ["a", "a", "b"]) == [0, 0, 0]
-    assert asked.next("rollout", ["a"]) == [1]
-    resumed = Asked()
-    resumed.restore(json.loads(json.dumps(asked.state())))
-    assert resumed.next("rollout", ["a", "b", "c"]) == [2, 1, 0]
-    late = Asked()
-    late.skip(10, 3)
-    assert late.next("rollout", ["a"]) == [30]
-    assert late.next("evaluation", ["a"])[0] > 10_000
+def test_visits_of_evaluation_are_kept_apart(whole):
+    counts = visits_in(Path(whole.trainer.args.output_dir) / "checkpoint-6")
+    assert counts.keys() == {"rollout", "evaluation"}
+    assert list(counts["evaluation"].values()) == [2, 2], "evaluations before it"
 
 
 # What TRL would do -----------------------------------------------------------------------------------------------
