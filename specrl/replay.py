@@ -29,8 +29,8 @@ from rich.table import Table
 from rollout.config import SOURCES, doc
 from rollout.drafters.suffix import PromptTexts, SuffixDrafter
 from specrl.config import load_saved, run
-from specrl.monitor import find_run, run_option
 from specrl.options import ConfigError
+from specrl.records import find_run, run_option
 
 WINDOWS = (0, 8, 16, 32, 64)
 """Draft tokens of a row in one pass; 0 is the whole text."""

@@ -14,18 +14,17 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import quantiles
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from rollout.config import doc
+from specrl import compare, tables
 from specrl.config import Config
 from specrl.config import run as run_command
-from specrl.monitor import METRICS_FILE, RunRecords, load_run, number, run_option, to_json
+from specrl.env import machine
 from specrl.options import ConfigError
-from specrl.pairing import Pairing, compare, environment, settings, speculates
+from specrl.pairing import Pairing, pair, speculates
 from specrl.plots import draw
+from specrl.records import METRICS_FILE, RunRecords, load_run, number, run_option, to_json
 from specrl.savings import (
     COSTS,
     Estimate,
@@ -33,7 +32,6 @@ from specrl.savings import (
     breakdown,
     control_pairs,
     counted,
-    epoch,
     estimate,
     first_last,
     later,
@@ -75,47 +73,42 @@ class Report:
 
     def show(self, console: Console | None = None) -> None:
         """Prints the savings tables, the notes and the path of report.md."""
-        console = console or Console(highlight=False)
+        console = console or Console()
         for kind, savings in self.tables.items():
-            table = Table(box=SIMPLE_HEAD)
-            for column in COLUMNS:
-                table.add_column(column, justify="left" if column == "phase" else "right")
-            for saving in _shown(savings):
-                table.add_row(*saving.cells(), style="bold" if saving.speedup else None)
-            console.print(Text(self.summary[kind]["title"], style="bold"), soft_wrap=True)  # a table breaks its title
-            console.print(table)
+            rows = _shown(savings)
+            bold = [at for at, row in enumerate(rows) if row.speedup]
+            tables.show(console, self.summary[kind]["title"], COLUMNS, [row.cells() for row in rows], bold)
             for line in self.summary[kind]["claims"]:
-                console.print(Text(line, style="bold"), soft_wrap=True)
+                tables.note(console, line, "bold")
             console.print()
-        reward = self.summary["reward"]
-        console.print(f"reward: {shown(reward['first'])} -> {shown(reward['last'])} ({reward['window']})")
-        for note in self.summary["notes"]:
-            console.print(f"note: {note}", style="yellow", markup=False, highlight=False, soft_wrap=True)
-        console.print(f"report: {self.files[0]}", markup=False, highlight=False, soft_wrap=True)
+        tables.note(console, learned(self.summary))
+        for line in self.summary["notes"]:
+            tables.note(console, f"note: {line}", "yellow")
+        tables.note(console, f"report: {self.files[0]}")
 
 
 def write_report(run_dir: str | Path, baseline_dir: str | Path | None = None, plots: bool = True) -> Report:
     """Writes report.md, report.json and, when matplotlib is installed, report.png into the run directory.
 
     Raises:
-        RunError: no such run, or no metrics in it.
+        ConfigError: no such run, or no metrics in it.
     """
     own, baseline = load_run(run_dir), load_run(baseline_dir) if baseline_dir else None
-    summary, tables = summarise(own, compare(own, baseline) if baseline else None)
+    summary, savings = summarise(own, pair(own, baseline) if baseline else None)
     picture = own.path / "report.png"
-    drawn = plots and draw(own, baseline, picture, comparable="paired" in tables, headline=_headline(summary, tables))
+    drawn = plots and draw(own, baseline, picture, comparable="paired" in savings, headline=_headline(summary, savings))
     summary["notes"] += [NO_PLOT] if plots and not drawn else []
-    markdown = to_markdown(summary, tables, picture.name if drawn else "")
+    markdown = to_markdown(summary, savings, picture.name if drawn else "")
     pages = {own.path / "report.md": markdown, own.path / "report.json": to_json(summary) + "\n"}
     for page, content in pages.items():
         page.write_text(content, encoding="utf-8")
-    return Report(summary, markdown, tables, [*pages, *([picture] if drawn else [])])
+    return Report(summary, markdown, savings, [*pages, *([picture] if drawn else [])])
 
 
-def _headline(summary: dict, tables: dict[str, list[Saving]]) -> str:
+def _headline(summary: dict, savings: dict[str, list[Saving]]) -> str:
     """What stands over the picture's seconds: the speedup over all its steps, where it needs no words beside it."""
-    kind = "paired" if "paired" in tables else "measured"
-    found = [row.speedup for row in tables.get(kind, ()) if row.speedup and row.phase.startswith("rollout")]
+    kind = "paired" if "paired" in savings else "measured"
+    found = [row.speedup for row in savings.get(kind, ()) if row.speedup and row.phase.startswith("rollout")]
     return found[-1].brief if found and not summary[kind]["caveat"] else ""
 
 
@@ -142,8 +135,8 @@ def law(config: Config | None) -> str:
 
 def notes(own: RunRecords, pairing: Pairing | None) -> list[str]:
     """Everything a reader must know before quoting a number."""
-    found, steps, config = [], own.steps, settings(own)
-    if config and not finished(own, config):
+    found, steps, config = [], own.steps, own.config
+    if own.finished is False:
         found.append(f"The run is unfinished; its last step is {own.last['step']}.")
     if own.unreadable:
         found.append(f"{counted(own.unreadable, 'unreadable line')} of {METRICS_FILE} left out.")
@@ -172,16 +165,10 @@ def _unmeasured(config: Config | None) -> str:
     return f"No control steps, so no speedup was measured: with rollout.measure_every={every} the run had none."
 
 
-def finished(records: RunRecords, config: Config) -> bool:
-    if config.trainer.max_steps:
-        return records.last["step"] >= config.trainer.max_steps
-    return epoch(records.last) > config.trainer.epochs - 1e-6
-
-
 def summarise(own: RunRecords, pairing: Pairing | None) -> tuple[dict, dict[str, list[Saving]]]:
     """The content of report.json, and the savings tables."""
-    steps, rest, config = own.steps, later(own.steps), settings(own)
-    evidence, tables = _evidence(steps, pairing)
+    steps, rest, config = own.steps, later(own.steps), own.config
+    evidence, savings = _evidence(steps, pairing)
     new, reused = (total(rest, f"spec/{kind}_tokens") for kind in ("new", "reused"))
     names = ("hit_rate", "full_reuse_ratio", "draft_acceptance_rate", "passes_per_row", "reuse_gap")
     guess = estimate(steps)
@@ -191,7 +178,7 @@ def summarise(own: RunRecords, pairing: Pairing | None) -> tuple[dict, dict[str,
         "config": {key: getattr(config, key) for key in ("name", "model", "data", "seed")} if config else None,
         "rule": law(config),
         "steps": len(steps),
-        "finished": finished(own, config) if config else None,
+        "finished": own.finished,
         **evidence,
         "estimate": asdict(guess) if guess else None,
         "control_s": total(steps, "timing_s/control"),
@@ -204,25 +191,25 @@ def summarise(own: RunRecords, pairing: Pairing | None) -> tuple[dict, dict[str,
         "ties": total(steps, "spec/ties"),
         "control_mismatches": total(steps, "spec/control_mismatches"),
         "notes": notes(own, pairing),
-        "environment": environment(own.path),
+        "environment": own.machine or machine(),
     }
-    return summary, tables
+    return summary, savings
 
 
 def _evidence(steps: Sequence[dict], pairing: Pairing | None) -> tuple[dict[str, dict], dict[str, list[Saving]]]:
     """Title, claims and rows of each kind of evidence that there is, for report.json; and its table."""
-    found, tables = {}, {}
+    found, savings = {}, {}
     if rows := measured(steps):
         whole = step_speedup(steps)
         more = [Saving("step, controls left out", 0.0, 0.0, whole)] if whole else []
         found["measured"] = {"title": _measured_title(steps), "claims": claims([*rows, *more]), "caveat": ""}
-        tables["measured"] = rows
+        savings["measured"] = rows
     if pairing and not pairing.refusals:
         rows, other = paired(steps, pairing.baseline.steps), pairing.baseline
         title = f"Paired with {other.path}, {counted(len(matched(steps, other.steps)[0]), 'step')}"
         found["paired"] = {"title": title, "claims": claims(rows, pairing.caveat), "caveat": pairing.caveat}
-        tables["paired"] = rows
-    return {kind: each | {"savings": [_row(row) for row in tables[kind]]} for kind, each in found.items()}, tables
+        savings["paired"] = rows
+    return {kind: each | {"savings": [_row(row) for row in savings[kind]]} for kind, each in found.items()}, savings
 
 
 def _measured_title(steps: Sequence[dict]) -> str:
@@ -255,24 +242,24 @@ def _shown(rows: Sequence[Saving]) -> list[Saving]:
     return [row for row in rows if row.speedup or any(float(cell) for cell in row.cells()[1:4])]
 
 
-def to_markdown(summary: dict, tables: dict[str, list[Saving]], picture: str) -> str:
+def to_markdown(summary: dict, savings: dict[str, list[Saving]], picture: str) -> str:
     """The content of report.md; `picture` is the file name of the plot, empty without one."""
-    config, reuse, reward = summary["config"] or {}, summary["reuse"], summary["reward"]
+    config, reuse = summary["config"] or {}, summary["reuse"]
     lines = [f"# {config.get('name', Path(summary['run']).name)}", ""]
     described = [f"{summary['steps']} steps", *(f"{key} {config[key]}" for key in config if key != "name")]
     lines += [f"{', '.join(described)}.", ""]
     lines += [line for note in summary["notes"] for line in (f"> {note}", "")]
     lines += [f"![reward, rollout seconds and reuse per step]({picture})", ""] if picture else []
     lines += ["## Savings", "", NET, ""]
-    for kind, rows in tables.items():
-        lines += [f"**{summary[kind]['title']}**", "", f"| {' | '.join(COLUMNS)} |", "|---|---:|---:|---:|---:|"]
-        lines += [f"| {' | '.join(row.cells())} |" for row in _shown(rows)]
+    for kind, rows in savings.items():
+        lines += [f"**{summary[kind]['title']}**", ""]
+        lines += tables.markdown(COLUMNS, [row.cells() for row in _shown(rows)])
         lines += ["", *(f"- {line}" for line in summary[kind]["claims"]), ""]
         if kind == "measured" and summary["estimate"]:
             lines += [_estimated(Estimate(**summary["estimate"]), summary["steps"]), ""]
     lines += [f"Control rollouts took {summary['control_s']:.1f} s, charged to neither side.", ""]
     lines += [*_steps(summary["step_s"], summary["steps"]), "## Learning", ""]
-    lines += [f"- reward: {shown(reward['first'])} -> {shown(reward['last'])} ({reward['window']})"]
+    lines += [f"- {learned(summary)}"]
     for label, record in zip(("before", "after"), (summary["eval"][:1] + summary["eval"][1:][-1:]), strict=False):
         values = (f"{key.removeprefix('eval/')} {shown(number(record, key))}" for key in record if key != "step")
         lines += [f"- evaluation {label}, at step {record['step']}: {', '.join(values)}"]
@@ -281,9 +268,9 @@ def to_markdown(summary: dict, tables: dict[str, list[Saving]], picture: str) ->
     lines += ["", "## Trust", "", f"- rollout rule: {summary['rule']}"]
     lines += [f"- rows that differed from plain decoding on control steps: {summary['control_mismatches']:.0f}"]
     lines += [f"- near-ties decided by a canonical pass: {summary['ties']:.0f}", "", "## Machine", ""]
-    machine = summary["environment"]
-    lines += [f"- CPU: {machine['cpu']}, {machine['cores']} cores", f"- GPU: {', '.join(machine['gpus']) or 'none'}"]
-    lines += [f"- versions: {', '.join(f'{name} {version}' for name, version in machine['versions'].items())}"]
+    kept = summary["environment"]
+    lines += [f"- CPU: {kept['cpu']}, {kept['cores']} cores", f"- GPU: {', '.join(kept['gpus']) or 'none'}"]
+    lines += [f"- versions: {', '.join(f'{name} {version}' for name, version in kept['versions'].items())}"]
     return "\n".join(lines) + "\n"
 
 
@@ -291,10 +278,9 @@ def _steps(spent: dict[str, float], steps: int) -> list[str]:
     if not spent:
         return []
     whole = sum(spent.values())
-    lines = ["## Where a step goes", "", "| phase | s a step | share |", "|---|---:|---:|"]
-    parts = [(name, text(s / steps, 2), text(100 * s / whole, 0)) for name, s in spent.items()]
-    lines += [f"| {name} | {seconds} | {share}% |" for name, seconds, share in parts if float(seconds)]
-    return [*lines, f"| step, controls left out | {whole / steps:.2f} | 100% |", ""]
+    parts = [(name, text(s / steps, 2), f"{text(100 * s / whole, 0)}%") for name, s in spent.items()]
+    rows = [*(part for part in parts if float(part[1])), ("step, controls left out", f"{whole / steps:.2f}", "100%")]
+    return ["## Where a step goes", "", *tables.markdown(("phase", "s a step", "share"), rows), ""]
 
 
 def _estimated(found: Estimate, steps: int) -> str:
@@ -303,6 +289,12 @@ def _estimated(found: Estimate, steps: int) -> str:
         return f"Extrapolated to all {counted(steps, 'step')}: no difference that can be told from noise."
     interval = f"95 % interval {found.low:.1f} to {found.high:.1f} s"
     return f"Extrapolated to all {counted(steps, 'step')}: {found.saved_s:.1f} s saved ({interval})."
+
+
+def learned(summary: dict) -> str:
+    """The reward at both ends of the run."""
+    reward = summary["reward"]
+    return f"reward: {shown(reward['first'])} -> {shown(reward['last'])} ({reward['window']})"
 
 
 def shown(value: float | None) -> str:
@@ -314,9 +306,7 @@ def main(options: ReportOptions) -> int:
     if bool(options.run) == bool(options.runs) or (options.runs and options.baseline):
         raise ConfigError("Give one of run=DIR, run=DIR baseline=DIR, and runs=[DIR,DIR,...].")
     if options.runs:
-        from specrl.compare import write_comparison
-
-        write_comparison(options.runs, options.plots).show()
+        compare.write_comparison(options.runs, options.plots).show()
     else:
         write_report(options.run, options.baseline or None, options.plots).show()
     return 0

@@ -14,8 +14,8 @@ from rollout.types import Trajectory
 from specrl import config as cli
 from specrl.monitor import load_run
 from specrl.replay import (
+    ConfigError,
     Counts,
-    ReplayError,
     ReplayOptions,
     Text,
     Visit,
@@ -158,7 +158,7 @@ def test_totals_by_hand():
 
 
 def test_one_step_alone_is_an_error():
-    with pytest.raises(ReplayError, match="No prompt has texts of two steps"):
+    with pytest.raises(ConfigError, match="No prompt has texts of two steps"):
         summarise([text(OLD), text(OLD, example="b")])
 
 
@@ -209,7 +209,7 @@ def test_files_with_ids_and_files_with_text(tmp_path):
 def test_unreadable_rows_are_named(tmp_path, content, message):
     file = tmp_path / "text.jsonl"
     file.write_text(content)
-    with pytest.raises(ReplayError, match=message) as error:
+    with pytest.raises(ConfigError, match=message) as error:
         read_files(file)
     assert str(file) in str(error.value)
 

@@ -8,9 +8,8 @@ from rich.console import Console
 from rollout.config import RouterConfig
 from specrl import report
 from specrl.card import card
-from specrl.config import Config, load_saved, save
+from specrl.config import Config, ConfigError, load_saved, save
 from specrl.config import run as run_command
-from specrl.monitor import RunError
 from specrl.report import ReportOptions, write_report
 from specrl.savings import (
     Saving,
@@ -473,7 +472,7 @@ def test_command_line(tmp_path, capsys):
     assert run_command(report.main, [f"path={run}"], ReportOptions) == 2
     assert "Unknown option 'path'. Did you mean 'run'?" in capsys.readouterr().err
     (tmp_path / "empty").mkdir()
-    with pytest.raises(RunError, match="No metrics in"):
+    with pytest.raises(ConfigError, match="No metrics in"):
         write_report(tmp_path / "empty")
 
 
