@@ -17,6 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.text import Text
 
 from specrl.records import METRICS_FILE, number, read_records, to_json
+from trainers.manifest import write_durably
 
 ETA_STEPS = 20  # steps averaged for the ETA: long enough to contain a control step at the default measure_every
 PAUSED = 0.5  # share of a rollout without speculation, drafts being at hand, from which on the run says so
@@ -113,12 +114,7 @@ class Monitor:
         kept = [r for r in records if resumed_step is None or r["step"] <= resumed_step]
         whole = self.path.read_bytes()[-1:] in (b"", b"\n")
         if bad or not whole or len(kept) < len(records):
-            fresh = self.path.with_suffix(".jsonl.tmp")
-            with fresh.open("w", encoding="utf-8") as file:
-                file.writelines(to_json(record) + "\n" for record in kept)
-                file.flush()
-                os.fsync(file.fileno())
-            fresh.replace(self.path)
+            write_durably(self.path, "".join(to_json(record) + "\n" for record in kept).encode())
         if bad:
             self.note(f"{self.path}: dropped {bad} unreadable line{'s' * (bad > 1)}.")
 
