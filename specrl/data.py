@@ -209,12 +209,12 @@ def _local(path: Path, split: str, role: str) -> list[tuple[str, dict]]:
             f"{path} is one file and serves as split '{holds}', not '{base}'. Set dataset.{role}_split={holds}, or a "
             f"part such as {holds}[90%:], or give a directory with train.jsonl and test.jsonl."
         )
-    rows = [row for file in files for row in _parse(file)]
+    rows = [row for file in files for row in parse(file)]
     bounds = (b and (round(len(rows) * int(b[:-1]) / 100) if b[-1] == "%" else int(b)) for b in match.groups()[1:])
     return rows[slice(*bounds)]
 
 
-def _parse(path: Path) -> list[tuple[str, dict]]:
+def parse(path: Path) -> list[tuple[str, dict]]:
     """The rows of a file, each with its file and line, or row where it does not stand on a line of its own."""
     if path.suffix not in SUFFIXES:
         raise ConfigError(f"{path} is no data file: its name ends in none of {', '.join(SUFFIXES)}.")
