@@ -35,7 +35,7 @@ class Comparison:
 
     def table(self) -> tuple[list[str], list[list[str]]]:
         """Names of the columns, and rows of cells."""
-        return ["run", *self.columns], [[row, *(column[row] for column in self.columns.values())] for row in ROWS]
+        return ["", *self.columns], [[row, *(column[row] for column in self.columns.values())] for row in ROWS]
 
     def show(self, console: Console | None = None) -> None:
         """Prints the table, the notes and the path of comparison.md."""

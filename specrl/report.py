@@ -135,7 +135,7 @@ def to_markdown(summary: dict, found: dict[str, Evidence], picture: str) -> str:
         lines += [f"**{each.title}**", "", *tables.markdown(COLUMNS, [row.cells() for row in each.shown()])]
         lines += ["", *(f"- {line}" for line in each.claims), ""]
         if kind == "measured" and summary["estimate"]:
-            lines += [f"{Estimate(**summary['estimate'])}", ""]
+            lines += [Estimate(**summary["estimate"]).told(summary["steps"]), ""]
     lines += [f"Control rollouts took {summary['control_s']:.1f} s, charged to neither side.", ""]
     lines += [*_steps(summary["step_s"], summary["steps"]), "## Learning", ""]
     lines += [f"- {learned(summary)}"]

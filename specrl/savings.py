@@ -217,15 +217,14 @@ class Estimate:
     saved_s: float
     low: float | None
     high: float | None
-    steps: int
 
-    def __str__(self) -> str:
+    def told(self, steps: int) -> str:
         """For people; without a figure where its interval holds 0."""
         if self.low is None or self.low <= 0 <= self.high:
             saved = "no difference that can be told from noise"
         else:
             saved = f"{self.saved_s:.1f} s saved (95 % interval {self.low:.1f} to {self.high:.1f} s)"
-        return f"Extrapolated to all {counted(self.steps, 'step')}: {saved}."
+        return f"Extrapolated to all {counted(steps, 'step')}: {saved}."
 
 
 def estimate(steps: Sequence[dict]) -> Estimate | None:
@@ -240,7 +239,7 @@ def estimate(steps: Sequence[dict]) -> Estimate | None:
     seconds, found = rest
     before = first[0] * (first[1].ratio - 1) if first else 0.0
     ends = (None if end is None else before + seconds * (end - 1) for end in (found.low, found.high))
-    return Estimate(before + seconds * (found.ratio - 1), *ends, len(steps))
+    return Estimate(before + seconds * (found.ratio - 1), *ends)
 
 
 def _extrapolated(part: Sequence[dict]) -> tuple[float, Speedup] | None:

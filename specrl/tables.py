@@ -41,4 +41,4 @@ def note(console: Console, line: str, style: str = "") -> None:
 def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     """The lines of the table in Markdown."""
     ruler = f"|---|{'---:|' * (len(columns) - 1)}"
-    return [f"| {' | '.join(columns)} |", ruler, *(f"| {' | '.join(row)} |" for row in rows)]
+    return [f"| {' | '.join(columns).strip()} |", ruler, *(f"| {' | '.join(row)} |" for row in rows)]
