@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from statistics import median, quantiles
+from textwrap import fill
 
 from rollout.config import doc
 from specrl import config as cli
@@ -176,11 +177,13 @@ def show(found: dict) -> None:
     tables.show(console, "", ("part", "files", "lines", "code lines"), rows)
     functions, (widest, count) = found["functions"], found["widest constructor"]
     print(f"{functions['count']} functions: median {functions['median']:.0f} lines, p90 {functions['p90']:.0f}")
-    print(f"widest constructor: {count} arguments, {widest}")
+    print(f"widest constructor: {count} arguments\n  {widest}")
     for what in (f"files over {FILE} lines", f"functions over {FUNCTION} lines"):
         print(f"{what}: {len(found[what])}", *(f"  {size:4}  {name}" for name, size in found[what].items()), sep="\n")
     for what in ("circles", "circles, types counted"):
-        print(f"{what}: {len(found[what])}", *(f"  {' '.join(each)}" for each in found[what]), sep="\n")
+        print(f"{what}: {len(found[what])}")
+        for each in found[what]:
+            print(fill(" ".join(each), 80, initial_indent="  ", subsequent_indent="    "))
 
 
 def main(options: HouseConfig) -> int:
