@@ -33,10 +33,9 @@ from specrl.records import find_run, run_option
 WINDOWS = (0, 8, 16, 32, 64)
 """Draft tokens of a row in one pass; 0 is the whole text."""
 SUFFIXES = (".parquet", ".jsonl")
-HEADER = """\
-Passes and tokens, counted on stored text under the exact rule.
-Seconds need: python -m specrl.bench"""
+HEADER = "Passes and tokens, counted on stored text under the exact rule.\nSeconds need: python -m specrl.bench"
 COLUMNS = ("window", "passes", "slowest", "tokens/pass", "drafted", "accepted", "rate", "reused")
+NEEDED = "Needed are example_id, slot, step, and tokens (a list of ids) or completion (text)."
 
 
 @dataclass
@@ -45,7 +44,7 @@ class ReplayOptions:
     data: str = doc("", "file or directory of .parquet or .jsonl with example_id, slot, step, and tokens or completion")
     model: str = doc("", "whose tokenizer reads text stored without token ids; empty takes the run's, else tiny")
     sources: list[str] = field(
-        default_factory=lambda: list(SOURCES), metadata={"help": "texts to draft from, as in rollout.sources"}
+        default_factory=lambda: [*SOURCES], metadata={"help": "texts to draft from, as in rollout.sources"}
     )
     json: bool = doc(False, "print JSON instead of a table")
 
@@ -111,12 +110,12 @@ def count(visit: Visit, window: int, sources: Collection[str]) -> list[Counts]:
 def revisits(texts: Iterable[Text]) -> Iterator[Visit]:
     """Every visit that could have been drafted, step by step."""
     stored: dict[str, dict[int, Text]] = defaultdict(dict)
-    for _, batch in groupby(sorted(texts, key=attrgetter("step", "example_id", "slot")), key=attrgetter("step")):
-        for example, found in groupby(batch, key=attrgetter("example_id")):
-            new, old = tuple(found), stored[example]
-            if old:
-                yield Visit(new, tuple(sorted(old.values(), key=lambda text: (-text.step, text.slot))))
-            old.update((text.slot, text) for text in new)
+    ordered = sorted(texts, key=attrgetter("step", "example_id", "slot"))
+    for (_, example), found in groupby(ordered, key=attrgetter("step", "example_id")):
+        new, old = tuple(found), stored[example]
+        if old:
+            yield Visit(new, tuple(sorted(old.values(), key=lambda text: (-text.step, text.slot))))
+        old.update((text.slot, text) for text in new)
 
 
 def summarise(
@@ -136,6 +135,7 @@ def summarise(
     rows = [(text, visit.old(text)) for visit in visits for text in visit.texts]
     lengths, steps = [len(text.tokens) for text, _ in rows], [text.step for text, _ in rows]
     ages = [text.step - old.step for text, old in rows if old]
+    counts = {window: [each for visit in visits for each in count(visit, window, sources)] for window in windows}
     return {
         "rows": len(rows),
         "examples": len({text.example_id for text, _ in rows}),
@@ -144,24 +144,15 @@ def summarise(
         "draft_age": fmean(ages) if ages else None,
         "sources": list(sources),
         "plain": _line([Counts(length, 0, 0) for length in lengths], sum(lengths)),
-        "windows": [
-            {"window": window, **_line([c for v in visits for c in count(v, window, sources)], sum(lengths))}
-            for window in windows
-        ],
+        "windows": [{"window": window} | _line(each, sum(lengths)) for window, each in counts.items()],
     }
 
 
 def _line(counts: Sequence[Counts], tokens: int) -> dict[str, Any]:
     passes, drafted, accepted = map(sum, zip(*counts, strict=True))
-    return {
-        "passes_per_row": passes / len(counts),
-        "passes_max": max(c.passes for c in counts),
-        "tokens_per_pass": tokens / passes,
-        "drafted": drafted,
-        "accepted": accepted,
-        "acceptance": accepted / drafted if drafted else None,
-        "reused_ratio": accepted / tokens,
-    }
+    found = {"passes_per_row": passes / len(counts), "passes_max": max(c.passes for c in counts)}
+    found |= {"tokens_per_pass": tokens / passes, "drafted": drafted, "accepted": accepted}
+    return found | {"acceptance": accepted / drafted if drafted else None, "reused_ratio": accepted / tokens}
 
 
 def read_run(directory: Path, model: str = "") -> list[Text]:
@@ -206,8 +197,7 @@ def read_files(path: Path, model: str = "") -> list[Text]:
                     tokens = tokenizer(row["completion"], add_special_tokens=False)["input_ids"] + end
                 texts.append(Text(str(row["example_id"]), int(row["slot"]), step, tuple(map(int, tokens)), capped))
             except (KeyError, TypeError, ValueError) as error:
-                needed = "Needed are example_id, slot, step, and tokens (a list of ids) or completion (text)."
-                raise ConfigError(f"{place}: {type(error).__name__} {error}. {needed}") from error
+                raise ConfigError(f"{place}: {type(error).__name__} {error}. {NEEDED}") from error
     return texts
 
 
@@ -219,7 +209,7 @@ def show(summary: dict[str, Any]) -> None:
     age = "" if summary["draft_age"] is None else f", drafts {summary['draft_age']:.1f} steps old on average"
     scope = f"{summary['rows']} rows of {summary['examples']} prompts, steps {first} to {last}{age}"
     rows = []
-    for row in ({"window": "plain", **summary["plain"]}, *summary["windows"]):
+    for row in ({"window": "plain"} | summary["plain"], *summary["windows"]):
         cells = [f"{row['window'] or 'whole'}", f"{row['passes_per_row']:.1f}", f"{row['passes_max']}"]
         cells += [f"{row['tokens_per_pass']:.2f}", f"{row['drafted']}", f"{row['accepted']}"]
         rows.append([*cells, f"{row['acceptance'] or 0:.0%}", f"{row['reused_ratio']:.0%}"])
