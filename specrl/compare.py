@@ -9,6 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from specrl import tables
+from specrl.evidence import law
 from specrl.options import ConfigError, plain, values
 from specrl.pairing import unlike_machines
 from specrl.plots import overlay
@@ -80,7 +81,7 @@ def column(run: RunRecords) -> dict[str, str]:
     held_out = [number(record, "eval/reward") for record in run.evals]
     speedups = [saving.speedup for saving in measured(run.steps) if saving.speedup]
     cells = (
-        rule(run),
+        law(run.config).partition(":")[0],
         str(len(run.steps)),
         f"{_show(reward['first'])} -> {_show(reward['last'])}",
         f"{_show(held_out[0])} -> {_show(held_out[-1])}" if held_out else "-",
@@ -91,16 +92,6 @@ def column(run: RunRecords) -> dict[str, str]:
         f"{step_s(run.steps):.1f}",
     )
     return dict(zip(ROWS, cells, strict=True))
-
-
-def rule(run: RunRecords) -> str:
-    """The rollout rule in a few words."""
-    if run.config is None:
-        return "unknown"
-    rollout = run.config.rollout
-    replay = rollout.replay if rollout.replay == "auto" else f"{rollout.replay:g}"
-    detail = {"exact": f", replay={replay}", "lenient": f", l={rollout.lenience:g}"}
-    return rollout.acceptance + detail.get(rollout.acceptance, "")
 
 
 def _notes(runs: dict[str, RunRecords]) -> list[str]:

@@ -79,9 +79,9 @@ def numbers(found: Speedup | None) -> dict | None:
 
 
 def law(config: Config | None) -> str:
-    """One sentence on what the rollout rule of a run samples from."""
+    """What the rollout rule of a run samples from: its name, a colon and a sentence."""
     if config is None:
-        return "unknown, because the run's config.yaml is missing or unreadable."
+        return "unknown: the run's config.yaml is missing or unreadable."
     rollout = config.rollout
     if rollout.router.kind != "off":
         what = "old text" if rollout.acceptance == "judged" else "the draft model's text"

@@ -68,11 +68,11 @@ def test_scaling(monkeypatch, tmp_path):
     pytest.importorskip("ray")
     from benchmarks import scaling
 
-    for name, value in {"ROWS": 8, "CAP": 8, "WORKERS": (1,)}.items():
+    for name, value in {"ROWS": 8, "CAP": 8, "WORKERS": (1, 2)}.items():
         monkeypatch.setattr(scaling, name, value)
     scaling.main(str(tmp_path / "out.json"), repeats=1, sizes="1,4")
     found = told(tmp_path / "out.json")
-    assert len(found["sync"]) == 2
+    assert len(found["sync"]) == 4
     assert min(found[key] for key in ("in_process_s", "two_workers_s", "sync_s", "train_s")) > 0
 
 
