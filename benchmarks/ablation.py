@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from specrl import config as cli
 from specrl import tables
-from specrl.pair import Bench, PairConfig, device_name, perturbed, prepare, with_config
+from specrl.bench_pair import Bench, PairConfig, device_name, perturbed, prepare, with_config
 from specrl.speedup import of_pairs
 
 if TYPE_CHECKING:

@@ -54,7 +54,7 @@ def main(options: BudgetConfig) -> int:
     time.perf_counter = clock  # before rollout is imported, which keeps it as a default
     from benchmarks import ablation
     from rollout.engines.ragged import Pass, RaggedModel
-    from specrl import pair
+    from specrl import bench_pair
 
     forward = RaggedModel.forward
 
@@ -64,8 +64,8 @@ def main(options: BudgetConfig) -> int:
 
     RaggedModel.forward = timed
     most = -(-max(options.rows) // 8) * 8  # whole groups
-    given = pair.options(f"rows={most}", "rollout.max_new_tokens=220", "rollout.tokens_per_pass=4096")
-    made, others, _ = pair.prepare(given, ablation.OTHERS)
+    given = bench_pair.options(f"rows={most}", "rollout.max_new_tokens=220", "rollout.tokens_per_pass=4096")
+    made, others, _ = bench_pair.prepare(given, ablation.OTHERS)
     ablation.SIZES, ablation.WINDOWS = options.rows, WINDOWS
     lines = [asdict(line) for line in ablation.measure(made, others, [], options.repeats)]
     result = {"options": asdict(options), "costs_ms": MACHINES[options.machine], "cells": list(cells(lines))}

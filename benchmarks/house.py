@@ -32,7 +32,7 @@ EXTENSIONS = {
     r"|specrl/(judging|routing|train_judge|train_router)|reward/process",
     "co-training": r"trainers/(cotraining/|drafter|texts)",
     "adapters": r"specrl/adapters/",
-    "bench": r"specrl/(bench|pair)",
+    "bench": r"specrl/bench",
 }
 """What a plain run does without, by the paths of its files."""
 FILE, FUNCTION = 300, 50  # lines from which on a file and a function are named

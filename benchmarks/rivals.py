@@ -18,7 +18,7 @@ from typing import NamedTuple
 from rollout.types import Request, RolloutError
 from specrl import config as cli
 from specrl import tables
-from specrl.pair import Bench, PairConfig, device_name, prepare, with_config
+from specrl.bench_pair import Bench, PairConfig, device_name, prepare, with_config
 from specrl.speedup import of_pairs
 
 COLUMNS = ("method", "decoded", "steps", "speedup", "log-prob", "same")

@@ -20,7 +20,7 @@ from rich.table import Table
 from benchmarks.ablation import OTHERS, REGIMES
 from rollout.engines import build_engine
 from rollout.types import RolloutBatch
-from specrl.pair import Bench, device_name, options, perturbed, prepare
+from specrl.bench_pair import Bench, device_name, options, perturbed, prepare
 
 WIDTHS = (1, 2, 4)
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from rollout.config import doc
 from specrl import config as cli
 from specrl import tables
-from specrl.pair import Bench, Case, PairConfig, device_name, prepare, with_config
+from specrl.bench_pair import Bench, Case, PairConfig, device_name, prepare, with_config
 from specrl.savings import counted
 
 CASES = {

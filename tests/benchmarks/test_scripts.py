@@ -130,7 +130,7 @@ def test_judges(monkeypatch, tmp_path):
 def test_rivals(tmp_path):
     pytest.importorskip("vllm")
     from benchmarks import rivals
-    from specrl.pair import PairConfig
+    from specrl.bench_pair import PairConfig
 
     words = ["config=grpo_math_vllm", "rows=8", "repeats=1", "rollout.max_new_tokens=8", f"out={tmp_path / 'out.json'}"]
     assert cli.run(rivals.main, words, PairConfig, training=False) == 0

@@ -9,8 +9,8 @@ import pytest
 from rollout.config import RolloutConfig
 from rollout.types import Completion, EngineStats, Row
 from specrl.bench import BenchConfig, command
+from specrl.bench_pair import Bench, options, prepare
 from specrl.config import Config, ConfigError, load
-from specrl.pair import Bench, options, prepare
 from specrl.speedup import of_pairs
 
 
