@@ -77,7 +77,7 @@ def compare(bench: Bench, repeats: int) -> list[Line]:
     """Every method that runs here, `repeats` times in turn after one warm-up."""
     from rollout.engines import build_engine
 
-    loose = replace(bench.config.rollout, acceptance="lenient", lenience=exp(0.5))
+    loose = replace(bench.config.rollout, law="lenient", lenience=exp(0.5))
     lenient = build_engine(replace(bench.spec, rollout=loose))
     bench.old_batch()
     for engine in (bench.engine, lenient):
@@ -90,8 +90,8 @@ def compare(bench: Bench, repeats: int) -> list[Line]:
             runs[name] = _of_vllm(bench, engines[-1])
         except RolloutError as error:
             missing.append(Line(name, note=str(error).partition("\n")[0]))
-    runs["specrl off"] = _of_specrl(bench, bench.engine, acceptance="off")
-    runs["specrl lenient e^0.5"] = _of_specrl(bench, lenient, acceptance="lenient")
+    runs["specrl off"] = _of_specrl(bench, bench.engine, law="off")
+    runs["specrl lenient e^0.5"] = _of_specrl(bench, lenient, law="lenient")
     runs["specrl exact, replay 0"] = _of_specrl(bench, bench.engine)
     runs["specrl exact, replay 1"] = _of_specrl(bench, bench.engine, replay=1.0)
     results: dict[str, list[Result]] = {name: [] for name in runs}
@@ -132,7 +132,7 @@ def _of_specrl(bench: Bench, engine, **settings) -> Callable[[], Result]:
         engine.reset_cache()
         batch = bench.timed(stage)
         done, identical = batch.completions, None
-        if stage.config.acceptance != "lenient":
+        if stage.config.law != "lenient":
             plain = stage.plain(bench.rows, batch.keys).completions
             identical = sum(a.tokens == b.tokens for a, b in zip(done, plain, strict=True))
         accepted, total = sum(sum(c.reused) for c in done), sum(len(c.tokens) for c in done)

@@ -26,7 +26,7 @@ from rollout.config import doc
 from rollout.types import EngineStats
 from specrl import config as cli
 from specrl import tables
-from specrl.config import Config
+from specrl.schema import Config
 
 NORMAL_95 = 1.96
 TRUE = "rsd on true values"
@@ -88,7 +88,7 @@ def main(config: RouterBenchConfig) -> int:
     for name, engine in engines.items():
         size = 0.0
         if name == "rsd":
-            asked = AutoConfig.from_pretrained(Path(config.rollout.router.path) / "prm")
+            asked = AutoConfig.from_pretrained(Path(config.rollout.routed.path) / "prm")
             size = asked.num_hidden_layers / pair.policy.config.num_hidden_layers
         for level in THRESHOLDS[name]:
             engine.router.threshold = 1 - level if name.startswith("rsd") else level
@@ -123,7 +123,7 @@ def routers(config: RouterBenchConfig, pair, examples: Sequence, rewards) -> dic
     from rollout.routers.rsd import RSDRouter
     from specrl.routing import StepValues, advantage, prefix, prm_scorer
 
-    folder, separators = Path(config.rollout.router.path), config.rollout.router.step_separators
+    folder, separators = Path(config.rollout.routed.path), config.rollout.routed.step_separators
     values = StepValues(pair, rewards, config.continuations, config.seed + 2)
 
     def learned():

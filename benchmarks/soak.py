@@ -32,9 +32,10 @@ from soak_life import Life, command, size_mb
 from rollout.config import doc
 from specrl import config as cli
 from specrl import options
-from specrl.config import RUN_ERROR, TERMINATED, USAGE_ERROR, Config
+from specrl.config import RUN_ERROR, TERMINATED, USAGE_ERROR
 from specrl.options import ConfigError
 from specrl.records import METRICS_FILE, read_records
+from specrl.schema import Config
 
 SMALL = {
     "config": "grpo_math",
@@ -56,7 +57,7 @@ SMALL = {
 }
 """What is soaked unless the command line says otherwise: the embedded policy, four short rows a step."""
 LEGAL = {
-    "rollout.acceptance": ("exact", "off"),
+    "rollout.law": ("exact", "off"),
     "rollout.budget.window": ("0", "4"),
     "rollout.cache.max_mb": ("1", "512"),
     "rollout.measure_every": ("0", "7"),
@@ -190,7 +191,7 @@ class Soak:
         if not self.struck["illegal_change"] or self.rng.random() < 0.2:
             self.refused(before)
         chosen = {key: self.rng.choice(LEGAL[key]) for key in self.rng.sample(list(LEGAL), 3)}
-        if before.words.get("rollout.acceptance") == "off" != chosen.get("rollout.acceptance"):
+        if before.words.get("rollout.law") == "off" != chosen.get("rollout.law"):
             chosen["rollout.cache.clear"] = "true"  # there is no cache to go on from, and a run wants that said
         self.note(f"goes on with {chosen}")
         return chosen

@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from math import inf
-from typing import Literal
+from re import fullmatch
+from typing import Any, Literal
 
 
-def doc(default, help: str, *, low: float | None = None, high: float | None = None):
-    """A dataclass field with its one-line documentation, shown by `help=rollout` and in docs/configuration.md.
+def doc(default: Any, help: str, *, low: float = 0, high: float = inf, resume: str = "", only: str = "") -> Any:
+    """A dataclass field with what is said of an option. What is said of a section holds for its options too.
 
-    A number lies within `low` and `high`, both included; without them it is 0 or more.
+    Args:
+        default: the value; or a section's dataclass.
+        help: one line, shown by `help=KEY` and in docs/configuration.md.
+        low, high: limits of a number, both included.
+        resume: when it may change between two parts of one run, a word of `specrl.config.MAY_CHANGE`; empty: never.
+        only: the algorithm that reads it, where others would ignore it: ppo, or grpo for all but ppo.
     """
-    make = {"default_factory": lambda: type(default)(default)} if isinstance(default, list) else {"default": default}
-    limits = {} if (low, high) == (None, None) else {"limits": (low or 0, inf if high is None else high)}
-    return field(**make, metadata={"help": help, **limits})
+    if isinstance(default, type):
+        make = {"default_factory": default}
+    else:
+        make = {"default_factory": default.copy} if isinstance(default, list) else {"default": default}
+    said = {"resume": resume, "only": only}
+    limits = {"limits": (low, high)}
+    return field(**make, metadata={"help": help, **limits, **{key: word for key, word in said.items() if word}})
 
 
 SOURCES = ("prefix", "position", "earlier", "group", "contexts")
@@ -25,7 +37,10 @@ prompt's stored texts; what the rows of the prompt have emitted in this rollout;
 @dataclass
 class CacheConfig:
     max_mb: int = doc(
-        512, "memory bound of stored trajectories in MB (2^20 bytes); the least recently used go first", low=1
+        512,
+        "memory bound of stored trajectories in MB (2^20 bytes); the least recently used go first",
+        low=1,
+        resume="old text",
     )
     start_from: str = doc("", "directory of trajectories to start with, such as an earlier run's `trajectories`")
     clear: bool = doc(False, "resume with an empty cache instead of the checkpoint's")
@@ -36,34 +51,47 @@ class CacheConfig:
 
 @dataclass
 class BudgetConfig:
-    window: int = doc(0, "draft tokens a row carries in one pass; 0 decides from measured costs and acceptance")
+    window: int = doc(
+        0, "draft tokens a row carries in one pass; 0 decides from measured costs and acceptance", resume="drafts"
+    )
     branches: int = doc(
         1, "most continuations of a row verified together, as a tree, where this pays; 1 is one path", low=1
     )
 
 
 @dataclass
-class RouterConfig:
-    kind: Literal["off", "entropy", "likelihood", "rsd", "arbitrage", "judge", "kl"] = doc(
-        "off",
-        "what text of rollout.drafter, or old text with acceptance=judged, stands: steps a router does not escalate "
-        "(entropy, likelihood, rsd, arbitrage), or tokens beside the policy's draws that a judge allows (judge, kl); "
-        "lossy",
+class JudgedConfig:
+    by: Literal["judge", "kl"] = doc(
+        "judge",
+        "judge: a learned head, for old text and that of rollout.drafter; kl: how far the laws of rollout.drafter and "
+        "the policy are apart",
     )
-    path: str = doc("", "directory of the learned router (arbitrage) or judge, or the process reward model (rsd)")
+    path: str = doc("", "directory of the learned judge")
+    threshold: float = doc(0.5, "by=kl: most nats between the laws; judge: not used, its training chose one")
+    uncorrected: bool = doc(False, "allow training on judged tokens without a correction, as if they were on-policy")
+
+
+@dataclass
+class RoutedConfig:
+    by: Literal["likelihood", "entropy", "rsd", "arbitrage"] = doc(
+        "likelihood", "what decides whether the policy writes a step instead of the draft model"
+    )
+    path: str = doc("", "directory of the learned router (arbitrage), or the process reward model (rsd)")
     threshold: float = doc(
         0.5,
-        "arbitrage: chance of a gain above which the policy writes; rsd: least score kept; entropy, kl, "
-        "likelihood: nats; judge: not used, its training chose one",
+        "arbitrage: chance of a gain above which the policy writes; rsd: least score kept; likelihood, entropy: nats",
     )
-    separators: list[str] = field(
-        default_factory=lambda: ["\\n\\n"], metadata={"help": "texts that end a reasoning step; \\n is a newline"}
-    )
+    separators: list[str] = doc(["\\n\\n"], "texts that end a reasoning step; \\n is a newline")
     max_step_tokens: int = doc(128, "a draft step longer than this is a runaway, which the policy writes", low=1)
-    refit_every: int = doc(
-        0, "with acceptance=judged: rollouts between two refits of the judge to what old texts and policy differ in now"
-    )
     uncorrected: bool = doc(False, "allow training on routed tokens without a correction, as if they were on-policy")
+
+    def problems(self) -> Iterator[str]:
+        """Sentences about options that are of no use."""
+        if self.by in ("rsd", "arbitrage") and self.threshold > 1:
+            given = f"rollout.routed.by={self.by}"
+            yield f"rollout.routed.threshold={self.threshold} is no probability, as {given} needs. Try 0.5."
+        if not all(self.separators) or not self.separators:
+            yield r"rollout.routed.separators must name at least one text. Try rollout.routed.separators=[\n\n]."
 
     @property
     def step_separators(self) -> list[str]:
@@ -85,29 +113,52 @@ class VLLMConfig:
     compile: bool = doc(False, "compile the model and capture CUDA graphs: slower to start, faster to decode")
     sleep: bool = doc(True, "give the GPU memory back to the trainer between rollouts")
 
+    def problems(self) -> Iterator[str]:
+        """Sentences about options that contradict each other."""
+        if self.tensor_parallel > 1 and self.runner == "v1":
+            yield (
+                f"rollout.vllm.tensor_parallel={self.tensor_parallel} needs drafts that stay in the driver, so "
+                "rollout.vllm.runner=v1 cannot serve it. Try rollout.vllm.runner=v2."
+            )
+
 
 @dataclass
 class ClusterConfig:
     num_workers: int = doc(0, "rollout workers: Ray actors, each with an engine; 0 rolls out in the trainer's process")
     address: str = doc("", "empty starts Ray here, on loopback only; auto joins the running cluster, or host:port")
-    cpus_per_worker: float = doc(1.0, "CPU cores of each worker")
+    cpus_per_worker: float = doc(1.0, "CPU cores of each worker", low=0.01)
     gpus_per_worker: float = doc(0.0, "GPUs of each worker")
-    tasks_per_worker: int = doc(1, "shares of a rollout per worker; more balance the tail better, fewer batch better")
-    start_timeout_s: float = doc(300.0, "deadline for workers to load their model, in seconds")
-    task_timeout_s: float = doc(1800.0, "deadline for one share of a rollout, in seconds; a hung worker is replaced")
+    tasks_per_worker: int = doc(
+        1, "shares of a rollout per worker; more balance the tail better, fewer batch better", low=1
+    )
+    start_timeout_s: float = doc(300.0, "deadline for workers to load their model, in seconds", low=1)
+    task_timeout_s: float = doc(
+        1800.0, "deadline for one share of a rollout, in seconds; a hung worker is replaced", low=1
+    )
     max_restarts: int = doc(3, "replacements of workers in a row without a finished share; more stop the run")
-    max_failed_ratio: float = doc(0.05, "share of rows that may fail and be masked, or one prompt's; more stop the run")
-    object_store_mb: int = doc(256, "shared memory of a Ray started here, in MB; weights travel through it")
+    max_failed_ratio: float = doc(
+        0.05, "share of rows that may fail and be masked, or one prompt's; more stop the run", high=1
+    )
+    object_store_mb: int = doc(256, "shared memory of a Ray started here, in MB; weights travel through it", low=80)
     dashboard: bool = doc(False, "start Ray's dashboard, on loopback, with a Ray started here")
+
+    def problems(self) -> Iterator[str]:
+        """Sentences about options that have no use together."""
+        if self.address and not self.num_workers:
+            yield f"cluster.address={self.address} with cluster.num_workers=0 has no use. Try cluster.num_workers=2."
+        if self.dashboard and self.address:
+            yield "cluster.dashboard=true has no effect on a cluster that runs already. Leave it out."
 
 
 @dataclass
 class RolloutConfig:
     engine: Literal["transformers", "vllm"] = doc("transformers", "inference engine")
-    acceptance: Literal["exact", "lenient", "judged", "off"] = doc(
+    law: Literal["exact", "off", "lenient", "judged", "routed"] = doc(
         "exact",
-        "exact: bit-identical to plain decoding; lenient: SPEC-RL as published, biased; judged: old text also stands "
-        "where the judge of rollout.router allows, lossy; off: plain decoding",
+        "exact: bit-identical to plain decoding; off: plain decoding; the rest is lossy: lenient (SPEC-RL as "
+        "published), judged (drafted tokens also stand where a judge allows), routed (steps of rollout.drafter stand "
+        "where a router allows)",
+        resume="law",
     )
     replay: float | Literal["auto"] = doc(
         0.0,
@@ -118,28 +169,34 @@ class RolloutConfig:
     replay_gap: float = doc(
         0.0, "with replay=auto: largest reuse gap of a batch, in units of the reward; 0 replays nothing"
     )
-    lenience: float = doc(
-        1.0, "factor l of the published acceptance min(1, l*p_new/p_old); only for acceptance=lenient"
-    )
+    lenience: float = doc(1.0, "factor l of the published acceptance min(1, l*p_new/p_old); only for law=lenient")
     group_size: int = doc(8, "responses per prompt", low=1)
     temperature: float = doc(1.0, "sampling temperature; 0 is greedy")
     top_p: float = doc(1.0, "nucleus sampling mass; 1 is off", high=1)
     top_k: int = doc(0, "sample from the k most likely tokens; 0 is off")
     max_new_tokens: int = doc(256, "response cap in tokens, EOS included", low=1)
-    sources: list[str] = field(
-        default_factory=lambda: list(SOURCES),
-        metadata={
-            "help": "texts to draft from: the slot's old one until it is left, and after that; the prompt's old ones; "
-            "what its rows emit now; what followed the last tokens in the texts of all prompts"
-        },
+    sources: list[str] = doc(
+        list(SOURCES),
+        "texts to draft from: the slot's old one until it is left, and after that; the prompt's old ones; what its "
+        "rows emit now; what followed the last tokens in the texts of all prompts",
+        resume="drafts",
     )
     drafter: str = doc(
-        "", "draft model for rows that left their old texts: a directory, or layers=N for the policy's own first layers"
+        "",
+        "draft model for rows that left their old texts: a directory, or layers=N for the policy's own first layers",
+        resume="drafts",
     )
-    rows_per_batch: int = doc(256, "rows decoded together, bounds KV memory; more rows run in further batches", low=1)
-    tokens_per_pass: int = doc(4096, "most tokens in one forward pass; bounds verification memory", low=1)
+    rows_per_batch: int = doc(
+        256, "rows decoded together, bounds KV memory; more rows run in further batches", low=1, resume="free"
+    )
+    tokens_per_pass: int = doc(
+        4096, "most tokens in one forward pass; bounds verification memory", low=1, resume="free"
+    )
     logits_mb: int = doc(
-        256, "most memory for logits and noise at a time, in MB; larger passes are scored in chunks", low=1
+        256,
+        "most memory for logits and noise at a time, in MB; larger passes are scored in chunks",
+        low=1,
+        resume="free",
     )
     tie_margin: float = doc(
         1e-4, "draws whose two best scores are closer than this are decided by a canonical pass; fp32 only, 0 is off"
@@ -147,8 +204,94 @@ class RolloutConfig:
     measure_every: int = doc(
         10,
         "every N steps also roll out plainly with the same keys, to measure spec/speedup and compare tokens; 0 never",
+        resume="keys",
     )
-    cache: CacheConfig = field(default_factory=CacheConfig, metadata={"help": "stored responses"})
-    budget: BudgetConfig = field(default_factory=BudgetConfig, metadata={"help": "how much is drafted"})
-    router: RouterConfig = field(default_factory=RouterConfig, metadata={"help": "draft text that stands; lossy"})
-    vllm: VLLMConfig = field(default_factory=VLLMConfig, metadata={"help": "the engine vllm"})
+    cache: CacheConfig = doc(CacheConfig, "stored responses", resume="free")
+    budget: BudgetConfig = doc(BudgetConfig, "how much is drafted", resume="free")
+    judged: JudgedConfig = doc(JudgedConfig, "law=judged: who allows tokens")
+    routed: RoutedConfig = doc(RoutedConfig, "law=routed: what a step is, and who writes it")
+    vllm: VLLMConfig = doc(VLLMConfig, "the engine vllm")
+
+    @property
+    def lossy(self) -> bool:
+        """True where responses follow another law than the policy's, which the loss must correct."""
+        return self.law in ("lenient", "judged", "routed")
+
+    @property
+    def reuses(self) -> bool:
+        """True where responses are kept as drafts of the next visit."""
+        return self.law in ("exact", "lenient") or self.old_text_stands
+
+    @property
+    def old_text_stands(self) -> bool:
+        """True where old text may stand beside the policy's draws.
+
+        It is then stored with the log-probs of its law, and noise is always fresh: replayed, it is no second draw.
+        """
+        return self.law == "lenient" or (self.law == "judged" and bool(self.sources))
+
+    def problems(self) -> Iterator[str]:
+        """Sentences about options that contradict each other or are of no use."""
+        if self.top_p == 0:
+            yield "rollout.top_p=0 keeps no token. Try rollout.top_p=1, which keeps all."
+        for name in self.sources:
+            if name not in SOURCES:
+                near = get_close_matches(name, SOURCES, 1, cutoff=0)[0]
+                yield f"rollout.sources has {name!r}, which is none of {', '.join(SOURCES)}. Did you mean {near}?"
+        if self.replay_gap and self.replay != "auto":
+            yield (
+                f"rollout.replay_gap={self.replay_gap} has no effect with rollout.replay={self.replay}. "
+                "Try rollout.replay=auto, or leave it out."
+            )
+        if self.replay == "auto" and self.replay_gap and not self.measure_every:
+            yield (
+                "rollout.replay=auto chooses by what control steps measure, and rollout.measure_every=0 makes none. "
+                f"Try rollout.measure_every={RolloutConfig.measure_every}."
+            )
+        if self.old_text_stands and self.replay:
+            yield (
+                f"rollout.replay={self.replay} cannot be combined with rollout.law={self.law}, which draws with fresh "
+                "noise. Try rollout.replay=0, or rollout.law=exact."
+            )
+        yield from self._lenient_problems()
+        yield from self._draft_problems()
+        if self.engine == "vllm" and self.vllm.runner == "v2" and (self.top_p < 1 or self.top_k):
+            yield (
+                f"rollout.top_p={self.top_p} with rollout.top_k={self.top_k} cannot be verified exactly by "
+                "rollout.vllm.runner=v2. Try rollout.top_p=1 rollout.top_k=0, or rollout.vllm.runner=v1."
+            )
+
+    def _lenient_problems(self) -> Iterator[str]:
+        lenient = self.law == "lenient"
+        if self.lenience == 0:
+            yield "rollout.lenience=0 accepts nothing. Try rollout.lenience=1, or rollout.law=off."
+        elif self.lenience != 1 and not lenient:
+            yield (
+                f"rollout.lenience={self.lenience} has no effect with rollout.law={self.law}. "
+                "Try rollout.lenience=1, or rollout.law=lenient."
+            )
+        if lenient and self.temperature == 0:
+            yield (
+                "rollout.law=lenient compares probabilities, and rollout.temperature=0 has none. "
+                "Try rollout.temperature=1, or rollout.law=exact."
+            )
+        if lenient and self.drafter:
+            yield (
+                f"rollout.drafter={self.drafter} cannot be combined with rollout.law=lenient, which drafts stored text "
+                "only. Leave it out, or take rollout.law=exact."
+            )
+
+    def _draft_problems(self) -> Iterator[str]:
+        if self.drafter.startswith("layers") and not fullmatch("layers=[1-9][0-9]*", self.drafter):
+            yield f"rollout.drafter={self.drafter} names no number of layers. Try rollout.drafter=layers=2."
+        if self.drafter and self.engine != "transformers":
+            yield (
+                f"rollout.drafter={self.drafter} works with rollout.engine=transformers only. "
+                "Leave it out, or take rollout.engine=transformers."
+            )
+        if self.budget.branches > 1 and (self.engine != "transformers" or self.law == "lenient"):
+            why = "rollout.law=lenient" if self.engine == "transformers" else f"rollout.engine={self.engine}"
+            yield (
+                f"rollout.budget.branches={self.budget.branches} has no effect with {why}, which verifies one path "
+                "only. Try rollout.budget.branches=1, or rollout.engine=transformers rollout.law=exact."
+            )

@@ -33,7 +33,7 @@ class SpeculativeRollout:
     Args:
         engine: produces the responses; its weights are the current policy's.
         cache: earlier responses; None drafts nothing and stores nothing.
-        config: acceptance, replay, caps.
+        config: law, replay, caps.
         seed: of the run; all noise keys derive from it.
 
     Raises:
@@ -43,9 +43,8 @@ class SpeculativeRollout:
     def __init__(self, engine: Engine, cache: TrajectoryCache | None, config: RolloutConfig, seed: int):
         check(config)
         self.engine, self.config, self.seed = engine, config, seed
-        self.cache = None if config.acceptance == "off" else cache
-        fresh = config.acceptance in ("lenient", "judged")
-        self.replay = ReplayControl(0.0 if fresh else config.replay, config.replay_gap)
+        self.cache = cache if config.reuses else None
+        self.replay = ReplayControl(config.replay, config.replay_gap)
         self._reused = 0.0
 
     def generate(
@@ -144,19 +143,19 @@ class SpeculativeRollout:
         The published method stores those of the policy that verified the text, reused tokens included. What a judge
         let stand keeps the log-prob of the law that drew it, however often it has stood.
         """
-        return {"lenient": c.logprobs, "judged": c.behaviour_logprobs}.get(self.config.acceptance)
+        return {"lenient": c.logprobs, "judged": c.behaviour_logprobs}.get(self.config.law)
 
     def _request(
         self, row: Row, key: int, old: Trajectory | None, stored: list[Trajectory], texts: PromptTexts | None
     ) -> Request:
         """Args: old: the slot's; stored: of the prompt, newest first; texts: the same for its drafters to share."""
-        request = Request(row.prompt, key, self.config.max_new_tokens, plain=self.config.acceptance == "off")
+        request = Request(row.prompt, key, self.config.max_new_tokens, plain=self.config.law == "off")
         if old is not None:
             request.draft_version = old.version
         if known := [old] if old else stored:
             length = sum(len(t.tokens) for t in known) / len(known)
             request.expected_tokens = 1 + round(length * (1 - self._reused))
-        if self.config.acceptance == "lenient":  # the published method: the slot's own text, once
+        if self.config.law == "lenient":  # the published method: the slot's own text, once
             if old is not None and old.logprobs is not None:
                 request.drafter = SuffixDrafter(PromptTexts(sources=("prefix",)), old.tokens)
                 request.draft_logprobs = old.logprobs

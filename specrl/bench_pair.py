@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from rollout.config import doc
-from specrl.config import Config, load
+from specrl.config import load
 from specrl.options import ConfigError
+from specrl.schema import Config
 from specrl.speedup import of_pairs
 
 if TYPE_CHECKING:
@@ -72,8 +73,7 @@ def prepare(config: PairConfig, others: int = 0) -> tuple[Bench, list[Row], Any]
 
     rollout, group = config.rollout, config.rollout.group_size
     for key, value, timed in (
-        ("rollout.acceptance", rollout.acceptance, "exact"),
-        ("rollout.router.kind", rollout.router.kind, "off"),
+        ("rollout.law", rollout.law, "exact"),
         ("cluster.num_workers", config.cluster.num_workers, 0),
     ):
         if value != timed:
@@ -190,7 +190,7 @@ class Bench:
 
     def plain(self, visit: int, replay: float = 0.0) -> RolloutBatch:
         """The rows of a visit by plain decoding, with the keys that a speculative rollout of it has."""
-        return self.rollout(None, acceptance="off", replay=replay).generate(self.rows, visit=visit, step=1)
+        return self.rollout(None, law="off", replay=replay).generate(self.rows, visit=visit, step=1)
 
     def switch(self, policy: str, engine=None) -> None:
         """Gives an engine (by default the bench's own) the weights of a policy."""

@@ -7,11 +7,12 @@ from pathlib import Path
 import yaml
 
 from specrl import policy
-from specrl.config import Config, load_saved
+from specrl.config import load_saved
 from specrl.data import PRESETS, on_hub
 from specrl.env import anonymous
 from specrl.options import to_yaml
 from specrl.report import NO_PLOT, learned, shown
+from specrl.schema import Config
 
 PLACE = ("name", "output_dir", "resume", "device", "report")  # of this run on this machine; another needs its own
 

@@ -7,45 +7,11 @@ import re
 from collections.abc import Iterator
 from difflib import get_close_matches
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
 
-from reward.config import RewardConfig
-from rollout.checks import UNLIMITED, limits, outside, rules
-from rollout.config import RolloutConfig
-from specrl.options import plain, values
+from rollout.checks import broken_rules, misfits, options, values
+from specrl.options import plain
+from specrl.schema import Config
 from trainers.config import TrainerConfig
-
-if TYPE_CHECKING:
-    from specrl.config import Config
-
-LIMITS = {
-    **limits(RolloutConfig, "rollout."),
-    "seed": (0, 2**32 - 1),
-    "trainer.prompts_per_step": (1, math.inf),
-    "trainer.updates_per_rollout": (1, math.inf),
-    "trainer.minibatches": (1, math.inf),
-    "trainer.gamma": (0, 1),
-    "trainer.gae_lambda": (0, 1),
-    "trainer.clip": (0, 1),
-    "trainer.drafter.interval": (1, math.inf),
-    "trainer.drafter.updates": (1, math.inf),
-    "trainer.drafter.tokens_per_update": (1, math.inf),
-    "trainer.drafter.versions": (1, math.inf),
-    "trainer.correction_cap": (1, math.inf),
-    "trainer.keep_checkpoints": (1, math.inf),
-    "trainer.log_completions_every": (1, math.inf),
-    "dataset.max_prompt_tokens": (1, math.inf),
-    "reward.workers": (1, math.inf),
-    "reward.start_timeout_s": (1, math.inf),
-    "reward.max_failure_ratio": (0, 1),
-    "cluster.tasks_per_worker": (1, math.inf),
-    "cluster.cpus_per_worker": (0.01, math.inf),
-    "cluster.start_timeout_s": (1, math.inf),
-    "cluster.task_timeout_s": (1, math.inf),
-    "cluster.max_failed_ratio": (0, 1),
-    "cluster.object_store_mb": (80, math.inf),
-}
-"""Closed ranges of numbers; every number that is not listed must be 0 or more. Those of rollout stand at its fields."""
 
 TRACKERS = ("tensorboard", "trackio", "wandb")
 """Names of trackers, which are also those of the packages they need."""
@@ -53,15 +19,10 @@ TRACKERS = ("tensorboard", "trackio", "wandb")
 
 def problems(config: Config, training: bool = True) -> list[str]:
     """Every rule that the options break. With `training=False` (evaluation) greedy and single responses are legal."""
-    numbers = {key: value for key, value in values(config).items() if isinstance(value, int | float)}
-    wrong = [message for key, value in numbers.items() for message in outside(key, value, LIMITS.get(key, UNLIMITED))]
-    if wrong:
+    if wrong := misfits(config):
         return wrong
-    found = [*_run_rules(config), *_rollout_rules(config.rollout), *_cluster_rules(config)]
-    found += [*_drafter_rules(config.rollout), *_cotraining_rules(config)]
-    found += [*_lossy_rules(config.rollout, config.trainer), *_router_rules(config, training)]
-    found += [*_trainer_rules(config.trainer, config.rollout), *_algorithm_rules(config.trainer)]
-    found += [*_reward_rules(config.reward), *_precision_rules(config)]
+    found = [*broken_rules(config), *_run_rules(config), *_cotraining_rules(config), *_algorithm_rules(config)]
+    found += [*_standing_rules(config, training), *_law_rules(config), *_size_rules(config)]
     return [*found, *_training_rules(config), *_tracker_rules(config)] if training else found
 
 
@@ -79,48 +40,6 @@ def _run_rules(c: Config) -> Iterator[str]:
     for key in ("train_split", "test_split"):
         if c.data == "arithmetic" and "[" in (split := getattr(c.dataset, key)):
             yield f"dataset.{key}={split} has no effect with data=arithmetic, which draws its prompts. Leave it out."
-    if c.dataset.prompt_template and "{prompt}" not in c.dataset.prompt_template:
-        yield f"dataset.prompt_template={c.dataset.prompt_template} has no {{prompt}}, the place of the question."
-
-
-def _rollout_rules(r: RolloutConfig) -> Iterator[str]:
-    yield from rules(r)
-    if r.replay_gap and r.replay != "auto":
-        yield (
-            f"rollout.replay_gap={r.replay_gap} has no effect with rollout.replay={r.replay}. "
-            "Try rollout.replay=auto, or leave it out."
-        )
-    if r.replay == "auto" and r.replay_gap and not r.measure_every:
-        yield (
-            "rollout.replay=auto chooses by what control steps measure, and rollout.measure_every=0 makes none. "
-            f"Try rollout.measure_every={RolloutConfig.measure_every}."
-        )
-    if r.lenience != 1 and r.acceptance != "lenient":
-        yield (
-            f"rollout.lenience={r.lenience} has no effect with rollout.acceptance={r.acceptance}. "
-            "Try rollout.lenience=1, or rollout.acceptance=lenient."
-        )
-
-
-def _drafter_rules(r: RolloutConfig) -> Iterator[str]:
-    if r.drafter.startswith("layers") and not re.fullmatch("layers=[1-9][0-9]*", r.drafter):
-        yield f"rollout.drafter={r.drafter} names no number of layers. Try rollout.drafter=layers=2."
-    if r.drafter and r.acceptance == "lenient":
-        yield (
-            f"rollout.drafter={r.drafter} cannot be combined with rollout.acceptance=lenient, which drafts stored text "
-            "only. Leave it out, or take rollout.acceptance=exact."
-        )
-    if r.drafter and r.engine != "transformers":
-        yield (
-            f"rollout.drafter={r.drafter} works with rollout.engine=transformers only. "
-            "Leave it out, or take rollout.engine=transformers."
-        )
-    if r.budget.branches > 1 and (r.engine != "transformers" or r.acceptance == "lenient"):
-        why = "rollout.acceptance=lenient" if r.engine == "transformers" else f"rollout.engine={r.engine}"
-        yield (
-            f"rollout.budget.branches={r.budget.branches} has no effect with {why}, which verifies one path only. "
-            "Try rollout.budget.branches=1, or rollout.engine=transformers rollout.acceptance=exact."
-        )
 
 
 def _cotraining_rules(c: Config) -> Iterator[str]:
@@ -129,10 +48,10 @@ def _cotraining_rules(c: Config) -> Iterator[str]:
     made = "rollout.drafter=DIR with a model that `python -m specrl.drafter out=DIR` makes"
     if not c.rollout.drafter:
         yield f"trainer.drafter.train=true has no draft model to train. Try {made}."
-    if c.rollout.acceptance == "off":
+    if c.rollout.law != "exact":
         yield (
-            "trainer.drafter.train=true has no use with rollout.acceptance=off, which drafts nothing. "
-            "Try trainer.drafter.train=false, or rollout.acceptance=exact."
+            "trainer.drafter.train=true learns from drafts that the exact rule verifies, not "
+            f"rollout.law={c.rollout.law}. Try trainer.drafter.train=false, or rollout.law=exact."
         )
     if c.rollout.drafter.startswith("layers="):
         yield (
@@ -146,83 +65,44 @@ def _cotraining_rules(c: Config) -> Iterator[str]:
         )
 
 
-def _router_rules(c: Config, training: bool) -> Iterator[str]:
-    r, router, t = c.rollout, c.rollout.router, c.trainer
-    if r.acceptance == "judged" and router.kind != "judge":
-        yield (
-            f"rollout.acceptance=judged with rollout.router.kind={router.kind} has no judge of stored text. "
-            "Try rollout.router.kind=judge, or rollout.acceptance=exact."
-        )
+def _standing_rules(c: Config, training: bool) -> Iterator[str]:
+    """Of the laws under which a judge or a router lets drafted text stand."""
+    r = c.rollout
+    if r.law not in ("judged", "routed"):
         return
-    if router.refit_every and r.acceptance != "judged":
-        yield (
-            f"rollout.router.refit_every={router.refit_every} has no effect with rollout.acceptance={r.acceptance}: "
-            "the judge learns from old texts. Leave it out, or take rollout.acceptance=judged."
-        )
-    if router.kind == "off":
-        return
-    given = f"rollout.router.kind={router.kind}"
-    judged = r.acceptance == "judged"
-    if r.acceptance != "off" and not judged:
-        yield (
-            f"{given} writes text that rollout.acceptance={r.acceptance} does not speak for: what it keeps follows "
-            "the draft's law. Try rollout.acceptance=off"
-            + (", or rollout.acceptance=judged for old texts." if router.kind == "judge" else ".")
-        )
-    if not r.drafter and not judged:
+    part = r.judged if r.law == "judged" else r.routed
+    given = f"rollout.{r.law}.by={part.by}"
+    if not r.drafter and (r.law == "routed" or part.by == "kl" or not r.sources):
         yield f"{given} needs a model that writes. Set rollout.drafter, such as layers=2 or a directory."
-    if router.kind not in ("entropy", "likelihood", "kl") and not router.path:
-        yield f"{given} needs rollout.router.path, as specrl.train_router or specrl.train_judge writes it."
-    if router.kind in ("rsd", "arbitrage") and router.threshold > 1:
-        yield f"rollout.router.threshold={router.threshold} is no probability, as {given} needs. Try 0.5."
-    if not all(router.separators) or not router.separators:
-        yield r"rollout.router.separators must name at least one text. Try rollout.router.separators=[\n\n]."
+    if part.by in ("judge", "rsd", "arbitrage") and not part.path:
+        yield f"{given} needs rollout.{r.law}.path, as specrl.train_router or specrl.train_judge writes it."
     if r.engine != "transformers" or c.cluster.num_workers:
         yield (
-            f"{given} works in the trainer's process with rollout.engine=transformers only. "
+            f"rollout.law={r.law} works in the trainer's process with rollout.engine=transformers only. "
             "Try rollout.engine=transformers cluster.num_workers=0."
         )
-    if training and t.correction == "none" and not router.uncorrected:
+    if training and c.trainer.correction == "none" and not part.uncorrected:
         yield (
-            f"{given} with trainer.correction=none would train on the draft's text as if the policy had written it. "
-            "Try trainer.correction=token_truncate, or say rollout.router.uncorrected=true."
+            f"rollout.law={r.law} with trainer.correction=none would train on drafted text as if the policy had "
+            f"written it. Try trainer.correction=token_truncate, or say rollout.{r.law}.uncorrected=true."
         )
 
 
-def _precision_rules(c: Config) -> Iterator[str]:
-    if c.trainer.precision == "pure_bf16" and c.lora.rank:
+def _law_rules(c: Config) -> Iterator[str]:
+    """What the loss is told of the text's law."""
+    r, t = c.rollout, c.trainer
+    if r.lossy and t.old_logprobs == "trainer":
         yield (
-            f"trainer.precision=pure_bf16 has no meaning with lora.rank={c.lora.rank}: adapters are float32 in any "
-            "case. Try trainer.precision=bf16."
-        )
-
-
-def _lossy_rules(r: RolloutConfig, t: TrainerConfig) -> Iterator[str]:
-    lenient, routed = r.acceptance == "lenient", r.router.kind != "off"
-    lossy = f"rollout.router.kind={r.router.kind}" if routed else f"rollout.acceptance={r.acceptance}"
-    if r.acceptance in ("lenient", "judged") and r.replay:
-        yield (
-            f"rollout.replay={r.replay} cannot be combined with rollout.acceptance={r.acceptance}, which draws with "
-            "fresh noise. Try rollout.replay=0, or rollout.acceptance=exact."
-        )
-    if lenient and r.temperature == 0:
-        yield (
-            "rollout.acceptance=lenient compares probabilities, and rollout.temperature=0 has none. "
-            "Try rollout.temperature=1, or rollout.acceptance=exact."
-        )
-    if (lenient or routed) and t.old_logprobs == "trainer":
-        yield (
-            f"trainer.old_logprobs=trainer with {lossy} would hide that accepted tokens are "
+            f"trainer.old_logprobs=trainer with rollout.law={r.law} would hide that accepted tokens are "
             "off-policy. Try trainer.old_logprobs=engine."
         )
-    own = not (lenient or routed) and r.engine == "transformers"
-    if own and t.correction not in ("none", TrainerConfig.correction):
+    if not r.lossy and r.engine == "transformers" and t.correction not in ("none", TrainerConfig.correction):
         yield (
-            f"trainer.correction={t.correction} has no effect with rollout.acceptance={r.acceptance}, whose tokens are "
-            "on-policy. Leave it out, or take rollout.acceptance=lenient or rollout.engine=vllm."
+            f"trainer.correction={t.correction} has no effect with rollout.law={r.law}, whose tokens are "
+            "on-policy. Leave it out, or take rollout.law=lenient or rollout.engine=vllm."
         )
-    if (t.old_logprobs == "engine" or lenient or routed) and (r.top_p < 1 or r.top_k):
-        instead = "" if lenient or routed else ", or trainer.old_logprobs=trainer"
+    if (t.old_logprobs == "engine" or r.lossy) and (r.top_p < 1 or r.top_k):
+        instead = "" if r.lossy else ", or trainer.old_logprobs=trainer"
         yield (
             f"rollout.top_p={r.top_p} with rollout.top_k={r.top_k} needs the trainer's own log-probs: the engine's are "
             "relative to the kept tokens, which biases the ratio by the kept mass (trl #6789). "
@@ -230,66 +110,32 @@ def _lossy_rules(r: RolloutConfig, t: TrainerConfig) -> Iterator[str]:
         )
 
 
-def _cluster_rules(c: Config) -> Iterator[str]:
-    v = c.rollout.vllm
-    if c.cluster.address and not c.cluster.num_workers:
-        yield f"cluster.address={c.cluster.address} with cluster.num_workers=0 has no use. Try cluster.num_workers=2."
-    if c.cluster.dashboard and c.cluster.address:
-        yield "cluster.dashboard=true has no effect on a cluster that runs already. Leave it out."
-    if c.cluster.num_workers and c.rollout.engine == "vllm" and 0 < c.cluster.gpus_per_worker < v.tensor_parallel:
+def _size_rules(c: Config) -> Iterator[str]:
+    gpus, shards, cap = c.cluster.gpus_per_worker, c.rollout.vllm.tensor_parallel, c.rollout.max_new_tokens
+    if c.cluster.num_workers and c.rollout.engine == "vllm" and 0 < gpus < shards:
         yield (
-            f"rollout.vllm.tensor_parallel={v.tensor_parallel} needs as many GPUs in each worker, not "
-            f"cluster.gpus_per_worker={c.cluster.gpus_per_worker:g}. Try cluster.gpus_per_worker={v.tensor_parallel}."
+            f"rollout.vllm.tensor_parallel={shards} needs as many GPUs in each worker, not "
+            f"cluster.gpus_per_worker={gpus:g}. Try cluster.gpus_per_worker={shards}."
         )
-    if v.tensor_parallel > 1 and v.runner == "v1":
+    if c.trainer.overlong_tokens(cap) >= cap:
         yield (
-            f"rollout.vllm.tensor_parallel={v.tensor_parallel} needs drafts that stay in the driver, so "
-            "rollout.vllm.runner=v1 cannot serve it. Try rollout.vllm.runner=v2."
+            f"trainer.overlong_buffer={c.trainer.overlong_buffer} must be below rollout.max_new_tokens={cap}. "
+            f"Try trainer.overlong_buffer={cap // 5}."
         )
-    if c.rollout.engine == "vllm" and v.runner == "v2" and (c.rollout.top_p < 1 or c.rollout.top_k):
+    if c.trainer.precision == "pure_bf16" and c.lora.rank:
         yield (
-            f"rollout.top_p={c.rollout.top_p} with rollout.top_k={c.rollout.top_k} cannot be verified exactly by "
-            "rollout.vllm.runner=v2. Try rollout.top_p=1 rollout.top_k=0, or rollout.vllm.runner=v1."
+            f"trainer.precision=pure_bf16 has no meaning with lora.rank={c.lora.rank}: adapters are float32 in any "
+            "case. Try trainer.precision=bf16."
         )
 
 
-def _trainer_rules(t: TrainerConfig, r: RolloutConfig) -> Iterator[str]:
-    if t.clip == 0:
-        yield "trainer.clip=0 lets no ratio pass. Try trainer.clip=0.2."
-    if 0 < t.clip_high < t.clip:
-        yield f"trainer.clip_high={t.clip_high} is below trainer.clip={t.clip}. Try trainer.clip_high={t.clip}."
-    if t.overlong_tokens(r.max_new_tokens) >= r.max_new_tokens:
-        yield (
-            f"trainer.overlong_buffer={t.overlong_buffer} must be below rollout.max_new_tokens={r.max_new_tokens}. "
-            f"Try trainer.overlong_buffer={r.max_new_tokens // 5}."
-        )
-    for key in ("save_every", "max_steps"):
-        if rest := getattr(t, key) % t.steps_per_rollout:
-            steps = f"updates_per_rollout={t.updates_per_rollout}"
-            steps += f" times minibatches={t.minibatches}" if t.minibatches > 1 else ""
-            yield (
-                f"trainer.{key}={getattr(t, key)} is no multiple of {steps}: the "
-                "checkpoint would cut a rollout in two, and a resume could not repeat it. "
-                f"Try trainer.{key}={getattr(t, key) - rest + t.steps_per_rollout}."
-            )
-    if not t.epochs and not t.max_steps:
-        yield "trainer.epochs=0 and trainer.max_steps=0 train nothing. Try trainer.epochs=1."
-
-
-PPO_ONLY = ("advantage", "minibatches", "kl_penalty", "kl_target", "entropy_bonus", "gamma", "gae_lambda", "critic")
-GRPO_ONLY = ("loss", "scale_rewards", "ratio", "refills")
-
-
-def _algorithm_rules(t: TrainerConfig) -> Iterator[str]:
+def _algorithm_rules(c: Config) -> Iterator[str]:
     """Options that another algorithm would ignore are refused."""
-    ppo = t.algorithm == "ppo"
-    now, default = values(t), values(TrainerConfig())
-    for key, value in now.items():
-        if key.partition(".")[0] in (GRPO_ONLY if ppo else PPO_ONLY) and value != default[key]:
-            yield f"trainer.{key}={plain(value)} has no effect with trainer.algorithm={t.algorithm}. Leave it out."
-    if ppo and not t.beta and (t.kl_target or t.kl_penalty != "reward"):
-        key = "kl_target" if t.kl_target else "kl_penalty"
-        yield f"trainer.{key}={getattr(t, key)} needs a KL weight to begin with. Try trainer.beta=0.05."
+    algorithm, now = c.trainer.algorithm, values(c)
+    for key, option in options(Config).items():
+        only = option.metadata.get("only")
+        if only and (only == "ppo") != (algorithm == "ppo") and now[key] != option.default:
+            yield f"{key}={plain(now[key])} has no effect with trainer.algorithm={algorithm}. Leave it out."
 
 
 def _tracker_rules(c: Config) -> Iterator[str]:
@@ -344,18 +190,3 @@ def _near_divisors(rows: int, per_pass: int) -> str:
     below = max(n for n in range(1, min(rows, per_pass) + 1) if rows % n == 0)
     above = next((n for n in range(per_pass, rows + 1) if rows % n == 0), below)
     return " or ".join(dict.fromkeys((str(below), str(above))))
-
-
-def _reward_rules(w: RewardConfig) -> Iterator[str]:
-    if not w.functions:
-        yield "reward.functions=[] scores nothing. Try reward.functions=[math]."
-    if w.weights and len(w.weights) != len(w.functions):
-        near = (w.weights + [1.0] * len(w.functions))[: len(w.functions)]
-        yield (
-            f"reward.weights={plain(w.weights)} has {len(w.weights)} numbers for {len(w.functions)} functions "
-            f"{plain(w.functions)}. Try reward.weights={plain(near)}."
-        )
-    if not all(map(math.isfinite, w.weights)):
-        yield f"reward.weights={plain(w.weights)} must be finite numbers."
-    if w.timeout_s == 0:
-        yield "reward.timeout_s=0 leaves no time to score. Try reward.timeout_s=5."

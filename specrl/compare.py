@@ -8,9 +8,10 @@ from pathlib import Path
 
 from rich.console import Console
 
+from rollout.checks import values
 from specrl import tables
 from specrl.evidence import law
-from specrl.options import ConfigError, plain, values
+from specrl.options import ConfigError, plain
 from specrl.pairing import unlike_machines
 from specrl.plots import overlay
 from specrl.records import RunRecords, load_run, number

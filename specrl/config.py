@@ -6,97 +6,21 @@ No heavy imports: `help=true` must answer in about a second.
 from __future__ import annotations
 
 import os
-import re
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from reward.base import RewardError
-from reward.config import RewardConfig
-from rollout.config import ClusterConfig, RolloutConfig, doc
+from rollout.checks import misfits, suggestion, values
 from rollout.types import RolloutError
-from specrl import needs, options
+from specrl import options
 from specrl.checks import problems
 from specrl.help import help_text, updated_page
-from specrl.options import ConfigError, suggestion
-from trainers.config import TrainerConfig
+from specrl.options import ConfigError
+from specrl.schema import Config
 
 USAGE_ERROR, RUN_ERROR, INTERRUPTED, TERMINATED = 2, 3, 130, 143
-
-
-@dataclass
-class DatasetConfig:
-    train_split: str = doc("train", "split that training prompts are taken from")
-    test_split: str = doc("test", "split that evaluation prompts are taken from")
-    train_size: int = doc(0, "prompts of the training split; 0 takes all, data=arithmetic needs a number")
-    test_size: int = doc(0, "prompts of the test split; 0 takes all, data=arithmetic needs a number")
-    prompt_column: str = doc("", "column of the question; empty finds the usual names")
-    answer_column: str = doc("", "column of the reference answer; empty finds the usual names")
-    level: Literal["easy", "medium", "hard", "mixed"] = doc("mixed", "difficulty of data=arithmetic")
-    system_prompt: str = doc("", "system message before each question; empty sends none")
-    prompt_template: str = doc("", "text around each question, with {prompt} in its place; empty leaves it as it is")
-    max_prompt_tokens: int = doc(512, "longest prompt in tokens; longer ones are refused before training")
-
-
-@dataclass
-class LoraConfig:
-    rank: int = doc(0, "rank of the adapters; 0 trains all weights")
-    alpha: float = doc(32.0, "scale of the adapters; the update is multiplied by alpha/rank")
-    targets: list[str] = field(
-        default_factory=list,
-        metadata={"help": "names of the adapted layers; empty adapts all linear layers but the output head"},
-    )
-
-
-@dataclass
-class ReportConfig:
-    baseline: str = doc("", "run directory to compare with in the final report; empty compares with the control steps")
-    plots: bool = doc(True, "draw report.png when matplotlib is installed")
-    trackers: list[str] = field(
-        default_factory=list, metadata={"help": "also log every step to these: tensorboard, trackio, wandb"}
-    )
-
-
-@dataclass
-class Config:
-    name: str = doc("", "name of the run and of its directory; the config file's name when not given")
-    output_dir: str = doc("outputs", "directory that holds the run directories")
-    seed: int = doc(0, "seed of weights, data order and rollout noise")
-    resume: Literal["no", "auto"] = doc("no", "auto: go on from the newest checkpoint of this name, or start the run")
-    model: str = doc("tiny", "policy: tiny (embedded, no download), a hub id or a local directory")
-    tokenizer: str = doc("", "hub id or local directory; empty takes the model's")
-    trust_remote_code: bool = doc(False, "let the model repository run its own Python code")
-    revision: str = doc("", "branch, tag or commit of the model on the hub; empty takes its default")
-    device: str = doc("auto", "auto, cpu, cuda or cuda:N")
-    data: str = doc(
-        "arithmetic", "arithmetic (generated), gsm8k, math500, a hub id, or a .jsonl/.parquet file or directory"
-    )
-    dataset: DatasetConfig = field(
-        default_factory=DatasetConfig,
-        metadata={"help": "which examples of `data` are used, and how they become prompts"},
-    )
-    lora: LoraConfig = field(
-        default_factory=LoraConfig, metadata={"help": "low-rank adapters instead of full training"}
-    )
-    rollout: RolloutConfig = field(
-        default_factory=RolloutConfig, metadata={"help": "generation and reuse of responses"}
-    )
-    trainer: TrainerConfig = field(
-        default_factory=TrainerConfig, metadata={"help": "the policy-gradient update, checkpoints and evaluation"}
-    )
-    reward: RewardConfig = field(default_factory=RewardConfig, metadata={"help": "how responses are scored"})
-    cluster: ClusterConfig = field(default_factory=ClusterConfig, metadata={"help": "rollout workers on a Ray cluster"})
-    report: ReportConfig = field(default_factory=ReportConfig, metadata={"help": "the final report and trackers"})
-
-    scores: ClassVar[bool] = True
-    """Whether the command asks the rewards."""
-
-    @property
-    def splits(self) -> tuple[Literal["train", "test"], ...]:
-        """What the command reads of the data."""
-        return ("train", "test") if self.trainer.eval_prompts else ("train",)
 
 
 def load(argv: Sequence[str], schema: type = Config, training: bool = True) -> Any:
@@ -125,7 +49,7 @@ def load(argv: Sequence[str], schema: type = Config, training: bool = True) -> A
     elif name:
         raise ConfigError(f"config={name} has no meaning here. help=true shows the options.")
     config = options.build(schema, *layers)
-    if isinstance(config, Config) and (found := problems(config, training)):
+    if found := problems(config, training) if isinstance(config, Config) else misfits(config):
         raise ConfigError("\n".join(found))
     if dry_run == "true":
         from specrl.preflight import summary
@@ -201,36 +125,26 @@ class Change(NamedTuple):
         return f"{self.key}: {options.plain(self.old)} -> {options.plain(self.new)}"
 
 
-NEUTRAL = re.compile(
-    r"resume|output_dir|device|report\..*|cluster\..*"
-    r"|rollout\.(cache\..*|budget\..*|rows_per_batch|tokens_per_pass|logits_mb|measure_every)"
-    r"|trainer\.(rows_per_pass|gradient_checkpointing|save_.*|keep_.*|eval_.*|log_.*)"
-    r"|reward\.(workers|memory_mb|timeout_s|start_timeout_s|max_failure_ratio)"
-)
+MAY_CHANGE: dict[str, Callable[[Config, Config], bool]] = {
+    "": lambda old, new: False,
+    "free": lambda old, new: True,
+    "law": lambda old, new: {old.rollout.law, new.rollout.law} <= {"exact", "off"},
+    "drafts": lambda old, new: new.rollout.law not in ("judged", "routed"),  # else their text stands
+    "old text": lambda old, new: not new.rollout.old_text_stands,
+    "keys": lambda old, new: new.rollout.replay != "auto",  # whose keys follow from what control steps measure
+    "length": lambda old, new: new.trainer.lr_schedule == "constant",
+}
+"""Whether an option may differ in a resumed run, by the word that its field says of `resume`."""
 
 
 def differences(old: Config, new: Config) -> list[Change]:
     """Every option that two configs of a run do not share, in the order of declaration."""
-    before, after = options.values(old), options.values(new)
+    before, after = values(old), values(new)
     return [
-        Change(key, before[key], value, _matters(key, before, after))
-        for key, value in after.items()
-        if value != before[key]
+        Change(key, before[key], after[key], not MAY_CHANGE[option.metadata.get("resume", "")](old, new))
+        for key, option in options.options(Config).items()
+        if before[key] != after[key]
     ]
-
-
-def _matters(key: str, before: dict[str, Any], after: dict[str, Any]) -> bool:
-    if key == "rollout.acceptance":
-        return bool({"lenient", "judged"} & {before[key], after[key]})
-    if key in ("rollout.budget.window", "rollout.cache.max_mb"):  # drafts decide nothing, judged text does
-        return after["rollout.acceptance"] == "judged"
-    if key == "rollout.measure_every":
-        return after["rollout.replay"] == "auto"  # whose keys follow from what control steps measure
-    if key in ("rollout.drafter", "rollout.sources"):  # drafts decide nothing, unless their text stands
-        return after["rollout.router.kind"] != "off"
-    if key in ("trainer.epochs", "trainer.max_steps"):
-        return after["trainer.lr_schedule"] != "constant"
-    return not NEUTRAL.fullmatch(key)
 
 
 def run(
@@ -247,7 +161,9 @@ def run(
         if isinstance(loaded, str):
             return _show(loaded)
         if isinstance(loaded, Config):
-            needs.check(loaded)
+            from specrl.preflight import needs  # not for help: it imports what reads data
+
+            needs(loaded)
         return main(loaded) or 0
     except ConfigError as error:
         return _complain(error, USAGE_ERROR)

@@ -16,14 +16,15 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from specrl.options import ConfigError, suggestion
+from rollout.checks import suggestion
+from specrl.options import ConfigError
 from specrl.tasks import arithmetic
 
 if TYPE_CHECKING:
     from datasets import Dataset
     from transformers import PreTrainedTokenizerBase
 
-    from specrl.config import DatasetConfig
+    from specrl.schema import DatasetConfig
 
 PRESETS = {"gsm8k": "openai/gsm8k:main", "math500": "HuggingFaceH4/MATH-500"}
 SUFFIXES = (".jsonl", ".json", ".parquet")

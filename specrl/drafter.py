@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Literal
 
 from rollout.config import RolloutConfig, doc
 from specrl import config as cli
-from specrl.config import Config, DatasetConfig
 from specrl.options import ConfigError
+from specrl.schema import Config, DatasetConfig
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -71,7 +71,7 @@ def main(options: DrafterOptions) -> int:
         raise ConfigError(f"out={options.out} holds files already. Choose a directory that is new or empty.")
     if options.bits and options.bits < 2:
         raise ConfigError(f"bits={options.bits} holds no number but zero. Take bits=2 or more, or 0 for none.")
-    rollout = RolloutConfig(acceptance="off", max_new_tokens=options.max_new_tokens)
+    rollout = RolloutConfig(law="off", max_new_tokens=options.max_new_tokens)
     held_out = max(16, options.prompts // 16)
     dataset = DatasetConfig(train_size=options.prompts, test_size=held_out, level=options.level)
     config = Config(model=options.model, data=options.data, device=options.device, dataset=dataset, rollout=rollout)

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Literal
 
 from rollout.config import doc
 from specrl import config as cli
-from specrl.config import Config
 from specrl.options import ConfigError
 from specrl.records import find_run, run_option
+from specrl.schema import Config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

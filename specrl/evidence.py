@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from statistics import quantiles
 
-from specrl.config import Config
 from specrl.pairing import Pairing, speculates
 from specrl.records import METRICS_FILE, RunRecords, number
 from specrl.savings import (
@@ -21,6 +20,7 @@ from specrl.savings import (
     step_speedup,
     total,
 )
+from specrl.schema import Config
 from specrl.speedup import FEWEST, Speedup
 
 
@@ -83,12 +83,13 @@ def law(config: Config | None) -> str:
     if config is None:
         return "unknown: the run's config.yaml is missing or unreadable."
     rollout = config.rollout
-    if rollout.router.kind != "off":
-        what = "old text" if rollout.acceptance == "judged" else "the draft model's text"
-        return f"lossy: {what} stands where rollout.router.kind={rollout.router.kind} allows, by the law that drew it."
-    if rollout.acceptance == "off":
+    if rollout.law in ("judged", "routed"):
+        what = "old text" if rollout.old_text_stands else "the draft model's text"
+        by = getattr(rollout, rollout.law).by
+        return f"lossy: {what} stands where rollout.{rollout.law}.by={by} allows, by the law that drew it."
+    if rollout.law == "off":
         return "off: plain decoding without speculation."
-    if rollout.acceptance == "lenient":
+    if rollout.law == "lenient":
         return f"lenient, l={rollout.lenience:g}: SPEC-RL as published; biased towards the stored text."
     if not rollout.replay or (rollout.replay == "auto" and not rollout.replay_gap):
         return "exact, replay=0: the tokens plain decoding draws, with fresh noise at every visit: on-policy RL."
@@ -122,10 +123,10 @@ def _unmeasured(config: Config | None) -> str:
     """Why there are no control steps."""
     if config is None:
         return "No control steps, so no speedup was measured."
-    if config.rollout.acceptance != "exact" or config.rollout.router.kind != "off":
+    if config.rollout.law != "exact":
         return (
             "No speedup was measured: control steps compare with plain decoding, whose text a lossy rule does not "
-            "write. Give baseline=DIR, a run with rollout.acceptance=off."
+            "write. Give baseline=DIR, a run with rollout.law=off."
         )
     every = config.rollout.measure_every
     return f"No control steps, so no speedup was measured: with rollout.measure_every={every} the run had none."

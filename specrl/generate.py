@@ -1,6 +1,6 @@
 """Responses to a few prompts: `python -m specrl.generate config=NAME [prompt=TEXT] [model=PATH]`.
 
-With `rollout.router.kind` the text that the draft model wrote is printed dim, the policy's bright.
+With `rollout.law=judged` or `routed` the text that the draft model wrote is printed dim, the policy's bright.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import ClassVar, Literal
 
 from rollout.config import doc
 from specrl import config as cli
-from specrl.config import Config
+from specrl.schema import Config
 
 
 @dataclass

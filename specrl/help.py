@@ -6,11 +6,11 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from specrl import options
-from specrl.options import ConfigError, Option, suggestion
+from rollout.checks import Option, options, sections, suggestion
+from specrl.options import ConfigError, describe, table
 
 if TYPE_CHECKING:
-    from specrl.config import Config
+    from specrl.schema import Config
 
 EXIT_CODES = """exit codes: 0 done; 2 the command line or configuration is wrong; 3 a rollout, cache or reward failed;
             130 interrupted; 143 terminated, after a checkpoint; 1 anything else, with a traceback"""
@@ -19,15 +19,15 @@ MARKS = ("<!-- options: begin -->", "<!-- options: end -->")
 
 def help_text(topic: str, schema: type) -> str:
     """Help on everything (`true`), on a section, or on one option."""
-    known, groups = options.options(schema), options.sections(schema)
+    known, groups = options(schema), sections(schema)
     if topic == "true":
-        return "\n\n".join(part for part in (_overview(groups), options.describe(_own(known))) if part)
+        return "\n\n".join(part for part in (_overview(groups), describe(_own(known))) if part)
     chosen = [option for key, option in known.items() if key == topic or key.startswith(f"{topic}.")]
     if not chosen:
         raise ConfigError(
             f"No option or section '{topic}'.{suggestion(topic, [*groups, *known])} help=true shows the sections."
         )
-    return options.describe(chosen)
+    return describe(chosen)
 
 
 def _own(known: dict[str, Option]) -> list[Option]:
@@ -72,11 +72,11 @@ def sizes(config: Config, count: int | None = None) -> str:
 
 def reference(schema: type) -> str:
     """All options as markdown: one table for the run and one per section."""
-    known = options.options(schema)
-    parts = ["## Run", options.table(_own(known))]
-    for key, line in options.sections(schema).items():
+    known = options(schema)
+    parts = ["## Run", table(_own(known))]
+    for key, line in sections(schema).items():
         own = [option for name, option in known.items() if name.rpartition(".")[0] == key]
-        parts += [f"## {key}", *([f"{line[0].upper()}{line[1:]}."] if line else []), options.table(own)]
+        parts += [f"## {key}", *([f"{line[0].upper()}{line[1:]}."] if line else []), table(own)]
     return "\n\n".join(parts)
 
 

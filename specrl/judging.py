@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from rollout.engines.judged import JudgedEngine
     from rollout.routers.judge import Judge
     from rollout.types import Request, Trajectory
-    from specrl.config import Config
     from specrl.data import Example
+    from specrl.schema import Config
     from trainers.judge import Labels
     from trainers.mining import Propose
 

@@ -9,7 +9,7 @@ from specrl.policy import rollout_dtype, trained_dtype
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from specrl.config import Config
+    from specrl.schema import Config
 
 MB = 2**20
 

@@ -6,100 +6,23 @@ import re
 import shutil
 import textwrap
 from collections.abc import Iterable, Iterator
-from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
-from difflib import get_close_matches
-from operator import attrgetter
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar
 
 import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from rollout.checks import Option, options, sections, suggestion
+
 T = TypeVar("T")
-WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 COMMAND_WORDS = ("config", "dry_run", "help")
 """Words of a command line that are no options."""
 
 
 class ConfigError(ValueError):
     """What the user asked for cannot be done as asked. One line per problem: what, why, the value given, the remedy."""
-
-
-@dataclass(frozen=True)
-class Option:
-    """One leaf of a configuration dataclass, named by its dotted key."""
-
-    key: str
-    type: Any
-    default: Any
-    help: str
-    also: tuple[str, ...] = ()
-    """Other words for which this option is meant."""
-
-    @property
-    def is_list(self) -> bool:
-        return get_origin(self.type) is list
-
-    @property
-    def members(self) -> tuple[Any, ...]:
-        """The types a value may have: those of a union, else one."""
-        return get_args(self.type) if get_origin(self.type) is Union else (self.type,)
-
-    @property
-    def choices(self) -> tuple[str, ...]:
-        return tuple(word for member in self.members if get_origin(member) is Literal for word in get_args(member))
-
-    @property
-    def kinds(self) -> list[str]:
-        """What a value may be: types such as `int` or `list[str]`, and the choices."""
-        named = [str(m) if self.is_list else m.__name__ for m in self.members if get_origin(m) is not Literal]
-        return [*named, *self.choices]
-
-    @property
-    def default_text(self) -> str:
-        return plain(self.default) or '""'
-
-    def refusal(self, value: Any) -> str:
-        """The message for a value this option cannot hold."""
-        if self.is_list:
-            example = value if isinstance(value, str) and value else "a,b"
-            return f"{self.key}={plain(value)}: expected a list. Try {self.key}=[{example.strip('[]')}]."
-        words = [WORDS[member] for member in self.members if member in WORDS]
-        expected = " or ".join([*words, *self.choices]) if words else f"one of {', '.join(self.choices)}"
-        return f"{self.key}={plain(value)}: expected {expected}.{suggestion(str(value), self.choices)}"
-
-
-def options(schema: type, prefix: str = "") -> dict[str, Option]:
-    """Every leaf below a dataclass in the order of declaration, by dotted key."""
-    found: dict[str, Option] = {}
-    for name, kind, field in _members(schema):
-        if is_dataclass(kind):
-            found |= options(kind, f"{prefix}{name}.")
-        else:
-            default = field.default if field.default_factory is MISSING else field.default_factory()
-            more = field.metadata.get("help", ""), field.metadata.get("also", ())
-            found[prefix + name] = Option(prefix + name, kind, default, *more)
-    return found
-
-
-def sections(schema: type, prefix: str = "") -> dict[str, str]:
-    """Every nested dataclass with its one-line documentation, by dotted key."""
-    found: dict[str, str] = {}
-    for name, kind, field in _members(schema):
-        if is_dataclass(kind):
-            found |= {prefix + name: field.metadata.get("help", ""), **sections(kind, f"{prefix}{name}.")}
-    return found
-
-
-def _members(schema: type) -> Iterator[tuple]:
-    hints = get_type_hints(schema)
-    return ((field.name, hints[field.name], field) for field in fields(schema))
-
-
-def values(config: Any) -> dict[str, Any]:
-    """The values of a dataclass object, by dotted key."""
-    return {key: attrgetter(key)(config) for key in options(type(config))}
 
 
 def parse(argv: Iterable[str]) -> dict[str, str]:
@@ -199,7 +122,7 @@ def build(schema: type[T], *layers: tuple[str, dict[str, Any]]) -> T:
             try:
                 OmegaConf.update(node, key, _shaped(known[key], value))
             except (OmegaConfBaseException, TypeError) as error:
-                message = _interpolation(key, error) if "${" in str(value) else known[key].refusal(value)
+                message = _interpolation(key, error) if "${" in str(value) else known[key].refusal(value, plain(value))
                 raise ConfigError(source + message) from error
     try:
         return OmegaConf.to_object(node)
@@ -232,7 +155,7 @@ def _interpolation(key: str | None, error: Exception) -> str:
 
 
 def _unknown(key: str, known: dict[str, Option], groups: Iterable[str]) -> str:
-    if meant := next((name for name, option in known.items() if key in option.also), ""):
+    if meant := next((name for name, option in known.items() if key in option.metadata.get("also", ())), ""):
         return f"Unknown option '{key}'. Did you mean '{meant}'?"
     if key in groups:
         return f"'{key}' is a section; set its options one by one. help={key} lists them."
@@ -241,19 +164,6 @@ def _unknown(key: str, known: dict[str, Option], groups: Iterable[str]) -> str:
     if top := [name for name in groups if "." not in name]:
         return f"Unknown option '{key}'. The sections are {', '.join(top)}; help=SECTION lists the options of one."
     return f"Unknown option '{key}'. The options are {', '.join(known)}."
-
-
-def suggestion(word: str, known: Iterable[str]) -> str:
-    """` Did you mean 'x'?` for the known word nearest to `word`, by last part or as a whole; empty when none is.
-
-    A dash counts as an underscore, as in dry-run.
-    """
-    known, word = list(known), word.replace("-", "_")
-    leaves = {key.rpartition(".")[2]: key for key in reversed(known)}
-    leaf = word.rpartition(".")[2]
-    near = [leaves[leaf]] if leaf in leaves else get_close_matches(word, known, 1)
-    near = near or [leaves[match] for match in get_close_matches(leaf, leaves, 1)]
-    return f" Did you mean '{near[0]}'?" if near else ""
 
 
 def plain(value: Any) -> str:
@@ -276,12 +186,22 @@ def _escape(value: Any) -> Any:
     return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
 
 
+def _default(option: Option) -> str:
+    return plain(option.default) or '""'
+
+
+def _kinds(option: Option) -> list[str]:
+    """What a value may be: types such as `int` or `list[str]`, and the choices."""
+    types = [member for member in option.members if member in (bool, int, float, str)]
+    return [str(option.type)] if option.is_list else [*(member.__name__ for member in types), *option.choices]
+
+
 def describe(chosen: Iterable[Option]) -> str:
     """Options for a terminal: key, default and type on one line, the documentation below."""
     width = min(shutil.get_terminal_size().columns, 120)
     lines = []
     for option in chosen:
-        lines.append(f"{option.key} = {option.default_text}    ({' | '.join(option.kinds)})")
+        lines.append(f"{option.key} = {_default(option)}    ({' | '.join(_kinds(option))})")
         lines += textwrap.wrap(option.help, width, initial_indent="    ", subsequent_indent="    ")
     return "\n".join(lines)
 
@@ -290,8 +210,8 @@ def table(chosen: Iterable[Option]) -> str:
     """Options as a markdown table."""
     rows = ["| option | type | default | meaning |", "|---|---|---|---|"]
     for option in chosen:
-        kinds = ", ".join(f"`{kind}`" for kind in option.kinds)
-        default = option.default_text.replace(",", ", ")  # a long list must wrap
+        kinds = ", ".join(f"`{kind}`" for kind in _kinds(option))
+        default = _default(option).replace(",", ", ")  # a long list must wrap
         cells = (f"`{option.key}`", kinds, f"`{default}`", option.help)
         rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(rows)

@@ -6,16 +6,17 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from specrl.config import Config, differences
+from specrl.config import differences
 from specrl.records import RunRecords
 from specrl.savings import matched, mean, rollouts
+from specrl.schema import Config
 
 MACHINE = ("cpu", "cores", "usable_cores", "threads", "gpus")
 VERSIONS = ("torch", "transformers", "vllm", "ray")
 """Packages whose version decides how long a step takes."""
 OWN = re.compile(
     r"name|output_dir|resume|report\..*|trainer\.((save|keep|eval|log)_.*|drafter\..*)"
-    r"|rollout\.(acceptance|sources|drafter|measure_every|budget\..*|cache\..*)"
+    r"|rollout\.(law|sources|drafter|measure_every|budget\..*|cache\..*)"
 )
 """Options that may differ between a run and its baseline: they are the speculation itself, or not part of a step."""
 LENGTH_GAP = 0.02  # mean response lengths further apart than this can fake or hide a speedup
@@ -48,9 +49,9 @@ def pair(own: RunRecords, baseline: RunRecords) -> Pairing:
     if not mine:
         refusals.append(f"The runs have no timed step in common, so nothing is paired with {baseline.path}.")
     if own.config and not speculates(own.config):
-        refusals.append("This run does not speculate (rollout.acceptance=off), so it has no speedup.")
+        refusals.append("This run does not speculate (rollout.law=off), so it has no speedup.")
     if other and speculates(other):
-        what = f"its rollout.acceptance is {other.rollout.acceptance}"
+        what = f"its rollout.law is {other.rollout.law}"
         refusals.append(f"The baseline did not decode plainly ({what}), so there is no speedup against it.")
     if unlike := unlike_machines(own, baseline):
         refusals.append(f"The baseline ran on another machine ({'; '.join(unlike)}), so the seconds tell no speedup.")
@@ -104,4 +105,4 @@ def _plain(value) -> str:
 
 
 def speculates(config: Config) -> bool:
-    return config.rollout.acceptance != "off" or config.rollout.router.kind != "off"
+    return config.rollout.law != "off"

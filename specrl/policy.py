@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from rollout.engines import EngineSpec
-    from specrl.config import Config
+    from specrl.schema import Config
 
 
 TINY_PATH = Path(__file__).parent / "assets" / "tiny"

@@ -1,31 +1,93 @@
-"""What can be found wrong with a run before torch is imported: data, model, device, rewards and paths."""
+"""What can be found wrong with a run before torch is imported: packages, models, data, device, rewards and paths."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
+from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import reward.loading
 from reward.base import RewardError
-from specrl import help, needs, policy
+from specrl import help, policy
 from specrl.data import check_lengths, load_examples, on_hub
 from specrl.options import ConfigError
 
 if TYPE_CHECKING:
-    from specrl.config import Config
     from specrl.data import Example
+    from specrl.schema import Config
 
 GPU_FILES = ("nvidia*", "nvhost*", "nvgpu*", "kfd", "dxg")
 """In /dev, one of which a driver of NVIDIA or AMD makes."""
+HEAD = "the head of the config file may say with what options"
+
+
+def needs(config: Config) -> None:
+    """Raises ConfigError for the first package or model that is not there, with the command that makes it."""
+    for problem in (*_packages(config), *_drafter(config), *_learned(config)):
+        raise ConfigError(problem)
+
+
+def _packages(config: Config) -> Iterator[str]:
+    engine, workers, rank = config.rollout.engine, config.cluster.num_workers, config.lora.rank
+    wanted = {
+        "vllm": (engine == "vllm", f"rollout.engine={engine} needs vLLM", "vllm"),
+        "ray": (workers, f"cluster.num_workers={workers} needs Ray", "ray"),
+        "peft": (rank, f"lora.rank={rank} needs peft", "peft"),
+    }
+    for module, (used, why, extra) in wanted.items():
+        if used and find_spec(module) is None:
+            yield f"{why}. Install it with: pip install 'specrl[{extra}]'"
+
+
+def _drafter(config: Config) -> Iterator[str]:
+    """The draft model, which a first command distils, or the policy's own first layers."""
+    given = config.rollout.drafter
+    name, _, layers = given.partition("=")
+    if name == "layers":
+        depth = _depth(config.model)
+        if depth and int(layers) >= depth:
+            yield f"rollout.drafter={given}: model={config.model} has {depth} layers; N must be below that."
+    elif given and _absent(given, config.output_dir):
+        yield (
+            f"rollout.drafter={given} does not exist. Make it first: python -m specrl.drafter out={given} ({HEAD}). "
+            "Or take rollout.drafter=layers=N, the policy's own first layers."
+        )
+    elif given and policy.is_path(given) and (flaw := _flaw(Path(given).expanduser())):
+        yield f"rollout.drafter={given} cannot be loaded: {flaw}."
+
+
+def _learned(config: Config) -> Iterator[str]:
+    """The router, judge or process reward model of a lossy law."""
+    law = config.rollout.law
+    if law not in ("judged", "routed"):
+        return
+    by, path = getattr(config.rollout, law).by, getattr(config.rollout, law).path
+    maker = {"arbitrage": "train_router", "rsd": "train_router", "judge": "train_judge"}.get(by)
+    if maker and _absent(path, config.output_dir, hub=by == "rsd"):
+        out = path if by != "rsd" else str(Path(path).parent)  # the reward model lies in `prm` beside the router
+        yield (
+            f"rollout.{law}.path={path} does not exist, which rollout.{law}.by={by} asks. Make it first: "
+            f"python -m specrl.{maker} config={config.name} out={out} ({HEAD})."
+        )
+
+
+def _absent(given: str, output_dir: str, hub: bool = True) -> bool:
+    """True for a directory that is not there. Args: hub: `given` may also be the name of a model on a hub."""
+    path = Path(given).expanduser()
+    if path.is_dir():
+        return False
+    ours = any(path.is_relative_to(folder) for folder in (output_dir, "outputs"))
+    return not hub or ours or given.startswith((".", "~", "/")) or given.count("/") != 1 or path.parent.is_dir()
 
 
 def check(config: Config, training: bool = True) -> dict[str, list[Example]]:
     """The examples of the splits that the command reads, once everything else that is cheap to look at is right.
 
-    What `specrl.needs` asks comes before it.
+    What `needs` asks comes before it.
 
     Raises:
         ConfigError: the first thing that is wrong.
@@ -44,7 +106,7 @@ def summary(config: Config, training: bool = True) -> str:
     Raises:
         ConfigError: as `check`; a tokenizer or a device that cannot be used; prompts that are too long.
     """
-    needs.check(config)
+    needs(config)
     _paths(config, training)
     model = policy.on_hub(config.model) or policy.on_hub(config.tokenizer)
     far = [f"model={config.model}"] * model + [f"data={config.data}"] * on_hub(config.data)
@@ -87,7 +149,6 @@ def _rewards(config: Config) -> None:
 def _paths(config: Config, training: bool) -> None:
     _device(config.device)
     _model(config)
-    _drafter(config)
     cache = config.rollout.cache
     new = training and config.resume == "no" and not cache.clear
     if new and cache.start_from and not Path(cache.start_from).is_dir():
@@ -115,20 +176,6 @@ def _flaw(path: Path) -> str:
         return "there is no such directory"
     known = any((path / name).is_file() for name in ("config.json", "adapter_config.json"))
     return "" if known else "the directory has no config.json"
-
-
-def _drafter(config: Config) -> None:
-    """The draft model, of which specrl.needs knows that it is there."""
-    given = config.rollout.drafter
-    name, _, layers = given.partition("=")
-    if name == "layers":
-        depth = _depth(config.model)
-        if depth and layers.isdigit() and int(layers) >= depth:
-            raise ConfigError(
-                f"rollout.drafter={given}: model={config.model} has {depth} layers; N must be below that."
-            )
-    elif given and policy.is_path(given) and (flaw := _flaw(Path(given).expanduser())):
-        raise ConfigError(f"rollout.drafter={given} cannot be loaded: {flaw}.")
 
 
 def _depth(model: str) -> int | None:

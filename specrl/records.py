@@ -11,9 +11,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from specrl.config import Config, load_saved
+from specrl.config import load_saved
 from specrl.env import ENVIRONMENT_FILE
 from specrl.options import ConfigError
+from specrl.schema import Config
 
 METRICS_FILE = "metrics.jsonl"
 RUN_WORDS = ("path", "dir", "directory", "run_dir", "name")

@@ -25,10 +25,11 @@ from typing import Any, NamedTuple
 from rollout.config import SOURCES, doc
 from rollout.drafters.suffix import PromptTexts, SuffixDrafter
 from specrl import tables
-from specrl.config import Config, load_saved, run
+from specrl.config import load_saved, run
 from specrl.data import parse
 from specrl.options import ConfigError
 from specrl.records import find_run, run_option
+from specrl.schema import Config
 
 WINDOWS = (0, 8, 16, 32, 64)
 """Draft tokens of a row in one pass; 0 is the whole text."""

@@ -35,7 +35,7 @@ NO_PLOT = "report.png was not drawn: matplotlib is missing. Install it with: pip
 @dataclass
 class ReportOptions:
     run: str = run_option("run directory, or the name of a run in outputs")
-    baseline: str = doc("", "run directory of the same experiment with rollout.acceptance=off")
+    baseline: str = doc("", "run directory of the same experiment with rollout.law=off")
     runs: list[str] = field(default_factory=list, metadata={"help": "two or more runs to compare, instead of run"})
     plots: bool = doc(True, "draw the picture when matplotlib is installed")
 

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specrl import config as cli
-from specrl.config import Config
 from specrl.env import ENVIRONMENT_FILE, machine
 from specrl.options import ConfigError
+from specrl.schema import Config
 
 if TYPE_CHECKING:
     import torch
@@ -101,8 +101,7 @@ def _checkpoint(config: Config, run_dir: Path) -> Path | None:
             f"resume=auto would go on with other settings than {run_dir} began with: {'; '.join(map(str, changed))}. "
             f"{_length_rule(config, [change.key for change in changed])}Restore them, or start another name."
         )
-    lossy = config.rollout.acceptance in ("lenient", "judged") or config.rollout.router.kind != "off"
-    text_decides = lossy and not config.rollout.cache.clear
+    text_decides = config.rollout.old_text_stands and not config.rollout.cache.clear
     if found := newest(checkpoints, text_decides=text_decides):
         leave_aside(checkpoints, found)
     return found

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from rollout.engines.transformers import TransformersEngine
     from rollout.routers.base import Router, Scorer
     from rollout.steps import Candidate, Step
-    from specrl.config import Config
     from specrl.data import Example
+    from specrl.schema import Config
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Pair:
         from rollout.engines.routed import RoutedEngine
         from rollout.steps import StepEnd
 
-        rule = self.config.rollout.router
+        rule = self.config.rollout.routed
         end = StepEnd(rule.step_separators, self.tokenizer.decode, self.eos_ids, rule.max_step_tokens)
         options = {"draft": self.draft, "router": router, "step_end": end, "score": False}
         return RoutedEngine(self.policy, self._sampling, **options, **self._bounds)
@@ -98,8 +98,8 @@ def prefix(candidate: Candidate, step: Step, example: Example, tokenizer: PreTra
 
 
 def step_scorer(config: Config) -> Scorer | None:
-    """Process rewards of draft steps for `rollout.router.kind=rsd`, None for the other routers."""
-    if config.rollout.router.kind != "rsd":
+    """Process rewards of draft steps where `rollout.routed.by=rsd` asks them, else None."""
+    if (config.rollout.law, config.rollout.routed.by) != ("routed", "rsd"):
         return None
     from transformers import AutoTokenizer
 
@@ -107,7 +107,7 @@ def step_scorer(config: Config) -> Scorer | None:
 
     spec = engine_spec(config, frozenset())
     tokenizer = AutoTokenizer.from_pretrained(spec.tokenizer or spec.model)
-    return prm_scorer(config.rollout.router.path, str(device(config)), tokenizer)
+    return prm_scorer(config.rollout.routed.path, str(device(config)), tokenizer)
 
 
 def prm_scorer(source: str, device: str, tokenizer: PreTrainedTokenizerBase) -> Scorer:

@@ -9,11 +9,9 @@ could not if the skill had never been learned. The recipe needs no network; one 
 
 import math
 import random
-import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
-from difflib import get_close_matches
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -29,6 +27,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from rollout.config import doc
+from specrl import config as cli
 from specrl import tasks
 from specrl.policy import TINY_PATH
 from specrl.tasks import Problem, arithmetic
@@ -42,15 +42,13 @@ PLAN = (("easy", 2), ("mixed", 3))
 PIECES = r" ?[A-Za-z]+|[0-9]|#+| [-+*=] | |\n|[.,:?]"
 
 
-@dataclass(frozen=True)
+@dataclass
 class Recipe:
-    """What the command accepts; `steps` round up per part of `PLAN`, `blur` is in units of a matrix's spread."""
-
-    out: str
-    steps: int = 1800
-    blur: float = 0.4
-    batch: int = 32
-    seed: int = 0
+    out: str = doc("", "directory to write the policy to")
+    steps: int = doc(1800, "optimiser steps, rounded up per part of the plan", low=1)
+    blur: float = doc(0.4, "noise on the weights afterwards, in units of a matrix's spread")
+    batch: int = doc(32, "problems in a step", low=1)
+    seed: int = doc(0, "of weights, problems and blur")
 
 
 def load(path: str | Path) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
@@ -217,37 +215,6 @@ def measure(
     )
 
 
-def parse(arguments: list[str]) -> Recipe:
-    """Turns `key=value` words into a recipe.
-
-    Raises:
-        SystemExit: a word that is not `key=value`, an unknown key, a value of the wrong kind, or no `out`.
-    """
-    kinds = {field.name: field.type for field in fields(Recipe)}
-    optional = " ".join(f"[{field.name}={field.default}]" for field in fields(Recipe)[1:])
-    usage = f"usage: python -m specrl.tiny out=DIR {optional}"
-    given: dict[str, str | int | float] = {}
-    for word in arguments:
-        key, equals, value = word.partition("=")
-        if not equals:
-            raise SystemExit(f"tiny: {word!r} is not of the form key=value.\n{usage}")
-        if key not in kinds:
-            near = get_close_matches(key, kinds, n=1, cutoff=0.0)[0]
-            raise SystemExit(f"tiny: unknown key {key!r} in {word!r}. Did you mean {near!r}?\n{usage}")
-        try:
-            given[key] = kinds[key](value)
-        except ValueError:
-            raise SystemExit(f"tiny: {key} wants {kinds[key].__name__}, got {value!r}.\n{usage}") from None
-    for key in ("steps", "batch"):
-        if given.get(key, 1) < 1:
-            raise SystemExit(
-                f"tiny: {key} must be 1 or more, got {given[key]}; the nearest allowed value is 1.\n{usage}"
-            )
-    if "out" not in given:
-        raise SystemExit(f"tiny: `out` is missing, the folder to write to, such as out=outputs/tiny.\n{usage}")
-    return Recipe(**given)
-
-
 def make(recipe: Recipe) -> None:
     """The whole recipe: train, blur, then write the model (bfloat16) and its tokenizer to the folder `out`."""
     tokenizer = build_tokenizer()
@@ -258,8 +225,9 @@ def make(recipe: Recipe) -> None:
     tokenizer.save_pretrained(recipe.out)
 
 
-def main(arguments: list[str]) -> None:
-    recipe = parse(arguments)
+def main(recipe: Recipe) -> None:
+    if not recipe.out:
+        raise cli.ConfigError("out is missing: the directory to write the policy to, such as out=outputs/tiny")
     torch.set_num_threads(1)  # the order of float additions, and so the written bytes, depend on the number of threads
     make(recipe)
     written = load(recipe.out)
@@ -267,4 +235,4 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    raise SystemExit(cli.run(main, schema=Recipe))

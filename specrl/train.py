@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from specrl import config as cli
 from specrl import preflight
-from specrl.config import Config
 from specrl.options import ConfigError
 from specrl.resume import agreed, claimed, data_digests, keep_surroundings, same_data, surroundings
+from specrl.schema import Config
 
 if TYPE_CHECKING:
     import torch
@@ -119,7 +119,7 @@ def load_cache(config: Config, tokenizer, model, eos_ids: frozenset[int], checkp
     from specrl.policy import fingerprint
     from trainers.checkpoint import step_of, trajectories
 
-    if config.rollout.acceptance == "off":
+    if not config.rollout.reuses:
         return None
     options = config.rollout.cache
     mark = Fingerprint(*fingerprint(config, tokenizer))
@@ -136,7 +136,7 @@ def load_cache(config: Config, tokenizer, model, eos_ids: frozenset[int], checkp
         eos_ids,
         max_step=step_of(checkpoint) if checkpoint else None,
         max_mb=options.max_mb,
-        check_law=config.rollout.acceptance == "lenient",
+        check_law=config.rollout.law == "lenient",
         new_run=not checkpoint,
     )
     return cache

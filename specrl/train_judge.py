@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from rollout.config import doc
 from specrl import config as cli
-from specrl.config import Config
 from specrl.options import ConfigError
+from specrl.schema import Config
 
 if TYPE_CHECKING:
     from rollout.routers.judge import JudgeHead

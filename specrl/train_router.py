@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from rollout.config import doc
 from specrl import config as cli
-from specrl.config import Config
 from specrl.options import ConfigError
+from specrl.schema import Config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -183,7 +183,7 @@ def write(pair: Pair, weights, prm, records: Sequence[Record], report: dict, con
         "kind": "arbitrage",
         "draft": fingerprint(pair.draft),
         "policy": fingerprint(pair.policy),
-        "separators": config.rollout.router.step_separators,
+        "separators": config.rollout.routed.step_separators,
         "weights": weights,
         "report": report,
     }

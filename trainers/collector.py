@@ -24,7 +24,6 @@ from trainers.drafter import DrafterTrainer
 from trainers.judge_refit import JudgeRefit
 from trainers.losses import correction_weights
 from trainers.metrics import across_processes
-from trainers.mining import Miner
 from trainers.refill import Scored, refill
 from trainers.stage import RolloutStage
 
@@ -104,7 +103,7 @@ class Collector:
             exchange=self._exchange,
         )
         self.cotraining = self._cotraining(setup.seed) if setup.trainer.drafter.train else None
-        self.refit = self._refits() if setup.rollout.router.refit_every else None
+        self.refit: JudgeRefit | None = None
 
     @property
     def engine(self) -> Engine:
@@ -247,26 +246,12 @@ class Collector:
         texts, rejected = [(prompt, c.tokens) for prompt, c in done], [c.rejected for _, c in done]
         self.cotraining.observe(texts, rejected, self.version, whole.batch.stats)
 
-    # Refits of the judge -----------------------------------------------------------------------------------------
-
-    def _refits(self) -> JudgeRefit:
-        """Refits of the judge that the engine asks."""
-        if self._accelerator.num_processes > 1:
-            raise RolloutError(
-                f"rollout.router.refit_every works in one process, not in {self._accelerator.num_processes}: their "
-                "judges would drift apart. Use rollout.router.refit_every=0, or start one process"
-            )
-        config, engine = self.stage.rollout.config, self.engine
-        miner = Miner(engine.model, engine.sampling, config.max_new_tokens, config.tokens_per_pass)
-        return JudgeRefit(engine.judge, miner, self._score_tokens, config.router.refit_every)
-
     # Old log-probs and corrections -------------------------------------------------------------------------------
 
     @property
     def old_from_engine(self) -> bool:
         """True when the engine's log-probs are pi_old, False when the trainer computes its own."""
-        config = self.stage.rollout.config
-        lossy = config.acceptance == "lenient" or config.router.kind != "off"
+        lossy = self.stage.rollout.config.lossy
         return self._options.old_logprobs == "engine" or (self._options.old_logprobs == "auto" and lossy)
 
     def importance(
@@ -279,8 +264,7 @@ class Collector:
             mask: 1 for response tokens [B, T].
             own: gives the trainer's log-probs [B, T] when they are needed.
         """
-        config = self.stage.rollout.config
-        if config.acceptance == "lenient" or config.router.kind != "off":
+        if self.stage.rollout.config.lossy:
             logp, behaviour = drawn, torch.zeros_like(drawn)
             for i, c in enumerate(self.last.batch.completions):
                 behaviour[i, : len(c.tokens)] = torch.tensor(c.behaviour_logprobs)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Literal
 
 from rollout.config import doc
@@ -17,10 +18,10 @@ class DrafterConfig:
         "tokens learned from: all, rejected drafts, or those furthest behind the initial drafter or its moving average",
     )
     learning_rate: float = doc(1e-4, "AdamW learning rate")
-    interval: int = doc(1, "optimiser steps between two rounds of co-training")
-    updates: int = doc(4, "gradient steps in one round")
-    tokens_per_update: int = doc(1024, "tokens of a gradient step, prompts included")
-    versions: int = doc(2, "policy versions whose texts are learned from, the latest included")
+    interval: int = doc(1, "optimiser steps between two rounds of co-training", low=1)
+    updates: int = doc(4, "gradient steps in one round", low=1)
+    tokens_per_update: int = doc(1024, "tokens of a gradient step, prompts included", low=1)
+    versions: int = doc(2, "policy versions whose texts are learned from, the latest included", low=1)
     patience: int = doc(20, "rollouts over which co-training must save more time than it takes; 0 never judges")
 
 
@@ -38,36 +39,42 @@ class CriticConfig:
 class TrainerConfig:
     algorithm: Literal["grpo", "dapo", "ppo"] = doc("grpo", "policy-gradient algorithm")
     advantage: Literal["gae", "rloo", "reinforce_plus_plus"] = doc(
-        "gae", "advantages of algorithm=ppo: gae trains a critic; rloo and reinforce_plus_plus need none"
+        "gae", "advantages of algorithm=ppo: gae trains a critic; rloo and reinforce_plus_plus need none", only="ppo"
     )
     learning_rate: float = doc(1e-6, "AdamW learning rate")
     lr_schedule: Literal["constant", "linear", "cosine"] = doc("constant", "learning-rate schedule")
     warmup_steps: int = doc(0, "linear warm-up steps")
-    epochs: int = doc(1, "passes over the training prompts")
-    max_steps: int = doc(0, "stop after this many optimiser steps; 0 runs all epochs")
-    prompts_per_step: int = doc(8, "prompts in one optimiser step; rows = prompts_per_step * rollout.group_size")
-    rows_per_pass: int = doc(0, "rows in one training forward/backward pass; 0 takes all rows of the step")
-    updates_per_rollout: int = doc(
-        1, "optimiser passes over each rollout batch (mu); above 1 the batch becomes off-policy"
+    epochs: int = doc(1, "passes over the training prompts", resume="length")
+    max_steps: int = doc(0, "stop after this many optimiser steps; 0 runs all epochs", resume="length")
+    prompts_per_step: int = doc(8, "prompts in one optimiser step; rows = prompts_per_step * rollout.group_size", low=1)
+    rows_per_pass: int = doc(
+        0, "rows in one training forward/backward pass; 0 takes all rows of the step", resume="free"
     )
-    minibatches: int = doc(1, "optimiser steps in each pass over the rollout batch, on parts of it (ppo)")
-    clip: float = doc(0.2, "clip range of the probability ratio")
+    updates_per_rollout: int = doc(
+        1, "optimiser passes over each rollout batch (mu); above 1 the batch becomes off-policy", low=1
+    )
+    minibatches: int = doc(
+        1, "optimiser steps in each pass over the rollout batch, on parts of it (ppo)", low=1, only="ppo"
+    )
+    clip: float = doc(0.2, "clip range of the probability ratio", high=1)
     ratio: Literal["token", "sequence"] = doc(
-        "token", "what is clipped: each token's ratio, or the response's, its tokens' geometric mean (GSPO)"
+        "token",
+        "what is clipped: each token's ratio, or the response's, its tokens' geometric mean (GSPO)",
+        only="grpo",
     )
     clip_high: float = doc(0.0, "upper clip range; 0 means: same as clip (grpo, ppo) or 0.28 (dapo clip-higher)")
     beta: float = doc(0.0, "KL penalty to the initial policy")
     kl_penalty: Literal["reward", "loss"] = doc(
-        "reward", "what ppo adds the penalty to: each token's reward, or the loss"
+        "reward", "what ppo adds the penalty to: each token's reward, or the loss", only="ppo"
     )
-    kl_target: float = doc(0.0, "KL per token, in nats, that ppo holds by adapting beta; 0 keeps beta")
-    entropy_bonus: float = doc(0.0, "weight of the entropy in ppo's loss")
-    gamma: float = doc(1.0, "discount per token (ppo)")
-    gae_lambda: float = doc(1.0, "GAE's trade of bias for variance; 1 takes whole returns (ppo)")
+    kl_target: float = doc(0.0, "KL per token, in nats, that ppo holds by adapting beta; 0 keeps beta", only="ppo")
+    entropy_bonus: float = doc(0.0, "weight of the entropy in ppo's loss", only="ppo")
+    gamma: float = doc(1.0, "discount per token (ppo)", high=1, only="ppo")
+    gae_lambda: float = doc(1.0, "GAE's trade of bias for variance; 1 takes whole returns (ppo)", high=1, only="ppo")
     loss: Literal["auto", "grpo", "dapo", "dr_grpo", "bnpo"] = doc(
-        "auto", "loss aggregation; auto: grpo, or dapo token-level"
+        "auto", "loss aggregation; auto: grpo, or dapo token-level", only="grpo"
     )
-    scale_rewards: Literal["group", "batch", "none"] = doc("group", "what the advantage is divided by")
+    scale_rewards: Literal["group", "batch", "none"] = doc("group", "what the advantage is divided by", only="grpo")
     mask_truncated: bool = doc(False, "leave truncated responses out of the loss (DAPO overlong filtering)")
     overlong_buffer: int | Literal["auto"] = doc(
         "auto",
@@ -78,6 +85,7 @@ class TrainerConfig:
         "auto",
         "DAPO dynamic sampling: how often in a step further prompts are rolled out, at most, to replace groups whose "
         "rewards are all alike; 0 is off; auto: 10 for dapo, else off",
+        only="grpo",
     )
     max_grad_norm: float = doc(1.0, "gradient clipping")
     weight_decay: float = doc(0.0, "AdamW weight decay")
@@ -88,23 +96,23 @@ class TrainerConfig:
         "token_truncate",
         "weights p_new/behaviour for tokens of lossy rules or of an engine with other numerics; none trains as drawn",
     )
-    correction_cap: float = doc(2.0, "largest weight (truncate) or largest admitted ratio (mask)")
+    correction_cap: float = doc(2.0, "largest weight (truncate) or largest admitted ratio (mask)", low=1)
     precision: Literal["fp32", "bf16", "pure_bf16"] = doc(
         "fp32",
         "fp32; bf16: fp32 weights and optimiser, the update in bf16 autocast, rollouts by a bf16 copy; pure_bf16: bf16 "
         "weights too, which hardly move at small learning rates",
     )
-    gradient_checkpointing: bool = doc(False, "trade time for activation memory")
-    save_every: int = doc(0, "checkpoint every N steps; 0 only at the end")
-    keep_checkpoints: int = doc(2, "newest checkpoints kept")
-    eval_every: int = doc(0, "evaluate on the test split every N steps; 0 only before and after training")
-    eval_prompts: int = doc(64, "prompts of the test split used in evaluation; 0 skips evaluation")
-    log_completions: int = doc(2, "completions shown on the console each time; 0 shows none")
-    log_completions_every: int = doc(10, "steps between completion previews")
-    drafter: DrafterConfig = field(default_factory=DrafterConfig, metadata={"help": "co-training of the draft model"})
-    critic: CriticConfig = field(
-        default_factory=CriticConfig, metadata={"help": "the value function of algorithm=ppo with advantage=gae"}
+    gradient_checkpointing: bool = doc(False, "trade time for activation memory", resume="free")
+    save_every: int = doc(0, "checkpoint every N steps; 0 only at the end", resume="free")
+    keep_checkpoints: int = doc(2, "newest checkpoints kept", low=1, resume="free")
+    eval_every: int = doc(
+        0, "evaluate on the test split every N steps; 0 only before and after training", resume="free"
     )
+    eval_prompts: int = doc(64, "prompts of the test split used in evaluation; 0 skips evaluation", resume="free")
+    log_completions: int = doc(2, "completions shown on the console each time; 0 shows none", resume="free")
+    log_completions_every: int = doc(10, "steps between completion previews", low=1, resume="free")
+    drafter: DrafterConfig = doc(DrafterConfig, "co-training of the draft model")
+    critic: CriticConfig = doc(CriticConfig, "the value function of algorithm=ppo with advantage=gae", only="ppo")
 
     @property
     def refill_rounds(self) -> int:
@@ -119,3 +127,27 @@ class TrainerConfig:
     def steps_per_rollout(self) -> int:
         """Optimiser steps between two rollouts."""
         return self.updates_per_rollout * self.minibatches
+
+    def problems(self) -> Iterator[str]:
+        """Sentences about options that contradict each other or are of no use."""
+        if self.clip == 0:
+            yield "trainer.clip=0 lets no ratio pass. Try trainer.clip=0.2."
+        if 0 < self.clip_high < self.clip:
+            yield (
+                f"trainer.clip_high={self.clip_high} is below trainer.clip={self.clip}. "
+                f"Try trainer.clip_high={self.clip}."
+            )
+        for key in ("save_every", "max_steps"):
+            if rest := getattr(self, key) % self.steps_per_rollout:
+                steps = f"updates_per_rollout={self.updates_per_rollout}"
+                steps += f" times minibatches={self.minibatches}" if self.minibatches > 1 else ""
+                yield (
+                    f"trainer.{key}={getattr(self, key)} is no multiple of {steps}: the "
+                    "checkpoint would cut a rollout in two, and a resume could not repeat it. "
+                    f"Try trainer.{key}={getattr(self, key) - rest + self.steps_per_rollout}."
+                )
+        if not self.epochs and not self.max_steps:
+            yield "trainer.epochs=0 and trainer.max_steps=0 train nothing. Try trainer.epochs=1."
+        if self.algorithm == "ppo" and not self.beta and (self.kl_target or self.kl_penalty != "reward"):
+            key = "kl_target" if self.kl_target else "kl_penalty"
+            yield f"trainer.{key}={getattr(self, key)} needs a KL weight to begin with. Try trainer.beta=0.05."

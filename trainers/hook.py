@@ -34,7 +34,7 @@ class ReuseRollouts:
     """A `rollout_func` of TRL's GRPOTrainer (1.16): rollouts by the trainer's own model that reuse old responses.
 
     Responses follow the law that TRL's own generate samples from, with other noise: token for token they are those of
-    `ReuseRollouts(RolloutConfig(acceptance="off"))`, which drafts nothing (fp32 on a CPU; elsewhere up to rounding).
+    `ReuseRollouts(RolloutConfig(law="off"))`, which drafts nothing (fp32 on a CPU; elsewhere up to rounding).
 
     The trainer's arguments give sampling law, cap, group size, seed and precision; its tokenizer and chat template the
     prompts. What it cannot do as TRL would is refused at the first rollout. A prompt is known by its token ids. Every

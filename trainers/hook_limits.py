@@ -43,11 +43,10 @@ OF_THE_MODEL = (
 
 def check_config(config: RolloutConfig) -> None:
     """Refuses options of reuse that need `specrl.train`. Raises RolloutError."""
-    lossy = config.acceptance in ("lenient", "judged") or config.router.kind != "off"
-    if config.engine != "transformers" or lossy or config.replay == "auto" or config.cache.start_from:
+    if config.engine != "transformers" or config.lossy or config.replay == "auto" or config.cache.start_from:
         raise RolloutError(
-            "ReuseRollouts runs the trainer's own model under the exact rule; engine=vllm, acceptance=lenient or "
-            "judged, routers, replay=auto and cache.start_from need python -m specrl.train"
+            "ReuseRollouts runs the trainer's own model under the exact rule; engine=vllm, law=lenient, "
+            "judged or routed, replay=auto and cache.start_from need python -m specrl.train"
         )
 
 

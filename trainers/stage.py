@@ -59,14 +59,14 @@ class RolloutStage:
                 self.rollout.cache.merge(self._exchange(entries))
         metrics = rollout_metrics(batch)
         config = self.rollout.config
-        if config.router.kind != "off":
+        if config.law in ("judged", "routed"):
             metrics |= lossy_metrics(batch)
         self._rollouts += 1
         if self.measured:
-            if config.acceptance == "exact":
+            if config.law == "exact":
                 metrics |= self._control(rows, batch)
             # the baseline of an `auto` run measures too, as its keys follow from what is measured
-            if config.replay and (config.acceptance == "exact" or config.replay == "auto"):
+            if config.replay and (config.law == "exact" or config.replay == "auto"):
                 metrics |= self._reuse_gap(rows, batch, rewards, step=step)
         if config.replay:
             shares = self.rollout.replay.until(max(batch.visits))

@@ -10,11 +10,11 @@ AUTO = {"replay": "auto", "replay_gap": 0.02, "measure_every": 2}
 
 
 def lenient(lenience: float) -> dict:
-    return {"acceptance": "lenient", "lenience": lenience}
+    return {"law": "lenient", "lenience": lenience}
 
 
-OFF = Arm("off", {"acceptance": "off"})
-AGAIN = Arm("off, other noise", {"acceptance": "off"}, noise=OTHER_NOISE)
+OFF = Arm("off", {"law": "off"})
+AGAIN = Arm("off, other noise", {"law": "off"}, noise=OTHER_NOISE)
 EXACT = Arm("exact, replay 0")
 PUBLISHED = Arm("lenient, l = 1", lenient(1.0))
 RULES = (

@@ -126,7 +126,7 @@ class Run:
         self._observe(rows, batch, rewards, found, first=epoch == 0)
         self.stage.finish(rows, batch, rewards, step=step)
         self._advantages(found, torch.tensor(rewards))
-        if self.arm.rollout.get("acceptance") == "lenient":  # as Collector.importance does
+        if self.arm.rollout.get("law") == "lenient":  # as Collector.importance does
             behaviour = padded(batch.completions, found.length)
             found.advantages *= correction_weights(found.old, behaviour, found.mask, self.arm.correction, CAP)
         for _ in range(UPDATES):

@@ -34,12 +34,12 @@ class EngineSpec:
 
 
 def build_engine(spec: EngineSpec, model: Module | None = None, scorer: Scorer | None = None) -> Engine:
-    """The engine of `rollout.engine` with the run's sampling law and acceptance rule, or that of `rollout.router`.
+    """The engine of `rollout.engine` for the run's sampling and `rollout.law`.
 
     Args:
         spec: what to build.
         model: the trainer's own model, which the transformers engine then shares; None loads `spec.model`.
-        scorer: process rewards of draft steps, for `rollout.router.kind=rsd`.
+        scorer: process rewards of draft steps, for `rollout.routed.by=rsd`.
 
     Raises:
         RolloutError: an option has a value that it cannot have, or what it names cannot be loaded.
@@ -49,7 +49,7 @@ def build_engine(spec: EngineSpec, model: Module | None = None, scorer: Scorer |
     config = spec.rollout
     check(config)
     sampling = Sampling(spec.eos_ids, config.temperature, config.top_k, config.top_p)
-    speculation = Speculation("lenient" if config.acceptance == "lenient" else "exact", config.lenience)
+    speculation = Speculation("lenient" if config.law == "lenient" else "exact", config.lenience)
     if config.engine == "vllm":
         try:
             from rollout.engines.vllm import VLLMEngine
@@ -69,17 +69,17 @@ def build_engine(spec: EngineSpec, model: Module | None = None, scorer: Scorer |
         "tie_margin": config.tie_margin,
     }
     drafter = load_drafter(spec, policy) if config.drafter else None
-    if config.router.kind in ("judge", "kl"):
+    if config.law == "judged":
         from rollout.engines.judged import DRAFT_TOKENS, JudgedEngine
         from rollout.routers import build_judge
 
-        judge, window = build_judge(config.router, policy), config.budget.window or DRAFT_TOKENS
+        judge, window = build_judge(config.judged, policy), config.budget.window or DRAFT_TOKENS
         return JudgedEngine(policy, sampling, judge=judge, draft=drafter, window=window, **bounds)
-    if config.router.kind != "off":
+    if config.law == "routed":
         from rollout.engines.routed import RoutedEngine
         from rollout.routers import build_router
 
-        router, step_end = build_router(config.router, spec, policy, drafter, scorer)
+        router, step_end = build_router(config.routed, spec, policy, drafter, scorer)
         return RoutedEngine(policy, sampling, draft=drafter, router=router, step_end=step_end, **bounds)
     contexts = speculation.rule == "exact" and "contexts" in config.sources
     budget = {"window": config.budget.window, "branches": config.budget.branches}

@@ -38,7 +38,7 @@ class Speculation:
     def __post_init__(self):
         if self.rule not in ("exact", "lenient"):
             raise RolloutError(f"rule={self.rule!r} is neither 'exact' nor 'lenient'. Try rule='exact'.")
-        check(RolloutConfig(lenience=self.lenience))
+        check(RolloutConfig(law=self.rule, lenience=self.lenience))
 
 
 OUTLIER = 4.0

@@ -77,7 +77,7 @@ class TransformersEngine:
         self.weight_version, self.own_weights = 0, own_weights
         if drafter is not None and self.speculation.rule == "lenient":
             raise RolloutError(
-                "the lenient rule, as published, drafts stored text only; use acceptance=exact or no draft model"
+                "the lenient rule, as published, drafts stored text only; use law=exact or no draft model"
             )
         self.drafter = None if drafter is None else ModelDrafter(drafter, self.vocab, sampling, **bounds)
         self.contexts = ContextTable() if contexts else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rollout.config import RouterConfig
+from rollout.config import JudgedConfig, RoutedConfig
 from rollout.types import RolloutError
 
 if TYPE_CHECKING:
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 
 def build_router(
-    config: RouterConfig, spec: EngineSpec, policy: Module, draft: Module | None, scorer: Scorer | None
+    config: RoutedConfig, spec: EngineSpec, policy: Module, draft: Module | None, scorer: Scorer | None
 ) -> tuple[Router, StepEnd]:
-    """The router of `rollout.router` and where its steps end.
+    """The router of `rollout.routed` and where its steps end.
 
     Raises:
         RolloutError: no draft model, no process reward for rsd, or a learned router of another pair.
@@ -30,22 +30,22 @@ def build_router(
     from rollout.steps import StepEnd
 
     if draft is None:
-        raise RolloutError(f"rollout.router.kind={config.kind} needs a model that writes steps: set rollout.drafter")
+        raise RolloutError(f"rollout.routed.by={config.by} needs a model that writes steps: set rollout.drafter")
     tokenizer = AutoTokenizer.from_pretrained(spec.tokenizer or spec.model)
     step_end = StepEnd(config.step_separators, tokenizer.decode, spec.eos_ids, config.max_step_tokens)
-    if config.kind == "entropy":
+    if config.by == "entropy":
         from rollout.routers.entropy import EntropyRouter
 
         return EntropyRouter(config.threshold), step_end
-    if config.kind == "likelihood":
+    if config.by == "likelihood":
         from rollout.routers.likelihood import LikelihoodRouter
 
         return LikelihoodRouter(config.threshold), step_end
-    if config.kind == "rsd":
+    if config.by == "rsd":
         from rollout.routers.rsd import RSDRouter
 
         if scorer is None:
-            raise RolloutError("rollout.router.kind=rsd needs process rewards of steps, and none were handed in")
+            raise RolloutError("rollout.routed.by=rsd needs process rewards of steps, and none were handed in")
         return RSDRouter(scorer, config.threshold), step_end
     from rollout.routers.arbitrage import ArbitrageRouter
 
@@ -58,11 +58,11 @@ def build_router(
     ), step_end
 
 
-def build_judge(config: RouterConfig, policy: Module) -> Judge:
-    """The judge of `rollout.router`. Raises RolloutError for a head that reads another policy."""
+def build_judge(config: JudgedConfig, policy: Module) -> Judge:
+    """The judge of `rollout.judged`. Raises RolloutError for a head that reads another policy."""
     from rollout.routers.judge import JudgeHead, KLJudge
     from rollout.routers.pair import fingerprint
 
-    if config.kind == "kl":
+    if config.by == "kl":
         return KLJudge(config.threshold)
     return JudgeHead.load(config.path, policy=fingerprint(policy))

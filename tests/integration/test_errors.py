@@ -42,9 +42,9 @@ CASES = [
     ({"rollout__replya": 1}, USAGE_ERROR, r"Unknown option 'rollout\.replya'\. Did you mean 'rollout\.replay'\?"),
     ({"rollout__group_size": "many"}, USAGE_ERROR, r"rollout\.group_size=many: expected a whole number"),
     (
-        {"rollout__acceptance": "exac"},
+        {"rollout__law": "exac"},
         USAGE_ERROR,
-        r"one of exact, lenient, judged, off\. Did you mean 'exact'\?",
+        r"one of exact, off, lenient, judged, routed\. Did you mean 'exact'\?",
     ),
     ({"rollout__replay": 2}, USAGE_ERROR, r"rollout\.replay=2.* must be from 0 to 1"),
     ({"data": "{d}/trian.jsonl"}, USAGE_ERROR, r"No file or directory .*trian\.jsonl\. Did you mean .*train\.jsonl\?"),
@@ -152,7 +152,7 @@ def test_a_checkpoint_without_its_cache_costs_only_its_drafts(tmp_path, caplog):
 
 
 def test_where_the_stored_text_decides_a_damaged_cache_counts_like_weights(tmp_path, refuse):
-    lenient = {"rollout__acceptance": "lenient", "trainer__max_steps": 2}
+    lenient = {"rollout__law": "lenient", "trainer__max_steps": 2}
     run(tmp_path, **lenient)
     path = tmp_path / "run" / "checkpoints" / "checkpoint-2" / "trajectories" / "trajectories.parquet"
     path.write_bytes(path.read_bytes()[:-9])
@@ -201,7 +201,7 @@ def finished(tmp_path_factory):
 def test_the_cache_of_an_earlier_run(finished, tmp_path):
     """It gives drafts from the first step on, and gives way to the new run's own text."""
     folder, earlier = finished
-    plain = run(tmp_path, name="plain", seed=7, rollout__acceptance="off", dataset__train_size=12)
+    plain = run(tmp_path, name="plain", seed=7, rollout__law="off", dataset__train_size=12)
     record = run(tmp_path, seed=7, rollout__cache__start_from=folder / "run" / "trajectories")
     assert [s.tokens for s in record.steps] == [s.tokens for s in plain.steps]
     same = run(tmp_path, name="same", rollout__cache__start_from=folder / "run" / "trajectories", rollout__replay=1)
@@ -235,11 +235,11 @@ def test_the_cache_of_another_tokenizer_is_refused(finished, tmp_path, refuse):
 def test_the_cache_of_another_model(finished, tmp_path, refuse):
     """Its texts are as good drafts as any, but the log-probs that the lenient rule compares are another law's."""
     other, source = build_policy(tmp_path / "other", seed=5), finished[0] / "run" / "trajectories"
-    plain = run(tmp_path, name="plain", model=other, rollout__acceptance="off", **SHORT)
+    plain = run(tmp_path, name="plain", model=other, rollout__law="off", **SHORT)
     exact = run(tmp_path, name="exact", model=other, rollout__cache__start_from=source, **SHORT)
     assert exact.steps[0].tokens == plain.steps[0].tokens
     text, code = refuse(
-        words(tmp_path, **SHORT, model=other, rollout__cache__start_from=source, rollout__acceptance="lenient")
+        words(tmp_path, **SHORT, model=other, rollout__cache__start_from=source, rollout__law="lenient")
     )
     assert code == RUN_ERROR
     assert "was written with other settings: model was" in text

@@ -33,7 +33,7 @@ def runs(tmp_path_factory):
 
 
 def pair(runs, **options) -> tuple[Recording, Recording]:
-    return runs(rollout__acceptance="off", **options), runs(rollout__acceptance="exact", **options)
+    return runs(rollout__law="off", **options), runs(rollout__law="exact", **options)
 
 
 # Speculation on and off ----------------------------------------------------------------------------------------------
@@ -77,7 +77,7 @@ def test_it_was_not_compared_vacuously(runs, replay):
 def test_replay_decides_which_keys_stay(runs):
     kept = {}
     for replay in (0, 0.5, 1):
-        steps = runs(rollout__acceptance="exact", rollout__replay=replay).steps
+        steps = runs(rollout__law="exact", rollout__replay=replay).steps
         keys = [
             {row: key for step in steps[e : e + PER_EPOCH] for row, key in zip(step.rows, step.keys, strict=True)}
             for e in (0, PER_EPOCH)
@@ -117,7 +117,7 @@ def test_variants_are_identical_too(runs, name):
 @slow
 def test_groups_without_variance_are_replaced(runs, tmp_path):
     options = VARIANTS["dynamic sampling"] | {"rollout__replay": 0.5}
-    whole = runs(rollout__acceptance="exact", trainer__epochs=2, **options)
+    whole = runs(rollout__law="exact", trainer__epochs=2, **options)
     logs = [json.loads(line) for line in (whole.folder / "metrics.jsonl").read_text().splitlines()]
     assert sum(log["refill/prompts"] for log in logs) > 5
     assert all(log["frac_reward_zero_std"] == log["refill/left_ratio"] < 1 for log in logs)
@@ -125,7 +125,7 @@ def test_groups_without_variance_are_replaced(runs, tmp_path):
         assert len(step.ids) == 16 + 4 * log["refill/prompts"], "what was rolled out is stored and charged"
         assert len(set(step.rows)) == len(step.rows)
         assert log["reward"] == pytest.approx(sum(step.rewards[:16]) / 16), "of the prompts that were sampled"
-    fresh = runs(rollout__acceptance="exact", trainer__epochs=2, **VARIANTS["dynamic sampling"])
+    fresh = runs(rollout__law="exact", trainer__epochs=2, **VARIANTS["dynamic sampling"])
     keys = [key for step in fresh.steps for key in step.keys]
     assert len(set(keys)) == len(keys), "prompts that were asked for in between are visited with fresh noise, too"
     first, second = interrupted(tmp_path, 4, trainer__epochs=2, **options)
@@ -136,7 +136,7 @@ def test_groups_without_variance_are_replaced(runs, tmp_path):
 def test_variants_are_not_the_same_run(runs):
     """The comparison sees what an option does to the losses."""
     one, four = (
-        runs(rollout__acceptance="exact", rollout__replay=0.5, trainer__epochs=2, **VARIANTS[name])
+        runs(rollout__law="exact", rollout__replay=0.5, trainer__epochs=2, **VARIANTS[name])
         for name in ("accumulation", "two updates")
     )
     assert {"losses", "weights"} <= set(differences(one, four))
@@ -154,8 +154,8 @@ def test_engine_log_probs_change_losses_by_rounding_only(runs):
 
 @slow
 def test_control_steps_change_nothing(runs):
-    silent = runs(rollout__acceptance="exact", rollout__replay=0.5)
-    measured = runs(rollout__acceptance="exact", rollout__replay=0.5, rollout__measure_every=2)
+    silent = runs(rollout__law="exact", rollout__replay=0.5)
+    measured = runs(rollout__law="exact", rollout__replay=0.5, rollout__measure_every=2)
     assert differences(silent, measured) == []
     assert [s.metrics.get("spec/control_mismatches") for s in measured.steps[1::2]] == [0] * 4
 
@@ -196,7 +196,7 @@ def interrupted(folder, at: int, *, then: dict | None = None, **options) -> tupl
 
 @pytest.mark.parametrize(("at", "replay"), [(4, 0.5), pytest.param(3, 0, marks=slow), pytest.param(6, 1, marks=slow)])
 def test_a_resumed_run_is_the_uninterrupted_run(runs, tmp_path, at, replay):
-    whole = runs(rollout__acceptance="exact", rollout__replay=replay)
+    whole = runs(rollout__law="exact", rollout__replay=replay)
     first, second = interrupted(tmp_path, at, rollout__replay=replay)
     assert (len(first.steps), len(second.steps)) == (at, 9 - at)
     assert differences(whole, first + second) == []
@@ -205,7 +205,7 @@ def test_a_resumed_run_is_the_uninterrupted_run(runs, tmp_path, at, replay):
 
 @slow
 def test_losing_the_cache_changes_no_token(runs, tmp_path):
-    whole = runs(rollout__acceptance="exact", rollout__replay=0.5)
+    whole = runs(rollout__law="exact", rollout__replay=0.5)
     first, second = interrupted(tmp_path, 4, rollout__replay=0.5, then={"rollout__cache__clear": "true"})
     assert differences(whole, first + second) == []
     assert all(s.metrics["spec/hit_rate"] == 0 for s in second.steps[:2])
@@ -215,15 +215,15 @@ def test_losing_the_cache_changes_no_token(runs, tmp_path):
 
 @slow
 def test_acceptance_and_epochs_may_change_on_resume(runs, tmp_path):
-    whole = runs(rollout__acceptance="exact", rollout__replay=0.5)
-    first = run(tmp_path, rollout__replay=0.5, trainer__epochs=1, trainer__save_every=3, rollout__acceptance="off")
+    whole = runs(rollout__law="exact", rollout__replay=0.5)
+    first = run(tmp_path, rollout__replay=0.5, trainer__epochs=1, trainer__save_every=3, rollout__law="off")
     second = run(tmp_path, rollout__replay=0.5, resume="auto", rollout__cache__clear="true")
     assert differences(whole, first + second) == []
 
 
 @slow
 def test_resume_with_a_chosen_share(runs, tmp_path, monkeypatch):
-    whole = runs(rollout__acceptance="exact", **AUTO)
+    whole = runs(rollout__law="exact", **AUTO)
     first, second = interrupted(tmp_path / "a", 7, then={"rollout__cache__clear": "true"}, **AUTO)
     assert differences(whole, first + second) == []
     assert shares(whole) == shares(first + second)
@@ -237,14 +237,14 @@ def test_resume_with_a_reference_policy(runs, tmp_path):
     """Its kept log-probs are lost with the process, and computed anew to the last bit."""
     options = {"rollout__replay": 0.5, "trainer__beta": 0.05}
     first, second = interrupted(tmp_path, 4, **options)
-    assert differences(runs(rollout__acceptance="exact", **options), first + second) == []
+    assert differences(runs(rollout__law="exact", **options), first + second) == []
 
 
 @slow
 def test_resume_between_rollouts_of_two_updates(runs, tmp_path):
     options = {"rollout__replay": 0.5, "trainer__updates_per_rollout": 2, "trainer__rows_per_pass": 8}
     first, second = interrupted(tmp_path, 8, **options)
-    assert differences(runs(rollout__acceptance="exact", **options), first + second) == []
+    assert differences(runs(rollout__law="exact", **options), first + second) == []
 
 
 # Negative controls: each fault must be seen ---------------------------------------------------------------------------
@@ -252,7 +252,7 @@ def test_resume_between_rollouts_of_two_updates(runs, tmp_path):
 
 @pytest.fixture
 def plain(runs):
-    return runs(rollout__acceptance="off", trainer__max_steps=5)
+    return runs(rollout__law="off", trainer__max_steps=5)
 
 
 def tokens_differ(plain: Recording, faulty: Recording) -> bool:
@@ -275,7 +275,7 @@ def test_control_noise_of_the_pass(tmp_path):
             logits, keys + next(passes), *args, **law
         )
 
-    off = run(tmp_path, sabotage, name="off", trainer__max_steps=5, rollout__acceptance="off")
+    off = run(tmp_path, sabotage, name="off", trainer__max_steps=5, rollout__law="off")
     assert tokens_differ(off, run(tmp_path, sabotage, name="exact", trainer__max_steps=5))
 
 

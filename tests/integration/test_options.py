@@ -16,7 +16,8 @@ from rollout.routers.judge import JudgeHead
 from rollout.routers.pair import fingerprint, write_card
 from specrl import config as cli
 from specrl import options
-from specrl.config import Config, known_configs
+from specrl.config import known_configs
+from specrl.schema import Config
 from tests.runs import ROOT, differences, drafter, policy, run
 
 SMALL = {  # two visits of two prompts, so that the second step drafts from the texts of the first
@@ -24,7 +25,7 @@ SMALL = {  # two visits of two prompts, so that the second step drafts from the 
     "dataset.test_size": 2,
     "rollout.group_size": 4,
     "rollout.max_new_tokens": 12,
-    "rollout.router.max_step_tokens": 4,
+    "rollout.routed.max_step_tokens": 4,
     "trainer.epochs": 2,
     "trainer.prompts_per_step": 2,
     "trainer.eval_prompts": 1,
@@ -38,8 +39,8 @@ CONFIGS = {  # what is not as packaged, besides SMALL
     "arbitrage_math": {
         "model": "{policy}",
         "rollout.drafter": "{drafter}",
-        "rollout.router.kind": "arbitrage",  # as its head says
-        "rollout.router.path": "{arbitrage lines}",
+        "rollout.law": "routed",  # as its head says
+        "rollout.routed.path": "{arbitrage lines}",
     },
     "dapo_math": {"trainer.overlong_buffer": 4},
     "grpo_gsm8k": HERE,  # no GPU, no downloads
@@ -48,8 +49,8 @@ CONFIGS = {  # what is not as packaged, besides SMALL
     "judge_math": {
         "model": "{policy}",
         "rollout.drafter": "{drafter}",
-        "rollout.router.kind": "judge",
-        "rollout.router.path": "{judge}",
+        "rollout.law": "judged",
+        "rollout.judged.path": "{judge}",
     },
     "ppo_gsm8k": HERE,
     "ppo_math": {},
@@ -60,16 +61,14 @@ CONFIGS = {  # what is not as packaged, besides SMALL
 
 GRPO, PPO = {"trainer.algorithm": "grpo"}, {"trainer.algorithm": "ppo"}
 GAE, KL = {**PPO, "trainer.advantage": "gae"}, {**PPO, "trainer.beta": 0.05}
-EXACT = {"rollout.acceptance": "exact", "rollout.router.kind": "off"}
-LENIENT = {"rollout.acceptance": "lenient", "rollout.router.kind": "off", "rollout.replay": 0, "rollout.drafter": ""}
+EXACT = {"rollout.law": "exact"}
+LENIENT = {"rollout.law": "lenient", "rollout.replay": 0, "rollout.drafter": ""}
 LENIENT |= {"rollout.budget.branches": 1, "trainer.old_logprobs": "auto", "rollout.top_p": 1, "rollout.temperature": 1}
-LOSSY = {
-    "rollout.acceptance": "off",
-    "trainer.old_logprobs": "auto",
-    "rollout.top_p": 1,
-    "rollout.drafter": "{drafter}",
-}
-JUDGED = {"rollout.router.kind": "judge", "rollout.router.path": "{judge}"}
+LOSSY = {"trainer.old_logprobs": "auto", "rollout.top_p": 1, "rollout.drafter": "{drafter}"}
+ROUTED = {**LOSSY, "rollout.law": "routed"}
+JUDGED = {**LOSSY, "rollout.law": "judged", "rollout.replay": 0}
+LEARNED = {"trainer.precision": "fp32", "lora.rank": 0}  # what was learned of this very policy
+JUDGE = {**JUDGED, **LEARNED, "rollout.judged.path": "{judge}"}
 TAUGHT = {**EXACT, "rollout.drafter": "{drafter}", "trainer.drafter.train": "true", "trainer.drafter.versions": 1}
 
 CHOICES = {
@@ -77,26 +76,26 @@ CHOICES = {
     "trust_remote_code": {"true": {}, "false": {}},
     "dataset.level": {"easy": {}, "medium": {}, "hard": {}, "mixed": {}},
     "rollout.engine": {"transformers": {}, "vllm": "tests/integration/test_vllm.py"},
-    "rollout.acceptance": {
+    "rollout.law": {
         "exact": EXACT,
         "lenient": LENIENT,
-        "judged": {**JUDGED, "rollout.replay": 0, "rollout.drafter": "", "trainer.old_logprobs": "auto"},
-        "off": {"rollout.router.kind": "off"},
+        "judged": {**JUDGE, "rollout.drafter": ""},
+        "routed": ROUTED,
+        "off": {},
     },
     "rollout.replay": {"auto": {**EXACT, "rollout.replay_gap": 0.5, "rollout.measure_every": 1}},
     "rollout.cache.clear": {"true": EXACT, "false": EXACT},
     "rollout.cache.on_write_error": {"warn": EXACT, "stop": EXACT},
-    "rollout.router.kind": {
-        "off": {},
-        "entropy": LOSSY,
-        "likelihood": LOSSY,
-        "rsd": {**LOSSY, "rollout.router.path": "{prm}"},
-        "arbitrage": {**LOSSY, "rollout.router.path": "{arbitrage}"},
-        "judge": {**LOSSY, "rollout.router.path": "{judge}"},
-        "kl": {**LOSSY, "rollout.router.path": ""},
+    "rollout.judged.by": {"judge": {**JUDGE, "rollout.sources": "[]"}, "kl": JUDGED},
+    "rollout.judged.uncorrected": {"true": {**JUDGE, "trainer.correction": "none"}, "false": {}},
+    "rollout.routed.by": {
+        "likelihood": ROUTED,
+        "entropy": ROUTED,
+        "rsd": {**ROUTED, "rollout.routed.path": "{prm}"},
+        "arbitrage": {**ROUTED, **LEARNED, "rollout.routed.path": "{arbitrage}"},
     },
-    "rollout.router.uncorrected": {
-        "true": {**LOSSY, "rollout.router.kind": "entropy", "trainer.correction": "none"},
+    "rollout.routed.uncorrected": {
+        "true": {**ROUTED, "rollout.routed.by": "entropy", "trainer.correction": "none"},
         "false": {},
     },
     "rollout.vllm.runner": dict.fromkeys(("auto", "v1", "v2"), "tests/rollout/test_vllm.py"),
@@ -140,8 +139,8 @@ FORMS = [
     {**EXACT, "rollout.sources": "[]", "rollout.drafter": "layers=1", **GRPO},
     {**EXACT, "rollout.drafter": "layers=1", **PPO},
     {**EXACT, "rollout.drafter": "layers=1", "lora.rank": 2},
-    {**LOSSY, "rollout.drafter": "layers=1", "rollout.router.kind": "entropy"},
-    {**LOSSY, "rollout.drafter": "layers=1", "rollout.router.kind": "kl"},
+    {**ROUTED, "rollout.drafter": "layers=1", "rollout.routed.by": "entropy"},
+    {**JUDGED, "rollout.drafter": "layers=1", "rollout.judged.by": "kl"},
     {**EXACT, "rollout.drafter": "layers=1", "rollout.budget.branches": 3},
     {**EXACT, "rollout.budget.window": 4},
 ]
@@ -155,7 +154,6 @@ NUMBERS = [
     {"rollout.measure_every": 0, **EXACT},
     {"rollout.measure_every": 1, **EXACT},
     {"rollout.tie_margin": 0},
-    {"rollout.router.refit_every": 1, "rollout.acceptance": "judged", **JUDGED, "rollout.replay": 0},
     {"trainer.beta": 0.1, **GRPO},
     {"trainer.kl_target": 0.1, **KL},
     {"trainer.entropy_bonus": 0.01, **PPO},

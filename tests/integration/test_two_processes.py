@@ -67,14 +67,14 @@ def launched(tmp_path_factory):
     folder = tmp_path_factory.mktemp("two")
     plan = [
         ("exact", {}),
-        ("off", {"name": "off", "rollout__acceptance": "off"}),
+        ("off", {"name": "off", "rollout__law": "off"}),
         ("own", {"name": "own"}),  # each process's engine holds a copy of the weights, as vLLM does
         ("first", {"name": "cut", "trainer__max_steps": 4}),  # ends in the middle of an epoch
         ("rest", {"name": "cut", "resume": "auto"}),
         ("dapo", DAPO | {"name": "dapo"}),
-        ("dapo off", DAPO | {"name": "dapo-off", "rollout__acceptance": "off"}),
+        ("dapo off", DAPO | {"name": "dapo-off", "rollout__law": "off"}),
         ("ppo", PPO | {"name": "ppo"}),
-        ("ppo off", PPO | {"name": "ppo-off", "rollout__acceptance": "off"}),
+        ("ppo off", PPO | {"name": "ppo-off", "rollout__law": "off"}),
         ("ppo first", PPO | {"name": "ppo-cut", "trainer__max_steps": 4}),
         ("ppo rest", PPO | {"name": "ppo-cut", "resume": "auto"}),
         ("ppo rloo", PPO | {"name": "ppo-rloo", "trainer__advantage": "rloo"}),

@@ -26,12 +26,12 @@ def logs(record) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory, model):
-    return vllm(tmp_path_factory.mktemp("plain"), model, rollout__acceptance="off")
+    return vllm(tmp_path_factory.mktemp("plain"), model, rollout__law="off")
 
 
 @pytest.mark.parametrize("replay", [0, 1])
 def test_speculation_changes_nothing(tmp_path, model, plain, replay):
-    base = plain if replay == 0 else vllm(tmp_path, model, name="off", rollout__acceptance="off", rollout__replay=1)
+    base = plain if replay == 0 else vllm(tmp_path, model, name="off", rollout__law="off", rollout__replay=1)
     exact = vllm(tmp_path, model, rollout__replay=replay, rollout__measure_every=3)
     assert differences(base, exact) == []
     later = [step for step in exact.steps if step.step >= 3]

@@ -9,14 +9,16 @@ import pytest
 import torch
 
 from rollout.checks import check
-from rollout.config import BudgetConfig, CacheConfig, RolloutConfig, RouterConfig, VLLMConfig
+from rollout.config import BudgetConfig, CacheConfig, JudgedConfig, RolloutConfig, VLLMConfig
 from rollout.engines import EngineSpec, build_engine
 from rollout.engines.base import Sampling, Speculation
 from rollout.engines.transformers import TransformersEngine
 from rollout.noise import derive_key
 from rollout.types import Request, RolloutError, Row
-from specrl import checks, options
-from specrl.config import Config, ConfigError, load
+from specrl import options
+from specrl.config import load
+from specrl.options import ConfigError
+from specrl.schema import Config
 
 NAN = math.nan
 
@@ -35,10 +37,10 @@ def refusal(act) -> str:
         (RolloutConfig(temperature=NAN), "rollout.temperature=nan must be at least 0. Try"),
         (RolloutConfig(temperature="1"), "rollout.temperature='1': expected a number."),
         (RolloutConfig(temperature=True), "rollout.temperature=True: expected a number."),
-        (RolloutConfig(acceptance="Exact"), "rollout.acceptance='Exact': expected exact or lenient or judged or off."),
-        (RolloutConfig(acceptance="Exact"), "Did you mean 'exact'?"),
-        (RolloutConfig(acceptance=None), "rollout.acceptance=None: expected exact"),
-        (RolloutConfig(engine="hf"), "rollout.engine='hf': expected transformers or vllm."),
+        (RolloutConfig(law="Exact"), "rollout.law='Exact': expected one of exact, off, lenient, judged, routed."),
+        (RolloutConfig(law="Exact"), "Did you mean 'exact'?"),
+        (RolloutConfig(law=None), "rollout.law=None: expected one of exact"),
+        (RolloutConfig(engine="hf"), "rollout.engine='hf': expected one of transformers, vllm."),
         (RolloutConfig(lenience=0), "rollout.lenience=0 accepts nothing. Try rollout.lenience=1"),
         (RolloutConfig(lenience=-1), "rollout.lenience=-1 must be at least 0."),
         (RolloutConfig(lenience=NAN), "rollout.lenience=nan must be at least 0."),
@@ -48,12 +50,15 @@ def refusal(act) -> str:
         (RolloutConfig(max_new_tokens=12.0), "rollout.max_new_tokens=12.0: expected a whole number."),
         (RolloutConfig(top_p=0), "rollout.top_p=0 keeps no token."),
         (RolloutConfig(top_k=-1), "rollout.top_k=-1 must be at least 0."),
-        (RolloutConfig(sources="prefix"), "rollout.sources='prefix' is no list of texts. Try rollout.sources=['pre"),
+        (RolloutConfig(sources="prefix"), "rollout.sources='prefix': expected a list. Try rollout.sources=[prefix]."),
         (RolloutConfig(sources=["sibling"]), "rollout.sources has 'sibling', which is none of prefix,"),
         (RolloutConfig(cache=CacheConfig(max_mb=0)), "rollout.cache.max_mb=0 must be at least 1."),
         (RolloutConfig(budget=BudgetConfig(branches=0)), "rollout.budget.branches=0 must be at least 1."),
         (RolloutConfig(budget=4), "rollout.budget is 4. Give a BudgetConfig."),
-        (RolloutConfig(router=RouterConfig(kind="Judge")), "rollout.router.kind='Judge': expected off"),
+        (
+            RolloutConfig(judged=JudgedConfig(by="Judge")),
+            "rollout.judged.by='Judge': expected one of judge, kl.",
+        ),
         (RolloutConfig(vllm=VLLMConfig(draft_tokens=128)), "rollout.vllm.draft_tokens=128 must be from 1 to 127."),
     ],
 )
@@ -65,7 +70,8 @@ def test_options_are_checked_as_on_the_command_line(tiny, config, said):
 
 def test_right_options_pass():
     check(RolloutConfig())
-    check(RolloutConfig(temperature=0, replay="auto", replay_gap=0.1, top_p=1, sources=(), lenience=math.e))
+    check(RolloutConfig(temperature=0, replay="auto", replay_gap=0.1, top_p=1, sources=()))
+    check(RolloutConfig(law="lenient", lenience=math.e))
     check(RolloutConfig(temperature=np.float32(0.5), top_k=np.int64(3)))
 
 
@@ -74,7 +80,7 @@ def test_the_two_edges_refuse_alike():
     for key, option in options.options(Config).items():
         if not key.startswith("rollout.") or not {int, float} & set(option.members):
             continue
-        low, high = checks.LIMITS.get(key, (0, math.inf))
+        low, high = option.limits
         for value in (low - 1, *([high + 1] if high < math.inf else [])):
             with pytest.raises(ConfigError) as caught:
                 load(["config=grpo_math", f"{key}={value}"])

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, Gemma2Config, T5Config, T5ForCond
 
 import rollout.engines.transformers as engine_module
 from rollout.budget import Budget
-from rollout.config import RolloutConfig, RouterConfig
+from rollout.config import JudgedConfig, RolloutConfig
 from rollout.cost import CostModel
 from rollout.engines import EngineSpec, build_engine, ragged
 from rollout.engines.base import Sampling, Speculation
@@ -699,7 +699,7 @@ def test_the_margin_of_ties_is_a_run_s_and_on_by_default(build_model, tmp_path):
     bounds = {"rows_per_batch": 7, "tokens_per_pass": 99, "tie_margin": 0.25}
     for config in (
         RolloutConfig(**bounds),
-        RolloutConfig(**bounds, router=RouterConfig(kind="kl"), drafter="layers=1"),
+        RolloutConfig(**bounds, law="judged", judged=JudgedConfig(by="kl"), drafter="layers=1"),
     ):
         engine = build_engine(EngineSpec(eos_ids=EOS_IDS, rollout=config, model=str(tmp_path)))
         assert {name: getattr(engine, name) for name in bounds} == bounds

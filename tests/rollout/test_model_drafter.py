@@ -162,7 +162,7 @@ def test_rejected_positions_are_where_the_model_was_wrong(policy, plain):
 
 
 def test_a_plain_request_is_decoded_without_the_model(policy, plain):
-    """The baseline of control steps and acceptance=off. One row in the batch that may draft is the control."""
+    """The baseline of control steps and law=off. One row in the batch that may draft is the control."""
     engine = TransformersEngine(policy, SAMPLING, window=5, drafter=copy.deepcopy(policy))
     own = [Script(c.tokens) for c in plain]
     done, stats = engine.generate([replace(r, plain=True) for r in requests(drafters=own)])
@@ -287,7 +287,7 @@ def test_a_model_that_does_not_run_packed_is_refused(policy):
 
 
 def test_the_lenient_rule_takes_no_draft_model(policy):
-    with pytest.raises(RolloutError, match=r"acceptance=exact"):
+    with pytest.raises(RolloutError, match=r"law=exact"):
         TransformersEngine(policy, SAMPLING, Speculation("lenient"), drafter=copy.deepcopy(policy))
 
 

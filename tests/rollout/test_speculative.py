@@ -60,9 +60,9 @@ def by_slot(rows, batch) -> dict:
     return {(r.example_id, s): c.tokens for r, s, c in zip(rows, batch.slots, batch.completions, strict=True)}
 
 
-@pytest.mark.parametrize(("acceptance", "plain"), [("exact", False), ("off", True)])
-def test_the_baseline_asks_for_no_drafts_at_all(acceptance, plain):
-    rollout = fake(RolloutConfig(max_new_tokens=8, acceptance=acceptance))
+@pytest.mark.parametrize(("law", "plain"), [("exact", False), ("off", True)])
+def test_the_baseline_asks_for_no_drafts_at_all(law, plain):
+    rollout = fake(RolloutConfig(max_new_tokens=8, law=law))
     batch = rollout.generate(rows_of("a", "b"), visit=0, step=0)
     assert [request.plain for request in rollout.engine.asked] == [plain] * 2
     rollout.plain(rows_of("a", "b"), batch.keys)
@@ -130,9 +130,7 @@ def test_replay_decides_which_keys_stay(replay):
         assert abs(sum(kept) / 200 - replay) <= 5 * (replay * (1 - replay) / 200) ** 0.5
 
 
-def test_lenient_never_replays_and_fresh_rows_never_use_training_keys():
-    lenient = fake(RolloutConfig(acceptance="lenient", replay=1.0))
-    assert lenient.generate(rows_of("a"), visit=3, step=3).keys == [derive_key(SEED, "a", 0, 3)]
+def test_fresh_rows_never_use_training_keys():
     rollout = fake(RolloutConfig(max_new_tokens=4, replay=0.5))
     rows = rows_of(*"abcd", group=8)
     training, control = set(), set()
@@ -200,7 +198,7 @@ def test_lenient_drafts_the_slots_own_text_with_its_logprobs_only():
     cache = cache_of()
     cache.put("a", 0, Trajectory((10, 11), 0, "length", 0, 0, None, (-1.0, -2.0)))
     cache.put("a", 1, Trajectory((20, 21), 0, "length", 0, 0))
-    rollout = fake(RolloutConfig(acceptance="lenient", max_new_tokens=8), cache)
+    rollout = fake(RolloutConfig(law="lenient", max_new_tokens=8), cache)
     rollout.generate(rows_of("a", "a", "a"), visit=1, step=1)
     first, no_logprobs, nothing = rollout.engine.asked
     assert first.drafter.propose([], 9) == [10, 11]
@@ -212,17 +210,16 @@ def test_lenient_drafts_the_slots_own_text_with_its_logprobs_only():
 def test_judged_drafts_from_all_texts_and_knows_the_law_of_the_slots_own():
     cache = cache_of()
     cache.put("a", 0, Trajectory((10, 11), 0, "length", 0, 0, None, (-1.0, -2.0)))
-    rollout = fake(RolloutConfig(acceptance="judged", max_new_tokens=8, replay=1.0), cache)
-    batch = rollout.generate(rows_of("a", "a"), visit=1, step=1)
+    rollout = fake(RolloutConfig(law="judged", max_new_tokens=8), cache)
+    rollout.generate(rows_of("a", "a"), visit=1, step=1)
     own, sibling = rollout.engine.asked
     assert own.drafter.propose([], 9) == sibling.drafter.propose([], 9) == [10, 11]
     assert (own.draft_logprobs, sibling.draft_logprobs) == ((-1.0, -2.0), None)
-    assert not any(batch.replayed), "verdicts on replayed noise would follow no law"
 
 
 def test_judged_stores_the_law_that_drew_each_token():
     cache = cache_of()
-    rollout = fake(RolloutConfig(acceptance="judged", max_new_tokens=4), cache)
+    rollout = fake(RolloutConfig(law="judged", max_new_tokens=4), cache)
     rows = rows_of("a")
     batch = rollout.generate(rows, visit=0, step=1)
     batch.completions[0].behaviour_logprobs = [-0.5, -3.0, -0.5, -0.5]
@@ -230,15 +227,39 @@ def test_judged_stores_the_law_that_drew_each_token():
     assert cache.get("a", 0).logprobs == (-0.5, -3.0, -0.5, -0.5)
 
 
-@pytest.mark.parametrize("acceptance", ["exact", "lenient", "off"])
-def test_what_is_stored(acceptance):
+@pytest.mark.parametrize(
+    ("config", "keeps", "replays"),
+    [
+        (RolloutConfig(), True, True),
+        (RolloutConfig(law="off"), False, True),
+        (RolloutConfig(law="lenient"), True, False),
+        (RolloutConfig(law="judged"), True, False),
+        (RolloutConfig(law="judged", sources=[]), False, True),
+        (RolloutConfig(law="routed"), False, True),
+    ],
+)
+def test_what_a_law_keeps_and_whether_its_noise_may_be_replayed(config, keeps, replays):
+    rollout, rows = fake(config, cache_of()), rows_of("a")
+    first = rollout.generate(rows, visit=0, step=0)
+    rollout.store(rows, first, step=0)
+    assert rollout.generate(rows, visit=1, step=1).ages == [1 if keeps else None]
+    config.replay = 1.0
+    if replays:
+        assert fake(config, cache_of()).generate(rows, visit=1, step=1).keys == first.keys
+    else:  # verdicts on replayed noise would follow no law
+        with pytest.raises(RolloutError, match=f"rollout.law={config.law}, which draws with fresh noise"):
+            fake(config, cache_of())
+
+
+@pytest.mark.parametrize("law", ["exact", "lenient", "off"])
+def test_what_is_stored(law):
     cache = cache_of()
-    rollout = fake(RolloutConfig(acceptance=acceptance, max_new_tokens=4), cache)
+    rollout = fake(RolloutConfig(law=law, max_new_tokens=4), cache)
     rows = rows_of("a", "b", group=2)
     batch = rollout.generate(rows, visit=0, step=5)
     before = batch.total_s
     rollout.store(rows, batch, step=5, rewards=[1.0, None, 0.0, 0.5])
-    if acceptance == "off":
+    if law == "off":
         assert rollout.cache is None
         assert len(cache) == 0
         return
@@ -247,7 +268,7 @@ def test_what_is_stored(acceptance):
         assert list(stored.tokens) == batch.completions[i].tokens
         assert (stored.key, stored.finish, stored.version, stored.step) == (batch.keys[i], "length", 3, 5)
         assert stored.reward == reward
-        assert stored.logprobs == ((-0.5,) * 4 if acceptance == "lenient" else None)
+        assert stored.logprobs == ((-0.5,) * 4 if law == "lenient" else None)
     assert batch.store_s > 0
     assert batch.total_s == pytest.approx(before + batch.store_s), "storing is charged"
 
@@ -342,7 +363,7 @@ def texts(visits) -> list[dict]:
 
 
 def off(visit, config, rows):
-    return replace(config, acceptance="off"), rows
+    return replace(config, law="off"), rows
 
 
 @pytest.mark.parametrize("replay", [0.0, 0.5, 1.0])
@@ -365,7 +386,7 @@ def test_off_equals_exact_while_the_weights_change(epochs, replay):
 def test_other_weights_or_a_biased_rule_are_seen_by_the_same_comparison(epochs):
     exact = roll(epochs, None)
     assert texts(roll([epochs[0]] * 4, None)) != texts(exact), "stale weights"
-    lenient = roll(epochs, None, config=config_of(acceptance="lenient", lenience=1.5))
+    lenient = roll(epochs, None, config=config_of(law="lenient", lenience=1.5))
     assert texts(lenient) != texts(exact), "SPEC-RL as published"
     assert texts(lenient)[0] == texts(exact)[0], "which only starts with the second visit"
 
@@ -436,7 +457,7 @@ def test_the_cap_may_shrink_and_grow(epochs):
 
     config = config_of(replay=1.0, window=200)
     visits = roll([epochs[0]] * 3, recapped, config=config)
-    plain = roll([epochs[0]] * 3, lambda v, c, r: (replace(recapped(v, c, r)[0], acceptance="off"), r), config=config)
+    plain = roll([epochs[0]] * 3, lambda v, c, r: (replace(recapped(v, c, r)[0], law="off"), r), config=config)
     assert texts(visits) == texts(plain)
     long, short, longer = texts(visits)
     for slot, tokens in longer.items():
@@ -458,7 +479,7 @@ def test_sampling_settings_may_change_between_visits(epochs):
 
     visits, plain = (
         roll(epochs, relaxed),
-        roll(epochs, lambda v, c, r: (replace(relaxed(v, c, r)[0], acceptance="off"), r)),
+        roll(epochs, lambda v, c, r: (replace(relaxed(v, c, r)[0], law="off"), r)),
     )
     assert texts(visits) == texts(plain)
     assert all(batch.stats.accepted > 0 for _, batch in visits[1:])
@@ -524,7 +545,7 @@ def test_a_rule_that_trusts_its_drafts_is_seen_by_the_same_comparison(epochs, mo
 
 
 def test_lenient_over_visits_uses_what_it_stored(epochs):
-    config = config_of(acceptance="lenient", lenience=1e9)
+    config = config_of(law="lenient", lenience=1e9)
     visits = roll(epochs, None, config=config)
     assert texts(visits) == [texts(visits)[0]] * 4, "at huge lenience the first text is reused for ever"
     for (_, before), (_, now) in pairwise(visits):

@@ -578,7 +578,7 @@ def lenient_requests(cases, texts, visit):
 @pytest.mark.parametrize(("lenience", "draft_tokens"), [(0.5, 8), (1.0, 8), (1.65, 40)])
 def test_lenient_decides_as_the_transformers_engine(updated, old_texts, lenience, draft_tokens):
     cases, texts = old_texts
-    engine, model = updated(acceptance="lenient", lenience=lenience, draft_tokens=draft_tokens)
+    engine, model = updated(law="lenient", lenience=lenience, draft_tokens=draft_tokens)
     new = moved(model, 1)
     engine.update_weights(new.state_dict().items(), 1, probe_of(new))
     reference = TransformersEngine(new, Sampling(EOS_IDS), Speculation("lenient", lenience))
@@ -597,7 +597,7 @@ def test_lenient_decides_as_the_transformers_engine(updated, old_texts, lenience
 
 def test_lenient_needs_stored_logprobs(engine_of):
     with pytest.raises(RolloutError, match="log-probs"):
-        engine_of(acceptance="lenient").generate(requests_of([([5], 9)], [Script([5] * 9)]))
+        engine_of(law="lenient").generate(requests_of([([5], 9)], [Script([5] * 9)]))
 
 
 # Errors ---------------------------------------------------------------------------------------------------------------

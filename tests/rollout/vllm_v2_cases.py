@@ -150,7 +150,7 @@ def test_after_an_update_it_is_the_new_policy(start, plain):
 
 
 def test_lenient_accepts_what_the_transformers_engine_accepts(start):
-    engine, model = start(acceptance="lenient", temperature=1.0)
+    engine, model = start(law="lenient", temperature=1.0)
     cases = [([3 + i, 9, 11], 12) for i in range(8)]
     texts, _ = TransformersEngine(model, Sampling(EOS_IDS)).generate(requests_of(cases))
     new = moved(model, 1)

@@ -10,7 +10,9 @@ from rollout.config import RolloutConfig
 from rollout.types import Completion, EngineStats, Row
 from specrl.bench import BenchConfig, command
 from specrl.bench_pair import Bench, options, prepare
-from specrl.config import Config, ConfigError, load
+from specrl.config import load
+from specrl.options import ConfigError
+from specrl.schema import Config
 from specrl.speedup import of_pairs
 
 
@@ -108,7 +110,7 @@ def test_without_a_config_it_benches_as_many_problems_as_the_rows_take():
     [
         (["rows=14"], "rows=14 takes 7 prompts of 2 responses, and data="),
         (["rows=3"], "rows=3 is no multiple of rollout.group_size=2. Try rows=4."),
-        (["rollout.acceptance=lenient"], "rollout.acceptance=lenient: the bench times the exact rule in one process."),
+        (["rollout.law=lenient"], "rollout.law=lenient: the bench times the exact rule in one process."),
         (["cluster.num_workers=2"], "Add cluster.num_workers=0."),
     ],
 )
@@ -121,6 +123,6 @@ def test_what_it_cannot_time_is_one_line(mine, words, message, capsys):
 
 def test_a_lossy_rule_is_refused_without_a_config_too():
     config = options()
-    config.rollout.acceptance = "judged"
-    with pytest.raises(ConfigError, match=r"rollout\.acceptance=judged"):
+    config.rollout.law = "judged"
+    with pytest.raises(ConfigError, match=r"rollout\.law=judged"):
         prepare(config)

@@ -6,7 +6,8 @@ import pytest
 import yaml
 
 from specrl.card import PLACE, card, settings
-from specrl.config import Config, load
+from specrl.config import load
+from specrl.schema import Config
 
 SUMMARY = {
     "rule": "exact, replay=0.5: the tokens plain decoding draws with the same keys",

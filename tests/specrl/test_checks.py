@@ -1,10 +1,13 @@
 """The rules between options, each met through the command line."""
 
+import math
+
 import pytest
 
-from specrl import checks, options
-from specrl.config import Config, ConfigError, load
-from trainers.config import TrainerConfig
+from rollout.checks import misfits, options
+from specrl.config import load
+from specrl.options import ConfigError
+from specrl.schema import Config
 
 
 def check(*words, **settings):
@@ -57,10 +60,10 @@ def broken(*words, **settings):
         ),
         (
             "rollout.lenience=1.6",
-            "rollout.lenience=1.6 has no effect with rollout.acceptance=exact. Try rollout.lenience=1",
+            "rollout.lenience=1.6 has no effect with rollout.law=exact. Try rollout.lenience=1",
         ),
         (
-            "rollout.lenience=0 rollout.acceptance=lenient",
+            "rollout.lenience=0 rollout.law=lenient",
             "rollout.lenience=0 accepts nothing. Try rollout.lenience=1,",
         ),
         (
@@ -73,26 +76,26 @@ def broken(*words, **settings):
             "Try rollout.measure_every=10.",
         ),
         (
-            "rollout.acceptance=lenient rollout.replay=auto",
-            "rollout.replay=auto cannot be combined with rollout.acceptance",
+            "rollout.law=lenient rollout.replay=auto",
+            "rollout.replay=auto cannot be combined with rollout.law",
         ),
         (
-            "rollout.acceptance=lenient rollout.replay=0.5",
-            "rollout.replay=0.5 cannot be combined with rollout.acceptance",
+            "rollout.law=lenient rollout.replay=0.5",
+            "rollout.replay=0.5 cannot be combined with rollout.law",
         ),
         (
-            "rollout.acceptance=lenient trainer.old_logprobs=trainer",
-            "trainer.old_logprobs=trainer with rollout.acceptance",
+            "rollout.law=lenient trainer.old_logprobs=trainer",
+            "trainer.old_logprobs=trainer with rollout.law",
         ),
         (
-            "rollout.acceptance=lenient rollout.top_p=0.9",
+            "rollout.law=lenient rollout.top_p=0.9",
             "rollout.top_p=0.9 with rollout.top_k=0 needs the trainer's own",
         ),
         (
             "trainer.old_logprobs=engine rollout.top_k=50",
             "rollout.top_p=1.0 with rollout.top_k=50 needs the trainer's own",
         ),
-        ("trainer.correction=token_mask", "trainer.correction=token_mask has no effect with rollout.acceptance=exact"),
+        ("trainer.correction=token_mask", "trainer.correction=token_mask has no effect with rollout.law=exact"),
         ("rollout.temperature=0", "rollout.temperature=0 gives all responses of a group the same text"),
         ("trainer.clip=0", "trainer.clip=0 lets no ratio pass. Try trainer.clip=0.2."),
         ("trainer.clip_high=0.1", "trainer.clip_high=0.1 is below trainer.clip=0.2. Try trainer.clip_high=0.2."),
@@ -160,29 +163,34 @@ def broken(*words, **settings):
             "rollout.engine=vllm rollout.vllm.runner=v2 rollout.top_k=5",
             "rollout.top_p=1.0 with rollout.top_k=5 cannot be verified exactly by rollout.vllm.runner=v2. Try",
         ),
-        ("rollout.acceptance=judged", "rollout.acceptance=judged with rollout.router.kind=off has no judge of stored"),
+        ("rollout.law=judged", "rollout.judged.by=judge needs rollout.judged.path, as specrl.train_router or"),
         (
-            "rollout.acceptance=judged rollout.router.kind=kl rollout.drafter=x",
-            "rollout.acceptance=judged with rollout.router.kind=kl has no judge of stored text.",
+            "rollout.law=judged rollout.judged.path=x rollout.sources=[]",
+            "rollout.judged.by=judge needs a model that writes. Set rollout.drafter, such as layers=2",
+        ),
+        ("rollout.law=judged rollout.judged.by=kl", "rollout.judged.by=kl needs a model that writes. Set"),
+        (
+            "rollout.law=judged rollout.judged.path=x rollout.replay=0.5",
+            "rollout.replay=0.5 cannot be combined with rollout.law=judged, which draws with fresh noise. Try",
         ),
         (
-            "rollout.acceptance=judged rollout.router.kind=judge rollout.router.path=x rollout.replay=0.5",
-            "rollout.replay=0.5 cannot be combined with rollout.acceptance=judged, which draws with fresh noise. Try",
+            "rollout.law=judged rollout.judged.path=x cluster.num_workers=1",
+            "rollout.law=judged works in the trainer's process with rollout.engine=transformers only. Try",
         ),
         (
-            "rollout.router.kind=judge rollout.router.path=x rollout.drafter=x",
-            "rollout.router.kind=judge writes text that rollout.acceptance=exact does not speak for",
+            "rollout.law=judged rollout.judged.path=x rollout.engine=vllm",
+            "rollout.law=judged works in the trainer's process with rollout.engine=transformers only. Try",
         ),
         (
-            "rollout.acceptance=judged rollout.router.kind=judge rollout.router.path=x cluster.num_workers=1",
-            "rollout.router.kind=judge works in the trainer's process with rollout.engine=transformers only. Try",
+            "rollout.law=judged rollout.judged.path=x trainer.correction=none",
+            "rollout.law=judged with trainer.correction=none would train on drafted text as if the policy had written",
         ),
         (
-            "rollout.acceptance=judged rollout.router.kind=judge rollout.router.path=x rollout.engine=vllm",
-            "rollout.router.kind=judge works in the trainer's process with rollout.engine=transformers only. Try",
+            "rollout.law=routed rollout.drafter=x rollout.routed.by=rsd rollout.routed.path=x "
+            "rollout.routed.threshold=2",
+            "rollout.routed.threshold=2.0 is no probability, as rollout.routed.by=rsd needs. Try 0.5.",
         ),
-        ("rollout.router.refit_every=4", "rollout.router.refit_every=4 has no effect with rollout.acceptance=exact"),
-        ("rollout.acceptance=lenient rollout.drafter=layers=2", "rollout.drafter=layers=2 cannot be combined with"),
+        ("rollout.law=lenient rollout.drafter=layers=2", "rollout.drafter=layers=2 cannot be combined with"),
         (
             "rollout.engine=vllm rollout.drafter=x",
             "rollout.drafter=x works with rollout.engine=transformers only. Leave",
@@ -192,8 +200,8 @@ def broken(*words, **settings):
             "rollout.budget.branches=4 has no effect with rollout.engine=vllm, which verifies one path only. Try",
         ),
         (
-            "rollout.acceptance=lenient rollout.budget.branches=2",
-            "rollout.budget.branches=2 has no effect with rollout.acceptance=lenient, which verifies one path only.",
+            "rollout.law=lenient rollout.budget.branches=2",
+            "rollout.budget.branches=2 has no effect with rollout.law=lenient, which verifies one path only.",
         ),
         ("rollout.budget.branches=0", "rollout.budget.branches=0 must be at least 1. Try rollout.budget.branches=1."),
         (
@@ -201,8 +209,12 @@ def broken(*words, **settings):
             "trainer.drafter.train=true has no draft model to train. Try rollout.drafter=DIR",
         ),
         (
-            "trainer.drafter.train=true rollout.drafter=x rollout.acceptance=off",
-            "trainer.drafter.train=true has no use with rollout.acceptance=off, which drafts nothing. Try",
+            "trainer.drafter.train=true rollout.drafter=x rollout.law=off",
+            "trainer.drafter.train=true learns from drafts that the exact rule verifies, not rollout.law=off. Try",
+        ),
+        (
+            "trainer.drafter.train=true rollout.drafter=x rollout.law=judged rollout.judged.path=x",
+            "trainer.drafter.train=true learns from drafts that the exact rule verifies, not rollout.law=judged. Try",
         ),
         (
             "trainer.drafter.train=true rollout.drafter=layers=2",
@@ -242,8 +254,12 @@ def test_rows_must_fill_whole_passes(prompts, per_pass, message):
     "words",
     [
         "trainer.prompts_per_step=30 trainer.rows_per_pass=16",
-        "rollout.acceptance=lenient rollout.lenience=1.6 trainer.correction=sequence_mask",
-        "rollout.acceptance=off trainer.correction=none",
+        "rollout.law=lenient rollout.lenience=1.6 trainer.correction=sequence_mask",
+        "rollout.law=off trainer.correction=none",
+        "rollout.law=judged rollout.judged.path=x",
+        "rollout.law=judged rollout.judged.path=x rollout.sources=[] rollout.drafter=x rollout.replay=0.5",
+        "rollout.law=judged rollout.judged.path=x rollout.judged.uncorrected=true trainer.correction=none",
+        "rollout.law=routed rollout.drafter=x rollout.replay=0.5",
         "rollout.top_p=0.9 rollout.top_k=20",
         "trainer.epochs=0 trainer.max_steps=3",
         "trainer.clip_high=0.28",
@@ -272,45 +288,41 @@ def test_all_broken_rules_are_told_at_once():
     assert len(str(caught.value).splitlines()) == 3
 
 
-def test_limits_are_about_numbers_that_exist():
-    known = options.options(Config)
-    assert {key for key in checks.LIMITS if not {int, float} & set(known[key].members)} == set()
+NUMBERS = {key: option for key, option in options(Config).items() if {int, float} & set(option.members)}
+ALL_ROWS = """
+rollout.group_size rollout.max_new_tokens rollout.rows_per_batch rollout.tokens_per_pass trainer.prompts_per_step
+trainer.updates_per_rollout trainer.minibatches trainer.keep_checkpoints reward.workers cluster.tasks_per_worker
+"""
 
 
-NUMBERS = [key for key, option in options.options(Config).items() if {int, float} & set(option.members)]
-SHARES = """
-rollout.replay rollout.top_p trainer.gamma trainer.gae_lambda trainer.clip reward.max_failure_ratio
-cluster.max_failed_ratio
-"""
-AT_LEAST_ONE = """
-rollout.group_size rollout.max_new_tokens rollout.rows_per_batch rollout.tokens_per_pass rollout.logits_mb
-rollout.cache.max_mb rollout.budget.branches rollout.router.max_step_tokens rollout.vllm.draft_tokens
-rollout.vllm.tensor_parallel trainer.prompts_per_step trainer.updates_per_rollout trainer.minibatches
-trainer.drafter.interval trainer.drafter.updates trainer.drafter.tokens_per_update trainer.drafter.versions
-trainer.correction_cap trainer.keep_checkpoints trainer.log_completions_every dataset.max_prompt_tokens reward.workers
-reward.start_timeout_s
-cluster.tasks_per_worker cluster.start_timeout_s cluster.task_timeout_s
-"""
-OTHERS = "seed rollout.vllm.memory_utilization cluster.cpus_per_worker cluster.object_store_mb"
+def test_the_default_of_every_option_fits():
+    assert misfits(Config()) == []
 
 
 @pytest.mark.parametrize("key", NUMBERS)
-def test_no_number_may_be_negative(key):
-    assert broken(f"{key}=-1").startswith(f"{key}=-1")
+def test_one_step_beyond_each_limit_is_refused_and_the_limit_is_what_to_try(key):
+    low, high = NUMBERS[key].limits
+    assert low >= 0, "no option means a negative number"
+    for beyond, limit in ((low - 1, low), (high + 1, high)):
+        if math.isfinite(beyond):
+            assert broken(f"{key}={beyond}").endswith(f"Try {key}={limit}.")
+            assert load_with(key, limit) == []
 
 
-@pytest.mark.parametrize("key", SHARES.split())
-def test_a_share_is_at_most_one(key):
-    assert broken(f"{key}=1.5") == f"{key}=1.5 must be from 0 to 1. Try {key}=1."
+def load_with(key, value):
+    """What is said of one option's value by itself."""
+    config = Config()
+    *path, name = key.split(".")
+    part = config
+    for step in path:
+        part = getattr(part, step)
+    setattr(part, name, value)
+    return misfits(config)
 
 
-@pytest.mark.parametrize("key", AT_LEAST_ONE.split())
-def test_what_must_be_there_is_at_least_one(key):
-    assert broken(f"{key}=0").endswith(f"Try {key}=1.")
-
-
-def test_every_documented_range_is_tried():
-    assert sorted(checks.LIMITS) == sorted(f"{SHARES} {AT_LEAST_ONE} {OTHERS}".split())
+@pytest.mark.parametrize("key", ALL_ROWS.split())
+def test_what_is_divided_by_or_waited_for_is_at_least_one(key):
+    assert broken(f"{key}=0") == f"{key}=0 must be at least 1. Try {key}=1."
 
 
 @pytest.mark.parametrize(
@@ -328,31 +340,26 @@ def test_other_ranges(word, near):
     assert broken(word).endswith(f"Try {near}.")
 
 
-PPO_ONLY = ("advantage", "minibatches", "kl_penalty", "kl_target", "entropy_bonus", "gamma", "gae_lambda", "critic")
-GRPO_ONLY = ("loss", "scale_rewards", "ratio", "refills")
-
-
-def changed(names):
-    """The trainer's options of these names and sections, each with a legal value that is not its default."""
-    known = options.options(TrainerConfig)
-    chosen = [option for key, option in known.items() if key.partition(".")[0] in names]
+def changed(only):
+    """Options that only this algorithm reads, each with a legal value that is not its default."""
+    chosen = [option for option in options(Config).values() if option.metadata.get("only") == only]
     words = [next((word for word in o.choices if word != o.default), 2 if int in o.members else 0.25) for o in chosen]
-    return [f"trainer.{option.key}={word}" for option, word in zip(chosen, words, strict=True)]
+    return [f"{option.key}={word}" for option, word in zip(chosen, words, strict=True)]
 
 
-@pytest.mark.parametrize("word", changed(PPO_ONLY))
+@pytest.mark.parametrize("word", changed("ppo"))
 def test_what_only_ppo_reads_is_refused_elsewhere(word):
     assert broken(word) == f"{word} has no effect with trainer.algorithm=grpo. Leave it out."
     assert "has no effect with trainer.algorithm=dapo." in broken(word, "trainer.algorithm=dapo")
 
 
-@pytest.mark.parametrize("word", changed(GRPO_ONLY))
+@pytest.mark.parametrize("word", changed("grpo"))
 def test_what_only_grpo_and_dapo_read_is_refused_by_ppo(word):
     check(word)
     check(word, "trainer.algorithm=dapo")
     assert broken(word, "trainer.algorithm=ppo") == f"{word} has no effect with trainer.algorithm=ppo. Leave it out."
 
 
-def test_the_options_of_one_algorithm_are_all_tried():
-    assert (checks.PPO_ONLY, checks.GRPO_ONLY) == (PPO_ONLY, GRPO_ONLY)
-    assert len(changed(PPO_ONLY)) == 11
+def test_what_one_algorithm_only_reads_is_marked_by_its_field_or_its_section():
+    assert {"trainer.gamma=0.25", "trainer.critic.clip=0.25"} <= {*changed("ppo")}
+    assert "trainer.loss=grpo" in changed("grpo")

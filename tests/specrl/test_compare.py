@@ -8,9 +8,11 @@ from rich.console import Console
 
 from specrl import report
 from specrl.compare import write_comparison
-from specrl.config import Config, ConfigError, save
 from specrl.config import run as run_command
+from specrl.config import save
+from specrl.options import ConfigError
 from specrl.report import ReportOptions
+from specrl.schema import Config
 
 # Two steps an epoch; steps 2, 3 and 4 are control steps, too few for a speedup.
 STEPS = [
@@ -39,7 +41,7 @@ def make_run(path, records, **options) -> str:
 @pytest.fixture
 def pair(tmp_path):
     one = make_run(tmp_path / "one", [*STEPS, *EVALS], replay=0.5)
-    return one, make_run(tmp_path / "two", PLAIN, acceptance="off")
+    return one, make_run(tmp_path / "two", PLAIN, law="off")
 
 
 def test_the_column_of_a_run_by_hand(pair):
@@ -85,7 +87,7 @@ def test_negative_control_control_rows_charged_to_the_run_would_be_seen(pair):
 
 def test_what_sets_the_runs_apart_is_listed(pair):
     notes = write_comparison(pair, plots=False).notes
-    assert notes == ["rollout.acceptance: exact, off", "rollout.replay: 0.5, 0.0"]
+    assert notes == ["rollout.law: exact, off", "rollout.replay: 0.5, 0.0"]
 
 
 def test_unfinished_mismatching_and_unknown_runs_are_said(tmp_path):

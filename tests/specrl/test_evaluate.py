@@ -9,10 +9,11 @@ import torch
 from reward.base import RewardSet
 from rollout.noise import derive_key
 from rollout.types import Completion, EngineStats
-from specrl.config import Config, run, save
+from specrl.config import run, save
 from specrl.data import Example
 from specrl.evaluate import EvaluateConfig, evaluate, main, pass_at_k
 from specrl.evaluate import command as command_line
+from specrl.schema import Config
 from specrl.tiny import build_tokenizer
 from tests.runs import words
 

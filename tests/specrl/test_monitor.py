@@ -8,8 +8,8 @@ import pytest
 import torch
 from rich.console import Console
 
-from specrl.config import ConfigError
 from specrl.monitor import Monitor, duration, eval_line, step_line
+from specrl.options import ConfigError
 from specrl.records import load_run, read_records
 
 FULL = {

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from specrl import config as cli
-from specrl import needs
+from specrl import preflight
 from specrl.config import USAGE_ERROR, known_configs
 from tests.runs import ROOT
 
@@ -32,16 +32,17 @@ def start(tmp_path, monkeypatch, capsys):
         ("config=arbitrage_math output_dir=elsewhere", f"rollout.drafter={DRAFT}"),
         ("config=judge_math", "python -m specrl.drafter out=outputs/weak ("),
         (
-            "config=arbitrage_math rollout.drafter=layers=3 rollout.router.kind=arbitrage",
-            "rollout.router.path=outputs/router does not exist, which rollout.router.kind=arbitrage asks. Make it "
+            "config=arbitrage_math rollout.drafter=layers=3 rollout.law=routed",
+            "rollout.routed.path=outputs/router does not exist, which rollout.routed.by=arbitrage asks. Make it "
             "first: python -m specrl.train_router config=arbitrage_math out=outputs/router (",
         ),
         (
-            "config=arbitrage_math rollout.drafter=layers=3 rollout.router.kind=rsd rollout.router.path=router/my/prm",
+            "config=arbitrage_math rollout.drafter=layers=3 rollout.law=routed rollout.routed.by=rsd "
+            "rollout.routed.path=router/my/prm",
             "python -m specrl.train_router config=arbitrage_math out=router/my (",
         ),
         (
-            "config=judge_math rollout.drafter=layers=3 rollout.router.kind=judge",
+            "config=judge_math rollout.drafter=layers=3 rollout.law=judged",
             "python -m specrl.train_judge config=judge_math out=outputs/judge (",
         ),
         ("config=grpo_math rollout.drafter=./draft", "rollout.drafter=./draft does not exist."),
@@ -60,7 +61,7 @@ def test_the_command_that_makes_it_is_named(start, words, said):
 @pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "configs").glob("*.yaml")))
 def test_a_packaged_config_starts_or_names_its_command(start, monkeypatch, name):
     """Those that need a model of another command name it; the others need nothing but packages."""
-    monkeypatch.setattr(needs, "find_spec", lambda package: package)
+    monkeypatch.setattr(preflight, "find_spec", lambda package: package)
     code, error = start(f"config={name}")
     wanted = {"arbitrage_math": "specrl.drafter", "judge_math": "specrl.drafter"}.get(name, "")
     assert name in known_configs()
@@ -81,16 +82,17 @@ def test_a_packaged_config_starts_or_names_its_command(start, monkeypatch, name)
     ],
 )
 def test_a_missing_package_is_named(start, monkeypatch, words, package, said):
-    monkeypatch.setattr(needs, "find_spec", lambda name: None if name == package else name)
+    monkeypatch.setattr(preflight, "find_spec", lambda name: None if name == package else name)
     assert start(*words.split()) == (USAGE_ERROR, f"error: {said}\n")
-    monkeypatch.setattr(needs, "find_spec", lambda name: name)
+    monkeypatch.setattr(preflight, "find_spec", lambda name: name)
     assert start(*words.split()) == (0, ""), "the control: it is there"
 
 
 def test_what_is_there_is_not_asked_for(start, tmp_path):
     for folder in ("outputs/draft", "outputs/router"):
         (tmp_path / folder).mkdir(parents=True)
-    assert start("config=arbitrage_math", "rollout.router.kind=arbitrage") == (0, "")
+        (tmp_path / folder / "config.json").write_text("{}")
+    assert start("config=arbitrage_math", "rollout.law=routed") == (0, "")
     assert start("config=grpo_math", "rollout.drafter=Qwen/Qwen3-0.6B") == (0, ""), "the name of a model on a hub"
 
 

@@ -5,7 +5,8 @@ import shutil
 import pytest
 import torch
 
-from specrl.config import ConfigError, load
+from specrl.config import load
+from specrl.options import ConfigError
 from specrl.policy import (
     check_targets,
     device,

@@ -12,6 +12,7 @@ from specrl import config as cli
 from specrl import preflight
 from specrl.evaluate import EvaluateConfig
 from specrl.generate import GenerateConfig
+from specrl.schema import Config
 from specrl.train_judge import TrainJudgeConfig
 from specrl.train_router import TrainRouterConfig
 from tests.runs import policy, words
@@ -68,8 +69,8 @@ CASES = {
     ),
     "cache": ({"rollout__cache__start_from": "{d}/no"}, "the trajectory cache {d}/no does not exist. Check rollout."),
     "judge": (
-        {"rollout__acceptance": "judged", "rollout__router__kind": "judge", "rollout__router__path": "{d}/no"},
-        "rollout.router.path={d}/no does not exist, which rollout.router.kind=judge asks. Make it first: python -m ",
+        {"rollout__law": "judged", "rollout__judged__path": "{d}/no"},
+        "rollout.judged.path={d}/no does not exist, which rollout.judged.by=judge asks. Make it first: python -m ",
     ),
     "no draft model": ({"rollout__drafter": "{d}"}, "rollout.drafter={d} cannot be loaded: the directory has no conf"),
 }
@@ -168,12 +169,12 @@ def test_a_dry_run_downloads_nothing_and_says_so(folder):
         (TrainRouterConfig, {}, ["train"]),
         (TrainJudgeConfig, {}, ["train", "test"]),
         (TrainJudgeConfig, {"cache": "x"}, ["train"]),
-        (cli.Config, {}, ["train"]),
-        (cli.Config, {"trainer__eval_prompts": 4}, ["train", "test"]),
+        (Config, {}, ["train"]),
+        (Config, {"trainer__eval_prompts": 4}, ["train", "test"]),
     ],
 )
 def test_only_what_a_command_reads_is_looked_at(schema, options, splits, folder):
-    text = cli.load([*words(folder, **options), "dry_run=true"], schema, training=schema is cli.Config)
+    text = cli.load([*words(folder, **options), "dry_run=true"], schema, training=schema is Config)
     assert [line.split()[-1] for line in text.splitlines() if " in split " in line] == [f"{name}." for name in splits]
 
 

@@ -34,10 +34,10 @@ def words(folder, draft, *more):
     """A small routed command; every mark of the random texts ends a step."""
     given = runs.words(
         folder,
-        rollout__acceptance="off",
+        rollout__law="off",
         rollout__drafter=draft,
-        rollout__router__separators=r"[' ', ',', '=', ':', '\n']",
-        rollout__router__max_step_tokens=20,
+        rollout__routed__separators=r"[' ', ',', '=', ':', '\n']",
+        rollout__routed__max_step_tokens=20,
     )
     found = [*[word for word in given if not word.startswith("trainer.")], *more]
     return list({word.partition("=")[0]: word for word in found}.values())  # later words win
@@ -194,9 +194,9 @@ def run_evaluate(folder, draft, capsys, *more):
 @pytest.mark.parametrize("kind", ["entropy", "likelihood", "rsd", "arbitrage"])
 def test_evaluation_with_a_router_reports_its_cost(kind, trained, draft, tmp_path, capsys):
     path = {"rsd": trained / "prm", "arbitrage": trained}.get(kind, "")
-    given = [f"rollout.router.kind={kind}", f"rollout.router.path={path}"]
+    given = ["rollout.law=routed", f"rollout.routed.by={kind}", f"rollout.routed.path={path}"]
     code, all_policy = run_evaluate(
-        tmp_path, draft, capsys, *given, f"rollout.router.threshold={1 if kind == 'rsd' else 0}"
+        tmp_path, draft, capsys, *given, f"rollout.routed.threshold={1 if kind == 'rsd' else 0}"
     )
     assert code == 0
     assert all_policy["eval/policy_tokens_ratio"] == 1.0
@@ -206,14 +206,14 @@ def test_evaluation_with_a_router_reports_its_cost(kind, trained, draft, tmp_pat
         "with every step escalated: the policy's own"
     )
     most = {"entropy": 9, "likelihood": 99, "rsd": 0, "arbitrage": 1}[kind]
-    code, some = run_evaluate(tmp_path, draft, capsys, *given, f"rollout.router.threshold={most}")
+    code, some = run_evaluate(tmp_path, draft, capsys, *given, f"rollout.routed.threshold={most}")
     assert code == 0
     assert some["eval/policy_tokens_ratio"] < 1
 
 
 def test_a_router_of_another_pair_is_refused(trained, tmp_path, capsys):
     other = runs.build_policy(tmp_path / "other", seed=2)
-    given = ["rollout.router.kind=arbitrage", f"rollout.router.path={trained}"]
+    given = ["rollout.law=routed", "rollout.routed.by=arbitrage", f"rollout.routed.path={trained}"]
     code, err = run_evaluate(tmp_path, other, capsys, *given)
     assert code == 3
     assert "was trained for another draft" in err
@@ -221,7 +221,7 @@ def test_a_router_of_another_pair_is_refused(trained, tmp_path, capsys):
 
 
 def test_generate_prints_responses(trained, draft, tmp_path, capsys):
-    given = ["rollout.router.kind=arbitrage", f"rollout.router.path={trained}"]
+    given = ["rollout.law=routed", "rollout.routed.by=arbitrage", f"rollout.routed.path={trained}"]
     assert cli.run(generate, words(tmp_path, draft, *given, "prompts=2"), GenerateConfig, training=False) == 0
     assert capsys.readouterr().out.count("How many") == 2
     assert cli.run(generate, words(tmp_path, draft, "prompt=Tom has 3 apples."), GenerateConfig, training=False) == 0
@@ -243,21 +243,20 @@ def test_a_senseless_training_is_one_line(more, message, draft, tmp_path, capsys
     assert err.count("\n") == 1
 
 
-ROUTED = "rollout.router.kind=entropy rollout.acceptance=off rollout.drafter=layers=1"
+ROUTED = "rollout.law=routed rollout.routed.by=entropy rollout.drafter=layers=1"
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ("trainer.correction=none", "would train on the draft's text as if the policy had written it"),
+        ("trainer.correction=none", "would train on drafted text as if the policy had written it"),
         ("trainer.old_logprobs=trainer", "would hide that accepted tokens are off-policy"),
-        ("rollout.acceptance=exact", "Try rollout.acceptance=off."),
         ("rollout.drafter=", "needs a model that writes"),
-        ("rollout.router.kind=arbitrage", "needs rollout.router.path"),
-        ("rollout.router.separators=[]", "must name at least one text"),
+        ("rollout.routed.by=arbitrage", "needs rollout.routed.path"),
+        ("rollout.routed.separators=[]", "must name at least one text"),
         ("cluster.num_workers=2", "in the trainer's process"),
         ("rollout.top_p=0.9", "needs the trainer's own log-probs"),
-        ("rollout.router.max_step_tokens=0", "must be at least 1"),
+        ("rollout.routed.max_step_tokens=0", "must be at least 1"),
     ],
 )
 def test_routing_that_would_mislead_is_refused(change, message):
@@ -265,35 +264,39 @@ def test_routing_that_would_mislead_is_refused(change, message):
     given = [word for word in ROUTED.split() if word.partition("=")[0] != key]
     with pytest.raises(cli.ConfigError, match=message):
         cli.load(["config=grpo_math", *given, change])
-    assert cli.load(["config=grpo_math", *ROUTED.split()]).rollout.router.kind == "entropy"
+    assert cli.load(["config=grpo_math", *ROUTED.split()]).rollout.routed.by == "entropy"
 
 
 def test_uncorrected_training_takes_an_explicit_word():
-    given = ["config=grpo_math", *ROUTED.split(), "trainer.correction=none", "rollout.router.uncorrected=true"]
+    given = ["config=grpo_math", *ROUTED.split(), "trainer.correction=none", "rollout.routed.uncorrected=true"]
     assert cli.load(given).trainer.correction == "none"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "threshold", "correction"),
-    [("likelihood", 4.0, "token_truncate"), ("entropy", 1.5, "none"), ("kl", 9.0, "sequence_truncate")],
+    ("law", "by", "threshold", "correction"),
+    [
+        ("routed", "likelihood", 4.0, "token_truncate"),
+        ("routed", "entropy", 1.5, "none"),
+        ("judged", "kl", 9.0, "sequence_truncate"),
+    ],
 )
-def test_grpo_trains_on_text_that_the_draft_wrote(kind, threshold, correction, draft, tmp_path):
+def test_grpo_trains_on_text_that_the_draft_wrote(law, by, threshold, correction, draft, tmp_path):
+    options = {"by": by, "threshold": threshold, "uncorrected": "true"}
     record = runs.run(
         tmp_path,
-        rollout__acceptance="off",
+        rollout__law=law,
+        rollout__sources="[]",
         rollout__drafter=draft,
-        rollout__router__kind=kind,
-        rollout__router__threshold=threshold,
-        rollout__router__separators="[' ', ',', '=', ':']",
-        rollout__router__uncorrected="true",
+        **{f"rollout__{law}__{key}": value for key, value in options.items()},
+        rollout__routed__separators="[' ', ',', '=', ':']",
         trainer__correction=correction,
         trainer__epochs=1,
     )
     first = record.steps[0].metrics
     assert 0 < record.steps[0].reuse < 1
     assert first["spec/behaviour_kl"] > 0
-    assert ("spec/escalated_ratio" in first) == (kind != "kl")
+    assert ("spec/escalated_ratio" in first) == (law == "routed")
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     ratio = lines[-1]["sampling/importance_sampling_ratio/mean"]
     assert (ratio == 1.0) == (correction == "none")

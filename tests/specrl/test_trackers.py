@@ -5,7 +5,8 @@ import sys
 
 import pytest
 
-from specrl.config import ConfigError, load
+from specrl.config import load
+from specrl.options import ConfigError
 from tests.runs import run, words
 
 WRITER = """

@@ -223,7 +223,7 @@ def test_a_resume_uses_no_text_of_later_steps(tmp_path):
 def test_off_for_a_while_and_back_goes_on_with_an_empty_cache(tmp_path):
     whole = run(tmp_path, name="whole", trainer__max_steps=6)
     run(tmp_path, trainer__max_steps=2)
-    run(tmp_path, trainer__max_steps=4, rollout__acceptance="off", resume="auto")
+    run(tmp_path, trainer__max_steps=4, rollout__law="off", resume="auto")
     rest = run(tmp_path, trainer__max_steps=6, resume="auto")
     assert [step.tokens for step in rest.steps] == [step.tokens for step in whole.steps[4:]]
     assert rest.steps[0].metrics["spec/hit_rate"] == 0

@@ -126,7 +126,7 @@ def test_an_engine_that_does_not_follow_the_policy_is_refused():
 
 
 def test_importance_with_every_response_masked():
-    masked = collector(rollout=RolloutConfig(acceptance="lenient"))
+    masked = collector(rollout=RolloutConfig(law="lenient"))
     masked.last = Scored([{}], [Row("e", (5,))], RolloutBatch([GOOD], [0], [0], [None], [False]), [None])
     weights = masked.importance(torch.tensor([[-0.5, -0.5]]), torch.zeros(1, 2), own=None)
     assert weights.tolist() == [[1.0, 1.0]]

@@ -152,7 +152,7 @@ def test_the_order_depends_on_seed_and_epoch_only():
         ({}, False),
         ({"trainer__old_logprobs": "trainer"}, False),
         ({"trainer__old_logprobs": "engine"}, True),
-        ({"rollout__acceptance": "lenient"}, True),
+        ({"rollout__law": "lenient"}, True),
     ],
 )
 def test_old_log_probs_come_from_the_engine_only_when_asked(tmp_path, options, given):
@@ -187,7 +187,7 @@ TWICE = {"trainer__updates_per_rollout": 2, "trainer__max_steps": 2}
         (TWICE, [("update", 16)] * 2),
         ({**TWICE, "trainer__rows_per_pass": 8}, [("update", 8)] * 4),
         ({**TWICE, "trainer__old_logprobs": "engine"}, [("update", 16)] * 2),
-        ({**TWICE, "rollout__acceptance": "lenient"}, [("update", 16)] * 2),
+        ({**TWICE, "rollout__law": "lenient"}, [("update", 16)] * 2),
         ({**TWICE, "trainer__beta": 0.1}, [("extra", 1)] * 16 + [("update", 16)] * 2),
     ],
 )
@@ -349,7 +349,7 @@ def test_wrong_log_probs_are_seen(tmp_path):
 
 def test_lenient_weights_are_folded_into_the_advantages(tmp_path):
     outputs = []
-    options = {"rollout__acceptance": "lenient", "rollout__lenience": 2.0, "trainer__correction_cap": 1.5}
+    options = {"rollout__law": "lenient", "rollout__lenience": 2.0, "trainer__correction_cap": 1.5}
     record = run(tmp_path, tap(outputs), trainer__epochs=2, trainer__learning_rate=1e-2, **options)
     assert all(out["advantages"].shape == out["completion_ids"].shape for out in outputs)
     names = [f"sampling/importance_sampling_ratio/{kind}" for kind in ("min", "mean", "max")]
@@ -366,7 +366,7 @@ def test_lenient_weights_are_folded_into_the_advantages(tmp_path):
 @pytest.mark.slow
 def test_lenient_without_correction_trains_as_published(tmp_path):
     outputs = []
-    run(tmp_path, tap(outputs), trainer__epochs=2, rollout__acceptance="lenient", trainer__correction="none")
+    run(tmp_path, tap(outputs), trainer__epochs=2, rollout__law="lenient", trainer__correction="none")
     assert all((out["advantages"] == out["advantages"][:, :1]).all() for out in outputs)
 
 

@@ -20,7 +20,7 @@ from transformers import ProcessorMixin
 
 import trainers.grpo  # noqa: F401 (silences TRL's remarks at import)
 from rollout.cache import Fingerprint, TrajectoryCache
-from rollout.config import CacheConfig, RolloutConfig, RouterConfig
+from rollout.config import CacheConfig, RolloutConfig
 from rollout.engines.base import Sampling
 from rollout.engines.transformers import TransformersEngine
 from rollout.speculative import SpeculativeRollout
@@ -158,7 +158,7 @@ def idle(tmp_path_factory):
 
 
 def test_reuse_changes_nothing_but_time(whole, tmp_path):
-    plain = train(tmp_path, RolloutConfig(acceptance="off"), **SCRIPT)
+    plain = train(tmp_path, RolloutConfig(law="off"), **SCRIPT)
     assert [call.tokens for call in whole.calls] == [call.tokens for call in plain.calls]
     assert whole.logged("loss") == plain.logged("loss")
     assert len(plain.logged("loss")) == 12
@@ -464,10 +464,9 @@ def test_each_trainer_has_its_own(idle, whole):
 
 
 def test_what_it_cannot_do_is_said():
-    routed = RolloutConfig(acceptance="off", router=RouterConfig(kind="kl"))
-    lossy = [RolloutConfig(acceptance=acceptance) for acceptance in ("lenient", "judged")]
+    lossy = [RolloutConfig(law=law) for law in ("lenient", "judged", "routed")]
     measured = RolloutConfig(replay="auto")
     started = RolloutConfig(cache=CacheConfig(start_from="elsewhere"))
-    for config in (RolloutConfig(engine="vllm"), routed, *lossy, measured, started):
+    for config in (RolloutConfig(engine="vllm"), *lossy, measured, started):
         with pytest.raises(RolloutError, match=r"python -m specrl\.train"):
             ReuseRollouts(config)

@@ -65,7 +65,7 @@ VARIANTS = {
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=() if name == "head" else slow) for name in VARIANTS])
 def test_the_exact_run_is_the_plain_run(runs, name):
-    exact, off = (runs(rollout__acceptance=rule, **VARIANTS[name]) for rule in ("exact", "off"))
+    exact, off = (runs(rollout__law=rule, **VARIANTS[name]) for rule in ("exact", "off"))
     assert differences(exact, off) == []
     assert len(exact.steps) == 2 * PER_EPOCH
     assert len(exact.losses) == 2 * PER_EPOCH * {"passes": 8}.get(name, 2)
@@ -89,15 +89,15 @@ def test_control_noise_of_the_pass(runs, tmp_path):
             logits, keys + next(passes), *args, **law
         )
 
-    exact, off = (ppo(tmp_path, sabotage, name=rule, rollout__acceptance=rule) for rule in ("exact", "off"))
+    exact, off = (ppo(tmp_path, sabotage, name=rule, rollout__law=rule) for rule in ("exact", "off"))
     assert any("tokens" in difference for difference in differences(exact, off))
 
 
 @slow
 def test_variants_are_not_the_same_run(runs):
-    plain = runs(rollout__acceptance="exact")
+    plain = runs(rollout__law="exact")
     for name in ("separate critic", "rloo", "reinforce++", "kl", "passes"):
-        assert "weights" in differences(plain, runs(rollout__acceptance="exact", **VARIANTS[name])), name
+        assert "weights" in differences(plain, runs(rollout__law="exact", **VARIANTS[name])), name
 
 
 def test_control_steps_and_log_probs(tmp_path):

@@ -100,7 +100,7 @@ def test_lenient_weights_are_folded_into_the_advantages(tmp_path):
 
         trainer.training_step = listened
 
-    options = {"rollout__acceptance": "lenient", "rollout__lenience": 2.0, "trainer__correction_cap": 1.5}
+    options = {"rollout__law": "lenient", "rollout__lenience": 2.0, "trainer__correction_cap": 1.5}
     options |= {"trainer__advantage": "rloo", "trainer__epochs": 2, "trainer__learning_rate": 1e-2}
     record = run(tmp_path, prepare, config="ppo_math", **options)
     log = record.trainer.state.log_history

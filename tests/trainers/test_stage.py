@@ -73,8 +73,8 @@ def finish(stage, batch=None, rewards=(1.0, 0.0, 1.0, 0.0), step=2):
         ({"measure_every": 3}, [2, 5, 8]),
         ({"measure_every": 1}, list(range(9))),
         ({"measure_every": 0}, []),
-        ({"measure_every": 3, "acceptance": "lenient"}, []),  # lenient text is not plain decoding's, by design
-        ({"measure_every": 3, "acceptance": "off"}, []),
+        ({"measure_every": 3, "law": "lenient"}, []),  # lenient text is not plain decoding's, by design
+        ({"measure_every": 3, "law": "off"}, []),
     ],
 )
 def test_control_steps_run_when_they_are_due(config, due):
@@ -85,9 +85,9 @@ def test_control_steps_run_when_they_are_due(config, due):
     assert all(c == ("plain", ["a", "a", "b", "b"], [70, 71, 72, 73]) for c in rollout.calls), "the same rows and keys"
 
 
-@pytest.mark.parametrize("acceptance", ["exact", "lenient", "off"])
-def test_a_step_is_known_as_one_that_measures(acceptance):
-    stage, _ = stage_of(measure_every=3, acceptance=acceptance)
+@pytest.mark.parametrize("law", ["exact", "lenient", "off"])
+def test_a_step_is_known_as_one_that_measures(law):
+    stage, _ = stage_of(measure_every=3, law=law)
     assert not stage.measured
     assert [finish(stage, step=step) and stage.measured for step in range(7)] == [i % 3 == 2 for i in range(7)]
 
@@ -169,13 +169,13 @@ def test_reuse_gap_by_hand_leaves_failed_rewards_out():
 def test_control_rows_decide_the_share_of_the_next_visit_in_every_process():
     """With auto; under plain decoding too, which must come to the same keys."""
     elsewhere = [(2, 0.5), (1, 0.0)]
-    for acceptance in ("exact", "off"):
+    for law in ("exact", "off"):
         stage, rollout = stage_of(
             lambda rows, texts: [0.25, 0.0, 0.5],
             fresh_texts=[[1], [2], [3]],
             replay="auto",
             replay_gap=0.1,
-            acceptance=acceptance,
+            law=law,
         )
         stage._exchange = lambda clusters: [*clusters, *elsewhere]
         rollout.replay = ReplayControl("auto", 0.1)
