@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM
 
 from rollout.engines.base import Sampling
 from rollout.engines.transformers import TransformersEngine
-from rollout.noise import derive_key
+from rollout.keys import derive_key
 from rollout.types import Completion, EngineStats, Request
 from specrl.bench_pair import perturbed
 from specrl.drafter import shortened
@@ -42,8 +42,7 @@ SHARED = {"learning_rate": 3e-4, "patience": 0}
 VARIANTS = {
     "tvd": {"objective": "tvd"},
     "forward KL": {"objective": "forward_kl"},
-    "tvd, rejected drafts": {"objective": "tvd", "select": "errors"},
-    "tvd, AdaSPEC": {"objective": "tvd", "select": "adaspec_ema"},
+    "tvd, AdaSPEC": {"objective": "tvd", "select": "adaspec"},
 }
 Done = tuple[list[Completion], EngineStats, float]
 """Completions, stats and seconds of a rollout."""
@@ -114,7 +113,7 @@ def follow(policy: MovingPolicy, drafter, batches: Sequence[Sequence[Request]], 
             raise SystemExit("the two drafters gave different texts; the comparison means nothing")
         texts = [(request.prompt, c.tokens) for request, c in zip(batch, done, strict=True)]
         began = time.process_time()
-        trainer.observe(texts, [c.rejected for c in done], version, stats)
+        trainer.observe(texts, version, stats)
         metrics = trainer.step()
         cost_s = time.process_time() - began
         line = {

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -55,10 +55,10 @@ class JudgesConfig:
 
 
 def main(options: JudgesConfig) -> int:
-    from reward.base import RewardSet
     from reward.config import RewardConfig
+    from reward.loading import load_rewards
 
-    work, rewards = Path(options.work), RewardSet.from_config(RewardConfig())
+    work, rewards = Path(options.work), load_rewards(RewardConfig())
     try:
         result = {"free wording": judged(work, rewards)}
         if options.to:
@@ -141,53 +141,48 @@ def prepare(work: Path) -> Path:
 
 def policy(model: str, level: str, temperature: float, **sizes):
     """A policy on a task, as train_judge sees it."""
-    from rollout.engines.base import Sampling
-    from specrl.judging import Policy
-    from specrl.policy import load_policy
+    from specrl.pair import load_pair
 
     words = ["config=grpo_math", f"model={model}", f"dataset.level={level}", f"rollout.temperature={temperature}"]
-    config = cli.load([*words, *(f"{key.replace('__', '.')}={value}" for key, value in sizes.items())], training=False)
-    loaded, tokenizer, eos_ids = load_policy(config)
-    return Policy(loaded.eval(), tokenizer, Sampling(eos_ids, temperature), config)
+    words += [f"{key.replace('__', '.')}={value}" for key, value in sizes.items()]
+    return load_pair(cli.load(words, training=False))
 
 
 def texts_of(old, examples: Sequence, count: int, first: int = 0) -> list:
     """`count` texts of a policy for each example, as a cache would hold them; `first` numbers the first example."""
     from rollout.engines.transformers import TransformersEngine
-    from rollout.noise import derive_key
-    from rollout.types import Request, Trajectory
+    from rollout.keys import derive_key
+    from rollout.types import Request
     from specrl.data import render
-    from specrl.judging import Stored
+    from specrl.judging import Drafted
 
     owners = [(i, example, n) for i, example in enumerate(examples, first) for n in range(count)]
     cap = old.config.rollout.max_new_tokens
     requests = [
         Request(render(e, old.tokenizer), derive_key(0, e.id, n, 0, "old"), cap, plain=True) for _, e, n in owners
     ]
-    done, _ = TransformersEngine(old.model, old.sampling).generate(requests)
-    return [
-        Stored(e, i, n, Trajectory(tuple(c.tokens), r.key, c.finish, 0, 0))
-        for (i, e, n), r, c in zip(owners, requests, done, strict=True)
-    ]
+    done, _ = TransformersEngine(old.policy, old.sampling).generate(requests)
+    return [Drafted(e, i, n, c.tokens) for (i, e, n), c in zip(owners, done, strict=True)]
 
 
 def judged(work: Path, rewards) -> dict:
     """The judge of the run's stored texts: its ROC, and what it gains on texts of two older policies."""
     from rollout.routers.judge import JudgeHead
     from specrl.data import load_examples
-    from specrl.judging import collect_stored, read_cache
+    from specrl.judging import mismatches, read_cache
     from specrl.tiny import blur
-    from trainers.judge import fit_judge, roc_auc
+    from trainers.fit import roc_auc
+    from trainers.judge import fit_judge
 
     run = prepare(work)
     most = max(TEST_PROBLEMS.values())
     sizes = {"dataset__train_size": 64, "dataset__test_size": most, "rollout__max_new_tokens": CAP}
     new, earlier, worse = (policy(str(run / p), LEVEL, 1.0, **sizes) for p in ("model", AN_EPOCH_EARLIER, "model"))
-    blur(worse.model, BLUR, seed=0)
+    blur(worse.policy, BLUR, seed=0)
     train, test = (load_examples("arithmetic", new.config.dataset, split, 0) for split in ("train", "test"))
     more = load_examples("arithmetic", replace(new.config.dataset, train_size=64 + MORE_PROBLEMS), "train", 0)[64:]
     mined = [*read_cache(new, train, run), *texts_of(earlier, more, 1, first=64)]
-    labels = collect_stored(new, mined, rewards, MISMATCHES)
+    labels = mismatches(new, mined, rewards, MISMATCHES)
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
     fitted = fit_judge(labels, RECALL), fit_judge(replace(labels, important=labels.important[order]), RECALL)
     judge, shuffled = (JudgeHead(f.weight, f.bias, f.threshold) for f in fitted)
@@ -199,7 +194,7 @@ def judged(work: Path, rewards) -> dict:
     }
     olds = {"an epoch earlier": earlier, "worse": worse}
     stored = {name: texts_of(old, test[: TEST_PROBLEMS[name]], TEXTS) for name, old in olds.items()}
-    fresh = collect_stored(
+    fresh = mismatches(
         new, [row for row in stored["worse"] if row.place == 0 and row.problem < MINED_PROBLEMS], rewards, MISMATCHES
     )
     important = fresh.important.tolist()
@@ -219,24 +214,23 @@ def judged(work: Path, rewards) -> dict:
 
 def on_texts(new, rules: dict, stored: Sequence, rewards) -> dict:
     """Accuracy and tokens a pass of each rule with these texts as drafts."""
-    from specrl.judging import compare, score, stored_requests
+    from specrl.judging import compare, score
 
     examples = [row.example for row in stored]
-    before = score(new, examples, [list(row.trajectory.tokens) for row in stored], rewards)
-    engines = {name: new.engine(rule) for name, rule in rules.items()}
-    lines = compare(new, engines, examples, lambda: stored_requests(new, stored), rewards)
-    return {"accuracy of the old texts": sum(before) / len(before), "rules": [asdict(line) for line in lines]}
+    before = score(new, examples, [row.text for row in stored], rewards)
+    lines = compare(new, rules, stored, rewards)
+    return {"accuracy of the old texts": sum(before) / len(before), "rules": lines}
 
 
 def shares(to: str, temperature: float, rewards) -> dict:
     """Mismatches of the embedded policy's texts with a policy trained from it."""
     from specrl.data import load_examples
-    from specrl.judging import collect_stored, score
+    from specrl.judging import mismatches, score
 
     old, new = (policy(name, "medium", temperature, dataset__train_size=64) for name in ("tiny", to))
     stored = texts_of(old, load_examples("arithmetic", new.config.dataset, "train", 0), 1)
-    right = score(new, [r.example for r in stored], [list(r.trajectory.tokens) for r in stored], rewards)
-    labels = collect_stored(new, stored, rewards, MISMATCHES)
+    right = score(new, [r.example for r in stored], [r.text for r in stored], rewards)
+    labels = mismatches(new, stored, rewards, MISMATCHES)
     of_right = torch.tensor([bool(right[i]) for i in labels.problem.tolist()])
     return {
         "temperature": temperature,

@@ -4,9 +4,8 @@ Draft alone, policy alone and every router over its thresholds and several noise
 Costs that load does not disturb: tokens that the policy wrote, and forward passes of one response at a time weighted by
 the layers of the model. Seconds of the routers that can serve are measured side by side at one threshold each.
 
-RSD runs twice: `rsd` asks a process reward model trained on the learned router's steps; `rsd on true values` asks
-continuations by the policy, scored with the reference answer, which no decoder has. Its passes mean nothing, like those
-of the oracle, which also sees the policy's step before it decides; they are left out.
+`rsd on true values` asks continuations by the policy, scored with the reference answer, which no decoder has. Its
+passes mean nothing, like those of the oracle, which also sees the policy's step before it decides; they are left out.
 """
 
 from __future__ import annotations
@@ -32,7 +31,6 @@ NORMAL_95 = 1.96
 TRUE = "rsd on true values"
 THRESHOLDS = {
     "entropy": (0.05, 0.1, 0.2),
-    "rsd": (0.6, 0.7, 0.8, 0.9),
     TRUE: (0.25, 0.75),
     "likelihood": (0.0, 1.0, 3.0, 6.0),
     "arbitrage": (0.15, 0.3, 0.5, 0.7, 0.85),
@@ -66,33 +64,27 @@ class Point:
     """That the policy wrote, per response."""
     escalated: float
     passes: float | None
-    """Per response: policy's + draft's + router's, each weighted by its layers / the policy's; all have one width."""
+    """Per response: policy's + draft's, each weighted by its layers / the policy's; all have one width."""
     faults: int
     by_problem: dict[str, list[float]] = field(repr=False)
     """Mean `accuracy` and mean `tokens` by the policy of each problem."""
 
 
 def main(config: RouterBenchConfig) -> int:
-    from transformers import AutoConfig
-
-    from reward.base import RewardSet
+    from reward.loading import load_rewards
     from specrl.data import load_examples
-    from specrl.routing import load_pair
+    from specrl.pair import load_pair
 
     pair = load_pair(config)
     examples = load_examples(config.data, config.dataset, "test", config.seed)
-    rewards = RewardSet.from_config(config.reward)
+    rewards = load_rewards(config.reward)
     bench = Bench(pair, examples, rewards, config.seeds)
     points = [bench.alone("draft", pair.draft), bench.alone("policy", pair.policy)]
     engines = {name: pair.routed(router) for name, router in routers(config, pair, examples, rewards).items()}
     for name, engine in engines.items():
-        size = 0.0
-        if name == "rsd":
-            asked = AutoConfig.from_pretrained(Path(config.rollout.routed.path) / "prm")
-            size = asked.num_hidden_layers / pair.policy.config.num_hidden_layers
         for level in THRESHOLDS[name]:
-            engine.router.threshold = 1 - level if name.startswith("rsd") else level
-            points.append(bench.routed(name, level, engine, size))
+            engine.router.threshold = 1 - level if name == TRUE else level
+            points.append(bench.routed(name, level, engine))
             print(points[-1], flush=True)
     rewards.close()
     show(points)
@@ -115,19 +107,15 @@ def main(config: RouterBenchConfig) -> int:
 
 def routers(config: RouterBenchConfig, pair, examples: Sequence, rewards) -> dict:
     """The router of each method that was asked for."""
-    from rollout.routers.arbitrage import ArbitrageRouter
-    from rollout.routers.entropy import EntropyRouter
-    from rollout.routers.likelihood import LikelihoodRouter
-    from rollout.routers.oracle import OracleRouter
     from rollout.routers.pair import fingerprint
-    from rollout.routers.rsd import RSDRouter
-    from specrl.routing import StepValues, advantage, prefix, prm_scorer
+    from rollout.routers.scores import by_advantage, by_entropy, by_likelihood, by_reward, load_learned
+    from specrl.routing import StepValues, advantage, prefix
 
     folder, separators = Path(config.rollout.routed.path), config.rollout.routed.step_separators
     values = StepValues(pair, rewards, config.continuations, config.seed + 2)
 
     def learned():
-        return ArbitrageRouter.load(
+        return load_learned(
             folder, draft=fingerprint(pair.draft), policy=fingerprint(pair.policy), separators=separators
         )
 
@@ -135,12 +123,11 @@ def routers(config: RouterBenchConfig, pair, examples: Sequence, rewards) -> dic
         return values([prefix(c, c.step, examples[c.row], pair.tokenizer) for c in candidates])
 
     made = {
-        "entropy": lambda: EntropyRouter(0.0),
-        "rsd": lambda: RSDRouter(prm_scorer(str(folder / "prm"), str(pair.policy.device), pair.tokenizer)),
-        TRUE: lambda: RSDRouter(true_values),
-        "likelihood": lambda: LikelihoodRouter(0.0),
+        "entropy": lambda: by_entropy(0.0),
+        TRUE: lambda: by_reward(true_values),
+        "likelihood": lambda: by_likelihood(0.0),
         "arbitrage": learned,
-        "oracle": lambda: OracleRouter(advantage(pair, values, examples)),
+        "oracle": lambda: by_advantage(advantage(pair, values, examples)),
     }
     return {name: made[name]() for name in config.methods.split(",")}
 
@@ -155,7 +142,7 @@ class Bench:
     def alone(self, name: str, model) -> Point:
         return self.routed(name, None, self._pair.plain(model))
 
-    def routed(self, name: str, threshold: float | None, engine, size: float = 0.0) -> Point:
+    def routed(self, name: str, threshold: float | None, engine) -> Point:
         scores, written, passes, total = [], [], 0.0, EngineStats()
         for seed in range(self._seeds):
             done, stats = engine.generate(self.requests(seed))
@@ -165,7 +152,7 @@ class Bench:
             written.append([sum(not reused for reused in c.reused) if name != "draft" else 0 for c in done])
         accuracy, tokens = np.nanmean(scores, axis=0), np.mean(written, axis=0)
         answers = self._seeds * len(self._examples)
-        passes += total.drafted * self._draft + total.steps * size
+        passes += total.drafted * self._draft
         served = name not in UNSERVED
         return Point(
             name,
@@ -180,7 +167,7 @@ class Bench:
         )
 
     def requests(self, seed: int) -> list:
-        from rollout.noise import derive_key
+        from rollout.keys import derive_key
         from rollout.types import Request
         from specrl.data import render
 
@@ -256,9 +243,9 @@ def draw(points: Sequence[Point], path: Path) -> None:
     """Accuracy over tokens of the policy, and over weighted passes."""
     from matplotlib.figure import Figure
 
-    from specrl.plots import BLACK, BLUE, GREY, ORANGE, RED, SKY
+    from specrl.plots import BLACK, BLUE, GREY, RED, SKY
 
-    colours = {"draft": "#999933", "policy": BLACK, "entropy": GREY, "rsd": ORANGE, TRUE: "#CC79A7"}
+    colours = {"draft": "#999933", "policy": BLACK, "entropy": GREY, TRUE: "#CC79A7"}
     colours |= {"likelihood": SKY, "arbitrage": BLUE, "oracle": RED}
     keys = {
         "policy_tokens": "tokens of the policy per response",

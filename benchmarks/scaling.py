@@ -23,7 +23,7 @@ import torch
 
 from rollout.config import ClusterConfig, RolloutConfig
 from rollout.engines import EngineSpec, build_engine
-from rollout.noise import derive_key
+from rollout.keys import derive_key
 from rollout.types import Request
 from rollout.workers import RolloutPool
 from specrl.cluster import connect

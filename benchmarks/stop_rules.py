@@ -33,7 +33,8 @@ from transformers import AutoModelForCausalLM
 from rollout.drafters.model import early_exit
 from rollout.engines.base import Sampling
 from rollout.engines.transformers import TransformersEngine
-from rollout.noise import derive_key, keyed_draw
+from rollout.keys import derive_key
+from rollout.noise import keyed_draw
 from rollout.types import Request
 from specrl import tables
 from specrl.tasks import arithmetic
@@ -80,7 +81,7 @@ def main(drafter: str = "", texts: str = "192", out: str = "") -> None:
 @torch.no_grad()
 def positions(model, prompt: Sequence[int], tokens: Sequence[int], key: int) -> Positions:
     """The model's keyed draws along the policy's own text: a chain's draws as long as all before were accepted."""
-    hidden = response_states(model, [Text(tuple(prompt), tuple(tokens), (), 0)])
+    hidden = response_states(model, [Text(tuple(prompt), tuple(tokens), 0)])
     logits = model.get_output_embeddings()(hidden).float()
     at = torch.arange(len(tokens))
     draws, logprob, _, margin = keyed_draw(logits, torch.full_like(at, key), at)

@@ -13,7 +13,7 @@ import time
 from rollout.drafters.suffix import PromptTexts, SuffixDrafter
 from rollout.engines.base import Sampling
 from rollout.engines.transformers import TransformersEngine
-from rollout.noise import derive_key
+from rollout.keys import derive_key
 from rollout.types import Request
 from specrl.tasks import arithmetic
 from specrl.tiny import load_tiny

@@ -7,12 +7,30 @@ import importlib
 import inspect
 import os
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
 from typing import Any
 
-from reward.base import Reward, RewardError, Sample, check_settings, checked_outcomes, scores
+from reward.base import Reward, RewardError, Sample, checked_outcomes, scores
 from reward.config import RewardConfig
+from reward.format import FormatReward
+from reward.math import MathReward
+from reward.set import RewardSet, check_settings
 from reward.workers import WorkerPool
+
+BUILT_IN: dict[str, Callable[[RewardConfig], Reward]] = {"format": lambda config: FormatReward(), "math": MathReward}
+
+
+def load_rewards(config: RewardConfig) -> RewardSet:
+    """What the configuration names, loaded and combined. Raises RewardError."""
+    with ExitStack() as loaded:
+        rewards = []
+        for spec in config.functions:
+            rewards.append(load_reward(spec, config))
+            loaded.callback(getattr(rewards[-1], "close", lambda: None))
+        made = RewardSet(rewards, config.weights, config.max_failure_ratio, config.on_limit)
+        loaded.pop_all()  # from here on `made.close` closes them
+    return made
 
 
 class FunctionReward:
@@ -52,7 +70,7 @@ class IsolatedReward:
 
     def __init__(self, spec: str, name: str, config: RewardConfig, deterministic: bool = False):
         self.name, self.deterministic = name, deterministic
-        self.pool = WorkerPool("reward.loading:serve", [spec], **_limits(config))
+        self.pool = WorkerPool("reward.loading:serve", config, [spec])
         self.pool.start()
 
     def outcomes(self, samples: Sequence[Sample]) -> list[Any]:
@@ -85,25 +103,6 @@ def _attempt(function: Callable[[Any], Any], argument: Any) -> Any:
         raise
     except Exception as error:
         return error
-
-
-def _limits(config: RewardConfig) -> dict[str, Any]:
-    return {key: getattr(config, key) for key in ("workers", "timeout_s", "memory_mb", "start_timeout_s")}
-
-
-def _math(config: RewardConfig) -> Reward:
-    from reward.math import MathReward
-
-    return MathReward(**_limits(config))
-
-
-def _format(config: RewardConfig) -> Reward:
-    from reward.format import FormatReward
-
-    return FormatReward()
-
-
-BUILT_IN: dict[str, Callable[[RewardConfig], Reward]] = {"format": _format, "math": _math}
 
 
 def check(config: RewardConfig) -> None:

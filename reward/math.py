@@ -32,6 +32,7 @@ from typing import Any
 
 from reward.answers import MAX_ANSWER_CHARS, compare, extract_answer, last_scaled, narrow, tidy, without_emphasis
 from reward.base import Sample, scores
+from reward.config import RewardConfig
 from reward.workers import WorkerPool
 
 TAIL_CHARS = 500
@@ -59,28 +60,21 @@ def make_checker() -> Callable[[dict[str, Any]], bool]:
         if all(isinstance(item, str) for item in reference):  # text that math-verify could not read
             raise ValueError(f"math-verify cannot read the reference answer {payload['reference']!r:.200}")
         text = rf"\boxed{{{payload['answer']}}}" if payload["marked"] else payload["answer"]
-        return any(_same(verify, *pair) for pair in product(reference, _parse_completion(parse, text)))
+        pairs = product(reference, _or([], parse, text, parsing_timeout=None))
+        return any(_or(False, verify, *pair, timeout_seconds=None) for pair in pairs)
 
     handler(CANARY)  # grammars load on first use
     return handler
 
 
-def _parse_completion(parse: Callable[..., list[Any]], text: str) -> list[Any]:
+def _or(otherwise: Any, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """What math-verify says; `otherwise` of what it cannot read or compare."""
     try:
-        return parse(text, parsing_timeout=None, raise_on_error=True)
+        return function(*arguments, **options, raise_on_error=True)
     except MemoryError:
         raise
-    except Exception:  # text that math-verify cannot read is not an answer
-        return []
-
-
-def _same(verify: Callable[..., bool], reference: Any, answer: Any) -> bool:
-    try:
-        return verify(reference, answer, timeout_seconds=None, raise_on_error=True)
-    except MemoryError:
-        raise
-    except Exception:  # what cannot be compared with the reference is not equal to it
-        return False
+    except Exception:
+        return otherwise
 
 
 class MathReward:
@@ -89,9 +83,8 @@ class MathReward:
     name = "math"
     deterministic = True
 
-    def __init__(self, **limits: float):
-        """`limits` are those of WorkerPool."""
-        self.pool = WorkerPool("reward.math:make_checker", canary=CANARY, **limits)
+    def __init__(self, config: RewardConfig | None = None):
+        self.pool = WorkerPool("reward.math:make_checker", config, canary=CANARY)
 
     def __call__(self, samples: Sequence[Sample]) -> list[float | None]:
         return scores(self, samples)

@@ -6,10 +6,8 @@ import json
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from reward.base import Outcome, Sample
+from reward.base import Outcome, Sample
 
 ROWS = 200_000  # about 30 MB
 

@@ -1,7 +1,8 @@
 """Killable worker processes for code that may hang, crash or eat memory on text a model wrote.
 
 The deadline is enforced in the calling thread, by a socket timeout and SIGKILL of the worker's process group:
-nothing the worker does (signals blocked, C code that never yields) can outlive it. `reward/worker.py` is the other end.
+nothing the worker does (signals blocked, C code that never yields) can outlive it. `reward/worker.py` has both ends of
+one.
 """
 
 from __future__ import annotations
@@ -15,11 +16,13 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from reward.base import RewardError
-from reward.failures import LimitError
-from reward.worker_process import WorkerProcess
+from reward.base import LimitError, RewardError
+from reward.config import RewardConfig
+from reward.worker import WorkerProcess
 
 MAX_REQUEST_BYTES = 4 * 2**20
+_BROKEN = (OSError, EOFError, ValueError)
+"""What `WorkerProcess.ask` raises for a worker that died or does not keep to the protocol."""
 
 
 class WorkerError(RuntimeError):
@@ -35,13 +38,11 @@ class MemoryLimitError(LimitError, WorkerError):
 
 
 class WorkerPool:
-    """`workers` processes that each run one handler, built in the worker by `target(*arguments)`.
+    """Processes that each run one handler, built in the worker by `target(*arguments)`.
 
     target           "module:factory"; the factory is called once per process and returns `handler(payload) -> value`,
                      payload and value being anything JSON carries. Start-up does not count against `timeout_s`.
-    timeout_s        wall-clock seconds for one call; the process is killed when they are over
-    memory_mb        address-space limit of a process in MB (2^20 bytes); 0 is no limit
-    start_timeout_s  wall-clock seconds until a process is ready, which is mostly imports
+    limits           `workers`, `timeout_s` for one call, `memory_mb` and `start_timeout_s` of the configuration
     canary           a payload that healthy workers answer in time, whatever texts do to them; by default the one that
                      took longest so far, of those that took at most half of `timeout_s`
 
@@ -50,28 +51,13 @@ class WorkerPool:
     """
 
     def __init__(
-        self,
-        target: str,
-        arguments: Sequence[Any] = (),
-        *,
-        workers: int = 1,
-        timeout_s: float = 5.0,
-        memory_mb: int = 2048,
-        start_timeout_s: float = 300.0,
-        canary: Any = None,
+        self, target: str, limits: RewardConfig | None = None, arguments: Sequence[Any] = (), *, canary: Any = None
     ):
-        for name, value, least in (
-            ("workers", workers, 1),
-            ("timeout_s", timeout_s, 0.01),
-            ("memory_mb", memory_mb, 0),
-            ("start_timeout_s", start_timeout_s, 0.01),
-        ):
-            if not least <= value < float("inf"):
+        self.limits = limits = limits or RewardConfig()
+        for name, least in (("workers", 1), ("timeout_s", 0.01), ("memory_mb", 0), ("start_timeout_s", 0.01)):
+            if not least <= (value := getattr(limits, name)) < float("inf"):
                 raise RewardError(f"reward.{name} must be a number of at least {least}, got {value!r}")
-        self.workers = workers
-        self.timeout_s = timeout_s
-        self.start_timeout_s = start_timeout_s
-        self._settings = {"target": target, "arguments": list(arguments), "memory_mb": memory_mb}
+        self._settings = {"target": target, "arguments": list(arguments), "memory_mb": limits.memory_mb}
         self._closed = False
         self._canary, self._canary_s = canary, 0.0 if canary is None else float("inf")
         self._reset()
@@ -79,7 +65,7 @@ class WorkerPool:
 
     def _reset(self) -> None:
         self._changed = threading.Condition()
-        self._idle: list[WorkerProcess | None] = [None] * self.workers  # None: a slot without a process
+        self._idle: list[WorkerProcess | None] = [None] * self.limits.workers  # None: a slot without a process
         self._live: set[WorkerProcess] = set()
 
     def __enter__(self) -> WorkerPool:
@@ -112,35 +98,30 @@ class WorkerPool:
                 f"the input is {len(request)} bytes long, more than the {MAX_REQUEST_BYTES} a worker takes"
             )
         trouble: WorkerError
+        timeout_s = self.limits.timeout_s
         for _ in range(2):
-            worker = self._take()
+            worker, began = self._take(), time.monotonic()
             try:
-                start = time.monotonic()
-                deadline = start + self.timeout_s
-                worker.send(request, deadline)
-                reply = worker.receive(deadline)
-            except BaseException as error:
-                self._drop(worker)
-                if isinstance(error, TimeoutError):
-                    raise DeadlineError(
-                        f"no result within reward.timeout_s={self.timeout_s:g} s; worker killed"
-                    ) from None
-                if not isinstance(error, (OSError, EOFError, ValueError)):
-                    raise  # an interrupt: the worker went, because its late reply would answer the next request
+                reply = self._ask(worker, request, timeout_s)
+                if reply.get("kind") == "memory":
+                    self._discard(worker)
+            except TimeoutError:
+                raise DeadlineError(f"no result within reward.timeout_s={timeout_s:g} s; worker killed") from None
+            except _BROKEN as error:
                 trouble = WorkerError(f"the reward worker died twice on this input ({worker.ending()}): {error}")
                 continue
+            finally:
+                self._put(worker)
             if reply.get("kind") == "memory":
-                self._drop(worker)
                 trouble = MemoryLimitError(
-                    f"out of memory under reward.memory_mb={self._settings['memory_mb']}, twice:\n{reply['error']}"
+                    f"out of memory under reward.memory_mb={self.limits.memory_mb}, twice:\n{reply['error']}"
                 )
                 continue
-            self._put(worker)
             if reply.get("kind") == "timeout":
                 raise TimeoutError(reply["error"])
             if "error" in reply:
                 raise WorkerError(reply["error"])
-            if self._canary_s < (took := time.monotonic() - start) <= self.timeout_s / 2:
+            if self._canary_s < (took := time.monotonic() - began) <= timeout_s / 2:
                 self._canary, self._canary_s = payload, took
             return reply["value"]
         raise trouble
@@ -160,10 +141,10 @@ class WorkerPool:
             except Exception as error:
                 return error
 
-        if self.workers == 1 or len(payloads) < 2:
+        if self.limits.workers == 1:  # here, where an interrupt reaches it
             outcomes = [outcome(payload) for payload in payloads]
         else:
-            with ThreadPoolExecutor(min(self.workers, len(payloads))) as threads:
+            with ThreadPoolExecutor(self.limits.workers) as threads:
                 outcomes = list(threads.map(outcome, payloads))
         over = [result for result in outcomes if isinstance(result, LimitError)]
         if over and self._canary is not None and not isinstance(outcome(self._canary), Exception):
@@ -201,21 +182,19 @@ class WorkerPool:
     def _start(self) -> WorkerProcess:
         """A worker that reported ready; one that died while starting is tried once more."""
         what = f"the reward worker for {self._settings['target']}{self._settings['arguments'] or ''}"
+        limits = self.limits
         for _ in range(2):
             worker = WorkerProcess(self._settings)
             with self._changed:
                 self._live.add(worker)
                 closed = self._closed
             try:
-                reply = {"error": "closed"} if closed else worker.receive(time.monotonic() + self.start_timeout_s)
-            except BaseException as error:
-                self._discard(worker)
-                if isinstance(error, TimeoutError):
-                    raise RewardError(
-                        f"{what} was not ready after reward.start_timeout_s={self.start_timeout_s:g} s and was killed"
-                    ) from None
-                if not isinstance(error, (OSError, EOFError, ValueError)):
-                    raise
+                reply = {"error": "closed"} if closed else self._ask(worker, b"", limits.start_timeout_s)
+            except TimeoutError:
+                raise RewardError(
+                    f"{what} was not ready after reward.start_timeout_s={limits.start_timeout_s:g} s and was killed"
+                ) from None
+            except _BROKEN:
                 trouble = f"it died twice while starting ({worker.ending()}); see its messages above"
                 continue
             if reply.get("ready"):
@@ -223,19 +202,27 @@ class WorkerPool:
             self._discard(worker)
             trouble = reply["error"]
             break
-        hint = f"reward.memory_mb={self._settings['memory_mb']} limits its address space; raise it for heavy imports"
+        hint = f"reward.memory_mb={limits.memory_mb} limits its address space; raise it for heavy imports"
         raise RewardError(f"{what} cannot start: {trouble}\n({hint})")
 
+    def _ask(self, worker: WorkerProcess, request: bytes, timeout_s: float) -> dict[str, Any]:
+        """A worker's reply. Whatever is raised instead, an interrupt too, ends it: its late reply would answer the
+        next request.
+        """
+        try:
+            return worker.ask(request, time.monotonic() + timeout_s)
+        except BaseException:
+            self._discard(worker)
+            raise
+
     def _put(self, worker: WorkerProcess | None) -> None:
+        """Gives a place back, empty when its worker was killed."""
+        worker = None if worker is None or worker.killed else worker
         with self._changed:
             if not self._closed:
                 # Empty slots go to the front: a running worker is preferred.
                 self._idle.insert(len(self._idle) if worker else 0, worker)
                 self._changed.notify()
-
-    def _drop(self, worker: WorkerProcess) -> None:
-        self._discard(worker)
-        self._put(None)
 
     def _discard(self, worker: WorkerProcess) -> None:
         worker.kill()
@@ -253,11 +240,4 @@ class WorkerPool:
 
 
 _pools: weakref.WeakSet[WorkerPool] = weakref.WeakSet()
-
-
-def _forget_parents_workers() -> None:
-    for pool in list(_pools):
-        pool._after_fork()
-
-
-os.register_at_fork(after_in_child=_forget_parents_workers)
+os.register_at_fork(after_in_child=lambda: [pool._after_fork() for pool in list(_pools)])

@@ -22,7 +22,6 @@ from rollout.records import Entry, complaint, origin, pack, unpack, without_logp
 from rollout.store import (
     SNAPSHOT,
     DamagedError,
-    DirectoryLock,
     Fingerprint,
     Header,
     OlderFormatError,
@@ -53,7 +52,6 @@ class TrajectoryCache:
         self._limit = int(max_mb * 2**20)
         self._examples: OrderedDict[str, dict[int, bytes]] = OrderedDict()  # least recently used first
         self._mutex = threading.RLock()
-        self._lock: DirectoryLock | None = None
         self._warned = False
 
     def __len__(self) -> int:
@@ -87,28 +85,13 @@ class TrajectoryCache:
             self._store(packed)
 
     def merge(self, entries: Iterable[tuple[str, int, Trajectory]]) -> None:
-        """Takes what other processes exported, keeping the newer of two. In equal order, every process ends up equal.
+        """Takes what other processes stored, keeping the newer of two. In equal order, every process ends up equal.
 
         Raises CacheError when an entry is malformed.
         """
         packed = [self._packed(*entry) for entry in entries]
         with self._mutex:
             self._store([entry for entry in packed if self._stored_origin(*entry[:2]) <= origin(entry[2])])
-
-    def export(self, keys: Iterable[tuple[str, int]]) -> list[tuple[str, int, Trajectory]]:
-        """The entries of `keys`, for `merge` in another process; keys without an entry are left out."""
-        with self._mutex:
-            found = [(e, s, self._examples.get(e, {}).get(s)) for e, s in keys]
-        return [(e, s, unpack(blob)) for e, s, blob in found if blob is not None]
-
-    def set_reward(self, example_id: str, slot: int, reward: float | None) -> bool:
-        """Sets the reward of a stored trajectory; False when it is no longer stored. Raises CacheError on NaN."""
-        with self._mutex:
-            blob = self._examples.get(example_id, {}).get(slot)
-            if blob is None:
-                return False
-            self._insert(*self._packed(example_id, slot, replace(unpack(blob), reward=reward)))
-            return True
 
     def stats(self) -> dict[str, float]:
         """Gauges and totals for the metrics file: MB are 2^20 bytes, the rest are counts."""
@@ -123,29 +106,11 @@ class TrajectoryCache:
             "cache/write_errors": self.write_errors,
         }
 
-    def claim(self, directory: str | Path) -> None:
-        """Becomes the only writer of `directory`, until `close`, the next `claim` or the end of the process.
-
-        Worth calling before the first rollout: raises CacheError when another run writes there or nobody can.
-        """
-        directory = Path(directory)
-        if self._lock is None or not self._lock.covers(directory):
-            lock = DirectoryLock(directory)
-            self.close()
-            self._lock = lock
-
-    def close(self) -> None:
-        """Lets another process write the claimed directory."""
-        if self._lock is not None:
-            self._lock.release()
-            self._lock = None
-
     def save(self, directory: str | Path, step: int) -> None:
-        """Writes one snapshot, durable when this returns; claims the directory first.
+        """Writes one snapshot, durable when this returns.
 
-        Raises CacheError when another run writes there or the disk refuses; the snapshot before it stays readable.
+        Raises CacheError when another process writes there or the disk refuses; the snapshot before it stays readable.
         """
-        self.claim(directory)
         with self._mutex:  # packed entries never change, so the file can be written while rollouts go on
             entries = [(e, slot, blob) for e, slots in self._examples.items() for slot, blob in slots.items()]
         header = Header(step, len(entries), self.vocab_size, tuple(sorted(self.eos_ids)), self.fingerprint)

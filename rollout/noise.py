@@ -1,4 +1,4 @@
-"""Keys, counter-based Gumbel noise and the keyed draw.
+"""Counter-based Gumbel noise and the keyed draw.
 
 The token at response position t of a rollout with key k is `argmax_v(z_t(v) + G(k, t, v))`, where z_t are the processed
 logits and G is standard Gumbel noise computed by a hash of (k, t, v). For a fresh key that is an exact sample from
@@ -7,14 +7,8 @@ softmax(z_t) (the Gumbel-max trick). Noise depends on nothing else: not on the b
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Sequence
-from numbers import Integral
-
 import torch
 from torch import Tensor
-
-from rollout.types import RolloutError, check_example_id
 
 _WORD = 0xFFFFFFFF
 
@@ -28,35 +22,6 @@ _GOLDEN = _signed32(0x9E3779B1)
 _MIX_A = _signed32(0x7FEB352D)  # lowbias32, C. Wellons, "Prospecting for Hash Functions" (public domain)
 _MIX_B = _signed32(0x846CA68B)
 _MIX_C = _signed32(0xC2B2AE35)  # MurmurHash3 finaliser, A. Appleby (public domain)
-
-
-def derive_key(seed: int, example_id: str, slot: int, generation: int, domain: str = "rollout") -> int:
-    """The signed 64-bit noise key of a slot. A pure function: losing every cache changes nothing that is sampled.
-
-    Raises:
-        RolloutError: the example's id is no text, or a number is not whole.
-    """
-    check_example_id(example_id)
-    for name, number in (("seed", seed), ("slot", slot), ("generation", generation)):
-        if not isinstance(number, Integral) or isinstance(number, bool):  # 1.0 would be written otherwise than 1
-            raise RolloutError(f"{name}={number!r:.60} of a noise key is not a whole number.")
-    text = f"{domain}\x1f{seed}\x1f{example_id}\x1f{slot}\x1f{generation}".encode()
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little", signed=True)
-
-
-def generation(seed: int, example_id: str, slot: int, visit: int, shares: Sequence[float]) -> int:
-    """The visit whose noise this slot uses at `visit` (0, 1, ...): the latest one that was not a replay.
-
-    Visit v > 0 replays the noise of the one before with probability `shares[v]`, decided by a hash, so that the result
-    depends on nothing but the arguments. Shares of 0 give `visit`, shares of 1 give 0.
-    """
-    while visit > 0 and _unit(derive_key(seed, example_id, slot, visit, "replay")) < shares[visit]:
-        visit -= 1
-    return visit
-
-
-def _unit(key: int) -> float:
-    return ((key & ((1 << 64) - 1)) >> 11) * 2.0**-53
 
 
 def _shift(x: Tensor, n: int) -> Tensor:

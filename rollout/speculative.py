@@ -12,8 +12,7 @@ from rollout.checks import check
 from rollout.config import RolloutConfig
 from rollout.drafters.suffix import PromptTexts, SuffixDrafter
 from rollout.engines.base import Engine
-from rollout.noise import derive_key, generation
-from rollout.replay import ReplayControl
+from rollout.keys import ReplayControl, derive_key, generation
 from rollout.types import Completion, EngineStats, Request, RolloutBatch, RolloutError, Row, Trajectory
 
 Domain = Literal["rollout", "control", "evaluation"]

@@ -11,7 +11,6 @@ import itertools
 import json
 import os
 import stat
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from hashlib import blake2b
@@ -23,6 +22,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from rollout.durable import replacing
 from rollout.records import FINISH, HEAD, LOGPROBS, STOP, Entry, row_checksum
 from rollout.types import CacheError
 
@@ -30,7 +30,6 @@ FORMAT = 1
 SNAPSHOT = "trajectories.parquet"
 ROWS_PER_GROUP = 512
 LOCK = "trajectories.lock"
-LOCK_WAIT_S = 2.0
 
 _HEADER, _HEADER_SUM = b"specrl.cache", b"specrl.cache.checksum"
 _HEADS = np.dtype([("key", "<i8"), ("version", "<i8"), ("step", "<i8"), ("reward", "<f8"), ("flags", "u1")])
@@ -50,59 +49,6 @@ _SCHEMA = pa.schema(
         pa.field("checksum", pa.uint64(), nullable=False),
     ]
 )
-
-
-class DirectoryLock:
-    """One writer per directory. The kernel drops the lock when its process dies, so no lock is ever stale."""
-
-    def __init__(self, directory: Path):
-        """Takes the lock, creating the directory, or raises CacheError within about `LOCK_WAIT_S`."""
-        try:
-            directory.mkdir(parents=True, exist_ok=True)
-            self._fd = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        except OSError as error:
-            raise self._unusable(directory, error) from error
-        try:
-            self._wait(directory)
-            os.ftruncate(self._fd, 0)
-            holder = f"pid {os.getpid()} on {os.uname().nodename} since {time.strftime('%Y-%m-%d %H:%M:%S')}"
-            os.pwrite(self._fd, holder.encode(), 0)
-        except BaseException as error:
-            os.close(self._fd)
-            if isinstance(error, OSError):
-                raise self._unusable(directory, error) from error
-            raise
-
-    @staticmethod
-    def _unusable(directory: Path, error: OSError) -> CacheError:
-        return CacheError(
-            f"The trajectory cache cannot be written in '{directory}': {error.strerror or error}. "
-            "Give output_dir a directory that this process may write to."
-        )
-
-    def _wait(self, directory: Path) -> None:
-        deadline = time.monotonic() + LOCK_WAIT_S
-        while True:
-            try:
-                return fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    holder = os.pread(self._fd, 200, 0).decode("utf-8", "replace") or "it has just started"
-                    raise CacheError(
-                        f"Another run is writing the trajectory cache in '{directory}' ({holder}). "
-                        "Stop that run, or give this one another name."
-                    ) from None
-                time.sleep(0.05)
-
-    def covers(self, directory: Path) -> bool:
-        """True while `directory` holds the very file that is locked (it may have been deleted and made anew)."""
-        try:
-            return os.path.samestat(os.stat(directory / LOCK), os.fstat(self._fd))
-        except OSError:
-            return False
-
-    def release(self) -> None:
-        os.close(self._fd)
 
 
 class DamagedError(CacheError):
@@ -139,37 +85,43 @@ class Header:
 
 
 def write_snapshot(directory: Path, entries: Sequence[Entry], header: Header) -> None:
-    """Replaces the snapshot of `directory` atomically and durably. The caller holds the directory's lock.
+    """Replaces the snapshot of `directory`, which is made if need be, atomically and durably.
 
-    On any OSError (disk full, file size limit, read-only) raises CacheError and leaves the old snapshot as it was.
+    Raises CacheError on any OSError (disk full, file size limit, read-only) and when another process is writing there;
+    the old snapshot is then as it was.
     """
-    # One fixed name, safe under the lock: what a killed writer left is overwritten, then renamed away.
-    temporary = directory / f"{SNAPSHOT}.tmp"
     text = json.dumps({"format": FORMAT, **asdict(header)}).encode()
     schema = _SCHEMA.with_metadata({_HEADER: text, _HEADER_SUM: _header_sum(text)})
     try:
-        temporary.unlink(missing_ok=True)  # a link or a pipe in its place is not followed
-        with open(temporary, "wb") as file:
-            # Plain pages: a flipped bit then costs one row, where a compressed page would be lost whole.
-            with pq.ParquetWriter(file, schema, compression="none", use_dictionary=False) as writer:
-                for start in range(0, len(entries), ROWS_PER_GROUP):
-                    writer.write_table(_table(entries[start : start + ROWS_PER_GROUP], schema))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, directory / SNAPSHOT)
-        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        # Plain pages: a flipped bit then costs one row, where a compressed page would be lost whole.
+        with (
+            _only_writer(directory),
+            replacing(directory / SNAPSHOT) as file,
+            pq.ParquetWriter(file, schema, compression="none", use_dictionary=False) as writer,
+        ):
+            for start in range(0, len(entries), ROWS_PER_GROUP):
+                writer.write_table(_table(entries[start : start + ROWS_PER_GROUP], schema))
     except OSError as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
         raise CacheError(
             f"The trajectory cache ({len(entries)} entries) was not saved in '{directory}' at step {header.step}: "
             f"{error.strerror or error}. The last complete snapshot is intact. Free some space or "
             "lower rollout.cache.max_mb; rollout.cache.on_write_error=warn trains on without saving."
         ) from error
+
+
+@contextlib.contextmanager
+def _only_writer(directory: Path) -> Iterator[None]:
+    """Keeps other processes from writing; the kernel drops the lock with this one, so none is ever stale."""
+    directory.mkdir(parents=True, exist_ok=True)
+    with open(directory / LOCK, "ab") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise CacheError(
+                f"Another run is writing the trajectory cache in '{directory}'. "
+                "Stop that run, or give this one another name."
+            ) from None
+        yield
 
 
 def _header_sum(text: bytes) -> bytes:
@@ -219,16 +171,10 @@ def open_snapshot(directory: Path) -> Iterator[tuple[Header, Iterator[Entry]]]:
     except FileNotFoundError:
         raise
     except OSError as error:
-        raise CacheError(
-            f"The trajectory cache '{path}' cannot be read: {error.strerror or error}. "
-            "Move it away, or start with rollout.cache.clear=true."
-        ) from error
+        raise _unreadable(path, error.strerror or error) from error
     with source:
         if not stat.S_ISREG(os.fstat(source.fileno()).st_mode):
-            raise CacheError(
-                f"The trajectory cache '{path}' cannot be read: it is a pipe or a device, not a file. "
-                "Move it away, or start with rollout.cache.clear=true."
-            )
+            raise _unreadable(path, "it is a pipe or a device, not a file")
         try:
             file = pq.ParquetFile(source, pre_buffer=False, arrow_extensions_enabled=False)
             schema, metadata = file.schema_arrow, file.metadata.metadata or {}
@@ -240,6 +186,12 @@ def open_snapshot(directory: Path) -> Iterator[tuple[Header, Iterator[Entry]]]:
         yield header, _rows(file)
 
 
+def _unreadable(path: Path, why: object) -> CacheError:
+    return CacheError(
+        f"The trajectory cache '{path}' cannot be read: {why}. Move it away, or start with rollout.cache.clear=true."
+    )
+
+
 def _without_waiting(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NONBLOCK)  # opening a pipe would wait for a writer
 
@@ -248,37 +200,34 @@ def _header(path: Path, schema: pa.Schema, metadata: Mapping[bytes, bytes]) -> H
     text = metadata.get(_HEADER, b"")
     if metadata.get(_HEADER_SUM) != _header_sum(text):
         raise DamagedError(f"'{path}' has no intact specrl header")
-    fields = _fields(text)
-    written_as = fields.get("format")
-    if type(written_as) is not int:
-        raise _foreign(path, "it has no format number" if written_as is None else f"format={written_as!r:.60}")
-    if written_as > FORMAT:
+    try:
+        fields = json.loads(text)
+    except (ValueError, RecursionError):
+        fields = None
+    if type(written_as := fields.get("format") if isinstance(fields, dict) else None) is int:
+        if written_as > FORMAT:
+            raise CacheError(
+                f"'{path}' has trajectory cache format {written_as}; this version of specrl reads up to {FORMAT}. "
+                "Update specrl, or start with rollout.cache.clear=true."
+            )
+        if written_as < FORMAT:
+            raise OlderFormatError(f"'{path}' has trajectory cache format {written_as}, older than {FORMAT}")
+        if not schema.equals(_SCHEMA):
+            raise DamagedError(f"'{path}' does not have the columns of format {FORMAT}")
+    if wrong := _wrong(fields):  # and its checksum agrees, so that no damage explains it
         raise CacheError(
-            f"'{path}' has trajectory cache format {written_as}; this version of specrl reads up to {FORMAT}. "
-            "Update specrl, or start with rollout.cache.clear=true."
+            f"'{path}' has a header that is not of trajectory cache format {FORMAT}: {wrong}. Another program wrote "
+            "it. Update specrl, move the file away, or start with rollout.cache.clear=true."
         )
-    if written_as < FORMAT:
-        raise OlderFormatError(f"'{path}' has trajectory cache format {written_as}, older than {FORMAT}")
-    if not schema.equals(_SCHEMA):
-        raise DamagedError(f"'{path}' does not have the columns of format {FORMAT}")
-    if wrong := _wrong(fields):
-        raise _foreign(path, wrong)
     given = {name: fields[name] for name in ("step", "rows", "vocab_size")}
     return Header(**given, eos_ids=tuple(fields["eos_ids"]), fingerprint=Fingerprint(**fields["fingerprint"]))
 
 
-def _fields(text: bytes) -> dict[str, Any]:
-    """The header's JSON object; empty when the text is none."""
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
-        found = None
-    return found if isinstance(found, dict) else {}
-
-
-def _wrong(fields: Mapping[str, Any]) -> str | None:
+def _wrong(fields: Any) -> str | None:
     """What a header of this format cannot say, as half a sentence; None when it may say all of it."""
-    if extra := sorted(fields.keys() - _LEGAL.keys() - {"format"}):
+    if not isinstance(fields, dict):
+        return "it is no JSON object"
+    if extra := sorted(fields.keys() - _LEGAL.keys()):
         return f"this version of specrl does not know its field {extra[0]!r:.60}"
     wrong = [name for name, legal in _LEGAL.items() if name not in fields or not legal(fields[name])]
     return f"{wrong[0]}={fields.get(wrong[0])!r:.60}" if wrong else None
@@ -293,22 +242,12 @@ def _texts(value: Any) -> bool:
 
 
 _LEGAL = {
-    "step": _count,
-    "rows": _count,
-    "vocab_size": _count,
+    **dict.fromkeys(("format", "step", "rows", "vocab_size"), _count),
     "eos_ids": lambda value: isinstance(value, list) and all(map(_count, value)),
     "fingerprint": lambda value: (
         isinstance(value, dict) and value.keys() == {"identity", "law"} and all(map(_texts, value.values()))
     ),
 }
-
-
-def _foreign(path: Path, why: str) -> CacheError:
-    """For a header whose checksum agrees, so that no damage explains it."""
-    return CacheError(
-        f"'{path}' has a header that is not of trajectory cache format {FORMAT}: {why}. Another program wrote it. "
-        "Update specrl, move the file away, or start with rollout.cache.clear=true."
-    )
 
 
 def _rows(file: pq.ParquetFile) -> Iterator[Entry]:

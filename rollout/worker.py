@@ -1,10 +1,12 @@
-"""One rollout worker: an engine in a process of its own. Knows nothing of Ray."""
+"""One rollout worker, an engine in a process of its own, and the share of work that it gets. Knows nothing of Ray."""
 
 from __future__ import annotations
 
+import heapq
 import os
 import traceback
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -18,6 +20,8 @@ from rollout.engines.base import Engine, Probe, out_of_memory
 from rollout.types import Completion, EngineStats, Request, RolloutError
 
 Arrays = dict[str, tuple[np.ndarray, torch.dtype, tuple[int, ...]]]
+Share = list[list[int]]
+"""Rows of one call, grouped by prompt."""
 
 
 class StaleWeights(RolloutError):
@@ -81,17 +85,18 @@ class RolloutWorker:
         self.version = version
 
     def generate(self, version: int, requests: Sequence[Request]) -> tuple[list[Completion], EngineStats]:
-        if version != self.version:
-            raise StaleWeights(f"worker {self.index} has weight version {self.version}, not {version}")
-        return self.engine.generate(requests)
+        return self._engine_at(version).generate(requests)
 
     def score(self, version: int, tokens: Sequence[int]) -> list[float]:
-        if version != self.version:
-            raise StaleWeights(f"worker {self.index} has weight version {self.version}, not {version}")
-        return self.engine.score(tokens)
+        return self._engine_at(version).score(tokens)
 
     def reset_cache(self) -> None:
         self.engine.reset_cache()
+
+    def _engine_at(self, version: int) -> Engine:
+        if version != self.version:
+            raise StaleWeights(f"worker {self.index} has weight version {self.version}, not {version}")
+        return self.engine
 
     def _kind(self, error: Exception) -> str:
         if isinstance(error, StaleWeights):
@@ -103,6 +108,26 @@ class RolloutWorker:
         except Exception:
             return "broken"
         return "rows"
+
+
+def spread(requests: Sequence[Request], shares: int) -> list[Share]:
+    """Cuts requests into at most `shares` shares of like work, the longest first.
+
+    Rows of one prompt stay together, as they share its prefill. The prompt with the most expected tokens goes first,
+    each to the share with the least so far (longest processing time first: at most 4/3 of the best longest share).
+    """
+    groups: dict[tuple[int, ...], list[int]] = {}
+    work: Counter[tuple[int, ...]] = Counter()
+    for i, request in enumerate(requests):
+        prompt, tokens = tuple(request.prompt), request.expected_tokens
+        groups.setdefault(prompt, []).append(i)
+        work[prompt] += request.max_new_tokens if tokens is None else tokens
+    heap: list[tuple[int, int, Share]] = [(0, n, []) for n in range(min(shares, len(groups)))]
+    for prompt in sorted(groups, key=work.__getitem__, reverse=True):
+        load, n, share = heap[0]
+        share.append(groups[prompt])
+        heapq.heapreplace(heap, (load + work[prompt], n, share))
+    return [share for _, _, share in sorted(heap, key=lambda entry: (-entry[0], entry[1]))]
 
 
 def to_arrays(weights: Iterable[tuple[str, Tensor]]) -> Arrays:

@@ -7,7 +7,6 @@ the weights of the model's files. The pool does it: it knows the weights, their 
 
 from __future__ import annotations
 
-import heapq
 import logging
 import time
 from collections import deque
@@ -17,7 +16,6 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import ray
-from ray._private.state import actors
 from ray.exceptions import RayError
 from torch import Tensor
 
@@ -25,15 +23,12 @@ from rollout.config import ClusterConfig
 from rollout.engines import EngineSpec, build_engine
 from rollout.engines.base import Engine, Probe
 from rollout.types import Completion, EngineStats, Request, RolloutError
-from rollout.worker import Failure, RolloutWorker, to_arrays
+from rollout.worker import Failure, RolloutWorker, Share, spread, to_arrays
 
 logger = logging.getLogger(__name__)
 
 MAX_SPLITS = 3
 """How often a share that runs out of memory is cut in two."""
-
-Share = list[list[int]]
-"""Rows of one call, grouped by prompt."""
 
 
 @dataclass(slots=True)
@@ -99,15 +94,13 @@ class RolloutPool:
                 self._start(worker)
             self._settle()
 
-    # The Engine protocol -----------------------------------------------------------------------------------------
-
     def generate(self, requests: Sequence[Request]) -> tuple[list[Completion], EngineStats]:
         """See Engine.generate. Rows without a response have `Completion.failure`."""
         done: list[Completion | None] = [None] * len(requests)
         costs = [EngineStats() for _ in self._workers]
         first: Failure | None = None
         with self._closed_on_error():
-            shares = pack(requests, len(self._workers) * self.cluster.tasks_per_worker)
+            shares = spread(requests, len(self._workers) * self.cluster.tasks_per_worker)
             tolerated = max((len(group) for share in shares for group in share), default=0)  # a poisoned prompt
             tasks = deque(self._task(requests, share) for share in shares)
             for worker, task, outcome in self._run(tasks):
@@ -120,7 +113,8 @@ class RolloutPool:
                     continue
                 else:
                     first = first or outcome
-                    completions = [self._failed(outcome) for _ in rows]
+                    at, why = self.weight_version, outcome.reason
+                    completions = [Completion([], [], [], [], "length", at, 0, failure=why) for _ in rows]
                 for i, completion in zip(rows, completions, strict=True):
                     done[i] = completion
                 self._check_failed(done, first, tolerated)
@@ -160,8 +154,6 @@ class RolloutPool:
                 ray.kill(worker.actor, no_restart=True)
         self._workers, self._weights = [], None
 
-    # Rows ----------------------------------------------------------------------------------------------------------
-
     def _task(self, requests: Sequence[Request], share: Share, splits: int = 0) -> _Task:
         rows = [requests[i] for group in share for i in group]
         return _Task("generate", (self.weight_version, rows), share, splits)
@@ -180,9 +172,6 @@ class RolloutPool:
         splits = task.splits + out_of_memory
         return [self._task(requests, half, splits) for half in (share[:middle], share[middle:])]
 
-    def _failed(self, failure: Failure) -> Completion:
-        return Completion([], [], [], [], "length", self.weight_version, 0, failure=failure.reason)
-
     def _check_failed(self, done: Sequence[Completion | None], first: Failure | None, tolerated: int) -> None:
         failed = sum(c is not None and bool(c.failure) for c in done)
         if failed > max(tolerated, self.cluster.max_failed_ratio * len(done)) or (failed and failed == len(done)):
@@ -190,8 +179,6 @@ class RolloutPool:
                 f"{failed} of {len(done)} rows failed in the engine, more than "
                 f"cluster.max_failed_ratio={self.cluster.max_failed_ratio:g} allows. The first: {first}"
             )
-
-    # Workers -------------------------------------------------------------------------------------------------------
 
     @property
     def _state(self) -> tuple[ray.ObjectRef | None, int, Probe | None]:
@@ -257,22 +244,14 @@ class RolloutPool:
             except RayError as error:
                 return busy[ended[0]], Failure("lost", _died(error))
         if due.pid is None:
+            cluster, free = self.cluster, ray.available_resources()
             raise RolloutError(
-                f"worker {due.index} did not start within cluster.start_timeout_s={self.cluster.start_timeout_s:g}; "
-                f"{self._waits_for(due)}"
+                f"worker {due.index} did not start within cluster.start_timeout_s={cluster.start_timeout_s:g}; it "
+                f"needs {cluster.cpus_per_worker:g} CPUs and {cluster.gpus_per_worker:g} GPUs, and the cluster has "
+                f"{free.get('CPU', 0):g} and {free.get('GPU', 0):g} free. Ask for less if that is too few, else wait "
+                "longer: its model is loading"
             )
         return due, Failure("lost", "did not answer before its deadline (cluster.task_timeout_s, start_timeout_s)")
-
-    def _waits_for(self, worker: _Worker) -> str:
-        """Why a worker that never answered has not started, and what to do."""
-        cluster, known = self.cluster, actors(worker.actor._actor_id.hex())
-        if known and known["Address"]["Port"]:  # Ray enters it when it has found room, and a process in it
-            return "it has its place in the cluster and is still loading the model. Wait longer"
-        free = {name: n for name, n in ray.available_resources().items() if name in ("CPU", "GPU")}
-        return (
-            f"it needs {cluster.cpus_per_worker:g} CPUs and {cluster.gpus_per_worker:g} GPUs, and the cluster has "
-            f"{free or 'nothing'} free. Wait longer, or ask for less"
-        )
 
     def _repair(self, worker: _Worker, failure: Failure, task: _Task | None) -> None:
         """Replaces a lost or broken worker; one with other weights gets the current ones."""
@@ -302,28 +281,6 @@ class RolloutPool:
         except BaseException:
             self.close()
             raise
-
-
-def pack(requests: Sequence[Request], shares: int) -> list[Share]:
-    """Spreads requests over at most `shares` shares of like work, the longest first.
-
-    Rows of one prompt stay together, as they share its prefill. The prompt with the most expected tokens goes first,
-    each to the share with the least so far (longest processing time first: at most 4/3 of the best longest share).
-    """
-    groups: dict[tuple[int, ...], list[int]] = {}
-    for i, request in enumerate(requests):
-        groups.setdefault(tuple(request.prompt), []).append(i)
-    work = {prompt: sum(_expected(requests[i]) for i in rows) for prompt, rows in groups.items()}
-    packed: list[tuple[int, int, Share]] = [(0, n, []) for n in range(min(shares, len(groups)))]
-    for prompt in sorted(groups, key=work.__getitem__, reverse=True):
-        load, n, share = packed[0]
-        share.append(groups[prompt])
-        heapq.heapreplace(packed, (load + work[prompt], n, share))
-    return [share for _, _, share in sorted(packed, key=lambda entry: (-entry[0], entry[1]))]
-
-
-def _expected(request: Request) -> int:
-    return request.max_new_tokens if request.expected_tokens is None else request.expected_tokens
 
 
 def _together(costs: Sequence[EngineStats]) -> EngineStats:

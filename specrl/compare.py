@@ -21,8 +21,8 @@ ROWS = ("rule", "steps", "reward", "held-out", "speedup", "passes a row", "reuse
 LEGEND = """\
 Reward: mean of the first and of the last epoch. Held-out: `eval/reward` before and after. Speedup: plain over specrl
 rollout seconds on the run's own control steps, from epoch 2 on if there are any; a 95 % interval, a dash below 6 steps.
-Passes a row: from epoch 2 on. Reuse gap: mean over control steps. Rollout seconds, with co-training and judge refits,
-and step seconds: of the whole run, net, control rows left out. They compare on one machine only."""
+Passes a row: from epoch 2 on. Reuse gap: mean over control steps. Rollout seconds, with co-training, and step seconds:
+of the whole run, net, control rows left out. They compare on one machine only."""
 NEUTRAL = ("name", "output_dir", "resume")
 
 

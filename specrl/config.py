@@ -97,7 +97,7 @@ def run_dir(config: Config) -> Path:
 
 def save(config: Config) -> Path:
     """Write the resolved config into the run directory, whole or not at all, and return its path."""
-    from trainers.manifest import write_durably
+    from rollout.durable import write_durably
 
     path = run_dir(config) / "config.yaml"
     path.parent.mkdir(parents=True, exist_ok=True)

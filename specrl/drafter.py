@@ -13,6 +13,7 @@ import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -22,8 +23,6 @@ from specrl.options import ConfigError
 from specrl.schema import Config, DatasetConfig
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from torch import Tensor
     from transformers import PreTrainedModel
 
@@ -111,14 +110,11 @@ def shortened(policy: PreTrainedModel, layers: int) -> PreTrainedModel:
         config.layer_types = [config.layer_types[i] for i in kept]
     student = type(policy)(config).to(policy.device, policy.dtype)
     weights = policy.state_dict()
-    student.load_state_dict({name: weights[_renumbered(name, kept)] for name in student.state_dict()})
+    for name, weight in student.state_dict().items():
+        theirs = re.sub(r"\.(\d+)\.", lambda layer: f".{kept[int(layer[1])]}.", name, count=1)  # the layer's number
+        weight.copy_(weights[theirs])
     student.generation_config = copy.deepcopy(policy.generation_config)
     return student
-
-
-def _renumbered(name: str, kept: Sequence[int]) -> str:
-    """The policy's name of a weight of the short copy: the first number is the layer's."""
-    return re.sub(r"\.(\d+)\.", lambda layer: f".{kept[int(layer[1])]}.", name, count=1)
 
 
 def sample(
@@ -127,7 +123,7 @@ def sample(
     """One response of the policy to each prompt, at temperature 1, and the keys that drew them. Prints its progress."""
     from rollout.engines.base import Sampling
     from rollout.engines.transformers import TransformersEngine
-    from rollout.noise import derive_key
+    from rollout.keys import derive_key
     from rollout.types import Request
     from trainers.texts import Text
 
@@ -138,13 +134,14 @@ def sample(
     while len(done) < len(requests):
         done += engine.generate(requests[len(done) : len(done) + SAMPLED_TOGETHER])[0]
         print(f"{len(done)}/{len(requests)} responses after {time.perf_counter() - began:.0f} s", flush=True)
-    return [Text(tuple(p), tuple(c.tokens), (), 0) for p, c in zip(prompts, done, strict=True)], keys
+    return [Text(tuple(p), tuple(c.tokens), 0) for p, c in zip(prompts, done, strict=True)], keys
 
 
 def distil(policy: PreTrainedModel, student: PreTrainedModel, texts: Sequence[Text], options: DrafterOptions) -> None:
     """Trains the student in place on the positions of the responses, AdamW with one cycle of the learning rate."""
     import torch
     from torch.nn.functional import kl_div
+    from torch.optim.lr_scheduler import OneCycleLR
 
     from trainers.texts import response_logits, response_states
 
@@ -152,12 +149,11 @@ def distil(policy: PreTrainedModel, student: PreTrainedModel, texts: Sequence[Te
     cuts = [near[at : at + options.batch] for at in range(0, len(near), options.batch)]
     hidden: dict[int, Tensor] = {}  # of the policy, per cut: far smaller than its logits
     optimizer = torch.optim.AdamW(student.parameters(), options.learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, options.learning_rate, total_steps=options.steps, pct_start=0.1
-    )
+    schedule = OneCycleLR(optimizer, options.learning_rate, total_steps=options.steps, pct_start=0.1)
     print(f"distilling in {options.steps} steps of {options.batch} responses", flush=True)
-    began = time.perf_counter()
-    for step, at in zip(range(1, options.steps + 1), _shuffled(len(cuts), options.seed), strict=False):
+    rng, began = random.Random(options.seed), time.perf_counter()
+    order = (at for _ in count() for at in rng.sample(range(len(cuts)), len(cuts)))
+    for step, at in zip(range(1, options.steps + 1), order, strict=False):
         with torch.no_grad():
             if at not in hidden:
                 hidden[at] = response_states(policy, cuts[at])
@@ -170,10 +166,8 @@ def distil(policy: PreTrainedModel, student: PreTrainedModel, texts: Sequence[Te
         optimizer.step()
         schedule.step()
         if step % min(100, max(1, options.steps // 10)) == 0:
-            print(
-                f"step {step}/{options.steps} KL {loss.item():.4f} after {time.perf_counter() - began:.0f} s",
-                flush=True,
-            )
+            took = time.perf_counter() - began
+            print(f"step {step}/{options.steps} KL {loss.item():.4f} after {took:.0f} s", flush=True)
     student.eval()
 
 
@@ -188,20 +182,10 @@ def quantise(model: PreTrainedModel, bits: int) -> None:
                 weight.copy_((weight / scale).round() * scale)
 
 
-def _shuffled(count: int, seed: int) -> Iterator[int]:
-    """0..count-1 in one random order after another, without end."""
-    rng = random.Random(seed)
-    while True:
-        yield from rng.sample(range(count), count)
-
-
 def agreement(
     policy: PreTrainedModel, student: PreTrainedModel, texts: Sequence[Text], keys: Sequence[int]
 ) -> Agreement:
-    """How often the student's draws are the policy's tokens, each given the policy's text before it.
-
-    Args: keys: that the policy drew the texts with.
-    """
+    """How often the student's draws are the policy's tokens. Args: keys: that the policy drew the texts with."""
     import torch
 
     from rollout.noise import keyed_draw

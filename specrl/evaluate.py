@@ -24,7 +24,7 @@ from specrl.schema import Config
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from reward.base import RewardSet
+    from reward.set import RewardSet
     from rollout.engines.base import Engine
     from specrl.data import Example
 
@@ -61,7 +61,7 @@ def evaluate(
     with the 0/1 math reward, when it is right.
     """
     from reward.base import Sample
-    from rollout.noise import derive_key
+    from rollout.keys import derive_key
     from rollout.types import Request
     from specrl.data import render
 
@@ -119,12 +119,12 @@ def serving(config: Config) -> Iterator[tuple[Engine, PreTrainedTokenizerBase]]:
 
 
 def main(config: EvaluateConfig) -> int:
-    from reward.base import RewardSet
+    from reward.loading import load_rewards
     from specrl import preflight
 
     (examples,) = preflight.check(config, training=False).values()
     how = {"samples": config.samples, "max_new_tokens": config.rollout.max_new_tokens, "seed": config.seed}
-    rewards = RewardSet.from_config(config.reward)
+    rewards = load_rewards(config.reward)
     with closing(rewards), serving(config) as (engine, tokenizer):
         metrics = evaluate(engine, tokenizer, examples, rewards, **how)
     print(json.dumps({"model": config.model, "prompts": len(examples), "samples": config.samples, **metrics}, indent=2))

@@ -30,7 +30,7 @@ def main(config: GenerateConfig) -> int:
 
     from rich.console import Console
 
-    from rollout.noise import derive_key
+    from rollout.keys import derive_key
     from rollout.types import Request
     from specrl import preflight
     from specrl.data import Example, render

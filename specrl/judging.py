@@ -1,92 +1,60 @@
-"""Judged verification in a run: where mismatches come from, what they are worth, and what a judge gains."""
+"""What a judge learns from and is measured by: drafts beside the policy's own text, and rules on the same requests."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import TYPE_CHECKING
 
+from reward.base import Sample
+from rollout.cache import Fingerprint, TrajectoryCache
+from rollout.drafters.suffix import PromptTexts, SuffixDrafter
+from rollout.engines.ragged import RaggedModel
+from rollout.keys import derive_key
+from rollout.types import Request
+from specrl.data import render
 from specrl.options import ConfigError
+from specrl.policy import fingerprint
+from trainers.mining import Miner, by_model, while_followed
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-    from reward.base import RewardSet
-    from rollout.engines.base import Sampling
-    from rollout.engines.judged import JudgedEngine
+    from reward.set import RewardSet
     from rollout.routers.judge import Judge
-    from rollout.types import Request, Trajectory
     from specrl.data import Example
-    from specrl.schema import Config
+    from specrl.pair import Pair
     from trainers.judge import Labels
-    from trainers.mining import Propose
 
 NORMAL_95 = 1.96
 
 
 @dataclass(frozen=True)
-class Policy:
-    """The policy whose verification is judged, and how it samples."""
-
-    model: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase
-    sampling: Sampling
-    config: Config
-
-    def engine(self, judge: Judge, draft: PreTrainedModel | None = None) -> JudgedEngine:
-        """Verifies under a judge."""
-        from rollout.engines.judged import JudgedEngine
-
-        rollout = self.config.rollout
-        bounds = {"rows_per_batch": rollout.rows_per_batch, "tokens_per_pass": rollout.tokens_per_pass}
-        return JudgedEngine(self.model, self.sampling, judge=judge, draft=draft, **bounds)
-
-
-@dataclass(frozen=True)
-class Line:
-    """One rule of verification on held-out problems."""
-
-    rule: str
-    accuracy: float
-    change: float
-    """Of the mean reward against the first rule, whose responses have the same keys."""
-    change_pm: float
-    """Half a 95 % interval of it, from the differences of the problems' means."""
-    tokens_per_pass: float
-    accepted_ratio: float
-    """Accepted / drafted tokens."""
-
-
-@dataclass(frozen=True)
-class Stored:
-    """A stored text with its problem."""
+class Drafted:
+    """A problem with the draft of a response to it."""
 
     example: Example
     problem: int
     """Its number; a fifth of the numbers is held out."""
-    place: int
-    """Among the texts of the problem."""
-    trajectory: Trajectory
+    place: int = 0
+    """Among the drafts of the problem."""
+    text: Sequence[int] = ()
+    """An old response; empty where the draft model writes."""
 
 
-def read_cache(policy: Policy, examples: Sequence[Example], run: Path) -> list[Stored]:
+def read_cache(pair: Pair, examples: Sequence[Example], run: Path) -> list[Drafted]:
     """What a run stored of the examples.
 
     Raises:
         ConfigError: nothing of them is there.
     """
-    from rollout.cache import Fingerprint, TrajectoryCache
-    from specrl.policy import fingerprint
-
-    mark = Fingerprint(*fingerprint(policy.config, policy.tokenizer))
-    vocabulary = policy.model.get_output_embeddings().weight.shape[0]
+    mark = Fingerprint(*fingerprint(pair.config, pair.tokenizer))
+    vocabulary = pair.policy.get_output_embeddings().weight.shape[0]
     place = run / "trajectories"
-    cache = TrajectoryCache.load(place, mark, vocabulary, policy.sampling.eos_ids, max_mb=2**20)  # all there is
+    cache = TrajectoryCache.load(place, mark, vocabulary, pair.sampling.eos_ids, max_mb=2**20)  # all there is
     found = [
-        Stored(example, i, slot, trajectory)
+        Drafted(example, i, slot, trajectory.tokens)
         for i, example in enumerate(examples)
         for slot, trajectory in enumerate(cache.siblings(example.id))
     ]
@@ -98,111 +66,69 @@ def read_cache(policy: Policy, examples: Sequence[Example], run: Path) -> list[S
     return found
 
 
-def collect_stored(policy: Policy, stored: Sequence[Stored], rewards: RewardSet, most: int) -> Labels:
-    """Mismatches of stored texts with the policy's greedy responses."""
-    from trainers.mining import while_followed
+def mismatches(pair: Pair, drafts: Sequence[Drafted], rewards: RewardSet, most: int) -> Labels:
+    """Mismatches of old texts, or else of the draft model, with the policy's greedy responses, and if they matter.
 
-    propose = while_followed([row.trajectory.tokens for row in stored])
-    return _mine(policy, [r.example for r in stored], [r.problem for r in stored], propose, rewards, most)
+    Args: most: tried per response.
+    """
+    rollout, prompts = pair.config.rollout, [render(d.example, pair.tokenizer) for d in drafts]
+    if pair.draft is None:
+        propose = while_followed([d.text for d in drafts])
+    else:
+        greedy = replace(pair.sampling, temperature=0.0)
+        propose = by_model(RaggedModel(pair.draft, greedy, tokens_per_pass=rollout.tokens_per_pass), prompts)
+    miner = Miner(pair.policy, pair.sampling, rollout.max_new_tokens, rollout.tokens_per_pass)
 
+    def reward(rows: Sequence[int], texts: Sequence[list[int]]) -> list[float | None]:
+        return score(pair, [drafts[i].example for i in rows], texts, rewards)
 
-def collect(
-    policy: Policy, draft: PreTrainedModel, examples: Sequence[Example], rewards: RewardSet, most: int
-) -> Labels:
-    """Mismatches of the draft model on the policy's greedy responses."""
-    from rollout.engines.ragged import RaggedModel
-    from specrl.data import render
-    from trainers.mining import by_model
-
-    greedy = replace(policy.sampling, temperature=0.0)
-    ragged = RaggedModel(draft, greedy, tokens_per_pass=policy.config.rollout.tokens_per_pass)
-    propose = by_model(ragged, [render(example, policy.tokenizer) for example in examples])
-    return _mine(policy, examples, range(len(examples)), propose, rewards, most)
+    return miner(prompts, [d.problem for d in drafts], propose, reward, most)
 
 
-def _mine(policy: Policy, examples: Sequence[Example], problems, propose: Propose, rewards: RewardSet, most: int):
-    from specrl.data import render
-    from trainers.mining import Miner
-
-    rollout = policy.config.rollout
-    miner = Miner(policy.model, policy.sampling, rollout.max_new_tokens, rollout.tokens_per_pass)
-    prompts = [render(example, policy.tokenizer) for example in examples]
-
-    def reward(rows, texts):
-        return score(policy, [examples[i] for i in rows], texts, rewards)
-
-    return miner(prompts, problems, propose, reward, most)
-
-
-def score(policy: Policy, examples: Sequence[Example], texts: Sequence[list[int]], rewards: RewardSet) -> list:
+def score(
+    pair: Pair, examples: Sequence[Example], texts: Sequence[Sequence[int]], rewards: RewardSet
+) -> list[float | None]:
     """Total rewards of responses, None where there is none."""
-    from reward.base import Sample
-
-    said = policy.tokenizer.batch_decode(texts, skip_special_tokens=True)
-    return rewards.score(
-        [Sample(str(e.prompt), text, e.answer, e.fields) for e, text in zip(examples, said, strict=True)]
-    ).total
+    said = zip(examples, pair.tokenizer.batch_decode(texts, skip_special_tokens=True), strict=True)
+    return rewards.score([Sample(str(e.prompt), text, e.answer, e.fields) for e, text in said]).total
 
 
-def fresh_requests(policy: Policy, examples: Sequence[Example]) -> list[Request]:
-    """One response to each example."""
-    return [_request(policy, example, 0) for example in examples]
-
-
-def _request(policy: Policy, example: Example, slot: int) -> Request:
-    """A response to an example, with noise of its own."""
-    from rollout.noise import derive_key
-    from rollout.types import Request
-    from specrl.data import render
-
-    key = derive_key(policy.config.seed, example.id, slot, 0, "judge")
-    return Request(render(example, policy.tokenizer), key, policy.config.rollout.max_new_tokens)
-
-
-def stored_requests(policy: Policy, stored: Sequence[Stored]) -> list[Request]:
-    """The stored texts as drafts of new responses."""
-    from rollout.drafters.suffix import PromptTexts, SuffixDrafter
-
+def requests(pair: Pair, drafts: Sequence[Drafted]) -> list[Request]:
+    """New responses with keys of their own, which draft from the old texts where there are any."""
     made = []
-    for row in stored:
-        made.append(_request(policy, row.example, row.place))
-        made[-1].drafter = SuffixDrafter(PromptTexts(), row.trajectory.tokens)
-        made[-1].draft_logprobs = [0.0] * len(
-            row.trajectory.tokens
-        )  # only says that there is a law: nothing is trained
+    for d in drafts:
+        key = derive_key(pair.config.seed, d.example.id, d.place, 0, "judge")
+        made.append(Request(render(d.example, pair.tokenizer), key, pair.config.rollout.max_new_tokens))
+        if d.text:
+            made[-1].drafter = SuffixDrafter(PromptTexts(), d.text)
+            made[-1].draft_logprobs = [0.0] * len(d.text)  # only says that there is a law: nothing is trained
     return made
 
 
-def compare(
-    policy: Policy,
-    engines: dict[str, JudgedEngine],
-    examples: Sequence[Example],
-    requests: Callable[[], list[Request]],
-    rewards: RewardSet,
-) -> list[Line]:
-    """The rules on the same requests, the first one as the baseline.
+def compare(pair: Pair, rules: dict[str, Judge], drafts: Sequence[Drafted], rewards: RewardSet) -> list[dict]:
+    """A line for each rule, on the same requests; the first rule is the baseline.
 
-    Args: requests: makes them anew, as drafters keep a state.
+    `accuracy`, and its `change` against the baseline, whose responses have the same keys; `change_pm` is half a 95 %
+    interval of it, from the differences of the problems' means. `accepted_ratio` is accepted / drafted tokens.
     """
-    lines, baseline = [], []
-    for name, engine in engines.items():
-        done, stats = engine.generate(requests())
-        totals = score(policy, examples, [c.tokens for c in done], rewards)
+    lines, baseline, nan = [], [], float("nan")
+    for name, rule in rules.items():
+        done, stats = pair.judged(rule).generate(requests(pair, drafts))
+        totals = score(pair, [d.example for d in drafts], [c.tokens for c in done], rewards)
         baseline = baseline or totals
         differences = defaultdict(list)
-        for example, total, before in zip(examples, totals, baseline, strict=True):
+        for d, total, before in zip(drafts, totals, baseline, strict=True):
             if total is not None and before is not None:
-                differences[example.id].append(total - before)
+                differences[d.example.id].append(total - before)
         changes = [fmean(found) for found in differences.values()]
         known = [total for total in totals if total is not None]
-        lines.append(
-            Line(
-                name,
-                fmean(known) if known else float("nan"),
-                fmean(changes) if changes else float("nan"),
-                NORMAL_95 * stdev(changes) / len(changes) ** 0.5 if len(changes) > 1 else float("nan"),
-                sum(len(c.tokens) for c in done) / sum(c.passes for c in done),
-                stats.accepted / stats.drafted if stats.drafted else 0.0,
-            )
-        )
+        line = {
+            "rule": name,
+            "accuracy": fmean(known) if known else nan,
+            "change": fmean(changes) if changes else nan,
+            "change_pm": NORMAL_95 * stdev(changes) / len(changes) ** 0.5 if len(changes) > 1 else nan,
+            "tokens_per_pass": sum(len(c.tokens) for c in done) / sum(c.passes for c in done),
+            "accepted_ratio": stats.accepted / stats.drafted if stats.drafted else 0.0,
+        }
+        lines.append(line)
     return lines

@@ -16,8 +16,8 @@ from rich.panel import Panel
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.text import Text
 
+from rollout.durable import write_durably
 from specrl.records import METRICS_FILE, number, read_records, to_json
-from trainers.manifest import write_durably
 
 ETA_STEPS = 20  # steps averaged for the ETA: long enough to contain a control step at the default measure_every
 PAUSED = 0.5  # share of a rollout without speculation, drafts being at hand, from which on the run says so

@@ -61,17 +61,16 @@ def _drafter(config: Config) -> Iterator[str]:
 
 
 def _learned(config: Config) -> Iterator[str]:
-    """The router, judge or process reward model of a lossy law."""
+    """The learned router or judge of a lossy law."""
     law = config.rollout.law
     if law not in ("judged", "routed"):
         return
     by, path = getattr(config.rollout, law).by, getattr(config.rollout, law).path
-    maker = {"arbitrage": "train_router", "rsd": "train_router", "judge": "train_judge"}.get(by)
-    if maker and _absent(path, config.output_dir, hub=by == "rsd"):
-        out = path if by != "rsd" else str(Path(path).parent)  # the reward model lies in `prm` beside the router
+    maker = {"arbitrage": "train_router", "judge": "train_judge"}.get(by)
+    if maker and _absent(path, config.output_dir, hub=False):
         yield (
             f"rollout.{law}.path={path} does not exist, which rollout.{law}.by={by} asks. Make it first: "
-            f"python -m specrl.{maker} config={config.name} out={out} ({HEAD})."
+            f"python -m specrl.{maker} config={config.name} out={path} ({HEAD})."
         )
 
 

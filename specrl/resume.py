@@ -172,7 +172,7 @@ def keep_surroundings(run_dir: Path, now: dict[str, Any], resumed: bool) -> str:
 
     Returns one line, empty when nothing differs.
     """
-    from trainers.manifest import write_durably
+    from rollout.durable import write_durably
 
     path, began = run_dir / ENVIRONMENT_FILE, None
     if resumed:

@@ -14,9 +14,9 @@ from specrl.records import epoch, number
 from specrl.speedup import Speedup, bounded, speedup
 
 CHARGED = {"verify": "verify", "draft": "draft", "look-up": "lookup", "store": "store"}
-COSTS = {"co-training": "drafter", "judge refits": "judge", "cache to disk": "cache_save"}
+COSTS = {"co-training": "drafter", "cache to disk": "cache_save"}
 """What plain rollouts do without, by its name in `timing_s/`."""
-STEP_PHASES = ("gen", "reward", "old_log_prob", "ref_log_prob", "drafter", "judge", "sync", "update", "cache_save")
+STEP_PHASES = ("gen", "reward", "old_log_prob", "ref_log_prob", "drafter", "sync", "update", "cache_save")
 CONTROLS = ("control", "reuse_gap")
 PLAIN_PHASE = "prefill and decode"
 EPOCH_END = 1 + 1e-6  # trainers compute the epoch as a quotient, so its whole numbers are inexact

@@ -14,8 +14,7 @@ on held-out problems.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, replace
-from functools import partial
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -45,14 +44,12 @@ class TrainJudgeConfig(Config):
 
 
 def main(config: TrainJudgeConfig) -> int:
-    from reward.base import RewardSet
-    from rollout.engines import load_drafter
-    from rollout.engines.base import Sampling
+    from reward.loading import load_rewards
     from rollout.routers.judge import JudgeHead, KLJudge
     from rollout.routers.pair import fingerprint
     from specrl.data import load_examples
-    from specrl.judging import Policy, collect, collect_stored, compare, fresh_requests, read_cache, stored_requests
-    from specrl.policy import engine_spec, load_policy
+    from specrl.judging import Drafted, compare, mismatches, read_cache
+    from specrl.pair import load_pair
 
     if not config.out:
         raise ConfigError("out is missing: the directory to write the judge to, such as out=outputs/judge")
@@ -61,34 +58,25 @@ def main(config: TrainJudgeConfig) -> int:
             "Give either cache=RUN, whose stored texts are judged, or rollout.drafter=DIR, such as "
             "`python -m specrl.drafter out=DIR` writes."
         )
-    model, tokenizer, eos_ids = load_policy(config)
-    rollout = config.rollout
-    policy = Policy(
-        model.eval(), tokenizer, Sampling(eos_ids, rollout.temperature, rollout.top_k, rollout.top_p), config
-    )
-    draft = load_drafter(engine_spec(config, eos_ids), model) if rollout.drafter else None
-    examples = load_examples(config.data, config.dataset, "train", config.seed)
-    rewards = RewardSet.from_config(config.reward)
+    pair = load_pair(config)
+    examples = {s: load_examples(config.data, config.dataset, s, config.seed) for s in config.splits}
+    rewards = load_rewards(config.reward)
     try:
-        if draft is None:
-            stored = read_cache(policy, examples, Path(config.cache))
-            labels = collect_stored(policy, stored, rewards, config.mismatches)
-            held = [row for row in stored if row.problem % 5 == 0]
-            tried, requests = [row.example for row in held], partial(stored_requests, policy, held)
+        if config.cache:
+            learned_from = read_cache(pair, examples["train"], Path(config.cache))
+            held = [draft for draft in learned_from if draft.problem % 5 == 0]
         else:
-            labels = collect(policy, draft, examples, rewards, config.mismatches)
-            tried = load_examples(config.data, config.dataset, "test", config.seed)
-            requests = partial(fresh_requests, policy, tried)
+            learned_from, held = ([Drafted(e, i) for i, e in enumerate(examples[s])] for s in ("train", "test"))
+        labels = mismatches(pair, learned_from, rewards, config.mismatches)
         judge, shuffled, report = fit_judges(labels, config)
         exact = JudgeHead(judge.weight, judge.bias, 0.0)
         rules = {"exact": exact, "judge": judge, "shuffled labels": shuffled}
-        rules |= {"KL rule": KLJudge()} if draft is not None else {}
-        engines = {name: policy.engine(rule, draft) for name, rule in rules.items()}
-        report["rules"] = [asdict(line) for line in compare(policy, engines, tried, requests, rewards)]
+        rules |= {} if config.cache else {"KL rule": KLJudge()}
+        report["rules"] = compare(pair, rules, held, rewards)
     finally:
         rewards.close()
-    drafts = config.cache if draft is None else fingerprint(draft)
-    judge.save(config.out, {"policy": fingerprint(model), "draft": drafts, "report": report})
+    drafts = config.cache or fingerprint(pair.draft)
+    judge.save(config.out, {"policy": fingerprint(pair.policy), "draft": drafts, "report": report})
     print(json.dumps(report, indent=2))
     return 0
 

@@ -175,11 +175,11 @@ def run(folder: Path, prepare: Callable = lambda trainer: None, **options) -> Re
     record = Recording()
     watch = specrl.train.watch
 
-    def spy(trainer, *args):
-        watch(trainer, *args)
-        record.trainer, record.folder = trainer, folder / options.get("name", "run")
-        _listen(trainer, record)
-        prepare(trainer)
+    def spy(begun, monitor):
+        watch(begun, monitor)
+        record.trainer, record.folder = begun.trainer, begun.folder
+        _listen(begun.trainer, record)
+        prepare(begun.trainer)
 
     with mock.patch.object(specrl.train, "watch", spy):
         assert specrl.train.main(cli.load(words(folder, **options))) == 0
@@ -187,20 +187,20 @@ def run(folder: Path, prepare: Callable = lambda trainer: None, **options) -> Re
 
 
 def _listen(trainer, record: Recording) -> None:
-    finish, training_step = trainer.stage.finish, trainer.training_step
+    finish, training_step = trainer.rollouts.finish, trainer.training_step
 
-    def heard_finish(rows, batch, rewards, *, step):
-        metrics = finish(rows, batch, rewards, step=step)
-        done = batch.completions
+    def heard_finish():
+        metrics, got = finish(), trainer.rollouts.whole
+        done = got.batch.completions
         record.steps.append(
             Step(
-                step,
-                [row.example_id for row in rows],
-                list(batch.slots),
-                list(batch.keys),
+                trainer.rollouts.version,
+                [row.example_id for row in got.rows],
+                list(got.batch.slots),
+                list(got.batch.keys),
                 [list(c.tokens) for c in done],
                 [c.finish for c in done],
-                list(rewards),
+                list(got.rewards),
                 [list(c.reused) for c in done],
                 dict(metrics),
             )
@@ -212,7 +212,7 @@ def _listen(trainer, record: Recording) -> None:
         record.losses.append(loss.item())
         return loss
 
-    trainer.stage.finish, trainer.training_step = heard_finish, heard_training_step
+    trainer.rollouts.finish, trainer.training_step = heard_finish, heard_training_step
 
 
 def differences(a: Recording, b: Recording) -> list[str]:
@@ -242,14 +242,14 @@ class Watch:
         self.seconds: dict[int, Counter] = defaultdict(Counter)
 
     def __call__(self, trainer) -> None:
-        rollout, inside = trainer.stage.rollout, []
+        rollout, inside = trainer.rollouts.source, []
         self._time(trainer, rollout, "generate", lambda given: "gen" if _training(given) else "reuse_gap", inside)
         self._time(trainer, rollout, "plain", lambda given: "control", inside)
         self._time(trainer, rollout.engine, "generate", lambda given: "engine" if inside == ["gen"] else "", [])
         self._time(trainer, trainer.accelerator, "backward", lambda given: "update", [])
-        if trainer.cotraining:
+        for companion in trainer.rollouts.companions.values():
             for name in ("observe", "step"):
-                self._time(trainer, trainer.cotraining, name, lambda given: "drafter", [])
+                self._time(trainer, companion, name, lambda given: "drafter", [])
 
     def _time(self, trainer, owner, name: str, part: Callable[[dict], str], inside: list[str]) -> None:
         call = getattr(owner, name)

@@ -1,4 +1,4 @@
-"""Checkpoints as one atomic cut: weights, optimiser and position (the trainer's), trajectories and drafter (ours).
+"""Checkpoints as one atomic cut: weights, optimiser and position (the trainer's), trajectories and companions (ours).
 
 The trainer writes `checkpoint-N/`; the others go into the same directory. When all of it is on the disk the marker
 file follows, with the size and digest of every file. A directory without the marker is an interrupted save, one whose
@@ -13,7 +13,7 @@ import logging
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from hashlib import blake2b
 from pathlib import Path
@@ -23,14 +23,12 @@ import torch
 from safetensors import SafetensorError
 from transformers import TrainerCallback
 
-from rollout.cache import TrajectoryCache
-from rollout.config import CacheConfig
+from rollout.durable import write_durably
 from rollout.types import RolloutError
-from trainers.manifest import complaints, seal, write_durably
+from trainers.manifest import complaints, seal
 
 if TYPE_CHECKING:
-    from trainers.drafter import DrafterTrainer
-    from trainers.judge_refit import JudgeRefit
+    from trainers.rollouts import Rollouts
 
 MARKER = "specrl.json"
 logger = logging.getLogger(__name__)
@@ -142,9 +140,11 @@ def trajectories(checkpoint: Path) -> Path:
     return checkpoint / _CACHE
 
 
-def stage_state(checkpoint: Path) -> dict[str, Any]:
-    """The rollout stage's state."""
-    return _marker(checkpoint)["stage"]
+def restore(checkpoint: Path, rollouts: Rollouts) -> None:
+    """Brings rollouts and companions to where they were. Raises RolloutError."""
+    rollouts.restore(_marker(checkpoint)["rollouts"])
+    for name, companion in rollouts.companions.items():
+        companion.load(checkpoint / name)
 
 
 def data_digests(checkpoint: Path) -> dict[str, str]:
@@ -158,10 +158,6 @@ def _marker(checkpoint: Path) -> dict[str, Any]:
         mark = json.loads((checkpoint / MARKER).read_bytes())
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{checkpoint.name} is damaged: {MARKER} cannot be read ({error})") from error
-    if isinstance(mark, dict) and mark.keys() == {"step", "cache", "stage"}:
-        raise CheckpointError(
-            f"{checkpoint.name} is of an earlier version of specrl, which kept no digests to check its files by"
-        )
     if not isinstance(mark, dict) or mark.pop("digest", None) != _digest(mark) or mark["step"] != step_of(checkpoint):
         raise CheckpointError(f"{checkpoint.name} is damaged: {MARKER} is not what was written there")
     return mark
@@ -171,35 +167,14 @@ def _digest(mark: dict[str, Any]) -> str:
     return blake2b(json.dumps(mark).encode(), digest_size=16).hexdigest()
 
 
-def drafter(checkpoint: Path) -> Path:
-    """Where a checkpoint keeps the state of co-training."""
-    return checkpoint / "drafter"
-
-
-def judge(checkpoint: Path) -> Path:
-    """Where a checkpoint keeps the state of a judge that is refit."""
-    return checkpoint / "judge"
-
-
 class SaveCache(TrainerCallback):
     """Completes each checkpoint with what else belongs to its step, marks it, and removes the oldest ones.
 
-    Args: cache: trajectories; drafter: co-training; judge: its refits; None where the run has none. state: the rollout
-    stage's, and data: digests of the data's splits, for the marker. keep: complete checkpoints.
+    Args: rollouts: of the run; keep: complete checkpoints; data: digests of the data's splits, for the marker.
     """
 
-    def __init__(
-        self,
-        cache: TrajectoryCache | None,
-        config: CacheConfig,
-        keep: int,
-        state: Callable[[], dict[str, Any]],
-        drafter: DrafterTrainer | None = None,
-        judge: JudgeRefit | None = None,
-        data: Mapping[str, str] | None = None,
-    ):
-        self._cache, self._config, self._keep, self._stage = cache, config, keep, state
-        self._drafter, self._judge, self._data = drafter, judge, dict(data or {})
+    def __init__(self, rollouts: Rollouts, keep: int, data: Mapping[str, str]):
+        self._rollouts, self._keep, self._data = rollouts, keep, dict(data)
         self._spent_s: float | None = None
 
     def on_log(self, args, state, control, logs: dict[str, Any] | None = None, **kwargs) -> None:
@@ -213,22 +188,19 @@ class SaveCache(TrainerCallback):
         if not state.is_world_process_zero:
             return
         checkpoint = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-        mark = {"step": state.global_step, "cache": self._save_cache(checkpoint, state.global_step)}
-        mark |= {"stage": self._stage(), "data": self._data}
+        self._save_cache(checkpoint, state.global_step)
+        mark = {"step": state.global_step, "rollouts": self._rollouts.state(), "data": self._data}
         with writing(checkpoint):
-            if self._drafter is not None:
-                self._drafter.save(drafter(checkpoint))
-            if self._judge is not None:
-                self._judge.save(judge(checkpoint))
+            for name, companion in self._rollouts.companions.items():
+                companion.save(checkpoint / name)
             mark = json.loads(json.dumps(mark | {"files": seal(checkpoint, MARKER)}))  # as it will be read
             write_durably(checkpoint / MARKER, json.dumps(mark | {"digest": _digest(mark)}).encode())
         prune(checkpoint.parent, checkpoint, self._keep)
 
-    def _save_cache(self, checkpoint: Path, step: int) -> bool:
-        if self._cache is None:
-            return True
+    def _save_cache(self, checkpoint: Path, step: int) -> None:
+        source = self._rollouts.source
+        if source.cache is None:
+            return
         began = time.perf_counter()
-        saved = self._cache.try_save(trajectories(checkpoint), step, self._config.on_write_error)
-        self._cache.close()
+        source.cache.try_save(trajectories(checkpoint), step, source.config.cache.on_write_error)
         self._spent_s = time.perf_counter() - began
-        return saved

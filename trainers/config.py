@@ -12,10 +12,9 @@ from rollout.config import doc
 @dataclass
 class DrafterConfig:
     train: bool = doc(False, "co-train the model of rollout.drafter=DIR towards the policy after every rollout")
-    objective: Literal["forward_kl", "reverse_kl", "mixed", "tvd"] = doc("tvd", "distance from the policy's law")
-    select: Literal["all", "errors", "adaspec", "adaspec_ema"] = doc(
-        "all",
-        "tokens learned from: all, rejected drafts, or those furthest behind the initial drafter or its moving average",
+    objective: Literal["forward_kl", "tvd"] = doc("tvd", "distance from the policy's law")
+    select: Literal["all", "adaspec"] = doc(
+        "all", "tokens learned from: all, or those furthest behind the initial drafter"
     )
     learning_rate: float = doc(1e-4, "AdamW learning rate")
     interval: int = doc(1, "optimiser steps between two rounds of co-training", low=1)

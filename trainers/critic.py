@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from trainers.config import TrainerConfig
+
 if TYPE_CHECKING:
+    from peft import PeftConfig
     from transformers import PreTrainedModel
 
 
@@ -28,7 +33,7 @@ class ActorCritic(nn.Module):
 
     Args:
         policy: a causal LM, or a peft model around one.
-        trunk: the critic's own transformer (see `trunk_of`); None puts the value head on the policy's.
+        trunk: the critic's own transformer; None puts the value head on the policy's.
         valued: whether there is a critic at all.
         temperature: of the sampling law.
         entropic: whether gradients flow through the entropy, which costs memory.
@@ -66,6 +71,42 @@ class ActorCritic(nn.Module):
         return Outputs(logp, entropy, self.value(hidden[:, -length - 1 : -1].float())[..., 0])
 
 
-def trunk_of(policy: PreTrainedModel) -> nn.Module:
-    """A copy of a causal LM without its output layer: a critic's transformer before its training."""
-    return copy.deepcopy(policy.base_model)
+class Models(NamedTuple):
+    """What PPO trains, and what its KL penalty is against."""
+
+    trained: ActorCritic
+    reference: ActorCritic | None
+    """The initial policy, inside `initial()`; None without a penalty."""
+    initial: Callable[[], AbstractContextManager] = nullcontext
+
+    def groups(self, options: TrainerConfig) -> list[dict]:
+        """The optimiser's parameter groups: the policy, then the critic where there is one."""
+        trained, policy = self.trained, self.trained.policy
+        groups = [{"params": [p for p in policy.parameters() if p.requires_grad], "lr": options.learning_rate}]
+        if trained.value is not None:
+            own = [p for name, p in trained.named_parameters() if not name.startswith("policy.")]
+            groups.append({"params": own, "lr": options.critic.learning_rate})
+        return groups
+
+
+def models(model: PreTrainedModel, options: TrainerConfig, temperature: float, peft: PeftConfig | None) -> Models:
+    """Policy with critic, and reference, of a loaded policy. Args: peft: adapters, None trains all weights."""
+    valued = options.advantage == "gae"
+    trunk = copy.deepcopy(model.base_model) if valued and options.critic.model == "separate" else None
+    if trunk is not None and options.precision == "bf16":
+        trunk.float()  # it is trained whole, also where adapters leave the policy's own weights in bf16
+    plain = {"trunk": None, "valued": False, "temperature": temperature, "entropic": False}
+    reference, initial = None, nullcontext
+    if options.beta and not peft:
+        reference = ActorCritic(copy.deepcopy(model), **plain).requires_grad_(False).eval()
+    if peft:
+        from peft import get_peft_model
+
+        model = get_peft_model(model, peft)
+        if options.beta:
+            reference, initial = ActorCritic(model, **plain), model.disable_adapter
+    if options.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    entropic = options.entropy_bonus > 0
+    trained = ActorCritic(model, trunk=trunk, valued=valued, temperature=temperature, entropic=entropic)
+    return Models(trained, reference, initial)

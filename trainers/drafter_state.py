@@ -1,23 +1,22 @@
-"""The state of co-training on disk: weights and moments as safetensors, the rest as JSON, bound by a checksum."""
+"""The state of co-training on disk: weights and moments as safetensors, the rest as JSON in the same file's header."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from hashlib import blake2b
 from pathlib import Path
 
 import safetensors.torch
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from rollout.durable import write_durably
 from rollout.types import RolloutError
-from trainers.manifest import write_durably
 from trainers.texts import Text
 
-WEIGHTS, STATE, MOMENTS = "drafter.safetensors", "drafter.json", "adamw/"
+STATE, MOMENTS = "drafter.safetensors", "adamw/"
 
 
 @dataclass(slots=True)
@@ -44,15 +43,14 @@ def save(
     progress: Progress,
     texts: Sequence[Text],
 ) -> None:
-    """Writes all of it; the weights first, so that the JSON's checksum vouches for them."""
+    """Writes all of it into one file."""
     directory.mkdir(parents=True, exist_ok=True)
     tensors = dict(weights)
     for i, moments in optimizer.state_dict()["state"].items():
         tensors |= {f"{MOMENTS}{i}/{name}": value for name, value in moments.items()}
-    blob = safetensors.torch.save({name: tensor.contiguous() for name, tensor in tensors.items()})
-    write_durably(directory / WEIGHTS, blob)
-    values = asdict(progress) | {"texts": [asdict(text) for text in texts], "checksum": blake2b(blob).hexdigest()}
-    write_durably(directory / STATE, json.dumps(values).encode())
+    told = {"progress": json.dumps(asdict(progress)), "texts": json.dumps([asdict(text) for text in texts])}
+    blob = safetensors.torch.save({name: tensor.contiguous() for name, tensor in tensors.items()}, told)
+    write_durably(directory / STATE, blob)
 
 
 @torch.no_grad()
@@ -65,12 +63,11 @@ def load(
         RolloutError: it is missing, damaged or another drafter's; nothing was changed.
     """
     try:
-        blob = (directory / WEIGHTS).read_bytes()
-        values = json.loads((directory / STATE).read_text(encoding="utf-8"))
-        if blake2b(blob).hexdigest() != values.pop("checksum"):
-            raise ValueError(f"{WEIGHTS} is not the one that {STATE} was written with")
-        texts = [{k: tuple(v) if isinstance(v, list) else v for k, v in text.items()} for text in values.pop("texts")]
-        tensors, texts, progress = safetensors.torch.load(blob), [Text(**t) for t in texts], Progress(**values)
+        with safe_open(directory / STATE, "pt") as file:
+            told = file.metadata()
+        tensors = safetensors.torch.load_file(directory / STATE)
+        progress = Progress(**json.loads(told["progress"]))
+        texts = [Text(tuple(t["prompt"]), tuple(t["response"]), t["version"]) for t in json.loads(told["texts"])]
     except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
         raise RolloutError(
             f"the co-training state in {directory} cannot be read: {error}. Resume from an older checkpoint"

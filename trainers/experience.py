@@ -23,8 +23,10 @@ class Experience:
     """1 for tokens that are trained on, 0 for padding and for every token of a row that is left out [B, T]."""
     drawn: Tensor
     """The engine's log-probs [B, T]."""
+    own: Tensor | None = None
+    """The trainer's log-probs, before the update [B, T]."""
     old: Tensor | None = None
-    """Log-probs under the policy that began the update [B, T]."""
+    """Log-probs that an update's ratios are against, one of the two [B, T]."""
     advantages: Tensor | None = None
     values: Tensor | None = None
     """The critic's, before the update [B, T]; None without a critic."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,13 +23,11 @@ from trl.trainer.utils import RepeatSampler
 
 from rollout.config import RolloutConfig
 from rollout.types import RolloutError
-from trainers import weights
 from trainers.arguments import common_arguments
-from trainers.base import Rollouts
 from trainers.checkpoint import writing
-from trainers.collector import Setup
 from trainers.config import TrainerConfig
 from trainers.reference import ReferenceLogProbs
+from trainers.rollouts import Rollouts, Setup
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -60,17 +59,16 @@ class EpochRepeatSampler(RepeatSampler):
         return super().__iter__()
 
 
-class GRPOTrainerWithReuse(Rollouts, GRPOTrainer):
-    """GRPOTrainer whose responses come from SpeculativeRollout.
+class GRPOTrainerWithReuse(GRPOTrainer):
+    """GRPOTrainer whose responses come from Rollouts.
 
-    Args: setup: what the run gives to the rollouts. The other arguments are GRPOTrainer's.
+    Args: setup: what the run gives to them. The other arguments are GRPOTrainer's.
     """
 
     def __init__(
         self,
         model: PreTrainedModel,
         args: GRPOConfig,
-        train_dataset: Dataset,
         tokenizer: PreTrainedTokenizerBase,
         setup: Setup,
         peft_config: PeftConfig | None = None,
@@ -81,7 +79,7 @@ class GRPOTrainerWithReuse(Rollouts, GRPOTrainer):
             model,
             reward_funcs=self._total_reward,
             args=args,
-            train_dataset=train_dataset,
+            train_dataset=setup.dataset,
             processing_class=tokenizer,
             peft_config=peft_config,
             rollout_func=self._rollout,
@@ -91,9 +89,13 @@ class GRPOTrainerWithReuse(Rollouts, GRPOTrainer):
         def policy() -> torch.nn.Module:
             return self.accelerator.unwrap_model(self.model)
 
-        self._open_rollouts(setup, policy, train_dataset, tokenizer, self._metrics["train"])
-        weights.check_shared(self.engine, self.accelerator)
-        self._reference = ReferenceLogProbs(alone=self.collector.exact_bits)
+        self.rollouts = Rollouts(setup, self.accelerator, policy, lambda: self.state)
+        self._reference = ReferenceLogProbs(alone=self.rollouts.exact_bits)
+
+    def note(self, metrics: dict[str, float]) -> None:
+        """Takes them into the log of the step."""
+        for name, value in metrics.items():
+            self._metrics["train"][name].append(value)
 
     # TRL's hooks -------------------------------------------------------------------------------------------------
 
@@ -105,11 +107,11 @@ class GRPOTrainerWithReuse(Rollouts, GRPOTrainer):
             repeat_count=self.num_iterations * self.args.steps_per_generation,
             shuffle=self.shuffle_dataset,
             seed=self.args.seed,
-            epoch=lambda: self.collector.epoch,
+            epoch=lambda: self.rollouts.epoch,
         )
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        inputs = self.collector.collect(inputs).inputs
+        inputs = self.rollouts.collect(inputs).inputs
         updates, self.num_iterations = self.num_iterations, 1  # no pass for old log-probs: the first update has them
         try:
             out = self._with_behaviour(super()._generate_and_score_completions(inputs))
@@ -117,16 +119,15 @@ class GRPOTrainerWithReuse(Rollouts, GRPOTrainer):
             self.num_iterations = updates
         for part in ("mean", "std"):  # of the one function that TRL sees: `reward` and `reward_std` again
             self._metrics["train"].pop(f"rewards/{self._total_reward.__name__}/{part}", None)
-        found = self.collector.finish()
-        if "reward" in found:  # of the prompts that were sampled; TRL's is of those that are trained on
-            self._metrics["train"]["reward"][-1] = found.pop("reward")
-        for name, value in found.items():
-            self._metrics["train"][name].append(value)
+        metrics = self.rollouts.finish()
+        if "reward" in metrics:  # of the prompts that were sampled; TRL's is of those that are trained on
+            self._metrics["train"]["reward"][-1] = metrics.pop("reward")
+        self.note(metrics)
         return out
 
     def _rollout(self, prompts: list, trainer: GRPOTrainer) -> dict[str, list]:
         """TRL's rollout_func: what was collected before, as prompts alone do not identify an example."""
-        rows, batch = self.collector.last.rows, self.collector.last.batch
+        rows, batch = self.rollouts.last.rows, self.rollouts.last.batch
         stand_in = [self.processing_class.pad_token_id]  # TRL cannot take an empty response; it is masked afterwards
         return {
             "prompt_ids": [list(row.prompt) for row in rows],
@@ -136,7 +137,7 @@ class GRPOTrainerWithReuse(Rollouts, GRPOTrainer):
 
     def _total_reward(self, **_: Any) -> list[float | None]:
         """TRL's reward function: one total per row. None masks the row, as TRL 1.16 leaves it out of its group."""
-        return self.collector.last.rewards
+        return self.rollouts.last.rewards
 
     def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, *args: Any, **kwargs: Any):
         if not torch.is_grad_enabled():  # the only such pass that TRL is left to ask for is the reference policy's
@@ -147,14 +148,14 @@ class GRPOTrainerWithReuse(Rollouts, GRPOTrainer):
 
     def _compute_loss(self, model, inputs: dict[str, Any]) -> torch.Tensor:
         loss = super()._compute_loss(model, inputs)
-        if self.num_iterations > 1 and self.collector.batch_is_current:
+        if self.num_iterations > 1 and self.rollouts.batch_is_current:
             inputs.setdefault("old_per_token_logps", self._logps)  # for the later updates, whose ratio it is
-        if self.model.training and self.collector.batch_is_current:
+        if self.model.training and self.rollouts.batch_is_current:
             mask = inputs["completion_mask"].bool()
             gap = (self._logps - inputs["sampling_per_token_logps"]).abs()[mask]
             if gap.numel():
-                self._metrics["train"]["sampling/sampling_logp_difference/mean"].append(gap.mean().item())
-                self._metrics["train"]["sampling/sampling_logp_difference/max"].append(gap.max().item())
+                name = "sampling/sampling_logp_difference"
+                self.note({f"{name}/mean": gap.mean().item(), f"{name}/max": gap.max().item()})
         return loss
 
     def _save_checkpoint(self, model, trial) -> None:
@@ -165,45 +166,40 @@ class GRPOTrainerWithReuse(Rollouts, GRPOTrainer):
 
     def _with_behaviour(self, out: dict[str, Any]) -> dict[str, Any]:
         """Old log-probs from the engine, and weights for tokens that another law or another engine drew."""
-        for i, c in enumerate(self.collector.last.batch.completions):
+        for i, c in enumerate(self.rollouts.last.batch.completions):
             if c.failure:
                 out["completion_mask"][i] = 0
         drawn = out["sampling_per_token_logps"]
-        if self.collector.old_from_engine:
+        if self.rollouts.old_from_engine:
             out["old_per_token_logps"] = drawn
-        ratios = self.collector.importance(drawn, out["completion_mask"], own=lambda: self._trainer_logps(out))
+        ratios = self.rollouts.importance(drawn, out["completion_mask"], own=lambda: self._trainer_logps(out))
         if ratios is not None:
             out["advantages"] = out["advantages"][:, None] * ratios
         return out
 
     @torch.no_grad()
+    def _one_pass(self, model, ids: torch.Tensor, mask: torch.Tensor, keep: int) -> torch.Tensor:
+        """Log-probs [B, keep] under a model, without gradients."""
+        rows = self.args.per_device_train_batch_size
+        return super()._get_per_token_logps_and_entropies(model, ids, mask, keep, rows)[0]
+
     def _trainer_logps(self, out: dict[str, Any]) -> torch.Tensor:
         """The policy's own log-probs [B, T] of the responses, which the update then takes as pi_old."""
         if "old_per_token_logps" not in out:
             began = time.perf_counter()
-            ids = torch.cat([out["prompt_ids"], out["completion_ids"]], dim=1)
-            mask = torch.cat([out["prompt_mask"], out["completion_mask"]], dim=1)
-            keep, rows = out["completion_ids"].shape[1], self.args.per_device_train_batch_size
-            out["old_per_token_logps"] = super()._get_per_token_logps_and_entropies(self.model, ids, mask, keep, rows)[
-                0
-            ]
-            self._metrics["train"]["timing_s/old_log_prob"].append(time.perf_counter() - began)
+            ids, mask = (torch.cat([out[f"prompt_{n}"], out[f"completion_{n}"]], dim=1) for n in ("ids", "mask"))
+            out["old_per_token_logps"] = self._one_pass(self.model, ids, mask, out["completion_ids"].shape[1])
+            self.note({"timing_s/old_log_prob": time.perf_counter() - began})
         return out["old_per_token_logps"]
 
     def _reference_logps(self, model, ids: torch.Tensor, mask: torch.Tensor, keep: int, *_: Any) -> torch.Tensor:
         """Log-probs [B, keep] for `trainer.beta`. Several processes compute all: sharded models need equal passes."""
-        began, rows = time.perf_counter(), self.args.per_device_train_batch_size
-        one_pass = super()._get_per_token_logps_and_entropies
-
-        def compute(ids: torch.Tensor, mask: torch.Tensor, keep: int) -> torch.Tensor:
-            return one_pass(model, ids, mask, keep, rows)[0]
-
+        began, compute = time.perf_counter(), partial(self._one_pass, model)
         if self.accelerator.num_processes > 1:
             logps, reused = compute(ids, mask, keep), 0.0
         else:
             logps, reused = self._reference(ids, mask, keep, compute)
-        self._metrics["train"]["timing_s/ref_log_prob"].append(time.perf_counter() - began)
-        self._metrics["train"]["reference/reused_ratio"].append(reused)
+        self.note({"timing_s/ref_log_prob": time.perf_counter() - began, "reference/reused_ratio": reused})
         return logps
 
 

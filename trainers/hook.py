@@ -13,11 +13,11 @@ from accelerate.utils import broadcast_object_list, gather_object
 from rollout.cache import Fingerprint, TrajectoryCache
 from rollout.config import RolloutConfig
 from rollout.engines import EngineSpec, build_engine
+from rollout.metrics import rollout_metrics
 from rollout.speculative import SpeculativeRollout
 from rollout.types import RolloutBatch, RolloutError, Row
 from trainers.hook_limits import check_config, check_trainer
 from trainers.hook_state import Asked, SaveReuse, load_trajectories, read_state
-from trainers.stage import rollout_metrics
 
 LOGGED = (
     "spec/hit_rate",
@@ -42,7 +42,7 @@ class ReuseRollouts:
     nothing. TRL's checkpoints hold what a resumed run needs, in `checkpoint-N/specrl`. Metrics go into TRL's log
     (docs/metrics.md). Control steps, the report and other engines are those of `python -m specrl.train`.
 
-    Args: config: options of reuse (`acceptance`, `replay`, `sources`, `cache.max_mb`, memory bounds); what the
+    Args: config: options of reuse (`law`, `replay`, `sources`, `cache.max_mb`, memory bounds); what the
     trainer's arguments give is taken from there.
     """
 

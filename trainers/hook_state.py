@@ -11,10 +11,10 @@ from typing import Any, Literal
 from transformers import TrainerCallback, TrainerState, TrainingArguments
 
 from rollout.cache import TrajectoryCache
+from rollout.durable import write_durably
+from rollout.keys import Visits
 from rollout.speculative import SpeculativeRollout
 from rollout.types import RolloutError
-from rollout.visits import Visits
-from trainers.manifest import write_durably
 
 Domain = Literal["rollout", "evaluation"]
 COUNTS = "visits.json"
@@ -64,7 +64,6 @@ class SaveReuse(TrainerCallback):
             return
         if (cache := self._rollout.cache) is not None:
             cache.try_save(home, state.global_step, self._rollout.config.cache.on_write_error)
-            cache.close()
         saved = {"tokens": state.num_input_tokens_seen, **self._asked.state()}
         try:
             home.mkdir(exist_ok=True)

@@ -7,57 +7,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import binary_cross_entropy_with_logits
+
+from trainers.fit import logistic, roc_auc
 
 PENALTIES = tuple(10.0**-i for i in range(5))  # of the squared weights, tried from strong to weak
-
-
-def fit_head(features: Tensor, important: Tensor, held: Tensor, held_important: Tensor) -> tuple[Tensor, float, float]:
-    """Logistic regression of `important` on standardised features, as one dot product on raw ones.
-
-    Both classes weigh the same in all. The L2 penalty with the best ROC-AUC on the held-out rows wins.
-
-    Args: features [N, H], held [M, H] float; important [N], held_important [M] bool, both classes in each.
-    Returns: weight [H], bias, and that ROC-AUC.
-    """
-    mean, scale = features.mean(0), features.std(0).clamp(min=1e-6)
-    x, y = (features - mean) / scale, important.float()
-    balance = torch.where(important, 0.5 / y.mean(), 0.5 / (1 - y.mean()))
-    best: tuple[Tensor, float, float] | None = None
-    for penalty in PENALTIES:
-        w, b = torch.zeros(x.shape[1], requires_grad=True), torch.zeros((), requires_grad=True)
-        optimizer = torch.optim.LBFGS([w, b], max_iter=100, line_search_fn="strong_wolfe")
-
-        def loss(w=w, b=b, penalty=penalty, optimizer=optimizer):
-            optimizer.zero_grad()
-            value = binary_cross_entropy_with_logits(x @ w + b, y, balance) + penalty * w.square().sum()
-            value.backward()
-            return value
-
-        optimizer.step(loss)
-        weight = (w / scale).detach()
-        bias = (b - (w / scale * mean).sum()).item()
-        area = roc_auc((held @ weight + bias).tolist(), held_important.tolist())
-        if best is None or area > best[2]:
-            best = weight, bias, area
-    return best
-
-
-def roc_auc(scores: Sequence[float], labels: Sequence[bool]) -> float:
-    """Chance that a positive scores above a negative, ties counting half; NaN without both classes."""
-    positive = torch.tensor([s for s, label in zip(scores, labels, strict=True) if label], dtype=torch.float64)
-    negative = torch.tensor([s for s, label in zip(scores, labels, strict=True) if not label], dtype=torch.float64)
-    if not len(positive) or not len(negative):
-        return float("nan")
-    above = (positive[:, None] > negative).double() + 0.5 * (positive[:, None] == negative)
-    return above.mean().item()
-
-
-def threshold_for_recall(scores: Sequence[float], labels: Sequence[bool], recall: float) -> float:
-    """The largest threshold at which a share of at least `recall` of the positives scores at or above it."""
-    positive = sorted((s for s, label in zip(scores, labels, strict=True) if label), reverse=True)
-    kept = max(1, -int(-recall * len(positive) // 1))  # rounded up
-    return positive[kept - 1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,18 +31,6 @@ class Labels:
     def held(self) -> Tensor:
         """[N] bool, what is not learned from; no problem is on both sides."""
         return self.problem % 5 == 0
-
-    def __add__(self, other: Labels) -> Labels:
-        pairs = zip(self._columns, other._columns, strict=True)
-        return Labels(*(torch.cat(pair) for pair in pairs))
-
-    def last(self, count: int) -> Labels:
-        """The latest `count`."""
-        return Labels(*(column[-count:] for column in self._columns))
-
-    @property
-    def _columns(self) -> tuple[Tensor, Tensor, Tensor]:
-        return self.hidden, self.important, self.problem
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,3 +54,30 @@ def fit_judge(labels: Labels, recall: float) -> FittedHead | None:
     weight, bias, area = fit_head(labels.hidden[~held], important[~held], labels.hidden[held], important[held])
     chances = (labels.hidden[held] @ weight + bias).sigmoid().tolist()
     return FittedHead(weight, bias, threshold_for_recall(chances, important[held].tolist(), recall), area)
+
+
+def fit_head(features: Tensor, important: Tensor, held: Tensor, held_important: Tensor) -> tuple[Tensor, float, float]:
+    """Logistic regression of `important` on standardised features, as one dot product on raw ones.
+
+    Both classes weigh the same in all. The L2 penalty with the best ROC-AUC on the held-out rows wins.
+
+    Args: features [N, H], held [M, H] float; important [N], held_important [M] bool, both classes in each.
+    Returns: weight [H], bias, and that ROC-AUC.
+    """
+    mean, scale = features.mean(0), features.std(0).clamp(min=1e-6)
+    share = important.float().mean()
+    balance = torch.where(important, 0.5 / share, 0.5 / (1 - share))
+    fitted = []
+    for penalty in PENALTIES:
+        weight, bias = logistic((features - mean) / scale, important, penalty, balance, iterations=100)
+        weight = weight / scale
+        bias = (bias - (weight * mean).sum()).item()
+        fitted.append((weight, bias, roc_auc((held @ weight + bias).tolist(), held_important.tolist())))
+    return max(fitted, key=lambda found: found[2])
+
+
+def threshold_for_recall(scores: Sequence[float], labels: Sequence[bool], recall: float) -> float:
+    """The largest threshold at which a share of at least `recall` of the positives scores at or above it."""
+    positive = sorted((s for s, label in zip(scores, labels, strict=True) if label), reverse=True)
+    kept = max(1, -int(-recall * len(positive) // 1))  # rounded up
+    return positive[kept - 1]

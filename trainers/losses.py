@@ -1,4 +1,4 @@
-"""Pure functions on log-probs, logits and values: losses, and weights of off-policy tokens."""
+"""Pure functions on log-probs and values: losses, and weights of off-policy tokens."""
 
 from __future__ import annotations
 
@@ -28,53 +28,6 @@ def correction_weights(logp: Tensor, behaviour: Tensor, mask: Tensor, mode: str,
     if mode.endswith("truncate"):
         return ratio.clamp(max=cap)
     return torch.where((ratio > cap) | (ratio < 1 / cap), 0.0, ratio)
-
-
-def forward_kl(student: Tensor, teacher: Tensor) -> Tensor:
-    """KL(teacher || student) [N], in nats: the student covers all that the teacher may draw.
-
-    Args: student, teacher: finite logits [N, V] of any float type, of the same temperature.
-    """
-    p, q = teacher.float().log_softmax(-1), student.float().log_softmax(-1)
-    return (p.exp() * (p - q)).sum(-1)
-
-
-def reverse_kl(student: Tensor, teacher: Tensor) -> Tensor:
-    """KL(student || teacher) [N], in nats: the student keeps to what the teacher may draw. See `forward_kl`."""
-    return forward_kl(teacher, student)
-
-
-def mixed_kl(student: Tensor, teacher: Tensor) -> Tensor:
-    """0.9 forward + 0.1 reverse KL [N], the mix of Online Speculative Decoding (arXiv 2310.07177). See `forward_kl`."""
-    return 0.9 * forward_kl(student, teacher) + 0.1 * reverse_kl(student, teacher)
-
-
-def total_variation(student: Tensor, teacher: Tensor) -> Tensor:
-    """Half the sum of |p - q| [N], 0 to 1; logits [N, V] may be -inf.
-
-    Keyed draws of both laws agree with a probability between (1 - TV) / (1 + TV) and 1 - TV (arXiv 2408.07978).
-    """
-    return (teacher.float().softmax(-1) - student.float().softmax(-1)).clamp(min=0).sum(-1)
-
-
-def tvd(student: Tensor, teacher: Tensor) -> Tensor:
-    """Total variation [N] with the gradient of TVD++ (arXiv 2403.00858). Logits [N, V].
-
-    The gradient of TV is that of a policy with reward r(v) = 1 where p(v) > q(v), negated; TVD++ normalises r by its
-    mean and deviation over the batch. Summed over the whole vocabulary instead of sampled, the mean drops out and the
-    deviation sqrt(m (1 - m)), m the batch mean of E_q[r], divides.
-    """
-    p, q = teacher.float().softmax(-1), student.float().softmax(-1).detach()
-    m = ((p > q) * q).sum(-1).mean()
-    deviation = (m * (1 - m)).sqrt().clamp(min=0.01)  # 0 where the student has arrived
-    return total_variation(student, teacher) / deviation
-
-
-def largest(values: Tensor, share: float) -> Tensor:
-    """True [N] for the values [N] that reach the (1 - share) quantile, at least one; ties with it are kept."""
-    n = values.numel()
-    kept = min(n, max(1, round(share * n)))
-    return values >= values.kthvalue(n - kept + 1).values
 
 
 def policy_loss(logp: Tensor, old: Tensor, advantages: Tensor, low: float, high: float) -> Tensor:

@@ -9,6 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
+from rollout.durable import flush_directory
+
 THREADS = 4  # digests of files are taken side by side; one core does about 1 GB/s
 PASSING = (".lock", ".tmp")  # what the writer of the trajectories leaves, which holds nothing
 
@@ -37,26 +39,6 @@ def complaints(folder: Path, files: Files) -> list[str]:
     with ThreadPoolExecutor(THREADS) as pool:
         found = pool.map(partial(_complaint, folder), files, files.values())
         return [text for text in found if text]
-
-
-def write_durably(path: Path, data: bytes) -> None:
-    """Replaces a file as a whole: after a crash it is the old one or the new one."""
-    draft = path.with_suffix(".tmp")
-    with draft.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(draft, path)
-    flush_directory(path.parent)
-
-
-def flush_directory(path: Path) -> None:
-    """Makes the names in a directory survive a power cut."""
-    directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
 
 
 def _seal_file(path: Path) -> list:

@@ -1,51 +1,47 @@
 """PPO (Schulman et al. 2017, arXiv 1707.06347) on accelerate: rollout, advantages, clipped updates, in reading order.
 
-Rollouts, cache, rewards and metrics are the Collector's, as under GRPO; transformers' callbacks record, save and stop.
-Nothing but weights, optimiser and schedule is remembered: data order, minibatches and dropout follow from (seed, step).
+Rollouts, cache, rewards and metrics are those of Rollouts, as under GRPO; transformers' callbacks record, save and
+stop. Nothing but weights, optimiser and schedule is remembered: data order, minibatches and dropout follow from
+(seed, step).
 """
 
 from __future__ import annotations
 
-import copy
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator, DistributedType
 from accelerate.utils import gather_object
 from torch import Tensor
-from transformers import TrainerControl, TrainerState, TrainingArguments, get_scheduler
-from transformers.integrations import get_reporting_integration_callbacks
-from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
+from transformers import TrainingArguments, get_scheduler
 
-from rollout.noise import derive_key
-from rollout.types import RolloutBatch, RolloutError
-from trainers import snapshot
+from rollout.keys import derive_key
+from rollout.types import RolloutError
+from trainers import critic, snapshot
 from trainers.advantages import gae, reinforce_plus_plus, rloo, token_rewards, whiten
-from trainers.base import Rollouts
-from trainers.checkpoint import writing
-from trainers.collector import Setup
-from trainers.critic import ActorCritic, trunk_of
 from trainers.experience import Experience
+from trainers.loop import Loop
 from trainers.losses import adapted_beta, clipped, kl_estimate, policy_loss, value_loss
 from trainers.metrics import response_metrics
 from trainers.prior import Prior
+from trainers.refill import Scored
+from trainers.rollouts import Rollouts, Setup
 
 if TYPE_CHECKING:
-    from datasets import Dataset
     from peft import PeftConfig
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 PLAIN = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
-PROGRESS = ("global_step", "epoch", "num_input_tokens_seen")
 SMOOTHING = 0.9  # of the explained variance, whose parts are small and noisy where a rollout's rewards are nearly alike
 
 
-class PPOTrainer(Rollouts):
-    """PPO whose responses come from SpeculativeRollout; see trainers/base.py for what a run asks of it.
+class PPOTrainer(Loop):
+    """PPO whose responses come from Rollouts.
 
     Args: as GRPOTrainerWithReuse; `args` are those of trainers.arguments.ppo_arguments.
     """
@@ -54,110 +50,47 @@ class PPOTrainer(Rollouts):
         self,
         model: PreTrainedModel,
         args: TrainingArguments,
-        train_dataset: Dataset,
         tokenizer: PreTrainedTokenizerBase,
         setup: Setup,
         peft_config: PeftConfig | None = None,
     ):
-        self.args, self._options, self._group_size = args, setup.trainer, setup.rollout.group_size
-        self._dataset, self._tokenizer = train_dataset, tokenizer
-        self.accelerator = Accelerator(cpu=args.use_cpu, mixed_precision="bf16" if args.bf16 else "no")
-        if self.accelerator.distributed_type not in PLAIN:
+        self._options, self._group_size = setup.trainer, setup.rollout.group_size
+        self._dataset, self._tokenizer = setup.dataset, tokenizer
+        accelerator = Accelerator(cpu=args.use_cpu, mixed_precision="bf16" if args.bf16 else "no")
+        if accelerator.distributed_type not in PLAIN:
             raise RolloutError(
-                f"PPO trains with whole weights in every process, not with {self.accelerator.distributed_type.value}. "
+                f"PPO trains with whole weights in every process, not with {accelerator.distributed_type.value}. "
                 "Launch it with torchrun or with accelerate's MULTI_GPU, or take trainer.algorithm=grpo"
             )
         self._per_pass = args.per_device_train_batch_size
-        self._build(model, setup.rollout.temperature, peft_config)
-        self.state = TrainerState(
-            max_steps=args.max_steps,
-            logging_steps=args.logging_steps,
-            save_steps=args.save_steps,
-            num_train_epochs=args.num_train_epochs,
-            is_world_process_zero=self.accelerator.is_main_process,
-            is_local_process_zero=self.accelerator.is_local_main_process,
+        self._models = critic.models(model, setup.trainer, setup.rollout.temperature, peft_config)
+        self.policy, self.model = self._models.trained.policy, accelerator.prepare_model(self._models.trained)
+        self.optimizer = torch.optim.AdamW(self._models.groups(setup.trainer), weight_decay=setup.trainer.weight_decay)
+        self.scheduler = get_scheduler(
+            setup.trainer.lr_schedule, self.optimizer, setup.trainer.warmup_steps, num_training_steps=args.max_steps
         )
         self._explained = [0.0, 0.0]  # variance of the critic's errors, and of returns
-        self.control, self._beta, self._prior = TrainerControl(), setup.trainer.beta, Prior()
-        flow = [DefaultFlowCallback, *get_reporting_integration_callbacks(args.report_to)]
-        self._callbacks = CallbackHandler(flow, self.policy, tokenizer, self.optimizer, self.scheduler)
-        self._beside: dict[str, list[float]] = defaultdict(list)  # metrics of callbacks
-        self._open_rollouts(setup, lambda: self.policy, train_dataset, tokenizer, self._beside)
+        self._beta, self._prior = setup.trainer.beta, Prior()
+        parts = {"model": self.policy, "optimizer": self.optimizer, "lr_scheduler": self.scheduler}
+        steps_per_epoch = len(setup.dataset) // setup.trainer.prompts_per_step * setup.trainer.steps_per_rollout
+        super().__init__(args, accelerator, steps_per_epoch, processing_class=tokenizer, **parts)
+        self.rollouts = Rollouts(setup, accelerator, lambda: self.policy, lambda: self.state)
 
-    def _build(self, model: PreTrainedModel, temperature: float, peft_config: PeftConfig | None) -> None:
-        """Policy, critic, reference, optimiser and schedule."""
-        options, critic = self._options, self._options.critic
-        valued = options.advantage == "gae"
-        trunk = trunk_of(model) if valued and critic.model == "separate" else None
-        if trunk is not None and options.precision == "bf16":
-            trunk.float()  # it is trained whole, also where adapters leave the policy's own weights in bf16
-        plain = {"trunk": None, "valued": False, "temperature": temperature, "entropic": False}
-        self._reference, self._initial = None, nullcontext
-        if options.beta and not peft_config:
-            self._reference = ActorCritic(copy.deepcopy(model), **plain).requires_grad_(False).eval()
-        if peft_config:
-            from peft import get_peft_model
-
-            model = get_peft_model(model, peft_config)
-            if options.beta:
-                self._reference, self._initial = ActorCritic(model, **plain), model.disable_adapter
-        if self.args.gradient_checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
-        entropic = options.entropy_bonus > 0
-        both = ActorCritic(model, trunk=trunk, valued=valued, temperature=temperature, entropic=entropic)
-        groups = [{"params": [p for p in model.parameters() if p.requires_grad], "lr": options.learning_rate}]
-        if valued:
-            own = [p for name, p in both.named_parameters() if not name.startswith("policy.")]
-            groups.append({"params": own, "lr": critic.learning_rate})
-        self.policy, self.model = model, self.accelerator.prepare_model(both)
-        self.optimizer = torch.optim.AdamW(groups, weight_decay=options.weight_decay)
-        self.scheduler = get_scheduler(
-            options.lr_schedule, self.optimizer, options.warmup_steps, num_training_steps=self.args.max_steps
-        )
-
-    # The run -----------------------------------------------------------------------------------------------------
-
-    def train(self, resume_from_checkpoint: str | None = None) -> None:
-        """All steps that are left. A step is an optimiser step; every `steps_per_rollout`-th begins with a rollout."""
-        if resume_from_checkpoint:
-            self._load(Path(resume_from_checkpoint))
-        self._event("on_train_begin")
-        while self.state.global_step < self.args.max_steps and not self.control.should_training_stop:
-            self._step()
-        self._event("on_train_end")
-
-    def _step(self) -> None:
-        self._event("on_step_begin")
+    def take_step(self) -> dict[str, float]:
+        """One optimiser step; every `steps_per_rollout`-th begins with a rollout."""
         step, logs = self.state.global_step, {}
         torch.manual_seed(derive_key(self.args.seed, "dropout", self.accelerator.process_index, step, "trainer"))
         if (update := step % self._options.steps_per_rollout) == 0:
             self._experience, logs = self._collect()
         # every minibatch has rows of all prompts, and the same ones on any number of processes
         part = self._experience.select(slice(update % self._options.minibatches, None, self._options.minibatches))
-        logs = {**self._update(part), **logs, "num_tokens": self.state.num_input_tokens_seen}
-        self.state.global_step += 1
-        self.state.epoch = self.state.global_step / self._steps_per_epoch
-        self._event("on_step_end")
-        logs |= {name: values.pop() for name, values in self._beside.items() if values}
-        logs["epoch"] = self.state.epoch
-        self.state.log_history.append({**logs, "step": self.state.global_step})
-        self._event("on_log", logs=logs)
-        if self.control.should_save:
-            self._save()
-            self._event("on_save")
-
-    def _event(self, name: str, **details) -> None:
-        self.control = getattr(self._callbacks, name)(self.args, self.state, self.control, **details)
+        return {**self._update(part), **logs, "num_tokens": self.state.num_input_tokens_seen}
 
     # Rollout -> experience ---------------------------------------------------------------------------------------
 
-    @property
-    def _steps_per_epoch(self) -> int:
-        return len(self._dataset) // self._options.prompts_per_step * self._options.steps_per_rollout
-
     def _inputs(self) -> list[dict]:
         """This process's dataset rows of the coming rollout: each prompt `group_size` times, shuffled every epoch."""
-        epoch, step = divmod(self.state.global_step, self._steps_per_epoch)
+        epoch, step = divmod(self.state.global_step, self.steps_per_epoch)
         order = torch.Generator().manual_seed(self.args.seed * 1_000_003 + epoch)
         first = step // self._options.steps_per_rollout * self._options.prompts_per_step
         prompts = torch.randperm(len(self._dataset), generator=order)[first : first + self._options.prompts_per_step]
@@ -168,65 +101,71 @@ class PPOTrainer(Rollouts):
 
     def _collect(self) -> tuple[Experience, dict[str, float]]:
         """Rolls out, scores with policy, critic and reference, and turns rewards into advantages."""
-        got = self.collector.collect(self._inputs())
-        rows, batch, rewards = got.rows, got.batch, got.rewards
-        cut = [self._options.mask_truncated and c.finish == "length" for c in batch.completions]
-        trained = [reward is not None and not out for reward, out in zip(rewards, cut, strict=True)]
-        pad_id, device = self._tokenizer.pad_token_id, self.accelerator.device
-        found = Experience.of(rows, batch.completions, trained, pad_id, device)
-        totals = torch.tensor([torch.nan if r is None else r for r in rewards], device=device)
-        ids = [row.example_id for row in rows]
-        self._score(found, ids)
-        gap = (found.old - found.drawn).abs()
-        ratios = self.collector.importance(found.drawn, found.mask, own=lambda logp=found.old: logp)
-        if self.collector.old_from_engine:
-            found.old = found.drawn
-        found.advantages, found.returns = self._advantages(found, totals, ids)
-        if ratios is not None:
-            found.advantages = found.advantages * ratios
-        self.state.num_input_tokens_seen += int(self._total(found.attention.sum()))
-        metrics = self.collector.finish() | self._batch_metrics(batch, totals) | self._value_metrics(found)
-        metrics["sampling/sampling_logp_difference/mean"] = self._mean(gap, found.mask)
-        metrics["sampling/sampling_logp_difference/max"] = (
-            self.accelerator.gather((gap * found.mask).max()).max().item()
-        )
-        return found, metrics | self._adapt(found)
+        got = self.rollouts.collect(self._inputs())
+        device, prompts = self.accelerator.device, [row.example_id for row in got.rows]
+        totals = torch.tensor([torch.nan if r is None else r for r in got.rewards], device=device)
+        drawn = Experience.of(got.rows, got.batch.completions, self._trained(got), self._tokenizer.pad_token_id, device)
+        scored = self._scored(drawn, prompts)
+        ratios = self.rollouts.importance(drawn.drawn, drawn.mask, own=lambda: scored.own)
+        scored = replace(scored, old=scored.drawn if self.rollouts.old_from_engine else scored.own)
+        advantages, returns = self._advantages(scored, totals, prompts)
+        weighted = advantages if ratios is None else advantages * ratios
+        whole = replace(scored, advantages=weighted, returns=returns)
+        self.state.num_input_tokens_seen += int(self._total(whole.attention.sum()))
+        metrics = self.rollouts.finish() | self._batch_metrics(got, totals) | self._value_metrics(whole)
+        gap, name = (whole.own - whole.drawn).abs(), "sampling/sampling_logp_difference"
+        metrics[f"{name}/mean"] = self._mean(gap, whole.mask)
+        metrics[f"{name}/max"] = self.accelerator.gather((gap * whole.mask).max()).max().item()
+        return whole, metrics | self._adapt(whole)
+
+    def _trained(self, got: Scored) -> list[bool]:
+        """Which rows are trained on: those with a reward, truncated ones only where they are not masked."""
+        cut = [self._options.mask_truncated and c.finish == "length" for c in got.batch.completions]
+        return [reward is not None and not out for reward, out in zip(got.rewards, cut, strict=True)]
 
     @torch.no_grad()
-    def _score(self, found: Experience, prompts: Sequence[str]) -> None:
-        """Fills in the policy's and the reference's log-probs and the values, of responses to these prompts."""
-        model = self.accelerator.unwrap_model(self.model)
+    def _scored(self, found: Experience, prompts: Sequence[str]) -> Experience:
+        """With the policy's and the reference's log-probs and the values, of responses to these prompts."""
+        model, reference, initial = self._models
         model.eval()
         pieces = [(piece.ids, piece.attention, found.length) for piece in found.split(self._per_pass)]
-        scored = [model(*piece) for piece in pieces]
-        found.old = torch.cat([outputs.logp for outputs in scored])
+        outputs = [model(*piece) for piece in pieces]
+        fields = {"own": (own := torch.cat([out.logp for out in outputs]))}
         if model.value is not None:
-            found.facts = self._prior.facts(prompts, found.old, found.mask)
-            found.prior = self._prior.values(found.facts)
-            found.values = torch.cat([outputs.values for outputs in scored]) + found.prior
-        if self._reference is not None:
-            with self._initial(), self.accelerator.autocast():
-                found.reference = torch.cat([self._reference(*piece).logp for piece in pieces])
+            facts = self._prior.facts(prompts, own, found.mask)
+            prior = self._prior.values(facts)
+            fields |= {"facts": facts, "prior": prior, "values": torch.cat([out.values for out in outputs]) + prior}
+        if reference is not None:
+            with initial(), self.accelerator.autocast():
+                fields["reference"] = torch.cat([reference(*piece).logp for piece in pieces])
+        return replace(found, **fields)
 
     def _advantages(self, found: Experience, totals: Tensor, prompts: Sequence[str]) -> tuple[Tensor, Tensor | None]:
         """Advantages and, with a critic, returns [B, T] from total rewards [B] of responses to these prompts."""
+        penalised = found.reference is not None and self._options.kl_penalty == "reward"
+        kl = found.old - found.reference if penalised else torch.zeros_like(found.mask)
+        rewards = token_rewards(totals, kl, found.mask, self._beta)
+        return self.ADVANTAGES[self._options.advantage](self, found, rewards, prompts)
+
+    def _by_critic(self, found: Experience, rewards: Tensor, prompts: Sequence[str]) -> tuple[Tensor, Tensor]:
         options, mask = self._options, found.mask
-        penalised = found.reference is not None and options.kl_penalty == "reward"
-        kl = found.old - found.reference if penalised else torch.zeros_like(mask)
-        rewards = token_rewards(totals, kl, mask, self._beta)
-        if options.advantage == "gae":
-            advantages, returns = gae(rewards, found.values, mask, options.gamma, options.gae_lambda)
-            whole, _ = gae(rewards, torch.zeros_like(mask), mask, options.gamma, 1.0)
-            begun = [(prompt, w) for prompt, w, m in zip(prompts, whole[:, 0].tolist(), mask[:, 0], strict=True) if m]
-            self._prior.learn(found.facts, whole, mask, self._total)
-            self._prior.prompts.learn(gather_object(begun) if self.accelerator.num_processes > 1 else begun)
-            return whiten(advantages, mask, self._total), returns
-        if options.advantage == "reinforce_plus_plus":
-            return reinforce_plus_plus(rewards, mask, options.gamma, self._total), None
-        sums = rewards.sum(-1).masked_fill(mask.sum(-1) == 0, torch.nan)
+        advantages, returns = gae(rewards, found.values, mask, options.gamma, options.gae_lambda)
+        whole, _ = gae(rewards, torch.zeros_like(mask), mask, options.gamma, 1.0)
+        begun = [(prompt, w) for prompt, w, m in zip(prompts, whole[:, 0].tolist(), mask[:, 0], strict=True) if m]
+        self._prior.learn(found.facts, whole, mask, self._total)
+        self._prior.prompts.learn(gather_object(begun) if self.accelerator.num_processes > 1 else begun)
+        return whiten(advantages, mask, self._total), returns
+
+    def _by_group(self, found: Experience, rewards: Tensor, _: Sequence[str]) -> tuple[Tensor, None]:
+        sums = rewards.sum(-1).masked_fill(found.mask.sum(-1) == 0, torch.nan)
         first = self.accelerator.process_index * len(sums)  # a group may go on in the next process
         own = rloo(self.accelerator.gather(sums), self._group_size)[first : first + len(sums)]
-        return own[:, None] * mask, None
+        return own[:, None] * found.mask, None
+
+    def _by_batch(self, found: Experience, rewards: Tensor, _: Sequence[str]) -> tuple[Tensor, None]:
+        return reinforce_plus_plus(rewards, found.mask, self._options.gamma, self._total), None
+
+    ADVANTAGES = {"gae": _by_critic, "rloo": _by_group, "reinforce_plus_plus": _by_batch}  # noqa: RUF012
 
     # Experience -> update ----------------------------------------------------------------------------------------
 
@@ -281,8 +220,8 @@ class PPOTrainer(Rollouts):
 
     # Metrics -----------------------------------------------------------------------------------------------------
 
-    def _batch_metrics(self, batch: RolloutBatch, totals: Tensor) -> dict[str, float]:
-        done, device = batch.completions, totals.device
+    def _batch_metrics(self, got: Scored, totals: Tensor) -> dict[str, float]:
+        done, device = got.batch.completions, totals.device
         lengths = torch.tensor([len(c.tokens) for c in done], device=device)
         ended = torch.tensor([c.finish == "stop" and not c.failure for c in done], device=device)
         return response_metrics(*map(self.accelerator.gather, (lengths, ended, totals)), self._group_size)
@@ -316,32 +255,25 @@ class PPOTrainer(Rollouts):
         """Sum over processes."""
         return self.accelerator.reduce(values, "sum")
 
-    # What others call --------------------------------------------------------------------------------------------
-
-    def add_callback(self, callback: TrainerCallback) -> None:
-        """See trainers/base.py."""
-        self._callbacks.add_callback(callback)
+    # Saving ------------------------------------------------------------------------------------------------------
 
     def save_model(self, output_dir: str) -> None:
-        """See trainers/base.py."""
+        """Writes the policy; every process must call it."""
         if self.accelerator.is_main_process:
             self.policy.save_pretrained(output_dir)
 
-    def _save(self) -> None:
-        if self.accelerator.is_main_process:
-            folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
-            progress = {name: getattr(self.state, name) for name in PROGRESS}
-            progress |= {"beta": self._beta, "schedule": self.scheduler.state_dict()}
-            progress |= {"prior": self._prior.state(), "explained": self._explained}
-            with writing(folder):
-                snapshot.save(folder, self.accelerator.unwrap_model(self.model), self.optimizer, progress)
+    def save(self, folder: Path, progress: dict[str, Any]) -> None:
+        """See Loop."""
+        progress |= {"beta": self._beta, "schedule": self.scheduler.state_dict()}
+        progress |= {"prior": self._prior.state(), "explained": self._explained}
+        snapshot.save(folder, self._models.trained, self.optimizer, progress)
 
-    def _load(self, folder: Path) -> None:
-        progress = snapshot.load(folder, self.accelerator.unwrap_model(self.model), self.optimizer)
-        for name in PROGRESS:
-            setattr(self.state, name, progress[name])
+    def load(self, folder: Path) -> dict[str, Any]:
+        """See Loop."""
+        progress = snapshot.load(folder, self._models.trained, self.optimizer)
         self._beta, self._explained = progress["beta"], progress["explained"]
         self._prior.restore(progress["prior"])
         self.scheduler.load_state_dict(progress["schedule"])
         for group, rate in zip(self.optimizer.param_groups, self.scheduler.get_last_lr(), strict=True):
             group["lr"] = rate
+        return progress

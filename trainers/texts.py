@@ -16,8 +16,6 @@ class Text:
 
     prompt: tuple[int, ...]
     response: tuple[int, ...]
-    rejected: tuple[int, ...]
-    """Response positions t whose draft was rejected: the logits *before* response token t were wrong."""
     version: int
     """Weight version of the policy that wrote it."""
 
@@ -49,11 +47,6 @@ def batches(texts: Sequence[Text], count: int, tokens: int, generator: torch.Gen
                 break
             batch.append(texts[order.pop()])
         yield batch
-
-
-def rejected_mask(texts: Sequence[Text]) -> Tensor:
-    """True [N] where a draft was rejected, in the order of `response_logits`."""
-    return torch.tensor([i in places for t in texts for places in [set(t.rejected)] for i in range(len(t.response))])
 
 
 def response_states(model: torch.nn.Module, texts: Sequence[Text]) -> Tensor:

@@ -1,4 +1,4 @@
-"""One training run on the toy: the product's rollout stage, losses and advantages in a loop of our own."""
+"""One training run on the toy: the product's rollouts, losses and advantages in a loop of our own."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from torch import Tensor
 from benchmarks.equivalence import toy
 from rollout.cache import Fingerprint, TrajectoryCache
 from rollout.config import BudgetConfig, RolloutConfig
+from rollout.control import Control
+from rollout.keys import Visits
 from rollout.speculative import SpeculativeRollout
 from rollout.types import Completion, RolloutBatch, Row
 from trainers.advantages import gae, token_rewards, whiten
 from trainers.experience import Experience
 from trainers.losses import clipped, correction_weights, policy_loss, value_loss
-from trainers.stage import RolloutStage
 
 Algorithm = Literal["grpo", "ppo"]
 PROMPTS, GROUP, PROMPTS_PER_STEP, EPOCHS = 24, 8, 12, 10
@@ -91,8 +92,8 @@ class Run:
             setattr(config, name, value)
         engine = toy.engine_of(self.policy, config)
         cache = TrajectoryCache(Fingerprint({}, {}), toy.SYMBOLS, {toy.END})
-        rollout = SpeculativeRollout(engine, cache, config, seed + arm.noise)
-        self.stage = RolloutStage(rollout, self._rewards, strict=True)
+        self.rollout, self.visits = SpeculativeRollout(engine, cache, config, seed + arm.noise), Visits()
+        self.control = Control(self.rollout, self._rewards, strict=True)
         self.outcome = Outcome(start=self.expected.mean().item(), final=0.0)
         self._digest = hashlib.blake2b(digest_size=16)
 
@@ -109,24 +110,23 @@ class Run:
                 self._step(prompts.tolist(), epoch, step)
                 step += 1
         self.outcome.final = self.expected.mean().item()
-        self.outcome.shares = list(self.stage.rollout.replay.shares)
+        self.outcome.shares = list(self.rollout.replay.shares)
         self.outcome.digest = self._digest.hexdigest()
         return self.outcome
 
     def _step(self, prompts: Sequence[int], epoch: int, step: int) -> None:
         rows = [Row(f"prompt-{i}", (i % toy.TASKS, toy.END)) for i in prompts for _ in range(GROUP)]
         slots = [i % GROUP for i in range(len(rows))]
-        self.stage.rollout.engine.update_weights(None, step)
-        if self.arm.constant:
-            batch = self.stage.rollout.generate(rows, visit=0, step=step, slots=slots)
-        else:
-            batch = self.stage.generate(rows, step=step, slots=slots)
+        self.rollout.engine.update_weights(None, step)
+        visit = 0 if self.arm.constant else self.visits.next([row.example_id for row in rows])
+        batch = self.rollout.generate(rows, visit=visit, step=step, slots=slots)
         rewards = self._rewards(rows, [c.tokens for c in batch.completions])
         found = Experience.of(rows, batch.completions, [True] * len(rows), toy.END, torch.device("cpu"))
         self._observe(rows, batch, rewards, found, first=epoch == 0)
-        self.stage.finish(rows, batch, rewards, step=step)
+        self.rollout.store(rows, batch, step=step, rewards=rewards)
+        self.control(rows, batch, rewards, step=step)
         self._advantages(found, torch.tensor(rewards))
-        if self.arm.rollout.get("law") == "lenient":  # as Collector.importance does
+        if self.arm.rollout.get("law") == "lenient":  # as Rollouts.importance does
             behaviour = padded(batch.completions, found.length)
             found.advantages *= correction_weights(found.old, behaviour, found.mask, self.arm.correction, CAP)
         for _ in range(UPDATES):

@@ -20,7 +20,7 @@ import specrl.train
 from rollout.types import Completion, RolloutBatch, Row
 from rollout.verify import accept_exact
 from specrl import config as cli
-from trainers.stage import RolloutStage
+from trainers.rollouts import Rollouts
 
 OPTIONS = {
     "dataset.level": "easy",
@@ -75,13 +75,13 @@ def score(model: torch.nn.Module, prompt: Sequence[int], tokens: Sequence[int]) 
 @contextmanager
 def watched() -> Iterator[Identity]:
     """Shows every rollout batch of the runs inside to an Identity, before the update."""
-    identity, finish = Identity(), RolloutStage.finish
+    identity, finish = Identity(), Rollouts.finish
 
-    def spy(stage: RolloutStage, rows, batch: RolloutBatch, rewards, **when):
-        identity.see(rows, batch, stage.rollout.engine.model)
-        return finish(stage, rows, batch, rewards, **when)
+    def spy(rollouts: Rollouts) -> dict[str, float]:
+        identity.see(rollouts.whole.rows, rollouts.whole.batch, rollouts.engine.model)
+        return finish(rollouts)
 
-    with mock.patch.object(RolloutStage, "finish", spy):
+    with mock.patch.object(Rollouts, "finish", spy):
         yield identity
 
 

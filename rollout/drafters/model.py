@@ -34,11 +34,7 @@ class ModelDrafter:
 
     def __init__(self, model: nn.Module, vocab: int, sampling: Sampling, **bounds: int):
         self._model = RaggedModel(model, sampling, **bounds)
-        if self._model.vocab != vocab:
-            raise RolloutError(
-                f"the draft model knows {self._model.vocab} tokens and the policy {vocab}: its drafts would mean other "
-                "texts. Use a draft model with the policy's tokenizer"
-            )
+        check_vocab(self._model.vocab, vocab)
         self.inference, self.timing, self.context = self._model.inference, self._model.timing, self._model.context
         self.model = model
         self.dropped = 0
@@ -119,6 +115,15 @@ class ModelDrafter:
         usable = [gap == gap for gap in gaps]
         self.dropped += usable.count(False)
         return draws, [logprob if ok else float("nan") for logprob, ok in zip(logprobs, usable, strict=True)]
+
+
+def check_vocab(draft: int, policy: int) -> None:
+    """Raises RolloutError when the two models know other numbers of tokens."""
+    if draft != policy:
+        raise RolloutError(
+            f"the draft model knows {draft} tokens and the policy {policy}: its drafts would mean other texts. Use a "
+            "draft model with the policy's tokenizer"
+        )
 
 
 def early_exit(model: nn.Module, layers: int) -> nn.Module:

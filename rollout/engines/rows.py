@@ -235,7 +235,7 @@ def check_request(request: Request, vocab: int, context: int, speculation: Specu
             f"a prompt is no sequence of token ids: {prompt!r:.60}. Give Python integers, as prompt.tolist() does"
         )
     if not (type(request.key) is int and -(2**63) <= request.key < 2**63):
-        raise RolloutError(f"key={request.key!r:.60} is no signed 64-bit integer, as rollout.noise.derive_key gives")
+        raise RolloutError(f"key={request.key!r:.60} is no signed 64-bit integer, as rollout.keys.derive_key gives")
     if type(cap) is not int:
         raise RolloutError(f"max_new_tokens={cap!r:.60} is not a whole number")
     if not prompt:

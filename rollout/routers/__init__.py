@@ -27,35 +27,21 @@ def build_router(
     from transformers import AutoTokenizer
 
     from rollout.routers.pair import fingerprint
+    from rollout.routers.scores import SERVED, by_reward, load_learned
     from rollout.steps import StepEnd
 
     if draft is None:
         raise RolloutError(f"rollout.routed.by={config.by} needs a model that writes steps: set rollout.drafter")
     tokenizer = AutoTokenizer.from_pretrained(spec.tokenizer or spec.model)
     step_end = StepEnd(config.step_separators, tokenizer.decode, spec.eos_ids, config.max_step_tokens)
-    if config.by == "entropy":
-        from rollout.routers.entropy import EntropyRouter
-
-        return EntropyRouter(config.threshold), step_end
-    if config.by == "likelihood":
-        from rollout.routers.likelihood import LikelihoodRouter
-
-        return LikelihoodRouter(config.threshold), step_end
+    if config.by in SERVED:
+        return SERVED[config.by](config.threshold), step_end
     if config.by == "rsd":
-        from rollout.routers.rsd import RSDRouter
-
         if scorer is None:
             raise RolloutError("rollout.routed.by=rsd needs process rewards of steps, and none were handed in")
-        return RSDRouter(scorer, config.threshold), step_end
-    from rollout.routers.arbitrage import ArbitrageRouter
-
-    return ArbitrageRouter.load(
-        config.path,
-        draft=fingerprint(draft),
-        policy=fingerprint(policy),
-        separators=config.step_separators,
-        threshold=config.threshold,
-    ), step_end
+        return by_reward(scorer, config.threshold), step_end
+    pair = {"draft": fingerprint(draft), "policy": fingerprint(policy)}
+    return load_learned(config.path, **pair, separators=config.step_separators, threshold=config.threshold), step_end
 
 
 def build_judge(config: JudgedConfig, policy: Module) -> Judge:

@@ -33,8 +33,6 @@ class Decision:
     """What a router said about a batch of candidates."""
 
     escalate: list[bool]
-    scores: list[float]
-    """NaN where the router gave none that counts."""
     faults: int = 0
     """Candidates that go to the policy because the router failed on them."""
     reason: str = ""
@@ -47,15 +45,14 @@ def decide(router: Router, candidates: Sequence[Candidate]) -> Decision:
     A router that raises, or returns another number of scores, fails on all of them; a score that is NaN or out of range
     fails on its own. Failing means the policy's own path, which is always right, only slower.
     """
-    nan = float("nan")
     try:
         scores = [float(score) for score in router.score(candidates)]
         if len(scores) != len(candidates):
             raise ValueError(f"{len(scores)} scores for {len(candidates)} candidates")
     except Exception as error:  # whatever a learned or user-written router does
-        reason = f"{type(router).__name__} failed: {type(error).__name__}: {error}"
-        return Decision([True] * len(candidates), [nan] * len(candidates), len(candidates), reason)
+        reason = f"the router failed: {type(error).__name__}: {error}"
+        return Decision([True] * len(candidates), len(candidates), reason)
     bad = [score for score in scores if not router.low <= score <= router.high]  # NaN is in no range
-    reason = f"{type(router).__name__} gave {bad[0]}, not in {router.low:g}..{router.high:g}" if bad else ""
-    kept = [score if router.low <= score <= router.high else nan for score in scores]
-    return Decision([not score <= router.threshold for score in kept], kept, len(bad), reason)
+    reason = f"the router gave {bad[0]}, not in {router.low:g}..{router.high:g}" if bad else ""
+    most = min(router.threshold, router.high)
+    return Decision([not router.low <= score <= most for score in scores], len(bad), reason)

@@ -1,8 +1,8 @@
 """Token judges: may a draft token stand although the policy would have drawn another?
 
 Judge Decoding (arXiv 2501.19309) reads the answer off the policy's hidden state with a linear head; AutoJudge
-(arXiv 2504.20039) learns that head from answers that did not change (`rollout.routers.mining`). The rule of
-arXiv 2601.04766 needs no training. All are lossy.
+(arXiv 2504.20039) learns that head from answers that did not change. The rule of arXiv 2601.04766 needs no training.
+All are lossy.
 """
 
 from __future__ import annotations

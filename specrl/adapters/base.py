@@ -10,7 +10,7 @@ from typing import Any
 
 from rollout.cache import Fingerprint, TrajectoryCache
 from rollout.keyed import KeyedRequest
-from rollout.noise import derive_key
+from rollout.keys import derive_key
 from rollout.types import RolloutError, Trajectory
 
 _TEXTS = 8  # earlier responses that travel with a request

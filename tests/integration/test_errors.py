@@ -209,7 +209,7 @@ def test_the_cache_of_an_earlier_run(finished, tmp_path):
     assert same.steps[0].tokens == earlier.steps[0].tokens, "the same policy with the same noise"
     assert same.steps[0].reuse > 0.2
     short = run(tmp_path, name="short", rollout__cache__start_from=folder / "run" / "trajectories", **SHORT)
-    cache = short.trainer.stage.rollout.cache
+    cache = short.trainer.rollouts.source.cache
     for step in short.steps:
         for (example, slot), tokens in zip(step.rows, step.tokens, strict=True):
             assert list(cache.get(example, slot).tokens) == tokens, (

@@ -9,7 +9,7 @@ import torch
 
 import rollout.engines.transformers as engine_module
 from rollout.engines import EngineSpec, build_engine
-from rollout.replay import ReplayControl
+from rollout.keys import ReplayControl
 from rollout.speculative import SpeculativeRollout
 from rollout.types import Request
 from tests.runs import Recording, differences, run
@@ -270,8 +270,8 @@ def test_control_noise_of_the_pass(tmp_path):
     """Noise drawn per pass, as an ordinary sampler does: how many tokens ride a pass then decides what is drawn."""
 
     def sabotage(trainer):
-        draw, passes = trainer.engine._policy._keyed_draw, iter(range(10**9))
-        trainer.engine._policy._keyed_draw = lambda logits, keys, *args, **law: draw(
+        draw, passes = trainer.rollouts.engine._policy._keyed_draw, iter(range(10**9))
+        trainer.rollouts.engine._policy._keyed_draw = lambda logits, keys, *args, **law: draw(
             logits, keys + next(passes), *args, **law
         )
 
@@ -284,13 +284,13 @@ def test_control_position_off_by_one(plain, tmp_path):
     """Draft positions after the first draw their noise one position late."""
 
     def sabotage(trainer):
-        score = trainer.engine._score
+        score = trainer.rollouts.engine._score
 
         def shifted(hidden, keys, at, targets):
             at = [t + (i > 0 and keys[i] == keys[i - 1]) for i, t in enumerate(at)]
             return score(hidden, keys, at, targets)
 
-        trainer.engine._score = shifted
+        trainer.rollouts.engine._score = shifted
 
     assert tokens_differ(plain, run(tmp_path, sabotage, trainer__max_steps=5))
 
@@ -302,7 +302,7 @@ def test_control_kv_not_rolled_back(plain, tmp_path, monkeypatch):
     monkeypatch.setattr(row_type, "cached", property(lambda row: original(row) + extra.get(id(row), (0, row))[0]))
 
     def sabotage(trainer):
-        step = trainer.engine._step
+        step = trainer.rollouts.engine._step
 
         def leaky(kv, first, rows, drafts, stats):
             before = [len(row.tokens) for row in rows]
@@ -312,7 +312,7 @@ def test_control_kv_not_rolled_back(plain, tmp_path, monkeypatch):
                     kept = extra.get(id(row), (0, row))[0]
                     extra[id(row)] = (kept + 1 + len(draft) - (len(row.tokens) - n), row)
 
-        trainer.engine._step = leaky
+        trainer.rollouts.engine._step = leaky
 
     assert tokens_differ(plain, run(tmp_path, sabotage, trainer__max_steps=5))
 
@@ -323,8 +323,8 @@ def test_control_stale_weights(plain, tmp_path):
     def sabotage(trainer):
         frozen = copy.deepcopy(trainer.accelerator.unwrap_model(trainer.model))
         frozen.__dict__.pop("forward", None)  # which the trainer hung on the original, whose weights it has
-        spec = EngineSpec(eos_ids=trainer.engine.sampling.eos_ids, rollout=trainer.stage.rollout.config)
-        trainer.engine = trainer.stage.rollout.engine = build_engine(spec, frozen)
+        spec = EngineSpec(eos_ids=trainer.rollouts.engine.sampling.eos_ids, rollout=trainer.rollouts.source.config)
+        trainer.rollouts.source.engine = build_engine(spec, frozen)
 
     faulty = run(tmp_path, sabotage, trainer__max_steps=5)
     assert plain.steps[0].tokens == faulty.steps[0].tokens, "the first rollout has the right weights"

@@ -33,7 +33,7 @@ def test_weights_move_in_bf16_as_in_fp32(algorithm, tmp_path):
     assert moved(fp32) > 0.9
     assert moved(bf16) >= 0.9 * moved(fp32)
     assert moved(pure) < 0.2, "control: weights of bf16 stand still at this learning rate"
-    assert bf16.trainer.engine.model.dtype == torch.bfloat16, "rollouts read half the bytes"
+    assert bf16.trainer.rollouts.engine.model.dtype == torch.bfloat16, "rollouts read half the bytes"
     states = [value for state in bf16.trainer.optimizer.state.values() for value in state.values()]
     assert {value.dtype for value in states} == {torch.float32}
     saved = json.loads((tmp_path / "bf16" / "model" / "config.json").read_text())
@@ -48,7 +48,7 @@ def test_adapters_learn_in_float32_beside_a_policy_in_bf16(tmp_path):
     assert {p.dtype for p in trained.values()} == {torch.float32}
     assert {p.dtype for p in model.parameters() if not p.requires_grad} == {torch.bfloat16}
     assert all(p.any() for name, p in trained.items() if "lora_B" in name), "they began at zero"
-    assert not record.trainer.engine.own_weights, "what is left alone needs no copy"
+    assert not record.trainer.rollouts.engine.own_weights, "what is left alone needs no copy"
 
 
 def test_tokens_of_the_bf16_copy_are_weighted_by_what_the_trainer_gives_them(tmp_path):

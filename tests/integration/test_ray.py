@@ -28,7 +28,7 @@ def whole(tmp_path_factory):
 
 def disturbed(trainer):
     """Kills one worker before the fourth rollout and stops the other before the sixth."""
-    pool, generate, calls = trainer.engine, trainer.engine.generate, [0]
+    pool, generate, calls = trainer.rollouts.engine, trainer.rollouts.engine.generate, [0]
     pool.struck = []
 
     def strike(requests):
@@ -45,7 +45,7 @@ def disturbed(trainer):
 
 def test_a_run_whose_workers_are_killed_and_hung_is_the_undisturbed_run(whole, tmp_path):
     got = run(tmp_path, disturbed, **RAY)
-    pool = got.trainer.engine
+    pool = got.trainer.rollouts.engine
     assert [sig for sig, _ in pool.struck] == [signal.SIGKILL, signal.SIGSTOP]
     assert pool.replaced == 2
     assert differences(got, whole) == []

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
+import specrl.setup
 import specrl.train
 from specrl import config as cli
 from specrl.config import INTERRUPTED, TERMINATED
@@ -61,21 +62,21 @@ def interrupted(tmp_path, monkeypatch, capfd):
     before = signal.getsignal(signal.SIGINT)
 
     def attempt(at: list[int], **options) -> tuple[int, str]:
-        build = specrl.train.build_trainer
+        build = specrl.setup.build_trainer
 
         def prepared(*args):
             trainer = build(*args)
-            finish = trainer.stage.finish
+            finish = trainer.rollouts.finish
 
-            def hit(*given, step, **named):
-                for _ in range(at.count(step)):
+            def hit():
+                for _ in range(at.count(trainer.rollouts.version)):
                     os.kill(os.getpid(), signal.SIGINT)
-                return finish(*given, step=step, **named)
+                return finish()
 
-            trainer.stage.finish = hit
+            trainer.rollouts.finish = hit
             return trainer
 
-        monkeypatch.setattr(specrl.train, "build_trainer", prepared)
+        monkeypatch.setattr(specrl.setup, "build_trainer", prepared)
         code = cli.run(specrl.train.main, words(tmp_path, **options))
         monkeypatch.undo()
         return code, "".join(capfd.readouterr())

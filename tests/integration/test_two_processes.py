@@ -23,13 +23,14 @@ PROGRAM = """
 import json, os, sys
 from pathlib import Path
 import tests.runs as runs
+import specrl.setup
 import specrl.train
 from specrl import config
 
 from rollout.engines import build_engine
 from specrl.policy import engine_spec
 
-build, shared = specrl.train.build_trainer, specrl.train.engine_factory
+build, shared = specrl.setup.build_trainer, specrl.setup.engine_factory
 runs.torch.set_num_threads(1)
 
 def recorded(words):
@@ -40,13 +41,13 @@ def recorded(words):
         runs._listen(record.trainer, record)
         return record.trainer
 
-    specrl.train.build_trainer = listened
+    specrl.setup.build_trainer = listened
     own = lambda config, eos_ids, _: lambda model: build_engine(engine_spec(config, eos_ids))
-    specrl.train.engine_factory = own if "name=own" in words else shared
+    specrl.setup.engine_factory = own if "name=own" in words else shared
     if config.run(specrl.train.main, words):
         raise SystemExit(1)
-    cache = record.trainer.stage.rollout.cache
-    held = cache.export([(e, s) for e, slots in cache._examples.items() for s in slots]) if cache else []
+    cache = record.trainer.rollouts.source.cache
+    held = [(e, s, cache.get(e, s)) for e, slots in list(cache._examples.items()) for s in slots] if cache else []
     names = ("step", "rows", "tokens", "rewards", "metrics", "reuse")
     return {
         "steps": [{name: getattr(step, name) for name in names} for step in record.steps],

@@ -65,14 +65,14 @@ def test_control_weights_that_are_not_sent(tmp_path, model):
     """Without its update the engine is caught by the probe, before it generates."""
 
     def sabotage(trainer):
-        update = trainer.engine.update_weights
+        update = trainer.rollouts.engine.update_weights
         first = {}
 
         def stale(weights, version, probe=None):
             first.setdefault("weights", [(n, w.clone()) for n, w in weights])
             update(first["weights"], version, probe)
 
-        trainer.engine.update_weights = stale
+        trainer.rollouts.engine.update_weights = stale
 
     with pytest.raises(RolloutError, match="does not run the weights it was sent"):
         vllm(tmp_path, model, sabotage, trainer__learning_rate=1e-2)
@@ -81,4 +81,4 @@ def test_control_weights_that_are_not_sent(tmp_path, model):
 def test_ray_workers_with_vllm_change_nothing(tmp_path, model, plain):
     spread = vllm(tmp_path, model, cluster__num_workers=2, cluster__object_store_mb=100)
     assert differences(plain, spread) == []
-    assert type(spread.trainer.engine).__name__ == "RolloutPool"
+    assert type(spread.trainer.rollouts.engine).__name__ == "RolloutPool"

@@ -9,9 +9,10 @@ import textwrap
 
 import pytest
 
-from reward.base import RewardError, RewardSet, Sample, checked_outcomes, scores
+from reward.base import RewardError, Sample, checked_outcomes, scores
 from reward.config import RewardConfig
-from reward.loading import FunctionReward, check, load_reward
+from reward.loading import FunctionReward, check, load_reward, load_rewards
+from reward.set import RewardSet
 
 PLUG_INS = """
     import time
@@ -97,7 +98,6 @@ def test_weights_and_parts():
     assert result.parts == {"ones": [1.0, 1.0], "twos": [2.0, 2.0]}
     assert result.failed == {"ones": 0, "twos": 0}
     assert result.first_failure == {}
-    assert set(result.seconds) == {"ones", "twos"}
     assert RewardSet([ones, twos]).score(samples("a")).total == [3.0]
     assert RewardSet([ones]).score([]).total == []
 
@@ -292,7 +292,7 @@ def test_the_check_is_cheap_and_lets_pass_what_loads(plug_ins, tmp_path):
 )
 def test_user_rewards(plug_ins, spec, name, expected, isolate):
     config = RewardConfig([f"reward_plug_ins:{spec}"], isolate_user=isolate)
-    rewards = RewardSet.from_config(config)
+    rewards = load_rewards(config)
     try:
         result = rewards.score([Sample("p", "abc"), Sample("p", "ab", "x", {"scale": 2, "other": None})])
         assert result.parts == {name: expected}
@@ -342,7 +342,7 @@ def test_a_hanging_function_is_killed_and_the_next_call_works(plug_ins):
 
 
 def test_built_in_rewards_load_from_the_configuration():
-    rewards = RewardSet.from_config(RewardConfig(["math", "format"], [1.0, 0.1]))
+    rewards = load_rewards(RewardConfig(["math", "format"], [1.0, 0.1]))
     try:
         result = rewards.score([Sample("p", "#### 18", "18"), Sample("p", "#### 20", "18"), Sample("p", "?", "18")])
         assert result.total == pytest.approx([1.1, 0.1, 0.0])
@@ -354,13 +354,14 @@ def test_built_in_rewards_load_from_the_configuration():
 def test_the_bounds_of_the_configuration_reach_the_workers(plug_ins, spec):
     reward = load_reward(spec, RewardConfig(timeout_s=7, workers=3, start_timeout_s=77))
     try:
-        assert (reward.pool.timeout_s, reward.pool.workers, reward.pool.start_timeout_s) == (7, 3, 77)
+        limits = reward.pool.limits
+        assert (limits.timeout_s, limits.workers, limits.start_timeout_s) == (7, 3, 77)
     finally:
         reward.close()
 
 
 def test_the_rules_of_the_configuration_reach_the_set():
-    rewards = RewardSet.from_config(RewardConfig(["format"], on_limit="zero", max_failure_ratio=0.5))
+    rewards = load_rewards(RewardConfig(["format"], on_limit="zero", max_failure_ratio=0.5))
     assert (rewards.on_limit, rewards.max_failure_ratio) == ("zero", 0.5)
 
 

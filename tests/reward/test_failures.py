@@ -2,8 +2,8 @@
 
 import pytest
 
-from reward.base import RewardError, RewardSet, Sample
-from reward.failures import WINDOW_BATCHES, WINDOW_PROMPTS, LimitError
+from reward.base import LimitError, RewardError, Sample
+from reward.set import WINDOW_BATCHES, WINDOW_PROMPTS, RewardSet
 
 
 def over_limit(of_text):

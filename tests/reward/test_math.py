@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 
 from reward.answers import compare, extract_answer, last_box, last_scaled, normal_number, quick_equal
-from reward.base import RewardSet, Sample
+from reward.base import Sample
+from reward.config import RewardConfig
 from reward.math import CANARY, MathReward, make_checker
+from reward.set import RewardSet
 from reward.worker import answer as worker_answer
 
 DATA = Path(__file__).parents[2].parent / "shared/data"
@@ -20,7 +22,7 @@ HOSTILE = [r"\boxed{9^{9^{9^{9}}}}", r"\boxed{(x+1)^{100000}}", r"\boxed{\sum_{n
 
 @pytest.fixture(scope="module")
 def reward():
-    reward = MathReward(timeout_s=10)
+    reward = MathReward(RewardConfig(timeout_s=10))
     yield reward
     reward.close()
 
@@ -267,7 +269,7 @@ def no_score_because_of_time(result) -> bool:
 
 @pytest.mark.parametrize("hostile", HOSTILE)
 def test_hostile_text_meets_the_deadline_and_is_masked(hostile):
-    rewards = RewardSet([MathReward(timeout_s=0.7)])
+    rewards = RewardSet([MathReward(RewardConfig(timeout_s=0.7))])
     try:
         assert rewards.score([Sample("p", r"\boxed{\frac12}", "0.5")]).total == [1.0]
         results = []
@@ -284,7 +286,7 @@ def test_hostile_text_meets_the_deadline_and_is_masked(hostile):
 
 
 def test_two_answers_too_hard_to_check_do_not_end_the_run():
-    rewards = RewardSet([MathReward(timeout_s=1)])
+    rewards = RewardSet([MathReward(RewardConfig(timeout_s=1))])
     step = [Sample(f"p{i % 4}", HOSTILE[2] if i < 2 else "#### 5", f"{5 + i % 4}") for i in range(32)]
     try:
         for _ in range(2):  # as every resume would do again
@@ -297,7 +299,7 @@ def test_two_answers_too_hard_to_check_do_not_end_the_run():
 
 @pytest.mark.parametrize("on_limit", ["mask", "zero"])
 def test_a_stalled_worker_is_never_a_wrong_answer(on_limit):
-    reward = MathReward(timeout_s=1)
+    reward = MathReward(RewardConfig(timeout_s=1))
     rewards = RewardSet([reward], on_limit=on_limit)
     right, hard = Sample("p", r"\boxed{\frac12}", "0.5"), Sample("p", HOSTILE[2], "18")
     try:
@@ -315,7 +317,7 @@ def test_a_reward_that_turns_timeouts_into_zero_is_caught():
         def outcomes(self, samples):
             return [0.0 if isinstance(outcome, Exception) else outcome for outcome in super().outcomes(samples)]
 
-    rewards = RewardSet([Zero(timeout_s=0.3)])
+    rewards = RewardSet([Zero(RewardConfig(timeout_s=0.3))])
     try:
         assert not no_score_because_of_time(rewards.score([Sample("p", HOSTILE[0], "18")]))
     finally:
@@ -323,7 +325,7 @@ def test_a_reward_that_turns_timeouts_into_zero_is_caught():
 
 
 def test_a_hostile_reference_is_masked_too():
-    reward = MathReward(timeout_s=0.5)
+    reward = MathReward(RewardConfig(timeout_s=0.5))
     try:
         assert score(reward, r"\boxed{3}", r"9^{9^{9^{9}}}") is None
     finally:
@@ -334,7 +336,7 @@ def test_repeated_checks_agree(reward):
     pair = {"reference": r"\frac{\sqrt{6}-\sqrt{2}}{4}", "answer": r"\sin(15^\circ)", "marked": True}
     first = reward.pool.call(pair)
     with_history = [reward.pool.call(pair) for _ in range(3)]
-    fresh = MathReward(timeout_s=10)
+    fresh = MathReward(RewardConfig(timeout_s=10))
     try:
         assert {first, *with_history, fresh.pool.call(pair)} == {first}
     finally:

@@ -5,11 +5,13 @@ import random
 import pytest
 
 import reward.memo as memo_module
-from reward.base import RewardSet, Sample
+from reward.base import Sample
 from reward.config import RewardConfig
 from reward.format import FormatReward
+from reward.loading import load_rewards
 from reward.math import MathReward
 from reward.memo import Memo, digest
+from reward.set import RewardSet
 
 
 class Counting:
@@ -118,7 +120,7 @@ def test_who_promises(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     assert FormatReward().deterministic is MathReward.deterministic is True
     for isolate in (False, True):
-        rewards = RewardSet.from_config(
+        rewards = load_rewards(
             RewardConfig(functions=["promising_plug_in:f", "promising_plug_in:g"], isolate_user=isolate)
         )
         results = [rewards.score([Sample("p", "a")]) for _ in range(2)]

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from reward.base import RewardError
+from reward.config import RewardConfig
 from reward.workers import MAX_REQUEST_BYTES, DeadlineError, MemoryLimitError, WorkerError, WorkerPool
 
 ROOT = Path(__file__).parents[2]
@@ -102,7 +103,7 @@ def handlers(tmp_path, monkeypatch):
 
 @pytest.fixture
 def pool(handlers):
-    with WorkerPool(handlers, timeout_s=0.5, memory_mb=512) as pool:
+    with WorkerPool(handlers, RewardConfig(timeout_s=0.5, memory_mb=512)) as pool:
         yield pool
 
 
@@ -153,17 +154,17 @@ def by_the_text(pool, *payloads) -> list:
 
 @pytest.mark.parametrize(("hard", "workers"), [(["sleep", 60], 2), (["hold", 9], 1), (["memory", 2**30], 1)])
 def test_a_limit_is_the_texts_doing_when_the_workers_answer_others(handlers, hard, workers):
-    with WorkerPool(handlers, timeout_s=0.5, memory_mb=512, workers=workers) as pool:
+    with WorkerPool(handlers, RewardConfig(timeout_s=0.5, memory_mb=512, workers=workers)) as pool:
         assert by_the_text(pool, hard, hard) == [False, False], "nothing was ever answered"
         assert by_the_text(pool, ["echo", 1], hard, hard, ["echo", 2]) == [True, True]
         assert by_the_text(pool, hard) == [True]
-    with WorkerPool(handlers, timeout_s=0.5, memory_mb=512, workers=workers, canary=["echo", 0]) as pool:
+    with WorkerPool(handlers, RewardConfig(timeout_s=0.5, memory_mb=512, workers=workers), canary=["echo", 0]) as pool:
         assert by_the_text(pool, hard) == [True]
 
 
 def test_a_limit_is_not_the_texts_doing_when_what_the_workers_need_is_gone(handlers, tmp_path):
     service = ["service", str(tmp_path / "down")]
-    with WorkerPool(handlers, timeout_s=1.5) as pool:
+    with WorkerPool(handlers, RewardConfig(timeout_s=1.5)) as pool:
         assert pool.map([["echo", 1], service, ["echo", 2]]) == [1, None, 2]
         (tmp_path / "down").touch()
         assert by_the_text(pool, ["echo", 1], service) == [False], "what is answered without the service says nothing"
@@ -178,7 +179,9 @@ def test_a_timeout_of_the_functions_own_is_its_own_failure(pool):
 
 
 def test_a_worker_that_cannot_be_replaced_after_a_deadline_is_a_reward_error(handlers, tmp_path):
-    pool = WorkerPool("worker_handlers:make_once", [str(tmp_path / "made")], timeout_s=0.5, canary=["echo", 0])
+    pool = WorkerPool(
+        "worker_handlers:make_once", RewardConfig(timeout_s=0.5), [str(tmp_path / "made")], canary=["echo", 0]
+    )
     with pool, pytest.raises(RewardError, match="the file system is gone"):
         pool.map([["sleep", 60]])
 
@@ -203,7 +206,7 @@ def test_the_deadline_holds_in_threads_and_in_asyncio(pool):
 
 
 def test_threads_share_the_pool_without_mixing_answers(handlers):
-    with WorkerPool(handlers, workers=2, timeout_s=5) as pool:
+    with WorkerPool(handlers, RewardConfig(workers=2, timeout_s=5)) as pool:
         assert pool.map([["echo", i] for i in range(100)]) == list(range(100))
         results = {}
 
@@ -220,7 +223,7 @@ def test_threads_share_the_pool_without_mixing_answers(handlers):
 
 
 def test_start_up_has_its_own_deadline(handlers):
-    with WorkerPool("worker_handlers:make_slowly", timeout_s=60, start_timeout_s=0.5) as pool:
+    with WorkerPool("worker_handlers:make_slowly", RewardConfig(timeout_s=60, start_timeout_s=0.5)) as pool:
         with pytest.raises(RewardError, match=r"make_slowly.* not ready after reward\.start_timeout_s=0\.5 s"):
             pool.start()
         assert pool.pids() == []
@@ -260,7 +263,7 @@ def test_a_worker_killed_while_idle_is_replaced_before_the_next_call(pool, tmp_p
 
 
 def test_a_worker_killed_during_a_call_repeats_the_call(handlers):
-    with WorkerPool(handlers, timeout_s=5) as pool:
+    with WorkerPool(handlers, RewardConfig(timeout_s=5)) as pool:
         pool.start()
         (pid,) = pool.pids()
         threading.Timer(0.2, os.kill, (pid, signal.SIGKILL)).start()
@@ -300,7 +303,7 @@ def test_grandchildren_go_with_the_worker(pool, tmp_path):
 
 
 def test_close_ends_everything_and_is_idempotent(handlers):
-    pool = WorkerPool(handlers, workers=2, timeout_s=30)
+    pool = WorkerPool(handlers, RewardConfig(workers=2, timeout_s=30))
     errors = []
 
     def hang():
@@ -329,7 +332,9 @@ def test_close_ends_everything_and_is_idempotent(handlers):
 
 def run_script(tmp_path: Path, body: str) -> subprocess.Popen:
     script = tmp_path / "parent.py"
-    script.write_text("from reward.workers import WorkerPool\n" + textwrap.dedent(body))
+    script.write_text(
+        "from reward.config import RewardConfig\nfrom reward.workers import WorkerPool\n" + textwrap.dedent(body)
+    )
     env = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
     return subprocess.Popen([sys.executable, str(script)], env=env, stdout=subprocess.PIPE, text=True)
 
@@ -340,7 +345,7 @@ def test_workers_die_with_a_killed_parent(handlers, tmp_path, task):
         tmp_path,
         f"""
         import threading, time
-        pool = WorkerPool("worker_handlers:make", timeout_s=60)
+        pool = WorkerPool("worker_handlers:make", RewardConfig(timeout_s=60))
         pool.start()
         task = {task}
         if task:
@@ -367,7 +372,7 @@ def test_grandchildren_die_with_a_killed_parent(handlers, tmp_path):
     parent = run_script(
         tmp_path,
         f"""
-        pool = WorkerPool("worker_handlers:make", timeout_s=60)
+        pool = WorkerPool("worker_handlers:make", RewardConfig(timeout_s=60))
         pool.call(["child", {str(pid_file)!r}])
         """,
     )
@@ -393,7 +398,7 @@ def test_a_forked_child_gets_workers_of_its_own(handlers, tmp_path):
         tmp_path,
         """
         import os, sys
-        pool = WorkerPool("worker_handlers:make", timeout_s=10)
+        pool = WorkerPool("worker_handlers:make", RewardConfig(timeout_s=10))
         mine = pool.call(["pid", 0])
         child = os.fork()
         theirs = pool.call(["pid", 0])
@@ -416,4 +421,4 @@ def test_a_forked_child_gets_workers_of_its_own(handlers, tmp_path):
 def test_wrong_settings_are_named(wrong):
     (name,) = wrong
     with pytest.raises(RewardError, match=rf"reward\.{name} .*got {wrong[name]}"):
-        WorkerPool("worker_handlers:make", **wrong)
+        WorkerPool("worker_handlers:make", RewardConfig(**wrong))

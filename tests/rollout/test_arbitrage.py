@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
-from rollout.routers.arbitrage import MOST, ArbitrageRouter, features
 from rollout.routers.base import decide
 from rollout.routers.pair import fingerprint, read_card, write_card
+from rollout.routers.scores import MOST, features, learned, load_learned
 from rollout.steps import Candidate, Step
 from rollout.types import RolloutError
 
@@ -34,7 +34,7 @@ def test_features_by_hand():
 
 
 def test_a_doubted_step_is_escalated_unless_something_went_wrong_before():
-    router = ArbitrageRouter(WEIGHTS)
+    router = learned(WEIGHTS)
     doubted, sound = read(-0.1, -6.0), read(-0.1, -0.2)
     asked = [candidate(doubted), candidate(sound), candidate(doubted, read(-20.0)), candidate(doubted, read(-0.3))]
     assert decide(router, asked).escalate == [True, False, False, True]
@@ -44,7 +44,7 @@ def test_a_doubted_step_is_escalated_unless_something_went_wrong_before():
 
 def test_scores_are_probabilities_and_the_threshold_is_monotone():
     candidates = [candidate(read(-(1.3**i)), read(-(1.1**i))) for i in range(40)]
-    router = ArbitrageRouter([*WEIGHTS[:2], 1e4]), ArbitrageRouter(WEIGHTS)
+    router = learned([*WEIGHTS[:2], 1e4]), learned(WEIGHTS)
     assert set(router[0].score(candidates)) == {1.0}, "no logit overflows"
     counts = []
     for router[1].threshold in (0.0, 0.25, 0.5, 0.75, 1.0):
@@ -57,15 +57,15 @@ def test_scores_are_probabilities_and_the_threshold_is_monotone():
 
 
 def test_nan_weights_are_a_fault():
-    decision = decide(ArbitrageRouter([math.nan, 0.0, 0.0]), [candidate(read(-1.0))])
+    decision = decide(learned([math.nan, 0.0, 0.0]), [candidate(read(-1.0))])
     assert (decision.escalate, decision.faults) == ([True], 1)
 
 
 def test_a_saved_router_decides_as_before(tmp_path):
     write_card(tmp_path, {"kind": "arbitrage", "weights": WEIGHTS, **PAIR})
-    loaded = ArbitrageRouter.load(tmp_path, **PAIR, threshold=0.3)
+    loaded = load_learned(tmp_path, **PAIR, threshold=0.3)
     asked = [candidate(read(-1.0), read(-2.0))]
-    assert loaded.score(asked) == ArbitrageRouter(WEIGHTS).score(asked)
+    assert loaded.score(asked) == learned(WEIGHTS).score(asked)
     assert loaded.threshold == 0.3
 
 
@@ -73,14 +73,14 @@ def test_a_saved_router_decides_as_before(tmp_path):
 def test_damaged_weights_are_refused(weights, tmp_path):
     write_card(tmp_path, {"kind": "arbitrage", "weights": weights, **PAIR})
     with pytest.raises(RolloutError, match="not two and a bias"):
-        ArbitrageRouter.load(tmp_path, **PAIR)
+        load_learned(tmp_path, **PAIR)
 
 
 @pytest.mark.parametrize("other", [{"draft": "x"}, {"policy": "x"}, {"separators": ["\n\n"]}])
 def test_another_pair_is_refused(other, tmp_path):
     write_card(tmp_path, {"kind": "arbitrage", "weights": WEIGHTS, **PAIR})
     with pytest.raises(RolloutError, match=f"trained for another {next(iter(other))}"):
-        ArbitrageRouter.load(tmp_path, **{**PAIR, **other})
+        load_learned(tmp_path, **{**PAIR, **other})
 
 
 def test_what_is_no_router_is_refused(tmp_path):

@@ -22,7 +22,7 @@ def empty(max_mb: float = 512, eos_ids=(EOS,)) -> TrajectoryCache:
 
 
 def contents(cache: TrajectoryCache, examples, slots=range(8)) -> dict:
-    return {key[:2]: key[2] for key in cache.export((e, s) for e in examples for s in slots)}
+    return {(e, s): t for e in examples for s in slots if (t := cache.get(e, s)) is not None}
 
 
 def test_an_entry_comes_back_equal():
@@ -121,20 +121,6 @@ def test_counters_never_go_back():
     assert cache.get("a", 0) == trajectory(step=7, seed=1)
 
 
-def test_reward_arrives_later():
-    cache = empty()
-    cache.put("a", 0, trajectory(logprobs=(-1.0,) * 5))
-    size = cache.bytes
-    assert cache.set_reward("a", 0, 0.5)
-    assert cache.get("a", 0) == trajectory(logprobs=(-1.0,) * 5, reward=0.5)
-    assert cache.set_reward("a", 0, None)
-    assert cache.get("a", 0).reward is None
-    assert not cache.set_reward("a", 1, 0.5)
-    assert cache.bytes == size
-    with pytest.raises(CacheError, match="reward nan"):
-        cache.set_reward("a", 0, float("nan"))
-
-
 def fill(cache, names, step=0, slots=2, length=200):
     for name in names:
         cache.put_many((name, slot, trajectory(length, step, seed=slot)) for slot in range(slots))
@@ -191,7 +177,6 @@ def test_eviction_is_the_same_every_time_and_undoes_all_accounting():
             name, slot = f"ex-{rng.randrange(80)}", rng.randrange(6)
             cache.get(f"ex-{rng.randrange(80)}", 0)
             cache.put(name, slot, trajectory(rng.randrange(1, 90), step))
-            cache.set_reward(name, slot, 1.0)
         return cache
 
     one, two = run(), run()
@@ -232,7 +217,7 @@ def test_two_processes_end_up_with_the_same_store():
             for name, slot in own:
                 cache.get(name, slot)
             cache.put_many((name, slot, trajectory(90, step, seed=slot)) for name, slot in own)
-            gathered += cache.export(own)
+            gathered += [(name, slot, cache.get(name, slot)) for name, slot in own]
         for cache in processes:
             cache.merge(gathered)
         assert contents(processes[0], names) == contents(processes[1], names)

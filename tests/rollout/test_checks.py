@@ -13,7 +13,7 @@ from rollout.config import BudgetConfig, CacheConfig, JudgedConfig, RolloutConfi
 from rollout.engines import EngineSpec, build_engine
 from rollout.engines.base import Sampling, Speculation
 from rollout.engines.transformers import TransformersEngine
-from rollout.noise import derive_key
+from rollout.keys import derive_key
 from rollout.types import Request, RolloutError, Row
 from specrl import options
 from specrl.config import load
@@ -129,7 +129,7 @@ GOOD = Request([5, 6, 7], key=3, max_new_tokens=4)
         ({"prompt": "567"}, "a prompt is no sequence of token ids: '567'"),
         ({"prompt": {5: 6}}, "a prompt is no sequence of token ids"),
         ({"prompt": None}, "a prompt is no sequence of token ids: None"),
-        ({"key": 2**63}, "key=9223372036854775808 is no signed 64-bit integer, as rollout.noise.derive_key gives"),
+        ({"key": 2**63}, "key=9223372036854775808 is no signed 64-bit integer, as rollout.keys.derive_key gives"),
         ({"key": -(2**63) - 1}, "is no signed 64-bit integer"),
         ({"key": 1.0}, "key=1.0 is no signed 64-bit integer"),
         ({"key": None}, "key=None is no signed 64-bit integer"),

@@ -17,7 +17,7 @@ from rollout.engines import ragged
 from rollout.engines.base import Sampling, Speculation
 from rollout.engines.ragged import RaggedKV
 from rollout.engines.rows import Row
-from rollout.noise import derive_key
+from rollout.keys import derive_key
 from rollout.types import Request
 from tests.rollout.test_engine import (
     VOCAB,

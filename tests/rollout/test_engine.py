@@ -20,7 +20,8 @@ from rollout.engines import EngineSpec, build_engine, ragged
 from rollout.engines.base import Sampling, Speculation
 from rollout.engines.ragged import RaggedKV
 from rollout.engines.transformers import TransformersEngine
-from rollout.noise import derive_key, gumbel, keyed_draw, row_words
+from rollout.keys import derive_key
+from rollout.noise import gumbel, keyed_draw, row_words
 from rollout.types import EngineStats, Request, RolloutError
 
 FAMILIES = ["qwen3", "qwen2", "llama", "gpt2", "mistral"]

@@ -10,9 +10,8 @@ from rollout.drafters.suffix import PromptTexts, SuffixDrafter
 from rollout.engines.base import Sampling
 from rollout.engines.judged import JudgedEngine, _Chain
 from rollout.engines.transformers import TransformersEngine
-from rollout.noise import derive_key
+from rollout.keys import derive_key
 from rollout.routers.judge import DraftToken, JudgeHead, KLJudge, judged
-from rollout.routers.mining import Mined, mine
 from rollout.types import Request, RolloutError
 from rollout.verify import accept_exact, accept_judged
 from tests.rollout.test_engine import differing, nearly_tied_keys, noisy
@@ -312,40 +311,3 @@ def test_a_saved_head_judges_as_before_and_for_its_policy_only(tmp_path):
     assert loaded.threshold == 0.4
     with pytest.raises(RolloutError, match="trained for another policy"):
         JudgeHead.load(tmp_path, policy="q")
-
-
-# --- mining
-
-
-def test_mining_by_hand():
-    """Tokens 10..19 are digits whose sum is the answer; 2..9 are words that do not matter. 1 ends the text."""
-    texts = [[5, 12, 6, 13, EOS], [7, EOS]]
-    drafts = {5: 4, 12: 15, 6: 3, 13: 13, 7: 8}  # what the draft writes in the place of each token
-    finished = []
-
-    def propose(current):
-        return {i: [drafts.get(t) for t in text] for i, text in current.items()}
-
-    def finish(prefixes):  # the policy goes on as in its own text
-        finished.extend(prefixes.values())
-        return {i: [*p, *texts[i][len(p) :]] for i, p in prefixes.items()}
-
-    def answer(i, text):
-        return sum(t - 10 for t in text if t >= 10) if i == 0 else None
-
-    found = mine(texts, propose, finish, answer, frozenset({EOS}))
-    assert found == [
-        Mined(0, (4,), False),
-        Mined(0, (4, 15), True),  # on the text in which the word was replaced
-        Mined(0, (4, 12, 3), False),  # the digit was put back
-    ]
-    assert len(finished) == 3, "a row without an answer is not tried"
-    assert len(mine(texts, propose, finish, answer, frozenset({EOS}), most=2)) == 2
-
-
-def test_a_continuation_without_an_answer_labels_nothing():
-    def answer(i, text):
-        return None if 4 in text else 0
-
-    found = mine([[5, 6, EOS]], lambda c: {0: [4, 3, None]}, lambda p: {0: [*p[0], 6, EOS]}, answer, frozenset({EOS}))
-    assert found == [Mined(0, (5, 3), False)]

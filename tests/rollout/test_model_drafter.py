@@ -12,7 +12,8 @@ from rollout.budget import Plan
 from rollout.drafters.model import ModelDrafter, early_exit
 from rollout.engines.base import Sampling, Speculation
 from rollout.engines.transformers import TransformersEngine
-from rollout.noise import derive_key, keyed_draw
+from rollout.keys import derive_key
+from rollout.noise import keyed_draw
 from rollout.types import Request, RolloutError
 
 VOCAB, SAMPLING = 61, Sampling(frozenset({1, 7}))

@@ -8,16 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from rollout.noise import (
-    derive_key,
-    generation,
-    gumbel,
-    hash_tokens,
-    keyed_draw,
-    process_logits,
-    row_words,
-    uniform,
-)
+from rollout.keys import derive_key, generation
+from rollout.noise import gumbel, hash_tokens, keyed_draw, process_logits, row_words, uniform
 
 GOLDEN_HASHES = [
     [342616534, 2976409913, 2232206930, 1698134186],

@@ -11,12 +11,9 @@ from rollout.engines.base import Sampling
 from rollout.engines.routed import RoutedEngine
 from rollout.engines.session import Session
 from rollout.engines.transformers import TransformersEngine
-from rollout.noise import derive_key
+from rollout.keys import derive_key
 from rollout.routers.base import decide
-from rollout.routers.entropy import EntropyRouter
-from rollout.routers.likelihood import LikelihoodRouter
-from rollout.routers.oracle import OracleRouter
-from rollout.routers.rsd import RSDRouter
+from rollout.routers.scores import by_advantage, by_entropy, by_likelihood, by_reward
 from rollout.steps import Candidate, Step, StepEnd
 from rollout.types import Request, RolloutError
 from rollout.verify import accept_exact
@@ -267,7 +264,7 @@ def test_a_router_that_fails_on_what_it_reads_means_the_policys_path(models, wro
 
 def test_a_policy_with_nan_weights_stops_the_reading(models, build_model):
     broken = build_model("qwen3", 1)
-    routed = engine((broken, models[1]), LikelihoodRouter(1.0), step_end(EVERY, 99))
+    routed = engine((broken, models[1]), by_likelihood(1.0), step_end(EVERY, 99))
     with torch.no_grad():
         broken.model.norm.weight.fill_(math.nan)
     with pytest.raises(RolloutError, match="NaN or infinite logits"):
@@ -276,11 +273,11 @@ def test_a_policy_with_nan_weights_stops_the_reading(models, build_model):
 
 def test_likelihood_escalates_what_the_policy_doubts_and_less_as_the_threshold_rises(models):
     steps = [Step("draft", [9, 9], policy_logprobs=[-0.1, x]) for x in (-0.5, -1.0, -1.1, -math.inf)]
-    decision = decide(LikelihoodRouter(1.0), [Candidate(0, [5], [], step) for step in steps])
+    decision = decide(by_likelihood(1.0), [Candidate(0, [5], [], step) for step in steps])
     assert (decision.escalate, decision.faults) == ([False, False, True, True], 0)
     counts = []
     for threshold in (0.0, 2.0, 4.0, 99.0):
-        done, stats = engine(models, LikelihoodRouter(threshold), step_end(EVERY, 99)).generate(asked := requests())
+        done, stats = engine(models, by_likelihood(threshold), step_end(EVERY, 99)).generate(asked := requests())
         counts.append(stats.escalated / stats.steps)
         if threshold == 0:
             assert [c.tokens for c in done] == [c.tokens for c in plain(models[0], asked)]
@@ -456,7 +453,7 @@ def candidate(row=0, entropies=(), rival=None):
 
 def test_rsd_keeps_what_scores_well():
     values = [0.69, 0.7, 0.71, math.nan]
-    decision = decide(RSDRouter(lambda cs: [values[c.row] for c in cs], least=0.7), [candidate(i) for i in range(4)])
+    decision = decide(by_reward(lambda cs: [values[c.row] for c in cs], least=0.7), [candidate(i) for i in range(4)])
     assert decision.escalate == [True, False, False, True]
     assert decision.faults == 1
 
@@ -464,14 +461,14 @@ def test_rsd_keeps_what_scores_well():
 def test_the_oracle_never_escalates_without_an_advantage():
     gains = [-1.0, -0.25, 0.0, 0.25, 1.0]
     candidates = [candidate(i) for i in range(5)]
-    router = OracleRouter(lambda cs: [gains[c.row] for c in cs])
+    router = by_advantage(lambda cs: [gains[c.row] for c in cs])
     assert decide(router, candidates).escalate == [False, False, False, True, True]
-    rsd = RSDRouter(lambda cs: [0.5] * len(cs))  # the control: an absolute score wastes calls where nothing is gained
+    rsd = by_reward(lambda cs: [0.5] * len(cs))  # the control: an absolute score wastes calls where nothing is gained
     assert any(e and g <= 0 for e, g in zip(decide(rsd, candidates).escalate, gains, strict=True))
 
 
 def test_the_entropy_router_takes_the_largest_rolling_mean():
-    router = EntropyRouter(1.0, window=2)
+    router = by_entropy(1.0, window=2)
     assert list(router.score([candidate(entropies=[0.0, 1.0, 3.0, 0.0]), candidate(entropies=[0.5])])) == [2.0, 0.5]
 
 

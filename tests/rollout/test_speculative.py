@@ -15,7 +15,7 @@ from rollout.cache import Fingerprint, TrajectoryCache
 from rollout.config import BudgetConfig, RolloutConfig
 from rollout.drafters.suffix import PromptTexts, SuffixDrafter
 from rollout.engines import EngineSpec, build_engine
-from rollout.noise import derive_key, generation
+from rollout.keys import derive_key, generation
 from rollout.speculative import SpeculativeRollout
 from rollout.types import Completion, EngineStats, Request, RolloutError, Row, Trajectory
 

@@ -1,11 +1,8 @@
 import errno
+import fcntl
 import os
 import random
-import shutil
 import stat
-import subprocess
-import sys
-import time
 from dataclasses import replace
 
 import pyarrow.parquet as pq
@@ -35,7 +32,6 @@ def saved(directory, given, step=0, fingerprint=PRINT) -> TrajectoryCache:
     cache = TrajectoryCache(fingerprint, 1000, [EOS])
     cache.put_many(given)
     cache.save(directory, step)
-    cache.close()
     return cache
 
 
@@ -44,7 +40,7 @@ def load(directory, fingerprint=PRINT, vocab_size=1000, eos_ids=(EOS,), **option
 
 
 def contents(cache, given):
-    return cache.export(entry[:2] for entry in given)
+    return [(e, s, t) for e, s, _ in given if (t := cache.get(e, s)) is not None]
 
 
 @pytest.mark.parametrize(("count", "seed"), [(0, 0), (1, 1), (511, 2), (1500, 3)])
@@ -178,47 +174,12 @@ def test_warns_again_after_a_save_succeeded(tmp_path, monkeypatch, caplog):
     assert cache.stats()["cache/write_errors"] == 3
 
 
-HOLDER = """
-import sys, time
-from rollout.cache import Fingerprint, TrajectoryCache
-cache = TrajectoryCache(Fingerprint(), 10)
-cache.claim(sys.argv[1])
-print("held", flush=True)
-time.sleep(60)
-"""
-
-
-def test_second_writer_fails_fast_until_the_first_is_gone(tmp_path):
-    command = [sys.executable, "-c", HOLDER, str(tmp_path)]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    holder = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
-    try:
-        assert holder.stdout.readline() == "held\n"
-        second, began = TrajectoryCache(PRINT, 1000), time.monotonic()
-        with pytest.raises(CacheError, match=f"Another run is writing .* \\(pid {holder.pid} on .* since 20"):
-            second.save(tmp_path, 0)
-        assert time.monotonic() - began < 5
-        assert len(load(tmp_path)) == 0  # reading needs no lock
-    finally:
-        holder.kill()
-        holder.wait(10)
-    second.save(tmp_path, 0)
-
-
-def test_claim_moves_from_directory_to_directory(tmp_path, monkeypatch):
-    monkeypatch.setattr(store, "LOCK_WAIT_S", 0.1)
-    one, two = TrajectoryCache(PRINT, 1000), TrajectoryCache(PRINT, 1000)
-    one.claim(tmp_path / "a")
-    one.save(tmp_path / "a", 0)
-    with pytest.raises(CacheError, match="Another run"):
-        two.claim(tmp_path / "a")
-    one.save(tmp_path / "b", 1)
-    two.claim(tmp_path / "a")
-    with pytest.raises(CacheError, match="Another run"):
-        one.save(tmp_path / "a", 2)
-    shutil.rmtree(tmp_path / "b")
-    one.save(tmp_path / "b", 3)  # deleted from under the lock: claimed anew
-    with pytest.raises(CacheError, match="Another run"):
-        two.save(tmp_path / "b", 3)
-    one.close()
-    two.save(tmp_path / "b", 3)
+def test_a_second_writer_fails_at_once(tmp_path):
+    saved(tmp_path, entries())
+    with open(tmp_path / LOCK) as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(CacheError, match="Another run is writing"):
+            saved(tmp_path, entries(1))
+        assert len(load(tmp_path)) == 60, "reading needs no lock"
+    saved(tmp_path, entries(1))
+    assert len(load(tmp_path)) == 1

@@ -41,7 +41,6 @@ def saved(directory, given, step=0, fingerprint=PRINT) -> TrajectoryCache:
     cache = TrajectoryCache(fingerprint, 1000, [EOS])
     cache.put_many(given)
     cache.save(directory, step)
-    cache.close()
     return cache
 
 
@@ -50,7 +49,7 @@ def load(directory, fingerprint=PRINT, vocab_size=1000, eos_ids=(EOS,), **option
 
 
 def contents(cache, given):
-    return cache.export(entry[:2] for entry in given)
+    return [(e, s, t) for e, s, _ in given if (t := cache.get(e, s)) is not None]
 
 
 def write_atomically(directory):
@@ -250,10 +249,10 @@ def rewrite(directory, header: str | bytes | dict):
 @pytest.mark.parametrize(
     ("header", "what"),
     [
-        ({**HEADER, "format": None}, "it has no format number"),
+        ({**HEADER, "format": None}, "format=None"),
         ({**HEADER, "format": "1"}, "format='1'"),
         ({**HEADER, "format": True}, "format=True"),
-        ({k: v for k, v in HEADER.items() if k != "format"}, "it has no format number"),
+        ({k: v for k, v in HEADER.items() if k != "format"}, "format=None"),
         ({**HEADER, "rows": "60"}, "rows='60'"),
         ({**HEADER, "rows": -1}, "rows=-1"),
         ({**HEADER, "rows": 60.0}, r"rows=60\.0"),
@@ -266,10 +265,10 @@ def rewrite(directory, header: str | bytes | dict):
         ({**HEADER, "fingerprint": {**HEADER["fingerprint"], "more": {}}}, "fingerprint="),
         ({**HEADER, "fingerprint": {"identity": {"tokenizer": 7}, "law": {}}}, "fingerprint="),
         ({**HEADER, "writer": "x\ny" * 99}, "does not know its field 'writer'"),
-        ("not JSON", "it has no format number"),
-        (b"\xff\xfe", "it has no format number"),
-        ("[" * 100_000, "it has no format number"),
-        ([HEADER], "it has no format number"),
+        ("not JSON", "it is no JSON object"),
+        (b"\xff\xfe", "it is no JSON object"),
+        ("[" * 100_000, "it is no JSON object"),
+        ([HEADER], "it is no JSON object"),
     ],
 )
 def test_a_header_with_a_right_checksum_and_odd_fields(tmp_path, capsys, header, what):
@@ -351,8 +350,8 @@ def test_directory_in_place_of_the_file_and_file_in_place_of_the_directory(tmp_p
     (tmp_path / "file").touch()
     with pytest.raises(CacheError, match="cannot be read: Not a directory"):
         load(tmp_path / "file")
-    with pytest.raises(CacheError, match=r"cannot be written in '.*file': File exists"):
-        TrajectoryCache(PRINT, 1000).claim(tmp_path / "file")
+    with pytest.raises(CacheError, match=r"was not saved in '.*file' at step 0: File exists"):
+        saved(tmp_path / "file", entries())
 
 
 FULL = """

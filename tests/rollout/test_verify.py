@@ -15,7 +15,8 @@ import rollout.engines.ragged as ragged
 import rollout.engines.transformers as engine_module
 from rollout.engines.base import Sampling, Speculation
 from rollout.engines.transformers import TransformersEngine
-from rollout.noise import derive_key, keyed_draw
+from rollout.keys import derive_key
+from rollout.noise import keyed_draw
 from rollout.types import Request
 from rollout.verify import accept_exact, accept_lenient, cut
 

@@ -19,7 +19,7 @@ from rollout.drafters.suffix import PromptTexts, SuffixDrafter
 from rollout.engines import EngineSpec, build_engine
 from rollout.engines.base import Probe, Sampling, Speculation
 from rollout.engines.transformers import TransformersEngine
-from rollout.noise import derive_key
+from rollout.keys import derive_key
 from rollout.types import Request, RolloutError
 from tests.rollout.test_engine import (
     EOS_IDS,

@@ -16,7 +16,6 @@ def directory(tmp_path):
     for slot in range(8):
         cache.put("ex-1", slot, Trajectory((50 + slot, 7, 1), slot, "stop", 3, slot, 1.0 if slot < 5 else None))
     cache.save(tmp_path, 9)
-    cache.close()
     return tmp_path
 
 

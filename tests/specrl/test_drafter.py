@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rollout.engines.base import Sampling
 from rollout.engines.transformers import TransformersEngine
-from rollout.noise import derive_key
+from rollout.keys import derive_key
 from rollout.types import Request
 from specrl import config as cli
 from specrl.drafter import DrafterOptions, agreement, distil, main, quantise, sample, shortened

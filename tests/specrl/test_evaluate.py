@@ -6,8 +6,8 @@ from math import isnan
 import pytest
 import torch
 
-from reward.base import RewardSet
-from rollout.noise import derive_key
+from reward.set import RewardSet
+from rollout.keys import derive_key
 from rollout.types import Completion, EngineStats
 from specrl.config import run, save
 from specrl.data import Example

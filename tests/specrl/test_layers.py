@@ -20,6 +20,17 @@ DOORS = {
     "verl": ("specrl/adapters/verl.py",),
     "openrlhf": ("specrl/adapters/openrlhf.py",),
 }
+LOSSY = (
+    *("rollout/lossy*", "rollout/routers*", "rollout/steps*", "rollout/engines/routed*", "rollout/engines/judged*"),
+    *("trainers/lossy*", "trainers/fit*", "trainers/judge*", "trainers/router*", "trainers/mining*"),
+    *("specrl/lossy*", "specrl/pair.*", "specrl/routing*", "specrl/judging*"),
+)
+"""What changes the law of the tokens. Exact code knows nothing of it."""
+GATES = (
+    *("rollout/engines/__init__.py", "rollout/build.py", "specrl/setup.py", "specrl/evaluate.py"),
+    *("specrl/generate.py", "specrl/train_router.py", "specrl/train_judge.py"),
+)
+"""Where a law is chosen, and the commands that make its parts."""
 UNSAFE_MODULES = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
 UNSAFE_BUILTINS = {"eval", "exec", "compile", "__import__"}
 UNSAFE_NAMES = {"torch.load", "torch.serialization", "torch.package", "torch.hub"}
@@ -39,9 +50,15 @@ def faults(path, code):
             found.append(f"{path}:{line}: {package} must not import {module}")
         if top in DOORS and not any(fnmatch(path, door) for door in DOORS[top]):
             found.append(f"{path}:{line}: only {' and '.join(DOORS[top])} may import {top}")
+        if lossy(f"{module.replace('.', '/')}.py") and not lossy(path) and path not in GATES:
+            found.append(f"{path}:{line}: exact code must not import {module}")
         if top in UNSAFE_MODULES or any(f"{module}.".startswith(f"{name}.") for name in UNSAFE_NAMES):
             found.append(f"{path}:{line}: {module} can run code from data")
     return found + [f"{path}:{line}: {name} can run code from data" for line, name in unsafe_calls(tree)]
+
+
+def lossy(path):
+    return any(fnmatch(path, part) for part in LOSSY)
 
 
 def imports(tree, path):
@@ -131,6 +148,10 @@ def test_adapters_import_without_what_they_adapt(name):
         ("trainers/snapshot.py", "x = read(path, weights_only=False)"),
         ("trainers/snapshot.py", "x = read(path, weights_only=flag)"),
         ("rollout/cache.py", "x = numpy.load(path, allow_pickle=True)"),
+        ("rollout/speculative.py", "from rollout.routers.judge import Judge"),
+        ("rollout/engines/base.py", "def f():\n    from rollout.steps import Step"),
+        ("trainers/grpo.py", "from trainers.mining import Miner"),
+        ("specrl/train.py", "import specrl.judging"),
         ("reward/math.py", "eval(text)"),
         ("reward/math.py", "exec(text)"),
         ("reward/math.py", "__import__(name)"),
@@ -157,6 +178,9 @@ def test_planted_faults_are_found(path, code):
         ("specrl/adapters/verl.py", "import verl"),
         ("trainers/grpo.py", "model.eval()\nre.compile('x')\ntorch.compile(model)\nnumpy.load(p, allow_pickle=False)"),
         ("trainers/snapshot.py", "read(p, weights_only=True)"),
+        ("rollout/engines/__init__.py", "from rollout.routers import build_judge"),
+        ("rollout/routers/judge.py", "from rollout.routers.pair import read_card"),
+        ("specrl/train_judge.py", "from specrl.judging import compare"),
         ("specrl/env.py", "version('trl')\nnote = 'import trl'"),
     ],
 )

@@ -37,11 +37,6 @@ def start(tmp_path, monkeypatch, capsys):
             "first: python -m specrl.train_router config=arbitrage_math out=outputs/router (",
         ),
         (
-            "config=arbitrage_math rollout.drafter=layers=3 rollout.law=routed rollout.routed.by=rsd "
-            "rollout.routed.path=router/my/prm",
-            "python -m specrl.train_router config=arbitrage_math out=router/my (",
-        ),
-        (
             "config=judge_math rollout.drafter=layers=3 rollout.law=judged",
             "python -m specrl.train_judge config=judge_math out=outputs/judge (",
         ),

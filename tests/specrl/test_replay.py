@@ -177,7 +177,6 @@ def snapshot(directory, entries):
         [(e, s, Trajectory(tuple(t), 0, "stop" if t[-1] == 1 else "length", n, n)) for e, s, t, n in entries]
     )
     cache.save(directory, 9)
-    cache.close()
 
 
 def test_snapshots_of_a_run_are_joined_and_a_text_in_two_of_them_counts_once(tmp_path):

@@ -10,6 +10,7 @@ from datetime import date
 
 import pytest
 
+import specrl.setup
 import specrl.train
 from specrl import config as cli
 from specrl.data import Example
@@ -49,7 +50,7 @@ def test_a_claim_makes_the_directory_and_leaves_nothing_but_an_empty_lock_in_it(
 def test_a_name_is_held_while_its_run_lives(tmp_path, capsys, monkeypatch, resume):
     """The second start ends before it loads anything; the death of the first, however it comes, frees the name."""
     first = hold(tmp_path)
-    monkeypatch.setattr(specrl.train, "live", lambda *_: pytest.fail("it began"))
+    monkeypatch.setattr(specrl.setup, "parts", lambda *_: pytest.fail("it began"))
     assert cli.run(specrl.train.main, words(tmp_path, resume=resume)) == cli.USAGE_ERROR
     errors = capsys.readouterr().err.splitlines()
     assert len(errors) == 1

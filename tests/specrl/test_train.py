@@ -10,7 +10,7 @@ from rollout.types import Trajectory
 from specrl import config as cli
 from specrl.policy import fingerprint
 from specrl.records import read_records
-from specrl.train import adapter, load_cache, scorer, steps
+from specrl.setup import adapter, load_cache, scorer, steps
 from tests.runs import Watch, policy, run, words
 
 EVERY_STEP = {
@@ -193,8 +193,8 @@ def test_a_crash_before_the_first_checkpoint_leaves_each_step_once_after_the_res
     options = {"trainer__max_steps": 4, "trainer__eval_prompts": 2}
 
     def crash(trainer):
-        finish, done = trainer.stage.finish, iter(range(2))
-        trainer.stage.finish = lambda *a, **k: finish(*a, **k) if next(done, None) is not None else 1 / 0
+        finish, done = trainer.rollouts.finish, iter(range(2))
+        trainer.rollouts.finish = lambda: finish() if next(done, None) is not None else 1 / 0
 
     with pytest.raises(ZeroDivisionError):
         run(tmp_path, prepare=crash, **options)
@@ -237,7 +237,7 @@ def test_what_saving_the_cache_takes_is_recorded(tmp_path):
 
 
 def test_scorer_hands_over_the_columns_and_counts_failures():
-    from reward.base import RewardSet
+    from reward.set import RewardSet
 
     class Echo:
         name = "echo"
@@ -247,13 +247,14 @@ def test_scorer_hands_over_the_columns_and_counts_failures():
             return [None, 2.0]
 
     echo = Echo()
-    score = scorer(RewardSet([echo], [0.5], max_failure_ratio=1))
+    tokenizer = AutoTokenizer.from_pretrained(policy())
+    score = scorer(RewardSet([echo], [0.5], max_failure_ratio=1), tokenizer)
     rows = [{"prompt": "p", "answer": None, "example_id": "e", "level": 3}] * 2
-    totals, metrics = score(rows, ["a", "b"])
+    totals, metrics = score(rows, [tokenizer("7").input_ids, tokenizer("8").input_ids])
     assert totals == [None, 1.0]
     counts = {"reward/failed": 1, "reward/timeouts": 0, "reward/over_limit": 0, "reward/reused_ratio": 0}
     assert metrics == {**counts, "rewards/echo/mean": 2.0}
-    assert [s.completion for s in echo.samples] == ["a", "b"]
+    assert [s.completion for s in echo.samples] == ["7", "8"]
     assert (echo.samples[0].prompt, echo.samples[0].answer) == ("p", None)
     assert echo.samples[0].fields == {"example_id": "e", "level": 3}
 

@@ -9,8 +9,8 @@ from trainers.callbacks import Record
 
 STATE = SimpleNamespace(global_step=3, is_world_process_zero=True)
 PARTS = {
-    **{"gen": 10.0, "reward": 2.0, "control": 4.0, "reuse_gap": 1.0, "drafter": 3.0, "sync": 0.5, "judge": 0.25},
-    **{"old_log_prob": 0.125, "ref_log_prob": 1.125},
+    **{"gen": 10.0, "reward": 2.0, "control": 4.0, "reuse_gap": 1.0, "drafter": 3.0, "sync": 0.5},
+    **{"old_log_prob": 0.375, "ref_log_prob": 1.125},
 }
 WITHIN = {"lookup": 1.0, "store": 1.0, "prefill": 1.0, "draft": 1.0, "verify": 1.0, "decode": 1.0, "route": 1.0}
 

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 import specrl.train
 from rollout.cache import Fingerprint, TrajectoryCache
-from rollout.config import CacheConfig
+from rollout.config import CacheConfig, RolloutConfig
 from rollout.types import CacheError, Trajectory
 from specrl import config as cli
 from specrl.config import RUN_ERROR
@@ -32,7 +32,7 @@ from trainers.checkpoint import (
     marked,
     newest,
     prune,
-    stage_state,
+    restore,
     step_of,
     trajectories,
 )
@@ -99,8 +99,9 @@ def save(cache, folder, step, keep=2, on_write_error="warn", main=True):
     (folder / f"checkpoint-{step}").mkdir(exist_ok=True)
     args = SimpleNamespace(output_dir=str(folder))
     state = SimpleNamespace(global_step=step, is_world_process_zero=main)
-    stage, data = {"rollouts": step}, {"train": "9f"}
-    callback = SaveCache(cache, CacheConfig(on_write_error=on_write_error), keep, lambda: stage, data=data)
+    source = SimpleNamespace(cache=cache, config=RolloutConfig(cache=CacheConfig(on_write_error=on_write_error)))
+    rollouts = SimpleNamespace(source=source, state=lambda: {"rollouts": step}, companions={})
+    callback = SaveCache(rollouts, keep, {"train": "9f"})
     callback.on_save(args, state, None)
     return callback
 
@@ -129,12 +130,12 @@ def test_all_of_a_checkpoint_is_on_the_disk_before_its_marker(tmp_path, monkeypa
     monkeypatch.setattr(os, "fsync", recorded_fsync)
     monkeypatch.setattr(os, "replace", recorded_replace)
     save(small_cache(), tmp_path, 4)
-    cut, marked = order.index("specrl.tmp"), order.index(f"rename {MARKER}")
+    cut, marked = order.index(f"{MARKER}.tmp"), order.index(f"rename {MARKER}")
     names = ("model.safetensors", "shards/0.bin", "trajectories/trajectories.parquet", "shards", "trajectories")
     before = order[order.index("rename trajectories.parquet") : cut]
     assert {*names, str(folder), str(tmp_path), str(tmp_path.parent)} <= set(before)
     assert all(before.index(file) < before.index(str(folder)) for file in names), "a directory after what it holds"
-    assert order[cut:] == ["specrl.tmp", f"rename {MARKER}", str(folder)]
+    assert order[cut:] == [f"{MARKER}.tmp", f"rename {MARKER}", str(folder)]
     assert marked == len(order) - 2
 
 
@@ -142,11 +143,13 @@ def test_the_marker_lists_every_file_and_the_cache_is_in_the_cut(tmp_path):
     make(tmp_path, 4, complete=False)
     save(small_cache(), tmp_path, 4)
     mark = json.loads((tmp_path / "checkpoint-4" / MARKER).read_text())
-    assert (mark["step"], mark["cache"]) == (4, True)
+    assert mark["step"] == 4
     assert mark["files"].keys() == {"model.safetensors", "trajectories/trajectories.parquet"}
     digest = blake2b(bytes(range(100)), digest_size=16).hexdigest()
     assert mark["files"]["model.safetensors"] == [100, digest]
-    assert stage_state(tmp_path / "checkpoint-4") == {"rollouts": 4}
+    restored = []
+    restore(tmp_path / "checkpoint-4", SimpleNamespace(restore=restored.append, companions={}))
+    assert restored == [{"rollouts": 4}]
     assert data_digests(tmp_path / "checkpoint-4") == {"train": "9f"}
     loaded = TrajectoryCache.load(trajectories(tmp_path / "checkpoint-4"), Fingerprint(), 10)
     assert loaded.get("a", 0).tokens == (1, 2)
@@ -179,11 +182,11 @@ def test_old_checkpoints_go_only_after_the_new_one_is_complete(tmp_path, monkeyp
 def test_a_cache_that_cannot_be_written(tmp_path):
     (tmp_path / "checkpoint-1").mkdir()
     (tmp_path / "checkpoint-1" / "trajectories").write_text("a file in the way")
-    with pytest.raises(CacheError, match="cannot be written"):
+    with pytest.raises(CacheError, match="was not saved"):
         save(small_cache(), tmp_path, 1, on_write_error="stop")
     assert newest(tmp_path) is None
     save(small_cache(), tmp_path, 1)
-    assert json.loads((tmp_path / "checkpoint-1" / MARKER).read_text())["cache"] is False
+    assert newest(tmp_path) == tmp_path / "checkpoint-1", "complete without it"
 
 
 def test_only_the_first_process_writes(tmp_path):
@@ -304,7 +307,6 @@ def test_damage_of_any_file_is_named_and_the_older_checkpoint_is_used(copied, ca
         ("null", "is not what was written"),
         ("[]", "is not what was written"),
         ("{}", "is not what was written"),
-        ('{"step": 4, "cache": true, "stage": {}}', "of an earlier version of specrl"),
         ('{"step": 4, "files": 3, "digest": "00"}', "is not what was written"),
         ("\xff\xfe", "cannot be read"),
         ("PAR1", "cannot be read"),
@@ -325,7 +327,7 @@ def test_a_marker_of_another_step_or_with_another_number_is_refused(tmp_path):
     path = make(tmp_path, 6) / MARKER
     path.write_text(path.read_text().replace('"rollouts": 6', '"rollouts": 7'))
     with pytest.raises(CheckpointError, match="not what was written there"):
-        stage_state(path.parent)
+        data_digests(path.parent)
 
 
 def test_damaged_checkpoints_are_left_aside_each_under_a_name_of_its_own(tmp_path):

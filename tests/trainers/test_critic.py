@@ -1,10 +1,12 @@
 """Policy and critic: what is scored, what the padding may not change, and where gradients go."""
 
+import copy
+
 import pytest
 import torch
 
 from rollout.types import Completion, Row
-from trainers.critic import ActorCritic, trunk_of
+from trainers.critic import ActorCritic
 from trainers.experience import Experience
 
 ROWS = [Row("a", (5, 6, 7, 8)), Row("b", (9, 10)), Row("c", (11,))]
@@ -23,7 +25,7 @@ def experience(pad_id=0):
 
 
 def build(model, separate=False, valued=True, temperature=0.7):
-    trunk = trunk_of(model) if separate else None
+    trunk = copy.deepcopy(model.base_model) if separate else None
     both = ActorCritic(model, trunk=trunk, valued=valued, temperature=temperature, entropic=False).eval()
     if valued:
         torch.nn.init.normal_(both.value.weight, generator=torch.Generator().manual_seed(0))

@@ -4,28 +4,32 @@ The oracle computes agreement row by row with full forward passes; the policy tu
 """
 
 import copy
+import json
 import logging
 import math
-from dataclasses import asdict
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import trainers.drafter as module
 from rollout.drafters.model import early_exit
 from rollout.engines.base import Sampling
 from rollout.engines.transformers import TransformersEngine
-from rollout.noise import derive_key, keyed_draw
+from rollout.keys import derive_key
+from rollout.noise import keyed_draw
 from rollout.types import EngineStats, Request, RolloutError
 from trainers.config import DrafterConfig
+from trainers.distances import forward_kl
 from trainers.drafter import DrafterTrainer, saved_seconds, tokens_per_pass
-from trainers.drafter_state import STATE, WEIGHTS
-from trainers.losses import forward_kl
-from trainers.texts import Text, batches, rejected_mask, response_logits, within
+from trainers.drafter_state import STATE
+from trainers.texts import Text, batches, response_logits, within
 
 ROWS, CAP = 12, 24
 LAW = Sampling(frozenset([1, 7]))
+IDLE = EngineStats()
 SETTINGS = {"objective": "forward_kl", "learning_rate": 3e-3, "updates": 4, "tokens_per_update": 256, "patience": 0}
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -63,15 +67,14 @@ class Moving:
         return [(r.prompt, c.tokens) for r, c in zip(requests, done, strict=True)], [r.key for r in requests]
 
 
-def follow(moving, trainer, steps, stats=None):
+def follow(moving, trainer, steps, stats=IDLE):
     """Metrics of a run in which every rollout is observed and learned from."""
     return [turn(moving, trainer, version, stats) for version in steps]
 
 
-def turn(moving, trainer, version, stats=None):
-    rows, keys = moving.rollout(version)
-    errors = [rejections(trainer.drafter, row, key) for row, key in zip(rows, keys, strict=True)]
-    trainer.observe(rows, errors, version, stats)
+def turn(moving, trainer, version, stats=IDLE):
+    rows, _ = moving.rollout(version)
+    trainer.observe(rows, version, stats)
     return trainer.step()
 
 
@@ -86,13 +89,6 @@ def full_logits(model, prompt, response):
     """Logits [T, V] that predict the response, by the model's own forward on the text alone."""
     model = copy.deepcopy(model).eval()
     return model(input_ids=torch.tensor([[*prompt, *response]])).logits[0, len(prompt) - 1 : -1]
-
-
-def rejections(drafter, row, key):
-    """Where the drafter's own keyed draw is not the response's token: a draft there is rejected."""
-    at = torch.arange(len(row[1]))
-    draws = keyed_draw(full_logits(drafter, *row), torch.tensor(key).expand(len(at)), at)[0].tolist()
-    return [i for i, (a, b) in enumerate(zip(draws, row[1], strict=True)) if a != b]
 
 
 def late(run, key, last=6):
@@ -114,12 +110,8 @@ def same(a, b):
     "options",
     [
         {"objective": "forward_kl"},
-        {"objective": "reverse_kl"},
-        {"objective": "mixed"},
         {"objective": "tvd"},
-        {"select": "errors"},
         {"select": "adaspec"},
-        {"select": "adaspec_ema"},
     ],
     ids=lambda options: "-".join(options.values()),
 )
@@ -151,7 +143,7 @@ def test_a_wrong_objective_teaches_no_more_than_frequencies(build_model, monkeyp
 
 def test_a_policy_is_left_as_it_was(build_model):
     moving = Moving(build_model)
-    trainer = trainer_of(moving, select="adaspec_ema")
+    trainer = trainer_of(moving, select="adaspec")
     before, rng = weights_of(moving.policy), torch.get_rng_state()
     follow(moving, trainer, [0])
     assert same(before, weights_of(moving.policy))
@@ -176,7 +168,7 @@ def passes(moving, engine, version):
 def test_a_rollout_with_the_trained_drafter_takes_fewer_passes(build_model):
     moving = Moving(build_model)
     trainer = trainer_of(moving)
-    engine, frozen = drafting(moving, trainer.drafter), drafting(moving, trainer._initial)
+    engine, frozen = drafting(moving, trainer.drafter), drafting(moving, trainer.initial)
     follow(moving, trainer, range(10))
     assert passes(moving, engine, 10) < 0.9 * passes(moving, frozen, 10)
 
@@ -190,7 +182,7 @@ def test_rollouts_stay_exact_while_the_drafter_diverges(build_model):
     with torch.no_grad():
         trainer.drafter.lm_head.weight[:] = torch.nan
     assert passes(moving, engine, 2) > initial, "control: nothing it drafts is of use"
-    trainer.observe(moving.rollout(2)[0], [()] * ROWS, 2)
+    trainer.observe(moving.rollout(2)[0], 2, IDLE)
     assert trainer.step()["drafter/active"] == 0.0
     assert passes(moving, engine, 2) == initial, "the initial drafter is back"
 
@@ -200,8 +192,8 @@ def test_rollouts_stay_exact_while_the_drafter_diverges(build_model):
 
 def measured_by_hand(drafter, policy, rows, trainer):
     """Agreement and overlap over all rows, one by one, with the trainer's keys in its order of rows."""
-    order = next(batches([Text(tuple(p), tuple(r), (), 0) for p, r in rows], 1, 10**6,
-                         trainer._generator("measure", trainer.progress.rollouts)))  # fmt: skip
+    shuffle = torch.Generator().manual_seed(derive_key(3, "measure", 0, trainer.progress.rollouts, "drafter"))
+    order = next(batches([Text(tuple(p), tuple(r), 0) for p, r in rows], 1, 10**6, shuffle))
     agreed, overlap = [], []
     for i, text in enumerate(order):
         at = torch.arange(len(text.response))
@@ -218,7 +210,7 @@ def test_agreement_is_measured_before_the_update(build_model):
     follow(moving, trainer, range(2))
     rows, _ = moving.rollout(2)
     before = copy.deepcopy(trainer.drafter)
-    trainer.observe(rows, [()] * ROWS, 2)
+    trainer.observe(rows, 2, IDLE)
     assert same(weights_of(before), weights_of(trainer.drafter)), "observing changes no weight"
     metrics = trainer.step()
     got = metrics["drafter/agreement"], metrics["drafter/overlap"]
@@ -233,7 +225,7 @@ def test_measuring_costs_a_bounded_number_of_tokens(build_model, monkeypatch):
     monkeypatch.setattr(module, "MEASURE_TOKENS", 60)
     forward = module.response_logits
     monkeypatch.setattr(module, "response_logits", lambda m, t: (seen.append(sum(map(len, t))), forward(m, t))[1])
-    trainer.observe(moving.rollout(0)[0], [()] * ROWS, 0)
+    trainer.observe(moving.rollout(0)[0], 0, IDLE)
     assert len(seen) == 3, "the policy, the drafter and the initial drafter"
     assert max(seen) <= 60
 
@@ -242,7 +234,7 @@ def test_measuring_costs_a_bounded_number_of_tokens(build_model, monkeypatch):
 def test_logits_are_those_that_predict_each_response_token(tiny, family):
     model = tiny(family)
     rows = [((3, 4, 5), (9, 11, 1)), ((8,), (2,)), ((6, 30), tuple(range(2, 25)))]
-    texts = [Text(prompt, response, (), 0) for prompt, response in rows]
+    texts = [Text(prompt, response, 0) for prompt, response in rows]
     with torch.no_grad():
         got = response_logits(model, texts)
     assert torch.allclose(got, torch.cat([full_logits(model, *row) for row in rows]), atol=1e-4)
@@ -261,92 +253,31 @@ def test_expected_tokens_of_a_pass():
 # Selecting ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def errors_only(monkeypatch):
-    monkeypatch.setattr(module, "ACCEPTED_SHARE", 0.0)
-
-
-def loss_of_errors(build_model, shift):
-    """The trainer's loss on one row with rejected drafts at 4 and 7, and the same by hand at the logits index."""
-    moving = Moving(build_model)
-    trainer = trainer_of(moving, select="errors", updates=1)
-    prompt, response = (3, 5, 9), tuple(range(2, 14))
-    trainer.observe([(prompt, response)], [(4, 7)], 0)
-    with torch.no_grad():
-        text = torch.tensor([[*prompt, *response]])
-        q, p = (copy.deepcopy(m).eval()(input_ids=text).logits[0] for m in (trainer.drafter, moving.policy))
-    at = [len(prompt) + t - 1 + shift for t in (4, 7)]
-    return trainer.step(), forward_kl(q[at], p[at]).mean().item()
-
-
-def test_errors_are_learned_where_they_were_predicted(build_model, errors_only):
-    """The logits that guess response token t lie one before it; the released OSD trainer takes those at t."""
-    metrics, by_hand = loss_of_errors(build_model, 0)
-    assert metrics["drafter/loss"] == pytest.approx(by_hand, rel=1e-4)
-    assert metrics["drafter/kept_ratio"] == pytest.approx(2 / 12)
-    metrics, one_late = loss_of_errors(build_model, 1)
-    assert metrics["drafter/loss"] != pytest.approx(one_late, rel=1e-2)  # control
-
-
-def test_rejected_positions_and_the_share_of_others(build_model):
-    texts = [Text((3,), (4, 5, 6), (0, 2), 0), Text((3, 4), (5, 6), (), 0)]
-    assert rejected_mask(texts).tolist() == [True, False, True, False, False]
-    moving = Moving(build_model)
-    trainer = trainer_of(moving, select="errors")
-    many = [Text((3,), tuple(range(2, 42)), (0,), 0)] * 50
-    mask = trainer._select(many, None, torch.zeros(2000, 61), torch.Generator().manual_seed(0))
-    assert mask[rejected_mask(many)].all()
-    assert 0.08 < mask[~rejected_mask(many)].float().mean() < 0.12
-
-
-def test_without_an_error_there_is_nothing_to_learn(build_model, errors_only):
-    moving = Moving(build_model)
-    trainer = trainer_of(moving, select="errors")
-    before = weights_of(trainer.drafter)
-    trainer.observe(moving.rollout(0)[0], [()] * ROWS, 0)
-    metrics = trainer.step()
-    assert metrics["drafter/kept_ratio"] == 0.0
-    assert "drafter/loss" not in metrics
-    assert same(before, weights_of(trainer.drafter))
-
-
 def test_adaspec_keeps_the_tokens_furthest_behind_the_reference(build_model):
-    moving = Moving(build_model)
-    trainer = trainer_of(moving, select="adaspec")
-    follow(moving, trainer, range(2))
-    texts = trainer._texts
-    q, r, p = (torch.cat([full_logits(m, t.prompt, t.response) for t in texts])
-               for m in (trainer.drafter, trainer._initial, moving.policy))  # fmt: skip
-    behind = forward_kl(q, p) - forward_kl(r, p)
-    with torch.no_grad():
-        mask = trainer._select(texts, response_logits(trainer.drafter, texts), p, torch.Generator())
-    assert behind[mask].min() > behind[~mask].max() - 1e-4
-    assert mask.float().mean().item() == pytest.approx(0.4, abs=0.01)
-    furthest = forward_kl(q, p)
-    assert furthest[mask].min() < furthest[~mask].max(), "control: without the reference others would be kept"
-
-
-def test_adaspec_divides_by_the_tokens_it_keeps(build_model):
-    """The published trainer divides by all tokens, which shrinks the learning rate by `keep`."""
+    """And divides by these; the published trainer divides by all, which shrinks the learning rate by `keep`."""
     moving = Moving(build_model)
     trainer = trainer_of(moving, select="adaspec", updates=1, versions=1, tokens_per_update=10**6)
     follow(moving, trainer, range(2))
-    trainer.observe(moving.rollout(2)[0], [()] * ROWS, 2)
-    q, r, p = (torch.cat([full_logits(m, t.prompt, t.response) for t in trainer._texts])
-               for m in (trainer.drafter, trainer._initial, moving.policy))  # fmt: skip
+    trainer.observe(moving.rollout(2)[0], 2, IDLE)
+    q, r, p = (torch.cat([full_logits(m, t.prompt, t.response) for t in trainer.texts])
+               for m in (trainer.drafter, trainer.initial, moving.policy))  # fmt: skip
     distance = forward_kl(q, p)
     behind = distance - forward_kl(r, p)
-    kept = distance[behind.topk(round(0.4 * len(behind))).indices]
-    got = trainer.step()["drafter/loss"]
+    n = round(0.4 * len(behind))
+    kept = distance[behind.topk(n).indices]
+    metrics = trainer.step()
+    got = metrics["drafter/loss"]
+    assert metrics["drafter/kept_ratio"] == pytest.approx(0.4, abs=0.01)
     assert got == pytest.approx(kept.mean().item(), rel=1e-3)
-    assert got != pytest.approx((kept.sum() / len(behind)).item(), rel=0.1)  # control
+    assert got != pytest.approx((kept.sum() / len(behind)).item(), rel=0.1), "control: divided by all"
+    assert got != pytest.approx(distance.topk(n).values.mean().item(), rel=1e-2), "control: without the reference"
 
 
 # Texts ----------------------------------------------------------------------------------------------------------------
 
 
 def test_texts_are_bounded_by_version_and_by_tokens():
-    texts = [Text((1, 2), (3,) * n, (), version) for version, n in ((4, 5), (5, 5), (5, 3), (6, 4))]
+    texts = [Text((1, 2), (3,) * n, version) for version, n in ((4, 5), (5, 5), (5, 3), (6, 4))]
     lengths = [len(t) for t in texts]
     assert lengths == [7, 7, 5, 6]
     assert within(texts, 1, 100) == texts[3:]
@@ -361,8 +292,8 @@ def test_a_trainer_forgets_old_versions(build_model, monkeypatch):
     moving = Moving(build_model)
     trainer = trainer_of(moving, versions=2)
     run = follow(moving, trainer, range(4))
-    assert {t.version for t in trainer._texts} == {2, 3}
-    assert run[-1]["drafter/buffer_tokens"] == sum(map(len, trainer._texts))
+    assert {t.version for t in trainer.texts} == {2, 3}
+    assert run[-1]["drafter/buffer_tokens"] == sum(map(len, trainer.texts))
     monkeypatch.setattr(module, "BUFFER_TOKENS", 100)
     small = trainer_of(moving)
     run = follow(moving, small, range(3))
@@ -370,7 +301,7 @@ def test_a_trainer_forgets_old_versions(build_model, monkeypatch):
 
 
 def test_batches_are_bounded_and_every_text_has_its_turn():
-    texts = [Text((i,), (3,) * (2 + i % 5), (), 0) for i in range(20)]
+    texts = [Text((i,), (3,) * (2 + i % 5), 0) for i in range(20)]
     found = list(batches(texts, 9, 25, torch.Generator().manual_seed(1)))
     assert found == list(batches(texts, 9, 25, torch.Generator().manual_seed(1)))
     assert found != list(batches(texts, 9, 25, torch.Generator().manual_seed(2)))
@@ -385,7 +316,7 @@ def test_batches_are_bounded_and_every_text_has_its_turn():
 def test_rows_that_cannot_be_learned_from_are_refused(build_model):
     trainer = trainer_of(Moving(build_model))
     with pytest.raises(RolloutError, match=r"row 1 has 1 prompt and 0 response tokens.*failed"):
-        trainer.observe([((3,), (4,)), ((3,), ())], [(), ()], 0)
+        trainer.observe([((3,), (4,)), ((3,), ())], 0, IDLE)
 
 
 # Ending ---------------------------------------------------------------------------------------------------------------
@@ -419,20 +350,21 @@ def test_divergence_restores_the_initial_drafter_and_ends_co_training(build_mode
     if where == "gradient":
         monkeypatch.setattr(module, "clip_grad_norm_", lambda *args: torch.tensor(torch.inf))
     if where == "weights":
-        monkeypatch.setattr(trainer._optimizer, "step", lambda: trainer.drafter.lm_head.weight.data.fill_(torch.inf))
+        fill = trainer.drafter.lm_head.weight.data.fill_
+        monkeypatch.setattr(torch.optim.AdamW, "step", lambda self: fill(torch.inf))
         trainer.options.updates = 1
     rows, _ = moving.rollout(2)
     if where == "logits":
         with torch.no_grad():
             next(trainer.drafter.parameters())[:] = torch.nan
-    trainer.observe(rows, [()] * ROWS, 2)
+    trainer.observe(rows, 2, IDLE)
     metrics = trainer.step()
     assert same(initial, weights_of(trainer.drafter))
     assert metrics["drafter/active"] == 0.0
     assert "diverged" in trainer.progress.off
     assert "learning_rate" in trainer.progress.off
     assert [r.levelno for r in caplog.records] == [logging.WARNING]
-    trainer.observe(rows, [()] * ROWS, 3)
+    trainer.observe(rows, 3, IDLE)
     assert trainer.step() == {"drafter/active": 0.0, "drafter/collapsed": 0.0, "timing_s/drafter": 0.0}
     assert same(initial, weights_of(trainer.drafter))
     assert len(caplog.records) == 1, "said once"
@@ -486,9 +418,8 @@ def test_when_it_ends_the_better_drafter_stays(build_model, monkeypatch, sign, s
     [
         (3, EngineStats(verify_s=1e5, draft_s=1e5, sources={"model": (50, 9)})),
         (0, EngineStats(decode_s=1e-6)),
-        (3, None),
     ],
-    ids=["pays", "never judged", "no times"],
+    ids=["pays", "never judged"],
 )
 def test_co_training_goes_on_otherwise(build_model, patience, stats):
     moving = Moving(build_model)
@@ -513,7 +444,7 @@ def test_a_collapse_of_agreement_raises_an_alarm_once(build_model, monkeypatch, 
 
 
 def test_another_vocabulary_is_refused(build_model):
-    with pytest.raises(RolloutError, match=r"vocabulary of 50 tokens, the policy one of 61"):
+    with pytest.raises(RolloutError, match="knows 50 tokens and the policy 61"):
         DrafterTrainer(build_model("qwen3", vocab=50), build_model("llama"), DrafterConfig(), LAW)
 
 
@@ -539,23 +470,23 @@ def test_a_lora_policy_teaches_with_its_adapters(build_model):
             if "lora_B" in name:
                 p.fill_(0.3)
     trainer = DrafterTrainer(truncated(plain), policy, DrafterConfig(), LAW)
-    text = Text((3, 4, 5), (9, 8, 7, 6), (), 0)
-    got = trainer._logits(trainer.policy, [text]).detach()
+    text = Text((3, 4, 5), (9, 8, 7, 6), 0)
+    got = response_logits(trainer.policy, [text]).detach()
     assert torch.allclose(got, full_logits(policy, text.prompt, text.response), atol=1e-4)
     assert not torch.allclose(got, full_logits(plain, text.prompt, text.response), atol=1e-2)  # control
 
 
 # Resuming -------------------------------------------------------------------------------------------------------------
 
-VARIANTS = [{}, {"select": "errors"}, {"select": "adaspec_ema", "interval": 2}]
+VARIANTS = [{}, {"select": "adaspec", "interval": 2}]
 
 
-def state_of(trainer):
-    """Everything a trainer is, without seconds."""
-    moments = trainer._optimizer.state_dict()["state"].items()
-    tensors = dict(trainer._weights()) | {f"{i}/{name}": value for i, state in moments for name, value in state.items()}
-    values = asdict(trainer.progress) | {"texts": trainer._texts, "window": None}
-    return {name: tensor.clone() for name, tensor in tensors.items()}, values
+def state_of(trainer, folder):
+    """Everything a trainer is, without seconds, from what it saves."""
+    trainer.save(folder)
+    with safe_open(folder / STATE, "pt") as file:
+        values = {name: json.loads(text) for name, text in file.metadata().items()}
+    return load_file(folder / STATE), values | {"progress": values["progress"] | {"window": None}}
 
 
 def differing(a, b):
@@ -569,7 +500,7 @@ def without_seconds(run):
     return [{k: v for k, v in metrics.items() if not k.startswith("timing_s/")} for metrics in run]
 
 
-@pytest.mark.parametrize("options", VARIANTS, ids=["all", "errors", "adaspec"])
+@pytest.mark.parametrize("options", VARIANTS, ids=["all", "adaspec"])
 def test_a_resumed_run_is_the_uninterrupted_one(build_model, tmp_path, options):
     moving = Moving(build_model)
     whole = trainer_of(moving, **options)
@@ -581,13 +512,15 @@ def test_a_resumed_run_is_the_uninterrupted_one(build_model, tmp_path, options):
     resumed.load(tmp_path)
     again = follow(moving, resumed, range(3, 6))
     assert without_seconds(again) == without_seconds(rest)
-    assert differing(state_of(resumed), state_of(whole)) == []
+    ended = state_of(whole, tmp_path / "whole")
+    assert differing(state_of(resumed, tmp_path / "resumed"), ended) == []
     assert without_seconds(first) != without_seconds(rest)  # control
+    saved, told = load_file(tmp_path / STATE), safe_open(tmp_path / STATE, "pt").metadata()
+    save_file({name: tensor for name, tensor in saved.items() if "adamw" not in name}, tmp_path / STATE, told)
     forgetful = trainer_of(moving, **options)
     forgetful.load(tmp_path)
-    forgetful._optimizer.state.clear()
     follow(moving, forgetful, range(3, 6))
-    assert differing(state_of(forgetful), state_of(whole)), "control: the moments matter"
+    assert differing(state_of(forgetful, tmp_path / "forgetful"), ended), "control: the moments matter"
 
 
 def test_what_was_switched_off_stays_off_after_resuming(build_model, tmp_path):
@@ -600,21 +533,17 @@ def test_what_was_switched_off_stays_off_after_resuming(build_model, tmp_path):
     assert resumed.progress.off == trainer.progress.off != ""
 
 
-@pytest.mark.parametrize("damage", ["missing", "flipped", "torn", "other"])
+@pytest.mark.parametrize("damage", ["missing", "torn", "other"])
 def test_a_damaged_state_is_refused(build_model, tmp_path, damage):
     moving = Moving(build_model)
     trainer = trainer_of(moving)
     follow(moving, trainer, range(1))
     trainer.save(tmp_path)
-    weights, state = tmp_path / WEIGHTS, tmp_path / STATE
+    state = tmp_path / STATE
     if damage == "missing":
-        weights.unlink()
-    elif damage == "flipped":
-        blob = bytearray(weights.read_bytes())
-        blob[-9] ^= 1
-        weights.write_bytes(blob)
+        state.unlink()
     elif damage == "torn":
-        state.write_text(state.read_text()[:-20])
+        state.write_bytes(state.read_bytes()[:-20])
     else:
         trainer = DrafterTrainer(truncated(moving.policy, layers=2), moving.policy, DrafterConfig(), LAW)
     before = weights_of(trainer.drafter)

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import trainers.grpo as grpo
-from reward.base import RewardSet
 from reward.config import RewardConfig
+from reward.loading import load_rewards
 from rollout.config import RolloutConfig
 from rollout.types import RolloutError
 from specrl.config import load
@@ -198,7 +198,7 @@ def test_no_pass_is_made_for_old_log_probs(tmp_path, passes, options, expected):
 
 def test_one_pass_is_made_to_weigh_an_engine_with_other_numerics(tmp_path, passes):
     def distrust(trainer):
-        trainer.stage.rollout.config.engine = "vllm"
+        trainer.rollouts.source.config.engine = "vllm"
 
     run(tmp_path, distrust, **TWICE)
     assert passes == [("extra", 16)] + [("update", 16)] * 2
@@ -298,7 +298,7 @@ def watch_gaps(gaps: dict):
         def marked(out):
             out = with_behaviour(out)
             out["reused"] = torch.zeros_like(out["completion_mask"])
-            for i, c in enumerate(trainer.collector.last.batch.completions):
+            for i, c in enumerate(trainer.rollouts.last.batch.completions):
                 out["reused"][i, : len(c.tokens)] = torch.tensor(c.reused)
             return out
 
@@ -332,7 +332,7 @@ def test_wrong_log_probs_are_seen(tmp_path):
     """The control of the test above: stale log-probs, planted in the second epoch, show in the metric."""
 
     def plant(trainer):
-        generate = trainer.engine.generate
+        generate = trainer.rollouts.engine.generate
 
         def wrong(requests):
             completions, stats = generate(requests)
@@ -341,7 +341,7 @@ def test_wrong_log_probs_are_seen(tmp_path):
                     c.logprobs = [x - 0.25 * r for x, r in zip(c.logprobs, c.reused, strict=True)]
             return completions, stats
 
-        trainer.engine.generate = wrong
+        trainer.rollouts.engine.generate = wrong
 
     record = run(tmp_path, plant, trainer__max_steps=4, rollout__replay=1)
     assert [log[DIFFERENCE] > 0.2 for log in logs(record)] == [False] * 3 + [True]
@@ -374,8 +374,8 @@ def test_an_engine_with_other_numerics_is_corrected(tmp_path):
     """Its tokens are weighted by the trainer's probability over the engine's; one with ours is not."""
 
     def shift(trainer):
-        trainer.stage.rollout.config.engine = "vllm"  # what makes the trainer distrust the log-probs
-        generate = trainer.engine.generate
+        trainer.rollouts.source.config.engine = "vllm"  # what makes the trainer distrust the log-probs
+        generate = trainer.rollouts.engine.generate
 
         def shifted(requests):
             completions, stats = generate(requests)
@@ -383,7 +383,7 @@ def test_an_engine_with_other_numerics_is_corrected(tmp_path):
                 c.logprobs = [x - 0.1 for x in c.logprobs]
             return completions, stats
 
-        trainer.engine.generate = shifted
+        trainer.rollouts.engine.generate = shifted
 
     outputs, plain = [], []
     record = run(tmp_path, lambda t: (shift(t), tap(outputs)(t)), trainer__max_steps=1, name="shifted")
@@ -403,7 +403,7 @@ def without_response(rows: slice):
     """Sabotage: these rows of every rollout come back as an engine reports rows that it could not serve."""
 
     def plant(trainer):
-        generate = trainer.engine.generate
+        generate = trainer.rollouts.engine.generate
 
         def failing(requests):
             completions, stats = generate(requests)
@@ -411,7 +411,7 @@ def without_response(rows: slice):
             completions[rows] = [replace(c, **nothing, failure="worker 1: poisoned") for c in completions[rows]]
             return completions, stats
 
-        trainer.engine.generate = failing
+        trainer.rollouts.engine.generate = failing
 
     return plant
 
@@ -420,7 +420,7 @@ def test_rows_without_a_response_are_masked_and_counted(tmp_path):
     plant = without_response(slice(2, 3))
     outputs = []
     record = run(tmp_path, lambda t: (plant(t), tap(outputs)(t)), trainer__epochs=2)
-    cache = record.trainer.stage.rollout.cache
+    cache = record.trainer.rollouts.source.cache
     for step, out, log in zip(record.steps, outputs, logs(record), strict=True):
         scored = [r for i, r in enumerate(step.rewards) if i != 2]
         assert step.rewards[2] is None, "never a zero"
@@ -504,13 +504,13 @@ def test_kept_rewards_train_the_same(tmp_path):
 
 
 def stored(cache) -> list:
-    return cache.export([(e, s) for e, slots in cache._examples.items() for s in slots])
+    return [(e, s, cache.get(e, s)) for e, slots in list(cache._examples.items()) for s in slots]
 
 
 def test_the_cache_keeps_responses_with_their_rewards(tmp_path):
     reward = {"reward__functions": "[tests.runs:some_digits]", "reward__max_failure_ratio": 1}
     record = run(tmp_path, trainer__max_steps=4, **reward)
-    cache, checked = record.trainer.stage.rollout.cache, set()
+    cache, checked = record.trainer.rollouts.source.cache, set()
     for step in reversed(record.steps):  # the newest first
         for (example, slot), tokens, key, finish, reward in zip(
             step.rows, step.tokens, step.keys, step.finish, step.rewards, strict=True
@@ -527,17 +527,18 @@ def test_the_cache_keeps_responses_with_their_rewards(tmp_path):
 def test_evaluation_never_touches_the_cache(folder):
     record = run(folder, name="evaluated", trainer__max_steps=4)
     trainer, config = record.trainer, load(words(folder))
-    cache = trainer.stage.rollout.cache
+    tokenizer = trainer.processing_class
+    cache = trainer.rollouts.source.cache
     before = stored(cache), list(cache._examples), cache.stats()
-    rewards = RewardSet.from_config(RewardConfig(functions=["tests.runs:digits"], isolate_user=False))
+    rewards = load_rewards(RewardConfig(functions=["tests.runs:digits"], isolate_user=False))
     examples = load_examples(config.data, config.dataset, "train", config.seed)  # those the cache holds
     metrics = evaluate(
-        trainer.engine, trainer.processing_class, examples, rewards, samples=4, max_new_tokens=28, seed=config.seed
+        trainer.rollouts.engine, tokenizer, examples, rewards, samples=4, max_new_tokens=28, seed=config.seed
     )
     assert metrics["eval/mean_length"] > 2
     assert (stored(cache), list(cache._examples), cache.stats()) == before
     again = evaluate(
-        trainer.engine, trainer.processing_class, examples, rewards, samples=4, max_new_tokens=28, seed=config.seed
+        trainer.rollouts.engine, tokenizer, examples, rewards, samples=4, max_new_tokens=28, seed=config.seed
     )
     assert again == metrics, "the same weights are evaluated with the same noise"
 

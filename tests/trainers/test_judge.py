@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from trainers.judge import Labels, fit_head, fit_judge, roc_auc, threshold_for_recall
+from trainers.fit import roc_auc
+from trainers.judge import Labels, fit_head, fit_judge, threshold_for_recall
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -62,11 +63,3 @@ def test_a_judge_is_fitted_on_some_problems_and_chosen_on_others():
     broken[labels.held, 0] = -broken[labels.held, 0]  # what decides on the held-out problems is the opposite
     assert fit_judge(Labels(broken, y, problem), 0.9).roc_auc < 0.5, "control: held-out problems are not learned from"
     assert fit_judge(Labels(x, torch.ones(400, dtype=torch.bool), problem), 0.9) is None
-
-
-def test_the_latest_labels_are_kept():
-    x, y = data(6, 0)
-    both = Labels(x[:4], y[:4], torch.arange(4)) + Labels(x[4:], y[4:], torch.arange(2))
-    assert both.last(3).problem.tolist() == [3, 0, 1]
-    assert torch.equal(both.last(6).hidden, x)
-    assert len(both.last(100)) == 6

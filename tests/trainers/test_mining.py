@@ -6,7 +6,7 @@ import torch
 from rollout.engines.base import Sampling
 from rollout.engines.transformers import TransformersEngine
 from rollout.types import Request
-from trainers.mining import Miner, while_followed
+from trainers.mining import Mined, Miner, mine, while_followed
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -63,3 +63,37 @@ def test_labels_are_those_of_the_search_by_hand(build_model):
     torch.testing.assert_close(labels.hidden[rank], torch.stack([w[0] for w in want]), atol=1e-4, rtol=1e-4)
     assert 0 < labels.important.sum() < len(labels), "both kinds are there"
     assert asked[: len(PROMPTS)] == [0, 1, 2, 3]
+
+
+def test_mining_by_hand():
+    """Tokens 10..19 are digits whose sum is the answer; 2..9 are words that do not matter. 1 ends the text."""
+    texts = [[5, 12, 6, 13, EOS], [7, EOS]]
+    drafts = {5: 4, 12: 15, 6: 3, 13: 13, 7: 8}  # what the draft writes in the place of each token
+    finished = []
+
+    def propose(current):
+        return {i: [drafts.get(t) for t in text] for i, text in current.items()}
+
+    def finish(prefixes):  # the policy goes on as in its own text
+        finished.extend(prefixes.values())
+        return {i: [*p, *texts[i][len(p) :]] for i, p in prefixes.items()}
+
+    def answer(i, text):
+        return sum(t - 10 for t in text if t >= 10) if i == 0 else None
+
+    found = mine(texts, propose, finish, answer, frozenset({EOS}))
+    assert found == [
+        Mined(0, (4,), False),
+        Mined(0, (4, 15), True),  # on the text in which the word was replaced
+        Mined(0, (4, 12, 3), False),  # the digit was put back
+    ]
+    assert len(finished) == 3, "a row without an answer is not tried"
+    assert len(mine(texts, propose, finish, answer, frozenset({EOS}), most=2)) == 2
+
+
+def test_a_continuation_without_an_answer_labels_nothing():
+    def answer(i, text):
+        return None if 4 in text else 0
+
+    found = mine([[5, 6, EOS]], lambda c: {0: [4, 3, None]}, lambda p: {0: [*p[0], 6, EOS]}, answer, frozenset({EOS}))
+    assert found == [Mined(0, (5, 3), False)]

@@ -84,8 +84,8 @@ def test_control_noise_of_the_pass(runs, tmp_path):
     """Noise drawn per pass, as an ordinary sampler does: how many tokens ride a pass then decides what is drawn."""
 
     def sabotage(trainer):
-        draw, passes = trainer.engine._policy._keyed_draw, iter(range(10**9))
-        trainer.engine._policy._keyed_draw = lambda logits, keys, *args, **law: draw(
+        draw, passes = trainer.rollouts.engine._policy._keyed_draw, iter(range(10**9))
+        trainer.rollouts.engine._policy._keyed_draw = lambda logits, keys, *args, **law: draw(
             logits, keys + next(passes), *args, **law
         )
 
@@ -111,7 +111,7 @@ def test_control_steps_and_log_probs(tmp_path):
 
 def test_control_stale_log_probs_are_seen(tmp_path):
     def plant(trainer):
-        generate = trainer.engine.generate
+        generate = trainer.rollouts.engine.generate
 
         def wrong(requests):
             completions, stats = generate(requests)
@@ -119,7 +119,7 @@ def test_control_stale_log_probs_are_seen(tmp_path):
                 c.logprobs = [x - 0.25 for x in c.logprobs]
             return completions, stats
 
-        trainer.engine.generate = wrong
+        trainer.rollouts.engine.generate = wrong
 
     assert logs(ppo(tmp_path, plant, trainer__max_steps=2))[0][DIFFERENCE] == pytest.approx(0.25, abs=1e-3)
 
@@ -202,7 +202,7 @@ def test_padding_and_rows_left_out_have_no_influence(tmp_path):
 
 def test_failed_rewards_and_rows_are_masked_and_counted(tmp_path):
     def plant(trainer):
-        generate = trainer.engine.generate
+        generate = trainer.rollouts.engine.generate
 
         def failing(requests):
             completions, stats = generate(requests)
@@ -210,7 +210,7 @@ def test_failed_rewards_and_rows_are_masked_and_counted(tmp_path):
             completions[2] = replace(completions[2], **nothing, failure="worker 1: poisoned")
             return completions, stats
 
-        trainer.engine.generate = failing
+        trainer.rollouts.engine.generate = failing
 
     reward = {"reward__functions": "[tests.runs:some_digits]", "reward__max_failure_ratio": 1}
     record = ppo(tmp_path, plant, trainer__advantage="rloo", trainer__minibatches=1, **reward)
@@ -279,7 +279,7 @@ def test_an_adapter_is_trained_saved_and_loads(tmp_path):
 
 def test_bf16_and_gradient_checkpointing_run(tmp_path):
     record = ppo(tmp_path, trainer__max_steps=4, trainer__precision="bf16", trainer__gradient_checkpointing="true")
-    assert (record.trainer.policy.dtype, record.trainer.engine.model.dtype) == (torch.float32, torch.bfloat16)
+    assert (record.trainer.policy.dtype, record.trainer.rollouts.engine.model.dtype) == (torch.float32, torch.bfloat16)
     assert record.trainer.accelerator.unwrap_model(record.trainer.model).value.weight.dtype == torch.float32
     assert all(map(isfinite, record.losses))
 

@@ -353,11 +353,11 @@ def test_layouts_that_cannot_be_gathered_are_refused(build_model):
 @pytest.fixture
 def own_weights(monkeypatch):
     """Runs whose engine holds its own copy of the policy, as workers do."""
-    import specrl.train
+    import specrl.setup
     from specrl.policy import engine_spec
 
     monkeypatch.setattr(
-        specrl.train, "engine_factory", lambda config, eos, _: lambda model: build_engine(engine_spec(config, eos))
+        specrl.setup, "engine_factory", lambda config, eos, _: lambda model: build_engine(engine_spec(config, eos))
     )
 
 
@@ -367,7 +367,7 @@ def test_a_run_is_the_same_with_an_engine_of_its_own(tmp_path, request):
     request.getfixturevalue("own_weights")
     own = run(tmp_path, name="own", trainer__eval_prompts=4)
     assert differences(shared, own) == []
-    assert own.trainer.engine.model is not shared.trainer.engine.model
+    assert own.trainer.rollouts.engine.model is not shared.trainer.rollouts.engine.model
     logs = [log for log in own.trainer.state.log_history if "loss" in log]
     assert all(log["timing_s/sync"] > 0 for log in logs)
 

@@ -1,4 +1,4 @@
-"""The share of replayed keys: the estimate of the gap, the rule, and where the rule leads on simulated gaps."""
+"""Visits, and the share of replayed keys: the estimate of the gap, the rule, and where it leads on simulated gaps."""
 
 import json
 import math
@@ -7,7 +7,7 @@ from statistics import fmean, pstdev
 
 import pytest
 
-from rollout.replay import FIRST, Gap, ReplayControl, next_share, reuse_gap
+from rollout.keys import FIRST, Gap, ReplayControl, Visits, next_share, reuse_gap
 
 ROWS, PROMPTS, STEPS = 64, 8, 6
 
@@ -103,7 +103,7 @@ def test_without_a_budget_nothing_is(gap):
 
 
 def test_control_a_rule_that_trusts_the_estimate_breaks_the_budget(monkeypatch):
-    monkeypatch.setattr("rollout.replay.ERRORS", 0)
+    monkeypatch.setattr("rollout.keys.ERRORS", 0)
     over = [share * 0.05 > 0.02 for seed in range(5) for share in simulate(0.02, lambda s: 0.05, seed=seed)[20:]]
     assert fmean(over) > 0.2
 
@@ -135,3 +135,17 @@ def test_a_restored_control_goes_on_as_the_first():
                 control = ReplayControl("auto", 0.02)
                 control.restore(state)
     assert control.shares == whole
+
+
+def test_a_batch_is_one_visit_to_each_of_its_prompts():
+    visits = Visits()
+    assert visits.next(["a", "a", "b"]) == [0, 0, 0]
+    assert visits.next(["b", "b"]) == [1, 1]
+    assert visits.next(["a", "b", "c"]) == [1, 2, 0]
+
+
+def test_counting_goes_on_from_what_was_saved():
+    visits = Visits()
+    visits.next(["a", "b"])
+    visits.next(["a"])
+    assert Visits(json.loads(json.dumps(visits.state()))).next(["a", "b", "c"]) == [2, 1, 0]

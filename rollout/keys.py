@@ -1,10 +1,19 @@
-"""Which share of slots replays its noise at each visit: fixed, or chosen from the measured reuse gap."""
+"""Noise keys: what one is made of, how often a prompt was visited, and which share of slots replays its last key.
+
+A key is a pure function of (seed, example, slot, generation), and the generation one of the visit number and the shares
+of replayed slots so far. Visits are counted; the shares are fixed, or chosen from the measured reuse gap.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
+from numbers import Integral
 from typing import Any, Literal
+
+from rollout.types import RolloutError, check_example_id
 
 FIRST = 1 / 8  # enough replayed rows to measure a gap, too few for it to matter
 ERRORS = 2  # the bound lies this many standard errors above the estimate
@@ -12,6 +21,57 @@ FORGET = 0.75  # weight that a measurement keeps from one visit to the next, as 
 
 Cluster = tuple[int, float]
 """Replayed rows of one prompt on one control step, and the sum of their rewards' differences to fresh twins."""
+
+
+def derive_key(seed: int, example_id: str, slot: int, generation: int, domain: str = "rollout") -> int:
+    """The signed 64-bit noise key of a slot. A pure function: losing every cache changes nothing that is sampled.
+
+    Raises:
+        RolloutError: the example's id is no text, or a number is not whole.
+    """
+    check_example_id(example_id)
+    for name, number in (("seed", seed), ("slot", slot), ("generation", generation)):
+        if not isinstance(number, Integral) or isinstance(number, bool):  # 1.0 would be written otherwise than 1
+            raise RolloutError(f"{name}={number!r:.60} of a noise key is not a whole number.")
+    text = f"{domain}\x1f{seed}\x1f{example_id}\x1f{slot}\x1f{generation}".encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little", signed=True)
+
+
+def generation(seed: int, example_id: str, slot: int, visit: int, shares: Sequence[float]) -> int:
+    """The visit whose noise this slot uses at `visit` (0, 1, ...): the latest one that was not a replay.
+
+    Visit v > 0 replays the noise of the one before with probability `shares[v]`, decided by a hash, so that the result
+    depends on nothing but the arguments. Shares of 0 give `visit`, shares of 1 give 0.
+    """
+    while visit > 0 and _unit(derive_key(seed, example_id, slot, visit, "replay")) < shares[visit]:
+        visit -= 1
+    return visit
+
+
+def _unit(key: int) -> float:
+    return ((key & ((1 << 64) - 1)) >> 11) * 2.0**-53
+
+
+class Visits:
+    """Counts visits by prompt, whatever the data set does: an epoch is no visit number where prompts occur twice in it,
+    are left out of it, come from a stream, or are asked for in between.
+
+    All keys follow from these counts, so they are saved with every checkpoint. Every process of a run counts the rows
+    of all.
+    """
+
+    def __init__(self, counts: dict[str, int] | None = None):
+        self._counts = Counter(counts or {})
+
+    def next(self, example_ids: Sequence[str]) -> list[int]:
+        """How often the prompt of each row was rolled out before; the batch is one visit to each of its prompts."""
+        before = [self._counts[example_id] for example_id in example_ids]
+        self._counts.update(set(example_ids))
+        return before
+
+    def state(self) -> dict[str, int]:
+        """What `Visits` takes to go on, as JSON types."""
+        return dict(self._counts)
 
 
 def reuse_gap(clusters: Sequence[Cluster]) -> tuple[float, float]:

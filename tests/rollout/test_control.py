@@ -1,17 +1,15 @@
-"""The rollout stage with a scripted rollout: when control steps run, what they compare, and every metric by hand."""
+"""Control steps with a scripted rollout: when they run, what they compare, and every metric by hand."""
 
-import json
 import math
 from dataclasses import dataclass, field, replace
 
 import pytest
 
-from rollout.cache import Fingerprint, TrajectoryCache
 from rollout.config import RolloutConfig
-from rollout.replay import FIRST, ReplayControl, next_share, reuse_gap
-from rollout.speculative import SpeculativeRollout
+from rollout.control import Control
+from rollout.keys import FIRST, ReplayControl, next_share, reuse_gap
+from rollout.metrics import rollout_metrics
 from rollout.types import Completion, EngineStats, RolloutBatch, RolloutError, Row
-from trainers.stage import RolloutStage, rollout_metrics
 
 ROWS = [Row("a", (5,)), Row("a", (5,)), Row("b", (6,)), Row("b", (6,))]
 
@@ -29,10 +27,8 @@ class FakeRollout:
     fresh_texts: list = field(default_factory=list)
     plain_texts: list | None = None
     plain_s: float = 6.0
-    cache: TrajectoryCache | None = None
     calls: list = field(default_factory=list)
     replay: ReplayControl = field(default_factory=lambda: ReplayControl(0.5, 0.0))
-    entries, _laws = SpeculativeRollout.entries, SpeculativeRollout._laws
 
     def generate(self, rows, *, visit, step, slots, domain="rollout"):
         self.calls.append((domain, [r.example_id for r in rows], slots, visit, step))
@@ -55,13 +51,13 @@ def batch_of(texts=TEXTS, **settings) -> RolloutBatch:
     return replace(base, **settings)
 
 
-def stage_of(score=None, strict=True, fresh_texts=(), plain_texts=TEXTS, cache=None, **config):
-    rollout = FakeRollout(RolloutConfig(**{"measure_every": 1, **config}), list(fresh_texts), plain_texts, cache=cache)
-    return RolloutStage(rollout, score or (lambda rows, texts: [0.0] * len(rows)), strict=strict), rollout
+def made(score=None, strict=True, fresh_texts=(), plain_texts=TEXTS, exchange=list, **config):
+    rollout = FakeRollout(RolloutConfig(**{"measure_every": 1, **config}), list(fresh_texts), plain_texts)
+    return Control(rollout, score or (lambda rows, texts: [0.0] * len(rows)), exchange, strict=strict), rollout
 
 
-def finish(stage, batch=None, rewards=(1.0, 0.0, 1.0, 0.0), step=2):
-    return stage.finish(ROWS, batch or batch_of(), list(rewards), step=step)
+def measure(control, batch=None, rewards=(1.0, 0.0, 1.0, 0.0), step=2):
+    return control(ROWS, batch or batch_of(), list(rewards), step=step)
 
 
 # Control steps --------------------------------------------------------------------------------------------------------
@@ -78,8 +74,8 @@ def finish(stage, batch=None, rewards=(1.0, 0.0, 1.0, 0.0), step=2):
     ],
 )
 def test_control_steps_run_when_they_are_due(config, due):
-    stage, rollout = stage_of(**config)
-    measured = [step for step in range(9) if "spec/speedup" in finish(stage, step=step)]
+    control, rollout = made(**config)
+    measured = [step for step in range(9) if "spec/speedup" in measure(control, step=step)]
     assert measured == due
     assert [c[0] for c in rollout.calls] == ["plain"] * len(due)
     assert all(c == ("plain", ["a", "a", "b", "b"], [70, 71, 72, 73]) for c in rollout.calls), "the same rows and keys"
@@ -87,40 +83,40 @@ def test_control_steps_run_when_they_are_due(config, due):
 
 @pytest.mark.parametrize("law", ["exact", "lenient", "off"])
 def test_a_step_is_known_as_one_that_measures(law):
-    stage, _ = stage_of(measure_every=3, law=law)
-    assert not stage.measured
-    assert [finish(stage, step=step) and stage.measured for step in range(7)] == [i % 3 == 2 for i in range(7)]
+    control, _ = made(measure_every=3, law=law)
+    assert not control.measured
+    assert [measure(control, step=step) and control.measured for step in range(7)] == [i % 3 == 2 for i in range(7)]
 
 
 def test_speedup_is_plain_time_over_the_whole_stage():
-    metrics = finish(stage_of()[0], batch_of(total_s=2.0))
+    metrics = measure(made()[0], batch_of(total_s=2.0))
     assert metrics["spec/speedup"] == 3.0
     assert metrics["spec/plain_s"] == metrics["timing_s/control"] == 6.0
     assert metrics["spec/control_mismatches"] == 0
 
 
 def test_control_rows_are_decoded_in_the_calls_that_drew_them():
-    stage, rollout = stage_of()
-    metrics = finish(stage, batch_of(calls=[3, 0, 1]))
+    control, rollout = made()
+    metrics = measure(control, batch_of(calls=[3, 0, 1]))
     assert rollout.calls == [("plain", ["a", "a", "b"], [70, 71, 72]), ("plain", ["b"], [73])], "none of no rows"
     assert metrics["spec/plain_s"] == 12.0, "one after the other"
     assert metrics["spec/control_mismatches"] == 0
 
 
 def test_saved_seconds_are_estimated_from_the_last_control_step():
-    stage, _ = stage_of(measure_every=2)
-    assert "spec/saved_s_est" not in finish(stage, step=0), "nothing was measured yet"
-    assert finish(stage, step=2)["spec/saved_s_est"] == pytest.approx(6.0 - 2.0)
+    control, _ = made(measure_every=2)
+    assert "spec/saved_s_est" not in measure(control, step=0), "nothing was measured yet"
+    assert measure(control, step=2)["spec/saved_s_est"] == pytest.approx(6.0 - 2.0)
     twice = batch_of([t * 2 for t in TEXTS], total_s=3.5)
-    assert finish(stage, twice, step=3)["spec/saved_s_est"] == pytest.approx(6.0 / 10 * 20 - 3.5)
+    assert measure(control, twice, step=3)["spec/saved_s_est"] == pytest.approx(6.0 / 10 * 20 - 3.5)
     slower = batch_of(total_s=9.0)
-    assert finish(stage, slower, step=4)["spec/saved_s_est"] == pytest.approx(-3.0), "a loss is shown as one"
+    assert measure(control, slower, step=4)["spec/saved_s_est"] == pytest.approx(-3.0), "a loss is shown as one"
 
 
 def test_saved_seconds_are_net_of_drafting():
-    stage, _ = stage_of(measure_every=1)
+    control, _ = made(measure_every=1)
     drafted = batch_of(total_s=2.0, stats=EngineStats(draft_s=0.5, verify_s=1.0, prefill_s=0.25))
-    assert finish(stage, drafted)["spec/saved_s_est"] == pytest.approx(6.0 - 2.0), "the whole stage is charged"
+    assert measure(control, drafted)["spec/saved_s_est"] == pytest.approx(6.0 - 2.0), "the whole stage is charged"
 
 
 OTHER = [TEXTS[0], TEXTS[1], [14, 99], [16, 17, 18]]
@@ -128,11 +124,11 @@ OTHER = [TEXTS[0], TEXTS[1], [14, 99], [16, 17, 18]]
 
 def test_a_mismatch_stops_a_strict_run_and_names_the_row():
     with pytest.raises(RolloutError, match=r"2 of 4 .*example 'b', slot 0"):
-        finish(stage_of(plain_texts=OTHER)[0])
+        measure(made(plain_texts=OTHER)[0])
 
 
 def test_a_mismatch_is_counted_otherwise():
-    metrics = finish(stage_of(plain_texts=OTHER, strict=False)[0])
+    metrics = measure(made(plain_texts=OTHER, strict=False)[0])
     assert metrics["spec/control_mismatches"] == 2
     assert metrics["spec/speedup"] == 3.0
 
@@ -147,9 +143,9 @@ def test_reuse_gap_by_hand_leaves_failed_rewards_out():
         seen.append(([r.example_id for r in rows], texts))
         return [0.25, None]
 
-    stage, rollout = stage_of(score, fresh_texts=[[1], [2], [3]], replay=0.5)
+    control, rollout = made(score, fresh_texts=[[1], [2], [3]], replay=0.5)
     replayed = batch_of(replayed=[True, False, True, True], visits=[4, 4, 3, 3])
-    metrics = finish(stage, replayed, rewards=(1.0, 0.0, 0.5, None), step=5)
+    metrics = measure(control, replayed, rewards=(1.0, 0.0, 0.5, None), step=5)
     # replayed rows with a reward: 0 and 2; of their control rows only the first was scored
     assert rollout.calls[-1] == ("control", ["a", "b"], [0, 0], [4, 3], 5)
     assert seen == [(["a", "b"], [[1], [2]])]
@@ -157,8 +153,8 @@ def test_reuse_gap_by_hand_leaves_failed_rewards_out():
     assert metrics["spec/reuse_gap_error"] == math.inf, "one prompt says nothing about others"
     assert metrics["timing_s/reuse_gap"] == 1.5
 
-    stage, _ = stage_of(lambda rows, texts: [0.25, 1.0, 0.5], fresh_texts=[[1], [2], [3]], replay=0.5)
-    metrics = finish(stage, replayed, rewards=(1.0, 0.0, 0.5, 0.75), step=5)
+    control, _ = made(lambda rows, texts: [0.25, 1.0, 0.5], fresh_texts=[[1], [2], [3]], replay=0.5)
+    metrics = measure(control, replayed, rewards=(1.0, 0.0, 0.5, 0.75), step=5)
     gap = ((1.0 - 0.25) + (0.5 - 1.0) + (0.75 - 0.5)) / 3
     assert metrics["spec/reuse_gap"] == pytest.approx(gap)
     # prompt a has one row, prompt b two; 2 / (2 - 1) is the factor of two clusters
@@ -170,16 +166,16 @@ def test_control_rows_decide_the_share_of_the_next_visit_in_every_process():
     """With auto; under plain decoding too, which must come to the same keys."""
     elsewhere = [(2, 0.5), (1, 0.0)]
     for law in ("exact", "off"):
-        stage, rollout = stage_of(
+        control, rollout = made(
             lambda rows, texts: [0.25, 0.0, 0.5],
             fresh_texts=[[1], [2], [3]],
             replay="auto",
             replay_gap=0.1,
             law=law,
+            exchange=lambda clusters: [*clusters, *elsewhere],
         )
-        stage._exchange = lambda clusters: [*clusters, *elsewhere]
         rollout.replay = ReplayControl("auto", 0.1)
-        metrics = finish(stage, batch_of(replayed=[True, False, True, True]), rewards=(1.0, 0.0, 0.5, 0.75))
+        metrics = measure(control, batch_of(replayed=[True, False, True, True]), rewards=(1.0, 0.0, 0.5, 0.75))
         assert metrics["spec/replay_share"] == rollout.replay.shares[1] == FIRST
         expected = reuse_gap([(1, 0.75), (2, 0.75), *elsewhere])
         assert (metrics["spec/reuse_gap"], metrics["spec/reuse_gap_error"]) == expected
@@ -189,91 +185,30 @@ def test_control_rows_decide_the_share_of_the_next_visit_in_every_process():
 
 def test_processes_exchange_even_without_replayed_rows():
     """The exchange is collective: a process that left it out would leave the others waiting."""
-    stage, _ = stage_of(replay=0.5)
     calls = []
-    stage._exchange = lambda entries: calls.append(entries) or [(1, 0.5), (1, 0.25)]
-    metrics = finish(stage, batch_of())
+    control, _ = made(replay=0.5, exchange=lambda entries: calls.append(entries) or [(1, 0.5), (1, 0.25)])
+    metrics = measure(control, batch_of())
     assert calls == [[]]
     assert metrics["spec/reuse_gap"] == 0.375
 
 
-def test_a_restored_stage_goes_on_where_it_was():
-    stage, rollout = stage_of(measure_every=3)
-    rollout.replay = ReplayControl("auto", 0.1)
-    rollout.replay.observe([(2, 0.5), (3, 0.1)])
-    rollout.replay.until(3)
-    finish(stage)
-    state = json.loads(json.dumps(stage.state()))
-    again, other = stage_of(measure_every=3)
-    other.replay = ReplayControl("auto", 0.1)
-    again.restore(state)
-    assert other.replay.until(9) == rollout.replay.until(9)
-    assert ["spec/speedup" in finish(again, step=step) for step in range(1, 6)] == [False, True, False, False, True]
+def test_a_resumed_run_measures_at_the_same_steps():
+    first, _ = made(measure_every=3)
+    measure(first)
+    again, _ = made(measure_every=3)
+    again.rollouts = first.rollouts
+    assert ["spec/speedup" in measure(again, step=step) for step in range(1, 6)] == [False, True, False, False, True]
 
 
 def test_no_reuse_gap_without_replayed_rows():
-    stage, rollout = stage_of(replay=0.5)
-    assert "spec/reuse_gap" not in finish(stage, batch_of())
-    assert "spec/reuse_gap" not in finish(stage, batch_of(replayed=[True] * 4), rewards=[None] * 4)
-    waiting, _ = stage_of(replay=0.5, measure_every=2)
-    assert "spec/reuse_gap" not in finish(waiting, batch_of(replayed=[True] * 4)), "not due"
-    stage, _ = stage_of(replay=0.0)
-    assert "spec/reuse_gap" not in finish(stage, batch_of(replayed=[True] * 4))
+    control, rollout = made(replay=0.5)
+    assert "spec/reuse_gap" not in measure(control, batch_of())
+    assert "spec/reuse_gap" not in measure(control, batch_of(replayed=[True] * 4), rewards=[None] * 4)
+    waiting, _ = made(replay=0.5, measure_every=2)
+    assert "spec/reuse_gap" not in measure(waiting, batch_of(replayed=[True] * 4)), "not due"
+    control, _ = made(replay=0.0)
+    assert "spec/reuse_gap" not in measure(control, batch_of(replayed=[True] * 4))
     assert {c[0] for c in rollout.calls} == {"plain"}
-
-
-# Storing --------------------------------------------------------------------------------------------------------------
-
-
-def test_finish_stores_what_was_exchanged_and_reports_the_cache():
-    cache = TrajectoryCache(Fingerprint(), 100)
-    stage, rollout = stage_of(cache=cache)
-    exchanged = []
-
-    def exchange(entries):
-        exchanged.extend(entries)
-        return [*entries, ("elsewhere", 0, entries[0][2])]
-
-    stage = RolloutStage(rollout, lambda *a: [], strict=True, exchange=exchange)
-    batch = batch_of()
-    metrics = finish(stage, batch, step=0)
-    assert [(e, s, list(t.tokens), t.reward) for e, s, t in exchanged] == [
-        ("a", 0, TEXTS[0], 1.0),
-        ("a", 1, TEXTS[1], 0.0),
-        ("b", 0, TEXTS[2], 1.0),
-        ("b", 1, TEXTS[3], 0.0),
-    ]
-    assert cache.get("elsewhere", 0).tokens == tuple(TEXTS[0])
-    assert metrics["cache/entries"] == len(cache) == 5
-    assert metrics["timing_s/store"] == batch.store_s > 0
-    assert metrics["timing_s/gen"] == batch.total_s > 2.0, "storing is charged to the stage"
-
-
-def test_a_failed_reward_is_stored_as_unknown():
-    cache = TrajectoryCache(Fingerprint(), 100)
-    finish(stage_of(cache=cache)[0], rewards=(None, 0.0, 1.0, 1.0), step=0)
-    assert cache.get("a", 0).reward is None
-    assert cache.get("a", 1).reward == 0.0
-
-
-def test_generate_passes_everything_on():
-    stage, rollout = stage_of(fresh_texts=TEXTS)
-    stage.generate(ROWS, step=7, slots=[4, 5, 4, 5])
-    assert rollout.calls == [("rollout", ["a", "a", "b", "b"], [4, 5, 4, 5], [0, 0, 0, 0], 7)]
-
-
-def test_visits_are_counted_by_prompt_over_all_processes_and_kept():
-    def exchange(ids):
-        return [*ids, "elsewhere", "b"]
-
-    stage, rollout = stage_of(fresh_texts=TEXTS)
-    counting = RolloutStage(rollout, lambda rows, texts: [], strict=True, exchange=exchange)
-    for rows in (ROWS, ROWS[:2], ROWS):
-        counting.generate(rows, step=0, slots=[0, 1, 0, 1][: len(rows)])
-    assert [call[3] for call in rollout.calls] == [[0, 0, 0, 0], [1, 1], [2, 2, 2, 2]], "the other process asked for b"
-    stage.restore(counting.state())
-    stage.generate(ROWS, step=3, slots=[0, 1, 0, 1])
-    assert rollout.calls[-1][3] == [3, 3, 3, 3], "a resumed run goes on counting"
 
 
 # Every metric of a batch, by hand -------------------------------------------------------------------------------------

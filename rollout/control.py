@@ -1,0 +1,109 @@
+"""Control steps: now and then a rollout is repeated without reuse, to measure what reuse saves and what it costs."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
+
+from rollout.keys import reuse_gap
+from rollout.metrics import lossy_metrics, rollout_metrics
+from rollout.speculative import SpeculativeRollout
+from rollout.types import RolloutBatch, RolloutError, Row
+
+Score = Callable[[Sequence[Row], Sequence[list[int]]], list[float | None]]
+"""Total reward of each response given as token ids; None where the reward failed."""
+Exchange = Callable[[list], list]
+"""Turns a list of this process into that of all processes; collective."""
+
+
+class Control:
+    """The metrics of rollouts, and of every `measure_every`-th one's repetition: by plain decoding with the same keys,
+    and, where keys are replayed, with fresh ones.
+
+    Args:
+        rollout: what is measured.
+        score: rewards of control rows, for the reuse gap; needed when something is replayed.
+        exchange: `list` for one process.
+        strict: raise when a response differs from plain decoding (float32 on a CPU).
+    """
+
+    def __init__(self, rollout: SpeculativeRollout, score: Score, exchange: Exchange = list, *, strict: bool):
+        self._rollout, self._score, self._exchange, self._strict = rollout, score, exchange, strict
+        self._plain_s_per_token: float | None = None
+        self.rollouts = 0
+        """That were looked at; a resumed run goes on counting."""
+
+    @property
+    def measured(self) -> bool:
+        """True from a control step on until the next rollout."""
+        every = self._rollout.config.measure_every
+        return bool(every and self.rollouts and self.rollouts % every == 0)
+
+    def __call__(
+        self, rows: Sequence[Row], batch: RolloutBatch, rewards: Sequence[float | None], *, step: int
+    ) -> dict[str, float]:
+        """The metrics of a stored batch.
+
+        Raises:
+            RolloutError: no row has a response, or `strict` and one differs.
+        """
+        config, metrics = self._rollout.config, rollout_metrics(batch)
+        if config.law in ("judged", "routed"):
+            metrics |= lossy_metrics(batch)
+        self.rollouts += 1
+        if self.measured:
+            if config.law == "exact":
+                metrics |= self._plain(rows, batch)
+            # the baseline of an `auto` run measures too, as its keys follow from what is measured
+            if config.replay and (config.law == "exact" or config.replay == "auto"):
+                metrics |= self._reuse_gap(rows, batch, rewards, step)
+        if config.replay:
+            shares = self._rollout.replay.until(max(batch.visits))
+            metrics["spec/replay_share"] = sum(shares[visit] for visit in batch.visits) / len(batch.visits)
+        if self._plain_s_per_token is not None:
+            plain_s = self._plain_s_per_token * sum(len(c.tokens) for c in batch.completions)
+            metrics["spec/saved_s_est"] = plain_s - batch.total_s
+        return metrics
+
+    def _plain(self, rows: Sequence[Row], batch: RolloutBatch) -> dict[str, float]:
+        """The same rows by plain decoding with the same keys, timed and compared token for token."""
+        ends = [0, *accumulate(batch.calls or [len(rows)])]  # in the same calls, as the rows of one share passes
+        # with dynamic sampling a process may have had no row in a call
+        calls = [slice(first, end) for first, end in pairwise(ends) if first < end]
+        plain, *later = [self._rollout.plain(rows[call], batch.keys[call]) for call in calls]
+        plain = sum(later, plain)
+        pairs = zip(batch.completions, plain.completions, strict=True)
+        differing = [i for i, (a, b) in enumerate(pairs) if a.tokens != b.tokens]
+        if differing and self._strict:
+            row = rows[differing[0]]
+            raise RolloutError(
+                f"{len(differing)} of {len(rows)} speculative responses differ from plain decoding with the same keys "
+                f"(first: example {row.example_id!r}, slot {batch.slots[differing[0]]}). This must not happen in "
+                "float32 on a CPU; please report it with the output of `python -m specrl.env`"
+            )
+        self._plain_s_per_token = plain.total_s / max(1, sum(len(c.tokens) for c in plain.completions))
+        return {
+            "timing_s/control": plain.total_s,
+            "spec/plain_s": plain.total_s,
+            "spec/speedup": plain.total_s / batch.total_s,
+            "spec/control_mismatches": len(differing),
+        }
+
+    def _reuse_gap(self, rows, batch: RolloutBatch, rewards, step: int) -> dict[str, float]:
+        """Mean reward of replayed rows minus that of fresh rows of the same prompts and slots (docs/guarantees.md)."""
+        scored = zip(batch.replayed, rewards, strict=True)
+        chosen = [i for i, (replayed, reward) in enumerate(scored) if replayed and reward is not None]
+        by_prompt, spent = defaultdict(list), {}
+        if chosen:
+            twins, slots, visits = ([column[i] for i in chosen] for column in (rows, batch.slots, batch.visits))
+            control = self._rollout.generate(twins, visit=visits, step=step, slots=slots, domain="control")
+            spent = {"timing_s/reuse_gap": control.total_s}
+            fresh = self._score(twins, [c.tokens for c in control.completions])
+            for i, score in zip(chosen, fresh, strict=True):
+                if score is not None:
+                    by_prompt[rows[i].example_id].append(rewards[i] - score)
+        clusters = self._exchange([(len(apart), sum(apart)) for apart in by_prompt.values()])
+        self._rollout.replay.observe(clusters)
+        gap, error = reuse_gap(clusters)
+        return ({"spec/reuse_gap": gap, "spec/reuse_gap_error": error} if clusters else {}) | spent

@@ -1,0 +1,45 @@
+"""Files that are replaced as a whole: after a crash or a power cut there is the old one or the new one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import BinaryIO
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """A file to write in a `with` block, at the end of which it takes the place of `path` and is on the disk.
+
+    Raises OSError. Whatever is raised, `path` is then as it was. One writer at a time.
+    """
+    draft = path.with_name(f"{path.name}.tmp")  # one name, so what a killed writer left is overwritten
+    try:
+        draft.unlink(missing_ok=True)  # a link or a pipe in its place is not followed
+        with draft.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(draft, path)
+        flush_directory(path.parent)
+    except BaseException:
+        with suppress(OSError):
+            draft.unlink()
+        raise
+
+
+def write_durably(path: Path, data: bytes) -> None:
+    """`replacing` by these bytes."""
+    with replacing(path) as file:
+        file.write(data)
+
+
+def flush_directory(path: Path) -> None:
+    """Makes the names in a directory survive a power cut."""
+    directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)

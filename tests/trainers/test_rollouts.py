@@ -1,0 +1,185 @@
+"""What all trainers share around their update: slots, visits, storing, refused batches, weights, metrics."""
+
+import json
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from rollout.cache import Fingerprint, TrajectoryCache
+from rollout.config import RolloutConfig
+from rollout.engines.base import Sampling
+from rollout.engines.transformers import TransformersEngine
+from rollout.keys import ReplayControl
+from rollout.speculative import SpeculativeRollout
+from rollout.types import Completion, RolloutBatch, RolloutError
+from trainers.config import TrainerConfig
+from trainers.metrics import reduce_metric
+from trainers.rollouts import Rollouts, Setup, check_batch
+
+GOOD = Completion([1, 2], [-0.5, -0.5], [-0.5, -0.5], [False, True], "stop", 3, 1)
+CURRENT = replace(GOOD, version=7)
+
+
+class Source:
+    """What responses come from, scripted: each row gets `response`, and the calls are kept."""
+
+    def __init__(self, config, engine, response=CURRENT, cache=None):
+        self.config, self.engine, self.response, self.cache, self.seed = config, engine, response, cache, 0
+        self.replay, self.calls = ReplayControl(0.0, 0.0), []
+
+    entries, _laws = SpeculativeRollout.entries, SpeculativeRollout._laws
+
+    def generate(self, rows, *, visit, step, slots):
+        self.calls.append(([row.example_id for row in rows], visit, step, slots))
+        n = len(rows)
+        return RolloutBatch([self.response] * n, slots, [0] * n, [None] * n, [False] * n, visits=visit, total_s=1.0)
+
+    def plain(self, rows, keys):
+        n = len(rows)
+        return RolloutBatch([self.response] * n, [0] * n, list(keys), [None] * n, [False] * n, total_s=1.0)
+
+
+class Engine:
+    own_weights, weight_version = False, 0
+
+    def __init__(self):
+        self.versions = []
+
+    def update_weights(self, weights, version, probe=None):
+        self.versions.append(version)
+
+
+def ones(rows, responses):
+    return [1.0] * len(rows), {}
+
+
+def made(rank=0, config=None, engine=None, policy=None, score=ones, **source) -> Rollouts:
+    """Of the process `rank`, at step 7."""
+    accelerator = SimpleNamespace(
+        process_index=rank, num_processes=1, device=torch.device("cpu"), distributed_type="NO", state=None
+    )
+    source = Source(config or RolloutConfig(group_size=4), engine or Engine(), **source)
+    setup = Setup(
+        score=score,
+        render=lambda row: [5, 6],
+        dataset=[{"example_id": "e0"}],
+        make_rollout=lambda policy: source,
+        rollout=source.config,
+        trainer=TrainerConfig(),
+    )
+    state, policy = SimpleNamespace(global_step=7, epoch=2.5), policy or SimpleNamespace(dtype=torch.float32)
+    return Rollouts(setup, accelerator, lambda: policy, lambda: state)
+
+
+def test_rows_become_slots_across_processes():
+    second = made(rank=1)
+    got = second.collect([{"example_id": f"e{i // 4}"} for i in range(6, 12)])
+    ((ids, _, step, slots),) = second.source.calls
+    assert (step, slots) == (7, [2, 3, 0, 1, 2, 3]), "a group over two processes has each slot once"
+    assert ids == ["e1", "e1", "e2", "e2", "e2", "e2"]
+    assert {row.prompt for row in got.rows} == {(5, 6)}
+    assert second.engine.versions == [7], "the engine has the current weights"
+    assert (second.last, second.whole, second.batch_is_current) == (got, got, True)
+    assert got.rewards == [1.0] * 6
+
+
+def test_visits_are_counted_by_prompt_and_kept():
+    first = made()
+    for asked in (("a", "a", "b"), ("a",), ("a", "b")):
+        first.collect([{"example_id": name} for name in asked])
+    assert [visit for _, visit, *_ in first.source.calls] == [[0, 0, 0], [1], [2, 1]]
+    again = made()
+    again.restore(json.loads(json.dumps(first.state())))
+    again.collect([{"example_id": "a"}, {"example_id": "b"}, {"example_id": "c"}])
+    assert again.source.calls[-1][1] == [3, 2, 0], "a resumed run goes on counting"
+
+
+def test_a_batch_is_stored_with_its_rewards_and_the_cache_reported():
+    cache = TrajectoryCache(Fingerprint(), 100)
+    storing = made(cache=cache, score=lambda rows, responses: ([None, 0.5], {}))
+    storing.collect([{"example_id": "e0"}, {"example_id": "e0"}])
+    metrics, batch = storing.finish(), storing.whole.batch
+    assert [(cache.get("e0", slot).tokens, cache.get("e0", slot).reward) for slot in (0, 1)] == [
+        ((1, 2), None),
+        ((1, 2), 0.5),
+    ], "a reward that failed is unknown"
+    assert metrics["cache/entries"] == 2
+    assert metrics["timing_s/store"] == batch.store_s > 0
+    assert metrics["timing_s/gen"] == batch.total_s > 1.0, "storing is charged to the rollout"
+
+
+def test_companions_see_the_rows_that_have_a_response():
+    seen, watched = [], made(response=replace(GOOD, version=7, rejected=[1]))
+    watched.companions["other"] = SimpleNamespace(observe=lambda *given: seen.append(given))
+    watched.collect([{"example_id": "e0"}] * 2)
+    watched.whole.batch.completions[0] = Completion([], [], [], [], "length", 0, 0, failure="its worker died")
+    watched.finish()
+    assert seen == [([((5, 6), [1, 2])], [[1]], 7, watched.whole.batch.stats)]
+
+
+def test_control_steps_compare_a_shared_engine_with_the_policy(build_model):
+    """Plain decoding takes the same path as drafts do, so control rows cannot tell that it has become a wrong one."""
+    model = build_model("qwen3")
+    engine = TransformersEngine(model, Sampling(frozenset()), window=3)
+    shared = made(config=RolloutConfig(group_size=4, measure_every=2), engine=engine, policy=model)
+    shared.collect([{"example_id": "e0"}])
+    shared.finish()
+    assert shared.finish()["spec/speedup"] == 1.0
+    model.register_forward_hook(lambda module, args, out: out | {"logits": out.logits / 1.05})
+    assert "spec/speedup" not in shared.finish(), "on control steps only"
+    with pytest.raises(RolloutError, match=r"weight version 7 .* does not compute what the trainer's model computes"):
+        shared.finish()
+
+
+@pytest.mark.parametrize(
+    ("completions", "message"),
+    [
+        ([GOOD], "returned 1 responses for 2 rows"),
+        ([GOOD, replace(GOOD, tokens=[], logprobs=[], behaviour_logprobs=[], reused=[])], "row 1: 0 tokens"),
+        ([replace(GOOD, logprobs=[-0.5]), GOOD], "row 0: 2 tokens, 1 log-probs"),
+        ([GOOD, replace(GOOD, behaviour_logprobs=[-0.5] * 3)], "malformed response for row 1"),
+        ([GOOD, replace(GOOD, reused=[])], "malformed response for row 1"),
+        ([GOOD, replace(GOOD, version=2)], "returned row 1 by weight version 2 at version 3"),
+        ([replace(GOOD, version=4), GOOD], "returned row 0 by weight version 4 at version 3"),
+    ],
+)
+def test_malformed_engine_results_are_refused(completions, message):
+    n = len(completions)
+    check_batch(RolloutBatch([GOOD, GOOD], [0, 1], [0, 0], [None] * 2, [False] * 2), 2, 3)
+    lost = Completion([], [], [], [], "length", 0, 0, failure="its worker died")
+    check_batch(RolloutBatch([GOOD, lost], [0, 1], [0, 0], [None] * 2, [False] * 2), 2, 3)
+    with pytest.raises(RolloutError, match=message):
+        check_batch(RolloutBatch(completions, list(range(n)), [0] * n, [None] * n, [False] * n), 2, 3)
+
+
+def test_an_engine_that_does_not_follow_the_policy_is_refused():
+    """An engine of one's own that takes the new version and goes on with the old weights' texts."""
+    stale = made(response=replace(GOOD, version=6))
+    with pytest.raises(RolloutError, match="row 0 by weight version 6 at version 7"):
+        stale.collect([{"example_id": "e0"}])
+
+
+def test_importance_with_every_response_masked():
+    masked = made(config=RolloutConfig(law="lenient", group_size=4))
+    masked.collect([{"example_id": "e0"}])
+    weights = masked.importance(torch.tensor([[-0.5, -0.5]]), torch.zeros(1, 2), own=None)
+    assert weights.tolist() == [[1.0, 1.0]]
+    assert not any("importance" in name for name in masked.finish())
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "expected"),
+    [
+        ("spec/new_tokens", [1.0, 2.0], 3.0),
+        ("timing_s/gen", [1.0, 2.0], 2.0),
+        ("spec/passes_max", [4.0, 2.0], 4.0),
+        ("sampling/importance_sampling_ratio/max", [1.5, torch.nan], 1.5),
+        ("sampling/importance_sampling_ratio/min", [0.5, torch.nan], 0.5),
+        ("reward", [1.0, 2.0], 1.5),
+        ("spec/draft_age", [torch.nan, 3.0], 3.0),
+    ],
+)
+def test_one_number_from_all_processes(name, values, expected):
+    assert reduce_metric(name, torch.tensor(values)) == expected

@@ -1,0 +1,90 @@
+"""A training loop of our own that drives transformers' callbacks as its Trainer does. It knows no algorithm."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.integrations import get_reporting_integration_callbacks
+from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
+
+from trainers.checkpoint import writing
+
+PROGRESS = ("global_step", "epoch", "num_input_tokens_seen")
+
+
+class Loop(ABC):
+    """Takes steps until there are `args.max_steps`; records, saves and stops as the callbacks ask.
+
+    Args:
+        args, accelerator: of the run.
+        steps_per_epoch: optimiser steps.
+        **parts: what transformers' CallbackHandler takes: model, processing_class, optimizer, lr_scheduler.
+    """
+
+    def __init__(self, args: TrainingArguments, accelerator: Accelerator, steps_per_epoch: int, **parts: Any):
+        self.args, self.accelerator, self.steps_per_epoch = args, accelerator, steps_per_epoch
+        self.control = TrainerControl()
+        self.state = TrainerState(
+            max_steps=args.max_steps,
+            logging_steps=args.logging_steps,
+            save_steps=args.save_steps,
+            num_train_epochs=args.num_train_epochs,
+            is_world_process_zero=accelerator.is_main_process,
+            is_local_process_zero=accelerator.is_local_main_process,
+        )
+        flow = [DefaultFlowCallback, *get_reporting_integration_callbacks(args.report_to)]
+        self._callbacks, self._noted = CallbackHandler(flow, **parts), {}
+
+    @abstractmethod
+    def take_step(self) -> dict[str, float]:
+        """One optimiser step; what to log of it."""
+
+    @abstractmethod
+    def save(self, folder: Path, progress: dict[str, Any]) -> None:
+        """Writes what `load` takes. Args: progress: of the loop, as JSON types."""
+
+    @abstractmethod
+    def load(self, folder: Path) -> dict[str, Any]:
+        """Goes on from what `save` wrote, and returns `progress`."""
+
+    def add_callback(self, callback: TrainerCallback) -> None:
+        """Calls it from now on."""
+        self._callbacks.add_callback(callback)
+
+    def note(self, metrics: dict[str, float]) -> None:
+        """Takes them into the log of the step."""
+        self._noted |= metrics
+
+    def train(self, resume_from_checkpoint: str | None = None) -> None:
+        """All steps that are left."""
+        if resume_from_checkpoint:
+            progress = self.load(Path(resume_from_checkpoint))
+            for name in PROGRESS:
+                setattr(self.state, name, progress[name])
+        self._event("on_train_begin")
+        while self.state.global_step < self.args.max_steps and not self.control.should_training_stop:
+            self._step()
+        self._event("on_train_end")
+
+    def _step(self) -> None:
+        self._event("on_step_begin")
+        logs = self.take_step()
+        self.state.global_step += 1
+        self.state.epoch = self.state.global_step / self.steps_per_epoch
+        self._event("on_step_end")
+        logs, self._noted = logs | self._noted | {"epoch": self.state.epoch}, {}
+        self.state.log_history.append({**logs, "step": self.state.global_step})
+        self._event("on_log", logs=logs)
+        if self.control.should_save:
+            if self.accelerator.is_main_process:
+                folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
+                with writing(folder):
+                    self.save(folder, {name: getattr(self.state, name) for name in PROGRESS})
+            self._event("on_save")
+
+    def _event(self, name: str, **details: Any) -> None:
+        self.control = getattr(self._callbacks, name)(self.args, self.state, self.control, **details)

@@ -1,0 +1,291 @@
+"""What stands between a trainer and the rollout package: weights to the engine, rows to responses, responses to
+rewards."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+
+from rollout.config import RolloutConfig
+from rollout.control import Control
+from rollout.engines.base import Engine
+from rollout.keys import Visits, derive_key
+from rollout.speculative import SpeculativeRollout
+from rollout.types import RolloutBatch, RolloutError, Row
+from trainers import weights
+from trainers.advantages import overlong_penalty
+from trainers.config import TrainerConfig
+from trainers.losses import correction_weights
+from trainers.metrics import across_processes
+from trainers.refill import Scored, refill
+
+if TYPE_CHECKING:
+    from transformers import TrainerState
+
+    from trainers.callbacks import Companion
+
+Score = Callable[[Sequence[dict], Sequence[list[int]]], tuple[list[float | None], dict[str, float]]]
+"""Rewards of (dataset rows, responses as token ids): the total per row, None where it failed, and metrics to log."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a run gives to the rollouts of its trainer."""
+
+    score: Score
+    render: Callable[[dict], list[int]]
+    """Prompt of a dataset row as token ids."""
+    dataset: Sequence[dict]
+    """Rows that are trained on; the first one's prompt is what engine and trainer must agree on."""
+    make_rollout: Callable[[torch.nn.Module], SpeculativeRollout]
+    """The source of responses, given the policy as it is trained (adapters included)."""
+    rollout: RolloutConfig
+    trainer: TrainerConfig
+
+
+class Rollouts:
+    """The rollouts of one process of a run: `collect`, then `finish`, once per rollout batch.
+
+    Args:
+        setup, accelerator: of the run.
+        policy: gives the model as it is trained, adapters included, not wrapped for several processes.
+        clock: gives the trainer's progress, of which `global_step` and `epoch` are read.
+
+    Raises:
+        RolloutError: the engine would decode with a model of which each process holds a part.
+    """
+
+    def __init__(
+        self,
+        setup: Setup,
+        accelerator: Accelerator,
+        policy: Callable[[], torch.nn.Module],
+        clock: Callable[[], TrainerState],
+    ):
+        self._setup, self._options, self._group_size = setup, setup.trainer, setup.rollout.group_size
+        self._accelerator, self._policy, self._clock = accelerator, policy, clock
+        self._exchange = gather_object if accelerator.num_processes > 1 else list
+        self._probe = setup.render(setup.dataset[0])
+        self._dtype = torch.float32 if setup.trainer.precision == "fp32" else torch.bfloat16
+        """Of the engine's weights."""
+        self.exact_bits = self._dtype == torch.float32 and accelerator.device.type == "cpu"
+        """Equal passes give equal bits."""
+        self.source = setup.make_rollout(self.policy)
+        """What the responses come from."""
+        weights.check_shared(self.engine, accelerator)
+        whole_law = (setup.rollout.top_p, setup.rollout.top_k) == (1.0, 0)  # rounding can move the edge of a cut one
+        strict = self.exact_bits and whole_law
+        self._control = Control(self.source, self._score_tokens, self._exchange, strict=strict)
+        self._visits = Visits()
+        self._sent: int | None = None
+        self._fields: dict[str, dict] = {}
+        """Dataset rows of the step, by example id."""
+        self._metrics: dict[str, float] = {}
+        self.whole: Scored | None = None
+        """All that was rolled out last."""
+        self.last: Scored | None = None
+        """What of it is trained on."""
+        self.companions: dict[str, Companion] = {}
+        """What is trained beside the policy, by the name that checkpoints have for it."""
+
+    @property
+    def policy(self) -> torch.nn.Module:
+        """The model as it is trained, adapters included."""
+        return self._policy()
+
+    @property
+    def engine(self) -> Engine:
+        """What generates."""
+        return self.source.engine
+
+    @property
+    def version(self) -> int:
+        """Weight version: optimiser steps taken."""
+        return self._clock().global_step
+
+    @property
+    def epoch(self) -> int:
+        """Whole epochs taken."""
+        return int((self._clock().epoch or 0.0) + 1e-6)
+
+    @property
+    def batch_is_current(self) -> bool:
+        """True while no update was made since the rollout, so that trainer and engine describe the same weights."""
+        return self.last is not None and self.last.batch.completions[0].version == self.version
+
+    def sync(self) -> None:
+        """Brings the engine to the current weights; costs nothing when it has them."""
+        if self._sent == self.version and self.engine.own_weights:
+            return
+        began = time.perf_counter()
+        weights.send(self.engine, self.policy, self.version, self._probe, self._dtype)
+        self._sent = self.version
+        if self.engine.own_weights:
+            self._metrics["timing_s/sync"] = time.perf_counter() - began
+
+    # A rollout ---------------------------------------------------------------------------------------------------
+
+    def collect(self, inputs: list[dict]) -> Scored:
+        """One scored response to each of this process's dataset rows, whose groups may go on in the next process.
+
+        With dynamic sampling some groups are then of other dataset rows than was asked for.
+        """
+        first = self._accelerator.process_index * len(inputs)
+        self.sync()
+        self._fields = {}
+        self.whole = self.last = self._roll_out(inputs, first)
+        if self._options.refill_rounds:
+            self.last = self._refill(self.whole, first)
+        return self.last
+
+    def _roll_out(self, inputs: list[dict], first: int) -> Scored:
+        """Rolls out and scores some dataset rows, and adds what that cost to the step's metrics.
+
+        Args: first: place of the first row among those of all processes.
+        """
+        self._fields |= {row["example_id"]: row for row in inputs}
+        rows = [Row(row["example_id"], tuple(self._setup.render(row))) for row in inputs]
+        slots = [(first + i) % self._group_size for i in range(len(inputs))]
+        batch = self.source.generate(rows, visit=self._visit(rows), step=self.version, slots=slots)
+        check_batch(batch, len(inputs), self.version)
+        began = time.perf_counter()
+        totals, metrics = self._scores(inputs, [c.tokens for c in batch.completions])
+        failed = [c.failure for c in batch.completions]
+        rewards = [None if lost else total for lost, total in zip(failed, totals, strict=True)]
+        spent = {"timing_s/reward": time.perf_counter() - began}
+        for name, value in (metrics | spent).items():  # what further prompts cost and fail at adds up
+            adds = name in self._metrics and name in ("timing_s/reward", "reward/failed", "reward/timeouts")
+            self._metrics[name] = self._metrics[name] + value if adds else self._metrics.get(name, value)
+        return Scored(inputs, rows, batch, rewards)
+
+    def _visit(self, rows: Sequence[Row]) -> list[int]:
+        """How often the prompt of each row was rolled out before, by any process; this is one more visit to it."""
+        asked = self._exchange([row.example_id for row in rows])
+        seen = dict(zip(asked, self._visits.next(asked), strict=True))
+        self.source.replay.until(max(seen.values()))  # in step in all processes, whichever has the latest visit
+        return [seen[row.example_id] for row in rows]
+
+    def _refill(self, got: Scored, first: int) -> Scored:
+        """The rows of the step, those of uniform groups replaced as far as further prompts went: trainers/refill.py."""
+        world, rank = self._accelerator.num_processes, self._accelerator.process_index
+        asked = self._exchange([(row.example_id, reward) for row, reward in zip(got.rows, got.rewards, strict=True)])
+        dataset, further = self._setup.dataset, []
+
+        def roll_out(indices: list[int]) -> list[float | None]:
+            rows = [index for index in indices for _ in range(self._group_size)]
+            begin, end = (len(rows) * i // world for i in (rank, rank + 1))
+            own = self._roll_out([dataset[index] for index in rows[begin:end]], begin)
+            self.whole = self.whole + own
+            further.extend(self._exchange([own]))
+            return [reward for part in further[-world:] for reward in part.rewards]
+
+        rewards, taken = [reward for _, reward in asked], {example_id for example_id, _ in asked}
+        rounds, size = self._options.refill_rounds, self._group_size
+        places, metrics = refill(rewards, size, self._further(taken), roll_out, rounds)
+        known = [reward for reward in rewards if reward is not None]
+        self._metrics |= metrics | {"reward": sum(known) / len(known) if known else math.nan}
+        whole, order = sum(further, got), []
+        for place in range(first, first + len(got.rows)):
+            group, slot = divmod(place, size)
+            order.append(len(got.rows) + places[group] * size + slot if group in places else place - first)
+        return whole.select(order)
+
+    def _further(self, taken: set[str]) -> Iterator[int]:
+        """Dataset rows of other prompts in an order of this step's own, the same in all processes."""
+        key, dataset = derive_key(self.source.seed, "refill", 0, self.version, "trainer"), self._setup.dataset
+        order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(key))
+        return (index for index in order.tolist() if dataset[index]["example_id"] not in taken)
+
+    def finish(self) -> dict[str, float]:
+        """Stores what was rolled out, runs the control rows that are due, and returns metrics over all processes."""
+        got, cache = self.whole, self.source.cache
+        if cache is not None:
+            entries = self.source.entries(got.rows, got.batch, step=self.version, rewards=got.rewards)
+            with got.batch.charge_store():
+                cache.merge(self._exchange(entries))
+        metrics = self._metrics | self._control(got.rows, got.batch, got.rewards, step=self.version)
+        metrics |= cache.stats() if cache is not None else {}
+        self._metrics = {}
+        if self._control.measured:  # plain decoding takes the engine's path too, and would not tell if it is wrong
+            weights.check(self.engine, self.policy, self.version, self._probe)
+        done = [(row.prompt, c) for row, c in zip(got.rows, got.batch.completions, strict=True) if not c.failure]
+        for companion in self.companions.values():
+            companion.observe([(prompt, c.tokens) for prompt, c in done], self.version, got.batch.stats)
+        return across_processes(metrics, self._accelerator)
+
+    def state(self) -> dict[str, Any]:
+        """What a resumed run needs to measure at the same steps and to derive the same keys, as JSON types."""
+        visits, replay = self._visits.state(), self.source.replay.state()
+        return {"rollouts": self._control.rollouts, "replay": replay, "visits": visits}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Goes on from `state` of a checkpoint."""
+        self._control.rollouts, self._visits = state["rollouts"], Visits(state["visits"])
+        self.source.replay.restore(state["replay"])
+
+    # Rewards -----------------------------------------------------------------------------------------------------
+
+    def _scores(self, inputs: Sequence[dict], responses: Sequence[list[int]]) -> tuple[list, dict[str, float]]:
+        """Total rewards, overlong responses punished, and the metrics of their parts."""
+        totals, metrics = self._setup.score(inputs, responses)
+        cap = self.source.config.max_new_tokens
+        buffer = self._options.overlong_tokens(cap)
+        paired = zip(totals, responses, strict=True)
+        return [None if t is None else t + overlong_penalty(len(ids), cap, buffer) for t, ids in paired], metrics
+
+    def _score_tokens(self, rows: Sequence[Row], responses: Sequence[list[int]]) -> list[float | None]:
+        """Rewards of control rows; they are not logged as the step's rewards."""
+        return self._scores([self._fields[row.example_id] for row in rows], responses)[0]
+
+    # Old log-probs and corrections -------------------------------------------------------------------------------
+
+    @property
+    def old_from_engine(self) -> bool:
+        """True when the engine's log-probs are pi_old, False when the trainer computes its own."""
+        asked = self._options.old_logprobs
+        return asked == "engine" or (asked == "auto" and self.source.config.lossy)
+
+    def importance(
+        self, drawn: torch.Tensor, mask: torch.Tensor, own: Callable[[], torch.Tensor]
+    ) -> torch.Tensor | None:
+        """Weights [B, T] of tokens that another law or another engine drew, by `trainer.correction`; None needs none.
+
+        Args:
+            drawn: the engine's log-probs of the batch [B, T].
+            mask: 1 for response tokens [B, T].
+            own: gives the trainer's log-probs [B, T] when they are needed.
+        """
+        own_copy = self._options.precision == "bf16" and self.engine.own_weights
+        other_numerics = own_copy or self.source.config.engine != "transformers"
+        if self.source.config.lossy:
+            logp, behaviour = drawn, torch.zeros_like(drawn)
+            for i, c in enumerate(self.last.batch.completions):
+                behaviour[i, : len(c.tokens)] = torch.tensor(c.behaviour_logprobs)
+        elif other_numerics and not self.old_from_engine and self._options.correction != "none":
+            logp, behaviour = own(), drawn
+        else:
+            return None
+        ratios = correction_weights(logp, behaviour, mask, self._options.correction, self._options.correction_cap)
+        if (used := ratios[mask.bool()]).numel():
+            summary = {"min": used.min(), "mean": used.mean(), "max": used.max()}
+            self._metrics |= {f"sampling/importance_sampling_ratio/{k}": v.item() for k, v in summary.items()}
+        return ratios
+
+
+def check_batch(batch: RolloutBatch, rows: int, version: int) -> None:
+    """Trainers take wrong-length log-probs and stale texts silently and crash on empty responses; all are refused."""
+    if len(batch.completions) != rows:
+        raise RolloutError(f"the engine returned {len(batch.completions)} responses for {rows} rows")
+    for i, c in enumerate(batch.completions):
+        if not c.failure and not 0 < len(c.tokens) == len(c.logprobs) == len(c.behaviour_logprobs) == len(c.reused):
+            raise RolloutError(f"the engine returned a malformed response for row {i}: {len(c.tokens)} tokens, "
+                               f"{len(c.logprobs)} log-probs")  # fmt: skip
+        if not c.failure and c.version != version:
+            raise RolloutError(f"the engine returned row {i} by weight version {c.version} at version {version}")
