@@ -1,4 +1,4 @@
-"""Cost against accuracy of step routers on held-out problems: `python benchmarks/routers.py config=arbitrage_math`.
+"""Cost against accuracy of step routers on held-out problems: `python -m benchmarks.routers config=arbitrage_math`.
 
 Draft alone, policy alone and every router over its thresholds and several noise seeds, with the same problems and keys.
 Costs that load does not disturb: tokens that the policy wrote, and forward passes of one response at a time weighted by
@@ -20,10 +20,11 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.curves import Curve, cost_saved
 from rollout.config import doc
 from rollout.types import EngineStats
 from specrl import config as cli
-from specrl.curves import Curve, cost_saved
+from specrl import tables
 from specrl.schema import Config
 
 NORMAL_95 = 1.96
@@ -226,23 +227,16 @@ def compare(points: Sequence[Point]) -> list[dict]:
 
 def show(points: Sequence[Point]) -> None:
     from rich.console import Console
-    from rich.table import Table
 
     whole = next(p.policy_tokens for p in points if p.method == "policy")
-    table = Table()
-    for column in ("method", "threshold", "accuracy", "policy tokens", "escalated", "passes", "faults"):
-        table.add_column(column, justify="left" if column == "method" else "right")
+    rows = []
     for p in points:
-        table.add_row(
-            p.method,
-            "" if p.threshold is None else f"{p.threshold:g}",
-            f"{p.accuracy:.3f} ±{p.accuracy_pm:.3f}",
-            f"{p.policy_tokens / whole:.1%}",
-            f"{p.escalated:.1%}",
-            "" if p.passes is None else f"{p.passes:.1f}",
-            f"{p.faults}",
-        )
-    Console(width=110).print(table)
+        threshold = "" if p.threshold is None else f"{p.threshold:g}"
+        passes = "" if p.passes is None else f"{p.passes:.1f}"
+        shares = (f"{p.policy_tokens / whole:.1%}", f"{p.escalated:.1%}")
+        rows.append((p.method, threshold, f"{p.accuracy:.3f} ±{p.accuracy_pm:.3f}", *shares, passes, f"{p.faults}"))
+    columns = ("method", "threshold", "accuracy", "policy tokens", "escalated", "passes", "faults")
+    tables.show(Console(width=110), "", columns, rows)
 
 
 def draw(points: Sequence[Point], path: Path) -> None:

@@ -27,7 +27,6 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -37,6 +36,7 @@ from rollout.engines.transformers import TransformersEngine
 from rollout.keys import derive_key
 from rollout.noise import keyed_draw
 from rollout.types import Request
+from specrl import tables
 from specrl.tasks import arithmetic
 from specrl.tiny import load_tiny
 from trainers.texts import Text, response_states
@@ -217,16 +217,16 @@ def auc(score: Tensor, accepted: Tensor) -> float:
 
 def show(name: str, seen: Sequence[Positions], lines: Sequence[dict]) -> None:
     accepted = torch.cat([s.accepted for s in seen])
-    table = Table(title=f"{name}: {len(accepted)} positions, {accepted.float().mean():.1%} accepted")
-    for column in ("rule", "auc", *(f"tokens per cost at {price}" for price in PRICES)):
-        table.add_column(column, justify="left" if column == "rule" else "right")
+    rows = []
     for line in lines:
         cells = []
         for price in PRICES:
             low, high = line[f"gain at {price}"]
             cells.append(f"{line[f'tokens per cost at {price}']:.3f} ({low:+.1%} to {high:+.1%})")
-        table.add_row(line["rule"], f"{line['auc']:.3f}", *cells)
-    Console(width=130).print(table)
+        rows.append((line["rule"], f"{line['auc']:.3f}", *cells))
+    title = f"{name}: {len(accepted)} positions, {accepted.float().mean():.1%} accepted"
+    columns = ("rule", "auc", *(f"tokens per cost at {price}" for price in PRICES))
+    tables.show(Console(width=130), title, columns, rows)
 
 
 if __name__ == "__main__":

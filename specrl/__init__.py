@@ -19,14 +19,14 @@ if sys.argv[:1] == ["-m"] and "specrl.env" not in sys.orig_argv and (mixed := mi
 
 _HOMES = {
     "Config": "specrl.config",
-    "EngineSpec": "rollout.engines",
+    "EngineSpec": "rollout.engines.base",
     "Fingerprint": "rollout.cache",
     "ReuseRollouts": "trainers.hook",
     "RolloutConfig": "rollout.config",
     "Row": "rollout.types",
     "SpeculativeRollout": "rollout.speculative",
     "TrajectoryCache": "rollout.cache",
-    "build_engine": "rollout.engines",
+    "build_engine": "rollout.build",
 }
 __all__ = list(_HOMES)
 

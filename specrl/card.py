@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import yaml
 
+from specrl import policy
 from specrl.config import load_saved
-from specrl.data import PRESETS
+from specrl.data import PRESETS, on_hub
 from specrl.env import anonymous
 from specrl.options import to_yaml
-from specrl.policy import rollout_dtype, trained_dtype
-from specrl.report import NO_PLOT, shown
+from specrl.report import NO_PLOT, learned, shown
 from specrl.schema import Config
 
-HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 PLACE = ("name", "output_dir", "resume", "device", "report")  # of this run on this machine; another needs its own
 
 
@@ -34,15 +32,11 @@ def card(config: Config, summary: dict) -> str:
     algorithm, versions = config.trainer.algorithm.upper(), summary["environment"]["versions"]
     trained = "low-rank adapters of " if config.lora.rank else ""
     lines = ["---", yaml.safe_dump(_metadata(config), sort_keys=False).rstrip(), "---", "", f"# {config.name}", ""]
-    lines += [
-        f"{trained}{config.model}, trained by {algorithm} on {config.data} with specrl, {summary['steps']} steps.",
-        "",
-    ]
-    dtype = "float32" if config.lora.rank else trained_dtype(config)
-    lines += [
-        f"The saved weights are {dtype}, as trained; responses were drawn with {rollout_dtype(config)} weights.",
-        "",
-    ]
+    task = f"trained by {algorithm} on {config.data} with specrl, {summary['steps']} steps"
+    lines += [f"{trained}{config.model}, {task}.", ""]
+    dtype = "float32" if config.lora.rank else policy.trained_dtype(config)
+    drawn = f"responses were drawn with {policy.rollout_dtype(config)} weights"
+    lines += [f"The saved weights are {dtype}, as trained; {drawn}.", ""]
     lines += [*_learning(summary), "", "## How the rollouts were accelerated", "", *_rollouts(summary), ""]
     lines += ["## How to repeat it", "", "Save as `run.yaml`, then `python -m specrl.train config=run.yaml`:", ""]
     lines += ["```yaml", settings(config).rstrip(), "```", ""]
@@ -66,22 +60,16 @@ def _changed(mine: dict, default: dict) -> dict:
 
 def _metadata(config: Config) -> dict:
     """The hub's own fields; only what is on the hub is named as a base or a data set."""
-    data = PRESETS.get(config.data, config.data).partition(":")[0]
     found = {"library_name": "peft" if config.lora.rank else "transformers", "pipeline_tag": "text-generation"}
-    if _on_hub(config.model):
+    if policy.on_hub(config.model):
         found["base_model"] = config.model
-    if _on_hub(data):
-        found["datasets"] = [data]
+    if on_hub(config.data):
+        found["datasets"] = [PRESETS.get(config.data, config.data).partition(":")[0]]
     return found | {"tags": ["specrl", "reinforcement-learning", config.trainer.algorithm]}
 
 
-def _on_hub(name: str) -> bool:
-    return bool(HUB_ID.fullmatch(name)) and not Path(name).exists()
-
-
 def _learning(summary: dict) -> list[str]:
-    reward = summary["reward"]
-    lines = [f"- training reward: {shown(reward['first'])} -> {shown(reward['last'])} ({reward['window']})"]
+    lines = [f"- training {learned(summary)}"]
     held_out = [record["eval/reward"] for record in summary["eval"] if "eval/reward" in record]
     if held_out:
         lines.append(f"- reward on held-out prompts: {shown(held_out[0])} -> {shown(held_out[-1])}")
@@ -103,10 +91,8 @@ def _rollouts(summary: dict) -> list[str]:
     lines.append(f"- rows that differed from plain decoding on control steps: {differing}")
     if reuse["reuse_gap"] is not None:
         lines.append(f"- reuse gap (reward of replayed rows minus fresh ones): {reuse['reuse_gap']:+.3f}")
-    return [
-        *lines,
-        f"- machine: {machine['cpu']}, {machine['cores']} cores; GPU: {', '.join(machine['gpus']) or 'none'}",
-    ]
+    gpus = ", ".join(machine["gpus"]) or "none"
+    return [*lines, f"- machine: {machine['cpu']}, {machine['cores']} cores; GPU: {gpus}"]
 
 
 def _share(value: float | None) -> str:

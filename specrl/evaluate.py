@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from math import comb
 from typing import TYPE_CHECKING, Literal
 
 from rollout.config import doc
 from specrl import config as cli
-from specrl.monitor import find_run, run_option
 from specrl.options import ConfigError
+from specrl.records import find_run, run_option
 from specrl.schema import Config
 
 if TYPE_CHECKING:
@@ -83,45 +84,49 @@ def evaluate(
         own = sum(not reused for c in completions for reused in c.reused)
         metrics["eval/policy_tokens_ratio"] = own / sum(len(c.tokens) for c in completions)
         metrics["eval/escalated_ratio"] = stats.escalated / stats.steps
+    threshold = max(sum(w for w in rewards.weights.values() if w > 0), 1e-9) / 2
     groups = [
-        [total for total in scored.total[i : i + samples] if total is not None]
+        [total >= threshold for total in scored.total[i : i + samples] if total is not None]
         for i in range(0, len(completions), samples)
     ]
-    threshold = max(sum(w for w in rewards.weights.values() if w > 0), 1e-9) / 2
-    k = 1
+    return metrics | pass_rates(groups, samples)
+
+
+def pass_rates(groups: Sequence[Sequence[bool]], samples: int) -> dict[str, float]:
+    """Mean pass@k for k = 1, 2, 4 ... up to `samples`, over the prompts with k responses; True: a right one."""
+    rates, k = {}, 1
     while k <= samples:
-        whole = [group for group in groups if len(group) >= k]
-        counts = [(len(group), sum(total >= threshold for total in group)) for group in whole]
-        metrics[f"eval/pass@{k}"] = sum(pass_at_k(n, c, k) for n, c in counts) / len(counts) if counts else float("nan")
+        each = [pass_at_k(len(group), sum(group), k) for group in groups if len(group) >= k]
+        rates[f"eval/pass@{k}"] = sum(each) / len(each) if each else float("nan")
         k *= 2
-    return metrics
+    return rates
+
+
+@contextmanager
+def serving(config: Config) -> Iterator[tuple[Engine, PreTrainedTokenizerBase]]:
+    """The engine of a command that trains nothing, and the policy's tokenizer."""
+    from rollout.build import build_engine
+    from specrl.policy import engine_spec, load_policy
+    from specrl.routing import step_scorer
+
+    model, tokenizer, eos_ids = load_policy(config)
+    shared = model.eval() if config.rollout.engine == "transformers" else None
+    engine = build_engine(engine_spec(config, eos_ids), shared, step_scorer(config))
+    try:
+        yield engine, tokenizer
+    finally:
+        engine.close()
 
 
 def main(config: EvaluateConfig) -> int:
     from reward.loading import load_rewards
-    from rollout.build import build_engine
     from specrl import preflight
-    from specrl.policy import engine_spec, load_policy
-    from specrl.routing import step_scorer
 
     (examples,) = preflight.check(config, training=False).values()
-    model, tokenizer, eos_ids = load_policy(config)
+    how = {"samples": config.samples, "max_new_tokens": config.rollout.max_new_tokens, "seed": config.seed}
     rewards = load_rewards(config.reward)
-    shared = model.eval() if config.rollout.engine == "transformers" else None
-    engine = build_engine(engine_spec(config, eos_ids), shared, step_scorer(config))
-    try:
-        metrics = evaluate(
-            engine,
-            tokenizer,
-            examples,
-            rewards,
-            samples=config.samples,
-            max_new_tokens=config.rollout.max_new_tokens,
-            seed=config.seed,
-        )
-    finally:
-        rewards.close()
-        engine.close()
+    with closing(rewards), serving(config) as (engine, tokenizer):
+        metrics = evaluate(engine, tokenizer, examples, rewards, **how)
     print(json.dumps({"model": config.model, "prompts": len(examples), "samples": config.samples, **metrics}, indent=2))
     return 0
 

@@ -30,25 +30,18 @@ def main(config: GenerateConfig) -> int:
 
     from rich.console import Console
 
-    from rollout.build import build_engine
     from rollout.keys import derive_key
     from rollout.types import Request
     from specrl import preflight
     from specrl.data import Example, render
-    from specrl.policy import engine_spec, load_policy
-    from specrl.routing import step_scorer
+    from specrl.evaluate import serving
 
-    read = preflight.check(config, training=False)
-    model, tokenizer, eos_ids = load_policy(config)
+    read, cap = preflight.check(config, training=False), config.rollout.max_new_tokens
     examples = [Example("prompt", config.prompt, None, {})] if config.prompt else read["test"][: config.prompts]
-    shared = model.eval() if config.rollout.engine == "transformers" else None
-    engine = build_engine(engine_spec(config, eos_ids), shared, step_scorer(config))
-    cap = config.rollout.max_new_tokens
-    requests = [Request(render(e, tokenizer), derive_key(config.seed, e.id, 0, 0, "generate"), cap) for e in examples]
-    try:
+    with serving(config) as (engine, tokenizer):
+        keys = [derive_key(config.seed, example.id, 0, 0, "generate") for example in examples]
+        requests = [Request(render(e, tokenizer), key, cap) for e, key in zip(examples, keys, strict=True)]
         done, _ = engine.generate(requests)
-    finally:
-        engine.close()
     console = Console(highlight=False)
     for example, c in zip(examples, done, strict=True):
         console.print(str(example.prompt), markup=False, style="bold")

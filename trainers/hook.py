@@ -15,13 +15,8 @@ from transformers import TrainerCallback, TrainerState, TrainingArguments
 from rollout.build import build_engine
 from rollout.cache import Fingerprint, TrajectoryCache
 from rollout.config import RolloutConfig
-<<<<<<< HEAD
-from rollout.engines.base import EngineSpec
-=======
-from rollout.build import build_engine
 from rollout.engines.base import EngineSpec
 from rollout.keys import Visits
->>>>>>> h-trainers
 from rollout.metrics import rollout_metrics
 from rollout.speculative import SpeculativeRollout
 from rollout.types import RolloutBatch, RolloutError, Row

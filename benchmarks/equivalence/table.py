@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
 
 from benchmarks.equivalence.arms import OFF
 from benchmarks.equivalence.tost import Comparison
 from benchmarks.equivalence.verdicts import GAP_MARGIN, MARGIN, Check, Line
+from specrl import tables
 
 COLUMNS = ("rule", "passes/token", "reused", "final reward", "less off (90 %)", f"+-{MARGIN}", "gap", f"+-{GAP_MARGIN}")
 
@@ -19,13 +19,7 @@ def show(lines: Sequence[Line], checks: Sequence[Check]) -> None:
     """Prints one table per algorithm, then every check."""
     console = Console(width=130)
     for algorithm in dict.fromkeys(found.algorithm for found in lines):
-        table = Table(title=algorithm)
-        for column in COLUMNS:
-            table.add_column(column)
-        for found in lines:
-            if found.algorithm == algorithm:
-                table.add_row(*cells(found))
-        console.print(table)
+        tables.show(console, algorithm, COLUMNS, [cells(found) for found in lines if found.algorithm == algorithm])
     for check in checks:
         console.print(f"{'ok     ' if check.ok else 'INVALID'} {check.name}: {check.found}", markup=False)
 
