@@ -1,10 +1,9 @@
 """The budget against every fixed draft length, on machines whose passes cost what they should: no noise.
 
-`python -m benchmarks.budget out=FILE`. The ablation of `specrl.bench` runs as it is, with real texts of the embedded
-policy, but its clock stands still except for passes of the model: one over n rows and t tokens that attend to w
-positions takes a + r n + (b + c w) t seconds. So the budget fits costs, estimates acceptance and chooses lengths as
-ever, and what it chose is compared exactly. The clock leaves out drafting, sampling, and the padding of rows of unequal
-length.
+`python -m benchmarks.budget out=FILE`. The ablation runs as it is, with real texts of the embedded policy, but its
+clock stands still except for passes of the model: one over n rows and t tokens that attend to w positions takes
+a + r n + (b + c w) t seconds. So the budget fits costs, estimates acceptance and chooses lengths as ever, and what it
+chose is compared exactly. The clock leaves out drafting, sampling, and the padding of rows of unequal length.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from rollout.config import doc
@@ -53,10 +52,9 @@ def main(options: BudgetConfig) -> int:
         raise cli.ConfigError(f"machine={options.machine} is none of {', '.join(MACHINES)}.")
     clock = Clock(*MACHINES[options.machine])
     time.perf_counter = clock  # before rollout is imported, which keeps it as a default
-    from rich.console import Console
-
+    from benchmarks import ablation
     from rollout.engines.ragged import Pass, RaggedModel
-    from specrl import ablation, bench
+    from specrl import pair
 
     forward = RaggedModel.forward
 
@@ -66,11 +64,10 @@ def main(options: BudgetConfig) -> int:
 
     RaggedModel.forward = timed
     most = -(-max(options.rows) // 8) * 8  # whole groups
-    given = bench.BenchOptions(rows=most, repeats=options.repeats)
-    given = replace(given, rollout=replace(given.rollout, max_new_tokens=220))
-    made, others, _ = bench.prepare(given, ablation.OTHERS)
+    given = pair.options(f"rows={most}", "rollout.max_new_tokens=220", "rollout.tokens_per_pass=4096")
+    made, others, _ = pair.prepare(given, ablation.OTHERS)
     ablation.SIZES, ablation.WINDOWS = options.rows, WINDOWS
-    lines = ablation.run(Console(width=110), made, others, [], options.repeats)["lines"]
+    lines = [asdict(line) for line in ablation.measure(made, others, [], options.repeats)]
     result = {"options": asdict(options), "costs_ms": MACHINES[options.machine], "cells": list(cells(lines))}
     for cell in result["cells"]:
         print(f"{cell['rows']} rows, {cell['regime']}: {cell['budget / best']:.3f} of the best fixed length")

@@ -29,8 +29,8 @@ from rollout.engines.base import Sampling
 from rollout.engines.transformers import TransformersEngine
 from rollout.keys import derive_key
 from rollout.types import Completion, EngineStats, Request
-from specrl.bench import perturbed
 from specrl.drafter import shortened
+from specrl.pair import perturbed
 from specrl.tasks import arithmetic
 from specrl.tiny import load, load_tiny
 from trainers.config import DrafterConfig

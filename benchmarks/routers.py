@@ -1,4 +1,4 @@
-"""Cost against accuracy of step routers on held-out problems: `python benchmarks/routers.py config=arbitrage_math`.
+"""Cost against accuracy of step routers on held-out problems: `python -m benchmarks.routers config=arbitrage_math`.
 
 Draft alone, policy alone and every router over its thresholds and several noise seeds, with the same problems and keys.
 Costs that load does not disturb: tokens that the policy wrote, and forward passes of one response at a time weighted by
@@ -21,11 +21,11 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.curves import Curve, cost_saved
 from rollout.config import doc
 from rollout.types import EngineStats
 from specrl import config as cli
 from specrl.config import Config
-from specrl.curves import Curve, cost_saved
 
 NORMAL_95 = 1.96
 TRUE = "rsd on true values"

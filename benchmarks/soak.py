@@ -33,8 +33,8 @@ from rollout.config import doc
 from specrl import config as cli
 from specrl import options
 from specrl.config import RUN_ERROR, TERMINATED, USAGE_ERROR, Config
-from specrl.monitor import METRICS_FILE, read_records
 from specrl.options import ConfigError
+from specrl.records import METRICS_FILE, read_records
 
 SMALL = {
     "config": "grpo_math",

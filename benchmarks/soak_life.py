@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 from soak_checks import Sample
 
-from specrl.monitor import METRICS_FILE
+from specrl.records import METRICS_FILE
 from trainers.checkpoint import marked
 
 HOOKS = Path(__file__).parent / "faults"

@@ -1,4 +1,4 @@
-"""What draft trees bring: `python benchmarks/trees.py [rows=32] [repeats=3] [token=0.0005] [out=FILE.json]`.
+"""What draft trees bring: `python -m benchmarks.trees [rows=32] [repeats=3] [token=0.0005] [out=FILE.json]`.
 
 The same rows with the same keys in the regimes of the ablation, in turn: plain, and with up to 1, 2 and 4 branches.
 Passes are counted. The budget is told that a token costs `token` of a pass, as on a device with compute to spare: it
@@ -17,18 +17,17 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.ablation import OTHERS, REGIMES
 from rollout.engines import build_engine
 from rollout.types import RolloutBatch
-from specrl.ablation import OTHERS, REGIMES
-from specrl.bench import Bench, BenchOptions, device_name, perturbed, prepare
+from specrl.pair import Bench, device_name, options, perturbed, prepare
 
 WIDTHS = (1, 2, 4)
 
 
 def main(rows: str = "32", repeats: str = "3", token: str = "0.0005", out: str = "") -> None:
-    options = BenchOptions(rows=int(rows))
-    options.rollout.max_new_tokens = 220
-    bench, others, _ = prepare(options, OTHERS)
+    config = options(f"rows={rows}", "rollout.max_new_tokens=220", "rollout.tokens_per_pass=4096")
+    bench, others, _ = prepare(config, OTHERS)
     seen = bench.rollout(None).generate(others, visit=0, step=0).completions
     learnt = [(row.prompt, c.tokens) for row, c in zip(others, seen, strict=True)]
     found = []

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from rollout.types import CacheError
 from specrl.config import RUN_ERROR, USAGE_ERROR, run
-from specrl.monitor import find_run, run_option
 from specrl.options import ConfigError, suggestion
+from specrl.records import find_run, run_option
 
 USAGE = "usage: python -m specrl.cache verify|info run=DIR"
 

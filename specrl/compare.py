@@ -6,15 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
 
-from specrl.monitor import RunRecords, load_run, number
+from specrl import tables
 from specrl.options import ConfigError, plain, values
-from specrl.pairing import settings, unlike_machines
+from specrl.pairing import unlike_machines
 from specrl.plots import overlay
-from specrl.report import finished
+from specrl.records import RunRecords, load_run, number
 from specrl.savings import costs, counted, first_last, later, mean, measured, step_s, total
 
 ROWS = ("rule", "steps", "reward", "held-out", "speedup", "passes a row", "reuse gap", "rollout s", "step s")
@@ -35,45 +33,45 @@ class Comparison:
     notes: list[str]
     files: list[Path]
 
+    def table(self) -> tuple[list[str], list[list[str]]]:
+        """Names of the columns, and rows of cells."""
+        return ["", *self.columns], [[row, *(column[row] for column in self.columns.values())] for row in ROWS]
+
     def show(self, console: Console | None = None) -> None:
         """Prints the table, the notes and the path of comparison.md."""
-        console = console or Console(highlight=False)
-        table = Table("", box=SIMPLE_HEAD)
-        for name in self.columns:
-            table.add_column(name, justify="right")
-        for row in ROWS:
-            table.add_row(row, *(column[row] for column in self.columns.values()))
-        console.print(table)
-        for note in self.notes:
-            console.print(f"note: {note}", style="yellow", markup=False, highlight=False, soft_wrap=True)
-        console.print(f"comparison: {self.files[0]}", markup=False, highlight=False, soft_wrap=True)
+        console = console or Console()
+        tables.show(console, "", *self.table())
+        for line in self.notes:
+            tables.note(console, f"note: {line}", "yellow")
+        tables.note(console, f"comparison: {self.files[0]}")
+
+    def markdown(self, picture: str) -> str:
+        """The content of comparison.md; `picture` is the file name of the plot, empty without one."""
+        lines = ["# Comparison of runs", "", *tables.markdown(*self.table()), "", LEGEND, ""]
+        lines += [f"![reward, rollout seconds and reuse of the runs]({picture})", ""] * bool(picture)
+        lines += ["Settings that differ, in the order of the table, and what else to know:", ""] * bool(self.notes)
+        return "\n".join([*lines, *(f"- {line}" for line in self.notes)]) + "\n"
 
 
 def write_comparison(run_dirs: Sequence[str | Path], plots: bool = True) -> Comparison:
     """Writes comparison.md and, when matplotlib is installed, comparison.png into the directory of the first run's.
 
     Raises:
-        RunError: no such run, or no metrics in it.
-        ConfigError: fewer than two runs, or one of them twice.
+        ConfigError: no such run, or no metrics in it; fewer than two runs, or one of them twice.
     """
     runs = [load_run(name) for name in run_dirs]
     if len({run.path.resolve() for run in runs}) < max(2, len(runs)):
         given = ",".join(map(str, run_dirs))
         raise ConfigError(f"runs=[{given}] must name two or more different runs. Try run=DIR for a single one.")
-    names = labels(runs)
-    columns = {name: column(run) for name, run in zip(names, runs, strict=True)}
-    picture = runs[0].path.parent / "comparison.png"
-    drawn = plots and overlay(dict(zip(names, runs, strict=True)), picture)
-    notes = _notes(names, runs)
-    page = runs[0].path.parent / "comparison.md"
-    page.write_text(_markdown(columns, notes, picture.name if drawn else ""), encoding="utf-8")
-    return Comparison(columns, notes, [page, *([picture] if drawn else [])])
-
-
-def labels(runs: Sequence[RunRecords]) -> list[str]:
-    """The runs' directory names; paths where two have the same name."""
     names = [run.path.name for run in runs]
-    return names if len(set(names)) == len(names) else [str(run.path) for run in runs]
+    names = names if len(set(names)) == len(names) else [str(run.path) for run in runs]
+    named = dict(zip(names, runs, strict=True))
+    page, picture = (runs[0].path.parent / f"comparison.{kind}" for kind in ("md", "png"))
+    drawn = plots and overlay(named, picture)
+    columns = {name: column(run) for name, run in named.items()}
+    made = Comparison(columns, _notes(named), [page, *([picture] if drawn else [])])
+    page.write_text(made.markdown(picture.name if drawn else ""), encoding="utf-8")
+    return made
 
 
 def column(run: RunRecords) -> dict[str, str]:
@@ -97,27 +95,29 @@ def column(run: RunRecords) -> dict[str, str]:
 
 def rule(run: RunRecords) -> str:
     """The rollout rule in a few words."""
-    if (config := settings(run)) is None:
+    if run.config is None:
         return "unknown"
-    rollout = config.rollout
+    rollout = run.config.rollout
     replay = rollout.replay if rollout.replay == "auto" else f"{rollout.replay:g}"
     detail = {"exact": f", replay={replay}", "lenient": f", l={rollout.lenience:g}"}
     return rollout.acceptance + detail.get(rollout.acceptance, "")
 
 
-def _notes(names: Sequence[str], runs: Sequence[RunRecords]) -> list[str]:
+def _notes(runs: dict[str, RunRecords]) -> list[str]:
     """What makes the runs differ, and what must be known before they are compared."""
-    configs = [settings(run) for run in runs]
-    found = []
-    for name, run, config in zip(names, runs, configs, strict=True):
-        if config and not finished(run, config):
+    found, (first_name, first) = [], next(iter(runs.items()))
+    for name, run in runs.items():
+        if run.finished is False:
             found.append(f"{name} is unfinished; its last step is {run.last['step']}.")
-        if config is None:
+        if run.config is None:
             found.append(f"{name} has no readable config.yaml, so what sets it apart is unknown.")
         if differing := total(run.steps, "spec/control_mismatches"):
             found.append(f"{name}: {counted(differing, 'row')} differed from plain decoding on control steps.")
-        if unlike := unlike_machines(runs[0].path, run.path):
-            found.append(f"{name} ran on another machine than {names[0]}: {'; '.join(unlike)}. Seconds do not compare.")
+        if unlike := unlike_machines(first, run):
+            found.append(
+                f"{name} ran on another machine than {first_name}: {'; '.join(unlike)}. Seconds do not compare."
+            )
+    configs = [run.config for run in runs.values()]
     given = [values(config) for config in configs] if all(configs) else []
     for key in given[0] if given else ():
         options = [each[key] for each in given]
@@ -128,12 +128,3 @@ def _notes(names: Sequence[str], runs: Sequence[RunRecords]) -> list[str]:
 
 def _show(value: float | None, form: str = "{:.3f}") -> str:
     return "-" if value is None else form.format(value)
-
-
-def _markdown(columns: dict[str, dict[str, str]], notes: Sequence[str], picture: str) -> str:
-    lines = ["# Comparison of runs", "", f"| | {' | '.join(columns)} |", f"|---|{'---:|' * len(columns)}"]
-    lines += [f"| {row} | {' | '.join(column[row] for column in columns.values())} |" for row in ROWS]
-    lines += ["", LEGEND, ""]
-    lines += [f"![reward, rollout seconds and reuse of the runs]({picture})", ""] if picture else []
-    lines += ["Settings that differ, in the order of the table, and what else to know:", ""] if notes else []
-    return "\n".join([*lines, *(f"- {note}" for note in notes)]) + "\n"

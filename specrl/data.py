@@ -33,10 +33,6 @@ ANSWER_COLUMNS = ("answer", "final_answer", "expected_answer", "ground_truth", "
 LOCAL_HINT = "data=PATH, a .jsonl or .parquet file or a directory with train.jsonl and test.jsonl"
 
 
-class DataError(ConfigError):
-    """The data cannot be used as asked. One line: what, why, the value given, the remedy."""
-
-
 @dataclass(frozen=True)
 class Example:
     """One prompt with its reference answer.
@@ -69,20 +65,20 @@ def load_examples(
         seed: draws the subset when train_size or test_size is set. A larger subset contains the smaller ones.
 
     Raises:
-        DataError: unknown source or split, no such file, hub not reachable, missing column, no rows, unusable row.
+        ConfigError: unknown source or split, no such file, hub not reachable, missing column, no rows, unusable row.
     """
     size = dataset_config.train_size if split == "train" else dataset_config.test_size
     key = f"dataset.{split}_size={size}"
     if name == "arithmetic":
         if size < 1:
-            raise DataError(f"{key}: data=arithmetic is generated without end. Set a number, such as 256.")
+            raise ConfigError(f"{key}: data=arithmetic is generated without end. Set a number, such as 256.")
         problems = arithmetic(split, size, seed, dataset_config.level)
         examples = [Example(p.id, p.prompt, p.answer, {"solution": p.solution}) for p in problems]
     else:
         rows = _read(name, dataset_config.train_split if split == "train" else dataset_config.test_split, split)
         examples = _examples(rows, dataset_config, name)
         if size > len(examples):
-            raise DataError(f"{key}, but {name} has {len(examples)} rows there. Set {len(examples)}, or 0 for all.")
+            raise ConfigError(f"{key}, but {name} has {len(examples)} rows there. Set {len(examples)}, or 0 for all.")
     drawn = sorted(examples, key=lambda example: _digest(f"{seed}/{example.id}"))[: size or None]
     kept = {example.id for example in drawn}
     return [_framed(example, dataset_config) for example in examples if example.id in kept]
@@ -107,7 +103,7 @@ def check_lengths(
     """The longest prompt's tokens. Refuses more than `max_prompt_tokens` or `room`: the context less max_new_tokens.
 
     Raises:
-        DataError: how many are too long, the longest, where it stands and the key to set.
+        ConfigError: how many are too long, the longest, where it stands and the key to set.
     """
     from transformers.utils import logging
 
@@ -122,7 +118,7 @@ def check_lengths(
     if room is not None and room < limit:
         limit, rule, remedy = room, "the model's context less rollout.max_new_tokens", "Lower rollout.max_new_tokens"
     if over := sum(length > limit for length, _ in lengths):
-        raise DataError(
+        raise ConfigError(
             f"{over} of {len(lengths)} prompts have more than {limit} tokens ({rule}); the longest has {longest} "
             f"({which}). {remedy}, or take those rows out."
         )
@@ -175,12 +171,16 @@ def _read(name: str, split: str, role: str) -> list[tuple[str, dict]]:
     elif on_hub(name):
         rows = [(f"{name}, row {at}", row) for at, row in enumerate(_hub(PRESETS.get(name, name), split, role), 1)]
     elif path.suffix in SUFFIXES or "/" in name or name.startswith((".", "~")):
-        raise DataError(_missing(path))
+        raise ConfigError(_missing(path))
     else:
         known = ("arithmetic", *PRESETS)
-        raise DataError(f"No data named '{name}'.{suggestion(name, known)} Known: {', '.join(known)}; or {LOCAL_HINT}.")
+        raise ConfigError(
+            f"No data named '{name}'.{suggestion(name, known)} Known: {', '.join(known)}; or {LOCAL_HINT}."
+        )
     if not rows:
-        raise DataError(f"{name} has no rows in its split '{split}'. At least one is needed; see dataset.{role}_split.")
+        raise ConfigError(
+            f"{name} has no rows in its split '{split}'. At least one is needed; see dataset.{role}_split."
+        )
     return rows
 
 
@@ -196,28 +196,28 @@ def _local(path: Path, split: str, role: str) -> list[tuple[str, dict]]:
     """The rows of one split of a file or directory, cut where `split` is a slice."""
     match = re.fullmatch(r"([^\[\]]+)(?:\[(-?\d+%?)?:(-?\d+%?)?\])?", split)
     if not match:
-        raise DataError(f"dataset.{role}_split={split} is no split. Write a name, or a part such as train[:90%].")
+        raise ConfigError(f"dataset.{role}_split={split} is no split. Write a name, or a part such as train[:90%].")
     base, holds, files = match[1], "test" if path.stem.startswith("test") else "train", [path]
     if path.is_dir():
         names = [f"{base}{dash}{suffix}" for dash in ("", "-*") for suffix in SUFFIXES]
         files = [file for folder in (path, path / "data") for name in names for file in sorted(folder.glob(name))]
         if not files:
             held = ", ".join(sorted(file.name for file in path.rglob("*") if file.suffix in SUFFIXES)) or "no data"
-            raise DataError(f"{path} has no {' or '.join(names[:3])}; it holds {held}. Set dataset.{role}_split.")
+            raise ConfigError(f"{path} has no {' or '.join(names[:3])}; it holds {held}. Set dataset.{role}_split.")
     elif base not in (holds, path.stem):
-        raise DataError(
+        raise ConfigError(
             f"{path} is one file and serves as split '{holds}', not '{base}'. Set dataset.{role}_split={holds}, or a "
             f"part such as {holds}[90%:], or give a directory with train.jsonl and test.jsonl."
         )
-    rows = [row for file in files for row in _parse(file)]
+    rows = [row for file in files for row in parse(file)]
     bounds = (b and (round(len(rows) * int(b[:-1]) / 100) if b[-1] == "%" else int(b)) for b in match.groups()[1:])
     return rows[slice(*bounds)]
 
 
-def _parse(path: Path) -> list[tuple[str, dict]]:
+def parse(path: Path) -> list[tuple[str, dict]]:
     """The rows of a file, each with its file and line, or row where it does not stand on a line of its own."""
     if path.suffix not in SUFFIXES:
-        raise DataError(f"{path} is no data file: its name ends in none of {', '.join(SUFFIXES)}.")
+        raise ConfigError(f"{path} is no data file: its name ends in none of {', '.join(SUFFIXES)}.")
     try:
         if path.suffix == ".parquet":
             import pyarrow.parquet as pq
@@ -225,17 +225,17 @@ def _parse(path: Path) -> list[tuple[str, dict]]:
             return [(f"{path}, row {at}", row) for at, row in enumerate(pq.read_table(path).to_pylist(), 1)]
         text = path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
-        raise DataError(f"Cannot read {path}: {str(error).splitlines()[0]}.") from error
+        raise ConfigError(f"Cannot read {path}: {str(error).splitlines()[0]}.") from error
     rows, by_line = [], path.suffix == ".jsonl"
     for at, chunk in enumerate(text.split("\n") if by_line else [text], 1):
         try:
             value = json.loads(chunk.strip() or "[]")
         except ValueError as error:
-            raise DataError(f"{path}, line {at}: not JSON ({error}).") from error
+            raise ConfigError(f"{path}, line {at}: not JSON ({error}).") from error
         found = value if isinstance(value, list) else [value]
         rows += [(f"{path}, line {at}" if by_line else f"{path}, row {n}", row) for n, row in enumerate(found, 1)]
     if bad := [row for _, row in rows if not isinstance(row, dict)]:
-        raise DataError(f"{path} must hold objects with columns, not {str(bad[0])[:60]!r}.")
+        raise ConfigError(f"{path} must hold objects with columns, not {str(bad[0])[:60]!r}.")
     return rows
 
 
@@ -247,12 +247,12 @@ def _hub(source: str, split: str, role: str) -> list[dict]:
     try:
         return load_dataset(hub_id, subset or None, split=split).to_list()
     except DatasetNotFoundError as error:
-        raise DataError(f"The hub has no data set '{hub_id}', or it is private. Use {LOCAL_HINT}.") from error
+        raise ConfigError(f"The hub has no data set '{hub_id}', or it is private. Use {LOCAL_HINT}.") from error
     except OSError as error:
-        raise DataError(f"Cannot reach the hub for '{hub_id}': this machine is offline. Use {LOCAL_HINT}.") from error
+        raise ConfigError(f"Cannot reach the hub for '{hub_id}': this machine is offline. Use {LOCAL_HINT}.") from error
     except ValueError as error:
         reason = " ".join(str(error).split())
-        raise DataError(f"{hub_id}: {reason} Set dataset.{role}_split, or a subset as data={hub_id}:NAME.") from error
+        raise ConfigError(f"{hub_id}: {reason} Set dataset.{role}_split, or a subset as data={hub_id}:NAME.") from error
 
 
 def _examples(rows: list[tuple[str, dict]], config: DatasetConfig, name: str) -> list[Example]:
@@ -266,7 +266,7 @@ def _examples(rows: list[tuple[str, dict]], config: DatasetConfig, name: str) ->
         prompt = row.get(prompt_column)
         chat = isinstance(prompt, list) and all(isinstance(m, dict) and {"role", "content"} <= set(m) for m in prompt)
         if not prompt or not (chat or isinstance(prompt, str)):
-            raise DataError(f"{place}: '{prompt_column}' must be text or a chat, not {str(prompt)[:60]!r}.")
+            raise ConfigError(f"{place}: '{prompt_column}' must be text or a chat, not {str(prompt)[:60]!r}.")
         given, own_id = row.get(answer_column), row.get(id_column)
         answer, fields = None, {key: value for key, value in row.items() if key not in used}
         if given not in (None, ""):
@@ -286,7 +286,7 @@ def _column(held: list[str], asked: str, usual: Sequence[str], what: str, name: 
     found = next((column for word in usual for column in held if column.lower() == word), None)
     if asked or (found is None and what == "prompt"):
         problem = f"no column '{asked}'.{suggestion(asked, held)}" if asked else f"no column {' or '.join(usual)}."
-        raise DataError(f"{name} has {problem} It has: {', '.join(held)}. Set dataset.{what}_column to one of them.")
+        raise ConfigError(f"{name} has {problem} It has: {', '.join(held)}. Set dataset.{what}_column to one of them.")
     return found
 
 

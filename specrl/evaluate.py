@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Literal
 from rollout.config import doc
 from specrl import config as cli
 from specrl.config import Config
-from specrl.monitor import find_run, run_option
 from specrl.options import ConfigError
+from specrl.records import find_run, run_option
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections import deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from difflib import get_close_matches
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -20,11 +17,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.text import Text
 
 from rollout.durable import write_durably
-from specrl.options import ConfigError
+from specrl.records import METRICS_FILE, number, read_records, to_json
 
-METRICS_FILE = "metrics.jsonl"
-RUN_WORDS = ("path", "dir", "directory", "run_dir", "name")
-"""Words for which the option `run` is meant."""
 ETA_STEPS = 20  # steps averaged for the ETA: long enough to contain a control step at the default measure_every
 PAUSED = 0.5  # share of a rollout without speculation, drafts being at hand, from which on the run says so
 SPARE = ("perf/throughput", "kl", "spec/draft_acceptance_rate", "spec/reused_ratio", "timing_s/step")
@@ -208,101 +202,3 @@ def duration(seconds: float) -> str:
     if minutes < 60:
         return f"{minutes}m{rest:02d}" if minutes else f"{rest}s"
     return f"{minutes // 60}h{minutes % 60:02d}"
-
-
-def number(record: Mapping[str, Any], key: str) -> float | None:
-    """The finite number at `key`, None when it is absent, null, NaN, infinite or no number."""
-    value = plain(record.get(key))
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
-
-
-def plain(value: Any) -> Any:
-    """`value` with JSON types only: tensors as numbers or lists, NaN and infinities as None, the rest as text."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if value is None or isinstance(value, bool | int | str):
-        return value
-    if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
-    if getattr(value, "size", None) == 1 or getattr(value, "ndim", None) == 0:
-        return plain(value.item())
-    return plain(value.tolist()) if hasattr(value, "tolist") else str(value)
-
-
-def to_json(record: Mapping[str, Any]) -> str:
-    """One line of strict JSON."""
-    return json.dumps(plain(record), ensure_ascii=False, allow_nan=False)
-
-
-def read_records(path: str | Path) -> tuple[list[dict], int]:
-    """The records of a metrics.jsonl in file order, and how many lines were unreadable, such as one torn by a crash."""
-    records, bad = [], 0
-    with Path(path).open("rb") as file:
-        for line in file:
-            try:
-                record = json.loads(line)
-            except ValueError:
-                record = None
-            if isinstance(record, dict) and isinstance(record.get("step"), int):
-                records.append(record)
-            elif line.strip():
-                bad += 1
-    return records, bad
-
-
-class RunError(ConfigError):
-    """There is nothing to read. The message names what, why and the nearest run."""
-
-
-@dataclass(frozen=True)
-class RunRecords:
-    """The metrics of one run."""
-
-    path: Path
-    steps: list[dict]
-    """The last record of each optimiser step, in order; at least one."""
-    evals: list[dict]
-    """The last record of each evaluation, in order."""
-    last: dict
-    """The record of the last optimiser step, which may be one between two rollouts."""
-    unreadable: int
-    """Lines that could not be read."""
-
-
-def run_option(help: str) -> Any:
-    """The option `run` of a command, a field of its dataclass."""
-    return field(default="", metadata={"help": help, "also": RUN_WORDS})
-
-
-def find_run(name: str | Path) -> Path:
-    """A run's directory: the one given, or the run of that name in ./outputs.
-
-    Raises:
-        RunError: there is no such directory.
-    """
-    path = next((place for place in (Path(name), Path("outputs") / name) if place.is_dir()), None)
-    if path is None:
-        folders = (Path(name).parent, Path("outputs"))
-        known = {file.parent.name: file.parent for folder in folders for file in folder.glob(f"*/{METRICS_FILE}")}
-        near = get_close_matches(Path(name).name, known, 1, cutoff=0.3)
-        raise RunError(f"No run at {name}." + (f" Did you mean {known[near[0]]}?" if near else " Give run=DIR."))
-    return path
-
-
-def load_run(name: str | Path) -> RunRecords:
-    """Reads back the metrics of a run that `find_run` finds.
-
-    Raises:
-        RunError: no such run, or a run without metrics.
-    """
-    path = find_run(name)
-    records, unreadable = read_records(path / METRICS_FILE) if (path / METRICS_FILE).exists() else ([], 0)
-    evals = {record["step"]: record for record in records if any(key.startswith("eval/") for key in record)}
-    steps = {record["step"]: record for record in records if "reward" in record or "timing_s/gen" in record}
-    if not steps:
-        raise RunError(f"No metrics in {path}: {METRICS_FILE} has no step yet. A run writes it after its first step.")
-    ordered = [steps[at] for at in sorted(steps)]
-    last = max((record for record in records if "epoch" in record), key=lambda r: r["step"], default=ordered[-1])
-    return RunRecords(path, ordered, [evals[at] for at in sorted(evals)], last, unreadable)

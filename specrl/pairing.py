@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
-from specrl.config import Config, differences, load_saved
-from specrl.env import ENVIRONMENT_FILE, machine
-from specrl.monitor import RunRecords
-from specrl.options import ConfigError
+from specrl.config import Config, differences
+from specrl.records import RunRecords
 from specrl.savings import matched, mean, rollouts
 
 MACHINE = ("cpu", "cores", "usable_cores", "threads", "gpus")
@@ -45,21 +41,20 @@ class Pairing:
         return f", perhaps not by speculation alone ({', '.join(named)})" if named else ""
 
 
-def compare(own: RunRecords, baseline: RunRecords) -> Pairing:
+def pair(own: RunRecords, baseline: RunRecords) -> Pairing:
     """Judges whether `own` may be measured against `baseline`."""
     mine, theirs = matched(own.steps, baseline.steps)
-    refusals, notes = [], []
+    refusals, notes, other = [], [], baseline.config
     if not mine:
         refusals.append(f"The runs have no timed step in common, so nothing is paired with {baseline.path}.")
-    config, other = settings(own), settings(baseline)
-    if config and not speculates(config):
+    if own.config and not speculates(own.config):
         refusals.append("This run does not speculate (rollout.acceptance=off), so it has no speedup.")
     if other and speculates(other):
         what = f"its rollout.acceptance is {other.rollout.acceptance}"
         refusals.append(f"The baseline did not decode plainly ({what}), so there is no speedup against it.")
-    if unlike := unlike_machines(own.path, baseline.path):
+    if unlike := unlike_machines(own, baseline):
         refusals.append(f"The baseline ran on another machine ({'; '.join(unlike)}), so the seconds tell no speedup.")
-    differing = _differing(own, baseline, config, other)
+    differing = _differing(own, baseline)
     if differing:
         notes.append(f"The runs differ in more than the rollout rule: {', '.join(differing)}.")
     if 0 < len(mine) < (most := max(len(rollouts(side.steps)) for side in (own, baseline))):
@@ -70,18 +65,19 @@ def compare(own: RunRecords, baseline: RunRecords) -> Pairing:
     return Pairing(baseline, refusals, differing, notes)
 
 
-def _differing(own: RunRecords, baseline: RunRecords, config: Config | None, other: Config | None) -> list[str]:
+def _differing(own: RunRecords, baseline: RunRecords) -> list[str]:
     found = []
-    if config and other:
-        changes = differences(other, config)
+    if own.config and baseline.config:
+        changes = differences(baseline.config, own.config)
         found += [str(c) for c in changes if c.key != "name" and (c.matters or not OWN.fullmatch(c.key))]
     else:
         found.append("settings unknown")
-    here, there = _kept(own.path), _kept(baseline.path)
-    if here is None or there is None:
+    if own.machine is None or baseline.machine is None:
         return [*found, "machine unknown"]
-    versions = [(name, there["versions"].get(name), here["versions"].get(name)) for name in VERSIONS]
-    return found + [f"{name}: {old} -> {new}" for name, old, new in versions if old != new]
+    here, there = own.machine["versions"], baseline.machine["versions"]
+    return found + [
+        f"{name}: {there.get(name)} -> {here.get(name)}" for name in VERSIONS if there.get(name) != here.get(name)
+    ]
 
 
 def _length_gap(mine: Sequence[dict], theirs: Sequence[dict]) -> str:
@@ -91,11 +87,9 @@ def _length_gap(mine: Sequence[dict], theirs: Sequence[dict]) -> str:
     return ""
 
 
-def unlike_machines(first: Path, second: Path) -> list[str]:
+def unlike_machines(first: RunRecords, second: RunRecords) -> list[str]:
     """What differs in the machines of two runs, as `name: SECOND, not FIRST`; empty when one kept no record."""
-    here, there = _kept(first), _kept(second)
-    if here is None or there is None:
-        return []
+    here, there = first.machine or {}, second.machine or {}
     unlike = [name for name in MACHINE if name in here and name in there and _cut(here, name) != _cut(there, name)]
     return [f"{name}: {_plain(there[name])}, not {_plain(here[name])}" for name in unlike]
 
@@ -111,21 +105,3 @@ def _plain(value) -> str:
 
 def speculates(config: Config) -> bool:
     return config.rollout.acceptance != "off" or config.rollout.router.kind != "off"
-
-
-def settings(records: RunRecords) -> Config | None:
-    """The configuration of a run, None when its config.yaml is missing or unreadable."""
-    try:
-        return load_saved(records.path)
-    except ConfigError:
-        return None
-
-
-def environment(run_dir: Path) -> dict:
-    """CPU, GPUs and versions the run had; those of this machine for a run that kept none."""
-    return _kept(run_dir) or machine()
-
-
-def _kept(run_dir: Path) -> dict | None:
-    kept = run_dir / ENVIRONMENT_FILE
-    return json.loads(kept.read_text(encoding="utf-8")) if kept.exists() else None

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 
-from specrl.monitor import RunRecords, number
+from specrl.records import RunRecords, number
 from specrl.savings import PLAIN_PHASE, control_steps, costs, later, phases, rollouts
 
 BLUE, SKY, ORANGE, GREY, BLACK = "#0072B2", "#56B4E9", "#E69F00", "#BBBBBB", "#222222"  # Okabe and Ito

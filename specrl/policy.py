@@ -32,10 +32,6 @@ BAD_TOKENIZER = "tokenizer={} cannot be loaded: {}. Leave `tokenizer` empty to t
 BAD_MODEL = "model={} cannot be loaded: {}. Give `tiny`, a hub id that can be reached from here, or a local directory."
 
 
-class PolicyError(ConfigError):
-    """The model or tokenizer cannot be used. One line: what, why, the value given, the remedy."""
-
-
 def trained_dtype(config: Config) -> str:
     """Type of the weights that a run trains.
 
@@ -69,7 +65,7 @@ def load_policy(config: Config, dtype: str = "") -> tuple[PreTrainedModel, PreTr
     tokenizer = load_tokenizer(config)
     vocabulary = model.get_input_embeddings().weight.shape[0]
     if len(tokenizer) > vocabulary:
-        raise PolicyError(
+        raise ConfigError(
             f"tokenizer={config.tokenizer or config.model} has {len(tokenizer)} tokens but model={config.model} knows "
             f"{vocabulary}: they do not belong together. Leave `tokenizer` empty to take the model's own."
         )
@@ -77,7 +73,7 @@ def load_policy(config: Config, dtype: str = "") -> tuple[PreTrainedModel, PreTr
     ids = declared if isinstance(declared, list) else [declared]
     eos_ids = frozenset(i for i in (*ids, tokenizer.eos_token_id) if i is not None)
     if not eos_ids:
-        raise PolicyError(f"model={config.model} names no EOS token, so no response could ever end.")
+        raise ConfigError(f"model={config.model} names no EOS token, so no response could ever end.")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.convert_ids_to_tokens(min(eos_ids))
     return model.to(device(config)), tokenizer, eos_ids
@@ -94,15 +90,15 @@ def load_tokenizer(config: Config) -> PreTrainedTokenizerBase:
 
 
 def find_tokenizer(config: Config) -> None:
-    """Raises PolicyError for a directory without a tokenizer, for which transformers may make an empty one."""
+    """Raises ConfigError for a directory without a tokenizer, for which transformers may make an empty one."""
     given, message = config.tokenizer or config.model, BAD_TOKENIZER if config.tokenizer else NO_TOKENIZER
     path = Path(given).expanduser()
     if given == "tiny" or not is_path(given):
         return
     if not path.is_dir():
-        raise PolicyError(message.format(given, "there is no such directory"))
+        raise ConfigError(message.format(given, "there is no such directory"))
     if not any(TOKENIZER_FILES.search(file.name) for file in path.iterdir()):
-        raise PolicyError(message.format(given, "none of its files is one"))
+        raise ConfigError(message.format(given, "none of its files is one"))
 
 
 def context(config: Config) -> int | None:
@@ -129,7 +125,7 @@ def _explained(message: str, given: str) -> Iterator[None]:
     except (OSError, ValueError, SafetensorError) as error:
         reason = str(error).strip().partition("\n")[0].rstrip(".")
         reason = "there is no such directory" if is_path(given) and not Path(given).expanduser().is_dir() else reason
-        raise PolicyError(message.format(given, reason)) from error
+        raise ConfigError(message.format(given, reason)) from error
 
 
 def on_hub(given: str) -> bool:
@@ -157,23 +153,23 @@ def device(config: Config) -> torch.device:
     try:
         found = torch.device(name)
     except RuntimeError as error:
-        raise PolicyError(UNKNOWN_DEVICE.format(config.device)) from error
+        raise ConfigError(UNKNOWN_DEVICE.format(config.device)) from error
     if found.type != "cuda":
         return found
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if not count:
-        raise PolicyError(NO_GPU.format(config.device))
+        raise ConfigError(NO_GPU.format(config.device))
     if found.index is None:
         return torch.device("cuda", int(os.environ["LOCAL_RANK"]) % count) if "LOCAL_RANK" in os.environ else found
     if found.index >= count:
-        raise PolicyError(f"device={config.device}: PyTorch sees {count} GPUs here, from cuda:0 on. Use device=cuda.")
+        raise ConfigError(f"device={config.device}: PyTorch sees {count} GPUs here, from cuda:0 on. Use device=cuda.")
     if int(os.environ.get("LOCAL_WORLD_SIZE", 1)) > 1:
-        raise PolicyError(f"device={config.device} puts all processes of this machine on one GPU. Use device=cuda.")
+        raise ConfigError(f"device={config.device} puts all processes of this machine on one GPU. Use device=cuda.")
     return found
 
 
 def check_targets(targets: Sequence[str], model: torch.nn.Module) -> None:
-    """Raises PolicyError for a name in `lora.targets` that no layer of the model has."""
+    """Raises ConfigError for a name in `lora.targets` that no layer of the model has."""
     from torch import nn
     from transformers.pytorch_utils import Conv1D
 
@@ -182,7 +178,7 @@ def check_targets(targets: Sequence[str], model: torch.nn.Module) -> None:
         if not any(name == target or name.endswith(f".{target}") for name, _ in model.named_modules()):
             near = sorted(linear, key=lambda name: (-SequenceMatcher(None, target, name).ratio(), name))
             what = f"lora.targets={plain(targets)}: the model has no layer '{target}'"
-            raise PolicyError(f"{what}. Its linear layers: {', '.join(near)}.")
+            raise ConfigError(f"{what}. Its linear layers: {', '.join(near)}.")
 
 
 def engine_spec(config: Config, eos_ids: frozenset[int]) -> EngineSpec:

@@ -96,16 +96,16 @@ def _paths(config: Config, training: bool) -> None:
 
 def _device(name: str) -> None:
     if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", name):
-        raise policy.PolicyError(policy.UNKNOWN_DEVICE.format(name))
+        raise ConfigError(policy.UNKNOWN_DEVICE.format(name))
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
     if name.startswith("cuda") and (hidden or not any(any(Path("/dev").glob(file)) for file in GPU_FILES)):
-        raise policy.PolicyError(policy.NO_GPU.format(name))
+        raise ConfigError(policy.NO_GPU.format(name))
 
 
 def _model(config: Config) -> None:
     local = config.model != "tiny" and policy.is_path(config.model)
     if local and (flaw := _flaw(Path(config.model).expanduser())):
-        raise policy.PolicyError(policy.BAD_MODEL.format(config.model, flaw))
+        raise ConfigError(policy.BAD_MODEL.format(config.model, flaw))
     policy.find_tokenizer(config)
 
 

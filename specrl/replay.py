@@ -20,27 +20,23 @@ from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
 from statistics import fmean
-from typing import Any
-
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.table import Table
+from typing import Any, NamedTuple
 
 from rollout.config import SOURCES, doc
 from rollout.drafters.suffix import PromptTexts, SuffixDrafter
-from specrl.config import load_saved, run
-from specrl.monitor import find_run, run_option
+from specrl import tables
+from specrl.config import Config, load_saved, run
+from specrl.data import parse
 from specrl.options import ConfigError
+from specrl.records import find_run, run_option
 
 WINDOWS = (0, 8, 16, 32, 64)
 """Draft tokens of a row in one pass; 0 is the whole text."""
 SUFFIXES = (".parquet", ".jsonl")
-HEADER = "Passes and tokens, counted on stored text under the exact rule. Seconds need: python -m specrl.bench"
+HEADER = """\
+Passes and tokens, counted on stored text under the exact rule.
+Seconds need: python -m specrl.bench"""
 COLUMNS = ("window", "passes", "slowest", "tokens/pass", "drafted", "accepted", "rate", "reused")
-
-
-class ReplayError(ConfigError):
-    """The stored text cannot be replayed. One line: what, why, the remedy."""
 
 
 @dataclass
@@ -54,12 +50,8 @@ class ReplayOptions:
     json: bool = doc(False, "print JSON instead of a table")
 
 
-@dataclass(frozen=True, slots=True)
-class Text:
-    """One stored response.
-
-    Example: Text(example_id="ex-7", slot=0, step=12, tokens=(52, 17, 1), capped=False)
-    """
+class Text(NamedTuple):
+    """One stored response."""
 
     example_id: str
     slot: int
@@ -69,21 +61,18 @@ class Text:
     """Cut by the length cap, so that no draft reached beyond its last token but one."""
 
 
-@dataclass(frozen=True, slots=True)
-class Counts:
-    """What emitting one text, or several, took. The prefill of the prompt is not a pass."""
+class Counts(NamedTuple):
+    """What emitting one text took. The prefill of the prompt is not a pass."""
 
     passes: int
     drafted: int
     accepted: int
 
 
-@dataclass(frozen=True, slots=True)
-class Visit:
-    """The texts of one prompt in one step, where it has earlier texts."""
+class Visit(NamedTuple):
+    """The texts of one prompt in one step, by slot, where it has earlier ones."""
 
     texts: tuple[Text, ...]
-    """By slot."""
     stored: tuple[Text, ...]
     """The last text of each slot before that step, newest step first, then by slot."""
 
@@ -136,50 +125,43 @@ def summarise(
     """The content of the report: how much text was replayed, plain decoding, and one row per window.
 
     Raises:
-        ReplayError: no text has an earlier one of the same prompt.
+        ConfigError: no text has an earlier one of the same prompt.
     """
-    found = list(revisits(texts))
-    if not found:
-        raise ReplayError(
+    visits = list(revisits(texts))
+    if not visits:
+        raise ConfigError(
             "No prompt has texts of two steps, so there is nothing to draft from. Runs keep them with "
             "trainer.save_every=STEPS_PER_EPOCH trainer.keep_checkpoints=EPOCHS, or trainer.log_completions_every=1."
         )
-    rows = [(text, visit.old(text)) for visit in found for text in visit.texts]
-    lengths = [len(text.tokens) for text, _ in rows]
-    total = sum(lengths)
-    plain = {"passes_per_row": fmean(lengths), "passes_max": max(lengths), "tokens_per_pass": 1.0}
-    lines = []
-    for window in windows:
-        counts = [row for visit in found for row in count(visit, window, sources)]
-        passes, drafted, accepted = (
-            sum(getattr(c, name) for c in counts) for name in ("passes", "drafted", "accepted")
-        )
-        lines.append(
-            {
-                "window": window,
-                "passes_per_row": passes / len(counts),
-                "passes_max": max(c.passes for c in counts),
-                "tokens_per_pass": total / passes,
-                "drafted": drafted,
-                "accepted": accepted,
-                "acceptance": accepted / drafted if drafted else None,
-                "reused_ratio": accepted / total,
-            }
-        )
-    steps, ages = [text.step for text, _ in rows], [text.step - old.step for text, old in rows if old]
+    rows = [(text, visit.old(text)) for visit in visits for text in visit.texts]
+    lengths, steps = [len(text.tokens) for text, _ in rows], [text.step for text, _ in rows]
+    ages = [text.step - old.step for text, old in rows if old]
     return {
         "rows": len(rows),
         "examples": len({text.example_id for text, _ in rows}),
-        "tokens": total,
+        "tokens": sum(lengths),
         "steps": [min(steps), max(steps)],
         "draft_age": fmean(ages) if ages else None,
         "sources": list(sources),
-        "plain": plain,
-        "windows": lines,
+        "plain": _line([Counts(length, 0, 0) for length in lengths], sum(lengths)),
+        "windows": [
+            {"window": window, **_line([c for v in visits for c in count(v, window, sources)], sum(lengths))}
+            for window in windows
+        ],
     }
 
 
-# Reading
+def _line(counts: Sequence[Counts], tokens: int) -> dict[str, Any]:
+    passes, drafted, accepted = map(sum, zip(*counts, strict=True))
+    return {
+        "passes_per_row": passes / len(counts),
+        "passes_max": max(c.passes for c in counts),
+        "tokens_per_pass": tokens / passes,
+        "drafted": drafted,
+        "accepted": accepted,
+        "acceptance": accepted / drafted if drafted else None,
+        "reused_ratio": accepted / tokens,
+    }
 
 
 def read_run(directory: Path, model: str = "") -> list[Text]:
@@ -187,18 +169,17 @@ def read_run(directory: Path, model: str = "") -> list[Text]:
     from rollout.records import unpack
     from rollout.store import SNAPSHOT, open_snapshot
 
-    places = [*directory.glob("checkpoints/checkpoint-*/trajectories"), directory / "trajectories"]
     texts: dict[tuple[str, int, int], Text] = {}
-    for place in places:
-        if not (place / SNAPSHOT).is_file():
-            continue
-        with open_snapshot(place) as (_, rows):
-            for example_id, slot, blob in rows:
-                t = unpack(blob)
-                texts[example_id, slot, t.step] = Text(example_id, slot, t.step, t.tokens, t.finish == "length")
+    for place in (*directory.glob("checkpoints/checkpoint-*/trajectories"), directory / "trajectories"):
+        if (place / SNAPSHOT).is_file():
+            with open_snapshot(place) as (_, rows):
+                for example_id, slot, blob in rows:
+                    t = unpack(blob)
+                    texts[example_id, slot, t.step] = Text(example_id, slot, t.step, t.tokens, t.finish == "length")
     if any(revisits(texts.values())) or not any((directory / "completions").glob("step_*.parquet")):
         return list(texts.values())
-    return read_files(directory / "completions", model or _policy(directory))
+    config = load_saved(directory)
+    return read_files(directory / "completions", model or config.tokenizer or config.model)
 
 
 def read_files(path: Path, model: str = "") -> list[Text]:
@@ -207,83 +188,42 @@ def read_files(path: Path, model: str = "") -> list[Text]:
     Without a column `step` it is the number in the file's name, as in step_12.parquet. Without lists of ids in a column
     `tokens`, the text of `completion` is tokenised again, with the EOS added where `finish` is not `length`.
     """
+    from specrl.policy import load_tokenizer
+
     files = sorted(f for f in path.iterdir() if f.suffix in SUFFIXES) if path.is_dir() else [path]
     if not files or not all(file.is_file() and file.suffix in SUFFIXES for file in files):
-        raise ReplayError(f"No {' or '.join(SUFFIXES)} file at {path}. Give data=FILE, or a directory of such files.")
-    tokenise = None
-    texts = []
+        raise ConfigError(f"No {' or '.join(SUFFIXES)} file at {path}. Give data=FILE, or a directory of such files.")
+    texts, tokenizer = [], None
     for file in files:
         number = re.search(r"(\d+)$", file.stem)
-        for at, row in enumerate(_rows(file), 1):
+        for place, row in parse(file):
             try:
                 capped, tokens = row.get("finish") == "length", row.get("tokens")
                 step = int(row["step"] if "step" in row else number[1])
                 if not isinstance(tokens, list):
-                    tokenise = tokenise or _tokeniser(model or "tiny")
-                    tokens = tokenise(row["completion"], not capped)
+                    tokenizer = tokenizer or load_tokenizer(Config(model=model or "tiny"))
+                    end = [] if capped or tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+                    tokens = tokenizer(row["completion"], add_special_tokens=False)["input_ids"] + end
                 texts.append(Text(str(row["example_id"]), int(row["slot"]), step, tuple(map(int, tokens)), capped))
-            except (KeyError, TypeError, ValueError, AttributeError) as error:
-                raise ReplayError(
-                    f"{file}, row {at}: {type(error).__name__} {error}. Needed are example_id, slot, step, and tokens "
-                    "(a list of ids) or completion (text)."
-                ) from error
+            except (KeyError, TypeError, ValueError) as error:
+                needed = "Needed are example_id, slot, step, and tokens (a list of ids) or completion (text)."
+                raise ConfigError(f"{place}: {type(error).__name__} {error}. {needed}") from error
     return texts
 
 
-def _rows(file: Path) -> list[dict]:
-    try:
-        if file.suffix == ".parquet":
-            import pyarrow.parquet as pq
+def show(summary: dict[str, Any]) -> None:
+    """Prints the header and the table: passes of a row, and the reused share of the tokens."""
+    from rich.console import Console
 
-            return pq.read_table(file).to_pylist()
-        return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
-    except (OSError, ValueError) as error:
-        raise ReplayError(f"Cannot read {file}: {str(error).splitlines()[0]}.") from error
-
-
-def _tokeniser(model: str):
-    from transformers import AutoTokenizer
-
-    from specrl.policy import TINY_PATH
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(str(TINY_PATH) if model == "tiny" else model)
-    except (OSError, ValueError) as error:
-        raise ReplayError(f"model={model} has no tokenizer here: {str(error).strip().splitlines()[0]}") from error
-    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    return lambda text, ended: tokenizer(text, add_special_tokens=False)["input_ids"] + (end if ended else [])
-
-
-def _policy(directory: Path) -> str:
-    config = load_saved(directory)
-    return config.tokenizer or config.model
-
-
-# Words
-
-
-def show(summary: dict[str, Any], console: Console | None = None) -> None:
-    """Prints the header and the table."""
-    console = console or Console(highlight=False)
-    age = "" if summary["draft_age"] is None else f", drafts {summary['draft_age']:.1f} steps old on average"
     first, last = summary["steps"]
+    age = "" if summary["draft_age"] is None else f", drafts {summary['draft_age']:.1f} steps old on average"
     scope = f"{summary['rows']} rows of {summary['examples']} prompts, steps {first} to {last}{age}"
-    console.print(f"{HEADER}\n{scope}; passes per row, reused share of tokens", highlight=False, soft_wrap=True)
-    table = Table(box=SIMPLE_HEAD)
-    for column in COLUMNS:
-        table.add_column(column, justify="right")
-    for row in ({"window": "plain"} | summary["plain"], *summary["windows"]):
-        table.add_row(*_cells(row))
-    console.print(table)
-
-
-def _cells(row: dict[str, Any]) -> list[str]:
-    window = "whole" if row["window"] == 0 else str(row["window"])
-    cells = [window, f"{row['passes_per_row']:.1f}", str(row["passes_max"]), f"{row['tokens_per_pass']:.2f}"]
-    if "drafted" not in row:
-        return [*cells, "", "", "", ""]
-    acceptance = "" if row["acceptance"] is None else f"{row['acceptance']:.0%}"
-    return [*cells, f"{row['drafted']:,}", f"{row['accepted']:,}", acceptance, f"{row['reused_ratio']:.0%}"]
+    rows = []
+    for row in ({"window": "plain", **summary["plain"]}, *summary["windows"]):
+        cells = [f"{row['window'] or 'whole'}", f"{row['passes_per_row']:.1f}", f"{row['passes_max']}"]
+        cells += [f"{row['tokens_per_pass']:.2f}", f"{row['drafted']}", f"{row['accepted']}"]
+        rows.append([*cells, f"{row['acceptance'] or 0:.0%}", f"{row['reused_ratio']:.0%}"])
+    tables.show(Console(), f"{HEADER}\n{scope}", COLUMNS, rows)
 
 
 def main(options: ReplayOptions) -> int:
@@ -291,11 +231,8 @@ def main(options: ReplayOptions) -> int:
         raise ConfigError("Give either run=DIR or data=PATH. help=true explains both.")
     if unknown := [name for name in options.sources if name not in SOURCES]:
         raise ConfigError(f"sources has {unknown[0]!r}, which is none of {', '.join(SOURCES)}.")
-    if options.run:
-        texts = read_run(find_run(options.run), options.model)
-    else:
-        texts = read_files(Path(options.data), options.model)
-    summary = summarise(texts, options.sources)
+    read, path = (read_run, find_run(options.run)) if options.run else (read_files, Path(options.data))
+    summary = summarise(read(path, options.model), options.sources)
     if options.json:
         print(json.dumps({"options": asdict(options), "note": HEADER, **summary}))
     else:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from specrl.monitor import number
+from specrl.records import epoch, number
 from specrl.speedup import Speedup, bounded, speedup
 
 CHARGED = {"verify": "verify", "draft": "draft", "look-up": "lookup", "store": "store"}
@@ -75,11 +75,6 @@ def total(steps: Iterable[dict], key: str) -> float:
 def mean(steps: Iterable[dict], key: str) -> float | None:
     values = [value for record in steps if (value := number(record, key)) is not None]
     return fmean(values) if values else None
-
-
-def epoch(record: dict) -> float:
-    """Progress in epochs after the step, so 1.0 is the last step of epoch 1; 0 when it was not recorded."""
-    return number(record, "epoch") or 0.0
 
 
 def later(steps: Iterable[dict]) -> list[dict]:
@@ -222,6 +217,14 @@ class Estimate:
     saved_s: float
     low: float | None
     high: float | None
+
+    def told(self, steps: int) -> str:
+        """For people; without a figure where its interval holds 0."""
+        if self.low is None or self.low <= 0 <= self.high:
+            saved = "no difference that can be told from noise"
+        else:
+            saved = f"{self.saved_s:.1f} s saved (95 % interval {self.low:.1f} to {self.high:.1f} s)"
+        return f"Extrapolated to all {counted(steps, 'step')}: {saved}."
 
 
 def estimate(steps: Sequence[dict]) -> Estimate | None:

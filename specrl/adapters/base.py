@@ -6,7 +6,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from rollout.cache import Fingerprint, TrajectoryCache
 from rollout.keyed import KeyedRequest
@@ -100,11 +100,32 @@ class ReuseSession:
         return slot
 
 
-class Session(Protocol):
-    """A ReuseSession that is asked asynchronously, as adapters do; see `SharedSession`."""
+class SharedSession:
+    """One ReuseSession for all processes of a Ray job: an example may come to another worker at its next visit.
+
+    It lives in an actor of its own that the first process to ask makes, and ends with that process.
+
+    Args: options: those of ReuseSession; the first process's count.
+    """
+
+    def __init__(self, name: str = "specrl-reuse", **options):
+        import ray  # lazy: it runs, as the trainer has started it
+
+        actor = ray.remote(num_cpus=0)(ReuseSession)
+        self._actor = actor.options(name=name, get_if_exists=True).remote(**options)
 
     async def request(self, prompt: Sequence[int], *, visit: int | None = None, slot: int = 0) -> Ticket:
-        """See ReuseSession.request."""
+        return await self._actor.request.remote(list(prompt), visit=visit, slot=slot)
 
     async def finish(self, ticket: Ticket, tokens: Sequence[int]) -> None:
-        """See ReuseSession.finish."""
+        await self._actor.finish.remote(ticket, list(tokens))
+
+
+class Before:
+    """Stands before an engine of a trainer, all of which stays in reach."""
+
+    def __init__(self, engine: Any, session: SharedSession, **place: int):
+        self._engine, self._session, self._place = engine, session, place
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from copy import copy
 from typing import Any
 
-from specrl.adapters.base import Session
+from specrl.adapters.base import Before, SharedSession
 
 
 def reuse_executor(executor: type, *, seed: int, group_size: int, max_mb: float = 512) -> type:
@@ -23,13 +23,12 @@ def reuse_executor(executor: type, *, seed: int, group_size: int, max_mb: float 
     ReuseSession.
     """
     from rollout.engines.vllm_served import serve_by_default
-    from specrl.adapters.shared import SharedSession  # Ray runs: OpenRLHF started it
 
     serve_by_default()
     return reusing(executor, SharedSession(seed=seed, group_size=group_size, max_mb=max_mb))
 
 
-def reusing(executor: type, session: Session) -> type:
+def reusing(executor: type, session: SharedSession) -> type:
     """A subclass of an executor class all of whose requests go through `session`."""
 
     class ReuseExecutor(executor):
@@ -40,11 +39,8 @@ def reusing(executor: type, session: Session) -> type:
     return ReuseExecutor
 
 
-class ReuseEngine:
+class ReuseEngine(Before):
     """Stands before OpenRLHF's rollout actor. Requests with images or video pass unchanged."""
-
-    def __init__(self, engine: Any, session: Session):
-        self._engine, self._session = engine, session
 
     async def generate(self, prompt_token_ids: list[int], sampling_params: Any, multi_modal_data: Any = None) -> Any:
         if multi_modal_data:
@@ -55,6 +51,3 @@ class ReuseEngine:
         output = await self._engine.generate(prompt_token_ids, keyed)
         await self._session.finish(ticket, output.outputs[0].token_ids)
         return output
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)

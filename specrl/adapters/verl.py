@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import Any
 
 from rollout.types import RolloutError
-from specrl.adapters.base import Session
+from specrl.adapters.base import Before, SharedSession
 
 SINGLE_TURN = "verl.experimental.agent_loop.single_turn_agent_loop.SingleTurnAgentLoop"
 
@@ -28,9 +28,7 @@ def agent_loop(seed: int = 0, max_mb: float = 512, loop: str = SINGLE_TURN, **ve
 
 
 @cache
-def _session(seed: int, max_mb: float) -> Session:
-    from specrl.adapters.shared import SharedSession  # Ray runs: verl started it
-
+def _session(seed: int, max_mb: float) -> SharedSession:
     return SharedSession(seed=seed, max_mb=max_mb)
 
 
@@ -39,36 +37,29 @@ def reusing(loop: type) -> Callable[..., Any]:
     """A subclass of an agent loop class that takes a Session first and lets all its requests reuse."""
 
     class ReuseAgentLoop(loop):
-        def __init__(self, session: Session, **verl: Any):
+        def __init__(self, session: SharedSession, **verl: Any):
             super().__init__(**verl)
             self._session, self._client = session, self.server_manager
 
         async def run(self, sampling_params: dict[str, Any], **row: Any) -> Any:
             if missing := [name for name in ("session_id", "global_steps") if name not in row]:
                 raise RolloutError(f"verl's row has no {' and no '.join(missing)}: use its V1 trainer (trainer.use_v1)")
-            place = {"visit": int(row["global_steps"]), "slot": int(row["session_id"])}
-            self.server_manager = ReuseClient(self._client, self._session, **place)
+            visit, slot = int(row["global_steps"]), int(row["session_id"])
+            self.server_manager = ReuseClient(self._client, self._session, visit=visit, slot=slot)
             return await super().run(sampling_params, **row)
 
     return ReuseAgentLoop
 
 
-class ReuseClient:
+class ReuseClient(Before):
     """Stands before an `LLMServerClient` for one sample. Requests with images, video or audio pass unchanged."""
 
-    def __init__(self, client: Any, session: Session, visit: int, slot: int):
-        self._client, self._session, self._place = client, session, {"visit": visit, "slot": slot}
-
     async def generate(self, request_id: str, *, prompt_ids: list[int], sampling_params: dict, **more: Any) -> Any:
+        given = {"prompt_ids": prompt_ids, "sampling_params": sampling_params, **more}
         if any(more.get(name) for name in ("image_data", "video_data", "audio_data")):
-            return await self._client.generate(
-                request_id, prompt_ids=prompt_ids, sampling_params=sampling_params, **more
-            )
+            return await self._engine.generate(request_id, **given)
         ticket = await self._session.request(prompt_ids, **self._place)
         keyed = {**sampling_params, "extra_args": ticket.add_to(sampling_params.get("extra_args"))}
-        output = await self._client.generate(request_id, prompt_ids=prompt_ids, sampling_params=keyed, **more)
+        output = await self._engine.generate(request_id, **{**given, "sampling_params": keyed})
         await self._session.finish(ticket, output.token_ids)
         return output
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._client, name)

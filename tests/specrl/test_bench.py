@@ -6,10 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from rollout.config import RolloutConfig, RouterConfig
+from rollout.config import RolloutConfig
 from rollout.types import Completion, EngineStats, Row
-from specrl.bench import Bench, BenchConfig, BenchOptions, command, prepare, training_config
+from specrl.bench import BenchConfig, command
 from specrl.config import Config, ConfigError, load
+from specrl.pair import Bench, options, prepare
 from specrl.speedup import of_pairs
 
 
@@ -95,14 +96,11 @@ def test_a_config_brings_its_prompts_engine_and_sampling(mine, tmp_path, capsys)
     assert (law.temperature, law.top_k, law.max_new_tokens) == (0.5, 3, 6)
 
 
-def test_without_a_config_it_benches_generated_arithmetic():
-    config = training_config(BenchOptions(level="hard"), 4)
-    assert (config.model, config.data, config.dataset.train_size, config.dataset.level) == (
-        "tiny",
-        "arithmetic",
-        4,
-        "hard",
-    )
+def test_without_a_config_it_benches_as_many_problems_as_the_rows_take():
+    config = options("rows=520", "dataset.level=hard")
+    bench, others, _ = prepare(config, others=8)
+    assert (config.model, len({row.example_id for row in bench.rows}), len(others)) == ("tiny", 65, 8)
+    assert all("/hard/" in row.example_id for row in bench.rows)
 
 
 @pytest.mark.parametrize(
@@ -122,6 +120,7 @@ def test_what_it_cannot_time_is_one_line(mine, words, message, capsys):
 
 
 def test_a_lossy_rule_is_refused_without_a_config_too():
-    options = BenchOptions(rollout=RolloutConfig(acceptance="judged", router=RouterConfig(kind="judge")))
+    config = options()
+    config.rollout.acceptance = "judged"
     with pytest.raises(ConfigError, match=r"rollout\.acceptance=judged"):
-        training_config(options, 4)
+        prepare(config)

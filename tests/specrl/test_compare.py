@@ -10,7 +10,6 @@ from specrl import report
 from specrl.compare import write_comparison
 from specrl.config import Config, ConfigError, save
 from specrl.config import run as run_command
-from specrl.monitor import RunError
 from specrl.report import ReportOptions
 
 # Two steps an epoch; steps 2, 3 and 4 are control steps, too few for a speedup.
@@ -120,7 +119,7 @@ def test_runs_of_one_name_are_told_apart_by_their_paths(tmp_path):
 def test_what_cannot_be_compared(pair, tmp_path):
     with pytest.raises(ConfigError, match="two or more different runs"):
         write_comparison([pair[0], pair[0]])
-    with pytest.raises(RunError, match=r"No run at .*tow\. Did you mean .*two\?"):
+    with pytest.raises(ConfigError, match=r"No run at .*tow\. Did you mean .*two\?"):
         write_comparison([pair[0], tmp_path / "tow"])
 
 

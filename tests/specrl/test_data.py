@@ -9,8 +9,8 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from specrl.config import DatasetConfig
-from specrl.data import DataError, Example, check_lengths, final_answer, load_examples, render, to_dataset
+from specrl.config import ConfigError, DatasetConfig
+from specrl.data import Example, check_lengths, final_answer, load_examples, render, to_dataset
 
 SHARED = Path(__file__).parents[2].parent / "shared/data"
 needs_shared = pytest.mark.skipif(not SHARED.is_dir(), reason="GSM8K and MATH-500 are not beside the repository")
@@ -216,7 +216,7 @@ def test_hub_failures_are_one_readable_line(monkeypatch, failure, message):
         raise failure
 
     monkeypatch.setattr("datasets.load_dataset", fail)
-    with pytest.raises(DataError, match=message) as caught:
+    with pytest.raises(ConfigError, match=message) as caught:
         load("gsm8k")
     assert "\n" not in str(caught.value)
 
@@ -252,7 +252,7 @@ def test_errors(tmp_path, name, options, message):
     (tmp_path / "torn.jsonl").write_text('{"question": "a"}\n{"quest')
     (tmp_path / "notes.txt").write_text("hello")
     (tmp_path / "broken.parquet").write_bytes(b"PAR1 no")
-    with pytest.raises(DataError, match=message) as caught:
+    with pytest.raises(ConfigError, match=message) as caught:
         load(name.format(d=tmp_path), **options)
     assert "\n" not in str(caught.value)
     assert isinstance(caught.value, ValueError)
@@ -261,7 +261,7 @@ def test_errors(tmp_path, name, options, message):
 def test_a_test_file_is_no_training_data(tmp_path):
     name = write(tmp_path / "test.jsonl", ROWS)
     assert len(load(name, "test")) == 20
-    with pytest.raises(DataError, match="serves as split 'test', not 'train'"):
+    with pytest.raises(ConfigError, match="serves as split 'test', not 'train'"):
         load(name, "train")
 
 
@@ -276,9 +276,9 @@ def test_render_uses_the_chat_template_for_messages_only():
 def test_check_lengths_refuses_with_count_longest_and_key():
     examples = [Example(f"e{n}", "one " * n, None, {}) for n in range(1, 6)]
     check_lengths(examples, tiny_tokenizer(), max_prompt_tokens=5, room=5)
-    with pytest.raises(DataError, match=r"2 of 5 .* 3 tokens \(dataset\.max_prompt_tokens\); .* 5 \(example e5\)"):
+    with pytest.raises(ConfigError, match=r"2 of 5 .* 3 tokens \(dataset\.max_prompt_tokens\); .* 5 \(example e5\)"):
         check_lengths(examples, tiny_tokenizer(), max_prompt_tokens=3)
-    with pytest.raises(DataError, match=r"1 of 5 .* more than 4 tokens \(the model's context .* Lower rollout"):
+    with pytest.raises(ConfigError, match=r"1 of 5 .* more than 4 tokens \(the model's context .* Lower rollout"):
         check_lengths(examples, tiny_tokenizer(), max_prompt_tokens=9, room=4)
 
 
@@ -289,7 +289,7 @@ def test_a_prompt_that_is_too_long_is_found_in_its_file(tmp_path, monkeypatch):
     tokenizer.model_max_length = 5
     monkeypatch.setattr(logging.getLogger("transformers"), "handlers", [handler := logging.Handler()])
     handler.emit = said.append
-    with pytest.raises(DataError, match=rf"2 of 3 prompts .* the longest has 9 \({path}, line 3\)"):
+    with pytest.raises(ConfigError, match=rf"2 of 3 prompts .* the longest has 9 \({path}, line 3\)"):
         check_lengths(load(path, train_split="train[1:]"), tokenizer, max_prompt_tokens=5)
     assert said == [], "transformers says nothing beside it"
     (tmp_path / "mine.json").write_text(json.dumps(rows))
@@ -311,7 +311,7 @@ def test_parts_in_percent_are_rounded_as_datasets_does(tmp_path, count):
         if kept:
             assert len(load(name, train_split=f"train[:{percent}%]")) == len(kept)
         else:
-            with pytest.raises(DataError, match="has no rows"):
+            with pytest.raises(ConfigError, match="has no rows"):
                 load(name, train_split=f"train[:{percent}%]")
 
 

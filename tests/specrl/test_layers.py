@@ -16,7 +16,7 @@ BELOW = {
 DOORS = {
     "trl": ("trainers/grpo.py",),
     "vllm": ("rollout/engines/vllm*.py",),
-    "ray": ("rollout/workers.py", "specrl/cluster.py", "specrl/adapters/shared.py"),
+    "ray": ("rollout/workers.py", "specrl/cluster.py", "specrl/adapters/base.py"),
     "verl": ("specrl/adapters/verl.py",),
     "openrlhf": ("specrl/adapters/openrlhf.py",),
 }
@@ -153,7 +153,7 @@ def test_planted_faults_are_found(path, code):
         ("rollout/engines/base.py", "from ..types import Request\nfrom . import transformers"),
         ("rollout/workers.py", "import ray"),
         ("specrl/cluster.py", "import ray"),
-        ("specrl/adapters/shared.py", "import ray"),
+        ("specrl/adapters/base.py", "import ray"),
         ("specrl/adapters/verl.py", "import verl"),
         ("trainers/grpo.py", "model.eval()\nre.compile('x')\ntorch.compile(model)\nnumpy.load(p, allow_pickle=False)"),
         ("trainers/snapshot.py", "read(p, weights_only=True)"),

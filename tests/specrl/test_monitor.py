@@ -8,7 +8,9 @@ import pytest
 import torch
 from rich.console import Console
 
-from specrl.monitor import Monitor, RunError, duration, eval_line, load_run, read_records, step_line
+from specrl.config import ConfigError
+from specrl.monitor import Monitor, duration, eval_line, step_line
+from specrl.records import load_run, read_records
 
 FULL = {
     "step": 42,
@@ -218,9 +220,9 @@ def test_load_run_keeps_the_last_record_of_a_step(tmp_path):
 def test_load_run_names_the_nearest_run(tmp_path):
     (tmp_path / "grpo_math").mkdir()
     (tmp_path / "grpo_math" / "metrics.jsonl").write_text('{"step": 0, "eval/reward": 1}\n')
-    with pytest.raises(RunError, match=r"No run at .*grpo_mth\. Did you mean .*grpo_math\?"):
+    with pytest.raises(ConfigError, match=r"No run at .*grpo_mth\. Did you mean .*grpo_math\?"):
         load_run(tmp_path / "grpo_mth")
-    with pytest.raises(RunError, match=r"No metrics in .*no step yet"):
+    with pytest.raises(ConfigError, match=r"No metrics in .*no step yet"):
         load_run(tmp_path / "grpo_math")
 
 

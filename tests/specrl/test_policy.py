@@ -5,9 +5,8 @@ import shutil
 import pytest
 import torch
 
-from specrl.config import load
+from specrl.config import ConfigError, load
 from specrl.policy import (
-    PolicyError,
     check_targets,
     device,
     engine_spec,
@@ -69,7 +68,7 @@ def test_a_tokenizer_without_pad_token_pads_with_an_eos(variant):
 def test_without_any_eos_no_response_could_end(variant):
     none = {"eos_token_id": None}
     folder = variant(config=none, generation_config=none, tokenizer_config={"eos_token": None})
-    with pytest.raises(PolicyError, match="names no EOS token"):
+    with pytest.raises(ConfigError, match="names no EOS token"):
         load_policy(configure(folder))
 
 
@@ -95,7 +94,7 @@ def test_trained_weights_are_float32_unless_asked_otherwise(options, trained, ro
 
 def test_the_tokenizer_must_belong_to_the_model(tmp_path):
     small = build_policy(tmp_path / "small", vocab_size=20)
-    with pytest.raises(PolicyError, match=r"tokens but model=.*small knows 20") as caught:
+    with pytest.raises(ConfigError, match=r"tokens but model=.*small knows 20") as caught:
         load_policy(configure(small))
     assert "\n" not in str(caught.value)
     big = build_policy(tmp_path / "big", vocab_size=128)
@@ -112,7 +111,7 @@ def test_the_tokenizer_must_belong_to_the_model(tmp_path):
 )
 def test_what_cannot_be_loaded(monkeypatch, options, message):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(PolicyError, match=message):
+    with pytest.raises(ConfigError, match=message):
         load_policy(configure(policy(), **options))
 
 
@@ -120,7 +119,7 @@ def test_a_model_without_a_tokenizer_is_no_mistake_in_the_tokenizer(tmp_path):
     for name in ("config.json", "model.safetensors"):
         (tmp_path / name).write_bytes((policy() / name).read_bytes())
     message = rf"^model={tmp_path} has no tokenizer that can be loaded: none of its files is one\. Give tokenizer=DIR"
-    with pytest.raises(PolicyError, match=message):
+    with pytest.raises(ConfigError, match=message):
         load_policy(configure(tmp_path))
     assert len(load_policy(configure(tmp_path, tokenizer=str(policy())))[1]) > 10
 
@@ -156,10 +155,10 @@ def test_every_process_of_a_machine_has_a_gpu_of_its_own(gpus, given):
 def test_one_gpu_for_all_processes_is_refused(gpus):
     gpus(4, LOCAL_RANK=0, LOCAL_WORLD_SIZE=1)
     assert str(device(configure(policy(), device="cuda:2"))) == "cuda:2"
-    with pytest.raises(PolicyError, match=r"^device=cuda:4: PyTorch sees 4 GPUs here, from cuda:0 on\. Use device="):
+    with pytest.raises(ConfigError, match=r"^device=cuda:4: PyTorch sees 4 GPUs here, from cuda:0 on\. Use device="):
         device(configure(policy(), device="cuda:4"))
     gpus(4, LOCAL_RANK=1, LOCAL_WORLD_SIZE=2)
-    with pytest.raises(PolicyError, match=r"^device=cuda:2 puts all processes of this machine on one GPU\. Use dev"):
+    with pytest.raises(ConfigError, match=r"^device=cuda:2 puts all processes of this machine on one GPU\. Use dev"):
         device(configure(policy(), device="cuda:2"))
 
 
@@ -170,12 +169,12 @@ def test_layers_that_are_there_can_be_adapted(targets, tiny):
 
 def test_a_misspelt_layer_is_told_with_those_there_are(tiny):
     layers = "q_proj, k_proj, o_proj, up_proj, v_proj, gate_proj, down_proj, lm_head"
-    with pytest.raises(PolicyError) as caught:
+    with pytest.raises(ConfigError) as caught:
         check_targets(["v_proj", "qproj"], tiny("qwen3"))
     message = f"lora.targets=[v_proj,qproj]: the model has no layer 'qproj'. Its linear layers: {layers}."
     assert sorted(re.split(r", |: |\.$", str(caught.value))) == sorted(re.split(r", |: |\.$", message))
     assert "Its linear layers: q_proj, " in str(caught.value)
-    with pytest.raises(PolicyError, match=r"no layer 'q_proj'\. Its linear layers: c_proj, "):
+    with pytest.raises(ConfigError, match=r"no layer 'q_proj'\. Its linear layers: c_proj, "):
         check_targets(["q_proj"], tiny("gpt2"))
 
 
@@ -185,7 +184,7 @@ def test_code_of_a_model_folder_never_runs(variant, tmp_path):
     auto = {"AutoModelForCausalLM": "evil.Model", "AutoConfig": "evil.Config"}
     folder = variant(config={"auto_map": auto, "model_type": "evil"})
     (folder / "evil.py").write_text(f"open({str(canary)!r}, 'w').close()\nraise SystemExit")
-    with pytest.raises(PolicyError, match="cannot be loaded"):
+    with pytest.raises(ConfigError, match="cannot be loaded"):
         load_policy(configure(folder))
     assert not canary.exists()
 

@@ -12,10 +12,10 @@ from rollout.cache import Fingerprint, TrajectoryCache
 from rollout.config import SOURCES
 from rollout.types import Trajectory
 from specrl import config as cli
-from specrl.monitor import load_run
+from specrl.options import ConfigError
+from specrl.records import load_run
 from specrl.replay import (
     Counts,
-    ReplayError,
     ReplayOptions,
     Text,
     Visit,
@@ -141,7 +141,13 @@ def test_totals_by_hand():
         "draft_age": 4.0,
         "sources": ["prefix", "position"],
     }
-    assert found["plain"] == {"passes_per_row": 8.0, "passes_max": 8, "tokens_per_pass": 1.0}
+    plain = found["plain"]
+    assert (plain["passes_per_row"], plain["passes_max"], plain["tokens_per_pass"], plain["drafted"]) == (
+        8.0,
+        8,
+        1.0,
+        0,
+    )
     whole, narrow = found["windows"]
     assert whole == {
         "window": 0,
@@ -158,7 +164,7 @@ def test_totals_by_hand():
 
 
 def test_one_step_alone_is_an_error():
-    with pytest.raises(ReplayError, match="No prompt has texts of two steps"):
+    with pytest.raises(ConfigError, match="No prompt has texts of two steps"):
         summarise([text(OLD), text(OLD, example="b")])
 
 
@@ -199,16 +205,16 @@ def test_files_with_ids_and_files_with_text(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ('{"example_id": "a", "slot": 0, "step": 1}', "row 1: KeyError 'completion'. Needed are example_id, slot"),
-        ('{"example_id": "a", "slot": 0, "tokens": [1]}', "row 1: TypeError"),
-        ("[1]", "row 1: AttributeError"),
-        ("{", "Cannot read"),
+        ('{"example_id": "a", "slot": 0, "step": 1}', "line 1: KeyError 'completion'. Needed are example_id, slot"),
+        ('{"example_id": "a", "slot": 0, "tokens": [1]}', "line 1: TypeError"),
+        ("[1]", "must hold objects with columns"),
+        ("{", "line 1: not JSON"),
     ],
 )
 def test_unreadable_rows_are_named(tmp_path, content, message):
     file = tmp_path / "text.jsonl"
     file.write_text(content)
-    with pytest.raises(ReplayError, match=message) as error:
+    with pytest.raises(ConfigError, match=message) as error:
         read_files(file)
     assert str(file) in str(error.value)
 

@@ -8,9 +8,8 @@ from rich.console import Console
 from rollout.config import RouterConfig
 from specrl import report
 from specrl.card import card
-from specrl.config import Config, load_saved, save
+from specrl.config import Config, ConfigError, load_saved, save
 from specrl.config import run as run_command
-from specrl.monitor import RunError
 from specrl.report import ReportOptions, write_report
 from specrl.savings import (
     Saving,
@@ -283,7 +282,7 @@ def test_planted_fault_settings_that_change_time_stand_beside_the_number(tmp_pat
 def test_a_run_that_does_not_speculate_has_no_speedup(tmp_path):
     run, baseline = make_run(tmp_path / "a", PLAIN, "off"), make_run(tmp_path / "b", PLAIN, "off")
     made = write_report(run, baseline, plots=False)
-    assert made.tables == {}
+    assert made.evidence == {}
     assert "This run does not speculate (rollout.acceptance=off), so it has no speedup." in made.summary["notes"]
     assert "Speedup" not in made.markdown
 
@@ -410,7 +409,7 @@ def test_the_card_repeats_the_claims(tmp_path):
 def test_unfinished_run_without_control_steps_or_config(tmp_path):
     plain = [{"step": 1, "epoch": 0.5, "timing_s/gen": 2.0, "reward": None}]
     made = write_report(make_run(tmp_path / "a", plain, epochs=3))
-    assert made.tables == {}
+    assert made.evidence == {}
     assert made.summary["finished"] is False
     assert made.summary["notes"] == [
         "The run is unfinished; its last step is 1.",
@@ -473,7 +472,7 @@ def test_command_line(tmp_path, capsys):
     assert run_command(report.main, [f"path={run}"], ReportOptions) == 2
     assert "Unknown option 'path'. Did you mean 'run'?" in capsys.readouterr().err
     (tmp_path / "empty").mkdir()
-    with pytest.raises(RunError, match="No metrics in"):
+    with pytest.raises(ConfigError, match="No metrics in"):
         write_report(tmp_path / "empty")
 
 

@@ -8,8 +8,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from rollout.cache import Fingerprint, TrajectoryCache
 from rollout.types import Trajectory
 from specrl import config as cli
-from specrl.monitor import read_records
 from specrl.policy import fingerprint
+from specrl.records import read_records
 from specrl.train import adapter, load_cache, scorer, steps
 from tests.runs import Watch, policy, run, words
 

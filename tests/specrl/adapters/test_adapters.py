@@ -187,12 +187,9 @@ def test_what_verl_instantiates(build_model, monkeypatch):
 def test_what_openrlhf_loads(monkeypatch):
     """OpenRLHF checks the class and makes it without arguments; its engine starts afterwards."""
     served, made = [], []
-    modules = {
-        "rollout.engines.vllm_served": SimpleNamespace(serve_by_default=lambda: served.append(1)),
-        "specrl.adapters.shared": SimpleNamespace(SharedSession=lambda **options: made.append(options)),
-    }
-    for name, module in modules.items():
-        monkeypatch.setitem(sys.modules, name, module)
+    module = SimpleNamespace(serve_by_default=lambda: served.append(1))
+    monkeypatch.setitem(sys.modules, "rollout.engines.vllm_served", module)
+    monkeypatch.setattr(openrlhf, "SharedSession", lambda **options: made.append(options))
     executor = openrlhf.reuse_executor(FakeAgentExecutor, seed=4, group_size=8)
     assert isinstance(executor(), FakeAgentExecutor)
     assert (served, made) == ([1], [{"seed": 4, "group_size": 8, "max_mb": 512}])

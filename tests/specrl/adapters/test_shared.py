@@ -16,7 +16,7 @@ pytestmark = [
 
 def visit(number):
     """A response to the same prompt by whatever process this runs in: (slot, key, own text)."""
-    from specrl.adapters.shared import SharedSession
+    from specrl.adapters.base import SharedSession
 
     async def one():
         session = SharedSession(seed=3)
@@ -31,7 +31,7 @@ def test_all_processes_of_a_job_share_one_session():
     with connect(ClusterConfig(num_workers=1, object_store_mb=80)):
         import ray
 
-        from specrl.adapters.shared import SharedSession
+        from specrl.adapters.base import SharedSession
 
         made = SharedSession(seed=3)  # lives as long as this does
         here, there = visit, lambda number: ray.get(ray.remote(num_cpus=0)(visit).remote(number))

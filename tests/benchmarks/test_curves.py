@@ -5,7 +5,7 @@ from math import inf
 import numpy as np
 import pytest
 
-from specrl.curves import Curve, cost_at, cost_saved
+from benchmarks.curves import Curve, cost_at, cost_saved
 
 PROBLEMS = 200
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import ablation
 from rollout.engines import transformers
-from specrl import ablation
-from specrl.bench import BenchOptions, main
+from specrl.config import load
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -21,13 +21,12 @@ def small(monkeypatch, tmp_path):
     monkeypatch.setattr(ablation, "OTHERS", 16)
     monkeypatch.setattr(ablation, "WINDOWS", (8,))
     monkeypatch.setattr(ablation, "REGIMES", {"first epoch": None, "little drift": 0.02})
-    options = BenchOptions(rows=8, repeats=1, ablation=True, out=str(tmp_path / "out.json"), drafters=["layers=2"])
-    options.rollout.max_new_tokens = 24
-    return options
+    words = ["config=grpo_math", "rows=8", "repeats=1", f"out={tmp_path / 'out.json'}", "drafters=[layers=2]"]
+    return load([*words, "rollout.max_new_tokens=24"], ablation.AblationConfig, training=False)
 
 
 def test_every_method_is_measured_in_every_regime_and_size(small, capsys):
-    assert main(small) == 0
+    assert ablation.main(small) == 0
     lines = json.loads(Path(small.out).read_text())["lines"]
     methods = ["plain", "prefix", "+ position", "+ suffix", "+ contexts", "+ layers=2", "window 8"]
     assert [line["method"] for line in lines] == methods * 4
@@ -49,4 +48,4 @@ def test_every_method_is_measured_in_every_regime_and_size(small, capsys):
 def test_other_texts_than_plain_decodings_end_it(small, monkeypatch):
     monkeypatch.setattr(transformers, "accept_exact", lambda draws, draft: len(draft))
     with pytest.raises(SystemExit, match="sampled other tokens than plain decoding"):
-        main(small)
+        ablation.main(small)

@@ -1,4 +1,4 @@
-"""What each way of drafting adds: `python -m specrl.bench ablation=true [drafters=[DIR]]`.
+"""What each way of drafting adds: `python -m benchmarks.ablation [config=NAME] [rows=64] [drafters=[DIR]] [out=FILE]`.
 
 The same rows with the same keys, in turn, by plain decoding and with one more source of drafts at a time, in four
 regimes: a first epoch, in which no prompt has an old text, and later ones after much, some and little drift of the
@@ -7,33 +7,42 @@ weights. Every text is compared with plain decoding's. Run it on a quiet machine
 
 from __future__ import annotations
 
+import json
 import random
 import statistics
+import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from specrl.bench import perturbed
+from specrl import config as cli
+from specrl import tables
+from specrl.pair import Bench, PairConfig, device_name, perturbed, prepare, with_config
 from specrl.speedup import of_pairs
 
 if TYPE_CHECKING:
     from rollout.engines.transformers import TransformersEngine
-    from rollout.speculative import SpeculativeRollout
     from rollout.types import RolloutBatch, Row
-    from specrl.bench import Bench
 
 REGIMES = {"first epoch": None, "heavy drift": 0.1, "some drift": 0.05, "little drift": 0.02}
 """Noise on the old policy's matrices, in units of each matrix's own spread; None for no old texts."""
 SIZES = (1, 8, 64, 256)
 WINDOWS = (4, 16, 64)  # fixed draft lengths that the budget is compared with
-_STEPS = {
+STEPS = {
     "prefix": ("prefix",),
     "+ position": ("prefix", "position"),
     "+ suffix": ("prefix", "position", "earlier", "group"),
     "+ contexts": ("prefix", "position", "earlier", "group", "contexts"),
 }
 OTHERS = 512  # responses to other prompts that the context table has learnt: the middle of a first epoch of 128 prompts
+
+
+@dataclass
+class AblationConfig(PairConfig):
+    drafters: list[str] = field(
+        default_factory=list, metadata={"help": "draft models to try: directories, or layers=N"}
+    )
 
 
 @dataclass(frozen=True)
@@ -63,8 +72,18 @@ class Method:
     sources: Sequence[str]
 
 
-def run(console, bench: Bench, others: Sequence[Row], drafters: Sequence[str], repeats: int) -> dict[str, list[dict]]:
-    """Measures every method in every regime and size, printing a table for each size.
+def main(config: AblationConfig) -> int:
+    bench, others, _ = prepare(config, OTHERS)
+    result = {"options": asdict(config), "device": device_name(bench.model.device)}
+    result["lines"] = [asdict(line) for line in measure(bench, others, config.drafters, config.repeats)]
+    bench.engine.close()
+    if config.out:
+        Path(config.out).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    return 0
+
+
+def measure(bench: Bench, others: Sequence[Row], drafters: Sequence[str], repeats: int) -> list[Line]:
+    """Every method in every regime and size up to the bench's rows; prints a table for each size.
 
     Args:
         bench: policies, and the prompts of the largest size.
@@ -77,18 +96,19 @@ def run(console, bench: Bench, others: Sequence[Row], drafters: Sequence[str], r
     for size in (size for size in SIZES if size <= len(every)):
         bench.rows = every[:size]
         for regime, drift in REGIMES.items():
-            old = None if drift is None else _old_texts(bench, drift)
-            lines += _compare(bench, regime, old, list(_methods(bench, drafters)), learnt, repeats)
-        show(console, [line for line in lines if line.rows == size])
+            old = None if drift is None else old_texts(bench, drift)
+            batches = compare(bench, old, list(_methods(bench, drafters)), learnt, repeats)
+            lines += [_line(regime, name, runs[1:], batches["plain"][1:]) for name, runs in batches.items()]
+        show([line for line in lines if line.rows == size])
     bench.rows = every
-    return {"lines": [asdict(line) for line in lines]}
+    return lines
 
 
 def _methods(bench: Bench, drafters: Sequence[str]) -> Iterator[Method]:
     """An engine for each way of drafting, all around the same model."""
-    for name, sources in _STEPS.items():
+    for name, sources in STEPS.items():
         yield Method(name, _engine(bench, sources), sources)
-    full = _STEPS["+ contexts"]
+    full = STEPS["+ contexts"]
     for drafter in drafters:
         yield Method(f"+ {Path(drafter).name}", _engine(bench, full, drafter=drafter), full)
     for window in WINDOWS:
@@ -103,24 +123,19 @@ def _engine(bench: Bench, sources: Sequence[str], window: int = 0, drafter: str 
     return build_engine(replace(bench.spec, rollout=config), bench.model)
 
 
-def _old_texts(bench: Bench, drift: float) -> RolloutBatch:
+def old_texts(bench: Bench, drift: float) -> RolloutBatch:
     """What the policy with noise on its weights wrote in the epoch before."""
-    newer = bench.weights["newer"]
-    bench.weights["older"] = perturbed(newer, drift)
+    bench.weights["older"] = perturbed(bench.weights["newer"], drift)
     bench.switch("older")
     old = bench.rollout(None).generate(bench.rows, visit=0, step=0)
     bench.switch("newer")
     return old
 
 
-def _compare(
-    bench: Bench,
-    regime: str,
-    old: RolloutBatch | None,
-    methods: Sequence[Method],
-    learnt: Sequence[tuple],
-    repeats: int,
-) -> list[Line]:
+def compare(
+    bench: Bench, old: RolloutBatch | None, methods: Sequence[Method], learnt: Sequence[tuple], repeats: int
+) -> dict[str, list[RolloutBatch]]:
+    """The rollouts of each method, and of plain decoding: one that warms up and `repeats` more, in turn."""
     batches: dict[str, list[RolloutBatch]] = {"plain": [], **{m.name: [] for m in methods}}
     for visit in range(1, repeats + 2):
         turns = [None, *methods]
@@ -128,18 +143,13 @@ def _compare(
         for method in turns:
             if method is None:
                 batches["plain"].append(bench.plain(visit))
-                continue
-            if method.engine.contexts is not None:
-                method.engine.contexts.clear()  # it would know the prompts from the last repeat
-                method.engine.contexts.learn(learnt)
-            stage: SpeculativeRollout = bench.rollout(old, engine=method.engine, sources=list(method.sources))
-            batch = stage.generate(bench.rows, visit=visit, step=1)
-            stage.store(bench.rows, batch, step=1)
-            batches[method.name].append(batch)
+            else:
+                stage = bench.rollout(old, engine=method.engine, sources=list(method.sources))
+                batches[method.name].append(bench.timed(stage, visit, learnt))
         texts = {name: [c.tokens for c in runs[-1].completions] for name, runs in batches.items()}
         if wrong := [name for name, text in texts.items() if text != texts["plain"]]:
             raise SystemExit(f"{wrong[0]} sampled other tokens than plain decoding; the table means nothing")
-    return [_line(regime, name, runs[1:], batches["plain"][1:]) for name, runs in batches.items()]
+    return batches
 
 
 def _line(regime: str, method: str, runs: Sequence[RolloutBatch], plain: Sequence[RolloutBatch]) -> Line:
@@ -166,18 +176,21 @@ def _tail(batch: RolloutBatch) -> float:
     return sum(slowest[:count]) / count
 
 
-def show(console, lines: Sequence[Line]) -> None:
+def show(lines: Sequence[Line]) -> None:
     """Speedups by method and regime, of the whole rollout and of its slowest rows."""
-    from rich.table import Table
+    from rich.console import Console
 
+    console, cells = Console(), {(line.method, line.regime): line for line in lines}
     regimes = list(dict.fromkeys(line.regime for line in lines))
-    cells = {(line.method, line.regime): line for line in lines}
-    table = Table(title=f"{lines[0].rows} rows: speedup over plain decoding (of the slowest twentieth of the rows)")
-    for column in ("drafts from", *regimes):
-        table.add_column(column, justify="left" if column == "drafts from" else "right", no_wrap=True)
+    rows = []
     for method in dict.fromkeys(line.method for line in lines):
         found = [(cells[method, regime], cells["plain", regime]) for regime in regimes]
-        table.add_row(method, *(f"{line.speedup:.2f}x ({plain.tail_s / line.tail_s:.2f}x)" for line, plain in found))
-    console.print(table)
+        rows.append((method, *(f"{line.speedup:.2f}x {plain.tail_s / line.tail_s:.2f}x" for line, plain in found)))
+    title = f"{lines[0].rows} rows: speedup over plain decoding, and of the slowest twentieth of the rows"
+    tables.show(console, title, ("drafts from", *regimes), rows)
     off = max(abs(end / line.speedup - 1) for line in lines for end in line.speedup_range)
-    console.print(f"Medians; no repeat's speedup is further than {off:.0%} from its median.", highlight=False)
+    tables.note(console, f"Medians; no repeat's speedup is further than {off:.0%} from its median.")
+
+
+if __name__ == "__main__":
+    raise SystemExit(cli.run(main, with_config(sys.argv[1:]), AblationConfig, training=False))

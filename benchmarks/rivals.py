@@ -1,19 +1,27 @@
-"""The same rows by vLLM as it comes, by vLLM's own speculation and by specrl's rules: one table, measured in turn."""
+"""The same rows by vLLM as it comes, by vLLM's own speculation and by specrl's rules: one table, measured in turn.
+
+python -m benchmarks.rivals config=grpo_math_vllm [rows=32] [repeats=5] [out=FILE]
+"""
 
 from __future__ import annotations
 
+import json
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from math import exp
-from typing import TYPE_CHECKING, NamedTuple
+from pathlib import Path
+from typing import NamedTuple
 
 from rollout.types import Request, RolloutError
+from specrl import config as cli
+from specrl import tables
+from specrl.pair import Bench, PairConfig, device_name, prepare, with_config
 from specrl.speedup import of_pairs
 
-if TYPE_CHECKING:
-    from specrl.bench import Bench
+COLUMNS = ("method", "decoded", "steps", "speedup", "log-prob", "same")
 
 
 class Result(NamedTuple):
@@ -51,6 +59,20 @@ class Line:
     note: str = ""
 
 
+def main(config: PairConfig) -> int:
+    if config.rollout.engine != "vllm":
+        raise cli.ConfigError(f"rollout.engine={config.rollout.engine}: rivals are vLLM's. Add rollout.engine=vllm.")
+    bench, *_ = prepare(config)
+    lines = compare(bench, config.repeats)
+    bench.engine.close()
+    show(lines, config.rows)
+    if config.out:
+        result = {"options": asdict(config), "device": device_name(bench.model.device)}
+        result["methods"] = [asdict(line) for line in lines]
+        Path(config.out).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    return 0
+
+
 def compare(bench: Bench, repeats: int) -> list[Line]:
     """Every method that runs here, `repeats` times in turn after one warm-up."""
     from rollout.engines import build_engine
@@ -82,8 +104,8 @@ def compare(bench: Bench, repeats: int) -> list[Line]:
 
 
 def _plain_vllm(bench: Bench, method: str):
+    from benchmarks.vllm_baseline import PlainVLLM
     from rollout.engines.base import Sampling
-    from rollout.engines.vllm_baseline import PlainVLLM
 
     law = bench.spec.rollout
     return PlainVLLM(bench.spec, Sampling(bench.spec.eos_ids, law.temperature, law.top_k, law.top_p), method)
@@ -108,10 +130,7 @@ def _of_specrl(bench: Bench, engine, **settings) -> Callable[[], Result]:
     def work() -> Result:
         stage = bench.rollout(bench.old_batch(), engine=engine, **settings)
         engine.reset_cache()
-        if engine.contexts is not None:
-            engine.contexts.clear()  # it would know the very texts from the last repeat
-        batch = stage.generate(bench.rows, visit=1, step=1)
-        stage.store(bench.rows, batch, step=1)
+        batch = bench.timed(stage)
         done, identical = batch.completions, None
         if stage.config.acceptance != "lenient":
             plain = stage.plain(bench.rows, batch.keys).completions
@@ -141,26 +160,28 @@ def _line(name: str, found: Sequence[Result], plain: Sequence[Result]) -> Line:
     return Line(name, seconds, last.tokens, decoded, last.steps, last.logp, last.identical, ratio, tuple(ends))
 
 
-def show(console, lines: Sequence[Line], rows: int) -> None:
+def show(lines: Sequence[Line], rows: int) -> None:
     """The result as a table."""
-    from rich.table import Table
+    from rich.console import Console
 
-    table = Table(title="vLLM, the same rows, measured in turn")
-    for column in ("method", "tokens", "decoded", "steps", "s", "speedup", "log-prob", "same"):
-        table.add_column(column, justify="left" if column == "method" else "right", no_wrap=True)
+    console, cells = Console(), []
     for line in lines:
         if line.seconds is not None:
-            same = "" if line.identical is None else f"{line.identical}/{rows}"
-            counts = (f"{line.tokens}", f"{line.decoded}", f"{line.steps}", f"{line.seconds:.3f}")
             low, high = line.speedup_range
             speedup = f"{line.speedup:.2f}x ({low:.2f} to {high:.2f})"
-            table.add_row(line.method, *counts, speedup, f"{line.logp:.3f}", same)
-    console.print(table)
-    console.print(
+            same = "" if line.identical is None else f"{line.identical}/{rows}"
+            cells.append((line.method, f"{line.decoded}", f"{line.steps}", speedup, f"{line.logp:.3f}", same))
+    tables.show(console, "vLLM, the same rows, measured in turn", COLUMNS, cells)
+    tables.note(
+        console,
         "speedup: seconds per token of vLLM as it comes over the method's, median (least to largest). log-prob: mean "
         "per token under the policy; far from vLLM's it is another law. same: rows equal to plain decoding with the "
-        "same keys."
+        "same keys.",
     )
     for line in lines:
         if line.note:
-            console.print(f"{line.method} is missing: {line.note}", highlight=False)
+            tables.note(console, f"{line.method} is missing: {line.note}")
+
+
+if __name__ == "__main__":
+    raise SystemExit(cli.run(main, with_config(sys.argv[1:]), PairConfig, training=False))

@@ -1,0 +1,130 @@
+"""Every benchmark script runs to its end, at its smallest size. What they measure is tested elsewhere."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from specrl import config as cli
+from specrl.drafter import shortened
+from specrl.tiny import load_tiny
+from tests.runs import ROOT
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
+
+
+def told(out):
+    return json.loads(out.read_text())
+
+
+def test_cache_lookup(capsys):
+    from benchmarks.cache_lookup import main
+
+    main(entries=200, rows=8)
+    found = json.loads(capsys.readouterr().out)
+    assert (found["entries"], found["rows"]) == (200 + 8, 8)
+
+
+def test_suffix(capsys):
+    from benchmarks.suffix import main
+
+    main(rows=8, tokens=16)
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(line["epoch"], line["tokens"]) for line in lines] == [("first epoch", 128), ("later epoch", 128)]
+
+
+def test_noise(monkeypatch, tmp_path):
+    from benchmarks import noise
+
+    monkeypatch.setattr(noise, "VOCABULARY", 64)
+    monkeypatch.setattr(noise, "HIDDEN", {"small": 8})
+    monkeypatch.setattr(torch, "compile", lambda f, **_: f)
+    noise.main(2, str(tmp_path / "out.json"))
+    (case,) = told(tmp_path / "out.json")["cases"]
+    assert min(case[part] for part in ("head", "draw", "compiled draw")) > 0
+
+
+def test_scaling(monkeypatch, tmp_path):
+    pytest.importorskip("ray")
+    from benchmarks import scaling
+
+    for name, value in {"ROWS": 8, "CAP": 8, "WORKERS": (1, 2)}.items():
+        monkeypatch.setattr(scaling, name, value)
+    scaling.main(str(tmp_path / "out.json"), repeats=1, sizes="1,4")
+    found = told(tmp_path / "out.json")
+    assert len(found["sync"]) == 4
+    assert min(found[key] for key in ("in_process_s", "two_workers_s", "sync_s", "train_s")) > 0
+
+
+def test_stop_rules(tmp_path):
+    from benchmarks.stop_rules import main
+
+    main(texts="16", out=str(tmp_path / "out.json"))
+    assert {case["drafter"] for case in told(tmp_path / "out.json")["cases"]} == {"first 2 layers"}
+
+
+def test_cotraining(monkeypatch, tmp_path):
+    from benchmarks import cotraining
+
+    for name, value in {"PROMPTS": 1, "GROUP": 2, "CAP": 16}.items():
+        monkeypatch.setattr(cotraining, name, value)
+    cotraining.main(steps="2", out=str(tmp_path / "out.json"))
+    cases = told(tmp_path / "out.json")["cases"]
+    assert [case["variant"] for case in cases] == list(cotraining.VARIANTS)
+    assert all(len(case["steps"]) == 2 for case in cases)
+
+
+def test_routers(monkeypatch, tmp_path):
+    from benchmarks import routers
+
+    model, tokenizer = load_tiny()
+    for part in (shortened(model, 2), tokenizer):
+        part.save_pretrained(tmp_path / "draft")
+    monkeypatch.setattr(routers, "REPEATS", 1)
+    words = ["config=arbitrage_math", "dataset.test_size=4", f"rollout.drafter={tmp_path / 'draft'}", "seeds=1"]
+    words += ["rollout.max_new_tokens=24", "methods=likelihood,oracle", "continuations=1", f"out={tmp_path / 'out'}"]
+    assert cli.run(routers.main, words, routers.RouterBenchConfig, training=False) == 0
+    found = told(tmp_path / "out")
+    assert {point["method"] for point in found["points"]} == {"draft", "policy", "likelihood", "oracle"}
+
+
+def test_judges(monkeypatch, tmp_path):
+    from benchmarks import judges
+
+    smaller = ["dataset.train_size=8", "trainer.save_every=2"]
+    for name, value in {
+        "RUN": [*judges.RUN, *smaller],
+        "AN_EPOCH_EARLIER": "checkpoints/checkpoint-4",
+        "TEST_PROBLEMS": {"an epoch earlier": 16, "worse": 16},
+        "MINED_PROBLEMS": 8,
+        "MORE_PROBLEMS": 16,
+        "TUNING": {**judges.TUNING, "steps": 4},
+    }.items():
+        monkeypatch.setattr(judges, name, value)
+    words = [f"work={tmp_path}", f"out={tmp_path / 'out.json'}"]
+    assert cli.run(judges.main, words, judges.JudgesConfig) == 0
+    assert told(tmp_path / "out.json")["free wording"]["mined"]["mismatches"] > 0
+
+
+def test_rivals(tmp_path):
+    pytest.importorskip("vllm")
+    from benchmarks import rivals
+    from specrl.pair import PairConfig
+
+    words = ["config=grpo_math_vllm", "rows=8", "repeats=1", "rollout.max_new_tokens=8", f"out={tmp_path / 'out.json'}"]
+    assert cli.run(rivals.main, words, PairConfig, training=False) == 0
+    methods = {line["method"]: line for line in told(tmp_path / "out.json")["methods"]}
+    assert methods["specrl exact, replay 0"]["identical"] == 8
+    assert methods["vLLM"]["speedup"] == 1.0
+
+
+def test_house(tmp_path):
+    out = tmp_path / "out.json"
+    command = [sys.executable, "-m", "benchmarks.house", f"out={out}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr
+    lines = told(out)["lines"]
+    assert 0 < lines["config=grpo_math"]["code"] < lines["config=grpo_math"]["lines"] < lines["all"]["lines"]
+    assert max(map(len, done.stdout.splitlines()[:20])) <= 80
