@@ -16,6 +16,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from reward.answers import last_box
 from specrl.options import ConfigError, suggestion
 from specrl.tasks import arithmetic
 
@@ -148,12 +149,8 @@ def final_answer(text: str) -> str | None:
     """
     if match := re.search(r"####[ \t]*(\S[^\n]*)\s*\Z", text):
         return re.sub(r"(?<=\d),(?=\d{3})", "", match[1].strip())
-    boxed, depth = text[max(text.rfind("\\boxed{"), text.rfind("\\fbox{"), 0) :], 0
-    for brace in re.finditer(r"\\\\|\\[{}]|[{}]", boxed) if boxed.startswith(("\\boxed", "\\fbox")) else ():
-        depth += {"{": 1, "}": -1}.get(brace[0], 0)
-        if not depth:
-            return boxed[boxed.index("{") + 1 : brace.start()].strip()
-    return None
+    box = last_box(text)
+    return box and box[2].strip()
 
 
 def on_hub(name: str) -> bool:

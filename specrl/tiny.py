@@ -1,6 +1,7 @@
 """The embedded tiny policy and its recipe: 1.2 M parameters that solve `specrl.tasks.arithmetic` about half the time.
 
     python -m specrl.tiny out=DIR [steps=N] [blur=X] [batch=N] [seed=N]
+    python -m specrl.evaluate model=DIR
 
 First supervised training on generated problems until most of the skill is there, then `blur`: noise on the weights
 that brings sampled accuracy from about 0.75 down to 0.55. Reinforcement learning can then raise it on a CPU, which it
@@ -9,11 +10,9 @@ could not if the skill had never been learned. The recipe needs no network; one 
 
 import math
 import random
-import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
-from difflib import get_close_matches
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -29,7 +28,10 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from rollout.config import doc
+from specrl import config as cli
 from specrl import tasks
+from specrl.options import ConfigError
 from specrl.policy import TINY_PATH
 from specrl.tasks import Problem, arithmetic
 
@@ -42,15 +44,13 @@ PLAN = (("easy", 2), ("mixed", 3))
 PIECES = r" ?[A-Za-z]+|[0-9]|#+| [-+*=] | |\n|[.,:?]"
 
 
-@dataclass(frozen=True)
+@dataclass
 class Recipe:
-    """What the command accepts; `steps` round up per part of `PLAN`, `blur` is in units of a matrix's spread."""
-
-    out: str
-    steps: int = 1800
-    blur: float = 0.4
-    batch: int = 32
-    seed: int = 0
+    out: str = doc("", "directory to write the policy to")
+    steps: int = doc(1800, "optimiser steps, rounded up per part of the plan")
+    blur: float = doc(0.4, "noise on each matrix at the end, in units of its standard deviation")
+    batch: int = doc(32, "problems per step")
+    seed: int = doc(0, "of the weights, the problems and the noise")
 
 
 def load(path: str | Path) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
@@ -178,78 +178,13 @@ def blur(model: torch.nn.Module, amount: float, seed: int) -> None:
             parameter.add_(torch.randn(parameter.shape, generator=generator) * parameter.std() * amount)
 
 
-@dataclass(frozen=True)
-class Measure:
-    """Shares in 0..1 over sampled completions; `certainty`: mean probability of a sampled token; `length`: tokens."""
-
-    accuracy: float
-    certainty: float
-    finished: float
-    length: float
-
-
-@torch.no_grad()
-def measure(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, problems: list[Problem], seed: int = 0, limit: int = 320
-) -> Measure:
-    """Samples one completion of at most `limit` tokens per problem at temperature 1 and scores it."""
-    model.eval()
-    inputs = tokenizer([p.prompt for p in problems], return_tensors="pt", padding=True)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        out = model.generate(
-            **inputs, do_sample=True, top_k=0, max_new_tokens=limit, output_logits=True, return_dict_in_generate=True
-        )
-    tokens = out.sequences[:, inputs.input_ids.shape[1] :]
-    probabilities = torch.stack(out.logits, 1).float().softmax(-1).gather(-1, tokens[..., None])[..., 0]
-    ended = tokens == tokenizer.eos_token_id
-    mask = ended.cumsum(1) - ended.long() == 0
-    texts = tokenizer.batch_decode(tokens, skip_special_tokens=True)
-    right = [
-        text.rpartition("#### ")[2] == p.answer and bool(end.any())
-        for text, p, end in zip(texts, problems, ended, strict=True)
-    ]
-    return Measure(
-        accuracy=sum(right) / len(right),
-        certainty=(probabilities * mask).sum().item() / mask.sum().item(),
-        finished=ended.any(1).float().mean().item(),
-        length=mask.sum().item() / len(problems),
-    )
-
-
-def parse(arguments: list[str]) -> Recipe:
-    """Turns `key=value` words into a recipe.
-
-    Raises:
-        SystemExit: a word that is not `key=value`, an unknown key, a value of the wrong kind, or no `out`.
-    """
-    kinds = {field.name: field.type for field in fields(Recipe)}
-    optional = " ".join(f"[{field.name}={field.default}]" for field in fields(Recipe)[1:])
-    usage = f"usage: python -m specrl.tiny out=DIR {optional}"
-    given: dict[str, str | int | float] = {}
-    for word in arguments:
-        key, equals, value = word.partition("=")
-        if not equals:
-            raise SystemExit(f"tiny: {word!r} is not of the form key=value.\n{usage}")
-        if key not in kinds:
-            near = get_close_matches(key, kinds, n=1, cutoff=0.0)[0]
-            raise SystemExit(f"tiny: unknown key {key!r} in {word!r}. Did you mean {near!r}?\n{usage}")
-        try:
-            given[key] = kinds[key](value)
-        except ValueError:
-            raise SystemExit(f"tiny: {key} wants {kinds[key].__name__}, got {value!r}.\n{usage}") from None
-    for key in ("steps", "batch"):
-        if given.get(key, 1) < 1:
-            raise SystemExit(
-                f"tiny: {key} must be 1 or more, got {given[key]}; the nearest allowed value is 1.\n{usage}"
-            )
-    if "out" not in given:
-        raise SystemExit(f"tiny: `out` is missing, the folder to write to, such as out=outputs/tiny.\n{usage}")
-    return Recipe(**given)
-
-
 def make(recipe: Recipe) -> None:
     """The whole recipe: train, blur, then write the model (bfloat16) and its tokenizer to the folder `out`."""
+    if not recipe.out:
+        raise ConfigError("out is missing: the directory to write the policy to, such as out=outputs/tiny")
+    for key in ("steps", "batch"):
+        if getattr(recipe, key) < 1:
+            raise ConfigError(f"{key}={getattr(recipe, key)} must be 1 or more. Try {key}=1.")
     tokenizer = build_tokenizer()
     model = build_model(tokenizer, recipe.seed)
     train(model, tokenizer, recipe)
@@ -258,13 +193,6 @@ def make(recipe: Recipe) -> None:
     tokenizer.save_pretrained(recipe.out)
 
 
-def main(arguments: list[str]) -> None:
-    recipe = parse(arguments)
-    torch.set_num_threads(1)  # the order of float additions, and so the written bytes, depend on the number of threads
-    make(recipe)
-    written = load(recipe.out)
-    print(f"{recipe.out}: {measure(*written, arithmetic('test', 256))}")
-
-
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    torch.set_num_threads(1)  # the order of float additions, and so the written bytes, depend on the number of threads
+    raise SystemExit(cli.run(make, schema=Recipe))
