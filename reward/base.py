@@ -7,7 +7,7 @@ that takes more time or memory than a healthy worker may use is not such a failu
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -56,19 +56,35 @@ class Reward(Protocol):
     def __call__(self, samples: Sequence[Sample]) -> list[float | None]: ...
 
 
-def _checked(value: Any) -> Outcome:
-    """A reward's return value as a finite float; None and exceptions pass, anything else becomes an exception."""
-    if value is None or isinstance(value, Exception):
-        return value
+def attempt(function: Callable[[Any], Any], argument: Any) -> Any:
+    """What the function returns, or the exception that it raised. RewardError passes: nothing can be scored."""
     try:
-        if not hasattr(value, "__float__"):  # text has none, though float() would read it
-            raise TypeError(f"a score must be a number or None, got {type(value).__name__} {value!r:.80}")
-        number = float(value)
-        if not abs(number) <= LARGEST:
-            raise ValueError(f"a score must be finite and at most {LARGEST:g} in size, got {number}")
-        return number
+        return function(argument)
+    except RewardError:
+        raise
     except Exception as error:
         return error
+
+
+def _number(value: Any) -> Outcome:
+    """A reward's return value as a finite float; None and exceptions pass, anything else is raised on."""
+    if value is None or isinstance(value, Exception):
+        return value
+    if not hasattr(value, "__float__"):  # text has none, though float() would read it
+        raise TypeError(f"a score must be a number or None, got {type(value).__name__} {value!r:.80}")
+    number = float(value)
+    if not abs(number) <= LARGEST:
+        raise ValueError(f"a score must be finite and at most {LARGEST:g} in size, got {number}")
+    return number
+
+
+def _listed(returned: Any, samples: Sequence[Sample]) -> Sequence[Any]:
+    """One value per sample, or TypeError or ValueError."""
+    if isinstance(returned, (str, bytes, Mapping, set, frozenset)) or not hasattr(returned, "__len__"):
+        raise TypeError(f"a reward must return a list of scores, got {type(returned).__name__} {returned!r:.80}")
+    if len(returned) != len(samples):
+        raise ValueError(f"a reward must return one score per sample: {len(returned)} for {len(samples)} samples")
+    return returned
 
 
 def checked_outcomes(reward: Reward, samples: Sequence[Sample]) -> list[Outcome]:
@@ -78,19 +94,12 @@ def checked_outcomes(reward: Reward, samples: Sequence[Sample]) -> list[Outcome]
     sample costs only its own score.
     """
     function = getattr(reward, "outcomes", reward)
-    try:
-        returned = function(samples)
-        if isinstance(returned, (str, bytes, Mapping, set, frozenset)) or not hasattr(returned, "__len__"):
-            raise TypeError(f"a reward must return a list of scores, got {type(returned).__name__} {returned!r:.80}")
-        if len(returned) != len(samples):
-            raise ValueError(f"a reward must return one score per sample: {len(returned)} for {len(samples)} samples")
-    except RewardError:
-        raise
-    except Exception as error:
+    returned = attempt(lambda rows: _listed(function(rows), rows), samples)
+    if isinstance(returned, Exception):
         if len(samples) == 1:
-            return [error]
+            return [returned]
         return [checked_outcomes(reward, [sample])[0] for sample in samples]
-    return [_checked(value) for value in returned]
+    return [attempt(_number, value) for value in returned]
 
 
 def scores(reward: Reward, samples: Sequence[Sample]) -> list[float | None]:

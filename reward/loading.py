@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from dataclasses import asdict
 from typing import Any
 
-from reward.base import Reward, RewardError, Sample, checked_outcomes, scores
+from reward.base import Reward, RewardError, Sample, attempt, checked_outcomes, scores
 from reward.config import RewardConfig
 from reward.format import FormatReward
 from reward.math import MathReward
@@ -55,7 +55,7 @@ class FunctionReward:
         self._wanted = None if takes_all else set(signature.parameters)
 
     def outcomes(self, samples: Sequence[Sample]) -> list[Any]:
-        return [_attempt(self._score, sample) for sample in samples]
+        return [attempt(self._score, sample) for sample in samples]
 
     def __call__(self, samples: Sequence[Sample]) -> list[float | None]:
         return scores(self, samples)
@@ -94,15 +94,6 @@ def serve(spec: str) -> Callable[[dict[str, Any]], float | None]:
         return outcome
 
     return handler
-
-
-def _attempt(function: Callable[[Any], Any], argument: Any) -> Any:
-    try:
-        return function(argument)
-    except RewardError:
-        raise
-    except Exception as error:
-        return error
 
 
 def check(config: RewardConfig) -> None:
