@@ -44,16 +44,15 @@ Outcome = float | None | Exception
 class Reward(Protocol):
     """Scores samples. Each score depends on its own sample only, so a batch may be cut or repeated row by row.
 
-    Returns one number per sample, None for one that cannot be scored (the row is masked and counted, never 0).
-    Two optional methods: `close()` releases resources; `outcomes(samples)` is like a call, but in the place of a
-    None it may leave the exception that prevented the score, and is what RewardSet uses when it exists.
-    An optional attribute: `deterministic = True` promises that a score depends on nothing but the sample (no time, no
-    randomness, no judge that changes); RewardSet then asks once for each sample, not every time it comes.
+    Returns one number per sample; for one that cannot be scored None, or the exception that prevented it (the row is
+    masked and counted, never 0). An optional method: `close()` releases resources. An optional attribute:
+    `deterministic = True` promises that a score depends on nothing but the sample (no time, no randomness, no judge
+    that changes); RewardSet then asks once for each sample, not every time it comes.
     """
 
     name: str
 
-    def __call__(self, samples: Sequence[Sample]) -> list[float | None]: ...
+    def __call__(self, samples: Sequence[Sample]) -> Sequence[Outcome]: ...
 
 
 def attempt(function: Callable[[Any], Any], argument: Any) -> Any:
@@ -93,15 +92,9 @@ def checked_outcomes(reward: Reward, samples: Sequence[Sample]) -> list[Outcome]
     When the whole call raises or returns the wrong number of scores, it is repeated sample by sample, so that one bad
     sample costs only its own score.
     """
-    function = getattr(reward, "outcomes", reward)
-    returned = attempt(lambda rows: _listed(function(rows), rows), samples)
+    returned = attempt(lambda rows: _listed(reward(rows), rows), samples)
     if isinstance(returned, Exception):
         if len(samples) == 1:
             return [returned]
         return [checked_outcomes(reward, [sample])[0] for sample in samples]
     return [attempt(_number, value) for value in returned]
-
-
-def scores(reward: Reward, samples: Sequence[Sample]) -> list[float | None]:
-    """The scores of a reward that reports `outcomes`, with None in the place of exceptions."""
-    return [None if isinstance(outcome, Exception) else outcome for outcome in checked_outcomes(reward, samples)]
