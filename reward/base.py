@@ -7,7 +7,7 @@ that takes more time or memory than a healthy worker may use is not such a failu
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -44,31 +44,46 @@ Outcome = float | None | Exception
 class Reward(Protocol):
     """Scores samples. Each score depends on its own sample only, so a batch may be cut or repeated row by row.
 
-    Returns one number per sample, None for one that cannot be scored (the row is masked and counted, never 0).
-    Two optional methods: `close()` releases resources; `outcomes(samples)` is like a call, but in the place of a
-    None it may leave the exception that prevented the score, and is what RewardSet uses when it exists.
-    An optional attribute: `deterministic = True` promises that a score depends on nothing but the sample (no time, no
-    randomness, no judge that changes); RewardSet then asks once for each sample, not every time it comes.
+    Returns one number per sample; for one that cannot be scored None, or the exception that prevented it (the row is
+    masked and counted, never 0). An optional method: `close()` releases resources. An optional attribute:
+    `deterministic = True` promises that a score depends on nothing but the sample (no time, no randomness, no judge
+    that changes); RewardSet then asks once for each sample, not every time it comes.
     """
 
     name: str
 
-    def __call__(self, samples: Sequence[Sample]) -> list[float | None]: ...
+    def __call__(self, samples: Sequence[Sample]) -> Sequence[Outcome]: ...
 
 
-def _checked(value: Any) -> Outcome:
-    """A reward's return value as a finite float; None and exceptions pass, anything else becomes an exception."""
-    if value is None or isinstance(value, Exception):
-        return value
+def attempt(function: Callable[[Any], Any], argument: Any) -> Any:
+    """What the function returns, or the exception that it raised. RewardError passes: nothing can be scored."""
     try:
-        if not hasattr(value, "__float__"):  # text has none, though float() would read it
-            raise TypeError(f"a score must be a number or None, got {type(value).__name__} {value!r:.80}")
-        number = float(value)
-        if not abs(number) <= LARGEST:
-            raise ValueError(f"a score must be finite and at most {LARGEST:g} in size, got {number}")
-        return number
+        return function(argument)
+    except RewardError:
+        raise
     except Exception as error:
         return error
+
+
+def _number(value: Any) -> Outcome:
+    """A reward's return value as a finite float; None and exceptions pass, anything else is raised on."""
+    if value is None or isinstance(value, Exception):
+        return value
+    if not hasattr(value, "__float__"):  # text has none, though float() would read it
+        raise TypeError(f"a score must be a number or None, got {type(value).__name__} {value!r:.80}")
+    number = float(value)
+    if not abs(number) <= LARGEST:
+        raise ValueError(f"a score must be finite and at most {LARGEST:g} in size, got {number}")
+    return number
+
+
+def _listed(returned: Any, samples: Sequence[Sample]) -> Sequence[Any]:
+    """One value per sample, or TypeError or ValueError."""
+    if isinstance(returned, (str, bytes, Mapping, set, frozenset)) or not hasattr(returned, "__len__"):
+        raise TypeError(f"a reward must return a list of scores, got {type(returned).__name__} {returned!r:.80}")
+    if len(returned) != len(samples):
+        raise ValueError(f"a reward must return one score per sample: {len(returned)} for {len(samples)} samples")
+    return returned
 
 
 def checked_outcomes(reward: Reward, samples: Sequence[Sample]) -> list[Outcome]:
@@ -77,22 +92,9 @@ def checked_outcomes(reward: Reward, samples: Sequence[Sample]) -> list[Outcome]
     When the whole call raises or returns the wrong number of scores, it is repeated sample by sample, so that one bad
     sample costs only its own score.
     """
-    function = getattr(reward, "outcomes", reward)
-    try:
-        returned = function(samples)
-        if isinstance(returned, (str, bytes, Mapping, set, frozenset)) or not hasattr(returned, "__len__"):
-            raise TypeError(f"a reward must return a list of scores, got {type(returned).__name__} {returned!r:.80}")
-        if len(returned) != len(samples):
-            raise ValueError(f"a reward must return one score per sample: {len(returned)} for {len(samples)} samples")
-    except RewardError:
-        raise
-    except Exception as error:
+    returned = attempt(lambda rows: _listed(reward(rows), rows), samples)
+    if isinstance(returned, Exception):
         if len(samples) == 1:
-            return [error]
+            return [returned]
         return [checked_outcomes(reward, [sample])[0] for sample in samples]
-    return [_checked(value) for value in returned]
-
-
-def scores(reward: Reward, samples: Sequence[Sample]) -> list[float | None]:
-    """The scores of a reward that reports `outcomes`, with None in the place of exceptions."""
-    return [None if isinstance(outcome, Exception) else outcome for outcome in checked_outcomes(reward, samples)]
+    return [attempt(_number, value) for value in returned]

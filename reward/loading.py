@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from dataclasses import asdict
 from typing import Any
 
-from reward.base import Reward, RewardError, Sample, checked_outcomes, scores
+from reward.base import Outcome, Reward, RewardError, Sample, attempt, checked_outcomes
 from reward.config import RewardConfig
 from reward.format import FormatReward
 from reward.math import MathReward
@@ -54,11 +54,8 @@ class FunctionReward:
         takes_all = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
         self._wanted = None if takes_all else set(signature.parameters)
 
-    def outcomes(self, samples: Sequence[Sample]) -> list[Any]:
-        return [_attempt(self._score, sample) for sample in samples]
-
-    def __call__(self, samples: Sequence[Sample]) -> list[float | None]:
-        return scores(self, samples)
+    def __call__(self, samples: Sequence[Sample]) -> list[Outcome]:
+        return [attempt(self._score, sample) for sample in samples]
 
     def _score(self, sample: Sample) -> Any:
         fields = {key: value for key, value in sample.fields.items() if self._wanted is None or key in self._wanted}
@@ -73,11 +70,8 @@ class IsolatedReward:
         self.pool = WorkerPool("reward.loading:serve", config, [spec])
         self.pool.start()
 
-    def outcomes(self, samples: Sequence[Sample]) -> list[Any]:
+    def __call__(self, samples: Sequence[Sample]) -> list[Outcome]:
         return self.pool.map([asdict(sample) for sample in samples])
-
-    def __call__(self, samples: Sequence[Sample]) -> list[float | None]:
-        return scores(self, samples)
 
     def close(self) -> None:
         self.pool.close()
@@ -94,15 +88,6 @@ def serve(spec: str) -> Callable[[dict[str, Any]], float | None]:
         return outcome
 
     return handler
-
-
-def _attempt(function: Callable[[Any], Any], argument: Any) -> Any:
-    try:
-        return function(argument)
-    except RewardError:
-        raise
-    except Exception as error:
-        return error
 
 
 def check(config: RewardConfig) -> None:

@@ -31,7 +31,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from reward.answers import MAX_ANSWER_CHARS, compare, extract_answer, last_scaled, narrow, tidy, without_emphasis
-from reward.base import Sample, scores
+from reward.base import Outcome, Sample
 from reward.config import RewardConfig
 from reward.workers import WorkerPool
 
@@ -86,10 +86,7 @@ class MathReward:
     def __init__(self, config: RewardConfig | None = None):
         self.pool = WorkerPool("reward.math:make_checker", config, canary=CANARY)
 
-    def __call__(self, samples: Sequence[Sample]) -> list[float | None]:
-        return scores(self, samples)
-
-    def outcomes(self, samples: Sequence[Sample]) -> list[float | Exception | None]:
+    def __call__(self, samples: Sequence[Sample]) -> list[Outcome]:
         """1.0, 0.0, None without a reference answer, or the exception that prevented the check."""
         found: list[Any] = [self._quick(sample) for sample in samples]
         # Equal questions are asked once: the rows of one prompt share their reference and often their answer.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from reward.base import RewardError, Sample
 
@@ -27,12 +27,6 @@ class Prefix:
     @property
     def text(self) -> str:
         return "".join(self.steps)
-
-
-class ProcessReward(Protocol):
-    """Scores the last step of each prefix, 0 to 1; None for one that cannot be scored."""
-
-    def __call__(self, prefixes: Sequence[Prefix]) -> list[float | None]: ...
 
 
 class MonteCarloValue:

@@ -14,9 +14,10 @@ import time
 import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
-from reward.base import LimitError, RewardError
+from reward.base import LimitError, RewardError, attempt
 from reward.config import RewardConfig
 from reward.worker import WorkerProcess
 
@@ -132,15 +133,7 @@ class WorkerPool:
         A LimitError is `of_text` when the canary is answered after the last of them. Only RewardError is raised:
         without workers nothing can be scored.
         """
-
-        def outcome(payload: Any) -> Any:
-            try:
-                return self.call(payload)
-            except RewardError:
-                raise
-            except Exception as error:
-                return error
-
+        outcome = partial(attempt, self.call)
         if self.limits.workers == 1:  # here, where an interrupt reaches it
             outcomes = [outcome(payload) for payload in payloads]
         else:

@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
-from rollout.records import Entry, complaint, origin, pack, unpack, without_logprobs
+from rollout.records import Entry, complaint, origin, pack, unpack
 from rollout.store import (
     SNAPSHOT,
     DamagedError,
@@ -155,8 +155,9 @@ class TrajectoryCache:
         cache, path = cls(fingerprint, vocab_size, eos_ids, max_mb=max_mb), Path(directory) / SNAPSHOT
         try:
             with open_snapshot(Path(directory)) as (header, rows):
-                strip = not cache._matches(header.fingerprint, path, check_law)
-                good = sum(cache._admit(entry, max_step, strip, new_run) for entry in rows)
+                changes = {} if cache._matches(header.fingerprint, path, check_law) else {"logprobs": None}
+                changes |= {"step": 0, "version": 0} if new_run else {}
+                good = sum(cache._admit(*entry, max_step, changes) for entry in rows)
             cache.dropped = max(0, header.rows - good)
             if cache.dropped:
                 logger.warning("'%s': %d of %d entries are damaged and left out.", path, cache.dropped, header.rows)
@@ -181,17 +182,15 @@ class TrajectoryCache:
             )
         return not law
 
-    def _admit(self, entry: Entry, max_step: int | None, strip: bool, new_run: bool) -> bool:
-        """Stores one entry read from disk; False when it is bad."""
-        example_id, slot, blob = entry
+    def _admit(self, example_id: str, slot: int, blob: bytes, max_step: int | None, changes: dict) -> bool:
+        """Stores one entry read from disk, with some of its fields changed; False when it is bad."""
         trajectory = unpack(blob)
         if complaint(slot, trajectory, self.vocab_size, self.eos_ids) is not None:
             return False
         if max_step is not None and trajectory.step > max_step:
             self.skipped += 1
         else:
-            blob = pack(replace(trajectory, step=0, version=0)) if new_run else blob
-            self._store([(example_id, slot, without_logprobs(blob) if strip else blob)])
+            self._store([(example_id, slot, pack(replace(trajectory, **changes)) if changes else blob)])
         return True
 
     def _packed(self, example_id: str, slot: int, trajectory: Trajectory) -> Entry:

@@ -77,14 +77,6 @@ def origin(blob: bytes) -> tuple[int, int]:
     return step, version
 
 
-def without_logprobs(blob: bytes) -> bytes:
-    """The same packed trajectory without log-probs."""
-    *fields, flags = HEAD.unpack_from(blob)
-    if not flags & LOGPROBS:
-        return blob
-    return HEAD.pack(*fields, flags & ~LOGPROBS) + blob[HEAD.size : (len(blob) + HEAD.size) // 2]
-
-
 def row_checksum(example_id: bytes, slot: int, blob: bytes) -> int:
     """BLAKE2b-64 over the row's identity and canonical bytes, as an unsigned integer."""
     row = struct.pack("<qq", slot, len(example_id)) + example_id + blob

@@ -16,6 +16,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from reward.answers import last_box
 from rollout.checks import suggestion
 from specrl.options import ConfigError
 from specrl.tasks import arithmetic
@@ -53,36 +54,33 @@ class Example:
     """File and line, or data set and row, for messages; empty when the example was made here."""
 
 
-def load_examples(
-    name: str, dataset_config: DatasetConfig, split: Literal["train", "test"], seed: int
-) -> list[Example]:
+def load_examples(name: str, config: DatasetConfig, split: Literal["train", "test"], seed: int) -> list[Example]:
     """The examples of one split, in the order of the source.
 
     Args:
         name: `arithmetic`, `gsm8k`, `math500`, a hub id (`owner/name` or `owner/name:subset`), or a local .jsonl, .json
             or .parquet file or a directory with one such file per split.
-        dataset_config: which columns, how many examples, and the text around each prompt.
+        config: which columns, how many examples, and the text around each prompt.
         split: the role; `train_split` and `test_split` say what the source calls it, slices such as `train[90%:]` too.
         seed: draws the subset when train_size or test_size is set. A larger subset contains the smaller ones.
 
     Raises:
         ConfigError: unknown source or split, no such file, hub not reachable, missing column, no rows, unusable row.
     """
-    size = dataset_config.train_size if split == "train" else dataset_config.test_size
+    size = config.train_size if split == "train" else config.test_size
     key = f"dataset.{split}_size={size}"
     if name == "arithmetic":
         if size < 1:
             raise ConfigError(f"{key}: data=arithmetic is generated without end. Set a number, such as 256.")
-        problems = arithmetic(split, size, seed, dataset_config.level)
+        problems = arithmetic(split, size, seed, config.level)
         examples = [Example(p.id, p.prompt, p.answer, {"solution": p.solution}) for p in problems]
     else:
-        rows = _read(name, dataset_config.train_split if split == "train" else dataset_config.test_split, split)
-        examples = _examples(rows, dataset_config, name)
+        rows = _read(name, config.train_split if split == "train" else config.test_split, split)
+        examples = _examples(rows, config, name)
         if size > len(examples):
             raise ConfigError(f"{key}, but {name} has {len(examples)} rows there. Set {len(examples)}, or 0 for all.")
-    drawn = sorted(examples, key=lambda example: _digest(f"{seed}/{example.id}"))[: size or None]
-    kept = {example.id for example in drawn}
-    return [_framed(example, dataset_config) for example in examples if example.id in kept]
+    kept = {e.id for e in sorted(examples, key=lambda e: _digest(f"{seed}/{e.id}"))[: size or None]}
+    return [_framed(example, config) for example in examples if example.id in kept]
 
 
 def render(example: Example, tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -90,12 +88,13 @@ def render(example: Example, tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
     Messages for a tokenizer without a chat template become plain text, one blank line between them.
     """
-    if isinstance(example.prompt, str):
-        return list(tokenizer(example.prompt)["input_ids"])
-    if not tokenizer.chat_template:
-        return list(tokenizer("\n\n".join(message["content"] for message in example.prompt))["input_ids"])
-    ids = tokenizer.apply_chat_template(example.prompt, add_generation_prompt=True, tokenize=True, return_dict=True)
-    return list(ids["input_ids"])
+    text, quiet = example.prompt, {"verbose": False}  # `check_lengths` says which texts are long
+    if not isinstance(text, str):
+        if tokenizer.chat_template:
+            asked = {"add_generation_prompt": True, "return_dict": True, "tokenizer_kwargs": quiet}
+            return list(tokenizer.apply_chat_template(text, **asked)["input_ids"])
+        text = "\n\n".join(message["content"] for message in text)
+    return list(tokenizer(text, **quiet)["input_ids"])
 
 
 def check_lengths(
@@ -106,14 +105,7 @@ def check_lengths(
     Raises:
         ConfigError: how many are too long, the longest, where it stands and the key to set.
     """
-    from transformers.utils import logging
-
-    before = logging.get_verbosity()
-    logging.set_verbosity_error()  # transformers would remark on long texts beside the line below
-    try:
-        lengths = [(len(render(example, tokenizer)), example.place or f"example {example.id}") for example in examples]
-    finally:
-        logging.set_verbosity(before)
+    lengths = [(len(render(example, tokenizer)), example.place or f"example {example.id}") for example in examples]
     longest, which = max(lengths, key=lambda pair: pair[0], default=(0, ""))
     limit, rule, remedy = max_prompt_tokens, "dataset.max_prompt_tokens", f"Set dataset.max_prompt_tokens={longest}"
     if room is not None and room < limit:
@@ -130,11 +122,8 @@ def to_dataset(examples: Sequence[Example]) -> Dataset:
     """A data set for TRL: the columns prompt, example_id, answer and every field. Absent fields are None."""
     from datasets import Dataset
 
-    columns: dict[str, list] = {
-        "prompt": [example.prompt for example in examples],
-        "example_id": [example.id for example in examples],
-        "answer": [example.answer for example in examples],
-    }
+    columns = {"prompt": [e.prompt for e in examples], "example_id": [e.id for e in examples]}
+    columns |= {"answer": [e.answer for e in examples]}
     for name in dict.fromkeys(name for example in examples for name in example.fields):
         values = [example.fields.get(name) for example in examples]
         mixed = len({type(value) for value in values if value is not None}) > 1  # an Arrow column has one type
@@ -149,12 +138,8 @@ def final_answer(text: str) -> str | None:
     """
     if match := re.search(r"####[ \t]*(\S[^\n]*)\s*\Z", text):
         return re.sub(r"(?<=\d),(?=\d{3})", "", match[1].strip())
-    boxed, depth = text[max(text.rfind("\\boxed{"), text.rfind("\\fbox{"), 0) :], 0
-    for brace in re.finditer(r"\\\\|\\[{}]|[{}]", boxed) if boxed.startswith(("\\boxed", "\\fbox")) else ():
-        depth += {"{": 1, "}": -1}.get(brace[0], 0)
-        if not depth:
-            return boxed[boxed.index("{") + 1 : brace.start()].strip()
-    return None
+    box = last_box(text)
+    return box and box[2].strip()
 
 
 def on_hub(name: str) -> bool:
@@ -175,13 +160,10 @@ def _read(name: str, split: str, role: str) -> list[tuple[str, dict]]:
         raise ConfigError(_missing(path))
     else:
         known = ("arithmetic", *PRESETS)
-        raise ConfigError(
-            f"No data named '{name}'.{suggestion(name, known)} Known: {', '.join(known)}; or {LOCAL_HINT}."
-        )
+        near = suggestion(name, known)
+        raise ConfigError(f"No data named '{name}'.{near} Known: {', '.join(known)}; or {LOCAL_HINT}.")
     if not rows:
-        raise ConfigError(
-            f"{name} has no rows in its split '{split}'. At least one is needed; see dataset.{role}_split."
-        )
+        raise ConfigError(f"{name} has no rows in its split '{split}'. Give one with some; see dataset.{role}_split.")
     return rows
 
 
@@ -195,8 +177,7 @@ def _missing(path: Path) -> str:
 
 def _local(path: Path, split: str, role: str) -> list[tuple[str, dict]]:
     """The rows of one split of a file or directory, cut where `split` is a slice."""
-    match = re.fullmatch(r"([^\[\]]+)(?:\[(-?\d+%?)?:(-?\d+%?)?\])?", split)
-    if not match:
+    if not (match := re.fullmatch(r"([^\[\]]+)(?:\[(-?\d+%?)?:(-?\d+%?)?\])?", split)):
         raise ConfigError(f"dataset.{role}_split={split} is no split. Write a name, or a part such as train[:90%].")
     base, holds, files = match[1], "test" if path.stem.startswith("test") else "train", [path]
     if path.is_dir():

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import platform
-import re
 import shutil
 import subprocess
 import sys
@@ -100,15 +99,10 @@ def verdict(found: str | None, wanted: str, optional: bool = False) -> str:
 
 
 def inside(found: str, wanted: str) -> bool:
-    """Whether a version such as 2.13.0+cpu lies in a range of `>=` and `<` bounds; text after the digits is ignored."""
-    number = _number(found)
-    bounds = re.findall(r"(>=|<)([\d.]+)", wanted)
-    return all(number >= _number(bound) if sign == ">=" else number < _number(bound) for sign, bound in bounds)
+    """Whether a version such as 2.13.0+cpu lies in a range such as `>=2.6,<3`."""
+    from packaging.specifiers import SpecifierSet
 
-
-def _number(text: str) -> tuple[int, ...]:
-    digits = [int(part) for part in re.match(r"\d+(\.\d+)*", text)[0].split(".")]
-    return tuple(digits + [0] * (4 - len(digits)))
+    return SpecifierSet(wanted).contains(found, prereleases=True)
 
 
 def machine() -> dict:

@@ -1,6 +1,7 @@
 """The embedded tiny policy and its recipe: 1.2 M parameters that solve `specrl.tasks.arithmetic` about half the time.
 
     python -m specrl.tiny out=DIR [steps=N] [blur=X] [batch=N] [seed=N]
+    python -m specrl.evaluate model=DIR
 
 First supervised training on generated problems until most of the skill is there, then `blur`: noise on the weights
 that brings sampled accuracy from about 0.75 down to 0.55. Reinforcement learning can then raise it on a CPU, which it
@@ -30,6 +31,7 @@ from transformers import (
 from rollout.config import doc
 from specrl import config as cli
 from specrl import tasks
+from specrl.options import ConfigError
 from specrl.policy import TINY_PATH
 from specrl.tasks import Problem, arithmetic
 
@@ -176,47 +178,13 @@ def blur(model: torch.nn.Module, amount: float, seed: int) -> None:
             parameter.add_(torch.randn(parameter.shape, generator=generator) * parameter.std() * amount)
 
 
-@dataclass(frozen=True)
-class Measure:
-    """Shares in 0..1 over sampled completions; `certainty`: mean probability of a sampled token; `length`: tokens."""
-
-    accuracy: float
-    certainty: float
-    finished: float
-    length: float
-
-
-@torch.no_grad()
-def measure(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, problems: list[Problem], seed: int = 0, limit: int = 320
-) -> Measure:
-    """Samples one completion of at most `limit` tokens per problem at temperature 1 and scores it."""
-    model.eval()
-    inputs = tokenizer([p.prompt for p in problems], return_tensors="pt", padding=True)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        out = model.generate(
-            **inputs, do_sample=True, top_k=0, max_new_tokens=limit, output_logits=True, return_dict_in_generate=True
-        )
-    tokens = out.sequences[:, inputs.input_ids.shape[1] :]
-    probabilities = torch.stack(out.logits, 1).float().softmax(-1).gather(-1, tokens[..., None])[..., 0]
-    ended = tokens == tokenizer.eos_token_id
-    mask = ended.cumsum(1) - ended.long() == 0
-    texts = tokenizer.batch_decode(tokens, skip_special_tokens=True)
-    right = [
-        text.rpartition("#### ")[2] == p.answer and bool(end.any())
-        for text, p, end in zip(texts, problems, ended, strict=True)
-    ]
-    return Measure(
-        accuracy=sum(right) / len(right),
-        certainty=(probabilities * mask).sum().item() / mask.sum().item(),
-        finished=ended.any(1).float().mean().item(),
-        length=mask.sum().item() / len(problems),
-    )
-
-
 def make(recipe: Recipe) -> None:
     """The whole recipe: train, blur, then write the model (bfloat16) and its tokenizer to the folder `out`."""
+    if not recipe.out:
+        raise ConfigError("out is missing: the directory to write the policy to, such as out=outputs/tiny")
+    for key in ("steps", "batch"):
+        if getattr(recipe, key) < 1:
+            raise ConfigError(f"{key}={getattr(recipe, key)} must be 1 or more. Try {key}=1.")
     tokenizer = build_tokenizer()
     model = build_model(tokenizer, recipe.seed)
     train(model, tokenizer, recipe)
@@ -225,14 +193,6 @@ def make(recipe: Recipe) -> None:
     tokenizer.save_pretrained(recipe.out)
 
 
-def main(recipe: Recipe) -> None:
-    if not recipe.out:
-        raise cli.ConfigError("out is missing: the directory to write the policy to, such as out=outputs/tiny")
-    torch.set_num_threads(1)  # the order of float additions, and so the written bytes, depend on the number of threads
-    make(recipe)
-    written = load(recipe.out)
-    print(f"{recipe.out}: {measure(*written, arithmetic('test', 256))}")
-
-
 if __name__ == "__main__":
-    raise SystemExit(cli.run(main, schema=Recipe))
+    torch.set_num_threads(1)  # the order of float additions, and so the written bytes, depend on the number of threads
+    raise SystemExit(cli.run(make, schema=Recipe))

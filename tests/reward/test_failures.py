@@ -23,7 +23,7 @@ class Scripted:
     def __init__(self):
         self.asked = []
 
-    def outcomes(self, samples):
+    def __call__(self, samples):
         self.asked.append(len(samples))
         key = "then" if len(self.asked) == 2 else "outcome"
         return [sample.fields.get(key, sample.fields["outcome"]) for sample in samples]
@@ -143,7 +143,7 @@ def test_a_hard_text_is_asked_again_when_it_comes_again(on_limit, value):
         name, deterministic = "changing", True
         outcome = HARD
 
-        def outcomes(self, samples):
+        def __call__(self, samples):
             return [self.outcome for _ in samples]
 
     reward = Changing()

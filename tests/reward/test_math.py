@@ -37,7 +37,7 @@ def no_worker():
 
 def score(reward, completion, answer, prompt="p"):
     (value,) = reward([Sample(prompt, completion, answer)])
-    return value
+    return None if isinstance(value, Exception) else value
 
 
 def rows(name: str, count: int) -> list[dict]:
@@ -314,8 +314,8 @@ def test_a_stalled_worker_is_never_a_wrong_answer(on_limit):
 
 def test_a_reward_that_turns_timeouts_into_zero_is_caught():
     class Zero(MathReward):
-        def outcomes(self, samples):
-            return [0.0 if isinstance(outcome, Exception) else outcome for outcome in super().outcomes(samples)]
+        def __call__(self, samples):
+            return [0.0 if isinstance(outcome, Exception) else outcome for outcome in super().__call__(samples)]
 
     rewards = RewardSet([Zero(RewardConfig(timeout_s=0.3))])
     try:

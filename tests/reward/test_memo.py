@@ -22,7 +22,7 @@ class Counting:
     def __init__(self, failing=()):
         self.asked, self.failing = [], set(failing)
 
-    def outcomes(self, samples):
+    def __call__(self, samples):
         self.asked += [sample.completion for sample in samples]
         return [LookupError("down") if s.completion in self.failing else self.value(s) for s in samples]
 
@@ -30,9 +30,6 @@ class Counting:
     def value(sample):
         seen = (sample.prompt, sample.completion, sample.answer, sorted(sample.fields.items()))
         return float(sum(map(ord, repr(seen))))
-
-    def __call__(self, samples):
-        return self.outcomes(samples)
 
 
 def batches(count=30, rows=8):
