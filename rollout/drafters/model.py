@@ -9,7 +9,8 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from rollout.budget import Budget, Chain
+from rollout.budget import Budget
+from rollout.chain import Chain
 from rollout.engines.base import Sampling
 from rollout.engines.ragged import Pass, RaggedModel, chunks
 from rollout.types import Request, RolloutError

@@ -15,7 +15,8 @@ from copy import copy
 import torch
 from torch import Tensor
 
-from rollout.budget import Budget, Chain
+from rollout.budget import Budget
+from rollout.chain import Chain
 from rollout.drafters.contexts import ContextTable
 from rollout.drafters.model import ModelDrafter
 from rollout.engines.base import Probe, Sampling, Speculation, out_of_memory
@@ -290,7 +291,7 @@ class TransformersEngine:
         if row.chain is not None and n < min(len(draft), count):
             row.rejected.append(len(row.tokens) - 1)
         if row.chain is not None:
-            self.budget.observe_chain(row.chain, n)
+            self.budget.drafter.observe_chain(row.chain, n)
         if row.parents is not None:
             self.branching.learn(row, path, count, logp_draft, stats)
         row.learn(self.budget, draft, emitted, n)
