@@ -8,21 +8,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from rollout.cost import CostModel, Trial
+from rollout.chain import LONG, Chain, DraftModelRecord
+from rollout.cost import FORGET, MOST, PRIOR, WEIGHT, CostModel, Trial, emitted
 
 State = Literal["start", "agreeing", "diverged", "lost"]
 """What is known of a row's drafter: nothing yet; of its last draft all, some or no tokens stood."""
 Kind = tuple[State, str] | None
 """Drafts that are worth the same: the row's state, and where its draft comes from. None is a row without a draft."""
 
-_PRIOR, _WEIGHT = 0.9, 10.0  # acceptance before any draft was seen, and the tokens that it weighs: optimistic
-_FORGET = 0.5  # of what was seen, with each rollout: weights have changed, and optimism tries again
-_MEMORY = 128  # draft tokens over which the draft model's yield is averaged
-_MOST = 0.9999  # no estimate of a probability is trusted further
 _MARGIN = 1.1  # the model must promise that much: rows that advance unevenly leave a longer tail than is estimated
 _NEARLY = 0.95  # of the best rate is as good
-_LONG = 32  # tokens of the longest chain that is counted on
-_LEVELS = 10  # of a draft model's confidence: level i holds probabilities from 1 - 2^-i on
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +52,9 @@ class Budget:
 
     def __init__(self, window: int = 0):
         self.window = window
-        self.drafter = CostModel()
-        """Cost of a pass of the draft model."""
+        self.drafter = DraftModelRecord()
         self._passes, self._trial = CostModel(), Trial()
         self._seen: dict[Kind, list[float]] = {}  # draft tokens that were accepted, and that were not
-        self._levels = [[0.0, 0.0] for _ in range(_LEVELS)]  # the same of the draft model's
-        self._yield = [0.0, 0.0]  # of the draft model, tokens expected to be accepted, and all
         self._needed = 0.0
         self._plain = 0.0, 0.0  # seconds of a plain pass and of each row in it, as last planned with
         self._emitted = 0  # tokens of the pass in progress
@@ -74,7 +66,7 @@ class Budget:
         if kind is None:
             return 0.0
         accepted, rejected = self._seen.get(kind, (0.0, 0.0))
-        return (accepted + _WEIGHT * self._expected()) / (accepted + rejected + _WEIGHT)
+        return (accepted + WEIGHT * self._expected()) / (accepted + rejected + WEIGHT)
 
     def _expected(self) -> float:
         """Acceptance of kinds that were not seen yet: what drafts did in general, but never more than the prior says.
@@ -82,23 +74,11 @@ class Budget:
         Else each kind would have to fail by itself before useless drafts are left.
         """
         accepted, rejected = map(sum, zip((0.0, 0.0), *self._seen.values(), strict=True))
-        return min((accepted + _WEIGHT * _PRIOR) / (accepted + rejected + _WEIGHT), _PRIOR)
-
-    def confidence(self, logprob: float) -> float:
-        """Estimated probability that a model's draft token is accepted: what became of equally confident ones."""
-        level = _level(logprob)
-        accepted, rejected = self._levels[level]
-        weight = 4.0  # before any were seen, the model's own word
-        return (accepted + weight * (1 - 0.75 * 2.0**-level)) / (accepted + rejected + weight)
-
-    def model_yield(self) -> float:
-        """Expected acceptance of one more token of the draft model, those it is not confident of counted as 0."""
-        accepted, drafted = self._yield
-        return (accepted + _WEIGHT * _PRIOR) / (drafted + _WEIGHT)
+        return min((accepted + WEIGHT * PRIOR) / (accepted + rejected + WEIGHT), PRIOR)
 
     def gain(self, kind: Kind, drafted: int, price: float) -> float:
         """Expected accepted tokens of a draft of this kind, less `price` for each that is carried."""
-        return _emitted(self.acceptance(kind), drafted) - 1 - price * drafted
+        return emitted(self.acceptance(kind), drafted) - 1 - price * drafted
 
     def cost(self, rows: int = 0, width: int = 0) -> tuple[float, float]:
         """Seconds of a pass over `rows` rows, and of each of its tokens, which attend to `width` positions."""
@@ -130,20 +110,11 @@ class Budget:
         seen[0] += accepted
         seen[1] += accepted < drafted
 
-    def observe_promise(self, acceptances: float, drafted: int) -> None:
-        """The model drafted `drafted` tokens; those worth carrying are expected to give `acceptances` tokens."""
-        kept = max(0.0, 1 - drafted / _MEMORY)
-        self._yield = [kept * self._yield[0] + acceptances, kept * self._yield[1] + drafted]
-
-    def observe_chain(self, logprobs: Sequence[float], accepted: int) -> None:
-        """A row carried tokens that the draft model gave `logprobs`; the first `accepted` stood."""
-        for i, logprob in enumerate(logprobs[: accepted + 1]):
-            self._levels[_level(logprob)][i >= accepted] += 1
-
     def next_rollout(self) -> None:
         """Weights have changed: trust the past half as much, so that a bad spell does not last."""
-        for seen in (*self._seen.values(), *self._levels, self._yield):
-            seen[:] = [_FORGET * x for x in seen]
+        for seen in self._seen.values():
+            seen[:] = [FORGET * x for x in seen]
+        self.drafter.next_rollout()
         self._trial.restart()
 
     # What to draft -----------------------------------------------------------------------------------------------
@@ -193,17 +164,17 @@ class Budget:
         These are the rows whose own drafters are right less often. They keep a rollout going after the others have
         left, so that a second is worth what it brings them: the long drafts of the others would only make it look dear.
         """
-        promise = self.model_yield()
+        promise = self.drafter.promise()
         needy = frozenset(s for s in count if self.acceptance(s) < promise)
         if not needy:
             return needy, goodput
         rows = sum(count[s] for s in needy)
         others = fixed + b * sum(count[s] * k[s] for s in count if s not in needy)
-        alone = sum(count[s] * _emitted(self.acceptance(s), k[s]) for s in needy)
+        alone = sum(count[s] * emitted(self.acceptance(s), k[s]) for s in needy)
         alone /= others + b * sum(count[s] * k[s] for s in needy)
         draft, row, token, _ = self.drafter.fit()
         price = b * rows + draft + (row + token) * rows
-        helped = max(rows * _emitted(promise, k) / (others + price * k) for k in range(_LONG + 1))
+        helped = max(rows * emitted(promise, k) / (others + price * k) for k in range(LONG + 1))
         return (needy, helped) if helped > _MARGIN * alone else (frozenset(), alone)
 
     def chain(self, behind: Sequence[int], plan: Plan) -> Chain:
@@ -211,56 +182,8 @@ class Budget:
 
         Args: behind: tokens of each row that the model has not seen and must run first.
         """
-        return Chain(self, plan, behind if plan.handed or self.window else [], self.window)
-
-
-class Chain:
-    """Stops each row of a chain draft where one more token would not pay, and the chain where one more pass would not.
-
-    A row's token is carried while the chance that all its tokens stand exceeds what verifying it costs. Another pass of
-    the model over the rows that go on must promise more tokens than its seconds are worth.
-
-    Args:
-        budget: estimates and costs.
-        plan: what a second is worth (a goodput of 0 finds everything worth it), and what a token costs.
-        behind: tokens of each row that the model must run first; one chain must bring in what that costs.
-        most: tokens of the longest draft, 0 without limit.
-    """
-
-    def __init__(self, budget: Budget, plan: Plan, behind: Sequence[int], most: int = 0):
-        self._budget, self._goodput, self._left = budget, plan.goodput, most or 1 << 30
-        self._verify = plan.token_s
-        self._fixed, row, token, _ = budget.drafter.fit()
-        self._row = row + token
-        self._stands = [1.0] * len(behind)
-        self.logprobs: list[list[float]] = [[] for _ in behind]
-        brings = _emitted(budget.model_yield(), most or _LONG) - 1
-        self.going = self._worth([i for i, n in enumerate(behind) if brings >= plan.goodput * token * n])
-        """Rows that draft one more token."""
-
-    def step(self, logprobs: Sequence[float], room: Sequence[int]) -> list[int]:
-        """The rows `going` drafted one token each with `logprobs`; NaN ends a row. Returns the rows that carry theirs.
-
-        Args: room: how many more tokens each row of the batch may carry.
-        """
-        carried, promise = [], 0.0
-        for row, logprob in zip(self.going, logprobs, strict=True):
-            p = self._budget.confidence(logprob) if logprob == logprob else 0.0
-            self._stands[row] *= p
-            if logprob == logprob and self._stands[row] >= self._goodput * self._verify:
-                carried.append(row)
-                self.logprobs[row].append(logprob)
-                promise += p
-        self._budget.observe_promise(promise, len(self.going))
-        self._left -= 1
-        self.going = self._worth([row for row in carried if room[row] > len(self.logprobs[row])] if self._left else [])
-        return carried
-
-    def _worth(self, rows: list[int]) -> list[int]:
-        promise, price = self._budget.model_yield(), self._goodput * (self._row + self._verify)
-        rows = [row for row in rows if self._stands[row] * promise >= price]
-        gain = promise * sum(self._stands[row] for row in rows) - price * len(rows)
-        return rows if gain >= self._goodput * self._fixed else []
+        wanted = behind if plan.handed or self.window else []
+        return Chain(self.drafter, plan.goodput, plan.token_s, wanted, self.window)
 
 
 def _levelled(groups: Mapping[Kind, tuple[int, float]], fixed: float, price: float) -> tuple[dict[Kind, int], float]:
@@ -277,7 +200,7 @@ def _levelled(groups: Mapping[Kind, tuple[int, float]], fixed: float, price: flo
     most = {s: n for s, (_, p) in groups.items() if (n := _length(p, price / share))}  # of others the first token loses
     drafting, found = {s: groups[s] for s in most}, []
     for level in (1 << i for i in range(max(most.values(), default=0).bit_length())):
-        times = {s: (share + price * level) / _emitted(p, level) for s, (_, p) in drafting.items()}
+        times = {s: (share + price * level) / emitted(p, level) for s, (_, p) in drafting.items()}
         seconds = sum(rows * min(share, times[s]) for s, (rows, _) in drafting.items())
         found.append((seconds, {s: level for s, time in times.items() if time < share}))
     best = min((seconds for seconds, _ in found), default=0.0)
@@ -286,17 +209,6 @@ def _levelled(groups: Mapping[Kind, tuple[int, float]], fixed: float, price: flo
     return k | carried, total / (seconds + rest * share) if total else 0.0
 
 
-def _emitted(p: float, k: int) -> float:
-    """Expected tokens of a pass with k draft tokens: 1 + p + ... + p^k."""
-    p = min(p, _MOST)
-    return (1 - p ** (k + 1)) / (1 - p)
-
-
 def _length(p: float, worth: float) -> int:
     """Tokens k of a draft while p^k >= worth."""
-    return int(math.log(worth) / math.log(min(p, _MOST))) if 0 < worth < 1 and p > 0 else 0
-
-
-def _level(logprob: float) -> int:
-    doubt = -math.expm1(min(logprob, 0.0))
-    return min(int(-math.log2(doubt)), _LEVELS - 1) if doubt > 0 else _LEVELS - 1
+    return int(math.log(worth) / math.log(min(p, MOST))) if 0 < worth < 1 and p > 0 else 0

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-_FORGET = 0.98  # what is left of a pass's weight after the next one
+PRIOR, WEIGHT = 0.9, 10.0
+"""Acceptance before any draft was seen, and the draft tokens that this weighs: optimistic, soon outweighed."""
+FORGET = 0.5
+"""What is left of such counts at the next rollout: weights have changed, and optimism tries again."""
+MOST = 0.9999
+"""No estimate of a probability is trusted further."""
+_FADE_FIT = 0.98  # what is left of a pass's weight after the next one
 _FADE = 0.85  # the same in a trial, which must see when drafts begin to pay
 _JUDGED = 3  # passes with drafts, by weight, that it takes to judge them
 _GAIN = 0.97  # of a plain pass's time must do: passes with drafts take some that they are not charged
@@ -30,7 +36,7 @@ class CostModel:
 
     def observe(self, tokens: int, seconds: float, rows: int = 0, width: int = 0) -> None:
         new = _products(rows, tokens, width * tokens, seconds)
-        self._moving = [_FORGET * old + x for old, x in zip(self._moving, new, strict=True)]
+        self._moving = [_FADE_FIT * old + x for old, x in zip(self._moving, new, strict=True)]
         self._fitted = None
 
     def calibrate(self, passes: Sequence[tuple[int, float]], rows: int = 0, width: int = 0) -> None:
@@ -88,6 +94,12 @@ class Trial:
         if asked < _JUDGED or asked_s <= _CLEAR * asked_worth:
             return True
         return plain > 0 and asked_s * plain_worth <= _GAIN * plain_s * asked_worth
+
+
+def emitted(p: float, k: int) -> float:
+    """Expected tokens of a pass with k draft tokens that are each accepted with probability p: 1 + p + ... + p^k."""
+    p = min(p, MOST)
+    return (1 - p ** (k + 1)) / (1 - p)
 
 
 def _products(*terms: float) -> list[float]:

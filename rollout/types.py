@@ -109,8 +109,6 @@ class Completion:
     """From the start of the engine's call until it was finished."""
     draft_version: int | None = None
     """Weight version whose law drew the reused tokens where that is not `version` (the lenient rule), else None."""
-    rejected: list[int] = field(default_factory=list)
-    """Response positions where a draft model's token did not stand; what the policy drew instead is in `tokens`."""
     failure: str = ""
     """Why this row has no response (its sequences are then empty); such rows are masked and counted, never scored."""
 

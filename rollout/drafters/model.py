@@ -9,7 +9,8 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from rollout.budget import Budget, Chain
+from rollout.budget import Budget
+from rollout.chain import Chain
 from rollout.engines.base import Limits, Sampling
 from rollout.engines.ragged import RaggedModel
 from rollout.engines.reader import Reader

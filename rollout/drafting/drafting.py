@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Protocol
 
-from rollout.budget import Budget, Chain, Plan
+from rollout.budget import Budget, Plan
+from rollout.chain import Chain
 from rollout.drafters.contexts import ContextTable
 from rollout.drafting.draft import EMPTY, Draft, ask
 from rollout.types import EngineStats, Request, RolloutError
@@ -120,16 +121,11 @@ class Drafting:
         row.kind = (row.state, row.guess.source) if row.guess.tokens else None
         return row.guess.tokens
 
-    def learn(self, row: Response, draft: Draft, stood: Stood, emitted: int) -> None:
-        """What became of a row's draft, and of its guess had that been carried.
-
-        Args: stood: before EOS and cap cut it to `emitted` tokens.
-        """
+    def learn(self, row: Response, draft: Draft, stood: Stood) -> None:
+        """What became of a row's draft, and of its guess had that been carried. Args: stood: before EOS and cap."""
         self.budget.observe_emitted(len(stood.tokens))
         if draft.source == "model":
-            if stood.drafted < min(len(draft.tokens), emitted):
-                row.rejected.append(len(row.tokens) - 1)
-            self.budget.observe_chain(draft.logprobs, stood.drafted)
+            self.budget.drafter.observe_chain(draft.logprobs, stood.drafted)
         guess, accepted = draft.tokens, stood.drafted
         if draft.source != row.guess.source or not draft.tokens:
             guess = row.guess.tokens[: len(stood.tokens)]

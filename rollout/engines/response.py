@@ -32,7 +32,6 @@ class Response:
     """What the worth of its last guess is estimated by; None if it had none."""
     state: State = "start"
     """What became of that guess."""
-    rejected: list[int] = field(default_factory=list)
 
     @property
     def length(self) -> int:
@@ -50,7 +49,7 @@ class Response:
 
     def restart(self) -> None:
         """Forgets what was emitted; the passes it took still count."""
-        self.tokens, self.logprobs, self.behaviour, self.reused, self.rejected = [], [], [], [], []
+        self.tokens, self.logprobs, self.behaviour, self.reused = [], [], [], []
         self.guess, self.kind, self.state = EMPTY, None, "start"
         self.finish, self.drafting = None, not self.request.plain
 
@@ -80,7 +79,6 @@ class Response:
             self.passes,
             self.seconds,
             draft_version=self.request.draft_version,
-            rejected=self.rejected,
         )
 
 

@@ -199,7 +199,7 @@ class TransformersEngine(LocalModel):
             emitted = row.emit(stood, self.sampling.eos_ids)
             policy.rollback(i, len(row.tokens) - 1)
             stats.count(draft.source, len(draft.tokens), min(stood.drafted, emitted))
-            self.drafting.learn(row, draft, stood, emitted)
+            self.drafting.learn(row, draft, stood)
         spent = time.perf_counter() - began
         self.drafting.observe_pass(tokens, spent, len(part), policy.width)
         stats.passes += 1

@@ -45,5 +45,5 @@ class Rules:
         stood = self.rule(row.request.key, draft, drawn)
         emitted = row.emit(stood, row.sampling.eos_ids)
         self.stats.count(draft.source, len(draft.tokens), min(stood.drafted, emitted))
-        self.drafting.learn(row, draft, stood, emitted)
+        self.drafting.learn(row, draft, stood)
         return emitted

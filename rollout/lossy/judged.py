@@ -99,7 +99,7 @@ class Judged(Drafting):
             drafts[i] = JudgedDraft(tokens, "model", logprobs, states, room=rows[i].room)
         return drafts
 
-    def learn(self, row: Response, draft: Draft, stood: Stood, emitted: int) -> None:
+    def learn(self, row: Response, draft: Draft, stood: Stood) -> None:
         """Nothing: drafts have one length."""
 
     def observe_pass(self, tokens: int, seconds: float, rows: int = 0, width: int = 0) -> None:

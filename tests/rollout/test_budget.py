@@ -221,11 +221,11 @@ def test_a_guess_that_is_not_carried_is_judged_by_what_was_emitted():
     for _ in range(3):
         drafting.guess(row, 3)
         assert budget.plan([row.kind] * 8).windows[row.kind] == 0, "nothing is carried"
-        drafting.learn(row, EMPTY, Stood([5], [0.0], [0.0], 0), 1)
+        drafting.learn(row, EMPTY, Stood([5], [0.0], [0.0], 0))
         assert row.state == "agreeing"
     assert budget.acceptance(("agreeing", "custom")) > before
     row.guess = EMPTY
-    drafting.learn(row, EMPTY, Stood([9], [0.0], [0.0], 0), 1)
+    drafting.learn(row, EMPTY, Stood([9], [0.0], [0.0], 0))
     assert row.state == "agreeing", "nobody was asked"
 
 
@@ -264,7 +264,7 @@ def with_model(a: float, b: float, rates: dict[str, float], promise: float, draf
     """As `trained`, with a draft model whose passes of n rows cost drafter[0] + drafter[1] * n."""
     budget = trained(a, b, rates)
     budget.drafter.calibrate([(1, sum(drafter)), (128, drafter[0] + 128 * drafter[1])])
-    budget.observe_promise(20_000 * promise, 20_000)
+    budget.drafter.observe_promise(20_000 * promise, 20_000)
     return budget
 
 
@@ -294,7 +294,7 @@ def test_rows_that_go_well_do_not_take_the_model_from_those_that_do_not():
 def test_the_model_drafts_where_the_best_chain_beats_none(promise, rows):
     fixed, row, (a, b) = 2e-3, 5e-5, (5e-3, 1e-4)
     budget = with_model(a, b, {}, promise, (fixed, row))
-    plan, promise = budget.plan([None] * rows, model=True), budget.model_yield()
+    plan, promise = budget.plan([None] * rows, model=True), budget.drafter.promise()
 
     def rate(k):
         return rows * emitted(promise, k) / (a + b * rows * (1 + k) + k * (fixed + row * rows))
@@ -312,7 +312,7 @@ def test_a_chain_stops_each_row_where_its_own_confidence_ends():
     assert chain.going == [0, 1, 2]
     sure, unsure = math.log(0.999), math.log(0.01)
     for _ in range(1000):
-        budget.observe_chain([unsure], 0)
+        budget.drafter.observe_chain([unsure], 0)
 
     assert chain.step([sure, unsure, math.nan], [9, 9, 9]) == [0], "neither is worth verifying"
     assert chain.going == [0]
@@ -341,15 +341,17 @@ def test_a_row_joins_when_a_chain_brings_in_what_catching_up_costs():
 def test_confidence_is_what_became_of_equally_confident_tokens():
     budget = Budget()
     for _ in range(500):
-        budget.observe_chain([math.log(0.975), math.log(0.975), math.log(0.6)], 2)  # the model's 0.6 never stands
-        budget.observe_chain([math.log(0.2), math.log(0.975)], 0)  # what follows a rejection was not judged
-    assert budget.confidence(math.log(0.975)) > 0.98
-    assert budget.confidence(math.log(0.6)) < 0.05
-    assert budget.confidence(math.log(0.2)) < 0.05
-    assert budget.confidence(0.0) > 0.99, "unseen: the model's own word"
+        budget.drafter.observe_chain(
+            [math.log(0.975), math.log(0.975), math.log(0.6)], 2
+        )  # 0.6 never stands
+        budget.drafter.observe_chain([math.log(0.2), math.log(0.975)], 0)  # what follows a rejection was not judged
+    assert budget.drafter.confidence(math.log(0.975)) > 0.98
+    assert budget.drafter.confidence(math.log(0.6)) < 0.05
+    assert budget.drafter.confidence(math.log(0.2)) < 0.05
+    assert budget.drafter.confidence(0.0) > 0.99, "unseen: the model's own word"
     for _ in range(24):
         budget.next_rollout()
-    assert budget.confidence(math.log(0.6)) > 0.5, "a bad spell is forgotten"
+    assert budget.drafter.confidence(math.log(0.6)) > 0.5, "a bad spell is forgotten"
 
 
 def test_a_model_that_does_not_pay_is_tried_again_after_some_rollouts():

@@ -57,15 +57,15 @@ class Engine:
         self.update_weights = self._engine.update_weights
 
     def generate(self, requests):
-        self.judged, observe = [0, 0], self.budget.observe_chain
+        self.judged, observe = [0, 0], self.budget.drafter.observe_chain
 
         def judge(logprobs, accepted):
             self.judged = [self.judged[0] + len(logprobs), self.judged[1] + accepted]
             observe(logprobs, accepted)
 
-        self.budget.observe_chain = judge
+        self.budget.drafter.observe_chain = judge
         done, stats = self._engine.generate(requests)
-        self.budget.observe_chain = observe
+        self.budget.drafter.observe_chain = observe
         self.sources = {"model": (0, 0), "custom": (0, 0), **stats.sources}
         return done, stats
 
