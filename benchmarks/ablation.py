@@ -16,13 +16,13 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from specrl import config as cli
-from specrl import tables
-from specrl.bench_pair import Bench, PairConfig, device_name, perturbed, prepare, with_config
-from specrl.speedup import of_pairs
+from specrl.bench.pair import Bench, PairConfig, device_name, perturbed, prepare, with_config
+from specrl.config import load as cli
+from specrl.results import tables
+from specrl.results.speedup import of_pairs
 
 if TYPE_CHECKING:
-    from rollout.engines.transformers import TransformersEngine
+    from rollout.engines.local.engine import TransformersEngine
     from rollout.types import RolloutBatch, Row
 
 REGIMES = {"first epoch": None, "heavy drift": 0.1, "some drift": 0.05, "little drift": 0.02}

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from rollout.config import doc
-from specrl import config as cli
+from specrl.config import load as cli
 
 MACHINES = {  # (a, r, b, c) in milliseconds
     "cpu": (6.4, 0.17, 0.012, 2e-4),  # the embedded policy on two cores, as the budget fits it there
@@ -53,8 +53,8 @@ def main(options: BudgetConfig) -> int:
     clock = Clock(*MACHINES[options.machine])
     time.perf_counter = clock  # before rollout is imported, which keeps it as a default
     from benchmarks import ablation
-    from rollout.engines.ragged import Pass, RaggedModel
-    from specrl import bench_pair
+    from rollout.engines.local.ragged import Pass, RaggedModel
+    from specrl.bench import pair as bench_pair
 
     forward = RaggedModel.forward
 

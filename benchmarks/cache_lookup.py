@@ -11,12 +11,12 @@ import statistics
 import sys
 
 from rollout.build import build_engine
-from rollout.cache import Fingerprint, TrajectoryCache
+from rollout.cache.memory import Fingerprint, TrajectoryCache
 from rollout.config import RolloutConfig
 from rollout.engines.base import EngineSpec
 from rollout.speculative import SpeculativeRollout
 from rollout.types import Row, Trajectory
-from specrl.tasks import arithmetic
+from specrl.run.tasks import arithmetic
 from specrl.tiny import load_tiny
 
 

@@ -25,19 +25,19 @@ from statistics import fmean
 import torch
 from transformers import AutoModelForCausalLM
 
-from rollout.budget import Budget
-from rollout.drafters.model import ModelDrafter
+from rollout.drafting.budget import Budget
 from rollout.drafting.drafting import Drafting
 from rollout.engines.base import Sampling
-from rollout.engines.transformers import TransformersEngine
+from rollout.engines.local.drafter import ModelDrafter
+from rollout.engines.local.engine import TransformersEngine
 from rollout.keys import derive_key
 from rollout.types import Completion, EngineStats, Request
-from specrl.bench_pair import perturbed
+from specrl.bench.pair import perturbed
 from specrl.drafter import shortened
-from specrl.tasks import arithmetic
+from specrl.run.tasks import arithmetic
 from specrl.tiny import load, load_tiny
 from trainers.config import DrafterConfig
-from trainers.drafter import DRAFT_TOKENS, DrafterTrainer
+from trainers.cotraining.trainer import DRAFT_TOKENS, DrafterTrainer
 
 PROMPTS, GROUP, CAP = 4, 8, 200  # a step of config=grpo_math
 DRIFT = 0.4

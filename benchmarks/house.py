@@ -20,17 +20,16 @@ from statistics import median, quantiles
 from textwrap import fill
 
 from rollout.config import doc
-from specrl import config as cli
-from specrl import tables
+from specrl.config import load as cli
+from specrl.results import tables
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("rollout", "reward", "trainers", "specrl")
 EXTENSIONS = {
-    "vllm": r"rollout/engines/vllm|rollout/keyed",
-    "workers": r"rollout/workers?\b|specrl/(run/)?cluster",
-    "lossy": r"/lossy/|rollout/(routers/|engines/(judged|routed|steps))|trainers/(judge|router|mining)"
-    r"|specrl/(judging|routing|train_judge|train_router)|reward/process",
-    "co-training": r"trainers/(cotraining/|drafter|texts)",
+    "vllm": r"rollout/engines/vllm/",
+    "workers": r"rollout/workers/|specrl/run/cluster",
+    "lossy": r"/lossy/|specrl/(train_judge|train_router)|reward/process",
+    "co-training": r"trainers/cotraining/",
     "adapters": r"specrl/adapters/",
     "bench": r"specrl/bench",
 }
@@ -38,7 +37,8 @@ EXTENSIONS = {
 FILE, FUNCTION = 300, 50  # lines from which on a file and a function are named
 RUN = """
 import sys
-from specrl import config as cli, train
+from specrl import train
+from specrl.config import load as cli
 code = cli.run(train.main, sys.argv[2:])
 files = {m.__file__ for m in list(sys.modules.values()) if getattr(m, "__file__", None)}
 open(sys.argv[1], "w").write("\\n".join(sorted(files)))

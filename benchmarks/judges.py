@@ -18,9 +18,9 @@ from pathlib import Path
 import torch
 
 from rollout.config import doc
-from specrl import config as cli
-from specrl import tasks
-from specrl.tasks import Problem, arithmetic
+from specrl.config import load as cli
+from specrl.run import tasks
+from specrl.run.tasks import Problem, arithmetic
 
 LEVEL, CAP = "easy", 100
 RUN = [
@@ -141,7 +141,7 @@ def prepare(work: Path) -> Path:
 
 def policy(model: str, level: str, temperature: float, **sizes):
     """A policy on a task, as train_judge sees it."""
-    from specrl.pair import load_pair
+    from specrl.lossy.pair import load_pair
 
     words = ["config=grpo_math", f"model={model}", f"dataset.level={level}", f"rollout.temperature={temperature}"]
     words += [f"{key.replace('__', '.')}={value}" for key, value in sizes.items()]
@@ -150,11 +150,11 @@ def policy(model: str, level: str, temperature: float, **sizes):
 
 def texts_of(old, examples: Sequence, count: int, first: int = 0) -> list:
     """`count` texts of a policy for each example, as a cache would hold them; `first` numbers the first example."""
-    from rollout.engines.transformers import TransformersEngine
+    from rollout.engines.local.engine import TransformersEngine
     from rollout.keys import derive_key
     from rollout.types import Request
-    from specrl.data import render
-    from specrl.judging import Drafted
+    from specrl.lossy.judging import Drafted
+    from specrl.run.data import render
 
     owners = [(i, example, n) for i, example in enumerate(examples, first) for n in range(count)]
     cap = old.config.rollout.max_new_tokens
@@ -167,12 +167,12 @@ def texts_of(old, examples: Sequence, count: int, first: int = 0) -> list:
 
 def judged(work: Path, rewards) -> dict:
     """The judge of the run's stored texts: its ROC, and what it gains on texts of two older policies."""
-    from rollout.routers.judge import JudgeHead
-    from specrl.data import load_examples
-    from specrl.judging import mismatches, read_cache
+    from rollout.lossy.judge import JudgeHead
+    from specrl.lossy.judging import mismatches, read_cache
+    from specrl.run.data import load_examples
     from specrl.tiny import blur
-    from trainers.fit import roc_auc
-    from trainers.judge import fit_judge
+    from trainers.lossy.fit import roc_auc
+    from trainers.lossy.judge import fit_judge
 
     run = prepare(work)
     most = max(TEST_PROBLEMS.values())
@@ -214,7 +214,7 @@ def judged(work: Path, rewards) -> dict:
 
 def on_texts(new, rules: dict, stored: Sequence, rewards) -> dict:
     """Accuracy and tokens a pass of each rule with these texts as drafts."""
-    from specrl.judging import compare, score
+    from specrl.lossy.judging import compare, score
 
     examples = [row.example for row in stored]
     before = score(new, examples, [row.text for row in stored], rewards)
@@ -224,8 +224,8 @@ def on_texts(new, rules: dict, stored: Sequence, rewards) -> dict:
 
 def shares(to: str, temperature: float, rewards) -> dict:
     """Mismatches of the embedded policy's texts with a policy trained from it."""
-    from specrl.data import load_examples
-    from specrl.judging import mismatches, score
+    from specrl.lossy.judging import mismatches, score
+    from specrl.run.data import load_examples
 
     old, new = (policy(name, "medium", temperature, dataset__train_size=64) for name in ("tiny", to))
     stored = texts_of(old, load_examples("arithmetic", new.config.dataset, "train", 0), 1)

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rollout.types import Request, RolloutError
-from specrl import config as cli
-from specrl import tables
-from specrl.bench_pair import Bench, PairConfig, device_name, prepare, with_config
-from specrl.speedup import of_pairs
+from specrl.bench.pair import Bench, PairConfig, device_name, prepare, with_config
+from specrl.config import load as cli
+from specrl.results import tables
+from specrl.results.speedup import of_pairs
 
 COLUMNS = ("method", "decoded", "steps", "speedup", "log-prob", "same")
 

@@ -23,9 +23,9 @@ import numpy as np
 from benchmarks.curves import Curve, cost_saved
 from rollout.config import doc
 from rollout.types import EngineStats
-from specrl import config as cli
-from specrl import tables
-from specrl.schema import Config
+from specrl.config import load as cli
+from specrl.config.schema import Config
+from specrl.results import tables
 
 NORMAL_95 = 1.96
 TRUE = "rsd on true values"
@@ -72,8 +72,8 @@ class Point:
 
 def main(config: RouterBenchConfig) -> int:
     from reward.loading import load_rewards
-    from specrl.data import load_examples
-    from specrl.pair import load_pair
+    from specrl.lossy.pair import load_pair
+    from specrl.run.data import load_examples
 
     pair = load_pair(config)
     examples = load_examples(config.data, config.dataset, "test", config.seed)
@@ -107,9 +107,9 @@ def main(config: RouterBenchConfig) -> int:
 
 def routers(config: RouterBenchConfig, pair, examples: Sequence, rewards) -> dict:
     """The router of each method that was asked for."""
-    from rollout.routers.pair import fingerprint
-    from rollout.routers.scores import by_advantage, by_entropy, by_likelihood, by_reward, load_learned
-    from specrl.routing import StepValues, advantage, prefix
+    from rollout.lossy.pair import fingerprint
+    from rollout.lossy.scores import by_advantage, by_entropy, by_likelihood, by_reward, load_learned
+    from specrl.lossy.routing import StepValues, advantage, prefix
 
     folder, separators = Path(config.rollout.routed.path), config.rollout.routed.step_separators
     values = StepValues(pair, rewards, config.continuations, config.seed + 2)
@@ -169,7 +169,7 @@ class Bench:
     def requests(self, seed: int) -> list:
         from rollout.keys import derive_key
         from rollout.types import Request
-        from specrl.data import render
+        from specrl.run.data import render
 
         cap = self._pair.config.rollout.max_new_tokens
         return [
@@ -243,7 +243,7 @@ def draw(points: Sequence[Point], path: Path) -> None:
     """Accuracy over tokens of the policy, and over weighted passes."""
     from matplotlib.figure import Figure
 
-    from specrl.plots import BLACK, BLUE, GREY, RED, SKY
+    from specrl.results.plots import BLACK, BLUE, GREY, RED, SKY
 
     colours = {"draft": "#999933", "policy": BLACK, "entropy": GREY, TRUE: "#CC79A7"}
     colours |= {"likelihood": SKY, "arbitrage": BLUE, "oracle": RED}

@@ -26,9 +26,9 @@ from rollout.config import ClusterConfig, RolloutConfig
 from rollout.engines.base import EngineSpec
 from rollout.keys import derive_key
 from rollout.types import Request
-from rollout.workers import RolloutPool
-from specrl.cluster import connect
-from specrl.tasks import arithmetic
+from rollout.workers.pool import RolloutPool
+from specrl.run.cluster import connect
+from specrl.run.tasks import arithmetic
 from specrl.tiny import TINY_PATH, load_tiny
 from trainers.weights import send
 

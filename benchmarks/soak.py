@@ -30,12 +30,12 @@ from soak_checks import Sample, disagreements, excesses, grown, leaks
 from soak_life import Life, command, size_mb
 
 from rollout.config import doc
-from specrl import config as cli
-from specrl import options
-from specrl.config import RUN_ERROR, TERMINATED, USAGE_ERROR
-from specrl.options import ConfigError
-from specrl.records import METRICS_FILE, read_records
-from specrl.schema import Config
+from specrl.config import load as cli
+from specrl.config import options
+from specrl.config.load import RUN_ERROR, TERMINATED, USAGE_ERROR
+from specrl.config.options import ConfigError
+from specrl.config.schema import Config
+from specrl.results.records import METRICS_FILE, read_records
 
 SMALL = {
     "config": "grpo_math",
@@ -107,7 +107,7 @@ def cache_full(life: Life) -> None:
 
 
 def reward_worker_killed(life: Life) -> None:
-    life.worker("reward.worker").kill()
+    life.worker("reward.child").kill()
 
 
 def rollout_worker_killed(life: Life) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 from soak_checks import Sample
 
-from specrl.records import METRICS_FILE
+from specrl.results.records import METRICS_FILE
 from trainers.checkpoint import marked
 
 HOOKS = Path(__file__).parent / "faults"
@@ -67,7 +67,7 @@ class Life:
         return Sample(
             self.step,
             self.process.memory_info().rss / 2**20,
-            sum(worker.memory_info().rss for worker in self.workers("reward.worker", "RolloutWorker")) / 2**20,
+            sum(worker.memory_info().rss for worker in self.workers("reward.child", "RolloutWorker")) / 2**20,
             self.process.num_fds(),
             self.process.num_threads(),
             1 + len(self.process.children(recursive=True)),

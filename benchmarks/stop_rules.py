@@ -30,16 +30,16 @@ from rich.console import Console
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from rollout.drafters.model import early_exit
 from rollout.engines.base import Sampling
-from rollout.engines.transformers import TransformersEngine
+from rollout.engines.local.drafter import early_exit
+from rollout.engines.local.engine import TransformersEngine
 from rollout.keys import derive_key
 from rollout.noise import keyed_draw
 from rollout.types import Request
-from specrl import tables
-from specrl.tasks import arithmetic
+from specrl.results import tables
+from specrl.run.tasks import arithmetic
 from specrl.tiny import load_tiny
-from trainers.texts import Text, response_states
+from trainers.cotraining.texts import Text, response_states
 
 CAP, EXIT_LAYERS, SVIP_C, LONGEST = 200, 2, 0.15, 24
 PRICES = (0.05, 0.15, 0.3)

@@ -10,12 +10,12 @@ import json
 import sys
 import time
 
-from rollout.drafters.suffix import PromptTexts, SuffixDrafter
+from rollout.drafting.suffix import PromptTexts, SuffixDrafter
 from rollout.engines.base import Sampling
-from rollout.engines.transformers import TransformersEngine
+from rollout.engines.local.engine import TransformersEngine
 from rollout.keys import derive_key
 from rollout.types import Request
-from specrl.tasks import arithmetic
+from specrl.run.tasks import arithmetic
 from specrl.tiny import load_tiny
 
 GROUP = 8

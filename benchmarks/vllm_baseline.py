@@ -9,7 +9,7 @@ import torch
 from vllm.sampling_params import RequestOutputKind
 
 from rollout.engines.base import EngineSpec, Sampling
-from rollout.engines.vllm import LLM, SamplingParams, settings, shut_down
+from rollout.engines.vllm.engine import LLM, SamplingParams, settings, shut_down
 from rollout.types import Request, RolloutError
 
 METHODS = {

@@ -7,7 +7,7 @@ import torch
 
 from reward.math import extract_answer
 from specrl import EngineSpec, Fingerprint, RolloutConfig, Row, SpeculativeRollout, TrajectoryCache, build_engine
-from specrl.tasks import arithmetic
+from specrl.run.tasks import arithmetic
 from specrl.tiny import load_tiny
 
 model, tokenizer = load_tiny()

@@ -15,8 +15,8 @@ from reward.base import Outcome, Reward, RewardError, Sample, attempt, checked_o
 from reward.config import RewardConfig
 from reward.format import FormatReward
 from reward.math import MathReward
+from reward.pool import WorkerPool
 from reward.set import RewardSet, check_settings
-from reward.workers import WorkerPool
 
 BUILT_IN: dict[str, Callable[[RewardConfig], Reward]] = {"format": lambda config: FormatReward(), "math": MathReward}
 

@@ -33,7 +33,7 @@ from typing import Any
 from reward.answers import MAX_ANSWER_CHARS, compare, extract_answer, last_scaled, narrow, tidy, without_emphasis
 from reward.base import Outcome, Sample
 from reward.config import RewardConfig
-from reward.workers import WorkerPool
+from reward.pool import WorkerPool
 
 TAIL_CHARS = 500
 CANARY = {"reference": r"\frac{1}{2}", "answer": "0.5", "marked": True}

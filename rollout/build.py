@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from rollout.drafting.drafting import Drafting
     from rollout.engines.base import Engine, EngineSpec, Sampling
-    from rollout.routers.base import Scorer
+    from rollout.lossy.router import Scorer
     from rollout.verify import Rule
 
 
@@ -36,27 +36,27 @@ def build_engine(spec: EngineSpec, model: Module | None = None, scorer: Scorer |
     sampling = Sampling(spec.eos_ids, config.temperature, config.top_k, config.top_p)
     if config.engine == "vllm":
         try:
-            from rollout.engines.vllm import VLLMEngine
+            from rollout.engines.vllm.engine import VLLMEngine
         except ImportError as error:
             raise RolloutError(
                 f"rollout.engine=vllm needs vLLM: {error}. Install it with: pip install 'specrl[vllm]'"
             ) from error
         return VLLMEngine(spec, sampling, *rule_and_drafting(config, sampling))
-    from rollout.engines.transformers import TransformersEngine
+    from rollout.engines.local.engine import TransformersEngine
 
     policy = _load(spec, spec.model) if model is None else model
     options = {"limits": Limits.of(config), "own_weights": model is None}
     drafter = load_drafter(spec, policy) if config.drafter else None
     if config.law == "judged":
+        from rollout.lossy.build import build_judge
         from rollout.lossy.judged import DRAFT_TOKENS, Judged
-        from rollout.routers import build_judge
 
         window = config.budget.window or DRAFT_TOKENS
         judged = Judged(build_judge(config.judged, policy), sampling, drafter, window, options["limits"])
         return TransformersEngine(policy, sampling, judged.rule, judged, **options)
     if config.law == "routed":
+        from rollout.lossy.build import build_router
         from rollout.lossy.routed import RoutedEngine, Steps
-        from rollout.routers import build_router
 
         router, step_end = build_router(config.routed, spec, policy, drafter, scorer)
         return RoutedEngine(policy, sampling, Steps(drafter, router, step_end), **options)
@@ -67,8 +67,8 @@ def rule_and_drafting(
     config: RolloutConfig, sampling: Sampling, drafter: Module | None = None
 ) -> tuple[Rule, Drafting]:
     """What stands and what rides under the laws exact, off and lenient. Args: drafter: a draft model, loaded."""
-    from rollout.budget import Budget
-    from rollout.drafters.contexts import ContextTable
+    from rollout.drafting.budget import Budget
+    from rollout.drafting.contexts import ContextTable
     from rollout.drafting.drafting import Drafting
     from rollout.verify import exact
 
@@ -78,8 +78,8 @@ def rule_and_drafting(
         return lenient(config.lenience), Once()
     model = None
     if drafter is not None:
-        from rollout.drafters.model import ModelDrafter
         from rollout.engines.base import Limits
+        from rollout.engines.local.drafter import ModelDrafter
 
         model = ModelDrafter(drafter, sampling, Limits.of(config))
     contexts = ContextTable() if "contexts" in config.sources else None
@@ -88,7 +88,7 @@ def rule_and_drafting(
 
 def load_drafter(spec: EngineSpec, policy: Module) -> Module:
     """The draft model of `rollout.drafter`: the policy's first layers, or a model of its own."""
-    from rollout.drafters.model import early_exit
+    from rollout.engines.local.drafter import early_exit
 
     name, equals, layers = spec.rollout.drafter.partition("=")
     if name == "layers" and equals:

@@ -7,10 +7,10 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Literal
 
-from rollout.cache import TrajectoryCache
+from rollout.cache.memory import TrajectoryCache
 from rollout.checks import check
 from rollout.config import RolloutConfig
-from rollout.drafters.suffix import PromptTexts, SuffixDrafter
+from rollout.drafting.suffix import PromptTexts, SuffixDrafter
 from rollout.engines.base import Engine
 from rollout.keys import ReplayControl, derive_key, generation
 from rollout.types import Completion, EngineStats, Request, RolloutBatch, RolloutError, Row, Trajectory

@@ -7,7 +7,7 @@ import warnings
 from importlib import import_module
 from typing import Any
 
-from specrl.packages import mixed_roots, package_directories
+from specrl.run.packages import mixed_roots, package_directories
 
 # trl looks for vLLM's version whenever it is imported, although nothing of ours uses vLLM through it.
 warnings.filterwarnings("ignore", message="TRL currently supports vLLM")
@@ -18,14 +18,14 @@ if sys.argv[:1] == ["-m"] and "specrl.env" not in sys.orig_argv and (mixed := mi
     raise SystemExit(2)
 
 _HOMES = {
-    "Config": "specrl.config",
+    "Config": "specrl.config.schema",
     "EngineSpec": "rollout.engines.base",
-    "Fingerprint": "rollout.cache",
-    "ReuseRollouts": "trainers.hook",
+    "Fingerprint": "rollout.cache.memory",
+    "ReuseRollouts": "trainers.grpo.hook",
     "RolloutConfig": "rollout.config",
     "Row": "rollout.types",
     "SpeculativeRollout": "rollout.speculative",
-    "TrajectoryCache": "rollout.cache",
+    "TrajectoryCache": "rollout.cache.memory",
     "build_engine": "rollout.build",
 }
 __all__ = list(_HOMES)

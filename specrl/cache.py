@@ -10,9 +10,9 @@ from pathlib import Path
 
 from rollout.checks import suggestion
 from rollout.types import CacheError
-from specrl.config import RUN_ERROR, USAGE_ERROR, run
-from specrl.options import ConfigError
-from specrl.records import find_run, run_option
+from specrl.config.load import RUN_ERROR, USAGE_ERROR, run
+from specrl.config.options import ConfigError
+from specrl.results.records import find_run, run_option
 
 USAGE = "usage: python -m specrl.cache verify|info run=DIR"
 
@@ -25,8 +25,8 @@ class CacheOptions:
 def verify(directory: Path) -> int:
     """Checks every entry; prints what is bad and returns RUN_ERROR when anything is. Changes nothing on disk."""
     # Lazy, like all heavy imports of entry points: help=true answers at once.
-    from rollout.records import complaint, unpack
-    from rollout.store import open_snapshot
+    from rollout.cache.disk import open_snapshot
+    from rollout.cache.record import complaint, unpack
 
     checked, complaints = 0, []
     with open_snapshot(directory) as (header, rows):
@@ -45,8 +45,8 @@ def verify(directory: Path) -> int:
 
 def info(directory: Path) -> int:
     """Prints what a snapshot holds, from its intact entries."""
-    from rollout.records import unpack
-    from rollout.store import FORMAT, SNAPSHOT, open_snapshot
+    from rollout.cache.disk import FORMAT, SNAPSHOT, open_snapshot
+    from rollout.cache.record import unpack
 
     with open_snapshot(directory) as (header, rows):
         found = [(example_id, unpack(blob)) for example_id, _, blob in rows]
@@ -76,7 +76,7 @@ COMMANDS = {"verify": verify, "info": info}
 
 
 def _checked(command: Callable[[Path], int], options: CacheOptions) -> int:
-    from rollout.store import SNAPSHOT
+    from rollout.cache.disk import SNAPSHOT
 
     if not options.run:
         raise ConfigError(f"run is missing. {USAGE}")

@@ -18,15 +18,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from rollout.config import RolloutConfig, doc
-from specrl import config as cli
-from specrl.options import ConfigError
-from specrl.schema import Config, DatasetConfig
+from specrl.config import load as cli
+from specrl.config.options import ConfigError
+from specrl.config.schema import Config, DatasetConfig
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-    from trainers.texts import Text
+    from trainers.cotraining.texts import Text
 
 SAMPLED_TOGETHER = 256  # responses, between two lines of progress
 
@@ -61,8 +61,8 @@ class Agreement:
 
 
 def main(options: DrafterOptions) -> int:
-    from specrl.data import load_examples, render
-    from specrl.policy import load_policy
+    from specrl.run.data import load_examples, render
+    from specrl.run.policy import load_policy
 
     if not options.out:
         raise ConfigError("out is missing: the directory to write the draft model to, such as out=outputs/drafter")
@@ -122,10 +122,10 @@ def sample(
 ) -> tuple[list[Text], list[int]]:
     """One response of the policy to each prompt, at temperature 1, and the keys that drew them. Prints its progress."""
     from rollout.engines.base import Sampling
-    from rollout.engines.transformers import TransformersEngine
+    from rollout.engines.local.engine import TransformersEngine
     from rollout.keys import derive_key
     from rollout.types import Request
-    from trainers.texts import Text
+    from trainers.cotraining.texts import Text
 
     keys = [derive_key(options.seed, "drafter", i, 0) for i in range(len(prompts))]
     requests = [Request(p, key, options.max_new_tokens) for p, key in zip(prompts, keys, strict=True)]
@@ -143,7 +143,7 @@ def distil(policy: PreTrainedModel, student: PreTrainedModel, texts: Sequence[Te
     from torch.nn.functional import kl_div
     from torch.optim.lr_scheduler import OneCycleLR
 
-    from trainers.texts import response_logits, response_states
+    from trainers.cotraining.texts import response_logits, response_states
 
     near = sorted(texts, key=len)  # less padding
     cuts = [near[at : at + options.batch] for at in range(0, len(near), options.batch)]
@@ -189,7 +189,7 @@ def agreement(
     import torch
 
     from rollout.noise import keyed_draw
-    from trainers.texts import response_logits
+    from trainers.cotraining.texts import response_logits
 
     keyed = independent = overlap = total = 0.0
     for text, key in zip(texts, keys, strict=True):

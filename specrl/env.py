@@ -17,7 +17,7 @@ from hashlib import blake2b
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from specrl.packages import anonymous, mixed_roots, package_directories
+from specrl.run.packages import anonymous, mixed_roots, package_directories
 
 SUPPORTED = {
     "python": ">=3.11",

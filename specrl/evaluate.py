@@ -16,17 +16,17 @@ from math import comb
 from typing import TYPE_CHECKING, Literal
 
 from rollout.config import doc
-from specrl import config as cli
-from specrl.options import ConfigError
-from specrl.records import find_run, run_option
-from specrl.schema import Config
+from specrl.config import load as cli
+from specrl.config.options import ConfigError
+from specrl.config.schema import Config
+from specrl.results.records import find_run, run_option
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from reward.set import RewardSet
     from rollout.engines.base import Engine
-    from specrl.data import Example
+    from specrl.run.data import Example
 
 
 @dataclass
@@ -63,7 +63,7 @@ def evaluate(
     from reward.base import Sample
     from rollout.keys import derive_key
     from rollout.types import Request
-    from specrl.data import render
+    from specrl.run.data import render
 
     requests = [
         Request(render(example, tokenizer), derive_key(seed, example.id, i, 0, "eval"), max_new_tokens)
@@ -106,8 +106,8 @@ def pass_rates(groups: Sequence[Sequence[bool]], samples: int) -> dict[str, floa
 def serving(config: Config) -> Iterator[tuple[Engine, PreTrainedTokenizerBase]]:
     """The engine of a command that trains nothing, and the policy's tokenizer."""
     from rollout.build import build_engine
-    from specrl.policy import engine_spec, load_policy
-    from specrl.routing import step_scorer
+    from specrl.lossy.routing import step_scorer
+    from specrl.run.policy import engine_spec, load_policy
 
     model, tokenizer, eos_ids = load_policy(config)
     shared = model.eval() if config.rollout.engine == "transformers" else None
@@ -120,7 +120,7 @@ def serving(config: Config) -> Iterator[tuple[Engine, PreTrainedTokenizerBase]]:
 
 def main(config: EvaluateConfig) -> int:
     from reward.loading import load_rewards
-    from specrl import preflight
+    from specrl.run import preflight
 
     (examples,) = preflight.check(config, training=False).values()
     how = {"samples": config.samples, "max_new_tokens": config.rollout.max_new_tokens, "seed": config.seed}

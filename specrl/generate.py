@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from rollout.config import doc
-from specrl import config as cli
-from specrl.schema import Config
+from specrl.config import load as cli
+from specrl.config.schema import Config
 
 
 @dataclass
@@ -32,9 +32,9 @@ def main(config: GenerateConfig) -> int:
 
     from rollout.keys import derive_key
     from rollout.types import Request
-    from specrl import preflight
-    from specrl.data import Example, render
     from specrl.evaluate import serving
+    from specrl.run import preflight
+    from specrl.run.data import Example, render
 
     read, cap = preflight.check(config, training=False), config.rollout.max_new_tokens
     examples = [Example("prompt", config.prompt, None, {})] if config.prompt else read["test"][: config.prompts]

@@ -23,13 +23,13 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from rollout.config import SOURCES, doc
-from rollout.drafters.suffix import PromptTexts, SuffixDrafter
-from specrl import tables
-from specrl.config import load_saved, run
-from specrl.data import parse
-from specrl.options import ConfigError
-from specrl.records import find_run, run_option
-from specrl.schema import Config
+from rollout.drafting.suffix import PromptTexts, SuffixDrafter
+from specrl.config.load import load_saved, run
+from specrl.config.options import ConfigError
+from specrl.config.schema import Config
+from specrl.results import tables
+from specrl.results.records import find_run, run_option
+from specrl.run.data import parse
 
 WINDOWS = (0, 8, 16, 32, 64)
 """Draft tokens of a row in one pass; 0 is the whole text."""
@@ -158,8 +158,8 @@ def _line(counts: Sequence[Counts], tokens: int) -> dict[str, Any]:
 
 def read_run(directory: Path, model: str = "") -> list[Text]:
     """The texts of a run: what its checkpoints' and final trajectories tell of several steps, else its completions."""
-    from rollout.records import unpack
-    from rollout.store import SNAPSHOT, open_snapshot
+    from rollout.cache.disk import SNAPSHOT, open_snapshot
+    from rollout.cache.record import unpack
 
     texts: dict[tuple[str, int, int], Text] = {}
     for place in (*directory.glob("checkpoints/checkpoint-*/trajectories"), directory / "trajectories"):
@@ -180,7 +180,7 @@ def read_files(path: Path, model: str = "") -> list[Text]:
     Without a column `step` it is the number in the file's name, as in step_12.parquet. Without lists of ids in a column
     `tokens`, the text of `completion` is tokenised again, with the EOS added where `finish` is not `length`.
     """
-    from specrl.policy import load_tokenizer
+    from specrl.run.policy import load_tokenizer
 
     files = sorted(f for f in path.iterdir() if f.suffix in SUFFIXES) if path.is_dir() else [path]
     if not files or not all(file.is_file() and file.suffix in SUFFIXES for file in files):

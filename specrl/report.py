@@ -1,7 +1,7 @@
 """What a run saved and learned: report.md, report.json and report.png, from the metrics in its directory.
 
     python -m specrl.report run=DIR [baseline=DIR]
-    python -m specrl.report runs=[DIR,DIR,...]        # side by side, see specrl/compare.py
+    python -m specrl.report runs=[DIR,DIR,...]        # side by side, see specrl/results/compare.py
 
 Two kinds of evidence, never mixed: `measured`, control steps, whose rows the run also rolled out plainly with the same
 keys; `paired`, a baseline run on the same machine, matched step by step. docs/metrics.md has the formulas.
@@ -15,15 +15,15 @@ from pathlib import Path
 from rich.console import Console
 
 from rollout.config import doc
-from specrl import compare, tables
-from specrl.config import run as run_command
+from specrl.config.load import run as run_command
+from specrl.config.options import ConfigError
 from specrl.env import machine
-from specrl.evidence import Evidence, evidence, law, notes, numbers
-from specrl.options import ConfigError
-from specrl.pairing import Pairing, pair
-from specrl.plots import draw
-from specrl.records import RunRecords, load_run, number, run_option, to_json
-from specrl.savings import Estimate, breakdown, estimate, first_last, later, mean, step_speedup, text, total
+from specrl.results import compare, tables
+from specrl.results.evidence import Evidence, evidence, law, notes, numbers
+from specrl.results.pairing import Pairing, pair
+from specrl.results.plots import draw
+from specrl.results.records import RunRecords, load_run, number, run_option, to_json
+from specrl.results.savings import Estimate, breakdown, estimate, first_last, later, mean, step_speedup, text, total
 
 COLUMNS = ("phase", "plain s", "specrl s", "saved s", "share")
 NET = """\

@@ -1,4 +1,4 @@
-"""The embedded tiny policy and its recipe: 1.2 M parameters that solve `specrl.tasks.arithmetic` about half the time.
+"""The embedded tiny policy and its recipe: 1.2 M parameters that solve half of `specrl.run.tasks.arithmetic`.
 
     python -m specrl.tiny out=DIR [steps=N] [blur=X] [batch=N] [seed=N]
     python -m specrl.evaluate model=DIR
@@ -29,11 +29,11 @@ from transformers import (
 )
 
 from rollout.config import doc
-from specrl import config as cli
-from specrl import tasks
-from specrl.options import ConfigError
-from specrl.policy import TINY_PATH
-from specrl.tasks import Problem, arithmetic
+from specrl.config import load as cli
+from specrl.config.options import ConfigError
+from specrl.run import tasks
+from specrl.run.policy import TINY_PATH
+from specrl.run.tasks import Problem, arithmetic
 
 PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"
 IGNORE = -100  # the label torch's cross entropy skips
@@ -67,7 +67,7 @@ def load_tiny() -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
 def build_tokenizer() -> PreTrainedTokenizerFast:
     """A closed vocabulary: one token per digit, operator and mark, and whole words together with their leading space.
 
-    `decode(encode(text)) == text` for every text of `specrl.tasks`; anything else becomes "<unk>".
+    `decode(encode(text)) == text` for every text of `specrl.run.tasks`; anything else becomes "<unk>".
     """
     spaced = (*tasks.ITEMS, *tasks.PACKS, *tasks.PEOPLE, "He", "She", "How", "many", "does", "have", "has", "now", "of")
     verbs = " ".join((*tasks.GAINS, *tasks.LOSSES)).split()

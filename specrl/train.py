@@ -7,14 +7,14 @@ from contextlib import contextmanager
 from signal import SIGINT
 from typing import TYPE_CHECKING
 
-from specrl import config as cli
-from specrl import preflight
-from specrl.resume import claimed, keep_surroundings, surroundings
-from specrl.schema import Config
+from specrl.config import load as cli
+from specrl.config.schema import Config
+from specrl.run import preflight
+from specrl.run.resume import claimed, keep_surroundings, surroundings
 
 if TYPE_CHECKING:
-    from specrl.monitor import Monitor
-    from specrl.setup import Run
+    from specrl.run.monitor import Monitor
+    from specrl.run.setup import Run
 
 PURE_BF16 = (
     "trainer.precision=pure_bf16: at trainer.learning_rate={:g} most steps are below the distance from one bf16 number "
@@ -25,7 +25,7 @@ PURE_BF16 = (
 def main(config: Config) -> int:
     """A run, from what is cheap to look at to its report; its exit code."""
     examples = preflight.check(config)
-    from specrl import setup  # after it, as this takes seconds
+    from specrl.run import setup  # after it, as this takes seconds
 
     with claimed(config) as (folder, checkpoint):
         with setup.parts(config, folder, checkpoint, **examples) as run:
@@ -43,8 +43,8 @@ def recorded(run: Run) -> Iterator[Monitor | None]:
     if not run.is_main:
         yield None
         return
-    from specrl import memory
-    from specrl.monitor import Monitor
+    from specrl.run import memory
+    from specrl.run.monitor import Monitor
     from trainers.checkpoint import step_of
 
     config, policy, checkpoint = run.config, run.trainer.rollouts.policy, run.checkpoint
@@ -65,8 +65,8 @@ def recorded(run: Run) -> Iterator[Monitor | None]:
 
 def watch(run: Run, monitor: Monitor) -> None:
     """Hands metrics, previews and evaluations of the training to come to the monitor."""
-    from specrl.completions import show, store
     from specrl.evaluate import evaluate
+    from specrl.run.completions import show, store
     from trainers.callbacks import Record
 
     options, rollouts, tokenizer = run.config.trainer, run.trainer.rollouts, run.tokenizer
@@ -118,8 +118,8 @@ def save(run: Run) -> None:
 
 def report(run: Run) -> int:
     """Writes and shows the report of a run that came to its end; the exit code."""
-    from specrl.card import write_card
     from specrl.report import write_report
+    from specrl.results.card import write_card
 
     if run.is_main:
         options = run.config.report

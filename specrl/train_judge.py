@@ -19,13 +19,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from rollout.config import doc
-from specrl import config as cli
-from specrl.options import ConfigError
-from specrl.schema import Config
+from specrl.config import load as cli
+from specrl.config.options import ConfigError
+from specrl.config.schema import Config
 
 if TYPE_CHECKING:
-    from rollout.routers.judge import JudgeHead
-    from trainers.judge import Labels
+    from rollout.lossy.judge import JudgeHead
+    from trainers.lossy.judge import Labels
 
 
 SHUFFLES = 8  # controls: one direction of the hidden space may tell the classes apart by chance
@@ -45,11 +45,11 @@ class TrainJudgeConfig(Config):
 
 def main(config: TrainJudgeConfig) -> int:
     from reward.loading import load_rewards
-    from rollout.routers.judge import JudgeHead, KLJudge
-    from rollout.routers.pair import fingerprint
-    from specrl.data import load_examples
-    from specrl.judging import Drafted, compare, mismatches, read_cache
-    from specrl.pair import load_pair
+    from rollout.lossy.judge import JudgeHead, KLJudge
+    from rollout.lossy.pair import fingerprint
+    from specrl.lossy.judging import Drafted, compare, mismatches, read_cache
+    from specrl.lossy.pair import load_pair
+    from specrl.run.data import load_examples
 
     if not config.out:
         raise ConfigError("out is missing: the directory to write the judge to, such as out=outputs/judge")
@@ -89,8 +89,8 @@ def fit_judges(labels: Labels, config: TrainJudgeConfig) -> tuple[JudgeHead, Jud
     """
     import torch
 
-    from rollout.routers.judge import JudgeHead
-    from trainers.judge import fit_judge
+    from rollout.lossy.judge import JudgeHead
+    from trainers.lossy.judge import fit_judge
 
     generator = torch.Generator().manual_seed(config.seed)
     shuffles = [labels.important[torch.randperm(len(labels), generator=generator)] for _ in range(SHUFFLES)]

@@ -16,16 +16,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from rollout.config import doc
-from specrl import config as cli
-from specrl.options import ConfigError
-from specrl.schema import Config
+from specrl.config import load as cli
+from specrl.config.options import ConfigError
+from specrl.config.schema import Config
 
 if TYPE_CHECKING:
-    from rollout.steps import Candidate
-    from specrl.data import Example
-    from specrl.pair import Pair
-    from specrl.routing import StepValues
-    from trainers.router import Record
+    from rollout.lossy.steps import Candidate
+    from specrl.lossy.pair import Pair
+    from specrl.lossy.routing import StepValues
+    from specrl.run.data import Example
+    from trainers.lossy.router import Record
 
 WALKS = {"oracle": 0.0, "draft": 1.0}  # advantage above which the walk goes on with the policy's step
 
@@ -42,11 +42,11 @@ class TrainRouterConfig(Config):
 
 def main(config: TrainRouterConfig) -> int:
     from reward.loading import load_rewards
-    from rollout.routers.pair import fingerprint, write_card
-    from specrl.data import load_examples
-    from specrl.pair import load_pair
-    from specrl.routing import StepValues
-    from trainers.router import split
+    from rollout.lossy.pair import fingerprint, write_card
+    from specrl.lossy.pair import load_pair
+    from specrl.lossy.routing import StepValues
+    from specrl.run.data import load_examples
+    from trainers.lossy.router import split
 
     if not config.out:
         raise ConfigError("out is missing: the directory to write the router to, such as out=outputs/router")
@@ -85,11 +85,11 @@ def collect(pair: Pair, values: StepValues, examples: Sequence[Example]) -> list
     see, so the draft's own walk is recorded too (after DAgger, arXiv 1011.0686).
     """
     from rollout.keys import derive_key
-    from rollout.routers.scores import by_advantage, features
+    from rollout.lossy.scores import by_advantage, features
     from rollout.types import Request
-    from specrl.data import render
-    from specrl.routing import advantage
-    from trainers.router import Record
+    from specrl.lossy.routing import advantage
+    from specrl.run.data import render
+    from trainers.lossy.router import Record
 
     records: dict[tuple[int, ...], Record] = {}  # by the text: two walks may begin alike
 
@@ -117,7 +117,7 @@ def collect(pair: Pair, values: StepValues, examples: Sequence[Example]) -> list
 def revalued(pair: Pair, values: StepValues, records: Sequence[Record], examples: Sequence[Example]) -> list[float]:
     """The advantages of visited steps, valued once more: their agreement bounds what a router can be seen to know."""
     from reward.process import Prefix
-    from specrl.data import render
+    from specrl.run.data import render
 
     owners = {example.id: example for example in examples}
     asked = []
@@ -144,9 +144,9 @@ def train(
     """
     import torch
 
-    from rollout.routers.scores import probability
-    from trainers.fit import logistic, spearman
-    from trainers.router import accuracy_by_class, curve
+    from rollout.lossy.scores import probability
+    from trainers.lossy.fit import logistic, spearman
+    from trainers.lossy.router import accuracy_by_class, curve
 
     gains = [r.advantage > 0 for r in learning]
     if len(set(gains)) < 2 or not held:

@@ -1,11 +1,11 @@
 """Local engines of tests: a model, a law, and what is tried."""
 
-from rollout.budget import Budget
-from rollout.drafters.contexts import ContextTable
-from rollout.drafters.model import ModelDrafter
+from rollout.drafting.budget import Budget
+from rollout.drafting.contexts import ContextTable
 from rollout.drafting.drafting import Drafting
 from rollout.engines.base import Limits
-from rollout.engines.transformers import TransformersEngine
+from rollout.engines.local.drafter import ModelDrafter
+from rollout.engines.local.engine import TransformersEngine
 from rollout.lossy.judged import Judged
 from rollout.lossy.lenient import Once, lenient
 from rollout.lossy.routed import RoutedEngine

@@ -18,8 +18,8 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
 import specrl.train
-import trainers.grpo  # noqa: F401 (slow to import: before the first run, not inside it)
-from specrl import config as cli
+import trainers.grpo.trainer  # noqa: F401 (slow to import: before the first run, not inside it)
+from specrl.config import load as cli
 from specrl.drafter import shortened
 from specrl.tiny import build_tokenizer
 

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rollout.config import doc
-from specrl import config as cli
+from specrl.config import load as cli
 
 ALGORITHMS = ("grpo", "ppo")
 

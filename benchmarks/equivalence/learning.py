@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 
 from benchmarks.equivalence import toy
-from rollout.cache import Fingerprint, TrajectoryCache
+from rollout.cache.memory import Fingerprint, TrajectoryCache
 from rollout.config import BudgetConfig, RolloutConfig
 from rollout.control import Control
 from rollout.keys import Visits
 from rollout.speculative import SpeculativeRollout
 from rollout.types import Completion, RolloutBatch, Row
 from trainers.advantages import gae, token_rewards, whiten
-from trainers.experience import Experience
 from trainers.losses import clipped, correction_weights, policy_loss, value_loss
+from trainers.ppo.experience import Experience
 
 Algorithm = Literal["grpo", "ppo"]
 PROMPTS, GROUP, PROMPTS_PER_STEP, EPOCHS = 24, 8, 12, 10

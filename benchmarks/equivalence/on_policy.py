@@ -19,7 +19,7 @@ import torch
 import specrl.train
 from rollout.types import Completion, RolloutBatch, Row
 from rollout.verify import accept_exact
-from specrl import config as cli
+from specrl.config import load as cli
 from trainers.rollouts import Rollouts
 
 OPTIONS = {

@@ -10,7 +10,7 @@ from rich.console import Console
 from benchmarks.equivalence.arms import OFF
 from benchmarks.equivalence.tost import Comparison
 from benchmarks.equivalence.verdicts import GAP_MARGIN, MARGIN, Check, Line
-from specrl import tables
+from specrl.results import tables
 
 COLUMNS = ("rule", "passes/token", "reused", "final reward", "less off (90 %)", f"+-{MARGIN}", "gap", f"+-{GAP_MARGIN}")
 
@@ -45,7 +45,7 @@ def draw(lines: Sequence[Line], path: Path) -> None:
     """Learning cost over passes, one panel per algorithm."""
     from matplotlib.figure import Figure
 
-    from specrl.plots import BLUE, GREY, ORANGE, RED
+    from specrl.results.plots import BLUE, GREY, ORANGE, RED
 
     algorithms = list(dict.fromkeys(found.algorithm for found in lines))
     figure = Figure(figsize=(11, 4.6), dpi=150, layout="constrained")

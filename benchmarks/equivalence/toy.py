@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from rollout.build import build_engine
-from rollout.build import ragged as packed
 from rollout.config import RolloutConfig
 from rollout.engines.base import Engine, EngineSpec
-from rollout.engines.ragged import Pass
+from rollout.engines.local import ragged as packed
+from rollout.engines.local.ragged import Pass
 
 SYMBOLS, TASKS, CAP, GOOD = 6, 6, 10, 3
 """Symbol 0 ends a response. A prompt is (task, 0), so that there are as many tasks as symbols."""

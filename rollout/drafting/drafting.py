@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Protocol
 
-from rollout.budget import Budget, Plan
-from rollout.chain import Chain
-from rollout.drafters.contexts import ContextTable
+from rollout.drafting.budget import Budget, Plan
+from rollout.drafting.chain import Chain
+from rollout.drafting.contexts import ContextTable
 from rollout.drafting.draft import EMPTY, Draft, ask
 from rollout.types import EngineStats, Request, RolloutError
 from rollout.verify import Stood, accept_exact
@@ -31,7 +31,7 @@ class Policy(Protocol):
 
 
 class DraftModel(Policy, Protocol):
-    """A small model that drafts for rows whose own drafters do worse; see rollout/drafters/model.py."""
+    """A small model that drafts for rows whose own drafters do worse; see rollout/engines/local/drafter.py."""
 
     def inference(self) -> AbstractContextManager: ...
     def open(self, requests: Sequence[Request]) -> None: ...

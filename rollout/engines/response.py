@@ -6,7 +6,7 @@ import time
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from rollout.budget import Kind, State
+from rollout.drafting.budget import Kind, State
 from rollout.drafting.draft import EMPTY, Draft
 from rollout.types import Completion, Request, RolloutError
 from rollout.verify import Stood, cut

@@ -12,10 +12,10 @@ from torch import Tensor
 from rollout.drafting.draft import Draft, ask
 from rollout.drafting.drafting import Drafting, Policy, check_vocab
 from rollout.engines.base import Limits, Sampling
-from rollout.engines.ragged import RaggedModel
-from rollout.engines.reader import Reader
+from rollout.engines.local.ragged import RaggedModel
+from rollout.engines.local.reader import Reader
 from rollout.engines.response import Response
-from rollout.routers.judge import DraftToken, Judge, judged
+from rollout.lossy.judge import DraftToken, Judge, judged
 from rollout.types import EngineStats, Request
 from rollout.verify import Drawn, Stood
 

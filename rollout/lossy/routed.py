@@ -17,12 +17,12 @@ import torch
 
 from rollout.drafting.drafting import check_vocab
 from rollout.engines.base import Limits, Sampling
-from rollout.engines.ragged import RaggedModel
-from rollout.engines.reader import Reader
+from rollout.engines.local.engine import LocalModel
+from rollout.engines.local.ragged import RaggedModel
+from rollout.engines.local.reader import Reader
 from rollout.engines.response import check_request, refuse_unusable
-from rollout.engines.transformers import LocalModel
-from rollout.routers.base import Router, decide
-from rollout.steps import Candidate, Source, Step, StepEnd
+from rollout.lossy.router import Router, decide
+from rollout.lossy.steps import Candidate, Source, Step, StepEnd
 from rollout.types import Completion, EngineStats, FinishReason, Request
 from rollout.verify import Drawn, accept_exact
 

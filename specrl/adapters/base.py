@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rollout.cache import Fingerprint, TrajectoryCache
-from rollout.keyed import KeyedRequest
+from rollout.cache.memory import Fingerprint, TrajectoryCache
+from rollout.engines.vllm.wire import KeyedRequest
 from rollout.keys import derive_key
 from rollout.types import RolloutError, Trajectory
 
@@ -31,7 +31,7 @@ class Ticket:
 
 
 class ReuseSession:
-    """Keys and drafts of a training run, for servers that serve keyed requests (rollout/engines/vllm_served.py).
+    """Keys and drafts of a training run, for servers that serve keyed requests (rollout/engines/vllm/served.py).
 
     A prompt is known by its token ids. The key of a response is a hash of (seed, prompt, slot, visit): every slot and
     every visit draws with fresh noise, and what is stored decides about time only.

@@ -22,7 +22,7 @@ def reuse_executor(executor: type, *, seed: int, group_size: int, max_mb: float 
     as OpenRLHF does not tell its steps and visits are counted from 0; group_size: its n_samples_per_prompt; max_mb: see
     ReuseSession.
     """
-    from rollout.engines.vllm_served import serve_by_default
+    from rollout.engines.vllm.served import serve_by_default
 
     serve_by_default()
     return reusing(executor, SharedSession(seed=seed, group_size=group_size, max_mb=max_mb))

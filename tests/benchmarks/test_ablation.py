@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import ablation
 from rollout.build import transformers
-from specrl.config import load
+from specrl.config.load import load
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

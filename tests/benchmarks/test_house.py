@@ -34,7 +34,7 @@ def house(tmp_path):
         "rollout/engine.py": ENGINE,
         "rollout/rows.py": "from rollout.engine import Engine\n",
         "reward/base.py": "import specrl.bench\n",
-        "specrl/bench.py": "def f():\n    from reward import base\n",
+        "specrl/bench/__main__.py": "def f():\n    from reward import base\n",
         "trainers/plain.py": "x = 1\n" * 301,
     }
     for path, text in files.items():

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from specrl import config as cli
+from specrl.config import load as cli
 from specrl.drafter import shortened
 from specrl.tiny import load_tiny
 from tests.runs import ROOT
@@ -130,7 +130,7 @@ def test_judges(monkeypatch, tmp_path):
 def test_rivals(tmp_path):
     pytest.importorskip("vllm")
     from benchmarks import rivals
-    from specrl.bench_pair import PairConfig
+    from specrl.bench.pair import PairConfig
 
     words = ["config=grpo_math_vllm", "rows=8", "repeats=1", "rollout.max_new_tokens=8", f"out={tmp_path / 'out.json'}"]
     assert cli.run(rivals.main, words, PairConfig, training=False) == 0

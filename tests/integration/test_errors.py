@@ -9,8 +9,8 @@ import torch
 
 import specrl.train
 import tests.runs
-from specrl import config as cli
-from specrl.config import RUN_ERROR, USAGE_ERROR
+from specrl.config import load as cli
+from specrl.config.load import RUN_ERROR, USAGE_ERROR
 from tests.runs import build_policy, policy, run, words
 
 SHORT = {"trainer__max_steps": 1}

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import specrl.train
-from specrl import config as cli
+from specrl.config import load as cli
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"

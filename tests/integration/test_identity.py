@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-import rollout.engines.transformers as engine_module
+import rollout.engines.local.engine as engine_module
 from rollout.build import build_engine
 from rollout.engines.base import EngineSpec
 from rollout.keys import ReplayControl

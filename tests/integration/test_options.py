@@ -12,12 +12,12 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 import specrl.train
 from rollout.config import SOURCES
-from rollout.routers.judge import JudgeHead
-from rollout.routers.pair import fingerprint, write_card
-from specrl import config as cli
-from specrl import options
-from specrl.config import known_configs
-from specrl.schema import Config
+from rollout.lossy.judge import JudgeHead
+from rollout.lossy.pair import fingerprint, write_card
+from specrl.config import load as cli
+from specrl.config import options
+from specrl.config.load import known_configs
+from specrl.config.schema import Config
 from tests.runs import ROOT, differences, drafter, policy, run
 
 SMALL = {  # two visits of two prompts, so that the second step drafts from the texts of the first

@@ -10,10 +10,10 @@ from types import SimpleNamespace
 
 import pytest
 
-import specrl.setup
+import specrl.run.setup
 import specrl.train
-from specrl import config as cli
-from specrl.config import INTERRUPTED, TERMINATED
+from specrl.config import load as cli
+from specrl.config.load import INTERRUPTED, TERMINATED
 from tests.runs import ROOT, run, words
 from trainers import callbacks
 from trainers.callbacks import StopOnSignal

@@ -23,12 +23,12 @@ PROGRAM = """
 import json, os, sys
 from pathlib import Path
 import tests.runs as runs
-import specrl.setup
+import specrl.run.setup
 import specrl.train
-from specrl import config
+from specrl.config.load import load as config
 
 from rollout.build import build_engine
-from specrl.policy import engine_spec
+from specrl.run.policy import engine_spec
 
 build, shared = specrl.setup.build_trainer, specrl.setup.engine_factory
 runs.torch.set_num_threads(1)

@@ -11,10 +11,10 @@ import pytest
 
 from reward.answers import compare, extract_answer, last_box, last_scaled, normal_number, quick_equal
 from reward.base import Sample
+from reward.child import answer as worker_answer
 from reward.config import RewardConfig
 from reward.math import CANARY, MathReward, make_checker
 from reward.set import RewardSet
-from reward.worker import answer as worker_answer
 
 DATA = Path(__file__).parents[2].parent / "shared/data"
 HOSTILE = [r"\boxed{9^{9^{9^{9}}}}", r"\boxed{(x+1)^{100000}}", r"\boxed{\sum_{n=1}^{10^{9}} \frac{1}{n}}"]

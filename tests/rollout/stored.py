@@ -2,7 +2,7 @@
 
 import random
 
-from rollout.cache import Fingerprint, TrajectoryCache
+from rollout.cache.memory import Fingerprint, TrajectoryCache
 from rollout.types import Trajectory
 
 EOS = 1

@@ -5,10 +5,10 @@ import math
 import pytest
 import torch
 
-from rollout.routers.base import decide
-from rollout.routers.pair import fingerprint, read_card, write_card
-from rollout.routers.scores import MOST, features, learned, load_learned
-from rollout.steps import Candidate, Step
+from rollout.lossy.pair import fingerprint, read_card, write_card
+from rollout.lossy.router import decide
+from rollout.lossy.scores import MOST, features, learned, load_learned
+from rollout.lossy.steps import Candidate, Step
 from rollout.types import RolloutError
 
 pytestmark = pytest.mark.usefixtures("one_thread")

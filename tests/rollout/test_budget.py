@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from rollout.budget import Budget, Plan
+from rollout.drafting.budget import Budget, Plan
 from rollout.drafting.draft import EMPTY
 from rollout.drafting.drafting import Drafting
 from rollout.engines.response import Response

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from rollout.cache import Fingerprint, TrajectoryCache
+from rollout.cache.memory import Fingerprint, TrajectoryCache
 from rollout.types import CacheError, Trajectory
 
 EOS = 1

@@ -12,14 +12,14 @@ from rollout.build import build_engine
 from rollout.checks import check
 from rollout.config import CacheConfig, JudgedConfig, RolloutConfig, VLLMConfig
 from rollout.engines.base import EngineSpec, Sampling
-from rollout.engines.transformers import TransformersEngine
+from rollout.engines.local.engine import TransformersEngine
 from rollout.keys import derive_key
 from rollout.lossy.lenient import lenient
 from rollout.types import Request, RolloutError, Row
-from specrl import options
-from specrl.config import load
-from specrl.options import ConfigError
-from specrl.schema import Config
+from specrl.config import options
+from specrl.config.load import load
+from specrl.config.options import ConfigError
+from specrl.config.schema import Config
 
 NAN = math.nan
 

@@ -6,8 +6,8 @@ import random
 import pytest
 
 from rollout.config import SOURCES
-from rollout.drafters import suffix
-from rollout.drafters.suffix import PromptTexts, SuffixDrafter
+from rollout.drafting import suffix
+from rollout.drafting.suffix import PromptTexts, SuffixDrafter
 
 OLD = list(range(100, 160))
 POSITIONS = ("prefix", "position")

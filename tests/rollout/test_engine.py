@@ -14,12 +14,12 @@ from transformers import AutoModelForCausalLM, Gemma2Config, T5Config, T5ForCond
 
 from rollout.build import build_engine
 from rollout.config import JudgedConfig, RolloutConfig
-from rollout.cost import CostModel, Trial
-from rollout.engines import ragged
+from rollout.drafting.cost import CostModel, Trial
 from rollout.engines.base import EngineSpec, Sampling
-from rollout.engines.ragged import RaggedKV
-from rollout.engines.reader import Reader
-from rollout.engines.transformers import TransformersEngine
+from rollout.engines.local import ragged
+from rollout.engines.local.engine import TransformersEngine
+from rollout.engines.local.ragged import RaggedKV
+from rollout.engines.local.reader import Reader
 from rollout.keys import derive_key
 from rollout.noise import gumbel, keyed_draw, row_words
 from rollout.types import EngineStats, Request, RolloutError

@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rollout.drafters.suffix import PromptTexts, SuffixDrafter
+from rollout.drafting.suffix import PromptTexts, SuffixDrafter
 from rollout.engines.base import Sampling
-from rollout.engines.transformers import TransformersEngine
+from rollout.engines.local.engine import TransformersEngine
 from rollout.keys import derive_key
+from rollout.lossy.judge import DraftToken, JudgeHead, KLJudge, judged
 from rollout.lossy.judged import accept_judged
-from rollout.routers.judge import DraftToken, JudgeHead, KLJudge, judged
 from rollout.types import Request, RolloutError
 from rollout.verify import accept_exact
 from tests.engines import judged as judged_engine

@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from rollout.budget import Plan
-from rollout.drafters.model import ModelDrafter, early_exit
+from rollout.drafting.budget import Plan
 from rollout.engines.base import Sampling
-from rollout.engines.reader import Reader
-from rollout.engines.transformers import TransformersEngine
+from rollout.engines.local.drafter import ModelDrafter, early_exit
+from rollout.engines.local.engine import TransformersEngine
+from rollout.engines.local.reader import Reader
 from rollout.keys import derive_key
 from rollout.noise import keyed_draw
 from rollout.types import Request, RolloutError

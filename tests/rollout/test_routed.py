@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from rollout.engines.base import Sampling
-from rollout.engines.transformers import TransformersEngine
+from rollout.engines.local.engine import TransformersEngine
 from rollout.keys import derive_key
 from rollout.lossy import routed
 from rollout.lossy.routed import Steps
-from rollout.routers.base import decide
-from rollout.routers.scores import by_advantage, by_entropy, by_likelihood, by_reward
-from rollout.steps import Candidate, Step, StepEnd
+from rollout.lossy.router import decide
+from rollout.lossy.scores import by_advantage, by_entropy, by_likelihood, by_reward
+from rollout.lossy.steps import Candidate, Step, StepEnd
 from rollout.types import Request, RolloutError
 from rollout.verify import accept_exact
 from tests import engines
@@ -179,7 +179,7 @@ def test_mixed_steps_follow_the_definition(models, needs, rows_per_batch):
 
 
 def test_tokens_of_a_step_that_went_and_are_taken_for_the_row_s_are_caught(models, monkeypatch):
-    monkeypatch.setattr("rollout.engines.reader.accept_exact", lambda held, text: len(text))
+    monkeypatch.setattr("rollout.engines.local.reader.accept_exact", lambda held, text: len(text))
     done, _ = engine(models, Rule(odd)).generate(asked := requests())
     assert [c.tokens for c in done] != naive(models, asked, lambda n: n % 2, step_end())
 

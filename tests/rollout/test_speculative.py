@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from rollout.build import build_engine
-from rollout.cache import Fingerprint, TrajectoryCache
+from rollout.cache.memory import Fingerprint, TrajectoryCache
 from rollout.config import BudgetConfig, RolloutConfig
-from rollout.drafters.suffix import PromptTexts, SuffixDrafter
+from rollout.drafting.suffix import PromptTexts, SuffixDrafter
 from rollout.engines.base import EngineSpec
 from rollout.keys import derive_key, generation
 from rollout.speculative import SpeculativeRollout
@@ -534,9 +534,9 @@ def test_what_an_index_knows_changes_no_token(epochs, cut):
 
 
 def test_a_rule_that_trusts_its_drafts_is_seen_by_the_same_comparison(epochs, monkeypatch):
-    monkeypatch.setattr("rollout.engines.transformers.accept_exact", lambda draws, draft: len(draft))
+    monkeypatch.setattr("rollout.engines.local.engine.accept_exact", lambda draws, draft: len(draft))
     monkeypatch.setattr(
-        "rollout.engines.transformers.TransformersEngine._break_ties",
+        "rollout.engines.local.engine.TransformersEngine._break_ties",
         lambda engine, row, draft, draws, *_: draws.__setitem__(slice(0, len(draft)), draft),
     )
     wrong = roll(epochs[:1], None)

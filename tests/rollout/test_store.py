@@ -7,9 +7,9 @@ from dataclasses import replace
 import pyarrow.parquet as pq
 import pytest
 
-from rollout import store
-from rollout.cache import Fingerprint, TrajectoryCache
-from rollout.store import LOCK, SNAPSHOT
+from rollout.cache import disk as store
+from rollout.cache.disk import LOCK, SNAPSHOT
+from rollout.cache.memory import Fingerprint, TrajectoryCache
 from rollout.types import CacheError, Trajectory
 from tests.rollout.stored import PRINT, contents, entries, load, saved
 

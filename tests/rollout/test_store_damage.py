@@ -16,8 +16,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rollout import store
-from rollout.store import LOCK, SNAPSHOT
+from rollout.cache import disk as store
+from rollout.cache.disk import LOCK, SNAPSHOT
 from rollout.types import CacheError
 from specrl.cache import main
 from tests.rollout.stored import EOS, PRINT, contents, entries, load, saved

@@ -11,10 +11,10 @@ from collections import Counter
 import pytest
 import torch
 
-import rollout.engines.ragged as ragged
+import rollout.engines.local.ragged as ragged
 from rollout import verify
 from rollout.engines.base import Sampling
-from rollout.engines.transformers import TransformersEngine
+from rollout.engines.local.engine import TransformersEngine
 from rollout.keys import derive_key
 from rollout.lossy.lenient import accept_lenient
 from rollout.noise import keyed_draw

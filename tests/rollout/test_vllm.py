@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
 from rollout.build import build_engine
 from rollout.config import RolloutConfig
-from rollout.drafters.suffix import PromptTexts, SuffixDrafter
+from rollout.drafting.suffix import PromptTexts, SuffixDrafter
 from rollout.engines.base import EngineSpec, Probe, Sampling
-from rollout.engines.transformers import TransformersEngine
+from rollout.engines.local.engine import TransformersEngine
 from rollout.keys import derive_key
 from rollout.types import Request, RolloutError
 from tests.engines import local
@@ -365,7 +365,7 @@ def moved(model, seed: int, scale: float = 0.05):
 
 @pytest.mark.parametrize("what", ["token", "finish"])
 def test_a_row_that_vllm_has_otherwise_is_an_error(engine_of, golden, monkeypatch, what):
-    from rollout.engines.vllm_v1 import OneRequest
+    from rollout.engines.vllm.requests import OneRequest
 
     cases, want = golden()
     settle = OneRequest.settle
@@ -414,7 +414,7 @@ def shared_memory(tmp_path, monkeypatch):
     """Where weights are handed over in this test, which no other process writes to."""
     folder = tmp_path / "shm"
     folder.mkdir()
-    monkeypatch.setattr("rollout.engines.vllm_weights._SHM", folder)
+    monkeypatch.setattr("rollout.engines.vllm.weights._SHM", folder)
     return folder
 
 
@@ -505,7 +505,7 @@ def test_the_probe_finds_wrong_weights(updated):
 
 def test_the_probe_finds_a_stale_output_layer(updated, monkeypatch):
     """Control: without the repair the CPU build multiplies with the old packed copy of a tied output layer."""
-    import rollout.engines.vllm_weights as transfer
+    import rollout.engines.vllm.weights as transfer
 
     engine, model = updated()
     new = moved(model, 1)

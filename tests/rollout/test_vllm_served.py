@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from rollout.engines.base import Sampling
-from rollout.engines.transformers import TransformersEngine
-from rollout.keyed import KeyedRequest
+from rollout.engines.local.engine import TransformersEngine
+from rollout.engines.vllm.wire import KeyedRequest
 from rollout.types import EngineStats, Request, RolloutError
 from specrl.adapters.base import ReuseSession
 from tests.rollout.test_engine import EOS_IDS, VOCAB, all_wrong, corrupt, prompts_and_caps, requests_of
@@ -77,8 +77,8 @@ def logprobs(output) -> list[float]:
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory):
-    from rollout.engines.vllm import LLM, _unchanged_process, settings, shut_down
-    from rollout.engines.vllm_served import SPECULATIVE_CONFIG
+    from rollout.engines.vllm.engine import LLM, _unchanged_process, settings, shut_down
+    from rollout.engines.vllm.served import SPECULATIVE_CONFIG
 
     model, path = policy("qwen3"), tmp_path_factory.mktemp("qwen3")
     model.save_pretrained(path)
@@ -220,7 +220,7 @@ def test_finished_requests_are_forgotten(served, requests):
 def test_laws_that_a_keyed_draw_does_not_know_are_refused():
     from vllm import SamplingParams
 
-    from rollout.engines.vllm_served import refuse_unknown_law
+    from rollout.engines.vllm.served import refuse_unknown_law
 
     refuse_unknown_law(SamplingParams(temperature=0.5, top_k=3, top_p=0.9, min_tokens=2, logprobs=1, seed=1))
     for wrong in ({"repetition_penalty": 1.1}, {"min_p": 0.1}, {"bad_words": ["x"]}, {"logit_bias": {3: 1.0}}):
@@ -231,7 +231,7 @@ def test_laws_that_a_keyed_draw_does_not_know_are_refused():
 def test_engines_that_serve_by_default(served, tmp_path, monkeypatch):
     import vllm
 
-    from rollout.engines.vllm_served import SPECULATIVE_CONFIG, serve_by_default
+    from rollout.engines.vllm.served import SPECULATIVE_CONFIG, serve_by_default
 
     monkeypatch.setattr(vllm, "AsyncEngineArgs", vllm.AsyncEngineArgs)  # restored afterwards
     model = str(tmp_path)  # a folder: a name would be looked up in the hub

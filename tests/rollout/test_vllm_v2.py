@@ -42,7 +42,7 @@ def best_length(p, pass_s, token_s, rows, overhead, limit):
 @pytest.mark.parametrize("rows", [1, 8, 256])
 @pytest.mark.parametrize("overhead", [0, 16, 64])
 def test_the_draft_length_saves_most(p, rows, overhead):
-    from rollout.engines.vllm_v2 import draft_length
+    from rollout.engines.vllm.two_requests import draft_length
 
     for pass_s, token_s in ((1e-2, 1e-5), (1e-2, 1e-4), (1e-3, 1e-3)):
         for limit in (0, 3, 40, 400):
@@ -54,7 +54,7 @@ def test_the_draft_length_saves_most(p, rows, overhead):
 
 @needs_vllm
 def test_a_draft_that_cannot_pay_is_not_verified():
-    from rollout.engines.vllm_v2 import draft_length
+    from rollout.engines.vllm.two_requests import draft_length
 
     assert draft_length(0.9, pass_s=1e-2, token_s=1e-4, rows=1, overhead=16, limit=50) > 8
     assert draft_length(0.9, pass_s=1e-2, token_s=1e-4, rows=10_000, overhead=16, limit=50) == 0, "compute is the limit"

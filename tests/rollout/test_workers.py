@@ -23,13 +23,13 @@ import torch
 
 from rollout.build import build_engine
 from rollout.config import BudgetConfig, ClusterConfig, RolloutConfig
-from rollout.drafters.suffix import PromptTexts, SuffixDrafter
+from rollout.drafting.suffix import PromptTexts, SuffixDrafter
 from rollout.engines.base import EngineSpec, Probe
 from rollout.keys import derive_key
 from rollout.types import Completion, EngineStats, Request, RolloutError
-from rollout.worker import Failure, RolloutWorker, StaleWeights, spread, to_arrays, to_tensors
-from rollout.workers import RolloutPool
-from specrl.cluster import connect
+from rollout.workers.pool import RolloutPool
+from rollout.workers.worker import Failure, RolloutWorker, StaleWeights, spread, to_arrays, to_tensors
+from specrl.run.cluster import connect
 
 ROOT = Path(__file__).parents[2]
 VOCAB, EOS_IDS = 61, frozenset({1, 7})

@@ -5,10 +5,10 @@ import random
 import pytest
 import torch
 
-import rollout.engines.vllm_worker as worker
+import rollout.engines.vllm.worker as worker
 from rollout.build import build_engine
 from rollout.engines.base import Sampling
-from rollout.engines.transformers import TransformersEngine
+from rollout.engines.local.engine import TransformersEngine
 from rollout.types import Request, RolloutError
 from tests.engines import local
 from tests.rollout.test_engine import (

@@ -8,12 +8,12 @@ import pytest
 
 from rollout.config import RolloutConfig
 from rollout.types import Completion, EngineStats, Row
-from specrl.bench import BenchConfig, command
-from specrl.bench_pair import Bench, options, prepare
-from specrl.config import load
-from specrl.options import ConfigError
-from specrl.schema import Config
-from specrl.speedup import of_pairs
+from specrl.bench.__main__ import BenchConfig, command
+from specrl.bench.pair import Bench, options, prepare
+from specrl.config.load import load
+from specrl.config.options import ConfigError
+from specrl.config.schema import Config
+from specrl.results.speedup import of_pairs
 
 
 class ScriptedEngine:

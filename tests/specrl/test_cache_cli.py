@@ -4,8 +4,8 @@ import sys
 
 import pytest
 
-from rollout.cache import Fingerprint, TrajectoryCache
-from rollout.store import SNAPSHOT
+from rollout.cache.disk import SNAPSHOT
+from rollout.cache.memory import Fingerprint, TrajectoryCache
 from rollout.types import Trajectory
 from specrl.cache import main
 

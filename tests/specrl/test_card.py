@@ -5,9 +5,9 @@ import dataclasses
 import pytest
 import yaml
 
-from specrl.card import PLACE, card, settings
-from specrl.config import load
-from specrl.schema import Config
+from specrl.config.load import load
+from specrl.config.schema import Config
+from specrl.results.card import PLACE, card, settings
 
 SUMMARY = {
     "rule": "exact, replay=0.5: the tokens plain decoding draws with the same keys",

@@ -5,9 +5,9 @@ import math
 import pytest
 
 from rollout.checks import misfits, options
-from specrl.config import load
-from specrl.options import ConfigError
-from specrl.schema import Config
+from specrl.config.load import load
+from specrl.config.options import ConfigError
+from specrl.config.schema import Config
 
 
 def check(*words, **settings):

@@ -14,8 +14,8 @@ import psutil
 import pytest
 
 from rollout.config import ClusterConfig
-from specrl.cluster import check_resources, connect, private_folder
-from specrl.options import ConfigError
+from specrl.config.options import ConfigError
+from specrl.run.cluster import check_resources, connect, private_folder
 
 ROOT = Path(__file__).parents[2]
 
@@ -146,8 +146,8 @@ def test_gpus_that_are_not_there(started):
 
 FAILS = """
 from rollout.config import ClusterConfig
-from specrl.cluster import connect
-from specrl.options import ConfigError
+from specrl.run.cluster import connect
+from specrl.config.options import ConfigError
 try:
     with connect(ClusterConfig(num_workers=1, address={address!r})):
         print("joined")

@@ -7,12 +7,12 @@ import pytest
 from rich.console import Console
 
 from specrl import report
-from specrl.compare import write_comparison
-from specrl.config import run as run_command
-from specrl.config import save
-from specrl.options import ConfigError
+from specrl.config.load import run as run_command
+from specrl.config.load import save
+from specrl.config.options import ConfigError
+from specrl.config.schema import Config
 from specrl.report import ReportOptions
-from specrl.schema import Config
+from specrl.results.compare import write_comparison
 
 # Two steps an epoch; steps 2, 3 and 4 are control steps, too few for a speedup.
 STEPS = [

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from specrl.completions import show
+from specrl.run.completions import show
 
 
 class Shown:

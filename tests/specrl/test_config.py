@@ -12,10 +12,11 @@ import pytest
 from reward.base import RewardError
 from rollout.checks import values
 from rollout.types import CacheError
-from specrl import config, help, options, tasks
-from specrl.config import load
-from specrl.options import ConfigError
-from specrl.schema import Config
+from specrl.config.load import help, load, options
+from specrl.config.load import load as config
+from specrl.config.options import ConfigError
+from specrl.config.schema import Config
+from specrl.run import tasks
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = (

@@ -9,9 +9,9 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from specrl.data import Example, check_lengths, final_answer, load_examples, render, to_dataset
-from specrl.options import ConfigError
-from specrl.schema import DatasetConfig
+from specrl.config.options import ConfigError
+from specrl.config.schema import DatasetConfig
+from specrl.run.data import Example, check_lengths, final_answer, load_examples, render, to_dataset
 
 SHARED = Path(__file__).parents[2].parent / "shared/data"
 needs_shared = pytest.mark.skipif(not SHARED.is_dir(), reason="GSM8K and MATH-500 are not beside the repository")

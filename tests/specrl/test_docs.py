@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from specrl import options
-from specrl.schema import Config
+from specrl.config import options
+from specrl.config.schema import Config
 from tests import runs
 
 ROOT = Path(__file__).parents[2]

@@ -9,13 +9,13 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rollout.engines.base import Sampling
-from rollout.engines.transformers import TransformersEngine
+from rollout.engines.local.engine import TransformersEngine
 from rollout.keys import derive_key
 from rollout.types import Request
-from specrl import config as cli
+from specrl.config import load as cli
+from specrl.config.options import ConfigError
 from specrl.drafter import DrafterOptions, agreement, distil, main, quantise, sample, shortened
-from specrl.options import ConfigError
-from specrl.tasks import arithmetic
+from specrl.run.tasks import arithmetic
 from specrl.tiny import load_tiny
 from tests.engines import local
 

@@ -9,11 +9,11 @@ import torch
 from reward.set import RewardSet
 from rollout.keys import derive_key
 from rollout.types import Completion, EngineStats
-from specrl.config import run, save
-from specrl.data import Example
+from specrl.config.load import run, save
+from specrl.config.schema import Config
 from specrl.evaluate import EvaluateConfig, evaluate, main, pass_at_k
 from specrl.evaluate import command as command_line
-from specrl.schema import Config
+from specrl.run.data import Example
 from specrl.tiny import build_tokenizer
 from tests.runs import words
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from specrl import config as cli
-from specrl import memory
-from specrl.policy import load_policy, trained_dtype
+from specrl.config import load as cli
+from specrl.run import memory
+from specrl.run.policy import load_policy, trained_dtype
 from tests.runs import policy
 
 ROWS, GROUP, CAP, PROMPT, VOCAB = 4, 4, 28, 50, 85

@@ -8,9 +8,9 @@ import pytest
 import torch
 from rich.console import Console
 
-from specrl.monitor import Monitor, duration, eval_line, step_line
-from specrl.options import ConfigError
-from specrl.records import load_run, read_records
+from specrl.config.options import ConfigError
+from specrl.results.records import load_run, read_records
+from specrl.run.monitor import Monitor, duration, eval_line, step_line
 
 FULL = {
     "step": 42,

@@ -6,9 +6,9 @@ import sys
 
 import pytest
 
-from specrl import config as cli
-from specrl import preflight
-from specrl.config import USAGE_ERROR, known_configs
+from specrl.config import load as cli
+from specrl.config.load import USAGE_ERROR, known_configs
+from specrl.run import preflight
 from tests.runs import ROOT
 
 DRAFT = "outputs/draft does not exist. Make it first: python -m specrl.drafter out=outputs/draft ("

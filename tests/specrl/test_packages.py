@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from specrl.packages import PACKAGES, mixed_roots, package_directories
+from specrl.run.packages import PACKAGES, mixed_roots, package_directories
 
 ROOT = Path(__file__).parents[2]
 

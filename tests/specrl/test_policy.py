@@ -5,9 +5,9 @@ import shutil
 import pytest
 import torch
 
-from specrl.config import load
-from specrl.options import ConfigError
-from specrl.policy import (
+from specrl.config.load import load
+from specrl.config.options import ConfigError
+from specrl.run.policy import (
     check_targets,
     device,
     engine_spec,

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from specrl import config as cli
-from specrl import preflight
+from specrl.config import load as cli
+from specrl.config.schema import Config
 from specrl.evaluate import EvaluateConfig
 from specrl.generate import GenerateConfig
-from specrl.schema import Config
+from specrl.run import preflight
 from specrl.train_judge import TrainJudgeConfig
 from specrl.train_router import TrainRouterConfig
 from tests.runs import policy, words

@@ -8,12 +8,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rollout.cache import Fingerprint, TrajectoryCache
+from rollout.cache.memory import Fingerprint, TrajectoryCache
 from rollout.config import SOURCES
 from rollout.types import Trajectory
-from specrl import config as cli
-from specrl.options import ConfigError
-from specrl.records import load_run
+from specrl.config import load as cli
+from specrl.config.options import ConfigError
 from specrl.replay import (
     Counts,
     ReplayOptions,
@@ -26,6 +25,7 @@ from specrl.replay import (
     revisits,
     summarise,
 )
+from specrl.results.records import load_run
 
 POSITIONS = ("prefix", "position")
 OLD = (10, 11, 12, 13, 14, 15, 16, 1)

@@ -7,12 +7,13 @@ from rich.console import Console
 
 from rollout.config import RoutedConfig
 from specrl import report
-from specrl.card import card
-from specrl.config import load_saved, save
-from specrl.config import run as run_command
-from specrl.options import ConfigError
+from specrl.config.load import load_saved, save
+from specrl.config.load import run as run_command
+from specrl.config.options import ConfigError
+from specrl.config.schema import Config
 from specrl.report import ReportOptions, write_report
-from specrl.savings import (
+from specrl.results.card import card
+from specrl.results.savings import (
     Saving,
     breakdown,
     estimate,
@@ -24,7 +25,6 @@ from specrl.savings import (
     step_s,
     step_speedup,
 )
-from specrl.schema import Config
 
 # Two steps an epoch. Steps 1, 3 and 4 are control steps. What is charged adds up to gen:
 # step 3: 2 + 0.5 + 0.25 + 0.25 and 2 of prefill and decode; step 4: 1 + 0.5 + 0 + 0 and 2.5 of prefill and decode.

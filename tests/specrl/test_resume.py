@@ -10,18 +10,18 @@ from datetime import date
 
 import pytest
 
-import specrl.setup
+import specrl.run.setup
 import specrl.train
-from specrl import config as cli
-from specrl.data import Example
-from specrl.options import ConfigError
-from specrl.resume import agreed, claimed, data_digests, keep_surroundings, same_data, surroundings
+from specrl.config import load as cli
+from specrl.config.options import ConfigError
+from specrl.run.data import Example
+from specrl.run.resume import agreed, claimed, data_digests, keep_surroundings, same_data, surroundings
 from tests.runs import ROOT, words
 
 HOLD = """
 import sys
-from specrl import config
-from specrl.resume import claimed
+from specrl.config.load import load as config
+from specrl.run.resume import claimed
 with claimed(config.load(sys.argv[1:])):
     print("held", flush=True)
     input()

@@ -9,22 +9,22 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 
 from reward.set import RewardSet
 from rollout.keys import derive_key
-from rollout.routers.base import decide
-from rollout.routers.scores import by_advantage
-from rollout.steps import Candidate, Step
+from rollout.lossy.router import decide
+from rollout.lossy.scores import by_advantage
+from rollout.lossy.steps import Candidate, Step
 from rollout.types import Request
-from specrl import config as cli
-from specrl.data import load_examples
+from specrl.config import load as cli
 from specrl.evaluate import EvaluateConfig
 from specrl.evaluate import main as evaluate
 from specrl.generate import GenerateConfig
 from specrl.generate import main as generate
-from specrl.pair import load_pair
-from specrl.routing import StepValues, advantage, prefix
+from specrl.lossy.pair import load_pair
+from specrl.lossy.routing import StepValues, advantage, prefix
+from specrl.run.data import load_examples
 from specrl.train_router import TrainRouterConfig, collect, revalued
 from specrl.train_router import main as train_router
 from tests import runs
-from trainers.router import Record, curve
+from trainers.lossy.router import Record, curve
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -5,7 +5,7 @@ from statistics import fmean, median
 
 import pytest
 
-from specrl.speedup import Speedup, bounded, speedup, student
+from specrl.results.speedup import Speedup, bounded, speedup, student
 
 
 def noisy(seed: int, steps: int, spread: float) -> tuple[list[float], list[float]]:

@@ -2,7 +2,7 @@ import re
 
 import pytest
 
-from specrl.tasks import LEVELS, arithmetic, split_of
+from specrl.run.tasks import LEVELS, arithmetic, split_of
 
 CALCULATION = re.compile(r"(\d+) ([-+*]) (\d+) = (\d+)")
 APPLY = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}

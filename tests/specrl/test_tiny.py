@@ -5,8 +5,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from specrl.config import USAGE_ERROR, run
-from specrl.tasks import arithmetic
+from specrl.config.load import USAGE_ERROR, run
+from specrl.run.tasks import arithmetic
 from specrl.tiny import TINY_PATH, Recipe, blur, build_model, collate, load_tiny, make
 
 

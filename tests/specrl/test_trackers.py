@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from specrl.config import load
-from specrl.options import ConfigError
+from specrl.config.load import load
+from specrl.config.options import ConfigError
 from tests.runs import run, words
 
 WRITER = """
@@ -55,7 +55,7 @@ def test_every_step_reaches_the_tracker(config, tensorboard, tmp_path):
     ],
 )
 def test_what_is_missing_is_named_before_the_run(trackers, message, tmp_path, monkeypatch):
-    monkeypatch.setattr("specrl.checks.find_spec", lambda name: None)
+    monkeypatch.setattr("specrl.config.rules.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=message):
         load(words(tmp_path, report__trackers=trackers))
 

@@ -5,12 +5,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rollout.cache import Fingerprint, TrajectoryCache
+from rollout.cache.memory import Fingerprint, TrajectoryCache
 from rollout.types import Trajectory
-from specrl import config as cli
-from specrl.policy import fingerprint
-from specrl.records import read_records
-from specrl.setup import adapter, load_cache, scorer, steps
+from specrl.config import load as cli
+from specrl.results.records import read_records
+from specrl.run.policy import fingerprint
+from specrl.run.setup import adapter, load_cache, scorer, steps
 from tests.runs import Watch, policy, run, words
 
 EVERY_STEP = {

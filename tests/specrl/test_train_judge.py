@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from specrl import config as cli
+from specrl.config import load as cli
 from specrl.evaluate import EvaluateConfig
 from specrl.evaluate import main as evaluate
 from specrl.train_judge import TrainJudgeConfig

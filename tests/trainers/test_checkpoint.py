@@ -16,11 +16,11 @@ import torch
 from safetensors.torch import load_file
 
 import specrl.train
-from rollout.cache import Fingerprint, TrajectoryCache
+from rollout.cache.memory import Fingerprint, TrajectoryCache
 from rollout.config import CacheConfig, RolloutConfig
 from rollout.types import CacheError, Trajectory
-from specrl import config as cli
-from specrl.config import RUN_ERROR
+from specrl.config import load as cli
+from specrl.config.load import RUN_ERROR
 from tests.runs import ROOT, differences, policy, run, words
 from trainers import callbacks, checkpoint
 from trainers.checkpoint import (

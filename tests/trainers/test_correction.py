@@ -11,7 +11,7 @@ import random
 import pytest
 import torch
 
-from rollout.verify import accept_judged, judged_laws
+from rollout.lossy.judged import accept_judged, judged_laws
 from trainers.losses import correction_weights
 
 N = 40_000

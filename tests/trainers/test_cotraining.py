@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from rollout.types import RolloutError
-from specrl import config as cli
-from specrl.setup import companions
+from specrl.config import load as cli
+from specrl.run.setup import companions
 from tests import runs
 from tests.runs import Watch, differences, run
 
@@ -107,7 +107,7 @@ def test_a_resume_that_forgets_the_drafter_is_seen(folder, drafter, made, monkey
     """The control of the test above."""
     options = ON | {"rollout__drafter": drafter}
     run(folder, name="forgets", trainer__max_steps=4, trainer__save_every=4, **options)
-    monkeypatch.setattr("trainers.drafter.DrafterTrainer.load", lambda *args: None)
+    monkeypatch.setattr("trainers.cotraining.trainer.DrafterTrainer.load", lambda *args: None)
     second = run(folder, name="forgets", resume="auto", trainer__save_every=4, **options)
     assert measured(records(folder / "forgets")) != measured(made(True)[1])
     assert differences(made(True)[0], second)[0] == "9 rollouts against 5", "only the policy's part is whole"

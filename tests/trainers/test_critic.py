@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from rollout.types import Completion, Row
-from trainers.critic import ActorCritic
-from trainers.experience import Experience
+from trainers.ppo.critic import ActorCritic
+from trainers.ppo.experience import Experience
 
 ROWS = [Row("a", (5, 6, 7, 8)), Row("b", (9, 10)), Row("c", (11,))]
 

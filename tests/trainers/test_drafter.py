@@ -14,19 +14,19 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-import trainers.drafter as module
-from rollout.drafters.model import early_exit
+import trainers.cotraining.trainer as module
 from rollout.engines.base import Sampling
-from rollout.engines.transformers import TransformersEngine
+from rollout.engines.local.drafter import early_exit
+from rollout.engines.local.engine import TransformersEngine
 from rollout.keys import derive_key
 from rollout.noise import keyed_draw
 from rollout.types import EngineStats, Request, RolloutError
 from tests.engines import local
 from trainers.config import DrafterConfig
-from trainers.distances import forward_kl
-from trainers.drafter import DrafterTrainer, saved_seconds, tokens_per_pass
-from trainers.drafter_state import STATE
-from trainers.texts import Text, batches, response_logits, within
+from trainers.cotraining.distances import forward_kl
+from trainers.cotraining.state import STATE
+from trainers.cotraining.texts import Text, batches, response_logits, within
+from trainers.cotraining.trainer import DrafterTrainer, saved_seconds, tokens_per_pass
 
 ROWS, CAP = 12, 24
 LAW = Sampling(frozenset([1, 7]))

@@ -9,17 +9,17 @@ from statistics import mean, stdev
 import pytest
 import torch
 
-import trainers.grpo as grpo
+import trainers.grpo.trainer as grpo
 from reward.config import RewardConfig
 from reward.loading import load_rewards
 from rollout.config import RolloutConfig
 from rollout.types import RolloutError
-from specrl.config import load
-from specrl.data import load_examples
+from specrl.config.load import load
 from specrl.evaluate import evaluate
+from specrl.run.data import load_examples
 from tests.runs import differences, run, words
 from trainers.config import TrainerConfig
-from trainers.grpo import EpochRepeatSampler, check_trl, grpo_config
+from trainers.grpo.trainer import EpochRepeatSampler, check_trl, grpo_config
 
 DIFFERENCE = "sampling/sampling_logp_difference/max"
 

@@ -17,16 +17,16 @@ import torch
 from datasets import Dataset, IterableDataset
 from transformers import ProcessorMixin
 
-import trainers.grpo  # noqa: F401 (silences TRL's remarks at import)
-from rollout.cache import Fingerprint, TrajectoryCache
+import trainers.grpo.trainer  # noqa: F401 (silences TRL's remarks at import)
+from rollout.cache.memory import Fingerprint, TrajectoryCache
 from rollout.config import CacheConfig, RolloutConfig
 from rollout.engines.base import Sampling
-from rollout.engines.transformers import TransformersEngine
+from rollout.engines.local.engine import TransformersEngine
 from rollout.keys import Visits
 from rollout.speculative import SpeculativeRollout
 from rollout.types import Request, RolloutError
 from specrl.tiny import load_tiny
-from trainers.hook import STATE, ReuseRollouts
+from trainers.grpo.hook import STATE, ReuseRollouts
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

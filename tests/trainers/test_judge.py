@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from trainers.fit import roc_auc
-from trainers.judge import Labels, fit_head, fit_judge, threshold_for_recall
+from trainers.lossy.fit import roc_auc
+from trainers.lossy.judge import Labels, fit_head, fit_judge, threshold_for_recall
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from rollout.noise import keyed_draw
-from trainers.distances import forward_kl, largest, total_variation, tvd
+from trainers.cotraining.distances import forward_kl, largest, total_variation, tvd
 from trainers.losses import adapted_beta, clipped, correction_weights, kl_estimate, policy_loss, value_loss
 
 LN2 = math.log(2)

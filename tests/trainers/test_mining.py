@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from rollout.engines.base import Sampling
-from rollout.engines.transformers import TransformersEngine
+from rollout.engines.local.engine import TransformersEngine
 from rollout.types import Request
-from trainers.mining import Mined, Miner, mine, while_followed
+from trainers.lossy.mining import Mined, Miner, mine, while_followed
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-import trainers.ppo
+import trainers.ppo.trainer
 from tests.runs import build_policy, differences, run
 
 OPTIONS = {
@@ -31,7 +31,7 @@ OPTIONS = {
 
 @pytest.fixture(scope="module")
 def heard(tmp_path_factory):
-    """heard[name]: what every call of a formula of trainers/ppo.py was given, and the run itself."""
+    """heard[name]: what every call of a formula of trainers/ppo/trainer.py was given, and the run itself."""
     calls = {name: [] for name in ("gae", "policy_loss", "value_loss", "clip_grad_norm_")}
 
     def spied(name, function):
@@ -46,7 +46,7 @@ def heard(tmp_path_factory):
 
     with pytest.MonkeyPatch.context() as patch:
         for name in ("gae", "policy_loss", "value_loss"):
-            patch.setattr(trainers.ppo, name, spied(name, getattr(trainers.ppo, name)))
+            patch.setattr(trainers.ppo.trainer, name, spied(name, getattr(trainers.ppo.trainer, name)))
         record = run(tmp_path_factory.mktemp("options"), prepare, **OPTIONS)
     return calls | {"run": record}
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-import trainers.reference as reference_module
-from trainers.reference import ReferenceLogProbs
+import trainers.grpo.reference as reference_module
+from trainers.grpo.reference import ReferenceLogProbs
 
 KEEP = 6
 

@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rollout.cache import Fingerprint, TrajectoryCache
+from rollout.cache.memory import Fingerprint, TrajectoryCache
 from rollout.config import RolloutConfig
 from rollout.engines.base import Sampling
-from rollout.engines.transformers import TransformersEngine
+from rollout.engines.local.engine import TransformersEngine
 from rollout.keys import ReplayControl
 from rollout.speculative import SpeculativeRollout
 from rollout.types import Completion, RolloutBatch, RolloutError

@@ -5,8 +5,8 @@ import random
 import pytest
 import torch
 
-from trainers.fit import logistic, spearman
-from trainers.router import Record, accuracy_by_class, split
+from trainers.lossy.fit import logistic, spearman
+from trainers.lossy.router import Record, accuracy_by_class, split
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rollout.types import RolloutError
-from trainers import snapshot
+from trainers.ppo import snapshot
 
 
 def build(seed: int, width: int = 3):

@@ -14,7 +14,7 @@ from accelerate import Accelerator, DistributedType
 from rollout.build import build_engine
 from rollout.config import RolloutConfig
 from rollout.engines.base import EngineSpec, Probe
-from rollout.engines.transformers import TransformersEngine
+from rollout.engines.local.engine import TransformersEngine
 from rollout.types import Request, RolloutError
 from tests.engines import local
 from tests.runs import ROOT, differences, policy, run
@@ -354,8 +354,8 @@ def test_layouts_that_cannot_be_gathered_are_refused(build_model):
 @pytest.fixture
 def own_weights(monkeypatch):
     """Runs whose engine holds its own copy of the policy, as workers do."""
-    import specrl.setup
-    from specrl.policy import engine_spec
+    import specrl.run.setup
+    from specrl.run.policy import engine_spec
 
     monkeypatch.setattr(
         specrl.setup, "engine_factory", lambda config, eos, _: lambda model: build_engine(engine_spec(config, eos))

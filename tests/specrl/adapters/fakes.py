@@ -11,7 +11,7 @@ from copy import deepcopy
 from types import SimpleNamespace
 
 from rollout.engines.base import Sampling
-from rollout.keyed import KeyedRequest
+from rollout.engines.vllm.wire import KeyedRequest
 from rollout.types import Completion, Request
 from specrl.adapters.base import ReuseSession
 from tests.engines import local

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from rollout.keyed import KeyedRequest
+from rollout.engines.vllm.wire import KeyedRequest
 from rollout.types import RolloutError
 from specrl.adapters import openrlhf, verl
 from specrl.adapters.base import ReuseSession
@@ -188,7 +188,7 @@ def test_what_openrlhf_loads(monkeypatch):
     """OpenRLHF checks the class and makes it without arguments; its engine starts afterwards."""
     served, made = [], []
     module = SimpleNamespace(serve_by_default=lambda: served.append(1))
-    monkeypatch.setitem(sys.modules, "rollout.engines.vllm_served", module)
+    monkeypatch.setitem(sys.modules, "rollout.engines.vllm.served", module)
     monkeypatch.setattr(openrlhf, "SharedSession", lambda **options: made.append(options))
     executor = openrlhf.reuse_executor(FakeAgentExecutor, seed=4, group_size=8)
     assert isinstance(executor(), FakeAgentExecutor)

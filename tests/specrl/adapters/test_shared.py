@@ -6,7 +6,7 @@ import importlib.util
 import pytest
 
 from rollout.config import ClusterConfig
-from specrl.cluster import connect
+from specrl.run.cluster import connect
 
 pytestmark = [
     pytest.mark.slow,

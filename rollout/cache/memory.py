@@ -1,0 +1,264 @@
+"""Last epoch's trajectories, kept as drafts for the next: bounded in memory, saved atomically, checked on every entry.
+
+The store is a plain map (example id, slot) -> trajectory, so reshuffling, another group size or another number of
+workers change nothing. A missing or dropped entry only means that its prompt is generated without a draft.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import struct
+import sys
+import threading
+from collections import OrderedDict
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+from rollout.cache.disk import (
+    SNAPSHOT,
+    DamagedError,
+    Fingerprint,
+    Header,
+    OlderFormatError,
+    open_snapshot,
+    write_snapshot,
+)
+from rollout.cache.record import Entry, complaint, origin, pack, unpack
+from rollout.types import CacheError, Trajectory
+
+__all__ = ["Fingerprint", "TrajectoryCache"]
+
+# Charged besides what sys.getsizeof sees: allocator rounding of an entry; LRU node and table share of an example.
+ENTRY_BYTES, EXAMPLE_BYTES = 16, 144
+
+logger = logging.getLogger(__name__)
+
+
+class TrajectoryCache:
+    """The store of one run. One writer and any number of readers may share it between threads."""
+
+    def __init__(
+        self, fingerprint: Fingerprint, vocab_size: int, eos_ids: Collection[int] = (), *, max_mb: float = 512
+    ):
+        """`max_mb` bounds `bytes` in units of 2^20. Without `eos_ids` the finish reasons are not checked."""
+        self.fingerprint, self.vocab_size, self.eos_ids = fingerprint, vocab_size, frozenset(eos_ids)
+        self.bytes = 0
+        """Memory held now, tokens and all overhead."""
+        self.evictions = self.dropped = self.skipped = self.quarantined = self.write_errors = 0
+        self._limit = int(max_mb * 2**20)
+        self._examples: OrderedDict[str, dict[int, bytes]] = OrderedDict()  # least recently used first
+        self._mutex = threading.RLock()
+        self._warned = False
+
+    def __len__(self) -> int:
+        """Stored trajectories."""
+        with self._mutex:
+            return sum(map(len, self._examples.values()))
+
+    def get(self, example_id: str, slot: int) -> Trajectory | None:
+        """The slot's last trajectory, or None."""
+        with self._mutex:
+            blob = self._touch(example_id).get(slot)
+        return None if blob is None else unpack(blob)
+
+    def siblings(self, example_id: str, but: int | None = None) -> list[Trajectory]:
+        """The stored trajectories of a prompt, newest step first, then by slot; slot `but` is left out."""
+        with self._mutex:
+            found = sorted((slot, blob) for slot, blob in self._touch(example_id).items() if slot != but)
+        found.sort(key=lambda item: origin(item[1]), reverse=True)
+        return [unpack(blob) for _, blob in found]
+
+    def put(self, example_id: str, slot: int, trajectory: Trajectory) -> None:
+        """Replaces the slot. Raises CacheError when the trajectory is malformed or older than the stored one."""
+        self.put_many([(example_id, slot, trajectory)])
+
+    def put_many(self, entries: Iterable[tuple[str, int, Trajectory]]) -> None:
+        """Stores all entries, or none and raises CacheError when one is malformed or older than the stored one."""
+        packed = [self._packed(*entry) for entry in entries]
+        with self._mutex:
+            for example_id, slot, blob in packed:
+                self._refuse_older(example_id, slot, blob)
+            self._store(packed)
+
+    def merge(self, entries: Iterable[tuple[str, int, Trajectory]]) -> None:
+        """Takes what other processes stored, keeping the newer of two. In equal order, every process ends up equal.
+
+        Raises CacheError when an entry is malformed.
+        """
+        packed = [self._packed(*entry) for entry in entries]
+        with self._mutex:
+            self._store([entry for entry in packed if self._stored_origin(*entry[:2]) <= origin(entry[2])])
+
+    def stats(self) -> dict[str, float]:
+        """Gauges and totals for the metrics file: MB are 2^20 bytes, the rest are counts."""
+        return {
+            "cache/size_mb": self.bytes / 2**20,
+            "cache/entries": len(self),
+            "cache/examples": len(self._examples),
+            "cache/evictions": self.evictions,
+            "cache/dropped": self.dropped,
+            "cache/skipped": self.skipped,
+            "cache/quarantined": self.quarantined,
+            "cache/write_errors": self.write_errors,
+        }
+
+    def save(self, directory: str | Path, step: int) -> None:
+        """Writes one snapshot, durable when this returns.
+
+        Raises CacheError when another process writes there or the disk refuses; the snapshot before it stays readable.
+        """
+        with self._mutex:  # packed entries never change, so the file can be written while rollouts go on
+            entries = [(e, slot, blob) for e, slots in self._examples.items() for slot, blob in slots.items()]
+        header = Header(step, len(entries), self.vocab_size, tuple(sorted(self.eos_ids)), self.fingerprint)
+        write_snapshot(Path(directory), entries, header)
+
+    def try_save(self, directory: str | Path, step: int, on_write_error: Literal["warn", "stop"] = "warn") -> bool:
+        """`save`, with a failure counted and then raised ("stop") or logged once until a save succeeds ("warn")."""
+        try:
+            self.save(directory, step)
+        except CacheError as error:
+            self.write_errors += 1
+            if on_write_error == "stop":
+                raise
+            if not self._warned:
+                logger.warning("%s Training goes on without saving the cache.", error)
+            self._warned = True
+            return False
+        self._warned = False
+        return True
+
+    @classmethod
+    def load(
+        cls,
+        directory: str | Path,
+        fingerprint: Fingerprint,
+        vocab_size: int,
+        eos_ids: Collection[int] = (),
+        *,
+        max_step: int | None = None,
+        max_mb: float = 512,
+        check_law: bool = False,
+        new_run: bool = False,
+    ) -> TrajectoryCache:
+        """The cache saved in `directory`, or an empty one when there is none or it is damaged or of an older format.
+
+        Bad entries are left out and counted in `dropped`, entries of steps after `max_step` in `skipped`. A damaged
+        file is renamed to *.corrupt. With another `law` the stored log-probs are left out, as only `lenient` needs
+        them; `check_law` makes it an error instead. `new_run` sets steps and versions to 0, as the counters of the run
+        that reads begin there. Raises CacheError on another identity, a newer format, a header that
+        no specrl of this format writes, or a path that cannot be read.
+        """
+        cache, path = cls(fingerprint, vocab_size, eos_ids, max_mb=max_mb), Path(directory) / SNAPSHOT
+        try:
+            with open_snapshot(Path(directory)) as (header, rows):
+                changes = {} if cache._matches(header.fingerprint, path, check_law) else {"logprobs": None}
+                changes |= {"step": 0, "version": 0} if new_run else {}
+                good = sum(cache._admit(*entry, max_step, changes) for entry in rows)
+            cache.dropped = max(0, header.rows - good)
+            if cache.dropped:
+                logger.warning("'%s': %d of %d entries are damaged and left out.", path, cache.dropped, header.rows)
+        except FileNotFoundError:
+            pass  # nothing was saved here yet: an empty cache is the answer, not an error
+        except OlderFormatError as error:
+            logger.warning("%s. Starting with an empty trajectory cache.", error)
+        except DamagedError as error:
+            cache.quarantined = 1
+            with contextlib.suppress(OSError):
+                os.replace(path, f"{path}.corrupt")
+            logger.warning("%s. It is kept as '%s.corrupt'; starting with an empty trajectory cache.", error, path.name)
+        return cache
+
+    def _matches(self, found: Fingerprint, path: Path, check_law: bool) -> bool:
+        law = _differences(self.fingerprint.law, found.law)
+        wrong = _differences(self.fingerprint.identity, found.identity) + (law if check_law else [])
+        if wrong:
+            raise CacheError(
+                f"The trajectory cache '{path}' was written with other settings: {'; '.join(wrong)}. "
+                "Start with rollout.cache.clear=true, or go back to the old ones."
+            )
+        return not law
+
+    def _admit(self, example_id: str, slot: int, blob: bytes, max_step: int | None, changes: dict) -> bool:
+        """Stores one entry read from disk, with some of its fields changed; False when it is bad."""
+        trajectory = unpack(blob)
+        if complaint(slot, trajectory, self.vocab_size, self.eos_ids) is not None:
+            return False
+        if max_step is not None and trajectory.step > max_step:
+            self.skipped += 1
+        else:
+            self._store([(example_id, slot, pack(replace(trajectory, **changes)) if changes else blob)])
+        return True
+
+    def _packed(self, example_id: str, slot: int, trajectory: Trajectory) -> Entry:
+        try:
+            example_id.encode()
+            reason = complaint(slot, trajectory, self.vocab_size, self.eos_ids)
+            if reason is None:
+                return example_id, slot, pack(trajectory)
+        except (struct.error, TypeError, ValueError, AttributeError, OverflowError) as error:
+            reason = f"a field has the wrong type or size ({error})"
+        raise CacheError(f"The trajectory of example {example_id!r}, slot {slot!r} cannot be stored: {reason}.")
+
+    def _stored_origin(self, example_id: str, slot: int) -> tuple[int, int]:
+        blob = self._examples.get(example_id, {}).get(slot)
+        return (-1, -1) if blob is None else origin(blob)
+
+    def _refuse_older(self, example_id: str, slot: int, blob: bytes) -> None:
+        (old_step, old_version), (step, version) = self._stored_origin(example_id, slot), origin(blob)
+        if step < old_step or version < old_version:
+            raise CacheError(
+                f"The trajectory of example {example_id!r}, slot {slot} is of step {step}, version {version}, but step "
+                f"{old_step}, version {old_version} is stored already. A counter went back; after a resume, load "
+                "with the checkpoint's step as max_step, or start with rollout.cache.clear=true."
+            )
+
+    def _touch(self, example_id: str) -> Mapping[int, bytes]:
+        if example_id not in self._examples:
+            return {}
+        self._examples.move_to_end(example_id)
+        return self._examples[example_id]
+
+    def _store(self, packed: list[Entry]) -> None:
+        # Touched first: whatever a process looked up before, all evict alike, and nothing that is about to be stored.
+        for example_id, _, _ in packed:
+            self._touch(example_id)
+        for example_id, slot, blob in packed:
+            self._insert(example_id, slot, blob)
+            self._touch(example_id)
+            self._evict(slot)
+
+    def _insert(self, example_id: str, slot: int, blob: bytes) -> None:
+        slots = self._examples.get(example_id)
+        if slots is None:
+            slots = self._examples[example_id] = {}
+            self.bytes += EXAMPLE_BYTES + sys.getsizeof(example_id) + sys.getsizeof(slots)
+        self.bytes -= sys.getsizeof(slots) + (_size(slots[slot]) if slot in slots else 0)
+        slots[slot] = blob
+        self.bytes += sys.getsizeof(slots) + _size(blob)
+
+    def _evict(self, newest: int) -> None:
+        while self.bytes > self._limit and self._examples:
+            example_id, slots = next(iter(self._examples.items()))
+            if len(self._examples) > 1 or len(slots) == 1:
+                del self._examples[example_id]
+                self.bytes -= EXAMPLE_BYTES + sys.getsizeof(example_id) + sys.getsizeof(slots)
+                self.bytes -= sum(map(_size, slots.values()))
+                self.evictions += len(slots)
+            else:  # one example fills the whole budget: its oldest slots go, the one just stored last
+                slot = min(slots, key=lambda s: (origin(slots[s]), s == newest, s))
+                self.bytes -= _size(slots.pop(slot))
+                self.evictions += 1
+
+
+def _size(blob: bytes) -> int:
+    return sys.getsizeof(blob) + ENTRY_BYTES
+
+
+def _differences(here: Mapping[str, str], there: Mapping[str, str]) -> list[str]:
+    """One text per key whose values differ, both values named."""
+    keys = sorted(key for key in here.keys() | there.keys() if here.get(key) != there.get(key))
+    return [f"{key} was {there.get(key, 'absent')!r} there, is {here.get(key, 'absent')!r} here" for key in keys]

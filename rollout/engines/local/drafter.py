@@ -1,0 +1,95 @@
+"""Drafts from a small causal LM that draws with the policy's own noise."""
+
+from __future__ import annotations
+
+import copy
+import math
+import time
+from collections.abc import Sequence
+
+from torch import nn
+
+from rollout.drafting.budget import Budget
+from rollout.drafting.chain import Chain
+from rollout.engines.base import Limits, Sampling
+from rollout.engines.local.ragged import RaggedModel
+from rollout.engines.local.reader import Reader
+from rollout.types import Request, RolloutError
+
+
+class ModelDrafter:
+    """Chain drafts for a whole batch: what a small model would emit with each row's key at each position.
+
+    Model and policy add the same noise to their logits, so their draws agree with probability about 1 - TV where two
+    independent draws agree with sum(p * q). Rolling back is comparing what the model holds of a row with what the row
+    has emitted since, and writing on from the first difference.
+
+    Args:
+        model: any causal LM that the transformers engine runs, with the policy's vocabulary.
+        sampling: the policy's sampling law, which the drafts follow.
+        limits: see RolloutConfig.
+
+    Raises:
+        RolloutError: the model does not run packed passes.
+    """
+
+    def __init__(self, model: nn.Module, sampling: Sampling, limits: Limits | None = None):
+        self._model = RaggedModel(model, sampling, limits)
+        self.inference, self.timing = self._model.inference, self._model.timing
+        self.vocab, self.context = self._model.vocab, self._model.context
+        self.model = model
+        self.dropped = 0
+        """Draws thrown away because the model's logits were NaN or infinite."""
+
+    def open(self, requests: Sequence[Request]) -> None:
+        """Starts a batch of rows. Nothing is computed before the first draft."""
+        self._reader = Reader(self._model, [r.prompt for r in requests], [r.key for r in requests])
+        self.select, self.behind = self._reader.select, self._reader.behind
+
+    def propose(
+        self, rows: Sequence[int], texts: Sequence[Sequence[int]], room: Sequence[int], chain: Chain, budget: Budget
+    ) -> list[list[int]]:
+        """Drafts for some rows of the batch: one pass catches up with what they emitted, each further adds a token.
+
+        Args:
+            rows: places of the rows in the batch, ascending.
+            texts: the responses they have emitted so far.
+            room: most tokens of each draft, at least 1.
+            chain: the stop rule, over indices into `rows`.
+            budget: told what every pass took.
+        """
+        drafts: list[list[int]] = [[] for _ in rows]
+        if chain.going:
+            self._reader.prefill()
+        feed = {i: self._reader.lacking(rows[i], texts[i]) for i in chain.going}
+        while going := chain.going:
+            began = time.perf_counter()
+            drawn = {}
+            for part in self._reader.parts({rows[i]: feed[i] for i in going}):
+                drawn |= self._reader.read(part, ends=True)
+            logprobs = [drawn[rows[i]].logprobs[0] if drawn[rows[i]].usable else math.nan for i in going]
+            budget.drafter.observe(sum(len(feed[i]) for i in going), time.perf_counter() - began, len(going))
+            self.dropped += sum(map(math.isnan, logprobs))
+            for i in chain.step(logprobs, room):
+                drafts[i] += drawn[rows[i]].draws
+            feed = {i: drafts[i][-1:] for i in chain.going}
+        return drafts
+
+
+def early_exit(model: nn.Module, layers: int) -> nn.Module:
+    """The model's own first `layers` layers under its last norm and head, all weights shared.
+
+    Raises:
+        RolloutError: the model has no stack of that many layers.
+    """
+    decoder, depth = model.base_model, model.config.num_hidden_layers
+    stacks = [(n, m) for n, m in decoder.named_children() if isinstance(m, nn.ModuleList) and len(m) == depth]
+    if not 1 <= layers < depth or not stacks:
+        raise RolloutError(f"an early exit after layer {layers} needs a stack of more layers; the model has {depth}")
+    name, stack = stacks[0]
+    short, shallow = copy.copy(decoder), copy.copy(model)
+    short._modules = {**decoder._modules, name: stack[:layers]}
+    shallow._modules = {**model._modules, model.base_model_prefix: short}
+    for part in (short, shallow):  # trainers and accelerate hang a `forward` on the instance, bound to the whole model
+        part.__dict__.pop("forward", None)
+    return shallow

@@ -1,0 +1,299 @@
+"""The vLLM engine: the production engine behind the same seam, with its own copy of the weights.
+
+On Model Runner V1 (always on a CPU) a response is one request: drafts ride in it, and this package's own noise draws
+its tokens, so that they are those of the transformers engine. V2 needs a request to verify and one to continue
+(vllm_v2.py) and draws with vLLM's own position-keyed noise. Either way drafts never change what is sampled.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import get_args
+
+import numpy as np
+import torch
+from torch import Tensor
+
+# Read when vLLM is imported. One process, because drafters are live objects; eager, because a CPU compiles for seconds.
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+if not torch.cuda.is_available():
+    os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
+
+from vllm import LLM, SamplingParams
+from vllm.config.speculative import SpeculativeMethod
+from vllm.platforms import current_platform
+from vllm.triton_utils import HAS_TRITON
+
+from rollout.drafting.drafting import Drafting
+from rollout.engines.base import EngineSpec, Probe, Sampling
+from rollout.engines.response import check_request
+from rollout.engines.vllm.requests import OneRequest
+from rollout.engines.vllm.rows import VLLMRow
+from rollout.engines.vllm.two_requests import TwoRequests
+from rollout.engines.vllm.weights import TRANSFER, Weights
+from rollout.noise import keyed_draw
+from rollout.types import Completion, EngineStats, Request, RolloutError
+from rollout.verify import Rule
+
+_WORKER = "rollout.engines.vllm.worker"
+_CPU_KV_MB = 512
+
+
+class VLLMEngine:
+    """Generates with vLLM in this process.
+
+    Args:
+        spec: the model and every `rollout.*` setting.
+        sampling: the sampler's law.
+        rule: decides what stands of a draft.
+        drafting: proposes drafts.
+
+    Raises:
+        RolloutError: vLLM does not start with these settings; the message says what would work.
+    """
+
+    own_weights = True
+
+    def __init__(self, spec: EngineSpec, sampling: Sampling, rule: Rule, drafting: Drafting):
+        config = spec.rollout
+        if not 1 <= config.vllm.draft_tokens <= 127:
+            raise RolloutError(f"rollout.vllm.draft_tokens={config.vllm.draft_tokens}: vLLM takes 1 to 127 in one step")
+        self.spec, self.sampling, self.rule, self.drafting = spec, sampling, rule, drafting
+        self.weight_version, self._fault = 0, ""
+        self._sleeps = config.vllm.sleep and not current_platform.is_cpu()
+        self._asleep = False
+        self.runner = _runner(spec, sampling)
+        self._borrowed_group = torch.distributed.is_initialized()
+        if self._borrowed_group and (ranks := torch.distributed.get_world_size()) > 1:
+            raise RolloutError(
+                f"vLLM in the trainer's process needs a trainer of one process, this one has {ranks}; "
+                "give vLLM processes of its own with cluster.num_workers"
+            )
+        self._weights, self._llm = self._start()
+        self.vocab = self.drafting.vocab = self._llm.model_config.get_vocab_size()
+        self.context = self._llm.llm_engine.vllm_config.model_config.max_model_len
+        if self.context <= config.max_new_tokens:
+            self.close()
+            raise RolloutError(
+                f"vLLM's KV cache holds a row of {self.context} tokens, which leaves no room for a prompt and "
+                f"rollout.max_new_tokens={config.max_new_tokens}; raise rollout.vllm.kv_cache_mb or lower the cap"
+            )
+        self._flow = self._build_flow()
+        self._llm.init_weight_transfer_engine({"init_info": {}})
+        self._calibrate()
+
+    def generate(self, requests: Sequence[Request]) -> tuple[list[Completion], EngineStats]:
+        """See Engine.generate. Prompts need at least one token and must fit the engine's context with the response."""
+        if self._fault:
+            raise RolloutError(f"{self._fault}; send the weights again before generating")
+        for request in requests:
+            check_request(request, self.vocab, self.context)
+        self.drafting.begin(requests)
+        rows = [VLLMRow(request, drafting=not request.plain, sampling=self.sampling) for request in requests]
+        with self._awake():
+            try:
+                stats = self._flow.run(rows)
+            except BaseException:
+                self.reset_cache()  # a step that failed has left blocks listed as computed
+                raise
+        self.drafting.end(rows, stats)
+        self._rest()
+        return [row.completion(self.weight_version) for row in rows], stats
+
+    def update_weights(
+        self, weights: Iterable[tuple[str, Tensor]] | None, version: int, probe: Probe | None = None
+    ) -> None:
+        """See Engine.update_weights. Nothing is loaded unless every weight is there and fits.
+
+        After a failure the engine refuses to generate until an update succeeds.
+        """
+        if version < self.weight_version:
+            raise RolloutError(f"weight version {version} is older than the engine's {self.weight_version}")
+        if weights is None:
+            raise RolloutError("vLLM holds its own weights; an update has to bring them")
+        self._fault = f"the update to weight version {version} failed"
+        with self._weights.written(weights) as path, self._awake():
+            try:
+                self._llm.start_weight_update()
+                self._llm.update_weights({"update_info": {"path": path}})
+                self._llm.finish_weight_update(weight_version=str(version))
+            except Exception as error:
+                raise RolloutError(f"vLLM could not load weight version {version}: {error}") from error
+            self.reset_cache()
+            if probe is not None:
+                probe.check(self.score(probe.tokens), version)
+        self._fault, self.weight_version, self._flow.weight_version = "", version, version
+
+    def score(self, tokens: Sequence[int]) -> list[float]:
+        """See Engine.score. At most one token less than the context."""
+        if not 0 < len(tokens) < self.context:
+            raise RolloutError(f"this engine scores 1 to {self.context - 1} tokens, not {len(tokens)}")
+        params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, flat_logprobs=True, detokenize=False)
+        with self._awake():
+            (output,) = self._llm.generate({"prompt_token_ids": list(tokens)}, params, use_tqdm=False)
+        scores = output.prompt_logprobs
+        return [scores.logprobs[first] for first in scores.start_indices[1:]]
+
+    def reset_cache(self) -> None:
+        if not self._llm.reset_prefix_cache():
+            raise RolloutError("vLLM still runs requests and kept KV of older weights; this engine must be replaced")
+
+    def close(self) -> None:
+        if (llm := self.__dict__.pop("_llm", None)) is None:
+            return
+        shut_down(llm, self._borrowed_group)
+
+    # Start --------------------------------------------------------------------------------------------------------
+
+    def _start(self) -> tuple[Weights, LLM]:
+        more = {"worker_extension_cls": f"{_WORKER}.WorkerExtension", "weight_transfer_config": {"backend": TRANSFER}}
+        if self.runner == "v1":
+            drafts = self.spec.rollout.vllm.draft_tokens
+            drafter = {"method": "custom_class", "model": f"{_WORKER}.RequestDrafter", "num_speculative_tokens": drafts}
+            more["speculative_config"] = drafter
+        else:
+            more |= {"scheduling_policy": "priority", "logprobs_mode": "processed_logprobs"}
+        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = str(int(self.runner == "v2"))
+        try:
+            with _unchanged_process():
+                return Weights(self.spec), LLM(**settings(self.spec), **more)
+        except (ImportError, ValueError, RuntimeError, OSError, AssertionError) as error:
+            raise RolloutError(f"vLLM did not start with {self.spec.model}: {error}") from error
+
+    def _build_flow(self) -> OneRequest | TwoRequests:
+        config = self.spec.rollout
+        shared = {
+            "rule": self.rule,
+            "drafting": self.drafting,
+            "llm": self._llm,
+            "scores_per_chunk": max(1, config.logits_mb * 2**20 // (self.vocab * 16)),  # logits, noise, scores: float32
+        }
+        if self.runner == "v2":
+            block = self._llm.llm_engine.vllm_config.cache_config.block_size
+            return TwoRequests(**shared, context=self.context, block=block)
+        return OneRequest(
+            **shared,
+            draft_tokens=config.vllm.draft_tokens,
+            scores_per_step=config.logits_mb * 2**20 // (self.vocab * 8),  # vLLM's logits and their float32 copy
+            tie_margin=config.tie_margin if self.spec.dtype == "float32" else 0.0,
+            # one fused kernel on a GPU: the noise of a 152k vocabulary is never stored
+            draw=keyed_draw if current_platform.is_cpu() else torch.compile(keyed_draw, dynamic=True),
+        )
+
+    def _calibrate(self) -> None:
+        """Times passes of few and of many tokens for the budget: the best of three, after a warm-up."""
+        timed = []
+        for n in (2, min(256, self.context - 1)):
+            seconds = []
+            for _ in range(4):
+                began = time.perf_counter()
+                self.score([0] * n)
+                seconds.append(time.perf_counter() - began)
+            timed.append((n, min(seconds)))
+        self.drafting.budget.calibrate(timed)
+
+    @contextmanager
+    def _awake(self) -> Iterator[None]:
+        """The GPU holds the model, and a CPU computes on one thread: more would round the same logits differently."""
+        if self._asleep:
+            if not self._llm.wake_up():
+                raise RolloutError("vLLM could not take back its GPU memory; set rollout.vllm.sleep=false")
+            self._asleep = False
+        threads = torch.get_num_threads()
+        if current_platform.is_cpu():
+            torch.set_num_threads(1)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(threads)
+
+    def _rest(self) -> None:
+        if self._sleeps:
+            self._llm.sleep(level=1)
+            self._asleep = True
+
+
+def shut_down(llm: LLM, borrowed_group: bool) -> None:
+    """Ends an engine, and torch's process group only if it is the engine's own: vLLM would destroy any."""
+    core = llm.llm_engine.engine_core
+    if borrowed_group:
+        core._finalizer.detach()
+        core.engine_core.model_executor.shutdown()
+    else:
+        core.shutdown()
+
+
+def settings(spec: EngineSpec) -> dict:
+    """The run's settings as vLLM's LLM takes them, without drafts and hooks."""
+    config, vllm = spec.rollout, spec.rollout.vllm
+    cpu = current_platform.is_cpu()
+    kv_mb = vllm.kv_cache_mb or (_CPU_KV_MB if cpu else 0)
+    # a CPU's default block of 128 tokens would cache little
+    platform = {"block_size": 32} if cpu else {"enable_sleep_mode": vllm.sleep}
+    return {
+        "model": spec.model,
+        "revision": spec.revision or None,
+        "trust_remote_code": spec.trust_remote_code,
+        "dtype": spec.dtype,
+        "skip_tokenizer_init": True,
+        "use_tqdm_on_load": False,
+        "generation_config": "vllm",  # the run's settings decide, not the checkpoint's
+        "max_model_len": -1,  # the model's, or what the KV cache holds
+        "max_num_seqs": min(config.rows_per_batch, config.tokens_per_pass),
+        "max_num_batched_tokens": config.tokens_per_pass,
+        "kv_cache_memory_bytes": kv_mb * 2**20 or None,
+        "gpu_memory_utilization": vllm.memory_utilization,
+        "tensor_parallel_size": vllm.tensor_parallel,
+        "enforce_eager": not vllm.compile,
+        "enable_prefix_caching": True,
+        "seed": 0,
+        **platform,
+    }
+
+
+def _runner(spec: EngineSpec, sampling: Sampling) -> str:
+    """v1 or v2: what the settings ask for, if this vLLM on this machine can do it.
+
+    Raises:
+        RolloutError: it cannot; the message says what would work.
+    """
+    wanted, parallel = spec.rollout.vllm.runner, spec.rollout.vllm.tensor_parallel
+    if "custom_class" not in get_args(SpeculativeMethod):
+        no_v1 = "this vLLM takes no drafts from outside (speculative method custom_class)"
+    else:
+        no_v1 = f"rollout.vllm.tensor_parallel={parallel} has workers that drafters cannot reach" * (parallel > 1)
+    if "prompt_logprob_start" not in SamplingParams.__struct_fields__:
+        no_v2 = "this vLLM does not score given tokens (prompt_logprob_start)"
+    elif not HAS_TRITON:
+        no_v2 = "it needs a GPU, or Triton"
+    elif sampling.top_k > 0 or sampling.top_p < 1.0:
+        no_v2 = f"it verifies drafts without rollout.top_k={sampling.top_k} and rollout.top_p={sampling.top_p}"
+    else:  # vLLM raises smaller temperatures to this
+        no_v2 = f"it draws at rollout.temperature=0 or 0.01 and more, not {sampling.temperature}"
+        no_v2 *= 0 < sampling.temperature < 0.01
+    reasons = {"v1": no_v1, "v2": no_v2}
+    possible = [runner for runner, reason in reasons.items() if not reason]
+    chosen = (possible or ["v1"])[0] if wanted == "auto" else wanted
+    if reasons[chosen]:
+        remedy = f"use rollout.vllm.runner={possible[0]}" if possible else f"nor does v2: {no_v2}"
+        raise RolloutError(f"rollout.vllm.runner={chosen} does not work here: {reasons[chosen]}; {remedy}")
+    return chosen
+
+
+@contextmanager
+def _unchanged_process() -> Iterator[None]:
+    """Undoes what vLLM's start does to the trainer's process: it seeds all generators, disables a torch function."""
+    states, threads = (random.getstate(), np.random.get_state()), torch.set_num_threads
+    try:
+        with torch.random.fork_rng(range(torch.cuda.device_count())):
+            yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_num_threads = threads

@@ -1,0 +1,93 @@
+"""Model Runner V1: a response is one request, drafts ride in it, and this package's own noise draws its tokens.
+
+vLLM's worker lives in the driver's process, so rows, drafters and budget are plain shared objects.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from types import MethodType
+
+from vllm import LLM, SamplingParams
+from vllm.sampling_params import RequestOutputKind
+
+from rollout.engines.vllm.rows import BUG, VLLMRow
+from rollout.engines.vllm.step import Step, StepRules, lift_limit
+from rollout.types import EngineStats, RolloutError
+
+
+@dataclass(kw_only=True)
+class OneRequest(StepRules):
+    """Generates each response with one request."""
+
+    llm: LLM
+    _rows: dict[str, VLLMRow] = field(default_factory=dict)
+    """By vLLM's own request id; other requests are scored, not sampled."""
+
+    def __post_init__(self):
+        self.llm.collective_rpc("specrl_install_v1", args=(self,))
+
+    def install(self, runner) -> None:
+        """Puts itself into the model runner; the worker extension calls it."""
+        runner._sample = MethodType(self.sample, runner)
+        runner.drafter.propose = MethodType(self.propose, runner)
+        lift_limit(runner)
+
+    def row(self, runner, name: str) -> VLLMRow | None:
+        return self._rows.get(name)
+
+    # The driver's loop --------------------------------------------------------------------------------------------
+
+    def run(self, rows: Sequence[VLLMRow]) -> EngineStats:
+        """Finishes every row."""
+        self.stats, engine, outputs = EngineStats(), self.llm.llm_engine, {}
+        try:
+            for i, row in enumerate(rows):
+                if self.drafting.whole:
+                    row.text = self.drafting.text(row)
+                self._rows[self._submit(str(i), row)] = row
+            while engine.has_unfinished_requests():
+                self._step, began = Step(), time.perf_counter()
+                outputs |= {int(output.request_id): output.outputs[0] for output in engine.step()}
+                self._charge(time.perf_counter() - began)
+        except BaseException:
+            engine.abort_request(list(self._rows), internal=True)
+            raise
+        finally:
+            self._rows = {}
+        for i, row in enumerate(rows):
+            theirs = (list(outputs[i].token_ids), outputs[i].finish_reason) if i in outputs else None
+            if theirs != (row.tokens, row.finish):
+                raise RolloutError(
+                    f"vLLM and specrl disagree about row {i}: {theirs}, {(row.tokens, row.finish)}; {BUG}"
+                )
+        return self.stats
+
+    def _submit(self, name: str, row: VLLMRow) -> str:
+        """Hands a request to vLLM; returns vLLM's own id of it."""
+        params = SamplingParams(
+            temperature=0.0,  # `sample` decides; a greedy request carries the least state
+            max_tokens=row.request.max_new_tokens,
+            stop_token_ids=list(row.sampling.eos_ids),
+            ignore_eos=True,  # the model's own; the run's are above
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        return self.llm.llm_engine.add_request(name, {"prompt_token_ids": list(row.request.prompt)}, params)
+
+    def _charge(self, seconds: float) -> None:
+        stats, step = self.stats, self._step
+        seconds -= step.draft_s
+        stats.passes += 1
+        stats.forward_tokens += step.tokens
+        stats.draft_s += step.draft_s
+        if step.drafted:
+            stats.verify_s += seconds
+        elif step.decoding:
+            stats.decode_s += seconds
+        else:
+            stats.prefill_s += seconds
+        if step.decoding:
+            self.drafting.observe_pass(step.tokens, seconds)

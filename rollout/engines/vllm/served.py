@@ -1,0 +1,213 @@
+"""Keyed requests in somebody else's vLLM server: exact reuse for trainers that own their engines.
+
+vLLM imports `KeyedDrafter` in every worker when a server is started with `SPECULATIVE_CONFIG`. From then on a request
+whose `extra_args` hold a KeyedRequest is drawn with this package's noise and drafts from the texts it brought; all
+others are drawn by vLLM itself. The tokens of a keyed request are those of the same request without texts.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import wraps
+from weakref import WeakValueDictionary
+
+import torch
+import vllm
+from torch import Tensor
+from vllm import SamplingParams
+from vllm.platforms import current_platform
+from vllm.v1.outputs import LogprobsTensors, SamplerOutput
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+from rollout.config import RolloutConfig
+from rollout.drafting.drafting import Drafting
+from rollout.drafting.suffix import PromptTexts
+from rollout.engines.base import Sampling
+from rollout.engines.vllm.rows import BUG, VLLMRow
+from rollout.engines.vllm.step import Step, StepRules, by_law, lift_limit
+from rollout.engines.vllm.wire import KeyedRequest
+from rollout.noise import keyed_draw, process_logits
+from rollout.types import Request, RolloutError
+
+SPECULATIVE_CONFIG = {
+    "method": "custom_class",
+    "model": "rollout.engines.vllm.served.KeyedDrafter",
+    "num_speculative_tokens": 32,
+}
+"""What a server needs as its `speculative_config`; the number bounds a row's draft in one step, up to 127."""
+
+
+def serve_by_default() -> None:
+    """Every engine that this process starts by `vllm.AsyncEngineArgs` from now on serves keyed requests.
+
+    For trainers that leave no way to set the engine's arguments.
+    """
+
+    class KeyedEngineArgs(vllm.AsyncEngineArgs):
+        def __init__(self, *args, **options):
+            super().__init__(*args, **{"speculative_config": dict(SPECULATIVE_CONFIG), **options})
+
+    vllm.AsyncEngineArgs = KeyedEngineArgs
+
+
+class KeyedDrafter:
+    """What `SPECULATIVE_CONFIG` names: drafts for keyed requests, and draws them."""
+
+    def __init__(self, vllm_config):
+        vocab = vllm_config.model_config.get_vocab_size()
+        logits_bytes = RolloutConfig().logits_mb * 2**20
+        self.rules = ServedRules(
+            drafting=Drafting(),
+            draft_tokens=vllm_config.speculative_config.num_speculative_tokens,
+            scores_per_step=logits_bytes // (vocab * 8),  # vLLM's logits and their float32 copy
+            scores_per_chunk=max(1, logits_bytes // (vocab * 16)),  # logits, noise, scores: float32
+            draw=keyed_draw if current_platform.is_cpu() else torch.compile(keyed_draw, dynamic=True),
+        )
+        self.rules.drafting.vocab = vocab
+        self._runner: GPUModelRunner | None = None
+
+    def load_model(self, *_) -> None:
+        """There is none."""
+
+    def propose(self, sampled: list[list[int]], *_, **__) -> list[list[int]]:
+        """The draft of each row's next step."""
+        if self._runner is None:
+            raise RolloutError(f"vLLM asks for drafts, but drew the step itself; {BUG}")
+        return self.rules.propose(self._runner, sampled)
+
+    def sample(self, runner: GPUModelRunner, logits: Tensor, metadata) -> SamplerOutput:
+        """Stands in for the runner's `_sample`."""
+        if self._runner is None:
+            lift_limit(runner)
+            self._runner = runner
+        return self.rules.serve(runner, logits, metadata)
+
+
+_vllm_sample = GPUModelRunner._sample
+
+
+@wraps(_vllm_sample)
+def _sample(runner, logits, metadata) -> SamplerOutput:
+    """Runners whose drafter draws let it; all others do as before."""
+    drafter = getattr(runner, "drafter", None)
+    if isinstance(drafter, KeyedDrafter):
+        return drafter.sample(runner, logits, metadata)
+    return _vllm_sample(runner, logits, metadata)
+
+
+GPUModelRunner._sample = _sample
+
+
+@dataclass(kw_only=True)
+class ServedRules(StepRules):
+    """Rows that come and go as a server's requests do; each brings its own sampling parameters."""
+
+    _rows: dict[str, VLLMRow | None] = field(default_factory=dict)
+    """By vLLM's request id; None for requests without a key."""
+    _groups: WeakValueDictionary[str, PromptTexts] = field(default_factory=WeakValueDictionary)
+    _waiting_since: float | None = None
+    """When the drafts of rows that go on were ready; None when the server may rest."""
+
+    def row(self, runner, name: str) -> VLLMRow | None:
+        if name not in self._rows:
+            if not any(self._rows.values()):
+                self.drafting.budget.next_rollout()  # the server was idle: weights may have changed
+            self._rows[name] = self._open(runner.requests[name], runner.max_model_len)
+        return self._rows[name]
+
+    def _open(self, state, context: int) -> VLLMRow | None:
+        params = state.sampling_params
+        keyed = KeyedRequest.read(params and params.extra_args)
+        if keyed is None:
+            return None
+        refuse_unknown_law(params)
+        n, prompt = keyed.prompt_tokens, state.prompt_token_ids
+        ends = {*(params.stop_token_ids or ()), params.eos_token_id} - {None}
+        cap = min(len(prompt) + params.max_tokens, context) - n
+        request = Request(prompt[:n], keyed.key, cap, keyed.drafter(self._groups))
+        law = Sampling(frozenset(ends), params.temperature, max(params.top_k, 0), params.top_p)
+        return VLLMRow(request, tokens=[*prompt[n:], *state.output_token_ids], sampling=law)
+
+    def serve(self, runner, logits: Tensor, metadata) -> SamplerOutput:
+        """The next tokens of all rows of a step, those without a key drawn by vLLM's own sampler."""
+        for gone in self._rows.keys() - runner.requests.keys():
+            del self._rows[gone]
+        names, self._step = runner.input_batch.req_ids, Step()
+        counts = metadata.num_draft_tokens if metadata else [0] * len(names)
+        rows = [self.row(runner, name) for name in names]
+        own = self._end_late(runner, logits, counts, rows)
+        output = self.sample(runner, own, metadata)
+        if (most := runner.input_batch.sampling_metadata.max_num_logprobs) is not None:
+            tokens = output.sampled_token_ids
+            output.logprobs_tensors = self._logprobs(runner.sampler, own, counts, rows, tokens, most)
+        others = [i for i, row in enumerate(rows) if row is None]
+        if others:  # last, as vLLM works on the logits in place
+            _take(output, _vllm_sample(runner, logits, metadata), others)
+        if self._waiting_since is not None:
+            self.drafting.observe_pass(self._step.tokens, time.perf_counter() - self._waiting_since)
+        return output
+
+    def propose(self, runner, sampled, *_, **__) -> list[list[int]]:
+        drafts = super().propose(runner, sampled)
+        going = any(row and row.finish is None for row in self._rows.values())
+        self._waiting_since = time.perf_counter() if going else None
+        return drafts
+
+    @staticmethod
+    def _end_late(runner, logits: Tensor, counts: Sequence[int], rows: Sequence[VLLMRow | None]) -> Tensor:
+        """The logits without the ids that would end a response before its `min_tokens`."""
+        places, first = [], 0
+        for name, row, count in zip(runner.input_batch.req_ids, rows, counts, strict=True):
+            params = runner.requests[name].sampling_params
+            if row and len(row.tokens) < params.min_tokens:
+                early = min(count + 1, params.min_tokens - len(row.tokens))
+                places += [(first + i, end) for i in range(early) for end in params.all_stop_token_ids]
+            first += count + 1
+        if not places:
+            return logits
+        return logits.index_put(tuple(torch.tensor(places, device=logits.device).T), logits.new_tensor(-torch.inf))
+
+    def _logprobs(self, sampler, logits: Tensor, counts, rows, tokens: Tensor, most: int) -> LogprobsTensors:
+        """What vLLM reports with tokens [rows, width]: log-probs of each and of the `most` likeliest, in its mode."""
+        width, firsts = tokens.shape[1], torch.tensor([0, *(count + 1 for count in counts[:-1])]).cumsum(0)
+        index = (firsts[:, None] + torch.arange(width)).flatten()
+        index = index.clamp(max=len(logits) - 1).to(logits.device)  # places past a row's end: vLLM drops them
+        laws = [row.sampling if row else Sampling(frozenset()) for row in rows for _ in range(width)]
+        tokens, parts, order = tokens.flatten().clamp(min=0).long(), [], []
+        for law, chosen in by_law(laws, self.scores_per_chunk):
+            order += chosen
+            values = logits[index[chosen]].float()
+            if sampler.logprobs_mode.startswith("processed"):
+                values = process_logits(values, law.temperature, law.top_k, law.top_p)
+            if sampler.logprobs_mode.endswith("logprobs"):
+                values = values.log_softmax(-1)
+            parts.append(sampler.gather_logprobs(values, most, tokens[chosen])[:3])
+        back = torch.tensor(order, device=logits.device).argsort()
+        return LogprobsTensors(*(torch.cat(column)[back] for column in zip(*parts, strict=True)))
+
+
+def _take(output: SamplerOutput, theirs: SamplerOutput, rows: list[int]) -> None:
+    """Puts what vLLM drew for `rows` into `output`."""
+    tokens = output.sampled_token_ids
+    width = tokens.shape[1]
+    tokens[rows] = theirs.sampled_token_ids[rows].to(tokens.dtype)
+    if theirs.logprobs_tensors is not None:
+        places = [row * width + i for row in rows for i in range(width)]
+        for mine, other in zip(output.logprobs_tensors[:3], theirs.logprobs_tensors[:3], strict=True):
+            mine[places] = other[places]
+
+
+def refuse_unknown_law(params: SamplingParams) -> None:
+    """Raises RolloutError for sampling parameters that a keyed draw does not know."""
+    plain = SamplingParams()
+    names = (
+        *("presence_penalty", "frequency_penalty", "repetition_penalty", "min_p"),
+        *("bad_words", "logit_bias", "allowed_token_ids", "structured_outputs"),
+    )
+    wrong = [f"{name}={value!r}" for name in names if (value := getattr(params, name)) != getattr(plain, name)]
+    if wrong:
+        raise RolloutError(
+            f"a keyed request asks for {', '.join(wrong)}; it is drawn by temperature, top_k, top_p and min_tokens only"
+        )

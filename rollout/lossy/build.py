@@ -1,0 +1,54 @@
+"""Routers and judges by name."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rollout.config import JudgedConfig, RoutedConfig
+from rollout.types import RolloutError
+
+if TYPE_CHECKING:
+    from torch.nn import Module
+
+    from rollout.engines.base import EngineSpec
+    from rollout.lossy.judge import Judge
+    from rollout.lossy.router import Router, Scorer
+    from rollout.lossy.steps import StepEnd
+
+
+def build_router(
+    config: RoutedConfig, spec: EngineSpec, policy: Module, draft: Module | None, scorer: Scorer | None
+) -> tuple[Router, StepEnd]:
+    """The router of `rollout.routed` and where its steps end.
+
+    Raises:
+        RolloutError: no draft model, no process reward for rsd, or a learned router of another pair.
+    """
+    from transformers import AutoTokenizer
+
+    from rollout.lossy.pair import fingerprint
+    from rollout.lossy.scores import SERVED, by_reward, load_learned
+    from rollout.lossy.steps import StepEnd
+
+    if draft is None:
+        raise RolloutError(f"rollout.routed.by={config.by} needs a model that writes steps: set rollout.drafter")
+    tokenizer = AutoTokenizer.from_pretrained(spec.tokenizer or spec.model)
+    step_end = StepEnd(config.step_separators, tokenizer.decode, spec.eos_ids, config.max_step_tokens)
+    if config.by in SERVED:
+        return SERVED[config.by](config.threshold), step_end
+    if config.by == "rsd":
+        if scorer is None:
+            raise RolloutError("rollout.routed.by=rsd needs process rewards of steps, and none were handed in")
+        return by_reward(scorer, config.threshold), step_end
+    pair = {"draft": fingerprint(draft), "policy": fingerprint(policy)}
+    return load_learned(config.path, **pair, separators=config.step_separators, threshold=config.threshold), step_end
+
+
+def build_judge(config: JudgedConfig, policy: Module) -> Judge:
+    """The judge of `rollout.judged`. Raises RolloutError for a head that reads another policy."""
+    from rollout.lossy.judge import JudgeHead, KLJudge
+    from rollout.lossy.pair import fingerprint
+
+    if config.by == "kl":
+        return KLJudge(config.threshold)
+    return JudgeHead.load(config.path, policy=fingerprint(policy))

@@ -1,0 +1,295 @@
+"""Rollout workers on Ray: an Engine whose rows are decoded by actors, each with an engine of its own.
+
+The noise of a rollout belongs to its rows, so a row is the same wherever it is decoded: work can be spread, stolen, cut
+and done again without changing a token. Ray restarts and retries nothing by itself, as an actor it restarted would hold
+the weights of the model's files. The pool does it: it knows the weights, their version and their probe.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+from torch import Tensor
+
+from rollout.build import build_engine
+from rollout.config import ClusterConfig
+from rollout.engines.base import Engine, EngineSpec, Probe
+from rollout.types import Completion, EngineStats, Request, RolloutError
+from rollout.workers.worker import Failure, RolloutWorker, Share, spread, to_arrays
+
+logger = logging.getLogger(__name__)
+
+MAX_SPLITS = 3
+"""How often a share that runs out of memory is cut in two."""
+
+
+@dataclass(slots=True)
+class _Task:
+    """A call that any worker may answer."""
+
+    method: str
+    args: tuple
+    share: Share = field(default_factory=list)
+    splits: int = 0
+
+
+@dataclass(slots=True)
+class _Worker:
+    """A place in the pool, and the actor that holds it now."""
+
+    index: int
+    actor: Any = None
+    pid: int | None = None
+    call: ray.ObjectRef | None = None
+    """What it is busy with, None when idle."""
+    task: _Task | None = None
+    """The task of `call`; None while it starts or takes weights."""
+    deadline: float = 0.0
+
+    def __str__(self) -> str:
+        return f"worker {self.index}" + (f" (pid {self.pid})" if self.pid else "")
+
+    def submit(self, timeout_s: float, method: str, *args: Any, task: _Task | None = None) -> None:
+        self.call, self.task = self.actor.run.remote(method, *args), task
+        self.deadline = time.monotonic() + timeout_s
+
+
+class RolloutPool:
+    """An Engine made of `cluster.num_workers` Ray actors; needs a connected Ray (specrl.cluster.connect).
+
+    Workers that die or hang are replaced, and get the current weights before they serve; what they were doing is done
+    again. A prompt that the engine cannot handle comes back as failed completions, the others unaffected. Whatever else
+    goes wrong is a RolloutError, after which the pool is closed.
+
+    Args:
+        spec: what each worker builds.
+        cluster: number of workers, their size, deadlines and limits.
+        build: makes a worker's engine.
+
+    Raises:
+        RolloutError: a worker could not start.
+    """
+
+    own_weights = True
+
+    def __init__(self, spec: EngineSpec, cluster: ClusterConfig, build: Callable[[EngineSpec], Engine] = build_engine):
+        self.spec, self.cluster, self.weight_version = spec, cluster, 0
+        self.replaced = 0
+        """Workers replaced so far."""
+        self._build = build
+        self._weights: ray.ObjectRef | None = None
+        self._probe: Probe | None = None
+        self._faults: list[str] = []  # since a task was last finished
+        self._workers = [_Worker(i) for i in range(cluster.num_workers)]
+        with self._closed_on_error():
+            for worker in self._workers:
+                self._start(worker)
+            self._settle()
+
+    def generate(self, requests: Sequence[Request]) -> tuple[list[Completion], EngineStats]:
+        """See Engine.generate. Rows without a response have `Completion.failure`."""
+        done: list[Completion | None] = [None] * len(requests)
+        costs = [EngineStats() for _ in self._workers]
+        first: Failure | None = None
+        with self._closed_on_error():
+            shares = spread(requests, len(self._workers) * self.cluster.tasks_per_worker)
+            tolerated = max((len(group) for share in shares for group in share), default=0)  # a poisoned prompt
+            tasks = deque(self._task(requests, share) for share in shares)
+            for worker, task, outcome in self._run(tasks):
+                rows = [i for group in task.share for i in group]
+                if not isinstance(outcome, Failure):
+                    completions, cost = outcome
+                    costs[worker.index] += cost
+                elif outcome.kind == "memory" or len(task.share) > 1:
+                    tasks.extendleft(self._halves(requests, task, outcome))
+                    continue
+                else:
+                    first = first or outcome
+                    at, why = self.weight_version, outcome.reason
+                    completions = [Completion([], [], [], [], "length", at, 0, failure=why) for _ in rows]
+                for i, completion in zip(rows, completions, strict=True):
+                    done[i] = completion
+                self._check_failed(done, first, tolerated)
+        return done, _together(costs)
+
+    def update_weights(
+        self, weights: Iterable[tuple[str, Tensor]] | None, version: int, probe: Probe | None = None
+    ) -> None:
+        """See Engine.update_weights. One copy goes into the object store, from which every worker loads."""
+        if version < self.weight_version:
+            raise RolloutError(f"weight version {version} is older than the workers' {self.weight_version}")
+        with self._closed_on_error():
+            self._settle()
+            if weights is not None:
+                self._weights = None  # the store need not hold two versions
+                self._weights = ray.put(to_arrays(weights))
+            self.weight_version, self._probe = version, probe
+            self._broadcast("update_weights", *self._state)
+
+    def score(self, tokens: Sequence[int]) -> list[float]:
+        """See Engine.score."""
+        with self._closed_on_error():
+            for _, _, outcome in self._run(deque([_Task("score", (self.weight_version, tuple(tokens)))])):
+                if isinstance(outcome, Failure):
+                    raise RolloutError(f"the workers cannot score {len(tokens)} tokens: {outcome}")
+        return outcome
+
+    def reset_cache(self) -> None:
+        with self._closed_on_error():
+            self._settle()
+            self._broadcast("reset_cache")
+
+    def close(self) -> None:
+        """Ends the worker processes; may be called twice."""
+        for worker in self._workers:
+            if worker.actor is not None and ray.is_initialized():
+                ray.kill(worker.actor, no_restart=True)
+        self._workers, self._weights = [], None
+
+    def _task(self, requests: Sequence[Request], share: Share, splits: int = 0) -> _Task:
+        rows = [requests[i] for group in share for i in group]
+        return _Task("generate", (self.weight_version, rows), share, splits)
+
+    def _halves(self, requests: Sequence[Request], task: _Task, failure: Failure) -> list[_Task]:
+        """The task in two: to fit the memory, or to find the prompt that fails."""
+        out_of_memory = failure.kind == "memory"
+        share = task.share if len(task.share) > 1 else [[i] for i in task.share[0]]
+        if out_of_memory and (task.splits == MAX_SPLITS or len(share) == 1):
+            rows = sum(map(len, task.share))
+            raise RolloutError(
+                f"a worker is out of memory with {rows} of {len(requests)} rows, cut {task.splits} times. Use a "
+                f"smaller rollout.rows_per_batch, rollout.tokens_per_pass or rollout.logits_mb. {failure}"
+            )
+        middle = len(share) // 2
+        splits = task.splits + out_of_memory
+        return [self._task(requests, half, splits) for half in (share[:middle], share[middle:])]
+
+    def _check_failed(self, done: Sequence[Completion | None], first: Failure | None, tolerated: int) -> None:
+        failed = sum(c is not None and bool(c.failure) for c in done)
+        if failed > max(tolerated, self.cluster.max_failed_ratio * len(done)) or (failed and failed == len(done)):
+            raise RolloutError(
+                f"{failed} of {len(done)} rows failed in the engine, more than "
+                f"cluster.max_failed_ratio={self.cluster.max_failed_ratio:g} allows. The first: {first}"
+            )
+
+    @property
+    def _state(self) -> tuple[ray.ObjectRef | None, int, Probe | None]:
+        """What a worker must have loaded before it serves."""
+        return self._weights, self.weight_version, self._probe
+
+    def _start(self, worker: _Worker) -> None:
+        cluster = self.cluster
+        actor = ray.remote(
+            num_cpus=cluster.cpus_per_worker, num_gpus=cluster.gpus_per_worker, max_restarts=0, max_task_retries=0
+        )(RolloutWorker)
+        worker.actor, worker.pid = actor.remote(worker.index), None
+        threads = max(1, int(cluster.cpus_per_worker))
+        worker.submit(cluster.start_timeout_s, "start", self._build, self.spec, threads, *self._state)
+
+    def _broadcast(self, method: str, *args: Any) -> None:
+        """Calls every worker; one that is replaced meanwhile needs no call, as it starts from the current state."""
+        for worker in self._workers:
+            worker.submit(self.cluster.start_timeout_s, method, *args)
+        self._settle()
+
+    def _settle(self) -> None:
+        """Waits until no worker is busy."""
+        while any(worker.call for worker in self._workers):
+            self._step(deque())
+
+    def _run(self, tasks: deque[_Task]) -> Iterator[tuple[_Worker, _Task, Any | Failure]]:
+        """Yields tasks with their results as they end, until `tasks` stays empty; idle workers take the next one."""
+        while tasks or any(worker.task for worker in self._workers):
+            for worker in self._workers:
+                if tasks and worker.call is None:
+                    task = tasks.popleft()
+                    worker.submit(self.cluster.task_timeout_s, task.method, *task.args, task=task)
+            if ended := self._step(tasks):
+                yield ended
+
+    def _step(self, tasks: deque[_Task]) -> tuple[_Worker, _Task, Any | Failure] | None:
+        """Waits for one call to end. A task whose worker had to be repaired goes back to `tasks`."""
+        worker, outcome = self._next()
+        task, worker.call, worker.task = worker.task, None, None
+        kind = outcome.kind if isinstance(outcome, Failure) else "done"
+        if kind == "lost" or (task and kind in ("stale", "broken")):
+            self._repair(worker, outcome, task)
+            tasks.extendleft([task] if task else [])
+            return None
+        if task:
+            if kind == "done":
+                self._faults.clear()
+            return worker, task, outcome
+        if kind != "done":
+            raise RolloutError(f"{worker} could not be brought to weight version {self.weight_version}: {outcome}")
+        worker.pid = worker.pid or outcome
+        return None
+
+    def _next(self) -> tuple[_Worker, Any | Failure]:
+        """The first call to end, in whatever way: a result, a Failure, death (`lost`) or the deadline (`lost`)."""
+        busy = {worker.call: worker for worker in self._workers if worker.call}
+        due = min(busy.values(), key=lambda worker: worker.deadline)
+        ended, _ = ray.wait(list(busy), timeout=max(0.0, due.deadline - time.monotonic()))
+        if ended:
+            try:
+                return busy[ended[0]], ray.get(ended[0])
+            except RayError as error:
+                return busy[ended[0]], Failure("lost", _died(error))
+        if due.pid is None:
+            cluster, free = self.cluster, ray.available_resources()
+            raise RolloutError(
+                f"worker {due.index} did not start within cluster.start_timeout_s={cluster.start_timeout_s:g}; it "
+                f"needs {cluster.cpus_per_worker:g} CPUs and {cluster.gpus_per_worker:g} GPUs, and the cluster has "
+                f"{free.get('CPU', 0):g} and {free.get('GPU', 0):g} free. Ask for less if that is too few, else wait "
+                "longer: its model is loading"
+            )
+        return due, Failure("lost", "did not answer before its deadline (cluster.task_timeout_s, start_timeout_s)")
+
+    def _repair(self, worker: _Worker, failure: Failure, task: _Task | None) -> None:
+        """Replaces a lost or broken worker; one with other weights gets the current ones."""
+        doing = f" with {sum(map(len, task.share))} rows" if task and task.share else ""
+        self._faults.append(f"{worker}{doing} {failure}")
+        if len(self._faults) > self.cluster.max_restarts:
+            raise RolloutError(
+                f"{len(self._faults)} faults of workers without a finished share between them, more than "
+                f"cluster.max_restarts={self.cluster.max_restarts} allows. The last: {self._faults[-1]}\n"
+                f"The first: {self._faults[0]}"
+            )
+        logger.warning("%s; it is repaired and its rows are done again", self._faults[-1])
+        if failure.kind == "stale":
+            worker.submit(self.cluster.start_timeout_s, "update_weights", *self._state)
+        else:
+            self.replaced += 1
+            ray.kill(worker.actor, no_restart=True)
+            self._start(worker)
+
+    @contextmanager
+    def _closed_on_error(self) -> Iterator[None]:
+        """A pool that raised has calls in flight that nobody waits for; it is closed rather than trusted."""
+        if not self._workers:
+            raise RolloutError("the pool of rollout workers is closed")
+        try:
+            yield
+        except BaseException:
+            self.close()
+            raise
+
+
+def _together(costs: Sequence[EngineStats]) -> EngineStats:
+    """Counts of all workers; seconds of the slowest, as they work side by side."""
+    seconds = [f.name for f in fields(EngineStats) if f.name.endswith("_s")]
+    slowest = max(costs, key=lambda cost: sum(getattr(cost, name) for name in seconds))
+    return replace(sum(costs, EngineStats()), **{name: getattr(slowest, name) for name in seconds})
+
+
+def _died(error: RayError) -> str:
+    """Ray's reason in one line, without its list of common causes."""
+    return "died: " + str(error).strip().splitlines()[-1].partition(" Some common causes")[0]

@@ -1,0 +1,116 @@
+"""Paired rollout benchmark: `python -m specrl.bench [config=NAME] [model=PATH old_model=PATH] [rows=32]`.
+
+An old policy writes the cache, a newer one rolls out the same prompts plainly and speculatively, in turn, with the same
+keys. Times are whole stages: look-up, prefill, drafting, verification, decoding and store. Each pair gives one ratio;
+the median is reported, and the least and the largest. Texts are compared token for token.
+
+Model, prompts, engine and sampling are those of the config, a name, a file or a run's directory; without one they are
+those of grpo_math: the embedded policy, and as much generated arithmetic as the rows take.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rollout.config import doc
+from specrl.bench.pair import Bench, Case, PairConfig, device_name, prepare, with_config
+from specrl.config import load as cli
+from specrl.results import tables
+from specrl.results.savings import counted
+
+CASES = {
+    "fresh noise": {"replay": 0.0},
+    "replayed noise": {"replay": 1.0},
+    "same policy, replayed": {"replay": 1.0, "drifted": False},
+    "useless drafts": {"replay": 0.0, "useless": True},
+}
+COLUMNS = ("case", "reused", "plain s", "specrl s", "speedup", "slowest")
+
+
+@dataclass
+class BenchConfig(PairConfig):
+    generate: bool = doc(True, "also time transformers' model.generate on the same prompts")
+
+
+def main(config: BenchConfig) -> int:
+    from rich.console import Console
+
+    bench, _, tokenizer = prepare(config)
+    console, run = Console(), config.rollout
+    cases = [bench.case(name, config.repeats, **kind) for name, kind in CASES.items()]
+    what = f"{config.rows} rows, {config.model}, {config.trainer.precision}, {run.engine}"
+    title = f"{what}: medians (least to largest) of {counted(config.repeats, 'pair')}"
+    tables.show(console, title, COLUMNS, [cells(case) for case in cases])
+    differing = sum(case.differing_rows for case in cases)
+    tables.note(console, f"rows that differ from plain decoding: {differing} of {len(cases) * config.rows}")
+    result = {"options": asdict(config), "device": device_name(bench.model.device)}
+    result["cases"] = [asdict(case) for case in cases]
+    if config.generate and run.engine == "transformers":
+        seconds = result["generate_s"] = generate_seconds(bench, tokenizer, config.repeats)
+        ratio = seconds["generate"] / seconds["plain"]
+        tables.note(
+            console,
+            f"plain decoding {seconds['plain']:.3f} s, model.generate {seconds['generate']:.3f} s for "
+            f"{run.max_new_tokens} tokens a row: the baseline is {ratio:.2f}x as fast as generate",
+        )
+    bench.engine.close()
+    if config.out:
+        Path(config.out).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    return 0
+
+
+def cells(c: Case) -> tuple[str, ...]:
+    """A line of the table; `slowest` is the passes of the row with the most, with specrl and plainly."""
+    speedup = f"{c.speedup:.2f}x ({c.speedup_range[0]:.2f} to {c.speedup_range[1]:.2f})"
+    return (
+        c.name,
+        f"{c.reused:.0%}",
+        f"{c.plain_s:.3f}",
+        f"{c.specrl_s:.3f}",
+        speedup,
+        f"{c.passes_max}/{c.plain_passes}",
+    )
+
+
+def generate_seconds(bench: Bench, tokenizer, repeats: int) -> dict[str, float]:
+    """Median seconds of model.generate and of the engine's plain decoding, in turn.
+
+    Both sample to the cap without an EOS, so that they do the same number of steps.
+    """
+    import torch
+
+    from rollout.engines.base import Sampling
+    from rollout.engines.local.engine import TransformersEngine
+    from rollout.types import Request
+
+    cap, temperature = bench.config.rollout.max_new_tokens, bench.config.rollout.temperature
+    engine = TransformersEngine(bench.model, Sampling(frozenset(), temperature))
+    requests = [Request(row.prompt, i, cap) for i, row in enumerate(bench.rows)]
+    inputs = tokenizer.pad({"input_ids": [list(row.prompt) for row in bench.rows]}, return_tensors="pt")
+    sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+    length = {"max_new_tokens": cap, "min_new_tokens": cap, "pad_token_id": tokenizer.pad_token_id}
+    times: dict[str, list[float]] = {"plain": [], "generate": []}
+    for _ in range(repeats + 1):
+        began = time.perf_counter()
+        engine.generate(requests)
+        times["plain"].append(time.perf_counter() - began)
+        began = time.perf_counter()
+        with torch.inference_mode():
+            bench.model.generate(**inputs.to(bench.model.device), **sampling, **length)
+        times["generate"].append(time.perf_counter() - began)
+    return {name: statistics.median(seconds[1:]) for name, seconds in times.items()}
+
+
+def command(argv: Sequence[str]) -> int:
+    """The command line."""
+    return cli.run(main, with_config(argv), BenchConfig, training=False)
+
+
+if __name__ == "__main__":
+    raise SystemExit(command(sys.argv[1:]))

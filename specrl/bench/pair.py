@@ -1,0 +1,212 @@
+"""Two policies side by side: an old one writes the cache, a newer one rolls out the same prompts plainly and with it.
+
+It times and compares; options, tables and what is compared with what are the commands'.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from rollout.config import doc
+from specrl.config.load import load
+from specrl.config.options import ConfigError
+from specrl.config.schema import Config
+from specrl.results.speedup import of_pairs
+
+if TYPE_CHECKING:
+    from rollout.speculative import SpeculativeRollout
+    from rollout.types import RolloutBatch, Row
+
+
+@dataclass
+class PairConfig(Config):
+    old_model: str = doc("", "the policy that wrote the cache; empty takes the newer one, perturbed by `drift`")
+    drift: float = doc(0.02, "noise on the old policy's matrices, in units of each matrix's own spread")
+    rows: int = doc(32, "rows of one rollout batch")
+    repeats: int = doc(5, "timed pairs per case, after one warm-up", low=1)
+    out: str = doc("", "write the results to this JSON file too")
+
+
+def with_config(words: Sequence[str]) -> list[str]:
+    """The words of a command whose config=NAME is grpo_math where none is given."""
+    return [*([] if any(word.startswith("config=") for word in words) else ["config=grpo_math"]), *words]
+
+
+def options(*words: str) -> PairConfig:
+    """The options of a script, `key=value` each."""
+    return load(with_config(words), PairConfig, training=False)
+
+
+@dataclass(frozen=True)
+class Case:
+    """Plain and speculative rollouts of the same rows. Seconds are medians over the repeats.
+
+    `speedup` is the median of the paired ratios, `speedup_range` the least and the largest of them.
+    """
+
+    name: str
+    reused: float
+    plain_s: float
+    specrl_s: float
+    speedup: float
+    speedup_range: tuple[float, float]
+    passes_per_row: float
+    passes_max: int
+    plain_passes: int
+    differing_rows: int
+    rows: int
+
+
+def prepare(config: PairConfig, others: int = 0) -> tuple[Bench, list[Row], Any]:
+    """The bench, `others` rows of further prompts, and the policy's tokenizer.
+
+    Raises:
+        ConfigError: the configuration asks for something that is not timed here, or has too few prompts.
+    """
+    from rollout.types import Row
+    from specrl.run.data import load_examples, render
+    from specrl.run.policy import load_policy
+
+    rollout, group = config.rollout, config.rollout.group_size
+    for key, value, timed in (
+        ("rollout.law", rollout.law, "exact"),
+        ("cluster.num_workers", config.cluster.num_workers, 0),
+    ):
+        if value != timed:
+            raise ConfigError(f"{key}={value}: the bench times the exact rule in one process. Add {key}={timed}.")
+    if config.rows % group:
+        nearest = max(1, round(config.rows / group)) * group
+        raise ConfigError(f"rows={config.rows} is no multiple of rollout.group_size={group}. Try rows={nearest}.")
+    needed = -(-(config.rows + others) // group)
+    size = needed if config.data == "arithmetic" else config.dataset.train_size  # as many problems as are asked for
+    examples = load_examples(config.data, replace(config.dataset, train_size=size), "train", config.seed)[:needed]
+    if len(examples) < needed:
+        raise ConfigError(
+            f"rows={config.rows} takes {needed} prompts of {group} responses, and data={config.data} has "
+            f"{len(examples)}. Try rows={max(1, len(examples) - -(-others // group)) * group}, or more prompts."
+        )
+    model, tokenizer, eos_ids = load_policy(config)
+    rows = [Row(e.id, tuple(render(e, tokenizer))) for e in examples for _ in range(group)]
+    newer = {name: p.detach().clone() for name, p in model.named_parameters()}
+    if config.old_model:
+        older = dict(load_policy(replace(config, model=config.old_model))[0].named_parameters())
+    else:
+        older = perturbed(newer, config.drift)
+    bench = Bench(model.eval(), eos_ids, config, rows[: config.rows], older, newer)
+    return bench, rows[config.rows :], tokenizer
+
+
+def perturbed(weights: dict, drift: float) -> dict:
+    """Weights with seeded Gaussian noise of `drift` times each matrix's spread; vectors stay."""
+    import torch
+
+    generator = torch.Generator().manual_seed(0)
+    return {
+        name: w + (drift * w.std() * torch.randn(w.shape, generator=generator).to(w)) if w.dim() > 1 else w
+        for name, w in weights.items()
+    }
+
+
+class Bench:
+    """Both policies and the prompts, with one engine that is switched between them."""
+
+    def __init__(self, model, eos_ids: frozenset[int], config: Config, rows: Sequence[Row], older: dict, newer: dict):
+        from rollout.build import build_engine
+        from specrl.run.policy import engine_spec
+
+        self.model, self.config, self.rows = model, config, list(rows)
+        self.vocab = model.get_output_embeddings().weight.shape[0]
+        self.weights = {"older": older, "newer": newer}
+        self.spec = engine_spec(config, eos_ids)
+        self.engine = build_engine(self.spec, model if config.rollout.engine == "transformers" else None)
+        self._texts: dict[str, RolloutBatch] = {}
+
+    def case(self, name: str, repeats: int, *, replay: float, drifted: bool = True, useless: bool = False) -> Case:
+        """Times `repeats` pairs of plain and speculative rollouts of the newer policy on the older one's cache."""
+        older = self.old_batch("older" if drifted else "newer")
+        self.switch("newer")
+        pairs = []
+        for i in range(repeats + 1):
+            stage = self.rollout(older, replay=replay, useless=useless)
+            plain = self.plain(1, replay) if i % 2 else None  # in turn: the second of a pair is a few percent faster
+            batch = self.timed(stage)
+            pairs.append((plain or self.plain(1, replay), batch))
+        pairs = pairs[1:]
+        plain, batch = pairs[-1]
+        done = batch.completions
+        ratio, least, most = of_pairs([b.total_s for _, b in pairs], [p.total_s for p, _ in pairs])
+        return Case(
+            name=name,
+            reused=sum(sum(c.reused) for c in done) / sum(len(c.tokens) for c in done),
+            plain_s=statistics.median(p.total_s for p, _ in pairs),
+            specrl_s=statistics.median(b.total_s for _, b in pairs),
+            speedup=ratio,
+            speedup_range=(least, most),
+            passes_per_row=sum(c.passes for c in done) / len(done),
+            passes_max=max(c.passes for c in done),
+            plain_passes=max(c.passes for c in plain.completions),
+            differing_rows=sum(a.tokens != b.tokens for a, b in zip(done, plain.completions, strict=True)),
+            rows=len(done),
+        )
+
+    def timed(self, stage: SpeculativeRollout, visit: int = 1, learnt: Sequence[tuple] = ()) -> RolloutBatch:
+        """The rows of a visit, look-up and store included, by an engine whose contexts know `learnt` and no more."""
+        if stage.engine.drafting.contexts is not None:
+            stage.engine.drafting.contexts.clear()  # it would know the very texts from the last repeat
+            stage.engine.drafting.contexts.learn(learnt)
+        batch = stage.generate(self.rows, visit=visit, step=1)
+        stage.store(self.rows, batch, step=1)
+        return batch
+
+    def old_batch(self, policy: str = "older") -> RolloutBatch:
+        """What `policy` wrote in the epoch before: plain responses, the content of the cache."""
+        if policy not in self._texts:
+            self.switch(policy)
+            self._texts[policy] = self.rollout(None).generate(self.rows, visit=0, step=0)
+        return self._texts[policy]
+
+    def rollout(
+        self, old: RolloutBatch | None, *, engine=None, useless: bool = False, **settings
+    ) -> SpeculativeRollout:
+        """A rollout stage whose cache holds the old batch, or texts of random tokens of the same lengths."""
+        from rollout.cache.memory import Fingerprint, TrajectoryCache
+        from rollout.speculative import SpeculativeRollout
+
+        cache = TrajectoryCache(Fingerprint(), self.vocab)
+        stage = SpeculativeRollout(engine or self.engine, cache, replace(self.config.rollout, **settings), seed=0)
+        if old is not None:
+            entries = stage.entries(self.rows, old, step=0)
+            if useless:
+                rng = random.Random(0)
+                entries = [
+                    (e, s, replace(t, tokens=[rng.randrange(self.vocab) for _ in t.tokens])) for e, s, t in entries
+                ]
+            cache.put_many(entries)
+        return stage
+
+    def plain(self, visit: int, replay: float = 0.0) -> RolloutBatch:
+        """The rows of a visit by plain decoding, with the keys that a speculative rollout of it has."""
+        return self.rollout(None, law="off", replay=replay).generate(self.rows, visit=visit, step=1)
+
+    def switch(self, policy: str, engine=None) -> None:
+        """Gives an engine (by default the bench's own) the weights of a policy."""
+        import torch
+
+        engine = engine or self.engine
+        if engine.own_weights:
+            engine.update_weights(self.weights[policy].items(), engine.weight_version + 1)
+            return
+        with torch.no_grad():
+            for name, p in self.model.named_parameters():
+                p.copy_(self.weights[policy][name])
+
+
+def device_name(device) -> str:
+    """The GPU's name, or the CPU with the threads that torch takes."""
+    import torch
+
+    return torch.cuda.get_device_name() if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"

@@ -1,0 +1,87 @@
+"""What `help=true`, `help=SECTION` and `dry_run=true` print, and the tables of docs/configuration.md."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rollout.checks import Option, options, sections, suggestion
+from specrl.config.options import ConfigError, describe, table
+
+if TYPE_CHECKING:
+    from specrl.config.schema import Config
+
+EXIT_CODES = """exit codes: 0 done; 2 the command line or configuration is wrong; 3 a rollout, cache or reward failed;
+            130 interrupted; 143 terminated, after a checkpoint; 1 anything else, with a traceback"""
+MARKS = ("<!-- options: begin -->", "<!-- options: end -->")
+
+
+def help_text(topic: str, schema: type) -> str:
+    """Help on everything (`true`), on a section, or on one option."""
+    known, groups = options(schema), sections(schema)
+    if topic == "true":
+        return "\n\n".join(part for part in (_overview(groups), describe(_own(known))) if part)
+    chosen = [option for key, option in known.items() if key == topic or key.startswith(f"{topic}.")]
+    if not chosen:
+        raise ConfigError(
+            f"No option or section '{topic}'.{suggestion(topic, [*groups, *known])} help=true shows the sections."
+        )
+    return describe(chosen)
+
+
+def _own(known: dict[str, Option]) -> list[Option]:
+    return [option for key, option in known.items() if "." not in key]
+
+
+def _overview(groups: dict[str, str]) -> str:
+    commands = [(f"python -m specrl.{name}", line) for name, line in _entry_points()]
+    commands += [("config=list", "the known configs"), ("help=SECTION", "the options of a section, or one option")]
+    commands += [("dry_run=true", "check, print the resolved config and the sizes of the run, and stop")]
+    named = [(f"help={key}", line) for key, line in groups.items()]
+    module = Path(sys.argv[0]).stem
+    command = f"specrl.{module}" if any(name == module for name, _ in _entry_points()) else "specrl.train"
+    lines = [f"usage: python -m {command} {'config=NAME ' if 'trainer' in groups else ''}key=value ...", ""]
+    lines += [f"{left:26}  {right}" for left, right in commands] + ["", EXIT_CODES, "", "sections:"]
+    return "\n".join(lines + [f"{left:26}  {right}" for left, right in named])
+
+
+def _entry_points() -> list[tuple[str, str]]:
+    """Modules of specrl that can be run, with the first line of their docstring."""
+    front, found = Path(__file__).parents[1], []
+    for path in (*front.glob("*.py"), front / "bench" / "__main__.py"):
+        text = path.read_text(encoding="utf-8")
+        if "\nif __name__ ==" in text:
+            name = path.parent.name if path.stem == "__main__" else path.stem
+            found.append((name, text.split('"""')[1].partition("\n")[0]))
+    return sorted(found)
+
+
+def sizes(config: Config, count: int | None = None) -> str:
+    """One sentence with the numbers that follow from the options. count: training prompts, where they are known."""
+    prompts, group, cap = config.trainer.prompts_per_step, config.rollout.group_size, config.rollout.max_new_tokens
+    rows = prompts * group
+    text = f"{prompts} prompts x {group} responses = {rows} rows per step, at most {rows * cap:,} new tokens"
+    steps = config.trainer.max_steps
+    if count := count or config.dataset.train_size:
+        per_epoch = count // prompts * config.trainer.steps_per_rollout
+        text += f"; {per_epoch} steps per epoch"
+        steps = steps or per_epoch * config.trainer.epochs
+    text += f"; {steps} steps" if steps else "; the number of steps follows from the data"
+    return f"{text}; the trajectory cache stays below {config.rollout.cache.max_mb} MB."
+
+
+def reference(schema: type) -> str:
+    """All options as markdown: one table for the run and one per section."""
+    known = options(schema)
+    parts = ["## Run", table(_own(known))]
+    for key, line in sections(schema).items():
+        own = [option for name, option in known.items() if name.rpartition(".")[0] == key]
+        parts += [f"## {key}", *([f"{line[0].upper()}{line[1:]}."] if line else []), table(own)]
+    return "\n\n".join(parts)
+
+
+def updated_page(page: str, schema: type) -> str:
+    """docs/configuration.md with the tables between its markers renewed."""
+    head, tail = page.partition(MARKS[0])[0], page.partition(MARKS[1])[2]
+    return f"{head}{MARKS[0]}\n\n{reference(schema)}\n\n{MARKS[1]}{tail}"

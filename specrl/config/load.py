@@ -1,0 +1,187 @@
+"""Configuration of a run: load it from `config=NAME key=value ...`, check it, explain it, keep it with the run.
+
+No heavy imports: `help=true` must answer in about a second.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from reward.base import RewardError
+from rollout.checks import misfits, suggestion, values
+from rollout.types import RolloutError
+from specrl.config import options
+from specrl.config.help import help_text
+from specrl.config.options import ConfigError
+from specrl.config.rules import problems
+from specrl.config.schema import Config
+
+USAGE_ERROR, RUN_ERROR, INTERRUPTED, TERMINATED = 2, 3, 130, 143
+
+
+def load(argv: Sequence[str], schema: type = Config, training: bool = True) -> Any:
+    """Turn command-line words into a checked `schema` object, or into the text (str) to print instead of running.
+
+    Args:
+        argv: `config=NAME`, options, and `config=list`, `help=true`, `help=KEY` or `dry_run=true`.
+        schema: `Config`, a dataclass that extends it, or any dataclass of options; only the first two need config=NAME.
+        training: apply the rules that only training needs, such as temperature above 0.
+
+    Raises:
+        ConfigError: everything a user can put right; one line per problem.
+    """
+    values = options.parse(argv)
+    topic, name, dry_run = (values.pop(key, "") for key in ("help", "config", "dry_run"))
+    if topic not in ("", "false"):
+        return help_text(topic, schema)
+    if name == "list":
+        return list_configs()
+    if dry_run not in ("", "true", "false"):
+        raise ConfigError(f"dry_run={dry_run}: expected true or false.")
+    layers = [("", values)]
+    if issubclass(schema, Config):
+        path = find_config(name)
+        layers = [("", {"name": path.stem}), (f"{path}: ", options.read_file(path, schema)), *layers]
+    elif name:
+        raise ConfigError(f"config={name} has no meaning here. help=true shows the options.")
+    config = options.build(schema, *layers)
+    if found := problems(config, training) if isinstance(config, Config) else misfits(config):
+        raise ConfigError("\n".join(found))
+    if dry_run == "true":
+        from specrl.run.preflight import summary
+
+        return options.to_yaml(config) + (summary(config, training) if isinstance(config, Config) else "")
+    return config
+
+
+def find_config(name: str) -> Path:
+    """The file of a config: a name (in ./configs, else among the packaged ones), a YAML file or a run directory."""
+    known = known_configs()
+    listed = f"Known: {', '.join(known) or 'none'}. Or give a path."
+    if not name:
+        raise ConfigError(f"No config given. Write config=NAME. {listed} help=true explains.")
+    if name in known:
+        return known[name]
+    path = Path(name) / "config.yaml" if Path(name).is_dir() else Path(name)
+    if path.is_file():
+        return path
+    what = f"No file {name}." if Path(name).suffix or os.sep in name else f"No config named '{name}'."
+    raise ConfigError(f"{what}{suggestion(Path(name).stem, known)} {listed}")
+
+
+def known_configs() -> dict[str, Path]:
+    """Every named config and its file; ./configs goes before the packaged directory."""
+    here = Path(__file__).parents[1]
+    packaged = next((folder for folder in (here / "configs", here.parent / "configs") if folder.is_dir()), here)
+    files = [*packaged.glob("*.yaml"), *Path("configs").glob("*.yaml")]
+    return dict(sorted((path.stem, path) for path in files))
+
+
+def list_configs() -> str:
+    """One line per named config: the name and the first comment line of its file."""
+    lines = []
+    for name, path in known_configs().items():
+        first = path.read_text(encoding="utf-8").partition("\n")[0]
+        lines.append(f"{name:16}  {first.lstrip('# ') if first.startswith('#') else path}")
+    return "\n".join(lines) or "No configs here. Give config=PATH."
+
+
+def run_dir(config: Config) -> Path:
+    """Directory of a run; not created here."""
+    return Path(config.output_dir) / config.name
+
+
+def save(config: Config) -> Path:
+    """Write the resolved config into the run directory, whole or not at all, and return its path."""
+    from rollout.durable import write_durably
+
+    path = run_dir(config) / "config.yaml"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = f"# Resolved configuration of the run {config.name}\n{options.to_yaml(config)}"
+    write_durably(path, text.encode())
+    return path
+
+
+def load_saved(path: str | Path, schema: type = Config) -> Any:
+    """The config of a finished or interrupted run, from its directory or its config.yaml."""
+    path = Path(path) / "config.yaml" if Path(path).is_dir() else Path(path)
+    return options.build(schema, (f"{path}: ", options.read_file(path, schema)))
+
+
+class Change(NamedTuple):
+    """An option that differs between two configs."""
+
+    key: str
+    old: Any
+    new: Any
+    matters: bool
+    """True when the two runs would not train the same way; such a change must not pass unnoticed in a resume."""
+
+    def __str__(self) -> str:
+        return f"{self.key}: {options.plain(self.old)} -> {options.plain(self.new)}"
+
+
+MAY_CHANGE: dict[str, Callable[[Config, Config], bool]] = {
+    "": lambda old, new: False,
+    "free": lambda old, new: True,
+    "law": lambda old, new: {old.rollout.law, new.rollout.law} <= {"exact", "off"},
+    "drafts": lambda old, new: new.rollout.law not in ("judged", "routed"),  # else their text stands
+    "old text": lambda old, new: not new.rollout.old_text_stands,
+    "keys": lambda old, new: new.rollout.replay != "auto",  # whose keys follow from what control steps measure
+    "length": lambda old, new: new.trainer.lr_schedule == "constant",
+}
+"""Whether an option may differ in a resumed run, by the word that its field says of `resume`."""
+
+
+def differences(old: Config, new: Config) -> list[Change]:
+    """Every option that two configs of a run do not share, in the order of declaration."""
+    before, after = values(old), values(new)
+    return [
+        Change(key, before[key], after[key], not MAY_CHANGE[option.metadata.get("resume", "")](old, new))
+        for key, option in options.options(Config).items()
+        if before[key] != after[key]
+    ]
+
+
+def run(
+    main: Callable[[Any], int | None], argv: Sequence[str] | None = None, schema: type = Config, training: bool = True
+) -> int:
+    """The body of every entry point: load the configuration, call `main(config)`, return the exit code.
+
+    Errors that a user can act on are printed as `error: ...` without a traceback; the codes are in `help=true`.
+    """
+    # By default libgomp spins for long at barriers, and one busy neighbour makes small models ten times slower.
+    os.environ.setdefault("GOMP_SPINCOUNT", "20000")
+    try:
+        loaded = load(sys.argv[1:] if argv is None else argv, schema, training)
+        if isinstance(loaded, str):
+            return _show(loaded)
+        if isinstance(loaded, Config):
+            from specrl.run.preflight import needs  # not for help: it imports what reads data
+
+            needs(loaded)
+        return main(loaded) or 0
+    except ConfigError as error:
+        return _complain(error, USAGE_ERROR)
+    except (RewardError, RolloutError) as error:
+        return _complain(error, RUN_ERROR)
+    except KeyboardInterrupt as error:
+        return _complain(str(error) or "interrupted", INTERRUPTED)
+
+
+def _show(text: str) -> int:
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:  # the reader, such as `head`, has seen enough; keep the exit from flushing once more
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
+
+
+def _complain(message: object, code: int) -> int:
+    for line in str(message).splitlines():
+        print(f"error: {line}", file=sys.stderr)
+    return code

@@ -1,0 +1,134 @@
+"""What a judge learns from and is measured by: drafts beside the policy's own text, and rules on the same requests."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import TYPE_CHECKING
+
+from reward.base import Sample
+from rollout.cache.memory import Fingerprint, TrajectoryCache
+from rollout.drafting.suffix import PromptTexts, SuffixDrafter
+from rollout.engines.local.ragged import RaggedModel
+from rollout.keys import derive_key
+from rollout.types import Request
+from specrl.config.options import ConfigError
+from specrl.run.data import render
+from specrl.run.policy import fingerprint
+from trainers.lossy.mining import Miner, by_model, while_followed
+
+if TYPE_CHECKING:
+    from reward.set import RewardSet
+    from rollout.lossy.judge import Judge
+    from specrl.lossy.pair import Pair
+    from specrl.run.data import Example
+    from trainers.lossy.judge import Labels
+
+NORMAL_95 = 1.96
+
+
+@dataclass(frozen=True)
+class Drafted:
+    """A problem with the draft of a response to it."""
+
+    example: Example
+    problem: int
+    """Its number; a fifth of the numbers is held out."""
+    place: int = 0
+    """Among the drafts of the problem."""
+    text: Sequence[int] = ()
+    """An old response; empty where the draft model writes."""
+
+
+def read_cache(pair: Pair, examples: Sequence[Example], run: Path) -> list[Drafted]:
+    """What a run stored of the examples.
+
+    Raises:
+        ConfigError: nothing of them is there.
+    """
+    mark = Fingerprint(*fingerprint(pair.config, pair.tokenizer))
+    vocabulary = pair.policy.get_output_embeddings().weight.shape[0]
+    place = run / "trajectories"
+    cache = TrajectoryCache.load(place, mark, vocabulary, pair.sampling.eos_ids, max_mb=2**20)  # all there is
+    found = [
+        Drafted(example, i, slot, trajectory.tokens)
+        for i, example in enumerate(examples)
+        for slot, trajectory in enumerate(cache.siblings(example.id))
+    ]
+    if not found:
+        raise ConfigError(
+            f"cache={run}: {place} holds {len(cache)} texts and none of the {len(examples)} training problems. "
+            "Give a run that is finished, with its own data, dataset.level, dataset.train_size and seed."
+        )
+    return found
+
+
+def mismatches(pair: Pair, drafts: Sequence[Drafted], rewards: RewardSet, most: int) -> Labels:
+    """Mismatches of old texts, or else of the draft model, with the policy's greedy responses, and if they matter.
+
+    Args: most: tried per response.
+    """
+    rollout, prompts = pair.config.rollout, [render(d.example, pair.tokenizer) for d in drafts]
+    if pair.draft is None:
+        propose = while_followed([d.text for d in drafts])
+    else:
+        greedy = replace(pair.sampling, temperature=0.0)
+        propose = by_model(RaggedModel(pair.draft, greedy, tokens_per_pass=rollout.tokens_per_pass), prompts)
+    miner = Miner(pair.policy, pair.sampling, rollout.max_new_tokens, rollout.tokens_per_pass)
+
+    def reward(rows: Sequence[int], texts: Sequence[list[int]]) -> list[float | None]:
+        return score(pair, [drafts[i].example for i in rows], texts, rewards)
+
+    return miner(prompts, [d.problem for d in drafts], propose, reward, most)
+
+
+def score(
+    pair: Pair, examples: Sequence[Example], texts: Sequence[Sequence[int]], rewards: RewardSet
+) -> list[float | None]:
+    """Total rewards of responses, None where there is none."""
+    said = zip(examples, pair.tokenizer.batch_decode(texts, skip_special_tokens=True), strict=True)
+    return rewards.score([Sample(str(e.prompt), text, e.answer, e.fields) for e, text in said]).total
+
+
+def requests(pair: Pair, drafts: Sequence[Drafted]) -> list[Request]:
+    """New responses with keys of their own, which draft from the old texts where there are any."""
+    made = []
+    for d in drafts:
+        key = derive_key(pair.config.seed, d.example.id, d.place, 0, "judge")
+        made.append(Request(render(d.example, pair.tokenizer), key, pair.config.rollout.max_new_tokens))
+        if d.text:
+            made[-1].drafter = SuffixDrafter(PromptTexts(), d.text)
+            made[-1].draft_logprobs = [0.0] * len(d.text)  # only says that there is a law: nothing is trained
+    return made
+
+
+def compare(pair: Pair, rules: dict[str, Judge], drafts: Sequence[Drafted], rewards: RewardSet) -> list[dict]:
+    """A line for each rule, on the same requests; the first rule is the baseline.
+
+    `accuracy`, and its `change` against the baseline, whose responses have the same keys; `change_pm` is half a 95 %
+    interval of it, from the differences of the problems' means. `accepted_ratio` is accepted / drafted tokens.
+    """
+    lines, baseline, nan = [], [], float("nan")
+    for name, rule in rules.items():
+        done, stats = pair.judged(rule).generate(requests(pair, drafts))
+        totals = score(pair, [d.example for d in drafts], [c.tokens for c in done], rewards)
+        baseline = baseline or totals
+        differences = defaultdict(list)
+        for d, total, before in zip(drafts, totals, baseline, strict=True):
+            if total is not None and before is not None:
+                differences[d.example.id].append(total - before)
+        changes = [fmean(found) for found in differences.values()]
+        known = [total for total in totals if total is not None]
+        line = {
+            "rule": name,
+            "accuracy": fmean(known) if known else nan,
+            "change": fmean(changes) if changes else nan,
+            "change_pm": NORMAL_95 * stdev(changes) / len(changes) ** 0.5 if len(changes) > 1 else nan,
+            "tokens_per_pass": sum(len(c.tokens) for c in done) / sum(c.passes for c in done),
+            "accepted_ratio": stats.accepted / stats.drafted if stats.drafted else 0.0,
+        }
+        lines.append(line)
+    return lines

@@ -1,0 +1,122 @@
+"""Several runs side by side: comparison.md and comparison.png, beside the first run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from rollout.checks import values
+from specrl.config.options import ConfigError, plain
+from specrl.results import tables
+from specrl.results.evidence import law
+from specrl.results.pairing import unlike_machines
+from specrl.results.plots import overlay
+from specrl.results.records import RunRecords, load_run, number
+from specrl.results.savings import costs, counted, first_last, later, mean, measured, step_s, total
+
+ROWS = ("rule", "steps", "reward", "held-out", "speedup", "passes a row", "reuse gap", "rollout s", "step s")
+LEGEND = """\
+Reward: mean of the first and of the last epoch. Held-out: `eval/reward` before and after. Speedup: plain over specrl
+rollout seconds on the run's own control steps, from epoch 2 on if there are any; a 95 % interval, a dash below 6 steps.
+Passes a row: from epoch 2 on. Reuse gap: mean over control steps. Rollout seconds, with co-training, and step seconds:
+of the whole run, net, control rows left out. They compare on one machine only."""
+NEUTRAL = ("name", "output_dir", "resume")
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A written comparison."""
+
+    columns: dict[str, dict[str, str]]
+    """ROWS as text, by run."""
+    notes: list[str]
+    files: list[Path]
+
+    def table(self) -> tuple[list[str], list[list[str]]]:
+        """Names of the columns, and rows of cells."""
+        return ["", *self.columns], [[row, *(column[row] for column in self.columns.values())] for row in ROWS]
+
+    def show(self, console: Console | None = None) -> None:
+        """Prints the table, the notes and the path of comparison.md."""
+        console = console or Console()
+        tables.show(console, "", *self.table())
+        for line in self.notes:
+            tables.note(console, f"note: {line}", "yellow")
+        tables.note(console, f"comparison: {self.files[0]}")
+
+    def markdown(self, picture: str) -> str:
+        """The content of comparison.md; `picture` is the file name of the plot, empty without one."""
+        lines = ["# Comparison of runs", "", *tables.markdown(*self.table()), "", LEGEND, ""]
+        lines += [f"![reward, rollout seconds and reuse of the runs]({picture})", ""] * bool(picture)
+        lines += ["Settings that differ, in the order of the table, and what else to know:", ""] * bool(self.notes)
+        return "\n".join([*lines, *(f"- {line}" for line in self.notes)]) + "\n"
+
+
+def write_comparison(run_dirs: Sequence[str | Path], plots: bool = True) -> Comparison:
+    """Writes comparison.md and, when matplotlib is installed, comparison.png into the directory of the first run's.
+
+    Raises:
+        ConfigError: no such run, or no metrics in it; fewer than two runs, or one of them twice.
+    """
+    runs = [load_run(name) for name in run_dirs]
+    if len({run.path.resolve() for run in runs}) < max(2, len(runs)):
+        given = ",".join(map(str, run_dirs))
+        raise ConfigError(f"runs=[{given}] must name two or more different runs. Try run=DIR for a single one.")
+    names = [run.path.name for run in runs]
+    names = names if len(set(names)) == len(names) else [str(run.path) for run in runs]
+    named = dict(zip(names, runs, strict=True))
+    page, picture = (runs[0].path.parent / f"comparison.{kind}" for kind in ("md", "png"))
+    drawn = plots and overlay(named, picture)
+    columns = {name: column(run) for name, run in named.items()}
+    made = Comparison(columns, _notes(named), [page, *([picture] if drawn else [])])
+    page.write_text(made.markdown(picture.name if drawn else ""), encoding="utf-8")
+    return made
+
+
+def column(run: RunRecords) -> dict[str, str]:
+    """ROWS of one run; a dash where nothing was measured."""
+    rest, reward = later(run.steps), first_last(run.steps)
+    held_out = [number(record, "eval/reward") for record in run.evals]
+    speedups = [saving.speedup for saving in measured(run.steps) if saving.speedup]
+    cells = (
+        law(run.config).partition(":")[0],
+        str(len(run.steps)),
+        f"{_show(reward['first'])} -> {_show(reward['last'])}",
+        f"{_show(held_out[0])} -> {_show(held_out[-1])}" if held_out else "-",
+        f"{speedups[0].low:.2f}x to {speedups[0].high:.2f}x" if speedups and speedups[0].low is not None else "-",
+        _show(mean(rest, "spec/passes_per_row"), "{:.1f}"),
+        _show(mean(run.steps, "spec/reuse_gap"), "{:+.3f}"),
+        f"{total(run.steps, 'timing_s/gen') + sum(costs(run.steps).values()):.1f}",
+        f"{step_s(run.steps):.1f}",
+    )
+    return dict(zip(ROWS, cells, strict=True))
+
+
+def _notes(runs: dict[str, RunRecords]) -> list[str]:
+    """What makes the runs differ, and what must be known before they are compared."""
+    found, (first_name, first) = [], next(iter(runs.items()))
+    for name, run in runs.items():
+        if run.finished is False:
+            found.append(f"{name} is unfinished; its last step is {run.last['step']}.")
+        if run.config is None:
+            found.append(f"{name} has no readable config.yaml, so what sets it apart is unknown.")
+        if differing := total(run.steps, "spec/control_mismatches"):
+            found.append(f"{name}: {counted(differing, 'row')} differed from plain decoding on control steps.")
+        if unlike := unlike_machines(first, run):
+            found.append(
+                f"{name} ran on another machine than {first_name}: {'; '.join(unlike)}. Seconds do not compare."
+            )
+    configs = [run.config for run in runs.values()]
+    given = [values(config) for config in configs] if all(configs) else []
+    for key in given[0] if given else ():
+        options = [each[key] for each in given]
+        if key not in NEUTRAL and any(option != options[0] for option in options):
+            found.append(f"{key}: {', '.join(map(plain, options))}")
+    return found
+
+
+def _show(value: float | None, form: str = "{:.3f}") -> str:
+    return "-" if value is None else form.format(value)

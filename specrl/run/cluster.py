@@ -1,0 +1,158 @@
+"""The Ray cluster of a run: started here on loopback, or joined."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import math
+import os
+import shutil
+import socket
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from rollout.config import ClusterConfig
+from specrl.config.options import ConfigError
+
+LOOPBACK = "127.0.0.1"
+LOCK = "specrl.lock"
+
+
+@contextmanager
+def connect(cluster: ClusterConfig) -> Iterator[None]:
+    """A Ray with room for the workers, for the time of a `with` block.
+
+    `cluster.address` empty starts one on this machine that only this machine can reach, with Ray's token authentication
+    on, and ends it afterwards; `auto` or host:port joins a running one. A Ray that this process has joined already is
+    used and left alone.
+
+    Raises:
+        ConfigError: Ray is missing, cannot be started or reached, or has too few CPUs or GPUs.
+    """
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # read by Ray when it starts
+    try:
+        import ray
+    except ImportError as error:
+        raise ConfigError(
+            f"cluster.num_workers={cluster.num_workers} needs Ray: {error}. Install it with: pip install 'specrl[ray]'"
+        ) from error
+    if ray.is_initialized():
+        check_resources(cluster, ray.nodes())
+        yield
+        return
+    with private_folder() as folder:
+        try:
+            _join(ray, cluster) if cluster.address else _start(ray, cluster, folder)
+            check_resources(cluster, ray.nodes())
+            yield
+        finally:
+            ray.shutdown()
+            _end_processes(folder)
+
+
+@contextmanager
+def private_folder() -> Iterator[str]:
+    """A folder for Ray's sockets and logs, removed at the end. What runs left that were killed is removed first."""
+    for lock in Path("/tmp").glob(f"ray-*/{LOCK}"):
+        with suppress(OSError), lock.open() as file:  # in use, or another user's
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(lock.parent, ignore_errors=True)
+    folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # short: the paths of Unix sockets are limited to 107 bytes
+    draft = Path(folder, "lock.tmp")
+    with draft.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # the kernel drops it with this process
+        draft.rename(draft.with_name(LOCK))
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def check_resources(cluster: ClusterConfig, nodes: list[dict[str, Any]]) -> None:
+    """Raises ConfigError unless the nodes (as `ray.nodes()` lists them) have room for every worker."""
+    alive = [node["Resources"] for node in nodes if node["Alive"]]
+    asked = {"CPU": cluster.cpus_per_worker, "GPU": cluster.gpus_per_worker}
+    room = sum(
+        min((int(node.get(name, 0.0) / share) for name, share in asked.items() if share), default=cluster.num_workers)
+        for node in alive
+    )
+    if room < cluster.num_workers:
+        there = "; ".join(f"{node.get('CPU', 0):g} CPUs and {node.get('GPU', 0):g} GPUs" for node in alive)
+        raise ConfigError(
+            f"cluster.num_workers={cluster.num_workers} workers of {asked['CPU']:g} CPUs and {asked['GPU']:g} GPUs "
+            f"do not fit: the cluster has {there} (node by node), room for {room}. "
+            "Lower num_workers, cpus_per_worker or gpus_per_worker, or use a larger cluster."
+        )
+
+
+def _start(ray: Any, cluster: ClusterConfig, folder: str) -> None:
+    from ray._private import ray_constants
+
+    # Given 127.0.0.1, Ray on Linux looks up an address that others can reach and listens there. This switch, off on
+    # laptop systems, is what keeps it on loopback.
+    clusters, ray_constants.ENABLE_RAY_CLUSTER = ray_constants.ENABLE_RAY_CLUSTER, False
+    try:
+        ray.init(
+            address="local",
+            num_cpus=max(1, math.ceil(cluster.num_workers * cluster.cpus_per_worker)),
+            object_store_memory=cluster.object_store_mb * 2**20,
+            include_dashboard=cluster.dashboard,
+            dashboard_host=LOOPBACK,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            runtime_env={"env_vars": {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}},
+            _node_ip_address=LOOPBACK,
+            _temp_dir=os.path.join(folder, "r"),  # Ray opens this one to every user, but `folder` is ours
+        )
+    except Exception as error:  # Ray raises bare ones, such as when the machine is too busy for it to start in time
+        raise ConfigError(
+            f"Ray cannot be started on this machine: {_one_line(error)}. Wait until the machine is less busy, ask for "
+            "less in cluster.*, or join a running Ray by cluster.address."
+        ) from error
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = clusters
+    if (address := ray.nodes()[0]["NodeManagerAddress"]) != LOOPBACK:
+        raise ConfigError(
+            f"Ray {ray.__version__} listens on {address} although loopback was asked for. "
+            "Use the Ray version of requirements/, or join a cluster of your own by cluster.address."
+        )
+
+
+def _join(ray: Any, cluster: ClusterConfig) -> None:
+    from ray._private.services import canonicalize_bootstrap_address
+
+    try:
+        host, _, port = canonicalize_bootstrap_address(cluster.address).rpartition(":")
+        socket.create_connection((host, int(port)), timeout=10).close()  # Ray itself would try for minutes
+        ray.init(address=cluster.address, log_to_driver=False, logging_level=logging.ERROR)
+    except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+        advice = (
+            "Start one with `ray start --head`, check the address, set RAY_AUTH_MODE=token if the cluster asks for a "
+            "token, or leave cluster.address empty for a local one."
+        )
+        if "Version mismatch" in str(error):
+            advice = "Install the cluster's versions here, or start the cluster from this environment."
+        raise ConfigError(
+            f"cluster.address={cluster.address}: no Ray cluster can be joined there: {_one_line(error)}. {advice}"
+        ) from error
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split()).rstrip(".") or type(error).__name__
+
+
+def _end_processes(folder: str) -> None:
+    """Ends what a Ray that failed to start left running with its files in `folder`, which it would make anew."""
+    import psutil
+
+    mine = []
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):
+            if any(folder in word for word in process.cmdline()):
+                process.kill()
+                mine.append(process)
+    psutil.wait_procs(mine, timeout=10)

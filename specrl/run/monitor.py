@@ -1,0 +1,204 @@
+"""What a run says about itself: metrics.jsonl (one JSON object per line), the console line, completion previews."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import deque
+from collections.abc import Iterable, Mapping
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.panel import Panel
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.text import Text
+
+from rollout.durable import write_durably
+from specrl.results.records import METRICS_FILE, number, read_records, to_json
+
+ETA_STEPS = 20  # steps averaged for the ETA: long enough to contain a control step at the default measure_every
+PAUSED = 0.5  # share of a rollout without speculation, drafts being at hand, from which on the run says so
+SPARE = ("perf/throughput", "kl", "spec/draft_acceptance_rate", "spec/reused_ratio", "timing_s/step")
+"""What the line of a step does without, in this order, where the console is too narrow."""
+PROMPT_TAIL = 400  # characters of a prompt shown in a preview
+
+
+class Monitor:
+    """Writes metrics.jsonl and reports on the console. Use it as a context manager, or call `close`.
+
+    Args:
+        run_dir: the run's directory, made when absent. An existing metrics.jsonl is continued.
+        total_steps: optimiser steps of the whole run, for the progress bar and the ETA.
+        console: where to print; a new one on standard output when None.
+        resumed_step: the step of the checkpoint a run goes on from. Records of later steps are removed, because they
+            will be written again; -1, where there is no checkpoint, removes all. None keeps all records. Torn and
+            unreadable lines are removed in either case.
+
+    A metrics file that cannot be written is reported once; it never stops a run.
+    """
+
+    def __init__(
+        self,
+        run_dir: str | Path,
+        total_steps: int,
+        console: Console | None = None,
+        resumed_step: int | None = None,
+    ) -> None:
+        self.path = Path(run_dir) / METRICS_FILE
+        self.total_steps = total_steps
+        self.console = console or Console(highlight=False)
+        self._recent: deque[float] = deque(maxlen=ETA_STEPS)
+        self._torn = self._failed = self._paused = False
+        self._progress: Progress | None = None
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._trim(resumed_step)
+
+    def log(self, record: Mapping[str, Any]) -> None:
+        """Appends one optimiser step and prints its line. `record` is flat and has at least `step`, from 1 on."""
+        self._append(record)
+        if (seconds := number(record, "timing_s/step")) is not None:
+            self._recent.append(seconds)
+        self._advance(int(record["step"]))
+        self.note(step_line(record, self.total_steps, self._eta(int(record["step"])), self.console.width))
+        ratio = number(record, "spec/paused_ratio")
+        if ratio is not None and (ratio > PAUSED) != self._paused:
+            self._paused = not self._paused
+            self.note(pause_line(record) if self._paused else "Speculation has resumed.")
+
+    def log_eval(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Appends one evaluation, made after optimiser step `step` (0: before training), and prints its line.
+
+        `metrics` has keys such as `eval/reward` and `eval/pass@1`.
+        """
+        self._append({"step": step, **metrics})
+        self.note(eval_line(step, metrics))
+
+    def preview(self, prompt_text: str, pieces: Iterable[tuple[str, bool]], reward: float | None) -> None:
+        """Prints one completion: reused text dim, new text bright; without colours reused text stands in «».
+
+        Args:
+            prompt_text: the prompt; only its end is shown when it is long.
+            pieces: the completion as (text, reused) in order.
+            reward: its total reward, None when unknown.
+        """
+        colour = self.console.is_terminal and not self.console.no_color
+        prompt = prompt_text if len(prompt_text) <= PROMPT_TAIL else "…" + prompt_text[-PROMPT_TAIL:]
+        body = Text.assemble((prompt.rstrip() + "\n", "cyan"))
+        for reused, run in groupby(pieces, key=lambda piece: bool(piece[1])):
+            text = "".join(piece for piece, _ in run)
+            body.append(f"«{text}»" if reused and not colour else text, style="dim" if reused else "bold bright_white")
+        score = "unknown" if reward is None or not math.isfinite(reward) else f"{reward:.2f}"
+        legend = "[dim]reused[/] [bold not dim bright_white]new[/]" if colour else "«reused» new"
+        title = f"completion | reward {score} | {legend}"
+        self.console.print(Panel(body, title=title, title_align="left", border_style="dim"))
+
+    def close(self) -> None:
+        """Takes the progress bar off the screen. The metrics file is complete after every `log`."""
+        if self._progress:
+            self._progress.stop()
+            self._progress = None
+
+    def __enter__(self) -> Monitor:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _trim(self, resumed_step: int | None) -> None:
+        if not self.path.exists():
+            return
+        records, bad = read_records(self.path)
+        kept = [r for r in records if resumed_step is None or r["step"] <= resumed_step]
+        whole = self.path.read_bytes()[-1:] in (b"", b"\n")
+        if bad or not whole or len(kept) < len(records):
+            write_durably(self.path, "".join(to_json(record) + "\n" for record in kept).encode())
+        if bad:
+            self.note(f"{self.path}: dropped {bad} unreadable line{'s' * (bad > 1)}.")
+
+    def _append(self, record: Mapping[str, Any]) -> None:
+        try:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write("\n" * self._torn + to_json(record) + "\n")
+                file.flush()
+                os.fsync(file.fileno())  # a checkpoint that survives a power cut has the records before it
+            self._torn = False
+        except OSError as error:
+            self._torn = True
+            if not self._failed:
+                self._failed = True
+                self.note(f"{self.path} cannot be written ({error.strerror}); the report will have gaps.")
+
+    def _advance(self, step: int) -> None:
+        if self._progress is None and self.console.is_terminal:
+            columns = (TextColumn("[bold]specrl"), BarColumn(bar_width=None), MofNCompleteColumn(), TextColumn("steps"))
+            self._progress = Progress(*columns, console=self.console, transient=True)
+            self._progress.add_task("steps", total=self.total_steps)
+            self._progress.start()
+        if self._progress:
+            self._progress.update(self._progress.task_ids[0], completed=step)
+
+    def _eta(self, step: int) -> float | None:
+        return sum(self._recent) / len(self._recent) * (self.total_steps - step) if self._recent else None
+
+    def note(self, line: str) -> None:
+        """Prints a line about the run: between words where a terminal wraps it, whole in a log file."""
+        self.console.print(escape(line), highlight=False, soft_wrap=not self.console.is_terminal)
+
+
+def step_line(record: Mapping[str, Any], total_steps: int, eta_s: float | None = None, width: float = math.inf) -> str:
+    """The console line of one step. What the record lacks, or holds as NaN, is left out, and SPARE beyond `width`.
+
+    Example: Step 42/300 | 18.2 s | reward 0.61 | gen 7.9 s (2.9x) | reused 71% | accept 0.83 | kl 0.004 | ETA 1h18
+    """
+    speedup = number(record, "spec/speedup")
+    measured = "" if speedup is None else f" ({speedup:.1f}x)"
+    parts = (
+        ("timing_s/step", lambda v: f"{v:.1f} s"),
+        ("reward", lambda v: f"reward {v:.2f}"),
+        ("timing_s/gen", lambda v: f"gen {v:.1f} s{measured}"),
+        ("spec/reused_ratio", lambda v: f"reused {v:.0%}"),
+        ("spec/draft_acceptance_rate", lambda v: f"accept {v:.2f}"),
+        ("kl", lambda v: f"kl {v:.2g}"),
+        ("perf/throughput", lambda v: f"{v / 1000:.1f}k tok/s" if v >= 1000 else f"{v:.0f} tok/s"),
+    )
+    shown = {"step": f"Step {record['step']}/{total_steps}"}
+    shown |= {key: show(value) for key, show in parts if (value := number(record, key)) is not None}
+    shown |= {} if eta_s is None else {"eta": f"ETA {duration(eta_s)}"}
+    for key in SPARE:
+        if len(" | ".join(shown.values())) > width:
+            shown.pop(key, None)
+    return " | ".join(shown.values())
+
+
+def eval_line(step: int, metrics: Mapping[str, Any]) -> str:
+    """The console line of an evaluation. What is NaN is left out, and failures where there are none.
+
+    Example: Eval at step 128 | reward 0.758 | length 105 | pass@1/2/4 0.758 0.828 0.875
+    """
+    values = {key.removeprefix("eval/"): number(metrics, key) for key in metrics}
+    values = {key: value for key, value in values.items() if value is not None and (value or key != "failed")}
+    passes = {key.removeprefix("pass@"): f"{value:.3g}" for key, value in values.items() if key.startswith("pass@")}
+    shown = [f"{key.removeprefix('mean_')} {value:.3g}" for key, value in values.items() if "pass@" not in key]
+    shown += [f"pass@{'/'.join(passes)} {' '.join(passes.values())}"] if passes else []
+    return " | ".join((f"Eval at step {step}", *shown))
+
+
+def pause_line(record: Mapping[str, Any]) -> str:
+    """Why most of a rollout went without speculation although there were drafts."""
+    share, p, needed = (number(record, f"spec/paused_{name}") for name in ("ratio", "acceptance", "needed"))
+    return (
+        f"Speculation pauses: for {share:.0%} of the rows' passes drafts were at hand and would have lost time. The "
+        f"next token stands with probability {p:.2f}, and pays from {needed:.2f} on at the measured cost of passes. "
+        "Outputs are the same; it is probed now and then."
+    )
+
+
+def duration(seconds: float) -> str:
+    """Seconds for people: `45s`, `12m30`, `1h18`."""
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes}m{rest:02d}" if minutes else f"{rest}s"
+    return f"{minutes // 60}h{minutes % 60:02d}"

@@ -1,0 +1,215 @@
+"""The policy of a run: model, tokenizer and the ids that end a response."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from difflib import SequenceMatcher
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from specrl.config.options import ConfigError, plain
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from rollout.engines.base import EngineSpec
+    from specrl.config.schema import Config
+
+
+TINY_PATH = Path(__file__).parents[1] / "assets" / "tiny"
+TOKENIZER_FILES = re.compile(r"tokenizer|^vocab|^spiece|\.tiktoken$")
+# Messages; {} is what was given and, after it, the reason.
+UNKNOWN_DEVICE = "device={} is not known. Use auto, cpu, cuda or cuda:N."
+NO_GPU = "device={}: PyTorch sees no GPU here. Use device=auto or device=cpu."
+NO_TOKENIZER = "model={} has no tokenizer that can be loaded: {}. Give tokenizer=DIR_OR_HUB_ID."
+BAD_TOKENIZER = "tokenizer={} cannot be loaded: {}. Leave `tokenizer` empty to take the model's own."
+BAD_MODEL = "model={} cannot be loaded: {}. Give `tiny`, a hub id that can be reached from here, or a local directory."
+
+
+def trained_dtype(config: Config) -> str:
+    """Type of the weights that a run trains.
+
+    An optimiser moves float32 weights: in bfloat16 half the distance to the next number exceeds most of RL's steps.
+    Weights that adapters leave alone need no such precision; the adapters themselves are float32.
+    """
+    pure = config.trainer.precision == "pure_bf16" or (config.trainer.precision == "bf16" and config.lora.rank)
+    return "bfloat16" if pure else "float32"
+
+
+def rollout_dtype(config: Config) -> str:
+    """Type of the weights that responses are drawn with."""
+    return "float32" if config.trainer.precision == "fp32" else "bfloat16"
+
+
+def load_policy(config: Config, dtype: str = "") -> tuple[PreTrainedModel, PreTrainedTokenizerBase, frozenset[int]]:
+    """Model on its device, tokenizer with a pad token, and the ids that end a response.
+
+    Args: dtype: of the weights; by default that of rollouts, what commands need that train nothing.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    source, options = _source(config)
+    with _explained(BAD_MODEL, config.model):
+        model = AutoModelForCausalLM.from_pretrained(
+            source, dtype=getattr(torch, dtype or rollout_dtype(config)), **options
+        )
+    tokenizer = load_tokenizer(config)
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    if len(tokenizer) > vocabulary:
+        raise ConfigError(
+            f"tokenizer={config.tokenizer or config.model} has {len(tokenizer)} tokens but model={config.model} knows "
+            f"{vocabulary}: they do not belong together. Leave `tokenizer` empty to take the model's own."
+        )
+    declared = model.generation_config.eos_token_id if model.generation_config else None
+    ids = declared if isinstance(declared, list) else [declared]
+    eos_ids = frozenset(i for i in (*ids, tokenizer.eos_token_id) if i is not None)
+    if not eos_ids:
+        raise ConfigError(f"model={config.model} names no EOS token, so no response could ever end.")
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.convert_ids_to_tokens(min(eos_ids))
+    return model.to(device(config)), tokenizer, eos_ids
+
+
+def load_tokenizer(config: Config) -> PreTrainedTokenizerBase:
+    """The tokenizer as it is loaded, perhaps without a pad token."""
+    from transformers import AutoTokenizer
+
+    find_tokenizer(config)
+    source, options = _source(config)
+    with _explained(BAD_TOKENIZER if config.tokenizer else NO_TOKENIZER, config.tokenizer or config.model):
+        return AutoTokenizer.from_pretrained(config.tokenizer or source, padding_side="left", **options)
+
+
+def find_tokenizer(config: Config) -> None:
+    """Raises ConfigError for a directory without a tokenizer, for which transformers may make an empty one."""
+    given, message = config.tokenizer or config.model, BAD_TOKENIZER if config.tokenizer else NO_TOKENIZER
+    path = Path(given).expanduser()
+    if given == "tiny" or not is_path(given):
+        return
+    if not path.is_dir():
+        raise ConfigError(message.format(given, "there is no such directory"))
+    if not any(TOKENIZER_FILES.search(file.name) for file in path.iterdir()):
+        raise ConfigError(message.format(given, "none of its files is one"))
+
+
+def context(config: Config) -> int | None:
+    """Tokens that the model's positions reach, None where its configuration does not say."""
+    from transformers import AutoConfig
+
+    source, options = _source(config)
+    with _explained(BAD_MODEL, config.model):
+        return getattr(AutoConfig.from_pretrained(source, **options), "max_position_embeddings", None)
+
+
+def _source(config: Config) -> tuple[str, dict]:
+    source = str(TINY_PATH) if config.model == "tiny" else config.model
+    return source, {"trust_remote_code": config.trust_remote_code, "revision": config.revision or None}
+
+
+@contextmanager
+def _explained(message: str, given: str) -> Iterator[None]:
+    """Turns the many ways in which a folder or a hub id can fail to load into one of the messages."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (OSError, ValueError, SafetensorError) as error:
+        reason = str(error).strip().partition("\n")[0].rstrip(".")
+        reason = "there is no such directory" if is_path(given) and not Path(given).expanduser().is_dir() else reason
+        raise ConfigError(message.format(given, reason)) from error
+
+
+def on_hub(given: str) -> bool:
+    """Whether this is the hub id of a model."""
+    return given not in ("", "tiny") and not is_path(given)
+
+
+def is_path(given: str) -> bool:
+    """Whether this can only be a directory, not a hub id: OWNER/NAME with an OWNER that is a directory here counts."""
+    path = Path(given).expanduser()
+    here = path.is_dir() or ("/" in given and path.parent.is_dir())
+    return here or path.is_absolute() or given.startswith((".", "~")) or given.count("/") > 1
+
+
+def device(config: Config) -> torch.device:
+    """The device of the policy in this process; `auto` takes a GPU when there is one.
+
+    Of several processes on a machine each takes the GPU of its number, as accelerate does.
+    """
+    import torch
+
+    name = config.device
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        found = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(UNKNOWN_DEVICE.format(config.device)) from error
+    if found.type != "cuda":
+        return found
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not count:
+        raise ConfigError(NO_GPU.format(config.device))
+    if found.index is None:
+        return torch.device("cuda", int(os.environ["LOCAL_RANK"]) % count) if "LOCAL_RANK" in os.environ else found
+    if found.index >= count:
+        raise ConfigError(f"device={config.device}: PyTorch sees {count} GPUs here, from cuda:0 on. Use device=cuda.")
+    if int(os.environ.get("LOCAL_WORLD_SIZE", 1)) > 1:
+        raise ConfigError(f"device={config.device} puts all processes of this machine on one GPU. Use device=cuda.")
+    return found
+
+
+def check_targets(targets: Sequence[str], model: torch.nn.Module) -> None:
+    """Raises ConfigError for a name in `lora.targets` that no layer of the model has."""
+    from torch import nn
+    from transformers.pytorch_utils import Conv1D
+
+    linear = {name.rpartition(".")[2] for name, m in model.named_modules() if isinstance(m, (nn.Linear, Conv1D))}
+    for target in targets:
+        if not any(name == target or name.endswith(f".{target}") for name, _ in model.named_modules()):
+            near = sorted(linear, key=lambda name: (-SequenceMatcher(None, target, name).ratio(), name))
+            what = f"lora.targets={plain(targets)}: the model has no layer '{target}'"
+            raise ConfigError(f"{what}. Its linear layers: {', '.join(near)}.")
+
+
+def engine_spec(config: Config, eos_ids: frozenset[int]) -> EngineSpec:
+    """What the run's rollout engine is built from, here or in a worker process."""
+    from rollout.engines.base import EngineSpec
+
+    workers = config.cluster.num_workers
+    return EngineSpec(
+        model=str(TINY_PATH) if config.model == "tiny" else config.model,
+        eos_ids=eos_ids,
+        rollout=config.rollout,
+        dtype=rollout_dtype(config),
+        device=("cuda" if config.cluster.gpus_per_worker else "cpu") if workers else str(device(config)),
+        revision=config.revision,
+        trust_remote_code=config.trust_remote_code,
+        tokenizer=config.tokenizer,
+    )
+
+
+def fingerprint(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[dict[str, str], dict[str, str]]:
+    """What stored trajectories depend on: (identity, law), see rollout.cache.Fingerprint."""
+    vocabulary = json.dumps([sorted(tokenizer.get_vocab().items()), tokenizer.chat_template])
+    identity = {
+        "tokenizer": hashlib.blake2b(vocabulary.encode(), digest_size=8).hexdigest(),
+        "data": config.data,
+        "prompt": json.dumps([config.dataset.system_prompt, config.dataset.prompt_template]),
+    }
+    law = {
+        "model": f"{config.model} {config.revision}".strip(),
+        "temperature": str(config.rollout.temperature),
+        "top_p": str(config.rollout.top_p),
+        "top_k": str(config.rollout.top_k),
+    }
+    return identity, law

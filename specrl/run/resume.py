@@ -1,0 +1,199 @@
+"""What a start of a run asks of earlier ones: who holds its name, and where it goes on as the same run."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import re
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from hashlib import blake2b
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from specrl.config import load as cli
+from specrl.config.options import ConfigError
+from specrl.config.schema import Config
+from specrl.env import ENVIRONMENT_FILE, machine
+
+if TYPE_CHECKING:
+    import torch
+
+    from specrl.run.data import Example
+
+LOCK = "run.lock"
+LENGTH = ("trainer.epochs", "trainer.max_steps")
+logger = logging.getLogger(__name__)
+
+
+@contextmanager
+def claimed(config: Config) -> Iterator[tuple[Path, Path | None]]:
+    """The run's directory, made if need be and held for the time of a `with` block, and the checkpoint to go on from.
+
+    Of several processes of one run (RANK, as torchrun and accelerate set it) the first holds the directory and looks
+    for the checkpoint; `agreed` tells the others.
+
+    Raises:
+        ConfigError: another run holds it, it cannot be written, it is used and resume=no, or the options have changed.
+        CheckpointError: no checkpoint is sound.
+    """
+    run_dir = cli.run_dir(config)
+    if int(os.environ.get("RANK", 0)):
+        yield run_dir, None
+        return
+    with _held(run_dir, config.output_dir):
+        yield run_dir, _checkpoint(config, run_dir)
+
+
+@contextmanager
+def _held(run_dir: Path, output_dir: str) -> Iterator[None]:
+    """Locks the directory; the kernel frees it with this process, however it ends."""
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        lock = os.open(run_dir / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        raise ConfigError(f"output_dir={output_dir}: {run_dir} cannot be written: {error.strerror}.") from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with suppress(OSError):  # a full disk
+            os.ftruncate(lock, 0)
+            os.pwrite(lock, f"pid {os.getpid()} on {os.uname().nodename} since {time.strftime('%F %T')}".encode(), 0)
+    except BlockingIOError:
+        holder = os.pread(lock, 200, 0).decode("utf-8", "replace") or "it has just started"
+        os.close(lock)
+        raise ConfigError(
+            f"{run_dir} is in use by a run that lives ({holder}). Wait for its end, stop it, or give another name=..."
+        ) from None
+    except OSError as error:  # a file system without locks
+        logger.warning(
+            "%s cannot be locked (%s): do not start this name again while this run lives.", run_dir, error.strerror
+        )
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            os.ftruncate(lock, 0)
+            fcntl.flock(lock, fcntl.LOCK_UN)  # closing would leave it to processes that were forked from this one
+        os.close(lock)
+
+
+def _checkpoint(config: Config, run_dir: Path) -> Path | None:
+    """Where a directory that is ours goes on; None for a new run."""
+    from trainers.checkpoint import leave_aside, marked, newest
+
+    saved, checkpoints = run_dir / "config.yaml", run_dir / "checkpoints"
+    if saved.exists() and config.resume == "no":
+        raise ConfigError(
+            f"{run_dir} holds a run already. Give another name=..., go on with resume=auto, or remove the directory."
+        )
+    if not saved.exists():
+        if marked(checkpoints):
+            raise ConfigError(
+                f"{run_dir} has checkpoints and no config.yaml to check them against. Give another name=..., or remove "
+                "the directory."
+            )
+        return None
+    if changed := [change for change in cli.differences(cli.load_saved(saved), config) if change.matters]:
+        raise ConfigError(
+            f"resume=auto would go on with other settings than {run_dir} began with: {'; '.join(map(str, changed))}. "
+            f"{_length_rule(config, [change.key for change in changed])}Restore them, or start another name."
+        )
+    text_decides = config.rollout.old_text_stands and not config.rollout.cache.clear
+    if found := newest(checkpoints, text_decides=text_decides):
+        leave_aside(checkpoints, found)
+    return found
+
+
+def _length_rule(config: Config, changed: Sequence[str]) -> str:
+    """Why a run cannot be made longer or shorter, where that was tried."""
+    if not set(changed) & set(LENGTH):
+        return ""
+    return (
+        f"trainer.lr_schedule={config.trainer.lr_schedule} spreads the learning rate over the length a run began with; "
+        "only trainer.lr_schedule=constant can be made longer or shorter. Ctrl-C or SIGTERM ends a run early, saved. "
+    )
+
+
+def agreed(checkpoint: Path | None, run_dir: Path, device: torch.device) -> Path | None:
+    """The checkpoint that the first process found, in every process of the run."""
+    import torch
+    from accelerate import PartialState
+    from accelerate.utils import broadcast
+
+    from trainers.checkpoint import step_of
+
+    if int(os.environ.get("WORLD_SIZE", 1)) == 1:
+        return checkpoint
+    own = PartialState(cpu=device.type == "cpu").device
+    step = broadcast(torch.tensor(step_of(checkpoint) if checkpoint else -1, device=own)).item()
+    return None if step < 0 else run_dir / "checkpoints" / f"checkpoint-{step}"
+
+
+def data_digests(**splits: Sequence[Example]) -> dict[str, str]:
+    """What of the data decides a run, by split, empty ones left out: ids, prompts, answers and fields, in order."""
+    found = {}
+    for split, examples in splits.items():
+        digest = blake2b(digest_size=16)
+        for example in examples:
+            row = [example.id, example.prompt, example.answer, example.fields]
+            digest.update(json.dumps(row, sort_keys=True, default=_text).encode() + b"\n")
+        if examples:
+            found[split] = digest.hexdigest()
+    return found
+
+
+def _text(value: Any) -> str:
+    """A field that JSON has no type for, such as bytes or a date, without the address that some objects name."""
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
+
+
+def same_data(began: Mapping[str, str], now: Mapping[str, str], name: str) -> dict[str, str]:
+    """The digests of all splits. Raises ConfigError when one that both have is another one now."""
+    if changed := [split for split in now if began.get(split, now[split]) != now[split]]:
+        raise ConfigError(
+            f"resume=auto would go on with other data than the run began with: the {' and '.join(changed)} rows of "
+            f"data={name} have changed. Put the old ones back, or start another name."
+        )
+    return {**began, **now}
+
+
+def surroundings(device: str, processes: int) -> dict[str, Any]:
+    """environment.json: the machine, and what else decides how sums are rounded."""
+    import torch
+
+    return machine() | {"device": device, "processes": processes, "threads": torch.get_num_threads()}
+
+
+def keep_surroundings(run_dir: Path, now: dict[str, Any], resumed: bool) -> str:
+    """Keeps the surroundings that a run began with in its directory; the rest says what a resumed run has otherwise.
+
+    Returns one line, empty when nothing differs.
+    """
+    from rollout.durable import write_durably
+
+    path, began = run_dir / ENVIRONMENT_FILE, None
+    if resumed:
+        with suppress(OSError, ValueError):
+            began = json.loads(path.read_bytes())
+    if not isinstance(began, dict):
+        write_durably(path, (json.dumps(now, ensure_ascii=False) + "\n").encode())
+        return ""
+    before, after = _rounding(began), _rounding(now)
+    changed = [f"{key}: {before[key]} -> {after[key]}" for key in after if before.get(key, after[key]) != after[key]]
+    if not changed:
+        return ""
+    return (
+        f"This part of the run rounds sums otherwise than its beginning: {'; '.join(changed)}. The last bits of the "
+        "weights may differ from an uninterrupted run's."
+    )
+
+
+def _rounding(surroundings: dict[str, Any]) -> dict[str, str]:
+    """What of the surroundings can change the last bits of a sum."""
+    flat = {key: surroundings[key] for key in ("cpu", "gpus", "device", "processes", "threads") if key in surroundings}
+    versions = surroundings.get("versions", {})
+    flat |= {key: versions[key] for key in ("torch", "transformers") if key in versions}
+    return {key: ", ".join(value) if isinstance(value, list) else str(value) for key, value in flat.items()}

@@ -1,0 +1,255 @@
+"""The parts of a run, plugged together: policy, data, rewards, trajectories, engine, trainer."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accelerate import PartialState
+from transformers import PreTrainedTokenizerBase, set_seed
+
+from reward.base import Sample
+from reward.loading import load_rewards
+from reward.set import RewardSet
+from rollout.build import build_engine
+from rollout.cache.memory import Fingerprint, TrajectoryCache
+from rollout.engines.base import Engine
+from rollout.speculative import SpeculativeRollout
+from rollout.types import RolloutError
+from specrl.config.options import ConfigError
+from specrl.config.schema import Config
+from specrl.run.data import Example, check_lengths, render, to_dataset
+from specrl.run.policy import check_targets, engine_spec, fingerprint, load_policy, trained_dtype
+from specrl.run.resume import agreed, data_digests, same_data
+from trainers import checkpoint as checkpoints
+from trainers.callbacks import Companion, ShortHistory, StopOnSignal, TrainCompanions
+from trainers.rollouts import Rollouts, Score, Setup
+
+if TYPE_CHECKING:
+    from trainers.grpo.trainer import GRPOTrainerWithReuse
+    from trainers.ppo.trainer import PPOTrainer
+
+    Trainer = GRPOTrainerWithReuse | PPOTrainer
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run whose parts live."""
+
+    config: Config
+    folder: Path
+    checkpoint: Path | None
+    """What it goes on from."""
+    trainer: Trainer
+    tokenizer: PreTrainedTokenizerBase
+    rewards: RewardSet
+    test: Sequence[Example]
+    steps: int
+    """Optimiser steps from beginning to end."""
+    longest_prompt: int
+    """Tokens."""
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process writes the run's directory."""
+        return self.trainer.accelerator.is_main_process
+
+    def restore(self) -> None:
+        """Brings rollouts and companions to where the checkpoint left them; weights are the trainer's to restore."""
+        if self.checkpoint:
+            checkpoints.restore(self.checkpoint, self.trainer.rollouts)
+
+    def train(self) -> int:
+        """All steps that are left; the signal that ended them early, 0 for none."""
+        stop = StopOnSignal(self.config.trainer.steps_per_rollout)
+        self.trainer.add_callback(stop)  # behind all others
+        self.trainer.train(resume_from_checkpoint=str(self.checkpoint) if self.checkpoint else None)
+        return stop.received
+
+
+@contextmanager
+def parts(
+    config: Config, folder: Path, checkpoint: Path | None, train: Sequence[Example], test: Sequence[Example] = ()
+) -> Iterator[Run]:
+    """The run in `folder` with everything that it needs, which ends with the `with` block.
+
+    Args: checkpoint: that the first process goes on from.
+    """
+    set_seed(config.seed)
+    model, tokenizer, eos_ids = load_policy(config, trained_dtype(config))
+    checkpoint = agreed(checkpoint, folder, model.device)
+    context = getattr(model.config, "max_position_embeddings", None)
+    room = context and context - config.rollout.max_new_tokens
+    longest = check_lengths([*train, *test], tokenizer, config.dataset.max_prompt_tokens, room)
+    data = data_digests(train=train, test=test)
+    if checkpoint:
+        data = same_data(checkpoints.data_digests(checkpoint), data, config.data)
+    cache = load_cache(config, tokenizer, model, eos_ids, checkpoint)
+    with ExitStack() as closing:
+        rewards = load_rewards(config.reward)
+        closing.callback(rewards.close)
+        make_engine, prompts = engine_factory(config, eos_ids, closing), {e.id: render(e, tokenizer) for e in train}
+        check_targets(config.lora.targets, model)
+        setup = Setup(
+            score=scorer(rewards, tokenizer),
+            render=lambda row: prompts[row["example_id"]],
+            dataset=to_dataset(train),
+            make_rollout=lambda policy: SpeculativeRollout(make_engine(policy), cache, config.rollout, config.seed),
+            rollout=config.rollout,
+            trainer=config.trainer,
+        )
+        trainer = build_trainer(config, model, tokenizer, setup, folder)
+        trainer.rollouts.companions |= companions(config, trainer.rollouts, trainer.accelerator.num_processes)
+        trainer.add_callback(TrainCompanions(trainer.rollouts.companions, trainer.note))
+        trainer.add_callback(ShortHistory())
+        trainer.add_callback(checkpoints.SaveCache(trainer.rollouts, config.trainer.keep_checkpoints, data))
+        whole = steps(config, len(train))
+        yield Run(config, folder, checkpoint, trainer, tokenizer, rewards, test, whole, longest)
+
+
+def load_cache(
+    config: Config, tokenizer, model, eos_ids: frozenset[int], checkpoint: Path | None
+) -> TrajectoryCache | None:
+    """The trajectory cache: of the checkpoint, of `rollout.cache.start_from`, or empty. None when nothing is reused."""
+    if not config.rollout.reuses:
+        return None
+    options = config.rollout.cache
+    mark = Fingerprint(*fingerprint(config, tokenizer))
+    vocabulary = model.get_output_embeddings().weight.shape[0]
+    # that of a checkpoint may be missing, as after `off`: the cache is then empty
+    start = checkpoints.trajectories(checkpoint) if checkpoint else Path(options.start_from)
+    if options.clear or not (checkpoint or options.start_from):
+        return TrajectoryCache(mark, vocabulary, eos_ids, max_mb=options.max_mb)
+    if not checkpoint and not start.is_dir():
+        raise ConfigError(f"the trajectory cache {start} does not exist. Check rollout.cache.start_from.")
+    return TrajectoryCache.load(
+        start,
+        mark,
+        vocabulary,
+        eos_ids,
+        max_step=checkpoints.step_of(checkpoint) if checkpoint else None,
+        max_mb=options.max_mb,
+        check_law=config.rollout.law == "lenient",
+        new_run=not checkpoint,
+    )
+
+
+def engine_factory(config: Config, eos_ids: frozenset[int], closing: ExitStack) -> Callable[[torch.nn.Module], Engine]:
+    """Makes the run's engine once the policy exists; `closing` ends it, and the Ray cluster it may need."""
+    spec = engine_spec(config, eos_ids)
+    if config.cluster.num_workers:
+        if (world := int(os.environ.get("WORLD_SIZE", 1))) > 1 and not config.cluster.address:
+            raise ConfigError(
+                f"{world} trainer processes cannot each start a Ray. Start one with "
+                "`ray start --head` and set cluster.address=auto; each process then has cluster.num_workers workers."
+            )
+        from specrl.run.cluster import connect
+
+        closing.enter_context(connect(config.cluster))
+        from rollout.workers.pool import RolloutPool  # after `connect`, which says how to install Ray
+
+    def make(model: torch.nn.Module) -> Engine:
+        if config.cluster.num_workers:
+            engine = RolloutPool(spec, config.cluster)
+        else:
+            scorer, one = None, config.rollout.engine == "transformers" and trained_dtype(config) == spec.dtype
+            if config.rollout.law == "routed":
+                from specrl.lossy.routing import step_scorer
+
+                scorer = step_scorer(config)
+            engine = build_engine(spec, model if one else None, scorer)
+        closing.callback(engine.close)
+        return engine
+
+    return make
+
+
+def build_trainer(
+    config: Config, model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase, setup: Setup, folder: Path
+) -> Trainer:
+    """The trainer of the run in `folder`."""
+    cpu = next(model.parameters()).device.type == "cpu"
+    given = {
+        "output_dir": folder / "checkpoints",
+        "seed": config.seed,
+        "cpu": cpu,
+        "world": PartialState(cpu=cpu).num_processes,
+        "trackers": config.report.trackers,
+    }
+    if config.trainer.algorithm == "ppo":
+        from trainers.arguments import ppo_arguments
+        from trainers.ppo.trainer import PPOTrainer
+
+        args = ppo_arguments(config.trainer, config.rollout, steps(config, len(setup.dataset)), **given)
+        return PPOTrainer(model, args, tokenizer, setup, adapter(config))
+    from trainers.grpo.trainer import GRPOTrainerWithReuse, grpo_config
+
+    args = grpo_config(config.trainer, config.rollout, **given)
+    return GRPOTrainerWithReuse(model, args, tokenizer, setup, adapter(config))
+
+
+def companions(config: Config, rollouts: Rollouts, processes: int) -> dict[str, Companion]:
+    """What is trained beside the policy, by name. Raises RolloutError where it cannot be."""
+    if not config.trainer.drafter.train:
+        return {}
+    if processes > 1:
+        raise RolloutError(
+            f"trainer.drafter.train=true works in one process, not in {processes}: their drafters would drift apart. "
+            "Use trainer.drafter.train=false, or start one process"
+        )
+    drafter = getattr(rollouts.engine, "drafter", None)
+    if drafter is None:
+        raise RolloutError(
+            f"trainer.drafter.train=true needs a draft model in this process, which {type(rollouts.engine).__name__} "
+            "has not. Use rollout.engine=transformers and cluster.num_workers=0 with rollout.drafter=DIR"
+        )
+    from trainers.cotraining.trainer import DrafterTrainer
+
+    options, sampling = config.trainer.drafter, rollouts.engine.sampling
+    return {"drafter": DrafterTrainer(drafter.model, rollouts.policy, options, sampling, config.seed)}
+
+
+def scorer(rewards: RewardSet, tokenizer: PreTrainedTokenizerBase) -> Score:
+    """Scores dataset rows with their responses: totals, and the metrics of each reward."""
+
+    def score(rows: Sequence[dict], responses: Sequence[list[int]]) -> tuple[list[float | None], dict[str, float]]:
+        known, texts = ("prompt", "answer"), tokenizer.batch_decode(responses, skip_special_tokens=True)
+        samples = [
+            Sample(str(row["prompt"]), text, row["answer"], {k: v for k, v in row.items() if k not in known})
+            for row, text in zip(rows, texts, strict=True)
+        ]
+        result = rewards.score(samples)
+        metrics: dict[str, float] = {
+            "reward/failed": sum(total is None for total in result.total),
+            "reward/timeouts": sum(result.timeouts.values()),
+            "reward/over_limit": sum(result.over_limit.values()),
+            "reward/reused_ratio": sum(result.reused.values()) / max(1, len(rows) * len(result.parts)),
+        }
+        for name, values in result.parts.items():
+            good = [value for value in values if value is not None]
+            metrics[f"rewards/{name}/mean"] = sum(good) / len(good) if good else math.nan
+        return result.total, metrics
+
+    return score
+
+
+def adapter(config: Config) -> Any | None:
+    """The LoRA configuration, None for full training."""
+    if not config.lora.rank:
+        return None
+    from peft import LoraConfig
+
+    lora = config.lora
+    return LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=lora.targets or "all-linear")
+
+
+def steps(config: Config, prompts: int) -> int:
+    """Optimiser steps of the run: max_steps, else all epochs; an incomplete last batch of an epoch is left out."""
+    per_epoch = prompts // config.trainer.prompts_per_step * config.trainer.steps_per_rollout
+    return config.trainer.max_steps or per_epoch * config.trainer.epochs

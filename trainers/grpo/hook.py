@@ -1,0 +1,187 @@
+"""Reuse in an existing TRL script: `GRPOTrainer(..., rollout_func=ReuseRollouts())`, and nothing else changes."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from accelerate.utils import gather_object
+from transformers import TrainerCallback, TrainerState, TrainingArguments
+
+from rollout.build import build_engine
+from rollout.cache.memory import Fingerprint, TrajectoryCache
+from rollout.config import RolloutConfig
+from rollout.engines.base import EngineSpec
+from rollout.keys import Visits
+from rollout.metrics import rollout_metrics
+from rollout.speculative import SpeculativeRollout
+from rollout.types import RolloutBatch, RolloutError, Row
+from trainers.grpo.hook_limits import check_config, check_trainer
+
+LOGGED = (
+    "spec/hit_rate",
+    "spec/reused_ratio",
+    "spec/full_reuse_ratio",
+    "spec/draft_acceptance_rate",
+    "spec/passes_per_row",
+    "timing_s/gen",
+)
+"""What TRL's log shows of a rollout (docs/metrics.md)."""
+STATE = "ReuseRollouts"
+"""Name of the visits in the trainer's state."""
+
+
+class ReuseRollouts:
+    """A `rollout_func` of TRL's GRPOTrainer (1.16): rollouts by the trainer's own model that reuse old responses.
+
+    Responses follow the law that TRL's own generate samples from, with other noise: token for token they are those of
+    `ReuseRollouts(RolloutConfig(law="off"))`, which drafts nothing (fp32 on a CPU; elsewhere up to rounding).
+
+    The trainer's arguments give sampling law, cap, group size, seed and precision; its tokenizer and chat template the
+    prompts. What it cannot do as TRL would is refused at the first rollout. A prompt is known by its token ids. Every
+    time it is asked for its noise is fresh, whatever the data set does; evaluation draws noise of its own and stores
+    nothing. TRL's checkpoints hold what a resumed run needs: visits in `trainer_state.json`, trajectories in
+    `checkpoint-N/specrl`. Metrics go into TRL's log (docs/metrics.md). Control steps, the report and other engines are
+    those of `python -m specrl.train`.
+
+    Args: config: options of reuse (`law`, `replay`, `sources`, `cache.max_mb`, memory bounds); what the
+    trainer's arguments give is taken from there.
+    """
+
+    def __init__(self, config: RolloutConfig | None = None):
+        self._config = config or RolloutConfig()
+        check_config(self._config)
+        self._trainer: Any = None
+        self._rollout: SpeculativeRollout | None = None
+        self._visits = {"rollout": Visits(), "evaluation": Visits()}
+        self._begun = False
+        self.last: RolloutBatch | None = None
+        """The latest batch of this process, with what was reused and what it cost."""
+
+    def __call__(self, prompts: Sequence[Any], trainer: Any) -> dict[str, list]:
+        """Token ids and log-probs of one response to each prompt, as TRL takes them.
+
+        Args: prompts: texts or chat messages, each repeated group size times; trainer: the GRPOTrainer.
+
+        Raises: RolloutError: an argument of the trainer asks for what this cannot do.
+        """
+        training = trainer.model.training  # as TRL tells the two apart
+        rollout = self._ready(trainer, training)
+        rows, gather = _rows(trainer, prompts), _exchange(trainer)
+        parts = gather([[row.example_id for row in rows]])  # one list a process
+        everyone = [example_id for part in parts for example_id in part]
+        first = sum(map(len, parts[: trainer.accelerator.process_index]))
+        own, domain = slice(first, first + len(rows)), "rollout" if training else "evaluation"
+        step = max(trainer.state.global_step, rollout.engine.weight_version)  # a second train() begins at 0 again
+        rollout.engine.update_weights(None, step)
+        with trainer.accelerator.autocast():  # the law that the trainer's own passes give these weights
+            self.last = batch = rollout.generate(
+                rows,
+                visit=self._visits[domain].next(everyone)[own],
+                step=step,
+                slots=_occurrences(everyone)[own],  # equal prompts, here or in other processes, share no slot
+                domain=domain,
+            )
+        if training and rollout.cache is not None:
+            entries = rollout.entries(rows, batch, step=step)
+            with batch.charge_store():
+                rollout.cache.merge(gather(entries))
+        state = {name: visits.state() for name, visits in self._visits.items()}
+        trainer.state.stateful_callbacks[STATE] = state  # which every checkpoint holds
+        metrics = rollout_metrics(batch)
+        for name in metrics.keys() & set(LOGGED):
+            trainer._log_metric(name, metrics[name])  # TRL takes the mean over processes, evaluation's apart
+        return {
+            "prompt_ids": [list(row.prompt) for row in rows],
+            "completion_ids": [c.tokens for c in batch.completions],
+            "logprobs": [c.logprobs for c in batch.completions],
+        }
+
+    def _ready(self, trainer: Any, training: bool) -> SpeculativeRollout:
+        """The rollout, made at the first call and brought to where a resumed script goes on."""
+        if self._rollout is None:
+            self._rollout, self._trainer = self._open(trainer), trainer
+            trainer.add_callback(SaveTrajectories(self._rollout))
+        elif trainer is not self._trainer:
+            raise RolloutError("ReuseRollouts serves one GRPOTrainer, whose model it runs; give each one its own")
+        if not self._begun and trainer.state.global_step:
+            self._resume(trainer)
+        self._begun = self._begun or training or trainer.state.global_step > 0
+        return self._rollout
+
+    def _open(self, trainer: Any) -> SpeculativeRollout:
+        model = trainer.accelerator.unwrap_model(trainer.model)
+        check_trainer(trainer, model)
+        args = trainer.args
+        config = replace(
+            self._config,
+            group_size=trainer.num_generations,
+            temperature=args.temperature,
+            top_p=args.top_p,
+            top_k=args.top_k,
+            max_new_tokens=trainer.max_completion_length,
+        )
+        eos_ids = frozenset(trainer.eos_token_ids)
+        with trainer.accelerator.autocast():
+            engine = build_engine(EngineSpec(eos_ids=eos_ids, rollout=config), model)
+        cache = TrajectoryCache(Fingerprint(), engine.vocab, eos_ids, max_mb=config.cache.max_mb)
+        return SpeculativeRollout(engine, cache, config, args.seed)
+
+    def _resume(self, trainer: Any) -> None:
+        """Goes on from the checkpoint that the trainer was resumed from, whose state it has; drafts are a matter of
+        speed, and are taken from the one of this step in its output directory."""
+        counts = trainer.state.stateful_callbacks.get(STATE, {})
+        self._visits |= {name: Visits(seen) for name, seen in counts.items()}
+        if (cache := self._rollout.cache) is not None:
+            self._rollout.cache = TrajectoryCache.load(
+                _home(trainer.args, trainer.state),
+                cache.fingerprint,
+                cache.vocab_size,
+                cache.eos_ids,
+                max_step=trainer.state.global_step,
+                max_mb=self._rollout.config.cache.max_mb,
+            )
+
+
+class SaveTrajectories(TrainerCallback):
+    """Adds the trajectories to every checkpoint that TRL writes."""
+
+    def __init__(self, rollout: SpeculativeRollout):
+        self._rollout = rollout
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control, **kwargs) -> None:
+        home, cache = _home(args, state), self._rollout.cache
+        elsewhere = not home.parent.is_dir()  # as in a search of options
+        if cache is not None and state.is_world_process_zero and not elsewhere:
+            cache.try_save(home, state.global_step, self._rollout.config.cache.on_write_error)
+
+
+def _home(args: TrainingArguments, state: TrainerState) -> Path:
+    return Path(args.output_dir) / f"checkpoint-{state.global_step}" / "specrl"
+
+
+def _rows(trainer: Any, prompts: Sequence[Any]) -> list[Row]:
+    """Prompts as the token ids that TRL makes of them, known by these."""
+    tokenized, images, _ = trainer._tokenize_prompts(list(prompts))
+    if images is not None:
+        raise RolloutError("ReuseRollouts cannot show images to the model; leave rollout_func out for such prompts")
+    return [Row(hashlib.blake2b(repr(ids).encode(), digest_size=16).hexdigest(), tuple(ids)) for ids in tokenized]
+
+
+def _exchange(trainer: Any) -> Callable[[list], list]:
+    """Turns a list of this process into that of all, in order."""
+    return gather_object if trainer.accelerator.num_processes > 1 else list
+
+
+def _occurrences(ids: Sequence[str]) -> list[int]:
+    """How often each id stands before its place."""
+    seen: Counter[str] = Counter()
+    found = []
+    for example_id in ids:
+        found.append(seen[example_id])
+        seen[example_id] += 1
+    return found

@@ -1,0 +1,236 @@
+"""GRPO and DAPO on TRL: the only file that touches trl.
+
+Two seams (checked against TRL 1.16 at start-up): `rollout_func` hands TRL our responses, and a wrapper around
+`_generate_and_score_completions` that calls super sees the dataset rows before and the batch after. No method body of
+TRL is copied.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import PrinterCallback
+
+os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
+from trl import GRPOConfig, GRPOTrainer
+from trl.trainer.utils import RepeatSampler
+
+from rollout.config import RolloutConfig
+from rollout.types import RolloutError
+from trainers.arguments import common_arguments
+from trainers.checkpoint import writing
+from trainers.config import TrainerConfig
+from trainers.grpo.reference import ReferenceLogProbs
+from trainers.rollouts import Rollouts, Setup
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from peft import PeftConfig
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+NEEDED = (
+    "_generate_and_score_completions",
+    "_get_train_sampler",
+    "_get_per_token_logps_and_entropies",
+    "_compute_loss",
+    "_save_checkpoint",
+)
+
+
+class EpochRepeatSampler(RepeatSampler):
+    """TRL's sampler, re-seeded per epoch: a resumed run sees the order it would have seen (TRL replays epoch 0's).
+
+    It asks for the epoch itself, as transformers 5.19 passes `set_epoch` to samplers in single-process runs only.
+    """
+
+    def __init__(self, *args: Any, epoch: Callable[[], int], **options: Any):
+        super().__init__(*args, **options)
+        self._epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        if self.shuffle:
+            self.generator.manual_seed((self.seed or 0) * 1_000_003 + self._epoch())
+        return super().__iter__()
+
+
+class GRPOTrainerWithReuse(GRPOTrainer):
+    """GRPOTrainer whose responses come from Rollouts.
+
+    Args: setup: what the run gives to them. The other arguments are GRPOTrainer's.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        args: GRPOConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        setup: Setup,
+        peft_config: PeftConfig | None = None,
+    ):
+        check_trl()
+        self._logps: torch.Tensor | None = None
+        super().__init__(
+            model,
+            reward_funcs=self._total_reward,
+            args=args,
+            train_dataset=setup.dataset,
+            processing_class=tokenizer,
+            peft_config=peft_config,
+            rollout_func=self._rollout,
+        )
+        self.remove_callback(PrinterCallback)  # the run's monitor prints
+
+        def policy() -> torch.nn.Module:
+            return self.accelerator.unwrap_model(self.model)
+
+        self.rollouts = Rollouts(setup, self.accelerator, policy, lambda: self.state)
+        self._reference = ReferenceLogProbs(alone=self.rollouts.exact_bits)
+
+    def note(self, metrics: dict[str, float]) -> None:
+        """Takes them into the log of the step."""
+        for name, value in metrics.items():
+            self._metrics["train"][name].append(value)
+
+    # TRL's hooks -------------------------------------------------------------------------------------------------
+
+    def _get_train_sampler(self, dataset: Dataset | None = None) -> EpochRepeatSampler:
+        return EpochRepeatSampler(
+            data_source=self.train_dataset if dataset is None else dataset,
+            mini_repeat_count=self.num_generations,
+            batch_size=self.args.generation_batch_size // self.num_generations,
+            repeat_count=self.num_iterations * self.args.steps_per_generation,
+            shuffle=self.shuffle_dataset,
+            seed=self.args.seed,
+            epoch=lambda: self.rollouts.epoch,
+        )
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        inputs = self.rollouts.collect(inputs).inputs
+        updates, self.num_iterations = self.num_iterations, 1  # no pass for old log-probs: the first update has them
+        try:
+            out = self._with_behaviour(super()._generate_and_score_completions(inputs))
+        finally:
+            self.num_iterations = updates
+        for part in ("mean", "std"):  # of the one function that TRL sees: `reward` and `reward_std` again
+            self._metrics["train"].pop(f"rewards/{self._total_reward.__name__}/{part}", None)
+        metrics = self.rollouts.finish()
+        if "reward" in metrics:  # of the prompts that were sampled; TRL's is of those that are trained on
+            self._metrics["train"]["reward"][-1] = metrics.pop("reward")
+        self.note(metrics)
+        return out
+
+    def _rollout(self, prompts: list, trainer: GRPOTrainer) -> dict[str, list]:
+        """TRL's rollout_func: what was collected before, as prompts alone do not identify an example."""
+        rows, batch = self.rollouts.last.rows, self.rollouts.last.batch
+        stand_in = [self.processing_class.pad_token_id]  # TRL cannot take an empty response; it is masked afterwards
+        return {
+            "prompt_ids": [list(row.prompt) for row in rows],
+            "completion_ids": [stand_in if c.failure else c.tokens for c in batch.completions],
+            "logprobs": [[0.0] if c.failure else c.logprobs for c in batch.completions],
+        }
+
+    def _total_reward(self, **_: Any) -> list[float | None]:
+        """TRL's reward function: one total per row. None masks the row, as TRL 1.16 leaves it out of its group."""
+        return self.rollouts.last.rewards
+
+    def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, *args: Any, **kwargs: Any):
+        if not torch.is_grad_enabled():  # the only such pass that TRL is left to ask for is the reference policy's
+            return self._reference_logps(model, input_ids, attention_mask, *args), None, None
+        result = super()._get_per_token_logps_and_entropies(model, input_ids, attention_mask, *args, **kwargs)
+        self._logps = result[0].detach()
+        return result
+
+    def _compute_loss(self, model, inputs: dict[str, Any]) -> torch.Tensor:
+        loss = super()._compute_loss(model, inputs)
+        if self.num_iterations > 1 and self.rollouts.batch_is_current:
+            inputs.setdefault("old_per_token_logps", self._logps)  # for the later updates, whose ratio it is
+        if self.model.training and self.rollouts.batch_is_current:
+            mask = inputs["completion_mask"].bool()
+            gap = (self._logps - inputs["sampling_per_token_logps"]).abs()[mask]
+            if gap.numel():
+                name = "sampling/sampling_logp_difference"
+                self.note({f"{name}/mean": gap.mean().item(), f"{name}/max": gap.max().item()})
+        return loss
+
+    def _save_checkpoint(self, model, trial) -> None:
+        with writing(Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"):
+            super()._save_checkpoint(model, trial)
+
+    # Ours --------------------------------------------------------------------------------------------------------
+
+    def _with_behaviour(self, out: dict[str, Any]) -> dict[str, Any]:
+        """Old log-probs from the engine, and weights for tokens that another law or another engine drew."""
+        for i, c in enumerate(self.rollouts.last.batch.completions):
+            if c.failure:
+                out["completion_mask"][i] = 0
+        drawn = out["sampling_per_token_logps"]
+        if self.rollouts.old_from_engine:
+            out["old_per_token_logps"] = drawn
+        ratios = self.rollouts.importance(drawn, out["completion_mask"], own=lambda: self._trainer_logps(out))
+        if ratios is not None:
+            out["advantages"] = out["advantages"][:, None] * ratios
+        return out
+
+    @torch.no_grad()
+    def _one_pass(self, model, ids: torch.Tensor, mask: torch.Tensor, keep: int) -> torch.Tensor:
+        """Log-probs [B, keep] under a model, without gradients."""
+        rows = self.args.per_device_train_batch_size
+        return super()._get_per_token_logps_and_entropies(model, ids, mask, keep, rows)[0]
+
+    def _trainer_logps(self, out: dict[str, Any]) -> torch.Tensor:
+        """The policy's own log-probs [B, T] of the responses, which the update then takes as pi_old."""
+        if "old_per_token_logps" not in out:
+            began = time.perf_counter()
+            ids, mask = (torch.cat([out[f"prompt_{n}"], out[f"completion_{n}"]], dim=1) for n in ("ids", "mask"))
+            out["old_per_token_logps"] = self._one_pass(self.model, ids, mask, out["completion_ids"].shape[1])
+            self.note({"timing_s/old_log_prob": time.perf_counter() - began})
+        return out["old_per_token_logps"]
+
+    def _reference_logps(self, model, ids: torch.Tensor, mask: torch.Tensor, keep: int, *_: Any) -> torch.Tensor:
+        """Log-probs [B, keep] for `trainer.beta`. Several processes compute all: sharded models need equal passes."""
+        began, compute = time.perf_counter(), partial(self._one_pass, model)
+        if self.accelerator.num_processes > 1:
+            logps, reused = compute(ids, mask, keep), 0.0
+        else:
+            logps, reused = self._reference(ids, mask, keep, compute)
+        self.note({"timing_s/ref_log_prob": time.perf_counter() - began, "reference/reused_ratio": reused})
+        return logps
+
+
+def check_trl() -> None:
+    """Fails at start when TRL lost a name this adapter relies on."""
+    import trl
+
+    missing = [name for name in NEEDED if not hasattr(GRPOTrainer, name)]
+    if missing:
+        raise RolloutError(
+            f"trl {trl.__version__} has no GRPOTrainer.{missing[0]}, which specrl relies on. Install trl==1.16.0"
+        )
+
+
+def grpo_config(trainer: TrainerConfig, rollout: RolloutConfig, **run: Any) -> GRPOConfig:
+    """For one rollout batch of prompts_per_step * group_size rows per step. run: see common_arguments."""
+    common, dapo = common_arguments(trainer, rollout, **run), trainer.algorithm == "dapo"
+    return GRPOConfig(
+        **common,
+        steps_per_generation=common["gradient_accumulation_steps"],
+        num_iterations=trainer.updates_per_rollout,
+        num_generations=rollout.group_size,
+        max_completion_length=rollout.max_new_tokens,
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        importance_sampling_level=trainer.ratio,
+        epsilon=trainer.clip,
+        epsilon_high=trainer.clip_high or (0.28 if dapo else trainer.clip),
+        beta=trainer.beta,
+        loss_type=trainer.algorithm if trainer.loss == "auto" else trainer.loss,
+        scale_rewards=trainer.scale_rewards,
+        mask_truncated_completions=trainer.mask_truncated,
+    )
