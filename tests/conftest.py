@@ -70,12 +70,3 @@ def tiny(build_model):
         return built[family]
 
     return get
-
-
-@pytest.fixture(scope="module")
-def one_thread():
-    """Small matrices are fastest on one thread, and two test processes then do not fight over the cores."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)

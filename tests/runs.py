@@ -171,7 +171,6 @@ class Recording:
 
 def run(folder: Path, prepare: Callable = lambda trainer: None, **options) -> Recording:
     """`specrl.train` in this process, recorded. `prepare` may sabotage the trainer before it starts."""
-    torch.set_num_threads(1)
     record = Recording()
     watch = specrl.train.watch
 

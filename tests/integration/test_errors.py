@@ -5,7 +5,6 @@ import re
 import shutil
 
 import pytest
-import torch
 
 import specrl.train
 import tests.runs
@@ -21,7 +20,6 @@ def refuse(capsys):
     """refuse(words) -> the one error line and the exit code of a run that must not start or go on."""
 
     def attempt(argv: list[str]) -> tuple[str, int]:
-        torch.set_num_threads(1)
         capsys.readouterr()
         code = cli.run(specrl.train.main, argv)
         lines = [line for line in capsys.readouterr().err.splitlines() if line.strip()]

@@ -215,7 +215,6 @@ def made(tmp_path_factory):
 
 def train(folder, made, name, given) -> list[dict]:
     """The metrics of a run of the command, one dictionary a step."""
-    torch.set_num_threads(1)
     said = {**SMALL, **given, "output_dir": folder, "name": "run"}
     argv = [f"config={name}", *(f"{key}={str(value).format_map(made)}" for key, value in said.items())]
     assert cli.run(specrl.train.main, argv) == 0, argv

@@ -31,7 +31,6 @@ from rollout.build import build_engine
 from specrl.run.policy import engine_spec
 
 build, shared = specrl.setup.build_trainer, specrl.setup.engine_factory
-runs.torch.set_num_threads(1)
 
 def recorded(words):
     record = runs.Recording()

@@ -29,8 +29,6 @@ FAMILIES = ["qwen3", "qwen2", "llama", "gpt2", "mistral"]
 VOCAB, EOS_IDS = 61, frozenset({1, 7})
 SAMPLING = Sampling(EOS_IDS)
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 @dataclass
 class Script:

@@ -23,8 +23,6 @@ from rollout.types import Completion, EngineStats, Request, RolloutError, Row, T
 VOCAB, EOS = 61, frozenset({1, 7})
 SEED = 11
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 class FakeEngine:
     """A response is a pure function of the key; what was asked for is kept."""

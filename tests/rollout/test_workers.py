@@ -36,7 +36,7 @@ VOCAB, EOS_IDS = 61, frozenset({1, 7})
 POISON, TIGHT, FULL, DEADLY, BREAKING, SLOW = range(55, 61)  # first tokens of prompts that cause faults
 CLUSTER = ClusterConfig(num_workers=2, start_timeout_s=120, max_failed_ratio=0.25)
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]  # a real cluster
+pytestmark = pytest.mark.slow  # a real cluster
 
 
 class Faulty:
