@@ -198,7 +198,7 @@ def run(folder: Path, prepare: Callable = lambda trainer: None, *, report: bool 
 
 
 def _unreported():
-    return mock.patch.object(specrl.train, "report", lambda run: 0)
+    return mock.patch.object(specrl.train, "report", return_value=0)
 
 
 _recorded: dict[tuple, Recording] = {}

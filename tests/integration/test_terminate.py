@@ -62,7 +62,7 @@ def interrupted(tmp_path, monkeypatch, capfd):
     before = signal.getsignal(signal.SIGINT)
 
     def attempt(at: list[int], **options) -> tuple[int, str]:
-        build = specrl.setup.build_trainer
+        build = specrl.run.setup.build_trainer
 
         def prepared(*args):
             trainer = build(*args)
@@ -76,7 +76,7 @@ def interrupted(tmp_path, monkeypatch, capfd):
             trainer.rollouts.finish = hit
             return trainer
 
-        monkeypatch.setattr(specrl.setup, "build_trainer", prepared)
+        monkeypatch.setattr(specrl.run.setup, "build_trainer", prepared)
         code = cli.run(specrl.train.main, words(tmp_path, **options))
         monkeypatch.undo()
         return code, "".join(capfd.readouterr())

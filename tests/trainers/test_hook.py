@@ -273,7 +273,7 @@ print(json.dumps(found), file=open(f"{sys.argv[1]}/{os.environ['RANK']}.json", "
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_processes_draw_what_one_does(whole, tmp_path):
     """Started as torchrun starts them; each has half of every group."""
     with socket.socket() as free:
