@@ -192,12 +192,13 @@ def run(folder: Path, prepare: Callable = lambda trainer: None, *, report: bool 
         _listen(begun.trainer, record)
         prepare(begun.trainer)
 
-    with mock.patch.object(specrl.train, "watch", spy), nullcontext() if report else _unreported():
+    with mock.patch.object(specrl.train, "watch", spy), nullcontext() if report else unreported():
         assert specrl.train.main(cli.load(words(folder, **options))) == 0
     return record
 
 
-def _unreported():
+def unreported():
+    """Runs inside end without their report."""
     return mock.patch.object(specrl.train, "report", return_value=0)
 
 
