@@ -11,7 +11,7 @@ import pytest
 
 from tests.runs import ROOT, differences, recorded, run, words
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 RAY = {
     "cluster__num_workers": 2,
     "cluster__task_timeout_s": 10,
