@@ -53,7 +53,8 @@ def main(options: BudgetConfig) -> int:
     clock = Clock(*MACHINES[options.machine])
     time.perf_counter = clock  # before rollout is imported, which keeps it as a default
     from benchmarks import ablation
-    from rollout.engines.local.ragged import Pass, RaggedModel
+    from rollout.engines.local.attention import Pass
+    from rollout.engines.local.ragged import RaggedModel
     from specrl.bench import pair as bench_pair
 
     forward = RaggedModel.forward

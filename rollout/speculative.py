@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 from rollout.cache.memory import TrajectoryCache
@@ -16,6 +17,21 @@ from rollout.keys import ReplayControl, derive_key, generation
 from rollout.types import Completion, EngineStats, Request, RolloutBatch, RolloutError, Row, Trajectory
 
 Domain = Literal["rollout", "control", "evaluation"]
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """One row before the engine."""
+
+    row: Row
+    slot: int
+    visit: int
+    """How often its prompt was rolled out before."""
+    generation: int
+    """The visit whose noise it draws: an earlier one where it is replayed."""
+    key: int
+    old: Trajectory | None
+    """The stored response of its slot."""
 
 
 class SpeculativeRollout:
@@ -69,42 +85,43 @@ class SpeculativeRollout:
             RolloutError: a row of the same prompt, slot and visit is there twice, so both would be the same response.
         """
         began = time.perf_counter()
-        slots = list(slots) if slots is not None else _occurrences(rows)
-        visits = [visit] * len(rows) if isinstance(visit, int) else list(visit)
-        _check_keys(rows, slots, visits)
-        generations = visits
-        if domain == "rollout":
-            shares = self.replay.until(max(visits, default=0))
-            generations = [
-                generation(self.seed, r.example_id, s, v, shares) for r, s, v in zip(rows, slots, visits, strict=True)
-            ]
-        keys = [
-            derive_key(self.seed, r.example_id, s, g, domain) for r, s, g in zip(rows, slots, generations, strict=True)
-        ]
-        stored = {r.example_id: self.cache.siblings(r.example_id) for r in rows} if self.cache is not None else {}
-        old = [self.cache.get(r.example_id, s) if stored else None for r, s in zip(rows, slots, strict=True)]
-        sources = self.config.sources
-        texts = {name: PromptTexts([t.tokens for t in known], sources) for name, known in stored.items()}
-        requests = [
-            self._request(r, k, t, stored.get(r.example_id, []), texts.get(r.example_id))
-            for r, k, t in zip(rows, keys, old, strict=True)
-        ]
+        prompts = dict.fromkeys(row.example_id for row in rows) if self.cache is not None else ()
+        stored = {name: self.cache.siblings(name) for name in prompts}
+        planned = self._plan(rows, _occurrences(rows) if slots is None else slots, visit, domain)
+        requests = self._requests(planned, stored)
         looked_up = time.perf_counter()
         completions, stats = self.engine.generate(requests) if requests else ([], EngineStats())
         generated = time.perf_counter()
         self._reused = sum(sum(c.reused) for c in completions) / max(1, sum(len(c.tokens) for c in completions))
         return RolloutBatch(
             completions,
-            slots,
-            keys,
-            ages=[None if t is None else step - t.step for t in old],
-            replayed=[g < v for g, v in zip(generations, visits, strict=True)],
-            visits=visits,
-            unchanged=[t is not None and tuple(c.tokens) == t.tokens for c, t in zip(completions, old, strict=True)],
+            slots=[p.slot for p in planned],
+            keys=[p.key for p in planned],
+            ages=[p.old and step - p.old.step for p in planned],
+            replayed=[p.generation < p.visit for p in planned],
+            visits=[p.visit for p in planned],
+            unchanged=[
+                p.old is not None and tuple(c.tokens) == p.old.tokens for c, p in zip(completions, planned, strict=True)
+            ],
             stats=stats,
             lookup_s=looked_up - began,
             total_s=generated - began,
         )
+
+    def _plan(
+        self, rows: Sequence[Row], slots: Sequence[int], visit: int | Sequence[int], domain: Domain
+    ) -> list[Planned]:
+        """Whose noise each row draws, and what is stored of it."""
+        visits = [visit] * len(rows) if isinstance(visit, int) else visit
+        _check_keys(rows, slots, visits)
+        shares = self.replay.until(max(visits, default=0)) if domain == "rollout" else None
+        planned = []
+        for row, slot, seen in zip(rows, slots, visits, strict=True):
+            drawn = seen if shares is None else generation(self.seed, row.example_id, slot, seen, shares)
+            key = derive_key(self.seed, row.example_id, slot, drawn, domain)
+            old = None if self.cache is None else self.cache.get(row.example_id, slot)
+            planned.append(Planned(row, slot, seen, drawn, key, old))
+        return planned
 
     def plain(self, rows: Sequence[Row], keys: Sequence[int]) -> RolloutBatch:
         """The same rows by plain decoding with the given keys: the measured baseline. Touches no cache."""
@@ -144,15 +161,19 @@ class SpeculativeRollout:
         """
         return {"lenient": c.logprobs, "judged": c.behaviour_logprobs}.get(self.config.law)
 
-    def _request(
-        self, row: Row, key: int, old: Trajectory | None, stored: list[Trajectory], texts: PromptTexts | None
-    ) -> Request:
-        """Args: old: the slot's; stored: of the prompt, newest first; texts: the same for its drafters to share."""
-        request = Request(row.prompt, key, self.config.max_new_tokens, plain=self.config.law == "off")
+    def _requests(self, planned: Sequence[Planned], stored: dict[str, list[Trajectory]]) -> list[Request]:
+        """What the engine is asked for; the drafters of a prompt's rows share its texts, which are `stored`."""
+        texts = {name: PromptTexts([t.tokens for t in known], self.config.sources) for name, known in stored.items()}
+        return [self._request(p, stored.get(p.row.example_id, []), texts.get(p.row.example_id)) for p in planned]
+
+    def _request(self, planned: Planned, stored: list[Trajectory], texts: PromptTexts | None) -> Request:
+        """Args: stored: of the prompt, newest first; texts: the same for its drafters to share."""
+        row, old, law = planned.row, planned.old, self.config.law
+        request = Request(row.prompt, planned.key, self.config.max_new_tokens, plain=law == "off")
         if known := [old] if old else stored:
             length = sum(len(t.tokens) for t in known) / len(known)
             request.expected_tokens = 1 + round(length * (1 - self._reused))
-        if self.config.law == "lenient":  # the published method: the slot's own text, once
+        if law == "lenient":  # the published method: the slot's own text, once
             if old is not None and old.logprobs is not None:
                 request.drafter = SuffixDrafter(PromptTexts(sources=("prefix",)), old.tokens)
                 request.draft_logprobs, request.draft_version = old.logprobs, old.version

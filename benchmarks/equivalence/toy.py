@@ -18,7 +18,7 @@ from rollout.build import build_engine
 from rollout.config import RolloutConfig
 from rollout.engines.base import Engine, EngineSpec
 from rollout.engines.local import ragged as packed
-from rollout.engines.local.ragged import Pass
+from rollout.engines.local.attention import Pass
 
 SYMBOLS, TASKS, CAP, GOOD = 6, 6, 10, 3
 """Symbol 0 ends a response. A prompt is (task, 0), so that there are as many tasks as symbols."""

@@ -1,7 +1,6 @@
 """Examples for training and evaluation: generated problems, GSM8K and MATH-500, any hub data set, local files.
 
-An example's id names it in the trajectory cache for as long as its content stays the same: reshuffling the file, adding
-rows or taking a subset does not change it.
+An example's id names it in the trajectory cache as long as its content stays the same, whatever is around it.
 """
 
 from __future__ import annotations

@@ -203,7 +203,7 @@ def companions(config: Config, rollouts: Rollouts, processes: int) -> dict[str, 
             f"trainer.drafter.train=true works in one process, not in {processes}: their drafters would drift apart. "
             "Use trainer.drafter.train=false, or start one process"
         )
-    drafter = getattr(rollouts.engine, "drafter", None)
+    drafter = getattr(getattr(rollouts.engine, "drafting", None), "model", None)
     if drafter is None:
         raise RolloutError(
             f"trainer.drafter.train=true needs a draft model in this process, which {type(rollouts.engine).__name__} "

@@ -17,8 +17,8 @@ from rollout.config import JudgedConfig, RolloutConfig
 from rollout.drafting.cost import CostModel, Trial
 from rollout.engines.base import EngineSpec, Sampling
 from rollout.engines.local import ragged
+from rollout.engines.local.attention import RaggedKV
 from rollout.engines.local.engine import TransformersEngine
-from rollout.engines.local.ragged import RaggedKV
 from rollout.engines.local.reader import Reader
 from rollout.keys import derive_key
 from rollout.noise import gumbel, keyed_draw, row_words

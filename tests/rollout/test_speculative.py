@@ -19,6 +19,7 @@ from rollout.engines.base import EngineSpec
 from rollout.keys import derive_key, generation
 from rollout.speculative import SpeculativeRollout
 from rollout.types import Completion, EngineStats, Request, RolloutError, Row, Trajectory
+from rollout.verify import Stood
 
 VOCAB, EOS = 61, frozenset({1, 7})
 SEED = 11
@@ -544,11 +545,11 @@ def test_what_an_index_knows_changes_no_token(epochs, cut):
 
 
 def test_a_rule_that_trusts_its_drafts_is_seen_by_the_same_comparison(epochs, monkeypatch):
-    monkeypatch.setattr("rollout.engines.local.engine.accept_exact", lambda draws, draft: len(draft))
-    monkeypatch.setattr(
-        "rollout.engines.local.engine.TransformersEngine._break_ties",
-        lambda engine, row, draft, draws, *_: draws.__setitem__(slice(0, len(draft)), draft),
-    )
+    def trusting(key, draft, drawn):
+        tokens = [*draft.tokens, drawn.draws[-1]]
+        return Stood(tokens, drawn.logprobs, drawn.logprobs, len(draft.tokens))
+
+    monkeypatch.setattr("rollout.verify.exact", trusting)
     wrong = roll(epochs[:1], None)
     assert wrong[0][1].stats.accepted > 0
     monkeypatch.undo()

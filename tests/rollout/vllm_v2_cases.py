@@ -74,7 +74,7 @@ def test_log_probs_are_the_models_own(plain):
 def test_drafts_of_any_quality_change_nothing(engine, plain, window):
     cases, want = plain
     engine.reset_cache()
-    before, engine.drafting.budget.window = engine.budget.window, window
+    before, engine.drafting.budget.window = engine.drafting.budget.window, window
     done, stats = engine.generate(requests_of(cases, drafts_of_every_quality([c.tokens for c in want])))
     engine.drafting.budget.window = before
     assert differing(done, want, 1e-5) == []

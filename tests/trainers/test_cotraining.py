@@ -63,15 +63,15 @@ def test_the_policy_is_the_same_with_and_without(made):
     (off, _), (on, _) = made(False), made(True)
     assert differences(off, on) == []
     assert len(on.steps) == len(on.losses) == 9
-    initial = load_file(f"{off.trainer.rollouts.engine.drafter.model.name_or_path}/model.safetensors")
+    initial = load_file(f"{off.trainer.rollouts.engine.drafting.model.model.name_or_path}/model.safetensors")
     for recording, moved in ((off, False), (on, True)):
-        weights = recording.trainer.rollouts.engine.drafter.model.state_dict()
+        weights = recording.trainer.rollouts.engine.drafting.model.model.state_dict()
         assert all(torch.equal(weights[name], tensor) for name, tensor in initial.items()) != moved, "control"
 
 
 def test_the_trained_drafter_is_the_one_that_drafts(made):
     on, lines = made(True)
-    assert on.trainer.rollouts.companions["drafter"].drafter is on.trainer.rollouts.engine.drafter.model
+    assert on.trainer.rollouts.companions["drafter"].drafter is on.trainer.rollouts.engine.drafting.model.model
     agreed, initial = ([line[f"drafter/{name}"] for line in lines] for name in ("agreement", "agreement_initial"))
     assert agreed[0] == initial[0], "before the first update"
     assert sum(agreed[3:]) / 6 > sum(initial[3:]) / 6 + 0.03

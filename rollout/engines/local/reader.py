@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
-from rollout.engines.local.ragged import Pass, RaggedKV, RaggedModel, chunks
+from rollout.engines.local.attention import Pass, RaggedKV
+from rollout.engines.local.ragged import RaggedModel, chunks
 from rollout.verify import Drawn, accept_exact
 
 
