@@ -18,7 +18,7 @@ from rollout.types import Request, RolloutError
 from rollout.verify import accept_exact
 from tests import engines
 from tests.engines import local
-from tests.rollout.test_engine import differing, nearly_tied_keys, noisy
+from tests.rollout.golden import differing, nearly_tied_keys, noisy
 
 EOS = 1
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ012345"

@@ -22,7 +22,7 @@ from rollout.engines.local.engine import TransformersEngine
 from rollout.keys import derive_key
 from rollout.types import Request, RolloutError
 from tests.engines import local
-from tests.rollout.test_engine import (
+from tests.rollout.golden import (
     EOS_IDS,
     VOCAB,
     Script,

@@ -15,7 +15,7 @@ from rollout.engines.local.engine import TransformersEngine
 from rollout.engines.vllm.wire import KeyedRequest
 from rollout.types import EngineStats, Request, RolloutError
 from specrl.adapters.base import ReuseSession
-from tests.rollout.test_engine import EOS_IDS, VOCAB, all_wrong, corrupt, prompts_and_caps, requests_of
+from tests.rollout.golden import EOS_IDS, VOCAB, all_wrong, corrupt, prompts_and_caps, requests_of
 from tests.rollout.test_vllm import policy, spec_of
 
 pytestmark = [

@@ -11,7 +11,7 @@ from rollout.engines.base import Sampling
 from rollout.engines.local.engine import TransformersEngine
 from rollout.types import Request, RolloutError
 from tests.engines import local
-from tests.rollout.test_engine import (
+from tests.rollout.golden import (
     EOS_IDS,
     Script,
     all_wrong,

@@ -1,0 +1,220 @@
+"""The transformers engine and its model: weights, adapters, versions, and models and requests that it refuses."""
+
+import copy
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Gemma2Config, T5Config, T5ForConditionalGeneration
+
+from rollout.types import RolloutError
+from tests.rollout.golden import (
+    VOCAB,
+    differing,
+    drafts_of_every_quality,
+    engine_of,
+    prompts_and_caps,
+    reference,
+    requests_of,
+)
+
+# The model and its weights --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_the_model_is_left_as_it_was(build_model, training):
+    model = build_model("qwen3").train(training)
+    model.set_attn_implementation("eager")
+    engine = engine_of(model)
+    before = copy.deepcopy(model.state_dict())
+    for _ in range(2):
+        engine.generate(requests_of([([3, 4], 5)]))
+        assert model.training is training
+        assert all(m.training is training for m in model.modules())
+        assert model.config._attn_implementation == "eager"
+    assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
+    assert model(input_ids=torch.tensor([[3, 4]])).logits.requires_grad
+
+
+def test_sub_modules_that_were_in_another_mode_stay_so(build_model):
+    model = build_model("qwen3").train()
+    model.model.layers[0].mlp.eval()
+    modes = [m.training for m in model.modules()]
+    engine = engine_of(model)
+    assert [m.training for m in model.modules()] == modes
+    engine.generate(requests_of([([3, 4], 5)]))
+    engine.score([3, 4, 5])
+    assert [m.training for m in model.modules()] == modes
+    assert len(set(modes)) == 2
+
+
+def test_the_model_s_own_scale_of_attention_is_used(build_model):
+    model, cases = build_model("llama"), prompts_and_caps(12)
+    usual = reference(model, requests_of(cases))
+    for layer in model.model.layers:
+        layer.self_attn.scaling = 0.7 * layer.self_attn.head_dim**-0.5
+    want = reference(model, requests_of(cases))
+    assert [t for t, _, _ in usual] != [t for t, _, _ in want], "control: the scale matters"
+    drafters = drafts_of_every_quality([t for t, _, _ in want])
+    for drafts in (None, drafters):
+        assert differing(engine_of(model, window=5).generate(requests_of(cases, drafts))[0], want) == []
+
+
+def test_nan_weights_are_an_error_and_the_model_is_left_as_it_was(build_model):
+    model = build_model("llama")
+    implementation = model.config._attn_implementation
+    engine = engine_of(model)
+    engine.update_weights(None, 4)
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight[0, 0] = torch.nan
+    with pytest.raises(RolloutError, match=r"NaN.*weight version 4.*learning rate"):
+        engine.generate(requests_of([([3, 4], 5)]))
+    assert model.training
+    assert model.config._attn_implementation == implementation
+
+
+def test_weight_changes_take_effect_at_once_and_versions_are_stamped(build_model):
+    model, other = build_model("qwen2", 0), build_model("qwen2", 5)
+    cases = prompts_and_caps(8)
+    engine = engine_of(model)
+    first, _ = engine.generate(requests_of(cases))
+    assert {c.version for c in first} == {0}
+    engine.update_weights(other.state_dict().items(), 3)
+    assert engine.weight_version == 3
+    second, _ = engine.generate(requests_of(cases))
+    assert {c.version for c in second} == {3}
+    assert differing(second, reference(other, requests_of(cases))) == []
+    assert differing(second, first), "other weights, other texts"
+    with torch.no_grad():  # shared with the trainer: changed in place
+        for p in model.parameters():
+            p.mul_(1.1)
+    engine.update_weights(None, 4)
+    third, _ = engine.generate(requests_of(cases))
+    assert differing(third, reference(model, requests_of(cases))) == []
+    assert {c.version for c in third} == {4}
+
+
+def test_an_older_version_or_an_unknown_weight_is_refused(build_model):
+    engine = engine_of(build_model("llama"))
+    engine.update_weights(None, 5)
+    engine.update_weights(None, 5)
+    with pytest.raises(RolloutError, match=r"4 is older than the engine's 5"):
+        engine.update_weights(None, 4)
+    with pytest.raises(RolloutError, match=r"'model\.layers\.9\.weight'"):
+        engine.update_weights([("model.layers.9.weight", torch.zeros(1))], 6)
+    for shape in ((1,), (3, 3)):  # the first would broadcast
+        with pytest.raises(RolloutError, match=r"up_proj.*\(48, 32\)"):
+            engine.update_weights([("model.layers.0.mlp.up_proj.weight", torch.zeros(shape))], 6)
+    assert engine.weight_version == 5
+
+
+def test_reset_and_close_may_be_called_twice(golden):
+    model, cases, want = golden("llama")
+    engine = engine_of(model)
+    engine.reset_cache()
+    engine.reset_cache()
+    assert differing(engine.generate(requests_of(cases))[0], want) == []
+    engine.close()
+    engine.close()
+
+
+def test_a_lora_policy_equals_its_merged_model(build_model):
+    peft = pytest.importorskip("peft")
+    cases = prompts_and_caps(12)
+    base = build_model("llama")
+    without = reference(base, requests_of(cases))
+    config = peft.LoraConfig(
+        r=4, target_modules=["q_proj", "v_proj", "up_proj"], task_type="CAUSAL_LM", lora_dropout=0.5
+    )
+    policy = peft.get_peft_model(copy.deepcopy(base), config).train()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, p in policy.named_parameters():
+            if "lora_" in name:
+                p.copy_(torch.randn(p.shape, generator=generator) * 0.3)
+    merged = copy.deepcopy(policy).merge_and_unload()
+    want = reference(merged, requests_of(cases))
+    engine = engine_of(policy, window=5)
+    for drafters in (None, drafts_of_every_quality([t for t, _, _ in want])):
+        assert differing(engine.generate(requests_of(cases, drafters))[0], want, tolerance=1e-4) == []
+    assert differing(engine.generate(requests_of(cases))[0], without), "control: the adapter matters"
+    assert policy.training
+
+
+def test_an_adapter_outside_the_layers_is_refused(build_model):
+    """The engine runs the layers themselves: a learned prompt would be left out silently."""
+    peft = pytest.importorskip("peft")
+    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    with pytest.raises(RolloutError, match="LoRA"):
+        engine_of(peft.get_peft_model(build_model("llama"), config))
+
+
+class NoTransformer(torch.nn.Module):
+    def forward(self, input_ids):
+        return input_ids
+
+
+def scaled_logits(build_model):
+    model = build_model("llama")
+    forward = model.forward
+
+    def scaled(*args, **kwargs):
+        out = forward(*args, **kwargs)
+        out.logits = out.logits * 1.02
+        return out
+
+    model.forward = scaled
+    return model
+
+
+def softcapped(build_model):
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "head_dim": 8,
+    }
+    config = Gemma2Config(vocab_size=VOCAB, num_key_value_heads=2, final_logit_softcapping=0.5, **sizes)
+    return AutoModelForCausalLM.from_config(config)
+
+
+def encoder_decoder(build_model):
+    return T5ForConditionalGeneration(T5Config(vocab_size=VOCAB, d_model=32, d_ff=48, num_layers=2, num_heads=4))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda _: NoTransformer(), scaled_logits, softcapped, encoder_decoder],
+    ids=["module", "scaled", "softcap", "t5"],
+)
+def test_an_unsupported_model_is_refused_at_construction(build_model, make):
+    model = make(build_model)
+    with pytest.raises(RolloutError, match=f"{type(model).__name__}.*transformers"):
+        engine_of(model)
+    assert model.training, "left as it was"
+
+
+# Bad requests ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_prompt_that_does_not_fit_names_the_number_to_use(tiny):
+    engine = engine_of(tiny("llama"))
+    with pytest.raises(RolloutError, match=r"prompt of 250 tokens.*context of 256.*rollout\.max_new_tokens=6\b"):
+        engine.generate(requests_of([([3], 4), ([5] * 250, 10)]))
+    (c,), _ = engine.generate(requests_of([([5] * 250, 6)]))
+    assert 1 <= len(c.tokens) <= 6
+    with pytest.raises(RolloutError, match=r"rollout\.max_new_tokens=6\b"):
+        engine.generate(requests_of([([5] * 250, 7)]))  # one token too many
+    with pytest.raises(RolloutError, match=r"prompt of 256 tokens.*shorter prompt"):
+        engine.generate(requests_of([([5] * 256, 1)]))
+
+
+def test_bad_prompts_and_caps_are_refused(tiny):
+    engine = engine_of(tiny("llama"))
+    with pytest.raises(RolloutError, match="at least one"):
+        engine.generate(requests_of([([], 4)]))
+    with pytest.raises(RolloutError, match="max_new_tokens=0"):
+        engine.generate(requests_of([([3], 0)]))
+    for bad in (-1, VOCAB):
+        with pytest.raises(RolloutError, match=rf"{bad}, outside the model's 0\.\.60"):
+            engine.generate(requests_of([([3, bad, 4], 4)]))

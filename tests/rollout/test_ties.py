@@ -1,0 +1,72 @@
+"""Near-ties are decided canonically, so that rounding of a pass flips no token."""
+
+import random
+
+from rollout.build import build_engine
+from rollout.config import JudgedConfig, RolloutConfig
+from rollout.engines.base import EngineSpec
+from rollout.engines.local.engine import TransformersEngine
+from rollout.types import Request
+from tests.rollout.golden import (
+    EOS_IDS,
+    SAMPLING,
+    Noisy,
+    Script,
+    corrupt,
+    differing,
+    drafts_of_every_quality,
+    engine_of,
+    nearly_tied_keys,
+    requests_of,
+)
+
+
+def test_draws_that_are_decided_canonically_are_the_same(golden):
+    model, cases, want = golden("llama")
+    engine = engine_of(model, window=5, tie_margin=0.5)
+    plain, stats = engine.generate(requests_of(cases))
+    assert differing(plain, want) == []
+    assert stats.ties > 20
+    done, stats = engine.generate(requests_of(cases, drafts_of_every_quality([t for t, _, _ in want])))
+    assert differing(done, plain) == []
+    assert stats.ties > 20
+    _, stats = engine_of(model, window=5, tie_margin=0.0).generate(requests_of(cases))
+    assert stats.ties == 0
+
+
+def test_rounding_that_depends_on_the_pass_flips_tokens_only_without_the_tie_margin(tiny):
+    model, prompt = tiny("llama"), [5, 9, 30]
+    keys = nearly_tied_keys(model, prompt, 3e-5)
+    assert len(keys) >= 5
+
+    def differences(tie_margin):
+        engine = engine_of(model, window=4, tie_margin=tie_margin)
+        engine.policy.lm_head = Noisy(engine.policy.lm_head, 3e-5)
+        plain, _ = engine.generate([Request(prompt, key, 8) for key in keys])
+        drafts = [Script(corrupt(c.tokens, random.Random(i), 0.2)) for i, c in enumerate(plain)]
+        done, stats = engine.generate([Request(prompt, k, 8, d) for k, d in zip(keys, drafts, strict=True)])
+        return differing(done, plain, tolerance=1e-3), stats.ties
+
+    same, ties = differences(TransformersEngine(model, SAMPLING).tie_margin)
+    assert same == [], "the margin that is the default is enough for what is hardly rounding any more"
+    assert ties >= len(keys)
+    flipped, ties = differences(0.0)
+    assert flipped, "the planted rounding did not flip anything: the test has no power"
+    assert ties == 0
+    same, ties = differences(1e-3)
+    assert same == []
+    assert ties >= len(keys)
+
+
+def test_the_margin_of_ties_is_a_run_s_and_on_by_default(build_model, tmp_path):
+    build_model("llama").save_pretrained(tmp_path)
+    bounds = {"rows_per_batch": 7, "tokens_per_pass": 99, "tie_margin": 0.25}
+    for config in (
+        RolloutConfig(**bounds),
+        RolloutConfig(**bounds, law="judged", judged=JudgedConfig(by="kl"), drafter="layers=1"),
+    ):
+        engine = build_engine(EngineSpec(eos_ids=EOS_IDS, rollout=config, model=str(tmp_path)))
+        assert {name: getattr(engine.limits, name) for name in bounds} == bounds
+    default = build_engine(EngineSpec(eos_ids=EOS_IDS, rollout=RolloutConfig(), model=str(tmp_path)))
+    assert default.tie_margin == RolloutConfig().tie_margin == TransformersEngine(default.model, SAMPLING).tie_margin
+    assert default.tie_margin == 1e-4
