@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import ablation
-from rollout.build import transformers
+from rollout.engines.local import engine as transformers
 from specrl.config.load import load
 
 pytestmark = pytest.mark.usefixtures("one_thread")

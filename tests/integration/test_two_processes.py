@@ -25,7 +25,7 @@ from pathlib import Path
 import tests.runs as runs
 import specrl.run.setup
 import specrl.train
-from specrl.config.load import load as config
+from specrl.config import load as config
 
 from rollout.build import build_engine
 from specrl.run.policy import engine_spec

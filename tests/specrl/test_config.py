@@ -12,8 +12,9 @@ import pytest
 from reward.base import RewardError
 from rollout.checks import values
 from rollout.types import CacheError
-from specrl.config.load import help, load, options
-from specrl.config.load import load as config
+from specrl.config import help, options
+from specrl.config import load as config
+from specrl.config.load import load
 from specrl.config.options import ConfigError
 from specrl.config.schema import Config
 from specrl.run import tasks

@@ -108,7 +108,8 @@ def eager(code):
     """The modules with a door that `code` imports while it is itself imported."""
     top = ast.Module([node for node in ast.parse(code).body if isinstance(node, ast.Import | ast.ImportFrom)], [])
     found = {module for _, module in imports(top, "x.py")}
-    return sorted(m for m in found if m.split(".")[0] in DOORS or m.startswith("rollout.engines.vllm.engine"))
+    vllm = {m for m in found if m.startswith("rollout.engines.vllm.") and m != "rollout.engines.vllm.wire"}
+    return sorted(vllm | {m for m in found if m.split(".")[0] in DOORS})
 
 
 @pytest.mark.parametrize("name", ["base", "verl", "openrlhf"])
@@ -181,7 +182,7 @@ def test_planted_faults_are_found(path, code):
         ("specrl/run/cluster.py", "import ray"),
         ("specrl/adapters/base.py", "import ray"),
         ("specrl/adapters/verl.py", "import verl"),
-        ("trainers/grpo/trainer.py", "model.eval()\nre.compile('x')\ntorch.compile(m)\nnumpy.load(p, allow_pickle=False)"),
+        ("trainers/losses.py", "model.eval()\nre.compile('x')\ntorch.compile(m)\nnumpy.load(p, allow_pickle=False)"),
         ("trainers/ppo/snapshot.py", "read(p, weights_only=True)"),
         ("rollout/build.py", "from rollout.lossy.build import build_judge"),
         ("rollout/lossy/judge.py", "from rollout.lossy.pair import read_card"),

@@ -20,7 +20,7 @@ from tests.runs import ROOT, words
 
 HOLD = """
 import sys
-from specrl.config.load import load as config
+from specrl.config import load as config
 from specrl.run.resume import claimed
 with claimed(config.load(sys.argv[1:])):
     print("held", flush=True)

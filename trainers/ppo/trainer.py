@@ -25,10 +25,10 @@ from rollout.types import RolloutError
 from trainers.advantages import gae, reinforce_plus_plus, rloo, token_rewards, whiten
 from trainers.losses import adapted_beta, clipped, kl_estimate, policy_loss, value_loss
 from trainers.metrics import response_metrics
+from trainers.ppo import critic, snapshot
 from trainers.ppo.experience import Experience
 from trainers.ppo.loop import Loop
 from trainers.ppo.prior import Prior
-from trainers.ppo.trainer import critic, snapshot
 from trainers.refill import Scored
 from trainers.rollouts import Rollouts, Setup
 
