@@ -4,7 +4,7 @@ PY := $(VENV)/bin/python
 PYTHON ?= python3
 STAMP := $(VENV)/.ready
 
-.PHONY: setup interpreter train test test-fast lint docs clean
+.PHONY: setup interpreter train test test-fast test-all lint docs clean
 
 setup: $(STAMP)
 
@@ -27,12 +27,17 @@ $(VENV)/triton/.ready: $(STAMP)
 train: setup
 	$(PY) -m specrl.train config=grpo_math resume=auto $(ARGS)
 
-# Two processes, each with whole files: what a module starts (vLLM, Ray) is started once.
-test: setup interpreter lint
-	$(PY) -m pytest -n 2 --dist loadfile $(ARGS)
+# Two processes; tests/conftest.py says what shares one of them, and in which order.
+PYTEST := $(PY) -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
+
+test: setup lint
+	$(PYTEST) -m "not long" $(ARGS)
 
 test-fast: setup
-	$(PY) -m pytest -m "not slow" $(ARGS)
+	$(PYTEST) -m "not slow and not long" $(ARGS)
+
+test-all: setup interpreter lint
+	$(PYTEST) $(ARGS)
 
 lint: setup
 	$(VENV)/bin/ruff check .

@@ -72,10 +72,18 @@ def tiny(build_model):
     return get
 
 
-@pytest.fixture(scope="module")
-def one_thread():
-    """Small matrices are fastest on one thread, and two test processes then do not fight over the cores."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+LONGEST_FIRST = ("test_vllm.py", "test_workers.py", "test_identity.py", "test_ppo.py", "test_grpo.py")
+APART = ("test_options.py", "test_scripts.py", "test_examples.py", "test_precision.py")
+"""Files whose tests share nothing that takes time to make."""
+
+
+def pytest_collection_modifyitems(items):
+    """Gives a file's tests to one process, so that what a module starts is started once, and the longest files first.
+
+    `--dist loadgroup` sends the rest to whichever process is free, and tests of files in APART one by one at the end.
+    """
+    for item in items:
+        if item.path.name not in APART:
+            item.add_marker(pytest.mark.xdist_group(item.path.relative_to(item.config.rootpath).as_posix()))
+    order = {name: place for place, name in enumerate((*LONGEST_FIRST, "", *APART))}
+    items.sort(key=lambda item: order.get(item.path.name, order[""]))

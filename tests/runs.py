@@ -9,6 +9,7 @@ import tempfile
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -33,6 +34,13 @@ SIZES = {
     "head_dim": 8,
     "max_position_embeddings": 256,
     "tie_word_embeddings": True,
+}
+
+SHORT = {
+    "dataset__train_size": 4,
+    "rollout__max_new_tokens": 20,
+    "trainer__epochs": 2,
+    "trainer__prompts_per_step": 2,
 }
 
 
@@ -99,6 +107,7 @@ def policy() -> Path:
 
 def words(folder: Path, **options) -> list[str]:
     """The command line of a small run: 12 prompts, 3 steps an epoch, 3 epochs, 16 rows of at most 28 tokens a step.
+    With `**SHORT`, where nothing needs more: 4 prompts, 2 steps an epoch, 2 epochs, 8 rows of at most 20 tokens.
 
     Dots in option names are written as two underscores: `rollout__replay=0.5`.
     """
@@ -169,9 +178,11 @@ class Recording:
         return Recording(later.trainer, later.folder, self.steps + later.steps, self.losses + later.losses)
 
 
-def run(folder: Path, prepare: Callable = lambda trainer: None, **options) -> Recording:
-    """`specrl.train` in this process, recorded. `prepare` may sabotage the trainer before it starts."""
-    torch.set_num_threads(1)
+def run(folder: Path, prepare: Callable = lambda trainer: None, *, report: bool = False, **options) -> Recording:
+    """`specrl.train` in this process, recorded; its report, which takes a third of the time, only where asked for.
+
+    `prepare` may sabotage the trainer before it starts.
+    """
     record = Recording()
     watch = specrl.train.watch
 
@@ -181,9 +192,37 @@ def run(folder: Path, prepare: Callable = lambda trainer: None, **options) -> Re
         _listen(begun.trainer, record)
         prepare(begun.trainer)
 
-    with mock.patch.object(specrl.train, "watch", spy):
+    with mock.patch.object(specrl.train, "watch", spy), nullcontext() if report else unreported():
         assert specrl.train.main(cli.load(words(folder, **options))) == 0
     return record
+
+
+def unreported():
+    """Runs inside end without their report."""
+    return mock.patch.object(specrl.train, "report", return_value=0)
+
+
+_recorded: dict[tuple, Recording] = {}
+
+
+def recorded(**options) -> Recording:
+    """The recording of such a run, made once for all tests of this process, which leave it as it is."""
+    key = tuple(sorted(options.items()))
+    if key not in _recorded:
+        _recorded[key] = run(_shared_folder(), name=f"run{len(_recorded)}", **options)
+    return _recorded[key]
+
+
+@cache
+def _shared_folder() -> Path:
+    folder = Path(tempfile.mkdtemp(prefix="specrl-runs-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+def logs(record: Recording) -> list[dict]:
+    """What a trainer logged of its updates."""
+    return [log for log in record.trainer.state.log_history if "loss" in log]
 
 
 def _listen(trainer, record: Recording) -> None:

@@ -11,8 +11,6 @@ from benchmarks import ablation
 from rollout.engines.local import engine as transformers
 from specrl.config.load import load
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 @pytest.fixture
 def small(monkeypatch, tmp_path):

@@ -22,7 +22,7 @@ def test_a_cell_compares_with_the_best_fixed_length():
     assert cell["budget / best"] == pytest.approx(1.8 / (2 - 2 / 64))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_budget_is_within_a_twentieth_of_the_best_fixed_length(tmp_path):
     """Of each cell's best, at eight rows, from first epochs to little drift; no fixed length is."""
     command = [sys.executable, "-m", "benchmarks.budget", "rows=[8]", "repeats=1"]

@@ -16,8 +16,6 @@ from rollout.config import RolloutConfig
 from rollout.speculative import SpeculativeRollout
 from rollout.types import Row
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 # Statistics -----------------------------------------------------------------------------------------------------------
 
 

@@ -13,7 +13,7 @@ from specrl.drafter import shortened
 from specrl.tiny import load_tiny
 from tests.runs import ROOT
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
+pytestmark = pytest.mark.long
 
 
 ELSEWHERE = {"ablation", "budget", "curves", "picture", "soak", "soak_checks", "soak_life", "vllm_baseline", "trees"}

@@ -16,8 +16,6 @@ ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 SHORT = ["trainer.max_steps=1", "trainer.eval_prompts=2", "rollout.max_new_tokens=48", "report.plots=false"]
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 @pytest.fixture
 def script(tmp_path, monkeypatch):

@@ -9,9 +9,9 @@ import time
 import psutil
 import pytest
 
-from tests.runs import ROOT, differences, run, words
+from tests.runs import ROOT, differences, recorded, run, words
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 RAY = {
     "cluster__num_workers": 2,
     "cluster__task_timeout_s": 10,
@@ -21,9 +21,14 @@ RAY = {
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory):
+def whole():
     """The run in one process."""
-    return run(tmp_path_factory.mktemp("whole"))
+    return recorded()
+
+
+def workers(driver: psutil.Process) -> list[psutil.Process]:
+    """Of a pool, of which the driver has one."""
+    return [child for child in driver.children(recursive=True) if "RolloutWorker" in " ".join(child.cmdline())]
 
 
 def disturbed(trainer):
@@ -34,10 +39,9 @@ def disturbed(trainer):
     def strike(requests):
         calls[0] += 1
         if sig := {4: signal.SIGKILL, 6: signal.SIGSTOP}.get(calls[0]):
-            pool._settle()
-            worker = pool._workers[calls[0] % 2]
-            pool.struck.append((sig, worker.pid))
-            os.kill(worker.pid, sig)
+            pid = workers(psutil.Process())[calls[0] % 2].pid
+            pool.struck.append((sig, pid))
+            os.kill(pid, sig)
         return generate(requests)
 
     pool.generate = strike
@@ -61,14 +65,11 @@ def test_a_run_whose_driver_is_killed_resumes_as_the_undisturbed_run(whole, tmp_
     metrics, deadline = tmp_path / "run" / "metrics.jsonl", time.monotonic() + 180
     while not (metrics.exists() and metrics.read_text().count("\n") > 4) and time.monotonic() < deadline:
         time.sleep(0.1)
-    children = psutil.Process(driver.pid).children(recursive=True)
-    workers = [
-        child for child in children if "RolloutWorker" in child.name() or "RolloutWorker" in str(child.cmdline())
-    ]
-    assert len(workers) == 2
+    serving = workers(psutil.Process(driver.pid))
+    assert len(serving) == 2
     driver.kill()
     driver.wait()
-    assert psutil.wait_procs(workers, 30)[1] == []
+    assert psutil.wait_procs(serving, 30)[1] == []
     rest = run(tmp_path, resume="auto", **RAY)
     assert 0 < len(rest.steps) < len(whole.steps)
     missing = len(whole.steps) - len(rest.steps)

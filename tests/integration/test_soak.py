@@ -1,7 +1,6 @@
 """The soak: its checks on made-up series, and a short one of a real run."""
 
 import json
-import os
 import random
 import subprocess
 import sys
@@ -64,8 +63,7 @@ def test_records_are_compared_step_by_step():
     assert disagreements(due, other) == ["step 2 differs in reward", "step 3 differs in loss"]
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not os.environ.get("SPECRL_SOAK"), reason="a minute of dying processes: set SPECRL_SOAK=1")
+@pytest.mark.long
 def test_a_short_soak(tmp_path):
     """Deaths, a full disk for the cache, killed reward workers; the leaking control is part of every soak."""
     words = [f"out={tmp_path / 'out'}", "steps=60", "every=7", "seed=5", f"model={build_policy(tmp_path / 'policy')}"]

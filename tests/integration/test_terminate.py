@@ -21,7 +21,9 @@ from trainers.checkpoint import marked, newest, step_of
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("algorithm", [{}, {"config": "ppo_math"}], ids=["grpo", "ppo"])
+@pytest.mark.parametrize(
+    "algorithm", [{}, pytest.param({"config": "ppo_math"}, marks=pytest.mark.long)], ids=["grpo", "ppo"]
+)
 def test_a_terminated_run_saves_and_resumes_as_the_uninterrupted_one(tmp_path, algorithm):
     whole = run(tmp_path / "whole", trainer__epochs=9, **algorithm)
     long = words(tmp_path, trainer__epochs=40, **algorithm)  # enough to be hit
@@ -62,7 +64,7 @@ def interrupted(tmp_path, monkeypatch, capfd):
     before = signal.getsignal(signal.SIGINT)
 
     def attempt(at: list[int], **options) -> tuple[int, str]:
-        build = specrl.setup.build_trainer
+        build = specrl.run.setup.build_trainer
 
         def prepared(*args):
             trainer = build(*args)
@@ -76,7 +78,7 @@ def interrupted(tmp_path, monkeypatch, capfd):
             trainer.rollouts.finish = hit
             return trainer
 
-        monkeypatch.setattr(specrl.setup, "build_trainer", prepared)
+        monkeypatch.setattr(specrl.run.setup, "build_trainer", prepared)
         code = cli.run(specrl.train.main, words(tmp_path, **options))
         monkeypatch.undo()
         return code, "".join(capfd.readouterr())

@@ -3,7 +3,7 @@
 import pytest
 
 from rollout.types import RolloutError
-from tests.runs import build_policy, differences, run
+from tests.runs import SHORT, build_policy, differences, run
 
 pytest.importorskip("vllm", reason="needs the vllm extra")
 pytestmark = pytest.mark.slow
@@ -17,7 +17,7 @@ def model(tmp_path_factory):
 
 def vllm(folder, model, prepare=lambda trainer: None, **options):
     engine = {"rollout__engine": "vllm", "rollout__vllm__kv_cache_mb": 64, "rollout__vllm__draft_tokens": 8}
-    return run(folder, prepare, model=model, **engine, **options)
+    return run(folder, prepare, model=model, **SHORT | engine | options)
 
 
 def logs(record) -> list[dict]:
@@ -32,9 +32,9 @@ def plain(tmp_path_factory, model):
 @pytest.mark.parametrize("replay", [0, 1])
 def test_speculation_changes_nothing(tmp_path, model, plain, replay):
     base = plain if replay == 0 else vllm(tmp_path, model, name="off", rollout__law="off", rollout__replay=1)
-    exact = vllm(tmp_path, model, rollout__replay=replay, rollout__measure_every=3)
+    exact = vllm(tmp_path, model, rollout__replay=replay, rollout__measure_every=2)
     assert differences(base, exact) == []
-    later = [step for step in exact.steps if step.step >= 3]
+    later = [step for step in exact.steps if step.step >= 2]
     assert all(step.reuse > 0.1 for step in later)
     assert all(log["spec/control_mismatches"] == 0 for log in logs(exact) if "spec/control_mismatches" in log)
 
@@ -47,7 +47,7 @@ def test_the_engine_is_measured_against_the_trainer_and_corrected(plain):
 
 
 def test_lora_reaches_the_engine(tmp_path, model):
-    record = vllm(tmp_path, model, lora__rank=4, trainer__learning_rate=1e-2, trainer__epochs=2)
+    record = vllm(tmp_path, model, lora__rank=4, trainer__learning_rate=1e-2)
     assert max(log["sampling/sampling_logp_difference/max"] for log in logs(record)) < 1e-3
     adapters = [
         w for n, w in record.trainer.accelerator.unwrap_model(record.trainer.model).named_parameters() if "lora_B" in n
@@ -56,7 +56,7 @@ def test_lora_reaches_the_engine(tmp_path, model):
 
 
 def test_a_resumed_run_is_the_uninterrupted_run(tmp_path, model, plain):
-    first = vllm(tmp_path, model, trainer__max_steps=4, trainer__save_every=4)
+    first = vllm(tmp_path, model, trainer__max_steps=3, trainer__save_every=3)
     rest = vllm(tmp_path, model, resume="auto")
     assert differences(plain, first + rest) == []
 

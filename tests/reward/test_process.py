@@ -10,8 +10,6 @@ from reward.base import RewardError
 from reward.process import MonteCarloValue, Prefix, TransformersPRM
 from specrl.tiny import build_tokenizer
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def ends_in(samples):
     """1 for a text that ends in the answer, None for one that holds "?"."""

@@ -11,8 +11,6 @@ from rollout.lossy.scores import MOST, features, learned, load_learned
 from rollout.lossy.steps import Candidate, Step
 from rollout.types import RolloutError
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 WEIGHTS = [2.0, -1.0, -1.5]
 PAIR = {"draft": "d", "policy": "p", "separators": ["\n"]}
 

@@ -19,8 +19,6 @@ from tests.engines import judged as judged_engine
 from tests.engines import local
 from tests.rollout.test_engine import differing, nearly_tied_keys, noisy
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 EOS = 1
 SAMPLING = Sampling(frozenset({EOS}), 0.7)
 

@@ -19,8 +19,6 @@ from tests.engines import local
 
 VOCAB, SAMPLING = 61, Sampling(frozenset({1, 7}))
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 @dataclass
 class Script:

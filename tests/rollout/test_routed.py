@@ -20,8 +20,6 @@ from tests import engines
 from tests.engines import local
 from tests.rollout.test_engine import differing, nearly_tied_keys, noisy
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 EOS = 1
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ012345"
 NAMES = ["!", "", "~", *LETTERS]

@@ -24,8 +24,6 @@ from rollout.verify import Stood
 VOCAB, EOS = 61, frozenset({1, 7})
 SEED = 11
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 class FakeEngine:
     """A response is a pure function of the key; what was asked for is kept."""
@@ -391,6 +389,18 @@ def test_other_weights_or_a_biased_rule_are_seen_by_the_same_comparison(epochs):
     lenient = roll(epochs, None, config=config_of(law="lenient", lenience=1.5))
     assert texts(lenient) != texts(exact), "SPEC-RL as published"
     assert texts(lenient)[0] == texts(exact)[0], "which only starts with the second visit"
+
+
+def test_keys_remembered_with_a_trajectory_are_seen_by_the_same_comparison(epochs, monkeypatch):
+    plain, first = roll(epochs, off), {}
+
+    def remembered(seed, example_id, slot, *rest):
+        return first.setdefault((example_id, slot), derive_key(seed, example_id, slot, *rest))
+
+    monkeypatch.setattr("rollout.speculative.derive_key", remembered)
+    exact = roll(epochs, None)
+    assert texts(exact)[0] == texts(plain)[0]
+    assert texts(exact)[1:] != texts(plain)[1:]
 
 
 @pytest.mark.parametrize("replay", [0.0, 1.0])

@@ -79,7 +79,7 @@ def kills(writer, directory, count):
         forks.wait(10)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_killed_writer_loses_nothing_it_acknowledged(tmp_path):
     leftovers = 0
     for acknowledged in kills("write_atomically", tmp_path, 70):
@@ -94,7 +94,7 @@ def test_a_killed_writer_loses_nothing_it_acknowledged(tmp_path):
     assert sorted(os.listdir(tmp_path)) == [LOCK, SNAPSHOT]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_kill_test_can_fail(tmp_path, caplog):
     caplog.set_level(logging.CRITICAL)
     assert any(contents(load(tmp_path), entries(300)) != entries(300) for _ in kills("write_in_place", tmp_path, 40))

@@ -43,8 +43,6 @@ LONGROPE = {
     "original_max_position_embeddings": 16,
 }
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def made(config, scale: float = 1.0):
     """A model with weights as they are initialised, matrices times `scale`."""

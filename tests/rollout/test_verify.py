@@ -22,8 +22,6 @@ from rollout.types import Request
 from rollout.verify import accept_exact, cut
 from tests.engines import local
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 # By hand --------------------------------------------------------------------------------------------------------------
 
 

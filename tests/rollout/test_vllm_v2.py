@@ -16,7 +16,7 @@ needs_vllm = pytest.mark.skipif(
 )
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @needs_vllm
 @pytest.mark.skipif(not TRITON.is_dir(), reason="needs Triton's interpreter: make interpreter")
 def test_the_cases_on_tritons_interpreter():

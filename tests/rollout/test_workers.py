@@ -36,7 +36,8 @@ VOCAB, EOS_IDS = 61, frozenset({1, 7})
 POISON, TIGHT, FULL, DEADLY, BREAKING, SLOW = range(55, 61)  # first tokens of prompts that cause faults
 CLUSTER = ClusterConfig(num_workers=2, start_timeout_s=120, max_failed_ratio=0.25)
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]  # a real cluster
+pytestmark = pytest.mark.slow  # a real cluster
+long = pytest.mark.long  # starts workers anew
 
 
 class Faulty:
@@ -310,7 +311,7 @@ def test_weights_travel_bit_by_bit():
 # Identity -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("workers", "tasks"), [(1, 1), (2, 1), (2, 3), (3, 1)])
+@pytest.mark.parametrize(("workers", "tasks"), [(1, 1), (2, 1), (2, 3), pytest.param(3, 1, marks=long)])
 def test_the_number_of_workers_changes_nothing(pools, local, workers, tasks):
     pool = pools(workers, tasks_per_worker=tasks)
     pool.update_weights(None, pool.weight_version)
@@ -433,7 +434,7 @@ def signal_when_busy(pool, sig):
     return thread, hit
 
 
-@pytest.mark.parametrize("sig", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "hung"])
+@pytest.mark.parametrize("sig", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=long)], ids=["killed", "hung"])
 def test_a_worker_lost_while_it_serves_is_replaced_and_its_rows_done_again(pools, local, sig):
     pool = pools(2, task_timeout_s=6)
     requests = requests_of(marks=[SLOW])
@@ -465,6 +466,7 @@ def test_an_engine_that_broke_inside_a_living_worker_is_replaced(pools, local):
     assert pool.replaced == replaced + 1
 
 
+@long
 def test_a_worker_that_dies_again_and_again_stops_the_run(pools):
     pool = pools(1, max_restarts=1)
     with pytest.raises(RolloutError) as stop:
@@ -475,6 +477,7 @@ def test_a_worker_that_dies_again_and_again_stops_the_run(pools):
     assert pool._workers == []
 
 
+@long
 def test_an_engine_that_breaks_again_and_again_stops_the_run_with_its_traceback(pools):
     pool = pools(1, max_restarts=0)
     with pytest.raises(RolloutError, match=r"(?s)max_restarts=0.*illegal memory access.*Traceback.*in score"):
@@ -493,6 +496,7 @@ def test_a_poisoned_prompt_fails_alone(pools, local):
     assert differing(done, want) == [8, 9, 10, 11], "the comparison sees failed rows"
 
 
+@long
 def test_too_many_failed_rows_stop_the_run(pools):
     with pytest.raises(RolloutError) as stop:
         pools(1, max_failed_ratio=0.1).generate(requests_of(marks=[POISON, POISON]))
@@ -500,6 +504,7 @@ def test_too_many_failed_rows_stop_the_run(pools):
     assert re.search(r"ValueError: cannot digest this prompt\nTraceback[\s\S]*in generate", str(stop.value))
 
 
+@long
 def test_a_fault_of_every_row_is_one_error_with_its_own_words(pools, build_model):
     pool = pools(1, max_failed_ratio=1.0)
     nan = {name: torch.full_like(x, float("nan")) for name, x in state(build_model, 0).items()}
@@ -514,6 +519,7 @@ def test_a_fault_of_every_row_is_one_error_with_its_own_words(pools, build_model
     assert "Traceback" not in str(stop.value)
 
 
+@long
 def test_a_share_that_does_not_fit_the_memory_is_cut(pools, local):
     pool = pools(1)
     requests = requests_of(12, marks=[13, TIGHT])
@@ -522,6 +528,7 @@ def test_a_share_that_does_not_fit_the_memory_is_cut(pools, local):
         pool.generate(requests_of(16, marks=[FULL] * 4))
 
 
+@long
 def test_workers_that_cannot_start_say_why(started, spec):
     one = replace(CLUSTER, num_workers=1)
     with pytest.raises(RolloutError, match=r"worker 0 could not be brought to weight version 0: .*no/such/model"):
@@ -564,7 +571,7 @@ def drive(folder, spec, then):
     return subprocess.Popen([sys.executable, "-c", code], cwd=folder, env=environment, stdout=subprocess.PIPE)
 
 
-@pytest.mark.parametrize("end", [pytest.param("killed", marks=pytest.mark.slow), "finished"])
+@pytest.mark.parametrize("end", [pytest.param("killed", marks=long), "finished"])
 def test_nothing_outlives_the_driver(tmp_path, spec, end):
     driver = drive(tmp_path, spec, "time.sleep(600)" if end == "killed" else "pass")
     pids = [int(pid) for pid in driver.stdout.readline().split()]

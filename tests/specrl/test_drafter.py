@@ -19,8 +19,6 @@ from specrl.run.tasks import arithmetic
 from specrl.tiny import load_tiny
 from tests.engines import local
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 SMALL = DrafterOptions(out="", layers=1, steps=60, batch=8, max_new_tokens=96)
 
 
@@ -120,9 +118,7 @@ def test_the_command_writes_a_model_that_drafts(policy, tmp_path, capsys):
     assert student.config.num_hidden_layers == 1
     assert AutoTokenizer.from_pretrained(out, local_files_only=True).get_vocab() == policy[1].get_vocab()
     requests = [Request(policy[1](p.prompt).input_ids, i, 12) for i, p in enumerate(arithmetic("test", 4, 0, "easy"))]
-    plain, drafting = (
-        local(policy[0], Sampling(frozenset([1])), window=3, drafter=d) for d in (None, student)
-    )
+    plain, drafting = (local(policy[0], Sampling(frozenset([1])), window=3, drafter=d) for d in (None, student))
     assert [c.tokens for c in plain.generate(requests)[0]] == [c.tokens for c in drafting.generate(requests)[0]]
     assert drafting.generate(requests)[1].sources["model"][0] > 0
 

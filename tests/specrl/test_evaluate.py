@@ -4,7 +4,6 @@ from itertools import combinations
 from math import isnan
 
 import pytest
-import torch
 
 from reward.set import RewardSet
 from rollout.keys import derive_key
@@ -152,7 +151,6 @@ def test_noise_of_evaluation_is_its_own():
 
 def command(tmp_path, capsys, *more):
     argv = [word for word in words(tmp_path) if not word.startswith("trainer.")]
-    torch.set_num_threads(1)
     code = run(main, [*argv, *more], schema=EvaluateConfig, training=False)
     return code, *capsys.readouterr()
 

@@ -26,8 +26,6 @@ from specrl.train_router import main as train_router
 from tests import runs
 from trainers.lossy.router import Record, curve
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 @pytest.fixture(scope="module")
 def draft(tmp_path_factory):

@@ -10,15 +10,6 @@ from specrl.run.tasks import arithmetic
 from specrl.tiny import TINY_PATH, Recipe, blur, build_model, collate, load_tiny, make
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Sums are in one order, and a busy machine does not stall the small matrices."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture(scope="module")
 def tiny():
     return load_tiny()

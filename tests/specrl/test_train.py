@@ -51,7 +51,7 @@ def finished(tmp_path_factory, watch):
         "trainer__save_every": 4,
         "report__plots": "true",
     }
-    return folder / "run", run(folder, watch, **options)
+    return folder / "run", run(folder, watch, report=True, **options)
 
 
 def records(folder) -> list[dict]:

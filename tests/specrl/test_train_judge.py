@@ -11,9 +11,6 @@ from specrl.train_judge import TrainJudgeConfig
 from specrl.train_judge import main as train_judge
 from tests import runs
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 REWARD = "[tests.specrl.test_train_judge:few_digits]"
 
 

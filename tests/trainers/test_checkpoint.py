@@ -388,7 +388,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @ALGORITHMS
 def test_killed_at_random_moments_it_ends_as_the_uninterrupted_run(tmp_path, monkeypatch, algorithm):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))

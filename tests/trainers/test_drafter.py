@@ -33,8 +33,6 @@ LAW = Sampling(frozenset([1, 7]))
 IDLE = EngineStats()
 SETTINGS = {"objective": "forward_kl", "learning_rate": 3e-3, "updates": 4, "tokens_per_update": 256, "patience": 0}
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def truncated(policy, layers=1):
     """The policy's first layers with its norm and head, copied."""

@@ -28,8 +28,6 @@ from rollout.types import Request, RolloutError
 from specrl.tiny import load_tiny
 from trainers.grpo.hook import STATE, ReuseRollouts
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 ROOT = Path(__file__).parents[2]
 A, B = "Tom has 3 apples and buys 4 more. How many has he?", "Ann had 9 pens and lost 2. How many are left?"
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}{{ style }}"
@@ -133,18 +131,9 @@ SCRIPT = {
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory, one_thread_module):
+def whole(tmp_path_factory):
     """That script, and where it saved."""
     return train(tmp_path_factory.mktemp("whole"), **SCRIPT)
-
-
-@pytest.fixture(scope="module")
-def one_thread_module():
-    """As `one_thread`, for what several tests share."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
@@ -276,9 +265,7 @@ def test_metrics_are_in_trls_log(whole):
 
 PROGRAM = """
 import json, os, sys
-import torch
 from tests.trainers.test_hook import SCRIPT, train
-torch.set_num_threads(1)
 halved = {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 2, "ddp_backend": "gloo"}
 run = train(sys.argv[1], **SCRIPT | halved)
 found = {"keys": run.keys, "reused": run.logged("spec/reused_ratio")}
@@ -286,7 +273,7 @@ print(json.dumps(found), file=open(f"{sys.argv[1]}/{os.environ['RANK']}.json", "
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_processes_draw_what_one_does(whole, tmp_path):
     """Started as torchrun starts them; each has half of every group."""
     with socket.socket() as free:
@@ -323,7 +310,7 @@ def test_a_resumed_script_goes_on_as_if_undisturbed(whole, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def accumulated(tmp_path_factory, one_thread_module):
+def accumulated(tmp_path_factory):
     """Two rollouts in each of two optimiser steps, all of A, with a checkpoint behind them."""
     return train(tmp_path_factory.mktemp("accumulated"), **ACCUMULATED, max_steps=2)
 

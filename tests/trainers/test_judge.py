@@ -6,8 +6,6 @@ import torch
 from trainers.lossy.fit import roc_auc
 from trainers.lossy.judge import Labels, fit_head, fit_judge, threshold_for_recall
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 @pytest.mark.parametrize(
     ("scores", "labels", "want"),

@@ -1,14 +1,11 @@
 """Mining on a policy, against the same search by hand: one row at a time, plainly decoded, read by the model itself."""
 
-import pytest
 import torch
 
 from rollout.engines.base import Sampling
 from rollout.engines.local.engine import TransformersEngine
 from rollout.types import Request
 from trainers.lossy.mining import Mined, Miner, mine, while_followed
-
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 EOS, CAP, MOST = 1, 16, 5
 PROMPTS = [[5, 6], [5, 6], [9, 4, 7], [8]]

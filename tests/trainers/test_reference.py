@@ -24,7 +24,7 @@ class Policy:
 
 
 @pytest.fixture
-def policy(build_model, one_thread):
+def policy(build_model):
     return Policy(build_model("llama").eval())
 
 

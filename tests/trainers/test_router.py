@@ -8,8 +8,6 @@ import torch
 from trainers.lossy.fit import logistic, spearman
 from trainers.lossy.router import Record, accuracy_by_class, split
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def test_no_problem_is_learned_from_and_judged_by():
     records = [Record(f"p{i % 20}", (0.0,), (5,), (9,), (10,), 0.0, 0.0) for i in range(100)]

@@ -14,7 +14,6 @@ from accelerate import Accelerator, DistributedType
 from rollout.build import build_engine
 from rollout.config import RolloutConfig
 from rollout.engines.base import EngineSpec, Probe
-from rollout.engines.local.engine import TransformersEngine
 from rollout.types import Request, RolloutError
 from tests.engines import local
 from tests.runs import ROOT, differences, policy, run
@@ -126,9 +125,9 @@ def test_adapters_arrive_merged(build_model, options):
 
 def test_weights_that_did_not_arrive_are_noticed(build_model):
     trained, engine = build_model("qwen3", seed=1), own_engine(build_model("qwen3", seed=2))
-    engine._load = lambda weights: None
+    others = named_weights(build_model("qwen3", seed=2))
     with pytest.raises(RolloutError, match="does not run the weights it was sent"):
-        send(engine, trained, 3, TEXT)
+        engine.update_weights(others, 3, probe(trained, TEXT))
     assert engine.weight_version == 0, "the update did not happen"
 
 
@@ -358,7 +357,7 @@ def own_weights(monkeypatch):
     from specrl.run.policy import engine_spec
 
     monkeypatch.setattr(
-        specrl.setup, "engine_factory", lambda config, eos, _: lambda model: build_engine(engine_spec(config, eos))
+        specrl.run.setup, "engine_factory", lambda config, eos, _: lambda model: build_engine(engine_spec(config, eos))
     )
 
 
@@ -374,10 +373,18 @@ def test_a_run_is_the_same_with_an_engine_of_its_own(tmp_path, request):
 
 
 @pytest.mark.slow
-def test_control_weights_that_are_not_sent(tmp_path, own_weights, monkeypatch):
-    monkeypatch.setattr(TransformersEngine, "_load", lambda self, weights: None)
+def test_control_weights_that_are_not_sent(tmp_path, own_weights):
+    def sabotage(trainer):
+        update, first = trainer.rollouts.engine.update_weights, {}
+
+        def stale(weights, version, probe=None):
+            first.setdefault("weights", [(name, w.clone()) for name, w in weights])
+            update(first["weights"], version, probe)
+
+        trainer.rollouts.engine.update_weights = stale
+
     with pytest.raises(RolloutError, match="does not run the weights it was sent"):
-        run(tmp_path)
+        run(tmp_path, sabotage)
 
 
 def test_a_spec_builds_the_same_engine_again():

@@ -21,7 +21,6 @@ from tests.specrl.adapters.fakes import (
     Server,
 )
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 PROMPTS, GROUP, CAP = ["ab", "cde"], 3, 24
 
 
