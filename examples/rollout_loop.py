@@ -26,9 +26,8 @@ for step in range(3):  # every step visits the same prompts, as epochs do
     scores = [float(extract_answer(t) == problems[r.example_id].answer) for r, t in zip(rows, texts, strict=True)]
     rollout.store(rows, batch, step=step, rewards=scores)  # the next visit drafts with these
     groups = torch.tensor(scores).view(-1, config.group_size)
-    for row, c, advantage in zip(
-        rows, batch.completions, (groups - groups.mean(1, keepdim=True)).flatten(), strict=True
-    ):
+    advantages = (groups - groups.mean(1, keepdim=True)).flatten()
+    for row, c, advantage in zip(rows, batch.completions, advantages, strict=True):
         ids = torch.tensor([[*row.prompt, *c.tokens]])
         logp = model(ids).logits[0, len(row.prompt) - 1 : -1].log_softmax(-1)
         (-advantage * logp.gather(-1, ids[0, len(row.prompt) :, None]).sum() / len(rows)).backward()

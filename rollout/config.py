@@ -17,7 +17,7 @@ def doc(default: Any, help: str, *, low: float = 0, high: float = inf, resume: s
         default: the value; or a section's dataclass.
         help: one line, shown by `help=KEY` and in docs/configuration.md.
         low, high: limits of a number, both included.
-        resume: when it may change between two parts of one run, a word of `specrl.config.MAY_CHANGE`; empty: never.
+        resume: when it may change between two parts of one run, a word of MAY_CHANGE (specrl/config); empty: never.
         only: the algorithm that reads it, where others would ignore it: ppo, or grpo for all but ppo.
     """
     if isinstance(default, type):

@@ -63,7 +63,7 @@ class _Worker:
 
 
 class RolloutPool:
-    """An Engine made of `cluster.num_workers` Ray actors; needs a connected Ray (specrl.cluster.connect).
+    """An Engine made of `cluster.num_workers` Ray actors; needs a connected Ray (specrl.run.cluster.connect).
 
     Workers that die or hang are replaced, and get the current weights before they serve; what they were doing is done
     again. A prompt that the engine cannot handle comes back as failed completions, the others unaffected. Whatever else

@@ -16,7 +16,7 @@ from tests.runs import ROOT
 pytestmark = pytest.mark.long
 
 
-ELSEWHERE = {"ablation", "budget", "curves", "soak", "soak_checks", "soak_life", "vllm_baseline", "trees"}
+ELSEWHERE = {"ablation", "budget", "curves", "picture", "soak", "soak_checks", "soak_life", "vllm_baseline", "trees"}
 """Run by a test of their own, or parts of another script."""
 
 

@@ -14,6 +14,7 @@ from rollout.engines.base import Sampling
 from rollout.engines.local.engine import TransformersEngine
 from rollout.engines.vllm.wire import KeyedRequest
 from rollout.types import EngineStats, Request, RolloutError
+from rollout.verify import Stood
 from specrl.adapters.base import ReuseSession
 from tests.rollout.golden import EOS_IDS, VOCAB, all_wrong, corrupt, prompts_and_caps, requests_of
 from tests.rollout.test_vllm import policy, spec_of
@@ -124,14 +125,13 @@ def test_texts_change_the_number_of_steps_and_nothing_else(served, requests, pla
 
 
 def test_control_a_draft_that_is_not_verified_is_found(served, requests, plain, monkeypatch):
-    monkeypatch.setattr(type(served.rules), "settle", _trusting)
+    monkeypatch.setattr(served.rules, "rule", _trusting)
     assert tokens(served.ask(requests, [all_wrong(text) for text in plain[0]], logprobs=None)) != plain[0]
 
 
-def _trusting(rules, row, tested, draws, *_) -> int:
+def _trusting(key, draft, drawn) -> Stood:
     """The planted bug: every draft token stands."""
-    emitted = [*tested, draws[-1]]
-    return row.emit(emitted, emitted, emitted, len(tested), row.sampling.eos_ids)
+    return Stood([*draft.tokens, drawn.draws[-1]], drawn.logprobs, drawn.logprobs, len(draft.tokens))
 
 
 def test_requests_of_others_are_vllms_own(served, requests, plain):

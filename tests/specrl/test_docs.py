@@ -5,6 +5,8 @@ import json
 import re
 import subprocess
 import sys
+from collections import Counter
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -48,8 +50,24 @@ def broken_links(page, text):
 
 
 def missing_files(text):
-    """Source files named in the text that are not there."""
-    return [name for name in re.findall(r"`((?:[a-z_]+/)+[a-z_]+\.py)`", text) if not (ROOT / name).is_file()]
+    """Source files and folders named in the text that are not there; of tests the bare name of the file will do."""
+    named = re.findall(r"`((?:[a-z_]+/)+[a-z_]+\.py)`", text)
+    named += re.findall(r"`((?:specrl|trainers|rollout|reward|benchmarks|tests)/(?:[a-z_]+/)*)`", text)
+    missing = [name for name in named if not (ROOT / name).exists()]
+    return missing + [name for name in re.findall(r"`(test_\w+\.py)`", text) if name not in tests()]
+
+
+def misquoted(text):
+    """Code blocks that say which file they are from, and are not in it."""
+    quoted = re.findall(r"^```python\n# ([\w/]+\.py)\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    quoted = [(file, code) for file, code in quoted if "/" in file]
+    return [file for file, code in quoted if not (ROOT / file).is_file() or code not in indents(read(ROOT / file))]
+
+
+def indents(code):
+    """The code as it is, and without the first one and the first two levels of indentation, one after the other."""
+    shorter = [re.sub(rf"^ {{{width}}}", "", code, flags=re.MULTILINE) for width in (4, 8, 12)]
+    return "\n".join([code, *shorter])
 
 
 def unknown_options(text):
@@ -139,30 +157,41 @@ def test_pages_name_what_exists(page):
     text = read(page)
     assert broken_links(page, text) == []
     assert missing_files(text) == []
+    assert misquoted(text) == []
     assert unknown_options(text) == []
     assert MACHINE_PATH.findall(text) == []
 
 
 def test_planted_faults_in_pages_are_found():
-    page = ROOT / "docs" / "README.md"
+    page = ROOT / "docs" / "index.md"
     assert broken_links(page, "[a](guarantees.md#x) [b](nowhere.md) [c](https://x.y/z.md)") == ["nowhere.md"]
-    assert missing_files("`rollout/noise.py` `rollout/nose.py`") == ["rollout/nose.py"]
+    assert missing_files("`rollout/noise.py` `rollout/nose.py` `rollout/cash/`") == ["rollout/nose.py", "rollout/cash/"]
+    assert missing_files("`test_docs.py` `test_dogs.py`") == ["test_dogs.py"]
+    quoted = "```python\n# rollout/verify.py\nn = accept_exact(drawn.{}, draft.tokens)\n```"
+    assert misquoted(quoted.format("draws")) == []
+    assert misquoted(quoted.format("guesses")) == ["rollout/verify.py"]
     assert unknown_options("`rollout.replay=0.5 rollout.reply=1` or `rollout.cache.*`") == ["rollout.reply"]
     assert MACHINE_PATH.search("cd /home/me/x")
     assert not MACHINE_PATH.search("https://host/data/x and outputs/tmp/x")
 
 
+@pytest.mark.parametrize("wing", ["rollout", "drafting", "engines", "training", "cluster", "lossy"])
+def test_a_wing_opens_with_its_picture_and_quotes_its_code(wing):
+    page = read(ROOT / "docs" / f"{wing}.md")
+    assert page.splitlines()[2].startswith("```"), "the picture comes first"
+    assert re.search(r"^```python\n# (rollout|specrl)/", page, re.MULTILINE)
+
+
 def test_every_page_is_in_the_index():
-    index = read(ROOT / "docs" / "README.md")
-    front = {"README.md", "index.md"}  # the index itself, and the front page of the site
-    assert {page.name for page in PAGES if page.parent.name == "docs" and f"({page.name})" not in index} == front
-    assert len(index.splitlines()) <= 20
+    index = read(ROOT / "docs" / "index.md")
+    pages = [page.name for page in PAGES if page.parent.name == "docs" and page.name != "index.md"]
+    assert [name for name in pages if f"({name})" not in index] == []
 
 
 def test_the_site_has_every_page_once():
     listed = navigation(read(ROOT / "mkdocs.yml"))
     pages = {page.name for page in PAGES if page.parent.name == "docs"}
-    assert sorted(listed) == sorted(pages - {"README.md"}), "the site has its navigation instead of the index"
+    assert sorted(listed) == sorted(pages)
     assert navigation("nav:\n  - Overview: README.md\n  - A b: c.md\nx: y.md") == ["README.md", "c.md"]
 
 
@@ -171,7 +200,7 @@ def test_the_site_opens_with_what_it_is_and_cuts_nothing_off(tmp_path):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     front = read(tmp_path / "index.html")
-    shown = ("Exact speculative rollouts", 'src="images/report.png"', "make train", "make test", "rollout_func=reuse")
+    shown = ("Exact speculative rollouts", 'src="images/claim.png"', "make train", "make test", "rollout_func=reuse")
     assert [part for part in (*shown, 'href="css/specrl.css"') if part not in front] == []
     assert "white-space: normal" in read(tmp_path / "css" / "specrl.css"), "the theme keeps a table cell on one line"
     pages = [read(page) for page in tmp_path.rglob("index.html")]
@@ -188,35 +217,95 @@ def test_the_messages_that_troubleshooting_explains_exist():
 
 
 def test_lengths():
-    assert len(read(ROOT / "README.md").splitlines()) < 150
+    assert 60 <= len(read(ROOT / "README.md").splitlines()) <= 80
     assert len(read(ROOT / "docs" / "guarantees.md").splitlines()) <= 190
 
 
-def test_the_tests_that_hold_the_guarantees_exist():
-    table = read(ROOT / "docs" / "guarantees.md").partition("## How each promise is tested")[2]
-    folder = ""
-    names = []
-    for name in re.findall(r"`((?:tests/\w+/)?test_\w+\.py)`", table):
-        folder = str(Path(name).parent) if "/" in name else folder
-        names.append(name if "/" in name else f"{folder}/{name}")
-    assert len(names) >= 9
-    assert [name for name in names if not (ROOT / name).is_file()] == []
+def terminal(text):
+    """Lines of a page's code blocks without a language that a terminal of 80 columns would wrap."""
+    code = re.findall(r"^```\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    return [line for block in code if "Step " in block for line in block.splitlines() if len(line) > 80]
+
+
+def test_what_the_readme_shows_of_a_run_fits_a_terminal():
+    assert terminal(read(ROOT / "README.md")) == []
+    assert terminal("```\nStep 1/2 | " + "x" * 80 + "\n```") != []
+
+
+def unlocated(rows):
+    """Rows of a table of figures that name no commit."""
+    return [row for row in rows if re.search(r"\d\.\d+x", row) and not re.search(r"\b[0-9a-f]{7}\b", row)]
+
+
+def test_every_figure_of_the_readme_names_its_commit():
+    rows = [line for line in read(ROOT / "README.md").splitlines() if line.startswith("|")]
+    assert sum("x" in row and "AMD EPYC" in row for row in rows) >= 4
+    assert unlocated(rows) == []
+    assert unlocated(["| GRPO | 2.51x | 2 cores |", "| GRPO | 2.51x | e1a98e3 |"]) == ["| GRPO | 2.51x | 2 cores |"]
+
+
+@cache
+def names():
+    """What the packages define: classes, with their members, functions and names of modules, each with how often."""
+    count = Counter()
+    for package in ("specrl", "trainers", "rollout", "reward"):
+        for file in (ROOT / package).rglob("*.py"):
+            body = ast.parse(read(file)).body
+            count.update(name for node in body for name in defined(node))
+            classes = [node for node in body if isinstance(node, ast.ClassDef)]
+            count.update(f"{node.name}.{name}" for node in classes for part in node.body for name in defined(part))
+    return count
+
+
+def defined(node):
+    """Names that a statement defines."""
+    if isinstance(node, ast.ClassDef | ast.FunctionDef):
+        return [node.name]
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+    return [target.id for target in targets if isinstance(target, ast.Name)]
+
+
+def unknown_nouns(text):
+    """Rows of the glossary whose second column is no name of the code, or one that means several things there."""
+    code = re.findall(r"^\| [A-Z][^|]* \| `([\w.]+)` \|", text, re.MULTILINE)
+    return [name for name in code if names()[name] != 1]
+
+
+def test_the_glossary_names_what_the_code_has_once():
+    page = read(ROOT / "docs" / "glossary.md")
+    assert 24 <= len(re.findall(r"^\| [A-Z][^|]* \| `", page, re.MULTILINE)) <= 30
+    assert unknown_nouns(page) == []
+    planted = (
+        "| Draft | `Draft` | x |\n| Guess | `Guess` | x |\n| Text | `Text` | two things |\n| Slot | `Row.slot` | x |"
+    )
+    assert unknown_nouns(planted) == ["Guess", "Text", "Row.slot"]
+
+
+@cache
+def tests():
+    """Names of all tests, and of all files of tests."""
+    files = [*(ROOT / "tests").rglob("*.py")]
+    return {name for file in files for name in re.findall(r"^def (test_\w+)\(", read(file), re.MULTILINE)} | {
+        file.name for file in files
+    }
 
 
 def unfounded(rows):
-    """Tests that the last cells of table rows name and that do not exist; a bare file is the one last named in full."""
-    full, found = {}, []
+    """Tests that the last cells of table rows name and that do not exist, and rows that name none."""
+    found = []
     for row in rows:
-        path = None
-        for name in re.findall(r"`((?:tests/\w+/)?test_\w+(?:\.py)?)`", row.rstrip("| ").rpartition("|")[2]):
-            if name.endswith(".py"):
-                full |= {Path(name).name: name} if "/" in name else {}
-                path = ROOT / full.get(Path(name).name, name)
-                found += [] if path.is_file() else [name]
-            elif not path or not path.is_file() or f"def {name}(" not in read(path):
-                found.append(name)
-        found += [] if path else [row]
+        named = re.findall(r"`(?:tests/\w+/)?(test_\w+(?:\.py)?)`", row.rstrip("| ").rpartition("|")[2])
+        found += [name for name in named if name not in tests()] + ([] if named else [row])
     return found
+
+
+def test_every_promise_has_its_tests_and_its_planted_faults():
+    table = read(ROOT / "docs" / "guarantees.md").partition("## How each promise is tested")[2]
+    rows = [line for line in table.splitlines() if line.startswith("|")][2:]
+    assert len(rows) >= 12
+    assert unfounded(rows) == []
+    assert [row for row in rows if len(row.split("|")) != 5] == [], "promise, planted faults, tests"
+    assert unfounded(["| a | b | `test_lengths`, `test_dogs.py` |"]) == ["test_dogs.py"]
 
 
 def test_every_fault_has_its_tests():
@@ -228,9 +317,9 @@ def test_every_fault_has_its_tests():
 
 def test_planted_faults_in_the_fault_table_are_found():
     row = "| 1 | a | b | `tests/specrl/test_docs.py`: `{}` |"
-    assert unfounded([row.format("test_lengths"), "| 2 | a | b | `test_docs.py`: `test_lengths` |"]) == []
+    assert unfounded([row.format("test_lengths"), "| 2 | a | b | `test_lengths` |"]) == []
     assert unfounded([row.format("test_length")]) == ["test_length"]
-    assert unfounded(["| 1 | a | b | `tests/specrl/test_dogs.py` |"]) == ["tests/specrl/test_dogs.py"]
+    assert unfounded(["| 1 | a | b | `tests/specrl/test_dogs.py` |"]) == ["test_dogs.py"]
     assert unfounded(["| 1 | `test_lengths` | b | none |"]) == ["| 1 | `test_lengths` | b | none |"]
 
 

@@ -2,7 +2,7 @@
 
 On Model Runner V1 (always on a CPU) a response is one request: drafts ride in it, and this package's own noise draws
 its tokens, so that they are those of the transformers engine. V2 needs a request to verify and one to continue
-(vllm_v2.py) and draws with vLLM's own position-keyed noise. Either way drafts never change what is sampled.
+(two_requests.py) and draws with vLLM's own position-keyed noise. Either way drafts never change what is sampled.
 """
 
 from __future__ import annotations
