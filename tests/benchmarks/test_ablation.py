@@ -11,6 +11,8 @@ from benchmarks import ablation
 from rollout.engines.local import engine as transformers
 from specrl.config.load import load
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def small(monkeypatch, tmp_path):

@@ -16,6 +16,8 @@ from rollout.config import RolloutConfig
 from rollout.speculative import SpeculativeRollout
 from rollout.types import Row
 
+pytestmark = pytest.mark.slow
+
 # Statistics -----------------------------------------------------------------------------------------------------------
 
 
