@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import ablation
-from rollout.engines.local import engine as transformers
+from rollout import verify
 from specrl.config.load import load
 
 pytestmark = pytest.mark.slow
@@ -46,6 +46,6 @@ def test_every_method_is_measured_in_every_regime_and_size(small, capsys):
 
 
 def test_other_texts_than_plain_decodings_end_it(small, monkeypatch):
-    monkeypatch.setattr(transformers, "accept_exact", lambda draws, draft: len(draft))
+    monkeypatch.setattr(verify, "accept_exact", lambda draws, draft: len(draft))
     with pytest.raises(SystemExit, match="sampled other tokens than plain decoding"):
         ablation.main(small)
