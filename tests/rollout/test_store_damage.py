@@ -274,7 +274,7 @@ def test_a_header_that_counts_other_rows(tmp_path, capsys, rows):
 def test_a_negative_slot_is_malformed(tmp_path, capsys, monkeypatch):
     """`put` refuses it; a row of another writer may have it, with a right checksum."""
     with monkeypatch.context() as patch:
-        patch.setattr("rollout.cache.complaint", lambda *_: None)
+        patch.setattr("rollout.cache.memory.complaint", lambda *_: None)
         saved(tmp_path, [*entries(4), ("ex-é0", -1, entries(1)[0][2])])
     loaded = load(tmp_path)
     assert (len(loaded), loaded.dropped) == (4, 1)
