@@ -137,3 +137,9 @@ def test_memory_is_bounded_and_what_is_in_use_stays(capacity):
         table.learn([(PROMPT, [1, 2, 3, 4, 5, 6]), ((*PROMPT, 96), [rng.randrange(1000) for _ in range(30)])])
         assert len(table) <= 2 * (capacity + 120)
     assert table.next((1, 2, 3, 4, 5))[0] == 6
+
+
+def test_a_full_generation_is_still_asked():
+    table = ContextTable(capacity=1)
+    table.learn([(PROMPT, [1, 2, 3, 4])])  # fills it, so that a new generation begins
+    assert table.next((1, 2, 3))[0] == 4

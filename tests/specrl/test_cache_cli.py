@@ -47,7 +47,7 @@ def test_verify_counts_damage_and_changes_nothing(directory, capsys):
 def test_verify_names_malformed_entries(tmp_path, capsys, monkeypatch):
     cache = TrajectoryCache(Fingerprint(), 100, [1])
     with monkeypatch.context() as patch:
-        patch.setattr("rollout.cache.complaint", lambda *_: None)
+        patch.setattr("rollout.cache.memory.complaint", lambda *_: None)
         cache.put("ex-1", 0, Trajectory((5, 100, 1), 0, "stop", 0, 0))
     cache.save(tmp_path, 0)
     assert main(["verify", f"run={tmp_path}"]) == 3

@@ -59,6 +59,11 @@ def test_a_run_without_measurements_claims_nothing():
     assert "held-out" not in text
 
 
+def test_a_measured_gap_of_zero_is_told():
+    text = card(config(), SUMMARY | {"reuse": {"reused_ratio": 0.97, "reuse_gap": 0.0}})
+    assert "- reuse gap (reward of replayed rows minus fresh ones): +0.000" in text
+
+
 def test_the_settings_in_the_card_repeat_the_run(tmp_path):
     given = config(seed=3, output_dir="/elsewhere")
     given.trainer.prompts_per_step, given.dataset.train_size, given.dataset.test_size = 4, 64, 8

@@ -55,8 +55,8 @@ def ones(rows, responses):
     return [1.0] * len(rows), {}
 
 
-def made(rank=0, config=None, engine=None, policy=None, score=ones, **source) -> Rollouts:
-    """Of the process `rank`, at step 7."""
+def made(rank=0, config=None, engine=None, policy=None, score=ones, state=None, **source) -> Rollouts:
+    """Of the process `rank`, at step 7 where `state` does not say another."""
     accelerator = SimpleNamespace(
         process_index=rank, num_processes=1, device=torch.device("cpu"), distributed_type="NO", state=None
     )
@@ -69,7 +69,7 @@ def made(rank=0, config=None, engine=None, policy=None, score=ones, **source) ->
         rollout=source.config,
         trainer=TrainerConfig(),
     )
-    state, policy = SimpleNamespace(global_step=7, epoch=2.5), policy or SimpleNamespace(dtype=torch.float32)
+    state, policy = state or SimpleNamespace(global_step=7, epoch=2.5), policy or SimpleNamespace(dtype=torch.float32)
     return Rollouts(setup, accelerator, lambda: policy, lambda: state)
 
 
@@ -122,7 +122,7 @@ def test_companions_see_the_rows_that_have_a_response():
 def test_control_steps_compare_a_shared_engine_with_the_policy(build_model):
     """Plain decoding takes the same path as drafts do, so control rows cannot tell that it has become a wrong one."""
     model = build_model("qwen3")
-    engine = TransformersEngine(model, Sampling(frozenset()), window=3)
+    engine = TransformersEngine(model, Sampling(frozenset()))
     shared = made(config=RolloutConfig(group_size=4, measure_every=2), engine=engine, policy=model)
     shared.collect([{"example_id": "e0"}])
     shared.finish()
@@ -159,6 +159,22 @@ def test_an_engine_that_does_not_follow_the_policy_is_refused():
     stale = made(response=replace(GOOD, version=6))
     with pytest.raises(RolloutError, match="row 0 by weight version 6 at version 7"):
         stale.collect([{"example_id": "e0"}])
+
+
+def test_an_engine_with_weights_of_its_own_gets_each_version_once(build_model):
+    engine, state = Engine(), SimpleNamespace(global_step=7, epoch=0.0)
+    engine.own_weights = True
+    own = made(engine=engine, policy=build_model("llama"), state=state)
+    own.sync()
+    own.sync()
+    state.global_step = 8
+    own.sync()
+    assert engine.versions == [7, 8]
+
+
+def test_a_response_that_failed_has_no_reward():
+    lost = Completion([], [], [], [], "length", 7, 0, failure="its worker died")
+    assert made(response=lost).collect([{"example_id": "e0"}]).rewards == [None]
 
 
 def test_importance_with_every_response_masked():
