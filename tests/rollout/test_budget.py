@@ -341,9 +341,7 @@ def test_a_row_joins_when_a_chain_brings_in_what_catching_up_costs():
 def test_confidence_is_what_became_of_equally_confident_tokens():
     budget = Budget()
     for _ in range(500):
-        budget.drafter.observe_chain(
-            [math.log(0.975), math.log(0.975), math.log(0.6)], 2
-        )  # 0.6 never stands
+        budget.drafter.observe_chain([math.log(0.975), math.log(0.975), math.log(0.6)], 2)  # 0.6 never stands
         budget.drafter.observe_chain([math.log(0.2), math.log(0.975)], 0)  # what follows a rejection was not judged
     assert budget.drafter.confidence(math.log(0.975)) > 0.98
     assert budget.drafter.confidence(math.log(0.6)) < 0.05
