@@ -20,7 +20,7 @@ from specrl.results.speedup import of_pairs
 class ScriptedEngine:
     """Answers each call with one token a row, after the next of its scripted seconds."""
 
-    own_weights, contexts, weight_version = True, None, 0
+    own_weights, drafting, weight_version = True, SimpleNamespace(contexts=None), 0
 
     def __init__(self, clock, plain, own):
         self.clock, self.left = clock, {True: list(plain), False: list(own)}
