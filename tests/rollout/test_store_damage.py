@@ -271,6 +271,17 @@ def test_a_header_that_counts_other_rows(tmp_path, capsys, rows):
     assert (len(loaded), loaded.dropped, loaded.quarantined) == (0, 0, 1)
 
 
+@pytest.mark.parametrize("column", ["example_id", "slot", "key", "tokens"])
+def test_rows_whose_fields_were_exchanged_are_dropped(tmp_path, column):
+    saved(tmp_path, entries(8))
+    table = pq.read_table(tmp_path / SNAPSHOT)
+    at, field = table.schema.get_field_index(column), table.schema.field(column)
+    other = pa.array(table[column].to_pylist()[::-1], field.type)
+    pq.write_table(table.set_column(at, field, other), tmp_path / SNAPSHOT)
+    loaded = load(tmp_path)
+    assert (len(loaded), loaded.dropped) == (0, 8)
+
+
 def test_a_negative_slot_is_malformed(tmp_path, capsys, monkeypatch):
     """`put` refuses it; a row of another writer may have it, with a right checksum."""
     with monkeypatch.context() as patch:

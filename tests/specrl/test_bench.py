@@ -5,11 +5,12 @@ import time
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from rollout.config import RolloutConfig
 from rollout.types import Completion, EngineStats, Row
 from specrl.bench.__main__ import BenchConfig, command
-from specrl.bench.pair import Bench, options, prepare
+from specrl.bench.pair import Bench, options, perturbed, prepare
 from specrl.config.load import load
 from specrl.config.options import ConfigError
 from specrl.config.schema import Config
@@ -19,7 +20,7 @@ from specrl.results.speedup import of_pairs
 class ScriptedEngine:
     """Answers each call with one token a row, after the next of its scripted seconds."""
 
-    own_weights, contexts, weight_version = True, None, 0
+    own_weights, drafting, weight_version = True, SimpleNamespace(contexts=None), 0
 
     def __init__(self, clock, plain, own):
         self.clock, self.left = clock, {True: list(plain), False: list(own)}
@@ -40,7 +41,7 @@ def scripted(monkeypatch, tiny):
 
     def make(plain, own) -> Bench:
         engine = ScriptedEngine(clock, plain, own)
-        monkeypatch.setattr("rollout.engines.build_engine", lambda *_: engine)
+        monkeypatch.setattr("rollout.build.build_engine", lambda *_: engine)
         rows = [Row("a", (5, 6))] * 2
         return Bench(tiny("llama"), frozenset({1}), Config(rollout=RolloutConfig(group_size=2)), rows, {}, {})
 
@@ -54,6 +55,13 @@ def test_the_speedup_is_the_median_of_the_paired_ratios(scripted):
     assert case.speedup_range == (1.0, 4.0)
     assert (case.plain_s, case.specrl_s) == (6.0, 2.0)
     assert (case.differing_rows, case.rows) == (0, 2)
+
+
+def test_only_matrices_are_perturbed():
+    weights = {"matrix": torch.eye(3), "norm": torch.arange(3.0)}
+    older = perturbed(weights, 0.5)
+    assert torch.equal(older["norm"], weights["norm"])
+    assert not torch.equal(older["matrix"], weights["matrix"])
 
 
 def test_the_median_of_the_ratios_is_not_the_ratio_of_the_medians(scripted):

@@ -50,8 +50,8 @@ CASES = {
         "rollout.drafter=outputs/draft does not exist. Make it first: python -m specrl.drafter out=outputs/draft (",
     ),
     "too many layers": (
-        {"rollout__drafter": "layers=9"},
-        "rollout.drafter=layers=9: model={p} has 2 layers; N must be below that.",
+        {"rollout__drafter": "layers=2"},
+        "rollout.drafter=layers=2: model={p} has 2 layers; N must be below that.",
     ),
     "too many prompts": (
         {"data": "{d}/train.jsonl", "trainer__prompts_per_step": 999},

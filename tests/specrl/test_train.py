@@ -244,17 +244,17 @@ def test_scorer_hands_over_the_columns_and_counts_failures():
 
         def __call__(self, samples):
             self.samples = samples
-            return [None, 2.0]
+            return [None, 2.0, 4.0]
 
     echo = Echo()
     tokenizer = AutoTokenizer.from_pretrained(policy())
     score = scorer(RewardSet([echo], [0.5], max_failure_ratio=1), tokenizer)
-    rows = [{"prompt": "p", "answer": None, "example_id": "e", "level": 3}] * 2
-    totals, metrics = score(rows, [tokenizer("7").input_ids, tokenizer("8").input_ids])
-    assert totals == [None, 1.0]
+    rows = [{"prompt": "p", "answer": None, "example_id": "e", "level": 3}] * 3
+    totals, metrics = score(rows, [tokenizer(text).input_ids for text in "789"])
+    assert totals == [None, 1.0, 2.0]
     counts = {"reward/failed": 1, "reward/timeouts": 0, "reward/over_limit": 0, "reward/reused_ratio": 0}
-    assert metrics == {**counts, "rewards/echo/mean": 2.0}
-    assert [s.completion for s in echo.samples] == ["7", "8"]
+    assert metrics == {**counts, "rewards/echo/mean": 3.0}
+    assert [s.completion for s in echo.samples] == ["7", "8", "9"]
     assert (echo.samples[0].prompt, echo.samples[0].answer) == ("p", None)
     assert echo.samples[0].fields == {"example_id": "e", "level": 3}
 
