@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from reward.base import Sample
 from rollout.cache.memory import Fingerprint, TrajectoryCache
 from rollout.drafting.suffix import PromptTexts, SuffixDrafter
+from rollout.engines.base import Limits
 from rollout.engines.local.ragged import RaggedModel
 from rollout.keys import derive_key
 from rollout.types import Request
@@ -76,7 +77,7 @@ def mismatches(pair: Pair, drafts: Sequence[Drafted], rewards: RewardSet, most: 
         propose = while_followed([d.text for d in drafts])
     else:
         greedy = replace(pair.sampling, temperature=0.0)
-        propose = by_model(RaggedModel(pair.draft, greedy, tokens_per_pass=rollout.tokens_per_pass), prompts)
+        propose = by_model(RaggedModel(pair.draft, greedy, Limits.of(rollout)), prompts)
     miner = Miner(pair.policy, pair.sampling, rollout.max_new_tokens, rollout.tokens_per_pass)
 
     def reward(rows: Sequence[int], texts: Sequence[list[int]]) -> list[float | None]:

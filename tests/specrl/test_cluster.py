@@ -86,7 +86,7 @@ def test_the_folder_of_sockets_and_logs_is_private(started):
 
 
 def test_what_killed_runs_left_is_removed_and_what_living_ones_use_is_not():
-    hold = "from specrl.cluster import private_folder as f; c = f(); print(c.__enter__(), flush=True); input()"
+    hold = "from specrl.run.cluster import private_folder as f; c = f(); print(c.__enter__(), flush=True); input()"
     command = [sys.executable, "-c", hold]
     runs = [
         subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(2)

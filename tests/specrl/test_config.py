@@ -421,7 +421,7 @@ def test_run_returns_what_main_returns():
 
 
 def test_help_into_a_closed_pipe_is_silent():
-    code = "import sys, time; from specrl import config; time.sleep(0.3); sys.exit(config.run(print, ['help=rollout']))"
+    code = "import sys, time; from specrl.config.load import run; time.sleep(1); sys.exit(run(print, ['help=rollout']))"
     pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, **pipe) as process:
         process.stdout.close()
@@ -494,7 +494,7 @@ def test_levels_are_those_of_the_generator():
 
 def test_help_imports_nothing_heavy():
     code = (
-        "import sys; from specrl import config; config.load(['help=true']); config.load(['config=grpo_math']);"
+        "import sys; from specrl.config.load import load; load(['help=true']); load(['config=grpo_math']);"
         "heavy = {'torch', 'transformers', 'trl', 'numpy', 'datasets', 'ray', 'vllm', 'pyarrow', 'rich'};"
         "print(sorted(heavy & set(sys.modules)))"
     )

@@ -93,7 +93,7 @@ def test_what_is_there_is_not_asked_for(start, tmp_path):
 
 def test_nothing_heavy_is_loaded_before(tmp_path):
     code = (
-        "import sys; from specrl import config; import specrl.train; "
+        "import sys; from specrl.config import load as config; import specrl.train; "
         "rc = config.run(specrl.train.main, ['config=arbitrage_math']); "
         "sys.exit(rc if 'torch' not in sys.modules else 'torch is loaded')"
     )

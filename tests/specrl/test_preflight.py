@@ -129,7 +129,7 @@ def test_a_run_finds_it_before_it_begins(name, folder, refusal):
 
 def test_a_run_looks_before_it_imports_torch_and_makes_its_directory(folder):
     code = (
-        "import sys, specrl.train; from specrl import config; code = config.run(specrl.train.main, sys.argv[1:]);"
+        "import sys, specrl.train; from specrl.config.load import run; code = run(specrl.train.main, sys.argv[1:]);"
         "print(code, sorted({'torch', 'transformers', 'trl', 'datasets', 'numpy'} & set(sys.modules)))"
     )
     argv = command_line({"data": "{d}/torn.jsonl", "reward__functions": "[math]"}, folder)

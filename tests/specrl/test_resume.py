@@ -50,8 +50,10 @@ def test_a_claim_makes_the_directory_and_leaves_nothing_but_an_empty_lock_in_it(
 def test_a_name_is_held_while_its_run_lives(tmp_path, capsys, monkeypatch, resume):
     """The second start ends before it loads anything; the death of the first, however it comes, frees the name."""
     first = hold(tmp_path)
-    monkeypatch.setattr(specrl.setup, "parts", lambda *_: pytest.fail("it began"))
-    assert cli.run(specrl.train.main, words(tmp_path, resume=resume)) == cli.USAGE_ERROR
+    monkeypatch.setattr(specrl.run.setup, "parts", lambda *_: pytest.fail("it began"))
+    argv = words(tmp_path, resume=resume)
+    capsys.readouterr()
+    assert cli.run(specrl.train.main, argv) == cli.USAGE_ERROR
     errors = capsys.readouterr().err.splitlines()
     assert len(errors) == 1
     assert f"is in use by a run that lives (pid {first.pid} on {os.uname().nodename} since " in errors[0]

@@ -29,10 +29,10 @@ def test_the_wheel_holds_configs_and_the_tiny_policy(tmp_path):
     assert _names(unpacked / "specrl" / "assets" / "tiny") == _names(ROOT / "specrl" / "assets" / "tiny") != set()
     modules = [path.relative_to(ROOT) for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
     assert [path for path in modules if not (unpacked / path).exists()] == []
-    code = "from specrl import config; print(config.__file__); print(config.load(['config=grpo_math']).name)"
+    code = "from specrl.config import load as cli; print(cli.__file__); print(cli.load(['config=grpo_math']).name)"
     environment = {"PYTHONPATH": str(unpacked)}
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert done.stdout.splitlines() == [str(unpacked / "specrl" / "config.py"), "grpo_math"], done.stderr
+    assert done.stdout.splitlines() == [str(unpacked / "specrl" / "config" / "load.py"), "grpo_math"], done.stderr
 
 
 def _names(folder, pattern="*"):
