@@ -27,7 +27,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from soak_checks import Sample, disagreements, excesses, grown, leaks
-from soak_life import Life, command, size_mb
+from soak_life import Life, command, environment, size_mb
 
 from rollout.config import doc
 from specrl.config import load as cli
@@ -198,7 +198,8 @@ class Soak:
 
     def refused(self, before: Life) -> None:
         key = self.rng.choice(list(ILLEGAL))
-        tried = subprocess.run(command(before.words | {key: ILLEGAL[key]}), capture_output=True, text=True)
+        words = command(before.words | {key: ILLEGAL[key]})
+        tried = subprocess.run(words, env=environment(), capture_output=True, text=True)
         if tried.returncode != USAGE_ERROR or f"other settings than {before.run} began with: {key}" not in tried.stderr:
             self.check([f"{key}={ILLEGAL[key]} was not refused: {tried.returncode} {tried.stderr[-500:]}"])
         self.struck["illegal_change"] += 1

@@ -28,8 +28,7 @@ class Life:
         self.words, self.samples, self.run = words, [], Path(words["output_dir"]) / words["name"]
         self.log, self.sign = self.run.with_suffix(".log"), self.run.with_suffix(".disk-full")
         self.mark = f"{os.getpid()}-{time.monotonic_ns()}"  # in the environment of every process of this life
-        path = os.pathsep.join([str(HOOKS), os.environ.get("PYTHONPATH", "")])
-        env = os.environ | {"PYTHONPATH": path, "SOAK_LIFE": self.mark}
+        env = environment() | {"SOAK_LIFE": self.mark}
         env |= {"SOAK_DISK_FULL": str(self.sign)} if hostile else {}
         with self.log.open("a") as log:
             self.process = psutil.Popen(command(words), env=env, stdout=log, stderr=log)
@@ -107,6 +106,11 @@ class Life:
                 if process.environ().get("SOAK_LIFE") == self.mark and process.status() != psutil.STATUS_ZOMBIE:
                     found.append(f"{process.pid} {title(process)[:80]}")
         return found
+
+
+def environment() -> dict[str, str]:
+    """In which a life finds its faults and its reward."""
+    return os.environ | {"PYTHONPATH": os.pathsep.join([str(HOOKS), os.environ.get("PYTHONPATH", "")])}
 
 
 def command(words: dict[str, str]) -> list[str]:

@@ -26,6 +26,7 @@ import tests.runs as runs
 import specrl.run.setup
 import specrl.train
 from specrl.config import load as config
+from specrl.run.data import load_examples
 
 build = specrl.run.setup.build_trainer
 
@@ -41,8 +42,9 @@ def recorded(words):
     if config.run(specrl.train.main, words):
         raise SystemExit(1)
     cache = record.trainer.rollouts.source.cache
-    rows = {row for step in record.steps for row in step.rows} if cache else ()
-    held = [(e, s, cache.get(e, s)) for e, s in sorted(rows) if cache.get(e, s)]
+    given = config.load(words)
+    ids = sorted(example.id for example in load_examples(given.data, given.dataset, "train", given.seed))
+    held = [(e, s, cache.get(e, s)) for e in ids for s in range(4) if cache and cache.get(e, s)]
     names = ("step", "rows", "tokens", "rewards", "metrics", "reuse")
     return {
         "steps": [{name: getattr(step, name) for name in names} for step in record.steps],

@@ -177,7 +177,7 @@ def test_a_key_that_vllm_takes_for_no_seed(engine):
 @pytest.mark.parametrize(
     ("settings", "word"),
     [
-        ({"top_p": 0.9}, r"rollout\.top_p=0\.9; use rollout\.vllm\.runner=v1"),
+        ({"top_p": 0.9}, r"rollout\.top_p=0\.9 with"),
         ({"top_k": 5}, r"rollout\.top_k=5"),
         ({"temperature": 0.001}, r"not 0\.001"),
     ],
