@@ -54,7 +54,7 @@ def missing_files(text):
     named = re.findall(r"`((?:[a-z_]+/)+[a-z_]+\.py)`", text)
     named += re.findall(r"`((?:specrl|trainers|rollout|reward|benchmarks|tests)/(?:[a-z_]+/)*)`", text)
     missing = [name for name in named if not (ROOT / name).exists()]
-    return missing + [name for name in re.findall(r"`(test_\w+\.py)`", text) if name not in tests()]
+    return missing + [name for name in re.findall(r"`(test_\w+\.py)`", text) if name not in existing_tests()]
 
 
 def misquoted(text):
@@ -282,7 +282,7 @@ def test_the_glossary_names_what_the_code_has_once():
 
 
 @cache
-def tests():
+def existing_tests():
     """Names of all tests, and of all files of tests."""
     files = [*(ROOT / "tests").rglob("*.py")]
     return {name for file in files for name in re.findall(r"^def (test_\w+)\(", read(file), re.MULTILINE)} | {
@@ -295,7 +295,7 @@ def unfounded(rows):
     found = []
     for row in rows:
         named = re.findall(r"`(?:tests/\w+/)?(test_\w+(?:\.py)?)`", row.rstrip("| ").rpartition("|")[2])
-        found += [name for name in named if name not in tests()] + ([] if named else [row])
+        found += [name for name in named if name not in existing_tests()] + ([] if named else [row])
     return found
 
 
