@@ -85,8 +85,8 @@ class Judged(Drafting):
     def propose(self, rows: Sequence[Response], stats: EngineStats) -> list[Draft]:
         """Stored text where the row has any, else the draft model's."""
         drafts = [self._stored(row) for row in rows]
-        going = [i for i, (row, draft) in enumerate(zip(rows, drafts, strict=True))
-                 if self._reader and self._goes_on(row, draft.tokens)]  # fmt: skip
+        bare = [i for i, draft in enumerate(drafts) if not draft.tokens]
+        going = [i for i in bare if self._reader and self._goes_on(rows[i], ())]
         written = {i: ([], [], []) for i in going}
         while going:
             drawn = self._reader.follow({i: [*rows[i].tokens, *written[i][0]] for i in going})

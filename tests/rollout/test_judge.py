@@ -170,9 +170,12 @@ def test_judged_tokens_carry_the_drafts_log_prob(models):
     assert off > 0
 
 
-def test_judged_stored_text_carries_its_stored_log_prob(models, plain):
-    done, _ = engine(models, ALL, window=64, draft=None).generate(requests(stored=old(plain)))
-    for c, text in zip(done, old(plain), strict=True):
+@pytest.mark.parametrize(("kept", "drafts"), [(24, False), (5, True)])
+def test_judged_stored_text_carries_its_stored_log_prob(models, plain, kept, drafts):
+    """Also where it is shorter than the window: a draft model writes on behind it, not in its place."""
+    texts, draft = [text[:kept] for text in old(plain)], models[1] if drafts else None
+    done, _ = engine(models, ALL, window=64, draft=draft).generate(requests(stored=texts))
+    for c, text in zip(done, texts, strict=True):
         for (token, logprob), b, emitted, reused in zip(text, c.behaviour_logprobs, c.tokens, c.reused, strict=False):
             assert not reused or (emitted, b) == (token, logprob)
         assert [b for b, reused in zip(c.behaviour_logprobs, c.reused, strict=True) if not reused] == [
