@@ -55,6 +55,7 @@ class Budget:
         self.drafter = DraftModelRecord()
         self._passes, self._trial = CostModel(), Trial()
         self._seen: dict[Kind, list[float]] = {}  # draft tokens that were accepted, and that were not
+        self._all = [0.0, 0.0]  # the same of all kinds
         self._needed = 0.0
         self._plain = 0.0, 0.0  # seconds of a plain pass and of each row in it, as last planned with
         self._emitted = 0  # tokens of the pass in progress
@@ -73,7 +74,7 @@ class Budget:
 
         Else each kind would have to fail by itself before useless drafts are left.
         """
-        accepted, rejected = map(sum, zip((0.0, 0.0), *self._seen.values(), strict=True))
+        accepted, rejected = self._all
         return min((accepted + WEIGHT * PRIOR) / (accepted + rejected + WEIGHT), PRIOR)
 
     def gain(self, kind: Kind, drafted: int, price: float) -> float:
@@ -106,13 +107,13 @@ class Budget:
 
     def observe_draft(self, kind: Kind, drafted: int, accepted: int) -> None:
         """Of `drafted` tokens of a row's own drafter the first `accepted` stood, or would have stood."""
-        seen = self._seen.setdefault(kind, [0.0, 0.0])
-        seen[0] += accepted
-        seen[1] += accepted < drafted
+        for seen in (self._seen.setdefault(kind, [0.0, 0.0]), self._all):
+            seen[0] += accepted
+            seen[1] += accepted < drafted
 
     def next_rollout(self) -> None:
         """Weights have changed: trust the past half as much, so that a bad spell does not last."""
-        for seen in self._seen.values():
+        for seen in (*self._seen.values(), self._all):
             seen[:] = [FORGET * x for x in seen]
         self.drafter.next_rollout()
         self._trial.restart()

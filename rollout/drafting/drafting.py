@@ -150,7 +150,8 @@ class Drafting:
         began = time.perf_counter()
         if not self.model and (plan := self.budget.rest()) is not None:
             for row in rows:
-                row.guess = Draft((), row.guess.source)
+                if row.guess.tokens:
+                    row.guess = Draft((), row.guess.source)
             return plan, [row.guess for row in rows]
         width = max((row.length for row in rows), default=1)
         longest = self.budget.longest(len(rows), width)

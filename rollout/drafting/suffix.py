@@ -27,7 +27,6 @@ class PromptTexts:
         self.texts: list[Sequence[int]] = list(stored) if "earlier" in sources else []
         self.stored = len(self.texts)
         self._seen: dict[tuple[int, ...], tuple[int, int]] | None = None
-        self._before: dict[tuple[int, int, int], tuple[int, int]] | None = None
 
     def open(self) -> int:
         """Begins a new text; returns its number."""
@@ -60,13 +59,10 @@ class PromptTexts:
     def _index(self, text: int, first: int) -> None:
         """Notes what the tokens from `first` on follow. A suffix that nothing follows yet is no use."""
         start = max(0, first - _LENGTHS[0])
-        tokens, seen, before = tuple(self.texts[text][start:]), self._seen, self._before
+        tokens, seen = tuple(self.texts[text][start:]), self._seen
         for length in _LENGTHS:
             for at in range(max(first - start, length), len(tokens)):
-                suffix = tokens[at - length : at]
-                if before is not None and suffix in seen:
-                    before[length, text, start + at] = seen[suffix]
-                seen[suffix] = text, start + at
+                seen[tokens[at - length : at]] = text, start + at
 
 
 class SuffixDrafter:
