@@ -38,7 +38,7 @@ prompt's stored texts; what the rows of the prompt have emitted in this rollout;
 class CacheConfig:
     max_mb: int = doc(
         512,
-        "memory bound of stored trajectories in MB (2^20 bytes); the least recently used go first",
+        "memory bound of stored trajectories in MB (2^20 bytes); prompts not rolled out for longest go first",
         low=1,
         resume="old text",
     )
@@ -156,6 +156,12 @@ class RolloutConfig:
         "published), judged (drafted tokens also stand where a judge allows), routed (steps of rollout.drafter stand "
         "where a router allows)",
         resume="law",
+    )
+    ahead: Literal["auto", "off"] = doc(
+        "auto",
+        "idle rollout workers begin the next batch while this one is scored and trained on; what they have is drafted "
+        "first (see docs/ahead.md). auto: where workers have CPUs or GPUs of their own, under law=exact",
+        resume="free",
     )
     replay: float | Literal["auto"] = doc(
         0.0,

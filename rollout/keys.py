@@ -65,9 +65,13 @@ class Visits:
 
     def next(self, example_ids: Sequence[str]) -> list[int]:
         """How often the prompt of each row was rolled out before; the batch is one visit to each of its prompts."""
-        before = [self._counts[example_id] for example_id in example_ids]
+        before = self.so_far(example_ids)
         self._counts.update(set(example_ids))
         return before
+
+    def so_far(self, example_ids: Sequence[str]) -> list[int]:
+        """How often the prompt of each row was rolled out, without counting one more visit."""
+        return [self._counts[example_id] for example_id in example_ids]
 
     def state(self) -> dict[str, int]:
         """What `Visits` takes to go on, as JSON types."""
@@ -147,6 +151,11 @@ class ReplayControl:
         while len(self.shares) <= visit:
             self.shares.append(self._choose() if self._replay == "auto" else self._replay)
         return self.shares
+
+    def guess(self, visit: int) -> list[float]:
+        """The shares of visits 0 to `visit`, without choosing any: one not chosen yet may still become another."""
+        share = self.shares[-1:] or [0.0] if self._replay == "auto" else [self._replay]
+        return self.shares + share * (visit + 1 - len(self.shares))
 
     def observe(self, clusters: Iterable[Cluster]) -> None:
         """Takes in what a control step measured; every process must pass the clusters of all."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from rollout.types import RolloutBatch, RolloutError
 
+TOKEN_BYTES = 8  # of a list of token ids, which Python shares
+
 
 def rollout_metrics(batch: RolloutBatch) -> dict[str, float]:
     """The `spec/*` and `timing_s/*` metrics of one batch."""
@@ -40,6 +42,8 @@ def rollout_metrics(batch: RolloutBatch) -> dict[str, float]:
     for name, (drafted, accepted) in stats.sources.items():
         metrics[f"spec/acceptance_{name}"] = accepted / drafted
         metrics[f"spec/reused_{name}"] = accepted / total
+    if batch.ahead:
+        metrics |= _ahead_metrics(batch, total)
     metrics["spec/paused_ratio"] = stats.paused / max(1, sum(c.passes for c in done))
     if stats.paused:
         metrics["spec/paused_acceptance"] = stats.paused_acceptance / stats.paused
@@ -49,6 +53,19 @@ def rollout_metrics(batch: RolloutBatch) -> dict[str, float]:
         metrics["spec/route_steps"] = stats.steps
         metrics["spec/escalated_ratio"] = stats.escalated / stats.steps
     return metrics
+
+
+def _ahead_metrics(batch: RolloutBatch, total: int) -> dict[str, float]:
+    """What idle workers had rolled out of a batch of `total` tokens before its weights were there."""
+    rows = [(text, c) for text, c in zip(batch.ahead, batch.completions, strict=True) if text]
+    ended = [(text, c) for text, c in rows if text.finish]
+    return {
+        "timing_s/ahead": batch.ahead_s,
+        "spec/ahead_ratio": batch.stats.sources.get("ahead", (0, 0))[1] / total,
+        "spec/ahead_done_ratio": len(ended) / len(batch.ahead),
+        "spec/ahead_unchanged_ratio": sum([*text.tokens] == c.tokens for text, c in ended) / len(batch.ahead),
+        "spec/ahead_mb": sum(TOKEN_BYTES * len(text.tokens) for text, _ in rows) / 2**20,
+    }
 
 
 def lossy_metrics(batch: RolloutBatch) -> dict[str, float]:

@@ -12,9 +12,9 @@ from rollout.cache.memory import TrajectoryCache
 from rollout.checks import check
 from rollout.config import RolloutConfig
 from rollout.drafting.suffix import PromptTexts, SuffixDrafter
-from rollout.engines.base import Engine
+from rollout.engines.base import Engine, WorksAhead
 from rollout.keys import ReplayControl, derive_key, generation
-from rollout.types import Completion, EngineStats, Request, RolloutBatch, RolloutError, Row, Trajectory
+from rollout.types import AheadText, Completion, EngineStats, Request, RolloutBatch, RolloutError, Row, Trajectory
 
 Domain = Literal["rollout", "control", "evaluation"]
 
@@ -45,6 +45,9 @@ class SpeculativeRollout:
         batch = rollout.generate(rows, visit=visits.next([row.example_id for row in rows]), step=step)
         rollout.store(rows, batch, step=step)
 
+    Before `generate` the rows of the next batch may be announced: engines whose workers have nothing else to do roll
+    them out ahead, with the weights they have and the keys of those rows. What comes of it is what they draft first.
+
     Args:
         engine: produces the responses; its weights are the current policy's.
         cache: earlier responses; None drafts nothing and stores nothing.
@@ -61,6 +64,8 @@ class SpeculativeRollout:
         self.cache = cache if config.reuses else None
         self.replay = ReplayControl(config.replay, config.replay_gap)
         self._reused = 0.0
+        self._announced: list[Planned] = []
+        self._ahead: dict[int, AheadText] = {}  # by key, of announced rows
 
     def generate(
         self,
@@ -85,10 +90,14 @@ class SpeculativeRollout:
             RolloutError: a row of the same prompt, slot and visit is there twice, so both would be the same response.
         """
         began = time.perf_counter()
-        prompts = dict.fromkeys(row.example_id for row in rows) if self.cache is not None else ()
-        stored = {name: self.cache.siblings(name) for name in prompts}
-        planned = self._plan(rows, _occurrences(rows) if slots is None else slots, visit, domain)
-        requests = self._requests(planned, stored)
+        visits = [visit] * len(rows) if isinstance(visit, int) else visit
+        shares = self.replay.until(max(visits, default=0)) if domain == "rollout" else None
+        planned = self._plan(rows, slots, visits, domain, shares)
+        ahead_s = self._take() if domain == "rollout" else 0.0
+        requests = self._requests(planned)
+        ahead = [self._ahead.get(p.key) for p in planned] if self.runs_ahead else []
+        if domain == "rollout":
+            self._begin()
         looked_up = time.perf_counter()
         completions, stats = self.engine.generate(requests) if requests else ([], EngineStats())
         generated = time.perf_counter()
@@ -103,18 +112,68 @@ class SpeculativeRollout:
             unchanged=[
                 p.old is not None and tuple(c.tokens) == p.old.tokens for c, p in zip(completions, planned, strict=True)
             ],
+            ahead=ahead,
             stats=stats,
+            ahead_s=ahead_s,
             lookup_s=looked_up - began,
             total_s=generated - began,
         )
 
+    # Ahead -------------------------------------------------------------------------------------------------------
+
+    @property
+    def not_ahead(self) -> str:
+        """Why nothing is rolled out ahead; empty where it is."""
+        if self.config.ahead == "off" or self.config.law != "exact":
+            return f"rollout.ahead={self.config.ahead}, rollout.law={self.config.law}"
+        if not isinstance(self.engine, WorksAhead):
+            return "rollouts run in the trainer's process, which has no time to spare (cluster.num_workers=0)"
+        return self.engine.not_ahead
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether announced rows are rolled out ahead."""
+        return not self.not_ahead
+
+    def announce(self, rows: Sequence[Row], *, visit: Sequence[int], slots: Sequence[int]) -> None:
+        """The rows that the `generate` after the next one is expected to ask for, with its visits and slots.
+
+        Workers begin them once the next `generate` leaves them nothing to do. A wrong guess costs time only.
+        """
+        self._announced = []
+        if rows and self.runs_ahead:
+            self._announced = self._plan(rows, slots, visit, "rollout", self.replay.guess(max(visit)))
+
+    def _take(self) -> float:
+        """Ends what runs ahead and keeps what there is of it; the worker seconds that it took."""
+        if not self.runs_ahead:
+            return 0.0
+        texts, seconds = self.engine.stop()
+        self._ahead |= texts
+        return seconds
+
+    def _begin(self) -> None:
+        """Lets the engine go on with the announced rows, behind what there is of them."""
+        if not self.runs_ahead:
+            return
+        keys = {planned.key for planned in self._announced}
+        self._ahead = {key: text for key, text in self._ahead.items() if key in keys}
+        left = [p for p in self._announced if p.key not in self._ahead or self._ahead[p.key].finish is None]
+        self.engine.begin(self._requests(left))
+
+    # From rows to requests ---------------------------------------------------------------------------------------
+
     def _plan(
-        self, rows: Sequence[Row], slots: Sequence[int], visit: int | Sequence[int], domain: Domain
+        self,
+        rows: Sequence[Row],
+        slots: Sequence[int] | None,
+        visits: Sequence[int],
+        domain: Domain,
+        shares: Sequence[float] | None,
     ) -> list[Planned]:
-        """Whose noise each row draws, and what is stored of it."""
-        visits = [visit] * len(rows) if isinstance(visit, int) else visit
+        """Whose noise each row draws, and what is stored of it. Args: shares: of replayed slots; None: all is fresh."""
+        slots = _occurrences(rows) if slots is None else slots
         _check_keys(rows, slots, visits)
-        shares = self.replay.until(max(visits, default=0)) if domain == "rollout" else None
         planned = []
         for row, slot, seen in zip(rows, slots, visits, strict=True):
             drawn = seen if shares is None else generation(self.seed, row.example_id, slot, seen, shares)
@@ -161,8 +220,10 @@ class SpeculativeRollout:
         """
         return {"lenient": c.logprobs, "judged": c.behaviour_logprobs}.get(self.config.law)
 
-    def _requests(self, planned: Sequence[Planned], stored: dict[str, list[Trajectory]]) -> list[Request]:
-        """What the engine is asked for; the drafters of a prompt's rows share its texts, which are `stored`."""
+    def _requests(self, planned: Sequence[Planned]) -> list[Request]:
+        """What the engine is asked for; the drafters of a prompt's rows share its stored texts."""
+        prompts = dict.fromkeys(p.row.example_id for p in planned) if self.cache is not None else ()
+        stored = {name: self.cache.siblings(name) for name in prompts}
         texts = {name: PromptTexts([t.tokens for t in known], self.config.sources) for name, known in stored.items()}
         return [self._request(p, stored.get(p.row.example_id, []), texts.get(p.row.example_id)) for p in planned]
 
@@ -170,15 +231,18 @@ class SpeculativeRollout:
         """Args: stored: of the prompt, newest first; texts: the same for its drafters to share."""
         row, old, law = planned.row, planned.old, self.config.law
         request = Request(row.prompt, planned.key, self.config.max_new_tokens, plain=law == "off")
+        ahead = self._ahead.get(planned.key)
         if known := [old] if old else stored:
             length = sum(len(t.tokens) for t in known) / len(known)
             request.expected_tokens = 1 + round(length * (1 - self._reused))
+        if ahead and ahead.finish:
+            request.expected_tokens = 1
         if law == "lenient":  # the published method: the slot's own text, once
             if old is not None and old.logprobs is not None:
                 request.drafter = SuffixDrafter(PromptTexts(sources=("prefix",)), old.tokens)
                 request.draft_logprobs, request.draft_version = old.logprobs, old.version
         elif texts is not None:
-            request.drafter = SuffixDrafter(texts, old.tokens if old else None)
+            request.drafter = SuffixDrafter(texts, old.tokens if old else None, ahead.tokens if ahead else None)
             request.draft_logprobs = old.logprobs if old else None
         return request
 

@@ -119,6 +119,15 @@ class Completion:
         return [old if reused else self.version for reused in self.reused]
 
 
+@dataclass(frozen=True, slots=True)
+class AheadText:
+    """What there was of a response before its turn: rolled out with older weights under its own noise, a draft."""
+
+    tokens: Sequence[int]
+    finish: FinishReason | None
+    """None where it was stopped before its end."""
+
+
 @dataclass(slots=True)
 class EngineStats:
     """Cost of one `generate` call. Seconds are wall clock."""
@@ -196,7 +205,11 @@ class RolloutBatch:
     """How often the row's prompt was rolled out before; empty for plain decoding by given keys."""
     unchanged: list[bool] = field(default_factory=list)
     """True where the response is the stored one, token for token; empty when nothing was looked up."""
+    ahead: list[AheadText | None] = field(default_factory=list)
+    """What was rolled out ahead of each row; empty where nothing is."""
     stats: EngineStats = field(default_factory=EngineStats)
+    ahead_s: float = 0.0
+    """Worker seconds that went into `ahead`, before this stage began."""
     lookup_s: float = 0.0
     """Cache look-up, keys and draft preparation."""
     store_s: float = 0.0
@@ -213,7 +226,7 @@ class RolloutBatch:
 
     def select(self, rows: Sequence[int]) -> RolloutBatch:
         """Some of the rows, in the given order, without what the batch cost."""
-        columns = ("completions", "slots", "keys", "ages", "replayed", "visits", "unchanged")
+        columns = ("completions", "slots", "keys", "ages", "replayed", "visits", "unchanged", "ahead")
         whole = {name: getattr(self, name) for name in columns}
         return RolloutBatch(**{name: [column[row] for row in rows] if column else [] for name, column in whole.items()})
 

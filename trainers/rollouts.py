@@ -57,6 +57,8 @@ class Rollouts:
         setup, accelerator: of the run.
         policy: gives the model as it is trained, adapters included, not wrapped for several processes.
         clock: gives the trainer's progress, of which `global_step` and `epoch` are read.
+        upcoming: gives this process's dataset rows of the rollout batch after the present one, none at the last step.
+            A wrong guess costs time only.
 
     Raises:
         RolloutError: the engine would decode with a model of which each process holds a part.
@@ -68,9 +70,10 @@ class Rollouts:
         accelerator: Accelerator,
         policy: Callable[[], torch.nn.Module],
         clock: Callable[[], TrainerState],
+        upcoming: Callable[[], Sequence[dict]] = tuple,
     ):
         self._setup, self._options, self._group_size = setup, setup.trainer, setup.rollout.group_size
-        self._accelerator, self._policy, self._clock = accelerator, policy, clock
+        self._accelerator, self._policy, self._clock, self._upcoming = accelerator, policy, clock, upcoming
         self._exchange = gather_object if accelerator.num_processes > 1 else list
         self._probe = setup.render(setup.dataset[0])
         self._dtype = torch.float32 if setup.trainer.precision == "fp32" else torch.bfloat16
@@ -80,6 +83,7 @@ class Rollouts:
         self.source = setup.make_rollout(self.policy)
         """What the responses come from."""
         weights.check_shared(self.engine, accelerator)
+        self._ahead = any(self._exchange([self.source.runs_ahead]))  # announcing takes all processes
         whole_law = (setup.rollout.top_p, setup.rollout.top_k) == (1.0, 0)  # rounding can move the edge of a cut one
         strict = self.exact_bits and whole_law
         self._control = Control(self.source, self._score_tokens, self._exchange, strict=strict)
@@ -151,9 +155,11 @@ class Rollouts:
         Args: first: place of the first row among those of all processes.
         """
         self._fields |= {row["example_id"]: row for row in inputs}
-        rows = [Row(row["example_id"], tuple(self._setup.render(row))) for row in inputs]
-        slots = [(first + i) % self._group_size for i in range(len(inputs))]
-        batch = self.source.generate(rows, visit=self._visit(rows), step=self.version, slots=slots)
+        rows, slots = self._rows(inputs, first)
+        visits = self._visit(rows)
+        if self._ahead:
+            self._announce(first)
+        batch = self.source.generate(rows, visit=visits, step=self.version, slots=slots)
         check_batch(batch, len(inputs), self.version)
         began = time.perf_counter()
         totals, metrics = self._scores(inputs, [c.tokens for c in batch.completions])
@@ -164,6 +170,18 @@ class Rollouts:
             adds = name in self._metrics and name in ("timing_s/reward", "reward/failed", "reward/timeouts")
             self._metrics[name] = self._metrics[name] + value if adds else self._metrics.get(name, value)
         return Scored(inputs, rows, batch, rewards)
+
+    def _rows(self, inputs: Sequence[dict], first: int) -> tuple[list[Row], list[int]]:
+        """Dataset rows as the rollout package has them, and the slot of each."""
+        rows = [Row(row["example_id"], tuple(self._setup.render(row))) for row in inputs]
+        return rows, [(first + i) % self._group_size for i in range(len(inputs))]
+
+    def _announce(self, first: int) -> None:
+        """Tells the source of responses which batch comes next, as far as is known before this one is there."""
+        rows, slots = self._rows(self._upcoming(), first)
+        asked = self._exchange([row.example_id for row in rows])
+        seen = dict(zip(asked, self._visits.so_far(asked), strict=True))
+        self.source.announce(rows, visit=[seen[row.example_id] for row in rows], slots=slots)
 
     def _visit(self, rows: Sequence[Row]) -> list[int]:
         """How often the prompt of each row was rolled out before, by any process; this is one more visit to it."""

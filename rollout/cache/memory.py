@@ -50,7 +50,7 @@ class TrajectoryCache:
         """Memory held now, tokens and all overhead."""
         self.evictions = self.dropped = self.skipped = self.quarantined = self.write_errors = 0
         self._limit = int(max_mb * 2**20)
-        self._examples: OrderedDict[str, dict[int, bytes]] = OrderedDict()  # least recently used first
+        self._examples: OrderedDict[str, dict[int, bytes]] = OrderedDict()  # least recently stored first
         self._mutex = threading.RLock()
         self._warned = False
 
@@ -62,13 +62,13 @@ class TrajectoryCache:
     def get(self, example_id: str, slot: int) -> Trajectory | None:
         """The slot's last trajectory, or None."""
         with self._mutex:
-            blob = self._touch(example_id).get(slot)
+            blob = self._examples.get(example_id, {}).get(slot)
         return None if blob is None else unpack(blob)
 
     def siblings(self, example_id: str, but: int | None = None) -> list[Trajectory]:
         """The stored trajectories of a prompt, newest step first, then by slot; slot `but` is left out."""
         with self._mutex:
-            found = sorted((slot, blob) for slot, blob in self._touch(example_id).items() if slot != but)
+            found = sorted((slot, blob) for slot, blob in self._examples.get(example_id, {}).items() if slot != but)
         found.sort(key=lambda item: origin(item[1]), reverse=True)
         return [unpack(blob) for _, blob in found]
 
@@ -216,14 +216,13 @@ class TrajectoryCache:
                 "with the checkpoint's step as max_step, or start with rollout.cache.clear=true."
             )
 
-    def _touch(self, example_id: str) -> Mapping[int, bytes]:
-        if example_id not in self._examples:
-            return {}
-        self._examples.move_to_end(example_id)
-        return self._examples[example_id]
+    def _touch(self, example_id: str) -> None:
+        if example_id in self._examples:
+            self._examples.move_to_end(example_id)
 
     def _store(self, packed: list[Entry]) -> None:
-        # Touched first: whatever a process looked up before, all evict alike, and nothing that is about to be stored.
+        # Touched first, so that nothing goes that is about to be stored. Looking up does not touch: what is looked up
+        # for a batch ahead or for control rows must not decide what is kept.
         for example_id, _, _ in packed:
             self._touch(example_id)
         for example_id, slot, blob in packed:

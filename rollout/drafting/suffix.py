@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from operator import eq
 
 from rollout.config import SOURCES
+from rollout.types import Request
 
 _LENGTHS = (8, 4, 2)  # tokens of the suffixes that are looked up, longest first
 _RECENT = 6  # positions over which a text that is being followed shows whether it still fits
@@ -76,21 +78,24 @@ class SuffixDrafter:
     Args:
         texts: of the prompt, shared by the rows of one engine call; what a row emits is added when it asks.
         own: the slot's old text; without one the newest stored text is followed first.
+        ahead: what was rolled out ahead of the row, under its own noise; followed in the place of `own`.
     """
 
-    def __init__(self, texts: PromptTexts, own: Sequence[int] | None = None):
-        self._texts = texts
-        self.source = "prefix"
+    def __init__(self, texts: PromptTexts, own: Sequence[int] | None = None, ahead: Sequence[int] | None = None):
+        self.texts = texts
+        self.source = "prefix" if ahead is None else "ahead"
         """Where the last draft came from."""
         self._followed, self._shift = own if "prefix" in texts.sources else None, 0
-        if own is None and texts.stored:
+        if ahead is not None:
+            self._followed = ahead
+        elif own is None and texts.stored:
             self._followed, self.source = texts.texts[0], "earlier"
         self._row = texts.open() if "group" in texts.sources else None
         self._told = 0
 
     def propose(self, tokens: Sequence[int], limit: int) -> list[int]:
         if self._row is not None:
-            self._texts.extend(self._row, tokens[self._told :])
+            self.texts.extend(self._row, tokens[self._told :])
             self._told = len(tokens)
         if not self._fits(tokens):
             self._realign(tokens)
@@ -107,12 +112,12 @@ class SuffixDrafter:
         """Follows what continues the longest suffix, if that is longer than the followed text agreed lately."""
         if self.source == "prefix":
             self.source = "position"
-            if "position" not in self._texts.sources:
+            if "position" not in self.texts.sources:
                 self._followed = None
-        text, at, length = self._texts.find(tokens)
+        text, at, length = self.texts.find(tokens)
         if length > self._agreement(tokens):
-            self.source = "earlier" if text < self._texts.stored else "group"
-            self._followed, self._shift = self._texts.texts[text], at - len(tokens)
+            self.source = "earlier" if text < self.texts.stored else "group"
+            self._followed, self._shift = self.texts.texts[text], at - len(tokens)
 
     def _agreement(self, tokens: Sequence[int]) -> int:
         """Of the last positions, how many have the followed text's tokens; 0 when it has no more to offer."""
@@ -121,3 +126,9 @@ class SuffixDrafter:
             return 0
         first = max(0, n - _RECENT, -self._shift)
         return sum(map(eq, tokens[first:], text[first + self._shift : n + self._shift]))
+
+
+def following(request: Request, ahead: Sequence[int]) -> Request:
+    """The request, its row following what was rolled out ahead of it."""
+    texts = request.drafter.texts if isinstance(request.drafter, SuffixDrafter) else PromptTexts()
+    return replace(request, drafter=SuffixDrafter(texts, ahead=ahead))

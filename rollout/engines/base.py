@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from rollout.checks import check
 from rollout.config import RolloutConfig
-from rollout.types import Completion, EngineStats, Request, RolloutError
+from rollout.types import AheadText, Completion, EngineStats, Request, RolloutError
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,3 +142,18 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Frees what the engine holds; may be called twice."""
+
+
+@runtime_checkable
+class WorksAhead(Protocol):
+    """What an Engine has besides if it has time to spare between its calls."""
+
+    not_ahead: str
+    """Why it has none after all; empty where it has."""
+
+    def begin(self, requests: Sequence[Request]) -> None:
+        """These are rolled out as far as possible by whatever a call of `generate`, from the next one on, leaves idle,
+        and after it, in the place of what was begun before."""
+
+    def stop(self) -> tuple[dict[int, AheadText], float]:
+        """Ends that within a pass; returns what there is of it by noise key, and the worker seconds that it took."""

@@ -8,58 +8,26 @@ the weights of the model's files. The pool does it: it knows the weights, their 
 from __future__ import annotations
 
 import logging
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import ray
-from ray.exceptions import RayError
 from torch import Tensor
 
 from rollout.build import build_engine
 from rollout.config import ClusterConfig
 from rollout.engines.base import Engine, EngineSpec, Probe
-from rollout.types import Completion, EngineStats, Request, RolloutError
-from rollout.workers.worker import Failure, RolloutWorker, Share, spread, to_arrays
+from rollout.types import AheadText, Completion, EngineStats, Request, RolloutError
+from rollout.workers.ahead import Ahead
+from rollout.workers.calls import Place, Task, first_to_end, together
+from rollout.workers.worker import Failure, Share, gpu, spread, to_arrays
 
 logger = logging.getLogger(__name__)
 
 MAX_SPLITS = 3
 """How often a share that runs out of memory is cut in two."""
-
-
-@dataclass(slots=True)
-class _Task:
-    """A call that any worker may answer."""
-
-    method: str
-    args: tuple
-    share: Share = field(default_factory=list)
-    splits: int = 0
-
-
-@dataclass(slots=True)
-class _Worker:
-    """A place in the pool, and the actor that holds it now."""
-
-    index: int
-    actor: Any = None
-    pid: int | None = None
-    call: ray.ObjectRef | None = None
-    """What it is busy with, None when idle."""
-    task: _Task | None = None
-    """The task of `call`; None while it starts or takes weights."""
-    deadline: float = 0.0
-
-    def __str__(self) -> str:
-        return f"worker {self.index}" + (f" (pid {self.pid})" if self.pid else "")
-
-    def submit(self, timeout_s: float, method: str, *args: Any, task: _Task | None = None) -> None:
-        self.call, self.task = self.actor.run.remote(method, *args), task
-        self.deadline = time.monotonic() + timeout_s
 
 
 class RolloutPool:
@@ -68,6 +36,9 @@ class RolloutPool:
     Workers that die or hang are replaced, and get the current weights before they serve; what they were doing is done
     again. A prompt that the engine cannot handle comes back as failed completions, the others unaffected. Whatever else
     goes wrong is a RolloutError, after which the pool is closed.
+
+    It works ahead (WorksAhead): workers without a row of the current batch begin those of the next one, until the pool
+    is called again. One that dies or hangs meanwhile costs drafts, and counts as any other fault.
 
     Args:
         spec: what each worker builds.
@@ -88,11 +59,18 @@ class RolloutPool:
         self._weights: ray.ObjectRef | None = None
         self._probe: Probe | None = None
         self._faults: list[str] = []  # since a task was last finished
-        self._workers = [_Worker(i) for i in range(cluster.num_workers)]
+        self._workers = [Place(i) for i in range(cluster.num_workers)]
+        self._ahead = Ahead()
         with self._closed_on_error():
             for worker in self._workers:
                 self._start(worker)
             self._settle()
+        started = [worker.started for worker in self._workers]
+        self.not_ahead = ""
+        if not all(each.ahead for each in started):
+            self.not_ahead = "the workers' engine cannot be stopped between passes"
+        elif (own := gpu()) and any(each.gpu == own for each in started):
+            self.not_ahead = "a rollout worker shares the trainer's GPU"
 
     def generate(self, requests: Sequence[Request]) -> tuple[list[Completion], EngineStats]:
         """See Engine.generate. Rows without a response have `Completion.failure`."""
@@ -100,6 +78,7 @@ class RolloutPool:
         costs = [EngineStats() for _ in self._workers]
         first: Failure | None = None
         with self._closed_on_error():
+            self._halt()
             shares = spread(requests, len(self._workers) * self.cluster.tasks_per_worker)
             tolerated = max((len(group) for share in shares for group in share), default=0)  # a poisoned prompt
             tasks = deque(self._task(requests, share) for share in shares)
@@ -118,7 +97,7 @@ class RolloutPool:
                 for i, completion in zip(rows, completions, strict=True):
                     done[i] = completion
                 self._check_failed(done, first, tolerated)
-        return done, _together(costs)
+        return done, together(costs)
 
     def update_weights(
         self, weights: Iterable[tuple[str, Tensor]] | None, version: int, probe: Probe | None = None
@@ -137,10 +116,20 @@ class RolloutPool:
     def score(self, tokens: Sequence[int]) -> list[float]:
         """See Engine.score."""
         with self._closed_on_error():
-            for _, _, outcome in self._run(deque([_Task("score", (self.weight_version, tuple(tokens)))])):
+            for _, _, outcome in self._run(deque([Task("score", (self.weight_version, tuple(tokens)))])):
                 if isinstance(outcome, Failure):
                     raise RolloutError(f"the workers cannot score {len(tokens)} tokens: {outcome}")
         return outcome
+
+    def begin(self, requests: Sequence[Request]) -> None:
+        """See WorksAhead."""
+        self._ahead.plan(requests)
+
+    def stop(self) -> tuple[dict[int, AheadText], float]:
+        """See WorksAhead."""
+        with self._closed_on_error():
+            self._halt()
+        return self._ahead.take()
 
     def reset_cache(self) -> None:
         with self._closed_on_error():
@@ -154,11 +143,11 @@ class RolloutPool:
                 ray.kill(worker.actor, no_restart=True)
         self._workers, self._weights = [], None
 
-    def _task(self, requests: Sequence[Request], share: Share, splits: int = 0) -> _Task:
+    def _task(self, requests: Sequence[Request], share: Share, splits: int = 0) -> Task:
         rows = [requests[i] for group in share for i in group]
-        return _Task("generate", (self.weight_version, rows), share, splits)
+        return Task("generate", (self.weight_version, rows), share, splits)
 
-    def _halves(self, requests: Sequence[Request], task: _Task, failure: Failure) -> list[_Task]:
+    def _halves(self, requests: Sequence[Request], task: Task, failure: Failure) -> list[Task]:
         """The task in two: to fit the memory, or to find the prompt that fails."""
         out_of_memory = failure.kind == "memory"
         share = task.share if len(task.share) > 1 else [[i] for i in task.share[0]]
@@ -185,14 +174,9 @@ class RolloutPool:
         """What a worker must have loaded before it serves."""
         return self._weights, self.weight_version, self._probe
 
-    def _start(self, worker: _Worker) -> None:
-        cluster = self.cluster
-        actor = ray.remote(
-            num_cpus=cluster.cpus_per_worker, num_gpus=cluster.gpus_per_worker, max_restarts=0, max_task_retries=0
-        )(RolloutWorker)
-        worker.actor, worker.pid = actor.remote(worker.index), None
-        threads = max(1, int(cluster.cpus_per_worker))
-        worker.submit(cluster.start_timeout_s, "start", self._build, self.spec, threads, *self._state)
+    def _start(self, worker: Place) -> None:
+        threads = max(1, int(self.cluster.cpus_per_worker))
+        worker.start(self.cluster, self._build, self.spec, threads, *self._state)
 
     def _broadcast(self, method: str, *args: Any) -> None:
         """Calls every worker; one that is replaced meanwhile needs no call, as it starts from the current state."""
@@ -201,28 +185,54 @@ class RolloutPool:
         self._settle()
 
     def _settle(self) -> None:
-        """Waits until no worker is busy."""
+        """Waits until no worker is busy; none works ahead any more."""
+        self._halt()
         while any(worker.call for worker in self._workers):
             self._step(deque())
 
-    def _run(self, tasks: deque[_Task]) -> Iterator[tuple[_Worker, _Task, Any | Failure]]:
+    def _halt(self) -> None:
+        """Ends within a pass what workers roll out ahead, and keeps it."""
+        for worker in self._workers:
+            worker.halt(self.cluster.task_timeout_s)
+        while any(worker.ahead for worker in self._workers):
+            self._step(deque())
+
+    def _feed(self) -> None:
+        """Gives rows of the coming batch to workers that have nothing to do, as many as they would be left with."""
+        left = sum(worker.call is None or worker.task is not None for worker in self._workers)
+        for worker in self._workers:
+            if worker.call is None and (requests := self._ahead.share(left)):
+                worker.work_ahead(self.cluster.task_timeout_s, self.weight_version, requests)
+                left -= 1
+
+    def _run(self, tasks: deque[Task]) -> Iterator[tuple[Place, Task, Any | Failure]]:
         """Yields tasks with their results as they end, until `tasks` stays empty; idle workers take the next one."""
         while tasks or any(worker.task for worker in self._workers):
             for worker in self._workers:
                 if tasks and worker.call is None:
                     task = tasks.popleft()
                     worker.submit(self.cluster.task_timeout_s, task.method, *task.args, task=task)
+                elif tasks:
+                    worker.halt(self.cluster.task_timeout_s)
+            if not tasks:
+                self._feed()
             if ended := self._step(tasks):
                 yield ended
+        self._feed()
 
-    def _step(self, tasks: deque[_Task]) -> tuple[_Worker, _Task, Any | Failure] | None:
+    def _step(self, tasks: deque[Task]) -> tuple[Place, Task, Any | Failure] | None:
         """Waits for one call to end. A task whose worker had to be repaired goes back to `tasks`."""
-        worker, outcome = self._next()
-        task, worker.call, worker.task = worker.task, None, None
+        worker, outcome = first_to_end(self._workers, self.cluster)
+        task, ahead = worker.task, worker.ahead
+        worker.ended()
         kind = outcome.kind if isinstance(outcome, Failure) else "done"
-        if kind == "lost" or (task and kind in ("stale", "broken")):
-            self._repair(worker, outcome, task)
+        if kind == "lost" or ((task or ahead) and kind in ("stale", "broken")):
+            self._ahead.forget(ahead)
+            self._repair(worker, outcome, sum(map(len, task.share)) if task else len(ahead))
             tasks.extendleft([task] if task else [])
+            return None
+        if ahead:
+            self._note_ahead(worker, ahead, outcome)
             return None
         if task:
             if kind == "done":
@@ -230,32 +240,20 @@ class RolloutPool:
             return worker, task, outcome
         if kind != "done":
             raise RolloutError(f"{worker} could not be brought to weight version {self.weight_version}: {outcome}")
-        worker.pid = worker.pid or outcome
+        worker.started = worker.started or outcome
         return None
 
-    def _next(self) -> tuple[_Worker, Any | Failure]:
-        """The first call to end, in whatever way: a result, a Failure, death (`lost`) or the deadline (`lost`)."""
-        busy = {worker.call: worker for worker in self._workers if worker.call}
-        due = min(busy.values(), key=lambda worker: worker.deadline)
-        ended, _ = ray.wait(list(busy), timeout=max(0.0, due.deadline - time.monotonic()))
-        if ended:
-            try:
-                return busy[ended[0]], ray.get(ended[0])
-            except RayError as error:
-                return busy[ended[0]], Failure("lost", _died(error))
-        if due.pid is None:
-            cluster, free = self.cluster, ray.available_resources()
-            raise RolloutError(
-                f"worker {due.index} did not start within cluster.start_timeout_s={cluster.start_timeout_s:g}; it "
-                f"needs {cluster.cpus_per_worker:g} CPUs and {cluster.gpus_per_worker:g} GPUs, and the cluster has "
-                f"{free.get('CPU', 0):g} and {free.get('GPU', 0):g} free. Ask for less if that is too few, else wait "
-                "longer: its model is loading"
-            )
-        return due, Failure("lost", "did not answer before its deadline (cluster.task_timeout_s, start_timeout_s)")
+    def _note_ahead(self, worker: Place, requests: Sequence[Request], outcome: Any | Failure) -> None:
+        """What came of rows ahead; those that fail are left to their turn, which knows what to do about it."""
+        if isinstance(outcome, Failure):
+            logger.warning("%s failed on %d rows ahead of their turn: %s", worker, len(requests), outcome)
+            self._ahead.forget(requests, wanted=False)
+        else:
+            self._ahead.learn(requests, *outcome)
 
-    def _repair(self, worker: _Worker, failure: Failure, task: _Task | None) -> None:
-        """Replaces a lost or broken worker; one with other weights gets the current ones."""
-        doing = f" with {sum(map(len, task.share))} rows" if task and task.share else ""
+    def _repair(self, worker: Place, failure: Failure, rows: int) -> None:
+        """Replaces a lost or broken worker, busy with so many rows; one with other weights gets the current ones."""
+        doing = f" with {rows} rows" if rows else ""
         self._faults.append(f"{worker}{doing} {failure}")
         if len(self._faults) > self.cluster.max_restarts:
             raise RolloutError(
@@ -281,15 +279,3 @@ class RolloutPool:
         except BaseException:
             self.close()
             raise
-
-
-def _together(costs: Sequence[EngineStats]) -> EngineStats:
-    """Counts of all workers; seconds of the slowest, as they work side by side."""
-    seconds = [f.name for f in fields(EngineStats) if f.name.endswith("_s")]
-    slowest = max(costs, key=lambda cost: sum(getattr(cost, name) for name in seconds))
-    return replace(sum(costs, EngineStats()), **{name: getattr(slowest, name) for name in seconds})
-
-
-def _died(error: RayError) -> str:
-    """Ray's reason in one line, without its list of common causes."""
-    return "died: " + str(error).strip().splitlines()[-1].partition(" Some common causes")[0]

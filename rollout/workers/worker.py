@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import os
+import time
 import traceback
 import warnings
 from collections import Counter
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from rollout.engines.base import Engine, EngineSpec, Probe, out_of_memory
-from rollout.types import Completion, EngineStats, Request, RolloutError
+from rollout.types import AheadText, Completion, EngineStats, Request, RolloutError
 
 Arrays = dict[str, tuple[np.ndarray, torch.dtype, tuple[int, ...]]]
 Share = list[list[int]]
@@ -42,11 +43,22 @@ class Failure:
         return f"{self.reason}\n{self.traceback}".strip()
 
 
+@dataclass(frozen=True, slots=True)
+class Started:
+    """Where a worker runs."""
+
+    pid: int
+    gpu: str
+    """UUID of the GPU that it computes on; empty for none."""
+    ahead: bool
+    """Its engine can be stopped between passes."""
+
+
 class RolloutWorker:
-    """One engine in a process of its own. `run` is all that is called from outside."""
+    """One engine in a process of its own. `run` and, beside it from another thread, `halt` are called from outside."""
 
     def __init__(self, index: int):
-        self.index = index
+        self.index, self._halted = index, 0
         self.engine: Engine | None = None
         self.version: int | None = None
         """None while the engine holds unproven weights."""
@@ -68,15 +80,15 @@ class RolloutWorker:
         arrays: Arrays | None,
         version: int,
         probe: Probe | None,
-    ) -> int:
-        """Builds the engine, loads the pool's weights if it has any yet, and returns the process id."""
+    ) -> Started:
+        """Builds the engine, and loads the pool's weights if it has any yet."""
         torch.set_num_threads(threads)
         self.engine = build(spec)
         if arrays is None and version == self.engine.weight_version:
             self.version = version  # those of the model's files
         else:
             self.update_weights(arrays, version, probe)
-        return os.getpid()
+        return Started(os.getpid(), gpu(), hasattr(self.engine, "ahead"))
 
     def update_weights(self, arrays: Arrays | None, version: int, probe: Probe | None) -> None:
         self.version = None
@@ -85,6 +97,19 @@ class RolloutWorker:
 
     def generate(self, version: int, requests: Sequence[Request]) -> tuple[list[Completion], EngineStats]:
         return self._engine_at(version).generate(requests)
+
+    def ahead(self, version: int, number: int, requests: Sequence[Request]) -> tuple[list[AheadText], float]:
+        """What there is of each response when all have ended or `halt` was called, and the seconds it took.
+
+        Args: number: of this call, later ones have higher numbers.
+        """
+        began = time.perf_counter()
+        texts = self._engine_at(version).ahead(requests, stop=lambda: self._halted >= number)
+        return texts, time.perf_counter() - began
+
+    def halt(self, number: int) -> None:
+        """Ends the calls of `ahead` up to `number` before their next pass, also such as have not begun."""
+        self._halted = max(self._halted, number)
 
     def score(self, version: int, tokens: Sequence[int]) -> list[float]:
         return self._engine_at(version).score(tokens)
@@ -107,6 +132,13 @@ class RolloutWorker:
         except Exception:
             return "broken"
         return "rows"
+
+
+def gpu() -> str:
+    """UUID of the GPU that this process computes on; empty for none."""
+    if not torch.cuda.is_initialized():
+        return ""
+    return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
 
 
 def spread(requests: Sequence[Request], shares: int) -> list[Share]:

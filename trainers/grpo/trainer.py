@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -89,7 +90,7 @@ class GRPOTrainerWithReuse(GRPOTrainer):
         def policy() -> torch.nn.Module:
             return self.accelerator.unwrap_model(self.model)
 
-        self.rollouts = Rollouts(setup, self.accelerator, policy, lambda: self.state)
+        self.rollouts = Rollouts(setup, self.accelerator, policy, lambda: self.state, self._upcoming)
         self._reference = ReferenceLogProbs(alone=self.rollouts.exact_bits)
 
     def note(self, metrics: dict[str, float]) -> None:
@@ -100,15 +101,31 @@ class GRPOTrainerWithReuse(GRPOTrainer):
     # TRL's hooks -------------------------------------------------------------------------------------------------
 
     def _get_train_sampler(self, dataset: Dataset | None = None) -> EpochRepeatSampler:
+        return self._sampler(self.train_dataset if dataset is None else dataset, lambda: self.rollouts.epoch)
+
+    def _sampler(self, dataset: Dataset, epoch: Callable[[], int]) -> EpochRepeatSampler:
         return EpochRepeatSampler(
-            data_source=self.train_dataset if dataset is None else dataset,
+            data_source=dataset,
             mini_repeat_count=self.num_generations,
             batch_size=self.args.generation_batch_size // self.num_generations,
             repeat_count=self.num_iterations * self.args.steps_per_generation,
             shuffle=self.shuffle_dataset,
             seed=self.args.seed,
-            epoch=lambda: self.rollouts.epoch,
+            epoch=epoch,
         )
+
+    def _upcoming(self) -> list[dict[str, Any]]:
+        """This process's dataset rows of the rollout after the present one, as the sampler will give them."""
+        updates = self.args.num_iterations  # self.num_iterations is 1 while TRL generates
+        if self.state.global_step + updates >= self.state.max_steps:
+            return []
+        rows = self.args.generation_batch_size
+        per_epoch = len(self.train_dataset) // (rows // self.num_generations)
+        epoch, nth = divmod(self.state.global_step // updates + 1, per_epoch)
+        sampler = self._sampler(self.train_dataset, lambda: epoch)
+        own = rows // self.accelerator.num_processes
+        first = nth * rows * sampler.repeat_count + own * self.accelerator.process_index
+        return [self.train_dataset[index] for index in islice(sampler, first, first + own)]
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         inputs = self.rollouts.collect(inputs).inputs

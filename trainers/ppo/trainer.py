@@ -74,7 +74,7 @@ class PPOTrainer(Loop):
         parts = {"model": self.policy, "optimizer": self.optimizer, "lr_scheduler": self.scheduler}
         steps_per_epoch = len(setup.dataset) // setup.trainer.prompts_per_step * setup.trainer.steps_per_rollout
         super().__init__(args, accelerator, steps_per_epoch, processing_class=tokenizer, **parts)
-        self.rollouts = Rollouts(setup, accelerator, lambda: self.policy, lambda: self.state)
+        self.rollouts = Rollouts(setup, accelerator, lambda: self.policy, lambda: self.state, self._upcoming)
 
     def take_step(self) -> dict[str, float]:
         """One optimiser step; every `steps_per_rollout`-th begins with a rollout."""
@@ -88,9 +88,9 @@ class PPOTrainer(Loop):
 
     # Rollout -> experience ---------------------------------------------------------------------------------------
 
-    def _inputs(self) -> list[dict]:
-        """This process's dataset rows of the coming rollout: each prompt `group_size` times, shuffled every epoch."""
-        epoch, step = divmod(self.state.global_step, self.steps_per_epoch)
+    def _inputs(self, step: int) -> list[dict]:
+        """This process's dataset rows of the rollout at a step: prompts `group_size` times each, shuffled by epoch."""
+        epoch, step = divmod(step, self.steps_per_epoch)
         order = torch.Generator().manual_seed(self.args.seed * 1_000_003 + epoch)
         first = step // self._options.steps_per_rollout * self._options.prompts_per_step
         prompts = torch.randperm(len(self._dataset), generator=order)[first : first + self._options.prompts_per_step]
@@ -99,9 +99,14 @@ class PPOTrainer(Loop):
         own = rows[self.accelerator.process_index * share :][:share]
         return [self._dataset[index] for index in own]
 
+    def _upcoming(self) -> list[dict]:
+        """The same of the rollout after the present one."""
+        following = self.state.global_step + self._options.steps_per_rollout
+        return self._inputs(following) if following < self.args.max_steps else []
+
     def _collect(self) -> tuple[Experience, dict[str, float]]:
         """Rolls out, scores with policy, critic and reference, and turns rewards into advantages."""
-        got = self.rollouts.collect(self._inputs())
+        got = self.rollouts.collect(self._inputs(self.state.global_step))
         device, prompts = self.accelerator.device, [row.example_id for row in got.rows]
         totals = torch.tensor([torch.nan if r is None else r for r in got.rewards], device=device)
         drawn = Experience.of(got.rows, got.batch.completions, self._trained(got), self._tokenizer.pad_token_id, device)

@@ -8,7 +8,7 @@ without a draft simply carries one token. Rows leave as they finish.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from copy import copy
 
@@ -21,7 +21,7 @@ from rollout.engines.base import Limits, Probe, Sampling, out_of_memory
 from rollout.engines.local.ragged import RaggedModel
 from rollout.engines.local.reader import Reader
 from rollout.engines.response import Response, check_request, refuse_unusable
-from rollout.types import Completion, EngineStats, Request, RolloutError
+from rollout.types import AheadText, Completion, EngineStats, Request, RolloutError
 from rollout.verify import Rule, exact
 
 MAX_CUTS = 3
@@ -116,18 +116,34 @@ class TransformersEngine(LocalModel):
 
     def generate(self, requests: Sequence[Request]) -> tuple[list[Completion], EngineStats]:
         """See Engine.generate. Prompts need at least one token and must fit the model's context with the response."""
+        rows, stats = self._rows(requests), EngineStats()
+        self.drafting.begin(requests)
+        self._run(rows, stats)
+        self.drafting.end(rows, stats)
+        return [row.completion(self.weight_version) for row in rows], stats
+
+    def ahead(self, requests: Sequence[Request], stop: Callable[[], bool]) -> list[AheadText]:
+        """What there is of each response when `stop`, asked before each pass, says so, or all have ended.
+
+        Nothing is learnt of these texts, as they come again.
+        """
+        rows = self._rows(requests)
+        with self.policy.until(stop):
+            self._run(rows, EngineStats())
+        return [AheadText(row.tokens, row.finish) for row in rows]
+
+    def _rows(self, requests: Sequence[Request]) -> list[Response]:
         for request in requests:
             check_request(request, self.vocab, self.context, self.limit)
-        stats, size = EngineStats(), self.limits.rows_per_batch
-        self.drafting.begin(requests)
-        rows = [Response(request, drafting=not request.plain) for request in requests]
+        return [Response(request, drafting=not request.plain) for request in requests]
+
+    def _run(self, rows: list[Response], stats: EngineStats) -> None:
+        size = self.limits.rows_per_batch
         with ExitStack() as stack:
             for inference in (self.policy.inference, self.drafting.inference):
                 stack.enter_context(inference())
             for i in range(0, len(rows), size):
                 self._fit(rows[i : i + size], stats)
-        self.drafting.end(rows, stats)
-        return [row.completion(self.weight_version) for row in rows], stats
 
     def _fit(self, rows: list[Response], stats: EngineStats, cuts: int = 0) -> None:
         """Finishes rows together; where memory runs out, in halves. Which rows share a pass changes no token.

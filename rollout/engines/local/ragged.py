@@ -6,8 +6,8 @@ So linear layers see no padding at all; what rows are is a matter of attention (
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 
 import torch
 from torch import Tensor
@@ -17,6 +17,10 @@ from rollout.engines.local.attention import ATTENTION, Pass, RaggedKV
 from rollout.engines.local.supported import check
 from rollout.noise import keyed_draw, process_logits
 from rollout.types import RolloutError
+
+
+class Stopped(Exception):
+    """The pass was not begun, as the time for it was over."""
 
 
 class RaggedModel:
@@ -48,7 +52,7 @@ class RaggedModel:
         self._keyed_draw = keyed_draw
         if self.device.type == "cuda":  # one fused kernel: the noise of a 152k vocabulary is never stored
             self._keyed_draw = torch.compile(keyed_draw, dynamic=True)
-        self._head = self.lm_head
+        self._head, self._stop = self.lm_head, None
         self.context, self.limit = check(self)
 
     @property
@@ -62,7 +66,9 @@ class RaggedModel:
         return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else self.model.dtype
 
     def forward(self, tokens: Sequence[int], layout: Pass) -> Tensor:
-        """Final hidden states [N, hidden] of packed tokens."""
+        """Final hidden states [N, hidden] of packed tokens. Raises Stopped within `until`."""
+        if self._stop is not None and self._stop():
+            raise Stopped
         ids = torch.tensor([tokens], device=self.device)
         out = self.decoder(input_ids=ids, position_ids=layout.positions[None], use_cache=False, ragged=layout)
         return out.last_hidden_state[0]
@@ -129,6 +135,16 @@ class RaggedModel:
             )
         with self.attention(ATTENTION), evaluation(self.model), torch.inference_mode():
             yield
+
+    @contextmanager
+    def until(self, stop: Callable[[], bool]) -> Iterator[None]:
+        """Before each pass `stop` is asked; once it says so, what runs here ends without that pass."""
+        self._stop = stop
+        try:
+            with suppress(Stopped):
+                yield
+        finally:
+            self._stop = None
 
     @contextmanager
     def attention(self, name: str) -> Iterator[None]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import random
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import get_args
 
@@ -38,7 +38,7 @@ from rollout.engines.vllm.rows import VLLMRow
 from rollout.engines.vllm.two_requests import TwoRequests
 from rollout.engines.vllm.weights import TRANSFER, Weights
 from rollout.noise import keyed_draw
-from rollout.types import Completion, EngineStats, Request, RolloutError
+from rollout.types import AheadText, Completion, EngineStats, Request, RolloutError
 from rollout.verify import Rule
 
 _WORKER = "rollout.engines.vllm.worker"
@@ -90,21 +90,33 @@ class VLLMEngine:
 
     def generate(self, requests: Sequence[Request]) -> tuple[list[Completion], EngineStats]:
         """See Engine.generate. Prompts need at least one token and must fit the engine's context with the response."""
+        rows = self._rows(requests)
+        self.drafting.begin(requests)
+        stats = self._run(rows, lambda: False)
+        self.drafting.end(rows, stats)
+        return [row.completion(self.weight_version) for row in rows], stats
+
+    def ahead(self, requests: Sequence[Request], stop: Callable[[], bool]) -> list[AheadText]:
+        """What there is of each response when `stop`, asked before each step, says so, or all have ended."""
+        self._run(rows := self._rows(requests), stop)
+        return [AheadText(row.tokens, row.finish) for row in rows]
+
+    def _rows(self, requests: Sequence[Request]) -> list[VLLMRow]:
         if self._fault:
             raise RolloutError(f"{self._fault}; send the weights again before generating")
         for request in requests:
             check_request(request, self.vocab, self.context)
-        self.drafting.begin(requests)
-        rows = [VLLMRow(request, drafting=not request.plain, sampling=self.sampling) for request in requests]
+        return [VLLMRow(request, drafting=not request.plain, sampling=self.sampling) for request in requests]
+
+    def _run(self, rows: Sequence[VLLMRow], stop: Callable[[], bool]) -> EngineStats:
         with self._awake():
             try:
-                stats = self._flow.run(rows)
+                stats = self._flow.run(rows, stop)
             except BaseException:
                 self.reset_cache()  # a step that failed has left blocks listed as computed
                 raise
-        self.drafting.end(rows, stats)
         self._rest()
-        return [row.completion(self.weight_version) for row in rows], stats
+        return stats
 
     def update_weights(
         self, weights: Iterable[tuple[str, Tensor]] | None, version: int, probe: Probe | None = None

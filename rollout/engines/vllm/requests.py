@@ -6,7 +6,7 @@ vLLM's worker lives in the driver's process, so rows, drafters and budget are pl
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import MethodType
 
@@ -40,24 +40,24 @@ class OneRequest(StepRules):
 
     # The driver's loop --------------------------------------------------------------------------------------------
 
-    def run(self, rows: Sequence[VLLMRow]) -> EngineStats:
-        """Finishes every row."""
+    def run(self, rows: Sequence[VLLMRow], stop: Callable[[], bool]) -> EngineStats:
+        """Finishes every row, unless `stop` says before a step that this is enough."""
         self.stats, engine, outputs = EngineStats(), self.llm.llm_engine, {}
         try:
             for i, row in enumerate(rows):
                 if self.drafting.whole:
                     row.text = self.drafting.text(row)
                 self._rows[self._submit(str(i), row)] = row
-            while engine.has_unfinished_requests():
+            while engine.has_unfinished_requests() and not stop():
                 self._step, began = Step(), time.perf_counter()
                 outputs |= {int(output.request_id): output.outputs[0] for output in engine.step()}
                 self._charge(time.perf_counter() - began)
-        except BaseException:
-            engine.abort_request(list(self._rows), internal=True)
-            raise
         finally:
+            engine.abort_request(list(self._rows), internal=True)  # those that have not ended
             self._rows = {}
         for i, row in enumerate(rows):
+            if row.finish is None and stop():
+                continue
             theirs = (list(outputs[i].token_ids), outputs[i].finish_reason) if i in outputs else None
             if theirs != (row.tokens, row.finish):
                 raise RolloutError(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -81,25 +81,23 @@ class TwoRequests(Rules):
 
         executor.execute_model = counting
 
-    def run(self, rows: Sequence[VLLMRow]) -> EngineStats:
-        """Finishes every row."""
+    def run(self, rows: Sequence[VLLMRow], stop: Callable[[], bool]) -> EngineStats:
+        """Finishes every row, unless `stop` says before a step that this is enough."""
         self.stats, engine = EngineStats(), self.llm.llm_engine
         try:
             for row in rows:
                 self._next(row)
-            while engine.has_unfinished_requests():
+            while engine.has_unfinished_requests() and not stop():
                 verifying = any(flight.draft for flight in self._flights.values())
                 self._step_tokens, began = 0, time.perf_counter()
                 outputs = engine.step()
                 self._charge(time.perf_counter() - began, verifying)
                 for output in outputs:
                     self._land(self._flights.pop(output.request_id), output)
-        except BaseException:
-            engine.abort_request(list(self._flights))
-            raise
         finally:
+            engine.abort_request(list(self._flights))
             self._flights = {}
-        if unfinished := sum(row.finish is None for row in rows):
+        if (unfinished := sum(row.finish is None for row in rows)) and not stop():
             raise RolloutError(f"vLLM left {unfinished} of {len(rows)} rows unfinished; {BUG}")
         return self.stats
 

@@ -1,0 +1,59 @@
+"""The coming batch in the hands of workers that have nothing else to do. Knows nothing of Ray."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rollout.drafting.suffix import following
+from rollout.types import AheadText, Request
+from rollout.workers.worker import spread
+
+
+class Ahead:
+    """What is asked for ahead of its turn, who works on it, and what there is of it. At most one batch."""
+
+    def __init__(self):
+        self._asked: dict[int, Request] = {}
+        self._texts: dict[int, AheadText] = {}
+        self._running: set[int] = set()
+        self._seconds = 0.0
+
+    def plan(self, requests: Sequence[Request]) -> None:
+        """These are wanted, in the place of all before."""
+        self._asked = {request.key: request for request in requests}
+
+    def take(self) -> tuple[dict[int, AheadText], float]:
+        """What there is, by key, and the worker seconds that it took; nothing more is wanted then."""
+        taken = self._texts, self._seconds
+        self._asked, self._texts, self._seconds = {}, {}, 0.0
+        return taken
+
+    def share(self, workers: int) -> list[Request]:
+        """Rows for one of so many workers: the longest share of those that nobody works on and that have not ended.
+
+        Each goes on behind what there is of it.
+        """
+        waiting = [request for key, request in self._asked.items() if key not in self._running and not self._ended(key)]
+        if not waiting:
+            return []
+        requests = [waiting[i] for group in spread(waiting, workers)[0] for i in group]
+        self._running |= {request.key for request in requests}
+        return [following(r, self._texts[r.key].tokens) if r.key in self._texts else r for r in requests]
+
+    def learn(self, requests: Sequence[Request], texts: Sequence[AheadText], seconds: float) -> None:
+        """A worker has stopped, or all its rows have ended, after so many seconds."""
+        self.forget(requests)
+        self._seconds += seconds
+        self._texts |= {
+            r.key: text for r, text in zip(requests, texts, strict=True) if text.tokens and r.key in self._asked
+        }
+
+    def forget(self, requests: Sequence[Request], wanted: bool = True) -> None:
+        """Nothing came of these rows. Args: wanted: another worker may have them."""
+        keys = {request.key for request in requests}
+        self._running -= keys
+        if not wanted:
+            self._asked = {key: request for key, request in self._asked.items() if key not in keys}
+
+    def _ended(self, key: int) -> bool:
+        return key in self._texts and self._texts[key].finish is not None
