@@ -10,6 +10,7 @@ from rollout.lossy.judged import Judged
 from rollout.lossy.lenient import Once, lenient
 from rollout.lossy.routed import RoutedEngine
 from rollout.verify import exact
+from rollout.workers.ahead import Ahead
 
 
 def local(model, sampling, *, lenience=None, window=0, contexts=False, drafter=None, own_weights=False, **limits):
@@ -31,3 +32,41 @@ def judged(model, sampling, judge, draft=None, window=16, own_weights=False, **l
 def routed(model, sampling, steps, **limits):
     """A routed engine."""
     return RoutedEngine(model, sampling, steps, Limits(**limits))
+
+
+class Spare:
+    """An engine with copies of the weights and time to spare: what a pool of one worker does, in this process.
+
+    Args: passes: that it has between two calls; what they give is there at the next `stop`.
+    """
+
+    own_weights, not_ahead = True, ""
+
+    def __init__(self, engine, passes=1 << 30):
+        self.engine, self.passes, self.rows = engine, passes, Ahead()
+        self.began = []
+        """Requests of each piece of work ahead."""
+
+    @property
+    def weight_version(self):
+        return self.engine.weight_version
+
+    def generate(self, requests):
+        out = self.engine.generate(requests)
+        while requests := self.rows.share(1):
+            self.began.append(requests)
+            polls = iter(range(self.passes))
+            texts = self.engine.ahead(requests, stop=lambda polls=polls: next(polls, None) is None)
+            self.rows.learn(requests, texts, seconds=0.5)
+            if any(text.finish is None for text in texts):
+                break
+        return out
+
+    def begin(self, requests):
+        self.rows.plan(requests)
+
+    def stop(self):
+        return self.rows.take()
+
+    def __getattr__(self, name):
+        return getattr(self.engine, name)
