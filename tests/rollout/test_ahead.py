@@ -116,8 +116,9 @@ def keys_of(requests):
 def test_idle_workers_get_the_longest_share_that_nobody_works_on():
     ahead = Ahead()
     ahead.plan(asked(0, 0, 1, 1, 2, 2, expected={0: 5, 1: 30, 2: 10}))
-    assert keys_of(first := ahead.share(3)) == [2, 3], "the prompt with the most tokens to come"
-    assert keys_of(second := ahead.share(2)) == [4, 5]
+    first, second = ahead.share(3), ahead.share(2)
+    assert keys_of(first) == [2, 3], "the prompt with the most tokens to come"
+    assert keys_of(second) == [4, 5]
     assert keys_of(ahead.share(1)) == [0, 1]
     assert ahead.share(1) == []
     ahead.forget(second)
@@ -276,8 +277,7 @@ def test_without_an_announcement_nothing_runs_ahead(drifting):
 
 def test_a_coming_batch_is_begun_behind_what_there_is_of_it(drifting):
     """Further prompts of a step, as dynamic sampling asks for, end what runs ahead but lose nothing of it."""
-    model, versions = drifting()
-    engine = Spare(local(model, SAMPLING, own_weights=True, window=8), passes=4)
+    engine = Spare(local(drifting()[0], SAMPLING, own_weights=True, window=8), passes=4)
     rollout = SpeculativeRollout(
         engine, TrajectoryCache(Fingerprint(), VOCAB, EOS_IDS), RolloutConfig(max_new_tokens=CAP), 3
     )
