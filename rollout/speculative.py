@@ -124,10 +124,12 @@ class SpeculativeRollout:
     @property
     def not_ahead(self) -> str:
         """Why nothing is rolled out ahead; empty where it is."""
-        if self.config.ahead == "off" or self.config.law != "exact":
-            return f"rollout.ahead={self.config.ahead}, rollout.law={self.config.law}"
+        if self.config.ahead == "off":
+            return "rollout.ahead=off"
+        if self.config.law != "exact":
+            return f"it needs rollout.law=exact, not {self.config.law}"
         if not isinstance(self.engine, WorksAhead):
-            return "rollouts run in the trainer's process, which has no time to spare (cluster.num_workers=0)"
+            return "it needs rollout workers, cluster.num_workers is 0"
         return self.engine.not_ahead
 
     @property

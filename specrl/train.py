@@ -20,6 +20,7 @@ PURE_BF16 = (
     "trainer.precision=pure_bf16: at trainer.learning_rate={:g} most steps are below the distance from one bf16 number "
     "to the next, so such weights hardly learn, and their reuse is flattered. trainer.precision=bf16 keeps fp32 weights"
 )
+AHEAD = "on, idle workers begin the next batch while this one is scored and trained on"
 
 
 def main(config: Config) -> int:
@@ -58,6 +59,7 @@ def recorded(run: Run) -> Iterator[Monitor | None]:
             monitor.note(rounding)
         watch(run, monitor)
         monitor.note(memory.sentence(memory.plan(config, policy, run.longest_prompt), memory.free_mb(policy.device)))
+        monitor.note(f"Rollouts ahead: {f'off, as {why}' if (why := run.trainer.rollouts.source.not_ahead) else AHEAD}")
         if config.trainer.precision == "pure_bf16":
             monitor.note(PURE_BF16.format(config.trainer.learning_rate))
         yield monitor

@@ -18,6 +18,7 @@ RAY = {
     "cluster__object_store_mb": 100,
     "trainer__save_every": 3,
 }
+PPO = {"config": "ppo_math", "trainer__minibatches": 1}
 
 
 @pytest.fixture(scope="module")
@@ -32,14 +33,15 @@ def workers(driver: psutil.Process) -> list[psutil.Process]:
 
 
 def disturbed(trainer):
-    """Kills one worker before the fourth rollout and stops the other before the sixth."""
+    """Kills one worker before the fourth rollout and stops another before the sixth, while they work ahead."""
     pool, generate, calls = trainer.rollouts.engine, trainer.rollouts.engine.generate, [0]
     pool.struck = []
 
     def strike(requests):
         calls[0] += 1
         if sig := {4: signal.SIGKILL, 6: signal.SIGSTOP}.get(calls[0]):
-            pid = workers(psutil.Process())[calls[0] % 2].pid
+            serving = workers(psutil.Process())
+            pid = serving[calls[0] % len(serving)].pid
             pool.struck.append((sig, pid))
             os.kill(pid, sig)
         return generate(requests)
@@ -47,9 +49,11 @@ def disturbed(trainer):
     pool.generate = strike
 
 
-def test_a_run_whose_workers_are_killed_and_hung_is_the_undisturbed_run(whole, tmp_path):
-    got = run(tmp_path, disturbed, **RAY)
+@pytest.mark.parametrize(("options", "count"), [({}, 2), ({}, 3), (PPO, 1), (PPO, 2)])
+def test_a_run_whose_workers_are_killed_and_hung_is_the_undisturbed_run(tmp_path, options, count):
+    whole, got = recorded(**options), run(tmp_path, disturbed, **RAY | options | {"cluster__num_workers": count})
     pool = got.trainer.rollouts.engine
+    assert sum(step.metrics["spec/ahead_ratio"] > 0 for step in got.steps) > len(got.steps) // 2
     assert [sig for sig, _ in pool.struck] == [signal.SIGKILL, signal.SIGSTOP]
     assert pool.replaced == 2
     assert differences(got, whole) == []

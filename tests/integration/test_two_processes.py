@@ -27,11 +27,13 @@ import specrl.run.setup
 import specrl.train
 from specrl.config import load as config
 from specrl.run.data import load_examples
+from tests.engines import Spare
 
-build = specrl.run.setup.build_trainer
+build, build_engine = specrl.run.setup.build_trainer, specrl.run.setup.build_engine
 
-def recorded(words):
-    record = runs.Recording()
+def recorded(name, words):
+    record, spare = runs.Recording(), lambda spec, *_: Spare(build_engine(spec))
+    specrl.run.setup.build_engine = spare if "ahead" in name else build_engine
 
     def listened(*args):
         record.trainer = build(*args)
@@ -54,7 +56,7 @@ def recorded(words):
     }
 
 folder = Path(sys.argv[1])
-found = {name: recorded(words) for name, words in json.loads((folder / "runs.json").read_text())}
+found = {name: recorded(name, words) for name, words in json.loads((folder / "runs.json").read_text())}
 (folder / f"rank{os.environ['RANK']}.json").write_text(json.dumps(found))
 """
 
@@ -66,10 +68,13 @@ def launched(tmp_path_factory):
     plan = [
         ("exact", {}),
         ("off", {"name": "off", "rollout__law": "off"}),
+        ("ahead", {"name": "ahead"}),
         ("first", {"name": "cut", "trainer__max_steps": 4}),  # ends in the middle of an epoch
         ("rest", {"name": "cut", "resume": "auto"}),
         ("dapo", DAPO | {"name": "dapo"}),
+        ("dapo ahead", DAPO | {"name": "dapo-ahead"}),
         ("ppo", PPO | {"name": "ppo"}),
+        ("ppo ahead", PPO | {"name": "ppo-ahead"}),
         ("ppo off", PPO | {"name": "ppo-off", "rollout__law": "off"}),
         ("ppo first", PPO | {"name": "ppo-cut", "trainer__max_steps": 4}),
         ("ppo rest", PPO | {"name": "ppo-cut", "resume": "auto"}),
@@ -134,13 +139,22 @@ def test_both_end_with_the_same_weights(exact):
     assert exact[1][0]["weights"] == exact[1][1]["weights"]
 
 
-@pytest.mark.parametrize(("one", "other"), [("exact", "off"), ("ppo", "ppo off")])
+PAIRS = [("exact", "off"), ("ppo", "ppo off"), ("ahead", "off"), ("ppo ahead", "ppo off"), ("dapo ahead", "dapo")]
+
+
+@pytest.mark.parametrize(("one", "other"), PAIRS)
 def test_it_is_the_run_without_speculation(launched, one, other):
     for a, b in zip(launched[one], launched[other], strict=True):
         for x, y in zip(a["steps"], b["steps"], strict=True):
             assert (x["rows"], x["tokens"], x["rewards"]) == (y["rows"], y["tokens"], y["rewards"])
         assert a["losses"] == b["losses"]
         assert a["weights"] == b["weights"]
+
+
+@pytest.mark.parametrize("name", ["ahead", "ppo ahead"])
+def test_each_process_knows_the_rows_that_come_to_it(launched, name):
+    for report in launched[name]:
+        assert all(step["metrics"]["spec/ahead_done_ratio"] == 1 for step in report["steps"][1:])
 
 
 def test_one_process_writes_the_run(exact):

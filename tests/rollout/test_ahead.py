@@ -296,9 +296,9 @@ def test_a_coming_batch_is_begun_behind_what_there_is_of_it(drifting):
     ("settings", "reason"),
     [
         ({"ahead": "off"}, "rollout.ahead=off"),
-        ({"law": "off"}, "rollout.law=off"),
-        ({"law": "lenient"}, "rollout.law=lenient"),
-        ({}, "trainer's process"),
+        ({"law": "off"}, "not off"),
+        ({"law": "lenient"}, "not lenient"),
+        ({}, "rollout workers"),
     ],
 )
 def test_where_nothing_is_rolled_out_ahead_it_says_why(tiny, settings, reason):
