@@ -118,8 +118,8 @@ def save(run: Run) -> None:
 
 def report(run: Run) -> int:
     """Writes and shows the report of a run that came to its end; the exit code."""
-    from specrl.report import write_report
     from specrl.results.card import write_card
+    from specrl.results.report import write_report
 
     if run.is_main:
         options = run.config.report

@@ -10,7 +10,7 @@ from specrl.config.load import load_saved
 from specrl.config.options import to_yaml
 from specrl.config.schema import Config
 from specrl.env import anonymous
-from specrl.report import NO_PLOT, learned, shown
+from specrl.results.report import NO_PLOT, learned, shown
 from specrl.run import policy
 from specrl.run.data import PRESETS, on_hub
 
