@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from specrl.config.load import differences
+from specrl.config.changes import differences
 from specrl.results.records import RunRecords
 from specrl.results.savings import Pair, Saving, costs, mean, phases, rollout_s, rollouts, saving, step_s, table, total
 

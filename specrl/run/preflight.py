@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING
 
 import reward.loading
 from reward.base import RewardError
-from specrl.config import help
 from specrl.config.options import ConfigError
 from specrl.run import policy
-from specrl.run.data import check_lengths, load_examples, on_hub
+from specrl.run.data import load_examples
 
 if TYPE_CHECKING:
     from specrl.config.schema import Config
@@ -84,46 +83,18 @@ def _absent(given: str, output_dir: str, hub: bool = True) -> bool:
     return not hub or ours or given.startswith((".", "~", "/")) or given.count("/") != 1 or path.parent.is_dir()
 
 
-def check(config: Config, training: bool = True) -> dict[str, list[Example]]:
+def check(config: Config, training: bool = True, read: bool = True) -> dict[str, list[Example]]:
     """The examples of the splits that the command reads, once everything else that is cheap to look at is right.
 
-    What `needs` asks comes before it.
+    What `needs` asks comes before it. Args: read: the data; without it there are no examples.
 
     Raises:
         ConfigError: the first thing that is wrong.
     """
     _paths(config, training)
-    examples = _examples(config, training)
+    examples = _examples(config, training) if read else {}
     _rewards(config)
     return examples
-
-
-def summary(config: Config, training: bool = True) -> str:
-    """What `dry_run=true` adds to the options, as comments: the sizes of the run and the longest prompt.
-
-    Nothing is downloaded, so data and models on the hub are named instead.
-
-    Raises:
-        ConfigError: as `check`; a tokenizer or a device that cannot be used; prompts that are too long.
-    """
-    needs(config)
-    _paths(config, training)
-    model = policy.on_hub(config.model) or policy.on_hub(config.tokenizer)
-    far = [f"model={config.model}"] * model + [f"data={config.data}"] * on_hub(config.data)
-    examples = {} if on_hub(config.data) else _examples(config, training)
-    _rewards(config)
-    lines = [help.sizes(config, len(examples["train"]) if "train" in examples else None)]
-    lines += [f"{len(found)} prompts in split {split}." for split, found in examples.items()]
-    if not model:
-        policy.device(config)
-        tokenizer, context = policy.load_tokenizer(config), policy.context(config)
-        room = context and context - config.rollout.max_new_tokens
-        prompts = [example for found in examples.values() for example in found]
-        longest = check_lengths(prompts, tokenizer, config.dataset.max_prompt_tokens, room)
-        lines += [f"The longest prompt has {longest} tokens."] * bool(prompts)
-    if far:
-        lines.append(f"Not looked at, as on the hub: {', '.join(far)}.")
-    return "".join(f"# {line}\n" for line in lines).rstrip("\n")
 
 
 def _examples(config: Config, training: bool) -> dict[str, list[Example]]:
