@@ -9,10 +9,10 @@ import yaml
 from specrl.config.load import load_saved
 from specrl.config.options import to_yaml
 from specrl.config.schema import Config
-from specrl.env import anonymous
 from specrl.results.report import NO_PLOT, learned, shown
 from specrl.run import policy
 from specrl.run.data import PRESETS, on_hub
+from specrl.run.packages import anonymous
 
 PLACE = ("name", "output_dir", "resume", "device", "report")  # of this run on this machine; another needs its own
 

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from specrl.env import machine
 from specrl.results import tables
 from specrl.results.evidence import Evidence, evidence, law, notes, numbers
 from specrl.results.plots import draw
 from specrl.results.records import RunRecords, load_run, number, to_json
 from specrl.results.savings import Estimate, breakdown, estimate, first_last, later, mean, step_speedup, text, total
+from specrl.run.machine import machine
 
 if TYPE_CHECKING:
     from specrl.results.pairing import Pairing

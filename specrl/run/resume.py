@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from specrl.config import load as cli
 from specrl.config.options import ConfigError
 from specrl.config.schema import Config
-from specrl.env import ENVIRONMENT_FILE, machine
+from specrl.run.machine import ENVIRONMENT_FILE, machine
 
 if TYPE_CHECKING:
     import torch
