@@ -65,7 +65,7 @@ def recorded(run: Run) -> Iterator[Monitor | None]:
 
 def watch(run: Run, monitor: Monitor) -> None:
     """Hands metrics, previews and evaluations of the training to come to the monitor."""
-    from specrl.evaluate import evaluate
+    from specrl.run.accuracy import evaluate
     from specrl.run.completions import show, store
     from trainers.callbacks import Record
 

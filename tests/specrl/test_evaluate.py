@@ -10,8 +10,9 @@ from rollout.keys import derive_key
 from rollout.types import Completion, EngineStats
 from specrl.config.load import run, save
 from specrl.config.schema import Config
-from specrl.evaluate import EvaluateConfig, evaluate, main, pass_at_k
+from specrl.evaluate import EvaluateConfig, main
 from specrl.evaluate import command as command_line
+from specrl.run.accuracy import evaluate, pass_at_k
 from specrl.run.data import Example
 from specrl.tiny import build_tokenizer
 from tests.runs import words

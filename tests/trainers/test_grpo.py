@@ -17,7 +17,7 @@ from reward.loading import load_rewards
 from rollout.config import RolloutConfig
 from rollout.types import RolloutError
 from specrl.config.load import load
-from specrl.evaluate import evaluate
+from specrl.run.accuracy import evaluate
 from specrl.run.data import load_examples
 from tests.runs import differences, logs, run, words
 from trainers.config import TrainerConfig
