@@ -82,7 +82,7 @@ def watch(run: Run, monitor: Monitor) -> None:
     def after_step(step: int) -> None:
         every = options.log_completions_every
         if options.log_completions and every and step % every == 0:
-            show(monitor, rollouts.last, tokenizer, options.log_completions)
+            show(monitor.console, rollouts.last, tokenizer, options.log_completions)
             store(run.folder / "completions" / f"step_{step}.parquet", rollouts.last, tokenizer)
         if step == monitor.total_steps or (options.eval_every and step % options.eval_every == 0):
             assess(step)
