@@ -1,7 +1,9 @@
-"""What a run saved and learned, written beside its metrics as report.md, report.json and report.png.
+"""What a run saved and learned: report.md, report.json and report.png, from the metrics in its directory.
 
-python -m specrl.report run=DIR [baseline=DIR]
-python -m specrl.report runs=[DIR,DIR,...]        # side by side: comparison.md and comparison.png
+    python -m specrl.report run=DIR [baseline=DIR]
+    python -m specrl.report runs=[DIR,DIR,...]        # side by side: comparison.md and comparison.png
+
+specrl/results/report.py makes the one, specrl/results/compare.py the other.
 """
 
 from __future__ import annotations

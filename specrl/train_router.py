@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from math import isfinite
 from pathlib import Path
@@ -59,13 +60,10 @@ def main(config: TrainRouterConfig) -> int:
         )
     pair = load_pair(config)
     examples = load_examples(config.data, config.dataset, "train", config.seed)
-    rewards = load_rewards(config.reward)
-    try:
+    with closing(load_rewards(config.reward)) as rewards:
         records = collect(pair, StepValues(pair, rewards, config.continuations, config.seed), examples)
         learning, held = split(records, 0.2, config.seed)
         again = revalued(pair, StepValues(pair, rewards, config.continuations, config.seed + 1), held, examples)
-    finally:
-        rewards.close()
     weights, report = train(learning, held, again, config)
     card = {"kind": "arbitrage", "draft": fingerprint(pair.draft), "policy": fingerprint(pair.policy)}
     card |= {"separators": config.rollout.routed.step_separators, "weights": weights, "report": report}

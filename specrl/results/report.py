@@ -1,4 +1,4 @@
-"""What a run saved and learned: report.md, report.json and report.png, from the metrics in its directory.
+"""The report of a run, from its metrics: report.md, report.json and report.png.
 
 Two kinds of evidence, never mixed: `measured`, control steps, whose rows the run also rolled out plainly with the same
 keys; `paired`, a baseline run on the same machine, matched step by step. docs/metrics.md has the formulas.

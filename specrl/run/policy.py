@@ -187,7 +187,7 @@ def engine_spec(config: Config, eos_ids: frozenset[int]) -> EngineSpec:
 
     workers = config.cluster.num_workers
     return EngineSpec(
-        model=str(TINY_PATH) if config.model == "tiny" else config.model,
+        model=_source(config)[0],
         eos_ids=eos_ids,
         rollout=config.rollout,
         dtype=rollout_dtype(config),

@@ -80,7 +80,7 @@ def _absent(given: str, output_dir: str, hub: bool = True) -> bool:
     if path.is_dir():
         return False
     ours = any(path.is_relative_to(folder) for folder in (output_dir, "outputs"))
-    return not hub or ours or given.startswith((".", "~", "/")) or given.count("/") != 1 or path.parent.is_dir()
+    return not hub or ours or "/" not in given or policy.is_path(given)
 
 
 def check(config: Config, training: bool = True, read: bool = True) -> dict[str, list[Example]]:
