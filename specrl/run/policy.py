@@ -140,6 +140,14 @@ def is_path(given: str) -> bool:
     return here or path.is_absolute() or given.startswith((".", "~")) or given.count("/") > 1
 
 
+def flaw(path: Path) -> str:
+    """Why this cannot be a model's directory; empty when it can."""
+    if not path.is_dir():
+        return "there is no such directory"
+    known = any((path / name).is_file() for name in ("config.json", "adapter_config.json"))
+    return "" if known else "the directory has no config.json"
+
+
 def device(config: Config) -> torch.device:
     """The device of the policy in this process; `auto` takes a GPU when there is one.
 
