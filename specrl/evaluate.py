@@ -6,7 +6,6 @@ With run=DIR it is the trained model of that run, under the run's config.
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -65,17 +64,13 @@ def main(config: EvaluateConfig) -> int:
     return 0
 
 
-def command(argv: Sequence[str]) -> int:
-    """The command line, where run=DIR stands for config=DIR model=DIR/model."""
-    try:
-        words = _of_run(list(argv))
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return cli.USAGE_ERROR
-    return cli.run(main, words, EvaluateConfig, training=False)
+def command(argv: Sequence[str] | None = None) -> int:
+    """The command line."""
+    return cli.run(main, argv, EvaluateConfig, training=False, words=_of_run)
 
 
-def _of_run(argv: list[str]) -> list[str]:
+def _of_run(argv: Sequence[str]) -> Sequence[str]:
+    """The words with config=DIR model=DIR/model, which run=DIR stands for."""
     given = dict(word.partition("=")[::2] for word in argv)
     if not given.get("run"):
         return argv
@@ -88,4 +83,4 @@ def _of_run(argv: list[str]) -> list[str]:
 
 
 if __name__ == "__main__":
-    raise SystemExit(command(sys.argv[1:]))
+    raise SystemExit(command())

@@ -82,11 +82,9 @@ def collect(pair: Pair, values: StepValues, examples: Sequence[Example]) -> list
     The oracle's walk is Arbitrage's. It hardly ever sees a response that has gone wrong, which a router at work does
     see, so the draft's own walk is recorded too (after DAgger, arXiv 1011.0686).
     """
-    from rollout.keys import derive_key
     from rollout.lossy.scores import by_advantage, features
-    from rollout.types import Request
     from specrl.lossy.routing import advantage
-    from specrl.run.data import render
+    from specrl.run.accuracy import requests
     from trainers.lossy.router import Record
 
     records: dict[tuple[int, ...], Record] = {}  # by the text: two walks may begin alike
@@ -101,9 +99,8 @@ def collect(pair: Pair, values: StepValues, examples: Sequence[Example]) -> list
     oracle = by_advantage(advantage(pair, values, examples, note))
     cap = pair.config.rollout.max_new_tokens
     for walk, oracle.threshold in WALKS.items():
-        keys = [derive_key(pair.config.seed, example.id, 0, 0, walk) for example in examples]
-        requests = [Request(render(e, pair.tokenizer), key, cap) for e, key in zip(examples, keys, strict=True)]
-        _, stats = pair.routed(oracle).generate(requests)
+        asked = requests(examples, pair.tokenizer, cap, pair.config.seed, walk)
+        _, stats = pair.routed(oracle).generate(asked)
         print(
             f"{walk} walk: {len(examples)} responses, {stats.steps} steps, {stats.route_faults} faults, "
             f"{values.decoded} tokens of continuations so far",

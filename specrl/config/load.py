@@ -114,16 +114,22 @@ def load_saved(path: str | Path, schema: type = Config) -> Any:
 
 
 def run(
-    main: Callable[[Any], int | None], argv: Sequence[str] | None = None, schema: type = Config, training: bool = True
+    main: Callable[[Any], int | None],
+    argv: Sequence[str] | None = None,
+    schema: type = Config,
+    training: bool = True,
+    words: Callable[[Sequence[str]], Sequence[str]] = list,
 ) -> int:
     """The body of every entry point: load the configuration, call `main(config)`, return the exit code.
+
+    Args: argv: by default the process's own; schema, training: as in `load`; words: what the command makes of argv.
 
     Errors that a user can act on are printed as `error: ...` without a traceback; the codes are in `help=true`.
     """
     # By default libgomp spins for long at barriers, and one busy neighbour makes small models ten times slower.
     os.environ.setdefault("GOMP_SPINCOUNT", "20000")
     try:
-        loaded = load(sys.argv[1:] if argv is None else argv, schema, training)
+        loaded = load(words(sys.argv[1:] if argv is None else argv), schema, training)
         if isinstance(loaded, str):
             return _show(loaded)
         if isinstance(loaded, Config):

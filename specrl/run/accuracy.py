@@ -23,6 +23,14 @@ if TYPE_CHECKING:
     from specrl.run.data import Example
 
 
+def requests(
+    examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase, cap: int, seed: int, use: str, samples: int = 1
+) -> list[Request]:
+    """`samples` requests for each example, whose noise no other `use` has."""
+    asked = [(example, i) for example in examples for i in range(samples)]
+    return [Request(render(e, tokenizer), derive_key(seed, e.id, i, 0, use), cap) for e, i in asked]
+
+
 def pass_at_k(n: int, correct: int, k: int) -> float:
     """Chance that at least one of k responses drawn from n, of which `correct` are right, is right."""
     return 1.0 - comb(n - correct, k) / comb(n, k)
@@ -43,12 +51,7 @@ def evaluate(
     A response counts as correct for pass@k when its total reward is at least the largest the weights allow, halved:
     with the 0/1 math reward, when it is right.
     """
-    requests = [
-        Request(render(example, tokenizer), derive_key(seed, example.id, i, 0, "eval"), max_new_tokens)
-        for example in examples
-        for i in range(samples)
-    ]
-    completions, stats = engine.generate(requests)
+    completions, stats = engine.generate(requests(examples, tokenizer, max_new_tokens, seed, "eval", samples))
     texts = tokenizer.batch_decode([c.tokens for c in completions], skip_special_tokens=True)
     owners = [example for example in examples for _ in range(samples)]
     scored = rewards.score([Sample(str(e.prompt), t, e.answer, e.fields) for e, t in zip(owners, texts, strict=True)])
