@@ -56,10 +56,8 @@ def main(config: EvaluateConfig) -> int:
     from specrl.run.accuracy import evaluate
 
     (examples,) = preflight.check(config, training=False).values()
-    how = {"samples": config.samples, "max_new_tokens": config.rollout.max_new_tokens, "seed": config.seed}
-    rewards = load_rewards(config.reward)
-    with closing(rewards), serving(config) as (engine, tokenizer):
-        metrics = evaluate(engine, tokenizer, examples, rewards, **how)
+    with closing(load_rewards(config.reward)) as rewards, serving(config) as (engine, tokenizer):
+        metrics = evaluate(engine, tokenizer, examples, rewards, config, config.samples)
     print(json.dumps({"model": config.model, "prompts": len(examples), "samples": config.samples, **metrics}, indent=2))
     return 0
 

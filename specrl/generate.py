@@ -34,10 +34,10 @@ def main(config: GenerateConfig) -> int:
     from specrl.run.completions import pieces
     from specrl.run.data import Example
 
-    read, cap = preflight.check(config, training=False), config.rollout.max_new_tokens
+    read = preflight.check(config, training=False)
     examples = [Example("prompt", config.prompt, None, {})] if config.prompt else read["test"][: config.prompts]
     with serving(config) as (engine, tokenizer):
-        done, _ = engine.generate(requests(examples, tokenizer, cap, config.seed, "generate"))
+        done, _ = engine.generate(requests(examples, tokenizer, config, "generate"))
     console = Console(highlight=False)
     for example, c in zip(examples, done, strict=True):
         console.print(str(example.prompt), markup=False, style="bold")

@@ -70,14 +70,13 @@ def watch(run: Run, monitor: Monitor) -> None:
     from trainers.callbacks import Record
 
     options, rollouts, tokenizer = run.config.trainer, run.trainer.rollouts, run.tokenizer
-    cap, examples = run.config.rollout.max_new_tokens, run.test[: options.eval_prompts]
+    examples = run.test[: options.eval_prompts]
 
     def assess(step: int) -> None:
         if not examples:
             return
         rollouts.sync()
-        law = {"samples": 4, "max_new_tokens": cap, "seed": run.config.seed}
-        monitor.log_eval(step, evaluate(rollouts.engine, tokenizer, examples, run.rewards, **law))
+        monitor.log_eval(step, evaluate(rollouts.engine, tokenizer, examples, run.rewards, run.config, samples=4))
 
     def after_step(step: int) -> None:
         every = options.log_completions_every

@@ -97,10 +97,8 @@ def collect(pair: Pair, values: StepValues, examples: Sequence[Example]) -> list
             records[before + steps[0]] = Record(example.id, read, before, *steps, draft_value, policy_value)
 
     oracle = by_advantage(advantage(pair, values, examples, note))
-    cap = pair.config.rollout.max_new_tokens
     for walk, oracle.threshold in WALKS.items():
-        asked = requests(examples, pair.tokenizer, cap, pair.config.seed, walk)
-        _, stats = pair.routed(oracle).generate(asked)
+        _, stats = pair.routed(oracle).generate(requests(examples, pair.tokenizer, pair.config, walk))
         print(
             f"{walk} walk: {len(examples)} responses, {stats.steps} steps, {stats.route_faults} faults, "
             f"{values.decoded} tokens of continuations so far",

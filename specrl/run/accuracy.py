@@ -20,15 +20,16 @@ if TYPE_CHECKING:
 
     from reward.set import RewardSet
     from rollout.engines.base import Engine
+    from specrl.config.schema import Config
     from specrl.run.data import Example
 
 
 def requests(
-    examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase, cap: int, seed: int, use: str, samples: int = 1
+    examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase, config: Config, use: str, samples: int = 1
 ) -> list[Request]:
     """`samples` requests for each example, whose noise no other `use` has."""
-    asked = [(example, i) for example in examples for i in range(samples)]
-    return [Request(render(e, tokenizer), derive_key(seed, e.id, i, 0, use), cap) for e, i in asked]
+    asked, cap = [(example, i) for example in examples for i in range(samples)], config.rollout.max_new_tokens
+    return [Request(render(e, tokenizer), derive_key(config.seed, e.id, i, 0, use), cap) for e, i in asked]
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:
@@ -41,17 +42,15 @@ def evaluate(
     tokenizer: PreTrainedTokenizerBase,
     examples: Sequence[Example],
     rewards: RewardSet,
-    *,
+    config: Config,
     samples: int,
-    max_new_tokens: int,
-    seed: int,
 ) -> dict[str, float]:
     """Mean reward, pass@k over the prompts, mean length and failures. A failed reward is left out, never a zero.
 
     A response counts as correct for pass@k when its total reward is at least the largest the weights allow, halved:
     with the 0/1 math reward, when it is right.
     """
-    completions, stats = engine.generate(requests(examples, tokenizer, max_new_tokens, seed, "eval", samples))
+    completions, stats = engine.generate(requests(examples, tokenizer, config, "eval", samples))
     texts = tokenizer.batch_decode([c.tokens for c in completions], skip_special_tokens=True)
     owners = [example for example in examples for _ in range(samples)]
     scored = rewards.score([Sample(str(e.prompt), t, e.answer, e.fields) for e, t in zip(owners, texts, strict=True)])

@@ -543,14 +543,10 @@ def test_evaluation_never_touches_the_cache(folder):
     assert len(before[0]) == 12 * 4
     rewards = load_rewards(RewardConfig(functions=["tests.runs:digits"], isolate_user=False))
     examples = load_examples(config.data, config.dataset, "train", config.seed)  # those the cache holds
-    metrics = evaluate(
-        trainer.rollouts.engine, tokenizer, examples, rewards, samples=4, max_new_tokens=28, seed=config.seed
-    )
+    metrics = evaluate(trainer.rollouts.engine, tokenizer, examples, rewards, config, samples=4)
     assert metrics["eval/mean_length"] > 2
     assert held("after") == before
-    again = evaluate(
-        trainer.rollouts.engine, tokenizer, examples, rewards, samples=4, max_new_tokens=28, seed=config.seed
-    )
+    again = evaluate(trainer.rollouts.engine, tokenizer, examples, rewards, config, samples=4)
     assert again == metrics, "the same weights are evaluated with the same noise"
 
 
