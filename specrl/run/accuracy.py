@@ -28,7 +28,8 @@ def requests(
     examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase, config: Config, use: str, samples: int = 1
 ) -> list[Request]:
     """`samples` requests for each example, whose noise no other `use` has."""
-    asked, cap = [(example, i) for example in examples for i in range(samples)], config.rollout.max_new_tokens
+    asked = [(example, i) for example in examples for i in range(samples)]
+    cap = config.rollout.max_new_tokens
     return [Request(render(e, tokenizer), derive_key(config.seed, e.id, i, 0, use), cap) for e, i in asked]
 
 
