@@ -16,10 +16,9 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from specrl.bench.pair import Bench, PairConfig, device_name, perturbed, prepare, with_config
+from specrl.bench.pair import Bench, PairConfig, device_name, of_pairs, perturbed, prepare, with_config
 from specrl.config import load as cli
 from specrl.results import tables
-from specrl.results.speedup import of_pairs
 
 if TYPE_CHECKING:
     from rollout.engines.local.engine import TransformersEngine

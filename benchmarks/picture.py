@@ -47,13 +47,14 @@ def beside(own: RunRecords, baseline: RunRecords) -> savings.Saving:
     Raises:
         ConfigError: the runs cannot be paired, or do not end with the same rewards and the same weights.
     """
-    if refusals := pair(own, baseline).refusals:
-        raise ConfigError(f"{own.path} and {baseline.path} make no pair: {refusals[0]}")
+    pairing = pair(own, baseline)
+    if pairing.refusals:
+        raise ConfigError(f"{own.path} and {baseline.path} make no pair: {pairing.refusals[0]}")
     if [record["reward"] for record in own.steps] != [record["reward"] for record in baseline.steps]:
         raise ConfigError(f"{own.path} and {baseline.path} have other rewards. Run both on one machine, in fp32.")
     if (own.path / WEIGHTS).read_bytes() != (baseline.path / WEIGHTS).read_bytes():
         raise ConfigError(f"{own.path} and {baseline.path} end with other weights. Run both on one machine, in fp32.")
-    return next(row for row in savings.paired(own.steps, baseline.steps) if row.phase == SCOPE)
+    return next(row for row in pairing.savings if row.phase == SCOPE)
 
 
 def alone(own: RunRecords) -> savings.Saving:

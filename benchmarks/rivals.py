@@ -16,10 +16,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rollout.types import Request, RolloutError
-from specrl.bench.pair import Bench, PairConfig, device_name, prepare, with_config
+from specrl.bench.pair import Bench, PairConfig, device_name, of_pairs, prepare, with_config
 from specrl.config import load as cli
 from specrl.results import tables
-from specrl.results.speedup import of_pairs
 
 COLUMNS = ("method", "decoded", "steps", "speedup", "log-prob", "same")
 

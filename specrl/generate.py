@@ -26,31 +26,23 @@ class GenerateConfig(Config):
 
 
 def main(config: GenerateConfig) -> int:
-    from itertools import groupby
-
     from rich.console import Console
 
-    from rollout.keys import derive_key
-    from rollout.types import Request
     from specrl.evaluate import serving
     from specrl.run import preflight
-    from specrl.run.data import Example, render
+    from specrl.run.accuracy import requests
+    from specrl.run.completions import pieces
+    from specrl.run.data import Example
 
-    read, cap = preflight.check(config, training=False), config.rollout.max_new_tokens
+    read = preflight.check(config, training=False)
     examples = [Example("prompt", config.prompt, None, {})] if config.prompt else read["test"][: config.prompts]
     with serving(config) as (engine, tokenizer):
-        keys = [derive_key(config.seed, example.id, 0, 0, "generate") for example in examples]
-        requests = [Request(render(e, tokenizer), key, cap) for e, key in zip(examples, keys, strict=True)]
-        done, _ = engine.generate(requests)
+        done, _ = engine.generate(requests(examples, tokenizer, config, "generate"))
     console = Console(highlight=False)
     for example, c in zip(examples, done, strict=True):
         console.print(str(example.prompt), markup=False, style="bold")
-        at = 0
-        for drafted, tokens in groupby(c.reused):
-            end = at + len(list(tokens))
-            text = tokenizer.decode(c.tokens[at:end], skip_special_tokens=True)
+        for text, drafted in pieces(c, tokenizer):
             console.print(text, markup=False, style="dim" if drafted else None, end="")
-            at = end
         console.print("\n")
     return 0
 

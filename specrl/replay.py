@@ -29,7 +29,7 @@ from specrl.config.options import ConfigError
 from specrl.config.schema import Config
 from specrl.results import tables
 from specrl.results.records import find_run, run_option
-from specrl.run.data import parse
+from specrl.run.sources import parse
 
 WINDOWS = (0, 8, 16, 32, 64)
 """Draft tokens of a row in one pass; 0 is the whole text."""

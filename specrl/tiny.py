@@ -182,9 +182,6 @@ def make(recipe: Recipe) -> None:
     """The whole recipe: train, blur, then write the model (bfloat16) and its tokenizer to the folder `out`."""
     if not recipe.out:
         raise ConfigError("out is missing: the directory to write the policy to, such as out=outputs/tiny")
-    for key in ("steps", "batch"):
-        if getattr(recipe, key) < 1:
-            raise ConfigError(f"{key}={getattr(recipe, key)} must be 1 or more. Try {key}=1.")
     tokenizer = build_tokenizer()
     model = build_model(tokenizer, recipe.seed)
     train(model, tokenizer, recipe)

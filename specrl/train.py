@@ -67,24 +67,23 @@ def recorded(run: Run) -> Iterator[Monitor | None]:
 
 def watch(run: Run, monitor: Monitor) -> None:
     """Hands metrics, previews and evaluations of the training to come to the monitor."""
-    from specrl.evaluate import evaluate
+    from specrl.run.accuracy import evaluate
     from specrl.run.completions import show, store
     from trainers.callbacks import Record
 
     options, rollouts, tokenizer = run.config.trainer, run.trainer.rollouts, run.tokenizer
-    cap, examples = run.config.rollout.max_new_tokens, run.test[: options.eval_prompts]
+    examples = run.test[: options.eval_prompts]
 
     def assess(step: int) -> None:
         if not examples:
             return
         rollouts.sync()
-        law = {"samples": 4, "max_new_tokens": cap, "seed": run.config.seed}
-        monitor.log_eval(step, evaluate(rollouts.engine, tokenizer, examples, run.rewards, **law))
+        monitor.log_eval(step, evaluate(rollouts.engine, tokenizer, examples, run.rewards, run.config, samples=4))
 
     def after_step(step: int) -> None:
         every = options.log_completions_every
         if options.log_completions and every and step % every == 0:
-            show(monitor, rollouts.last, tokenizer, options.log_completions)
+            show(monitor.console, rollouts.last, tokenizer, options.log_completions)
             store(run.folder / "completions" / f"step_{step}.parquet", rollouts.last, tokenizer)
         if step == monitor.total_steps or (options.eval_every and step % options.eval_every == 0):
             assess(step)
@@ -120,8 +119,8 @@ def save(run: Run) -> None:
 
 def report(run: Run) -> int:
     """Writes and shows the report of a run that came to its end; the exit code."""
-    from specrl.report import write_report
     from specrl.results.card import write_card
+    from specrl.results.report import write_report
 
     if run.is_main:
         options = run.config.report

@@ -14,6 +14,7 @@ on held-out problems.
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -60,8 +61,7 @@ def main(config: TrainJudgeConfig) -> int:
         )
     pair = load_pair(config)
     examples = {s: load_examples(config.data, config.dataset, s, config.seed) for s in config.splits}
-    rewards = load_rewards(config.reward)
-    try:
+    with closing(load_rewards(config.reward)) as rewards:
         if config.cache:
             learned_from = read_cache(pair, examples["train"], Path(config.cache))
             held = [draft for draft in learned_from if draft.problem % 5 == 0]
@@ -73,8 +73,6 @@ def main(config: TrainJudgeConfig) -> int:
         rules = {"exact": exact, "judge": judge, "shuffled labels": shuffled}
         rules |= {} if config.cache else {"KL rule": KLJudge()}
         report["rules"] = compare(pair, rules, held, rewards)
-    finally:
-        rewards.close()
     drafts = config.cache or fingerprint(pair.draft)
     judge.save(config.out, {"policy": fingerprint(pair.policy), "draft": drafts, "report": report})
     print(json.dumps(report, indent=2))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from math import isfinite
 from pathlib import Path
@@ -59,13 +60,10 @@ def main(config: TrainRouterConfig) -> int:
         )
     pair = load_pair(config)
     examples = load_examples(config.data, config.dataset, "train", config.seed)
-    rewards = load_rewards(config.reward)
-    try:
+    with closing(load_rewards(config.reward)) as rewards:
         records = collect(pair, StepValues(pair, rewards, config.continuations, config.seed), examples)
         learning, held = split(records, 0.2, config.seed)
         again = revalued(pair, StepValues(pair, rewards, config.continuations, config.seed + 1), held, examples)
-    finally:
-        rewards.close()
     weights, report = train(learning, held, again, config)
     card = {"kind": "arbitrage", "draft": fingerprint(pair.draft), "policy": fingerprint(pair.policy)}
     card |= {"separators": config.rollout.routed.step_separators, "weights": weights, "report": report}
@@ -84,11 +82,9 @@ def collect(pair: Pair, values: StepValues, examples: Sequence[Example]) -> list
     The oracle's walk is Arbitrage's. It hardly ever sees a response that has gone wrong, which a router at work does
     see, so the draft's own walk is recorded too (after DAgger, arXiv 1011.0686).
     """
-    from rollout.keys import derive_key
     from rollout.lossy.scores import by_advantage, features
-    from rollout.types import Request
     from specrl.lossy.routing import advantage
-    from specrl.run.data import render
+    from specrl.run.accuracy import requests
     from trainers.lossy.router import Record
 
     records: dict[tuple[int, ...], Record] = {}  # by the text: two walks may begin alike
@@ -101,11 +97,8 @@ def collect(pair: Pair, values: StepValues, examples: Sequence[Example]) -> list
             records[before + steps[0]] = Record(example.id, read, before, *steps, draft_value, policy_value)
 
     oracle = by_advantage(advantage(pair, values, examples, note))
-    cap = pair.config.rollout.max_new_tokens
     for walk, oracle.threshold in WALKS.items():
-        keys = [derive_key(pair.config.seed, example.id, 0, 0, walk) for example in examples]
-        requests = [Request(render(e, pair.tokenizer), key, cap) for e, key in zip(examples, keys, strict=True)]
-        _, stats = pair.routed(oracle).generate(requests)
+        _, stats = pair.routed(oracle).generate(requests(examples, pair.tokenizer, pair.config, walk))
         print(
             f"{walk} walk: {len(examples)} responses, {stats.steps} steps, {stats.route_faults} faults, "
             f"{values.decoded} tokens of continuations so far",

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import statistics
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -107,10 +106,10 @@ def generate_seconds(bench: Bench, tokenizer, repeats: int) -> dict[str, float]:
     return {name: statistics.median(seconds[1:]) for name, seconds in times.items()}
 
 
-def command(argv: Sequence[str]) -> int:
+def command(argv: Sequence[str] | None = None) -> int:
     """The command line."""
-    return cli.run(main, with_config(argv), BenchConfig, training=False)
+    return cli.run(main, argv, BenchConfig, training=False, words=with_config)
 
 
 if __name__ == "__main__":
-    raise SystemExit(command(sys.argv[1:]))
+    raise SystemExit(command())

@@ -15,7 +15,6 @@ from rollout.config import doc
 from specrl.config.load import load
 from specrl.config.options import ConfigError
 from specrl.config.schema import Config
-from specrl.results.speedup import of_pairs
 
 if TYPE_CHECKING:
     from rollout.speculative import SpeculativeRollout
@@ -203,6 +202,12 @@ class Bench:
         with torch.no_grad():
             for name, p in self.model.named_parameters():
                 p.copy_(self.weights[policy][name])
+
+
+def of_pairs(own: Sequence[float], plain: Sequence[float]) -> tuple[float, float, float]:
+    """Median, least and largest ratio of plain over own seconds, of repeats of the same work."""
+    ratios = sorted(p / o for o, p in zip(own, plain, strict=True))
+    return statistics.median(ratios), ratios[0], ratios[-1]
 
 
 def device_name(device) -> str:

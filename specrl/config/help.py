@@ -1,16 +1,15 @@
-"""What `help=true`, `help=SECTION` and `dry_run=true` print, and the tables of docs/configuration.md."""
+"""What `help=true` and `help=SECTION` print, and the tables of docs/configuration.md."""
 
 from __future__ import annotations
 
+import shutil
 import sys
+import textwrap
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rollout.checks import Option, options, sections, suggestion
-from specrl.config.options import ConfigError, describe, table
-
-if TYPE_CHECKING:
-    from specrl.config.schema import Config
+from specrl.config.options import ConfigError, plain
 
 EXIT_CODES = """exit codes: 0 done; 2 the command line or configuration is wrong; 3 a rollout, cache or reward failed;
             130 interrupted; 143 terminated, after a checkpoint; 1 anything else, with a traceback"""
@@ -57,18 +56,35 @@ def _entry_points() -> list[tuple[str, str]]:
     return sorted(found)
 
 
-def sizes(config: Config, count: int | None = None) -> str:
-    """One sentence with the numbers that follow from the options. count: training prompts, where they are known."""
-    prompts, group, cap = config.trainer.prompts_per_step, config.rollout.group_size, config.rollout.max_new_tokens
-    rows = prompts * group
-    text = f"{prompts} prompts x {group} responses = {rows} rows per step, at most {rows * cap:,} new tokens"
-    steps = config.trainer.max_steps
-    if count := count or config.dataset.train_size:
-        per_epoch = count // prompts * config.trainer.steps_per_rollout
-        text += f"; {per_epoch} steps per epoch"
-        steps = steps or per_epoch * config.trainer.epochs
-    text += f"; {steps} steps" if steps else "; the number of steps follows from the data"
-    return f"{text}; the trajectory cache stays below {config.rollout.cache.max_mb} MB."
+def _default(option: Option) -> str:
+    return plain(option.default) or '""'
+
+
+def _kinds(option: Option) -> list[str]:
+    """What a value may be: types such as `int` or `list[str]`, and the choices."""
+    types = [member for member in option.members if member in (bool, int, float, str)]
+    return [str(option.type)] if option.is_list else [*(member.__name__ for member in types), *option.choices]
+
+
+def describe(chosen: Iterable[Option]) -> str:
+    """Options for a terminal: key, default and type on one line, the documentation below."""
+    width = min(shutil.get_terminal_size().columns, 120)
+    lines = []
+    for option in chosen:
+        lines.append(f"{option.key} = {_default(option)}    ({' | '.join(_kinds(option))})")
+        lines += textwrap.wrap(option.help, width, initial_indent="    ", subsequent_indent="    ")
+    return "\n".join(lines)
+
+
+def table(chosen: Iterable[Option]) -> str:
+    """Options as a markdown table."""
+    rows = ["| option | type | default | meaning |", "|---|---|---|---|"]
+    for option in chosen:
+        kinds = ", ".join(f"`{kind}`" for kind in _kinds(option))
+        default = _default(option).replace(",", ", ")  # a long list must wrap
+        cells = (f"`{option.key}`", kinds, f"`{default}`", option.help)
+        rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(rows)
 
 
 def reference(schema: type) -> str:

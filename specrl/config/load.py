@@ -9,13 +9,12 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from reward.base import RewardError
-from rollout.checks import misfits, suggestion, values
+from rollout.checks import misfits, suggestion
 from rollout.types import RolloutError
 from specrl.config import options
-from specrl.config.help import help_text
 from specrl.config.options import ConfigError
 from specrl.config.rules import problems
 from specrl.config.schema import Config
@@ -37,6 +36,8 @@ def load(argv: Sequence[str], schema: type = Config, training: bool = True) -> A
     values = options.parse(argv)
     topic, name, dry_run = (values.pop(key, "") for key in ("help", "config", "dry_run"))
     if topic not in ("", "false"):
+        from specrl.config.help import help_text
+
         return help_text(topic, schema)
     if name == "list":
         return list_configs()
@@ -52,7 +53,7 @@ def load(argv: Sequence[str], schema: type = Config, training: bool = True) -> A
     if found := problems(config, training) if isinstance(config, Config) else misfits(config):
         raise ConfigError("\n".join(found))
     if dry_run == "true":
-        from specrl.run.preflight import summary
+        from specrl.run.dry_run import summary
 
         return options.to_yaml(config) + (summary(config, training) if isinstance(config, Config) else "")
     return config
@@ -112,52 +113,23 @@ def load_saved(path: str | Path, schema: type = Config) -> Any:
     return options.build(schema, (f"{path}: ", options.read_file(path, schema)))
 
 
-class Change(NamedTuple):
-    """An option that differs between two configs."""
-
-    key: str
-    old: Any
-    new: Any
-    matters: bool
-    """True when the two runs would not train the same way; such a change must not pass unnoticed in a resume."""
-
-    def __str__(self) -> str:
-        return f"{self.key}: {options.plain(self.old)} -> {options.plain(self.new)}"
-
-
-MAY_CHANGE: dict[str, Callable[[Config, Config], bool]] = {
-    "": lambda old, new: False,
-    "free": lambda old, new: True,
-    "law": lambda old, new: {old.rollout.law, new.rollout.law} <= {"exact", "off"},
-    "drafts": lambda old, new: new.rollout.law not in ("judged", "routed"),  # else their text stands
-    "old text": lambda old, new: not new.rollout.old_text_stands,
-    "keys": lambda old, new: new.rollout.replay != "auto",  # whose keys follow from what control steps measure
-    "length": lambda old, new: new.trainer.lr_schedule == "constant",
-}
-"""Whether an option may differ in a resumed run, by the word that its field says of `resume`."""
-
-
-def differences(old: Config, new: Config) -> list[Change]:
-    """Every option that two configs of a run do not share, in the order of declaration."""
-    before, after = values(old), values(new)
-    return [
-        Change(key, before[key], after[key], not MAY_CHANGE[option.metadata.get("resume", "")](old, new))
-        for key, option in options.options(Config).items()
-        if before[key] != after[key]
-    ]
-
-
 def run(
-    main: Callable[[Any], int | None], argv: Sequence[str] | None = None, schema: type = Config, training: bool = True
+    main: Callable[[Any], int | None],
+    argv: Sequence[str] | None = None,
+    schema: type = Config,
+    training: bool = True,
+    words: Callable[[Sequence[str]], Sequence[str]] = list,
 ) -> int:
     """The body of every entry point: load the configuration, call `main(config)`, return the exit code.
+
+    Args: argv: by default the process's own; schema, training: as in `load`; words: what the command makes of argv.
 
     Errors that a user can act on are printed as `error: ...` without a traceback; the codes are in `help=true`.
     """
     # By default libgomp spins for long at barriers, and one busy neighbour makes small models ten times slower.
     os.environ.setdefault("GOMP_SPINCOUNT", "20000")
     try:
-        loaded = load(sys.argv[1:] if argv is None else argv, schema, training)
+        loaded = load(words(sys.argv[1:] if argv is None else argv), schema, training)
         if isinstance(loaded, str):
             return _show(loaded)
         if isinstance(loaded, Config):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
-import textwrap
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import asdict
@@ -179,34 +177,3 @@ def _escape(value: Any) -> Any:
     if isinstance(value, list):
         return [_escape(item) for item in value]
     return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
-
-
-def _default(option: Option) -> str:
-    return plain(option.default) or '""'
-
-
-def _kinds(option: Option) -> list[str]:
-    """What a value may be: types such as `int` or `list[str]`, and the choices."""
-    types = [member for member in option.members if member in (bool, int, float, str)]
-    return [str(option.type)] if option.is_list else [*(member.__name__ for member in types), *option.choices]
-
-
-def describe(chosen: Iterable[Option]) -> str:
-    """Options for a terminal: key, default and type on one line, the documentation below."""
-    width = min(shutil.get_terminal_size().columns, 120)
-    lines = []
-    for option in chosen:
-        lines.append(f"{option.key} = {_default(option)}    ({' | '.join(_kinds(option))})")
-        lines += textwrap.wrap(option.help, width, initial_indent="    ", subsequent_indent="    ")
-    return "\n".join(lines)
-
-
-def table(chosen: Iterable[Option]) -> str:
-    """Options as a markdown table."""
-    rows = ["| option | type | default | meaning |", "|---|---|---|---|"]
-    for option in chosen:
-        kinds = ", ".join(f"`{kind}`" for kind in _kinds(option))
-        default = _default(option).replace(",", ", ")  # a long list must wrap
-        cells = (f"`{option.key}`", kinds, f"`{default}`", option.help)
-        rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-    return "\n".join(rows)

@@ -9,10 +9,9 @@ import yaml
 from specrl.config.load import load_saved
 from specrl.config.options import to_yaml
 from specrl.config.schema import Config
-from specrl.env import anonymous
-from specrl.report import NO_PLOT, learned, shown
+from specrl.results.report import NO_PLOT, learned, shown
 from specrl.run import policy
-from specrl.run.data import PRESETS, on_hub
+from specrl.run.packages import anonymous
 
 PLACE = ("name", "output_dir", "resume", "device", "report")  # of this run on this machine; another needs its own
 
@@ -63,8 +62,11 @@ def _metadata(config: Config) -> dict:
     found = {"library_name": "peft" if config.lora.rank else "transformers", "pipeline_tag": "text-generation"}
     if policy.on_hub(config.model):
         found["base_model"] = config.model
-    if on_hub(config.data):
-        found["datasets"] = [PRESETS.get(config.data, config.data).partition(":")[0]]
+    if config.data != "arithmetic":
+        from specrl.run.sources import PRESETS, on_hub
+
+        if on_hub(config.data):
+            found["datasets"] = [PRESETS.get(config.data, config.data).partition(":")[0]]
     return found | {"tags": ["specrl", "reinforcement-learning", config.trainer.algorithm]}
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from specrl.config.options import ConfigError, plain
 from specrl.results import tables
 from specrl.results.evidence import law
 from specrl.results.pairing import unlike_machines
-from specrl.results.plots import overlay
+from specrl.results.plots import BLACK, BLUE, ORANGE, PINK, RED, SKY, TITLES, curve, figure, finish, series
 from specrl.results.records import RunRecords, load_run, number
 from specrl.results.savings import costs, counted, first_last, later, mean, measured, step_s, total
 
@@ -24,6 +24,8 @@ rollout seconds on the run's own control steps, from epoch 2 on if there are any
 Passes a row: from epoch 2 on. Reuse gap: mean over control steps. Rollout seconds, with co-training, and step seconds:
 of the whole run, net, control rows left out. They compare on one machine only."""
 NEUTRAL = ("name", "output_dir", "resume")
+COLOURS = (BLUE, ORANGE, "#009E73", RED, PINK, SKY, BLACK)
+"""Of the runs in the picture, all of Okabe and Ito's."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,27 @@ def write_comparison(run_dirs: Sequence[str | Path], plots: bool = True) -> Comp
     made = Comparison(columns, _notes(named), [page, *([picture] if drawn else [])])
     page.write_text(made.markdown(picture.name if drawn else ""), encoding="utf-8")
     return made
+
+
+def overlay(runs: Mapping[str, RunRecords], path: Path) -> bool:
+    """Draws the same quantities of several runs, a colour for each; False without matplotlib."""
+    if (drawing := figure()) is None:
+        return False
+    panels = drawing.subplots(1, 3)
+    for at, (name, run) in enumerate(runs.items()):
+        colour = COLOURS[at % len(COLOURS)]
+        curve(panels[0], run.steps, "reward", colour, name)
+        panels[0].plot(*series(run.evals, "eval/reward"), "D", color=colour, markersize=6, zorder=3)
+        curve(panels[1], run.steps, "timing_s/gen", colour, name)
+        curve(panels[2], run.steps, "spec/reused_ratio", colour, name)
+    labels = ("mean reward; diamonds: evaluation", "rollout seconds per step", "share of response tokens reused")
+    for panel, title, label in zip(panels, TITLES, labels, strict=True):
+        finish(panel, title)
+        panel.set_ylabel(label)
+    panels[1].set_ylim(bottom=0)
+    panels[2].set_ylim(0, 1)
+    drawing.savefig(path, format="png")
+    return True
 
 
 def column(run: RunRecords) -> dict[str, str]:

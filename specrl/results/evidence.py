@@ -5,23 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from statistics import quantiles
+from typing import TYPE_CHECKING
 
 from specrl.config.schema import Config
-from specrl.results.pairing import Pairing, speculates
 from specrl.results.records import METRICS_FILE, RunRecords, number
-from specrl.results.savings import (
-    COSTS,
-    Saving,
-    control_pairs,
-    counted,
-    later,
-    matched,
-    measured,
-    paired,
-    step_speedup,
-    total,
-)
+from specrl.results.savings import COSTS, Saving, control_pairs, counted, later, measured, step_speedup, total
 from specrl.results.speedup import FEWEST, Speedup
+
+if TYPE_CHECKING:
+    from specrl.results.pairing import Pairing
 
 
 @dataclass(frozen=True)
@@ -52,9 +44,8 @@ def evidence(steps: Sequence[dict], pairing: Pairing | None) -> dict[str, Eviden
         more = [Saving("step, controls left out", 0.0, 0.0, whole)] if whole else []
         found["measured"] = Evidence(_measured_title(steps), rows, claims([*rows, *more]))
     if pairing and not pairing.refusals:
-        rows, other = paired(steps, pairing.baseline.steps), pairing.baseline
-        title = f"Paired with {other.path}, {counted(len(matched(steps, other.steps)[0]), 'step')}"
-        found["paired"] = Evidence(title, rows, claims(rows, pairing.caveat), pairing.caveat)
+        title = f"Paired with {pairing.baseline.path}, {counted(pairing.steps, 'step')}"
+        found["paired"] = Evidence(title, pairing.savings, claims(pairing.savings, pairing.caveat), pairing.caveat)
     return found
 
 
@@ -108,7 +99,7 @@ def notes(own: RunRecords, pairing: Pairing | None) -> list[str]:
     if own.unreadable:
         found.append(f"{counted(own.unreadable, 'unreadable line')} of {METRICS_FILE} left out.")
     paired_with = pairing and not pairing.refusals
-    if not paired_with and not control_pairs(steps) and (config is None or speculates(config)):
+    if not paired_with and not control_pairs(steps) and (config is None or config.rollout.law != "off"):
         found.append(_unmeasured(config))
     if not later(steps) and not any(number(record, "spec/hit_rate") for record in steps):
         found.append("No step is from epoch 2 on, so no prompt had old text of its own to draft from.")

@@ -1,4 +1,4 @@
-"""Whether two runs may be compared by their seconds: their machines, their settings, and what each of them did."""
+"""A run beside a baseline: what it saved, and whether their seconds may be compared."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from specrl.config.load import differences
-from specrl.config.schema import Config
+from specrl.config.changes import differences
 from specrl.results.records import RunRecords
-from specrl.results.savings import matched, mean, rollouts
+from specrl.results.savings import Pair, Saving, costs, mean, phases, rollout_s, rollouts, saving, step_s, table, total
 
 MACHINE = ("cpu", "cores", "usable_cores", "threads", "gpus")
 VERSIONS = ("torch", "transformers", "vllm", "ray")
@@ -28,6 +27,9 @@ class Pairing:
     """A baseline run, and what stands between it and a speedup."""
 
     baseline: RunRecords
+    steps: int
+    """Rollouts that both runs timed."""
+    savings: list[Saving]
     refusals: list[str] = field(default_factory=list)
     """Sentences. With any there is no speedup."""
     differing: list[str] = field(default_factory=list)
@@ -48,9 +50,9 @@ def pair(own: RunRecords, baseline: RunRecords) -> Pairing:
     refusals, notes, other = [], [], baseline.config
     if not mine:
         refusals.append(f"The runs have no timed step in common, so nothing is paired with {baseline.path}.")
-    if own.config and not speculates(own.config):
+    if own.config and own.config.rollout.law == "off":
         refusals.append("This run does not speculate (rollout.law=off), so it has no speedup.")
-    if other and speculates(other):
+    if other and other.rollout.law != "off":
         what = f"its rollout.law is {other.rollout.law}"
         refusals.append(f"The baseline did not decode plainly ({what}), so there is no speedup against it.")
     if unlike := unlike_machines(own, baseline):
@@ -63,7 +65,29 @@ def pair(own: RunRecords, baseline: RunRecords) -> Pairing:
     if gap := _length_gap(mine, theirs):
         notes.append(f"Part of the difference in time is a difference in length: {gap}.")
         differing.append(gap)
-    return Pairing(baseline, refusals, differing, notes)
+    return Pairing(baseline, len(mine), paired(own.steps, baseline.steps), refusals, differing, notes)
+
+
+def matched(steps: Sequence[dict], baseline: Sequence[dict]) -> tuple[list[dict], list[dict]]:
+    """The rollouts that both runs timed, in the same order."""
+    by_step = {record["step"]: record for record in rollouts(baseline)}
+    own = [record for record in rollouts(steps) if record["step"] in by_step]
+    return own, [by_step[record["step"]] for record in own]
+
+
+def paired(steps: Sequence[dict], baseline: Sequence[dict]) -> list[Saving]:
+    """Savings against another run: phases, totals, and the step around them, over the rollouts that both runs timed."""
+    own, plain = matched(steps, baseline)
+    if not own:
+        return []
+    before, after = ({**phases(side), **costs(side)} for side in (plain, own))
+    both = zip(own, plain, strict=True)
+    pairs = [Pair(record, rollout_s(record), rollout_s(other), step_s([record])) for record, other in both]
+    rows = table(before, after, pairs)
+    for key in ("reward", "update"):
+        rows.append(saving(key, *([total([record], f"timing_s/{key}") for record in side] for side in (own, plain))))
+    whole = saving("step, controls left out", *([step_s([record]) for record in side] for side in (own, plain)), True)
+    return [*rows, whole]
 
 
 def _differing(own: RunRecords, baseline: RunRecords) -> list[str]:
@@ -102,7 +126,3 @@ def _cut(found: dict, name: str):
 
 def _plain(value) -> str:
     return ("; ".join(value) or "none") if isinstance(value, list) else str(value)
-
-
-def speculates(config: Config) -> bool:
-    return config.rollout.law != "off"

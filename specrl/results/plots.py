@@ -1,8 +1,8 @@
-"""Pictures of the report: reward, rollout seconds and reuse over the steps of a run, or of several."""
+"""The picture of the report: reward, rollout seconds and reuse over the steps of a run."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 
@@ -11,7 +11,6 @@ from specrl.results.savings import PLAIN_PHASE, control_steps, costs, later, pha
 
 BLUE, SKY, ORANGE, GREY, BLACK = "#0072B2", "#56B4E9", "#E69F00", "#BBBBBB", "#222222"  # Okabe and Ito
 RED, PINK = "#D55E00", "#CC79A7"
-MANY = (BLUE, ORANGE, "#009E73", RED, PINK, SKY, BLACK)
 TITLES = ("Reward", "Rollout time", "Reuse")
 
 
@@ -22,46 +21,25 @@ def draw(own: RunRecords, baseline: RunRecords | None, path: Path, comparable: b
         comparable: draw the baseline's seconds too.
         headline: what the seconds say, with its interval.
     """
-    if (figure := _figure()) is None:
+    if (drawing := figure()) is None:
         return False
-    panels = figure.subplots(1, 3)
+    panels = drawing.subplots(1, 3)
     share = panels[2].twinx()
     _draw_reward(panels[0], own, baseline)
     _draw_seconds(panels[1], own.steps, baseline if comparable else None)
     _draw_reuse(panels[2], share, own.steps)
     for panel, title in zip(panels, TITLES, strict=True):
-        _finish(panel, title, share if panel is panels[2] else None)
+        finish(panel, title, share if panel is panels[2] else None)
     panels[1].set_title(headline, loc="right", fontsize=8.5)
     for panel in panels[1:] if later(own.steps) else ():
         start, across = later(own.steps)[0]["step"] - 0.5, panel.get_xaxis_transform()
         panel.axvline(start, color="#888888", linewidth=0.9, linestyle=(0, (2, 3)))
         panel.annotate(" epoch 2", (start, 1), xycoords=across, va="top", fontsize=8, color="#666666")
-    figure.savefig(path, format="png")
+    drawing.savefig(path, format="png")
     return True
 
 
-def overlay(runs: Mapping[str, RunRecords], path: Path) -> bool:
-    """Draws the same quantities of several runs, a colour for each; False without matplotlib."""
-    if (figure := _figure()) is None:
-        return False
-    panels = figure.subplots(1, 3)
-    for at, (name, run) in enumerate(runs.items()):
-        colour = MANY[at % len(MANY)]
-        _line(panels[0], run.steps, "reward", colour, name)
-        panels[0].plot(*_series(run.evals, "eval/reward"), "D", color=colour, markersize=6, zorder=3)
-        _line(panels[1], run.steps, "timing_s/gen", colour, name)
-        _line(panels[2], run.steps, "spec/reused_ratio", colour, name)
-    labels = ("mean reward; diamonds: evaluation", "rollout seconds per step", "share of response tokens reused")
-    for panel, title, label in zip(panels, TITLES, labels, strict=True):
-        _finish(panel, title)
-        panel.set_ylabel(label)
-    panels[1].set_ylim(bottom=0)
-    panels[2].set_ylim(0, 1)
-    figure.savefig(path, format="png")
-    return True
-
-
-def _figure():
+def figure():
     """An empty figure, None without matplotlib."""
     try:
         from matplotlib.figure import Figure
@@ -70,7 +48,7 @@ def _figure():
     return Figure(figsize=(15, 4.6), dpi=150, layout="constrained")
 
 
-def _finish(panel, title: str, share=None) -> None:
+def finish(panel, title: str, share=None) -> None:
     """Title, grid, legend and frame; `share` is the panel's second axis."""
     panel.set_title(title, loc="left", fontweight="bold")
     panel.set_xlabel("optimiser step")
@@ -86,14 +64,14 @@ def _finish(panel, title: str, share=None) -> None:
         axis.tick_params(length=0)
 
 
-def _series(steps: Sequence[dict], key: str) -> tuple[list[int], list[float]]:
+def series(steps: Sequence[dict], key: str) -> tuple[list[int], list[float]]:
     kept = {record["step"]: value for record in steps if (value := number(record, key)) is not None}
     return list(kept), list(kept.values())
 
 
-def _line(panel, steps: Sequence[dict], key: str, colour: str, label: str, style: str = "-") -> None:
+def curve(panel, steps: Sequence[dict], key: str, colour: str, label: str, style: str = "-") -> None:
     """The values pale, their moving mean over a twentieth of the run on top."""
-    at, values = _series(steps, key)
+    at, values = series(steps, key)
     half = len(values) // 40
     smooth = [fmean(values[max(0, i - half) : i + half + 1]) for i in range(len(values))]
     panel.plot(at, values, color=colour, alpha=0.2, linewidth=1)
@@ -101,10 +79,10 @@ def _line(panel, steps: Sequence[dict], key: str, colour: str, label: str, style
 
 
 def _draw_reward(panel, own: RunRecords, baseline: RunRecords | None) -> None:
-    _line(panel, own.steps, "reward", BLUE, "training")
+    curve(panel, own.steps, "reward", BLUE, "training")
     if baseline:
-        _line(panel, baseline.steps, "reward", BLACK, "baseline", "--")
-    at, values = _series(own.evals, "eval/reward")
+        curve(panel, baseline.steps, "reward", BLACK, "baseline", "--")
+    at, values = series(own.evals, "eval/reward")
     if at:
         panel.plot(at, values, "D", color=RED, markersize=6, label="evaluation", clip_on=False, zorder=3)
     panel.set_ylabel("mean reward")
@@ -124,18 +102,18 @@ def _draw_seconds(panel, steps: Sequence[dict], baseline: RunRecords | None) -> 
     at = [record["step"] for record in timed]
     panel.stackplot(at, *stack.values(), labels=list(stack), colors=colours, linewidth=0, step="mid")
     if baseline:
-        _line(panel, baseline.steps, "timing_s/gen", BLACK, "plain: baseline run")
+        curve(panel, baseline.steps, "timing_s/gen", BLACK, "plain: baseline run")
     elif control_steps(steps):
-        panel.plot(*_series(steps, "spec/plain_s"), "o", color=BLACK, markersize=5, label="plain: control steps")
+        panel.plot(*series(steps, "spec/plain_s"), "o", color=BLACK, markersize=5, label="plain: control steps")
     panel.set_ylim(bottom=0)
     panel.set_ylabel("seconds per step")
 
 
 def _draw_reuse(panel, share, steps: Sequence[dict]) -> None:
-    panel.plot(*_series(steps, "spec/passes_per_row"), "--", color=ORANGE, linewidth=1.8, label="passes per row (left)")
+    panel.plot(*series(steps, "spec/passes_per_row"), "--", color=ORANGE, linewidth=1.8, label="passes per row (left)")
     panel.set_ylim(bottom=0)
     panel.set_ylabel("forward passes per row")
-    at, ratio = _series(steps, "spec/reused_ratio")
+    at, ratio = series(steps, "spec/reused_ratio")
     share.plot(at, [100 * value for value in ratio], color=BLUE, linewidth=1.8, label="reused tokens (right)")
     share.set_ylim(0, 100)
     share.set_ylabel("% of response tokens reused")

@@ -14,7 +14,7 @@ from typing import Any
 from specrl.config.load import load_saved
 from specrl.config.options import ConfigError
 from specrl.config.schema import Config
-from specrl.env import ENVIRONMENT_FILE
+from specrl.run.machine import ENVIRONMENT_FILE
 
 METRICS_FILE = "metrics.jsonl"
 RUN_WORDS = ("path", "dir", "directory", "run_dir", "name")

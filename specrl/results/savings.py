@@ -139,50 +139,28 @@ def measured(steps: Sequence[dict]) -> list[Saving]:
     charged = sum(pair.own_s for pair in pairs) - sum(after.values())
     names = costs(rollouts(steps))
     after |= {name: charged * s / sum(names.values()) for name, s in names.items()}
-    return _table({}, after, pairs)
+    return table({}, after, pairs)
 
 
-def matched(steps: Sequence[dict], baseline: Sequence[dict]) -> tuple[list[dict], list[dict]]:
-    """The rollouts that both runs timed, in the same order."""
-    by_step = {record["step"]: record for record in rollouts(baseline)}
-    own = [record for record in rollouts(steps) if record["step"] in by_step]
-    return own, [by_step[record["step"]] for record in own]
-
-
-def paired(steps: Sequence[dict], baseline: Sequence[dict]) -> list[Saving]:
-    """Savings against another run: phases, totals, and the step around them, over the rollouts that both runs timed."""
-    own, plain = matched(steps, baseline)
-    if not own:
-        return []
-    before, after = ({**phases(side), **costs(side)} for side in (plain, own))
-    both = zip(own, plain, strict=True)
-    pairs = [Pair(record, _rollout_s(record), _rollout_s(other), step_s([record])) for record, other in both]
-    rows = _table(before, after, pairs)
-    for key in ("reward", "update"):
-        rows.append(_saving(key, *([total([record], f"timing_s/{key}") for record in side] for side in (own, plain))))
-    whole = _saving("step, controls left out", *([step_s([record]) for record in side] for side in (own, plain)), True)
-    return [*rows, whole]
-
-
-def _rollout_s(record: dict) -> float:
+def rollout_s(record: dict) -> float:
     return total([record], "timing_s/gen") + sum(costs([record]).values())
 
 
-def _table(before: dict[str, float], after: dict[str, float], pairs: Sequence[Pair]) -> list[Saving]:
+def table(before: dict[str, float], after: dict[str, float], pairs: Sequence[Pair]) -> list[Saving]:
     """Phases, and the totals that they add up to; what bounding takes is taken from plain prefill and decode."""
     kept = sum(bounded(*zip(*((pair.own_s, pair.plain_s) for pair in pairs), strict=True)))
     plain = before | {PLAIN_PHASE: kept - sum(s for phase, s in before.items() if phase != PLAIN_PHASE)}
     rows = [Saving(phase, plain.get(phase, 0.0), after.get(phase, 0.0)) for phase in {**after, **before}]
     scopes = {"from epoch 2 on": [pair for pair in pairs if later([pair.record])], "all these steps": pairs}
     totals = [
-        _saving(f"rollout, {scope}", [pair.own_s for pair in part], [pair.plain_s for pair in part], True)
+        saving(f"rollout, {scope}", [pair.own_s for pair in part], [pair.plain_s for pair in part], True)
         for scope, part in scopes.items()
         if part
     ]
     return rows + totals
 
 
-def _saving(name: str, own: Sequence[float], plain: Sequence[float], claim: bool = False) -> Saving:
+def saving(name: str, own: Sequence[float], plain: Sequence[float], claim: bool = False) -> Saving:
     return Saving(name, sum(bounded(own, plain)), sum(own), speedup(own, plain) if claim else None)
 
 
@@ -246,7 +224,7 @@ def _extrapolated(part: Sequence[dict]) -> tuple[float, Speedup] | None:
     """Seconds of these rollouts, with COSTS, and the speedup on their control steps."""
     pairs = control_pairs(part)
     found = speedup([pair.own_s for pair in pairs], [pair.plain_s for pair in pairs])
-    return (sum(map(_rollout_s, part)), found) if found else None
+    return (sum(map(rollout_s, part)), found) if found else None
 
 
 def first_last(steps: Sequence[dict], key: str = "reward") -> dict:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil, sqrt
-from statistics import NormalDist, median
+from statistics import NormalDist
 
 FEWEST = 6
 """Steps from which on an interval is given; of fewer nothing is claimed."""
@@ -72,12 +72,6 @@ def speedup(own: Sequence[float], plain: Sequence[float]) -> Speedup | None:
     spread = sqrt(sum((p - ratio * o) ** 2 for o, p in zip(own, kept, strict=True)) / (n - 1))
     half = student(n - 1) * spread * sqrt(n) / whole * n / (n - _top(n))
     return Speedup(ratio, max(ratio - half, 0.0), ratio + half, n)
-
-
-def of_pairs(own: Sequence[float], plain: Sequence[float]) -> tuple[float, float, float]:
-    """Median, least and largest ratio of plain over own seconds, of repeats of the same work."""
-    ratios = sorted(p / o for o, p in zip(own, plain, strict=True))
-    return median(ratios), ratios[0], ratios[-1]
 
 
 def student(freedom: int) -> float:

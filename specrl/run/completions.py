@@ -2,27 +2,55 @@
 
 from __future__ import annotations
 
+import math
 from itertools import groupby, islice, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rich.panel import Panel
+from rich.text import Text
+
 if TYPE_CHECKING:
+    from rich.console import Console
     from transformers import PreTrainedTokenizerBase
 
-    from specrl.run.monitor import Monitor
+    from rollout.types import Completion
     from trainers.refill import Scored
 
+PROMPT_TAIL = 400  # characters of a prompt shown in a preview
 
-def show(monitor: Monitor, last: Scored, tokenizer: PreTrainedTokenizerBase, count: int) -> None:
-    """Previews `count` responses, of as many prompts as there are, reused and new text told apart."""
+
+def show(console: Console, last: Scored, tokenizer: PreTrainedTokenizerBase, count: int) -> None:
+    """Previews `count` responses, of as many prompts as there are."""
     by_prompt: dict[str, list] = {}
     for done in zip(last.rows, last.batch.completions, last.rewards, strict=True):
         by_prompt.setdefault(done[0].example_id, []).append(done)
     turns = (done for turn in zip_longest(*by_prompt.values()) for done in turn if done)
     for row, completion, reward in islice(turns, count):
-        runs = groupby(zip(completion.tokens, completion.reused, strict=True), key=lambda pair: pair[1])
-        pieces = [(tokenizer.decode([t for t, _ in run], skip_special_tokens=True), reused) for reused, run in runs]
-        monitor.preview(tokenizer.decode(row.prompt, skip_special_tokens=True), pieces, reward)
+        prompt = tokenizer.decode(row.prompt, skip_special_tokens=True)
+        preview(console, prompt, pieces(completion, tokenizer), reward)
+
+
+def pieces(completion: Completion, tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, bool]]:
+    """The response as (text, reused) in order: what was a draft's and what is new, in turn."""
+    runs = groupby(zip(completion.tokens, completion.reused, strict=True), key=lambda pair: pair[1])
+    return [(tokenizer.decode([t for t, _ in run], skip_special_tokens=True), reused) for reused, run in runs]
+
+
+def preview(console: Console, prompt: str, pieces: list[tuple[str, bool]], reward: float | None) -> None:
+    """Prints one response: reused text dim, new text bright; without colours reused text stands in «».
+
+    Args: prompt: only its end is shown when it is long; reward: None when unknown.
+    """
+    colour = console.is_terminal and not console.no_color
+    prompt = prompt if len(prompt) <= PROMPT_TAIL else "…" + prompt[-PROMPT_TAIL:]
+    body = Text.assemble((prompt.rstrip() + "\n", "cyan"))
+    for text, reused in pieces:
+        body.append(f"«{text}»" if reused and not colour else text, style="dim" if reused else "bold bright_white")
+    score = "unknown" if reward is None or not math.isfinite(reward) else f"{reward:.2f}"
+    legend = "[dim]reused[/] [bold not dim bright_white]new[/]" if colour else "«reused» new"
+    title = f"completion | reward {score} | {legend}"
+    console.print(Panel(body, title=title, title_align="left", border_style="dim"))
 
 
 def store(path: Path, last: Scored, tokenizer: PreTrainedTokenizerBase) -> None:

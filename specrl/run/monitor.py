@@ -1,20 +1,17 @@
-"""What a run says about itself: metrics.jsonl (one JSON object per line), the console line, completion previews."""
+"""What a run says about itself: metrics.jsonl (one JSON object per line), and the console line."""
 
 from __future__ import annotations
 
 import math
 import os
 from collections import deque
-from collections.abc import Iterable, Mapping
-from itertools import groupby
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.panel import Panel
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-from rich.text import Text
 
 from rollout.durable import write_durably
 from specrl.results.records import METRICS_FILE, number, read_records, to_json
@@ -23,7 +20,6 @@ ETA_STEPS = 20  # steps averaged for the ETA: long enough to contain a control s
 PAUSED = 0.5  # share of a rollout without speculation, drafts being at hand, from which on the run says so
 SPARE = ("perf/throughput", "kl", "spec/draft_acceptance_rate", "spec/reused_ratio", "timing_s/step")
 """What the line of a step does without, in this order, where the console is too narrow."""
-PROMPT_TAIL = 400  # characters of a prompt shown in a preview
 
 
 class Monitor:
@@ -52,7 +48,10 @@ class Monitor:
         self.console = console or Console(highlight=False)
         self._recent: deque[float] = deque(maxlen=ETA_STEPS)
         self._torn = self._failed = self._paused = False
-        self._progress: Progress | None = None
+        columns = (TextColumn("[bold]specrl"), BarColumn(bar_width=None), MofNCompleteColumn(), TextColumn("steps"))
+        off = not self.console.is_terminal
+        self._progress = Progress(*columns, console=self.console, transient=True, disable=off)
+        self._bar = self._progress.add_task("steps", total=total_steps)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._trim(resumed_step)
 
@@ -61,7 +60,8 @@ class Monitor:
         self._append(record)
         if (seconds := number(record, "timing_s/step")) is not None:
             self._recent.append(seconds)
-        self._advance(int(record["step"]))
+        self._progress.start()
+        self._progress.update(self._bar, completed=int(record["step"]))
         self.note(step_line(record, self.total_steps, self._eta(int(record["step"])), self.console.width))
         ratio = number(record, "spec/paused_ratio")
         if ratio is not None and (ratio > PAUSED) != self._paused:
@@ -76,30 +76,9 @@ class Monitor:
         self._append({"step": step, **metrics})
         self.note(eval_line(step, metrics))
 
-    def preview(self, prompt_text: str, pieces: Iterable[tuple[str, bool]], reward: float | None) -> None:
-        """Prints one completion: reused text dim, new text bright; without colours reused text stands in «».
-
-        Args:
-            prompt_text: the prompt; only its end is shown when it is long.
-            pieces: the completion as (text, reused) in order.
-            reward: its total reward, None when unknown.
-        """
-        colour = self.console.is_terminal and not self.console.no_color
-        prompt = prompt_text if len(prompt_text) <= PROMPT_TAIL else "…" + prompt_text[-PROMPT_TAIL:]
-        body = Text.assemble((prompt.rstrip() + "\n", "cyan"))
-        for reused, run in groupby(pieces, key=lambda piece: bool(piece[1])):
-            text = "".join(piece for piece, _ in run)
-            body.append(f"«{text}»" if reused and not colour else text, style="dim" if reused else "bold bright_white")
-        score = "unknown" if reward is None or not math.isfinite(reward) else f"{reward:.2f}"
-        legend = "[dim]reused[/] [bold not dim bright_white]new[/]" if colour else "«reused» new"
-        title = f"completion | reward {score} | {legend}"
-        self.console.print(Panel(body, title=title, title_align="left", border_style="dim"))
-
     def close(self) -> None:
         """Takes the progress bar off the screen. The metrics file is complete after every `log`."""
-        if self._progress:
-            self._progress.stop()
-            self._progress = None
+        self._progress.stop()
 
     def __enter__(self) -> Monitor:
         return self
@@ -130,15 +109,6 @@ class Monitor:
             if not self._failed:
                 self._failed = True
                 self.note(f"{self.path} cannot be written ({error.strerror}); the report will have gaps.")
-
-    def _advance(self, step: int) -> None:
-        if self._progress is None and self.console.is_terminal:
-            columns = (TextColumn("[bold]specrl"), BarColumn(bar_width=None), MofNCompleteColumn(), TextColumn("steps"))
-            self._progress = Progress(*columns, console=self.console, transient=True)
-            self._progress.add_task("steps", total=self.total_steps)
-            self._progress.start()
-        if self._progress:
-            self._progress.update(self._progress.task_ids[0], completed=step)
 
     def _eta(self, step: int) -> float | None:
         return sum(self._recent) / len(self._recent) * (self.total_steps - step) if self._recent else None

@@ -140,6 +140,14 @@ def is_path(given: str) -> bool:
     return here or path.is_absolute() or given.startswith((".", "~")) or given.count("/") > 1
 
 
+def flaw(path: Path) -> str:
+    """Why this cannot be a model's directory; empty when it can."""
+    if not path.is_dir():
+        return "there is no such directory"
+    known = any((path / name).is_file() for name in ("config.json", "adapter_config.json"))
+    return "" if known else "the directory has no config.json"
+
+
 def device(config: Config) -> torch.device:
     """The device of the policy in this process; `auto` takes a GPU when there is one.
 
@@ -187,7 +195,7 @@ def engine_spec(config: Config, eos_ids: frozenset[int]) -> EngineSpec:
 
     workers = config.cluster.num_workers
     return EngineSpec(
-        model=str(TINY_PATH) if config.model == "tiny" else config.model,
+        model=_source(config)[0],
         eos_ids=eos_ids,
         rollout=config.rollout,
         dtype=rollout_dtype(config),

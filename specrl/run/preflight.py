@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Iterator
@@ -12,10 +11,9 @@ from typing import TYPE_CHECKING
 
 import reward.loading
 from reward.base import RewardError
-from specrl.config import help
 from specrl.config.options import ConfigError
 from specrl.run import policy
-from specrl.run.data import check_lengths, load_examples, on_hub
+from specrl.run.data import load_examples
 
 if TYPE_CHECKING:
     from specrl.config.schema import Config
@@ -23,12 +21,16 @@ if TYPE_CHECKING:
 
 GPU_FILES = ("nvidia*", "nvhost*", "nvgpu*", "kfd", "dxg")
 """In /dev, one of which a driver of NVIDIA or AMD makes."""
-HEAD = "the head of the config file may say with what options"
 
 
 def needs(config: Config) -> None:
     """Raises ConfigError for the first package or model that is not there, with the command that makes it."""
-    for problem in (*_packages(config), *_drafter(config), *_learned(config)):
+    problems = [*_packages(config)]
+    if config.rollout.drafter or config.rollout.lossy:
+        from specrl.run.prepared import missing
+
+        problems += missing(config)
+    for problem in problems:
         raise ConfigError(problem)
 
 
@@ -44,86 +46,18 @@ def _packages(config: Config) -> Iterator[str]:
             yield f"{why}. Install it with: pip install 'specrl[{extra}]'"
 
 
-def _drafter(config: Config) -> Iterator[str]:
-    """The draft model, which a first command distils, or the policy's own first layers."""
-    given = config.rollout.drafter
-    name, _, layers = given.partition("=")
-    if name == "layers":
-        depth = _depth(config.model)
-        if depth and int(layers) >= depth:
-            yield f"rollout.drafter={given}: model={config.model} has {depth} layers; N must be below that."
-    elif given and _absent(given, config.output_dir):
-        yield (
-            f"rollout.drafter={given} does not exist. Make it first: python -m specrl.drafter out={given} ({HEAD}). "
-            "Or take rollout.drafter=layers=N, the policy's own first layers."
-        )
-    elif given and policy.is_path(given) and (flaw := _flaw(Path(given).expanduser())):
-        yield f"rollout.drafter={given} cannot be loaded: {flaw}."
-
-
-def _learned(config: Config) -> Iterator[str]:
-    """The learned router or judge of a lossy law."""
-    law = config.rollout.law
-    if law not in ("judged", "routed"):
-        return
-    by, path = getattr(config.rollout, law).by, getattr(config.rollout, law).path
-    maker = {"arbitrage": "train_router", "judge": "train_judge"}.get(by)
-    if maker and _absent(path, config.output_dir, hub=False):
-        yield (
-            f"rollout.{law}.path={path} does not exist, which rollout.{law}.by={by} asks. Make it first: "
-            f"python -m specrl.{maker} config={config.name} out={path} ({HEAD})."
-        )
-
-
-def _absent(given: str, output_dir: str, hub: bool = True) -> bool:
-    """True for a directory that is not there. Args: hub: `given` may also be the name of a model on a hub."""
-    path = Path(given).expanduser()
-    if path.is_dir():
-        return False
-    ours = any(path.is_relative_to(folder) for folder in (output_dir, "outputs"))
-    return not hub or ours or given.startswith((".", "~", "/")) or given.count("/") != 1 or path.parent.is_dir()
-
-
-def check(config: Config, training: bool = True) -> dict[str, list[Example]]:
+def check(config: Config, training: bool = True, read: bool = True) -> dict[str, list[Example]]:
     """The examples of the splits that the command reads, once everything else that is cheap to look at is right.
 
-    What `needs` asks comes before it.
+    What `needs` asks comes before it. Args: read: the data; without it there are no examples.
 
     Raises:
         ConfigError: the first thing that is wrong.
     """
     _paths(config, training)
-    examples = _examples(config, training)
+    examples = _examples(config, training) if read else {}
     _rewards(config)
     return examples
-
-
-def summary(config: Config, training: bool = True) -> str:
-    """What `dry_run=true` adds to the options, as comments: the sizes of the run and the longest prompt.
-
-    Nothing is downloaded, so data and models on the hub are named instead.
-
-    Raises:
-        ConfigError: as `check`; a tokenizer or a device that cannot be used; prompts that are too long.
-    """
-    needs(config)
-    _paths(config, training)
-    model = policy.on_hub(config.model) or policy.on_hub(config.tokenizer)
-    far = [f"model={config.model}"] * model + [f"data={config.data}"] * on_hub(config.data)
-    examples = {} if on_hub(config.data) else _examples(config, training)
-    _rewards(config)
-    lines = [help.sizes(config, len(examples["train"]) if "train" in examples else None)]
-    lines += [f"{len(found)} prompts in split {split}." for split, found in examples.items()]
-    if not model:
-        policy.device(config)
-        tokenizer, context = policy.load_tokenizer(config), policy.context(config)
-        room = context and context - config.rollout.max_new_tokens
-        prompts = [example for found in examples.values() for example in found]
-        longest = check_lengths(prompts, tokenizer, config.dataset.max_prompt_tokens, room)
-        lines += [f"The longest prompt has {longest} tokens."] * bool(prompts)
-    if far:
-        lines.append(f"Not looked at, as on the hub: {', '.join(far)}.")
-    return "".join(f"# {line}\n" for line in lines).rstrip("\n")
 
 
 def _examples(config: Config, training: bool) -> dict[str, list[Example]]:
@@ -165,25 +99,6 @@ def _device(name: str) -> None:
 
 def _model(config: Config) -> None:
     local = config.model != "tiny" and policy.is_path(config.model)
-    if local and (flaw := _flaw(Path(config.model).expanduser())):
+    if local and (flaw := policy.flaw(Path(config.model).expanduser())):
         raise ConfigError(policy.BAD_MODEL.format(config.model, flaw))
     policy.find_tokenizer(config)
-
-
-def _flaw(path: Path) -> str:
-    """Why this cannot be a model's directory; empty when it can."""
-    if not path.is_dir():
-        return "there is no such directory"
-    known = any((path / name).is_file() for name in ("config.json", "adapter_config.json"))
-    return "" if known else "the directory has no config.json"
-
-
-def _depth(model: str) -> int | None:
-    """The number of layers by the model's config.json, None where it does not say."""
-    file = (policy.TINY_PATH if model == "tiny" else Path(model).expanduser()) / "config.json"
-    try:
-        read = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None  # loading says what is wrong with it
-    names = ("num_hidden_layers", "n_layer")
-    return next((read[name] for name in names if isinstance(read.get(name), int)), None)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from specrl.config import load as cli
 from specrl.config.options import ConfigError
 from specrl.config.schema import Config
-from specrl.env import ENVIRONMENT_FILE, machine
+from specrl.run.machine import ENVIRONMENT_FILE, machine
 
 if TYPE_CHECKING:
     import torch
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from specrl.run.data import Example
 
 LOCK = "run.lock"
-LENGTH = ("trainer.epochs", "trainer.max_steps")
 logger = logging.getLogger(__name__)
 
 
@@ -96,25 +95,13 @@ def _checkpoint(config: Config, run_dir: Path) -> Path | None:
                 "the directory."
             )
         return None
-    if changed := [change for change in cli.differences(cli.load_saved(saved), config) if change.matters]:
-        raise ConfigError(
-            f"resume=auto would go on with other settings than {run_dir} began with: {'; '.join(map(str, changed))}. "
-            f"{_length_rule(config, [change.key for change in changed])}Restore them, or start another name."
-        )
+    from specrl.config.changes import same_settings
+
+    same_settings(cli.load_saved(saved), config)
     text_decides = config.rollout.old_text_stands and not config.rollout.cache.clear
     if found := newest(checkpoints, text_decides=text_decides):
         leave_aside(checkpoints, found)
     return found
-
-
-def _length_rule(config: Config, changed: Sequence[str]) -> str:
-    """Why a run cannot be made longer or shorter, where that was tried."""
-    if not set(changed) & set(LENGTH):
-        return ""
-    return (
-        f"trainer.lr_schedule={config.trainer.lr_schedule} spreads the learning rate over the length a run began with; "
-        "only trainer.lr_schedule=constant can be made longer or shorter. Ctrl-C or SIGTERM ends a run early, saved. "
-    )
 
 
 def agreed(checkpoint: Path | None, run_dir: Path, device: torch.device) -> Path | None:

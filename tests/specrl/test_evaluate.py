@@ -6,12 +6,14 @@ from math import isnan
 import pytest
 
 from reward.set import RewardSet
+from rollout.config import RolloutConfig
 from rollout.keys import derive_key
 from rollout.types import Completion, EngineStats
 from specrl.config.load import run, save
 from specrl.config.schema import Config
-from specrl.evaluate import EvaluateConfig, evaluate, main, pass_at_k
+from specrl.evaluate import EvaluateConfig, main
 from specrl.evaluate import command as command_line
+from specrl.run.accuracy import evaluate, pass_at_k
 from specrl.run.data import Example
 from specrl.tiny import build_tokenizer
 from tests.runs import words
@@ -106,7 +108,8 @@ def assess(script: list[str], weights=()):
         for i, digit in enumerate(digits)
     }
     engine, rewards = Scripted(answers), RewardSet([Digit()], weights, max_failure_ratio=1)
-    return evaluate(engine, tokenizer, examples, rewards, samples=len(script[0]), max_new_tokens=7, seed=5), engine
+    config = Config(seed=5, rollout=RolloutConfig(max_new_tokens=7))
+    return evaluate(engine, tokenizer, examples, rewards, config, len(script[0])), engine
 
 
 def test_metrics_by_hand():

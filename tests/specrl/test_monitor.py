@@ -186,26 +186,6 @@ def test_a_full_disk_is_said_once_and_never_stops_the_run(tmp_path):
     assert steps_of(monitor.path) == [3]
 
 
-def test_preview_marks_reused_text_without_colours(tmp_path):
-    console = text_console()
-    pieces = [("He ", True), ("buys [", True), ("7] pens", False), (".", True)]
-    Monitor(tmp_path, 9, console).preview("Tom has [b]3[/b] pens.", pieces, reward=1.0)
-    shown = console.export_text()
-    assert "«He buys [»7] pens«.»" in shown
-    assert "Tom has [b]3[/b] pens." in shown, "text is never read as markup"
-    assert "reward 1.00" in shown
-
-
-def test_preview_on_a_terminal_is_dim_for_reused_and_bright_for_new(tmp_path):
-    console = text_console(force_terminal=True, color_system="truecolor")
-    Monitor(tmp_path, 9, console).preview("x" * 2000, [("old", True), ("new", False)], reward=None)
-    shown = console.export_text(styles=True)
-    assert "\x1b[2mold\x1b[0m" in shown
-    assert "\x1b[1;97mnew\x1b[0m" in shown
-    assert "reward unknown" in shown
-    assert shown.count("x") == 400
-
-
 def test_load_run_keeps_the_last_record_of_a_step(tmp_path):
     path = tmp_path / "a" / "metrics.jsonl"
     path.parent.mkdir()

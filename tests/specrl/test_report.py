@@ -11,15 +11,16 @@ from specrl.config.load import load_saved, save
 from specrl.config.load import run as run_command
 from specrl.config.options import ConfigError
 from specrl.config.schema import Config
-from specrl.report import ReportOptions, write_report
+from specrl.report import ReportOptions
 from specrl.results.card import card
+from specrl.results.pairing import paired
+from specrl.results.report import NO_PLOT, write_report
 from specrl.results.savings import (
     Saving,
     breakdown,
     estimate,
     first_last,
     measured,
-    paired,
     phases,
     rollouts,
     step_s,
@@ -455,7 +456,7 @@ def test_law_names_the_rule(tmp_path, law, options, sentence):
 def test_without_matplotlib_a_note_says_how_to_install_it(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     made = write_report(make_run(tmp_path / "a", STEPS))
-    assert made.summary["notes"] == [report.NO_PLOT]
+    assert made.summary["notes"] == [NO_PLOT]
     assert "report.png)" not in made.markdown
     assert len(made.files) == 2
 

@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from rollout.cache.memory import Fingerprint, TrajectoryCache
 from rollout.types import Trajectory
 from specrl.config import load as cli
+from specrl.config.changes import differences
 from specrl.results.records import read_records
 from specrl.run.policy import fingerprint
 from specrl.run.setup import adapter, load_cache, scorer, steps
@@ -79,7 +80,7 @@ def test_config_yaml_is_the_resolved_config(finished):
     assert (saved.name, saved.rollout.replay, saved.trainer.eval_every) == ("run", 1.0, 4)
     assert saved.trainer.clip == 0.2, "defaults are written out"
     again = cli.load([f"config={folder}"])
-    assert cli.differences(saved, again) == [], "a run directory is a config"
+    assert differences(saved, again) == [], "a run directory is a config"
 
 
 def test_the_model_has_a_card(finished):

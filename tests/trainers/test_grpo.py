@@ -17,7 +17,7 @@ from reward.loading import load_rewards
 from rollout.config import RolloutConfig
 from rollout.types import RolloutError
 from specrl.config.load import load
-from specrl.evaluate import evaluate
+from specrl.run.accuracy import evaluate
 from specrl.run.data import load_examples
 from tests.runs import differences, logs, run, words
 from trainers.config import TrainerConfig
@@ -543,14 +543,10 @@ def test_evaluation_never_touches_the_cache(folder):
     assert len(before[0]) == 12 * 4
     rewards = load_rewards(RewardConfig(functions=["tests.runs:digits"], isolate_user=False))
     examples = load_examples(config.data, config.dataset, "train", config.seed)  # those the cache holds
-    metrics = evaluate(
-        trainer.rollouts.engine, tokenizer, examples, rewards, samples=4, max_new_tokens=28, seed=config.seed
-    )
+    metrics = evaluate(trainer.rollouts.engine, tokenizer, examples, rewards, config, samples=4)
     assert metrics["eval/mean_length"] > 2
     assert held("after") == before
-    again = evaluate(
-        trainer.rollouts.engine, tokenizer, examples, rewards, samples=4, max_new_tokens=28, seed=config.seed
-    )
+    again = evaluate(trainer.rollouts.engine, tokenizer, examples, rewards, config, samples=4)
     assert again == metrics, "the same weights are evaluated with the same noise"
 
 

@@ -1,0 +1,83 @@
+"""How good a policy is: mean reward and pass@k of fresh responses.
+
+pass@k is the unbiased estimator of Chen et al. 2021 (arXiv 2107.03374), 1 - C(n - c, k) / C(n, k). The responses have
+noise of their own and never touch the trajectory cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import comb
+from typing import TYPE_CHECKING
+
+from reward.base import Sample
+from rollout.keys import derive_key
+from rollout.types import Request
+from specrl.run.data import render
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from reward.set import RewardSet
+    from rollout.engines.base import Engine
+    from specrl.config.schema import Config
+    from specrl.run.data import Example
+
+
+def requests(
+    examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase, config: Config, use: str, samples: int = 1
+) -> list[Request]:
+    """`samples` requests for each example, whose noise no other `use` has."""
+    asked = [(example, i) for example in examples for i in range(samples)]
+    cap = config.rollout.max_new_tokens
+    return [Request(render(e, tokenizer), derive_key(config.seed, e.id, i, 0, use), cap) for e, i in asked]
+
+
+def pass_at_k(n: int, correct: int, k: int) -> float:
+    """Chance that at least one of k responses drawn from n, of which `correct` are right, is right."""
+    return 1.0 - comb(n - correct, k) / comb(n, k)
+
+
+def evaluate(
+    engine: Engine,
+    tokenizer: PreTrainedTokenizerBase,
+    examples: Sequence[Example],
+    rewards: RewardSet,
+    config: Config,
+    samples: int,
+) -> dict[str, float]:
+    """Mean reward, pass@k over the prompts, mean length and failures. A failed reward is left out, never a zero.
+
+    A response counts as correct for pass@k when its total reward is at least the largest the weights allow, halved:
+    with the 0/1 math reward, when it is right.
+    """
+    completions, stats = engine.generate(requests(examples, tokenizer, config, "eval", samples))
+    texts = tokenizer.batch_decode([c.tokens for c in completions], skip_special_tokens=True)
+    owners = [example for example in examples for _ in range(samples)]
+    scored = rewards.score([Sample(str(e.prompt), t, e.answer, e.fields) for e, t in zip(owners, texts, strict=True)])
+    valid = [total for total in scored.total if total is not None]
+    metrics = {
+        "eval/reward": sum(valid) / len(valid) if valid else float("nan"),
+        "eval/mean_length": sum(len(c.tokens) for c in completions) / len(completions),
+        "eval/failed": len(completions) - len(valid),
+    }
+    if stats.steps:
+        own = sum(not reused for c in completions for reused in c.reused)
+        metrics["eval/policy_tokens_ratio"] = own / sum(len(c.tokens) for c in completions)
+        metrics["eval/escalated_ratio"] = stats.escalated / stats.steps
+    threshold = max(sum(w for w in rewards.weights.values() if w > 0), 1e-9) / 2
+    groups = [
+        [total >= threshold for total in scored.total[i : i + samples] if total is not None]
+        for i in range(0, len(completions), samples)
+    ]
+    return metrics | pass_rates(groups, samples)
+
+
+def pass_rates(groups: Sequence[Sequence[bool]], samples: int) -> dict[str, float]:
+    """Mean pass@k for k = 1, 2, 4 ... up to `samples`, over the prompts with k responses; True: a right one."""
+    rates, k = {}, 1
+    while k <= samples:
+        each = [pass_at_k(len(group), sum(group), k) for group in groups if len(group) >= k]
+        rates[f"eval/pass@{k}"] = sum(each) / len(each) if each else float("nan")
+        k *= 2
+    return rates
