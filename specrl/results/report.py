@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from specrl.results import tables
+from specrl.results.ahead import COLUMNS as AHEAD_COLUMNS
+from specrl.results.ahead import AheadSteps, ahead
 from specrl.results.evidence import Evidence, evidence, law, notes, numbers
 from specrl.results.plots import draw
 from specrl.results.records import RunRecords, load_run, number, to_json
@@ -37,6 +39,7 @@ class Report:
     """The content of report.json."""
     evidence: dict[str, Evidence]
     """By its kind."""
+    ahead: AheadSteps | None
     markdown: str
     files: list[Path]
 
@@ -49,6 +52,11 @@ class Report:
             tables.show(console, each.title, COLUMNS, [row.cells() for row in rows], bold)
             for line in each.claims:
                 tables.note(console, line, "bold")
+            console.print()
+        if self.ahead:
+            if rows := self.ahead.rows():
+                tables.show(console, self.ahead.title, AHEAD_COLUMNS, rows)
+            tables.note(console, self.ahead.line)
             console.print()
         tables.note(console, learned(self.summary))
         for line in self.summary["notes"]:
@@ -68,15 +76,15 @@ def write_report(run_dir: str | Path, baseline_dir: str | Path | None = None, pl
         from specrl.results.pairing import pair  # most runs have no baseline
 
         pairing = pair(own, baseline)
-    found = evidence(own.steps, pairing)
-    summary = summarise(own, pairing, found)
+    found, early = evidence(own.steps, pairing), ahead(own, baseline)
+    summary = summarise(own, pairing, found) | {"ahead": asdict(early) if early else None}
     page, numbers, picture = (own.path / f"report.{kind}" for kind in ("md", "json", "png"))
     drawn = plots and draw(own, baseline, picture, comparable="paired" in found, headline=_headline(found))
     summary["notes"] += [NO_PLOT] if plots and not drawn else []
-    markdown = to_markdown(summary, found, picture.name if drawn else "")
+    markdown = to_markdown(summary, found, early, picture.name if drawn else "")
     page.write_text(markdown, encoding="utf-8")
     numbers.write_text(to_json(summary) + "\n", encoding="utf-8")
-    return Report(summary, found, markdown, [page, numbers, *([picture] if drawn else [])])
+    return Report(summary, found, early, markdown, [page, numbers, *([picture] if drawn else [])])
 
 
 def _headline(found: dict[str, Evidence]) -> str:
@@ -115,7 +123,7 @@ def summarise(own: RunRecords, pairing: Pairing | None, found: dict[str, Evidenc
     }
 
 
-def to_markdown(summary: dict, found: dict[str, Evidence], picture: str) -> str:
+def to_markdown(summary: dict, found: dict[str, Evidence], early: AheadSteps | None, picture: str) -> str:
     """The content of report.md; `picture` is the file name of the plot, empty without one."""
     config, reuse = summary["config"] or {}, summary["reuse"]
     lines = [f"# {config.get('name', Path(summary['run']).name)}", ""]
@@ -130,6 +138,9 @@ def to_markdown(summary: dict, found: dict[str, Evidence], picture: str) -> str:
         if kind == "measured" and summary["estimate"]:
             lines += [Estimate(**summary["estimate"]).told(summary["steps"]), ""]
     lines += [f"Control rollouts took {summary['control_s']:.1f} s, charged to neither side.", ""]
+    if early:
+        lines += [f"**{early.title}**", "", *tables.markdown(AHEAD_COLUMNS, early.rows()), ""] if early.rows() else []
+        lines += [early.line, ""]
     lines += [*_steps(summary["step_s"], summary["steps"]), "## Learning", ""]
     lines += [f"- {learned(summary)}"]
     for label, record in zip(("before", "after"), (summary["eval"][:1] + summary["eval"][1:][-1:]), strict=False):

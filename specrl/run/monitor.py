@@ -129,6 +129,7 @@ def step_line(record: Mapping[str, Any], total_steps: int, eta_s: float | None =
         ("timing_s/step", lambda v: f"{v:.1f} s"),
         ("reward", lambda v: f"reward {v:.2f}"),
         ("timing_s/gen", lambda v: f"gen {v:.1f} s{measured}"),
+        ("spec/ahead_ratio", lambda v: f"ahead {v:.0%}"),
         ("spec/reused_ratio", lambda v: f"reused {v:.0%}"),
         ("spec/draft_acceptance_rate", lambda v: f"accept {v:.2f}"),
         ("kl", lambda v: f"kl {v:.2g}"),

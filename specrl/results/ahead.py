@@ -1,0 +1,91 @@
+"""What rollouts ahead did for a run: how much of each batch was there before its turn, and a step with and without."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from specrl.results.records import RunRecords, number
+from specrl.results.savings import mean, rollouts, step_s, text, total
+
+COLUMNS = ("seconds a step", "without", "with")
+MEASURE = "To measure it: the same run with rollout.ahead=off and another name, and the report with baseline= of that."
+
+
+@dataclass(frozen=True)
+class AheadSteps:
+    """Means over the rollouts of a run behind its first, which has nothing ahead; steps without control rows."""
+
+    ratio: float
+    """Of the tokens, those that were drafted from what was ahead and stood."""
+    done: float
+    """Of the rows, those that had ended before their turn."""
+    unchanged: float
+    """Of the rows, those that came out as they had ended."""
+    own: tuple[float, float]
+    """Seconds of a rollout, and of the rest of a step."""
+    without: tuple[float, float] | None
+    """The same without; None where nothing tells."""
+    baseline: str = ""
+    """The run that `without` was measured in; empty where it is estimated."""
+
+    @property
+    def title(self) -> str:
+        return f"Rollouts ahead, without: {f'measured in {self.baseline}' if self.baseline else 'estimated'}"
+
+    def rows(self) -> list[tuple[str, ...]]:
+        """Cells of a table of COLUMNS."""
+        if not self.without:
+            return []
+        parts = zip(("rollout", "rest of the step", "step"), _summed(self.without), _summed(self.own), strict=True)
+        return [(name, text(a, 2), text(b, 2)) for name, a, b in parts]
+
+    @property
+    def line(self) -> str:
+        """For people."""
+        told = (
+            f"Of the tokens {self.ratio:.0%} came from what idle workers had ahead, {self.done:.0%} of the rows had "
+            f"ended there, and {self.unchanged:.0%} came out unchanged."
+        )
+        if self.without:
+            told += f" Whole steps {sum(self.without) / sum(self.own):.2f}x."
+        return told if self.baseline else f"{told} {MEASURE}"
+
+
+def ahead(own: RunRecords, baseline: RunRecords | None) -> AheadSteps | None:
+    """None where nothing was rolled out ahead. Args: baseline: measured against, if its rollout.ahead is off."""
+    steps = [record for record in rollouts(own.steps) if number(record, "spec/ahead_ratio") is not None][1:]
+    if not steps or not step_s(steps):
+        return None
+    shares = (mean(steps, f"spec/ahead_{name}") or 0.0 for name in ("ratio", "done_ratio", "unchanged_ratio"))
+    if baseline and baseline.config and baseline.config.rollout.ahead == "off":
+        same = {record["step"] for record in steps}
+        matched = [record for record in rollouts(baseline.steps) if record["step"] in same]
+        return AheadSteps(*shares, _parts(steps), _parts(matched) if matched else None, str(baseline.path))
+    return AheadSteps(*shares, _parts(steps), _estimated(own, steps))
+
+
+def _estimated(own: RunRecords, steps: Sequence[dict]) -> tuple[float, float] | None:
+    """The worker seconds that went into the texts ahead, by worker, and of each rollout as much as the tokens that were
+    not there before.
+
+    Workers that share cores take longer ahead than in their turn. So it is at most what plain decoding took on control
+    steps, and without these there is no estimate.
+    """
+    plain = mean(own.steps, "spec/plain_s")
+    if plain is None or own.config is None:
+        return None
+    left = fmean(total([record], "timing_s/gen") * (1 - number(record, "spec/ahead_ratio")) for record in steps)
+    rollout = total(steps, "timing_s/ahead") / len(steps) / max(1, own.config.cluster.num_workers) + left
+    return min(plain, rollout), _parts(steps)[1]
+
+
+def _summed(parts: tuple[float, float]) -> tuple[float, ...]:
+    return (*parts, sum(parts))
+
+
+def _parts(steps: Sequence[dict]) -> tuple[float, float]:
+    """Mean seconds of a rollout and of the rest of its step."""
+    rollout = total(steps, "timing_s/gen")
+    return rollout / len(steps), (step_s(steps) - rollout) / len(steps)
