@@ -18,7 +18,7 @@ BELOW = {
 DOORS = {
     "trl": ("trainers/grpo/*.py",),
     "vllm": ("rollout/engines/vllm/*.py",),
-    "ray": ("rollout/workers/pool.py", "specrl/run/cluster.py", "specrl/adapters/base.py"),
+    "ray": ("rollout/workers/pool.py", "rollout/workers/calls.py", "specrl/run/cluster.py", "specrl/adapters/base.py"),
     "verl": ("specrl/adapters/verl.py",),
     "openrlhf": ("specrl/adapters/openrlhf.py",),
 }
