@@ -13,7 +13,7 @@ from specrl.config.options import ConfigError
 from specrl.config.schema import DatasetConfig
 from specrl.run.data import Example, check_lengths, final_answer, load_examples, render, to_dataset
 
-SHARED = Path(__file__).parents[2].parent / "shared/data"
+SHARED = Path(__file__).parents[3].parent / "shared/data"
 needs_shared = pytest.mark.skipif(not SHARED.is_dir(), reason="GSM8K and MATH-500 are not beside the repository")
 ROWS = [{"question": f"What is {n} + {n}?", "answer": f"{n} + {n} = {2 * n}\n#### {2 * n}"} for n in range(20)]
 

@@ -19,7 +19,7 @@ from specrl.config.options import ConfigError
 from specrl.config.schema import Config
 from specrl.run import tasks
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 SHIPPED = (
     "arbitrage_math",
     "dapo_math",

@@ -17,7 +17,7 @@ from specrl.train_judge import TrainJudgeConfig
 from specrl.train_router import TrainRouterConfig
 from tests.runs import policy, words
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 CASES = {
     "missing file": (
         {"data": "{d}/trian.jsonl"},

@@ -1,6 +1,6 @@
 """A pytest plugin that lets vLLM's Model Runner V2 run on a CPU, through Triton's interpreter: slow, but all its logic.
 
-Load it with `-p tests.rollout.vllm_shim`, before anything imports vLLM.
+Load it with `-p tests.rollout.engines.vllm.vllm_shim`, before anything imports vLLM.
 """
 
 import os

@@ -11,7 +11,7 @@ from rollout.cache import disk as store
 from rollout.cache.disk import LOCK, SNAPSHOT
 from rollout.cache.memory import Fingerprint, TrajectoryCache
 from rollout.types import CacheError, Trajectory
-from tests.rollout.stored import PRINT, contents, entries, load, saved
+from tests.rollout.cache.stored import PRINT, contents, entries, load, saved
 
 
 @pytest.mark.parametrize(("count", "seed"), [(0, 0), (1, 1), (511, 2), (1500, 3)])

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[4]
 TRITON = Path(sys.prefix) / "triton"
 needs_vllm = pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None, reason="needs vLLM: pip install 'specrl[vllm]'"
@@ -21,7 +21,8 @@ needs_vllm = pytest.mark.skipif(
 @pytest.mark.skipif(not TRITON.is_dir(), reason="needs Triton's interpreter: make interpreter")
 def test_the_cases_on_tritons_interpreter():
     """The interpreter has to be there before vLLM is imported, so the cases cannot run in this process."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.rollout.vllm_shim", "tests/rollout/vllm_v2_cases.py"]
+    plugin, cases = "tests.rollout.engines.vllm.vllm_shim", "tests/rollout/engines/vllm/vllm_v2_cases.py"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", plugin, cases]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{TRITON}{os.pathsep}{ROOT}"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]

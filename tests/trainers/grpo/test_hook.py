@@ -28,7 +28,7 @@ from rollout.types import Request, RolloutError
 from specrl.tiny import load_tiny
 from trainers.grpo.hook import STATE, ReuseRollouts
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 A, B = "Tom has 3 apples and buys 4 more. How many has he?", "Ann had 9 pens and lost 2. How many are left?"
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}{{ style }}"
 
@@ -265,7 +265,7 @@ def test_metrics_are_in_trls_log(whole):
 
 PROGRAM = """
 import json, os, sys
-from tests.trainers.test_hook import SCRIPT, train
+from tests.trainers.grpo.test_hook import SCRIPT, train
 halved = {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 2, "ddp_backend": "gloo"}
 run = train(sys.argv[1], **SCRIPT | halved)
 found = {"keys": run.keys, "reused": run.logged("spec/reused_ratio")}

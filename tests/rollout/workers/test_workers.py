@@ -31,7 +31,7 @@ from rollout.workers.pool import RolloutPool
 from rollout.workers.worker import Failure, RolloutWorker, StaleWeights, spread, to_arrays, to_tensors
 from specrl.run.cluster import connect
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 VOCAB, EOS_IDS = 61, frozenset({1, 7})
 POISON, TIGHT, FULL, DEADLY, BREAKING, SLOW = range(55, 61)  # first tokens of prompts that cause faults
 CLUSTER = ClusterConfig(num_workers=2, start_timeout_s=120, max_failed_ratio=0.25)
@@ -552,7 +552,7 @@ DRIVER = """
 import sys, time
 sys.path.insert(0, {root!r})
 import psutil
-from tests.rollout.test_workers import *
+from tests.rollout.workers.test_workers import *
 
 with connect(replace(CLUSTER, num_workers=1, object_store_mb=80)):
     pool = RolloutPool(EngineSpec(model={model!r}, eos_ids=EOS_IDS, rollout=RolloutConfig()), replace(CLUSTER, num_workers=1), build)

@@ -20,7 +20,7 @@ from rollout.cache import disk as store
 from rollout.cache.disk import LOCK, SNAPSHOT
 from rollout.types import CacheError
 from specrl.cache import main
-from tests.rollout.stored import EOS, PRINT, contents, entries, load, saved
+from tests.rollout.cache.stored import EOS, PRINT, contents, entries, load, saved
 
 
 def write_atomically(directory):

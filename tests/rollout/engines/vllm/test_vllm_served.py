@@ -16,8 +16,8 @@ from rollout.engines.vllm.wire import KeyedRequest
 from rollout.types import EngineStats, Request, RolloutError
 from rollout.verify import Stood
 from specrl.adapters.base import ReuseSession
+from tests.rollout.engines.vllm.test_vllm import policy, spec_of
 from tests.rollout.golden import EOS_IDS, VOCAB, all_wrong, corrupt, prompts_and_caps, requests_of
-from tests.rollout.test_vllm import policy, spec_of
 
 pytestmark = [
     pytest.mark.slow,

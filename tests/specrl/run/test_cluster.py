@@ -17,7 +17,7 @@ from rollout.config import ClusterConfig
 from specrl.config.options import ConfigError
 from specrl.run.cluster import check_resources, connect, private_folder
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def listening():

@@ -9,7 +9,7 @@ import pytest
 
 from specrl.run.packages import PACKAGES, mixed_roots, package_directories
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def test_one_root_is_silent_and_two_are_told():

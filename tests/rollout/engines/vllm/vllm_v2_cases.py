@@ -11,6 +11,7 @@ from rollout.engines.base import Sampling
 from rollout.engines.local.engine import TransformersEngine
 from rollout.types import Request, RolloutError
 from tests.engines import local
+from tests.rollout.engines.vllm.test_vllm import moved, policy, probe_of, spec_of
 from tests.rollout.golden import (
     EOS_IDS,
     Script,
@@ -20,7 +21,6 @@ from tests.rollout.golden import (
     drafts_of_every_quality,
     requests_of,
 )
-from tests.rollout.test_vllm import moved, policy, probe_of, spec_of
 
 TEMPERATURE = 0.8
 
