@@ -1,13 +1,15 @@
 """Rollout workers on a real local Ray cluster: the number of workers, and what happens to them, never changes a token.
 
 Worker processes import this module for `build`, so it imports nothing heavy at the top. Faults are real signals to
-worker processes, or prompts that begin with a token for which `Faulty` misbehaves.
+worker processes, or prompts that begin with a token for which `Faulty` misbehaves. It also notes its process id beside
+the policy, which each pool here has a copy of.
 """
 
 import itertools
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,7 +20,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-import ray
 import torch
 
 from rollout.build import build_engine
@@ -33,7 +34,8 @@ from specrl.run.cluster import connect
 
 ROOT = Path(__file__).parents[3]
 VOCAB, EOS_IDS = 61, frozenset({1, 7})
-POISON, TIGHT, FULL, DEADLY, BREAKING, SLOW = range(55, 61)  # first tokens of prompts that cause faults
+# First tokens of prompts that cause faults; FRAIL only in the first engine of a pool, STALE only once in an engine.
+POISON, TIGHT, FULL, DEADLY, BREAKING, FRAIL, OTHER, STALE, SLOW = range(52, 61)
 CLUSTER = ClusterConfig(num_workers=2, start_timeout_s=120, max_failed_ratio=0.25)
 
 pytestmark = pytest.mark.slow  # a real cluster
@@ -45,15 +47,25 @@ class Faulty:
 
     own_weights = True
 
-    def __init__(self, engine):
-        self.engine, self.broken = engine, False
+    def __init__(self, engine, folder):
+        self.engine, self.folder, self.broken, self.stale = engine, folder, False, False
+        note(folder, "pids")
 
     def generate(self, requests):
         marks = [request.prompt[0] for request in requests]
         if DEADLY in marks:
             os.kill(os.getpid(), signal.SIGKILL)
         if SLOW in marks:
+            note(self.folder, "slow")
             time.sleep(1)
+        if OTHER in marks or (STALE in marks and not self.stale):
+            self.engine.model.load_state_dict({n: -x for n, x in self.engine.model.state_dict().items()})
+        if STALE in marks and not self.stale:
+            self.stale = True
+            raise StaleWeights("these weights are not the policy's")
+        if FRAIL in marks and not noted(self.folder, "broken"):
+            note(self.folder, "broken")
+            self.broken = True
         if POISON in marks:
             raise ValueError("cannot digest this prompt")
         if FULL in marks or (TIGHT in marks and len(requests) > 2):
@@ -71,8 +83,19 @@ class Faulty:
         return getattr(self.engine, name)
 
 
+def note(folder, what):
+    """Says that it happened in this process."""
+    (folder / what).mkdir(exist_ok=True)
+    (folder / what / str(os.getpid())).touch()
+
+
+def noted(folder, what):
+    """The processes in which it happened."""
+    return [int(path.name) for path in (folder / what).glob("*")]
+
+
 def build(spec):
-    return Faulty(build_engine(spec))
+    return Faulty(build_engine(spec), Path(spec.model))
 
 
 class Deaf(Faulty):
@@ -83,7 +106,7 @@ class Deaf(Faulty):
 
 
 def build_deaf(spec):
-    return Deaf(build_engine(spec))
+    return Deaf(build_engine(spec), Path(spec.model))
 
 
 @pytest.fixture(scope="module")
@@ -102,21 +125,45 @@ def started():
 
 
 @pytest.fixture(scope="module")
-def pools(started, spec):
+def own(spec, tmp_path_factory):
+    """own(): the spec with a copy of the policy for one pool."""
+    return lambda: replace(spec, model=str(shutil.copytree(spec.model, tmp_path_factory.mktemp("workers") / "policy")))
+
+
+@pytest.fixture(scope="module")
+def start(started, own):
+    """start(workers, build): a pool of faulty engines."""
+    return lambda workers, build=build: RolloutPool(own(), replace(CLUSTER, num_workers=workers), build)
+
+
+@pytest.fixture(scope="module")
+def pools(start):
     """pools(workers): a pool of faulty engines, shared by tests; one that stopped is made anew."""
     made = {}
 
     def get(workers=2, **settings):
-        if workers not in made or not made[workers]._workers:
-            made[workers] = RolloutPool(spec, replace(CLUSTER, num_workers=workers), build)
-        pool = made[workers]
-        pool.cluster = replace(CLUSTER, num_workers=workers, **settings)
-        pool._settle()  # a replacement of the test before may still be starting
-        return pool
+        if workers not in made or not works(made[workers]):
+            made[workers] = start(workers)
+        made[workers].cluster = replace(CLUSTER, num_workers=workers, **settings)
+        return made[workers]
 
     yield get
     for pool in made.values():
         pool.close()
+
+
+def works(pool):
+    """Whether the pool is open. A replacement that the test before left starting has started then."""
+    try:
+        pool.reset_cache()
+    except RolloutError:
+        return False
+    return True
+
+
+def pids_of(pool):
+    """The pool's processes."""
+    return {pid for pid in noted(Path(pool.spec.model), "pids") if not gone(pid)}
 
 
 @pytest.fixture(scope="module")
@@ -244,9 +291,9 @@ def test_rows_of_unknown_length_count_with_their_cap():
 
 
 @pytest.fixture
-def worker(spec):
+def worker(own):
     worker = RolloutWorker(0)
-    assert worker.run("start", build, spec, 1, None, 0, None) == os.getpid()
+    assert worker.run("start", build, own(), 1, None, 0, None) == os.getpid()
     return worker
 
 
@@ -365,24 +412,25 @@ def test_new_weights_arrive_bit_by_bit_also_in_replaced_workers(pools, spec, bui
     assert {c.version for c in done} == {version} == {pool.weight_version}
     assert len(differing(old, want)) > 20
     assert pool.score([3, 9, 20]) == engine.score([3, 9, 20]), "the same bits give the same log-probs"
-    before, replaced = [w.pid for w in pool._workers], pool.replaced
+    before, replaced = pids_of(pool), pool.replaced
     for pid in before:
         os.kill(pid, signal.SIGKILL)
     assert differing(pool.generate(requests_of())[0], want) == []
     assert pool.replaced == replaced + 2
-    assert not set(before) & {w.pid for w in pool._workers}
+    assert len(pids_of(pool)) == len(before) == 2
     pool.update_weights(state(build_model, 0).items(), version + 1)
     pool.reset_cache()
     with pytest.raises(RolloutError, match=f"weight version {version} is older than the workers' {version + 1}"):
         pool.update_weights(None, version)
 
 
-def test_a_worker_that_ignores_weights_is_caught_by_the_probe(started, spec, build_model):
+def test_a_worker_that_ignores_weights_is_caught_by_the_probe(start, spec, build_model):
     engine = build_engine(spec)
     old, _ = engine.generate(requests_of())
     engine.update_weights(state(build_model, 1).items(), 1)
-    pool = RolloutPool(spec, replace(CLUSTER, num_workers=1), build_deaf)
-    pids = [w.pid for w in pool._workers]
+    pool = start(1, build_deaf)
+    pids = pids_of(pool)
+    assert len(pids) == 1
     pool.update_weights(state(build_model, 1).items(), 1)
     assert differing(pool.generate(requests_of())[0], old) == [], "without a probe the old weights go unnoticed"
     with pytest.raises(RolloutError, match=r"worker 0 .*does not run the weights it was sent"):
@@ -392,24 +440,15 @@ def test_a_worker_that_ignores_weights_is_caught_by_the_probe(started, spec, bui
     assert wait_until(lambda: all(map(gone, pids)))
 
 
-def test_a_worker_without_proven_weights_gets_them_before_it_serves(pools, local, build_model):
-    pool = pools(2)
+def test_a_worker_without_proven_weights_gets_them_before_it_serves(pools, local):
+    pool, replaced = pools(2), pools(2).replaced
     pool.update_weights(local.model.state_dict().items(), pool.weight_version)
-    want, _ = pool.generate(requests_of())
-    other = to_arrays(state(build_model, 2).items())
-
-    def tamper(probe):
-        return [
-            ray.get(worker.actor.run.remote("update_weights", other, pool.weight_version, probe))
-            for worker in pool._workers
-        ]
-
-    assert all(isinstance(answer, Failure) for answer in tamper(Probe((3, 4), (-99.0,), 1e-3)))
-    replaced = pool.replaced
-    assert differing(pool.generate(requests_of())[0], want) == []
+    requests = requests_of(marks=[STALE])
+    assert differing(pool.generate(requests)[0], local.generate(requests)[0]) == []
     assert pool.replaced == replaced
-    assert tamper(None) == [None, None]
-    assert len(differing(pool.generate(requests_of())[0], want)) > 20, "the other weights do make a difference"
+    requests = requests_of(marks=[OTHER])
+    done, want = pool.generate(requests)[0], local.generate(requests)[0]
+    assert len(differing(done, want)) >= 4, "the other weights do make a difference"
     pool.update_weights(local.model.state_dict().items(), pool.weight_version)
 
 
@@ -418,14 +457,12 @@ def test_a_worker_without_proven_weights_gets_them_before_it_serves(pools, local
 
 def signal_when_busy(pool, sig):
     """Signals the worker that got the slow prompt while it decodes; returns the thread and its pid once it is known."""
-    hit = []
-
-    def slow(worker):
-        return worker.task is not None and any(r.prompt[0] == SLOW for r in worker.task.args[1])
+    hit, folder = [], Path(pool.spec.model)
+    shutil.rmtree(folder / "slow", ignore_errors=True)  # of the test before
 
     def strike():
-        if wait_until(lambda: any(map(slow, pool._workers))):
-            hit.append(next(w.pid for w in pool._workers if slow(w)))
+        if wait_until(lambda: noted(folder, "slow")):
+            hit.extend(noted(folder, "slow"))
             time.sleep(0.3)
             os.kill(hit[0], sig)
 
@@ -445,12 +482,11 @@ def test_a_worker_lost_while_it_serves_is_replaced_and_its_rows_done_again(pools
     assert differing(done, local.generate(requests)[0]) == []
     assert pool.replaced > replaced
     assert wait_until(lambda: gone(hit[0])), "also a stopped process is killed"
-    assert hit[0] not in [w.pid for w in pool._workers]
 
 
 def test_a_worker_killed_while_idle_is_replaced(pools, local):
     pool = pools(2)
-    pid, replaced = pool._workers[1].pid, pool.replaced
+    pid, replaced = max(pids_of(pool)), pool.replaced
     os.kill(pid, signal.SIGKILL)
     assert wait_until(lambda: gone(pid))
     assert differing(pool.generate(requests_of())[0], local.generate(requests_of())[0]) == []
@@ -459,10 +495,9 @@ def test_a_worker_killed_while_idle_is_replaced(pools, local):
 
 def test_an_engine_that_broke_inside_a_living_worker_is_replaced(pools, local):
     pool = pools(2)
-    worker, replaced = pool._workers[0], pool.replaced
-    answer = ray.get(worker.actor.run.remote("generate", pool.weight_version, requests_of(1, marks=[BREAKING])))
-    assert answer.kind == "broken"
-    assert differing(pool.generate(requests_of())[0], local.generate(requests_of())[0]) == []
+    replaced, requests = pool.replaced, requests_of(marks=[FRAIL])
+    assert differing(pool.generate(requests)[0], local.generate(requests)[0]) == []
+    assert len(noted(Path(pool.spec.model), "broken")) == 1
     assert pool.replaced == replaced + 1
 
 
@@ -474,7 +509,8 @@ def test_a_worker_that_dies_again_and_again_stops_the_run(pools):
     assert re.search(r"2 faults of workers .* cluster.max_restarts=1 allows", str(stop.value))
     assert re.search(r"The last: worker 0 \(pid \d+\) with 4 rows died: .*SYSTEM_ERROR", str(stop.value))
     assert psutil.Process().children(recursive=True), "Ray itself lives on"
-    assert pool._workers == []
+    with pytest.raises(RolloutError, match="closed"):
+        pool.generate([])
 
 
 @long
@@ -541,8 +577,8 @@ def test_workers_that_cannot_start_say_why(started, spec):
 
 def test_close_ends_the_processes_and_may_be_called_twice(pools):
     pool = pools(2)
-    pids = [w.pid for w in pool._workers]
-    assert not any(map(gone, pids))
+    pids = pids_of(pool)
+    assert len(pids) == 2
     pool.close()
     pool.close()
     assert wait_until(lambda: all(map(gone, pids)))
@@ -558,7 +594,7 @@ with connect(replace(CLUSTER, num_workers=1, object_store_mb=80)):
     pool = RolloutPool(EngineSpec(model={model!r}, eos_ids=EOS_IDS, rollout=RolloutConfig()), replace(CLUSTER, num_workers=1), build)
     done, _ = pool.generate(requests_of(4))
     pids = [child.pid for child in psutil.Process().children(recursive=True)]
-    assert pool._workers[0].pid in pids
+    assert pids_of(pool) <= {{*pids}}
     print(*pids, flush=True)
     {then}
 """  # noqa: E501

@@ -1,5 +1,7 @@
 """Reference log-probs that are kept by text: the values of computing them again, bit for bit when rows are alone."""
 
+from hashlib import blake2b
+
 import pytest
 import torch
 
@@ -65,19 +67,19 @@ def test_a_row_alone_has_the_same_bits_in_any_batch(policy):
 
 
 def test_control_a_key_without_the_prompt_or_the_border_is_seen(policy, monkeypatch):
-    digest = reference_module._digest
+    """A key is a hash of the text, 8 bytes a token, and of the length of its response, 8 bytes more."""
 
-    def wrong(key):
-        monkeypatch.setattr(reference_module, "_digest", key)
+    def wrong(part):
+        monkeypatch.setattr(reference_module, "blake2b", lambda data, **size: blake2b(part(data), **size))
         reference = ReferenceLogProbs(alone=True)
         moved = ([5, 6, 7], [8, 9, 10, 11])  # the same tokens as A, but one more belongs to the response
         pairs = [(reference(*padded(text), KEEP, policy)[0], text) for text in (A, B, moved)]
         expected = [policy(*padded(text), KEEP) * padded(text)[1][:, -KEEP:] for _, text in pairs]
         return [not torch.allclose(got, want, atol=1e-4) for (got, _), want in zip(pairs, expected, strict=True)]
 
-    assert wrong(digest) == [False, False, False]
-    assert wrong(lambda text, response: digest(text[-response:], response)) == [False, True, False]
-    assert wrong(lambda text, response: digest(text, 0)) == [False, False, True]
+    assert wrong(lambda data: data) == [False, False, False]
+    assert wrong(lambda data: data[-8 * (1 + int.from_bytes(data[-8:], "little")) :]) == [False, True, False]
+    assert wrong(lambda data: data[:-8]) == [False, False, True]
 
 
 def test_a_response_that_is_masked_whole(policy):
@@ -94,4 +96,8 @@ def test_memory_is_bounded_and_the_latest_stay(policy):
     for texts, rows in (((A, B), 2), ((A,), 2), ((C,), 3), ((A, B), 4 + 1)):
         reference(*padded(*texts), KEEP, policy)
         assert policy.rows == rows
-        assert reference._bytes == sum(map(len, reference._kept.values())) * 4 <= 28
+    for _ in range(5):  # what is counted as kept is what is kept: the room neither shrinks nor grows
+        before = policy.rows
+        for texts, rows in (((A, B), 0), ((C,), 1), ((A, B), 3)):
+            reference(*padded(*texts), KEEP, policy)
+            assert policy.rows == before + rows

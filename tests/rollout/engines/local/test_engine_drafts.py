@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from rollout.drafting.cost import CostModel
+from rollout.drafting.budget import Budget
 from rollout.keys import derive_key
 from rollout.types import EngineStats, Request, RolloutError
 from tests.rollout.golden import (
@@ -115,11 +115,11 @@ def test_a_finished_row_shows_its_end_to_those_that_draft_from_it(golden):
 def test_drafts_that_would_lose_time_are_counted_as_paused(golden):
     model, cases, want = golden("llama")
     engine = engine_of(model)
-    engine.drafting.budget.observe_pass = lambda *_: None
-    engine.drafting.budget._passes = CostModel()
-    engine.drafting.budget.calibrate([(1, 1.001), (1000, 1001.0)])  # a token costs what a pass costs
+    budget = engine.drafting.budget = Budget()  # without what passes cost here
+    budget.observe_pass = lambda *_: None
+    budget.calibrate([(1, 1.001), (1000, 1001.0)])  # a token costs what a pass costs
     for _ in range(2000):
-        engine.drafting.budget.observe_draft(("start", "custom"), 1, 0)
+        budget.observe_draft(("start", "custom"), 1, 0)
     drafters = [Script(all_wrong(text)) if i % 2 else None for i, (text, _, _) in enumerate(want)]
     done, stats = engine.generate(requests_of(cases, drafters))
     assert differing(done, want) == []

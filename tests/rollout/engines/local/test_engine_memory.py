@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rollout.engines.local import ragged
-from rollout.engines.local.engine import TransformersEngine
+from rollout.engines.local.reader import Reader
 from rollout.noise import keyed_draw
 from rollout.types import RolloutError
 from tests.rollout.golden import (
@@ -45,14 +45,14 @@ def test_memory_bounds_change_nothing(golden, settings):
 
 def scarce(monkeypatch, limit: int, error: Exception) -> None:
     """Passes of more than `limit` rows fail once some tokens are out."""
-    step = TransformersEngine._step
+    read = Reader.read
 
-    def failing(self, kv, first, rows, drafts, stats):
-        if len(rows) > limit and any(len(row.tokens) > 3 for row in rows):
+    def failing(reader, feed, *more):
+        if len(feed) > limit and reader.passes > 1:
             raise error
-        step(self, kv, first, rows, drafts, stats)
+        return read(reader, feed, *more)
 
-    monkeypatch.setattr(TransformersEngine, "_step", failing)
+    monkeypatch.setattr(Reader, "read", failing)
 
 
 @pytest.mark.parametrize("drafting", [False, True])

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from rollout.drafting.budget import Plan
+from rollout.drafting.chain import Chain
 from rollout.engines.base import Sampling
 from rollout.engines.local.drafter import ModelDrafter, early_exit
 from rollout.engines.local.engine import TransformersEngine
@@ -211,18 +212,12 @@ def test_the_own_drafter_takes_over_again_when_it_fits(policy, plain):
     handed = frozenset([None, *((state, "custom") for state in states if state != "agreeing")])
     engine.budget.plan = lambda kinds, model, width: Plan(dict.fromkeys(kinds, 3), handed, 0.0)
     engine.budget.drafter.calibrate([(1, 1e-9)])
-    chain = engine.budget.chain
-    engine.budget.chain = lambda behind, plan: _short(chain(behind, plan))
+    engine.budget.chain = lambda behind, plan: Chain(engine.budget.drafter, plan.goodput, plan.token_s, behind, most=2)
     done, _ = engine.generate(requests(drafters=own))
     assert outputs(done) == outputs(plain)
     bridged, total = engine.sources["model"][1], sum(len(c.tokens) for c in done)
     assert bridged < 5 * len(done), "the model bridged the start"
     assert engine.sources["custom"][1] > (total - 5 * len(done)) / 2, "the rest was carried by the rows' own drafters"
-
-
-def _short(chain):
-    chain._left = 2
-    return chain
 
 
 def test_the_draft_models_context_bounds_the_drafts(policy, plain, monkeypatch):
