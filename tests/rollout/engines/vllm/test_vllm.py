@@ -7,7 +7,9 @@ and planted bugs share.
 import importlib.util
 import itertools
 import random
+import tempfile
 from collections import Counter
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -20,6 +22,7 @@ from rollout.drafting.suffix import PromptTexts, SuffixDrafter
 from rollout.engines.base import EngineSpec, Probe, Sampling
 from rollout.engines.local.engine import TransformersEngine
 from rollout.keys import derive_key
+from rollout.noise import keyed_draw
 from rollout.types import Request, RolloutError
 from tests.engines import local
 from tests.rollout.golden import (
@@ -235,39 +238,41 @@ def test_memory_bounds_change_nothing(engine_of, golden, settings):
     assert stats.passes > free.passes, "the bound was at work"
 
 
-def test_the_drafts_of_a_step_are_bounded(engine_of, golden, monkeypatch):
-    """vLLM holds the logits of all positions of a step at once."""
-    cases, want = golden()
-    engine, steps = engine_of(draft_tokens=40, window=40), []
-    charge = engine._flow._charge
-    monkeypatch.setattr(engine._flow, "_charge", lambda s: (steps.append(engine._flow._step.drafted), charge(s)))
+def test_the_drafts_of_a_step_are_bounded(engine_of, monkeypatch):
+    """vLLM holds the logits of all positions of a step at once: a MB holds those of 2148 draft tokens."""
+    cases = [([3 + i % 50, i // 50, 9], 30) for i in range(150)]
+    plain, _ = engine_of(draft_tokens=40, window=40).generate(requests_of(cases))
+    texts = [Script(c.tokens) for c in plain]
 
-    def largest() -> int:
-        steps.clear()
-        done, _ = engine.generate(requests_of(cases, [Script(t) for t, _, _ in want]))
-        assert differing(done, want, 1e-4) == []
+    def largest(**settings) -> int:
+        """Tokens of the largest step behind the prompts."""
+        engine, steps = engine_of(draft_tokens=40, window=40, **settings), []
+        observe = engine.drafting.observe_pass
+        with monkeypatch.context() as patch:
+            patch.setattr(engine.drafting, "observe_pass", lambda n, s: (steps.append(n), observe(n, s)))
+            done, _ = engine.generate(requests_of(cases, texts))
+        assert exactly(done) == exactly(plain)
         return max(steps)
 
-    assert largest() > 60
-    monkeypatch.setattr(engine._flow, "scores_per_step", 60)
-    assert 0 < largest() <= 60
+    assert largest() > 2148 + len(cases)
+    assert 1000 < largest(logits_mb=1) <= 2148 + len(cases)
 
 
-def test_a_cache_too_small_for_the_batch_changes_nothing(engine_of, golden):
+def test_a_cache_too_small_for_the_batch_changes_nothing(engine_of, monkeypatch):
     """vLLM preempts rows and computes their KV again."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
     cases = [([3 + i, *range(4, 60)], 30) for i in range(26)]
     plain, _ = engine_of(eos_ids=frozenset()).generate(requests_of(cases))
     engine = engine_of(eos_ids=frozenset(), kv_mb=1)
     preempted = []
-    scheduler = engine._llm.llm_engine.engine_core.engine_core.scheduler
-    preempt = scheduler._preempt_request
-    scheduler._preempt_request = lambda *args, **more: preempted.append(1) or preempt(*args, **more)
+    preempt = Scheduler._preempt_request
+    monkeypatch.setattr(Scheduler, "_preempt_request", lambda *a, **more: preempted.append(1) or preempt(*a, **more))
     drafters = [Script(corrupt(c.tokens, random.Random(i), 0.1)) for i, c in enumerate(plain)]
     for batch in (requests_of(cases), requests_of(cases, drafters)):
         done, _ = engine.generate(batch)
         assert exactly(done) == exactly(plain)
     assert preempted
-    del scheduler._preempt_request
 
 
 def test_batches_of_none_and_of_one(engine_of, golden):
@@ -331,17 +336,18 @@ def test_the_window_follows_costs_and_acceptance(engine_of, golden):
     assert a > 0 < b
 
 
-def test_noise_off_by_one_position_is_found(engine_of, golden):
+def test_noise_off_by_one_position_is_found(updated, golden, monkeypatch):
     """Control: the same draws, keyed by the next position."""
     cases, want = golden()
-    engine = engine_of()
-    draw = engine._flow.draw
-    engine._flow.draw = lambda logits, keys, at, targets, **law: draw(logits, keys, at + 1, targets, **law)
-    try:
-        done, _ = engine.generate(requests_of(cases))
-    finally:
-        engine._flow.draw = draw
-    assert len(differing(done, want)) > 13
+    late = 1
+
+    def draw(logits, keys, at, targets, **law):
+        return keyed_draw(logits, keys, at + late, targets, **law)
+
+    monkeypatch.setattr("rollout.engines.vllm.engine.keyed_draw", draw)
+    engine, _ = updated()
+    assert len(differing(engine.generate(requests_of(cases))[0], want)) > 13
+    late = 0
     assert differing(engine.generate(requests_of(cases))[0], want, 1e-4) == []
 
 
@@ -411,14 +417,18 @@ def updated(saved, engine_of):
 @pytest.fixture
 def shared_memory(tmp_path, monkeypatch):
     """Where weights are handed over in this test, which no other process writes to."""
-    folder = tmp_path / "shm"
+    folder, make = tmp_path / "shm", tempfile.mkdtemp
     folder.mkdir()
-    monkeypatch.setattr("rollout.engines.vllm.weights._SHM", folder)
+    monkeypatch.setattr(tempfile, "mkdtemp", lambda **given: make(**{**given, "dir": folder}))
     return folder
 
 
 @pytest.mark.parametrize("family", ["qwen3", "llama"])
-def test_after_updates_it_is_the_new_policy(updated, golden, shared_memory, family):
+def test_after_updates_it_is_the_new_policy(updated, golden, shared_memory, monkeypatch, family):
+    from vllm import LLM
+
+    finish, told = LLM.finish_weight_update, []
+    monkeypatch.setattr(LLM, "finish_weight_update", lambda *a, **given: told.append(given) or finish(*a, **given))
     engine, model = updated(family)
     cases, want = golden(family)
     used = shared_memory.stat().st_mtime_ns
@@ -429,7 +439,7 @@ def test_after_updates_it_is_the_new_policy(updated, golden, shared_memory, fami
             del weights["lm_head.weight"]  # tied: may be left out
         engine.update_weights(iter(weights.items()), version, probe_of(new))
         assert engine.weight_version == version
-        assert engine._llm.get_weight_version() == str(version)
+        assert told[-1] == {"weight_version": str(version)}, "vLLM's own number"
         fresh, _ = TransformersEngine(new, Sampling(EOS_IDS)).generate(requests_of(cases))
         drafters = [Script(t) for t, _, _ in want]  # the old policy's texts
         for batch in (requests_of(cases, drafters), requests_of(cases)):
@@ -533,21 +543,30 @@ def test_kv_of_older_weights_is_found(updated, monkeypatch):
 
 
 def test_a_reset_that_vllm_refuses_is_an_error(updated, monkeypatch):
+    from vllm import LLM
+
     engine, model = updated()
-    monkeypatch.setattr(engine._llm, "reset_prefix_cache", lambda: False)
+    monkeypatch.setattr(LLM, "reset_prefix_cache", lambda llm: False)
     with pytest.raises(RolloutError, match="kept KV of older weights"):
         engine.update_weights(model.state_dict().items(), 1)
 
 
-def test_it_sleeps_between_rollouts(updated, golden, monkeypatch):
-    """On a GPU; here vLLM takes the calls and keeps its memory."""
-    engine, model = updated()
+def test_it_sleeps_between_rollouts(saved, updated, golden, monkeypatch):
+    """On a GPU; an engine that takes this machine for one starts vLLM as here, which takes the calls and keeps its
+    memory."""
+    from vllm import LLM
+
+    import rollout.engines.vllm.engine as module
+
+    here = module.settings(spec_of(saved("qwen3")[1]))
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "settings", lambda spec: here)
+        patch.setattr(module, "current_platform", SimpleNamespace(is_cpu=lambda: False))
+        engine, model = updated()
     cases, want = golden()
-    calls, llm = [], engine._llm
-    sleep, wake_up = llm.sleep, llm.wake_up
-    monkeypatch.setattr(llm, "sleep", lambda level: calls.append(level) or sleep(level))
-    monkeypatch.setattr(llm, "wake_up", lambda: calls.append("wake") or wake_up())
-    monkeypatch.setattr(engine, "_sleeps", True)
+    calls, sleep, wake_up = [], LLM.sleep, LLM.wake_up
+    monkeypatch.setattr(LLM, "sleep", lambda llm, level: calls.append(level) or sleep(llm, level))
+    monkeypatch.setattr(LLM, "wake_up", lambda llm: calls.append("wake") or wake_up(llm))
     for _ in range(2):
         assert differing(engine.generate(requests_of(cases))[0], want, 1e-4) == []
     assert calls == [1, "wake", 1]
@@ -650,11 +669,13 @@ def test_a_drafter_that_fails_stops_the_rollout_and_nothing_else(engine_of, gold
 
 def test_kv_that_a_failed_step_announced_is_forgotten(updated, saved):
     """vLLM lists the blocks of a prompt as computed when it schedules them, before they are."""
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
     engine, model = updated()
     cases = [([2 + i % 50 for i in range(100)], 9)] * 4
     want, _ = TransformersEngine(model, Sampling(EOS_IDS)).generate(requests_of(cases))
-    runner = engine._llm.llm_engine.model_executor.driver_worker.worker.model_runner
-    with mock.patch.object(runner, "execute_model", side_effect=MemoryError("planted")), pytest.raises(MemoryError):
+    failing = mock.patch.object(CPUModelRunner, "execute_model", side_effect=MemoryError("planted"))
+    with failing, pytest.raises(MemoryError, match="planted"):
         engine.generate(requests_of(cases))
     assert differing(engine.generate(requests_of(cases))[0], want, 1e-4) == []
 

@@ -3,13 +3,16 @@
 One engine in this process, started as anybody starts it but for `speculative_config`; requests are vLLM's own.
 """
 
+import gc
 import importlib.util
 import random
+from dataclasses import replace
 from unittest import mock
 
 import pytest
 import torch
 
+from rollout.drafting.suffix import PromptTexts
 from rollout.engines.base import Sampling
 from rollout.engines.local.engine import TransformersEngine
 from rollout.engines.vllm.wire import KeyedRequest
@@ -77,13 +80,14 @@ def logprobs(output) -> list[float]:
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory):
-    from rollout.engines.vllm.engine import LLM, _unchanged_process, settings, shut_down
+    from rollout.engines.vllm.engine import LLM, settings, shut_down
     from rollout.engines.vllm.served import SPECULATIVE_CONFIG
 
     model, path = policy("qwen3"), tmp_path_factory.mktemp("qwen3")
     model.save_pretrained(path)
     borrowed = torch.distributed.is_initialized()
-    with mock.patch("gc.collect"), _unchanged_process():
+    # vLLM's start takes torch.set_num_threads away
+    with mock.patch("gc.collect"), mock.patch("torch.set_num_threads", torch.set_num_threads):
         llm = LLM(**settings(spec_of(path)), speculative_config={**SPECULATIVE_CONFIG, "num_speculative_tokens": 8})
     yield Served(llm, model)
     with mock.patch("gc.collect"):
@@ -210,10 +214,20 @@ def test_a_session_serves_two_visits_of_a_prompt(served):
 
 
 def test_finished_requests_are_forgotten(served, requests):
-    served.ask(requests, [[3, 4, 5]] * len(requests))
+    from rollout.engines.vllm.rows import VLLMRow
+
+    def held() -> tuple[int, int]:
+        """Rows and groups' texts that exist in this process."""
+        gc.collect()
+        found = gc.get_objects()
+        return sum(isinstance(x, VLLMRow) for x in found), sum(isinstance(x, PromptTexts) for x in found)
+
     served.ask(requests[:1], [[3, 4, 5]])
-    assert len(served.rules._rows) == 1
-    assert len(served.rules._groups) == 1
+    rows, groups = held()
+    served.ask([replace(r, max_new_tokens=5) for r in requests], stop_token_ids=[])  # they end together
+    assert held() == (rows + len(requests) - 1, groups + len(requests) - 1), "until the next step"
+    served.ask(requests[:1], [[3, 4, 5]])
+    assert held() == (rows, groups)
 
 
 def test_laws_that_a_keyed_draw_does_not_know_are_refused():

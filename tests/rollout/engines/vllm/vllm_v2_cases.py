@@ -4,8 +4,9 @@ import random
 
 import pytest
 import torch
+from vllm.v1.engine.llm_engine import LLMEngine
+from vllm.v1.worker.gpu.sample import gumbel
 
-import rollout.engines.vllm.worker as worker
 from rollout.build import build_engine
 from rollout.engines.base import Sampling
 from rollout.engines.local.engine import TransformersEngine
@@ -103,14 +104,14 @@ def test_equal_rows_that_find_their_draft_in_the_cache(engine, plain, monkeypatc
     texts, _ = engine.generate([Request(prompt, key, 16) for key in range(6)])
     key, want = max(enumerate(texts), key=lambda pair: len(pair[1].tokens))
     assert len(want.tokens) > 8, "the draft fills the block that the prompt began"
-    retried = []
-    verify = type(engine._flow)._verify
+    add, retried = LLMEngine.add_request, []
 
-    def watched(self, row, draft, skip_cache=False):
-        retried.append(skip_cache)
-        verify(self, row, draft, skip_cache)
+    def watched(self, name, prompt, params, **more):
+        retried.append(params.skip_reading_prefix_cache)
+        return add(self, name, prompt, params, **more)
 
-    monkeypatch.setattr(type(engine._flow), "_verify", watched)
+    monkeypatch.setattr(LLMEngine, "add_request", watched)
+    monkeypatch.setattr(engine.drafting.budget, "window", 40)
     for _ in range(2):
         done, _ = engine.generate([Request(prompt, key, 16, Script(want.tokens)) for _ in range(3)])
         assert differing(done, [want] * 3, 1e-5) == []
@@ -120,10 +121,9 @@ def test_equal_rows_that_find_their_draft_in_the_cache(engine, plain, monkeypatc
 def test_noise_off_by_one_position_is_found(engine, plain, monkeypatch):
     """Control: verification with the noise of the next position accepts other tokens."""
     cases, want = plain
-    judge = worker._judge
-    monkeypatch.setattr(
-        worker, "_judge", lambda run, logits, slot, first, ids: judge(run, logits, slot, first + 1, ids)
-    )
+    sample = gumbel.gumbel_sample  # vLLM's sampler has its own name for it
+    late = lambda logits, slots, law, seeds, at, **how: sample(logits, slots, law, seeds, at + 1, **how)  # noqa: E731
+    monkeypatch.setattr(gumbel, "gumbel_sample", late)
     done, _ = engine.generate(requests_of(cases, [Script(c.tokens) for c in want]))
     assert len(differing(done, want)) > 3
 
