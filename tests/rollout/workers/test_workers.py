@@ -417,6 +417,7 @@ def test_new_weights_arrive_bit_by_bit_also_in_replaced_workers(pools, spec, bui
         os.kill(pid, signal.SIGKILL)
     assert differing(pool.generate(requests_of())[0], want) == []
     assert pool.replaced == replaced + 2
+    pool.reset_cache()  # one may still be starting, its rows done by the other
     assert len(pids_of(pool)) == len(before) == 2
     pool.update_weights(state(build_model, 0).items(), version + 1)
     pool.reset_cache()

@@ -26,6 +26,8 @@ from specrl.train_router import main as train_router
 from tests import runs
 from trainers.lossy.router import Record, curve
 
+pytestmark = pytest.mark.slow  # commands on a pair of models
+
 
 @pytest.fixture(scope="module")
 def draft(tmp_path_factory):
@@ -286,7 +288,6 @@ def test_uncorrected_training_takes_an_explicit_word():
     assert cli.load(given).trainer.correction == "none"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("law", "by", "threshold", "correction"),
     [

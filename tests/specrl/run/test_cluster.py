@@ -45,6 +45,7 @@ def started():
         yield ray
 
 
+@pytest.mark.slow
 def test_a_ray_started_here_listens_on_loopback_only(started):
     @started.remote
     def serve():
@@ -72,6 +73,7 @@ def join(address, mode):
     return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
 
 
+@pytest.mark.slow
 def test_only_those_with_the_token_can_join(started):
     address = started.get_runtime_context().gcs_address
     assert "joined" in join(address, "token").stdout
@@ -80,6 +82,7 @@ def test_only_those_with_the_token_can_join(started):
     assert "Authentication" in refused.stderr
 
 
+@pytest.mark.slow
 def test_the_folder_of_sockets_and_logs_is_private(started):
     session = Path(started._private.worker._global_node.get_session_dir_path())
     assert stat.S_IMODE(session.parents[1].stat().st_mode) == 0o700
@@ -101,6 +104,7 @@ def test_what_killed_runs_left_is_removed_and_what_living_ones_use_is_not():
     runs[1].communicate("done", timeout=30)
 
 
+@pytest.mark.slow
 def test_a_ray_that_runs_already_is_used_and_left_alone(started):
     address = started.get_runtime_context().gcs_address
     with connect(ClusterConfig(num_workers=1, address="auto")):
@@ -137,6 +141,7 @@ def test_workers_must_fit_node_by_node(asked, nodes, room):
         check_resources(config, nodes)
 
 
+@pytest.mark.slow
 def test_gpus_that_are_not_there(started):
     with pytest.raises(ConfigError, match="1 CPUs and 1 GPUs do not fit: the cluster has 1 CPUs and 0 GPUs"):  # noqa: SIM117
         with connect(ClusterConfig(num_workers=1, gpus_per_worker=1)):
@@ -210,8 +215,9 @@ def test_a_cluster_of_another_version_is_named_with_both(unstarted, monkeypatch)
         raise RuntimeError(MISMATCH)
 
     monkeypatch.setattr(unstarted, "init", init)
-    with socket.create_server(("127.0.0.1", 0)) as server, pytest.raises(ConfigError) as caught:  # noqa: SIM117
-        with connect(ClusterConfig(num_workers=1, address=f"127.0.0.1:{server.getsockname()[1]}")):
+    host = "127.0.0.2"  # 127.0.0.1 is to Ray the address that others reach
+    with socket.create_server((host, 0)) as server, pytest.raises(ConfigError) as caught:  # noqa: SIM117
+        with connect(ClusterConfig(num_workers=1, address=f"{host}:{server.getsockname()[1]}")):
             pass
     assert "Ray: 2.50.0 Python: 3.11.2 This process on node x was started with: Ray: 2.60.0" in str(caught.value)
     assert str(caught.value).endswith(

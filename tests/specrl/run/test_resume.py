@@ -46,6 +46,7 @@ def test_a_claim_makes_the_directory_and_leaves_nothing_but_an_empty_lock_in_it(
     assert [(path.name, path.stat().st_size) for path in folder.iterdir()] == [("run.lock", 0)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("resume", ["no", "auto"])
 def test_a_name_is_held_while_its_run_lives(tmp_path, capsys, monkeypatch, resume):
     """The second start ends before it loads anything; the death of the first, however it comes, frees the name."""

@@ -15,6 +15,8 @@ from specrl.run.setup import companions
 from tests import runs
 from tests.runs import Watch, differences, run
 
+pytestmark = pytest.mark.slow  # whole runs
+
 ON = {"trainer__drafter__train": "true", "trainer__drafter__patience": 0, "trainer__drafter__learning_rate": 3e-3}
 
 
@@ -88,7 +90,7 @@ def test_every_step_says_what_co_training_did(made, watch):
     assert not any(key.startswith("drafter/") for line in made(False)[1] for key in line)
 
 
-@pytest.mark.parametrize("select", ["all", pytest.param("adaspec", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("select", ["all", "adaspec"])
 def test_a_resumed_run_is_the_undisturbed_one(folder, drafter, made, select):
     options = ON | {"rollout__drafter": drafter, "trainer__drafter__select": select}
     whole, lines = made(True) if select == "all" else (run(folder, name="whole", **options), records(folder / "whole"))

@@ -105,6 +105,7 @@ def same(a, b):
 # Following ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -122,6 +123,7 @@ def test_co_training_follows_a_moving_policy(build_model, options):
     assert run[0]["drafter/agreement"] == run[0]["drafter/agreement_initial"], "before the first update"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("wrong", "gain"), [("sign", 0.0), ("tokens", 0.0), ("positions", 0.08)])
 def test_a_wrong_objective_teaches_no_more_than_frequencies(build_model, monkeypatch, wrong, gain):
     """Controls of the test above. The laws of other positions still tell which tokens are common."""
@@ -499,6 +501,7 @@ def without_seconds(run):
     return [{k: v for k, v in metrics.items() if not k.startswith("timing_s/")} for metrics in run]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", VARIANTS, ids=["all", "adaspec"])
 def test_a_resumed_run_is_the_uninterrupted_one(build_model, tmp_path, options):
     moving = Moving(build_model)

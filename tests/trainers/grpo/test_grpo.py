@@ -268,6 +268,7 @@ def test_the_first_update_gives_the_old_log_probs_of_the_others(tmp_path):
     assert "losses" in differences(right, run(tmp_path, forget, name="forgotten", **options))
 
 
+@pytest.mark.slow
 def test_reference_log_probs_are_kept_and_change_nothing(tmp_path, passes, monkeypatch):
     """Trained with those that are kept, and with those that are computed anew at every step: the same bits."""
     options = {"rollout__replay": 0.9, "trainer__learning_rate": 1e-4, "trainer__beta": 0.5}
@@ -488,6 +489,7 @@ def test_a_group_without_any_reward_is_left_out(tmp_path):
     assert all(torch.isfinite(tensor).all() for tensor in record.weights.values())
 
 
+@pytest.mark.slow
 def test_kept_rewards_train_the_same(tmp_path):
     """Replay makes texts come again; the weights cannot tell whether their rewards were asked for again."""
     options = {"rollout__replay": 0.9, "trainer__learning_rate": 1e-4}

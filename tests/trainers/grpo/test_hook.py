@@ -145,6 +145,7 @@ def idle(tmp_path_factory):
 # Nothing but time ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_reuse_changes_nothing_but_time(whole, tmp_path):
     plain = train(tmp_path, RolloutConfig(law="off"), **SCRIPT)
     assert [call.tokens for call in whole.calls] == [call.tokens for call in plain.calls]
@@ -156,11 +157,13 @@ def test_reuse_changes_nothing_but_time(whole, tmp_path):
     assert not any(call.reused for call in plain.calls)
 
 
+@pytest.mark.slow
 def test_control_another_seed_is_another_run(whole, tmp_path):
     other = train(tmp_path, max_steps=1, seed=7)
     assert other.calls[0].tokens != whole.calls[0].tokens
 
 
+@pytest.mark.slow
 def test_under_autocast_the_engine_computes_as_the_trainer_does(whole, tmp_path):
     seen = []
     run = make(tmp_path, max_steps=1, bf16=True)
@@ -190,6 +193,7 @@ def repeated(*runs: Run) -> int:
     return len(keys) - len(set(keys))
 
 
+@pytest.mark.slow
 def test_no_noise_is_drawn_twice(whole):
     assert [call.training for call in whole.calls].count(False) == 8, "four evaluations of two batches"
     assert len(whole.calls) == 12 + 8
@@ -207,12 +211,14 @@ def one_domain(monkeypatch):
     monkeypatch.setattr(SpeculativeRollout, "generate", lambda *args, domain, **rest: generate(*args, **rest))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", [by_epoch, one_domain])
 def test_control_repeated_noise_is_seen(fault, monkeypatch, tmp_path):
     fault(monkeypatch)
     assert repeated(train(tmp_path, **SCRIPT | {"num_train_epochs": 1, "save_strategy": "no"})) > 0
 
 
+@pytest.mark.slow
 def test_a_stream_that_cycles_and_equal_prompts_in_a_batch(tmp_path):
     def stream():
         for prompt in itertools.cycle([A, A, B]):
@@ -244,6 +250,7 @@ def visits_in(folder: Path) -> dict:
     return json.loads((folder / "trainer_state.json").read_text())["stateful_callbacks"][STATE]
 
 
+@pytest.mark.slow
 def test_evaluation_stores_nothing(whole):
     folder = Path(whole.trainer.args.output_dir) / "checkpoint-6"
     names = visits_in(folder)["rollout"]
@@ -253,6 +260,7 @@ def test_evaluation_stores_nothing(whole):
     assert {trajectory.key for trajectory in stored} == trained
 
 
+@pytest.mark.slow
 def test_metrics_are_in_trls_log(whole):
     own = [call.reused / sum(map(len, call.tokens)) for call in whole.training]
     assert whole.logged("spec/reused_ratio") == pytest.approx(own, rel=1e-5)
@@ -324,6 +332,7 @@ ACCUMULATED = {
 }
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_another_directory_brings_its_visits(accumulated, tmp_path):
     checkpoint = Path(accumulated.trainer.args.output_dir) / "checkpoint-2"
     rest = train(tmp_path, **ACCUMULATED, max_steps=3, resume=checkpoint)  # its own folder has no checkpoint-2
@@ -340,6 +349,7 @@ def test_control_forgotten_visits_repeat_noise(accumulated, tmp_path):
     assert repeated(accumulated, train(tmp_path, **ACCUMULATED, max_steps=3, resume=checkpoint)) > 0
 
 
+@pytest.mark.slow
 def test_visits_of_evaluation_are_kept_apart(whole):
     counts = visits_in(Path(whole.trainer.args.output_dir) / "checkpoint-6")
     assert counts.keys() == {"rollout", "evaluation"}
@@ -419,6 +429,7 @@ def test_control_values_that_ask_for_nothing_are_taken(idle, monkeypatch):
     assert len(ReuseRollouts()([A], idle)["completion_ids"]) == 1
 
 
+@pytest.mark.slow
 def test_each_trainer_has_its_own(idle, whole):
     with pytest.raises(RolloutError, match="give each one its own"):
         whole.reuse([A], idle)

@@ -269,6 +269,7 @@ def test_the_kl_weight_adapts():
     assert all(abs(b / a - 1) <= 0.02 + 1e-9 for a, b in pairwise(weights))
 
 
+@slow
 def test_the_critic_learns_what_a_response_is_worth(tmp_path):
     """Of a policy that stands still and repeats itself."""
     options = {"trainer__learning_rate": 0, "rollout__replay": 1, "trainer__prompts_per_step": 12}

@@ -217,6 +217,7 @@ def test_rows_leave_as_they_finish(golden, monkeypatch):
     assert stats.forward_tokens < stats.passes * len(cases) * 4
 
 
+@pytest.mark.slow
 def test_random_batches(golden, tiny):
     """Thirty batches of random size, bounds, windows and drafts."""
     model, cases, want = golden("qwen3")

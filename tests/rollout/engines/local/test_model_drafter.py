@@ -96,6 +96,7 @@ def plain(policy):
 # Identity -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [0, 1, 5])
 @pytest.mark.parametrize("kind", ["twin", "blurred", "stranger", "family", "exit"])
 def test_any_draft_model_changes_nothing(policy, tiny, build_model, plain, kind, window):
