@@ -189,7 +189,7 @@ def run(folder: Path, prepare: Callable = lambda trainer: None, *, report: bool 
     def spy(begun, monitor):
         watch(begun, monitor)
         record.trainer, record.folder = begun.trainer, begun.folder
-        _listen(begun.trainer, record)
+        listen(begun.trainer, record)
         prepare(begun.trainer)
 
     with mock.patch.object(specrl.train, "watch", spy), nullcontext() if report else unreported():
@@ -225,7 +225,7 @@ def logs(record: Recording) -> list[dict]:
     return [log for log in record.trainer.state.log_history if "loss" in log]
 
 
-def _listen(trainer, record: Recording) -> None:
+def listen(trainer, record: Recording) -> None:
     finish, training_step = trainer.rollouts.finish, trainer.training_step
 
     def heard_finish():

@@ -122,8 +122,9 @@ def test_the_gap_of_a_known_bias(monkeypatch):
     """Every tenth reward that is zero is reported as one, so that the gap is a tenth of what is missing."""
     honest, calls = toy.reward, iter(range(10**9))
     monkeypatch.setattr(toy, "reward", lambda *given: max(honest(*given), float(next(calls) % 10 == 0)))
-    monkeypatch.setattr(Run, "_update", lambda self, found: None)  # the policy stays, so that the bias is known
-    outcome = Run(Arm("biased"), "grpo", 0).train()
+    run = Run(Arm("biased"), "grpo", 0)
+    monkeypatch.setattr(run.optimizer, "step", lambda: None)  # the policy stays, so that the bias is known
+    outcome = run.train()
     known = (1 - outcome.start) / 10
     error = math.sqrt(0.25 / (len(outcome.gaps) * 96))
     assert outcome.start == outcome.final

@@ -15,7 +15,7 @@ from rollout.noise import keyed_draw
 from tests.runs import SHORT, Recording, differences, recorded, run
 
 PER_EPOCH = 3
-slow = pytest.mark.slow
+pytestmark = pytest.mark.slow
 
 
 def pair(**options) -> tuple[Recording, Recording]:
@@ -25,14 +25,14 @@ def pair(**options) -> tuple[Recording, Recording]:
 # Speculation on and off ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("replay", [0, 0.5, pytest.param(1, marks=slow)])
+@pytest.mark.parametrize("replay", [0, 0.5, 1])
 def test_the_exact_run_is_the_plain_run(replay):
     off, exact = pair(rollout__replay=replay)
     assert differences(off, exact) == []
     assert len(exact.steps) == len(exact.losses) == 3 * PER_EPOCH
 
 
-@pytest.mark.parametrize("replay", [0, 0.5, pytest.param(1, marks=slow)])
+@pytest.mark.parametrize("replay", [0, 0.5, 1])
 def test_it_was_not_compared_vacuously(replay):
     off, exact = pair(rollout__replay=replay)
     later = exact.steps[PER_EPOCH:]
@@ -59,7 +59,6 @@ def test_it_was_not_compared_vacuously(replay):
         assert changed > len(before) // 4, "weights and noise changed the text"
 
 
-@slow
 def test_replay_decides_which_keys_stay():
     kept = {}
     for replay in (0, 0.5, 1):
@@ -96,7 +95,6 @@ DYNAMIC = {"config": "dapo_math", "trainer__overlong_buffer": 0, "reward__functi
 DYNAMIC |= {"rollout__replay": 0.5, "trainer__epochs": 2}
 
 
-@slow
 @pytest.mark.parametrize("name", VARIANTS)
 def test_variants_are_identical_too(name):
     off, exact = pair(**MANY, **VARIANTS[name])
@@ -105,7 +103,6 @@ def test_variants_are_identical_too(name):
     assert len(exact.losses) == (4 if "measured budget" in name else 8), "of 4 rollouts"
 
 
-@slow
 def test_groups_without_variance_are_replaced(tmp_path):
     plain, whole = pair(**DYNAMIC)
     assert differences(plain, whole) == []
@@ -123,14 +120,12 @@ def test_groups_without_variance_are_replaced(tmp_path):
     assert differences(whole, first + second) == [], "visits are part of the checkpoint"
 
 
-@slow
 def test_variants_are_not_the_same_run():
     """The comparison sees what an option does to the losses."""
     one, two = (recorded(rollout__law="exact", **MANY, **VARIANTS[name]) for name in list(VARIANTS)[:2])
     assert {"losses", "weights"} <= set(differences(one, two))
 
 
-@slow
 def test_engine_log_probs_change_losses_by_rounding_only():
     off, exact = pair(**MANY, trainer__old_logprobs="engine")
     assert [step.tokens for step in off.steps] == [step.tokens for step in exact.steps]
@@ -140,7 +135,6 @@ def test_engine_log_probs_change_losses_by_rounding_only():
         torch.testing.assert_close(tensor, exact.weights[name], rtol=0, atol=1e-5)
 
 
-@slow
 def test_control_steps_change_nothing():
     silent = recorded(rollout__law="exact", rollout__replay=0.5)
     measured = recorded(rollout__law="exact", rollout__replay=0.5, rollout__measure_every=2)
@@ -182,7 +176,7 @@ def interrupted(folder, at: int, *, then: dict | None = None, **options) -> tupl
     return first, run(folder, trainer__save_every=at, resume="auto", **options, **(then or {}))
 
 
-@pytest.mark.parametrize(("at", "replay"), [(4, 0.5), pytest.param(3, 0, marks=slow), pytest.param(6, 1, marks=slow)])
+@pytest.mark.parametrize(("at", "replay"), [(4, 0.5), (3, 0), (6, 1)])
 def test_a_resumed_run_is_the_uninterrupted_run(tmp_path, at, replay):
     whole = recorded(rollout__law="exact", rollout__replay=replay)
     first, second = interrupted(tmp_path, at, rollout__replay=replay)
@@ -191,7 +185,6 @@ def test_a_resumed_run_is_the_uninterrupted_run(tmp_path, at, replay):
     assert [s.reused for s in second.steps] == [s.reused for s in whole.steps[at:]], "the cache was resumed as well"
 
 
-@slow
 def test_losing_the_cache_changes_no_token(tmp_path):
     whole = recorded(rollout__law="exact", rollout__replay=0.5)
     first, second = interrupted(tmp_path, 4, rollout__replay=0.5, then={"rollout__cache__clear": "true"})
@@ -201,7 +194,6 @@ def test_losing_the_cache_changes_no_token(tmp_path):
     assert second.steps[-1].reuse > 0, "the cache fills again"
 
 
-@slow
 def test_acceptance_and_epochs_may_change_on_resume(tmp_path):
     whole = recorded(rollout__law="exact", rollout__replay=0.5)
     first = run(tmp_path, rollout__replay=0.5, trainer__epochs=1, trainer__save_every=3, rollout__law="off")
@@ -209,7 +201,6 @@ def test_acceptance_and_epochs_may_change_on_resume(tmp_path):
     assert differences(whole, first + second) == []
 
 
-@slow
 def test_resume_with_a_chosen_share(tmp_path):
     whole = recorded(rollout__law="exact", **AUTO)
     first, second = interrupted(tmp_path / "a", 7, then={"rollout__cache__clear": "true"}, **AUTO)
@@ -217,14 +208,12 @@ def test_resume_with_a_chosen_share(tmp_path):
     assert shares(whole) == shares(first + second)
 
 
-@slow
 def test_control_a_forgotten_share_is_seen(tmp_path, monkeypatch):
     monkeypatch.setattr(ReplayControl, "restore", lambda self, state: None)
     first, second = interrupted(tmp_path, 7, **AUTO)
     assert differences(recorded(rollout__law="exact", **AUTO), first + second) != []
 
 
-@slow
 @pytest.mark.parametrize(("name", "at"), [(name, at) for name, at in zip(VARIANTS, (3, 6, 3), strict=True)])
 def test_variants_resume_too(tmp_path, name, at):
     """Kept log-probs of the reference are lost with the process and computed anew to the last bit, and so on."""
@@ -256,7 +245,6 @@ def test_control_without_a_fault_nothing_differs(plain, tmp_path):
     assert not tokens_differ(plain, run(tmp_path, **FIVE))
 
 
-@slow
 def test_control_noise_of_the_pass(tmp_path, monkeypatch):
     """Noise drawn per pass, as an ordinary sampler does: how many tokens ride a pass then decides what is drawn."""
     passes = iter(range(10**9))

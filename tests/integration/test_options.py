@@ -70,6 +70,7 @@ ROUTED = {**LOSSY, "rollout.law": "routed"}
 JUDGED = {**LOSSY, "rollout.law": "judged", "rollout.replay": 0}
 LEARNED = {"trainer.precision": "fp32", "lora.rank": 0}  # what was learned of this very policy
 JUDGE = {**JUDGED, **LEARNED, "rollout.judged.path": "{judge}"}
+VLLM = "tests/rollout/engines/vllm/test_vllm.py"
 TAUGHT = {**EXACT, "rollout.drafter": "{drafter}", "trainer.drafter.train": "true", "trainer.drafter.versions": 1}
 
 CHOICES = {
@@ -99,9 +100,9 @@ CHOICES = {
         "true": {**ROUTED, "rollout.routed.by": "entropy", "trainer.correction": "none"},
         "false": {},
     },
-    "rollout.vllm.runner": dict.fromkeys(("auto", "v1", "v2"), "tests/rollout/test_vllm.py"),
-    "rollout.vllm.compile": {"true": "tests/rollout/test_vllm.py", "false": "tests/rollout/test_vllm.py"},
-    "rollout.vllm.sleep": {"true": "tests/rollout/test_vllm.py", "false": "tests/rollout/test_vllm.py"},
+    "rollout.vllm.runner": dict.fromkeys(("auto", "v1", "v2"), VLLM),
+    "rollout.vllm.compile": {"true": VLLM, "false": VLLM},
+    "rollout.vllm.sleep": {"true": VLLM, "false": VLLM},
     "trainer.algorithm": {"grpo": {}, "dapo": {}, "ppo": {}},
     "trainer.advantage": {"gae": PPO, "rloo": PPO, "reinforce_plus_plus": PPO},
     "trainer.lr_schedule": {"constant": {}, "linear": {}, "cosine": {}},
@@ -128,7 +129,7 @@ CHOICES = {
     "trainer.critic.model": {"head": GAE, "separate": GAE},
     "reward.isolate_user": {"true": {}, "false": {}},
     "reward.on_limit": {"mask": {}, "zero": {}},
-    "cluster.dashboard": {"true": "tests/specrl/test_cluster.py", "false": {}},
+    "cluster.dashboard": {"true": "tests/specrl/run/test_cluster.py", "false": {}},
     "report.plots": {"true": {}, "false": {}},
 }
 """Of every option with choices and every switch: each value and what else it needs, or the test that runs it."""

@@ -37,7 +37,7 @@ def recorded(name, words):
 
     def listened(*args):
         record.trainer = build(*args)
-        runs._listen(record.trainer, record)
+        runs.listen(record.trainer, record)
         return record.trainer
 
     specrl.run.setup.build_trainer = listened

@@ -267,6 +267,7 @@ def no_score_because_of_time(result) -> bool:
     return result.total == [None] and result.timeouts == {"math": 1} and result.errors == {"math": 0}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hostile", HOSTILE)
 def test_hostile_text_meets_the_deadline_and_is_masked(hostile):
     rewards = RewardSet([MathReward(RewardConfig(timeout_s=0.7))])
@@ -285,6 +286,7 @@ def test_hostile_text_meets_the_deadline_and_is_masked(hostile):
         rewards.close()
 
 
+@pytest.mark.slow
 def test_two_answers_too_hard_to_check_do_not_end_the_run():
     rewards = RewardSet([MathReward(RewardConfig(timeout_s=1))])
     step = [Sample(f"p{i % 4}", HOSTILE[2] if i < 2 else "#### 5", f"{5 + i % 4}") for i in range(32)]
@@ -297,6 +299,7 @@ def test_two_answers_too_hard_to_check_do_not_end_the_run():
         rewards.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("on_limit", ["mask", "zero"])
 def test_a_stalled_worker_is_never_a_wrong_answer(on_limit):
     reward = MathReward(RewardConfig(timeout_s=1))

@@ -152,6 +152,7 @@ def by_the_text(pool, *payloads) -> list:
     return [outcome.of_text for outcome in pool.map(payloads) if isinstance(outcome, (DeadlineError, MemoryLimitError))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("hard", "workers"), [(["sleep", 60], 2), (["hold", 9], 1), (["memory", 2**30], 1)])
 def test_a_limit_is_the_texts_doing_when_the_workers_answer_others(handlers, hard, workers):
     with WorkerPool(handlers, RewardConfig(timeout_s=0.5, memory_mb=512, workers=workers)) as pool:
@@ -162,6 +163,7 @@ def test_a_limit_is_the_texts_doing_when_the_workers_answer_others(handlers, har
         assert by_the_text(pool, hard) == [True]
 
 
+@pytest.mark.slow
 def test_a_limit_is_not_the_texts_doing_when_what_the_workers_need_is_gone(handlers, tmp_path):
     service = ["service", str(tmp_path / "down")]
     with WorkerPool(handlers, RewardConfig(timeout_s=1.5)) as pool:

@@ -503,6 +503,7 @@ def test_the_budget_decides_drafts_only(epochs):
     assert texts(chosen) == texts(fixed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sources", [[], ["prefix"], ["prefix", "position"], ["group"], ["earlier", "group"]])
 @pytest.mark.parametrize("window", [0, 3])
 def test_sources_decide_drafts_only(epochs, sources, window):

@@ -213,6 +213,7 @@ def old_texts(policies):
     return done, counts
 
 
+@pytest.mark.slow
 def test_plain_decoding_follows_the_law(old_texts, tables):
     _, counts = old_texts
     p, q = tables
@@ -221,6 +222,7 @@ def test_plain_decoding_follows_the_law(old_texts, tables):
     assert chi_square(counts, exact_law(p))[0] > 3 * critical  # control: the other policy's law
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("source", ["old policy", "adversarial", "constant"])
 def test_exact_responses_follow_the_policy_whatever_the_draft(policies, tables, old_texts, source):
     p, q = tables
@@ -245,6 +247,7 @@ def test_exact_responses_follow_the_policy_whatever_the_draft(policies, tables, 
     assert {c.finish for c in done} == {"stop", "length"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lenience", [1.0, math.exp(0.5)])
 def test_lenient_follows_the_published_law_and_not_the_exact_one(policies, tables, old_texts, lenience):
     """The planted wrong claim `residual missing, sold as exact` is the product's own lenient rule."""
@@ -282,6 +285,7 @@ def equal_else_resample(logits, keys, positions, targets=None, **law):
     return torch.where(draws == targets, draws, keyed_draw(logits, ~keys, positions, **law)[0]), *rest
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "mutant"),
     [

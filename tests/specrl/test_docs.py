@@ -294,7 +294,7 @@ def unfounded(rows):
     """Tests that the last cells of table rows name and that do not exist, and rows that name none."""
     found = []
     for row in rows:
-        named = re.findall(r"`(?:tests/\w+/)?(test_\w+(?:\.py)?)`", row.rstrip("| ").rpartition("|")[2])
+        named = re.findall(r"`(?:tests/[\w/]+/)?(test_\w+(?:\.py)?)`", row.rstrip("| ").rpartition("|")[2])
         found += [name for name in named if name not in existing_tests()] + ([] if named else [row])
     return found
 

@@ -73,6 +73,7 @@ def test_layers_out_of_range_are_refused(policy, layers):
         shortened(policy[0], layers)
 
 
+@pytest.mark.slow
 def test_responses_are_the_policys_own_draws(policy, sampled):
     (model, tokenizer), (texts, keys) = policy, sampled
     requests = [Request(t.prompt, key, SMALL.max_new_tokens) for t, key in zip(texts[:8], keys, strict=False)]
@@ -82,6 +83,7 @@ def test_responses_are_the_policys_own_draws(policy, sampled):
     assert len(set(keys)) == len(texts)
 
 
+@pytest.mark.slow
 def test_distilling_raises_agreement_on_new_prompts(policy, held_out, distilled):
     model = policy[0]
     before, after = agreement(model, shortened(model, 1), *held_out), agreement(model, distilled, *held_out)
@@ -95,6 +97,7 @@ def test_distilling_raises_agreement_on_new_prompts(policy, held_out, distilled)
     assert own.independent < 1.0, "control: with other noise even the policy itself draws other tokens"
 
 
+@pytest.mark.slow
 def test_distilling_on_shuffled_targets_does_not(policy, texts, held_out):
     """The planted wrong rule: every response is predicted from another prompt's positions."""
     model, student = policy[0], shortened(policy[0], 1)
@@ -105,6 +108,7 @@ def test_distilling_on_shuffled_targets_does_not(policy, texts, held_out):
     assert agreement(model, student, *held_out).keyed < 0.1
 
 
+@pytest.mark.slow
 def test_the_command_writes_a_model_that_drafts(policy, tmp_path, capsys):
     out = tmp_path / "drafter"
     options = DrafterOptions(out=str(out), prompts=16, steps=2, batch=8, max_new_tokens=16, level="easy", device="cpu")

@@ -104,6 +104,13 @@ def test_the_code_keeps_the_rules(package):
     assert [fault for file in files for fault in faults(file.relative_to(ROOT).as_posix(), file.read_text())] == []
 
 
+@pytest.mark.parametrize("package", BELOW)
+def test_the_tests_mirror_the_package(package):
+    folders = {file.parent.relative_to(ROOT / "tests") for file in (ROOT / "tests" / package).rglob("*.py")}
+    assert Path(package) in folders
+    assert [folder for folder in folders if not any((ROOT / folder).glob("*.py"))] == []
+
+
 def eager(code):
     """The modules with a door that `code` imports while it is itself imported."""
     top = ast.Module([node for node in ast.parse(code).body if isinstance(node, ast.Import | ast.ImportFrom)], [])

@@ -67,6 +67,7 @@ def test_lengths_have_a_long_tail(tiny):
     assert 180 <= answers[-1] <= 256
 
 
+@pytest.mark.slow
 def test_sampled_accuracy_leaves_room_to_learn(tiny):
     model, tokenizer = tiny
     problems = arithmetic("test", 48, seed=5)

@@ -155,6 +155,7 @@ def test_an_adapter_is_saved_and_loads(tmp_path):
     assert any("lora" in name for name in model.state_dict())
 
 
+@pytest.mark.slow
 def test_a_finished_run_resumes_to_nothing_and_a_longer_one_goes_on(tmp_path):
     run(tmp_path, trainer__epochs=1)
     before = records(tmp_path / "run")
@@ -190,6 +191,7 @@ def test_max_steps_goes_beyond_the_epochs(tmp_path):
     assert [line["step"] for line in records(tmp_path / "run") if "eval/reward" in line] == [0, 5]
 
 
+@pytest.mark.slow
 def test_a_crash_before_the_first_checkpoint_leaves_each_step_once_after_the_resume(tmp_path, monkeypatch):
     options = {"trainer__max_steps": 4, "trainer__eval_prompts": 2}
 
@@ -221,6 +223,7 @@ def test_a_resume_uses_no_text_of_later_steps(tmp_path):
     assert loaded.stats()["cache/skipped"] == 1
 
 
+@pytest.mark.slow
 def test_off_for_a_while_and_back_goes_on_with_an_empty_cache(tmp_path):
     whole = run(tmp_path, name="whole", trainer__max_steps=6)
     run(tmp_path, trainer__max_steps=2)

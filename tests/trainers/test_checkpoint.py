@@ -212,6 +212,7 @@ def test_without_save_every_the_end_is_saved(tmp_path):
 ALGORITHMS = pytest.mark.parametrize("algorithm", [{}, {"config": "ppo_math"}], ids=["grpo", "ppo"])
 
 
+@pytest.mark.slow
 @ALGORITHMS
 def test_a_full_disk_is_one_line_and_the_run_goes_on_when_there_is_space(tmp_path, capsys, algorithm):
     options = {"trainer__max_steps": 4, "trainer__save_every": 1, **algorithm}
@@ -341,6 +342,7 @@ def test_damaged_checkpoints_are_left_aside_each_under_a_name_of_its_own(tmp_pat
     assert newest(tmp_path) == tmp_path / "checkpoint-1"
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_the_older_checkpoint_and_ends_as_the_uninterrupted_one(
     recorded, copied, tmp_path, monkeypatch, caplog
 ):

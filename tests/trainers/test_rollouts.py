@@ -11,7 +11,6 @@ from rollout.cache.memory import Fingerprint, TrajectoryCache
 from rollout.config import RolloutConfig
 from rollout.engines.base import Sampling
 from rollout.engines.local.engine import TransformersEngine
-from rollout.keys import ReplayControl
 from rollout.speculative import SpeculativeRollout
 from rollout.types import Completion, RolloutBatch, RolloutError
 from trainers.config import TrainerConfig
@@ -22,14 +21,12 @@ GOOD = Completion([1, 2], [-0.5, -0.5], [-0.5, -0.5], [False, True], "stop", 3, 
 CURRENT = replace(GOOD, version=7)
 
 
-class Source:
+class Source(SpeculativeRollout):
     """What responses come from, scripted: each row gets `response`, and the calls are kept."""
 
     def __init__(self, config, engine, response=CURRENT, cache=None):
-        self.config, self.engine, self.response, self.cache, self.seed = config, engine, response, cache, 0
-        self.replay, self.calls = ReplayControl(0.0, 0.0), []
-
-    entries, _laws = SpeculativeRollout.entries, SpeculativeRollout._laws
+        super().__init__(engine, cache, config, seed=0)
+        self.response, self.calls = response, []
 
     def generate(self, rows, *, visit, step, slots):
         self.calls.append(([row.example_id for row in rows], visit, step, slots))

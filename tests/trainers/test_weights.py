@@ -172,6 +172,7 @@ class Logits(torch.nn.Module):
         return type("Output", (), {"logits": self.logits})
 
 
+@pytest.mark.slow
 def test_rounding_to_bfloat16_is_no_false_alarm():
     large = torch.zeros(1, 64, 61)
     large[..., 3] = 20.0
@@ -326,6 +327,7 @@ def free_port():
         return str(free.getsockname()[1])
 
 
+@pytest.mark.slow
 def test_shards_of_fsdp_are_gathered():
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
     both = [

@@ -1,8 +1,8 @@
 """Fakes of what verl and OpenRLHF document, as their packages need environments of their own.
 
 `Server` stands for a vLLM server with KeyedDrafter: it reads the same `extra_args` and draws with the same noise, on a
-tiny transformers model; tests/rollout/test_vllm_served.py holds the real server to that. Signatures and field names are
-those of verl at 1dda039 and OpenRLHF at 3c3be62.
+tiny transformers model; tests/rollout/engines/vllm/test_vllm_served.py holds the real server to that. Signatures and
+field names are those of verl at 1dda039 and OpenRLHF at 3c3be62.
 """
 
 from __future__ import annotations

@@ -173,14 +173,16 @@ def test_images_pass_unchanged_and_a_row_without_its_place_is_refused(build_mode
 
 def test_what_verl_instantiates(build_model, monkeypatch):
     """verl passes the entries of its YAML and its own arguments, and makes one loop a sample."""
-    session = Here(ReuseSession())
-    monkeypatch.setattr(verl, "_session", lambda seed, max_mb: session)
+    made = []
+    monkeypatch.setattr(verl, "SharedSession", lambda **options: made.append(options) or Here(ReuseSession()))
     client = FakeLLMServerClient(Server(build_model("llama")))
-    entry = {"name": "specrl", "seed": 3, "loop": f"{FakeSingleTurnAgentLoop.__module__}.FakeSingleTurnAgentLoop"}
+    path = f"{FakeSingleTurnAgentLoop.__module__}.FakeSingleTurnAgentLoop"
+    entry = {"name": "specrl", "seed": 3, "max_mb": 7, "loop": path}
     loop = verl.agent_loop(**entry, trainer_config=None, server_manager=client, tokenizer=tokenize, tools=None)
     assert isinstance(loop, FakeSingleTurnAgentLoop)
     done = asyncio.run(loop.run({}, raw_prompt="ab", session_id=0, global_steps=1))
     assert done.response_ids == client.server.done[0][1].tokens
+    assert made == [{"seed": 3, "max_mb": 7}]
 
 
 def test_what_openrlhf_loads(monkeypatch):

@@ -1,0 +1,156 @@
+import errno
+import fcntl
+import os
+import stat
+from dataclasses import replace
+
+import pyarrow.parquet as pq
+import pytest
+
+from rollout.cache import disk as store
+from rollout.cache.disk import LOCK, SNAPSHOT
+from rollout.cache.memory import Fingerprint, TrajectoryCache
+from rollout.types import CacheError, Trajectory
+from tests.rollout.cache.stored import PRINT, contents, entries, load, saved
+
+
+@pytest.mark.parametrize(("count", "seed"), [(0, 0), (1, 1), (511, 2), (1500, 3)])
+def test_round_trip(tmp_path, count, seed):
+    given = entries(count, logprobs=True, seed=seed)
+    original, loaded = saved(tmp_path, given), load(tmp_path)
+    assert contents(loaded, given) == given
+    assert (len(loaded), loaded.bytes) == (count, original.bytes)
+    assert (loaded.dropped, loaded.skipped, loaded.quarantined) == (0, 0, 0)
+    assert sorted(os.listdir(tmp_path)) == [LOCK, SNAPSHOT]
+
+
+def test_logprobs_come_back_as_float32(tmp_path):
+    t = Trajectory((5, 6), 1, "length", 0, 0, None, (-0.1, -1e-300))
+    saved(tmp_path, [("a", 0, t)])
+    assert load(tmp_path).get("a", 0).logprobs == pytest.approx((-0.1, 0.0), abs=1e-7)
+
+
+def test_least_recently_used_order_survives(tmp_path):
+    given = entries(400)
+    original = saved(tmp_path, given)
+    smaller = load(tmp_path, max_mb=original.bytes / 2**21)
+    assert contents(smaller, given) == given[-len(smaller) :]
+    assert 150 < len(smaller) < 250
+
+
+def test_any_parquet_reader_can_read_it(tmp_path):
+    given = entries(20, logprobs=True)
+    saved(tmp_path, given)
+    rows = pq.read_table(tmp_path / SNAPSHOT).to_pylist()
+    for (name, slot, t), row in zip(given, rows, strict=True):
+        assert row.pop("checksum") > 0
+        expected = {field: getattr(t, field) for field in ("key", "finish", "version", "step", "reward")}
+        lists = {"tokens": list(t.tokens), "logprobs": t.logprobs and list(t.logprobs)}
+        assert row == {"example_id": name, "slot": slot, **lists, **expected}
+
+
+def test_missing_directory_is_an_empty_cache(tmp_path, caplog):
+    assert len(load(tmp_path / "none")) == 0
+    assert not caplog.records
+
+
+def test_data_then_rename_then_directory_reach_the_disk(tmp_path, monkeypatch):
+    calls, fsync, rename = [], os.fsync, os.replace
+
+    def recorded_fsync(descriptor):
+        status = os.fstat(descriptor)
+        calls.append("fsync directory" if stat.S_ISDIR(status.st_mode) else f"fsync {status.st_size}")
+        fsync(descriptor)
+
+    def recorded_replace(source, target):
+        calls.append(f"rename {os.path.getsize(source)}")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", recorded_fsync)
+    monkeypatch.setattr(os, "replace", recorded_replace)
+    saved(tmp_path, entries())
+    size = (tmp_path / SNAPSHOT).stat().st_size
+    assert calls == [f"fsync {size}", f"rename {size}", "fsync directory"]
+
+
+def test_newer_format_is_an_error_and_older_is_cold(tmp_path, monkeypatch, caplog):
+    for written, now in [(2, 1), (1, 2)]:
+        monkeypatch.setattr(store, "FORMAT", written)
+        saved(tmp_path, entries())
+        monkeypatch.setattr(store, "FORMAT", now)
+        if written > now:
+            with pytest.raises(CacheError, match=r"format 2; this version .* up to 1\. Update specrl, or .*clear=true"):
+                load(tmp_path)
+        else:
+            assert len(load(tmp_path)) == 0
+            assert "format 1, older than 2. Starting with an empty" in caplog.text
+    assert (tmp_path / SNAPSHOT).exists()
+
+
+def test_another_identity_is_an_error(tmp_path):
+    saved(tmp_path, entries())
+    other = Fingerprint({"tokenizer": "t2", "template": "x"}, PRINT.law)
+    with pytest.raises(CacheError) as error:
+        load(tmp_path, other)
+    for part in (
+        "dataset was 'd1' there, is 'absent' here",
+        "template was 'absent' there, is 'x' here",
+        "tokenizer was 't1' there, is 't2' here",
+        "rollout.cache.clear=true",
+    ):
+        assert part in str(error.value)
+
+
+def test_another_law_only_costs_the_logprobs(tmp_path):
+    given = entries(logprobs=True)
+    saved(tmp_path, given)
+    other = Fingerprint(PRINT.identity, {"temperature": "0.7"})
+    with pytest.raises(CacheError, match=r"temperature was '1\.0' there, is '0\.7' here"):
+        load(tmp_path, other, check_law=True)
+    loaded = load(tmp_path, other)
+    assert contents(loaded, given) == [(e, s, replace(t, logprobs=None)) for e, s, t in given]
+
+
+def test_steps_after_the_checkpoint_are_not_used(tmp_path):
+    early, late = entries(40, step=5), entries(60, step=7)[40:]
+    saved(tmp_path, early + late)
+    loaded = load(tmp_path, max_step=5)
+    assert contents(loaded, early + late) == early
+    assert (loaded.skipped, loaded.dropped) == (20, 0)
+    loaded.put(*entries(60, step=6)[50])
+    late = load(tmp_path, max_step=6)
+    assert (contents(late, early), len(late), late.skipped) == (early, 40, 20), "nor those of the very next step"
+    assert load(tmp_path, max_step=7).skipped == 0
+
+
+def test_malformed_entries_on_disk_are_dropped(tmp_path, caplog):
+    given = entries(60)
+    saved(tmp_path, given)
+    bad = {entry[:2] for entry in given if max(entry[2].tokens) >= 900}
+    loaded = load(tmp_path, vocab_size=900)
+    assert contents(loaded, given) == [entry for entry in given if entry[:2] not in bad]
+    assert loaded.dropped == loaded.stats()["cache/dropped"] == len(bad) > 10
+    assert f"{len(bad)} of 60 entries are damaged" in caplog.text
+    assert load(tmp_path, eos_ids=[2]).dropped == 60
+
+
+def test_warns_again_after_a_save_succeeded(tmp_path, monkeypatch, caplog):
+    cache = TrajectoryCache(PRINT, 1000)
+    for fails in (True, True, False, True):
+        with monkeypatch.context() as patch:
+            if fails:
+                patch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left")))
+            assert cache.try_save(tmp_path, 1) is not fails
+    assert len(caplog.records) == 2
+    assert cache.stats()["cache/write_errors"] == 3
+
+
+def test_a_second_writer_fails_at_once(tmp_path):
+    saved(tmp_path, entries())
+    with open(tmp_path / LOCK) as held:
+        fcntl.flock(held, fcntl.LOCK_SH)  # a lock that two writers could share would let this one in
+        with pytest.raises(CacheError, match="Another run is writing"):
+            saved(tmp_path, entries(1))
+        assert len(load(tmp_path)) == 60, "reading needs no lock"
+    saved(tmp_path, entries(1))
+    assert len(load(tmp_path)) == 1

@@ -1,0 +1,361 @@
+"""Kills, torn, altered and foreign files, full disks: nothing wrong is served and nothing acknowledged is lost."""
+
+import json
+import logging
+import os
+import pickle
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from hashlib import blake2b
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from rollout.cache import disk as store
+from rollout.cache.disk import LOCK, SNAPSHOT
+from rollout.types import CacheError
+from specrl.cache import main
+from tests.rollout.cache.stored import EOS, PRINT, contents, entries, load, saved
+
+
+def write_atomically(directory):
+    for step in range(1000):
+        saved(directory, entries(300, step), step)
+        os.write(1, f"ack {step}\n".encode())
+
+
+def write_in_place(directory):
+    """What must fail: the same file, written the naive way."""
+    saved(directory, entries(300))
+    with open(f"{directory}/{SNAPSHOT}", "rb") as file:
+        payload = file.read()
+    for step in range(1000):
+        with open(f"{directory}/{SNAPSHOT}", "wb", buffering=0) as file:
+            for at in range(0, len(payload), 1024):
+                file.write(payload[at : at + 1024])
+        os.write(1, f"ack {step}\n".encode())
+
+
+ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join([os.path.dirname(__file__), *sys.path])}
+FORKS = """
+import os, sys
+import test_store_damage as test
+test.saved(sys.argv[2], test.entries(1))  # what pyarrow loads at first use is loaded before the forks
+for _ in sys.stdin:
+    child = os.fork()
+    if child == 0:
+        getattr(test, sys.argv[1])(sys.argv[2])
+        os._exit(0)
+    os.write(1, b"pid %d\\n" % child)
+    os.waitpid(child, 0)
+    os.write(1, b"dead\\n")
+"""
+
+
+def kills(writer, directory, count):
+    """Kills a writer `count` times at a random moment after its first acknowledged save; yields its last such step."""
+    rng = random.Random(7)
+    command = [sys.executable, "-c", FORKS, writer, str(directory)]
+    forks = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=ENVIRONMENT, bufsize=0)
+    try:
+        for _ in range(count):
+            forks.stdin.write(b"\n")
+            told = {}
+            while "pid" not in told or "ack" not in told:
+                told.update([forks.stdout.readline().decode().split()])
+            time.sleep(rng.random() * 0.04)
+            os.kill(int(told["pid"]), signal.SIGKILL)
+            while (line := forks.stdout.readline().decode().split()) != ["dead"]:
+                told.update([line])
+            yield int(told["ack"])
+    finally:
+        forks.stdin.close()
+        forks.terminate()
+        forks.wait(10)
+
+
+@pytest.mark.long
+def test_a_killed_writer_loses_nothing_it_acknowledged(tmp_path):
+    leftovers = 0
+    for acknowledged in kills("write_atomically", tmp_path, 70):
+        loaded = load(tmp_path)
+        step = loaded.get("ex-é0", 0).step
+        assert step in (acknowledged, acknowledged + 1)
+        assert contents(loaded, entries(300, step)) == entries(300, step)
+        assert (loaded.dropped, loaded.quarantined) == (0, 0)
+        leftovers += os.path.exists(tmp_path / f"{SNAPSHOT}.tmp")
+    assert leftovers > 0  # else no kill fell into a write
+    saved(tmp_path, entries(1))
+    assert sorted(os.listdir(tmp_path)) == [LOCK, SNAPSHOT]
+
+
+@pytest.mark.long
+def test_the_kill_test_can_fail(tmp_path, caplog):
+    caplog.set_level(logging.CRITICAL)
+    assert any(contents(load(tmp_path), entries(300)) != entries(300) for _ in kills("write_in_place", tmp_path, 40))
+
+
+@pytest.fixture
+def damaged(tmp_path, caplog):
+    """Loads a snapshot of 600 entries with its bytes changed; returns the cache, entries lost and entries altered."""
+    caplog.set_level(logging.CRITICAL)
+    given = entries(600, logprobs=True)
+    saved(tmp_path, given)
+    path = tmp_path / SNAPSHOT
+    intact = path.read_bytes()
+
+    def attempt(change):
+        path.write_bytes(change(bytearray(intact)))
+        loaded = load(tmp_path)
+        wrong = [entry for entry in contents(loaded, given) if entry not in lookup]
+        lost = len(given) - len(loaded)
+        assert loaded.quarantined or loaded.dropped == lost
+        return loaded, lost, wrong
+
+    lookup = set(given)
+    attempt.size = len(intact)
+    return attempt
+
+
+def test_truncated_file_is_put_aside(damaged, tmp_path):
+    rng = random.Random(0)
+    for size in [0, 1, 4, 8, 12, damaged.size - 8, damaged.size - 1, *rng.sample(range(damaged.size), 43)]:
+        loaded, lost, _ = damaged(lambda data, size=size: data[:size])
+        assert (loaded.quarantined, lost) == (1, 600)
+        assert (tmp_path / f"{SNAPSHOT}.corrupt").stat().st_size == size
+        assert not (tmp_path / SNAPSHOT).exists()
+
+
+def flips(size, count=200):
+    rng = random.Random(1)
+    for offset in rng.sample(range(size), count):
+        bit = 1 << rng.randrange(8)
+
+        def flip(data, offset=offset, bit=bit):
+            data[offset] ^= bit
+            return data
+
+        yield flip
+
+
+def test_flipped_bits_are_never_served(damaged):
+    losses = []
+    for flip in flips(damaged.size):
+        _, lost, wrong = damaged(flip)
+        assert not wrong
+        losses.append(lost)
+    assert sum(lost <= 1 for lost in losses) >= 150  # one row each, but for list bounds and the footer
+
+
+def test_the_flip_test_can_fail(damaged, monkeypatch):
+    class Agrees:
+        def __eq__(self, other):
+            return True
+
+    monkeypatch.setattr(store, "row_checksum", lambda *row: Agrees())
+    assert any(damaged(flip)[2] for flip in flips(damaged.size))
+
+
+class Canary:
+    def __reduce__(self):
+        return os.mkdir, (os.environ["SPECRL_CANARY"],)
+
+
+def foreign_parquet(**metadata):
+    """A parquet file of an extension type whose metadata is a pickle: old pyarrow versions would run it."""
+    kind = {b"ARROW:extension:name": b"arrow.py_extension_type", b"ARROW:extension:metadata": pickle.dumps(Canary())}
+    field = pa.field("example_id", pa.string(), metadata=kind)
+    sink = pa.BufferOutputStream()
+    pq.write_table(pa.table([["a"]], schema=pa.schema([field])).replace_schema_metadata(metadata), sink)
+    return sink.getvalue().to_pybytes()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: pickle.dumps(Canary()),
+        lambda: b"PAR1" + pickle.dumps(Canary()) + b"PAR1",
+        lambda: b"PK\x03\x04archive/data.pkl" + pickle.dumps(Canary()),
+        lambda: random.Random(0).randbytes(5000),
+        lambda: b"",
+        foreign_parquet,
+        lambda: foreign_parquet(**{"specrl.cache": "{}", "specrl.cache.checksum": "00"}),
+    ],
+    ids=["pickle", "pickle-in-parquet-magic", "torch", "random", "empty", "parquet", "forged-parquet"],
+)
+def test_foreign_file_is_put_aside_and_never_run(tmp_path, monkeypatch, caplog, make):
+    monkeypatch.setenv("SPECRL_CANARY", str(tmp_path / "ran"))
+    (tmp_path / SNAPSHOT).write_bytes(make())
+    loaded = load(tmp_path)
+    assert (len(loaded), loaded.quarantined) == (0, 1)
+    assert len(caplog.records) == 1
+    assert "starting with an empty trajectory cache" in caplog.text
+    assert os.listdir(tmp_path) == [f"{SNAPSHOT}.corrupt"]
+    saved(tmp_path, entries())
+    assert len(load(tmp_path)) == 60
+
+
+HEADER = {
+    "format": 1,
+    "step": 0,
+    "rows": 60,
+    "vocab_size": 1000,
+    "eos_ids": [EOS],
+    "fingerprint": {"identity": dict(PRINT.identity), "law": dict(PRINT.law)},
+}
+
+
+def rewrite(directory, header: str | bytes | dict):
+    """Puts another header with a right checksum into a saved file."""
+    text = header if isinstance(header, bytes) else (header if isinstance(header, str) else json.dumps(header)).encode()
+    sums = {"specrl.cache": text, "specrl.cache.checksum": blake2b(text, digest_size=8).hexdigest()}
+    pq.write_table(pq.read_table(directory / SNAPSHOT).replace_schema_metadata(sums), directory / SNAPSHOT)
+
+
+@pytest.mark.parametrize(
+    ("header", "what"),
+    [
+        ({**HEADER, "format": None}, "format=None"),
+        ({**HEADER, "format": "1"}, "format='1'"),
+        ({**HEADER, "format": True}, "format=True"),
+        ({k: v for k, v in HEADER.items() if k != "format"}, "format=None"),
+        ({**HEADER, "rows": "60"}, "rows='60'"),
+        ({**HEADER, "rows": -1}, "rows=-1"),
+        ({**HEADER, "rows": 60.0}, r"rows=60\.0"),
+        ({k: v for k, v in HEADER.items() if k != "rows"}, "rows=None"),
+        ({**HEADER, "step": None}, "step=None"),
+        ({**HEADER, "vocab_size": [7]}, r"vocab_size=\[7\]"),
+        ({**HEADER, "eos_ids": None}, "eos_ids=None"),
+        ({**HEADER, "eos_ids": [1.5]}, r"eos_ids=\[1\.5\]"),
+        ({**HEADER, "fingerprint": None}, "fingerprint=None"),
+        ({**HEADER, "fingerprint": {**HEADER["fingerprint"], "more": {}}}, "fingerprint="),
+        ({**HEADER, "fingerprint": {"identity": {"tokenizer": 7}, "law": {}}}, "fingerprint="),
+        ({**HEADER, "writer": "x\ny" * 99}, "does not know its field 'writer'"),
+        ("not JSON", "it is no JSON object"),
+        (b"\xff\xfe", "it is no JSON object"),
+        ("[" * 100_000, "it is no JSON object"),
+        ([HEADER], "it is no JSON object"),
+    ],
+)
+def test_a_header_with_a_right_checksum_and_odd_fields(tmp_path, capsys, header, what):
+    """Another writer's file, or one edited by hand: refused in one line, and left where it is."""
+    saved(tmp_path, entries())
+    rewrite(tmp_path, header)
+    with pytest.raises(CacheError, match=f"not of trajectory cache format 1: .*{what}.*clear=true") as error:
+        load(tmp_path)
+    assert "\n" not in str(error.value)
+    for command in ("verify", "info"):
+        assert main([command, f"run={tmp_path}"]) == 3
+        assert capsys.readouterr().err == f"error: {error.value}\n"
+    assert sorted(os.listdir(tmp_path)) == [LOCK, SNAPSHOT]
+
+
+def test_the_header_test_can_fail(tmp_path):
+    saved(tmp_path, given := entries())
+    rewrite(tmp_path, HEADER)
+    assert contents(load(tmp_path), given) == given
+
+
+@pytest.mark.parametrize("rows", [0, 59, 61, 10**15])
+def test_a_header_that_counts_other_rows(tmp_path, capsys, rows):
+    saved(tmp_path, entries())
+    rewrite(tmp_path, {**HEADER, "rows": rows})
+    assert main(["verify", f"run={tmp_path}"]) == 3
+    assert f"has 60 rows and a header that counts {rows}" in capsys.readouterr().err
+    loaded = load(tmp_path)
+    assert (len(loaded), loaded.dropped, loaded.quarantined) == (0, 0, 1)
+
+
+@pytest.mark.parametrize("column", ["example_id", "slot", "key", "tokens"])
+def test_rows_whose_fields_were_exchanged_are_dropped(tmp_path, column):
+    saved(tmp_path, entries(8))
+    table = pq.read_table(tmp_path / SNAPSHOT)
+    at, field = table.schema.get_field_index(column), table.schema.field(column)
+    other = pa.array(table[column].to_pylist()[::-1], field.type)
+    pq.write_table(table.set_column(at, field, other), tmp_path / SNAPSHOT)
+    loaded = load(tmp_path)
+    assert (len(loaded), loaded.dropped) == (0, 8)
+
+
+def test_a_negative_slot_is_malformed(tmp_path, capsys, monkeypatch):
+    """`put` refuses it; a row of another writer may have it, with a right checksum."""
+    with monkeypatch.context() as patch:
+        patch.setattr("rollout.cache.memory.complaint", lambda *_: None)
+        saved(tmp_path, [*entries(4), ("ex-é0", -1, entries(1)[0][2])])
+    loaded = load(tmp_path)
+    assert (len(loaded), loaded.dropped) == (4, 1)
+    assert main(["verify", f"run={tmp_path}"]) == 3
+    out = capsys.readouterr().out
+    assert "example 'ex-é0', slot -1: slot -1 is negative\n5 entries: 4 good, 0 damaged, 1 malformed\n" in out
+
+
+def pipe(path):
+    os.mkfifo(path)
+
+
+def device(path):
+    path.symlink_to("/dev/zero")
+
+
+def listening(path):
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(os.path.relpath(path))  # the name of a socket may have 108 bytes
+
+
+@pytest.mark.parametrize("make", [pipe, device, listening])
+def test_what_is_no_file_is_refused_and_never_waited_for(tmp_path, monkeypatch, capsys, make):
+    monkeypatch.chdir(tmp_path)
+    make(tmp_path / SNAPSHOT)
+    with pytest.raises(CacheError, match=r"cannot be read: (it is a pipe or a device|No such device).*Move it away"):
+        load(tmp_path)
+    assert main(["info", f"run={tmp_path}"]) == 3
+    assert capsys.readouterr().err.startswith("error: The trajectory cache ")
+
+
+def test_a_pipe_in_the_place_of_the_new_file(tmp_path):
+    os.mkfifo(tmp_path / f"{SNAPSHOT}.tmp")
+    saved(tmp_path, given := entries())
+    assert contents(load(tmp_path), given) == given
+
+
+def test_directory_in_place_of_the_file_and_file_in_place_of_the_directory(tmp_path):
+    (tmp_path / SNAPSHOT).mkdir()
+    with pytest.raises(CacheError, match=r"cannot be read: Is a directory\. Move it away"):
+        load(tmp_path)
+    with pytest.raises(CacheError, match="was not saved in"):
+        saved(tmp_path, entries())
+    (tmp_path / "file").touch()
+    with pytest.raises(CacheError, match="cannot be read: Not a directory"):
+        load(tmp_path / "file")
+    with pytest.raises(CacheError, match=r"was not saved in '.*file' at step 0: File exists"):
+        saved(tmp_path / "file", entries())
+
+
+FULL = """
+import logging, resource, sys
+from test_store_damage import *
+logging.basicConfig(stream=sys.stdout, format="%(message)s")
+cache = saved(sys.argv[1], entries(60), 3)
+cache.put_many(entries(4000, step=4))
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+print(cache.try_save(sys.argv[1], 4, "warn"), cache.try_save(sys.argv[1], 5, "warn"), cache.write_errors)
+try:
+    cache.try_save(sys.argv[1], 6, "stop")
+except CacheError as error:
+    print("stopped:", error)
+"""
+
+
+def test_full_disk_leaves_the_old_snapshot(tmp_path):
+    command = [sys.executable, "-c", FULL, str(tmp_path)]
+    said = subprocess.run(command, capture_output=True, text=True, timeout=60, env=ENVIRONMENT).stdout
+    assert said.count("was not saved") == 2  # warned once, raised once
+    assert "at step 4: File too large. The last complete snapshot is intact" in said
+    assert "False False 2\nstopped: The trajectory cache" in said
+    assert contents(load(tmp_path), entries(60)) == entries(60)
+    assert sorted(os.listdir(tmp_path)) == [LOCK, SNAPSHOT]

@@ -1,0 +1,242 @@
+"""SuffixDrafter: where it looks for the next tokens. Guesses never change outputs, so these are tests of quality."""
+
+import pickle
+import random
+
+import pytest
+
+from rollout.config import SOURCES
+from rollout.drafting.suffix import PromptTexts, SuffixDrafter
+
+OLD = list(range(100, 160))
+POSITIONS = ("prefix", "position")
+
+
+def drafter_of(own, *others, sources=SOURCES) -> SuffixDrafter:
+    return SuffixDrafter(PromptTexts([own, *others], sources), own)
+
+
+def emit(truths, drafters, limit: int = 8) -> list[tuple[int, int]]:
+    """Drives drafters side by side as an engine does: passes and accepted draft tokens of each response."""
+    at, passes, stood = ([0] * len(truths) for _ in range(3))
+    while going := [i for i, truth in enumerate(truths) if at[i] < len(truth)]:
+        drafts = {i: list(drafters[i].propose(truths[i][: at[i]], limit)) for i in going}
+        for i, draft in drafts.items():
+            assert len(draft) <= limit
+            rest, n = truths[i][at[i] :], 0
+            while n < min(len(draft), len(rest)) and draft[n] == rest[n]:
+                n += 1
+            passes[i], stood[i], at[i] = passes[i] + 1, stood[i] + n, min(at[i] + n + 1, len(truths[i]))
+            if at[i] == len(truths[i]):
+                drafters[i].propose(truths[i], 0)
+    return list(zip(passes, stood, strict=True))
+
+
+def accepted(drafter, truth, limit: int = 8) -> tuple[int, int]:
+    return emit([truth], [drafter], limit)[0]
+
+
+# The slot's old text --------------------------------------------------------------------------------------------------
+
+
+def test_continues_at_the_same_positions():
+    drafter = drafter_of(OLD)
+    assert drafter.propose([], 5) == OLD[:5]
+    assert drafter.propose(OLD[:5], 3) == OLD[5:8]
+    assert drafter.source == "prefix"
+    assert drafter.propose(OLD[:59], 8) == OLD[59:]
+    assert drafter.propose(OLD, 8) == [], "at the end there is nothing to guess"
+    assert drafter.propose([*OLD, 7], 8) == []
+    assert accepted(drafter_of(OLD), OLD) == (7, 54)
+
+
+@pytest.mark.parametrize("limit", [0, 1, 2, 59, 60, 1000])
+def test_limits_are_kept(limit):
+    assert drafter_of(OLD).propose([], limit) == OLD[:limit]
+
+
+def test_a_substitution_goes_on_at_the_same_positions_at_once():
+    truth = [*OLD[:20], 7, *OLD[21:]]
+    drafter = drafter_of(OLD)
+    drafter.propose(truth[:16], 8)
+    assert drafter.propose(truth[:21], 4) == OLD[21:25]
+    assert drafter.source == "position"
+    assert accepted(drafter_of(OLD), truth)[1] >= 50
+
+
+@pytest.mark.parametrize(
+    ("truth", "at", "expected"),
+    [
+        pytest.param([*OLD[:20], 7, 8, *OLD[20:]], 26, OLD[24:28], id="insertion"),
+        pytest.param([*OLD[:20], *OLD[23:]], 26, OLD[29:33], id="deletion"),
+        pytest.param(OLD[10:], 4, OLD[14:18], id="late start"),
+    ],
+)
+def test_shifted_text_is_picked_up_again(truth, at, expected):
+    drafter = drafter_of(OLD)
+    for n in range(at):
+        drafter.propose(truth[:n], 4)
+    assert drafter.propose(truth[:at], 4) == expected
+    assert drafter.source == "earlier"
+    passes, stood = accepted(drafter_of(OLD), truth)
+    assert stood > len(truth) * 0.7
+    blind_passes, blind = accepted(drafter_of(OLD, sources=POSITIONS), truth)
+    assert blind < stood  # control: positions are never left
+    assert blind_passes > passes
+
+
+# Which text is followed -----------------------------------------------------------------------------------------------
+
+
+def test_another_text_is_followed_where_the_own_one_has_nothing():
+    other = list(range(200, 240))
+    truth = [*OLD[:10], *other[5:30]]
+    drafter = drafter_of(OLD, other)
+    for n in range(14):
+        drafter.propose(truth[:n], 4)
+    assert drafter.propose(truth[:14], 4) == other[9:13]
+    assert accepted(drafter_of(OLD, other), truth)[1] > accepted(drafter_of(OLD), truth)[1]
+
+
+def test_the_longest_suffix_wins_and_among_equals_the_newest():
+    phrase, longer = [1, 2, 3, 4], [5, 6, 7, 8, 1, 2, 3, 4]
+    newest, older = [50, *phrase, 11], [60, *phrase, 12]
+    assert SuffixDrafter(PromptTexts([newest, older])).propose([70, 70, *phrase], 1) == [11]
+    assert SuffixDrafter(PromptTexts([older, newest])).propose([70, 70, *phrase], 1) == [12]
+    assert SuffixDrafter(PromptTexts([newest, older, [*longer, 13]])).propose([70, 70, *longer], 1) == [13]
+    twice = [*phrase, 14, *OLD, *phrase, 15]
+    assert SuffixDrafter(PromptTexts([twice])).propose([70, 70, *phrase], 1) == [15], "the last place within a text"
+    texts = PromptTexts([newest])
+    running = SuffixDrafter(texts)
+    running.propose([80, *phrase, 16], 1)
+    row = SuffixDrafter(texts)
+    assert row.propose([70, 70, *phrase], 1) == [16], "what was emitted in this rollout is newer than what is stored"
+    assert row.source == "group"
+
+
+@pytest.mark.parametrize(("agreeing", "followed"), [(4, True), (3, False)])
+def test_a_text_is_left_for_a_suffix_longer_than_what_agreed_lately(agreeing, followed):
+    own = [*range(10, 20), 99, 98, 97, 96]
+    end = [*own[10 - agreeing : 10], 7][-4:]  # the own text agreed in `agreeing` of the last places, then differed
+    other = [*end, 55]
+    truth = [*[3] * (10 - agreeing), *own[10 - agreeing : 10], 7]
+    drafter = drafter_of(own, other)
+    assert drafter.propose(truth, 1) == ([own[11]] if followed else [55])
+
+
+def test_a_match_at_the_very_end_of_a_text_is_no_use():
+    phrase = [1, 2, 3, 4]
+    texts = [[*range(50, 60), *phrase], [*range(70, 90), *phrase, 5]]
+    assert SuffixDrafter(PromptTexts(texts)).propose([9, *phrase], 1) == [5]
+
+
+@pytest.mark.parametrize(
+    ("sources", "want"),
+    [
+        (("prefix",), {"prefix"}),
+        (("prefix", "position"), {"prefix", "position"}),
+        (("prefix", "earlier"), {"prefix", "earlier"}),
+        (("group",), {"group"}),
+        (SOURCES, set(SOURCES) - {"contexts"}),  # the engine's own
+    ],
+)
+def test_only_the_named_sources_draft(sources, want):
+    rng, found = random.Random(0), set()
+    for _ in range(60):
+        olds = [[rng.randrange(12) for _ in range(40)] for _ in range(3)]
+        truths = [[rng.choice([t, t, t, rng.randrange(12)]) for t in old] for old in olds]
+        texts = PromptTexts(olds, sources)
+        drafters = [SuffixDrafter(texts, old) for old in olds]
+        for n in range(40):
+            for drafter, truth in zip(drafters, truths, strict=True):
+                if drafter.propose(truth[:n], 3):
+                    found.add(drafter.source)
+    assert found == want
+
+
+# Branches -------------------------------------------------------------------------------------------------------------
+
+
+# A group in one rollout -----------------------------------------------------------------------------------------------
+
+
+def test_rows_draft_from_siblings_in_the_first_epoch():
+    rng = random.Random(1)
+    text = [rng.randrange(50) for _ in range(80)]
+    late = [*range(60, 100), *text]  # 40 tokens behind its sibling
+    texts = PromptTexts()
+    (passes, _), (late_passes, stood) = emit([text, late], [SuffixDrafter(texts), SuffixDrafter(texts)])
+    assert stood > 35
+    assert late_passes < passes + 10, "it has caught up"
+    assert accepted(SuffixDrafter(PromptTexts()), late)[1] < 5  # control: an index of its own
+
+
+def test_the_end_of_a_finished_sibling_is_known():
+    texts = PromptTexts()
+    done, row = SuffixDrafter(texts), SuffixDrafter(texts)
+    done.propose([1, 2, 3], 4)
+    done.propose([1, 2, 3, 4, 5, 6], 0)  # as the engine does once a row is finished
+    assert row.propose([2, 3], 4) == [4, 5, 6]
+
+
+def test_texts_of_other_prompts_are_out_of_reach():
+    texts, other = PromptTexts([OLD]), PromptTexts()
+    SuffixDrafter(texts, OLD).propose([1, 2, 3, 4], 4)
+    row = SuffixDrafter(other)
+    assert row.propose([1, 2], 4) == []
+    assert row.propose(OLD[:4], 4) == []
+    assert SuffixDrafter(texts).propose([1, 2], 1) == [3]  # control: the same prompt
+
+
+def test_a_pickled_group_shares_its_texts_and_a_cut_one_does_not():
+    texts = PromptTexts([OLD])
+    drafters = [SuffixDrafter(texts, OLD) for _ in range(4)]
+    together = pickle.loads(pickle.dumps(drafters))
+    together[0].propose([1, 2, 3, 4], 0)
+    together[1].propose([1, 2], 0)
+    assert together[3].propose([9, 9, 1, 2], 2) == [3, 4]
+    apart = [pickle.loads(pickle.dumps(d)) for d in drafters]
+    apart[0].propose([1, 2, 3, 4], 0)
+    assert apart[3].propose([9, 9, 1, 2], 2) != [3, 4]
+    bare = len(pickle.dumps(drafters))
+    drafters[0].propose([7, 8, 9], 1)
+    assert len(pickle.dumps(drafters)) > bare + 1000  # control: the table, had it travelled
+
+
+def test_a_search_by_brute_force_finds_the_same():
+    rng = random.Random(2)
+    for _ in range(100):
+        stored = [[rng.randrange(4) for _ in range(rng.randrange(20))] for _ in range(rng.randrange(4))]
+        texts = PromptTexts(stored)
+        rows = [texts.open() for _ in range(3)]
+        for _ in range(20):
+            texts.extend(rng.choice(rows), [rng.randrange(4) for _ in range(rng.randrange(4))])
+            tokens = [rng.randrange(4) for _ in range(rng.randrange(12))]
+            text, at, length = texts.find(tokens)
+            assert length == longest(texts.texts, tokens)
+            if length:
+                assert list(texts.texts[text][at - length : at]) == tokens[-length:]
+                assert at < len(texts.texts[text])
+
+
+def longest(texts, tokens) -> int:
+    for length in (8, 4, 2):  # those that are looked up
+        ends = [text[at - length : at] for text in texts for at in range(length, len(text))]
+        if len(tokens) >= length and tokens[-length:] in ends:
+            return length
+    return 0
+
+
+def test_random_edits_are_survived():
+    rng = random.Random(0)
+    for _ in range(200):
+        old = [rng.randrange(20) for _ in range(rng.randrange(1, 60))]
+        truth = list(old)
+        for _ in range(rng.randrange(4)):
+            at = rng.randrange(len(truth) + 1)
+            truth[at : at + rng.randrange(3)] = [rng.randrange(20) for _ in range(rng.randrange(3))]
+        sources = rng.choice([SOURCES, POSITIONS, ("group",)])
+        drafter = drafter_of(old, [rng.randrange(20) for _ in range(30)], sources=sources)
+        passes, stood = accepted(drafter, truth, rng.choice([1, 5, 100]))
+        assert passes + stood >= len(truth)
+        assert passes <= max(len(truth), 1)

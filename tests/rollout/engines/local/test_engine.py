@@ -1,0 +1,284 @@
+"""The transformers engine: drafts never change what is sampled, and what would change it is seen (golden.py)."""
+
+import copy
+import random
+
+import pytest
+import torch
+
+from rollout.drafting.cost import CostModel, Trial
+from rollout.engines.base import Sampling
+from rollout.engines.local import ragged
+from rollout.engines.local.attention import RaggedKV
+from rollout.engines.local.reader import Reader
+from rollout.noise import keyed_draw
+from tests.rollout.golden import (
+    EOS_IDS,
+    FAMILIES,
+    VOCAB,
+    Script,
+    all_wrong,
+    corrupt,
+    differing,
+    drafts_of_every_quality,
+    engine_of,
+    reference,
+    requests_of,
+)
+
+# Identity -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_plain_decoding_equals_one_row_at_a_time(golden, family):
+    model, cases, want = golden(family)
+    done, stats = engine_of(model).generate(requests_of(cases))
+    assert differing(done, want) == []
+    assert {c.finish for c in done} == {"stop", "length"}
+    assert stats.drafted == stats.accepted == 0
+    assert all(c.passes == len(c.tokens) and not any(c.reused) for c in done)
+    assert all(c.behaviour_logprobs == c.logprobs for c in done)
+    longest = max(len(c.tokens) for c in done)
+    assert stats.passes == longest, "all rows ride together"
+    other, _ = engine_of(model).generate(requests_of(cases, visit=1))
+    assert len(differing(other, want)) > 13  # control: other keys, other texts
+
+
+@pytest.mark.parametrize(("family", "window"), [*((f, 16) for f in FAMILIES), *(("llama", w) for w in (0, 1, 3, 200))])
+def test_drafts_of_any_quality_change_nothing(golden, family, window):
+    model, cases, want = golden(family)
+    drafters = drafts_of_every_quality([t for t, _, _ in want])
+    done, stats = engine_of(model, window=window).generate(requests_of(cases, drafters))
+    assert differing(done, want) == []
+    if window:  # 0 leaves it to measured times
+        assert 0 < stats.accepted < stats.drafted, "both acceptances and rejections happened"
+    assert sum(sum(c.reused) for c in done) == stats.accepted
+    assert all(len(c.tokens) == len(c.logprobs) == len(c.behaviour_logprobs) == len(c.reused) for c in done)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_texts_of_all_prompts_change_nothing(golden, family, monkeypatch):
+    model, cases, want = golden(family)
+    monkeypatch.setattr(CostModel, "fit", lambda self: (1.0, 0.0, 1e-3, 0.0))  # tokens cost little: chances are taken
+    monkeypatch.setattr(Trial, "pays", lambda self: True)  # nor are they judged by measured time
+    monkeypatch.setattr(Trial, "rests", lambda self: False)  # responses this short would be over
+    engine = engine_of(model, contexts=True)
+    for _ in range(4):
+        requests = requests_of(cases)
+        for request in requests[::3]:
+            request.plain = True
+        done, stats = engine.generate(requests)
+        assert differing(done, want) == []
+    assert stats.sources["contexts"] == (stats.drafted, stats.accepted)
+    assert sum(sum(c.reused) for c in done) == stats.accepted > 0.5 * sum(len(t) for t, _, _ in want[1::3])
+    assert not any(any(c.reused) for c in done[::3]), "plain rows decode plainly"
+
+
+def test_texts_of_all_prompts_that_lie_change_nothing_and_are_left(golden, monkeypatch):
+    model, cases, want = golden("llama")
+    monkeypatch.setattr(CostModel, "fit", lambda self: (1.0, 0.0, 1e-3, 0.0))
+    monkeypatch.setattr(Trial, "pays", lambda self: True)
+    engine = engine_of(model, contexts=True)
+    for _ in range(4):
+        texts = zip(cases, want, strict=True)
+        engine.drafting.contexts.learn((prompt, all_wrong(text)) for (prompt, _), (text, _, _) in texts)
+    drafted = []
+    for _ in range(6):
+        done, stats = engine.generate(requests_of(cases))
+        assert differing(done, want) == []
+        drafted.append(stats.drafted - stats.accepted)
+    assert drafted[0] > drafted[-1]
+
+
+def test_all_accepted_all_rejected_and_mixed(golden):
+    model, cases, want = golden("qwen2")
+    texts = [t for t, _, _ in want]
+    engine = engine_of(model, window=200)
+
+    done, stats = engine.generate(requests_of(cases, [Script(t) for t in texts]))
+    assert differing(done, want) == []
+    assert stats.accepted == stats.drafted > 0
+    assert {c.passes for c in done} == {1}
+    assert stats.passes == 1
+    for (_, cap), (text, _, finish), c in zip(cases, want, done, strict=True):
+        assert c.reused == [True] * (len(text) - (len(text) == cap)) + [False] * (len(text) == cap)
+        assert c.finish == finish
+
+    done, stats = engine.generate(requests_of(cases, [Script(all_wrong(t)) for t in texts]))
+    assert differing(done, want) == []
+    assert stats.accepted == 0 < stats.drafted
+    assert [c.passes for c in done] == [len(t) for t in texts]
+    assert not any(any(c.reused) for c in done)
+
+    half = [Script(t) if i % 2 else Script(all_wrong(t)) for i, t in enumerate(texts)]
+    done, stats = engine.generate(requests_of(cases, half))
+    assert differing(done, want) == []
+    assert 0 < stats.accepted < stats.drafted
+
+
+@pytest.mark.parametrize("case", [([5], 1), ([5], 20), ([5, 6, 7, 8], 1), ([5, 6, 7, 8], 20)])
+def test_a_batch_of_one(tiny, case):
+    model = tiny("gpt2")
+    want = reference(model, requests_of([case]))
+    engine = engine_of(model, window=4)
+    assert differing(engine.generate(requests_of([case]))[0], want) == []
+    for text in (want[0][0], all_wrong(want[0][0]), []):
+        assert differing(engine.generate(requests_of([case], [Script(text)]))[0], want) == []
+
+
+def test_an_empty_batch(tiny):
+    done, stats = engine_of(tiny("llama")).generate([])
+    assert done == []
+    assert stats.passes == stats.forward_tokens == 0
+
+
+def test_one_token_prompts_only(tiny):
+    """Nothing is prefilled: the cache has no layers when the first pass comes."""
+    model, cases = tiny("qwen3"), [([4], 12), ([9], 12), ([4], 12)]
+    want = reference(model, requests_of(cases))
+    done, stats = engine_of(model, window=3).generate(requests_of(cases, [Script(t) for t, _, _ in want]))
+    assert differing(done, want) == []
+    assert want[0][0] != want[2][0], "one prompt, two keys"
+    assert stats.accepted > 0
+
+
+def test_a_shared_prompt_is_computed_once(tiny):
+    model = tiny("llama")
+    prompt = list(range(2, 22))
+    _, stats = engine_of(model).generate(requests_of([(prompt, 4)] * 8))
+    _, apart = engine_of(model).generate(requests_of([([*prompt[:10], i, *prompt[11:]], 4) for i in range(2, 10)]))
+    assert apart.forward_tokens - stats.forward_tokens >= 7 * 19 - 8 * 4
+    assert stats.forward_tokens <= 19 + 8 * 4
+
+
+def test_the_cap_is_exact_and_eos_at_the_cap_is_a_stop(tiny):
+    model = tiny("qwen3")
+    free = Sampling(frozenset())
+    (text, _, _) = reference(model, requests_of([([8, 9], 12)]), free)[0]
+    eos = text[5]
+    first = text.index(eos) + 1
+    for cap in range(1, 13):
+        for draft in (None, Script(text), Script(text[:first] + [3] * 9), Script(all_wrong(text))):
+            sampling = Sampling(frozenset({eos}))
+            (c,), _ = engine_of(model, sampling, window=16).generate(requests_of([([8, 9], cap)], [draft]))
+            assert c.tokens == text[: min(cap, first)]
+            assert c.finish == ("stop" if cap >= first else "length")
+
+
+def test_several_eos_ids_stop_at_the_first_of_any(tiny):
+    model, cases = tiny("llama"), [([11, 12, 13], 30)] * 12
+    texts = [t for t, _, _ in reference(model, requests_of(cases), Sampling(frozenset()))]
+    for eos_ids in (frozenset(range(10)), frozenset({texts[0][4], texts[1][7]}), frozenset(range(VOCAB))):
+        drafters = [Script(t) for t in texts]  # the drafts run past every EOS
+        done, _ = engine_of(model, Sampling(eos_ids), window=30).generate(requests_of(cases, drafters))
+        for c, text in zip(done, texts, strict=True):
+            end = next((i + 1 for i, t in enumerate(text) if t in eos_ids), len(text))
+            assert c.tokens == text[:end]
+            assert c.finish == ("stop" if c.tokens[-1] in eos_ids else "length")
+
+
+@pytest.mark.parametrize("pad", ["none", "eos", "frequent"])
+def test_the_pad_id_means_nothing(build_model, golden, pad):
+    _, cases, want = golden("llama")
+    model = build_model("llama")
+    tokens = [t for text, _, _ in want for t in text[:-1]]
+    frequent = max(set(tokens), key=tokens.count)
+    model.config.pad_token_id = {"none": None, "eos": 1, "frequent": frequent}[pad]
+    drafters = [Script(t) for t, _, _ in want]
+    assert differing(engine_of(model, window=5).generate(requests_of(cases, drafters))[0], want) == []
+    assert tokens.count(frequent) > 10
+
+
+@pytest.mark.parametrize(
+    "law", [(0.0, 0, 1.0), (0.7, 0, 1.0), (1.3, 0, 1.0), (1.0, 5, 1.0), (1.0, 0, 0.8), (0.8, 9, 0.9)]
+)
+def test_every_sampling_law(golden, law):
+    model, cases, plain_law = golden("qwen2")
+    sampling = Sampling(EOS_IDS, *law)
+    want = reference(model, requests_of(cases), sampling)
+    engine = engine_of(model, sampling, window=6)
+    assert differing(engine.generate(requests_of(cases))[0], want) == []
+    drafters = drafts_of_every_quality([t for t, _, _ in want])
+    done, stats = engine.generate(requests_of(cases, drafters))
+    assert differing(done, want) == []
+    assert 0 < stats.accepted < stats.drafted
+    assert differing(done, plain_law), "control: the law matters"
+
+
+def test_rows_leave_as_they_finish(golden, monkeypatch):
+    model, cases, want = golden("llama")
+    kept = []
+    select = RaggedKV.select
+    monkeypatch.setattr(RaggedKV, "select", lambda kv, rows: kept.append(len(rows)) or select(kv, rows))
+    drafters = drafts_of_every_quality([t for t, _, _ in want])
+    done, stats = engine_of(model, window=3).generate(requests_of(cases, drafters))
+    assert differing(done, want) == []
+    assert any(0 < n < len(cases) for n in kept), "rows were compacted while others went on"
+    assert stats.forward_tokens < stats.passes * len(cases) * 4
+
+
+@pytest.mark.slow
+def test_random_batches(golden, tiny):
+    """Thirty batches of random size, bounds, windows and drafts."""
+    model, cases, want = golden("qwen3")
+    rng = random.Random(9)
+    for trial in range(30):
+        rows = rng.sample(range(len(cases)), rng.randint(1, len(cases)))
+        drafters = drafts_of_every_quality([t for t, _, _ in want], seed=trial)
+        rng.shuffle(drafters)
+        requests = [requests_of(cases, drafters)[i] for i in rows]
+        engine = engine_of(
+            model,
+            window=rng.choice([0, 1, 2, 5, 40]),
+            rows_per_batch=rng.choice([3, 8, 256]),
+            tokens_per_pass=rng.choice([5, 30, 4096]),
+        )
+        assert differing(engine.generate(requests)[0], [want[i] for i in rows]) == [], f"trial {trial}"
+
+
+# Planted bugs: the same comparison must see them ----------------------------------------------------------------------
+
+
+def speculate(model, cases, want, **settings):
+    drafters = [Script(corrupt(t, random.Random(i), 0.3)) for i, (t, _, _) in enumerate(want)]
+    return engine_of(model, window=8, **settings).generate(requests_of(cases, drafters))[0]
+
+
+def test_the_control_speculates_correctly(golden):
+    assert differing(speculate(*golden("llama")), golden("llama")[2]) == []
+
+
+def test_noise_drawn_per_pass_is_seen(golden, monkeypatch):
+    counter = iter(range(10**9))
+
+    def per_pass(logits, keys, positions, targets=None, **law):
+        return keyed_draw(logits, keys + next(counter), positions, targets, **law)
+
+    monkeypatch.setattr(ragged, "keyed_draw", per_pass)
+    assert len(differing(speculate(*golden("llama")), golden("llama")[2])) > 13
+
+
+def test_an_off_by_one_position_is_seen(golden, monkeypatch):
+    def shifted(logits, keys, positions, targets=None, **law):
+        with_drafts = len(keys) > len(keys.unique())
+        return keyed_draw(logits, keys, positions + with_drafts, targets, **law)
+
+    monkeypatch.setattr(ragged, "keyed_draw", shifted)
+    assert len(differing(speculate(*golden("llama")), golden("llama")[2])) > 13
+
+
+def test_kv_that_is_not_rolled_back_is_seen(golden, monkeypatch):
+    """The write cursor counts all tokens that were fed."""
+    monkeypatch.setattr(Reader, "rollback", lambda reader, row, length: None)
+    assert differing(speculate(*golden("llama")), golden("llama")[2])
+
+
+def test_stale_weights_are_seen(golden, build_model):
+    stale, cases, want = golden("llama")
+    fresh = copy.deepcopy(stale)
+    with torch.no_grad():
+        for p in fresh.parameters():
+            p.mul_(1.05)
+    now = reference(fresh, requests_of(cases))
+    assert differing(speculate(fresh, cases, want), now) == []
+    assert len(differing(speculate(stale, cases, want), now)) > 13

@@ -1,0 +1,324 @@
+"""The draft model: it never changes a token, it draws with the policy's noise, and its KV follows what was emitted."""
+
+import copy
+import random
+import types
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+
+from rollout.drafting.budget import Plan
+from rollout.drafting.chain import Chain
+from rollout.engines.base import Sampling
+from rollout.engines.local.drafter import ModelDrafter, early_exit
+from rollout.engines.local.engine import TransformersEngine
+from rollout.engines.local.reader import Reader
+from rollout.keys import derive_key
+from rollout.types import Request, RolloutError
+from tests.engines import local
+
+VOCAB, SAMPLING = 61, Sampling(frozenset({1, 7}))
+
+
+@dataclass
+class Script:
+    """Proposes `text` at the same positions, whatever was emitted."""
+
+    text: list[int]
+
+    def propose(self, tokens, limit):
+        return self.text[len(tokens) : len(tokens) + limit]
+
+
+def requests(n: int = 24, drafters=None) -> list[Request]:
+    """Ragged prompts, some shared, some of one token; caps that let rows leave one after another."""
+    rng = random.Random(1)
+    pool = [[rng.randrange(2, VOCAB) for _ in range(length)] for length in (1, 2, 5, 9, 14)]
+    drafters = drafters or [None] * n
+    return [
+        Request(pool[i // 2 % len(pool)], derive_key(5, "model", i, 0), rng.choice([1, 3, 12, 25, 40]), drafters[i])
+        for i in range(n)
+    ]
+
+
+def outputs(done):
+    return [(c.tokens, c.finish) for c in done]
+
+
+class Engine:
+    """Keeps the counts of its last rollout."""
+
+    def __init__(self, *args, **options):
+        self._engine = local(*args, **options)
+        self.drafting, self.budget = self._engine.drafting, self._engine.drafting.budget
+        self.update_weights = self._engine.update_weights
+
+    def generate(self, requests):
+        self.judged, observe = [0, 0], self.budget.drafter.observe_chain
+
+        def judge(logprobs, accepted):
+            self.judged = [self.judged[0] + len(logprobs), self.judged[1] + accepted]
+            observe(logprobs, accepted)
+
+        self.budget.drafter.observe_chain = judge
+        done, stats = self._engine.generate(requests)
+        self.budget.drafter.observe_chain = observe
+        self.sources = {"model": (0, 0), "custom": (0, 0), **stats.sources}
+        return done, stats
+
+
+def rates(engine) -> float:
+    """Share of the draft model's tokens that the policy drew too, behind an EOS as well."""
+    return engine.judged[1] / engine.judged[0]
+
+
+def blurred(model, amount: float = 0.01, seed: int = 0):
+    """A copy with noise on every matrix, `amount` times its spread: right more often than not."""
+    other, generator = copy.deepcopy(model), torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for p in other.parameters():
+            if p.dim() > 1:
+                p.add_(amount * p.std() * torch.randn(p.shape, generator=generator))
+    return other
+
+
+@pytest.fixture(scope="module")
+def policy(tiny):
+    return tiny("llama")
+
+
+@pytest.fixture(scope="module")
+def plain(policy):
+    return TransformersEngine(policy, SAMPLING).generate(requests())[0]
+
+
+# Identity -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("window", [0, 1, 5])
+@pytest.mark.parametrize("kind", ["twin", "blurred", "stranger", "family", "exit"])
+def test_any_draft_model_changes_nothing(policy, tiny, build_model, plain, kind, window):
+    drafter = {
+        "twin": lambda: copy.deepcopy(policy),
+        "blurred": lambda: blurred(policy),
+        "stranger": lambda: build_model("llama", seed=9),
+        "family": lambda: tiny("gpt2"),
+        "exit": lambda: early_exit(policy, 1),
+    }[kind]()
+    engine = Engine(policy, SAMPLING, window=window, drafter=drafter)
+    rng = random.Random(2)
+    own = [
+        Script([rng.randrange(VOCAB) if rng.random() < i / 24 else t for t in c.tokens]) if i % 3 else None
+        for i, c in enumerate(plain)
+    ]
+    for batch in (requests(), requests(drafters=own), requests()):
+        done, stats = engine.generate(batch)
+        assert outputs(done) == outputs(plain)
+        assert all(c.logprobs == pytest.approx(d.logprobs, abs=1e-4) for c, d in zip(done, plain, strict=True))
+        assert sum(sum(c.reused) for c in done) == stats.accepted
+        if window:
+            assert engine.sources["model"][0] > 0
+    changed, _ = engine.generate([replace(r, key=~r.key) for r in requests()])
+    assert outputs(changed) != outputs(plain), "control: the noise decides"
+
+
+@pytest.mark.parametrize("law", [(0.0, 0, 1.0), (0.7, 0, 1.0), (1.3, 9, 0.9)])
+def test_drafts_follow_the_sampling_law(policy, law):
+    sampling = Sampling(SAMPLING.eos_ids, *law)
+    want, _ = Engine(policy, sampling).generate(requests())
+    engine = Engine(policy, sampling, window=5, drafter=copy.deepcopy(policy))
+    assert outputs(engine.generate(requests())[0]) == outputs(want)
+    assert rates(engine) == 1.0, "the policy's own copy draws what the policy draws"
+
+
+@pytest.mark.parametrize(
+    "bounds", [{}, {"tokens_per_pass": 5}, {"tokens_per_pass": 40, "rows_per_batch": 7}, {"logits_mb": 0}]
+)
+def test_a_copy_of_the_policy_is_always_right(policy, plain, bounds):
+    """Catching up, moving the cursor and dropping rows lose nothing: one wrong KV entry would cost an acceptance."""
+    engine = Engine(policy, SAMPLING, window=6, drafter=copy.deepcopy(policy), **bounds)
+    done, _ = engine.generate(requests())
+    assert outputs(done) == outputs(plain)
+    assert rates(engine) == 1.0
+    assert sum(c.passes for c in done) < sum(c.passes for c in plain) / 3
+    wrong = [Script([(t + 1) % VOCAB for t in c.tokens]) if i % 2 else None for i, c in enumerate(plain)]
+    engine.generate(requests(drafters=wrong))
+    assert rates(engine) == 1.0, "rows whose own drafts were rejected in between"
+
+
+def test_a_plain_request_is_decoded_without_the_model(policy, plain):
+    """The baseline of control steps and law=off. One row in the batch that may draft is the control."""
+    engine = local(policy, SAMPLING, window=5, drafter=copy.deepcopy(policy))
+    own = [Script(c.tokens) for c in plain]
+    done, stats = engine.generate([replace(r, plain=True) for r in requests(drafters=own)])
+    assert outputs(done) == outputs(plain)
+    assert (stats.drafted, stats.sources) == (0, {})
+    assert [c.passes for c in done] == [len(c.tokens) for c in done]
+    longest = max(range(len(plain)), key=lambda i: len(plain[i].tokens))
+    done, stats = engine.generate([replace(r, plain=i != longest) for i, r in enumerate(requests())])
+    assert outputs(done) == outputs(plain)
+    assert stats.accepted == sum(done[longest].reused) > 0
+
+
+def test_near_ties_are_decided_the_same_way(policy):
+    plain, stats = Engine(policy, SAMPLING, tie_margin=0.5).generate(requests())
+    assert stats.ties > 20
+    engine = Engine(policy, SAMPLING, tie_margin=0.5, window=4, drafter=blurred(policy))
+    assert outputs(engine.generate(requests())[0]) == outputs(plain)
+
+
+# The same noise, and KV that follows ----------------------------------------------------------------------------------
+
+
+def test_the_same_noise_is_worth_having(policy, plain, monkeypatch):
+    def rate():
+        engine = Engine(policy, SAMPLING, window=4, drafter=blurred(policy))
+        assert outputs(engine.generate(requests())[0]) == outputs(plain)
+        return rates(engine)
+
+    keyed = rate()
+    opened = ModelDrafter.open
+    other = lambda drafter, rows: opened(drafter, [replace(r, key=~r.key) for r in rows])  # noqa: E731
+    monkeypatch.setattr(ModelDrafter, "open", other)
+    independent = rate()
+    print(f"keyed drafts {keyed:.2f}, independent drafts {independent:.2f}")
+    assert keyed > independent + 0.5
+
+
+def test_kv_that_is_not_rolled_back_costs_acceptance_only(policy, plain, monkeypatch):
+    def rate():
+        engine = Engine(policy, SAMPLING, window=6, drafter=blurred(policy))
+        assert outputs(engine.generate(requests())[0]) == outputs(plain)
+        return rates(engine)
+
+    right, texts, lacking = rate(), {}, Reader.lacking
+
+    def kept(reader, row, text, final=True):
+        """Rejected tokens stay: the cursor only moves on."""
+        known = texts.get((id(reader), row), 0)
+        texts[id(reader), row] = len(text)
+        return list(text[known:]) if known else lacking(reader, row, text)
+
+    monkeypatch.setattr(Reader, "lacking", kept)
+    assert rate() < right - 0.2
+
+
+def test_the_own_drafter_takes_over_again_when_it_fits(policy, plain):
+    """Rows handed to the model still hear their own drafter, and go back to it once it is right."""
+    own = [Script([(t + 1) % VOCAB if at < 4 else t for at, t in enumerate(c.tokens)]) for c in plain]
+    engine = Engine(policy, SAMPLING, drafter=copy.deepcopy(policy))
+    states = ("start", "agreeing", "diverged", "lost")
+    handed = frozenset([None, *((state, "custom") for state in states if state != "agreeing")])
+    engine.budget.plan = lambda kinds, model, width: Plan(dict.fromkeys(kinds, 3), handed, 0.0)
+    engine.budget.drafter.calibrate([(1, 1e-9)])
+    engine.budget.chain = lambda behind, plan: Chain(engine.budget.drafter, plan.goodput, plan.token_s, behind, most=2)
+    done, _ = engine.generate(requests(drafters=own))
+    assert outputs(done) == outputs(plain)
+    bridged, total = engine.sources["model"][1], sum(len(c.tokens) for c in done)
+    assert bridged < 5 * len(done), "the model bridged the start"
+    assert engine.sources["custom"][1] > (total - 5 * len(done)) / 2, "the rest was carried by the rows' own drafters"
+
+
+def test_the_draft_models_context_bounds_the_drafts(policy, plain, monkeypatch):
+    drafter = copy.deepcopy(policy)
+    drafter.config.max_position_embeddings = 20
+    engine = Engine(policy, SAMPLING, window=8, drafter=drafter)
+    longest, read = [], Reader.read
+
+    def watched(reader, feed, after=None, ends=False):
+        drawn = read(reader, feed, after, ends)
+        if ends:  # the draft model's
+            longest.append(reader.width)
+        return drawn
+
+    monkeypatch.setattr(Reader, "read", watched)
+    done, _ = engine.generate(requests())
+    assert outputs(done) == outputs(plain)
+    assert max(longest) == 20
+    assert max(len(r.prompt) + len(c.tokens) for r, c in zip(requests(), done, strict=True)) > 30
+
+
+# A model that cannot be used ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_unusable_logits_are_dropped_and_counted(policy, plain, value):
+    drafter = copy.deepcopy(policy)
+    engine = Engine(policy, SAMPLING, window=4, drafter=drafter)
+    with torch.no_grad():
+        drafter.model.norm.weight.fill_(value)
+    done, stats = engine.generate(requests())
+    assert outputs(done) == outputs(plain)
+    assert engine.drafting.model.dropped > 20
+    assert engine.sources["model"] == (0, 0)
+    assert stats.drafted == 0
+
+
+def test_another_vocabulary_is_refused(policy, build_model):
+    with pytest.raises(RolloutError, match=r"knows 53 tokens and the policy 61.*tokenizer"):
+        local(policy, SAMPLING, drafter=build_model("llama", vocab=53))
+
+
+def test_a_model_that_does_not_run_packed_is_refused(policy):
+    with pytest.raises(RolloutError, match="Linear is not a causal LM"):
+        local(policy, SAMPLING, drafter=torch.nn.Linear(3, 3))
+
+
+def test_a_useless_model_is_switched_off(policy, build_model, plain):
+    engine = Engine(policy, SAMPLING, drafter=build_model("llama", seed=9))
+    for _ in range(4):
+        done, _ = engine.generate(requests())
+        assert outputs(done) == outputs(plain)
+    assert engine.sources["model"][0] < 0.1 * sum(len(c.tokens) for c in done)
+
+
+# Early exit -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gpt2"])
+def test_an_early_exit_shares_the_policys_weights(build_model, family):
+    model = build_model(family)
+    before = {name: p.data_ptr() for name, p in model.named_parameters()}
+    short = early_exit(model, 1)
+    assert {p.data_ptr() for p in short.parameters()} < set(before.values())
+    assert {name: p.data_ptr() for name, p in model.named_parameters()} == before, "the policy kept all its layers"
+    ids = torch.tensor([[3, 4, 5]])
+    whole, first = model.eval()(input_ids=ids).logits, short.eval()(input_ids=ids).logits
+    assert not torch.allclose(whole, first)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(1.1)
+    assert not torch.allclose(first, short(input_ids=ids).logits), "updates of the policy reach it at once"
+
+
+def test_an_early_exit_leaves_the_policy_as_it_was(build_model):
+    model = build_model("qwen3")
+    attention = model.config._attn_implementation
+    engine = Engine(model, SAMPLING, window=3, drafter=early_exit(model, 1))
+    engine.generate(requests(8))
+    assert engine.sources["model"][0] > 0
+    assert model.config._attn_implementation == attention
+    assert model.training
+    assert all(m.training for m in model.modules())
+    assert model.config.num_hidden_layers == len(model.model.layers) == 2
+
+
+@pytest.mark.parametrize("whole", ["model", "decoder"])
+def test_an_early_exit_of_a_model_that_a_trainer_holds(build_model, whole):
+    """Trainers and accelerate set `forward` on the instance; it would run all layers of the policy."""
+    model, ids = build_model("qwen3"), torch.tensor([[3, 4, 5]])
+    expected = early_exit(model, 1).eval()(input_ids=ids).logits
+    held = model if whole == "model" else model.base_model
+    held.forward = types.MethodType(type(held).forward, held)
+    short = early_exit(model, 1)
+    assert torch.equal(short.eval()(input_ids=ids).logits, expected)
+    assert "forward" in held.__dict__, "the trainer's model keeps its own"
+    Engine(model, SAMPLING, window=3, drafter=short).generate(requests(4))
+
+
+@pytest.mark.parametrize("layers", [0, 2, 5])
+def test_an_early_exit_needs_fewer_layers_than_the_policy(policy, layers):
+    with pytest.raises(RolloutError, match=f"layer {layers}.*has 2"):
+        early_exit(policy, layers)

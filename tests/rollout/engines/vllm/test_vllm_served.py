@@ -1,0 +1,255 @@
+"""Keyed requests in a plain vLLM server: the texts they bring change the number of its steps and no token.
+
+One engine in this process, started as anybody starts it but for `speculative_config`; requests are vLLM's own.
+"""
+
+import gc
+import importlib.util
+import random
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+import torch
+
+from rollout.drafting.suffix import PromptTexts
+from rollout.engines.base import Sampling
+from rollout.engines.local.engine import TransformersEngine
+from rollout.engines.vllm.wire import KeyedRequest
+from rollout.types import EngineStats, Request, RolloutError
+from rollout.verify import Stood
+from specrl.adapters.base import ReuseSession
+from tests.rollout.engines.vllm.test_vllm import policy, spec_of
+from tests.rollout.golden import EOS_IDS, VOCAB, all_wrong, corrupt, prompts_and_caps, requests_of
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM: pip install 'specrl[vllm]'"),
+]
+
+
+class Served:
+    """A vLLM engine, the steps it took, and plain requests to it."""
+
+    def __init__(self, llm, model):
+        self.llm, self.model, self.steps = llm, model, 0
+        runner = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+        self.rules = runner.drafter.rules
+        self.rules.drafting.budget.window = 8  # whatever a pass costs here
+
+    def ask(self, requests: list[Request], texts=None, keyed: bool = True, **params) -> list:
+        """vLLM's outputs. texts: one earlier response for each request; keyed: False has vLLM draw."""
+        texts = [[t] for t in texts] if texts else [[]] * len(requests)
+        return self.ask_with(
+            [
+                (list(r.prompt), self.params(r, known, **params) if keyed else self.vllm_params(r, **params))
+                for r, known in zip(requests, texts, strict=True)
+            ]
+        )
+
+    def params(self, request: Request, texts=(), prompt_tokens=None, **params):
+        texts = tuple(map(tuple, texts))
+        prompt_tokens = prompt_tokens or len(request.prompt)
+        wire = KeyedRequest(request.key, prompt_tokens, str(request.key), texts, own=0 if texts else -1)
+        return self.vllm_params(request, extra_args=wire.extra_args(), **params)
+
+    @staticmethod
+    def vllm_params(request: Request, **params):
+        from vllm import SamplingParams
+
+        shape = {"max_tokens": request.max_new_tokens, "stop_token_ids": list(EOS_IDS), "ignore_eos": True}
+        return SamplingParams(**{**shape, "detokenize": False, "logprobs": 0, **params})
+
+    def ask_with(self, prompts_and_params) -> list:
+        engine, done, self.steps = self.llm.llm_engine, {}, 0
+        for i, (prompt, params) in enumerate(prompts_and_params):
+            engine.add_request(str(i), {"prompt_token_ids": prompt}, params)
+        while engine.has_unfinished_requests():
+            self.steps += 1
+            done |= {int(output.request_id): output.outputs[0] for output in engine.step() if output.finished}
+        return [done[i] for i in range(len(prompts_and_params))]
+
+
+def tokens(outputs) -> list[list[int]]:
+    return [list(output.token_ids) for output in outputs]
+
+
+def logprobs(output) -> list[float]:
+    return [entry[token].logprob for token, entry in zip(output.token_ids, output.logprobs, strict=True)]
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    from rollout.engines.vllm.engine import LLM, settings, shut_down
+    from rollout.engines.vllm.served import SPECULATIVE_CONFIG
+
+    model, path = policy("qwen3"), tmp_path_factory.mktemp("qwen3")
+    model.save_pretrained(path)
+    borrowed = torch.distributed.is_initialized()
+    # vLLM's start takes torch.set_num_threads away
+    with mock.patch("gc.collect"), mock.patch("torch.set_num_threads", torch.set_num_threads):
+        llm = LLM(**settings(spec_of(path)), speculative_config={**SPECULATIVE_CONFIG, "num_speculative_tokens": 8})
+    yield Served(llm, model)
+    with mock.patch("gc.collect"):
+        shut_down(llm, borrowed)
+
+
+@pytest.fixture(scope="module")
+def requests():
+    return requests_of(prompts_and_caps(26))
+
+
+@pytest.fixture(scope="module")
+def plain(served, requests):
+    """Without texts: the tokens, their log-probs and the steps they took."""
+    outputs = served.ask(requests)
+    return tokens(outputs), [logprobs(output) for output in outputs], served.steps
+
+
+def test_without_texts_it_draws_as_the_transformers_engine(served, requests, plain):
+    want, stats = TransformersEngine(served.model, Sampling(EOS_IDS)).generate(requests)
+    assert stats.ties == 0
+    assert plain[0] == [c.tokens for c in want]
+    got = [p for row in plain[1] for p in row]
+    assert got == pytest.approx([p for c in want for p in c.logprobs], abs=1e-4)
+    assert plain[2] == max(map(len, plain[0])), "a token a step"
+
+
+@pytest.mark.parametrize("window", [8, 0])
+def test_texts_change_the_number_of_steps_and_nothing_else(served, requests, plain, window):
+    rng = random.Random(0)
+    served.rules.drafting.budget.window = window  # 0: what the passes cost here decides
+    for change in (list, all_wrong, lambda text: corrupt(text, rng, 0.1), lambda _: [VOCAB, -1, 1 << 30]):
+        outputs = served.ask(requests, [change(text) for text in plain[0]])
+        assert tokens(outputs) == plain[0]
+        assert [logprobs(output) for output in outputs] == plain[1], "bit for bit"
+        if (change, window) == (list, 8):
+            assert served.steps < plain[2] / 3
+    served.rules.drafting.budget.window = 8
+
+
+def test_control_a_draft_that_is_not_verified_is_found(served, requests, plain, monkeypatch):
+    monkeypatch.setattr(served.rules, "rule", _trusting)
+    assert tokens(served.ask(requests, [all_wrong(text) for text in plain[0]], logprobs=None)) != plain[0]
+
+
+def _trusting(key, draft, drawn) -> Stood:
+    """The planted bug: every draft token stands."""
+    return Stood([*draft.tokens, drawn.draws[-1]], drawn.logprobs, drawn.logprobs, len(draft.tokens))
+
+
+def test_requests_of_others_are_vllms_own(served, requests, plain):
+    """Greedy ones, whose tokens are known, in a batch with keyed ones that draft."""
+    greedy = tokens(served.ask(requests, keyed=False, temperature=0.0))
+    drawn = [(list(r.prompt), served.params(r, [text])) for r, text in zip(requests, plain[0], strict=True)]
+    theirs = [(list(r.prompt), served.vllm_params(r, temperature=0.0, logprobs=2)) for r in requests]
+    mixed = served.ask_with([pair for both in zip(drawn, theirs, strict=True) for pair in both])
+    assert tokens(mixed[::2]) == plain[0]
+    assert [logprobs(output) for output in mixed[::2]] == plain[1]
+    assert tokens(mixed[1::2]) == greedy != plain[0]
+    ranks = [e[t].rank for o in mixed[1::2] for t, e in zip(o.token_ids, o.logprobs, strict=True)]
+    assert set(ranks) == {1}, "the likeliest"
+    assert served.ask(requests, keyed=False, temperature=1.0), "vLLM draws by itself"
+
+
+def test_every_request_has_its_own_law(served, requests):
+    laws = [(0.0, 0, 1.0), (0.7, 0, 1.0), (1.0, 5, 1.0), (0.8, 9, 0.9)]
+    named = [dict(zip(("temperature", "top_k", "top_p"), law, strict=True)) for law in laws]
+    want = [None] * len(requests)
+    for i, law in enumerate(laws):
+        drawn, _ = TransformersEngine(served.model, Sampling(EOS_IDS, *law)).generate(requests[i::4])
+        want[i::4] = [c.tokens for c in drawn]
+    texts = [[], *([text] for text in want[1:])]
+    asked = [
+        (list(r.prompt), served.params(r, known, **named[i % 4]))
+        for i, (r, known) in enumerate(zip(requests, texts, strict=True))
+    ]
+    assert tokens(served.ask_with(asked)) == want
+
+
+def test_a_response_that_was_cut_off_goes_on_as_if_it_had_not_been(served, requests, plain):
+    """What verl's asynchronous trainer does: the text so far is sent as prompt, with the same extra_args."""
+    cut = [(r, text) for r, text in zip(requests, plain[0], strict=True) if len(text) > 4]
+    asked = [
+        (
+            [*r.prompt, *text[:3]],
+            served.params(r, [text], prompt_tokens=len(r.prompt), max_tokens=r.max_new_tokens - 3),
+        )
+        for r, text in cut
+    ]
+    assert len(cut) > 8
+    assert tokens(served.ask_with(asked)) == [text[3:] for _, text in cut]
+
+
+def test_a_row_that_fills_the_context(served):
+    request = Request([2 + i % 50 for i in range(226)], 7, max_new_tokens=1000)
+    (want,) = tokens(served.ask([request], stop_token_ids=[]))
+    assert len(want) == 30
+    assert tokens(served.ask([request], [[*want, *want]], stop_token_ids=[])) == [want]
+
+
+def test_min_tokens_holds_whatever_the_drafts(served, requests, plain):
+    rows = [(r, text) for r, text in zip(requests, plain[0], strict=True) if r.max_new_tokens >= 20]
+    asked = [r for r, _ in rows]
+    assert any(len(text) < 12 for _, text in rows), "else there is nothing to prevent"
+    want = tokens(served.ask(asked, min_tokens=12))
+    assert min(map(len, want)) >= 12
+    for texts in (want, [text for _, text in rows]):
+        assert tokens(served.ask(asked, texts, min_tokens=12)) == want
+
+
+def test_a_session_serves_two_visits_of_a_prompt(served):
+    session, prompt, reused = ReuseSession(), [5, 6, 7], []
+    for visit in (1, 2):
+        tickets = [session.request(prompt, visit=visit, slot=slot) for slot in range(4)]
+        rows = [Request(prompt, t.request.key, 30) for t in tickets]
+        served.rules.stats = EngineStats()
+        asked = [(prompt, served.vllm_params(r, extra_args=t.add_to(None))) for r, t in zip(rows, tickets, strict=True)]
+        done = tokens(served.ask_with(asked))
+        assert done == [c.tokens for c in TransformersEngine(served.model, Sampling(EOS_IDS)).generate(rows)[0]]
+        for ticket, text in zip(tickets, done, strict=True):
+            session.finish(ticket, text)
+        reused.append({*served.rules.stats.sources} - {"group"})
+    assert reused[0] == set() != reused[1], "drafts from stored texts"
+
+
+def test_finished_requests_are_forgotten(served, requests):
+    from rollout.engines.vllm.rows import VLLMRow
+
+    def held() -> tuple[int, int]:
+        """Rows and groups' texts that exist in this process."""
+        gc.collect()
+        found = gc.get_objects()
+        return sum(isinstance(x, VLLMRow) for x in found), sum(isinstance(x, PromptTexts) for x in found)
+
+    served.ask(requests[:1], [[3, 4, 5]])
+    rows, groups = held()
+    served.ask([replace(r, max_new_tokens=5) for r in requests], stop_token_ids=[])  # they end together
+    assert held() == (rows + len(requests) - 1, groups + len(requests) - 1), "until the next step"
+    served.ask(requests[:1], [[3, 4, 5]])
+    assert held() == (rows, groups)
+
+
+def test_laws_that_a_keyed_draw_does_not_know_are_refused():
+    from vllm import SamplingParams
+
+    from rollout.engines.vllm.served import refuse_unknown_law
+
+    refuse_unknown_law(SamplingParams(temperature=0.5, top_k=3, top_p=0.9, min_tokens=2, logprobs=1, seed=1))
+    for wrong in ({"repetition_penalty": 1.1}, {"min_p": 0.1}, {"bad_words": ["x"]}, {"logit_bias": {3: 1.0}}):
+        with pytest.raises(RolloutError, match=next(iter(wrong))):
+            refuse_unknown_law(SamplingParams(**wrong))
+
+
+def test_engines_that_serve_by_default(served, tmp_path, monkeypatch):
+    import vllm
+
+    from rollout.engines.vllm.served import SPECULATIVE_CONFIG, serve_by_default
+
+    monkeypatch.setattr(vllm, "AsyncEngineArgs", vllm.AsyncEngineArgs)  # restored afterwards
+    model = str(tmp_path)  # a folder: a name would be looked up in the hub
+    assert vllm.AsyncEngineArgs(model=model).speculative_config is None
+    serve_by_default()
+    assert vllm.AsyncEngineArgs(model=model, seed=3).speculative_config == SPECULATIVE_CONFIG
+    others = {"method": "ngram"}
+    assert vllm.AsyncEngineArgs(model=model, speculative_config=others).speculative_config == others

@@ -1,0 +1,23 @@
+"""A pytest plugin that lets vLLM's Model Runner V2 run on a CPU, through Triton's interpreter: slow, but all its logic.
+
+Load it with `-p tests.rollout.engines.vllm.vllm_shim`, before anything imports vLLM.
+"""
+
+import os
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import triton.backends
+
+
+class _Driver:
+    @staticmethod
+    def is_active():
+        return True
+
+
+class _Backend:
+    driver, compiler = _Driver, None
+
+
+triton.backends.backends["cpu"] = _Backend  # vLLM takes Triton for present when a driver is active

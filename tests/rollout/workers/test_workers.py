@@ -1,0 +1,621 @@
+"""Rollout workers on a real local Ray cluster: the number of workers, and what happens to them, never changes a token.
+
+Worker processes import this module for `build`, so it imports nothing heavy at the top. Faults are real signals to
+worker processes, or prompts that begin with a token for which `Faulty` misbehaves. It also notes its process id beside
+the policy, which each pool here has a copy of.
+"""
+
+import itertools
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from rollout.build import build_engine
+from rollout.config import BudgetConfig, ClusterConfig, RolloutConfig
+from rollout.drafting.suffix import PromptTexts, SuffixDrafter
+from rollout.engines.base import EngineSpec, Probe
+from rollout.keys import derive_key
+from rollout.types import Completion, EngineStats, Request, RolloutError
+from rollout.workers.pool import RolloutPool
+from rollout.workers.worker import Failure, RolloutWorker, StaleWeights, spread, to_arrays, to_tensors
+from specrl.run.cluster import connect
+
+ROOT = Path(__file__).parents[3]
+VOCAB, EOS_IDS = 61, frozenset({1, 7})
+# First tokens of prompts that cause faults; FRAIL only in the first engine of a pool, STALE only once in an engine.
+POISON, TIGHT, FULL, DEADLY, BREAKING, FRAIL, OTHER, STALE, SLOW = range(52, 61)
+CLUSTER = ClusterConfig(num_workers=2, start_timeout_s=120, max_failed_ratio=0.25)
+
+pytestmark = pytest.mark.slow  # a real cluster
+long = pytest.mark.long  # starts workers anew
+
+
+class Faulty:
+    """A real engine, but for some prompts."""
+
+    own_weights = True
+
+    def __init__(self, engine, folder):
+        self.engine, self.folder, self.broken, self.stale = engine, folder, False, False
+        note(folder, "pids")
+
+    def generate(self, requests):
+        marks = [request.prompt[0] for request in requests]
+        if DEADLY in marks:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if SLOW in marks:
+            note(self.folder, "slow")
+            time.sleep(1)
+        if OTHER in marks or (STALE in marks and not self.stale):
+            self.engine.model.load_state_dict({n: -x for n, x in self.engine.model.state_dict().items()})
+        if STALE in marks and not self.stale:
+            self.stale = True
+            raise StaleWeights("these weights are not the policy's")
+        if FRAIL in marks and not noted(self.folder, "broken"):
+            note(self.folder, "broken")
+            self.broken = True
+        if POISON in marks:
+            raise ValueError("cannot digest this prompt")
+        if FULL in marks or (TIGHT in marks and len(requests) > 2):
+            raise torch.OutOfMemoryError(f"CUDA out of memory: no room for {len(requests)} rows")
+        self.broken = self.broken or BREAKING in marks
+        self.score(())
+        return self.engine.generate(requests)
+
+    def score(self, tokens):
+        if self.broken:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        return self.engine.score(tokens) if tokens else []
+
+    def __getattr__(self, name):
+        return getattr(self.engine, name)
+
+
+def note(folder, what):
+    """Says that it happened in this process."""
+    (folder / what).mkdir(exist_ok=True)
+    (folder / what / str(os.getpid())).touch()
+
+
+def noted(folder, what):
+    """The processes in which it happened."""
+    return [int(path.name) for path in (folder / what).glob("*")]
+
+
+def build(spec):
+    return Faulty(build_engine(spec), Path(spec.model))
+
+
+class Deaf(Faulty):
+    """Takes versions but not weights."""
+
+    def update_weights(self, weights, version, probe=None):
+        self.engine.update_weights(None, version, probe)
+
+
+def build_deaf(spec):
+    return Deaf(build_engine(spec), Path(spec.model))
+
+
+@pytest.fixture(scope="module")
+def spec(tmp_path_factory, build_model):
+    folder = tmp_path_factory.mktemp("policy")
+    build_model("llama").save_pretrained(folder)
+    config = RolloutConfig(budget=BudgetConfig(window=6))
+    return EngineSpec(model=str(folder), eos_ids=EOS_IDS, rollout=config)
+
+
+@pytest.fixture(scope="module")
+def started():
+    """One Ray for the file, with room for several pools."""
+    with connect(replace(CLUSTER, num_workers=7, object_store_mb=128)):
+        yield
+
+
+@pytest.fixture(scope="module")
+def own(spec, tmp_path_factory):
+    """own(): the spec with a copy of the policy for one pool."""
+    return lambda: replace(spec, model=str(shutil.copytree(spec.model, tmp_path_factory.mktemp("workers") / "policy")))
+
+
+@pytest.fixture(scope="module")
+def start(started, own):
+    """start(workers, build): a pool of faulty engines."""
+    return lambda workers, build=build: RolloutPool(own(), replace(CLUSTER, num_workers=workers), build)
+
+
+@pytest.fixture(scope="module")
+def pools(start):
+    """pools(workers): a pool of faulty engines, shared by tests; one that stopped is made anew."""
+    made = {}
+
+    def get(workers=2, **settings):
+        if workers not in made or not works(made[workers]):
+            made[workers] = start(workers)
+        made[workers].cluster = replace(CLUSTER, num_workers=workers, **settings)
+        return made[workers]
+
+    yield get
+    for pool in made.values():
+        pool.close()
+
+
+def works(pool):
+    """Whether the pool is open. A replacement that the test before left starting has started then."""
+    try:
+        pool.reset_cache()
+    except RolloutError:
+        return False
+    return True
+
+
+def pids_of(pool):
+    """The pool's processes."""
+    return {pid for pid in noted(Path(pool.spec.model), "pids") if not gone(pid)}
+
+
+@pytest.fixture(scope="module")
+def local(spec):
+    """The same engine in this process."""
+    return build_engine(spec)
+
+
+def requests_of(n=24, visit=0, marks=(), drafts=None):
+    """n requests for prompts shared by four rows each; the first prompts begin with `marks`."""
+    rng = random.Random(5)
+    prompts = [[rng.randrange(8, 50) for _ in range(3 + i % 4)] for i in range(-(-n // 4))]
+    for prompt, mark in zip(prompts, marks, strict=False):
+        prompt[0] = mark
+    return [
+        Request(prompts[i // 4], derive_key(3, "workers", i, visit), 20, drafts and drafts[i], expected_tokens=10)
+        for i in range(n)
+    ]
+
+
+def drafters(texts):
+    """Drafts right, wrong and shifted, of one index for every four rows; a drafter is for one response."""
+    rng = random.Random(2)
+    noisy = [[rng.randrange(VOCAB) if rng.random() < 0.2 else t for t in text] for text in texts]
+    shifted = [list(text[i % 3 :]) or [9] for i, text in enumerate(noisy)]
+    groups = [PromptTexts([*shifted[i : i + 4], list(texts[i - 1])]) for i in range(0, len(texts), 4)]
+    return [SuffixDrafter(groups[i // 4], text) for i, text in enumerate(shifted)]
+
+
+def differing(done, want, rows=None):
+    """Rows whose tokens or finish reason differ, or whose log-probs differ by more than rounding."""
+    assert len(done) == len(want)
+    return [
+        i
+        for i, (a, b) in enumerate(zip(done, want, strict=True))
+        if (rows is None or i in rows)
+        and (
+            (a.tokens, a.finish, a.failure) != (b.tokens, b.finish, b.failure)
+            or max((abs(x - y) for x, y in zip(a.logprobs, b.logprobs, strict=True)), default=0) > 1e-5
+        )
+    ]
+
+
+def gone(pid):
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def wait_until(condition, seconds=60):
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return condition()
+
+
+# Sharing out ----------------------------------------------------------------------------------------------------------
+
+
+def loads(requests, shares):
+    return [sum(requests[i].expected_tokens for group in share for i in group) for share in shares]
+
+
+def random_requests(rng, prompts):
+    return [
+        Request([p], 0, 99, expected_tokens=cost)
+        for p in range(prompts)
+        for cost in [rng.randrange(1, 40)]
+        for _ in range(rng.randrange(1, 4))
+    ]
+
+
+def best_longest(requests, workers):
+    groups = {}
+    for r in requests:
+        groups[r.prompt[0]] = groups.get(r.prompt[0], 0) + r.expected_tokens
+    return min(
+        max(sum(w for w, at in zip(groups.values(), places, strict=True) if at == k) for k in range(workers))
+        for places in itertools.product(range(workers), repeat=len(groups))
+    )
+
+
+def test_shares_hold_every_row_once_whole_prompts_and_the_longest_first():
+    rng = random.Random(0)
+    for _ in range(40):
+        requests = random_requests(rng, rng.randrange(1, 8))
+        rng.shuffle(requests)
+        shares = spread(requests, rng.randrange(1, 6))
+        assert sorted(i for share in shares for group in share for i in group) == list(range(len(requests)))
+        groups = [group for share in shares for group in share]
+        assert len(groups) == len({tuple(r.prompt) for r in requests})
+        assert loads(requests, shares) == sorted(loads(requests, shares), reverse=True)
+        assert all(shares)
+    assert spread([], 3) == []
+
+
+def round_robin(requests, shares):
+    groups = {}
+    for i, r in enumerate(requests):
+        groups.setdefault(r.prompt[0], []).append(i)
+    return [list(groups.values())[k::shares] for k in range(min(shares, len(groups)))]
+
+
+def worst_ratio(rule):
+    rng = random.Random(1)
+    ratios = []
+    for _ in range(60):
+        requests = random_requests(rng, rng.randrange(2, 8))
+        ratios.append(max(loads(requests, rule(requests, 2))) / best_longest(requests, 2))
+    return max(ratios)
+
+
+def test_the_longest_share_is_near_the_best_possible_and_round_robin_is_not():
+    assert worst_ratio(spread) <= 4 / 3 - 1 / 6 + 1e-9  # Graham's bound for two machines
+    assert worst_ratio(round_robin) > 4 / 3
+
+
+def test_rows_of_unknown_length_count_with_their_cap():
+    requests = [Request([0], 0, 30), Request([1], 0, 500, expected_tokens=10), Request([2], 0, 25)]
+    assert spread(requests, 2) == [[[1], [2]], [[0]]] or spread(requests, 2) == [[[2], [1]], [[0]]]
+
+
+# The worker, without Ray ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def worker(own):
+    worker = RolloutWorker(0)
+    assert worker.run("start", build, own(), 1, None, 0, None) == os.getpid()
+    return worker
+
+
+def test_a_worker_refuses_other_versions(worker):
+    assert not isinstance(worker.run("generate", 0, requests_of(2)), Failure)
+    with pytest.raises(StaleWeights, match="worker 0 has weight version 0, not 1"):
+        worker.generate(1, requests_of(2))
+    assert worker.run("score", 1, [3, 4]).kind == "stale"
+
+
+def test_a_worker_whose_update_failed_serves_no_version(worker, build_model):
+    wrong = Probe((3, 4), (-99.0,), 1e-3)
+    answer = worker.run("update_weights", to_arrays(build_model("llama", 1).state_dict().items()), 0, wrong)
+    assert "does not run the weights it was sent" in str(answer)
+    assert worker.run("generate", 0, requests_of(2)).kind == "stale"
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (ValueError("x"), "rows"),
+        (RolloutError("a prompt is too long"), "rows"),
+        (MemoryError(), "memory"),
+        (torch.OutOfMemoryError("CUDA out of memory"), "memory"),
+        (RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory"), "memory"),
+        (RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 4 bytes"), "memory"),
+        (RuntimeError("shape mismatch"), "rows"),
+    ],
+)
+def test_kinds_of_failures(worker, error, kind):
+    def generate(requests):
+        raise error
+
+    worker.engine.generate = generate
+    failure = worker.run("generate", 0, requests_of(2))
+    assert failure.kind == kind
+    assert ("Traceback" in str(failure)) == (not isinstance(error, RolloutError))
+    worker.engine.broken = True
+    assert worker.run("generate", 0, requests_of(2)).kind == ("memory" if kind == "memory" else "broken")
+
+
+def test_weights_travel_bit_by_bit():
+    tensors = {
+        "float": torch.randn(3, 4).t(),
+        "bf16": torch.randn(5).bfloat16(),
+        "half": torch.randn(2, 2).half(),
+        "scalar": torch.tensor(2.5),
+        "int": torch.arange(4),
+        "bool": torch.tensor([True, False]),
+        "nan": torch.tensor([float("nan"), -0.0]),
+    }
+    back = dict(to_tensors(to_arrays(tensors.items())))
+    assert list(back) == list(tensors)
+    for name, tensor in tensors.items():
+        assert back[name].dtype == tensor.dtype
+        assert back[name].shape == tensor.shape
+        assert (
+            back[name].contiguous().flatten().view(torch.uint8).equal(tensor.contiguous().flatten().view(torch.uint8))
+        )
+
+
+# Identity -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("workers", "tasks"), [(1, 1), (2, 1), (2, 3), pytest.param(3, 1, marks=long)])
+def test_the_number_of_workers_changes_nothing(pools, local, workers, tasks):
+    pool = pools(workers, tasks_per_worker=tasks)
+    pool.update_weights(None, pool.weight_version)
+    plain, _ = local.generate(requests_of())
+    assert differing(pool.generate(requests_of())[0], plain) == []
+    texts = [c.tokens for c in plain]
+    drafted, stats = pool.generate(requests_of(drafts=drafters(texts)))
+    assert differing(drafted, plain) == []
+    assert stats.accepted > 50
+    assert sum(map(sum, (c.reused for c in drafted))) == stats.accepted
+    other, _ = pool.generate(requests_of(visit=1))
+    assert len(differing(other, plain)) > 20, "the comparison must notice other noise"
+    if workers == 3:
+        pool.close()
+
+
+def test_seconds_are_the_slowest_workers_and_counts_everyones(pools, local):
+    _, alone = local.generate(requests_of())
+    began = time.perf_counter()
+    _, stats = pools(2).generate(requests_of())
+    wall = time.perf_counter() - began
+    assert 0 < stats.prefill_s + stats.decode_s + stats.verify_s + stats.draft_s <= wall
+    assert stats.forward_tokens == alone.forward_tokens
+    assert stats.passes > alone.passes, "two batches of rows take more passes than one"
+
+
+def test_no_requests(pools):
+    assert pools(2).generate([]) == ([], EngineStats())
+
+
+# Weights --------------------------------------------------------------------------------------------------------------
+
+
+def state(build_model, seed):
+    return build_model("llama", seed).state_dict()
+
+
+def probe_of(engine, tokens=(3, 9, 20, 33)):
+    return Probe(tokens, tuple(engine.score(tokens)), 1e-5)
+
+
+def test_new_weights_arrive_bit_by_bit_also_in_replaced_workers(pools, spec, build_model):
+    pool, engine = pools(2), build_engine(spec)
+    version = pool.weight_version + 1
+    engine.update_weights(state(build_model, 1).items(), version)
+    old, _ = pool.generate(requests_of())
+    pool.update_weights(state(build_model, 1).items(), version, probe_of(engine))
+    want, _ = engine.generate(requests_of())
+    done, _ = pool.generate(requests_of())
+    assert differing(done, want) == []
+    assert {c.version for c in done} == {version} == {pool.weight_version}
+    assert len(differing(old, want)) > 20
+    assert pool.score([3, 9, 20]) == engine.score([3, 9, 20]), "the same bits give the same log-probs"
+    before, replaced = pids_of(pool), pool.replaced
+    for pid in before:
+        os.kill(pid, signal.SIGKILL)
+    assert differing(pool.generate(requests_of())[0], want) == []
+    assert pool.replaced == replaced + 2
+    pool.reset_cache()  # one may still be starting, its rows done by the other
+    assert len(pids_of(pool)) == len(before) == 2
+    pool.update_weights(state(build_model, 0).items(), version + 1)
+    pool.reset_cache()
+    with pytest.raises(RolloutError, match=f"weight version {version} is older than the workers' {version + 1}"):
+        pool.update_weights(None, version)
+
+
+def test_a_worker_that_ignores_weights_is_caught_by_the_probe(start, spec, build_model):
+    engine = build_engine(spec)
+    old, _ = engine.generate(requests_of())
+    engine.update_weights(state(build_model, 1).items(), 1)
+    pool = start(1, build_deaf)
+    pids = pids_of(pool)
+    assert len(pids) == 1
+    pool.update_weights(state(build_model, 1).items(), 1)
+    assert differing(pool.generate(requests_of())[0], old) == [], "without a probe the old weights go unnoticed"
+    with pytest.raises(RolloutError, match=r"worker 0 .*does not run the weights it was sent"):
+        pool.update_weights(state(build_model, 1).items(), 2, probe_of(engine))
+    with pytest.raises(RolloutError, match="closed"):
+        pool.generate(requests_of())
+    assert wait_until(lambda: all(map(gone, pids)))
+
+
+def test_a_worker_without_proven_weights_gets_them_before_it_serves(pools, local):
+    pool, replaced = pools(2), pools(2).replaced
+    pool.update_weights(local.model.state_dict().items(), pool.weight_version)
+    requests = requests_of(marks=[STALE])
+    assert differing(pool.generate(requests)[0], local.generate(requests)[0]) == []
+    assert pool.replaced == replaced
+    requests = requests_of(marks=[OTHER])
+    done, want = pool.generate(requests)[0], local.generate(requests)[0]
+    assert len(differing(done, want)) >= 4, "the other weights do make a difference"
+    pool.update_weights(local.model.state_dict().items(), pool.weight_version)
+
+
+# Faults ---------------------------------------------------------------------------------------------------------------
+
+
+def signal_when_busy(pool, sig):
+    """Signals the worker that got the slow prompt while it decodes; returns the thread and its pid once it is known."""
+    hit, folder = [], Path(pool.spec.model)
+    shutil.rmtree(folder / "slow", ignore_errors=True)  # of the test before
+
+    def strike():
+        if wait_until(lambda: noted(folder, "slow")):
+            hit.extend(noted(folder, "slow"))
+            time.sleep(0.3)
+            os.kill(hit[0], sig)
+
+    thread = threading.Thread(target=strike)
+    thread.start()
+    return thread, hit
+
+
+@pytest.mark.parametrize("sig", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=long)], ids=["killed", "hung"])
+def test_a_worker_lost_while_it_serves_is_replaced_and_its_rows_done_again(pools, local, sig):
+    pool = pools(2, task_timeout_s=6)
+    requests = requests_of(marks=[SLOW])
+    replaced = pool.replaced
+    thread, hit = signal_when_busy(pool, sig)
+    done, _ = pool.generate(requests)
+    thread.join()
+    assert differing(done, local.generate(requests)[0]) == []
+    assert pool.replaced > replaced
+    assert wait_until(lambda: gone(hit[0])), "also a stopped process is killed"
+
+
+def test_a_worker_killed_while_idle_is_replaced(pools, local):
+    pool = pools(2)
+    pid, replaced = max(pids_of(pool)), pool.replaced
+    os.kill(pid, signal.SIGKILL)
+    assert wait_until(lambda: gone(pid))
+    assert differing(pool.generate(requests_of())[0], local.generate(requests_of())[0]) == []
+    assert pool.replaced == replaced + 1
+
+
+def test_an_engine_that_broke_inside_a_living_worker_is_replaced(pools, local):
+    pool = pools(2)
+    replaced, requests = pool.replaced, requests_of(marks=[FRAIL])
+    assert differing(pool.generate(requests)[0], local.generate(requests)[0]) == []
+    assert len(noted(Path(pool.spec.model), "broken")) == 1
+    assert pool.replaced == replaced + 1
+
+
+@long
+def test_a_worker_that_dies_again_and_again_stops_the_run(pools):
+    pool = pools(1, max_restarts=1)
+    with pytest.raises(RolloutError) as stop:
+        pool.generate(requests_of(4, marks=[DEADLY]))
+    assert re.search(r"2 faults of workers .* cluster.max_restarts=1 allows", str(stop.value))
+    assert re.search(r"The last: worker 0 \(pid \d+\) with 4 rows died: .*SYSTEM_ERROR", str(stop.value))
+    assert psutil.Process().children(recursive=True), "Ray itself lives on"
+    with pytest.raises(RolloutError, match="closed"):
+        pool.generate([])
+
+
+@long
+def test_an_engine_that_breaks_again_and_again_stops_the_run_with_its_traceback(pools):
+    pool = pools(1, max_restarts=0)
+    with pytest.raises(RolloutError, match=r"(?s)max_restarts=0.*illegal memory access.*Traceback.*in score"):
+        pool.generate(requests_of(4, marks=[BREAKING]))
+
+
+def test_a_poisoned_prompt_fails_alone(pools, local):
+    pool = pools(2, max_failed_ratio=0.0)
+    requests = requests_of(marks=[13, 14, POISON])
+    done, _ = pool.generate(requests)
+    want, _ = local.generate(requests)
+    assert [i for i, c in enumerate(done) if c.failure] == [8, 9, 10, 11], "one prompt is tolerated at any ratio"
+    assert differing(done, want, rows={*range(24)} - {*range(8, 12)}) == []
+    assert done[8] == Completion([], [], [], [], "length", pool.weight_version, 0, failure=done[8].failure)
+    assert done[8].failure == "ValueError: cannot digest this prompt"
+    assert differing(done, want) == [8, 9, 10, 11], "the comparison sees failed rows"
+
+
+@long
+def test_too_many_failed_rows_stop_the_run(pools):
+    with pytest.raises(RolloutError) as stop:
+        pools(1, max_failed_ratio=0.1).generate(requests_of(marks=[POISON, POISON]))
+    assert "8 of 24 rows failed in the engine, more than cluster.max_failed_ratio=0.1 allows" in str(stop.value)
+    assert re.search(r"ValueError: cannot digest this prompt\nTraceback[\s\S]*in generate", str(stop.value))
+
+
+@long
+def test_a_fault_of_every_row_is_one_error_with_its_own_words(pools, build_model):
+    pool = pools(1, max_failed_ratio=1.0)
+    nan = {name: torch.full_like(x, float("nan")) for name, x in state(build_model, 0).items()}
+    pool.update_weights(nan.items(), 1)
+    with pytest.raises(
+        RolloutError, match=r"8 of 8 rows failed .*returned NaN or infinite logits \(weight version 1\)"
+    ):
+        pool.generate(requests_of(8))
+    long = [replace(request, max_new_tokens=1000) for request in requests_of(8)]
+    with pytest.raises(RolloutError, match=r"max_new_tokens=1000 exceeds the model's context of 256") as stop:
+        pools(1).generate(long)
+    assert "Traceback" not in str(stop.value)
+
+
+@long
+def test_a_share_that_does_not_fit_the_memory_is_cut(pools, local):
+    pool = pools(1)
+    requests = requests_of(12, marks=[13, TIGHT])
+    assert differing(pool.generate(requests)[0], local.generate(requests)[0]) == []
+    with pytest.raises(RolloutError, match=r"(?s)out of memory with 2 of 16 rows, cut 3 times.*rows_per_batch.*Trace"):
+        pool.generate(requests_of(16, marks=[FULL] * 4))
+
+
+@long
+def test_workers_that_cannot_start_say_why(started, spec):
+    one = replace(CLUSTER, num_workers=1)
+    with pytest.raises(RolloutError, match=r"worker 0 could not be brought to weight version 0: .*no/such/model"):
+        RolloutPool(replace(spec, model="no/such/model"), one)
+    with pytest.raises(
+        RolloutError, match=r"start_timeout_s=1; it needs 99 CPUs and 0 GPUs, and the cluster has .* free. Ask"
+    ):
+        RolloutPool(spec, replace(one, cpus_per_worker=99, start_timeout_s=1))
+
+
+def test_close_ends_the_processes_and_may_be_called_twice(pools):
+    pool = pools(2)
+    pids = pids_of(pool)
+    assert len(pids) == 2
+    pool.close()
+    pool.close()
+    assert wait_until(lambda: all(map(gone, pids)))
+
+
+DRIVER = """
+import sys, time
+sys.path.insert(0, {root!r})
+import psutil
+from tests.rollout.workers.test_workers import *
+
+with connect(replace(CLUSTER, num_workers=1, object_store_mb=80)):
+    pool = RolloutPool(EngineSpec(model={model!r}, eos_ids=EOS_IDS, rollout=RolloutConfig()), replace(CLUSTER, num_workers=1), build)
+    done, _ = pool.generate(requests_of(4))
+    pids = [child.pid for child in psutil.Process().children(recursive=True)]
+    assert pids_of(pool) <= {{*pids}}
+    print(*pids, flush=True)
+    {then}
+"""  # noqa: E501
+
+
+def drive(folder, spec, then):
+    """A driver in another directory, which only knows the code by its sys.path."""
+    code = DRIVER.format(root=str(ROOT), model=spec.model, then=then)
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    return subprocess.Popen([sys.executable, "-c", code], cwd=folder, env=environment, stdout=subprocess.PIPE)
+
+
+@pytest.mark.parametrize("end", [pytest.param("killed", marks=long), "finished"])
+def test_nothing_outlives_the_driver(tmp_path, spec, end):
+    driver = drive(tmp_path, spec, "time.sleep(600)" if end == "killed" else "pass")
+    pids = [int(pid) for pid in driver.stdout.readline().split()]
+    assert len(pids) >= 3, "gcs, raylet and the worker"
+    if end == "killed":
+        assert not any(map(gone, pids))
+        driver.kill()
+    driver.wait(60)
+    # workers end at once; two agents of Ray look for a killed driver's cluster for a minute before they give up
+    assert wait_until(lambda: all(map(gone, pids)), 150), [psutil.Process(p).cmdline() for p in pids if not gone(p)]

@@ -1,0 +1,506 @@
+"""The configuration: loading, checking, explaining, saving."""
+
+import ast
+import dataclasses
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from reward.base import RewardError
+from rollout.checks import values
+from rollout.types import CacheError
+from specrl.config import help, options
+from specrl.config import load as config
+from specrl.config.changes import MAY_CHANGE, differences
+from specrl.config.load import load
+from specrl.config.options import ConfigError
+from specrl.config.schema import Config
+from specrl.run import tasks
+from specrl.run.dry_run import sizes
+
+ROOT = Path(__file__).parents[3]
+SHIPPED = (
+    "arbitrage_math",
+    "dapo_math",
+    "grpo_gsm8k",
+    "grpo_math",
+    "grpo_math_vllm",
+    "judge_math",
+    "ppo_gsm8k",
+    "ppo_math",
+    "ray_grpo_math",
+)
+BASE = ("config=grpo_math",)
+
+
+@pytest.fixture(autouse=True)
+def empty_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def error_of(*argv, **settings):
+    with pytest.raises(ConfigError) as caught:
+        load([*argv], **settings)
+    assert "Traceback" not in str(caught.value)
+    return str(caught.value)
+
+
+def write(name, text):
+    path = Path(name)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return f"config={path}"
+
+
+# --- loading
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_shipped_configs_load_and_take_their_name(name):
+    assert load([f"config={name}"]).name == name
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_shipped_configs_are_short_and_say_what_they_are(name):
+    lines = (ROOT / "configs" / f"{name}.yaml").read_text().splitlines()
+    assert len(lines) <= 60
+    assert re.match(r"# \w.{20,}\.$", lines[0])
+
+
+def test_no_config_is_shipped_unseen():
+    assert sorted(path.stem for path in (ROOT / "configs").glob("*.yaml")) == sorted(SHIPPED)
+
+
+def test_command_line_beats_file_beats_default():
+    path = write("a.yaml", "dataset: {train_size: 96, test_size: 8}\nrollout: {group_size: 4, top_k: 5}\n")
+    loaded = load([path, "rollout.group_size=2"])
+    assert (loaded.rollout.group_size, loaded.rollout.top_k, loaded.rollout.top_p) == (2, 5, 1.0)
+    assert loaded.name == "a"
+
+
+def test_lookup_prefers_a_local_config_and_takes_paths():
+    write("configs/grpo_math.yaml", "seed: 5\ndataset: {train_size: 8, test_size: 8}\n")
+    assert load(["config=grpo_math"]).seed == 5
+    assert load(["config=configs/grpo_math.yaml"]).seed == 5
+    assert load([f"config={ROOT / 'configs' / 'grpo_math.yaml'}"]).seed == 0
+
+
+@pytest.mark.parametrize(
+    ("word", "key", "value"),
+    [
+        ("resume=no", "resume", "no"),
+        ("rollout.law=off", "rollout.law", "off"),
+        ("revision=0123456", "revision", "0123456"),
+        ("name=1e3", "name", "1e3"),
+        ("model=a=b", "model", "a=b"),
+        ("trainer.learning_rate=1e-6", "trainer.learning_rate", 1e-6),
+        ("trainer.mask_truncated=true", "trainer.mask_truncated", True),
+        ("reward.functions=[format]", "reward.functions", ["format"]),
+        ("reward.weights=[1e-1]", "reward.weights", [0.1]),
+        ("report.trackers=[]", "report.trackers", []),
+    ],
+)
+def test_the_option_decides_what_a_text_means(word, key, value):
+    by_hand = values(load([*BASE, word]))[key]
+    tree = value if isinstance(value, list) else word.partition("=")[2]
+    path = write("t.yaml", f"dataset: {{train_size: 96, test_size: 8}}\n{key}: {tree}\n")
+    from_file = values(load([path]))[key]
+    assert by_hand == from_file == value
+    assert type(by_hand) is type(value)
+
+
+def test_interpolation_and_its_escape(monkeypatch):
+    monkeypatch.setenv("SCRATCH", "/big")
+    loaded = load([*BASE, "output_dir=${oc.env:SCRATCH}/${name}", "name=x", r"dataset.system_prompt=\${a}"])
+    assert loaded.output_dir == "/big/x"
+    assert load([*BASE, "output_dir=runs/${name}"]).output_dir == "runs/grpo_math"
+    assert loaded.dataset.system_prompt == "${a}"
+    assert error_of(*BASE, "dataset.system_prompt=${a}") == (
+        r"dataset.system_prompt: Interpolation key 'a' not found. Write \${ for a literal ${."
+    )
+
+
+# --- what goes wrong on the command line
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], f"No config given. Write config=NAME. Known: {', '.join(SHIPPED)}. Or give a path."),
+        (
+            ["config=grpo_maths"],
+            "No config named 'grpo_maths'. Did you mean 'grpo_math'? Known: arbitrage_math, dapo_math,",
+        ),
+        (["config=grpo_mat.yaml"], "No file grpo_mat.yaml. Did you mean 'grpo_math'?"),
+        (["config=no/such.yaml"], "No file no/such.yaml. Known:"),
+        ([*BASE, "seed=1", "seed=2"], "seed is given twice, as 1 and as 2. Keep one."),
+        ([*BASE, "--seed=3"], "Options have no dashes: write seed=3 instead of --seed=3."),
+        ([*BASE, "--learning-rate", "3"], "Options have no dashes: write learning_rate=VALUE instead"),
+        (["grpo_math"], "'grpo_math' is not key=value. Every word has that form, without spaces: config=grpo_math."),
+        ([*BASE, "=3"], "'=3' is not key=value."),
+        ([*BASE, "dry_run=maybe"], "dry_run=maybe: expected true or false."),
+        ([*BASE, "rollout.group_sise=4"], "Unknown option 'rollout.group_sise'. Did you mean 'rollout.group_size'?"),
+        ([*BASE, "group_size=4"], "Unknown option 'group_size'. Did you mean 'rollout.group_size'?"),
+        (
+            [*BASE, "zzz=4"],
+            "Unknown option 'zzz'. The sections are dataset, lora, rollout, trainer, reward, cluster, report; "
+            "help=SECTION lists the options of one.",
+        ),
+        ([*BASE, "dry-run=true"], "Unknown option 'dry-run'. Did you mean 'dry_run'?"),
+        ([*BASE, "rollout.group-size=4"], "Unknown option 'rollout.group-size'. Did you mean 'rollout.group_size'?"),
+        ([*BASE, "rollout=4"], "'rollout' is a section; set its options one by one. help=rollout lists them."),
+        ([*BASE, "rollout.group_size=abc"], "rollout.group_size=abc: expected a whole number."),
+        ([*BASE, "rollout.group_size=8.0"], "rollout.group_size=8.0: expected a whole number."),
+        ([*BASE, "rollout.replay=half"], "rollout.replay=half: expected a number or auto."),
+        ([*BASE, "trust_remote_code=maybe"], "trust_remote_code=maybe: expected true or false."),
+        (
+            [*BASE, "rollout.law=exat"],
+            "rollout.law=exat: expected one of exact, off, lenient, judged, routed. Did you mean 'exact'?",
+        ),
+        ([*BASE, "report.trackers=wandb"], "report.trackers=wandb: expected a list. Try report.trackers=[wandb]."),
+        ([*BASE, "reward.weights=[[1]]"], "reward.weights=[[1]]: expected a list."),
+        ([*BASE, "reward.weights=[x]"], "reward.weights=[x]: expected a list"),
+        ([*BASE, "reward.weights=[1"], "reward.weights, line 1: "),
+        (["help=rolout"], "No option or section 'rolout'. Did you mean 'rollout'?"),
+    ],
+)
+def test_command_line_errors_are_one_readable_line(words, message):
+    text = error_of(*words)
+    assert text.startswith(message)
+    assert "\n" not in text
+
+
+# --- what goes wrong in a file
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("seed: 1\nrollout: [1\n", "bad.yaml, line 3: "),
+        ("seed: 1\nseed: 2\n", "bad.yaml, line 2: 'seed' is given twice."),
+        ("rollout: {top_k: 1}\nrollout.top_k: 2\n", "bad.yaml: rollout.top_k is given twice. Keep one."),
+        (
+            "seed: !!python/object/apply:os.system ['touch owned']\n",
+            "bad.yaml, line 1: could not determine a constructor",
+        ),
+        ("a: &a [1]\nb: *a\n", "bad.yaml, line 2: aliases such as *name are not supported."),
+        ("[1]: 2\n", "bad.yaml, line 1: a key must be a word."),
+        ("- seed\n", "bad.yaml: expected options below the file, as in 'key: value', not [seed]."),
+        ("rollout: 3\n", "bad.yaml: expected options below rollout, as in 'key: value', not 3."),
+        ("rolout: {top_k: 3}\n", "bad.yaml: Unknown option 'rolout'. Did you mean 'rollout'?"),
+        ("rollout: {topk: 3}\n", "bad.yaml: Unknown option 'rollout.topk'. Did you mean 'rollout.top_k'?"),
+        ("name: null\n", "bad.yaml: name=null: expected text."),
+        ("name: [a]\n", "bad.yaml: name=[a]: expected text."),
+        ("seed: x\n", "bad.yaml: seed=x: expected a whole number."),
+    ],
+)
+def test_file_errors_name_the_file(text, message, empty_directory):
+    found = error_of(write("bad.yaml", text))
+    assert found.startswith(message)
+    assert "\n" not in found
+    assert not (empty_directory / "owned").exists()
+
+
+def test_an_empty_section_is_no_error():
+    assert load([write("a.yaml", "rollout:\ndataset: {train_size: 8, test_size: 8}\n")]).rollout.group_size == 8
+
+
+def test_a_file_that_is_not_text(empty_directory):
+    (empty_directory / "a.yaml").write_bytes(b"\xff\xfe\x00")
+    assert error_of("config=a.yaml") == "Cannot read a.yaml: it is not UTF-8 text."
+
+
+# --- help, list, dry run
+
+
+def test_list_shows_names_and_first_comment_lines():
+    write("configs/mine.yaml", "seed: 1\n")
+    lines = load(["config=list"]).splitlines()
+    assert [line.split()[0] for line in lines] == sorted([*SHIPPED, "mine"])
+    assert "GRPO on GSM8K" in lines[2]
+
+
+@pytest.mark.parametrize("word", ["help=true", "--help", "-h"])
+def test_help_names_sections_and_entry_points(word):
+    text = load([word])
+    for part in (
+        "usage: python -m specrl.train config=NAME",
+        "help=rollout ",
+        "help=reward ",
+        "exit codes: 0 done",
+        "seed = 0",
+    ):
+        assert part in text
+
+
+def test_entry_points_are_the_modules_that_can_be_run():
+    assert re.search(r"^python -m specrl\.env +What a bug report needs", load(["help=true"]), re.MULTILINE)
+
+
+def test_help_on_a_section_shows_key_default_type_and_doc():
+    text = load(["help=rollout"])
+    assert "rollout.law = exact    (exact | off | lenient | judged | routed)\n    exact: bit-identical" in text
+    assert "rollout.cache.max_mb = " in text
+    assert "trainer." not in text.replace("the trainer", "")
+    assert load(["help=rollout.group_size"]).startswith("rollout.group_size = 8    (int)\n")
+
+
+def test_every_option_and_section_is_documented():
+    assert [option.key for option in options.options(Config).values() if len(option.help) < 10] == []
+    assert [key for key, line in options.sections(Config).items() if not line] == []
+
+
+def test_help_lists_every_section():
+    listed = re.findall(r"^help=([a-z_.]+) ", load(["help=true"]).partition("sections:")[2], re.MULTILINE)
+    assert listed == list(options.sections(Config))
+    assert {"rollout.cache", "trainer.drafter"} < set(listed)
+
+
+def test_a_schema_without_sections_lists_its_options():
+    @dataclasses.dataclass
+    class Reading:
+        run: str = ""
+        plots: bool = True
+
+    assert error_of("path=x", schema=Reading) == "Unknown option 'path'. The options are run, plots."
+
+
+def test_choices_stand_apart_in_the_tables_of_the_docs():
+    rows = help.table(option for key, option in options.options(Config).items() if key in ("resume", "seed"))
+    assert "| `resume` | `no`, `auto` | `no` |" in rows
+    assert "| `seed` | `int` | `0` |" in rows
+    assert not re.search(r"`[^`|]*\\\|", (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8"))
+
+
+def test_dry_run_prints_a_loadable_config_and_the_sizes(capsys):
+    assert config.run(lambda c: 1 / 0, [*BASE, "dry_run=true"]) == 0
+    text = capsys.readouterr().out
+    config_text = write("again.yaml", text)
+    assert dataclasses.asdict(load([config_text])) == dataclasses.asdict(load([*BASE]))
+    assert (
+        "# 4 prompts x 8 responses = 32 rows per step, at most 6,400 new tokens; 16 steps per epoch; 128 steps;" in text
+    )
+
+
+def test_dry_run_still_checks():
+    assert "must be at least 1" in error_of(*BASE, "rollout.group_size=0", "dry_run=true")
+
+
+def test_sizes_without_a_known_number_of_prompts():
+    gsm8k = load(["config=grpo_gsm8k"])
+    assert "the number of steps follows from the data" in sizes(gsm8k)
+    assert "; 7 steps;" in sizes(load(["config=grpo_gsm8k", "trainer.max_steps=7"]))
+
+
+# --- saved configs
+
+
+def test_a_saved_config_comes_back_equal():
+    loaded = load([*BASE, r"dataset.system_prompt=a \\\${b} #: 'x' é", "revision=0123", "reward.weights=[0.1]"])
+    path = config.save(loaded)
+    assert path == Path("outputs/grpo_math/config.yaml") == config.run_dir(loaded) / "config.yaml"
+    assert config.load_saved(path) == config.load_saved(path.parent) == loaded
+    assert load([f"config={path}"]) == load([f"config={path.parent}"]) == loaded
+    assert [file.name for file in path.parent.iterdir()] == ["config.yaml"]
+
+
+def test_differences_tell_what_changes_the_meaning_of_a_run():
+    old = load([*BASE, "trainer.lr_schedule=constant"])
+    new = load(
+        [
+            *BASE,
+            "trainer.lr_schedule=constant",
+            "rollout.temperature=0.7",
+            "trainer.epochs=9",
+            "rollout.law=off",
+            "resume=auto",
+        ]
+    )
+    assert {str(change): change.matters for change in differences(old, new)} == {
+        "resume: no -> auto": False,
+        "rollout.law: exact -> off": False,
+        "rollout.temperature: 1.0 -> 0.7": True,
+        "trainer.epochs: 8 -> 9": False,
+    }
+    assert differences(old, load([*BASE, "trainer.lr_schedule=constant"])) == []
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "rollout.law=lenient",
+        "rollout.law=judged rollout.judged.path=x",
+        "trainer.lr_schedule=cosine trainer.epochs=9",
+    ],
+)
+def test_differences_that_matter_only_in_context(words):
+    assert all(change.matters for change in differences(load([*BASE]), load([*BASE, *words.split()])))
+
+
+def test_control_steps_matter_where_keys_follow_from_them():
+    for replay, matters in (("rollout.replay=auto", True), ("rollout.replay=0.5", False)):
+        old, new = (load([*BASE, replay, f"rollout.measure_every={n}"]) for n in (4, 5))
+        assert [change.matters for change in differences(old, new)] == [matters]
+
+
+def test_other_drafts_matter_only_where_their_text_stands():
+    routed = ["rollout.law=routed", "rollout.drafter=layers=1"]
+    for change in ("rollout.drafter=layers=2", "rollout.sources=[prefix]"):
+        for words, matters in ((routed, True), ([], False)):
+            kept = [word for word in words if word.split("=")[0] != change.split("=")[0]]
+            old, new = load([*BASE, *words]), load([*BASE, *kept, change])
+            assert [change.matters for change in differences(old, new)] == [matters]
+
+
+def test_another_number_of_workers_does_not_matter():
+    old, new = load(BASE), load([*BASE, "cluster.num_workers=2", "cluster.task_timeout_s=9"])
+    assert [change.matters for change in differences(old, new)] == [False, False]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *("reward.functions=[format]", "reward.weights=[2]", "reward.on_limit=zero", "reward.isolate_user=false"),
+        *("seed=1", "model=m", "data=gsm8k", "dataset.train_size=99", "lora.rank=4"),
+        *("rollout.group_size=16", "rollout.max_new_tokens=99", "rollout.replay=0.5", "rollout.temperature=0.5"),
+        *("trainer.learning_rate=1", "trainer.beta=0.5", "trainer.clip=0.1", "trainer.prompts_per_step=3"),
+    ],
+)
+def test_what_trains_otherwise_matters(change):
+    assert [change.matters for change in differences(load(BASE), load([*BASE, change]))] == [True]
+
+
+@pytest.mark.parametrize(
+    "change", ["timeout_s=9", "start_timeout_s=9", "max_failure_ratio=0.5", "workers=2", "memory_mb=4096"]
+)
+def test_the_bounds_of_rewards_may_change(change):
+    assert [c.matters for c in differences(load(BASE), load([*BASE, f"reward.{change}"]))] == [False]
+
+
+def test_another_draft_length_matters_only_where_old_text_is_judged():
+    judged = ["rollout.law=judged", "rollout.judged.path=x"]
+    for more, matters in ((judged, True), ([], False)):
+        old, new = (load([*BASE, *more, f"rollout.budget.window={window}"]) for window in (4, 8))
+        assert [change.matters for change in differences(old, new)] == [matters]
+
+
+# --- the wrapper of the entry points
+
+
+def raises(error):
+    def main(_):
+        raise error
+
+    return main
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "text"),
+    [
+        (ConfigError("one\ntwo"), 2, "error: one\nerror: two\n"),
+        (CacheError("the cache"), 3, "error: the cache\n"),
+        (RewardError("the reward"), 3, "error: the reward\n"),
+        (KeyboardInterrupt(), 130, "error: interrupted\n"),
+    ],
+)
+def test_run_prints_typed_errors_without_traceback(error, code, text, capsys):
+    assert config.run(raises(error), BASE) == code
+    assert capsys.readouterr().err == text
+
+
+def test_run_lets_bugs_keep_their_traceback():
+    with pytest.raises(ZeroDivisionError):
+        config.run(raises(ZeroDivisionError()), BASE)
+
+
+def test_run_returns_what_main_returns():
+    assert config.run(lambda c: None, BASE) == 0
+    assert config.run(lambda c: 7, BASE) == 7
+
+
+def test_help_into_a_closed_pipe_is_silent():
+    code = "import sys, time; from specrl.config.load import run; time.sleep(1); sys.exit(run(print, ['help=rollout']))"
+    pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, **pipe) as process:
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 0
+
+
+@dataclasses.dataclass
+class Small:
+    run: str = ""
+    size: int = 3
+
+
+@dataclasses.dataclass
+class Evaluation(Config):
+    k: int = 1
+
+
+def test_other_entry_points_bring_their_own_options():
+    assert load(["size=4"], schema=Small).size == 4
+    assert error_of("sise=4", schema=Small) == "Unknown option 'sise'. Did you mean 'size'?"
+    assert error_of("config=a", schema=Small).startswith("config=a has no meaning here.")
+    assert load([*BASE, "k=8"], schema=Evaluation).k == 8
+
+
+# --- the surface
+
+
+def unread(keys):
+    """Options whose name no code reads, but the rules beside them."""
+
+    def nodes(tree):
+        for node in ast.iter_child_nodes(tree):
+            if not (isinstance(node, ast.FunctionDef) and node.name.endswith("problems")):
+                yield node
+                yield from nodes(node)
+
+    files = [file for package in ("rollout", "reward", "trainers", "specrl") for file in (ROOT / package).rglob("*.py")]
+    found = [node for file in files for node in nodes(ast.parse(file.read_text()))]
+    read = {getattr(node, "attr", None) for node in found}
+    read |= {node.value for node in found if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    return [key for key in keys if key.rpartition(".")[2] not in read]
+
+
+def test_every_option_is_read_somewhere():
+    assert unread(options.options(Config)) == []
+    assert unread(["rollout.group_size", "rollout.refit_every"]) == ["rollout.refit_every"]
+
+
+def test_what_may_change_on_resume_is_said_in_known_words():
+    said = {option.metadata.get("resume", "") for option in options.options(Config).values()}
+    assert said == set(MAY_CHANGE)
+
+
+def test_the_reference_page_is_up_to_date():
+    page = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
+    assert page == help.updated_page(page, Config), "docs/configuration.md is out of date. Run: python -m specrl.config"
+
+
+def test_the_page_and_the_code_agree_on_exit_codes():
+    page = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
+    for code in (config.USAGE_ERROR, config.RUN_ERROR, config.INTERRUPTED):
+        assert f"{code} " in help.EXIT_CODES
+        assert f"{code} " in page.replace("\n", " ")
+
+
+def test_levels_are_those_of_the_generator():
+    assert options.options(Config)["dataset.level"].choices == tasks.LEVELS
+
+
+def test_help_imports_nothing_heavy():
+    code = (
+        "import sys; from specrl.config.load import load; load(['help=true']); load(['config=grpo_math']);"
+        "heavy = {'torch', 'transformers', 'trl', 'numpy', 'datasets', 'ray', 'vllm', 'pyarrow', 'rich'};"
+        "print(sorted(heavy & set(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout == "[]\n"

@@ -1,0 +1,317 @@
+"""Routing in a run: values of steps, the oracle, training a router, using it, and refusing what is not right."""
+
+import json
+import math
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
+
+from reward.set import RewardSet
+from rollout.keys import derive_key
+from rollout.lossy.router import decide
+from rollout.lossy.scores import by_advantage
+from rollout.lossy.steps import Candidate, Step
+from rollout.types import Request
+from specrl.config import load as cli
+from specrl.evaluate import EvaluateConfig
+from specrl.evaluate import main as evaluate
+from specrl.generate import GenerateConfig
+from specrl.generate import main as generate
+from specrl.lossy.pair import load_pair
+from specrl.lossy.routing import StepValues, advantage, prefix
+from specrl.run.data import load_examples
+from specrl.train_router import TrainRouterConfig, collect, revalued
+from specrl.train_router import main as train_router
+from tests import runs
+from trainers.lossy.router import Record, curve
+
+pytestmark = pytest.mark.slow  # commands on a pair of models
+
+
+@pytest.fixture(scope="module")
+def draft(tmp_path_factory):
+    return runs.build_policy(tmp_path_factory.mktemp("draft"), seed=1)
+
+
+def words(folder, draft, *more):
+    """A small routed command; every mark of the random texts ends a step."""
+    given = runs.words(
+        folder,
+        rollout__law="off",
+        rollout__drafter=draft,
+        rollout__routed__separators=r"[' ', ',', '=', ':', '\n']",
+        rollout__routed__max_step_tokens=20,
+    )
+    found = [*[word for word in given if not word.startswith("trainer.")], *more]
+    return list({word.partition("=")[0]: word for word in found}.values())  # later words win
+
+
+def settings(folder, draft, *more):
+    return cli.load(words(folder, draft, *more), TrainRouterConfig, training=False)
+
+
+@pytest.fixture(scope="module")
+def pair(draft, tmp_path_factory):
+    return load_pair(settings(tmp_path_factory.mktemp("pair"), draft))
+
+
+@pytest.fixture(scope="module")
+def examples(pair):
+    return load_examples(pair.config.data, pair.config.dataset, "test", 0)
+
+
+@pytest.fixture(scope="module")
+def rewards():
+    class Digits:
+        name = "digits"
+
+        def __call__(self, samples):
+            return [None if "coins" in s.completion else runs.digits("", s.completion, None) for s in samples]
+
+    return RewardSet([Digits()], max_failure_ratio=1)
+
+
+def candidates(pair, examples, seed=0):
+    """Two different steps for every example."""
+    generator = torch.Generator().manual_seed(seed)
+    draws = torch.randint(3, len(pair.tokenizer), (len(examples), 2, 4), generator=generator).tolist()
+    return [
+        Candidate(
+            i, pair.tokenizer(e.prompt).input_ids, [], Step("draft", a, end="separator"), Step("policy", b, end="eos")
+        )
+        for i, (e, (a, b)) in enumerate(zip(examples, draws, strict=True))
+    ]
+
+
+def test_a_value_is_the_mean_reward_of_plain_continuations(pair, examples, rewards):
+    values, plain = StepValues(pair, rewards, 3, seed=0), pair.plain(pair.policy)
+    asked = [prefix(c, c.step, e, pair.tokenizer) for c, e in zip(candidates(pair, examples), examples, strict=True)]
+    found = values(asked)
+    for p, value in zip(asked, found, strict=True):
+        cap = pair.config.rollout.max_new_tokens
+        done, _ = plain.generate([Request(p.tokens, derive_key(0, "value", i, 0), cap) for i in range(3)])
+        texts = pair.tokenizer.batch_decode([c.tokens for c in done], skip_special_tokens=True)
+        scored = rewards.score([cli_sample(p, text) for text in texts]).total
+        kept = [s for s in scored if s is not None]
+        assert value == pytest.approx(sum(kept) / len(kept)) if kept else math.isnan(value)
+    before = values.decoded
+    assert values(asked) == pytest.approx(found, nan_ok=True)
+    assert values.decoded == before, "a prefix is valued once"
+
+
+def cli_sample(p, text):
+    from reward.base import Sample
+
+    return Sample(p.prompt, p.text + text, p.answer, p.fields)
+
+
+def test_the_oracle_never_escalates_without_an_advantage(pair, examples, rewards):
+    seen = []
+    oracle = by_advantage(
+        advantage(pair, StepValues(pair, rewards, 3, 0), examples, lambda *step: seen.append(step[2:]))
+    )
+    decision = decide(oracle, candidates(pair, examples))
+    gains = [s_t - s_d for s_d, s_t in seen]
+    assert decision.escalate == [not gain <= 0 for gain in gains], "NaN goes to the policy, as a fault"
+    assert decision.faults == sum(map(math.isnan, gains))
+    assert any(gain > 0 for gain in gains)
+    assert any(gain <= 0 for gain in gains)
+
+
+def test_equal_steps_have_no_advantage(pair, examples, rewards):
+    same = [
+        Candidate(c.row, c.prompt, [], c.step, Step("policy", c.step.tokens, end="separator"))
+        for c in candidates(pair, examples)
+    ]
+    gains = advantage(pair, StepValues(pair, rewards, 2, 0), examples)(same)
+    assert all(gain == 0 or math.isnan(gain) for gain in gains)
+
+
+@pytest.fixture(scope="module")
+def collected(pair, examples, rewards):
+    return collect(pair, StepValues(pair, rewards, 2, seed=0), examples)
+
+
+def test_both_walks_are_recorded(collected):
+    drafted = {(*r.before, *r.draft_step) for r in collected}
+    written = {(*r.before, *r.policy_step) for r in collected}
+    before = {r.before for r in collected}
+    assert before & (drafted - written), "the draft's walk goes on with its own step"
+    assert before & (written - drafted), "the oracle's goes on with the policy's"
+    assert len({(*r.before, *r.draft_step) for r in collected}) == len(collected), "no step is there twice"
+
+
+def test_the_router_is_trained_on_what_it_will_read(collected):
+    """Every value enters by the policy's log-probs: a first step has nothing before it, a later one has."""
+    first = min(len(r.before) for r in collected)
+    assert all(r.features[0] > 0 for r in collected)
+    assert all(r.features[1] == 0 for r in collected if len(r.before) == first)
+    assert any(r.features[1] > 0 for r in collected)
+
+
+def test_valuing_again_with_the_same_noise_gives_the_same_and_with_other_noise_does_not(
+    pair, examples, rewards, collected
+):
+    first = [r.advantage for r in collected]
+    assert revalued(pair, StepValues(pair, rewards, 2, seed=0), collected, examples) == pytest.approx(first)
+    assert revalued(pair, StepValues(pair, rewards, 2, seed=1), collected, examples) != pytest.approx(first)
+
+
+def test_the_curve_of_a_budget_by_hand():
+    records = [Record(p, (0.0,), (5,), (9,), (10,), 0.25, 0.25 + gain) for p, gain in (("a", 0.5), ("b", -0.25))]
+    points = {p["escalated"]: p["value"] for p in curve([0.65, 0.35], records)}
+    assert points == {0.0: 0.25, 0.5: (0.75 + 0.25) / 2, 1.0: (0.75 + 0.0) / 2}
+    assert {p["escalated"]: p["value"] for p in curve([0.35, 0.65], records)}[0.5] == 0.125, "the wrong step was chosen"
+
+
+@pytest.fixture(scope="module")
+def trained(draft, tmp_path_factory):
+    """A router of the pair, by the command."""
+    folder = tmp_path_factory.mktemp("router")
+    more = [f"out={folder / 'router'}", "continuations=2", "dataset.train_size=24"]
+    assert cli.run(train_router, words(folder, draft, *more), TrainRouterConfig, training=False) == 0
+    return folder / "router"
+
+
+def test_training_writes_what_it_saw_and_how_it_did(trained):
+    card = json.loads((trained / "router.json").read_text())
+    steps = [json.loads(line) for line in (trained / "steps.jsonl").read_text().splitlines()]
+    report = card["report"]
+    assert report["steps"] == len(steps) > 24
+    assert report["with_gain"] == sum(s["policy_value"] > s["draft_value"] for s in steps)
+    assert len(card["weights"]) == 3
+    assert set(report["curves"]) == {"arbitrage", "likelihood", "rsd on true values", "oracle"}
+    best = [point["value"] for point in report["curves"]["oracle"]]
+    for points in report["curves"].values():
+        values = [point["value"] for point in points]
+        assert [values[0], values[-1]] == pytest.approx([best[0], best[-1]]), "nothing or everything escalated"
+        assert all(value <= bound + 1e-9 for value, bound in zip(values, best, strict=True))
+    assert card["separators"] == [" ", ",", "=", ":", "\n"], "the texts they stand for"
+
+
+@pytest.fixture(scope="module")
+def prm(tmp_path_factory):
+    """A random process reward model."""
+    folder = tmp_path_factory.mktemp("prm")
+    shape = AutoConfig.from_pretrained(runs.policy())
+    shape.num_labels = 2
+    AutoModelForSequenceClassification.from_config(shape).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(runs.policy()).save_pretrained(folder)
+    return folder
+
+
+def run_evaluate(folder, draft, capsys, *more):
+    code = cli.run(evaluate, words(folder, draft, "samples=2", *more), EvaluateConfig, training=False)
+    out, err = capsys.readouterr()
+    return code, json.loads(out) if code == 0 else err
+
+
+@pytest.mark.parametrize("kind", ["entropy", "likelihood", "rsd", "arbitrage"])
+def test_evaluation_with_a_router_reports_its_cost(kind, trained, prm, draft, tmp_path, capsys):
+    path = {"rsd": prm, "arbitrage": trained}.get(kind, "")
+    given = ["rollout.law=routed", f"rollout.routed.by={kind}", f"rollout.routed.path={path}"]
+    code, all_policy = run_evaluate(
+        tmp_path, draft, capsys, *given, f"rollout.routed.threshold={1 if kind == 'rsd' else 0}"
+    )
+    assert code == 0
+    assert all_policy["eval/policy_tokens_ratio"] == 1.0
+    _, plain = run_evaluate(tmp_path, draft, capsys, "rollout.drafter=")
+    same = ("eval/reward", "eval/pass@1", "eval/mean_length")
+    assert {k: all_policy[k] for k in same} == {k: plain[k] for k in same}, (
+        "with every step escalated: the policy's own"
+    )
+    most = {"entropy": 9, "likelihood": 99, "rsd": 0, "arbitrage": 1}[kind]
+    code, some = run_evaluate(tmp_path, draft, capsys, *given, f"rollout.routed.threshold={most}")
+    assert code == 0
+    assert some["eval/policy_tokens_ratio"] < 1
+
+
+def test_a_router_of_another_pair_is_refused(trained, tmp_path, capsys):
+    other = runs.build_policy(tmp_path / "other", seed=2)
+    given = ["rollout.law=routed", "rollout.routed.by=arbitrage", f"rollout.routed.path={trained}"]
+    code, err = run_evaluate(tmp_path, other, capsys, *given)
+    assert code == 3
+    assert "was trained for another draft" in err
+    assert err.count("\n") == 1
+
+
+def test_generate_prints_responses(trained, draft, tmp_path, capsys):
+    given = ["rollout.law=routed", "rollout.routed.by=arbitrage", f"rollout.routed.path={trained}"]
+    assert cli.run(generate, words(tmp_path, draft, *given, "prompts=2"), GenerateConfig, training=False) == 0
+    assert capsys.readouterr().out.count("How many") == 2
+    assert cli.run(generate, words(tmp_path, draft, "prompt=Tom has 3 apples."), GenerateConfig, training=False) == 0
+    assert capsys.readouterr().out.startswith("Tom has 3 apples.")
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["out="], "out is missing"),
+        (["rollout.drafter=", "out=x"], "rollout.drafter is empty"),
+        (["base=draft", "out=x"], "Unknown option 'base'"),
+    ],
+)
+def test_a_senseless_training_is_one_line(more, message, draft, tmp_path, capsys):
+    assert cli.run(train_router, words(tmp_path, draft, *more), TrainRouterConfig, training=False) == 2
+    err = capsys.readouterr().err
+    assert err.startswith(f"error: {message}")
+    assert err.count("\n") == 1
+
+
+ROUTED = "rollout.law=routed rollout.routed.by=entropy rollout.drafter=layers=1"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("trainer.correction=none", "would train on drafted text as if the policy had written it"),
+        ("trainer.old_logprobs=trainer", "would hide that accepted tokens are off-policy"),
+        ("rollout.drafter=", "needs a model that writes"),
+        ("rollout.routed.by=arbitrage", "needs rollout.routed.path"),
+        ("rollout.routed.separators=[]", "must name at least one text"),
+        ("cluster.num_workers=2", "in the trainer's process"),
+        ("rollout.top_p=0.9", "needs the trainer's own log-probs"),
+        ("rollout.routed.max_step_tokens=0", "must be at least 1"),
+    ],
+)
+def test_routing_that_would_mislead_is_refused(change, message):
+    key = change.partition("=")[0]
+    given = [word for word in ROUTED.split() if word.partition("=")[0] != key]
+    with pytest.raises(cli.ConfigError, match=message):
+        cli.load(["config=grpo_math", *given, change])
+    assert cli.load(["config=grpo_math", *ROUTED.split()]).rollout.routed.by == "entropy"
+
+
+def test_uncorrected_training_takes_an_explicit_word():
+    given = ["config=grpo_math", *ROUTED.split(), "trainer.correction=none", "rollout.routed.uncorrected=true"]
+    assert cli.load(given).trainer.correction == "none"
+
+
+@pytest.mark.parametrize(
+    ("law", "by", "threshold", "correction"),
+    [
+        ("routed", "likelihood", 4.0, "token_truncate"),
+        ("routed", "entropy", 1.5, "none"),
+        ("judged", "kl", 9.0, "sequence_truncate"),
+    ],
+)
+def test_grpo_trains_on_text_that_the_draft_wrote(law, by, threshold, correction, draft, tmp_path):
+    options = {"by": by, "threshold": threshold, "uncorrected": "true"}
+    record = runs.run(
+        tmp_path,
+        rollout__law=law,
+        rollout__sources="[]",
+        rollout__drafter=draft,
+        **{f"rollout__{law}__{key}": value for key, value in options.items()},
+        rollout__routed__separators="[' ', ',', '=', ':']",
+        trainer__correction=correction,
+        trainer__epochs=1,
+    )
+    first = record.steps[0].metrics
+    assert 0 < record.steps[0].reuse < 1
+    assert first["spec/behaviour_kl"] > 0
+    assert ("spec/escalated_ratio" in first) == (law == "routed")
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    ratio = lines[-1]["sampling/importance_sampling_ratio/mean"]
+    assert (ratio == 1.0) == (correction == "none")

@@ -1,0 +1,325 @@
+import json
+import logging
+import random
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from specrl.config.options import ConfigError
+from specrl.config.schema import DatasetConfig
+from specrl.run.data import Example, check_lengths, load_examples, render, to_dataset
+from specrl.run.sources import final_answer
+
+SHARED = Path(__file__).parents[3].parent / "shared/data"
+needs_shared = pytest.mark.skipif(not SHARED.is_dir(), reason="GSM8K and MATH-500 are not beside the repository")
+ROWS = [{"question": f"What is {n} + {n}?", "answer": f"{n} + {n} = {2 * n}\n#### {2 * n}"} for n in range(20)]
+
+
+def write(path: Path, rows: list) -> str:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return str(path)
+
+
+def load(name, split="train", seed=0, **options) -> list[Example]:
+    return load_examples(str(name), DatasetConfig(**options), split, seed)
+
+
+def tiny_tokenizer(template: str | None = None) -> PreTrainedTokenizerFast:
+    words = ["?", "<s>", "<user>", "<system>", "<bot>", "be", "brief", "one", "two"]
+    raw = Tokenizer(models.WordLevel({word: at for at, word in enumerate(words)}, unk_token="?"))
+    raw.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, unk_token="?")
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+CHAT = (
+    "<s>{% for m in messages %} <{{ m['role'] }}> {{ m['content'] }}{% endfor %}"
+    "{% if add_generation_prompt %} <bot>{% endif %}"
+)
+
+
+@needs_shared
+@pytest.mark.parametrize(("split", "count"), [("train", 7473), ("test", 1319)])
+def test_gsm8k_file(split, count):
+    examples = load(SHARED / "gsm8k", split)
+    assert len(examples) == count
+    assert len({example.id for example in examples}) == count
+    assert all(example.answer.lstrip("-").isdigit() for example in examples)
+    assert all(example.fields["solution"].replace(",", "").endswith(f"#### {example.answer}") for example in examples)
+
+
+@needs_shared
+def test_math500_file():
+    examples = load(SHARED / "math500", "test")
+    assert len(examples) == len({example.id for example in examples}) == 500
+    assert examples[0].id == "test/precalculus/807.json"
+    assert examples[0].answer == "\\left( 3, \\frac{\\pi}{2} \\right)"
+    assert examples[0].fields["level"] == 2
+    boxes = [(final_answer(example.fields["solution"]), example.answer) for example in examples]
+    assert all(box is not None for box, _ in boxes)
+    same = sum(box.split() == answer.split() for box, answer in boxes)
+    assert same > 450, "the last box of the solution is the answer column, apart from a few spellings"
+
+
+@needs_shared
+def test_real_ids_survive_shuffling_and_insertion(tmp_path):
+    rows = [json.loads(line) for line in (SHARED / "gsm8k/test.jsonl").read_text().splitlines()]
+    before = {example.prompt: example.id for example in load(SHARED / "gsm8k", "test")}
+    random.Random(0).shuffle(rows)
+    changed = load(write(tmp_path / "test.jsonl", [ROWS[1], *rows]), "test")
+    assert {e.prompt: e.id for e in changed[1:]} == before
+
+
+def test_ids_come_from_content_and_duplicates_are_counted(tmp_path):
+    first = load(write(tmp_path / "a.jsonl", [ROWS[0], ROWS[1], ROWS[0]]))
+    second = load(write(tmp_path / "b.jsonl", [ROWS[2], ROWS[0], ROWS[0], ROWS[1]]))
+    assert first[2].id == f"{first[0].id}#2"
+    assert [e.id for e in second[1:]] == [first[0].id, first[2].id, first[1].id]
+    other_answer = ROWS[0] | {"answer": "#### 5"}
+    assert load(write(tmp_path / "c.jsonl", [other_answer]))[0].id != first[0].id
+
+
+@pytest.mark.parametrize("column", ["id", "example_id", "unique_id", "uid"])
+def test_explicit_ids(tmp_path, column):
+    rows = [{column: n} | row for n, row in enumerate(ROWS)]
+    assert [e.id for e in load(write(tmp_path / "a.jsonl", rows))] == [str(n) for n in range(20)]
+    clash = load(write(tmp_path / "b.jsonl", [{column: "x"} | row for row in ROWS]))
+    assert len({e.id for e in clash}) == 20
+    assert {len(e.id) for e in clash} == {24}, "an id column that names different contents alike is not used"
+    copies = load(write(tmp_path / "c.jsonl", [rows[3], rows[3]]))
+    assert [e.id for e in copies] == ["3", "3#2"]
+
+
+def test_template_and_system_prompt_do_not_change_ids(tmp_path):
+    name = write(tmp_path / "train.jsonl", ROWS)
+    plain, framed = load(name), load(name, prompt_template="Q: {prompt}\nA: {x}", system_prompt="Be brief.")
+    assert framed[1].prompt == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Q: What is 1 + 1?\nA: {x}"},
+    ]
+    assert plain[1].prompt == "What is 1 + 1?"
+    assert [e.id for e in plain] == [e.id for e in framed]
+
+
+def test_chat_columns_keep_their_own_system_message(tmp_path):
+    chat = [{"role": "system", "content": "Mine."}, {"role": "user", "content": "one"}]
+    name = write(tmp_path / "a.jsonl", [{"prompt": chat}])
+    (example,) = load(name, system_prompt="Yours.", prompt_template="<{prompt}>")
+    assert [message["content"] for message in example.prompt] == ["Mine.", "<one>"]
+    assert example.answer is None
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("so 1 + 1 = 2\n#### 2", "2"),
+        ("####-1,234,567 \n", "-1234567"),
+        ("#### 1\nno, wait\n#### 3", "3"),
+        ("#### Plan\nfirst we add", None),
+        ("\\boxed{1} or rather \\boxed{\\frac{1}{2}}.", "\\frac{1}{2}"),
+        ("\\boxed{\\{1, 2\\}}", "\\{1, 2\\}"),
+        ("\\boxed{a \\\\ {b}} c}", "a \\\\ {b}"),
+        ("\\boxed{never closed", None),
+        ("42", None),
+    ],
+)
+def test_final_answer(text, answer):
+    assert final_answer(text) == answer
+
+
+def test_math_without_answer_column_takes_the_last_box(tmp_path):
+    rows = [{"problem": "p", "solution": "\\boxed{1} then \\boxed{7}"}, {"problem": "q", "solution": "no box"}]
+    examples = load(write(tmp_path / "a.jsonl", rows))
+    assert [(e.prompt, e.answer, e.fields["solution"]) for e in examples] == [
+        ("p", "7", rows[0]["solution"]),
+        ("q", None, "no box"),
+    ]
+
+
+def test_json_parquet_shards_and_column_options(tmp_path):
+    (tmp_path / "data").mkdir()
+    for at in (0, 1):
+        table = pyarrow.Table.from_pylist([{"Text": f"t{at}", "Gold": at, "kind": "k"}])
+        pyarrow.parquet.write_table(table, tmp_path / "data" / f"train-0000{at}-of-00002.parquet")
+    (tmp_path / "test.json").write_text(json.dumps([{"Text": "u", "Gold": 0.5}]))
+    columns = {"prompt_column": "Text", "answer_column": "Gold"}
+    assert [(e.prompt, e.answer, e.fields) for e in load(tmp_path, **columns)] == [
+        ("t0", "0", {"kind": "k"}),
+        ("t1", "1", {"kind": "k"}),
+    ]
+    assert load(tmp_path, "test", **columns)[0].answer == "0.5"
+
+
+def test_subsets_are_drawn_by_seed_nested_and_free_of_file_order(tmp_path):
+    name = write(tmp_path / "train.jsonl", ROWS)
+    small, large = load(name, train_size=5), load(name, train_size=9)
+    assert len(small) == 5
+    assert {e.id for e in small} < {e.id for e in large}
+    assert small == load(name, train_size=5)
+    assert {e.id for e in small} != {e.id for e in load(name, train_size=5, seed=1)}
+    turned = load(write(tmp_path / "turned" / "train.jsonl", ROWS[::-1]), train_size=5)
+    assert turned == small[::-1]
+
+
+def test_slices_divide_one_file(tmp_path):
+    name = write(tmp_path / "tasks.jsonl", ROWS)
+    halves = [load(name, role, train_split="train[:90%]", test_split="train[90%:]") for role in ("train", "test")]
+    assert [len(half) for half in halves] == [18, 2]
+    assert halves[0] + halves[1] == load(name)
+    assert len(load(name, train_split="train[-3:]")) == 3
+
+
+def test_arithmetic_is_deterministic_and_split_safe():
+    train, test = load("arithmetic", train_size=40), load("arithmetic", "test", test_size=40)
+    assert train == load("arithmetic", train_size=40)
+    assert not {e.prompt for e in train} & {e.prompt for e in test}
+    assert train[0].fields["solution"].endswith(f"#### {train[0].answer}")
+
+
+def test_presets_and_hub_ids_go_through_load_dataset(monkeypatch):
+    import datasets
+
+    asked = []
+
+    def fake(*args, **options):
+        asked.append((*args, options))
+        return datasets.Dataset.from_list(ROWS)
+
+    monkeypatch.setattr(datasets, "load_dataset", fake)
+    assert load("gsm8k")[3].answer == "6"
+    load("math500", "test")
+    load("me/mine:small", train_split="train[:10%]")
+    assert asked == [
+        ("openai/gsm8k", "main", {"split": "train"}),
+        ("HuggingFaceH4/MATH-500", None, {"split": "test"}),
+        ("me/mine", "small", {"split": "train[:10%]"}),
+    ]
+
+
+def hub_failures():
+    from datasets.exceptions import DatasetNotFoundError
+
+    return [
+        (ConnectionError("Couldn't"), "Cannot reach the hub for 'openai/gsm8k': this machine is offline. Use data="),
+        (DatasetNotFoundError("gone"), "The hub has no data set 'openai/gsm8k', or it is private"),
+        (ValueError('Unknown split.\nIt has "test".'), 'Unknown split. It has "test". Set dataset.train_split'),
+    ]
+
+
+@pytest.mark.parametrize(("failure", "message"), hub_failures())
+def test_hub_failures_are_one_readable_line(monkeypatch, failure, message):
+    def fail(*args, **options):
+        raise failure
+
+    monkeypatch.setattr("datasets.load_dataset", fail)
+    with pytest.raises(ConfigError, match=message) as caught:
+        load("gsm8k")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("gsm8", {}, r"No data named 'gsm8'\. Did you mean 'gsm8k'\?"),
+        ("{d}/trian.jsonl", {}, r"No file or directory .*trian\.jsonl\. Did you mean .*train\.jsonl\?"),
+        ("{d}/nowhere/at/all.jsonl", {}, r"No file or directory .*nowhere\.$"),
+        ("{d}/empty.jsonl", {}, r"empty\.jsonl has no rows in its split 'train'"),
+        ("{d}/torn.jsonl", {}, r"torn\.jsonl, line 2: not JSON"),
+        ("{d}/list.jsonl", {}, r"list\.jsonl must hold objects with columns, not '3'"),
+        ("{d}/notes.txt", {}, r"notes\.txt is no data file: its name ends in none of \.jsonl"),
+        ("{d}/broken.parquet", {}, r"Cannot read .*broken\.parquet: "),
+        ("{d}/train.jsonl", {"prompt_column": "qestion"}, r"no column 'qestion'\. Did you mean 'question'\? It has: "),
+        ("{d}/train.jsonl", {"answer_column": "gold"}, r"no column 'gold'.*Set dataset\.answer_column"),
+        ("{d}/odd.jsonl", {}, r"no column prompt or question.*It has: a, b\. Set dataset\.prompt_column"),
+        ("{d}/gap.jsonl", {}, r"gap\.jsonl, line 2: 'question' must be text or a chat, not 'None'"),
+        ("{d}/train.jsonl", {"train_size": 21}, r"dataset\.train_size=21, but .* has 20 rows there\. Set 20, or 0"),
+        ("{d}/train.jsonl", {"train_split": "test"}, r"serves as split 'train', not 'test'.*train\[90%:\]"),
+        ("{d}", {"train_split": "validation"}, r"has no validation\.jsonl .*it holds .*train\.jsonl"),
+        ("{d}", {"train_split": "train[5]"}, r"dataset\.train_split=train\[5\] is no split"),
+        ("arithmetic", {}, r"dataset\.train_size=0: data=arithmetic is generated without end"),
+    ],
+)
+def test_errors(tmp_path, name, options, message):
+    write(tmp_path / "train.jsonl", ROWS)
+    write(tmp_path / "empty.jsonl", [])
+    write(tmp_path / "list.jsonl", [3])
+    write(tmp_path / "odd.jsonl", [{"a": 1, "b": 2}])
+    write(tmp_path / "gap.jsonl", [ROWS[0], {"answer": "1"}])
+    (tmp_path / "torn.jsonl").write_text('{"question": "a"}\n{"quest')
+    (tmp_path / "notes.txt").write_text("hello")
+    (tmp_path / "broken.parquet").write_bytes(b"PAR1 no")
+    with pytest.raises(ConfigError, match=message) as caught:
+        load(name.format(d=tmp_path), **options)
+    assert "\n" not in str(caught.value)
+    assert isinstance(caught.value, ValueError)
+
+
+def test_a_test_file_is_no_training_data(tmp_path):
+    name = write(tmp_path / "test.jsonl", ROWS)
+    assert len(load(name, "test")) == 20
+    with pytest.raises(ConfigError, match="serves as split 'test', not 'train'"):
+        load(name, "train")
+
+
+def test_render_uses_the_chat_template_for_messages_only():
+    chat = Example("a", [{"role": "system", "content": "be brief"}, {"role": "user", "content": "one"}], None, {})
+    text = Example("b", "one two", None, {})
+    assert render(chat, tiny_tokenizer(CHAT)) == [1, 3, 5, 6, 2, 7, 4]
+    assert render(text, tiny_tokenizer(CHAT)) == [7, 8]
+    assert render(chat, tiny_tokenizer()) == [5, 6, 7], "without a template the messages are joined as text"
+
+
+def test_check_lengths_refuses_with_count_longest_and_key():
+    examples = [Example(f"e{n}", "one " * n, None, {}) for n in range(1, 6)]
+    check_lengths(examples, tiny_tokenizer(), max_prompt_tokens=5, room=5)
+    with pytest.raises(ConfigError, match=r"2 of 5 .* 3 tokens \(dataset\.max_prompt_tokens\); .* 5 \(example e5\)"):
+        check_lengths(examples, tiny_tokenizer(), max_prompt_tokens=3)
+    with pytest.raises(ConfigError, match=r"1 of 5 .* more than 4 tokens \(the model's context .* Lower rollout"):
+        check_lengths(examples, tiny_tokenizer(), max_prompt_tokens=9, room=4)
+
+
+def test_a_prompt_that_is_too_long_is_found_in_its_file(tmp_path, monkeypatch):
+    rows = [{"question": "one " * n} for n in (1, 2, 9, 9)]
+    path = write(tmp_path / "mine.jsonl", rows)
+    tokenizer, said = tiny_tokenizer(), []
+    tokenizer.model_max_length = 5
+    monkeypatch.setattr(logging.getLogger("transformers"), "handlers", [handler := logging.Handler()])
+    handler.emit = said.append
+    with pytest.raises(ConfigError, match=rf"2 of 3 prompts .* the longest has 9 \({path}, line 3\)"):
+        check_lengths(load(path, train_split="train[1:]"), tokenizer, max_prompt_tokens=5)
+    assert said == [], "transformers says nothing beside it"
+    (tmp_path / "mine.json").write_text(json.dumps(rows))
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "mine.parquet")
+    for name in ("mine.json", "mine.parquet"):
+        assert [e.place for e in load(tmp_path / name, train_split="train[2:]")] == [
+            f"{tmp_path / name}, row {at}" for at in (3, 4)
+        ]
+
+
+@pytest.mark.parametrize("count", [1, 3, 5, 8])
+def test_parts_in_percent_are_rounded_as_datasets_does(tmp_path, count):
+    from datasets import ReadInstruction
+
+    name = write(tmp_path / "train.jsonl", ROWS[:count])
+    for percent in (10, 25, 50, 75, 90):
+        (part,) = ReadInstruction.from_spec(f"train[:{percent}%]").to_absolute({"train": count})
+        kept = range(count)[: part.to]
+        if kept:
+            assert len(load(name, train_split=f"train[:{percent}%]")) == len(kept)
+        else:
+            with pytest.raises(ConfigError, match="has no rows"):
+                load(name, train_split=f"train[:{percent}%]")
+
+
+def test_to_dataset_has_the_columns_trl_and_rewards_need():
+    examples = [Example("a", "p", "1", {"level": 2}), Example("b", "q", None, {"level": "x", "topic": "t"})]
+    dataset = to_dataset(examples)
+    assert dataset.column_names == ["prompt", "example_id", "answer", "level", "topic"]
+    assert dataset[1] == {"prompt": "q", "example_id": "b", "answer": None, "level": "x", "topic": "t"}
+    assert dataset[0] == {"prompt": "p", "example_id": "a", "answer": "1", "level": "2", "topic": None}

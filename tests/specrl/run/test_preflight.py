@@ -1,0 +1,186 @@
+"""What a run cannot do is said before torch is imported, and by `dry_run=true`: one line, exit code 2."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from specrl.config import load as cli
+from specrl.config.schema import Config
+from specrl.evaluate import EvaluateConfig
+from specrl.generate import GenerateConfig
+from specrl.run import preflight
+from specrl.train_judge import TrainJudgeConfig
+from specrl.train_router import TrainRouterConfig
+from tests.runs import policy, words
+
+ROOT = Path(__file__).parents[3]
+CASES = {
+    "missing file": (
+        {"data": "{d}/trian.jsonl"},
+        "No file or directory {d}/trian.jsonl. Did you mean {d}/train.jsonl?",
+    ),
+    "empty file": ({"data": "{d}/empty.jsonl"}, "{d}/empty.jsonl has no rows in its split 'train'."),
+    "broken JSON": ({"data": "{d}/torn.jsonl"}, "{d}/torn.jsonl, line 2: not JSON ("),
+    "wrong column": (
+        {"data": "{d}/train.jsonl", "dataset__prompt_column": "qestion"},
+        "{d}/train.jsonl has no column 'qestion'. Did you mean 'question'? It has: question, answer.",
+    ),
+    "long prompts": (
+        {"data": "{d}/long.jsonl", "dataset__max_prompt_tokens": 4000},
+        "24 of 24 prompts have more than 228 tokens (the model's context less rollout.max_new_tokens); the longest ",
+    ),
+    "no GPU": ({"device": "cuda"}, "device=cuda: PyTorch sees no GPU here. Use device=auto or device=cpu."),
+    "no such device": ({"device": "gpu"}, "device=gpu is not known. Use auto, cpu, cuda or cuda:N."),
+    "missing model": ({"model": "{d}/no"}, "model={d}/no cannot be loaded: there is no such directory. Give `tiny`, "),
+    "no tokenizer": ({"model": "{d}/notok"}, "model={d}/notok has no tokenizer that can be loaded: none of its files"),
+    "unknown module": (
+        {"reward__functions": "[my_nothing:score]"},
+        "reward 'my_nothing:score': module 'my_nothing' cannot be imported: there is none in ",
+    ),
+    "unknown function": (
+        {"reward__functions": "[tests.runs:digit]"},
+        "reward 'tests.runs:digit': module 'tests.runs' has no attribute 'digit'; did you mean 'digits'?",
+    ),
+    "missing drafter": (
+        {"rollout__drafter": "outputs/draft", "output_dir": "outputs"},
+        "rollout.drafter=outputs/draft does not exist. Make it first: python -m specrl.drafter out=outputs/draft (",
+    ),
+    "too many layers": (
+        {"rollout__drafter": "layers=2"},
+        "rollout.drafter=layers=2: model={p} has 2 layers; N must be below that.",
+    ),
+    "too many prompts": (
+        {"data": "{d}/train.jsonl", "trainer__prompts_per_step": 999},
+        "trainer.prompts_per_step=999 but data={d}/train.jsonl has 24 training prompts. Use prompts_per_step=24 or",
+    ),
+    "no split": (
+        {"data": "{d}/train.jsonl", "dataset__train_split": "train[80:%]"},
+        "dataset.train_split=train[80:%] is no split. Write a name, or a part such as train[:90%].",
+    ),
+    "tokenizer": ({"tokenizer": "{d}/no"}, "tokenizer={d}/no cannot be loaded: there is no such directory. Leave `tok"),
+    "no model": ({"model": "{d}"}, "model={d} cannot be loaded: the directory has no config.json. Give `tiny`, a hub"),
+    "signature": (
+        {"reward__functions": "[bad_rewards:broken]"},
+        "reward 'broken' must take (prompt, completion, answer, **fields): too many positional arguments",
+    ),
+    "cache": ({"rollout__cache__start_from": "{d}/no"}, "the trajectory cache {d}/no does not exist. Check rollout."),
+    "judge": (
+        {"rollout__law": "judged", "rollout__judged__path": "{d}/no"},
+        "rollout.judged.path={d}/no does not exist, which rollout.judged.by=judge asks. Make it first: python -m ",
+    ),
+    "no draft model": ({"rollout__drafter": "{d}"}, "rollout.drafter={d} cannot be loaded: the directory has no conf"),
+}
+LATER = {"long prompts"}
+"""Needs the tokenizer, so a run finds it after the imports."""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    rows = [{"question": f"What is {n} + {n}?", "answer": str(2 * n)} for n in range(24)]
+    (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "long.jsonl").write_text("\n".join(json.dumps(row | {"question": "one " * 300}) for row in rows))
+    (tmp_path / "empty.jsonl").write_text("")
+    (tmp_path / "torn.jsonl").write_text('{"question": "a"}\n{"quest')
+    (tmp_path / "bad_rewards.py").write_text("def broken(completion, **_):\n    return 1.0\n")
+    (tmp_path / "notok").mkdir()
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(policy() / name, tmp_path / "notok" / name)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    return tmp_path
+
+
+def command_line(options, folder):
+    filled = {key: str(value).replace("{d}", str(folder)) for key, value in options.items()}
+    return words(folder, **({"dataset__train_size": 0} if "data" in options else {}) | filled)
+
+
+@pytest.fixture
+def refusal(capsys):
+    """refusal(argv) -> the one error line of a command that must not start."""
+
+    def attempt(argv):
+        code = cli.run(lambda config: preflight.check(config) and 0, argv)
+        said = capsys.readouterr()
+        assert (code, said.out, said.err[:7], said.err.count("\n")) == (2, "", "error: ", 1), said
+        return said.err.removeprefix("error: ")
+
+    return attempt
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_dry_run_finds_it(name, folder, refusal):
+    options, message = CASES[name]
+    found = refusal([*command_line(options, folder), "dry_run=true"])
+    assert found.startswith(message.replace("{d}", str(folder)).replace("{p}", str(policy())))
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name not in LATER])
+def test_a_run_finds_it_before_it_begins(name, folder, refusal):
+    options, message = CASES[name]
+    found = refusal(command_line(options, folder))
+    assert found.startswith(message.replace("{d}", str(folder)).replace("{p}", str(policy())))
+
+
+def test_a_run_looks_before_it_imports_torch_and_makes_its_directory(folder):
+    code = (
+        "import sys, specrl.train; from specrl.config.load import run; code = run(specrl.train.main, sys.argv[1:]);"
+        "print(code, sorted({'torch', 'transformers', 'trl', 'datasets', 'numpy'} & set(sys.modules)))"
+    )
+    argv = command_line({"data": "{d}/torn.jsonl", "reward__functions": "[math]"}, folder)
+    done = subprocess.run(
+        [sys.executable, "-c", code, *argv], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout == "2 []\n"
+    assert "torn.jsonl, line 2: not JSON" in done.stderr
+    assert not (folder / "run").exists()
+
+
+def test_a_dry_run_says_how_many_rows_there_are_and_how_long_they_are(folder):
+    options = {"data": "{d}/train.jsonl", "dataset__train_split": "train[:20]", "trainer__epochs": 2}
+    text = cli.load([*command_line(options, folder), "dry_run=true"])
+    assert "5 steps per epoch; 10 steps;" in text
+    assert text.endswith("# 20 prompts in split train.\n# The longest prompt has 9 tokens.")
+    assert cli.load([write(folder, text)]).dataset.train_split == "train[:20]"
+
+
+def write(folder, text):
+    (folder / "again.yaml").write_text(text)
+    return f"config={folder / 'again.yaml'}"
+
+
+def test_a_dry_run_downloads_nothing_and_says_so(folder):
+    text = cli.load(["config=grpo_gsm8k", "dry_run=true"])
+    assert text.endswith("# Not looked at, as on the hub: model=Qwen/Qwen2.5-1.5B-Instruct, data=gsm8k.")
+
+
+@pytest.mark.parametrize(
+    ("schema", "options", "splits"),
+    [
+        (EvaluateConfig, {}, ["test"]),
+        (EvaluateConfig, {"split": "train"}, ["train"]),
+        (GenerateConfig, {}, ["test"]),
+        (GenerateConfig, {"prompt": "one"}, []),
+        (TrainRouterConfig, {}, ["train"]),
+        (TrainJudgeConfig, {}, ["train", "test"]),
+        (TrainJudgeConfig, {"cache": "x"}, ["train"]),
+        (Config, {}, ["train"]),
+        (Config, {"trainer__eval_prompts": 4}, ["train", "test"]),
+    ],
+)
+def test_only_what_a_command_reads_is_looked_at(schema, options, splits, folder):
+    text = cli.load([*words(folder, **options), "dry_run=true"], schema, training=schema is Config)
+    assert [line.split()[-1] for line in text.splitlines() if " in split " in line] == [f"{name}." for name in splits]
+
+
+def test_what_is_there_is_accepted(folder):
+    shutil.copytree(policy(), folder / "outputs" / "draft")
+    for drafter in ("layers=1", "outputs/draft", str(policy())):
+        assert len(preflight.check(cli.load(words(folder, rollout__drafter=drafter)))["train"]) == 12
+    generate = cli.load(words(folder, reward__functions="[my_nothing:score]"), GenerateConfig, training=False)
+    assert len(preflight.check(generate, training=False)["test"]) == 8

@@ -1,0 +1,173 @@
+"""Who holds a run's name, and what a resumed run must share with its beginning."""
+
+import errno
+import fcntl
+import json
+import os
+import subprocess
+import sys
+from datetime import date
+
+import pytest
+
+import specrl.run.setup
+import specrl.train
+from specrl.config import load as cli
+from specrl.config.options import ConfigError
+from specrl.run.data import Example
+from specrl.run.resume import agreed, claimed, data_digests, keep_surroundings, same_data, surroundings
+from tests.runs import ROOT, words
+
+HOLD = """
+import sys
+from specrl.config import load as config
+from specrl.run.resume import claimed
+with claimed(config.load(sys.argv[1:])):
+    print("held", flush=True)
+    input()
+"""
+
+
+def load(folder, **options):
+    return cli.load(words(folder, **options))
+
+
+def hold(folder):
+    command = [sys.executable, "-c", HOLD, *words(folder)]
+    process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "held\n"
+    return process
+
+
+def test_a_claim_makes_the_directory_and_leaves_nothing_but_an_empty_lock_in_it(tmp_path):
+    with claimed(load(tmp_path / "deep" / "er")) as (folder, checkpoint):
+        assert folder == tmp_path / "deep" / "er" / "run"
+        assert checkpoint is None
+    assert [(path.name, path.stat().st_size) for path in folder.iterdir()] == [("run.lock", 0)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("resume", ["no", "auto"])
+def test_a_name_is_held_while_its_run_lives(tmp_path, capsys, monkeypatch, resume):
+    """The second start ends before it loads anything; the death of the first, however it comes, frees the name."""
+    first = hold(tmp_path)
+    monkeypatch.setattr(specrl.run.setup, "parts", lambda *_: pytest.fail("it began"))
+    argv = words(tmp_path, resume=resume)
+    capsys.readouterr()
+    assert cli.run(specrl.train.main, argv) == cli.USAGE_ERROR
+    errors = capsys.readouterr().err.splitlines()
+    assert len(errors) == 1
+    assert f"is in use by a run that lives (pid {first.pid} on {os.uname().nodename} since " in errors[0]
+    assert "Wait for its end, stop it, or give another name=..." in errors[0]
+    first.kill()
+    first.communicate()
+    with claimed(load(tmp_path, resume=resume)):
+        pass
+
+
+def test_the_other_processes_of_a_run_hold_nothing(tmp_path, monkeypatch):
+    with claimed(load(tmp_path)):
+        monkeypatch.setenv("RANK", "1")
+        with claimed(load(tmp_path)) as (folder, checkpoint):
+            assert (folder, checkpoint) == (tmp_path / "run", None)
+
+
+def test_a_name_that_failed_is_free_again(tmp_path):
+    with pytest.raises(ZeroDivisionError), claimed(load(tmp_path)):
+        raise ZeroDivisionError
+    with claimed(load(tmp_path)):
+        pass
+
+
+def test_where_nothing_can_be_locked_the_run_goes_on_and_says_so(tmp_path, monkeypatch, caplog):
+    def refused(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refused)
+    with claimed(load(tmp_path)):
+        assert "cannot be locked (No locks available): do not start this name again" in caplog.text
+
+
+def test_checkpoints_without_their_config_are_not_gone_on_from(tmp_path):
+    folder = tmp_path / "run" / "checkpoints" / "checkpoint-3"
+    folder.mkdir(parents=True)
+    (folder / "specrl.json").touch()
+    for resume in ("no", "auto"):
+        with (
+            pytest.raises(ConfigError, match=r"has checkpoints and no config\.yaml"),
+            claimed(load(tmp_path, resume=resume)),
+        ):
+            pass
+
+
+def test_one_process_needs_to_agree_with_nobody(tmp_path):
+    assert agreed(tmp_path / "checkpoint-3", tmp_path, None) == tmp_path / "checkpoint-3"
+    assert agreed(None, tmp_path, None) is None
+
+
+# Data ----------------------------------------------------------------------------------------------------------------
+
+ROWS = [Example("a", "What is 1 + 1?", "2", {"level": 1}), Example("b", "What is 2 + 2?", "4", {"level": None})]
+OTHERS = {
+    "id": [Example("c", "What is 1 + 1?", "2", {"level": 1}), ROWS[1]],
+    "prompt": [Example("a", "What is 1 - 1?", "2", {"level": 1}), ROWS[1]],
+    "chat": [Example("a", [{"role": "user", "content": "What is 1 + 1?"}], "2", {"level": 1}), ROWS[1]],
+    "answer": [Example("a", "What is 1 + 1?", "3", {"level": 1}), ROWS[1]],
+    "field": [Example("a", "What is 1 + 1?", "2", {"level": 2}), ROWS[1]],
+    "order": ROWS[::-1],
+    "fewer": ROWS[:1],
+    "more": [*ROWS, ROWS[0]],
+}
+
+
+@pytest.mark.parametrize("other", OTHERS.values(), ids=OTHERS)
+def test_data_is_what_decides_a_run(other):
+    began = data_digests(train=ROWS, test=ROWS)
+    assert same_data(began, data_digests(train=list(ROWS), test=list(ROWS)), "x.jsonl") == began
+    with pytest.raises(ConfigError, match=r"the train rows of data=x\.jsonl have changed"):
+        same_data(began, data_digests(train=other, test=ROWS), "x.jsonl")
+    with pytest.raises(ConfigError, match="the train and test rows"):
+        same_data(began, data_digests(train=other, test=other), "x.jsonl")
+
+
+def test_a_split_that_one_of_the_two_does_not_use_is_remembered():
+    began = data_digests(train=ROWS, test=ROWS[:1])
+    without = data_digests(train=ROWS, test=[])
+    assert without.keys() == {"train"}, "trainer.eval_prompts=0"
+    assert same_data(began, without, "x") == began
+    assert same_data(without, began, "x") == began
+
+
+def test_fields_of_any_type_have_a_digest_that_is_the_same_in_every_process():
+    def digest(data):
+        return data_digests(
+            train=[Example("a", "p", None, {"image": object(), "data": data, "when": date(2025, 1, 2)})]
+        )
+
+    assert digest(b"\xff") == digest(b"\xff")
+    assert digest(b"\xff") != digest(b"\xfe")
+
+
+# Surroundings --------------------------------------------------------------------------------------------------------
+
+
+def test_the_surroundings_of_the_beginning_are_kept_and_compared_with(tmp_path):
+    began = surroundings("cpu", 1) | {"threads": 2}
+    assert keep_surroundings(tmp_path, began, resumed=False) == ""
+    assert keep_surroundings(tmp_path, dict(began), resumed=True) == ""
+    now = began | {"threads": 1, "cpu": "Z80", "versions": began["versions"] | {"torch": "9.9", "ray": "0"}}
+    for _ in range(2):
+        said = keep_surroundings(tmp_path, now, resumed=True)
+        assert f"cpu: {began['cpu']} -> Z80; threads: 2 -> 1; torch: {began['versions']['torch']} -> 9.9. The" in said
+        assert "ray" not in said
+    assert json.loads((tmp_path / "environment.json").read_text()) == began
+    assert keep_surroundings(tmp_path, now, resumed=False) == "", "a run that begins again"
+    assert json.loads((tmp_path / "environment.json").read_text()) == now
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", None])
+def test_surroundings_that_were_lost_are_written_anew(tmp_path, text):
+    if text is not None:
+        (tmp_path / "environment.json").write_text(text)
+    assert keep_surroundings(tmp_path, surroundings("cpu", 1), resumed=True) == ""
+    assert json.loads((tmp_path / "environment.json").read_text())["threads"] >= 1

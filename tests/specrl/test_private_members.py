@@ -1,0 +1,74 @@
+"""Tests use what a user could: no underscored name of the packages, as far as the source shows it."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FOREIGN = {
+    *("_generate_and_score_completions", "_get_per_token_logps_and_entropies", "_compute_loss"),  # TRL's hooks
+    "_attn_implementation",  # transformers
+    "_preempt_request",  # vLLM
+    *("_private", "_global_node"),  # Ray
+    "_live_stack",  # rich
+    "_exit",  # os
+}
+"""Names of other libraries that there is no public way to."""
+PATCHES = ("setattr", "delattr", "getattr", "patch", "object")
+
+
+def private(name):
+    return name.startswith("_") and not name.startswith("__") and name not in FOREIGN
+
+
+def faults(code):
+    """(line, name) of every private member that `code` reads, sets, patches or imports; its own classes may theirs."""
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.Attribute) and private(node.attr) and ast.unparse(node.value) not in ("self", "cls"):
+            yield node.lineno, node.attr
+        elif isinstance(node, ast.ImportFrom):
+            yield from ((node.lineno, alias.name) for alias in node.names if private(alias.name))
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in PATCHES:
+            given = (each.value for each in node.args[:2] if isinstance(each, ast.Constant))
+            last = [each.rpartition(".")[2] for each in given if isinstance(each, str)]
+            yield from ((node.lineno, name) for name in last if private(name))
+
+
+def test_tests_use_public_members():
+    files = sorted((ROOT / "tests").rglob("*.py"))
+    assert len(files) > 100
+    found = [(file.relative_to(ROOT).as_posix(), *fault) for file in files for fault in faults(file.read_text())]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "pool._workers",
+        "pool._workers[0].pid = 1",
+        "type(engine)._step(engine)",
+        "engine._flow.draw",
+        "from rollout.engines.vllm.engine import _unchanged_process",
+        "monkeypatch.setattr(engine, '_sleeps', True)",
+        "monkeypatch.setattr('rollout.engines.vllm.weights._SHM', folder)",
+        "mock.patch.object(verl, '_session')",
+    ],
+)
+def test_planted_faults_are_found(code):
+    assert len(list(faults(code))) == 1
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "class Fake:\n    def f(self):\n        return self._engine.generate([])",
+        "trainer._compute_loss = loss",
+        "os._exit(0)",
+        "pool.__dict__",
+        "monkeypatch.setattr(engine, 'draw', draw)",
+        "_shape(vocab)",
+    ],
+)
+def test_legal_code_passes(code):
+    assert list(faults(code)) == []

@@ -1,0 +1,150 @@
+"""Co-training inside GRPO: the policy never notices, the drafter does; saved and resumed with the run."""
+
+import json
+from functools import cache
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from rollout.types import RolloutError
+from specrl.config import load as cli
+from specrl.run.setup import companions
+from tests import runs
+from tests.runs import Watch, differences, run
+
+pytestmark = pytest.mark.slow  # whole runs
+
+ON = {"trainer__drafter__train": "true", "trainer__drafter__patience": 0, "trainer__drafter__learning_rate": 3e-3}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("cotraining")
+
+
+@pytest.fixture(scope="module")
+def drafter(folder):
+    return runs.drafter(folder / "drafter")
+
+
+@pytest.fixture(scope="module")
+def watch():
+    return Watch()
+
+
+@pytest.fixture(scope="module")
+def made(folder, drafter, watch):
+    """made(on): the recording and the records of such a run, made once."""
+
+    @cache
+    def get(on: bool):
+        name = f"on-{on}"
+        watched = watch if on else Watch()
+        recording = run(folder, watched, name=name, rollout__drafter=drafter, **(ON if on else {}))
+        return recording, records(folder / name)
+
+    return get
+
+
+def records(folder) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def measured(lines: list[dict]) -> list[dict]:
+    """The co-training metrics of each step, without seconds."""
+    return [
+        {key: value for key, value in line.items() if key.startswith("drafter/") and not key.endswith("_s_est")}
+        for line in lines
+    ]
+
+
+def test_the_policy_is_the_same_with_and_without(made):
+    (off, _), (on, _) = made(False), made(True)
+    assert differences(off, on) == []
+    assert len(on.steps) == len(on.losses) == 9
+    initial = load_file(f"{off.trainer.rollouts.engine.drafting.model.model.name_or_path}/model.safetensors")
+    for recording, moved in ((off, False), (on, True)):
+        weights = recording.trainer.rollouts.engine.drafting.model.model.state_dict()
+        assert all(torch.equal(weights[name], tensor) for name, tensor in initial.items()) != moved, "control"
+
+
+def test_the_trained_drafter_is_the_one_that_drafts(made):
+    on, lines = made(True)
+    assert on.trainer.rollouts.companions["drafter"].drafter is on.trainer.rollouts.engine.drafting.model.model
+    agreed, initial = ([line[f"drafter/{name}"] for line in lines] for name in ("agreement", "agreement_initial"))
+    assert agreed[0] == initial[0], "before the first update"
+    assert sum(agreed[3:]) / 6 > sum(initial[3:]) / 6 + 0.03
+    assert all("spec/acceptance_model" in line for line in lines)
+
+
+def test_every_step_says_what_co_training_did(made, watch):
+    _, lines = made(True)
+    for line in lines:
+        assert {"drafter/loss", "drafter/kept_ratio", "drafter/buffer_tokens", "drafter/overlap"} <= line.keys()
+        assert (line["drafter/active"], line["drafter/collapsed"], line["drafter/kept_ratio"]) == (1.0, 0.0, 1.0)
+        assert line["timing_s/drafter"] > 0.0
+        watch.check(line)
+    assert not any(key.startswith("drafter/") for line in made(False)[1] for key in line)
+
+
+@pytest.mark.parametrize("select", ["all", "adaspec"])
+def test_a_resumed_run_is_the_undisturbed_one(folder, drafter, made, select):
+    options = ON | {"rollout__drafter": drafter, "trainer__drafter__select": select}
+    whole, lines = made(True) if select == "all" else (run(folder, name="whole", **options), records(folder / "whole"))
+    name = f"cut-{select}"
+    first = run(folder, name=name, trainer__max_steps=4, trainer__save_every=4, **options)
+    kept = [p.name for p in (folder / name / "checkpoints" / "checkpoint-4" / "drafter").iterdir()]
+    assert kept == ["drafter.safetensors"]
+    second = run(folder, name=name, trainer__save_every=4, resume="auto", **options)
+    assert differences(whole, first + second) == []
+    assert measured(records(folder / name)) == measured(lines)
+    ended, expected = (r.trainer.rollouts.companions["drafter"].drafter.state_dict() for r in (second, whole))
+    assert all(torch.equal(tensor, expected[key]) for key, tensor in ended.items())
+
+
+def test_a_resume_that_forgets_the_drafter_is_seen(folder, drafter, made, monkeypatch):
+    """The control of the test above."""
+    options = ON | {"rollout__drafter": drafter}
+    run(folder, name="forgets", trainer__max_steps=4, trainer__save_every=4, **options)
+    monkeypatch.setattr("trainers.cotraining.trainer.DrafterTrainer.load", lambda *args: None)
+    second = run(folder, name="forgets", resume="auto", trainer__save_every=4, **options)
+    assert measured(records(folder / "forgets")) != measured(made(True)[1])
+    assert differences(made(True)[0], second)[0] == "9 rollouts against 5", "only the policy's part is whole"
+    assert all(torch.equal(tensor, second.weights[key]) for key, tensor in made(True)[0].weights.items())
+
+
+def test_the_drafter_is_kept_beside_the_model(folder, made):
+    on, _ = made(True)
+    kept = AutoModelForCausalLM.from_pretrained(folder / "on-True" / "drafter")
+    trained = on.trainer.rollouts.companions["drafter"].drafter.state_dict()
+    assert all(torch.equal(tensor, trained[name]) for name, tensor in kept.state_dict().items())
+
+
+def test_it_ends_itself_when_it_does_not_pay(folder, drafter, made, caplog):
+    options = ON | {"trainer__drafter__patience": 2, "trainer__drafter__learning_rate": 0.0}
+    off = run(folder, name="off", rollout__drafter=drafter, **options)
+    assert [line["drafter/active"] for line in records(folder / "off")] == [1.0] + [0.0] * 8
+    said = [r.getMessage() for r in caplog.records if "co-training" in r.getMessage()]
+    assert len(said) == 1
+    assert said[0].startswith("Drafter co-training is off: it does not pay: over 2 rollouts it took")
+    assert differences(made(False)[0], off) == []
+
+
+class Elsewhere:
+    """An engine whose draft models are in other processes."""
+
+    drafter = None
+
+
+@pytest.mark.parametrize(
+    ("processes", "message"),
+    [(2, "works in one process, not in 2.*train=false"), (1, "Elsewhere has not. Use rollout.engine=transformers")],
+)
+def test_a_drafter_that_cannot_be_reached_is_refused(processes, message):
+    config = cli.load(["config=grpo_math", "rollout.drafter=layers=1"])
+    config.trainer.drafter.train = True
+    with pytest.raises(RolloutError, match=message):
+        companions(config, SimpleNamespace(engine=Elsewhere()), processes)

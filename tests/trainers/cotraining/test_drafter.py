@@ -1,0 +1,554 @@
+"""Co-training: the drafter follows a moving policy, is measured before it learns, and never harms a run.
+
+The oracle computes agreement row by row with full forward passes; the policy turns towards another one.
+"""
+
+import copy
+import json
+import logging
+import math
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+import trainers.cotraining.trainer as module
+from rollout.engines.base import Sampling
+from rollout.engines.local.drafter import early_exit
+from rollout.engines.local.engine import TransformersEngine
+from rollout.keys import derive_key
+from rollout.noise import keyed_draw
+from rollout.types import EngineStats, Request, RolloutError
+from tests.engines import local
+from trainers.config import DrafterConfig
+from trainers.cotraining.distances import forward_kl
+from trainers.cotraining.state import STATE
+from trainers.cotraining.texts import Text, batches, response_logits, within
+from trainers.cotraining.trainer import DrafterTrainer, saved_seconds, tokens_per_pass
+
+ROWS, CAP = 12, 24
+LAW = Sampling(frozenset([1, 7]))
+IDLE = EngineStats()
+SETTINGS = {"objective": "forward_kl", "learning_rate": 3e-3, "updates": 4, "tokens_per_update": 256, "patience": 0}
+
+
+def truncated(policy, layers=1):
+    """The policy's first layers with its norm and head, copied."""
+    config = copy.deepcopy(policy.config)
+    config.num_hidden_layers = layers
+    with torch.random.fork_rng():
+        drafter = AutoModelForCausalLM.from_config(config)
+    drafter.load_state_dict({k: v for k, v in policy.state_dict().items() if k in drafter.state_dict()})
+    return drafter
+
+
+class Moving:
+    """A policy whose matrices turn towards another one's by `speed` radians a step, and its rollouts.
+
+    A straight line would pass through flat laws, which any drafter that knows the common tokens agrees with.
+    """
+
+    def __init__(self, build_model, speed=0.03, scale=8.0):
+        self.policy, self.speed = build_model("llama", 0, scale=scale), speed
+        self.start = copy.deepcopy(self.policy.state_dict())
+        self.end = build_model("llama", 9, scale=scale).state_dict()
+        self.engine = TransformersEngine(self.policy, LAW)
+
+    def rollout(self, version):
+        with torch.no_grad():
+            for name, weight in self.policy.state_dict().items():
+                share = 0.0 if weight.dim() == 1 else self.speed * version
+                weight.copy_(math.cos(share) * self.start[name] + math.sin(share) * self.end[name])
+        requests = [Request([3 + i // 4, 5, 9], derive_key(0, "moving", i, version), CAP) for i in range(ROWS)]
+        done, _ = self.engine.generate(requests)
+        return [(r.prompt, c.tokens) for r, c in zip(requests, done, strict=True)], [r.key for r in requests]
+
+
+def follow(moving, trainer, steps, stats=IDLE):
+    """Metrics of a run in which every rollout is observed and learned from."""
+    return [turn(moving, trainer, version, stats) for version in steps]
+
+
+def turn(moving, trainer, version, stats=IDLE):
+    rows, _ = moving.rollout(version)
+    trainer.observe(rows, version, stats)
+    return trainer.step()
+
+
+def trainer_of(moving, **options):
+    return DrafterTrainer(
+        truncated(moving.policy), moving.policy, DrafterConfig(**{**SETTINGS, **options}), LAW, seed=3
+    )
+
+
+@torch.no_grad()
+def full_logits(model, prompt, response):
+    """Logits [T, V] that predict the response, by the model's own forward on the text alone."""
+    model = copy.deepcopy(model).eval()
+    return model(input_ids=torch.tensor([[*prompt, *response]])).logits[0, len(prompt) - 1 : -1]
+
+
+def late(run, key, last=6):
+    return sum(metrics[key] for metrics in run[-last:]) / last
+
+
+def weights_of(model):
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def same(a, b):
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+# Following ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"objective": "forward_kl"},
+        {"objective": "tvd"},
+        {"select": "adaspec"},
+    ],
+    ids=lambda options: "-".join(options.values()),
+)
+def test_co_training_follows_a_moving_policy(build_model, options):
+    """On rollouts not yet learned from, agreement is 0.1 above the frozen initial drafter's (steps 6 to 11)."""
+    moving = Moving(build_model)
+    run = follow(moving, trainer_of(moving, **options), range(12))
+    assert late(run, "drafter/agreement") > late(run, "drafter/agreement_initial") + 0.1
+    assert run[0]["drafter/agreement"] == run[0]["drafter/agreement_initial"], "before the first update"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("wrong", "gain"), [("sign", 0.0), ("tokens", 0.0), ("positions", 0.08)])
+def test_a_wrong_objective_teaches_no_more_than_frequencies(build_model, monkeypatch, wrong, gain):
+    """Controls of the test above. The laws of other positions still tell which tokens are common."""
+
+    def planted(student, teacher):
+        if wrong == "sign":
+            return -forward_kl(student, teacher)
+        generator = torch.Generator().manual_seed(0)
+        n, vocab = teacher.shape
+        order = torch.randperm(vocab if wrong == "tokens" else n, generator=generator)
+        return forward_kl(student, teacher[:, order] if wrong == "tokens" else teacher[order])
+
+    monkeypatch.setitem(module.OBJECTIVES, "forward_kl", planted)
+    moving = Moving(build_model)
+    run = follow(moving, trainer_of(moving), range(12))
+    assert late(run, "drafter/agreement") < late(run, "drafter/agreement_initial") + gain
+
+
+def test_a_policy_is_left_as_it_was(build_model):
+    moving = Moving(build_model)
+    trainer = trainer_of(moving, select="adaspec")
+    before, rng = weights_of(moving.policy), torch.get_rng_state()
+    follow(moving, trainer, [0])
+    assert same(before, weights_of(moving.policy))
+    assert torch.equal(rng, torch.get_rng_state()), "the run's random numbers are not used"
+    assert moving.policy.training
+    assert all(p.grad is None for p in moving.policy.parameters())
+    assert not same(before[:1], weights_of(trainer.drafter)[:1])  # control: something was trained
+
+
+def drafting(moving, drafter):
+    return local(moving.policy, LAW, drafter=drafter, window=4)
+
+
+def passes(moving, engine, version):
+    """Passes of all rows of a rollout with a model's drafts, whose texts are plain decoding's."""
+    rows, keys = moving.rollout(version)
+    done, _ = engine.generate([Request(prompt, key, CAP) for (prompt, _), key in zip(rows, keys, strict=True)])
+    assert [c.tokens for c in done] == [response for _, response in rows]
+    return sum(c.passes for c in done)
+
+
+def test_a_rollout_with_the_trained_drafter_takes_fewer_passes(build_model):
+    moving = Moving(build_model)
+    trainer = trainer_of(moving)
+    engine, frozen = drafting(moving, trainer.drafter), drafting(moving, trainer.initial)
+    follow(moving, trainer, range(10))
+    assert passes(moving, engine, 10) < 0.9 * passes(moving, frozen, 10)
+
+
+def test_rollouts_stay_exact_while_the_drafter_diverges(build_model):
+    moving = Moving(build_model)
+    trainer = trainer_of(moving)
+    engine = drafting(moving, trainer.drafter)
+    initial = passes(moving, engine, 2)
+    follow(moving, trainer, range(2))
+    with torch.no_grad():
+        trainer.drafter.lm_head.weight[:] = torch.nan
+    assert passes(moving, engine, 2) > initial, "control: nothing it drafts is of use"
+    trainer.observe(moving.rollout(2)[0], 2, IDLE)
+    assert trainer.step()["drafter/active"] == 0.0
+    assert passes(moving, engine, 2) == initial, "the initial drafter is back"
+
+
+# Measuring ------------------------------------------------------------------------------------------------------------
+
+
+def measured_by_hand(drafter, policy, rows, trainer):
+    """Agreement and overlap over all rows, one by one, with the trainer's keys in its order of rows."""
+    shuffle = torch.Generator().manual_seed(derive_key(3, "measure", 0, trainer.progress.rollouts, "drafter"))
+    order = next(batches([Text(tuple(p), tuple(r), 0) for p, r in rows], 1, 10**6, shuffle))
+    agreed, overlap = [], []
+    for i, text in enumerate(order):
+        at = torch.arange(len(text.response))
+        key = torch.tensor(derive_key(3, "drafter", i, trainer.progress.rollouts, "agreement")).expand(len(at))
+        q, p = (full_logits(model, text.prompt, text.response) for model in (drafter, policy))
+        agreed += (keyed_draw(q, key, at)[0] == keyed_draw(p, key, at)[0]).tolist()
+        overlap += torch.minimum(q.softmax(-1), p.softmax(-1)).sum(-1).tolist()
+    return sum(agreed) / len(agreed), sum(overlap) / len(overlap)
+
+
+def test_agreement_is_measured_before_the_update(build_model):
+    moving = Moving(build_model)
+    trainer = trainer_of(moving)
+    follow(moving, trainer, range(2))
+    rows, _ = moving.rollout(2)
+    before = copy.deepcopy(trainer.drafter)
+    trainer.observe(rows, 2, IDLE)
+    assert same(weights_of(before), weights_of(trainer.drafter)), "observing changes no weight"
+    metrics = trainer.step()
+    got = metrics["drafter/agreement"], metrics["drafter/overlap"]
+    assert got == pytest.approx(measured_by_hand(before, moving.policy, rows, trainer), abs=1e-5)
+    leaked = measured_by_hand(trainer.drafter, moving.policy, rows, trainer)
+    assert got != pytest.approx(leaked, abs=0.01)  # control: after the update it would be another number
+
+
+def test_measuring_costs_a_bounded_number_of_tokens(build_model, monkeypatch):
+    moving = Moving(build_model)
+    trainer, seen = trainer_of(moving), []
+    monkeypatch.setattr(module, "MEASURE_TOKENS", 60)
+    forward = module.response_logits
+    monkeypatch.setattr(module, "response_logits", lambda m, t: (seen.append(sum(map(len, t))), forward(m, t))[1])
+    trainer.observe(moving.rollout(0)[0], 0, IDLE)
+    assert len(seen) == 3, "the policy, the drafter and the initial drafter"
+    assert max(seen) <= 60
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "mistral"])
+def test_logits_are_those_that_predict_each_response_token(tiny, family):
+    model = tiny(family)
+    rows = [((3, 4, 5), (9, 11, 1)), ((8,), (2,)), ((6, 30), tuple(range(2, 25)))]
+    texts = [Text(prompt, response, 0) for prompt, response in rows]
+    with torch.no_grad():
+        got = response_logits(model, texts)
+    assert torch.allclose(got, torch.cat([full_logits(model, *row) for row in rows]), atol=1e-4)
+    late_by_one = torch.cat([full_logits(model, (*p, r[0]), (*r[1:], 5)) for p, r in rows])
+    assert not torch.allclose(got, late_by_one, atol=1e-2)  # control
+    assert model.training, "left as it was"
+
+
+def test_expected_tokens_of_a_pass():
+    assert tokens_per_pass(0.5, 3) == 1.875
+    assert tokens_per_pass(0.7, 4) == pytest.approx((1 - 0.7**5) / (1 - 0.7))
+    assert tokens_per_pass(1.0, 4) == 5.0
+    assert tokens_per_pass(0.0, 4) == 1.0
+
+
+# Selecting ------------------------------------------------------------------------------------------------------------
+
+
+def test_adaspec_keeps_the_tokens_furthest_behind_the_reference(build_model):
+    """And divides by these; the published trainer divides by all, which shrinks the learning rate by `keep`."""
+    moving = Moving(build_model)
+    trainer = trainer_of(moving, select="adaspec", updates=1, versions=1, tokens_per_update=10**6)
+    follow(moving, trainer, range(2))
+    trainer.observe(moving.rollout(2)[0], 2, IDLE)
+    q, r, p = (torch.cat([full_logits(m, t.prompt, t.response) for t in trainer.texts])
+               for m in (trainer.drafter, trainer.initial, moving.policy))  # fmt: skip
+    distance = forward_kl(q, p)
+    behind = distance - forward_kl(r, p)
+    n = round(0.4 * len(behind))
+    kept = distance[behind.topk(n).indices]
+    metrics = trainer.step()
+    got = metrics["drafter/loss"]
+    assert metrics["drafter/kept_ratio"] == pytest.approx(0.4, abs=0.01)
+    assert got == pytest.approx(kept.mean().item(), rel=1e-3)
+    assert got != pytest.approx((kept.sum() / len(behind)).item(), rel=0.1), "control: divided by all"
+    assert got != pytest.approx(distance.topk(n).values.mean().item(), rel=1e-2), "control: without the reference"
+
+
+# Texts ----------------------------------------------------------------------------------------------------------------
+
+
+def test_texts_are_bounded_by_version_and_by_tokens():
+    texts = [Text((1, 2), (3,) * n, version) for version, n in ((4, 5), (5, 5), (5, 3), (6, 4))]
+    lengths = [len(t) for t in texts]
+    assert lengths == [7, 7, 5, 6]
+    assert within(texts, 1, 100) == texts[3:]
+    assert within(texts, 2, 100) == texts[1:]
+    assert within(texts, 9, 100) == texts
+    assert within(texts, 9, 18) == texts[1:]
+    assert within(texts, 9, 17) == texts[2:]
+    assert within(texts, 9, 5) == within([], 2, 5) == []
+
+
+def test_a_trainer_forgets_old_versions(build_model, monkeypatch):
+    moving = Moving(build_model)
+    trainer = trainer_of(moving, versions=2)
+    run = follow(moving, trainer, range(4))
+    assert {t.version for t in trainer.texts} == {2, 3}
+    assert run[-1]["drafter/buffer_tokens"] == sum(map(len, trainer.texts))
+    monkeypatch.setattr(module, "BUFFER_TOKENS", 100)
+    small = trainer_of(moving)
+    run = follow(moving, small, range(3))
+    assert 0 < max(metrics["drafter/buffer_tokens"] for metrics in run) <= 100
+
+
+def test_batches_are_bounded_and_every_text_has_its_turn():
+    texts = [Text((i,), (3,) * (2 + i % 5), 0) for i in range(20)]
+    found = list(batches(texts, 9, 25, torch.Generator().manual_seed(1)))
+    assert found == list(batches(texts, 9, 25, torch.Generator().manual_seed(1)))
+    assert found != list(batches(texts, 9, 25, torch.Generator().manual_seed(2)))
+    assert all(0 < sum(map(len, batch)) <= 25 for batch in found)
+    turns = [sum(text in batch for batch in found) for text in texts]
+    assert max(turns) - min(turns) <= 1
+    assert [len(b) for b in batches(texts[:2], 3, 1000, torch.Generator())] == [2, 2, 2], "a small buffer is one batch"
+    assert [len(b) for b in batches(texts, 2, 1, torch.Generator())] == [1, 1], "a long text is a batch of its own"
+    assert list(batches([], 1, 10, torch.Generator())) == [[]]
+
+
+def test_rows_that_cannot_be_learned_from_are_refused(build_model):
+    trainer = trainer_of(Moving(build_model))
+    with pytest.raises(RolloutError, match=r"row 1 has 1 prompt and 0 response tokens.*failed"):
+        trainer.observe([((3,), (4,)), ((3,), ())], 0, IDLE)
+
+
+# Ending ---------------------------------------------------------------------------------------------------------------
+
+
+def test_weights_change_only_in_steps_that_are_due(build_model):
+    moving = Moving(build_model)
+    trainer = trainer_of(moving, interval=3)
+    changed = []
+    for version in range(6):
+        before = weights_of(trainer.drafter)
+        turn(moving, trainer, version)
+        changed.append(not same(before, weights_of(trainer.drafter)))
+    assert changed == [False, False, True] * 2
+
+
+@pytest.mark.parametrize("where", ["loss", "gradient", "weights", "logits"])
+def test_divergence_restores_the_initial_drafter_and_ends_co_training(build_model, monkeypatch, caplog, where):
+    moving = Moving(build_model)
+    trainer = trainer_of(moving)
+    initial, calls = weights_of(trainer.drafter), []
+    follow(moving, trainer, range(2))
+    assert not same(initial, weights_of(trainer.drafter))
+
+    def planted(student, teacher):
+        calls.append(1)
+        loss = forward_kl(student, teacher)
+        return loss * (torch.nan if where == "loss" and len(calls) == 3 else 1.0)
+
+    monkeypatch.setitem(module.OBJECTIVES, "forward_kl", planted)
+    if where == "gradient":
+        monkeypatch.setattr(module, "clip_grad_norm_", lambda *args: torch.tensor(torch.inf))
+    if where == "weights":
+        fill = trainer.drafter.lm_head.weight.data.fill_
+        monkeypatch.setattr(torch.optim.AdamW, "step", lambda self: fill(torch.inf))
+        trainer.options.updates = 1
+    rows, _ = moving.rollout(2)
+    if where == "logits":
+        with torch.no_grad():
+            next(trainer.drafter.parameters())[:] = torch.nan
+    trainer.observe(rows, 2, IDLE)
+    metrics = trainer.step()
+    assert same(initial, weights_of(trainer.drafter))
+    assert metrics["drafter/active"] == 0.0
+    assert "diverged" in trainer.progress.off
+    assert "learning_rate" in trainer.progress.off
+    assert [r.levelno for r in caplog.records] == [logging.WARNING]
+    trainer.observe(rows, 3, IDLE)
+    assert trainer.step() == {"drafter/active": 0.0, "drafter/collapsed": 0.0, "timing_s/drafter": 0.0}
+    assert same(initial, weights_of(trainer.drafter))
+    assert len(caplog.records) == 1, "said once"
+
+
+def test_a_diverging_learning_rate_is_caught_without_a_plant(build_model):
+    moving = Moving(build_model)
+    trainer = trainer_of(moving, learning_rate=1e30, updates=3)
+    before = weights_of(trainer.drafter)
+    assert turn(moving, trainer, 0)["drafter/active"] == 0.0
+    assert same(before, weights_of(trainer.drafter))
+
+
+def test_saved_seconds_by_hand():
+    """100 tokens, 40 accepted: 60 passes of rows in 6 s. At agreement 0.5 a chain of four brings 0.9375, at 0.25 about
+    a third; what is missing of 30 accepted ones costs a tenth of a second each.
+    """
+    stats = EngineStats(
+        verify_s=3.0, decode_s=2.0, draft_s=1.0, prefill_s=9.0, accepted=40, sources={"model": (50, 30)}
+    )
+    fewer = 30 * (1 - (0.25 + 0.0625 + 0.015625 + 0.00390625) / 0.9375)
+    assert saved_seconds(stats, 100, 0.5, 0.25) == pytest.approx(0.1 * fewer)
+    assert saved_seconds(stats, 100, 0.25, 0.5) < 0 == saved_seconds(stats, 100, 0.5, 0.5)
+    assert saved_seconds(stats, 100, 0.0, 0.5) == 0.0
+    assert saved_seconds(EngineStats(decode_s=9.0), 100, 0.5, 0.25) == 0.0, "an idle drafter saves nothing"
+
+
+def test_co_training_ends_when_it_does_not_pay(build_model, caplog):
+    moving = Moving(build_model)
+    trainer = trainer_of(moving, patience=3)
+    run = follow(moving, trainer, range(4), EngineStats(decode_s=1e-6, sources={"model": (50, 9)}))
+    assert [metrics["drafter/active"] for metrics in run] == [1.0, 1.0, 0.0, 0.0]
+    assert "does not pay: over 3 rollouts" in trainer.progress.off
+    assert len(caplog.records) == 1
+    assert "drafter/agreement" not in run[3], "nothing is measured any more"
+
+
+@pytest.mark.parametrize(("sign", "stays"), [(1, "trained"), (-1, "initial")])
+def test_when_it_ends_the_better_drafter_stays(build_model, monkeypatch, sign, stays):
+    monkeypatch.setitem(module.OBJECTIVES, "forward_kl", lambda student, teacher: sign * forward_kl(student, teacher))
+    moving = Moving(build_model)
+    trainer = trainer_of(moving, patience=3)
+    initial = weights_of(trainer.drafter)
+    follow(moving, trainer, range(3), EngineStats(decode_s=1e-6, sources={"model": (50, 9)}))
+    assert "does not pay" in trainer.progress.off
+    assert same(initial, weights_of(trainer.drafter)) == (stays == "initial")
+
+
+@pytest.mark.parametrize(
+    ("patience", "stats"),
+    [
+        (3, EngineStats(verify_s=1e5, draft_s=1e5, sources={"model": (50, 9)})),
+        (0, EngineStats(decode_s=1e-6)),
+    ],
+    ids=["pays", "never judged"],
+)
+def test_co_training_goes_on_otherwise(build_model, patience, stats):
+    moving = Moving(build_model)
+    trainer = trainer_of(moving, patience=patience)
+    run = follow(moving, trainer, range(6), stats)
+    assert all(metrics["drafter/active"] for metrics in run)
+    assert all(metrics["timing_s/drafter"] > 0 for metrics in run)
+
+
+@pytest.mark.parametrize(("speed", "alarms"), [(math.pi / 2, 1), (0.0, 0)])
+def test_a_collapse_of_agreement_raises_an_alarm_once(build_model, monkeypatch, caplog, speed, alarms):
+    moving = Moving(build_model, speed=speed)
+    monkeypatch.setattr(module, "COLLAPSE", 0.15)
+    trainer = trainer_of(moving, learning_rate=0.0)
+    run = [turn(moving, trainer, min(version, 1)) for version in range(10)]
+    assert ["has collapsed" in record.getMessage() for record in caplog.records] == [True] * alarms
+    assert run[0]["drafter/collapsed"] == 0.0
+    assert run[-1]["drafter/collapsed"] == float(alarms)
+
+
+# Refusals -------------------------------------------------------------------------------------------------------------
+
+
+def test_another_vocabulary_is_refused(build_model):
+    with pytest.raises(RolloutError, match="knows 50 tokens and the policy 61"):
+        DrafterTrainer(build_model("qwen3", vocab=50), build_model("llama"), DrafterConfig(), LAW)
+
+
+def test_shared_layers_are_refused(build_model):
+    policy = build_model("llama")
+    with pytest.raises(RolloutError, match=r"shares 12 weights with the policy.*layers=N"):
+        DrafterTrainer(early_exit(policy, 1), policy, DrafterConfig(), LAW)
+    DrafterTrainer(copy.deepcopy(early_exit(policy, 1)), policy, DrafterConfig(), LAW)  # control: copies are fine
+
+
+def test_something_else_than_a_causal_lm_is_refused(build_model):
+    with pytest.raises(RolloutError, match=r"Linear is not a causal LM"):
+        DrafterTrainer(torch.nn.Linear(2, 2), build_model("llama"), DrafterConfig(), LAW)
+
+
+def test_a_lora_policy_teaches_with_its_adapters(build_model):
+    peft = pytest.importorskip("peft")
+    base = build_model("llama")
+    plain = copy.deepcopy(base)
+    policy = peft.get_peft_model(base, peft.LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    with torch.no_grad():
+        for name, p in policy.named_parameters():
+            if "lora_B" in name:
+                p.fill_(0.3)
+    trainer = DrafterTrainer(truncated(plain), policy, DrafterConfig(), LAW)
+    text = Text((3, 4, 5), (9, 8, 7, 6), 0)
+    got = response_logits(trainer.policy, [text]).detach()
+    assert torch.allclose(got, full_logits(policy, text.prompt, text.response), atol=1e-4)
+    assert not torch.allclose(got, full_logits(plain, text.prompt, text.response), atol=1e-2)  # control
+
+
+# Resuming -------------------------------------------------------------------------------------------------------------
+
+VARIANTS = [{}, {"select": "adaspec", "interval": 2}]
+
+
+def state_of(trainer, folder):
+    """Everything a trainer is, without seconds, from what it saves."""
+    trainer.save(folder)
+    with safe_open(folder / STATE, "pt") as file:
+        values = {name: json.loads(text) for name, text in file.metadata().items()}
+    return load_file(folder / STATE), values | {"progress": values["progress"] | {"window": None}}
+
+
+def differing(a, b):
+    (tensors, values), (others, other_values) = a, b
+    assert tensors.keys() == others.keys()
+    found = [name for name in tensors if not torch.equal(tensors[name], others[name])]
+    return found + [name for name in values if values[name] != other_values[name]]
+
+
+def without_seconds(run):
+    return [{k: v for k, v in metrics.items() if not k.startswith("timing_s/")} for metrics in run]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", VARIANTS, ids=["all", "adaspec"])
+def test_a_resumed_run_is_the_uninterrupted_one(build_model, tmp_path, options):
+    moving = Moving(build_model)
+    whole = trainer_of(moving, **options)
+    first = follow(moving, whole, range(3))
+    whole.save(tmp_path)
+    rest = follow(moving, whole, range(3, 6))
+    moving.rollout(4)  # the policy is elsewhere when the resumed trainer is built
+    resumed = trainer_of(moving, **options)
+    resumed.load(tmp_path)
+    again = follow(moving, resumed, range(3, 6))
+    assert without_seconds(again) == without_seconds(rest)
+    ended = state_of(whole, tmp_path / "whole")
+    assert differing(state_of(resumed, tmp_path / "resumed"), ended) == []
+    assert without_seconds(first) != without_seconds(rest)  # control
+    saved, told = load_file(tmp_path / STATE), safe_open(tmp_path / STATE, "pt").metadata()
+    save_file({name: tensor for name, tensor in saved.items() if "adamw" not in name}, tmp_path / STATE, told)
+    forgetful = trainer_of(moving, **options)
+    forgetful.load(tmp_path)
+    follow(moving, forgetful, range(3, 6))
+    assert differing(state_of(forgetful, tmp_path / "forgetful"), ended), "control: the moments matter"
+
+
+def test_what_was_switched_off_stays_off_after_resuming(build_model, tmp_path):
+    moving = Moving(build_model)
+    trainer = trainer_of(moving, patience=1)
+    follow(moving, trainer, range(1), EngineStats(decode_s=1e-6))
+    trainer.save(tmp_path)
+    resumed = trainer_of(moving, patience=1)
+    resumed.load(tmp_path)
+    assert resumed.progress.off == trainer.progress.off != ""
+
+
+@pytest.mark.parametrize("damage", ["missing", "torn", "other"])
+def test_a_damaged_state_is_refused(build_model, tmp_path, damage):
+    moving = Moving(build_model)
+    trainer = trainer_of(moving)
+    follow(moving, trainer, range(1))
+    trainer.save(tmp_path)
+    state = tmp_path / STATE
+    if damage == "missing":
+        state.unlink()
+    elif damage == "torn":
+        state.write_bytes(state.read_bytes()[:-20])
+    else:
+        trainer = DrafterTrainer(truncated(moving.policy, layers=2), moving.policy, DrafterConfig(), LAW)
+    before = weights_of(trainer.drafter)
+    with pytest.raises(RolloutError, match="belongs to another drafter" if damage == "other" else "cannot be read"):
+        trainer.load(tmp_path)
+    assert same(before, weights_of(trainer.drafter)), "nothing was loaded"

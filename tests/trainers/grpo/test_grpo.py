@@ -1,0 +1,559 @@
+"""The seam to TRL: configuration, sampler, rows and slots, log-probs, advantages, and what must not pass it."""
+
+import math
+from dataclasses import replace
+from functools import partial
+from math import isfinite
+from pathlib import Path
+from statistics import mean, stdev
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+import trainers.grpo.trainer as grpo
+from reward.config import RewardConfig
+from reward.loading import load_rewards
+from rollout.config import RolloutConfig
+from rollout.types import RolloutError
+from specrl.config.load import load
+from specrl.run.accuracy import evaluate
+from specrl.run.data import load_examples
+from tests.runs import differences, logs, run, words
+from trainers.config import TrainerConfig
+from trainers.grpo.trainer import EpochRepeatSampler, check_trl, grpo_config
+
+DIFFERENCE = "sampling/sampling_logp_difference/max"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("grpo")
+
+
+def rewritten(trainer, change):
+    """Lets `change(out)` see, and change, what the loss will get of each rollout, before TRL shuffles the rows."""
+    generate = trainer._generate_and_score_completions  # TRL's name
+
+    def changed(inputs):
+        out = generate(inputs)
+        change(out)
+        return out
+
+    trainer._generate_and_score_completions = changed
+
+
+def tap(outputs: list):
+    """Collects what the loss will see of each rollout."""
+    return lambda trainer: rewritten(trainer, lambda out: outputs.append(dict(out)))
+
+
+def log_probs(trainer, out: dict) -> torch.Tensor:
+    """The policy's own log-probs [B, T] of the responses, by a pass of TRL's."""
+    ids, mask = (torch.cat([out[f"prompt_{n}"], out[f"completion_{n}"]], dim=1) for n in ("ids", "mask"))
+    with torch.no_grad():
+        return grpo.GRPOTrainer._get_per_token_logps_and_entropies(
+            trainer, trainer.model, ids, mask, out["completion_ids"].shape[1], len(ids)
+        )[0]
+
+
+def of_updates(trainer) -> list[torch.Tensor]:
+    """Collects the log-probs of the passes with gradients."""
+    one_pass, found = trainer._get_per_token_logps_and_entropies, []
+
+    def kept(*args, **kwargs):
+        result = one_pass(*args, **kwargs)
+        if result[0].requires_grad:
+            found.append(result[0].detach())
+        return result
+
+    trainer._get_per_token_logps_and_entropies = kept
+    return found
+
+
+# TRL ------------------------------------------------------------------------------------------------------------------
+
+
+def test_the_installed_trl_has_what_is_needed():
+    check_trl()
+
+
+@pytest.mark.parametrize("name", ["_generate_and_score_completions", "_compute_loss"])
+def test_a_trl_without_a_needed_name_is_refused(monkeypatch, name):
+    monkeypatch.delattr(grpo.GRPOTrainer, name)
+    with pytest.raises(RolloutError, match=rf"trl [\d.]+ has no GRPOTrainer\.{name}.*Install trl==1\.16") as caught:
+        check_trl()
+    assert "\n" not in str(caught.value)
+
+
+def configure(trainer=None, rollout=None, **more):
+    options = {"output_dir": Path("out"), "seed": 3, "cpu": True, "world": 1, "trackers": [], **more}
+    return grpo_config(
+        replace(TrainerConfig(), prompts_per_step=4, **trainer or {}),
+        replace(RolloutConfig(), group_size=4, **rollout or {}),
+        **options,
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, {"per_device_train_batch_size": 16, "gradient_accumulation_steps": 1, "steps_per_generation": 1}),
+        ({"trainer": {"rows_per_pass": 8}}, {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2}),
+        ({"trainer": {"rows_per_pass": 8}}, {"steps_per_generation": 2, "generation_batch_size": 16}),
+        ({"world": 2}, {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}),
+        ({"world": 2, "trainer": {"rows_per_pass": 2}}, {"per_device_train_batch_size": 2, "steps_per_generation": 4}),
+        ({"trainer": {"updates_per_rollout": 3}}, {"num_iterations": 3}),
+        ({"rollout": {"max_new_tokens": 77}}, {"num_generations": 4, "max_completion_length": 77}),
+        (
+            {"rollout": {"temperature": 0.7, "top_p": 0.9, "top_k": 5}},
+            {"temperature": 0.7, "top_p": 0.9, "top_k": 5},
+        ),
+        ({"trainer": {"learning_rate": 0.5, "weight_decay": 0.1}}, {"learning_rate": 0.5, "weight_decay": 0.1}),
+        ({"trainer": {"lr_schedule": "cosine", "warmup_steps": 7}}, {"lr_scheduler_type": "cosine", "warmup_steps": 7}),
+        ({"trainer": {"epochs": 5}}, {"num_train_epochs": 5, "max_steps": -1}),
+        ({"trainer": {"max_steps": 9}}, {"max_steps": 9}),
+        ({"trainer": {"clip": 0.1}}, {"epsilon": 0.1, "epsilon_high": 0.1}),
+        ({"trainer": {"clip": 0.1, "clip_high": 0.3}}, {"epsilon": 0.1, "epsilon_high": 0.3}),
+        ({"trainer": {"algorithm": "dapo"}}, {"epsilon": 0.2, "epsilon_high": 0.28, "loss_type": "dapo"}),
+        ({"trainer": {"algorithm": "dapo", "clip_high": 0.4}}, {"epsilon_high": 0.4}),
+        ({}, {"loss_type": "grpo", "beta": 0.0, "scale_rewards": "group"}),
+        ({"trainer": {"loss": "dr_grpo"}}, {"loss_type": "dr_grpo"}),
+        ({"trainer": {"beta": 0.04}}, {"beta": 0.04}),
+        ({"trainer": {"scale_rewards": "none"}}, {"scale_rewards": "none"}),
+        ({}, {"importance_sampling_level": "token"}),
+        ({"trainer": {"ratio": "sequence"}}, {"importance_sampling_level": "sequence"}),
+        ({"trainer": {"mask_truncated": True}}, {"mask_truncated_completions": True}),
+        ({"trainer": {"max_grad_norm": 0.3}}, {"max_grad_norm": 0.3}),
+        ({"trainer": {"gradient_checkpointing": True}}, {"gradient_checkpointing": True, "bf16": False}),
+        ({"trainer": {"save_every": 6}}, {"save_strategy": "steps", "save_steps": 6, "save_total_limit": None}),
+        ({}, {"output_dir": "out", "seed": 3, "use_cpu": True, "report_to": [], "logging_steps": 1}),
+        ({"trackers": ["tensorboard"]}, {"report_to": ["tensorboard"]}),
+    ],
+)
+def test_options_become_trl_arguments(given, expected):
+    args = configure(**given)
+    assert {name: getattr(args, name) for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "numbers"),
+    [
+        ({"trainer": {"rows_per_pass": 5}}, "16 rows per step .* 1 processes of 5"),
+        ({"world": 3}, "16 rows per step .* 3 processes of 5"),
+        ({"world": 2, "trainer": {"rows_per_pass": 16}}, "2 processes of 16"),
+    ],
+)
+def test_a_step_that_cannot_be_split_is_refused(given, numbers):
+    with pytest.raises(RolloutError, match=numbers):
+        configure(**given)
+
+
+def test_the_order_depends_on_seed_and_epoch_only():
+    def make(epochs, seed=0):
+        shape = {"mini_repeat_count": 2, "batch_size": 3, "repeat_count": 2}
+        return EpochRepeatSampler(list("abcdefg"), **shape, seed=seed, epoch=iter(epochs).__next__)
+
+    running = make(range(4))
+    epochs = [list(running) for _ in range(4)]
+    assert [list(make([epoch])) for epoch in range(4)] == epochs, "a resumed run sees what it would have seen"
+    assert len({tuple(epoch) for epoch in epochs}) == 4
+    assert list(make([0], seed=1)) != epochs[0]
+    for epoch in epochs:
+        assert len(epoch) == 2 * (2 * 3 * 2), "the incomplete last batch is left out"
+        assert epoch[:6] == epoch[6:12], "a batch is repeated as a whole"
+        assert epoch[0::2] == epoch[1::2], "a prompt's rows stand side by side"
+
+
+# Log-probs ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "given"),
+    [
+        ({}, False),
+        ({"trainer__old_logprobs": "trainer"}, False),
+        ({"trainer__old_logprobs": "engine"}, True),
+        ({"rollout__law": "lenient"}, True),
+    ],
+)
+def test_old_log_probs_come_from_the_engine_only_when_asked(tmp_path, options, given):
+    outputs = []
+    run(tmp_path, tap(outputs), trainer__max_steps=1, **options)
+    (out,) = outputs
+    assert ("old_per_token_logps" in out) == given
+    if given:
+        assert torch.equal(out["old_per_token_logps"], out["sampling_per_token_logps"])
+
+
+@pytest.fixture
+def passes(monkeypatch):
+    """Rows of every log-prob pass, by whether it has gradients; `clear` between runs."""
+    seen, one_pass = [], grpo.GRPOTrainer._get_per_token_logps_and_entropies
+
+    def counted(self, model, ids, *args, **kwargs):
+        seen.append(("update" if torch.is_grad_enabled() else "extra", len(ids)))
+        return one_pass(self, model, ids, *args, **kwargs)
+
+    monkeypatch.setattr(grpo.GRPOTrainer, "_get_per_token_logps_and_entropies", counted)
+    return seen
+
+
+TWICE = {"trainer__updates_per_rollout": 2, "trainer__max_steps": 2}
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"trainer__max_steps": 1}, [("update", 16)]),
+        (TWICE, [("update", 16)] * 2),
+        ({**TWICE, "trainer__rows_per_pass": 8}, [("update", 8)] * 4),
+        ({**TWICE, "trainer__old_logprobs": "engine"}, [("update", 16)] * 2),
+        ({**TWICE, "rollout__law": "lenient"}, [("update", 16)] * 2),
+        ({**TWICE, "trainer__beta": 0.1}, [("extra", 1)] * 16 + [("update", 16)] * 2),
+    ],
+)
+def test_no_pass_is_made_for_old_log_probs(tmp_path, passes, options, expected):
+    run(tmp_path, **options)
+    assert passes == expected
+
+
+def test_one_pass_is_made_to_weigh_an_engine_with_other_numerics(tmp_path, passes):
+    def distrust(trainer):
+        trainer.rollouts.source.config.engine = "vllm"
+
+    run(tmp_path, distrust, **TWICE)
+    assert passes == [("extra", 16)] + [("update", 16)] * 2
+
+
+def test_the_first_update_gives_the_old_log_probs_of_the_others(tmp_path):
+    """They are what a pass of its own before the updates gives, up to rounding; without them the run is another."""
+    own, used = [], []
+
+    def watch(trainer):
+        compute_loss, logps = trainer._compute_loss, of_updates(trainer)
+
+        def before(out):
+            texts = map(tuple, out["completion_ids"].tolist())
+            own.append(dict(zip(texts, log_probs(trainer, out), strict=True)))
+
+        def loss(model, inputs):
+            found = compute_loss(model, inputs)
+            gap = (logps[-1] - inputs["old_per_token_logps"])[inputs["completion_mask"].bool()].abs().max()
+            mask = inputs["completion_mask"]
+            wanted = torch.stack([own[-1][tuple(ids)] for ids in inputs["completion_ids"].tolist()])
+            used.append((((inputs["old_per_token_logps"] - wanted) * mask).abs().max().item(), gap.item()))
+            return found
+
+        rewritten(trainer, before)
+        trainer._compute_loss = loss
+
+    options = {"trainer__updates_per_rollout": 2, "trainer__max_steps": 4, "trainer__rows_per_pass": 8}
+    right = run(tmp_path, watch, name="right", **options)
+    assert len(used) == 8
+    assert max(difference for difference, _ in used) < 1e-5
+    assert [gap == 0 for _, gap in used] == [True, True, False, False] * 2
+    assert [DIFFERENCE in log for log in logs(right)] == [True, False] * 2, "later updates have other weights"
+
+    def forget(trainer):
+        compute_loss = trainer._compute_loss
+
+        def loss(model, inputs):
+            found = compute_loss(model, inputs)
+            inputs.pop("old_per_token_logps", None)
+            return found
+
+        trainer._compute_loss = loss
+
+    assert "losses" in differences(right, run(tmp_path, forget, name="forgotten", **options))
+
+
+@pytest.mark.slow
+def test_reference_log_probs_are_kept_and_change_nothing(tmp_path, passes, monkeypatch):
+    """Trained with those that are kept, and with those that are computed anew at every step: the same bits."""
+    options = {"rollout__replay": 0.9, "trainer__learning_rate": 1e-4, "trainer__beta": 0.5}
+    kept = run(tmp_path, name="kept", **options)
+    computed = sum(rows for kind, rows in passes if kind == "extra")
+    passes.clear()
+    monkeypatch.setattr(grpo, "ReferenceLogProbs", partial(grpo.ReferenceLogProbs, max_mb=0))
+    anew = run(tmp_path, name="anew", **options)
+    assert sum(rows for kind, rows in passes if kind == "extra") == 9 * 16
+    ratios = [log["reference/reused_ratio"] for log in logs(kept)]
+    assert computed == 9 * 16 - round(sum(ratios) * 16) < 9 * 16 - 20
+    assert differences(kept, anew) == []
+    assert [log["kl"] for log in logs(kept)] == [log["kl"] for log in logs(anew)]
+    assert max(log["kl"] for log in logs(kept)) > 1e-4
+
+
+def test_the_reference_of_adapters_is_the_policy_without_them(tmp_path):
+    found = []
+
+    def watch(trainer):
+        def seen(out):
+            found.append((out["ref_per_token_logps"] - log_probs(trainer, out)) * out["completion_mask"])
+
+        rewritten(trainer, seen)
+
+    run(tmp_path, watch, trainer__beta=0.1, lora__rank=4, trainer__learning_rate=1e-2, trainer__max_steps=3)
+    gaps = [gap.abs().max().item() for gap in found]
+    assert gaps[0] < 1e-4 < 1e-3 < gaps[2]
+
+
+def watch_gaps(gaps: dict):
+    """Differences of trainer and engine log-probs, for reused and for new tokens."""
+
+    def prepare(trainer):
+        compute_loss, logps = trainer._compute_loss, of_updates(trainer)
+
+        def marked(out):
+            out["reused"] = torch.zeros_like(out["completion_mask"])
+            for i, c in enumerate(trainer.rollouts.last.batch.completions):
+                out["reused"][i, : len(c.tokens)] = torch.tensor(c.reused)
+
+        def compared(model, inputs):
+            loss = compute_loss(model, inputs)
+            gap, mask = (logps[-1] - inputs["sampling_per_token_logps"]).abs(), inputs["completion_mask"].bool()
+            gaps["reused"] += gap[mask & inputs["reused"].bool()].tolist()
+            gaps["new"] += gap[mask & ~inputs["reused"].bool()].tolist()
+            return loss
+
+        rewritten(trainer, marked)
+        trainer._compute_loss = compared
+
+    return prepare
+
+
+def test_reused_and_new_tokens_are_on_policy(tmp_path):
+    """D6: the log-probs that ride with a batch are the current policy's own, wherever a token came from."""
+    gaps = {"reused": [], "new": []}
+    record = run(tmp_path, watch_gaps(gaps), rollout__replay=0.5, rollout__temperature=0.8)
+    assert len(gaps["reused"]) > 300
+    assert len(gaps["new"]) > 300
+    assert max(gaps["reused"]) <= 1e-4
+    assert max(gaps["new"]) <= 1e-4
+    logged = [log[DIFFERENCE] for log in logs(record)]
+    assert len(logged) == 9
+    assert max(logged) == pytest.approx(max(gaps["reused"] + gaps["new"]))
+    assert all("sampling/importance_sampling_ratio/mean" not in log for log in logs(record))
+
+
+def test_wrong_log_probs_are_seen(tmp_path):
+    """The control of the test above: stale log-probs, planted in the second epoch, show in the metric."""
+
+    def plant(trainer):
+        generate = trainer.rollouts.engine.generate
+
+        def wrong(requests):
+            completions, stats = generate(requests)
+            if trainer.state.global_step >= 3:
+                for c in completions:
+                    c.logprobs = [x - 0.25 * r for x, r in zip(c.logprobs, c.reused, strict=True)]
+            return completions, stats
+
+        trainer.rollouts.engine.generate = wrong
+
+    record = run(tmp_path, plant, trainer__max_steps=4, rollout__replay=1)
+    assert [log[DIFFERENCE] > 0.2 for log in logs(record)] == [False] * 3 + [True]
+
+
+def test_lenient_weights_are_folded_into_the_advantages(tmp_path):
+    outputs = []
+    options = {"rollout__law": "lenient", "rollout__lenience": 2.0, "trainer__correction_cap": 1.5}
+    record = run(tmp_path, tap(outputs), trainer__epochs=2, trainer__learning_rate=1e-2, **options)
+    assert all(out["advantages"].shape == out["completion_ids"].shape for out in outputs)
+    names = [f"sampling/importance_sampling_ratio/{kind}" for kind in ("min", "mean", "max")]
+    low, middle, high = ([log[name] for log in logs(record)] for name in names)
+    assert low[:3] == middle[:3] == high[:3] == [1.0] * 3, "the first epoch has no draft and is on-policy"
+    assert all(a < b < c for a, b, c in zip(low[3:], middle[3:], high[3:], strict=True))
+    assert max(high) == 1.5
+    fresh, later = outputs[0]["advantages"], outputs[-1]["advantages"]
+    assert (fresh == fresh[:, :1]).all()
+    assert not (later == later[:, :1]).all()
+    assert sum(step.reuse for step in record.steps) > 0
+
+
+@pytest.mark.slow
+def test_lenient_without_correction_trains_as_published(tmp_path):
+    outputs = []
+    run(tmp_path, tap(outputs), trainer__epochs=2, rollout__law="lenient", trainer__correction="none")
+    assert all((out["advantages"] == out["advantages"][:, :1]).all() for out in outputs)
+
+
+def test_an_engine_with_other_numerics_is_corrected(tmp_path):
+    """Its tokens are weighted by the trainer's probability over the engine's; one with ours is not."""
+
+    def shift(trainer):
+        trainer.rollouts.source.config.engine = "vllm"  # what makes the trainer distrust the log-probs
+        generate = trainer.rollouts.engine.generate
+
+        def shifted(requests):
+            completions, stats = generate(requests)
+            for c in completions:
+                c.logprobs = [x - 0.1 for x in c.logprobs]
+            return completions, stats
+
+        trainer.rollouts.engine.generate = shifted
+
+    outputs, plain = [], []
+    record = run(tmp_path, lambda t: (shift(t), tap(outputs)(t)), trainer__max_steps=1, name="shifted")
+    run(tmp_path, tap(plain), trainer__max_steps=1, name="plain")
+    (out,), (base,) = outputs, plain
+    ratio = out["advantages"] / base["advantages"][:, None]
+    mask = out["completion_mask"].bool() & (base["advantages"] != 0)[:, None]
+    assert ratio[mask].min().item() == pytest.approx(math.exp(0.1), rel=1e-3)
+    assert ratio[mask].max().item() == pytest.approx(math.exp(0.1), rel=1e-3)
+    assert "old_per_token_logps" in out
+    (log,) = logs(record)
+    assert log["sampling/importance_sampling_ratio/mean"] == pytest.approx(math.exp(0.1), rel=1e-3)
+    assert log[DIFFERENCE] == pytest.approx(0.1, abs=1e-3)
+
+
+def without_response(rows: slice):
+    """Sabotage: these rows of every rollout come back as an engine reports rows that it could not serve."""
+
+    def plant(trainer):
+        generate = trainer.rollouts.engine.generate
+
+        def failing(requests):
+            completions, stats = generate(requests)
+            nothing = {"tokens": [], "logprobs": [], "behaviour_logprobs": [], "reused": []}
+            completions[rows] = [replace(c, **nothing, failure="worker 1: poisoned") for c in completions[rows]]
+            return completions, stats
+
+        trainer.rollouts.engine.generate = failing
+
+    return plant
+
+
+def test_rows_without_a_response_are_masked_and_counted(tmp_path):
+    plant = without_response(slice(2, 3))
+    outputs = []
+    record = run(tmp_path, lambda t: (plant(t), tap(outputs)(t)), trainer__epochs=2)
+    cache = record.trainer.rollouts.source.cache
+    for step, out, log in zip(record.steps, outputs, logs(record), strict=True):
+        scored = [r for i, r in enumerate(step.rewards) if i != 2]
+        assert step.rewards[2] is None, "never a zero"
+        assert None not in scored
+        assert log["rollout/failed_rows"] == 1
+        assert log["reward"] == pytest.approx(mean(scored))
+        kept = cache.get(*step.rows[2])
+        assert kept is None or kept.step != step.step, "nothing of it is kept"
+        assert out["completion_mask"][2].sum() == 0
+        assert out["advantages"].tolist() == pytest.approx(expected_advantages(step.rewards), abs=1e-5)
+    assert all(map(isfinite, record.losses))
+
+
+def test_a_rollout_without_any_response_stops_the_run(tmp_path):
+    with pytest.raises(RolloutError, match="no row of the rollout has a response; the first says: worker 1: poisoned"):
+        run(tmp_path, without_response(slice(None)))
+
+
+# Rewards --------------------------------------------------------------------------------------------------------------
+
+
+def expected_advantages(rewards: list, group: int = 4) -> list[float]:
+    """(r - mean) / (std + 1e-4) over the scored responses of a group; zero for the others."""
+    found = []
+    for i in range(0, len(rewards), group):
+        scored = [r for r in rewards[i : i + group] if r is not None]
+        spread = stdev(scored) if len(scored) > 1 else 0.0
+        found += [0.0 if r is None else (r - mean(scored)) / (spread + 1e-4) for r in rewards[i : i + group]]
+    return found
+
+
+def test_failed_rewards_leave_their_group(tmp_path):
+    outputs = []
+    reward = {"reward__functions": "[tests.runs:some_digits]", "reward__max_failure_ratio": 1}
+    record = run(tmp_path, tap(outputs), trainer__max_steps=3, **reward)
+    for step, out, log in zip(record.steps, outputs, logs(record), strict=True):
+        failed = [i for i, r in enumerate(step.rewards) if r is None]
+        assert 0 < len(failed) < 16
+        assert log["reward/failed"] == len(failed)
+        assert all(out["advantages"][i] == 0 for i in failed)
+        assert out["advantages"].tolist() == pytest.approx(expected_advantages(step.rewards), abs=1e-3)
+        assert log["reward"] == pytest.approx(mean(r for r in step.rewards if r is not None))
+    as_zero = [expected_advantages([r or 0.0 for r in step.rewards]) for step in record.steps]
+    assert as_zero != [pytest.approx(out["advantages"].tolist(), abs=1e-3) for out in outputs], "never a zero"
+
+
+def test_a_group_without_any_reward_is_left_out(tmp_path):
+    outputs = []
+    reward = {"reward__functions": "[tests.runs:no_score_for_some_prompts]", "reward__max_failure_ratio": 1}
+    record = run(tmp_path, tap(outputs), trainer__max_steps=3, **reward)
+    groups = [step.rewards[i : i + 4] for step in record.steps for i in range(0, 16, 4)]
+    assert any(group == [None] * 4 for group in groups)
+    assert any(None not in group for group in groups)
+    for step, out in zip(record.steps, outputs, strict=True):
+        assert out["advantages"].tolist() == pytest.approx(expected_advantages(step.rewards), abs=1e-3)
+    assert all(isfinite(loss) for loss in record.losses)
+    assert all(torch.isfinite(tensor).all() for tensor in record.weights.values())
+
+
+@pytest.mark.slow
+def test_kept_rewards_train_the_same(tmp_path):
+    """Replay makes texts come again; the weights cannot tell whether their rewards were asked for again."""
+    options = {"rollout__replay": 0.9, "trainer__learning_rate": 1e-4}
+    names = ("digits", "certain_digits")
+    asked, kept = (run(tmp_path, name=n, reward__functions=f"[tests.runs:{n}]", **options) for n in names)
+    assert differences(asked, kept) == []
+    for name in ("reward", "reward_std"):
+        assert [log[name] for log in logs(asked)] == [log[name] for log in logs(kept)]
+    rewards = {key for log in logs(asked) for key in log if key.startswith("rewards/")}
+    assert rewards == {"rewards/digits/mean"}, "TRL's own name for the total is none of ours"
+    assert [log["rewards/digits/mean"] for log in logs(asked)] == [
+        log["rewards/certain_digits/mean"] for log in logs(kept)
+    ]
+    assert {log["reward/reused_ratio"] for log in logs(asked)} == {0.0}
+    ratios = [log["reward/reused_ratio"] for log in logs(kept)]
+    assert ratios[:3] == [0.0] * 3
+    unchanged = [step.metrics["spec/full_reuse_ratio"] for step in kept.steps]
+    assert all(0 < share <= ratio for share, ratio in zip(unchanged[3:], ratios[3:], strict=True))
+
+
+# The cache ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_cache_keeps_responses_with_their_rewards(tmp_path):
+    reward = {"reward__functions": "[tests.runs:some_digits]", "reward__max_failure_ratio": 1}
+    record = run(tmp_path, trainer__max_steps=4, **reward)
+    cache, checked = record.trainer.rollouts.source.cache, set()
+    for step in reversed(record.steps):  # the newest first
+        for (example, slot), tokens, key, finish, reward in zip(
+            step.rows, step.tokens, step.keys, step.finish, step.rewards, strict=True
+        ):
+            if (example, slot) not in checked:
+                entry = cache.get(example, slot)
+                assert (list(entry.tokens), entry.key, entry.finish) == (tokens, key, finish)
+                assert (entry.reward, entry.step, entry.version) == (reward, step.step, step.step)
+                checked.add((example, slot))
+    assert len(checked) == len(cache) == 12 * 4
+    assert None in {cache.get(example, slot).reward for example, slot in checked}
+
+
+def test_evaluation_never_touches_the_cache(folder):
+    record = run(folder, name="evaluated", trainer__max_steps=4)
+    trainer, config = record.trainer, load(words(folder))
+    tokenizer = trainer.processing_class
+    cache = trainer.rollouts.source.cache
+
+    def held(name) -> list:
+        cache.save(folder / name, 9)
+        rows = pq.read_table(folder / name / "trajectories.parquet").to_pylist()
+        return [rows, cache.stats()]
+
+    before = held("before")  # what it holds, in the order in which it would forget
+    assert len(before[0]) == 12 * 4
+    rewards = load_rewards(RewardConfig(functions=["tests.runs:digits"], isolate_user=False))
+    examples = load_examples(config.data, config.dataset, "train", config.seed)  # those the cache holds
+    metrics = evaluate(trainer.rollouts.engine, tokenizer, examples, rewards, config, samples=4)
+    assert metrics["eval/mean_length"] > 2
+    assert held("after") == before
+    again = evaluate(trainer.rollouts.engine, tokenizer, examples, rewards, config, samples=4)
+    assert again == metrics, "the same weights are evaluated with the same noise"
+
+
+@pytest.mark.slow
+def test_evaluation_changes_nothing_in_training(folder):
+    silent = run(folder, name="silent", trainer__max_steps=4)
+    watched = run(folder, name="watched", trainer__max_steps=4, trainer__eval_prompts=8, trainer__eval_every=1)
+    assert differences(silent, watched) == []

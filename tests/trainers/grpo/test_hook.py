@@ -1,0 +1,444 @@
+"""ReuseRollouts in a plain GRPOTrainer: only time changes, noise is always fresh, TRL is obeyed or refused."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+from datasets import Dataset, IterableDataset
+from transformers import ProcessorMixin
+
+import trainers.grpo.trainer  # noqa: F401 (silences TRL's remarks at import)
+from rollout.cache.memory import Fingerprint, TrajectoryCache
+from rollout.config import CacheConfig, RolloutConfig
+from rollout.engines.base import Sampling
+from rollout.engines.local.engine import TransformersEngine
+from rollout.keys import Visits
+from rollout.speculative import SpeculativeRollout
+from rollout.types import Request, RolloutError
+from specrl.tiny import load_tiny
+from trainers.grpo.hook import STATE, ReuseRollouts
+
+ROOT = Path(__file__).parents[3]
+A, B = "Tom has 3 apples and buys 4 more. How many has he?", "Ann had 9 pens and lost 2. How many are left?"
+TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}{{ style }}"
+
+
+@dataclass
+class Call:
+    """What TRL was given at one rollout."""
+
+    step: int
+    training: bool
+    tokens: list[list[int]]
+    keys: list[int]
+    visits: list[int]
+    reused: int
+
+
+@dataclass
+class Run:
+    """A GRPOTrainer's run with ReuseRollouts."""
+
+    trainer: object
+    reuse: ReuseRollouts
+    calls: list[Call] = field(default_factory=list)
+
+    @property
+    def keys(self) -> list[int]:
+        return [key for call in self.calls for key in call.keys]
+
+    @property
+    def training(self) -> list[Call]:
+        return [call for call in self.calls if call.training]
+
+    def logged(self, name: str) -> list[float]:
+        return [log[name] for log in self.trainer.state.log_history if name in log]
+
+
+def make(folder, config=None, data=(A, B), tokenizer=None, evaluated=(), **options) -> Run:
+    """A script with the three lines; one prompt a batch unless `per_device_train_batch_size` says otherwise."""
+    from trl import GRPOConfig, GRPOTrainer
+
+    model, own = load_tiny()
+    reuse = ReuseRollouts(config)
+    options = {
+        "num_generations": 4,
+        "per_device_train_batch_size": 4,
+        "max_completion_length": 16,
+        "learning_rate": 1e-4,
+        "shuffle_dataset": False,
+        "use_cpu": True,
+        "bf16": False,
+        "report_to": [],
+        "save_strategy": "no",
+        "logging_steps": 1,
+        "disable_tqdm": True,
+        **options,
+    }
+    run = Run(None, reuse)
+
+    def rollout(prompts, trainer):
+        out = reuse(prompts, trainer)
+        last, step = reuse.last, trainer.state.global_step
+        reused = sum(sum(c.reused) for c in last.completions)
+        run.calls.append(Call(step, trainer.model.training, out["completion_ids"], last.keys, last.visits, reused))
+        return out
+
+    run.trainer = GRPOTrainer(
+        model,
+        reward_funcs=lambda completions, **_: [float(len(str(c)) % 7) for c in completions],
+        args=GRPOConfig(str(folder), **options),
+        train_dataset=data if isinstance(data, IterableDataset) else _dataset(data),
+        eval_dataset=_dataset(evaluated) if evaluated else None,
+        processing_class=tokenizer or own,
+        rollout_func=rollout,
+    )
+    return run
+
+
+def _dataset(prompts):
+    return Dataset.from_list([{"prompt": prompt} for prompt in prompts])
+
+
+def train(folder, config=None, resume=None, **options) -> Run:
+    run = make(folder, config, **options)
+    run.trainer.train(resume_from_checkpoint=resume)
+    return run
+
+
+# The script of a user whose data repeats prompts: every other batch asks for A, evaluation does too.
+SCRIPT = {
+    "data": [A, B, A, B],
+    "evaluated": [A, A, B, B],
+    "num_train_epochs": 3,
+    "eval_strategy": "steps",
+    "eval_steps": 3,
+    "num_generations_eval": 2,
+    "per_device_eval_batch_size": 4,
+    "save_strategy": "steps",
+    "save_steps": 6,
+}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """That script, and where it saved."""
+    return train(tmp_path_factory.mktemp("whole"), **SCRIPT)
+
+
+@pytest.fixture(scope="module")
+def idle(tmp_path_factory):
+    """A trainer that was never asked to train."""
+    return make(tmp_path_factory.mktemp("idle")).trainer
+
+
+# Nothing but time ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_reuse_changes_nothing_but_time(whole, tmp_path):
+    plain = train(tmp_path, RolloutConfig(law="off"), **SCRIPT)
+    assert [call.tokens for call in whole.calls] == [call.tokens for call in plain.calls]
+    assert whole.logged("loss") == plain.logged("loss")
+    assert len(plain.logged("loss")) == 12
+    weights = plain.trainer.model.state_dict()
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in whole.trainer.model.state_dict().items())
+    assert all(call.reused > 0 for call in whole.training[2:])
+    assert not any(call.reused for call in plain.calls)
+
+
+@pytest.mark.slow
+def test_control_another_seed_is_another_run(whole, tmp_path):
+    other = train(tmp_path, max_steps=1, seed=7)
+    assert other.calls[0].tokens != whole.calls[0].tokens
+
+
+@pytest.mark.slow
+def test_under_autocast_the_engine_computes_as_the_trainer_does(whole, tmp_path):
+    seen = []
+    run = make(tmp_path, max_steps=1, bf16=True)
+    head = run.trainer.model.lm_head
+    head.register_forward_pre_hook(lambda *_: seen.append(torch.is_autocast_enabled("cpu")))
+    run.trainer.train()
+    assert seen
+    assert all(seen), "TRL's default: fp32 weights, bf16 passes"
+    assert run.calls[0].keys == whole.calls[0].keys
+
+
+def test_rows_of_very_different_lengths_under_autocast(build_model):
+    requests = [Request(tuple((7 * i + j) % 61 for j in range(n)), i, 6) for i, n in enumerate([4] * 12 + [220])]
+    for family in ("llama", "gpt2"):
+        with torch.autocast("cpu", torch.bfloat16):
+            engine = TransformersEngine(build_model(family, scale=5.0), Sampling(frozenset()))
+            completions, _ = engine.generate(requests)
+        assert [len(c.tokens) for c in completions] == [6] * 13
+
+
+# Noise -----------------------------------------------------------------------------------------------------------
+
+
+def repeated(*runs: Run) -> int:
+    """Rows whose key another row had: the same noise, so the same response as long as the weights allow it."""
+    keys = [key for run in runs for key in run.keys]
+    return len(keys) - len(set(keys))
+
+
+@pytest.mark.slow
+def test_no_noise_is_drawn_twice(whole):
+    assert [call.training for call in whole.calls].count(False) == 8, "four evaluations of two batches"
+    assert len(whole.calls) == 12 + 8
+    assert repeated(whole) == 0
+    assert [call.visits[0] for call in whole.training] == [n // 2 for n in range(12)], "A and B by turns"
+
+
+def by_epoch(monkeypatch):
+    calls = itertools.count()
+    monkeypatch.setattr(Visits, "next", lambda self, ids: [next(calls) // 4] * len(ids))
+
+
+def one_domain(monkeypatch):
+    generate = SpeculativeRollout.generate
+    monkeypatch.setattr(SpeculativeRollout, "generate", lambda *args, domain, **rest: generate(*args, **rest))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", [by_epoch, one_domain])
+def test_control_repeated_noise_is_seen(fault, monkeypatch, tmp_path):
+    fault(monkeypatch)
+    assert repeated(train(tmp_path, **SCRIPT | {"num_train_epochs": 1, "save_strategy": "no"})) > 0
+
+
+@pytest.mark.slow
+def test_a_stream_that_cycles_and_equal_prompts_in_a_batch(tmp_path):
+    def stream():
+        for prompt in itertools.cycle([A, A, B]):
+            yield {"prompt": prompt}
+
+    data = IterableDataset.from_generator(stream)
+    run = train(tmp_path, data=data, max_steps=4, per_device_train_batch_size=8, num_generations=4)
+    assert len(run.keys) == 32
+    assert repeated(run) == 0
+
+
+@pytest.mark.slow
+def test_training_again_draws_new_noise(tmp_path):
+    run = train(tmp_path, max_steps=2)
+    run.trainer.train()
+    assert len(run.keys) == 16
+    assert repeated(run) == 0
+
+
+# Evaluation ------------------------------------------------------------------------------------------------------
+
+
+def saved(folder: Path) -> TrajectoryCache:
+    tokenizer = load_tiny()[1]
+    return TrajectoryCache.load(folder / "specrl", Fingerprint(), len(tokenizer), [tokenizer.eos_token_id])
+
+
+def visits_in(folder: Path) -> dict:
+    return json.loads((folder / "trainer_state.json").read_text())["stateful_callbacks"][STATE]
+
+
+@pytest.mark.slow
+def test_evaluation_stores_nothing(whole):
+    folder = Path(whole.trainer.args.output_dir) / "checkpoint-6"
+    names = visits_in(folder)["rollout"]
+    assert list(names.values()) == [3, 3]
+    stored = [text for name in names for text in saved(folder).siblings(name)]
+    trained = {key for call in whole.training[4:6] for key in call.keys}
+    assert {trajectory.key for trajectory in stored} == trained
+
+
+@pytest.mark.slow
+def test_metrics_are_in_trls_log(whole):
+    own = [call.reused / sum(map(len, call.tokens)) for call in whole.training]
+    assert whole.logged("spec/reused_ratio") == pytest.approx(own, rel=1e-5)
+    assert len(whole.logged("timing_s/gen")) == 12
+    assert len(whole.logged("eval_spec/reused_ratio")) == 4
+    assert max(whole.logged("spec/draft_acceptance_rate")) <= 1
+
+
+# Two processes ---------------------------------------------------------------------------------------------------
+
+PROGRAM = """
+import json, os, sys
+from tests.trainers.grpo.test_hook import SCRIPT, train
+halved = {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 2, "ddp_backend": "gloo"}
+run = train(sys.argv[1], **SCRIPT | halved)
+found = {"keys": run.keys, "reused": run.logged("spec/reused_ratio")}
+print(json.dumps(found), file=open(f"{sys.argv[1]}/{os.environ['RANK']}.json", "w"))
+"""
+
+
+@pytest.mark.long
+def test_two_processes_draw_what_one_does(whole, tmp_path):
+    """Started as torchrun starts them; each has half of every group."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2"}
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, str(tmp_path)],
+            cwd=ROOT,
+            env={**os.environ, **place, "RANK": str(rank), "LOCAL_RANK": str(rank), "PYTHONPATH": str(ROOT)},
+        )
+        for rank in range(2)
+    ]
+    try:
+        assert [process.wait(timeout=600) for process in started] == [0, 0]
+    finally:
+        for process in started:
+            process.kill()
+    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
+    assert sorted(first["keys"] + second["keys"]) == sorted(whole.keys)
+    assert first["reused"] == second["reused"], "the mean over both"
+
+
+# Resumed ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_resumed_script_goes_on_as_if_undisturbed(whole, tmp_path):
+    shutil.copytree(Path(whole.trainer.args.output_dir) / "checkpoint-6", tmp_path / "checkpoint-6")
+    rest = train(tmp_path, **SCRIPT, resume=True)
+    later = [call for call in whole.calls if call.step > 6 or (call.step == 6 and call.training)]
+    assert [call.keys for call in rest.calls] == [call.keys for call in later]
+    assert rest.calls[0].reused > 0, "the checkpoint holds what to draft from"
+
+
+@pytest.fixture(scope="module")
+def accumulated(tmp_path_factory):
+    """Two rollouts in each of two optimiser steps, all of A, with a checkpoint behind them."""
+    return train(tmp_path_factory.mktemp("accumulated"), **ACCUMULATED, max_steps=2)
+
+
+ACCUMULATED = {
+    "data": [A] * 8,
+    "gradient_accumulation_steps": 2,
+    "steps_per_generation": 1,
+    "save_strategy": "steps",
+    "save_steps": 2,
+}
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_another_directory_brings_its_visits(accumulated, tmp_path):
+    checkpoint = Path(accumulated.trainer.args.output_dir) / "checkpoint-2"
+    rest = train(tmp_path, **ACCUMULATED, max_steps=3, resume=checkpoint)  # its own folder has no checkpoint-2
+    assert [call.visits[0] for call in accumulated.calls + rest.calls] == [0, 1, 2, 3, 4, 5]
+    assert repeated(accumulated, rest) == 0
+
+
+@pytest.mark.slow
+def test_control_forgotten_visits_repeat_noise(accumulated, tmp_path):
+    checkpoint = shutil.copytree(Path(accumulated.trainer.args.output_dir) / "checkpoint-2", tmp_path / "checkpoint-2")
+    state = json.loads((checkpoint / "trainer_state.json").read_text())
+    del state["stateful_callbacks"][STATE]
+    (checkpoint / "trainer_state.json").write_text(json.dumps(state))
+    assert repeated(accumulated, train(tmp_path, **ACCUMULATED, max_steps=3, resume=checkpoint)) > 0
+
+
+@pytest.mark.slow
+def test_visits_of_evaluation_are_kept_apart(whole):
+    counts = visits_in(Path(whole.trainer.args.output_dir) / "checkpoint-6")
+    assert counts.keys() == {"rollout", "evaluation"}
+    assert list(counts["evaluation"].values()) == [2, 2], "evaluations before it"
+
+
+# What TRL would do -----------------------------------------------------------------------------------------------
+
+
+def test_prompts_are_rendered_as_trl_does(tmp_path):
+    _, tokenizer = load_tiny()
+    tokenizer.chat_template = TEMPLATE
+    trainer = make(tmp_path, tokenizer=tokenizer, chat_template_kwargs={"style": " loud"}).trainer
+    reuse = ReuseRollouts()
+    texts = reuse([A, B, A], trainer)["prompt_ids"]
+    assert texts == [tokenizer(text)["input_ids"] for text in (A, B, A)]
+    chats = reuse([[{"role": "user", "content": text}] for text in (A, B)], trainer)["prompt_ids"]
+    assert chats == [tokenizer(text + " loud")["input_ids"] for text in (A, B)]
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "words"),
+    [
+        ("use_vllm", True, "use_vllm=True.*specrl.train rollout.engine=vllm"),
+        ("use_transformers_continuous_batching", True, "use_transformers_continuous_batching=True"),
+        ("cache_implementation", "static", "cache_implementation='static'.*Use cache_implementation=None"),
+        ("generation_kwargs", {"no_repeat_ngram_size": 2}, "generation_kwargs={'no_repeat_ngram_size': 2}"),
+        ("min_p", 0.5, "min_p=0.5.*temperature, top_k and top_p alone. Use min_p=None"),
+        ("repetition_penalty", 5.0, "repetition_penalty=5.0.*Use repetition_penalty=1"),
+        ("top_k", -1, "top_k=-1.*Use top_k=0"),
+        ("top_k", None, "top_k=None.*Use top_k=0"),
+    ],
+)
+def test_options_of_trl_that_it_cannot_obey_are_refused(option, value, words, idle, monkeypatch):
+    monkeypatch.setattr(idle.args, option, value)
+    refused(idle, words)
+
+
+class Processor(ProcessorMixin):
+    """Stands for a model's with images."""
+
+    def __init__(self):
+        pass
+
+
+def add(a: int, b: int) -> int:
+    """Adds."""
+
+
+@pytest.mark.parametrize(
+    ("attribute", "value", "words"),
+    [
+        ("tools", [add], r"tools=\[add\]"),
+        ("environment_factories", {None: object}, "environment_factory"),
+        ("processing_class", Processor(), "processing_class=Processor"),
+    ],
+)
+def test_what_takes_more_than_text_and_one_turn_is_refused(attribute, value, words, idle, monkeypatch):
+    monkeypatch.setattr(idle, attribute, value)
+    refused(idle, words)
+
+
+def test_laws_of_the_model_are_refused(idle, monkeypatch):
+    monkeypatch.setattr(idle.model.generation_config, "suppress_tokens", [3])
+    refused(idle, r"model.generation_config.suppress_tokens=\[3\]")
+
+
+def refused(trainer, words: str) -> None:
+    with pytest.raises(RolloutError, match=words) as error:
+        ReuseRollouts()([A], trainer)
+    assert "\n" not in str(error.value)
+
+
+def test_control_values_that_ask_for_nothing_are_taken(idle, monkeypatch):
+    for name, value in {"min_p": 0.0, "generation_kwargs": {}, "repetition_penalty": 1.0}.items():
+        monkeypatch.setattr(idle.args, name, value)
+    assert len(ReuseRollouts()([A], idle)["completion_ids"]) == 1
+
+
+@pytest.mark.slow
+def test_each_trainer_has_its_own(idle, whole):
+    with pytest.raises(RolloutError, match="give each one its own"):
+        whole.reuse([A], idle)
+
+
+def test_what_it_cannot_do_is_said():
+    lossy = [RolloutConfig(law=law) for law in ("lenient", "judged", "routed")]
+    measured = RolloutConfig(replay="auto")
+    started = RolloutConfig(cache=CacheConfig(start_from="elsewhere"))
+    for config in (RolloutConfig(engine="vllm"), *lossy, measured, started):
+        with pytest.raises(RolloutError, match=r"python -m specrl\.train"):
+            ReuseRollouts(config)

@@ -1,0 +1,336 @@
+"""PPO: the run with speculation is the run without it, a resumed one the uninterrupted one, and masks mask."""
+
+import json
+import shutil
+from collections import Counter
+from dataclasses import replace
+from itertools import pairwise
+from math import isfinite
+from pathlib import Path
+from statistics import mean
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from rollout.config import RolloutConfig
+from rollout.types import RolloutError
+from tests.runs import SHORT, Recording, differences, recorded, run
+from trainers.arguments import ppo_arguments
+from trainers.config import TrainerConfig
+
+PER_EPOCH = 3
+DIFFERENCE = "sampling/sampling_logp_difference/max"
+slow = pytest.mark.slow
+
+
+BASE = {"config": "ppo_math", "rollout__replay": 0.5, "trainer__epochs": 2, "trainer__minibatches": 2}
+
+
+def ppo(folder, prepare=lambda trainer: None, **options) -> Recording:
+    """A small PPO run: two optimiser steps in each of its rollouts, 3 rollouts an epoch."""
+    return run(folder, prepare, **BASE | options)
+
+
+def runs(**options) -> Recording:
+    """The recording of such a run, made once."""
+    return recorded(**BASE | options)
+
+
+def logs(record: Recording) -> list[dict]:
+    return record.trainer.state.log_history
+
+
+# Speculation on and off ----------------------------------------------------------------------------------------------
+
+VARIANTS = {  # options that cannot hide each other's faults share a run
+    "head": {},
+    "separate critic, kl in the loss, passes": {
+        "trainer__critic__model": "separate",
+        "trainer__beta": 0.05,
+        "trainer__kl_penalty": "loss",
+        "trainer__kl_target": 0.01,
+        "trainer__updates_per_rollout": 2,
+        "trainer__rows_per_pass": 4,
+        "trainer__entropy_bonus": 0.01,
+    },
+    "lora, rloo": {"lora__rank": 4, "trainer__advantage": "rloo", "trainer__beta": 0.05},
+    "reinforce++, one response, dapo's options": {
+        "trainer__advantage": "reinforce_plus_plus",
+        "trainer__beta": 0.05,
+        "rollout__group_size": 1,
+        "trainer__clip_high": 0.28,
+        "trainer__mask_truncated": "true",
+        "trainer__overlong_buffer": 8,
+    },
+}
+CRITIC, ADAPTERS, ALONE = list(VARIANTS)[1:]
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name == "head" else slow) for name in VARIANTS])
+def test_the_exact_run_is_the_plain_run(name):
+    exact, off = (runs(rollout__law=rule, **VARIANTS[name]) for rule in ("exact", "off"))
+    assert differences(exact, off) == []
+    assert len(exact.steps) == 2 * PER_EPOCH
+    assert len(exact.losses) == 2 * PER_EPOCH * {CRITIC: 8}.get(name, 2)
+    later = exact.steps[PER_EPOCH:]
+    assert sum(step.reuse for step in later) / len(later) > 0.1 > 0 == sum(step.reuse for step in off.steps)
+    assert all(step.metrics["spec/draft_acceptance_rate"] < 1 for step in later), "some drafts were rejected"
+    assert {f for step in exact.steps for f in step.finish} == {"stop", "length"}
+    before = AutoModelForCausalLM.from_pretrained(exact.trainer.policy.config.name_or_path).state_dict()
+    moved = [not torch.equal(before[n.removeprefix("policy.")], w) for n, w in exact.weights.items() if "lora" not in n
+             and n.removeprefix("policy.") in before]  # fmt: skip
+    assert all(moved) or name == ADAPTERS
+    assert all(map(isfinite, exact.losses))
+
+
+@slow
+def test_variants_are_not_the_same_run():
+    plain = runs(rollout__law="exact")
+    for name in (CRITIC, ALONE):
+        assert "weights" in differences(plain, runs(rollout__law="exact", **VARIANTS[name])), name
+
+
+def test_control_steps_and_log_probs(tmp_path):
+    record = ppo(tmp_path, rollout__measure_every=2)
+    measured = [log for log in logs(record) if "spec/speedup" in log]
+    assert [log["spec/control_mismatches"] for log in measured] == [0] * 3
+    gaps = [log[DIFFERENCE] for log in logs(record) if DIFFERENCE in log]
+    assert len(gaps) == 2 * PER_EPOCH
+    assert max(gaps) <= 1e-4, "engine and trainer agree on every token, reused or new"
+
+
+def test_control_stale_log_probs_are_seen(tmp_path):
+    def plant(trainer):
+        generate = trainer.rollouts.engine.generate
+
+        def wrong(requests):
+            completions, stats = generate(requests)
+            for c in completions:
+                c.logprobs = [x - 0.25 for x in c.logprobs]
+            return completions, stats
+
+        trainer.rollouts.engine.generate = wrong
+
+    assert logs(ppo(tmp_path, plant, trainer__max_steps=2))[0][DIFFERENCE] == pytest.approx(0.25, abs=1e-3)
+
+
+# Interrupted and resumed ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("at", "options"),
+    [
+        (6, {}),
+        pytest.param(8, VARIANTS[CRITIC] | {"trainer__updates_per_rollout": 1}, marks=slow),
+        pytest.param(4, VARIANTS[ADAPTERS], marks=slow),
+    ],
+)
+def test_a_resumed_run_is_the_uninterrupted_run(tmp_path, at, options):
+    options = {**options, "trainer__save_every": 2, "trainer__keep_checkpoints": 9, "trainer__lr_schedule": "linear"}
+    whole = ppo(tmp_path, **options)
+    found = tmp_path / "run" / "checkpoints"
+    assert {path.name for path in found.iterdir()} == {f"checkpoint-{n}" for n in range(2, 13, 2)}
+    for path in found.iterdir():
+        if int(path.name.partition("-")[2]) > at:
+            shutil.rmtree(path)
+    rest = ppo(tmp_path, resume="auto", **options)
+    expected = Recording(whole.trainer, whole.folder, whole.steps[at // 2 :], whole.losses[-len(rest.losses) :])
+    assert len(rest.losses) * 12 == len(whole.losses) * (12 - at)
+    assert differences(expected, rest) == []
+    assert [s.reused for s in rest.steps] == [s.reused for s in expected.steps], "the cache was resumed as well"
+    timed = ("timing_s/", "perf/", "spec/plain_s")
+    for a, b in zip(logs(whole)[at:], logs(rest), strict=True):
+        assert {k: v for k, v in a.items() if not k.startswith(timed)} == {
+            k: v for k, v in b.items() if not k.startswith(timed)
+        }
+
+
+def test_control_a_forgotten_optimiser_is_seen(tmp_path):
+    options = {**SHORT, "trainer__save_every": 2, "trainer__keep_checkpoints": 9}
+    whole = ppo(tmp_path, **options)
+    for at in (4, 6, 8):
+        shutil.rmtree(tmp_path / "run" / "checkpoints" / f"checkpoint-{at}")
+    forget = {"prepare": lambda trainer: trainer.add_callback(Forget(trainer.optimizer))}
+    rest = ppo(tmp_path, resume="auto", **forget, **options)
+    assert "weights" in differences(Recording(whole.trainer, whole.folder, whole.steps[1:], whole.losses[2:]), rest)
+
+
+class Forget:
+    def __init__(self, optimizer):
+        self._optimizer = optimizer
+
+    def __getattr__(self, name):
+        return lambda *args, **kwargs: self._optimizer.state.clear() if name == "on_train_begin" else None
+
+
+def trained_on(pieces: list):
+    """Collects what each pass of an update is made on: with one minibatch, the whole rollout."""
+
+    def prepare(trainer):
+        training_step = trainer.training_step
+
+        def listened(piece, *args):
+            pieces.append(piece)
+            return training_step(piece, *args)
+
+        trainer.training_step = listened
+
+    return prepare
+
+
+# Masks ----------------------------------------------------------------------------------------------------------------
+
+
+def gradients(trainer, piece) -> dict[str, torch.Tensor]:
+    trainer.optimizer.zero_grad()
+    trainer.training_step(piece, piece.mask.sum(), Counter())
+    return {name: p.grad.clone() for name, p in trainer.model.named_parameters() if p.grad is not None}
+
+
+def test_padding_and_rows_left_out_have_no_influence(tmp_path):
+    pieces, options = [], {"trainer__minibatches": 1, "trainer__beta": 0.1, "trainer__kl_penalty": "loss"}
+    trainer = ppo(tmp_path, trained_on(pieces), trainer__max_steps=1, **options).trainer
+    (piece,) = pieces
+    piece.mask[3] = 0  # a row without a reward
+    other = replace(piece, ids=piece.ids.clone())
+    noise = torch.Generator().manual_seed(0)
+    for name in ("old", "advantages", "values", "returns", "reference"):
+        tensor = getattr(piece, name)
+        junk = torch.randn(tensor.shape, generator=noise)
+        setattr(other, name, torch.where(piece.mask.bool(), tensor, junk))
+    other.ids[3, -piece.length :] = 7
+    assert (piece.mask == 0).sum() > 40
+    base, same = gradients(trainer, piece), gradients(trainer, other)
+    assert all(torch.equal(base[name], same[name]) for name in base)
+    planted = replace(other, mask=torch.ones_like(piece.mask))  # the mask forgotten
+    assert not all(torch.equal(base[name], grad) for name, grad in gradients(trainer, planted).items())
+
+
+def test_failed_rewards_and_rows_are_masked_and_counted(tmp_path):
+    def plant(trainer):
+        generate = trainer.rollouts.engine.generate
+
+        def failing(requests):
+            completions, stats = generate(requests)
+            nothing = {"tokens": [], "logprobs": [], "behaviour_logprobs": [], "reused": []}
+            completions[2] = replace(completions[2], **nothing, failure="worker 1: poisoned")
+            return completions, stats
+
+        trainer.rollouts.engine.generate = failing
+
+    reward = {"reward__functions": "[tests.runs:some_digits]", "reward__max_failure_ratio": 1}
+    reward |= {"trainer__advantage": "rloo", "trainer__minibatches": 1}
+    pieces = []
+    record = ppo(tmp_path, lambda trainer: (plant(trainer), trained_on(pieces)(trainer)), **reward)
+    for step, log in zip(record.steps, logs(record), strict=True):
+        scored = [r for r in step.rewards if r is not None]
+        assert step.rewards[2] is None, "never a zero"
+        assert 1 < step.rewards.count(None) < 16
+        assert log["rollout/failed_rows"] == 1
+        assert log["reward"] == pytest.approx(mean(scored))
+    found = pieces[-1]
+    left_out = [i for i, r in enumerate(record.steps[-1].rewards) if r is None]
+    assert found.mask[left_out].sum() == found.advantages[left_out].abs().sum() == 0
+    for i in range(0, 16, 4):
+        group = [r for r in record.steps[-1].rewards[i : i + 4] if r is not None]
+        for r, advantages in zip(record.steps[-1].rewards[i : i + 4], found.advantages[i : i + 4], strict=True):
+            if r is not None and len(group) > 1:
+                want = r - (sum(group) - r) / (len(group) - 1)
+                assert advantages[0].item() == pytest.approx(want, abs=1e-6)
+    assert all(map(isfinite, record.losses))
+
+
+def test_truncated_responses_can_be_left_out(tmp_path):
+    pieces, options = [], {"trainer__minibatches": 1, "trainer__mask_truncated": "true"}
+    record = ppo(tmp_path, trained_on(pieces), trainer__max_steps=1, **options)
+    kept = pieces[0].mask.sum(-1) > 0
+    assert kept.tolist() == [f == "stop" for f in record.steps[0].finish]
+
+
+# Options --------------------------------------------------------------------------------------------------------------
+
+
+@slow
+@pytest.mark.parametrize("penalty", ["reward", "loss"])
+def test_the_kl_penalty_holds_the_policy(penalty):
+    options = {**SHORT, "trainer__learning_rate": 3e-4, "trainer__epochs": 7}
+
+    def drift(**more) -> float:
+        return mean(log["kl"] for log in logs(runs(**options, **more))[-12:])
+
+    assert 0 < drift(trainer__beta=20, trainer__kl_penalty=penalty) < drift(trainer__beta=0.01) / 2
+
+
+def test_the_kl_weight_adapts():
+    weights = [log["kl_beta"] for log in logs(runs(rollout__law="exact", **VARIANTS[CRITIC])) if "kl_beta" in log]
+    assert weights[0] == 0.05
+    assert weights[1] == pytest.approx(0.05 * 0.98), "the first rollout is the initial policy's: no KL"
+    assert all(abs(b / a - 1) <= 0.02 + 1e-9 for a, b in pairwise(weights))
+
+
+@slow
+def test_the_critic_learns_what_a_response_is_worth(tmp_path):
+    """Of a policy that stands still and repeats itself."""
+    options = {"trainer__learning_rate": 0, "rollout__replay": 1, "trainer__prompts_per_step": 12}
+    critic = {"trainer__critic__model": "separate", "trainer__critic__clip": 0}
+    record = ppo(tmp_path, trainer__epochs=8, trainer__updates_per_rollout=2, **options, **critic)
+    explained = [log["value/explained_variance"] for log in logs(record) if "value/mean" in log]
+    assert explained[0] == pytest.approx(0, abs=1e-6), "it begins with 0 everywhere"
+    assert explained[-3:] == sorted(explained[-3:])
+    assert explained[-1] > 0.15
+
+
+def test_an_adapter_is_trained_saved_and_loads(tmp_path):
+    record = ppo(tmp_path, lora__rank=2, trainer__max_steps=2)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model", local_files_only=True)
+    assert any("lora" in name for name in model.state_dict())
+    saved = json.loads((tmp_path / "run" / "checkpoints" / "checkpoint-2" / "progress.json").read_text())
+    assert saved["global_step"] == 2
+    base = [n for n, p in record.trainer.policy.named_parameters() if p.requires_grad and "lora" not in n]
+    assert base == []
+
+
+def test_bf16_and_gradient_checkpointing_run(tmp_path):
+    record = ppo(tmp_path, trainer__max_steps=4, trainer__precision="bf16", trainer__gradient_checkpointing="true")
+    assert (record.trainer.policy.dtype, record.trainer.rollouts.engine.model.dtype) == (torch.float32, torch.bfloat16)
+    assert record.trainer.accelerator.unwrap_model(record.trainer.model).value.weight.dtype == torch.float32
+    assert all(map(isfinite, record.losses))
+
+
+def test_the_run_directory_is_that_of_any_run(tmp_path):
+    ppo(tmp_path, report=True, trainer__eval_prompts=4, trainer__log_completions=1, trainer__log_completions_every=4)
+    folder = tmp_path / "run"
+    names = {"checkpoints", "completions", "config.yaml", "metrics.jsonl", "model", "report.md", "trajectories"}
+    assert names <= {path.name for path in folder.iterdir()}
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "loss" in line] == list(range(1, 13))
+    assert [line["step"] for line in lines if "eval/reward" in line] == [0, 12]
+    assert json.loads((folder / "report.json").read_text())["finished"] is True
+    marked = {path.name for path in (folder / "checkpoints" / "checkpoint-12").iterdir()}
+    assert {"specrl.json", "trained.safetensors", "optimizer.safetensors", "progress.json", "trajectories"} == marked
+
+
+def arguments(world=1, **options):
+    trainer = replace(TrainerConfig(), algorithm="ppo", prompts_per_step=4, **options)
+    given = {"steps": 7, "output_dir": Path("out"), "seed": 3, "cpu": True, "world": world, "trackers": []}
+    return ppo_arguments(trainer, replace(RolloutConfig(), group_size=4), **given)
+
+
+@pytest.mark.parametrize(
+    ("options", "rows", "passes"),
+    [
+        ({}, 16, 1),
+        ({"minibatches": 2}, 8, 1),
+        ({"minibatches": 2, "rows_per_pass": 2}, 2, 4),
+        ({"world": 2, "minibatches": 2}, 4, 1),
+    ],
+)
+def test_minibatches_and_passes(options, rows, passes):
+    args = arguments(**options)
+    assert (args.per_device_train_batch_size, args.gradient_accumulation_steps, args.max_steps) == (rows, passes, 7)
+
+
+def test_a_step_that_cannot_be_split_is_refused():
+    with pytest.raises(RolloutError, match="8 rows per step cannot be split over 3 processes of 2 rows"):
+        arguments(world=3, minibatches=2)
