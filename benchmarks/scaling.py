@@ -67,7 +67,7 @@ def main(output: str = "", repeats: int = 7, sizes: str = "1,10,100,400") -> Non
 def measure_embedded(repeats: int) -> dict[str, float]:
     """Median seconds for the embedded policy: rollouts by both engines, weight sync, the rest of a training step."""
     model, tokenizer = load_tiny()
-    spec, prompts = engine_spec(tokenizer), [tuple(tokenizer(p.prompt)["input_ids"]) for p in problems()]
+    spec, prompts = engine_spec(tokenizer), encoded(tokenizer)
     local, pool = build_engine(spec), RolloutPool(spec, ClusterConfig(num_workers=2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)  # the weights stay, the work is the same
     torch.set_num_threads(2)
@@ -98,7 +98,7 @@ def measure_terms(workers: int, repeats: int) -> dict[str, float]:
     `unchanged_ratio`: of the texts rolled out with the weights of one update before, how many came out as they were.
     """
     model, tokenizer = load_tiny()
-    prompts = [tuple(tokenizer(p.prompt)["input_ids"]) for p in problems()]
+    prompts = encoded(tokenizer)
     pool = RolloutPool(engine_spec(tokenizer), ClusterConfig(num_workers=workers))
     optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATE, weight_decay=0.0)
     seen: dict[str, list[float]] = {"rollout_s": [], "rest_s": [], "verify_s": [], "sync_s": [], "unchanged_ratio": []}
@@ -110,7 +110,7 @@ def measure_terms(workers: int, repeats: int) -> dict[str, float]:
         ahead = roll_ahead(pool, requests, patience)
         seen["rest_s"].append(clock(train_step, model, optimizer, rows, gains))
         seen["sync_s"].append(clock(send, pool, model, visit, rows[0]))
-        verify_s, (verified, _) = timed(pool.generate, following(requests, ahead))
+        verify_s, (verified, _) = timed(pool.generate, drafted(requests, ahead))
         rollout_s, (done, _) = timed(pool.generate, requests)
         check_equal(done, verified, "plain decoding and verification")
         seen["verify_s"].append(verify_s)
@@ -126,27 +126,32 @@ def roll_ahead(pool: RolloutPool, requests: Sequence[Request], patience: float) 
     """Whole texts of the requests by key, by workers that have nothing else to do. Args: patience: between looks."""
     found: dict[int, AheadText] = {}
     while left := [r for r in requests if r.key not in found or found[r.key].finish is None]:
-        pool.begin(following(left, found))
+        pool.begin(drafted(left, found))
         pool.generate([])  # leaves every worker to what was begun
         time.sleep(patience)
         found |= pool.stop()[0]
     return found
 
 
-def following(requests: Sequence[Request], ahead: Mapping[int, AheadText]) -> list[Request]:
+def drafted(requests: Sequence[Request], ahead: Mapping[int, AheadText]) -> list[Request]:
     """The requests with drafts of what was rolled out ahead of them, as rollout/speculative.py makes them."""
     shared = {request.prompt: PromptTexts() for request in requests}
-    drafted = []
+    found = []
     for request in requests:
         text = ahead.get(request.key)
         drafter = SuffixDrafter(shared[request.prompt], ahead=text.tokens if text else None)
         expected = 1 if text and text.finish else request.expected_tokens
-        drafted.append(replace(request, drafter=drafter, plain=False, expected_tokens=expected))
-    return drafted
+        found.append(replace(request, drafter=drafter, plain=False, expected_tokens=expected))
+    return found
 
 
 def problems() -> list[Problem]:
     return arithmetic("train", ROWS // GROUP, 0, "medium")
+
+
+def encoded(tokenizer: PreTrainedTokenizerBase) -> list[tuple[int, ...]]:
+    """Their prompts."""
+    return [tuple(tokenizer(problem.prompt)["input_ids"]) for problem in problems()]
 
 
 def engine_spec(tokenizer: PreTrainedTokenizerBase) -> EngineSpec:
@@ -156,16 +161,8 @@ def engine_spec(tokenizer: PreTrainedTokenizerBase) -> EngineSpec:
 
 def asked(prompts: Sequence[tuple[int, ...]], visit: int, plain: bool = False) -> list[Request]:
     """ROWS rows with the noise of a visit, GROUP of each prompt."""
-    return [
-        Request(
-            prompts[i // GROUP],
-            derive_key(0, "scaling", i, visit),
-            CAP,
-            expected_tokens=CAP // 2,
-            plain=plain,
-        )
-        for i in range(ROWS)
-    ]
+    keys = [derive_key(0, "scaling", i, visit) for i in range(ROWS)]
+    return [Request(prompts[i // GROUP], keys[i], CAP, expected_tokens=CAP // 2, plain=plain) for i in range(ROWS)]
 
 
 def texts(requests: Sequence[Request], done: Sequence[Completion]) -> list[list[int]]:

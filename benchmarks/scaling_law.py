@@ -59,8 +59,8 @@ def step(terms: Terms, workers: int) -> dict[str, float]:
         ahead          max(g, u) + v + sync    workers begin the next batch during u, then verify what there is of it
         one step off   max(g, u) + sync        the next batch is trained on as it is: text of stale weights
 
-    Where g > u the part g - u is decoded after the update, behind verified text; v counts in full there, although less
-    is verified. One step off is asynchronous training: a bound for the others, which learns from other text.
+    Where g > u the part g - u is decoded after the update, behind verified text; v counts in full there, though less is
+    verified, so `ahead` is an upper bound. One step off is asynchronous training, which is another run: a lower bound.
     """
     g, u, v, sync = terms.rollout.over(workers), terms.rest_s, terms.verify.over(workers), terms.sync(workers)
     return {"synchronous_s": g + u + sync, "ahead_s": max(g, u) + v + sync, "one_step_off_s": max(g, u) + sync}
