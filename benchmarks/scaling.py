@@ -1,9 +1,14 @@
-"""What Ray workers cost: `python benchmarks/scaling.py [output.json] [repeats] [MB,MB,...]`.
+"""What Ray workers cost, and what a step takes with rollouts ahead.
+
+    python -m benchmarks.scaling [output.json] [repeats] [MB,MB,...]
 
 1. Rollouts of the embedded policy by two workers of one thread against the engine in this process with two threads, on
    the same rows, in turn.
 2. Sending the embedded policy's weights against the rest of a step (rollout, forward, backward, optimiser).
 3. Sending random weights of several sizes to one, two and three workers, and the law that the seconds follow.
+4. A plain rollout, the rest of a step, and verifying what was rolled out with the weights of one update before, by one
+   and two workers of one thread. From these a law says what a step takes whose next batch is rolled out ahead, by up to
+   a thousand workers (benchmarks/scaling_law.py).
 
 Run it on a quiet machine with two cores. What lies outside the measured sizes is marked as extrapolated.
 """
@@ -14,28 +19,33 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
-from itertools import product
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
+from benchmarks.scaling_law import MB, extrapolate_sync, fit_sync, step_report
+from benchmarks.scaling_tables import show
 from rollout.build import build_engine
 from rollout.config import ClusterConfig, RolloutConfig
+from rollout.drafting.suffix import PromptTexts, SuffixDrafter
 from rollout.engines.base import EngineSpec
 from rollout.keys import derive_key
-from rollout.types import Request
+from rollout.types import AheadText, Completion, Request
 from rollout.workers.pool import RolloutPool
 from specrl.run.cluster import connect
-from specrl.run.tasks import arithmetic
+from specrl.run.tasks import Problem, arithmetic
 from specrl.tiny import TINY_PATH, load_tiny
 from trainers.weights import send
 
 ROWS, GROUP, CAP = 64, 8, 160
 WORKERS = (1, 2, 3)
-MODELS = {"0.5B": 0.5e9, "1.5B": 1.5e9, "7B": 7e9}  # parameters, sent as bfloat16
-MB = 1e6
+STEP_WORKERS = (1, 2)  # a core for each
+LEARNING_RATE = 2e-4  # of config=grpo_math
 
 
 def main(output: str = "", repeats: int = 7, sizes: str = "1,10,100,400") -> None:
@@ -44,8 +54,11 @@ def main(output: str = "", repeats: int = 7, sizes: str = "1,10,100,400") -> Non
     with connect(cluster):
         embedded = measure_embedded(repeats)
         points = measure_sync(megabytes, repeats)
-    law = fit(points)
-    report = {**embedded, "sync": points, "law": law, "extrapolated": extrapolate(law)}
+        torch.set_num_threads(1)  # the trainer's, as many as a worker has
+        terms = [measure_terms(workers, repeats) for workers in STEP_WORKERS]
+    law = fit_sync(points)
+    report = {"rows": ROWS, **embedded, "sync": points, "law": law, "extrapolated": extrapolate_sync(law)}
+    report["step"] = step_report(terms, law, embedded["weights_mb"])
     show(report)
     if output:
         Path(output).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
@@ -54,28 +67,19 @@ def main(output: str = "", repeats: int = 7, sizes: str = "1,10,100,400") -> Non
 def measure_embedded(repeats: int) -> dict[str, float]:
     """Median seconds for the embedded policy: rollouts by both engines, weight sync, the rest of a training step."""
     model, tokenizer = load_tiny()
-    spec = EngineSpec(
-        model=str(TINY_PATH),
-        eos_ids=frozenset([tokenizer.eos_token_id]),
-        rollout=RolloutConfig(max_new_tokens=CAP),
-    )
-    prompts = [tuple(tokenizer(p.prompt)["input_ids"]) for p in arithmetic("train", ROWS // GROUP, 0, "medium")]
+    spec, prompts = engine_spec(tokenizer), encoded(tokenizer)
     local, pool = build_engine(spec), RolloutPool(spec, ClusterConfig(num_workers=2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)  # the weights stay, the work is the same
     torch.set_num_threads(2)
     seconds: dict[str, list[float]] = {"in_process": [], "two_workers": [], "sync": [], "train": []}
     for visit in range(repeats + 1):
-        requests = [
-            Request(prompts[i // GROUP], derive_key(0, "scaling", i, visit), CAP, expected_tokens=CAP // 2)
-            for i in range(ROWS)
-        ]
+        requests = asked(prompts, visit)
         seconds["in_process"].append(clock(local.generate, requests))
         seconds["two_workers"].append(clock(pool.generate, requests))
         done, _ = pool.generate(requests)
-        if [c.tokens for c in done] != [c.tokens for c in local.generate(requests)[0]]:
-            raise SystemExit("the two engines sampled different tokens; the comparison means nothing")
-        rows = [[*r.prompt, *c.tokens] for r, c in zip(requests, done, strict=True)]
-        seconds["train"].append(clock(train_step, model, optimizer, rows))
+        check_equal(done, local.generate(requests)[0], "the two engines")
+        rows = texts(requests, done)
+        seconds["train"].append(clock(train_step, model, optimizer, rows, torch.ones(ROWS)))
         seconds["sync"].append(clock(send, pool, model, visit, rows[0]))
     pool.close()
     medians = {f"{name}_s": statistics.median(values[1:]) for name, values in seconds.items()}  # the first warms up
@@ -84,21 +88,124 @@ def measure_embedded(repeats: int) -> dict[str, float]:
         **medians,
         "workers_over_in_process": medians["two_workers_s"] / medians["in_process_s"],
         "sync_share_of_step": medians["sync_s"] / step,
+        "weights_mb": sum(p.numel() * p.element_size() for p in model.parameters()) / MB,
     }
 
 
-def clock(work: Callable[..., object], *args: object) -> float:
+def measure_terms(workers: int, repeats: int) -> dict[str, float]:
+    """Median seconds of the terms of a step, one after the other, while the embedded policy learns.
+
+    `unchanged_ratio`: of the texts rolled out with the weights of one update before, how many came out as they were.
+    """
+    model, tokenizer = load_tiny()
+    prompts = encoded(tokenizer)
+    pool = RolloutPool(engine_spec(tokenizer), ClusterConfig(num_workers=workers))
+    optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATE, weight_decay=0.0)
+    seen: dict[str, list[float]] = {"rollout_s": [], "rest_s": [], "verify_s": [], "sync_s": [], "unchanged_ratio": []}
+    requests = asked(prompts, 0, plain=True)
+    patience, (done, _) = timed(pool.generate, requests)
+    for visit in range(1, repeats + 2):
+        rows, gains = texts(requests, done), advantages(tokenizer, done)
+        requests = asked(prompts, visit, plain=True)
+        ahead = roll_ahead(pool, requests, patience)
+        seen["rest_s"].append(clock(train_step, model, optimizer, rows, gains))
+        seen["sync_s"].append(clock(send, pool, model, visit, rows[0]))
+        verify_s, (verified, _) = timed(pool.generate, drafted(requests, ahead))
+        rollout_s, (done, _) = timed(pool.generate, requests)
+        check_equal(done, verified, "plain decoding and verification")
+        seen["verify_s"].append(verify_s)
+        seen["rollout_s"].append(rollout_s)
+        same = [list(ahead[r.key].tokens) == c.tokens for r, c in zip(requests, done, strict=True)]
+        seen["unchanged_ratio"].append(statistics.fmean(same))
+    pool.close()
+    medians = {name: statistics.median(values[1:]) for name, values in seen.items()}  # the first warms up
+    return {"workers": workers, **medians}
+
+
+def roll_ahead(pool: RolloutPool, requests: Sequence[Request], patience: float) -> dict[int, AheadText]:
+    """Whole texts of the requests by key, by workers that have nothing else to do. Args: patience: between looks."""
+    found: dict[int, AheadText] = {}
+    while left := [r for r in requests if r.key not in found or found[r.key].finish is None]:
+        pool.begin(drafted(left, found))
+        pool.generate([])  # leaves every worker to what was begun
+        time.sleep(patience)
+        found |= pool.stop()[0]
+    return found
+
+
+def drafted(requests: Sequence[Request], ahead: Mapping[int, AheadText]) -> list[Request]:
+    """The requests with drafts of what was rolled out ahead of them, as rollout/speculative.py makes them."""
+    shared = {request.prompt: PromptTexts() for request in requests}
+    found = []
+    for request in requests:
+        text = ahead.get(request.key)
+        drafter = SuffixDrafter(shared[request.prompt], ahead=text.tokens if text else None)
+        expected = 1 if text and text.finish else request.expected_tokens
+        found.append(replace(request, drafter=drafter, plain=False, expected_tokens=expected))
+    return found
+
+
+def problems() -> list[Problem]:
+    return arithmetic("train", ROWS // GROUP, 0, "medium")
+
+
+def encoded(tokenizer: PreTrainedTokenizerBase) -> list[tuple[int, ...]]:
+    """Their prompts."""
+    return [tuple(tokenizer(problem.prompt)["input_ids"]) for problem in problems()]
+
+
+def engine_spec(tokenizer: PreTrainedTokenizerBase) -> EngineSpec:
+    rollout = RolloutConfig(max_new_tokens=CAP)
+    return EngineSpec(model=str(TINY_PATH), eos_ids=frozenset([tokenizer.eos_token_id]), rollout=rollout)
+
+
+def asked(prompts: Sequence[tuple[int, ...]], visit: int, plain: bool = False) -> list[Request]:
+    """ROWS rows with the noise of a visit, GROUP of each prompt."""
+    keys = [derive_key(0, "scaling", i, visit) for i in range(ROWS)]
+    return [Request(prompts[i // GROUP], keys[i], CAP, expected_tokens=CAP // 2, plain=plain) for i in range(ROWS)]
+
+
+def texts(requests: Sequence[Request], done: Sequence[Completion]) -> list[list[int]]:
+    return [[*r.prompt, *c.tokens] for r, c in zip(requests, done, strict=True)]
+
+
+def check_equal(these: Sequence[Completion], those: Sequence[Completion], who: str) -> None:
+    if [c.tokens for c in these] != [c.tokens for c in those]:
+        raise SystemExit(f"{who} sampled different tokens; the comparison means nothing")
+
+
+def timed(work: Callable[..., Any], *args: object) -> tuple[float, Any]:
+    """Seconds, and what came of them."""
     began = time.perf_counter()
-    work(*args)
-    return time.perf_counter() - began
+    result = work(*args)
+    return time.perf_counter() - began, result
 
 
-def train_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, rows: list[list[int]]) -> None:
-    """Forward, backward and optimiser step on right-padded rows, as heavy as one policy-gradient update."""
+def clock(work: Callable[..., object], *args: object) -> float:
+    return timed(work, *args)[0]
+
+
+def advantages(tokenizer: PreTrainedTokenizerBase, done: Sequence[Completion]) -> Tensor:
+    """Of each row, (ROWS,): 1 for a right answer, else 0, less the mean of its prompt's rows."""
+    answers = [f"#### {problem.answer}" for problem in problems() for _ in range(GROUP)]
+    written = [tokenizer.decode(c.tokens, skip_special_tokens=True) for c in done]
+    right = torch.tensor([text.endswith(answer) for text, answer in zip(written, answers, strict=True)]).float()
+    groups = right.view(-1, GROUP)
+    return (groups - groups.mean(1, keepdim=True)).flatten()
+
+
+def train_step(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, rows: list[list[int]], advantages: Tensor
+) -> None:
+    """Forward, backward and optimiser step of a policy gradient on right-padded rows.
+
+    Args: advantages: (rows,). Where they add up to 0 over the rows of a prompt, the prompt itself gets no gradient.
+    """
     width = max(map(len, rows))
     ids = torch.tensor([row + [0] * (width - len(row)) for row in rows])
-    logp = model(input_ids=ids).logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None])
-    (-logp.mean()).backward()
+    written = torch.tensor([[1.0] * (len(row) - 1) + [0.0] * (width - len(row)) for row in rows])
+    logp = model(input_ids=ids).logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
+    (-(advantages[:, None] * written * logp).sum() / written.sum()).backward()
     optimizer.step()
     optimizer.zero_grad()
 
@@ -133,62 +240,6 @@ def measure_sync(megabytes: list[float], repeats: int) -> list[dict[str, float]]
     for pool in pools:
         pool.close()
     return points
-
-
-def fit(points: list[dict[str, float]]) -> dict[str, float]:
-    """The law t = a + mb / put + workers * (b + mb / copy): least squares of relative errors, no negative term."""
-    terms = {
-        "a": lambda p: 1.0,
-        "put": lambda p: p["mb"],
-        "b": lambda p: p["workers"],
-        "copy": lambda p: p["workers"] * p["mb"],
-    }
-    names = list(terms)
-    while True:
-        matrix = np.array([[terms[name](p) / p["seconds"] for name in names] for p in points])
-        solution = np.linalg.lstsq(matrix, np.ones(len(points)), rcond=None)[0]
-        if (solution >= 0).all():
-            break
-        names.pop(int(solution.argmin()))
-    found = dict.fromkeys(terms, 0.0) | dict(zip(names, solution.tolist(), strict=True))
-    return {
-        "a_s": found["a"],
-        "put_s_per_mb": found["put"],
-        "b_s_per_worker": found["b"],
-        "copy_s_per_worker_mb": found["copy"],
-        "largest_relative_error": float(np.abs(matrix @ solution - 1).max()),
-    }
-
-
-def predict(law: dict[str, float], mb: float, workers: int) -> float:
-    return law["a_s"] + mb * law["put_s_per_mb"] + workers * (law["b_s_per_worker"] + mb * law["copy_s_per_worker_mb"])
-
-
-def extrapolate(law: dict[str, float]) -> list[dict[str, float | str]]:
-    """Seconds by the law, far outside what was measured and as if all workers shared one machine's memory bus."""
-    return [
-        {"model": name, "workers": workers, "seconds": predict(law, 2 * parameters / MB, workers)}
-        for (name, parameters), workers in product(MODELS.items(), (1, 2, 4, 8, 16, 64))
-    ]
-
-
-def show(report: dict) -> None:
-    print(
-        f"embedded policy, {ROWS} rows: in process (2 threads) {report['in_process_s']:.3f} s, two workers (1 thread "
-        f"each) {report['two_workers_s']:.3f} s, ratio {report['workers_over_in_process']:.3f}\n"
-        f"weight sync {report['sync_s'] * 1e3:.1f} ms, training {report['train_s']:.3f} s: "
-        f"{report['sync_share_of_step']:.2%} of a step\n\nmeasured sync (seconds)"
-    )
-    for point in report["sync"]:
-        print(f"  {point['mb']:6g} MB, {point['workers']} workers: {point['seconds']:.4f}")
-    law = report["law"]
-    print(
-        f"law: t = {law['a_s']:.4f} + MB * {law['put_s_per_mb']:.6f} + workers * ({law['b_s_per_worker']:.4f} + "
-        f"MB * {law['copy_s_per_worker_mb']:.6f}) s, within {law['largest_relative_error']:.0%} of every point\n\n"
-        "EXTRAPOLATED by the law, one machine, bfloat16 (seconds)"
-    )
-    for point in report["extrapolated"]:
-        print(f"  {point['model']:>5}, {point['workers']:2} workers: {point['seconds']:.2f}")
 
 
 if __name__ == "__main__":

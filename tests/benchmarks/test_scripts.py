@@ -16,8 +16,10 @@ from tests.runs import ROOT
 pytestmark = pytest.mark.long
 
 
-ELSEWHERE = {"ablation", "budget", "curves", "picture", "soak", "soak_checks", "soak_life", "vllm_baseline", "trees"}
-"""Run by a test of their own, or parts of another script."""
+ELSEWHERE = {"ablation", "budget", "curves", "picture", "soak", "vllm_baseline", "trees"}
+"""Run by a test of their own."""
+PARTS = {"scaling_law", "scaling_tables", "soak_checks", "soak_life"}
+"""Of other scripts."""
 
 
 def told(out):
@@ -26,7 +28,7 @@ def told(out):
 
 def test_no_script_is_left_out():
     scripts = {path.stem for path in (ROOT / "benchmarks").iterdir() if path.suffix in (".py", ".sh")}
-    assert {name for name in scripts - ELSEWHERE if f"test_{name}" not in globals()} == set()
+    assert {name for name in scripts - ELSEWHERE - PARTS if f"test_{name}" not in globals()} == set()
 
 
 def test_embedded_run(tmp_path):
@@ -64,7 +66,7 @@ def test_noise(monkeypatch, tmp_path):
     assert min(case[part] for part in ("head", "draw", "compiled draw")) > 0
 
 
-def test_scaling(monkeypatch, tmp_path):
+def test_scaling(monkeypatch, tmp_path, capsys):
     pytest.importorskip("ray")
     from benchmarks import scaling
 
@@ -74,6 +76,10 @@ def test_scaling(monkeypatch, tmp_path):
     found = told(tmp_path / "out.json")
     assert len(found["sync"]) == 4
     assert min(found[key] for key in ("in_process_s", "two_workers_s", "sync_s", "train_s")) > 0
+    assert [point["workers"] for point in found["step"]["measured"]] == [1, 2]
+    terms = ("rollout_s", "rest_s", "verify_s", "sync_s", "unchanged_ratio")
+    assert min(point[term] for point in found["step"]["measured"] for term in terms) > 0
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
 
 
 def test_stop_rules(tmp_path):
