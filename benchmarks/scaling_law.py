@@ -56,14 +56,16 @@ def step(terms: Terms, workers: int) -> dict[str, float]:
     """Seconds of a step. With n workers, g(n) the rollout, u the rest, v(n) the verification and sync(n) the weights:
 
         synchronous    g + u + sync            workers wait for the update, the trainer for the rollout
-        ahead          max(g, u) + v + sync    workers begin the next batch during u, then verify what there is of it
+        ahead          max(g, u) + v min(1, u / g) + sync
+                                               workers begin the next batch during u, then verify what there is of it
         one step off   max(g, u) + sync        the next batch is trained on as it is: text of stale weights
 
-    Where g > u the part g - u is decoded after the update, behind verified text; v counts in full there, though less is
-    verified, so `ahead` is an upper bound. One step off is asynchronous training, which is another run: a lower bound.
+    Where g > u only the share u / g of the batch is there to be verified, and the part g - u is decoded behind it. One
+    step off is asynchronous training, which is another run: a lower bound.
     """
     g, u, v, sync = terms.rollout.over(workers), terms.rest_s, terms.verify.over(workers), terms.sync(workers)
-    return {"synchronous_s": g + u + sync, "ahead_s": max(g, u) + v + sync, "one_step_off_s": max(g, u) + sync}
+    ahead = max(g, u) + v * min(1.0, u / g) + sync
+    return {"synchronous_s": g + u + sync, "ahead_s": ahead, "one_step_off_s": max(g, u) + sync}
 
 
 def with_history(terms: Terms) -> Terms:

@@ -52,7 +52,7 @@ def show_step(report: dict[str, Any], console: Console) -> None:
         f"  within {law['largest_relative_error']:.0%} of every g and v, two of each for two unknowns;\n"
         f"  sync = {law['sync_s']:.4f} + {law['sync_s_per_worker']:.4f} n by the law above, as if on one machine\n"
         "  synchronous    g + u + sync\n"
-        "  ahead          max(g, u) + v + sync, or less: where g > u less is verified\n"
+        "  ahead          max(g, u) + v min(1, u / g) + sync\n"
         "  one step off   max(g, u) + sync, and trains on text of stale weights"
     )
     for history in (False, True):

@@ -29,7 +29,7 @@ from rollout.engines.base import EngineSpec, Probe
 from rollout.keys import derive_key
 from rollout.types import Completion, EngineStats, Request, RolloutError
 from rollout.workers.pool import RolloutPool
-from rollout.workers.worker import Failure, RolloutWorker, StaleWeights, spread, to_arrays, to_tensors
+from rollout.workers.worker import Failure, RolloutWorker, StaleWeights, Started, spread, to_arrays, to_tensors
 from specrl.run.cluster import connect
 
 ROOT = Path(__file__).parents[3]
@@ -293,7 +293,7 @@ def test_rows_of_unknown_length_count_with_their_cap():
 @pytest.fixture
 def worker(own):
     worker = RolloutWorker(0)
-    assert worker.run("start", build, own(), 1, None, 0, None) == os.getpid()
+    assert worker.run("start", build, own(), 1, None, 0, None) == Started(os.getpid(), gpu="", ahead=True)
     return worker
 
 
