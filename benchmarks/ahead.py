@@ -68,6 +68,8 @@ class AheadConfig(Config):
 
 
 def main(config: AheadConfig, words: Sequence[str]) -> int:
+    if not config.cluster.num_workers:
+        raise ConfigError("cluster.num_workers=0: without workers nothing is rolled out ahead. Leave it at 1.")
     if len(os.sched_getaffinity(0)) < 2:
         raise ConfigError("This machine has one usable core; the trainer and its rollout workers need one each.")
     given = {key: value for key, value in options.parse(words).items() if key not in OWN}

@@ -14,6 +14,7 @@ from benchmarks import ahead
 from benchmarks.ahead_run import Baton, Turns
 from benchmarks.timeline import spans
 from rollout.types import RolloutError
+from specrl.config import load as cli
 from specrl.config.options import ConfigError
 from tests.runs import ROOT
 
@@ -142,3 +143,11 @@ def test_planted_fault_a_pair_that_shows_nothing(ended, tmp_path, fault, error, 
     ended(**fault)
     with pytest.raises(error, match=message):
         ahead.pair({"seed": "0"}, tmp_path)
+
+
+def test_a_run_without_workers_is_refused():
+    words = ahead.with_settings(["cluster.num_workers=0"])
+    config = cli.load(words, ahead.AheadConfig)
+    assert config.trainer.epochs == 3, "as SETTINGS say"
+    with pytest.raises(ConfigError, match="num_workers=0"):
+        ahead.main(config, words)
