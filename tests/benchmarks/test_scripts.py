@@ -16,9 +16,9 @@ from tests.runs import ROOT
 pytestmark = pytest.mark.long
 
 
-ELSEWHERE = {"ablation", "budget", "curves", "picture", "soak", "vllm_baseline", "trees"}
+ELSEWHERE = {"ablation", "budget", "curves", "picture", "soak", "vllm_baseline", "timeline", "trees"}
 """Run by a test of their own."""
-PARTS = {"scaling_law", "scaling_tables", "soak_checks", "soak_life"}
+PARTS = {"ahead_run", "scaling_law", "scaling_tables", "soak_checks", "soak_life"}
 """Of other scripts."""
 
 
@@ -143,6 +143,21 @@ def test_rivals(tmp_path):
     methods = {line["method"]: line for line in told(tmp_path / "out.json")["methods"]}
     assert methods["specrl exact, replay 0"]["identical"] == 8
     assert methods["vLLM"]["speedup"] == 1.0
+
+
+def test_ahead(tmp_path):
+    pytest.importorskip("ray")
+    out, picture = tmp_path / "out.json", tmp_path / "out.png"
+    small = ["repeats=1", "trainer.epochs=2", "dataset.train_size=8", "rollout.max_new_tokens=16"]
+    for words in (["ahead", *small, f"out={out}"], ["timeline", f"run={out}", f"out={picture}"]):
+        command = [sys.executable, "-m", f"benchmarks.{words[0]}", *words[1:]]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
+        assert done.returncode == 0, done.stderr
+    line = told(out)["epochs"][-1]
+    assert (line["epoch"], line["steps"]) == ("all", 2)
+    assert line["auto"]["ahead"] > 0
+    assert "ahead" not in line["off"]
+    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 def test_house(tmp_path):

@@ -1,0 +1,117 @@
+"""One of two runs whose steps take turns: `python -m benchmarks.ahead_run SOCKET config=NAME key=value ...`.
+
+benchmarks/ahead.py starts both. The rollout workers have the second usable core, everything else has the first.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import time
+from contextlib import suppress
+from functools import partial
+
+import psutil
+from transformers import TrainerCallback
+
+from benchmarks.ahead import TURNS_FILE
+from rollout.types import RolloutError
+from specrl.config import load as cli
+from specrl.config.schema import Config
+from specrl.run import preflight, setup
+from specrl.run.resume import claimed
+from specrl.train import recorded, save
+
+
+class Baton:
+    """One of two processes holds it. The other one waits for it, and has it for good once its holder has ended.
+
+    Args: descriptor: of one end of a pair of sockets.
+    """
+
+    def __init__(self, descriptor: int):
+        os.set_inheritable(descriptor, False)  # or processes that outlive this one would keep it open
+        self._socket = socket.socket(fileno=descriptor)
+
+    def wait(self) -> None:
+        with suppress(ConnectionError):
+            self._socket.recv(1)
+
+    def pass_on(self) -> None:
+        with suppress(ConnectionError):
+            self._socket.send(b".")
+
+
+class Turns(TrainerCallback):
+    """Runs a rollout and its updates, a turn, only while it has the baton; `done` has what each took.
+
+    A turn ends with the weights on their way to the workers, with which the next rollout would begin: so its workers
+    stop what they roll out ahead, which is kept, and stand still while the other run has its turn. The last turn has no
+    such end, and is left out.
+    """
+
+    def __init__(self, run: setup.Run, baton: Baton):
+        self._rollouts, self._baton = run.trainer.rollouts, baton
+        self._updates = run.config.trainer.steps_per_rollout
+        self._began = 0.0
+        self.done: list[dict[str, float]] = []
+
+    def on_step_begin(self, args, state, control, **kwargs) -> None:
+        if state.global_step % self._updates:
+            return
+        if state.global_step:
+            before = time.perf_counter()
+            self._rollouts.sync()
+            now = time.perf_counter()
+            first = state.global_step - self._updates + 1
+            self.done.append({"step": first, "seconds": now - self._began, "sync": now - before})
+            self._baton.pass_on()
+        self._baton.wait()
+        self._began = time.perf_counter()
+
+
+def main(config: Config, descriptor: int) -> int:
+    """The run without its report; TURNS_FILE of its folder has its turns.
+
+    Raises:
+        RolloutError: it is to work ahead and does not, or a worker was replaced, so that its seconds say nothing.
+    """
+    baton, examples = Baton(descriptor), preflight.check(config)
+    with claimed(config) as (folder, checkpoint), setup.parts(config, folder, checkpoint, **examples) as run:
+        source = run.trainer.rollouts.source
+        if config.rollout.ahead != "off" and not source.runs_ahead:
+            raise RolloutError(f"nothing can be rolled out ahead: {source.not_ahead}")
+        pin(config.cluster.num_workers)
+        turns = Turns(run, baton)
+        run.trainer.add_callback(turns)  # before the one that times the steps
+        with recorded(run):
+            run.train()
+        if source.engine.replaced:
+            raise RolloutError(f"{source.engine.replaced} rollout workers died; start again")
+        save(run)
+        (folder / TURNS_FILE).write_text(json.dumps(turns.done), encoding="utf-8")
+    return 0
+
+
+def pin(workers: int) -> None:
+    """Gives all threads of the rollout workers the second core that this process may use, all others the first.
+
+    Raises:
+        RolloutError: there are not so many workers among the processes of the run.
+    """
+    own, of_workers = sorted(os.sched_getaffinity(0))[:2]
+    this, found = psutil.Process(), 0
+    for process in (this, *this.children(recursive=True)):
+        with suppress(psutil.NoSuchProcess, ProcessLookupError):  # it ends just now
+            is_worker = "RolloutWorker" in " ".join(process.cmdline())
+            for thread in process.threads():
+                os.sched_setaffinity(thread.id, {of_workers if is_worker else own})
+            found += is_worker
+    if found != workers:
+        raise RolloutError(f"{found} of {workers} rollout workers are processes of this run. Leave cluster.address out")
+
+
+if __name__ == "__main__":
+    raise SystemExit(cli.run(partial(main, descriptor=int(sys.argv[1])), sys.argv[2:]))
