@@ -18,15 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
-from rollout.cache.disk import (
-    SNAPSHOT,
-    DamagedError,
-    Fingerprint,
-    Header,
-    OlderFormatError,
-    open_snapshot,
-    write_snapshot,
-)
+from rollout.cache.disk import SNAPSHOT, Fingerprint, Header, write_snapshot
 from rollout.cache.record import Entry, complaint, origin, pack, unpack
 from rollout.types import CacheError, Trajectory
 
@@ -152,6 +144,8 @@ class TrajectoryCache:
         that reads begin there. Raises CacheError on another identity, a newer format, a header that
         no specrl of this format writes, or a path that cannot be read.
         """
+        from rollout.cache.reading import DamagedError, OlderFormatError, open_snapshot
+
         cache, path = cls(fingerprint, vocab_size, eos_ids, max_mb=max_mb), Path(directory) / SNAPSHOT
         try:
             with open_snapshot(Path(directory)) as (header, rows):

@@ -82,7 +82,7 @@ def _held(run_dir: Path, output_dir: str) -> Iterator[None]:
 
 def _checkpoint(config: Config, run_dir: Path) -> Path | None:
     """Where a directory that is ours goes on; None for a new run."""
-    from trainers.checkpoint import leave_aside, marked, newest
+    from trainers.checkpoint import marked
 
     saved, checkpoints = run_dir / "config.yaml", run_dir / "checkpoints"
     if saved.exists() and config.resume == "no":
@@ -101,6 +101,8 @@ def _checkpoint(config: Config, run_dir: Path) -> Path | None:
             f"resume=auto would go on with other settings than {run_dir} began with: {'; '.join(map(str, changed))}. "
             f"{_length_rule(config, [change.key for change in changed])}Restore them, or start another name."
         )
+    from trainers.newest import leave_aside, newest
+
     text_decides = config.rollout.old_text_stands and not config.rollout.cache.clear
     if found := newest(checkpoints, text_decides=text_decides):
         leave_aside(checkpoints, found)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pyarrow.parquet as pq
 import pytest
 
-from rollout.cache import disk as store
+from rollout.cache import disk, reading
 from rollout.cache.disk import LOCK, SNAPSHOT
 from rollout.cache.memory import Fingerprint, TrajectoryCache
 from rollout.types import CacheError, Trajectory
@@ -75,9 +75,9 @@ def test_data_then_rename_then_directory_reach_the_disk(tmp_path, monkeypatch):
 
 def test_newer_format_is_an_error_and_older_is_cold(tmp_path, monkeypatch, caplog):
     for written, now in [(2, 1), (1, 2)]:
-        monkeypatch.setattr(store, "FORMAT", written)
+        monkeypatch.setattr(disk, "FORMAT", written)
         saved(tmp_path, entries())
-        monkeypatch.setattr(store, "FORMAT", now)
+        monkeypatch.setattr(reading, "FORMAT", now)
         if written > now:
             with pytest.raises(CacheError, match=r"format 2; this version .* up to 1\. Update specrl, or .*clear=true"):
                 load(tmp_path)

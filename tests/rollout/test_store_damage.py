@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rollout.cache import disk as store
+from rollout.cache import reading
 from rollout.cache.disk import LOCK, SNAPSHOT
 from rollout.types import CacheError
 from specrl.cache import main
@@ -157,7 +157,7 @@ def test_the_flip_test_can_fail(damaged, monkeypatch):
         def __eq__(self, other):
             return True
 
-    monkeypatch.setattr(store, "row_checksum", lambda *row: Agrees())
+    monkeypatch.setattr(reading, "row_checksum", lambda *row: Agrees())
     assert any(damaged(flip)[2] for flip in flips(damaged.size))
 
 
