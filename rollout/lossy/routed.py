@@ -9,8 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -116,9 +115,7 @@ class RoutedEngine(LocalModel):
             check_request(request, self.vocab, self.context, self.limit)
         stats = EngineStats()
         rows = [_Row(i, request) for i, request in enumerate(requests)]
-        with ExitStack() as stack:
-            stack.enter_context(self.policy.inference())
-            stack.enter_context(self._draft.inference())
+        with self.policy.inference(), self._draft.inference():
             for i in range(0, len(rows), self.limits.rows_per_batch):
                 self._run_steps(rows[i : i + self.limits.rows_per_batch], stats)
         return [self._completion(row) for row in rows], stats
@@ -152,12 +149,10 @@ class RoutedEngine(LocalModel):
         stats.draft_s += time.perf_counter() - began
         stats.drafted += sum(len(step.tokens) for step in drafted.values())
         sound = [i for i, step in drafted.items() if self._sound(step)]
-        begun: dict[int, Step] = {}
-        if "likelihood" in self.router.needs and sound:
-            begun = self._read_drafts(policy, rows, {i: drafted[i] for i in sound}, stats)
-        rivals: dict[int, Step] = {}
-        if "rival" in self.router.needs:
-            rivals = self._write_by_policy(policy, everyone, begun, stats)
+        read = sound if "likelihood" in self.router.needs else []
+        begun = self._read_drafts(policy, rows, {i: drafted[i] for i in read}, stats)
+        compared = everyone if "rival" in self.router.needs else {}
+        rivals = self._write_by_policy(policy, compared, begun, stats)
         wanted = set(everyone) - set(sound)
         stats.route_faults += len(wanted)
         began = time.perf_counter()
@@ -192,7 +187,7 @@ class RoutedEngine(LocalModel):
         """
         began = time.perf_counter()
         found = policy.follow({i: [*rows[i].tokens, *step.tokens] for i, step in drafted.items()}, last=False)
-        self._check_policy(fed.usable for fed in found.values())
+        refuse_unusable((fed.usable for fed in found.values()), self.weight_version)
         begun = {}
         for i, fed in found.items():
             step, first = drafted[i], len(rows[i].tokens) - fed.at
@@ -209,13 +204,10 @@ class RoutedEngine(LocalModel):
         began = time.perf_counter()
         written = self._write("policy", policy, rows, begun)
         stats.decode_s += time.perf_counter() - began
-        self._check_policy(step.end != "broken" for step in written.values())
+        refuse_unusable((step.end != "broken" for step in written.values()), self.weight_version)
         for step in written.values():
             step.policy_logprobs = step.logprobs
         return written
-
-    def _check_policy(self, usable: Iterable[bool]) -> None:
-        refuse_unusable(usable, self.weight_version)
 
     def _write(self, source: Source, reader: Reader, rows: dict[int, _Row], begun: dict) -> dict[int, Step]:
         """Lets one model write one step of each row, from where it has begun."""
@@ -249,8 +241,8 @@ class RoutedEngine(LocalModel):
     def _read(self, policy: Reader, rows: dict[int, _Row]) -> None:
         """The policy's log-probs of what it has not read of finished responses, in one pass."""
         behind = {i: row.tokens for i, row in rows.items() if any(map(math.isnan, row.logprobs))}
-        found = policy.follow(behind, last=False) if behind else {}
-        self._check_policy(fed.usable for fed in found.values())
+        found = policy.follow(behind, last=False)
+        refuse_unusable((fed.usable for fed in found.values()), self.weight_version)
         for i, fed in found.items():
             rows[i].read(fed)
 

@@ -19,9 +19,9 @@ from specrl.evaluate import main as evaluate
 from specrl.generate import GenerateConfig
 from specrl.generate import main as generate
 from specrl.lossy.pair import load_pair
-from specrl.lossy.routing import StepValues, advantage, prefix
+from specrl.lossy.routing import StepValues, advantage, collect, revalued, step_prefix
 from specrl.run.data import load_examples
-from specrl.train_router import TrainRouterConfig, collect, revalued
+from specrl.train_router import TrainRouterConfig
 from specrl.train_router import main as train_router
 from tests import runs
 from trainers.lossy.router import Record, curve
@@ -84,7 +84,9 @@ def candidates(pair, examples, seed=0):
 
 def test_a_value_is_the_mean_reward_of_plain_continuations(pair, examples, rewards):
     values, plain = StepValues(pair, rewards, 3, seed=0), pair.plain(pair.policy)
-    asked = [prefix(c, c.step, e, pair.tokenizer) for c, e in zip(candidates(pair, examples), examples, strict=True)]
+    asked = [
+        step_prefix(c, c.step, e, pair.tokenizer) for c, e in zip(candidates(pair, examples), examples, strict=True)
+    ]
     found = values(asked)
     for p, value in zip(asked, found, strict=True):
         cap = pair.config.rollout.max_new_tokens
@@ -101,7 +103,7 @@ def test_a_value_is_the_mean_reward_of_plain_continuations(pair, examples, rewar
 def cli_sample(p, text):
     from reward.base import Sample
 
-    return Sample(p.prompt, p.text + text, p.answer, p.fields)
+    return Sample(p.prompt, p.completion + text, p.answer, p.fields)
 
 
 def test_the_oracle_never_escalates_without_an_advantage(pair, examples, rewards):

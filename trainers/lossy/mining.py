@@ -49,9 +49,7 @@ class Miner:
 
     def __init__(self, model: torch.nn.Module, sampling: Sampling, cap: int, tokens_per_pass: int):
         greedy = replace(sampling, temperature=0.0, top_k=0, top_p=1.0)
-        limits = Limits(tokens_per_pass=tokens_per_pass)
-        self._engine = TransformersEngine(model, greedy, limits=limits)
-        self._ragged = RaggedModel(self._engine.model, greedy, limits)
+        self._engine = TransformersEngine(model, greedy, limits=Limits(tokens_per_pass=tokens_per_pass))
         self._eos_ids, self._cap = sampling.eos_ids, cap
 
     def __call__(
@@ -94,11 +92,11 @@ class Miner:
 
     def _states(self, prompts: Sequence[Sequence[int]], mined: Sequence[Mined]) -> Tensor:
         """The policy's states [N, H] after each draft token."""
-        states = [torch.zeros(0, self._engine.model.config.hidden_size)]
+        states, model = [torch.zeros(0, self._engine.model.config.hidden_size)], self._engine.policy
         for at in range(0, len(mined), ROWS_PER_READ):
             some = mined[at : at + ROWS_PER_READ]
             texts = {n: list(m.prefix) for n, m in enumerate(some)}
-            states.append(torch.stack([s for _, s in read(self._ragged, [prompts[m.row] for m in some], texts)]).cpu())
+            states.append(torch.stack([s for _, s in read(model, [prompts[m.row] for m in some], texts)]).cpu())
         return torch.cat(states)
 
 
