@@ -108,8 +108,8 @@ def main(config: RouterBenchConfig) -> int:
 def routers(config: RouterBenchConfig, pair, examples: Sequence, rewards) -> dict:
     """The router of each method that was asked for."""
     from rollout.lossy.pair import fingerprint
-    from rollout.lossy.scores import by_advantage, by_entropy, by_likelihood, by_reward, load_learned
-    from specrl.lossy.routing import StepValues, advantage, step_prefix
+    from rollout.lossy.router import by_advantage, by_entropy, by_likelihood, by_reward, load_learned
+    from specrl.lossy.routing import StepValues, advantage, prefix
 
     folder, separators = Path(config.rollout.routed.path), config.rollout.routed.step_separators
     values = StepValues(pair, rewards, config.continuations, config.seed + 2)
@@ -120,7 +120,7 @@ def routers(config: RouterBenchConfig, pair, examples: Sequence, rewards) -> dic
         )
 
     def true_values(candidates: Sequence) -> list[float]:
-        return values([step_prefix(c, c.step, examples[c.row], pair.tokenizer) for c in candidates])
+        return values([prefix(c, c.step, examples[c.row], pair.tokenizer) for c in candidates])
 
     made = {
         "entropy": lambda: by_entropy(0.0),

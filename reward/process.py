@@ -83,13 +83,12 @@ class TransformersPRM:
             )
         self._rows_per_pass = rows_per_pass
 
-    def __call__(self, prefixes: Sequence[Prefix]) -> list[float | None]:
-        found: list[float | None] = []
-        for i in range(0, len(prefixes), self._rows_per_pass):
-            found += self._score(prefixes[i : i + self._rows_per_pass])
-        return found
+    def __call__(self, prefixes: Sequence[Sample]) -> list[float | None]:
+        """How good each response is so far, None for a value that is no number."""
+        starts = range(0, len(prefixes), self._rows_per_pass)
+        return [value for i in starts for value in self._score(prefixes[i : i + self._rows_per_pass])]
 
-    def _score(self, prefixes: Sequence[Prefix]) -> list[float | None]:
+    def _score(self, prefixes: Sequence[Sample]) -> list[float | None]:
         texts = [prefix.prompt + prefix.completion for prefix in prefixes]
         inputs = [torch.tensor(self._tokenizer(text)["input_ids"]) for text in texts]
         ids = pad_sequence(inputs, batch_first=True).to(self._model.device)

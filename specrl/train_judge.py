@@ -62,8 +62,7 @@ def main(config: TrainJudgeConfig) -> int:
             learned_from, held = ([Drafted(e, i) for i, e in enumerate(examples[s])] for s in ("train", "test"))
         labels = mismatches(pair, learned_from, rewards, config.mismatches)
         judge, shuffled, report = fit_judges(labels, config, config.recall)
-        exact = JudgeHead(judge.weight, judge.bias, 0.0)
-        rules = {"exact": exact, "judge": judge, "shuffled labels": shuffled}
+        rules = {"exact": JudgeHead(judge.weight, judge.bias, 0.0), "judge": judge, "shuffled labels": shuffled}
         rules |= {} if config.cache else {"KL rule": KLJudge()}
         report["rules"] = compare(pair, rules, held, rewards)
     drafts = config.cache or fingerprint(pair.draft)

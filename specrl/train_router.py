@@ -50,17 +50,15 @@ def main(config: TrainRouterConfig) -> int:
     pair = load_pair(config)
     examples = load_examples(config.data, config.dataset, "train", config.seed)
     with closing(load_rewards(config.reward)) as rewards:
-        records = collect(pair, StepValues(pair, rewards, config.continuations, config.seed), examples)
-        learning, held = split(records, 0.2, config.seed)
-        again = revalued(pair, StepValues(pair, rewards, config.continuations, config.seed + 1), held, examples)
+        values, others = (StepValues(pair, rewards, config.continuations, config.seed + i) for i in (0, 1))
+        learning, held = split(collect(pair, values, examples), 0.2, config.seed)
+        again = revalued(held, values, others)
     weights, report = train(learning, held, again, config)
     card = {"kind": "arbitrage", "draft": fingerprint(pair.draft), "policy": fingerprint(pair.policy)}
     card |= {"separators": config.rollout.routed.step_separators, "weights": weights, "report": report}
-    out = Path(config.out)
-    out.mkdir(parents=True, exist_ok=True)
-    write_card(out, card)
+    write_card(config.out, card)
     lines = [json.dumps(asdict(record)) + "\n" for record in (*learning, *held)]
-    (out / "steps.jsonl").write_text("".join(lines), encoding="utf-8")
+    (Path(config.out) / "steps.jsonl").write_text("".join(lines), encoding="utf-8")
     print(json.dumps(report, indent=2))
     return 0
 

@@ -9,8 +9,7 @@ from rollout.config import JudgedConfig, RoutedConfig
 from rollout.engines.base import EngineSpec
 from rollout.lossy.judge import Judge, JudgeHead, KLJudge
 from rollout.lossy.pair import fingerprint
-from rollout.lossy.router import Router, Scorer
-from rollout.lossy.scores import SERVED, by_reward, load_learned
+from rollout.lossy.router import SERVED, Router, Scorer, by_reward, load_learned
 from rollout.lossy.steps import StepEnd
 from rollout.types import RolloutError
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -19,42 +19,35 @@ from rollout.engines.base import Limits, Sampling
 from rollout.engines.local.engine import LocalModel
 from rollout.engines.local.ragged import RaggedModel
 from rollout.engines.local.reader import Reader
-from rollout.engines.response import check_request, refuse_unusable
+from rollout.engines.response import Response, check_request, refuse_unusable
 from rollout.lossy.router import Router, decide
 from rollout.lossy.steps import Candidate, Source, Step, StepEnd
-from rollout.types import Completion, EngineStats, FinishReason, Request
-from rollout.verify import Drawn, accept_exact
+from rollout.types import Completion, EngineStats, Request
+from rollout.verify import Drawn, Stood, accept_exact
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class _Row:
-    """One response in the making."""
+class _Row(Response):
+    """One response in the making. Log-probs are NaN while the policy has not read the token; its passes count."""
 
-    place: int
-    request: Request
+    place: int = 0
     steps: list[Step] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    """Under the policy; NaN while the policy has not read the token."""
-    finish: FinishReason | None = None
-    passes: int = 0
 
     def read(self, fed: Drawn) -> None:
         """Takes the policy's log-probs of kept tokens from a pass over them."""
         for at, logprob in zip(range(fed.at, len(self.tokens)), fed.text_logprobs, strict=False):
             self.logprobs[at] = logprob
 
-    def keep(self, step: Step, eos_ids) -> None:
-        """Appends a step and ends the response where that is due."""
+    def keep(self, step: Step, eos_ids: Collection[int]) -> int:
+        """Appends a step and ends the response where that is due; returns how many tokens of it are the draft's."""
         self.steps.append(step)
-        self.tokens += step.tokens
-        self.logprobs += step.policy_logprobs or [float("nan")] * len(step.tokens)
-        if step.tokens[-1] in eos_ids:
-            self.finish = "stop"
-        elif len(self.tokens) >= self.request.max_new_tokens:
-            self.finish = "length"
+        drafted = len(step.tokens) if step.source == "draft" else 0
+        self.passes -= 1  # `emit` counts one for each step, which may have taken more or none
+        known = step.policy_logprobs or [math.nan] * len(step.tokens)
+        self.emit(Stood(step.tokens, known, step.logprobs, drafted), eos_ids)
+        return drafted
 
 
 @dataclass(frozen=True)
@@ -114,11 +107,11 @@ class RoutedEngine(LocalModel):
         for request in requests:
             check_request(request, self.vocab, self.context, self.limit)
         stats = EngineStats()
-        rows = [_Row(i, request) for i, request in enumerate(requests)]
+        rows = [_Row(request, drafting=False, place=i) for i, request in enumerate(requests)]
         with self.policy.inference(), self._draft.inference():
             for i in range(0, len(rows), self.limits.rows_per_batch):
                 self._run_steps(rows[i : i + self.limits.rows_per_batch], stats)
-        return [self._completion(row) for row in rows], stats
+        return [row.completion(self.weight_version) for row in rows], stats
 
     def _run_steps(self, rows: list[_Row], stats: EngineStats) -> None:
         """One batch: a step of every row in turn."""
@@ -127,8 +120,7 @@ class RoutedEngine(LocalModel):
         while rows:
             chosen = self._choose(draft, policy, rows, stats)
             for row, step in zip(rows, chosen, strict=True):
-                row.keep(step, self.sampling.eos_ids)
-                stats.accepted += len(step.tokens) if step.source == "draft" else 0
+                stats.accepted += row.keep(step, self.sampling.eos_ids)
             alive = [i for i, row in enumerate(rows) if row.finish is None]
             if len(alive) < len(rows):
                 if self.score_drafts:
@@ -233,7 +225,7 @@ class RoutedEngine(LocalModel):
     def _ended(self, row: _Row, step: Step) -> bool:
         """Notes why the step ends, if it does; the row's own cap cuts it like a step's."""
         end = self.step_end(step.tokens)
-        if end is None and len(row.tokens) + len(step.tokens) >= row.request.max_new_tokens:
+        if end is None and len(step.tokens) >= row.room:
             end = "cap"
         step.end = end or step.end
         return end is not None
@@ -245,8 +237,3 @@ class RoutedEngine(LocalModel):
         refuse_unusable((fed.usable for fed in found.values()), self.weight_version)
         for i, fed in found.items():
             rows[i].read(fed)
-
-    def _completion(self, row: _Row) -> Completion:
-        behaviour = [logprob for step in row.steps for logprob in step.logprobs]
-        drafted = [step.source == "draft" for step in row.steps for _ in step.tokens]
-        return Completion(row.tokens, row.logprobs, behaviour, drafted, row.finish, self.weight_version, row.passes)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from math import isfinite, nan
 from typing import Any
 
@@ -12,8 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from reward.process import Prefix, TransformersPRM, monte_carlo
 from reward.set import RewardSet
 from rollout.keys import derive_key
-from rollout.lossy.router import Scorer
-from rollout.lossy.scores import by_advantage, features, probability
+from rollout.lossy.router import Scorer, by_advantage, features, probability
 from rollout.lossy.steps import Candidate, Step
 from rollout.types import Request
 from specrl.config.options import ConfigError
@@ -27,18 +26,11 @@ from trainers.lossy.router import Record, accuracy_by_class, curve
 WALKS = {"oracle": 0.0, "draft": 1.0}  # advantage above which the walk goes on with the policy's step
 
 
-def prefix(
-    prompt: Sequence[int], response: Sequence[int], finished: bool, example: Example, tokenizer: PreTrainedTokenizerBase
-) -> Prefix:
-    """What a process reward sees of a response so far, given as token ids."""
-    text = tokenizer.decode(response, skip_special_tokens=True)
-    return Prefix(str(example.prompt), text, example.answer, example.fields, finished, (*prompt, *response))
-
-
-def step_prefix(candidate: Candidate, step: Step, example: Example, tokenizer: PreTrainedTokenizerBase) -> Prefix:
+def prefix(candidate: Candidate, step: Step, example: Example, tokenizer: PreTrainedTokenizerBase) -> Prefix:
     """What a process reward sees when the response goes on with `step`."""
-    response = [*candidate.response, *step.tokens]
-    return prefix(candidate.prompt, response, step.end == "eos", example, tokenizer)
+    response = (*candidate.response, *step.tokens)
+    text, tokens = tokenizer.decode(response, skip_special_tokens=True), (*candidate.prompt, *response)
+    return Prefix(str(example.prompt), text, example.answer, example.fields, step.end == "eos", tokens)
 
 
 def step_scorer(config: Config) -> Scorer | None:
@@ -50,7 +42,7 @@ def step_scorer(config: Config) -> Scorer | None:
     def scores(candidates: Sequence[Candidate]) -> list[float]:
         prompts = tokenizer.batch_decode([c.prompt for c in candidates], skip_special_tokens=True)
         given = zip(candidates, prompts, strict=True)
-        found = prm([step_prefix(c, c.step, Example("", prompt, None, {}), tokenizer) for c, prompt in given])
+        found = prm([prefix(c, c.step, Example("", prompt, None, {}), tokenizer) for c, prompt in given])
         return [nan if value is None else value for value in found]
 
     return scores
@@ -70,15 +62,19 @@ class StepValues:
         self._pair, self._engine = pair, pair.plain(pair.policy)
         self._keys = [derive_key(seed, "value", i, 0) for i in range(continuations)]
         self._score = lambda samples: rewards.score(samples).total
-        self._known: dict[tuple[int, ...], float] = {}
+        self.known: dict[tuple[int, ...], float] = {}
+        """Values by tokens of the prefix."""
+        self.asked: dict[tuple[int, ...], Prefix] = {}
+        """The prefixes, likewise."""
         self.decoded = 0
         """Tokens spent on continuations."""
 
     def __call__(self, prefixes: Sequence[Prefix]) -> list[float]:
-        new = {p.tokens: p for p in prefixes if p.tokens not in self._known}
+        new = {p.tokens: p for p in prefixes if p.tokens not in self.known}
+        self.asked |= new
         found = monte_carlo(list(new.values()), self._continue, self._score) if new else []
-        self._known |= {tokens: nan if value is None else value for tokens, value in zip(new, found, strict=True)}
-        return [self._known[p.tokens] for p in prefixes]
+        self.known |= {tokens: nan if value is None else value for tokens, value in zip(new, found, strict=True)}
+        return [self.known[p.tokens] for p in prefixes]
 
     def _continue(self, prefixes: Sequence[Prefix]) -> list[list[str]]:
         cap, count = self._pair.config.rollout.max_new_tokens, len(self._keys)
@@ -88,25 +84,18 @@ class StepValues:
         return [texts[i : i + count] for i in range(0, len(texts), count)]
 
 
-def advantage(
-    pair: Pair,
-    values: StepValues,
-    examples: Sequence[Example],
-    seen: Callable[[Candidate, Example, float, float], None] = lambda *_: None,
-) -> Scorer:
-    """The oracle's scorer: value of the policy's step less that of the draft's.
+def gains(values: StepValues, asked: Sequence[Prefix]) -> list[float]:
+    """Values of the policy's steps less those of the draft's, which come before them in `asked`."""
+    found = values(asked)
+    return [s_t - s_d for s_d, s_t in zip(found[::2], found[1::2], strict=True)]
 
-    Args: examples: of the requests, in their order; seen: told candidate, example, s_d and s_t of every step.
-    """
+
+def advantage(pair: Pair, values: StepValues, examples: Sequence[Example]) -> Scorer:
+    """The oracle's scorer. Args: examples: of the requests, in their order."""
 
     def scores(candidates: Sequence[Candidate]) -> list[float]:
-        owners = [examples[c.row] for c in candidates]
-        steps = [(c, step, e) for c, e in zip(candidates, owners, strict=True) for step in (c.step, c.rival)]
-        found = values([step_prefix(c, step, e, pair.tokenizer) for c, step, e in steps])
-        pairs = list(zip(found[::2], found[1::2], strict=True))
-        for candidate, example, (s_d, s_t) in zip(candidates, owners, pairs, strict=True):
-            seen(candidate, example, s_d, s_t)
-        return [s_t - s_d for s_d, s_t in pairs]
+        steps = [(c, step) for c in candidates for step in (c.step, c.rival)]
+        return gains(values, [prefix(c, step, examples[c.row], pair.tokenizer) for c, step in steps])
 
     return scores
 
@@ -118,15 +107,18 @@ def collect(pair: Pair, values: StepValues, examples: Sequence[Example]) -> list
     see, so the draft's own walk is recorded too (after DAgger, arXiv 1011.0686).
     """
     records: dict[tuple[int, ...], Record] = {}  # by the text: two walks may begin alike
+    scores = advantage(pair, values, examples)
 
-    def note(candidate: Candidate, example: Example, draft_value: float, policy_value: float) -> None:
-        if isfinite(draft_value) and isfinite(policy_value):  # a step without a value teaches nothing
-            before = (*candidate.prompt, *candidate.response)
-            steps = tuple(candidate.step.tokens), tuple(candidate.rival.tokens)
-            read = features(candidate)
-            records[before + steps[0]] = Record(example.id, read, before, *steps, draft_value, policy_value)
+    def noted(candidates: Sequence[Candidate]) -> list[float]:
+        found = scores(candidates)
+        for c in candidates:
+            before, steps = (*c.prompt, *c.response), (tuple(c.step.tokens), tuple(c.rival.tokens))
+            worth = [values.known[before + step] for step in steps]
+            if all(map(isfinite, worth)):  # a step without a value teaches nothing
+                records[before + steps[0]] = Record(examples[c.row].id, features(c), before, *steps, *worth)
+        return found
 
-    oracle = by_advantage(advantage(pair, values, examples, note))
+    oracle = by_advantage(noted)
     cap = pair.config.rollout.max_new_tokens
     for walk, oracle.threshold in WALKS.items():
         keys = [derive_key(pair.config.seed, example.id, 0, 0, walk) for example in examples]
@@ -140,18 +132,12 @@ def collect(pair: Pair, values: StepValues, examples: Sequence[Example]) -> list
     return list(records.values())
 
 
-def revalued(pair: Pair, values: StepValues, records: Sequence[Record], examples: Sequence[Example]) -> list[float]:
-    """The advantages of visited steps, valued once more: their agreement bounds what a router can be seen to know."""
-    owners = {example.id: example for example in examples}
-    asked = []
-    for record in records:
-        example = owners[record.problem]
-        start = len(render(example, pair.tokenizer))
-        for step in (record.draft_step, record.policy_step):
-            finished, response = step[-1] in pair.sampling.eos_ids, (*record.before[start:], *step)
-            asked.append(prefix(record.before[:start], response, finished, example, pair.tokenizer))
-    found = values(asked)
-    return [s_t - s_d for s_d, s_t in zip(found[::2], found[1::2], strict=True)]
+def revalued(records: Sequence[Record], values: StepValues, others: StepValues) -> list[float]:
+    """The advantages of visited steps, valued once more: their agreement bounds what a router can be seen to know.
+
+    Args: values: knows the steps already; others: continuations with other noise.
+    """
+    return gains(others, [values.asked[*r.before, *step] for r in records for step in (r.draft_step, r.policy_step)])
 
 
 def train(
@@ -164,14 +150,14 @@ def train(
     Raises:
         ConfigError: too few steps of one kind.
     """
-    gains = [r.advantage > 0 for r in learning]
-    if len(set(gains)) < 2 or not held:
+    gained = [r.advantage > 0 for r in learning]
+    if len(set(gained)) < 2 or not held:
         raise ConfigError(
             f"dataset.train_size={config.dataset.train_size} gave {len(learning) + len(held)} steps, too few of one "
             "kind to learn from. Take more prompts, or a pair of models that differ more."
         )
     inputs = torch.tensor([r.features for r in learning], dtype=torch.float64)
-    found, bias = logistic(inputs, torch.tensor(gains), ridge=1e-3)
+    found, bias = logistic(inputs, torch.tensor(gained), ridge=1e-3)
     weights = [*found.tolist(), bias.item()]
     truth = [r.advantage for r in held]
     valued_twice = [(a, b) for a, b in zip(again, truth, strict=True) if isfinite(a)]
