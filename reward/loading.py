@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import ExitStack
+from pkgutil import resolve_name
 
 from reward.base import Reward
 from reward.config import RewardConfig
-from reward.format import FormatReward
-from reward.math import MathReward
 from reward.set import RewardSet, check_settings
 
-BUILT_IN: dict[str, Callable[[RewardConfig], Reward]] = {"format": lambda config: FormatReward(), "math": MathReward}
+BUILT_IN = {"format": "reward.format:FormatReward", "math": "reward.math:MathReward"}
+"""Classes by the names of their rewards; each is made from the configuration, and imported when it is asked for."""
 
 
 def load_rewards(config: RewardConfig) -> RewardSet:
@@ -49,7 +48,7 @@ def load_reward(spec: str, config: RewardConfig | None = None) -> Reward:
     """
     config = config or RewardConfig()
     if spec in BUILT_IN:
-        return BUILT_IN[spec](config)
+        return resolve_name(BUILT_IN[spec])(config)
     from reward.own import load
 
     return load(spec, config, BUILT_IN)

@@ -68,12 +68,6 @@ class WorkerPool:
         self._idle: list[WorkerProcess | None] = [None] * self.limits.workers  # None: a slot without a process
         self._live: set[WorkerProcess] = set()
 
-    def __enter__(self) -> WorkerPool:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
     def pids(self) -> list[int]:
         """Process ids of the workers that are running."""
         with self._changed:
