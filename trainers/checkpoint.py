@@ -150,5 +150,5 @@ class SaveCache(TrainerCallback):
         if source.cache is None:
             return
         began = time.perf_counter()
-        source.cache.try_save(trajectories(checkpoint), step, source.config.cache.on_write_error)
+        source.cache.save(trajectories(checkpoint), step, source.config.cache.on_write_error)
         self._spent_s = time.perf_counter() - began
