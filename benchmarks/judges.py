@@ -184,8 +184,8 @@ def judged(work: Path, rewards) -> dict:
     mined = [*read_cache(new, train, run), *texts_of(earlier, more, 1, first=64)]
     labels = mismatches(new, mined, rewards, MISMATCHES)
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
-    fitted = fit_judge(labels, RECALL), fit_judge(replace(labels, important=labels.important[order]), RECALL)
-    judge, shuffled = (JudgeHead(f.weight, f.bias, f.threshold) for f in fitted)
+    judge, _ = fit_judge(labels, RECALL)
+    shuffled, _ = fit_judge(replace(labels, important=labels.important[order]), RECALL)
     rules = {
         "exact": JudgeHead(judge.weight, judge.bias, 0.0),
         "judge": judge,

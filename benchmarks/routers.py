@@ -108,7 +108,7 @@ def main(config: RouterBenchConfig) -> int:
 def routers(config: RouterBenchConfig, pair, examples: Sequence, rewards) -> dict:
     """The router of each method that was asked for."""
     from rollout.lossy.pair import fingerprint
-    from rollout.lossy.scores import by_advantage, by_entropy, by_likelihood, by_reward, load_learned
+    from rollout.lossy.router import by_advantage, by_entropy, by_likelihood, by_reward, load_learned
     from specrl.lossy.routing import StepValues, advantage, prefix
 
     folder, separators = Path(config.rollout.routed.path), config.rollout.routed.step_separators

@@ -6,8 +6,8 @@ r"""A reward of one's own: partial credit for a number near the right one.
 """
 
 from reward.base import Sample
-from reward.loading import FunctionReward
 from reward.math import extract_answer
+from reward.own import FunctionReward
 
 
 def closeness(prompt: str, completion: str, answer: str | None, **fields) -> float | None:

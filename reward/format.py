@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from reward.answers import last_box, normal_number
 from reward.base import Sample
+from reward.config import RewardConfig
 
 BOX_TAIL_CHARS = 100
 
@@ -29,6 +30,9 @@ def well_formed(completion: str) -> bool:
 class FormatReward:
     name = "format"
     deterministic = True
+
+    def __init__(self, config: RewardConfig | None = None):
+        """As every built-in reward; nothing of this one is configured."""
 
     def __call__(self, samples: Sequence[Sample]) -> list[float | None]:
         return [float(well_formed(sample.completion)) for sample in samples]

@@ -27,7 +27,7 @@ memory limit. A completion that cannot be parsed is wrong (0.0), and so is an an
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from reward.answers import MAX_ANSWER_CHARS, compare, extract_answer, last_scaled, narrow, tidy, without_emphasis
@@ -39,44 +39,6 @@ TAIL_CHARS = 500
 CANARY = {"reference": r"\frac{1}{2}", "answer": "0.5", "marked": True}
 
 
-def make_checker() -> Callable[[dict[str, Any]], bool]:
-    """In a worker: math-verify as handler({"reference", "answer", "marked"}) -> bool, the same for the same input.
-
-    Raises ValueError for a reference in which nothing can be parsed. math-verify's own timeouts are off: they are
-    signal alarms, which its inner `except` clauses can swallow; the pool's deadline holds from outside.
-    """
-    import logging
-    from itertools import product
-
-    from math_verify import parse, verify
-    from sympy.core.random import seed
-
-    for name in ("math_verify.parser", "math_verify.grader"):  # they warn that the timeouts are off
-        logging.getLogger(name).setLevel(logging.ERROR)
-
-    def handler(payload: dict[str, Any]) -> bool:
-        seed(0)  # some of sympy's algorithms draw from this generator
-        reference = parse(rf"\boxed{{{payload['reference']}}}", parsing_timeout=None)
-        if all(isinstance(item, str) for item in reference):  # text that math-verify could not read
-            raise ValueError(f"math-verify cannot read the reference answer {payload['reference']!r:.200}")
-        text = rf"\boxed{{{payload['answer']}}}" if payload["marked"] else payload["answer"]
-        pairs = product(reference, _or([], parse, text, parsing_timeout=None))
-        return any(_or(False, verify, *pair, timeout_seconds=None) for pair in pairs)
-
-    handler(CANARY)  # grammars load on first use
-    return handler
-
-
-def _or(otherwise: Any, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """What math-verify says; `otherwise` of what it cannot read or compare."""
-    try:
-        return function(*arguments, **options, raise_on_error=True)
-    except MemoryError:
-        raise
-    except Exception:
-        return otherwise
-
-
 class MathReward:
     """The math reward (rules at the top of the module). Workers start when the first answer needs math-verify."""
 
@@ -84,7 +46,7 @@ class MathReward:
     deterministic = True
 
     def __init__(self, config: RewardConfig | None = None):
-        self.pool = WorkerPool("reward.math:make_checker", config, canary=CANARY)
+        self.pool = WorkerPool("reward.checker:make_checker", config, canary=CANARY)
 
     def __call__(self, samples: Sequence[Sample]) -> list[Outcome]:
         """1.0, 0.0, None without a reference answer, or the exception that prevented the check."""

@@ -1,8 +1,7 @@
 """Killable worker processes for code that may hang, crash or eat memory on text a model wrote.
 
 The deadline is enforced in the calling thread, by a socket timeout and SIGKILL of the worker's process group:
-nothing the worker does (signals blocked, C code that never yields) can outlive it. `reward/child.py` has both ends of
-one.
+nothing the worker does (signals blocked, C code that never yields) can outlive it.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ from functools import partial
 from typing import Any
 
 from reward.base import LimitError, RewardError, attempt
-from reward.child import WorkerProcess
 from reward.config import RewardConfig
+from reward.worker import WorkerProcess
 
 MAX_REQUEST_BYTES = 4 * 2**20
 _BROKEN = (OSError, EOFError, ValueError)
@@ -68,12 +67,6 @@ class WorkerPool:
         self._changed = threading.Condition()
         self._idle: list[WorkerProcess | None] = [None] * self.limits.workers  # None: a slot without a process
         self._live: set[WorkerProcess] = set()
-
-    def __enter__(self) -> WorkerPool:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
     def pids(self) -> list[int]:
         """Process ids of the workers that are running."""

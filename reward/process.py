@@ -7,30 +7,30 @@ response several times. Both are 0 to 1. As everywhere in this package, what can
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from itertools import islice
+
+import torch
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoModelForTokenClassification, AutoTokenizer
 
 from reward.base import RewardError, Sample
 
 
 @dataclass(frozen=True)
-class Prefix:
-    """A response up to the end of one of its steps."""
+class Prefix(Sample):
+    """A response up to the end of one of its steps: `completion` is the text so far."""
 
-    prompt: str
-    steps: tuple[str, ...]  # with their separators; joined they are the text so far
-    answer: str | None = None  # the dataset's reference answer
-    fields: dict[str, Any] = field(default_factory=dict)  # the row's other dataset columns
     finished: bool = False  # the response has ended
-    tokens: tuple[int, ...] = ()  # prompt and steps as token ids, for scorers that generate
-
-    @property
-    def text(self) -> str:
-        return "".join(self.steps)
+    tokens: tuple[int, ...] = ()  # prompt and response as token ids, for scorers that generate
 
 
-class MonteCarloValue:
-    """Value of a prefix: mean reward of several continuations; the chance of success under the 0/1 math reward.
+def monte_carlo(
+    prefixes: Sequence[Prefix],
+    continuations: Callable[[Sequence[Prefix]], Sequence[Sequence[str]]],
+    score: Callable[[Sequence[Sample]], Sequence[float | None]],
+) -> list[float | None]:
+    """Values of prefixes: mean rewards of several continuations; chances of success under the 0/1 math reward.
 
     With n continuations a value v has the standard error sqrt(v (1 - v) / n). Needs no process reward model and is the
     ground truth of those that are trained (Math-Shepherd, arXiv 2312.08935).
@@ -39,30 +39,17 @@ class MonteCarloValue:
         continuations: for each unfinished prefix, the texts that follow it; handed in, as generating is not known here.
         score: rewards of whole responses, 0 to 1, None for what has none.
     """
-
-    def __init__(
-        self,
-        continuations: Callable[[Sequence[Prefix]], Sequence[Sequence[str]]],
-        score: Callable[[Sequence[Sample]], Sequence[float | None]],
-    ):
-        self._continuations, self._score = continuations, score
-
-    def __call__(self, prefixes: Sequence[Prefix]) -> list[float | None]:
-        open_ = [prefix for prefix in prefixes if not prefix.finished]
-        following = iter(self._continuations(open_) if open_ else [])
-        texts = [[""] if prefix.finished else list(next(following)) for prefix in prefixes]
-        samples = [
-            Sample(prefix.prompt, prefix.text + text, prefix.answer, prefix.fields)
-            for prefix, group in zip(prefixes, texts, strict=True)
-            for text in group
-        ]
-        found = iter(self._score(samples))
-        groups = [[next(found) for _ in group] for group in texts]
-        return [_mean([score for score in group if score is not None]) for group in groups]
-
-
-def _mean(values: Sequence[float]) -> float | None:
-    return sum(values) / len(values) if values else None
+    open_ = [prefix for prefix in prefixes if not prefix.finished]
+    following = iter(continuations(open_) if open_ else [])
+    texts = [[""] if prefix.finished else next(following) for prefix in prefixes]
+    samples = [
+        Sample(prefix.prompt, prefix.completion + text, prefix.answer, prefix.fields)
+        for prefix, group in zip(prefixes, texts, strict=True)
+        for text in group
+    ]
+    found = iter(score(samples))
+    groups = [[value for value in islice(found, len(group)) if value is not None] for group in texts]
+    return [sum(group) / len(group) if group else None for group in groups]
 
 
 class TransformersPRM:
@@ -81,14 +68,6 @@ class TransformersPRM:
     """
 
     def __init__(self, source: str, device: str = "cpu", rows_per_pass: int = 32):
-        import torch
-        from transformers import (
-            AutoConfig,
-            AutoModelForSequenceClassification,
-            AutoModelForTokenClassification,
-            AutoTokenizer,
-        )
-
         try:
             names = AutoConfig.from_pretrained(source).architectures or [""]
             by_token = names[0].endswith("ForTokenClassification")
@@ -104,21 +83,17 @@ class TransformersPRM:
             )
         self._rows_per_pass = rows_per_pass
 
-    def __call__(self, prefixes: Sequence[Prefix]) -> list[float | None]:
-        found: list[float | None] = []
-        for i in range(0, len(prefixes), self._rows_per_pass):
-            found += self._score(prefixes[i : i + self._rows_per_pass])
-        return found
+    def __call__(self, prefixes: Sequence[Sample]) -> list[float | None]:
+        """How good each response is so far, None for a value that is no number."""
+        starts = range(0, len(prefixes), self._rows_per_pass)
+        return [value for i in starts for value in self._score(prefixes[i : i + self._rows_per_pass])]
 
-    def _score(self, prefixes: Sequence[Prefix]) -> list[float | None]:
-        import torch
-
-        texts = [prefix.prompt + prefix.text for prefix in prefixes]
-        inputs = [self._tokenizer(text)["input_ids"] for text in texts]
-        longest = max(map(len, inputs))
-        ids = torch.tensor([[*row, *[0] * (longest - len(row))] for row in inputs], device=self._model.device)
+    def _score(self, prefixes: Sequence[Sample]) -> list[float | None]:
+        texts = [prefix.prompt + prefix.completion for prefix in prefixes]
+        inputs = [torch.tensor(self._tokenizer(text)["input_ids"]) for text in texts]
+        ids = pad_sequence(inputs, batch_first=True).to(self._model.device)
         last = torch.tensor([len(row) - 1 for row in inputs], device=ids.device)
-        mask = (torch.arange(longest, device=ids.device) <= last[:, None]).long()
+        mask = (torch.arange(ids.shape[1], device=ids.device) <= last[:, None]).long()
         with torch.inference_mode():
             hidden = self._model.base_model(input_ids=ids, attention_mask=mask)[0]
             logits = self._model.score(hidden[torch.arange(len(inputs), device=ids.device), last]).float()

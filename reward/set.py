@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import traceback
 from collections import Counter, deque
 from collections.abc import Sequence
@@ -10,6 +9,7 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 
 from reward.base import LimitError, Outcome, Reward, RewardError, Sample, checked_outcomes
+from reward.config import RewardConfig
 from reward.memo import Memo
 
 WINDOW_PROMPTS = 100  # the rows of a prompt fail together, so prompts are what a share is measured over
@@ -38,12 +38,10 @@ class RewardResult:
 
 def check_settings(names: Sequence[str], weights: Sequence[float], max_failure_ratio: float) -> None:
     """RewardError when rewards of these names cannot be added up so."""
-    if not names:
-        raise RewardError("reward.functions is empty; name at least one reward, for example [math]")
-    if len(weights) != len(names):
-        raise RewardError(f"reward.weights has {len(weights)} entries for {len(names)} rewards: {weights} for {names}")
-    if not all(math.isfinite(weight) for weight in weights) or not any(weights):
-        raise RewardError(f"reward.weights must be finite and not all zero, got {weights}")
+    for problem in RewardConfig(list(names), list(weights)).problems():
+        raise RewardError(problem)
+    if not any(weights):
+        raise RewardError(f"reward.weights must not all be zero, got {weights}")
     if len(set(names)) != len(names):
         raise RewardError(f"reward.functions has a name twice, and results are reported by name: {names}")
     if not 0 <= max_failure_ratio <= 1:

@@ -25,7 +25,7 @@ class CacheOptions:
 def verify(directory: Path) -> int:
     """Checks every entry; prints what is bad and returns RUN_ERROR when anything is. Changes nothing on disk."""
     # Lazy, like all heavy imports of entry points: help=true answers at once.
-    from rollout.cache.disk import open_snapshot
+    from rollout.cache.reading import open_snapshot
     from rollout.cache.record import complaint, unpack
 
     checked, complaints = 0, []
@@ -45,7 +45,8 @@ def verify(directory: Path) -> int:
 
 def info(directory: Path) -> int:
     """Prints what a snapshot holds, from its intact entries."""
-    from rollout.cache.disk import FORMAT, SNAPSHOT, open_snapshot
+    from rollout.cache.disk import FORMAT, SNAPSHOT
+    from rollout.cache.reading import open_snapshot
     from rollout.cache.record import unpack
 
     with open_snapshot(directory) as (header, rows):

@@ -158,7 +158,8 @@ def _line(counts: Sequence[Counts], tokens: int) -> dict[str, Any]:
 
 def read_run(directory: Path, model: str = "") -> list[Text]:
     """The texts of a run: what its checkpoints' and final trajectories tell of several steps, else its completions."""
-    from rollout.cache.disk import SNAPSHOT, open_snapshot
+    from rollout.cache.disk import SNAPSHOT
+    from rollout.cache.reading import open_snapshot
     from rollout.cache.record import unpack
 
     texts: dict[tuple[str, int, int], Text] = {}

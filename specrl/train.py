@@ -114,7 +114,7 @@ def save(run: Run) -> None:
             companion.save_model(run.folder / name)
     if source.cache is not None:
         on_error = run.config.rollout.cache.on_write_error
-        source.cache.try_save(run.folder / "trajectories", run.trainer.state.global_step, on_error)
+        source.cache.save(run.folder / "trajectories", run.trainer.state.global_step, on_error)
 
 
 def report(run: Run) -> int:

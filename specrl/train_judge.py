@@ -15,21 +15,14 @@ from __future__ import annotations
 
 import json
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Literal
 
 from rollout.config import doc
 from specrl.config import load as cli
 from specrl.config.options import ConfigError
 from specrl.config.schema import Config
-
-if TYPE_CHECKING:
-    from rollout.lossy.judge import JudgeHead
-    from trainers.lossy.judge import Labels
-
-
-SHUFFLES = 8  # controls: one direction of the hidden space may tell the classes apart by chance
 
 
 @dataclass
@@ -48,7 +41,7 @@ def main(config: TrainJudgeConfig) -> int:
     from reward.loading import load_rewards
     from rollout.lossy.judge import JudgeHead, KLJudge
     from rollout.lossy.pair import fingerprint
-    from specrl.lossy.judging import Drafted, compare, mismatches, read_cache
+    from specrl.lossy.judging import Drafted, compare, fit_judges, mismatches, read_cache
     from specrl.lossy.pair import load_pair
     from specrl.run.data import load_examples
 
@@ -68,45 +61,14 @@ def main(config: TrainJudgeConfig) -> int:
         else:
             learned_from, held = ([Drafted(e, i) for i, e in enumerate(examples[s])] for s in ("train", "test"))
         labels = mismatches(pair, learned_from, rewards, config.mismatches)
-        judge, shuffled, report = fit_judges(labels, config)
-        exact = JudgeHead(judge.weight, judge.bias, 0.0)
-        rules = {"exact": exact, "judge": judge, "shuffled labels": shuffled}
+        judge, shuffled, report = fit_judges(labels, config, config.recall)
+        rules = {"exact": JudgeHead(judge.weight, judge.bias, 0.0), "judge": judge, "shuffled labels": shuffled}
         rules |= {} if config.cache else {"KL rule": KLJudge()}
         report["rules"] = compare(pair, rules, held, rewards)
     drafts = config.cache or fingerprint(pair.draft)
     judge.save(config.out, {"policy": fingerprint(pair.policy), "draft": drafts, "report": report})
     print(json.dumps(report, indent=2))
     return 0
-
-
-def fit_judges(labels: Labels, config: TrainJudgeConfig) -> tuple[JudgeHead, JudgeHead, dict[str, Any]]:
-    """The judge, the same fit to shuffled labels, and what is known of both. A fifth of the problems is held out.
-
-    Raises:
-        ConfigError: too few mismatches of one kind.
-    """
-    import torch
-
-    from rollout.lossy.judge import JudgeHead
-    from trainers.lossy.judge import fit_judge
-
-    generator = torch.Generator().manual_seed(config.seed)
-    shuffles = [labels.important[torch.randperm(len(labels), generator=generator)] for _ in range(SHUFFLES)]
-    fitted = [fit_judge(replace(labels, important=given), config.recall) for given in (labels.important, *shuffles)]
-    if None in fitted:
-        raise ConfigError(
-            f"{len(labels)} mismatches, {int(labels.important.sum())} of them important, are too few of one kind to "
-            f"learn from. Raise dataset.train_size={config.dataset.train_size}, or take drafts that differ more."
-        )
-    report = {
-        "mismatches": len(labels),
-        "important": int(labels.important.sum()),
-        "roc_auc": fitted[0].roc_auc,
-        "roc_auc_of_shuffled_labels": [f.roc_auc for f in fitted[1:]],
-        "threshold": fitted[0].threshold,
-    }
-    judge, shuffled = (JudgeHead(f.weight, f.bias, f.threshold) for f in fitted[:2])
-    return judge, shuffled, report
 
 
 if __name__ == "__main__":

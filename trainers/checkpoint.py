@@ -7,9 +7,7 @@ files are not those of its marker is damaged; neither is ever resumed from.
 
 from __future__ import annotations
 
-import itertools
 import json
-import logging
 import re
 import shutil
 import time
@@ -25,60 +23,18 @@ from transformers import TrainerCallback
 
 from rollout.durable import write_durably
 from rollout.types import RolloutError
-from trainers.manifest import complaints, seal
+from trainers.manifest import seal
 
 if TYPE_CHECKING:
     from trainers.rollouts import Rollouts
 
 MARKER = "specrl.json"
-logger = logging.getLogger(__name__)
 _STEP = re.compile(r"checkpoint-(\d+)")
-_CACHE = "trajectories"
+CACHE = "trajectories"
 
 
 class CheckpointError(RolloutError):
     """A checkpoint that cannot be gone on from. The message names the file and what is wrong with it."""
-
-
-def newest(directory: Path, *, text_decides: bool = False) -> Path | None:
-    """The sound checkpoint of the highest step, None without any checkpoint. Damaged newer ones are warned of.
-
-    Args: text_decides: damaged trajectories count like damaged weights, as the stored text decides what is generated;
-        else they cost drafts only, and are a warning.
-
-    Raises:
-        CheckpointError: there are checkpoints, and all are damaged.
-    """
-    damaged = []
-    for path in reversed(marked(directory)):
-        try:
-            verify(path, text_decides)
-        except CheckpointError as error:
-            damaged.append(str(error))
-            continue
-        for complaint in damaged:
-            logger.warning("%s; going on from %s", complaint, path.name)
-        return path
-    if damaged:
-        raise CheckpointError(
-            f"no checkpoint in {directory} can be gone on from: {'; '.join(damaged)}. Restore its files, start another "
-            f"name, or remove {directory.parent} to start anew"
-        )
-    return None
-
-
-def verify(checkpoint: Path, text_decides: bool) -> None:
-    """Raises CheckpointError unless every file is as it was saved; `text_decides` as for `newest`."""
-    files = _marker(checkpoint)["files"]
-    cached = {name: entry for name, entry in files.items() if name.startswith(f"{_CACHE}/")}
-    found = complaints(checkpoint, {name: entry for name, entry in files.items() if name not in cached})
-    for complaint in complaints(checkpoint, cached):
-        if text_decides:
-            found.append(complaint)
-        else:
-            logger.warning("%s: %s; what is sound of the trajectories is used", checkpoint.name, complaint)
-    if found:
-        raise CheckpointError(f"{checkpoint.name} is damaged: {'; '.join(found)}")
 
 
 def marked(directory: Path) -> list[Path]:
@@ -89,14 +45,6 @@ def marked(directory: Path) -> list[Path]:
 def _all(directory: Path) -> list[Path]:
     """The checkpoints of a run by step, the incomplete ones too."""
     return sorted((path for path in directory.glob("checkpoint-*") if _STEP.fullmatch(path.name)), key=step_of)
-
-
-def leave_aside(directory: Path, sound: Path) -> None:
-    """Renames the damaged checkpoints after `sound` to damaged-NAME: the run will write these steps again."""
-    for path in marked(directory):
-        if step_of(path) > step_of(sound):
-            names = itertools.chain([""], map("-{}".format, itertools.count(2)))
-            path.rename(next(new for n in names if not (new := path.with_name(f"damaged-{path.name}{n}")).exists()))
 
 
 def prune(directory: Path, saved: Path, keep: int) -> None:
@@ -137,22 +85,22 @@ def writing(path: Path) -> Iterator[None]:
 
 def trajectories(checkpoint: Path) -> Path:
     """Where a checkpoint keeps its trajectory cache."""
-    return checkpoint / _CACHE
+    return checkpoint / CACHE
 
 
 def restore(checkpoint: Path, rollouts: Rollouts) -> None:
     """Brings rollouts and companions to where they were. Raises RolloutError."""
-    rollouts.restore(_marker(checkpoint)["rollouts"])
+    rollouts.restore(read_marker(checkpoint)["rollouts"])
     for name, companion in rollouts.companions.items():
         companion.load(checkpoint / name)
 
 
 def data_digests(checkpoint: Path) -> dict[str, str]:
     """The digest of each split of the data that the run began with."""
-    return _marker(checkpoint)["data"]
+    return read_marker(checkpoint)["data"]
 
 
-def _marker(checkpoint: Path) -> dict[str, Any]:
+def read_marker(checkpoint: Path) -> dict[str, Any]:
     """What the marker holds. Raises CheckpointError unless it is the one that was written for this checkpoint."""
     try:
         mark = json.loads((checkpoint / MARKER).read_bytes())
@@ -202,5 +150,5 @@ class SaveCache(TrainerCallback):
         if source.cache is None:
             return
         began = time.perf_counter()
-        source.cache.try_save(trajectories(checkpoint), step, source.config.cache.on_write_error)
+        source.cache.save(trajectories(checkpoint), step, source.config.cache.on_write_error)
         self._spent_s = time.perf_counter() - began

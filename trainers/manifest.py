@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -13,9 +12,6 @@ from rollout.durable import flush_directory
 
 THREADS = 4  # digests of files are taken side by side; one core does about 1 GB/s
 PASSING = (".lock", ".tmp")  # what the writer of the trajectories leaves, which holds nothing
-
-Files = Mapping[str, list]
-"""Path below the checkpoint -> [bytes, digest]."""
 
 
 def seal(folder: Path, marker: str) -> dict[str, list]:
@@ -34,31 +30,11 @@ def seal(folder: Path, marker: str) -> dict[str, list]:
     return {path.relative_to(folder).as_posix(): entry for path, entry in zip(found, sealed, strict=True)}
 
 
-def complaints(folder: Path, files: Files) -> list[str]:
-    """What is wrong with `files` in `folder`, one text a file; empty when all are as they were sealed."""
-    with ThreadPoolExecutor(THREADS) as pool:
-        found = pool.map(partial(_complaint, folder), files, files.values())
-        return [text for text in found if text]
-
-
 def _seal_file(path: Path) -> list:
     with path.open("rb") as file:
         os.fsync(file.fileno())
-        return [os.fstat(file.fileno()).st_size, _digest(file)]
+        return [os.fstat(file.fileno()).st_size, digest(file)]
 
 
-def _complaint(folder: Path, name: str, sealed: list) -> str | None:
-    size, digest = sealed
-    if not (folder / name).is_file():
-        return f"{name} is missing"
-    try:
-        with (folder / name).open("rb") as file:
-            if (there := os.fstat(file.fileno()).st_size) != size:
-                return f"{name} has {there} bytes instead of {size}"
-            return None if _digest(file) == digest else f"{name} has other bytes than were written"
-    except OSError as error:
-        return f"{name} cannot be read ({error.strerror})"
-
-
-def _digest(file) -> str:
+def digest(file) -> str:
     return hashlib.file_digest(file, partial(hashlib.blake2b, digest_size=16)).hexdigest()

@@ -18,15 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
-from rollout.cache.disk import (
-    SNAPSHOT,
-    DamagedError,
-    Fingerprint,
-    Header,
-    OlderFormatError,
-    open_snapshot,
-    write_snapshot,
-)
+from rollout.cache.disk import SNAPSHOT, Fingerprint, Header, write_snapshot
 from rollout.cache.record import Entry, complaint, origin, pack, unpack
 from rollout.types import CacheError, Trajectory
 
@@ -106,20 +98,18 @@ class TrajectoryCache:
             "cache/write_errors": self.write_errors,
         }
 
-    def save(self, directory: str | Path, step: int) -> None:
-        """Writes one snapshot, durable when this returns.
+    def save(self, directory: str | Path, step: int, on_write_error: Literal["warn", "stop"] = "stop") -> None:
+        """Writes one snapshot, durable when this returns; the one before it stays readable if that fails.
 
-        Raises CacheError when another process writes there or the disk refuses; the snapshot before it stays readable.
+        A failure, as another process writes there or the disk refuses, is counted, and then raised as CacheError
+        ("stop") or logged, once until a save succeeds ("warn").
         """
         with self._mutex:  # packed entries never change, so the file can be written while rollouts go on
             entries = [(e, slot, blob) for e, slots in self._examples.items() for slot, blob in slots.items()]
         header = Header(step, len(entries), self.vocab_size, tuple(sorted(self.eos_ids)), self.fingerprint)
-        write_snapshot(Path(directory), entries, header)
-
-    def try_save(self, directory: str | Path, step: int, on_write_error: Literal["warn", "stop"] = "warn") -> bool:
-        """`save`, with a failure counted and then raised ("stop") or logged once until a save succeeds ("warn")."""
         try:
-            self.save(directory, step)
+            write_snapshot(Path(directory), entries, header)
+            self._warned = False
         except CacheError as error:
             self.write_errors += 1
             if on_write_error == "stop":
@@ -127,9 +117,6 @@ class TrajectoryCache:
             if not self._warned:
                 logger.warning("%s Training goes on without saving the cache.", error)
             self._warned = True
-            return False
-        self._warned = False
-        return True
 
     @classmethod
     def load(
@@ -152,6 +139,8 @@ class TrajectoryCache:
         that reads begin there. Raises CacheError on another identity, a newer format, a header that
         no specrl of this format writes, or a path that cannot be read.
         """
+        from rollout.cache.reading import DamagedError, OlderFormatError, open_snapshot
+
         cache, path = cls(fingerprint, vocab_size, eos_ids, max_mb=max_mb), Path(directory) / SNAPSHOT
         try:
             with open_snapshot(Path(directory)) as (header, rows):

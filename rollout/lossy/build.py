@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from torch.nn import Module
+from transformers import AutoTokenizer
 
 from rollout.config import JudgedConfig, RoutedConfig
+from rollout.engines.base import EngineSpec
+from rollout.lossy.judge import Judge, JudgeHead, KLJudge
+from rollout.lossy.pair import fingerprint
+from rollout.lossy.router import SERVED, Router, Scorer, by_reward, load_learned
+from rollout.lossy.steps import StepEnd
 from rollout.types import RolloutError
-
-if TYPE_CHECKING:
-    from torch.nn import Module
-
-    from rollout.engines.base import EngineSpec
-    from rollout.lossy.judge import Judge
-    from rollout.lossy.router import Router, Scorer
-    from rollout.lossy.steps import StepEnd
 
 
 def build_router(
@@ -24,12 +22,6 @@ def build_router(
     Raises:
         RolloutError: no draft model, no process reward for rsd, or a learned router of another pair.
     """
-    from transformers import AutoTokenizer
-
-    from rollout.lossy.pair import fingerprint
-    from rollout.lossy.scores import SERVED, by_reward, load_learned
-    from rollout.lossy.steps import StepEnd
-
     if draft is None:
         raise RolloutError(f"rollout.routed.by={config.by} needs a model that writes steps: set rollout.drafter")
     tokenizer = AutoTokenizer.from_pretrained(spec.tokenizer or spec.model)
@@ -46,9 +38,6 @@ def build_router(
 
 def build_judge(config: JudgedConfig, policy: Module) -> Judge:
     """The judge of `rollout.judged`. Raises RolloutError for a head that reads another policy."""
-    from rollout.lossy.judge import JudgeHead, KLJudge
-    from rollout.lossy.pair import fingerprint
-
     if config.by == "kl":
         return KLJudge(config.threshold)
     return JudgeHead.load(config.path, policy=fingerprint(policy))

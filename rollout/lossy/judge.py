@@ -8,7 +8,6 @@ All are lossy.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -22,18 +21,6 @@ from rollout.types import RolloutError
 WEIGHTS = "judge.safetensors"
 
 
-@dataclass(frozen=True, slots=True)
-class DraftToken:
-    """A draft token, whose law is known, as a judge sees it."""
-
-    hidden: Tensor
-    """The policy's final hidden state [H] after it has read the draft token."""
-    policy: Tensor | None = None
-    """The policy's log-probs [V] at the token's position; for judges that ask for laws."""
-    draft: Tensor | None = None
-    """The draft model's; None where the draft is stored text."""
-
-
 class Judge(Protocol):
     """Decides about draft tokens; the first mismatch it does not let stand ends the accepted draft.
 
@@ -43,20 +30,26 @@ class Judge(Protocol):
     laws: bool
     """True when tokens must carry both models' log-probs."""
 
-    def unimportant(self, tokens: Sequence[DraftToken]) -> Sequence[bool]:
-        """True where the draft token may stand whatever the policy draws."""
+    def unimportant(self, hidden: Tensor, policy: Tensor | None, draft: Tensor | None) -> Sequence[bool]:
+        """True where a draft token, whose law is known, may stand whatever the policy draws.
+
+        Args:
+            hidden: the policy's final hidden states [N, H] after it has read each draft token.
+            policy: its log-probs [N, V] at the tokens' positions; for judges that ask for laws.
+            draft: the draft model's; None where the draft is stored text.
+        """
 
 
-def judged(judge: Judge, tokens: Sequence[DraftToken]) -> tuple[list[bool], int]:
+def judged(
+    judge: Judge, hidden: Tensor, policy: Tensor | None = None, draft: Tensor | None = None
+) -> tuple[list[bool], int]:
     """Verdicts, and how many of them failed: a judge that raises or returns no verdicts lets nothing stand."""
-    if not tokens:
-        return [], 0
     try:
-        verdicts = list(judge.unimportant(tokens))
-        if len(verdicts) != len(tokens):
-            raise ValueError(f"{len(verdicts)} verdicts for {len(tokens)} draft tokens")
+        verdicts = list(judge.unimportant(hidden, policy, draft))
+        if len(verdicts) != len(hidden):
+            raise ValueError(f"{len(verdicts)} verdicts for {len(hidden)} draft tokens")
     except Exception:  # whatever a learned or user-written judge does; the policy's own draw is always right
-        return [False] * len(tokens), len(tokens)
+        return [False] * len(hidden), len(hidden)
     return [verdict is True for verdict in verdicts], sum(not isinstance(verdict, bool) for verdict in verdicts)
 
 
@@ -78,15 +71,14 @@ class JudgeHead:
         """Chances [N] from hidden states [N, H]."""
         return (hidden.float() @ self.weight.to(hidden.device) + self.bias).sigmoid()
 
-    def unimportant(self, tokens: Sequence[DraftToken]) -> Sequence[bool]:
+    def unimportant(self, hidden: Tensor, policy: Tensor | None, draft: Tensor | None) -> Sequence[bool]:
         """Tokens whose chance of changing the answer is below the threshold; NaN is not."""
-        return (self.importance(torch.stack([token.hidden for token in tokens])) < self.threshold).tolist()
+        return (self.importance(hidden) < self.threshold).tolist()
 
     def save(self, folder: str | Path, card: dict) -> None:
         """Writes head and card; `card` names the policy by its fingerprint."""
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        save_file({"weight": self.weight, "bias": torch.tensor([self.bias])}, Path(folder) / WEIGHTS)
         write_card(folder, {"kind": "judge", "threshold": self.threshold, **card})
+        save_file({"weight": self.weight, "bias": torch.tensor([self.bias])}, Path(folder) / WEIGHTS)
 
     @classmethod
     def load(cls, folder: str | Path, *, policy: str) -> JudgeHead:
@@ -116,11 +108,10 @@ class KLJudge:
     def __init__(self, most_kl: float = 0.1, confident: float = 0.9):
         self._most_kl, self._confident = most_kl, confident
 
-    def unimportant(self, tokens: Sequence[DraftToken]) -> Sequence[bool]:
+    def unimportant(self, hidden: Tensor, policy: Tensor, draft: Tensor | None) -> Sequence[bool]:
         """As the class says; stored text has one log-prob a token and no whole law, so it never stands."""
-        return [token.draft is not None and self._close(token.policy, token.draft) for token in tokens]
-
-    def _close(self, policy: Tensor, draft: Tensor) -> bool:
+        if draft is None:
+            return [False] * len(hidden)
         p = policy.exp()
-        kl = torch.where(p > 0, p * (policy - draft), 0.0).sum()
-        return bool(kl <= self._most_kl and p.max() <= self._confident)
+        kl = torch.where(p > 0, p * (policy - draft), 0.0).sum(-1)
+        return ((kl <= self._most_kl) & (p.amax(-1) <= self._confident)).tolist()

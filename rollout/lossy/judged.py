@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,10 +11,9 @@ from torch import Tensor
 from rollout.drafting.draft import Draft, ask
 from rollout.drafting.drafting import Drafting, Policy, check_vocab
 from rollout.engines.base import Limits, Sampling
-from rollout.engines.local.ragged import RaggedModel
-from rollout.engines.local.reader import Reader
+from rollout.engines.local.drafter import ModelDrafter
 from rollout.engines.response import Response
-from rollout.lossy.judge import DraftToken, Judge, judged
+from rollout.lossy.judge import Judge, judged
 from rollout.types import EngineStats, Request
 from rollout.verify import Drawn, Stood
 
@@ -29,9 +27,19 @@ class JudgedDraft(Draft):
     states: Sequence[Tensor] = ()
     """The draft model's final hidden state before each token; empty for stored text."""
     behind: int | None = None
-    """The token that follows in the text, where a judge would be asked about it."""
-    room: int = 0
-    """Tokens until the row's cap."""
+    """The token that follows in the text, where a judge would be asked about it in a pass to come."""
+
+
+class Writer(ModelDrafter):
+    """A draft model that is asked for one token after another, and for the laws that it drew them from."""
+
+    def follow(self, texts: Mapping[int, Sequence[int]]) -> dict[int, Drawn]:
+        """See `Reader.follow`."""
+        return self._reader.follow(texts)
+
+    def law(self, states: Sequence[Tensor]) -> Tensor:
+        """Log-probs [N, V] after final hidden states [H]."""
+        return self._model.lm_head(torch.stack(states)).float().log_softmax(-1)
 
 
 class Judged(Drafting):
@@ -59,44 +67,32 @@ class Judged(Drafting):
         window: int = DRAFT_TOKENS,
         limits: Limits | None = None,
     ):
-        super().__init__()
+        super().__init__(model=None if draft is None else Writer(draft, sampling, limits))
         self.judge, self.window, self._eos_ids, self._faults = judge, window, sampling.eos_ids, 0
-        self._draft = None if draft is None else RaggedModel(draft, sampling, limits)
 
     def attach(self, policy: Policy) -> None:
         self.vocab, self._head = policy.vocab, policy.lm_head
-        if self._draft:
-            check_vocab(self._draft.vocab, policy.vocab)
-
-    def inference(self) -> AbstractContextManager:
-        return self._draft.inference() if self._draft else nullcontext()
+        if self.model:
+            check_vocab(self.model.vocab, policy.vocab)
 
     def begin(self, requests: Sequence[Request]) -> None:
         self._faults = 0
-
-    def open(self, rows: Sequence[Response]) -> None:
-        requests = [row.request for row in rows]
-        self._reader = self._draft and Reader(self._draft, [r.prompt for r in requests], [r.key for r in requests])
-
-    def select(self, places: Sequence[int]) -> None:
-        if self._reader:
-            self._reader.select(places)
 
     def propose(self, rows: Sequence[Response], stats: EngineStats) -> list[Draft]:
         """Stored text where the row has any, else the draft model's."""
         drafts = [self._stored(row) for row in rows]
         bare = [i for i, draft in enumerate(drafts) if not draft.tokens]
-        going = [i for i in bare if self._reader and self._goes_on(rows[i], ())]
-        written = {i: ([], [], []) for i in going}
+        going = [i for i in bare if self.model and self._goes_on(rows[i], ())]
+        for i in going:
+            drafts[i] = JudgedDraft([], "model", [], [])
         while going:
-            drawn = self._reader.follow({i: [*rows[i].tokens, *written[i][0]] for i in going})
+            drawn = self.model.follow({i: [*rows[i].tokens, *drafts[i].tokens] for i in going})
             going = [i for i in going if drawn[i].usable]
             for i in going:
-                for column, value in zip(written[i], (drawn[i].draws, drawn[i].logprobs, drawn[i].hidden), strict=True):
-                    column.append(value[-1])
-            going = [i for i in going if self._goes_on(rows[i], written[i][0])]
-        for i, (tokens, logprobs, states) in written.items():
-            drafts[i] = JudgedDraft(tokens, "model", logprobs, states, room=rows[i].room)
+                drafts[i].tokens.append(drawn[i].draws[-1])
+                drafts[i].logprobs.append(drawn[i].logprobs[-1])
+                drafts[i].states.append(drawn[i].hidden[-1])
+            going = [i for i in going if self._goes_on(rows[i], drafts[i].tokens)]
         return drafts
 
     def learn(self, row: Response, draft: Draft, stood: Stood) -> None:
@@ -115,7 +111,7 @@ class Judged(Drafting):
         """
         standing = self._standing(draft, drawn)
         n = accept_judged(drawn.draws, draft.tokens, standing)
-        waits = n == len(draft.tokens) and draft.behind not in (None, drawn.draws[n]) and n + 1 < draft.room
+        waits = n == len(draft.tokens) and draft.behind not in (None, drawn.draws[n])
         end = n + (not waits)
         text, own = drawn.text_logprobs[:n], drawn.logprobs[n:end]
         tokens = [*draft.tokens[:n], *drawn.draws[n:end]]
@@ -130,32 +126,31 @@ class Judged(Drafting):
         """What the row's own drafter has, and whose law drew it."""
         request, limit, first = row.request, min(self.window, row.room - 1), len(row.tokens)
         if row.finish is not None or not row.drafting or request.drafter is None or limit <= 0:
-            return JudgedDraft(room=row.room)
+            return JudgedDraft()
         text = ask(request.drafter, row.tokens, limit + 1, self.vocab)
         intact = text.source == "prefix" and request.draft_logprobs
         laws = list(request.draft_logprobs[first : first + len(text.tokens)]) if intact else []
         laws += [float("nan")] * (len(text.tokens) - len(laws))
-        behind = next((t for t, p in zip(text.tokens[limit:], laws[limit:], strict=True) if p == p), None)
-        return JudgedDraft(text.tokens[:limit], text.source, laws[:limit], behind=behind, room=row.room)
+        later = zip(text.tokens[limit:], laws[limit:], strict=True) if limit + 1 < row.room else ()
+        behind = next((token for token, logprob in later if logprob == logprob), None)
+        return JudgedDraft(text.tokens[:limit], text.source, laws[:limit], behind=behind)
 
     def _standing(self, draft: JudgedDraft, drawn: Drawn) -> set[int]:
         """Positions of the draft that may stand whatever the draw."""
         asked = [i for i, logprob in enumerate(draft.logprobs or ()) if logprob == logprob]
-        verdicts, faults = judged(self.judge, self._seen(draft, drawn, asked) if asked else [])
+        if not asked:
+            return set()
+        verdicts, faults = judged(self.judge, *self._seen(draft, drawn, asked))
         self._faults += faults
         return {i for i, stands in zip(asked, verdicts, strict=True) if stands}
 
-    def _seen(self, draft: JudgedDraft, drawn: Drawn, places: list[int]) -> list[DraftToken]:
-        """What the judge sees of the draft's tokens at `places`."""
-        hidden = drawn.hidden
-        read = [hidden[i + 1] for i in places]
+    def _seen(self, draft: JudgedDraft, drawn: Drawn, places: list[int]) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """What the judge sees of the draft's tokens at `places`, see `Judge.unimportant`."""
+        read = drawn.hidden[[i + 1 for i in places]]
         if not self.judge.laws:
-            return [DraftToken(state) for state in read]
-        policy = self._head(hidden[places]).float().log_softmax(-1)
-        laws = [None] * len(places)
-        if draft.states:
-            laws = self._draft.lm_head(torch.stack([draft.states[i] for i in places])).float().log_softmax(-1)
-        return [DraftToken(*token) for token in zip(read, policy, laws, strict=True)]
+            return read, None, None
+        policy = self._head(drawn.hidden[places]).float().log_softmax(-1)
+        return read, policy, self.model.law([draft.states[i] for i in places]) if draft.states else None
 
 
 def accept_judged(draws: Sequence[int], draft: Sequence[int], unimportant: Collection[int]) -> int:

@@ -31,7 +31,8 @@ def fingerprint(model: torch.nn.Module) -> str:
 
 
 def write_card(folder: str | Path, card: dict[str, Any]) -> None:
-    """Says in `folder` what the model beside it is for."""
+    """Says in `folder`, which is made if need be, what the model in it is for."""
+    Path(folder).mkdir(parents=True, exist_ok=True)
     (Path(folder) / CARD).write_text(json.dumps(card, indent=2) + "\n", encoding="utf-8")
 
 
@@ -49,8 +50,8 @@ def read_card(folder: str | Path, kind: str, **expected: Any) -> dict[str, Any]:
         card = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise RolloutError(f"{folder} holds no {what}: {path.name} cannot be read. {maker} writes one") from error
-    if not isinstance(card, dict) or card.get("kind") != kind:
-        found = card.get("kind") if isinstance(card, dict) else card
+    found = card.get("kind") if isinstance(card, dict) else None
+    if found != kind:
         raise RolloutError(f"{folder} holds a router of kind {found!r:.60}, not {kind!r}. {maker} writes one")
     for name, value in expected.items():
         if card.get(name) != value:

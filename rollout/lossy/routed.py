@@ -9,8 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -20,42 +19,35 @@ from rollout.engines.base import Limits, Sampling
 from rollout.engines.local.engine import LocalModel
 from rollout.engines.local.ragged import RaggedModel
 from rollout.engines.local.reader import Reader
-from rollout.engines.response import check_request, refuse_unusable
+from rollout.engines.response import Response, check_request, refuse_unusable
 from rollout.lossy.router import Router, decide
 from rollout.lossy.steps import Candidate, Source, Step, StepEnd
-from rollout.types import Completion, EngineStats, FinishReason, Request
-from rollout.verify import Drawn, accept_exact
+from rollout.types import Completion, EngineStats, Request
+from rollout.verify import Drawn, Stood, accept_exact
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class _Row:
-    """One response in the making."""
+class _Row(Response):
+    """One response in the making. Log-probs are NaN while the policy has not read the token; its passes count."""
 
-    place: int
-    request: Request
+    place: int = 0
     steps: list[Step] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    """Under the policy; NaN while the policy has not read the token."""
-    finish: FinishReason | None = None
-    passes: int = 0
 
     def read(self, fed: Drawn) -> None:
         """Takes the policy's log-probs of kept tokens from a pass over them."""
         for at, logprob in zip(range(fed.at, len(self.tokens)), fed.text_logprobs, strict=False):
             self.logprobs[at] = logprob
 
-    def keep(self, step: Step, eos_ids) -> None:
-        """Appends a step and ends the response where that is due."""
+    def keep(self, step: Step, eos_ids: Collection[int]) -> int:
+        """Appends a step and ends the response where that is due; returns how many tokens of it are the draft's."""
         self.steps.append(step)
-        self.tokens += step.tokens
-        self.logprobs += step.policy_logprobs or [float("nan")] * len(step.tokens)
-        if step.tokens[-1] in eos_ids:
-            self.finish = "stop"
-        elif len(self.tokens) >= self.request.max_new_tokens:
-            self.finish = "length"
+        drafted = len(step.tokens) if step.source == "draft" else 0
+        self.passes -= 1  # `emit` counts one for each step, which may have taken more or none
+        known = step.policy_logprobs or [math.nan] * len(step.tokens)
+        self.emit(Stood(step.tokens, known, step.logprobs, drafted), eos_ids)
+        return drafted
 
 
 @dataclass(frozen=True)
@@ -115,13 +107,11 @@ class RoutedEngine(LocalModel):
         for request in requests:
             check_request(request, self.vocab, self.context, self.limit)
         stats = EngineStats()
-        rows = [_Row(i, request) for i, request in enumerate(requests)]
-        with ExitStack() as stack:
-            stack.enter_context(self.policy.inference())
-            stack.enter_context(self._draft.inference())
+        rows = [_Row(request, drafting=False, place=i) for i, request in enumerate(requests)]
+        with self.policy.inference(), self._draft.inference():
             for i in range(0, len(rows), self.limits.rows_per_batch):
                 self._run_steps(rows[i : i + self.limits.rows_per_batch], stats)
-        return [self._completion(row) for row in rows], stats
+        return [row.completion(self.weight_version) for row in rows], stats
 
     def _run_steps(self, rows: list[_Row], stats: EngineStats) -> None:
         """One batch: a step of every row in turn."""
@@ -130,8 +120,7 @@ class RoutedEngine(LocalModel):
         while rows:
             chosen = self._choose(draft, policy, rows, stats)
             for row, step in zip(rows, chosen, strict=True):
-                row.keep(step, self.sampling.eos_ids)
-                stats.accepted += len(step.tokens) if step.source == "draft" else 0
+                stats.accepted += row.keep(step, self.sampling.eos_ids)
             alive = [i for i, row in enumerate(rows) if row.finish is None]
             if len(alive) < len(rows):
                 if self.score_drafts:
@@ -152,12 +141,10 @@ class RoutedEngine(LocalModel):
         stats.draft_s += time.perf_counter() - began
         stats.drafted += sum(len(step.tokens) for step in drafted.values())
         sound = [i for i, step in drafted.items() if self._sound(step)]
-        begun: dict[int, Step] = {}
-        if "likelihood" in self.router.needs and sound:
-            begun = self._read_drafts(policy, rows, {i: drafted[i] for i in sound}, stats)
-        rivals: dict[int, Step] = {}
-        if "rival" in self.router.needs:
-            rivals = self._write_by_policy(policy, everyone, begun, stats)
+        read = sound if "likelihood" in self.router.needs else []
+        begun = self._read_drafts(policy, rows, {i: drafted[i] for i in read}, stats)
+        compared = everyone if "rival" in self.router.needs else {}
+        rivals = self._write_by_policy(policy, compared, begun, stats)
         wanted = set(everyone) - set(sound)
         stats.route_faults += len(wanted)
         began = time.perf_counter()
@@ -192,7 +179,7 @@ class RoutedEngine(LocalModel):
         """
         began = time.perf_counter()
         found = policy.follow({i: [*rows[i].tokens, *step.tokens] for i, step in drafted.items()}, last=False)
-        self._check_policy(fed.usable for fed in found.values())
+        refuse_unusable((fed.usable for fed in found.values()), self.weight_version)
         begun = {}
         for i, fed in found.items():
             step, first = drafted[i], len(rows[i].tokens) - fed.at
@@ -209,13 +196,10 @@ class RoutedEngine(LocalModel):
         began = time.perf_counter()
         written = self._write("policy", policy, rows, begun)
         stats.decode_s += time.perf_counter() - began
-        self._check_policy(step.end != "broken" for step in written.values())
+        refuse_unusable((step.end != "broken" for step in written.values()), self.weight_version)
         for step in written.values():
             step.policy_logprobs = step.logprobs
         return written
-
-    def _check_policy(self, usable: Iterable[bool]) -> None:
-        refuse_unusable(usable, self.weight_version)
 
     def _write(self, source: Source, reader: Reader, rows: dict[int, _Row], begun: dict) -> dict[int, Step]:
         """Lets one model write one step of each row, from where it has begun."""
@@ -241,7 +225,7 @@ class RoutedEngine(LocalModel):
     def _ended(self, row: _Row, step: Step) -> bool:
         """Notes why the step ends, if it does; the row's own cap cuts it like a step's."""
         end = self.step_end(step.tokens)
-        if end is None and len(row.tokens) + len(step.tokens) >= row.request.max_new_tokens:
+        if end is None and len(step.tokens) >= row.room:
             end = "cap"
         step.end = end or step.end
         return end is not None
@@ -249,12 +233,7 @@ class RoutedEngine(LocalModel):
     def _read(self, policy: Reader, rows: dict[int, _Row]) -> None:
         """The policy's log-probs of what it has not read of finished responses, in one pass."""
         behind = {i: row.tokens for i, row in rows.items() if any(map(math.isnan, row.logprobs))}
-        found = policy.follow(behind, last=False) if behind else {}
-        self._check_policy(fed.usable for fed in found.values())
+        found = policy.follow(behind, last=False)
+        refuse_unusable((fed.usable for fed in found.values()), self.weight_version)
         for i, fed in found.items():
             rows[i].read(fed)
-
-    def _completion(self, row: _Row) -> Completion:
-        behaviour = [logprob for step in row.steps for logprob in step.logprobs]
-        drafted = [step.source == "draft" for step in row.steps for _ in step.tokens]
-        return Completion(row.tokens, row.logprobs, behaviour, drafted, row.finish, self.weight_version, row.passes)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Literal
 
-from rollout.types import RolloutError
+from rollout.checks import check
+from rollout.config import RolloutConfig, RoutedConfig
 
 Source = Literal["draft", "policy"]
 End = Literal["separator", "eos", "cap", "broken"]
@@ -68,13 +70,10 @@ class StepEnd:
         eos_ids: Collection[int],
         max_tokens: int,
     ):
-        if not separators or not all(separators):
-            raise RolloutError(f"step separators must be texts of at least one character, got {list(separators)!r}")
-        if max_tokens < 1:
-            raise RolloutError(f"max_step_tokens={max_tokens} leaves no room for a step; use at least 1")
+        check(RolloutConfig(routed=RoutedConfig(separators=[*separators], max_step_tokens=max_tokens)))
         self._separators, self._decode, self._eos = tuple(separators), decode, frozenset(eos_ids)
-        self._last = frozenset(separator[-1] for separator in separators)
-        self._closes: dict[int, bool] = {}  # per token id: may it hold the last character of a separator?
+        last = {separator[-1] for separator in separators}
+        self._may_close = cache(lambda token: not last.isdisjoint(decode([token])))
         self.max_tokens = max_tokens
 
     def __call__(self, tokens: Sequence[int]) -> End | None:
@@ -88,8 +87,3 @@ class StepEnd:
     def blank(self, tokens: Sequence[int]) -> bool:
         """True for a step without any text, such as a lone separator; an EOS id is no text."""
         return not self._decode([t for t in tokens if t not in self._eos]).strip()
-
-    def _may_close(self, token: int) -> bool:
-        if token not in self._closes:
-            self._closes[token] = any(character in self._last for character in self._decode([token]))
-        return self._closes[token]

@@ -5,29 +5,31 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import nan
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import TYPE_CHECKING
+from typing import Any
+
+import torch
 
 from reward.base import Sample
+from reward.set import RewardSet
 from rollout.cache.memory import Fingerprint, TrajectoryCache
 from rollout.drafting.suffix import PromptTexts, SuffixDrafter
 from rollout.engines.base import Limits
 from rollout.engines.local.ragged import RaggedModel
 from rollout.keys import derive_key
+from rollout.lossy.judge import Judge, JudgeHead
 from rollout.types import Request
 from specrl.config.options import ConfigError
-from specrl.run.data import render
+from specrl.config.schema import Config
+from specrl.lossy.pair import Pair
+from specrl.run.data import Example, render
 from specrl.run.policy import fingerprint
+from trainers.lossy.judge import Labels, fit_judge
 from trainers.lossy.mining import Miner, by_model, while_followed
 
-if TYPE_CHECKING:
-    from reward.set import RewardSet
-    from rollout.lossy.judge import Judge
-    from specrl.lossy.pair import Pair
-    from specrl.run.data import Example
-    from trainers.lossy.judge import Labels
-
+SHUFFLES = 8  # controls: one direction of the hidden space may tell the classes apart by chance
 NORMAL_95 = 1.96
 
 
@@ -112,7 +114,7 @@ def compare(pair: Pair, rules: dict[str, Judge], drafts: Sequence[Drafted], rewa
     `accuracy`, and its `change` against the baseline, whose responses have the same keys; `change_pm` is half a 95 %
     interval of it, from the differences of the problems' means. `accepted_ratio` is accepted / drafted tokens.
     """
-    lines, baseline, nan = [], [], float("nan")
+    lines, baseline = [], []
     for name, rule in rules.items():
         done, stats = pair.judged(rule).generate(requests(pair, drafts))
         totals = score(pair, [d.example for d in drafts], [c.tokens for c in done], rewards)
@@ -133,3 +135,28 @@ def compare(pair: Pair, rules: dict[str, Judge], drafts: Sequence[Drafted], rewa
         }
         lines.append(line)
     return lines
+
+
+def fit_judges(labels: Labels, config: Config, recall: float) -> tuple[JudgeHead, JudgeHead, dict[str, Any]]:
+    """The judge, the same fit to shuffled labels, and what is known of both. A fifth of the problems is held out.
+
+    Raises:
+        ConfigError: too few mismatches of one kind.
+    """
+    generator = torch.Generator().manual_seed(config.seed)
+    shuffles = [labels.important[torch.randperm(len(labels), generator=generator)] for _ in range(SHUFFLES)]
+    fitted = [fit_judge(replace(labels, important=given), recall) for given in (labels.important, *shuffles)]
+    if None in fitted:
+        raise ConfigError(
+            f"{len(labels)} mismatches, {int(labels.important.sum())} of them important, are too few of one kind to "
+            f"learn from. Raise dataset.train_size={config.dataset.train_size}, or take drafts that differ more."
+        )
+    (judge, shuffled, *_), areas = zip(*fitted, strict=True)
+    report = {
+        "mismatches": len(labels),
+        "important": int(labels.important.sum()),
+        "roc_auc": areas[0],
+        "roc_auc_of_shuffled_labels": list(areas[1:]),
+        "threshold": judge.threshold,
+    }
+    return judge, shuffled, report

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rollout.build import load_drafter
 from rollout.engines.base import Limits, Sampling
 from rollout.engines.local.engine import TransformersEngine
+from rollout.lossy.judge import Judge
 from rollout.lossy.judged import Judged
 from rollout.lossy.routed import RoutedEngine, Steps
+from rollout.lossy.router import Router
 from rollout.lossy.steps import StepEnd
+from specrl.config.schema import Config
 from specrl.run.policy import engine_spec, load_policy
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-    from rollout.lossy.judge import Judge
-    from rollout.lossy.router import Router
-    from specrl.config.schema import Config
 
 
 @dataclass(frozen=True)

@@ -81,7 +81,7 @@ def _held(run_dir: Path, output_dir: str) -> Iterator[None]:
 
 def _checkpoint(config: Config, run_dir: Path) -> Path | None:
     """Where a directory that is ours goes on; None for a new run."""
-    from trainers.checkpoint import leave_aside, marked, newest
+    from trainers.checkpoint import marked
 
     saved, checkpoints = run_dir / "config.yaml", run_dir / "checkpoints"
     if saved.exists() and config.resume == "no":
@@ -96,6 +96,7 @@ def _checkpoint(config: Config, run_dir: Path) -> Path | None:
             )
         return None
     from specrl.config.changes import same_settings
+    from trainers.newest import leave_aside, newest
 
     same_settings(cli.load_saved(saved), config)
     text_decides = config.rollout.old_text_stands and not config.rollout.cache.clear

@@ -17,7 +17,8 @@ from specrl.config.load import INTERRUPTED, TERMINATED
 from tests.runs import ROOT, run, words
 from trainers import callbacks
 from trainers.callbacks import StopOnSignal
-from trainers.checkpoint import marked, newest, step_of
+from trainers.checkpoint import marked, step_of
+from trainers.newest import newest
 
 
 @pytest.mark.slow

@@ -11,7 +11,8 @@ import pytest
 
 from reward.base import RewardError, Sample, checked_outcomes
 from reward.config import RewardConfig
-from reward.loading import FunctionReward, check, load_reward, load_rewards
+from reward.loading import check, load_reward, load_rewards
+from reward.own import FunctionReward
 from reward.set import RewardSet
 
 PLUG_INS = """
@@ -114,9 +115,9 @@ def test_a_failed_part_masks_the_row_unless_its_weight_is_zero():
 @pytest.mark.parametrize(
     ("weights", "ratio", "words"),
     [
-        ([1.0, 2.0], 0.05, "has 2 entries for 1 rewards"),
+        ([1.0, 2.0], 0.05, "has 2 numbers for 1 functions"),
         ([math.nan], 0.05, "finite"),
-        ([0.0], 0.05, "not all zero"),
+        ([0.0], 0.05, "not all be zero"),
         ([1.0], 1.5, r"from 0 to 1, got 1\.5"),
     ],
 )
@@ -128,7 +129,7 @@ def test_wrong_settings(weights, ratio, words):
 def test_names_must_differ_and_exist():
     with pytest.raises(RewardError, match="name twice"):
         RewardSet([Listed(None), Listed(None)])
-    with pytest.raises(RewardError, match="empty"):
+    with pytest.raises(RewardError, match="scores nothing"):
         RewardSet([])
 
 
@@ -262,8 +263,8 @@ def test_loading_errors_say_why(plug_ins, spec, words, isolate):
     [
         (["math", "math"], [], "has a name twice"),
         (["reward_plug_ins:Batch", "reward_plug_ins:batch"], [], "has a name twice.*batch"),
-        (["math"], [0.0], "not all zero"),
-        (["math", "format"], [1.0], "has 1 entries for 2 rewards"),
+        (["math"], [0.0], "not all be zero"),
+        (["math", "format"], [1.0], "has 1 numbers for 2 functions"),
     ],
 )
 def test_rewards_that_do_not_add_up_are_found_without_loading_them(plug_ins, functions, weights, words):

@@ -11,9 +11,10 @@ import pytest
 
 from reward.answers import compare, extract_answer, last_box, last_scaled, normal_number, quick_equal
 from reward.base import Sample
+from reward.checker import make_checker
 from reward.child import answer as worker_answer
 from reward.config import RewardConfig
-from reward.math import CANARY, MathReward, make_checker
+from reward.math import CANARY, MathReward
 from reward.set import RewardSet
 
 DATA = Path(__file__).parents[2].parent / "shared/data"
@@ -225,11 +226,10 @@ def test_equal_questions_are_asked_once(reward, monkeypatch):
 @pytest.fixture
 def checker(monkeypatch):
     """math-verify's handler in this process, with a `verify` to be replaced."""
-    import math_verify
+    from reward import checker
 
-    replaced = {}
-    real = math_verify.verify
-    monkeypatch.setattr(math_verify, "verify", lambda *given, **options: replaced.get("by", real)(*given, **options))
+    replaced, real = {}, checker.verify
+    monkeypatch.setattr(checker, "verify", lambda *given, **options: replaced.get("by", real)(*given, **options))
     return make_checker(), replaced
 
 

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification, Qwen3Config
 
 from reward.base import RewardError
-from reward.process import MonteCarloValue, Prefix, TransformersPRM
+from reward.process import Prefix, TransformersPRM, monte_carlo
 from specrl.tiny import build_tokenizer
 
 
@@ -18,27 +18,26 @@ def ends_in(samples):
 
 def test_a_value_is_the_share_of_continuations_that_succeed():
     following = {"a": ["7", "8", "7", "7"], "b": ["8", "8", "8", "8"]}
-    value = MonteCarloValue(lambda prefixes: [following[p.steps[-1]] for p in prefixes], ends_in)
-    assert value([Prefix("q", ("a",), "7"), Prefix("q", ("b",), "7")]) == [0.75, 0.0]
+    asked = [Prefix("q", "a", "7"), Prefix("q", "b", "7")]
+    assert monte_carlo(asked, lambda prefixes: [following[p.completion] for p in prefixes], ends_in) == [0.75, 0.0]
 
 
 def test_a_finished_response_is_scored_as_it_is():
     def never(prefixes):
         raise AssertionError("there is nothing to continue")
 
-    value = MonteCarloValue(never, ends_in)
-    assert value([Prefix("q", ("a", "7"), "7", finished=True), Prefix("q", ("8",), "7", finished=True)]) == [1.0, 0.0]
+    asked = [Prefix("q", "a7", "7", finished=True), Prefix("q", "8", "7", finished=True)]
+    assert monte_carlo(asked, never, ends_in) == [1.0, 0.0]
 
 
 def test_what_cannot_be_scored_is_left_out_and_never_zero():
-    value = MonteCarloValue(lambda prefixes: [["7", "?"], ["?", "?"]], ends_in)
-    assert value([Prefix("q", ("a",), "7"), Prefix("q", ("b",), "7")]) == [1.0, None]
+    asked = [Prefix("q", "a", "7"), Prefix("q", "b", "7")]
+    assert monte_carlo(asked, lambda prefixes: [["7", "?"], ["?", "?"]], ends_in) == [1.0, None]
 
 
 def test_texts_stay_with_their_prefix():
-    value = MonteCarloValue(lambda prefixes: [[p.steps[0]] * 2 for p in prefixes], ends_in)
-    mixed = [Prefix("q", ("7",), "7"), Prefix("q", ("9",), "9", finished=True), Prefix("q", ("8",), "7")]
-    assert value(mixed) == [1.0, 1.0, 0.0]
+    mixed = [Prefix("q", "7", "7"), Prefix("q", "9", "9", finished=True), Prefix("q", "8", "7")]
+    assert monte_carlo(mixed, lambda prefixes: [[p.completion] * 2 for p in prefixes], ends_in) == [1.0, 1.0, 0.0]
 
 
 @pytest.fixture(scope="module", params=["sequence", "token", "one output"])
@@ -74,9 +73,10 @@ def saved(request, tmp_path_factory):
 def test_a_classifier_is_read_at_the_end_of_the_step(saved):
     folder, read = saved
     prm = TransformersPRM(str(folder), rows_per_pass=2)
-    prefixes = [Prefix("Tom has 20 apples.", ("He buys 5: 20 + 5 = 25\n", "#### 25")[:n]) for n in (1, 2, 1)]
+    step, last = "He buys 5: 20 + 5 = 25\n", "#### 25"
+    prefixes = [Prefix("Tom has 20 apples.", text) for text in (step, step + last, step)]
     found = prm(prefixes)
-    assert found == pytest.approx([read(p.prompt + p.text) for p in prefixes], abs=1e-5)
+    assert found == pytest.approx([read(p.prompt + p.completion) for p in prefixes], abs=1e-5)
     assert found[0] != pytest.approx(found[1], abs=1e-3), "the last step matters"
     assert all(0 <= value <= 1 for value in found)
 

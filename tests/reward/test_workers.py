@@ -8,7 +8,7 @@ import sys
 import textwrap
 import threading
 import time
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
@@ -103,7 +103,7 @@ def handlers(tmp_path, monkeypatch):
 
 @pytest.fixture
 def pool(handlers):
-    with WorkerPool(handlers, RewardConfig(timeout_s=0.5, memory_mb=512)) as pool:
+    with closing(WorkerPool(handlers, RewardConfig(timeout_s=0.5, memory_mb=512))) as pool:
         yield pool
 
 
@@ -155,18 +155,19 @@ def by_the_text(pool, *payloads) -> list:
 @pytest.mark.slow
 @pytest.mark.parametrize(("hard", "workers"), [(["sleep", 60], 2), (["hold", 9], 1), (["memory", 2**30], 1)])
 def test_a_limit_is_the_texts_doing_when_the_workers_answer_others(handlers, hard, workers):
-    with WorkerPool(handlers, RewardConfig(timeout_s=0.5, memory_mb=512, workers=workers)) as pool:
+    with closing(WorkerPool(handlers, RewardConfig(timeout_s=0.5, memory_mb=512, workers=workers))) as pool:
         assert by_the_text(pool, hard, hard) == [False, False], "nothing was ever answered"
         assert by_the_text(pool, ["echo", 1], hard, hard, ["echo", 2]) == [True, True]
         assert by_the_text(pool, hard) == [True]
-    with WorkerPool(handlers, RewardConfig(timeout_s=0.5, memory_mb=512, workers=workers), canary=["echo", 0]) as pool:
+    limits = RewardConfig(timeout_s=0.5, memory_mb=512, workers=workers)
+    with closing(WorkerPool(handlers, limits, canary=["echo", 0])) as pool:
         assert by_the_text(pool, hard) == [True]
 
 
 @pytest.mark.slow
 def test_a_limit_is_not_the_texts_doing_when_what_the_workers_need_is_gone(handlers, tmp_path):
     service = ["service", str(tmp_path / "down")]
-    with WorkerPool(handlers, RewardConfig(timeout_s=1.5)) as pool:
+    with closing(WorkerPool(handlers, RewardConfig(timeout_s=1.5))) as pool:
         assert pool.map([["echo", 1], service, ["echo", 2]]) == [1, None, 2]
         (tmp_path / "down").touch()
         assert by_the_text(pool, ["echo", 1], service) == [False], "what is answered without the service says nothing"
@@ -184,13 +185,13 @@ def test_a_worker_that_cannot_be_replaced_after_a_deadline_is_a_reward_error(han
     pool = WorkerPool(
         "worker_handlers:make_once", RewardConfig(timeout_s=0.5), [str(tmp_path / "made")], canary=["echo", 0]
     )
-    with pool, pytest.raises(RewardError, match="the file system is gone"):
+    with closing(pool), pytest.raises(RewardError, match="the file system is gone"):
         pool.map([["sleep", 60]])
 
 
 def test_sets_have_one_order_in_every_worker(handlers, monkeypatch):
     monkeypatch.setenv("PYTHONHASHSEED", "random")
-    with WorkerPool(handlers) as one, WorkerPool(handlers) as other:
+    with closing(WorkerPool(handlers)) as one, closing(WorkerPool(handlers)) as other:
         (pid, *order), (other_pid, *other_order) = one.call(["hash", "x"]), other.call(["hash", "x"])
     assert pid != other_pid
     assert order == other_order
@@ -208,7 +209,7 @@ def test_the_deadline_holds_in_threads_and_in_asyncio(pool):
 
 
 def test_threads_share_the_pool_without_mixing_answers(handlers):
-    with WorkerPool(handlers, RewardConfig(workers=2, timeout_s=5)) as pool:
+    with closing(WorkerPool(handlers, RewardConfig(workers=2, timeout_s=5))) as pool:
         assert pool.map([["echo", i] for i in range(100)]) == list(range(100))
         results = {}
 
@@ -225,7 +226,7 @@ def test_threads_share_the_pool_without_mixing_answers(handlers):
 
 
 def test_start_up_has_its_own_deadline(handlers):
-    with WorkerPool("worker_handlers:make_slowly", RewardConfig(timeout_s=60, start_timeout_s=0.5)) as pool:
+    with closing(WorkerPool("worker_handlers:make_slowly", RewardConfig(timeout_s=60, start_timeout_s=0.5))) as pool:
         with pytest.raises(RewardError, match=r"make_slowly.* not ready after reward\.start_timeout_s=0\.5 s"):
             pool.start()
         assert pool.pids() == []
@@ -241,7 +242,7 @@ def test_start_up_has_its_own_deadline(handlers):
     ],
 )
 def test_a_worker_that_cannot_start_is_a_reward_error(handlers, target, words):
-    with WorkerPool(target) as pool:
+    with closing(WorkerPool(target)) as pool:
         for _ in range(2):  # the slot is not lost
             with pytest.raises(RewardError, match=words):
                 pool.call(["echo", 1])
@@ -265,7 +266,7 @@ def test_a_worker_killed_while_idle_is_replaced_before_the_next_call(pool, tmp_p
 
 
 def test_a_worker_killed_during_a_call_repeats_the_call(handlers):
-    with WorkerPool(handlers, RewardConfig(timeout_s=5)) as pool:
+    with closing(WorkerPool(handlers, RewardConfig(timeout_s=5))) as pool:
         pool.start()
         (pid,) = pool.pids()
         threading.Timer(0.2, os.kill, (pid, signal.SIGKILL)).start()

@@ -28,14 +28,13 @@ from trainers.checkpoint import (
     CheckpointError,
     SaveCache,
     data_digests,
-    leave_aside,
     marked,
-    newest,
     prune,
     restore,
     step_of,
     trajectories,
 )
+from trainers.newest import leave_aside, newest
 
 
 def make(folder, step, complete=True):

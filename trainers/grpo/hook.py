@@ -157,7 +157,7 @@ class SaveTrajectories(TrainerCallback):
         home, cache = _home(args, state), self._rollout.cache
         elsewhere = not home.parent.is_dir()  # as in a search of options
         if cache is not None and state.is_world_process_zero and not elsewhere:
-            cache.try_save(home, state.global_step, self._rollout.config.cache.on_write_error)
+            cache.save(home, state.global_step, self._rollout.config.cache.on_write_error)
 
 
 def _home(args: TrainingArguments, state: TrainerState) -> Path:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from rollout.lossy.judge import JudgeHead
 from trainers.lossy.fit import logistic, roc_auc
 
 PENALTIES = tuple(10.0**-i for i in range(5))  # of the squared weights, tried from strong to weak
@@ -33,27 +34,17 @@ class Labels:
         return self.problem % 5 == 0
 
 
-@dataclass(frozen=True, slots=True)
-class FittedHead:
-    """A judge head, with what it does on held-out problems."""
-
-    weight: Tensor
-    bias: float
-    threshold: float
-    roc_auc: float
-
-
-def fit_judge(labels: Labels, recall: float) -> FittedHead | None:
+def fit_judge(labels: Labels, recall: float) -> tuple[JudgeHead, float] | None:
     """A head whose threshold catches a share of `recall` of the important mismatches of held-out problems.
 
-    None where a side has fewer than two mismatches of one kind.
+    With it its ROC-AUC on these problems. None where a side has fewer than two mismatches of one kind.
     """
     held, important = labels.held, labels.important
     if min(int((kind & side).sum()) for kind in (important, ~important) for side in (held, ~held)) < 2:
         return None
     weight, bias, area = fit_head(labels.hidden[~held], important[~held], labels.hidden[held], important[held])
     chances = (labels.hidden[held] @ weight + bias).sigmoid().tolist()
-    return FittedHead(weight, bias, threshold_for_recall(chances, important[held].tolist(), recall), area)
+    return JudgeHead(weight, bias, threshold_for_recall(chances, important[held].tolist(), recall)), area
 
 
 def fit_head(features: Tensor, important: Tensor, held: Tensor, held_important: Tensor) -> tuple[Tensor, float, float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -49,9 +50,7 @@ class Miner:
 
     def __init__(self, model: torch.nn.Module, sampling: Sampling, cap: int, tokens_per_pass: int):
         greedy = replace(sampling, temperature=0.0, top_k=0, top_p=1.0)
-        limits = Limits(tokens_per_pass=tokens_per_pass)
-        self._engine = TransformersEngine(model, greedy, limits=limits)
-        self._ragged = RaggedModel(self._engine.model, greedy, limits)
+        self._engine = TransformersEngine(model, greedy, limits=Limits(tokens_per_pass=tokens_per_pass))
         self._eos_ids, self._cap = sampling.eos_ids, cap
 
     def __call__(
@@ -72,16 +71,13 @@ class Miner:
         def answer(i: int, text: Text) -> float | None:
             return score([i], [text])[0] if right[i] else None
 
-        def finish(prefixes: dict[int, Text]) -> dict[int, Text]:
-            return self._finish(prompts, prefixes, own)
-
-        mined = mine(own, propose, finish, answer, self._eos_ids, most)
+        mined = mine(own, propose, partial(self._finish, prompts, own), answer, self._eos_ids, most)
         important = torch.tensor([m.important for m in mined], dtype=torch.bool)
         problem = torch.tensor([problems[m.row] for m in mined], dtype=torch.long)
         return Labels(self._states(prompts, mined), important, problem)
 
     def _finish(
-        self, prompts: Sequence[Sequence[int]], prefixes: dict[int, Text], own: Sequence[Text]
+        self, prompts: Sequence[Sequence[int]], own: Sequence[Text], prefixes: dict[int, Text]
     ) -> dict[int, Text]:
         """Whole responses from prefixes; each drafts from the policy's own text, to which it mostly returns."""
         going = {i: p for i, p in prefixes.items() if len(p) < self._cap and p[-1] not in self._eos_ids}
@@ -94,11 +90,11 @@ class Miner:
 
     def _states(self, prompts: Sequence[Sequence[int]], mined: Sequence[Mined]) -> Tensor:
         """The policy's states [N, H] after each draft token."""
-        states = [torch.zeros(0, self._engine.model.config.hidden_size)]
+        states, model = [torch.zeros(0, self._engine.model.config.hidden_size)], self._engine.policy
         for at in range(0, len(mined), ROWS_PER_READ):
             some = mined[at : at + ROWS_PER_READ]
-            texts = {n: list(m.prefix) for n, m in enumerate(some)}
-            states.append(torch.stack([s for _, s in read(self._ragged, [prompts[m.row] for m in some], texts)]).cpu())
+            found = read(model, [prompts[m.row] for m in some], [m.prefix for m in some])
+            states.append(torch.stack([state for _, state in found]).cpu())
         return torch.cat(states)
 
 
@@ -173,19 +169,19 @@ def by_model(model: RaggedModel, prompts: Sequence[Sequence[int]]) -> Propose:
     """What a draft model writes at each position, given the text before it."""
 
     def propose(texts: dict[int, Text]) -> dict[int, Sequence[int | None]]:
-        found = read(model, [prompts[i] for i in texts], texts)
+        found = read(model, [prompts[i] for i in texts], list(texts.values()))
         return {i: draws for i, (draws, _) in zip(texts, found, strict=True)}
 
     return propose
 
 
 def read(
-    model: RaggedModel, prompts: Sequence[Sequence[int]], texts: dict[int, Text]
+    model: RaggedModel, prompts: Sequence[Sequence[int]], texts: Sequence[Sequence[int]]
 ) -> list[tuple[list[int], Tensor]]:
     """For each text: the model's draw at every position of it, and the final hidden state [H] after its last token.
 
     Args: prompts: of the texts, in their order.
     """
     with model.inference():
-        fed = Reader(model, prompts, [0] * len(texts)).follow(dict(enumerate(texts.values())))
+        fed = Reader(model, prompts, [0] * len(texts)).follow(dict(enumerate(texts)))
         return [(fed[n].draws, fed[n].hidden[-1].float().clone()) for n in range(len(texts))]

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pyarrow.parquet as pq
 import pytest
 
-from rollout.cache import disk as store
+from rollout.cache import disk, reading
 from rollout.cache.disk import LOCK, SNAPSHOT
 from rollout.cache.memory import Fingerprint, TrajectoryCache
 from rollout.types import CacheError, Trajectory
@@ -75,9 +75,9 @@ def test_data_then_rename_then_directory_reach_the_disk(tmp_path, monkeypatch):
 
 def test_newer_format_is_an_error_and_older_is_cold(tmp_path, monkeypatch, caplog):
     for written, now in [(2, 1), (1, 2)]:
-        monkeypatch.setattr(store, "FORMAT", written)
+        monkeypatch.setattr(disk, "FORMAT", written)
         saved(tmp_path, entries())
-        monkeypatch.setattr(store, "FORMAT", now)
+        monkeypatch.setattr(reading, "FORMAT", now)
         if written > now:
             with pytest.raises(CacheError, match=r"format 2; this version .* up to 1\. Update specrl, or .*clear=true"):
                 load(tmp_path)
@@ -140,7 +140,9 @@ def test_warns_again_after_a_save_succeeded(tmp_path, monkeypatch, caplog):
         with monkeypatch.context() as patch:
             if fails:
                 patch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left")))
-            assert cache.try_save(tmp_path, 1) is not fails
+            before = cache.write_errors
+            cache.save(tmp_path, 1, "warn")
+            assert cache.write_errors == before + fails
     assert len(caplog.records) == 2
     assert cache.stats()["cache/write_errors"] == 3
 

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from rollout.lossy.pair import fingerprint, read_card, write_card
-from rollout.lossy.router import decide
-from rollout.lossy.scores import MOST, features, learned, load_learned
+from rollout.lossy.router import MOST, decide, features, learned, load_learned
 from rollout.lossy.steps import Candidate, Step
 from rollout.types import RolloutError
 

@@ -11,7 +11,7 @@ from rollout.drafting.suffix import PromptTexts, SuffixDrafter
 from rollout.engines.base import Sampling
 from rollout.engines.local.engine import TransformersEngine
 from rollout.keys import derive_key
-from rollout.lossy.judge import DraftToken, JudgeHead, KLJudge, judged
+from rollout.lossy.judge import JudgeHead, KLJudge
 from rollout.lossy.judged import accept_judged
 from rollout.types import Request, RolloutError
 from rollout.verify import accept_exact
@@ -29,7 +29,7 @@ class Verdicts:
     laws = False
 
     def __init__(self, rule):
-        self.unimportant = rule
+        self.unimportant = lambda hidden, policy, draft: rule(hidden)
 
 
 ALL = Verdicts(lambda found: [True] * len(found))
@@ -283,13 +283,11 @@ def law(*chances):
 
 
 def test_the_kl_rule_by_hand():
-    hidden = torch.zeros(4)
-    same = DraftToken(hidden, law(0.5, 0.3, 0.2), law(0.5, 0.3, 0.2))
-    sure = DraftToken(hidden, law(0.95, 0.03, 0.02), law(0.95, 0.03, 0.02))
-    apart = DraftToken(hidden, law(0.5, 0.3, 0.2), law(0.1, 0.1, 0.8))
-    stored = DraftToken(hidden, law(0.5, 0.3, 0.2), None)
-    assert KLJudge(0.1, 0.9).unimportant([same, sure, apart, stored]) == [True, False, False, False]
-    assert KLJudge(5.0, 0.9).unimportant([apart]) == [True]
+    hidden, even, sure = torch.zeros(3, 4), law(0.5, 0.3, 0.2), law(0.95, 0.03, 0.02)
+    policy, draft = torch.stack([even, sure, even]), torch.stack([even, sure, law(0.1, 0.1, 0.8)])
+    assert KLJudge(0.1, 0.9).unimportant(hidden, policy, draft) == [True, False, False]
+    assert KLJudge(0.1, 0.9).unimportant(hidden, policy, None) == [False] * 3, "stored text"
+    assert KLJudge(5.0, 0.9).unimportant(hidden[2:], policy[2:], draft[2:]) == [True]
 
 
 def test_the_kl_rule_runs_in_the_engine(models, plain):
@@ -300,8 +298,11 @@ def test_the_kl_rule_runs_in_the_engine(models, plain):
     assert stats.route_faults == 0
 
 
-def test_no_mismatch_asks_no_judge():
-    assert judged(Verdicts(raises), []) == ([], 0)
+def test_no_mismatch_asks_no_judge(models, plain):
+    asked = requests(stored=[[(token, math.nan) for token in text] for text in plain[1]])
+    done, stats = engine(models, Verdicts(raises), draft=None).generate(asked)
+    assert [c.tokens for c in done] == plain[0]
+    assert (stats.drafted > 0, stats.route_faults) == (True, 0)
 
 
 def test_a_saved_head_judges_as_before_and_for_its_policy_only(tmp_path):

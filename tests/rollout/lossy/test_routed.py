@@ -11,8 +11,7 @@ from rollout.engines.local.engine import TransformersEngine
 from rollout.keys import derive_key
 from rollout.lossy import routed
 from rollout.lossy.routed import Steps
-from rollout.lossy.router import decide
-from rollout.lossy.scores import by_advantage, by_entropy, by_likelihood, by_reward
+from rollout.lossy.router import by_advantage, by_entropy, by_likelihood, by_reward, decide
 from rollout.lossy.steps import Candidate, Step, StepEnd
 from rollout.types import Request, RolloutError
 from rollout.verify import accept_exact

@@ -9,8 +9,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 
 from reward.set import RewardSet
 from rollout.keys import derive_key
-from rollout.lossy.router import decide
-from rollout.lossy.scores import by_advantage
+from rollout.lossy.router import by_advantage, decide
 from rollout.lossy.steps import Candidate, Step
 from rollout.types import Request
 from specrl.config import load as cli
@@ -19,9 +18,9 @@ from specrl.evaluate import main as evaluate
 from specrl.generate import GenerateConfig
 from specrl.generate import main as generate
 from specrl.lossy.pair import load_pair
-from specrl.lossy.routing import StepValues, advantage, prefix
+from specrl.lossy.routing import StepValues, advantage, collect, prefix, revalued
 from specrl.run.data import load_examples
-from specrl.train_router import TrainRouterConfig, collect, revalued
+from specrl.train_router import TrainRouterConfig
 from specrl.train_router import main as train_router
 from tests import runs
 from trainers.lossy.router import Record, curve
@@ -103,16 +102,13 @@ def test_a_value_is_the_mean_reward_of_plain_continuations(pair, examples, rewar
 def cli_sample(p, text):
     from reward.base import Sample
 
-    return Sample(p.prompt, p.text + text, p.answer, p.fields)
+    return Sample(p.prompt, p.completion + text, p.answer, p.fields)
 
 
 def test_the_oracle_never_escalates_without_an_advantage(pair, examples, rewards):
-    seen = []
-    oracle = by_advantage(
-        advantage(pair, StepValues(pair, rewards, 3, 0), examples, lambda *step: seen.append(step[2:]))
-    )
+    oracle = by_advantage(advantage(pair, StepValues(pair, rewards, 3, 0), examples))
+    gains = oracle.score(candidates(pair, examples))
     decision = decide(oracle, candidates(pair, examples))
-    gains = [s_t - s_d for s_d, s_t in seen]
     assert decision.escalate == [not gain <= 0 for gain in gains], "NaN goes to the policy, as a fault"
     assert decision.faults == sum(map(math.isnan, gains))
     assert any(gain > 0 for gain in gains)
@@ -129,8 +125,13 @@ def test_equal_steps_have_no_advantage(pair, examples, rewards):
 
 
 @pytest.fixture(scope="module")
-def collected(pair, examples, rewards):
-    return collect(pair, StepValues(pair, rewards, 2, seed=0), examples)
+def values(pair, rewards):
+    return StepValues(pair, rewards, 2, seed=0)
+
+
+@pytest.fixture(scope="module")
+def collected(pair, examples, values):
+    return collect(pair, values, examples)
 
 
 def test_both_walks_are_recorded(collected):
@@ -151,11 +152,11 @@ def test_the_router_is_trained_on_what_it_will_read(collected):
 
 
 def test_valuing_again_with_the_same_noise_gives_the_same_and_with_other_noise_does_not(
-    pair, examples, rewards, collected
+    pair, rewards, values, collected
 ):
     first = [r.advantage for r in collected]
-    assert revalued(pair, StepValues(pair, rewards, 2, seed=0), collected, examples) == pytest.approx(first)
-    assert revalued(pair, StepValues(pair, rewards, 2, seed=1), collected, examples) != pytest.approx(first)
+    assert revalued(collected, values, StepValues(pair, rewards, 2, seed=0)) == pytest.approx(first)
+    assert revalued(collected, values, StepValues(pair, rewards, 2, seed=1)) != pytest.approx(first)
 
 
 def test_the_curve_of_a_budget_by_hand():

@@ -1,0 +1,155 @@
+"""Reading a snapshot. Everything read here counts as damaged until its checksum agrees."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import stat
+from collections.abc import Iterator, Mapping
+from math import nan
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from rollout.cache.disk import FORMAT, HEADER, HEADER_SUM, SCHEMA, SNAPSHOT, Fingerprint, Header, header_sum
+from rollout.cache.record import FINISH, HEAD, LOGPROBS, Entry, row_checksum
+from rollout.types import CacheError
+
+_FINISH = {name.encode(): flag for name, flag in FINISH.items()}
+_DAMAGED = 4  # a flag that no row has, so that its checksum cannot agree
+
+
+class DamagedError(CacheError):
+    """The file is not an intact snapshot: torn, written by something else, or its footer is damaged."""
+
+
+class OlderFormatError(CacheError):
+    """The snapshot predates this format."""
+
+
+@contextlib.contextmanager
+def open_snapshot(directory: Path) -> Iterator[tuple[Header, Iterator[Entry]]]:
+    """The verified header of a snapshot and its rows, of which only those are yielded whose checksum agrees.
+
+    Raises FileNotFoundError without a snapshot, OlderFormatError, DamagedError, or another CacheError.
+    """
+    path = directory / SNAPSHOT
+    try:
+        source = open(path, "rb", opener=_without_waiting)  # noqa: SIM115
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise _unreadable(path, error.strerror or error) from error
+    with source:
+        if not stat.S_ISREG(os.fstat(source.fileno()).st_mode):
+            raise _unreadable(path, "it is a pipe or a device, not a file")
+        try:
+            file = pq.ParquetFile(source, pre_buffer=False, arrow_extensions_enabled=False)
+            schema, metadata = file.schema_arrow, file.metadata.metadata or {}
+        except Exception as error:  # any bytes may lie here, and pyarrow reports them in a dozen ways
+            raise DamagedError(f"'{path}' is not a readable parquet file ({error})") from error
+        header = _header(path, schema, metadata)
+        if header.rows != file.metadata.num_rows:
+            raise DamagedError(f"'{path}' has {file.metadata.num_rows} rows and a header that counts {header.rows}")
+        yield header, _rows(file)
+
+
+def _unreadable(path: Path, why: object) -> CacheError:
+    return CacheError(
+        f"The trajectory cache '{path}' cannot be read: {why}. Move it away, or start with rollout.cache.clear=true."
+    )
+
+
+def _without_waiting(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK)  # opening a pipe would wait for a writer
+
+
+def _header(path: Path, schema: pa.Schema, metadata: Mapping[bytes, bytes]) -> Header:
+    text = metadata.get(HEADER, b"")
+    if metadata.get(HEADER_SUM) != header_sum(text):
+        raise DamagedError(f"'{path}' has no intact specrl header")
+    try:
+        fields = json.loads(text)
+    except (ValueError, RecursionError):
+        fields = None
+    if type(written_as := fields.get("format") if isinstance(fields, dict) else None) is int:
+        if written_as > FORMAT:
+            raise CacheError(
+                f"'{path}' has trajectory cache format {written_as}; this version of specrl reads up to {FORMAT}. "
+                "Update specrl, or start with rollout.cache.clear=true."
+            )
+        if written_as < FORMAT:
+            raise OlderFormatError(f"'{path}' has trajectory cache format {written_as}, older than {FORMAT}")
+        if not schema.equals(SCHEMA):
+            raise DamagedError(f"'{path}' does not have the columns of format {FORMAT}")
+    if wrong := _wrong(fields):  # and its checksum agrees, so that no damage explains it
+        raise CacheError(
+            f"'{path}' has a header that is not of trajectory cache format {FORMAT}: {wrong}. Another program wrote "
+            "it. Update specrl, move the file away, or start with rollout.cache.clear=true."
+        )
+    given = {name: fields[name] for name in ("step", "rows", "vocab_size")}
+    return Header(**given, eos_ids=tuple(fields["eos_ids"]), fingerprint=Fingerprint(**fields["fingerprint"]))
+
+
+def _wrong(fields: Any) -> str | None:
+    """What a header of this format cannot say, as half a sentence; None when it may say all of it."""
+    if not isinstance(fields, dict):
+        return "it is no JSON object"
+    if extra := sorted(fields.keys() - _LEGAL.keys()):
+        return f"this version of specrl does not know its field {extra[0]!r:.60}"
+    wrong = [name for name, legal in _LEGAL.items() if name not in fields or not legal(fields[name])]
+    return f"{wrong[0]}={fields.get(wrong[0])!r:.60}" if wrong else None
+
+
+def _count(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _texts(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(text, str) for text in value.values())
+
+
+_LEGAL = {
+    **dict.fromkeys(("format", "step", "rows", "vocab_size"), _count),
+    "eos_ids": lambda value: isinstance(value, list) and all(map(_count, value)),
+    "fingerprint": lambda value: (
+        isinstance(value, dict) and value.keys() == {"identity", "law"} and all(map(_texts, value.values()))
+    ),
+}
+
+
+def _rows(file: pq.ParquetFile) -> Iterator[Entry]:
+    for group in range(file.num_row_groups):
+        try:
+            rows = list(_intact(file.read_row_group(group, use_threads=False)))
+        except Exception:  # a damaged page fails in a dozen ways; the other row groups are still good
+            continue
+        yield from rows
+
+
+def _intact(table: pa.Table) -> Iterator[Entry]:
+    """The rows of one row group whose checksum agrees."""
+    # Text as bytes: one damaged UTF-8 sequence would otherwise fail the whole column.
+    plain = {name: table[name].cast(pa.binary()) for name in ("example_id", "finish")}
+    names = ("slot", "key", "version", "step", "reward", "checksum")
+    columns = [plain["example_id"], plain["finish"], *(table[name] for name in names)]
+    tokens, logprobs = _cut(table["tokens"], "<i4"), _cut(table["logprobs"], "<f4")
+    bare = table["logprobs"].is_null().to_pylist()
+    fields = zip(*(column.to_pylist() for column in columns), strict=True)
+    for i, (example_id, finish, slot, key, version, step, reward, checksum) in enumerate(fields):
+        flags = _FINISH.get(finish, _DAMAGED) | (0 if bare[i] else LOGPROBS)
+        blob = HEAD.pack(key, version, step, nan if reward is None else reward, flags) + tokens[i] + logprobs[i]
+        if row_checksum(example_id, slot, blob) == checksum:
+            yield example_id.decode(), slot, blob
+
+
+def _cut(column: pa.ChunkedArray, kind: str) -> list[bytes]:
+    """The little-endian bytes of each list of a column; empty for null."""
+    lists = column.combine_chunks()
+    data = lists.values.to_numpy(zero_copy_only=False).astype(kind, copy=False).tobytes()
+    ends = (lists.offsets.to_numpy() * 4).tolist()
+    return [data[start:end] for start, end in itertools.pairwise(ends)]
