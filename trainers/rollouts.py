@@ -20,9 +20,8 @@ from rollout.keys import Visits, derive_key
 from rollout.speculative import SpeculativeRollout
 from rollout.types import RolloutBatch, RolloutError, Row
 from trainers import weights
-from trainers.advantages import overlong_penalty
 from trainers.config import TrainerConfig
-from trainers.losses import correction_weights
+from trainers.correction import correction_weights, overlong_penalty
 from trainers.metrics import across_processes
 from trainers.refill import Scored, refill
 

@@ -17,9 +17,10 @@ from rollout.control import Control
 from rollout.keys import Visits
 from rollout.speculative import SpeculativeRollout
 from rollout.types import Completion, RolloutBatch, Row
-from trainers.advantages import gae, token_rewards, whiten
-from trainers.losses import clipped, correction_weights, policy_loss, value_loss
+from trainers.correction import correction_weights
+from trainers.ppo.advantages import gae, token_rewards, whiten
 from trainers.ppo.experience import Experience
+from trainers.ppo.losses import clipped, policy_loss, value_loss
 
 Algorithm = Literal["grpo", "ppo"]
 PROMPTS, GROUP, PROMPTS_PER_STEP, EPOCHS = 24, 8, 12, 10

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from rollout.lossy.judged import accept_judged, judged_laws
-from trainers.losses import correction_weights
+from trainers.correction import correction_weights
 
 N = 40_000
 FEW = 12_000  # where each sample is made in Python

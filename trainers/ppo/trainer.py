@@ -22,12 +22,12 @@ from transformers import TrainingArguments, get_scheduler
 
 from rollout.keys import derive_key
 from rollout.types import RolloutError
-from trainers.advantages import gae, reinforce_plus_plus, rloo, token_rewards, whiten
-from trainers.losses import adapted_beta, clipped, kl_estimate, policy_loss, value_loss
-from trainers.metrics import response_metrics
 from trainers.ppo import critic, snapshot
+from trainers.ppo.advantages import gae, reinforce_plus_plus, rloo, token_rewards, whiten
 from trainers.ppo.experience import Experience
 from trainers.ppo.loop import Loop
+from trainers.ppo.losses import adapted_beta, clipped, kl_estimate, policy_loss, value_loss
+from trainers.ppo.metrics import response_metrics
 from trainers.ppo.prior import Prior
 from trainers.refill import Scored
 from trainers.rollouts import Rollouts, Setup

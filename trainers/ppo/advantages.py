@@ -9,16 +9,6 @@ import torch
 from torch import Tensor
 
 
-def overlong_penalty(length: int, cap: int, buffer: int) -> float:
-    """DAPO's soft overlong punishment (arXiv 2503.14476, eq. 13): 0 up to cap - buffer, then linear to -1 at cap.
-
-    Args: length of the response, cap and buffer in tokens; `buffer=0` never punishes.
-    """
-    if buffer <= 0 or length <= cap - buffer:
-        return 0.0
-    return max((cap - buffer - length) / buffer, -1.0)
-
-
 def token_rewards(totals: Tensor, kl: Tensor, mask: Tensor, beta: float) -> Tensor:
     """RLHF's rewards [B, T] (Ouyang et al. 2022, arXiv 2203.02155): -beta * KL everywhere, the total on the last token.
 

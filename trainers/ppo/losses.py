@@ -1,33 +1,9 @@
-"""Pure functions on log-probs and values: losses, and weights of off-policy tokens."""
+"""Pure functions on log-probs and values: PPO's losses, and its KL penalty."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
-
-
-def correction_weights(logp: Tensor, behaviour: Tensor, mask: Tensor, mode: str, cap: float) -> Tensor:
-    """Importance weights [B, T] for tokens whose law was not the current policy.
-
-    The ratio is exp(logp - behaviour) per token, or of the summed log-probs per sequence. `truncate` clips it at `cap`
-    (truncated importance sampling, Espeholt et al. 2018), `mask` drops what exceeds `cap` or falls below 1 / cap.
-
-    Args:
-        logp: log-probs under the current policy [B, T].
-        behaviour: log-probs under the law that produced the tokens [B, T].
-        mask: 1 for response tokens [B, T].
-        mode: none, token_truncate, token_mask, sequence_truncate or sequence_mask.
-        cap: at least 1.
-    """
-    if mode == "none":
-        return torch.ones_like(logp)
-    log_ratio = (logp - behaviour) * mask
-    if mode.startswith("sequence"):
-        log_ratio = log_ratio.sum(-1, keepdim=True).expand_as(logp)
-    ratio = log_ratio.exp()
-    if mode.endswith("truncate"):
-        return ratio.clamp(max=cap)
-    return torch.where((ratio > cap) | (ratio < 1 / cap), 0.0, ratio)
 
 
 def policy_loss(logp: Tensor, old: Tensor, advantages: Tensor, low: float, high: float) -> Tensor:
