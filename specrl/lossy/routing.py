@@ -18,6 +18,7 @@ from rollout.types import Request
 from specrl.config.options import ConfigError
 from specrl.config.schema import Config
 from specrl.lossy.pair import Pair
+from specrl.run.accuracy import requests
 from specrl.run.data import Example, render
 from specrl.run.policy import device, load_tokenizer
 from trainers.lossy.fit import logistic, spearman
@@ -119,11 +120,8 @@ def collect(pair: Pair, values: StepValues, examples: Sequence[Example]) -> list
         return found
 
     oracle = by_advantage(noted)
-    cap = pair.config.rollout.max_new_tokens
     for walk, oracle.threshold in WALKS.items():
-        keys = [derive_key(pair.config.seed, example.id, 0, 0, walk) for example in examples]
-        requests = [Request(render(e, pair.tokenizer), key, cap) for e, key in zip(examples, keys, strict=True)]
-        _, stats = pair.routed(oracle).generate(requests)
+        _, stats = pair.routed(oracle).generate(requests(examples, pair.tokenizer, pair.config, walk))
         print(
             f"{walk} walk: {len(examples)} responses, {stats.steps} steps, {stats.route_faults} faults, "
             f"{values.decoded} tokens of continuations so far",
