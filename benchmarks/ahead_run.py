@@ -33,15 +33,15 @@ class Baton:
 
     def __init__(self, descriptor: int):
         os.set_inheritable(descriptor, False)  # or processes that outlive this one would keep it open
-        self._socket = socket.socket(fileno=descriptor)
+        self.socket = socket.socket(fileno=descriptor)
 
     def wait(self) -> None:
         with suppress(ConnectionError):
-            self._socket.recv(1)
+            self.socket.recv(1)
 
     def pass_on(self) -> None:
         with suppress(ConnectionError):
-            self._socket.send(b".")
+            self.socket.send(b".")
 
 
 class Turns(TrainerCallback):

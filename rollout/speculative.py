@@ -33,6 +33,10 @@ class Planned:
     old: Trajectory | None
     """The stored response of its slot."""
 
+    def unchanged(self, completion: Completion) -> bool:
+        """Whether the response is that one, token for token."""
+        return self.old is not None and tuple(completion.tokens) == self.old.tokens
+
 
 class SpeculativeRollout:
     """Rolls out batches of prompts, reusing each prompt's earlier responses as drafts.
@@ -89,14 +93,15 @@ class SpeculativeRollout:
         Raises:
             RolloutError: a row of the same prompt, slot and visit is there twice, so both would be the same response.
         """
-        began = time.perf_counter()
+        began, ahead, ahead_s = time.perf_counter(), [], 0.0
         visits = [visit] * len(rows) if isinstance(visit, int) else visit
         shares = self.replay.until(max(visits, default=0)) if domain == "rollout" else None
         planned = self._plan(rows, slots, visits, domain, shares)
-        ahead_s = self._take() if domain == "rollout" else 0.0
+        if turn := domain == "rollout" and self.runs_ahead:
+            ahead_s = self._take()
+            ahead = [self._ahead.get(p.key) for p in planned]
         requests = self._requests(planned)
-        ahead = [self._ahead.get(p.key) for p in planned] if self.runs_ahead else []
-        if domain == "rollout":
+        if turn:
             self._begin()
         looked_up = time.perf_counter()
         completions, stats = self.engine.generate(requests) if requests else ([], EngineStats())
@@ -109,9 +114,7 @@ class SpeculativeRollout:
             ages=[p.old and step - p.old.step for p in planned],
             replayed=[p.generation < p.visit for p in planned],
             visits=[p.visit for p in planned],
-            unchanged=[
-                p.old is not None and tuple(c.tokens) == p.old.tokens for c, p in zip(completions, planned, strict=True)
-            ],
+            unchanged=[p.unchanged(c) for p, c in zip(planned, completions, strict=True)],
             ahead=ahead,
             stats=stats,
             ahead_s=ahead_s,
@@ -148,16 +151,12 @@ class SpeculativeRollout:
 
     def _take(self) -> float:
         """Ends what runs ahead and keeps what there is of it; the worker seconds that it took."""
-        if not self.runs_ahead:
-            return 0.0
         texts, seconds = self.engine.stop()
         self._ahead |= texts
         return seconds
 
     def _begin(self) -> None:
         """Lets the engine go on with the announced rows, behind what there is of them."""
-        if not self.runs_ahead:
-            return
         keys = {planned.key for planned in self._announced}
         self._ahead = {key: text for key, text in self._ahead.items() if key in keys}
         left = [p for p in self._announced if p.key not in self._ahead or self._ahead[p.key].finish is None]

@@ -5,34 +5,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import islice
-
-from rollout.types import RolloutBatch, Row
 
 LEAST_SHARE = 1 / 4
 """Of prompts whose groups have variance, as far as asking for replacements goes: so many more are asked for at most."""
-
-
-@dataclass
-class Scored:
-    """Rows that were rolled out and scored: their dataset rows, prompts, responses and total rewards."""
-
-    inputs: list[dict]
-    rows: list[Row]
-    batch: RolloutBatch
-    rewards: list[float | None]
-    """None where the reward or the response failed."""
-
-    def __add__(self, later: Scored) -> Scored:
-        return Scored(
-            self.inputs + later.inputs, self.rows + later.rows, self.batch + later.batch, self.rewards + later.rewards
-        )
-
-    def select(self, places: Sequence[int]) -> Scored:
-        """Some of the rows, in the given order."""
-        inputs, rows, rewards = ([column[i] for i in places] for column in (self.inputs, self.rows, self.rewards))
-        return Scored(inputs, rows, self.batch.select(places), rewards)
 
 
 def uniform(rewards: Sequence[float | None]) -> bool:

@@ -18,12 +18,13 @@ from rollout.control import Control
 from rollout.engines.base import Engine
 from rollout.keys import Visits, derive_key
 from rollout.speculative import SpeculativeRollout
-from rollout.types import RolloutBatch, RolloutError, Row
+from rollout.types import Row
 from trainers import weights
 from trainers.config import TrainerConfig
 from trainers.correction import correction_weights, overlong_penalty
 from trainers.metrics import across_processes
-from trainers.refill import Scored, refill
+from trainers.refill import refill
+from trainers.scored import Scored, check_batch
 
 if TYPE_CHECKING:
     from transformers import TrainerState
@@ -294,15 +295,3 @@ class Rollouts:
             summary = {"min": used.min(), "mean": used.mean(), "max": used.max()}
             self._metrics |= {f"sampling/importance_sampling_ratio/{k}": v.item() for k, v in summary.items()}
         return ratios
-
-
-def check_batch(batch: RolloutBatch, rows: int, version: int) -> None:
-    """Trainers take wrong-length log-probs and stale texts silently and crash on empty responses; all are refused."""
-    if len(batch.completions) != rows:
-        raise RolloutError(f"the engine returned {len(batch.completions)} responses for {rows} rows")
-    for i, c in enumerate(batch.completions):
-        if not c.failure and not 0 < len(c.tokens) == len(c.logprobs) == len(c.behaviour_logprobs) == len(c.reused):
-            raise RolloutError(f"the engine returned a malformed response for row {i}: {len(c.tokens)} tokens, "
-                               f"{len(c.logprobs)} log-probs")  # fmt: skip
-        if not c.failure and c.version != version:
-            raise RolloutError(f"the engine returned row {i} by weight version {c.version} at version {version}")

@@ -19,7 +19,7 @@ from specrl.config.options import ConfigError
 from specrl.config.schema import Config
 from specrl.lossy.pair import Pair
 from specrl.run.accuracy import requests
-from specrl.run.data import Example, render
+from specrl.run.data import Example
 from specrl.run.policy import device, load_tokenizer
 from trainers.lossy.fit import logistic, spearman
 from trainers.lossy.router import Record, accuracy_by_class, curve

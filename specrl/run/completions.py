@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from rollout.types import Completion
-    from trainers.refill import Scored
+    from trainers.scored import Scored
 
 PROMPT_TAIL = 400  # characters of a prompt shown in a preview
 

@@ -21,15 +21,14 @@ from rollout.build import build_engine
 from rollout.cache.memory import Fingerprint, TrajectoryCache
 from rollout.engines.base import Engine
 from rollout.speculative import SpeculativeRollout
-from rollout.types import RolloutError
 from specrl.config.options import ConfigError
 from specrl.config.schema import Config
 from specrl.run.data import Example, check_lengths, render, to_dataset
 from specrl.run.policy import check_targets, engine_spec, fingerprint, load_policy, trained_dtype
 from specrl.run.resume import agreed, data_digests, same_data
 from trainers import checkpoint as checkpoints
-from trainers.callbacks import Companion, ShortHistory, StopOnSignal, TrainCompanions
-from trainers.rollouts import Rollouts, Score, Setup
+from trainers.callbacks import ShortHistory, StopOnSignal, TrainCompanions
+from trainers.rollouts import Score, Setup
 
 if TYPE_CHECKING:
     from trainers.grpo.trainer import GRPOTrainerWithReuse
@@ -105,7 +104,10 @@ def parts(
             trainer=config.trainer,
         )
         trainer = build_trainer(config, model, tokenizer, setup, folder)
-        trainer.rollouts.companions |= companions(config, trainer.rollouts, trainer.accelerator.num_processes)
+        if config.trainer.drafter.train:
+            from specrl.run.companions import companions
+
+            trainer.rollouts.companions |= companions(config, trainer.rollouts, trainer.accelerator.num_processes)
         trainer.add_callback(TrainCompanions(trainer.rollouts.companions, trainer.note))
         trainer.add_callback(ShortHistory())
         trainer.add_callback(checkpoints.SaveCache(trainer.rollouts, config.trainer.keep_checkpoints, data))
@@ -192,27 +194,6 @@ def build_trainer(
 
     args = grpo_config(config.trainer, config.rollout, **given)
     return GRPOTrainerWithReuse(model, args, tokenizer, setup, adapter(config))
-
-
-def companions(config: Config, rollouts: Rollouts, processes: int) -> dict[str, Companion]:
-    """What is trained beside the policy, by name. Raises RolloutError where it cannot be."""
-    if not config.trainer.drafter.train:
-        return {}
-    if processes > 1:
-        raise RolloutError(
-            f"trainer.drafter.train=true works in one process, not in {processes}: their drafters would drift apart. "
-            "Use trainer.drafter.train=false, or start one process"
-        )
-    drafter = getattr(getattr(rollouts.engine, "drafting", None), "model", None)
-    if drafter is None:
-        raise RolloutError(
-            f"trainer.drafter.train=true needs a draft model in this process, which {type(rollouts.engine).__name__} "
-            "has not. Use rollout.engine=transformers and cluster.num_workers=0 with rollout.drafter=DIR"
-        )
-    from trainers.cotraining.trainer import DrafterTrainer
-
-    options, sampling = config.trainer.drafter, rollouts.engine.sampling
-    return {"drafter": DrafterTrainer(drafter.model, rollouts.policy, options, sampling, config.seed)}
 
 
 def scorer(rewards: RewardSet, tokenizer: PreTrainedTokenizerBase) -> Score:

@@ -39,7 +39,7 @@ def test_one_waits_until_the_other_passes_on_or_ends():
     one.pass_on()
     waiting.join(0.2)
     assert len(went) == 1, "one turn"
-    one._socket.close()
+    one.socket.close()
     waiting.join(10)
     assert len(went) == 3, "the other one has ended, and nobody is left to wait for"
     other.pass_on()  # to nobody

@@ -5,7 +5,8 @@ from itertools import count
 import pytest
 
 from rollout.types import Completion, EngineStats, RolloutBatch, Row
-from trainers.refill import Scored, refill, uniform
+from trainers.refill import refill, uniform
+from trainers.scored import Scored
 
 
 @pytest.mark.parametrize(

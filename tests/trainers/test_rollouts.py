@@ -15,7 +15,8 @@ from rollout.speculative import SpeculativeRollout
 from rollout.types import Completion, RolloutBatch, RolloutError
 from trainers.config import TrainerConfig
 from trainers.metrics import reduce_metric
-from trainers.rollouts import Rollouts, Setup, check_batch
+from trainers.rollouts import Rollouts, Setup
+from trainers.scored import check_batch
 
 GOOD = Completion([1, 2], [-0.5, -0.5], [-0.5, -0.5], [False, True], "stop", 3, 1)
 CURRENT = replace(GOOD, version=7)

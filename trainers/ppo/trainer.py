@@ -29,8 +29,8 @@ from trainers.ppo.loop import Loop
 from trainers.ppo.losses import adapted_beta, clipped, kl_estimate, policy_loss, value_loss
 from trainers.ppo.metrics import response_metrics
 from trainers.ppo.prior import Prior
-from trainers.refill import Scored
 from trainers.rollouts import Rollouts, Setup
+from trainers.scored import Scored
 
 if TYPE_CHECKING:
     from peft import PeftConfig

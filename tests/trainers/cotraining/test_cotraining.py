@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from rollout.types import RolloutError
 from specrl.config import load as cli
-from specrl.run.setup import companions
+from specrl.run.companions import companions
 from tests import runs
 from tests.runs import Watch, differences, run
 

@@ -1,0 +1,72 @@
+"""The run's settings as vLLM takes them, and which of its model runners can serve them."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+from vllm import SamplingParams
+from vllm.config.speculative import SpeculativeMethod
+from vllm.platforms import current_platform
+from vllm.triton_utils import HAS_TRITON
+
+from rollout.engines.base import EngineSpec, Sampling
+from rollout.types import RolloutError
+
+CPU_KV_MB = 512
+
+
+def settings(spec: EngineSpec) -> dict:
+    """The run's settings as vLLM's LLM takes them, without drafts and hooks."""
+    config, vllm = spec.rollout, spec.rollout.vllm
+    cpu = current_platform.is_cpu()
+    kv_mb = vllm.kv_cache_mb or (CPU_KV_MB if cpu else 0)
+    # a CPU's default block of 128 tokens would cache little
+    platform = {"block_size": 32} if cpu else {"enable_sleep_mode": vllm.sleep}
+    return {
+        "model": spec.model,
+        "revision": spec.revision or None,
+        "trust_remote_code": spec.trust_remote_code,
+        "dtype": spec.dtype,
+        "skip_tokenizer_init": True,
+        "use_tqdm_on_load": False,
+        "generation_config": "vllm",  # the run's settings decide, not the checkpoint's
+        "max_model_len": -1,  # the model's, or what the KV cache holds
+        "max_num_seqs": min(config.rows_per_batch, config.tokens_per_pass),
+        "max_num_batched_tokens": config.tokens_per_pass,
+        "kv_cache_memory_bytes": kv_mb * 2**20 or None,
+        "gpu_memory_utilization": vllm.memory_utilization,
+        "tensor_parallel_size": vllm.tensor_parallel,
+        "enforce_eager": not vllm.compile,
+        "enable_prefix_caching": True,
+        "seed": 0,
+        **platform,
+    }
+
+
+def choose_runner(spec: EngineSpec, sampling: Sampling) -> str:
+    """v1 or v2: what the settings ask for, if this vLLM on this machine can do it.
+
+    Raises:
+        RolloutError: it cannot; the message says what would work.
+    """
+    wanted, parallel = spec.rollout.vllm.runner, spec.rollout.vllm.tensor_parallel
+    if "custom_class" not in get_args(SpeculativeMethod):
+        no_v1 = "this vLLM takes no drafts from outside (speculative method custom_class)"
+    else:
+        no_v1 = f"rollout.vllm.tensor_parallel={parallel} has workers that drafters cannot reach" * (parallel > 1)
+    if "prompt_logprob_start" not in SamplingParams.__struct_fields__:
+        no_v2 = "this vLLM does not score given tokens (prompt_logprob_start)"
+    elif not HAS_TRITON:
+        no_v2 = "it needs a GPU, or Triton"
+    elif sampling.top_k > 0 or sampling.top_p < 1.0:
+        no_v2 = f"it verifies drafts without rollout.top_k={sampling.top_k} and rollout.top_p={sampling.top_p}"
+    else:  # vLLM raises smaller temperatures to this
+        no_v2 = f"it draws at rollout.temperature=0 or 0.01 and more, not {sampling.temperature}"
+        no_v2 *= 0 < sampling.temperature < 0.01
+    reasons = {"v1": no_v1, "v2": no_v2}
+    possible = [runner for runner, reason in reasons.items() if not reason]
+    chosen = (possible or ["v1"])[0] if wanted == "auto" else wanted
+    if reasons[chosen]:
+        remedy = f"use rollout.vllm.runner={possible[0]}" if possible else f"nor does v2: {no_v2}"
+        raise RolloutError(f"rollout.vllm.runner={chosen} does not work here: {reasons[chosen]}; {remedy}")
+    return chosen

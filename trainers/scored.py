@@ -1,0 +1,41 @@
+"""A rollout with its rewards, and what a rollout must be before it gets any."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rollout.types import RolloutBatch, RolloutError, Row
+
+
+@dataclass
+class Scored:
+    """Rows that were rolled out and scored: their dataset rows, prompts, responses and total rewards."""
+
+    inputs: list[dict]
+    rows: list[Row]
+    batch: RolloutBatch
+    rewards: list[float | None]
+    """None where the reward or the response failed."""
+
+    def __add__(self, later: Scored) -> Scored:
+        return Scored(
+            self.inputs + later.inputs, self.rows + later.rows, self.batch + later.batch, self.rewards + later.rewards
+        )
+
+    def select(self, places: Sequence[int]) -> Scored:
+        """Some of the rows, in the given order."""
+        inputs, rows, rewards = ([column[i] for i in places] for column in (self.inputs, self.rows, self.rewards))
+        return Scored(inputs, rows, self.batch.select(places), rewards)
+
+
+def check_batch(batch: RolloutBatch, rows: int, version: int) -> None:
+    """Trainers take wrong-length log-probs and stale texts silently and crash on empty responses; all are refused."""
+    if len(batch.completions) != rows:
+        raise RolloutError(f"the engine returned {len(batch.completions)} responses for {rows} rows")
+    for i, c in enumerate(batch.completions):
+        if not c.failure and not 0 < len(c.tokens) == len(c.logprobs) == len(c.behaviour_logprobs) == len(c.reused):
+            raise RolloutError(f"the engine returned a malformed response for row {i}: {len(c.tokens)} tokens, "
+                               f"{len(c.logprobs)} log-probs")  # fmt: skip
+        if not c.failure and c.version != version:
+            raise RolloutError(f"the engine returned row {i} by weight version {c.version} at version {version}")
