@@ -27,7 +27,7 @@ from specrl.config import load as cli
 from specrl.config import options
 from specrl.config.options import ConfigError
 from specrl.config.schema import Config
-from specrl.env import machine
+from specrl.run.machine import machine
 from specrl.results import tables
 from specrl.results.records import epoch, load_run, number
 

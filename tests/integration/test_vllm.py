@@ -1,8 +1,13 @@
 """Whole GRPO runs with vLLM as the engine: the training is the same with and without speculation."""
 
+from unittest import mock
+
 import pytest
 
+import specrl.run.setup
+from rollout.build import build_engine
 from rollout.types import RolloutError
+from tests.engines import Spare
 from tests.runs import SHORT, build_policy, differences, run
 
 pytest.importorskip("vllm", reason="needs the vllm extra")
@@ -82,3 +87,14 @@ def test_ray_workers_with_vllm_change_nothing(tmp_path, model, plain):
     spread = vllm(tmp_path, model, cluster__num_workers=2, cluster__object_store_mb=100)
     assert differences(plain, spread) == []
     assert type(spread.trainer.rollouts.engine).__name__ == "RolloutPool"
+    assert sum(step.metrics["timing_s/ahead"] for step in spread.steps) > 0, "its workers worked ahead"
+
+
+@pytest.mark.parametrize("passes", [5, 1 << 30])
+def test_rollouts_ahead_change_nothing(tmp_path, model, plain, passes):
+    with mock.patch.object(specrl.run.setup, "build_engine", lambda spec, *_: Spare(build_engine(spec), passes)):
+        got = vllm(tmp_path, model)
+    assert differences(plain, got) == []
+    assert all(step.metrics["spec/ahead_ratio"] > 0 for step in got.steps[1:])
+    if passes > 99:
+        assert all(step.metrics["spec/ahead_done_ratio"] == 1 for step in got.steps[1:])

@@ -275,6 +275,21 @@ def test_a_cache_too_small_for_the_batch_changes_nothing(engine_of, monkeypatch)
     assert preempted
 
 
+@pytest.mark.parametrize("steps", [0, 1, 4, 9])
+def test_a_stop_lets_no_further_step_begin_and_what_is_there_is_a_beginning(engine_of, golden, steps):
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    engine, (cases, expected), asked = engine_of("qwen3"), golden("qwen3"), itertools.count()
+    with mock.patch.object(LLMEngine, "step", autospec=True, side_effect=LLMEngine.step) as step:
+        texts = engine.ahead(requests_of(cases), lambda: next(asked) >= steps)
+    assert step.call_count == steps
+    for text, (tokens, _, finish) in zip(texts, expected, strict=True):
+        assert list(text.tokens) == tokens[: len(text.tokens)]
+        assert text.finish in (None, finish)
+    assert any(text.finish is None for text in texts)
+    assert differing(engine.generate(requests_of(cases))[0], expected, 1e-4) == [], "nothing of it is left behind"
+
+
 def test_batches_of_none_and_of_one(engine_of, golden):
     engine = engine_of()
     assert engine.generate([])[0] == []
