@@ -27,9 +27,9 @@ from specrl.config import load as cli
 from specrl.config import options
 from specrl.config.options import ConfigError
 from specrl.config.schema import Config
-from specrl.run.machine import machine
 from specrl.results import tables
 from specrl.results.records import epoch, load_run, number
+from specrl.run.machine import machine
 
 TURNS_FILE = "turns.json"
 WEIGHTS = "model/model.safetensors"

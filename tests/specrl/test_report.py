@@ -12,8 +12,10 @@ from specrl.config.load import run as run_command
 from specrl.config.options import ConfigError
 from specrl.config.schema import Config
 from specrl.report import ReportOptions
+from specrl.results.ahead import AheadSteps, ahead
 from specrl.results.card import card
 from specrl.results.pairing import paired
+from specrl.results.records import load_run
 from specrl.results.report import NO_PLOT, write_report
 from specrl.results.savings import (
     Saving,
@@ -488,3 +490,63 @@ def test_saving_the_cache_between_two_steps_is_charged():
     assert measured(saved)[-1].speedup.ratio == pytest.approx(plain / (own + 0.5))
     whole = STEADY[-1]["timing_s/step"] - STEADY[-1]["timing_s/control"]
     assert step_speedup(saved).ratio == pytest.approx((whole - own + plain) / (whole + 0.5))
+
+
+# Rollouts ahead -------------------------------------------------------------------------------------------------------
+
+
+AHEAD = [
+    {"step": n, "epoch": n / 4, "timing_s/gen": 0.5, "timing_s/step": 2.0, "timing_s/ahead": 1.6, "reward": 0.5}
+    | {"spec/ahead_ratio": 0.8, "spec/ahead_done_ratio": 0.75, "spec/ahead_unchanged_ratio": 0.5}
+    for n in range(1, 9)
+]
+AHEAD[4] |= {"spec/plain_s": 3.0, "timing_s/control": 3.0, "timing_s/step": 5.0}
+
+
+def ahead_of(path, steps=AHEAD, workers=2, **pairing) -> AheadSteps | None:
+    run = load_run(make_run(path, steps))
+    run.config.cluster.num_workers = workers
+    return ahead(run, *pairing.values() or [None])
+
+
+def test_a_step_with_and_without_rollouts_ahead_by_hand(tmp_path):
+    found = ahead_of(tmp_path / "a")
+    assert (found.ratio, found.done, found.unchanged) == pytest.approx((0.8, 0.75, 0.5))
+    assert found.own == pytest.approx((0.5, 1.5)), "control rows are measurement"
+    assert found.without == pytest.approx((1.6 / 2 + 0.5 * 0.2, 1.5)), "worker seconds ahead, and what was not there"
+    assert found.title == "Rollouts ahead, without: estimated"
+    assert "80% came from what idle workers had ahead, 75% of the rows had ended there, and 50% came out" in found.line
+    assert "Whole steps 1.20x. To measure it: the same run with rollout.ahead=off" in found.line
+
+
+def test_an_estimate_is_at_most_plain_decoding_and_needs_it(tmp_path):
+    slow = [record | {"timing_s/ahead": 99.0} for record in AHEAD]
+    assert ahead_of(tmp_path / "a", slow).without[0] == 3.0, "workers that share a core take longer ahead"
+    unmeasured = [{key: value for key, value in record.items() if key != "spec/plain_s"} for record in AHEAD]
+    found = ahead_of(tmp_path / "b", unmeasured)
+    assert found.without is None
+    assert found.rows() == []
+    assert "Whole steps" not in found.line
+
+
+def test_against_a_run_without_it_is_measured(tmp_path):
+    without = [{"step": n, "epoch": n / 4, "timing_s/gen": 1.0, "timing_s/step": 2.4} for n in range(1, 9)]
+    baseline = load_run(make_run(tmp_path / "off", without, ahead="off"))
+    found = ahead_of(tmp_path / "a", baseline=baseline)
+    assert found.title == f"Rollouts ahead, without: measured in {tmp_path / 'off'}"
+    assert found.rows() == [("rollout", "1.00", "0.50"), ("rest of the step", "1.40", "1.50"), ("step", "2.40", "2.00")]
+    assert found.line.endswith("Whole steps 1.20x.")
+    assert ahead_of(tmp_path / "b", baseline=load_run(make_run(tmp_path / "on", without))).title.endswith("estimated")
+
+
+def test_the_report_says_what_rollouts_ahead_did(tmp_path):
+    console = Console(record=True, width=80, file=io.StringIO())
+    written = write_report(make_run(tmp_path / "run", AHEAD), plots=False)
+    written.show(console)
+    for text in (console.export_text(), (tmp_path / "run" / "report.md").read_text()):
+        assert "Rollouts ahead, without: estimated" in text
+        assert "came from what idle workers had ahead" in text
+    assert json.loads((tmp_path / "run" / "report.json").read_text())["ahead"]["ratio"] == 0.8
+    quiet = write_report(make_run(tmp_path / "other", STEADY), plots=False)
+    assert quiet.ahead is None
+    assert "ahead" not in (tmp_path / "other" / "report.md").read_text()

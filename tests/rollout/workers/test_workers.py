@@ -24,7 +24,7 @@ import torch
 
 from rollout.build import build_engine
 from rollout.config import BudgetConfig, ClusterConfig, RolloutConfig
-from rollout.drafting.suffix import PromptTexts, SuffixDrafter
+from rollout.drafting.suffix import PromptTexts, SuffixDrafter, following
 from rollout.engines.base import EngineSpec, Probe
 from rollout.keys import derive_key
 from rollout.types import Completion, EngineStats, Request, RolloutError
@@ -73,6 +73,16 @@ class Faulty:
         self.broken = self.broken or BREAKING in marks
         self.score(())
         return self.engine.generate(requests)
+
+    def ahead(self, requests, stop):
+        marks = [request.prompt[0] for request in requests]
+        if POISON in marks:
+            raise ValueError("cannot digest this prompt")
+        if SLOW in marks:
+            note(self.folder, "ahead")
+            while not stop():
+                time.sleep(0.01)
+        return self.engine.ahead(requests, stop)
 
     def score(self, tokens):
         if self.broken:
@@ -483,6 +493,87 @@ def test_a_worker_lost_while_it_serves_is_replaced_and_its_rows_done_again(pools
     assert differing(done, local.generate(requests)[0]) == []
     assert pool.replaced > replaced
     assert wait_until(lambda: gone(hit[0])), "also a stopped process is killed"
+
+
+# Ahead ----------------------------------------------------------------------------------------------------------------
+
+
+def beginnings(texts, requests, local) -> bool:
+    """Whether what was rolled out ahead are beginnings of the responses that the local engine gives."""
+    whole = {r.key: c.tokens for r, c in zip(requests, local.generate(requests)[0], strict=True)}
+    return all(list(text.tokens) == whole[key][: len(text.tokens)] for key, text in texts.items())
+
+
+def test_a_worker_without_rows_begins_the_next_batch_before_this_one_has_ended(pools, local):
+    pool, coming = pools(2), requests_of(visit=1)
+    pool.begin(coming)
+    pool.generate(requests_of(marks=[SLOW]))  # one worker is a second behind the other
+    texts, seconds = pool.stop()
+    assert beginnings(texts, coming, local)
+    assert sum(text.finish is not None for text in texts.values()) > len(coming) // 4
+    assert seconds > 0
+    assert pool.stop() == ({}, 0.0), "it is over"
+    pool.generate(requests_of())
+    assert pool.stop() == ({}, 0.0)
+
+
+def test_what_is_there_is_verified_by_whoever_gets_the_row(pools, local):
+    pool, coming = pools(2), requests_of(visit=1)
+    pool.begin(coming)
+    pool.generate(requests_of(8))
+    assert wait_until(lambda: len(pool.score([3, 9])) == 1), "which stops it, and lets it go on"
+    time.sleep(1)
+    texts, _ = pool.stop()
+    drafted = [following(r, texts[r.key].tokens) if r.key in texts else r for r in coming]
+    done, stats = pool.generate(drafted)
+    assert differing(done, local.generate(coming)[0]) == []
+    drafts, accepted = stats.sources["ahead"]
+    assert drafts == accepted > 0, "with the same weights every token stands"
+
+
+@pytest.mark.parametrize("sig", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=long)], ids=["killed", "hung"])
+def test_a_worker_lost_while_it_works_ahead_costs_drafts_only(pools, local, sig):
+    pool, coming = pools(2, task_timeout_s=6), requests_of(visit=1, marks=[SLOW])
+    folder, replaced = Path(pool.spec.model), pool.replaced
+    shutil.rmtree(folder / "ahead", ignore_errors=True)  # of the test before
+    pool.begin(coming)
+    pool.generate(requests_of())
+    assert wait_until(lambda: noted(folder, "ahead"))
+    (pid,) = noted(folder, "ahead")
+    time.sleep(0.3)
+    os.kill(pid, sig)
+    texts, _ = pool.stop()
+    assert beginnings(texts, coming, local)
+    assert len(texts) < len(coming), "its share is lost"
+    assert differing(pool.generate(coming)[0], local.generate(coming)[0]) == []
+    assert pool.replaced == replaced + 1
+    assert wait_until(lambda: gone(pid))
+
+
+def test_rows_that_fail_ahead_are_left_to_their_turn(pools, local, caplog):
+    pool, coming = pools(2), requests_of(visit=1, marks=[POISON])
+    replaced = pool.replaced
+    pool.begin(coming)
+    pool.generate(requests_of())
+    time.sleep(1)
+    texts, _ = pool.stop()
+    assert 0 < len(texts) < len(coming)
+    assert beginnings(texts, coming, local)
+    assert "rows ahead of their turn: ValueError: cannot digest this prompt" in caplog.text
+    assert pool.replaced == replaced
+
+
+def test_new_weights_wait_for_what_runs_ahead_to_stop(pools, local, build_model):
+    pool, coming = pools(2), requests_of(visit=1, marks=[SLOW])
+    folder, version = Path(pool.spec.model), pool.weight_version
+    shutil.rmtree(folder / "ahead", ignore_errors=True)
+    pool.begin(coming)
+    pool.generate(requests_of())
+    assert wait_until(lambda: noted(folder, "ahead"))
+    pool.update_weights(state(build_model, 1).items(), version + 1)
+    texts, _ = pool.stop()
+    assert beginnings(texts, coming, local), "all of it is text of the weights before"
+    pool.update_weights(local.model.state_dict().items(), version + 2)
 
 
 def test_a_worker_killed_while_idle_is_replaced(pools, local):

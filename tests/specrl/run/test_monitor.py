@@ -38,6 +38,10 @@ def test_step_line_in_full():
     assert step_line(FULL, 300, 4680) == f"Step 42/300 | {shown}"
 
 
+def test_the_share_that_was_rolled_out_ahead_is_in_the_line():
+    assert "| ahead 92% | reused 71%" in step_line(FULL | {"spec/ahead_ratio": 0.92}, 300, 4680)
+
+
 @pytest.mark.parametrize("step", [1, 42, 128, 9999])
 @pytest.mark.parametrize("speedup", [None, 2.9])
 def test_a_step_fits_eighty_columns(step, speedup, tmp_path):
