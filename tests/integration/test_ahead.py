@@ -14,6 +14,7 @@ from tests.engines import Spare
 from tests.integration.test_identity import DYNAMIC
 from tests.runs import differences, recorded, run
 
+pytestmark = pytest.mark.slow
 RUNS = {
     "grpo": {},
     "ppo": {"config": "ppo_math", "trainer__minibatches": 2},
