@@ -13,9 +13,9 @@ MOST = 0.9999
 _FADE_FIT = 0.98  # what is left of a pass's weight after the next one
 _FADE = 0.85  # the same in a trial, which must see when drafts begin to pay
 _JUDGED = 3  # passes with drafts, by weight, that it takes to judge them
-_GAIN = 0.97  # of a plain pass's time must do: passes with drafts take some that they are not charged
+_GAIN = 0.9  # of a plain pass's time must do: passes with drafts take some that they are not charged
 _CLEAR = 0.6  # of the seconds that plain passes are estimated to take
-_REST = 15  # most passes in a row that nobody is asked about
+_REST = 31  # most passes in a row that nobody is asked about
 
 
 class CostModel:
@@ -50,8 +50,8 @@ class CostModel:
 class Trial:
     """Whether asking for drafts brings tokens sooner than plain passes do, and when to ask again.
 
-    What a plan expects is an estimate, and knows nothing of the time that asking takes. While asking does not pay, 1,
-    3, 7 and then 15 passes rest between two that are asked about. All is forgotten when half of the rows have ended, as
+    What a plan expects is an estimate, and knows nothing of the time that asking takes. While asking does not pay, 3,
+    15 and then 31 passes rest between two that are asked about. All is forgotten when half of the rows have ended, as
     few rows gain more.
     """
 
@@ -74,7 +74,12 @@ class Trial:
     def ask(self, seconds: float, carried: bool) -> None:
         """Asking about the next pass took `seconds`; whether anything rides in it."""
         self._asking, self._skipped = seconds, 0
-        self._pause = 0 if carried and self.pays() else min(2 * self._pause + 1, _REST)
+        if carried and self.pays():
+            self._pause = 0
+        elif carried and not self._plain[0]:
+            self._pause = 1  # for the plain pass to compare with
+        else:
+            self._pause = min(4 * self._pause + 3, _REST)
 
     def observe(self, rows: int, seconds: float, worth: float, drafts: bool) -> None:
         """A pass of `rows` rows took `seconds`, and plain passes take `worth` for what it emitted."""

@@ -431,7 +431,7 @@ def test_rests_are_short_and_end_where_something_rides():
         if budget.rest() is None:
             asked.append(i)
             budget.observe_asking(0.0, carried=False)
-    assert asked == [0, 2, 6, 14, 30, 46, 62]
+    assert asked == [0, 4, 20, 52]
     while budget.rest():
         pass
     budget.observe_asking(0.0, carried=True)
@@ -461,11 +461,11 @@ def asked(passes: int, brings: float, asking: float, rows: int = 64) -> list[int
 def test_drafts_that_do_not_pay_together_rest_however_good_they_look(brings, asking):
     """Passes with drafts take half as long again: what counts is what they bring in that time, asking included."""
     rested = asked(400, brings, asking)
-    assert len(rested) < 400 / 16 + 10
-    assert [b - a for a, b in pairwise(rested)][-8:] == [16] * 8
+    assert len(rested) < 400 / 32 + 10
+    assert [b - a for a, b in pairwise(rested)][-8:] == [32] * 8
 
 
-@pytest.mark.parametrize(("brings", "asking"), [(1.8, 0.0), (1.8, 0.2)])
+@pytest.mark.parametrize(("brings", "asking"), [(1.8, 0.0), (1.95, 0.2)])
 def test_drafts_that_pay_are_asked_for_in_every_pass_but_one(brings, asking):
     """One plain pass, early on, is what the others are compared with."""
     found = asked(400, brings, asking)
