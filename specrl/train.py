@@ -20,7 +20,7 @@ PURE_BF16 = (
     "trainer.precision=pure_bf16: at trainer.learning_rate={:g} most steps are below the distance from one bf16 number "
     "to the next, so such weights hardly learn, and their reuse is flattered. trainer.precision=bf16 keeps fp32 weights"
 )
-AHEAD = "on, idle workers begin the next batch while this one is scored and trained on"
+AHEAD = "on, idle workers begin the next batch meanwhile"
 
 
 def main(config: Config) -> int:
