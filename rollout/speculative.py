@@ -157,9 +157,10 @@ class SpeculativeRollout:
 
     def _begin(self) -> None:
         """Lets the engine go on with the announced rows, behind what there is of them."""
-        keys = {planned.key for planned in self._announced}
+        announced, self._announced = self._announced, []
+        keys = {planned.key for planned in announced}
         self._ahead = {key: text for key, text in self._ahead.items() if key in keys}
-        left = [p for p in self._announced if p.key not in self._ahead or self._ahead[p.key].finish is None]
+        left = [p for p in announced if p.key not in self._ahead or self._ahead[p.key].finish is None]
         self.engine.begin(self._requests(left))
 
     # From rows to requests ---------------------------------------------------------------------------------------

@@ -292,6 +292,16 @@ def test_a_coming_batch_is_begun_behind_what_there_is_of_it(drifting):
     assert len(third) < len(first)
 
 
+def test_an_announcement_is_for_one_call(drifting):
+    """Rows that had their turn are not begun once more."""
+    engine = Spare(local(drifting()[0], SAMPLING, own_weights=True, window=8), passes=3)
+    rollout = SpeculativeRollout(engine, None, RolloutConfig(max_new_tokens=CAP), 3)
+    rollout.announce([Row("b", (5, 7))], visit=[0], slots=[0])
+    for name in "abc":
+        rollout.generate([Row(name, (5, 6))], visit=0, step=0)
+    assert len(engine.began) == 1
+
+
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
