@@ -1,0 +1,229 @@
+"""The keyed draw of rollout/noise.py as Triton kernels: logits are read once, and nothing of their size is written.
+
+A row is split into blocks of BLOCK tokens, one program each, and a small second kernel combines what they found. The
+split depends on the vocabulary alone, so a row's result depends neither on how many rows there are nor on its place.
+With top-k or top-p one program a row first searches the least logit that stays, by bisection on the integers that order
+floats, and so reads the row once more for every two of their bits.
+
+What equals noise.py bit for bit: hashes, uniforms, scaled logits, masses and so the tokens that stay. What may differ
+in the last places, because logarithm, exponential and the order of float sums do: noise and log-probs.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra import libdevice
+
+from rollout import noise
+
+BLOCK = 4096
+"""Tokens a program: 38 programs for a row of 152k tokens, so that a few rows fill a GPU."""
+LEAST = tl.constexpr(-float("inf"))
+MIX_A, MIX_B, MIX_C = (tl.constexpr(x & 0xFFFFFFFF) for x in (noise.MIX_A, noise.MIX_B, noise.MIX_C))
+GOLDEN = tl.constexpr(noise.GOLDEN & 0xFFFFFFFF)
+STEP = tl.constexpr(noise.STEP & 0xFFFFFFFFFFFFFFFF)
+ROUND_A, ROUND_B = (tl.constexpr(x & 0xFFFFFFFFFFFFFFFF) for x in noise.ROUNDS)
+FRACTION = tl.constexpr(noise.FRACTION)
+BELOW_POINT = tl.constexpr((1 << noise.FRACTION) - 1)
+SCALE, CEILING = tl.constexpr(noise.LOG2_E * 2.0**noise.FRACTION), tl.constexpr(62 * 2.0**noise.FRACTION)
+P0, P1, P2, P3, P4, P5 = (tl.constexpr(c) for c in noise.POWER)
+
+
+def keyed_draw(
+    logits: Tensor, keys: Tensor, positions: Tensor, targets: Tensor, temperature: float, top_k: int, top_p: float
+) -> Tensor:
+    """`noise.keyed_draw` of logits [N, V], packed as int32 [4, N]: draws, then bits of log-probs and gap.
+
+    Launches at most three kernels and waits for none of them.
+    """
+    rows, vocab = logits.shape
+    top_k = top_k if 0 < top_k < vocab else 0
+    cut, scaled, device = top_k > 0 or top_p < 1.0, temperature not in (0.0, 1.0), logits.device
+    blocks = triton.cdiv(vocab, BLOCK)
+    logits, keys, positions, targets = (x.contiguous() for x in (logits, keys, positions, targets))
+    packed = torch.empty(4, rows, dtype=torch.int32, device=device)
+    floors = torch.empty(rows, dtype=torch.float32, device=device)
+    floats = torch.empty(4, rows, blocks, dtype=torch.float32, device=device)
+    tokens = torch.empty(rows, blocks, dtype=torch.int32, device=device)
+    if not rows:
+        return packed
+    by = float(temperature) if scaled else 1.0
+    law = {"SCALED": scaled, "enable_fp_fusion": False}  # a fused product would be rounded once less than in noise.py
+    if cut:
+        given = (logits, floors, vocab, by)
+        search[(rows,)](*given, TOP_K=top_k, TOP_P=float(top_p), BLOCK=BLOCK, num_warps=16, **law)
+    given = (logits, keys, positions, floors, floats, tokens, vocab, by)
+    part[(rows, blocks)](*given, NOISE=temperature != 0.0, CUT=cut, BLOCK=BLOCK, num_warps=8, **law)
+    given = (logits, targets, floors, floats, tokens, packed, vocab, blocks, by)
+    combine[(rows,)](*given, CUT=cut, WIDTH=triton.next_power_of_2(blocks), num_warps=1, **law)
+    return packed
+
+
+@triton.jit
+def scale(z, by, SCALED: tl.constexpr):
+    z = z.to(tl.float32)
+    return tl.math.div_rn(z, by) if SCALED else z
+
+
+@triton.jit
+def order(z):
+    """uint32 that orders as float32 do; the two zeros are equal."""
+    bits = tl.where(z == 0.0, 0.0, z).to(tl.int32, bitcast=True)
+    return (bits ^ ((bits >> 31) | -2147483648)).to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def weigh(z, most):
+    """`noise.masses`."""
+    exponent = tl.minimum((most - z) * SCALE, CEILING).to(tl.int64)
+    fraction = exponent & BELOW_POINT
+    power = ((fraction * P5) >> FRACTION) + P4
+    power = ((power * fraction) >> FRACTION) + P3
+    power = ((power * fraction) >> FRACTION) + P2
+    power = ((power * fraction) >> FRACTION) + P1
+    power = ((power * fraction) >> FRACTION) + P0
+    return power >> (exponent >> FRACTION)
+
+
+@triton.jit
+def token_hash(key, position, token):
+    """`noise.hash_tokens` as uint32; key, position int64."""
+    x = key.to(tl.uint64, bitcast=True) ^ (position.to(tl.uint64, bitcast=True) * STEP + 1)
+    x = (x ^ (x >> 33)) * ROUND_A
+    x = (x ^ (x >> 33)) * ROUND_B
+    x = x ^ (x >> 33)
+    low, high = x.to(tl.uint32), (x >> 32).to(tl.uint32)
+    h = token.to(tl.uint32) * GOLDEN + low
+    h = (h ^ (h >> 16)) * MIX_A
+    h = (h ^ (h >> 15)) + high
+    h = (h ^ (h >> 16)) * MIX_B
+    h = (h ^ (h >> 13)) * MIX_C
+    return h ^ (h >> 16)
+
+
+@triton.jit
+def gumbel(key, position, token):
+    h = token_hash(key, position, token) & 0x7FFFFFFF
+    unit = tl.minimum((h.to(tl.int32).to(tl.float32) + 0.5) * 2.0**-31, 1 - 2.0**-24)
+    return -libdevice.log(-libdevice.log1p(-unit))
+
+
+@triton.jit
+def bisect(row, vocab, by, most, least, limit, MASS: tl.constexpr, SCALED: tl.constexpr, BLOCK: tl.constexpr):
+    """The smallest rank above which tokens weigh less than `limit` (int64); those below rank `least` weigh nothing.
+
+    Two bits a pass: of three pivots, as many lie too low as have `limit` or more above them.
+    """
+    found = tl.full((), 0, tl.uint32)
+    unit = tl.full((), 1 << 30, tl.uint32)
+    for _ in range(16):
+        one = found + (unit - 1)
+        above_one = tl.zeros((BLOCK,), tl.int64)
+        above_two = tl.zeros((BLOCK,), tl.int64)
+        above_three = tl.zeros((BLOCK,), tl.int64)
+        for first in range(0, vocab, BLOCK):
+            token = first + tl.arange(0, BLOCK)
+            z = scale(tl.load(row + token, mask=token < vocab, other=LEAST), by, SCALED)
+            rank = order(z)
+            weight = weigh(z, most) if MASS else tl.full((BLOCK,), 1, tl.int64)
+            weight = tl.where((token < vocab) & (rank >= least), weight, 0)
+            above_one += tl.where(rank > one, weight, 0)
+            above_two += tl.where(rank > one + unit, weight, 0)
+            above_three += tl.where(rank > one + unit + unit, weight, 0)
+        low = (tl.sum(above_one) >= limit).to(tl.uint32)
+        low += (tl.sum(above_two) >= limit).to(tl.uint32)
+        low += (tl.sum(above_three) >= limit).to(tl.uint32)
+        found += unit * low
+        unit = unit >> 2
+    return found
+
+
+@triton.jit
+def search(
+    logits, floors, vocab, by,
+    TOP_K: tl.constexpr, TOP_P: tl.constexpr, SCALED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """floors [N]: the least scaled logit of each row that stays. One program a row."""
+    n = tl.program_id(0).to(tl.int64)
+    row = logits + n * vocab
+    least = tl.full((), 0, tl.uint32)
+    if TOP_K > 0:
+        least = bisect(row, vocab, by, 0.0, least, TOP_K, MASS=False, SCALED=SCALED, BLOCK=BLOCK)
+    if TOP_P < 1.0:
+        peaks = tl.full((BLOCK,), LEAST, tl.float32)
+        for first in range(0, vocab, BLOCK):
+            token = first + tl.arange(0, BLOCK)
+            peaks = tl.maximum(peaks, scale(tl.load(row + token, mask=token < vocab, other=LEAST), by, SCALED))
+        most = tl.max(peaks)
+        mass = tl.zeros((BLOCK,), tl.int64)
+        for first in range(0, vocab, BLOCK):
+            token = first + tl.arange(0, BLOCK)
+            z = scale(tl.load(row + token, mask=token < vocab, other=LEAST), by, SCALED)
+            mass += tl.where((token < vocab) & (order(z) >= least), weigh(z, most), 0)
+        limit = tl.ceil(tl.sum(mass).to(tl.float64) * TOP_P).to(tl.int64)
+        least = bisect(row, vocab, by, most, least, limit, MASS=True, SCALED=SCALED, BLOCK=BLOCK)
+    bits = tl.where(least >> 31 == 1, least ^ 0x80000000, least ^ 0xFFFFFFFF)
+    tl.store(floors + n, bits.to(tl.float32, bitcast=True))
+
+
+@triton.jit
+def part(
+    logits, keys, positions, floors, floats, tokens, vocab, by,
+    NOISE: tl.constexpr, SCALED: tl.constexpr, CUT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Of a block of a row: the draw in tokens [N, blocks]; best and second best score, largest logit and the sum of
+    exponentials in floats [4, N, blocks].
+    """
+    n, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    token = block * BLOCK + tl.arange(0, BLOCK)
+    z = scale(tl.load(logits + n * vocab + token, mask=token < vocab, other=LEAST), by, SCALED)
+    if CUT:
+        z = tl.where(z < tl.load(floors + n), LEAST, z)
+    score = z + gumbel(tl.load(keys + n), tl.load(positions + n), token) if NOISE else z
+    score = tl.where(score == score, score, float("inf"))  # NaN is drawn, as torch does
+    best, index = tl.max(score, 0, return_indices=True)
+    drawn = block * BLOCK + index
+    second = tl.max(tl.where(token == drawn, LEAST, score))
+    most = tl.max(z)
+    total = tl.sum(libdevice.exp(z - tl.where(most == LEAST, 0.0, most)))
+    blocks, size = tl.num_programs(1), tl.num_programs(0).to(tl.int64) * tl.num_programs(1)
+    out = floats + n * blocks + block
+    tl.store(out, best)
+    tl.store(out + size, second)
+    tl.store(out + 2 * size, most)
+    tl.store(out + 3 * size, total)
+    tl.store(tokens + n * blocks + block, drawn)
+
+
+@triton.jit
+def combine(
+    logits, targets, floors, floats, tokens, packed, vocab, blocks, by,
+    SCALED: tl.constexpr, CUT: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """packed int32 [4, N] of a row from its blocks."""
+    n, rows = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
+    block = tl.arange(0, WIDTH)
+    found, size, inside = floats + n * blocks + block, rows * blocks, block < blocks
+    scores = tl.load(found, mask=inside, other=LEAST)
+    seconds = tl.load(found + size, mask=inside, other=LEAST)
+    peaks = tl.load(found + 2 * size, mask=inside, other=LEAST)
+    sums = tl.load(found + 3 * size, mask=inside, other=0.0)
+    best, winner = tl.max(scores, 0, return_indices=True)  # the lowest block, and in it the lowest token, of equals
+    second = tl.max(tl.where(block == winner, seconds, scores))
+    peak = tl.max(peaks)
+    shift = tl.where(peak == LEAST, 0.0, peak)
+    total = shift + libdevice.log(tl.sum(sums * libdevice.exp(peaks - shift)))
+    drawn = tl.load(tokens + n * blocks + winner)
+    row = logits + n * vocab
+    log_p = scale(tl.load(row + drawn), by, SCALED) - total
+    target = scale(tl.load(row + tl.load(targets + n)), by, SCALED)
+    if CUT:
+        target = tl.where(target < tl.load(floors + n), LEAST, target)
+    gap = tl.where(tl.abs(total) < float("inf"), best - second, float("nan"))
+    tl.store(packed + n, drawn)
+    tl.store(packed + rows + n, log_p.to(tl.int32, bitcast=True))
+    tl.store(packed + 2 * rows + n, (target - total).to(tl.int32, bitcast=True))
+    tl.store(packed + 3 * rows + n, gap.to(tl.int32, bitcast=True))

@@ -1,0 +1,243 @@
+"""From hidden states to draws: one packed result, the chunks, the output layer's precision, the operators of a pass.
+
+The kernels themselves run on Triton's interpreter in a process of their own (draw_kernel_cases.py).
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rollout.engines.base import Sampling
+from rollout.engines.local import draw as module
+from rollout.engines.local.draw import Draw, rows_per_chunk, unpack
+from rollout.noise import keyed_draw
+
+ROOT = Path(__file__).parents[4]
+TRITON = Path(sys.prefix) / "triton"
+needs_triton = pytest.mark.skipif(not TRITON.is_dir(), reason="needs Triton's interpreter: make interpreter")
+LAWS = [(0.0, 0, 1.0), (1.0, 0, 1.0), (0.7, 5, 1.0), (1.3, 0, 0.8), (1.0, 7, 0.5)]
+VOCAB, HIDDEN = 4100, 16
+
+
+def run_apart(cases, **environment):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{TRITON}{os.pathsep}{ROOT}", **environment}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/rollout/engines/local/{cases}"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    assert " skipped" not in done.stdout
+
+
+@pytest.mark.long
+@needs_triton
+def test_the_cases_on_tritons_interpreter():
+    """The interpreter has to be asked for before anything imports Triton."""
+    run_apart("draw_kernel_cases.py", TRITON_INTERPRET="1")
+
+
+@pytest.mark.long
+@needs_triton
+def test_the_kernels_compile_for_a_gpu():
+    run_apart("draw_kernel_compiled.py")
+
+
+def head(bias=False, kind=torch.float32):
+    torch.manual_seed(0)
+    return nn.Linear(HIDDEN, VOCAB, bias=bias, dtype=kind)
+
+
+def fake_head(layer=nn.Linear, bias=False, kind=torch.bfloat16):
+    """Such a layer on a GPU that is not there, within FakeTensorMode."""
+    made = layer(HIDDEN, VOCAB, bias=bias, device="meta")
+    made.weight = nn.Parameter(torch.empty(VOCAB, HIDDEN, dtype=kind, device="cuda"))
+    made.bias = nn.Parameter(torch.empty(VOCAB, dtype=kind, device="cuda")) if bias else None
+    return made
+
+
+def fake_asked(n, kind=torch.bfloat16):
+    columns = (torch.empty(n, dtype=torch.int64, device="cuda") for _ in range(3))
+    return torch.empty(n, HIDDEN, dtype=kind, device="cuda"), *columns
+
+
+def asked(n, kind=torch.float32):
+    g = torch.Generator().manual_seed(n)
+    hidden = (torch.randn(n, HIDDEN, generator=g) * 4).to(kind)
+    keys, positions = (torch.randint(0, 2**40, (n,), generator=g) for _ in range(2))
+    return hidden, keys, positions, torch.randint(0, VOCAB, (n,), generator=g)
+
+
+class Listen(TorchDispatchMode):
+    """Names of the operators that run."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        self.seen.append(op.name())
+        return op(*args, **(kwargs or {}))
+
+
+# On a CPU: what there was, bit by bit ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("law", LAWS, ids=str)
+@pytest.mark.parametrize("n", [1, 3, 17])
+def test_a_packed_draw_is_that_of_noise(law, n):
+    layer, given = head(), asked(n)
+    draw = Draw(layer, Sampling(frozenset(), *law), logits_mb=1)
+    assert draw.rows == 2**20 // (VOCAB * 16) == 15, "17 rows are two chunks"
+    want = []
+    with torch.inference_mode():
+        packed = draw(*given)
+        for i in range(0, n, 15):
+            hidden, *of = (x[i : i + 15] for x in given)
+            want.append(keyed_draw(layer(hidden), *of, temperature=law[0], top_k=law[1], top_p=law[2]))
+    assert packed.shape == (4, n)
+    assert packed.dtype == torch.int32
+    assert unpack(packed) == tuple(torch.cat(column).tolist() for column in zip(*want, strict=True))
+
+
+def test_gaps_of_unusable_logits_come_through():
+    hidden, *of = asked(3)
+    hidden[1, 0] = torch.nan
+    gaps = torch.tensor(unpack(Draw(head(), Sampling(frozenset()), 1)(hidden, *of))[3])
+    assert gaps.isnan().tolist() == [False, True, False]
+
+
+def shifted(logits, keys, positions, targets, **law):
+    return keyed_draw(logits, keys, positions + 1, targets, **law)
+
+
+def beside(logits, keys, positions, targets, **law):
+    return keyed_draw(logits, keys, positions, (targets + 1) % VOCAB, **law)
+
+
+def other_law(logits, keys, positions, targets, **law):
+    return keyed_draw(logits, keys, positions, targets, **{**law, "top_k": 4})
+
+
+@pytest.mark.parametrize("fault", [shifted, beside, other_law])
+def test_a_fault_in_the_draw_is_seen(fault, monkeypatch):
+    monkeypatch.setattr(module, "keyed_draw", fault)
+    with pytest.raises(AssertionError):
+        test_a_packed_draw_is_that_of_noise((1.0, 0, 1.0), 17)
+
+
+# Operators ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_draw_is_one_operator_of_a_graph():
+    """torch.compile sees no break, and the same operator with other targets is no other graph."""
+    draw, graphs = Draw(head(), Sampling(frozenset()), 1), []
+
+    def keep(graph, inputs):
+        graphs.append([node.target for node in graph.graph.nodes if node.op == "call_function"])
+        return graph
+
+    torch.compiler.reset()
+    compiled = torch.compile(lambda *given: draw(*given), fullgraph=True, backend=keep, dynamic=False)
+    with torch.inference_mode():
+        assert compiled(*asked(3)).equal(draw(*asked(3)))
+        hidden, keys, positions, targets = asked(3)
+        assert compiled(hidden, keys + 1, positions, targets).equal(draw(hidden, keys + 1, positions, targets))
+    assert len(graphs) == 1
+    assert sum("keyed_draw" in str(target) for target in graphs[0]) == 1, graphs
+
+
+@pytest.mark.parametrize("law", LAWS, ids=str)
+def test_on_cuda_a_chunk_is_a_product_and_a_draw(law, monkeypatch):
+    """No sort and no vocabulary-sized noise outside the kernel, nothing that waits, and float32 logits."""
+    monkeypatch.setattr(module, "free_bytes", lambda device: 0)
+    with FakeTensorMode():
+        draw = Draw(fake_head(), Sampling(frozenset(), *law), logits_mb=1)
+        given = fake_asked(100)
+        assert draw.rows == 2**20 // (VOCAB * 4) == 63
+        with torch.inference_mode(), Listen() as ran:
+            packed = draw(*given)
+            logits = draw.logits(given[0])
+        with Listen() as other:
+            given[1].sort()
+            given[1].cpu()
+    assert (packed.shape, packed.dtype, packed.device.type) == ((4, 100), torch.int32, "cuda")
+    assert logits.dtype == torch.float32
+    assert draw.rounds == ""
+    assert ran.seen.count("specrl::keyed_draw") == 2, "two chunks"
+    assert ran.seen.count("aten::mm.dtype") == 3
+    views = {"aten::split.Tensor", "aten::t", "aten::numpy_T", "aten::to.dtype", "prim::device"}
+    assert set(ran.seen) - views == {"specrl::keyed_draw", "aten::mm.dtype", "aten::cat"}
+    assert {"aten::sort", "aten::_to_copy"} <= set(other.seen), "control: such operators are seen"
+
+
+# The output layer -----------------------------------------------------------------------------------------------------
+
+
+class Adapted(nn.Linear):
+    def forward(self, hidden):
+        return super().forward(hidden) + 1
+
+
+def hooked():
+    layer = fake_head()
+    layer.register_forward_hook(lambda *_: None)
+    return layer
+
+
+def patched():
+    layer = fake_head()
+    layer.forward = lambda hidden: nn.Linear.forward(layer, hidden)
+    return layer
+
+
+def adapted():
+    return fake_head(Adapted)
+
+
+@pytest.mark.parametrize("layer", [hooked, patched, adapted])
+def test_a_layer_that_does_more_is_called(layer, monkeypatch):
+    """LoRA on the output layer counts: its product alone would leave it out."""
+    monkeypatch.setattr(module, "free_bytes", lambda device: 0)
+    with FakeTensorMode(), torch.inference_mode():
+        draw = Draw(layer(), Sampling(frozenset()), 1)
+        assert draw.logits(fake_asked(3)[0]).dtype == torch.bfloat16
+        assert type(draw.lm_head).__name__ in draw.rounds
+
+
+def test_a_bias_counts_and_float32_stays_the_layers_own(monkeypatch):
+    monkeypatch.setattr(module, "free_bytes", lambda device: 0)
+    ran = {}
+    for kind in (torch.float32, torch.bfloat16):
+        with FakeTensorMode(), torch.inference_mode(), Listen() as listen:
+            draw = Draw(fake_head(bias=True, kind=kind), Sampling(frozenset()), 1)
+            assert draw.logits(fake_asked(3, kind)[0]).dtype == torch.float32
+        ran[kind] = set(listen.seen) & {"aten::linear", "aten::mm.dtype", "aten::add_.Tensor"}
+    assert ran == {torch.float32: {"aten::linear"}, torch.bfloat16: {"aten::mm.dtype", "aten::add_.Tensor"}}
+
+
+def test_a_cpu_says_why_it_rounds():
+    draw = Draw(head(kind=torch.bfloat16), Sampling(frozenset()), 1)
+    assert "on CUDA only, not on cpu" in draw.rounds
+    assert draw.logits(asked(3, kind=torch.bfloat16)[0]).dtype == torch.bfloat16
+    whole = Draw(head(), Sampling(frozenset()), 1)
+    assert whole.rounds == ""
+    with torch.autocast("cpu", torch.bfloat16):
+        assert "bfloat16" in whole.rounds, "what it is computed in counts, not the weights' type"
+
+
+# Chunks ---------------------------------------------------------------------------------------------------------------
+
+
+def test_chunks_take_what_they_may():
+    assert rows_per_chunk(151936, 256) == 110
+    assert rows_per_chunk(151936, 256, free=0) == 441, "four bytes a logit, as nothing else is stored"
+    assert rows_per_chunk(151936, 256, free=64 * 2**30) == 7067
+    assert rows_per_chunk(151936, 256, free=64 * 2**30) * 151936 * 4 <= 4 * 2**30
+    assert rows_per_chunk(10**9, 1) == rows_per_chunk(10**9, 1, free=0) == 1
+    draw = Draw(head(), Sampling(frozenset()), 1)
+    assert draw.bytes == 15 * VOCAB * 16 <= 2**20
