@@ -53,14 +53,14 @@ def main(options: BudgetConfig) -> int:
     clock = Clock(*MACHINES[options.machine])
     time.perf_counter = clock  # before rollout is imported, which keeps it as a default
     from benchmarks import ablation
-    from rollout.engines.local.attention import Pass
+    from rollout.engines.local.attention import Layout
     from rollout.engines.local.ragged import RaggedModel
     from specrl.bench import pair as bench_pair
 
     forward = RaggedModel.forward
 
-    def timed(self, tokens, layout: Pass):
-        clock.charge(len(layout.rows.unique()), len(tokens), layout.width)
+    def timed(self, tokens, layout: Layout):
+        clock.charge(layout.count, len(tokens), layout.width)
         return forward(self, tokens, layout)
 
     RaggedModel.forward = timed

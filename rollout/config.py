@@ -97,6 +97,12 @@ class RoutedConfig:
 
 
 @dataclass
+class LocalConfig:
+    kv_cache_mb: int = doc(0, "most KV of a rollout in MB; 0 plans with what is free when it begins")
+    graphs: Literal["auto", "off"] = doc("auto", "capture passes as CUDA graphs, on GPUs in half precision")
+
+
+@dataclass
 class VLLMConfig:
     runner: Literal["auto", "v1", "v2"] = doc(
         "auto", "vLLM's model runner; auto takes v1 where drafts can ride in the request, else v2"
@@ -189,9 +195,7 @@ class RolloutConfig:
         "draft model for rows that left their old texts: a directory, or layers=N for the policy's own first layers",
         resume="drafts",
     )
-    rows_per_batch: int = doc(
-        256, "rows decoded together, bounds KV memory; more rows run in further batches", low=1, resume="free"
-    )
+    rows_per_batch: int = doc(256, "most rows at a time; fewer where their KV does not fit", low=1, resume="free")
     tokens_per_pass: int = doc(
         4096, "most tokens in one forward pass; bounds verification memory", low=1, resume="free"
     )
@@ -213,6 +217,7 @@ class RolloutConfig:
     budget: BudgetConfig = doc(BudgetConfig, "how much is drafted", resume="free")
     judged: JudgedConfig = doc(JudgedConfig, "law=judged: who allows tokens")
     routed: RoutedConfig = doc(RoutedConfig, "law=routed: what a step is, and who writes it")
+    local: LocalConfig = doc(LocalConfig, "the engine transformers", resume="free")
     vllm: VLLMConfig = doc(VLLMConfig, "the engine vllm")
 
     @property

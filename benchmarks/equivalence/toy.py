@@ -18,7 +18,7 @@ from rollout.build import build_engine
 from rollout.config import RolloutConfig
 from rollout.engines.base import Engine, EngineSpec
 from rollout.engines.local import ragged as packed
-from rollout.engines.local.attention import Pass
+from rollout.engines.local.padded import Pass
 
 SYMBOLS, TASKS, CAP, GOOD = 6, 6, 10, 3
 """Symbol 0 ends a response. A prompt is (task, 0), so that there are as many tasks as symbols."""
@@ -61,7 +61,7 @@ class Decoder(nn.Module):
 
     def forward(self, input_ids: Tensor, position_ids: Tensor, use_cache: bool, ragged: Pass) -> SimpleNamespace:
         written = input_ids[..., None].float()  # one head of one dimension
-        keys, _ = ragged.kv.write(0, ragged.rows, ragged.slots, written, written)
+        keys, _ = ragged.write(0, written, written)
         return SimpleNamespace(last_hidden_state=states(keys[ragged.rows, 0, 0, 0].long(), input_ids[0])[None])
 
 

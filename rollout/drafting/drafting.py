@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Protocol
 
@@ -34,17 +34,18 @@ class DraftModel(Policy, Protocol):
     """A small model that drafts for rows whose own drafters do worse; see rollout/engines/local/drafter.py."""
 
     def inference(self) -> AbstractContextManager: ...
-    def open(self, requests: Sequence[Request]) -> None: ...
-    def select(self, places: Sequence[int]) -> None: ...
-    def behind(self, place: int, length: int) -> int: ...
-    def propose(self, places, texts, room, chain: Chain, budget: Budget) -> list[list[int]]: ...
+    def open(self, requests: Sequence[Request], places: int) -> None: ...
+    def admit(self, rows: Mapping[int, Sequence[int]]) -> None: ...
+    def leave(self, rows: Sequence[int], close_up: bool) -> None: ...
+    def behind(self, row: int, length: int) -> int: ...
+    def propose(self, texts: Mapping, room: Sequence[int], chain: Chain, budget: Budget) -> list[list[int]]: ...
 
 
 class Drafting:
     """Proposes what each row carries, and learns from what stood.
 
-    An engine calls `begin`, then for each batch of rows `open` and in turns `propose`, `learn` for every row and
-    `observe_pass`; `select` when rows leave, `end` when all are done.
+    An engine calls `begin` and `open`, then in turns `propose`, `learn` for every row and `observe_pass`; `admit` and
+    `leave` when rows come and go, `end` when all are done.
 
     Args:
         budget: decides how much rides.
@@ -84,15 +85,20 @@ class Drafting:
         if any(not request.plain and (self.model or request.drafter) for request in requests):
             self.budget.next_rollout()
 
-    def open(self, rows: Sequence[Response]) -> None:
-        """These rows are decoded together from now on."""
+    def open(self, requests: Sequence[Request], places: int) -> None:
+        """Rows of these requests, numbered in this order, are decoded from now on, at most `places` at a time."""
         if self.model:
-            self.model.open([row.request for row in rows])
+            self.model.open(requests, places)
 
-    def select(self, places: Sequence[int]) -> None:
-        """The rows at the given places go on, in that order."""
+    def admit(self, rows: Mapping[int, Sequence[int]]) -> None:
+        """Rows take part. Args: rows: number -> what it has emitted already."""
         if self.model:
-            self.model.select(places)
+            self.model.admit(rows)
+
+    def leave(self, rows: Sequence[int], close_up: bool) -> None:
+        """Rows have ended. Args: close_up: no others will take their places."""
+        if self.model:
+            self.model.leave(rows, close_up)
 
     def propose(self, rows: Sequence[Response], stats: EngineStats) -> list[Draft]:
         """What each row carries in the next pass; an empty draft for rows that are finished.
@@ -181,9 +187,10 @@ class Drafting:
             for i, (row, draft) in enumerate(zip(rows, drafts, strict=True))
             if row.finish is None and row.drafting and (row.kind in plan.handed or not draft.tokens) and reach[i] > 0
         ]
-        chain = self.budget.chain([self.model.behind(i, len(rows[i].tokens)) for i in places], plan)
-        texts, room = [rows[i].tokens for i in places], [reach[i] for i in places]
-        proposed = self.model.propose(places, texts, room, chain, self.budget)
+        asked, room = [rows[i] for i in places], [reach[i] for i in places]
+        chain = self.budget.chain([self.model.behind(row.number, len(row.tokens)) for row in asked], plan)
+        texts = {row.number: row.tokens for row in asked}
+        proposed = self.model.propose(texts, room, chain, self.budget)
         for i, tokens, logprobs in zip(places, proposed, chain.logprobs, strict=False):  # a probe is of a few rows
             if tokens:
                 drafts[i] = Draft(tokens, "model", logprobs)

@@ -36,10 +36,13 @@ class Limits:
     tokens_per_pass: int = 4096
     logits_mb: int = 256
     tie_margin: float = 1e-4
+    kv_cache_mb: int = 0
+    graphs: str = "auto"
 
     @classmethod
     def of(cls, config: RolloutConfig) -> Limits:
-        return cls(**{f.name: getattr(config, f.name) for f in fields(cls)})
+        given = {**vars(config), **vars(config.local)}
+        return cls(**{f.name: given[f.name] for f in fields(cls)})
 
 
 @dataclass(frozen=True, kw_only=True)

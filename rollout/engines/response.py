@@ -17,6 +17,8 @@ class Response:
     """One response in the making. An engine's KV holds everything but its last token."""
 
     request: Request
+    number: int = 0
+    """Of its request in the engine's call."""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     behaviour: list[float] = field(default_factory=list)

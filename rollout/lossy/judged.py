@@ -39,7 +39,7 @@ class Writer(ModelDrafter):
 
     def law(self, states: Sequence[Tensor]) -> Tensor:
         """Log-probs [N, V] after final hidden states [H]."""
-        return self._model.lm_head(torch.stack(states)).float().log_softmax(-1)
+        return self.ragged.lm_head(torch.stack(states)).float().log_softmax(-1)
 
 
 class Judged(Drafting):
@@ -86,12 +86,13 @@ class Judged(Drafting):
         for i in going:
             drafts[i] = JudgedDraft([], "model", [], [])
         while going:
-            drawn = self.model.follow({i: [*rows[i].tokens, *drafts[i].tokens] for i in going})
-            going = [i for i in going if drawn[i].usable]
+            drawn = self.model.follow({rows[i].number: [*rows[i].tokens, *drafts[i].tokens] for i in going})
+            going = [i for i in going if drawn[rows[i].number].usable]
             for i in going:
-                drafts[i].tokens.append(drawn[i].draws[-1])
-                drafts[i].logprobs.append(drawn[i].logprobs[-1])
-                drafts[i].states.append(drawn[i].hidden[-1])
+                fed = drawn[rows[i].number]
+                drafts[i].tokens.append(fed.draws[-1])
+                drafts[i].logprobs.append(fed.logprobs[-1])
+                drafts[i].states.append(fed.hidden[-1])
             going = [i for i in going if self._goes_on(rows[i], drafts[i].tokens)]
         return drafts
 

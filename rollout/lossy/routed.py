@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
@@ -17,7 +18,8 @@ import torch
 from rollout.drafting.drafting import check_vocab
 from rollout.engines.base import Limits, Sampling
 from rollout.engines.local.engine import LocalModel
-from rollout.engines.local.ragged import RaggedModel
+from rollout.engines.local.memory import places
+from rollout.engines.local.packed import packed_model
 from rollout.engines.local.reader import Reader
 from rollout.engines.response import Response, check_request, refuse_unusable
 from rollout.lossy.router import Router, decide
@@ -32,7 +34,6 @@ log = logging.getLogger(__name__)
 class _Row(Response):
     """One response in the making. Log-probs are NaN while the policy has not read the token; its passes count."""
 
-    place: int = 0
     steps: list[Step] = field(default_factory=list)
 
     def read(self, fed: Drawn) -> None:
@@ -96,7 +97,7 @@ class RoutedEngine(LocalModel):
         own_weights: bool = False,
     ):
         super().__init__(model, sampling, limits, own_weights)
-        self._draft = RaggedModel(steps.draft, sampling, limits)
+        self._draft = packed_model(steps.draft, sampling, limits)
         check_vocab(self._draft.vocab, self.vocab)
         self.context, self.limit = min((self.context, self.limit), (self._draft.context, self._draft.limit))
         self.router, self.step_end, self.score_drafts = steps.router, steps.step_end, steps.score
@@ -107,45 +108,48 @@ class RoutedEngine(LocalModel):
         for request in requests:
             check_request(request, self.vocab, self.context, self.limit)
         stats = EngineStats()
-        rows = [_Row(request, drafting=False, place=i) for i, request in enumerate(requests)]
+        rows = [_Row(request, drafting=False, number=i) for i, request in enumerate(requests)]
         with self.policy.inference(), self._draft.inference():
-            for i in range(0, len(rows), self.limits.rows_per_batch):
-                self._run_steps(rows[i : i + self.limits.rows_per_batch], stats)
+            self._run_steps(rows, stats)
         return [row.completion(self.weight_version) for row in rows], stats
 
     def _run_steps(self, rows: list[_Row], stats: EngineStats) -> None:
-        """One batch: a step of every row in turn."""
-        prompts, keys = [row.request.prompt for row in rows], [row.request.key for row in rows]
-        draft, policy = (Reader(model, prompts, keys, self.tie_margin) for model in (self._draft, self.policy))
-        while rows:
-            chosen = self._choose(draft, policy, rows, stats)
-            for row, step in zip(rows, chosen, strict=True):
+        """A step of every row in turn; rows that wait take the places of those that end."""
+        requests = [row.request for row in rows]
+        size = places(requests, [self._draft, self.policy], len(rows))
+        draft, policy = (Reader(model, requests, size, self.tie_margin) for model in (self._draft, self.policy))
+        waiting, going = deque(rows), {}
+        while waiting or going:
+            new = [waiting.popleft() for _ in range(min(policy.free, len(waiting)))]
+            going |= {row.number: row for row in new}
+            for reader in (draft, policy):
+                reader.admit({row.number: () for row in new})
+            chosen = self._choose(draft, policy, going, stats)
+            for row, step in zip(going.values(), chosen, strict=True):
                 stats.accepted += row.keep(step, self.sampling.eos_ids)
-            alive = [i for i, row in enumerate(rows) if row.finish is None]
-            if len(alive) < len(rows):
+            if ended := {number: row for number, row in going.items() if row.finish}:
                 if self.score_drafts:
-                    self._read(policy, {i: row for i, row in enumerate(rows) if row.finish})
-                draft.select(alive)
-                policy.select(alive)
-                rows = [rows[i] for i in alive]
+                    self._read(policy, ended)
+                for reader in (draft, policy):
+                    reader.leave([*ended], close_up=not waiting)
+                going = {number: row for number, row in going.items() if not row.finish}
         for reader in (draft, policy):
             stats.passes += reader.passes
             stats.forward_tokens += reader.forward_tokens
             stats.ties += reader.ties
 
-    def _choose(self, draft: Reader, policy: Reader, rows: list[_Row], stats: EngineStats) -> list[Step]:
+    def _choose(self, draft: Reader, policy: Reader, rows: dict[int, _Row], stats: EngineStats) -> list[Step]:
         """The next step of every row."""
-        everyone = dict(enumerate(rows))
         began = time.perf_counter()
-        drafted = self._write("draft", draft, everyone, {})
+        drafted = self._write("draft", draft, rows, {})
         stats.draft_s += time.perf_counter() - began
         stats.drafted += sum(len(step.tokens) for step in drafted.values())
         sound = [i for i, step in drafted.items() if self._sound(step)]
         read = sound if "likelihood" in self.router.needs else []
         begun = self._read_drafts(policy, rows, {i: drafted[i] for i in read}, stats)
-        compared = everyone if "rival" in self.router.needs else {}
+        compared = rows if "rival" in self.router.needs else {}
         rivals = self._write_by_policy(policy, compared, begun, stats)
-        wanted = set(everyone) - set(sound)
+        wanted = set(rows) - set(sound)
         stats.route_faults += len(wanted)
         began = time.perf_counter()
         wanted |= self._ask(rows, drafted, rivals, sound, stats)
@@ -153,15 +157,17 @@ class RoutedEngine(LocalModel):
         written = rivals or self._write_by_policy(policy, {i: rows[i] for i in sorted(wanted)}, begun, stats)
         stats.steps += len(rows)
         stats.escalated += len(wanted)
-        return [written[i] if i in wanted else drafted[i] for i in everyone]
+        return [written[i] if i in wanted else drafted[i] for i in rows]
 
-    def _ask(self, rows: list[_Row], drafted: dict, rivals: dict, sound: list[int], stats: EngineStats) -> set[int]:
+    def _ask(
+        self, rows: dict[int, _Row], drafted: dict, rivals: dict, sound: list[int], stats: EngineStats
+    ) -> set[int]:
         """The rows among `sound` whose step the policy shall write."""
         if not sound:
             return set()
         decision = decide(
             self.router,
-            [Candidate(rows[i].place, rows[i].request.prompt, rows[i].steps, drafted[i], rivals.get(i)) for i in sound],
+            [Candidate(i, rows[i].request.prompt, rows[i].steps, drafted[i], rivals.get(i)) for i in sound],
         )
         stats.route_faults += decision.faults
         if decision.reason and not self._warned:
@@ -172,7 +178,7 @@ class RoutedEngine(LocalModel):
     def _sound(self, step: Step) -> bool:
         return step.end in ("separator", "eos") and (step.end == "eos" or not self.step_end.blank(step.tokens))
 
-    def _read_drafts(self, policy: Reader, rows: list[_Row], drafted: dict[int, Step], stats: EngineStats) -> dict:
+    def _read_drafts(self, policy: Reader, rows: dict[int, _Row], drafted: dict[int, Step], stats: EngineStats) -> dict:
         """Notes the policy's log-probs of draft steps, in one pass; returns how its own steps begin.
 
         A beginning is what the policy draws as the draft did, and its own next token where they part.

@@ -9,7 +9,7 @@ import torch
 
 from rollout.build import build_engine
 from rollout.engines.base import EngineSpec
-from rollout.engines.local import ragged
+from rollout.engines.local import draw
 from rollout.keys import ReplayControl
 from rollout.noise import keyed_draw
 from tests.runs import SHORT, Recording, differences, recorded, run
@@ -252,7 +252,7 @@ def test_control_noise_of_the_pass(tmp_path, monkeypatch):
     def per_pass(logits, keys, *args, **law):
         return keyed_draw(logits, keys + next(passes), *args, **law)
 
-    monkeypatch.setattr(ragged, "keyed_draw", per_pass)
+    monkeypatch.setattr(draw, "keyed_draw", per_pass)
     off = run(tmp_path, name="off", rollout__law="off", **FIVE)
     assert tokens_differ(off, run(tmp_path, name="exact", **FIVE))
 

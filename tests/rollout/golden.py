@@ -120,19 +120,8 @@ def drafts_of_every_quality(texts, seed=0) -> list[Script]:
     return [kinds[i % len(kinds)](list(text)) for i, text in enumerate(texts)]
 
 
-class Noisy:
-    """An output layer whose rounding depends on the shape of the pass, far worse than a real one's."""
-
-    def __init__(self, layer, size: float):
-        self.layer, self.size, self.weight = layer, size, layer.weight
-
-    def __call__(self, hidden):
-        generator = torch.Generator().manual_seed(len(hidden))
-        return self.layer(hidden) + self.size * torch.randn(len(hidden), VOCAB, generator=generator)
-
-
 class NoisyHead(torch.nn.Linear):
-    """The same as a model's own output layer."""
+    """An output layer whose rounding depends on the shape of the pass, far worse than a real one's."""
 
     size = 3e-5
 

@@ -11,7 +11,7 @@ from collections import Counter
 import pytest
 import torch
 
-import rollout.engines.local.ragged as ragged
+import rollout.engines.local.draw as draw
 from rollout import verify
 from rollout.engines.base import Sampling
 from rollout.engines.local.engine import TransformersEngine
@@ -295,7 +295,7 @@ def equal_else_resample(logits, keys, positions, targets=None, **law):
     ],
 )
 def test_wrong_rules_are_rejected(policies, tables, old_texts, monkeypatch, name, mutant):
-    monkeypatch.setattr(ragged if name == "keyed_draw" else verify, name, mutant)
+    monkeypatch.setattr(draw if name == "keyed_draw" else verify, name, mutant)
     _, _, counts = sample(engine_of(policies[0]), [c.tokens for c in old_texts[0][: N // 4]], mutant.__name__)
     statistic, critical = chi_square(counts, exact_law(tables[0]))
     assert statistic > critical

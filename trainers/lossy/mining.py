@@ -183,5 +183,7 @@ def read(
     Args: prompts: of the texts, in their order.
     """
     with model.inference():
-        fed = Reader(model, prompts, [0] * len(texts)).follow(dict(enumerate(texts)))
+        reader = Reader(model, [Request(prompt, 0, len(text)) for prompt, text in zip(prompts, texts, strict=True)])
+        reader.admit(dict.fromkeys(range(len(texts)), ()))
+        fed = reader.follow(dict(enumerate(texts)))
         return [(fed[n].draws, fed[n].hidden[-1].float().clone()) for n in range(len(texts))]

@@ -5,14 +5,14 @@ from __future__ import annotations
 import copy
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import nn
 
 from rollout.drafting.budget import Budget
 from rollout.drafting.chain import Chain
 from rollout.engines.base import Limits, Sampling
-from rollout.engines.local.ragged import RaggedModel
+from rollout.engines.local.packed import packed_model
 from rollout.engines.local.reader import Reader
 from rollout.types import Request, RolloutError
 
@@ -34,34 +34,37 @@ class ModelDrafter:
     """
 
     def __init__(self, model: nn.Module, sampling: Sampling, limits: Limits | None = None):
-        self._model = RaggedModel(model, sampling, limits)
-        self.inference, self.timing = self._model.inference, self._model.timing
-        self.vocab, self.context = self._model.vocab, self._model.context
+        self.ragged = packed_model(model, sampling, limits)
+        self.inference, self.timing = self.ragged.inference, self.ragged.timing
+        self.vocab, self.context = self.ragged.vocab, self.ragged.context
         self.model = model
         self.dropped = 0
         """Draws thrown away because the model's logits were NaN or infinite."""
 
-    def open(self, requests: Sequence[Request]) -> None:
-        """Starts a batch of rows. Nothing is computed before the first draft."""
-        self._reader = Reader(self._model, [r.prompt for r in requests], [r.key for r in requests])
-        self.select, self.behind = self._reader.select, self._reader.behind
+    def open(self, requests: Sequence[Request], places: int) -> None:
+        """Rows of these requests follow, at most `places` at a time. Nothing is computed before the first draft."""
+        self._reader = Reader(self.ragged, requests, places)
+        self.behind, self.leave = self._reader.behind, self._reader.leave
+
+    def admit(self, rows: Mapping[int, Sequence[int]]) -> None:
+        """Rows take part. Args: rows: number -> what it has emitted already."""
+        self._reader.admit(dict.fromkeys(rows, ()))  # it reads what they have emitted when it drafts for them
 
     def propose(
-        self, rows: Sequence[int], texts: Sequence[Sequence[int]], room: Sequence[int], chain: Chain, budget: Budget
+        self, texts: Mapping[int, Sequence[int]], room: Sequence[int], chain: Chain, budget: Budget
     ) -> list[list[int]]:
-        """Drafts for some rows of the batch: one pass catches up with what they emitted, each further adds a token.
+        """Drafts for some rows: one pass catches up with what they emitted, each further adds a token.
 
         Args:
-            rows: places of the rows in the batch, ascending.
-            texts: the responses they have emitted so far.
+            texts: number of each row -> the response it has emitted so far.
             room: most tokens of each draft, at least 1.
-            chain: the stop rule, over indices into `rows`.
+            chain: the stop rule, over indices into `texts`.
             budget: told what every pass took.
         """
-        drafts: list[list[int]] = [[] for _ in rows]
+        rows, drafts = [*texts], [[] for _ in texts]
         if chain.going:
             self._reader.prefill()
-        feed = {i: self._reader.lacking(rows[i], texts[i]) for i in chain.going}
+        feed = {i: self._reader.lacking(rows[i], texts[rows[i]]) for i in chain.going}
         while going := chain.going:
             began = time.perf_counter()
             drawn = {}

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from rollout.engines.base import Sampling
+from rollout.engines.local.memory import free_bytes
 from rollout.noise import keyed_draw
 
 CPU_BYTES, CUDA_BYTES = 16, 4
@@ -56,12 +57,6 @@ def rows_per_chunk(vocab: int, logits_mb: int, free: int | None = None) -> int:
     return max(1, max(logits_mb * 2**20, free // FREE_PART) // (vocab * CUDA_BYTES))
 
 
-def free_bytes(device: torch.device) -> int:
-    """What torch can still allocate on a GPU: what the driver has, and what torch holds without using it."""
-    held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return torch.cuda.mem_get_info(device)[0] + held
-
-
 class Draw:
     """Draws the token after each of N hidden states; logits exist chunk by chunk only.
 
@@ -96,7 +91,7 @@ class Draw:
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [N, V] of hidden states [N, hidden]: float32, or as the output layer gives them where it `rounds`."""
         kind = self._computed_in()
-        if kind == torch.float32 or self.rounds:
+        if kind.itemsize > 2 or self.rounds:
             return self.lm_head(hidden)
         logits = torch.mm(hidden.to(kind), self.lm_head.weight.to(kind).T, out_dtype=torch.float32)
         return logits if self.lm_head.bias is None else logits.add_(self.lm_head.bias)

@@ -8,19 +8,45 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from rollout.engines.base import Limits, Sampling, evaluation
-from rollout.engines.local.attention import ATTENTION, Pass, RaggedKV
+from rollout.engines.local import padded
+from rollout.engines.local.attention import ATTENTION, Layout
+from rollout.engines.local.draw import Draw
+from rollout.engines.local.kv import KV
 from rollout.engines.local.supported import check
-from rollout.noise import keyed_draw, process_logits
+from rollout.noise import process_logits
 from rollout.types import RolloutError
 
 
 class Stopped(Exception):
     """The pass was not begun, as the time for it was over."""
+
+
+@dataclass(frozen=True, slots=True)
+class Drawing:
+    """What a pass says about D of its N tokens, once it has run."""
+
+    packed: Tensor
+    """int32 [4, N] on the CPU, see `Draw`."""
+    hidden: Tensor
+    """Final hidden states [N, hidden]."""
+    picked: np.ndarray
+    """Places of the D tokens among the N."""
+    done: torch.cuda.Event | None = None
+    """Where the device comes after it has written `packed`."""
+
+    def wait(self) -> tuple[Tensor, Tensor, np.ndarray]:
+        """`packed` of the D tokens, hidden states, and where in these those of the D tokens are."""
+        if self.done is not None:
+            self.done.synchronize()
+        whole = len(self.picked) == self.packed.shape[1]
+        return self.packed if whole else self.packed[:, self.picked], self.hidden, self.picked
 
 
 class RaggedModel:
@@ -37,7 +63,13 @@ class RaggedModel:
     Attributes:
         context: most tokens of a prompt with its response.
         limit: why there are no more, where that is not the model's own limit; else empty.
+        kv_bytes: of one position of one row.
+        draw: draws behind final hidden states.
     """
+
+    layout: type[Layout] = padded.Pass
+    overlaps = False
+    """Passes run beside the host."""
 
     def __init__(self, model: torch.nn.Module, sampling: Sampling, limits: Limits | None = None):
         if not hasattr(model, "base_model") or model.get_output_embeddings() is None:
@@ -45,15 +77,11 @@ class RaggedModel:
         self.model, self.decoder, self.lm_head = model, model.base_model, model.get_output_embeddings()
         self.vocab = self.lm_head.weight.shape[0]
         self.limits = limits or Limits()
-        self.scores_per_chunk = max(
-            1, self.limits.logits_mb * 2**20 // (self.vocab * 16)
-        )  # logits, noise and scores, float32
         self._law = {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
-        self._keyed_draw = keyed_draw
-        if self.device.type == "cuda":  # one fused kernel: the noise of a 152k vocabulary is never stored
-            self._keyed_draw = torch.compile(keyed_draw, dynamic=True)
+        self.draw = Draw(self.lm_head, sampling, self.limits.logits_mb)
         self._head, self._stop = self.lm_head, None
         self.context, self.limit = check(self)
+        self.kv_bytes = self._kv_bytes()
 
     @property
     def device(self) -> torch.device:
@@ -65,64 +93,75 @@ class RaggedModel:
         kind = self.device.type
         return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else self.model.dtype
 
-    def forward(self, tokens: Sequence[int], layout: Pass) -> Tensor:
+    def kv(self, places: int, capacity: int) -> KV:
+        """Room for the keys and values of `places` rows at a time, of up to `capacity` positions each."""
+        return KV(places, capacity, self.layout.heads_first)
+
+    def forward(self, tokens: Sequence[int], layout: Layout) -> Tensor:
         """Final hidden states [N, hidden] of packed tokens. Raises Stopped within `until`."""
-        if self._stop is not None and self._stop():
-            raise Stopped
-        ids = torch.tensor([tokens], device=self.device)
+        self.ask_to_stop()
+        return self.decode(layout.ids(tokens), layout)[: len(tokens)]
+
+    def launch(
+        self, tokens: Sequence[int], layout: Layout, of_draws: Sequence[np.ndarray], picked: np.ndarray | None = None
+    ) -> Drawing:
+        """Begins a pass that draws behind its N tokens.
+
+        Args:
+            of_draws: int64 [N] each: the noise key of every token's row, the response position that is drawn there, and
+                the token that follows in the row's text.
+            picked: places of the D tokens behind which draws are wanted; None wants all.
+        """
+        hidden = self.forward(tokens, layout)
+        if picked is not None:
+            hidden, of_draws = hidden[torch.from_numpy(picked).to(hidden.device)], [x[picked] for x in of_draws]
+        packed = self.draw(hidden, *(torch.from_numpy(x).to(hidden.device) for x in of_draws)).cpu()
+        return Drawing(packed, hidden, np.arange(len(hidden)))
+
+    def decode(self, ids: Tensor, layout: Layout) -> Tensor:
+        """The decoder's final hidden states [N, hidden] of ids [1, N]."""
         out = self.decoder(input_ids=ids, position_ids=layout.positions[None], use_cache=False, ragged=layout)
         return out.last_hidden_state[0]
 
-    def draw(
-        self, hidden: Tensor, keys: Sequence[int], positions: Sequence[int], targets: Sequence | None = None
-    ) -> tuple[list[int], list[float], list, list[float]]:
-        """`keyed_draw` of hidden states [N, hidden], as lists; logits exist only chunk by chunk."""
-        targets = [0] * len(keys) if targets is None else targets
-        columns = [torch.tensor(column, device=hidden.device) for column in (keys, positions, targets)]
-        parts = []
-        for i in range(0, len(keys), self.scores_per_chunk):
-            piece = slice(i, i + self.scores_per_chunk)
-            parts.append(self._keyed_draw(self.lm_head(hidden[piece]), *(c[piece] for c in columns), **self._law))
-        return tuple(torch.cat(column).tolist() for column in zip(*parts, strict=True))
+    def ask_to_stop(self) -> None:
+        """Raises Stopped where `until` says so."""
+        if self._stop is not None and self._stop():
+            raise Stopped
 
     def entropy(self, hidden: Tensor) -> list[float]:
         """Entropy in nats of the sampling law after each hidden state [N, hidden]; at temperature 0 that of 1."""
         found: list[float] = []
-        for piece in hidden.split(self.scores_per_chunk):
+        for piece in hidden.split(self.draw.rows):
             logp = process_logits(self.lm_head(piece), **self._law).log_softmax(-1)
             found += (-(logp.exp() * logp.clamp(min=-1e4)).sum(-1)).tolist()
         return found
 
-    def prefill(self, prompts: Sequence[Sequence[int]]) -> tuple[RaggedKV, int]:
-        """KV of every prompt but its last token, and the tokens this took; equal prompts are computed once."""
-        heads = [tuple(prompt[:-1]) for prompt in prompts]
-        distinct = {head: i for i, head in enumerate(dict.fromkeys(heads))}
-        kv = RaggedKV(len(distinct), max(map(len, distinct)) + 128)
-        lengths = list(map(len, distinct))
-        for first, last in chunks(lengths, self.limits.tokens_per_pass):
-            tokens = [t for head in list(distinct)[first:last] for t in head]
-            self.forward(tokens, Pass(kv, first, [0] * (last - first), lengths[first:last], self.device))
-        kv.select(torch.tensor([distinct[head] for head in heads], device=self.device))
-        return kv, sum(lengths)
-
-    def alone(self, tokens: int) -> Pass:
+    def alone(self, tokens: int) -> Layout:
         """The layout of one text's first `tokens` tokens, which depends on nothing but their number."""
-        return Pass(RaggedKV(1, tokens), 0, [0], [tokens], self.device)
+        return self.layout(KV(1, tokens, self.layout.heads_first), [0], [0], [tokens], self.device)
 
     def timing(self, rows: int, tokens: int) -> tuple[int, float]:
         """(tokens, seconds) of a pass of `rows` equal rows, every token drawn: the best of three, after a warm-up."""
-        seconds = []
+        seconds, each = [], tokens // rows
+        nothing = [np.zeros(tokens, np.int64)] * 3
         with self.inference():
+            kv = self.kv(rows, each)
             for _ in range(4):
                 began = time.perf_counter()
-                layout = Pass(RaggedKV(rows, tokens), 0, [0] * rows, [tokens // rows] * rows, self.device)
-                self.draw(self.forward([0] * tokens, layout), [0] * tokens, [0] * tokens)
+                layout = self.layout(kv, range(rows), [0] * rows, [each] * rows, self.device)
+                self.launch([0] * tokens, layout, nothing).wait()
                 seconds.append(time.perf_counter() - began)
         return tokens, min(seconds)
 
+    def _kv_bytes(self) -> int:
+        with self.inference():
+            layout = self.alone(1)
+            self.forward([0], layout)
+        return layout.kv.token_bytes
+
     @contextmanager
     def inference(self) -> Iterator[None]:
-        """Evaluation mode and ragged attention for the time of a rollout; both put back afterwards.
+        """Evaluation mode and ragged attention for the time of a rollout; all put back afterwards.
 
         Raises:
             RolloutError: the model got other layers or another vocabulary since.
@@ -133,7 +172,7 @@ class RaggedModel:
                 f"{type(self.model).__name__} got another output layer or decoder after the engine was built (with "
                 f"{self.vocab} tokens, now {len(head.weight)}). Resize the embeddings first, or build the engine again"
             )
-        with self.attention(ATTENTION), evaluation(self.model), torch.inference_mode():
+        with self.attention(ATTENTION), evaluation(self.model), without_cudnn(), torch.inference_mode():
             yield
 
     @contextmanager
@@ -161,13 +200,23 @@ class RaggedModel:
 
         The second pass gives those of first[4:], then of second[1:]. Args: spread: between neighbouring positions.
         """
-        kv = RaggedKV(2, 4)
+        kv = KV(2, max(len(first), len(second)), self.layout.heads_first)
         with self.inference():
             for a, b, starts in ((first[:4], second[:1], [0, 0]), (first[4:], second[1:], [4, 1])):
-                layout = Pass(kv, 0, starts, [len(a), len(b)], self.device)
-                layout.positions = layout.positions * spread
+                layout = self.layout(kv, [0, 1], starts, [len(a), len(b)], self.device, spread)
                 hidden = self.forward([*a, *b], layout)
             return self.lm_head(hidden).float(), layout.layers
+
+
+@contextmanager
+def without_cudnn() -> Iterator[None]:
+    """Keeps attention off cuDNN, which plans anew for every shape: tens of milliseconds a pass of growing texts."""
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
 
 
 def chunks(lengths: Sequence[int], tokens_per_pass: int) -> Iterator[tuple[int, int]]:

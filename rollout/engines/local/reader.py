@@ -1,21 +1,42 @@
-"""A model at work on a batch of rows whose texts it, a drafter or another model writes."""
+"""A model at work on rows whose texts it, a drafter or another model writes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
 
+import numpy as np
 import torch
 
-from rollout.engines.local.attention import Pass, RaggedKV
-from rollout.engines.local.ragged import RaggedModel, chunks
+from rollout.engines.local.attention import Layout
+from rollout.engines.local.draw import unpack
+from rollout.engines.local.kv import KV
+from rollout.engines.local.memory import row_tokens
+from rollout.engines.local.ragged import Drawing, RaggedModel, chunks
+from rollout.types import Request, RolloutError
 from rollout.verify import Drawn, accept_exact
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """A pass that was launched."""
+
+    feed: Mapping[int, Sequence[int]]
+    drawing: Drawing
+    at: np.ndarray
+    """Response position of each draw [D], and the place of its row in `feed`."""
+    owner: np.ndarray
+    width: int
+    """Positions that the longest row covers."""
 
 
 class Reader:
     """A model with its KV over rows: reads tokens behind what a row holds and draws behind every one of them.
 
-    A row holds its prompt but the last token at first, and then what it was fed. Rolling back is forgetting how far a
-    row was written; positions beyond are written over.
+    Rows are numbered by their requests. One that is at work has a place, whose slab of KV no other row writes; it
+    leaves for the next in line. It holds its prompt but the last token at first, and then what it was fed. Rolling back
+    is forgetting how far it was written; positions beyond are written over.
 
     Draws whose two best scores are closer than `tie_margin` could differ between passes of different shapes, whose
     logits differ in the last bits. They are taken from a pass over the row's prefix alone, whose shape depends on
@@ -23,25 +44,99 @@ class Reader:
 
     Args:
         model: runs the passes, within its `inference`.
-        prompts: token ids of each row's prompt, at least one each; their KV is computed by `prefill`.
-        keys: noise keys of the rows.
+        requests: whose prompts and keys the rows have; at least one.
+        places: rows at a time; all by default.
     """
 
     def __init__(
-        self, model: RaggedModel, prompts: Sequence[Sequence[int]], keys: Sequence[int], tie_margin: float = 0.0
+        self, model: RaggedModel, requests: Sequence[Request], places: int | None = None, tie_margin: float = 0.0
     ):
-        self.model, self._prompts, self._keys, self._tie_margin = model, list(prompts), list(keys), tie_margin
-        self._held: list[list[int]] = [[] for _ in prompts]  # what was fed, from the prompt's last token on
+        self.model, self.places, self._tie_margin = model, places or len(requests), tie_margin
+        self._prompts, self._keys = [r.prompt for r in requests], [r.key for r in requests]
+        self._capacity = row_tokens(requests)
+        self._held: list[list[int]] = [[] for _ in requests]  # what was fed, from the prompt's last token on
         self._agreed = [0] * len(self._held)  # of that, the tokens known to be the row's text; see `lacking`
-        self._kv: RaggedKV | None = None
+        self._place: dict[int, int] = {}
+        self._empty: list[int] = []  # rows with a place in which nothing is written yet
+        self._span = self.places  # places up to the last that is taken, about
+        self._kv: KV | None = None
         self.passes = self.forward_tokens = self.ties = self.width = 0
         """Of all passes; of the last one, the positions it covers."""
 
+    # Rows come and go ------------------------------------------------------------------------------------------------
+
+    @property
+    def free(self) -> int:
+        """Places that no row has."""
+        return self.places - len(self._place)
+
+    def admit(self, rows: Mapping[int, Sequence[int]]) -> None:
+        """Gives rows a place each. Args: rows: row -> what it has emitted already."""
+        taken = set(self._place.values())
+        vacant = (place for place in range(self.places) if place not in taken)
+        for row, text in rows.items():
+            self._place[row] = next(vacant)
+            self._held[row] = [self._prompts[row][-1], *text[:-1]] if text else []
+            self._agreed[row] = 0
+        self._empty += rows
+
+    def leave(self, rows: Sequence[int], close_up: bool = False) -> None:
+        """Frees the places of rows. Args: close_up: nobody will take them, so the others may move together."""
+        for row in rows:
+            del self._place[row]
+        self._empty = [row for row in self._empty if row in self._place]
+        if close_up and self.model.layout.heads_first and len(self._place) <= 3 * self._span // 4:
+            self._close_up()
+
+    def _close_up(self) -> None:
+        """Moves all rows to the first places: attention covers what lies between. Amortised: each moves a few times."""
+        self._span = len(self._place)
+        before = self._place
+        self._place = {row: i for i, row in enumerate(sorted(before, key=before.__getitem__))}
+        moves = [(before[row], place) for row, place in self._place.items() if before[row] != place]
+        if self._kv is not None and moves:
+            self._copy(moves, max(map(self._first, self._place)))
+
     def prefill(self) -> None:
-        """Computes the KV of every prompt but its last token, if that was not done."""
+        """Computes the KV that rows come with: of their prompts but the last token, and of what they had emitted.
+
+        Equal beginnings are computed once, those of rows at work included.
+        """
+        if not self._empty:
+            return
         if self._kv is None:
-            self._kv, spent = self.model.prefill(self._prompts)
-            self.forward_tokens += spent
+            self._kv = self.model.kv(self.places, self._capacity)
+        rows, self._empty = sorted(self._empty, key=self._place.__getitem__), []
+        sources: dict[tuple[int, ...], int] = {}
+        for row in self._place.keys() - rows:
+            sources[tuple(self._prompts[row][:-1])] = row
+        missing, copies = [], []
+        for row in rows:
+            text = (*self._prompts[row][:-1], *self._held[row])
+            source = sources.setdefault(text, row)
+            if source != row:
+                copies.append((self._place[source], self._place[row], len(text)))
+            elif text:
+                missing.append((self._place[row], text))
+        for first, last in chunks([len(text) for _, text in missing], self.model.limits.tokens_per_pass):
+            part = missing[first:last]
+            lengths = [len(text) for _, text in part]
+            layout = self._layout([place for place, _ in part], [0] * len(part), lengths)
+            self.model.forward([*chain.from_iterable(text for _, text in part)], layout)
+            self.forward_tokens += sum(lengths)
+        if copies:
+            self._copy([(source, place) for source, place, _ in copies], max(length for *_, length in copies))
+
+    def _copy(self, pairs: Sequence[tuple[int, int]], length: int) -> None:
+        self._kv.copy(*torch.tensor(pairs, device=self.model.device).unbind(1), length)
+
+    def _layout(self, places: Sequence[int], starts: Sequence[int], lengths: Sequence[int]) -> Layout:
+        layout = self.model.layout(self._kv, places, starts, lengths, self.model.device)
+        if layout.width > self._capacity:  # it would write into its neighbour's slab
+            raise RolloutError(f"a row of {layout.width} tokens does not fit its slab of {self._capacity}")
+        return layout
+
+    # What rows hold --------------------------------------------------------------------------------------------------
 
     def follow(self, texts: Mapping[int, Sequence[int]], last: bool = True) -> dict[int, Drawn]:
         """Feeds what each row lacks of its text; the last draw continues it.
@@ -80,63 +175,75 @@ class Reader:
         del self._held[row][length + 1 :]
         self._agreed[row] = min(self._agreed[row], length + 1)
 
-    def select(self, rows: Sequence[int]) -> None:
-        """Keeps the given rows, in that order."""
-        columns = (self._prompts, self._keys, self._held, self._agreed)
-        self._prompts, self._keys, self._held, self._agreed = ([column[row] for row in rows] for column in columns)
-        if self._kv is not None:
-            self._kv.select(torch.tensor(rows, device=self.model.device, dtype=torch.long))
+    def _first(self, row: int) -> int:
+        """Where the row is written next."""
+        return len(self._prompts[row]) - 1 + len(self._held[row])
+
+    # Passes ----------------------------------------------------------------------------------------------------------
 
     def parts(self, feed: Mapping[int, Sequence[int]]) -> Iterator[dict[int, Sequence[int]]]:
         """Cuts what many rows are fed into what fits one pass each; at least one row."""
-        rows = sorted(feed)
+        rows = sorted(feed, key=self._place.__getitem__)
         for first, last in chunks([len(feed[row]) for row in rows], self.model.limits.tokens_per_pass):
             yield {row: feed[row] for row in rows[first:last]}
 
     def read(
         self, feed: Mapping[int, Sequence[int]], after: Mapping[int, int] | None = None, ends: bool = False
     ) -> dict[int, Drawn]:
-        """One pass: writes new tokens behind each row, and draws.
+        """One pass, see `launch`, and what it says of each row."""
+        return self.collect(self.launch(feed, after, ends))
+
+    def launch(
+        self, feed: Mapping[int, Sequence[int]], after: Mapping[int, int] | None = None, ends: bool = False
+    ) -> Flight:
+        """Begins a pass that writes new tokens behind each row and draws; none of its rows may be in another.
 
         Args:
-            feed: row -> its new tokens, at least one; rows ascending.
+            feed: row -> its new tokens, at least one; rows in the order of their places, as `parts` gives them.
             after: row -> the token that follows them in its text, where that is known.
             ends: draw behind the last token of each row only.
         """
         self.prefill()
-        rows, after = list(feed), after or {}
-        first, lengths = rows[0], [len(feed.get(row, ())) for row in range(rows[0], rows[-1] + 1)]
-        starts = [len(self._prompts[first + i]) - 1 + len(self._held[first + i]) if n else 0
-                  for i, n in enumerate(lengths)]  # fmt: skip
-        layout = Pass(self._kv, first, starts, lengths, self.model.device)
-        hidden = self.model.forward([token for row in rows for token in feed[row]], layout)
-        self.passes, self.forward_tokens, self.width = self.passes + 1, self.forward_tokens + len(hidden), layout.width
-        if ends:
-            hidden = hidden[torch.tensor([len(feed[row]) for row in rows], device=hidden.device).cumsum(0) - 1]
-        keys, at, targets, spans = [], [], [], []
-        for row in rows:
-            tokens, held = feed[row], self._held[row]
-            draws = 1 if ends else len(tokens)
-            spans.append((len(keys), len(held) + len(tokens) - draws))
-            keys += [self._keys[row]] * draws
-            at += range(spans[-1][1], len(held) + len(tokens))
-            targets += [*tokens[len(tokens) - draws + 1 :], after.get(row, 0)]
-            held += tokens
-        columns = self.model.draw(hidden, keys, at, targets)
-        spans.append((len(keys), 0))
-        drawn = {}
-        for i, row in enumerate(rows):
-            (first, start), last = spans[i], spans[i + 1][0]
-            draws, logprobs, text, gaps = (column[first:last] for column in columns)
-            self._break_ties(row, start, draws, logprobs, gaps)
-            usable = not any(gap != gap for gap in gaps)
-            drawn[row] = Drawn(start, draws, logprobs, text, usable, (hidden, first))
+        rows, lengths = [*feed], [*map(len, feed.values())]
+        layout = self._layout([self._place[row] for row in rows], [self._first(row) for row in rows], lengths)
+        tokens, length = [*chain.from_iterable(feed.values())], np.array(lengths)
+        last = length.cumsum() - 1  # of each row
+        keys = np.array([self._keys[row] for row in rows]).repeat(length)
+        before = [len(self._held[row]) for row in rows]
+        at = np.arange(len(tokens)) + (np.array(before) - (last + 1 - length)).repeat(length)
+        targets = np.array([*tokens[1:], 0])
+        targets[last] = [after.get(row, 0) for row in rows] if after else 0
+        owner = np.arange(len(rows)).repeat(length)  # of each token
+        picked = last if ends else None
+        drawing = self.model.launch(tokens, layout, (keys, at, targets), picked)
+        self.passes, self.forward_tokens = self.passes + 1, self.forward_tokens + len(tokens)
+        return Flight(feed, drawing, *((at, owner) if picked is None else (at[last], owner[last])), layout.width)
+
+    def collect(self, flight: Flight) -> dict[int, Drawn]:
+        """Waits for a pass; the rows hold what they were fed."""
+        packed, hidden, where = flight.drawing.wait()
+        draws, logprobs, text, _ = unpack(packed)
+        gap, rows = packed[3].view(torch.float32).numpy(), [*flight.feed]
+        for row, tokens in flight.feed.items():
+            self._held[row] += tokens
+        for i in (gap < self._tie_margin).nonzero()[0]:
+            draws[i], logprobs[i] = self._canonical(rows[flight.owner[i]], int(flight.at[i]))
+        unusable = {rows[i] for i in flight.owner[np.isnan(gap)]}
+        self.width = flight.width
+        ends = flight.owner.searchsorted(np.arange(len(rows)), "right").tolist()
+        first, drawn = 0, {}
+        for row, end, at in zip(rows, ends, flight.at[[0, *ends[:-1]]].tolist(), strict=True):
+            drawn[row] = Drawn(
+                at, draws[first:end], logprobs[first:end], text[first:end], row not in unusable, (hidden, where[first])
+            )
+            first = end
         return drawn
 
-    def _break_ties(self, row: int, start: int, draws: list[int], logprobs: list[float], gaps: list[float]) -> None:
-        for i, gap in enumerate(gaps):
-            if gap < self._tie_margin:
-                prefix = [*self._prompts[row][:-1], *self._held[row][: start + i + 1]]
-                hidden = self.model.forward(prefix, self.model.alone(len(prefix)))[-1:]
-                (draws[i],), (logprobs[i],), _, _ = self.model.draw(hidden, [self._keys[row]], [start + i])
-                self.ties += 1
+    def _canonical(self, row: int, at: int) -> tuple[int, float]:
+        """The draw at a response position by a pass over the row's prefix alone, and its log-prob."""
+        prefix = [*self._prompts[row][:-1], *self._held[row][: at + 1]]
+        hidden = self.model.forward(prefix, self.model.alone(len(prefix)))[-1:]
+        of = (torch.tensor([x], device=hidden.device) for x in (self._keys[row], at, 0))
+        (draw,), (logprob,), _, _ = unpack(self.model.draw(hidden, *of).cpu())
+        self.ties += 1
+        return draw, logprob

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
+import rollout.engines.local.reader as reader
 from rollout.drafting.budget import Plan
 from rollout.drafting.chain import Chain
 from rollout.engines.base import Sampling
@@ -180,7 +181,7 @@ def test_the_same_noise_is_worth_having(policy, plain, monkeypatch):
 
     keyed = rate()
     opened = ModelDrafter.open
-    other = lambda drafter, rows: opened(drafter, [replace(r, key=~r.key) for r in rows])  # noqa: E731
+    other = lambda drafter, rows, places: opened(drafter, [replace(r, key=~r.key) for r in rows], places)  # noqa: E731
     monkeypatch.setattr(ModelDrafter, "open", other)
     independent = rate()
     print(f"keyed drafts {keyed:.2f}, independent drafts {independent:.2f}")
@@ -202,6 +203,7 @@ def test_kv_that_is_not_rolled_back_costs_acceptance_only(policy, plain, monkeyp
         return list(text[known:]) if known else lacking(reader, row, text)
 
     monkeypatch.setattr(Reader, "lacking", kept)
+    monkeypatch.setattr(reader, "row_tokens", lambda requests: 500)  # room for what stays
     assert rate() < right - 0.2
 
 
@@ -225,15 +227,15 @@ def test_the_draft_models_context_bounds_the_drafts(policy, plain, monkeypatch):
     drafter = copy.deepcopy(policy)
     drafter.config.max_position_embeddings = 20
     engine = Engine(policy, SAMPLING, window=8, drafter=drafter)
-    longest, read = [], Reader.read
+    longest, launch = [], Reader.launch
 
     def watched(reader, feed, after=None, ends=False):
-        drawn = read(reader, feed, after, ends)
+        flight = launch(reader, feed, after, ends)
         if ends:  # the draft model's
-            longest.append(reader.width)
-        return drawn
+            longest.append(flight.width)
+        return flight
 
-    monkeypatch.setattr(Reader, "read", watched)
+    monkeypatch.setattr(Reader, "launch", watched)
     done, _ = engine.generate(requests())
     assert outputs(done) == outputs(plain)
     assert max(longest) == 20

@@ -10,13 +10,13 @@ from rollout.types import Request
 from tests.rollout.golden import (
     EOS_IDS,
     SAMPLING,
-    Noisy,
     Script,
     corrupt,
     differing,
     drafts_of_every_quality,
     engine_of,
     nearly_tied_keys,
+    noisy,
     requests_of,
 )
 
@@ -40,8 +40,7 @@ def test_rounding_that_depends_on_the_pass_flips_tokens_only_without_the_tie_mar
     assert len(keys) >= 5
 
     def differences(tie_margin):
-        engine = engine_of(model, window=4, tie_margin=tie_margin)
-        engine.policy.lm_head = Noisy(engine.policy.lm_head, 3e-5)
+        engine = engine_of(noisy(model), window=4, tie_margin=tie_margin)
         plain, _ = engine.generate([Request(prompt, key, 8) for key in keys])
         drafts = [Script(corrupt(c.tokens, random.Random(i), 0.2)) for i, c in enumerate(plain)]
         done, stats = engine.generate([Request(prompt, k, 8, d) for k, d in zip(keys, drafts, strict=True)])
