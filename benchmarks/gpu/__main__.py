@@ -27,7 +27,7 @@ from rollout.checks import suggestion
 PHASES = (
     Phase("env", env.steps, 30),
     Phase("draw", draw.steps, 50),
-    Phase("pass", passes.steps, 80),
+    Phase("pass", passes.steps, 100),
     Phase("generate", generate.steps, 80),
     Phase("vllm", rival.steps, 150),
     Phase("rollouts", rollouts.steps, 220),
@@ -78,8 +78,9 @@ def given(options: Options, report: Report) -> Context:
     """What a phase is given, in its own process: before, no one may ask for a GPU."""
     import torch
 
-    device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    return Context(device, SMALL if options.small else Sizes(), report, options.small)
+    there = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(there if options.device == "auto" else options.device)
+    return Context(device, SMALL if options.small else Sizes(), report)
 
 
 if __name__ == "__main__":

@@ -28,6 +28,8 @@ def steps(context: Context) -> Iterator[Step]:
     for name, shape, dtype in (("bf16", sizes.policy, torch.bfloat16), ("fp32", sizes.smaller, torch.float32)):
         bench = Numerics(context, shape, dtype)
         yield Step(f"{name}/policy", bench.prepare)
+        if bench.policies is None:
+            continue
         yield Step(f"{name}/against_off", bench.against_off)
         if dtype == torch.bfloat16:
             yield Step(f"{name}/probes", partial(bench.probes, as_float32=False))
@@ -52,6 +54,7 @@ class Numerics:
     def __init__(self, context: Context, shape: Shape, dtype: torch.dtype):
         self.context, self.shape, self.dtype, self.sizes = context, shape, dtype, context.sizes
         self.prompts = models.prompts(self.sizes)[: self.sizes.numeric_rows]
+        self.policies: models.Policies | None = None
 
     def prepare(self) -> dict:
         self.model = models.build(self.shape, self.context.device, self.dtype)

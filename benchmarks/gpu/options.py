@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from rollout.checks import Option, options, suggestion
 from rollout.config import doc
@@ -20,7 +20,7 @@ class Options:
     small: bool = doc(False, "tiny sizes: every phase on any machine, in a minute or two; its figures mean nothing")
     phases: str = doc("", "only these, by number or name: 0,1,pass; empty runs all")
     seconds: int = doc(530, "what all phases together may take; what is left of a phase then is not begun", low=1)
-    device: str = doc("", "cpu or cuda; empty takes cuda where there is one")
+    device: Literal["auto", "cpu", "cuda"] = doc("auto", "where to measure; auto takes cuda where there is one")
 
 
 def parse(words: Sequence[str]) -> Options:
@@ -50,7 +50,11 @@ def _value(option: Option, text: str) -> Any:
     """What the text means for the option, by its type."""
     words = {"true": True, "false": False}
     try:
-        value = words[text.lower()] if option.type is bool else option.type(text)
+        if option.type is bool:
+            return words[text.lower()]
+        value = text if option.choices else option.type(text)
     except (KeyError, ValueError):
-        raise OptionError(option.refusal(text, text)) from None
+        value = None
+    if value is None or not option.fits(value):
+        raise OptionError(option.refusal(text, text))
     return value

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 
 import torch
@@ -27,7 +27,9 @@ SKIP, PROFILED = 4, 4  # passes
 
 def steps(context: Context) -> Iterator[Step]:
     bench = Rollouts(context)
-    yield Step("policy", bench.prepare, needs=1)
+    yield Step("policy", bench.prepare)
+    if bench.policies is None:
+        return
     for rows, longest in context.sizes.rollouts:
         name = f"{rows} rows x {longest}"
         yield Step(f"{name}/old_text_s", partial(bench.write_old, rows, longest))
@@ -36,19 +38,18 @@ def steps(context: Context) -> Iterator[Step]:
             yield Step(f"{name}/{law} profile", partial(bench.profile, law, rows, longest))
 
 
-@dataclass
 class Rollouts:
     """The policy, the older one's texts, and rollouts of as many rows as asked for."""
 
-    context: Context
-
-    def prepare(self) -> dict:
-        sizes = self.context.sizes
-        self.prompts = models.prompts(sizes)
-        self.model = models.build(sizes.policy, self.context.device, torch.bfloat16)
-        self.policies = models.policies(self.model, self.engine(16), sizes)
+    def __init__(self, context: Context):
+        self.context, self.prompts = context, models.prompts(context.sizes)
+        self.model = models.build(context.sizes.policy, context.device, torch.bfloat16)
+        self.policies: models.Policies | None = None
         self.old: dict[int, list[list[int]]] = {}
         self.plain: dict[tuple[int, int], list[Completion]] = {}
+
+    def prepare(self) -> dict:
+        self.policies = models.policies(self.model, self.engine(16), self.context.sizes)
         told = ("entropy", "accepted_unchanged", "accepted", "drift")
         return {name: round(getattr(self.policies, name), 4) for name in told}
 

@@ -83,11 +83,15 @@ class Report:
 
 
 def run(phases: Sequence[Phase], given: Callable[[Report], Any], report: Report, seconds: float) -> None:
-    """Runs the phases within `seconds`. Args: given: makes what a phase's steps are given, in its process."""
+    """Runs the phases within `seconds`; deadlines that add up to less, as those of few phases do, are stretched.
+
+    Args: given: makes what a phase's steps are given, in its process.
+    """
     total, fork = Clock(seconds), multiprocessing.get_context("fork")
+    stretch = max(1.0, seconds / sum(phase.deadline for phase in phases))
     report.content["phases"] = {}
     for phase in phases:
-        deadline = min(phase.deadline, total.left())
+        deadline = min(stretch * phase.deadline, total.left())
         place = {"deadline_s": round(deadline, 1), "steps_s": {}, "found": {}}
         report.content["phases"][phase.name] = place
         if deadline <= 0:
@@ -101,7 +105,7 @@ def run(phases: Sequence[Phase], given: Callable[[Report], Any], report: Report,
         report.load()
         place = report.content["phases"][phase.name]
         if child.is_alive():
-            place["error"] = f"killed {GRACE} s behind its deadline of {deadline:.0f} s"
+            place["error"] = f"killed {GRACE} s behind its deadline of {deadline:.1f} s"
         elif child.exitcode:
             place["error"] = f"its process died with exit code {child.exitcode}"
         with suppress(ProcessLookupError):  # its own children too, and those that outlive it
@@ -119,7 +123,7 @@ def _work(phase: Phase, given: Callable[[Report], Any], report: Report, deadline
     try:
         for step in phase.steps(given(report)):
             if clock.left() <= 0:
-                place["stopped"] = f"{step.name} and what follows, at the deadline of {deadline:.0f} s"
+                place["stopped"] = f"{step.name} and what follows, at the deadline of {deadline:.1f} s"
                 break
             began = time.monotonic()
             value = _measured(step, clock)

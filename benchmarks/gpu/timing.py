@@ -22,7 +22,6 @@ class Context:
     sizes: Sizes
     report: Report
     """What earlier phases found, among others."""
-    small: bool
 
     @property
     def cuda(self) -> bool:

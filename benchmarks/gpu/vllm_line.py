@@ -17,14 +17,14 @@ def main(folder: Path) -> None:
     for rows, tokens in asked["lines"]:
         prompts = [{"prompt_token_ids": prompt} for prompt in asked["prompts"][:rows]]
 
-        def run(tokens: int, prompts: list = prompts) -> float:
+        def run(tokens: int, rows: int = rows, prompts: list = prompts) -> float:
             law = vllm.SamplingParams(temperature=1.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
             llm.reset_prefix_cache()
             began = time.perf_counter()
             done = llm.generate(prompts, law, use_tqdm=False)
             seconds = time.perf_counter() - began
-            if (given := sum(len(each.outputs[0].token_ids) for each in done)) != tokens * len(prompts):
-                raise RuntimeError(f"vLLM gave {given} tokens instead of {tokens * len(prompts)}")
+            if (given := sum(len(each.outputs[0].token_ids) for each in done)) != tokens * rows:
+                raise RuntimeError(f"vLLM gave {given} tokens instead of {tokens * rows}")
             return seconds
 
         run(8)
