@@ -27,10 +27,10 @@ from rollout.checks import suggestion
 PHASES = (
     Phase("env", env.steps, 30),
     Phase("draw", draw.steps, 50),
-    Phase("pass", passes.steps, 100),
-    Phase("generate", generate.steps, 80),
+    Phase("pass", passes.steps, 80),
+    Phase("generate", generate.steps, 70),
     Phase("vllm", rival.steps, 150),
-    Phase("rollouts", rollouts.steps, 220),
+    Phase("rollouts", rollouts.steps, 200),
     Phase("numerics", numerics.steps, 60),
     Phase("training", training.steps, 60),
 )

@@ -1,4 +1,4 @@
-"""Phase 5: what rounding does: tokens that differ between plain and drafted decoding, weight probes that complain."""
+"""Phase 6: what rounding does: tokens that differ between plain and drafted decoding, weight probes that complain."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ class Options:
     out: str = doc("", "write the figures to this JSON file, after every measurement")
     small: bool = doc(False, "tiny sizes: every phase on any machine, in a minute or two; its figures mean nothing")
     phases: str = doc("", "only these, by number or name: 0,1,pass; empty runs all")
-    seconds: int = doc(530, "what all phases together may take; what is left of a phase then is not begun", low=1)
+    seconds: int = doc(500, "what all phases together may take; what is left of a phase then is not begun", low=1)
     device: Literal["auto", "cpu", "cuda"] = doc("auto", "where to measure; auto takes cuda where there is one")
 
 

@@ -1,4 +1,4 @@
-"""vLLM with its own defaults, in a process of its own, on the policy's weights and prompts."""
+"""Phase 4: vLLM with its own defaults, in a process of its own, on the policy's weights and prompts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Phase 4: whole rollouts, plain and with drafts from an older policy's texts, beside generate's seconds a token."""
+"""Phase 5: whole rollouts, plain and with drafts from an older policy's texts, beside generate's seconds a token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Phase 6: GRPO in float32 with drafts and without must end with the same weights, byte for byte."""
+"""Phase 7: GRPO in float32 with drafts and without must end with the same weights, byte for byte."""
 
 from __future__ import annotations
 

@@ -87,6 +87,8 @@ def profiled(context: Context, engine: TransformersEngine, requests: Sequence[Re
     if not context.cuda:
         return found | {"operations": round(sum(e.name.startswith("aten::") for e in events) / count)}
     kernels = [e.time_range for e in events if e.device_type == DeviceType.CUDA]
+    if not kernels:
+        return found | {"error": "the profiler saw no kernel"}
     device = _union([(k.start, k.end) for k in kernels]) / 1e6 / count
     launches = sum(e.device_type == DeviceType.CPU and e.name.startswith(LAUNCHES) for e in events)
     found |= {"kernels": round(len(kernels) / count), "launches": round(launches / count), "device_ms": ms(device)}
