@@ -8,16 +8,13 @@ those of `model.generate`, and of vLLM with its own defaults where that is insta
 
 from __future__ import annotations
 
-import platform
-import shlex
-import subprocess
 import sys
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 
 from benchmarks.gpu import draw, env, generate, numerics, passes, rival, rollouts, training
+from benchmarks.gpu.machine import about, machine
 from benchmarks.gpu.options import OptionError, Options, parse
 from benchmarks.gpu.run import Phase, Report, faults, run
 from benchmarks.gpu.sizes import SMALL, Sizes
@@ -62,24 +59,14 @@ def chosen(names: str) -> list[Phase]:
     return [phase for phase in PHASES if phase in {known[name] for name in wanted}]
 
 
-def about(words: Sequence[str]) -> dict:
-    """Where the figures come from."""
-    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
-    try:
-        commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip() or None
-    except OSError:
-        commit = None
-    command = shlex.join(["python", "-m", "benchmarks.gpu", *words])
-    when = datetime.now(UTC).isoformat(timespec="seconds")
-    return {"command": command, "commit": commit, "when": when, "python": platform.python_version(), "phases": {}}
-
-
 def given(options: Options, report: Report) -> Context:
     """What a phase is given, in its own process: before, no one may ask for a GPU."""
     import torch
 
     there = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(there if options.device == "auto" else options.device)
+    if "machine" not in report.content:
+        report.content["machine"] = machine(device)
     return Context(device, SMALL if options.small else Sizes(), report)
 
 

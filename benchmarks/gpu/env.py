@@ -1,11 +1,8 @@
-"""Phase 0: the machine, what an operation costs on it, and which attention kernels it takes for the engine's shapes."""
+"""Phase 0: what the machine can do, what an operation costs, and which attention kernels it has for the engine."""
 
 from __future__ import annotations
 
-import importlib.metadata
-import platform
 import statistics
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -18,14 +15,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from benchmarks.gpu.run import Absent, Step, said
 from benchmarks.gpu.timing import Context, busy, ms, synchronize, wall
 
-PACKAGES = ("torch", "transformers", "numpy", "pyarrow", "triton", "accelerate", "trl", "vllm")
 BACKENDS = {"default": None, "efficient": SDPBackend.EFFICIENT_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
 TOKENS = (1, 2, 9)
 """New tokens of a row in one pass; the query heads that share a key head multiply them."""
 
 
 def steps(context: Context) -> Iterator[Step]:
-    yield Step("versions", partial(versions, context))
     yield Step("copy_gb_s", partial(copy_rate, context))
     yield Step("gemm_tflop_s", partial(gemm_rate, context))
     yield Step("us_per_op", partial(op_cost, context))
@@ -38,24 +33,6 @@ def steps(context: Context) -> Iterator[Step]:
     yield Step("growing/varlen", partial(growing, context, varlen, 0))  # last: it may break the process
     yield Step("read/varlen", partial(read_rate, context, varlen))
     yield Step("varlen_error", partial(varlen_error, context))
-
-
-def versions(context: Context) -> dict:
-    found = {"python": platform.python_version(), "cuda": torch.version.cuda}
-    for name in PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = None
-    if context.cuda:
-        about = torch.cuda.get_device_properties(context.device)
-        found |= {"device": about.name, "memory_gb": round(about.total_memory / 1e9, 1)}
-        found |= {"multiprocessors": about.multi_processor_count, "cudnn": torch.backends.cudnn.version()}
-        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        found["driver"] = subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip()
-    else:
-        found["device"] = f"CPU, {torch.get_num_threads()} threads"
-    return found
 
 
 def copy_rate(context: Context) -> float:

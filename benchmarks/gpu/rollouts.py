@@ -92,7 +92,7 @@ class Rollouts:
         began = time.perf_counter()
         done, stats = engine.generate(requests)
         seconds = time.perf_counter() - began
-        found = figures(done, stats, seconds)
+        found = figures(done, stats, seconds) | {"limits": asdict(engine.limits)}
         found["peak_gb"] = round(torch.cuda.max_memory_allocated() / 1e9, 2) if cuda else None
         for rival in ("generate", "vllm"):
             beside = self.context.found(rival, rival, f"{rows} rows", "seconds_a_token")

@@ -9,8 +9,9 @@ import time
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from benchmarks.gpu import numerics, training
+from benchmarks.gpu import env, numerics, passes, training
 from benchmarks.gpu.__main__ import PHASES, chosen, main
 from benchmarks.gpu.compare import differences
 from benchmarks.gpu.model import SAMPLING, build, drafted, plain, policies
@@ -19,10 +20,10 @@ from benchmarks.gpu.passes import fit
 from benchmarks.gpu.rival import vllm_lines
 from benchmarks.gpu.run import Absent, Clock, Phase, Report, Step, faults
 from benchmarks.gpu.run import run as run_phases
-from benchmarks.gpu.sizes import SMALL, Shape
+from benchmarks.gpu.sizes import SMALL, Shape, Sizes
 from benchmarks.gpu.timing import Context
 from benchmarks.gpu.watch import Pass, Watched, profiled
-from rollout.engines.base import Probe
+from rollout.engines.base import Limits, Probe
 from rollout.engines.local.engine import TransformersEngine
 from rollout.types import Completion
 from tests.runs import ROOT
@@ -179,17 +180,37 @@ def test_few_phases_have_all_the_time(tmp_path):
 
 def test_the_fit_finds_the_terms_of_a_pass_and_none_is_negative():
     sizes = [(r, r * t, w) for r in (1, 16, 64) for t in (1, 5) for w in (256, 1024)]
-    passes = [Pass(r, n, w, (8 + 0.02 * r + (0.03 + 1e-5 * w) * n) / 1e3) for r, n, w in sizes]
-    found = fit(passes)
+    seen = [Pass(r, n, w, (8 + 0.02 * r + (0.03 + 1e-5 * w) * n) / 1e3) for r, n, w in sizes]
+    found = fit(seen)
     terms = [found[name] for name in ("a_ms", "row_ms", "token_ms", "token_place_ms")]
     assert terms == pytest.approx([8, 0.02, 0.03, 1e-5])
     assert found["apart_most"] < 1e-6
-    wider_is_faster = [p._replace(seconds=p.seconds * (1 - p.width / 4096)) for p in passes]
+    wider_is_faster = [p._replace(seconds=p.seconds * (1 - p.width / 4096)) for p in seen]
     found = fit(wider_is_faster)
     assert min(found[name] for name in ("a_ms", "row_ms", "token_ms", "token_place_ms")) >= 0
     assert found["apart_most"] > 0.02
     with pytest.raises(Absent):
-        fit(passes[:3])
+        fit(seen[:3])
+
+
+def test_passes_without_graphs_are_measured_where_the_engine_has_graphs(context, monkeypatch):
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class WithGraphs(Limits):
+        graphs: str = "auto"
+
+    monkeypatch.setattr(passes, "Limits", WithGraphs)
+    names = [step.name for step in passes.steps(context)]
+    assert "profile/8 rows/5 tokens" in names
+    assert "profile_graphs_off/8 rows/5 tokens" in names
+
+
+def test_the_flash_kernel_takes_what_it_is_given():
+    """By its signature and the shapes alone: on tensors of a GPU that is not there."""
+    with FakeTensorMode():
+        layer = env.Layer(Context(torch.device("cuda"), Sizes(), Report(ROOT, {})), 9, 1024, capacity=1064)
+        query, key, _ = layer.packed()
+        assert (query.shape, key.shape) == ((64 * 9, 16, 128), (64 * 1064, 8, 128))
+        assert env.varlen(layer)(1000).shape == query.shape
 
 
 def completion(*tokens):
@@ -320,6 +341,8 @@ def test_every_phase_runs_on_a_bare_machine(tmp_path):
     phases = report["phases"]
     assert list(phases) == [phase.name for phase in PHASES]
     assert report["command"].startswith("python -m benchmarks.gpu small=true")
+    assert report["machine"]["device"].startswith("CPU")
+    assert report["machine"]["torch"] == torch.__version__
     assert all(phase["found"] for phase in phases.values())
     found = {name: phase["found"] for name, phase in phases.items()}
     assert "not installed: trl, datasets, omegaconf, math_verify" in found["training"]["grpo"]["skipped"]
