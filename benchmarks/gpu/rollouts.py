@@ -1,0 +1,119 @@
+"""Phase 5: whole rollouts, plain and with drafts from an older policy's texts, beside generate's seconds a token."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from functools import partial
+
+import torch
+
+from benchmarks.gpu import model as models
+from benchmarks.gpu.compare import differences
+from benchmarks.gpu.run import Step
+from benchmarks.gpu.timing import Context, synchronize
+from benchmarks.gpu.watch import Watched, profiled
+from rollout.drafting.contexts import ContextTable
+from rollout.engines.base import Limits
+from rollout.engines.local.engine import TransformersEngine
+from rollout.types import Completion, EngineStats, Request
+
+LAWS = ("off", "replay 0", "replay 1")
+"""Plain decoding with fresh noise; drafts with the same noise; drafts with the noise of the old texts."""
+LOGITS_MB = 2048  # of config=grpo_gsm8k
+SKIP, PROFILED = 4, 4  # passes
+
+
+def steps(context: Context) -> Iterator[Step]:
+    bench = Rollouts(context)
+    yield Step("policy", bench.prepare)
+    if bench.policies is None:
+        return
+    for rows, longest in context.sizes.rollouts:
+        name = f"{rows} rows x {longest}"
+        yield Step(f"{name}/old_text_s", partial(bench.write_old, rows, longest))
+        for law in LAWS[: 2 if longest > context.sizes.rollouts[0][1] else 3]:
+            yield Step(f"{name}/{law}", partial(bench.line, law, rows, longest))
+            yield Step(f"{name}/{law} profile", partial(bench.profile, law, rows, longest))
+
+
+class Rollouts:
+    """The policy, the older one's texts, and rollouts of as many rows as asked for."""
+
+    def __init__(self, context: Context):
+        self.context, self.prompts = context, models.prompts(context.sizes)
+        self.model = models.build(context.sizes.policy, context.device, torch.bfloat16)
+        self.policies: models.Policies | None = None
+        self.old: dict[int, list[list[int]]] = {}
+        self.plain: dict[tuple[int, int], list[Completion]] = {}
+
+    def prepare(self) -> dict:
+        self.policies = models.policies(self.model, self.engine(16), self.context.sizes)
+        told = ("entropy", "accepted_unchanged", "accepted", "drift")
+        return {name: round(getattr(self.policies, name), 4) for name in told}
+
+    def engine(self, rows: int) -> TransformersEngine:
+        """A new one, whose budget has seen nothing."""
+        limits = Limits(rows_per_batch=rows, logits_mb=LOGITS_MB)
+        drafting = Watched(contexts=ContextTable())
+        return TransformersEngine(self.model, models.SAMPLING, drafting=drafting, limits=limits)
+
+    def write_old(self, rows: int, longest: int) -> float:
+        """Seconds in which the older policy wrote what is not there yet of the rows' old texts."""
+        old, began = self.old.setdefault(longest, []), time.perf_counter()
+        left = slice(len(old), rows)
+        if len(old) < rows:
+            with self.policies.older():
+                lengths = models.caps(rows, longest)
+                asked = models.plain(self.prompts[:rows], lengths, visit=0)[left]
+                old += [c.tokens for c in self.engine(len(asked)).generate(asked)[0]]
+        return round(time.perf_counter() - began, 1)
+
+    def requests(self, law: str, rows: int, longest: int) -> list[Request]:
+        lengths, visit = models.caps(rows, longest), int(law != "replay 1")
+        asked = models.plain(self.prompts[:rows], lengths, visit)
+        return asked if law == "off" else models.drafted(asked, self.old[longest][:rows])
+
+    def ready(self, rows: int, longest: int) -> TransformersEngine:
+        """An engine whose contexts know the old texts and nothing else."""
+        engine = self.engine(rows)
+        engine.drafting.contexts.learn(zip(self.prompts[:rows], self.old[longest][:rows], strict=True))
+        return engine
+
+    def line(self, law: str, rows: int, longest: int) -> dict:
+        """One rollout and what it took."""
+        engine, requests = self.ready(rows, longest), self.requests(law, rows, longest)
+        cuda = self.context.cuda
+        if cuda:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        synchronize(self.context.device)
+        began = time.perf_counter()
+        done, stats = engine.generate(requests)
+        seconds = time.perf_counter() - began
+        found = figures(done, stats, seconds) | {"limits": asdict(engine.limits)}
+        found["peak_gb"] = round(torch.cuda.max_memory_allocated() / 1e9, 2) if cuda else None
+        for rival in ("generate", "vllm"):
+            beside = self.context.found(rival, rival, f"{rows} rows", "seconds_a_token")
+            found[f"{rival}_seconds_a_token"] = beside
+        if law == "off":
+            self.plain[rows, longest] = done
+        elif law == "replay 0" and (rows, longest) in self.plain:
+            found["against_off"] = differences(self.plain[rows, longest], done)
+        return found
+
+    def profile(self, law: str, rows: int, longest: int) -> dict:
+        """A few passes near the start of the rollout: how long the device worked in them."""
+        requests = self.requests(law, rows, longest)
+        return profiled(self.context, self.ready(rows, longest), requests, SKIP, PROFILED)
+
+
+def figures(done: Sequence[Completion], stats: EngineStats, seconds: float) -> dict:
+    tokens = sum(len(c.tokens) for c in done)
+    parts = {name: round(value, 3) for name, value in asdict(stats).items() if name.endswith("_s") and value}
+    found = {"rows": len(done), "tokens": tokens, "seconds": round(seconds, 3), "tokens_a_second": tokens / seconds}
+    found |= {"seconds_a_token": seconds / tokens, "passes": stats.passes, "longest": max(len(c.tokens) for c in done)}
+    found |= {"reused": sum(sum(c.reused) for c in done) / tokens, "drafted": stats.drafted, "parts": parts}
+    found["accepted_of"] = {name: round(ok / all_, 3) for name, (all_, ok) in stats.sources.items() if all_}
+    return found | {"rest_s": round(seconds - sum(parts.values()), 3)}

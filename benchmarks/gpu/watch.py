@@ -1,0 +1,133 @@
+"""What the engine's passes take, seen through its own door: `Drafting.observe_pass`."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks.gpu.timing import Context, ms, synchronize
+from rollout.drafting.drafting import Drafting
+from rollout.engines.local.engine import TransformersEngine
+from rollout.types import Request
+
+LAUNCHES = ("cudaLaunch", "cuLaunch", "cudaGraphLaunch")
+
+
+class Pass(NamedTuple):
+    """One pass of an engine, as it measured it."""
+
+    rows: int
+    tokens: int
+    width: int
+    seconds: float
+
+
+class Enough(Exception):
+    """What was to be seen of a rollout was seen."""
+
+
+class Watched(Drafting):
+    """Drafting that keeps what the engine tells it of its passes."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.passes: list[Pass] = []
+        self.behind: Callable[[int], None] = lambda done: None
+        """Called behind every pass with the number of passes so far."""
+
+    def observe_pass(self, tokens: int, seconds: float, rows: int = 0, width: int = 0) -> None:
+        super().observe_pass(tokens, seconds, rows, width)
+        self.passes.append(Pass(rows, tokens, width, seconds))
+        self.behind(len(self.passes))
+
+
+class Wrong:
+    """Drafts random tokens, as many as may ride."""
+
+    source = "wrong"
+
+    def __init__(self, vocab: int, seed: int):
+        self._vocab, self._random = vocab, random.Random(seed)
+
+    def propose(self, tokens: Sequence[int], limit: int) -> list[int]:
+        return [self._random.randrange(self._vocab) for _ in range(limit)]
+
+
+def profiled(context: Context, engine: TransformersEngine, requests: Sequence[Request], skip: int, count: int) -> dict:
+    """`count` passes of a rollout under the profiler, `skip` passes behind its start.
+
+    `device_ms` is the time in which some kernel ran; under the profiler passes take longer than they do alone, so
+    `busy` is against the seconds of the same passes without it.
+    """
+    watched: Watched = engine.drafting
+    alone = [p.seconds for p in _passes(watched, engine, requests, skip + count, lambda done: None)[skip:]]
+    activity = ProfilerActivity.CUDA if context.cuda else ProfilerActivity.CPU
+    tracer, began = profile(activities=[activity]), [0.0, 0.0]
+
+    def behind(done: int) -> None:
+        if done == skip:
+            synchronize(context.device)
+            tracer.start()
+            began[0] = time.perf_counter()
+        elif done == skip + count:
+            synchronize(context.device)
+            began[1] = time.perf_counter()
+            tracer.stop()
+
+    seen = _passes(watched, engine, requests, skip + count, behind)[skip:]
+    events = tracer.events()
+    found = {"rows": seen[0].rows, "tokens": round(sum(p.tokens for p in seen) / count), "passes": count}
+    found |= {"ms": ms(sum(alone) / count), "profiled_ms": ms((began[1] - began[0]) / count)}
+    if not context.cuda:
+        return found | {"operations": round(sum(e.name.startswith("aten::") for e in events) / count)}
+    kernels = [e.time_range for e in events if e.device_type == DeviceType.CUDA]
+    if not kernels:
+        return found | {"error": "the profiler saw no kernel"}
+    device = _union([(k.start, k.end) for k in kernels]) / 1e6 / count
+    launches = sum(e.device_type == DeviceType.CPU and e.name.startswith(LAUNCHES) for e in events)
+    found |= {"kernels": round(len(kernels) / count), "launches": round(launches / count), "device_ms": ms(device)}
+    return found | {"busy": round(device * count / sum(alone), 3)}
+
+
+def _passes(
+    watched: Watched, engine: TransformersEngine, requests: Sequence[Request], count: int, behind: Callable[[int], None]
+) -> list[Pass]:
+    """The first `count` passes of a rollout, which then ends. Args: behind: called behind each."""
+
+    def then(done: int) -> None:
+        behind(done)
+        if done == count:
+            raise Enough
+
+    watched.passes.clear()
+    watched.behind = then
+    try:
+        engine.generate(requests)
+    except Enough:
+        return watched.passes[:count]
+    finally:
+        watched.behind = lambda done: None
+    raise RuntimeError(f"a rollout of {len(watched.passes)} passes; {count} are to be seen")
+
+
+def _union(spans: Sequence[tuple[float, float]]) -> float:
+    """Length of what the spans cover together."""
+    total, reached = 0.0, float("-inf")
+    for first, last in sorted(spans):
+        total += max(0.0, last - max(first, reached))
+        reached = max(reached, last)
+    return total
+
+
+def free_bytes(context: Context) -> float:
+    """Memory of the device that is free, or could be."""
+    if not context.cuda:
+        return float("inf")
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info(context.device)[0]

@@ -1,0 +1,382 @@
+"""The command for a bare GPU machine: its phases fail alone, and all of them run without what such a machine lacks."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from benchmarks.gpu import env, numerics, passes, training
+from benchmarks.gpu.__main__ import PHASES, chosen, main
+from benchmarks.gpu.compare import differences
+from benchmarks.gpu.model import SAMPLING, build, drafted, plain, policies
+from benchmarks.gpu.options import OptionError, parse
+from benchmarks.gpu.passes import fit
+from benchmarks.gpu.rival import vllm_lines
+from benchmarks.gpu.run import Absent, Clock, Phase, Report, Step, faults
+from benchmarks.gpu.run import run as run_phases
+from benchmarks.gpu.sizes import SMALL, Shape, Sizes
+from benchmarks.gpu.timing import Context
+from benchmarks.gpu.watch import Pass, Watched, profiled
+from rollout.engines.base import Limits, Probe
+from rollout.engines.local.engine import TransformersEngine
+from rollout.types import Completion
+from tests.runs import ROOT
+
+CPU = torch.device("cpu")
+ABSENT = ("trl", "datasets", "omegaconf", "antlr4", "math_verify", "latex2sympy2_extended", "vllm", "ray")
+"""What the lent machine does not have."""
+
+
+def run(script, *words, timeout=600):
+    return subprocess.run(
+        [sys.executable, "-c", script, *words], cwd=ROOT, capture_output=True, text=True, timeout=timeout, check=False
+    )
+
+
+def told(path):
+    def refused(constant):
+        raise ValueError(f"{constant} is no JSON")
+
+    return json.loads(path.read_text(), parse_constant=refused)
+
+
+# --- the command line
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["smal=true", "out=x"], "unknown option 'smal'. Did you mean 'small'?"),
+        (["--out", "x"], "'--out' is no key=value. Did you mean 'out'?"),
+        (["small=maybe", "out=x"], "small=maybe: expected true or false"),
+        (["seconds=soon", "out=x"], "seconds=soon: expected a whole number"),
+        (["device=gpu", "out=x"], "device=gpu: expected one of auto, cpu, cuda. Did you mean 'cpu'?"),
+        (["seconds=0", "out=x"], "seconds=0 must be at least 1. Try seconds=1."),
+        (["small=true"], "out= is missing"),
+    ],
+)
+def test_a_wrong_word_is_refused_with_the_nearest_right_one(words, said, capsys):
+    assert main(words) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_options_have_their_types():
+    options = parse(["small=true", "out=a=b.json", "seconds=7"])
+    assert (options.small, options.out, options.seconds, options.device) == (True, "a=b.json", 7, "auto")
+
+
+def test_phases_are_chosen_by_number_or_name_in_their_own_order():
+    assert [phase.name for phase in chosen("draw, 0")] == ["env", "draw"]
+    assert chosen("") == list(PHASES)
+    with pytest.raises(OptionError, match=r"there is no phase 'rollout'. Did you mean 'rollouts'"):
+        chosen("env,rollout")
+
+
+# --- phases that fail
+
+FAKES = """
+import json, os, subprocess, sys, time
+from pathlib import Path
+from benchmarks.gpu import run
+from benchmarks.gpu.run import Absent, Phase, Report, Step
+
+def fails():
+    raise ValueError("planted")
+
+def absent():
+    raise Absent("no such kernel")
+
+def raising(given):
+    yield Step("before", lambda: 1)
+    yield Step("in it/deep", fails)
+    yield Step("lacks", absent)
+    yield Step("dear", lambda: 2, needs=99)
+    yield Step("behind", lambda: given)
+    raise KeyError("the phase itself")
+
+def slow(given):
+    for i in range(100):
+        yield Step(f"step {i}", lambda: time.sleep(0.2))
+
+def hangs(given):
+    yield Step("first", lambda: 1)
+    yield Step("for ever", lambda: subprocess.run([sys.executable, "-c", CHILD, sys.argv[2]]))
+
+CHILD = "import sys, time; time.sleep(3); open(sys.argv[1], 'w').write('alive')"
+
+def dies(given):
+    yield Step("first", lambda: 1)
+    yield Step("death", lambda: os._exit(7))
+
+def late(given):
+    yield Step("never", fails)
+
+run.GRACE = 0.5
+report = Report(Path(sys.argv[1]), {})
+spend = lambda given: iter([Step("sleep", lambda: time.sleep(0.1))])
+phases = [Phase("raising", raising, 30), Phase("slow", slow, 0.5), Phase("hangs", hangs, 0.5), Phase("dies", dies, 9)]
+run.run([*phases, Phase("spend", spend, 9)], lambda report: "given", report, 49)
+kept = report.content["phases"]
+run.run([Phase("late", late, 9)], lambda report: "given", report, 0)
+report.content["phases"] = kept | report.content["phases"]
+report.save()
+"""
+
+
+@pytest.mark.slow
+def test_what_fails_costs_itself_alone(tmp_path):
+    out, alive = tmp_path / "out.json", tmp_path / "alive"
+    done = run(FAKES, str(out), str(alive), timeout=60)
+    assert done.returncode == 0, done.stderr
+    report = told(out)
+    phases = report["phases"]
+    assert phases["raising"]["found"] == {
+        "before": 1,
+        "in it": {"deep": {"error": "ValueError: planted"}},
+        "lacks": {"skipped": "no such kernel"},
+        "dear": {"skipped": "needs 99 s, 30 s were left"},
+        "behind": "given",
+    }
+    assert phases["raising"]["error"] == "KeyError: 'the phase itself'"
+    assert 1 <= len(phases["slow"]["found"]) <= 4
+    assert "at the deadline of 0.5 s" in phases["slow"]["stopped"]
+    assert phases["hangs"]["found"] == {"first": 1}, "what was found before is kept"
+    assert "killed 0.5 s behind its deadline" in phases["hangs"]["error"]
+    assert (phases["dies"]["found"], phases["dies"]["error"]) == ({"first": 1}, "its process died with exit code 7")
+    assert phases["spend"]["found"] == {"sleep": None}, "the next one goes on"
+    assert phases["raising"]["deadline_s"] == 30
+    assert phases["late"]["stopped"] == "not begun: all 0 s were spent"
+    assert len(faults(report)) == 6
+    assert "raising: in it: deep: ValueError: planted" in faults(report)
+    time.sleep(3.5)
+    assert not alive.exists(), "the killed phase's own children go with it"
+
+
+def test_a_clock_runs_out():
+    assert 8 < Clock(9).left() <= 9
+    assert Clock(-1).left() < 0
+
+
+def test_few_phases_have_all_the_time(tmp_path):
+    report = Report(tmp_path / "out.json", {})
+    phases = [
+        Phase(name, lambda given: iter([Step("it", dict)]), deadline) for name, deadline in (("a", 10), ("b", 30))
+    ]
+    run_phases(phases, lambda report: None, report, 80)
+    assert [report.content["phases"][name]["deadline_s"] for name in "ab"] == [20, 60]
+    run_phases(phases, lambda report: None, report, 20)
+    assert report.content["phases"]["a"]["deadline_s"] == 10
+    assert 15 < report.content["phases"]["b"]["deadline_s"] < 20, "what is left"
+
+
+# --- what is measured
+
+
+def test_the_fit_finds_the_terms_of_a_pass_and_none_is_negative():
+    sizes = [(r, r * t, w) for r in (1, 16, 64) for t in (1, 5) for w in (256, 1024)]
+    seen = [Pass(r, n, w, (8 + 0.02 * r + (0.03 + 1e-5 * w) * n) / 1e3) for r, n, w in sizes]
+    found = fit(seen)
+    terms = [found[name] for name in ("a_ms", "row_ms", "token_ms", "token_place_ms")]
+    assert terms == pytest.approx([8, 0.02, 0.03, 1e-5])
+    assert found["apart_most"] < 1e-6
+    wider_is_faster = [Pass(r, n, w, s * (1 - w / 4096)) for r, n, w, s in seen]
+    found = fit(wider_is_faster)
+    assert min(found[name] for name in ("a_ms", "row_ms", "token_ms", "token_place_ms")) >= 0
+    assert found["apart_most"] > 0.02
+    with pytest.raises(Absent):
+        fit(seen[:3])
+
+
+def test_passes_without_graphs_are_measured_where_the_engine_has_graphs(context, monkeypatch):
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class WithGraphs(Limits):
+        graphs: str = "auto"
+
+    monkeypatch.setattr(passes, "Limits", WithGraphs)
+    names = [step.name for step in passes.steps(context)]
+    assert "profile/8 rows/5 tokens" in names
+    assert "profile_graphs_off/8 rows/5 tokens" in names
+
+
+def test_the_flash_kernel_takes_what_it_is_given():
+    """By its signature and the shapes alone: on tensors of a GPU that is not there."""
+    with FakeTensorMode():
+        layer = env.Layer(Context(torch.device("cuda"), Sizes(), Report(ROOT, {})), 9, 1024, capacity=1064)
+        query, key, _ = layer.packed()
+        assert (query.shape, key.shape) == ((64 * 9, 16, 128), (64 * 1064, 8, 128))
+        assert env.varlen(layer)(1000).shape == query.shape
+
+
+def completion(*tokens):
+    n = len(tokens)
+    return Completion(list(tokens), [0.0] * n, [0.0] * n, [False] * n, "length", 0, 1)
+
+
+def test_differences_count_tokens_behind_equal_ones_only():
+    one = [completion(1, 2, 3, 4), completion(5, 6, 7, 8)]
+    other = [completion(1, 2, 3, 4), completion(5, 9, 9, 9)]
+    found = differences(one, other)
+    assert (found["rows"], found["differing_rows"], found["first_difference"]) == (2, 1, {"median": 1, "least": 1})
+    assert found["flips_per_1000_tokens"] == pytest.approx(1000 / 6)
+    assert differences(one, one)["first_difference"] is None
+
+
+@pytest.fixture(scope="module")
+def policy():
+    model = build(SMALL.policy, CPU, torch.float32)
+    engine = TransformersEngine(model, SAMPLING, drafting=Watched())
+    return model, engine, policies(model, engine, SMALL)
+
+
+@pytest.fixture
+def context(tmp_path):
+    return Context(CPU, SMALL, Report(tmp_path / "out.json", {"phases": {}}))
+
+
+def test_the_policy_is_as_certain_as_asked_and_the_older_one_comes_and_goes(policy):
+    model, engine, found = policy
+    assert found.accepted_unchanged == pytest.approx(0.93, abs=0.03)
+    assert found.accepted == pytest.approx(0.9, abs=0.01)
+    weights = {name: p.clone() for name, p in model.named_parameters()}
+    text = list(range(20))
+    score = engine.score(text)
+    with found.older():
+        assert engine.score(text) != score
+    assert all(torch.equal(p, weights[name]) for name, p in model.named_parameters())
+    logits = model(input_ids=torch.tensor([text])).logits
+    assert logits.abs().max() < 64, "as large as those of trained models, which bfloat16 can hold"
+
+
+def test_drafts_of_the_same_text_stand_and_change_nothing(policy):
+    _, engine, _ = policy
+    asked = plain([[1, 2, 3], [1, 2, 3]], [12, 12], visit=1)
+    done, _ = engine.generate(asked)
+    again, stats = engine.generate(drafted(asked, [c.tokens for c in done]))
+    assert [c.tokens for c in again] == [c.tokens for c in done]
+    assert stats.passes < 12
+    assert stats.accepted > 0
+
+
+def test_profiled_passes_are_those_of_the_window(policy, context):
+    _, engine, _ = policy
+    found = profiled(context, engine, plain([[1, 2, 3]], [9], visit=1), skip=2, count=3)
+    assert (found["rows"], found["tokens"], found["passes"]) == (1, 1, 3)
+    assert min(found["ms"], found["profiled_ms"], found["operations"]) > 0
+    with pytest.raises(RuntimeError, match="a rollout of 4 passes; 5 are to be seen"):
+        profiled(context, engine, plain([[1, 2, 3]], [4], visit=1), skip=2, count=3)
+
+
+@pytest.mark.slow
+def test_a_row_that_differs_in_float32_is_a_fault(context, monkeypatch):
+    bench = numerics.Numerics(context, dataclasses.replace(SMALL.smaller), torch.float32)
+    bench.prepare()
+    found = bench.against_off()
+    assert (found["differing_rows"], "error" in found) == (0, False)
+    drafts = numerics.models.drafted
+
+    def other_noise(asked, old):
+        return [dataclasses.replace(request, key=request.key + 1) for request in drafts(asked, old)]
+
+    monkeypatch.setattr(numerics.models, "drafted", other_noise)
+    assert "rows differ in float32: none may" in bench.against_off()["error"]
+
+
+def test_probes_that_complain_are_counted():
+    probe = Probe((1, 2, 3), (-1.0, -2.0), 0.1)
+    assert numerics.complaints([probe, probe], [[-1.05, -2.0], [-1.0, -2.5]]) == 1
+
+
+def test_a_head_with_float32_logits_adds_up_in_float32():
+    head = numerics.Float32Head(8, 5, bias=False, dtype=torch.bfloat16)
+    hidden = torch.randn(2, 3, 8, dtype=torch.bfloat16)
+    assert torch.equal(head(hidden), nn.functional.linear(hidden.float(), head.weight.float()))
+
+
+def test_equal_weights_count_only_where_text_was_reused():
+    reused, new = '{"spec/reused_ratio": 0.5}', '{"loss": 1.0, "spec/reused_ratio": 0.0}'
+    assert "error" not in training.verdict({"exact": "a", "off": "a"}, [new, reused])
+    assert "differ" in training.verdict({"exact": "a", "off": "b"}, [reused])["error"]
+    assert "no draft stood" in training.verdict({"exact": "a", "off": "a"}, [new])["error"]
+
+
+# --- whole
+
+BARE = f"""
+import sys
+ABSENT = {ABSENT!r}
+
+class Without:
+    def __init__(self, finder):
+        self.finder = finder
+    def __getattr__(self, name):
+        return getattr(self.finder, name)
+    def find_spec(self, name, path=None, target=None):
+        return None if name.split(".")[0] in ABSENT else self.finder.find_spec(name, path, target)
+
+sys.meta_path[:] = [Without(finder) for finder in sys.meta_path]
+import torch
+asked = []
+there = torch.cuda.is_available
+torch.cuda.is_available = lambda: asked.append(1) or there()
+from benchmarks.gpu.__main__ import main
+code = main(sys.argv[1:])
+assert not asked, "the parent asked for a GPU, which its forked phases then cannot use"
+assert not {{name.split(".")[0] for name in sys.modules}} & set(ABSENT)
+raise SystemExit(code)
+"""
+
+
+@pytest.mark.long
+def test_every_phase_runs_on_a_bare_machine(tmp_path):
+    out = tmp_path / "out.json"
+    done = run(BARE, "small=true", f"out={out}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = told(out)
+    phases = report["phases"]
+    assert list(phases) == [phase.name for phase in PHASES]
+    assert report["command"].startswith("python -m benchmarks.gpu small=true")
+    assert report["machine"]["device"].startswith("CPU")
+    assert report["machine"]["torch"] == torch.__version__
+    assert all(phase["found"] for phase in phases.values())
+    found = {name: phase["found"] for name, phase in phases.items()}
+    assert "not installed: trl, datasets, omegaconf, math_verify" in found["training"]["grpo"]["skipped"]
+    assert found["vllm"]["vllm"] == {"skipped": "vllm is not installed"}
+    assert found["env"]["us_per_op"]["add"] > 0
+    assert found["draw"]["integers_equal"] == {"words": True, "eager": True}
+    assert found["draw"]["hidden 64"]["8 rows"]["same_draws_as_cpu"] == {"draws": 8, "differ": 0}
+    assert found["pass"]["fit"]["passes"] == len(SMALL.pass_rows) * len(SMALL.pass_tokens) * len(SMALL.pass_widths)
+    for line in (found["rollouts"]["8 rows x 32"][law] for law in ("off", "replay 0", "replay 1")):
+        assert line["seconds_a_token"] > 0
+        assert line["generate_seconds_a_token"] == found["generate"]["generate"]["8 rows"]["seconds_a_token"]
+    assert found["rollouts"]["8 rows x 32"]["replay 1"]["reused"] > 0.3
+    assert found["numerics"]["fp32"]["against_off"]["differing_rows"] == 0
+    assert found["numerics"]["bf16"]["probes"]["probes"] == SMALL.probes
+
+
+@pytest.mark.long
+def test_training_ends_with_the_same_weights(tmp_path):
+    out = tmp_path / "out.json"
+    command = [sys.executable, "-m", "benchmarks.gpu", "small=true", "phases=training", "device=cpu", f"out={out}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = told(out)["phases"]["training"]["found"]["grpo"]
+    assert found["same"]
+    assert len(found["exact"]) == 64
+    assert max(found["reused_ratio"]) > 0
+
+
+@pytest.mark.long
+def test_vllm_is_timed_in_a_process_of_its_own(tmp_path, monkeypatch):
+    pytest.importorskip("vllm")
+    monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    build(Shape(128, 128, 2, 4, 2, 32, 512), CPU, torch.float32).save_pretrained(tmp_path)
+    found = vllm_lines(str(tmp_path), [[1, 2, 3], [4, 5, 6]], ((2, 8), (1, 4)))
+    assert (found["2 rows"]["tokens"], found["1 rows"]["tokens"]) == (8, 4)
+    assert found["2 rows"]["seconds_a_token"] == pytest.approx(found["2 rows"]["seconds"] / 16, abs=1e-4)
