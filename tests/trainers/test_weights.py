@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate import Accelerator, DistributedType
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rollout.build import build_engine
 from rollout.config import RolloutConfig
@@ -170,6 +171,37 @@ def test_one_wrong_matrix_is_noticed(build_model):
     sent = {n: w * 1.02 if n == "model.layers.1.mlp.up_proj.weight" else w for n, w in named_weights(trained)}
     with pytest.raises(RolloutError, match=r"weight version 1 the engine's log-probs differ .* \(allowed 0\.001\)"):
         engine.update_weights(sent.items(), 1, probe(trained, TEXT))
+
+
+class Casts(TorchDispatchMode):
+    """Counts the bytes that are written when weights of a model are turned into another type."""
+
+    def __init__(self, model):
+        super().__init__()
+        self._weights = {weight.untyped_storage().data_ptr() for weight in model.parameters()}
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default and args[0].dtype != out.dtype:
+            self.bytes += out.nbytes * (args[0].untyped_storage().data_ptr() in self._weights)
+        return out
+
+
+def test_a_copy_in_bf16_costs_one_cast_of_the_weights_an_update_and_none_a_rollout(build_model):
+    trained = build_model("qwen3", seed=1)
+    engine = own_engine(copy.deepcopy(trained).bfloat16())
+    for version in (1, 2):
+        with Casts(trained) as sent, Casts(engine.model) as kept:
+            send(engine, trained, version, TEXT, torch.bfloat16)
+        assert sent.bytes == sum(2 * weight.numel() for weight in trained.parameters())
+        assert kept.bytes == 0
+    with Casts(trained) as masters, Casts(engine.model) as kept:
+        texts(engine)
+    assert (masters.bytes, kept.bytes) == (0, 0)
+    with Casts(engine.model) as kept:
+        engine.model.float()
+    assert kept.bytes > 0, "control: another cast is seen"
 
 
 @pytest.mark.parametrize("logprobs", [[float("nan")] * 2, [-1.0, -2.1], [-1.0]])
