@@ -33,7 +33,8 @@ def flips(steps: Sequence[dict]) -> Flips | None:
     """Over the control steps among these; None where there is none."""
     if not (tokens := total(steps, "spec/compared_tokens")):
         return None
-    counts = [(number(record, "spec/control_mismatches") or 0, number(record, "spec/flip_position")) for record in steps]
-    count = sum(n for n, _ in counts)
-    before = sum(n * position for n, position in counts if n and position is not None)
+    found = [(number(record, "spec/control_mismatches"), number(record, "spec/flip_position")) for record in steps]
+    found = [(count, position) for count, position in found if count]
+    count = sum(count for count, _ in found)
+    before = sum(count * position for count, position in found)
     return Flips(int(count), int(tokens), before / count if count else 0.0)

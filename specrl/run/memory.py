@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from specrl.run.policy import rollout_dtype, trained_dtype
@@ -12,10 +13,31 @@ if TYPE_CHECKING:
     from specrl.config.schema import Config
 
 MB = 2**20
+ROLLOUTS = ("vLLM weights", "vLLM KV", "verification logits")
+UPDATES = ("training logits", "co-training logits")
 
 
-def plan(config: Config, model: PreTrainedModel, prompt_tokens: int) -> dict[str, float]:
-    """Upper bounds in MB of the parts of a run's memory on the policy's device, activations of the update left out.
+@dataclass(frozen=True)
+class Plan:
+    """Upper bounds of the parts of a run's memory on the policy's device, activations of the update left out."""
+
+    parts: dict[str, float]
+    """MB each."""
+    held: float = 0.0
+    """MB of them that are there once trainer and engine are built."""
+    sleeps: bool = False
+    """vLLM gives its memory back between rollouts, so that ROLLOUTS and UPDATES need not fit at the same time."""
+
+    @property
+    def peak(self) -> dict[str, float]:
+        """The parts that are there at the same time, when most is."""
+        rollouts, updates = (sum(self.parts.get(name, 0.0) for name in names) for names in (ROLLOUTS, UPDATES))
+        elsewhere = (UPDATES if rollouts > updates else ROLLOUTS) if self.sleeps else ()
+        return {name: size for name, size in self.parts.items() if name not in elsewhere}
+
+
+def plan(config: Config, model: PreTrainedModel, prompt_tokens: int) -> Plan:
+    """What a run will take, asked when its trainer and engine are built.
 
     Args:
         model: the policy as it is trained, adapters included.
@@ -32,6 +54,7 @@ def plan(config: Config, model: PreTrainedModel, prompt_tokens: int) -> dict[str
     kv = 2 * shape.num_hidden_layers * heads * head * width
     total = config.trainer.prompts_per_step * rollout.group_size
     rows = min(total, rollout.rows_per_batch)
+    cuda = model.device.type == "cuda"
     parts = {"policy": weights, "gradients and optimiser": 3 * trained}
     trainer = config.trainer
     if trainer.beta and not config.lora.rank:
@@ -40,8 +63,9 @@ def plan(config: Config, model: PreTrainedModel, prompt_tokens: int) -> dict[str
         parts["critic"] = 4 * weights  # with its gradients and optimiser
     if not config.cluster.num_workers:
         if rollout.engine == "vllm":
-            parts["vLLM weights"] = drawn
-            parts["vLLM KV"] = vllm.kv_cache_mb * MB or (512 * MB if model.device.type == "cpu" else 0)
+            parts["vLLM weights"] = drawn / vllm.tensor_parallel
+            share = vllm.memory_utilization * total_mb(model.device) * MB if cuda else 0  # weights included
+            parts["vLLM KV"] = vllm.kv_cache_mb * MB or (max(0, share - parts["vLLM weights"]) if cuda else 512 * MB)
         else:
             if rollout_dtype(config) != trained_dtype(config):
                 parts["rollout copy"] = drawn
@@ -51,16 +75,21 @@ def plan(config: Config, model: PreTrainedModel, prompt_tokens: int) -> dict[str
     parts["training logits"] = 2 * 4 * per_pass * rollout.max_new_tokens * shape.vocab_size
     if config.trainer.drafter.train:
         parts["co-training logits"] = 4 * 4 * config.trainer.drafter.tokens_per_update * shape.vocab_size
-    return {name: size / MB for name, size in parts.items()}
+    parts = {name: size / MB for name, size in parts.items()}
+    sleeps = cuda and vllm.sleep and "vLLM KV" in parts
+    built = ("policy", "reference", "rollout copy", *(() if sleeps else ("vLLM weights", "vLLM KV")))
+    held = sum(parts.get(name, 0.0) for name in built) + parts.get("critic", 0.0) / 4
+    return Plan(parts, held, sleeps)
 
 
-def sentence(parts: dict[str, float], free_mb: float) -> str:
-    """The plan as one line, with advice when it does not fit."""
-    total = sum(parts.values())
-    line = "memory plan: " + ", ".join(f"{name} {size:.0f}" for name, size in parts.items() if size >= 0.5)
-    line += f" = {total:.0f} MB of {free_mb:.0f} MB free, activations left out"
-    if total > free_mb:
-        worst = max(parts, key=parts.get)
+def sentence(plan: Plan, free_mb: float) -> str:
+    """The plan as one line, with advice when it does not fit. Args: free_mb: when trainer and engine are built."""
+    peak, before = sum(plan.peak.values()), free_mb + plan.held
+    line = "memory plan: " + ", ".join(f"{name} {size:.0f}" for name, size in plan.parts.items() if size >= 0.5)
+    at_once = ", rollout or update, as vLLM sleeps in between," if plan.sleeps else ""
+    line += f" = {peak:.0f} MB{at_once} of {before:.0f} MB free at the start, activations left out"
+    if peak > before:
+        worst = max(plan.peak, key=plan.peak.get)
         line += f". It does not fit; the largest part is {worst}: lower {ADVICE[worst]}"
     return line
 
@@ -73,11 +102,18 @@ ADVICE = {
     "critic": "its size by trainer.critic.model=head",
     "rollout KV": "rollout.rows_per_batch",
     "vLLM weights": "the model's size, or give the workers machines of their own with cluster.num_workers",
-    "vLLM KV": "rollout.vllm.kv_cache_mb",
+    "vLLM KV": "rollout.vllm.memory_utilization, or rollout.vllm.kv_cache_mb where it is set or on a CPU",
     "verification logits": "rollout.logits_mb",
     "training logits": "trainer.rows_per_pass",
     "co-training logits": "trainer.drafter.tokens_per_update",
 }
+
+
+def total_mb(device) -> float:
+    """Memory in MB of a GPU, whoever holds it."""
+    import torch
+
+    return torch.cuda.mem_get_info(device)[1] / MB
 
 
 def free_mb(device) -> float:

@@ -60,9 +60,7 @@ def process(kind, *, zero_stage=None, fsdp_version=None):
     """What the accelerator of a process says of the way the model is spread."""
     deepspeed = SimpleNamespace(zero_stage=zero_stage) if zero_stage is not None else None
     fsdp = SimpleNamespace(fsdp_version=fsdp_version) if fsdp_version is not None else None
-    return SimpleNamespace(
-        distributed_type=kind, state=SimpleNamespace(deepspeed_plugin=deepspeed, fsdp_plugin=fsdp)
-    )
+    return SimpleNamespace(distributed_type=kind, state=SimpleNamespace(deepspeed_plugin=deepspeed, fsdp_plugin=fsdp))
 
 
 SHARED, COPY = SimpleNamespace(own_weights=False), SimpleNamespace(own_weights=True)
