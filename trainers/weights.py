@@ -45,9 +45,15 @@ def check_shared(engine: Engine, accelerator: Accelerator) -> None:
     """
     state = accelerator.state
     if accelerator.distributed_type == DistributedType.FSDP:
-        version = getattr(getattr(state, "fsdp_plugin", None), "fsdp_version", 1)
+        plugin = getattr(state, "fsdp_plugin", None)
+        version = getattr(plugin, "fsdp_version", 1)
         if version == 2 and engine.own_weights:
-            return
+            if "FULL_STATE_DICT" in str(plugin.state_dict_type):
+                return
+            raise RolloutError(
+                "FSDP saves no model but parts of one with fsdp_state_dict_type: SHARDED_STATE_DICT. Set it to "
+                "FULL_STATE_DICT in accelerate's configuration"
+            )
         name = f"FSDP {version}"
     elif accelerator.distributed_type == DistributedType.DEEPSPEED and state.deepspeed_plugin.zero_stage == 3:
         name = "DeepSpeed ZeRO-3"
@@ -55,8 +61,8 @@ def check_shared(engine: Engine, accelerator: Accelerator) -> None:
         return
     raise RolloutError(
         f"{name} leaves no process a whole model, which rollouts need. Launch with torchrun or with ZeRO-2; or with "
-        "FSDP, fsdp_version: 2, and weights of the rollouts' own, by trainer.precision=bf16 without lora.rank or by "
-        "cluster.num_workers"
+        "FSDP, fsdp_version: 2, fsdp_state_dict_type: FULL_STATE_DICT, and weights of the rollouts' own, by "
+        "trainer.precision=bf16 without lora.rank or by cluster.num_workers"
     )
 
 

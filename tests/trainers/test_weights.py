@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate import Accelerator, DistributedType
+from torch.distributed.fsdp import StateDictType
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rollout.build import build_engine
@@ -56,10 +57,10 @@ def test_an_engine_follows_its_trainer(build_model):
     assert shared.weight_version == 3
 
 
-def process(kind, *, zero_stage=None, fsdp_version=None):
+def process(kind, *, zero_stage=None, fsdp_version=None, saves=StateDictType.FULL_STATE_DICT):
     """What the accelerator of a process says of the way the model is spread."""
     deepspeed = SimpleNamespace(zero_stage=zero_stage) if zero_stage is not None else None
-    fsdp = SimpleNamespace(fsdp_version=fsdp_version) if fsdp_version is not None else None
+    fsdp = SimpleNamespace(fsdp_version=fsdp_version, state_dict_type=saves) if fsdp_version is not None else None
     return SimpleNamespace(distributed_type=kind, state=SimpleNamespace(deepspeed_plugin=deepspeed, fsdp_plugin=fsdp))
 
 
@@ -94,6 +95,12 @@ def test_an_engine_cannot_decode_with_a_part_of_the_model(accelerator, engines, 
 )
 def test_what_is_recommended_instead_is_taken(accelerator, engine):
     check_shared(engine, accelerator)
+
+
+def test_a_run_that_would_leave_no_model_behind_is_refused():
+    parts = process(DistributedType.FSDP, fsdp_version=2, saves=StateDictType.SHARDED_STATE_DICT)
+    with pytest.raises(RolloutError, match=r"^FSDP saves no model .* Set it to FULL_STATE_DICT in accelerate's conf"):
+        check_shared(COPY, parts)
 
 
 def test_a_grpo_run_asks_that_before_its_first_step(tmp_path, monkeypatch):
