@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -43,43 +44,53 @@ def plan(config: Config, model: PreTrainedModel, prompt_tokens: int) -> Plan:
         model: the policy as it is trained, adapters included.
         prompt_tokens: length of the longest prompt.
     """
-    rollout, vllm = config.rollout, config.rollout.vllm
-    shape = model.config.get_text_config()
-    width = 4 if rollout_dtype(config) == "float32" else 2
+    trainer, shape = config.trainer, model.config.get_text_config()
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
-    drawn = sum(p.numel() for p in model.parameters()) * width  # what responses are drawn with
     trained = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
-    heads = getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads
-    head = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
-    kv = 2 * shape.num_hidden_layers * heads * head * width
-    total = config.trainer.prompts_per_step * rollout.group_size
-    rows = min(total, rollout.rows_per_batch)
-    cuda = model.device.type == "cuda"
-    parts = {"policy": weights, "gradients and optimiser": 3 * trained}
-    trainer = config.trainer
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    split = world if os.environ.get("ACCELERATE_USE_FSDP") == "true" else 1  # as `accelerate launch` says
+    total = trainer.prompts_per_step * config.rollout.group_size // world
+    parts = {"policy": weights, "gradients and optimiser": 3 * trained / split}
     if trainer.beta and not config.lora.rank:
         parts["reference"] = weights
     if trainer.algorithm == "ppo" and trainer.advantage == "gae" and trainer.critic.model == "separate":
         parts["critic"] = 4 * weights  # with its gradients and optimiser
     if not config.cluster.num_workers:
-        if rollout.engine == "vllm":
-            parts["vLLM weights"] = drawn / vllm.tensor_parallel
-            share = vllm.memory_utilization * total_mb(model.device) * MB if cuda else 0  # weights included
-            parts["vLLM KV"] = vllm.kv_cache_mb * MB or (max(0, share - parts["vLLM weights"]) if cuda else 512 * MB)
-        else:
-            if rollout_dtype(config) != trained_dtype(config):
-                parts["rollout copy"] = drawn
-            parts["rollout KV"] = rows * (prompt_tokens + rollout.max_new_tokens) * kv
-        parts["verification logits"] = min(rollout.logits_mb * MB, rollout.tokens_per_pass * shape.vocab_size * 16)
-    per_pass = config.trainer.rows_per_pass or total
-    parts["training logits"] = 2 * 4 * per_pass * rollout.max_new_tokens * shape.vocab_size
-    if config.trainer.drafter.train:
-        parts["co-training logits"] = 4 * 4 * config.trainer.drafter.tokens_per_update * shape.vocab_size
+        parts |= _rollouts(config, model, total, prompt_tokens)
+    per_pass = trainer.rows_per_pass or total
+    parts["training logits"] = 2 * 4 * per_pass * config.rollout.max_new_tokens * shape.vocab_size
+    if trainer.drafter.train:
+        parts["co-training logits"] = 4 * 4 * trainer.drafter.tokens_per_update * shape.vocab_size
     parts = {name: size / MB for name, size in parts.items()}
-    sleeps = cuda and vllm.sleep and "vLLM KV" in parts
+    sleeps = model.device.type == "cuda" and config.rollout.vllm.sleep and "vLLM KV" in parts
     built = ("policy", "reference", "rollout copy", *(() if sleeps else ("vLLM weights", "vLLM KV")))
     held = sum(parts.get(name, 0.0) for name in built) + parts.get("critic", 0.0) / 4
     return Plan(parts, held, sleeps)
+
+
+def _rollouts(config: Config, model: PreTrainedModel, total: int, prompt_tokens: int) -> dict[str, float]:
+    """Bytes of what rolls out `total` rows in this process."""
+    rollout, vllm, shape = config.rollout, config.rollout.vllm, model.config.get_text_config()
+    width = 4 if rollout_dtype(config) == "float32" else 2
+    drawn = sum(p.numel() for p in model.parameters()) * width  # what responses are drawn with
+    heads = getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads
+    head = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
+    kv = 2 * shape.num_hidden_layers * heads * head * width
+    rows = min(total, rollout.rows_per_batch)
+    parts = {}
+    if rollout.engine == "vllm":
+        parts["vLLM weights"] = own = drawn / vllm.tensor_parallel
+        if model.device.type == "cuda":  # its share of the device has its weights in it
+            free = max(0.0, vllm.memory_utilization * total_mb(model.device) * MB - own)
+        else:
+            free = 512 * MB
+        parts["vLLM KV"] = vllm.kv_cache_mb * MB or free
+    else:
+        if rollout_dtype(config) != trained_dtype(config):
+            parts["rollout copy"] = drawn
+        parts["rollout KV"] = rows * (prompt_tokens + rollout.max_new_tokens) * kv
+    parts["verification logits"] = min(rollout.logits_mb * MB, rollout.tokens_per_pass * shape.vocab_size * 16)
+    return parts
 
 
 def sentence(plan: Plan, free_mb: float) -> str:

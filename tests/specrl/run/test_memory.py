@@ -58,6 +58,16 @@ def test_float32_weights_have_a_bfloat16_copy_for_rollouts():
     assert plan("trainer.precision=bf16", "rollout.engine=vllm")[0]["vLLM weights"] == plain["policy"] / 2
 
 
+def test_several_processes_share_the_rows_and_with_fsdp_the_optimiser(monkeypatch):
+    alone, _ = plan()
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    shared, _ = plan()
+    quarter = {"rollout KV": 4, "training logits": 4}
+    assert shared == {name: size / quarter.get(name, 1) for name, size in alone.items()}
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    assert plan()[0] == shared | {"gradients and optimiser": shared["gradients and optimiser"] / 4}
+
+
 def test_ppo_may_hold_two_models_more():
     weights = plan()[0]["policy"]
     parts, _ = plan("trainer.algorithm=ppo", "trainer.critic.model=separate", "trainer.beta=0.1")
