@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 
 from rollout.keys import reuse_gap
-from rollout.metrics import lossy_metrics, rollout_metrics
+from rollout.metrics import Divergence, lossy_metrics, rollout_metrics
 from rollout.speculative import SpeculativeRollout
 from rollout.types import RolloutBatch, RolloutError, Row
 
@@ -73,21 +73,20 @@ class Control:
         calls = [slice(first, end) for first, end in pairwise(ends) if first < end]
         plain, *later = [self._rollout.plain(rows[call], batch.keys[call]) for call in calls]
         plain = sum(later, plain)
-        pairs = zip(batch.completions, plain.completions, strict=True)
-        differing = [i for i, (a, b) in enumerate(pairs) if a.tokens != b.tokens]
-        if differing and self._strict:
-            row = rows[differing[0]]
+        parted = Divergence.of(batch.completions, plain.completions)
+        if parted.first and self._strict:
+            i, position = next(iter(parted.first.items()))
             raise RolloutError(
-                f"{len(differing)} of {len(rows)} speculative responses differ from plain decoding with the same keys "
-                f"(first: example {row.example_id!r}, slot {batch.slots[differing[0]]}). This must not happen in "
-                "float32 on a CPU; please report it with the output of `python -m specrl.env`"
+                f"{len(parted.first)} of {len(rows)} speculative responses differ from plain decoding with the same "
+                f"keys (first: example {rows[i].example_id!r}, slot {batch.slots[i]}, from token {position} on). This "
+                "must not happen in float32 on a CPU; please report it with the output of `python -m specrl.env`"
             )
         self._plain_s_per_token = plain.total_s / max(1, sum(len(c.tokens) for c in plain.completions))
         return {
             "timing_s/control": plain.total_s,
             "spec/plain_s": plain.total_s,
             "spec/speedup": plain.total_s / batch.total_s,
-            "spec/control_mismatches": len(differing),
+            **parted.metrics(),
         }
 
     def _reuse_gap(self, rows, batch: RolloutBatch, rewards, step: int) -> dict[str, float]:

@@ -2,9 +2,51 @@
 
 from __future__ import annotations
 
-from rollout.types import RolloutBatch, RolloutError
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from rollout.types import Completion, RolloutBatch, RolloutError
 
 TOKEN_BYTES = 8  # of a list of token ids, which Python shares
+
+
+@dataclass
+class Divergence:
+    """Where responses leave those that plain decoding gives the same rows with the same keys.
+
+    Behind its first differing token a row is another text, so each row is compared up to and including that one. Rows
+    that failed on either side are not compared.
+    """
+
+    tokens: int = 0
+    """That were compared."""
+    first: dict[int, int] = field(default_factory=dict)
+    """Position of the first differing token, by row."""
+
+    @classmethod
+    def of(cls, done: Sequence[Completion], plain: Sequence[Completion]) -> Divergence:
+        found = cls()
+        for i, (a, b) in enumerate(zip(done, plain, strict=True)):
+            if a.failure or b.failure:
+                continue
+            if a.tokens == b.tokens:
+                found.tokens += len(a.tokens)
+                continue
+            both = enumerate(zip(a.tokens, b.tokens, strict=False))
+            ends = min(len(a.tokens), len(b.tokens))  # where one goes on behind the other's end
+            found.first[i] = next((t for t, (x, y) in both if x != y), ends)
+            found.tokens += found.first[i] + 1
+        return found
+
+    def metrics(self) -> dict[str, float]:
+        found = {
+            "spec/control_mismatches": len(self.first),
+            "spec/compared_tokens": self.tokens,
+            "spec/flips_per_1k": 1000 * len(self.first) / max(1, self.tokens),
+        }
+        if self.first:
+            found["spec/flip_position"] = sum(self.first.values()) / len(self.first)
+        return found
 
 
 def rollout_metrics(batch: RolloutBatch) -> dict[str, float]:

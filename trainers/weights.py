@@ -18,6 +18,8 @@ INSIDE = {torch.bfloat16: 0.05, torch.float16: 0.02}
 """Mean difference, in nats, that the coarser types' rounding inside a model explains, before its logits are rounded."""
 OUTLIERS = 1 / 16
 """Share of tokens that may differ by much more than the mean may, where single tokens are at the mercy of rounding."""
+WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
+"""What torch.compile and activation checkpointing put into the names of the weights that they wrap."""
 
 
 def send(
@@ -36,24 +38,37 @@ def send(
 
 
 def check_shared(engine: Engine, accelerator: Accelerator) -> None:
-    """Raises RolloutError for an engine that would decode with a model of which each process holds a part.
+    """Raises RolloutError where each process holds a part of the model and the engine cannot have the whole.
 
-    Its passes differ in number from process to process, and gathering the parts is collective: they would wait forever.
+    Passes of an engine differ in number from process to process, and gathering the parts for each is collective: the
+    processes would wait forever. Parts of FSDP 2 are gathered once an update, for an engine that has its own copy.
     """
-    kind = accelerator.distributed_type
-    plugin = getattr(accelerator.state, "deepspeed_plugin", None)
-    sharded = kind == DistributedType.FSDP or (kind == DistributedType.DEEPSPEED and plugin.zero_stage == 3)
-    if sharded and not engine.own_weights:
-        raise RolloutError(
-            f"{'FSDP' if kind == DistributedType.FSDP else 'DeepSpeed ZeRO-3'} leaves no process a whole model, which "
-            "rollout.engine=transformers decodes with. Launch with torchrun or with ZeRO-2, or use FSDP with "
-            "fsdp_version: 2 and cluster.num_workers"
-        )
+    state = accelerator.state
+    if accelerator.distributed_type == DistributedType.FSDP:
+        plugin = getattr(state, "fsdp_plugin", None)
+        version = getattr(plugin, "fsdp_version", 1)
+        if version == 2 and engine.own_weights:
+            if "FULL_STATE_DICT" in str(plugin.state_dict_type):
+                return
+            raise RolloutError(
+                "FSDP saves no model but parts of one with fsdp_state_dict_type: SHARDED_STATE_DICT. Set it to "
+                "FULL_STATE_DICT in accelerate's configuration"
+            )
+        name = f"FSDP {version}"
+    elif accelerator.distributed_type == DistributedType.DEEPSPEED and state.deepspeed_plugin.zero_stage == 3:
+        name = "DeepSpeed ZeRO-3"
+    else:
+        return
+    raise RolloutError(
+        f"{name} leaves no process a whole model, which rollouts need. Launch with torchrun or with ZeRO-2; or with "
+        "FSDP, fsdp_version: 2, fsdp_state_dict_type: FULL_STATE_DICT, and weights of the rollouts' own, by "
+        "trainer.precision=bf16 without lora.rank or by cluster.num_workers"
+    )
 
 
 def named_weights(policy: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
     """(Hugging Face name, full tensor) of every weight: LoRA merged, FSDP2 shards gathered, a tied weight once."""
-    if type(policy).__name__ == "FullyShardedDataParallel" or hasattr(policy, "ds_id"):
+    if type(policy).__name__ == "FullyShardedDataParallel" or any(hasattr(p, "ds_id") for p in policy.parameters()):
         raise RolloutError(
             "weights sharded by FSDP version 1 or DeepSpeed ZeRO-3 cannot be sent to an engine. Use FSDP with "
             "fsdp_version: 2 in accelerate's configuration, or ZeRO-2"
@@ -72,6 +87,7 @@ def named_weights(policy: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
                 raise RolloutError("DoRA adapters cannot be sent merged to an engine. Use LoRA without use_dora")
             if leaf == "weight":
                 weight = weight + sum(layer.get_delta_weight(adapter).detach() for adapter in layer.active_adapters)
+        name = ".".join(part for part in name.split(".") if part not in WRAPPERS)
         yield name, weight.full_tensor() if hasattr(weight, "full_tensor") else weight
 
 
@@ -92,7 +108,9 @@ def probe(policy: torch.nn.Module, tokens: Sequence[int], dtype: torch.dtype | N
 
     In float32 every token must agree. In coarser types the logits themselves are rounded: to steps of 0.125 in bfloat16
     where the largest lies in [16, 32), so that single tokens may well differ by two steps. The mean of all differs by
-    about half a step at most, and by what the model's inside adds.
+    about half a step at most, and by what the model's inside adds. An output
+    layer that is 2 % wrong shows at unlikely tokens, whose logits lie far below the largest. A matrix inside that is
+    2 % wrong moves log-probs no more than bfloat16's rounding does: only float32 shows it.
 
     Args: dtype: the engine's; the coarser of the two decides what rounding explains. None: the policy's own.
     """
@@ -107,4 +125,4 @@ def probe(policy: torch.nn.Module, tokens: Sequence[int], dtype: torch.dtype | N
     exponent = torch.frexp(logits.abs().amax(-1)).exponent  # the largest logit lies in [2^(exponent - 1), 2^exponent)
     step = torch.finfo(coarser).eps * torch.exp2(exponent - 1.0).mean().item()
     apart = 1 if coarser == own else 2  # autocast keeps in float32 what a copy of the weights adds up in its own type
-    return Probe(*text, apart * (INSIDE[coarser] + 0.6 * step), OUTLIERS)
+    return Probe(*text, apart * INSIDE[coarser] + 0.6 * step, OUTLIERS)

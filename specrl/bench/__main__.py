@@ -21,7 +21,9 @@ from rollout.config import doc
 from specrl.bench.pair import Bench, Case, PairConfig, device_name, prepare, with_config
 from specrl.config import load as cli
 from specrl.results import tables
+from specrl.results.flips import Flips
 from specrl.results.savings import counted
+from specrl.run.policy import rollout_dtype
 
 CASES = {
     "fresh noise": {"replay": 0.0},
@@ -46,8 +48,10 @@ def main(config: BenchConfig) -> int:
     what = f"{config.rows} rows, {config.model}, {config.trainer.precision}, {run.engine}"
     title = f"{what}: medians (least to largest) of {counted(config.repeats, 'pair')}"
     tables.show(console, title, COLUMNS, [cells(case) for case in cases])
-    differing = sum(case.differing_rows for case in cases)
-    tables.note(console, f"rows that differ from plain decoding: {differing} of {len(cases) * config.rows}")
+    parted = sum(case.differing_rows for case in cases)
+    before = sum(case.differing_rows * case.flip_position for case in cases)
+    flips = Flips(parted, sum(case.compared_tokens for case in cases), before / max(1, parted))
+    tables.note(console, f"compared token for token: {flips.told(rollout_dtype(config))}")
     result = {"options": asdict(config), "device": device_name(bench.model.device)}
     result["cases"] = [asdict(case) for case in cases]
     if config.generate and run.engine == "transformers":

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from rollout.config import doc
+from rollout.metrics import Divergence
 from specrl.config.load import load
 from specrl.config.options import ConfigError
 from specrl.config.schema import Config
@@ -57,6 +58,8 @@ class Case:
     passes_max: int
     plain_passes: int
     differing_rows: int
+    compared_tokens: int
+    flip_position: float
     rows: int
 
 
@@ -137,6 +140,7 @@ class Bench:
         pairs = pairs[1:]
         plain, batch = pairs[-1]
         done = batch.completions
+        parted = Divergence.of(done, plain.completions)
         ratio, least, most = of_pairs([b.total_s for _, b in pairs], [p.total_s for p, _ in pairs])
         return Case(
             name=name,
@@ -148,7 +152,9 @@ class Bench:
             passes_per_row=sum(c.passes for c in done) / len(done),
             passes_max=max(c.passes for c in done),
             plain_passes=max(c.passes for c in plain.completions),
-            differing_rows=sum(a.tokens != b.tokens for a, b in zip(done, plain.completions, strict=True)),
+            differing_rows=len(parted.first),
+            compared_tokens=parted.tokens,
+            flip_position=parted.metrics().get("spec/flip_position", 0.0),
             rows=len(done),
         )
 

@@ -9,7 +9,7 @@ import yaml
 from specrl.config.load import load_saved
 from specrl.config.options import to_yaml
 from specrl.config.schema import Config
-from specrl.results.report import NO_PLOT, learned, shown
+from specrl.results.report import NO_PLOT, compared, learned, shown
 from specrl.run import policy
 from specrl.run.packages import anonymous
 
@@ -89,8 +89,7 @@ def _rollouts(summary: dict) -> list[str]:
     if len(lines) == 1:
         lines.append("- speedup: not measured")
     lines.append(f"- tokens reused from epoch 2 on: {_share(reuse['reused_ratio'])}")
-    differing = f"{summary['control_mismatches']:.0f}" if "measured" in summary else "unknown, as there were none"
-    lines.append(f"- rows that differed from plain decoding on control steps: {differing}")
+    lines.append(f"- compared with plain decoding on control steps: {compared(summary)}")
     if reuse["reuse_gap"] is not None:
         lines.append(f"- reuse gap (reward of replayed rows minus fresh ones): {reuse['reuse_gap']:+.3f}")
     gpus = ", ".join(machine["gpus"]) or "none"

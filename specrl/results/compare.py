@@ -11,11 +11,12 @@ from rich.console import Console
 from rollout.checks import values
 from specrl.config.options import ConfigError, plain
 from specrl.results import tables
-from specrl.results.evidence import law
+from specrl.results.evidence import law, numerics
+from specrl.results.flips import flips
 from specrl.results.pairing import unlike_machines
 from specrl.results.plots import BLACK, BLUE, ORANGE, PINK, RED, SKY, TITLES, curve, figure, finish, series
 from specrl.results.records import RunRecords, load_run, number
-from specrl.results.savings import costs, counted, first_last, later, mean, measured, step_s, total
+from specrl.results.savings import costs, first_last, later, mean, measured, step_s, total
 
 ROWS = ("rule", "steps", "reward", "held-out", "speedup", "passes a row", "reuse gap", "rollout s", "step s")
 LEGEND = """\
@@ -126,8 +127,8 @@ def _notes(runs: dict[str, RunRecords]) -> list[str]:
             found.append(f"{name} is unfinished; its last step is {run.last['step']}.")
         if run.config is None:
             found.append(f"{name} has no readable config.yaml, so what sets it apart is unknown.")
-        if differing := total(run.steps, "spec/control_mismatches"):
-            found.append(f"{name}: {counted(differing, 'row')} differed from plain decoding on control steps.")
+        if (parted := flips(run.steps)) and parted.count:
+            found.append(f"{name}: on control steps {parted.told(numerics(run.config))}.")
         if unlike := unlike_machines(first, run):
             found.append(
                 f"{name} ran on another machine than {first_name}: {'; '.join(unlike)}. Seconds do not compare."

@@ -8,9 +8,11 @@ from statistics import quantiles
 from typing import TYPE_CHECKING
 
 from specrl.config.schema import Config
+from specrl.results.flips import flips
 from specrl.results.records import METRICS_FILE, RunRecords, number
 from specrl.results.savings import COSTS, Saving, control_pairs, counted, later, measured, step_speedup, total
 from specrl.results.speedup import FEWEST, Speedup
+from specrl.run.policy import rollout_dtype
 
 if TYPE_CHECKING:
     from specrl.results.pairing import Pairing
@@ -91,6 +93,11 @@ def law(config: Config | None) -> str:
     )
 
 
+def numerics(config: Config | None) -> str:
+    """Type of the weights that a run draws responses with; empty where it is unknown."""
+    return rollout_dtype(config) if config else ""
+
+
 def notes(own: RunRecords, pairing: Pairing | None) -> list[str]:
     """Everything a reader must know before quoting a number."""
     found, steps, config = [], own.steps, own.config
@@ -103,8 +110,8 @@ def notes(own: RunRecords, pairing: Pairing | None) -> list[str]:
         found.append(_unmeasured(config))
     if not later(steps) and not any(number(record, "spec/hit_rate") for record in steps):
         found.append("No step is from epoch 2 on, so no prompt had old text of its own to draft from.")
-    if differing := total(steps, "spec/control_mismatches"):
-        found.append(f"{counted(differing, 'row')} differed from plain decoding on control steps: not exact.")
+    if (parted := flips(steps)) and parted.count:
+        found.append(f"On control steps {parted.told(numerics(config))}.")
     if lost := total(steps, "reward/failed"):
         found.append(f"{counted(lost, 'response')} got no reward and took no part in the update.")
     return found + (pairing.refusals + pairing.notes if pairing else [])

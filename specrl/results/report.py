@@ -15,7 +15,8 @@ from rich.console import Console
 from specrl.results import tables
 from specrl.results.ahead import COLUMNS as AHEAD_COLUMNS
 from specrl.results.ahead import AheadSteps, ahead
-from specrl.results.evidence import Evidence, evidence, law, notes, numbers
+from specrl.results.evidence import Evidence, evidence, law, notes, numbers, numerics
+from specrl.results.flips import flips
 from specrl.results.plots import draw
 from specrl.results.records import RunRecords, load_run, number, to_json
 from specrl.results.savings import Estimate, breakdown, estimate, first_last, later, mean, step_speedup, text, total
@@ -117,7 +118,7 @@ def summarise(own: RunRecords, pairing: Pairing | None, found: dict[str, Evidenc
         "reuse": {"reused_ratio": reused / (reused + new) if reused + new else None}
         | {name: mean(rest, f"spec/{name}") for name in names},
         "ties": total(steps, "spec/ties"),
-        "control_mismatches": total(steps, "spec/control_mismatches"),
+        "flips": asdict(parted) | {"told": parted.told(numerics(config))} if (parted := flips(steps)) else None,
         "notes": notes(own, pairing),
         "environment": own.machine or machine(),
     }
@@ -149,7 +150,7 @@ def to_markdown(summary: dict, found: dict[str, Evidence], early: AheadSteps | N
     lines += ["", "## Reuse, from epoch 2 on", ""]
     lines += [f"- {name.replace('_', ' ')}: {shown(value)}" for name, value in reuse.items() if value is not None]
     lines += ["", "## Trust", "", f"- rollout rule: {summary['rule']}"]
-    lines += [f"- rows that differed from plain decoding on control steps: {summary['control_mismatches']:.0f}"]
+    lines += [f"- compared with plain decoding on control steps: {compared(summary)}"]
     lines += [f"- near-ties decided by a canonical pass: {summary['ties']:.0f}", "", "## Machine", ""]
     kept = summary["environment"]
     lines += [f"- CPU: {kept['cpu']}, {kept['cores']} cores", f"- GPU: {', '.join(kept['gpus']) or 'none'}"]
@@ -170,6 +171,11 @@ def learned(summary: dict) -> str:
     """The reward at both ends of the run."""
     reward = summary["reward"]
     return f"reward: {shown(reward['first'])} -> {shown(reward['last'])} ({reward['window']})"
+
+
+def compared(summary: dict) -> str:
+    """What control steps found when they compared tokens."""
+    return summary["flips"]["told"] if summary["flips"] else "unknown, as there were none"
 
 
 def shown(value: float | None) -> str:

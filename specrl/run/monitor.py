@@ -14,6 +14,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from rollout.durable import write_durably
+from specrl.results.flips import flips
 from specrl.results.records import METRICS_FILE, number, read_records, to_json
 
 ETA_STEPS = 20  # steps averaged for the ETA: long enough to contain a control step at the default measure_every
@@ -47,7 +48,7 @@ class Monitor:
         self.total_steps = total_steps
         self.console = console or Console(highlight=False)
         self._recent: deque[float] = deque(maxlen=ETA_STEPS)
-        self._torn = self._failed = self._paused = False
+        self._torn = self._failed = self._paused = self._flipped = False
         columns = (TextColumn("[bold]specrl"), BarColumn(bar_width=None), MofNCompleteColumn(), TextColumn("steps"))
         off = not self.console.is_terminal
         self._progress = Progress(*columns, console=self.console, transient=True, disable=off)
@@ -63,6 +64,9 @@ class Monitor:
         self._progress.start()
         self._progress.update(self._bar, completed=int(record["step"]))
         self.note(step_line(record, self.total_steps, self._eta(int(record["step"])), self.console.width))
+        if not self._flipped and (parted := flips([record])) and parted.count:
+            self._flipped = True
+            self.note(f"Compared with plain decoding {parted.told()}. The report has the figure of all control steps.")
         ratio = number(record, "spec/paused_ratio")
         if ratio is not None and (ratio > PAUSED) != self._paused:
             self._paused = not self._paused

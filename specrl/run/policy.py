@@ -57,6 +57,8 @@ def load_policy(config: Config, dtype: str = "") -> tuple[PreTrainedModel, PreTr
     from transformers.utils import logging
 
     logging.disable_progress_bar()
+    # Of several processes only the first would load anything, and rollouts of the others have an empty copy.
+    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
     source, options = _source(config)
     with _explained(BAD_MODEL, config.model):
         model = AutoModelForCausalLM.from_pretrained(

@@ -8,7 +8,7 @@ import pytest
 from rollout.config import RolloutConfig
 from rollout.control import Control
 from rollout.keys import FIRST, ReplayControl, next_share, reuse_gap
-from rollout.metrics import rollout_metrics
+from rollout.metrics import Divergence, rollout_metrics
 from rollout.types import Completion, EngineStats, RolloutBatch, RolloutError, Row
 
 ROWS = [Row("a", (5,)), Row("a", (5,)), Row("b", (6,)), Row("b", (6,))]
@@ -125,7 +125,7 @@ OTHER = [TEXTS[0], TEXTS[1], [14, 99], [16, 17, 18]]
 def test_a_mismatch_stops_a_strict_run_and_names_the_row():
     with pytest.raises(RolloutError, match=r"2 of 4 .*example 'b', slot 0"):
         measure(made(plain_texts=OTHER)[0])
-    with pytest.raises(RolloutError, match=r"1 of 4 .*example 'b', slot 1"):
+    with pytest.raises(RolloutError, match=r"1 of 4 .*example 'b', slot 1, from token 3 on"):
         measure(made(plain_texts=[*TEXTS[:3], OTHER[3]])[0])
 
 
@@ -133,6 +133,35 @@ def test_a_mismatch_is_counted_otherwise():
     metrics = measure(made(plain_texts=OTHER, strict=False)[0])
     assert metrics["spec/control_mismatches"] == 2
     assert metrics["spec/speedup"] == 3.0
+    assert metrics["spec/compared_tokens"] == 3 + 1 + 2 + 4, "of the last row the end of one text counts as a token"
+    assert metrics["spec/flips_per_1k"] == 1000 * 2 / 10
+    assert metrics["spec/flip_position"] == (1 + 3) / 2
+
+
+def test_texts_are_compared_up_to_where_they_part():
+    """Behind its first flip a row is another text, of which every token differs or none, as it happens."""
+
+    def parted(*pairs):
+        done, plain = ([completion(pair[side]) for pair in pairs] for side in (0, 1))
+        return Divergence.of(done, plain)
+
+    same = parted(([1, 2, 3], [1, 2, 3]), ([4], [4]))
+    assert (same.tokens, same.first) == (4, {})
+    assert same.metrics() == {"spec/control_mismatches": 0, "spec/compared_tokens": 4, "spec/flips_per_1k": 0}
+    other = parted(([1, 2, 3, 4, 5], [1, 9, 3, 4, 5]), ([1, 2, 3, 4, 5], [1, 9, 8, 7, 6]), ([5], [5]))
+    assert (other.tokens, other.first) == (2 + 2 + 1, {0: 1, 1: 1}), "what comes behind does not matter"
+    longer = parted(([1, 2, 3], [1]), ([1], [1, 2, 3]))
+    assert (longer.tokens, longer.first) == (4, {0: 1, 1: 1})
+
+
+@pytest.mark.parametrize("side", [0, 1])
+def test_rows_that_failed_are_no_mismatches(side):
+    """An infrastructure failure says nothing about numerics, and must not stop a strict run as if it did."""
+    texts = [[completion([1, 2])], [completion([1, 2])]]
+    texts[side] = [replace(completion([]), failure="poisoned")]
+    parted = Divergence.of(*texts)
+    assert (parted.tokens, parted.first) == (0, {})
+    assert parted.metrics()["spec/flips_per_1k"] == 0
 
 
 # The reuse gap --------------------------------------------------------------------------------------------------------

@@ -198,7 +198,7 @@ def test_report_files(tmp_path):
     assert summary["measured"]["savings"][-1]["speedup"]["ratio"] == pytest.approx(26 / 19)
     assert summary["measured"]["title"] == "Measured on 3 control steps of 4"
     assert summary["reuse"]["reused_ratio"] == 20 / (20 + 150), "tokens of epoch 2, weighted by their number"
-    assert (summary["ties"], summary["control_mismatches"], summary["finished"], summary["notes"]) == (8, 0, True, [])
+    assert (summary["ties"], summary["flips"], summary["finished"], summary["notes"]) == (8, None, True, [])
     assert {"torch", "trl", "python"} <= set(summary["environment"]["versions"])
     text = written.files[0].read_text()
     assert text == written.markdown
@@ -423,13 +423,20 @@ def test_unfinished_run_without_control_steps_or_config(tmp_path):
     assert "config.yaml is missing" in write_report(tmp_path / "a", plots=False).markdown
 
 
+FLIPPED = {"spec/control_mismatches": 2, "spec/compared_tokens": 500, "spec/flip_position": 120.0}
+TOLD = (
+    "in float32 4 of 1,000 tokens come out otherwise than in plain decoding (2 rows, after 120 tokens on average): "
+    "rounding, as between any two batch sizes of the same engine. The law is unchanged"
+)
+
+
 def test_mismatches_lost_rewards_and_torn_lines_are_said(tmp_path):
-    run = make_run(tmp_path / "a", [*STEPS[:3], STEPS[3] | {"spec/control_mismatches": 2, "reward/failed": 1}])
+    run = make_run(tmp_path / "a", [*STEPS[:3], STEPS[3] | FLIPPED | {"reward/failed": 1}])
     with (tmp_path / "a" / "metrics.jsonl").open("a") as file:
         file.write('{"step": 5, "rew')
     assert write_report(run, plots=False).summary["notes"] == [
         "1 unreadable line of metrics.jsonl left out.",
-        "2 rows differed from plain decoding on control steps: not exact.",
+        f"On control steps {TOLD}.",
         "1 response got no reward and took no part in the update.",
     ]
 

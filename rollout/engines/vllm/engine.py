@@ -243,7 +243,8 @@ def _unchanged_process() -> Iterator[None]:
     """Undoes what vLLM's start does to the trainer's process: it seeds all generators, disables a torch function."""
     states, threads = (random.getstate(), np.random.get_state()), torch.set_num_threads
     try:
-        with torch.random.fork_rng(range(torch.cuda.device_count())):
+        # of this process's GPU: asking another one for its state would open a context there
+        with torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_available() else []):
             yield
     finally:
         random.setstate(states[0])

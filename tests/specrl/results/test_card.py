@@ -19,8 +19,8 @@ SUMMARY = {
     "reward": {"first": 0.55, "last": 0.9, "window": "mean of an epoch"},
     "eval": [{"step": 0, "eval/reward": 0.5}, {"step": 128, "eval/reward": 0.75}],
     "reuse": {"reused_ratio": 0.97, "reuse_gap": 0.029},
-    "control_mismatches": 3,
-    "notes": ["3 rows differed from plain decoding on control steps: not exact."],
+    "flips": {"told": "in bfloat16 3 of 1,000 tokens come out otherwise than in plain decoding (3 rows)"},
+    "notes": ["1 response got no reward and took no part in the update."],
     "environment": {"cpu": "Abacus", "cores": 2, "gpus": [], "versions": {"specrl": "0.1.0", "torch": "2.13.0"}},
 }
 
@@ -41,10 +41,10 @@ def test_the_card_tells_how_the_rollouts_were_accelerated():
         "- rollout rule: exact, replay=0.5",
         "- Measured on 16 control steps of 128, net:\n  - Speedup of the rollout, all these steps: 2.39x (95 %",
         "- tokens reused from epoch 2 on: 97%",
-        "- rows that differed from plain decoding on control steps: 3",
+        "- compared with plain decoding on control steps: in bfloat16 3 of 1,000 tokens come out otherwise",
         "- reuse gap (reward of replayed rows minus fresh ones): +0.029",
         "- reward on held-out prompts: 0.500 -> 0.750",
-        "- note: 3 rows differed",
+        "- note: 1 response got no reward",
         "Versions: specrl 0.1.0, torch 2.13.0.",
     ):
         assert part in text
@@ -52,7 +52,7 @@ def test_the_card_tells_how_the_rollouts_were_accelerated():
 
 def test_a_run_without_measurements_claims_nothing():
     bare = {key: value for key, value in SUMMARY.items() if key != "measured"}
-    text = card(config(), bare | {"reuse": {"reused_ratio": None, "reuse_gap": None}, "eval": []})
+    text = card(config(), bare | {"flips": None, "reuse": {"reused_ratio": None, "reuse_gap": None}, "eval": []})
     assert "- speedup: not measured" in text
     assert "on control steps: unknown" in text
     assert "reuse gap" not in text

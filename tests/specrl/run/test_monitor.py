@@ -224,3 +224,17 @@ def test_a_pause_is_said_once_with_its_reason_and_so_is_its_end(tmp_path):
     assert "for 80% of the rows' passes" in said
     assert "probability 0.12, and pays from 0.55 on" in said
     assert said.count("resumed") == said.count("pauses") == 1
+
+
+def test_flips_are_said_once_and_none_are_not(tmp_path):
+    console = text_console()
+    none = {"spec/control_mismatches": 0, "spec/compared_tokens": 500}
+    some = {"spec/control_mismatches": 2, "spec/compared_tokens": 500, "spec/flip_position": 120.0}
+    with Monitor(tmp_path, 9, console) as monitor:
+        monitor.log({"step": 1, **none})
+        assert "plain decoding" not in console.file.getvalue()
+        for step in (2, 3):
+            monitor.log({"step": step, **some})
+    said = " ".join(console.file.getvalue().split())
+    assert said.count("4 of 1,000 tokens come out otherwise than in plain decoding (2 rows") == 1
+    assert said.count("The law is unchanged.") == 1
