@@ -13,6 +13,8 @@ from benchmarks.gpu.run import Step
 from benchmarks.gpu.sizes import Shape
 from benchmarks.gpu.timing import Context, busy, ms, peak_mb, wall
 from rollout.engines.base import Sampling
+from rollout.engines.local.draw import unpack
+from rollout.engines.local.packed import packed_model
 from rollout.engines.local.ragged import RaggedModel
 from rollout.noise import hash_tokens, keyed_draw, row_words
 
@@ -23,8 +25,8 @@ def steps(context: Context) -> Iterator[Step]:
     yield Step("integers_equal", partial(integers, context))
     for hidden in context.sizes.draw_hidden:
         model = build(_shape(context, hidden), context.device, torch.bfloat16)
-        plain = RaggedModel(model, Sampling(frozenset()))
-        nucleus = RaggedModel(model, Sampling(frozenset(), top_p=NUCLEUS))
+        plain = packed_model(model, Sampling(frozenset()))
+        nucleus = packed_model(model, Sampling(frozenset(), top_p=NUCLEUS))
         for rows in context.sizes.draw_rows:
             case = Case(context, plain, rows)
             for name, measure in case.measures(nucleus).items():
@@ -62,8 +64,8 @@ class Case:
         self.context, self.model, self.rows, self.head = context, model, rows, model.lm_head
         self.device, shape = context.device, (rows, model.lm_head.weight.shape[1])
         self.hidden = torch.randn(shape, device=self.device, dtype=torch.bfloat16)
-        self.keys, self.positions = list(range(1, rows + 1)), [7] * rows
-        self.columns = [torch.tensor(column, device=self.device) for column in (self.keys, self.positions)]
+        self.columns = [torch.tensor(column, device=self.device) for column in (range(1, rows + 1), [7] * rows)]
+        self.targets = torch.zeros(rows, dtype=torch.int64, device=self.device)
 
     def measures(self, nucleus: RaggedModel) -> dict:
         return {
@@ -93,12 +95,12 @@ class Case:
         return ms(busy(partial(keyed_draw, logits, *self.columns), self.device, repeats=3))
 
     def of_engine(self, model: RaggedModel) -> dict:
-        """The output layer and the draw as the engine has them, lists in and out.
+        """The output layer and the draw as the engine has them, brought to the host.
 
         A float32 buffer of the vocabulary was stored where more memory is taken than one of bfloat16 logits needs;
         only for rows that are drawn in one piece does `vocabulary_buffers` tell how many.
         """
-        draw = partial(model.draw, self.hidden, self.keys, self.positions)
+        draw = lambda: model.draw(self.hidden, *self.columns, self.targets).cpu()  # noqa: E731
         with model.inference():
             first, again = wall(draw, self.device), min(wall(draw, self.device) for _ in range(4))
             peak = peak_mb(draw, self.device)
@@ -111,7 +113,7 @@ class Case:
         """Draws of the device's logits, there and on a CPU: the noise's logarithms differ in their last bits."""
         few = slice(0, min(self.rows, 64))
         with self.model.inference():
-            here = self.model.draw(self.hidden[few], self.keys[few], self.positions[few])[0]
+            here, *_ = unpack(self.model.draw(*(x[few] for x in (self.hidden, *self.columns, self.targets))).cpu())
             logits: Tensor = self.head(self.hidden[few])
         there = keyed_draw(logits.cpu(), *(column[few].cpu() for column in self.columns))[0].tolist()
         return {"draws": len(here), "differ": sum(a != b for a, b in zip(here, there, strict=True))}

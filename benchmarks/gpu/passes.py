@@ -8,18 +8,19 @@ import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from functools import partial
+from unittest.mock import patch
 
 import numpy as np
 import torch
 from torch import nn
 from transformers import StaticCache
 
+import rollout.engines.local.engine as local
 from benchmarks.gpu.model import SAMPLING, build
 from benchmarks.gpu.run import Absent, Step
 from benchmarks.gpu.timing import Context, busy, ms
 from benchmarks.gpu.watch import Pass, Watched, Wrong, free_bytes, profiled
 from rollout.engines.base import Limits
-from rollout.engines.local.engine import TransformersEngine
 from rollout.types import Request
 
 MORE, BESIDE = 1.2, 4e9
@@ -65,7 +66,7 @@ class PassBench:
         most = max(sizes.pass_rows)
         self.watched, self.measured = Watched(), []
         limits |= {"rows_per_batch": most, "tokens_per_pass": most * max(sizes.pass_tokens)}
-        self.engine = TransformersEngine(model, SAMPLING, drafting=self.watched, limits=Limits(**limits))
+        self.engine = local.TransformersEngine(model, SAMPLING, drafting=self.watched, limits=Limits(**limits))
 
     def requests(self, rows: int, tokens: int, width: int, new: int) -> list[Request]:
         """Rows of one prompt whose passes carry `tokens` each for the first `new` of them; no draft is ever right."""
@@ -81,7 +82,8 @@ class PassBench:
         if needed > (free := free_bytes(self.context)):
             raise Absent(f"may take {needed / 1e9:.0f} GB, {free / 1e9:.0f} are free")
         self.watched.passes.clear()
-        self.engine.generate(self.requests(rows, tokens, width, self.context.sizes.pass_repeats + 1))
+        with patch.object(local, "OVERLAP", rows + 1):  # all rows in one pass
+            self.engine.generate(self.requests(rows, tokens, width, self.context.sizes.pass_repeats + 1))
         whole = [p for p in self.watched.passes if (p.rows, p.tokens) == (rows, rows * tokens)]
         if not whole:
             raise Absent(f"the engine cut the rows: its passes were of {[p[:2] for p in self.watched.passes[:4]]}")
@@ -100,7 +102,8 @@ class PassBench:
 
     def _profile(self, rows: int, tokens: int) -> dict:
         requests = self.requests(rows, tokens, self.context.sizes.pass_widths[0], SKIP + PROFILED)
-        return profiled(self.context, self.engine, requests, SKIP, PROFILED)
+        with patch.object(local, "OVERLAP", rows + 1):
+            return profiled(self.context, self.engine, requests, SKIP, PROFILED)
 
 
 @torch.no_grad()

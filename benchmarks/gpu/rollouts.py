@@ -6,9 +6,11 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
+from unittest.mock import patch
 
 import torch
 
+import rollout.engines.local.engine as local
 from benchmarks.gpu import model as models
 from benchmarks.gpu.compare import differences
 from benchmarks.gpu.run import Step
@@ -16,7 +18,6 @@ from benchmarks.gpu.timing import Context, synchronize
 from benchmarks.gpu.watch import Watched, profiled
 from rollout.drafting.contexts import ContextTable
 from rollout.engines.base import Limits
-from rollout.engines.local.engine import TransformersEngine
 from rollout.types import Completion, EngineStats, Request
 
 LAWS = ("off", "replay 0", "replay 1")
@@ -36,6 +37,8 @@ def steps(context: Context) -> Iterator[Step]:
         for law in LAWS[: 2 if longest > context.sizes.rollouts[0][1] else 3]:
             yield Step(f"{name}/{law}", partial(bench.line, law, rows, longest))
             yield Step(f"{name}/{law} profile", partial(bench.profile, law, rows, longest))
+        if rows >= local.OVERLAP:
+            yield Step(f"{name}/replay 0, one cohort", partial(bench.one_cohort, rows, longest))
 
 
 class Rollouts:
@@ -53,11 +56,11 @@ class Rollouts:
         told = ("entropy", "accepted_unchanged", "accepted", "drift")
         return {name: round(getattr(self.policies, name), 4) for name in told}
 
-    def engine(self, rows: int) -> TransformersEngine:
+    def engine(self, rows: int) -> local.TransformersEngine:
         """A new one, whose budget has seen nothing."""
         limits = Limits(rows_per_batch=rows, logits_mb=LOGITS_MB)
         drafting = Watched(contexts=ContextTable())
-        return TransformersEngine(self.model, models.SAMPLING, drafting=drafting, limits=limits)
+        return local.TransformersEngine(self.model, models.SAMPLING, drafting=drafting, limits=limits)
 
     def write_old(self, rows: int, longest: int) -> float:
         """Seconds in which the older policy wrote what is not there yet of the rows' old texts."""
@@ -75,7 +78,7 @@ class Rollouts:
         asked = models.plain(self.prompts[:rows], lengths, visit)
         return asked if law == "off" else models.drafted(asked, self.old[longest][:rows])
 
-    def ready(self, rows: int, longest: int) -> TransformersEngine:
+    def ready(self, rows: int, longest: int) -> local.TransformersEngine:
         """An engine whose contexts know the old texts and nothing else."""
         engine = self.engine(rows)
         engine.drafting.contexts.learn(zip(self.prompts[:rows], self.old[longest][:rows], strict=True))
@@ -102,6 +105,11 @@ class Rollouts:
         elif law == "replay 0" and (rows, longest) in self.plain:
             found["against_off"] = differences(self.plain[rows, longest], done)
         return found
+
+    def one_cohort(self, rows: int, longest: int) -> dict:
+        """The host waits for every pass: what two cohorts are worth."""
+        with patch.object(local, "OVERLAP", rows + 1):
+            return self.line("replay 0", rows, longest)
 
     def profile(self, law: str, rows: int, longest: int) -> dict:
         """A few passes near the start of the rollout: how long the device worked in them."""
