@@ -10,8 +10,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_WORD = 0xFFFFFFFF
-
 
 def _signed32(x: int) -> int:
     return x - (1 << 32) if x >> 31 else x
@@ -38,14 +36,18 @@ def _fold(x: Tensor, n: int) -> Tensor:
     return (x >> n).bitwise_and_((1 << (32 - n)) - 1).bitwise_xor_(x)
 
 
+def _fold64(x: Tensor) -> Tensor:
+    """x ^ (x >> 33) of int64, by a logical shift."""
+    return (x >> 33).bitwise_and_((1 << 31) - 1).bitwise_xor_(x)
+
+
 def row_words(keys: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
     """Two int32 words [N] that identify (key, position); keys, positions int64 [N]. Murmur3's 64-bit finaliser."""
-    x = keys ^ (positions * STEP + 1)
+    x = (positions * STEP).add_(1).bitwise_xor_(keys)
     for mult in ROUNDS:
-        x = (x ^ ((x >> 33) & ((1 << 31) - 1))) * mult
-    x = x ^ ((x >> 33) & ((1 << 31) - 1))
-    low = ((x & _WORD) ^ 0x80000000) - 0x80000000
-    return low.to(torch.int32), (x >> 32).to(torch.int32)
+        x = _fold64(x).mul_(mult)
+    x = _fold64(x)
+    return x.to(torch.int32), (x >> 32).to(torch.int32)  # the low bits are kept
 
 
 def hash_tokens(low: Tensor, high: Tensor, vocab: int) -> Tensor:
@@ -136,8 +138,7 @@ def keyed_draw(
     without = scores.scatter if scores is z else scores.scatter_
     second = without(-1, draws[:, None], -torch.inf).amax(-1)
     total = z.logsumexp(-1)
-    log_p = z.gather(-1, draws[:, None])[:, 0] - total
-    wanted = draws if targets is None else targets
-    log_p_targets = z.gather(-1, wanted[:, None])[:, 0] - total
-    gap = torch.where(total.isfinite(), best - second, torch.nan)
+    wanted = torch.stack([draws, draws if targets is None else targets], -1)
+    log_p, log_p_targets = (z.gather(-1, wanted) - total[:, None]).unbind(-1)
+    gap = (best - second).add_(total - total)  # NaN where the total is not finite
     return draws, log_p, log_p_targets, gap

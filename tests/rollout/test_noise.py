@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rollout.keys import derive_key, generation
-from rollout.noise import gumbel, hash_tokens, keyed_draw, process_logits, row_words, uniform
+from rollout.noise import MASS_BITS, gumbel, hash_tokens, keyed_draw, masses, process_logits, row_words, uniform
 
 GOLDEN_HASHES = [
     [342616534, 2976409913, 2232206930, 1698134186],
@@ -417,6 +417,50 @@ def test_the_nucleus_boundary():
     hot = process_logits(p.log(), temperature=0.5, top_p=0.75)  # squares: 1/22, 16/22, 4/22, 1/22
     assert hot.isfinite()[0].tolist() == [False, True, True, False]
     assert process_logits(p.log(), temperature=2.0, top_p=0.75).isfinite()[0].tolist() == [True, True, True, True]
+
+
+def nucleus_by_hand(logits: np.ndarray, top_p: float) -> np.ndarray:
+    """bool [N, V] in float64: tokens whose likelier tokens weigh less than `top_p`."""
+    p = np.exp(logits.astype(np.float64) - logits.max(-1, keepdims=True))
+    kept = []
+    for row in p / p.sum(-1, keepdims=True):
+        values, counts = np.unique(row, return_counts=True)
+        likelier = np.append(np.cumsum((values * counts)[::-1])[-2::-1], 0.0)
+        kept.append(likelier[np.searchsorted(values, row)] < top_p)
+    return np.array(kept)
+
+
+@pytest.mark.parametrize(("kind", "fault"), [(torch.float32, 1e-3), (torch.bfloat16, 0.02)])
+def test_the_nucleus_is_the_same_in_any_order_and_as_in_float64(kind, fault):
+    g = torch.Generator().manual_seed(8)
+    logits = (torch.randn(12, 30_000, generator=g) * 2).to(kind)
+    order = torch.randperm(30_000, generator=g)
+    other = 0
+    for top_p in (0.3, 0.9, 0.99):
+        kept = process_logits(logits, top_p=top_p) > -torch.inf
+        assert (process_logits(logits[:, order], top_p=top_p) > -torch.inf).equal(kept[:, order])
+        assert kept.equal(torch.tensor(nucleus_by_hand(logits.float().numpy(), top_p)))
+        other += int((kept != torch.tensor(nucleus_by_hand(logits.float().numpy(), top_p + fault))).any())
+    assert other == 3, "control: a little more mass is seen"
+
+
+def test_masses_are_exponentials_in_integers():
+    z = -torch.rand(1, 20_000, generator=torch.Generator().manual_seed(9)) * 20
+    z[0, 0] = 0.0
+    weight = masses(z, torch.zeros(1, 1))[0].double() / 2**MASS_BITS
+    want = z[0].double().exp()
+    assert ((weight - want).abs() <= 1e-6 * want + 2.0**-MASS_BITS).all()
+    halves = masses(-torch.tensor([[0.0, 1.0, 2.0, 4.0, 8.0]]) * math.log(2), torch.zeros(1, 1))[0]
+    assert halves.tolist() == [2 ** (MASS_BITS - n) for n in (0, 1, 2, 4, 8)]
+    assert masses(torch.tensor([[-torch.inf, -1e30]]), torch.zeros(1, 1)).tolist() == [[0, 0]]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("cut", [{"top_p": 0.5}, {"top_k": 2}, {"top_k": 2, "top_p": 0.5}])
+def test_a_cut_hides_no_unusable_logit(bad, cut):
+    logits = torch.zeros(3, 6)
+    logits[1, 4] = bad
+    assert keyed_draw(logits, keys_of(3), torch.arange(3), **cut)[3].isnan().tolist() == [False, True, False]
 
 
 def test_top_k_comes_before_the_nucleus_and_both_after_temperature():

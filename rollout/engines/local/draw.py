@@ -84,9 +84,11 @@ class Draw:
         Returns: int32 [4, N] on the same device: draws, then the float32 bits of their log-probs, of the targets'
         log-probs and of the gaps, each as of `rollout.noise.keyed_draw`. `unpack` reads a copy on the CPU.
         """
+        if len(hidden) <= self.rows:
+            return packed_draw(self.logits(hidden), keys, positions, targets, *self._law)
         columns = [x.split(self.rows) for x in (hidden, keys, positions, targets)]
         parts = [packed_draw(self.logits(piece), *of, *self._law) for piece, *of in zip(*columns, strict=True)]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+        return torch.cat(parts, 1)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [N, V] of hidden states [N, hidden]: float32, or as the output layer gives them where it `rounds`."""

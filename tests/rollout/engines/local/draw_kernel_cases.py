@@ -16,7 +16,7 @@ from triton.language.extra import libdevice
 from triton.runtime.interpreter import TensorHandle
 
 from rollout.engines.local import draw_kernel
-from rollout.engines.local.draw import packed_draw, unpack
+from rollout.engines.local.draw import unpack
 from rollout.noise import hash_tokens, keyed_draw, masses, process_logits, row_words
 from tests.rollout.test_noise import chi_square, critical, processed_by_hand
 
@@ -69,7 +69,7 @@ def agree(given, law) -> bool:
 
 LAWS = [(t, k, p) for t in (0.0, 0.7, 1.0) for k in (0, 1, 5, 50) for p in (1.0, 0.95, 0.3)]
 FEW = [law(), law(0.7, 50, 0.95), law(0.0, 5), law(1.0, 0, 0.3)]
-SHAPES = [(1, 7, LAWS), (3, 1000, LAWS), (17, 4099, FEW[:1])]
+SHAPES = [(1, 7, LAWS), (3, 1000, LAWS), (17, 4099, FEW[:2])]
 
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16], ids=str)
@@ -107,7 +107,7 @@ def kept_by_kernel(logits, law):
     floors = torch.empty(n)
     settings = {"TOP_K": top_k, "TOP_P": top_p, "SCALED": temperature != 1.0, "BLOCK": 16}
     draw_kernel.search[(n,)](logits, floors, vocab, temperature, **settings)
-    return logits / temperature >= floors[:, None]
+    return (logits / temperature >= floors[:, None]) & (logits > -torch.inf)
 
 
 def adversarial():
@@ -154,12 +154,12 @@ def test_the_edge_of_the_nucleus_is_the_same_in_large_rows():
 
 
 def test_a_row_depends_on_nothing_beside_it():
-    given = rows(17, 4099)
-    turned = torch.randperm(17, generator=torch.Generator().manual_seed(2))
-    for law in FEW:
+    given = rows(6, 4099)
+    turned = torch.randperm(6, generator=torch.Generator().manual_seed(2))
+    for law in FEW[:2]:
         together = draw_kernel.keyed_draw(*given, *law)
-        alone = [draw_kernel.keyed_draw(*(x[i : i + 1] for x in given), *law) for i in (0, 8, 16)]
-        assert torch.cat(alone, 1).equal(together[:, [0, 8, 16]])
+        alone = [draw_kernel.keyed_draw(*(x[i : i + 1] for x in given), *law) for i in (0, 2, 5)]
+        assert torch.cat(alone, 1).equal(together[:, [0, 2, 5]])
         assert draw_kernel.keyed_draw(*(x[turned] for x in given), *law).equal(together[:, turned])
 
 
@@ -243,13 +243,14 @@ def test_swapped_constants_are_seen(fault, law, monkeypatch):
     assert not agree(rows(5, 1000), law)
 
 
-@pytest.mark.parametrize(("off", "law"), [(1, law(1, 5)), (-1, law(1, 5)), (1, law(1, 0, 0.5)), (-1, law(1, 0, 0.5))])
+@pytest.mark.parametrize("off", [lambda found: found + 1, lambda found: found - 1], ids=["above", "below"])
+@pytest.mark.parametrize("law", [law(1, 5), law(1, 0, 0.5)], ids=str)
 def test_a_threshold_off_by_one_is_seen(off, law, monkeypatch):
     """One token more or less, in rows whose neighbours differ by one unit in the last place."""
     logits, bisect = adversarial()[4:6], draw_kernel.bisect
     want = process_logits(logits, *law) > -torch.inf
     assert kept_by_kernel(logits, law).equal(want)
-    monkeypatch.setattr(draw_kernel, "bisect", lambda *a, **k: bisect(*a, **k) + off)
+    monkeypatch.setattr(draw_kernel, "bisect", lambda *a, **k: off(bisect(*a, **k)))
     assert not kept_by_kernel(logits, law).equal(want)
 
 
@@ -274,6 +275,6 @@ def test_nothing_is_sorted_and_nothing_waited_for():
         draw_kernel.keyed_draw(*given, *law(0.7, 5, 0.9))
     assert not seen & waits, seen
     with Listen():
-        packed_draw(*given, *law(0.7, 5, 0.9))
+        keyed_draw(*given, top_p=0.9)
         given[1].max().item()
     assert {"aten::sort", "aten::_local_scalar_dense"} <= seen, "control"
