@@ -188,7 +188,7 @@ class Casts(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten._to_copy.default and args[0].dtype != out.dtype:
+        if func.name() == "aten::_to_copy" and args[0].dtype != out.dtype:
             self.bytes += out.nbytes * (args[0].untyped_storage().data_ptr() in self._weights)
         return out
 
