@@ -188,11 +188,11 @@ class Casts(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        if func.name() == "aten::_to_copy" and args[0].dtype != out.dtype:
-            if args[0].untyped_storage().data_ptr() in self._weights:
-                self.bytes += out.nbytes
-                self._casts.append(out)  # kept, so that nothing else comes to lie where it does
-                self._weights.add(out.untyped_storage().data_ptr())
+        casts = func.name() == "aten::_to_copy" and args[0].dtype != out.dtype
+        if casts and args[0].untyped_storage().data_ptr() in self._weights:
+            self.bytes += out.nbytes
+            self._casts.append(out)  # kept, so that nothing else comes to lie where it does
+            self._weights.add(out.untyped_storage().data_ptr())
         return out
 
 
