@@ -184,12 +184,15 @@ class Casts(TorchDispatchMode):
     def __init__(self, model):
         super().__init__()
         self._weights = {weight.untyped_storage().data_ptr() for weight in model.parameters()}
-        self.bytes = 0
+        self.bytes, self._casts = 0, []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten._to_copy.default and args[0].dtype != out.dtype:
-            self.bytes += out.nbytes * (args[0].untyped_storage().data_ptr() in self._weights)
+        casts = func.name() == "aten::_to_copy" and args[0].dtype != out.dtype
+        if casts and args[0].untyped_storage().data_ptr() in self._weights:
+            self.bytes += out.nbytes
+            self._casts.append(out)  # kept, so that nothing else comes to lie where it does
+            self._weights.add(out.untyped_storage().data_ptr())
         return out
 
 
