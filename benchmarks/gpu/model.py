@@ -165,7 +165,7 @@ def policies(model: nn.Module, engine: TransformersEngine, sizes: Sizes) -> Poli
         with found.older(drift):
             return _accepted(engine, rows, texts)
 
-    found.drift = _bisect(accepted, ACCEPTED, 1e-4, 1.0)
+    found.drift = _bisect(accepted, ACCEPTED, 1e-3, 10.0)
     found.accepted = accepted(found.drift)
     return found
 
