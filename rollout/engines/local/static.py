@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -15,6 +16,8 @@ from rollout.engines.local.fused import fused, rms_norms
 from rollout.engines.local.graphs import Graphs, cuda_graphs
 from rollout.engines.local.kv import KV
 from rollout.engines.local.ragged import Drawing, RaggedModel
+
+log = logging.getLogger(__name__)
 
 
 class StaticModel(RaggedModel):
@@ -32,6 +35,8 @@ class StaticModel(RaggedModel):
     def __init__(self, model: torch.nn.Module, sampling: Sampling, limits: Limits | None = None):
         self._norms = rms_norms(model)
         super().__init__(model, sampling, limits)
+        if self.draw.rounds:
+            log.warning("draws come from rounded logits, which flips about one in 300: %s", self.draw.rounds)
         captures = self.device.type == "cuda" and self.limits.graphs == "auto"
         self.record = cuda_graphs() if captures else None
 
