@@ -81,11 +81,16 @@ class Reader:
         self._empty += rows
 
     def leave(self, rows: Sequence[int], close_up: bool = False) -> None:
-        """Frees the places of rows. Args: close_up: nobody will take them, so the others may move together."""
+        """Frees the places of rows. Args: close_up: nobody will take them, so the others may move together.
+
+        The KV goes with the last one.
+        """
         for row in rows:
             del self._place[row]
         self._empty = [row for row in self._empty if row in self._place]
-        if close_up and self.model.layout.heads_first and len(self._place) <= 3 * self._span // 4:
+        if close_up and not self._place:
+            self._kv = None
+        elif close_up and self.model.layout.heads_first and len(self._place) <= 3 * self._span // 4:
             self._close_up()
 
     def _close_up(self) -> None:
