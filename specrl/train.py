@@ -42,6 +42,7 @@ def main(config: Config) -> int:
 def recorded(run: Run) -> Iterator[Monitor | None]:
     """Records, previews and evaluations of the run inside; one process writes them, and None is there in the others."""
     if not run.is_main:
+        follow(run)
         yield None
         return
     from specrl.run import memory
@@ -75,7 +76,7 @@ def watch(run: Run, monitor: Monitor) -> None:
     examples = run.test[: options.eval_prompts]
 
     def assess(step: int) -> None:
-        if not examples:
+        if not evaluates(run, step):
             return
         rollouts.sync()
         monitor.log_eval(step, evaluate(rollouts.engine, tokenizer, examples, run.rewards, run.config, samples=4))
@@ -85,10 +86,27 @@ def watch(run: Run, monitor: Monitor) -> None:
         if options.log_completions and every and step % every == 0:
             show(monitor.console, rollouts.last, tokenizer, options.log_completions)
             store(run.folder / "completions" / f"step_{step}.parquet", rollouts.last, tokenizer)
-        if step == monitor.total_steps or (options.eval_every and step % options.eval_every == 0):
-            assess(step)
+        assess(step)
 
     run.trainer.add_callback(Record(monitor.log, after_step, before_training=lambda: assess(0)))
+
+
+def follow(run: Run) -> None:
+    """Has this process take part where another one evaluates: its weights are gathered from all, if they are split."""
+    from trainers.callbacks import Record
+
+    def after_step(step: int) -> None:
+        if evaluates(run, step):
+            run.trainer.rollouts.sync()
+
+    run.trainer.add_callback(Record(lambda record: None, after_step, before_training=lambda: after_step(0)))
+
+
+def evaluates(run: Run, step: int) -> bool:
+    """Whether test prompts are evaluated after an optimiser step; 0 is before the first."""
+    options = run.config.trainer
+    due = step in (0, run.steps) or (options.eval_every and step % options.eval_every == 0)
+    return bool(due and run.test[: options.eval_prompts])
 
 
 def stopped(run: Run, received: int, monitor: Monitor | None) -> int:

@@ -25,6 +25,8 @@ HISTORY = 100  # logs that a trainer's state keeps
 class Record(TrainerCallback):
     """Hands one flat record per optimiser step to `write`, then calls `after_step`; `before_training` runs first.
 
+    Of several processes one writes; the rest is called in every process that has this callback.
+
     `timing_s/step` is the step's wall clock, control rows included; `timing_s/update` is what is left of it after
     everything that has a time of its own: OTHERS.
     """
@@ -49,12 +51,13 @@ class Record(TrainerCallback):
         self._step_s = time.perf_counter() - self._began
 
     def on_log(self, args, state, control, logs: dict[str, Any] | None = None, **kwargs) -> None:
-        if not state.is_world_process_zero or not logs or "loss" not in logs:
+        if not logs or "loss" not in logs:
             return
-        record = {"step": state.global_step, "time": time.time(), **logs}
-        record["timing_s/step"] = self._step_s
-        record["timing_s/update"] = self._step_s - sum(logs.get(f"timing_s/{name}") or 0.0 for name in OTHERS)
-        self._write(record)
+        if state.is_world_process_zero:
+            record = {"step": state.global_step, "time": time.time(), **logs}
+            record["timing_s/step"] = self._step_s
+            record["timing_s/update"] = self._step_s - sum(logs.get(f"timing_s/{name}") or 0.0 for name in OTHERS)
+            self._write(record)
         self._after_step(state.global_step)
 
 

@@ -82,7 +82,7 @@ class Rollouts:
         """Equal passes give equal bits."""
         self.source = setup.make_rollout(self.policy)
         """What the responses come from."""
-        weights.check_shared(self.engine, accelerator)
+        weights.check_shared(self.engine.own_weights, accelerator)
         self._ahead = any(self._exchange([self.source.runs_ahead]))  # announcing takes all processes
         whole_law = (setup.rollout.top_p, setup.rollout.top_k) == (1.0, 0)  # rounding can move the edge of a cut one
         strict = self.exact_bits and whole_law

@@ -37,17 +37,17 @@ def send(
         engine.update_weights(None, version)
 
 
-def check_shared(engine: Engine, accelerator: Accelerator) -> None:
+def check_shared(own_weights: bool, accelerator: Accelerator) -> None:
     """Raises RolloutError where each process holds a part of the model and the engine cannot have the whole.
 
     Passes of an engine differ in number from process to process, and gathering the parts for each is collective: the
-    processes would wait forever. Parts of FSDP 2 are gathered once an update, for an engine that has its own copy.
+    processes would wait forever. Parts of FSDP 2 are gathered once an update, for an engine with `own_weights`.
     """
     state = accelerator.state
     if accelerator.distributed_type == DistributedType.FSDP:
         plugin = getattr(state, "fsdp_plugin", None)
         version = getattr(plugin, "fsdp_version", 1)
-        if version == 2 and engine.own_weights:
+        if version == 2 and own_weights:
             if "FULL_STATE_DICT" in str(plugin.state_dict_type):
                 return
             raise RolloutError(

@@ -75,10 +75,11 @@ FSDP_2 = {
     "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT",
     "FSDP_CPU_RAM_EFFICIENT_LOADING": "true",  # accelerate's default; rollouts need a whole copy in each process
 }
+EVALUATED = {"trainer__eval_prompts": 4, "trainer__eval_every": 1}
 RUNS = {
     "shared": {},
     "ppo": {"config": "ppo_math"},
-    "copy": {"trainer__precision": "bf16", "trainer__max_steps": 2, "trainer__save_every": 1},
+    "copy": {"trainer__precision": "bf16", "trainer__max_steps": 2, "trainer__save_every": 1} | EVALUATED,
     "rest": {"trainer__precision": "bf16", "trainer__max_steps": 3, "name": "copy", "resume": "auto"},
 }
 
@@ -138,6 +139,11 @@ def test_each_process_rolls_out_with_all_of_the_trained_weights(launched):
     assert first["rest"]["copy"] == sums[0]
     assert sums[0] != sums[1], "control: it was trained"
     assert first["copy"]["copy"] != sums[0], "control: so it was by the last step"
+
+
+def test_one_process_evaluates_with_weights_that_all_gather(launched):
+    lines = [json.loads(line) for line in (launched[0] / "copy" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "eval/reward" in line] == [0, 1, 2]
 
 
 def test_rollouts_by_the_trainers_own_shards_are_refused_before_the_first_step(launched):

@@ -64,27 +64,27 @@ def process(kind, *, zero_stage=None, fsdp_version=None, saves=StateDictType.FUL
     return SimpleNamespace(distributed_type=kind, state=SimpleNamespace(deepspeed_plugin=deepspeed, fsdp_plugin=fsdp))
 
 
-SHARED, COPY = SimpleNamespace(own_weights=False), SimpleNamespace(own_weights=True)
+SHARED, COPY = False, True
 
 
 @pytest.mark.parametrize(
-    ("accelerator", "engines", "name"),
+    ("accelerator", "own_weights", "name"),
     [
         (process(DistributedType.FSDP, fsdp_version=2), [SHARED], "FSDP 2"),
         (process(DistributedType.FSDP, fsdp_version=1), [SHARED, COPY], "FSDP 1"),
         (process(DistributedType.DEEPSPEED, zero_stage=3), [SHARED, COPY], "DeepSpeed ZeRO-3"),
     ],
 )
-def test_an_engine_cannot_decode_with_a_part_of_the_model(accelerator, engines, name):
-    for engine in engines:
+def test_an_engine_cannot_decode_with_a_part_of_the_model(accelerator, own_weights, name):
+    for own in own_weights:
         with pytest.raises(RolloutError) as caught:
-            check_shared(engine, accelerator)
+            check_shared(own, accelerator)
         assert str(caught.value).startswith(f"{name} leaves no process a whole model, which rollouts need. Launch with")
         assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("accelerator", "engine"),
+    ("accelerator", "own_weights"),
     [
         (process(DistributedType.NO), SHARED),
         (process(DistributedType.MULTI_GPU), SHARED),
@@ -93,8 +93,8 @@ def test_an_engine_cannot_decode_with_a_part_of_the_model(accelerator, engines, 
     ],
     ids=["alone", "torchrun", "ZeRO-2", "FSDP 2 and a copy"],
 )
-def test_what_is_recommended_instead_is_taken(accelerator, engine):
-    check_shared(engine, accelerator)
+def test_what_is_recommended_instead_is_taken(accelerator, own_weights):
+    check_shared(own_weights, accelerator)
 
 
 def test_a_run_that_would_leave_no_model_behind_is_refused():

@@ -21,6 +21,7 @@ from rollout.metrics import rollout_metrics
 from rollout.speculative import SpeculativeRollout
 from rollout.types import RolloutBatch, RolloutError, Row
 from trainers.grpo.hook_limits import check_config, check_trainer
+from trainers.weights import check_shared
 
 LOGGED = (
     "spec/hit_rate",
@@ -114,6 +115,7 @@ class ReuseRollouts:
         return self._rollout
 
     def _open(self, trainer: Any) -> SpeculativeRollout:
+        check_shared(False, trainer.accelerator)
         model = trainer.accelerator.unwrap_model(trainer.model)
         check_trainer(trainer, model)
         args = trainer.args

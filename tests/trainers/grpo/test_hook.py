@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate import Accelerator, DistributedType
 from datasets import Dataset, IterableDataset
 from transformers import ProcessorMixin
 
@@ -415,6 +416,11 @@ def test_what_takes_more_than_text_and_one_turn_is_refused(attribute, value, wor
 def test_laws_of_the_model_are_refused(idle, monkeypatch):
     monkeypatch.setattr(idle.model.generation_config, "suppress_tokens", [3])
     refused(idle, r"model.generation_config.suppress_tokens=\[3\]")
+
+
+def test_a_model_in_parts_is_refused_before_a_pass_that_the_others_do_not_take(idle, monkeypatch):
+    monkeypatch.setattr(Accelerator, "distributed_type", DistributedType.FSDP)
+    refused(idle, "FSDP 1 leaves no process a whole model")
 
 
 def refused(trainer, words: str) -> None:
