@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -88,7 +89,8 @@ def _rollouts(config: Config, model: PreTrainedModel, total: int, prompt_tokens:
     else:
         if rollout_dtype(config) != trained_dtype(config):
             parts["rollout copy"] = drawn
-        parts["rollout KV"] = rows * (prompt_tokens + rollout.max_new_tokens) * kv
+        most = rollout.local.kv_cache_mb * MB or math.inf
+        parts["rollout KV"] = min(rows * (prompt_tokens + rollout.max_new_tokens) * kv, most)
     parts["verification logits"] = min(rollout.logits_mb * MB, rollout.tokens_per_pass * shape.vocab_size * 16)
     return parts
 
@@ -99,7 +101,10 @@ def sentence(plan: Plan, free_mb: float) -> str:
     line = "memory plan: " + ", ".join(f"{name} {size:.0f}" for name, size in plan.parts.items() if size >= 0.5)
     at_once = ", rollout or update, as vLLM sleeps in between," if plan.sleeps else ""
     line += f" = {peak:.0f} MB{at_once} of {before:.0f} MB free at the start, activations left out"
-    if peak > before:
+    kv = plan.peak.get("rollout KV", 0.0)
+    if kv > 2 * (peak - before) > 0:
+        line += f". KV gets the {kv - (peak - before):.0f} MB that are left: fewer rows run at a time, the others after"
+    elif peak > before:
         worst = max(plan.peak, key=plan.peak.get)
         line += f". It does not fit; the largest part is {worst}: lower {ADVICE[worst]}"
     return line
@@ -111,7 +116,7 @@ ADVICE = {
     "gradients and optimiser": "the trained weights with lora.rank=16",
     "reference": "the trained weights with lora.rank=16, or take trainer.beta=0",
     "critic": "its size by trainer.critic.model=head",
-    "rollout KV": "rollout.rows_per_batch",
+    "rollout KV": "rollout.max_new_tokens, as less than half of the rows run at a time",
     "vLLM weights": "the model's size, or give the workers machines of their own with cluster.num_workers",
     "vLLM KV": "rollout.vllm.memory_utilization, or rollout.vllm.kv_cache_mb where it is set or on a CPU",
     "verification logits": "rollout.logits_mb",
