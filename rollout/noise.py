@@ -93,11 +93,10 @@ def process_logits(logits: Tensor, temperature: float = 1.0, top_k: int = 0, top
         z = z.masked_fill(z < z.topk(top_k, dim=-1).values[..., -1:], -torch.inf)
     if top_p < 1.0:
         ordered = z.sort(dim=-1, descending=True).values
-        mass = masses(ordered, ordered[..., :1])
-        upto = mass.cumsum(-1)
+        upto = masses(ordered, ordered[..., :1]).cumsum(-1)
         limit = upto[..., -1:].double().mul_(top_p).ceil_().long()
-        outside = (upto - mass) >= limit  # of tied tokens the first decides for all
-        z = z.masked_fill(z < ordered.masked_fill_(outside, torch.inf).amin(-1, keepdim=True), -torch.inf)
+        last = (upto < limit).sum(-1, keepdim=True).clamp_(max=z.shape[-1] - 1)  # a NaN could count them all
+        z = z.masked_fill(z < ordered.gather(-1, last), -torch.inf)
     return z
 
 

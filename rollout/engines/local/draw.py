@@ -33,7 +33,8 @@ def packed_draw(
 def _on_cuda(logits, keys, positions, targets, temperature, top_k, top_p):
     from rollout.engines.local import draw_kernel
 
-    return draw_kernel.keyed_draw(logits, keys, positions, targets, temperature, top_k, top_p)
+    with torch.cuda.device(logits.device):  # Triton launches on the current one
+        return draw_kernel.keyed_draw(logits, keys, positions, targets, temperature, top_k, top_p)
 
 
 @packed_draw.register_fake
