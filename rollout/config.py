@@ -201,7 +201,7 @@ class RolloutConfig:
     )
     logits_mb: int = doc(
         256,
-        "most memory for logits and noise at a time, in MB; larger passes are scored in chunks",
+        "memory for logits and noise, in MB; larger passes are scored in chunks. GPUs take more where it is free",
         low=1,
         resume="free",
     )

@@ -132,7 +132,7 @@ class RaggedModel:
         """Entropy in nats of the sampling law after each hidden state [N, hidden]; at temperature 0 that of 1."""
         found: list[float] = []
         for piece in hidden.split(self.draw.rows):
-            logp = process_logits(self.lm_head(piece), **self._law).log_softmax(-1)
+            logp = process_logits(self.draw.logits(piece), **self._law).log_softmax(-1)
             found += (-(logp.exp() * logp.clamp(min=-1e4)).sum(-1)).tolist()
         return found
 

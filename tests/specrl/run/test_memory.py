@@ -39,7 +39,7 @@ def test_each_part_by_hand():
     ("options", "part", "factor"),
     [
         (["rollout.rows_per_batch=4"], "rollout KV", 1 / 4),
-        (["rollout.max_new_tokens=32"], "rollout KV", (PROMPT + 32) / (PROMPT + CAP)),
+        (["rollout.max_new_tokens=14"], "rollout KV", (PROMPT + 14) / (PROMPT + CAP)),
         (["trainer.rows_per_pass=8"], "training logits", 1 / 2),
         (["trainer.drafter.tokens_per_update=512"], "co-training logits", 1 / 2),
         (["trainer.precision=bf16", "lora.rank=16"], "policy", 1 / 2),
@@ -137,8 +137,7 @@ def test_the_sentence():
         "left out. KV gets the 7000 MB that are left: fewer rows run at a time, the others after"
     )
     assert memory.sentence(Plan(parts, held=3000.0), 4000).endswith(
-        "It does not fit; the largest part is rollout KV: lower rollout.max_new_tokens, as less than half of the rows run "
-        "at a time"
+        "the largest part is rollout KV: lower rollout.max_new_tokens, as less than half of the rows run at a time"
     )
     shared = {"policy": 3000.0, "vLLM weights": 1000.0, "vLLM KV": 6000.0, "training logits": 8000.0}
     line = memory.sentence(Plan(shared, sleeps=True), 11500)
