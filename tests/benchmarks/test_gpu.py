@@ -161,7 +161,7 @@ def test_few_phases_have_all_the_time(tmp_path):
     assert [report.content["phases"][name]["deadline_s"] for name in "ab"] == [20, 60]
     run_phases(phases, lambda report: None, report, 20)
     assert report.content["phases"]["a"]["deadline_s"] == 10
-    assert 15 < report.content["phases"]["b"]["deadline_s"] < 20, "what is left"
+    assert 15 < report.content["phases"]["b"]["deadline_s"] <= 20, "what is left"
 
 
 # --- whole

@@ -39,7 +39,6 @@ def test_each_part_by_hand():
     ("options", "part", "factor"),
     [
         (["rollout.rows_per_batch=4"], "rollout KV", 1 / 4),
-        (["rollout.max_new_tokens=14"], "rollout KV", (PROMPT + 14) / (PROMPT + CAP)),
         (["trainer.rows_per_pass=8"], "training logits", 1 / 2),
         (["trainer.drafter.tokens_per_update=512"], "co-training logits", 1 / 2),
         (["trainer.precision=bf16", "lora.rank=16"], "policy", 1 / 2),
