@@ -79,14 +79,14 @@ def test_an_engine_that_was_stopped_generates_as_before(tiny, cases):
 def test_rows_that_do_not_fit_the_memory_are_stopped_too(tiny, cases, monkeypatch):
     engine = local(tiny("llama"), SAMPLING)
     whole, _ = engine.generate(requests_of(cases))
-    draw, calls = engine.policy.draw, count()
+    launch, calls = engine.policy.launch, count()
 
     def scarce(*args):
         if next(calls) == 4:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return draw(*args)
+        return launch(*args)
 
-    monkeypatch.setattr(engine.policy, "draw", scarce)
+    monkeypatch.setattr(engine.policy, "launch", scarce)
     texts = engine.ahead(requests_of(cases), after(9))
     assert any(text.finish is None for text in texts)
     assert any(text.tokens for text in texts)
