@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from operator import index
 
+import numpy as np
+
+from rollout.drafting.suffix import SuffixDrafter, propose
 from rollout.types import Drafter, RolloutError
 
 
@@ -20,6 +24,10 @@ class Draft:
     logprobs: Sequence[float] | None = None
     """Of the tokens, under the law that drew them; None where nobody asks for it."""
 
+    def first(self, count: int) -> Draft:
+        """At most the first `count` tokens of a draft without log-probs."""
+        return self if len(self.tokens) <= count else Draft(self.tokens[:count], self.source)
+
 
 EMPTY = Draft()
 
@@ -32,6 +40,40 @@ def ask(drafter: Drafter, text: Sequence[int], limit: int, vocab: int) -> Draft:
     """
     proposed = drafter.propose(tuple(text), limit)  # a copy: what drafters do with it is their own affair
     return Draft(known(_ids(drafter, proposed, limit), vocab), getattr(drafter, "source", "custom"))
+
+
+def ask_all(
+    drafters: Sequence[Drafter | None], texts: Sequence[Sequence[int]], limits: Sequence[int], vocab: int
+) -> list[Draft]:
+    """What `ask` gives for each row; nothing without a drafter or room. Suffix drafters are asked together.
+
+    Raises:
+        RolloutError: see `ask`.
+    """
+    rows = list(zip(drafters, texts, limits, strict=True))
+    suffixes = [i for i, (drafter, _, limit) in enumerate(rows) if type(drafter) is SuffixDrafter and limit > 0]
+    proposed = propose(*zip(*(rows[i] for i in suffixes), strict=True)) if suffixes else []
+    if not _exist(proposed, vocab):
+        proposed = [known(_ids(drafters[i], p, limits[i]), vocab) for i, p in zip(suffixes, proposed, strict=True)]
+    together = dict(zip(suffixes, proposed, strict=True))
+    drafts = []
+    for i, (drafter, text, limit) in enumerate(rows):
+        if i in together:
+            drafts.append(Draft(together[i], drafter.source))
+        else:
+            drafts.append(ask(drafter, text, limit, vocab) if drafter and limit > 0 else EMPTY)
+    return drafts
+
+
+def _exist(texts: Iterable[list[int]], vocab: int) -> bool:
+    """All tokens are ids below `vocab`."""
+    ids = array("I")
+    try:
+        for tokens in texts:
+            ids.fromlist(tokens)
+    except (OverflowError, TypeError):
+        return False
+    return not ids or np.frombuffer(ids, np.uint32).max() < vocab
 
 
 def known(tokens: Sequence[int], vocab: int) -> list[int]:
