@@ -65,12 +65,14 @@ def accept_exact(draws: Sequence[int], draft: Sequence[int]) -> int:
     `draws[i]` is the keyed draw given the prefix and draft[:i]; it may be longer than the draft. The output
     draws[:n + 1] is what plain decoding with the same key emits, whatever the draft (E0 of docs/guarantees.md).
     """
-    n = min(len(draws), len(draft))
-    if draws[:n] == draft[:n]:  # lists, most often
-        return n
-    for n, (drawn, drafted) in enumerate(zip(draws, draft, strict=False)):
+    most = min(len(draws), len(draft))
+    if draws[:most] == draft[:most]:  # lists, most often
+        return most
+    n = 0
+    for drawn, drafted in zip(draws, draft, strict=False):
         if drawn != drafted:
-            return n
+            break
+        n += 1
     return n
 
 

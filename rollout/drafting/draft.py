@@ -25,8 +25,8 @@ class Draft:
     """Of the tokens, under the law that drew them; None where nobody asks for it."""
 
     def first(self, count: int) -> Draft:
-        """At most the first `count` tokens of a draft without log-probs."""
-        return self if len(self.tokens) <= count else Draft(self.tokens[:count], self.source)
+        """At most the first `count` tokens of a draft without log-probs, as a list."""
+        return Draft(list(self.tokens[:count]), self.source)
 
 
 EMPTY = Draft()
@@ -54,7 +54,7 @@ def ask_all(
     suffixes = [i for i, (drafter, _, limit) in enumerate(rows) if type(drafter) is SuffixDrafter and limit > 0]
     proposed = propose(*zip(*(rows[i] for i in suffixes), strict=True)) if suffixes else []
     if not _exist(proposed, vocab):
-        proposed = [known(_ids(drafters[i], p, limits[i]), vocab) for i, p in zip(suffixes, proposed, strict=True)]
+        proposed = [known(tokens, vocab) for tokens in proposed]
     together = dict(zip(suffixes, proposed, strict=True))
     drafts = []
     for i, (drafter, text, limit) in enumerate(rows):
@@ -65,14 +65,11 @@ def ask_all(
     return drafts
 
 
-def _exist(texts: Iterable[list[int]], vocab: int) -> bool:
+def _exist(texts: Iterable[array[int]], vocab: int) -> bool:
     """All tokens are ids below `vocab`."""
     ids = array("I")
-    try:
-        for tokens in texts:
-            ids.fromlist(tokens)
-    except (OverflowError, TypeError):
-        return False
+    for tokens in texts:
+        ids += tokens
     return not ids or np.frombuffer(ids, np.uint32).max() < vocab
 
 

@@ -115,7 +115,7 @@ class Drafting:
     def guess(self, row: Response, limit: int) -> Sequence[int]:
         """Asks the row's own drafter for at most `limit` tokens."""
         self._guess([row], [limit])
-        return row.guess.tokens
+        return [*row.guess.tokens]
 
     def learn(self, row: Response, draft: Draft, stood: Stood) -> None:
         """What became of a row's draft, and of its guess had that been carried. Args: stood: before EOS and cap."""

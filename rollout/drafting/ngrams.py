@@ -19,11 +19,23 @@ _ID_BITS = 20  # of a token, in 32 bits; the others tell its group
 _NO_ID = (1 << _ID_BITS) - 1  # what ids are taken for that need more
 _MIX = (np.uint32(0x9E3779B1), np.uint32(0x85EBCA6B))
 
-Piece = tuple[int, int, Sequence[int], int]
+Piece = tuple[int, int, "array[int]", int]
 """(group, text, the text's tokens so far, how many of them were added before)"""
 Place = tuple[int, int, int]
 """(text, position, length of the n-gram before it); the length is one of `LENGTHS`, 0 for no place."""
 NOWHERE: Place = (0, 0, 0)
+
+
+def token_ids(tokens: Sequence[int]) -> array[int]:
+    """The ids in four bytes each; what cannot be one becomes an id that no vocabulary has."""
+    if isinstance(tokens, array):
+        return tokens
+    ids, tokens = array("I"), list(tokens)
+    try:
+        ids.fromlist(tokens)
+    except (OverflowError, TypeError):
+        ids.fromlist([t if isinstance(t, int) and 0 <= t < 1 << 32 else (1 << 32) - 1 for t in tokens])
+    return ids
 
 
 class NGrams:
@@ -67,7 +79,7 @@ class NGrams:
                 self._add(pieces[first:last])
                 first, tokens = last, 0
 
-    def find(self, groups: Sequence[int], suffixes: Sequence[Sequence[int]]) -> list[Place]:
+    def find(self, groups: Sequence[int], suffixes: Sequence[array[int]]) -> list[Place]:
         """What followed the longest suffix in its group, most recently.
 
         Args: suffixes: the last tokens of each text, at most 8.
@@ -75,7 +87,7 @@ class NGrams:
         if not self._count:
             return [NOWHERE] * len(groups)
         known = np.fromiter(map(len, suffixes), np.int32, len(suffixes))
-        ids = _ids([s if len(s) == _LONGEST else [_NO_ID] * (_LONGEST - len(s)) + [*s] for s in suffixes])
+        ids = _ids([s if len(s) == _LONGEST else array("I", [0] * (_LONGEST - len(s))) + s for s in suffixes])
         ids = ids.reshape(-1, _LONGEST) | _marks(groups)[:, None]
         best, matched = np.zeros(len(ids), np.int32), np.zeros(len(ids), np.int32)
         for length, places, hashes in zip(reversed(LENGTHS), self._places[::-1], _hashes(ids), strict=True):
@@ -145,16 +157,12 @@ def _slots(hashes: NDArray[np.uint32], size: int) -> NDArray[np.int64]:
     return (mixed.astype(np.uint64) * np.uint64(size) >> np.uint64(32)).view(np.int64)
 
 
-def _ids(texts: Sequence[Sequence[int]]) -> NDArray[np.uint32]:
-    """The tokens of all texts, one after the other. Those that are no ids follow nothing that a policy writes."""
-    ids = array("I")
+def _ids(texts: Sequence[array[int]]) -> NDArray[np.uint32]:
+    """The tokens of all texts, one after the other, in the bits that they have."""
+    joined = array("I")
     for text in texts:
-        tokens = text if type(text) is list else list(text)
-        try:
-            ids.fromlist(tokens)
-        except (OverflowError, TypeError):
-            ids.fromlist([t if isinstance(t, int) and 0 <= t < _NO_ID else _NO_ID for t in tokens])
-    found = np.frombuffer(ids, np.uint32)
+        joined += text
+    found = np.frombuffer(joined, np.uint32)
     return np.minimum(found, _NO_ID, out=found)
 
 

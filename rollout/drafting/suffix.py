@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from operator import eq
 from typing import Any
 
 from rollout.config import SOURCES
-from rollout.drafting.ngrams import LENGTHS, NGrams, Piece, Place
+from rollout.drafting.ngrams import LENGTHS, NGrams, Piece, Place, token_ids
 from rollout.types import Request
 
 _RECENT = 6  # positions over which a text that is being followed shows whether it still fits
@@ -27,7 +28,7 @@ class PromptTexts:
 
     def __init__(self, stored: Sequence[Sequence[int]] = (), sources: Collection[str] = SOURCES):
         self.sources = frozenset(sources)
-        self.texts: list[Sequence[int]] = list(stored) if "earlier" in sources else []
+        self.texts = [token_ids(text) for text in stored] if "earlier" in sources else []
         self.stored = len(self.texts)
         self._forget()
 
@@ -46,12 +47,12 @@ class PromptTexts:
 
     def open(self) -> int:
         """Begins a new text; returns its number."""
-        self.texts.append([])
+        self.texts.append(array("I"))
         return len(self.texts) - 1
 
     def extend(self, text: int, tokens: Sequence[int]) -> None:
         """Appends to a text that `open` began."""
-        self.texts[text].extend(tokens)
+        self.texts[text] += token_ids(tokens)
 
     def join(self, index: NGrams) -> None:
         """Searches go to that index from now on."""
@@ -79,7 +80,7 @@ def find(prompts: Sequence[PromptTexts], texts: Sequence[Sequence[int]]) -> list
         if lacking := [piece for prompt in asked if prompt.index is index for piece in prompt.unindexed()]:
             index.add(lacking)
         rows = [i for i, prompt in enumerate(prompts) if prompt.index is index]
-        suffixes = [texts[i][-LENGTHS[0] :] for i in rows]
+        suffixes = [token_ids(texts[i][-LENGTHS[0] :]) for i in rows]
         found |= zip(rows, index.find([prompts[i].group for i in rows], suffixes), strict=True)
     return [found[i] for i in range(len(prompts))]
 
@@ -112,16 +113,19 @@ class SuffixDrafter:
         self.texts = texts
         self.source = "prefix" if ahead is None else "ahead"
         """Where the last draft came from."""
-        self._followed, self._shift = own if "prefix" in texts.sources else None, 0
+        self._followed, self._shift = None, 0
         if ahead is not None:
-            self._followed = ahead
+            self._followed = token_ids(ahead)
         elif own is None and texts.stored:
             self._followed, self.source = texts.texts[0], "earlier"
+        elif own is not None and "prefix" in texts.sources:
+            own = token_ids(own)
+            self._followed = next((text for text in texts.texts[: texts.stored] if text == own), own)  # travels once
         self._row = texts.open() if "group" in texts.sources else None
         self._told = 0
 
     def propose(self, tokens: Sequence[int], limit: int) -> list[int]:
-        return propose([self], [tokens], [limit])[0]
+        return propose([self], [tokens], [limit])[0].tolist()
 
     def tell(self, tokens: Sequence[int]) -> bool:
         """Adds what the response has grown by to the texts; whether the text that is followed fits, and goes on."""
@@ -145,13 +149,10 @@ class SuffixDrafter:
             self.source = "earlier" if text < self.texts.stored else "group"
             self._followed, self._shift = self.texts.texts[text], at - len(tokens)
 
-    def ahead(self, length: int, limit: int) -> list[int]:
+    def ahead(self, length: int, limit: int) -> array[int]:
         """At most `limit` tokens that follow the first `length` in the text that is followed."""
-        if self._followed is None:
-            return []
         start = length + self._shift
-        tokens = self._followed[start : start + limit]
-        return tokens if type(tokens) is list else list(tokens)
+        return array("I") if self._followed is None else self._followed[start : start + limit]
 
     def _agreement(self, tokens: Sequence[int]) -> int:
         """Of the last positions, how many have the followed text's tokens; 0 when it has no more to offer."""
@@ -164,7 +165,7 @@ class SuffixDrafter:
 
 def propose(
     drafters: Sequence[SuffixDrafter], texts: Sequence[Sequence[int]], limits: Sequence[int]
-) -> list[list[int]]:
+) -> list[array[int]]:
     """What `SuffixDrafter.propose` gives for each row, all asked together; without a limit nothing is searched."""
     rows = list(zip(drafters, texts, limits, strict=True))
     fits = [drafter.tell(tokens) for drafter, tokens, _ in rows]

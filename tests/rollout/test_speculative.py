@@ -14,6 +14,7 @@ import torch
 from rollout.build import build_engine
 from rollout.cache.memory import Fingerprint, TrajectoryCache
 from rollout.config import BudgetConfig, RolloutConfig
+from rollout.drafting.ngrams import token_ids
 from rollout.drafting.suffix import PromptTexts, SuffixDrafter
 from rollout.engines.base import EngineSpec
 from rollout.keys import derive_key, generation
@@ -519,7 +520,7 @@ def hostile(prompts, texts):
     """An index that answers at random: with any place of any text, and with tokens that do not exist."""
     found = []
     for prompt in prompts:
-        prompt.texts[0] = [HOSTILE.randrange(-2, VOCAB + 2) for _ in range(20)]
+        prompt.texts[0] = token_ids([HOSTILE.randrange(-2, VOCAB + 2) for _ in range(20)])
         text = HOSTILE.randrange(len(prompt.texts))
         found.append((text, HOSTILE.randrange(len(prompt.texts[text]) + 1), HOSTILE.choice([0, 2, 8])))
     return found
