@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Sequence
+from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,7 +31,9 @@ def token_ids(tokens: Sequence[int]) -> array[int]:
     """The ids in four bytes each; what cannot be one becomes an id that no vocabulary has."""
     if isinstance(tokens, array):
         return tokens
-    ids, tokens = array("I"), list(tokens)
+    ids = array("I")
+    if type(tokens) is not list:
+        tokens = list(tokens)
     try:
         ids.fromlist(tokens)
     except (OverflowError, TypeError):
@@ -79,7 +82,7 @@ class NGrams:
                 self._add(pieces[first:last])
                 first, tokens = last, 0
 
-    def find(self, groups: Sequence[int], suffixes: Sequence[array[int]]) -> list[Place]:
+    def find(self, groups: Sequence[int], suffixes: Sequence[Sequence[int]]) -> list[Place]:
         """What followed the longest suffix in its group, most recently.
 
         Args: suffixes: the last tokens of each text, at most 8.
@@ -87,7 +90,9 @@ class NGrams:
         if not self._count:
             return [NOWHERE] * len(groups)
         known = np.fromiter(map(len, suffixes), np.int32, len(suffixes))
-        ids = _ids([s if len(s) == _LONGEST else array("I", [0] * (_LONGEST - len(s))) + s for s in suffixes])
+        if known.min() < _LONGEST:
+            suffixes = [[0] * (_LONGEST - len(suffix)) + [*suffix] for suffix in suffixes]
+        ids = _ids([token_ids([*chain.from_iterable(suffixes)])])
         ids = ids.reshape(-1, _LONGEST) | _marks(groups)[:, None]
         best, matched = np.zeros(len(ids), np.int32), np.zeros(len(ids), np.int32)
         for length, places, hashes in zip(reversed(LENGTHS), self._places[::-1], _hashes(ids), strict=True):

@@ -80,7 +80,7 @@ def find(prompts: Sequence[PromptTexts], texts: Sequence[Sequence[int]]) -> list
         if lacking := [piece for prompt in asked if prompt.index is index for piece in prompt.unindexed()]:
             index.add(lacking)
         rows = [i for i, prompt in enumerate(prompts) if prompt.index is index]
-        suffixes = [token_ids(texts[i][-LENGTHS[0] :]) for i in rows]
+        suffixes = [texts[i][-LENGTHS[0] :] for i in rows]
         found |= zip(rows, index.find([prompts[i].group for i in rows], suffixes), strict=True)
     return [found[i] for i in range(len(prompts))]
 

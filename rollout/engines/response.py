@@ -57,9 +57,13 @@ class Response:
         """Appends what stood, up to the first EOS or the cap; returns how many tokens that are."""
         count, self.finish = cut(stood.tokens, eos_ids, self.room)
         drafted = min(stood.drafted, count)
-        self.tokens += stood.tokens[:count]
-        self.logprobs += stood.logprobs[:count]
-        self.behaviour += stood.behaviour[:count]
+        columns = stood.tokens, stood.logprobs, stood.behaviour
+        if count < len(stood.tokens):
+            columns = (column[:count] for column in columns)
+        tokens, logprobs, behaviour = columns
+        self.tokens += tokens
+        self.logprobs += logprobs
+        self.behaviour += behaviour
         self.reused += [True] * drafted + [False] * (count - drafted)
         self.passes += 1
         if self.finish:

@@ -12,10 +12,6 @@ def add(index: NGrams, pieces) -> None:
     index.add([(group, text, token_ids(tokens), known) for group, text, tokens, known in pieces])
 
 
-def find(index: NGrams, groups, suffixes):
-    return index.find(groups, [token_ids(suffix) for suffix in suffixes])
-
-
 class Dictionary:
     """Every n-gram, and what followed it last."""
 
@@ -58,7 +54,7 @@ class Writing:
 
 def compared(index: NGrams, known: Dictionary, asked) -> Counter:
     """Searches that agree, and those that a collision made shorter; anything else is an error."""
-    found = find(index, [group for group, _ in asked], [suffix for _, suffix in asked])
+    found = index.find([group for group, _ in asked], [suffix for _, suffix in asked])
     counts = Counter()
     for (group, suffix), place in zip(asked, found, strict=True):
         if place == known.find(group, suffix):
@@ -97,7 +93,7 @@ def test_collisions_are_few(expected):
     asked = [(group, text[at - 8 : at]) for text in texts for at in range(8, 3000, 7)]
     counts = compared(index, known, asked)
     assert 0 < counts["shorter"] < (0.15 if expected else 0.3) * len(asked)
-    nowhere = find(index, [group] * len(asked), [suffix for _, suffix in asked]).count(NOWHERE)
+    nowhere = index.find([group] * len(asked), [suffix for _, suffix in asked]).count(NOWHERE)
     assert nowhere < (0.02 if expected else 0.08) * len(asked), "a shorter suffix leads to the same place"
     assert index.nbytes / 30_000 < (65 if expected else 80)
 
@@ -106,16 +102,16 @@ def test_groups_know_nothing_of_each_other():
     index, text = NGrams(), [5, 6, 7, 8, 9]
     first, second, third = index.group(), index.group(), index.group()
     add(index, [(first, 0, text, 0), (second, 3, [1, *text], 0)])
-    assert find(index, [first, second, third], [[5, 6, 7, 8]] * 3) == [(0, 4, 4), (3, 5, 4), NOWHERE]
+    assert index.find([first, second, third], [[5, 6, 7, 8]] * 3) == [(0, 4, 4), (3, 5, 4), NOWHERE]
 
 
 def test_later_pieces_are_more_recent():
     index, phrase = NGrams(), [1, 2, 3, 4]
     group = index.group()
     add(index, [(group, i, [*phrase, 10 + i], 0) for i in (2, 0, 1)])
-    assert find(index, [group], [phrase]) == [(1, 4, 4)]
+    assert index.find([group], [phrase]) == [(1, 4, 4)]
     add(index, [(group, 2, [*phrase, 12, *phrase, 13], 5)])
-    assert find(index, [group], [phrase]) == [(2, 9, 4)]
+    assert index.find([group], [phrase]) == [(2, 9, 4)]
 
 
 @pytest.mark.parametrize("odd", [-1, 2**20, 2**31, 2**32, 2**70, 0.5, None])
@@ -123,9 +119,9 @@ def test_what_is_no_token_id_is_never_found(odd):
     index = NGrams()
     group = index.group()
     add(index, [(group, 0, (1, 2, odd, 3, 4, 5), 0)])
-    assert find(index, [group], [[3, 4]]) == [(0, 5, 2)]
-    assert find(index, [group], [[1, 2]]) == [(0, 2, 2)]
-    assert find(index, [group], [[2, 9]]) == [NOWHERE]
+    assert index.find([group], [[3, 4]]) == [(0, 5, 2)]
+    assert index.find([group], [[1, 2]]) == [(0, 2, 2)]
+    assert index.find([group], [[2, 9]]) == [NOWHERE]
 
 
 def test_an_index_is_full_at_some_size():
@@ -141,4 +137,4 @@ def test_an_index_is_full_at_some_size():
 
 def test_nothing_is_found_where_nothing_was_added():
     index = NGrams()
-    assert find(index, [index.group()] * 2, [[], [1, 2]]) == [NOWHERE] * 2
+    assert index.find([index.group()] * 2, [[], [1, 2]]) == [NOWHERE] * 2
