@@ -50,18 +50,16 @@ def ask_all(
     Raises:
         RolloutError: see `ask`.
     """
-    rows = list(zip(drafters, texts, limits, strict=True))
-    suffixes = [i for i, (drafter, _, limit) in enumerate(rows) if type(drafter) is SuffixDrafter and limit > 0]
-    proposed = propose(*zip(*(rows[i] for i in suffixes), strict=True)) if suffixes else []
+    together = [i for i, d in enumerate(drafters) if type(d) is SuffixDrafter and limits[i] > 0]
+    drafts = [
+        ask(drafter, text, limit, vocab) if drafter and limit > 0 and type(drafter) is not SuffixDrafter else EMPTY
+        for drafter, text, limit in zip(drafters, texts, limits, strict=True)
+    ]
+    proposed = propose(*([column[i] for i in together] for column in (drafters, texts, limits)))
     if not _exist(proposed, vocab):
         proposed = [known(tokens, vocab) for tokens in proposed]
-    together = dict(zip(suffixes, proposed, strict=True))
-    drafts = []
-    for i, (drafter, text, limit) in enumerate(rows):
-        if i in together:
-            drafts.append(Draft(together[i], drafter.source))
-        else:
-            drafts.append(ask(drafter, text, limit, vocab) if drafter and limit > 0 else EMPTY)
+    for i, tokens in zip(together, proposed, strict=True):
+        drafts[i] = Draft(tokens, drafters[i].source)
     return drafts
 
 

@@ -171,14 +171,14 @@ class Drafting:
         if self.contexts is None or self.budget.window:
             return drafts
         price = plan.needed
+        reach = self.contexts.most(max((row.room for row in rows), default=1) - 1, price)
         gains: dict[tuple[Kind, int], float] = {}  # of drafts, by kind and length
         for i, row in enumerate(rows):
             if (same := (row.kind, len(drafts[i].tokens))) not in gains:
                 gains[same] = self.budget.gain(*same, price)
-            own = gains[same]
-            if row.drafting and self.contexts.most(row.room - 1, price) > own:
+            if reach > gains[same] and row.drafting:
                 text = (*row.request.prompt[-CONTEXT_TOKENS:], *row.tokens[-CONTEXT_TOKENS:])
-                likely, _ = self.contexts.draft(text, row.room - 1, price, own)
+                likely, _ = self.contexts.draft(text, row.room - 1, price, gains[same])
                 if likely:
                     drafts[i] = Draft(likely, "contexts")
         return drafts

@@ -45,14 +45,10 @@ class PromptTexts:
         self.__dict__.update(state)
         self._forget()
 
-    def open(self) -> int:
-        """Begins a new text; returns its number."""
+    def open(self) -> array[int]:
+        """Begins a new text, which grows as its ids are appended."""
         self.texts.append(array("I"))
-        return len(self.texts) - 1
-
-    def extend(self, text: int, tokens: Sequence[int]) -> None:
-        """Appends to a text that `open` began."""
-        self.texts[text] += token_ids(tokens)
+        return self.texts[-1]
 
     def join(self, index: NGrams) -> None:
         """Searches go to that index from now on."""
@@ -121,8 +117,7 @@ class SuffixDrafter:
         elif own is not None and "prefix" in texts.sources:
             own = token_ids(own)
             self._followed = next((text for text in texts.texts[: texts.stored] if text == own), own)  # travels once
-        self._row = texts.open() if "group" in texts.sources else None
-        self._told = 0
+        self._told = texts.open() if "group" in texts.sources else None
 
     def propose(self, tokens: Sequence[int], limit: int) -> list[int]:
         return propose([self], [tokens], [limit])[0].tolist()
@@ -130,9 +125,8 @@ class SuffixDrafter:
     def tell(self, tokens: Sequence[int]) -> bool:
         """Adds what the response has grown by to the texts; whether the text that is followed fits, and goes on."""
         n = len(tokens)
-        if self._row is not None and n > self._told:
-            self.texts.extend(self._row, tokens[self._told :])
-            self._told = n
+        if self._told is not None and n > (told := len(self._told)):
+            self._told += token_ids(tokens[told:])
         at, text = n + self._shift, self._followed
         return text is not None and at < len(text) and (not n or text[at - 1] == tokens[-1])
 

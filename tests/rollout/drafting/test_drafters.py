@@ -230,7 +230,7 @@ def test_a_search_by_brute_force_finds_the_same():
         texts = PromptTexts(stored)
         rows = [texts.open() for _ in range(3)]
         for _ in range(20):
-            texts.extend(rng.choice(rows), [rng.randrange(4) for _ in range(rng.randrange(4))])
+            rng.choice(rows).extend(rng.randrange(4) for _ in range(rng.randrange(4)))
             tokens = [rng.randrange(4) for _ in range(rng.randrange(12))]
             ((text, at, length),) = find([texts], [tokens])
             hidden += length != longest(texts.texts, tokens)  # by a collision
