@@ -13,12 +13,14 @@ LENGTHS = (8, 4, 2)
 """Tokens of the n-grams, longest first; each is twice the next."""
 _LONGEST = LENGTHS[0]
 _SPREAD = 4, 2  # slots for each token: for those that are expected, and at least
-_FEWEST = 1 << 12  # slots
+_FEWEST = 1 << 16  # slots, so that small indices hardly know collisions
 _BLOCK = 1 << 15  # tokens or slots that are worked on at a time, in fast memory
 _FULL = 1 << 22  # tokens of an index that takes no more groups
 _ID_BITS = 20  # of a token, in 32 bits; the others tell its group
 _NO_ID = (1 << _ID_BITS) - 1  # what ids are taken for that need more
-_MIX = (np.uint32(0x9E3779B1), np.uint32(0x85EBCA6B))
+_PRIMES = {1: np.uint32(0x9E3779B1), 2: np.uint32(0x85EBCA77), 4: np.uint32(0xC2B2AE3D)}
+"""Of xxHash, by the length of the n-grams that are joined: near ones would give many n-grams one hash."""
+_MIX = np.uint32(0x27D4EB2F)
 
 Piece = tuple[int, int, "array[int]", int]
 """(group, text, the text's tokens so far, how many of them were added before)"""
@@ -51,7 +53,7 @@ class NGrams:
 
     def __init__(self, tokens: int = 0):
         """Args: tokens: about how many will be held; more are taken as they come."""
-        self._tokens = np.zeros(max(tokens, _FEWEST), np.uint32)  # with their group's number in the upper bits
+        self._tokens = np.zeros(max(tokens, 1 << 10), np.uint32)  # with their group's number in the upper bits
         self._held = _LONGEST  # of these; what would begin at place 0 was not seen
         self._groups = self._added = 0  # groups; tokens, those apart that are held once more before a piece
         self._places = np.zeros((len(LENGTHS), max(_SPREAD[0] * tokens, _FEWEST)), np.int32)
@@ -150,16 +152,20 @@ def _marks(groups: Sequence[int]) -> NDArray[np.uint32]:
 
 def _hashes(ids: NDArray[np.uint32]) -> Iterator[NDArray[np.uint32]]:
     """Of the n-grams that begin at each place of the last axis, shortest first, as far as one fits."""
-    length = 1
+    ids, length = _mixed(ids), 1  # groups differ in few bits
     while length < min(ids.shape[-1], _LONGEST):
-        ids = ids[..., :-length] * (_MIX[0] + np.uint32(2 * length)) + ids[..., length:]
+        ids = ids[..., :-length] * _PRIMES[length] + ids[..., length:]
         length *= 2
         yield ids
 
 
+def _mixed(bits: NDArray[np.uint32]) -> NDArray[np.uint32]:
+    """Every upper bit depends on all bits."""
+    return (bits ^ bits >> np.uint32(15)) * _MIX
+
+
 def _slots(hashes: NDArray[np.uint32], size: int) -> NDArray[np.int64]:
-    mixed = (hashes ^ hashes >> np.uint32(15)) * _MIX[1]
-    return (mixed.astype(np.uint64) * np.uint64(size) >> np.uint64(32)).view(np.int64)
+    return (_mixed(hashes).astype(np.uint64) * np.uint64(size) >> np.uint64(32)).view(np.int64)
 
 
 def _ids(texts: Sequence[array[int]]) -> NDArray[np.uint32]:

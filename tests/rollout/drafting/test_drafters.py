@@ -238,7 +238,7 @@ def test_a_search_by_brute_force_finds_the_same():
             if length:
                 assert list(texts.texts[text][at - length : at]) == tokens[-length:]
                 assert at < len(texts.texts[text])
-    assert hidden < 20
+    assert hidden < 5
 
 
 def longest(texts, tokens) -> int:
@@ -293,7 +293,7 @@ def test_rows_that_are_asked_together_get_what_each_gets_alone():
         sources |= {drafter.source for drafter in together}
         same += sum(map(eq, found, expected))
         searches += len(found)
-    assert same > 0.97 * searches, "collisions differ"
+    assert same > 0.99 * searches, "collisions differ"
     assert sources > {"position", "earlier", "group"}
     assert len({id(drafter.texts.index) for drafter in together}) == 1, "prompts share an index"
     assert len({id(drafter.texts.index) for drafter in alone}) == 5
@@ -310,6 +310,12 @@ def test_prompts_that_come_later_leave_a_full_index(monkeypatch):
         (text, at, length) = find([drafter.texts], [tokens])[0]
         assert length
         assert [*drafter.texts.texts[text][at - length : at]] == tokens[-length:]
+
+
+def test_an_index_numbers_so_many_prompts():
+    prompts = [PromptTexts([[1, 2, 3]]) for _ in range(5000)]
+    assert find(prompts, [[1, 2]] * 5000).count((0, 2, 2)) > 4700, "few collisions"
+    assert len({id(prompt.index) for prompt in prompts}) == 2
 
 
 class Odd:
