@@ -35,7 +35,7 @@ class Drawn:
         return states[first : first + len(self.draws)]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Stood:
     """What a row emits after a pass, before EOS and cap cut it. Sequences of one length."""
 
@@ -65,6 +65,9 @@ def accept_exact(draws: Sequence[int], draft: Sequence[int]) -> int:
     `draws[i]` is the keyed draw given the prefix and draft[:i]; it may be longer than the draft. The output
     draws[:n + 1] is what plain decoding with the same key emits, whatever the draft (E0 of docs/guarantees.md).
     """
+    most = min(len(draws), len(draft))
+    if draws[:most] == draft[:most]:  # lists, most often
+        return most
     n = 0
     for drawn, drafted in zip(draws, draft, strict=False):
         if drawn != drafted:
@@ -79,7 +82,7 @@ def cut(tokens: Sequence[int], eos_ids: Collection[int], room: int) -> tuple[int
     The first EOS ends it (kept, `stop`), else the cap of `room` tokens (`length`); an EOS that is exactly the last
     token allowed is a `stop`.
     """
-    for i, token in enumerate(tokens[:room]):
-        if token in eos_ids:
-            return i + 1, "stop"
+    ends = [tokens.index(eos) for eos in eos_ids if eos in tokens]
+    if ends and (end := min(ends)) < room:
+        return end + 1, "stop"
     return (room, "length") if len(tokens) >= room else (len(tokens), None)

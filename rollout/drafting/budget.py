@@ -107,9 +107,13 @@ class Budget:
 
     def observe_draft(self, kind: Kind, drafted: int, accepted: int) -> None:
         """Of `drafted` tokens of a row's own drafter the first `accepted` stood, or would have stood."""
-        for seen in (self._seen.setdefault(kind, [0.0, 0.0]), self._all):
-            seen[0] += accepted
-            seen[1] += accepted < drafted
+        seen, rejected = self._seen.get(kind), accepted < drafted
+        if seen is None:
+            seen = self._seen[kind] = [0.0, 0.0]
+        seen[0] += accepted
+        seen[1] += rejected
+        self._all[0] += accepted
+        self._all[1] += rejected
 
     def next_rollout(self) -> None:
         """Weights have changed: trust the past half as much, so that a bad spell does not last."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
+
+from rollout.drafting.cost import MOST, emitted
 
 _LENGTHS = (6, 4, 3)  # tokens of a context, longest first
 _MOST = 15  # hits and misses of an entry go no further, as habits change
@@ -37,6 +40,7 @@ class ContextTable:
         self._old: list[dict[tuple[int, ...], int]] = [{} for _ in _LENGTHS]
         self._right = [0.5] * (len(_LENGTHS) * _RATES * _SIZES)  # guesses of each level that came true, and all
         self._guesses = [2.0] * len(self._right)
+        self._surest = 0.25
 
     def __len__(self) -> int:
         """Contexts held."""
@@ -52,6 +56,7 @@ class ContextTable:
                 chosen.append(((*prompt[-_LENGTHS[0] :], *tokens), len(tokens)))
         for text, length in chosen:  # all are guessed before any is added: the rows of a rollout know not each other
             self._check(text, length)
+        self._surest = max(right / guesses for right, guesses in zip(self._right, self._guesses, strict=True))
         for text, length in chosen:
             self._add(text, length)
         if sum(map(len, self._new)) > self.capacity:
@@ -65,22 +70,30 @@ class ContextTable:
         guess = self._look_up(context)
         return guess and (guess[0], self._right[guess[1]] / self._guesses[guess[1]])
 
-    def draft(self, context: Sequence[int], limit: int, price: float) -> tuple[list[int], float]:
+    def draft(self, context: Sequence[int], limit: int, price: float, beat: float = 0.0) -> tuple[list[int], float]:
         """Likely next tokens, as long as the chance that all of them stand is at least `price`.
 
-        Args: context: prompt and response so far; limit: most tokens.
+        Args: context: prompt and response so far; limit: most tokens; beat: a gain that must be exceeded, else nothing
+        is drafted: the search ends where it can no longer be.
         Returns: the tokens, and the expected number of accepted ones less the price of all.
         """
         tokens: list[int] = []
         stands, gain, context = 1.0, 0.0, tuple(context[-_LENGTHS[0] :])
-        while len(tokens) < limit and (guess := self.next(context)):
-            stands *= guess[1]
-            if stands < price:
+        while len(tokens) < limit and gain + self.most(limit - len(tokens), price, stands) > beat:
+            if not (guess := self.next(context)) or (stands := stands * guess[1]) < price:
                 break
             tokens.append(guess[0])
             gain += stands - price
             context = (*context[1 - _LENGTHS[0] :], guess[0])
-        return tokens, gain
+        return (tokens, gain) if gain > beat else ([], 0.0)
+
+    def most(self, limit: int, price: float, stands: float = 1.0) -> float:
+        """What a draft of at most `limit` tokens can gain behind tokens that stand with probability `stands`."""
+        sure = min(self._surest, MOST)
+        if stands * sure < price:
+            return 0.0
+        k = min(limit, int(math.log(price / stands) / math.log(sure))) if price > 0 else limit
+        return stands * (emitted(sure, k) - 1) - price * k + 1e-9  # rounding must not decide
 
     def _look_up(self, context: tuple[int, ...]) -> tuple[int, int] | None:
         """The guess and its level."""

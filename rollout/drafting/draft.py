@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from operator import index
 
+import numpy as np
+
+from rollout.drafting.suffix import SuffixDrafter, propose
 from rollout.types import Drafter, RolloutError
 
 
@@ -20,6 +24,10 @@ class Draft:
     logprobs: Sequence[float] | None = None
     """Of the tokens, under the law that drew them; None where nobody asks for it."""
 
+    def first(self, count: int) -> Draft:
+        """At most the first `count` tokens of a draft without log-probs, as a list."""
+        return Draft(list(self.tokens[:count]), self.source)
+
 
 EMPTY = Draft()
 
@@ -32,6 +40,35 @@ def ask(drafter: Drafter, text: Sequence[int], limit: int, vocab: int) -> Draft:
     """
     proposed = drafter.propose(tuple(text), limit)  # a copy: what drafters do with it is their own affair
     return Draft(known(_ids(drafter, proposed, limit), vocab), getattr(drafter, "source", "custom"))
+
+
+def ask_all(
+    drafters: Sequence[Drafter | None], texts: Sequence[Sequence[int]], limits: Sequence[int], vocab: int
+) -> list[Draft]:
+    """What `ask` gives for each row; nothing without a drafter or room. Suffix drafters are asked together.
+
+    Raises:
+        RolloutError: see `ask`.
+    """
+    together = [i for i, d in enumerate(drafters) if type(d) is SuffixDrafter and limits[i] > 0]
+    drafts = [
+        ask(drafter, text, limit, vocab) if drafter and limit > 0 and type(drafter) is not SuffixDrafter else EMPTY
+        for drafter, text, limit in zip(drafters, texts, limits, strict=True)
+    ]
+    proposed = propose(*([column[i] for i in together] for column in (drafters, texts, limits)))
+    if not _exist(proposed, vocab):
+        proposed = [known(tokens, vocab) for tokens in proposed]
+    for i, tokens in zip(together, proposed, strict=True):
+        drafts[i] = Draft(tokens, drafters[i].source)
+    return drafts
+
+
+def _exist(texts: Iterable[array[int]], vocab: int) -> bool:
+    """All tokens are ids below `vocab`."""
+    ids = array("I")
+    for tokens in texts:
+        ids += tokens
+    return not ids or np.frombuffer(ids, np.uint32).max() < vocab
 
 
 def known(tokens: Sequence[int], vocab: int) -> list[int]:

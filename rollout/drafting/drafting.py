@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Protocol
 
-from rollout.drafting.budget import Budget, Plan
+from rollout.drafting.budget import Budget, Kind, Plan
 from rollout.drafting.chain import Chain
 from rollout.drafting.contexts import ContextTable
-from rollout.drafting.draft import EMPTY, Draft, ask
+from rollout.drafting.draft import EMPTY, Draft, ask_all
 from rollout.types import EngineStats, Request, RolloutError
 from rollout.verify import Stood, accept_exact
 
@@ -120,12 +120,8 @@ class Drafting:
 
     def guess(self, row: Response, limit: int) -> Sequence[int]:
         """Asks the row's own drafter for at most `limit` tokens."""
-        drafter = row.request.drafter
-        row.guess = Draft((), getattr(drafter, "source", "custom"))
-        if drafter and row.drafting and limit > 0:
-            row.guess = ask(drafter, row.tokens, limit, self.vocab)
-        row.kind = (row.state, row.guess.source) if row.guess.tokens else None
-        return row.guess.tokens
+        self._guess([row], [limit])
+        return [*row.guess.tokens]
 
     def learn(self, row: Response, draft: Draft, stood: Stood) -> None:
         """What became of a row's draft, and of its guess had that been carried. Args: stood: before EOS and cap."""
@@ -161,23 +157,37 @@ class Drafting:
             return plan, [row.guess for row in rows]
         width = max((row.length for row in rows), default=1)
         longest = self.budget.longest(len(rows), width)
-        for row in rows:
-            self.guess(row, min(longest, row.room - 1))
+        self._guess(rows, [min(longest, row.room - 1) for row in rows])
         plan = self.budget.plan([row.kind for row in rows], self.model is not None, width)
-        drafts = [self._carried(row, plan) for row in rows]
+        drafts = self._carried(rows, plan)
         self.budget.observe_asking(time.perf_counter() - began, any(draft.tokens for draft in drafts))
         return plan, drafts
 
-    def _carried(self, row: Response, plan: Plan) -> Draft:
-        """As much of the row's guess as its kind may carry, or what the contexts promise more of."""
-        kind, price = row.kind, plan.needed
-        own = Draft(row.guess.tokens[: plan.windows[kind]], row.guess.source)
-        if self.contexts is not None and row.drafting and not self.budget.window:
-            text = (*row.request.prompt[-CONTEXT_TOKENS:], *row.tokens[-CONTEXT_TOKENS:])
-            likely, gain = self.contexts.draft(text, row.room - 1, price)
-            if likely and gain > self.budget.gain(kind, len(own.tokens), price):
-                return Draft(likely, "contexts")
-        return own
+    def _guess(self, rows: Sequence[Response], limits: Sequence[int]) -> None:
+        """Asks the rows' own drafters."""
+        drafters = [row.request.drafter if row.drafting else None for row in rows]
+        guesses = ask_all(drafters, [row.tokens for row in rows], limits, self.vocab)
+        for row, guess in zip(rows, guesses, strict=True):
+            row.guess = guess
+            row.kind = (row.state, guess.source) if guess.tokens else None
+
+    def _carried(self, rows: Sequence[Response], plan: Plan) -> list[Draft]:
+        """As much of each row's guess as its kind may carry, or what the contexts promise more of."""
+        drafts = [row.guess.first(plan.windows[row.kind]) for row in rows]
+        if self.contexts is None or self.budget.window:
+            return drafts
+        price = plan.needed
+        reach = self.contexts.most(max((row.room for row in rows), default=1) - 1, price)
+        gains: dict[tuple[Kind, int], float] = {}  # of drafts, by kind and length
+        for i, row in enumerate(rows):
+            if (same := (row.kind, len(drafts[i].tokens))) not in gains:
+                gains[same] = self.budget.gain(*same, price)
+            if reach > gains[same] and row.drafting:
+                text = (*row.request.prompt[-CONTEXT_TOKENS:], *row.tokens[-CONTEXT_TOKENS:])
+                likely, _ = self.contexts.draft(text, row.room - 1, price, gains[same])
+                if likely:
+                    drafts[i] = Draft(likely, "contexts")
+        return drafts
 
     def _by_model(self, rows: Sequence[Response], drafts: list[Draft], plan: Plan) -> None:
         """Lets the model draft for rows that it serves better; those it has nothing for keep their own draft."""

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from operator import eq
+from typing import Any
 
 from rollout.config import SOURCES
+from rollout.drafting.ngrams import LENGTHS, NGrams, Piece, Place, token_ids
 from rollout.types import Request
 
-_LENGTHS = (8, 4, 2)  # tokens of the suffixes that are looked up, longest first
 _RECENT = 6  # positions over which a text that is being followed shows whether it still fits
 
 
 class PromptTexts:
     """The texts of one prompt, stored ones and those in the making, and where each suffix was seen last.
 
-    A table of n-grams of a few lengths: constant time for each token added and for each search, in a table that holds
-    len(_LENGTHS) entries a token. It is built on the first search, so it does not travel to a worker.
+    Prompts that are searched together share an index, which is built and brought up to date by the searches. So it does
+    not travel to a worker.
 
     Args:
         stored: responses as token ids, the newest first.
@@ -26,45 +28,67 @@ class PromptTexts:
 
     def __init__(self, stored: Sequence[Sequence[int]] = (), sources: Collection[str] = SOURCES):
         self.sources = frozenset(sources)
-        self.texts: list[Sequence[int]] = list(stored) if "earlier" in sources else []
+        self.texts = [token_ids(text) for text in stored] if "earlier" in sources else []
         self.stored = len(self.texts)
-        self._seen: dict[tuple[int, ...], tuple[int, int]] | None = None
+        self._forget()
 
-    def open(self) -> int:
-        """Begins a new text; returns its number."""
-        self.texts.append([])
-        return len(self.texts) - 1
+    def _forget(self) -> None:
+        self.index: NGrams | None = None
+        self.group = 0
+        """The prompt's number in the index."""
+        self._indexed: list[int] = []  # tokens of each text that the index holds
 
-    def extend(self, text: int, tokens: Sequence[int]) -> None:
-        """Appends to a text that `open` began."""
-        self.texts[text].extend(tokens)
-        if self._seen is not None:
-            self._index(text, len(self.texts[text]) - len(tokens))
+    def __getstate__(self) -> dict[str, Any]:
+        return {"sources": self.sources, "texts": self.texts, "stored": self.stored}
 
-    def find(self, tokens: Sequence[int]) -> tuple[int, int, int]:
-        """What followed the longest suffix of `tokens`, most recently: (text, position, length of the suffix).
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._forget()
 
-        The length is one of `_LENGTHS`, 0 when none was seen.
-        """
-        if self._seen is None:
-            self._index_all()
-        for length in _LENGTHS:
-            if length <= len(tokens) and (found := self._seen.get(tuple(tokens[-length:]))):
-                return *found, length
-        return 0, 0, 0
+    def open(self) -> array[int]:
+        """Begins a new text, which grows as its ids are appended."""
+        self.texts.append(array("I"))
+        return self.texts[-1]
 
-    def _index_all(self) -> None:
-        self._seen = {}
-        for text in (*reversed(range(self.stored)), *range(self.stored, len(self.texts))):
-            self._index(text, 0)
+    def join(self, index: NGrams) -> None:
+        """Searches go to that index from now on."""
+        self.index, self.group, self._indexed = index, index.group(), []
 
-    def _index(self, text: int, first: int) -> None:
-        """Notes what the tokens from `first` on follow. A suffix that nothing follows yet is no use."""
-        start = max(0, first - _LENGTHS[0])
-        tokens, seen = tuple(self.texts[text][start:]), self._seen
-        for length in _LENGTHS:
-            for at in range(max(first - start, length), len(tokens)):
-                seen[tokens[at - length : at]] = text, start + at
+    def unindexed(self) -> list[Piece]:
+        """What the index lacks, the most recent last; it is taken to be added now."""
+        known = self._indexed
+        order = [*range(self.stored, len(self.texts))]
+        if not known:
+            order[:0] = reversed(range(self.stored))
+        known += [0] * (len(self.texts) - len(known))
+        lacking = [(self.group, i, self.texts[i], known[i]) for i in order if len(self.texts[i]) > known[i]]
+        for _, i, text, _ in lacking:
+            known[i] = len(text)
+        return lacking
+
+
+def find(prompts: Sequence[PromptTexts], texts: Sequence[Sequence[int]]) -> list[Place]:
+    """What followed the longest suffix of each text among those of its prompt: see `NGrams.find`."""
+    asked = dict.fromkeys(prompts)
+    _join([prompt for prompt in asked if prompt.index is None], [prompt.index for prompt in asked if prompt.index])
+    found: dict[int, Place] = {}
+    for index in dict.fromkeys(prompt.index for prompt in asked):
+        if lacking := [piece for prompt in asked if prompt.index is index for piece in prompt.unindexed()]:
+            index.add(lacking)
+        rows = [i for i, prompt in enumerate(prompts) if prompt.index is index]
+        suffixes = [texts[i][-LENGTHS[0] :] for i in rows]
+        found |= zip(rows, index.find([prompts[i].group for i in rows], suffixes), strict=True)
+    return [found[i] for i in range(len(prompts))]
+
+
+def _join(new: Sequence[PromptTexts], indices: Sequence[NGrams]) -> None:
+    """Gives the prompts one of the indices, or one of their own; their rows may write as much as was stored."""
+    tokens = 2 * sum(len(text) for prompt in new for text in prompt.texts)
+    index = next((index for index in indices if not index.full), None)
+    for prompt in new:
+        if index is None or index.full:
+            index = NGrams(tokens)
+        prompt.join(index)
 
 
 class SuffixDrafter:
@@ -85,39 +109,44 @@ class SuffixDrafter:
         self.texts = texts
         self.source = "prefix" if ahead is None else "ahead"
         """Where the last draft came from."""
-        self._followed, self._shift = own if "prefix" in texts.sources else None, 0
+        self._followed, self._shift = None, 0
         if ahead is not None:
-            self._followed = ahead
+            self._followed = token_ids(ahead)
         elif own is None and texts.stored:
             self._followed, self.source = texts.texts[0], "earlier"
-        self._row = texts.open() if "group" in texts.sources else None
-        self._told = 0
+        elif own is not None and "prefix" in texts.sources:
+            own = token_ids(own)
+            self._followed = next((text for text in texts.texts[: texts.stored] if text == own), own)  # travels once
+        self._told = texts.open() if "group" in texts.sources else None
 
     def propose(self, tokens: Sequence[int], limit: int) -> list[int]:
-        if self._row is not None:
-            self.texts.extend(self._row, tokens[self._told :])
-            self._told = len(tokens)
-        if not self._fits(tokens):
-            self._realign(tokens)
-        start = len(tokens) + self._shift
-        return list(self._followed[start : start + limit]) if self._followed is not None else []
+        return propose([self], [tokens], [limit])[0].tolist()
 
-    def _fits(self, tokens: Sequence[int]) -> bool:
-        """The text that is followed has the response's last token, and goes on."""
-        at = len(tokens) + self._shift
-        text = self._followed
-        return text is not None and at < len(text) and (not tokens or text[at - 1] == tokens[-1])
+    def tell(self, tokens: Sequence[int]) -> bool:
+        """Adds what the response has grown by to the texts; whether the text that is followed fits, and goes on."""
+        n = len(tokens)
+        if self._told is not None and n > (told := len(self._told)):
+            self._told += token_ids(tokens[told:])
+        at, text = n + self._shift, self._followed
+        return text is not None and at < len(text) and (not n or text[at - 1] == tokens[-1])
 
-    def _realign(self, tokens: Sequence[int]) -> None:
-        """Follows what continues the longest suffix, if that is longer than the followed text agreed lately."""
+    def turn(self, tokens: Sequence[int], text: int, at: int, length: int) -> None:
+        """Follows the text from position `at` on if a longer suffix stands before it than the followed one agreed in.
+
+        Args: length: of the suffix of `tokens` that ends there.
+        """
         if self.source == "prefix":
             self.source = "position"
             if "position" not in self.texts.sources:
                 self._followed = None
-        text, at, length = self.texts.find(tokens)
         if length > self._agreement(tokens):
             self.source = "earlier" if text < self.texts.stored else "group"
             self._followed, self._shift = self.texts.texts[text], at - len(tokens)
+
+    def ahead(self, length: int, limit: int) -> array[int]:
+        """At most `limit` tokens that follow the first `length` in the text that is followed."""
+        start = length + self._shift
+        return array("I") if self._followed is None else self._followed[start : start + limit]
 
     def _agreement(self, tokens: Sequence[int]) -> int:
         """Of the last positions, how many have the followed text's tokens; 0 when it has no more to offer."""
@@ -126,6 +155,20 @@ class SuffixDrafter:
             return 0
         first = max(0, n - _RECENT, -self._shift)
         return sum(map(eq, tokens[first:], text[first + self._shift : n + self._shift]))
+
+
+def propose(
+    drafters: Sequence[SuffixDrafter], texts: Sequence[Sequence[int]], limits: Sequence[int]
+) -> list[array[int]]:
+    """What `SuffixDrafter.propose` gives for each row, all asked together; without a limit nothing is searched."""
+    rows = list(zip(drafters, texts, limits, strict=True))
+    fits = [drafter.tell(tokens) for drafter, tokens, _ in rows]
+    astray = [(drafter, tokens) for (drafter, tokens, limit), fit in zip(rows, fits, strict=True) if limit and not fit]
+    if astray:
+        places = find([drafter.texts for drafter, _ in astray], [tokens for _, tokens in astray])
+        for (drafter, tokens), place in zip(astray, places, strict=True):
+            drafter.turn(tokens, *place)
+    return [drafter.ahead(len(tokens), limit) for drafter, tokens, limit in rows]
 
 
 def following(request: Request, ahead: Sequence[int]) -> Request:

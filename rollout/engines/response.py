@@ -58,10 +58,15 @@ class Response:
     def emit(self, stood: Stood, eos_ids: Collection[int]) -> int:
         """Appends what stood, up to the first EOS or the cap; returns how many tokens that are."""
         count, self.finish = cut(stood.tokens, eos_ids, self.room)
-        self.tokens += stood.tokens[:count]
-        self.logprobs += stood.logprobs[:count]
-        self.behaviour += stood.behaviour[:count]
-        self.reused += [i < stood.drafted for i in range(count)]
+        drafted = min(stood.drafted, count)
+        columns = stood.tokens, stood.logprobs, stood.behaviour
+        if count < len(stood.tokens):
+            columns = (column[:count] for column in columns)
+        tokens, logprobs, behaviour = columns
+        self.tokens += tokens
+        self.logprobs += logprobs
+        self.behaviour += behaviour
+        self.reused += [True] * drafted + [False] * (count - drafted)
         self.passes += 1
         if self.finish:
             self.seconds = time.perf_counter() - self.began

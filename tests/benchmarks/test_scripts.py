@@ -160,6 +160,21 @@ def test_ahead(tmp_path):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_host(tmp_path):
+    from benchmarks import host
+
+    for old in ("true", "false"):
+        words = ["rows=16", "tokens=60", "repeats=1", f"old={old}", f"out={tmp_path / old}"]
+        assert cli.run(host.main, words, host.HostConfig) == 0
+    first, later = told(tmp_path / "false"), told(tmp_path / "true")
+    assert set(first["sources"]) <= {"group", "contexts"}
+    assert "prefix" in later["sources"]
+    for found in (first, later):
+        assert min(found["pass_ms"][part] for part in ("asking", "layout", "settling")) > 0
+        assert min(found["index_ms"].values()) > 0
+        assert found["emitted_tokens"] > 1
+
+
 def test_house(tmp_path):
     out = tmp_path / "out.json"
     command = [sys.executable, "-m", "benchmarks.house", f"out={out}"]

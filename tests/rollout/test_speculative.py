@@ -14,6 +14,7 @@ import torch
 from rollout.build import build_engine
 from rollout.cache.memory import Fingerprint, TrajectoryCache
 from rollout.config import BudgetConfig, RolloutConfig
+from rollout.drafting.ngrams import token_ids
 from rollout.drafting.suffix import PromptTexts, SuffixDrafter
 from rollout.engines.base import EngineSpec
 from rollout.keys import derive_key, generation
@@ -515,25 +516,29 @@ def test_sources_decide_drafts_only(epochs, sources, window):
         assert used == set(sources)
 
 
-class Hostile(PromptTexts):
+def hostile(prompts, texts):
     """An index that answers at random: with any place of any text, and with tokens that do not exist."""
+    found = []
+    for prompt in prompts:
+        prompt.texts[0] = token_ids([HOSTILE.randrange(-2, VOCAB + 2) for _ in range(20)])
+        text = HOSTILE.randrange(len(prompt.texts))
+        found.append((text, HOSTILE.randrange(len(prompt.texts[text]) + 1), HOSTILE.choice([0, 2, 8])))
+    return found
 
-    rng = random.Random(8)
 
-    def find(self, tokens):
-        self.texts[0] = [self.rng.randrange(-2, VOCAB + 2) for _ in range(20)]
-        text = self.rng.randrange(len(self.texts))
-        return text, self.rng.randrange(len(self.texts[text]) + 1), self.rng.choice([0, 2, 8])
+HOSTILE = random.Random(8)
 
 
 @pytest.mark.parametrize("cut", ["together", "each row alone", "another prompt's index", "hostile"])
-def test_what_an_index_knows_changes_no_token(epochs, cut):
+def test_what_an_index_knows_changes_no_token(epochs, cut, monkeypatch):
     """Shares of one group on several workers, indices that were mixed up, and hostile ones."""
     rows, keys = rows_of("a", "b", group=4), [derive_key(SEED, "index", i, 0) for i in range(8)]
     engine = build_engine(EngineSpec(eos_ids=EOS, rollout=config_of()), epochs[0])
     plain, _ = engine.generate([Request(r.prompt, k, 24) for r, k in zip(rows, keys, strict=True)])
     old = [c.tokens[::-1] if i % 3 else c.tokens for i, c in enumerate(plain)]
-    groups = [(Hostile if cut == "hostile" else PromptTexts)(old[i : i + 4]) for i in (0, 4)]
+    if cut == "hostile":
+        monkeypatch.setattr("rollout.drafting.suffix.find", hostile)
+    groups = [PromptTexts(old[i : i + 4]) for i in (0, 4)]
     group_of = [i // 4 if cut != "another prompt's index" else i % 2 for i in range(8)]
     requests = [
         Request(r.prompt, k, 24, SuffixDrafter(groups[g], text))

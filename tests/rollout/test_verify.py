@@ -6,7 +6,9 @@ with its exact probability. Old and new policy are unrelated: a bias is then as 
 
 import itertools
 import math
+from array import array
 from collections import Counter
+from functools import partial
 
 import pytest
 import torch
@@ -41,7 +43,8 @@ from tests.engines import local
     ],
 )
 def test_accept_exact(draws, draft, accepted):
-    assert accept_exact(draws, draft) == accepted
+    for drawn, drafted in itertools.product((list, tuple, partial(array, "I")), repeat=2):
+        assert accept_exact(drawn(draws), drafted(draft)) == accepted
 
 
 @pytest.mark.parametrize(

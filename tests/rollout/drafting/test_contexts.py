@@ -143,3 +143,25 @@ def test_a_full_generation_is_still_asked():
     table = ContextTable(capacity=1)
     table.learn([(PROMPT, [1, 2, 3, 4])])  # fills it, so that a new generation begins
     assert table.next((1, 2, 3))[0] == 4
+
+
+def test_a_gain_to_beat_ends_the_search_and_changes_no_winner():
+    table, rng, won = learnt(60, random.Random(4)), random.Random(5), 0
+    for _ in range(2000):
+        text = [*PROMPT, *template(rng)[: rng.randrange(3, 40)]]
+        limit, price, beat = rng.randrange(1, 30), rng.choice([0.0, 0.01, 0.1, 0.5]), rng.uniform(-1, 8)
+        tokens, gain = table.draft(text, limit, price, -1.0)
+        assert gain <= table.most(limit, price)
+        assert table.draft(text, limit, price, beat) == ((tokens, gain) if gain > beat else ([], 0.0))
+        won += gain > beat > 1
+    assert won > 50
+
+
+def test_what_cannot_win_is_not_looked_up(monkeypatch):
+    table, seen = learnt(60, random.Random(4)), []
+    look = table.next
+    monkeypatch.setattr(table, "next", lambda context: seen.append(context) or look(context))
+    table.draft([*PROMPT, 0, 1, 2, 3], 5, 0.1, beat=5.0)
+    assert not seen, "five tokens gain less than five"
+    table.draft([*PROMPT, 0, 1, 2, 3], 5, 0.1, beat=1.0)
+    assert seen

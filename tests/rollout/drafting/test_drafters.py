@@ -2,11 +2,18 @@
 
 import pickle
 import random
+from itertools import chain
+from operator import eq
 
+import cloudpickle
 import pytest
 
 from rollout.config import SOURCES
-from rollout.drafting.suffix import PromptTexts, SuffixDrafter
+from rollout.drafting import suffix
+from rollout.drafting.draft import Draft, ask, ask_all
+from rollout.drafting.ngrams import NGrams, token_ids
+from rollout.drafting.suffix import PromptTexts, SuffixDrafter, find
+from rollout.types import Request, RolloutError
 
 OLD = list(range(100, 160))
 POSITIONS = ("prefix", "position")
@@ -198,30 +205,45 @@ def test_a_pickled_group_shares_its_texts_and_a_cut_one_does_not():
     apart = [pickle.loads(pickle.dumps(d)) for d in drafters]
     apart[0].propose([1, 2, 3, 4], 0)
     assert apart[3].propose([9, 9, 1, 2], 2) != [3, 4]
-    bare = len(pickle.dumps(drafters))
-    drafters[0].propose([7, 8, 9], 1)
-    assert len(pickle.dumps(drafters)) > bare + 1000  # control: the table, had it travelled
+
+
+def test_the_index_does_not_travel():
+    old = list(range(1000))
+    request = Request([1], 0, 2000, SuffixDrafter(PromptTexts([old]), old))
+    bare = pickle.dumps(request)
+    index = NGrams(2000)
+    index.add([(index.group(), 0, token_ids(old), 0)])
+    assert len(pickle.dumps(index)) > 5 * len(bare), "control: it is large"
+    assert request.drafter.propose([1, 2, 3, 4], 2) == [5, 6]
+    assert request.drafter.texts.index is not None, "control: it was built"
+    for dumps in (pickle.dumps, cloudpickle.dumps):
+        sent = dumps(request)
+        assert len(sent) < len(bare) + 100
+        assert NGrams.__name__.encode() not in sent
+        assert pickle.loads(sent).drafter.propose([1, 2, 9, 20, 21, 22, 23], 2) == [24, 25], "it is built again there"
 
 
 def test_a_search_by_brute_force_finds_the_same():
-    rng = random.Random(2)
+    rng, hidden = random.Random(2), 0
     for _ in range(100):
         stored = [[rng.randrange(4) for _ in range(rng.randrange(20))] for _ in range(rng.randrange(4))]
         texts = PromptTexts(stored)
         rows = [texts.open() for _ in range(3)]
         for _ in range(20):
-            texts.extend(rng.choice(rows), [rng.randrange(4) for _ in range(rng.randrange(4))])
+            rng.choice(rows).extend(rng.randrange(4) for _ in range(rng.randrange(4)))
             tokens = [rng.randrange(4) for _ in range(rng.randrange(12))]
-            text, at, length = texts.find(tokens)
-            assert length == longest(texts.texts, tokens)
+            ((text, at, length),) = find([texts], [tokens])
+            hidden += length != longest(texts.texts, tokens)  # by a collision
+            assert length <= longest(texts.texts, tokens)
             if length:
                 assert list(texts.texts[text][at - length : at]) == tokens[-length:]
                 assert at < len(texts.texts[text])
+    assert hidden < 5
 
 
 def longest(texts, tokens) -> int:
     for length in (8, 4, 2):  # those that are looked up
-        ends = [text[at - length : at] for text in texts for at in range(length, len(text))]
+        ends = [[*text[at - length : at]] for text in texts for at in range(length, len(text))]
         if len(tokens) >= length and tokens[-length:] in ends:
             return length
     return 0
@@ -240,3 +262,86 @@ def test_random_edits_are_survived():
         passes, stood = accepted(drafter, truth, rng.choice([1, 5, 100]))
         assert passes + stood >= len(truth)
         assert passes <= max(len(truth), 1)
+
+
+# Many rows at once ----------------------------------------------------------------------------------------------------
+
+
+def rollout_of(rng: random.Random, prompts: int) -> tuple[list[SuffixDrafter], list[list[int]]]:
+    """Drafters of some prompts with three rows each, and what their rows will be."""
+    drafters, truths = [], []
+    for _ in range(prompts):
+        olds = [[rng.randrange(15) for _ in range(50)] for _ in range(3)]
+        texts = PromptTexts(olds)
+        drafters += [SuffixDrafter(texts, old) for old in olds]
+        parts = [olds[rng.randrange(3)][rng.randrange(30) :][:20] for _ in range(9)]  # what siblings write too
+        truths += [[*old[:12], *chain.from_iterable(rng.sample(parts, 4))] for old in olds]
+    return drafters, truths
+
+
+def test_rows_that_are_asked_together_get_what_each_gets_alone():
+    """All rows tell what they are before any searches, so a row alone is asked when the others have told."""
+    together, truths = rollout_of(random.Random(4), prompts=5)
+    alone, _ = rollout_of(random.Random(4), prompts=5)
+    rng, sources, same, searches = random.Random(5), set(), 0, 0
+    for at in range(0, 90, 5):
+        texts, limits = [truth[:at] for truth in truths], [rng.randrange(9) for _ in truths]
+        for drafter, tokens in zip(alone, texts, strict=True):
+            drafter.propose(tokens, 0)
+        expected = [drafter.propose(*asked) for drafter, *asked in zip(alone, texts, limits, strict=True)]
+        found = [proposed.tolist() for proposed in suffix.propose(together, texts, limits)]
+        sources |= {drafter.source for drafter in together}
+        same += sum(map(eq, found, expected))
+        searches += len(found)
+    assert same > 0.99 * searches, "collisions differ"
+    assert sources > {"position", "earlier", "group"}
+    assert len({id(drafter.texts.index) for drafter in together}) == 1, "prompts share an index"
+    assert len({id(drafter.texts.index) for drafter in alone}) == 5
+
+
+def test_prompts_that_come_later_leave_a_full_index(monkeypatch):
+    monkeypatch.setattr("rollout.drafting.ngrams._FULL", 500)
+    drafters, truths = rollout_of(random.Random(6), prompts=8)
+    for rows in (slice(0, 6), slice(0, 12), slice(0, 18), slice(0, 24)):
+        suffix.propose(drafters[rows], [[*truth[:20], 99, 98] for truth in truths[rows]], [4] * rows.stop)
+    assert 1 < len({id(drafter.texts.index) for drafter in drafters}) < 8
+    for drafter, truth in zip(drafters, truths, strict=True):
+        tokens = truth[:20]
+        (text, at, length) = find([drafter.texts], [tokens])[0]
+        assert length
+        assert [*drafter.texts.texts[text][at - length : at]] == tokens[-length:]
+
+
+def test_an_index_numbers_so_many_prompts():
+    prompts = [PromptTexts([[1, 2, 3]]) for _ in range(5000)]
+    assert find(prompts, [[1, 2]] * 5000).count((0, 2, 2)) > 4700, "few collisions"
+    assert len({id(prompt.index) for prompt in prompts}) == 2
+
+
+class Odd:
+    def __init__(self, *tokens):
+        self.tokens = tokens
+
+    def propose(self, tokens, limit):
+        return self.tokens[:limit]
+
+
+def test_all_rows_get_what_each_is_asked_for():
+    drafters = [Odd(1, 2, 3), None, drafter_of(OLD), Odd(4, 99, 5), drafter_of([3, -1, 5]), drafter_of([2**40])]
+    asked = ask_all(drafters, [[]] * 6, [2, 2, 2, 3, 3, 3], 50 + OLD[-1])
+    assert [Draft([*draft.tokens], draft.source) for draft in asked] == [
+        Draft([1, 2], "custom"),
+        Draft([]),
+        Draft(OLD[:2], "prefix"),
+        Draft([4, 99, 5], "custom"),
+        Draft([3], "prefix"),
+        Draft([], "prefix"),
+    ]
+    assert ask_all([drafter_of(OLD)], [[]], [0], 500) == [Draft()]
+    assert (
+        ask_all([drafter_of([5, 6, 7])], [[]], [3], 6)
+        == [ask(drafter_of([5, 6, 7]), [], 3, 6)]
+        == [Draft([5], "prefix")]
+    )
+    with pytest.raises(RolloutError, match=r"Odd proposed .* no token ids"):
+        ask_all([drafter_of([1]), Odd(1, 0.5)], [[]] * 2, [2, 2], 50)

@@ -1,0 +1,186 @@
+"""Where n-grams of many texts were seen last: flat arrays, filled and searched for many rows at once."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+from itertools import chain
+
+import numpy as np
+from numpy.typing import NDArray
+
+LENGTHS = (8, 4, 2)
+"""Tokens of the n-grams, longest first; each is twice the next."""
+_LONGEST = LENGTHS[0]
+_SPREAD = 4, 2  # slots for each token: for those that are expected, and at least
+_FEWEST = 1 << 16  # slots, so that small indices hardly know collisions
+_BLOCK = 1 << 15  # tokens or slots that are worked on at a time, in fast memory
+_FULL = 1 << 22  # tokens of an index that takes no more groups
+_ID_BITS = 20  # of a token, in 32 bits; the others tell its group
+_NO_ID = (1 << _ID_BITS) - 1  # what ids are taken for that need more
+_PRIMES = {1: np.uint32(0x9E3779B1), 2: np.uint32(0x85EBCA77), 4: np.uint32(0xC2B2AE3D)}
+"""Of xxHash, by the length of the n-grams that are joined: near ones would give many n-grams one hash."""
+_MIX = np.uint32(0x27D4EB2F)
+
+Piece = tuple[int, int, "array[int]", int]
+"""(group, text, the text's tokens so far, how many of them were added before)"""
+Place = tuple[int, int, int]
+"""(text, position, length of the n-gram before it); the length is one of `LENGTHS`, 0 for no place."""
+NOWHERE: Place = (0, 0, 0)
+
+
+def token_ids(tokens: Sequence[int]) -> array[int]:
+    """The ids in four bytes each; what cannot be one becomes an id that no vocabulary has."""
+    if isinstance(tokens, array):
+        return tokens
+    ids = array("I")
+    if type(tokens) is not list:
+        tokens = list(tokens)
+    try:
+        ids.fromlist(tokens)
+    except (OverflowError, TypeError):
+        ids.fromlist([t if isinstance(t, int) and 0 <= t < 1 << 32 else (1 << 32) - 1 for t in tokens])
+    return ids
+
+
+class NGrams:
+    """The n-grams of groups of texts, and what followed each most recently. A group knows nothing of the others.
+
+    Text is appended to one buffer in pieces, each behind the few tokens before it, so that every n-gram lies in one
+    piece. A table for each length maps the hash of an n-gram to the place behind it: of equal hashes the last one
+    stays. A search compares the tokens, so that a collision costs a guess and brings no wrong one.
+    """
+
+    def __init__(self, tokens: int = 0):
+        """Args: tokens: about how many will be held; more are taken as they come."""
+        self._tokens = np.zeros(max(tokens, 1 << 10), np.uint32)  # with their group's number in the upper bits
+        self._held = _LONGEST  # of these; what would begin at place 0 was not seen
+        self._groups = self._added = 0  # groups; tokens, those apart that are held once more before a piece
+        self._places = np.zeros((len(LENGTHS), max(_SPREAD[0] * tokens, _FEWEST)), np.int32)
+        self._pieces = np.empty((3, 64), np.int32)  # where each begins in the buffer and in its text, and which text
+        self._count = 0  # of these
+
+    @property
+    def full(self) -> bool:
+        """New groups should begin another index, which lives no longer than they do."""
+        return self._added > _FULL or self._groups >= 1 << 32 - _ID_BITS
+
+    @property
+    def nbytes(self) -> int:
+        return self._tokens.nbytes + self._places.nbytes + self._pieces.nbytes
+
+    def group(self) -> int:
+        """Begins a group of texts; returns its number."""
+        self._groups += 1
+        return self._groups - 1
+
+    def add(self, pieces: Sequence[Piece]) -> None:
+        """Appends to texts; what comes later in `pieces` is the more recent."""
+        self._reserve(sum(len(text) - known for *_, text, known in pieces))
+        first, tokens = 0, 0
+        for last, (_, _, text, known) in enumerate(pieces, 1):
+            tokens += len(text) - known
+            if tokens >= _BLOCK or last == len(pieces):
+                self._add(pieces[first:last])
+                first, tokens = last, 0
+
+    def find(self, groups: Sequence[int], suffixes: Sequence[Sequence[int]]) -> list[Place]:
+        """What followed the longest suffix in its group, most recently.
+
+        Args: suffixes: the last tokens of each text, at most 8.
+        """
+        if not self._count:
+            return [NOWHERE] * len(groups)
+        known = np.fromiter(map(len, suffixes), np.int32, len(suffixes))
+        if known.min() < _LONGEST:
+            suffixes = [[0] * (_LONGEST - len(suffix)) + [*suffix] for suffix in suffixes]
+        ids = _ids([token_ids([*chain.from_iterable(suffixes)])])
+        ids = ids.reshape(-1, _LONGEST) | _marks(groups)[:, None]
+        best, matched = np.zeros(len(ids), np.int32), np.zeros(len(ids), np.int32)
+        for length, places, hashes in zip(reversed(LENGTHS), self._places[::-1], _hashes(ids), strict=True):
+            at = places[_slots(hashes[:, -1], places.size)]
+            seen = self._tokens[at[:, None] + np.arange(-length, 0)]
+            hit = (seen == ids[:, -length:]).all(axis=1) & (at > 0) & (known >= length)
+            best[hit], matched[hit] = at[hit], length
+        begins, starts, texts = self._pieces[:, : self._count]
+        piece = np.searchsorted(begins, best, side="right") - 1
+        columns = texts[piece], best - begins[piece] + starts[piece], matched
+        found = zip(*(column.tolist() for column in columns), strict=True)
+        return [place if place[2] else NOWHERE for place in found]
+
+    def _add(self, pieces: Sequence[Piece]) -> None:
+        groups, texts, whole, known = zip(*pieces, strict=True)
+        starts = [max(0, n - _LONGEST) for n in known]
+        tails = [text[start:] if start else text for text, start in zip(whole, starts, strict=True)]
+        lengths = np.fromiter(map(len, tails), np.int32, len(tails))
+        begins = np.zeros_like(lengths)
+        np.cumsum(lengths[:-1], out=begins[1:])
+        ids = _ids(tails)
+        ids |= np.repeat(_marks(groups), lengths)
+        first, self._held, self._count = self._held, self._held + len(ids), self._count + len(tails)
+        self._tokens, self._pieces = _grown(self._tokens, self._held), _grown(self._pieces, self._count)
+        self._tokens[first : self._held] = ids
+        self._pieces[:, self._count - len(tails) : self._count] = begins + first, starts, texts
+        within = np.arange(len(ids), dtype=np.int32) - np.repeat(begins, lengths)
+        new = np.array(known, np.int32) - starts
+        added = np.flatnonzero(within >= np.repeat(new, lengths))
+        for length, places, hashes in zip(reversed(LENGTHS), self._places[::-1], _hashes(ids), strict=False):
+            at = added if new.min() >= length else added[within[added] >= length]  # what follows an n-gram
+            places[_slots(hashes[at - length], places.size)] = at + first
+
+    def _reserve(self, tokens: int) -> None:
+        """Makes room for that many more. Tables double, so that no two places that are held come to share a slot."""
+        self._added += tokens
+        size = slots = self._places.shape[1]
+        while slots < _SPREAD[1] * self._added:
+            slots *= 2
+        if slots == size:
+            return
+        small, self._places = self._places, np.zeros((len(LENGTHS), slots), np.int32)
+        tables = zip(reversed(LENGTHS), small[::-1], self._places[::-1], strict=True)
+        for (length, old, new), hashes in zip(tables, _hashes(self._tokens[: self._held]), strict=False):
+            for first in range(0, size, _BLOCK):
+                at = old[first : first + _BLOCK]
+                at = at[at > 0]
+                new[_slots(hashes[at - length], slots)] = at
+
+
+def _marks(groups: Sequence[int]) -> NDArray[np.uint32]:
+    """The groups' numbers in the bits that tokens leave."""
+    return np.array(groups, np.uint32) << np.uint32(_ID_BITS)
+
+
+def _hashes(ids: NDArray[np.uint32]) -> Iterator[NDArray[np.uint32]]:
+    """Of the n-grams that begin at each place of the last axis, shortest first, as far as one fits."""
+    ids, length = _mixed(ids), 1  # groups differ in few bits
+    while length < min(ids.shape[-1], _LONGEST):
+        ids = ids[..., :-length] * _PRIMES[length] + ids[..., length:]
+        length *= 2
+        yield ids
+
+
+def _mixed(bits: NDArray[np.uint32]) -> NDArray[np.uint32]:
+    """Every upper bit depends on all bits."""
+    return (bits ^ bits >> np.uint32(15)) * _MIX
+
+
+def _slots(hashes: NDArray[np.uint32], size: int) -> NDArray[np.int64]:
+    return (_mixed(hashes).astype(np.uint64) * np.uint64(size) >> np.uint64(32)).view(np.int64)
+
+
+def _ids(texts: Sequence[array[int]]) -> NDArray[np.uint32]:
+    """The tokens of all texts, one after the other, in the bits that they have."""
+    joined = array("I")
+    for text in texts:
+        joined += text
+    found = np.frombuffer(joined, np.uint32)
+    return np.minimum(found, _NO_ID, out=found)
+
+
+def _grown(held: NDArray, size: int) -> NDArray:
+    """The array with at least `size` entries in its last axis, which doubles."""
+    if size <= held.shape[-1]:
+        return held
+    grown = np.empty((*held.shape[:-1], max(size, 2 * held.shape[-1])), held.dtype)
+    grown[..., : held.shape[-1]] = held
+    return grown

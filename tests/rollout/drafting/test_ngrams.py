@@ -1,0 +1,140 @@
+"""The index of n-grams against a plain dictionary of them: the same places, but for few that a collision hides."""
+
+import random
+from collections import Counter
+
+import pytest
+
+from rollout.drafting.ngrams import LENGTHS, NOWHERE, NGrams, token_ids
+
+
+def add(index: NGrams, pieces) -> None:
+    index.add([(group, text, token_ids(tokens), known) for group, text, tokens, known in pieces])
+
+
+class Dictionary:
+    """Every n-gram, and what followed it last."""
+
+    def __init__(self):
+        self.seen = {}
+
+    def add(self, pieces):
+        for group, text, tokens, known in pieces:
+            for at in range(max(known, min(LENGTHS)), len(tokens)):
+                for length in LENGTHS:
+                    if at >= length:
+                        self.seen[group, *tokens[at - length : at]] = text, at, length
+
+    def find(self, group, suffix, longest=LENGTHS[0]):
+        known = [n for n in LENGTHS if n <= min(longest, len(suffix)) and (group, *suffix[-n:]) in self.seen]
+        return self.seen[group, *suffix[-known[0] :]] if known else NOWHERE
+
+
+class Writing:
+    """Texts of some groups that grow by pieces of random sizes."""
+
+    def __init__(self, rng: random.Random, vocab: int, groups: int, texts: int):
+        self.rng, self.vocab = rng, vocab
+        self.texts = {(group, text): [] for group in range(groups) for text in range(texts)}
+
+    def pieces(self, most: int):
+        grown = self.rng.sample(sorted(self.texts), self.rng.randrange(1, len(self.texts) + 1))
+        for group, text in grown:
+            tokens = self.texts[group, text]
+            known = len(tokens)
+            tokens += [self.rng.randrange(self.vocab) for _ in range(self.rng.randrange(1, most))]
+            yield group, text, tokens, known
+
+    def suffix(self, group: int):
+        """The end of a text, or of what stands somewhere within one; sometimes short."""
+        text = self.texts[group, self.rng.choice([t for g, t in self.texts if g == group])]
+        end = self.rng.choice([len(text), self.rng.randrange(len(text) + 1)])
+        return text[max(0, end - self.rng.choice([1, 2, 3, 7, 8, 8, 8])) : end]
+
+
+def compared(index: NGrams, known: Dictionary, asked) -> Counter:
+    """Searches that agree, and those that a collision made shorter; anything else is an error."""
+    found = index.find([group for group, _ in asked], [suffix for _, suffix in asked])
+    counts = Counter()
+    for (group, suffix), place in zip(asked, found, strict=True):
+        if place == known.find(group, suffix):
+            counts["same"] += 1
+            continue
+        assert place == known.find(group, suffix, place[2]), "a collision shortens the suffix, and changes nothing else"
+        counts["shorter"] += 1
+    return counts
+
+
+@pytest.mark.parametrize("vocab", [2, 4, 30])
+def test_the_index_finds_what_a_dictionary_finds(vocab):
+    """Texts that grow piece by piece, searched all along."""
+    counts = Counter()
+    for seed in range(12):
+        writing, index, known = Writing(random.Random(seed), vocab, groups=3, texts=4), NGrams(), Dictionary()
+        groups = [index.group() for _ in range(3)]
+        for _ in range(15):
+            pieces = list(writing.pieces(most=20))
+            add(index, pieces)
+            known.add(pieces)
+            counts += compared(index, known, [(g, writing.suffix(g)) for g in groups for _ in range(8)])
+    assert counts["same"] > 4000
+    assert counts["shorter"] < 0.01 * counts["same"]
+
+
+@pytest.mark.parametrize("expected", [30_000, 0])
+def test_collisions_are_few(expected):
+    """No n-gram twice: as many entries as there can be. Tables of the expected size hold a quarter, grown ones more."""
+    rng, index, known = random.Random(0), NGrams(expected), Dictionary()
+    group, texts = index.group(), [[rng.randrange(10**6) for _ in range(3000)] for _ in range(10)]
+    for first in range(0, 3000, 100):
+        pieces = [(group, i, text[: first + 100], first) for i, text in enumerate(texts)]
+        add(index, pieces)
+        known.add(pieces)
+    asked = [(group, text[at - 8 : at]) for text in texts for at in range(8, 3000, 7)]
+    counts = compared(index, known, asked)
+    assert 0 < counts["shorter"] < (0.15 if expected else 0.3) * len(asked)
+    nowhere = index.find([group] * len(asked), [suffix for _, suffix in asked]).count(NOWHERE)
+    assert nowhere < (0.02 if expected else 0.08) * len(asked), "a shorter suffix leads to the same place"
+    assert index.nbytes / 30_000 < 80
+
+
+def test_groups_know_nothing_of_each_other():
+    index, text = NGrams(), [5, 6, 7, 8, 9]
+    first, second, third = index.group(), index.group(), index.group()
+    add(index, [(first, 0, text, 0), (second, 3, [1, *text], 0)])
+    assert index.find([first, second, third], [[5, 6, 7, 8]] * 3) == [(0, 4, 4), (3, 5, 4), NOWHERE]
+
+
+def test_later_pieces_are_more_recent():
+    index, phrase = NGrams(), [1, 2, 3, 4]
+    group = index.group()
+    add(index, [(group, i, [*phrase, 10 + i], 0) for i in (2, 0, 1)])
+    assert index.find([group], [phrase]) == [(1, 4, 4)]
+    add(index, [(group, 2, [*phrase, 12, *phrase, 13], 5)])
+    assert index.find([group], [phrase]) == [(2, 9, 4)]
+
+
+@pytest.mark.parametrize("odd", [-1, 2**20, 2**31, 2**32, 2**70, 0.5, None])
+def test_what_is_no_token_id_is_never_found(odd):
+    index = NGrams()
+    group = index.group()
+    add(index, [(group, 0, (1, 2, odd, 3, 4, 5), 0)])
+    assert index.find([group], [[3, 4]]) == [(0, 5, 2)]
+    assert index.find([group], [[1, 2]]) == [(0, 2, 2)]
+    assert index.find([group], [[2, 9]]) == [NOWHERE]
+
+
+def test_an_index_is_full_at_some_size():
+    index = NGrams()
+    assert not index.full
+    group = index.group()
+    add(index, [(group, 0, range(2**22 + 2), 0)])
+    assert index.full
+    many = NGrams()
+    assert [many.group() for _ in range(2**12)] == list(range(2**12))
+    assert many.full
+
+
+def test_nothing_is_found_where_nothing_was_added():
+    index = NGrams()
+    assert index.find([index.group()] * 2, [[], [1, 2]]) == [NOWHERE] * 2

@@ -1,0 +1,26 @@
+"""A response in the making: what is kept of what stood."""
+
+import pytest
+
+from rollout.engines.response import Response
+from rollout.types import Request
+from rollout.verify import Stood
+
+EOS = 1
+
+
+@pytest.mark.parametrize(
+    ("tokens", "drafted", "cap", "kept", "reused"),
+    [
+        ([5, 6, 7], 2, 9, 3, [True, True, False]),
+        ([5, 6, 7], 0, 9, 3, [False] * 3),
+        ([5, EOS, 7, 8], 3, 9, 2, [True, True]),  # the draft went on behind its end
+        ([5, 6, EOS], 2, 9, 3, [True, True, False]),
+        ([5, 6, 7, 8], 3, 2, 2, [True, True]),
+    ],
+)
+def test_columns_have_one_length(tokens, drafted, cap, kept, reused):
+    row, numbers = Response(Request([2], 0, cap)), [float(i) for i in range(len(tokens))]
+    assert row.emit(Stood(tokens, numbers, numbers, drafted), {EOS}) == kept
+    assert (row.tokens, row.logprobs, row.behaviour) == (tokens[:kept], numbers[:kept], numbers[:kept])
+    assert row.reused == reused
