@@ -81,11 +81,11 @@ def test_the_index_finds_what_a_dictionary_finds(vocab):
     assert counts["shorter"] < 0.01 * counts["same"]
 
 
-@pytest.mark.parametrize("expected", [30_000, 0])
+@pytest.mark.parametrize("expected", [60_000, 0])
 def test_collisions_are_few(expected):
     """No n-gram twice: as many entries as there can be. Tables of the expected size hold a quarter, grown ones more."""
     rng, index, known = random.Random(0), NGrams(expected), Dictionary()
-    group, texts = index.group(), [[rng.randrange(10**6) for _ in range(3000)] for _ in range(10)]
+    group, texts = index.group(), [[rng.randrange(10**6) for _ in range(3000)] for _ in range(20)]
     for first in range(0, 3000, 100):
         pieces = [(group, i, text[: first + 100], first) for i, text in enumerate(texts)]
         add(index, pieces)
@@ -95,7 +95,7 @@ def test_collisions_are_few(expected):
     assert 0 < counts["shorter"] < (0.15 if expected else 0.3) * len(asked)
     nowhere = index.find([group] * len(asked), [suffix for _, suffix in asked]).count(NOWHERE)
     assert nowhere < (0.02 if expected else 0.08) * len(asked), "a shorter suffix leads to the same place"
-    assert index.nbytes / 30_000 < 80
+    assert index.nbytes / 60_000 < 80
 
 
 def test_groups_know_nothing_of_each_other():
