@@ -13,11 +13,13 @@ import random
 import statistics
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from itertools import pairwise
 from pathlib import Path
+
+import numpy as np
+import torch
 
 from rollout.config import doc
 from rollout.drafting.budget import Budget
@@ -26,6 +28,11 @@ from rollout.drafting.draft import Draft
 from rollout.drafting.drafting import Drafting
 from rollout.drafting.ngrams import NGrams
 from rollout.drafting.suffix import PromptTexts, SuffixDrafter
+from rollout.engines.base import Limits
+from rollout.engines.local.kv import KV
+from rollout.engines.local.ragged import Drawing
+from rollout.engines.local.reader import Reader
+from rollout.engines.local.varlen import StaticPass
 from rollout.engines.response import Response
 from rollout.types import EngineStats, Request
 from rollout.verify import Drawn, exact
@@ -102,12 +109,29 @@ def edited(rng: random.Random, text: Sequence[int], share: float) -> Iterator[in
 
 
 class Policy:
-    """The model that verifies, as far as drafting knows it."""
+    """A model whose passes take no time, as far as drafting and a reader know it: on a GPU's static passes."""
 
     vocab, context = VOCAB, 1 << 20
+    layout, device, limits = StaticPass, "cpu", Limits(tokens_per_pass=1 << 20)
+    draws: list[int]
+    """What the next pass will say, given the texts."""
 
     def timing(self, rows: int, tokens: int) -> tuple[int, float]:
         return tokens, cost(rows, tokens)
+
+    def kv(self, places: int, capacity: int) -> KV:
+        return KV(places, capacity, heads_first=False)
+
+    def forward(self, tokens: Sequence[int], layout: StaticPass) -> None:
+        """Of the prompts; nobody looks at what comes out."""
+
+    def launch(self, tokens: Sequence[int], layout: StaticPass, of_draws, picked: None) -> Drawing:
+        layout.fill(tokens, *of_draws)
+        return Drawing(torch.stack([self.draws, *[self.logprobs] * 3]), torch.empty(0), np.arange(len(tokens)))
+
+    def will_say(self, draws: Sequence[int]) -> None:
+        self.draws = torch.tensor(draws, dtype=torch.int32)
+        self.logprobs = torch.full((len(draws),), 0.5).view(torch.int32)
 
 
 def cost(rows: int, tokens: int) -> float:
@@ -127,12 +151,15 @@ class Rollout:
 
     def __init__(self, config: HostConfig, made: Work):
         self.rows, self.truths, self.stats = requested(config, made), made.truths, EngineStats()
-        self.drafting = Drafting(Unhurried(), ContextTable() if config.contexts else None)
-        self.drafting.attach(Policy())
+        self.drafting, self.policy = Drafting(Unhurried(), ContextTable() if config.contexts else None), Policy()
+        self.drafting.attach(self.policy)
         if self.drafting.contexts is not None:
             self.drafting.contexts.learn(made.others)
         self.drafting.begin([row.request for row in self.rows])
-        self.drafting.open(self.rows)
+        requests = [row.request for row in self.rows]
+        self.drafting.open(requests, len(requests))
+        self.reader = Reader(self.policy, requests)
+        self.reader.admit({row.number: [] for row in self.rows})
         self.passes: list[tuple[int, Counter[str]]] = []
         """Rows of each pass, and its seconds by part."""
 
@@ -141,33 +168,32 @@ class Rollout:
             self.seconds = Counter()
             with self.timed("asking"):
                 drafts = self.drafting.propose(active, self.stats)
+            self.policy.will_say(self.draw(active, drafts))
             with self.timed("layout"):
-                *_, spans = layout(active, drafts)
-            columns = self.draw(active, drafts)
-            with self.timed("layout"):
-                drawn = [
-                    Drawn(len(row.tokens), *(column[first:last] for column in columns))
-                    for row, (first, last) in zip(active, pairwise(spans), strict=True)
-                ]
+                feed = {row.number: [row.last, *draft.tokens] for row, draft in zip(active, drafts, strict=True)}
+                (part,) = self.reader.parts(feed)
+                drawn = self.reader.collect(self.reader.launch(part))
             with self.timed("settling"):
                 self.settle(active, drafts, drawn)
             self.passes.append((len(active), self.seconds))
+            self.reader.leave([row.number for row in active if row.finish])
         assert [row.tokens for row in self.rows] == self.truths
 
-    def draw(self, rows: Sequence[Response], drafts: Sequence[Draft]) -> tuple[list, ...]:
-        """What a pass brings to the host: draws, their log-probs, and those of the texts."""
+    def draw(self, rows: Sequence[Response], drafts: Sequence[Draft]) -> list[int]:
+        """What a pass draws."""
         draws: list[int] = []
         for row, draft in zip(rows, drafts, strict=True):
             at, n = len(row.tokens), len(draft.tokens) + 1
             known = self.truths[row.request.key][at : at + n]
             draws += known + [EOS] * (n - len(known))
-        return draws, [-0.5] * len(draws), [-0.5] * len(draws)
+        return draws
 
-    def settle(self, rows: Sequence[Response], drafts: Sequence[Draft], drawn: Sequence[Drawn]) -> None:
+    def settle(self, rows: Sequence[Response], drafts: Sequence[Draft], drawn: Mapping[int, Drawn]) -> None:
         """As engines do after a pass."""
-        for row, draft, of_row in zip(rows, drafts, drawn, strict=True):
-            stood = exact(row.request.key, draft, of_row)
+        for row, draft in zip(rows, drafts, strict=True):
+            stood = exact(row.request.key, draft, drawn[row.number])
             emitted = row.emit(stood, EOS_IDS)
+            self.reader.rollback(row.number, len(row.tokens) - 1)
             self.stats.count(draft.source, len(draft.tokens), min(stood.drafted, emitted))
             self.drafting.learn(row, draft, stood)
         tokens = len(rows) + sum(len(draft.tokens) for draft in drafts)
@@ -187,21 +213,9 @@ def requested(config: HostConfig, made: Work) -> list[Response]:
         olds = made.olds[first : first + GROUP]
         texts = PromptTexts([old for old in olds if old is not None])
         for i, old in enumerate(olds, first):
-            rows.append(Response(Request([first + 2] * PROMPT, i, 4 * config.tokens, SuffixDrafter(texts, old))))
+            request = Request([first + 2] * PROMPT, i, 4 * config.tokens, SuffixDrafter(texts, old))
+            rows.append(Response(request, number=i))
     return rows
-
-
-def layout(rows: Sequence[Response], drafts: Sequence[Draft]) -> tuple[list[int], ...]:
-    """The lists that a packed pass is made of: tokens, keys, positions, targets, and where each row's begin."""
-    tokens, keys, at, targets, spans = [], [], [], [], []
-    for row, draft in zip(rows, drafts, strict=True):
-        feed, held = [row.last, *draft.tokens], len(row.tokens)
-        spans.append(len(keys))
-        keys += [row.request.key] * len(feed)
-        at += range(held, held + len(feed))
-        targets += [*feed[1:], 0]
-        tokens += feed
-    return tokens, keys, at, targets, [*spans, len(keys)]
 
 
 @contextmanager

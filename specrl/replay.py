@@ -23,7 +23,7 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from rollout.config import SOURCES, doc
-from rollout.drafting.suffix import PromptTexts, SuffixDrafter
+from rollout.drafting.suffix import PromptTexts, SuffixDrafter, propose
 from specrl.config.load import load_saved, run
 from specrl.config.options import ConfigError
 from specrl.config.schema import Config
@@ -94,11 +94,12 @@ def count(visit: Visit, window: int, sources: Collection[str]) -> list[Counts]:
     drafters = [SuffixDrafter(texts, old.tokens if old else None) for old in olds]
     rows = [[0, 0, 0, 0] for _ in visit.texts]  # position, passes, drafted, accepted
     while going := [i for i, text in enumerate(visit.texts) if rows[i][0] < len(text.tokens)]:
-        drafts = {}
+        texts_of, limits = [], []
         for i in going:
             text, at = visit.texts[i], rows[i][0]
-            limit = min(window or longest, len(text.tokens) - at - 1 if text.capped else longest)
-            drafts[i] = drafters[i].propose(text.tokens[:at], limit)
+            texts_of.append(text.tokens[:at])
+            limits.append(min(window or longest, len(text.tokens) - at - 1 if text.capped else longest))
+        drafts = dict(zip(going, propose([drafters[i] for i in going], texts_of, limits), strict=True))
         for i, draft in drafts.items():
             tokens, row = visit.texts[i].tokens, rows[i]
             agreed = accept_exact(tokens[row[0] :], draft)
