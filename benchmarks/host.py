@@ -196,9 +196,8 @@ class Rollout:
             self.reader.rollback(row.number, len(row.tokens) - 1)
             self.stats.count(draft.source, len(draft.tokens), min(stood.drafted, emitted))
             self.drafting.learn(row, draft, stood)
-        tokens = len(rows) + sum(len(draft.tokens) for draft in drafts)
-        width = max(row.length for row in rows)
-        self.drafting.observe_pass(tokens, cost(len(rows), tokens), len(rows), width)
+        tokens = sum(len(of_row.draws) for of_row in drawn.values())
+        self.drafting.observe_pass(tokens, cost(len(rows), tokens), len(rows), self.reader.width)
 
     @contextmanager
     def timed(self, part: str) -> Iterator[None]:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Protocol
 
-from rollout.drafting.budget import Budget, Kind, Plan
+from rollout.drafting.budget import Budget, Plan
 from rollout.drafting.chain import Chain
 from rollout.drafting.contexts import ContextTable
 from rollout.drafting.draft import EMPTY, Draft, ask_all
@@ -178,10 +178,9 @@ class Drafting:
             return drafts
         price = plan.needed
         reach = self.contexts.most(max((row.room for row in rows), default=1) - 1, price)
-        gains: dict[tuple[Kind, int], float] = {}  # of drafts, by kind and length
-        for i, row in enumerate(rows):
-            if (same := (row.kind, len(drafts[i].tokens))) not in gains:
-                gains[same] = self.budget.gain(*same, price)
+        kinds = [(row.kind, len(draft.tokens)) for row, draft in zip(rows, drafts, strict=True)]
+        gains = {same: self.budget.gain(*same, price) for same in {*kinds}}
+        for i, (row, same) in enumerate(zip(rows, kinds, strict=True)):
             if reach > gains[same] and row.drafting:
                 text = (*row.request.prompt[-CONTEXT_TOKENS:], *row.tokens[-CONTEXT_TOKENS:])
                 likely, _ = self.contexts.draft(text, row.room - 1, price, gains[same])

@@ -20,7 +20,7 @@ from rollout.verify import Drawn, Stood
 DRAFT_TOKENS = 16  # of a pass, where none are asked for
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class JudgedDraft(Draft):
     """A draft of `logprobs` under the laws that drew it, NaN where these are not known."""
 

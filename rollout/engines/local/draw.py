@@ -6,6 +6,7 @@ a device, and shapes depend on the number of hidden states alone, so that it can
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -42,9 +43,11 @@ def _shape(logits, keys, positions, targets, temperature, top_k, top_p):
     return logits.new_empty((4, logits.shape[0]), dtype=torch.int32)
 
 
-def unpack(packed: Tensor) -> tuple[list[int], list[float], list[float], list[float]]:
-    """Draws, their log-probs, the targets' log-probs and gaps from what `Draw` gave, copied to the CPU."""
-    return packed[0].tolist(), *packed[1:].view(torch.float32).tolist()
+def unpack(packed: Tensor) -> tuple[list[int], list[float], list[float], np.ndarray]:
+    """Draws, their log-probs, the targets' log-probs and gaps (float32) from what `Draw` gave, copied to the CPU."""
+    draws, logprobs, text, gaps = packed.numpy()
+    logprobs, text, gaps = (column.view(np.float32) for column in (logprobs, text, gaps))
+    return draws.tolist(), logprobs.tolist(), text.tolist(), gaps
 
 
 def rows_per_chunk(vocab: int, logits_mb: int, free: int | None = None) -> int:

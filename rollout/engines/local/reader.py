@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, pairwise
 
 import numpy as np
 import torch
@@ -52,7 +52,8 @@ class Reader:
         self, model: RaggedModel, requests: Sequence[Request], places: int | None = None, tie_margin: float = 0.0
     ):
         self.model, self.places, self._tie_margin = model, places or len(requests), tie_margin
-        self._prompts, self._keys = [r.prompt for r in requests], [r.key for r in requests]
+        self._prompts, self._keys = [r.prompt for r in requests], np.array([r.key for r in requests])
+        self._heads = np.array([len(r.prompt) - 1 for r in requests])
         self._capacity = row_tokens(requests)
         self._held: list[list[int]] = [[] for _ in requests]  # what was fed, from the prompt's last token on
         self._agreed = [0] * len(self._held)  # of that, the tokens known to be the row's text; see `lacking`
@@ -209,16 +210,18 @@ class Reader:
             ends: draw behind the last token of each row only.
         """
         self.prefill()
-        rows, lengths = [*feed], [*map(len, feed.values())]
-        layout = self._layout([self._place[row] for row in rows], [self._first(row) for row in rows], lengths)
-        tokens, length = [*chain.from_iterable(feed.values())], np.array(lengths)
+        rows, length = [*feed], np.array([*map(len, feed.values())])
+        before = np.array([len(self._held[row]) for row in rows])
+        starts = before + self._heads[rows]
+        layout = self._layout([self._place[row] for row in rows], starts, length)
+        tokens = np.array([*chain.from_iterable(feed.values())])
         last = length.cumsum() - 1  # of each row
-        keys = np.array([self._keys[row] for row in rows]).repeat(length)
-        before = [len(self._held[row]) for row in rows]
-        at = np.arange(len(tokens)) + (np.array(before) - (last + 1 - length)).repeat(length)
-        targets = np.array([*tokens[1:], 0])
-        targets[last] = [after.get(row, 0) for row in rows] if after else 0
         owner = np.arange(len(rows)).repeat(length)  # of each token
+        keys = self._keys[rows][owner]
+        at = np.arange(len(tokens)) + (before - (last + 1 - length))[owner]
+        targets = np.empty_like(tokens)
+        targets[:-1] = tokens[1:]
+        targets[last] = [after.get(row, 0) for row in rows] if after else 0
         picked = last if ends else None
         drawing = self.model.launch(tokens, layout, (keys, at, targets), picked)
         self.passes, self.forward_tokens = self.passes + 1, self.forward_tokens + len(tokens)
@@ -227,22 +230,22 @@ class Reader:
     def collect(self, flight: Flight) -> dict[int, Drawn]:
         """Waits for a pass; the rows hold what they were fed."""
         packed, hidden, where = flight.drawing.wait()
-        draws, logprobs, text, _ = unpack(packed)
-        gap, rows = packed[3].view(torch.float32).numpy(), [*flight.feed]
+        draws, logprobs, text, gaps = unpack(packed)
+        rows, held, self.width = [*flight.feed], self._held, flight.width
         for row, tokens in flight.feed.items():
-            self._held[row] += tokens
-        for i in (gap < self._tie_margin).nonzero()[0]:
+            held[row] += tokens
+        for i in (gaps < self._tie_margin).nonzero()[0]:
             draws[i], logprobs[i] = self._canonical(rows[flight.owner[i]], int(flight.at[i]))
-        unusable = {rows[i] for i in flight.owner[np.isnan(gap)]}
-        self.width = flight.width
-        ends = flight.owner.searchsorted(np.arange(len(rows)), "right").tolist()
-        first, drawn = 0, {}
-        for row, end, at in zip(rows, ends, flight.at[[0, *ends[:-1]]].tolist(), strict=True):
-            drawn[row] = Drawn(
-                at, draws[first:end], logprobs[first:end], text[first:end], row not in unusable, (hidden, where[first])
-            )
-            first = end
-        return drawn
+        usable = [True] * len(rows)
+        for i in flight.owner[np.isnan(gaps)]:
+            usable[i] = False
+        firsts = flight.owner.searchsorted(np.arange(len(rows)))
+        spans = [*firsts.tolist(), len(draws)]
+        columns = zip(rows, pairwise(spans), flight.at[firsts].tolist(), where[firsts].tolist(), usable, strict=True)
+        return {
+            row: Drawn(at, draws[i:j], logprobs[i:j], text[i:j], sound, (hidden, place))
+            for row, (i, j), at, place, sound in columns
+        }
 
     def _canonical(self, row: int, at: int) -> tuple[int, float]:
         """The draw at a response position by a pass over the row's prefix alone, and its log-prob."""
