@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from rollout.engines.local.graphs import Graphs
+if TYPE_CHECKING:
+    from rollout.engines.local.graphs import Graphs
 
 
 class KV:

@@ -33,20 +33,22 @@ class Pass:
         self.kv, self.count = kv, len(places)
         self.layers: set[int] = set()
         """Whose attention has run."""
-        self.width = max(map(sum, zip(starts, lengths, strict=True)))
+        self.width = int(np.add(starts, lengths).max())
         self._first, self._last = places[0], places[-1] + 1
-        start, length = np.zeros((2, self._last - self._first), np.int64)
+        of_rows = np.zeros((3, self._last - self._first), np.int64)
+        start, length, offset = of_rows
         at = np.asarray(places) - self._first
         start[at], length[at] = starts, lengths
-        offset = length.cumsum() - length
+        offset[:] = length.cumsum() - length
         row = np.arange(len(length)).repeat(length)  # [N]
-        slots = torch.from_numpy(start[row] + np.arange(len(row)) - offset[row]).to(device)
-        self.positions, self.slots = slots * spread, slots
-        """Of each token [N]: what the model is told, and where in its row's slab it is written."""
-        self.rows = torch.from_numpy(self._first + row).to(device)
+        of_tokens = np.stack([(start - offset)[row] + np.arange(len(row)), row + self._first])
+        self.slots, self.rows = torch.from_numpy(of_tokens).to(device)
+        """Of each token [N]: where in its row's slab it is written, and which slab that is."""
+        self.positions = self.slots if spread == 1 else self.slots * spread
         self._index: dict[int, Tensor] = {}  # by the number of heads
-        given = [torch.from_numpy(x).to(device) for x in (start, length, offset)]
-        self._blocks = [Block(rows, columns, *given, self.width) for rows, columns in _blocks(length, self.width)]
+        given = torch.from_numpy(of_rows).to(device).unbind()
+        blocks = _blocks(length.tolist(), self.width)
+        self._blocks = [Block(rows, columns, *given, self.width) for rows, columns in blocks]
 
     def ids(self, tokens: Sequence[int]) -> Tensor:
         """The tokens of all rows, one after the other, as the model takes them [1, N]."""
@@ -116,7 +118,6 @@ class Block:
 
 def _blocks(lengths: Sequence[int], width: int) -> Iterator[tuple[list[int] | None, tuple[int, int]]]:
     """Rows and query columns of each block: split at the median length while that spares enough padding."""
-    lengths = [*map(int, lengths)]
     rows, done = [r for r, n in enumerate(lengths) if n], 0
     while rows:
         ordered = sorted(lengths[r] for r in rows)
