@@ -150,6 +150,15 @@ def test_a_more_lenient_judge_takes_fewer_passes(models):
     assert passes[1] < passes[0]
 
 
+@pytest.mark.parametrize("rows", [1, 2])
+def test_rows_that_wait_for_a_place_are_judged_alike(models, rows):
+    asked, some = requests(count=7), Verdicts(lambda found: (found[:, 0] > 0).tolist())
+    want, _ = engine(models, some).generate(asked)
+    done, _ = engine(models, some, rows_per_batch=rows).generate(asked)
+    assert [c.tokens for c in done] == [c.tokens for c in want]
+    assert [c.tokens for c in want] != [c.tokens for c in engine(models, NONE).generate(asked)[0]], "some stood"
+
+
 def test_judged_tokens_carry_the_drafts_log_prob(models):
     asked = requests()
     done, _ = engine(models, ALL).generate(asked)
