@@ -15,7 +15,8 @@ _LONGEST = LENGTHS[0]
 _SPREAD = 4, 2  # slots for each token: for those that are expected, and at least
 _FEWEST = 1 << 16  # slots, so that small indices hardly know collisions
 _BLOCK = 1 << 15  # tokens or slots that are worked on at a time, in fast memory
-_FULL = 1 << 22  # tokens of an index that takes no more groups
+FULL = 1 << 22
+"""Tokens of an index that takes no more groups."""
 _ID_BITS = 20  # of a token, in 32 bits; the others tell its group
 _NO_ID = (1 << _ID_BITS) - 1  # what ids are taken for that need more
 _PRIMES = {1: np.uint32(0x9E3779B1), 2: np.uint32(0x85EBCA77), 4: np.uint32(0xC2B2AE3D)}
@@ -63,7 +64,7 @@ class NGrams:
     @property
     def full(self) -> bool:
         """New groups should begin another index, which lives no longer than they do."""
-        return self._added > _FULL or self._groups >= 1 << 32 - _ID_BITS
+        return self._added > FULL or self._groups >= 1 << 32 - _ID_BITS
 
     @property
     def nbytes(self) -> int:

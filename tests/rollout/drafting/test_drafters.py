@@ -300,7 +300,7 @@ def test_rows_that_are_asked_together_get_what_each_gets_alone():
 
 
 def test_prompts_that_come_later_leave_a_full_index(monkeypatch):
-    monkeypatch.setattr("rollout.drafting.ngrams._FULL", 500)
+    monkeypatch.setattr("rollout.drafting.ngrams.FULL", 500)
     drafters, truths = rollout_of(random.Random(6), prompts=8)
     for rows in (slice(0, 6), slice(0, 12), slice(0, 18), slice(0, 24)):
         suffix.propose(drafters[rows], [[*truth[:20], 99, 98] for truth in truths[rows]], [4] * rows.stop)
