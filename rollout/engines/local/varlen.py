@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from functools import cache
 
 import numpy as np
 import torch
@@ -158,9 +159,23 @@ def _(query, *others) -> Tensor:
     return torch.empty_like(query, memory_format=torch.contiguous_format)
 
 
-_flash = torch.ops.aten._flash_attention_forward
-_UNSPLIT = {"num_splits": 1} if "num_splits" in {arg.name for arg in _flash.default._schema.arguments} else {}
-"""Without that argument the kernel splits for single queries only, and is told of more."""
+aten_flash = torch.ops.aten._flash_attention_forward
+
+
+@cache
+def unsplit(device: torch.device) -> dict[str, int]:
+    """What tells the kernel not to split over keys, where it takes that; some versions take it for FA3 only.
+
+    Without, it splits for single queries or paged keys only: it is told of more queries, and slabs are no pages.
+    """
+    if "num_splits" not in {arg.name for arg in aten_flash.default._schema.arguments}:
+        return {}
+    x, ends = torch.zeros(1, 1, 64, dtype=torch.bfloat16, device=device), torch.arange(2, device=device).int()
+    try:
+        aten_flash(x, x, x, ends, ends, QUERIES, 1, 0.0, True, False, num_splits=1)
+    except RuntimeError:
+        return {}
+    return {"num_splits": 1}
 
 
 @attend.register_kernel("cuda")
@@ -168,7 +183,7 @@ def flash(query, key, value, keys, values, slots, queried, begins, used, queries
     """See `attend`."""
     keys.index_copy_(0, slots, key)
     values.index_copy_(0, slots, value)
-    return _flash(
+    return aten_flash(
         query.contiguous(),
         keys,
         values,
@@ -183,5 +198,5 @@ def flash(query, key, value, keys, values, slots, queried, begins, used, queries
         window_size_left=window - 1 if window else -1,
         window_size_right=0 if window else -1,
         seqused_k=used,
-        **_UNSPLIT,
+        **unsplit(query.device),
     )[0]

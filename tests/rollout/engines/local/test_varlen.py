@@ -91,6 +91,18 @@ def test_flash_attention_takes_what_it_is_given():
         for window in (0, 16):
             out = varlen.flash(torch.empty(12, 8, 64, **half), new, new, *rest, varlen.QUERIES, 50, window, 0.125)
             assert (out.shape, out.dtype, out.device.type) == ((12, 8, 64), torch.bfloat16, "cuda")
+        assert varlen.unsplit(out.device) == {"num_splits": 1}
+
+
+def test_a_kernel_that_does_not_take_the_number_of_splits_goes_without(monkeypatch):
+    def refuses(*args, num_splits=None, **options):
+        raise RuntimeError("num_splits requires FA3")
+
+    refuses.default = varlen.aten_flash.default
+    monkeypatch.setattr(varlen, "aten_flash", refuses)
+    varlen.unsplit.cache_clear()
+    assert varlen.unsplit(torch.device("cpu")) == {}
+    varlen.unsplit.cache_clear()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
