@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import atexit
 import gc
+import json
+import os
 import shutil
+import socket
+import subprocess
+import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
@@ -323,3 +328,26 @@ TIMED = ("gen", "store", "control", "reuse_gap", "drafter", "update", "step")
 
 def _training(given: dict) -> bool:
     return not given.get("fresh") and given.get("domain", "rollout") == "rollout"
+
+
+def by_two_processes(folder: Path, program: str, timeout: float, **environment: str) -> tuple[list[dict], list[str]]:
+    """What each of two CPU processes wrote to rank0.json and rank1.json in the folder, and what it printed."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+    shared |= {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT), **environment}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", program, str(folder)],
+            cwd=ROOT,
+            env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in (0, 1)
+    ]
+    said = [process.communicate(timeout=timeout)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], "\n".join(said)[-6000:]
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in (0, 1)], said

@@ -14,6 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.gpu.run import Absent, Step, said
 from benchmarks.gpu.timing import Context, busy, ms, synchronize, wall
+from rollout.engines.local.varlen import aten_flash, unsplit
 
 BACKENDS = {"default": None, "efficient": SDPBackend.EFFICIENT_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
 TOKENS = (1, 2, 9)
@@ -118,15 +119,14 @@ def varlen(layer: Layer) -> Callable[[int], Tensor]:
     if layer.device.type != "cuda":
         raise Absent("variable-length flash attention: only on CUDA")
     q, k, v = layer.packed()
-    operation = torch.ops.aten._flash_attention_forward.default
-    more = {"num_splits": 1} if any(a.name == "num_splits" for a in operation._schema.arguments) else {}
+    more = unsplit(layer.device)
     numbers = partial(torch.arange, layer.rows + 1, device=layer.device, dtype=torch.int32)
     rows_q, rows_k = numbers() * layer.tokens, numbers() * layer.capacity
 
     def attend(width: int) -> Tensor:
         used = torch.full((layer.rows,), width, device=layer.device, dtype=torch.int32)
         lengths = (rows_q, rows_k, layer.tokens, layer.capacity, 0.0, True, False)
-        return operation(q, k, v, *lengths, scale=layer.dim**-0.5, seqused_k=used, **more)[0]
+        return aten_flash(q, k, v, *lengths, scale=layer.dim**-0.5, seqused_k=used, **more)[0]
 
     return attend
 

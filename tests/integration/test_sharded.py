@@ -1,16 +1,12 @@
 """FSDP 2 on two CPU processes: weights, gradients and optimiser in halves, rollouts by a whole bf16 copy in each."""
 
 import json
-import os
-import socket
-import subprocess
-import sys
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.runs import ROOT, policy, words
+from tests.runs import by_two_processes, policy, words
 
 pytestmark = pytest.mark.long
 
@@ -93,25 +89,7 @@ def launched(tmp_path_factory):
         for name, options in RUNS.items()
     ]
     (folder / "runs.json").write_text(json.dumps(plan))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
-    shared |= {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT), **FSDP_2}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, str(folder)],
-            cwd=ROOT,
-            env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in (0, 1)
-    ]
-    said = [process.communicate(timeout=300)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], "\n".join(said)[-6000:]
-    reports = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in (0, 1)]
+    reports, said = by_two_processes(folder, PROGRAM, 300, **FSDP_2)
     return folder, reports, said
 
 

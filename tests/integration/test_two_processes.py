@@ -1,14 +1,10 @@
 """One run on two CPU processes: one cache in both, and the same training as without speculation."""
 
 import json
-import os
-import socket
-import subprocess
-import sys
 
 import pytest
 
-from tests.runs import ROOT, policy, run, words
+from tests.runs import by_two_processes, policy, run, words
 
 pytestmark = pytest.mark.long
 OPTIONS = {"rollout__replay": 0.5, "trainer__save_every": 4, "trainer__eval_prompts": 4}
@@ -82,25 +78,7 @@ def launched(tmp_path_factory):
     ]
     commands = [(name, words(folder, model=policy(), **OPTIONS | options)) for name, options in plan]
     (folder / "runs.json").write_text(json.dumps(commands))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
-    shared |= {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, str(folder)],
-            cwd=ROOT,
-            env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in (0, 1)
-    ]
-    outputs = [process.communicate(timeout=420)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], "\n".join(outputs)[-6000:]
-    reports = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in (0, 1)]
+    reports, _ = by_two_processes(folder, PROGRAM, 420)
     return {"folder": folder, **{name: [report[name] for report in reports] for name, _ in plan}}
 
 
