@@ -102,10 +102,21 @@ class LocalConfig:
     graphs: Literal["auto", "off"] = doc("auto", "capture passes as CUDA graphs, on GPUs in half precision")
 
 
+SPECULATORS = ("texts", "ngram_gpu", "draft_model", "eagle", "eagle3", "mtp")
+
+
 @dataclass
 class VLLMConfig:
     runner: Literal["auto", "v1", "v2"] = doc(
-        "auto", "vLLM's model runner; auto takes v1 where drafts can ride in the request, else v2"
+        "auto", "vLLM's model runner; auto takes v2 where Triton runs, so on GPUs, else v1"
+    )
+    scheduling: Literal["auto", "sync", "async"] = doc(
+        "auto",
+        "v2: sync lets the host draft and learn between steps, async drafts on the device; auto takes sync where the "
+        "host can reach the drafts",
+    )
+    speculator: str = doc(
+        "texts", "v2: what proposes: texts, or vLLM's own: ngram_gpu, draft_model=DIR, eagle=DIR, mtp"
     )
     draft_tokens: int = doc(
         32, "most draft tokens of a row in one step, up to 127; bounds logits memory", low=1, high=127
@@ -118,11 +129,25 @@ class VLLMConfig:
 
     def problems(self) -> Iterator[str]:
         """Sentences about options that contradict each other."""
-        if self.tensor_parallel > 1 and self.runner == "v1":
-            yield (
-                f"rollout.vllm.tensor_parallel={self.tensor_parallel} needs drafts that stay in the driver, so "
-                "rollout.vllm.runner=v1 cannot serve it. Try rollout.vllm.runner=v2."
-            )
+        name = self.speculator.partition("=")[0]
+        if name not in SPECULATORS:
+            near = get_close_matches(name, SPECULATORS, 1, cutoff=0)[0]
+            yield f"rollout.vllm.speculator={self.speculator} is none of {', '.join(SPECULATORS)}. Did you mean {near}?"
+        for option, other in {"runner": "v1", "scheduling": "sync"}.items():
+            if self.on_device and getattr(self, option) == other:
+                yield (
+                    f"rollout.vllm.{option}={other} lets the host draft, and {self.on_device} leaves that to the "
+                    f"device. Try rollout.vllm.{option}=auto."
+                )
+
+    @property
+    def on_device(self) -> str:
+        """The option by which drafts are made on the device, with asynchronous scheduling; empty: by the host."""
+        if self.scheduling == "async":
+            return "rollout.vllm.scheduling=async"
+        if self.tensor_parallel > 1:
+            return f"rollout.vllm.tensor_parallel={self.tensor_parallel}"
+        return "" if self.speculator == "texts" else f"rollout.vllm.speculator={self.speculator}"
 
 
 @dataclass
@@ -261,13 +286,13 @@ class RolloutConfig:
                 f"rollout.replay={self.replay} cannot be combined with rollout.law={self.law}, which draws with fresh "
                 "noise. Try rollout.replay=0, or rollout.law=exact."
             )
+        if self.engine == "vllm" and self.law not in ("exact", "off") and self.vllm.on_device:
+            yield (
+                f"rollout.law={self.law} decides on the host what stands of a draft, and {self.vllm.on_device} leaves "
+                "drafts to the device. Try rollout.law=exact."
+            )
         yield from self._lenient_problems()
         yield from self._draft_problems()
-        if self.engine == "vllm" and self.vllm.runner == "v2" and (self.top_p < 1 or self.top_k):
-            yield (
-                f"rollout.top_p={self.top_p} with rollout.top_k={self.top_k} cannot be verified exactly by "
-                "rollout.vllm.runner=v2. Try rollout.top_p=1 rollout.top_k=0, or rollout.vllm.runner=v1."
-            )
 
     def _lenient_problems(self) -> Iterator[str]:
         lenient = self.law == "lenient"

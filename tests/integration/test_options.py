@@ -102,6 +102,7 @@ CHOICES = {
         "false": {},
     },
     "rollout.local.graphs": {"auto": {}, "off": {}},
+    "rollout.vllm.scheduling": dict.fromkeys(("auto", "sync", "async"), VLLM),
     "rollout.vllm.runner": dict.fromkeys(("auto", "v1", "v2"), VLLM),
     "rollout.vllm.compile": {"true": VLLM, "false": VLLM},
     "rollout.vllm.sleep": {"true": VLLM, "false": VLLM},

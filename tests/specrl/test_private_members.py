@@ -9,7 +9,7 @@ ROOT = Path(__file__).parents[2]
 FOREIGN = {
     *("_generate_and_score_completions", "_get_per_token_logps_and_entropies", "_compute_loss"),  # TRL's hooks
     "_attn_implementation",  # transformers
-    "_preempt_request",  # vLLM
+    *("_preempt_request", "_verify", "_sample_random"),  # vLLM
     *("_private", "_global_node"),  # Ray
     "_live_stack",  # rich
     "_exit",  # os

@@ -30,10 +30,12 @@ from vllm.platforms import current_platform
 from rollout.drafting.drafting import Drafting
 from rollout.engines.base import EngineSpec, Probe, Sampling
 from rollout.engines.response import check_request
+from rollout.engines.vllm.contract import check as check_names
+from rollout.engines.vllm.device import DeviceDrafts
+from rollout.engines.vllm.native import Native
 from rollout.engines.vllm.requests import OneRequest
 from rollout.engines.vllm.rows import VLLMRow
-from rollout.engines.vllm.settings import choose_runner, settings
-from rollout.engines.vllm.two_requests import TwoRequests
+from rollout.engines.vllm.settings import choose_runner, settings, speculation
 from rollout.engines.vllm.weights import TRANSFER, Weights
 from rollout.noise import keyed_draw
 from rollout.types import AheadText, Completion, EngineStats, Request, RolloutError
@@ -66,6 +68,7 @@ class VLLMEngine:
         self._sleeps = config.vllm.sleep and not current_platform.is_cpu()
         self._asleep = False
         self.runner = choose_runner(spec, sampling)
+        check_names(self.runner)
         self._borrowed_group = torch.distributed.is_initialized()
         if self._borrowed_group and (ranks := torch.distributed.get_world_size()) > 1:
             raise RolloutError(
@@ -162,12 +165,7 @@ class VLLMEngine:
 
     def _start(self) -> tuple[Weights, LLM]:
         more = {"worker_extension_cls": f"{_WORKER}.WorkerExtension", "weight_transfer_config": {"backend": TRANSFER}}
-        if self.runner == "v1":
-            drafts = self.spec.rollout.vllm.draft_tokens
-            drafter = {"method": "custom_class", "model": f"{_WORKER}.RequestDrafter", "num_speculative_tokens": drafts}
-            more["speculative_config"] = drafter
-        else:
-            more |= {"scheduling_policy": "priority", "logprobs_mode": "processed_logprobs"}
+        more |= speculation(self.spec, self.runner)
         os.environ["VLLM_USE_V2_MODEL_RUNNER"] = str(int(self.runner == "v2"))
         try:
             with _unchanged_process():
@@ -175,7 +173,7 @@ class VLLMEngine:
         except (ImportError, ValueError, RuntimeError, OSError, AssertionError) as error:
             raise RolloutError(f"vLLM did not start with {self.spec.model}: {error}") from error
 
-    def _build_flow(self) -> OneRequest | TwoRequests:
+    def _build_flow(self) -> OneRequest | DeviceDrafts:
         config = self.spec.rollout
         shared = {
             "rule": self.rule,
@@ -183,10 +181,11 @@ class VLLMEngine:
             "llm": self._llm,
             "scores_per_chunk": max(1, config.logits_mb * 2**20 // (self.vocab * 16)),  # logits, noise, scores: float32
         }
-        if self.runner == "v2":
-            block = self._llm.llm_engine.vllm_config.cache_config.block_size
-            return TwoRequests(**shared, context=self.context, block=block)
-        return OneRequest(
+        if config.vllm.on_device:
+            source = config.vllm.speculator.partition("=")[0]
+            return DeviceDrafts(rule=self.rule, drafting=self.drafting, llm=self._llm, source=source)
+        kind = Native if self.runner == "v2" else OneRequest
+        return kind(
             **shared,
             draft_tokens=config.vllm.draft_tokens,
             scores_per_step=config.logits_mb * 2**20 // (self.vocab * 8),  # vLLM's logits and their float32 copy

@@ -68,7 +68,7 @@ class OneRequest(StepRules):
     def _submit(self, name: str, row: VLLMRow) -> str:
         """Hands a request to vLLM; returns vLLM's own id of it."""
         params = SamplingParams(
-            temperature=0.0,  # `sample` decides; a greedy request carries the least state
+            **self.law(row),
             max_tokens=row.request.max_new_tokens,
             stop_token_ids=list(row.sampling.eos_ids),
             ignore_eos=True,  # the model's own; the run's are above
@@ -76,6 +76,10 @@ class OneRequest(StepRules):
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
         return self.llm.llm_engine.add_request(name, {"prompt_token_ids": list(row.request.prompt)}, params)
+
+    def law(self, row: VLLMRow) -> dict:
+        """The law as vLLM shall know it: `sample` decides, and a greedy request carries the least state."""
+        return {"temperature": 0.0}
 
     def _charge(self, seconds: float) -> None:
         stats, step = self.stats, self._step

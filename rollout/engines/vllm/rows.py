@@ -23,8 +23,10 @@ class VLLMRow(Response):
     """What was proposed for its next step."""
     text: Draft = EMPTY
     """V1: the one draft that the lenient rule verifies, by response position."""
-    stretch: int = 0
-    """V2: tokens of the last continuation that was cut to ask the drafter again."""
+    riding: list[int] = field(default_factory=list)
+    """V2: what vLLM was given of the draft."""
+    tested: Draft = EMPTY
+    """V2: what is decided about in this step."""
 
 
 @dataclass(kw_only=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import get_args
 
-from vllm import SamplingParams
 from vllm.config.speculative import SpeculativeMethod
 from vllm.platforms import current_platform
 from vllm.triton_utils import HAS_TRITON
@@ -13,6 +12,7 @@ from rollout.engines.base import EngineSpec, Sampling
 from rollout.types import RolloutError
 
 CPU_KV_MB = 512
+_HOOKS = "rollout.engines.vllm"
 
 
 def settings(spec: EngineSpec) -> dict:
@@ -49,24 +49,41 @@ def choose_runner(spec: EngineSpec, sampling: Sampling) -> str:
     Raises:
         RolloutError: it cannot; the message says what would work.
     """
-    wanted, parallel = spec.rollout.vllm.runner, spec.rollout.vllm.tensor_parallel
+    vllm = spec.rollout.vllm
     if "custom_class" not in get_args(SpeculativeMethod):
         no_v1 = "this vLLM takes no drafts from outside (speculative method custom_class)"
+    elif vllm.on_device:
+        no_v1 = f"{vllm.on_device} leaves drafts to the device, which v1 asks the host for"
     else:
-        no_v1 = f"rollout.vllm.tensor_parallel={parallel} has workers that drafters cannot reach" * (parallel > 1)
-    if "prompt_logprob_start" not in SamplingParams.__struct_fields__:
-        no_v2 = "this vLLM does not score given tokens (prompt_logprob_start)"
-    elif not HAS_TRITON:
+        no_v1 = ""
+    if not HAS_TRITON:
         no_v2 = "it needs a GPU, or Triton"
-    elif sampling.top_k > 0 or sampling.top_p < 1.0:
-        no_v2 = f"it verifies drafts without rollout.top_k={sampling.top_k} and rollout.top_p={sampling.top_p}"
     else:  # vLLM raises smaller temperatures to this
         no_v2 = f"it draws at rollout.temperature=0 or 0.01 and more, not {sampling.temperature}"
         no_v2 *= 0 < sampling.temperature < 0.01
-    reasons = {"v1": no_v1, "v2": no_v2}
+    reasons = {"v2": no_v2, "v1": no_v1}
     possible = [runner for runner, reason in reasons.items() if not reason]
-    chosen = (possible or ["v1"])[0] if wanted == "auto" else wanted
+    chosen = (possible or ["v1"])[0] if vllm.runner == "auto" else vllm.runner
     if reasons[chosen]:
         remedy = f"use rollout.vllm.runner={possible[0]}" if possible else f"nor does v2: {no_v2}"
         raise RolloutError(f"rollout.vllm.runner={chosen} does not work here: {reasons[chosen]}; {remedy}")
     return chosen
+
+
+def speculation(spec: EngineSpec, runner: str) -> dict:
+    """What vLLM is told about drafts."""
+    vllm = spec.rollout.vllm
+    drafts: dict = {"num_speculative_tokens": vllm.draft_tokens}
+    if runner == "v1":
+        return {"speculative_config": drafts | {"method": "custom_class", "model": f"{_HOOKS}.worker.RequestDrafter"}}
+    name, _, model = vllm.speculator.partition("=")
+    drafts["method"] = "ngram_gpu" if name == "texts" else name  # needs no model; ours takes its place
+    drafts |= {"model": model} if model else {}
+    if not vllm.on_device:
+        return {"speculative_config": drafts, "async_scheduling": False}
+    return {
+        "speculative_config": drafts,
+        "async_scheduling": True,
+        "scheduler_cls": f"{_HOOKS}.scheduler.DraftScheduler",
+        "logprobs_mode": "processed_logprobs",
+    }

@@ -100,14 +100,18 @@ class StepRules(Rules):
             for name, new in zip(runner.input_batch.req_ids, sampled, strict=True)
         ]
         rows = [row if row and row.finish is None else None for row in rows]
+        drafts = self.ask(rows)
+        self._step.draft_s = time.perf_counter() - began
+        return drafts
+
+    def ask(self, rows: Sequence[VLLMRow | None]) -> list[list[int]]:
+        """The draft tokens that each row carries next; none for None."""
         waiting = [row for row in rows if row]
         share = min(self.draft_tokens, self.scores_per_step // max(1, len(waiting)))
         if not self.drafting.whole:
             for row, draft in zip(waiting, self.drafting.propose(waiting, self.stats), strict=True):
                 row.draft = draft
-        drafts = [self._draft(row, share) if row else [] for row in rows]
-        self._step.draft_s = time.perf_counter() - began
-        return drafts
+        return [self._draft(row, share) if row else [] for row in rows]
 
     def _draft(self, row: VLLMRow, share: int) -> list[int]:
         if self.drafting.whole:

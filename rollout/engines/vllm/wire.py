@@ -13,6 +13,8 @@ from typing import Any
 
 from rollout.drafting.suffix import PromptTexts, SuffixDrafter
 
+KEY, PROMPT_TOKENS, TEXTS = "specrl_key", "specrl_prompt_tokens", "specrl_texts"
+
 
 @dataclass(frozen=True, slots=True)
 class KeyedRequest:
@@ -33,8 +35,8 @@ class KeyedRequest:
     def extra_args(self) -> dict[str, Any]:
         """The request as vLLM's `extra_args`."""
         return {
-            "specrl_key": self.key,
-            "specrl_prompt_tokens": self.prompt_tokens,
+            KEY: self.key,
+            PROMPT_TOKENS: self.prompt_tokens,
             "specrl_group": self.group,
             "specrl_tokens": [token for text in self.texts for token in text],
             "specrl_lengths": [len(text) for text in self.texts],
@@ -44,12 +46,12 @@ class KeyedRequest:
     @classmethod
     def read(cls, extra_args: Mapping[str, Any] | None) -> KeyedRequest | None:
         """What `extra_args` wrote; None for the requests of others."""
-        if not extra_args or "specrl_key" not in extra_args:
+        if not extra_args or KEY not in extra_args:
             return None
         tokens, ends = extra_args["specrl_tokens"], accumulate(extra_args["specrl_lengths"], initial=0)
         return cls(
-            extra_args["specrl_key"],
-            extra_args["specrl_prompt_tokens"],
+            extra_args[KEY],
+            extra_args[PROMPT_TOKENS],
             extra_args["specrl_group"],
             tuple(tuple(tokens[first:end]) for first, end in pairwise(ends)),
             extra_args["specrl_own"],

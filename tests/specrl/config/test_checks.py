@@ -153,15 +153,23 @@ def broken(*words, **settings):
         ),
         (
             "rollout.engine=vllm rollout.vllm.runner=v1 rollout.vllm.tensor_parallel=2",
-            "rollout.vllm.tensor_parallel=2 needs drafts that stay in the driver",
+            "rollout.vllm.runner=v1 lets the host draft, and rollout.vllm.tensor_parallel=2 leaves that to the device.",
         ),
         (
             "rollout.engine=vllm cluster.num_workers=1 cluster.gpus_per_worker=1 rollout.vllm.tensor_parallel=2",
             "rollout.vllm.tensor_parallel=2 needs as many GPUs in each worker, not cluster.gpus_per_worker=1. Try",
         ),
         (
-            "rollout.engine=vllm rollout.vllm.runner=v2 rollout.top_k=5",
-            "rollout.top_p=1.0 with rollout.top_k=5 cannot be verified exactly by rollout.vllm.runner=v2. Try",
+            "rollout.engine=vllm rollout.vllm.speculator=ngram_gpu rollout.vllm.scheduling=sync",
+            "rollout.vllm.scheduling=sync lets the host draft, and rollout.vllm.speculator=ngram_gpu leaves that",
+        ),
+        (
+            "rollout.engine=vllm rollout.vllm.speculator=text",
+            "rollout.vllm.speculator=text is none of texts, ngram_gpu, draft_model, eagle, eagle3, mtp. Did you mean",
+        ),
+        (
+            "rollout.engine=vllm rollout.vllm.scheduling=async rollout.law=lenient",
+            "rollout.law=lenient decides on the host what stands of a draft, and rollout.vllm.scheduling=async leaves",
         ),
         ("rollout.law=judged", "rollout.judged.by=judge needs rollout.judged.path, as specrl.train_router or"),
         (

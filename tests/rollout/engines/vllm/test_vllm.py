@@ -6,6 +6,7 @@ and planted bugs share.
 
 import importlib.util
 import itertools
+import os
 import random
 import tempfile
 from collections import Counter
@@ -20,6 +21,7 @@ from rollout.build import build_engine
 from rollout.config import RolloutConfig
 from rollout.drafting.suffix import PromptTexts, SuffixDrafter
 from rollout.engines.base import EngineSpec, Probe, Sampling
+from rollout.engines.local.draw import packed_draw
 from rollout.engines.local.engine import TransformersEngine
 from rollout.keys import derive_key
 from rollout.noise import keyed_draw
@@ -41,6 +43,9 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM: pip install 'specrl[vllm]'"),
 ]
+RUNNER = "v2" if os.environ.get("TRITON_INTERPRET") else "v1"
+"""Of vLLM's model runners; test_vllm_v2.py runs this file on the other one."""
+on_v1 = pytest.mark.skipif(RUNNER == "v2", reason="of model runner V1 only")
 LAWS = [(0.0, 0, 1.0), (0.7, 0, 1.0), (1.3, 0, 1.0), (1.0, 5, 1.0), (0.8, 9, 0.9)]
 
 
@@ -87,6 +92,7 @@ def saved(tmp_path_factory):
 def spec_of(path, *, eos_ids=EOS_IDS, window=6, kv_mb=16, draft_tokens=8, **settings) -> EngineSpec:
     config = RolloutConfig(engine="vllm", max_new_tokens=30, **settings)
     config.budget.window, config.vllm.kv_cache_mb, config.vllm.draft_tokens = window, kv_mb, draft_tokens
+    config.vllm.runner = RUNNER
     return EngineSpec(model=str(path), eos_ids=eos_ids, rollout=config)
 
 
@@ -356,10 +362,11 @@ def test_noise_off_by_one_position_is_found(updated, golden, monkeypatch):
     cases, want = golden()
     late = 1
 
-    def draw(logits, keys, at, targets, **law):
-        return keyed_draw(logits, keys, at + late, targets, **law)
+    def draw(logits, keys, at, *more, **law):
+        return plain(logits, keys, at + late, *more, **law)
 
-    monkeypatch.setattr("rollout.engines.vllm.engine.keyed_draw", draw)
+    where, plain = {"v1": ("engine.keyed_draw", keyed_draw), "v2": ("sampler.packed_draw", packed_draw)}[RUNNER]
+    monkeypatch.setattr(f"rollout.engines.vllm.{where}", draw)
     engine, _ = updated()
     assert len(differing(engine.generate(requests_of(cases))[0], want)) > 13
     late = 0
@@ -685,11 +692,13 @@ def test_a_drafter_that_fails_stops_the_rollout_and_nothing_else(engine_of, gold
 def test_kv_that_a_failed_step_announced_is_forgotten(updated, saved):
     """vLLM lists the blocks of a prompt as computed when it schedules them, before they are."""
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
     engine, model = updated()
+    runner = CPUModelRunner if RUNNER == "v1" else GPUModelRunner
     cases = [([2 + i % 50 for i in range(100)], 9)] * 4
     want, _ = TransformersEngine(model, Sampling(EOS_IDS)).generate(requests_of(cases))
-    failing = mock.patch.object(CPUModelRunner, "execute_model", side_effect=MemoryError("planted"))
+    failing = mock.patch.object(runner, "execute_model", side_effect=MemoryError("planted"))
     with failing, pytest.raises(MemoryError, match="planted"):
         engine.generate(requests_of(cases))
     assert differing(engine.generate(requests_of(cases))[0], want, 1e-4) == []
@@ -705,12 +714,13 @@ def test_a_cache_that_holds_no_row_is_refused_at_start(tmp_path):
         build_engine(spec)
 
 
+@on_v1
 @pytest.mark.parametrize(
     ("settings", "word"),
     [
         ({"runner": "v2"}, r"runner=v2 does not work here: it needs a GPU, or Triton; use rollout\.vllm\.runner=v1"),
         ({"tensor_parallel": 2}, r"runner=v1 .*tensor_parallel=2 .*; nor does v2: it needs a GPU"),
-        ({"tensor_parallel": 2, "runner": "v1"}, "drafts that stay in the driver"),
+        ({"tensor_parallel": 2, "runner": "v1"}, "lets the host draft"),
     ],
 )
 def test_runners_that_do_not_work_here(saved, settings, word):
@@ -718,6 +728,7 @@ def test_runners_that_do_not_work_here(saved, settings, word):
 
     assert not HAS_TRITON, "with Triton, Model Runner V2 would start"
     spec = spec_of(saved("qwen3")[1])
+    spec.rollout.vllm.runner = "auto"
     for name, value in settings.items():
         setattr(spec.rollout.vllm, name, value)
     with pytest.raises(RolloutError, match=word):

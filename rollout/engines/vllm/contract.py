@@ -1,0 +1,98 @@
+"""The inner names of vLLM that this package relies on, with the arguments that it gives or takes.
+
+They are no public interface: another version may lack one. Then nothing starts, and the message names it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from importlib import import_module
+
+import vllm
+
+from rollout.types import RolloutError
+
+_GPU, _SCHEDULER = "vllm.v1.worker.gpu.", "vllm.v1.core.sched."
+_LAW = ("logits", "expanded_idx_mapping", "idx_mapping", "idx_mapping_np", "pos")
+_V1 = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
+NAMES = {
+    "v1": {
+        f"{_V1}._sample": ("self", "logits", "spec_decode_metadata"),
+        _V1: ("input_batch", "discard_request_mask", "query_start_loc", "effective_drafter_max_model_len", "drafter"),
+        "vllm.v1.spec_decode.metadata:SpecDecodeMetadata": ("num_draft_tokens", "draft_token_ids"),
+        "vllm.v1.outputs:SamplerOutput": ("sampled_token_ids", "logprobs_tensors"),
+    },
+    "v2": {
+        f"{_GPU}sample.sampler:Sampler.__call__": ("self", "logits", "input_batch"),
+        f"{_GPU}sample.sampler:Sampler.sample": (
+            *("self", *_LAW, "input_ids"),
+            *("expanded_local_pos", "seq_lens_upper_bound_np", "return_logprobs"),
+        ),
+        f"{_GPU}sample.sampler:Sampler._sample_random": (
+            *("self", "processed_logits", "expanded_idx_mapping", "idx_mapping_np", "pos"),
+            *("top_k", "top_p", "use_fused_sampler"),
+        ),
+        f"{_GPU}spec_decode.rejection_sampler:RejectionSampler.__call__": (
+            *("self", "logits", "input_batch", "draft_logits", "invalid_drafts"),
+        ),
+        f"{_GPU}spec_decode.rejection_sampler:RejectionSampler._verify": (
+            *("self", "logits", "draft_logits", "draft_sampled", "pos", "cu_num_logits", "idx_mapping"),
+            *("idx_mapping_np", "expanded_idx_mapping", "expanded_local_pos", "seq_lens_upper_bound_np"),
+            "verify_draft_sampled",
+        ),
+        f"{_GPU}spec_decode.speculator:BaseSpeculator.propose": (
+            *("self", "input_batch", "attn_metadata", "slot_mappings", "last_hidden_states", "aux_hidden_states"),
+            *("num_sampled", "num_rejected", "last_sampled", "next_prefill_tokens", "temperature", "seeds"),
+            *("dp_sync_state", "dummy_run", "skip_attn_for_dummy_run", "mm_inputs", "is_profile"),
+            "num_speculative_tokens",
+        ),
+        f"{_GPU}spec_decode.speculator:DraftModelSpeculator.sample_draft": (
+            *("self", "hidden_states", "sample_src_positions", "idx_mapping", "temperature", "seeds", "draft_step"),
+            *("draft_logits", "spec_step_idx"),
+        ),
+        f"{_GPU}spec_decode.speculator:DraftModelSpeculator.compute_draft_logits": (
+            *("self", "hidden_states", "spec_step_idx"),
+        ),
+        f"{_GPU}model_runner:GPUModelRunner.take_draft_token_ids": ("self",),
+        f"{_GPU}model_states.interface:ModelState.add_request": ("self", "req_index", "new_req_data"),
+        f"{_GPU}input_batch:InputBatch": (
+            *("idx_mapping_np", "num_tokens", "is_prefilling_np", "prefill_len_np", "cu_num_logits_np"),
+        ),
+        f"{_GPU}states:RequestState": ("prompt_len", "total_len", "all_token_ids", "req_id_to_index"),
+        f"{_GPU}sample.states:SamplingStates": ("temperature", "top_k", "vocab_size"),
+        f"{_SCHEDULER}async_scheduler:AsyncScheduler._update_after_schedule": ("self", "scheduler_output"),
+        f"{_SCHEDULER}async_scheduler:AsyncScheduler._update_request_with_output": (
+            *("self", "request", "new_token_ids", "is_stale"),
+        ),
+    },
+}
+"""By model runner: `module:name`, and the arguments of a function or names that a class must have, in this order."""
+
+
+def check(runner: str) -> None:
+    """Raises RolloutError naming what the installed vLLM lacks or has otherwise."""
+    for place, wanted in NAMES.get(runner, {}).items():
+        module, _, path = place.partition(":")
+        try:
+            found = import_module(module)
+            for part in path.split("."):
+                found = getattr(found, part)
+        except (ImportError, AttributeError) as error:
+            raise _differs(place, "is not there", runner) from error
+        if inspect.isclass(found):
+            source = inspect.getsource(found)  # attributes that a constructor sets stand nowhere else
+            missing = [name for name in wanted if not re.search(rf"\b{name}\b", source)]
+        else:
+            given = tuple(inspect.signature(found).parameters)
+            missing = [] if given == wanted else [f"({', '.join(given)})"]
+        if missing:
+            raise _differs(place, f"has {missing[0]}" if missing[0][0] == "(" else f"has no {missing[0]}", runner)
+
+
+def _differs(place: str, how: str, runner: str) -> RolloutError:
+    other = "rollout.vllm.runner=v1" if runner == "v2" else "rollout.engine=transformers"
+    return RolloutError(
+        f"vllm {vllm.__version__}: {place.replace(':', '.')} {how}, and specrl relies on it. Install vllm==0.32.0, or "
+        f"take {other}"
+    )

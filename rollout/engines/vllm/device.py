@@ -1,0 +1,161 @@
+"""Model Runner V2 with asynchronous scheduling: drafts, draws and what stands of them stay on the device.
+
+Drafts come from texts that each request brings (texts.py) or from a speculator of vLLM's own, also where several GPUs
+hold the model together. The host sees what was drawn a step later; per row and step it only counts.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+
+import numpy as np
+from vllm import LLM, SamplingParams
+from vllm.sampling_params import RequestOutputKind
+
+from rollout.drafting.suffix import SuffixDrafter
+from rollout.engines.response import refuse_unusable
+from rollout.engines.vllm.rows import BUG, Rules, VLLMRow
+from rollout.engines.vllm.texts import MOST_TEXTS
+from rollout.engines.vllm.wire import KEY, TEXTS
+from rollout.types import EngineStats, Request, RolloutError
+from rollout.verify import Stood
+
+_AGAIN = 8  # steps without a draft after which a row tries again
+
+
+@dataclass(slots=True)
+class Count:
+    """What the scheduler saw of a request."""
+
+    row: VLLMRow
+    drafts: bool
+    """It may carry drafts."""
+    emitted: list[int] = field(default_factory=list)
+    """Tokens of each step."""
+    rests: int = 0
+    """Steps since it last carried a draft."""
+
+
+@dataclass(kw_only=True)
+class DeviceDrafts(Rules):
+    """Generates each response with one request.
+
+    Args:
+        llm: vLLM, with `DraftScheduler` and the keyed sampler.
+        source: what proposes: `texts`, or vLLM's name of a speculator.
+    """
+
+    llm: LLM
+    source: str
+    _counts: dict[str, Count] = field(default_factory=dict)
+    """By vLLM's own request id."""
+    _began: float = 0.0
+
+    def __post_init__(self):
+        self.llm.collective_rpc("specrl_install_device", args=(self.source == "texts",))
+        self._scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler
+        self._scheduler.watcher = self
+
+    def run(self, rows: Sequence[VLLMRow], stop: Callable[[], bool]) -> EngineStats:
+        """Finishes every row, unless `stop` says before a step that this is enough."""
+        self.stats, engine, outputs = EngineStats(), self.llm.llm_engine, {}
+        names = []
+        try:
+            for i, row in enumerate(rows):
+                name, drafts = self._submit(str(i), row)
+                names.append(name)
+                self._counts[name] = Count(row, drafts)
+            self._began = time.perf_counter()
+            while engine.has_unfinished_requests() and not stop():
+                outputs |= {output.request_id: output.outputs[0] for output in engine.step()}
+            for i, (name, row) in enumerate(zip(names, rows, strict=True)):
+                if str(i) in outputs:
+                    self._finish(row, outputs[str(i)], self._counts[name].emitted)
+                elif stop():
+                    row.tokens = list(self._scheduler.requests[name].output_token_ids)
+                else:
+                    raise RolloutError(f"vLLM left row {i} of {len(rows)} unfinished; {BUG}")
+        finally:
+            engine.abort_request(names, internal=True)  # those that have not ended
+            self._counts = {}
+        return self.stats
+
+    def _submit(self, name: str, row: VLLMRow) -> tuple[str, bool]:
+        """Hands a request to vLLM; returns vLLM's own id of it, and whether it may carry drafts."""
+        law, request = row.sampling, row.request
+        texts = texts_of(request) if row.drafting and self.source == "texts" else []
+        row.kind = ("start", self.source)
+        params = SamplingParams(
+            temperature=law.temperature,
+            top_k=law.top_k,
+            top_p=law.top_p,
+            extra_args={KEY: request.key, TEXTS: texts},
+            max_tokens=request.max_new_tokens,
+            stop_token_ids=list(law.eos_ids),
+            ignore_eos=True,  # the model's own; the run's are above
+            logprobs=0,
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        name = self.llm.llm_engine.add_request(name, {"prompt_token_ids": list(request.prompt)}, params)
+        return name, bool(texts) or (row.drafting and self.source != "texts")
+
+    def _finish(self, row: VLLMRow, done, emitted: Sequence[int]) -> None:
+        """Fills a row with its response, step by step as it was drawn."""
+        tokens, logprobs = list(done.token_ids), list(done.logprobs.logprobs)
+        refuse_unusable((logprob == logprob for logprob in logprobs), self.weight_version)
+        ends = list(accumulate(emitted))
+        for first, end in pairwise([0, *ends]):
+            their = logprobs[first:end]
+            row.emit(Stood(tokens[first:end], their, their, end - first - 1), row.sampling.eos_ids)
+        theirs, ours = (tokens, done.finish_reason), (row.tokens, row.finish)
+        if theirs != ours:
+            raise RolloutError(f"vLLM and specrl disagree about a row: {theirs}, {ours}; {BUG}")
+
+    # What the scheduler asks and tells -----------------------------------------------------------------------------
+
+    def lengths(self, names: Sequence[str], most: int) -> dict[str, int]:
+        """See Watcher."""
+        names = [name for name in names if name in self._counts]
+        counts = [self._counts[name] for name in names]
+        kinds = [count.row.kind if count.drafts else None for count in counts]
+        windows = {**self.drafting.budget.plan(kinds).windows, None: 0}
+        return {name: min(most, windows[kind]) for name, kind in zip(names, kinds, strict=True)}
+
+    def drafted(self, name: str, drafted: int, accepted: int) -> None:
+        """See Watcher."""
+        if (count := self._counts.get(name)) and drafted:
+            self.drafting.budget.observe_draft(count.row.kind, drafted, accepted)
+            self.stats.count(self.source, drafted, accepted)
+            state = "agreeing" if accepted == drafted else "diverged" if accepted else "lost"
+            count.row.kind, count.rests = (state, self.source), -1
+
+    def emitted(self, name: str, tokens: int) -> None:
+        """See Watcher."""
+        if count := self._counts.get(name):
+            count.emitted.append(tokens)
+            count.rests += 1
+            if count.rests >= _AGAIN:
+                count.row.kind, count.rests = ("start", self.source), 0
+
+    def passed(self, tokens: int) -> None:
+        """See Watcher."""
+        seconds, self._began = time.perf_counter() - self._began, time.perf_counter()
+        self.stats.passes += 1
+        self.stats.forward_tokens += tokens
+        self.drafting.observe_pass(tokens, seconds)
+
+
+def texts_of(request: Request) -> list[bytes]:
+    """The texts that a request's drafter goes by, its own first, as int32 ids."""
+    drafter = request.drafter
+    if drafter is None:
+        return []
+    texts = [tuple(drafter.propose((), request.max_new_tokens))]
+    if isinstance(drafter, SuffixDrafter):
+        texts += map(tuple, drafter.texts.texts[: drafter.texts.stored])
+    return [np.array(text, np.int32).tobytes() for text in list(dict.fromkeys(texts))[:MOST_TEXTS] if text]

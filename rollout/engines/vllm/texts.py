@@ -1,0 +1,74 @@
+"""Texts propose on the device: what vLLM's speculator returns each step, without the host knowing what was drawn."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rollout.engines.vllm.wire import TEXTS
+
+MOST_TEXTS = 3
+"""Texts that a request may bring; more of one prompt rarely help."""
+SUFFIX = 4
+"""Tokens that are compared to find a place; longer matches are not told apart."""
+
+
+class DeviceTexts:
+    """Drafts from the texts that came with each request.
+
+    A text that equals the response so far is followed. Else the place is taken whose last tokens agree with the
+    response's over the most of SUFFIX positions, and of those the one nearest to the response's own length: so a text
+    is followed further after a mismatch, as if one token had been replaced. Texts and responses stay on the device.
+
+    Args: runner: vLLM's model runner, whose speculator's `propose` this takes over.
+    """
+
+    def __init__(self, runner):
+        self._states, self._width = runner.req_states, runner.num_speculative_steps
+        shape = (runner.max_num_reqs, MOST_TEXTS, runner.max_model_len)
+        self.texts = torch.full(shape, -1, dtype=torch.int32, device=runner.device)
+        add = runner.model_state.add_request
+
+        def add_request(slot: int, request) -> None:
+            add(slot, request)
+            params = request.sampling_params
+            self.texts[slot] = -1
+            for i, text in enumerate(((params and params.extra_args) or {}).get(TEXTS, ())[:MOST_TEXTS]):
+                ids = torch.from_numpy(np.frombuffer(text, np.int32)[: shape[2]].copy())
+                self.texts[slot, i, : len(ids)] = ids.to(runner.device)
+
+        runner.model_state.add_request, runner.speculator.propose = add_request, self.propose
+
+    def propose(self, input_batch, *_, dummy_run: bool = False, **__) -> Tensor:
+        """Token ids int64 [R, K]. Where there is no guess any id does: it stands only if it is drawn."""
+        if dummy_run:
+            return torch.zeros(input_batch.num_reqs, self._width, dtype=torch.int64, device=self.texts.device)
+        slots = input_batch.idx_mapping.long()
+        begin, end = (x.gpu[slots].long()[:, None, None] for x in (self._states.prompt_len, self._states.total_len))
+        return continue_texts(self.texts[slots], self._states.all_token_ids.gpu[slots], begin, end, self._width)
+
+
+def continue_texts(texts: Tensor, tokens: Tensor, begin: Tensor, end: Tensor, width: int) -> Tensor:
+    """The `width` tokens that follow, in one of each row's texts, what is most like the response so far.
+
+    Args: texts int32 [R, M, L], -1 behind their ends; tokens int32 [R, L]: prompt and response; begin, end int64
+        [R, 1, 1]: where the response begins, and where it ends so far.
+
+    Returns: int64 [R, width].
+    """
+    rows, _, most = texts.shape
+    at, done = torch.arange(most, device=texts.device), end - begin
+    response = tokens.gather(1, (begin[:, 0] + at).clamp(max=most - 1))[:, None]
+    equal = ((texts == response) | (at >= done)).all(2, keepdim=True)
+    like, run = torch.zeros_like(texts), torch.ones_like(texts, dtype=torch.bool)
+    for back in range(1, SUFFIX + 1):  # what stands before `at` ends as the response does
+        last = tokens.gather(1, (end[:, 0] - back).clamp(min=0))[:, :, None]
+        run = run & (texts.roll(back, 2) == last) & (at >= back) & (done >= back)
+        like = like + run
+    like = like + (SUFFIX + 1) * (equal & (at == done))
+    score = (2 * most * like - (at - done).abs()).masked_fill(texts < 0, -3 * most)
+    place = score.flatten(1).argmax(1)
+    text, first = place // most, place % most
+    ids = texts[torch.arange(rows, device=texts.device), text]
+    return ids.gather(1, (first[:, None] + at[:width]).clamp(max=most - 1)).clamp(min=0).long()
