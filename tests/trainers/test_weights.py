@@ -19,7 +19,7 @@ from rollout.engines.base import EngineSpec, Probe
 from rollout.types import Request, RolloutError
 from tests.engines import local
 from tests.runs import ROOT, differences, policy, run
-from trainers.weights import check, check_shared, PolicyWeights, probe, send
+from trainers.weights import PolicyWeights, check, check_shared, probe, send
 
 TEXT = tuple(range(3, 40))
 
