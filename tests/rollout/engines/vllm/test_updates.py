@@ -17,6 +17,7 @@ import torch
 
 from rollout.engines.base import Sampling
 from rollout.engines.local.engine import TransformersEngine
+from rollout.engines.transfer import Meta
 from rollout.types import RolloutError
 from tests.rollout.engines.vllm.test_vllm import (  # noqa: F401 - fixtures
     EOS_IDS,
@@ -128,10 +129,10 @@ def test_the_engine_keeps_its_weights_while_the_trainer_changes_its_own(updated)
 @pytest.mark.parametrize(
     ("change", "word"),
     [
-        (lambda metas: [*metas, metas[0]._replace(name="model.extra")], "model.extra"),
+        (lambda metas: [*metas, Meta("model.extra", torch.float32, (1,))], "model.extra"),
         (lambda metas: metas[:-1], "lacks 1"),
         (lambda metas: [*metas, metas[0]], "twice"),
-        (lambda metas: [*metas[:-1], metas[-1]._replace(shape=(3,))], r"\(3,\)"),
+        (lambda metas: [*metas[:-1], Meta(metas[-1].name, torch.float32, (3,))], r"\(3,\)"),
     ],
     ids=["unknown", "missing", "twice", "shape"],
 )
@@ -437,9 +438,19 @@ def test_a_worker_that_fails_ends_the_link(linked):
     with pytest.raises(RolloutError, match="this worker lost its GPU"):
         delivery.send(1, probe_of(model))
     assert [group.open for group in Communicator.made if group.group.rank == 0] == [False]
-    listener.fails = False
-    delivery.send(1, probe_of(model))
-    assert [call for call in listener.calls if call[0] == "nccl"] == [("nccl", 2, 3)] * 2, "formed anew"
+
+
+def test_a_link_is_formed_anew_after_a_worker_was_replaced(linked):
+    delivery, started, engine, model, listener = linked
+    for version in (1, 2):
+        new = moved(model, version)
+        delivery.take(PolicyWeights(new))
+        delivery.choose(started, tensor_parallel=1)
+        delivery.send(version, probe_of(new))
+        assert engine.weight_version == version
+        delivery.unlink()
+    assert [call for call in listener.calls if call[0] == "nccl"] == [("nccl", 2, 3)] * 2
+    assert [group.open for group in Communicator.made if group.group.rank == 0] == [False, False]
     assert [group.open for group in Communicator.made if group.group.rank == 1] == [False, True]
 
 
