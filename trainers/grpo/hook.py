@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from accelerate.utils import gather_object
 from transformers import TrainerCallback, TrainerState, TrainingArguments
@@ -20,8 +20,11 @@ from rollout.keys import Visits
 from rollout.metrics import rollout_metrics
 from rollout.speculative import SpeculativeRollout
 from rollout.types import RolloutBatch, RolloutError, Row
-from trainers.grpo.hook_limits import check_config, check_trainer
+from trainers.grpo.hook_limits import check_args, check_config, check_trainer
 from trainers.weights import check_shared
+
+if TYPE_CHECKING:
+    from trl import GRPOConfig
 
 LOGGED = (
     "spec/hit_rate",
@@ -43,19 +46,25 @@ class ReuseRollouts:
     `ReuseRollouts(RolloutConfig(law="off"))`, which drafts nothing (fp32 on a CPU; elsewhere up to rounding).
 
     The trainer's arguments give sampling law, cap, group size, seed and precision; its tokenizer and chat template the
-    prompts. What it cannot do as TRL would is refused at the first rollout. A prompt is known by its token ids. Every
-    time it is asked for its noise is fresh, whatever the data set does; evaluation draws noise of its own and stores
-    nothing. TRL's checkpoints hold what a resumed run needs: visits in `trainer_state.json`, trajectories in
-    `checkpoint-N/specrl`. Metrics go into TRL's log (docs/metrics.md). Control steps, the report and other engines are
-    those of `python -m specrl.train`.
+    prompts. What it cannot do as TRL would is refused: options of `args` here, before TRL loads anything; all others
+    at the first rollout. A prompt is known by its token ids. Every time it is asked for its noise is fresh, whatever
+    the data set does; evaluation draws noise of its own and stores nothing. TRL's checkpoints hold what a resumed run
+    needs: visits in `trainer_state.json`, trajectories in `checkpoint-N/specrl`. Metrics go into TRL's log
+    (docs/metrics.md). Control steps, the report and other engines are those of `python -m specrl.train`.
 
-    Args: config: options of reuse (`law`, `replay`, `sources`, `cache.max_mb`, memory bounds); what the
-    trainer's arguments give is taken from there.
+    Args:
+        config: options of reuse (`law`, `replay`, `sources`, `cache.max_mb`, memory bounds); what the trainer's
+            arguments give is taken from there.
+        args: the trainer's, to be checked now; TRL shows them to a rollout_func when it has loaded everything.
+
+    Raises: RolloutError: an option cannot be had; the message says what to type instead.
     """
 
-    def __init__(self, config: RolloutConfig | None = None):
+    def __init__(self, config: RolloutConfig | None = None, args: GRPOConfig | None = None):
         self._config = config or RolloutConfig()
         check_config(self._config)
+        if args is not None:
+            check_args(args)
         self._trainer: Any = None
         self._rollout: SpeculativeRollout | None = None
         self._visits = {"rollout": Visits(), "evaluation": Visits()}

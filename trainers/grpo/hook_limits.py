@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from importlib.metadata import version
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers import ProcessorMixin
 
 from rollout.config import RolloutConfig
 from rollout.types import RolloutError
 
+if TYPE_CHECKING:
+    from trl import GRPOConfig
+
 OWN_MODEL = "responses come from the trainer's own model"
 LAW = "responses are drawn by temperature, top_k and top_p alone"
 OPTIONS = {
-    "use_vllm": ((False,), f"{OWN_MODEL}; rollouts by vLLM are python -m specrl.train rollout.engine=vllm"),
     "use_transformers_continuous_batching": ((False,), OWN_MODEL),
     "cache_implementation": ((None,), "no cache of transformers is used"),
     "generation_kwargs": ((None, {}), LAW),
@@ -21,6 +23,11 @@ OPTIONS = {
     "repetition_penalty": ((1.0, None), LAW),
 }
 """GRPOConfig's option: its values that ask for nothing, and why another one cannot be had."""
+VLLM = {
+    "colocate": "python -m specrl.train rollout.engine=vllm",
+    "server": "python -m specrl.train rollout.engine=vllm cluster.num_workers=1",
+}
+"""TRL's modes of vLLM, and what has vLLM in that place, with drafts."""
 
 OF_THE_MODEL = (
     "bad_words_ids",
@@ -50,16 +57,27 @@ def check_config(config: RolloutConfig) -> None:
         )
 
 
+def check_args(args: GRPOConfig) -> None:
+    """Refuses options of a GRPOConfig that TRL would obey and ReuseRollouts cannot. Raises RolloutError."""
+    if args.use_vllm:
+        mode, near = args.vllm_mode, VLLM.get(args.vllm_mode, VLLM["colocate"])
+        raise _refused(
+            f"use_vllm=True (vllm_mode={mode!r})",
+            f"{OWN_MODEL}, and TRL gives its vLLM no drafts. Use use_vllm=False, or rollouts by vLLM: {near}",
+        )
+    for name, (off, why) in OPTIONS.items():
+        if (value := getattr(args, name)) not in off:
+            raise _refused(f"{name}={value!r}", f"{why}. Use {name}={off[0]!r}")
+    if not isinstance(top_k := args.top_k, int) or top_k < 0:
+        raise _refused(f"top_k={top_k!r}", "expected a number of tokens. Use top_k=0 to keep all")
+
+
 def check_trainer(trainer: Any, model: Any) -> None:
     """Refuses arguments of a GRPOTrainer that TRL would obey and ReuseRollouts cannot. Raises RolloutError."""
     for name in ("_tokenize_prompts", "_log_metric", "eos_token_ids"):
         if not hasattr(trainer, name):
             raise RolloutError(f"trl {version('trl')} has no GRPOTrainer.{name}. Install trl==1.16.0")
-    for name, (off, why) in OPTIONS.items():
-        if (value := getattr(trainer.args, name)) not in off:
-            raise _refused(f"{name}={value!r}", f"{why}. Use {name}={off[0]!r}")
-    if not isinstance(top_k := trainer.args.top_k, int) or top_k < 0:
-        raise _refused(f"top_k={top_k!r}", "expected a number of tokens. Use top_k=0 to keep all")
+    check_args(trainer.args)
     if trainer.environment_factories is not None:
         raise _refused("environment_factory", "responses take one turn. Leave it out, or leave rollout_func out")
     if trainer.tools:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 import os
@@ -374,7 +375,6 @@ def test_prompts_are_rendered_as_trl_does(tmp_path):
 @pytest.mark.parametrize(
     ("option", "value", "words"),
     [
-        ("use_vllm", True, "use_vllm=True.*specrl.train rollout.engine=vllm"),
         ("use_transformers_continuous_batching", True, "use_transformers_continuous_batching=True"),
         ("cache_implementation", "static", "cache_implementation='static'.*Use cache_implementation=None"),
         ("generation_kwargs", {"no_repeat_ngram_size": 2}, "generation_kwargs={'no_repeat_ngram_size': 2}"),
@@ -387,6 +387,38 @@ def test_prompts_are_rendered_as_trl_does(tmp_path):
 def test_options_of_trl_that_it_cannot_obey_are_refused(option, value, words, idle, monkeypatch):
     monkeypatch.setattr(idle.args, option, value)
     refused(idle, words)
+
+
+@pytest.mark.parametrize(
+    ("mode", "near"),
+    [
+        ("colocate", "python -m specrl.train rollout.engine=vllm"),
+        ("server", "python -m specrl.train rollout.engine=vllm cluster.num_workers=1"),
+    ],
+)
+def test_vllm_of_trl_is_refused_before_there_is_a_trainer(mode, near, idle):
+    args = copy.copy(idle.args)
+    args.use_vllm, args.vllm_mode = True, mode
+    with pytest.raises(RolloutError) as error:
+        ReuseRollouts(args=args)
+    text = str(error.value)
+    assert f"use_vllm=True (vllm_mode={mode!r})" in text
+    assert text.endswith(f"Use use_vllm=False, or rollouts by vLLM: {near}")
+
+
+def test_arguments_given_first_are_checked_first(idle):
+    args = copy.copy(idle.args)
+    ReuseRollouts(args=args)
+    args.min_p = 0.5
+    with pytest.raises(RolloutError, match=r"min_p=0.5.*Use min_p=None"):
+        ReuseRollouts(args=args)
+
+
+@pytest.mark.parametrize("mode", ["colocate", "server"])
+def test_vllm_that_was_not_shown_is_refused_at_the_first_rollout(mode, idle, monkeypatch):
+    monkeypatch.setattr(idle.args, "use_vllm", True)
+    monkeypatch.setattr(idle.args, "vllm_mode", mode)
+    refused(idle, f"use_vllm=True .vllm_mode='{mode}'.*specrl.train rollout.engine=vllm")
 
 
 class Processor(ProcessorMixin):
