@@ -35,7 +35,7 @@ from rollout.engines.vllm.device import DeviceDrafts
 from rollout.engines.vllm.native import Native
 from rollout.engines.vllm.requests import OneRequest
 from rollout.engines.vllm.rows import VLLMRow
-from rollout.engines.vllm.settings import choose_runner, settings, speculation
+from rollout.engines.vllm.settings import choose_runner, launched, settings, speculation
 from rollout.engines.vllm.updates import Updates
 from rollout.engines.vllm.weights import TRANSFER, Weights
 from rollout.noise import keyed_draw
@@ -46,7 +46,8 @@ _WORKER = "rollout.engines.vllm.worker"
 
 
 class VLLMEngine:
-    """Generates with vLLM in this process.
+    """Generates with vLLM in this process. Of several processes that train each has an engine of its own, whose steps
+    need no other's; they start together.
 
     Args:
         spec: the model and every `rollout.*` setting.
@@ -68,11 +69,6 @@ class VLLMEngine:
         self.runner = choose_runner(spec, sampling)
         check_names(self.runner)
         self._borrowed_group = torch.distributed.is_initialized()
-        if self._borrowed_group and (ranks := torch.distributed.get_world_size()) > 1:
-            raise RolloutError(
-                f"vLLM in the trainer's process needs a trainer of one process, this one has {ranks}; "
-                "give vLLM processes of its own with cluster.num_workers"
-            )
         names, self._llm = self._start()
         self.vocab = self.drafting.vocab = self._llm.model_config.get_vocab_size()
         self.context = self._llm.llm_engine.vllm_config.model_config.max_model_len
@@ -132,6 +128,8 @@ class VLLMEngine:
         """
         if weights is None:
             raise RolloutError("vLLM holds its own weights; an update has to bring them")
+        if getattr(weights, "collective", False):
+            weights = iter(weights)  # sleep keeps them: ranks do not wake together, as walking them again would need
         self.updates.update(weights, version, probe)
 
     def _prove(self, version: int, probe: Probe | None) -> None:
@@ -163,7 +161,7 @@ class VLLMEngine:
 
     def _start(self) -> tuple[Weights, LLM]:
         more = {"worker_extension_cls": f"{_WORKER}.WorkerExtension", "weight_transfer_config": {"backend": TRANSFER}}
-        more |= speculation(self.spec, self.runner)
+        more |= speculation(self.spec, self.runner) | launched(self.spec.rollout.vllm.tensor_parallel)
         os.environ["VLLM_USE_V2_MODEL_RUNNER"] = str(int(self.runner == "v2"))
         try:
             with _unchanged_process():

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from typing import get_args
 
+import torch
 from vllm.config.speculative import SpeculativeMethod
 from vllm.platforms import current_platform
 from vllm.triton_utils import HAS_TRITON
@@ -41,6 +43,40 @@ def settings(spec: EngineSpec) -> dict:
         "seed": 0,
         **platform,
     }
+
+
+def launched(tensor_parallel: int) -> dict:
+    """What vLLM is told where the trainer has a process group: with several ranks, to join it by a rank's own engine.
+
+    Otherwise vLLM takes itself for the first of its machine, and each rank's would compute on the first GPU.
+
+    Args:
+        tensor_parallel: GPUs of an engine.
+
+    Raises:
+        RolloutError: the ranks cannot have an engine each; the message says what would work.
+    """
+    ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    if ranks == 1:
+        return {}
+    if tensor_parallel > 1:
+        raise RolloutError(
+            f"rollout.vllm.tensor_parallel={tensor_parallel} splits an engine over GPUs that the {ranks} processes of "
+            "the trainer have to themselves. Use rollout.vllm.tensor_parallel=1, or cluster.num_workers=1 for an "
+            "engine with GPUs of its own"
+        )
+    rank, given = torch.distributed.get_rank(), {name: os.environ.get(name) for name in ("RANK", "LOCAL_RANK")}
+    if given["RANK"] != str(rank) or not given["LOCAL_RANK"]:
+        raise RolloutError(
+            f"vLLM looks for the GPU of a process by RANK and LOCAL_RANK, which are {given} in process {rank} of "
+            f"{ranks}. Launch with torchrun or accelerate launch, which set them"
+        )
+    if torch.cuda.is_available() and (own := torch.cuda.current_device()) != int(given["LOCAL_RANK"]):
+        raise RolloutError(
+            f"process {rank} of {ranks} trains on GPU {own}, and vLLM would take GPU {given['LOCAL_RANK']} (LOCAL_RANK)"
+            ". Launch with torchrun or accelerate launch, where both are the same"
+        )
+    return {"distributed_executor_backend": "external_launcher"}
 
 
 def choose_runner(spec: EngineSpec, sampling: Sampling) -> str:

@@ -22,6 +22,7 @@ from rollout.drafting.suffix import PromptTexts, SuffixDrafter
 from rollout.engines.base import EngineSpec, Probe, Sampling
 from rollout.engines.local.draw import packed_draw
 from rollout.engines.local.engine import TransformersEngine
+from rollout.engines.transfer import Source
 from rollout.keys import derive_key
 from rollout.noise import keyed_draw
 from rollout.types import Request, RolloutError
@@ -37,6 +38,7 @@ from tests.rollout.golden import (
     prompts_and_caps,
     requests_of,
 )
+from trainers.weights import PolicyWeights
 
 pytestmark = [
     pytest.mark.slow,
@@ -712,11 +714,16 @@ def test_runners_that_do_not_work_here(saved, settings, word):
         build_engine(spec)
 
 
-def test_a_trainer_of_several_processes_is_refused(saved, engine_of, monkeypatch):
-    engine_of()  # there is a process group
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 4)
-    with pytest.raises(RolloutError, match=r"one process, this one has 4.*cluster\.num_workers"):
-        build_engine(spec_of(saved("qwen3")[1]))
+def test_weights_that_all_ranks_must_walk_are_walked_once(engine_of, monkeypatch):
+    """Sleep may walk a Source again, when one rank wakes; no other may be there to gather its parts."""
+    kept = []
+    engine = engine_of()
+    monkeypatch.setattr(engine.updates, "update", lambda weights, *_: kept.append(isinstance(weights, Source)))
+    for collective in (False, True):
+        weights = PolicyWeights(policy("qwen3"))
+        weights.collective = collective
+        engine.update_weights(weights, 0)
+    assert kept == [True, False]
 
 
 @pytest.mark.parametrize("tokens", [(), (5,) * 256])

@@ -1,0 +1,158 @@
+"""vLLM in each of several processes that train: engines of their own in a group that is, and stays, the trainer's."""
+
+import importlib.util
+
+import pytest
+import torch
+
+from rollout.build import build_engine
+from rollout.engines.base import Sampling
+from rollout.engines.local.engine import TransformersEngine
+from rollout.types import RolloutError
+from tests.rollout.engines.vllm.test_vllm import policy, spec_of
+from tests.rollout.golden import EOS_IDS, prompts_and_caps, requests_of
+from tests.runs import by_two_processes
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM: pip install 'specrl[vllm]'"),
+]
+N, SHARES = 26, (slice(0, 19), slice(19, 26))
+
+# What each process does: its share of the requests, in one call or in seven; with old weights, with drafts, with new
+# weights; then it closes the engine and sums a number with the other.
+PROGRAM = """
+import json, sys
+from pathlib import Path
+import torch
+torch.distributed.init_process_group("gloo")
+from rollout.build import build_engine
+from tests.rollout.engines.vllm.test_ranks import N, SHARES
+from tests.rollout.engines.vllm.test_vllm import TEXT, policy, spec_of
+from tests.rollout.golden import Script, prompts_and_caps, requests_of
+from trainers.weights import send
+from vllm.distributed import get_tp_group, get_world_group
+
+folder, group, rank = Path(sys.argv[1]), torch.distributed.group.WORLD, torch.distributed.get_rank()
+engine = build_engine(spec_of(folder / "policy"))
+
+def generated(drafts=None):
+    requests = requests_of(prompts_and_caps(N), drafts)[SHARES[rank]]
+    size = len(requests) if rank == 0 else 1
+    done, accepted = [], 0
+    for at in range(0, len(requests), size):
+        completions, stats = engine.generate(requests[at : at + size])
+        done += [[c.tokens, c.logprobs, c.version] for c in completions]
+        accepted += stats.accepted
+    return done, accepted
+
+found = {"old": generated()[0]}
+right = [None] * N
+right[SHARES[rank]] = [Script(tokens) for tokens, *_ in found["old"]]
+found["drafted"], found["accepted"] = generated(right)
+send(engine, policy("qwen3", seed=1), 1, TEXT)
+found["new"] = generated()[0]
+found["gpu"], found["shards"] = get_world_group().local_rank, get_tp_group().ranks
+engine.close()
+total = torch.tensor([rank + 1])
+torch.distributed.all_reduce(total)
+found["group"] = [torch.distributed.group.WORLD is group, torch.distributed.get_world_size(), total.item()]
+(folder / f"rank{rank}.json").write_text(json.dumps(found))
+torch.distributed.destroy_process_group()
+"""
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    """What each of the two processes found."""
+    folder = tmp_path_factory.mktemp("ranks")
+    policy("qwen3").save_pretrained(folder / "policy")
+    return by_two_processes(folder, PROGRAM, 240)[0]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("part", "seed", "version"), [("old", 0, 0), ("drafted", 0, 0), ("new", 1, 1)])
+def test_each_rolls_out_its_rows_as_one_process_would(ranks, part, seed, version):
+    engine = TransformersEngine(policy("qwen3", seed), Sampling(EOS_IDS))
+    wanted, _ = engine.generate(requests_of(prompts_and_caps(N)))
+    got = [response for rank in ranks for response in rank[part]]
+    assert [tokens for tokens, *_ in got] == [c.tokens for c in wanted]
+    for (_, logprobs, own), c in zip(got, wanted, strict=True):
+        assert logprobs == pytest.approx(c.logprobs, abs=1e-4)
+        assert own == version
+
+
+@pytest.mark.long
+def test_weights_and_drafts_reach_both(ranks):
+    for rank in ranks:
+        assert rank["new"] != rank["old"]
+        assert rank["accepted"] > 20
+
+
+@pytest.mark.long
+def test_each_has_the_device_of_its_number_and_a_model_of_its_own(ranks):
+    assert [rank["gpu"] for rank in ranks] == [0, 1]
+    assert [rank["shards"] for rank in ranks] == [[0], [1]]
+
+
+@pytest.mark.long
+def test_the_group_stays_the_trainers(ranks):
+    assert [rank["group"] for rank in ranks] == [[True, 2, 3]] * 2
+
+
+@pytest.fixture
+def third_of_four(monkeypatch):
+    """This process seems to be one of a trainer's, as torchrun starts them."""
+    for name, value in {"is_initialized": True, "get_world_size": 4, "get_rank": 2}.items():
+        monkeypatch.setattr(torch.distributed, name, lambda value=value: value)
+    for name in ("RANK", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "2")
+    return monkeypatch
+
+
+def told(tensor_parallel: int = 1) -> dict:
+    """What vLLM is told of ranks."""
+    from rollout.engines.vllm.settings import launched
+
+    return launched(tensor_parallel)
+
+
+LAUNCHED = {"distributed_executor_backend": "external_launcher"}
+
+
+def test_an_engine_over_several_gpus_of_the_trainer_is_refused(third_of_four):
+    with pytest.raises(RolloutError, match=r"tensor_parallel=2 .*4 processes.*tensor_parallel=1, or cluster.num_wor"):
+        told(2)
+    assert told() == LAUNCHED
+
+
+@pytest.mark.parametrize(
+    ("environment", "words"),
+    [
+        ({"RANK": None}, "'RANK': None.* in process 2 of 4. Launch with torchrun"),
+        ({"LOCAL_RANK": None}, "'LOCAL_RANK': None.*Launch with torchrun"),
+        ({"RANK": "0"}, "'RANK': '0'.* in process 2 of 4"),
+    ],
+)
+def test_an_engine_that_does_not_know_its_gpu_does_not_start(third_of_four, environment, words):
+    for name, value in environment.items():
+        third_of_four.delenv(name) if value is None else third_of_four.setenv(name, value)
+    with pytest.raises(RolloutError, match=words) as error:
+        build_engine(spec_of("nowhere"))
+    assert "\n" not in str(error.value)
+
+
+def test_a_gpu_that_is_not_the_trainers_is_refused(third_of_four):
+    third_of_four.setattr(torch.cuda, "is_available", lambda: True)
+    third_of_four.setattr(torch.cuda, "current_device", lambda: 0)
+    with pytest.raises(RolloutError, match=r"process 2 of 4 trains on GPU 0, and vLLM would take GPU 2"):
+        told()
+    third_of_four.setattr(torch.cuda, "current_device", lambda: 2)
+    assert told() == LAUNCHED
+
+
+def test_a_trainer_of_one_process_starts_vllm_as_ever(third_of_four):
+    third_of_four.setattr(torch.distributed, "get_world_size", lambda: 1)
+    assert told(2) == {}
+    third_of_four.setattr(torch.distributed, "is_initialized", lambda: False)
+    assert told(2) == {}
