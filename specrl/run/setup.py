@@ -130,7 +130,9 @@ def load_cache(
         return TrajectoryCache(mark, vocabulary, eos_ids, max_mb=options.max_mb)
     if not checkpoint and not start.is_dir():
         raise ConfigError(f"the trajectory cache {start} does not exist. Check rollout.cache.start_from.")
-    return TrajectoryCache.load(
+    from rollout.cache.reading import load
+
+    return load(
         start,
         mark,
         vocabulary,

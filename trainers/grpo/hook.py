@@ -14,6 +14,7 @@ from transformers import TrainerCallback, TrainerState, TrainingArguments
 
 from rollout.build import build_engine
 from rollout.cache.memory import Fingerprint, TrajectoryCache
+from rollout.cache.reading import load
 from rollout.config import RolloutConfig
 from rollout.engines.base import EngineSpec
 from rollout.keys import Visits
@@ -139,7 +140,7 @@ class ReuseRollouts:
         counts = trainer.state.stateful_callbacks.get(STATE, {})
         self._visits |= {name: Visits(seen) for name, seen in counts.items()}
         if (cache := self._rollout.cache) is not None:
-            self._rollout.cache = TrajectoryCache.load(
+            self._rollout.cache = load(
                 _home(trainer.args, trainer.state),
                 cache.fingerprint,
                 cache.vocab_size,
