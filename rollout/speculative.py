@@ -66,7 +66,12 @@ class SpeculativeRollout:
         check(config)
         self.engine, self.config, self.seed = engine, config, seed
         self.cache = cache if config.reuses else None
-        self.replay = ReplayControl(config.replay, config.replay_gap)
+        if config.replay == "auto":
+            from rollout.replay import AutoReplay
+
+            self.replay = AutoReplay(config.replay_gap)
+        else:
+            self.replay = ReplayControl(config.replay)
         self._reused = 0.0
         self._announced: list[Planned] = []
         self._ahead: dict[int, AheadText] = {}  # by key, of announced rows
