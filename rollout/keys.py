@@ -1,21 +1,18 @@
-"""Noise keys: what one is made of, how often a prompt was visited, and which share of slots replays its last key.
+"""Noise keys: what one is made of, and how often a prompt was visited.
 
 A key is a pure function of (seed, example, slot, generation), and the generation one of the visit number and the shares
-of replayed slots so far. Visits are counted; the shares are fixed, or chosen by `rollout/replay.py`.
+of replayed slots so far (`rollout/replay.py`). Visits are counted.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import count
 from numbers import Integral
-from typing import Any
 
 from rollout.types import RolloutError, check_example_id
-
-Cluster = tuple[int, float]
-"""Replayed rows of one prompt on one control step, and the sum of their rewards' differences to fresh twins."""
 
 
 def derive_key(seed: int, example_id: str, slot: int, generation: int, domain: str = "rollout") -> int:
@@ -47,6 +44,12 @@ def _unit(key: int) -> float:
     return ((key & ((1 << 64) - 1)) >> 11) * 2.0**-53
 
 
+def occurrences(example_ids: Iterable[str]) -> list[int]:
+    """How often each id stands before its place: a row's slot, where nothing else says it."""
+    seen: defaultdict[str, Iterator[int]] = defaultdict(count)
+    return [next(seen[example_id]) for example_id in example_ids]
+
+
 class Visits:
     """Counts visits by prompt, whatever the data set does: an epoch is no visit number where prompts occur twice in it,
     are left out of it, come from a stream, or are asked for in between.
@@ -71,38 +74,3 @@ class Visits:
     def state(self) -> dict[str, int]:
         """What `Visits` takes to go on, as JSON types."""
         return dict(self._counts)
-
-
-class ReplayControl:
-    """The share of each visit so far: a fixed one. All keys follow from it, so it is saved with every checkpoint."""
-
-    def __init__(self, share: float):
-        self._share = share
-        self.shares: list[float] = []
-        """By visit; the first is of no effect, as there is nothing to replay."""
-
-    def until(self, visit: int) -> list[float]:
-        """The shares of visits 0 to `visit` and maybe later ones; those not chosen yet are chosen now."""
-        while len(self.shares) <= visit:
-            self.shares.append(self.choose())
-        return self.shares
-
-    def guess(self, visit: int) -> list[float]:
-        """The shares of visits 0 to `visit`, without choosing any: one not chosen yet may still become another."""
-        share = self.shares[-1] if self.shares else self._share
-        return self.shares + [share] * (visit + 1 - len(self.shares))
-
-    def choose(self) -> float:
-        """The share of the visit after those in `shares`."""
-        return self._share
-
-    def observe(self, clusters: Iterable[Cluster]) -> None:
-        """Takes in what a control step measured; every process must pass the clusters of all."""
-
-    def state(self) -> dict[str, Any]:
-        """What `restore` needs, as JSON types."""
-        return {"shares": self.shares}
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Goes on from there."""
-        self.shares = list(state["shares"])

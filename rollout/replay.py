@@ -1,16 +1,17 @@
-"""`rollout.replay=auto`: the share of replayed keys follows from the measured reuse gap."""
+"""Which share of the slots replays its last key: a fixed one, or one chosen from the measured reuse gap."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any
-
-from rollout.keys import Cluster, ReplayControl
+from typing import Any, Literal
 
 FIRST = 1 / 8  # enough replayed rows to measure a gap, too few for it to matter
 ERRORS = 2  # the bound lies this many standard errors above the estimate
 FORGET = 0.75  # weight that a measurement keeps from one visit to the next, as the policy moves on
+
+Cluster = tuple[int, float]
+"""Replayed rows of one prompt on one control step, and the sum of their rewards' differences to fresh twins."""
 
 
 def reuse_gap(clusters: Sequence[Cluster]) -> tuple[float, float]:
@@ -64,21 +65,39 @@ def next_share(share: float, gap: float, error: float, budget: float) -> float:
     return min(1.0, 2 * share, budget / bound if bound else 1.0)
 
 
-class AutoReplay(ReplayControl):
-    """The share of a visit is chosen when its first batch is asked for, from what control steps before it measured;
-    never from the batch it is for.
+class ReplayControl:
+    """The share of each visit so far. All keys follow from it, so it is saved with every checkpoint.
 
-    Args: budget: the largest gap of a batch in units of the reward; 0 never replays.
+    With `auto` the share of a visit is chosen when its first batch is asked for, from what control steps before it
+    measured; never from the batch it is for.
+
+    Args:
+        replay: the share of every visit, or "auto".
+        budget: with "auto", the largest gap of a batch in units of the reward; 0 never replays.
     """
 
-    def __init__(self, budget: float):
-        super().__init__(0.0)
-        self._budget, self._gap = budget, Gap()
+    def __init__(self, replay: float | Literal["auto"], budget: float):
+        self._replay, self._budget = replay, budget
+        self.shares: list[float] = []
+        """By visit; the first is of no effect, as there is nothing to replay."""
+        self._gap = Gap()
+
+    def until(self, visit: int) -> list[float]:
+        """The shares of visits 0 to `visit` and maybe later ones; those not chosen yet are chosen now."""
+        while len(self.shares) <= visit:
+            self.shares.append(self._choose() if self._replay == "auto" else self._replay)
+        return self.shares
+
+    def guess(self, visit: int) -> list[float]:
+        """The shares of visits 0 to `visit`, without choosing any: one not chosen yet may still become another."""
+        share = self.shares[-1:] or [0.0] if self._replay == "auto" else [self._replay]
+        return self.shares + share * (visit + 1 - len(self.shares))
 
     def observe(self, clusters: Iterable[Cluster]) -> None:
+        """Takes in what a control step measured; every process must pass the clusters of all."""
         self._gap.add(clusters)
 
-    def choose(self) -> float:
+    def _choose(self) -> float:
         if len(self.shares) < 2:
             return FIRST if self.shares and self._budget else 0.0
         share = next_share(self.shares[-1], *self._gap.estimate(), self._budget)
@@ -86,8 +105,8 @@ class AutoReplay(ReplayControl):
         return share
 
     def state(self) -> dict[str, Any]:
-        return super().state() | {"gap": self._gap.sums}
+        """What `restore` needs, as JSON types."""
+        return {"shares": self.shares, "gap": self._gap.sums}
 
     def restore(self, state: dict[str, Any]) -> None:
-        super().restore(state)
-        self._gap = Gap(state["gap"])
+        self.shares, self._gap = list(state["shares"]), Gap(state["gap"])

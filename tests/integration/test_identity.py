@@ -11,7 +11,7 @@ from rollout.build import build_engine
 from rollout.engines.base import EngineSpec
 from rollout.engines.local import draw
 from rollout.noise import keyed_draw
-from rollout.replay import AutoReplay
+from rollout.replay import ReplayControl
 from tests.runs import SHORT, Recording, differences, recorded, run
 
 PER_EPOCH = 3
@@ -209,7 +209,7 @@ def test_resume_with_a_chosen_share(tmp_path):
 
 
 def test_control_a_forgotten_share_is_seen(tmp_path, monkeypatch):
-    monkeypatch.setattr(AutoReplay, "restore", lambda self, state: None)
+    monkeypatch.setattr(ReplayControl, "restore", lambda self, state: None)
     first, second = interrupted(tmp_path, 7, **AUTO)
     assert differences(recorded(rollout__law="exact", **AUTO), first + second) != []
 

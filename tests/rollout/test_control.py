@@ -7,9 +7,8 @@ import pytest
 
 from rollout.config import RolloutConfig
 from rollout.control import Control
-from rollout.keys import ReplayControl
 from rollout.metrics import Divergence, rollout_metrics
-from rollout.replay import FIRST, AutoReplay, next_share, reuse_gap
+from rollout.replay import FIRST, ReplayControl, next_share, reuse_gap
 from rollout.types import Completion, EngineStats, RolloutBatch, RolloutError, Row
 
 ROWS = [Row("a", (5,)), Row("a", (5,)), Row("b", (6,)), Row("b", (6,))]
@@ -29,7 +28,7 @@ class FakeRollout:
     plain_texts: list | None = None
     plain_s: float = 6.0
     calls: list = field(default_factory=list)
-    replay: ReplayControl = field(default_factory=lambda: ReplayControl(0.5))
+    replay: ReplayControl = field(default_factory=lambda: ReplayControl(0.5, 0.0))
 
     def generate(self, rows, *, visit, step, slots, domain="rollout"):
         self.calls.append((domain, [r.example_id for r in rows], slots, visit, step))
@@ -206,7 +205,7 @@ def test_control_rows_decide_the_share_of_the_next_visit_in_every_process():
             law=law,
             exchange=lambda clusters: [*clusters, *elsewhere],
         )
-        rollout.replay = AutoReplay(0.1)
+        rollout.replay = ReplayControl("auto", 0.1)
         metrics = measure(control, batch_of(replayed=[True, False, True, True]), rewards=(1.0, 0.0, 0.5, 0.75))
         assert metrics["spec/replay_share"] == rollout.replay.shares[1] == FIRST
         expected = reuse_gap([(1, 0.75), (2, 0.75), *elsewhere])

@@ -7,8 +7,7 @@ from statistics import fmean, pstdev
 
 import pytest
 
-from rollout.keys import ReplayControl
-from rollout.replay import FIRST, AutoReplay, Gap, next_share, reuse_gap
+from rollout.replay import FIRST, Gap, ReplayControl, next_share, reuse_gap
 
 ROWS, PROMPTS, STEPS = 64, 8, 6
 
@@ -25,7 +24,7 @@ def control_step(share: float, gap: float, rng: random.Random, spread: float = 0
 
 def simulate(budget: float, gap_at, visits: int = 60, seed: int = 0, control=None) -> list[float]:
     """Shares by visit where a replayed row has the gap `gap_at(share)`."""
-    rng, control = random.Random(seed), control or AutoReplay(budget)
+    rng, control = random.Random(seed), control or ReplayControl("auto", budget)
     for visit in range(visits):
         share = control.until(visit)[visit]
         for _ in range(STEPS):
@@ -110,14 +109,14 @@ def test_control_a_rule_that_trusts_the_estimate_breaks_the_budget(monkeypatch):
 
 
 def test_fixed_shares_and_the_first_visits():
-    assert ReplayControl(0.5).until(2) == [0.5] * 3
-    control = AutoReplay(0.1)
+    assert ReplayControl(0.5, 0.0).until(2) == [0.5] * 3
+    control = ReplayControl("auto", 0.1)
     assert control.until(1) == [0.0, FIRST]
     assert control.until(3) == [0.0, FIRST, FIRST, FIRST], "it stays while nothing is measured"
 
 
 def test_a_share_is_never_chosen_twice():
-    control = AutoReplay(0.1)
+    control = ReplayControl("auto", 0.1)
     before = list(control.until(2))
     control.observe([(8, 8.0), (8, 7.0), (8, 9.0)])
     assert control.until(2) == before, "what a visit measured is for the next"
@@ -126,13 +125,13 @@ def test_a_share_is_never_chosen_twice():
 
 def test_a_restored_control_goes_on_as_the_first():
     whole = simulate(0.02, lambda share: 0.1, visits=12)
-    rng, control = random.Random(0), AutoReplay(0.02)
+    rng, control = random.Random(0), ReplayControl("auto", 0.02)
     for visit in range(12):
         share = control.until(visit)[visit]
         for step in range(STEPS):
             control.observe(control_step(share, 0.1, rng))
             if (visit, step) == (5, 2):
                 state = json.loads(json.dumps(control.state()))
-                control = AutoReplay(0.02)
+                control = ReplayControl("auto", 0.02)
                 control.restore(state)
     assert control.shares == whole
