@@ -24,18 +24,8 @@ from specrl.config import load as cli
 from specrl.config.load import RUN_ERROR
 from tests.runs import ROOT, differences, policy, run, words
 from trainers import callbacks, checkpoint
-from trainers.checkpoint import (
-    MARKER,
-    CheckpointError,
-    SaveCache,
-    data_digests,
-    marked,
-    prune,
-    restore,
-    step_of,
-    trajectories,
-)
-from trainers.newest import leave_aside, newest
+from trainers.checkpoint import MARKER, SaveCache, marked, prune, step_of, trajectories
+from trainers.resuming import CheckpointError, data_digests, leave_aside, newest, restore
 
 
 def make(folder, step, complete=True):
