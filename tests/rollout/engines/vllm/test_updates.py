@@ -458,7 +458,7 @@ def test_workers_on_other_gpus_join_and_receive_every_weight(linked, golden):
     for version in (1, 2):
         new = moved(model, version)
         delivery.take(PolicyWeights(new))
-        delivery.choose(started, tensor_parallel=1)
+        delivery.choose(started)
         delivery.send(version, probe_of(new))
         assert engine.weight_version == version
         texts_of(engine, new, cases)
@@ -472,7 +472,7 @@ def test_workers_on_other_gpus_join_and_receive_every_weight(linked, golden):
 def test_weights_over_a_link_are_proven_too(linked):
     delivery, started, engine, model, _ = linked
     delivery.take(PolicyWeights(moved(model, 1)))
-    delivery.choose(started, tensor_parallel=1)
+    delivery.choose(started)
     with pytest.raises(RolloutError, match="does not run the weights it was sent"):
         delivery.send(1, probe_of(moved(model, 2)))
     assert engine.weight_version == 0
@@ -484,7 +484,7 @@ def test_what_does_not_fit_is_refused_before_it_is_sent(linked, loads):
     delivery, started, _, model, _ = linked
     loads.clear()
     delivery.take(Misdeclared(model, lambda metas: metas[:-1]))
-    delivery.choose(started, tensor_parallel=1)
+    delivery.choose(started)
     with pytest.raises(RolloutError, match="lacks 1"):
         delivery.send(1, None)
     assert loads == []
@@ -495,7 +495,7 @@ def test_a_worker_that_fails_ends_the_link(linked):
     """A collective waits for everyone: what is left of the link must not be waited for."""
     delivery, started, _, model, listener = linked
     delivery.take(PolicyWeights(model))
-    delivery.choose(started, tensor_parallel=1)
+    delivery.choose(started)
     listener.fails = True
     with pytest.raises(RolloutError, match="this worker lost its GPU"):
         delivery.send(1, probe_of(model))
@@ -507,7 +507,7 @@ def test_a_link_is_formed_anew_after_a_worker_was_replaced(linked):
     for version in (1, 2):
         new = moved(model, version)
         delivery.take(PolicyWeights(new))
-        delivery.choose(started, tensor_parallel=1)
+        delivery.choose(started)
         delivery.send(version, probe_of(new))
         assert engine.weight_version == version
         delivery.unlink()
@@ -552,7 +552,7 @@ def test_workers_on_the_trainers_gpu_open_its_memory(updated, golden, monkeypatc
     for version in (1, 2):
         new = moved(model, version)
         delivery.take(PolicyWeights(new))
-        delivery.choose([Started(0, "A", True, ("A",))], tensor_parallel=1)
+        delivery.choose([Started(0, "A", True, ("A",))])
         assert delivery.route == "ipc"
         delivery.send(version, probe_of(new))
         texts_of(engine, new, golden()[0])
