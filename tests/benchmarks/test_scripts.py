@@ -175,6 +175,21 @@ def test_host(tmp_path):
         assert found["emitted_tokens"] > 1
 
 
+def test_vllm_host(tmp_path):
+    pytest.importorskip("vllm")
+    from benchmarks import vllm_host
+
+    words = ["rows=[8,16]", "tokens=60", "repeats=1", f"out={tmp_path / 'out.json'}"]
+    assert cli.run(vllm_host.main, words, vllm_host.VLLMHostConfig) == 0
+    lines = told(tmp_path / "out.json")["lines"]
+    assert [line["rows"] for line in lines] == [8, 16]
+    for line in lines:
+        spent = line["us_a_row"]
+        assert 0 < spent["without_asking"] < spent["all"]
+        assert min(spent.values()) > 0
+        assert line["emitted_tokens"] > 1
+
+
 def test_house(tmp_path):
     out = tmp_path / "out.json"
     command = [sys.executable, "-m", "benchmarks.house", f"out={out}"]

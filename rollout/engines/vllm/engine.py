@@ -29,8 +29,10 @@ from vllm.platforms import current_platform
 
 from rollout.drafting.drafting import Drafting
 from rollout.engines.base import EngineSpec, Probe, Sampling
+from rollout.engines.local.memory import free_bytes
 from rollout.engines.response import check_request
 from rollout.engines.vllm.requests import OneRequest
+from rollout.engines.vllm.room import draft_room
 from rollout.engines.vllm.rows import VLLMRow
 from rollout.engines.vllm.settings import choose_runner, settings
 from rollout.engines.vllm.two_requests import TwoRequests
@@ -176,7 +178,7 @@ class VLLMEngine:
             raise RolloutError(f"vLLM did not start with {self.spec.model}: {error}") from error
 
     def _build_flow(self) -> OneRequest | TwoRequests:
-        config = self.spec.rollout
+        config, cpu = self.spec.rollout, current_platform.is_cpu()
         shared = {
             "rule": self.rule,
             "drafting": self.drafting,
@@ -186,13 +188,22 @@ class VLLMEngine:
         if self.runner == "v2":
             block = self._llm.llm_engine.vllm_config.cache_config.block_size
             return TwoRequests(**shared, context=self.context, block=block)
+
+        on_gpu = not cpu and torch.cuda.is_available()
+
+        def measure() -> int:
+            free = free_bytes(torch.device("cuda", torch.cuda.current_device())) if on_gpu else None
+            return draft_room(self.vocab, config.logits_mb, free=free, width=getattr(torch, self.spec.dtype).itemsize)
+
         return OneRequest(
             **shared,
             draft_tokens=config.vllm.draft_tokens,
-            scores_per_step=config.logits_mb * 2**20 // (self.vocab * 8),  # vLLM's logits and their float32 copy
+            scores_per_step=measure(),
+            measure=measure if on_gpu else None,
+            tokens_per_step=config.tokens_per_pass if on_gpu else None,
             tie_margin=config.tie_margin if self.spec.dtype == "float32" else 0.0,
             # one fused kernel on a GPU: the noise of a 152k vocabulary is never stored
-            draw=keyed_draw if current_platform.is_cpu() else torch.compile(keyed_draw, dynamic=True),
+            draw=keyed_draw if cpu else torch.compile(keyed_draw, dynamic=True),
         )
 
     def _calibrate(self) -> None:
