@@ -18,7 +18,7 @@ pytestmark = pytest.mark.long
 
 ELSEWHERE = {"ablation", "budget", "curves", "picture", "soak", "vllm_baseline", "timeline", "trees"}
 """Run by a test of their own."""
-PARTS = {"ahead_run", "scaling_law", "scaling_tables", "soak_checks", "soak_life"}
+PARTS = {"ahead_run", "process", "rival_engine", "scaling_law", "scaling_tables", "soak_checks", "soak_life"}
 """Of other scripts."""
 
 
