@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from benchmarks.process import serve
-from rollout.engines.base import EngineSpec, Sampling
-from rollout.types import Request
+
+if TYPE_CHECKING:
+    from rollout.engines.base import EngineSpec, Sampling
+    from rollout.types import Request
 
 CPU_KV_MB = 512
 NGRAM = {"num_speculative_tokens": 5, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
