@@ -90,8 +90,7 @@ def compare(bench: Bench, repeats: int) -> list[Line]:
             return process
 
         on_gpu = bench.model.device.type == "cuda"
-        for method in METHODS:
-            name = f"vLLM + {method}" if method else "vLLM"
+        for method, name in METHODS.items():
             try:
                 process = started("vllm_baseline", settings=settings(bench.spec, on_gpu, method))
                 runs[name] = _of_vllm(bench, process)

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 CPU_KV_MB = 512
 NGRAM = {"num_speculative_tokens": 5, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
 SUFFIX = {"method": "suffix", "num_speculative_tokens": 16}
-METHODS = ("", "ngram", "suffix")
-"""vLLM's own speculation that needs no second model; empty is none."""
+METHODS = {"": "vLLM", "ngram": "vLLM + n-gram", "suffix": "vLLM + suffix"}
+"""vLLM's own speculation that needs no second model, by its name here; empty is none."""
 
 
 def settings(spec: EngineSpec, on_gpu: bool, method: str = "") -> dict:
