@@ -24,6 +24,7 @@ from rollout.config import doc
 from rollout.drafting.contexts import ContextTable
 from rollout.drafting.drafting import Drafting
 from rollout.engines.base import Sampling
+from rollout.engines.vllm.room import Room
 from rollout.engines.vllm.rows import VLLMRow
 from rollout.engines.vllm.step import Step, StepRules
 from rollout.types import EngineStats
@@ -89,7 +90,7 @@ class Rollout:
         drafting.contexts.learn(made.others)
         drafting.begin(requests)
         drafting.propose = self.clock.timed("asking", drafting.propose)
-        bounds = {"draft_tokens": DRAFT_TOKENS, "scores_per_step": ROOM, "scores_per_chunk": ROOM}
+        bounds = {"draft_tokens": DRAFT_TOKENS, "room": Room(ROOM), "scores_per_chunk": ROOM}
         draw = self.clock.timed("draw", self.draw)
         self.rules = Rules(drafting=drafting, draw=draw, stats=EngineStats(), rows=rows, **bounds)
         self.steps: list[tuple[int, dict[str, float]]] = []

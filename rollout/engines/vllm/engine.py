@@ -29,13 +29,12 @@ from vllm.platforms import current_platform
 
 from rollout.drafting.drafting import Drafting
 from rollout.engines.base import EngineSpec, Probe, Sampling
-from rollout.engines.local.memory import free_bytes
 from rollout.engines.response import check_request
 from rollout.engines.vllm.contract import check as check_names
 from rollout.engines.vllm.device import DeviceDrafts
 from rollout.engines.vllm.native import Native
 from rollout.engines.vllm.requests import OneRequest
-from rollout.engines.vllm.room import draft_room
+from rollout.engines.vllm.room import room_of
 from rollout.engines.vllm.rows import VLLMRow
 from rollout.engines.vllm.settings import choose_runner, settings, speculation
 from rollout.engines.vllm.updates import Updates
@@ -179,24 +178,15 @@ class VLLMEngine:
             "rule": self.rule,
             "drafting": self.drafting,
             "llm": self._llm,
-            "scores_per_chunk": max(1, config.logits_mb * 2**20 // (self.vocab * 16)),  # logits, noise, scores: float32
+            "draft_tokens": config.vllm.draft_tokens,
+            "room": room_of(self.vocab, config.logits_mb, getattr(torch, self.spec.dtype), config.tokens_per_pass),
         }
         if config.vllm.on_device:
-            source = config.vllm.speculator.partition("=")[0]
-            return DeviceDrafts(rule=self.rule, drafting=self.drafting, llm=self._llm, source=source)
-        on_gpu = not cpu and torch.cuda.is_available()
-
-        def measure() -> int:
-            free = free_bytes(torch.device("cuda", torch.cuda.current_device())) if on_gpu else None
-            return draft_room(self.vocab, config.logits_mb, free=free, width=getattr(torch, self.spec.dtype).itemsize)
-
+            return DeviceDrafts(**shared, source=config.vllm.speculator.partition("=")[0])
         kind = Native if self.runner == "v2" else OneRequest
         return kind(
             **shared,
-            draft_tokens=config.vllm.draft_tokens,
-            scores_per_step=measure(),
-            measure=measure if on_gpu else None,
-            tokens_per_step=config.tokens_per_pass if on_gpu else None,
+            scores_per_chunk=max(1, config.logits_mb * 2**20 // (self.vocab * 16)),  # logits, noise, scores: float32
             tie_margin=config.tie_margin if self.spec.dtype == "float32" else 0.0,
             # one fused kernel on a GPU: the noise of a 152k vocabulary is never stored
             draw=keyed_draw if cpu else torch.compile(keyed_draw, dynamic=True),

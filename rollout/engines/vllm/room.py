@@ -6,6 +6,15 @@ measured at its start, those of draft tokens are not.
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
+
+import torch
+
+from rollout.engines.local.memory import free_bytes
+
+log = logging.getLogger(__name__)
+
 MB = 2**20
 PART = 2
 """One in so many of a GPU's free bytes is planned with: torch may keep the last step's logits beside this one's."""
@@ -43,3 +52,49 @@ def draft_share(room: int, drafting: int, most: int, *, rows: int = 0, tokens: i
     if tokens is not None:
         room = min(room, max(0, tokens - rows))
     return min(most, room // max(1, drafting))
+
+
+class Room:
+    """What a rollout's steps have room for. That it is nothing is told once.
+
+    Args:
+        tokens: of `draft_room`.
+        measure: gives `tokens` anew when a rollout begins, as others may hold more memory than before; None: it stays.
+        step: most tokens of a step, see `draft_share`.
+    """
+
+    def __init__(self, tokens: int, measure: Callable[[], int] | None = None, step: int | None = None):
+        self.tokens, self._measure, self._step, self._told = tokens, measure, step, False
+
+    def renew(self) -> None:
+        """A rollout begins."""
+        if self._measure:
+            self.tokens = self._measure()
+
+    def share(self, drafting: int, rows: int, most: int) -> int:
+        """Most draft tokens of each of `drafting` rows, of `rows` in all."""
+        share = draft_share(self.tokens, drafting, most, rows=rows, tokens=self._step)
+        if drafting and not share and not self._told:
+            self._told = True
+            if self.tokens < drafting:
+                why = f"there is memory for the logits of {self.tokens}"
+                remedy = "a lower rollout.vllm.memory_utilization" if self._measure else "a higher rollout.logits_mb"
+            else:
+                why, remedy = f"a step has {self._step} tokens", "a higher rollout.tokens_per_pass"
+            told = "no draft rides: %d of %d rows have one, and %s. Try a lower rollout.rows_per_batch, or %s"
+            log.warning(told, drafting, rows, why, remedy)
+        return share
+
+
+def room_of(vocab: int, logits_mb: int, dtype: torch.dtype, step: int) -> Room:
+    """The room of an engine in this process. Args: dtype: of the model's logits; step: most tokens of a step."""
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu() or not torch.cuda.is_available():
+        return Room(draft_room(vocab, logits_mb))
+    device = torch.device("cuda", torch.cuda.current_device())
+
+    def measure() -> int:
+        return draft_room(vocab, logits_mb, free=free_bytes(device), width=dtype.itemsize)
+
+    return Room(measure(), measure, step)

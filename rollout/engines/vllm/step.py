@@ -6,7 +6,6 @@ vLLM asks `propose` for the next drafts. Whose rows they are is a subclass's mat
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -20,12 +19,10 @@ from vllm.v1.outputs import SamplerOutput
 from rollout.drafting.draft import EMPTY, Draft
 from rollout.engines.base import Sampling
 from rollout.engines.response import refuse_unusable
-from rollout.engines.vllm.room import draft_share
+from rollout.engines.vllm.room import Room
 from rollout.engines.vllm.rows import Rules, VLLMRow
 from rollout.noise import keyed_draw
 from rollout.verify import Drawn
-
-log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -47,23 +44,17 @@ class StepRules(Rules):
 
     Args:
         draft_tokens: most draft tokens of a row in one step.
-        scores_per_step: most draft tokens of all rows in one step, as vLLM holds the logits of all of them at once;
-            those that have drafts share it (room.py).
+        room: draft tokens of all rows in one step; those that have drafts share it.
         scores_per_chunk: positions drawn at a time; bounds the memory of the noise.
         tie_margin: gaps below it are counted.
-        measure: gives `scores_per_step` anew when a rollout begins; None: it stays.
-        tokens_per_step: most tokens of a step, which drafts leave room in for every row; None: they need not.
     """
 
     draft_tokens: int
-    scores_per_step: int
+    room: Room
     scores_per_chunk: int
     tie_margin: float = 0.0
     draw: Callable = keyed_draw
-    measure: Callable[[], int] | None = None
-    tokens_per_step: int | None = None
     _step: Step = field(default_factory=Step)
-    _told: bool = False
 
     def row(self, runner, name: str) -> VLLMRow | None:
         """The row of vLLM's request `name`; None for requests that this package does not draw."""
@@ -116,13 +107,13 @@ class StepRules(Rules):
     def ask(self, rows: Sequence[VLLMRow | None]) -> list[list[int]]:
         """The draft tokens that each row carries next; none for None."""
         waiting = [row for row in rows if row]
-        if self.measure and not self._step.decoding:  # a rollout begins: others may hold more memory than before
-            self.scores_per_step = self.measure()
+        if not self._step.decoding:
+            self.room.renew()
         if not self.drafting.whole:
             for row, draft in zip(waiting, self.drafting.propose(waiting, self.stats), strict=True):
                 row.draft = draft
         drafts = [self._draft(row) if row else [] for row in rows]
-        share = self._share(sum(map(bool, drafts)), len(waiting))
+        share = self.room.share(sum(map(bool, drafts)), len(waiting), self.draft_tokens)
         return [draft[:share] for draft in drafts]
 
     def _draft(self, row: VLLMRow) -> list[int]:
@@ -130,21 +121,6 @@ class StepRules(Rules):
             n = len(row.tokens)
             return list(row.text.tokens[n : n + min(self.draft_tokens, row.room - 1)]) if row.drafting else []
         return list(row.draft.tokens)
-
-    def _share(self, drafting: int, rows: int) -> int:
-        """Most tokens of each of `drafting` drafts. The first time that this is none, it is told."""
-        room, tokens = self.scores_per_step, self.tokens_per_step
-        share = draft_share(room, drafting, self.draft_tokens, rows=rows, tokens=tokens)
-        if drafting and not share and not self._told:
-            self._told = True
-            if room < drafting:
-                why = f"there is memory for the logits of {room}"
-                remedy = "a lower rollout.vllm.memory_utilization" if self.measure else "a higher rollout.logits_mb"
-            else:
-                why, remedy = f"a step has {tokens} tokens", "a higher rollout.tokens_per_pass"
-            told = "no draft rides: %d of %d rows have one, and %s. Try a lower rollout.rows_per_batch, or %s"
-            log.warning(told, drafting, rows, why, remedy)
-        return share
 
     def _tested(self, row: VLLMRow, draft: list[int]) -> Draft:
         """What is decided about: the draft that rode, and under the lenient rule the next token of its text."""

@@ -13,6 +13,7 @@ import torch
 from rollout.drafting.draft import Draft
 from rollout.drafting.drafting import Drafting
 from rollout.engines.base import Sampling
+from rollout.engines.vllm.room import Room
 from rollout.noise import keyed_draw
 from rollout.types import Request
 
@@ -34,7 +35,7 @@ def rules_of(rows: dict, **given):
         def row(self, runner, name):
             return self.rows.get(name)
 
-    bounds = {"draft_tokens": 8, "scores_per_step": 1000, "scores_per_chunk": 1000}
+    bounds = {"draft_tokens": 8, "room": Room(1000), "scores_per_chunk": 1000}
     return Rules(drafting=Drafting(), rows=rows, **{**bounds, **given})
 
 
@@ -122,22 +123,22 @@ def proposed(drafts: list[list[int]], **given) -> list[int]:
 
 
 def test_rows_that_have_a_draft_share_the_room():
-    assert proposed([[4] * 9, [], [], [4] * 3], scores_per_step=8, draft_tokens=9) == [4, 0, 0, 3]
-    assert proposed([[4] * 9] * 4, scores_per_step=8) == [2] * 4
-    assert proposed([[4] * 9] * 4, scores_per_step=1000, tokens_per_step=17) == [3] * 4
+    assert proposed([[4] * 9, [], [], [4] * 3], room=Room(8), draft_tokens=9) == [4, 0, 0, 3]
+    assert proposed([[4] * 9] * 4, room=Room(8)) == [2] * 4
+    assert proposed([[4] * 9] * 4, room=Room(1000, step=17)) == [3] * 4
 
 
 @pytest.mark.parametrize(
-    ("bounds", "said"),
+    ("room", "said"),
     [
-        ({"scores_per_step": 3}, "the logits of 3. Try a lower rollout.rows_per_batch, or a higher rollout.logits_mb"),
-        ({"scores_per_step": 9, "measure": lambda: 0}, "logits of 0. .* a lower rollout.vllm.memory_utilization"),
-        ({"tokens_per_step": 5}, "a step has 5 tokens. .* a higher rollout.tokens_per_pass"),
+        (Room(3), "the logits of 3. Try a lower rollout.rows_per_batch, or a higher rollout.logits_mb"),
+        (Room(9, lambda: 0), "logits of 0. .* a lower rollout.vllm.memory_utilization"),
+        (Room(1000, step=5), "a step has 5 tokens. .* a higher rollout.tokens_per_pass"),
     ],
 )
-def test_no_room_is_told_once(caplog, bounds, said):
+def test_no_room_is_told_once(caplog, room, said):
     rows = {str(i): row_of(i, [5]) for i in range(4)}
-    rules = rules_of(rows, **bounds)
+    rules = rules_of(rows, room=room)
     rules.drafting.propose = lambda rows, stats: [Draft([4], "x")] * 4
     runner, *_ = step(rows, [[]] * 4)
     with caplog.at_level(logging.WARNING):
@@ -150,7 +151,7 @@ def test_no_room_is_told_once(caplog, bounds, said):
 def test_memory_is_measured_when_a_rollout_begins():
     rows = {"a": row_of(1), "b": row_of(2)}
     asked: list[int] = []
-    rules = rules_of(rows, scores_per_step=0, measure=lambda: asked.append(1) or 6)
+    rules = rules_of(rows, room=Room(0, lambda: asked.append(1) or 6))
     rules.drafting.propose = lambda rows, stats: [Draft([4] * 5, "x") for _ in rows]
     for _ in range(3):
         runner, metadata, logits = step(rows, [[], []])
