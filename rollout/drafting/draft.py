@@ -26,7 +26,7 @@ class Draft:
 
     def first(self, count: int) -> Draft:
         """At most the first `count` tokens of a draft without log-probs, as a list."""
-        return Draft(list(self.tokens[:count]), self.source)
+        return Draft([*self.tokens[:count]], self.source)
 
 
 EMPTY = Draft()

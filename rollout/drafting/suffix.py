@@ -161,14 +161,13 @@ def propose(
     drafters: Sequence[SuffixDrafter], texts: Sequence[Sequence[int]], limits: Sequence[int]
 ) -> list[array[int]]:
     """What `SuffixDrafter.propose` gives for each row, all asked together; without a limit nothing is searched."""
-    rows = list(zip(drafters, texts, limits, strict=True))
-    fits = [drafter.tell(tokens) for drafter, tokens, _ in rows]
-    astray = [(drafter, tokens) for (drafter, tokens, limit), fit in zip(rows, fits, strict=True) if limit and not fit]
+    fits = [drafter.tell(tokens) for drafter, tokens in zip(drafters, texts, strict=True)]
+    astray = [i for i, (fit, limit) in enumerate(zip(fits, limits, strict=True)) if limit and not fit]
     if astray:
-        places = find([drafter.texts for drafter, _ in astray], [tokens for _, tokens in astray])
-        for (drafter, tokens), place in zip(astray, places, strict=True):
-            drafter.turn(tokens, *place)
-    return [drafter.ahead(len(tokens), limit) for drafter, tokens, limit in rows]
+        places = find([drafters[i].texts for i in astray], [texts[i] for i in astray])
+        for i, place in zip(astray, places, strict=True):
+            drafters[i].turn(texts[i], *place)
+    return [drafter.ahead(len(tokens), limit) for drafter, tokens, limit in zip(drafters, texts, limits, strict=True)]
 
 
 def following(request: Request, ahead: Sequence[int]) -> Request:
