@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import eq
 from typing import TYPE_CHECKING
 
 from rollout.drafting.draft import Draft
@@ -67,12 +68,7 @@ def accept_exact(draws: Sequence[int], draft: Sequence[int]) -> int:
     """
     if draws[: len(draft)] == draft:  # lists, most often
         return len(draft)
-    n = 0
-    for drawn, drafted in zip(draws, draft, strict=False):
-        if drawn != drafted:
-            break
-        n += 1
-    return n
+    return [*map(eq, draws, draft), False].index(False)
 
 
 def cut(tokens: Sequence[int], eos_ids: frozenset[int], room: int) -> tuple[int, str | None]:

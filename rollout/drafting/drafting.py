@@ -172,7 +172,10 @@ class Drafting:
 
     def _carried(self, rows: Sequence[Response], plan: Plan) -> list[Draft]:
         """As much of each row's guess as its kind may carry, or what the contexts promise more of."""
-        drafts = [row.guess.first(window) if (window := plan.windows[row.kind]) else EMPTY for row in rows]
+        drafts = [
+            Draft([*row.guess.tokens[:most]], row.guess.source) if (most := plan.windows[row.kind]) else EMPTY
+            for row in rows
+        ]
         if self.contexts is None or self.budget.window:
             return drafts
         price = plan.needed

@@ -9,7 +9,7 @@ from operator import eq
 from typing import Any
 
 from rollout.config import SOURCES
-from rollout.drafting.ngrams import LENGTHS, NGrams, Piece, Place, token_ids
+from rollout.drafting.ngrams import LENGTHS, NGrams, Piece, Place, append, token_ids
 from rollout.types import Request
 
 _RECENT = 6  # positions over which a text that is being followed shows whether it still fits
@@ -126,7 +126,7 @@ class SuffixDrafter:
         """Adds what the response has grown by to the texts; whether the text that is followed fits, and goes on."""
         n = len(tokens)
         if self._told is not None and n > (told := len(self._told)):
-            self._told += token_ids(tokens[told:])
+            append(self._told, tokens[told:])
         at, text = n + self._shift, self._followed
         return text is not None and at < len(text) and (not n or text[at - 1] == tokens[-1])
 
