@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from operator import eq
 from typing import Any
@@ -54,17 +54,18 @@ class PromptTexts:
         """Searches go to that index from now on."""
         self.index, self.group, self._indexed = index, index.group(), []
 
-    def unindexed(self) -> list[Piece]:
+    def unindexed(self) -> Iterator[Piece]:
         """What the index lacks, the most recent last; it is taken to be added now."""
         known = self._indexed
         order = [*range(self.stored, len(self.texts))]
         if not known:
             order[:0] = reversed(range(self.stored))
         known += [0] * (len(self.texts) - len(known))
-        lacking = [(self.group, i, self.texts[i], known[i]) for i in order if len(self.texts[i]) > known[i]]
-        for _, i, text, _ in lacking:
-            known[i] = len(text)
-        return lacking
+        for i in order:
+            text, before = self.texts[i], known[i]
+            if len(text) > before:
+                known[i] = len(text)
+                yield self.group, i, text, before
 
 
 def find(prompts: Sequence[PromptTexts], texts: Sequence[Sequence[int]]) -> list[Place]:
