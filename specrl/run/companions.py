@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rollout.types import RolloutError
 from specrl.config.schema import Config
-from trainers.callbacks import Companion
+from trainers.companions import Companion
 from trainers.cotraining.trainer import DrafterTrainer
 from trainers.rollouts import Rollouts
 

@@ -106,7 +106,7 @@ class Update(WeightTransferUpdateInfo):
     """Where the weights are: one of these."""
 
     weights: Iterable[tuple[str, Tensor]] | None = None
-    """Live tensors, for a worker in the driver's process; they are copied to where the model lies, by nobody before."""
+    """Live tensors, for a worker in the driver's process: the model's own load is the only copy."""
     path: str = ""
     """Directory of safetensors files with Hugging Face names."""
     chunk: dict[str, Any] | None = None
