@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from tests.integration import test_sharded as sharded
 from tests.integration.test_two_processes import PROGRAM
 from tests.runs import SHORT, build_policy, by_two_processes, run, words
 
@@ -64,3 +65,19 @@ def test_two_processes_roll_out_what_one_does(launched, model, tmp_path):
         if whole.step == 0:  # later weights differ by the rounding of sums
             assert halves == dict(zip(whole.rows, whole.tokens, strict=True))
         assert halves.keys() == set(whole.rows)
+
+
+def test_an_engine_beside_each_half_of_the_policy(tmp_path, model):
+    """FSDP 2: each process gathers the whole weights, in step with the other, for a bf16 vLLM of its own."""
+    options = OPTIONS | {"trainer__precision": "bf16", "trainer__save_every": 0}
+    plan = [("exact", {}), ("off", {"name": "off", "rollout__law": "off", "rollout__measure_every": 0})]
+    commands = [(name, words(tmp_path, model=model, **options | more)) for name, more in plan]
+    (tmp_path / "runs.json").write_text(json.dumps(commands))
+    sharding, _, _ = sharded.PROGRAM.partition("import specrl")
+    first, second = by_two_processes(tmp_path, sharding + PROGRAM, 420, **sharded.FSDP_2)[0]
+    assert first["exact"]["weights"] != second["exact"]["weights"], "control: they hold parts"
+    for report in (first, second):
+        texts = {name: [step["tokens"] for step in report[name]["steps"]] for name, _ in plan}
+        assert len(texts["exact"]) == 4
+        assert texts["exact"] == texts["off"]
+        assert report["exact"]["weights"] == report["off"]["weights"]

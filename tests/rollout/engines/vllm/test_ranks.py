@@ -1,6 +1,7 @@
 """vLLM in each of several processes that train: engines of their own in a group that is, and stays, the trainer's."""
 
 import importlib.util
+import os
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from rollout.build import build_engine
 from rollout.engines.base import Sampling
 from rollout.engines.local.engine import TransformersEngine
 from rollout.types import RolloutError
-from tests.rollout.engines.vllm.test_vllm import policy, spec_of
+from tests.rollout.engines.vllm.test_vllm import RUNNER, policy, spec_of
 from tests.rollout.golden import EOS_IDS, prompts_and_caps, requests_of
 from tests.runs import by_two_processes
 
@@ -67,7 +68,8 @@ def ranks(tmp_path_factory):
     """What each of the two processes found."""
     folder = tmp_path_factory.mktemp("ranks")
     policy("qwen3").save_pretrained(folder / "policy")
-    return by_two_processes(folder, PROGRAM, 240)[0]
+    path = {"PYTHONPATH": os.environ["PYTHONPATH"]} if RUNNER == "v2" else {}  # which has Triton
+    return by_two_processes(folder, PROGRAM, 240, **path)[0]
 
 
 @pytest.mark.long
