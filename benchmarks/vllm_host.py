@@ -2,7 +2,8 @@
 
 Texts that are known beforehand (benchmarks/host.py) are rolled out as Model Runner V1 would: each step `sample` decides
 about every row's draft and `propose` names the next ones. The model takes no time, and neither does the draw, which
-reads the texts. Thread time of steps in which nearly all rows take part, in microseconds a row.
+reads the texts. Thread time of steps in which nearly all rows take part, in microseconds a row. `device_us_a_row` is
+that of drafts on the device (rollout/engines/vllm/device.py): what vLLM's scheduler asks and tells between steps.
 """
 
 from __future__ import annotations
@@ -24,10 +25,12 @@ from rollout.config import doc
 from rollout.drafting.contexts import ContextTable
 from rollout.drafting.drafting import Drafting
 from rollout.engines.base import Sampling
+from rollout.engines.vllm.device import DeviceDrafts
 from rollout.engines.vllm.room import Room
 from rollout.engines.vllm.rows import VLLMRow
+from rollout.engines.vllm.scheduler import set_lengths
 from rollout.engines.vllm.step import Step, StepRules
-from rollout.types import EngineStats
+from rollout.types import EngineStats, Request
 from specrl.config import load as cli
 
 LAW = Sampling(host.EOS_IDS)
@@ -166,8 +169,39 @@ def _once(config: host.HostConfig, made: host.Work) -> dict:
     }
 
 
+class Requests(dict):
+    """What vLLM's scheduler holds of requests, by name."""
+
+    def __init__(self, names: Sequence[str]):
+        state = {"max_tokens": 1 << 20, "num_output_tokens": 9, "num_output_placeholders": 1}
+        super().__init__({name: SimpleNamespace(request_id=name, **state) for name in names})
+
+
+def on_device(rows: int, steps: int = 200) -> float:
+    """Microseconds a row and step, the median of `steps`: all drafts of 8 tokens stand but for one in ten rows."""
+    core = SimpleNamespace(engine_core=SimpleNamespace(scheduler=SimpleNamespace()))
+    llm = SimpleNamespace(collective_rpc=lambda *_, **__: None, llm_engine=SimpleNamespace(engine_core=core))
+    drafting = Drafting(host.Unhurried())
+    drafting.attach(host.Policy())
+    flow = DeviceDrafts(llm=llm, drafting=drafting, source="texts", draft_tokens=DRAFT_TOKENS, room=Room(ROOM))
+    names = [f"request-{i}" for i in range(rows)]
+    for i, name in enumerate(names):
+        flow.admit(name, VLLMRow(Request([2], i, 1 << 20), sampling=LAW), drafts=True)
+    requests, spent = Requests(names), []
+    for _ in range(steps):
+        began = time.thread_time()
+        set_lengths(requests.values(), flow.lengths(names))
+        for i, name in enumerate(names):
+            accepted = 8 if i % 10 else 3
+            flow.drafted(name, 8, accepted)
+            flow.emitted(name, accepted + 1)
+        flow.passed(9 * rows)
+        spent.append(time.thread_time() - began)
+    return round(1e6 * statistics.median(spent) / rows, 2)
+
+
 def main(config: VLLMHostConfig) -> int:
-    lines = [line(rows, config) for rows in config.rows]
+    lines = [{**line(rows, config), "device_us_a_row": on_device(rows)} for rows in config.rows]
     print(json.dumps(lines, indent=2))
     if config.out:
         Path(config.out).write_text(json.dumps({"options": asdict(config), "lines": lines}, indent=2) + "\n")

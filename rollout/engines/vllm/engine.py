@@ -1,8 +1,7 @@
 """The vLLM engine: the production engine behind the same seam, with its own copy of the weights.
 
-On Model Runner V1 (always on a CPU) a response is one request: drafts ride in it, and this package's own noise draws
-its tokens, so that they are those of the transformers engine. V2 needs a request to verify and one to continue
-(two_requests.py) and draws with vLLM's own position-keyed noise. Either way drafts never change what is sampled.
+A response is one request. Drafts ride in it, and this package's noise draws its tokens, so that they are those of the
+transformers engine: on Model Runner V1 (CPU builds), on V2 by drafters of the host, or on the device alone.
 """
 
 from __future__ import annotations
