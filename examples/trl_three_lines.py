@@ -10,23 +10,23 @@ from trl import GRPOConfig, GRPOTrainer
 
 model, tokenizer = load_tiny()  # stands for AutoModelForCausalLM.from_pretrained(...)
 prompts = ("Tom has 30 pens. He buys 12, sells 20, finds 15. How many pens does Tom have now?\n",)
-
-reuse = ReuseRollouts()  # (2)
+args = GRPOConfig(
+    "outputs/trl",
+    num_generations=4,
+    per_device_train_batch_size=4,
+    num_train_epochs=2,
+    max_completion_length=100,
+    use_cpu=True,
+    bf16=False,
+    report_to=[],
+    save_strategy="no",
+    disable_tqdm=True,
+)
+reuse = ReuseRollouts(args)  # (2)
 trainer = GRPOTrainer(
     model,
     reward_funcs=lambda completions, **_: [float("#### 37" in text) for text in completions],
-    args=GRPOConfig(
-        "outputs/trl",
-        num_generations=4,
-        per_device_train_batch_size=4,
-        num_train_epochs=2,
-        max_completion_length=100,
-        use_cpu=True,
-        bf16=False,
-        report_to=[],
-        save_strategy="no",
-        disable_tqdm=True,
-    ),
+    args=args,
     train_dataset=Dataset.from_list([{"prompt": prompt} for prompt in prompts]),
     processing_class=tokenizer,
     rollout_func=reuse,  # (3)

@@ -1,4 +1,4 @@
-"""Reuse in an existing TRL script: `GRPOTrainer(..., rollout_func=ReuseRollouts())`, and nothing else changes."""
+"""Reuse in an existing TRL script: `GRPOTrainer(..., rollout_func=ReuseRollouts(args))`, and nothing else changes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class ReuseRollouts:
     """A `rollout_func` of TRL's GRPOTrainer (1.16): rollouts by the trainer's own model that reuse old responses.
 
     Responses follow the law that TRL's own generate samples from, with other noise: token for token they are those of
-    `ReuseRollouts(RolloutConfig(law="off"))`, which drafts nothing (fp32 on a CPU; elsewhere up to rounding).
+    `ReuseRollouts(args, RolloutConfig(law="off"))`, which drafts nothing (fp32 on a CPU; elsewhere up to rounding).
 
     The trainer's arguments give sampling law, cap, group size, seed and precision; its tokenizer and chat template the
     prompts. What it cannot do as TRL would is refused: options of `args` here, before TRL loads anything; all others
@@ -53,18 +53,17 @@ class ReuseRollouts:
     (docs/metrics.md). Control steps, the report and other engines are those of `python -m specrl.train`.
 
     Args:
+        args: the trainer's. TRL itself shows them to a rollout_func when it has loaded everything, vLLM included.
         config: options of reuse (`law`, `replay`, `sources`, `cache.max_mb`, memory bounds); what the trainer's
             arguments give is taken from there.
-        args: the trainer's, to be checked now; TRL shows them to a rollout_func when it has loaded everything.
 
     Raises: RolloutError: an option cannot be had; the message says what to type instead.
     """
 
-    def __init__(self, config: RolloutConfig | None = None, args: GRPOConfig | None = None):
+    def __init__(self, args: GRPOConfig, config: RolloutConfig | None = None):
         self._config = config or RolloutConfig()
         check_config(self._config)
-        if args is not None:
-            check_args(args)
+        check_args(args)
         self._trainer: Any = None
         self._rollout: SpeculativeRollout | None = None
         self._visits = {"rollout": Visits(), "evaluation": Visits()}

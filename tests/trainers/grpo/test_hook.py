@@ -73,7 +73,6 @@ def make(folder, config=None, data=(A, B), tokenizer=None, evaluated=(), **optio
     from trl import GRPOConfig, GRPOTrainer
 
     model, own = load_tiny()
-    reuse = ReuseRollouts(config)
     options = {
         "num_generations": 4,
         "per_device_train_batch_size": 4,
@@ -88,6 +87,8 @@ def make(folder, config=None, data=(A, B), tokenizer=None, evaluated=(), **optio
         "disable_tqdm": True,
         **options,
     }
+    args = GRPOConfig(str(folder), **options)
+    reuse = ReuseRollouts(args, config)
     run = Run(None, reuse)
 
     def rollout(prompts, trainer):
@@ -100,7 +101,7 @@ def make(folder, config=None, data=(A, B), tokenizer=None, evaluated=(), **optio
     run.trainer = GRPOTrainer(
         model,
         reward_funcs=lambda completions, **_: [float(len(str(c)) % 7) for c in completions],
-        args=GRPOConfig(str(folder), **options),
+        args=args,
         train_dataset=data if isinstance(data, IterableDataset) else _dataset(data),
         eval_dataset=_dataset(evaluated) if evaluated else None,
         processing_class=tokenizer or own,
@@ -366,7 +367,7 @@ def test_prompts_are_rendered_as_trl_does(tmp_path):
     _, tokenizer = load_tiny()
     tokenizer.chat_template = TEMPLATE
     trainer = make(tmp_path, tokenizer=tokenizer, chat_template_kwargs={"style": " loud"}).trainer
-    reuse = ReuseRollouts()
+    reuse = ReuseRollouts(trainer.args)
     texts = reuse([A, B, A], trainer)["prompt_ids"]
     assert texts == [tokenizer(text)["input_ids"] for text in (A, B, A)]
     chats = reuse([[{"role": "user", "content": text}] for text in (A, B)], trainer)["prompt_ids"]
@@ -401,7 +402,7 @@ def test_vllm_of_trl_is_refused_before_there_is_a_trainer(mode, near, idle):
     args = copy.copy(idle.args)
     args.use_vllm, args.vllm_mode = True, mode
     with pytest.raises(RolloutError) as error:
-        ReuseRollouts(args=args)
+        ReuseRollouts(args)
     text = str(error.value)
     assert f"use_vllm=True (vllm_mode={mode!r})" in text
     assert text.endswith(f"Use use_vllm=False, or rollouts by vLLM: {near}")
@@ -409,17 +410,19 @@ def test_vllm_of_trl_is_refused_before_there_is_a_trainer(mode, near, idle):
 
 def test_arguments_given_first_are_checked_first(idle):
     args = copy.copy(idle.args)
-    ReuseRollouts(args=args)
+    ReuseRollouts(args)
     args.min_p = 0.5
     with pytest.raises(RolloutError, match=r"min_p=0.5.*Use min_p=None"):
-        ReuseRollouts(args=args)
+        ReuseRollouts(args)
 
 
 @pytest.mark.parametrize("mode", ["colocate", "server"])
 def test_vllm_that_was_not_shown_is_refused_at_the_first_rollout(mode, idle, monkeypatch):
+    reuse = ReuseRollouts(idle.args)
     monkeypatch.setattr(idle.args, "use_vllm", True)
     monkeypatch.setattr(idle.args, "vllm_mode", mode)
-    refused(idle, f"use_vllm=True .vllm_mode='{mode}'.*specrl.train rollout.engine=vllm")
+    with pytest.raises(RolloutError, match=f"use_vllm=True .vllm_mode='{mode}'.*specrl.train rollout.engine=vllm"):
+        reuse([A], idle)
 
 
 class Processor(ProcessorMixin):
@@ -458,14 +461,14 @@ def test_a_model_in_parts_is_refused_before_a_pass_that_the_others_do_not_take(i
 
 def refused(trainer, words: str) -> None:
     with pytest.raises(RolloutError, match=words) as error:
-        ReuseRollouts()([A], trainer)
+        ReuseRollouts(trainer.args)([A], trainer)
     assert "\n" not in str(error.value)
 
 
 def test_control_values_that_ask_for_nothing_are_taken(idle, monkeypatch):
     for name, value in {"min_p": 0.0, "generation_kwargs": {}, "repetition_penalty": 1.0}.items():
         monkeypatch.setattr(idle.args, name, value)
-    assert len(ReuseRollouts()([A], idle)["completion_ids"]) == 1
+    assert len(ReuseRollouts(idle.args)([A], idle)["completion_ids"]) == 1
 
 
 @pytest.mark.slow
@@ -474,10 +477,10 @@ def test_each_trainer_has_its_own(idle, whole):
         whole.reuse([A], idle)
 
 
-def test_what_it_cannot_do_is_said():
+def test_what_it_cannot_do_is_said(idle):
     lossy = [RolloutConfig(law=law) for law in ("lenient", "judged", "routed")]
     measured = RolloutConfig(replay="auto")
     started = RolloutConfig(cache=CacheConfig(start_from="elsewhere"))
     for config in (RolloutConfig(engine="vllm"), *lossy, measured, started):
         with pytest.raises(RolloutError, match=r"python -m specrl\.train"):
-            ReuseRollouts(config)
+            ReuseRollouts(idle.args, config)
