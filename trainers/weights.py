@@ -9,6 +9,7 @@ from accelerate import Accelerator, DistributedType
 from torch import Tensor
 
 from rollout.engines.base import Engine, Probe, evaluation
+from rollout.engines.transfer import Meta
 from rollout.types import RolloutError
 
 PROBE_TOKENS = 64
@@ -31,8 +32,7 @@ def send(
     None where it is the policy's.
     """
     if engine.own_weights:
-        weights = ((name, weight.to(dtype or weight.dtype)) for name, weight in named_weights(policy))
-        engine.update_weights(weights, version, probe(policy, tokens, dtype))
+        engine.update_weights(PolicyWeights(policy, dtype), version, probe(policy, tokens, dtype))
     else:
         engine.update_weights(None, version)
 
@@ -66,29 +66,54 @@ def check_shared(own_weights: bool, accelerator: Accelerator) -> None:
     )
 
 
-def named_weights(policy: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """(Hugging Face name, full tensor) of every weight: LoRA merged, FSDP2 shards gathered, a tied weight once."""
-    if type(policy).__name__ == "FullyShardedDataParallel" or any(hasattr(p, "ds_id") for p in policy.parameters()):
-        raise RolloutError(
-            "weights sharded by FSDP version 1 or DeepSpeed ZeRO-3 cannot be sent to an engine. Use FSDP with "
-            "fsdp_version: 2 in accelerate's configuration, or ZeRO-2"
-        )
-    base = policy.get_base_model() if hasattr(policy, "get_base_model") else policy
-    modules = dict(base.named_modules())
-    for name, weight in base.named_parameters():
-        owner, _, leaf = name.rpartition(".")
-        parent, _, role = owner.rpartition(".")
-        if any(part.startswith(("lora_", "modules_to_save")) for part in name.split(".")):
-            continue
-        weight = weight.detach()
-        if role == "base_layer":
-            layer, name = modules[parent], f"{parent}.{leaf}"
-            if getattr(layer, "use_dora", None) and any(layer.use_dora.values()):
-                raise RolloutError("DoRA adapters cannot be sent merged to an engine. Use LoRA without use_dora")
-            if leaf == "weight":
-                weight = weight + sum(layer.get_delta_weight(adapter).detach() for adapter in layer.active_adapters)
-        name = ".".join(part for part in name.split(".") if part not in WRAPPERS)
-        yield name, weight.full_tensor() if hasattr(weight, "full_tensor") else weight
+class PolicyWeights:
+    """A policy's weights under their Hugging Face names: LoRA merged, FSDP2 shards gathered, a tied weight once.
+
+    A rollout.engines.transfer.Source: walking it is what gathers, merges and casts, one tensor at a time.
+
+    Args: dtype: what the engine holds; None: each weight's own.
+
+    Raises:
+        RolloutError: no process can have the whole of a weight, or an adapter cannot be merged.
+    """
+
+    def __init__(self, policy: torch.nn.Module, dtype: torch.dtype | None = None):
+        if type(policy).__name__ == "FullyShardedDataParallel" or any(hasattr(p, "ds_id") for p in policy.parameters()):
+            raise RolloutError(
+                "weights sharded by FSDP version 1 or DeepSpeed ZeRO-3 cannot be sent to an engine. Use FSDP with "
+                "fsdp_version: 2 in accelerate's configuration, or ZeRO-2"
+            )
+        self._base = policy.get_base_model() if hasattr(policy, "get_base_model") else policy
+        self._dtype = dtype
+        self.collective = any(hasattr(p, "full_tensor") for p in policy.parameters())
+
+    def metadata(self) -> list[Meta]:
+        """Names, types and whole shapes, in the order of the walk."""
+        return [Meta(name, self._dtype or part.dtype, tuple(part.shape)) for name, part, _ in self._parts()]
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        for name, part, layer in self._parts():
+            weight = part
+            if layer is not None:
+                weight = part + sum(layer.get_delta_weight(adapter).detach() for adapter in layer.active_adapters)
+            weight = weight.full_tensor() if hasattr(weight, "full_tensor") else weight
+            yield name, weight.to(self._dtype or part.dtype)
+
+    def _parts(self) -> Iterator[tuple[str, Tensor, torch.nn.Module | None]]:
+        """(name, weight as it lies here, the layer whose adapters it needs)."""
+        modules = dict(self._base.named_modules())
+        for name, weight in self._base.named_parameters():
+            owner, _, leaf = name.rpartition(".")
+            parent, _, role = owner.rpartition(".")
+            if any(part.startswith(("lora_", "modules_to_save")) for part in name.split(".")):
+                continue
+            layer = None
+            if role == "base_layer":
+                layer, name = modules[parent], f"{parent}.{leaf}"
+                if getattr(layer, "use_dora", None) and any(layer.use_dora.values()):
+                    raise RolloutError("DoRA adapters cannot be sent merged to an engine. Use LoRA without use_dora")
+            name = ".".join(part for part in name.split(".") if part not in WRAPPERS)
+            yield name, weight.detach(), layer if leaf == "weight" else None
 
 
 def check(engine: Engine, policy: torch.nn.Module, version: int, tokens: Sequence[int]) -> None:

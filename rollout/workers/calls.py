@@ -105,6 +105,22 @@ def first_to_end(places: Sequence[Place], cluster: ClusterConfig) -> tuple[Place
     return due, Failure("lost", "did not answer before its deadline (cluster.task_timeout_s, start_timeout_s)")
 
 
+def ask_each(places: Sequence[Place], cluster: ClusterConfig, method: str, args: Sequence[tuple]) -> None:
+    """Calls a method of idle workers, each with arguments of its own, and waits for all. Nobody is replaced: what
+    they do, they do together.
+
+    Raises:
+        RolloutError: one fails, dies or misses `cluster.start_timeout_s`.
+    """
+    for place, own in zip(places, args, strict=True):
+        place.submit(cluster.start_timeout_s, method, *own)
+    while any(place.call for place in places):
+        place, outcome = first_to_end(places, cluster)
+        place.ended()
+        if isinstance(outcome, Failure):
+            raise RolloutError(f"{place} failed in {method} of an update of the weights: {outcome}")
+
+
 def together(costs: Sequence[EngineStats]) -> EngineStats:
     """Counts of all workers; seconds of the slowest, as they work side by side."""
     seconds = [f.name for f in fields(EngineStats) if f.name.endswith("_s")]

@@ -11,6 +11,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import ray
@@ -21,8 +22,9 @@ from rollout.config import ClusterConfig
 from rollout.engines.base import Engine, EngineSpec, Probe
 from rollout.types import AheadText, Completion, EngineStats, Request, RolloutError
 from rollout.workers.ahead import Ahead
-from rollout.workers.calls import Place, Task, first_to_end, together
-from rollout.workers.worker import Failure, Share, gpu, spread, to_arrays
+from rollout.workers.calls import Place, Task, ask_each, first_to_end, together
+from rollout.workers.delivery import Delivery
+from rollout.workers.worker import Failure, Share, gpu, spread
 
 logger = logging.getLogger(__name__)
 
@@ -56,10 +58,11 @@ class RolloutPool:
         self.replaced = 0
         """Workers replaced so far."""
         self._build = build
-        self._weights: ray.ObjectRef | None = None
         self._probe: Probe | None = None
         self._faults: list[str] = []  # since a task was last finished
         self._workers = [Place(i) for i in range(cluster.num_workers)]
+        ask = partial(ask_each, self._workers, cluster)
+        self._delivery = Delivery(ray.put, ask, ray.util.get_node_ip_address())
         self._ahead = Ahead()
         with self._closed_on_error():
             for worker in self._workers:
@@ -102,16 +105,21 @@ class RolloutPool:
     def update_weights(
         self, weights: Iterable[tuple[str, Tensor]] | None, version: int, probe: Probe | None = None
     ) -> None:
-        """See Engine.update_weights. One copy goes into the object store, from which every worker loads."""
+        """See Engine.update_weights. From GPU to GPU, or one copy through the object store (see choose_route)."""
         if version < self.weight_version:
             raise RolloutError(f"weight version {version} is older than the workers' {self.weight_version}")
         with self._closed_on_error():
-            self._settle()
-            if weights is not None:
-                self._weights = None  # the store need not hold two versions
-                self._weights = ray.put(to_arrays(weights))
             self.weight_version, self._probe = version, probe
-            self._broadcast("update_weights", *self._state)
+            if weights is not None:
+                self._delivery.take(weights)
+            self._settle()  # a worker that is replaced meanwhile gets these
+            if weights is not None:
+                started = [worker.started for worker in self._workers]
+                self._delivery.choose(started, self.spec.rollout.vllm.tensor_parallel)
+            if weights is not None and self._delivery.linked:
+                self._delivery.send(version, probe)
+            else:
+                self._broadcast("update_weights", *self._state)
 
     def score(self, tokens: Sequence[int]) -> list[float]:
         """See Engine.score."""
@@ -141,7 +149,8 @@ class RolloutPool:
         for worker in self._workers:
             if worker.actor is not None and ray.is_initialized():
                 ray.kill(worker.actor, no_restart=True)
-        self._workers, self._weights = [], None
+        self._workers = []
+        self._delivery.unlink()
 
     def _task(self, requests: Sequence[Request], share: Share, splits: int = 0) -> Task:
         rows = [requests[i] for group in share for i in group]
@@ -172,7 +181,7 @@ class RolloutPool:
     @property
     def _state(self) -> tuple[ray.ObjectRef | None, int, Probe | None]:
         """What a worker must have loaded before it serves."""
-        return self._weights, self.weight_version, self._probe
+        return self._delivery.stored(), self.weight_version, self._probe
 
     def _start(self, worker: Place) -> None:
         threads = max(1, int(self.cluster.cpus_per_worker))
@@ -266,6 +275,7 @@ class RolloutPool:
             worker.submit(self.cluster.start_timeout_s, "update_weights", *self._state)
         else:
             self.replaced += 1
+            self._delivery.unlink()
             ray.kill(worker.actor, no_restart=True)
             self._start(worker)
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from rollout.engines.base import Engine, EngineSpec, Probe, out_of_memory
+from rollout.engines.transfer import Meta, Receives, Route
 from rollout.types import AheadText, Completion, EngineStats, Request, RolloutError
 
 Arrays = dict[str, tuple[np.ndarray, torch.dtype, tuple[int, ...]]]
@@ -52,6 +53,8 @@ class Started:
     """UUID of the GPU that it computes on; empty for none."""
     ahead: bool
     """Its engine can be stopped between passes."""
+    gpus: tuple[str, ...] = ()
+    """UUID of the GPU of each rank of an engine that receives weights; empty where it does not."""
 
 
 class RolloutWorker:
@@ -88,11 +91,28 @@ class RolloutWorker:
             self.version = version  # those of the model's files
         else:
             self.update_weights(arrays, version, probe)
-        return Started(os.getpid(), gpu(), hasattr(self.engine, "ahead"))
+        updates = getattr(self.engine, "updates", None)
+        gpus = updates.gpus if isinstance(updates, Receives) else ()
+        return Started(os.getpid(), gpu(), hasattr(self.engine, "ahead"), gpus)
 
     def update_weights(self, arrays: Arrays | None, version: int, probe: Probe | None) -> None:
         self.version = None
         self.engine.update_weights(None if arrays is None else to_tensors(arrays), version, probe)
+        self.version = version
+
+    def join(self, route: Route, init: dict[str, Any]) -> None:
+        """See Receives, as of the three that follow."""
+        self.engine.updates.join(route, init)
+
+    def begin_update(self, version: int, metadata: Sequence[Meta]) -> None:
+        self.version = None
+        self.engine.updates.begin_update(version, metadata)
+
+    def receive(self, update: dict[str, Any]) -> None:
+        self.engine.updates.receive(update)
+
+    def finish_update(self, version: int, probe: Probe | None) -> None:
+        self.engine.updates.finish_update(version, probe)
         self.version = version
 
     def generate(self, version: int, requests: Sequence[Request]) -> tuple[list[Completion], EngineStats]:

@@ -19,7 +19,7 @@ from rollout.engines.base import EngineSpec, Probe
 from rollout.types import Request, RolloutError
 from tests.engines import local
 from tests.runs import ROOT, differences, policy, run
-from trainers.weights import check, check_shared, named_weights, probe, send
+from trainers.weights import PolicyWeights, check, check_shared, probe, send
 
 TEXT = tuple(range(3, 40))
 
@@ -38,7 +38,7 @@ def texts(engine):
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2"])
 def test_every_weight_once_by_its_name(build_model, family):
     model = build_model(family)
-    sent = dict(named_weights(model))
+    sent = dict(PolicyWeights(model))
     assert sent.keys() == dict(model.named_parameters()).keys()
     assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in sent.items())
     assert all(not tensor.requires_grad for tensor in sent.values())
@@ -112,7 +112,7 @@ def test_a_grpo_run_asks_that_before_its_first_step(tmp_path, monkeypatch):
 def test_what_shards_cannot_do_is_not_recommended():
     policy = type("FullyShardedDataParallel", (), {})()
     with pytest.raises(RolloutError) as caught:
-        next(named_weights(policy))
+        next(iter(PolicyWeights(policy)))
     assert "rollout.engine=transformers" not in str(caught.value)
 
 
@@ -121,14 +121,14 @@ def test_wrappers_leave_no_trace_in_names(build_model, adapted):
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
     model = build_model("qwen3", seed=1)
-    expected = dict(named_weights(model))
+    expected = dict(PolicyWeights(model))
     wrapped = lora(copy.deepcopy(model)) if adapted else copy.deepcopy(model)
-    merged = dict(named_weights(wrapped))
+    merged = dict(PolicyWeights(wrapped))
     layers = (wrapped.get_base_model() if adapted else wrapped).model.layers
     layers[0], layers[1].mlp = checkpoint_wrapper(layers[0]), torch.compile(layers[1].mlp)
     names = {part for name, _ in wrapped.named_parameters() for part in name.split(".")}
     assert {"_orig_mod", "_checkpoint_wrapped_module"} < names, "control: they are there"
-    sent = dict(named_weights(torch.compile(wrapped)))
+    sent = dict(PolicyWeights(torch.compile(wrapped)))
     assert sent.keys() == expected.keys()
     assert all(torch.equal(sent[name], weight) for name, weight in merged.items())
     assert own_engine(model).model.state_dict().keys() >= sent.keys()
@@ -151,9 +151,9 @@ def test_adapters_arrive_merged(build_model, options):
     wrapped = lora(copy.deepcopy(base), **options)
     if "use_dora" in options:
         with pytest.raises(RolloutError, match="DoRA"):
-            dict(named_weights(wrapped))
+            dict(PolicyWeights(wrapped))
         return
-    sent = dict(named_weights(wrapped))
+    sent = dict(PolicyWeights(wrapped))
     merged = copy.deepcopy(wrapped).merge_and_unload()
     assert sent.keys() == dict(base.named_parameters()).keys()
     for name, tensor in merged.named_parameters():
@@ -165,7 +165,7 @@ def test_adapters_arrive_merged(build_model, options):
 
 def test_weights_that_did_not_arrive_are_noticed(build_model):
     trained, engine = build_model("qwen3", seed=1), own_engine(build_model("qwen3", seed=2))
-    others = named_weights(build_model("qwen3", seed=2))
+    others = PolicyWeights(build_model("qwen3", seed=2))
     with pytest.raises(RolloutError, match="does not run the weights it was sent"):
         engine.update_weights(others, 3, probe(trained, TEXT))
     assert engine.weight_version == 0, "the update did not happen"
@@ -173,7 +173,7 @@ def test_weights_that_did_not_arrive_are_noticed(build_model):
 
 def test_one_wrong_matrix_is_noticed(build_model):
     trained, engine = build_model("qwen3", seed=1), own_engine(build_model("qwen3", seed=1))
-    sent = {n: w * 1.02 if n == "model.layers.1.mlp.up_proj.weight" else w for n, w in named_weights(trained)}
+    sent = {n: w * 1.02 if n == "model.layers.1.mlp.up_proj.weight" else w for n, w in PolicyWeights(trained)}
     with pytest.raises(RolloutError, match=r"weight version 1 the engine's log-probs differ .* \(allowed 0\.001\)"):
         engine.update_weights(sent.items(), 1, probe(trained, TEXT))
 
@@ -297,9 +297,9 @@ def test_in_bfloat16_a_right_copy_passes_and_a_wrong_matrix_or_a_stale_layer_doe
     trained = build_model(family, seed=1)
     engine = own_engine(copy.deepcopy(trained).bfloat16())
     expected = probe(trained, TEXT, torch.bfloat16)
-    sent = {name: weight.bfloat16() for name, weight in named_weights(trained)}
+    sent = {name: weight.bfloat16() for name, weight in PolicyWeights(trained)}
     engine.update_weights(sent.items(), 1, expected)
-    stale = dict(named_weights(build_model(family, seed=2)))
+    stale = dict(PolicyWeights(build_model(family, seed=2)))
     faults = [
         {"model.layers.1.mlp.up_proj.weight": 1.25 * sent["model.layers.1.mlp.up_proj.weight"]},
         {"lm_head.weight": 1.1 * sent["lm_head.weight"]},
@@ -382,7 +382,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
-from trainers.weights import named_weights, probe
+from trainers.weights import PolicyWeights, probe
 
 dist.init_process_group("gloo")
 whole = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32)
@@ -393,7 +393,7 @@ for layer in sharded.model.layers:
 fully_shard(sharded, mesh=mesh)
 local = sum(p.to_local().numel() for p in sharded.parameters())
 assert local < 0.6 * sum(p.numel() for p in whole.parameters()), "each process holds half"
-sent, expected = dict(named_weights(sharded)), dict(named_weights(whole))
+sent, expected = dict(PolicyWeights(sharded)), dict(PolicyWeights(whole))
 assert sent.keys() == expected.keys()
 assert all(torch.equal(tensor, expected[name]) for name, tensor in sent.items())
 text = list(range(3, 30))
@@ -430,7 +430,7 @@ def test_layouts_that_cannot_be_gathered_are_refused(build_model):
         """Version 1, by its name: its parameters are flat."""
 
     with pytest.raises(RolloutError, match="fsdp_version: 2"):
-        next(named_weights(FullyShardedDataParallel()))
+        PolicyWeights(FullyShardedDataParallel())
 
 
 @pytest.fixture

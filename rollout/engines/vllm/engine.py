@@ -36,6 +36,7 @@ from rollout.engines.vllm.native import Native
 from rollout.engines.vllm.requests import OneRequest
 from rollout.engines.vllm.rows import VLLMRow
 from rollout.engines.vllm.settings import choose_runner, settings, speculation
+from rollout.engines.vllm.updates import Updates
 from rollout.engines.vllm.weights import TRANSFER, Weights
 from rollout.noise import keyed_draw
 from rollout.types import AheadText, Completion, EngineStats, Request, RolloutError
@@ -64,9 +65,6 @@ class VLLMEngine:
         if not 1 <= config.vllm.draft_tokens <= 127:
             raise RolloutError(f"rollout.vllm.draft_tokens={config.vllm.draft_tokens}: vLLM takes 1 to 127 in one step")
         self.spec, self.sampling, self.rule, self.drafting = spec, sampling, rule, drafting
-        self.weight_version, self._fault = 0, ""
-        self._sleeps = config.vllm.sleep and not current_platform.is_cpu()
-        self._asleep = False
         self.runner = choose_runner(spec, sampling)
         check_names(self.runner)
         self._borrowed_group = torch.distributed.is_initialized()
@@ -75,7 +73,7 @@ class VLLMEngine:
                 f"vLLM in the trainer's process needs a trainer of one process, this one has {ranks}; "
                 "give vLLM processes of its own with cluster.num_workers"
             )
-        self._weights, self._llm = self._start()
+        names, self._llm = self._start()
         self.vocab = self.drafting.vocab = self._llm.model_config.get_vocab_size()
         self.context = self._llm.llm_engine.vllm_config.model_config.max_model_len
         if self.context <= config.max_new_tokens:
@@ -85,8 +83,13 @@ class VLLMEngine:
                 f"rollout.max_new_tokens={config.max_new_tokens}; raise rollout.vllm.kv_cache_mb or lower the cap"
             )
         self._flow = self._build_flow()
-        self._llm.init_weight_transfer_engine({"init_info": {}})
+        sleeps = config.vllm.sleep and not current_platform.is_cpu()
+        self.updates = Updates(self._llm, names, config.vllm.tensor_parallel, sleeps, self._prove)
         self._calibrate()
+
+    @property
+    def weight_version(self) -> int:
+        return self.updates.version
 
     def generate(self, requests: Sequence[Request]) -> tuple[list[Completion], EngineStats]:
         """See Engine.generate. Prompts need at least one token and must fit the engine's context with the response."""
@@ -102,8 +105,8 @@ class VLLMEngine:
         return [AheadText(row.tokens, row.finish) for row in rows]
 
     def _rows(self, requests: Sequence[Request]) -> list[VLLMRow]:
-        if self._fault:
-            raise RolloutError(f"{self._fault}; send the weights again before generating")
+        if self.updates.fault:
+            raise RolloutError(f"{self.updates.fault}; send the weights again before generating")
         for request in requests:
             check_request(request, self.vocab, self.context)
         return [VLLMRow(request, drafting=not request.plain, sampling=self.sampling) for request in requests]
@@ -115,32 +118,27 @@ class VLLMEngine:
             except BaseException:
                 self.reset_cache()  # a step that failed has left blocks listed as computed
                 raise
-        self._rest()
+        self.updates.sleep()
         return stats
 
     def update_weights(
         self, weights: Iterable[tuple[str, Tensor]] | None, version: int, probe: Probe | None = None
     ) -> None:
-        """See Engine.update_weights. Nothing is loaded unless every weight is there and fits.
+        """See Engine.update_weights. What a Source declares is checked before anything is loaded, else each weight as
+        it comes.
 
-        After a failure the engine refuses to generate until an update succeeds.
+        After a failure the engine refuses to generate until an update succeeds. It may walk a Source again until the
+        next update (see Updates).
         """
-        if version < self.weight_version:
-            raise RolloutError(f"weight version {version} is older than the engine's {self.weight_version}")
         if weights is None:
             raise RolloutError("vLLM holds its own weights; an update has to bring them")
-        self._fault = f"the update to weight version {version} failed"
-        with self._weights.written(weights) as path, self._awake():
-            try:
-                self._llm.start_weight_update()
-                self._llm.update_weights({"update_info": {"path": path}})
-                self._llm.finish_weight_update(weight_version=str(version))
-            except Exception as error:
-                raise RolloutError(f"vLLM could not load weight version {version}: {error}") from error
-            self.reset_cache()
-            if probe is not None:
-                probe.check(self.score(probe.tokens), version)
-        self._fault, self.weight_version, self._flow.weight_version = "", version, version
+        self.updates.update(weights, version, probe)
+
+    def _prove(self, version: int, probe: Probe | None) -> None:
+        self.reset_cache()
+        if probe is not None:
+            probe.check(self.score(probe.tokens), version)
+        self._flow.weight_version = version
 
     def score(self, tokens: Sequence[int]) -> list[float]:
         """See Engine.score. At most one token less than the context."""
@@ -209,10 +207,7 @@ class VLLMEngine:
     @contextmanager
     def _awake(self) -> Iterator[None]:
         """The GPU holds the model, and a CPU computes on one thread: more would round the same logits differently."""
-        if self._asleep:
-            if not self._llm.wake_up():
-                raise RolloutError("vLLM could not take back its GPU memory; set rollout.vllm.sleep=false")
-            self._asleep = False
+        self.updates.wake()
         threads = torch.get_num_threads()
         if current_platform.is_cpu():
             torch.set_num_threads(1)
@@ -220,11 +215,6 @@ class VLLMEngine:
             yield
         finally:
             torch.set_num_threads(threads)
-
-    def _rest(self) -> None:
-        if self._sleeps:
-            self._llm.sleep(level=1)
-            self._asleep = True
 
 
 def shut_down(llm: LLM, borrowed_group: bool) -> None:

@@ -1,0 +1,198 @@
+"""The weights of a pool's workers: over a link or through the store, also for a worker that is replaced in between.
+
+A real Ray cluster whose workers say that they have GPUs, and a sender in the place of vLLM's.
+"""
+
+import logging
+import os
+import signal
+import sys
+from dataclasses import replace
+from types import SimpleNamespace
+
+import psutil
+import pytest
+
+from rollout.build import build_engine
+from rollout.config import BudgetConfig, ClusterConfig, RolloutConfig
+from rollout.engines.base import EngineSpec
+from rollout.types import Request, RolloutError
+from rollout.workers.delivery import Delivery
+from rollout.workers.pool import RolloutPool
+from rollout.workers.worker import Started
+from specrl.run.cluster import connect
+from tests.engines import local
+from trainers.weights import PolicyWeights, probe
+
+TEXT = tuple(range(3, 40))
+CLUSTER = ClusterConfig(num_workers=2, start_timeout_s=120)
+
+
+class Collected:
+    """Receives: keeps what it is sent, and gives it to a transformers engine."""
+
+    def __init__(self, engine):
+        self.engine, self.gpus, self.joined, self.weights = engine, (f"GPU of {os.getpid()}",), [], None
+
+    def join(self, route, init):
+        self.joined.append((route, init["rank_offset"]))
+
+    def begin_update(self, version, metadata):
+        self.expected, self.weights = [meta.name for meta in metadata], {}
+
+    def receive(self, update):
+        self.weights |= update
+
+    def finish_update(self, version, probe):
+        assert list(self.weights) == self.expected
+        self.engine.update_weights(self.weights.items(), version, probe)
+
+
+def build(spec):
+    engine = build_engine(spec)
+    engine.updates = Collected(engine)
+    return engine
+
+
+class Sender:
+    """In the place of vLLM's end in the trainer's process: sends three weights at a time."""
+
+    def __init__(self, client, source, ranks):
+        self.client, self.source, self.sent, self.closed = client, source, 0, False
+        client.init_weight_transfer_engine({"rank_offset": 1, "world_size": 1 + ranks})
+
+    def send_weights(self):
+        self.client.start_weight_update()
+        weights = list(self.source)
+        for i in range(0, len(weights), 3):
+            self.client.update_weights(dict(weights[i : i + 3]))
+        self.client.finish_weight_update()
+        self.sent += 1
+
+    def shutdown(self):
+        self.closed = True
+
+
+@pytest.fixture
+def senders(monkeypatch):
+    """What was opened, with the number of ranks it was opened for."""
+    opened = []
+
+    def open_link(route, client, source, ranks, address):
+        opened.append(Sender(client, source, ranks))
+        return opened[-1]
+
+    monkeypatch.setitem(sys.modules, "rollout.engines.vllm.link", SimpleNamespace(open_link=open_link))
+    monkeypatch.setattr("rollout.workers.delivery.gpu", lambda: "GPU of the trainer")
+    return opened
+
+
+def started(*gpus):
+    return [Started(i, "", True, tuple(each)) for i, each in enumerate(gpus)]
+
+
+def delivery(puts=None, asked=None):
+    """A delivery whose puts and calls are taken down."""
+    note = lambda method, args: asked is not None and asked.append((method, args))  # noqa: E731
+    return Delivery(put=lambda arrays: puts.append(arrays) or len(puts), ask=note, address="here")
+
+
+@pytest.fixture
+def source(build_model):
+    return PolicyWeights(build_model("qwen3", seed=1))
+
+
+def test_the_store_gets_weights_when_they_are_first_asked_for_and_once(source):
+    puts = []
+    shipped = delivery(puts)
+    assert shipped.stored() is None
+    shipped.take(iter(source))
+    assert puts == []
+    assert [shipped.stored(), shipped.stored()] == [1, 1]
+    assert puts[0].keys() == {meta.name for meta in source.metadata()}
+    shipped.take(source)
+    assert shipped.stored() == 2
+
+
+def test_ranks_come_one_after_the_other(source, senders):
+    asked = []
+    shipped = delivery([], asked)
+    shipped.take(source)
+    shipped.choose(started("AB", "C", "DE"), tensor_parallel=1)
+    shipped.send(1, None)
+    assert asked[0] == (
+        "join",
+        [("nccl", {"rank_offset": offset, "world_size": 6}) for offset in (1, 3, 4)],
+    )
+    receives = ["receive"] * -(-len(source.metadata()) // 3)
+    assert [method for method, _ in asked[1:]] == ["begin_update", *receives, "finish_update"]
+    assert all(len(args) == 3 for _, args in asked)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "walks", "route", "word"),
+    [
+        (["A", "B"], "again", "nccl", "GPU of its own"),
+        (["A", "A"], "again", "memory", "a GPU for each rank"),
+        (["A", ""], "again", "memory", "without a GPU"),
+        (["A", "B"], "once", "memory", "walked only once"),
+    ],
+)
+def test_the_route_is_said_once(source, senders, caplog, gpus, walks, route, word):
+    caplog.set_level(logging.INFO)
+    shipped = delivery([])
+    for _ in range(3):
+        shipped.take(source if walks == "again" else iter(source))
+        shipped.choose(started(*gpus), tensor_parallel=1)
+    assert shipped.route == route
+    assert shipped.linked == (route == "nccl")
+    (record,) = caplog.records
+    assert f"by route {route}" in record.message
+    assert word in record.message
+    assert (record.levelno == logging.WARNING) == (route == "memory"), "a GPU that is not used is worth a warning"
+
+
+def test_parts_of_a_policy_are_not_gathered_for_one_worker(source, senders):
+    """The other processes would not take part, and this one would wait for them."""
+    puts = []
+    shipped = delivery(puts, [])
+    source.collective = True
+    shipped.take(source)
+    shipped.choose(started("A", "B"), tensor_parallel=1)
+    shipped.send(1, None)
+    with pytest.raises(RolloutError, match=r"nccl .* resume=auto"):
+        shipped.stored()
+    assert puts == []
+
+
+@pytest.mark.slow
+def test_a_pool_is_linked_and_replaces_workers_all_the_same(build_model, tmp_path, senders):
+    model = build_model("llama")
+    model.save_pretrained(tmp_path)
+    config = RolloutConfig(budget=BudgetConfig(window=6), ahead="off")
+    spec = EngineSpec(model=str(tmp_path), eos_ids=frozenset({1, 7}), rollout=config)
+    requests = [Request([5, 6, 8 + key % 3], key, 12) for key in range(8)]
+    with connect(replace(CLUSTER, object_store_mb=80)):
+        pool = RolloutPool(spec, CLUSTER, build)
+        try:
+            for version in (1, 2, 3):
+                new = build_model("llama", seed=version)
+                pool.update_weights(PolicyWeights(new), version, probe(new, TEXT))
+                if version == 2:  # a worker dies with weights that are in no store
+                    victim = next(p for p in psutil.Process().children(recursive=True) if "RolloutWorker" in p.name())
+                    os.kill(victim.pid, signal.SIGKILL)
+                done, _ = pool.generate(requests)
+                want, _ = local(new, pool_sampling(spec), window=6).generate(requests)
+                assert [c.tokens for c in done] == [c.tokens for c in want]
+                assert {c.version for c in done} == {version}
+            assert pool.replaced == 1
+            assert [(sender.sent, sender.closed) for sender in senders] == [(2, True), (1, False)], "formed anew"
+        finally:
+            pool.close()
+        assert [sender.closed for sender in senders] == [True, True]
+
+
+def pool_sampling(spec):
+    from rollout.engines.base import Sampling
+
+    return Sampling(spec.eos_ids)
