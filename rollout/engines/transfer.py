@@ -11,6 +11,8 @@ from torch import Tensor
 
 from rollout.engines.base import Probe
 
+DRAFTER = "drafter."
+"""Begins the names of a draft model's weights, which may follow the policy's."""
 Route = Literal["process", "ipc", "nccl", "memory"]
 
 

@@ -58,11 +58,6 @@ def _cotraining_rules(c: Config) -> Iterator[str]:
             f"trainer.drafter.train=true cannot train rollout.drafter={c.rollout.drafter}: these layers are the "
             f"policy's own, and follow it without training. Try trainer.drafter.train=false, or {made}."
         )
-    if c.cluster.num_workers:
-        yield (
-            f"trainer.drafter.train=true cannot reach the draft models of cluster.num_workers={c.cluster.num_workers} "
-            "workers. Try cluster.num_workers=0, or trainer.drafter.train=false."
-        )
 
 
 def _standing_rules(c: Config, training: bool) -> Iterator[str]:

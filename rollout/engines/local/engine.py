@@ -25,11 +25,11 @@ from rollout.engines.local.packed import packed_model
 from rollout.engines.local.ragged import RaggedModel
 from rollout.engines.local.reader import Flight, Reader
 from rollout.engines.response import Response, check_request, refuse_unusable
+from rollout.engines.transfer import DRAFTER
 from rollout.types import AheadText, Completion, EngineStats, Request, RolloutError
 from rollout.verify import Rule, exact
 
 log = logging.getLogger(__name__)
-
 
 OVERLAP = 128
 """Rows from which on two passes of half of them, beside which the host works, should take less time than one. By
@@ -106,7 +106,7 @@ class LocalModel:
         """Nothing to free: the model belongs to the trainer."""
 
     def _load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        state = self.model.state_dict()
+        state = self._weights()
         with torch.no_grad():
             for name, tensor in weights:
                 if name not in state:
@@ -115,6 +115,9 @@ class LocalModel:
                     shapes = f"{tuple(tensor.shape)}, the engine's model has {tuple(state[name].shape)}"
                     raise RolloutError(f"the update gives the weight {name!r} the shape {shapes}")
                 state[name].copy_(tensor)
+
+    def _weights(self) -> dict[str, Tensor]:
+        return self.model.state_dict()
 
 
 class TransformersEngine(LocalModel):
@@ -203,10 +206,13 @@ class TransformersEngine(LocalModel):
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
+    def _weights(self) -> dict[str, Tensor]:
+        drafts = self.drafting.model.model.state_dict() if self.drafting.model else {}
+        return super()._weights() | {DRAFTER + name: tensor for name, tensor in drafts.items()}
+
     def _models(self) -> list[RaggedModel]:
         """Whose KV a row needs."""
-        drafter = self.drafting.model
-        return [self.policy, *([drafter.ragged] if drafter else [])]
+        return [self.policy, *([self.drafting.model.ragged] if self.drafting.model else [])]
 
     def _decode(self, rows: list[Response], size: int, stats: EngineStats) -> None:
         """The rows' life: a place, its prompt; then draft, one pass, what stands, emit, until it ends and leaves.

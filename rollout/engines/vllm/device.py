@@ -45,7 +45,7 @@ class DeviceDrafts(Rules):
 
     Args:
         llm: vLLM, with `DraftScheduler` and the keyed sampler.
-        source: what proposes: `texts`, or vLLM's name of a speculator.
+        source: what proposes: `texts`, `model` (rollout.drafter), or vLLM's name of a speculator.
     """
 
     llm: LLM

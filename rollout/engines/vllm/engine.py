@@ -1,8 +1,7 @@
 """The vLLM engine: the production engine behind the same seam, with its own copy of the weights.
 
-On Model Runner V1 (always on a CPU) a response is one request: drafts ride in it, and this package's own noise draws
-its tokens, so that they are those of the transformers engine. V2 needs a request to verify and one to continue
-(two_requests.py) and draws with vLLM's own position-keyed noise. Either way drafts never change what is sampled.
+A response is one request: drafts ride in it, and this package's own noise draws its tokens, so that they are those of
+the transformers engine. Drafts never change what is sampled.
 """
 
 from __future__ import annotations
@@ -179,8 +178,8 @@ class VLLMEngine:
             "llm": self._llm,
             "scores_per_chunk": max(1, config.logits_mb * 2**20 // (self.vocab * 16)),  # logits, noise, scores: float32
         }
-        if config.vllm.on_device:
-            source = config.vllm.speculator.partition("=")[0]
+        if config.on_device:
+            source = "model" if config.drafter else config.vllm.speculator.partition("=")[0]
             return DeviceDrafts(rule=self.rule, drafting=self.drafting, llm=self._llm, source=source)
         kind = Native if self.runner == "v2" else OneRequest
         return kind(

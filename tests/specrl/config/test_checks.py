@@ -165,7 +165,11 @@ def broken(*words, **settings):
         ),
         (
             "rollout.engine=vllm rollout.vllm.speculator=text",
-            "rollout.vllm.speculator=text is none of texts, ngram_gpu, draft_model, eagle, eagle3, mtp. Did you mean",
+            "rollout.vllm.speculator=text is none of texts, ngram_gpu, eagle, eagle3, mtp. Did you mean texts?",
+        ),
+        (
+            "rollout.engine=vllm rollout.vllm.speculator=draft_model=x",
+            "rollout.vllm.speculator=draft_model=x is set by rollout.drafter. Try rollout.drafter=x.",
         ),
         (
             "rollout.engine=vllm rollout.vllm.scheduling=async rollout.law=lenient",
@@ -200,8 +204,16 @@ def broken(*words, **settings):
         ),
         ("rollout.law=lenient rollout.drafter=layers=2", "rollout.drafter=layers=2 cannot be combined with"),
         (
-            "rollout.engine=vllm rollout.drafter=x",
-            "rollout.drafter=x works with rollout.engine=transformers only. Leave",
+            "rollout.engine=vllm rollout.drafter=layers=2",
+            "rollout.drafter=layers=2 drafts with layers of the trainer's own model, and rollout.engine=vllm has a",
+        ),
+        (
+            "rollout.engine=vllm rollout.drafter=x rollout.vllm.runner=v1",
+            "rollout.vllm.runner=v1 lets the host draft, and rollout.drafter=x drafts on the device with",
+        ),
+        (
+            "rollout.engine=vllm rollout.drafter=x rollout.vllm.speculator=ngram_gpu",
+            "rollout.drafter=x and rollout.vllm.speculator=ngram_gpu would both propose. Try rollout.vllm.speculator=t",
         ),
         (
             "trainer.drafter.train=true",
@@ -218,10 +230,6 @@ def broken(*words, **settings):
         (
             "trainer.drafter.train=true rollout.drafter=layers=2",
             "trainer.drafter.train=true cannot train rollout.drafter=layers=2: these layers are the policy's own",
-        ),
-        (
-            "trainer.drafter.train=true rollout.drafter=x cluster.num_workers=2",
-            "trainer.drafter.train=true cannot reach the draft models of cluster.num_workers=2 workers. Try cluster",
         ),
         (
             "trainer.drafter.interval=0",
