@@ -327,7 +327,17 @@ class RolloutConfig:
             yield f"rollout.drafter={self.drafter} names no number of layers. Try rollout.drafter=layers=2."
 
     def _vllm_problems(self) -> Iterator[str]:
-        if self.law not in ("exact", "off") and self.on_device:
+        if self.law == "routed":
+            yield (
+                "rollout.law=routed has the policy go on with the KV of a row behind each step of rollout.drafter, and "
+                "rollout.engine=vllm frees a row's KV with its request. Try rollout.engine=transformers."
+            )
+        elif self.law == "judged" and self.judged.by == "kl":
+            yield (
+                "rollout.judged.by=kl compares the laws of rollout.drafter and the policy, and rollout.engine=vllm has "
+                "stored text judged only. Try rollout.judged.by=judge, or rollout.engine=transformers."
+            )
+        elif self.lossy and self.on_device:
             yield (
                 f"rollout.law={self.law} decides on the host what stands of a draft, and {self.on_device} leaves "
                 "drafts to the device. Try rollout.law=exact."

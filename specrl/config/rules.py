@@ -71,10 +71,10 @@ def _standing_rules(c: Config, training: bool) -> Iterator[str]:
         yield f"{given} needs a model that writes. Set rollout.drafter, such as layers=2 or a directory."
     if part.by in ("judge", "rsd", "arbitrage") and not part.path:
         yield f"{given} needs rollout.{r.law}.path, as specrl.train_router or specrl.train_judge writes it."
-    if r.engine != "transformers" or c.cluster.num_workers:
+    if c.cluster.num_workers:
         yield (
-            f"rollout.law={r.law} works in the trainer's process with rollout.engine=transformers only. "
-            "Try rollout.engine=transformers cluster.num_workers=0."
+            f"rollout.law={r.law} works in the trainer's process, not with cluster.num_workers="
+            f"{c.cluster.num_workers}, whose workers know no {r.law[:5]}. Try cluster.num_workers=0."
         )
     if training and c.trainer.correction == "none" and not part.uncorrected:
         yield (

@@ -51,6 +51,8 @@ class StepRules(Rules):
     scores_per_chunk: int
     tie_margin: float = 0.0
     draw: Callable = keyed_draw
+    hidden: Tensor | None = None
+    """Final hidden states of a step's logits, in their order, if the rule reads them."""
     _step: Step = field(default_factory=Step)
 
     def row(self, runner, name: str) -> VLLMRow | None:
@@ -67,7 +69,7 @@ class StepRules(Rules):
         tested = [self._tested(row, draft) if row else EMPTY for row, draft in zip(rows, drafts, strict=True)]
         self._step.tokens, self._step.drafted = int(runner.query_start_loc.np[len(ids)]), sum(map(len, drafts))
         self._step.decoding = any(row.tokens for row in rows if row)
-        index, keys, at, targets, laws, first = [], [], [], [], [], 0
+        index, keys, at, targets, laws, places, first = [], [], [], [], [], [], 0
         for row, count, draft, test in zip(rows, counts, drafts, tested, strict=True):
             if row:
                 n = len(draft) + 1
@@ -76,6 +78,7 @@ class StepRules(Rules):
                 at += range(len(row.tokens), len(row.tokens) + n)
                 targets += [*test.tokens, 0][:n]
                 laws += [row.sampling] * n
+            places.append(first)
             first += count + 1
         drawn = self._score(logits, index, keys, at, targets, laws)
         emitted, first = torch.full((len(ids), max(counts) + 1), -1, dtype=torch.int32), 0
@@ -84,7 +87,7 @@ class StepRules(Rules):
                 emitted[i, 0] = 0  # vLLM drops it, or ends a scored request with it
                 continue
             *columns, gaps = (column[first : first + len(draft) + 1] for column in drawn)
-            count = self.settle(row, test, Drawn(len(row.tokens), *columns))
+            count = self.settle(row, test, Drawn(len(row.tokens), *columns, states=(self.hidden, places[i])))
             # On a CPU one thread computes a position's logits bit for bit the same in every step, so near ties need no
             # arbiter; elsewhere their number says how often rounding could have decided.
             self.stats.ties += sum(gap < self.tie_margin for gap in gaps[:count])
@@ -122,7 +125,7 @@ class StepRules(Rules):
     def _tested(self, row: VLLMRow, draft: list[int]) -> Draft:
         """What is decided about: the draft that rode, and under the lenient rule the next token of its text."""
         if not self.drafting.whole:
-            return Draft(draft, row.draft.source)
+            return row.draft.first(len(draft))
         first, last = len(row.tokens), len(row.tokens) + len(draft) + 1
         text = row.text if row.drafting else EMPTY
         return Draft([*draft, *text.tokens[last - 1 : last]], text.source, (text.logprobs or ())[first:last])
@@ -142,6 +145,18 @@ class StepRules(Rules):
         drawn = tuple(torch.cat(column)[back].tolist() for column in zip(*parts, strict=True))
         refuse_unusable((gap == gap for gap in drawn[3]), self.weight_version)
         return drawn
+
+
+def keep_hidden(runner, flow: StepRules) -> None:
+    """Lets the rule see what vLLM computes the logits of a step from."""
+    compute = runner.model.compute_logits
+
+    def compute_logits(hidden_states: Tensor, *more, **others) -> Tensor | None:
+        flow.hidden = hidden_states
+        return compute(hidden_states, *more, **others)
+
+    if flow.drafting.reads_states:
+        runner.model.compute_logits = compute_logits
 
 
 def by_law(laws: Sequence[Sampling], most: int) -> Iterator[tuple[Sampling, list[int]]]:

@@ -187,11 +187,19 @@ def broken(*words, **settings):
         ),
         (
             "rollout.law=judged rollout.judged.path=x cluster.num_workers=1",
-            "rollout.law=judged works in the trainer's process with rollout.engine=transformers only. Try",
+            "rollout.law=judged works in the trainer's process, not with cluster.num_workers=1, whose workers know no",
         ),
         (
-            "rollout.law=judged rollout.judged.path=x rollout.engine=vllm",
-            "rollout.law=judged works in the trainer's process with rollout.engine=transformers only. Try",
+            "rollout.law=judged rollout.judged.path=x rollout.drafter=x rollout.engine=vllm",
+            "rollout.law=judged decides on the host what stands of a draft, and rollout.drafter=x leaves drafts to the",
+        ),
+        (
+            "rollout.law=judged rollout.judged.by=kl rollout.drafter=x rollout.engine=vllm",
+            "rollout.judged.by=kl compares the laws of rollout.drafter and the policy, and rollout.engine=vllm has st",
+        ),
+        (
+            "rollout.law=routed rollout.drafter=x rollout.engine=vllm",
+            "rollout.law=routed has the policy go on with the KV of a row behind each step of rollout.drafter, and",
         ),
         (
             "rollout.law=judged rollout.judged.path=x trainer.correction=none",
@@ -266,6 +274,8 @@ def test_rows_must_fill_whole_passes(prompts, per_pass, message):
         "rollout.law=judged rollout.judged.path=x",
         "rollout.law=judged rollout.judged.path=x rollout.sources=[] rollout.drafter=x rollout.replay=0.5",
         "rollout.law=judged rollout.judged.path=x rollout.judged.uncorrected=true trainer.correction=none",
+        "rollout.law=judged rollout.judged.path=x rollout.engine=vllm",
+        "trainer.drafter.train=true rollout.drafter=x rollout.engine=vllm cluster.num_workers=2",
         "rollout.law=routed rollout.drafter=x rollout.replay=0.5",
         "rollout.top_p=0.9 rollout.top_k=20",
         "trainer.epochs=0 trainer.max_steps=3",

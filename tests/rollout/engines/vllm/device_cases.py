@@ -9,6 +9,7 @@ from vllm.platforms.cpu import CpuPlatform
 from rollout.engines.vllm import sampler, worker
 from rollout.types import RolloutError
 from tests.rollout.engines.vllm import test_vllm
+from tests.rollout.engines.vllm.test_updates import linked  # noqa: F401
 from tests.rollout.engines.vllm.test_vllm import LAWS, close, exactly, golden, moved, probe_of, saved  # noqa: F401
 from tests.rollout.golden import Script, all_wrong, corrupt, differing, requests_of
 from trainers.weights import PolicyWeights, Together
@@ -142,6 +143,25 @@ def test_a_draft_model_follows_the_updates(engine_of, golden, drafters):  # noqa
         engine.update_weights(short.items(), 5, probe_of(model))
     engine.update_weights(Together(PolicyWeights(model), PolicyWeights(model)), 5, probe_of(model))
     assert acceptance(engine, cases, want) > 0.9, "a failed update leaves nothing behind"
+
+
+@pytest.fixture
+def updated(engine_of, drafters):
+    """What `linked` connects: an engine whose draft model is far from the policy."""
+    engine = engine_of(drafter=drafters(0.5), draft_tokens=4, window=3)  # before the test replaces what it may need
+    return lambda: (engine, test_vllm.policy("qwen3"))
+
+
+def test_a_draft_model_follows_over_a_link_between_gpus(linked, golden):  # noqa: F811
+    """vLLM's own ends of `nccl`, over a communicator of the test."""
+    cases, want = golden()
+    delivery, started, engine, model, listener = linked
+    assert acceptance(engine, cases, want) < 0.5
+    delivery.take(Together(PolicyWeights(model), PolicyWeights(model)))
+    delivery.choose(started, tensor_parallel=1)
+    delivery.send(1, probe_of(model))
+    assert acceptance(engine, cases, want) > 0.9
+    assert sum(name.startswith("drafter.") for name in listener.heard) == len(listener.heard) / 2
 
 
 def test_a_cache_too_small_for_the_batch_changes_nothing(engine_of, monkeypatch):
