@@ -1,17 +1,21 @@
 """Drafts on the device, and vLLM's own speculators behind the keyed sampler. Run by test_vllm_v2.py under vllm_shim."""
 
+import json
 import random
 from functools import cache
 
 import pytest
+from transformers import AutoModelForCausalLM
 from vllm.platforms.cpu import CpuPlatform
 
 from rollout.engines.vllm import sampler, worker
 from rollout.types import RolloutError
+from specrl.drafter import shortened
 from tests.rollout.engines.vllm import test_vllm
 from tests.rollout.engines.vllm.test_updates import linked  # noqa: F401
 from tests.rollout.engines.vllm.test_vllm import LAWS, close, exactly, golden, moved, probe_of, saved  # noqa: F401
 from tests.rollout.golden import Script, all_wrong, corrupt, differing, requests_of
+from tests.runs import SHORT, build_policy, differences, run
 from trainers.weights import PolicyWeights, Together
 
 _configure = CpuPlatform.check_and_update_config.__func__
@@ -162,6 +166,28 @@ def test_a_draft_model_follows_over_a_link_between_gpus(linked, golden):  # noqa
     delivery.send(1, probe_of(model))
     assert acceptance(engine, cases, want) > 0.9
     assert sum(name.startswith("drafter.") for name in listener.heard) == len(listener.heard) / 2
+
+
+def test_a_run_that_trains_the_draft_model_trains_the_same_policy(tmp_path, monkeypatch):
+    """And vLLM drafts with what was trained: more of it stands than of the one that the run began with."""
+    monkeypatch.setattr(CpuPlatform, "check_and_update_config", classmethod(keep_async))
+    model = build_policy(tmp_path / "policy", head_dim=32)
+    shortened(AutoModelForCausalLM.from_pretrained(model), 1).save_pretrained(tmp_path / "drafter")
+    options = SHORT | {"model": model, "rollout__engine": "vllm", "rollout__drafter": str(tmp_path / "drafter")}
+    options |= {"rollout__vllm__kv_cache_mb": 64, "rollout__vllm__draft_tokens": 3, "rollout__max_new_tokens": 12}
+    options |= {"trainer__drafter__patience": 0, "trainer__drafter__learning_rate": 3e-3}
+    kept = run(tmp_path, name="kept", **options)
+    trained = run(tmp_path, name="trained", trainer__drafter__train="true", **options)
+    assert differences(kept, trained) == []
+    (before, *as_before), (first, *after) = (accepted(tmp_path / name) for name in ("kept", "trained"))
+    assert first == before, "before the first update"
+    assert sum(after) > sum(as_before)
+
+
+def accepted(folder) -> list[float]:
+    """Share of the draft model's tokens that stood, in each step of a run."""
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line)["spec/acceptance_model"] for line in lines]
 
 
 def test_a_cache_too_small_for_the_batch_changes_nothing(engine_of, monkeypatch):
