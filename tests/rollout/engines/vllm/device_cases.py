@@ -112,6 +112,7 @@ def acceptance(engine, cases, want) -> float:
     done, stats = engine.generate(requests_of(cases))
     assert differing(done, want, 1e-4) == []
     assert stats.sources.keys() == {"model"}
+    assert stats.verify_s > 0
     return stats.accepted / stats.drafted
 
 
@@ -182,12 +183,17 @@ def test_a_run_that_trains_the_draft_model_trains_the_same_policy(tmp_path, monk
     (before, *as_before), (first, *after) = (accepted(tmp_path / name) for name in ("kept", "trained"))
     assert first == before, "before the first update"
     assert sum(after) > sum(as_before)
+    assert any(line["drafter/saved_s_est"] for line in lines(tmp_path / "trained")), "or it would end as useless"
+
+
+def lines(folder) -> list[dict]:
+    """The log of a run."""
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def accepted(folder) -> list[float]:
     """Share of the draft model's tokens that stood, in each step of a run."""
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line)["spec/acceptance_model"] for line in lines]
+    return [line["spec/acceptance_model"] for line in lines(folder)]
 
 
 def test_a_cache_too_small_for_the_batch_changes_nothing(engine_of, monkeypatch):

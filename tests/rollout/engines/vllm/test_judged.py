@@ -77,10 +77,10 @@ def test_it_is_the_judge_of_the_transformers_engine(judging, golden, threshold, 
 
 
 def test_small_steps_and_shared_prompts_change_nothing(judging, golden):
-    """A step has rows that wait, rows that join, and prompts of which it computes a part."""
+    """A step has rows that wait, rows that join, prompts of which it computes a part, and half of each draft."""
     cases, want = golden()
     done, _ = judging(0.5).generate(asked(cases, want))
-    for settings in ({"tokens_per_pass": 40}, {"rows_per_batch": 5}):
+    for settings in ({"tokens_per_pass": 40}, {"rows_per_batch": 5}, {"draft_tokens": 3}):
         bounded, _ = judging(0.5, **settings).generate(asked(cases, want))
         assert differing(bounded, exactly(done), 1e-4) == []
 
