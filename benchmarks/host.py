@@ -13,7 +13,7 @@ import random
 import statistics
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -174,7 +174,7 @@ class Rollout:
                 (part,) = self.reader.parts(feed)
                 drawn = self.reader.collect(self.reader.launch(part))
             with self.timed("settling"):
-                self.settle(active, drafts, drawn)
+                self.settle(active, drafts, drawn, sum(map(len, part.values())))
             self.passes.append((len(active), self.seconds))
             self.reader.leave([row.number for row in active if row.finish])
         assert [row.tokens for row in self.rows] == self.truths
@@ -188,15 +188,16 @@ class Rollout:
             draws += known + [EOS] * (n - len(known))
         return draws
 
-    def settle(self, rows: Sequence[Response], drafts: Sequence[Draft], drawn: Mapping[int, Drawn]) -> None:
-        """As engines do after a pass."""
-        for row, draft in zip(rows, drafts, strict=True):
-            stood = exact(row.request.key, draft, drawn[row.number])
+    def settle(
+        self, rows: Sequence[Response], drafts: Sequence[Draft], drawn: Iterator[tuple[int, Drawn]], tokens: int
+    ) -> None:
+        """As engines do after a pass of `tokens` tokens."""
+        for row, draft, (number, of_row) in zip(rows, drafts, drawn, strict=True):
+            stood = exact(row.request.key, draft, of_row)
             emitted = row.emit(stood, EOS_IDS)
-            self.reader.rollback(row.number, len(row.tokens) - 1)
+            self.reader.rollback(number, len(row.tokens) - 1)
             self.stats.count(draft.source, len(draft.tokens), min(stood.drafted, emitted))
             self.drafting.learn(row, draft, stood)
-        tokens = sum(len(of_row.draws) for of_row in drawn.values())
         self.drafting.observe_pass(tokens, cost(len(rows), tokens), len(rows), self.reader.width)
 
     @contextmanager

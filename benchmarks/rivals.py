@@ -1,6 +1,8 @@
 """The same rows by vLLM as it comes, by vLLM's own speculation and by specrl's rules: one table, measured in turn.
 
 python -m benchmarks.rivals config=grpo_math_vllm [rows=32] [repeats=5] [out=FILE]
+
+Every engine has a process of its own (benchmarks/process.py), and this one has none.
 """
 
 from __future__ import annotations
@@ -8,16 +10,21 @@ from __future__ import annotations
 import json
 import statistics
 import sys
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
 from math import exp
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
+from benchmarks.process import Process
+from benchmarks.vllm_baseline import METHODS, asked, settings
+from rollout.engines.base import Sampling
 from rollout.types import Request, RolloutError
 from specrl.bench.pair import Bench, PairConfig, device_name, of_pairs, prepare, with_config
 from specrl.config import load as cli
+from specrl.config.options import to_yaml
 from specrl.results import tables
 
 COLUMNS = ("method", "decoded", "steps", "speedup", "log-prob", "same")
@@ -63,7 +70,6 @@ def main(config: PairConfig) -> int:
         raise cli.ConfigError(f"rollout.engine={config.rollout.engine}: rivals are vLLM's. Add rollout.engine=vllm.")
     bench, *_ = prepare(config)
     lines = compare(bench, config.repeats)
-    bench.engine.close()
     show(lines, config.rows)
     if config.out:
         result = {"options": asdict(config), "device": device_name(bench.model.device)}
@@ -74,71 +80,57 @@ def main(config: PairConfig) -> int:
 
 def compare(bench: Bench, repeats: int) -> list[Line]:
     """Every method that runs here, `repeats` times in turn after one warm-up."""
-    from rollout.build import build_engine
-
-    loose = replace(bench.config.rollout, law="lenient", lenience=exp(0.5))
-    lenient = build_engine(replace(bench.spec, rollout=loose))
-    bench.old_batch()
-    for engine in (bench.engine, lenient):
-        bench.switch("newer", engine)
     runs: dict[str, Callable[[], Result]] = {}
-    missing, engines = [], [lenient]
-    for name, method in {"vLLM": "", "vLLM + n-gram": "ngram", "vLLM + suffix": "suffix"}.items():
-        try:
-            engines.append(_plain_vllm(bench, method))
-            runs[name] = _of_vllm(bench, engines[-1])
-        except RolloutError as error:
-            missing.append(Line(name, note=str(error).partition("\n")[0]))
-    runs["specrl off"] = _of_specrl(bench, bench.engine, law="off")
-    runs["specrl lenient e^0.5"] = _of_specrl(bench, lenient, law="lenient")
-    runs["specrl exact, replay 0"] = _of_specrl(bench, bench.engine)
-    runs["specrl exact, replay 1"] = _of_specrl(bench, bench.engine, replay=1.0)
-    results: dict[str, list[Result]] = {name: [] for name in runs}
-    for _ in range(repeats + 1):
-        for name, work in runs.items():
-            results[name].append(work())
-    for engine in engines:
-        engine.close()
+    missing: list[Line] = []
+    with ExitStack() as open_, TemporaryDirectory() as folder:
+
+        def started(module: str, **opening) -> Process:
+            process = Process(f"benchmarks.{module}", **opening)
+            open_.callback(process.close)
+            return process
+
+        on_gpu = bench.model.device.type == "cuda"
+        for method, name in METHODS.items():
+            try:
+                process = started("vllm_baseline", settings=settings(bench.spec, on_gpu, method))
+                runs[name] = _of_vllm(bench, process)
+            except RolloutError as error:
+                if not method:
+                    raise
+                missing.append(Line(name, note=f"vLLM cannot speculate by {method} here: {error}".partition("\n")[0]))
+        saved = Path(folder, "config.yaml")
+        saved.write_text(to_yaml(bench.config), encoding="utf-8")
+        exact, lenient = (
+            started("rival_engine", config=str(saved), **law)
+            for law in ({"law": "exact"}, {"law": "lenient", "lenience": exp(0.5)})
+        )
+        runs["specrl off"] = _of_specrl(exact, law="off")
+        runs["specrl lenient e^0.5"] = _of_specrl(lenient, law="lenient")
+        runs["specrl exact, replay 0"] = _of_specrl(exact)
+        runs["specrl exact, replay 1"] = _of_specrl(exact, replay=1.0)
+        results: dict[str, list[Result]] = {name: [] for name in runs}
+        for _ in range(repeats + 1):
+            for name, work in runs.items():
+                results[name].append(work())
     return [_line(name, found[1:], results["vLLM"][1:]) for name, found in results.items()] + missing
 
 
-def _plain_vllm(bench: Bench, method: str):
-    from benchmarks.vllm_baseline import PlainVLLM
-    from rollout.engines.base import Sampling
-
-    law = bench.spec.rollout
-    return PlainVLLM(bench.spec, Sampling(bench.spec.eos_ids, law.temperature, law.top_k, law.top_p), method)
-
-
-def _of_vllm(bench: Bench, engine) -> Callable[[], Result]:
-    cap = bench.config.rollout.max_new_tokens
+def _of_vllm(bench: Bench, process: Process) -> Callable[[], Result]:
+    law, cap = bench.spec.rollout, bench.config.rollout.max_new_tokens
     requests = [Request(row.prompt, i, cap) for i, row in enumerate(bench.rows)]
+    message = asked(requests, Sampling(bench.spec.eos_ids, law.temperature, law.top_k, law.top_p))
 
     def work() -> Result:
-        engine.reset_cache()
-        began = time.perf_counter()
-        done = engine.generate(requests)
-        spent, total = time.perf_counter() - began, sum(map(len, done.tokens))
-        logp = sum(_log_prob(bench.model, row.prompt, text) for row, text in zip(bench.rows, done.tokens, strict=True))
-        return Result(spent, total, done.accepted, done.steps, logp / total)
+        done = process.ask(**message)
+        texts, total = done["tokens"], sum(map(len, done["tokens"]))
+        logp = sum(_log_prob(bench.model, row.prompt, text) for row, text in zip(bench.rows, texts, strict=True))
+        return Result(done["seconds"], total, done["accepted"], done["steps"], logp / total)
 
     return work
 
 
-def _of_specrl(bench: Bench, engine, **settings) -> Callable[[], Result]:
-    def work() -> Result:
-        stage = bench.rollout(bench.old_batch(), engine=engine, **settings)
-        engine.reset_cache()
-        batch = bench.timed(stage)
-        done, identical = batch.completions, None
-        if stage.config.law != "lenient":
-            plain = stage.plain(bench.rows, batch.keys).completions
-            identical = sum(a.tokens == b.tokens for a, b in zip(done, plain, strict=True))
-        accepted, total = sum(sum(c.reused) for c in done), sum(len(c.tokens) for c in done)
-        logp = sum(sum(c.logprobs) for c in done) / total
-        return Result(batch.total_s, total, accepted, batch.stats.passes, logp, identical)
-
-    return work
+def _of_specrl(process: Process, **given) -> Callable[[], Result]:
+    return lambda: Result(**process.ask(**given))
 
 
 def _log_prob(model, prompt: Sequence[int], text: Sequence[int]) -> float:

@@ -1,80 +1,134 @@
-"""vLLM as it comes, with its own sampler and its own speculation: what a benchmark compares specrl with."""
+"""vLLM as it comes, with its own sampler and its own speculation: what a benchmark compares specrl with.
+
+Run as a process of its own (benchmarks/process.py), in the user's environment: then vLLM chooses its model runner,
+graphs and asynchronous scheduling by itself.
+"""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
-from vllm.sampling_params import RequestOutputKind
+from benchmarks.process import serve
 
-from rollout.engines.base import EngineSpec, Sampling
-from rollout.engines.vllm.engine import LLM, SamplingParams, settings, shut_down
-from rollout.types import Request, RolloutError
+if TYPE_CHECKING:
+    from rollout.engines.base import EngineSpec, Sampling
+    from rollout.types import Request
 
-METHODS = {
-    "": None,
-    "ngram": {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4, "prompt_lookup_min": 2},
-    "suffix": {"method": "suffix", "num_speculative_tokens": 16},
-}
-"""vLLM's own speculation that needs no second model, with the values its documentation suggests."""
+CPU_KV_MB = 512
+NGRAM = {"num_speculative_tokens": 5, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
+SUFFIX = {"method": "suffix", "num_speculative_tokens": 16}
+METHODS = {"": "vLLM", "ngram": "vLLM + n-gram", "suffix": "vLLM + suffix"}
+"""vLLM's own speculation that needs no second model, by its name here; empty is none."""
 
 
-@dataclass(frozen=True, slots=True)
-class Decoded:
-    """What vLLM produced, and in how many engine steps."""
+def settings(spec: EngineSpec, on_gpu: bool, method: str = "") -> dict:
+    """What vLLM's LLM is given: which model, how much memory, and nothing of how to run it.
 
-    tokens: list[list[int]]
-    steps: int
-    accepted: int
-    """Draft tokens that stood."""
+    Memory is that of specrl's engine. On a GPU the engines of a comparison take turns, so each must be able to sleep;
+    on a CPU vLLM's block of 128 tokens would cache no prompt of a shorter one, which specrl's engine would do alone.
+    Values of the speculation are those that vLLM's documentation suggests.
+    """
+    vllm = spec.rollout.vllm
+    kv_mb = vllm.kv_cache_mb or (0 if on_gpu else CPU_KV_MB)
+    given = {
+        "model": spec.model,
+        "revision": spec.revision or None,
+        "trust_remote_code": spec.trust_remote_code,
+        "dtype": spec.dtype,
+        "seed": 0,
+        "max_model_len": -1,  # the model's, or what the KV cache holds
+        "kv_cache_memory_bytes": kv_mb * 2**20 or None,
+        "gpu_memory_utilization": vllm.memory_utilization,
+        "tensor_parallel_size": vllm.tensor_parallel,
+        "generation_config": "vllm",  # the run's law, not the checkpoint's
+        "skip_tokenizer_init": True,  # ids in, ids out
+        **({"enable_sleep_mode": True} if on_gpu else {"block_size": 32}),
+    }
+    if method == "ngram":
+        given["speculative_config"] = {"method": "ngram_gpu" if on_gpu else "ngram", **NGRAM}
+    elif method == "suffix":
+        given["speculative_config"] = dict(SUFFIX)
+    if method:
+        given["disable_log_stats"] = False  # tells how many draft tokens stood
+    return given
+
+
+def asked(requests: Sequence[Request], sampling: Sampling) -> dict:
+    """A message: a response to each request, drawn by the engine's generator; keys and drafters are ignored.
+
+    A seed of its own for each request would cost vLLM's V1 sampler a kernel a row.
+    """
+    law = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
+    law["stop_token_ids"] = sorted(sampling.eos_ids)
+    return {"rows": [{"prompt": list(r.prompt), "max_tokens": r.max_new_tokens} for r in requests], "law": law}
 
 
 class PlainVLLM:
-    """One vLLM engine with the run's settings and one of METHODS.
+    """One vLLM engine.
 
-    Raises:
-        RolloutError: vLLM cannot run the method here; the message says why.
+    Args: opening: {"settings": what `settings` gave}.
     """
 
-    def __init__(self, spec: EngineSpec, sampling: Sampling, method: str = ""):
-        self.sampling, self._borrowed_group = sampling, torch.distributed.is_initialized()
-        try:
-            self._llm = LLM(**settings(spec), speculative_config=METHODS[method], disable_log_stats=False)
-        except Exception as error:  # whatever its own speculation needs and lacks
-            raise RolloutError(f"vLLM cannot speculate by {method or 'nothing'} here: {error}") from error
+    def __init__(self, opening: dict):
+        from vllm import LLM
 
-    def generate(self, requests: Sequence[Request]) -> Decoded:
-        """A response per request, drawn with a seed of the request's key; drafters are ignored."""
-        before = self._accepted()
+        given = opening["settings"]
+        self._llm = LLM(**given)
+        self._sleeps, self._speculates = "enable_sleep_mode" in given, "speculative_config" in given
+        self._rest()
+
+    def answer(self, message: dict) -> dict:
+        """To what `asked` gave: the responses' tokens, seconds, engine steps, and draft tokens that stood.
+
+        KV of earlier calls is forgotten. Waking up and falling asleep are not timed.
+        """
+        if self._sleeps:
+            self._llm.wake_up()
+        self._llm.reset_prefix_cache()
+        before, began = self._accepted(), time.perf_counter()
+        tokens, steps = self._generate(message["rows"], message["law"])
+        seconds = time.perf_counter() - began
+        accepted = self._accepted() - before
+        self._rest()
+        return {"tokens": tokens, "seconds": seconds, "steps": steps, "accepted": accepted}
+
+    def close(self) -> None:
+        """vLLM ends with the process."""
+
+    def _generate(self, rows: Sequence[dict], law: dict) -> tuple[list[list[int]], int]:
+        """As LLM.generate, which counts no steps."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
         engine, found, steps = self._llm.llm_engine, {}, 0
-        for i, request in enumerate(requests):
+        for i, row in enumerate(rows):
             params = SamplingParams(
-                temperature=self.sampling.temperature,
-                top_p=self.sampling.top_p,
-                top_k=self.sampling.top_k,
-                seed=request.key & 0x7FFFFFFF,
-                max_tokens=request.max_new_tokens,
-                stop_token_ids=sorted(self.sampling.eos_ids),
+                **law,
+                max_tokens=row["max_tokens"],
                 detokenize=False,
                 output_kind=RequestOutputKind.FINAL_ONLY,
             )
-            engine.add_request(str(i), {"prompt_token_ids": list(request.prompt)}, params)
+            engine.add_request(str(i), {"prompt_token_ids": row["prompt"]}, params)
         while engine.has_unfinished_requests():
             for output in engine.step():
                 if output.finished:
                     found[int(output.request_id.partition("-")[0])] = list(output.outputs[0].token_ids)
             steps += 1
-        return Decoded([found[i] for i in range(len(requests))], steps, self._accepted() - before)
-
-    def reset_cache(self) -> None:
-        self._llm.reset_prefix_cache()
+        return [found[i] for i in range(len(rows))], steps
 
     def _accepted(self) -> int:
+        if not self._speculates:
+            return 0
         metrics = {metric.name: metric for metric in self._llm.get_metrics()}
         found = metrics.get("vllm:spec_decode_num_accepted_tokens")
         return int(found.value) if found else 0
 
-    def close(self) -> None:
-        if (llm := self.__dict__.pop("_llm", None)) is not None:
-            shut_down(llm, self._borrowed_group)
+    def _rest(self) -> None:
+        if self._sleeps:
+            self._llm.sleep(level=1)
+
+
+if __name__ == "__main__":
+    serve(PlainVLLM)

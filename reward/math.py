@@ -10,7 +10,8 @@ Which answer counts, in a completion and in a reference alike:
 
 When two answers are equal: first, in `reward/answers.py`, in microseconds: plain decimal numbers (sign, thousands
 commas, dollar sign, full-width digits, and trailing zeros do not matter) compare exactly as numbers, and identical text
-is equal. Not equal are these, which math-verify would read as their last number or regardless of their form:
+is equal. Then, in `reward/notation.py`, not equal are these, which math-verify would read as their last number or
+regardless of their form:
 
 - another scale: "5%" is 5 where the reference is a percentage or the question wants one ("what percentage"), else it is
   wrong; "5 million" is 5000000, or 5 where the question wants millions;
@@ -30,7 +31,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from reward.answers import MAX_ANSWER_CHARS, compare, extract_answer, last_scaled, narrow, tidy, without_emphasis
+from reward.answers import MAX_ANSWER_CHARS, extract_answer, last_scaled, narrow, quick_equal, tidy, without_emphasis
 from reward.base import Outcome, Sample
 from reward.config import RewardConfig
 from reward.pool import WorkerPool
@@ -85,5 +86,9 @@ class MathReward:
                 return (reference, without_emphasis(tail), False) if re.search(r"[\d$\\]", tail) else False
         if not 0 < len(answer) <= MAX_ANSWER_CHARS:
             return False
-        equal = compare(reference, answer, sample.prompt)
+        equal = quick_equal(reference, answer)
+        if equal is None:  # seldom where answers are numbers
+            from reward.notation import compare
+
+            equal = compare(reference, answer, sample.prompt)
         return equal if isinstance(equal, bool) else (*equal, True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rollout.checks import check
@@ -44,14 +43,18 @@ def build_engine(spec: EngineSpec, model: Module | None = None, scorer: Scorer |
                 f"rollout.engine=vllm needs vLLM: {error}. Install it with: pip install 'specrl[vllm]'"
             ) from error
         if config.law == "judged":  # the head is for one policy, whose weights are read to compare
-            judged = _judged(config, sampling, _load(replace(spec, device="cpu"), spec.model), None)
+            judged = _judged(config, sampling, replace(spec, device="cpu").load(spec.model), None)
             return VLLMEngine(spec, sampling, judged.rule, judged)
         return VLLMEngine(spec, sampling, *rule_and_drafting(config, sampling))
     from rollout.engines.local.engine import TransformersEngine
 
-    policy = _load(spec, spec.model) if model is None else model
+    policy = spec.load(spec.model) if model is None else model
     options = {"limits": Limits.of(config), "own_weights": model is None}
-    drafter = load_drafter(spec, policy) if config.drafter else None
+    drafter = None
+    if config.drafter:
+        from rollout.drafter import load_drafter
+
+        drafter = load_drafter(spec, policy)
     if config.law == "judged":
         judged = _judged(config, sampling, policy, drafter)
         return TransformersEngine(policy, sampling, judged.rule, judged, **options)
@@ -94,36 +97,3 @@ def rule_and_drafting(
         model = ModelDrafter(drafter, sampling, Limits.of(config))
     contexts = ContextTable() if "contexts" in config.sources else None
     return exact, Drafting(Budget(config.budget.window), contexts, model)
-
-
-def load_drafter(spec: EngineSpec, policy: Module) -> Module:
-    """The draft model of `rollout.drafter`: the policy's first layers, or a model of its own."""
-    from rollout.engines.local.drafter import early_exit
-
-    name, equals, layers = spec.rollout.drafter.partition("=")
-    if name == "layers" and equals:
-        if not layers.isdecimal():
-            raise RolloutError(f"rollout.drafter={spec.rollout.drafter} names no number of layers. Try layers=2")
-        return early_exit(policy.get_base_model() if hasattr(policy, "get_base_model") else policy, int(layers))
-    try:
-        return _load(spec, spec.rollout.drafter)
-    except (OSError, ValueError) as error:
-        missing = "" if Path(spec.rollout.drafter).is_dir() else "there is no such directory, and "
-        raise RolloutError(
-            f"rollout.drafter={spec.rollout.drafter} cannot be loaded: {missing}{str(error).strip().splitlines()[0]} "
-            "Give a model directory, such as `python -m specrl.drafter out=DIR` writes, or layers=N"
-        ) from error
-
-
-def _load(spec: EngineSpec, source: str) -> Module:
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    own = source == spec.model
-    model = AutoModelForCausalLM.from_pretrained(
-        source,
-        dtype=getattr(torch, spec.dtype),
-        revision=(spec.revision or None) if own else None,
-        trust_remote_code=spec.trust_remote_code,
-    )
-    return model.eval().to(spec.device)

@@ -119,12 +119,12 @@ class VLLMConfig:
         "texts", "v2: what proposes without rollout.drafter: texts, or vLLM's own: ngram_gpu, eagle=DIR, mtp"
     )
     draft_tokens: int = doc(
-        32, "most draft tokens of a row in one step, up to 127; bounds logits memory", low=1, high=127
+        32, "most draft tokens of a row in one step, up to 127; fewer where memory lacks for logits", low=1, high=127
     )
     kv_cache_mb: int = doc(0, "KV cache in MB; 0 takes memory_utilization of a GPU, or 512 on a CPU")
     memory_utilization: float = doc(0.45, "share of a GPU's memory for vLLM, its weights included", low=0.01, high=1)
     tensor_parallel: int = doc(1, "GPUs that hold one copy of the model; more copies are cluster.num_workers", low=1)
-    compile: bool = doc(False, "compile the model and capture CUDA graphs: slower to start, faster to decode")
+    compile: Literal["auto", "on", "off"] = doc("auto", "compiled model and CUDA graphs: slow start; auto: on GPUs")
     sleep: bool = doc(True, "give the GPU memory back to the trainer between rollouts")
 
     def problems(self) -> Iterator[str]:

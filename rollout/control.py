@@ -6,7 +6,6 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 
-from rollout.keys import reuse_gap
 from rollout.metrics import Divergence, lossy_metrics, rollout_metrics
 from rollout.speculative import SpeculativeRollout
 from rollout.types import RolloutBatch, RolloutError, Row
@@ -102,6 +101,8 @@ class Control:
             for i, score in zip(chosen, fresh, strict=True):
                 if score is not None:
                     by_prompt[rows[i].example_id].append(rewards[i] - score)
+        from rollout.replay import reuse_gap
+
         clusters = self._exchange([(len(apart), sum(apart)) for apart in by_prompt.values()])
         self._rollout.replay.observe(clusters)
         gap, error = reuse_gap(clusters)

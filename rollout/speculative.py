@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from rollout.cache.memory import TrajectoryCache
 from rollout.checks import check
 from rollout.config import RolloutConfig
 from rollout.drafting.suffix import PromptTexts, SuffixDrafter
 from rollout.engines.base import Engine, WorksAhead
-from rollout.keys import ReplayControl, derive_key, generation
+from rollout.keys import derive_key, generation, occurrences
 from rollout.types import AheadText, Completion, EngineStats, Request, RolloutBatch, RolloutError, Row, Trajectory
+
+if TYPE_CHECKING:
+    from rollout.replay import ReplayControl
 
 Domain = Literal["rollout", "control", "evaluation"]
 
@@ -66,7 +68,12 @@ class SpeculativeRollout:
         check(config)
         self.engine, self.config, self.seed = engine, config, seed
         self.cache = cache if config.reuses else None
-        self.replay = ReplayControl(config.replay, config.replay_gap)
+        self.replay: ReplayControl | None = None
+        """Of keys of earlier visits; None where all are fresh."""
+        if config.replay:
+            from rollout.replay import ReplayControl
+
+            self.replay = ReplayControl(config.replay, config.replay_gap)
         self._reused = 0.0
         self._announced: list[Planned] = []
         self._ahead: dict[int, AheadText] = {}  # by key, of announced rows
@@ -95,7 +102,7 @@ class SpeculativeRollout:
         """
         began, ahead, ahead_s = time.perf_counter(), [], 0.0
         visits = [visit] * len(rows) if isinstance(visit, int) else visit
-        shares = self.replay.until(max(visits, default=0)) if domain == "rollout" else None
+        shares = self.replay.until(max(visits, default=0)) if self.replay and domain == "rollout" else None
         planned = self._plan(rows, slots, visits, domain, shares)
         if turn := domain == "rollout" and self.runs_ahead:
             ahead_s = self._take()
@@ -147,7 +154,8 @@ class SpeculativeRollout:
         """
         self._announced = []
         if rows and self.runs_ahead:
-            self._announced = self._plan(rows, slots, visit, "rollout", self.replay.guess(max(visit)))
+            shares = self.replay.guess(max(visit)) if self.replay else None
+            self._announced = self._plan(rows, slots, visit, "rollout", shares)
 
     def _take(self) -> float:
         """Ends what runs ahead and keeps what there is of it; the worker seconds that it took."""
@@ -174,7 +182,7 @@ class SpeculativeRollout:
         shares: Sequence[float] | None,
     ) -> list[Planned]:
         """Whose noise each row draws, and what is stored of it. Args: shares: of replayed slots; None: all is fresh."""
-        slots = _occurrences(rows) if slots is None else slots
+        slots = occurrences(row.example_id for row in rows) if slots is None else slots
         _check_keys(rows, slots, visits)
         planned = []
         for row, slot, seen in zip(rows, slots, visits, strict=True):
@@ -192,9 +200,8 @@ class SpeculativeRollout:
         completions, stats = self.engine.generate(requests)
         n = len(rows)
         took = time.perf_counter() - began
-        return RolloutBatch(
-            completions, _occurrences(rows), list(keys), [None] * n, [False] * n, stats=stats, total_s=took
-        )
+        slots = occurrences(row.example_id for row in rows)
+        return RolloutBatch(completions, slots, list(keys), [None] * n, [False] * n, stats=stats, total_s=took)
 
     def store(
         self, rows: Sequence[Row], batch: RolloutBatch, *, step: int, rewards: Sequence[float | None] | None = None
@@ -263,12 +270,3 @@ def _check_keys(rows: Sequence[Row], slots: Sequence[int], visits: Sequence[int]
                 "response. Number a prompt's rows from 0, or leave `slots` out"
             )
         drawn.add((row.example_id, slot))
-
-
-def _occurrences(rows: Sequence[Row]) -> list[int]:
-    seen: Counter[str] = Counter()
-    slots = []
-    for row in rows:
-        slots.append(seen[row.example_id])
-        seen[row.example_id] += 1
-    return slots

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import eq
 from typing import TYPE_CHECKING
 
 from rollout.drafting.draft import Draft
@@ -65,24 +66,19 @@ def accept_exact(draws: Sequence[int], draft: Sequence[int]) -> int:
     `draws[i]` is the keyed draw given the prefix and draft[:i]; it may be longer than the draft. The output
     draws[:n + 1] is what plain decoding with the same key emits, whatever the draft (E0 of docs/guarantees.md).
     """
-    most = min(len(draws), len(draft))
-    if draws[:most] == draft[:most]:  # lists, most often
-        return most
-    n = 0
-    for drawn, drafted in zip(draws, draft, strict=False):
-        if drawn != drafted:
-            break
-        n += 1
-    return n
+    if draws[: len(draft)] == draft:  # lists, most often
+        return len(draft)
+    return [*map(eq, draws, draft), False].index(False)
 
 
-def cut(tokens: Sequence[int], eos_ids: Collection[int], room: int) -> tuple[int, str | None]:
+def cut(tokens: Sequence[int], eos_ids: frozenset[int], room: int) -> tuple[int, str | None]:
     """How many of `tokens` may be emitted, and the finish reason when that ends the response.
 
     The first EOS ends it (kept, `stop`), else the cap of `room` tokens (`length`); an EOS that is exactly the last
     token allowed is a `stop`.
     """
-    ends = [tokens.index(eos) for eos in eos_ids if eos in tokens]
-    if ends and (end := min(ends)) < room:
-        return end + 1, "stop"
+    if not eos_ids.isdisjoint(tokens):
+        end = next(i for i, token in enumerate(tokens) if token in eos_ids)
+        if end < room:
+            return end + 1, "stop"
     return (room, "length") if len(tokens) >= room else (len(tokens), None)

@@ -42,7 +42,7 @@ def main(config: Config) -> int:
 def recorded(run: Run) -> Iterator[Monitor | None]:
     """Records, previews and evaluations of the run inside; one process writes them, and None is there in the others."""
     if not run.is_main:
-        follow(run)
+        watch(run, None)
         yield None
         return
     from specrl.run import memory
@@ -66,8 +66,11 @@ def recorded(run: Run) -> Iterator[Monitor | None]:
         yield monitor
 
 
-def watch(run: Run, monitor: Monitor) -> None:
-    """Hands metrics, previews and evaluations of the training to come to the monitor."""
+def watch(run: Run, monitor: Monitor | None) -> None:
+    """Hands metrics, previews and evaluations of the training to come to the monitor.
+
+    A process without one takes part where another one evaluates: weights that are split are gathered from all.
+    """
     from specrl.run.accuracy import evaluate
     from specrl.run.completions import show, store
     from trainers.callbacks import Record
@@ -79,27 +82,17 @@ def watch(run: Run, monitor: Monitor) -> None:
         if not evaluates(run, step):
             return
         rollouts.sync()
-        monitor.log_eval(step, evaluate(rollouts.engine, tokenizer, examples, run.rewards, run.config, samples=4))
+        if monitor:
+            monitor.log_eval(step, evaluate(rollouts.engine, tokenizer, examples, run.rewards, run.config, samples=4))
 
     def after_step(step: int) -> None:
-        every = options.log_completions_every
-        if options.log_completions and every and step % every == 0:
+        if monitor and options.log_completions and step % options.log_completions_every == 0:
             show(monitor.console, rollouts.last, tokenizer, options.log_completions)
             store(run.folder / "completions" / f"step_{step}.parquet", rollouts.last, tokenizer)
         assess(step)
 
-    run.trainer.add_callback(Record(monitor.log, after_step, before_training=lambda: assess(0)))
-
-
-def follow(run: Run) -> None:
-    """Has this process take part where another one evaluates: its weights are gathered from all, if they are split."""
-    from trainers.callbacks import Record
-
-    def after_step(step: int) -> None:
-        if evaluates(run, step):
-            run.trainer.rollouts.sync()
-
-    run.trainer.add_callback(Record(lambda record: None, after_step, before_training=lambda: after_step(0)))
+    write = monitor.log if monitor else lambda record: None
+    run.trainer.add_callback(Record(write, after_step, before_training=lambda: assess(0)))
 
 
 def evaluates(run: Run, step: int) -> bool:

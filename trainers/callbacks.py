@@ -1,18 +1,15 @@
-"""Callbacks between the trainer and whoever watches it or is trained beside it."""
+"""Callbacks between the trainer and whoever watches it."""
 
 from __future__ import annotations
 
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from transformers import TrainerCallback
-
-from rollout.types import EngineStats
 
 OTHERS = ("sync", "gen", "reward", "drafter", "old_log_prob", "ref_log_prob", "control", "reuse_gap")
 """What a step spends its time on besides the update, by its name in `timing_s/`; none is part of another."""
@@ -67,37 +64,6 @@ class ShortHistory(TrainerCallback):
 
     def on_log(self, args, state, control, **kwargs) -> None:
         del state.log_history[:-HISTORY]
-
-
-class Companion(Protocol):
-    """What is trained beside the policy, on its rollouts: it sees each, has a step after each of the policy's, and is
-    part of every checkpoint."""
-
-    def observe(self, rows: Sequence[tuple[Sequence[int], Sequence[int]]], version: int, stats: EngineStats) -> None:
-        """A rollout by weight version `version`, as (prompt ids, response ids), before the policy learns from it."""
-
-    def step(self) -> dict[str, float]:
-        """Learns, after an update of the policy, and returns metrics."""
-
-    def save(self, directory: Path) -> None:
-        """Writes what `load` takes."""
-
-    def load(self, directory: Path) -> None:
-        """Goes on from what `save` wrote. Raises RolloutError."""
-
-    def save_model(self, directory: Path) -> None:
-        """Writes what the run leaves behind."""
-
-
-class TrainCompanions(TrainerCallback):
-    """Trains companions after each update of the policy; `note` takes their metrics into the step's log."""
-
-    def __init__(self, companions: Mapping[str, Companion], note: Callable[[dict[str, float]], None]):
-        self._companions, self._note = companions, note
-
-    def on_step_end(self, args, state, control, **kwargs) -> None:
-        for companion in self._companions.values():
-            self._note(companion.step())
 
 
 class StopOnSignal(TrainerCallback):

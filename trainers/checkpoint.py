@@ -33,10 +33,6 @@ _STEP = re.compile(r"checkpoint-(\d+)")
 CACHE = "trajectories"
 
 
-class CheckpointError(RolloutError):
-    """A checkpoint that cannot be gone on from. The message names the file and what is wrong with it."""
-
-
 def marked(directory: Path) -> list[Path]:
     """The checkpoints of a run whose save came to its end, by step; their files are not looked at."""
     return [path for path in _all(directory) if (path / MARKER).is_file()]
@@ -88,30 +84,8 @@ def trajectories(checkpoint: Path) -> Path:
     return checkpoint / CACHE
 
 
-def restore(checkpoint: Path, rollouts: Rollouts) -> None:
-    """Brings rollouts and companions to where they were. Raises RolloutError."""
-    rollouts.restore(read_marker(checkpoint)["rollouts"])
-    for name, companion in rollouts.companions.items():
-        companion.load(checkpoint / name)
-
-
-def data_digests(checkpoint: Path) -> dict[str, str]:
-    """The digest of each split of the data that the run began with."""
-    return read_marker(checkpoint)["data"]
-
-
-def read_marker(checkpoint: Path) -> dict[str, Any]:
-    """What the marker holds. Raises CheckpointError unless it is the one that was written for this checkpoint."""
-    try:
-        mark = json.loads((checkpoint / MARKER).read_bytes())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{checkpoint.name} is damaged: {MARKER} cannot be read ({error})") from error
-    if not isinstance(mark, dict) or mark.pop("digest", None) != _digest(mark) or mark["step"] != step_of(checkpoint):
-        raise CheckpointError(f"{checkpoint.name} is damaged: {MARKER} is not what was written there")
-    return mark
-
-
-def _digest(mark: dict[str, Any]) -> str:
+def digest_of(mark: dict[str, Any]) -> str:
+    """What a marker's content is sealed with."""
     return blake2b(json.dumps(mark).encode(), digest_size=16).hexdigest()
 
 
@@ -142,7 +116,7 @@ class SaveCache(TrainerCallback):
             for name, companion in self._rollouts.companions.items():
                 companion.save(checkpoint / name)
             mark = json.loads(json.dumps(mark | {"files": seal(checkpoint, MARKER)}))  # as it will be read
-            write_durably(checkpoint / MARKER, json.dumps(mark | {"digest": _digest(mark)}).encode())
+            write_durably(checkpoint / MARKER, json.dumps(mark | {"digest": digest_of(mark)}).encode())
         prune(checkpoint.parent, checkpoint, self._keep)
 
     def _save_cache(self, checkpoint: Path, step: int) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -38,3 +40,22 @@ def correction_weights(logp: Tensor, behaviour: Tensor, mask: Tensor, mode: str,
     if mode.endswith("truncate"):
         return ratio.clamp(max=cap)
     return torch.where((ratio > cap) | (ratio < 1 / cap), 0.0, ratio)
+
+
+def measured_weights(
+    logp: Tensor, behaviour: Tensor, mask: Tensor, mode: str, cap: float
+) -> tuple[Tensor, dict[str, float]]:
+    """`correction_weights`, and metrics of those of response tokens."""
+    ratios = correction_weights(logp, behaviour, mask, mode, cap)
+    if not (used := ratios[mask.bool()]).numel():
+        return ratios, {}
+    summary = {"min": used.min(), "mean": used.mean(), "max": used.max()}
+    return ratios, {f"sampling/importance_sampling_ratio/{name}": value.item() for name, value in summary.items()}
+
+
+def padded(rows: Sequence[Sequence[float]], like: Tensor) -> Tensor:
+    """Rows of numbers as a tensor [B, T] of the kind and shape of `like`, 0 behind their ends."""
+    whole = torch.zeros_like(like)
+    for i, row in enumerate(rows):
+        whole[i, : len(row)] = torch.tensor(row)
+    return whole

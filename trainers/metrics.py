@@ -11,8 +11,6 @@ SUMMED = ("_tokens", "/ties", "/control_mismatches", "/failed", "/failed_rows", 
 
 def across_processes(metrics: dict[str, float], accelerator: Accelerator) -> dict[str, float]:
     """Counts and throughput summed over processes, seconds and maxima of the slowest, the rest averaged."""
-    if accelerator.num_processes == 1:
-        return metrics
     names = sorted(set(gather_object(list(metrics))))
     local = torch.tensor([metrics.get(name, torch.nan) for name in names], device=accelerator.device)
     table = accelerator.gather(local).view(-1, len(names)).cpu()

@@ -5,7 +5,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice
+
+import torch
+from accelerate import Accelerator
+
+from trainers.scored import Scored
 
 LEAST_SHARE = 1 / 4
 """Of prompts whose groups have variance, as far as asking for replacements goes: so many more are asked for at most."""
@@ -56,3 +62,51 @@ def refill(
         "refill/prompts": asked,
         "refill/left_ratio": (begun - len(places)) / len(groups),
     }
+
+
+@dataclass(frozen=True)
+class Refill:
+    """Dynamic sampling of a step, in all processes of a run at once."""
+
+    rounds: int
+    """In which further prompts are asked for, at most."""
+    group_size: int
+    exchange: Callable[[list], list]
+    """Turns a list of this process into that of all processes; collective."""
+    roll_out: Callable[[list[dict], int], Scored]
+    """Of this process's share of some dataset rows, given the place of its first among those of all processes."""
+
+    def __call__(
+        self, got: Scored, accelerator: Accelerator, dataset: Sequence[dict], order: int
+    ) -> tuple[Scored, Scored, dict[str, float]]:
+        """All that was rolled out, the rows of the step with those of uniform groups replaced, and metrics.
+
+        Args:
+            got: this process's share of the step.
+            dataset: where further prompts are from.
+            order: seed of their order, the same in all processes.
+        """
+        world, rank, size = accelerator.num_processes, accelerator.process_index, self.group_size
+        asked = self.exchange([(row.example_id, reward) for row, reward in zip(got.rows, got.rewards, strict=True)])
+        rewards, taken = [reward for _, reward in asked], {example_id for example_id, _ in asked}
+        rolled, further = got, []
+
+        def roll_out(indices: list[int]) -> list[float | None]:
+            nonlocal rolled
+            rows = [index for index in indices for _ in range(size)]
+            begin, end = (len(rows) * i // world for i in (rank, rank + 1))
+            own = self.roll_out([dataset[index] for index in rows[begin:end]], begin)
+            rolled = rolled + own
+            further.extend(self.exchange([own]))
+            return [reward for part in further[-world:] for reward in part.rewards]
+
+        drawn = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(order)).tolist()
+        others = (index for index in drawn if dataset[index]["example_id"] not in taken)
+        places, metrics = refill(rewards, size, others, roll_out, self.rounds)
+        known = [reward for reward in rewards if reward is not None]
+        metrics["reward"] = sum(known) / len(known) if known else math.nan
+        whole, chosen, first = sum(further, got), [], rank * len(got.rows)
+        for place in range(first, first + len(got.rows)):
+            group, slot = divmod(place, size)
+            chosen.append(len(got.rows) + places[group] * size + slot if group in places else place - first)
+        return rolled, whole.select(chosen), metrics

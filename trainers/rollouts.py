@@ -3,9 +3,8 @@ rewards."""
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,15 +20,12 @@ from rollout.speculative import SpeculativeRollout
 from rollout.types import Row
 from trainers import weights
 from trainers.config import TrainerConfig
-from trainers.correction import correction_weights, overlong_penalty
-from trainers.metrics import across_processes
-from trainers.refill import refill
 from trainers.scored import Scored, check_batch
 
 if TYPE_CHECKING:
     from transformers import TrainerState
 
-    from trainers.callbacks import Companion
+    from trainers.companions import Companion
 
 Score = Callable[[Sequence[dict], Sequence[list[int]]], tuple[list[float | None], dict[str, float]]]
 """Rewards of (dataset rows, responses as token ids): the total per row, None where it failed, and metrics to log."""
@@ -148,7 +144,12 @@ class Rollouts:
         self._fields = {}
         self.whole = self.last = self._roll_out(inputs, first)
         if self._options.refill_rounds:
-            self.last = self._refill(self.whole, first)
+            from trainers.refill import Refill
+
+            refill = Refill(self._options.refill_rounds, self._group_size, self._exchange, self._roll_out)
+            order = derive_key(self.source.seed, "refill", 0, self.version, "trainer")
+            self.whole, self.last, metrics = refill(self.whole, self._accelerator, self._setup.dataset, order)
+            self._metrics |= metrics
         return self.last
 
     def _roll_out(self, inputs: list[dict], first: int) -> Scored:
@@ -189,39 +190,9 @@ class Rollouts:
         """How often the prompt of each row was rolled out before, by any process; this is one more visit to it."""
         asked = self._exchange([row.example_id for row in rows])
         seen = dict(zip(asked, self._visits.next(asked), strict=True))
-        self.source.replay.until(max(seen.values()))  # in step in all processes, whichever has the latest visit
+        if self.source.replay:
+            self.source.replay.until(max(seen.values()))  # in step in all processes, whichever has the latest visit
         return [seen[row.example_id] for row in rows]
-
-    def _refill(self, got: Scored, first: int) -> Scored:
-        """The rows of the step, those of uniform groups replaced as far as further prompts went: trainers/refill.py."""
-        world, rank = self._accelerator.num_processes, self._accelerator.process_index
-        asked = self._exchange([(row.example_id, reward) for row, reward in zip(got.rows, got.rewards, strict=True)])
-        dataset, further = self._setup.dataset, []
-
-        def roll_out(indices: list[int]) -> list[float | None]:
-            rows = [index for index in indices for _ in range(self._group_size)]
-            begin, end = (len(rows) * i // world for i in (rank, rank + 1))
-            own = self._roll_out([dataset[index] for index in rows[begin:end]], begin)
-            self.whole = self.whole + own
-            further.extend(self._exchange([own]))
-            return [reward for part in further[-world:] for reward in part.rewards]
-
-        rewards, taken = [reward for _, reward in asked], {example_id for example_id, _ in asked}
-        rounds, size = self._options.refill_rounds, self._group_size
-        places, metrics = refill(rewards, size, self._further(taken), roll_out, rounds)
-        known = [reward for reward in rewards if reward is not None]
-        self._metrics |= metrics | {"reward": sum(known) / len(known) if known else math.nan}
-        whole, order = sum(further, got), []
-        for place in range(first, first + len(got.rows)):
-            group, slot = divmod(place, size)
-            order.append(len(got.rows) + places[group] * size + slot if group in places else place - first)
-        return whole.select(order)
-
-    def _further(self, taken: set[str]) -> Iterator[int]:
-        """Dataset rows of other prompts in an order of this step's own, the same in all processes."""
-        key, dataset = derive_key(self.source.seed, "refill", 0, self.version, "trainer"), self._setup.dataset
-        order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(key))
-        return (index for index in order.tolist() if dataset[index]["example_id"] not in taken)
 
     def finish(self) -> dict[str, float]:
         """Stores what was rolled out, runs the control rows that are due, and returns metrics over all processes."""
@@ -238,17 +209,22 @@ class Rollouts:
         done = [(row.prompt, c) for row, c in zip(got.rows, got.batch.completions, strict=True) if not c.failure]
         for companion in self.companions.values():
             companion.observe([(prompt, c.tokens) for prompt, c in done], self.version, got.batch.stats)
+        if self._accelerator.num_processes == 1:
+            return metrics
+        from trainers.metrics import across_processes
+
         return across_processes(metrics, self._accelerator)
 
     def state(self) -> dict[str, Any]:
         """What a resumed run needs to measure at the same steps and to derive the same keys, as JSON types."""
-        visits, replay = self._visits.state(), self.source.replay.state()
-        return {"rollouts": self._control.rollouts, "replay": replay, "visits": visits}
+        replay = self.source.replay.state() if self.source.replay else None
+        return {"rollouts": self._control.rollouts, "replay": replay, "visits": self._visits.state()}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Goes on from `state` of a checkpoint."""
         self._control.rollouts, self._visits = state["rollouts"], Visits(state["visits"])
-        self.source.replay.restore(state["replay"])
+        if self.source.replay:
+            self.source.replay.restore(state["replay"])
 
     # Rewards -----------------------------------------------------------------------------------------------------
 
@@ -256,9 +232,12 @@ class Rollouts:
         """Total rewards, overlong responses punished, and the metrics of their parts."""
         totals, metrics = self._setup.score(inputs, responses)
         cap = self.source.config.max_new_tokens
-        buffer = self._options.overlong_tokens(cap)
-        paired = zip(totals, responses, strict=True)
-        return [None if t is None else t + overlong_penalty(len(ids), cap, buffer) for t, ids in paired], metrics
+        if buffer := self._options.overlong_tokens(cap):
+            from trainers.correction import overlong_penalty
+
+            paired = zip(totals, responses, strict=True)
+            totals = [None if t is None else t + overlong_penalty(len(ids), cap, buffer) for t, ids in paired]
+        return totals, metrics
 
     def _score_tokens(self, rows: Sequence[Row], responses: Sequence[list[int]]) -> list[float | None]:
         """Rewards of control rows; they are not logged as the step's rewards."""
@@ -282,18 +261,17 @@ class Rollouts:
             mask: 1 for response tokens [B, T].
             own: gives the trainer's log-probs [B, T] when they are needed.
         """
-        own_copy = self._options.precision == "bf16" and self.engine.own_weights
-        other_numerics = own_copy or self.source.config.engine != "transformers"
-        if self.source.config.lossy:
-            logp, behaviour = drawn, torch.zeros_like(drawn)
-            for i, c in enumerate(self.last.batch.completions):
-                behaviour[i, : len(c.tokens)] = torch.tensor(c.behaviour_logprobs)
-        elif other_numerics and not self.old_from_engine and self._options.correction != "none":
-            logp, behaviour = own(), drawn
-        else:
+        config, options = self.source.config, self._options
+        own_copy = options.precision == "bf16" and self.engine.own_weights
+        other_numerics = own_copy or config.engine != "transformers"
+        if not config.lossy and (not other_numerics or self.old_from_engine or options.correction == "none"):
             return None
-        ratios = correction_weights(logp, behaviour, mask, self._options.correction, self._options.correction_cap)
-        if (used := ratios[mask.bool()]).numel():
-            summary = {"min": used.min(), "mean": used.mean(), "max": used.max()}
-            self._metrics |= {f"sampling/importance_sampling_ratio/{k}": v.item() for k, v in summary.items()}
+        from trainers.correction import measured_weights, padded
+
+        if config.lossy:
+            logp, behaviour = drawn, padded([c.behaviour_logprobs for c in self.last.batch.completions], drawn)
+        else:
+            logp, behaviour = own(), drawn
+        ratios, metrics = measured_weights(logp, behaviour, mask, options.correction, options.correction_cap)
+        self._metrics |= metrics
         return ratios

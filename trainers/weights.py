@@ -8,8 +8,8 @@ import torch
 from accelerate import Accelerator, DistributedType
 from torch import Tensor
 
-from rollout.engines.base import Engine, Probe, evaluation
-from rollout.engines.transfer import DRAFTER, Meta
+from rollout.engines.base import DRAFTER, Engine, Probe, evaluation
+from rollout.engines.transfer import Meta
 from rollout.types import RolloutError
 
 PROBE_TOKENS = 64

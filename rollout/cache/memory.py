@@ -6,19 +6,16 @@ workers change nothing. A missing or dropped entry only means that its prompt is
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
 import struct
 import sys
 import threading
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Literal
 
-from rollout.cache.disk import SNAPSHOT, Fingerprint, Header, write_snapshot
+from rollout.cache.disk import Fingerprint, Header, write_snapshot
 from rollout.cache.record import Entry, complaint, origin, pack, unpack
 from rollout.types import CacheError, Trajectory
 
@@ -74,7 +71,7 @@ class TrajectoryCache:
         with self._mutex:
             for example_id, slot, blob in packed:
                 self._refuse_older(example_id, slot, blob)
-            self._store(packed)
+            self.insert(packed)
 
     def merge(self, entries: Iterable[tuple[str, int, Trajectory]]) -> None:
         """Takes what other processes stored, keeping the newer of two. In equal order, every process ends up equal.
@@ -83,7 +80,7 @@ class TrajectoryCache:
         """
         packed = [self._packed(*entry) for entry in entries]
         with self._mutex:
-            self._store([entry for entry in packed if self._stored_origin(*entry[:2]) <= origin(entry[2])])
+            self.insert([entry for entry in packed if self._stored_origin(*entry[:2]) <= origin(entry[2])])
 
     def stats(self) -> dict[str, float]:
         """Gauges and totals for the metrics file: MB are 2^20 bytes, the rest are counts."""
@@ -118,70 +115,6 @@ class TrajectoryCache:
                 logger.warning("%s Training goes on without saving the cache.", error)
             self._warned = True
 
-    @classmethod
-    def load(
-        cls,
-        directory: str | Path,
-        fingerprint: Fingerprint,
-        vocab_size: int,
-        eos_ids: Collection[int] = (),
-        *,
-        max_step: int | None = None,
-        max_mb: float = 512,
-        check_law: bool = False,
-        new_run: bool = False,
-    ) -> TrajectoryCache:
-        """The cache saved in `directory`, or an empty one when there is none or it is damaged or of an older format.
-
-        Bad entries are left out and counted in `dropped`, entries of steps after `max_step` in `skipped`. A damaged
-        file is renamed to *.corrupt. With another `law` the stored log-probs are left out, as only `lenient` needs
-        them; `check_law` makes it an error instead. `new_run` sets steps and versions to 0, as the counters of the run
-        that reads begin there. Raises CacheError on another identity, a newer format, a header that
-        no specrl of this format writes, or a path that cannot be read.
-        """
-        from rollout.cache.reading import DamagedError, OlderFormatError, open_snapshot
-
-        cache, path = cls(fingerprint, vocab_size, eos_ids, max_mb=max_mb), Path(directory) / SNAPSHOT
-        try:
-            with open_snapshot(Path(directory)) as (header, rows):
-                changes = {} if cache._matches(header.fingerprint, path, check_law) else {"logprobs": None}
-                changes |= {"step": 0, "version": 0} if new_run else {}
-                good = sum(cache._admit(*entry, max_step, changes) for entry in rows)
-            cache.dropped = max(0, header.rows - good)
-            if cache.dropped:
-                logger.warning("'%s': %d of %d entries are damaged and left out.", path, cache.dropped, header.rows)
-        except FileNotFoundError:
-            pass  # nothing was saved here yet: an empty cache is the answer, not an error
-        except OlderFormatError as error:
-            logger.warning("%s. Starting with an empty trajectory cache.", error)
-        except DamagedError as error:
-            cache.quarantined = 1
-            with contextlib.suppress(OSError):
-                os.replace(path, f"{path}.corrupt")
-            logger.warning("%s. It is kept as '%s.corrupt'; starting with an empty trajectory cache.", error, path.name)
-        return cache
-
-    def _matches(self, found: Fingerprint, path: Path, check_law: bool) -> bool:
-        law = _differences(self.fingerprint.law, found.law)
-        wrong = _differences(self.fingerprint.identity, found.identity) + (law if check_law else [])
-        if wrong:
-            raise CacheError(
-                f"The trajectory cache '{path}' was written with other settings: {'; '.join(wrong)}. "
-                "Start with rollout.cache.clear=true, or go back to the old ones."
-            )
-        return not law
-
-    def _admit(self, example_id: str, slot: int, blob: bytes, max_step: int | None, changes: dict) -> bool:
-        """Stores one entry read from disk, with some of its fields changed; False when it is bad."""
-        trajectory = unpack(blob)
-        if complaint(slot, trajectory, self.vocab_size, self.eos_ids) is not None:
-            return False
-        if max_step is not None and trajectory.step > max_step:
-            self.skipped += 1
-        else:
-            self._store([(example_id, slot, pack(replace(trajectory, **changes)) if changes else blob)])
-        return True
-
     def _packed(self, example_id: str, slot: int, trajectory: Trajectory) -> Entry:
         try:
             example_id.encode()
@@ -205,21 +138,19 @@ class TrajectoryCache:
                 "with the checkpoint's step as max_step, or start with rollout.cache.clear=true."
             )
 
-    def _touch(self, example_id: str) -> None:
-        if example_id in self._examples:
-            self._examples.move_to_end(example_id)
-
-    def _store(self, packed: list[Entry]) -> None:
+    def insert(self, packed: Sequence[Entry]) -> None:
+        """Stores packed entries that are known to be sound, as those that come from a snapshot."""
         # Touched first, so that nothing goes that is about to be stored. Looking up does not touch: what is looked up
         # for a batch ahead or for control rows must not decide what is kept.
         for example_id, _, _ in packed:
-            self._touch(example_id)
+            if example_id in self._examples:
+                self._examples.move_to_end(example_id)
         for example_id, slot, blob in packed:
-            self._insert(example_id, slot, blob)
-            self._touch(example_id)
+            self._put(example_id, slot, blob)
+            self._examples.move_to_end(example_id)
             self._evict(slot)
 
-    def _insert(self, example_id: str, slot: int, blob: bytes) -> None:
+    def _put(self, example_id: str, slot: int, blob: bytes) -> None:
         slots = self._examples.get(example_id)
         if slots is None:
             slots = self._examples[example_id] = {}
@@ -244,9 +175,3 @@ class TrajectoryCache:
 
 def _size(blob: bytes) -> int:
     return sys.getsizeof(blob) + ENTRY_BYTES
-
-
-def _differences(here: Mapping[str, str], there: Mapping[str, str]) -> list[str]:
-    """One text per key whose values differ, both values named."""
-    keys = sorted(key for key in here.keys() | there.keys() if here.get(key) != there.get(key))
-    return [f"{key} was {there.get(key, 'absent')!r} there, is {here.get(key, 'absent')!r} here" for key in keys]

@@ -1,13 +1,15 @@
-"""Reading a snapshot. Everything read here counts as damaged until its checksum agrees."""
+"""Reading a snapshot back into a cache. Everything read here counts as damaged until its checksum agrees."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
 import json
+import logging
 import os
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
 from math import nan
 from pathlib import Path
 from typing import Any
@@ -16,10 +18,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rollout.cache.disk import FORMAT, HEADER, HEADER_SUM, SCHEMA, SNAPSHOT, Fingerprint, Header, header_sum
-from rollout.cache.record import FINISH, HEAD, LOGPROBS, Entry, row_checksum
+from rollout.cache.memory import TrajectoryCache
+from rollout.cache.record import FINISH, HEAD, LOGPROBS, Entry, complaint, pack, row_checksum, unpack
 from rollout.types import CacheError
 
 _FINISH = {name.encode(): flag for name, flag in FINISH.items()}
+logger = logging.getLogger(__name__)
 _DAMAGED = 4  # a flag that no row has, so that its checksum cannot agree
 
 
@@ -29,6 +33,77 @@ class DamagedError(CacheError):
 
 class OlderFormatError(CacheError):
     """The snapshot predates this format."""
+
+
+def load(
+    directory: str | Path,
+    fingerprint: Fingerprint,
+    vocab_size: int,
+    eos_ids: Collection[int] = (),
+    *,
+    max_step: int | None = None,
+    max_mb: float = 512,
+    check_law: bool = False,
+    new_run: bool = False,
+) -> TrajectoryCache:
+    """The cache saved in `directory`, or an empty one when there is none or it is damaged or of an older format.
+
+    Bad entries are left out and counted in `dropped`, entries of steps after `max_step` in `skipped`. A damaged file is
+    renamed to *.corrupt. With another `law` the stored log-probs are left out, as only `lenient` needs them;
+    `check_law` makes it an error instead. `new_run` sets steps and versions to 0, as the counters of the run that reads
+    begin there. Raises CacheError on another identity, a newer format, a header that no specrl of this format writes,
+    or a path that cannot be read.
+    """
+    cache, path = TrajectoryCache(fingerprint, vocab_size, eos_ids, max_mb=max_mb), Path(directory) / SNAPSHOT
+    try:
+        with open_snapshot(Path(directory)) as (header, rows):
+            changes = {} if _matches(fingerprint, header.fingerprint, path, check_law) else {"logprobs": None}
+            changes |= {"step": 0, "version": 0} if new_run else {}
+            good = sum(_admit(cache, *entry, max_step, changes) for entry in rows)
+        cache.dropped = max(0, header.rows - good)
+        if cache.dropped:
+            logger.warning("'%s': %d of %d entries are damaged and left out.", path, cache.dropped, header.rows)
+    except FileNotFoundError:
+        pass  # nothing was saved here yet: an empty cache is the answer, not an error
+    except OlderFormatError as error:
+        logger.warning("%s. Starting with an empty trajectory cache.", error)
+    except DamagedError as error:
+        cache.quarantined = 1
+        with contextlib.suppress(OSError):
+            os.replace(path, f"{path}.corrupt")
+        logger.warning("%s. It is kept as '%s.corrupt'; starting with an empty trajectory cache.", error, path.name)
+    return cache
+
+
+def _matches(here: Fingerprint, there: Fingerprint, path: Path, check_law: bool) -> bool:
+    law = _differences(here.law, there.law)
+    wrong = _differences(here.identity, there.identity) + (law if check_law else [])
+    if wrong:
+        raise CacheError(
+            f"The trajectory cache '{path}' was written with other settings: {'; '.join(wrong)}. "
+            "Start with rollout.cache.clear=true, or go back to the old ones."
+        )
+    return not law
+
+
+def _admit(
+    cache: TrajectoryCache, example_id: str, slot: int, blob: bytes, max_step: int | None, changes: dict
+) -> bool:
+    """Stores one entry, with some of its fields changed; False when it is bad."""
+    trajectory = unpack(blob)
+    if complaint(slot, trajectory, cache.vocab_size, cache.eos_ids) is not None:
+        return False
+    if max_step is not None and trajectory.step > max_step:
+        cache.skipped += 1
+    else:
+        cache.insert([(example_id, slot, pack(replace(trajectory, **changes)) if changes else blob)])
+    return True
+
+
+def _differences(here: Mapping[str, str], there: Mapping[str, str]) -> list[str]:
+    """One text per key whose values differ, both values named."""
+    keys = sorted(key for key in here.keys() | there.keys() if here.get(key) != there.get(key))
+    return [f"{key} was {there.get(key, 'absent')!r} there, is {here.get(key, 'absent')!r} here" for key in keys]
 
 
 @contextlib.contextmanager

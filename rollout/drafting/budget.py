@@ -58,7 +58,6 @@ class Budget:
         self._all = [0.0, 0.0]  # the same of all kinds
         self._needed = 0.0
         self._plain = 0.0, 0.0  # seconds of a plain pass and of each row in it, as last planned with
-        self._emitted = 0  # tokens of the pass in progress
 
     # What was measured -------------------------------------------------------------------------------------------
 
@@ -86,20 +85,15 @@ class Budget:
         fixed, row, token, place = self._passes.fit()
         return fixed + row * rows, token + place * width
 
-    def observe_pass(self, tokens: int, seconds: float, rows: int = 0, width: int = 0) -> None:
+    def observe_pass(self, tokens: int, seconds: float, rows: int = 0, width: int = 0, stood: int = 0) -> None:
         """One pass of `tokens` tokens, of `rows` rows, that attend to `width` positions, took `seconds`.
 
-        Call it behind `observe_emitted` for each of the rows, if they are known.
+        Args: stood: tokens of all rows that the pass brought, if these are known.
         """
         self._passes.observe(tokens, seconds, rows, width)
         if rows:
             fixed, row = self._plain
-            self._trial.observe(rows, seconds, (fixed + row * rows) * self._emitted / rows, tokens > rows)
-        self._emitted = 0
-
-    def observe_emitted(self, tokens: int) -> None:
-        """A row emitted `tokens` tokens in the pass that is about to be observed."""
-        self._emitted += tokens
+            self._trial.observe(rows, seconds, (fixed + row * rows) * stood / rows, tokens > rows)
 
     def calibrate(self, passes: Sequence[tuple[int, float]], rows: int = 0, width: int = 0) -> None:
         """Measured (tokens, seconds) of passes, see CostModel.calibrate."""

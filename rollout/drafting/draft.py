@@ -25,7 +25,7 @@ class Draft:
     """Of the tokens, under the law that drew them; None where nobody asks for it."""
 
     def first(self, count: int) -> Draft:
-        """At most the first `count` tokens of a draft without log-probs, as a list."""
+        """Its first `count` tokens, for a rule that asks for no log-probs."""
         return Draft(list(self.tokens[:count]), self.source)
 
 
@@ -50,11 +50,12 @@ def ask_all(
     Raises:
         RolloutError: see `ask`.
     """
-    together = [i for i, d in enumerate(drafters) if type(d) is SuffixDrafter and limits[i] > 0]
-    drafts = [
-        ask(drafter, text, limit, vocab) if drafter and limit > 0 and type(drafter) is not SuffixDrafter else EMPTY
-        for drafter, text, limit in zip(drafters, texts, limits, strict=True)
-    ]
+    drafts, together = [EMPTY] * len(drafters), []
+    for i, (drafter, text, limit) in enumerate(zip(drafters, texts, limits, strict=True)):
+        if type(drafter) is SuffixDrafter and limit > 0:
+            together.append(i)
+        elif drafter and limit > 0:
+            drafts[i] = ask(drafter, text, limit, vocab)
     proposed = propose(*([column[i] for i in together] for column in (drafters, texts, limits)))
     if not _exist(proposed, vocab):
         proposed = [known(tokens, vocab) for tokens in proposed]

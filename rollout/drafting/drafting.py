@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Protocol
 
-from rollout.drafting.budget import Budget, Plan
+from rollout.drafting.budget import Budget, Kind, Plan
 from rollout.drafting.chain import Chain
 from rollout.drafting.contexts import ContextTable
 from rollout.drafting.draft import EMPTY, Draft, ask_all
@@ -63,6 +63,7 @@ class Drafting:
     ):
         self.budget, self.contexts, self.model = budget or Budget(), contexts, model
         self.vocab = 0
+        self._stood = 0  # tokens of the pass in progress
 
     def attach(self, policy: Policy) -> None:
         """The model whose passes the drafts will ride in; a few of them are timed.
@@ -103,19 +104,16 @@ class Drafting:
             self.model.leave(rows, close_up)
 
     def propose(self, rows: Sequence[Response], stats: EngineStats) -> list[Draft]:
-        """What each row carries in the next pass; an empty draft for rows that are finished.
+        """What each of the rows, none of them finished, carries in the next pass.
 
         Counts the rows that have a guess and carry nothing.
         """
-        active = [row for row in rows if row.finish is None]
-        plan, drafts = self._own(active)
-        paused = Counter(row.kind for row, draft in zip(active, drafts, strict=True) if not draft.tokens)
+        plan, drafts = self._own(rows)
+        paused = Counter(row.kind for row, draft in zip(rows, drafts, strict=True) if not draft.tokens)
         for kind in paused.keys() - plan.handed - {None}:
             stats.paused += paused[kind]
             stats.paused_acceptance += paused[kind] * self.budget.acceptance(kind)
             stats.paused_needed += paused[kind] * plan.needed
-        carried = iter(drafts)
-        drafts = [next(carried) if row.finish is None else EMPTY for row in rows]
         if self.model:
             self._by_model(rows, drafts, plan)
         return drafts
@@ -127,7 +125,7 @@ class Drafting:
 
     def learn(self, row: Response, draft: Draft, stood: Stood) -> None:
         """What became of a row's draft, and of its guess had that been carried. Args: stood: before EOS and cap."""
-        self.budget.observe_emitted(len(stood.tokens))
+        self._stood += len(stood.tokens)
         if draft.source == "model":
             self.budget.drafter.observe_chain(draft.logprobs, stood.drafted)
         guess, accepted = draft.tokens, stood.drafted
@@ -140,7 +138,8 @@ class Drafting:
 
     def observe_pass(self, tokens: int, seconds: float, rows: int = 0, width: int = 0) -> None:
         """A pass of `tokens` tokens of `rows` rows, over at most `width` positions, took `seconds`."""
-        self.budget.observe_pass(tokens, seconds, rows, width)
+        self.budget.observe_pass(tokens, seconds, rows, width, self._stood)
+        self._stood = 0
 
     def end(self, rows: Sequence[Response], stats: EngineStats) -> None:
         """The rollout is done: later ones may draft from the responses of rows that speculate."""
@@ -175,17 +174,22 @@ class Drafting:
 
     def _carried(self, rows: Sequence[Response], plan: Plan) -> list[Draft]:
         """As much of each row's guess as its kind may carry, or what the contexts promise more of."""
-        drafts = [row.guess.first(plan.windows[row.kind]) for row in rows]
+        drafts = [
+            Draft([*row.guess.tokens[:most]], row.guess.source) if (most := plan.windows[row.kind]) else EMPTY
+            for row in rows
+        ]
         if self.contexts is None or self.budget.window:
             return drafts
         price = plan.needed
         reach = self.contexts.most(max((row.room for row in rows), default=1) - 1, price)
-        kinds = [(row.kind, len(draft.tokens)) for row, draft in zip(rows, drafts, strict=True)]
-        gains = {same: self.budget.gain(*same, price) for same in {*kinds}}
-        for i, (row, same) in enumerate(zip(rows, kinds, strict=True)):
-            if reach > gains[same] and row.drafting:
+        gains: dict[tuple[Kind, int], float] = {}
+        for i, (row, draft) in enumerate(zip(rows, drafts, strict=True)):
+            same = row.kind, len(draft.tokens)
+            if (gain := gains.get(same)) is None:
+                gain = gains[same] = self.budget.gain(*same, price)
+            if reach > gain and row.drafting:
                 text = (*row.request.prompt[-CONTEXT_TOKENS:], *row.tokens[-CONTEXT_TOKENS:])
-                likely, _ = self.contexts.draft(text, row.room - 1, price, gains[same])
+                likely, _ = self.contexts.draft(text, row.room - 1, price, gain)
                 if likely:
                     drafts[i] = Draft(likely, "contexts")
         return drafts
@@ -196,7 +200,7 @@ class Drafting:
         places = [
             i
             for i, (row, draft) in enumerate(zip(rows, drafts, strict=True))
-            if row.finish is None and row.drafting and (row.kind in plan.handed or not draft.tokens) and reach[i] > 0
+            if row.drafting and (row.kind in plan.handed or not draft.tokens) and reach[i] > 0
         ]
         asked, room = [rows[i] for i in places], [reach[i] for i in places]
         chain = self.budget.chain([self.model.behind(row.number, len(row.tokens)) for row in asked], plan)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Sequence
-from itertools import chain
+from itertools import chain, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,13 +35,16 @@ def token_ids(tokens: Sequence[int]) -> array[int]:
     if isinstance(tokens, array):
         return tokens
     ids = array("I")
-    if type(tokens) is not list:
-        tokens = list(tokens)
+    append(ids, list(tokens))
+    return ids
+
+
+def append(ids: array[int], tokens: Sequence[int]) -> None:
+    """Adds the tokens, best a list, as `token_ids` gives them."""
     try:
         ids.fromlist(tokens)
     except (OverflowError, TypeError):
         ids.fromlist([t if isinstance(t, int) and 0 <= t < 1 << 32 else (1 << 32) - 1 for t in tokens])
-    return ids
 
 
 class NGrams:
@@ -77,13 +80,11 @@ class NGrams:
 
     def add(self, pieces: Sequence[Piece]) -> None:
         """Appends to texts; what comes later in `pieces` is the more recent."""
-        self._reserve(sum(len(text) - known for *_, text, known in pieces))
-        first, tokens = 0, 0
-        for last, (_, _, text, known) in enumerate(pieces, 1):
-            tokens += len(text) - known
-            if tokens >= _BLOCK or last == len(pieces):
-                self._add(pieces[first:last])
-                first, tokens = last, 0
+        upto = np.cumsum([len(text) - known for _, _, text, known in pieces])
+        self._reserve(int(upto[-1]))
+        cuts = np.flatnonzero(np.diff(upto // _BLOCK)) + 1
+        for first, last in pairwise([0, *cuts.tolist(), len(pieces)]):
+            self._add(pieces[first:last])
 
     def find(self, groups: Sequence[int], suffixes: Sequence[Sequence[int]]) -> list[Place]:
         """What followed the longest suffix in its group, most recently.
@@ -111,8 +112,9 @@ class NGrams:
 
     def _add(self, pieces: Sequence[Piece]) -> None:
         groups, texts, whole, known = zip(*pieces, strict=True)
-        starts = [max(0, n - _LONGEST) for n in known]
-        tails = [text[start:] if start else text for text, start in zip(whole, starts, strict=True)]
+        known = np.array(known, np.int32)
+        starts = np.maximum(known - _LONGEST, 0)
+        tails = [text[start:] for text, start in zip(whole, starts.tolist(), strict=True)]
         lengths = np.fromiter(map(len, tails), np.int32, len(tails))
         begins = np.zeros_like(lengths)
         np.cumsum(lengths[:-1], out=begins[1:])
@@ -123,7 +125,7 @@ class NGrams:
         self._tokens[first : self._held] = ids
         self._pieces[:, self._count - len(tails) : self._count] = begins + first, starts, texts
         within = np.arange(len(ids), dtype=np.int32) - np.repeat(begins, lengths)
-        new = np.array(known, np.int32) - starts
+        new = known - starts
         added = np.flatnonzero(within >= np.repeat(new, lengths))
         for length, places, hashes in zip(reversed(LENGTHS), self._places[::-1], _hashes(ids), strict=False):
             at = added if new.min() >= length else added[within[added] >= length]  # what follows an n-gram

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from operator import eq
 from typing import Any
 
 from rollout.config import SOURCES
-from rollout.drafting.ngrams import LENGTHS, NGrams, Piece, Place, token_ids
+from rollout.drafting.ngrams import LENGTHS, NGrams, Piece, Place, append, token_ids
 from rollout.types import Request
 
 _RECENT = 6  # positions over which a text that is being followed shows whether it still fits
@@ -54,17 +54,18 @@ class PromptTexts:
         """Searches go to that index from now on."""
         self.index, self.group, self._indexed = index, index.group(), []
 
-    def unindexed(self) -> list[Piece]:
+    def unindexed(self) -> Iterator[Piece]:
         """What the index lacks, the most recent last; it is taken to be added now."""
         known = self._indexed
         order = [*range(self.stored, len(self.texts))]
         if not known:
             order[:0] = reversed(range(self.stored))
         known += [0] * (len(self.texts) - len(known))
-        lacking = [(self.group, i, self.texts[i], known[i]) for i in order if len(self.texts[i]) > known[i]]
-        for _, i, text, _ in lacking:
-            known[i] = len(text)
-        return lacking
+        for i in order:
+            text, before = self.texts[i], known[i]
+            if len(text) > before:
+                known[i] = len(text)
+                yield self.group, i, text, before
 
 
 def find(prompts: Sequence[PromptTexts], texts: Sequence[Sequence[int]]) -> list[Place]:
@@ -126,7 +127,7 @@ class SuffixDrafter:
         """Adds what the response has grown by to the texts; whether the text that is followed fits, and goes on."""
         n = len(tokens)
         if self._told is not None and n > (told := len(self._told)):
-            self._told += token_ids(tokens[told:])
+            append(self._told, tokens[told:])
         at, text = n + self._shift, self._followed
         return text is not None and at < len(text) and (not n or text[at - 1] == tokens[-1])
 
@@ -161,14 +162,13 @@ def propose(
     drafters: Sequence[SuffixDrafter], texts: Sequence[Sequence[int]], limits: Sequence[int]
 ) -> list[array[int]]:
     """What `SuffixDrafter.propose` gives for each row, all asked together; without a limit nothing is searched."""
-    rows = list(zip(drafters, texts, limits, strict=True))
-    fits = [drafter.tell(tokens) for drafter, tokens, _ in rows]
-    astray = [(drafter, tokens) for (drafter, tokens, limit), fit in zip(rows, fits, strict=True) if limit and not fit]
+    fits = [drafter.tell(tokens) for drafter, tokens in zip(drafters, texts, strict=True)]
+    astray = [i for i, (fit, limit) in enumerate(zip(fits, limits, strict=True)) if limit and not fit]
     if astray:
-        places = find([drafter.texts for drafter, _ in astray], [tokens for _, tokens in astray])
-        for (drafter, tokens), place in zip(astray, places, strict=True):
-            drafter.turn(tokens, *place)
-    return [drafter.ahead(len(tokens), limit) for drafter, tokens, limit in rows]
+        places = find([drafters[i].texts for i in astray], [texts[i] for i in astray])
+        for i, place in zip(astray, places, strict=True):
+            drafters[i].turn(texts[i], *place)
+    return [drafter.ahead(len(tokens), limit) for drafter, tokens, limit in zip(drafters, texts, limits, strict=True)]
 
 
 def following(request: Request, ahead: Sequence[int]) -> Request:

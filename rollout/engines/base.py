@@ -60,8 +60,22 @@ class EngineSpec:
     tokenizer: str = ""
     """Directory or hub id; empty takes the model's. Only routers need text."""
 
+    def load(self, source: str) -> torch.nn.Module:
+        """The model, or another one beside it, ready to decode with. Raises what transformers raises."""
+        from transformers import AutoModelForCausalLM
+
+        model = AutoModelForCausalLM.from_pretrained(
+            source,
+            dtype=getattr(torch, self.dtype),
+            revision=(self.revision or None) if source == self.model else None,
+            trust_remote_code=self.trust_remote_code,
+        )
+        return model.eval().to(self.device)
+
 
 OUTLIER = 4.0
+DRAFTER = "drafter."
+"""Begins the names of a draft model's weights, which may follow the policy's in an update."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from rollout.drafting.budget import Kind, State
@@ -55,14 +55,13 @@ class Response:
         self.guess, self.kind, self.state = EMPTY, None, "start"
         self.finish, self.drafting = None, not self.request.plain
 
-    def emit(self, stood: Stood, eos_ids: Collection[int]) -> int:
+    def emit(self, stood: Stood, eos_ids: frozenset[int]) -> int:
         """Appends what stood, up to the first EOS or the cap; returns how many tokens that are."""
-        count, self.finish = cut(stood.tokens, eos_ids, self.room)
+        tokens, logprobs, behaviour = stood.tokens, stood.logprobs, stood.behaviour
+        count, self.finish = cut(tokens, eos_ids, self.room)
+        if count < len(tokens):
+            tokens, logprobs, behaviour = tokens[:count], logprobs[:count], behaviour[:count]
         drafted = min(stood.drafted, count)
-        columns = stood.tokens, stood.logprobs, stood.behaviour
-        if count < len(stood.tokens):
-            columns = (column[:count] for column in columns)
-        tokens, logprobs, behaviour = columns
         self.tokens += tokens
         self.logprobs += logprobs
         self.behaviour += behaviour

@@ -11,8 +11,6 @@ from torch import Tensor
 
 from rollout.engines.base import Probe
 
-DRAFTER = "drafter."
-"""Begins the names of a draft model's weights, which may follow the policy's."""
 Route = Literal["process", "ipc", "nccl", "memory"]
 
 
@@ -68,6 +66,7 @@ class Topology:
     num_workers: int
     """Engines in processes of their own; 0: one, in the trainer's."""
     tensor_parallel: int = 1
+    """Ranks of an engine; those of workers are all in `workers`."""
     trainers: int = 1
     """Processes that train."""
 

@@ -62,14 +62,13 @@ class Delivery:
         """The last update went from GPU to GPU."""
         return self.route in ("ipc", "nccl")
 
-    def choose(self, started: Sequence[Started], tensor_parallel: int) -> None:
+    def choose(self, started: Sequence[Started]) -> None:
         """Sets the route to these workers, and logs it when it is another."""
         distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
         at = Topology(
             trainer=gpu(),
             workers=tuple(uuid for each in started for uuid in each.gpus or ("",)),
             num_workers=len(started),
-            tensor_parallel=tensor_parallel,
             trainers=torch.distributed.get_world_size() if distributed else 1,
         )
         route, why = choose_route(at)

@@ -114,8 +114,7 @@ class RolloutPool:
                 self._delivery.take(weights)
             self._settle()  # a worker that is replaced meanwhile gets these
             if weights is not None:
-                started = [worker.started for worker in self._workers]
-                self._delivery.choose(started, self.spec.rollout.vllm.tensor_parallel)
+                self._delivery.choose([worker.started for worker in self._workers])
             if weights is not None and self._delivery.linked:
                 self._delivery.send(version, probe)
             else:

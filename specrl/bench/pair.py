@@ -9,6 +9,7 @@ import random
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from rollout.config import doc
@@ -18,6 +19,7 @@ from specrl.config.options import ConfigError
 from specrl.config.schema import Config
 
 if TYPE_CHECKING:
+    from rollout.engines.base import Engine
     from rollout.speculative import SpeculativeRollout
     from rollout.types import RolloutBatch, Row
 
@@ -114,18 +116,26 @@ def perturbed(weights: dict, drift: float) -> dict:
 
 
 class Bench:
-    """Both policies and the prompts, with one engine that is switched between them."""
+    """Both policies and the prompts, with one engine that is switched between them.
+
+    No more than one, as vLLM's sleep mode takes one a process. It is built when it is first asked for.
+    """
 
     def __init__(self, model, eos_ids: frozenset[int], config: Config, rows: Sequence[Row], older: dict, newer: dict):
-        from rollout.build import build_engine
         from specrl.run.policy import engine_spec
 
         self.model, self.config, self.rows = model, config, list(rows)
         self.vocab = model.get_output_embeddings().weight.shape[0]
         self.weights = {"older": older, "newer": newer}
         self.spec = engine_spec(config, eos_ids)
-        self.engine = build_engine(self.spec, model if config.rollout.engine == "transformers" else None)
         self._texts: dict[str, RolloutBatch] = {}
+
+    @cached_property
+    def engine(self) -> Engine:
+        """May be set to an engine of another law before it is asked for."""
+        from rollout.build import build_engine
+
+        return build_engine(self.spec, self.model if self.config.rollout.engine == "transformers" else None)
 
     def case(self, name: str, repeats: int, *, replay: float, drifted: bool = True, useless: bool = False) -> Case:
         """Times `repeats` pairs of plain and speculative rollouts of the newer policy on the older one's cache."""
@@ -171,7 +181,7 @@ class Bench:
         """What `policy` wrote in the epoch before: plain responses, the content of the cache."""
         if policy not in self._texts:
             self.switch(policy)
-            self._texts[policy] = self.rollout(None).generate(self.rows, visit=0, step=0)
+            self._texts[policy] = self.rollout(None, law="off").generate(self.rows, visit=0, step=0)
         return self._texts[policy]
 
     def rollout(

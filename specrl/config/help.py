@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from rollout.checks import Option, options, sections, suggestion
@@ -64,6 +64,15 @@ def _kinds(option: Option) -> list[str]:
     """What a value may be: types such as `int` or `list[str]`, and the choices."""
     types = [member for member in option.members if member in (bool, int, float, str)]
     return [str(option.type)] if option.is_list else [*(member.__name__ for member in types), *option.choices]
+
+
+def list_configs(known: Mapping[str, Path]) -> str:
+    """One line per named config: the name and the first comment line of its file."""
+    lines = []
+    for name, path in known.items():
+        first = path.read_text(encoding="utf-8").partition("\n")[0]
+        lines.append(f"{name:16}  {first.lstrip('# ') if first.startswith('#') else path}")
+    return "\n".join(lines) or "No configs here. Give config=PATH."
 
 
 def describe(chosen: Iterable[Option]) -> str:

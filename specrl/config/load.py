@@ -40,7 +40,9 @@ def load(argv: Sequence[str], schema: type = Config, training: bool = True) -> A
 
         return help_text(topic, schema)
     if name == "list":
-        return list_configs()
+        from specrl.config.help import list_configs
+
+        return list_configs(known_configs())
     if dry_run not in ("", "true", "false"):
         raise ConfigError(f"dry_run={dry_run}: expected true or false.")
     layers = [("", values)]
@@ -80,15 +82,6 @@ def known_configs() -> dict[str, Path]:
     packaged = next((folder for folder in (here / "configs", here.parent / "configs") if folder.is_dir()), here)
     files = [*packaged.glob("*.yaml"), *Path("configs").glob("*.yaml")]
     return dict(sorted((path.stem, path) for path in files))
-
-
-def list_configs() -> str:
-    """One line per named config: the name and the first comment line of its file."""
-    lines = []
-    for name, path in known_configs().items():
-        first = path.read_text(encoding="utf-8").partition("\n")[0]
-        lines.append(f"{name:16}  {first.lstrip('# ') if first.startswith('#') else path}")
-    return "\n".join(lines) or "No configs here. Give config=PATH."
 
 
 def run_dir(config: Config) -> Path:

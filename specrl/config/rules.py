@@ -21,8 +21,12 @@ def problems(config: Config, training: bool = True) -> list[str]:
     """Every rule that the options break. With `training=False` (evaluation) greedy and single responses are legal."""
     if wrong := misfits(config):
         return wrong
-    found = [*broken_rules(config), *_run_rules(config), *_cotraining_rules(config), *_algorithm_rules(config)]
-    found += [*_standing_rules(config, training), *_law_rules(config), *_size_rules(config)]
+    found = [*broken_rules(config), *_run_rules(config)]
+    if config.trainer.drafter.train or config.rollout.law in ("judged", "routed"):
+        from specrl.config.drafted import cotraining_rules, standing_rules
+
+        found += [*cotraining_rules(config), *standing_rules(config, training)]
+    found += [*_algorithm_rules(config), *_law_rules(config), *_size_rules(config)]
     return [*found, *_training_rules(config), *_tracker_rules(config)] if training else found
 
 
@@ -40,47 +44,6 @@ def _run_rules(c: Config) -> Iterator[str]:
     for key in ("train_split", "test_split"):
         if c.data == "arithmetic" and "[" in (split := getattr(c.dataset, key)):
             yield f"dataset.{key}={split} has no effect with data=arithmetic, which draws its prompts. Leave it out."
-
-
-def _cotraining_rules(c: Config) -> Iterator[str]:
-    if not c.trainer.drafter.train:
-        return
-    made = "rollout.drafter=DIR with a model that `python -m specrl.drafter out=DIR` makes"
-    if not c.rollout.drafter:
-        yield f"trainer.drafter.train=true has no draft model to train. Try {made}."
-    if c.rollout.law != "exact":
-        yield (
-            "trainer.drafter.train=true learns from drafts that the exact rule verifies, not "
-            f"rollout.law={c.rollout.law}. Try trainer.drafter.train=false, or rollout.law=exact."
-        )
-    if c.rollout.drafter.startswith("layers="):
-        yield (
-            f"trainer.drafter.train=true cannot train rollout.drafter={c.rollout.drafter}: these layers are the "
-            f"policy's own, and follow it without training. Try trainer.drafter.train=false, or {made}."
-        )
-
-
-def _standing_rules(c: Config, training: bool) -> Iterator[str]:
-    """Of the laws under which a judge or a router lets drafted text stand."""
-    r = c.rollout
-    if r.law not in ("judged", "routed"):
-        return
-    part = r.judged if r.law == "judged" else r.routed
-    given = f"rollout.{r.law}.by={part.by}"
-    if not r.drafter and (r.law == "routed" or part.by == "kl" or not r.sources):
-        yield f"{given} needs a model that writes. Set rollout.drafter, such as layers=2 or a directory."
-    if part.by in ("judge", "rsd", "arbitrage") and not part.path:
-        yield f"{given} needs rollout.{r.law}.path, as specrl.train_router or specrl.train_judge writes it."
-    if c.cluster.num_workers:
-        yield (
-            f"rollout.law={r.law} works in the trainer's process, not with cluster.num_workers="
-            f"{c.cluster.num_workers}, whose workers know no {r.law[:5]}. Try cluster.num_workers=0."
-        )
-    if training and c.trainer.correction == "none" and not part.uncorrected:
-        yield (
-            f"rollout.law={r.law} with trainer.correction=none would train on drafted text as if the policy had "
-            f"written it. Try trainer.correction=token_truncate, or say rollout.{r.law}.uncorrected=true."
-        )
 
 
 def _law_rules(c: Config) -> Iterator[str]:

@@ -14,7 +14,8 @@ import torch
 
 from reward.base import Sample
 from reward.set import RewardSet
-from rollout.cache.memory import Fingerprint, TrajectoryCache
+from rollout.cache.memory import Fingerprint
+from rollout.cache.reading import load
 from rollout.drafting.suffix import PromptTexts, SuffixDrafter
 from rollout.engines.base import Limits
 from rollout.engines.local.ragged import RaggedModel
@@ -55,7 +56,7 @@ def read_cache(pair: Pair, examples: Sequence[Example], run: Path) -> list[Draft
     mark = Fingerprint(*fingerprint(pair.config, pair.tokenizer))
     vocabulary = pair.policy.get_output_embeddings().weight.shape[0]
     place = run / "trajectories"
-    cache = TrajectoryCache.load(place, mark, vocabulary, pair.sampling.eos_ids, max_mb=2**20)  # all there is
+    cache = load(place, mark, vocabulary, pair.sampling.eos_ids, max_mb=2**20)  # all there is
     found = [
         Drafted(example, i, slot, trajectory.tokens)
         for i, example in enumerate(examples)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rollout.build import load_drafter
+from rollout.drafter import load_drafter
 from rollout.engines.base import Limits, Sampling
 from rollout.engines.local.engine import TransformersEngine
 from rollout.lossy.judge import Judge

@@ -5,17 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
+from typing import ClassVar
 
 from specrl.results.records import RunRecords, number
 from specrl.results.savings import mean, rollouts, step_s, text, total
 
-COLUMNS = ("seconds a step", "without", "with")
 MEASURE = "To measure it: the same run with rollout.ahead=off and another name, and the report with baseline= of that."
 
 
 @dataclass(frozen=True)
 class AheadSteps:
     """Means over the rollouts of a run behind its first, which has nothing ahead; steps without control rows."""
+
+    columns: ClassVar = ("seconds a step", "without", "with")
 
     ratio: float
     """Of the tokens, those that were drafted from what was ahead and stood."""
@@ -35,7 +37,7 @@ class AheadSteps:
         return f"Rollouts ahead, without: {f'measured in {self.baseline}' if self.baseline else 'estimated'}"
 
     def rows(self) -> list[tuple[str, ...]]:
-        """Cells of a table of COLUMNS."""
+        """Cells of a table of `columns`."""
         if not self.without:
             return []
         parts = zip(("rollout", "rest of the step", "step"), _summed(self.without), _summed(self.own), strict=True)

@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from specrl.results import tables
-from specrl.results.ahead import COLUMNS as AHEAD_COLUMNS
-from specrl.results.ahead import AheadSteps, ahead
 from specrl.results.evidence import Evidence, evidence, law, notes, numbers, numerics
 from specrl.results.flips import flips
 from specrl.results.plots import draw
@@ -23,6 +21,7 @@ from specrl.results.savings import Estimate, breakdown, estimate, first_last, la
 from specrl.run.machine import machine
 
 if TYPE_CHECKING:
+    from specrl.results.ahead import AheadSteps
     from specrl.results.pairing import Pairing
 
 COLUMNS = ("phase", "plain s", "specrl s", "saved s", "share")
@@ -56,7 +55,7 @@ class Report:
             console.print()
         if self.ahead:
             if rows := self.ahead.rows():
-                tables.show(console, self.ahead.title, AHEAD_COLUMNS, rows)
+                tables.show(console, self.ahead.title, self.ahead.columns, rows)
             tables.note(console, self.ahead.line)
             console.print()
         tables.note(console, learned(self.summary))
@@ -72,12 +71,16 @@ def write_report(run_dir: str | Path, baseline_dir: str | Path | None = None, pl
         ConfigError: no such run, or no metrics in it.
     """
     own, baseline = load_run(run_dir), load_run(baseline_dir) if baseline_dir else None
-    pairing = None
+    pairing = early = None
     if baseline:
         from specrl.results.pairing import pair  # most runs have no baseline
 
         pairing = pair(own, baseline)
-    found, early = evidence(own.steps, pairing), ahead(own, baseline)
+    if any("spec/ahead_ratio" in record for record in own.steps):
+        from specrl.results.ahead import ahead
+
+        early = ahead(own, baseline)
+    found = evidence(own.steps, pairing)
     summary = summarise(own, pairing, found) | {"ahead": asdict(early) if early else None}
     page, numbers, picture = (own.path / f"report.{kind}" for kind in ("md", "json", "png"))
     drawn = plots and draw(own, baseline, picture, comparable="paired" in found, headline=_headline(found))
@@ -140,7 +143,7 @@ def to_markdown(summary: dict, found: dict[str, Evidence], early: AheadSteps | N
             lines += [Estimate(**summary["estimate"]).told(summary["steps"]), ""]
     lines += [f"Control rollouts took {summary['control_s']:.1f} s, charged to neither side.", ""]
     if early:
-        lines += [f"**{early.title}**", "", *tables.markdown(AHEAD_COLUMNS, early.rows()), ""] if early.rows() else []
+        lines += [f"**{early.title}**", "", *tables.markdown(early.columns, early.rows()), ""] if early.rows() else []
         lines += [early.line, ""]
     lines += [*_steps(summary["step_s"], summary["steps"]), "## Learning", ""]
     lines += [f"- {learned(summary)}"]

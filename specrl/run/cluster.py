@@ -33,6 +33,11 @@ def connect(cluster: ClusterConfig) -> Iterator[None]:
     Raises:
         ConfigError: Ray is missing, cannot be started or reached, or has too few CPUs or GPUs.
     """
+    if (world := int(os.environ.get("WORLD_SIZE", 1))) > 1 and not cluster.address:
+        raise ConfigError(
+            f"{world} trainer processes cannot each start a Ray. Start one with "
+            "`ray start --head` and set cluster.address=auto; each process then has cluster.num_workers workers."
+        )
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # read by Ray when it starts
     try:
         import ray

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 from accelerate import Accelerator, DistributedType
 
-from rollout.build import load_drafter
+from rollout.drafter import load_drafter
 from rollout.engines.base import Sampling
 from rollout.types import RolloutError
 from specrl.config.schema import Config
 from specrl.run.policy import engine_spec
-from trainers.callbacks import Companion
+from trainers.companions import Companion
 from trainers.cotraining.first import OnFirst
 from trainers.cotraining.trainer import DrafterTrainer
 from trainers.rollouts import Rollouts

@@ -6,13 +6,12 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from difflib import SequenceMatcher
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from specrl.config.options import ConfigError, plain
+from specrl.config.options import ConfigError
 
 if TYPE_CHECKING:
     import torch
@@ -176,19 +175,6 @@ def device(config: Config) -> torch.device:
     if int(os.environ.get("LOCAL_WORLD_SIZE", 1)) > 1:
         raise ConfigError(f"device={config.device} puts all processes of this machine on one GPU. Use device=cuda.")
     return found
-
-
-def check_targets(targets: Sequence[str], model: torch.nn.Module) -> None:
-    """Raises ConfigError for a name in `lora.targets` that no layer of the model has."""
-    from torch import nn
-    from transformers.pytorch_utils import Conv1D
-
-    linear = {name.rpartition(".")[2] for name, m in model.named_modules() if isinstance(m, (nn.Linear, Conv1D))}
-    for target in targets:
-        if not any(name == target or name.endswith(f".{target}") for name, _ in model.named_modules()):
-            near = sorted(linear, key=lambda name: (-SequenceMatcher(None, target, name).ratio(), name))
-            what = f"lora.targets={plain(targets)}: the model has no layer '{target}'"
-            raise ConfigError(f"{what}. Its linear layers: {', '.join(near)}.")
 
 
 def engine_spec(config: Config, eos_ids: frozenset[int]) -> EngineSpec:

@@ -1,4 +1,4 @@
-"""What a start of a run asks of earlier ones: who holds its name, and where it goes on as the same run."""
+"""What a start of a run asks of earlier ones: who holds its name, and whether it goes on as the same run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from hashlib import blake2b
 from pathlib import Path
@@ -20,8 +20,6 @@ from specrl.config.schema import Config
 from specrl.run.machine import ENVIRONMENT_FILE, machine
 
 if TYPE_CHECKING:
-    import torch
-
     from specrl.run.data import Example
 
 LOCK = "run.lock"
@@ -95,29 +93,9 @@ def _checkpoint(config: Config, run_dir: Path) -> Path | None:
                 "the directory."
             )
         return None
-    from specrl.config.changes import same_settings
-    from trainers.newest import leave_aside, newest
+    from specrl.run.continued import sound
 
-    same_settings(cli.load_saved(saved), config)
-    text_decides = config.rollout.old_text_stands and not config.rollout.cache.clear
-    if found := newest(checkpoints, text_decides=text_decides):
-        leave_aside(checkpoints, found)
-    return found
-
-
-def agreed(checkpoint: Path | None, run_dir: Path, device: torch.device) -> Path | None:
-    """The checkpoint that the first process found, in every process of the run."""
-    import torch
-    from accelerate import PartialState
-    from accelerate.utils import broadcast
-
-    from trainers.checkpoint import step_of
-
-    if int(os.environ.get("WORLD_SIZE", 1)) == 1:
-        return checkpoint
-    own = PartialState(cpu=device.type == "cpu").device
-    step = broadcast(torch.tensor(step_of(checkpoint) if checkpoint else -1, device=own)).item()
-    return None if step < 0 else run_dir / "checkpoints" / f"checkpoint-{step}"
+    return sound(config, saved, checkpoints)
 
 
 def data_digests(**splits: Sequence[Example]) -> dict[str, str]:
@@ -136,16 +114,6 @@ def data_digests(**splits: Sequence[Example]) -> dict[str, str]:
 def _text(value: Any) -> str:
     """A field that JSON has no type for, such as bytes or a date, without the address that some objects name."""
     return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
-
-
-def same_data(began: Mapping[str, str], now: Mapping[str, str], name: str) -> dict[str, str]:
-    """The digests of all splits. Raises ConfigError when one that both have is another one now."""
-    if changed := [split for split in now if began.get(split, now[split]) != now[split]]:
-        raise ConfigError(
-            f"resume=auto would go on with other data than the run began with: the {' and '.join(changed)} rows of "
-            f"data={name} have changed. Put the old ones back, or start another name."
-        )
-    return {**began, **now}
 
 
 def surroundings(device: str, processes: int) -> dict[str, Any]:
@@ -169,19 +137,6 @@ def keep_surroundings(run_dir: Path, now: dict[str, Any], resumed: bool) -> str:
     if not isinstance(began, dict):
         write_durably(path, (json.dumps(now, ensure_ascii=False) + "\n").encode())
         return ""
-    before, after = _rounding(began), _rounding(now)
-    changed = [f"{key}: {before[key]} -> {after[key]}" for key in after if before.get(key, after[key]) != after[key]]
-    if not changed:
-        return ""
-    return (
-        f"This part of the run rounds sums otherwise than its beginning: {'; '.join(changed)}. The last bits of the "
-        "weights may differ from an uninterrupted run's."
-    )
+    from specrl.run.continued import rounding
 
-
-def _rounding(surroundings: dict[str, Any]) -> dict[str, str]:
-    """What of the surroundings can change the last bits of a sum."""
-    flat = {key: surroundings[key] for key in ("cpu", "gpus", "device", "processes", "threads") if key in surroundings}
-    versions = surroundings.get("versions", {})
-    flat |= {key: versions[key] for key in ("torch", "transformers") if key in versions}
-    return {key: ", ".join(value) if isinstance(value, list) else str(value) for key, value in flat.items()}
+    return rounding(began, now)

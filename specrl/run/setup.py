@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from accelerate import PartialState
@@ -21,13 +21,12 @@ from rollout.build import build_engine
 from rollout.cache.memory import Fingerprint, TrajectoryCache
 from rollout.engines.base import Engine
 from rollout.speculative import SpeculativeRollout
-from specrl.config.options import ConfigError
 from specrl.config.schema import Config
 from specrl.run.data import Example, check_lengths, render, to_dataset
-from specrl.run.policy import check_targets, engine_spec, fingerprint, load_policy, trained_dtype
-from specrl.run.resume import agreed, data_digests, same_data
+from specrl.run.policy import engine_spec, fingerprint, load_policy, trained_dtype
+from specrl.run.resume import data_digests
 from trainers import checkpoint as checkpoints
-from trainers.callbacks import ShortHistory, StopOnSignal, TrainCompanions
+from trainers.callbacks import ShortHistory, StopOnSignal
 from trainers.rollouts import Score, Setup
 
 if TYPE_CHECKING:
@@ -62,7 +61,9 @@ class Run:
     def restore(self) -> None:
         """Brings rollouts and companions to where the checkpoint left them; weights are the trainer's to restore."""
         if self.checkpoint:
-            checkpoints.restore(self.checkpoint, self.trainer.rollouts)
+            from trainers import resuming
+
+            resuming.restore(self.checkpoint, self.trainer.rollouts)
 
     def train(self) -> int:
         """All steps that are left; the signal that ended them early, 0 for none."""
@@ -82,19 +83,24 @@ def parts(
     """
     set_seed(config.seed)
     model, tokenizer, eos_ids = load_policy(config, trained_dtype(config))
-    checkpoint = agreed(checkpoint, folder, model.device)
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        from specrl.run.continued import agreed
+
+        checkpoint = agreed(checkpoint, folder, model.device)
     context = getattr(model.config, "max_position_embeddings", None)
     room = context and context - config.rollout.max_new_tokens
     longest = check_lengths([*train, *test], tokenizer, config.dataset.max_prompt_tokens, room)
     data = data_digests(train=train, test=test)
     if checkpoint:
-        data = same_data(checkpoints.data_digests(checkpoint), data, config.data)
+        from specrl.run.continued import same_data
+        from trainers import resuming
+
+        data = same_data(resuming.data_digests(checkpoint), data, config.data)
     cache = load_cache(config, tokenizer, model, eos_ids, checkpoint)
     with ExitStack() as closing:
         rewards = load_rewards(config.reward)
         closing.callback(rewards.close)
         make_engine, prompts = engine_factory(config, eos_ids, closing), {e.id: render(e, tokenizer) for e in train}
-        check_targets(config.lora.targets, model)
         setup = Setup(
             score=scorer(rewards, tokenizer),
             render=lambda row: prompts[row["example_id"]],
@@ -106,9 +112,10 @@ def parts(
         trainer = build_trainer(config, model, tokenizer, setup, folder)
         if config.trainer.drafter.train:
             from specrl.run.companions import companions
+            from trainers.companions import TrainCompanions
 
             trainer.rollouts.companions |= companions(config, trainer.rollouts, trainer.accelerator)
-        trainer.add_callback(TrainCompanions(trainer.rollouts.companions, trainer.note))
+            trainer.add_callback(TrainCompanions(trainer.rollouts.companions, trainer.note))
         trainer.add_callback(ShortHistory())
         trainer.add_callback(checkpoints.SaveCache(trainer.rollouts, config.trainer.keep_checkpoints, data))
         whole = steps(config, len(train))
@@ -124,33 +131,17 @@ def load_cache(
     options = config.rollout.cache
     mark = Fingerprint(*fingerprint(config, tokenizer))
     vocabulary = model.get_output_embeddings().weight.shape[0]
-    # that of a checkpoint may be missing, as after `off`: the cache is then empty
-    start = checkpoints.trajectories(checkpoint) if checkpoint else Path(options.start_from)
     if options.clear or not (checkpoint or options.start_from):
         return TrajectoryCache(mark, vocabulary, eos_ids, max_mb=options.max_mb)
-    if not checkpoint and not start.is_dir():
-        raise ConfigError(f"the trajectory cache {start} does not exist. Check rollout.cache.start_from.")
-    return TrajectoryCache.load(
-        start,
-        mark,
-        vocabulary,
-        eos_ids,
-        max_step=checkpoints.step_of(checkpoint) if checkpoint else None,
-        max_mb=options.max_mb,
-        check_law=config.rollout.law == "lenient",
-        new_run=not checkpoint,
-    )
+    from specrl.run.continued import stored
+
+    return stored(config, mark, vocabulary, eos_ids, checkpoint)
 
 
 def engine_factory(config: Config, eos_ids: frozenset[int], closing: ExitStack) -> Callable[[torch.nn.Module], Engine]:
     """Makes the run's engine once the policy exists; `closing` ends it, and the Ray cluster it may need."""
     spec = engine_spec(config, eos_ids)
     if config.cluster.num_workers:
-        if (world := int(os.environ.get("WORLD_SIZE", 1))) > 1 and not config.cluster.address:
-            raise ConfigError(
-                f"{world} trainer processes cannot each start a Ray. Start one with "
-                "`ray start --head` and set cluster.address=auto; each process then has cluster.num_workers workers."
-            )
         from specrl.run.cluster import connect
 
         closing.enter_context(connect(config.cluster))
@@ -184,16 +175,21 @@ def build_trainer(
         "world": PartialState(cpu=cpu).num_processes,
         "trackers": config.report.trackers,
     }
+    lora = None
+    if config.lora.rank or config.lora.targets:
+        from specrl.run.lora import adapter
+
+        lora = adapter(config.lora, model)
     if config.trainer.algorithm == "ppo":
         from trainers.arguments import ppo_arguments
         from trainers.ppo.trainer import PPOTrainer
 
         args = ppo_arguments(config.trainer, config.rollout, steps(config, len(setup.dataset)), **given)
-        return PPOTrainer(model, args, tokenizer, setup, adapter(config))
+        return PPOTrainer(model, args, tokenizer, setup, lora)
     from trainers.grpo.trainer import GRPOTrainerWithReuse, grpo_config
 
     args = grpo_config(config.trainer, config.rollout, **given)
-    return GRPOTrainerWithReuse(model, args, tokenizer, setup, adapter(config))
+    return GRPOTrainerWithReuse(model, args, tokenizer, setup, lora)
 
 
 def scorer(rewards: RewardSet, tokenizer: PreTrainedTokenizerBase) -> Score:
@@ -218,16 +214,6 @@ def scorer(rewards: RewardSet, tokenizer: PreTrainedTokenizerBase) -> Score:
         return result.total, metrics
 
     return score
-
-
-def adapter(config: Config) -> Any | None:
-    """The LoRA configuration, None for full training."""
-    if not config.lora.rank:
-        return None
-    from peft import LoraConfig
-
-    lora = config.lora
-    return LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=lora.targets or "all-linear")
 
 
 def steps(config: Config, prompts: int) -> int:

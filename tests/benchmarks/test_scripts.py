@@ -18,7 +18,7 @@ pytestmark = pytest.mark.long
 
 ELSEWHERE = {"ablation", "budget", "curves", "picture", "soak", "vllm_baseline", "timeline", "trees"}
 """Run by a test of their own."""
-PARTS = {"ahead_run", "scaling_law", "scaling_tables", "soak_checks", "soak_life"}
+PARTS = {"ahead_run", "process", "rival_engine", "scaling_law", "scaling_tables", "soak_checks", "soak_life"}
 """Of other scripts."""
 
 
@@ -173,6 +173,21 @@ def test_host(tmp_path):
         assert min(found["pass_ms"][part] for part in ("asking", "layout", "settling")) > 0
         assert min(found["index_ms"].values()) > 0
         assert found["emitted_tokens"] > 1
+
+
+def test_vllm_host(tmp_path):
+    pytest.importorskip("vllm")
+    from benchmarks import vllm_host
+
+    words = ["rows=[8,16]", "tokens=60", "repeats=1", f"out={tmp_path / 'out.json'}"]
+    assert cli.run(vllm_host.main, words, vllm_host.VLLMHostConfig) == 0
+    lines = told(tmp_path / "out.json")["lines"]
+    assert [line["rows"] for line in lines] == [8, 16]
+    for line in lines:
+        spent = line["us_a_row"]
+        assert 0 < spent["without_asking"] < spent["all"]
+        assert min(spent.values()) > 0
+        assert line["emitted_tokens"] > 1
 
 
 def test_house(tmp_path):

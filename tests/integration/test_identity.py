@@ -10,8 +10,8 @@ import torch
 from rollout.build import build_engine
 from rollout.engines.base import EngineSpec
 from rollout.engines.local import draw
-from rollout.keys import ReplayControl
 from rollout.noise import keyed_draw
+from rollout.replay import ReplayControl
 from tests.runs import SHORT, Recording, differences, recorded, run
 
 PER_EPOCH = 3

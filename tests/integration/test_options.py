@@ -104,7 +104,7 @@ CHOICES = {
     "rollout.local.graphs": {"auto": {}, "off": {}},
     "rollout.vllm.scheduling": dict.fromkeys(("auto", "sync", "async"), VLLM),
     "rollout.vllm.runner": dict.fromkeys(("auto", "v1", "v2"), VLLM),
-    "rollout.vllm.compile": {"true": VLLM, "false": VLLM},
+    "rollout.vllm.compile": dict.fromkeys(("auto", "on", "off"), VLLM),
     "rollout.vllm.sleep": {"true": VLLM, "false": VLLM},
     "trainer.algorithm": {"grpo": {}, "dapo": {}, "ppo": {}},
     "trainer.advantage": {"gae": PPO, "rloo": PPO, "reinforce_plus_plus": PPO},

@@ -18,7 +18,7 @@ from tests.runs import ROOT, run, words
 from trainers import callbacks
 from trainers.callbacks import StopOnSignal
 from trainers.checkpoint import marked, step_of
-from trainers.newest import newest
+from trainers.resuming import newest
 
 
 @pytest.mark.slow

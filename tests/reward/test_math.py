@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from reward.answers import compare, extract_answer, last_box, last_scaled, normal_number, quick_equal
+from reward.answers import extract_answer, last_box, last_scaled, normal_number, quick_equal
 from reward.base import Sample
 from reward.checker import make_checker
 from reward.child import answer as worker_answer
 from reward.config import RewardConfig
 from reward.math import CANARY, MathReward
+from reward.notation import compare
 from reward.set import RewardSet
 
 DATA = Path(__file__).parents[2].parent / "shared/data"

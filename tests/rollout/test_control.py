@@ -7,8 +7,8 @@ import pytest
 
 from rollout.config import RolloutConfig
 from rollout.control import Control
-from rollout.keys import FIRST, ReplayControl, next_share, reuse_gap
 from rollout.metrics import Divergence, rollout_metrics
+from rollout.replay import FIRST, ReplayControl, next_share, reuse_gap
 from rollout.types import Completion, EngineStats, RolloutBatch, RolloutError, Row
 
 ROWS = [Row("a", (5,)), Row("a", (5,)), Row("b", (6,)), Row("b", (6,))]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.house import figures, sources
+from benchmarks.house import Source, figures, sources
 
 ROOT = Path(__file__).parents[2]
 BELOW = {
@@ -29,6 +29,18 @@ GATES = (
     *("specrl/generate.py", "specrl/train_router.py", "specrl/train_judge.py"),
 )
 """Where a law is chosen, and the commands that make its parts."""
+PLAIN_RUN = (
+    *("specrl.train", "specrl.run.setup", "specrl.run.monitor", "specrl.run.memory", "specrl.run.accuracy"),
+    *("specrl.results.report", "specrl.results.card", "trainers.grpo.trainer", "trainers.callbacks"),
+    *("rollout.build", "rollout.engines.local.engine", "reward.math"),
+)
+"""What a run of config=grpo_math imports by name; the rest of its modules follow from these."""
+ELSEWHERE = (
+    *("rollout.cache.reading", "rollout.drafter", "rollout.replay", "reward.notation", "specrl.config.drafted"),
+    *("specrl.run.continued", "specrl.run.lora", "specrl.results.ahead", "trainers.companions", "trainers.correction"),
+    *("trainers.grpo.reference", "trainers.metrics", "trainers.refill", "trainers.resuming"),
+)
+"""What it does without: each is imported where it is asked for."""
 UNSAFE_MODULES = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
 UNSAFE_BUILTINS = {"eval", "exec", "compile", "__import__"}
 UNSAFE_NAMES = {"torch.load", "torch.serialization", "torch.package", "torch.hub"}
@@ -95,6 +107,41 @@ def test_no_imports_go_in_circles():
     found = figures(sources(ROOT), set())
     print(found["files over 300 lines"], found["functions over 50 lines"])
     assert found["circles"] == []
+
+
+def reached(files, starts):
+    """The modules that follow from `starts` while they are imported."""
+    top = {
+        file.module: {
+            m for node in file.tree.body if isinstance(node, ast.Import | ast.ImportFrom) for m in named(node)
+        }
+        for file in files
+    }
+    seen, unseen = set(), list(starts)
+    while unseen:
+        module = unseen.pop()
+        if module in top and module not in seen:
+            seen.add(module)
+            unseen += top[module]
+    return seen
+
+
+def named(node):
+    """What may be modules among the names of an import."""
+    if isinstance(node, ast.Import):
+        return {alias.name for alias in node.names}
+    return {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+
+
+def test_a_plain_run_imports_no_extension():
+    files = sources(ROOT)
+    assert {*PLAIN_RUN, *ELSEWHERE} <= {file.module for file in files}
+    found = reached(files, PLAIN_RUN)
+    assert len(found) > 60
+    assert found.isdisjoint(ELSEWHERE)
+    careless = Source("specrl/run/setup.py", "def f():\n    import trainers.refill\nfrom trainers import companions")
+    others = [file for file in files if file.module != careless.module]
+    assert reached([*others, careless], PLAIN_RUN) & {*ELSEWHERE} == {"trainers.companions"}
 
 
 @pytest.mark.parametrize("package", BELOW)

@@ -9,9 +9,12 @@ from rollout.cache.memory import Fingerprint, TrajectoryCache
 from rollout.types import Trajectory
 from specrl.config import load as cli
 from specrl.config.changes import differences
+from specrl.config.options import ConfigError
 from specrl.results.records import read_records
+from specrl.run.lora import adapter
 from specrl.run.policy import fingerprint
-from specrl.run.setup import adapter, load_cache, scorer, steps
+from specrl.run.setup import load_cache, scorer, steps
+from specrl.tiny import load_tiny
 from tests.runs import Watch, policy, run, words
 
 EVERY_STEP = {
@@ -265,7 +268,11 @@ def test_scorer_hands_over_the_columns_and_counts_failures():
 
 
 def test_adapter(tmp_path):
-    assert adapter(cli.load(words(tmp_path))) is None
-    lora = adapter(cli.load(words(tmp_path, lora__rank=8, lora__alpha=16)))
+    model = load_tiny()[0]
+    assert adapter(cli.load(words(tmp_path)).lora, model) is None
+    lora = adapter(cli.load(words(tmp_path, lora__rank=8, lora__alpha=16)).lora, model)
     assert (lora.r, lora.lora_alpha, lora.target_modules) == (8, 16.0, "all-linear")
-    assert adapter(cli.load(words(tmp_path, lora__rank=8, lora__targets="[q_proj]"))).target_modules == {"q_proj"}
+    some = cli.load(words(tmp_path, lora__rank=8, lora__targets="[q_proj]")).lora
+    assert adapter(some, model).target_modules == {"q_proj"}
+    with pytest.raises(ConfigError, match="no layer 'qproj'"):
+        adapter(cli.load(words(tmp_path, lora__rank=8, lora__targets="[qproj]")).lora, model)

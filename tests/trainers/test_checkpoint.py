@@ -17,24 +17,15 @@ from safetensors.torch import load_file
 
 import specrl.train
 from rollout.cache.memory import Fingerprint, TrajectoryCache
+from rollout.cache.reading import load
 from rollout.config import CacheConfig, RolloutConfig
 from rollout.types import CacheError, Trajectory
 from specrl.config import load as cli
 from specrl.config.load import RUN_ERROR
 from tests.runs import ROOT, differences, policy, run, words
 from trainers import callbacks, checkpoint
-from trainers.checkpoint import (
-    MARKER,
-    CheckpointError,
-    SaveCache,
-    data_digests,
-    marked,
-    prune,
-    restore,
-    step_of,
-    trajectories,
-)
-from trainers.newest import leave_aside, newest
+from trainers.checkpoint import MARKER, SaveCache, marked, prune, step_of, trajectories
+from trainers.resuming import CheckpointError, data_digests, leave_aside, newest, restore
 
 
 def make(folder, step, complete=True):
@@ -150,7 +141,7 @@ def test_the_marker_lists_every_file_and_the_cache_is_in_the_cut(tmp_path):
     restore(tmp_path / "checkpoint-4", SimpleNamespace(restore=restored.append, companions={}))
     assert restored == [{"rollouts": 4}]
     assert data_digests(tmp_path / "checkpoint-4") == {"train": "9f"}
-    loaded = TrajectoryCache.load(trajectories(tmp_path / "checkpoint-4"), Fingerprint(), 10)
+    loaded = load(trajectories(tmp_path / "checkpoint-4"), Fingerprint(), 10)
     assert loaded.get("a", 0).tokens == (1, 2)
 
 

@@ -53,7 +53,7 @@ def ones(rows, responses):
     return [1.0] * len(rows), {}
 
 
-def made(rank=0, config=None, engine=None, policy=None, score=ones, state=None, **source) -> Rollouts:
+def made(rank=0, config=None, engine=None, policy=None, score=ones, state=None, trainer=None, **source) -> Rollouts:
     """Of the process `rank`, at step 7 where `state` does not say another."""
     accelerator = SimpleNamespace(
         process_index=rank, num_processes=1, device=torch.device("cpu"), distributed_type="NO", state=None
@@ -65,7 +65,7 @@ def made(rank=0, config=None, engine=None, policy=None, score=ones, state=None, 
         dataset=[{"example_id": "e0"}],
         make_rollout=lambda policy: source,
         rollout=source.config,
-        trainer=TrainerConfig(),
+        trainer=trainer or TrainerConfig(),
     )
     state, policy = state or SimpleNamespace(global_step=7, epoch=2.5), policy or SimpleNamespace(dtype=torch.float32)
     return Rollouts(setup, accelerator, lambda: policy, lambda: state)
@@ -106,6 +106,13 @@ def test_a_batch_is_stored_with_its_rewards_and_the_cache_reported():
     assert metrics["cache/entries"] == 2
     assert metrics["timing_s/store"] == batch.store_s > 0
     assert metrics["timing_s/gen"] == batch.total_s > 1.0, "storing is charged to the rollout"
+
+
+@pytest.mark.parametrize(("buffer", "expected"), [(0, 1.0), (2, 0.5)])
+def test_overlong_responses_are_punished(buffer, expected):
+    config = RolloutConfig(group_size=4, max_new_tokens=3)
+    got = made(config=config, trainer=TrainerConfig(overlong_buffer=buffer)).collect([{"example_id": "e0"}])
+    assert got.rewards == [expected], "2 of 3 tokens, of which the last 2 cost half each"
 
 
 def test_companions_see_the_rows_that_have_a_response():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,9 +13,10 @@ from transformers import TrainerCallback, TrainerState, TrainingArguments
 
 from rollout.build import build_engine
 from rollout.cache.memory import Fingerprint, TrajectoryCache
+from rollout.cache.reading import load
 from rollout.config import RolloutConfig
 from rollout.engines.base import EngineSpec
-from rollout.keys import Visits
+from rollout.keys import Visits, occurrences
 from rollout.metrics import rollout_metrics
 from rollout.speculative import SpeculativeRollout
 from rollout.types import RolloutBatch, RolloutError, Row
@@ -84,7 +84,7 @@ class ReuseRollouts:
                 rows,
                 visit=self._visits[domain].next(everyone)[own],
                 step=step,
-                slots=_occurrences(everyone)[own],  # equal prompts, here or in other processes, share no slot
+                slots=occurrences(everyone)[own],  # equal prompts, here or in other processes, share no slot
                 domain=domain,
             )
         if training and rollout.cache is not None:
@@ -139,7 +139,7 @@ class ReuseRollouts:
         counts = trainer.state.stateful_callbacks.get(STATE, {})
         self._visits |= {name: Visits(seen) for name, seen in counts.items()}
         if (cache := self._rollout.cache) is not None:
-            self._rollout.cache = TrajectoryCache.load(
+            self._rollout.cache = load(
                 _home(trainer.args, trainer.state),
                 cache.fingerprint,
                 cache.vocab_size,
@@ -177,13 +177,3 @@ def _rows(trainer: Any, prompts: Sequence[Any]) -> list[Row]:
 def _exchange(trainer: Any) -> Callable[[list], list]:
     """Turns a list of this process into that of all, in order."""
     return gather_object if trainer.accelerator.num_processes > 1 else list
-
-
-def _occurrences(ids: Sequence[str]) -> list[int]:
-    """How often each id stands before its place."""
-    seen: Counter[str] = Counter()
-    found = []
-    for example_id in ids:
-        found.append(seen[example_id])
-        seen[example_id] += 1
-    return found

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,13 +27,14 @@ from rollout.types import RolloutError
 from trainers.arguments import common_arguments
 from trainers.checkpoint import writing
 from trainers.config import TrainerConfig
-from trainers.grpo.reference import ReferenceLogProbs
 from trainers.rollouts import Rollouts, Setup
 
 if TYPE_CHECKING:
     from datasets import Dataset
     from peft import PeftConfig
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from trainers.grpo.reference import ReferenceLogProbs
 
 NEEDED = (
     "_generate_and_score_completions",
@@ -91,7 +92,6 @@ class GRPOTrainerWithReuse(GRPOTrainer):
             return self.accelerator.unwrap_model(self.model)
 
         self.rollouts = Rollouts(setup, self.accelerator, policy, lambda: self.state, self._upcoming)
-        self._reference = ReferenceLogProbs(alone=self.rollouts.exact_bits)
 
     def note(self, metrics: dict[str, float]) -> None:
         """Takes them into the log of the step."""
@@ -208,6 +208,12 @@ class GRPOTrainerWithReuse(GRPOTrainer):
             out["old_per_token_logps"] = self._one_pass(self.model, ids, mask, out["completion_ids"].shape[1])
             self.note({"timing_s/old_log_prob": time.perf_counter() - began})
         return out["old_per_token_logps"]
+
+    @cached_property
+    def _reference(self) -> ReferenceLogProbs:
+        from trainers.grpo.reference import ReferenceLogProbs
+
+        return ReferenceLogProbs(alone=self.rollouts.exact_bits)
 
     def _reference_logps(self, model, ids: torch.Tensor, mask: torch.Tensor, keep: int, *_: Any) -> torch.Tensor:
         """Log-probs [B, keep] for `trainer.beta`. Several processes compute all: sharded models need equal passes."""

@@ -19,18 +19,16 @@ from torch import Tensor
 
 from rollout.drafting.draft import Draft
 from rollout.drafting.drafting import Drafting
-from rollout.engines.base import Limits, Probe, Sampling, out_of_memory
+from rollout.engines.base import DRAFTER, Limits, Probe, Sampling, out_of_memory
 from rollout.engines.local.memory import places
 from rollout.engines.local.packed import packed_model
 from rollout.engines.local.ragged import RaggedModel
 from rollout.engines.local.reader import Flight, Reader
 from rollout.engines.response import Response, check_request, refuse_unusable
-from rollout.engines.transfer import DRAFTER
 from rollout.types import AheadText, Completion, EngineStats, Request, RolloutError
 from rollout.verify import Rule, exact
 
 log = logging.getLogger(__name__)
-
 OVERLAP = 128
 """Rows from which on two passes of half of them, beside which the host works, should take less time than one. By
 arithmetic only: the weights are read twice, 1 ms for 1.7 billion in half precision on an H100, and the host's 1 to 6 ms
@@ -51,9 +49,10 @@ class Launched:
 class Cohort:
     """Rows whose passes follow one another."""
 
-    rows: list[Response] = field(default_factory=list)
-    carried: dict[int, tuple[Response, Draft]] = field(default_factory=dict)
-    """Rows of the passes under way, by number, with their drafts."""
+    rows: dict[int, Response] = field(default_factory=dict)
+    """By number."""
+    drafts: dict[int, Draft] = field(default_factory=dict)
+    """What they carry in the passes under way."""
     launched: list[Launched] = field(default_factory=list)
 
 
@@ -237,7 +236,7 @@ class TransformersEngine(LocalModel):
             if len(cohorts) > 1 and not waiting and sum(len(cohort.rows) for cohort in cohorts) < OVERLAP:
                 for cohort in cohorts:
                     self._settle(policy, cohort, stats)
-                cohorts = [Cohort([row for cohort in cohorts for row in cohort.rows])]
+                cohorts = [Cohort({number: row for cohort in cohorts for number, row in cohort.rows.items()})]
         stats.ties += policy.ties
 
     def _admit(self, policy: Reader, cohort: Cohort, rows: list[Response], stats: EngineStats) -> None:
@@ -247,7 +246,7 @@ class TransformersEngine(LocalModel):
         policy.admit(new)
         self.drafting.admit(new)
         policy.prefill()
-        cohort.rows += rows
+        cohort.rows |= {row.number: row for row in rows}
         stats.forward_tokens += policy.forward_tokens - tokens
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
@@ -255,18 +254,18 @@ class TransformersEngine(LocalModel):
 
     def _leave(self, policy: Reader, cohort: Cohort, closing: bool) -> None:
         """Lets rows out that have ended. Args: closing: nobody waits for their places."""
-        if ended := [row.number for row in cohort.rows if row.finish is not None]:
+        if ended := [number for number, row in cohort.rows.items() if row.finish is not None]:
             policy.leave(ended, closing)
             self.drafting.leave(ended, closing)
-            cohort.rows = [row for row in cohort.rows if row.finish is None]
+            cohort.rows = {number: row for number, row in cohort.rows.items() if row.finish is None}
 
     def _launch(self, policy: Reader, cohort: Cohort, stats: EngineStats) -> None:
         """Drafts for the rows of a cohort and begins their passes; settles them too where they do not run beside."""
         began = time.perf_counter()
-        drafts = self.drafting.propose(cohort.rows, stats)
+        drafts = self.drafting.propose([*cohort.rows.values()], stats)
         stats.draft_s += time.perf_counter() - began
-        cohort.carried = {row.number: (row, draft) for row, draft in zip(cohort.rows, drafts, strict=True)}
-        feed = {number: [row.last, *draft.tokens] for number, (row, draft) in cohort.carried.items()}
+        cohort.drafts = dict(zip(cohort.rows, drafts, strict=True))
+        feed = {number: [row.last, *cohort.drafts[number].tokens] for number, row in cohort.rows.items()}
         for part in policy.parts(feed):
             began = time.perf_counter()
             flight = policy.launch(part)
@@ -278,10 +277,11 @@ class TransformersEngine(LocalModel):
         """Waits for the passes of a cohort; its rows emit what stands."""
         for launched in cohort.launched:
             began, tokens = time.perf_counter(), sum(map(len, launched.flight.feed.values()))
-            drawn = policy.collect(launched.flight)
-            refuse_unusable((d.usable for d in drawn.values()), self.weight_version)
-            for number, of_row in drawn.items():
-                row, draft = cohort.carried[number]
+            rows = len(launched.flight.feed)
+            for number, of_row in policy.collect(launched.flight):
+                if not of_row.usable:
+                    refuse_unusable([False], self.weight_version)
+                row, draft = cohort.rows[number], cohort.drafts[number]
                 stood = self.rule(row.request.key, draft, of_row)
                 emitted = row.emit(stood, self.sampling.eos_ids)
                 policy.rollback(number, len(row.tokens) - 1)
@@ -289,11 +289,11 @@ class TransformersEngine(LocalModel):
                 self.drafting.learn(row, draft, stood)
             now = time.perf_counter()
             alone = now - max(launched.began, self._settled)  # from when the device was free for it
-            self.drafting.observe_pass(tokens, alone, len(drawn), policy.width)
+            self.drafting.observe_pass(tokens, alone, rows, policy.width)
             self._settled, spent = now, launched.spent + now - began  # the host's part, which adds up to wall clock
             stats.passes += 1
             stats.forward_tokens += tokens
-            if tokens > len(drawn):
+            if tokens > rows:
                 stats.verify_s += spent
             else:
                 stats.decode_s += spent

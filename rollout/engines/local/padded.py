@@ -33,22 +33,22 @@ class Pass:
         self.kv, self.count = kv, len(places)
         self.layers: set[int] = set()
         """Whose attention has run."""
-        self.width = int(np.add(starts, lengths).max())
         self._first, self._last = places[0], places[-1] + 1
         of_rows = np.zeros((3, self._last - self._first), np.int64)
         start, length, offset = of_rows
         at = np.asarray(places) - self._first
         start[at], length[at] = starts, lengths
         offset[:] = length.cumsum() - length
+        self.width = int((start + length).max())
         row = np.arange(len(length)).repeat(length)  # [N]
-        of_tokens = np.stack([(start - offset)[row] + np.arange(len(row)), row + self._first])
-        self.slots, self.rows = torch.from_numpy(of_tokens).to(device)
-        """Of each token [N]: where in its row's slab it is written, and which slab that is."""
+        self.slots = torch.from_numpy((start - offset)[row] + np.arange(len(row))).to(device)
+        """Of each token [N]: where in its row's slab it is written."""
+        self.rows = torch.from_numpy(row + self._first).to(device)
+        """Of each token [N]: which slab that is."""
         self.positions = self.slots if spread == 1 else self.slots * spread
         self._index: dict[int, Tensor] = {}  # by the number of heads
-        given = torch.from_numpy(of_rows).to(device).unbind()
         blocks = _blocks(length.tolist(), self.width)
-        self._blocks = [Block(rows, columns, *given, self.width) for rows, columns in blocks]
+        self._blocks = [Block(rows, columns, of_rows, self.width, device) for rows, columns in blocks]
 
     def ids(self, tokens: Sequence[int]) -> Tensor:
         """The tokens of all rows, one after the other, as the model takes them [1, N]."""
@@ -87,31 +87,31 @@ class Block:
         self,
         rows: Sequence[int] | None,
         columns: tuple[int, int],
-        start: Tensor,
-        length: Tensor,
-        offset: Tensor,
+        of_rows: np.ndarray,
         width: int,
+        device: torch.device,
     ):
-        self.rows = None if rows is None else torch.tensor(rows, device=start.device)
+        """Args: of_rows [3, all rows]: where each is written from, its new tokens, and those of the rows before it."""
+        self.rows = None if rows is None else torch.tensor(rows, device=device)
         self.queries, self.width = columns[1] - columns[0], width
-        if rows is not None:
-            start, length, offset = start[self.rows], length[self.rows], offset[self.rows]
-        column = torch.arange(*columns, device=start.device)
-        valid = column < length[:, None]  # [R, Q]
-        self.slots = torch.where(valid, start[:, None] + column, 0)
-        self.pad = torch.where(valid, offset[:, None] + column, 0).flatten()  # [R * Q] token of each padded place
-        self.unpad = valid.flatten().nonzero()[:, 0]  # places that hold a token
-        self.tokens = self.pad[self.unpad]
+        start, length, offset = (of_rows if rows is None else of_rows[:, rows])[..., None]
+        column = np.arange(*columns)
+        valid = column < length  # [R, Q]
+        slots = np.where(valid, start + column, 0)
+        pad = np.where(valid, offset + column, 0).ravel()  # [R * Q] token of each padded place
+        unpad = valid.ravel().nonzero()[0]  # places that hold a token
+        given = slots, pad, unpad, pad[unpad]
+        self.slots, self.pad, self.unpad, self.tokens = (torch.from_numpy(x).to(device) for x in given)
         self._masks: dict[tuple, Tensor] = {}
 
     def mask(self, groups: int, window: int | None, dtype: torch.dtype) -> Tensor:
         """Additive attention mask [R, 1, groups * Q, width]: causal, optionally a sliding window."""
         if (groups, window) not in self._masks:
             past = self.slots[:, :, None] - torch.arange(self.width, device=self.slots.device)
-            seen = past >= 0
+            hidden = past < 0
             if window is not None:
-                seen &= past < window
-            mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf)
+                hidden |= past >= window
+            mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)
             self._masks[groups, window] = mask.repeat(1, groups, 1)[:, None]
         return self._masks[groups, window]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
@@ -24,9 +25,10 @@ class Flight:
 
     feed: Mapping[int, Sequence[int]]
     drawing: Drawing
-    at: np.ndarray
-    """Response position of each draw [D], and the place of its row in `feed`."""
-    owner: np.ndarray
+    at: list[int]
+    """Response position of each row's first draw."""
+    spans: list[int]
+    """Where each row's draws begin, and where the last one's end."""
     width: int
     """Positions that the longest row covers."""
 
@@ -179,7 +181,8 @@ class Reader:
     def rollback(self, row: int, length: int) -> None:
         """Forgets what the row holds beyond the first `length` tokens of its response."""
         del self._held[row][length + 1 :]
-        self._agreed[row] = min(self._agreed[row], length + 1)
+        if self._agreed[row] > length + 1:
+            self._agreed[row] = length + 1
 
     def _first(self, row: int) -> int:
         """Where the row is written next."""
@@ -197,7 +200,7 @@ class Reader:
         self, feed: Mapping[int, Sequence[int]], after: Mapping[int, int] | None = None, ends: bool = False
     ) -> dict[int, Drawn]:
         """One pass, see `launch`, and what it says of each row."""
-        return self.collect(self.launch(feed, after, ends))
+        return dict(self.collect(self.launch(feed, after, ends)))
 
     def launch(
         self, feed: Mapping[int, Sequence[int]], after: Mapping[int, int] | None = None, ends: bool = False
@@ -212,40 +215,38 @@ class Reader:
         self.prefill()
         rows, length = [*feed], np.array([*map(len, feed.values())])
         before = np.array([len(self._held[row]) for row in rows])
-        starts = before + self._heads[rows]
-        layout = self._layout([self._place[row] for row in rows], starts, length)
-        tokens = np.array([*chain.from_iterable(feed.values())])
-        last = length.cumsum() - 1  # of each row
-        owner = np.arange(len(rows)).repeat(length)  # of each token
-        keys = self._keys[rows][owner]
-        at = np.arange(len(tokens)) + (before - (last + 1 - length))[owner]
+        layout = self._layout([self._place[row] for row in rows], before + self._heads[rows], length)
+        tokens = np.fromiter(chain.from_iterable(feed.values()), np.int64)
+        end = length.cumsum()
+        keys = self._keys[rows].repeat(length)
+        at = np.arange(len(tokens)) + (before - end + length).repeat(length)
         targets = np.empty_like(tokens)
         targets[:-1] = tokens[1:]
-        targets[last] = [after.get(row, 0) for row in rows] if after else 0
-        picked = last if ends else None
-        drawing = self.model.launch(tokens, layout, (keys, at, targets), picked)
+        targets[end - 1] = [after.get(row, 0) for row in rows] if after else 0
+        drawing = self.model.launch(tokens, layout, (keys, at, targets), end - 1 if ends else None)
         self.passes, self.forward_tokens = self.passes + 1, self.forward_tokens + len(tokens)
-        return Flight(feed, drawing, *((at, owner) if picked is None else (at[last], owner[last])), layout.width)
+        if ends:
+            before, end = before + length - 1, np.arange(1, len(rows) + 1)
+        return Flight(feed, drawing, before.tolist(), [0, *end.tolist()], layout.width)
 
-    def collect(self, flight: Flight) -> dict[int, Drawn]:
-        """Waits for a pass; the rows hold what they were fed."""
+    def collect(self, flight: Flight) -> Iterator[tuple[int, Drawn]]:
+        """Waits for a pass; the rows hold what they were fed. What it says of each row is made when it is asked for."""
         packed, hidden, where = flight.drawing.wait()
         draws, logprobs, text, gaps = unpack(packed)
-        rows, held, self.width = [*flight.feed], self._held, flight.width
+        rows, firsts, unusable, self.width = [*flight.feed], flight.spans[:-1], set(), flight.width
         for row, tokens in flight.feed.items():
-            held[row] += tokens
-        for i in (gaps < self._tie_margin).nonzero()[0]:
-            draws[i], logprobs[i] = self._canonical(rows[flight.owner[i]], int(flight.at[i]))
-        usable = [True] * len(rows)
-        for i in flight.owner[np.isnan(gaps)]:
-            usable[i] = False
-        firsts = flight.owner.searchsorted(np.arange(len(rows)))
-        spans = [*firsts.tolist(), len(draws)]
-        columns = zip(rows, pairwise(spans), flight.at[firsts].tolist(), where[firsts].tolist(), usable, strict=True)
-        return {
-            row: Drawn(at, draws[i:j], logprobs[i:j], text[i:j], sound, (hidden, place))
-            for row, (i, j), at, place, sound in columns
-        }
+            self._held[row] += tokens
+        for i in (~(gaps >= self._tie_margin)).nonzero()[0].tolist():
+            of = bisect(firsts, i) - 1
+            if np.isnan(gaps[i]):
+                unusable.add(rows[of])
+            else:
+                draws[i], logprobs[i] = self._canonical(rows[of], flight.at[of] + i - firsts[of])
+        columns = zip(rows, flight.at, pairwise(flight.spans), where[firsts].tolist(), strict=True)
+        return (
+            (row, Drawn(at, draws[i:j], logprobs[i:j], text[i:j], row not in unusable, (hidden, place)))
+            for row, at, (i, j), place in columns
+        )
 
     def _canonical(self, row: int, at: int) -> tuple[int, float]:
         """The draw at a response position by a pass over the row's prefix alone, and its log-prob."""

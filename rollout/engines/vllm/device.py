@@ -17,6 +17,7 @@ from vllm.sampling_params import RequestOutputKind
 
 from rollout.drafting.suffix import SuffixDrafter
 from rollout.engines.response import refuse_unusable
+from rollout.engines.vllm.room import Room
 from rollout.engines.vllm.rows import BUG, Rules, VLLMRow
 from rollout.engines.vllm.texts import MOST_TEXTS
 from rollout.engines.vllm.wire import KEY, TEXTS
@@ -46,10 +47,14 @@ class DeviceDrafts(Rules):
     Args:
         llm: vLLM, with `DraftScheduler` and the keyed sampler.
         source: what proposes: `texts`, `model` (rollout.drafter), or vLLM's name of a speculator.
+        draft_tokens: most draft tokens of a row in one step.
+        room: draft tokens of all rows in one step; those that draft share it.
     """
 
     llm: LLM
     source: str
+    draft_tokens: int
+    room: Room
     _counts: dict[str, Count] = field(default_factory=dict)
     """By vLLM's own request id."""
     _began: float = 0.0
@@ -64,12 +69,11 @@ class DeviceDrafts(Rules):
     def run(self, rows: Sequence[VLLMRow], stop: Callable[[], bool]) -> EngineStats:
         """Finishes every row, unless `stop` says before a step that this is enough."""
         self.stats, engine, outputs = EngineStats(), self.llm.llm_engine, {}
+        self.room.renew()
         names = []
         try:
             for i, row in enumerate(rows):
-                name, drafts = self._submit(str(i), row)
-                names.append(name)
-                self._counts[name] = Count(row, drafts)
+                names.append(self._submit(str(i), row))
             self._began = time.perf_counter()
             while engine.has_unfinished_requests() and not stop():
                 outputs |= {output.request_id: output.outputs[0] for output in engine.step()}
@@ -85,11 +89,15 @@ class DeviceDrafts(Rules):
             self._counts = {}
         return self.stats
 
-    def _submit(self, name: str, row: VLLMRow) -> tuple[str, bool]:
-        """Hands a request to vLLM; returns vLLM's own id of it, and whether it may carry drafts."""
+    def admit(self, name: str, row: VLLMRow, drafts: bool) -> None:
+        """vLLM's request `name` is that row. Args: drafts: it may carry some."""
+        row.kind = ("start", self.source)
+        self._counts[name] = Count(row, drafts)
+
+    def _submit(self, name: str, row: VLLMRow) -> str:
+        """Hands a request to vLLM; returns vLLM's own id of it."""
         law, request = row.sampling, row.request
         texts = texts_of(request) if row.drafting and self.source == "texts" else []
-        row.kind = ("start", self.source)
         params = SamplingParams(
             temperature=law.temperature,
             top_k=law.top_k,
@@ -104,7 +112,8 @@ class DeviceDrafts(Rules):
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
         name = self.llm.llm_engine.add_request(name, {"prompt_token_ids": list(request.prompt)}, params)
-        return name, bool(texts) or (row.drafting and self.source != "texts")
+        self.admit(name, row, bool(texts) or (row.drafting and self.source != "texts"))
+        return name
 
     def _finish(self, row: VLLMRow, done, emitted: Sequence[int]) -> None:
         """Fills a row with its response, step by step as it was drawn."""
@@ -120,13 +129,16 @@ class DeviceDrafts(Rules):
 
     # What the scheduler asks and tells -----------------------------------------------------------------------------
 
-    def lengths(self, names: Sequence[str], most: int) -> dict[str, int]:
+    def lengths(self, names: Sequence[str]) -> dict[str, int]:
         """See Watcher."""
         names = [name for name in names if name in self._counts]
         counts = [self._counts[name] for name in names]
         kinds = [count.row.kind if count.drafts else None for count in counts]
-        windows = {**self.drafting.budget.plan(kinds).windows, None: 0}
-        return {name: min(most, windows[kind]) for name, kind in zip(names, kinds, strict=True)}
+        windows = self.drafting.budget.plan(kinds).windows
+        drafting = sum(kind is not None and windows[kind] > 0 for kind in kinds)
+        share = self.room.share(drafting, len(kinds), self.draft_tokens)
+        lengths = {kind: min(share, n) for kind, n in windows.items()} | {None: 0}
+        return {name: lengths[kind] for name, kind in zip(names, kinds, strict=True)}
 
     def drafted(self, name: str, drafted: int, accepted: int) -> None:
         """See Watcher."""

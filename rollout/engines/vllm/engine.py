@@ -1,7 +1,7 @@
 """The vLLM engine: the production engine behind the same seam, with its own copy of the weights.
 
-A response is one request: drafts ride in it, and this package's own noise draws its tokens, so that they are those of
-the transformers engine. Drafts never change what is sampled.
+A response is one request. Drafts ride in it, and this package's noise draws its tokens, so that they are those of the
+transformers engine: on Model Runner V1 (CPU builds), on V2 by drafters of the host, or on the device alone.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from rollout.engines.vllm.contract import check as check_names
 from rollout.engines.vllm.device import DeviceDrafts
 from rollout.engines.vllm.native import Native
 from rollout.engines.vllm.requests import OneRequest
+from rollout.engines.vllm.room import room_of
 from rollout.engines.vllm.rows import VLLMRow
 from rollout.engines.vllm.settings import choose_runner, settings, speculation
 from rollout.engines.vllm.updates import Updates
@@ -171,24 +172,24 @@ class VLLMEngine:
             raise RolloutError(f"vLLM did not start with {self.spec.model}: {error}") from error
 
     def _build_flow(self) -> OneRequest | DeviceDrafts:
-        config = self.spec.rollout
+        config, cpu = self.spec.rollout, current_platform.is_cpu()
         shared = {
             "rule": self.rule,
             "drafting": self.drafting,
             "llm": self._llm,
-            "scores_per_chunk": max(1, config.logits_mb * 2**20 // (self.vocab * 16)),  # logits, noise, scores: float32
+            "draft_tokens": config.vllm.draft_tokens,
+            "room": room_of(self.vocab, config.logits_mb, getattr(torch, self.spec.dtype), config.tokens_per_pass),
         }
         if config.on_device:
             source = "model" if config.drafter else config.vllm.speculator.partition("=")[0]
-            return DeviceDrafts(rule=self.rule, drafting=self.drafting, llm=self._llm, source=source)
+            return DeviceDrafts(**shared, source=source)
         kind = Native if self.runner == "v2" else OneRequest
         return kind(
             **shared,
-            draft_tokens=config.vllm.draft_tokens,
-            scores_per_step=config.logits_mb * 2**20 // (self.vocab * 8),  # vLLM's logits and their float32 copy
+            scores_per_chunk=max(1, config.logits_mb * 2**20 // (self.vocab * 16)),  # logits, noise, scores: float32
             tie_margin=config.tie_margin if self.spec.dtype == "float32" else 0.0,
             # one fused kernel on a GPU: the noise of a 152k vocabulary is never stored
-            draw=keyed_draw if current_platform.is_cpu() else torch.compile(keyed_draw, dynamic=True),
+            draw=keyed_draw if cpu else torch.compile(keyed_draw, dynamic=True),
         )
 
     def _calibrate(self) -> None:

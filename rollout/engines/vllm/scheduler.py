@@ -6,7 +6,8 @@ to it: what they are is known on the device only.
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
@@ -14,8 +15,8 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 class Watcher(Protocol):
     """Who is told, and asked. Requests go by vLLM's own ids; those that it does not know are none of its business."""
 
-    def lengths(self, names: list[str], most: int) -> dict[str, int]:
-        """Draft tokens that each request carries in its next step, of at most `most`."""
+    def lengths(self, names: list[str]) -> dict[str, int]:
+        """Draft tokens that each request carries in its next step."""
 
     def drafted(self, name: str, drafted: int, accepted: int) -> None:
         """Of a request's `drafted` tokens the first `accepted` stood."""
@@ -37,11 +38,7 @@ class DraftScheduler(AsyncScheduler):
         if self.watcher is None:
             return
         going = [name for name in scheduler_output.num_scheduled_tokens if self.requests[name].spec_token_ids]
-        lengths = self.watcher.lengths(going, self.num_spec_tokens)
-        for name in going:
-            request = self.requests[name]
-            room = request.max_tokens - request.num_output_tokens - request.num_output_placeholders - 1
-            request.spec_token_ids = [-1] * max(0, min(lengths.get(name, 0), room))
+        set_lengths([self.requests[name] for name in going], self.watcher.lengths(going))
 
     def _update_request_with_output(self, request, new_token_ids, is_stale=False):
         if self.watcher is not None:
@@ -58,3 +55,10 @@ class DraftScheduler(AsyncScheduler):
         if self.watcher is not None and scheduler_output.total_num_scheduled_tokens:
             self.watcher.passed(scheduler_output.total_num_scheduled_tokens)
         return done
+
+
+def set_lengths(requests: Iterable[Any], lengths: Mapping[str, int]) -> None:
+    """Each of vLLM's requests carries so many draft tokens in its next step, and none behind its cap."""
+    for request in requests:
+        room = request.max_tokens - request.num_output_tokens - request.num_output_placeholders - 1
+        request.spec_token_ids = [-1] * max(0, min(lengths.get(request.request_id, 0), room))

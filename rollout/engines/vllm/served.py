@@ -25,6 +25,7 @@ from rollout.config import RolloutConfig
 from rollout.drafting.drafting import Drafting
 from rollout.drafting.suffix import PromptTexts
 from rollout.engines.base import Sampling
+from rollout.engines.vllm.room import room_of
 from rollout.engines.vllm.rows import BUG, VLLMRow
 from rollout.engines.vllm.step import Step, StepRules, by_law, lift_limit
 from rollout.engines.vllm.wire import KeyedRequest
@@ -57,12 +58,12 @@ class KeyedDrafter:
 
     def __init__(self, vllm_config):
         vocab = vllm_config.model_config.get_vocab_size()
-        logits_bytes = RolloutConfig().logits_mb * 2**20
+        logits_mb, step = RolloutConfig().logits_mb, vllm_config.scheduler_config.max_num_batched_tokens
         self.rules = ServedRules(
             drafting=Drafting(),
             draft_tokens=vllm_config.speculative_config.num_speculative_tokens,
-            scores_per_step=logits_bytes // (vocab * 8),  # vLLM's logits and their float32 copy
-            scores_per_chunk=max(1, logits_bytes // (vocab * 16)),  # logits, noise, scores: float32
+            room=room_of(vocab, logits_mb, vllm_config.model_config.dtype, step),
+            scores_per_chunk=max(1, logits_mb * 2**20 // (vocab * 16)),  # logits, noise, scores: float32
             draw=keyed_draw if current_platform.is_cpu() else torch.compile(keyed_draw, dynamic=True),
         )
         self.rules.drafting.vocab = vocab

@@ -36,7 +36,7 @@ def settings(spec: EngineSpec) -> dict:
         "kv_cache_memory_bytes": kv_mb * 2**20 or None,
         "gpu_memory_utilization": vllm.memory_utilization,
         "tensor_parallel_size": vllm.tensor_parallel,
-        "enforce_eager": not vllm.compile,
+        "enforce_eager": vllm.compile == "off" or (vllm.compile == "auto" and cpu),  # a CPU compiles for a minute
         "enable_prefix_caching": True,
         "seed": 0,
         **platform,

@@ -9,7 +9,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, chain
 
+import numpy as np
 import torch
 from torch import Tensor
 from vllm.v1.outputs import SamplerOutput
@@ -17,6 +19,7 @@ from vllm.v1.outputs import SamplerOutput
 from rollout.drafting.draft import EMPTY, Draft
 from rollout.engines.base import Sampling
 from rollout.engines.response import refuse_unusable
+from rollout.engines.vllm.room import Room
 from rollout.engines.vllm.rows import Rules, VLLMRow
 from rollout.noise import keyed_draw
 from rollout.verify import Drawn
@@ -41,13 +44,13 @@ class StepRules(Rules):
 
     Args:
         draft_tokens: most draft tokens of a row in one step.
-        scores_per_step: most draft tokens of all rows in one step, as vLLM holds the logits of all of them at once.
+        room: draft tokens of all rows in one step; those that have drafts share it.
         scores_per_chunk: positions drawn at a time; bounds the memory of the noise.
         tie_margin: gaps below it are counted.
     """
 
     draft_tokens: int
-    scores_per_step: int
+    room: Room
     scores_per_chunk: int
     tie_margin: float = 0.0
     draw: Callable = keyed_draw
@@ -64,36 +67,35 @@ class StepRules(Rules):
         ids = runner.input_batch.req_ids
         counts = metadata.num_draft_tokens if metadata else [0] * len(ids)
         drafts = _split(metadata.draft_token_ids.tolist() if metadata else [], counts)
-        unfinished = runner.discard_request_mask.np  # prompts of which this step computed only a part
-        rows = [None if unfinished[i] else self.row(runner, name) for i, name in enumerate(ids)]
+        unfinished = runner.discard_request_mask.np[: len(ids)].tolist()  # this step computed a part of their prompts
+        rows = [None if part else self.row(runner, name) for part, name in zip(unfinished, ids, strict=True)]
         tested = [self._tested(row, draft) if row else EMPTY for row, draft in zip(rows, drafts, strict=True)]
         self._step.tokens, self._step.drafted = int(runner.query_start_loc.np[len(ids)]), sum(map(len, drafts))
         self._step.decoding = any(row.tokens for row in rows if row)
-        index, keys, at, targets, laws, places, first = [], [], [], [], [], [], 0
-        for row, count, draft, test in zip(rows, counts, drafts, tested, strict=True):
-            if row:
-                n = len(draft) + 1
-                index += range(first, first + n)
-                keys += [row.request.key] * n
-                at += range(len(row.tokens), len(row.tokens) + n)
-                targets += [*test.tokens, 0][:n]
-                laws += [row.sampling] * n
-            places.append(first)
-            first += count + 1
-        drawn = self._score(logits, index, keys, at, targets, laws)
-        emitted, first = torch.full((len(ids), max(counts) + 1), -1, dtype=torch.int32), 0
-        for i, (row, draft, test) in enumerate(zip(rows, drafts, tested, strict=True)):
+        sizes = np.array([len(draft) + 1 if row else 0 for row, draft in zip(rows, drafts, strict=True)])
+        held = np.array(counts) + 1
+        draws, logprobs, of_targets, gaps = self._score(logits, held, sizes, rows, tested)
+        emitted: list[Sequence[int]] = []
+        first = 0
+        places = (held.cumsum() - held).tolist()
+        for row, test, size, place in zip(rows, tested, sizes.tolist(), places, strict=True):
             if row is None:
-                emitted[i, 0] = 0  # vLLM drops it, or ends a scored request with it
+                emitted.append([0])  # vLLM drops it, or ends a scored request with it
                 continue
-            *columns, gaps = (column[first : first + len(draft) + 1] for column in drawn)
-            count = self.settle(row, test, Drawn(len(row.tokens), *columns, states=(self.hidden, places[i])))
-            # On a CPU one thread computes a position's logits bit for bit the same in every step, so near ties need no
-            # arbiter; elsewhere their number says how often rounding could have decided.
-            self.stats.ties += sum(gap < self.tie_margin for gap in gaps[:count])
-            emitted[i, :count] = torch.tensor(row.tokens[-count:], dtype=torch.int32)
-            first += len(draft) + 1
-        return SamplerOutput(sampled_token_ids=emitted.to(logits.device), logprobs_tensors=None)
+            part = slice(first, first + size)
+            columns, states = (draws[part], logprobs[part], of_targets[part]), (self.hidden, place)
+            count = self.settle(row, test, Drawn(len(row.tokens), *columns, states=states))
+            emitted.append(row.tokens[-count:])
+            first += size
+        # On a CPU one thread computes a position's logits bit for bit the same in every step, so near ties need no
+        # arbiter; elsewhere their number says how often rounding could have decided.
+        close = gaps < self.tie_margin
+        if close.any():
+            self.stats.ties += int(close[_ranges(sizes.cumsum() - sizes, np.minimum(sizes, _lengths(emitted)))].sum())
+        return SamplerOutput(
+            sampled_token_ids=torch.from_numpy(_table(emitted, max(counts) + 1)).to(logits.device),
+            logprobs_tensors=None,
+        )
 
     def propose(self, runner, sampled: list[list[int]], *_, **__) -> list[list[int]]:
         """The draft that rides in each row's next step."""
@@ -110,17 +112,20 @@ class StepRules(Rules):
     def ask(self, rows: Sequence[VLLMRow | None]) -> list[list[int]]:
         """The draft tokens that each row carries next; none for None."""
         waiting = [row for row in rows if row]
-        share = min(self.draft_tokens, self.scores_per_step // max(1, len(waiting)))
+        if not self._step.decoding:
+            self.room.renew()
         if not self.drafting.whole:
             for row, draft in zip(waiting, self.drafting.propose(waiting, self.stats), strict=True):
                 row.draft = draft
-        return [self._draft(row, share) if row else [] for row in rows]
+        drafts = [self._draft(row) if row else [] for row in rows]
+        share = self.room.share(sum(map(bool, drafts)), len(waiting), self.draft_tokens)
+        return [draft[:share] for draft in drafts]
 
-    def _draft(self, row: VLLMRow, share: int) -> list[int]:
+    def _draft(self, row: VLLMRow) -> list[int]:
         if self.drafting.whole:
             n = len(row.tokens)
-            return list(row.text.tokens[n : n + min(share, row.room - 1)]) if row.drafting else []
-        return list(row.draft.tokens[:share])
+            return list(row.text.tokens[n : n + min(self.draft_tokens, row.room - 1)]) if row.drafting else []
+        return list(row.draft.tokens)
 
     def _tested(self, row: VLLMRow, draft: list[int]) -> Draft:
         """What is decided about: the draft that rode, and under the lenient rule the next token of its text."""
@@ -130,21 +135,37 @@ class StepRules(Rules):
         text = row.text if row.drafting else EMPTY
         return Draft([*draft, *text.tokens[last - 1 : last]], text.source, (text.logprobs or ())[first:last])
 
-    def _score(self, logits: Tensor, index, keys, at, targets, laws: list[Sampling]) -> tuple[list, list, list, list]:
-        """Draws, log-probs of draws and of targets, and gaps, as lists [N]; noise exists only chunk by chunk."""
-        if not index:
-            return [], [], [], []
-        index, keys, at, targets = (torch.tensor(x, device=logits.device) for x in (index, keys, at, targets))
+    def _score(
+        self, logits: Tensor, held: np.ndarray, sizes: np.ndarray, rows: Sequence[VLLMRow | None], tested: list[Draft]
+    ) -> tuple[list[int], list[float], list[float], np.ndarray]:
+        """Draws, their log-probs and those of the targets, and gaps, of N positions; noise exists chunk by chunk.
+
+        Args: held, sizes: int [rows], positions of each row in the logits, and of them those that are drawn: N in sum.
+        """
+        if not sizes.any():
+            return [], [], [], np.empty(0)
+        drawn = [row for row in rows if row]
+        of_drawn, firsts = sizes[sizes > 0], sizes.cumsum() - sizes
+        where = np.zeros((4, sizes.sum()), dtype=np.int64)
+        index, keys, at, targets = where
+        index[:] = _ranges(held.cumsum() - held, sizes)
+        keys[:] = np.repeat(np.array([row.request.key for row in drawn], dtype=np.int64), of_drawn)
+        at[:] = _ranges(np.array([len(row.tokens) for row in drawn]), of_drawn)
+        texts = [test.tokens for test in tested]
+        targets[_ranges(firsts, _lengths(texts))] = _flat(texts)
+        index, keys, at, targets = torch.from_numpy(where).to(logits.device)
         parts, order = [], []
-        for law, chosen in by_law(laws, self.scores_per_chunk):
-            order += chosen
-            part = torch.tensor(chosen, device=logits.device)
+        for law, chosen in _by_law_of_rows([row.sampling for row in drawn], of_drawn, self.scores_per_chunk):
+            order.append(chosen)
+            part = torch.from_numpy(chosen).to(logits.device)
             terms = {"temperature": law.temperature, "top_k": law.top_k, "top_p": law.top_p}
-            parts.append(self.draw(logits[index[part]], keys[part], at[part], targets[part], **terms))
-        back = torch.tensor(order, device=logits.device).argsort()
-        drawn = tuple(torch.cat(column)[back].tolist() for column in zip(*parts, strict=True))
-        refuse_unusable((gap == gap for gap in drawn[3]), self.weight_version)
-        return drawn
+            columns = self.draw(logits[index[part]], keys[part], at[part], targets[part], **terms)
+            parts.append(torch.stack([column.double() for column in columns]))  # exact: ids are below 2^53
+        found = np.empty((4, sizes.sum()))
+        found[:, np.concatenate(order)] = torch.cat(parts, 1).cpu().numpy()
+        draws, logprobs, of_targets, gaps = found
+        refuse_unusable([not np.isnan(gaps).any()], self.weight_version)
+        return draws.astype(np.int64).tolist(), logprobs.tolist(), of_targets.tolist(), gaps
 
 
 def keep_hidden(runner, flow: StepRules) -> None:
@@ -166,6 +187,15 @@ def by_law(laws: Sequence[Sampling], most: int) -> Iterator[tuple[Sampling, list
         yield from ((law, places[i : i + most]) for i in range(0, len(places), most))
 
 
+def _by_law_of_rows(laws: Sequence[Sampling], sizes: np.ndarray, most: int) -> Iterator[tuple[Sampling, np.ndarray]]:
+    """As `by_law` for rows of `sizes` places each: the places as int64."""
+    alike = all(law is laws[0] for law in laws)  # as those of one rollout are
+    for law in [laws[0]] if alike else dict.fromkeys(laws):
+        of_law = np.ones(len(laws), dtype=bool) if alike else np.array([other == law for other in laws])
+        places = np.flatnonzero(np.repeat(of_law, sizes))
+        yield from ((law, places[i : i + most]) for i in range(0, len(places), most))
+
+
 def lift_limit(runner) -> None:
     """Lets rows draft up to the end of the context.
 
@@ -177,6 +207,26 @@ def lift_limit(runner) -> None:
 
 def _split(tokens: list[int], counts: Sequence[int]) -> list[list[int]]:
     """The drafts that vLLM fed, row by row: it shortens what was proposed, and pads rows that join with ids of -1."""
-    fed = iter(tokens)
-    rows = ([next(fed) for _ in range(count)] for count in counts)
-    return [row[: row.index(-1)] if -1 in row else row for row in rows]
+    ends = [*accumulate(counts)]
+    rows = [tokens[end - count : end] for end, count in zip(ends, counts, strict=True)]
+    return [row[: row.index(-1)] if -1 in row else row for row in rows] if -1 in tokens else rows
+
+
+def _ranges(firsts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    """firsts[0], firsts[0] + 1, ..., sizes[0] numbers, then those from firsts[1] on, and so on."""
+    return np.repeat(firsts - sizes.cumsum() + sizes, sizes) + np.arange(sizes.sum())
+
+
+def _lengths(lists: Sequence[Sequence[int]]) -> np.ndarray:
+    return np.fromiter(map(len, lists), dtype=np.int64, count=len(lists))
+
+
+def _flat(lists: Sequence[Sequence[int]]) -> np.ndarray:
+    return np.fromiter(chain.from_iterable(lists), dtype=np.int64)
+
+
+def _table(lists: Sequence[Sequence[int]], width: int) -> np.ndarray:
+    """int32 [rows, width] with a list in each row, and -1 behind it."""
+    table = np.full((len(lists), width), -1, dtype=np.int32)
+    table[np.arange(width) < _lengths(lists)[:, None]] = _flat(lists)
+    return table

@@ -10,8 +10,8 @@ from typing import Any
 from torch import Tensor
 from vllm import LLM
 
-from rollout.engines.base import Probe
-from rollout.engines.transfer import DRAFTER, Meta, Route, Source, Topology, choose_route
+from rollout.engines.base import DRAFTER, Probe
+from rollout.engines.transfer import Meta, Route, Source, Topology, choose_route
 from rollout.engines.vllm.weights import Weights, gpu_of, has_draft_model
 from rollout.types import RolloutError
 

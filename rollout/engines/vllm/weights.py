@@ -24,8 +24,8 @@ from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTr
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from rollout.engines.base import EngineSpec
-from rollout.engines.transfer import DRAFTER, Meta
+from rollout.engines.base import DRAFTER, EngineSpec
+from rollout.engines.transfer import Meta
 from rollout.types import RolloutError
 
 TRANSFER = "specrl"
@@ -128,7 +128,7 @@ class Update(WeightTransferUpdateInfo):
     """Where the weights are: one of these."""
 
     weights: Iterable[tuple[str, Tensor]] | None = None
-    """Live tensors, for a worker in the driver's process; they are copied to where the model lies, by nobody before."""
+    """Live tensors, for a worker in the driver's process: the model's own load is the only copy."""
     path: str = ""
     """Directory of safetensors files with Hugging Face names."""
     chunk: dict[str, Any] | None = None

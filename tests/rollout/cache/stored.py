@@ -2,6 +2,7 @@
 
 import random
 
+from rollout.cache import reading
 from rollout.cache.memory import Fingerprint, TrajectoryCache
 from rollout.types import Trajectory
 
@@ -28,7 +29,7 @@ def saved(directory, given, step=0, fingerprint=PRINT) -> TrajectoryCache:
 
 
 def load(directory, fingerprint=PRINT, vocab_size=1000, eos_ids=(EOS,), **options) -> TrajectoryCache:
-    return TrajectoryCache.load(directory, fingerprint, vocab_size, eos_ids, **options)
+    return reading.load(directory, fingerprint, vocab_size, eos_ids, **options)
 
 
 def contents(cache, given):

@@ -229,6 +229,16 @@ def test_a_guess_that_is_not_carried_is_judged_by_what_was_emitted():
     assert row.state == "agreeing", "nobody was asked"
 
 
+def test_a_pass_brings_what_stood_of_all_its_rows():
+    drafting, seen = Drafting(), []
+    drafting.budget.observe_pass = lambda *told: seen.append(told)
+    for tokens in ([5, 6, 7], [5, 6], [8]):
+        drafting.learn(Response(Request([1], 0, 9)), EMPTY, Stood(tokens, [0.0] * 3, [0.0] * 3, 0))
+        if len(tokens) < 3:
+            drafting.observe_pass(8, 0.5, 2, 10)
+    assert seen == [(8, 0.5, 2, 10, 5), (8, 0.5, 2, 10, 1)]
+
+
 def test_drafting_comes_back_when_drafts_are_good_again():
     budget = trained(5e-3, 1e-4, {"start": 0.001}, seen=2000)
     assert windows(budget, ["start"] * 2) == [0, 0]
@@ -451,9 +461,10 @@ def asked(passes: int, brings: float, asking: float, rows: int = 64) -> list[int
             found.append(i)
             assert budget.plan([kind] * rows).windows[kind], "by acceptances alone they pay"
             budget.observe_asking(asking * plain, carried=True)
-        for _ in range(rows):
-            budget.observe_emitted(1 if resting else brings)
-        budget.observe_pass(rows if resting else 2 * rows, plain if resting else 1.5 * plain, rows, 100)
+        if resting:
+            budget.observe_pass(rows, plain, rows, 100, stood=rows)
+        else:
+            budget.observe_pass(2 * rows, 1.5 * plain, rows, 100, stood=brings * rows)
     return found
 
 
@@ -480,8 +491,7 @@ def test_few_rows_are_judged_anew():
         budget.plan([("agreeing", "group")] * rows)
         for _ in range(20 if rests else 1):
             budget.observe_asking(1.0, carried=True)
-            budget.observe_emitted(rows)
-            budget.observe_pass(2 * rows, 1.0, rows, 10)
+            budget.observe_pass(2 * rows, 1.0, rows, 10, stood=rows)
         budget.observe_asking(1.0, carried=True)
         assert (budget.rest() is not None) is rests
 

@@ -13,8 +13,9 @@ import torch
 from rollout.cache.memory import Fingerprint, TrajectoryCache
 from rollout.config import RolloutConfig
 from rollout.drafting.suffix import PromptTexts, SuffixDrafter
-from rollout.keys import ReplayControl, Visits, derive_key
+from rollout.keys import Visits, derive_key
 from rollout.metrics import rollout_metrics
+from rollout.replay import ReplayControl
 from rollout.speculative import SpeculativeRollout
 from rollout.types import AheadText, Request, Row
 from rollout.workers.ahead import Ahead

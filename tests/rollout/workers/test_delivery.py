@@ -118,7 +118,7 @@ def test_ranks_come_one_after_the_other(source, senders):
     asked = []
     shipped = delivery([], asked)
     shipped.take(source)
-    shipped.choose(started("AB", "C", "DE"), tensor_parallel=1)
+    shipped.choose(started("AB", "C", "DE"))
     shipped.send(1, None)
     assert asked[0] == (
         "join",
@@ -143,7 +143,7 @@ def test_the_route_is_said_once(source, senders, caplog, gpus, walks, route, wor
     shipped = delivery([])
     for _ in range(3):
         shipped.take(source if walks == "again" else iter(source))
-        shipped.choose(started(*gpus), tensor_parallel=1)
+        shipped.choose(started(*gpus))
     assert shipped.route == route
     assert shipped.linked == (route == "nccl")
     (record,) = caplog.records
@@ -158,7 +158,7 @@ def test_parts_of_a_policy_are_not_gathered_for_one_worker(source, senders):
     shipped = delivery(puts, [])
     source.collective = True
     shipped.take(source)
-    shipped.choose(started("A", "B"), tensor_parallel=1)
+    shipped.choose(started("A", "B"))
     shipped.send(1, None)
     with pytest.raises(RolloutError, match=r"nccl .* resume=auto"):
         shipped.stored()

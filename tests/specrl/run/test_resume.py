@@ -9,13 +9,15 @@ import sys
 from datetime import date
 
 import pytest
+import torch
 
 import specrl.run.setup
 import specrl.train
 from specrl.config import load as cli
 from specrl.config.options import ConfigError
+from specrl.run.continued import agreed, same_data
 from specrl.run.data import Example
-from specrl.run.resume import agreed, claimed, data_digests, keep_surroundings, same_data, surroundings
+from specrl.run.resume import claimed, data_digests, keep_surroundings, surroundings
 from tests.runs import ROOT, words
 
 HOLD = """
@@ -101,8 +103,9 @@ def test_checkpoints_without_their_config_are_not_gone_on_from(tmp_path):
 
 
 def test_one_process_needs_to_agree_with_nobody(tmp_path):
-    assert agreed(tmp_path / "checkpoint-3", tmp_path, None) == tmp_path / "checkpoint-3"
-    assert agreed(None, tmp_path, None) is None
+    cpu, found = torch.device("cpu"), tmp_path / "checkpoints" / "checkpoint-3"
+    assert agreed(found, tmp_path, cpu) == found
+    assert agreed(None, tmp_path, cpu) is None
 
 
 # Data ----------------------------------------------------------------------------------------------------------------

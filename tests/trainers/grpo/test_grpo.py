@@ -21,6 +21,7 @@ from specrl.run.accuracy import evaluate
 from specrl.run.data import load_examples
 from tests.runs import differences, logs, run, words
 from trainers.config import TrainerConfig
+from trainers.grpo import reference
 from trainers.grpo.trainer import EpochRepeatSampler, check_trl, grpo_config
 
 DIFFERENCE = "sampling/sampling_logp_difference/max"
@@ -275,7 +276,7 @@ def test_reference_log_probs_are_kept_and_change_nothing(tmp_path, passes, monke
     kept = run(tmp_path, name="kept", **options)
     computed = sum(rows for kind, rows in passes if kind == "extra")
     passes.clear()
-    monkeypatch.setattr(grpo, "ReferenceLogProbs", partial(grpo.ReferenceLogProbs, max_mb=0))
+    monkeypatch.setattr(reference, "ReferenceLogProbs", partial(reference.ReferenceLogProbs, max_mb=0))
     anew = run(tmp_path, name="anew", **options)
     assert sum(rows for kind, rows in passes if kind == "extra") == 9 * 16
     ratios = [log["reference/reused_ratio"] for log in logs(kept)]

@@ -20,6 +20,7 @@ from transformers import ProcessorMixin
 
 import trainers.grpo.trainer  # noqa: F401 (silences TRL's remarks at import)
 from rollout.cache.memory import Fingerprint, TrajectoryCache
+from rollout.cache.reading import load
 from rollout.config import CacheConfig, RolloutConfig
 from rollout.engines.base import Sampling
 from rollout.engines.local.engine import TransformersEngine
@@ -244,7 +245,7 @@ def test_training_again_draws_new_noise(tmp_path):
 
 def saved(folder: Path) -> TrajectoryCache:
     tokenizer = load_tiny()[1]
-    return TrajectoryCache.load(folder / "specrl", Fingerprint(), len(tokenizer), [tokenizer.eos_token_id])
+    return load(folder / "specrl", Fingerprint(), len(tokenizer), [tokenizer.eos_token_id])
 
 
 def visits_in(folder: Path) -> dict:

@@ -7,6 +7,8 @@ this file.
 
 import importlib.util
 import os
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -32,6 +34,7 @@ from tests.rollout.engines.vllm.test_vllm import (  # noqa: F401 - fixtures
     updated,
 )
 from tests.rollout.golden import differing, requests_of
+from tests.runs import ROOT
 from trainers.weights import PolicyWeights, Together
 
 pytestmark = [
@@ -161,6 +164,65 @@ def test_a_whole_update_repairs_what_a_broken_one_left(updated, reached):
         engine.update_weights(broken(), 1)
     new = moved(model, 2)
     engine.update_weights(PolicyWeights(new), 2, probe_of(new))
+
+
+RANKS = """
+import sys
+from transformers import AutoModelForCausalLM
+from vllm import LLM
+from rollout.config import RolloutConfig
+from rollout.engines.base import EngineSpec
+from rollout.engines.vllm.settings import settings
+from rollout.engines.vllm.updates import Updates
+from rollout.engines.vllm.weights import TRANSFER, Weights
+from rollout.types import RolloutError
+from tests.rollout.engines.vllm.test_vllm import TEXT, moved, probe_of
+from trainers.weights import PolicyWeights
+from vllm import SamplingParams
+
+def prove(version, probe):
+    llm.reset_prefix_cache()
+    params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, flat_logprobs=True, detokenize=False)
+    (output,) = llm.generate({"prompt_token_ids": list(TEXT)}, params, use_tqdm=False)
+    scores = output.prompt_logprobs
+    probe.check([scores.logprobs[first] for first in scores.start_indices[1:]], version)
+
+if __name__ == "__main__":
+    config = RolloutConfig(engine="vllm", max_new_tokens=30)
+    config.vllm.kv_cache_mb, config.vllm.tensor_parallel = 16, 2
+    spec = EngineSpec(model=sys.argv[1], eos_ids=frozenset({1}), rollout=config)
+    extension = "rollout.engines.vllm.worker.WorkerExtension"
+    llm = LLM(**settings(spec), worker_extension_cls=extension, weight_transfer_config={"backend": TRANSFER})
+    updates, model = Updates(llm, Weights(spec), 2, False, prove), AutoModelForCausalLM.from_pretrained(sys.argv[1])
+    assert updates.route == "memory", "these ranks are processes"
+    for version in (1, 2):
+        new = moved(model, version)
+        updates.update(PolicyWeights(new), version, probe_of(new))
+    try:
+        updates.update(iter(list(PolicyWeights(new))[:-1]), 3, None)
+        sys.exit("an update that lacks a weight was taken")
+    except RolloutError as error:
+        assert "lacks 1" in str(error)
+    try:
+        updates.update(PolicyWeights(moved(model, 3)), 3, probe_of(new))
+        sys.exit("wrong weights were taken")
+    except RolloutError as error:
+        assert "does not run the weights it was sent" in str(error)
+    llm.llm_engine.engine_core.shutdown()
+"""
+
+
+@pytest.mark.long
+def test_two_ranks_in_processes_of_their_own(saved):
+    own = {"PYTHONPATH": str(ROOT), "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    done = subprocess.run(
+        [sys.executable, "-c", RANKS, str(saved("llama")[1])],
+        env={**os.environ, **own, "TORCH_COMPILE_DISABLE": "1", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
 
 
 # Sleep ----------------------------------------------------------------------------------------------------------------
@@ -434,7 +496,7 @@ def test_workers_on_other_gpus_join_and_receive_every_weight(linked, golden):
     for version in (1, 2):
         new = moved(model, version)
         delivery.take(PolicyWeights(new))
-        delivery.choose(started, tensor_parallel=1)
+        delivery.choose(started)
         delivery.send(version, probe_of(new))
         assert engine.weight_version == version
         texts_of(engine, new, cases)
@@ -448,7 +510,7 @@ def test_workers_on_other_gpus_join_and_receive_every_weight(linked, golden):
 def test_weights_over_a_link_are_proven_too(linked):
     delivery, started, engine, model, _ = linked
     delivery.take(PolicyWeights(moved(model, 1)))
-    delivery.choose(started, tensor_parallel=1)
+    delivery.choose(started)
     with pytest.raises(RolloutError, match="does not run the weights it was sent"):
         delivery.send(1, probe_of(moved(model, 2)))
     assert engine.weight_version == 0
@@ -460,7 +522,7 @@ def test_what_does_not_fit_is_refused_before_it_is_sent(linked, loads):
     delivery, started, _, model, _ = linked
     loads.clear()
     delivery.take(Misdeclared(model, lambda metas: metas[:-1]))
-    delivery.choose(started, tensor_parallel=1)
+    delivery.choose(started)
     with pytest.raises(RolloutError, match="lacks 1"):
         delivery.send(1, None)
     assert loads == []
@@ -471,7 +533,7 @@ def test_a_worker_that_fails_ends_the_link(linked):
     """A collective waits for everyone: what is left of the link must not be waited for."""
     delivery, started, _, model, listener = linked
     delivery.take(PolicyWeights(model))
-    delivery.choose(started, tensor_parallel=1)
+    delivery.choose(started)
     listener.fails = True
     with pytest.raises(RolloutError, match="this worker lost its GPU"):
         delivery.send(1, probe_of(model))
@@ -483,7 +545,7 @@ def test_a_link_is_formed_anew_after_a_worker_was_replaced(linked):
     for version in (1, 2):
         new = moved(model, version)
         delivery.take(PolicyWeights(new))
-        delivery.choose(started, tensor_parallel=1)
+        delivery.choose(started)
         delivery.send(version, probe_of(new))
         assert engine.weight_version == version
         delivery.unlink()
@@ -528,7 +590,7 @@ def test_workers_on_the_trainers_gpu_open_its_memory(updated, golden, monkeypatc
     for version in (1, 2):
         new = moved(model, version)
         delivery.take(PolicyWeights(new))
-        delivery.choose([Started(0, "A", True, ("A",))], tensor_parallel=1)
+        delivery.choose([Started(0, "A", True, ("A",))])
         assert delivery.route == "ipc"
         delivery.send(version, probe_of(new))
         texts_of(engine, new, golden()[0])

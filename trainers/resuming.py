@@ -1,19 +1,29 @@
-"""Which checkpoint a run goes on from: the newest whose files are all as they were saved."""
+"""Going on from a checkpoint: the newest whose files are all as they were saved, and what it holds."""
 
 from __future__ import annotations
 
 import itertools
+import json
 import logging
 import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from trainers.checkpoint import CACHE, CheckpointError, marked, read_marker, step_of
+from rollout.types import RolloutError
+from trainers.checkpoint import CACHE, MARKER, digest_of, marked, step_of
 from trainers.manifest import THREADS, digest
 
+if TYPE_CHECKING:
+    from trainers.rollouts import Rollouts
+
 logger = logging.getLogger(__name__)
+
+
+class CheckpointError(RolloutError):
+    """A checkpoint that cannot be gone on from. The message names the file and what is wrong with it."""
 
 
 def newest(directory: Path, *, text_decides: bool = False) -> Path | None:
@@ -55,6 +65,29 @@ def verify(checkpoint: Path, text_decides: bool) -> None:
             logger.warning("%s: %s; what is sound of the trajectories is used", checkpoint.name, complaint)
     if found:
         raise CheckpointError(f"{checkpoint.name} is damaged: {'; '.join(found)}")
+
+
+def restore(checkpoint: Path, rollouts: Rollouts) -> None:
+    """Brings rollouts and companions to where they were. Raises RolloutError."""
+    rollouts.restore(read_marker(checkpoint)["rollouts"])
+    for name, companion in rollouts.companions.items():
+        companion.load(checkpoint / name)
+
+
+def data_digests(checkpoint: Path) -> dict[str, str]:
+    """The digest of each split of the data that the run began with."""
+    return read_marker(checkpoint)["data"]
+
+
+def read_marker(checkpoint: Path) -> dict[str, Any]:
+    """What the marker holds. Raises CheckpointError unless it is the one that was written for this checkpoint."""
+    try:
+        mark = json.loads((checkpoint / MARKER).read_bytes())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{checkpoint.name} is damaged: {MARKER} cannot be read ({error})") from error
+    if not isinstance(mark, dict) or mark.pop("digest", None) != digest_of(mark) or mark["step"] != step_of(checkpoint):
+        raise CheckpointError(f"{checkpoint.name} is damaged: {MARKER} is not what was written there")
+    return mark
 
 
 def leave_aside(directory: Path, sound: Path) -> None:

@@ -1,0 +1,28 @@
+"""The draft model of `rollout.drafter`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from torch.nn import Module
+
+from rollout.engines.base import EngineSpec
+from rollout.engines.local.drafter import early_exit
+from rollout.types import RolloutError
+
+
+def load_drafter(spec: EngineSpec, policy: Module) -> Module:
+    """The draft model of `rollout.drafter`: the policy's first layers, or a model of its own."""
+    name, equals, layers = spec.rollout.drafter.partition("=")
+    if name == "layers" and equals:
+        if not layers.isdecimal():
+            raise RolloutError(f"rollout.drafter={spec.rollout.drafter} names no number of layers. Try layers=2")
+        return early_exit(policy.get_base_model() if hasattr(policy, "get_base_model") else policy, int(layers))
+    try:
+        return spec.load(spec.rollout.drafter)
+    except (OSError, ValueError) as error:
+        missing = "" if Path(spec.rollout.drafter).is_dir() else "there is no such directory, and "
+        raise RolloutError(
+            f"rollout.drafter={spec.rollout.drafter} cannot be loaded: {missing}{str(error).strip().splitlines()[0]} "
+            "Give a model directory, such as `python -m specrl.drafter out=DIR` writes, or layers=N"
+        ) from error

@@ -1,0 +1,100 @@
+"""How many draft tokens a step has room for, and how rows share it.
+
+vLLM computes the logits of all positions of a step at once: those of rows that only decode are in the memory that it
+measured at its start, those of draft tokens are not.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import torch
+
+from rollout.engines.local.memory import free_bytes
+
+log = logging.getLogger(__name__)
+
+MB = 2**20
+PART = 2
+"""One in so many of a GPU's free bytes is planned with: torch may keep the last step's logits beside this one's."""
+
+
+def draft_room(vocab: int, logits_mb: int, *, free: int | None = None, width: int = 4) -> int:
+    """Draft tokens of all rows together whose logits fit.
+
+    On a CPU they take `logits_mb`, 8 bytes a logit: vLLM's float32 and a copy. On a GPU they take half of what is free
+    after the `logits_mb` in which draws are made chunk by chunk, and the model's logits exist at most twice, as some
+    models scale or cap them.
+
+    Args:
+        vocab: logits of a position.
+        logits_mb: `rollout.logits_mb`, in MB of 2^20 bytes.
+        free: bytes of the GPU that nobody holds, vLLM's share taken; None on a CPU.
+        width: bytes of a logit of the model.
+    """
+    if free is None:
+        return logits_mb * MB // (vocab * 8)
+    return max(0, free - logits_mb * MB) // PART // (vocab * 2 * width)
+
+
+def draft_share(room: int, drafting: int, most: int, *, rows: int = 0, tokens: int | None = None) -> int:
+    """Most draft tokens of one row in the next step.
+
+    Args:
+        room: of `draft_room`.
+        drafting: rows that have a draft; the others take nothing.
+        most: `rollout.vllm.draft_tokens`.
+        rows: rows of the step; each needs a token of its own.
+        tokens: most tokens of a step. vLLM fills steps row by row, so longer drafts would leave the last rows out of
+            it. None does not look at that.
+    """
+    if tokens is not None:
+        room = min(room, max(0, tokens - rows))
+    return min(most, room // max(1, drafting))
+
+
+class Room:
+    """What a rollout's steps have room for. That it is nothing is told once.
+
+    Args:
+        tokens: of `draft_room`.
+        measure: gives `tokens` anew when a rollout begins, as others may hold more memory than before; None: it stays.
+        step: most tokens of a step, see `draft_share`.
+    """
+
+    def __init__(self, tokens: int, measure: Callable[[], int] | None = None, step: int | None = None):
+        self.tokens, self._measure, self._step, self._told = tokens, measure, step, False
+
+    def renew(self) -> None:
+        """A rollout begins."""
+        if self._measure:
+            self.tokens = self._measure()
+
+    def share(self, drafting: int, rows: int, most: int) -> int:
+        """Most draft tokens of each of `drafting` rows, of `rows` in all."""
+        share = draft_share(self.tokens, drafting, most, rows=rows, tokens=self._step)
+        if drafting and not share and not self._told:
+            self._told = True
+            if self.tokens < drafting:
+                why = f"there is memory for the logits of {self.tokens}"
+                remedy = "a lower rollout.vllm.memory_utilization" if self._measure else "a higher rollout.logits_mb"
+            else:
+                why, remedy = f"a step has {self._step} tokens", "a higher rollout.tokens_per_pass"
+            told = "no draft rides: %d of %d rows have one, and %s. Try a lower rollout.rows_per_batch, or %s"
+            log.warning(told, drafting, rows, why, remedy)
+        return share
+
+
+def room_of(vocab: int, logits_mb: int, dtype: torch.dtype, step: int) -> Room:
+    """The room of an engine in this process. Args: dtype: of the model's logits; step: most tokens of a step."""
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu() or not torch.cuda.is_available():
+        return Room(draft_room(vocab, logits_mb))
+    device = torch.device("cuda", torch.cuda.current_device())
+
+    def measure() -> int:
+        return draft_room(vocab, logits_mb, free=free_bytes(device), width=dtype.itemsize)
+
+    return Room(measure(), measure, step)

@@ -1,0 +1,49 @@
+"""The rules of what learns from drafted text or lets it stand: co-training, judges and routers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from specrl.config.schema import Config
+
+
+def cotraining_rules(c: Config) -> Iterator[str]:
+    """Of a draft model that is trained beside the policy."""
+    if not c.trainer.drafter.train:
+        return
+    made = "rollout.drafter=DIR with a model that `python -m specrl.drafter out=DIR` makes"
+    if not c.rollout.drafter:
+        yield f"trainer.drafter.train=true has no draft model to train. Try {made}."
+    if c.rollout.law != "exact":
+        yield (
+            "trainer.drafter.train=true learns from drafts that the exact rule verifies, not "
+            f"rollout.law={c.rollout.law}. Try trainer.drafter.train=false, or rollout.law=exact."
+        )
+    if c.rollout.drafter.startswith("layers="):
+        yield (
+            f"trainer.drafter.train=true cannot train rollout.drafter={c.rollout.drafter}: these layers are the "
+            f"policy's own, and follow it without training. Try trainer.drafter.train=false, or {made}."
+        )
+
+
+def standing_rules(c: Config, training: bool) -> Iterator[str]:
+    """Of the laws under which a judge or a router lets drafted text stand."""
+    r = c.rollout
+    if r.law not in ("judged", "routed"):
+        return
+    part = r.judged if r.law == "judged" else r.routed
+    given = f"rollout.{r.law}.by={part.by}"
+    if not r.drafter and (r.law == "routed" or part.by == "kl" or not r.sources):
+        yield f"{given} needs a model that writes. Set rollout.drafter, such as layers=2 or a directory."
+    if part.by in ("judge", "rsd", "arbitrage") and not part.path:
+        yield f"{given} needs rollout.{r.law}.path, as specrl.train_router or specrl.train_judge writes it."
+    if c.cluster.num_workers:
+        yield (
+            f"rollout.law={r.law} works in the trainer's process, not with cluster.num_workers="
+            f"{c.cluster.num_workers}, whose workers know no {r.law[:5]}. Try cluster.num_workers=0."
+        )
+    if training and c.trainer.correction == "none" and not part.uncorrected:
+        yield (
+            f"rollout.law={r.law} with trainer.correction=none would train on drafted text as if the policy had "
+            f"written it. Try trainer.correction=token_truncate, or say rollout.{r.law}.uncorrected=true."
+        )

@@ -1,0 +1,161 @@
+"""The hooks in vLLM's step, with a runner of four fields: what rows get, how drafts share a step, what is told."""
+
+import importlib.util
+import logging
+import re
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from rollout.drafting.draft import Draft
+from rollout.drafting.drafting import Drafting
+from rollout.engines.base import Sampling
+from rollout.engines.vllm.room import Room
+from rollout.noise import keyed_draw
+from rollout.types import Request
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM: pip install 'specrl[vllm]'"),
+]
+VOCAB = 23
+LAWS = [Sampling(frozenset({1})), Sampling(frozenset({1}), 0.7, 5, 0.9), Sampling(frozenset({1}), 0.0)]
+
+
+def rules_of(rows: dict, **given):
+    from rollout.engines.vllm.step import StepRules
+
+    @dataclass(kw_only=True)
+    class Rules(StepRules):
+        rows: dict = field(default_factory=dict)
+
+        def row(self, runner, name):
+            return self.rows.get(name)
+
+    bounds = {"draft_tokens": 8, "room": Room(1000), "scores_per_chunk": 1000}
+    return Rules(drafting=Drafting(), rows=rows, **{**bounds, **given})
+
+
+def row_of(key: int, tokens=(), draft=(), law: Sampling = LAWS[0]):
+    from rollout.engines.vllm.rows import VLLMRow
+
+    return VLLMRow(Request([2, 3], key, 100), tokens=list(tokens), draft=Draft(list(draft), "x"), sampling=law)
+
+
+def step(names, drafts, pads=None, unfinished=()):
+    """The runner and metadata of a step, and its logits. Args: pads: ids of -1 behind each draft."""
+    fed = [[*draft, *[-1] * pad] for draft, pad in zip(drafts, pads or [0] * len(drafts), strict=True)]
+    counts = list(map(len, fed))
+    runner = SimpleNamespace(
+        input_batch=SimpleNamespace(req_ids=list(names)),
+        discard_request_mask=SimpleNamespace(np=np.array([name in unfinished for name in names])),
+        query_start_loc=SimpleNamespace(np=np.cumsum([0, *(count + 1 for count in counts)])),
+    )
+    ids = torch.tensor([token for row in fed for token in row], dtype=torch.int32)
+    metadata = SimpleNamespace(num_draft_tokens=counts, draft_token_ids=ids)
+    logits = torch.randn(len(ids) + len(names), VOCAB, generator=torch.Generator().manual_seed(0)) * 3
+    return runner, metadata, logits
+
+
+@pytest.mark.parametrize("laws", [[LAWS[0]], LAWS], ids=["one law", "three laws"])
+@pytest.mark.parametrize("chunk", [1000, 2])
+def test_every_row_gets_the_draws_of_its_own_positions(laws, chunk):
+    """Rows with right, wrong, padded and no drafts, beside requests of others and a prompt that is not read yet."""
+    rows = {f"r{i}": row_of(200 + i, [5] * i, law=laws[i % len(laws)]) for i in range(8)}
+    names = ["other", *rows, "late"]
+    drafts, pads = [[], *[[4] * (i % 4) for i in range(8)], []], [0, *[i % 3 for i in range(8)], 0]
+    *_, logits = step(names, drafts, pads)
+    want, first = {}, 0
+    for name, draft, pad in zip(names, drafts, pads, strict=True):
+        if name in rows and name != "r6":
+            row, n = rows[name], len(draft) + 1
+            at = torch.arange(len(row.tokens), len(row.tokens) + n)
+            law = {key: getattr(row.sampling, key) for key in ("temperature", "top_k", "top_p")}
+            targets = torch.tensor([*draft, 0])
+            drawn = keyed_draw(logits[first : first + n], torch.full((n,), row.request.key), at, targets, **law)
+            tokens, logprobs = drawn[0].tolist(), drawn[1].tolist()
+            if name == "r3":
+                draft[:] = tokens[:-1]
+            stop = next((i for i in range(n - 1) if tokens[i] != draft[i] or tokens[i] == 1), n - 1) + 1
+            want[name] = tokens[:stop], logprobs[:stop]
+        first += len(draft) + pad + 1
+    runner, metadata, logits = step(names, drafts, pads, unfinished={"late", "r6"})
+    before = {name: len(row.tokens) for name, row in rows.items()}
+    emitted = rules_of(rows, scores_per_chunk=chunk).sample(runner, logits, metadata).sampled_token_ids
+    assert emitted.dtype == torch.int32
+    assert emitted.shape == (len(names), max(metadata.num_draft_tokens) + 1)
+    for name, given in zip(names, emitted.tolist(), strict=True):
+        tokens, logprobs = want.get(name, ([0], []))
+        assert given == [*tokens, *[-1] * (len(given) - len(tokens))], name
+        if name in want:
+            assert rows[name].tokens[before[name] :] == tokens
+            assert rows[name].logprobs == logprobs, "bit for bit"
+    assert rows["r6"].tokens == [5] * 6
+    assert len(want["r3"][0]) == 4, "all of its draft stood"
+
+
+def test_a_step_of_nothing_that_is_drawn_here():
+    runner, metadata, logits = step(["a", "b"], [[], []])
+    assert rules_of({}).sample(runner, logits, metadata).sampled_token_ids.tolist() == [[0], [0]]
+
+
+def test_near_ties_are_those_of_emitted_positions():
+    rows = {"a": row_of(1, [5]), "b": row_of(2, [5])}
+    runner, metadata, logits = step(rows, [[4, 4, 4], [4, 4, 4]])
+    rules = rules_of(rows, tie_margin=float("inf"))
+    rules.sample(runner, logits, metadata)
+    assert rules.stats.ties == sum(len(row.tokens) - 1 for row in rows.values()) < 8
+
+
+# Drafts ---------------------------------------------------------------------------------------------------------------
+
+
+def proposed(drafts: list[list[int]], **given) -> list[int]:
+    """Lengths of what rides of these drafts."""
+    rows = {str(i): row_of(i, [5]) for i in range(len(drafts))}
+    rules = rules_of(rows, **given)
+    rules.drafting.propose = lambda rows, stats: [Draft(draft, "x") for draft in drafts]
+    runner, *_ = step(rows, [[]] * len(rows))
+    return [len(draft) for draft in rules.propose(runner, [[5]] * len(rows))]
+
+
+def test_rows_that_have_a_draft_share_the_room():
+    assert proposed([[4] * 9, [], [], [4] * 3], room=Room(8), draft_tokens=9) == [4, 0, 0, 3]
+    assert proposed([[4] * 9] * 4, room=Room(8)) == [2] * 4
+    assert proposed([[4] * 9] * 4, room=Room(1000, step=17)) == [3] * 4
+
+
+@pytest.mark.parametrize(
+    ("room", "said"),
+    [
+        (Room(3), "the logits of 3. Try a lower rollout.rows_per_batch, or a higher rollout.logits_mb"),
+        (Room(9, lambda: 0), "logits of 0. .* a lower rollout.vllm.memory_utilization"),
+        (Room(1000, step=5), "a step has 5 tokens. .* a higher rollout.tokens_per_pass"),
+    ],
+)
+def test_no_room_is_told_once(caplog, room, said):
+    rows = {str(i): row_of(i, [5]) for i in range(4)}
+    rules = rules_of(rows, room=room)
+    rules.drafting.propose = lambda rows, stats: [Draft([4], "x")] * 4
+    runner, *_ = step(rows, [[]] * 4)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            assert rules.propose(runner, [[5]] * 4) == [[]] * 4
+    (record,) = caplog.records
+    assert re.match(f"no draft rides: 4 of 4 rows have one, and .*{said}", record.getMessage())
+
+
+def test_memory_is_measured_when_a_rollout_begins():
+    rows = {"a": row_of(1), "b": row_of(2)}
+    asked: list[int] = []
+    rules = rules_of(rows, room=Room(0, lambda: asked.append(1) or 6))
+    rules.drafting.propose = lambda rows, stats: [Draft([4] * 5, "x") for _ in rows]
+    for _ in range(3):
+        runner, metadata, logits = step(rows, [[], []])
+        rules.sample(runner, logits, metadata)
+        given = rules.propose(runner, [[5], [5]])
+    assert [len(draft) for draft in given] == [3, 3]
+    assert len(asked) == 1
