@@ -163,7 +163,7 @@ def test_a_draft_model_follows_over_a_link_between_gpus(linked, golden):  # noqa
     delivery, started, engine, model, listener = linked
     assert acceptance(engine, cases, want) < 0.5
     delivery.take(Together(PolicyWeights(model), PolicyWeights(model)))
-    delivery.choose(started, tensor_parallel=1)
+    delivery.choose(started)
     delivery.send(1, probe_of(model))
     assert acceptance(engine, cases, want) > 0.9
     assert sum(name.startswith("drafter.") for name in listener.heard) == len(listener.heard) / 2
