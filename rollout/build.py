@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from rollout.checks import check
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
 
     from rollout.drafting.drafting import Drafting
     from rollout.engines.base import Engine, EngineSpec, Sampling
+    from rollout.lossy.judged import Judged
     from rollout.lossy.router import Scorer
     from rollout.verify import Rule
 
@@ -40,6 +42,9 @@ def build_engine(spec: EngineSpec, model: Module | None = None, scorer: Scorer |
             raise RolloutError(
                 f"rollout.engine=vllm needs vLLM: {error}. Install it with: pip install 'specrl[vllm]'"
             ) from error
+        if config.law == "judged":  # the head is for one policy, whose weights are read to compare
+            judged = _judged(config, sampling, replace(spec, device="cpu").load(spec.model), None)
+            return VLLMEngine(spec, sampling, judged.rule, judged)
         return VLLMEngine(spec, sampling, *rule_and_drafting(config, sampling))
     from rollout.engines.local.engine import TransformersEngine
 
@@ -51,11 +56,7 @@ def build_engine(spec: EngineSpec, model: Module | None = None, scorer: Scorer |
 
         drafter = load_drafter(spec, policy)
     if config.law == "judged":
-        from rollout.lossy.build import build_judge
-        from rollout.lossy.judged import DRAFT_TOKENS, Judged
-
-        window = config.budget.window or DRAFT_TOKENS
-        judged = Judged(build_judge(config.judged, policy), sampling, drafter, window, options["limits"])
+        judged = _judged(config, sampling, policy, drafter)
         return TransformersEngine(policy, sampling, judged.rule, judged, **options)
     if config.law == "routed":
         from rollout.lossy.build import build_router
@@ -64,6 +65,15 @@ def build_engine(spec: EngineSpec, model: Module | None = None, scorer: Scorer |
         router, step_end = build_router(config.routed, spec, policy, drafter, scorer)
         return RoutedEngine(policy, sampling, Steps(drafter, router, step_end), **options)
     return TransformersEngine(policy, sampling, *rule_and_drafting(config, sampling, drafter), **options)
+
+
+def _judged(config: RolloutConfig, sampling: Sampling, policy: Module, drafter: Module | None) -> Judged:
+    from rollout.engines.base import Limits
+    from rollout.lossy.build import build_judge
+    from rollout.lossy.judged import DRAFT_TOKENS, Judged
+
+    window = config.budget.window or DRAFT_TOKENS
+    return Judged(build_judge(config.judged, policy), sampling, drafter, window, Limits.of(config))
 
 
 def rule_and_drafting(

@@ -102,7 +102,7 @@ class LocalConfig:
     graphs: Literal["auto", "off"] = doc("auto", "capture passes as CUDA graphs, on GPUs in half precision")
 
 
-SPECULATORS = ("texts", "ngram_gpu", "draft_model", "eagle", "eagle3", "mtp")
+SPECULATORS = ("texts", "ngram_gpu", "eagle", "eagle3", "mtp")
 
 
 @dataclass
@@ -116,7 +116,7 @@ class VLLMConfig:
         "host can reach the drafts",
     )
     speculator: str = doc(
-        "texts", "v2: what proposes: texts, or vLLM's own: ngram_gpu, draft_model=DIR, eagle=DIR, mtp"
+        "texts", "v2: what proposes without rollout.drafter: texts, or vLLM's own: ngram_gpu, eagle=DIR, mtp"
     )
     draft_tokens: int = doc(
         32, "most draft tokens of a row in one step, up to 127; fewer where memory lacks for logits", low=1, high=127
@@ -130,7 +130,12 @@ class VLLMConfig:
     def problems(self) -> Iterator[str]:
         """Sentences about options that contradict each other."""
         name = self.speculator.partition("=")[0]
-        if name not in SPECULATORS:
+        if name == "draft_model":
+            yield (
+                f"rollout.vllm.speculator={self.speculator} is set by rollout.drafter. "
+                f"Try rollout.drafter={self.speculator.partition('=')[2] or 'DIR'}."
+            )
+        elif name not in SPECULATORS:
             near = get_close_matches(name, SPECULATORS, 1, cutoff=0)[0]
             yield f"rollout.vllm.speculator={self.speculator} is none of {', '.join(SPECULATORS)}. Did you mean {near}?"
         for option, other in {"runner": "v1", "scheduling": "sync"}.items():
@@ -217,7 +222,8 @@ class RolloutConfig:
     )
     drafter: str = doc(
         "",
-        "draft model for rows that left their old texts: a directory, or layers=N for the policy's own first layers",
+        "draft model for rows that left their old texts: a directory, or layers=N for the policy's own first layers; "
+        "with engine=vllm a directory, which drafts for all rows (v2)",
         resume="drafts",
     )
     rows_per_batch: int = doc(256, "most rows at a time; fewer where their KV does not fit", low=1, resume="free")
@@ -263,6 +269,11 @@ class RolloutConfig:
         """
         return self.law == "lenient" or (self.law == "judged" and bool(self.sources))
 
+    @property
+    def on_device(self) -> str:
+        """engine=vllm: the option by which drafts are made on the device; empty: by the host."""
+        return f"rollout.drafter={self.drafter}" if self.drafter else self.vllm.on_device
+
     def problems(self) -> Iterator[str]:
         """Sentences about options that contradict each other or are of no use."""
         if self.top_p == 0:
@@ -286,11 +297,8 @@ class RolloutConfig:
                 f"rollout.replay={self.replay} cannot be combined with rollout.law={self.law}, which draws with fresh "
                 "noise. Try rollout.replay=0, or rollout.law=exact."
             )
-        if self.engine == "vllm" and self.law not in ("exact", "off") and self.vllm.on_device:
-            yield (
-                f"rollout.law={self.law} decides on the host what stands of a draft, and {self.vllm.on_device} leaves "
-                "drafts to the device. Try rollout.law=exact."
-            )
+        if self.engine == "vllm":
+            yield from self._vllm_problems()
         yield from self._lenient_problems()
         yield from self._draft_problems()
 
@@ -317,8 +325,39 @@ class RolloutConfig:
     def _draft_problems(self) -> Iterator[str]:
         if self.drafter.startswith("layers") and not fullmatch("layers=[1-9][0-9]*", self.drafter):
             yield f"rollout.drafter={self.drafter} names no number of layers. Try rollout.drafter=layers=2."
-        if self.drafter and self.engine != "transformers":
+
+    def _vllm_problems(self) -> Iterator[str]:
+        if self.law == "routed":
             yield (
-                f"rollout.drafter={self.drafter} works with rollout.engine=transformers only. "
-                "Leave it out, or take rollout.engine=transformers."
+                "rollout.law=routed has the policy go on with the KV of a row behind each step of rollout.drafter, and "
+                "rollout.engine=vllm frees a row's KV with its request. Try rollout.engine=transformers."
             )
+        elif self.law == "judged" and self.judged.by == "kl":
+            yield (
+                "rollout.judged.by=kl compares the laws of rollout.drafter and the policy, and rollout.engine=vllm has "
+                "stored text judged only. Try rollout.judged.by=judge, or rollout.engine=transformers."
+            )
+        elif self.lossy and self.on_device:
+            yield (
+                f"rollout.law={self.law} decides on the host what stands of a draft, and {self.on_device} leaves "
+                "drafts to the device. Try rollout.law=exact."
+            )
+        if not self.drafter:
+            return
+        given, vllm = f"rollout.drafter={self.drafter}", self.vllm
+        if self.drafter.startswith("layers"):
+            yield (
+                f"{given} drafts with layers of the trainer's own model, and rollout.engine=vllm has a copy that runs "
+                "whole. Try rollout.drafter=DIR with a model that `python -m specrl.drafter out=DIR` makes."
+            )
+        if vllm.speculator != "texts":
+            yield (
+                f"{given} and rollout.vllm.speculator={vllm.speculator} would both propose. "
+                "Try rollout.vllm.speculator=texts, which leaves it to the drafter."
+            )
+        for option, other in {"runner": "v1", "scheduling": "sync"}.items():
+            if getattr(vllm, option) == other:
+                yield (
+                    f"rollout.vllm.{option}={other} lets the host draft, and {given} drafts on the device with "
+                    f"rollout.engine=vllm. Try rollout.vllm.{option}=auto."
+                )

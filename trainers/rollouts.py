@@ -94,6 +94,8 @@ class Rollouts:
         """What of it is trained on."""
         self.companions: dict[str, Companion] = {}
         """What is trained beside the policy, by the name that checkpoints have for it."""
+        self.drafter: torch.nn.Module | None = None
+        """A draft model in training, of which the engine has a copy."""
 
     @property
     def policy(self) -> torch.nn.Module:
@@ -125,7 +127,7 @@ class Rollouts:
         if self._sent == self.version and self.engine.own_weights:
             return
         began = time.perf_counter()
-        weights.send(self.engine, self.policy, self.version, self._probe, self._dtype)
+        weights.send(self.engine, self.policy, self.version, self._probe, self._dtype, self.drafter)
         self._sent = self.version
         if self.engine.own_weights:
             self._metrics["timing_s/sync"] = time.perf_counter() - began

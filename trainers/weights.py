@@ -8,7 +8,7 @@ import torch
 from accelerate import Accelerator, DistributedType
 from torch import Tensor
 
-from rollout.engines.base import Engine, Probe, evaluation
+from rollout.engines.base import DRAFTER, Engine, Probe, evaluation
 from rollout.engines.transfer import Meta
 from rollout.types import RolloutError
 
@@ -24,15 +24,25 @@ WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 
 
 def send(
-    engine: Engine, policy: torch.nn.Module, version: int, tokens: Sequence[int], dtype: torch.dtype | None = None
+    engine: Engine,
+    policy: torch.nn.Module,
+    version: int,
+    tokens: Sequence[int],
+    dtype: torch.dtype | None = None,
+    drafter: torch.nn.Module | None = None,
 ) -> None:
     """Brings the engine to the policy's weights, proven by the log-probs of `tokens`; a shared model is only versioned.
 
-    Every process of a sharded policy must call it: gathering is collective. Args: dtype: of the engine's weights,
-    None where it is the policy's.
+    Every process of a sharded policy must call it: gathering is collective.
+
+    Args:
+        dtype: of the engine's weights, None where it is the policy's.
+        drafter: a draft model that is trained here, for an engine that drafts with a copy of it.
     """
     if engine.own_weights:
-        engine.update_weights(PolicyWeights(policy, dtype), version, probe(policy, tokens, dtype))
+        weights = PolicyWeights(policy, dtype)
+        given = weights if drafter is None else Together(weights, PolicyWeights(drafter, dtype))
+        engine.update_weights(given, version, probe(policy, tokens, dtype))
     else:
         engine.update_weights(None, version)
 
@@ -114,6 +124,27 @@ class PolicyWeights:
                     raise RolloutError("DoRA adapters cannot be sent merged to an engine. Use LoRA without use_dora")
             name = ".".join(part for part in name.split(".") if part not in WRAPPERS)
             yield name, weight.detach(), layer if leaf == "weight" else None
+
+
+class Together:
+    """A policy's weights, then those of the draft model that is trained beside it, by names of their own.
+
+    A rollout.engines.transfer.Source, if both are walked as one.
+    """
+
+    def __init__(self, policy: PolicyWeights, drafter: PolicyWeights):
+        self._policy, self._drafter, self.collective = policy, drafter, policy.collective
+
+    def metadata(self) -> list[Meta]:
+        """See Source."""
+        return [
+            *self._policy.metadata(),
+            *(meta._replace(name=DRAFTER + meta.name) for meta in self._drafter.metadata()),
+        ]
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        yield from self._policy
+        yield from ((DRAFTER + name, tensor) for name, tensor in self._drafter)
 
 
 def check(engine: Engine, policy: torch.nn.Module, version: int, tokens: Sequence[int]) -> None:

@@ -24,6 +24,10 @@ class Draft:
     logprobs: Sequence[float] | None = None
     """Of the tokens, under the law that drew them; None where nobody asks for it."""
 
+    def first(self, count: int) -> Draft:
+        """Its first `count` tokens, for a rule that asks for no log-probs."""
+        return Draft(list(self.tokens[:count]), self.source)
+
 
 EMPTY = Draft()
 

@@ -55,6 +55,8 @@ class Drafting:
 
     whole = False
     """A row's old text is verified once, whole."""
+    reads_states = False
+    """Its rule asks for `Drawn.hidden`."""
 
     def __init__(
         self, budget: Budget | None = None, contexts: ContextTable | None = None, model: DraftModel | None = None

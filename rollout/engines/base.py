@@ -74,6 +74,8 @@ class EngineSpec:
 
 
 OUTLIER = 4.0
+DRAFTER = "drafter."
+"""Begins the names of a draft model's weights, which may follow the policy's in an update."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from rollout.engines.local.drafter import ModelDrafter
 from rollout.engines.response import Response
 from rollout.lossy.judge import Judge, judged
 from rollout.types import EngineStats, Request
-from rollout.verify import Drawn, Stood
+from rollout.verify import Drawn, Stood, exact
 
 DRAFT_TOKENS = 16  # of a pass, where none are asked for
 
@@ -28,6 +28,14 @@ class JudgedDraft(Draft):
     """The draft model's final hidden state before each token; empty for stored text."""
     behind: int | None = None
     """The token that follows in the text, where a judge would be asked about it in a pass to come."""
+
+    def first(self, count: int) -> JudgedDraft:
+        """At most the first `count` tokens."""
+        laws = self.logprobs or ()
+        behind = self.behind
+        if count < len(self.tokens):
+            behind = self.tokens[count] if laws[count] == laws[count] else None
+        return JudgedDraft(list(self.tokens[:count]), self.source, laws[:count], self.states[:count], behind)
 
 
 class Writer(ModelDrafter):
@@ -58,6 +66,8 @@ class Judged(Drafting):
         window: draft tokens of a pass.
         limits: of the draft model.
     """
+
+    reads_states = True
 
     def __init__(
         self,
@@ -110,6 +120,8 @@ class Judged(Drafting):
 
         A draw that would leave an old text behind a draft that stands whole waits for the judge of the next pass.
         """
+        if not draft.tokens:
+            return exact(key, draft, drawn)
         standing = self._standing(draft, drawn)
         n = accept_judged(drawn.draws, draft.tokens, standing)
         waits = n == len(draft.tokens) and draft.behind not in (None, drawn.draws[n])

@@ -24,11 +24,6 @@ def cotraining_rules(c: Config) -> Iterator[str]:
             f"trainer.drafter.train=true cannot train rollout.drafter={c.rollout.drafter}: these layers are the "
             f"policy's own, and follow it without training. Try trainer.drafter.train=false, or {made}."
         )
-    if c.cluster.num_workers:
-        yield (
-            f"trainer.drafter.train=true cannot reach the draft models of cluster.num_workers={c.cluster.num_workers} "
-            "workers. Try cluster.num_workers=0, or trainer.drafter.train=false."
-        )
 
 
 def standing_rules(c: Config, training: bool) -> Iterator[str]:
@@ -42,10 +37,10 @@ def standing_rules(c: Config, training: bool) -> Iterator[str]:
         yield f"{given} needs a model that writes. Set rollout.drafter, such as layers=2 or a directory."
     if part.by in ("judge", "rsd", "arbitrage") and not part.path:
         yield f"{given} needs rollout.{r.law}.path, as specrl.train_router or specrl.train_judge writes it."
-    if r.engine != "transformers" or c.cluster.num_workers:
+    if c.cluster.num_workers:
         yield (
-            f"rollout.law={r.law} works in the trainer's process with rollout.engine=transformers only. "
-            "Try rollout.engine=transformers cluster.num_workers=0."
+            f"rollout.law={r.law} works in the trainer's process, not with cluster.num_workers="
+            f"{c.cluster.num_workers}, whose workers know no {r.law[:5]}. Try cluster.num_workers=0."
         )
     if training and c.trainer.correction == "none" and not part.uncorrected:
         yield (

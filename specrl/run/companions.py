@@ -2,25 +2,41 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from accelerate import Accelerator, DistributedType
+
+from rollout.drafter import load_drafter
+from rollout.engines.base import Sampling
 from rollout.types import RolloutError
 from specrl.config.schema import Config
+from specrl.run.policy import engine_spec
 from trainers.companions import Companion
+from trainers.cotraining.first import OnFirst
 from trainers.cotraining.trainer import DrafterTrainer
 from trainers.rollouts import Rollouts
 
 
-def companions(config: Config, rollouts: Rollouts, processes: int) -> dict[str, Companion]:
-    """What is trained beside the policy, by name. Raises RolloutError where it cannot be."""
-    if processes > 1:
+def companions(config: Config, rollouts: Rollouts, accelerator: Accelerator) -> dict[str, Companion]:
+    """What is trained beside the policy, by name.
+
+    The transformers engine drafts with the model that is trained; an engine elsewhere has a copy of it, which gets new
+    weights with the policy's.
+
+    Raises:
+        RolloutError: it cannot be trained.
+    """
+    if accelerator.distributed_type == DistributedType.FSDP:
         raise RolloutError(
-            f"trainer.drafter.train=true works in one process, not in {processes}: their drafters would drift apart. "
-            "Use trainer.drafter.train=false, or start one process"
+            "trainer.drafter.train=true has the first process ask the policy what the drafter should have drafted, and "
+            "FSDP leaves no process the whole of it. Use trainer.drafter.train=false, or launch with torchrun"
         )
-    drafter = getattr(getattr(rollouts.engine, "drafting", None), "model", None)
-    if drafter is None:
-        raise RolloutError(
-            f"trainer.drafter.train=true needs a draft model in this process, which {type(rollouts.engine).__name__} "
-            "has not. Use rollout.engine=transformers and cluster.num_workers=0 with rollout.drafter=DIR"
-        )
-    options, sampling = config.trainer.drafter, rollouts.engine.sampling
-    return {"drafter": DrafterTrainer(drafter.model, rollouts.policy, options, sampling, config.seed)}
+    r = config.rollout
+    shared = getattr(getattr(rollouts.engine, "drafting", None), "model", None)
+    if shared is None:
+        spec = replace(engine_spec(config, frozenset()), device=str(accelerator.device), dtype="float32")
+        rollouts.drafter = load_drafter(spec, rollouts.policy)
+    sampling = Sampling(frozenset(), r.temperature, r.top_k, r.top_p)
+    drafter = rollouts.drafter if shared is None else shared.model
+    trainer = DrafterTrainer(drafter, rollouts.policy, config.trainer.drafter, sampling, config.seed)
+    return {"drafter": OnFirst(trainer, accelerator.process_index) if accelerator.num_processes > 1 else trainer}

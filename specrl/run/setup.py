@@ -114,7 +114,7 @@ def parts(
             from specrl.run.companions import companions
             from trainers.companions import TrainCompanions
 
-            trainer.rollouts.companions |= companions(config, trainer.rollouts, trainer.accelerator.num_processes)
+            trainer.rollouts.companions |= companions(config, trainer.rollouts, trainer.accelerator)
             trainer.add_callback(TrainCompanions(trainer.rollouts.companions, trainer.note))
         trainer.add_callback(ShortHistory())
         trainer.add_callback(checkpoints.SaveCache(trainer.rollouts, config.trainer.keep_checkpoints, data))

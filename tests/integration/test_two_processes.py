@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.runs import by_two_processes, policy, run, words
+from tests.runs import by_two_processes, drafter, policy, run, words
 
 pytestmark = pytest.mark.long
 OPTIONS = {"rollout__replay": 0.5, "trainer__save_every": 4, "trainer__eval_prompts": 4}
@@ -74,6 +74,10 @@ def launched(tmp_path_factory):
         ("ppo off", PPO | {"name": "ppo-off", "rollout__law": "off"}),
         ("ppo first", PPO | {"name": "ppo-cut", "trainer__max_steps": 4}),
         ("ppo rest", PPO | {"name": "ppo-cut", "resume": "auto"}),
+        (
+            "trained",
+            {"name": "trained", "rollout__drafter": drafter(folder / "draft"), "trainer__drafter__train": "true"},
+        ),
         ("ppo rloo", PPO | {"name": "ppo-rloo", "trainer__advantage": "rloo"}),
     ]
     commands = [(name, words(folder, model=policy(), **OPTIONS | options)) for name, options in plan]
@@ -118,6 +122,7 @@ def test_both_end_with_the_same_weights(exact):
 
 
 PAIRS = [("exact", "off"), ("ppo", "ppo off"), ("ahead", "off"), ("ppo ahead", "ppo off"), ("dapo ahead", "dapo")]
+PAIRS += [("trained", "off")]
 
 
 @pytest.mark.parametrize(("one", "other"), PAIRS)

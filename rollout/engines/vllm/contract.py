@@ -19,7 +19,10 @@ _V1 = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
 NAMES = {
     "v1": {
         f"{_V1}._sample": ("self", "logits", "spec_decode_metadata"),
-        _V1: ("input_batch", "discard_request_mask", "query_start_loc", "effective_drafter_max_model_len", "drafter"),
+        _V1: (
+            *("input_batch", "discard_request_mask", "query_start_loc", "effective_drafter_max_model_len", "drafter"),
+            "compute_logits",
+        ),
         "vllm.v1.spec_decode.metadata:SpecDecodeMetadata": ("num_draft_tokens", "draft_token_ids"),
         "vllm.v1.outputs:SamplerOutput": ("sampled_token_ids", "logprobs_tensors"),
     },
@@ -54,6 +57,8 @@ NAMES = {
         f"{_GPU}spec_decode.speculator:DraftModelSpeculator.compute_draft_logits": (
             *("self", "hidden_states", "spec_step_idx"),
         ),
+        f"{_GPU}model_runner:GPUModelRunner": ("compute_logits", "get_draft_model"),
+        "vllm.v1.worker.gpu_worker:Worker": ("weight_transfer_engine", "get_draft_model"),
         f"{_GPU}model_runner:GPUModelRunner.take_draft_token_ids": ("self",),
         f"{_GPU}model_states.interface:ModelState.add_request": ("self", "req_index", "new_req_data"),
         f"{_GPU}input_batch:InputBatch": (

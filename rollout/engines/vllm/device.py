@@ -46,7 +46,7 @@ class DeviceDrafts(Rules):
 
     Args:
         llm: vLLM, with `DraftScheduler` and the keyed sampler.
-        source: what proposes: `texts`, or vLLM's name of a speculator.
+        source: what proposes: `texts`, `model` (rollout.drafter), or vLLM's name of a speculator.
         draft_tokens: most draft tokens of a row in one step.
         room: draft tokens of all rows in one step; those that draft share it.
     """
@@ -58,6 +58,8 @@ class DeviceDrafts(Rules):
     _counts: dict[str, Count] = field(default_factory=dict)
     """By vLLM's own request id."""
     _began: float = 0.0
+    _verifies: bool = False
+    """The step that is being accounted for carried drafts."""
 
     def __post_init__(self):
         self.llm.collective_rpc("specrl_install_device", args=(self.source == "texts",))
@@ -143,6 +145,7 @@ class DeviceDrafts(Rules):
         if (count := self._counts.get(name)) and drafted:
             self.drafting.budget.observe_draft(count.row.kind, drafted, accepted)
             self.stats.count(self.source, drafted, accepted)
+            self._verifies = True
             state = "agreeing" if accepted == drafted else "diverged" if accepted else "lost"
             count.row.kind, count.rests = (state, self.source), -1
 
@@ -159,6 +162,13 @@ class DeviceDrafts(Rules):
         seconds, self._began = time.perf_counter() - self._began, time.perf_counter()
         self.stats.passes += 1
         self.stats.forward_tokens += tokens
+        if self._verifies:  # what drafting took on the device is in it
+            self.stats.verify_s += seconds
+        elif tokens > len(self._counts):
+            self.stats.prefill_s += seconds
+        else:
+            self.stats.decode_s += seconds
+        self._verifies = False
         self.drafting.observe_pass(tokens, seconds)
 
 

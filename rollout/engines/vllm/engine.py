@@ -178,8 +178,9 @@ class VLLMEngine:
             "draft_tokens": config.vllm.draft_tokens,
             "room": room_of(self.vocab, config.logits_mb, getattr(torch, self.spec.dtype), config.tokens_per_pass),
         }
-        if config.vllm.on_device:
-            return DeviceDrafts(**shared, source=config.vllm.speculator.partition("=")[0])
+        if config.on_device:
+            source = "model" if config.drafter else config.vllm.speculator.partition("=")[0]
+            return DeviceDrafts(**shared, source=source)
         kind = Native if self.runner == "v2" else OneRequest
         return kind(
             **shared,

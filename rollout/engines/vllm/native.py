@@ -20,6 +20,7 @@ from rollout.engines.response import refuse_unusable
 from rollout.engines.vllm.requests import OneRequest
 from rollout.engines.vllm.rows import VLLMRow
 from rollout.engines.vllm.sampler import KeyedVerifier, install
+from rollout.engines.vllm.step import keep_hidden
 from rollout.engines.vllm.wire import KEY
 from rollout.verify import Drawn
 
@@ -52,7 +53,8 @@ class HostVerifier(KeyedVerifier):
             logits, row_slots, slots, slots_np, pos, inputs, row_places, lengths_np, return_logprobs=True
         )
         drawn = unpack(self.sampler.packed.cpu())
-        told = self.flow.decide(rows, counts, drawn, self.num_speculative_steps + 1)
+        began = int(self._batch.cu_num_logits_np[part.start])
+        told = self.flow.decide(rows, counts, drawn, self.num_speculative_steps + 1, began)
         tokens, stand = (torch.from_numpy(column).to(logits.device) for column in told)
         return processed, tokens, stand
 
@@ -71,6 +73,7 @@ class Native(OneRequest):
 
     def install(self, runner) -> None:
         """Puts itself into the model runner; the worker extension calls it."""
+        keep_hidden(runner, self)
         verifier = install(runner, HostVerifier)
         verifier.flow = self
         runner.sampler.verifier = verifier
@@ -122,15 +125,19 @@ class Native(OneRequest):
             first += count + 1
         return targets
 
-    def decide(self, rows, counts, drawn, width: int) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens int64 [R, width] of each request and how many they are, int32 [R]."""
+    def decide(self, rows, counts, drawn, width: int, began: int) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens int64 [R, width] of each request and how many they are, int32 [R].
+
+        Args: began: logits of the step before these.
+        """
         draws, logprobs, text, gaps = drawn
         tokens, stand, first = np.zeros((len(rows), width), np.int64), np.ones(len(rows), np.int32), 0
         for i, (row, count) in enumerate(zip(rows, counts.tolist(), strict=True)):
             if row:
                 part = slice(first, first + len(row.riding) + 1)
                 refuse_unusable((gap == gap for gap in gaps[part]), self.weight_version)
-                n = self.settle(row, row.tested, Drawn(len(row.tokens), draws[part], logprobs[part], text[part]))
+                columns, states = (draws[part], logprobs[part], text[part]), (self.hidden, began + first)
+                n = self.settle(row, row.tested, Drawn(len(row.tokens), *columns, states=states))
                 self.stats.ties += int((gaps[part][:n] < self.tie_margin).sum())
                 tokens[i, :n], stand[i] = row.tokens[-n:], n
             first += count + 1

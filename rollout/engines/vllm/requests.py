@@ -14,7 +14,7 @@ from vllm import LLM, SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
 from rollout.engines.vllm.rows import BUG, VLLMRow
-from rollout.engines.vllm.step import Step, StepRules, lift_limit
+from rollout.engines.vllm.step import Step, StepRules, keep_hidden, lift_limit
 from rollout.types import EngineStats, RolloutError
 
 
@@ -34,6 +34,7 @@ class OneRequest(StepRules):
         runner._sample = MethodType(self.sample, runner)
         runner.drafter.propose = MethodType(self.propose, runner)
         lift_limit(runner)
+        keep_hidden(runner, self)
 
     def row(self, runner, name: str) -> VLLMRow | None:
         return self._rows.get(name)

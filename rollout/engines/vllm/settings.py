@@ -88,8 +88,8 @@ def choose_runner(spec: EngineSpec, sampling: Sampling) -> str:
     vllm = spec.rollout.vllm
     if "custom_class" not in get_args(SpeculativeMethod):
         no_v1 = "this vLLM takes no drafts from outside (speculative method custom_class)"
-    elif vllm.on_device:
-        no_v1 = f"{vllm.on_device} leaves drafts to the device, which v1 asks the host for"
+    elif spec.rollout.on_device:
+        no_v1 = f"{spec.rollout.on_device} leaves drafts to the device, which v1 asks the host for"
     else:
         no_v1 = ""
     if not HAS_TRITON:
@@ -108,14 +108,14 @@ def choose_runner(spec: EngineSpec, sampling: Sampling) -> str:
 
 def speculation(spec: EngineSpec, runner: str) -> dict:
     """What vLLM is told about drafts."""
-    vllm = spec.rollout.vllm
+    vllm, drafter = spec.rollout.vllm, spec.rollout.drafter
     drafts: dict = {"num_speculative_tokens": vllm.draft_tokens}
     if runner == "v1":
         return {"speculative_config": drafts | {"method": "custom_class", "model": f"{_HOOKS}.worker.RequestDrafter"}}
-    name, _, model = vllm.speculator.partition("=")
+    name, _, model = ("draft_model", "=", drafter) if drafter else vllm.speculator.partition("=")
     drafts["method"] = "ngram_gpu" if name == "texts" else name  # needs no model; ours takes its place
     drafts |= {"model": model} if model else {}
-    if not vllm.on_device:
+    if not spec.rollout.on_device:
         return {"speculative_config": drafts, "async_scheduling": False}
     return {
         "speculative_config": drafts,

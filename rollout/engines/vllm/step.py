@@ -54,6 +54,8 @@ class StepRules(Rules):
     scores_per_chunk: int
     tie_margin: float = 0.0
     draw: Callable = keyed_draw
+    hidden: Tensor | None = None
+    """Final hidden states of a step's logits, in their order, if the rule reads them."""
     _step: Step = field(default_factory=Step)
 
     def row(self, runner, name: str) -> VLLMRow | None:
@@ -71,15 +73,18 @@ class StepRules(Rules):
         self._step.tokens, self._step.drafted = int(runner.query_start_loc.np[len(ids)]), sum(map(len, drafts))
         self._step.decoding = any(row.tokens for row in rows if row)
         sizes = np.array([len(draft) + 1 if row else 0 for row, draft in zip(rows, drafts, strict=True)])
-        draws, logprobs, of_targets, gaps = self._score(logits, np.array(counts) + 1, sizes, rows, tested)
+        held = np.array(counts) + 1
+        draws, logprobs, of_targets, gaps = self._score(logits, held, sizes, rows, tested)
         emitted: list[Sequence[int]] = []
         first = 0
-        for row, test, size in zip(rows, tested, sizes.tolist(), strict=True):
+        places = (held.cumsum() - held).tolist()
+        for row, test, size, place in zip(rows, tested, sizes.tolist(), places, strict=True):
             if row is None:
                 emitted.append([0])  # vLLM drops it, or ends a scored request with it
                 continue
             part = slice(first, first + size)
-            count = self.settle(row, test, Drawn(len(row.tokens), draws[part], logprobs[part], of_targets[part]))
+            columns, states = (draws[part], logprobs[part], of_targets[part]), (self.hidden, place)
+            count = self.settle(row, test, Drawn(len(row.tokens), *columns, states=states))
             emitted.append(row.tokens[-count:])
             first += size
         # On a CPU one thread computes a position's logits bit for bit the same in every step, so near ties need no
@@ -125,7 +130,7 @@ class StepRules(Rules):
     def _tested(self, row: VLLMRow, draft: list[int]) -> Draft:
         """What is decided about: the draft that rode, and under the lenient rule the next token of its text."""
         if not self.drafting.whole:
-            return Draft(draft, row.draft.source)
+            return row.draft.first(len(draft))
         first, last = len(row.tokens), len(row.tokens) + len(draft) + 1
         text = row.text if row.drafting else EMPTY
         return Draft([*draft, *text.tokens[last - 1 : last]], text.source, (text.logprobs or ())[first:last])
@@ -161,6 +166,18 @@ class StepRules(Rules):
         draws, logprobs, of_targets, gaps = found
         refuse_unusable([not np.isnan(gaps).any()], self.weight_version)
         return draws.astype(np.int64).tolist(), logprobs.tolist(), of_targets.tolist(), gaps
+
+
+def keep_hidden(runner, flow: StepRules) -> None:
+    """Lets the rule see what vLLM computes the logits of a step from."""
+    compute = runner.model.compute_logits
+
+    def compute_logits(hidden_states: Tensor, *more, **others) -> Tensor | None:
+        flow.hidden = hidden_states
+        return compute(hidden_states, *more, **others)
+
+    if flow.drafting.reads_states:
+        runner.model.compute_logits = compute_logits
 
 
 def by_law(laws: Sequence[Sampling], most: int) -> Iterator[tuple[Sampling, list[int]]]:

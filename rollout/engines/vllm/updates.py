@@ -10,9 +10,9 @@ from typing import Any
 from torch import Tensor
 from vllm import LLM
 
-from rollout.engines.base import Probe
+from rollout.engines.base import DRAFTER, Probe
 from rollout.engines.transfer import Meta, Route, Source, Topology, choose_route
-from rollout.engines.vllm.weights import Weights, gpu_of
+from rollout.engines.vllm.weights import Weights, gpu_of, has_draft_model
 from rollout.types import RolloutError
 
 logger = logging.getLogger(__name__)
@@ -25,7 +25,7 @@ class Updates:
 
     Asleep, vLLM keeps nothing (level 2) where the last update came from a Source: the next one takes back room for
     the weights, loads, then takes back room for KV. A rollout without an update before it has the same Source walked
-    again, probe included. Where weights came otherwise, sleep keeps them (level 1).
+    again, probe included. Where weights came otherwise, or a draft model's did not come, sleep keeps them (level 1).
 
     Args:
         llm: vLLM, awake, with weights of version 0.
@@ -45,6 +45,7 @@ class Updates:
         here = Topology(trainer="", workers=self.gpus, num_workers=0, tensor_parallel=tensor_parallel)
         self.route, why = choose_route(here)
         logger.info("new weights of this process reach vLLM by route %s: %s", self.route, why)
+        self._draft_model = any(llm.collective_rpc(has_draft_model))
         self._source: tuple[Source, Probe | None] | None = None
         self._asleep: set[str] = set()
         self._dropped = False
@@ -91,9 +92,13 @@ class Updates:
     def sleep(self) -> None:
         """Gives the GPU's memory back, if it does so at all."""
         if self._sleeps:
-            self._dropped = self._source is not None
+            self._dropped = self._source is not None and self._whole(self._source[0])
             self._llm.sleep(level=2 if self._dropped else 1)
             self._asleep = {WEIGHTS, KV}
+
+    def _whole(self, source: Source) -> bool:
+        """It brings all that a sleep of level 2 drops."""
+        return not self._draft_model or any(meta.name.startswith(DRAFTER) for meta in source.metadata())
 
     def _announce(self, version: int, metadata: Sequence[Meta] | None) -> None:
         if version < self.version:

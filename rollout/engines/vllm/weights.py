@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTr
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from rollout.engines.base import EngineSpec
+from rollout.engines.base import DRAFTER, EngineSpec
 from rollout.engines.transfer import Meta
 from rollout.types import RolloutError
 
@@ -32,21 +33,41 @@ _SHM = Path("/dev/shm")
 _FILE_BYTES = 1 << 30  # what is held twice while weights are written
 
 
-class Weights:
-    """The names and shapes of a model's weights: what an update must bring.
+@dataclass(frozen=True)
+class Named:
+    """The weights of one model."""
 
-    Args: spec: names the model; only its configuration is read.
+    shapes: dict[str, tuple[int, ...]]
+    tied: set[str]
+    """Copies of other weights: an update may bring them, vLLM makes its own."""
+    needed: set[str]
+
+    @classmethod
+    def of(cls, source: str, prefix: str = "", **options: Any) -> Named:
+        """Those of a model directory or hub id, of which only the configuration is read."""
+        with torch.device("meta"):
+            code = {"trust_remote_code": options["trust_remote_code"]}
+            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source, **options), **code)
+        tied = set(model.all_tied_weights_keys)
+        return cls(
+            {prefix + name: tuple(tensor.shape) for name, tensor in model.state_dict().items()},
+            {prefix + name for name in tied},
+            {prefix + name for name, _ in model.named_parameters() if name not in tied},
+        )
+
+
+class Weights:
+    """The names and shapes of a model's weights: what an update must bring, and may bring of its draft model's.
+
+    Args: spec: names the models.
     """
 
     def __init__(self, spec: EngineSpec):
         code = {"trust_remote_code": spec.trust_remote_code}
-        config = AutoConfig.from_pretrained(spec.model, revision=spec.revision or None, **code)
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, **code)
-        self.shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-        self.tied = set(model.all_tied_weights_keys)
-        """Copies of other weights: an update may bring them, vLLM makes its own."""
-        self.needed = {name for name, _ in model.named_parameters()} - self.tied
+        policy = Named.of(spec.model, revision=spec.revision or None, **code)
+        drafter = Named.of(spec.rollout.drafter, DRAFTER, **code) if spec.rollout.drafter else Named({}, set(), set())
+        self.shapes, self.tied = policy.shapes | drafter.shapes, policy.tied | drafter.tied
+        self._needed, self._drafter = policy.needed, drafter.needed
 
     def check(self, metadata: Sequence[Meta]) -> None:
         """Raises RolloutError: a weight is unknown, missing, given twice or of another shape."""
@@ -61,7 +82,8 @@ class Weights:
             seen.add(name)
             if name not in self.tied:
                 yield name, tensor.detach()
-        if missing := self.needed - seen:
+        needed = self._needed if seen.isdisjoint(self._drafter) else self._needed | self._drafter
+        if missing := needed - seen:
             raise RolloutError(f"the update lacks {len(missing)} of the model's weights, such as {min(missing)!r}")
 
     @contextmanager
@@ -117,7 +139,10 @@ class Transfer(WeightTransferEngine[Init, Update]):
     """A worker's end. vLLM reloads layer by layer, as from a checkpoint."""
 
     init_info_cls, update_info_cls = Init, Update
+    drafter: torch.nn.Module | None = None
+    """vLLM's draft model, whose weights may follow the policy's."""
     _linked: WeightTransferEngine | None = None
+    _reloading: tuple[torch.nn.Module, ...] = ()
 
     def init_transfer_engine(self, init_info: Init) -> None:
         self.shutdown()
@@ -127,24 +152,47 @@ class Transfer(WeightTransferEngine[Init, Update]):
             self._linked.init_transfer_engine(self._linked.parse_init_info(init_info.info))
 
     def start_weight_update(self) -> None:
-        initialize_layerwise_reload(self.model)
+        self._reloading = ()
+        self._reload(self.model)
 
     def receive_weights(self, update_info: Update) -> None:
         try:
             if update_info.chunk is not None:
+                self._linked.set_weight_update_target(self, self.model_config)  # which asks it to `load_weights`
                 self._linked.receive_weights(self._linked.parse_update_info(update_info.chunk))
             else:
-                self.model.load_weights(update_info.weights or _tensors(update_info.path))
+                self.load_weights(update_info.weights or _tensors(update_info.path))
         except BaseException:  # or the next update would go on with what layers have half received
-            finalize_layerwise_reload(self.model, self.model_config)
+            self._finalize(self._reloading)
             raise
 
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Each model takes its own, as they come; the draft model is left alone if none does."""
+        for drafts, part in groupby(weights, key=lambda pair: pair[0].startswith(DRAFTER)):
+            if drafts and self.drafter not in self._reloading:
+                self._reload(self.drafter)
+            if drafts:
+                self.drafter.load_weights((name.removeprefix(DRAFTER), tensor) for name, tensor in part)
+            else:
+                self.model.load_weights(part)
+
     def finish_weight_update(self) -> None:
+        rest = self._reloading
         if self._linked is not None:
+            self._linked.reset_weight_update_target()
             self._linked.finish_weight_update()  # which also lets go of the sender's memory
-        else:
-            finalize_layerwise_reload(self.model, self.model_config)
-        refresh_tied_head(self.model)
+            rest = self._reloading[1:]
+        self._finalize(rest)
+        for model in self._reloading:
+            refresh_tied_head(model)
+
+    def _reload(self, model: torch.nn.Module) -> None:
+        initialize_layerwise_reload(model)
+        self._reloading += (model,)
+
+    def _finalize(self, models: Iterable[torch.nn.Module]) -> None:
+        for model in models:
+            finalize_layerwise_reload(model, self.model_config)
 
     def shutdown(self) -> None:
         if self._linked is not None:
@@ -162,6 +210,11 @@ def refresh_tied_head(model: torch.nn.Module) -> None:
 def gpu_of(worker: Any) -> str:
     """UUID of the GPU that one of vLLM's workers computes on; empty for none."""
     return str(torch.cuda.get_device_properties(worker.device).uuid) if worker.device.type == "cuda" else ""
+
+
+def has_draft_model(worker: Any) -> bool:
+    """One of vLLM's workers drafts with a model, or with layers, that have weights of their own."""
+    return isinstance(worker.get_draft_model(), torch.nn.Module)
 
 
 def _tensors(path: str) -> Iterator[tuple[str, Tensor]]:

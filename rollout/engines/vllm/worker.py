@@ -28,6 +28,7 @@ class WorkerExtension:
             DeviceTexts(self.model_runner)
         else:
             share_noise(self.model_runner)
+            self.weight_transfer_engine.drafter = self.get_draft_model()
 
 
 class RequestDrafter:

@@ -165,7 +165,11 @@ def broken(*words, **settings):
         ),
         (
             "rollout.engine=vllm rollout.vllm.speculator=text",
-            "rollout.vllm.speculator=text is none of texts, ngram_gpu, draft_model, eagle, eagle3, mtp. Did you mean",
+            "rollout.vllm.speculator=text is none of texts, ngram_gpu, eagle, eagle3, mtp. Did you mean texts?",
+        ),
+        (
+            "rollout.engine=vllm rollout.vllm.speculator=draft_model=x",
+            "rollout.vllm.speculator=draft_model=x is set by rollout.drafter. Try rollout.drafter=x.",
         ),
         (
             "rollout.engine=vllm rollout.vllm.scheduling=async rollout.law=lenient",
@@ -183,11 +187,19 @@ def broken(*words, **settings):
         ),
         (
             "rollout.law=judged rollout.judged.path=x cluster.num_workers=1",
-            "rollout.law=judged works in the trainer's process with rollout.engine=transformers only. Try",
+            "rollout.law=judged works in the trainer's process, not with cluster.num_workers=1, whose workers know no",
         ),
         (
-            "rollout.law=judged rollout.judged.path=x rollout.engine=vllm",
-            "rollout.law=judged works in the trainer's process with rollout.engine=transformers only. Try",
+            "rollout.law=judged rollout.judged.path=x rollout.drafter=x rollout.engine=vllm",
+            "rollout.law=judged decides on the host what stands of a draft, and rollout.drafter=x leaves drafts to the",
+        ),
+        (
+            "rollout.law=judged rollout.judged.by=kl rollout.drafter=x rollout.engine=vllm",
+            "rollout.judged.by=kl compares the laws of rollout.drafter and the policy, and rollout.engine=vllm has st",
+        ),
+        (
+            "rollout.law=routed rollout.drafter=x rollout.engine=vllm",
+            "rollout.law=routed has the policy go on with the KV of a row behind each step of rollout.drafter, and",
         ),
         (
             "rollout.law=judged rollout.judged.path=x trainer.correction=none",
@@ -200,8 +212,16 @@ def broken(*words, **settings):
         ),
         ("rollout.law=lenient rollout.drafter=layers=2", "rollout.drafter=layers=2 cannot be combined with"),
         (
-            "rollout.engine=vllm rollout.drafter=x",
-            "rollout.drafter=x works with rollout.engine=transformers only. Leave",
+            "rollout.engine=vllm rollout.drafter=layers=2",
+            "rollout.drafter=layers=2 drafts with layers of the trainer's own model, and rollout.engine=vllm has a",
+        ),
+        (
+            "rollout.engine=vllm rollout.drafter=x rollout.vllm.runner=v1",
+            "rollout.vllm.runner=v1 lets the host draft, and rollout.drafter=x drafts on the device with",
+        ),
+        (
+            "rollout.engine=vllm rollout.drafter=x rollout.vllm.speculator=ngram_gpu",
+            "rollout.drafter=x and rollout.vllm.speculator=ngram_gpu would both propose. Try rollout.vllm.speculator=t",
         ),
         (
             "trainer.drafter.train=true",
@@ -218,10 +238,6 @@ def broken(*words, **settings):
         (
             "trainer.drafter.train=true rollout.drafter=layers=2",
             "trainer.drafter.train=true cannot train rollout.drafter=layers=2: these layers are the policy's own",
-        ),
-        (
-            "trainer.drafter.train=true rollout.drafter=x cluster.num_workers=2",
-            "trainer.drafter.train=true cannot reach the draft models of cluster.num_workers=2 workers. Try cluster",
         ),
         (
             "trainer.drafter.interval=0",
@@ -258,6 +274,8 @@ def test_rows_must_fill_whole_passes(prompts, per_pass, message):
         "rollout.law=judged rollout.judged.path=x",
         "rollout.law=judged rollout.judged.path=x rollout.sources=[] rollout.drafter=x rollout.replay=0.5",
         "rollout.law=judged rollout.judged.path=x rollout.judged.uncorrected=true trainer.correction=none",
+        "rollout.law=judged rollout.judged.path=x rollout.engine=vllm",
+        "trainer.drafter.train=true rollout.drafter=x rollout.engine=vllm cluster.num_workers=2",
         "rollout.law=routed rollout.drafter=x rollout.replay=0.5",
         "rollout.top_p=0.9 rollout.top_k=20",
         "trainer.epochs=0 trainer.max_steps=3",

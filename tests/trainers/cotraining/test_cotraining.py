@@ -6,14 +6,19 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate import DistributedType
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from rollout.build import build_engine
+from rollout.config import RolloutConfig
+from rollout.engines.base import EngineSpec
 from rollout.types import RolloutError
 from specrl.config import load as cli
 from specrl.run.companions import companions
 from tests import runs
-from tests.runs import Watch, differences, run
+from tests.runs import SHORT, Watch, by_two_processes, differences, run
+from trainers.weights import send
 
 pytestmark = pytest.mark.slow  # whole runs
 
@@ -136,15 +141,71 @@ def test_it_ends_itself_when_it_does_not_pay(folder, drafter, made, caplog):
 class Elsewhere:
     """An engine whose draft models are in other processes."""
 
-    drafter = None
+    drafting = None
 
 
-@pytest.mark.parametrize(
-    ("processes", "message"),
-    [(2, "works in one process, not in 2.*train=false"), (1, "Elsewhere has not. Use rollout.engine=transformers")],
-)
-def test_a_drafter_that_cannot_be_reached_is_refused(processes, message):
-    config = cli.load(["config=grpo_math", "rollout.drafter=layers=1"])
-    config.trainer.drafter.train = True
-    with pytest.raises(RolloutError, match=message):
-        companions(config, SimpleNamespace(engine=Elsewhere()), processes)
+def test_a_sharded_policy_is_refused():
+    config = cli.load(["config=grpo_math", "rollout.drafter=x"])
+    sharded = SimpleNamespace(distributed_type=DistributedType.FSDP)
+    with pytest.raises(
+        RolloutError, match=r"FSDP leaves no process the whole of it\. Use trainer\.drafter\.train=false"
+    ):
+        companions(config, SimpleNamespace(engine=Elsewhere()), sharded)
+
+
+def test_workers_have_copies_that_follow(folder, drafter):
+    """Ray workers draft with what is trained here: as well as an engine that shares it, and the policy is the same."""
+    options = SHORT | ON | {"rollout__drafter": drafter, "rollout__sources": "[]", "rollout__budget__window": 3}
+    here = run(folder, name="here", **options)
+    away = run(folder, name="away", cluster__num_workers=1, rollout__ahead="off", **options)
+    assert differences(here, away) == []
+    rollouts = away.trainer.rollouts
+    assert rollouts.drafter is rollouts.companions["drafter"].drafter
+    ours, theirs = (records(folder / name) for name in ("here", "away"))
+    assert measured(ours) == measured(theirs)
+    assert [line["spec/acceptance_model"] for line in ours] == [line["spec/acceptance_model"] for line in theirs]
+
+
+def test_weights_of_the_draft_model_travel_with_the_policys(folder, drafter):
+    spec = EngineSpec(model=str(runs.policy()), eos_ids=frozenset([1]), rollout=RolloutConfig(drafter=drafter))
+    engine = build_engine(spec)
+    policy, trained = (AutoModelForCausalLM.from_pretrained(path) for path in (runs.policy(), drafter))
+    with torch.no_grad():
+        for p in trained.parameters():
+            p.mul_(0.5)
+    send(engine, policy, 1, range(3, 30), drafter=trained)
+    held = engine.drafting.model.model.state_dict()
+    assert all(torch.equal(held[name], p) for name, p in trained.named_parameters())
+
+
+PROGRAM = """
+import json, os, sys
+from pathlib import Path
+from torch import distributed
+from transformers import AutoModelForCausalLM
+from rollout.engines.base import Sampling
+from rollout.types import EngineStats
+from trainers.config import DrafterConfig
+from trainers.cotraining.first import OnFirst
+from trainers.cotraining.trainer import DrafterTrainer
+
+distributed.init_process_group("gloo")
+rank, steps = distributed.get_rank(), []
+policy, drafter = (AutoModelForCausalLM.from_pretrained(os.environ[name]).eval() for name in ("POLICY", "DRAFTER"))
+options = DrafterConfig(learning_rate=3e-3, patience=0)
+both = OnFirst(DrafterTrainer(drafter, policy, options, Sampling(frozenset())), rank)
+for version in range(2):
+    both.observe([(range(3, 9), range(9 + rank, 30))], version, EngineStats())
+    steps.append([list(both.step()), [p.double().sum().item() for p in drafter.parameters()]])
+Path(sys.argv[1], f"rank{rank}.json").write_text(json.dumps(steps))
+distributed.destroy_process_group()
+"""
+
+
+def test_the_first_of_two_processes_trains_for_both(tmp_path, drafter):
+    (first, second), _ = by_two_processes(tmp_path, PROGRAM, 120, POLICY=str(runs.policy()), DRAFTER=drafter)
+    for (told, ours), (silent, theirs) in zip(first, second, strict=True):
+        assert "drafter/loss" in told
+        assert silent == []
+        assert ours == theirs
+    assert first[0][1] != first[1][1], "control: it learned"

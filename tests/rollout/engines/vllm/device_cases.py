@@ -1,14 +1,22 @@
 """Drafts on the device, and vLLM's own speculators behind the keyed sampler. Run by test_vllm_v2.py under vllm_shim."""
 
+import json
 import random
+from functools import cache
 
 import pytest
+from transformers import AutoModelForCausalLM
 from vllm.platforms.cpu import CpuPlatform
 
 from rollout.engines.vllm import sampler, worker
+from rollout.types import RolloutError
+from specrl.drafter import shortened
 from tests.rollout.engines.vllm import test_vllm
+from tests.rollout.engines.vllm.test_updates import linked  # noqa: F401
 from tests.rollout.engines.vllm.test_vllm import LAWS, close, exactly, golden, moved, probe_of, saved  # noqa: F401
 from tests.rollout.golden import Script, all_wrong, corrupt, differing, requests_of
+from tests.runs import SHORT, build_policy, differences, run
+from trainers.weights import PolicyWeights, Together
 
 _configure = CpuPlatform.check_and_update_config.__func__
 
@@ -80,35 +88,112 @@ def test_long_and_short_drafts(engine_of, golden, window):  # noqa: F811
     assert stats.accepted > 0
 
 
-@pytest.mark.parametrize("speculator", ["ngram_gpu", "draft_model"])
-def test_vllms_own_speculators_draw_as_plain_decoding_does(engine_of, golden, tmp_path_factory, speculator):  # noqa: F811
+def test_vllms_own_speculator_draws_as_plain_decoding_does(engine_of, golden):  # noqa: F811
     cases, want = golden()
-    if speculator == "draft_model":
-        path = tmp_path_factory.mktemp("drifted")
-        moved(test_vllm.policy("qwen3"), 3, 0.02).save_pretrained(path)
-        speculator = f"draft_model={path}"
-    engine = engine_of(speculator, draft_tokens=5)
-    plain, stats = engine.generate([*requests_of(cases)])
+    plain, stats = engine_of("ngram_gpu", draft_tokens=5).generate(requests_of(cases))
     assert differing(plain, want, 1e-4) == []
-    assert stats.sources.keys() == {speculator.partition("=")[0]}
-    if "model" in speculator:
-        assert stats.accepted > stats.drafted / 4, "it draws with the policy's noise"
+    assert stats.sources.keys() == {"ngram_gpu"}
 
 
-def test_a_draft_model_with_noise_of_its_own_agrees_less(engine_of, golden, tmp_path_factory, monkeypatch):  # noqa: F811
+@pytest.fixture(scope="session")
+def drafters(tmp_path_factory):
+    """drafters(far): the directory of the policy moved that far away."""
+
+    def get(far: float):
+        path = tmp_path_factory.mktemp("drafter")
+        moved(test_vllm.policy("qwen3"), 3, far).save_pretrained(path)
+        return str(path)
+
+    return cache(get)
+
+
+def acceptance(engine, cases, want) -> float:
+    """Of the draft model's tokens; whatever it is, responses are those of plain decoding."""
+    done, stats = engine.generate(requests_of(cases))
+    assert differing(done, want, 1e-4) == []
+    assert stats.sources.keys() == {"model"}
+    assert stats.verify_s > 0
+    return stats.accepted / stats.drafted
+
+
+def test_a_draft_model_with_noise_of_its_own_agrees_less(engine_of, golden, drafters, monkeypatch):  # noqa: F811
     """Control: what the shared noise is for; no token depends on it."""
     cases, want = golden()
-    path = tmp_path_factory.mktemp("itself")
-    test_vllm.policy("qwen3").save_pretrained(path)
-    found = {}
-    for name in ("shared", "own"):
-        if name == "own":
-            monkeypatch.setattr(worker, "share_noise", lambda runner: None)
-        engine = engine_of(f"draft_model={path}", draft_tokens=4, window=4 + (name == "own"))
-        done, stats = engine.generate(requests_of(cases))
-        assert differing(done, want, 1e-4) == []
-        found[name] = stats.accepted / stats.drafted
-    assert found["shared"] > 0.9 > 0.6 > found["own"]
+    shared = acceptance(engine_of(drafter=drafters(0.0), draft_tokens=4), cases, want)
+    drifted = acceptance(engine_of(drafter=drafters(0.1), draft_tokens=4), cases, want)
+    monkeypatch.setattr(worker, "share_noise", lambda runner: None)
+    own = acceptance(engine_of(drafter=drafters(0.0), draft_tokens=4, window=5), cases, want)
+    assert shared > 0.9 > drifted > 0.25
+    assert own < 0.6
+
+
+def test_a_draft_model_follows_the_updates(engine_of, golden, drafters):  # noqa: F811
+    """Its weights come with the policy's, and change how much stands, never what is drawn."""
+    cases, want = golden()
+    engine, model = engine_of(drafter=drafters(0.5), draft_tokens=4), test_vllm.policy("qwen3")
+    far = acceptance(engine, cases, want)
+    engine.update_weights(PolicyWeights(model), 1, probe_of(model))
+    assert acceptance(engine, cases, want) == far, "an update without its weights leaves it as it was"
+    engine.update_weights(Together(PolicyWeights(model), PolicyWeights(model)), 2, probe_of(model))
+    assert far < 0.5 < 0.9 < acceptance(engine, cases, want)
+    near = moved(model, 3, 0.1)
+    engine.update_weights(Together(PolicyWeights(model), PolicyWeights(near)), 3, probe_of(model))
+    assert 0.25 < acceptance(engine, cases, want) < 0.9
+    lost = moved(model, 3, 5.0)
+    engine.update_weights(Together(PolicyWeights(model), PolicyWeights(lost)), 4, probe_of(model))
+    assert acceptance(engine, cases, want) < 0.25
+    short = dict(Together(PolicyWeights(model), PolicyWeights(model)))
+    del short["drafter.model.norm.weight"]
+    with pytest.raises(RolloutError, match=r"lacks 1 of the model's weights, such as 'drafter.model.norm.weight'"):
+        engine.update_weights(short.items(), 5, probe_of(model))
+    engine.update_weights(Together(PolicyWeights(model), PolicyWeights(model)), 5, probe_of(model))
+    assert acceptance(engine, cases, want) > 0.9, "a failed update leaves nothing behind"
+
+
+@pytest.fixture
+def updated(engine_of, drafters):
+    """What `linked` connects: an engine whose draft model is far from the policy."""
+    engine = engine_of(drafter=drafters(0.5), draft_tokens=4, window=3)  # before the test replaces what it may need
+    return lambda: (engine, test_vllm.policy("qwen3"))
+
+
+def test_a_draft_model_follows_over_a_link_between_gpus(linked, golden):  # noqa: F811
+    """vLLM's own ends of `nccl`, over a communicator of the test."""
+    cases, want = golden()
+    delivery, started, engine, model, listener = linked
+    assert acceptance(engine, cases, want) < 0.5
+    delivery.take(Together(PolicyWeights(model), PolicyWeights(model)))
+    delivery.choose(started)
+    delivery.send(1, probe_of(model))
+    assert acceptance(engine, cases, want) > 0.9
+    assert sum(name.startswith("drafter.") for name in listener.heard) == len(listener.heard) / 2
+
+
+def test_a_run_that_trains_the_draft_model_trains_the_same_policy(tmp_path, monkeypatch):
+    """And vLLM drafts with what was trained: more of it stands than of the one that the run began with."""
+    monkeypatch.setattr(CpuPlatform, "check_and_update_config", classmethod(keep_async))
+    model = build_policy(tmp_path / "policy", head_dim=32)
+    shortened(AutoModelForCausalLM.from_pretrained(model), 1).save_pretrained(tmp_path / "drafter")
+    options = SHORT | {"model": model, "rollout__engine": "vllm", "rollout__drafter": str(tmp_path / "drafter")}
+    options |= {"rollout__vllm__kv_cache_mb": 64, "rollout__vllm__draft_tokens": 3, "rollout__max_new_tokens": 12}
+    options |= {"trainer__drafter__patience": 0, "trainer__drafter__learning_rate": 3e-3}
+    kept = run(tmp_path, name="kept", **options)
+    trained = run(tmp_path, name="trained", trainer__drafter__train="true", **options)
+    assert differences(kept, trained) == []
+    (before, *as_before), (first, *after) = (accepted(tmp_path / name) for name in ("kept", "trained"))
+    assert first == before, "before the first update"
+    assert sum(after) > sum(as_before)
+    assert any(line["drafter/saved_s_est"] for line in lines(tmp_path / "trained")), "or it would end as useless"
+
+
+def lines(folder) -> list[dict]:
+    """The log of a run."""
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def accepted(folder) -> list[float]:
+    """Share of the draft model's tokens that stood, in each step of a run."""
+    return [line["spec/acceptance_model"] for line in lines(folder)]
 
 
 def test_a_cache_too_small_for_the_batch_changes_nothing(engine_of, monkeypatch):

@@ -35,7 +35,7 @@ from tests.rollout.engines.vllm.test_vllm import (  # noqa: F401 - fixtures
 )
 from tests.rollout.golden import differing, requests_of
 from tests.runs import ROOT
-from trainers.weights import PolicyWeights
+from trainers.weights import PolicyWeights, Together
 
 pytestmark = [
     pytest.mark.slow,
@@ -322,6 +322,44 @@ def test_a_source_that_changed_without_an_update_is_found(sleeper, golden):
         engine.generate(requests_of(cases))
     with pytest.raises(RolloutError, match="version 1 failed; send the weights again"):
         engine.generate(requests_of(cases))
+
+
+class Asleep:
+    """An LLM that tells only how deep it was told to sleep. Args: drafter: its draft model."""
+
+    def __init__(self, drafter):
+        self.levels = []
+        self.worker = SimpleNamespace(get_draft_model=lambda: drafter, device=torch.device("cpu"))
+        for name in ("init_weight_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update"):
+            setattr(self, name, lambda *_, **__: None)
+
+    def collective_rpc(self, ask):
+        return [ask(self.worker)]
+
+    def sleep(self, level):
+        self.levels.append(level)
+
+    def wake_up(self, tags):
+        return True
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_a_draft_model_that_no_update_brings_is_kept_asleep(saved, drafts):
+    """Level 2 drops it too, and a rollout would go on with what is left there, as slow as without one."""
+    from rollout.engines.vllm.updates import Updates
+    from rollout.engines.vllm.weights import Weights
+
+    model, path = saved("qwen3")
+    llm = Asleep(model if drafts else None)
+    spec = spec_of(path, drafter=str(path) if drafts else "")
+    updates = Updates(llm, Weights(spec), 1, True, lambda version, probe: None)
+    updates.update(PolicyWeights(model), 1, None)
+    updates.sleep()
+    assert llm.levels == [1 if drafts else 2]
+    if drafts:
+        updates.update(Together(PolicyWeights(model), PolicyWeights(model)), 2, None)
+        updates.sleep()
+        assert llm.levels == [1, 2]
 
 
 def test_weights_that_can_be_walked_only_once_are_kept_asleep(sleeper, golden):

@@ -1,0 +1,103 @@
+"""law=judged with vLLM: the judge reads the hidden states that vLLM's logits come from, on both model runners."""
+# ruff: noqa: F811 - the fixtures of test_vllm, which tests name as arguments
+
+import importlib.util
+import random
+
+import pytest
+import torch
+
+from rollout.config import JudgedConfig
+from rollout.drafting.suffix import PromptTexts, SuffixDrafter
+from rollout.engines.base import Sampling
+from rollout.lossy.judge import JudgeHead
+from rollout.lossy.pair import fingerprint
+from rollout.types import RolloutError
+from tests.engines import judged
+from tests.rollout.engines.vllm.test_vllm import (  # noqa: F401 - fixtures
+    EOS_IDS,
+    engine_of,
+    exactly,
+    golden,
+    policy,
+    saved,
+    start,
+)
+from tests.rollout.golden import corrupt, differing, requests_of
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM: pip install 'specrl[vllm]'"),
+]
+
+
+def head(threshold):
+    return JudgeHead(torch.randn(64, generator=torch.Generator().manual_seed(0)), 0.0, threshold)
+
+
+@pytest.fixture(scope="module")
+def judging(engine_of, tmp_path_factory):
+    """judging(threshold): an engine whose judge is `head(threshold)`."""
+
+    def get(threshold, **settings):
+        folder = tmp_path_factory.getbasetemp() / f"judge-{threshold}"
+        head(threshold).save(folder, {"policy": fingerprint(policy("qwen3"))})
+        return engine_of(law="judged", judged=JudgedConfig(path=str(folder)), **settings)
+
+    return get
+
+
+def asked(cases, want):
+    """Requests with old texts that begin as the policy's own do, and laws that are told apart from all others."""
+    rng, made = random.Random(5), requests_of(cases)
+    for request, (tokens, _, _) in zip(made, want, strict=True):
+        text = [tokens[0], *corrupt(tokens[1:], rng, 0.3)]
+        request.drafter = SuffixDrafter(PromptTexts(), text)
+        request.draft_logprobs = [-0.5 - i / 1024 for i in range(len(text))]
+    return made
+
+
+@pytest.mark.parametrize("window", [1, 6])
+@pytest.mark.parametrize("threshold", [0.0, 0.5, 1.1])
+def test_it_is_the_judge_of_the_transformers_engine(judging, golden, threshold, window):
+    cases, want = golden()
+    reference = judged(policy("qwen3"), Sampling(EOS_IDS), head(threshold), window=6)
+    theirs, _ = reference.generate(asked(cases, want))
+    done, stats = judging(threshold, window=window).generate(asked(cases, want))
+    assert differing(done, exactly(theirs), 1e-3) == []
+    for ours, their in zip(done, theirs, strict=True):  # a draw behind a whole draft has its own law, in both
+        columns = (ours.reused, their.reused, ours.behaviour_logprobs, their.behaviour_logprobs)
+        both = [(mine, other) for *drafted, mine, other in zip(*columns, strict=True) if all(drafted)]
+        assert all(mine == pytest.approx(other, abs=1e-3) for mine, other in both)
+    assert 0 < stats.accepted <= stats.drafted
+    assert stats.route_faults == 0
+    assert bool(differing(done, want, 1e-3)) == (threshold > 0), "a judge that lets nothing stand is exact"
+    stood = sum(logprob < -0.5 and (-0.5 - logprob) * 1024 % 1 == 0 for c in done for logprob in c.behaviour_logprobs)
+    assert (stood > 0) == (threshold > 0)
+
+
+def test_small_steps_and_shared_prompts_change_nothing(judging, golden):
+    """A step has rows that wait, rows that join, prompts of which it computes a part, and half of each draft."""
+    cases, want = golden()
+    done, _ = judging(0.5).generate(asked(cases, want))
+    for settings in ({"tokens_per_pass": 40}, {"rows_per_batch": 5}, {"draft_tokens": 3}):
+        bounded, _ = judging(0.5, **settings).generate(asked(cases, want))
+        assert differing(bounded, exactly(done), 1e-4) == []
+
+
+def test_hidden_states_of_other_tokens_are_found(judging, golden, monkeypatch):
+    """Control of the test above: one place off, and the judge's text is another."""
+    from rollout.verify import Drawn
+
+    cases, want = golden()
+    done, _ = judging(0.5).generate(asked(cases, want))
+    place = Drawn.hidden.fget
+    monkeypatch.setattr(Drawn, "hidden", property(lambda drawn: place(drawn).roll(1, 0)))
+    off, _ = judging(0.5).generate(asked(cases, want))
+    assert differing(off, exactly(done), 1e-4)
+
+
+def test_a_judge_of_another_policy_is_refused(saved, tmp_path):
+    head(0.5).save(tmp_path, {"policy": "another"})
+    with pytest.raises(RolloutError, match="was trained for another policy"):
+        start(saved("qwen3")[1], law="judged", judged=JudgedConfig(path=str(tmp_path)))
