@@ -21,7 +21,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, Literal
 
-from rollout.config import doc
+from rollout.sections import doc
 from rollout.types import RolloutError
 from specrl.config import load as cli
 from specrl.config import options

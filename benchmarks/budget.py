@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from rollout.config import doc
+from rollout.sections import doc
 from specrl.config import load as cli
 
 MACHINES = {  # (a, r, b, c) in milliseconds

@@ -21,7 +21,6 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from rollout.config import doc
 from rollout.drafting.budget import Budget
 from rollout.drafting.contexts import ContextTable
 from rollout.drafting.draft import Draft
@@ -34,6 +33,7 @@ from rollout.engines.local.ragged import Drawing
 from rollout.engines.local.reader import Reader
 from rollout.engines.local.varlen import StaticPass
 from rollout.engines.response import Response
+from rollout.sections import doc
 from rollout.types import EngineStats, Request
 from rollout.verify import Drawn, exact
 from specrl.config import load as cli

@@ -19,7 +19,7 @@ from pathlib import Path
 from statistics import median, quantiles
 from textwrap import fill
 
-from rollout.config import doc
+from rollout.sections import doc
 from specrl.config import load as cli
 from specrl.results import tables
 

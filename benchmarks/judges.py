@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from rollout.config import doc
+from rollout.sections import doc
 from specrl.config import load as cli
 from specrl.run import tasks
 from specrl.run.tasks import Problem, arithmetic

@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.curves import Curve, cost_saved
-from rollout.config import doc
+from rollout.sections import doc
 from rollout.types import EngineStats
 from specrl.config import load as cli
 from specrl.config.schema import Config

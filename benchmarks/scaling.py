@@ -31,10 +31,11 @@ from transformers import PreTrainedTokenizerBase
 from benchmarks.scaling_law import MB, extrapolate_sync, fit_sync, step_report
 from benchmarks.scaling_tables import show
 from rollout.build import build_engine
-from rollout.config import ClusterConfig, RolloutConfig
+from rollout.config import RolloutConfig
 from rollout.drafting.suffix import PromptTexts, SuffixDrafter
 from rollout.engines.base import EngineSpec
 from rollout.keys import derive_key
+from rollout.sections import ClusterConfig
 from rollout.types import AheadText, Completion, Request
 from rollout.workers.pool import RolloutPool
 from specrl.run.cluster import connect

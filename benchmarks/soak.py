@@ -29,7 +29,7 @@ from pathlib import Path
 from soak_checks import Sample, disagreements, excesses, grown, leaks
 from soak_life import Life, command, environment, size_mb
 
-from rollout.config import doc
+from rollout.sections import doc
 from specrl.config import load as cli
 from specrl.config import options
 from specrl.config.load import RUN_ERROR, TERMINATED, USAGE_ERROR

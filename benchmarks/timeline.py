@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.ahead import RUNS, Step
-from rollout.config import doc
+from rollout.sections import doc
 from specrl.config import load as cli
 from specrl.config.options import ConfigError
 from specrl.results import plots

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from benchmarks import host
-from rollout.config import doc
 from rollout.drafting.contexts import ContextTable
 from rollout.drafting.drafting import Drafting
 from rollout.engines.base import Sampling
@@ -30,6 +29,7 @@ from rollout.engines.vllm.room import Room
 from rollout.engines.vllm.rows import VLLMRow
 from rollout.engines.vllm.scheduler import set_lengths
 from rollout.engines.vllm.step import Step, StepRules
+from rollout.sections import doc
 from rollout.types import EngineStats, Request
 from specrl.config import load as cli
 

@@ -5,7 +5,8 @@
 A wrong guess costs time, never correctness: the response is the one that plain decoding gives.
 """
 
-from rollout.config import BudgetConfig, RolloutConfig
+from rollout.config import RolloutConfig
+from rollout.sections import BudgetConfig
 from rollout.build import build_engine
 from rollout.engines.base import EngineSpec
 from rollout.types import Request

@@ -24,7 +24,7 @@ class Option:
     type: Any
     default: Any
     metadata: Mapping[str, Any]
-    """What `rollout.config.doc` says of it; what a section says holds for its options, unless they say otherwise."""
+    """What `rollout.sections.doc` says of it; what a section says holds for its options, unless they say otherwise."""
 
     @property
     def help(self) -> str:

@@ -17,7 +17,8 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from rollout.config import RolloutConfig, doc
+from rollout.config import RolloutConfig
+from rollout.sections import doc
 from specrl.config import load as cli
 from specrl.config.options import ConfigError
 from specrl.config.schema import Config, DatasetConfig

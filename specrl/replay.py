@@ -22,8 +22,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from rollout.config import SOURCES, doc
 from rollout.drafting.suffix import PromptTexts, SuffixDrafter, propose
+from rollout.sections import SOURCES, doc
 from specrl.config.load import load_saved, run
 from specrl.config.options import ConfigError
 from specrl.config.schema import Config

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from rollout.config import doc
+from rollout.sections import doc
 from specrl.config.load import run as run_command
 from specrl.config.options import ConfigError
 from specrl.results.records import run_option

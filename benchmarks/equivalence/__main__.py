@@ -13,7 +13,7 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from rollout.config import doc
+from rollout.sections import doc
 from specrl.config import load as cli
 
 ALGORITHMS = ("grpo", "ppo")

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from benchmarks.equivalence import toy
 from rollout.cache.memory import Fingerprint, TrajectoryCache
-from rollout.config import BudgetConfig, RolloutConfig
+from rollout.config import RolloutConfig
 from rollout.control import Control
 from rollout.keys import Visits
+from rollout.sections import BudgetConfig
 from rollout.speculative import SpeculativeRollout
 from rollout.types import Completion, RolloutBatch, Row
 from trainers.correction import correction_weights

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from rollout.checks import Option, options, suggestion
-from rollout.config import doc
+from rollout.sections import doc
 
 
 class OptionError(Exception):

@@ -8,8 +8,8 @@ from dataclasses import replace
 from operator import eq
 from typing import Any
 
-from rollout.config import SOURCES
 from rollout.drafting.ngrams import LENGTHS, NGrams, Piece, Place, append, token_ids
+from rollout.sections import SOURCES
 from rollout.types import Request
 
 _RECENT = 6  # positions over which a text that is being followed shows whether it still fits

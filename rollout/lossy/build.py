@@ -5,12 +5,12 @@ from __future__ import annotations
 from torch.nn import Module
 from transformers import AutoTokenizer
 
-from rollout.config import JudgedConfig, RoutedConfig
 from rollout.engines.base import EngineSpec
 from rollout.lossy.judge import Judge, JudgeHead, KLJudge
 from rollout.lossy.pair import fingerprint
 from rollout.lossy.router import SERVED, Router, Scorer, by_reward, load_learned
 from rollout.lossy.steps import StepEnd
+from rollout.sections import JudgedConfig, RoutedConfig
 from rollout.types import RolloutError
 
 

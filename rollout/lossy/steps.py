@@ -8,7 +8,8 @@ from functools import cache
 from typing import Literal
 
 from rollout.checks import check
-from rollout.config import RolloutConfig, RoutedConfig
+from rollout.config import RolloutConfig
+from rollout.sections import RoutedConfig
 
 Source = Literal["draft", "policy"]
 End = Literal["separator", "eos", "cap", "broken"]

@@ -11,7 +11,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from rollout.config import ClusterConfig
+from rollout.sections import ClusterConfig
 from rollout.types import EngineStats, Request, RolloutError
 from rollout.workers.worker import Failure, RolloutWorker, Share, Started
 

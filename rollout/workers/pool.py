@@ -18,8 +18,8 @@ import ray
 from torch import Tensor
 
 from rollout.build import build_engine
-from rollout.config import ClusterConfig
 from rollout.engines.base import Engine, EngineSpec, Probe
+from rollout.sections import ClusterConfig
 from rollout.types import AheadText, Completion, EngineStats, Request, RolloutError
 from rollout.workers.ahead import Ahead
 from rollout.workers.calls import Place, Task, ask_each, first_to_end, together

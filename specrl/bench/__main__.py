@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from rollout.config import doc
+from rollout.sections import doc
 from specrl.bench.pair import Bench, Case, PairConfig, device_name, prepare, with_config
 from specrl.config import load as cli
 from specrl.results import tables

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from rollout.config import doc
 from rollout.metrics import Divergence
+from rollout.sections import doc
 from specrl.config.load import load
 from specrl.config.options import ConfigError
 from specrl.config.schema import Config

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from reward.config import RewardConfig
-from rollout.config import ClusterConfig, RolloutConfig, doc
+from rollout.config import RolloutConfig
+from rollout.sections import ClusterConfig, doc
 from trainers.config import TrainerConfig
 
 

@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from rollout.config import ClusterConfig
+from rollout.sections import ClusterConfig
 from specrl.config.options import ConfigError
 
 LOOPBACK = "127.0.0.1"

@@ -12,9 +12,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 import specrl.train
-from rollout.config import SOURCES
 from rollout.lossy.judge import JudgeHead
 from rollout.lossy.pair import fingerprint, write_card
+from rollout.sections import SOURCES
 from specrl.config import load as cli
 from specrl.config import options
 from specrl.config.load import known_configs

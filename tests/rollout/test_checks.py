@@ -10,11 +10,12 @@ import torch
 
 from rollout.build import build_engine
 from rollout.checks import check
-from rollout.config import CacheConfig, JudgedConfig, RolloutConfig, VLLMConfig
+from rollout.config import RolloutConfig
 from rollout.engines.base import EngineSpec, Sampling
 from rollout.engines.local.engine import TransformersEngine
 from rollout.keys import derive_key
 from rollout.lossy.lenient import lenient
+from rollout.sections import CacheConfig, JudgedConfig, VLLMConfig
 from rollout.types import Request, RolloutError, Row
 from specrl.config import options
 from specrl.config.load import load

@@ -13,11 +13,12 @@ import torch
 
 from rollout.build import build_engine
 from rollout.cache.memory import Fingerprint, TrajectoryCache
-from rollout.config import BudgetConfig, RolloutConfig
+from rollout.config import RolloutConfig
 from rollout.drafting.ngrams import token_ids
 from rollout.drafting.suffix import PromptTexts, SuffixDrafter
 from rollout.engines.base import EngineSpec
 from rollout.keys import derive_key, generation
+from rollout.sections import BudgetConfig
 from rollout.speculative import SpeculativeRollout
 from rollout.types import Completion, EngineStats, Request, RolloutError, Row, Trajectory
 from rollout.verify import Stood

@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from rollout.cache.memory import Fingerprint, TrajectoryCache
-from rollout.config import SOURCES
+from rollout.sections import SOURCES
 from rollout.types import Trajectory
 from specrl.config import load as cli
 from specrl.config.options import ConfigError

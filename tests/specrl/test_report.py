@@ -5,7 +5,7 @@ import sys
 import pytest
 from rich.console import Console
 
-from rollout.config import RoutedConfig
+from rollout.sections import RoutedConfig
 from specrl import report
 from specrl.config.load import load_saved, save
 from specrl.config.load import run as run_command

@@ -18,7 +18,8 @@ from safetensors.torch import load_file
 import specrl.train
 from rollout.cache.memory import Fingerprint, TrajectoryCache
 from rollout.cache.reading import load
-from rollout.config import CacheConfig, RolloutConfig
+from rollout.config import RolloutConfig
+from rollout.sections import CacheConfig
 from rollout.types import CacheError, Trajectory
 from specrl.config import load as cli
 from specrl.config.load import RUN_ERROR

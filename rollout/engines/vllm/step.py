@@ -1,7 +1,8 @@
 """What happens inside a step of vLLM's Model Runner V1: rows are drawn with this package's noise and drafts ride along.
 
 A step carries each row's last token and its draft; `sample` decides about them in the place of vLLM's sampler, then
-vLLM asks `propose` for the next drafts. Whose rows they are is a subclass's matter.
+vLLM asks `propose` for the next drafts. Whose rows they are is a subclass's matter. V2 (native.py) has hooks of its own
+around the same `ask` and `settle`.
 """
 
 from __future__ import annotations

@@ -8,11 +8,11 @@ from operator import eq
 import cloudpickle
 import pytest
 
-from rollout.config import SOURCES
 from rollout.drafting import suffix
 from rollout.drafting.draft import Draft, ask, ask_all
 from rollout.drafting.ngrams import NGrams, token_ids
 from rollout.drafting.suffix import PromptTexts, SuffixDrafter, find
+from rollout.sections import SOURCES
 from rollout.types import Request, RolloutError
 
 OLD = list(range(100, 160))

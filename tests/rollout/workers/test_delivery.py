@@ -14,8 +14,9 @@ import psutil
 import pytest
 
 from rollout.build import build_engine
-from rollout.config import BudgetConfig, ClusterConfig, RolloutConfig
+from rollout.config import RolloutConfig
 from rollout.engines.base import EngineSpec
+from rollout.sections import BudgetConfig, ClusterConfig
 from rollout.types import Request, RolloutError
 from rollout.workers.delivery import Delivery
 from rollout.workers.pool import RolloutPool

@@ -23,10 +23,11 @@ import pytest
 import torch
 
 from rollout.build import build_engine
-from rollout.config import BudgetConfig, ClusterConfig, RolloutConfig
+from rollout.config import RolloutConfig
 from rollout.drafting.suffix import PromptTexts, SuffixDrafter, following
 from rollout.engines.base import EngineSpec, Probe
 from rollout.keys import derive_key
+from rollout.sections import BudgetConfig, ClusterConfig
 from rollout.types import Completion, EngineStats, Request, RolloutError
 from rollout.workers.pool import RolloutPool
 from rollout.workers.worker import Failure, RolloutWorker, StaleWeights, Started, spread, to_arrays, to_tensors

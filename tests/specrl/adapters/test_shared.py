@@ -5,7 +5,7 @@ import importlib.util
 
 import pytest
 
-from rollout.config import ClusterConfig
+from rollout.sections import ClusterConfig
 from specrl.run.cluster import connect
 
 pytestmark = [

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rollout.config import ClusterConfig
+from rollout.sections import ClusterConfig
 from specrl.config.options import ConfigError
 from specrl.run.cluster import check_resources, connect, private_folder
 
@@ -150,7 +150,7 @@ def test_gpus_that_are_not_there(started):
 
 
 FAILS = """
-from rollout.config import ClusterConfig
+from rollout.sections import ClusterConfig
 from specrl.run.cluster import connect
 from specrl.config.options import ConfigError
 try:

@@ -22,10 +22,11 @@ from transformers import ProcessorMixin
 import trainers.grpo.trainer  # noqa: F401 (silences TRL's remarks at import)
 from rollout.cache.memory import Fingerprint, TrajectoryCache
 from rollout.cache.reading import load
-from rollout.config import CacheConfig, RolloutConfig
+from rollout.config import RolloutConfig
 from rollout.engines.base import Sampling
 from rollout.engines.local.engine import TransformersEngine
 from rollout.keys import Visits
+from rollout.sections import CacheConfig
 from rollout.speculative import SpeculativeRollout
 from rollout.types import Request, RolloutError
 from specrl.tiny import load_tiny

@@ -3,9 +3,10 @@
 import random
 
 from rollout.build import build_engine
-from rollout.config import JudgedConfig, RolloutConfig
+from rollout.config import RolloutConfig
 from rollout.engines.base import EngineSpec
 from rollout.engines.local.engine import TransformersEngine
+from rollout.sections import JudgedConfig
 from rollout.types import Request
 from tests.rollout.golden import (
     EOS_IDS,

@@ -7,11 +7,11 @@ import random
 import pytest
 import torch
 
-from rollout.config import JudgedConfig
 from rollout.drafting.suffix import PromptTexts, SuffixDrafter
 from rollout.engines.base import Sampling
 from rollout.lossy.judge import JudgeHead
 from rollout.lossy.pair import fingerprint
+from rollout.sections import JudgedConfig
 from rollout.types import RolloutError
 from tests.engines import judged
 from tests.rollout.engines.vllm.test_vllm import (  # noqa: F401 - fixtures
