@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rollout.engines.vllm.wire import TEXTS
+from rollout.engines.vllm.wire import TEXTS, unpack_text
 
 MOST_TEXTS = 3
 """Texts that a request may bring; more of one prompt rarely help."""
@@ -21,11 +21,12 @@ class DeviceTexts:
     response's over the most of SUFFIX positions, and of those the one nearest to the response's own length: so a text
     is followed further after a mismatch, as if one token had been replaced. Texts and responses stay on the device.
 
-    Args: runner: vLLM's model runner, whose speculator's `propose` this takes over.
+    Args: runner: vLLM's model runner with the keyed sampler, whose speculator's `propose` this takes over.
     """
 
     def __init__(self, runner):
         self._states, self._width = runner.req_states, runner.num_speculative_steps
+        self._starts = runner.sampler.slots.starts
         shape = (runner.max_num_reqs, MOST_TEXTS, runner.max_model_len)
         self.texts = torch.full(shape, -1, dtype=torch.int32, device=runner.device)
         add = runner.model_state.add_request
@@ -35,8 +36,9 @@ class DeviceTexts:
             params = request.sampling_params
             self.texts[slot] = -1
             for i, text in enumerate(((params and params.extra_args) or {}).get(TEXTS, ())[:MOST_TEXTS]):
-                ids = torch.from_numpy(np.frombuffer(text, np.int32)[: shape[2]].copy())
-                self.texts[slot, i, : len(ids)] = ids.to(runner.device)
+                ids = unpack_text(text)[: shape[2]]
+                known = np.where(ids < runner.vocab_size, ids, -1)  # the model has no embedding of others
+                self.texts[slot, i, : len(ids)] = torch.from_numpy(known).to(runner.device)
 
         runner.model_state.add_request, runner.speculator.propose = add_request, self.propose
 
@@ -45,7 +47,7 @@ class DeviceTexts:
         if dummy_run:
             return torch.zeros(input_batch.num_reqs, self._width, dtype=torch.int64, device=self.texts.device)
         slots = input_batch.idx_mapping.long()
-        begin, end = (x.gpu[slots].long()[:, None, None] for x in (self._states.prompt_len, self._states.total_len))
+        begin, end = (x[slots].long()[:, None, None] for x in (self._starts, self._states.total_len.gpu))
         return continue_texts(self.texts[slots], self._states.all_token_ids.gpu[slots], begin, end, self._width)
 
 
