@@ -8,15 +8,8 @@ from vllm.platforms.cpu import CpuPlatform
 from rollout.engines.vllm import sampler, worker
 from tests.rollout.engines.vllm import test_vllm
 from tests.rollout.engines.vllm.test_vllm import LAWS, close, exactly, golden, moved, probe_of, saved  # noqa: F401
+from tests.rollout.engines.vllm.test_vllm_served import keep_async
 from tests.rollout.golden import Script, all_wrong, corrupt, differing, requests_of
-
-_configure = CpuPlatform.check_and_update_config.__func__
-
-
-def keep_async(cls, config):
-    """vLLM turns asynchronous scheduling off on a CPU."""
-    _configure(cls, config)
-    config.scheduler_config.async_scheduling = True
 
 
 @pytest.fixture(scope="session")
@@ -148,6 +141,18 @@ def test_after_an_update_it_is_the_new_policy(engine_of, golden):  # noqa: F811
     engine.update_weights(model.state_dict().items(), 2, probe_of(model))
 
 
+class Trusting(sampler.KeyedVerifier):
+    """A planted fault: every draft stands."""
+
+    def _verify(self, *given):
+        processed, tokens, _ = super()._verify(*given)
+        firsts, drafts = given[4], given[-1]
+        rows = (firsts[1:] - firsts[:-1]).int()
+        for i, n in enumerate(rows.tolist()):
+            tokens[i, : n - 1] = drafts[firsts[i] + 1 : firsts[i] + n].clamp(min=0)
+        return processed, tokens, rows
+
+
 @pytest.mark.parametrize("fault", ["noise", "acceptance"])
 def test_planted_faults_are_found(engine_of, golden, monkeypatch, fault):  # noqa: F811
     cases, want = golden()
@@ -155,15 +160,6 @@ def test_planted_faults_are_found(engine_of, golden, monkeypatch, fault):  # noq
 
     def shifted(logits, keys, at, *more):
         return draw(logits, keys, at + late, *more)
-
-    class Trusting(sampler.KeyedVerifier):
-        def _verify(self, *given):
-            processed, tokens, _ = super()._verify(*given)
-            firsts, drafts = given[4], given[-1]
-            rows = (firsts[1:] - firsts[:-1]).int()
-            for i, n in enumerate(rows.tolist()):  # every draft stands
-                tokens[i, : n - 1] = drafts[firsts[i] + 1 : firsts[i] + n].clamp(min=0)
-            return processed, tokens, rows
 
     if fault == "noise":
         monkeypatch.setattr(sampler, "packed_draw", shifted)

@@ -102,8 +102,9 @@ def start_served(path, arguments: dict, **settings_):
 
 def keep_async(cls, config):
     """vLLM turns asynchronous scheduling off on a CPU."""
+    asked = config.scheduler_config.async_scheduling
     _configure(cls, config)
-    config.scheduler_config.async_scheduling = True
+    config.scheduler_config.async_scheduling = asked
 
 
 def arguments() -> dict:

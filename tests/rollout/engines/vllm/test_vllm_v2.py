@@ -1,6 +1,7 @@
 """The vLLM engine on Model Runner V2, by Triton's interpreter: in processes of their own, as it has to be there first.
 
 test_vllm.py is run again, its drafts made by the host; device_cases.py has what stays on the device.
+test_vllm_served.py is run again too, and served_cases.py has what only servers on V2 do.
 """
 
 import importlib.util
@@ -21,7 +22,7 @@ SITE = f"import os\nif os.environ.get('TRITON_INTERPRET'):\n    import {HERE}.vl
 @pytest.mark.long
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM: pip install 'specrl[vllm]'")
 @pytest.mark.skipif(not TRITON.is_dir(), reason="needs Triton's interpreter: make interpreter")
-@pytest.mark.parametrize("cases", ["test_vllm.py", "device_cases.py"])
+@pytest.mark.parametrize("cases", ["test_vllm.py", "device_cases.py", "test_vllm_served.py", "served_cases.py"])
 def test_the_cases_on_tritons_interpreter(cases, tmp_path):
     (tmp_path / "sitecustomize.py").write_text(SITE)
     path = os.pathsep.join(map(str, (tmp_path, TRITON, ROOT)))
