@@ -1,12 +1,13 @@
 """Fakes of what verl and OpenRLHF document, as their packages need environments of their own.
 
-`Server` stands for a vLLM server with KeyedDrafter: it reads the same `extra_args` and draws with the same noise, on a
-tiny transformers model; tests/rollout/engines/vllm/test_vllm_served.py holds the real server to that. Signatures and
-field names are those of verl at 1dda039 and OpenRLHF at 3c3be62.
+`Server` stands for a vLLM server that serves keyed requests: it reads the same `extra_args` and draws with the same
+noise, on a tiny transformers model; tests/rollout/engines/vllm/test_vllm_served.py holds the real server to that.
+Signatures and field names are those of verl at 1dda039 and OpenRLHF at 3c3be62.
 """
 
 from __future__ import annotations
 
+import asyncio
 from copy import deepcopy
 from types import SimpleNamespace
 
@@ -26,6 +27,7 @@ class Here:
         self.session = session
 
     async def request(self, *args, **options):
+        await asyncio.sleep(0)  # others come in between
         return self.session.request(*args, **options)
 
     async def finish(self, *args):

@@ -150,11 +150,12 @@ def test_requests_that_a_sample_makes_at_once_are_turns_of_their_own(build_model
     client = FakeLLMServerClient(Server(build_model("llama")))
     reuse = verl.ReuseClient(client, Here(ReuseSession()), visit=1, slot=0)
 
-    async def both():
-        await asyncio.gather(*[reuse.generate("r", prompt_ids=[5, 6], sampling_params={}) for _ in range(2)])
+    async def ask():
+        await reuse.generate("r", prompt_ids=[5, 6], sampling_params={})
+        await asyncio.gather(*[reuse.generate("r", prompt_ids=[5, 6, 7], sampling_params={}) for _ in range(2)])
 
-    asyncio.run(both())
-    assert len({keyed.key for keyed, _ in client.server.done}) == 2
+    asyncio.run(ask())
+    assert len({keyed.key for keyed, _ in client.server.done}) == 3
 
 
 def test_stale_and_wrong_texts_change_nothing(build_model):
