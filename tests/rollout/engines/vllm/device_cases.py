@@ -181,9 +181,8 @@ def test_what_is_there_after_a_stop_is_a_beginning(engine_of, golden, steps):  #
     assert differing(engine.generate(requests_of(cases))[0], want, 1e-4) == [], "nothing of it is left behind"
 
 
-def test_two_processes_that_hold_the_model_together(engine_of, monkeypatch):
+def test_two_processes_that_hold_the_model_together(engine_of):
     """Tensor parallelism: both draw and propose the same."""
-    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     cases = [([3 + i, 9, 11, 4 + i], 14) for i in range(6)]
     engine = engine_of(parallel=2)
     plain, _ = engine.generate(requests_of(cases))

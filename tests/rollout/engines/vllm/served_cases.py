@@ -118,7 +118,6 @@ def test_a_server_in_processes_of_its_own(served, requests, plain, path, monkeyp
     from rollout.engines.vllm.engine import settings
     from rollout.engines.vllm.served import serve_by_default
 
-    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
     monkeypatch.setattr(CpuPlatform, "check_and_update_config", classmethod(keep_async))
     monkeypatch.setattr(vllm, "AsyncEngineArgs", vllm.AsyncEngineArgs)  # restored afterwards
