@@ -24,13 +24,12 @@ from benchmarks import host
 from rollout.drafting.contexts import ContextTable
 from rollout.drafting.drafting import Drafting
 from rollout.engines.base import Sampling
-from rollout.engines.vllm.device import DeviceDrafts
 from rollout.engines.vllm.room import Room
 from rollout.engines.vllm.rows import VLLMRow
-from rollout.engines.vllm.scheduler import set_lengths
+from rollout.engines.vllm.scheduler import DraftLengths, set_lengths
 from rollout.engines.vllm.step import Step, StepRules
 from rollout.sections import doc
-from rollout.types import EngineStats, Request
+from rollout.types import EngineStats
 from specrl.config import load as cli
 
 LAW = Sampling(host.EOS_IDS)
@@ -179,14 +178,12 @@ class Requests(dict):
 
 def on_device(rows: int, steps: int = 200) -> float:
     """Microseconds a row and step, the median of `steps`: all drafts of 8 tokens stand but for one in ten rows."""
-    core = SimpleNamespace(engine_core=SimpleNamespace(scheduler=SimpleNamespace()))
-    llm = SimpleNamespace(collective_rpc=lambda *_, **__: None, llm_engine=SimpleNamespace(engine_core=core))
     drafting = Drafting(host.Unhurried())
     drafting.attach(host.Policy())
-    flow = DeviceDrafts(llm=llm, drafting=drafting, source="texts", draft_tokens=DRAFT_TOKENS, room=Room(ROOM))
+    flow = DraftLengths(source="texts", drafting=drafting, draft_tokens=DRAFT_TOKENS, room=Room(ROOM))
     names = [f"request-{i}" for i in range(rows)]
-    for i, name in enumerate(names):
-        flow.admit(name, VLLMRow(Request([2], i, 1 << 20), sampling=LAW), drafts=True)
+    for name in names:
+        flow.admit(name, drafts=True)
     requests, spent = Requests(names), []
     for _ in range(steps):
         began = time.thread_time()

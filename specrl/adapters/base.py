@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -21,8 +22,11 @@ _ANY_ID = 1 << 31  # the server leaves out ids that its model does not have
 class Ticket:
     """One response that was asked for."""
 
+    example_id: str
     slot: int
     visit: int
+    turn: int
+    """Of its conversation; 0 is the first."""
     request: KeyedRequest
 
     def add_to(self, extra_args: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -34,12 +38,15 @@ class ReuseSession:
     """Keys and drafts of a training run, for servers that serve keyed requests (rollout/engines/vllm/served.py).
 
     A prompt is known by its token ids. The key of a response is a hash of (seed, prompt, slot, visit): every slot and
-    every visit draws with fresh noise, and what is stored decides about time only.
+    every visit draws with fresh noise, and what is stored decides about time only. A later turn of a conversation is
+    known by the prompt of the first turn and its own number, as its prompt holds responses that differ from visit to
+    visit: so it finds the old texts of that turn, and has a key of its own.
 
         ticket = session.request(prompt_ids, visit=step, slot=3)
         params = SamplingParams(..., extra_args=ticket.add_to(None))
         ...                                             # the server answers with `tokens`
         session.finish(ticket, tokens)
+        ticket = session.request(longer_ids, after=ticket)  # the conversation's next turn, if there is one
 
     Args:
         seed: of the run; all noise keys derive from it.
@@ -54,7 +61,9 @@ class ReuseSession:
         """By prompt: its latest visit, and the slots given out at it."""
         self._asked: Counter[str] = Counter()
 
-    def request(self, prompt: Sequence[int], *, visit: int | None = None, slot: int = 0) -> Ticket:
+    def request(
+        self, prompt: Sequence[int], *, visit: int | None = None, slot: int = 0, after: Ticket | None = None
+    ) -> Ticket:
         """How the next response to `prompt` is drawn, and what it may draft from.
 
         Args:
@@ -62,23 +71,32 @@ class ReuseSession:
                 the prompt: every `group_size` of them are a visit.
             slot: place in the prompt's group. If it is given out already, as when a prompt occurs twice in a batch, the
                 next free one is taken.
+            after: the conversation's last request, whose visit and slot this one has.
         """
-        prompt = [int(token) for token in prompt]
-        example_id = hashlib.blake2b(repr(prompt).encode(), digest_size=16).hexdigest()
-        if visit is None:
-            visit, slot = self._count(example_id)
+        if after:
+            example_id, slot, visit, turn = after.example_id, after.slot, after.visit, after.turn + 1
         else:
-            slot = self._free(example_id, visit, slot)
-        own, others = self.cache.get(example_id, slot), self.cache.siblings(example_id, but=slot)
+            example_id, slot, visit, turn = *self._begin([int(token) for token in prompt], visit, slot), 0
+        group = f"{example_id}/{turn}" if turn else example_id
+        own, others = self.cache.get(group, slot), self.cache.siblings(group, but=slot)
         texts = tuple(t.tokens for t in [*([own] if own else []), *others][:_TEXTS])
-        key = derive_key(self.seed, example_id, slot, visit)
-        return Ticket(slot, visit, KeyedRequest(key, len(prompt), example_id, texts, own=0 if own else -1))
+        keyed = KeyedRequest(derive_key(self.seed, group, slot, visit), len(prompt), group, texts, own=0 if own else -1)
+        return Ticket(example_id, slot, visit, turn, keyed)
 
     def finish(self, ticket: Ticket, tokens: Sequence[int]) -> None:
         """Keeps a response, or what there is of one, for the prompt's next visit."""
         if len(tokens):  # an aborted request may have none
             kept = Trajectory(tuple(tokens), ticket.request.key, "length", version=ticket.visit, step=ticket.visit)
             self.cache.merge([(ticket.request.group, ticket.slot, kept)])
+
+    def _begin(self, prompt: list[int], visit: int | None, slot: int) -> tuple[str, int, int]:
+        """Example id, slot and visit of a conversation that begins with `prompt`."""
+        example_id = hashlib.blake2b(repr(prompt).encode(), digest_size=16).hexdigest()
+        if visit is None:
+            visit, slot = self._count(example_id)
+        else:
+            slot = self._free(example_id, visit, slot)
+        return example_id, slot, visit
 
     def _count(self, example_id: str) -> tuple[int, int]:
         if self.group_size < 1:
@@ -114,18 +132,30 @@ class SharedSession:
         actor = ray.remote(num_cpus=0)(ReuseSession)
         self._actor = actor.options(name=name, get_if_exists=True).remote(**options)
 
-    async def request(self, prompt: Sequence[int], *, visit: int | None = None, slot: int = 0) -> Ticket:
-        return await self._actor.request.remote(list(prompt), visit=visit, slot=slot)
+    async def request(self, prompt: Sequence[int], **place: Any) -> Ticket:
+        """See ReuseSession.request."""
+        return await self._actor.request.remote(list(prompt), **place)
 
     async def finish(self, ticket: Ticket, tokens: Sequence[int]) -> None:
         await self._actor.finish.remote(ticket, list(tokens))
 
 
 class Before:
-    """Stands before an engine of a trainer, all of which stays in reach."""
+    """Stands before an engine of a trainer, all of which stays in reach, for one sample.
+
+    The sample's requests are the turns of one conversation.
+    """
 
     def __init__(self, engine: Any, session: SharedSession, **place: int):
         self._engine, self._session, self._place = engine, session, place
+        self._last: Ticket | None = None
+        self._asking = asyncio.Lock()  # requests that a sample makes at once are turns of their own
+
+    async def _request(self, prompt: Sequence[int]) -> Ticket:
+        async with self._asking:
+            place = {"after": self._last} if self._last else self._place
+            self._last = await self._session.request(prompt, **place)
+            return self._last
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)

@@ -45,7 +45,7 @@ class ReuseEngine(Before):
     async def generate(self, prompt_token_ids: list[int], sampling_params: Any, multi_modal_data: Any = None) -> Any:
         if multi_modal_data:
             return await self._engine.generate(prompt_token_ids, sampling_params, multi_modal_data=multi_modal_data)
-        ticket = await self._session.request(prompt_token_ids)
+        ticket = await self._request(prompt_token_ids)
         keyed = copy(sampling_params)
         keyed.extra_args = ticket.add_to(sampling_params.extra_args)
         output = await self._engine.generate(prompt_token_ids, keyed)

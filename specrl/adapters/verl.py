@@ -58,7 +58,7 @@ class ReuseClient(Before):
         given = {"prompt_ids": prompt_ids, "sampling_params": sampling_params, **more}
         if any(more.get(name) for name in ("image_data", "video_data", "audio_data")):
             return await self._engine.generate(request_id, **given)
-        ticket = await self._session.request(prompt_ids, **self._place)
+        ticket = await self._request(prompt_ids)
         keyed = {**sampling_params, "extra_args": ticket.add_to(sampling_params.get("extra_args"))}
         output = await self._engine.generate(request_id, **{**given, "sampling_params": keyed})
         await self._session.finish(ticket, output.token_ids)

@@ -57,7 +57,7 @@ NAMES = {
         f"{_GPU}spec_decode.speculator:DraftModelSpeculator.compute_draft_logits": (
             *("self", "hidden_states", "spec_step_idx"),
         ),
-        f"{_GPU}model_runner:GPUModelRunner": ("compute_logits", "get_draft_model"),
+        f"{_GPU}model_runner:GPUModelRunner": ("compute_logits", "get_draft_model", "vocab_size"),
         "vllm.v1.worker.gpu_worker:Worker": ("weight_transfer_engine", "get_draft_model"),
         f"{_GPU}model_runner:GPUModelRunner.take_draft_token_ids": ("self",),
         f"{_GPU}model_states.interface:ModelState.add_request": ("self", "req_index", "new_req_data"),
@@ -66,6 +66,8 @@ NAMES = {
         ),
         f"{_GPU}states:RequestState": ("prompt_len", "total_len", "all_token_ids", "req_id_to_index"),
         f"{_GPU}sample.states:SamplingStates": ("temperature", "top_k", "vocab_size"),
+        "vllm.v1.worker.gpu_worker:Worker.load_model": ("self", "load_dummy_weights"),
+        f"{_SCHEDULER}scheduler:Scheduler.add_request": ("self", "request"),
         f"{_SCHEDULER}async_scheduler:AsyncScheduler._update_after_schedule": ("self", "scheduler_output"),
         f"{_SCHEDULER}async_scheduler:AsyncScheduler._update_request_with_output": (
             *("self", "request", "new_token_ids", "is_stale"),

@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
-import numpy as np
 from vllm import LLM, SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
@@ -19,25 +18,11 @@ from rollout.drafting.suffix import SuffixDrafter
 from rollout.engines.response import refuse_unusable
 from rollout.engines.vllm.room import Room
 from rollout.engines.vllm.rows import BUG, Rules, VLLMRow
+from rollout.engines.vllm.scheduler import DraftLengths
 from rollout.engines.vllm.texts import MOST_TEXTS
-from rollout.engines.vllm.wire import KEY, TEXTS
+from rollout.engines.vllm.wire import KEY, TEXTS, pack_text
 from rollout.types import EngineStats, Request, RolloutError
 from rollout.verify import Stood
-
-_AGAIN = 8  # steps without a draft after which a row tries again
-
-
-@dataclass(slots=True)
-class Count:
-    """What the scheduler saw of a request."""
-
-    row: VLLMRow
-    drafts: bool
-    """It may carry drafts."""
-    emitted: list[int] = field(default_factory=list)
-    """Tokens of each step."""
-    rests: int = 0
-    """Steps since it last carried a draft."""
 
 
 @dataclass(kw_only=True)
@@ -55,44 +40,38 @@ class DeviceDrafts(Rules):
     source: str
     draft_tokens: int
     room: Room
-    _counts: dict[str, Count] = field(default_factory=dict)
-    """By vLLM's own request id."""
-    _began: float = 0.0
-    _verifies: bool = False
-    """The step that is being accounted for carried drafts."""
+    _lengths: DraftLengths = field(init=False)
 
     def __post_init__(self):
         self.llm.collective_rpc("specrl_install_device", args=(self.source == "texts",))
         self._scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler
-        self._scheduler.watcher = self
+        self._lengths = self._scheduler.watcher = DraftLengths(
+            source=self.source, drafting=self.drafting, draft_tokens=self.draft_tokens, room=self.room
+        )
 
     def run(self, rows: Sequence[VLLMRow], stop: Callable[[], bool]) -> EngineStats:
         """Finishes every row, unless `stop` says before a step that this is enough."""
-        self.stats, engine, outputs = EngineStats(), self.llm.llm_engine, {}
+        self.stats = self._lengths.stats = EngineStats()
+        engine, outputs = self.llm.llm_engine, {}
         self.room.renew()
         names = []
         try:
             for i, row in enumerate(rows):
                 names.append(self._submit(str(i), row))
-            self._began = time.perf_counter()
+            self._lengths.began = time.perf_counter()
             while engine.has_unfinished_requests() and not stop():
                 outputs |= {output.request_id: output.outputs[0] for output in engine.step()}
             for i, (name, row) in enumerate(zip(names, rows, strict=True)):
                 if str(i) in outputs:
-                    self._finish(row, outputs[str(i)], self._counts[name].emitted)
+                    self._finish(row, outputs[str(i)], self._lengths.seen[name].emitted)
                 elif stop():
                     row.tokens = list(self._scheduler.requests[name].output_token_ids)
                 else:
                     raise RolloutError(f"vLLM left row {i} of {len(rows)} unfinished; {BUG}")
         finally:
             engine.abort_request(names, internal=True)  # those that have not ended
-            self._counts = {}
+            self._lengths.seen.clear()
         return self.stats
-
-    def admit(self, name: str, row: VLLMRow, drafts: bool) -> None:
-        """vLLM's request `name` is that row. Args: drafts: it may carry some."""
-        row.kind = ("start", self.source)
-        self._counts[name] = Count(row, drafts)
 
     def _submit(self, name: str, row: VLLMRow) -> str:
         """Hands a request to vLLM; returns vLLM's own id of it."""
@@ -112,7 +91,7 @@ class DeviceDrafts(Rules):
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
         name = self.llm.llm_engine.add_request(name, {"prompt_token_ids": list(request.prompt)}, params)
-        self.admit(name, row, bool(texts) or (row.drafting and self.source != "texts"))
+        self._lengths.admit(name, bool(texts) or (row.drafting and self.source != "texts"))
         return name
 
     def _finish(self, row: VLLMRow, done, emitted: Sequence[int]) -> None:
@@ -127,57 +106,13 @@ class DeviceDrafts(Rules):
         if theirs != ours:
             raise RolloutError(f"vLLM and specrl disagree about a row: {theirs}, {ours}; {BUG}")
 
-    # What the scheduler asks and tells -----------------------------------------------------------------------------
 
-    def lengths(self, names: Sequence[str]) -> dict[str, int]:
-        """See Watcher."""
-        names = [name for name in names if name in self._counts]
-        counts = [self._counts[name] for name in names]
-        kinds = [count.row.kind if count.drafts else None for count in counts]
-        windows = self.drafting.budget.plan(kinds).windows
-        drafting = sum(kind is not None and windows[kind] > 0 for kind in kinds)
-        share = self.room.share(drafting, len(kinds), self.draft_tokens)
-        lengths = {kind: min(share, n) for kind, n in windows.items()} | {None: 0}
-        return {name: lengths[kind] for name, kind in zip(names, kinds, strict=True)}
-
-    def drafted(self, name: str, drafted: int, accepted: int) -> None:
-        """See Watcher."""
-        if (count := self._counts.get(name)) and drafted:
-            self.drafting.budget.observe_draft(count.row.kind, drafted, accepted)
-            self.stats.count(self.source, drafted, accepted)
-            self._verifies = True
-            state = "agreeing" if accepted == drafted else "diverged" if accepted else "lost"
-            count.row.kind, count.rests = (state, self.source), -1
-
-    def emitted(self, name: str, tokens: int) -> None:
-        """See Watcher."""
-        if count := self._counts.get(name):
-            count.emitted.append(tokens)
-            count.rests += 1
-            if count.rests >= _AGAIN:
-                count.row.kind, count.rests = ("start", self.source), 0
-
-    def passed(self, tokens: int) -> None:
-        """See Watcher."""
-        seconds, self._began = time.perf_counter() - self._began, time.perf_counter()
-        self.stats.passes += 1
-        self.stats.forward_tokens += tokens
-        if self._verifies:  # what drafting took on the device is in it
-            self.stats.verify_s += seconds
-        elif tokens > len(self._counts):
-            self.stats.prefill_s += seconds
-        else:
-            self.stats.decode_s += seconds
-        self._verifies = False
-        self.drafting.observe_pass(tokens, seconds)
-
-
-def texts_of(request: Request) -> list[bytes]:
-    """The texts that a request's drafter goes by, its own first, as int32 ids."""
+def texts_of(request: Request) -> list[str]:
+    """The texts that a request's drafter goes by, its own first, as on the wire."""
     drafter = request.drafter
     if drafter is None:
         return []
     texts = [tuple(drafter.propose((), request.max_new_tokens))]
     if isinstance(drafter, SuffixDrafter):
         texts += map(tuple, drafter.texts.texts[: drafter.texts.stored])
-    return [np.array(text, np.int32).tobytes() for text in list(dict.fromkeys(texts))[:MOST_TEXTS] if text]
+    return [pack_text(text) for text in list(dict.fromkeys(texts))[:MOST_TEXTS] if text]

@@ -42,10 +42,10 @@ class Keys:
             params = request.sampling_params
             given = (params and params.extra_args) or {}
             self.keyed[slot] = self.keyed_np[slot] = KEY in given
+            self.top_p[slot] = self.top_p_np[slot] = params.top_p if params else 1.0
             if KEY in given:
                 self.keys[slot] = given[KEY]
                 self.starts[slot] = given.get(PROMPT_TOKENS, request.prompt_len)
-                self.top_p[slot] = self.top_p_np[slot] = params.top_p
 
         runner.model_state.add_request = add_request
 
@@ -87,8 +87,9 @@ class KeyedSampler(Sampler):
             self.packed = torch.where(still, draws[False], draws[True])
         drawn = self.packed[0].long()
         if not keyed.all():
-            theirs, _ = super()._sample_random(logits, slots.int(), slots_np, pos, top_k, top_p, False)
-            drawn = torch.where(self.slots.keyed[slots], drawn, theirs)
+            theirs, told = super()._sample_random(logits, slots.int(), slots_np, pos, top_k, top_p, False)
+            ours = self.slots.keyed[slots]
+            drawn, processed = torch.where(ours, drawn, theirs), torch.where(ours[:, None], processed, told)
         return drawn, processed
 
     def guess(self, logits: Tensor, slots: Tensor, pos: Tensor) -> Tensor:

@@ -6,32 +6,112 @@ to it: what they are is known on the device only.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
+from rollout.drafting.budget import Kind
+from rollout.drafting.drafting import Drafting
+from rollout.engines.vllm.room import Room
+from rollout.types import EngineStats
 
-class Watcher(Protocol):
-    """Who is told, and asked. Requests go by vLLM's own ids; those that it does not know are none of its business."""
+_AGAIN = 8  # steps without a draft after which a request tries again
 
-    def lengths(self, names: list[str]) -> dict[str, int]:
-        """Draft tokens that each request carries in its next step."""
+
+@dataclass(slots=True)
+class Seen:
+    """What the scheduler saw of a request."""
+
+    drafts: bool
+    """It may carry drafts."""
+    kind: Kind
+    """What the worth of its next draft is estimated by."""
+    emitted: list[int] = field(default_factory=list)
+    """Tokens of each step."""
+    rests: int = 0
+    """Steps since it last carried a draft."""
+
+
+@dataclass(kw_only=True)
+class DraftLengths:
+    """How many draft tokens requests carry, by what stood of those before.
+
+    Requests go by vLLM's own ids; those that were not admitted carry none.
+
+    Args:
+        source: what proposes.
+        drafting: its budget decides and learns.
+        draft_tokens: most of a request in one step.
+        room: draft tokens of all requests in one step; those that draft share it.
+    """
+
+    source: str
+    drafting: Drafting
+    draft_tokens: int
+    room: Room
+    seen: dict[str, Seen] = field(default_factory=dict)
+    """Requests that are admitted."""
+    stats: EngineStats = field(default_factory=EngineStats)
+    began: float = 0.0
+    """When the step in progress began."""
+    verifies: bool = False
+    """It carries drafts."""
+
+    def admit(self, name: str, drafts: bool) -> None:
+        """Request `name` takes part. Args: drafts: it may carry some."""
+        self.seen[name] = Seen(drafts, ("start", self.source))
+
+    def lengths(self, names: Iterable[str]) -> dict[str, int]:
+        """Draft tokens that each admitted request carries in its next step."""
+        known = [name for name in names if name in self.seen]
+        kinds = [self.seen[name].kind if self.seen[name].drafts else None for name in known]
+        windows = self.drafting.budget.plan(kinds).windows
+        drafting = sum(kind is not None and windows[kind] > 0 for kind in kinds)
+        share = self.room.share(drafting, len(kinds), self.draft_tokens)
+        lengths = {kind: min(share, n) for kind, n in windows.items()} | {None: 0}
+        return {name: lengths[kind] for name, kind in zip(known, kinds, strict=True)}
 
     def drafted(self, name: str, drafted: int, accepted: int) -> None:
         """Of a request's `drafted` tokens the first `accepted` stood."""
+        if (seen := self.seen.get(name)) and drafted:
+            self.drafting.budget.observe_draft(seen.kind, drafted, accepted)
+            self.stats.count(self.source, drafted, accepted)
+            self.verifies = True
+            state = "agreeing" if accepted == drafted else "diverged" if accepted else "lost"
+            seen.kind, seen.rests = (state, self.source), -1
 
     def emitted(self, name: str, tokens: int) -> None:
         """A request's step drew so many tokens, those behind its end included."""
+        if seen := self.seen.get(name):
+            seen.emitted.append(tokens)
+            seen.rests += 1
+            if seen.rests >= _AGAIN:
+                seen.kind, seen.rests = ("start", self.source), 0
 
     def passed(self, tokens: int) -> None:
         """A step of so many tokens is done."""
+        if not self.seen:
+            return  # of others: who knows when it began
+        seconds, self.began = time.perf_counter() - self.began, time.perf_counter()
+        self.stats.passes += 1
+        self.stats.forward_tokens += tokens
+        if self.verifies:  # what drafting took on the device is in it
+            self.stats.verify_s += seconds
+        elif tokens > len(self.seen):
+            self.stats.prefill_s += seconds
+        else:
+            self.stats.decode_s += seconds
+        self.verifies = False
+        self.drafting.observe_pass(tokens, seconds)
 
 
 class DraftScheduler(AsyncScheduler):
     """Named as vLLM's `scheduler_cls`; does as its parent does until it has a watcher."""
 
-    watcher: Watcher | None = None
+    watcher: DraftLengths | None = None
 
     def _update_after_schedule(self, scheduler_output) -> None:
         super()._update_after_schedule(scheduler_output)

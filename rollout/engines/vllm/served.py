@@ -1,14 +1,17 @@
 """Keyed requests in somebody else's vLLM server: exact reuse for trainers that own their engines.
 
-vLLM imports `KeyedDrafter` in every worker when a server is started with `SPECULATIVE_CONFIG`. From then on a request
-whose `extra_args` hold a KeyedRequest is drawn with this package's noise and drafts from the texts it brought; all
-others are drawn by vLLM itself. The tokens of a keyed request are those of the same request without texts.
+A server that is started with `ENGINE_ARGS` draws a request whose `extra_args` hold a KeyedRequest with this package's
+noise and drafts from the texts it brought; all others are drawn by vLLM itself. The tokens of a keyed request are those
+of the same request without texts. This file is the way of Model Runner V1: vLLM imports `KeyedDrafter` in every worker.
+served_v2.py is that of V2.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import wraps
 from weakref import WeakValueDictionary
@@ -16,8 +19,9 @@ from weakref import WeakValueDictionary
 import torch
 import vllm
 from torch import Tensor
-from vllm import SamplingParams
+from vllm import SamplingParams, envs
 from vllm.platforms import current_platform
+from vllm.triton_utils import HAS_TRITON
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
@@ -32,29 +36,47 @@ from rollout.engines.vllm.wire import KeyedRequest
 from rollout.noise import keyed_draw, process_logits
 from rollout.types import Request, RolloutError
 
-SPECULATIVE_CONFIG = {
-    "method": "custom_class",
-    "model": "rollout.engines.vllm.served.KeyedDrafter",
-    "num_speculative_tokens": 32,
+log = logging.getLogger(__name__)
+
+_HERE = "rollout.engines.vllm"
+ENGINE_ARGS = {
+    "v2": {
+        "speculative_config": {"method": "ngram_gpu", "num_speculative_tokens": 32},
+        "worker_cls": f"{_HERE}.served_v2.KeyedWorker",
+        "scheduler_cls": f"{_HERE}.served_v2.KeyedScheduler",
+    },
+    "v1": {
+        "speculative_config": {
+            "method": "custom_class",
+            "model": f"{_HERE}.served.KeyedDrafter",
+            "num_speculative_tokens": 32,
+        }
+    },
 }
-"""What a server needs as its `speculative_config`; the number bounds a row's draft in one step, up to 127."""
+"""What a server's engine has to be given, by vLLM's model runner: V2 wherever there is Triton, V1 on CPU builds.
+
+The number bounds a row's draft in one step, up to 127.
+"""
 
 
 def serve_by_default() -> None:
     """Every engine that this process starts by `vllm.AsyncEngineArgs` from now on serves keyed requests.
 
-    For trainers that leave no way to set the engine's arguments.
+    For trainers that leave no way to set the engine's arguments. One that is given any of these keeps its own.
     """
+    wanted = ENGINE_ARGS["v2" if HAS_TRITON and envs.VLLM_USE_V2_MODEL_RUNNER is not False else "v1"]
 
     class KeyedEngineArgs(vllm.AsyncEngineArgs):
         def __init__(self, *args, **options):
-            super().__init__(*args, **{"speculative_config": dict(SPECULATIVE_CONFIG), **options})
+            if own := sorted(wanted.keys() & options.keys()):
+                log.warning("an engine is given its own %s: it will not serve keyed requests", ", ".join(own))
+            super().__init__(*args, **({} if own else deepcopy(wanted)), **options)
 
     vllm.AsyncEngineArgs = KeyedEngineArgs
 
 
 class KeyedDrafter:
-    """What `SPECULATIVE_CONFIG` names: drafts for keyed requests, and draws them."""
+    """What `ENGINE_ARGS["v1"]` names: drafts for keyed requests, and draws them."""
 
     def __init__(self, vllm_config):
         vocab = vllm_config.model_config.get_vocab_size()

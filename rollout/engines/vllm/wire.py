@@ -1,19 +1,31 @@
 """A keyed request on the wire: what rides in vLLM's `SamplingParams.extra_args` from a trainer to its servers.
 
-Flat numbers, texts and lists of them, which every transport carries (Ray, MessagePack, `vllm_xargs` of the HTTP
-servers). Drafts are guesses here as everywhere: a lost or wrong one costs time and changes no token.
+Numbers, strings and lists of them, which every transport carries (Ray, MessagePack, `vllm_xargs` of the HTTP servers).
+Drafts are guesses here as everywhere: a lost or wrong one costs time and changes no token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping
+from base64 import b64decode, b64encode
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
 from typing import Any
+
+import numpy as np
 
 from rollout.drafting.suffix import PromptTexts, SuffixDrafter
 
 KEY, PROMPT_TOKENS, TEXTS = "specrl_key", "specrl_prompt_tokens", "specrl_texts"
+
+
+def pack_text(text: Sequence[int]) -> str:
+    """Token ids, each below 2^31, as a string: base64 of little-endian int32, shorter than a list of ids in JSON."""
+    return b64encode(np.array(text, "<i4").tobytes()).decode()
+
+
+def unpack_text(packed: str) -> np.ndarray:
+    """What `pack_text` wrote, int32 and read-only."""
+    return np.frombuffer(b64decode(packed), "<i4")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +50,7 @@ class KeyedRequest:
             KEY: self.key,
             PROMPT_TOKENS: self.prompt_tokens,
             "specrl_group": self.group,
-            "specrl_tokens": [token for text in self.texts for token in text],
-            "specrl_lengths": [len(text) for text in self.texts],
+            TEXTS: [pack_text(text) for text in self.texts],
             "specrl_own": self.own,
         }
 
@@ -48,12 +59,11 @@ class KeyedRequest:
         """What `extra_args` wrote; None for the requests of others."""
         if not extra_args or KEY not in extra_args:
             return None
-        tokens, ends = extra_args["specrl_tokens"], accumulate(extra_args["specrl_lengths"], initial=0)
         return cls(
             extra_args[KEY],
             extra_args[PROMPT_TOKENS],
             extra_args["specrl_group"],
-            tuple(tuple(tokens[first:end]) for first, end in pairwise(ends)),
+            tuple(tuple(unpack_text(text).tolist()) for text in extra_args[TEXTS]),
             extra_args["specrl_own"],
         )
 

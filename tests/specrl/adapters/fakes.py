@@ -1,12 +1,13 @@
 """Fakes of what verl and OpenRLHF document, as their packages need environments of their own.
 
-`Server` stands for a vLLM server with KeyedDrafter: it reads the same `extra_args` and draws with the same noise, on a
-tiny transformers model; tests/rollout/engines/vllm/test_vllm_served.py holds the real server to that. Signatures and
-field names are those of verl at 1dda039 and OpenRLHF at 3c3be62.
+`Server` stands for a vLLM server that serves keyed requests: it reads the same `extra_args` and draws with the same
+noise, on a tiny transformers model; tests/rollout/engines/vllm/test_vllm_served.py holds the real server to that.
+Signatures and field names are those of verl at 1dda039 and OpenRLHF at 3c3be62.
 """
 
 from __future__ import annotations
 
+import asyncio
 from copy import deepcopy
 from types import SimpleNamespace
 
@@ -26,6 +27,7 @@ class Here:
         self.session = session
 
     async def request(self, *args, **options):
+        await asyncio.sleep(0)  # others come in between
         return self.session.request(*args, **options)
 
     async def finish(self, *args):
@@ -38,6 +40,7 @@ class Server:
     def __init__(self, model, fail_at: int | None = None):
         self._engine, self._fail_at = local(model, Sampling(EOS_IDS), window=16), fail_at
         self.done: list[tuple[KeyedRequest, Completion]] = []
+        self.prompts: list[list[int]] = []
 
     def answer(self, prompt: list[int], extra_args: dict | None, max_tokens: int) -> Completion:
         keyed = KeyedRequest.read(extra_args)
@@ -46,6 +49,7 @@ class Server:
             raise RuntimeError("EngineDeadError")
         (done,), _ = self._engine.generate([Request(prompt, keyed.key, max_tokens, keyed.drafter({}))])
         self.done.append((keyed, done))
+        self.prompts.append(list(prompt))
         return done
 
     def plain(self, prompt: list[int], key: int, max_tokens: int) -> list[int]:
@@ -82,6 +86,20 @@ class FakeSingleTurnAgentLoop:
         return SimpleNamespace(prompt_ids=prompt_ids, response_ids=output.token_ids, response_logprobs=output.log_probs)
 
 
+class FakeToolAgentLoop(FakeSingleTurnAgentLoop):
+    """verl's agent loop for several turns: each prompt is all that was said, and a tool's answer."""
+
+    async def run(self, sampling_params, priority=0, **kwargs):
+        ids = self.tokenizer(kwargs["raw_prompt"])
+        start = len(ids)
+        for turn in range(3):
+            output = await self.server_manager.generate(
+                request_id="r", prompt_ids=list(ids), sampling_params=sampling_params
+            )
+            ids += [*output.token_ids, 7, 8 + turn]
+        return SimpleNamespace(prompt_ids=ids[:start], response_ids=ids[start:])
+
+
 class FakeSamplingParams(SimpleNamespace):
     """vLLM's SamplingParams, as far as OpenRLHF and the adapter touch it."""
 
@@ -112,6 +130,17 @@ class FakeRolloutActor:
             )
             for _ in range(num_samples)
         ]
+
+
+class FakeToolExecutor:
+    """An OpenRLHF executor of several turns."""
+
+    async def execute(self, prompt, label, sampling_params, max_length, hf_tokenizer, llm_engine, images=None):
+        ids = hf_tokenizer(prompt)
+        for turn in range(3):
+            output = await llm_engine.generate(list(ids), deepcopy(sampling_params))
+            ids += [*output.outputs[0].token_ids, 7, 8 + turn]
+        return {"observation_tokens": ids, "reward": 1.0, "prompt": prompt}
 
 
 class FakeAgentExecutor:

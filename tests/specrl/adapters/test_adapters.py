@@ -17,6 +17,8 @@ from tests.specrl.adapters.fakes import (
     FakeRolloutActor,
     FakeSamplingParams,
     FakeSingleTurnAgentLoop,
+    FakeToolAgentLoop,
+    FakeToolExecutor,
     Here,
     Server,
 )
@@ -45,9 +47,9 @@ def verl_step(session, server, step, prompts=PROMPTS, client=None, loop=FakeSing
     return asyncio.run(batch())
 
 
-def openrlhf_step(session, server, _step):
+def openrlhf_step(session, server, _step, executor=FakeAgentExecutor):
     """One step of OpenRLHF: the actor runs its executor for each sample. [(prompt, response)]."""
-    executor = openrlhf.reusing(FakeAgentExecutor, Here(session))()
+    executor = openrlhf.reusing(executor, Here(session))()
     actor = FakeRolloutActor(server, executor)
     params = FakeSamplingParams(temperature=1.0, max_tokens=CAP, extra_args=None)
 
@@ -55,7 +57,7 @@ def openrlhf_step(session, server, _step):
         done = []
         for prompt in PROMPTS:
             for response in await actor.generate_responses(prompt, "", params, 64, tokenize, num_samples=GROUP):
-                assert response["reward"] == len(response["observation_tokens"]) - len(prompt)
+                assert response["reward"] in (1.0, len(response["observation_tokens"]) - len(prompt))
                 done.append((prompt, response["observation_tokens"][len(prompt) :]))
         return done
 
@@ -97,6 +99,63 @@ def test_replayed_noise_is_accepted_whole(build_model, step):
     assert step(again, replay, 1) == want
     slow, fast = (sum(c.passes for _, c in s.done) for s in (server, replay))
     assert fast < slow / 3
+
+
+def verl_turns(session, server, step):
+    return verl_step(session, server, step, loop=FakeToolAgentLoop)
+
+
+def openrlhf_turns(session, server, step):
+    return openrlhf_step(session, server, step, executor=FakeToolExecutor)
+
+
+@pytest.mark.parametrize("step", [verl_turns, openrlhf_turns])
+def test_later_turns_find_their_old_text(build_model, step):
+    """Though their prompts differ from visit to visit."""
+    session, keys, old = ReuseSession(seed=5, group_size=GROUP), [], set()
+    for number, model in enumerate((build_model("llama", seed=0), build_model("llama", seed=0)), start=1):
+        server = Server(model)
+        step(session, server, number)
+        assert len(server.done) == 3 * len(PROMPTS) * GROUP
+        for (keyed, done), prompt in zip(server.done, server.prompts, strict=True):
+            assert done.tokens == server.plain(prompt, keyed.key, CAP), "as plain decoding with its key"
+            assert (keyed.own == 0) == (number > 1)
+            assert number == 1 or keyed.texts[0] in old
+        keys += [keyed.key for keyed, _ in server.done]
+        old = {tuple(done.tokens) for _, done in server.done}
+        assert (sum(sum(c.reused) for _, c in server.done) > 0) or number == 1
+    assert len(set(keys)) == len(keys), "no two turns share their noise"
+    assert len(session.cache) == 3 * len(PROMPTS) * GROUP
+
+
+def test_a_turn_is_known_by_its_number_and_where_its_conversation_began():
+    session = ReuseSession(seed=2)
+    for visit, said in ((1, [8, 9]), (2, [6])):
+        first = session.request([1, 2], visit=visit, slot=4)
+        second = session.request([1, 2, *said, 3], after=first)
+        third = session.request([1, 2, *said, 3, *said], after=second)
+        assert [(t.slot, t.visit, t.turn) for t in (first, second, third)] == [(4, visit, i) for i in range(3)]
+        assert len({t.request.key for t in (first, second, third)}) == 3
+        assert [t.request.prompt_tokens for t in (first, second, third)] == [2, 3 + len(said), 3 + 2 * len(said)]
+        want = ((), (), ()) if visit == 1 else (((10,),), ((11,),), ((12,),))
+        assert tuple(t.request.texts for t in (first, second, third)) == want
+        for ticket in (first, second, third):
+            session.finish(ticket, [10 + ticket.turn])
+    other = ReuseSession(seed=2)
+    again = other.request([1, 2, 5, 5, 3], after=other.request([1, 2], visit=2, slot=4))
+    assert again.request.key == session.request([9], after=first).request.key, "a pure function of place and seed"
+
+
+def test_requests_that_a_sample_makes_at_once_are_turns_of_their_own(build_model):
+    client = FakeLLMServerClient(Server(build_model("llama")))
+    reuse = verl.ReuseClient(client, Here(ReuseSession()), visit=1, slot=0)
+
+    async def ask():
+        await reuse.generate("r", prompt_ids=[5, 6], sampling_params={})
+        await asyncio.gather(*[reuse.generate("r", prompt_ids=[5, 6, 7], sampling_params={}) for _ in range(2)])
+
+    asyncio.run(ask())
+    assert len({keyed.key for keyed, _ in client.server.done}) == 3
 
 
 def test_stale_and_wrong_texts_change_nothing(build_model):

@@ -14,17 +14,10 @@ from specrl.drafter import shortened
 from tests.rollout.engines.vllm import test_vllm
 from tests.rollout.engines.vllm.test_updates import linked  # noqa: F401
 from tests.rollout.engines.vllm.test_vllm import LAWS, close, exactly, golden, moved, probe_of, saved  # noqa: F401
+from tests.rollout.engines.vllm.test_vllm_served import keep_async
 from tests.rollout.golden import Script, all_wrong, corrupt, differing, requests_of
 from tests.runs import SHORT, build_policy, differences, run
 from trainers.weights import PolicyWeights, Together
-
-_configure = CpuPlatform.check_and_update_config.__func__
-
-
-def keep_async(cls, config):
-    """vLLM turns asynchronous scheduling off on a CPU."""
-    _configure(cls, config)
-    config.scheduler_config.async_scheduling = True
 
 
 @pytest.fixture(scope="session")
@@ -233,6 +226,18 @@ def test_after_an_update_it_is_the_new_policy(engine_of, golden):  # noqa: F811
     engine.update_weights(model.state_dict().items(), 2, probe_of(model))
 
 
+class Trusting(sampler.KeyedVerifier):
+    """A planted fault: every draft stands."""
+
+    def _verify(self, *given):
+        processed, tokens, _ = super()._verify(*given)
+        firsts, drafts = given[4], given[-1]
+        rows = (firsts[1:] - firsts[:-1]).int()
+        for i, n in enumerate(rows.tolist()):
+            tokens[i, : n - 1] = drafts[firsts[i] + 1 : firsts[i] + n].clamp(min=0)
+        return processed, tokens, rows
+
+
 @pytest.mark.parametrize("fault", ["noise", "acceptance"])
 def test_planted_faults_are_found(engine_of, golden, monkeypatch, fault):  # noqa: F811
     cases, want = golden()
@@ -240,15 +245,6 @@ def test_planted_faults_are_found(engine_of, golden, monkeypatch, fault):  # noq
 
     def shifted(logits, keys, at, *more):
         return draw(logits, keys, at + late, *more)
-
-    class Trusting(sampler.KeyedVerifier):
-        def _verify(self, *given):
-            processed, tokens, _ = super()._verify(*given)
-            firsts, drafts = given[4], given[-1]
-            rows = (firsts[1:] - firsts[:-1]).int()
-            for i, n in enumerate(rows.tolist()):  # every draft stands
-                tokens[i, : n - 1] = drafts[firsts[i] + 1 : firsts[i] + n].clamp(min=0)
-            return processed, tokens, rows
 
     if fault == "noise":
         monkeypatch.setattr(sampler, "packed_draw", shifted)
@@ -270,9 +266,8 @@ def test_what_is_there_after_a_stop_is_a_beginning(engine_of, golden, steps):  #
     assert differing(engine.generate(requests_of(cases))[0], want, 1e-4) == [], "nothing of it is left behind"
 
 
-def test_two_processes_that_hold_the_model_together(engine_of, monkeypatch):
+def test_two_processes_that_hold_the_model_together(engine_of):
     """Tensor parallelism: both draw and propose the same."""
-    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     cases = [([3 + i, 9, 11, 4 + i], 14) for i in range(6)]
     engine = engine_of(parallel=2)
     plain, _ = engine.generate(requests_of(cases))

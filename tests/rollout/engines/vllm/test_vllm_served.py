@@ -1,11 +1,13 @@
 """Keyed requests in a plain vLLM server: the texts they bring change the number of its steps and no token.
 
-One engine in this process, started as anybody starts it but for `speculative_config`; requests are vLLM's own.
+One engine in this process, started as anybody starts it but for `ENGINE_ARGS`; requests are vLLM's own. On Model Runner
+V1 here; test_vllm_v2.py runs this file on V2.
 """
 
 import gc
 import importlib.util
 import random
+from copy import deepcopy
 from dataclasses import replace
 from unittest import mock
 
@@ -19,7 +21,7 @@ from rollout.engines.vllm.wire import KeyedRequest
 from rollout.types import EngineStats, Request, RolloutError
 from rollout.verify import Stood
 from specrl.adapters.base import ReuseSession
-from tests.rollout.engines.vllm.test_vllm import policy, spec_of
+from tests.rollout.engines.vllm.test_vllm import RUNNER, on_v1, policy, spec_of
 from tests.rollout.golden import EOS_IDS, VOCAB, all_wrong, corrupt, prompts_and_caps, requests_of
 
 pytestmark = [
@@ -28,13 +30,20 @@ pytestmark = [
 ]
 
 
+if importlib.util.find_spec("vllm"):
+    from vllm.platforms.cpu import CpuPlatform
+
+    _configure = CpuPlatform.check_and_update_config.__func__
+
+
 class Served:
     """A vLLM engine, the steps it took, and plain requests to it."""
 
     def __init__(self, llm, model):
         self.llm, self.model, self.steps = llm, model, 0
-        runner = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
-        self.rules = runner.drafter.rules
+        self.core = llm.llm_engine.engine_core.engine_core
+        self.runner = self.core.model_executor.driver_worker.worker.model_runner
+        self.rules = self.runner.drafter.rules if RUNNER == "v1" else self.core.scheduler.watcher
         self.rules.drafting.budget.window = 8  # whatever a pass costs here
 
     def ask(self, requests: list[Request], texts=None, keyed: bool = True, **params) -> list:
@@ -78,18 +87,49 @@ def logprobs(output) -> list[float]:
     return [entry[token].logprob for token, entry in zip(output.token_ids, output.logprobs, strict=True)]
 
 
-@pytest.fixture(scope="module")
-def served(tmp_path_factory):
-    from rollout.engines.vllm.engine import LLM, settings, shut_down
-    from rollout.engines.vllm.served import SPECULATIVE_CONFIG
+def start_served(path, arguments: dict, **settings_):
+    """vLLM's LLM as somebody else starts it."""
+    from rollout.engines.vllm.engine import LLM, settings
 
-    model, path = policy("qwen3"), tmp_path_factory.mktemp("qwen3")
-    model.save_pretrained(path)
-    borrowed = torch.distributed.is_initialized()
     # vLLM's start takes torch.set_num_threads away
-    with mock.patch("gc.collect"), mock.patch("torch.set_num_threads", torch.set_num_threads):
-        llm = LLM(**settings(spec_of(path)), speculative_config={**SPECULATIVE_CONFIG, "num_speculative_tokens": 8})
-    yield Served(llm, model)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("gc.collect", lambda *_: 0)
+        patch.setattr("torch.set_num_threads", torch.set_num_threads)
+        if RUNNER == "v2":
+            patch.setattr(CpuPlatform, "check_and_update_config", classmethod(keep_async))
+        return LLM(**settings(spec_of(path)), **arguments, **settings_)
+
+
+def keep_async(cls, config):
+    """vLLM turns asynchronous scheduling off on a CPU."""
+    asked = config.scheduler_config.async_scheduling
+    _configure(cls, config)
+    config.scheduler_config.async_scheduling = asked
+
+
+def arguments() -> dict:
+    """ENGINE_ARGS with shorter drafts."""
+    from rollout.engines.vllm.served import ENGINE_ARGS
+
+    given = deepcopy(ENGINE_ARGS[RUNNER])
+    given["speculative_config"]["num_speculative_tokens"] = 8
+    return given
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    path = tmp_path_factory.mktemp("qwen3")
+    policy("qwen3").save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def served(path):
+    from rollout.engines.vllm.engine import shut_down
+
+    borrowed = torch.distributed.is_initialized()
+    llm = start_served(path, arguments())
+    yield Served(llm, policy("qwen3"))
     with mock.patch("gc.collect"):
         shut_down(llm, borrowed)
 
@@ -112,7 +152,8 @@ def test_without_texts_it_draws_as_the_transformers_engine(served, requests, pla
     assert plain[0] == [c.tokens for c in want]
     got = [p for row in plain[1] for p in row]
     assert got == pytest.approx([p for c in want for p in c.logprobs], abs=1e-4)
-    assert plain[2] == max(map(len, plain[0])), "a token a step"
+    late = 2 if RUNNER == "v2" else 0  # it sees a step's tokens when the next one runs
+    assert 0 <= plain[2] - max(map(len, plain[0])) <= late, "a token a step"
 
 
 @pytest.mark.parametrize("window", [8, 0])
@@ -124,10 +165,11 @@ def test_texts_change_the_number_of_steps_and_nothing_else(served, requests, pla
         assert tokens(outputs) == plain[0]
         assert [logprobs(output) for output in outputs] == plain[1], "bit for bit"
         if (change, window) == (list, 8):
-            assert served.steps < plain[2] / 3
+            assert served.steps < plain[2] / (3 if RUNNER == "v1" else 2)
     served.rules.drafting.budget.window = 8
 
 
+@on_v1
 def test_control_a_draft_that_is_not_verified_is_found(served, requests, plain, monkeypatch):
     monkeypatch.setattr(served.rules, "rule", _trusting)
     assert tokens(served.ask(requests, [all_wrong(text) for text in plain[0]], logprobs=None)) != plain[0]
@@ -213,6 +255,7 @@ def test_a_session_serves_two_visits_of_a_prompt(served):
     assert reused[0] == set() != reused[1], "drafts from stored texts"
 
 
+@on_v1
 def test_finished_requests_are_forgotten(served, requests):
     from rollout.engines.vllm.rows import VLLMRow
 
@@ -241,15 +284,19 @@ def test_laws_that_a_keyed_draw_does_not_know_are_refused():
             refuse_unknown_law(SamplingParams(**wrong))
 
 
-def test_engines_that_serve_by_default(served, tmp_path, monkeypatch):
+def test_engines_that_serve_by_default(served, tmp_path, monkeypatch, caplog):
     import vllm
 
-    from rollout.engines.vllm.served import SPECULATIVE_CONFIG, serve_by_default
+    from rollout.engines.vllm.served import ENGINE_ARGS, serve_by_default
 
     monkeypatch.setattr(vllm, "AsyncEngineArgs", vllm.AsyncEngineArgs)  # restored afterwards
     model = str(tmp_path)  # a folder: a name would be looked up in the hub
     assert vllm.AsyncEngineArgs(model=model).speculative_config is None
     serve_by_default()
-    assert vllm.AsyncEngineArgs(model=model, seed=3).speculative_config == SPECULATIVE_CONFIG
+    made = vllm.AsyncEngineArgs(model=model, seed=3)
+    assert {name: getattr(made, name) for name in ENGINE_ARGS[RUNNER]} == ENGINE_ARGS[RUNNER]
     others = {"method": "ngram"}
-    assert vllm.AsyncEngineArgs(model=model, speculative_config=others).speculative_config == others
+    made = vllm.AsyncEngineArgs(model=model, speculative_config=others)
+    assert made.speculative_config == others
+    assert (made.worker_cls, made.scheduler_cls) == ("auto", None)
+    assert "its own speculative_config: it will not serve keyed requests" in caplog.text

@@ -1,7 +1,7 @@
 """The vLLM engine on Model Runner V2, by Triton's interpreter: in processes of their own, as it has to be there first.
 
-test_vllm.py, test_judged.py and test_ranks.py are run again, drafts made by the host; device_cases.py has what stays on
-the device.
+test_vllm.py, test_judged.py, test_ranks.py and test_vllm_served.py are run again; device_cases.py has what stays on the
+device, served_cases.py what only servers on V2 do.
 """
 
 import importlib.util
@@ -22,7 +22,13 @@ SITE = f"import os\nif os.environ.get('TRITON_INTERPRET'):\n    import {HERE}.vl
 @pytest.mark.long
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM: pip install 'specrl[vllm]'")
 @pytest.mark.skipif(not TRITON.is_dir(), reason="needs Triton's interpreter: make interpreter")
-@pytest.mark.parametrize("cases", ["test_vllm.py", "test_judged.py", "test_ranks.py", "device_cases.py"])
+@pytest.mark.parametrize(
+    "cases",
+    [
+        *("test_vllm.py", "test_judged.py", "test_ranks.py", "test_vllm_served.py"),
+        *("device_cases.py", "served_cases.py"),
+    ],
+)
 def test_the_cases_on_tritons_interpreter(cases, tmp_path):
     (tmp_path / "sitecustomize.py").write_text(SITE)
     path = os.pathsep.join(map(str, (tmp_path, TRITON, ROOT)))

@@ -6,6 +6,7 @@ Load it with `-p tests.rollout.engines.vllm.vllm_shim`, before anything imports 
 import os
 
 os.environ["TRITON_INTERPRET"] = "1"
+os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # several workers on one node; vLLM reads it once a process
 
 import triton.backends
 

@@ -1,0 +1,176 @@
+"""Keyed requests in a vLLM server on Model Runner V2. Run by test_vllm_v2.py under vllm_shim.
+
+test_vllm_served.py has what V1 promises too; here is what only V2 does, and faults planted on its device.
+"""
+
+import asyncio
+from unittest import mock
+
+import pytest
+
+from rollout.engines.vllm import texts
+from rollout.engines.vllm.wire import KeyedRequest
+from rollout.types import RolloutError
+from tests.rollout.engines.vllm.device_cases import Trusting
+from tests.rollout.engines.vllm.test_vllm import spec_of
+from tests.rollout.engines.vllm.test_vllm_served import (  # noqa: F401
+    Served,
+    arguments,
+    keep_async,
+    logprobs,
+    path,
+    plain,
+    requests,
+    served,
+    start_served,
+    tokens,
+)
+from tests.rollout.golden import EOS_IDS, all_wrong
+
+LAWS = {
+    "repetition": {"repetition_penalty": 1.4},
+    "counts": {"presence_penalty": 0.7, "frequency_penalty": 0.5, "temperature": 0.8},
+    "cuts": {"presence_penalty": 0.5, "top_k": 9, "top_p": 0.9},
+    "allowed": {"allowed_token_ids": list(range(1, 40))},
+    "greedy": {"repetition_penalty": 1.4, "temperature": 0.0},
+}
+
+
+@pytest.mark.parametrize("name", LAWS)
+def test_laws_that_vllm_applies_are_served_with_drafts_as_without(served, requests, plain, name):  # noqa: F811
+    law = LAWS[name]
+    want = served.ask(requests, **law)
+    slow = served.steps
+    assert tokens(want) != plain[0], "control: the law is applied"
+    for change in (list, all_wrong):
+        done = served.ask(requests, [change(text) for text in tokens(want)], **law)
+        assert tokens(done) == tokens(want)
+        assert [logprobs(output) for output in done] == [logprobs(output) for output in want], "bit for bit"
+        assert change is all_wrong or served.steps < slow / 2
+
+
+def test_requests_without_a_key_are_those_of_an_engine_without_us(served, requests, plain, path):  # noqa: F811
+    from rollout.engines.vllm.engine import shut_down
+
+    # without top-k and top-p: vLLM's kernel of them does not run in the interpreter
+    theirs = [{"temperature": 0.0}, {"temperature": 1.0, "seed": 7}, {"temperature": 0.6, "seed": 3}]
+    asked = [(list(r.prompt), served.vllm_params(r, **theirs[i % 3])) for i, r in enumerate(requests)]
+    alone = start_served(path, {})
+    other = Served.__new__(Served)
+    other.llm = alone
+    want = other.ask_with(asked)
+    with mock.patch("gc.collect"):
+        shut_down(alone, True)
+    keyed = [(list(r.prompt), served.params(r, [text])) for r, text in zip(requests, plain[0], strict=True)]
+    done = served.ask_with([pair for both in zip(keyed, asked, strict=True) for pair in both])
+    assert tokens(done[::2]) == plain[0]
+    assert tokens(done[1::2]) == tokens(want)
+    assert [logprobs(output) for output in done[1::2]] == [logprobs(output) for output in want], "bit for bit"
+
+
+def test_drafts_of_a_response_that_goes_on_are_in_line(served, requests, plain, monkeypatch):  # noqa: F811
+    """Where it begins is what the request says, not where the prompt that was sent ends."""
+    cut = [(r, text) for r, text in zip(requests, plain[0], strict=True) if len(text) > 12]
+    asked = [
+        ([*r.prompt, *t[:9]], served.params(r, [t], prompt_tokens=len(r.prompt), max_tokens=r.max_new_tokens - 9))
+        for r, t in cut
+    ]
+    done, steps = served.ask_with(asked), served.steps
+    assert tokens(done) == [t[9:] for _, t in cut]
+    inner = texts.continue_texts
+    monkeypatch.setattr(texts, "SUFFIX", 0)  # nothing else finds the place
+    assert tokens(served.ask_with(asked)) == tokens(done)
+    assert served.steps == steps
+    monkeypatch.setattr(texts, "continue_texts", lambda t, ids, begin, *more: inner(t, ids, begin + 1, *more))
+    assert tokens(served.ask_with(asked)) == tokens(done)
+    assert served.steps > 1.5 * steps, "control: off by one"
+
+
+def test_control_noise_that_begins_elsewhere_is_found(served, requests, plain):  # noqa: F811
+    shifted = [(list(r.prompt), served.params(r, prompt_tokens=len(r.prompt) - 1)) for r in requests]
+    assert sum(a != b for a, b in zip(tokens(served.ask_with(shifted)), plain[0], strict=True)) > 13
+
+
+def test_control_a_draft_that_is_not_verified_is_found(served, requests, plain, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(served.runner.rejection_sampler, "__class__", Trusting)
+    wrong = tokens(served.ask(requests, [all_wrong(text) for text in plain[0]], logprobs=None))
+    assert sum(a != b for a, b in zip(wrong, plain[0], strict=True)) > 13
+
+
+def test_only_keyed_requests_with_texts_carry_drafts(served, requests, plain):  # noqa: F811
+    counts = served.rules.stats
+    before = counts.drafted
+    served.ask(requests)
+    served.ask(requests, keyed=False, temperature=0.0)
+    assert counts.drafted == before
+    served.ask(requests, plain[0])
+    assert counts.drafted > before
+    assert not served.rules.seen.keys() & served.core.scheduler.requests.keys()
+    served.ask(requests[:1])
+    assert len(served.rules.seen) <= 1, "finished requests are forgotten"
+
+
+def test_a_server_in_processes_of_its_own(served, requests, plain, path, monkeypatch):  # noqa: F811
+    """AsyncLLM: the engine's core is another process, and the two that hold the model together are others."""
+    import vllm
+    from vllm.platforms.cpu import CpuPlatform
+
+    from rollout.engines.vllm.engine import settings
+    from rollout.engines.vllm.served import serve_by_default
+
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    monkeypatch.setattr(CpuPlatform, "check_and_update_config", classmethod(keep_async))
+    monkeypatch.setattr(vllm, "AsyncEngineArgs", vllm.AsyncEngineArgs)  # restored afterwards
+    serve_by_default()
+    options = {**settings(spec_of(path)), "tensor_parallel_size": 2}
+
+    async def answers(some):
+        engine = vllm.AsyncLLMEngine.from_engine_args(vllm.AsyncEngineArgs(**options))
+
+        async def answer(i, request, text):
+            params = served.params(request, [text] if text else [])
+            async for output in engine.generate({"prompt_token_ids": list(request.prompt)}, params, str(i)):
+                last = output
+            return list(last.outputs[0].token_ids)
+
+        try:
+            slow = await asyncio.gather(*[answer(i, r, []) for i, r in enumerate(some)])
+            fast = await asyncio.gather(*[answer(i, r, t) for i, (r, t) in enumerate(zip(some, slow, strict=True))])
+        finally:
+            engine.shutdown()
+        return slow, fast
+
+    slow, fast = asyncio.run(answers(requests[:6]))
+    assert slow == fast == plain[0][:6]
+
+
+def test_laws_that_vllm_refuses_beside_drafts_are_refused_request_by_request(served, requests, plain):  # noqa: F811
+    from vllm.exceptions import VLLMValidationError
+
+    for law in ({"min_p": 0.1}, {"logit_bias": {3: 1.0}}):
+        with pytest.raises(VLLMValidationError, match="min_p and logit_bias"):
+            served.ask(requests[:1], **law)
+    assert tokens(served.ask(requests[:1])) == plain[0][:1], "the server lives"
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"async_scheduling": False}, "async_scheduling=False"),
+        ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}, "speculative method ngram"),
+    ],
+)
+def test_a_server_that_was_started_otherwise_says_so(path, change, named):  # noqa: F811
+    given = {**arguments(), **change}
+    with pytest.raises(RolloutError, match=named):
+        start_served(path, given)
+
+
+def test_the_wire_is_what_an_http_server_takes():
+    """`vllm_xargs` of vLLM's HTTP servers: numbers, strings and lists of them."""
+    from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+
+    wire = KeyedRequest(-(1 << 63) + 1, 4, "g", ((5, 6, 7), (8,)), own=0)
+    body = {"prompt": [1, 2], "vllm_xargs": wire.extra_args(), "stop_token_ids": list(EOS_IDS)}
+    taken = CompletionRequest.model_validate_json(CompletionRequest(**body).model_dump_json())
+    assert KeyedRequest.read(taken.to_sampling_params(9, {}).extra_args) == wire
