@@ -131,7 +131,8 @@ class StepRules(Rules):
     def _tested(self, row: VLLMRow, draft: list[int]) -> Draft:
         """What is decided about: the draft that rode, and under the lenient rule the next token of its text."""
         if not self.drafting.whole:
-            return row.draft.first(len(draft))
+            tested = row.draft.first(len(draft))
+            return tested if tested.tokens == draft else Draft(draft, row.draft.source)  # what was fed is what counts
         first, last = len(row.tokens), len(row.tokens) + len(draft) + 1
         text = row.text if row.drafting else EMPTY
         return Draft([*draft, *text.tokens[last - 1 : last]], text.source, (text.logprobs or ())[first:last])
