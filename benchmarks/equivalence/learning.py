@@ -112,7 +112,8 @@ class Run:
                 self._step(prompts.tolist(), epoch, step)
                 step += 1
         self.outcome.final = self.expected.mean().item()
-        self.outcome.shares = list(self.rollout.replay.shares)
+        replay = self.rollout.replay
+        self.outcome.shares = list(replay.shares) if replay else [0.0] * EPOCHS
         self.outcome.digest = self._digest.hexdigest()
         return self.outcome
 

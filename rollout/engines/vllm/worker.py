@@ -14,7 +14,7 @@ class WorkerExtension:
     """Methods that the driver calls on every worker by name."""
 
     def specrl_install_v1(self, flow) -> None:
-        """In-process only: `flow` (vllm_v1.OneRequest) draws and drafts from now on."""
+        """In-process only: `flow` (requests.OneRequest) draws and drafts from now on."""
         flow.install(self.model_runner)
 
     def specrl_install_v2(self, flow) -> None:
@@ -32,7 +32,7 @@ class WorkerExtension:
 
 
 class RequestDrafter:
-    """What V1's `speculative_config.model` names; `vllm_v1.OneRequest` takes over its `propose`."""
+    """What V1's `speculative_config.model` names; `requests.OneRequest` takes over its `propose`."""
 
     def __init__(self, vllm_config):
         pass

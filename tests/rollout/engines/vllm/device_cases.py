@@ -72,7 +72,7 @@ def test_texts_of_any_quality_change_nothing(engine_of, golden, law):  # noqa: F
     assert stats.passes < steps / 2
 
 
-@pytest.mark.parametrize("window", [1, 8, 40])
+@pytest.mark.parametrize("window", [1, 40])
 def test_long_and_short_drafts(engine_of, golden, window):  # noqa: F811
     cases, want = golden()
     engine = engine_of(draft_tokens=window)
@@ -255,7 +255,7 @@ def test_planted_faults_are_found(engine_of, golden, monkeypatch, fault):  # noq
     assert len(differing(done, want)) > 13
 
 
-@pytest.mark.parametrize("steps", [0, 1, 4, 9])
+@pytest.mark.parametrize("steps", [0, 4])
 def test_what_is_there_after_a_stop_is_a_beginning(engine_of, golden, steps):  # noqa: F811
     engine, (cases, want) = engine_of(), golden()
     asked = iter(range(10**6))
