@@ -58,8 +58,9 @@ class Response:
     def emit(self, stood: Stood, eos_ids: frozenset[int]) -> int:
         """Appends what stood, up to the first EOS or the cap; returns how many tokens that are."""
         tokens, logprobs, behaviour = stood.tokens, stood.logprobs, stood.behaviour
-        count, self.finish = cut(tokens, eos_ids, self.room)
-        if count < len(tokens):
+        count, room = len(tokens), self.request.max_new_tokens - len(self.tokens)
+        if count >= room or not eos_ids.isdisjoint(tokens):
+            count, self.finish = cut(tokens, eos_ids, room)
             tokens, logprobs, behaviour = tokens[:count], logprobs[:count], behaviour[:count]
         drafted = min(stood.drafted, count)
         self.tokens += tokens

@@ -65,6 +65,11 @@ class VLLMEngine:
         config = spec.rollout
         if not 1 <= config.vllm.draft_tokens <= 127:
             raise RolloutError(f"rollout.vllm.draft_tokens={config.vllm.draft_tokens}: vLLM takes 1 to 127 in one step")
+        if config.vllm.compile == "on" and os.environ.get("TORCH_COMPILE_DISABLE") == "1":
+            raise RolloutError(
+                "rollout.vllm.compile=on has no effect with TORCH_COMPILE_DISABLE=1, which specrl sets on a CPU. Set "
+                "TORCH_COMPILE_DISABLE=0 in the environment, or take rollout.vllm.compile=auto"
+            )
         self.spec, self.sampling, self.rule, self.drafting = spec, sampling, rule, drafting
         self.runner = choose_runner(spec, sampling)
         check_names(self.runner)

@@ -739,6 +739,14 @@ def test_draft_tokens_have_bounds(saved, draft_tokens):
         build_engine(spec_of(saved("qwen3")[1], draft_tokens=draft_tokens))
 
 
+def test_a_compiler_that_is_switched_off_is_told(saved, monkeypatch):
+    monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
+    spec = spec_of(saved("qwen3")[1])
+    spec.rollout.vllm.compile = "on"
+    with pytest.raises(RolloutError, match=r"compile=on has no effect.*TORCH_COMPILE_DISABLE=0"):
+        build_engine(spec)
+
+
 def test_a_model_that_is_not_there(tmp_path):
     with pytest.raises(RolloutError, match="nowhere"):
         build_engine(spec_of(tmp_path / "nowhere"))
