@@ -133,8 +133,6 @@ class VLLMEngine:
         """
         if weights is None:
             raise RolloutError("vLLM holds its own weights; an update has to bring them")
-        if getattr(weights, "collective", False):
-            weights = iter(weights)  # sleep keeps them: ranks do not wake together, as walking them again would need
         self.updates.update(weights, version, probe)
 
     def _prove(self, version: int, probe: Probe | None) -> None:

@@ -68,9 +68,6 @@ class Native(OneRequest):
     _lengths: list[int] = field(default_factory=list)
     """Draft tokens of each row in the next step."""
 
-    def __post_init__(self):
-        self.llm.collective_rpc("specrl_install_v2", args=(self,))
-
     def install(self, runner) -> None:
         """Puts itself into the model runner; the worker extension calls it."""
         keep_hidden(runner, self)

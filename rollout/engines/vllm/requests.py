@@ -27,7 +27,7 @@ class OneRequest(StepRules):
     """By vLLM's own request id; other requests are scored, not sampled."""
 
     def __post_init__(self):
-        self.llm.collective_rpc("specrl_install_v1", args=(self,))
+        self.llm.collective_rpc("specrl_install_flow", args=(self,))
 
     def install(self, runner) -> None:
         """Puts itself into the model runner; the worker extension calls it."""

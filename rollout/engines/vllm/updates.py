@@ -59,7 +59,8 @@ class Updates:
             self._start()
             self._llm.update_weights({"update_info": where})
         self.finish_update(version, probe)
-        self._source = source and (source, probe)
+        # ranks do not wake together, as walking parts of all of them again would need: sleep keeps such weights
+        self._source = None if source is None or source.collective else (source, probe)
 
     def join(self, route: Route, init: dict[str, Any]) -> None:
         self._llm.init_weight_transfer_engine({"init_info": {"backend": route, "info": init}})

@@ -13,12 +13,8 @@ from rollout.engines.vllm.texts import DeviceTexts
 class WorkerExtension:
     """Methods that the driver calls on every worker by name."""
 
-    def specrl_install_v1(self, flow) -> None:
-        """In-process only: `flow` (requests.OneRequest) draws and drafts from now on."""
-        flow.install(self.model_runner)
-
-    def specrl_install_v2(self, flow) -> None:
-        """In-process only: `flow` (native.Native) decides and drafts from now on."""
+    def specrl_install_flow(self, flow) -> None:
+        """In-process only: `flow` (a requests.OneRequest) draws and drafts from now on."""
         flow.install(self.model_runner)
 
     def specrl_install_device(self, texts: bool) -> None:

@@ -310,6 +310,20 @@ def test_a_rollout_without_an_update_before_it_has_the_weights_all_the_same(slee
     assert calls == ["weights", "load", "kv_cache", 2] * 2, "once awake it stays so until a rollout has ended"
 
 
+def test_weights_that_all_ranks_must_walk_are_kept(sleeper, golden):
+    """One rank may wake when no other is there to gather its parts."""
+    engine, model, calls = sleeper
+    cases, _ = golden()
+    new = moved(model, 1)
+    source = Walked(new)
+    source.collective = True
+    engine.update_weights(source, 1, probe_of(new))
+    texts_of(engine, new, cases)
+    texts_of(engine, new, cases)
+    assert calls == ["load", 1, "weights+kv_cache", 1]
+    assert len(source.walks) == 1
+
+
 def test_a_source_that_changed_without_an_update_is_found(sleeper, golden):
     engine, model, _ = sleeper
     cases, _ = golden()

@@ -22,7 +22,6 @@ from rollout.drafting.suffix import PromptTexts, SuffixDrafter
 from rollout.engines.base import EngineSpec, Probe, Sampling
 from rollout.engines.local.draw import packed_draw
 from rollout.engines.local.engine import TransformersEngine
-from rollout.engines.transfer import Source
 from rollout.keys import derive_key
 from rollout.noise import keyed_draw
 from rollout.types import Request, RolloutError
@@ -38,7 +37,6 @@ from tests.rollout.golden import (
     prompts_and_caps,
     requests_of,
 )
-from trainers.weights import PolicyWeights
 
 pytestmark = [
     pytest.mark.slow,
@@ -713,18 +711,6 @@ def test_runners_that_do_not_work_here(saved, settings, word):
         setattr(spec.rollout.vllm, name, value)
     with pytest.raises(RolloutError, match=word):
         build_engine(spec)
-
-
-def test_weights_that_all_ranks_must_walk_are_walked_once(engine_of, monkeypatch):
-    """Sleep may walk a Source again, when one rank wakes; no other may be there to gather its parts."""
-    kept = []
-    engine = engine_of()
-    monkeypatch.setattr(engine.updates, "update", lambda weights, *_: kept.append(isinstance(weights, Source)))
-    for collective in (False, True):
-        weights = PolicyWeights(policy("qwen3"))
-        weights.collective = collective
-        engine.update_weights(weights, 0)
-    assert kept == [True, False]
 
 
 @pytest.mark.parametrize("tokens", [(), (5,) * 256])
