@@ -231,9 +231,12 @@ class SpeculativeRollout:
 
     def _requests(self, planned: Sequence[Planned]) -> list[Request]:
         """What the engine is asked for; the drafters of a prompt's rows share its stored texts."""
-        prompts = dict.fromkeys(p.row.example_id for p in planned) if self.cache is not None else ()
+        prompts = {p.row.example_id: p.row.prompt for p in planned} if self.cache is not None else {}
         stored = {name: self.cache.siblings(name) for name in prompts}
-        texts = {name: PromptTexts([t.tokens for t in known], self.config.sources) for name, known in stored.items()}
+        texts = {
+            name: PromptTexts([t.tokens for t in stored[name]], self.config.sources, prompt)
+            for name, prompt in prompts.items()
+        }
         return [self._request(p, stored.get(p.row.example_id, []), texts.get(p.row.example_id)) for p in planned]
 
     def _request(self, planned: Planned, stored: list[Trajectory], texts: PromptTexts | None) -> Request:

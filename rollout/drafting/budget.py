@@ -9,12 +9,15 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rollout.drafting.chain import LONG, Chain, DraftModelRecord
-from rollout.drafting.cost import FORGET, MOST, PRIOR, WEIGHT, CostModel, Trial, emitted
+from rollout.drafting.cost import FORGET, MOST, PRIOR, WEIGHT, CostModel, Trial, emitted, promise
 
+Fit = int
+"""How well a text fits, see `rollout.drafting.suffix.Fit`."""
 State = Literal["start", "agreeing", "diverged", "lost"]
 """What is known of a row's drafter: nothing yet; of its last draft all, some or no tokens stood."""
-Kind = tuple[State, str] | None
-"""Drafts that are worth the same: the row's state, and where its draft comes from. None is a row without a draft."""
+Kind = tuple[State | Fit, str] | None
+"""Drafts that are worth the same: how well its text fits or else the row's state, and where it comes from. None is a
+row without a draft."""
 
 _MARGIN = 1.1  # the model must promise that much: rows that advance unevenly leave a longer tail than is estimated
 _NEARLY = 0.95  # of the best rate is as good
@@ -66,7 +69,8 @@ class Budget:
         if kind is None:
             return 0.0
         accepted, rejected = self._seen.get(kind, (0.0, 0.0))
-        return (accepted + WEIGHT * self._expected()) / (accepted + rejected + WEIGHT)
+        known = promise(kind[0]) / PRIOR if type(kind[0]) is int else 1.0
+        return (accepted + WEIGHT * known * self._expected()) / (accepted + rejected + WEIGHT)
 
     def _expected(self) -> float:
         """Acceptance of kinds that were not seen yet: what drafts did in general, but never more than the prior says.

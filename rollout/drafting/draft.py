@@ -10,7 +10,7 @@ from operator import index
 
 import numpy as np
 
-from rollout.drafting.suffix import SuffixDrafter, propose
+from rollout.drafting.suffix import SuffixDrafter, Worth, prior, propose
 from rollout.types import Drafter, RolloutError
 
 
@@ -43,9 +43,15 @@ def ask(drafter: Drafter, text: Sequence[int], limit: int, vocab: int) -> Draft:
 
 
 def ask_all(
-    drafters: Sequence[Drafter | None], texts: Sequence[Sequence[int]], limits: Sequence[int], vocab: int
+    drafters: Sequence[Drafter | None],
+    texts: Sequence[Sequence[int]],
+    limits: Sequence[int],
+    vocab: int,
+    worth: Worth = prior,
 ) -> list[Draft]:
     """What `ask` gives for each row; nothing without a drafter or room. Suffix drafters are asked together.
+
+    Args: worth: by what they choose between texts.
 
     Raises:
         RolloutError: see `ask`.
@@ -56,7 +62,7 @@ def ask_all(
             together.append(i)
         elif drafter and limit > 0:
             drafts[i] = ask(drafter, text, limit, vocab)
-    proposed = propose(*([column[i] for i in together] for column in (drafters, texts, limits)))
+    proposed = propose(*([column[i] for i in together] for column in (drafters, texts, limits)), worth)
     if not _exist(proposed, vocab):
         proposed = [known(tokens, vocab) for tokens in proposed]
     for i, tokens in zip(together, proposed, strict=True):

@@ -167,10 +167,10 @@ class Drafting:
     def _guess(self, rows: Sequence[Response], limits: Sequence[int]) -> None:
         """Asks the rows' own drafters."""
         drafters = [row.request.drafter if row.drafting else None for row in rows]
-        guesses = ask_all(drafters, [row.tokens for row in rows], limits, self.vocab)
-        for row, guess in zip(rows, guesses, strict=True):
+        guesses = ask_all(drafters, [row.tokens for row in rows], limits, self.vocab, self.budget.acceptance)
+        for row, drafter, guess in zip(rows, drafters, guesses, strict=True):
             row.guess = guess
-            row.kind = (row.state, guess.source) if guess.tokens else None
+            row.kind = (getattr(drafter, "fit", row.state), guess.source) if guess.tokens else None
 
     def _carried(self, rows: Sequence[Response], plan: Plan) -> list[Draft]:
         """As much of each row's guess as its kind may carry, or what the contexts promise more of."""

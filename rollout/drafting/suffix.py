@@ -1,22 +1,37 @@
-"""Drafts from the texts of a prompt: the slot's old one at its positions, else what continues the longest suffix."""
+"""Drafts from the texts of a prompt: the slot's old one at its positions, or what continues the end of the response."""
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
+from functools import cache
 from operator import eq
 from typing import Any
 
+from rollout.drafting.cost import promise
 from rollout.drafting.ngrams import LENGTHS, NGrams, Piece, Place, append, token_ids
 from rollout.sections import SOURCES
 from rollout.types import Request
 
 _RECENT = 6  # positions over which a text that is being followed shows whether it still fits
+_LONGEST = 32  # tokens that fit; more say no more
+_LEVELS = [0, 1, 2, 3, 4, 4, 6, 6, *[8] * 8, *[16] * 16, _LONGEST]  # of `Fit`, by the tokens that fit
+
+Fit = int
+"""How well a text fits: the response's last tokens that stand before the place that is followed, at one of `_LEVELS`;
+or below 0 as many as were others in the last `_RECENT` places; 0 where there is nothing to compare."""
+Worth = Callable[[tuple[Fit, str]], float]
+"""How often tokens stand of drafts that fit so well and come from there."""
+
+
+def prior(kind: tuple[Fit, str]) -> float:
+    """The `Worth` of drafts of which nothing is known yet."""
+    return promise(kind[0])
 
 
 class PromptTexts:
-    """The texts of one prompt, stored ones and those in the making, and where each suffix was seen last.
+    """The texts of one prompt: stored ones, the prompt, and those in the making; and where each suffix was seen last.
 
     Prompts that are searched together share an index, which is built and brought up to date by the searches. So it does
     not travel to a worker.
@@ -24,22 +39,34 @@ class PromptTexts:
     Args:
         stored: responses as token ids, the newest first.
         sources: of SOURCES, those that may be used.
+        prompt: its token ids.
     """
 
-    def __init__(self, stored: Sequence[Sequence[int]] = (), sources: Collection[str] = SOURCES):
+    def __init__(
+        self,
+        stored: Sequence[Sequence[int]] = (),
+        sources: Collection[str] = SOURCES,
+        prompt: Sequence[int] = (),
+    ):
         self.sources = frozenset(sources)
         self.texts = [token_ids(text) for text in stored] if "earlier" in sources else []
         self.stored = len(self.texts)
+        self.texts += [token_ids(prompt)] if prompt and "prompt" in sources else []
+        self.known = len(self.texts)
         self._forget()
 
     def _forget(self) -> None:
         self.index: NGrams | None = None
-        self.group = 0
-        """The prompt's number in the index."""
+        self.groups: dict[str, int] = {}
+        """The prompt's numbers in the index: each source of texts is searched by itself."""
         self._indexed: list[int] = []  # tokens of each text that the index holds
 
+    def source(self, text: int) -> str:
+        """Where a text comes from."""
+        return "earlier" if text < self.stored else "prompt" if text < self.known else "group"
+
     def __getstate__(self) -> dict[str, Any]:
-        return {"sources": self.sources, "texts": self.texts, "stored": self.stored}
+        return {"sources": self.sources, "texts": self.texts, "stored": self.stored, "known": self.known}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -52,34 +79,41 @@ class PromptTexts:
 
     def join(self, index: NGrams) -> None:
         """Searches go to that index from now on."""
-        self.index, self.group, self._indexed = index, index.group(), []
+        self._forget()
+        self.index = index
+        sources = {self.source(text) for text in range(self.known)} | ({"group"} & self.sources)
+        self.groups = {source: index.group() for source in sorted(sources)}
 
     def unindexed(self) -> Iterator[Piece]:
         """What the index lacks, the most recent last; it is taken to be added now."""
         known = self._indexed
-        order = [*range(self.stored, len(self.texts))]
+        order = [*range(self.known, len(self.texts))]
         if not known:
-            order[:0] = reversed(range(self.stored))
+            order[:0] = reversed(range(self.known))
         known += [0] * (len(self.texts) - len(known))
         for i in order:
             text, before = self.texts[i], known[i]
             if len(text) > before:
                 known[i] = len(text)
-                yield self.group, i, text, before
+                yield self.groups[self.source(i)], i, text, before
 
 
-def find(prompts: Sequence[PromptTexts], texts: Sequence[Sequence[int]]) -> list[Place]:
-    """What followed the longest suffix of each text among those of its prompt: see `NGrams.find`."""
+def find(prompts: Sequence[PromptTexts], texts: Sequence[Sequence[int]]) -> list[list[Place]]:
+    """What followed the longest suffix of each text, for each source of its prompt that has one: see `NGrams.find`."""
     asked = dict.fromkeys(prompts)
     _join([prompt for prompt in asked if prompt.index is None], [prompt.index for prompt in asked if prompt.index])
-    found: dict[int, Place] = {}
+    found: list[list[Place]] = [[] for _ in prompts]
     for index in dict.fromkeys(prompt.index for prompt in asked):
         if lacking := [piece for prompt in asked if prompt.index is index for piece in prompt.unindexed()]:
             index.add(lacking)
         rows = [i for i, prompt in enumerate(prompts) if prompt.index is index]
-        suffixes = [texts[i][-LENGTHS[0] :] for i in rows]
-        found |= zip(rows, index.find([prompts[i].group for i in rows], suffixes), strict=True)
-    return [found[i] for i in range(len(prompts))]
+        ends = {i: texts[i][-LENGTHS[0] :] for i in rows}
+        searched = [(i, group) for i in rows for group in prompts[i].groups.values()]
+        places = index.find([group for _, group in searched], [ends[i] for i, _ in searched])
+        for (i, _), place in zip(searched, places, strict=True):
+            if place[2]:
+                found[i].append(place)
+    return found
 
 
 def _join(new: Sequence[PromptTexts], indices: Sequence[NGrams]) -> None:
@@ -93,12 +127,14 @@ def _join(new: Sequence[PromptTexts], indices: Sequence[NGrams]) -> None:
 
 
 class SuffixDrafter:
-    """Follows a text while it fits, and leaves it for one that fits better.
+    """Follows a text while it fits, and leaves it for one that promises more.
 
     The slot's old text is followed first, at the same positions. After a mismatch it is followed further, as if one
-    token had been replaced, unless a suffix of the response that is longer than what agreed of the last `_RECENT`
-    positions was seen elsewhere: then that place is followed. Suffix matching is SuffixDecoding's (arXiv 2411.04975),
-    the order of sources Hierarchy Drafting's (arXiv 2502.05609).
+    token had been replaced, or another place where the last tokens of the response stand: in an old text, in the
+    prompt, in what the prompt's rows have emitted. Which of these is decided by what became of such drafts: of that
+    source, that fitted as well. Suffix matching is SuffixDecoding's (arXiv 2411.04975), longer matches before shorter
+    ones SAM decoding's (arXiv 2411.10666), several sources Hierarchy Drafting's (arXiv 2502.05609), and the choice by
+    records that of TAGE branch prediction, as in `ContextTable`.
 
     Args:
         texts: of the prompt, shared by the rows of one engine call; what a row emits is added when it asks.
@@ -110,7 +146,11 @@ class SuffixDrafter:
         self.texts = texts
         self.source = "prefix" if ahead is None else "ahead"
         """Where the last draft came from."""
+        self.fit: Fit = 0
+        """How well its text fits."""
         self._followed, self._shift = None, 0
+        self._left = None, 0, ""
+        self._fits_from = 0  # of the response: from there on it has been the text that is followed
         if ahead is not None:
             self._followed = token_ids(ahead)
         elif own is None and texts.stored:
@@ -129,45 +169,79 @@ class SuffixDrafter:
         if self._told is not None and n > (told := len(self._told)):
             append(self._told, tokens[told:])
         at, text = n + self._shift, self._followed
-        return text is not None and at < len(text) and (not n or text[at - 1] == tokens[-1])
+        if text is None or at >= len(text) or (n and text[at - 1] != tokens[-1]):
+            return False
+        fits = n - self._fits_from
+        self.fit = _LEVELS[fits] if fits < _LONGEST else _LONGEST
+        return True
 
-    def turn(self, tokens: Sequence[int], text: int, at: int, length: int) -> None:
-        """Follows the text from position `at` on if a longer suffix stands before it than the followed one agreed in.
+    def turn(self, tokens: Sequence[int], places: Sequence[Place], worth: Worth) -> None:
+        """Follows what is worth most: the text so far, or one of the places, which the response's last tokens precede.
 
-        Args: length: of the suffix of `tokens` that ends there.
+        Args: places: (text, position, tokens that precede it, at least).
         """
+        n, best, chosen = len(tokens), 0.0, None
         if self.source == "prefix":
             self.source = "position"
             if "position" not in self.texts.sources:
                 self._followed = None
-        if length > self._agreement(tokens):
-            self.source = "earlier" if text < self.texts.stored else "group"
-            self._followed, self._shift = self.texts.texts[text], at - len(tokens)
+        here = self._followed, self._shift, self.source
+        for text, shift, source in (here, self._left):
+            if text is None or (others := _others(text, shift, tokens)) is None:
+                continue
+            if (value := worth((-others, source))) > best:
+                best, chosen, fit, start = value, (text, shift, source), -others, n
+        for number, at, length in places:
+            text, source = self.texts.texts[number], self.texts.source(number)
+            if at - n == self._shift and text is self._followed:
+                continue
+            length = _preceding(text, at, tokens, length)
+            if (value := worth((_LEVELS[length], source))) > best:
+                best, chosen, fit, start = value, (text, at - n, source), _LEVELS[length], n - length
+        if chosen is None:
+            return
+        if chosen is not here and not (chosen[0] is here[0] and chosen[1] == here[1]):
+            if here[0] is not None and _others(here[0], here[1], tokens) is not None: self._left = here
+            self._followed, self._shift, self.source = chosen
+        self.fit, self._fits_from = fit, start
 
     def ahead(self, length: int, limit: int) -> array[int]:
         """At most `limit` tokens that follow the first `length` in the text that is followed."""
         start = length + self._shift
         return array("I") if self._followed is None else self._followed[start : start + limit]
 
-    def _agreement(self, tokens: Sequence[int]) -> int:
-        """Of the last positions, how many have the followed text's tokens; 0 when it has no more to offer."""
-        text, n = self._followed, len(tokens)
-        if text is None or n + self._shift >= len(text):
-            return 0
-        first = max(0, n - _RECENT, -self._shift)
-        return sum(map(eq, tokens[first:], text[first + self._shift : n + self._shift]))
+
+def _others(text: Sequence[int], shift: int, tokens: Sequence[int]) -> int | None:
+    """Of the last positions, how many have another token in the text that is followed; None where that ends."""
+    n = len(tokens)
+    if n + shift >= len(text):
+        return None
+    first = max(0, n - _RECENT, -shift)
+    return n - first - sum(map(eq, tokens[first:], text[first + shift : n + shift]))
+
+
+def _preceding(text: Sequence[int], at: int, tokens: Sequence[int], length: int) -> int:
+    """The last tokens of the response that stand before position `at`, at most `_LONGEST`; `length` are known to."""
+    most = min(_LONGEST, at, len(tokens))
+    while length < most and text[at - length - 1] == tokens[-length - 1]:
+        length += 1
+    return length
 
 
 def propose(
-    drafters: Sequence[SuffixDrafter], texts: Sequence[Sequence[int]], limits: Sequence[int]
+    drafters: Sequence[SuffixDrafter],
+    texts: Sequence[Sequence[int]],
+    limits: Sequence[int],
+    worth: Worth = prior,
 ) -> list[array[int]]:
     """What `SuffixDrafter.propose` gives for each row, all asked together; without a limit nothing is searched."""
     fits = [drafter.tell(tokens) for drafter, tokens in zip(drafters, texts, strict=True)]
     astray = [i for i, (fit, limit) in enumerate(zip(fits, limits, strict=True)) if limit and not fit]
     if astray:
-        places = find([drafters[i].texts for i in astray], [texts[i] for i in astray])
-        for i, place in zip(astray, places, strict=True):
-            drafters[i].turn(texts[i], *place)
+        worth = cache(worth)
+        found = find([drafters[i].texts for i in astray], [texts[i] for i in astray])
+        for i, places in zip(astray, found, strict=True):
+            drafters[i].turn(texts[i], places, worth)
     return [drafter.ahead(len(tokens), limit) for drafter, tokens, limit in zip(drafters, texts, limits, strict=True)]
 
 
