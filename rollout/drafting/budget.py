@@ -10,14 +10,13 @@ from typing import Literal
 
 from rollout.drafting.chain import LONG, Chain, DraftModelRecord
 from rollout.drafting.cost import FORGET, MOST, PRIOR, WEIGHT, CostModel, Trial, emitted, promise
+from rollout.drafting.suffix import Fit
 
-Fit = int
-"""How well a text fits, see `rollout.drafting.suffix.Fit`."""
 State = Literal["start", "agreeing", "diverged", "lost"]
 """What is known of a row's drafter: nothing yet; of its last draft all, some or no tokens stood."""
 Kind = tuple[State | Fit, str] | None
-"""Drafts that are worth the same: how well its text fits or else the row's state, and where it comes from. None is a
-row without a draft."""
+"""Drafts that are worth the same: what speaks for the text, or else the row's state, and where they come from. None is
+a row without a draft."""
 
 _MARGIN = 1.1  # the model must promise that much: rows that advance unevenly leave a longer tail than is estimated
 _NEARLY = 0.95  # of the best rate is as good
@@ -69,7 +68,7 @@ class Budget:
         if kind is None:
             return 0.0
         accepted, rejected = self._seen.get(kind, (0.0, 0.0))
-        known = promise(kind[0]) / PRIOR if type(kind[0]) is int else 1.0
+        known = promise(kind[0][0]) / PRIOR if type(kind[0]) is tuple else 1.0
         return (accepted + WEIGHT * known * self._expected()) / (accepted + rejected + WEIGHT)
 
     def _expected(self) -> float:

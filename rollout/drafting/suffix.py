@@ -16,18 +16,21 @@ from rollout.types import Request
 
 _RECENT = 6  # positions over which a text that is being followed shows whether it still fits
 _LONGEST = 32  # tokens that fit; more say no more
-_LEVELS = [0, 1, 2, 3, 4, 4, 6, 6, *[8] * 8, *[16] * 16, _LONGEST]  # of `Fit`, by the tokens that fit
+_LEVELS = [0, 1, 2, 3, 4, 4, 6, 6, *[8] * 8, *[16] * 16, _LONGEST]  # of what fits, by tokens
 
-Fit = int
-"""How well a text fits: the response's last tokens that stand before the place that is followed, at one of `_LEVELS`;
-or below 0 as many as were others in the last `_RECENT` places; 0 where there is nothing to compare."""
+Fit = tuple[int, bool]
+"""What speaks for a place that is followed. First the response's last tokens that stand before it, at one of `_LEVELS`;
+or as many, below 0, as are others of the last `_RECENT`; 0 where there are none. Then whether the row is lost: its last
+pass brought one token, and it is not the text's."""
 Worth = Callable[[tuple[Fit, str]], float]
 """How often tokens stand of drafts that fit so well and come from there."""
+Option = tuple[int, int, "array[int]", int, str]
+"""A text that may be followed: (fit, where in the response it begins to, text, distance of their positions, source)"""
 
 
 def prior(kind: tuple[Fit, str]) -> float:
     """The `Worth` of drafts of which nothing is known yet."""
-    return promise(kind[0])
+    return promise(kind[0][0])
 
 
 class PromptTexts:
@@ -146,11 +149,12 @@ class SuffixDrafter:
         self.texts = texts
         self.source = "prefix" if ahead is None else "ahead"
         """Where the last draft came from."""
-        self.fit: Fit = 0
-        """How well its text fits."""
+        self.fit: Fit = 0, False
+        """What speaks for it."""
         self._followed, self._shift = None, 0
-        self._left = None, 0, ""
         self._fits_from = 0  # of the response: from there on it has been the text that is followed
+        self._left: tuple[array[int], int, str] | None = None  # the one followed before, with its shift and source
+        self._length = self._grown = 0  # of the response, and by how much it had grown, when it was last shown
         if ahead is not None:
             self._followed = token_ids(ahead)
         elif own is None and texts.stored:
@@ -168,42 +172,45 @@ class SuffixDrafter:
         n = len(tokens)
         if self._told is not None and n > (told := len(self._told)):
             append(self._told, tokens[told:])
+        self._length, self._grown = n, n - self._length
         at, text = n + self._shift, self._followed
         if text is None or at >= len(text) or (n and text[at - 1] != tokens[-1]):
             return False
         fits = n - self._fits_from
-        self.fit = _LEVELS[fits] if fits < _LONGEST else _LONGEST
+        self.fit = _LEVELS[fits] if fits < _LONGEST else _LONGEST, False
         return True
 
     def turn(self, tokens: Sequence[int], places: Sequence[Place], worth: Worth) -> None:
-        """Follows what is worth most: the text so far, or one of the places, which the response's last tokens precede.
+        """Follows what is worth most: the text so far, the one before, or one of the places.
 
-        Args: places: (text, position, tokens that precede it, at least).
+        Args: places: (text, position, tokens that precede it, at least) where the response's last tokens stand.
         """
-        n, best, chosen = len(tokens), 0.0, None
         if self.source == "prefix":
             self.source = "position"
             if "position" not in self.texts.sources:
                 self._followed = None
-        here = self._followed, self._shift, self.source
-        for text, shift, source in (here, self._left):
-            if text is None or (others := _others(text, shift, tokens)) is None:
-                continue
-            if (value := worth((-others, source))) > best:
-                best, chosen, fit, start = value, (text, shift, source), -others, n
-        for number, at, length in places:
-            text, source = self.texts.texts[number], self.texts.source(number)
-            if at - n == self._shift and text is self._followed:
-                continue
-            length = _preceding(text, at, tokens, length)
-            if (value := worth((_LEVELS[length], source))) > best:
-                best, chosen, fit, start = value, (text, at - n, source), _LEVELS[length], n - length
-        if chosen is None:
+        lost = self._grown <= 1
+        options = self._options(tokens, places)
+        best = max(options, key=lambda option: worth(((option[0], lost), option[-1])), default=None)
+        if best is None:
             return
-        if chosen is not here and not (chosen[0] is here[0] and chosen[1] == here[1]):
-            if here[0] is not None and _others(here[0], here[1], tokens) is not None: self._left = here
-            self._followed, self._shift, self.source = chosen
-        self.fit, self._fits_from = fit, start
+        fit, self._fits_from, text, shift, source = best
+        if text is not self._followed or shift != self._shift:
+            if self._followed is not None and self._length + self._shift < len(self._followed):
+                self._left = self._followed, self._shift, self.source
+            self._followed, self._shift, self.source = text, shift, source
+        self.fit = fit, lost
+
+    def _options(self, tokens: Sequence[int], places: Sequence[Place]) -> Iterator[Option]:
+        n = len(tokens)
+        for text, shift, source in ((self._followed, self._shift, self.source), self._left or (None, 0, "")):
+            if text is not None and n + shift < len(text):
+                yield -_others(text, shift, tokens), n, text, shift, source
+        for number, at, length in places:
+            text = self.texts.texts[number]
+            if text is not self._followed or at - n != self._shift:
+                length = _preceding(text, at, tokens, length)
+                yield _LEVELS[length], n - length, text, at - n, self.texts.source(number)
 
     def ahead(self, length: int, limit: int) -> array[int]:
         """At most `limit` tokens that follow the first `length` in the text that is followed."""
@@ -211,11 +218,9 @@ class SuffixDrafter:
         return array("I") if self._followed is None else self._followed[start : start + limit]
 
 
-def _others(text: Sequence[int], shift: int, tokens: Sequence[int]) -> int | None:
-    """Of the last positions, how many have another token in the text that is followed; None where that ends."""
+def _others(text: Sequence[int], shift: int, tokens: Sequence[int]) -> int:
+    """Of the response's last `_RECENT` tokens, how many are others in the text."""
     n = len(tokens)
-    if n + shift >= len(text):
-        return None
     first = max(0, n - _RECENT, -shift)
     return n - first - sum(map(eq, tokens[first:], text[first + shift : n + shift]))
 
