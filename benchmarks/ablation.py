@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rollout.sections import SOURCES
 from specrl.bench.pair import Bench, PairConfig, device_name, of_pairs, perturbed, prepare, with_config
 from specrl.config import load as cli
 from specrl.results import tables
@@ -32,7 +33,9 @@ STEPS = {
     "prefix": ("prefix",),
     "+ position": ("prefix", "position"),
     "+ suffix": ("prefix", "position", "earlier", "group"),
-    "+ contexts": ("prefix", "position", "earlier", "group", "contexts"),
+    "+ prompt": ("prefix", "position", "earlier", "group", "prompt"),
+    "+ contexts": ("prefix", "position", "earlier", "group", "prompt", "contexts"),
+    "+ redraw": SOURCES,
 }
 OTHERS = 512  # responses to other prompts that the context table has learnt: the middle of a first epoch of 128 prompts
 
@@ -107,7 +110,7 @@ def _methods(bench: Bench, drafters: Sequence[str]) -> Iterator[Method]:
     """An engine for each way of drafting, all around the same model."""
     for name, sources in STEPS.items():
         yield Method(name, _engine(bench, sources), sources)
-    full = STEPS["+ contexts"]
+    full = STEPS["+ redraw"]
     for drafter in drafters:
         yield Method(f"+ {Path(drafter).name}", _engine(bench, full, drafter=drafter), full)
     for window in WINDOWS:

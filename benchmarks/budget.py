@@ -22,7 +22,7 @@ MACHINES = {  # (a, r, b, c) in milliseconds
     "gpu": (8.0, 0.02, 0.03, 0.0),  # about a 7B policy in bf16: its weights are read in 8 ms, a token computes 0.03 ms
 }
 WINDOWS = (2, 4, 8, 16, 32, 64)
-BUDGET = "+ contexts"
+BUDGET = "+ redraw"
 
 
 @dataclass

@@ -96,4 +96,4 @@ def rule_and_drafting(
 
         model = ModelDrafter(drafter, sampling, Limits.of(config))
     contexts = ContextTable() if "contexts" in config.sources else None
-    return exact, Drafting(Budget(config.budget.window), contexts, model)
+    return exact, Drafting(Budget(config.budget.window), contexts, model, "redraw" in config.sources)

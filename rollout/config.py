@@ -53,8 +53,9 @@ class RolloutConfig:
     max_new_tokens: int = doc(256, "response cap in tokens, EOS included", low=1)
     sources: list[str] = doc(
         list(SOURCES),
-        "texts to draft from: the slot's old one until it is left, and after that; the prompt's old ones; what its "
-        "rows emit now; what followed the last tokens in the texts of all prompts",
+        "texts to draft from: the slot's old one until it is left, and after that; the prompt's old ones; the prompt; "
+        "what its rows emit now; what followed the last tokens in the texts of all prompts; what the last pass drew "
+        "behind a mismatch",
         resume="drafts",
     )
     drafter: str = doc(

@@ -28,9 +28,10 @@ def doc(default: Any, help: str, *, low: float = 0, high: float = inf, resume: s
     return field(**make, metadata={"help": help, **limits, **{key: word for key, word in said.items() if word}})
 
 
-SOURCES = ("prefix", "position", "earlier", "prompt", "group", "contexts")
+SOURCES = ("prefix", "position", "earlier", "prompt", "group", "contexts", "redraw")
 """Where drafts come from: the slot's old text until the response leaves it, and after that, at the same positions; the
-prompt's stored texts; the prompt itself; what its rows have emitted in this rollout; the texts of all prompts."""
+prompt's stored texts; the prompt itself; what its rows have emitted in this rollout; the texts of all prompts; what the
+last pass drew behind a mismatch."""
 
 
 @dataclass

@@ -47,6 +47,8 @@ class Stood:
     """Under the law that drew each token."""
     drafted: int
     """How many of the tokens, from the first on, are the draft's."""
+    behind: Sequence[int] = ()
+    """What was drawn after these, behind draft tokens that did not stand: guesses, by the row's own noise."""
 
 
 Rule = Callable[[int, Draft, Drawn], Stood]
@@ -57,7 +59,7 @@ def exact(key: int, draft: Draft, drawn: Drawn) -> Stood:
     """The draws up to the first that differs from the draft, that one included."""
     n = accept_exact(drawn.draws, draft.tokens)
     logprobs = drawn.logprobs[: n + 1]
-    return Stood(drawn.draws[: n + 1], logprobs, logprobs, n)
+    return Stood(drawn.draws[: n + 1], logprobs, logprobs, n, drawn.draws[n + 1 :])
 
 
 def accept_exact(draws: Sequence[int], draft: Sequence[int]) -> int:

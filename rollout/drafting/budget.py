@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rollout.drafting.chain import LONG, Chain, DraftModelRecord
-from rollout.drafting.cost import FORGET, MOST, PRIOR, WEIGHT, CostModel, Trial, emitted, promise
+from rollout.drafting.cost import FORGET, MOST, PRIOR, WEIGHT, CostModel, Trial, emitted, prior
 from rollout.drafting.suffix import Fit
 
 State = Literal["start", "agreeing", "diverged", "lost"]
@@ -68,7 +68,7 @@ class Budget:
         if kind is None:
             return 0.0
         accepted, rejected = self._seen.get(kind, (0.0, 0.0))
-        known = promise(kind[0][0]) / PRIOR if type(kind[0]) is tuple else 1.0
+        known = prior(kind[0][0], kind[1]) / PRIOR if type(kind[0]) is tuple else 1.0
         return (accepted + WEIGHT * known * self._expected()) / (accepted + rejected + WEIGHT)
 
     def _expected(self) -> float:

@@ -18,13 +18,18 @@ _CLEAR = 0.6  # of the seconds that plain passes are estimated to take
 _REST = 31  # most passes in a row that nobody is asked about
 
 
-def promise(fit: int) -> float:
-    """Acceptance of a draft before any like it was seen; never more than the prior.
+def prior(fit: int, source: str) -> float:
+    """Acceptance of a draft before any like it was seen; never more than PRIOR.
 
-    Args: fit: tokens before it that are the response's last ones; below 0, how many of the last 6 were others; 0 where
-    nothing tells. Measured on responses of the embedded policy (benchmarks/README.md).
+    As texts of the embedded policy gave it, roughly: `benchmarks.budget` changes little with it.
+
+    Args:
+        fit: tokens before it that are the response's last ones; below 0, how many of the last few were others; 0 where
+            nothing tells.
+        source: where it comes from. A prompt is no response: what follows there seldom does here.
     """
-    return max(0.05, PRIOR + 0.15 * fit) if fit <= 0 else min(PRIOR, fit / (fit + 1.5))
+    chance = max(0.05, PRIOR + 0.15 * fit) if fit <= 0 else min(PRIOR, fit / (fit + 1.5))
+    return chance / 2 if source == "prompt" else chance
 
 
 class CostModel:

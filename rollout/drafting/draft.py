@@ -10,7 +10,7 @@ from operator import index
 
 import numpy as np
 
-from rollout.drafting.suffix import SuffixDrafter, Worth, prior, propose
+from rollout.drafting.suffix import SuffixDrafter, Worth, propose, unseen
 from rollout.types import Drafter, RolloutError
 
 
@@ -47,7 +47,7 @@ def ask_all(
     texts: Sequence[Sequence[int]],
     limits: Sequence[int],
     vocab: int,
-    worth: Worth = prior,
+    worth: Worth = unseen,
 ) -> list[Draft]:
     """What `ask` gives for each row; nothing without a drafter or room. Suffix drafters are asked together.
 

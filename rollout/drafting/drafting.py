@@ -51,6 +51,8 @@ class Drafting:
         budget: decides how much rides.
         contexts: rows that speculate may also draft from the responses to all prompts; None: they may not.
         model: drafts for rows whose own drafters do worse.
+        redraws: rows may also draft what the last pass drew behind a mismatch: with their own noise, and mostly the
+            right text before it. Keyed Jacobi iteration (arXiv 2510.24211), where it earns more than the texts do.
     """
 
     whole = False
@@ -59,10 +61,14 @@ class Drafting:
     """Its rule asks for `Drawn.hidden`."""
 
     def __init__(
-        self, budget: Budget | None = None, contexts: ContextTable | None = None, model: DraftModel | None = None
+        self,
+        budget: Budget | None = None,
+        contexts: ContextTable | None = None,
+        model: DraftModel | None = None,
+        redraws: bool = False,
     ):
         self.budget, self.contexts, self.model = budget or Budget(), contexts, model
-        self.vocab = 0
+        self.redraws, self.vocab = redraws, 0
         self._stood = 0  # tokens of the pass in progress
 
     def attach(self, policy: Policy) -> None:
@@ -128,6 +134,7 @@ class Drafting:
         self._stood += len(stood.tokens)
         if draft.source == "model":
             self.budget.drafter.observe_chain(draft.logprobs, stood.drafted)
+        row.redraws = stood.behind
         guess, accepted = draft.tokens, stood.drafted
         if draft.source != row.guess.source or not draft.tokens:
             guess = row.guess.tokens[: len(stood.tokens)]
@@ -171,6 +178,16 @@ class Drafting:
         for row, drafter, guess in zip(rows, drafters, guesses, strict=True):
             row.guess = guess
             row.kind = (getattr(drafter, "fit", row.state), guess.source) if guess.tokens else None
+        if self.redraws:
+            self._redraw(rows, limits)
+
+    def _redraw(self, rows: Sequence[Response], limits: Sequence[int]) -> None:
+        """Lets rows guess their redraws where these are worth more than what their drafters have."""
+        for row, limit in zip(rows, limits, strict=True):
+            if row.redraws and row.drafting and limit > 0:
+                kind = row.state, "redraw"
+                if self.budget.acceptance(kind) > self.budget.acceptance(row.kind):
+                    row.guess, row.kind = Draft(row.redraws[:limit], "redraw"), kind
 
     def _carried(self, rows: Sequence[Response], plan: Plan) -> list[Draft]:
         """As much of each row's guess as its kind may carry, or what the contexts promise more of."""

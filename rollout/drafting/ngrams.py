@@ -17,7 +17,7 @@ _FEWEST = 1 << 16  # slots, so that small indices hardly know collisions
 _BLOCK = 1 << 15  # tokens or slots that are worked on at a time, in fast memory
 FULL = 1 << 22
 """Tokens of an index that takes no more groups."""
-_ID_BITS = 19  # of a token, in 32 bits; the others tell its group
+_ID_BITS = 20  # of a token, in 32 bits; the others tell its group
 _NO_ID = (1 << _ID_BITS) - 1  # what ids are taken for that need more
 _PRIMES = {1: np.uint32(0x9E3779B1), 2: np.uint32(0x85EBCA77), 4: np.uint32(0xC2B2AE3D)}
 """Of xxHash, by the length of the n-grams that are joined: near ones would give many n-grams one hash."""

@@ -9,7 +9,7 @@ from functools import cache
 from operator import eq
 from typing import Any
 
-from rollout.drafting.cost import promise
+from rollout.drafting.cost import prior
 from rollout.drafting.ngrams import LENGTHS, NGrams, Piece, Place, append, token_ids
 from rollout.sections import SOURCES
 from rollout.types import Request
@@ -28,9 +28,10 @@ Option = tuple[int, int, "array[int]", int, str]
 """A text that may be followed: (fit, where in the response it begins to, text, distance of their positions, source)"""
 
 
-def prior(kind: tuple[Fit, str]) -> float:
+def unseen(kind: tuple[Fit, str]) -> float:
     """The `Worth` of drafts of which nothing is known yet."""
-    return promise(kind[0][0])
+    (fit, _), source = kind
+    return prior(fit, source)
 
 
 class PromptTexts:
@@ -219,10 +220,11 @@ class SuffixDrafter:
 
 
 def _others(text: Sequence[int], shift: int, tokens: Sequence[int]) -> int:
-    """Of the response's last `_RECENT` tokens, how many are others in the text."""
+    """Of the response's last `_RECENT` tokens, how many are others in the text; all, where none of fewer is the same."""
     n = len(tokens)
     first = max(0, n - _RECENT, -shift)
-    return n - first - sum(map(eq, tokens[first:], text[first + shift : n + shift]))
+    same = sum(map(eq, tokens[first:], text[first + shift : n + shift]))
+    return n - first - same if same else _RECENT
 
 
 def _preceding(text: Sequence[int], at: int, tokens: Sequence[int], length: int) -> int:
@@ -237,7 +239,7 @@ def propose(
     drafters: Sequence[SuffixDrafter],
     texts: Sequence[Sequence[int]],
     limits: Sequence[int],
-    worth: Worth = prior,
+    worth: Worth = unseen,
 ) -> list[array[int]]:
     """What `SuffixDrafter.propose` gives for each row, all asked together; without a limit nothing is searched."""
     fits = [drafter.tell(tokens) for drafter, tokens in zip(drafters, texts, strict=True)]

@@ -34,6 +34,8 @@ class Response:
     """What the worth of its last guess is estimated by; None if it had none."""
     state: State = "start"
     """What became of that guess."""
+    redraws: Sequence[int] = ()
+    """What the last pass drew behind tokens that did not stand: maybe what it would have drawn behind the right ones."""
 
     @property
     def length(self) -> int:
@@ -52,7 +54,7 @@ class Response:
     def restart(self) -> None:
         """Forgets what was emitted; the passes it took still count."""
         self.tokens, self.logprobs, self.behaviour, self.reused = [], [], [], []
-        self.guess, self.kind, self.state = EMPTY, None, "start"
+        self.guess, self.kind, self.state, self.redraws = EMPTY, None, "start", ()
         self.finish, self.drafting = None, not self.request.plain
 
     def emit(self, stood: Stood, eos_ids: frozenset[int]) -> int:

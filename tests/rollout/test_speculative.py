@@ -523,7 +523,7 @@ def hostile(prompts, texts):
     for prompt in prompts:
         prompt.texts[0] = token_ids([HOSTILE.randrange(-2, VOCAB + 2) for _ in range(20)])
         text = HOSTILE.randrange(len(prompt.texts))
-        found.append((text, HOSTILE.randrange(len(prompt.texts[text]) + 1), HOSTILE.choice([0, 2, 8])))
+        found.append([(text, HOSTILE.randrange(len(prompt.texts[text]) + 1), HOSTILE.choice([0, 2, 8]))])
     return found
 
 

@@ -258,7 +258,7 @@ def test_the_table_says_what_it_counts(tmp_path):
         (["data=no-such-file.jsonl"], "No .parquet or .jsonl file at no-such-file.jsonl."),
         (
             ["data=x", "sources=[prior]"],
-            "sources has 'prior', which is none of prefix, position, earlier, group, contexts.",
+            "sources has 'prior', which is none of prefix, position, earlier, prompt, group, contexts, redraw.",
         ),
     ],
 )

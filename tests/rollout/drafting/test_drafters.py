@@ -8,10 +8,10 @@ from operator import eq
 import cloudpickle
 import pytest
 
-from rollout.drafting import suffix
+from rollout.drafting import suffix as suffix_of
 from rollout.drafting.draft import Draft, ask, ask_all
 from rollout.drafting.ngrams import NGrams, token_ids
-from rollout.drafting.suffix import PromptTexts, SuffixDrafter, find
+from rollout.drafting.suffix import PromptTexts, SuffixDrafter, find, unseen
 from rollout.sections import SOURCES
 from rollout.types import Request, RolloutError
 
@@ -121,14 +121,81 @@ def test_the_longest_suffix_wins_and_among_equals_the_newest():
     assert row.source == "group"
 
 
-@pytest.mark.parametrize(("agreeing", "followed"), [(4, True), (3, False)])
-def test_a_text_is_left_for_a_suffix_longer_than_what_agreed_lately(agreeing, followed):
-    own = [*range(10, 20), 99, 98, 97, 96]
-    end = [*own[10 - agreeing : 10], 7][-4:]  # the own text agreed in `agreeing` of the last places, then differed
-    other = [*end, 55]
-    truth = [*[3] * (10 - agreeing), *own[10 - agreeing : 10], 7]
-    drafter = drafter_of(own, other)
-    assert drafter.propose(truth, 1) == ([own[11]] if followed else [55])
+OWN = [*range(10, 20), 99, 98, 97, 96]
+
+
+def left(agreeing: int, suffix: int, worth=unseen) -> str:
+    """What a row drafts from whose old text agreed in the last places but the very last; `suffix` tokens are another's.
+
+    Args: agreeing: of the last six places.
+    """
+    truth = [*[3] * (10 - agreeing), *OWN[10 - agreeing : 10], 7]
+    drafter = drafter_of(OWN, [*truth[-suffix:], 55])
+    (draft,) = suffix_of.propose([drafter], [truth], [1], worth)
+    assert draft.tolist() == ([OWN[11]] if drafter.source == "position" else [55])
+    return drafter.source
+
+
+def test_a_text_is_left_for_what_promises_more():
+    """Before anything was seen: one other token of six weighs as much as a long suffix, more of them less."""
+    assert [left(5, n) for n in (2, 4, 8)] == ["position", "position", "earlier"]
+    assert [left(3, n) for n in (2, 4, 8)] == ["earlier"] * 3
+    assert [left(4, n) for n in (2, 4, 8)] == ["position", "earlier", "earlier"]
+
+
+def test_what_became_of_such_drafts_decides():
+    def worth(of):
+        return lambda kind: 0.9 if kind in of else 0.1
+
+    astray, matched = ((-1, False), "position"), ((8, False), "earlier")
+    assert left(5, 8, worth([astray])) == "position"
+    assert left(5, 8, worth([matched])) == "earlier"
+    assert left(5, 2, worth([matched])) == "position", "a suffix of eight is another kind than one of two"
+
+
+def test_longer_matches_than_are_looked_up_win():
+    """The index knows eight tokens; how many more there are is compared."""
+    end = [*range(1, 17)]
+    texts = PromptTexts([[*end[8:], 20], [30]], prompt=[*end, 21])
+    drafter = SuffixDrafter(texts, own=[40])
+    assert drafter.propose([50, *end], 1) == [20], "a prompt is no response"
+    (draft,) = suffix_of.propose([SuffixDrafter(texts, own=[40])], [[50, *end]], [1], lambda kind: kind[0][0])
+    assert draft.tolist() == [21]
+
+
+def test_the_prompt_is_copied_from():
+    """Only where it may be: numbers of a question that no other text has."""
+    prompt, truth = [*range(50), 7, 8, 9], [60, 61, *range(20, 40), 62, *range(5, 12)]
+    assert accepted(SuffixDrafter(PromptTexts(prompt=prompt)), truth)[1] > 20
+    drafter = SuffixDrafter(PromptTexts(prompt=prompt))
+    assert drafter.propose(truth[:5], 3) == [23, 24, 25]
+    assert drafter.source == "prompt"
+    without = tuple(source for source in SOURCES if source != "prompt")
+    assert accepted(SuffixDrafter(PromptTexts((), without, prompt)), truth)[1] == 0
+
+
+def test_a_text_that_was_left_is_followed_again():
+    """Some tokens are another's phrase, and lead there; the old text goes on behind them all the same."""
+    other = [*range(200, 208), *range(210, 220)]
+    truth = [*OLD[:20], *range(202, 206), *OLD[24:]]
+    drafter, sources, drafts = drafter_of(OLD, other), [], []
+    for n in range(20, 27):
+        drafts.append(drafter.propose(truth[:n], 1))
+        sources.append(drafter.source)
+    assert sources == ["prefix", "position", "position", "earlier", "earlier", "position", "position"]
+    assert drafts[-2:] == [[OLD[25]], [OLD[26]]]
+
+
+def test_a_row_is_lost_when_a_pass_brings_one_token_and_not_the_texts():
+    drafter = drafter_of(OLD)
+    drafter.propose([], 4)
+    assert drafter.fit == (0, False)
+    drafter.propose([*OLD[:5], 7], 4)
+    assert drafter.fit == (-1, False)
+    drafter.propose([*OLD[:5], 7, 8], 4)
+    assert drafter.fit == (-2, True)
+    drafter.propose([*OLD[:5], 7, 8, OLD[7]], 4)
+    assert drafter.fit == (1, False), "it fits again"
 
 
 def test_a_match_at_the_very_end_of_a_text_is_no_use():
@@ -143,8 +210,9 @@ def test_a_match_at_the_very_end_of_a_text_is_no_use():
         (("prefix",), {"prefix"}),
         (("prefix", "position"), {"prefix", "position"}),
         (("prefix", "earlier"), {"prefix", "earlier"}),
+            (("prefix", "prompt"), {"prefix", "prompt"}),
         (("group",), {"group"}),
-        (SOURCES, set(SOURCES) - {"contexts"}),  # the engine's own
+        (SOURCES, set(SOURCES) - {"contexts", "redraw"}),  # the engine's own
     ],
 )
 def test_only_the_named_sources_draft(sources, want):
@@ -152,7 +220,7 @@ def test_only_the_named_sources_draft(sources, want):
     for _ in range(60):
         olds = [[rng.randrange(12) for _ in range(40)] for _ in range(3)]
         truths = [[rng.choice([t, t, t, rng.randrange(12)]) for t in old] for old in olds]
-        texts = PromptTexts(olds, sources)
+        texts = PromptTexts(olds, sources, [rng.randrange(12) for _ in range(40)])
         drafters = [SuffixDrafter(texts, old) for old in olds]
         for n in range(40):
             for drafter, truth in zip(drafters, truths, strict=True):
@@ -232,10 +300,12 @@ def test_a_search_by_brute_force_finds_the_same():
         for _ in range(20):
             rng.choice(rows).extend(rng.randrange(4) for _ in range(rng.randrange(4)))
             tokens = [rng.randrange(4) for _ in range(rng.randrange(12))]
-            ((text, at, length),) = find([texts], [tokens])
-            hidden += length != longest(texts.texts, tokens)  # by a collision
-            assert length <= longest(texts.texts, tokens)
-            if length:
+            (places,) = find([texts], [tokens])
+            best = max((length for _, _, length in places), default=0)
+            hidden += best != longest(texts.texts, tokens)  # by a collision
+            assert best <= longest(texts.texts, tokens)
+            assert len({texts.source(text) for text, _, _ in places}) == len(places), "one of each source"
+            for text, at, length in places:
                 assert list(texts.texts[text][at - length : at]) == tokens[-length:]
                 assert at < len(texts.texts[text])
     assert hidden < 5
@@ -289,7 +359,7 @@ def test_rows_that_are_asked_together_get_what_each_gets_alone():
         for drafter, tokens in zip(alone, texts, strict=True):
             drafter.propose(tokens, 0)
         expected = [drafter.propose(*asked) for drafter, *asked in zip(alone, texts, limits, strict=True)]
-        found = [proposed.tolist() for proposed in suffix.propose(together, texts, limits)]
+        found = [proposed.tolist() for proposed in suffix_of.propose(together, texts, limits)]
         sources |= {drafter.source for drafter in together}
         same += sum(map(eq, found, expected))
         searches += len(found)
@@ -303,18 +373,17 @@ def test_prompts_that_come_later_leave_a_full_index(monkeypatch):
     monkeypatch.setattr("rollout.drafting.ngrams.FULL", 500)
     drafters, truths = rollout_of(random.Random(6), prompts=8)
     for rows in (slice(0, 6), slice(0, 12), slice(0, 18), slice(0, 24)):
-        suffix.propose(drafters[rows], [[*truth[:20], 99, 98] for truth in truths[rows]], [4] * rows.stop)
+        suffix_of.propose(drafters[rows], [[*truth[:20], 99, 98] for truth in truths[rows]], [4] * rows.stop)
     assert 1 < len({id(drafter.texts.index) for drafter in drafters}) < 8
     for drafter, truth in zip(drafters, truths, strict=True):
         tokens = truth[:20]
-        (text, at, length) = find([drafter.texts], [tokens])[0]
-        assert length
+        text, at, length = find([drafter.texts], [tokens])[0][0]
         assert [*drafter.texts.texts[text][at - length : at]] == tokens[-length:]
 
 
 def test_an_index_numbers_so_many_prompts():
-    prompts = [PromptTexts([[1, 2, 3]]) for _ in range(5000)]
-    assert find(prompts, [[1, 2]] * 5000).count((0, 2, 2)) > 4700, "few collisions"
+    prompts = [PromptTexts([[1, 2, 3]], prompt=[4, 5]) for _ in range(2500)]  # three sources each
+    assert find(prompts, [[1, 2]] * 2500).count([(0, 2, 2)]) > 2350, "few collisions"
     assert len({id(prompt.index) for prompt in prompts}) == 2
 
 
