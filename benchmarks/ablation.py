@@ -40,6 +40,12 @@ STEPS = {
 OTHERS = 512  # responses to other prompts that the context table has learnt: the middle of a first epoch of 128 prompts
 
 
+SEEN = (
+    f"First epochs too: contexts have learnt {OTHERS} responses to other prompts before, so these are of the middle of "
+    "a first epoch, not of its beginning."
+)
+
+
 @dataclass
 class AblationConfig(PairConfig):
     drafters: list[str] = field(
@@ -76,7 +82,7 @@ class Method:
 
 def main(config: AblationConfig) -> int:
     bench, others, _ = prepare(config, OTHERS)
-    result = {"options": asdict(config), "device": device_name(bench.model.device)}
+    result = {"options": asdict(config), "device": device_name(bench.model.device), "seen_before": SEEN}
     result["lines"] = [asdict(line) for line in measure(bench, others, config.drafters, config.repeats)]
     bench.engine.close()
     if config.out:
@@ -191,7 +197,7 @@ def show(lines: Sequence[Line]) -> None:
     title = f"{lines[0].rows} rows: speedup over plain decoding, and of the slowest twentieth of the rows"
     tables.show(console, title, ("drafts from", *regimes), rows)
     off = max(abs(end / line.speedup - 1) for line in lines for end in line.speedup_range)
-    tables.note(console, f"Medians; no repeat's speedup is further than {off:.0%} from its median.")
+    tables.note(console, f"Medians; no repeat's speedup is further than {off:.0%} from its median. {SEEN}")
 
 
 if __name__ == "__main__":

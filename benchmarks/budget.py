@@ -69,9 +69,11 @@ def main(options: BudgetConfig) -> int:
     made, others, _ = bench_pair.prepare(given, ablation.OTHERS)
     ablation.SIZES, ablation.WINDOWS = options.rows, WINDOWS
     lines = [asdict(line) for line in ablation.measure(made, others, [], options.repeats)]
-    result = {"options": asdict(options), "costs_ms": MACHINES[options.machine], "cells": list(cells(lines))}
+    result = {"options": asdict(options), "costs_ms": MACHINES[options.machine], "seen_before": ablation.SEEN}
+    result["cells"] = list(cells(lines))
     for cell in result["cells"]:
         print(f"{cell['rows']} rows, {cell['regime']}: {cell['budget / best']:.3f} of the best fixed length")
+    print(ablation.SEEN)
     if options.out:
         Path(options.out).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     return 0

@@ -86,7 +86,7 @@ class PromptTexts:
         self._forget()
         self.index = index
         sources = {self.source(text) for text in range(self.known)} | ({"group"} & self.sources)
-        self.groups = {source: index.group() for source in sorted(sources)}
+        self.groups = {source: index.group() for source in ("group", "earlier", "prompt") if source in sources}
 
     def unindexed(self) -> Iterator[Piece]:
         """What the index lacks, the most recent last; it is taken to be added now."""
@@ -220,7 +220,7 @@ class SuffixDrafter:
 
 
 def _others(text: Sequence[int], shift: int, tokens: Sequence[int]) -> int:
-    """Of the response's last `_RECENT` tokens, how many are others in the text; all, where none of fewer is the same."""
+    """Of the response's last `_RECENT` tokens, how many are others in the text; all, where none is the same."""
     n = len(tokens)
     first = max(0, n - _RECENT, -shift)
     same = sum(map(eq, tokens[first:], text[first + shift : n + shift]))

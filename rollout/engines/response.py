@@ -35,7 +35,7 @@ class Response:
     state: State = "start"
     """What became of that guess."""
     redraws: Sequence[int] = ()
-    """What the last pass drew behind tokens that did not stand: maybe what it would have drawn behind the right ones."""
+    """What the last pass drew behind tokens that did not stand: maybe what it draws behind the right ones."""
 
     @property
     def length(self) -> int:

@@ -176,14 +176,18 @@ def test_the_prompt_is_copied_from():
 
 def test_a_text_that_was_left_is_followed_again():
     """Some tokens are another's phrase, and lead there; the old text goes on behind them all the same."""
-    other = [*range(200, 208), *range(210, 220)]
-    truth = [*OLD[:20], *range(202, 206), *OLD[24:]]
-    drafter, sources, drafts = drafter_of(OLD, other), [], []
-    for n in range(20, 27):
-        drafts.append(drafter.propose(truth[:n], 1))
-        sources.append(drafter.source)
-    assert sources == ["prefix", "position", "position", "earlier", "earlier", "position", "position"]
-    assert drafts[-2:] == [[OLD[25]], [OLD[26]]]
+    other, truth = [*range(200, 208)], [*OLD[:20], *range(202, 206), *OLD[24:]]
+    drafter, drafts = drafter_of(OLD, other), []
+
+    def worth(kind):
+        (fit, _), source = kind
+        return 0.5 if source == "position" else 0.6 if fit > 2 else 0.1
+
+    for n in range(20, 26):
+        (draft,) = suffix_of.propose([drafter], [truth[:n]], [1], worth)
+        drafts.append((drafter.source, *draft))
+    assert [source for source, _ in drafts] == ["prefix", "position", "position", "earlier", "earlier", "position"]
+    assert [token for _, token in drafts] == [*OLD[20:23], 205, 206, OLD[25]]
 
 
 def test_a_row_is_lost_when_a_pass_brings_one_token_and_not_the_texts():
@@ -210,7 +214,7 @@ def test_a_match_at_the_very_end_of_a_text_is_no_use():
         (("prefix",), {"prefix"}),
         (("prefix", "position"), {"prefix", "position"}),
         (("prefix", "earlier"), {"prefix", "earlier"}),
-            (("prefix", "prompt"), {"prefix", "prompt"}),
+        (("prefix", "prompt"), {"prefix", "prompt"}),
         (("group",), {"group"}),
         (SOURCES, set(SOURCES) - {"contexts", "redraw"}),  # the engine's own
     ],

@@ -1,0 +1,78 @@
+"""Redraws: what a pass drew behind a mismatch is a guess like any other, where it earns more."""
+
+from rollout.drafting.budget import Budget
+from rollout.drafting.draft import Draft
+from rollout.drafting.drafting import Drafting
+from rollout.engines.response import Response
+from rollout.types import EngineStats, Request
+from rollout.verify import Drawn, Stood, exact
+
+
+class Fixed:
+    """A drafter that always proposes the same."""
+
+    def propose(self, tokens, limit):
+        return [5, 6, 7, 8][:limit]
+
+
+def drafting(redraws=True) -> Drafting:
+    made = Drafting(Budget(window=4), redraws=redraws)
+    made.vocab = 20
+    return made
+
+
+def row_of(drafter=None) -> Response:
+    return Response(Request([1], 0, 30, drafter))
+
+
+def settle(made: Drafting, row: Response, draft: Draft, draws: list[int]) -> Stood:
+    """As an engine does after a pass."""
+    stood = exact(0, draft, Drawn(len(row.tokens), draws, [0.0] * len(draws), [0.0] * len(draws)))
+    row.emit(stood, frozenset())
+    made.learn(row, draft, stood)
+    return stood
+
+
+def test_the_exact_rule_tells_what_was_drawn_behind_a_mismatch():
+    drawn = Drawn(0, [5, 9, 7, 8, 3], [0.0] * 5, [0.0] * 5)
+    stood = exact(0, Draft([5, 6, 7, 8]), drawn)
+    assert (stood.tokens, stood.drafted, stood.behind) == ([5, 9], 1, [7, 8, 3])
+    assert exact(0, Draft([5, 9, 7, 8]), drawn).behind == [], "all stood"
+
+
+def test_they_are_the_next_guess_where_nothing_else_is():
+    made, row = drafting(), row_of()
+    settle(made, row, Draft([5, 6, 7], "custom"), [5, 9, 4, 3])
+    (draft,) = made.propose([row], EngineStats())
+    assert (draft.tokens, draft.source) == ([4, 3], "redraw")
+    settle(made, row, draft, [4, 3, 2])
+    assert row.state == "agreeing"
+    assert made.propose([row], EngineStats())[0].tokens in ((), []), "they are for one pass"
+
+
+def test_nothing_is_redrawn_that_was_not_asked_for():
+    for made, row in ((drafting(redraws=False), row_of()), (drafting(), row_of())):
+        row.drafting = made.redraws is False  # the baseline drafts nothing at all
+        settle(made, row, Draft([5, 6, 7], "custom"), [5, 9, 4, 3])
+        assert not made.propose([row], EngineStats())[0].tokens
+
+
+def test_what_became_of_them_decides():
+    """Against a drafter whose guesses stand or do not."""
+    for stands, want in ((True, "custom"), (False, "redraw")):
+        made, row = drafting(), row_of(Fixed())
+        for state in ("lost", "diverged", "agreeing"):
+            for _ in range(60):
+                made.budget.observe_draft((state, "custom"), 4, 4 if stands else 0)
+                made.budget.observe_draft((state, "redraw"), 2, 1)
+        made.propose([row], EngineStats())
+        settle(made, row, Draft([5, 6, 7], "custom"), [5, 9, 4, 3])
+        (draft,) = made.propose([row], EngineStats())
+        assert draft.source == want
+
+
+def test_a_row_that_begins_again_has_none():
+    made, row = drafting(), row_of()
+    settle(made, row, Draft([5, 6, 7], "custom"), [5, 9, 4, 3])
+    row.restart()
+    assert not made.propose([row], EngineStats())[0].tokens
