@@ -92,10 +92,8 @@ def rule_and_drafting(
     model = None
     if drafter is not None:
         from rollout.engines.base import Limits
-        from rollout.engines.local.drafter import ModelDrafter
-        from rollout.engines.local.head import Head, HeadDrafter
+        from rollout.engines.local.head import drafter_of
 
-        kind = HeadDrafter if isinstance(drafter, Head) else ModelDrafter
-        model = kind(drafter, sampling, Limits.of(config))
+        model = drafter_of(drafter, sampling, Limits.of(config))
     contexts = ContextTable() if "contexts" in config.sources else None
     return exact, Drafting(Budget(config.budget.window), contexts, model)

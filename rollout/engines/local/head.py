@@ -144,7 +144,7 @@ class Head(LlamaPreTrainedModel):
         Args:
             input_ids: tokens [B, T], each the one that follows its state.
             states: [B, T, H] of the policy, or the head's own. A packed pass reads them where the policy's passes have
-                left them, and leaves what it makes of a row's last one behind it.
+                left them; one that draws leaves what it makes of a row's last one behind it, to go on from.
         """
         kept = None if ragged is None else ragged.kv.given
         if kept is not None:
@@ -159,7 +159,7 @@ class Head(LlamaPreTrainedModel):
         extra = {} if ragged is None else {"ragged": ragged}
         rotary = self.rotary_emb(hidden, position_ids)
         hidden = self.layers[0](hidden, position_ids=position_ids, position_embeddings=rotary, **extra)
-        if kept is not None:
+        if kept is not None and ragged.draws:
             slabs[slots[ends] + 1] = hidden[0, ends].to(slabs.dtype)
         return BaseModelOutput(hidden)
 
@@ -190,6 +190,11 @@ class HeadDrafter(ModelDrafter):
         for row, text in texts.items():
             self._reader.rollback(row, len(text))
         return drafts
+
+
+def drafter_of(model: nn.Module, sampling: Sampling, limits: Limits | None = None) -> ModelDrafter:
+    """Drafts by a head, or by a model that reads the text itself."""
+    return (HeadDrafter if isinstance(model, Head) else ModelDrafter)(model, sampling, limits)
 
 
 def _shifted(request: Request) -> Request:
