@@ -77,7 +77,10 @@ class Head(LlamaPreTrainedModel):
             num_hidden_layers=1,
             architectures=[ARCHITECTURE],
         )
-        head, half = cls(config, policy), torch.eye(config.hidden_size)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)  # the same in every process, and no number of the run's own is taken
+            head = cls(config, policy)
+        half = torch.eye(config.hidden_size)
         weights = policy.state_dict()
         with torch.no_grad():
             for name, weight in head.state_dict().items():

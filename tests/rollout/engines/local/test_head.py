@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 
+from rollout.drafter import refuse_head
 from rollout.drafting.budget import Budget, Plan
 from rollout.engines.local import packed, varlen
 from rollout.engines.local.head import Head, HeadDrafter
@@ -169,3 +170,18 @@ def test_a_head_of_another_policy_is_refused(golden, build_model, tmp_path):
 def test_a_policy_without_such_a_layer_is_refused(golden):
     with pytest.raises(RolloutError, match=r"no .*intermediate_size.* Use a draft model"):
         Head.of(golden("gpt2")[0])
+
+
+def test_making_one_takes_no_random_number(golden):
+    model, *_ = golden("qwen3")
+    torch.manual_seed(3)
+    want = torch.rand(1)
+    torch.manual_seed(3)
+    Head.of(model)
+    assert torch.equal(torch.rand(1), want)
+
+
+@pytest.mark.parametrize("law", ["judged", "routed"])
+def test_a_law_by_which_drafts_are_text_is_refused(golden, law):
+    with pytest.raises(RolloutError, match=f"rollout.law={law} lets text of rollout.drafter stand, and a head"):
+        refuse_head(Head.of(golden("qwen3")[0]), law)
