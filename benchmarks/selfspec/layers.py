@@ -17,7 +17,7 @@ from rich.console import Console
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from benchmarks.selfspec.texts import Text, drafts, own_texts, tokens_per_cost
+from benchmarks.selfspec.texts import Text, own_texts, ranks, tokens_per_cost
 from specrl.results import tables
 
 LENGTHS = (1, 2, 3, 4, 6, 8)
@@ -49,7 +49,8 @@ def measure(policy, tokenizer, draft_model, texts: int, console: Console) -> dic
     lines += [{"what": "best half layers", **line} for line in best_by_size(halves)]
     if draft_model is not None:
         price = _size(draft_model.model.layers) / _size(policy.model.layers)
-        lines.append({"what": "draft model", **_line(Tried((), price, drafts(draft_model, written)))})
+        hits = [[rank == 0 for rank in text] for text in ranks(draft_model, written)]
+        lines.append({"what": "draft model", **_line(Tried((), price, hits))})
     show(console, lines, len(whole), len(halves))
     positions = [sum(len(t.response) for t in part) for part in (written, written[: texts // 4])]
     found = {"layers": depth, "subsets": len(whole), "subsets of half layers": len(halves), "positions": positions}

@@ -1,11 +1,16 @@
-"""Drafting beside verification instead of before it: PEARL, Mirror-SD, EasySpec on the machines of `benchmarks.budget`.
+"""What else could be done with a draft model: verify beside it (PEARL, Mirror-SD, EasySpec), or its second guesses too.
 
-A pass of the policy over n rows and t tokens takes a + r n + (b + c w) t ms, and one of the draft model over n rows a
-given share of what a plain pass of the policy takes over them. The draft model has a device of its own. Which of its
-tokens stand is as measured: its keyed draws along the policy's texts. The rows of a batch roll out until the last one
-has ended, every draft of a rollout has the same length, and each way of overlapping has the best length for itself:
+On the machines of `benchmarks.budget` a pass of the policy over n rows and t tokens takes a + r n + (b + c w) t ms, and
+one of the draft model over n rows a given share of what a plain pass of the policy takes over them. Which of its tokens
+stand is as measured: its keyed draws along the policy's texts. The rows of a batch roll out until the last one has
+ended, every draft of a rollout has the same length, and each way has the best length for itself:
 
 - in turn: drafting, then verification, for all rows; what the engine does
+- 2, 4 guesses: the draft model's next best tokens, by its logits and the policy's noise, ride beside each draft token;
+  where the draft is wrong and one of them is right, one more token stands (trees: SpecTr, Recursive SD, DySpec)
+
+The draft model has a device of its own where both work at once:
+
 - halves: two half-batches take turns, so that one drafts while the other is verified (no guess is wasted)
 - ahead: while a draft is verified, the next one is made behind it as if all of it stood, with a guess of the token
   that the policy draws itself; rows that were wrong draft again (PEARL)
@@ -16,11 +21,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from rich.console import Console
 
 from benchmarks.budget import MACHINES
-from benchmarks.selfspec.texts import drafts, own_texts
+from benchmarks.selfspec.texts import own_texts, ranks
 from rollout.engines.local.drafter import early_exit
 from specrl.results import tables
 
@@ -29,7 +35,8 @@ SHARES = (0.05, 0.125, 0.3)  # of a plain pass of the policy: a head, one layer 
 LENGTHS = (1, 2, 3, 4, 6, 8)
 POSITIONS = 150  # that a token attends to
 FIRST_LAYERS = 2
-Hits = Sequence[Sequence[bool]]
+Ranks = Sequence[Sequence[int]]
+"""How many of the draft model's tokens score higher than the policy's: see `Text.ranks`."""
 
 
 @dataclass(frozen=True)
@@ -46,50 +53,52 @@ class Machine:
     def drafting(self, rows: int, length: int) -> float:
         return length * self.share * self.policy(rows, rows) if rows else 0.0
 
-    def verifying(self, rows: int, length: int) -> float:
-        return self.policy(rows, rows * (length + 1))
+    def verifying(self, rows: int, length: int, guesses: int = 1) -> float:
+        return self.policy(rows, rows * (length * guesses + 1))
 
 
 class Batch:
-    """Rows on their way: where each is in its text."""
+    """Rows on their way: where each is in its text. Args: guesses: tokens that ride for each one of a draft."""
 
-    def __init__(self, hits: Hits):
-        self._hits = [list(text) for text in hits]
-        self._at = [0] * len(hits)
+    def __init__(self, ranks: Ranks, guesses: int = 1):
+        self._ranks, self._guesses = ranks, guesses
+        self._at = [0] * len(ranks)
 
     @property
     def going(self) -> int:
-        return sum(at < len(text) for at, text in zip(self._at, self._hits, strict=True))
+        return sum(at < len(text) for at, text in zip(self._at, self._ranks, strict=True))
 
     def settle(self, length: int) -> int:
-        """A pass with drafts of `length` tokens; how many rows that go on were not wrong, nor is the token behind."""
+        """A pass with drafts of `length` tokens; how many rows that go on were right, with the token behind as well."""
         right = 0
-        for i, text in enumerate(self._hits):
-            at = self._at[i]
-            if at < len(text):
-                stood = next((n for n in range(length) if at + n >= len(text) or not text[at + n]), length)
-                end = at + stood
-                self._at[i] = end + 1
-                right += stood == length and end + 1 < len(text) and text[end]
+        for i, text in enumerate(self._ranks):
+            if (at := self._at[i]) >= len(text):
+                continue
+            end = next((n for n in range(at, min(at + length, len(text))) if text[n]), min(at + length, len(text)))
+            if end < at + length:
+                end += end < len(text) and text[end] < self._guesses
+            else:
+                right += end + 1 < len(text) and not text[end]
+            self._at[i] = end + 1
         return right
 
 
-def plain(machine: Machine, hits: Hits) -> float:
+def plain(machine: Machine, ranks: Ranks) -> float:
     """ms of decoding without drafts."""
-    lengths = sorted(map(len, hits))
+    lengths = sorted(map(len, ranks))
     return sum(machine.policy(n, n) for n in (sum(length > at for length in lengths) for at in range(lengths[-1])))
 
 
-def in_turn(machine: Machine, hits: Hits, length: int) -> float:
-    batch, now = Batch(hits), 0.0
+def in_turn(machine: Machine, ranks: Ranks, length: int, guesses: int = 1) -> float:
+    batch, now = Batch(ranks, guesses), 0.0
     while rows := batch.going:
-        now += machine.drafting(rows, length) + machine.verifying(rows, length)
+        now += machine.drafting(rows, length) + machine.verifying(rows, length, guesses)
         batch.settle(length)
     return now
 
 
-def halves(machine: Machine, hits: Hits, length: int) -> float:
-    parts, ended = [Batch(hits[::2]), Batch(hits[1::2])], [0.0, 0.0]
+def halves(machine: Machine, ranks: Ranks, length: int) -> float:
+    parts, ended = [Batch(ranks[::2]), Batch(ranks[1::2])], [0.0, 0.0]
     drafter = policy = 0.0  # when each is free
     while any(part.going for part in parts):
         for i, part in enumerate(parts):
@@ -100,8 +109,8 @@ def halves(machine: Machine, hits: Hits, length: int) -> float:
     return policy
 
 
-def ahead(machine: Machine, hits: Hits, length: int) -> float:
-    batch, now, ready = Batch(hits), 0.0, 0
+def ahead(machine: Machine, ranks: Ranks, length: int) -> float:
+    batch, now, ready = Batch(ranks), 0.0, 0
     while rows := batch.going:
         now += machine.drafting(max(0, rows - ready), length)
         now += max(machine.verifying(rows, length), machine.drafting(rows, length + 1))
@@ -109,12 +118,14 @@ def ahead(machine: Machine, hits: Hits, length: int) -> float:
     return now
 
 
-def free(machine: Machine, hits: Hits, length: int) -> float:
-    return in_turn(Machine(machine.costs, 0.0), hits, length)
+def free(machine: Machine, ranks: Ranks, length: int) -> float:
+    return in_turn(Machine(machine.costs, 0.0), ranks, length)
 
 
-WAYS: dict[str, Callable[[Machine, Hits, int], float]] = {
+WAYS: dict[str, Callable[[Machine, Ranks, int], float]] = {
     "in turn": in_turn,
+    "2 guesses": partial(in_turn, guesses=2),
+    "4 guesses": partial(in_turn, guesses=4),
     "halves": halves,
     "ahead": ahead,
     "free": free,
@@ -124,15 +135,16 @@ WAYS: dict[str, Callable[[Machine, Hits, int], float]] = {
 def measure(policy, tokenizer, draft_model, texts: int, console: Console) -> dict:
     """Speed over plain decoding of each way, at its best length."""
     model = draft_model or early_exit(policy, FIRST_LAYERS)
-    found = drafts(model, own_texts(policy, tokenizer, texts))
-    agreement = sum(map(sum, found)) / sum(map(len, found))
+    found = ranks(model, own_texts(policy, tokenizer, texts))
+    seen = [rank for text in found for rank in text]
+    agreement = {f"best {n}": sum(rank < n for rank in seen) / len(seen) for n in (1, 2, 4)}
     lines = [line for name in MACHINES for line in speeds(name, found)]
-    show(console, lines, agreement)
+    show(console, lines, agreement["best 1"])
     name = f"distilled, {model.config.num_hidden_layers} layer(s)" if draft_model else f"first {FIRST_LAYERS} layers"
-    return {"draft model": name, "agreement": agreement, "positions": sum(map(len, found)), "lines": lines}
+    return {"draft model": name, "agreement": agreement, "positions": len(seen), "lines": lines}
 
 
-def speeds(name: str, found: Hits) -> Iterator[dict]:
+def speeds(name: str, found: Ranks) -> Iterator[dict]:
     """For each size of a batch and share; texts come again where there are more rows."""
     for rows in ROWS:
         given = [found[i % len(found)] for i in range(rows)] if rows > 1 else None
@@ -144,7 +156,7 @@ def speeds(name: str, found: Hits) -> Iterator[dict]:
             yield line
 
 
-def best(machine: Machine, run: Callable, batches: Sequence[Hits]) -> tuple[float, int]:
+def best(machine: Machine, run: Callable, batches: Sequence[Ranks]) -> tuple[float, int]:
     """(speed over plain decoding, draft length), of all batches together; 0 for no drafts."""
     alone = sum(plain(machine, batch) for batch in batches)
     times = {length: sum(run(machine, batch, length) for batch in batches) for length in LENGTHS}

@@ -32,9 +32,15 @@ class Text:
     noise: Tensor
     """Gumbel noise [T, V] that the policy drew the response with."""
 
+    def ranks(self, logits: Tensor) -> Tensor:
+        """How many tokens score higher than the policy's, by logits [T, V] and its noise: int64 [T]; 0 is a hit."""
+        scores = logits.float() + self.noise
+        own = scores.gather(-1, torch.tensor(self.response)[:, None])
+        return (scores > own).sum(-1)
+
     def hits(self, logits: Tensor) -> Tensor:
         """Where the keyed draw of logits [T, V] is the policy's token: bool [T]."""
-        return (logits.float() + self.noise).argmax(-1) == torch.tensor(self.response)
+        return self.ranks(logits) == 0
 
 
 def own_texts(policy, tokenizer, count: int, context: int = 0) -> list[Text]:
@@ -95,10 +101,10 @@ def _text(request: Request, tokens: Sequence[int], vocab: int) -> Text:
 
 
 @torch.no_grad()
-def drafts(model, texts: Sequence[Text]) -> list[list[bool]]:
-    """Where a draft model's keyed draws are the policy's tokens, along each text."""
+def ranks(model, texts: Sequence[Text]) -> list[list[int]]:
+    """`Text.ranks` of a draft model, along each text."""
     logits = (response_logits(model, [states.Text(text.prompt, text.response, 0)]) for text in texts)
-    return [text.hits(one).tolist() for text, one in zip(texts, logits, strict=True)]
+    return [text.ranks(one).tolist() for text, one in zip(texts, logits, strict=True)]
 
 
 def rounds(hits: Sequence[bool], length: int) -> list[tuple[int, int]]:
