@@ -40,8 +40,8 @@ def measure(policy, tokenizer, draft_model, texts: int, console: Console) -> dic
     """Agreement and tokens per cost of the best subsets of each size, and of the draft model if there is one."""
     written = own_texts(policy, tokenizer, texts)
     depth = policy.config.num_hidden_layers
-    whole = list(tried(policy, written, _layers))
-    halves = list(tried(policy, written[: texts // 4], _halves, always={0, 1, 2 * depth - 2, 2 * depth - 1}))
+    whole = list(tried(policy, written, whole_layers))
+    halves = list(tried(policy, written[: texts // 4], half_layers, always={0, 1, 2 * depth - 2, 2 * depth - 1}))
     exits = sorted((one for one in whole if _runs(one.parts, 0)), key=lambda one: len(one.parts))
     lines = [{"what": "best layers", **line} for line in best_by_size(whole)]
     lines += [{"what": "first layers", **_line(one)} for one in exits]
@@ -83,12 +83,12 @@ def subsets(steps: Sequence[Step], hidden: Tensor, always=(), kept: tuple = ()) 
         yield kept, hidden
 
 
-def _layers(layers: nn.ModuleList, where) -> tuple[list[Step], list[int]]:
+def whole_layers(layers: nn.ModuleList, where) -> tuple[list[Step], list[int]]:
     """Whole layers; padding lies on the right, where causal attention never looks."""
     return [lambda x, f=layer: f(x, position_embeddings=where) for layer in layers], [_size(layer) for layer in layers]
 
 
-def _halves(layers: nn.ModuleList, where) -> tuple[list[Step], list[int]]:
+def half_layers(layers: nn.ModuleList, where) -> tuple[list[Step], list[int]]:
     """Attention and MLP of each layer, each with its norm and its residual."""
     steps: list[Step] = []
     for layer in layers:
