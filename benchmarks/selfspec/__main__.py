@@ -41,7 +41,8 @@ def main(options: SelfSpecConfig) -> int:
         raise cli.ConfigError(f"sections={unknown[0]} is none of {', '.join(SECTIONS)}.")
     torch.set_num_threads(1)
     policy, tokenizer = load_tiny()
-    console, result = Console(width=110), {"options": asdict(options)}
+    console = Console(width=110)
+    result = {"options": asdict(options) | {name: Path(getattr(options, name)).name for name in ("drafter", "out")}}
     draft_model = load(options.drafter)[0] if options.drafter else None
     if "layers" in options.sections:
         result["layers"] = layers.measure(policy, tokenizer, draft_model, options.texts, console)
