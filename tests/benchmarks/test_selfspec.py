@@ -82,9 +82,11 @@ def test_all_keys_are_the_policy_and_few_are_not(tiny, texts):
 def test_a_draft_reads_the_first_the_last_and_the_most_attended_keys():
     streams = sparse.Streams(["attended"], [10], 30, 10)
     query, key, value = torch.zeros(2, 1, 40, 8), torch.zeros(2, 1, 40, 8), torch.eye(40)[None, None].repeat(2, 1, 1, 1)
-    query[0], key[0, :, [10, 11, 20, 35]] = 1.0, 9.0  # the full pass attends to these
+    query[0, :, :20, 2], key[0, :, [5, 6, 7], 2] = 1.0, 9.0  # passes before attended to these
+    query[0, :, 20:30, 0], key[0, :, [10, 11, 19], 0] = 1.0, 9.0  # the full pass to these
+    query[0, :, 30:, 1], key[0, :, [15, 16, 17], 1] = 1.0, 9.0  # the next one will to these
     read = streams.attend(query, key, value, 1.0)[1, 0, 30]
-    assert read.nonzero().flatten().tolist() == [0, 1, 2, 3, 10, 11, 20, 27, 28, 29, 30]
+    assert read.nonzero().flatten().tolist() == [0, 1, 2, 3, 10, 11, 19, 27, 28, 29, 30]
 
 
 # --- a draft model beside the policy
