@@ -28,7 +28,7 @@ SECTIONS = ("layers", "sparse", "overlap")
 
 @dataclass
 class SelfSpecConfig:
-    texts: int = doc(64, "texts of the policy; a quarter of them for sparse and for sets of half layers", low=4)
+    texts: int = doc(64, "texts of the policy; a quarter of them for sparse and for sets of half layers", low=8)
     drafter: str = doc(
         "", "draft model: beside the layers, and to overlap; empty overlaps the policy's first two layers"
     )

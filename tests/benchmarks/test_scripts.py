@@ -125,7 +125,7 @@ def test_selfspec(monkeypatch, tmp_path):
     model, tokenizer = load_tiny()
     for part in (shortened(model, 2), tokenizer):
         part.save_pretrained(tmp_path / "draft")
-    words = ["texts=4", f"drafter={tmp_path / 'draft'}", f"out={tmp_path / 'out.json'}"]
+    words = ["texts=8", f"drafter={tmp_path / 'draft'}", f"out={tmp_path / 'out.json'}"]
     assert cli.run(main, words, SelfSpecConfig) == 0
     found = told(tmp_path / "out.json")
     assert (found["layers"]["subsets"], found["layers"]["subsets of half layers"]) == (254, 4095)
