@@ -9,7 +9,7 @@ stands beside them, at its share of the policy's layers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -58,7 +58,7 @@ def measure(policy, tokenizer, draft_model, texts: int, console: Console) -> dic
 
 
 @torch.no_grad()
-def tried(policy, texts: Sequence[Text], parts: Callable, always: Sequence[int] = ()) -> Iterator[Tried]:
+def tried(policy, texts: Sequence[Text], parts: Callable, always: Collection[int] = ()) -> Iterator[Tried]:
     """All proper subsets of the policy's `parts` that hold `always`."""
     ids = pad_sequence([torch.tensor([*t.prompt, *t.response[:-1]]) for t in texts], batch_first=True)
     decoder, head = policy.model, policy.get_output_embeddings()
@@ -73,8 +73,10 @@ def tried(policy, texts: Sequence[Text], parts: Callable, always: Sequence[int] 
             yield Tried(kept, sum(weights[i] for i in kept) / sum(weights), hits)
 
 
-def subsets(steps: Sequence[Step], hidden: Tensor, always=(), kept: tuple = ()) -> Iterator[tuple[tuple, Tensor]]:
-    """Every subset of the steps that holds `always`, and what it makes of `hidden`; common beginnings run once."""
+def subsets(
+    steps: Sequence[Step], hidden: Tensor, always: Collection[int] = (), kept: tuple = ()
+) -> Iterator[tuple[tuple[int, ...], Tensor]]:
+    """Every subset of the steps that holds `always` and begins with `kept`, and what it makes of `hidden`."""
     at = kept[-1] + 1 if kept else 0
     for i in range(at, len(steps)):
         if not any(at <= j < i for j in always):

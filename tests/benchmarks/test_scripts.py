@@ -18,8 +18,17 @@ pytestmark = pytest.mark.long
 
 ELSEWHERE = {"ablation", "budget", "gpu", "picture", "soak"}
 """Run by a test in a file of their own, test_NAME.py."""
-PARTS = {"ahead_run", "curves", "process", "rival_engine", "scaling_law", "scaling_tables", "soak_checks", "soak_life"}
-PARTS |= {"vllm_baseline"}
+PARTS = {
+    "ahead_run",
+    "curves",
+    "process",
+    "rival_engine",
+    "scaling_law",
+    "scaling_tables",
+    "soak_checks",
+    "soak_life",
+    "vllm_baseline",
+}
 """Of other scripts."""
 
 
