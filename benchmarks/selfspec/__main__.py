@@ -2,7 +2,7 @@
 
 The embedded policy writes texts with keyed noise; a way of drafting is judged by how often its draws with the same
 noise are the policy's tokens, given the policy's own text before them. All figures are counts, or come from counts by
-the costs of simulated machines, so they repeat on any machine.
+the costs of simulated machines, so the speed of the machine that runs this does not matter.
 
 - layers: every subset of the policy's layers as its draft model (Kangaroo, SWIFT, DEL)
 - sparse: the policy drafts on part of its own keys and values (SparseSpec, SpecPV, RAPID)
