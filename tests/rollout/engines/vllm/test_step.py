@@ -26,10 +26,10 @@ LAWS = [Sampling(frozenset({1})), Sampling(frozenset({1}), 0.7, 5, 0.9), Samplin
 
 
 def rules_of(rows: dict, **given):
-    from rollout.engines.vllm.step import StepRules
+    from rollout.engines.vllm.v1 import V1Rules
 
     @dataclass(kw_only=True)
-    class Rules(StepRules):
+    class Rules(V1Rules):
         rows: dict = field(default_factory=dict)
 
         def row(self, runner, name):
