@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from itertools import chain
 
 import numpy as np
 import torch
@@ -18,7 +19,7 @@ from vllm.v1.outputs import DraftTokenIds
 from rollout.engines.vllm.requests import OneRequest
 from rollout.engines.vllm.rows import VLLMRow
 from rollout.engines.vllm.sampler import KeyedVerifier, install
-from rollout.engines.vllm.step import Fed, keep_hidden, lengths, table
+from rollout.engines.vllm.step import Fed, keep_hidden, ranges, table
 from rollout.engines.vllm.wire import KEY
 
 
@@ -50,8 +51,9 @@ class HostVerifier(KeyedVerifier):
             logits, row_slots, slots, slots_np, pos, inputs, row_places, lengths_np, return_logprobs=True
         )
         began = int(self._batch.cu_num_logits_np[part.start])
-        emitted = self.flow.decide(rows, fed, tested, self.sampler.packed.cpu().numpy(), began)
-        told = table(emitted, self.num_speculative_steps + 1, 0), lengths(emitted).astype(np.int32)
+        tokens, sizes = self.flow.decide(rows, fed, tested, self.sampler.packed.cpu().numpy(), began)
+        width = self.num_speculative_steps + 1
+        told = table(tokens[ranges(fed.firsts, sizes)], sizes, width).clip(0), sizes.astype(np.int32)
         tokens, stand = (torch.from_numpy(column).to(logits.device) for column in told)
         return processed, tokens, stand
 
@@ -115,7 +117,8 @@ class Native(OneRequest):
         began = time.perf_counter()
         rows = [self._slots.get(slot) for slot in slots.tolist()]
         lists = self.ask([row if row and row.tokens and row.finish is None else None for row in rows])
-        self._drafts[slots] = table(lists, self._drafts.shape[1], -1)
         self._lengths = [*map(len, lists)]
+        tokens = np.fromiter(chain.from_iterable(lists), np.int64)
+        self._drafts[slots] = table(tokens, np.array(self._lengths), self._drafts.shape[1])
         self._step.draft_s = time.perf_counter() - began
-        return np.maximum(self._drafts[slots], 0)
+        return self._drafts[slots].clip(0)

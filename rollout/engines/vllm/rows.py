@@ -1,4 +1,4 @@
-"""What all flows share: rows in the making, and how what stands of a draft is accounted for."""
+"""What all flows share: rows in the making, and what decides about them."""
 
 from __future__ import annotations
 
@@ -27,13 +27,11 @@ class VLLMRow(Response):
     def emit(self, stood: Stood, eos_ids: frozenset[int]) -> int:
         """See Response.emit; steps that end nothing, almost all, take a third of its time."""
         tokens, logprobs, drafted = stood.tokens, stood.logprobs, stood.drafted
-        count, own = len(tokens), self.tokens
-        goes_on = count < self.request.max_new_tokens - len(own) and eos_ids.isdisjoint(tokens)
-        if goes_on and stood.behaviour is logprobs:
-            own += tokens
+        count, goes_on = len(tokens), eos_ids.isdisjoint(tokens)
+        if goes_on and stood.behaviour is logprobs and len(self.tokens) + count < self.request.max_new_tokens:
+            self.tokens += tokens
             self.logprobs += logprobs
-            self.reused += [True] * drafted
-            self.reused += [False] * (count - drafted)
+            self.reused += [True] * drafted + [False] * (count - drafted)
             self.passes += 1
             return count
         self.behaviour += self.logprobs[len(self.behaviour) :]
@@ -49,10 +47,3 @@ class Rules:
     weight_version: int = 0
     stats: EngineStats = field(default_factory=EngineStats)
     """Of the current rollout."""
-
-    def settle(self, row: VLLMRow, draft: Draft, stood: Stood) -> int:
-        """Emits what stands after a step that tested `draft`; returns the number of tokens emitted."""
-        emitted = row.emit(stood, row.sampling.eos_ids)
-        self.stats.count(draft.source, len(draft.tokens), min(stood.drafted, emitted))
-        self.drafting.learn(row, draft, stood)
-        return emitted

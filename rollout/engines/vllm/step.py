@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 
 import numpy as np
 from torch import Tensor
@@ -125,8 +124,10 @@ class StepRules(Rules):
 
     def decide(
         self, rows: Sequence[VLLMRow | None], fed: Fed, drafts: Sequence[Draft], packed: np.ndarray, began: int = 0
-    ) -> list[list[int]]:
-        """The tokens that each row emits; [0] for None.
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """What each row emits: int64 [N], from each row's first position on, and how many tokens that are, [R].
+
+        Without a row it is one token 0: vLLM drops it, or ends a scored request with it.
 
         Args:
             drafts: of `tested`.
@@ -136,33 +137,38 @@ class StepRules(Rules):
         Raises:
             RolloutError: logits of a row are NaN or infinite.
         """
-        logprobs, texts, gaps = packed[1:].view(np.float32)
+        tokens, (logprobs, texts, gaps) = packed[0].astype(np.int64), packed[1:].view(np.float32)
         if np.isnan(gaps).any():
             refuse_unusable((~np.isnan(gaps[ranges(fed.firsts, fed.sizes)])).tolist(), self.weight_version)
-        apart = np.flatnonzero(packed[0] != fed.behind)  # each row's last position among them
+        apart = np.flatnonzero(tokens != fed.behind)  # each row's last position among them
         agreed = (apart[np.searchsorted(apart, fed.firsts)] - fed.firsts).tolist()
-        draws, logprobs, texts = packed[0].tolist(), logprobs.tolist(), [] if self.rule is exact else texts.tolist()
-        emitted: list[list[int]] = []
-        for row, draft, first, n, size in zip(
-            rows, drafts, fed.firsts.tolist(), agreed, fed.sizes.tolist(), strict=True
-        ):
+        exactly, count, learn, emitted = self.rule is exact, self.stats.count, self.drafting.learn, []
+        draws, logprobs, texts = tokens.tolist(), logprobs.tolist(), [] if exactly else texts.tolist()
+        columns = rows, drafts, fed.firsts.tolist(), fed.sizes.tolist(), agreed
+        for row, draft, first, size, n in zip(*columns, strict=True):
             if row is None:
-                emitted.append([0])  # vLLM drops it, or ends a scored request with it
+                tokens[first] = 0
+                emitted.append(1)
                 continue
-            if self.rule is exact:
+            if exactly:
                 own = logprobs[first : first + n + 1]
                 stood = Stood(draws[first : first + n + 1], own, own, n)
             else:
                 part = slice(first, first + size)
-                columns, states = (draws[part], logprobs[part], texts[part]), (self.hidden, began + first)
-                stood = self.rule(row.request.key, draft, Drawn(len(row.tokens), *columns, states=states))
-            emitted.append(row.tokens[-self.settle(row, draft, stood) :])
+                told, states = (draws[part], logprobs[part], texts[part]), (self.hidden, began + first)
+                stood = self.rule(row.request.key, draft, Drawn(len(row.tokens), *told, states=states))
+                tokens[first : first + len(stood.tokens)] = stood.tokens
+            stays = row.emit(stood, row.sampling.eos_ids)
+            count(draft.source, len(draft.tokens), min(stood.drafted, stays))
+            learn(row, draft, stood)
+            emitted.append(stays)
+        counts = np.array(emitted)
         # On a CPU one thread computes a position's logits bit for bit the same in every step, so near ties need no
         # arbiter; elsewhere their number says how often rounding could have decided.
         close = gaps < self.tie_margin
         if close.any():
-            self.stats.ties += int(close[ranges(fed.firsts, np.minimum(fed.sizes, lengths(emitted)))].sum())
-        return emitted
+            self.stats.ties += int(close[ranges(fed.firsts, np.minimum(fed.sizes, counts))].sum())
+        return tokens, counts
 
 
 def _tested(row: VLLMRow, draft: list[int]) -> Draft:
@@ -188,13 +194,8 @@ def ranges(firsts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
     return np.repeat(firsts - ends + sizes, sizes) + np.arange(ends[-1])
 
 
-def lengths(lists: Sequence[Sequence[int]]) -> np.ndarray:
-    """Int64 [R]."""
-    return np.fromiter(map(len, lists), np.int64, len(lists))
-
-
-def table(lists: Sequence[Sequence[int]], width: int, empty: int, kind: type = np.int64) -> np.ndarray:
-    """[R, width] with a list in each row, and `empty` behind it."""
-    filled = np.full((len(lists), width), empty, dtype=kind)
-    filled[np.arange(width) < lengths(lists)[:, None]] = np.fromiter(chain.from_iterable(lists), kind)
+def table(parts: np.ndarray, sizes: np.ndarray, width: int) -> np.ndarray:
+    """Int64 [R, width] with the next `sizes[i]` of all parts in row i, and -1 behind them."""
+    filled = np.full((len(sizes), width), -1)
+    filled[np.arange(width) < sizes[:, None]] = parts
     return filled

@@ -51,9 +51,9 @@ class V1Rules(StepRules):
         fed = Fed(rows, counts, tokens)
         self._step.tokens = int(runner.query_start_loc.np[len(ids)])
         drafts = self.tested(rows, fed)
-        emitted = self.decide(rows, fed, drafts, self._drawn(logits, rows, fed, drafts))
-        sampled = torch.from_numpy(table(emitted, int(counts.max()) + 1, -1, np.int32))
-        return SamplerOutput(sampled_token_ids=sampled.to(logits.device), logprobs_tensors=None)
+        tokens, sizes = self.decide(rows, fed, drafts, self._drawn(logits, rows, fed, drafts))
+        sampled = table(tokens[ranges(fed.firsts, sizes)], sizes, int(counts.max()) + 1).astype(np.int32)
+        return SamplerOutput(sampled_token_ids=torch.from_numpy(sampled).to(logits.device), logprobs_tensors=None)
 
     def propose(self, runner, sampled: list[list[int]], *_, **__) -> list[list[int]]:
         """The draft that rides in each row's next step."""
@@ -77,13 +77,13 @@ class V1Rules(StepRules):
         where[1] = np.repeat([row.request.key for row in ours], sizes)
         where[2] = ranges(np.array([len(row.tokens) for row in ours]), sizes)
         where[3] = self.targets(fed, drafts)[index]
-        places, *columns = torch.from_numpy(where).to(logits.device)
-        found = torch.empty((4, len(index)), dtype=torch.int32, device=logits.device)
+        given, found = torch.from_numpy(where).to(logits.device), []
         for law, part in by_law([row.sampling for row in ours], sizes, self.scores_per_chunk):
-            chunk = logits[part] if len(index) == len(logits) else logits[places[part]]
-            terms = float(law.temperature), law.top_k, float(law.top_p)
-            found[:, part] = self.draw(chunk, *(column[part] for column in columns), *terms)
-        told[:, index] = found.cpu().numpy()
+            places, *columns = given[:, part].unbind()
+            chunk = logits[part] if len(index) == len(logits) else logits[places]
+            found.append((part, self.draw(chunk, *columns, float(law.temperature), law.top_k, float(law.top_p))))
+        for part, columns in found:
+            told[:, index[part]] = columns.cpu().numpy()
         return told
 
 

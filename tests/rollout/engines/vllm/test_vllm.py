@@ -392,13 +392,13 @@ def moved(model, seed: int, scale: float = 0.05):
 
 @pytest.mark.parametrize("what", ["token", "finish"])
 def test_a_row_that_vllm_has_otherwise_is_an_error(engine_of, golden, monkeypatch, what):
-    from rollout.engines.vllm.requests import OneRequest
+    from rollout.engines.vllm.rows import VLLMRow
 
     cases, want = golden()
-    settle = OneRequest.settle
+    emit = VLLMRow.emit
 
-    def lying(rules, row, *drawn):
-        count = settle(rules, row, *drawn)
+    def lying(row, *stood):
+        count = emit(row, *stood)
         if row.finish and len(row.tokens) > count:  # vLLM was told of the first token before
             if what == "token":
                 row.tokens[0] = (row.tokens[0] + 1) % VOCAB
@@ -406,7 +406,7 @@ def test_a_row_that_vllm_has_otherwise_is_an_error(engine_of, golden, monkeypatc
                 row.finish = {"stop": "length", "length": "stop"}[row.finish]
         return count
 
-    monkeypatch.setattr(OneRequest, "settle", lying)
+    monkeypatch.setattr(VLLMRow, "emit", lying)
     with pytest.raises(RolloutError, match="vLLM and specrl disagree about row"):
         engine_of().generate(requests_of(cases))
     monkeypatch.undo()
