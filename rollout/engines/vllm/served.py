@@ -86,7 +86,7 @@ class KeyedDrafter:
         self.rules = ServedRules(
             drafting=Drafting(),
             draft_tokens=vllm_config.speculative_config.num_speculative_tokens,
-            room=room_of(vocab, logits_mb, vllm_config.model_config.dtype, step),
+            room=room_of(vocab, logits_mb, vllm_config.model_config.dtype, step, served=True),
             scores_per_chunk=rows_per_chunk(vocab, logits_mb),
         )
         self.rules.drafting.vocab = vocab

@@ -1,7 +1,7 @@
 """Model Runner V1: a response is one request, drafts ride in it, and this package's own noise draws its tokens.
 
-`sample` decides about a step in the place of vLLM's sampler, then vLLM asks `propose` for the next drafts. vLLM's worker
-lives in the driver's process, so rows, drafters and budget are plain shared objects.
+`sample` decides about a step in the place of vLLM's sampler, then vLLM asks `propose` for the next drafts. vLLM's
+worker lives in the driver's process, so rows, drafters and budget are plain shared objects.
 """
 
 from __future__ import annotations
@@ -64,14 +64,14 @@ class V1Rules(StepRules):
         self._step.draft_s = time.perf_counter() - began
         return drafts
 
-    def _drawn(
-        self, logits: Tensor, rows: Sequence[VLLMRow | None], fed: Fed, drafts: Sequence[Draft]
-    ) -> np.ndarray:
+    def _drawn(self, logits: Tensor, rows: Sequence[VLLMRow | None], fed: Fed, drafts: Sequence[Draft]) -> np.ndarray:
         """What `packed_draw` tells of the rows' positions, int32 [4, N]; 0 elsewhere. Noise exists chunk by chunk."""
         told = np.zeros((4, len(logits)), np.int32)
         if not (ours := [row for row in rows if row]):
             return told
-        sizes, index = fed.sizes[fed.sizes > 0], ranges(fed.firsts, fed.sizes)
+        whole = int(fed.sizes.sum()) == len(logits)
+        sizes = fed.sizes if whole else fed.sizes[fed.sizes > 0]
+        index = np.arange(len(logits)) if whole else ranges(fed.firsts, fed.sizes)
         where = np.empty((4, len(index)), np.int64)
         where[0] = index
         where[1] = np.repeat([row.request.key for row in ours], sizes)
@@ -80,10 +80,10 @@ class V1Rules(StepRules):
         given, found = torch.from_numpy(where).to(logits.device), []
         for law, part in by_law([row.sampling for row in ours], sizes, self.scores_per_chunk):
             places, *columns = given[:, part].unbind()
-            chunk = logits[part] if len(index) == len(logits) else logits[places]
+            chunk = logits[part] if whole else logits[places]
             found.append((part, self.draw(chunk, *columns, float(law.temperature), law.top_k, float(law.top_p))))
         for part, columns in found:
-            told[:, index[part]] = columns.cpu().numpy()
+            told[:, part if whole else index[part]] = columns.cpu().numpy()
         return told
 
 

@@ -13,7 +13,7 @@ import torch
 from rollout.drafting.draft import Draft
 from rollout.drafting.drafting import Drafting
 from rollout.engines.base import Sampling
-from rollout.engines.vllm.room import Room
+from rollout.engines.vllm.room import OF_CPU_SERVER, OF_SERVER, Remedies, Room
 from rollout.noise import keyed_draw
 from rollout.types import Request
 
@@ -132,8 +132,11 @@ def test_rows_that_have_a_draft_share_the_room():
     ("room", "said"),
     [
         (Room(3), "the logits of 3. Try a lower rollout.rows_per_batch, or a higher rollout.logits_mb"),
-        (Room(9, lambda: 0), "logits of 0. .* a lower rollout.vllm.memory_utilization"),
+        (Room(9, lambda: 0, remedies=Remedies()), "logits of 0. .* a lower rollout.vllm.memory_utilization"),
         (Room(1000, step=5), "a step has 5 tokens. .* a higher rollout.tokens_per_pass"),
+        (Room(3, remedies=OF_SERVER), "logits of 3. Try a lower max_num_seqs, or a lower gpu_memory_utilization$"),
+        (Room(9, step=5, remedies=OF_SERVER), "a step has 5 .* max_num_seqs, or a higher max_num_batched_tokens$"),
+        (Room(3, remedies=OF_CPU_SERVER), "logits of 3. Try a lower max_num_seqs$"),
     ],
 )
 def test_no_room_is_told_once(caplog, room, said):

@@ -20,7 +20,6 @@ from rollout.build import build_engine
 from rollout.config import RolloutConfig
 from rollout.drafting.suffix import PromptTexts, SuffixDrafter
 from rollout.engines.base import EngineSpec, Probe, Sampling
-from rollout.engines.local.draw import packed_draw
 from rollout.engines.local.engine import TransformersEngine
 from rollout.keys import derive_key
 from rollout.noise import keyed_draw
@@ -363,10 +362,9 @@ def test_noise_off_by_one_position_is_found(updated, golden, monkeypatch):
     late = 1
 
     def draw(logits, keys, at, *more, **law):
-        return plain(logits, keys, at + late, *more, **law)
+        return keyed_draw(logits, keys, at + late, *more, **law)
 
-    where, plain = {"v1": ("engine.keyed_draw", keyed_draw), "v2": ("sampler.packed_draw", packed_draw)}[RUNNER]
-    monkeypatch.setattr(f"rollout.engines.vllm.{where}", draw)
+    monkeypatch.setattr("rollout.engines.local.draw.keyed_draw", draw)
     engine, _ = updated()
     assert len(differing(engine.generate(requests_of(cases))[0], want)) > 13
     late = 0
