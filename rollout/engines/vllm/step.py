@@ -15,7 +15,8 @@ from torch import Tensor
 from rollout.drafting.draft import EMPTY, Draft
 from rollout.engines.response import refuse_unusable
 from rollout.engines.vllm.room import Room
-from rollout.engines.vllm.rows import Rules, VLLMRow
+from rollout.engines.vllm.rows import BUG, Rules, VLLMRow
+from rollout.types import RolloutError
 from rollout.verify import Drawn, Stood, exact
 
 
@@ -39,21 +40,17 @@ class Fed:
     """
 
     def __init__(self, rows: Sequence[VLLMRow | None], counts: np.ndarray, tokens: np.ndarray):
-        ends = (counts + 1).cumsum()
+        ends, owners = (counts + 1).cumsum(), np.repeat(np.arange(len(rows)), counts)
         self.firsts = ends - counts - 1
         """Int64 [R], each row's first position."""
         self.behind = np.full(ends[-1], -1)
         """Int64 [N], the draft token that was fed behind each position; -1 where there is none."""
-        drafts = np.ones(len(self.behind), bool)
-        drafts[ends - 1] = False
-        self.behind[drafts] = tokens
-        self.sizes = counts + 1
+        self.behind[np.arange(len(tokens)) + owners] = tokens
+        self.sizes = 1 + np.bincount(owners[tokens >= 0], minlength=len(rows))
         """Int64 [R], positions without padding; 0 where there is no row."""
-        if len(tokens) and tokens.min() < 0:
-            self.sizes = 1 + np.bincount(np.repeat(np.arange(len(rows)), counts)[tokens >= 0], minlength=len(rows))
         self.drafted = int(self.sizes.sum()) - len(rows)
         if not all(rows):
-            self.sizes = np.where([row is None for row in rows], 0, self.sizes)
+            self.sizes[[row is None for row in rows]] = 0
 
 
 @dataclass(kw_only=True)
@@ -81,38 +78,36 @@ class StepRules(Rules):
         waiting = [row for row in rows if row]
         if not self._step.decoding:
             self.room.renew()
-        drafts = map(self._of_text, waiting) if self.drafting.whole else self.drafting.propose(waiting, self.stats)
-        drafting = 0
+        if self.drafting.whole:
+            drafts = [self._of_text(row, min(self.draft_tokens, row.room - 1)) for row in waiting]
+        else:
+            drafts = self.drafting.propose(waiting, self.stats)
+        share = self.room.share(sum(bool(draft.tokens) for draft in drafts), len(waiting), self.draft_tokens)
         for row, draft in zip(waiting, drafts, strict=True):
-            row.draft = draft
-            drafting += bool(draft.tokens)
-        share = self.room.share(drafting, len(waiting), self.draft_tokens)
-        for row in waiting:
-            if len(row.draft.tokens) > share:
-                row.draft = row.draft.first(share)
+            row.draft = draft if len(draft.tokens) <= share else draft.first(share)
         return [[*row.draft.tokens] if row else [] for row in rows]
 
-    def _of_text(self, row: VLLMRow) -> Draft:
-        n = len(row.tokens)
-        return Draft(row.text.tokens[n : n + min(self.draft_tokens, row.room - 1)]) if row.drafting else EMPTY
+    def _of_text(self, row: VLLMRow, most: int) -> Draft:
+        places, text = slice(len(row.tokens), len(row.tokens) + most), row.text if row.drafting else EMPTY
+        return Draft(text.tokens[places], text.source, (text.logprobs or ())[places])
 
     def tested(self, rows: Sequence[VLLMRow | None], fed: Fed) -> list[Draft]:
-        """What is decided about: the draft that rode, and under the lenient rule the next token of its text."""
+        """What is decided about: the draft that rode, and under the lenient rule the next token of its text.
+
+        Raises:
+            RolloutError: vLLM fed other tokens than were proposed. The exact rule goes by what was fed.
+        """
         self._step.drafted += fed.drafted
         self._step.decoding |= any(row.tokens for row in rows if row)
-        sizes = fed.sizes.tolist()
-        if self.rule is exact:  # it goes by what was fed
-            drafts = [row.draft if row else EMPTY for row in rows]
-            return [d if len(d.tokens) + 1 == n else d.first(n - 1) for d, n in zip(drafts, sizes, strict=True)]
-        test = self._tested_of_text if self.drafting.whole else _tested
-        tokens, firsts = fed.behind.tolist(), fed.firsts.tolist()
-        parts = [tokens[first : first + n - 1] if n else [] for first, n in zip(firsts, sizes, strict=True)]
-        return [test(row, part) if row else EMPTY for row, part in zip(rows, parts, strict=True)]
-
-    def _tested_of_text(self, row: VLLMRow, draft: list[int]) -> Draft:
-        first, last = len(row.tokens), len(row.tokens) + len(draft) + 1
-        text = row.text if row.drafting else EMPTY
-        return Draft([*draft, *text.tokens[last - 1 : last]], text.source, (text.logprobs or ())[first:last])
+        drafts, sizes = [row.draft if row else EMPTY for row in rows], fed.sizes.tolist()
+        if self.drafting.whole:
+            return [self._of_text(row, n) if row else EMPTY for row, n in zip(rows, sizes, strict=True)]
+        drafts = [d if len(d.tokens) == n - 1 else d.first(n - 1) for d, n in zip(drafts, sizes, strict=True)]
+        if self.rule is not exact:
+            given = fed.behind[ranges(fed.firsts, fed.sizes)]
+            if given[given >= 0].tolist() != (proposed := [token for draft in drafts for token in draft.tokens]):
+                raise RolloutError(f"vLLM fed the drafts {given.tolist()} where {proposed} was proposed; {BUG}")
+        return drafts
 
     def targets(self, fed: Fed, drafts: Sequence[Draft]) -> np.ndarray:
         """The token whose log-prob each position tells, int64 [N]."""
@@ -169,11 +164,6 @@ class StepRules(Rules):
         if close.any():
             self.stats.ties += int(close[ranges(fed.firsts, np.minimum(fed.sizes, counts))].sum())
         return tokens, counts
-
-
-def _tested(row: VLLMRow, draft: list[int]) -> Draft:
-    tested = row.draft.first(len(draft))
-    return tested if tested.tokens == draft else Draft(draft, row.draft.source)  # what was fed is what counts
 
 
 def keep_hidden(runner, flow: StepRules) -> None:
