@@ -70,6 +70,7 @@ class OneRequest(StepRules):
             ignore_eos=True,  # the model's own; the run's are above
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
+            skip_clone=True,  # it is this request's alone
         )
         return self.llm.llm_engine.add_request(name, {"prompt_token_ids": list(row.request.prompt)}, params)
 
