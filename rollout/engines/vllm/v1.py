@@ -72,12 +72,9 @@ class V1Rules(StepRules):
         whole = int(fed.sizes.sum()) == len(logits)
         sizes = fed.sizes if whole else fed.sizes[fed.sizes > 0]
         index = np.arange(len(logits)) if whole else ranges(fed.firsts, fed.sizes)
-        where = np.empty((4, len(index)), np.int64)
-        where[0] = index
-        where[1] = np.repeat([row.request.key for row in ours], sizes)
-        where[2] = ranges(np.array([len(row.tokens) for row in ours]), sizes)
-        where[3] = self.targets(fed, drafts)[index]
-        given, found = torch.from_numpy(where).to(logits.device), []
+        keys, at = np.repeat([row.request.key for row in ours], sizes), np.array([len(row.tokens) for row in ours])
+        columns = index, keys, ranges(at, sizes), self.targets(fed, drafts)[index]
+        given, found = torch.from_numpy(np.stack(columns)).to(logits.device), []
         for law, part in by_law([row.sampling for row in ours], sizes, self.scores_per_chunk):
             places, *columns = given[:, part].unbind()
             chunk = logits[part] if whole else logits[places]

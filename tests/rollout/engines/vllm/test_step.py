@@ -15,7 +15,8 @@ from rollout.drafting.drafting import Drafting
 from rollout.engines.base import Sampling
 from rollout.engines.vllm.room import OF_CPU_SERVER, OF_SERVER, Remedies, Room
 from rollout.noise import keyed_draw
-from rollout.types import Request
+from rollout.types import Request, RolloutError
+from rollout.verify import exact
 
 pytestmark = [
     pytest.mark.slow,
@@ -108,6 +109,26 @@ def test_near_ties_are_those_of_emitted_positions():
     rules = rules_of(rows, tie_margin=float("inf"))
     rules.sample(runner, logits, metadata)
     assert rules.stats.ties == sum(len(row.tokens) - 1 for row in rows.values()) < 8
+
+
+@pytest.mark.parametrize("fed", [[4, 4], [4, 5]], ids=["as proposed", "otherwise"])
+def test_a_rule_that_reads_drafts_has_those_that_were_fed(fed):
+    """The exact rule compares draws with what was fed, so it alone can do with another text."""
+    seen: list[list[int]] = []
+
+    def rule(key, draft, drawn):
+        seen.append(draft.tokens)
+        return exact(key, draft, drawn)
+
+    rows = {"a": row_of(1, [5], [4, 4, 4])}
+    runner, metadata, logits = step(rows, [fed])
+    if fed == [4, 5]:
+        with pytest.raises(RolloutError, match=r"vLLM fed the drafts \[4, 5, -1\] where \[4, 4\] was proposed"):
+            rules_of(rows, rule=rule).sample(runner, logits, metadata)
+    else:
+        rules_of(rows, rule=rule).sample(runner, logits, metadata)
+        assert seen == [[4, 4]]
+    rules_of(rows).sample(runner, logits, metadata)
 
 
 # Drafts ---------------------------------------------------------------------------------------------------------------
