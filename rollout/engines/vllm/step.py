@@ -133,11 +133,12 @@ class StepRules(Rules):
             RolloutError: logits of a row are NaN or infinite.
         """
         tokens, (logprobs, texts, gaps) = packed[0].astype(np.int64), packed[1:].view(np.float32)
-        if np.isnan(gaps).any():
+        unclear = not (gaps >= self.tie_margin).all()
+        if unclear:
             refuse_unusable((~np.isnan(gaps[ranges(fed.firsts, fed.sizes)])).tolist(), self.weight_version)
         apart = np.flatnonzero(tokens != fed.behind)  # each row's last position among them
         agreed = (apart[np.searchsorted(apart, fed.firsts)] - fed.firsts).tolist()
-        exactly, count, learn, emitted = self.rule is exact, self.stats.count, self.drafting.learn, []
+        exactly, learn, emitted, of_sources = self.rule is exact, self.drafting.learn, [], {}
         draws, logprobs, texts = tokens.tolist(), logprobs.tolist(), [] if exactly else texts.tolist()
         columns = rows, drafts, fed.firsts.tolist(), fed.sizes.tolist(), agreed
         for row, draft, first, size, n in zip(*columns, strict=True):
@@ -154,15 +155,19 @@ class StepRules(Rules):
                 stood = self.rule(row.request.key, draft, Drawn(len(row.tokens), *told, states=states))
                 tokens[first : first + len(stood.tokens)] = stood.tokens
             stays = row.emit(stood, row.sampling.eos_ids)
-            count(draft.source, len(draft.tokens), min(stood.drafted, stays))
             learn(row, draft, stood)
             emitted.append(stays)
+            count = of_sources.setdefault(draft.source, [0, 0])
+            count[0] += len(draft.tokens)
+            count[1] += stood.drafted if stood.drafted < stays else stays
+        for source, count in of_sources.items():
+            self.stats.count(source, *count)
         counts = np.array(emitted)
         # On a CPU one thread computes a position's logits bit for bit the same in every step, so near ties need no
         # arbiter; elsewhere their number says how often rounding could have decided.
-        close = gaps < self.tie_margin
-        if close.any():
-            self.stats.ties += int(close[ranges(fed.firsts, np.minimum(fed.sizes, counts))].sum())
+        if unclear:
+            close = gaps[ranges(fed.firsts, np.minimum(fed.sizes, counts))] < self.tie_margin
+            self.stats.ties += int(close.sum())
         return tokens, counts
 
 
