@@ -13,6 +13,7 @@ import torch
 from rollout.drafting.draft import Draft
 from rollout.drafting.drafting import Drafting
 from rollout.engines.base import Sampling
+from rollout.engines.local.draw import packed_draw
 from rollout.engines.vllm.room import OF_CPU_SERVER, OF_SERVER, Remedies, Room
 from rollout.noise import keyed_draw
 from rollout.types import Request, RolloutError
@@ -101,6 +102,18 @@ def test_every_row_gets_the_draws_of_its_own_positions(laws, chunk):
 def test_a_step_of_nothing_that_is_drawn_here():
     runner, metadata, logits = step(["a", "b"], [[], []])
     assert rules_of({}).sample(runner, logits, metadata).sampled_token_ids.tolist() == [[0], [0]]
+
+
+def test_padding_is_not_drawn():
+    drawn: list[int] = []
+
+    def draw(logits, *columns):
+        drawn.append(len(logits))
+        return packed_draw(logits, *columns)
+
+    rows = {"a": row_of(1, [5]), "b": row_of(2, [5])}
+    rules_of(rows, draw=draw).sample(*step(rows, [[4, 4], []], pads=[3, 5]))
+    assert drawn == [3 + 1]
 
 
 def test_near_ties_are_those_of_emitted_positions():
