@@ -112,7 +112,8 @@ def test_padding_is_not_drawn():
         return packed_draw(logits, *columns)
 
     rows = {"a": row_of(1, [5]), "b": row_of(2, [5])}
-    rules_of(rows, draw=draw).sample(*step(rows, [[4, 4], []], pads=[3, 5]))
+    runner, metadata, logits = step(rows, [[4, 4], []], pads=[3, 5])
+    rules_of(rows, draw=draw).sample(runner, logits, metadata)
     assert drawn == [3 + 1]
 
 
