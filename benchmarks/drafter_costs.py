@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -13,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.budget import MACHINES
+from benchmarks.int8_copy import Int8Linear
 from rollout.engines.base import Sampling
 from rollout.engines.local.packed import packed_model
 from rollout.noise import GOLDEN, gumbel, keyed_draw, row_words
@@ -59,35 +58,19 @@ def on_gpu(layers: int, bits: int = 16, trimmed: bool = False) -> Pass:
     return Pass(fixed, MACHINES["gpu"][1] * layers / LAYERS, layers * LAYER_TOKEN, score=score)
 
 
-def on_cpu(policy: nn.Module, drafter: nn.Module, small: bool = False) -> Pass:
-    """A drafter beside the embedded policy: that machine's costs times the ratios of the processor's time here.
-
-    Args: small: its layers multiply in int8.
-    """
+def on_cpu(policy: nn.Module, drafter: nn.Module) -> Pass:
+    """A drafter beside the embedded policy: that machine's costs times the ratios of the processor's time here."""
     fixed, row, token, place = MACHINES["cpu"]
-    theirs, ours = _pass_ms(policy), _pass_ms(drafter, small)
+    theirs, ours = _pass_ms(policy), _pass_ms(drafter)
     layers = drafter.config.num_hidden_layers
     first, more = (b / a for a, b in zip(theirs, ours, strict=True))
     return Pass(fixed * first, row * first, token * more, place * layers / policy.config.num_hidden_layers)
 
 
-def quantised_for_cpu(policy: nn.Module) -> nn.Module:
-    """A copy whose layers multiply in int8, activations included (torch's dynamic quantisation)."""
-    made = copy.deepcopy(policy)
-    _quantise(made.base_model.layers)
-    return made
-
-
-def _quantise(layers: nn.ModuleList) -> nn.ModuleList:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch recommends another package for this
-        return torch.ao.quantization.quantize_dynamic(layers, {nn.Linear}, torch.qint8, inplace=True)
-
-
 def parts(kept: int, repeats: int = 5) -> dict[str, list[float]]:
     """Milliseconds on one thread at `TOKENS` of: a layer in float32 and in int8, head, draw, and both on `kept` ids."""
     stacks = [nn.ModuleList(nn.Linear(i, o, bias=False) for i, o in SHAPES) for _ in range(4)]  # more than caches hold
-    small = [_quantise(copy.deepcopy(stack)) for stack in stacks]
+    small = [nn.ModuleList(map(Int8Linear, stack)) for stack in stacks]
     head, ids = nn.Linear(HIDDEN, VOCABULARY, bias=False), torch.arange(kept) * (VOCABULARY // kept)
     cut = nn.Linear(HIDDEN, kept, bias=False)
     cut.weight.data = head.weight.data[ids].contiguous()
@@ -130,12 +113,9 @@ def on_half_billion(found: dict[str, list[float]], layers: int, small: bool = Fa
     return Measured([layers * ms for ms in found["int8 layer" if small else "layer"]], head.tolist())
 
 
-def _pass_ms(model: nn.Module, small: bool = False) -> tuple[float, float]:
+def _pass_ms(model: nn.Module) -> tuple[float, float]:
     """Milliseconds of the processor for the engine's pass over one token, and for each token of one over 256."""
-    model = copy.deepcopy(model)
     packed = packed_model(model, Sampling(frozenset()))
-    if small:  # only now: the engine takes no model whose logits depend on what else is in the pass, as these do
-        _quantise(model.base_model.layers)
     works = {count: lambda count=count: packed.timing(1, count) for count in (1, 256)}
     with torch.inference_mode():
         one, many = _best(works, 8).values()

@@ -29,6 +29,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 from benchmarks import drafter_costs as costs
 from benchmarks.budget import MACHINES
 from benchmarks.drafter_walks import Cost, Grid, Way, chain_grid, masked_grid, seconds, walk
+from benchmarks.int8_copy import int8_copy
 from benchmarks.mask_drafter import MaskDrafter
 from benchmarks.mask_drafter import distil as distil_masks
 from rollout.sections import doc
@@ -42,8 +43,8 @@ DEPTHS, DOUBTS = (1, 2, 3, 4, 6, 8, 12, 16), (0.0, 0.2, 0.4, 0.6, 0.8)  # tried 
 SIZES = (1, 8, 64, 256)
 MASKED = 8  # texts in a step of the parallel drafter: with their masks about the places that the chain's 16 have
 PARALLEL = {"parallel": 1, "parallel, 3 layers": 3}
-QUANTISED = {"copy in int8": 8, "copy in int4": 4, "copy in 4 bits, agreeing as int3": 4}
-"""Bits that a copy's bytes are charged for on the gpu; the last word is whose agreement it has."""
+QUANTISED = {"int8": 8, "int4": 4, "int3": 4, "int4, less a tenth": 4}
+"""Bits that a copy of the policy is charged for on the gpu: the last two are 4-bit copies that agree less."""
 KEPT = 32_768  # ids of a trimmed head where no texts were counted
 
 
@@ -66,11 +67,12 @@ def main(options: DraftersConfig) -> int:
     models = draft_models(policy, learnt[0], options)
     grids = {"chain": chain_grid(models.pop("chain"), *held_out)}
     grids |= {name: masked_grid(model, *held_out) for name, model in models.items()}
-    grids["int8, dynamic"] = chain_grid(costs.quantised_for_cpu(policy), *held_out)
+    grids["int8, inputs too"] = chain_grid(int8_copy(policy), *held_out)
     for bits in (8, 4, 3):
         model = copy.deepcopy(policy)
         quantise(model, bits)
         grids[f"int{bits}"] = chain_grid(model, *held_out)
+    grids["int4, less a tenth"] = grids["int4"].blinded(0.1)
     result = {"options": asdict(options), "agreement": {name: grid.by_depth() for name, grid in grids.items()}}
     whole = {"ids": KEPT, "blind": 0.0}
     if options.gsm8k:
@@ -120,7 +122,7 @@ def machines(
     cpu, gpu, half = [], [], []
     for name, layers in {"chain": 1, **PARALLEL}.items():
         cpu.append(Way(name, grids[name], costs.on_cpu(policy, shortened(policy, layers)), name != "chain"))
-    cpu.append(Way("copy in int8", grids["int8, dynamic"], costs.on_cpu(policy, policy, small=True)))
+    cpu.append(Way("copy in int8", grids["int8, inputs too"], costs.on_cpu(policy, int8_copy(policy))))
     for end, seen, trimmed in (("", grids, False), (", trimmed", blinded, True)):
         for name, layers in {"chain": 1, **PARALLEL}.items():
             gpu.append(Way(name + end, seen[name], costs.on_gpu(layers, trimmed=trimmed), name != "chain"))
@@ -128,9 +130,9 @@ def machines(
             half.append(Way(name + end, seen[name], price, name != "chain"))
         for name, bits in QUANTISED.items():
             price = costs.on_gpu(costs.LAYERS, bits, trimmed)
-            gpu.append(Way(name + end, seen[name.split()[-1]], price))
+            gpu.append(Way(f"copy in {name}{end}", seen[name], price))
         price = costs.on_half_billion(measured, costs.DEPTH, small=True, trimmed=trimmed)
-        half.append(Way(f"copy in int8{end}", seen["int8, dynamic"], price))
+        half.append(Way(f"copy in int8{end}", seen["int8, inputs too"], price))
     plain = {name: costs.Pass(*MACHINES[name]) for name in ("cpu", "gpu")}
     whole = costs.on_half_billion(measured, costs.DEPTH)
     return {"cpu": (plain["cpu"], cpu), "gpu": (plain["gpu"], gpu), "cpu 0.5B": (whole, half)}
