@@ -7,6 +7,7 @@ text; of the masks at depth i a share of max(0.7^i, 0.2) is kept, and none whose
 
 from __future__ import annotations
 
+import copy
 import random
 import time
 from collections.abc import Sequence
@@ -118,3 +119,16 @@ def distil(policy: PreTrainedModel, drafter: MaskDrafter, texts: Sequence[Text],
             took = time.perf_counter() - began
             print(f"step {step}/{options.steps} KL {loss.item():.4f} after {took:.0f} s", flush=True)
     drafter.eval()
+
+
+def as_model(drafter: MaskDrafter, mask: int) -> PreTrainedModel:
+    """The drafter as one model, which `rollout.engines.local.parallel` runs: token `mask`, in no text, is its mask."""
+    made = copy.deepcopy(drafter.student)
+    config = made.config
+    config.tie_word_embeddings, config.pard_token, config.parallel_drafts = False, mask, drafter.depth
+    head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+    head.weight = nn.Parameter(made.get_output_embeddings().weight.detach().clone())
+    made.set_output_embeddings(head)
+    with torch.no_grad():
+        made.get_input_embeddings().weight[mask] = drafter.mask
+    return made

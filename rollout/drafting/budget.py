@@ -171,9 +171,10 @@ class Budget:
         others = fixed + b * sum(count[s] * k[s] for s in count if s not in needy)
         alone = sum(count[s] * emitted(self.acceptance(s), k[s]) for s in needy)
         alone /= others + b * sum(count[s] * k[s] for s in needy)
-        draft, row, token, _ = self.drafter.fit()
-        price = b * rows + draft + (row + token) * rows
-        helped = max(rows * emitted(promise, k) / (others + price * k) for k in range(LONG + 1))
+        helped = max(
+            rows * emitted(promise, k) / (others + b * rows * k + self.drafter.seconds(rows, k))
+            for k in range((self.drafter.at_once or LONG) + 1)
+        )
         return (needy, helped) if helped > _MARGIN * alone else (frozenset(), alone)
 
     def chain(self, behind: Sequence[int], plan: Plan) -> Chain:

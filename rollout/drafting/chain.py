@@ -16,6 +16,9 @@ _LEVELS = 10  # of confidence: level i holds probabilities from 1 - 2^-i on
 class DraftModelRecord(CostModel):
     """What a pass of the draft model costs, and how often its tokens stand."""
 
+    at_once = 0
+    """Tokens that one pass drafts for each row; 0: one, and as many passes as there are tokens."""
+
     def __init__(self):
         super().__init__()
         self._levels = [[0.0, 0.0] for _ in range(_LEVELS)]  # draft tokens that were accepted, and that were not
@@ -27,6 +30,11 @@ class DraftModelRecord(CostModel):
         accepted, rejected = self._levels[level]
         weight = 4.0  # before any were seen, the model's own word
         return (accepted + weight * (1 - 0.75 * 2.0**-level)) / (accepted + rejected + weight)
+
+    def seconds(self, rows: int, k: int) -> float:
+        """That k tokens for each of so many rows take to draft."""
+        fixed, row, token, _ = self.fit()
+        return fixed + (row + k * token) * rows if self.at_once and k else k * (fixed + (row + token) * rows)
 
     def promise(self) -> float:
         """Expected acceptance of one more token, those that are not worth carrying counted as 0."""
@@ -70,8 +78,9 @@ class Chain:
         self._row = row + token
         self._stands = [1.0] * len(behind)
         self.logprobs: list[list[float]] = [[] for _ in behind]
-        brings = emitted(record.promise(), most or LONG) - 1
-        self.going = self._worth([i for i, n in enumerate(behind) if brings >= goodput * token * n])
+        brings = emitted(record.promise(), most or record.at_once or LONG) - 1
+        rows = [i for i, n in enumerate(behind) if brings >= goodput * token * n]
+        self.going = self._whole(rows, record.at_once, brings) if record.at_once else self._worth(rows)
         """Rows that draft one more token."""
 
     def step(self, logprobs: Sequence[float], room: Sequence[int]) -> list[int]:
@@ -91,6 +100,12 @@ class Chain:
         self._left -= 1
         self.going = self._worth([row for row in carried if room[row] > len(self.logprobs[row])] if self._left else [])
         return carried
+
+    def _whole(self, rows: list[int], k: int, brings: float) -> list[int]:
+        """The rows, where one pass that gives them all k tokens is worth its seconds; after it a token costs none."""
+        worth = brings * len(rows) >= self._goodput * self._record.seconds(len(rows), k)
+        self._fixed = self._row = 0.0
+        return rows if worth else []
 
     def _worth(self, rows: list[int]) -> list[int]:
         promise, price = self._record.promise(), self._goodput * (self._row + self._verify)

@@ -33,6 +33,8 @@ class Policy(Protocol):
 class DraftModel(Policy, Protocol):
     """A small model that drafts for rows whose own drafters do worse; see rollout/engines/local/drafter.py."""
 
+    at_once: int
+
     def inference(self) -> AbstractContextManager: ...
     def open(self, requests: Sequence[Request], places: int) -> None: ...
     def admit(self, rows: Mapping[int, Sequence[int]]) -> None: ...
@@ -74,6 +76,7 @@ class Drafting:
         self.vocab = policy.vocab
         if self.model:
             check_vocab(self.model.vocab, policy.vocab)
+            self.budget.drafter.at_once = self.model.at_once
         for rows, tokens in ((1, 1), (1, min(256, policy.context)), (32, 32)):
             self.budget.calibrate([policy.timing(rows, tokens)], rows, tokens // rows)
             if self.model:

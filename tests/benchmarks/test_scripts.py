@@ -22,6 +22,7 @@ PARTS = {
     "ahead_run",
     "drafter_costs",
     "drafter_walks",
+    "int8_copy",
     "mask_drafter",
     "process",
     "rival_engine",

@@ -33,6 +33,9 @@ class ModelDrafter:
         RolloutError: the model does not run packed passes.
     """
 
+    at_once = 0
+    """Tokens that one pass drafts for each row; 0: one."""
+
     def __init__(self, model: nn.Module, sampling: Sampling, limits: Limits | None = None):
         self.ragged = packed_model(model, sampling, limits)
         self.inference, self.timing = self.ragged.inference, self.ragged.timing
