@@ -1,6 +1,6 @@
 """Cheaper drafters beside a chain of a one-layer draft model: parallel, with a trimmed head, a copy in fewer bits.
 
-    OMP_NUM_THREADS=1 python -m benchmarks.drafters out=FILE [gsm8k=DIR tokenizer=DIR] [work=DIR]
+    OMP_NUM_THREADS=1 python -m benchmarks.drafters out=FILE [gsm8k=DIR tokenizer=DIR] [work=DIR] [save=DIR]
 
 All of them answer the same held-out texts of the embedded policy with the noise that drew them, so whether a draft
 stands is known at every place and depth. Rollouts are then walked through as the engine would decode them: rows carry
@@ -30,7 +30,7 @@ from benchmarks import drafter_costs as costs
 from benchmarks.budget import MACHINES
 from benchmarks.drafter_walks import Cost, Grid, Way, chain_grid, masked_grid, seconds, walk
 from benchmarks.int8_copy import int8_copy
-from benchmarks.mask_drafter import MaskDrafter
+from benchmarks.mask_drafter import MaskDrafter, as_model
 from benchmarks.mask_drafter import distil as distil_masks
 from rollout.sections import doc
 from specrl.config import load as cli
@@ -42,9 +42,11 @@ from trainers.cotraining.texts import Text
 DEPTHS, DOUBTS = (1, 2, 3, 4, 6, 8, 12, 16), (0.0, 0.2, 0.4, 0.6, 0.8)  # tried in each cell
 SIZES = (1, 8, 64, 256)
 MASKED = 8  # texts in a step of the parallel drafter: with their masks about the places that the chain's 16 have
+CHAINS = {"chain": 1, "chain, 3 layers": 3}
 PARALLEL = {"parallel": 1, "parallel, 3 layers": 3}
 QUANTISED = {"int8": 8, "int4": 4, "int3": 4, "int4, less a tenth": 4}
 """Bits that a copy of the policy is charged for on the gpu: the last two are 4-bit copies that agree less."""
+SAID = ("steps", "prompts", "rows", "depth", "gsm8k", "tokenizer")  # options that figures depend on
 KEPT = 32_768  # ids of a trimmed head where no texts were counted
 
 
@@ -57,6 +59,7 @@ class DraftersConfig:
     gsm8k: str = doc("", "directory of GSM8K's train.jsonl and test.jsonl; empty leaves the count of its tokens out")
     tokenizer: str = doc("", "directory of a tokenizer for them; empty takes words, digits and marks")
     work: str = doc("", "directory that keeps texts and draft models between runs")
+    save: str = doc("", "directory to write each parallel drafter to, as a model for rollout.drafter")
     out: str = doc("", "write the figures to this JSON file")
 
 
@@ -65,15 +68,16 @@ def main(options: DraftersConfig) -> int:
     policy, _ = load_tiny()
     learnt, held_out = texts(policy, options)
     models = draft_models(policy, learnt[0], options)
-    grids = {"chain": chain_grid(models.pop("chain"), *held_out)}
-    grids |= {name: masked_grid(model, *held_out) for name, model in models.items()}
+    grids = {
+        name: (masked_grid if name in PARALLEL else chain_grid)(model, *held_out) for name, model in models.items()
+    }
     grids["int8, inputs too"] = chain_grid(int8_copy(policy), *held_out)
     for bits in (8, 4, 3):
         model = copy.deepcopy(policy)
         quantise(model, bits)
         grids[f"int{bits}"] = chain_grid(model, *held_out)
     grids["int4, less a tenth"] = grids["int4"].blinded(0.1)
-    result = {"options": asdict(options), "agreement": {name: grid.by_depth() for name, grid in grids.items()}}
+    result = {"options": told(options), "agreement": {name: grid.by_depth() for name, grid in grids.items()}}
     whole = {"ids": KEPT, "blind": 0.0}
     if options.gsm8k:
         result["vocabulary"] = vocabulary(options.gsm8k, options.tokenizer)
@@ -90,6 +94,11 @@ def main(options: DraftersConfig) -> int:
     return 0
 
 
+def told(options: DraftersConfig) -> dict:
+    """The options without the places of a machine."""
+    return {key: Path(v).name if isinstance(v := getattr(options, key), str) else v for key in SAID}
+
+
 def texts(policy: PreTrainedModel, options: DraftersConfig) -> list[tuple[list[Text], list[int]]]:
     """The policy's responses to learn from and the held-out ones, with the keys that drew them."""
     tokenizer, made = load_tiny()[1], []
@@ -101,14 +110,20 @@ def texts(policy: PreTrainedModel, options: DraftersConfig) -> list[tuple[list[T
 
 
 def draft_models(policy: PreTrainedModel, learnt: Sequence[Text], options: DraftersConfig) -> dict[str, nn.Module]:
-    """The chain of one layer and the parallel drafters, learnt alike."""
+    """The chains and the parallel drafters, learnt alike."""
     recipe = DrafterOptions(steps=options.steps)
-    made: dict[str, nn.Module] = {"chain": shortened(policy, 1)}
-    _trained(options.work, "chain", made["chain"], lambda m: distil(policy, m, learnt, recipe))
+    made: dict[str, nn.Module] = {}
+    for name, layers in CHAINS.items():
+        made[name] = shortened(policy, layers)
+        _trained(options.work, name, made[name], lambda m: distil(policy, m, learnt, recipe))
     recipe = replace(recipe, batch=MASKED)
     for name, layers in PARALLEL.items():
         made[name] = MaskDrafter(shortened(policy, layers), options.depth)
         _trained(options.work, name, made[name], lambda m: distil_masks(policy, m, learnt, recipe))
+        if options.save:
+            tokenizer = load_tiny()[1]
+            for part in (as_model(made[name], tokenizer.pad_token_id), tokenizer):
+                part.save_pretrained(Path(options.save) / name)
     return made
 
 
@@ -120,14 +135,14 @@ def machines(
     Args: blinded: of drafters whose heads are trimmed; measured: of `drafter_costs.parts`.
     """
     cpu, gpu, half = [], [], []
-    for name, layers in {"chain": 1, **PARALLEL}.items():
-        cpu.append(Way(name, grids[name], costs.on_cpu(policy, shortened(policy, layers)), name != "chain"))
+    for name, layers in (CHAINS | PARALLEL).items():
+        cpu.append(Way(name, grids[name], costs.on_cpu(policy, shortened(policy, layers)), name in PARALLEL))
     cpu.append(Way("copy in int8", grids["int8, inputs too"], costs.on_cpu(policy, int8_copy(policy))))
     for end, seen, trimmed in (("", grids, False), (", trimmed", blinded, True)):
-        for name, layers in {"chain": 1, **PARALLEL}.items():
-            gpu.append(Way(name + end, seen[name], costs.on_gpu(layers, trimmed=trimmed), name != "chain"))
+        for name, layers in (CHAINS | PARALLEL).items():
+            gpu.append(Way(name + end, seen[name], costs.on_gpu(layers, trimmed=trimmed), name in PARALLEL))
             price = costs.on_half_billion(measured, layers, trimmed=trimmed)
-            half.append(Way(name + end, seen[name], price, name != "chain"))
+            half.append(Way(name + end, seen[name], price, name in PARALLEL))
         for name, bits in QUANTISED.items():
             price = costs.on_gpu(costs.LAYERS, bits, trimmed)
             gpu.append(Way(f"copy in {name}{end}", seen[name], price))

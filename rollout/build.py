@@ -92,8 +92,8 @@ def rule_and_drafting(
     model = None
     if drafter is not None:
         from rollout.engines.base import Limits
-        from rollout.engines.local.drafter import ModelDrafter
+        from rollout.engines.local.parallel import model_drafter
 
-        model = ModelDrafter(drafter, sampling, Limits.of(config))
+        model = model_drafter(drafter, sampling, Limits.of(config))
     contexts = ContextTable() if "contexts" in config.sources else None
     return exact, Drafting(Budget(config.budget.window), contexts, model)

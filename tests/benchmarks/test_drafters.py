@@ -8,8 +8,13 @@ from torch import nn
 from benchmarks.drafter_costs import Pass, cut_draw, cut_gumbel
 from benchmarks.drafter_walks import Grid, Way, chain_grid, masked_grid, seconds, walk
 from benchmarks.int8_copy import Int8Linear
-from benchmarks.mask_drafter import MaskDrafter, ends_of
+from benchmarks.mask_drafter import MaskDrafter, as_model, ends_of
+from rollout.drafting.budget import Budget
+from rollout.drafting.chain import Chain
+from rollout.engines.base import Sampling
+from rollout.engines.local.parallel import model_drafter
 from rollout.noise import gumbel, keyed_draw, row_words
+from rollout.types import Request
 from specrl.drafter import DrafterOptions, agreement, sample, shortened
 from specrl.tiny import load_tiny
 from trainers.cotraining.texts import Text, response_logits
@@ -79,6 +84,28 @@ def test_grids_say_where_drafts_stand(policy, drawn):
     assert grid.blinded(1.0).by_depth()["alone"] == [0.0] * 8
     first = masked_grid(MaskDrafter(shortened(policy, 1), 2), *drawn)
     assert np.array_equal(first.stands[..., 0], grid.stands[:, : first.stands.shape[1], 0]), "the first is the chain's"
+
+
+def test_the_engine_drafts_what_the_grid_says(policy, drawn):
+    """Where the grid says that drafts stand, the engine's drafts are the response's tokens, and else they are not."""
+    masked, (texts, keys), n = MaskDrafter(shortened(policy, 2), 3), drawn, 2
+    with torch.no_grad():
+        masked.mask += torch.randn(128, generator=torch.Generator().manual_seed(0))
+    grid = masked_grid(masked, *drawn)
+    drafter = model_drafter(as_model(masked, mask=0), Sampling(frozenset()))
+    drafter.open([Request(text.prompt, key, 40) for text, key in zip(texts, keys, strict=True)], len(texts))
+    drafter.admit(dict.fromkeys(range(len(texts)), ()))
+    budget = Budget()
+    budget.drafter.at_once = drafter.at_once
+    chain = Chain(budget.drafter, 0.0, 1e-3, [1] * len(texts))
+    behind = {i: text.response[:n] for i, text in enumerate(texts)}
+    with drafter.inference():
+        drafts = drafter.propose(behind, [9] * len(texts), chain, budget)
+    stands = [
+        [t == u for t, u in zip(d, text.response[n:], strict=False)] for d, text in zip(drafts, texts, strict=True)
+    ]
+    assert stands == grid.stands[:, n].tolist()
+    assert np.exp(np.cumsum(chain.logprobs, 1)) == pytest.approx(grid.chance[:, n], abs=1e-4)
 
 
 def test_rows_go_on_behind_the_first_draft_that_differs():

@@ -56,3 +56,9 @@ class ParallelDrafter(ModelDrafter):
             if not chain.going:
                 break
         return drafts
+
+
+def model_drafter(model: nn.Module, sampling: Sampling, limits: Limits | None = None) -> ModelDrafter:
+    """The drafter that the model was made for: one pass for all drafts where its configuration names a mask."""
+    kind = ModelDrafter if getattr(model.config, "pard_token", None) is None else ParallelDrafter
+    return kind(model, sampling, limits)
