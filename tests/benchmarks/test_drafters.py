@@ -89,10 +89,11 @@ def test_grids_say_where_drafts_stand(policy, drawn):
 def test_the_engine_drafts_what_the_grid_says(policy, drawn):
     """Where the grid says that drafts stand, the engine's drafts are the response's tokens, and else they are not."""
     masked, (texts, keys), n = MaskDrafter(shortened(policy, 2), 3), drawn, 2
+    assert not any(83 in (*text.prompt, *text.response) for text in texts), "the mask is a token of no text"
     with torch.no_grad():
         masked.mask += torch.randn(128, generator=torch.Generator().manual_seed(0))
     grid = masked_grid(masked, *drawn)
-    drafter = model_drafter(as_model(masked, mask=0), Sampling(frozenset()))
+    drafter = model_drafter(as_model(masked, mask=83), Sampling(frozenset()))
     drafter.open([Request(text.prompt, key, 40) for text, key in zip(texts, keys, strict=True)], len(texts))
     drafter.admit(dict.fromkeys(range(len(texts)), ()))
     budget = Budget()
