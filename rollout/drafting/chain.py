@@ -96,6 +96,8 @@ class Chain:
                 carried.append(row)
                 self.logprobs[row].append(logprob)
                 promise += p
+            elif self._record.at_once:  # it took no pass of its own
+                promise += p
         self._record.observe_promise(promise, len(self.going))
         self._left -= 1
         self.going = self._worth([row for row in carried if room[row] > len(self.logprobs[row])] if self._left else [])

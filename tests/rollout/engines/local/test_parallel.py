@@ -114,6 +114,18 @@ def test_a_chain_from_one_pass_goes_on_where_another_pass_would_not_pay():
     assert not Chain(record(8), 50.0, 1e-3, [1]).going, "control: one pass can be too dear"
 
 
+def test_a_token_that_is_not_carried_counts_by_its_chance():
+    promise = {}
+    for at_once in (0, 8):
+        made = DraftModelRecord()
+        made.at_once = at_once
+        made.calibrate([(1, 1e-5), (64, 2e-5)], 1)
+        assert Chain(made, 500.0, 1e-3, [1] * 20).step([-1.2] * 20, [20] * 20) == [], "too doubtful to be verified"
+        promise[at_once] = made.promise()
+    assert promise[0] == pytest.approx(0.3)  # a pass of its own was for nothing
+    assert promise[8] > 0.4
+
+
 def test_a_budget_hands_rows_to_it_that_it_keeps_from_a_chain():
     handed = {}
     for at_once in (0, 8):
