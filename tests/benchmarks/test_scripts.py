@@ -21,6 +21,10 @@ ELSEWHERE = {"ablation", "budget", "gpu", "picture", "soak"}
 PARTS = {
     "ahead_run",
     "curves",
+    "drafter_costs",
+    "drafter_walks",
+    "int8_copy",
+    "mask_drafter",
     "process",
     "rival_engine",
     "scaling_law",
@@ -152,6 +156,21 @@ def test_cotraining(monkeypatch, tmp_path):
     cases = told(tmp_path / "out.json")["cases"]
     assert [case["variant"] for case in cases] == list(cotraining.VARIANTS)
     assert all(len(case["steps"]) == 2 for case in cases)
+
+
+def test_drafters(monkeypatch, tmp_path):
+    from benchmarks import drafter_costs, drafters
+
+    for name, value in {"VOCABULARY": 512, "DEPTH": 2, "TOKENS": (1, 4, 8)}.items():
+        monkeypatch.setattr(drafter_costs, name, value)
+    monkeypatch.setattr(drafters, "KEPT", 64)
+    words = ["steps=20", "prompts=8", "rows=8", f"work={tmp_path}", f"out={tmp_path / 'out.json'}"]
+    assert cli.run(drafters.main, words, drafters.DraftersConfig, training=False) == 0
+    found = told(tmp_path / "out.json")
+    assert [(cell["machine"], cell["rows"]) for cell in found["cells"]] == [
+        (machine, rows) for machine in ("cpu", "gpu", "cpu 0.5B") for rows in (1, 8)
+    ]
+    assert found["agreement"]["int8"]["given"][0] > 0.95 > found["agreement"]["parallel"]["given"][0]
 
 
 def test_routers(monkeypatch, tmp_path):
