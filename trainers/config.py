@@ -11,16 +11,15 @@ from rollout.sections import doc
 
 @dataclass
 class DrafterConfig:
-    train: bool = doc(False, "co-train the model of rollout.drafter=DIR towards the policy after every rollout")
+    train: bool = doc(False, "co-train rollout.drafter=DIR, a model or a head, towards the policy, from what the update computes")
     objective: Literal["forward_kl", "tvd"] = doc("tvd", "distance from the policy's law")
     select: Literal["all", "adaspec"] = doc(
         "all", "tokens learned from: all, or those furthest behind the initial drafter"
     )
-    learning_rate: float = doc(1e-4, "AdamW learning rate")
-    interval: int = doc(1, "optimiser steps between two rounds of co-training", low=1)
-    updates: int = doc(4, "gradient steps in one round", low=1)
-    tokens_per_update: int = doc(1024, "tokens of a gradient step, prompts included", low=1)
-    versions: int = doc(2, "policy versions whose texts are learned from, the latest included", low=1)
+    learning_rate: float = doc(1e-3, "AdamW learning rate; about 1e-4 for models of a billion parameters")
+    interval: int = doc(1, "optimiser steps between two rounds of co-training, a gradient step each", low=1)
+    share: float = doc(0.06, "share of each rollout's tokens, prompts included, that is learned from", high=1)
+    max_tokens: int = doc(16384, "most tokens of a round, whose hidden states are kept until then", low=1)
     patience: int = doc(20, "rollouts over which co-training must save more time than it takes; 0 never judges")
 
 
