@@ -93,7 +93,9 @@ def rule_and_drafting(
     if drafter is not None:
         from rollout.engines.base import Limits
         from rollout.engines.local.drafter import ModelDrafter
+        from rollout.engines.local.head import Head, HeadDrafter
 
-        model = ModelDrafter(drafter, sampling, Limits.of(config))
+        kind = HeadDrafter if isinstance(drafter, Head) else ModelDrafter
+        model = kind(drafter, sampling, Limits.of(config))
     contexts = ContextTable() if "contexts" in config.sources else None
     return exact, Drafting(Budget(config.budget.window), contexts, model)

@@ -32,6 +32,7 @@ class Layout(Protocol):
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, window: int | None, scaling: float
     ) -> Tensor: ...
+    def places(self) -> tuple[Tensor, Tensor]: ...
 
 
 _KNOWN = {"sliding_window", "position_ids", "is_causal", "use_cache", "output_attentions"}
