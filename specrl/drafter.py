@@ -24,7 +24,6 @@ from specrl.config.options import ConfigError
 from specrl.config.schema import Config, DatasetConfig
 
 if TYPE_CHECKING:
-    from torch import Tensor
     from transformers import PreTrainedModel
 
     from trainers.cotraining.texts import Text
@@ -160,7 +159,7 @@ def sample(
 
 
 def distil(policy: PreTrainedModel, student: PreTrainedModel, texts: Sequence[Text], options: DrafterOptions) -> None:
-    """Trains the student in place on the responses; with select=adaspec after a copy of it, which becomes the reference."""
+    """Trains the student in place on the responses; with select=adaspec after a copy of it, the reference."""
     near = sorted(texts, key=len)  # less padding
     cuts = [near[at : at + options.batch] for at in range(0, len(near), options.batch)]
     reference = None
@@ -234,6 +233,8 @@ def agreement(
     for text, key in zip(texts, keys, strict=True):
         with torch.no_grad():
             batch = recipe.Batch.of(read(policy, [text]), student)
+            if not len(batch.places):  # a head has no part in a response of one token
+                continue
             p, q = recipe.taught(policy, batch).float(), next(recipe.guesses(student, batch, torch.Generator())).float()
         at = batch.places[:, 1]
         tokens, noise = torch.tensor(text.response, device=p.device)[at], torch.full_like(at, key)

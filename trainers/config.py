@@ -11,7 +11,9 @@ from rollout.sections import doc
 
 @dataclass
 class DrafterConfig:
-    train: bool = doc(False, "co-train rollout.drafter=DIR, a model or a head, towards the policy, from what the update computes")
+    train: bool = doc(
+        False, "co-train rollout.drafter=DIR, a model or a head, towards the policy, on states of the update's forward"
+    )
     objective: Literal["forward_kl", "tvd"] = doc("tvd", "distance from the policy's law")
     select: Literal["all", "adaspec"] = doc(
         "all", "tokens learned from: all, or those furthest behind the initial drafter"
@@ -19,7 +21,7 @@ class DrafterConfig:
     learning_rate: float = doc(1e-3, "AdamW learning rate; about 1e-4 for models of a billion parameters")
     interval: int = doc(1, "optimiser steps between two rounds of co-training, a gradient step each", low=1)
     share: float = doc(0.06, "share of each rollout's tokens, prompts included, that is learned from", high=1)
-    max_tokens: int = doc(16384, "most tokens of a round, whose hidden states are kept until then", low=1)
+    tokens_per_update: int = doc(16384, "most tokens of a gradient step, whose states are kept until then", low=1)
     patience: int = doc(20, "rollouts over which co-training must save more time than it takes; 0 never judges")
 
 

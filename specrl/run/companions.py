@@ -39,8 +39,9 @@ def _trained(config: Config, rollouts: Rollouts, accelerator: Accelerator) -> Co
     """
     if accelerator.distributed_type == DistributedType.FSDP:
         raise RolloutError(
-            "trainer.drafter.train=true has the first process ask the policy's output layer what the drafter should have "
-            "drafted, and FSDP leaves no process the whole of it. Use trainer.drafter.train=false, or launch with torchrun"
+            "trainer.drafter.train=true has the first process ask the policy's output layer what the drafter should "
+            "have drafted, and FSDP leaves no process the whole of it. Use trainer.drafter.train=false, or launch with "
+            "torchrun"
         )
     r = config.rollout
     shared = getattr(getattr(rollouts.engine, "drafting", None), "model", None)

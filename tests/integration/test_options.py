@@ -71,7 +71,7 @@ JUDGED = {**LOSSY, "rollout.law": "judged", "rollout.replay": 0}
 LEARNED = {"trainer.precision": "fp32", "lora.rank": 0}  # what was learned of this very policy
 JUDGE = {**JUDGED, **LEARNED, "rollout.judged.path": "{judge}"}
 VLLM = "tests/rollout/engines/vllm/test_vllm.py"
-TAUGHT = {**EXACT, "rollout.drafter": "{drafter}", "trainer.drafter.train": "true", "trainer.drafter.versions": 1}
+TAUGHT = {**EXACT, "rollout.drafter": "{drafter}", "trainer.drafter.train": "true"}
 
 CHOICES = {
     "resume": {"no": {}, "auto": {}},

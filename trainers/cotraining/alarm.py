@@ -48,7 +48,8 @@ class DrafterAlarm:
         """See Companion, as of the four that follow."""
         state = self._state
         drafted, accepted = stats.sources.get("model", (0, 0))
-        dropped, self._before = self._dropped() - self._before, self._dropped()
+        total = self._dropped()
+        dropped, self._before = total - self._before, total
         self._metrics = {"drafter/dropped": dropped}
         if drafted:
             state.drafted = SMOOTHING * state.drafted + drafted
@@ -58,9 +59,9 @@ class DrafterAlarm:
         reason = self._reason(state, dropped)
         if reason and not state.dead:
             logger.warning(
-                "The drafter of rollout.drafter is dead: %s. Rollouts stay exact and lose its speed. Distil it again from "
-                "the policy as it is now (`python -m specrl.drafter`), co-train it (trainer.drafter.train=true), or leave "
-                "it out.",
+                "The drafter of rollout.drafter is dead: %s. Rollouts stay exact and lose its speed. Distil it again "
+                "from the policy as it is now (`python -m specrl.drafter`), co-train it (trainer.drafter.train=true), or "
+                "leave it out.",
                 reason,
             )
         state.dead = bool(reason)
@@ -90,7 +91,8 @@ class DrafterAlarm:
             self._state = Watched(**json.loads((directory / STATE).read_bytes()))
         except (OSError, ValueError, TypeError) as error:
             raise RolloutError(
-                f"the state of the drafter's alarm in {directory} cannot be read: {error}. Resume from an older checkpoint"
+                f"the state of the drafter's alarm in {directory} cannot be read: {error}. Resume from an older "
+                "checkpoint"
             ) from error
 
     def save_model(self, directory: Path) -> None:

@@ -43,7 +43,7 @@ class Batch:
 
     @classmethod
     def of(cls, reads: Sequence[Read], student: Module) -> Batch:
-        """A head is not asked for the first token of a response: only behind it a text has a state and a drawn token."""
+        """A head is not asked for a response's first token: only behind it there are a state and a drawn token."""
         device, first = reads[0].states.device, int(isinstance(student, Head))
         ids = pad_sequence([torch.tensor([*r.text.prompt, *r.text.response[:-1]]) for r in reads], batch_first=True)
         spots = torch.zeros(ids.shape, dtype=torch.bool)
@@ -103,8 +103,8 @@ def loss(
 def step(optimizer: Optimizer, total: Tensor) -> Tensor:
     """One step down the gradient of `total`; returns the gradient's norm before it was clipped.
 
-    Nothing is changed where that is not finite. Gradients go to the optimiser's weights only: a head reads and writes by
-    layers of the policy, which is in training too.
+    Nothing is changed where that is not finite. Gradients go to the optimiser's weights only: a head reads and writes
+    by layers of the policy, which is in training too.
     """
     weights = [p for group in optimizer.param_groups for p in group["params"]]
     for weight, gradient in zip(weights, torch.autograd.grad(total, weights, allow_unused=True), strict=True):

@@ -1,9 +1,9 @@
 """Drafter co-training: a drafter follows the policy it drafts for, by distillation from the policy's own rollouts.
 
-It learns from what the update computes anyway: the last hidden states of some of the texts, of which the policy's output
-layer makes the laws that drafts should follow. Before it learns from a text, its agreement with the policy there is
-measured, against a frozen copy of the initial drafter. Drafts decide only the speed of a rollout, so nothing here can
-change what is sampled, and whatever goes wrong ends in co-training being switched off.
+It learns from what the update computes anyway: the last hidden states of some of the texts, of which the policy's
+output layer makes the laws that drafts should follow. Before it learns from a text, its agreement with the policy there
+is measured, against a frozen copy of the initial drafter. Drafts decide only the speed of a rollout, so nothing here
+can change what is sampled, and whatever goes wrong ends in co-training being switched off.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class DrafterTrainer:
         if self._tap.forwards and not self._heard:
             self._tell_deaf(f"none of its {self._tap.forwards} forwards had one of the chosen rows by itself")
         state.rollouts += 1
-        tokens = min(self.options.max_tokens, round(self.options.share * sum(map(len, new))))
+        tokens = min(self.options.tokens_per_update, round(self.options.share * sum(map(len, new))))
         wanted = chosen(new, tokens, self._generator("choose", state.rollouts))
         self._tap.want(wanted)
         self._heard = not wanted
@@ -127,7 +127,7 @@ class DrafterTrainer:
         self._heard |= bool(new)
         if self._tap.waits and not self._tap.forwards and not self._heard:
             self._tell_deaf("it called no forward of the decoder in training mode")
-        self.reads = within([*self.reads, *new], self.options.max_tokens)
+        self.reads = within([*self.reads, *new], self.options.tokens_per_update)
 
     def _round(self) -> None:
         """Measures agreement on the texts that were kept, learns from them once, and forgets them."""
@@ -218,9 +218,9 @@ class DrafterTrainer:
         """Says once that the update gives nothing to learn from."""
         if not self._told:
             logger.warning(
-                "Drafter co-training learns nothing: it takes the policy's hidden states from the update's own forward, "
-                "and of the update behind rollout %d %s. It needs an update that calls %s with one text a row, padded "
-                "or not. Rollouts stay exact; set trainer.drafter.train=false.",
+                "Drafter co-training learns nothing: it takes the policy's hidden states from the update's own "
+                "forward, and of the update behind rollout %d %s. It needs an update that calls %s with one text a row, "
+                "padded or not. Rollouts stay exact; set trainer.drafter.train=false.",
                 self.progress.rollouts,
                 reason,
                 type(self.policy.base_model).__name__,
