@@ -60,8 +60,8 @@ class DrafterAlarm:
         if reason and not state.dead:
             logger.warning(
                 "The drafter of rollout.drafter is dead: %s. Rollouts stay exact and lose its speed. Distil it again "
-                "from the policy as it is now (`python -m specrl.drafter`), co-train it (trainer.drafter.train=true), or "
-                "leave it out.",
+                "from the policy as it is now (`python -m specrl.drafter`), co-train it (trainer.drafter.train=true), "
+                "or leave it out.",
                 reason,
             )
         state.dead = bool(reason)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -34,19 +34,22 @@ class Read:
     """At all tokens but the last, detached [len(text) - 1, H]."""
 
 
-def chosen(texts: Sequence[Text], tokens: int, generator: torch.Generator) -> dict[Text, Text]:
+def chosen(texts: Sequence[Text], tokens: int, most: int, generator: torch.Generator) -> dict[Text, Text]:
     """Random ones of `texts` that hold so many tokens together, or all of them: text -> what of it is learned from.
 
-    The last of them is cut where it holds too many; what would be left without two response tokens is left out.
+    Texts of more than `most` tokens are cut there, and the last one where it holds too many; what would be left without
+    two response tokens is left out.
     """
     found: dict[Text, Text] = {}
     for i in torch.randperm(len(texts), generator=generator).tolist():
         text = texts[i]
         if text in found:
             continue
-        room = min(tokens, len(text)) - len(text.prompt)
+        room = min(tokens, most, len(text)) - len(text.prompt)
         if room < min(2, len(text.response)):
-            break
+            if tokens < most:
+                break
+            continue
         found[text] = Text(text.prompt, text.response[:room], text.version)
         tokens -= len(found[text])
     return found
@@ -61,6 +64,18 @@ def within(reads: Sequence[Read], tokens: int) -> list[Read]:
             break
         kept.append(read)
     return kept[::-1]
+
+
+def batches(reads: Sequence[Read], tokens: int) -> Iterator[list[Read]]:
+    """Consecutive ones of at most so many tokens, or one text."""
+    batch: list[Read] = []
+    for each in reads:
+        if batch and sum(len(other.text) for other in batch) + len(each.text) > tokens:
+            yield batch
+            batch = []
+        batch.append(each)
+    if batch:
+        yield batch
 
 
 @torch.no_grad()

@@ -30,7 +30,7 @@ from trainers.cotraining import state as drafter_state
 from trainers.cotraining.distances import total_variation
 from trainers.cotraining.state import Progress
 from trainers.cotraining.tap import Tap
-from trainers.cotraining.texts import Read, Text, chosen, within
+from trainers.cotraining.texts import Read, Text, batches, chosen, within
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +70,7 @@ class DrafterTrainer:
         _check_pair(self.drafter, self.policy)
         self.initial = copy.deepcopy(self.drafter).requires_grad_(False)
         """The drafter as it was at the start."""
+        self._bound = options.updates * options.tokens_per_update
         self._optimizer = torch.optim.AdamW(self.drafter.parameters(), options.learning_rate, weight_decay=0.0)
         self._tap, self._heard, self._told = Tap(self.policy), True, False
         self.reads: list[Read] = []
@@ -102,8 +103,8 @@ class DrafterTrainer:
         if self._tap.forwards and not self._heard:
             self._tell_deaf(f"none of its {self._tap.forwards} forwards had one of the chosen rows by itself")
         state.rollouts += 1
-        tokens = min(self.options.tokens_per_update, round(self.options.share * sum(map(len, new))))
-        wanted = chosen(new, tokens, self._generator("choose", state.rollouts))
+        tokens = min(self._bound, round(self.options.share * sum(map(len, new))))
+        wanted = chosen(new, tokens, self.options.tokens_per_update, self._generator("choose", state.rollouts))
         self._tap.want(wanted)
         self._heard = not wanted
         self._stats = stats, sum(len(text.response) for text in new)
@@ -127,49 +128,50 @@ class DrafterTrainer:
         self._heard |= bool(new)
         if self._tap.waits and not self._tap.forwards and not self._heard:
             self._tell_deaf("it called no forward of the decoder in training mode")
-        self.reads = within([*self.reads, *new], self.options.tokens_per_update)
+        self.reads = within([*self.reads, *new], self._bound)
 
     def _round(self) -> None:
-        """Measures agreement on the texts that were kept, learns from them once, and forgets them."""
-        batch, self.reads = distil.Batch.of(self.reads, self.drafter), []
-        if not len(batch.places):
-            return
+        """Learns once from the texts that were kept, in at most `updates` gradient steps, and forgets them."""
+        reads, self.reads, self.progress.rounds = self.reads, [], self.progress.rounds + 1
+        losses, places, mix = [], 0, self._generator("mix", self.progress.rounds)
+        for part in batches(reads, self.options.tokens_per_update):
+            batch = distil.Batch.of(part, self.drafter)
+            if len(batch.places) and not self.progress.off:
+                losses.append(self._learn(batch, mix, measured=not losses))
+                places += len(batch.places)
+        if losses and not self.progress.off:
+            self._metrics |= {"drafter/loss": sum(losses) / len(losses), "drafter/tokens": places}
+
+    def _learn(self, batch: distil.Batch, mix: torch.Generator, measured: bool) -> float:
+        """One gradient step, by whose first pass the agreement before it is measured; returns that pass's loss."""
         options, heat = self.options, self._law["temperature"]
-        passes = distil.guesses(self.drafter, batch, self._generator("mix", self.progress.rounds))
+        passes = distil.guesses(self.drafter, batch, mix)
         student, teacher = next(passes), distil.taught(self.policy, batch)
-        if (initial := self._measure(batch, student.detach(), teacher)) is None:
-            return
+        with torch.no_grad():
+            initial = next(distil.guesses(self.initial, batch, mix))
+        if measured:
+            self._measure(batch, student.detach(), initial, teacher)
         kept = distil.selected(student, initial, teacher) if options.select == "adaspec" else None
         losses = [distil.loss(z, teacher, options.objective, heat, kept) for z in (student, *passes)]
         norm = distil.step(self._optimizer, sum(losses))
         if not norm.isfinite() or not all(p.isfinite().all() for p in self.drafter.parameters()):
-            return self._diverged(f"loss {losses[0].item():g}, gradient norm {norm.item():g}")
-        self._metrics |= {"drafter/loss": losses[0].item(), "drafter/tokens": len(batch.places)}
+            self._diverged(f"loss {losses[0].item():g}, gradient norm {norm.item():g}")
+        return losses[0].item()
 
     @torch.no_grad()
-    def _measure(self, batch: distil.Batch, student: Tensor, teacher: Tensor) -> Tensor | None:
-        """Agreement of both drafters with the policy under fresh noise, before this one learns.
-
-        Args: student, teacher: logits [N, V] at the spots.
-        Returns: the initial drafter's [N, V]; None where the drafter's are unusable, which ends co-training.
-        """
+    def _measure(self, batch: distil.Batch, student: Tensor, initial: Tensor, teacher: Tensor) -> None:
+        """Agreement of both drafters with the policy under fresh noise. Args: logits [N, V] at the spots."""
         state, law = self.progress, self._law
-        state.rounds += 1
         texts, positions = batch.places.unbind(1)
         keys = [derive_key(self.seed, "drafter", n, state.rounds, "agreement") for n in range(len(batch.ids))]
         noise = torch.tensor(keys, device=texts.device)[texts], positions
-        draws = keyed_draw(teacher, *noise, **law)[0]
-        drawn, _, _, gaps = keyed_draw(student, *noise, **law)
-        if gaps.isnan().any():
-            return self._diverged("its logits are NaN or infinite")
-        initial = next(distil.guesses(self.initial, batch, torch.Generator()))
-        now, before = ((d == draws).float().mean().item() for d in (drawn, keyed_draw(initial, *noise, **law)[0]))
+        wanted, drawn, before = (keyed_draw(z, *noise, **law)[0] for z in (teacher, student, initial))
+        now, before = ((found == wanted).float().mean().item() for found in (drawn, before))
         overlap = 1 - total_variation(*(process_logits(z, **law) for z in (student, teacher))).mean().item()
         self._metrics |= {"drafter/agreement": now, "drafter/agreement_initial": before, "drafter/overlap": overlap}
         state.agreement = _smooth(state.agreement, now)
         state.agreement_initial = _smooth(state.agreement_initial, before)
         self._watch(state)
-        return initial
 
     def _watch(self, state: Progress) -> None:
         """Raises an alarm once when agreement has fallen far below its best."""
@@ -219,8 +221,8 @@ class DrafterTrainer:
         if not self._told:
             logger.warning(
                 "Drafter co-training learns nothing: it takes the policy's hidden states from the update's own "
-                "forward, and of the update behind rollout %d %s. It needs an update that calls %s with one text a row, "
-                "padded or not. Rollouts stay exact; set trainer.drafter.train=false.",
+                "forward, and of the update behind rollout %d %s. It needs an update that calls %s with one text a "
+                "row, padded or not. Rollouts stay exact; set trainer.drafter.train=false.",
                 self.progress.rollouts,
                 reason,
                 type(self.policy.base_model).__name__,

@@ -238,7 +238,7 @@ def test_agreement_is_measured_before_the_round(build_model):
 
 @pytest.mark.parametrize(
     ("options", "most"),
-    [({"share": 0.2}, 0.2 * ROWS * (3 + CAP)), ({"tokens_per_update": 50}, 50)],
+    [({"share": 0.2}, 0.2 * ROWS * (3 + CAP)), ({"updates": 2, "tokens_per_update": 25}, 50)],
     ids=["share", "bound"],
 )
 def test_a_round_learns_from_a_bounded_number_of_tokens(build_model, options, most):
@@ -424,9 +424,9 @@ def test_co_training_ends_when_it_does_not_pay(build_model, caplog):
 def test_when_it_ends_the_better_drafter_stays(build_model, monkeypatch, sign, stays):
     monkeypatch.setitem(distil.OBJECTIVES, "forward_kl", lambda student, teacher: sign * forward_kl(student, teacher))
     moving = Moving(build_model)
-    trainer = trainer_of(moving, patience=3)
+    trainer = trainer_of(moving, patience=4)
     initial = weights_of(trainer.drafter)
-    follow(moving, trainer, range(3), EngineStats(decode_s=1e-6, sources={"model": (50, 9)}))
+    follow(moving, trainer, range(4), EngineStats(decode_s=1e-6, sources={"model": (50, 9)}))
     assert "does not pay" in trainer.progress.off
     assert same(initial, weights_of(trainer.drafter)) == (stays == "initial")
 
