@@ -23,6 +23,8 @@ class Layout(Protocol):
 
     kv: KV
     layers: set[int]
+    draws: bool
+    """What follows the last token of each row is drawn from this pass."""
     positions: Tensor
     count: int
     """Rows."""

@@ -77,7 +77,10 @@ class Head(LlamaPreTrainedModel):
             num_hidden_layers=1,
             architectures=[ARCHITECTURE],
         )
-        head, half = cls(config, policy), torch.eye(config.hidden_size)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)  # the same in every process, and no number of the run's own is taken
+            head = cls(config, policy)
+        half = torch.eye(config.hidden_size)
         weights = policy.state_dict()
         with torch.no_grad():
             for name, weight in head.state_dict().items():
@@ -144,7 +147,7 @@ class Head(LlamaPreTrainedModel):
         Args:
             input_ids: tokens [B, T], each the one that follows its state.
             states: [B, T, H] of the policy, or the head's own. A packed pass reads them where the policy's passes have
-                left them, and leaves what it makes of a row's last one behind it.
+                left them; one that draws leaves what it makes of a row's last one behind it, to go on from.
         """
         kept = None if ragged is None else ragged.kv.given
         if kept is not None:
@@ -159,7 +162,7 @@ class Head(LlamaPreTrainedModel):
         extra = {} if ragged is None else {"ragged": ragged}
         rotary = self.rotary_emb(hidden, position_ids)
         hidden = self.layers[0](hidden, position_ids=position_ids, position_embeddings=rotary, **extra)
-        if kept is not None:
+        if kept is not None and ragged.draws:
             slabs[slots[ends] + 1] = hidden[0, ends].to(slabs.dtype)
         return BaseModelOutput(hidden)
 
@@ -190,6 +193,11 @@ class HeadDrafter(ModelDrafter):
         for row, text in texts.items():
             self._reader.rollback(row, len(text))
         return drafts
+
+
+def drafter_of(model: nn.Module, sampling: Sampling, limits: Limits | None = None) -> ModelDrafter:
+    """Drafts by a head, or by a model that reads the text itself."""
+    return (HeadDrafter if isinstance(model, Head) else ModelDrafter)(model, sampling, limits)
 
 
 def _shifted(request: Request) -> Request:

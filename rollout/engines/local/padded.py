@@ -26,6 +26,7 @@ class Pass:
     """
 
     heads_first = True
+    draws = False
 
     def __init__(
         self, kv: KV, places: Sequence[int], starts: Sequence[int], lengths: Sequence[int], device, spread: int = 1

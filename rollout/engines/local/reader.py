@@ -232,6 +232,7 @@ class Reader:
         rows, length = [*feed], np.array([*map(len, feed.values())])
         before = np.array([len(self._held[row]) for row in rows])
         layout = self._layout([self._place[row] for row in rows], before + self._heads[rows], length)
+        layout.draws = True
         tokens = np.fromiter(chain.from_iterable(feed.values()), np.int64)
         end = length.cumsum()
         keys = self._keys[rows].repeat(length)

@@ -44,6 +44,7 @@ class StaticPass:
     """
 
     heads_first = False
+    draws = False
 
     def __init__(
         self, kv: KV, places: Sequence[int], starts: Sequence[int], lengths: Sequence[int], device, spread: int = 1
