@@ -24,7 +24,7 @@ from trainers.cotraining.texts import Read
 
 OBJECTIVES = {"forward_kl": forward_kl, "tvd": tvd}
 KEPT = 0.4  # AdaSPEC: share of tokens kept, the paper's
-PASSES, OWN = 2, 0.5  # of a head, and the share of the states that a pass has from the one before
+PASSES, OWN = 3, 0.8  # of a head, and the share of the states that a pass has from the one before
 MAX_GRAD_NORM = 1.0
 
 
