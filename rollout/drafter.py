@@ -47,6 +47,7 @@ def refuse_head(drafter: Module, law: str) -> None:
     """Raises RolloutError for a head under a law that lets a draft model's own text stand."""
     if isinstance(drafter, Head):
         raise RolloutError(
-            f"rollout.law={law} lets text of rollout.drafter stand, and a head on the policy's hidden states writes none "
-            "of its own. Use a draft model, such as `python -m specrl.drafter kind=model out=DIR` makes, or layers=N"
+            f"rollout.law={law} lets text of rollout.drafter stand, and a head on the policy's hidden states writes "
+            "none of its own. Use a draft model, such as `python -m specrl.drafter kind=model out=DIR` makes, or "
+            "layers=N"
         )
