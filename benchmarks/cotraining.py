@@ -76,7 +76,9 @@ class MovingPolicy:
 
     def drafter(self, directory: str) -> torch.nn.Module:
         """A head borrows layers of this policy."""
-        return load_drafter(EngineSpec(self.sampling.eos_ids, RolloutConfig(drafter=directory)), self.model)
+        return load_drafter(
+            EngineSpec(eos_ids=self.sampling.eos_ids, rollout=RolloutConfig(drafter=directory)), self.model
+        )
 
     def update(self, texts: Sequence[tuple[Sequence[int], Sequence[int]]]) -> None:
         """What an update computes of its rows: a forward and a backward pass over all of them."""
