@@ -45,12 +45,8 @@ from trainers.cotraining.trainer import DRAFT_TOKENS, DrafterTrainer
 
 PROMPTS, GROUP, CAP = 4, 8, 200  # a step of config=grpo_math
 DRIFT = 0.4
-SHARED = {"patience": 0}
-VARIANTS = {
-    "tvd": {"objective": "tvd"},
-    "forward KL": {"objective": "forward_kl"},
-    "tvd, AdaSPEC": {"objective": "tvd", "select": "adaspec"},
-}
+SHARED = {"learning_rate": 3e-4, "patience": 0}
+VARIANTS = {"tvd": {"objective": "tvd"}, "forward KL": {"objective": "forward_kl"}}
 Done = tuple[list[Completion], EngineStats, float]
 """Completions, stats and seconds of a rollout."""
 

@@ -128,7 +128,6 @@ CHOICES = {
     "trainer.gradient_checkpointing": {"true": {}, "false": {}},
     "trainer.drafter.train": {"true": TAUGHT, "false": {}},
     "trainer.drafter.objective": {"forward_kl": TAUGHT, "tvd": TAUGHT},
-    "trainer.drafter.select": {"all": TAUGHT, "adaspec": TAUGHT},
     "trainer.critic.model": {"head": GAE, "separate": GAE},
     "reward.isolate_user": {"true": {}, "false": {}},
     "reward.on_limit": {"mask": {}, "zero": {}},

@@ -147,21 +147,19 @@ class DrafterTrainer:
         options, heat = self.options, self._law["temperature"]
         passes = distil.guesses(self.drafter, batch, mix)
         student, teacher = next(passes), distil.taught(self.policy, batch)
-        with torch.no_grad():
-            initial = next(distil.guesses(self.initial, batch, mix))
         if measured:
-            self._measure(batch, student.detach(), initial, teacher)
-        kept = distil.selected(student, initial, teacher) if options.select == "adaspec" else None
-        losses = [distil.loss(z, teacher, options.objective, heat, kept) for z in (student, *passes)]
+            self._measure(batch, student.detach(), teacher)
+        losses = [distil.loss(z, teacher, options.objective, heat) for z in (student, *passes)]
         norm = distil.step(self._optimizer, sum(losses))
         if not norm.isfinite() or not all(p.isfinite().all() for p in self.drafter.parameters()):
             self._diverged(f"loss {losses[0].item():g}, gradient norm {norm.item():g}")
         return losses[0].item()
 
     @torch.no_grad()
-    def _measure(self, batch: distil.Batch, student: Tensor, initial: Tensor, teacher: Tensor) -> None:
+    def _measure(self, batch: distil.Batch, student: Tensor, teacher: Tensor) -> None:
         """Agreement of both drafters with the policy under fresh noise. Args: logits [N, V] at the spots."""
         state, law = self.progress, self._law
+        initial = next(distil.guesses(self.initial, batch, torch.Generator()))
         texts, positions = batch.places.unbind(1)
         keys = [derive_key(self.seed, "drafter", n, state.rounds, "agreement") for n in range(len(batch.ids))]
         noise = torch.tensor(keys, device=texts.device)[texts], positions

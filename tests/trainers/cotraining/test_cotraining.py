@@ -160,11 +160,12 @@ def test_an_alarm_without_co_training(folder, caplog, monkeypatch):
     assert sum("The drafter of rollout.drafter is dead" in r.getMessage() for r in caplog.records) == 1
 
 
-@pytest.mark.parametrize("select", ["all", "adaspec"])
-def test_a_resumed_run_is_the_undisturbed_one(folder, drafter, made, select):
-    options = ON | {"rollout__drafter": drafter, "trainer__drafter__select": select}
-    whole, lines = made(True) if select == "all" else (run(folder, name="whole", **options), records(folder / "whole"))
-    name = f"cut-{select}"
+@pytest.mark.parametrize("interval", [1, 3])
+def test_a_resumed_run_is_the_undisturbed_one(folder, drafter, made, interval):
+    """An interval of 3 leaves texts of one step with the checkpoint."""
+    options = ON | {"rollout__drafter": drafter, "trainer__drafter__interval": interval}
+    whole, lines = made(True) if interval == 1 else (run(folder, name="whole", **options), records(folder / "whole"))
+    name = f"cut-{interval}"
     first = run(folder, name=name, trainer__max_steps=4, trainer__save_every=4, **options)
     kept = [p.name for p in (folder / name / "checkpoints" / "checkpoint-4" / "drafter").iterdir()]
     assert kept == ["drafter.safetensors"]

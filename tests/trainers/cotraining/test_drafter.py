@@ -158,7 +158,7 @@ def test_a_wrong_objective_teaches_no_more_than_frequencies(build_model, monkeyp
 def test_a_policy_is_left_as_it_was(build_model, kind):
     """Also its gradients: a head reads and writes by layers of the policy."""
     moving = Moving(build_model)
-    trainer = trainer_of(moving, kind, select="adaspec")
+    trainer = trainer_of(moving, kind)
     rows, _ = moving.rollout(0)
     before, rng, drafter = weights_of(moving.policy), torch.get_rng_state(), weights_of(trainer.drafter)
     trainer.observe(rows, 0, IDLE)
@@ -264,27 +264,6 @@ def test_expected_tokens_of_a_pass():
     assert tokens_per_pass(0.7, 4) == pytest.approx((1 - 0.7**5) / (1 - 0.7))
     assert tokens_per_pass(1.0, 4) == 5.0
     assert tokens_per_pass(0.0, 4) == 1.0
-
-
-# Selecting ------------------------------------------------------------------------------------------------------------
-
-
-def test_adaspec_keeps_the_tokens_furthest_behind_the_reference(build_model):
-    """And divides by these; the published trainer divides by all, which shrinks the learning rate by `keep`."""
-    moving = Moving(build_model)
-    trainer = trainer_of(moving, select="adaspec")
-    follow(moving, trainer, range(2))
-    rows, _ = moving.rollout(2)
-    q, r, p = (torch.cat([full_logits(m, *row) for row in rows])
-               for m in (trainer.drafter, trainer.initial, moving.policy))  # fmt: skip
-    distance = forward_kl(q, p)
-    behind = distance - forward_kl(r, p)
-    n = round(0.4 * len(behind))
-    kept = distance[behind.topk(n).indices]
-    got = turn(moving, trainer, 2)["drafter/loss"]
-    assert got == pytest.approx(kept.mean().item(), rel=1e-3)
-    assert got != pytest.approx((kept.sum() / len(behind)).item(), rel=0.1), "control: divided by all"
-    assert got != pytest.approx(distance.topk(n).values.mean().item(), rel=1e-2), "control: without the reference"
 
 
 # Deafness -------------------------------------------------------------------------------------------------------------
@@ -499,7 +478,7 @@ def test_a_lora_policy_teaches_with_its_adapters(build_model, monkeypatch):
 
 # Resuming -------------------------------------------------------------------------------------------------------------
 
-VARIANTS = [{}, {"select": "adaspec", "interval": 2}, {"kind": "head", "interval": 2}]
+VARIANTS = [{}, {"interval": 2}, {"kind": "head", "interval": 2}]
 
 
 def state_of(trainer, folder):
@@ -522,7 +501,7 @@ def without_seconds(run):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", VARIANTS, ids=["all", "adaspec", "head"])
+@pytest.mark.parametrize("options", VARIANTS, ids=["model", "interval", "head"])
 def test_a_resumed_run_is_the_uninterrupted_one(build_model, tmp_path, options):
     moving = Moving(build_model)
     whole = trainer_of(moving, **options)
