@@ -77,10 +77,7 @@ class Head(LlamaPreTrainedModel):
             num_hidden_layers=1,
             architectures=[ARCHITECTURE],
         )
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)  # the same in every process, and no number of the run's own is taken
-            head = cls(config, policy)
-        half = torch.eye(config.hidden_size)
+        head, half = cls._made(config, policy), torch.eye(config.hidden_size)
         weights = policy.state_dict()
         with torch.no_grad():
             for name, weight in head.state_dict().items():
@@ -99,7 +96,7 @@ class Head(LlamaPreTrainedModel):
         """
         path = Path(directory)
         try:
-            head = cls(LlamaConfig.from_pretrained(path, local_files_only=True), policy)
+            head = cls._made(LlamaConfig.from_pretrained(path, local_files_only=True), policy)
             head.load_state_dict(load_file(path / WEIGHTS))
         except (OSError, SafetensorError, ValueError, RuntimeError) as error:
             raise RolloutError(f"the head in {path} cannot be read: {str(error).strip().splitlines()[0]}") from error
@@ -110,6 +107,13 @@ class Head(LlamaPreTrainedModel):
                 f"{hidden}. Make one for this policy: `python -m specrl.drafter kind=head`"
             )
         return head.eval()
+
+    @classmethod
+    def _made(cls, config: LlamaConfig, policy: PreTrainedModel) -> Head:
+        """The same in every process; no random number of the run's own is taken."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            return cls(config, policy)
 
     def save_pretrained(self, directory: str | Path) -> None:
         """Writes what `load` takes, and vLLM as the model of its speculation method `eagle`."""

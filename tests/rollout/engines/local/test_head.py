@@ -172,12 +172,13 @@ def test_a_policy_without_such_a_layer_is_refused(golden):
         Head.of(golden("gpt2")[0])
 
 
-def test_making_one_takes_no_random_number(golden):
+def test_making_one_takes_no_random_number(golden, tmp_path):
     model, *_ = golden("qwen3")
     torch.manual_seed(3)
     want = torch.rand(1)
     torch.manual_seed(3)
-    Head.of(model)
+    Head.of(model).save_pretrained(tmp_path)
+    Head.load(tmp_path, model)
     assert torch.equal(torch.rand(1), want)
 
 
