@@ -21,6 +21,20 @@ MACHINES = {  # (a, r, b, c) in milliseconds
     "cpu": (6.4, 0.17, 0.012, 2e-4),  # the embedded policy on two cores, as the budget fits it there
     "gpu": (8.0, 0.02, 0.03, 0.0),  # about a 7B policy in bf16: its weights are read in 8 ms, a token computes 0.03 ms
 }
+DRAFTERS = {  # the same of a drafter of one layer, such as `python -m specrl.drafter kind=head` makes
+    "cpu": (
+        1.28,
+        0.034,
+        0.0024,
+        4e-5,
+    ),  # a fifth of the policy's of 8 layers, as measured: `RaggedModel.timing` of both
+    "gpu": (
+        0.95,
+        0.0,
+        0.0035,
+        0.0,
+    ),  # one of 28 layers 0.25 ms, the output layer 0.62, a head's own matrix 0.03, launch
+}
 WINDOWS = (2, 4, 8, 16, 32, 64)
 BUDGET = "+ redraw"
 
@@ -29,6 +43,7 @@ BUDGET = "+ redraw"
 class BudgetConfig:
     machine: str = doc("cpu", "whose costs: cpu or gpu")
     rows: list[int] = field(default_factory=lambda: [1, 8, 64], metadata={"help": "rows of a batch, for each table"})
+    drafters: list[str] = field(default_factory=list, metadata={"help": "drafters of one layer to try: directories"})
     repeats: int = doc(2, "measured rollouts of each way of drafting")
     out: str = doc("", "write the figures to this JSON file")
 
@@ -42,8 +57,8 @@ class Clock:
     def __call__(self) -> float:
         return self.now
 
-    def charge(self, rows: int, tokens: int, width: int) -> None:
-        fixed, row, token, place = self._costs
+    def charge(self, rows: int, tokens: int, width: int, costs: tuple[float, ...] = ()) -> None:
+        fixed, row, token, place = costs or self._costs
         self.now += (fixed + row * rows + (token + place * width) * tokens) / 1e3
 
 
@@ -60,7 +75,8 @@ def main(options: BudgetConfig) -> int:
     forward = RaggedModel.forward
 
     def timed(self, tokens, layout: Layout):
-        clock.charge(layout.count, len(tokens), layout.width)
+        of_drafter = () if self.model is made.model else DRAFTERS[options.machine]
+        clock.charge(layout.count, len(tokens), layout.width, of_drafter)
         return forward(self, tokens, layout)
 
     RaggedModel.forward = timed
@@ -68,9 +84,9 @@ def main(options: BudgetConfig) -> int:
     given = bench_pair.options(f"rows={most}", "rollout.max_new_tokens=220", "rollout.tokens_per_pass=4096")
     made, others, _ = bench_pair.prepare(given, ablation.OTHERS)
     ablation.SIZES, ablation.WINDOWS = options.rows, WINDOWS
-    lines = [asdict(line) for line in ablation.measure(made, others, [], options.repeats)]
-    result = {"options": asdict(options), "costs_ms": MACHINES[options.machine], "seen_before": ablation.SEEN}
-    result["cells"] = list(cells(lines))
+    lines = [asdict(line) for line in ablation.measure(made, others, options.drafters, options.repeats)]
+    costs = {"costs_ms": MACHINES[options.machine], "drafter_costs_ms": DRAFTERS[options.machine]}
+    result = {"options": asdict(options), **costs, "seen_before": ablation.SEEN, "cells": list(cells(lines))}
     for cell in result["cells"]:
         print(f"{cell['rows']} rows, {cell['regime']}: {cell['budget / best']:.3f} of the best fixed length")
     print(ablation.SEEN)

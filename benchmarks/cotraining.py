@@ -1,15 +1,16 @@
-"""Does co-training keep a drafter close to a moving policy, and does it pay?
+"""Does co-training keep a drafter close to a moving policy, at what cost, and does it pay?
 
-    python benchmarks/cotraining.py [drafter=DIR] [to=DIR] [steps=8] [out=FILE.json]
+    python benchmarks/cotraining.py [drafters=[DIR,...]] [to=DIR] [steps=8] [out=FILE.json]
 
 The embedded policy moves in equal steps to the policy in the directory `to`, such as one that a run has trained, or
 else to itself with noise on its matrices. Every step rolls out new prompts twice with the same keys and no old texts:
-with the drafter as it was at the start, and with the co-trained one, which has seen earlier steps only. Then it learns
-as in training. Initial drafters: the model in `drafter`, which `python -m specrl.drafter out=DIR` makes, and a copy of
-the policy's first and last layer as they are.
+with the drafter as it was at the start, and with the co-trained one, which has seen earlier steps only. Then the update
+reads and differentiates the texts, and it learns from that as in training. Initial drafters: those in `drafters`, which
+`python -m specrl.drafter out=DIR [kind=head]` makes, and a copy of the policy's first and last layer as they are.
 
 Passes are counts and repeat exactly. Seconds are the processor's, on one thread, so that other load hardly matters.
-Saved seconds are measured: the frozen drafter's rollout less the co-trained one's.
+Saved seconds are measured: the frozen drafter's rollout less the co-trained one's. The update's seconds are its
+forward and backward pass; losses and optimiser come on top.
 """
 
 from __future__ import annotations
@@ -23,13 +24,16 @@ from pathlib import Path
 from statistics import fmean
 
 import torch
-from transformers import AutoModelForCausalLM
+from torch.nn.utils.rnn import pad_sequence
 
+from rollout.config import RolloutConfig
+from rollout.drafter import load_drafter
 from rollout.drafting.budget import Budget
 from rollout.drafting.drafting import Drafting
-from rollout.engines.base import Sampling
+from rollout.engines.base import EngineSpec, Sampling
 from rollout.engines.local.drafter import ModelDrafter
 from rollout.engines.local.engine import TransformersEngine
+from rollout.engines.local.head import Head, HeadDrafter
 from rollout.keys import derive_key
 from rollout.types import Completion, EngineStats, Request
 from specrl.bench.pair import perturbed
@@ -42,11 +46,7 @@ from trainers.cotraining.trainer import DRAFT_TOKENS, DrafterTrainer
 PROMPTS, GROUP, CAP = 4, 8, 200  # a step of config=grpo_math
 DRIFT = 0.4
 SHARED = {"learning_rate": 3e-4, "patience": 0}
-VARIANTS = {
-    "tvd": {"objective": "tvd"},
-    "forward KL": {"objective": "forward_kl"},
-    "tvd, AdaSPEC": {"objective": "tvd", "select": "adaspec"},
-}
+VARIANTS = {"tvd": {"objective": "tvd"}, "forward KL": {"objective": "forward_kl"}}
 Done = tuple[list[Completion], EngineStats, float]
 """Completions, stats and seconds of a rollout."""
 
@@ -66,11 +66,28 @@ class MovingPolicy:
             p.copy_(self._start[name].lerp(self._end[name], share))
 
     def engine(self, drafter) -> TransformersEngine:
-        drafting = Drafting(Budget(DRAFT_TOKENS), model=ModelDrafter(drafter, self.sampling))
+        kind = HeadDrafter if isinstance(drafter, Head) else ModelDrafter
+        drafting = Drafting(Budget(DRAFT_TOKENS), model=kind(drafter, self.sampling))
         return TransformersEngine(self.model, self.sampling, drafting=drafting)
 
+    def drafter(self, directory: str) -> torch.nn.Module:
+        """A head borrows layers of this policy."""
+        return load_drafter(
+            EngineSpec(eos_ids=self.sampling.eos_ids, rollout=RolloutConfig(drafter=directory)), self.model
+        )
 
-def main(drafter: str = "", to: str = "", steps: str = "8", out: str = "") -> None:
+    def update(self, texts: Sequence[tuple[Sequence[int], Sequence[int]]]) -> None:
+        """What an update computes of its rows: a forward and a backward pass over all of them."""
+        rows = [torch.tensor([*prompt, *response]) for prompt, response in texts]
+        ids = pad_sequence(rows, batch_first=True)
+        mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
+        logits = self.model.train()(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, :-1]
+        logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0].mul(mask[:, 1:]).sum().backward()
+        self.model.zero_grad(set_to_none=True)
+        self.model.eval()
+
+
+def main(drafters: str = "", to: str = "", steps: str = "8", out: str = "") -> None:
     torch.set_num_threads(1)
     policy, count = MovingPolicy(to), int(steps)
     prompts = [policy.tokenizer(p.prompt)["input_ids"] for p in arithmetic("train", PROMPTS * count, 0, "medium")]
@@ -81,10 +98,8 @@ def main(drafter: str = "", to: str = "", steps: str = "8", out: str = "") -> No
         ]
         for step in range(count)
     ]
-    initial = {"copied layers": shortened(policy.model, 2)}
-    if drafter:
-        loaded = AutoModelForCausalLM.from_pretrained(drafter, dtype=torch.float32, local_files_only=True)
-        initial = {"distilled": loaded.eval(), **initial}
+    initial = {Path(path).name: policy.drafter(path) for path in drafters.strip("[]").split(",") if path}
+    initial["copied layers"] = shortened(policy.model, 2)
     cases = []
     for name, model in initial.items():
         for variant, options in VARIANTS.items():
@@ -116,10 +131,12 @@ def follow(policy: MovingPolicy, drafter, batches: Sequence[Sequence[Request]], 
         if [c.tokens for c in done] != [c.tokens for c in before]:
             raise SystemExit("the two drafters gave different texts; the comparison means nothing")
         texts = [(request.prompt, c.tokens) for request, c in zip(batch, done, strict=True)]
-        began = time.process_time()
+        took = {}
         trainer.observe(texts, version, stats)
-        metrics = trainer.step()
-        cost_s = time.process_time() - began
+        for name, part in {"update_s": lambda texts=texts: policy.update(texts), "cost_s": trainer.step}.items():
+            began = time.process_time()
+            metrics = part()
+            took[name] = time.process_time() - began
         line = {
             "frozen_agreement": metrics["drafter/agreement_initial"],
             "agreement": metrics["drafter/agreement"],
@@ -127,7 +144,8 @@ def follow(policy: MovingPolicy, drafter, batches: Sequence[Sequence[Request]], 
             "passes": fmean(c.passes for c in done),
             "saved_s": before_s - seconds,
             "gen_s": seconds,
-            "cost_s": cost_s,
+            **took,
+            "tokens": metrics["drafter/tokens"],
         }
         lines.append({key: round(value, 4) for key, value in line.items()})
     return lines
@@ -146,7 +164,8 @@ def summary(lines: Sequence[dict]) -> str:
     return (
         f"agreement {mean['frozen_agreement']:.3f} frozen, {mean['agreement']:.3f} co-trained; "
         f"passes a row {mean['frozen_passes']:.1f}, {mean['passes']:.1f}; "
-        f"cost {mean['cost_s']:.2f} s, saved {mean['saved_s']:.2f} of {mean['gen_s'] + mean['saved_s']:.2f} s"
+        f"cost {mean['cost_s']:.3f} s ({mean['cost_s'] / mean['update_s']:.1%} of an update, "
+        f"{mean['tokens']:.0f} tokens), saved {mean['saved_s']:.2f} of {mean['gen_s'] + mean['saved_s']:.2f} s"
     )
 
 

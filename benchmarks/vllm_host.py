@@ -27,7 +27,8 @@ from rollout.engines.base import Sampling
 from rollout.engines.vllm.room import Room
 from rollout.engines.vllm.rows import VLLMRow
 from rollout.engines.vllm.scheduler import DraftLengths, set_lengths
-from rollout.engines.vllm.step import Step, StepRules
+from rollout.engines.vllm.step import Step
+from rollout.engines.vllm.v1 import V1Rules
 from rollout.sections import doc
 from rollout.types import EngineStats
 from specrl.config import load as cli
@@ -66,7 +67,7 @@ class Clock:
 
 
 @dataclass(kw_only=True)
-class Rules(StepRules):
+class Rules(V1Rules):
     """Rows by the name that the runner has for them."""
 
     rows: dict[str, VLLMRow] = field(default_factory=dict)
@@ -115,10 +116,10 @@ class Rollout:
         if [row.tokens for row in rules.rows.values()] != self.truths:
             raise RuntimeError("the hooks gave other texts than were drawn")
 
-    def draw(self, logits: Tensor, keys: Tensor, positions: Tensor, targets: Tensor, **_) -> tuple[Tensor, ...]:
-        """As keyed_draw: keys are the numbers of the rows."""
-        filled = torch.full((len(keys),), -0.5)
-        return self.texts[keys, positions], filled, filled, -filled
+    def draw(self, logits: Tensor, keys: Tensor, positions: Tensor, targets: Tensor, *law: float) -> Tensor:
+        """As packed_draw: keys are the numbers of the rows."""
+        filled = torch.full((len(keys),), 0.5).view(torch.int32)
+        return torch.stack([self.texts[keys, positions].int(), *[filled] * 3])
 
 
 def batch(names: Sequence[str], drafts: Sequence[Sequence[int]]) -> tuple[SimpleNamespace, SimpleNamespace, Tensor]:

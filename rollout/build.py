@@ -52,9 +52,11 @@ def build_engine(spec: EngineSpec, model: Module | None = None, scorer: Scorer |
     options = {"limits": Limits.of(config), "own_weights": model is None}
     drafter = None
     if config.drafter:
-        from rollout.drafter import load_drafter
+        from rollout.drafter import load_drafter, refuse_head
 
         drafter = load_drafter(spec, policy)
+        if config.law in ("judged", "routed"):
+            refuse_head(drafter, config.law)
     if config.law == "judged":
         judged = _judged(config, sampling, policy, drafter)
         return TransformersEngine(policy, sampling, judged.rule, judged, **options)
@@ -92,8 +94,8 @@ def rule_and_drafting(
     model = None
     if drafter is not None:
         from rollout.engines.base import Limits
-        from rollout.engines.local.drafter import ModelDrafter
+        from rollout.engines.local.head import drafter_of
 
-        model = ModelDrafter(drafter, sampling, Limits.of(config))
+        model = drafter_of(drafter, sampling, Limits.of(config))
     contexts = ContextTable() if "contexts" in config.sources else None
     return exact, Drafting(Budget(config.budget.window), contexts, model, "redraw" in config.sources)

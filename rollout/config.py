@@ -60,8 +60,9 @@ class RolloutConfig:
     )
     drafter: str = doc(
         "",
-        "draft model for rows that left their old texts: a directory, or layers=N for the policy's own first layers; "
-        "with engine=vllm a directory, which drafts for all rows (v2)",
+        "drafts for rows that left their old texts: a directory with a draft model or a head on the policy's hidden "
+        "states; head for a new one that co-training makes; layers=N for the policy's own first layers. With "
+        "engine=vllm a directory, which drafts for all rows (v2)",
         resume="drafts",
     )
     rows_per_batch: int = doc(256, "most rows at a time; fewer where their KV does not fit", low=1, resume="free")
@@ -187,6 +188,11 @@ class RolloutConfig:
             yield (
                 f"{given} drafts with layers of the trainer's own model, and rollout.engine=vllm has a copy that runs "
                 "whole. Try rollout.drafter=DIR with a model that `python -m specrl.drafter out=DIR` makes."
+            )
+        if self.drafter == "head":
+            yield (
+                f"{given} is made beside the trainer's model, and rollout.engine=vllm loads its drafter from disk. Try "
+                "rollout.drafter=DIR with a head that `python -m specrl.drafter kind=head out=DIR` makes."
             )
         if vllm.speculator != "texts":
             yield (

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from torch.nn import Module
 
 from rollout.engines.base import EngineSpec
 from rollout.engines.local.drafter import early_exit
+from rollout.engines.local.head import ARCHITECTURE, Head
 from rollout.types import RolloutError
 
 
 def load_drafter(spec: EngineSpec, policy: Module) -> Module:
-    """The draft model of `rollout.drafter`: the policy's first layers, or a model of its own."""
+    """The draft model of `rollout.drafter`: a head on the policy, its first layers, or a model of its own."""
+    policy = policy.get_base_model() if hasattr(policy, "get_base_model") else policy
     name, equals, layers = spec.rollout.drafter.partition("=")
     if name == "layers" and equals:
         if not layers.isdecimal():
             raise RolloutError(f"rollout.drafter={spec.rollout.drafter} names no number of layers. Try layers=2")
-        return early_exit(policy.get_base_model() if hasattr(policy, "get_base_model") else policy, int(layers))
+        return early_exit(policy, int(layers))
+    if spec.rollout.drafter == "head":
+        return Head.of(policy)
+    if is_head(spec.rollout.drafter):
+        return Head.load(spec.rollout.drafter, policy).to(spec.device)
     try:
         return spec.load(spec.rollout.drafter)
     except (OSError, ValueError) as error:
@@ -26,3 +33,21 @@ def load_drafter(spec: EngineSpec, policy: Module) -> Module:
             f"rollout.drafter={spec.rollout.drafter} cannot be loaded: {missing}{str(error).strip().splitlines()[0]} "
             "Give a model directory, such as `python -m specrl.drafter out=DIR` writes, or layers=N"
         ) from error
+
+
+def is_head(directory: str) -> bool:
+    """Whether the directory holds a head on hidden states, as its config.json says."""
+    try:
+        return ARCHITECTURE in json.loads((Path(directory) / "config.json").read_text("utf-8"))["architectures"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def refuse_head(drafter: Module, law: str) -> None:
+    """Raises RolloutError for a head under a law that lets a draft model's own text stand."""
+    if isinstance(drafter, Head):
+        raise RolloutError(
+            f"rollout.law={law} lets text of rollout.drafter stand, and a head on the policy's hidden states writes "
+            "none of its own. Use a draft model, such as `python -m specrl.drafter kind=model out=DIR` makes, or "
+            "layers=N"
+        )

@@ -1,8 +1,8 @@
-"""Initial draft model of a policy: `python -m specrl.drafter out=DIR [model=tiny] [layers=1]`.
+"""Initial drafter of a policy: `python -m specrl.drafter out=DIR [kind=head] [model=tiny] [layers=1]`.
 
 FastDraft's recipe (arXiv 2411.11055) for a policy that is already trained: a copy of the policy with few of its layers,
-distilled on responses that the policy samples itself (forward KL on full logits at temperature 1). A model directory
-that transformers can load; a few minutes for the embedded policy on two cores.
+or a head on its hidden states, distilled on responses that the policy samples itself (on full logits at temperature 1).
+A model directory that transformers, or for a head vLLM, can load; a few minutes for the embedded policy on two cores.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from specrl.config.options import ConfigError
 from specrl.config.schema import Config, DatasetConfig
 
 if TYPE_CHECKING:
-    from torch import Tensor
     from transformers import PreTrainedModel
 
     from trainers.cotraining.texts import Text
@@ -36,12 +35,19 @@ SAMPLED_TOGETHER = 256  # responses, between two lines of progress
 class DrafterOptions:
     out: str = doc("", "directory to write the draft model to")
     model: str = doc("tiny", "the policy: tiny, a hub id or a local directory")
+    kind: Literal["model", "head"] = doc(
+        "model", "model: the policy's first layers; head: one layer on the policy's last hidden states, as EAGLE's"
+    )
     layers: int = doc(1, "layers of the draft model: the policy's first ones and, from 2 on, its last")
     data: str = doc("arithmetic", "prompts, as in training")
     level: Literal["easy", "medium", "hard", "mixed"] = doc("mixed", "difficulty of data=arithmetic")
     prompts: int = doc(768, "prompts; the policy answers each once")
     max_new_tokens: int = doc(256, "response cap in tokens")
     steps: int = doc(700, "optimiser steps")
+    objective: Literal["forward_kl", "tvd"] = doc("forward_kl", "distance from the policy's law")
+    select: Literal["all", "adaspec"] = doc(
+        "all", "tokens learned from: all, or those furthest behind a reference that is distilled first (AdaSPEC)"
+    )
     bits: int = doc(0, "round the layers' matrices to so many bits per weight, for a weaker draft; 0 leaves them")
     batch: int = doc(16, "responses per step")
     learning_rate: float = doc(3e-3, "peak of one rise and fall; about 1e-4 for models of a billion parameters")
@@ -71,12 +77,17 @@ def main(options: DrafterOptions) -> int:
         raise ConfigError(f"out={options.out} holds files already. Choose a directory that is new or empty.")
     if options.bits and options.bits < 2:
         raise ConfigError(f"bits={options.bits} holds no number but zero. Take bits=2 or more, or 0 for none.")
+    if options.kind == "head" and (options.bits or options.layers != 1):
+        raise ConfigError(
+            f"kind=head has one layer and no rounded weights, not layers={options.layers} and bits={options.bits}. "
+            "Leave both out, or take kind=model."
+        )
     rollout = RolloutConfig(law="off", max_new_tokens=options.max_new_tokens)
     held_out = max(16, options.prompts // 16)
     dataset = DatasetConfig(train_size=options.prompts, test_size=held_out, level=options.level)
     config = Config(model=options.model, data=options.data, device=options.device, dataset=dataset, rollout=rollout)
     policy, tokenizer, eos_ids = load_policy(config)
-    student = shortened(policy.eval(), options.layers)
+    student = fresh(policy.eval(), options)
     prompts = {
         split: [render(e, tokenizer) for e in load_examples(config.data, dataset, split, options.seed)]
         for split in ("train", "test")
@@ -93,6 +104,15 @@ def main(options: DrafterOptions) -> int:
         f"noise in {found.independent:.1%} (1 - TV: {found.overlap:.1%})"
     )
     return 0
+
+
+def fresh(policy: PreTrainedModel, options: DrafterOptions) -> PreTrainedModel:
+    """The drafter before it has learned anything."""
+    if options.kind == "model":
+        return shortened(policy, options.layers)
+    from rollout.engines.local.head import Head
+
+    return Head.of(policy)
 
 
 def shortened(policy: PreTrainedModel, layers: int) -> PreTrainedModel:
@@ -139,36 +159,52 @@ def sample(
 
 
 def distil(policy: PreTrainedModel, student: PreTrainedModel, texts: Sequence[Text], options: DrafterOptions) -> None:
-    """Trains the student in place on the positions of the responses, AdamW with one cycle of the learning rate."""
-    import torch
-    from torch.nn.functional import kl_div
-    from torch.optim.lr_scheduler import OneCycleLR
-
-    from trainers.cotraining.texts import response_logits, response_states
-
+    """Trains the student in place on the responses; with select=adaspec after a copy of it, the reference."""
     near = sorted(texts, key=len)  # less padding
     cuts = [near[at : at + options.batch] for at in range(0, len(near), options.batch)]
-    hidden: dict[int, Tensor] = {}  # of the policy, per cut: far smaller than its logits
+    reference = None
+    if options.select == "adaspec":
+        reference = copy.deepcopy(student)
+        print("the reference first, on all tokens", flush=True)
+        _fit(policy, reference, cuts, options)
+    _fit(policy, student, cuts, options, reference)
+
+
+def _fit(
+    policy: PreTrainedModel,
+    student: PreTrainedModel,
+    cuts: Sequence[Sequence[Text]],
+    options: DrafterOptions,
+    reference: PreTrainedModel | None = None,
+) -> None:
+    """AdamW with one cycle of the learning rate. Args: cuts: batches of texts."""
+    import torch
+    from torch.optim.lr_scheduler import OneCycleLR
+
+    from trainers.cotraining import distil as recipe
+    from trainers.cotraining.texts import read
+
+    seen: dict[int, recipe.Batch] = {}  # with the policy's hidden states: far smaller than its logits
     optimizer = torch.optim.AdamW(student.parameters(), options.learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
     schedule = OneCycleLR(optimizer, options.learning_rate, total_steps=options.steps, pct_start=0.1)
     print(f"distilling in {options.steps} steps of {options.batch} responses", flush=True)
-    rng, began = random.Random(options.seed), time.perf_counter()
+    rng, mix, began = random.Random(options.seed), torch.Generator().manual_seed(options.seed), time.perf_counter()
     order = (at for _ in count() for at in rng.sample(range(len(cuts)), len(cuts)))
     for step, at in zip(range(1, options.steps + 1), order, strict=False):
-        with torch.no_grad():
-            if at not in hidden:
-                hidden[at] = response_states(policy, cuts[at])
-            target = policy.get_output_embeddings()(hidden[at]).float().log_softmax(-1)
-        logp = response_logits(student, cuts[at]).float().log_softmax(-1)
-        loss = kl_div(logp, target, log_target=True, reduction="batchmean")
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(student.parameters(), 1.0)
-        optimizer.step()
+        if at not in seen:
+            seen[at] = recipe.Batch.of(read(policy, cuts[at]), student)
+        teacher, passes = recipe.taught(policy, seen[at]), [*recipe.guesses(student, seen[at], mix)]
+        kept = None
+        if reference is not None:
+            with torch.no_grad():
+                kept = recipe.selected(passes[0], next(recipe.guesses(reference, seen[at], mix)), teacher)
+        losses = [recipe.loss(logits, teacher, options.objective, kept=kept) for logits in passes]
+        recipe.step(optimizer, sum(losses))
         schedule.step()
         if step % min(100, max(1, options.steps // 10)) == 0:
             took = time.perf_counter() - began
-            print(f"step {step}/{options.steps} KL {loss.item():.4f} after {took:.0f} s", flush=True)
+            told = ", ".join(f"{loss.item():.4f}" for loss in losses)
+            print(f"step {step}/{options.steps} {options.objective} {told} after {took:.0f} s", flush=True)
     student.eval()
 
 
@@ -190,16 +226,20 @@ def agreement(
     import torch
 
     from rollout.noise import keyed_draw
-    from trainers.cotraining.texts import response_logits
+    from trainers.cotraining import distil as recipe
+    from trainers.cotraining.texts import read
 
     keyed = independent = overlap = total = 0.0
     for text, key in zip(texts, keys, strict=True):
-        with torch.inference_mode():
-            p, q = (response_logits(model, [text]).float() for model in (policy, student))
-        tokens = torch.tensor(text.response, device=p.device)
-        noise, positions = torch.full_like(tokens, key), torch.arange(len(tokens), device=p.device)
-        keyed += (keyed_draw(q, noise, positions)[0] == tokens).sum().item()
-        independent += (keyed_draw(q, ~noise, positions)[0] == tokens).sum().item()
+        with torch.no_grad():
+            batch = recipe.Batch.of(read(policy, [text]), student)
+            if not len(batch.places):  # a head has no part in a response of one token
+                continue
+            p, q = recipe.taught(policy, batch).float(), next(recipe.guesses(student, batch, torch.Generator())).float()
+        at = batch.places[:, 1]
+        tokens, noise = torch.tensor(text.response, device=p.device)[at], torch.full_like(at, key)
+        keyed += (keyed_draw(q, noise, at)[0] == tokens).sum().item()
+        independent += (keyed_draw(q, ~noise, at)[0] == tokens).sum().item()
         overlap += torch.minimum(p.softmax(-1), q.softmax(-1)).sum().item()
         total += len(tokens)
     return Agreement(keyed / total, independent / total, overlap / total)

@@ -4,8 +4,8 @@ from rollout.drafting.budget import Budget
 from rollout.drafting.contexts import ContextTable
 from rollout.drafting.drafting import Drafting
 from rollout.engines.base import Limits
-from rollout.engines.local.drafter import ModelDrafter
 from rollout.engines.local.engine import TransformersEngine
+from rollout.engines.local.head import drafter_of
 from rollout.lossy.judged import Judged
 from rollout.lossy.lenient import Once, lenient
 from rollout.lossy.routed import RoutedEngine
@@ -18,7 +18,7 @@ def local(model, sampling, *, lenience=None, window=0, contexts=False, drafter=N
     limits = Limits(**limits)
     if lenience is not None:
         return TransformersEngine(model, sampling, lenient(lenience), Once(), limits, own_weights)
-    drafter = None if drafter is None else ModelDrafter(drafter, sampling, limits)
+    drafter = None if drafter is None else drafter_of(drafter, sampling, limits)
     drafting = Drafting(Budget(window), ContextTable() if contexts else None, drafter)
     return TransformersEngine(model, sampling, exact, drafting, limits, own_weights)
 

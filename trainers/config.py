@@ -11,16 +11,15 @@ from rollout.sections import doc
 
 @dataclass
 class DrafterConfig:
-    train: bool = doc(False, "co-train the model of rollout.drafter=DIR towards the policy after every rollout")
-    objective: Literal["forward_kl", "tvd"] = doc("tvd", "distance from the policy's law")
-    select: Literal["all", "adaspec"] = doc(
-        "all", "tokens learned from: all, or those furthest behind the initial drafter"
+    train: bool = doc(
+        False, "co-train rollout.drafter=DIR, a model or a head, towards the policy, on states of the update's forward"
     )
+    objective: Literal["forward_kl", "tvd"] = doc("tvd", "distance from the policy's law")
     learning_rate: float = doc(1e-4, "AdamW learning rate")
     interval: int = doc(1, "optimiser steps between two rounds of co-training", low=1)
-    updates: int = doc(4, "gradient steps in one round", low=1)
-    tokens_per_update: int = doc(1024, "tokens of a gradient step, prompts included", low=1)
-    versions: int = doc(2, "policy versions whose texts are learned from, the latest included", low=1)
+    share: float = doc(0.04, "share of each rollout's tokens, prompts included, that is learned from", high=1)
+    updates: int = doc(4, "most gradient steps in one round, which bounds the tokens that are kept for it", low=1)
+    tokens_per_update: int = doc(1024, "most tokens of a gradient step, prompts included", low=1)
     patience: int = doc(20, "rollouts over which co-training must save more time than it takes; 0 never judges")
 
 

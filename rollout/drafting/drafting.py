@@ -33,8 +33,10 @@ class Policy(Protocol):
 class DraftModel(Policy, Protocol):
     """A small model that drafts for rows whose own drafters do worse; see rollout/engines/local/drafter.py."""
 
+    reads_states: bool
+
     def inference(self) -> AbstractContextManager: ...
-    def open(self, requests: Sequence[Request], places: int) -> None: ...
+    def open(self, requests: Sequence[Request], places: int, policy) -> None: ...
     def admit(self, rows: Mapping[int, Sequence[int]]) -> None: ...
     def leave(self, rows: Sequence[int], close_up: bool) -> None: ...
     def behind(self, row: int, length: int) -> int: ...
@@ -94,10 +96,13 @@ class Drafting:
         if any(not request.plain and (self.model or request.drafter) for request in requests):
             self.budget.next_rollout()
 
-    def open(self, requests: Sequence[Request], places: int) -> None:
-        """Rows of these requests, numbered in this order, are decoded from now on, at most `places` at a time."""
+    def open(self, requests: Sequence[Request], places: int, policy=None) -> None:
+        """Rows of these requests, numbered in this order, are decoded from now on, at most `places` at a time.
+
+        Args: policy: the reader that decodes them, for a draft model.
+        """
         if self.model:
-            self.model.open(requests, places)
+            self.model.open(requests, places, policy)
 
     def admit(self, rows: Mapping[int, Sequence[int]]) -> None:
         """Rows take part. Args: rows: number -> what it has emitted already."""

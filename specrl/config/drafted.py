@@ -10,6 +10,12 @@ from specrl.config.schema import Config
 def cotraining_rules(c: Config) -> Iterator[str]:
     """Of a draft model that is trained beside the policy."""
     if not c.trainer.drafter.train:
+        if c.rollout.drafter == "head":
+            yield (
+                "rollout.drafter=head begins untrained and would draft nothing that stands. Set "
+                "trainer.drafter.train=true, or take rollout.drafter=DIR with a head that "
+                "`python -m specrl.drafter kind=head out=DIR` makes."
+            )
         return
     made = "rollout.drafter=DIR with a model that `python -m specrl.drafter out=DIR` makes"
     if not c.rollout.drafter:

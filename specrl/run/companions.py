@@ -1,4 +1,4 @@
-"""What is trained beside the policy."""
+"""What is trained or watched beside the policy."""
 
 from __future__ import annotations
 
@@ -12,24 +12,36 @@ from rollout.types import RolloutError
 from specrl.config.schema import Config
 from specrl.run.policy import engine_spec
 from trainers.companions import Companion
+from trainers.cotraining.alarm import DrafterAlarm
 from trainers.cotraining.first import OnFirst
 from trainers.cotraining.trainer import DrafterTrainer
 from trainers.rollouts import Rollouts
 
 
 def companions(config: Config, rollouts: Rollouts, accelerator: Accelerator) -> dict[str, Companion]:
-    """What is trained beside the policy, by name.
-
-    The transformers engine drafts with the model that is trained; an engine elsewhere has a copy of it, which gets new
-    weights with the policy's.
+    """What goes along with a run that has a drafter, by name: its alarm, and where it is trained, its trainer.
 
     Raises:
         RolloutError: it cannot be trained.
     """
+    shared = getattr(getattr(rollouts.engine, "drafting", None), "model", None)
+    found: dict[str, Companion] = {"alarm": DrafterAlarm(lambda: shared.dropped) if shared else DrafterAlarm()}
+    if config.trainer.drafter.train:
+        found["drafter"] = _trained(config, rollouts, accelerator)
+    return found
+
+
+def _trained(config: Config, rollouts: Rollouts, accelerator: Accelerator) -> Companion:
+    """The trainer of the drafter.
+
+    The transformers engine drafts with what is trained; an engine elsewhere has a copy of it, which gets new weights
+    with the policy's.
+    """
     if accelerator.distributed_type == DistributedType.FSDP:
         raise RolloutError(
-            "trainer.drafter.train=true has the first process ask the policy what the drafter should have drafted, and "
-            "FSDP leaves no process the whole of it. Use trainer.drafter.train=false, or launch with torchrun"
+            "trainer.drafter.train=true has the first process ask the policy's output layer what the drafter should "
+            "have drafted, and FSDP leaves no process the whole of it. Use trainer.drafter.train=false, or launch with "
+            "torchrun"
         )
     r = config.rollout
     shared = getattr(getattr(rollouts.engine, "drafting", None), "model", None)
@@ -39,4 +51,4 @@ def companions(config: Config, rollouts: Rollouts, accelerator: Accelerator) -> 
     sampling = Sampling(frozenset(), r.temperature, r.top_k, r.top_p)
     drafter = rollouts.drafter if shared is None else shared.model
     trainer = DrafterTrainer(drafter, rollouts.policy, config.trainer.drafter, sampling, config.seed)
-    return {"drafter": OnFirst(trainer, accelerator.process_index) if accelerator.num_processes > 1 else trainer}
+    return OnFirst(trainer, accelerator.process_index) if accelerator.num_processes > 1 else trainer

@@ -110,7 +110,7 @@ def parts(
             trainer=config.trainer,
         )
         trainer = build_trainer(config, model, tokenizer, setup, folder)
-        if config.trainer.drafter.train:
+        if config.rollout.drafter:
             from specrl.run.companions import companions
             from trainers.companions import TrainCompanions
 

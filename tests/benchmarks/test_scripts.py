@@ -16,9 +16,23 @@ from tests.runs import ROOT
 pytestmark = pytest.mark.long
 
 
-ELSEWHERE = {"ablation", "budget", "curves", "picture", "soak", "vllm_baseline", "timeline", "trees"}
-"""Run by a test of their own."""
-PARTS = {"ahead_run", "process", "rival_engine", "scaling_law", "scaling_tables", "soak_checks", "soak_life"}
+ELSEWHERE = {"ablation", "budget", "gpu", "picture", "soak"}
+"""Run by a test in a file of their own, test_NAME.py."""
+PARTS = {
+    "ahead_run",
+    "curves",
+    "drafter_costs",
+    "drafter_walks",
+    "int8_copy",
+    "mask_drafter",
+    "process",
+    "rival_engine",
+    "scaling_law",
+    "scaling_tables",
+    "soak_checks",
+    "soak_life",
+    "vllm_baseline",
+}
 """Of other scripts."""
 
 
@@ -26,9 +40,21 @@ def told(out):
     return json.loads(out.read_text())
 
 
+def wrong(scripts, here, files):
+    """Scripts that no test runs, and names above that no script has. Args: here: this file's names; files: of tests."""
+    unrun = {name for name in scripts & ELSEWHERE if f"test_{name}" not in files}
+    unrun |= {name for name in scripts - ELSEWHERE - PARTS if f"test_{name}" not in here}
+    return unrun | ((ELSEWHERE | PARTS) - scripts)
+
+
 def test_no_script_is_left_out():
-    scripts = {path.stem for path in (ROOT / "benchmarks").iterdir() if path.suffix in (".py", ".sh")}
-    assert {name for name in scripts - ELSEWHERE - PARTS if f"test_{name}" not in globals()} == set()
+    paths = [*(ROOT / "benchmarks").iterdir()]
+    scripts = {path.stem for path in paths if path.suffix in (".py", ".sh") or (path / "__main__.py").exists()}
+    files = {path.stem for path in (ROOT / "tests").rglob("test_*.py")}
+    assert wrong(scripts, globals(), files) == set()
+    assert wrong(scripts | {"new"}, globals(), files) == {"new"}
+    assert wrong(scripts - {"picture"}, globals(), files) == {"picture"}, "a script that is gone"
+    assert wrong(scripts, globals(), files - {"test_soak"}) == {"soak"}
 
 
 def test_embedded_run(tmp_path):
@@ -89,6 +115,38 @@ def test_stop_rules(tmp_path):
     assert {case["drafter"] for case in told(tmp_path / "out.json")["cases"]} == {"first 2 layers"}
 
 
+def test_equivalence(monkeypatch, tmp_path):
+    """So small that nothing is shown, which it says."""
+    from benchmarks.equivalence import __main__ as equivalence
+    from benchmarks.equivalence import arms, learning
+
+    monkeypatch.setattr(learning, "EPOCHS", 2)
+    assert equivalence.main(equivalence.Options(seeds=2, out=str(tmp_path / "out.json"))) == 1
+    found = told(tmp_path / "out.json")
+    assert not found["valid"]
+    assert {line["arm"] for line in found["lines"]} == {arm.name for arm in arms.ARMS}
+    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_selfspec(monkeypatch, tmp_path):
+    from benchmarks.selfspec import overlap, sparse, texts
+    from benchmarks.selfspec.__main__ import SelfSpecConfig, main
+
+    monkeypatch.setitem(texts.TAUGHT, "steps", 2)
+    for module, name in ((overlap, "ROWS"), (sparse, "BUDGETS")):
+        monkeypatch.setattr(module, name, getattr(module, name)[:2])
+    model, tokenizer = load_tiny()
+    for part in (shortened(model, 2), tokenizer):
+        part.save_pretrained(tmp_path / "draft")
+    words = ["texts=8", f"drafter={tmp_path / 'draft'}", f"out={tmp_path / 'out.json'}"]
+    assert cli.run(main, words, SelfSpecConfig) == 0
+    found = told(tmp_path / "out.json")
+    assert (found["layers"]["subsets"], found["layers"]["subsets of half layers"]) == (254, 4095)
+    assert found["layers"]["lines"][-1]["what"] == "draft model"
+    assert {line["context"] for line in found["sparse"]["lines"]} == set(sparse.CONTEXTS)
+    assert all(line["free"] >= line["in turn"] >= 1 for line in found["overlap"]["lines"])
+
+
 def test_cotraining(monkeypatch, tmp_path):
     from benchmarks import cotraining
 
@@ -98,6 +156,21 @@ def test_cotraining(monkeypatch, tmp_path):
     cases = told(tmp_path / "out.json")["cases"]
     assert [case["variant"] for case in cases] == list(cotraining.VARIANTS)
     assert all(len(case["steps"]) == 2 for case in cases)
+
+
+def test_drafters(monkeypatch, tmp_path):
+    from benchmarks import drafter_costs, drafters
+
+    for name, value in {"VOCABULARY": 512, "DEPTH": 2, "TOKENS": (1, 4, 8)}.items():
+        monkeypatch.setattr(drafter_costs, name, value)
+    monkeypatch.setattr(drafters, "KEPT", 64)
+    words = ["steps=20", "prompts=8", "rows=8", f"work={tmp_path}", f"out={tmp_path / 'out.json'}"]
+    assert cli.run(drafters.main, words, drafters.DraftersConfig, training=False) == 0
+    found = told(tmp_path / "out.json")
+    assert [(cell["machine"], cell["rows"]) for cell in found["cells"]] == [
+        (machine, rows) for machine in ("cpu", "gpu", "cpu 0.5B") for rows in (1, 8)
+    ]
+    assert found["agreement"]["int8"]["given"][0] > 0.95 > found["agreement"]["parallel"]["given"][0]
 
 
 def test_routers(monkeypatch, tmp_path):
@@ -158,6 +231,15 @@ def test_ahead(tmp_path):
     assert line["auto"]["ahead"] > 0
     assert "ahead" not in line["off"]
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_timeline(tmp_path):
+    """The documented picture, from the kept figures."""
+    from benchmarks import timeline
+
+    run, out = ROOT / "benchmarks" / "results" / "ahead-like-cpu.json", tmp_path / "out.png"
+    assert cli.run(timeline.main, [f"run={run}", "epoch=1", f"out={out}"], timeline.TimelineConfig) == 0
+    assert out.read_bytes().startswith(b"\x89PNG")
 
 
 def test_host(tmp_path):

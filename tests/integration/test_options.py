@@ -71,7 +71,7 @@ JUDGED = {**LOSSY, "rollout.law": "judged", "rollout.replay": 0}
 LEARNED = {"trainer.precision": "fp32", "lora.rank": 0}  # what was learned of this very policy
 JUDGE = {**JUDGED, **LEARNED, "rollout.judged.path": "{judge}"}
 VLLM = "tests/rollout/engines/vllm/test_vllm.py"
-TAUGHT = {**EXACT, "rollout.drafter": "{drafter}", "trainer.drafter.train": "true", "trainer.drafter.versions": 1}
+TAUGHT = {**EXACT, "rollout.drafter": "{drafter}", "trainer.drafter.train": "true"}
 
 CHOICES = {
     "resume": {"no": {}, "auto": {}},
@@ -128,7 +128,6 @@ CHOICES = {
     "trainer.gradient_checkpointing": {"true": {}, "false": {}},
     "trainer.drafter.train": {"true": TAUGHT, "false": {}},
     "trainer.drafter.objective": {"forward_kl": TAUGHT, "tvd": TAUGHT},
-    "trainer.drafter.select": {"all": TAUGHT, "adaspec": TAUGHT},
     "trainer.critic.model": {"head": GAE, "separate": GAE},
     "reward.isolate_user": {"true": {}, "false": {}},
     "reward.on_limit": {"mask": {}, "zero": {}},

@@ -10,14 +10,17 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rollout.engines.base import Sampling
 from rollout.engines.local.engine import TransformersEngine
+from rollout.engines.local.head import Head
 from rollout.keys import derive_key
 from rollout.types import Request
 from specrl.config import load as cli
 from specrl.config.options import ConfigError
-from specrl.drafter import DrafterOptions, agreement, distil, main, quantise, sample, shortened
+from specrl.drafter import DrafterOptions, agreement, distil, fresh, main, quantise, sample, shortened
 from specrl.run.tasks import arithmetic
 from specrl.tiny import load_tiny
 from tests.engines import local
+from trainers.cotraining import distil as recipe
+from trainers.cotraining.texts import read
 
 SMALL = DrafterOptions(out="", layers=1, steps=60, batch=8, max_new_tokens=96)
 
@@ -98,6 +101,62 @@ def test_distilling_raises_agreement_on_new_prompts(policy, held_out, distilled)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("options", [{"kind": "head"}, {"select": "adaspec"}], ids=["head", "adaspec"])
+def test_other_recipes_raise_it_too(policy, texts, held_out, options):
+    model, options = policy[0], replace(SMALL, learning_rate=5e-3, **options)
+    torch.manual_seed(0)
+    student = fresh(model, options)
+    before = agreement(model, copy.deepcopy(student), *held_out)
+    distil(model, student, texts[:64], options)
+    after = agreement(model, student, *held_out)
+    print(f"before {before}, after {after}")
+    assert after.keyed > before.keyed + 0.15
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_the_reference_of_adaspec_is_a_copy_that_is_distilled_first(policy, texts, monkeypatch, capsys):
+    """On all tokens; the student begins where it began, and its tokens are chosen by it."""
+    model, seen = policy[0], []
+    select = recipe.selected
+
+    def watched(student, reference, teacher):
+        seen.append((student.detach(), reference, teacher))
+        return select(student, reference, teacher)
+
+    monkeypatch.setattr(recipe, "selected", watched)
+    options = replace(SMALL, steps=20, select="adaspec")
+    student, alone = fresh(model, options), fresh(model, options)
+    distil(model, student, texts[:8], options)
+    assert "the reference first" in capsys.readouterr().out
+    assert len(seen) == 20
+    distil(model, alone, texts[:8], replace(options, select="all"))
+    batch = recipe.Batch.of(read(model, sorted(texts[:8], key=len)), alone)
+    with torch.no_grad():
+        (want,) = recipe.guesses(alone, batch, torch.Generator())
+        (begun,) = recipe.guesses(fresh(model, options), batch, torch.Generator())
+    assert torch.allclose(seen[0][1], want, atol=1e-4), "what distilling on all tokens alone gives"
+    assert torch.allclose(seen[0][0], begun, atol=1e-4)
+    assert not torch.allclose(seen[0][1], begun, atol=1e-2), "control"
+
+
+def test_a_head_with_layers_or_bits_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="kind=head has one layer and no rounded weights, not layers=2 and bits=0"):
+        main(DrafterOptions(out=str(tmp_path / "draft"), kind="head", layers=2))
+
+
+@pytest.mark.slow
+def test_the_command_writes_a_head_that_drafts(policy, tmp_path):
+    out = tmp_path / "head"
+    small = {"prompts": 16, "steps": 2, "batch": 8, "max_new_tokens": 16, "level": "easy", "device": "cpu"}
+    assert main(DrafterOptions(out=str(out), kind="head", **small)) == 0
+    head = Head.load(out, policy[0])
+    requests = [Request(policy[1](p.prompt).input_ids, i, 12) for i, p in enumerate(arithmetic("test", 4, 0, "easy"))]
+    plain, drafting = (local(policy[0], Sampling(frozenset([1])), window=3, drafter=d) for d in (None, head))
+    assert [c.tokens for c in plain.generate(requests)[0]] == [c.tokens for c in drafting.generate(requests)[0]]
+    assert drafting.generate(requests)[1].sources["model"][0] > 0
+
+
+@pytest.mark.slow
 def test_distilling_on_shuffled_targets_does_not(policy, texts, held_out):
     """The planted wrong rule: every response is predicted from another prompt's positions."""
     model, student = policy[0], shortened(policy[0], 1)
@@ -116,7 +175,9 @@ def test_the_command_writes_a_model_that_drafts(policy, tmp_path, capsys):
     said = capsys.readouterr().out
     assert "a keyed draft token is the policy's own in" in said
     assert re.search(r"^sampling \d+ responses of at most \d+ tokens\n(\d+)/\1 responses after \d+ s$", said, re.M)
-    assert re.search(r"^distilling in (\d+) steps of \d+ responses\nstep \d/\1 KL ", said, re.M), "the first line soon"
+    assert re.search(r"^distilling in (\d+) steps of \d+ responses\nstep \d/\1 forward_kl ", said, re.M), (
+        "the first line soon"
+    )
     assert not list(out.rglob("*.bin"))
     student = AutoModelForCausalLM.from_pretrained(out, local_files_only=True)
     assert student.config.num_hidden_layers == 1

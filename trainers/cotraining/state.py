@@ -15,9 +15,9 @@ from torch.optim import Optimizer
 
 from rollout.durable import write_durably
 from rollout.types import RolloutError
-from trainers.cotraining.texts import Text
+from trainers.cotraining.texts import Read, Text
 
-STATE, MOMENTS = "drafter.safetensors", "adamw/"
+STATE, MOMENTS, STATES = "drafter.safetensors", "adamw/", "states/"
 
 
 @dataclass(slots=True)
@@ -26,8 +26,9 @@ class Progress:
 
     steps: int = 0
     rollouts: int = 0
+    rounds: int = 0
     agreement: float | None = None
-    """Smoothed keyed agreement with the policy, None before the first rollout."""
+    """Smoothed keyed agreement with the policy, None before the first round."""
     agreement_initial: float | None = None
     best: float = 0.0
     collapsed: bool = False
@@ -38,20 +39,21 @@ class Progress:
 
 
 def save(
-    directory: Path, weights: Mapping[str, Tensor], optimizer: Optimizer, progress: Progress, texts: Sequence[Text]
+    directory: Path, weights: Mapping[str, Tensor], optimizer: Optimizer, progress: Progress, reads: Sequence[Read]
 ) -> None:
     """Writes all of it into one file."""
     directory.mkdir(parents=True, exist_ok=True)
     tensors = dict(weights)
     for i, moments in optimizer.state_dict()["state"].items():
         tensors |= {f"{MOMENTS}{i}/{name}": value for name, value in moments.items()}
-    told = {"progress": json.dumps(asdict(progress)), "texts": json.dumps([asdict(text) for text in texts])}
+    tensors |= {f"{STATES}{i}": read.states for i, read in enumerate(reads)}
+    told = {"progress": json.dumps(asdict(progress)), "texts": json.dumps([asdict(read.text) for read in reads])}
     blob = safetensors.torch.save({name: tensor.contiguous() for name, tensor in tensors.items()}, told)
     write_durably(directory / STATE, blob)
 
 
 @torch.no_grad()
-def load(directory: Path, weights: Mapping[str, Tensor], optimizer: Optimizer) -> tuple[Progress, list[Text]]:
+def load(directory: Path, weights: Mapping[str, Tensor], optimizer: Optimizer) -> tuple[Progress, list[Read]]:
     """Copies what `save` wrote into `weights` and `optimizer`, and returns the rest.
 
     Raises:
@@ -63,6 +65,8 @@ def load(directory: Path, weights: Mapping[str, Tensor], optimizer: Optimizer) -
         tensors = safetensors.torch.load_file(directory / STATE)
         progress = Progress(**json.loads(told["progress"]))
         texts = [Text(tuple(t["prompt"]), tuple(t["response"]), t["version"]) for t in json.loads(told["texts"])]
+        device = next(iter(weights.values())).device
+        reads = [Read(text, tensors.pop(f"{STATES}{i}").to(device)) for i, text in enumerate(texts)]
     except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
         raise RolloutError(
             f"the co-training state in {directory} cannot be read: {error}. Resume from an older checkpoint"
@@ -81,4 +85,4 @@ def load(directory: Path, weights: Mapping[str, Tensor], optimizer: Optimizer) -
     for name, tensor in weights.items():
         tensor.copy_(tensors[name])
     optimizer.load_state_dict({"state": moments, "param_groups": optimizer.state_dict()["param_groups"]})
-    return progress, texts
+    return progress, reads

@@ -1,4 +1,4 @@
-"""The policy's own texts, which a draft model learns from."""
+"""The policy's own texts, which a drafter learns from."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
+
+from rollout.engines.base import evaluation
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,47 +25,78 @@ class Text:
         return len(self.prompt) + len(self.response)
 
 
-def within(texts: Sequence[Text], versions: int, tokens: int) -> list[Text]:
-    """The latest of `texts` (oldest first) that hold at most `versions` weight versions' worth and `tokens` tokens."""
+@dataclass(frozen=True, slots=True)
+class Read:
+    """A text as the policy read it, whose last hidden states teach at any time what its output layer makes of them."""
+
+    text: Text
+    states: Tensor
+    """At all tokens but the last, detached [len(text) - 1, H]."""
+
+
+def chosen(texts: Sequence[Text], tokens: int, most: int, generator: torch.Generator) -> dict[Text, Text]:
+    """Random ones of `texts` that hold so many tokens together, or all of them: text -> what of it is learned from.
+
+    Texts of more than `most` tokens are cut there, and the last one where it holds too many; what would be left without
+    two response tokens is left out.
+    """
+    found: dict[Text, Text] = {}
+    for i in torch.randperm(len(texts), generator=generator).tolist():
+        text = texts[i]
+        if text in found:
+            continue
+        room = min(tokens, most, len(text)) - len(text.prompt)
+        if room < min(2, len(text.response)):
+            if tokens < most:
+                break
+            continue
+        found[text] = Text(text.prompt, text.response[:room], text.version)
+        tokens -= len(found[text])
+    return found
+
+
+def within(reads: Sequence[Read], tokens: int) -> list[Read]:
+    """The latest of `reads` (oldest first) that hold at most so many tokens."""
     kept, total = [], 0
-    for text in reversed(texts):
-        total += len(text)
-        if text.version <= texts[-1].version - versions or total > tokens:
+    for read in reversed(reads):
+        total += len(read.text)
+        if total > tokens:
             break
-        kept.append(text)
+        kept.append(read)
     return kept[::-1]
 
 
-def batches(texts: Sequence[Text], count: int, tokens: int, generator: torch.Generator) -> Iterator[list[Text]]:
-    """`count` random batches of at most `tokens` tokens or one text; a text returns when all have had their turn."""
-    order: list[int] = []
-    for _ in range(count):
-        batch: list[Text] = []
-        total = 0
-        while len(batch) < len(texts):
-            order = order or torch.randperm(len(texts), generator=generator).tolist()
-            total += len(texts[order[-1]])
-            if batch and total > tokens:
-                break
-            batch.append(texts[order.pop()])
+def batches(reads: Sequence[Read], tokens: int) -> Iterator[list[Read]]:
+    """Consecutive ones of at most so many tokens, or one text."""
+    batch: list[Read] = []
+    for each in reads:
+        if batch and sum(len(other.text) for other in batch) + len(each.text) > tokens:
+            yield batch
+            batch = []
+        batch.append(each)
+    if batch:
         yield batch
+
+
+@torch.no_grad()
+def read(model: torch.nn.Module, texts: Sequence[Text]) -> list[Read]:
+    """What a pass of the model, in evaluation mode, makes of some texts."""
+    hidden = _hidden(model, texts)
+    return [Read(text, row[: len(text) - 1].clone()) for row, text in zip(hidden, texts, strict=True)]
 
 
 def response_states(model: torch.nn.Module, texts: Sequence[Text]) -> Tensor:
     """Last hidden states [N, H], in evaluation mode, that predict the response tokens of one text after the other.
 
-    Those of response token t are *at* the token before it, sequence index len(prompt) + t - 1. Padding is on the right,
-    where causal attention never looks.
+    Those of response token t are *at* the token before it, sequence index len(prompt) + t - 1.
     """
-    training = model.training
-    model.eval()
+    rows = zip(_hidden(model, texts), texts, strict=True)
+    return torch.cat([row[len(t.prompt) - 1 :][: len(t.response)] for row, t in rows])
+
+
+def _hidden(model: torch.nn.Module, texts: Sequence[Text]) -> Tensor:
+    """Last hidden states [B, T, H] at all tokens but the last of each text, padded on the right."""
     device = model.get_output_embeddings().weight.device
     ids = pad_sequence([torch.tensor([*t.prompt, *t.response[:-1]]) for t in texts], batch_first=True)
-    hidden = model.base_model(input_ids=ids.to(device), use_cache=False).last_hidden_state
-    model.train(training)
-    return torch.cat([row[len(t.prompt) - 1 :][: len(t.response)] for row, t in zip(hidden, texts, strict=True)])
-
-
-def response_logits(model: torch.nn.Module, texts: Sequence[Text]) -> Tensor:
-    """Logits [N, V] of `response_states`."""
-    return model.get_output_embeddings()(response_states(model, texts))
+    with evaluation(model):
+        return model.base_model(input_ids=ids.to(device), use_cache=False).last_hidden_state

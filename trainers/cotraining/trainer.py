@@ -1,8 +1,9 @@
-"""Drafter co-training: a small model follows the policy it drafts for, by distillation from the policy's own rollouts.
+"""Drafter co-training: a drafter follows the policy it drafts for, by distillation from the policy's own rollouts.
 
-After every rollout the drafter's agreement with the policy is measured on texts it was not trained on, against a frozen
-copy of the initial drafter; then it takes a few gradient steps on the latest texts. Drafts decide only the speed of a
-rollout, so nothing here can change what is sampled, and whatever goes wrong ends in co-training being switched off.
+It learns from what the update computes anyway: the last hidden states of some of the texts, of which the policy's
+output layer makes the laws that drafts should follow. Before it learns from a text, its agreement with the policy there
+is measured, against a frozen copy of the initial drafter. Drafts decide only the speed of a rollout, so nothing here
+can change what is sampled, and whatever goes wrong ends in co-training being switched off.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from torch.nn import Module
-from torch.nn.utils import clip_grad_norm_
 from transformers import PreTrainedModel
 
 from rollout.drafting.drafting import check_vocab
@@ -25,21 +25,18 @@ from rollout.keys import derive_key
 from rollout.noise import keyed_draw, process_logits
 from rollout.types import EngineStats, RolloutError
 from trainers.config import DrafterConfig
+from trainers.cotraining import distil
 from trainers.cotraining import state as drafter_state
-from trainers.cotraining.distances import forward_kl, largest, total_variation, tvd
+from trainers.cotraining.distances import total_variation
 from trainers.cotraining.state import Progress
-from trainers.cotraining.texts import Text, batches, response_logits, within
+from trainers.cotraining.tap import Tap
+from trainers.cotraining.texts import Read, Text, batches, chosen, within
 
 logger = logging.getLogger(__name__)
 
-OBJECTIVES = {"forward_kl": forward_kl, "tvd": tvd}
-BUFFER_TOKENS = 65536  # bound of the texts learned from, prompts included; the oldest go first
-MEASURE_TOKENS = 1024  # on which agreement is measured after a rollout, prompts included
 DRAFT_TOKENS = 4  # draft length for which agreement is translated into passes
-MAX_GRAD_NORM = 1.0
 SMOOTHING = 0.8  # weight of the past in the smoothed agreement of the drafter and of the initial one
 COLLAPSE = 0.3  # alarm when the smoothed agreement is this share below its best
-KEPT = 0.4  # select=adaspec: share of tokens kept, the paper's
 
 
 class DrafterTrainer:
@@ -47,12 +44,13 @@ class DrafterTrainer:
 
         trainer = DrafterTrainer(drafter, policy, DrafterConfig(), sampling, seed=0)
         trainer.observe(rows, version, stats)  # after a rollout, with the policy that made it
+        policy(...)                            # the update: forwards in training mode, which it listens to
         metrics = trainer.step()               # after each update of the policy
 
     No global random number is used and the policy is left as it was: the run is the same with and without it.
 
     Args:
-        drafter: a small causal LM of transformers; it is trained in place and kept in evaluation mode.
+        drafter: a small causal LM of transformers, or a head; it is trained in place and kept in evaluation mode.
         policy: the policy as it is trained (adapters included), of the same vocabulary, on the same device.
         options: see DrafterConfig.
         sampling: the rollouts' law; only its temperature shapes the losses, as a cut law has no finite log-probs.
@@ -72,15 +70,17 @@ class DrafterTrainer:
         _check_pair(self.drafter, self.policy)
         self.initial = copy.deepcopy(self.drafter).requires_grad_(False)
         """The drafter as it was at the start."""
+        self._bound = options.updates * options.tokens_per_update
         self._optimizer = torch.optim.AdamW(self.drafter.parameters(), options.learning_rate, weight_decay=0.0)
-        self.texts: list[Text] = []
-        """What is learned from, oldest first."""
+        self._tap, self._heard, self._told = Tap(self.policy), True, False
+        self.reads: list[Read] = []
+        """What the next round learns from, oldest first."""
+        self._stats: tuple[EngineStats, int] | None = None
         self._metrics: dict[str, float] = {}
-        self._cost_s = 0.0
         self.progress = Progress()
 
     def observe(self, rows: Sequence[tuple[Sequence[int], Sequence[int]]], version: int, stats: EngineStats) -> None:
-        """Measures agreement on a rollout of the current policy, then keeps its texts to learn from.
+        """Chooses what of a rollout of the current policy is learned from, once the update has read it.
 
         Args:
             rows: (prompt ids, response ids), without failed rows.
@@ -100,41 +100,75 @@ class DrafterTrainer:
                     f"row {i} has {len(text.prompt)} prompt and {len(text.response)} response tokens; "
                     "co-training needs both. Leave out rows that failed"
                 )
-        self.texts = within([*self.texts, *new], self.options.versions, BUFFER_TOKENS)
-        began = time.perf_counter()
-        self._measure(new)
-        self._cost_s += time.perf_counter() - began
-        if not state.off and state.agreement is not None:
-            tokens = sum(len(text.response) for text in new)
-            saved = saved_seconds(stats, tokens, state.agreement, state.agreement_initial)
-            self._metrics["drafter/saved_s_est"] = saved
-            state.window = [*state.window, [0.0, saved]][-self.options.patience :] if self.options.patience else []
+        if self._tap.forwards and not self._heard:
+            self._tell_deaf(f"none of its {self._tap.forwards} forwards had one of the chosen rows by itself")
+        state.rollouts += 1
+        tokens = min(self._bound, round(self.options.share * sum(map(len, new))))
+        wanted = chosen(new, tokens, self.options.tokens_per_update, self._generator("choose", state.rollouts))
+        self._tap.want(wanted)
+        self._heard = not wanted
+        self._stats = stats, sum(len(text.response) for text in new)
+
+    def step(self) -> dict[str, float]:
+        """Trains where a round is due, the only place that changes the drafter's weights. Returns the metrics."""
+        state, began = self.progress, time.perf_counter()
+        state.steps += 1
+        if not state.off:
+            self._listen()
+            if self.reads and state.steps % self.options.interval == 0:
+                self._round()
+        metrics = self._metrics | {"timing_s/drafter": time.perf_counter() - began}
+        self._judge(metrics)
+        self._metrics = {}
+        return metrics | {"drafter/active": float(not state.off), "drafter/collapsed": float(state.collapsed)}
+
+    def _listen(self) -> None:
+        """Takes what the update has computed since the last step."""
+        new = self._tap.take()
+        self._heard |= bool(new)
+        if self._tap.waits and not self._tap.forwards and not self._heard:
+            self._tell_deaf("it called no forward of the decoder in training mode")
+        self.reads = within([*self.reads, *new], self._bound)
+
+    def _round(self) -> None:
+        """Learns once from the texts that were kept, in at most `updates` gradient steps, and forgets them."""
+        reads, self.reads, self.progress.rounds = self.reads, [], self.progress.rounds + 1
+        losses, places, mix = [], 0, self._generator("mix", self.progress.rounds)
+        for part in batches(reads, self.options.tokens_per_update):
+            batch = distil.Batch.of(part, self.drafter)
+            if len(batch.places) and not self.progress.off:
+                losses.append(self._learn(batch, mix, measured=not losses))
+                places += len(batch.places)
+        if losses and not self.progress.off:
+            self._metrics |= {"drafter/loss": sum(losses) / len(losses), "drafter/tokens": places}
+
+    def _learn(self, batch: distil.Batch, mix: torch.Generator, measured: bool) -> float:
+        """One gradient step, by whose first pass the agreement before it is measured; returns that pass's loss."""
+        options, heat = self.options, self._law["temperature"]
+        passes = distil.guesses(self.drafter, batch, mix)
+        student, teacher = next(passes), distil.taught(self.policy, batch)
+        if measured:
+            self._measure(batch, student.detach(), teacher)
+        losses = [distil.loss(z, teacher, options.objective, heat) for z in (student, *passes)]
+        norm = distil.step(self._optimizer, sum(losses))
+        if not norm.isfinite() or not all(p.isfinite().all() for p in self.drafter.parameters()):
+            self._diverged(f"loss {losses[0].item():g}, gradient norm {norm.item():g}")
+        return losses[0].item()
 
     @torch.no_grad()
-    def _measure(self, new: Sequence[Text]) -> None:
-        """Agreement of both drafters with the policy at the positions of some of the texts, under fresh noise."""
-        state = self.progress
-        state.rollouts += 1
-        texts = next(batches(new, 1, MEASURE_TOKENS, self._generator("measure", state.rollouts)))
-        if not texts:
-            return
-        keyed = [(derive_key(self.seed, "drafter", n, state.rollouts, "agreement"), t) for n, t in enumerate(texts)]
-        spots = [(key, i) for key, text in keyed for i in range(len(text.response))]
-        keys, positions = torch.tensor(spots, device=self.drafter.device).unbind(1)
-        wanted = response_logits(self.policy, texts)
-        draws = keyed_draw(wanted, keys, positions, **self._law)[0]
-        found = []
-        for model in (self.drafter, self.initial):
-            logits = response_logits(model, texts)
-            drawn, _, _, gaps = keyed_draw(logits, keys, positions, **self._law)
-            if gaps.isnan().any():
-                return self._diverged("its logits are NaN or infinite")
-            laws = (process_logits(z, **self._law) for z in (logits, wanted))
-            found.append(((drawn == draws).float().mean().item(), 1 - total_variation(*laws).mean().item()))
-        (now, overlap), (initial, _) = found
-        self._metrics |= {"drafter/agreement": now, "drafter/agreement_initial": initial, "drafter/overlap": overlap}
+    def _measure(self, batch: distil.Batch, student: Tensor, teacher: Tensor) -> None:
+        """Agreement of both drafters with the policy under fresh noise. Args: logits [N, V] at the spots."""
+        state, law = self.progress, self._law
+        initial = next(distil.guesses(self.initial, batch, torch.Generator()))
+        texts, positions = batch.places.unbind(1)
+        keys = [derive_key(self.seed, "drafter", n, state.rounds, "agreement") for n in range(len(batch.ids))]
+        noise = torch.tensor(keys, device=texts.device)[texts], positions
+        wanted, drawn, before = (keyed_draw(z, *noise, **law)[0] for z in (teacher, student, initial))
+        now, before = ((found == wanted).float().mean().item() for found in (drawn, before))
+        overlap = 1 - total_variation(*(process_logits(z, **law) for z in (student, teacher))).mean().item()
+        self._metrics |= {"drafter/agreement": now, "drafter/agreement_initial": before, "drafter/overlap": overlap}
         state.agreement = _smooth(state.agreement, now)
-        state.agreement_initial = _smooth(state.agreement_initial, initial)
+        state.agreement_initial = _smooth(state.agreement_initial, before)
         self._watch(state)
 
     def _watch(self, state: Progress) -> None:
@@ -149,60 +183,18 @@ class DrafterTrainer:
             )
         state.collapsed = collapsed
 
-    def step(self) -> dict[str, float]:
-        """Trains where a round is due, the only place that changes the drafter's weights. Returns the metrics."""
-        state = self.progress
-        state.steps += 1
-        if not state.off and self.texts and state.steps % self.options.interval == 0:
-            began = time.perf_counter()
-            self._train()
-            self._cost_s += time.perf_counter() - began
-        metrics = self._metrics | {"timing_s/drafter": self._cost_s}
-        self._judge()
-        self._metrics, self._cost_s = {}, 0.0
-        return metrics | {"drafter/active": float(not state.off), "drafter/collapsed": float(state.collapsed)}
-
-    def _train(self) -> None:
-        options, generator = self.options, self._generator("update", self.progress.steps)
-        losses, masks = [], []
-        for texts in batches(self.texts, options.updates, options.tokens_per_update, generator):
-            with torch.no_grad():
-                teacher = self._logits(self.policy, texts)
-            student = self._logits(self.drafter, texts)
-            masks.append(mask := self._select(texts, student.detach(), teacher))
-            loss = OBJECTIVES[options.objective](student[mask], teacher[mask]).mean()
-            self._optimizer.zero_grad()
-            loss.backward()
-            norm = clip_grad_norm_(self.drafter.parameters(), MAX_GRAD_NORM)
-            if not (loss.isfinite() and norm.isfinite()):
-                return self._diverged(f"loss {loss.item():g}, gradient norm {norm.item():g}")
-            self._optimizer.step()
-            losses.append(loss.item())
-        if not all(p.isfinite().all() for p in self.drafter.parameters()):
-            return self._diverged("its weights are NaN or infinite")
-        self._metrics |= {
-            "drafter/buffer_tokens": sum(map(len, self.texts)),
-            "drafter/kept_ratio": torch.cat(masks).float().mean().item(),
-            "drafter/loss": sum(losses) / len(losses),
-        }
-
-    @torch.no_grad()
-    def _select(self, texts: Sequence[Text], student: Tensor, teacher: Tensor) -> Tensor:
-        """True [N] for the response tokens of a batch to learn from.
-
-        AdaSPEC (arXiv 2510.19779) keeps those whose distance from the policy exceeds the initial drafter's the most.
-        """
-        if self.options.select == "all":
-            return torch.ones(len(teacher), dtype=torch.bool, device=self.drafter.device)
-        reference = self._logits(self.initial, texts)
-        return largest(forward_kl(student, teacher) - forward_kl(reference, teacher), KEPT)
-
-    def _judge(self) -> None:
+    def _judge(self, metrics: dict[str, float]) -> None:
         """Ends co-training when over `patience` rollouts it saved less time than it took; the better drafter stays."""
         state, patience = self.progress, self.options.patience
-        if state.off or not state.window:
+        if state.off:
             return
-        state.window[-1][0] += self._cost_s
+        if self._stats and state.agreement is not None:
+            metrics["drafter/saved_s_est"] = saved_seconds(*self._stats, state.agreement, state.agreement_initial)
+            state.window = [*state.window, [0.0, metrics["drafter/saved_s_est"]]][-patience:] if patience else []
+        self._stats = None
+        if not state.window:
+            return
+        state.window[-1][0] += metrics["timing_s/drafter"]
         spent, saved = map(sum, zip(*state.window, strict=True))
         if len(state.window) == patience and saved < spent:
             self._end(
@@ -218,12 +210,22 @@ class DrafterTrainer:
     def _end(self, reason: str, restore: bool) -> None:
         if restore:
             self.drafter.load_state_dict(self.initial.state_dict())
-        self.progress.off, self.texts = reason, []
+        self.progress.off, self.reads = reason, []
+        self._tap.want({})
         logger.warning("Drafter co-training is off: %s. Rollouts stay exact.", reason)
 
-    def _logits(self, model: Module, texts: Sequence[Text]) -> Tensor:
-        """Logits [N, V] float32 at the rollouts' temperature, not cut to top-k or top-p."""
-        return process_logits(response_logits(model, texts), self._law["temperature"])
+    def _tell_deaf(self, reason: str) -> None:
+        """Says once that the update gives nothing to learn from."""
+        if not self._told:
+            logger.warning(
+                "Drafter co-training learns nothing: it takes the policy's hidden states from the update's own "
+                "forward, and of the update behind rollout %d %s. It needs an update that calls %s with one text a "
+                "row, padded or not. Rollouts stay exact; set trainer.drafter.train=false.",
+                self.progress.rollouts,
+                reason,
+                type(self.policy.base_model).__name__,
+            )
+        self._told = True
 
     def _generator(self, purpose: str, count: int) -> torch.Generator:
         return torch.Generator().manual_seed(derive_key(self.seed, purpose, 0, count, "drafter"))
@@ -234,7 +236,7 @@ class DrafterTrainer:
 
     def save(self, directory: Path) -> None:
         """Writes the state after a step into a checkpoint's directory, whose marker makes it count."""
-        drafter_state.save(directory, self._weights(), self._optimizer, self.progress, self.texts)
+        drafter_state.save(directory, self._weights(), self._optimizer, self.progress, self.reads)
 
     def load(self, directory: Path) -> None:
         """Goes on from what `save` wrote.
@@ -242,7 +244,7 @@ class DrafterTrainer:
         Raises:
             RolloutError: it is missing, damaged or another drafter's; nothing was loaded.
         """
-        self.progress, self.texts = drafter_state.load(directory, self._weights(), self._optimizer)
+        self.progress, self.reads = drafter_state.load(directory, self._weights(), self._optimizer)
 
     def _weights(self) -> dict[str, Tensor]:
         pair = {"drafter": self.drafter, "initial": self.initial}

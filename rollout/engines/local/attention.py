@@ -23,6 +23,8 @@ class Layout(Protocol):
 
     kv: KV
     layers: set[int]
+    draws: bool
+    """What follows the last token of each row is drawn from this pass."""
     positions: Tensor
     count: int
     """Rows."""
@@ -32,6 +34,7 @@ class Layout(Protocol):
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, window: int | None, scaling: float
     ) -> Tensor: ...
+    def places(self) -> tuple[Tensor, Tensor]: ...
 
 
 _KNOWN = {"sliding_window", "position_ids", "is_causal", "use_cache", "output_attentions"}

@@ -33,16 +33,22 @@ class ModelDrafter:
         RolloutError: the model does not run packed passes.
     """
 
+    reads_states = False
+    """It drafts from the policy's last hidden states."""
+
     def __init__(self, model: nn.Module, sampling: Sampling, limits: Limits | None = None):
-        self.ragged = packed_model(model, sampling, limits)
+        self.ragged = packed_model(model, sampling, limits, checked=not self.reads_states)
         self.inference, self.timing = self.ragged.inference, self.ragged.timing
         self.vocab, self.context = self.ragged.vocab, self.ragged.context
         self.model = model
         self.dropped = 0
         """Draws thrown away because the model's logits were NaN or infinite."""
 
-    def open(self, requests: Sequence[Request], places: int) -> None:
-        """Rows of these requests follow, at most `places` at a time. Nothing is computed before the first draft."""
+    def open(self, requests: Sequence[Request], places: int, policy: Reader) -> None:
+        """Rows of these requests follow, at most `places` at a time. Nothing is computed before the first draft.
+
+        Args: policy: at work on the same rows.
+        """
         self._reader = Reader(self.ragged, requests, places)
         self.behind, self.leave = self._reader.behind, self._reader.leave
 

@@ -13,6 +13,31 @@ if TYPE_CHECKING:
     from rollout.engines.local.graphs import Graphs
 
 
+class States:
+    """Last hidden states of the tokens in slabs like those of `KV`, written by the passes of one model."""
+
+    def __init__(self, places: int, capacity: int):
+        self._shape = places, capacity
+        self._slabs: Tensor | None = None
+
+    def write(self, slots: Tensor, hidden: Tensor) -> None:
+        """Args: slots int64 [N]: place * capacity + position; hidden [N, H]."""
+        self.slabs(hidden.shape[1], hidden.dtype, hidden.device).index_copy_(0, slots, hidden)
+
+    def slabs(self, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """[places * capacity + 2, H]: what passes are filled up with is written behind all slabs."""
+        if self._slabs is None:
+            rows, capacity = self._shape
+            self._slabs = torch.zeros(rows * capacity + 2, size, dtype=dtype, device=device)
+        return self._slabs
+
+    def copy(self, sources: Tensor, targets: Tensor, length: int) -> None:
+        """See `KV.copy`."""
+        if self._slabs is not None:
+            slabs = self._slabs[:-2].view(*self._shape, -1)[:, :length]
+            slabs[targets] = slabs[sources]
+
+
 class KV:
     """Keys and values per layer: for each of `places` rows a slab of `capacity` positions, written in any order.
 
@@ -32,6 +57,10 @@ class KV:
         self.places, self.capacity, self.heads_first, self.graphs = places, capacity, heads_first, graphs
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
         self._begins: Tensor | None = None
+        self.states: States | None = None
+        """The model's last hidden states, where a head wants them kept."""
+        self.given: States | None = None
+        """Those that another model keeps of the same rows, in slabs as long, for a head to read."""
 
     def layer(self, index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """The buffers of a layer; allocated at its first pass. Args: key, value: [heads, N, dim], for their shapes."""
@@ -60,6 +89,8 @@ class KV:
             slabs = buffer if self.heads_first else buffer[:-1].view(self.places, self.capacity, *buffer.shape[1:])
             part = slabs[:, :, :length] if self.heads_first else slabs[:, :length]
             part[targets] = part[sources]
+        if self.states is not None:
+            self.states.copy(sources, targets, length)
 
     def begins(self, device: torch.device) -> Tensor:
         """int32 [places + 1]: where each slab begins, and all end."""

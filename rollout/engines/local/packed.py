@@ -8,13 +8,15 @@ from rollout.engines.base import Limits, Sampling
 from rollout.engines.local.ragged import RaggedModel
 
 
-def packed_model(model: torch.nn.Module, sampling: Sampling, limits: Limits | None = None) -> RaggedModel:
+def packed_model(
+    model: torch.nn.Module, sampling: Sampling, limits: Limits | None = None, checked: bool = True
+) -> RaggedModel:
     """The model with the passes that its device wants: static ones on CUDA in half precision, else padded rows."""
     if on_gpu(model):
         from rollout.engines.local.static import StaticModel
 
-        return StaticModel(model, sampling, limits)
-    return RaggedModel(model, sampling, limits)
+        return StaticModel(model, sampling, limits, checked)
+    return RaggedModel(model, sampling, limits, checked)
 
 
 def on_gpu(model: torch.nn.Module) -> bool:

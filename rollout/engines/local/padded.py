@@ -26,6 +26,7 @@ class Pass:
     """
 
     heads_first = True
+    draws = False
 
     def __init__(
         self, kv: KV, places: Sequence[int], starts: Sequence[int], lengths: Sequence[int], device, spread: int = 1
@@ -40,6 +41,7 @@ class Pass:
         start[at], length[at] = starts, lengths
         offset[:] = length.cumsum() - length
         self.width = int((start + length).max())
+        self._ends = offset[at] + length[at] - 1
         row = np.arange(len(length)).repeat(length)  # [N]
         self.slots = torch.from_numpy((start - offset)[row] + np.arange(len(row))).to(device)
         """Of each token [N]: where in its row's slab it is written."""
@@ -67,6 +69,11 @@ class Pass:
         for block in self._blocks:
             out[block.tokens] = _attend(block, q, k, v, window, scaling).to(out.dtype)  # autocast gives another
         return out
+
+    def places(self) -> tuple[Tensor, Tensor]:
+        """Of each token [N] where it is written, place * capacity + position; and which tokens are their row's last."""
+        ends = torch.from_numpy(self._ends).to(self.slots.device)
+        return self.rows * self.kv.capacity + self.slots, ends
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Stores key, value [heads, N, dim] where the tokens belong; returns the layer's whole slabs."""

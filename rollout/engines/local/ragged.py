@@ -56,6 +56,7 @@ class RaggedModel:
         model: any causal LM whose attention goes through transformers' AttentionInterface.
         sampling: the law that tokens are drawn from.
         limits: memory bounds.
+        checked: packed passes are compared with the model's own.
 
     Raises:
         RolloutError: it is no such model, or it computes what packed passes do not.
@@ -71,7 +72,7 @@ class RaggedModel:
     overlaps = False
     """Passes run beside the host."""
 
-    def __init__(self, model: torch.nn.Module, sampling: Sampling, limits: Limits | None = None):
+    def __init__(self, model: torch.nn.Module, sampling: Sampling, limits: Limits | None = None, checked: bool = True):
         if not hasattr(model, "base_model") or model.get_output_embeddings() is None:
             raise RolloutError(f"{type(model).__name__} is not a causal LM of transformers, which this engine needs")
         self.model, self.decoder, self.lm_head = model, model.base_model, model.get_output_embeddings()
@@ -80,7 +81,7 @@ class RaggedModel:
         self._law = {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
         self.draw = Draw(self.lm_head, sampling, self.limits.logits_mb)
         self._head, self._stop = self.lm_head, None
-        self.context, self.limit = check(self)
+        self.context, self.limit = check(self) if checked else (model.config.max_position_embeddings, "")
         self.kv_bytes = self._kv_bytes()
 
     @property
@@ -121,7 +122,10 @@ class RaggedModel:
     def decode(self, ids: Tensor, layout: Layout) -> Tensor:
         """The decoder's final hidden states [N, hidden] of ids [1, N]."""
         out = self.decoder(input_ids=ids, position_ids=layout.positions[None], use_cache=False, ragged=layout)
-        return out.last_hidden_state[0]
+        hidden = out.last_hidden_state[0]
+        if layout.kv.states is not None:
+            layout.kv.states.write(layout.places()[0], hidden)
+        return hidden
 
     def ask_to_stop(self) -> None:
         """Raises Stopped where `until` says so."""

@@ -12,7 +12,7 @@ import torch
 
 from rollout.engines.local.attention import Layout
 from rollout.engines.local.draw import unpack
-from rollout.engines.local.kv import KV
+from rollout.engines.local.kv import KV, States
 from rollout.engines.local.memory import row_tokens
 from rollout.engines.local.ragged import Drawing, RaggedModel, chunks
 from rollout.types import Request, RolloutError
@@ -48,10 +48,16 @@ class Reader:
         model: runs the passes, within its `inference`.
         requests: whose prompts and keys the rows have; at least one.
         places: rows at a time; all by default.
+        states: True keeps the model's last hidden states; a reader of the same rows lends those that it keeps.
     """
 
     def __init__(
-        self, model: RaggedModel, requests: Sequence[Request], places: int | None = None, tie_margin: float = 0.0
+        self,
+        model: RaggedModel,
+        requests: Sequence[Request],
+        places: int | None = None,
+        tie_margin: float = 0.0,
+        states: bool | Reader = False,
     ):
         self.model, self.places, self._tie_margin = model, places or len(requests), tie_margin
         self._prompts, self._keys = [r.prompt for r in requests], np.array([r.key for r in requests])
@@ -63,10 +69,16 @@ class Reader:
         self._empty: list[int] = []  # rows with a place in which nothing is written yet
         self._span = self.places  # places up to the last that is taken, about
         self._kv: KV | None = None
+        self._states = states
         self.passes = self.forward_tokens = self.ties = self.width = 0
         """Of all passes; of the last one, the positions it covers."""
 
     # Rows come and go ------------------------------------------------------------------------------------------------
+
+    @property
+    def states(self) -> States | None:
+        """Last hidden states of the rows' tokens, where they are kept."""
+        return self._kv and self._kv.states
 
     @property
     def free(self) -> int:
@@ -114,6 +126,10 @@ class Reader:
             return
         if self._kv is None:
             self._kv = self.model.kv(self.places, self._capacity)
+            if isinstance(self._states, Reader):
+                self._kv.given = self._states.states
+            elif self._states:
+                self._kv.states = States(self.places, self._capacity)
         rows, self._empty = sorted(self._empty, key=self._place.__getitem__), []
         sources: dict[tuple[int, ...], int] = {}
         for row in self._place.keys() - rows:
@@ -216,6 +232,7 @@ class Reader:
         rows, length = [*feed], np.array([*map(len, feed.values())])
         before = np.array([len(self._held[row]) for row in rows])
         layout = self._layout([self._place[row] for row in rows], before + self._heads[rows], length)
+        layout.draws = True
         tokens = np.fromiter(chain.from_iterable(feed.values()), np.int64)
         end = length.cumsum()
         keys = self._keys[rows].repeat(length)

@@ -32,9 +32,9 @@ class StaticModel(RaggedModel):
     layout = varlen.StaticPass
     overlaps = True
 
-    def __init__(self, model: torch.nn.Module, sampling: Sampling, limits: Limits | None = None):
+    def __init__(self, model: torch.nn.Module, sampling: Sampling, limits: Limits | None = None, checked: bool = True):
         self._norms = rms_norms(model)
-        super().__init__(model, sampling, limits)
+        super().__init__(model, sampling, limits, checked)
         if self.draw.rounds:
             log.warning("draws come from rounded logits, which flips about one in 300: %s", self.draw.rounds)
         captures = self.device.type == "cuda" and self.limits.graphs == "auto"

@@ -44,6 +44,7 @@ class StaticPass:
     """
 
     heads_first = False
+    draws = False
 
     def __init__(
         self, kv: KV, places: Sequence[int], starts: Sequence[int], lengths: Sequence[int], device, spread: int = 1
@@ -93,6 +94,10 @@ class StaticPass:
             self.fill(tokens)
             self.send()
         return self._ids[None]
+
+    def places(self) -> tuple[Tensor, Tensor]:
+        """See `padded.Pass.places`. A place without tokens names another's last one, or one that belongs to no row."""
+        return self._slots, self._queried[1:].long() - 1
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, window: int | None, scaling: float

@@ -15,9 +15,15 @@ from rollout.types import RolloutError
 
 _GPU, _SCHEDULER = "vllm.v1.worker.gpu.", "vllm.v1.core.sched."
 _LAW = ("logits", "expanded_idx_mapping", "idx_mapping", "idx_mapping_np", "pos")
+_HOST = {
+    f"{_SCHEDULER}scheduler:Scheduler._update_request_with_output": ("self", "request", "new_token_ids", "is_stale"),
+    f"{_SCHEDULER}utils:check_stop": ("request", "max_model_len"),
+    "vllm.v1.request:Request.append_output_token_ids": ("self", "token_ids"),
+}
 _V1 = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
 NAMES = {
     "v1": {
+        **_HOST,
         f"{_V1}._sample": ("self", "logits", "spec_decode_metadata"),
         _V1: (
             *("input_batch", "discard_request_mask", "query_start_loc", "effective_drafter_max_model_len", "drafter"),
@@ -27,6 +33,7 @@ NAMES = {
         "vllm.v1.outputs:SamplerOutput": ("sampled_token_ids", "logprobs_tensors"),
     },
     "v2": {
+        **_HOST,
         f"{_GPU}sample.sampler:Sampler.__call__": ("self", "logits", "input_batch"),
         f"{_GPU}sample.sampler:Sampler.sample": (
             *("self", *_LAW, "input_ids"),

@@ -89,6 +89,7 @@ class DeviceDrafts(Rules):
             flat_logprobs=True,
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
+            skip_clone=True,  # it is this request's alone
         )
         name = self.llm.llm_engine.add_request(name, {"prompt_token_ids": list(request.prompt)}, params)
         self._lengths.admit(name, bool(texts) or (row.drafting and self.source != "texts"))

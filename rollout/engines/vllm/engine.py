@@ -28,17 +28,17 @@ from vllm.platforms import current_platform
 
 from rollout.drafting.drafting import Drafting
 from rollout.engines.base import EngineSpec, Probe, Sampling
+from rollout.engines.local.draw import rows_per_chunk
 from rollout.engines.response import check_request
 from rollout.engines.vllm.contract import check as check_names
 from rollout.engines.vllm.device import DeviceDrafts
 from rollout.engines.vllm.native import Native
-from rollout.engines.vllm.requests import OneRequest
 from rollout.engines.vllm.room import room_of
 from rollout.engines.vllm.rows import VLLMRow
 from rollout.engines.vllm.settings import choose_runner, launched, settings, speculation
 from rollout.engines.vllm.updates import Updates
+from rollout.engines.vllm.v1 import V1Requests
 from rollout.engines.vllm.weights import TRANSFER, Weights
-from rollout.noise import keyed_draw
 from rollout.types import AheadText, Completion, EngineStats, Request, RolloutError
 from rollout.verify import Rule
 
@@ -172,8 +172,8 @@ class VLLMEngine:
         except (ImportError, ValueError, RuntimeError, OSError, AssertionError) as error:
             raise RolloutError(f"vLLM did not start with {self.spec.model}: {error}") from error
 
-    def _build_flow(self) -> OneRequest | DeviceDrafts:
-        config, cpu = self.spec.rollout, current_platform.is_cpu()
+    def _build_flow(self) -> Native | V1Requests | DeviceDrafts:
+        config = self.spec.rollout
         shared = {
             "rule": self.rule,
             "drafting": self.drafting,
@@ -184,14 +184,10 @@ class VLLMEngine:
         if config.on_device:
             source = "model" if config.drafter else config.vllm.speculator.partition("=")[0]
             return DeviceDrafts(**shared, source=source)
-        kind = Native if self.runner == "v2" else OneRequest
-        return kind(
-            **shared,
-            scores_per_chunk=max(1, config.logits_mb * 2**20 // (self.vocab * 16)),  # logits, noise, scores: float32
-            tie_margin=config.tie_margin if self.spec.dtype == "float32" else 0.0,
-            # one fused kernel on a GPU: the noise of a 152k vocabulary is never stored
-            draw=keyed_draw if cpu else torch.compile(keyed_draw, dynamic=True),
-        )
+        shared["tie_margin"] = config.tie_margin if self.spec.dtype == "float32" else 0.0
+        if self.runner == "v2":
+            return Native(**shared)
+        return V1Requests(**shared, scores_per_chunk=rows_per_chunk(self.vocab, config.logits_mb))
 
     def _calibrate(self) -> None:
         """Times passes of few and of many tokens for the budget: the best of three, after a warm-up."""

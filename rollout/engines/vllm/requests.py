@@ -1,6 +1,6 @@
-"""Model Runner V1: a response is one request, drafts ride in it, and this package's own noise draws its tokens.
+"""The driver's loop where the host drafts: a response is one request, and drafts ride in it.
 
-vLLM's worker lives in the driver's process, so rows, drafters and budget are plain shared objects.
+How a step is drawn is the model runner's matter: v1.py, native.py.
 """
 
 from __future__ import annotations
@@ -8,13 +8,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from types import MethodType
 
 from vllm import LLM, SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
 from rollout.engines.vllm.rows import BUG, VLLMRow
-from rollout.engines.vllm.step import Step, StepRules, keep_hidden, lift_limit
+from rollout.engines.vllm.step import Step, StepRules
 from rollout.types import EngineStats, RolloutError
 
 
@@ -31,15 +30,11 @@ class OneRequest(StepRules):
 
     def install(self, runner) -> None:
         """Puts itself into the model runner; the worker extension calls it."""
-        runner._sample = MethodType(self.sample, runner)
-        runner.drafter.propose = MethodType(self.propose, runner)
-        lift_limit(runner)
-        keep_hidden(runner, self)
+        raise NotImplementedError
 
-    def row(self, runner, name: str) -> VLLMRow | None:
-        return self._rows.get(name)
-
-    # The driver's loop --------------------------------------------------------------------------------------------
+    def law(self, row: VLLMRow) -> dict:
+        """The law as vLLM shall know it, in arguments of SamplingParams."""
+        raise NotImplementedError
 
     def run(self, rows: Sequence[VLLMRow], stop: Callable[[], bool]) -> EngineStats:
         """Finishes every row, unless `stop` says before a step that this is enough."""
@@ -75,12 +70,9 @@ class OneRequest(StepRules):
             ignore_eos=True,  # the model's own; the run's are above
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
+            skip_clone=True,  # it is this request's alone
         )
         return self.llm.llm_engine.add_request(name, {"prompt_token_ids": list(row.request.prompt)}, params)
-
-    def law(self, row: VLLMRow) -> dict:
-        """The law as vLLM shall know it: `sample` decides, and a greedy request carries the least state."""
-        return {"temperature": 0.0}
 
     def _charge(self, seconds: float) -> None:
         stats, step = self.stats, self._step

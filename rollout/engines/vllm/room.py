@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
@@ -54,6 +55,19 @@ def draft_share(room: int, drafting: int, most: int, *, rows: int = 0, tokens: i
     return min(most, room // max(1, drafting))
 
 
+class Remedies(NamedTuple):
+    """What whoever runs an engine can change where no draft rides; empty: nothing."""
+
+    rows: str = "a lower rollout.rows_per_batch"
+    memory: str = "a lower rollout.vllm.memory_utilization"
+    step: str = "a higher rollout.tokens_per_pass"
+
+
+ON_CPU = Remedies(memory="a higher rollout.logits_mb")
+OF_SERVER = Remedies("a lower max_num_seqs", "a lower gpu_memory_utilization", "a higher max_num_batched_tokens")
+OF_CPU_SERVER = OF_SERVER._replace(memory="")
+
+
 class Room:
     """What a rollout's steps have room for. That it is nothing is told once.
 
@@ -61,10 +75,17 @@ class Room:
         tokens: of `draft_room`.
         measure: gives `tokens` anew when a rollout begins, as others may hold more memory than before; None: it stays.
         step: most tokens of a step, see `draft_share`.
+        remedies: what is told then.
     """
 
-    def __init__(self, tokens: int, measure: Callable[[], int] | None = None, step: int | None = None):
-        self.tokens, self._measure, self._step, self._told = tokens, measure, step, False
+    def __init__(
+        self,
+        tokens: int,
+        measure: Callable[[], int] | None = None,
+        step: int | None = None,
+        remedies: Remedies = ON_CPU,
+    ):
+        self.tokens, self._measure, self._step, self._remedies, self._told = tokens, measure, step, remedies, False
 
     def renew(self) -> None:
         """A rollout begins."""
@@ -77,24 +98,26 @@ class Room:
         if drafting and not share and not self._told:
             self._told = True
             if self.tokens < drafting:
-                why = f"there is memory for the logits of {self.tokens}"
-                remedy = "a lower rollout.vllm.memory_utilization" if self._measure else "a higher rollout.logits_mb"
+                why, remedy = f"there is memory for the logits of {self.tokens}", self._remedies.memory
             else:
-                why, remedy = f"a step has {self._step} tokens", "a higher rollout.tokens_per_pass"
-            told = "no draft rides: %d of %d rows have one, and %s. Try a lower rollout.rows_per_batch, or %s"
-            log.warning(told, drafting, rows, why, remedy)
+                why, remedy = f"a step has {self._step} tokens", self._remedies.step
+            remedy = ", or ".join(filter(None, (self._remedies.rows, remedy)))
+            log.warning("no draft rides: %d of %d rows have one, and %s. Try %s", drafting, rows, why, remedy)
         return share
 
 
-def room_of(vocab: int, logits_mb: int, dtype: torch.dtype, step: int) -> Room:
-    """The room of an engine in this process. Args: dtype: of the model's logits; step: most tokens of a step."""
+def room_of(vocab: int, logits_mb: int, dtype: torch.dtype, step: int, served: bool = False) -> Room:
+    """The room of an engine in this process.
+
+    Args: dtype: of the model's logits; step: most tokens of a step; served: it is somebody else's server.
+    """
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu() or not torch.cuda.is_available():
-        return Room(draft_room(vocab, logits_mb))
+        return Room(draft_room(vocab, logits_mb), remedies=OF_CPU_SERVER if served else ON_CPU)
     device = torch.device("cuda", torch.cuda.current_device())
 
     def measure() -> int:
         return draft_room(vocab, logits_mb, free=free_bytes(device), width=dtype.itemsize)
 
-    return Room(measure(), measure, step)
+    return Room(measure(), measure, step, OF_SERVER if served else Remedies())

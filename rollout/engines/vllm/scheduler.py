@@ -1,7 +1,8 @@
-"""vLLM's asynchronous scheduler, with a number of draft tokens of each request's own and a record of what stood.
+"""vLLM's schedulers: the synchronous one takes the tokens of a step at once, the asynchronous one varies draft lengths.
 
-It plans a step before the last one's tokens are known, so what it goes by is a step old. Draft tokens are placeholders
-to it: what they are is known on the device only.
+The latter, with a number of draft tokens of each request's own and a record of what stood, plans a step before the last
+one's tokens are known, so what it goes by is a step old. Draft tokens are placeholders to it: what they are is known on
+the device only.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.core.sched.utils import check_stop
 
 from rollout.drafting.budget import Kind
 from rollout.drafting.drafting import Drafting
@@ -106,6 +109,17 @@ class DraftLengths:
             self.stats.decode_s += seconds
         self.verifies = False
         self.drafting.observe_pass(tokens, seconds)
+
+
+class HostScheduler(Scheduler):
+    """For flows that emit nothing behind a response's end: of a step's tokens only the last can be it.
+
+    vLLM's own looks at each of them, which takes longer than this package's hooks.
+    """
+
+    def _update_request_with_output(self, request, new_token_ids, is_stale=False):
+        request.append_output_token_ids(new_token_ids)
+        return new_token_ids, check_stop(request, self.max_model_len)
 
 
 class DraftScheduler(AsyncScheduler):

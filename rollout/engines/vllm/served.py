@@ -16,11 +16,11 @@ from dataclasses import dataclass, field
 from functools import wraps
 from weakref import WeakValueDictionary
 
+import numpy as np
 import torch
 import vllm
 from torch import Tensor
 from vllm import SamplingParams, envs
-from vllm.platforms import current_platform
 from vllm.triton_utils import HAS_TRITON
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
@@ -29,11 +29,13 @@ from rollout.config import RolloutConfig
 from rollout.drafting.drafting import Drafting
 from rollout.drafting.suffix import PromptTexts
 from rollout.engines.base import Sampling
+from rollout.engines.local.draw import rows_per_chunk
 from rollout.engines.vllm.room import room_of
 from rollout.engines.vllm.rows import BUG, VLLMRow
-from rollout.engines.vllm.step import Step, StepRules, by_law, lift_limit
+from rollout.engines.vllm.step import Step
+from rollout.engines.vllm.v1 import V1Rules, by_law, lift_limit
 from rollout.engines.vllm.wire import KeyedRequest
-from rollout.noise import keyed_draw, process_logits
+from rollout.noise import process_logits
 from rollout.types import Request, RolloutError
 
 log = logging.getLogger(__name__)
@@ -84,9 +86,8 @@ class KeyedDrafter:
         self.rules = ServedRules(
             drafting=Drafting(),
             draft_tokens=vllm_config.speculative_config.num_speculative_tokens,
-            room=room_of(vocab, logits_mb, vllm_config.model_config.dtype, step),
-            scores_per_chunk=max(1, logits_mb * 2**20 // (vocab * 16)),  # logits, noise, scores: float32
-            draw=keyed_draw if current_platform.is_cpu() else torch.compile(keyed_draw, dynamic=True),
+            room=room_of(vocab, logits_mb, vllm_config.model_config.dtype, step, served=True),
+            scores_per_chunk=rows_per_chunk(vocab, logits_mb),
         )
         self.rules.drafting.vocab = vocab
         self._runner: GPUModelRunner | None = None
@@ -124,7 +125,7 @@ GPUModelRunner._sample = _sample
 
 
 @dataclass(kw_only=True)
-class ServedRules(StepRules):
+class ServedRules(V1Rules):
     """Rows that come and go as a server's requests do; each brings its own sampling parameters."""
 
     _rows: dict[str, VLLMRow | None] = field(default_factory=dict)
@@ -197,17 +198,17 @@ class ServedRules(StepRules):
         width, firsts = tokens.shape[1], torch.tensor([0, *(count + 1 for count in counts[:-1])]).cumsum(0)
         index = (firsts[:, None] + torch.arange(width)).flatten()
         index = index.clamp(max=len(logits) - 1).to(logits.device)  # places past a row's end: vLLM drops them
-        laws = [row.sampling if row else Sampling(frozenset()) for row in rows for _ in range(width)]
-        tokens, parts, order = tokens.flatten().clamp(min=0).long(), [], []
-        for law, chosen in by_law(laws, self.scores_per_chunk):
-            order += chosen
+        laws = [row.sampling if row else Sampling(frozenset()) for row in rows]
+        tokens, parts, order, places = tokens.flatten().clamp(min=0).long(), [], [], torch.arange(len(index))
+        for law, chosen in by_law(laws, np.full(len(rows), width), self.scores_per_chunk):
+            order.append(places[chosen])
             values = logits[index[chosen]].float()
             if sampler.logprobs_mode.startswith("processed"):
                 values = process_logits(values, law.temperature, law.top_k, law.top_p)
             if sampler.logprobs_mode.endswith("logprobs"):
                 values = values.log_softmax(-1)
             parts.append(sampler.gather_logprobs(values, most, tokens[chosen])[:3])
-        back = torch.tensor(order, device=logits.device).argsort()
+        back = torch.cat(order).argsort().to(logits.device)
         return LogprobsTensors(*(torch.cat(column)[back] for column in zip(*parts, strict=True)))
 
 

@@ -15,7 +15,7 @@ from vllm.utils.import_utils import resolve_obj_by_qualname
 from rollout.config import RolloutConfig
 from rollout.drafting.drafting import Drafting
 from rollout.engines.vllm.contract import check
-from rollout.engines.vllm.room import Room, draft_room
+from rollout.engines.vllm.room import OF_CPU_SERVER, OF_SERVER, Room, draft_room
 from rollout.engines.vllm.sampler import install
 from rollout.engines.vllm.scheduler import DraftLengths, DraftScheduler
 from rollout.engines.vllm.texts import DeviceTexts
@@ -85,8 +85,9 @@ def refuse_other_settings(config) -> None:
 
 def _room(config) -> Room:
     """Room for the logits of drafts in what vLLM was told to leave free: its workers may be in other processes."""
-    vocab, free = config.model_config.get_vocab_size(), None
+    vocab, free, remedies = config.model_config.get_vocab_size(), None, OF_CPU_SERVER
     if not current_platform.is_cpu():
+        remedies = OF_SERVER
         free = int(current_platform.get_device_total_memory() * (1 - config.cache_config.gpu_memory_utilization))
     room = draft_room(vocab, RolloutConfig().logits_mb, free=free, width=config.model_config.dtype.itemsize)
-    return Room(room, step=config.scheduler_config.max_num_batched_tokens)
+    return Room(room, step=config.scheduler_config.max_num_batched_tokens, remedies=remedies)

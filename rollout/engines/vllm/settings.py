@@ -110,13 +110,15 @@ def speculation(spec: EngineSpec, runner: str) -> dict:
     """What vLLM is told about drafts."""
     vllm, drafter = spec.rollout.vllm, spec.rollout.drafter
     drafts: dict = {"num_speculative_tokens": vllm.draft_tokens}
+    host = {"scheduler_cls": f"{_HOOKS}.scheduler.HostScheduler"}
     if runner == "v1":
-        return {"speculative_config": drafts | {"method": "custom_class", "model": f"{_HOOKS}.worker.RequestDrafter"}}
+        drafts |= {"method": "custom_class", "model": f"{_HOOKS}.worker.RequestDrafter"}
+        return {"speculative_config": drafts, **host}
     name, _, model = ("draft_model", "=", drafter) if drafter else vllm.speculator.partition("=")
     drafts["method"] = "ngram_gpu" if name == "texts" else name  # needs no model; ours takes its place
     drafts |= {"model": model} if model else {}
     if not spec.rollout.on_device:
-        return {"speculative_config": drafts, "async_scheduling": False}
+        return {"speculative_config": drafts, "async_scheduling": False, **host}
     return {
         "speculative_config": drafts,
         "async_scheduling": True,

@@ -28,7 +28,7 @@ class WorkerExtension:
 
 
 class RequestDrafter:
-    """What V1's `speculative_config.model` names; `requests.OneRequest` takes over its `propose`."""
+    """What V1's `speculative_config.model` names; `v1.V1Requests` takes over its `propose`."""
 
     def __init__(self, vllm_config):
         pass

@@ -216,6 +216,11 @@ def broken(*words, **settings):
             "rollout.drafter=layers=2 drafts with layers of the trainer's own model, and rollout.engine=vllm has a",
         ),
         (
+            "rollout.engine=vllm rollout.drafter=head trainer.drafter.train=true",
+            "rollout.drafter=head is made beside the trainer's model, and rollout.engine=vllm loads its drafter from",
+        ),
+        ("rollout.drafter=head", "rollout.drafter=head begins untrained and would draft nothing that stands. Set tra"),
+        (
             "rollout.engine=vllm rollout.drafter=x rollout.vllm.runner=v1",
             "rollout.vllm.runner=v1 lets the host draft, and rollout.drafter=x drafts on the device with",
         ),

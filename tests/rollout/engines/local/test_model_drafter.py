@@ -181,7 +181,10 @@ def test_the_same_noise_is_worth_having(policy, plain, monkeypatch):
 
     keyed = rate()
     opened = ModelDrafter.open
-    other = lambda drafter, rows, places: opened(drafter, [replace(r, key=~r.key) for r in rows], places)  # noqa: E731
+
+    def other(drafter, rows, *rest):
+        opened(drafter, [replace(row, key=~row.key) for row in rows], *rest)
+
     monkeypatch.setattr(ModelDrafter, "open", other)
     independent = rate()
     print(f"keyed drafts {keyed:.2f}, independent drafts {independent:.2f}")

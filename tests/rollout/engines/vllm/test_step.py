@@ -13,9 +13,11 @@ import torch
 from rollout.drafting.draft import Draft
 from rollout.drafting.drafting import Drafting
 from rollout.engines.base import Sampling
-from rollout.engines.vllm.room import Room
+from rollout.engines.local.draw import packed_draw
+from rollout.engines.vllm.room import OF_CPU_SERVER, OF_SERVER, Remedies, Room
 from rollout.noise import keyed_draw
-from rollout.types import Request
+from rollout.types import Request, RolloutError
+from rollout.verify import exact
 
 pytestmark = [
     pytest.mark.slow,
@@ -26,10 +28,10 @@ LAWS = [Sampling(frozenset({1})), Sampling(frozenset({1}), 0.7, 5, 0.9), Samplin
 
 
 def rules_of(rows: dict, **given):
-    from rollout.engines.vllm.step import StepRules
+    from rollout.engines.vllm.v1 import V1Rules
 
     @dataclass(kw_only=True)
-    class Rules(StepRules):
+    class Rules(V1Rules):
         rows: dict = field(default_factory=dict)
 
         def row(self, runner, name):
@@ -102,12 +104,45 @@ def test_a_step_of_nothing_that_is_drawn_here():
     assert rules_of({}).sample(runner, logits, metadata).sampled_token_ids.tolist() == [[0], [0]]
 
 
+def test_padding_is_not_drawn():
+    drawn: list[int] = []
+
+    def draw(logits, *columns):
+        drawn.append(len(logits))
+        return packed_draw(logits, *columns)
+
+    rows = {"a": row_of(1, [5]), "b": row_of(2, [5])}
+    runner, metadata, logits = step(rows, [[4, 4], []], pads=[3, 5])
+    rules_of(rows, draw=draw).sample(runner, logits, metadata)
+    assert drawn == [3 + 1]
+
+
 def test_near_ties_are_those_of_emitted_positions():
     rows = {"a": row_of(1, [5]), "b": row_of(2, [5])}
     runner, metadata, logits = step(rows, [[4, 4, 4], [4, 4, 4]])
     rules = rules_of(rows, tie_margin=float("inf"))
     rules.sample(runner, logits, metadata)
     assert rules.stats.ties == sum(len(row.tokens) - 1 for row in rows.values()) < 8
+
+
+@pytest.mark.parametrize("fed", [[4, 4], [4, 5]], ids=["as proposed", "otherwise"])
+def test_a_rule_that_reads_drafts_has_those_that_were_fed(fed):
+    """The exact rule compares draws with what was fed, so it alone can do with another text."""
+    seen: list[list[int]] = []
+
+    def rule(key, draft, drawn):
+        seen.append(draft.tokens)
+        return exact(key, draft, drawn)
+
+    rows = {"a": row_of(1, [5], [4, 4, 4])}
+    runner, metadata, logits = step(rows, [fed])
+    if fed == [4, 5]:
+        with pytest.raises(RolloutError, match=r"vLLM fed the drafts \[4, 5, -1\] where \[4, 4\] was proposed"):
+            rules_of(rows, rule=rule).sample(runner, logits, metadata)
+    else:
+        rules_of(rows, rule=rule).sample(runner, logits, metadata)
+        assert seen == [[4, 4]]
+    rules_of(rows).sample(runner, logits, metadata)
 
 
 # Drafts ---------------------------------------------------------------------------------------------------------------
@@ -132,8 +167,11 @@ def test_rows_that_have_a_draft_share_the_room():
     ("room", "said"),
     [
         (Room(3), "the logits of 3. Try a lower rollout.rows_per_batch, or a higher rollout.logits_mb"),
-        (Room(9, lambda: 0), "logits of 0. .* a lower rollout.vllm.memory_utilization"),
+        (Room(9, lambda: 0, remedies=Remedies()), "logits of 0. .* a lower rollout.vllm.memory_utilization"),
         (Room(1000, step=5), "a step has 5 tokens. .* a higher rollout.tokens_per_pass"),
+        (Room(3, remedies=OF_SERVER), "logits of 3. Try a lower max_num_seqs, or a lower gpu_memory_utilization$"),
+        (Room(9, step=5, remedies=OF_SERVER), "a step has 5 .* max_num_seqs, or a higher max_num_batched_tokens$"),
+        (Room(3, remedies=OF_CPU_SERVER), "logits of 3. Try a lower max_num_seqs$"),
     ],
 )
 def test_no_room_is_told_once(caplog, room, said):

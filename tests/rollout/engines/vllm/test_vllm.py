@@ -20,7 +20,6 @@ from rollout.build import build_engine
 from rollout.config import RolloutConfig
 from rollout.drafting.suffix import PromptTexts, SuffixDrafter
 from rollout.engines.base import EngineSpec, Probe, Sampling
-from rollout.engines.local.draw import packed_draw
 from rollout.engines.local.engine import TransformersEngine
 from rollout.keys import derive_key
 from rollout.noise import keyed_draw
@@ -363,10 +362,9 @@ def test_noise_off_by_one_position_is_found(updated, golden, monkeypatch):
     late = 1
 
     def draw(logits, keys, at, *more, **law):
-        return plain(logits, keys, at + late, *more, **law)
+        return keyed_draw(logits, keys, at + late, *more, **law)
 
-    where, plain = {"v1": ("engine.keyed_draw", keyed_draw), "v2": ("sampler.packed_draw", packed_draw)}[RUNNER]
-    monkeypatch.setattr(f"rollout.engines.vllm.{where}", draw)
+    monkeypatch.setattr("rollout.engines.local.draw.keyed_draw", draw)
     engine, _ = updated()
     assert len(differing(engine.generate(requests_of(cases))[0], want)) > 13
     late = 0
@@ -392,13 +390,13 @@ def moved(model, seed: int, scale: float = 0.05):
 
 @pytest.mark.parametrize("what", ["token", "finish"])
 def test_a_row_that_vllm_has_otherwise_is_an_error(engine_of, golden, monkeypatch, what):
-    from rollout.engines.vllm.requests import OneRequest
+    from rollout.engines.vllm.rows import VLLMRow
 
     cases, want = golden()
-    settle = OneRequest.settle
+    emit = VLLMRow.emit
 
-    def lying(rules, row, *drawn):
-        count = settle(rules, row, *drawn)
+    def lying(row, *stood):
+        count = emit(row, *stood)
         if row.finish and len(row.tokens) > count:  # vLLM was told of the first token before
             if what == "token":
                 row.tokens[0] = (row.tokens[0] + 1) % VOCAB
@@ -406,7 +404,7 @@ def test_a_row_that_vllm_has_otherwise_is_an_error(engine_of, golden, monkeypatc
                 row.finish = {"stop": "length", "length": "stop"}[row.finish]
         return count
 
-    monkeypatch.setattr(OneRequest, "settle", lying)
+    monkeypatch.setattr(VLLMRow, "emit", lying)
     with pytest.raises(RolloutError, match="vLLM and specrl disagree about row"):
         engine_of().generate(requests_of(cases))
     monkeypatch.undo()

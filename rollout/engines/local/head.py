@@ -1,0 +1,209 @@
+"""A head on the policy's hidden states: one layer that drafts from what the policy has computed already."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import LlamaConfig, PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutput
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaPreTrainedModel, LlamaRotaryEmbedding
+
+from rollout.drafting.budget import Budget
+from rollout.drafting.chain import Chain
+from rollout.engines.base import Limits, Sampling
+from rollout.engines.local.attention import Layout
+from rollout.engines.local.drafter import ModelDrafter
+from rollout.engines.local.reader import Reader
+from rollout.types import Request, RolloutError
+
+ARCHITECTURE = "EagleLlamaForCausalLM"
+"""What vLLM calls such a head; so does its config.json."""
+WEIGHTS = "model.safetensors"
+TAKEN = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "vocab_size", "rms_norm_eps")
+"""Of the policy's configuration."""
+
+
+class Head(LlamaPreTrainedModel):
+    """EAGLE's drafter (arXiv 2401.15077): reads the policy's last hidden state and the token drawn from it.
+
+    Behind the tokens x_1 .. x_{t+1} of a text, with h_t the policy's hidden state at x_t, the layer f gives
+
+        h'_{t+1} = f(W [e(x_{t+1}); h_t]), attending to such entries of earlier positions,
+
+    which stands in for h_{t+1}: the output layer makes the law of x_{t+2} of it, and with the token drawn the head goes
+    on from h'_{t+1}. It has neither a norm before nor one behind its layer, as in EAGLE. Embedding and output layer are
+    the policy's own, as they are at the time; they are no part of the head's parameters.
+
+    Args:
+        config: of the layer, with the policy's hidden size.
+        policy: a causal LM of transformers.
+    """
+
+    def __init__(self, config: LlamaConfig, policy: PreTrainedModel):
+        super().__init__(config)
+        self.layers = nn.ModuleList([LlamaDecoderLayer(config, 0)])
+        self.layers[0].input_layernorm = nn.Identity()
+        self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
+        self.rotary_emb = LlamaRotaryEmbedding(config)
+        self._borrowed = policy.get_input_embeddings(), policy.get_output_embeddings()  # a tuple registers no module
+        self.post_init()
+        self.to(self._borrowed[1].weight.device, self._borrowed[1].weight.dtype)
+
+    @classmethod
+    def of(cls, policy: PreTrainedModel) -> Head:
+        """A fresh one: what the policy's first layer has in common with it, which reads the token and half the state.
+
+        Raises:
+            RolloutError: the policy's configuration names no sizes of a layer.
+        """
+        theirs = policy.config.get_text_config()
+        if missing := [name for name in TAKEN if not hasattr(theirs, name)]:
+            raise RolloutError(
+                f"a head needs the sizes of a layer, and {type(theirs).__name__} has no {', '.join(missing)}. Use a "
+                "draft model: `python -m specrl.drafter kind=model`"
+            )
+        config = LlamaConfig(
+            **{name: getattr(theirs, name) for name in TAKEN},
+            head_dim=getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads,
+            max_position_embeddings=getattr(theirs, "max_position_embeddings", 2048),
+            rope_parameters=copy.deepcopy(getattr(theirs, "rope_parameters", None)),
+            num_hidden_layers=1,
+            architectures=[ARCHITECTURE],
+        )
+        head, half = cls._made(config, policy), torch.eye(config.hidden_size)
+        weights = policy.state_dict()
+        with torch.no_grad():
+            for name, weight in head.state_dict().items():
+                like = next((w for n, w in weights.items() if n.endswith(f".{name}") and w.shape == weight.shape), None)
+                if like is not None:
+                    weight.copy_(like)
+            head.fc.weight.copy_(torch.cat([half, 0.5 * half], 1))
+        return head.eval()
+
+    @classmethod
+    def load(cls, directory: str | Path, policy: PreTrainedModel) -> Head:
+        """What `save_pretrained` wrote.
+
+        Raises:
+            RolloutError: it is damaged, or another policy's.
+        """
+        path = Path(directory)
+        try:
+            head = cls._made(LlamaConfig.from_pretrained(path, local_files_only=True), policy)
+            head.load_state_dict(load_file(path / WEIGHTS))
+        except (OSError, SafetensorError, ValueError, RuntimeError) as error:
+            raise RolloutError(f"the head in {path} cannot be read: {str(error).strip().splitlines()[0]}") from error
+        hidden = policy.get_output_embeddings().weight.shape[1]
+        if head.config.hidden_size != hidden:
+            raise RolloutError(
+                f"the head in {path} reads hidden states of {head.config.hidden_size} numbers, and the policy's have "
+                f"{hidden}. Make one for this policy: `python -m specrl.drafter kind=head`"
+            )
+        return head.eval()
+
+    @classmethod
+    def _made(cls, config: LlamaConfig, policy: PreTrainedModel) -> Head:
+        """The same in every process; no random number of the run's own is taken."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            return cls(config, policy)
+
+    def save_pretrained(self, directory: str | Path) -> None:
+        """Writes what `load` takes, and vLLM as the model of its speculation method `eagle`."""
+        path = Path(directory)
+        path.mkdir(parents=True, exist_ok=True)
+        self.config.architectures = [ARCHITECTURE]
+        self.config.save_pretrained(path)
+        weights = {name: weight.contiguous() for name, weight in self.state_dict().items()}
+        save_file(weights, path / WEIGHTS, {"format": "pt"})
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Head:
+        """The copy borrows the same layers."""
+        memo |= {id(module): module for module in self._borrowed}
+        twin = self.__class__.__new__(self.__class__)
+        memo[id(self)] = twin
+        twin.__dict__ |= {name: copy.deepcopy(value, memo) for name, value in self.__dict__.items()}
+        return twin
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self._borrowed[0]
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self._borrowed[1]
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        states: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        use_cache: bool = False,
+        ragged: Layout | None = None,
+    ) -> BaseModelOutput:
+        """States [B, T, H] that stand in for the policy's, each one position later than what it was made of.
+
+        Args:
+            input_ids: tokens [B, T], each the one that follows its state.
+            states: [B, T, H] of the policy, or the head's own. A packed pass reads them where the policy's passes have
+                left them; one that draws leaves what it makes of a row's last one behind it, to go on from.
+        """
+        kept = None if ragged is None else ragged.kv.given
+        if kept is not None:
+            slots, ends = ragged.places()
+            slabs = kept.slabs(self.config.hidden_size, self.dtype, input_ids.device)
+            states = slabs[slots][None]
+        elif states is None:  # a pass that is only timed
+            states = self.fc.weight.new_zeros(*input_ids.shape, self.config.hidden_size)
+        if position_ids is None:
+            position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
+        hidden = self.fc(torch.cat([self._borrowed[0](input_ids), states.to(self.dtype)], -1))
+        extra = {} if ragged is None else {"ragged": ragged}
+        rotary = self.rotary_emb(hidden, position_ids)
+        hidden = self.layers[0](hidden, position_ids=position_ids, position_embeddings=rotary, **extra)
+        if kept is not None and ragged.draws:
+            slabs[slots[ends] + 1] = hidden[0, ends].to(slabs.dtype)
+        return BaseModelOutput(hidden)
+
+
+class HeadDrafter(ModelDrafter):
+    """Chain drafts by a head. It reads the states that the policy's passes leave (`KV.states`), so it costs no pass of
+    a model over the text. Rows have the places that they have at the policy's.
+
+    Args: see `ModelDrafter`.
+    """
+
+    reads_states = True
+
+    def __init__(self, head: Head, sampling: Sampling, limits: Limits | None = None):
+        super().__init__(head, sampling, limits)
+        self.ragged.kv_bytes += head.config.hidden_size * head.fc.weight.element_size()
+
+    def open(self, requests: Sequence[Request], places: int, policy: Reader) -> None:
+        """See `ModelDrafter.open`. The head's texts lack the first token: an entry is a token with the state before."""
+        self._reader = Reader(self.ragged, [_shifted(request) for request in requests], places, states=policy)
+        self.behind, self.leave = self._reader.behind, self._reader.leave
+
+    def propose(
+        self, texts: Mapping[int, Sequence[int]], room: Sequence[int], chain: Chain, budget: Budget
+    ) -> list[list[int]]:
+        """See `ModelDrafter.propose`. What was drafted is forgotten: it was read with states that were guessed."""
+        drafts = super().propose(texts, room, chain, budget)
+        for row, text in texts.items():
+            self._reader.rollback(row, len(text))
+        return drafts
+
+
+def drafter_of(model: nn.Module, sampling: Sampling, limits: Limits | None = None) -> ModelDrafter:
+    """Drafts by a head, or by a model that reads the text itself."""
+    return (HeadDrafter if isinstance(model, Head) else ModelDrafter)(model, sampling, limits)
+
+
+def _shifted(request: Request) -> Request:
+    """As long a text, without its first token. A prompt of one token stays, and its rows' drafts fall."""
+    return Request(request.prompt[1:] or request.prompt, request.key, request.max_new_tokens + 1)

@@ -1,0 +1,54 @@
+"""Rows of vLLM's flows end with the very columns that any engine's rows have."""
+
+import random
+
+import pytest
+
+from rollout.engines.base import Sampling
+from rollout.engines.response import Response
+from rollout.engines.vllm.rows import VLLMRow
+from rollout.types import Request
+from rollout.verify import Stood
+
+EOS = frozenset({1})
+COLUMNS = ("tokens", "logprobs", "behaviour", "reused", "finish", "passes")
+
+
+def steps(rng: random.Random) -> list[Stood]:
+    """Draws under the policy's law, and drafts that stood under another, as lossy rules leave them."""
+    made = []
+    for _ in range(12):
+        tokens = [rng.choice([1, *range(2, 60)]) for _ in range(rng.randint(1, 6))]
+        own = [rng.random() for _ in tokens]
+        other = own if rng.random() < 0.7 else [rng.random() for _ in tokens]
+        made.append(Stood(tokens, own, other, len(tokens) - 1 if other is own else rng.randint(0, len(tokens))))
+    return made
+
+
+def columns(rows: type[Response], stood: list[Stood], cap: int) -> list:
+    more = {"sampling": Sampling(EOS)} if rows is not Response else {}
+    row, counts = rows(Request([2], 3, cap), **more), []
+    while row.finish is None and stood:
+        counts.append(row.emit(stood.pop(0), EOS))
+    return [counts, *(getattr(row, name) for name in COLUMNS)] if row.finish else counts
+
+
+class Forgetful(VLLMRow):
+    """Planted fault: what waits to be written is written otherwise."""
+
+    def emit(self, stood, eos_ids):
+        self.behaviour = self.behaviour or [0.0] * len(self.logprobs)
+        return super().emit(stood, eos_ids)
+
+
+def differing(rows: type[Response]) -> int:
+    found = 0
+    for seed in range(300):
+        made = steps(random.Random(seed))
+        found += columns(rows, [*made], 5 + seed % 30) != columns(Response, [*made], 5 + seed % 30)
+    return found
+
+
+@pytest.mark.parametrize(("rows", "equal"), [(VLLMRow, True), (Forgetful, False)], ids=["as it is", "planted fault"])
+def test_a_finished_row_has_every_column(rows, equal):
+    assert (differing(rows) == 0) == equal

@@ -1,0 +1,61 @@
+"""The synchronous scheduler takes a step's tokens at once, and requests end and are cached as with vLLM's own."""
+
+import importlib.util
+
+import pytest
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM: pip install 'specrl[vllm]'"),
+]
+EOS, BLOCK, CAP, CONTEXT = 1, 4, 20, 22
+
+
+def taken(ours: bool, steps: list[list[int]]) -> list[tuple]:
+    """What each step tells of a request, and what the scheduler knows of it afterwards."""
+    from vllm import SamplingParams
+    from vllm.utils.hashing import sha256
+    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.request import Request
+
+    from rollout.engines.vllm.scheduler import HostScheduler
+
+    class Part(HostScheduler if ours else Scheduler):
+        def __init__(self):
+            self.max_model_len = CONTEXT
+
+        def take(self, request, tokens):
+            return self._update_request_with_output(request, [*tokens])
+
+    init_none_hash(sha256)
+    params = SamplingParams(max_tokens=CAP, stop_token_ids=[EOS], ignore_eos=True)
+    hasher = get_request_block_hasher(BLOCK, sha256)
+    request, scheduler, told = Request("a", [2, 3, 4], params, None, block_hasher=hasher), Part(), []
+    for tokens in steps:
+        tokens, stopped = scheduler.take(request, tokens)
+        seen = list(request.all_token_ids), list(request.block_hashes), request.status, request.stop_reason
+        told.append((tokens, stopped, *seen))
+    return told
+
+
+@pytest.mark.parametrize(
+    ("steps", "ends"),
+    [
+        ([[5], [6, 7, 8, 9, 10, 11], [12, 13]], None),
+        ([[5, 6], [7, 8, 9, EOS]], "FINISHED_STOPPED"),
+        ([[EOS]], "FINISHED_STOPPED"),
+        ([[5] * 12, [6] * 7], "FINISHED_LENGTH_CAPPED"),  # the context's end
+    ],
+)
+def test_steps_end_and_hash_as_vllms_own(steps, ends):
+    ours = taken(True, steps)
+    assert ours == taken(False, steps)
+    assert len(ours[-1][3]) == (3 + sum(map(len, steps))) // BLOCK
+    assert ours[-1][1] == (ends is not None)
+    assert ends is None or ours[-1][4].name == ends
+
+
+def test_control_tokens_behind_the_end_are_what_it_relies_on():
+    """vLLM's own cuts them; no flow of the host's emits any."""
+    assert taken(True, [[5, EOS, 6]]) != taken(False, [[5, EOS, 6]])

@@ -1,0 +1,162 @@
+"""The recipe: which positions a drafter is asked for, what a head's passes read, whose gradients are made."""
+
+import copy
+
+import pytest
+import torch
+
+from rollout.engines.local.head import Head
+from trainers.cotraining import distil
+from trainers.cotraining.distances import forward_kl
+from trainers.cotraining.texts import Read, Text, batches, chosen, read, response_states, within
+
+ROWS = [((3, 4, 5), (9, 11, 1)), ((8,), (2,)), ((6, 30), tuple(range(2, 25)))]
+TEXTS = [Text(prompt, response, 0) for prompt, response in ROWS]
+
+
+@torch.no_grad()
+def full(model, text):
+    """The model's own (hidden states, logits) of a text alone, all its tokens."""
+    model = copy.deepcopy(model).eval()
+    out = model(input_ids=torch.tensor([[*text.prompt, *text.response]]), output_hidden_states=True)
+    return model.base_model(torch.tensor([[*text.prompt, *text.response]])).last_hidden_state[0], out.logits[0]
+
+
+# Positions ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "mistral"])
+def test_the_teacher_is_the_policys_law_of_each_response_token(tiny, family):
+    model = tiny(family)
+    batch = distil.Batch.of(read(model, TEXTS), model)
+    got = distil.taught(model, batch)
+    logits = [full(model, text)[1] for text in TEXTS]
+    want = [z[len(t.prompt) - 1 : -1] for t, z in zip(TEXTS, logits, strict=True)]
+    assert torch.allclose(got, torch.cat(want), atol=1e-4)
+    late_by_one = torch.cat([z[len(t.prompt) :] for t, z in zip(TEXTS, logits, strict=True)])
+    assert not torch.allclose(got, late_by_one, atol=1e-2)  # control
+    assert model.training, "left as it was"
+    assert batch.places.tolist() == [[n, t] for n, text in enumerate(TEXTS) for t in range(len(text.response))]
+    itself = next(distil.guesses(copy.deepcopy(model).eval(), batch, torch.Generator()))
+    assert torch.allclose(itself, got, atol=1e-4), "a student that is the policy"
+    assert torch.allclose(model.get_output_embeddings()(response_states(model, TEXTS)), got, atol=1e-4)
+
+
+def test_a_head_is_asked_for_all_but_the_first_token_of_a_response(tiny):
+    """By hand: entry j is made of token j + 1 and state j, and its law is that of token j + 2."""
+    model = tiny("llama")
+    head = Head.of(model)
+    batch = distil.Batch.of(read(model, TEXTS), head)
+    assert batch.places.tolist() == [[n, t] for n, text in enumerate(TEXTS) for t in range(1, len(text.response))]
+    want = [full(model, t)[1][len(t.prompt) : -1] for t in TEXTS]
+    assert torch.allclose(distil.taught(model, batch), torch.cat(want), atol=1e-4)
+    made = []
+    for text in (TEXTS[0], TEXTS[2]):  # the other has one response token
+        ids, states = torch.tensor([[*text.prompt, *text.response]]), full(model, text)[0][None]
+        with torch.no_grad():
+            out = head(ids[:, 1:-1], states[:, :-2]).last_hidden_state[0]
+        made.append(model.get_output_embeddings()(out[len(text.prompt) - 1 :]))
+    first, second, *_ = distil.guesses(head, batch, torch.Generator().manual_seed(0))
+    assert torch.allclose(first, torch.cat(made), atol=1e-4)
+    assert not torch.allclose(first, second, atol=1e-2), "the second pass reads other states"
+
+
+def test_a_heads_later_passes_read_its_own_states(tiny, monkeypatch):
+    model = tiny("llama")
+    head, seen = Head.of(model), []
+    batch = distil.Batch.of(read(model, TEXTS), head)
+    forward = head.forward
+    monkeypatch.setattr(head, "forward", lambda ids, states: (seen.append(states), forward(ids, states))[1])
+    monkeypatch.setattr(distil, "OWN", 1.0)
+    list(distil.guesses(head, batch, torch.Generator()))
+    own = forward(batch.ids[:, 1:], seen[0]).last_hidden_state
+    assert torch.equal(seen[0], batch.states[:, :-1])
+    assert torch.equal(seen[1][:, 1:], own[:, :-1]), "each in the place of the state that it stands for"
+    assert torch.equal(seen[1][:, 0], batch.states[:, 0]), "which the first has none for"
+    assert not seen[1].requires_grad
+    monkeypatch.setattr(distil, "OWN", 0.5)
+    list(distil.guesses(head, batch, torch.Generator().manual_seed(0)))
+    theirs = (seen[-1] == batch.states[:, :-1]).all(-1)[:, 1:].float().mean()
+    assert 0.2 < theirs < 0.8
+
+
+# Steps ----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_step_changes_the_head_and_leaves_the_policy_without_gradients(build_model):
+    model = build_model("llama")
+    head = Head.of(model).requires_grad_(True)
+    batch, optimizer = distil.Batch.of(read(model, TEXTS), head), torch.optim.AdamW(head.parameters(), 1e-2)
+    losses = []
+    for _ in range(20):
+        passes = distil.guesses(head, batch, torch.Generator().manual_seed(0))
+        total = sum(distil.loss(z, distil.taught(model, batch), "forward_kl") for z in passes)
+        losses.append(total.item())
+        assert distil.step(optimizer, total).isfinite()
+    assert losses[-1] < 0.5 * losses[0]
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_step_without_a_finite_gradient_changes_nothing():
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.AdamW([weight], 1e-2)
+    assert not distil.step(optimizer, (weight * torch.tensor([1.0, torch.nan, 1.0])).sum()).isfinite()
+    assert torch.equal(weight, torch.ones(3))
+    distil.step(optimizer, weight.square().sum())
+    assert not torch.equal(weight, torch.ones(3)), "control"
+
+
+def test_a_loss_is_over_the_kept_tokens_at_the_rollouts_temperature():
+    torch.manual_seed(0)
+    q, p = torch.randn(6, 9), torch.randn(6, 9)
+    kept = torch.tensor([True, False, True, True, False, False])
+    want = forward_kl(q[kept] / 0.5, p[kept] / 0.5).mean()
+    assert distil.loss(q, p, "forward_kl", 0.5, kept) == pytest.approx(want.item())
+    assert distil.loss(q, p, "forward_kl") == pytest.approx(forward_kl(q, p).mean().item())
+
+
+def test_adaspec_selects_where_the_student_lags_the_reference():
+    """Tokens that the reference has not learned either are hopeless, and those that both know are of no use."""
+    p = torch.eye(5) * 6
+    student, reference = p.clone(), p.clone()
+    student[:3] = 0.0  # far behind on three
+    reference[0] = 0.0  # of which the reference is as far behind on one
+    assert distil.selected(student, reference, p).tolist() == [False, True, True, False, False]
+
+
+# Texts ----------------------------------------------------------------------------------------------------------------
+
+
+def test_chosen_texts_hold_the_tokens_asked_for_and_the_last_is_cut():
+    texts = [Text((i, i), tuple(range(8)), 0) for i in range(6)]
+    found = chosen(texts, 24, 99, torch.Generator().manual_seed(1))
+    assert [len(part) for part in found.values()] == [10, 10, 4]
+    assert all(part.response == whole.response[: len(part) - 2] for whole, part in found.items())
+    assert list(found) != list(chosen(texts, 24, 99, torch.Generator().manual_seed(2)))
+    assert len(chosen(texts, 23, 99, torch.Generator())) == 2, "one response token teaches a head nothing"
+    assert len(chosen(texts, 10**6, 99, torch.Generator())) == 6
+    assert chosen(texts, 0, 99, torch.Generator()) == chosen([], 99, 99, torch.Generator()) == {}
+    twice = [texts[0], texts[0]]
+    assert chosen(twice, 99, 99, torch.Generator()) == {texts[0]: texts[0]}
+
+
+def test_long_texts_are_cut_and_long_prompts_left_out():
+    texts = [Text((1,) * 12, (2,) * 9, 0), Text((3,), (4,) * 20, 0)]
+    for seed in range(4):
+        found = chosen(texts, 99, 8, torch.Generator().manual_seed(seed))
+        assert found == {texts[1]: Text((3,), (4,) * 7, 0)}
+
+
+def test_batches_are_bounded():
+    reads = [Read(Text((i,), (3,) * n, 0), torch.zeros(n, 2)) for i, n in enumerate((5, 4, 30, 2, 2, 2))]
+    assert [[r.text.prompt[0] for r in batch] for batch in batches(reads, 11)] == [[0, 1], [2], [3, 4, 5]]
+    assert list(batches([], 5)) == []
+
+
+def test_reads_are_bounded_by_tokens():
+    reads = [Read(Text((1, 2), (3,) * n, 0), torch.zeros(n + 1, 2)) for n in (5, 5, 3, 4)]
+    assert [len(r.text) for r in reads] == [7, 7, 5, 6]
+    assert within(reads, 100) == reads
+    assert within(reads, 18) == reads[1:]
+    assert within(reads, 17) == reads[2:]
+    assert within(reads, 5) == within([], 5) == []
