@@ -59,7 +59,8 @@ def exact(key: int, draft: Draft, drawn: Drawn) -> Stood:
     """The draws up to the first that differs from the draft, that one included."""
     n = accept_exact(drawn.draws, draft.tokens)
     logprobs = drawn.logprobs[: n + 1]
-    return Stood(drawn.draws[: n + 1], logprobs, logprobs, n, drawn.draws[n + 1 :])
+    behind = drawn.draws[n + 1 :] if n < len(draft.tokens) else ()
+    return Stood(drawn.draws[: n + 1], logprobs, logprobs, n, behind)
 
 
 def accept_exact(draws: Sequence[int], draft: Sequence[int]) -> int:

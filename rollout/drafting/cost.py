@@ -21,7 +21,7 @@ _REST = 31  # most passes in a row that nobody is asked about
 def prior(fit: int, source: str) -> float:
     """Acceptance of a draft before any like it was seen; never more than PRIOR.
 
-    As texts of the embedded policy gave it, roughly: `benchmarks.budget` changes little with it.
+    A rule of thumb; what becomes of such drafts soon outweighs it.
 
     Args:
         fit: tokens before it that are the response's last ones; below 0, how many of the last few were others; 0 where

@@ -6,12 +6,14 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from typing import TYPE_CHECKING, Protocol
 
 from rollout.drafting.budget import Budget, Kind, Plan
 from rollout.drafting.chain import Chain
 from rollout.drafting.contexts import ContextTable
 from rollout.drafting.draft import EMPTY, Draft, ask_all
+from rollout.drafting.suffix import SuffixDrafter
 from rollout.types import EngineStats, Request, RolloutError
 from rollout.verify import Stood, accept_exact
 
@@ -177,21 +179,17 @@ class Drafting:
         return plan, drafts
 
     def _guess(self, rows: Sequence[Response], limits: Sequence[int]) -> None:
-        """Asks the rows' own drafters."""
+        """Asks the rows' own drafters; rows guess their redraws where these are worth more than what those have."""
         drafters = [row.request.drafter if row.drafting else None for row in rows]
-        guesses = ask_all(drafters, [row.tokens for row in rows], limits, self.vocab, self.budget.acceptance)
-        for row, drafter, guess in zip(rows, drafters, guesses, strict=True):
+        worth = cache(self.budget.acceptance)
+        guesses = ask_all(drafters, [row.tokens for row in rows], limits, self.vocab, worth)
+        for row, drafter, guess, limit in zip(rows, drafters, guesses, limits, strict=True):
             row.guess = guess
-            row.kind = (getattr(drafter, "fit", row.state), guess.source) if guess.tokens else None
-        if self.redraws:
-            self._redraw(rows, limits)
-
-    def _redraw(self, rows: Sequence[Response], limits: Sequence[int]) -> None:
-        """Lets rows guess their redraws where these are worth more than what their drafters have."""
-        for row, limit in zip(rows, limits, strict=True):
-            if row.redraws and row.drafting and limit > 0:
+            known = drafter.fit if type(drafter) is SuffixDrafter else row.state
+            row.kind = (known, guess.source) if guess.tokens else None
+            if self.redraws and row.redraws and row.drafting and limit > 0:
                 kind = row.state, "redraw"
-                if self.budget.acceptance(kind) > self.budget.acceptance(row.kind):
+                if worth(kind) > worth(row.kind):
                     row.guess, row.kind = Draft(row.redraws[:limit], "redraw"), kind
 
     def _carried(self, rows: Sequence[Response], plan: Plan) -> list[Draft]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
-from functools import cache
 from operator import eq
 from typing import Any
 
@@ -17,6 +16,7 @@ from rollout.types import Request
 _RECENT = 6  # positions over which a text that is being followed shows whether it still fits
 _LONGEST = 32  # tokens that fit; more say no more
 _LEVELS = [0, 1, 2, 3, 4, 4, 6, 6, *[8] * 8, *[16] * 16, _LONGEST]  # of what fits, by tokens
+_FITTING = [(level, False) for level in _LEVELS]
 
 Fit = tuple[int, bool]
 """What speaks for a place that is followed. First the response's last tokens that stand before it, at one of `_LEVELS`;
@@ -173,12 +173,12 @@ class SuffixDrafter:
         n = len(tokens)
         if self._told is not None and n > (told := len(self._told)):
             append(self._told, tokens[told:])
-        self._length, self._grown = n, n - self._length
         at, text = n + self._shift, self._followed
         if text is None or at >= len(text) or (n and text[at - 1] != tokens[-1]):
+            self._grown, self._length = n - self._length, n
             return False
-        fits = n - self._fits_from
-        self.fit = _LEVELS[fits] if fits < _LONGEST else _LONGEST, False
+        fits, self._length = n - self._fits_from, n
+        self.fit = _FITTING[fits if fits < _LONGEST else _LONGEST]
         return True
 
     def turn(self, tokens: Sequence[int], places: Sequence[Place], worth: Worth) -> None:
@@ -190,28 +190,33 @@ class SuffixDrafter:
             self.source = "position"
             if "position" not in self.texts.sources:
                 self._followed = None
-        lost = self._grown <= 1
-        options = self._options(tokens, places)
-        best = max(options, key=lambda option: worth(((option[0], lost), option[-1])), default=None)
-        if best is None:
+        n, lost, best, chosen = len(tokens), self._grown <= 1, -1.0, None
+        for option in self._options(tokens, places):
+            if (promised := worth(((option[0], lost), option[-1]))) > best:
+                best, chosen = promised, option
+        if chosen is None:
             return
-        fit, self._fits_from, text, shift, source = best
+        fit, self._fits_from, text, shift, source = chosen
+        self.fit = fit, lost
         if text is not self._followed or shift != self._shift:
-            if self._followed is not None and self._length + self._shift < len(self._followed):
+            if self._followed is not None and n + self._shift < len(self._followed):
                 self._left = self._followed, self._shift, self.source
             self._followed, self._shift, self.source = text, shift, source
-        self.fit = fit, lost
 
-    def _options(self, tokens: Sequence[int], places: Sequence[Place]) -> Iterator[Option]:
-        n = len(tokens)
-        for text, shift, source in ((self._followed, self._shift, self.source), self._left or (None, 0, "")):
-            if text is not None and n + shift < len(text):
-                yield -_others(text, shift, tokens), n, text, shift, source
+    def _options(self, tokens: Sequence[int], places: Sequence[Place]) -> list[Option]:
+        n, followed, known = len(tokens), self._followed, self.texts
+        options = []
+        if followed is not None and n + self._shift < len(followed):
+            options.append((-_others(followed, self._shift, tokens), n, followed, self._shift, self.source))
+        if self._left and n + self._left[1] < len(self._left[0]):
+            text, shift, source = self._left
+            options.append((-_others(text, shift, tokens), n, text, shift, source))
         for number, at, length in places:
-            text = self.texts.texts[number]
-            if text is not self._followed or at - n != self._shift:
+            text = known.texts[number]
+            if text is not followed or at - n != self._shift:
                 length = _preceding(text, at, tokens, length)
-                yield _LEVELS[length], n - length, text, at - n, self.texts.source(number)
+                options.append((_LEVELS[length], n - length, text, at - n, known.source(number)))
+        return options
 
     def ahead(self, length: int, limit: int) -> array[int]:
         """At most `limit` tokens that follow the first `length` in the text that is followed."""
@@ -245,7 +250,6 @@ def propose(
     fits = [drafter.tell(tokens) for drafter, tokens in zip(drafters, texts, strict=True)]
     astray = [i for i, (fit, limit) in enumerate(zip(fits, limits, strict=True)) if limit and not fit]
     if astray:
-        worth = cache(worth)
         found = find([drafters[i].texts for i in astray], [texts[i] for i in astray])
         for i, places in zip(astray, found, strict=True):
             drafters[i].turn(texts[i], places, worth)

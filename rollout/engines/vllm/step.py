@@ -139,6 +139,7 @@ class StepRules(Rules):
         apart = np.flatnonzero(tokens != fed.behind)  # each row's last position among them
         agreed = (apart[np.searchsorted(apart, fed.firsts)] - fed.firsts).tolist()
         exactly, learn, emitted, of_sources = self.rule is exact, self.drafting.learn, [], {}
+        redraws = exactly and self.drafting.redraws
         draws, logprobs, texts = tokens.tolist(), logprobs.tolist(), [] if exactly else texts.tolist()
         columns = rows, drafts, fed.firsts.tolist(), fed.sizes.tolist(), agreed
         for row, draft, first, size, n in zip(*columns, strict=True):
@@ -148,7 +149,8 @@ class StepRules(Rules):
                 continue
             if exactly:
                 own = logprobs[first : first + n + 1]
-                stood = Stood(draws[first : first + n + 1], own, own, n)
+                behind = draws[first + n + 1 : first + size] if redraws else ()
+                stood = Stood(draws[first : first + n + 1], own, own, n, behind)
             else:
                 part = slice(first, first + size)
                 told, states = (draws[part], logprobs[part], texts[part]), (self.hidden, began + first)

@@ -37,7 +37,7 @@ def test_the_exact_rule_tells_what_was_drawn_behind_a_mismatch():
     drawn = Drawn(0, [5, 9, 7, 8, 3], [0.0] * 5, [0.0] * 5)
     stood = exact(0, Draft([5, 6, 7, 8]), drawn)
     assert (stood.tokens, stood.drafted, stood.behind) == ([5, 9], 1, [7, 8, 3])
-    assert exact(0, Draft([5, 9, 7, 8]), drawn).behind == [], "all stood"
+    assert not exact(0, Draft([5, 9, 7, 8]), drawn).behind, "all stood"
 
 
 def test_they_are_the_next_guess_where_nothing_else_is():
