@@ -5,8 +5,9 @@
 
 Every text of a later epoch is emitted again under the exact rule, with the earlier texts of its prompt as drafts, and
 what the other rows of the prompt emit meanwhile. The later text plays the sampler's draws, which is what the rule makes
-of it, so for a fixed window the counts are those of the engine. Seconds depend on the machine and the batch; they need
-`python -m specrl.bench`.
+of it, so for a fixed window and `sources=[prefix,position]` the counts are those of the engine. With more texts they are
+about those: the engine chooses by what became of drafts of all rows in a pass, replay by those of the prompts before.
+Nothing is drafted from the prompt, contexts and redraws, which are not stored. Seconds depend on the machine and the batch; they need `python -m specrl.bench`.
 """
 
 from __future__ import annotations
@@ -16,12 +17,14 @@ import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
+from rollout.drafting.budget import Budget
 from rollout.drafting.suffix import PromptTexts, SuffixDrafter, propose
 from rollout.sections import SOURCES, doc
 from specrl.config.load import load_saved, run
@@ -81,13 +84,16 @@ class Visit(NamedTuple):
         return next((old for old in self.stored if old.slot == text.slot), None)
 
 
-def count(visit: Visit, window: int, sources: Collection[str]) -> list[Counts]:
+def count(visit: Visit, window: int, sources: Collection[str], records: Budget | None = None) -> list[Counts]:
     """Emits the texts of a visit side by side: the engine's loop with known draws.
 
     A pass carries a draft of at most `window` tokens (0: all there are), keeps what agrees and emits one token more.
+
+    Args: records: what became of drafts, by which texts are chosen; goes on with these.
     """
     from rollout.verify import accept_exact  # lazy: it needs torch
 
+    records = records or Budget()
     texts = PromptTexts([old.tokens for old in visit.stored], sources)
     longest = max(len(text.tokens) for text in (*visit.texts, *visit.stored))
     olds = [visit.old(text) for text in visit.texts]
@@ -99,14 +105,26 @@ def count(visit: Visit, window: int, sources: Collection[str]) -> list[Counts]:
             text, at = visit.texts[i], rows[i][0]
             texts_of.append(text.tokens[:at])
             limits.append(min(window or longest, len(text.tokens) - at - 1 if text.capped else longest))
-        drafts = dict(zip(going, propose([drafters[i] for i in going], texts_of, limits), strict=True))
+        proposed = propose([drafters[i] for i in going], texts_of, limits, cache(records.acceptance))
+        drafts = dict(zip(going, proposed, strict=True))
         for i, draft in drafts.items():
             tokens, row = visit.texts[i].tokens, rows[i]
             agreed = accept_exact(tokens[row[0] :], draft)
             row[:] = row[0] + agreed + 1, row[1] + 1, row[2] + len(draft), row[3] + agreed
+            if draft:
+                records.observe_draft((drafters[i].fit, drafters[i].source), len(draft), agreed)
             if row[0] >= len(tokens):
                 drafters[i].propose(tokens, 0)
     return [Counts(*row[1:]) for row in rows]
+
+
+def _counted(visits: Iterable[Visit], window: int, sources: Collection[str]) -> Iterator[Counts]:
+    """Step by step, with what steps before taught of drafts."""
+    records = Budget()
+    for _, of_step in groupby(visits, key=lambda visit: visit.texts[0].step):
+        records.next_rollout()
+        for visit in of_step:
+            yield from count(visit, window, sources, records)
 
 
 def revisits(texts: Iterable[Text]) -> Iterator[Visit]:
@@ -137,7 +155,7 @@ def summarise(
     rows = [(text, visit.old(text)) for visit in visits for text in visit.texts]
     lengths, steps = [len(text.tokens) for text, _ in rows], [text.step for text, _ in rows]
     ages = [text.step - old.step for text, old in rows if old]
-    counts = {window: [each for visit in visits for each in count(visit, window, sources)] for window in windows}
+    counts = {window: [*_counted(visits, window, sources)] for window in windows}
     return {
         "rows": len(rows),
         "examples": len({text.example_id for text, _ in rows}),

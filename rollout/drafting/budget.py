@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal
 
 from rollout.drafting.chain import LONG, Chain, DraftModelRecord
@@ -67,9 +68,11 @@ class Budget:
         """Estimated probability that one more draft token of a row of this kind is accepted."""
         if kind is None:
             return 0.0
+        return self._estimate(kind, WEIGHT * self._expected())
+
+    def _estimate(self, kind: Kind, expected: float) -> float:
         accepted, rejected = self._seen.get(kind, (0.0, 0.0))
-        known = prior(kind[0][0], kind[1]) / PRIOR if type(kind[0]) is tuple else 1.0
-        return (accepted + WEIGHT * known * self._expected()) / (accepted + rejected + WEIGHT)
+        return (accepted + _promise(kind) * expected) / (accepted + rejected + WEIGHT)
 
     def _expected(self) -> float:
         """Acceptance of kinds that were not seen yet: what drafts did in general, but never more than the prior says.
@@ -141,9 +144,10 @@ class Budget:
         """
         if self.window:
             return self.window
-        best = max(map(self.acceptance, self._seen), default=0.0)
+        expected = self._expected()
+        best = max((self._estimate(kind, WEIGHT * expected) for kind in self._seen), default=0.0)
         a, b = self.cost(rows, width)
-        return max(1, _length(max(best, self._expected()), b * rows / (a + b * rows)))
+        return max(1, _length(max(best, expected), b * rows / (a + b * rows)))
 
     def plan(self, kinds: Sequence[Kind], model: bool = False, width: int = 0) -> Plan:
         """Draft lengths for the rows of the next pass, and the kinds that a draft model serves better."""
@@ -154,7 +158,9 @@ class Budget:
         a, b = self.cost(rows, width)
         fixed, alone = a + b * rows, self.cost()[0]
         self._plain = alone, (fixed - alone) / max(1, rows)
-        k, goodput = _levelled({kind: (n, self.acceptance(kind)) for kind, n in count.items()}, fixed, b)
+        expected = WEIGHT * self._expected()
+        chances = {kind: (n, self._estimate(kind, expected) if kind else 0.0) for kind, n in count.items()}
+        k, goodput = _levelled(chances, fixed, b)
         self._needed, handed = min(1.0, b * goodput), frozenset()
         if model and count:
             handed, goodput = self._hand_over(count, k, fixed, b, goodput)
@@ -186,6 +192,12 @@ class Budget:
         """
         wanted = behind if plan.handed or self.window else []
         return Chain(self.drafter, plan.goodput, plan.token_s, wanted, self.window)
+
+
+@cache
+def _promise(kind: Kind) -> float:
+    """Of a kind that was not seen yet, as a share of what drafts did in general."""
+    return prior(kind[0][0], kind[1]) / PRIOR if type(kind[0]) is tuple else 1.0
 
 
 def _levelled(groups: Mapping[Kind, tuple[int, float]], fixed: float, price: float) -> tuple[dict[Kind, int], float]:

@@ -86,10 +86,14 @@ class NGrams:
         for first, last in pairwise([0, *cuts.tolist(), len(pieces)]):
             self._add(pieces[first:last])
 
-    def find(self, groups: Sequence[int], suffixes: Sequence[Sequence[int]]) -> list[Place]:
+    def find(
+        self, groups: Sequence[int], suffixes: Sequence[Sequence[int]], of: Sequence[int] | None = None
+    ) -> list[Place]:
         """What followed the longest suffix in its group, most recently.
 
-        Args: suffixes: the last tokens of each text, at most 8.
+        Args:
+            suffixes: the last tokens of each text, at most 8.
+            of: the suffix that is searched for in each group; without, one after the other.
         """
         if not self._count:
             return [NOWHERE] * len(groups)
@@ -97,7 +101,10 @@ class NGrams:
         if known.min() < _LONGEST:
             suffixes = [[0] * (_LONGEST - len(suffix)) + [*suffix] for suffix in suffixes]
         ids = _ids([token_ids([*chain.from_iterable(suffixes)])])
-        ids = ids.reshape(-1, _LONGEST) | _marks(groups)[:, None]
+        ids = ids.reshape(-1, _LONGEST)
+        if of is not None:
+            ids, known = ids[of], known[of]
+        ids = ids | _marks(groups)[:, None]
         best, matched = np.zeros(len(ids), np.int32), np.zeros(len(ids), np.int32)
         for length, places, hashes in zip(reversed(LENGTHS), self._places[::-1], _hashes(ids), strict=True):
             at = places[_slots(hashes[:, -1], places.size)]

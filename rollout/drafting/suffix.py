@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
 from operator import eq
 from typing import Any
 
@@ -111,12 +112,12 @@ def find(prompts: Sequence[PromptTexts], texts: Sequence[Sequence[int]]) -> list
         if lacking := [piece for prompt in asked if prompt.index is index for piece in prompt.unindexed()]:
             index.add(lacking)
         rows = [i for i, prompt in enumerate(prompts) if prompt.index is index]
-        ends = {i: texts[i][-LENGTHS[0] :] for i in rows}
-        searched = [(i, group) for i in rows for group in prompts[i].groups.values()]
-        places = index.find([group for _, group in searched], [ends[i] for i, _ in searched])
-        for (i, _), place in zip(searched, places, strict=True):
+        groups = [prompts[i].groups.values() for i in rows]
+        of = [k for k, several in enumerate(groups) for _ in several]
+        places = index.find([*chain.from_iterable(groups)], [texts[i][-LENGTHS[0] :] for i in rows], of)
+        for k, place in zip(of, places, strict=True):
             if place[2]:
-                found[i].append(place)
+                found[rows[k]].append(place)
     return found
 
 
