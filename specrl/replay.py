@@ -5,9 +5,10 @@
 
 Every text of a later epoch is emitted again under the exact rule, with the earlier texts of its prompt as drafts, and
 what the other rows of the prompt emit meanwhile. The later text plays the sampler's draws, which is what the rule makes
-of it, so for a fixed window and `sources=[prefix,position]` the counts are those of the engine. With more texts they are
-about those: the engine chooses by what became of drafts of all rows in a pass, replay by those of the prompts before.
-Nothing is drafted from the prompt, contexts and redraws, which are not stored. Seconds depend on the machine and the batch; they need `python -m specrl.bench`.
+of it, so for a fixed window and `sources=[prefix,position]` the counts are those of the engine. With more texts they
+are about those: the engine chooses by what became of drafts of all rows in a pass, replay by those of the prompts
+before. Nothing is drafted from the prompt, contexts and redraws, which are not stored. Seconds depend on the machine
+and the batch; they need `python -m specrl.bench`.
 """
 
 from __future__ import annotations
