@@ -151,7 +151,8 @@ class Rollout:
 
     def __init__(self, config: HostConfig, made: Work):
         self.rows, self.truths, self.stats = requested(config, made), made.truths, EngineStats()
-        self.drafting, self.policy = Drafting(Unhurried(), ContextTable() if config.contexts else None), Policy()
+        self.policy = Policy()
+        self.drafting = Drafting(Unhurried(), ContextTable() if config.contexts else None, redraws=True)
         self.drafting.attach(self.policy)
         if self.drafting.contexts is not None:
             self.drafting.contexts.learn(made.others)
@@ -211,9 +212,10 @@ def requested(config: HostConfig, made: Work) -> list[Response]:
     rows = []
     for first in range(0, config.rows, GROUP):
         olds = made.olds[first : first + GROUP]
-        texts = PromptTexts([old for old in olds if old is not None])
+        prompt = [first + 2] * PROMPT
+        texts = PromptTexts([old for old in olds if old is not None], prompt=prompt)
         for i, old in enumerate(olds, first):
-            request = Request([first + 2] * PROMPT, i, 4 * config.tokens, SuffixDrafter(texts, old))
+            request = Request(prompt, i, 4 * config.tokens, SuffixDrafter(texts, old))
             rows.append(Response(request, number=i))
     return rows
 

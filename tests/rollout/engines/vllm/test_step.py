@@ -38,7 +38,7 @@ def rules_of(rows: dict, **given):
             return self.rows.get(name)
 
     bounds = {"draft_tokens": 8, "room": Room(1000), "scores_per_chunk": 1000}
-    return Rules(drafting=Drafting(), rows=rows, **{**bounds, **given})
+    return Rules(rows=rows, **{"drafting": Drafting(), **bounds, **given})
 
 
 def row_of(key: int, tokens=(), draft=(), law: Sampling = LAWS[0]):
@@ -115,6 +115,18 @@ def test_padding_is_not_drawn():
     runner, metadata, logits = step(rows, [[4, 4], []], pads=[3, 5])
     rules_of(rows, draw=draw).sample(runner, logits, metadata)
     assert drawn == [3 + 1]
+
+
+@pytest.mark.parametrize("redraws", [True, False])
+def test_draws_behind_a_mismatch_are_kept_where_they_may_be_guesses(redraws):
+    rows = {"a": row_of(1, [5]), "b": row_of(2, [5])}
+    runner, metadata, logits = step(rows, [[4, 4], []], pads=[1, 0])
+    rules = rules_of(rows, drafting=Drafting(redraws=redraws))
+    want = keyed_draw(logits[:3], torch.full((3,), 1), torch.arange(1, 4))[0].tolist()
+    assert want[0] != 4, "none of the draft stands"
+    rules.sample(runner, logits, metadata)
+    assert [*rows["a"].redraws] == (want[1:] if redraws else [])
+    assert not rows["b"].redraws
 
 
 def test_near_ties_are_those_of_emitted_positions():
