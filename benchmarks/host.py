@@ -3,7 +3,8 @@
 Rolls out texts that are known beforehand, as the transformers engine would: drafts are asked for, laid out, settled by
 the exact rule, and learnt of; passes take no time, and the budget is told what `PASS_S` says they would. Prompts have
 groups of rows; each row's text is its old one with some tokens replaced, and some inserted or gone. Times the parts of
-each pass on one thread, and of these what goes into the index of the texts.
+each pass on one thread, and of these what goes into the index of the texts. Redraws are left out: behind a mismatch
+these passes draw the known text, which would make them right too often.
 """
 
 from __future__ import annotations
@@ -151,8 +152,7 @@ class Rollout:
 
     def __init__(self, config: HostConfig, made: Work):
         self.rows, self.truths, self.stats = requested(config, made), made.truths, EngineStats()
-        self.policy = Policy()
-        self.drafting = Drafting(Unhurried(), ContextTable() if config.contexts else None, redraws=True)
+        self.drafting, self.policy = Drafting(Unhurried(), ContextTable() if config.contexts else None), Policy()
         self.drafting.attach(self.policy)
         if self.drafting.contexts is not None:
             self.drafting.contexts.learn(made.others)
