@@ -1,7 +1,7 @@
 """The vLLM engine on Model Runner V2, by Triton's interpreter: in processes of their own, as it has to be there first.
 
 test_vllm.py, test_judged.py, test_ranks.py and test_vllm_served.py are run again; device_cases.py has what stays on the
-device, served_cases.py what only servers on V2 do.
+device, head_cases.py what a head drafts, served_cases.py what only servers on V2 do.
 """
 
 import importlib.util
@@ -26,7 +26,7 @@ SITE = f"import os\nif os.environ.get('TRITON_INTERPRET'):\n    import {HERE}.vl
     "cases",
     [
         *("test_vllm.py", "test_judged.py", "test_ranks.py", "test_vllm_served.py"),
-        *("device_cases.py", "served_cases.py"),
+        *("device_cases.py", "head_cases.py", "served_cases.py"),
     ],
 )
 def test_the_cases_on_tritons_interpreter(cases, tmp_path):
