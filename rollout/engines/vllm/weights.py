@@ -171,7 +171,8 @@ class Transfer(WeightTransferEngine[Init, Update]):
         """Each model takes its own, as they come; the draft model is left alone if none does."""
         for drafts, part in groupby(weights, key=lambda pair: pair[0].startswith(DRAFTER)):
             if drafts and self._reloading == (self.model,):
-                self._reload(*_own(self.drafter, {*self.model.modules()}))
+                theirs = {layer for layer in self.model.modules() if [*layer.parameters(recurse=False)]}
+                self._reload(*_own(self.drafter, theirs))
             if drafts:
                 self.drafter.load_weights((name.removeprefix(DRAFTER), tensor) for name, tensor in part)
             else:
@@ -209,13 +210,13 @@ def refresh_tied_head(model: torch.nn.Module) -> None:
         head.quant_method.process_weights_after_loading(head)
 
 
-def _own(drafter: torch.nn.Module, policy: set[torch.nn.Module]) -> Iterator[torch.nn.Module]:
-    """The parts of a draft model that are not modules of the policy, which a head borrows two of."""
-    if policy.isdisjoint(drafter.modules()):
+def _own(drafter: torch.nn.Module, theirs: set[torch.nn.Module]) -> Iterator[torch.nn.Module]:
+    """The parts of a draft model without the policy's layers that hold weights: a head borrows two of them."""
+    if theirs.isdisjoint(drafter.modules()):
         yield drafter
-    elif drafter not in policy:
+    elif drafter not in theirs:
         for part in drafter.children():
-            yield from _own(part, policy)
+            yield from _own(part, theirs)
 
 
 def gpu_of(worker: Any) -> str:
