@@ -7,13 +7,12 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 from vllm.config import CUDAGraphMode
-from vllm.model_executor.model_loader.reload import layerwise
 from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
 
 from rollout.engines.base import Sampling
 from rollout.engines.local.engine import TransformersEngine
 from rollout.engines.local.head import Head
-from rollout.engines.vllm import sampler, worker
+from rollout.engines.vllm import sampler, weights, worker
 from rollout.engines.vllm.weights import Weights
 from rollout.types import RolloutError
 from tests.rollout.engines.local.test_head import LENGTH, by_hand
@@ -96,16 +95,15 @@ def test_it_drafts_what_the_head_drafts_by_hand(engine_of, case, heads, guesses)
     assert strange(guesses, policy, head, cases, want) == (drafts, drafts), "control"
 
 
-def test_it_follows_the_updates(engine_of, case, heads, guesses, monkeypatch):  # noqa: F811
+def test_it_follows_the_updates(engine_of, case, heads, guesses):  # noqa: F811
     """Its own weights by their names; embedding and output layer are the policy's, as they are at the time."""
     policy, head, cases, want = case
-    engine, warned = engine_of(drafter=heads, draft_tokens=LENGTH), []
-    monkeypatch.setattr(layerwise.logger, "warning", lambda *given: warned.append(given))
+    engine = engine_of(drafter=heads, draft_tokens=LENGTH)
     good, stale = acceptance(engine, cases, want), Head.load(heads, policy)
     with torch.no_grad():
         stale.fc.weight.zero_()
     engine.update_weights(Together(PolicyWeights(policy), PolicyWeights(stale)), 1, probe_of(policy))
-    assert acceptance(engine, cases, want) < 0.1 < 0.2 < good
+    assert acceptance(engine, cases, want) < 0.6 * good
     new = moved(policy, 1)
     done, _ = TransformersEngine(new, Sampling(EOS_IDS)).generate(requests_of(cases))
     after = [(c.tokens, c.logprobs, c.finish) for c in done]
@@ -121,7 +119,6 @@ def test_it_follows_the_updates(engine_of, case, heads, guesses, monkeypatch):  
         engine.update_weights(short.items(), 4, probe_of(policy))
     engine.update_weights(Together(PolicyWeights(policy), PolicyWeights(head)), 4, probe_of(policy))
     assert acceptance(engine, cases, want) == good
-    assert not any("VocabParallelEmbedding" in given for given in warned), "the policy's embedding is not its to load"
 
 
 def test_it_is_a_speculator_of_vllms_too(engine_of, case, heads):  # noqa: F811
@@ -152,3 +149,20 @@ def test_passes_that_vllm_captured_with_its_own_draws_are_not_replayed():
     speculator.init_cudagraph_manager = modes.append
     worker.share_noise(SimpleNamespace(speculator=speculator, sampler=None))
     assert modes == [CUDAGraphMode.NONE]
+
+
+@pytest.mark.parametrize("borrows", [True, False])
+def test_what_a_head_borrows_is_not_loaded_with_it(monkeypatch, borrows):
+    """A table without weights, which vLLM gives to all models of a kind, makes no draft model a head."""
+    reloaded, loaded = [], []
+    monkeypatch.setattr(weights, "initialize_layerwise_reload", reloaded.append)
+    transfer, rotary = weights.Transfer.__new__(weights.Transfer), torch.nn.Identity()
+    transfer.model = torch.nn.ModuleDict({"embed": torch.nn.Embedding(3, 2), "rotary": rotary})
+    theirs = transfer.model["embed"] if borrows else torch.nn.Embedding(3, 2)
+    transfer.drafter = torch.nn.ModuleDict({"fc": torch.nn.Linear(4, 2), "embed": theirs, "rotary": rotary})
+    transfer.drafter.load_weights = loaded.extend
+    transfer.start_weight_update()
+    transfer.load_weights([("drafter.fc.weight", torch.ones(2, 4)), ("drafter.fc.bias", torch.ones(2))])
+    assert [name for name, _ in loaded] == ["fc.weight", "fc.bias"]
+    parts = [transfer.drafter["fc"], rotary] if borrows else [transfer.drafter]
+    assert reloaded == [transfer.model, *parts]
