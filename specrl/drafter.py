@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from trainers.cotraining.texts import Text
 
 SAMPLED_TOGETHER = 256  # responses, between two lines of progress
+DEFAULTS = {"model": (700, 3e-3), "head": (1000, 5e-3)}  # steps and learning rate that serve the embedded policy
 
 
 @dataclass
@@ -43,16 +44,22 @@ class DrafterOptions:
     level: Literal["easy", "medium", "hard", "mixed"] = doc("mixed", "difficulty of data=arithmetic")
     prompts: int = doc(768, "prompts; the policy answers each once")
     max_new_tokens: int = doc(256, "response cap in tokens")
-    steps: int = doc(700, "optimiser steps")
+    steps: int = doc(0, "optimiser steps; 0: 700, for a head 1000")
     objective: Literal["forward_kl", "tvd"] = doc("forward_kl", "distance from the policy's law")
     select: Literal["all", "adaspec"] = doc(
         "all", "tokens learned from: all, or those furthest behind a reference that is distilled first (AdaSPEC)"
     )
     bits: int = doc(0, "round the layers' matrices to so many bits per weight, for a weaker draft; 0 leaves them")
     batch: int = doc(16, "responses per step")
-    learning_rate: float = doc(3e-3, "peak of one rise and fall; about 1e-4 for models of a billion parameters")
+    learning_rate: float = doc(
+        0.0, "peak of one rise and fall; 0: 3e-3, for a head 5e-3; about 1e-4 for models of a billion parameters"
+    )
     seed: int = doc(0, "of the sampled responses and their order")
     device: str = doc("auto", "auto, cpu, cuda or cuda:N")
+
+    def __post_init__(self):
+        steps, rate = DEFAULTS[self.kind]
+        self.steps, self.learning_rate = self.steps or steps, self.learning_rate or rate
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +193,8 @@ def _fit(
 
     seen: dict[int, recipe.Batch] = {}  # with the policy's hidden states: far smaller than its logits
     optimizer = torch.optim.AdamW(student.parameters(), options.learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
-    schedule = OneCycleLR(optimizer, options.learning_rate, total_steps=options.steps, pct_start=0.1)
+    longer = max(11, options.steps)  # with 10, the rise would have no step
+    schedule = OneCycleLR(optimizer, options.learning_rate, total_steps=longer, pct_start=0.1)
     print(f"distilling in {options.steps} steps of {options.batch} responses", flush=True)
     rng, mix, began = random.Random(options.seed), torch.Generator().manual_seed(options.seed), time.perf_counter()
     order = (at for _ in count() for at in rng.sample(range(len(cuts)), len(cuts)))

@@ -72,6 +72,8 @@ class Drafting:
         redraws: bool = False,
     ):
         self.budget, self.contexts, self.model = budget or Budget(), contexts, model
+        self.of_states = model is not None and model.reads_states
+        """The model drafts from the policy's last hidden states, which its reader must keep."""
         self.redraws, self.vocab = redraws, 0
         self._stood = 0  # tokens of the pass in progress
 

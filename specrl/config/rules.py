@@ -22,7 +22,7 @@ def problems(config: Config, training: bool = True) -> list[str]:
     if wrong := misfits(config):
         return wrong
     found = [*broken_rules(config), *_run_rules(config)]
-    if config.trainer.drafter.train or config.rollout.law in ("judged", "routed"):
+    if config.trainer.drafter.train or config.rollout.drafter or config.rollout.law in ("judged", "routed"):
         from specrl.config.drafted import cotraining_rules, standing_rules
 
         found += [*cotraining_rules(config), *standing_rules(config, training)]

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rollout.engines.base import Sampling
@@ -209,3 +210,10 @@ def test_quantised_weights_take_few_values_and_one_bit_is_refused(build_model, t
             assert ((weight - before[name]).abs() <= step / 2 + 1e-6).all()
     with pytest.raises(ConfigError, match="Take bits=2 or more"):
         main(DrafterOptions(out=str(tmp_path / "draft"), bits=1))
+
+
+def test_each_kind_has_steps_and_a_rate_of_its_own():
+    given = OmegaConf.merge(OmegaConf.structured(DrafterOptions), {"kind": "head"})
+    assert (DrafterOptions().steps, OmegaConf.to_object(given).steps) == (700, 1000)
+    assert (DrafterOptions().learning_rate, OmegaConf.to_object(given).learning_rate) == (3e-3, 5e-3)
+    assert DrafterOptions(kind="head", steps=10).steps == 10

@@ -31,7 +31,7 @@ What learning algorithm is in-context learning?; Markov Categorical Framework
 Decoding Visual Experience; Scene text network; Discrete Key-Value Bottleneck
 """
 VERDICTS = ("**here**", "**measured**", "**not for exact rollouts**")
-OPEN = ("**HEAD**", "**D2**")
+OPEN = ()
 """What is being built or measured; empty once these rows have their verdict."""
 
 

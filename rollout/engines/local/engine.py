@@ -220,8 +220,7 @@ class TransformersEngine(LocalModel):
         runs. Args: size: rows at a time.
         """
         requests = [row.request for row in rows]
-        model = self.drafting.model
-        policy = Reader(self.policy, requests, size, self.tie_margin, states=model is not None and model.reads_states)
+        policy = Reader(self.policy, requests, size, self.tie_margin, self.drafting.of_states)
         self.drafting.open(requests, size, policy)
         waiting = deque(row for row in rows if row.finish is None)
         cohorts = [Cohort() for _ in range(1 + (self.policy.overlaps and min(size, len(waiting)) >= OVERLAP))]

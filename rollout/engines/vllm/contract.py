@@ -57,6 +57,7 @@ NAMES = {
             *("dp_sync_state", "dummy_run", "skip_attn_for_dummy_run", "mm_inputs", "is_profile"),
             "num_speculative_tokens",
         ),
+        f"{_GPU}spec_decode.speculator:BaseSpeculator.init_cudagraph_manager": ("self", "cudagraph_mode"),
         f"{_GPU}spec_decode.speculator:DraftModelSpeculator.sample_draft": (
             *("self", "hidden_states", "sample_src_positions", "idx_mapping", "temperature", "seeds", "draft_step"),
             *("draft_logits", "spec_step_idx"),

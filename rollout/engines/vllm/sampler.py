@@ -10,6 +10,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 from torch import Tensor
+from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.sample.states import NO_LOGPROBS
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
@@ -142,9 +143,13 @@ class KeyedVerifier(RejectionSampler):
 
 
 def share_noise(runner) -> None:
-    """A draft model draws with the policy's noise: then it agrees with it as often as two draws can."""
+    """A draft model draws with the policy's noise: then it agrees with it as often as two draws can.
+
+    What vLLM has captured of a head's passes at its start holds draws with its own noise, so they run uncaptured.
+    """
     speculator = runner.speculator
     if isinstance(speculator, DraftModelSpeculator):
+        speculator.init_cudagraph_manager(CUDAGraphMode.NONE)
         speculator.sample_draft = lambda hidden, pos, slots, _law, _seeds, _step, _cache, step=0: runner.sampler.guess(
             speculator.compute_draft_logits(hidden, step), slots, pos
         )

@@ -10,6 +10,7 @@ from vllm.config.speculative import SpeculativeMethod
 from vllm.platforms import current_platform
 from vllm.triton_utils import HAS_TRITON
 
+from rollout.drafter import is_head
 from rollout.engines.base import EngineSpec, Sampling
 from rollout.types import RolloutError
 
@@ -114,7 +115,8 @@ def speculation(spec: EngineSpec, runner: str) -> dict:
     if runner == "v1":
         drafts |= {"method": "custom_class", "model": f"{_HOOKS}.worker.RequestDrafter"}
         return {"speculative_config": drafts, **host}
-    name, _, model = ("draft_model", "=", drafter) if drafter else vllm.speculator.partition("=")
+    own = "eagle" if is_head(drafter) else "draft_model"
+    name, _, model = (own, "=", drafter) if drafter else vllm.speculator.partition("=")
     drafts["method"] = "ngram_gpu" if name == "texts" else name  # needs no model; ours takes its place
     drafts |= {"model": model} if model else {}
     if not spec.rollout.on_device:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,13 +19,15 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+from rollout.drafter import is_head
 from rollout.engines.base import DRAFTER, EngineSpec
+from rollout.engines.local.head import Head
 from rollout.engines.transfer import Meta
 from rollout.types import RolloutError
 
@@ -43,11 +46,8 @@ class Named:
     needed: set[str]
 
     @classmethod
-    def of(cls, source: str, prefix: str = "", **options: Any) -> Named:
-        """Those of a model directory or hub id, of which only the configuration is read."""
-        with torch.device("meta"):
-            code = {"trust_remote_code": options["trust_remote_code"]}
-            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source, **options), **code)
+    def of(cls, model: PreTrainedModel, prefix: str = "") -> Named:
+        """Those of a model, whose tensors may hold nothing."""
         tied = set(model.all_tied_weights_keys)
         return cls(
             {prefix + name: tuple(tensor.shape) for name, tensor in model.state_dict().items()},
@@ -63,9 +63,10 @@ class Weights:
     """
 
     def __init__(self, spec: EngineSpec):
-        code = {"trust_remote_code": spec.trust_remote_code}
-        policy = Named.of(spec.model, revision=spec.revision or None, **code)
-        drafter = Named.of(spec.rollout.drafter, DRAFTER, **code) if spec.rollout.drafter else Named({}, set(), set())
+        model, source = _described(spec.model, spec, spec.revision or None), spec.rollout.drafter
+        policy, drafter = Named.of(model), Named({}, set(), set())
+        if source:
+            drafter = Named.of(_head(source, model) if is_head(source) else _described(source, spec), DRAFTER)
         self.shapes, self.tied = policy.shapes | drafter.shapes, policy.tied | drafter.tied
         self._needed, self._drafter = policy.needed, drafter.needed
 
@@ -169,8 +170,9 @@ class Transfer(WeightTransferEngine[Init, Update]):
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Each model takes its own, as they come; the draft model is left alone if none does."""
         for drafts, part in groupby(weights, key=lambda pair: pair[0].startswith(DRAFTER)):
-            if drafts and self.drafter not in self._reloading:
-                self._reload(self.drafter)
+            if drafts and self._reloading == (self.model,):
+                theirs = {layer for layer in self.model.modules() if [*layer.parameters(recurse=False)]}
+                self._reload(*_own(self.drafter, theirs))
             if drafts:
                 self.drafter.load_weights((name.removeprefix(DRAFTER), tensor) for name, tensor in part)
             else:
@@ -186,9 +188,10 @@ class Transfer(WeightTransferEngine[Init, Update]):
         for model in self._reloading:
             refresh_tied_head(model)
 
-    def _reload(self, model: torch.nn.Module) -> None:
-        initialize_layerwise_reload(model)
-        self._reloading += (model,)
+    def _reload(self, *models: torch.nn.Module) -> None:
+        for model in models:
+            initialize_layerwise_reload(model)
+        self._reloading += models
 
     def _finalize(self, models: Iterable[torch.nn.Module]) -> None:
         for model in models:
@@ -207,6 +210,15 @@ def refresh_tied_head(model: torch.nn.Module) -> None:
         head.quant_method.process_weights_after_loading(head)
 
 
+def _own(drafter: torch.nn.Module, theirs: set[torch.nn.Module]) -> Iterator[torch.nn.Module]:
+    """The parts of a draft model without the policy's layers that hold weights: a head borrows two of them."""
+    if theirs.isdisjoint(drafter.modules()):
+        yield drafter
+    elif drafter not in theirs:
+        for part in drafter.children():
+            yield from _own(part, theirs)
+
+
 def gpu_of(worker: Any) -> str:
     """UUID of the GPU that one of vLLM's workers computes on; empty for none."""
     return str(torch.cuda.get_device_properties(worker.device).uuid) if worker.device.type == "cuda" else ""
@@ -215,6 +227,20 @@ def gpu_of(worker: Any) -> str:
 def has_draft_model(worker: Any) -> bool:
     """One of vLLM's workers drafts with a model, or with layers, that have weights of their own."""
     return isinstance(worker.get_draft_model(), torch.nn.Module)
+
+
+def _described(source: str, spec: EngineSpec, revision: str | None = None) -> PreTrainedModel:
+    """A model directory's or hub id's, of which only the configuration is read."""
+    code = {"trust_remote_code": spec.trust_remote_code}
+    with torch.device("meta"):
+        config = AutoConfig.from_pretrained(source, revision=revision, **code)
+        return AutoModelForCausalLM.from_config(config, **code)
+
+
+def _head(directory: str, policy: PreTrainedModel) -> Head:
+    """One that is whole and the policy's, which vLLM does not ask; its weights are read and let go of."""
+    with torch.device("meta"), warnings.catch_warnings(action="ignore", category=UserWarning):  # copies into nothing
+        return Head.load(directory, policy)
 
 
 def _tensors(path: str) -> Iterator[tuple[str, Tensor]]:

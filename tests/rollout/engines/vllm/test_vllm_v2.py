@@ -1,7 +1,7 @@
 """The vLLM engine on Model Runner V2, by Triton's interpreter: in processes of their own, as it has to be there first.
 
 test_vllm.py, test_judged.py, test_ranks.py and test_vllm_served.py are run again; device_cases.py has what stays on the
-device, served_cases.py what only servers on V2 do.
+device, head_cases.py what a head drafts, served_cases.py what only servers on V2 do.
 """
 
 import importlib.util
@@ -18,23 +18,36 @@ HERE = "tests.rollout.engines.vllm"
 SITE = f"import os\nif os.environ.get('TRITON_INTERPRET'):\n    import {HERE}.vllm_shim\n"
 """For the processes that vLLM starts: they too need a Triton that can run."""
 
+ON_V1 = (
+    "starting_and_closing or several_eos or has_otherwise or does_not_fit or nan_logits or cap_is_exact or stop_lets "
+    "or llama-process"
+)
+"""Cases that are the driver's matter, the same for both runners: on V1 they are run, and by the interpreter they take
+minutes."""
+FIRST = "update or law or lenient or drafts"
+
 
 @pytest.mark.long
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM: pip install 'specrl[vllm]'")
 @pytest.mark.skipif(not TRITON.is_dir(), reason="needs Triton's interpreter: make interpreter")
 @pytest.mark.parametrize(
-    "cases",
+    ("cases", "chosen"),
     [
-        *("test_vllm.py", "test_judged.py", "test_ranks.py", "test_vllm_served.py"),
-        *("device_cases.py", "served_cases.py"),
+        ("test_vllm.py", f"not ({ON_V1}) and ({FIRST})"),
+        ("test_vllm.py", f"not ({ON_V1}) and not ({FIRST})"),
+        *((cases, "") for cases in ("test_judged.py", "test_ranks.py", "test_vllm_served.py")),
+        ("device_cases.py", "model"),
+        ("device_cases.py", "not model"),
+        *((cases, "") for cases in ("head_cases.py", "served_cases.py")),
     ],
 )
-def test_the_cases_on_tritons_interpreter(cases, tmp_path):
+def test_the_cases_on_tritons_interpreter(cases, chosen, tmp_path):
     (tmp_path / "sitecustomize.py").write_text(SITE)
     path = os.pathsep.join(map(str, (tmp_path, TRITON, ROOT)))
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1", "PYTHONPATH": path}
     environment.pop("VLLM_USE_V2_MODEL_RUNNER", None)  # what an engine of this process has set
     command = [sys.executable, "-m", "pytest", "-q", "-p", f"{HERE}.vllm_shim", f"{HERE.replace('.', '/')}/{cases}"]
+    command += ["-k", chosen] if chosen else []
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900)
     print(done.stdout[-3000:])
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
