@@ -133,13 +133,12 @@ class StepRules(Rules):
             RolloutError: logits of a row are NaN or infinite.
         """
         tokens, (logprobs, texts, gaps) = packed[0].astype(np.int64), packed[1:].view(np.float32)
-        unclear = not (gaps >= self.tie_margin).all()
-        if unclear:
+        if unclear := not (gaps >= self.tie_margin).all():
             refuse_unusable((~np.isnan(gaps[ranges(fed.firsts, fed.sizes)])).tolist(), self.weight_version)
         apart = np.flatnonzero(tokens != fed.behind)  # each row's last position among them
         agreed = (apart[np.searchsorted(apart, fed.firsts)] - fed.firsts).tolist()
-        exactly, learn, emitted, of_sources = self.rule is exact, self.drafting.learn, [], {}
-        redraws = exactly and self.drafting.redraws
+        exactly, redraws = self.rule is exact, self.drafting.redraws
+        learn, emitted, of_sources = self.drafting.learn, [], {}
         draws, logprobs, texts = tokens.tolist(), logprobs.tolist(), [] if exactly else texts.tolist()
         columns = rows, drafts, fed.firsts.tolist(), fed.sizes.tolist(), agreed
         for row, draft, first, size, n in zip(*columns, strict=True):
@@ -162,15 +161,17 @@ class StepRules(Rules):
             count = of_sources.setdefault(draft.source, [0, 0])
             count[0] += len(draft.tokens)
             count[1] += stood.drafted if stood.drafted < stays else stays
+        counts = np.array(emitted)
         for source, count in of_sources.items():
             self.stats.count(source, *count)
-        counts = np.array(emitted)
-        # On a CPU one thread computes a position's logits bit for bit the same in every step, so near ties need no
-        # arbiter; elsewhere their number says how often rounding could have decided.
         if unclear:
-            close = gaps[ranges(fed.firsts, np.minimum(fed.sizes, counts))] < self.tie_margin
-            self.stats.ties += int(close.sum())
+            self._count_ties(gaps[ranges(fed.firsts, np.minimum(fed.sizes, counts))])
         return tokens, counts
+
+    def _count_ties(self, gaps: np.ndarray) -> None:
+        """On a CPU one thread computes a position's logits bit for bit the same in every step, so near ties need no
+        arbiter; elsewhere their number says how often rounding could have decided."""
+        self.stats.ties += int((gaps < self.tie_margin).sum())
 
 
 def keep_hidden(runner, flow: StepRules) -> None:
