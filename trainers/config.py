@@ -17,7 +17,7 @@ class DrafterConfig:
     objective: Literal["forward_kl", "tvd"] = doc("tvd", "distance from the policy's law")
     learning_rate: float = doc(1e-4, "AdamW learning rate")
     interval: int = doc(1, "optimiser steps between two rounds of co-training", low=1)
-    share: float = doc(0.04, "share of each rollout's tokens, prompts included, that is learned from", high=1)
+    share: float = doc(0.03, "share of each rollout's tokens, prompts included, that is learned from", high=1)
     updates: int = doc(4, "most gradient steps in one round, which bounds the tokens that are kept for it", low=1)
     tokens_per_update: int = doc(1024, "most tokens of a gradient step, prompts included", low=1)
     patience: int = doc(20, "rollouts over which co-training must save more time than it takes; 0 never judges")

@@ -169,7 +169,11 @@ def test_a_run_that_trains_the_draft_model_trains_the_same_policy(tmp_path, monk
     shortened(AutoModelForCausalLM.from_pretrained(model), 1).save_pretrained(tmp_path / "drafter")
     options = SHORT | {"model": model, "rollout__engine": "vllm", "rollout__drafter": str(tmp_path / "drafter")}
     options |= {"rollout__vllm__kv_cache_mb": 64, "rollout__vllm__draft_tokens": 3, "rollout__max_new_tokens": 12}
-    options |= {"trainer__drafter__patience": 0, "trainer__drafter__learning_rate": 3e-3}
+    options |= {
+        "trainer__drafter__patience": 0,
+        "trainer__drafter__learning_rate": 3e-3,
+        "trainer__drafter__share": 1.0,
+    }
     kept = run(tmp_path, name="kept", **options)
     trained = run(tmp_path, name="trained", trainer__drafter__train="true", **options)
     assert differences(kept, trained) == []
