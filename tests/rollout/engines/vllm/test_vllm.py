@@ -192,7 +192,7 @@ def test_every_sampling_law(engine_of, golden, law):
 
 def test_all_accepted_and_all_rejected(engine_of, golden):
     cases, want = golden()
-    engine, texts = engine_of(draft_tokens=40, window=40), [t for t, _, _ in want]
+    engine, texts = engine_of(draft_tokens=40, window=40, sources=[]), [t for t, _, _ in want]
     done, stats = engine.generate(requests_of(cases, [Script(t) for t in texts]))
     assert differing(done, want, 1e-4) == []
     assert stats.passes == 2, "one step for the prompts, one for all drafts"
