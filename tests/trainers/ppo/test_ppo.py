@@ -127,7 +127,9 @@ def test_control_stale_log_probs_are_seen(tmp_path):
     ],
 )
 def test_a_resumed_run_is_the_uninterrupted_run(tmp_path, at, options):
+    """What drafts were worth is not resumed, and decides between texts: here are none to choose from."""
     options = {**options, "trainer__save_every": 2, "trainer__keep_checkpoints": 9, "trainer__lr_schedule": "linear"}
+    options["rollout__sources"] = "[prefix]"
     whole = ppo(tmp_path, **options)
     found = tmp_path / "run" / "checkpoints"
     assert {path.name for path in found.iterdir()} == {f"checkpoint-{n}" for n in range(2, 13, 2)}
