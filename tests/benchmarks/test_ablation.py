@@ -28,7 +28,7 @@ def small(monkeypatch, tmp_path):
 def test_every_method_is_measured_in_every_regime_and_size(small, capsys):
     assert ablation.main(small) == 0
     lines = json.loads(Path(small.out).read_text())["lines"]
-    methods = ["plain", "prefix", "+ position", "+ suffix", "+ contexts", "+ layers=2", "window 8"]
+    methods = ["plain", *ablation.STEPS, "+ layers=2", "window 8"]
     assert [line["method"] for line in lines] == methods * 4
     assert [(line["rows"], line["regime"]) for line in lines[:: len(methods)]] == [
         (1, "first epoch"),
