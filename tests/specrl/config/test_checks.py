@@ -56,7 +56,7 @@ def broken(*words, **settings):
         ("rollout.top_p=0", "rollout.top_p=0 keeps no token. Try rollout.top_p=1"),
         (
             "rollout.sources=[prefix,sibling]",
-            "rollout.sources has 'sibling', which is none of prefix, position, earlier, group, contexts. Did you mean",
+            "rollout.sources has 'sibling', which is none of prefix, position, earlier, prompt, group, contexts,",
         ),
         (
             "rollout.lenience=1.6",
