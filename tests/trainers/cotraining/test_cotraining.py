@@ -19,7 +19,6 @@ from specrl.config import load as cli
 from specrl.run.companions import companions
 from tests import runs
 from tests.runs import SHORT, Watch, by_two_processes, differences, run
-from trainers.companions import TrainCompanions
 from trainers.weights import send
 
 pytestmark = pytest.mark.slow  # whole runs
@@ -105,7 +104,7 @@ def test_the_trained_drafter_is_the_one_that_drafts(made):
     agreed, initial = ([line[f"drafter/{name}"] for line in lines] for name in ("agreement", "agreement_initial"))
     assert agreed[0] == initial[0], "before the first update"
     assert sum(agreed[3:]) / 6 > sum(initial[3:]) / 6 + 0.03
-    assert all("spec/acceptance_model" in line for line in lines)
+    assert all("spec/acceptance_model" in line for line in lines[:3]), "later texts may serve all rows"
 
 
 def test_every_step_says_what_co_training_did(made, watch):
@@ -136,7 +135,7 @@ def test_a_head_is_trained_beside_any_algorithm(folder, head, algorithm):
     assert not any(torch.equal(kept[name], initial[name]) for name in ("fc.weight", "layers.0.mlp.down_proj.weight"))
 
 
-def test_an_alarm_without_co_training(folder, caplog, monkeypatch):
+def test_an_alarm_without_co_training(folder, head, caplog, monkeypatch):
     """A drafter whose drafts never stand."""
     draws = HeadDrafter.propose
 
@@ -144,17 +143,9 @@ def test_an_alarm_without_co_training(folder, caplog, monkeypatch):
         return [[(token + 1) % self.vocab for token in draft] for draft in draws(self, *given)]
 
     monkeypatch.setattr(HeadDrafter, "propose", wrong)
-    options = SHORT | {"rollout__sources": "[]", "rollout__drafter": "head", "rollout__budget__window": 3}
-    config = cli.load(runs.words(folder, name="alarmed", **options))
-    added = {}
-
-    def prepare(trainer):
-        added.update(companions(config, trainer.rollouts, trainer.accelerator))
-        trainer.rollouts.companions |= added
-        trainer.add_callback(TrainCompanions(added, trainer.note))
-
-    run(folder, prepare, name="alarmed", **options)
-    assert [*added] == ["alarm"]
+    options = SHORT | {"rollout__sources": "[]", "rollout__drafter": head, "rollout__budget__window": 3}
+    done = run(folder, name="alarmed", **options)
+    assert [*done.trainer.rollouts.companions] == ["alarm"]
     lines = records(folder / "alarmed")
     assert lines[-1]["drafter/dead"] == 1.0
     assert sum("The drafter of rollout.drafter is dead" in r.getMessage() for r in caplog.records) == 1
