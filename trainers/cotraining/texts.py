@@ -94,6 +94,11 @@ def response_states(model: torch.nn.Module, texts: Sequence[Text]) -> Tensor:
     return torch.cat([row[len(t.prompt) - 1 :][: len(t.response)] for row, t in rows])
 
 
+def response_logits(model: torch.nn.Module, texts: Sequence[Text]) -> Tensor:
+    """Logits [N, V] of `response_states`."""
+    return model.get_output_embeddings()(response_states(model, texts))
+
+
 def _hidden(model: torch.nn.Module, texts: Sequence[Text]) -> Tensor:
     """Last hidden states [B, T, H] at all tokens but the last of each text, padded on the right."""
     device = model.get_output_embeddings().weight.device
