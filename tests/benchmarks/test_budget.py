@@ -33,7 +33,7 @@ def test_the_budget_is_near_the_best_fixed_length(tmp_path):
     subprocess.run([*command, f"out={out}"], check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=600)
     found = json.loads(out.read_text())["cells"]
     assert len(found) == 4
-    assert min(cell["budget / best"] for cell in found) > 0.85, found  # redraws stand by whole runs or not at all
+    assert min(cell["budget / best"] for cell in found) > 0.8, found  # redraws stand by whole runs or not at all
     for window in (w for w in WINDOWS if w != 32):
         behind = [cell["speedup"][f"window {window}"] / cell["speedup"][BUDGET] for cell in found]
         assert min(behind) < 0.95, f"control: window {window} does as well"
