@@ -1,6 +1,6 @@
 """Cheaper drafters beside a chain of a one-layer draft model: parallel, with a trimmed head, a copy in fewer bits.
 
-    OMP_NUM_THREADS=1 python -m benchmarks.drafters out=FILE [gsm8k=DIR tokenizer=DIR] [work=DIR]
+    OMP_NUM_THREADS=1 python -m benchmarks.drafters out=FILE [gsm8k=DIR tokenizer=DIR]
 
 All of them answer the same held-out texts of the embedded policy with the noise that drew them, so whether a draft
 stands is known at every place and depth. Rollouts are then walked through as the engine would decode them: rows carry
@@ -16,7 +16,7 @@ import copy
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -58,7 +58,6 @@ class DraftersConfig:
     depth: int = doc(8, "drafts of a parallel pass", low=2, high=16)
     gsm8k: str = doc("", "directory of GSM8K's train.jsonl and test.jsonl; empty leaves the count of its tokens out")
     tokenizer: str = doc("", "directory of a tokenizer for them; empty takes words, digits and marks")
-    work: str = doc("", "directory that keeps texts and draft models between runs")
     out: str = doc("", "write the figures to this JSON file")
 
 
@@ -104,7 +103,7 @@ def texts(policy: PreTrainedModel, options: DraftersConfig) -> list[tuple[list[T
     for split, rows in (("train", options.prompts), ("test", options.rows)):
         prompts = [tuple(tokenizer(p.prompt)["input_ids"]) for p in arithmetic(split, rows, 0, "mixed")]
         end = frozenset([tokenizer.eos_token_id])
-        made.append(_kept(options.work, split, lambda p=prompts, e=end: sample(policy, e, p, DrafterOptions())))
+        made.append(sample(policy, end, prompts, DrafterOptions()))
     return made
 
 
@@ -114,12 +113,12 @@ def draft_models(policy: PreTrainedModel, learnt: Sequence[Text], options: Draft
     made: dict[str, nn.Module] = {}
     for name, layers in CHAINS.items():
         made[name] = shortened(policy, layers)
-        _trained(options.work, name, made[name], lambda m: distil(policy, m, learnt, recipe))
+        distil(policy, made[name], learnt, recipe)
     recipe = replace(recipe, batch=MASKED)
     for name, layers in PARALLEL.items():
         made[name] = MaskDrafter(shortened(policy, layers), options.depth)
-        _trained(options.work, name, made[name], lambda m: distil_masks(policy, m, learnt, recipe))
-    return made
+        distil_masks(policy, made[name], learnt, recipe)
+    return {name: model.eval() for name, model in made.items()}
 
 
 def machines(
@@ -182,29 +181,6 @@ def vocabulary(directory: str, tokenizer: str) -> dict:
         blind = sum(n for token, n in test.items() if token not in ids) / test.total()
         lists.append({"answers": min(answers, len(splits["train"])), "ids": len(ids), "blind": round(blind, 5)})
     return {"of": len(known) if known else None, "test_tokens": test.total(), "lists": lists}
-
-
-def _kept(work: str, name: str, make: Callable[[], object]):
-    """What `make` gives, kept in the directory `work` if one is given."""
-    path = Path(work) / f"{name}.pt"
-    if work and path.exists():
-        return torch.load(path, weights_only=False)
-    made = make()
-    if work:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        torch.save(made, path)
-    return made
-
-
-def _trained(work: str, name: str, model: nn.Module, train: Callable[[nn.Module], None]) -> None:
-    """Trains in place, or takes the weights that an earlier run kept."""
-
-    def weights() -> dict:
-        train(model)
-        return model.state_dict()
-
-    model.load_state_dict(_kept(work, name, weights))
-    model.eval()
 
 
 def show(result: dict) -> None:

@@ -30,6 +30,7 @@ from rich.console import Console
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from benchmarks.responses import response_states
 from rollout.engines.base import Sampling
 from rollout.engines.local.drafter import early_exit
 from rollout.engines.local.engine import TransformersEngine
@@ -39,7 +40,7 @@ from rollout.types import Request
 from specrl.results import tables
 from specrl.run.tasks import arithmetic
 from specrl.tiny import load_tiny
-from trainers.cotraining.texts import Text, response_states
+from trainers.cotraining.texts import Text
 
 CAP, EXIT_LAYERS, SVIP_C, LONGEST = 200, 2, 0.15, 24
 PRICES = (0.05, 0.15, 0.3)

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import OneCycleLR
 
+from benchmarks.responses import response_logits
 from rollout.engines.base import Sampling
 from rollout.engines.local.engine import TransformersEngine
 from rollout.keys import derive_key
@@ -18,7 +19,6 @@ from rollout.types import Request
 from specrl.run.tasks import arithmetic
 from specrl.tiny import IGNORE
 from trainers.cotraining import texts as states
-from trainers.cotraining.texts import response_logits
 
 CAP, LEVEL = 220, "medium"
 TAUGHT = {"steps": 100, "rows": 2, "tokens": 1024}

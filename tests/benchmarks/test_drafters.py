@@ -9,10 +9,11 @@ from benchmarks.drafter_costs import Pass, cut_draw, cut_gumbel
 from benchmarks.drafter_walks import Grid, Way, chain_grid, masked_grid, seconds, walk
 from benchmarks.int8_copy import Int8Linear
 from benchmarks.mask_drafter import MaskDrafter, ends_of
+from benchmarks.responses import response_logits
 from rollout.noise import gumbel, keyed_draw, row_words
 from specrl.drafter import DrafterOptions, agreement, sample, shortened
 from specrl.tiny import load_tiny
-from trainers.cotraining.texts import Text, response_logits
+from trainers.cotraining.texts import Text
 
 NOTHING = Pass(0.0, 0.0, 0.0)
 

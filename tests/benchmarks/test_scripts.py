@@ -26,6 +26,7 @@ PARTS = {
     "int8_copy",
     "mask_drafter",
     "process",
+    "responses",
     "rival_engine",
     "scaling_law",
     "scaling_tables",
@@ -152,6 +153,7 @@ def test_cotraining(monkeypatch, tmp_path):
 
     for name, value in {"PROMPTS": 1, "GROUP": 2, "CAP": 16}.items():
         monkeypatch.setattr(cotraining, name, value)
+    monkeypatch.setitem(cotraining.SHARED, "share", 1.0)
     cotraining.main(steps="2", out=str(tmp_path / "out.json"))
     cases = told(tmp_path / "out.json")["cases"]
     assert [case["variant"] for case in cases] == list(cotraining.VARIANTS)
@@ -164,7 +166,7 @@ def test_drafters(monkeypatch, tmp_path):
     for name, value in {"VOCABULARY": 512, "DEPTH": 2, "TOKENS": (1, 4, 8)}.items():
         monkeypatch.setattr(drafter_costs, name, value)
     monkeypatch.setattr(drafters, "KEPT", 64)
-    words = ["steps=20", "prompts=8", "rows=8", f"work={tmp_path}", f"out={tmp_path / 'out.json'}"]
+    words = ["steps=20", "prompts=8", "rows=8", f"out={tmp_path / 'out.json'}"]
     assert cli.run(drafters.main, words, drafters.DraftersConfig, training=False) == 0
     found = told(tmp_path / "out.json")
     assert [(cell["machine"], cell["rows"]) for cell in found["cells"]] == [

@@ -31,8 +31,6 @@ What learning algorithm is in-context learning?; Markov Categorical Framework
 Decoding Visual Experience; Scene text network; Discrete Key-Value Bottleneck
 """
 VERDICTS = ("**here**", "**measured**", "**not for exact rollouts**")
-OPEN = ()
-"""What is being built or measured; empty once these rows have their verdict."""
 
 
 def names(cell):
@@ -57,8 +55,6 @@ def wrong(page):
 
 def says(verdict):
     """Whether it begins with one of the verdicts, and names a file or an option, a file of figures, or a reason."""
-    if verdict.startswith(OPEN):
-        return True
     kind = next((kind for kind in VERDICTS if verdict.startswith(kind)), None)
     proof = {"**here**": r"`[^`]+`", "**measured**": r"\d.*\]\(\.\./benchmarks/"}.get(kind, r"\*\*: \w+ .{15}")
     return kind is not None and re.search(proof, verdict) is not None

@@ -81,27 +81,8 @@ def batches(reads: Sequence[Read], tokens: int) -> Iterator[list[Read]]:
 @torch.no_grad()
 def read(model: torch.nn.Module, texts: Sequence[Text]) -> list[Read]:
     """What a pass of the model, in evaluation mode, makes of some texts."""
-    hidden = _hidden(model, texts)
-    return [Read(text, row[: len(text) - 1].clone()) for row, text in zip(hidden, texts, strict=True)]
-
-
-def response_states(model: torch.nn.Module, texts: Sequence[Text]) -> Tensor:
-    """Last hidden states [N, H], in evaluation mode, that predict the response tokens of one text after the other.
-
-    Those of response token t are *at* the token before it, sequence index len(prompt) + t - 1.
-    """
-    rows = zip(_hidden(model, texts), texts, strict=True)
-    return torch.cat([row[len(t.prompt) - 1 :][: len(t.response)] for row, t in rows])
-
-
-def response_logits(model: torch.nn.Module, texts: Sequence[Text]) -> Tensor:
-    """Logits [N, V] of `response_states`."""
-    return model.get_output_embeddings()(response_states(model, texts))
-
-
-def _hidden(model: torch.nn.Module, texts: Sequence[Text]) -> Tensor:
-    """Last hidden states [B, T, H] at all tokens but the last of each text, padded on the right."""
     device = model.get_output_embeddings().weight.device
     ids = pad_sequence([torch.tensor([*t.prompt, *t.response[:-1]]) for t in texts], batch_first=True)
     with evaluation(model):
-        return model.base_model(input_ids=ids.to(device), use_cache=False).last_hidden_state
+        hidden = model.base_model(input_ids=ids.to(device), use_cache=False).last_hidden_state
+    return [Read(text, row[: len(text) - 1].clone()) for row, text in zip(hidden, texts, strict=True)]
