@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from benchmarks.budget import MACHINES
 from benchmarks.int8_copy import Int8Linear
 from rollout.engines.base import Sampling
 from rollout.engines.local.packed import packed_model
-from rollout.noise import GOLDEN, gumbel, keyed_draw, row_words
+from rollout.noise import keyed_draw
 
 LAYERS, LAYER, HEAD, TRIMMED, LAUNCH = 28, 0.25, 0.62, 0.13, 0.05
 """A 7B policy on the simulated gpu: layers, and milliseconds of a layer's weights, the head's, those of 32k ids in the
@@ -71,7 +71,7 @@ def parts(kept: int, repeats: int = 5) -> dict[str, list[float]]:
     """Milliseconds on one thread at `TOKENS` of: a layer in float32 and in int8, head, draw, and both on `kept` ids."""
     stacks = [nn.ModuleList(nn.Linear(i, o, bias=False) for i, o in SHAPES) for _ in range(4)]  # more than caches hold
     small = [nn.ModuleList(map(Int8Linear, stack)) for stack in stacks]
-    head, ids = nn.Linear(HIDDEN, VOCABULARY, bias=False), torch.arange(kept) * (VOCABULARY // kept)
+    head, ids = nn.Linear(HIDDEN, VOCABULARY, bias=False), torch.arange(kept, dtype=torch.int32) * (VOCABULARY // kept)
     cut = nn.Linear(HIDDEN, kept, bias=False)
     cut.weight.data = head.weight.data[ids].contiguous()
     names = ("layer", "int8 layer", "head", "draw", "cut head", "cut draw")
@@ -87,24 +87,11 @@ def parts(kept: int, repeats: int = 5) -> dict[str, list[float]]:
                 "head": lambda x=x: head(x[HIDDEN]),
                 "draw": lambda z=logits, k=keys, p=places: keyed_draw(z, k, p),
                 "cut head": lambda x=x: cut(x[HIDDEN]),
-                "cut draw": lambda z=few, k=keys, p=places: cut_draw(z, k, p, ids),
+                "cut draw": lambda z=few, k=keys, p=places: keyed_draw(z, k, p, ids=ids),
             }
             for name, ms in _best(works, repeats).items():
                 found[name].append(ms / (len(stacks) if "layer" in name else 1))
     return found
-
-
-def cut_gumbel(keys: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
-    """The noise [N, len(ids)] that `rollout.noise.gumbel` gives these ids."""
-    low, high = row_words(keys, positions)
-    words = (low[:, None] + ids.to(torch.int32) * GOLDEN).flatten()
-    return gumbel(words, high.repeat_interleave(len(ids)), 1).view(len(keys), -1)
-
-
-def cut_draw(logits: Tensor, keys: Tensor, positions: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Draws [N] among `ids` with the policy's noise, and their log-probs among them. Args: logits [N, len(ids)]."""
-    best = (cut_gumbel(keys, positions, ids) + logits).argmax(-1)
-    return ids[best], logits.gather(-1, best[:, None])[:, 0] - logits.logsumexp(-1)
 
 
 def on_half_billion(found: dict[str, list[float]], layers: int, small: bool = False, trimmed: bool = False) -> Measured:

@@ -96,6 +96,6 @@ def rule_and_drafting(
         from rollout.engines.base import Limits
         from rollout.engines.local.head import drafter_of
 
-        model = drafter_of(drafter, sampling, Limits.of(config))
+        model = drafter_of(drafter, sampling, Limits.of(config), config.local.drafter_vocab)
     contexts = ContextTable() if "contexts" in config.sources else None
     return exact, Drafting(Budget(config.budget.window), contexts, model, "redraw" in config.sources)

@@ -50,9 +50,13 @@ def row_words(keys: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
     return x.to(torch.int32), (x >> 32).to(torch.int32)  # the low bits are kept
 
 
-def hash_tokens(low: Tensor, high: Tensor, vocab: int) -> Tensor:
-    """int32 hash [N, V] of (key, position, token id): the same integers on every device. low, high int32 [N]."""
-    x = torch.arange(vocab, dtype=torch.int32, device=low.device) * GOLDEN + low[:, None]
+def hash_tokens(low: Tensor, high: Tensor, vocab: int, ids: Tensor | None = None) -> Tensor:
+    """int32 hash [N, V] of (key, position, token id): the same integers on every device.
+
+    Args: low, high int32 [N]; ids int32 [V], where they are not 0 to V - 1.
+    """
+    ids = torch.arange(vocab, dtype=torch.int32, device=low.device) if ids is None else ids
+    x = ids * GOLDEN + low[:, None]
     x = _fold(x, 16).mul_(MIX_A)
     x = _fold(x, 15).add_(high[:, None])
     x = _fold(x, 16).mul_(MIX_B)
@@ -60,13 +64,13 @@ def hash_tokens(low: Tensor, high: Tensor, vocab: int) -> Tensor:
     return _fold(x, 16)
 
 
-def gumbel(low: Tensor, high: Tensor, vocab: int) -> Tensor:
-    """Standard Gumbel noise [N, V] float32 from the words of `row_words`.
+def gumbel(low: Tensor, high: Tensor, vocab: int, ids: Tensor | None = None) -> Tensor:
+    """Standard Gumbel noise [N, V] float32 from the words of `row_words`; ids as of `hash_tokens`.
 
     G = -log(E), E = -log(1 - u), u in (0, 1) from 31 hash bits. Small u make the large G that decide draws; there both
     the conversion to float32 and log1p are precise. G lies in [-2.9, 22.2]: the cut tails weigh 6e-8 and 2.4e-10.
     """
-    return _to_unit(hash_tokens(low, high, vocab)).neg_().log1p_().neg_().log_().neg_()
+    return _to_unit(hash_tokens(low, high, vocab, ids)).neg_().log1p_().neg_().log_().neg_()
 
 
 def _to_unit(word: Tensor) -> Tensor:
@@ -120,6 +124,7 @@ def keyed_draw(
     keys: Tensor,
     positions: Tensor,
     targets: Tensor | None = None,
+    ids: Tensor | None = None,
     *,
     temperature: float = 1.0,
     top_k: int = 0,
@@ -127,12 +132,14 @@ def keyed_draw(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Draws one token for each of N (key, position) pairs.
 
-    Args: logits [N, V] of any float type; keys, positions int64 [N]; targets int64 [N], the draws when None.
+    Args: logits [N, V] of any float type; keys, positions int64 [N]; targets int64 [N], the draws when None; ids int32
+    [V] ascending, of the tokens that the logits are of where these are not 0 to V - 1: draws are such ids, and targets
+    columns.
     Returns: draws int64 [N]; their log-prob float32 [N] and that of the targets, under the processed distribution;
     gap float32 [N] between the two best scores, NaN where the logits are not usable.
     """
     z = process_logits(logits, temperature, top_k, top_p)
-    scores = z if temperature == 0.0 else gumbel(*row_words(keys, positions), z.shape[-1]).add_(z)
+    scores = z if temperature == 0.0 else gumbel(*row_words(keys, positions), z.shape[-1], ids).add_(z)
     best, draws = scores.max(-1)
     without = scores.scatter if scores is z else scores.scatter_
     second = without(-1, draws[:, None], -torch.inf).amax(-1)
@@ -140,4 +147,4 @@ def keyed_draw(
     wanted = torch.stack([draws, draws if targets is None else targets], -1)
     log_p, log_p_targets = (z.gather(-1, wanted) - total[:, None]).unbind(-1)
     gap = (best - second).add_(total - total)  # NaN where the total is not finite
-    return draws, log_p, log_p_targets, gap
+    return draws if ids is None else ids[draws].long(), log_p, log_p_targets, gap

@@ -100,6 +100,10 @@ class RoutedConfig:
 class LocalConfig:
     kv_cache_mb: int = doc(0, "most KV of a rollout in MB; 0 plans with what is free when it begins")
     graphs: Literal["auto", "off"] = doc("auto", "capture passes as CUDA graphs, on GPUs in half precision")
+    drafter_vocab: int = doc(
+        32_768,
+        "law=exact: ids that rollout.drafter draws from, the most frequent in the run's texts so far; 0 draws from all",
+    )
 
 
 SPECULATORS = ("texts", "ngram_gpu", "eagle", "eagle3", "mtp")

@@ -13,12 +13,14 @@ from rollout.verify import exact
 from rollout.workers.ahead import Ahead
 
 
-def local(model, sampling, *, lenience=None, window=0, contexts=False, drafter=None, own_weights=False, **limits):
+def local(
+    model, sampling, *, lenience=None, window=0, contexts=False, drafter=None, ids=0, own_weights=False, **limits
+):
     """A transformers engine; with a `lenience` that of the published rule."""
     limits = Limits(**limits)
     if lenience is not None:
         return TransformersEngine(model, sampling, lenient(lenience), Once(), limits, own_weights)
-    drafter = None if drafter is None else drafter_of(drafter, sampling, limits)
+    drafter = None if drafter is None else drafter_of(drafter, sampling, limits, ids)
     drafting = Drafting(Budget(window), ContextTable() if contexts else None, drafter)
     return TransformersEngine(model, sampling, exact, drafting, limits, own_weights)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import TYPE_CHECKING, Protocol
@@ -41,6 +41,7 @@ class DraftModel(Policy, Protocol):
     def open(self, requests: Sequence[Request], places: int, policy) -> None: ...
     def admit(self, rows: Mapping[int, Sequence[int]]) -> None: ...
     def leave(self, rows: Sequence[int], close_up: bool) -> None: ...
+    def learn(self, responses: Iterable[Sequence[int]]) -> None: ...
     def behind(self, row: int, length: int) -> int: ...
     def propose(self, texts: Mapping, room: Sequence[int], chain: Chain, budget: Budget) -> list[list[int]]: ...
 
@@ -159,6 +160,8 @@ class Drafting:
 
     def end(self, rows: Sequence[Response], stats: EngineStats) -> None:
         """The rollout is done: later ones may draft from the responses of rows that speculate."""
+        if self.model:
+            self.model.learn(row.tokens for row in rows)
         if self.contexts is not None:
             began = time.perf_counter()
             self.contexts.learn((row.request.prompt, row.tokens) for row in rows if not row.request.plain)

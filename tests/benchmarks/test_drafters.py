@@ -5,12 +5,11 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.drafter_costs import Pass, cut_draw, cut_gumbel
+from benchmarks.drafter_costs import Pass
 from benchmarks.drafter_walks import Grid, Way, chain_grid, masked_grid, seconds, walk
 from benchmarks.int8_copy import Int8Linear
 from benchmarks.mask_drafter import MaskDrafter, ends_of
 from benchmarks.responses import response_logits
-from rollout.noise import gumbel, keyed_draw, row_words
 from specrl.drafter import DrafterOptions, agreement, sample, shortened
 from specrl.tiny import load_tiny
 from trainers.cotraining.texts import Text
@@ -37,19 +36,6 @@ def grid_of(stands: list[list[int]], chance: float = 1.0) -> Grid:
     windows = np.lib.stride_tricks.sliding_window_view(flat, 3, axis=1)
     chances = np.broadcast_to(chance ** np.arange(1, 4, dtype=np.float32), windows.shape)
     return Grid(windows, chances, np.full(len(stands), length))
-
-
-def test_the_noise_of_a_list_of_ids_is_that_of_the_vocabulary():
-    keys, positions, ids = torch.tensor([5, -7, 1 << 40]), torch.tensor([3, 900, 0]), torch.tensor([0, 17, 84, 5000])
-    whole = gumbel(*row_words(keys, positions), 5001)
-    assert torch.equal(cut_gumbel(keys, positions, ids), whole[:, ids])
-    logits = torch.randn(3, 5001)
-    outside = torch.ones(5001, dtype=torch.bool)
-    outside[ids] = False
-    draws, logp = cut_draw(logits[:, ids], keys, positions, ids)
-    want, want_logp, *_ = keyed_draw(logits.masked_fill(outside, -torch.inf), keys, positions)
-    assert torch.equal(draws, want)
-    torch.testing.assert_close(logp, want_logp)
 
 
 def test_a_mask_answers_as_behind_its_own_prefix_alone(policy):

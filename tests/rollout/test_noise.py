@@ -174,6 +174,24 @@ def test_draws_ignore_padding_that_the_law_excludes():
     assert one_by_one == draws.tolist()
 
 
+@pytest.mark.parametrize("law", [(1.0, 0, 1.0), (0.7, 9, 1.0), (1.0, 0, 0.6), (0.0, 0, 1.0)], ids=str)
+def test_some_ids_draw_as_if_the_others_had_no_chance(law):
+    at, vocab = torch.arange(64), 5001
+    ids = torch.randperm(vocab, generator=torch.Generator().manual_seed(3))[:700].sort().values
+    logits = torch.randn(64, vocab, generator=torch.Generator().manual_seed(4)) * 2
+    outside = torch.ones(vocab, dtype=torch.bool)
+    outside[ids] = False
+    settings = dict(zip(("temperature", "top_k", "top_p"), law, strict=True))
+    want = keyed_draw(logits.masked_fill(outside, -torch.inf), keys_of(64), at, ids[at], **settings)
+    got = keyed_draw(logits[:, ids], keys_of(64), at, at, ids.int(), **settings)
+    assert got[0].equal(want[0])
+    for mine, theirs in zip(got[1:], want[1:], strict=True):
+        torch.testing.assert_close(mine, theirs)
+    if law[0]:
+        columns = keyed_draw(logits[:, ids], keys_of(64), at, **settings)[0]
+        assert not ids[columns].equal(want[0]), "control: the noise of the columns' own numbers"
+
+
 # Its distribution -----------------------------------------------------------------------------------------------------
 
 

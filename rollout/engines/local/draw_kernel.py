@@ -33,7 +33,14 @@ P0, P1, P2, P3, P4, P5 = (tl.constexpr(c) for c in noise.POWER)
 
 
 def keyed_draw(
-    logits: Tensor, keys: Tensor, positions: Tensor, targets: Tensor, temperature: float, top_k: int, top_p: float
+    logits: Tensor,
+    keys: Tensor,
+    positions: Tensor,
+    targets: Tensor,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    ids: Tensor | None = None,
 ) -> Tensor:
     """`noise.keyed_draw` of logits [N, V], packed as int32 [4, N]: draws, then bits of log-probs and gap.
 
@@ -51,14 +58,16 @@ def keyed_draw(
     if not rows:
         return packed
     by = float(temperature) if scaled else 1.0
+    names = tokens if ids is None else ids.contiguous()  # a place for the kernels' argument that they then do not read
     law = {"SCALED": scaled, "enable_fp_fusion": False}  # a fused product would be rounded once less than in noise.py
     if cut:
         given = (logits, floors, vocab, by)
         search[(rows,)](*given, TOP_K=top_k, TOP_P=float(top_p), BLOCK=BLOCK, num_warps=16, **law)
-    given = (logits, keys, positions, floors, floats, tokens, vocab, by)
-    part[(rows, blocks)](*given, NOISE=temperature != 0.0, CUT=cut, BLOCK=BLOCK, num_warps=8, **law)
-    given = (logits, targets, floors, floats, tokens, packed, vocab, blocks, by)
-    combine[(rows,)](*given, CUT=cut, WIDTH=triton.next_power_of_2(blocks), num_warps=1, **law)
+    law |= {"CUT": cut, "NAMED": ids is not None}
+    given = (logits, keys, positions, names, floors, floats, tokens, vocab, by)
+    part[(rows, blocks)](*given, NOISE=temperature != 0.0, BLOCK=BLOCK, num_warps=8, **law)
+    given = (logits, targets, names, floors, floats, tokens, packed, vocab, blocks, by)
+    combine[(rows,)](*given, WIDTH=triton.next_power_of_2(blocks), num_warps=1, **law)
     return packed
 
 
@@ -171,18 +180,19 @@ def search(
 
 @triton.jit
 def part(
-    logits, keys, positions, floors, floats, tokens, vocab, by,
-    NOISE: tl.constexpr, SCALED: tl.constexpr, CUT: tl.constexpr, BLOCK: tl.constexpr,
+    logits, keys, positions, names, floors, floats, tokens, vocab, by,
+    NOISE: tl.constexpr, SCALED: tl.constexpr, CUT: tl.constexpr, NAMED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Of a block of a row: the draw in tokens [N, blocks]; best and second best score, largest logit and the sum of
-    exponentials in floats [4, N, blocks].
+    """Of a block of a row: the draw's column in tokens [N, blocks]; best and second best score, largest logit and the
+    sum of exponentials in floats [4, N, blocks].
     """
     n, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token = block * BLOCK + tl.arange(0, BLOCK)
     z = scale(tl.load(logits + n * vocab + token, mask=token < vocab, other=LEAST), by, SCALED)
     if CUT:
         z = tl.where(z < tl.load(floors + n), LEAST, z)
-    score = z + gumbel(tl.load(keys + n), tl.load(positions + n), token) if NOISE else z
+    name = tl.load(names + token, mask=token < vocab, other=0) if NAMED else token
+    score = z + gumbel(tl.load(keys + n), tl.load(positions + n), name) if NOISE else z
     score = tl.where(score == score, score, float("inf"))  # NaN is drawn, as torch does
     best, index = tl.max(score, 0, return_indices=True)
     drawn = block * BLOCK + index
@@ -200,8 +210,8 @@ def part(
 
 @triton.jit
 def combine(
-    logits, targets, floors, floats, tokens, packed, vocab, blocks, by,
-    SCALED: tl.constexpr, CUT: tl.constexpr, WIDTH: tl.constexpr,
+    logits, targets, names, floors, floats, tokens, packed, vocab, blocks, by,
+    SCALED: tl.constexpr, CUT: tl.constexpr, NAMED: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """packed int32 [4, N] of a row from its blocks."""
     n, rows = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
@@ -223,7 +233,7 @@ def combine(
     if CUT:
         target = tl.where(target < tl.load(floors + n), LEAST, target)
     gap = tl.where(tl.abs(total) < float("inf"), best - second, float("nan"))
-    tl.store(packed + n, drawn)
+    tl.store(packed + n, tl.load(names + drawn) if NAMED else drawn)
     tl.store(packed + rows + n, log_p.to(tl.int32, bitcast=True))
     tl.store(packed + 2 * rows + n, (target - total).to(tl.int32, bitcast=True))
     tl.store(packed + 3 * rows + n, gap.to(tl.int32, bitcast=True))

@@ -180,14 +180,9 @@ class HeadDrafter(ModelDrafter):
 
     reads_states = True
 
-    def __init__(self, head: Head, sampling: Sampling, limits: Limits | None = None):
-        super().__init__(head, sampling, limits)
+    def __init__(self, head: Head, sampling: Sampling, limits: Limits | None = None, ids: int = 0):
+        super().__init__(head, sampling, limits, ids)
         self.ragged.kv_bytes += head.config.hidden_size * head.fc.weight.element_size()
-
-    def open(self, requests: Sequence[Request], places: int, policy: Reader) -> None:
-        """See `ModelDrafter.open`. The head's texts lack the first token: an entry is a token with the state before."""
-        self._reader = Reader(self.ragged, [_shifted(request) for request in requests], places, states=policy)
-        self.behind, self.leave = self._reader.behind, self._reader.leave
 
     def propose(
         self, texts: Mapping[int, Sequence[int]], room: Sequence[int], chain: Chain, budget: Budget
@@ -198,10 +193,14 @@ class HeadDrafter(ModelDrafter):
             self._reader.rollback(row, len(text))
         return drafts
 
+    def _reading(self, requests: Sequence[Request], places: int, policy: Reader) -> Reader:
+        """The head's texts lack the first token: an entry is a token with the state before."""
+        return Reader(self.ragged, [_shifted(request) for request in requests], places, states=policy)
 
-def drafter_of(model: nn.Module, sampling: Sampling, limits: Limits | None = None) -> ModelDrafter:
-    """Drafts by a head, or by a model that reads the text itself."""
-    return (HeadDrafter if isinstance(model, Head) else ModelDrafter)(model, sampling, limits)
+
+def drafter_of(model: nn.Module, sampling: Sampling, limits: Limits | None = None, ids: int = 0) -> ModelDrafter:
+    """Drafts by a head, or by a model that reads the text itself. Args: see `ModelDrafter`."""
+    return (HeadDrafter if isinstance(model, Head) else ModelDrafter)(model, sampling, limits, ids)
 
 
 def _shifted(request: Request) -> Request:

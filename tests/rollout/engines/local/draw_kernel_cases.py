@@ -55,12 +55,12 @@ def law(temperature=1.0, top_k=0, top_p=1.0):
     return temperature, top_k, top_p
 
 
-def agree(given, law) -> bool:
+def agree(given, law, ids=None) -> bool:
     """Whether the kernels give what noise.py does: the same draws, and floats but for the last places."""
     logits, keys, positions, targets = given
     temperature, top_k, top_p = law
-    want = keyed_draw(logits, keys, positions, targets, temperature=temperature, top_k=top_k, top_p=top_p)
-    draws, *floats = unpack(draw_kernel.keyed_draw(*given, *law))
+    want = keyed_draw(logits, keys, positions, targets, ids, temperature=temperature, top_k=top_k, top_p=top_p)
+    draws, *floats = unpack(draw_kernel.keyed_draw(*given, *law, ids))
     near = (
         torch.tensor(a).allclose(b, rtol=0, atol=CLOSE, equal_nan=True) for a, b in zip(floats, want[1:], strict=True)
     )
@@ -78,6 +78,16 @@ def test_the_same_draws_and_logprobs_as_on_a_cpu(n, vocab, laws, kind):
     given = rows(n, vocab, kind)
     for law in laws:
         assert agree(given, law), law
+
+
+@pytest.mark.parametrize("law", FEW, ids=str)
+def test_and_of_the_ids_that_columns_are_given(law):
+    given = rows(5, 4099)
+    ids = torch.randperm(152_000, generator=torch.Generator().manual_seed(1))[:4099].sort().values.int()
+    assert agree(given, law, ids)
+    draws = draw_kernel.keyed_draw(*given, *law, ids)[0]
+    assert torch.isin(draws, ids).all()
+    assert not draws.equal(draw_kernel.keyed_draw(*given, *law)[0]), "control"
 
 
 def test_integers_are_the_same():

@@ -9,7 +9,7 @@ from rollout.engines.local import draw_kernel
 
 SIGNATURE = {
     **{"floors": "*fp32", "floats": "*fp32", "tokens": "*i32", "packed": "*i32"},
-    **{"keys": "*i64", "positions": "*i64", "targets": "*i64"},
+    **{"keys": "*i64", "positions": "*i64", "targets": "*i64", "names": "*i32"},
     **{"vocab": "i32", "blocks": "i32", "by": "fp32"},
 }
 
@@ -30,10 +30,10 @@ def compiled(kernel, logits, **constants):
 def test_they_compile(logits, scaled):
     law = {"SCALED": scaled, "BLOCK": draw_kernel.BLOCK}
     search = compiled(draw_kernel.search, logits, TOP_K=50, TOP_P=0.3, **law)["ptx"]
-    part = compiled(draw_kernel.part, logits, NOISE=True, CUT=True, **law)["ptx"]
-    assert compiled(draw_kernel.part, logits, NOISE=False, CUT=False, **law)["cubin"]
+    part = compiled(draw_kernel.part, logits, NOISE=True, CUT=True, NAMED=True, **law)["ptx"]
+    assert compiled(draw_kernel.part, logits, NOISE=False, CUT=False, NAMED=False, **law)["cubin"]
     for one in ({"WIDTH": 1, "blocks": 1}, {"WIDTH": 64}):  # Triton takes a 1 for a constant
-        assert compiled(draw_kernel.combine, logits, SCALED=scaled, CUT=True, **one)["cubin"]
+        assert compiled(draw_kernel.combine, logits, SCALED=scaled, CUT=True, NAMED=scaled, **one)["cubin"]
     assert "0d3FD3333333333333" in search, "top_p in float64, as in noise.py"
     for ptx in (search, part):
         assert ("div.rn.f32" in ptx) == scaled

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -16,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rollout.engines.base import Sampling
 from rollout.engines.local import draw as module
-from rollout.engines.local.draw import Draw, rows_per_chunk, unpack
+from rollout.engines.local.draw import Draw, TrimmedDraw, rows_per_chunk, unpack
 from rollout.noise import keyed_draw
 
 ROOT = Path(__file__).parents[4]
@@ -229,6 +230,39 @@ def test_a_cpu_says_why_it_rounds():
     assert whole.rounds == ""
     with torch.autocast("cpu", torch.bfloat16):
         assert "bfloat16" in whole.rounds, "what it is computed in counts, not the weights' type"
+
+
+# Some ids only --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("law", LAWS, ids=str)
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_trimmed_draw_is_the_whole_one_without_the_other_ids(law, bias):
+    layer, given, ids = head(bias), asked(40), np.arange(7, VOCAB, 13)
+    trimmed = TrimmedDraw(layer, Sampling(frozenset(), *law), 1, len(ids))
+    with torch.inference_mode():
+        for _ in range(2):
+            trimmed.take(ids)
+            logits = layer(given[0])
+            logits[:, np.setdiff1d(np.arange(VOCAB), ids)] = -torch.inf
+            want = keyed_draw(logits, *given[1:3], temperature=law[0], top_k=law[1], top_p=law[2])
+            draws, logprobs, _, _ = unpack(trimmed(*given))
+            assert draws == want[0].tolist()
+            assert logprobs == pytest.approx(want[1].tolist(), abs=1e-5)
+            layer.weight.copy_(layer.weight.flip(0))  # an update, which the next `take` follows
+        stale, ids = draws, ids[::-1].copy()
+        assert unpack(trimmed(*given))[0] == stale, "control: nothing is followed before"
+
+
+def test_a_trimmed_draw_reads_as_many_rows_less():
+    whole = Draw(head(), Sampling(frozenset()), 1)
+    trimmed = TrimmedDraw(head(), Sampling(frozenset()), 1, 41)
+    assert trimmed.lm_head.weight.shape == (41, HIDDEN)
+    assert trimmed.logits(asked(3)[0]).shape == (3, 41)
+    assert trimmed.rows == 100 * whole.rows + 98, "so chunks are of more rows"
+    where = trimmed.lm_head.weight.data_ptr()
+    trimmed.take(np.arange(41) * 2)
+    assert trimmed.lm_head.weight.data_ptr() == where, "captured graphs read it there"
 
 
 # Chunks ---------------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 import copy
 import random
 import types
+from collections import Counter
 from dataclasses import dataclass, replace
 
 import pytest
@@ -14,6 +15,7 @@ from rollout.drafting.chain import Chain
 from rollout.engines.base import Sampling
 from rollout.engines.local.drafter import ModelDrafter, early_exit
 from rollout.engines.local.engine import TransformersEngine
+from rollout.engines.local.head import Head
 from rollout.engines.local.reader import Reader
 from rollout.keys import derive_key
 from rollout.types import Request, RolloutError
@@ -168,6 +170,44 @@ def test_near_ties_are_decided_the_same_way(policy):
     assert stats.ties > 20
     engine = Engine(policy, SAMPLING, tie_margin=0.5, window=4, drafter=blurred(policy))
     assert outputs(engine.generate(requests())[0]) == outputs(plain)
+
+
+@pytest.mark.parametrize("ids", [3, 30, VOCAB])
+@pytest.mark.parametrize("kind", ["twin", "exit", "head"])
+def test_drafts_from_some_ids_change_nothing(policy, plain, kind, ids):
+    drafter = {"twin": copy.deepcopy, "exit": lambda model: early_exit(model, 1), "head": Head.of}[kind](policy)
+    engine = Engine(policy, SAMPLING, window=5, drafter=drafter, ids=ids)
+    for _ in range(2):
+        done, _ = engine.generate(requests())
+        assert outputs(done) == outputs(plain)
+    assert engine.sources["model"][0] > 0
+
+
+def test_the_ids_are_those_that_the_texts_use_most(policy, plain):
+    """A copy of the policy is blind for an id as long as it draws from others only."""
+    batch = [replace(r, prompt=[2, 3]) for r in requests()]
+    blind, seeing = (Engine(policy, SAMPLING, window=5, drafter=copy.deepcopy(policy), ids=n) for n in (12, 0))
+    texts = outputs(seeing.generate(batch)[0])
+    assert rates(seeing) == 1.0
+    assert outputs(blind.generate(batch)[0]) == texts
+    first, emitted = rates(blind), Counter(t for text, _ in texts for t in text)
+    assert first < 0.7
+    seen = {t for t, _ in emitted.most_common(9)}
+    assert not seen <= set(range(12)), "the lowest ids are taken where nothing is known"
+    assert outputs(blind.generate(batch)[0]) == texts
+    assert rates(blind) > first + 0.1
+    drawn = set(blind.drafting.model.ragged.draw.ids.tolist())
+    assert seen | SAMPLING.eos_ids <= drawn
+    assert len(drawn) == 12
+
+
+def test_an_output_layer_that_is_more_than_its_weight_draws_from_all_ids(policy, caplog):
+    drafter = copy.deepcopy(policy)
+    drafter.lm_head.register_forward_hook(lambda *_: None)
+    engine = Engine(policy, SAMPLING, window=5, drafter=drafter, ids=12)
+    engine.generate(requests())
+    assert rates(engine) == 1.0
+    assert "drafts are drawn from all 61 ids and not from the 12 of rollout.local.drafter_vocab" in caplog.text
 
 
 # The same noise, and KV that follows ----------------------------------------------------------------------------------
