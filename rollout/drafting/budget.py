@@ -171,19 +171,27 @@ class Budget:
 
         These are the rows whose own drafters are right less often. They keep a rollout going after the others have
         left, so that a second is worth what it brings them: the long drafts of the others would only make it look dear.
+        But all rows together must not be slower for it, as other rows need it in the next pass.
         """
-        promise = self.drafter.promise()
-        needy = frozenset(s for s in count if self.acceptance(s) < promise)
+        promise, total = self.drafter.promise(), count.total()
+        chances = {s: self.acceptance(s) for s in count}
+        needy = frozenset(s for s in count if chances[s] < promise)
         if not needy:
             return needy, goodput
-        rows = sum(count[s] for s in needy)
-        others = fixed + b * sum(count[s] * k[s] for s in count if s not in needy)
-        alone = sum(count[s] * emitted(self.acceptance(s), k[s]) for s in needy)
-        alone /= others + b * sum(count[s] * k[s] for s in needy)
+        rows, others = sum(count[s] for s in needy), [s for s in count if s not in needy]
+        theirs = fixed + b * sum(count[s] * k[s] for s in others)
+        alone = sum(count[s] * emitted(chances[s], k[s]) for s in needy)
+        alone /= theirs + b * sum(count[s] * k[s] for s in needy)
         draft, row, token, _ = self.drafter.fit()
-        price = b * rows + draft + (row + token) * rows
-        helped = max(rows * emitted(promise, k) / (others + price * k) for k in range(LONG + 1))
-        return (needy, helped) if helped > _MARGIN * alone else (frozenset(), alone)
+        step = draft + (row + token) * rows
+        helped, length = max(
+            (rows * emitted(promise, n) / (theirs + (b * rows + step) * n), n) for n in range(LONG + 1)
+        )
+        share = (fixed + step * length) / total
+        seconds = rows * (share + b * length) / emitted(promise, length)
+        seconds += sum(count[s] * (share + b * k[s]) / emitted(chances[s], k[s]) for s in others)
+        pays = helped > _MARGIN * alone and seconds < total / goodput
+        return (needy, helped) if pays else (frozenset(), alone)
 
     def chain(self, behind: Sequence[int], plan: Plan) -> Chain:
         """The stop rule of a chain draft; it may let no row draft.

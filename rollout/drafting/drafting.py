@@ -195,7 +195,7 @@ class Drafting:
             if self.redraws and row.redraws and row.drafting and limit > 0:
                 kind = row.state, "redraw"
                 if worth(kind) > worth(row.kind):
-                    row.guess, row.kind = Draft(row.redraws[:limit], "redraw"), kind
+                    row.guess, row.kind = _joined(row.redraws, guess.tokens, limit), kind
 
     def _carried(self, rows: Sequence[Response], plan: Plan) -> list[Draft]:
         """As much of each row's guess as its kind may carry, or what the contexts promise more of."""
@@ -234,6 +234,13 @@ class Drafting:
         for i, tokens, logprobs in zip(places, proposed, chain.logprobs, strict=False):  # a probe is of a few rows
             if tokens:
                 drafts[i] = Draft(tokens, "model", logprobs)
+
+
+def _joined(redraws: Sequence[int], text: Sequence[int], limit: int) -> Draft:
+    """The redraws, and what follows their last one in a text that has it at the same position."""
+    n = len(redraws)
+    rest = text[n:] if len(text) > n and text[n - 1] == redraws[-1] else ()
+    return Draft([*redraws[:limit], *rest], "redraw")
 
 
 def check_vocab(theirs: int, policys: int) -> None:

@@ -293,10 +293,11 @@ def test_the_model_takes_the_rows_that_their_own_drafters_serve_worse():
 def test_rows_that_go_well_do_not_take_the_model_from_those_that_do_not():
     """The slow rows set the time: the many tokens of the others must not make a second look too dear for them."""
     budget = with_model(5e-3, 1e-5, {"agreeing": 0.99, "diverged": 0.3}, 0.9)
-    few, many = (budget.plan(["agreeing"] * n + ["diverged"] * 8, model=True) for n in (0, 40))
+    few, many, most = (budget.plan(["agreeing"] * n + ["diverged"] * 8, model=True) for n in (0, 16, 40))
     assert few.handed == many.handed == {"diverged"}
     assert many.goodput < few.goodput
     assert budget.chain([1] * 8, many).going == list(range(8))
+    assert most.handed == set(), "all would wait for passes that few rows need"
 
 
 @pytest.mark.parametrize("promise", [0.3, 0.6, 0.8])

@@ -57,6 +57,30 @@ def test_nothing_is_redrawn_that_was_not_asked_for():
         assert not made.propose([row], EngineStats())[0].tokens
 
 
+class Old:
+    """A drafter that follows a text at its positions."""
+
+    def __init__(self, text):
+        self.text = text
+
+    def propose(self, tokens, limit):
+        return self.text[len(tokens) : len(tokens) + limit]
+
+
+def test_a_text_goes_on_where_they_end_if_it_has_the_last_of_them():
+    """They are as long as what was left of the last draft; a text goes further."""
+    for text, want in (([5, 6, 7, 3, 11, 12], [4, 3, 11, 12]), ([5, 6, 4, 8, 11, 12], [4, 3])):
+        made, row = drafting(), row_of(Old(text))
+        for state in ("lost", "diverged", "agreeing"):
+            for _ in range(60):
+                made.budget.observe_draft((state, "redraw"), 4, 4)
+                made.budget.observe_draft((state, "custom"), 4, 0)
+        made.propose([row], EngineStats())
+        settle(made, row, Draft([5, 6, 7], "custom"), [5, 9, 4, 3])
+        (draft,) = made.propose([row], EngineStats())
+        assert (draft.tokens, draft.source) == (want, "redraw")
+
+
 def test_what_became_of_them_decides():
     """Against a drafter whose guesses stand or do not."""
     for stands, want in ((True, "custom"), (False, "redraw")):
