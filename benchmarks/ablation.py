@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rollout.sections import SOURCES
+from rollout.sections import SOURCES, doc
 from specrl.bench.pair import Bench, PairConfig, device_name, of_pairs, perturbed, prepare, with_config
 from specrl.config import load as cli
 from specrl.results import tables
@@ -46,11 +46,15 @@ SEEN = (
 )
 
 
+FEW = "all texts and the drafters only, without fewer sources and fixed lengths"
+
+
 @dataclass
 class AblationConfig(PairConfig):
     drafters: list[str] = field(
         default_factory=list, metadata={"help": "draft models to try: directories, or layers=N"}
     )
+    few: bool = doc(False, FEW)
 
 
 @dataclass(frozen=True)
@@ -83,20 +87,23 @@ class Method:
 def main(config: AblationConfig) -> int:
     bench, others, _ = prepare(config, OTHERS)
     result = {"options": asdict(config), "device": device_name(bench.model.device), "seen_before": SEEN}
-    result["lines"] = [asdict(line) for line in measure(bench, others, config.drafters, config.repeats)]
+    result["lines"] = [asdict(line) for line in measure(bench, others, config.drafters, config.repeats, config.few)]
     bench.engine.close()
     if config.out:
         Path(config.out).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     return 0
 
 
-def measure(bench: Bench, others: Sequence[Row], drafters: Sequence[str], repeats: int) -> list[Line]:
+def measure(
+    bench: Bench, others: Sequence[Row], drafters: Sequence[str], repeats: int, few: bool = False
+) -> list[Line]:
     """Every method in every regime and size up to the bench's rows; prints a table for each size.
 
     Args:
         bench: policies, and the prompts of the largest size.
         others: rows of other prompts, whose texts a run has seen before; the newer policy answers them.
         drafters: draft models to try: directories, or layers=N.
+        few: see FEW.
     """
     every, lines = bench.rows, []
     seen = bench.rollout(None).generate(others, visit=0, step=0).completions
@@ -105,21 +112,22 @@ def measure(bench: Bench, others: Sequence[Row], drafters: Sequence[str], repeat
         bench.rows = every[:size]
         for regime, drift in REGIMES.items():
             old = None if drift is None else old_texts(bench, drift)
-            batches = compare(bench, old, list(_methods(bench, drafters)), learnt, repeats)
+            batches = compare(bench, old, list(_methods(bench, drafters, few)), learnt, repeats)
             lines += [_line(regime, name, runs[1:], batches["plain"][1:]) for name, runs in batches.items()]
         show([line for line in lines if line.rows == size])
     bench.rows = every
     return lines
 
 
-def _methods(bench: Bench, drafters: Sequence[str]) -> Iterator[Method]:
+def _methods(bench: Bench, drafters: Sequence[str], few: bool) -> Iterator[Method]:
     """An engine for each way of drafting, all around the same model."""
-    for name, sources in STEPS.items():
-        yield Method(name, _engine(bench, sources), sources)
     full = STEPS["+ redraw"]
+    for name, sources in STEPS.items():
+        if not few or sources is full:
+            yield Method(name, _engine(bench, sources), sources)
     for drafter in drafters:
         yield Method(f"+ {Path(drafter).name}", _engine(bench, full, drafter=drafter), full)
-    for window in WINDOWS:
+    for window in () if few else WINDOWS:
         yield Method(f"window {window}", _engine(bench, full, window=window), full)
 
 

@@ -45,6 +45,13 @@ def test_every_method_is_measured_in_every_regime_and_size(small, capsys):
     assert "8 rows: speedup over plain decoding" in capsys.readouterr().out
 
 
+def test_a_few_methods_are_what_a_large_batch_is_asked_about(small):
+    small.few = True
+    ablation.main(small)
+    lines = json.loads(Path(small.out).read_text())["lines"]
+    assert list(dict.fromkeys(line["method"] for line in lines)) == ["plain", "+ redraw", "+ layers=2"]
+
+
 def test_other_texts_than_plain_decodings_end_it(small, monkeypatch):
     monkeypatch.setattr(verify, "accept_exact", lambda draws, draft: len(draft))
     with pytest.raises(SystemExit, match="sampled other tokens than plain decoding"):
