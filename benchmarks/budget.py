@@ -87,7 +87,8 @@ def main(options: BudgetConfig) -> int:
     ablation.SIZES, ablation.WINDOWS = options.rows, WINDOWS
     lines = [asdict(line) for line in ablation.measure(made, others, options.drafters, options.repeats, options.few)]
     costs = {"costs_ms": MACHINES[options.machine], "drafter_costs_ms": DRAFTERS[options.machine]}
-    result = {"options": asdict(options), **costs, "seen_before": ablation.SEEN, "cells": list(cells(lines))}
+    told = asdict(options) | {"drafters": [Path(drafter).name for drafter in options.drafters], "out": ""}
+    result = {"options": told, **costs, "seen_before": ablation.SEEN, "cells": list(cells(lines))}
     for cell in result["cells"]:
         print(f"{cell['rows']} rows, {cell['regime']}: {cell['budget / best']:.3f} of the best fixed length")
     print(ablation.SEEN)

@@ -7,6 +7,7 @@ the costs of simulated machines, so the speed of the machine that runs this does
 - layers: every subset of the policy's layers as its draft model (Kangaroo, SWIFT, DEL)
 - sparse: the policy drafts on part of its own keys and values (SparseSpec, SpecPV, RAPID)
 - overlap: drafting beside verification instead of before it (PEARL, Mirror-SD, EasySpec)
+- places: of several places that fit equally well, the most recent or what most have in common (SAM decoding)
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from benchmarks.selfspec import layers, overlap, sparse
+from benchmarks.selfspec import layers, overlap, places, sparse
 from rollout.sections import doc
 from specrl.config import load as cli
 from specrl.tiny import load, load_tiny
 
-SECTIONS = ("layers", "sparse", "overlap")
+SECTIONS = ("layers", "sparse", "overlap", "places")
 
 
 @dataclass
@@ -50,6 +51,8 @@ def main(options: SelfSpecConfig) -> int:
         result["sparse"] = sparse.measure(policy, tokenizer, options.texts // 4, console)
     if "overlap" in options.sections:
         result["overlap"] = overlap.measure(policy, tokenizer, draft_model, options.texts, console)
+    if "places" in options.sections:
+        result["places"] = places.measure(policy, tokenizer, options.texts, console)
     if options.out:
         Path(options.out).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     return 0

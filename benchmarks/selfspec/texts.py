@@ -63,6 +63,15 @@ def own_texts(policy, tokenizer, count: int, context: int = 0) -> list[Text]:
     ]
 
 
+def own_groups(policy, tokenizer, count: int, size: int) -> list[list[list[int]]]:
+    """`size` responses of the policy to each of `count` held-out problems."""
+    prompts = [tokenizer(p.prompt)["input_ids"] for p in arithmetic("test", count, 0, LEVEL)]
+    keys = ((prompt, derive_key(0, "selfspec", i, visit)) for i, prompt in enumerate(prompts) for visit in range(size))
+    engine = TransformersEngine(policy, Sampling(frozenset([tokenizer.eos_token_id])))
+    done, _ = engine.generate([Request(prompt, key, CAP) for prompt, key in keys])
+    return [[c.tokens for c in done[i * size : (i + 1) * size]] for i in range(count)]
+
+
 def taught(policy, tokenizer) -> None:
     """Trains the policy in place on solved problems one after the other, as many as its positions hold."""
     rows, size, steps = TAUGHT["rows"], TAUGHT["tokens"], TAUGHT["steps"]

@@ -146,6 +146,7 @@ def test_selfspec(monkeypatch, tmp_path):
     assert found["layers"]["lines"][-1]["what"] == "draft model"
     assert {line["context"] for line in found["sparse"]["lines"]} == set(sparse.CONTEXTS)
     assert all(line["free"] >= line["in turn"] >= 1 for line in found["overlap"]["lines"])
+    assert all(line["tokens per pass"] > 1 for line in found["places"]["lines"])
 
 
 def test_cotraining(monkeypatch, tmp_path):

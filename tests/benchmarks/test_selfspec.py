@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from benchmarks.selfspec import layers, sparse
+from benchmarks.selfspec import layers, places, sparse
 from benchmarks.selfspec.overlap import WAYS, Machine, best, plain
 from benchmarks.selfspec.texts import own_texts, ranks, rounds, tokens_per_cost
 from specrl.tiny import load_tiny
@@ -34,6 +34,17 @@ def test_tokens_per_cost_by_hand():
     hits = [[True, False, True, True]]
     assert tokens_per_cost(hits, 0.5, 2) == pytest.approx(4 / (2 + 0.5 * 3))
     assert tokens_per_cost(hits, 0.5, 0) == pytest.approx(4 / (2 + 0.5 * 2)), "an oracle drafts what stands"
+
+
+def test_of_several_places_the_latest_or_the_most_frequent_goes_on():
+    known = [[1, 2, 5, 5], [1, 2, 5, 6], [1, 2, 7, 8]]
+    for counted, draft in ((False, [7, 8]), (True, [5, 6])):
+        found = places.Places(known)
+        assert found.draft([1], 2, counted) == [], "nothing as short is looked for"
+        assert found.draft([1, 2], 2, counted) == draft
+        assert found.draft([1, 2, 9, 1, 2], 3, counted) == ([9, 1, 2] if not counted else draft), "its own text too"
+    assert places.walked([1, 2, 5, 6], known, 4, counted=True) == 3, "two tokens alone, then the rest in one pass"
+    assert places.walked([1, 2, 5, 6], known, 4, counted=False) == 4
 
 
 def test_the_policy_agrees_with_itself_and_other_noise_does_not(tiny, texts):
