@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,12 +14,14 @@ from benchmarks.gpu.run import Step
 from benchmarks.gpu.sizes import Shape
 from benchmarks.gpu.timing import Context, busy, ms, peak_mb, wall
 from rollout.engines.base import Sampling
-from rollout.engines.local.draw import unpack
+from rollout.engines.local.draw import TrimmedDraw, unpack
 from rollout.engines.local.packed import packed_model
 from rollout.engines.local.ragged import RaggedModel
 from rollout.noise import hash_tokens, keyed_draw, row_words
 
 NUCLEUS = 0.95
+TRIMMED = 5
+"""A drafter's draw is timed on one in so many ids."""
 
 
 def steps(context: Context) -> Iterator[Step]:
@@ -74,6 +77,7 @@ class Case:
             "eager_ms": self.of_eager,
             "engine": partial(self.of_engine, self.model),
             f"engine_top_p_{NUCLEUS}": partial(self.of_engine, nucleus),
+            "trimmed": self.of_trimmed,
             "same_draws_as_cpu": self.same_draws,
         }
 
@@ -108,6 +112,21 @@ class Case:
         buffers = None if peak is None else round((peak - logits_mb) / (2 * logits_mb), 2)
         found = {"ms": ms(again), "first_call_ms": ms(first), "peak_mb": peak, "logits_mb": round(logits_mb, 1)}
         return found | {"vocabulary_buffers": buffers}
+
+    def of_trimmed(self) -> dict:
+        """A drafter's draw from few ids, and how many of them a CPU draws otherwise."""
+        ids = np.arange(0, self.model.vocab, TRIMMED)
+        trimmed = TrimmedDraw(self.head, Sampling(frozenset()), self.model.limits.logits_mb, len(ids))
+        taking = partial(trimmed.take, ids)
+        taking()
+        draw = lambda: trimmed(self.hidden, *self.columns, self.targets).cpu()  # noqa: E731
+        with self.model.inference():
+            here, *_ = unpack(draw())
+            logits, columns = trimmed.logits(self.hidden).cpu(), [column.cpu() for column in self.columns]
+            there = keyed_draw(logits, *columns, ids=trimmed.ids.cpu())[0].tolist()
+            found = {"ids": len(ids), "ms": ms(min(wall(draw, self.device) for _ in range(4)))}
+        found["take_ms"] = ms(min(wall(taking, self.device) for _ in range(2)))
+        return found | {"differ": sum(a != b for a, b in zip(here, there, strict=True))}
 
     def same_draws(self) -> dict:
         """Draws of the device's logits, there and on a CPU: the noise's logarithms differ in their last bits."""

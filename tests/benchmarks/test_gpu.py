@@ -209,6 +209,7 @@ def test_every_phase_runs_on_a_bare_machine(tmp_path):
     assert found["env"]["us_per_op"]["add"] > 0
     assert found["draw"]["integers_equal"] == {"words": True, "eager": True}
     assert found["draw"]["hidden 64"]["8 rows"]["same_draws_as_cpu"] == {"draws": 8, "differ": 0}
+    assert found["draw"]["hidden 64"]["8 rows"]["trimmed"]["differ"] == 0
     assert found["pass"]["fit"]["passes"] == len(SMALL.pass_rows) * len(SMALL.pass_tokens) * len(SMALL.pass_widths)
     for line in (found["rollouts"]["8 rows x 32"][law] for law in ("off", "replay 0", "replay 1")):
         assert line["seconds_a_token"] > 0
