@@ -19,7 +19,7 @@ from torch import Tensor
 
 from rollout.drafting.draft import Draft
 from rollout.drafting.drafting import Drafting
-from rollout.engines.base import DRAFTER, Limits, Probe, Sampling, out_of_memory
+from rollout.engines.base import DRAFTER, Limits, Probe, Sampling, heap_at_rest, out_of_memory
 from rollout.engines.local.memory import places
 from rollout.engines.local.packed import packed_model
 from rollout.engines.local.ragged import RaggedModel
@@ -176,8 +176,8 @@ class TransformersEngine(LocalModel):
         has emitted; its KV is computed again. Which rows share a pass changes no token.
         """
         with ExitStack() as stack:
-            for inference in (self.policy.inference, self.drafting.inference):
-                stack.enter_context(inference())
+            for at_work in (heap_at_rest, self.policy.inference, self.drafting.inference):
+                stack.enter_context(at_work())
             while any(row.finish is None for row in rows):
                 size = places([row.request for row in rows], self._models(), self._most)
                 try:

@@ -1,0 +1,43 @@
+"""What engines share: the heap while they work."""
+
+import gc
+
+import pytest
+
+from rollout import verify
+from rollout.engines.base import heap_at_rest
+from tests.engines import local
+from tests.rollout.golden import SAMPLING, requests_of
+
+
+@pytest.fixture(autouse=True)
+def nothing_frozen():
+    gc.unfreeze()
+    yield
+    gc.unfreeze()
+
+
+def test_what_is_there_is_left_alone_and_given_back():
+    with heap_at_rest():
+        assert gc.get_freeze_count() > 10_000
+    assert gc.get_freeze_count() == 0
+    with pytest.raises(KeyError), heap_at_rest():
+        raise KeyError
+    assert gc.get_freeze_count() == 0
+
+
+def test_what_somebody_froze_stays_frozen():
+    gc.freeze()
+    theirs = gc.get_freeze_count()
+    with heap_at_rest():
+        assert gc.get_freeze_count() == theirs
+    assert gc.get_freeze_count() == theirs
+
+
+def test_an_engine_works_with_the_heap_at_rest(golden, monkeypatch):
+    model, cases, _ = golden("llama")
+    frozen, accepted = [], verify.accept_exact
+    monkeypatch.setattr(verify, "accept_exact", lambda *of: frozen.append(gc.get_freeze_count()) or accepted(*of))
+    local(model, SAMPLING).generate(requests_of(cases))
+    assert min(frozen) > 10_000
+    assert gc.get_freeze_count() == 0
