@@ -164,9 +164,12 @@ def eval_line(step: int, metrics: Mapping[str, Any]) -> str:
 def pause_line(record: Mapping[str, Any]) -> str:
     """Why most of a rollout went without speculation although there were drafts."""
     share, p, needed = (number(record, f"spec/paused_{name}") for name in ("ratio", "acceptance", "needed"))
+    price = f"stands with probability {p:.2f}, and pays from {needed:.2f} on at the measured cost of passes"
+    why = f"would have lost time. The next token {price}"
+    if p >= needed:
+        why = f"brought no more than plain passes when they were tried, asking included, though the next token {price}"
     return (
-        f"Speculation pauses: for {share:.0%} of the rows' passes drafts were at hand and would have lost time. The "
-        f"next token stands with probability {p:.2f}, and pays from {needed:.2f} on at the measured cost of passes. "
+        f"Speculation pauses: for {share:.0%} of the rows' passes drafts were at hand and {why}. "
         "Outputs are the same; it is probed now and then."
     )
 

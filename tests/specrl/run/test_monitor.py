@@ -226,6 +226,16 @@ def test_a_pause_is_said_once_with_its_reason_and_so_is_its_end(tmp_path):
     assert said.count("resumed") == said.count("pauses") == 1
 
 
+def test_a_pause_that_the_costs_do_not_explain_says_what_was_tried(tmp_path):
+    console = text_console()
+    with Monitor(tmp_path, 9, console) as monitor:
+        paused = {"spec/paused_ratio": 0.8, "spec/paused_acceptance": 0.44, "spec/paused_needed": 0.26}
+        monitor.log({"step": 1, **paused})
+    said = " ".join(console.file.getvalue().split())
+    assert "brought no more than plain passes when they were tried" in said
+    assert "would have lost time" not in said
+
+
 def test_flips_are_said_once_and_none_are_not(tmp_path):
     console = text_console()
     none = {"spec/control_mismatches": 0, "spec/compared_tokens": 500}
