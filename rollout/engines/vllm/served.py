@@ -84,7 +84,7 @@ class KeyedDrafter:
         vocab = vllm_config.model_config.get_vocab_size()
         logits_mb, step = RolloutConfig().logits_mb, vllm_config.scheduler_config.max_num_batched_tokens
         self.rules = ServedRules(
-            drafting=Drafting(),
+            drafting=Drafting(redraws=True),
             draft_tokens=vllm_config.speculative_config.num_speculative_tokens,
             room=room_of(vocab, logits_mb, vllm_config.model_config.dtype, step, served=True),
             scores_per_chunk=rows_per_chunk(vocab, logits_mb),
@@ -150,7 +150,7 @@ class ServedRules(V1Rules):
         n, prompt = keyed.prompt_tokens, state.prompt_token_ids
         ends = {*(params.stop_token_ids or ()), params.eos_token_id} - {None}
         cap = min(len(prompt) + params.max_tokens, context) - n
-        request = Request(prompt[:n], keyed.key, cap, keyed.drafter(self._groups))
+        request = Request(prompt[:n], keyed.key, cap, keyed.drafter(self._groups, prompt[:n]))
         law = Sampling(frozenset(ends), params.temperature, max(params.top_k, 0), params.top_p)
         return VLLMRow(request, tokens=[*prompt[n:], *state.output_token_ids], sampling=law)
 

@@ -67,9 +67,12 @@ class KeyedRequest:
             extra_args["specrl_own"],
         )
 
-    def drafter(self, groups: MutableMapping[str, PromptTexts]) -> SuffixDrafter:
-        """A drafter that shares its texts with those of the same group; `groups` holds the texts of each."""
+    def drafter(self, groups: MutableMapping[str, PromptTexts], prompt: Sequence[int]) -> SuffixDrafter:
+        """A drafter that shares its texts with those of the same group, whose prompt is theirs.
+
+        Args: groups: holds the texts of each; prompt: token ids.
+        """
         texts = groups.get(self.group)
         if texts is None:
-            texts = groups[self.group] = PromptTexts(self.texts)
+            texts = groups[self.group] = PromptTexts(self.texts, prompt=prompt)
         return SuffixDrafter(texts, self.texts[self.own] if self.own >= 0 else None)

@@ -47,7 +47,7 @@ class Server:
         assert keyed is not None, "vLLM would draw this itself"
         if len(self.done) == self._fail_at:
             raise RuntimeError("EngineDeadError")
-        (done,), _ = self._engine.generate([Request(prompt, keyed.key, max_tokens, keyed.drafter({}))])
+        (done,), _ = self._engine.generate([Request(prompt, keyed.key, max_tokens, keyed.drafter({}, prompt))])
         self.done.append((keyed, done))
         self.prompts.append(list(prompt))
         return done

@@ -302,9 +302,10 @@ def test_a_request_survives_json():
     assert KeyedRequest.read(None) is None
 
 
-def test_requests_of_a_group_draft_from_each_other():
+def test_requests_of_a_group_draft_from_each_other_and_from_their_prompt():
     groups = {}
-    first, second = (KeyedRequest(k, 2, "g", ((4, 5, 6, 7),)).drafter(groups) for k in (1, 2))
+    first, second = (KeyedRequest(k, 2, "g", ((4, 5, 6, 7),)).drafter(groups, [11, 12, 13]) for k in (1, 2))
     first.propose([9, 9, 8, 3], 4)
     assert second.propose([9, 9], 2) == [8, 3]
+    assert second.propose([9, 9, 2, 11, 12], 2)[:1] == [13]
     assert list(groups) == ["g"]

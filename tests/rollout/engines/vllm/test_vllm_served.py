@@ -153,7 +153,8 @@ def test_without_texts_it_draws_as_the_transformers_engine(served, requests, pla
     got = [p for row in plain[1] for p in row]
     assert got == pytest.approx([p for c in want for p in c.logprobs], abs=1e-4)
     late = 2 if RUNNER == "v2" else 0  # it sees a step's tokens when the next one runs
-    assert 0 <= plain[2] - max(map(len, plain[0])) <= late, "a token a step"
+    drafted = 3 if RUNNER == "v1" else 0  # prompts and redraws are there without texts
+    assert -drafted <= plain[2] - max(map(len, plain[0])) <= late, "about a token a step"
 
 
 @pytest.mark.parametrize("window", [8, 0])
@@ -251,7 +252,7 @@ def test_a_session_serves_two_visits_of_a_prompt(served):
         assert done == [c.tokens for c in TransformersEngine(served.model, Sampling(EOS_IDS)).generate(rows)[0]]
         for ticket, text in zip(tickets, done, strict=True):
             session.finish(ticket, text)
-        reused.append({*served.rules.stats.sources} - {"group"})
+        reused.append({*served.rules.stats.sources} - {"group", "prompt", "redraw"})
     assert reused[0] == set() != reused[1], "drafts from stored texts"
 
 
