@@ -3,6 +3,7 @@
 import json
 import random
 from functools import cache
+from unittest import mock
 
 import pytest
 from transformers import AutoModelForCausalLM
@@ -31,7 +32,7 @@ def engine_of(saved):  # noqa: F811
             spec = test_vllm.spec_of(saved("qwen3")[1], **settings)
             spec.rollout.vllm.tensor_parallel = parallel
             spec.rollout.vllm.scheduling, spec.rollout.vllm.speculator = "async", speculator
-            with pytest.MonkeyPatch.context() as patch:
+            with pytest.MonkeyPatch.context() as patch, mock.patch("gc.collect"):  # as test_vllm.start does
                 patch.setattr(CpuPlatform, "check_and_update_config", classmethod(keep_async))
                 engines[name] = test_vllm.build_engine(spec)
         return engines[name]
