@@ -14,7 +14,7 @@ def quicken() -> None:
     types whenever it looks one up.
     """
     interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
-    interpreter._patch_lang = lambda fn: interpreter._LangPatchScope()
+    interpreter._patch_lang = lambda fn: SimpleNamespace(restore=lambda: None)
     of_scalar = cache(interpreter._get_np_dtype)
     interpreter._get_np_dtype = lambda dtype: of_scalar(tl.uint64 if dtype.scalar.is_ptr() else dtype.scalar)
 
