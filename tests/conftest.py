@@ -72,18 +72,22 @@ def tiny(build_model):
     return get
 
 
-LONGEST_FIRST = ("test_vllm.py", "test_workers.py", "test_identity.py", "test_ppo.py", "test_grpo.py")
-APART = ("test_options.py", "test_scripts.py", "test_examples.py", "test_precision.py")
+APART = ("test_scripts.py", "test_examples.py", "test_precision.py", "test_options.py")
 """Files whose tests share nothing that takes time to make."""
+LONGEST_FIRST = (
+    *("test_vllm_v2.py", "test_workers.py", "test_ray.py", "test_vllm.py", "test_two_processes.py"),
+    *("test_identity.py", "test_ppo.py", "test_grpo.py", "test_scripts.py"),
+)
 
 
 def pytest_collection_modifyitems(items):
     """Gives a file's tests to one process, so that what a module starts is started once, and the longest files first.
 
-    `--dist loadgroup` sends the rest to whichever process is free, and tests of files in APART one by one at the end.
+    `--dist loadgroup` sends the rest to whichever process is free, tests of files in APART one by one. The last of them
+    are short, so that both processes end at about the same time.
     """
     for item in items:
         if item.path.name not in APART:
             item.add_marker(pytest.mark.xdist_group(item.path.relative_to(item.config.rootpath).as_posix()))
-    order = {name: place for place, name in enumerate((*LONGEST_FIRST, "", *APART))}
-    items.sort(key=lambda item: order.get(item.path.name, order[""]))
+    names = (*LONGEST_FIRST, "", *APART)
+    items.sort(key=lambda item: names.index(item.path.name if item.path.name in names else ""))

@@ -209,10 +209,12 @@ def test_judges(monkeypatch, tmp_path):
     assert told(tmp_path / "out.json")["free wording"]["mined"]["mismatches"] > 0
 
 
-def test_rivals(tmp_path):
+def test_rivals(monkeypatch, tmp_path):
     pytest.importorskip("vllm")
-    from benchmarks import rivals
+    from benchmarks import process, rivals
     from specrl.bench.pair import PairConfig
+
+    monkeypatch.setitem(process.USERS, "TORCH_COMPILE_DISABLE", "1")  # a user's vLLM compiles, for half a minute
 
     words = ["config=grpo_math_vllm", "rows=8", "repeats=1", "rollout.max_new_tokens=8", f"out={tmp_path / 'out.json'}"]
     assert cli.run(rivals.main, words, PairConfig, training=False) == 0

@@ -11,6 +11,7 @@ FOREIGN = {
     "_attn_implementation",  # transformers
     *("_preempt_request", "_verify", "_sample_random"),  # vLLM
     *("_private", "_global_node"),  # Ray
+    *("_patch_lang", "_get_np_dtype"),  # Triton's interpreter
     "_live_stack",  # rich
     "_exit",  # os
 }

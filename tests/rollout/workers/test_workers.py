@@ -298,6 +298,54 @@ def test_rows_of_unknown_length_count_with_their_cap():
     assert spread(requests, 2) == [[[1], [2]], [[0]]] or spread(requests, 2) == [[[2], [1]], [[0]]]
 
 
+# The driver's end -----------------------------------------------------------------------------------------------------
+
+
+DRIVER = """
+import sys, time
+sys.path.insert(0, {root!r})
+import psutil
+from tests.rollout.workers.test_workers import *
+
+with connect(replace(CLUSTER, num_workers=1, object_store_mb=80)):
+    pool = RolloutPool(EngineSpec(model={model!r}, eos_ids=EOS_IDS, rollout=RolloutConfig()), replace(CLUSTER, num_workers=1), build)
+    done, _ = pool.generate(requests_of(4))
+    pids = [child.pid for child in psutil.Process().children(recursive=True)]
+    assert pids_of(pool) <= {{*pids}}
+    print(*pids_of(pool), flush=True)
+    print(*pids, flush=True)
+    {then}
+"""  # noqa: E501
+
+
+def drive(folder, spec, then):
+    """A driver in another directory, which only knows the code by its sys.path, its worker and all its processes."""
+    code = DRIVER.format(root=str(ROOT), model=spec.model, then=then)
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    driver = subprocess.Popen([sys.executable, "-c", code], cwd=folder, env=environment, stdout=subprocess.PIPE)
+    workers, pids = ([int(pid) for pid in driver.stdout.readline().split()] for _ in range(2))
+    assert len(workers) == 1
+    assert len(pids) >= 3, "gcs, raylet and the worker"
+    return driver, workers, pids
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory, spec):
+    """The worker of a driver that was killed at work, and all processes that it had."""
+    driver, workers, pids = drive(tmp_path_factory.mktemp("killed"), spec, "time.sleep(600)")
+    assert not any(map(gone, pids))
+    driver.kill()
+    driver.wait(60)
+    return workers, pids
+
+
+@long
+def test_workers_end_with_a_driver_that_is_killed(killed):
+    """The last test of this file looks for what else it had."""
+    workers, _ = killed
+    assert wait_until(lambda: all(map(gone, workers)))
+
+
 # The worker, without Ray ----------------------------------------------------------------------------------------------
 
 
@@ -677,37 +725,14 @@ def test_close_ends_the_processes_and_may_be_called_twice(pools):
     assert wait_until(lambda: all(map(gone, pids)))
 
 
-DRIVER = """
-import sys, time
-sys.path.insert(0, {root!r})
-import psutil
-from tests.rollout.workers.test_workers import *
-
-with connect(replace(CLUSTER, num_workers=1, object_store_mb=80)):
-    pool = RolloutPool(EngineSpec(model={model!r}, eos_ids=EOS_IDS, rollout=RolloutConfig()), replace(CLUSTER, num_workers=1), build)
-    done, _ = pool.generate(requests_of(4))
-    pids = [child.pid for child in psutil.Process().children(recursive=True)]
-    assert pids_of(pool) <= {{*pids}}
-    print(*pids, flush=True)
-    {then}
-"""  # noqa: E501
-
-
-def drive(folder, spec, then):
-    """A driver in another directory, which only knows the code by its sys.path."""
-    code = DRIVER.format(root=str(ROOT), model=spec.model, then=then)
-    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-    return subprocess.Popen([sys.executable, "-c", code], cwd=folder, env=environment, stdout=subprocess.PIPE)
-
-
-@pytest.mark.parametrize("end", [pytest.param("killed", marks=long), "finished"])
-def test_nothing_outlives_the_driver(tmp_path, spec, end):
-    driver = drive(tmp_path, spec, "time.sleep(600)" if end == "killed" else "pass")
-    pids = [int(pid) for pid in driver.stdout.readline().split()]
-    assert len(pids) >= 3, "gcs, raylet and the worker"
-    if end == "killed":
-        assert not any(map(gone, pids))
-        driver.kill()
+def test_nothing_outlives_a_driver_that_has_finished(tmp_path, spec):
+    driver, _, pids = drive(tmp_path, spec, "pass")
     driver.wait(60)
-    # workers end at once; two agents of Ray look for a killed driver's cluster for a minute before they give up
+    assert wait_until(lambda: all(map(gone, pids)))
+
+
+@long
+def test_nothing_outlives_a_driver_that_was_killed(killed):
+    """Two agents of Ray look for its cluster for a minute before they give up, while the tests above run."""
+    _, pids = killed
     assert wait_until(lambda: all(map(gone, pids)), 150), [psutil.Process(p).cmdline() for p in pids if not gone(p)]

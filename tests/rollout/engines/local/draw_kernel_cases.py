@@ -18,10 +18,14 @@ from triton.runtime.interpreter import TensorHandle
 from rollout.engines.local import draw_kernel
 from rollout.engines.local.draw import unpack
 from rollout.noise import hash_tokens, keyed_draw, masses, process_logits, row_words
+from tests.interpreter import quicken
 from tests.rollout.test_noise import chi_square, critical, processed_by_hand
 
 CLOSE = 3e-6
 """A few units in the last place of scores and log-probs around 16."""
+
+
+quicken()
 
 
 def stand_in(function):

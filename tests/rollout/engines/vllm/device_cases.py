@@ -3,6 +3,7 @@
 import json
 import random
 from functools import cache
+from unittest import mock
 
 import pytest
 from transformers import AutoModelForCausalLM
@@ -13,7 +14,16 @@ from rollout.types import RolloutError
 from specrl.drafter import shortened
 from tests.rollout.engines.vllm import test_vllm
 from tests.rollout.engines.vllm.test_updates import linked  # noqa: F401
-from tests.rollout.engines.vllm.test_vllm import LAWS, close, exactly, golden, moved, probe_of, saved  # noqa: F401
+from tests.rollout.engines.vllm.test_vllm import (  # noqa: F401
+    LAWS,
+    MANY_BLOCKS,
+    close,
+    exactly,
+    golden,
+    moved,
+    probe_of,
+    saved,
+)
 from tests.rollout.engines.vllm.test_vllm_served import keep_async
 from tests.rollout.golden import Script, all_wrong, corrupt, differing, requests_of
 from tests.runs import SHORT, build_policy, differences, run
@@ -31,7 +41,7 @@ def engine_of(saved):  # noqa: F811
             spec = test_vllm.spec_of(saved("qwen3")[1], **settings)
             spec.rollout.vllm.tensor_parallel = parallel
             spec.rollout.vllm.scheduling, spec.rollout.vllm.speculator = "async", speculator
-            with pytest.MonkeyPatch.context() as patch:
+            with pytest.MonkeyPatch.context() as patch, mock.patch("gc.collect"):  # as test_vllm.start does
                 patch.setattr(CpuPlatform, "check_and_update_config", classmethod(keep_async))
                 engines[name] = test_vllm.build_engine(spec)
         return engines[name]
@@ -39,6 +49,12 @@ def engine_of(saved):  # noqa: F811
     yield get
     for engine in reversed(engines.values()):
         close(engine)
+
+
+@pytest.fixture(scope="session")
+def some(golden):  # noqa: F811
+    """some(law): as `golden`, of its first 14 rows: every prompt, and each quality of texts twice."""
+    return lambda **law: tuple(part[:14] for part in golden(**law))
 
 
 def texts_of_every_quality(rows):
@@ -56,8 +72,8 @@ def texts_of_every_quality(rows):
 
 
 @pytest.mark.parametrize("law", [(1.0, 0, 1.0), *LAWS])
-def test_texts_of_any_quality_change_nothing(engine_of, golden, law):  # noqa: F811
-    cases, want = golden(law=law)
+def test_texts_of_any_quality_change_nothing(engine_of, some, law):
+    cases, want = some(law=law)
     engine = engine_of(temperature=law[0], top_k=law[1], top_p=law[2])
     plain, stats = engine.generate(requests_of(cases))
     assert differing(plain, want, 1e-4) == []
@@ -73,16 +89,16 @@ def test_texts_of_any_quality_change_nothing(engine_of, golden, law):  # noqa: F
 
 
 @pytest.mark.parametrize("window", [1, 40])
-def test_long_and_short_drafts(engine_of, golden, window):  # noqa: F811
-    cases, want = golden()
+def test_long_and_short_drafts(engine_of, some, window):
+    cases, want = some()
     engine = engine_of(draft_tokens=window)
     done, stats = engine.generate(requests_of(cases, texts_of_every_quality([t for t, _, _ in want])))
     assert differing(done, want, 1e-4) == []
     assert stats.accepted > 0
 
 
-def test_vllms_own_speculator_draws_as_plain_decoding_does(engine_of, golden):  # noqa: F811
-    cases, want = golden()
+def test_vllms_own_speculator_draws_as_plain_decoding_does(engine_of, some):
+    cases, want = some()
     plain, stats = engine_of("ngram_gpu", draft_tokens=5).generate(requests_of(cases))
     assert differing(plain, want, 1e-4) == []
     assert stats.sources.keys() == {"ngram_gpu"}
@@ -109,9 +125,9 @@ def acceptance(engine, cases, want) -> float:
     return stats.accepted / stats.drafted
 
 
-def test_a_draft_model_with_noise_of_its_own_agrees_less(engine_of, golden, drafters, monkeypatch):  # noqa: F811
+def test_a_draft_model_with_noise_of_its_own_agrees_less(engine_of, some, drafters, monkeypatch):
     """Control: what the shared noise is for; no token depends on it."""
-    cases, want = golden()
+    cases, want = some()
     shared = acceptance(engine_of(drafter=drafters(0.0), draft_tokens=4), cases, want)
     drifted = acceptance(engine_of(drafter=drafters(0.1), draft_tokens=4), cases, want)
     monkeypatch.setattr(worker, "share_noise", lambda runner: None)
@@ -120,9 +136,9 @@ def test_a_draft_model_with_noise_of_its_own_agrees_less(engine_of, golden, draf
     assert own < 0.6
 
 
-def test_a_draft_model_follows_the_updates(engine_of, golden, drafters):  # noqa: F811
+def test_a_draft_model_follows_the_updates(engine_of, some, drafters):
     """Its weights come with the policy's, and change how much stands, never what is drawn."""
-    cases, want = golden()
+    cases, want = some()
     engine, model = engine_of(drafter=drafters(0.5), draft_tokens=4), test_vllm.policy("qwen3")
     far = acceptance(engine, cases, want)
     engine.update_weights(PolicyWeights(model), 1, probe_of(model))
@@ -150,9 +166,9 @@ def updated(engine_of, drafters):
     return lambda: (engine, test_vllm.policy("qwen3"))
 
 
-def test_a_draft_model_follows_over_a_link_between_gpus(linked, golden):  # noqa: F811
+def test_a_draft_model_follows_over_a_link_between_gpus(linked, some):  # noqa: F811
     """vLLM's own ends of `nccl`, over a communicator of the test."""
-    cases, want = golden()
+    cases, want = some()
     delivery, started, engine, model, listener = linked
     assert acceptance(engine, cases, want) < 0.5
     delivery.take(Together(PolicyWeights(model), PolicyWeights(model)))
@@ -197,7 +213,7 @@ def test_a_cache_too_small_for_the_batch_changes_nothing(engine_of, monkeypatch)
     """vLLM preempts rows, gives them other slots and computes their KV again."""
     from vllm.v1.core.sched.scheduler import Scheduler
 
-    cases = [([3 + i, *range(4, 60)], 30) for i in range(26)]
+    cases = MANY_BLOCKS
     plain, _ = engine_of(eos_ids=frozenset()).generate(requests_of(cases))
     engine, preempted, preempt = engine_of(eos_ids=frozenset(), kv_mb=1), [], Scheduler._preempt_request
     monkeypatch.setattr(Scheduler, "_preempt_request", lambda *a, **more: preempted.append(1) or preempt(*a, **more))
@@ -208,8 +224,8 @@ def test_a_cache_too_small_for_the_batch_changes_nothing(engine_of, monkeypatch)
     assert preempted
 
 
-def test_prompts_computed_in_parts_change_nothing(engine_of, golden):  # noqa: F811
-    cases, want = golden()
+def test_prompts_computed_in_parts_change_nothing(engine_of, some):
+    cases, want = some()
     done, stats = engine_of(tokens_per_pass=16, rows_per_batch=8).generate(
         requests_of(cases, texts_of_every_quality([t for t, _, _ in want]))
     )
@@ -217,8 +233,8 @@ def test_prompts_computed_in_parts_change_nothing(engine_of, golden):  # noqa: F
     assert stats.accepted > 0
 
 
-def test_after_an_update_it_is_the_new_policy(engine_of, golden):  # noqa: F811
-    cases, want = golden()
+def test_after_an_update_it_is_the_new_policy(engine_of, some):
+    cases, want = some()
     engine, model = engine_of(draft_tokens=7), test_vllm.policy("qwen3")
     new = moved(model, 1)
     engine.update_weights(new.state_dict().items(), 1, probe_of(new))

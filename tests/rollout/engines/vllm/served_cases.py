@@ -38,10 +38,10 @@ LAWS = {
 
 @pytest.mark.parametrize("name", LAWS)
 def test_laws_that_vllm_applies_are_served_with_drafts_as_without(served, requests, plain, name):  # noqa: F811
-    law = LAWS[name]
+    law, requests = LAWS[name], requests[:13]
     want = served.ask(requests, **law)
     slow = served.steps
-    assert tokens(want) != plain[0], "control: the law is applied"
+    assert tokens(want) != plain[0][:13], "control: the law is applied"
     for change in (list, all_wrong):
         done = served.ask(requests, [change(text) for text in tokens(want)], **law)
         assert tokens(done) == tokens(want)

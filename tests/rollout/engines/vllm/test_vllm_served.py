@@ -21,7 +21,7 @@ from rollout.engines.vllm.wire import KeyedRequest
 from rollout.types import EngineStats, Request, RolloutError
 from rollout.verify import Stood
 from specrl.adapters.base import ReuseSession
-from tests.rollout.engines.vllm.test_vllm import RUNNER, on_v1, policy, spec_of
+from tests.rollout.engines.vllm.test_vllm import CONTEXT, RUNNER, on_v1, policy, spec_of
 from tests.rollout.golden import EOS_IDS, VOCAB, all_wrong, corrupt, prompts_and_caps, requests_of
 
 pytestmark = [
@@ -225,7 +225,7 @@ def test_a_response_that_was_cut_off_goes_on_as_if_it_had_not_been(served, reque
 
 
 def test_a_row_that_fills_the_context(served):
-    request = Request([2 + i % 50 for i in range(226)], 7, max_new_tokens=1000)
+    request = Request([2 + i % 50 for i in range(CONTEXT - 30)], 7, max_new_tokens=1000)
     (want,) = tokens(served.ask([request], stop_token_ids=[]))
     assert len(want) == 30
     assert tokens(served.ask([request], [[*want, *want]], stop_token_ids=[])) == [want]

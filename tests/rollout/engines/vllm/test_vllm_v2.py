@@ -24,30 +24,25 @@ ON_V1 = (
 )
 """Cases that are the driver's matter, the same for both runners: on V1 they are run, and by the interpreter they take
 minutes."""
-FIRST = "update or law or lenient or drafts"
+TOGETHER = [
+    ["test_vllm.py", "test_judged.py", "test_ranks.py"],
+    ["device_cases.py", "head_cases.py"],
+    ["served_cases.py", "test_vllm_served.py"],
+]
+"""Each in one process, which takes a quarter of a minute to start."""
 
 
 @pytest.mark.long
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM: pip install 'specrl[vllm]'")
 @pytest.mark.skipif(not TRITON.is_dir(), reason="needs Triton's interpreter: make interpreter")
-@pytest.mark.parametrize(
-    ("cases", "chosen"),
-    [
-        ("test_vllm.py", f"not ({ON_V1}) and ({FIRST})"),
-        ("test_vllm.py", f"not ({ON_V1}) and not ({FIRST})"),
-        *((cases, "") for cases in ("test_judged.py", "test_ranks.py", "test_vllm_served.py")),
-        ("device_cases.py", "model"),
-        ("device_cases.py", "not model"),
-        *((cases, "") for cases in ("head_cases.py", "served_cases.py")),
-    ],
-)
-def test_the_cases_on_tritons_interpreter(cases, chosen, tmp_path):
+@pytest.mark.parametrize("files", TOGETHER, ids=lambda files: files[0])
+def test_the_cases_on_tritons_interpreter(files, tmp_path):
     (tmp_path / "sitecustomize.py").write_text(SITE)
     path = os.pathsep.join(map(str, (tmp_path, TRITON, ROOT)))
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1", "PYTHONPATH": path}
     environment.pop("VLLM_USE_V2_MODEL_RUNNER", None)  # what an engine of this process has set
-    command = [sys.executable, "-m", "pytest", "-q", "-p", f"{HERE}.vllm_shim", f"{HERE.replace('.', '/')}/{cases}"]
-    command += ["-k", chosen] if chosen else []
+    command = [sys.executable, "-m", "pytest", "-q", "-p", f"{HERE}.vllm_shim", "-k", f"not ({ON_V1})"]
+    command += [f"{HERE.replace('.', '/')}/{name}" for name in files]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900)
     print(done.stdout[-3000:])
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
