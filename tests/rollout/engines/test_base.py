@@ -37,7 +37,13 @@ def test_what_somebody_froze_stays_frozen():
 def test_an_engine_works_with_the_heap_at_rest(golden, monkeypatch):
     model, cases, _ = golden("llama")
     frozen, accepted = [], verify.accept_exact
-    monkeypatch.setattr(verify, "accept_exact", lambda *of: frozen.append(gc.get_freeze_count()) or accepted(*of))
+
+    def accept(*of):
+        if not frozen:  # counting them takes long
+            frozen.append(gc.get_freeze_count())
+        return accepted(*of)
+
+    monkeypatch.setattr(verify, "accept_exact", accept)
     local(model, SAMPLING).generate(requests_of(cases))
-    assert min(frozen) > 10_000
+    assert frozen[0] > 10_000
     assert gc.get_freeze_count() == 0
