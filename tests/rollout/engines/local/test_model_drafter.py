@@ -10,14 +10,17 @@ import pytest
 import torch
 
 import rollout.engines.local.reader as reader
+from rollout.build import build_engine
+from rollout.config import RolloutConfig
 from rollout.drafting.budget import Plan
 from rollout.drafting.chain import Chain
-from rollout.engines.base import Sampling
+from rollout.engines.base import EngineSpec, Sampling
 from rollout.engines.local.drafter import ModelDrafter, early_exit
 from rollout.engines.local.engine import TransformersEngine
 from rollout.engines.local.head import Head
 from rollout.engines.local.reader import Reader
 from rollout.keys import derive_key
+from rollout.sections import LocalConfig
 from rollout.types import Request, RolloutError
 from tests.engines import local
 
@@ -199,6 +202,16 @@ def test_the_ids_are_those_that_the_texts_use_most(policy, plain):
     drawn = set(blind.drafting.model.ragged.draw.ids.tolist())
     assert seen | SAMPLING.eos_ids <= drawn
     assert len(drawn) == 12
+
+
+@pytest.mark.parametrize("kind", ["layers=1", "head"])
+def test_the_option_reaches_the_drafter(policy, kind):
+    for size in (20, 0):
+        config = RolloutConfig(drafter=kind, local=LocalConfig(drafter_vocab=size))
+        engine = build_engine(EngineSpec(eos_ids=SAMPLING.eos_ids, rollout=config), policy)
+        ids = engine.drafting.model.ragged.draw.ids
+        assert size == (0 if ids is None else len(ids))
+        assert engine.policy.draw.ids is None, "the policy draws from all"
 
 
 def test_an_output_layer_that_is_more_than_its_weight_draws_from_all_ids(policy, caplog):
