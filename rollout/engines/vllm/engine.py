@@ -27,7 +27,7 @@ from vllm import LLM, SamplingParams
 from vllm.platforms import current_platform
 
 from rollout.drafting.drafting import Drafting
-from rollout.engines.base import EngineSpec, Probe, Sampling, heap_at_rest
+from rollout.engines.base import EngineSpec, Probe, Sampling
 from rollout.engines.local.draw import rows_per_chunk
 from rollout.engines.response import check_request
 from rollout.engines.vllm.contract import check as check_names
@@ -113,7 +113,7 @@ class VLLMEngine:
         return [VLLMRow(request, drafting=not request.plain, sampling=self.sampling) for request in requests]
 
     def _run(self, rows: Sequence[VLLMRow], stop: Callable[[], bool]) -> EngineStats:
-        with self._awake(), heap_at_rest():
+        with self._awake():  # vLLM froze the heap when it started, see heap_at_rest
             try:
                 stats = self._flow.run(rows, stop)
             except BaseException:
