@@ -72,8 +72,8 @@ class Rules(V1Rules):
 
     rows: dict[str, VLLMRow] = field(default_factory=dict)
 
-    def row(self, runner, name: str) -> VLLMRow | None:
-        return self.rows.get(name)
+    def of(self, runner, names: Sequence[str]) -> list[VLLMRow | None]:
+        return [*map(self.rows.get, names)]
 
     def begin_step(self) -> None:
         self._step = Step()

@@ -19,7 +19,7 @@ from vllm.v1.outputs import DraftTokenIds
 from rollout.engines.vllm.requests import OneRequest
 from rollout.engines.vllm.rows import VLLMRow
 from rollout.engines.vllm.sampler import KeyedVerifier, install
-from rollout.engines.vllm.step import Fed, keep_hidden, ranges, table
+from rollout.engines.vllm.step import Fed, keep_hidden, padded, table
 from rollout.engines.vllm.wire import KEY
 
 
@@ -53,7 +53,7 @@ class HostVerifier(KeyedVerifier):
         began = int(self._batch.cu_num_logits_np[part.start])
         tokens, sizes = self.flow.decide(rows, fed, tested, self.sampler.packed.cpu().numpy(), began)
         width = self.num_speculative_steps + 1
-        told = table(tokens[ranges(fed.firsts, sizes)], sizes, width).clip(0), sizes.astype(np.int32)
+        told = padded(tokens.astype(np.int64), fed.firsts, sizes, width).clip(0), sizes.astype(np.int32)
         tokens, stand = (torch.from_numpy(column).to(logits.device) for column in told)
         return processed, tokens, stand
 

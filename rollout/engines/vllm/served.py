@@ -134,7 +134,10 @@ class ServedRules(V1Rules):
     _waiting_since: float | None = None
     """When the drafts of rows that go on were ready; None when the server may rest."""
 
-    def row(self, runner, name: str) -> VLLMRow | None:
+    def of(self, runner, names: Sequence[str]) -> list[VLLMRow | None]:
+        return [self._row(runner, name) for name in names]
+
+    def _row(self, runner, name: str) -> VLLMRow | None:
         if name not in self._rows:
             if not any(self._rows.values()):
                 self.drafting.budget.next_rollout()  # the server was idle: weights may have changed
@@ -160,7 +163,7 @@ class ServedRules(V1Rules):
             del self._rows[gone]
         names, self._step = runner.input_batch.req_ids, Step()
         counts = metadata.num_draft_tokens if metadata else [0] * len(names)
-        rows = [self.row(runner, name) for name in names]
+        rows = self.of(runner, names)
         own = self._end_late(runner, logits, counts, rows)
         output = self.sample(runner, own, metadata)
         if (most := runner.input_batch.sampling_metadata.max_num_logprobs) is not None:

@@ -40,14 +40,18 @@ class Fed:
     """
 
     def __init__(self, rows: Sequence[VLLMRow | None], counts: np.ndarray, tokens: np.ndarray):
-        ends, owners = (counts + 1).cumsum(), np.repeat(np.arange(len(rows)), counts)
-        self.firsts = ends - counts - 1
+        self.sizes = counts + 1
+        """Int64 [R], positions without padding; 0 where there is no row."""
+        ends = self.sizes.cumsum()
+        self.firsts = ends - self.sizes
         """Int64 [R], each row's first position."""
         self.behind = np.full(ends[-1], -1)
         """Int64 [N], the draft token that was fed behind each position; -1 where there is none."""
-        self.behind[np.arange(len(tokens)) + owners] = tokens
-        self.sizes = 1 + np.bincount(owners[tokens >= 0], minlength=len(rows))
-        """Int64 [R], positions without padding; 0 where there is no row."""
+        drafted = np.ones(ends[-1], bool)
+        drafted[ends - 1] = False
+        self.behind[drafted] = tokens
+        if (padding := tokens < 0).any():
+            self.sizes -= np.bincount(np.arange(len(rows)).repeat(counts)[padding], minlength=len(rows))
         self.drafted = int(self.sizes.sum()) - len(rows)
         if not all(rows):
             self.sizes[[row is None for row in rows]] = 0
@@ -120,7 +124,7 @@ class StepRules(Rules):
     def decide(
         self, rows: Sequence[VLLMRow | None], fed: Fed, drafts: Sequence[Draft], packed: np.ndarray, began: int = 0
     ) -> tuple[np.ndarray, np.ndarray]:
-        """What each row emits: int64 [N], from each row's first position on, and how many tokens that are, [R].
+        """What each row emits: int32 [N], from each row's first position on, and how many tokens that are, [R].
 
         Without a row it is one token 0: vLLM drops it, or ends a scored request with it.
 
@@ -132,14 +136,15 @@ class StepRules(Rules):
         Raises:
             RolloutError: logits of a row are NaN or infinite.
         """
-        tokens, (logprobs, texts, gaps) = packed[0].astype(np.int64), packed[1:].view(np.float32)
-        if unclear := not (gaps >= self.tie_margin).all():
+        tokens, (logprobs, texts, gaps) = packed[0].copy(), packed[1:].view(np.float32)
+        if unclear := not gaps.min() >= self.tie_margin:  # or one is NaN
             refuse_unusable((~np.isnan(gaps[ranges(fed.firsts, fed.sizes)])).tolist(), self.weight_version)
         apart = np.flatnonzero(tokens != fed.behind)  # each row's last position among them
         agreed = (apart[np.searchsorted(apart, fed.firsts)] - fed.firsts).tolist()
         exactly, redraws = self.rule is exact, self.drafting.redraws
         learn, emitted, of_sources = self.drafting.learn, [], {}
-        draws, logprobs, texts = tokens.tolist(), logprobs.tolist(), [] if exactly else texts.tolist()
+        draws, texts = tokens.tolist(), [] if exactly else texts.tolist()
+        logprobs = logprobs if exactly else logprobs.tolist()
         columns = rows, drafts, fed.firsts.tolist(), fed.sizes.tolist(), agreed
         for row, draft, first, size, n in zip(*columns, strict=True):
             if row is None:
@@ -197,3 +202,11 @@ def table(parts: np.ndarray, sizes: np.ndarray, width: int) -> np.ndarray:
     filled = np.full((len(sizes), width), -1)
     filled[np.arange(width) < sizes[:, None]] = parts
     return filled
+
+
+def padded(tokens: np.ndarray, firsts: np.ndarray, sizes: np.ndarray, width: int) -> np.ndarray:
+    """[R, width] with `sizes[i]` of the tokens [N], from firsts[i] on, in row i, and -1 behind them."""
+    place = np.arange(width)
+    found = tokens.take(firsts[:, None] + place, mode="clip")
+    found[place >= sizes[:, None]] = -1
+    return found

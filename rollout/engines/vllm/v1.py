@@ -21,7 +21,7 @@ from rollout.engines.base import Sampling
 from rollout.engines.local.draw import packed_draw
 from rollout.engines.vllm.requests import OneRequest
 from rollout.engines.vllm.rows import VLLMRow
-from rollout.engines.vllm.step import Fed, StepRules, keep_hidden, ranges, table
+from rollout.engines.vllm.step import Fed, StepRules, keep_hidden, padded, ranges
 
 
 @dataclass(kw_only=True)
@@ -36,15 +36,15 @@ class V1Rules(StepRules):
     scores_per_chunk: int
     draw: Callable[..., Tensor] = packed_draw
 
-    def row(self, runner, name: str) -> VLLMRow | None:
-        """The row of vLLM's request `name`; None for requests that this package does not draw."""
+    def of(self, runner, names: Sequence[str]) -> list[VLLMRow | None]:
+        """The rows of vLLM's requests; None for those that this package does not draw."""
         raise NotImplementedError
 
     def sample(self, runner, logits: Tensor, metadata) -> SamplerOutput:
         """Decides every row's next tokens from logits [drafts + rows, V], a row's positions together and in order."""
         ids = runner.input_batch.req_ids
         unfinished = runner.discard_request_mask.np[: len(ids)].tolist()  # this step computed a part of their prompts
-        rows = [None if part else self.row(runner, name) for part, name in zip(unfinished, ids, strict=True)]
+        rows = [None if part else row for part, row in zip(unfinished, self.of(runner, ids), strict=True)]
         counts, tokens = np.zeros(len(ids), np.int64), np.empty(0, np.int64)
         if metadata:
             counts, tokens = np.array(metadata.num_draft_tokens), metadata.draft_token_ids.cpu().numpy()
@@ -52,35 +52,61 @@ class V1Rules(StepRules):
         self._step.tokens = int(runner.query_start_loc.np[len(ids)])
         drafts = self.tested(rows, fed)
         tokens, sizes = self.decide(rows, fed, drafts, self._drawn(logits, rows, fed, drafts))
-        sampled = table(tokens[ranges(fed.firsts, sizes)], sizes, int(counts.max()) + 1).astype(np.int32)
+        sampled = padded(tokens, fed.firsts, sizes, int(counts.max()) + 1)
         return SamplerOutput(sampled_token_ids=torch.from_numpy(sampled).to(logits.device), logprobs_tensors=None)
 
     def propose(self, runner, sampled: list[list[int]], *_, **__) -> list[list[int]]:
         """The draft that rides in each row's next step."""
         began = time.perf_counter()
-        names = runner.input_batch.req_ids
-        rows = [self.row(runner, name) if new else None for name, new in zip(names, sampled, strict=True)]
-        drafts = self.ask([row if row and row.finish is None else None for row in rows])
+        rows = zip(self.of(runner, runner.input_batch.req_ids), sampled, strict=True)
+        drafts = self.ask([row if row and new and row.finish is None else None for row, new in rows])
         self._step.draft_s = time.perf_counter() - began
         return drafts
 
     def _drawn(self, logits: Tensor, rows: Sequence[VLLMRow | None], fed: Fed, drafts: Sequence[Draft]) -> np.ndarray:
         """What `packed_draw` tells of the rows' positions, int32 [4, N]; 0 elsewhere. Noise exists chunk by chunk."""
-        told = np.zeros((4, len(logits)), np.int32)
         if not (ours := [row for row in rows if row]):
-            return told
-        whole = int(fed.sizes.sum()) == len(logits)
-        sizes = fed.sizes if whole else fed.sizes[fed.sizes > 0]
-        index = np.arange(len(logits)) if whole else ranges(fed.firsts, fed.sizes)
-        keys, at = np.repeat([row.request.key for row in ours], sizes), np.array([len(row.tokens) for row in ours])
-        columns = index, keys, ranges(at, sizes), self.targets(fed, drafts)[index]
-        given, found = torch.from_numpy(np.stack(columns)).to(logits.device), []
+            return np.zeros((4, len(logits)), np.int32)
+        sizes, index = fed.sizes, np.arange(len(logits))
+        if not (whole := int(sizes.sum()) == len(logits)):
+            index, sizes = ranges(fed.firsts, sizes), sizes[sizes > 0]
+        keys, at = [row.request.key for row in ours], np.array([len(row.tokens) for row in ours])
+        columns = np.empty((4, len(index)), np.int64)
+        columns[0] = index
+        columns[1:3] = np.array((keys, at - sizes.cumsum() + sizes)).repeat(sizes, 1)
+        columns[2] += np.arange(len(index))
+        columns[3] = self.targets(fed, drafts)[index]
+        found = []
         for law, part in by_law([row.sampling for row in ours], sizes, self.scores_per_chunk):
-            places, *columns = given[:, part].unbind()
-            chunk = logits[part] if whole else logits[places]
-            found.append((part, self.draw(chunk, *columns, float(law.temperature), law.top_k, float(law.top_p))))
-        for part, columns in found:
-            told[:, part if whole else index[part]] = columns.cpu().numpy()
+            places, *given = torch.from_numpy(columns[:, part]).to(logits.device).unbind()
+            chunk = logits if len(places) == len(logits) else logits[places]
+            found.append((part, self.draw(chunk, *given, float(law.temperature), law.top_k, float(law.top_p))))
+        if whole and len(found) == 1:
+            return found[0][1].cpu().numpy()
+        told = np.zeros((4, len(logits)), np.int32)
+        for part, drawn in found:
+            told[:, index[part]] = drawn.cpu().numpy()
+        return told
+        n, sizes, laws = int(fed.sizes.sum()), fed.sizes, [row.sampling for row in ours]
+        if whole := n == len(logits):
+            index = np.arange(n)
+        else:
+            index, sizes = ranges(fed.firsts, sizes), sizes[sizes > 0]
+        at = np.array([len(row.tokens) for row in ours]) - sizes.cumsum() + sizes
+        columns = np.empty((4, n), np.int64)
+        columns[0] = index
+        columns[1:3] = np.array(([row.request.key for row in ours], at)).repeat(sizes, 1)
+        columns[2] += np.arange(n)
+        columns[3] = self.targets(fed, drafts)[index]
+        found = []
+        for law, part in by_law(laws, sizes, self.scores_per_chunk):
+            places, *given = torch.from_numpy(columns[:, part]).to(logits.device).unbind()
+            chunk = logits if whole and len(places) == n else logits[places]
+            found.append((part, self.draw(chunk, *given, float(law.temperature), law.top_k, float(law.top_p))))
+        if len(found) == 1 and whole:
+            return found[0][1].cpu().numpy()
+        for part, drawn in found:
+            told[:, index[part]] = drawn.cpu().numpy()
         return told
 
 
@@ -94,8 +120,8 @@ class V1Requests(OneRequest, V1Rules):
         lift_limit(runner)
         keep_hidden(runner, self)
 
-    def row(self, runner, name: str) -> VLLMRow | None:
-        return self._rows.get(name)
+    def of(self, runner, names: Sequence[str]) -> list[VLLMRow | None]:
+        return [*map(self._rows.get, names)]
 
     def law(self, row: VLLMRow) -> dict:
         return {"temperature": 0.0}  # `sample` decides, and a greedy request carries the least state

@@ -2,6 +2,7 @@
 
 import random
 
+import numpy as np
 import pytest
 
 from rollout.engines.base import Sampling
@@ -19,10 +20,15 @@ def steps(rng: random.Random) -> list[Stood]:
     made = []
     for _ in range(12):
         tokens = [rng.choice([1, *range(2, 60)]) for _ in range(rng.randint(1, 6))]
-        own = [rng.random() for _ in tokens]
+        own = np.array([rng.random() for _ in tokens], np.float32)
         other = own if rng.random() < 0.7 else [rng.random() for _ in tokens]
         made.append(Stood(tokens, own, other, len(tokens) - 1 if other is own else rng.randint(0, len(tokens))))
     return made
+
+
+def as_lists(stood: Stood) -> Stood:
+    own = stood.logprobs.tolist()
+    return Stood(stood.tokens, own, own if stood.behaviour is stood.logprobs else stood.behaviour, stood.drafted)
 
 
 def columns(rows: type[Response], stood: list[Stood], cap: int) -> list:
@@ -36,16 +42,16 @@ def columns(rows: type[Response], stood: list[Stood], cap: int) -> list:
 class Forgetful(VLLMRow):
     """Planted fault: what waits to be written is written otherwise."""
 
-    def emit(self, stood, eos_ids):
-        self.behaviour = self.behaviour or [0.0] * len(self.logprobs)
-        return super().emit(stood, eos_ids)
+    def write(self):
+        self.unwritten = [own[::-1] for own in self.unwritten]
+        super().write()
 
 
 def differing(rows: type[Response]) -> int:
     found = 0
     for seed in range(300):
         made = steps(random.Random(seed))
-        found += columns(rows, [*made], 5 + seed % 30) != columns(Response, [*made], 5 + seed % 30)
+        found += columns(rows, [*made], 5 + seed % 30) != columns(Response, [*map(as_lists, made)], 5 + seed % 30)
     return found
 
 

@@ -34,8 +34,8 @@ def rules_of(rows: dict, **given):
     class Rules(V1Rules):
         rows: dict = field(default_factory=dict)
 
-        def row(self, runner, name):
-            return self.rows.get(name)
+        def of(self, runner, names):
+            return [*map(self.rows.get, names)]
 
     bounds = {"draft_tokens": 8, "room": Room(1000), "scores_per_chunk": 1000}
     return Rules(rows=rows, **{"drafting": Drafting(), **bounds, **given})
@@ -94,6 +94,7 @@ def test_every_row_gets_the_draws_of_its_own_positions(laws, chunk):
         assert given == [*tokens, *[-1] * (len(given) - len(tokens))], name
         if name in want:
             assert rows[name].tokens[before[name] :] == tokens
+            rows[name].write()
             assert rows[name].logprobs == logprobs, "bit for bit"
     assert rows["r6"].tokens == [5] * 6
     assert len(want["r3"][0]) == 4, "all of its draft stood"
