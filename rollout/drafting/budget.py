@@ -47,14 +47,17 @@ class Budget:
     emits E(k) = 1 + p + ... + p^k tokens in expectation, p estimated per kind. SmartSpec maximises the tokens of a
     pass per second. Rows that draft well would then pay for long drafts by which only they get ahead, while the others
     set the time of a rollout; so every row's own rate counts here: sum_i (f + b k_i) / E_i(k_i) is minimised, with
-    f = a / n + r + b its share of a pass. Rows that carry a draft all carry the same number of tokens, see `_levelled`.
-    A token of the draft model also costs its share of the model's passes, and `chain` decides it token by token.
+    f = a / n + r + b its share of a pass. Where passes pad their rows those that carry a draft all carry the same number
+    of tokens, see `_levelled`. A token of the draft model also costs its share of the model's passes, and `chain`
+    decides it token by token.
 
-    Args: window: draft tokens per row and pass; 0 decides by what rows gain.
+    Args:
+        window: draft tokens per row and pass; 0 decides by what rows gain.
+        padded: attention pads the rows of a pass to equal lengths.
     """
 
-    def __init__(self, window: int = 0):
-        self.window = window
+    def __init__(self, window: int = 0, padded: bool = True):
+        self.window, self.padded = window, padded
         self.drafter = DraftModelRecord()
         self._passes, self._trial = CostModel(), Trial()
         self._seen: dict[Kind, list[float]] = {}  # draft tokens that were accepted, and that were not
@@ -160,7 +163,7 @@ class Budget:
         self._plain = alone, (fixed - alone) / max(1, rows)
         expected = WEIGHT * self._expected()
         chances = {kind: (n, self._estimate(kind, expected) if kind else 0.0) for kind, n in count.items()}
-        k, goodput = _levelled(chances, fixed, b)
+        k, goodput = (_levelled if self.padded else _each)(chances, fixed, b)
         self._needed, handed = min(1.0, b * goodput), frozenset()
         if model and count:
             handed, goodput = self._hand_over(count, k, fixed, b, goodput)
@@ -229,6 +232,17 @@ def _levelled(groups: Mapping[Kind, tuple[int, float]], fixed: float, price: flo
     seconds, carried = next((line for line in found if _NEARLY * line[0] <= best), (0.0, {}))
     rest = sum(rows for s, (rows, _) in groups.items() if s not in drafting)
     return k | carried, total / (seconds + rest * share) if total else 0.0
+
+
+def _each(groups: Mapping[Kind, tuple[int, float]], fixed: float, price: float) -> tuple[dict[Kind, int], float]:
+    """As `_levelled`, where passes pad nothing: each kind's own best length, 0 or a power of two."""
+    total, seconds, best = sum(rows for rows, _ in groups.values()), 0.0, {}
+    share = fixed / max(total, 1)
+    for kind, (rows, p) in groups.items():
+        lengths = [0, *(1 << i for i in range(_length(p, price / share).bit_length()))]
+        time, best[kind] = min(((share + price * n) / emitted(p, n), n) for n in lengths)
+        seconds += rows * time
+    return best, total / seconds if total else 0.0
 
 
 def _length(p: float, worth: float) -> int:

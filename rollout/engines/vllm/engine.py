@@ -76,6 +76,7 @@ class VLLMEngine:
         self._borrowed_group = torch.distributed.is_initialized()
         names, self._llm = self._start()
         self.vocab = self.drafting.vocab = self._llm.model_config.get_vocab_size()
+        self.drafting.budget.padded = False
         self.context = self._llm.llm_engine.vllm_config.model_config.max_model_len
         if self.context <= config.max_new_tokens:
             self.close()

@@ -26,6 +26,7 @@ from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from rollout.config import RolloutConfig
+from rollout.drafting.budget import Budget
 from rollout.drafting.drafting import Drafting
 from rollout.drafting.suffix import PromptTexts
 from rollout.engines.base import Sampling
@@ -84,7 +85,7 @@ class KeyedDrafter:
         vocab = vllm_config.model_config.get_vocab_size()
         logits_mb, step = RolloutConfig().logits_mb, vllm_config.scheduler_config.max_num_batched_tokens
         self.rules = ServedRules(
-            drafting=Drafting(redraws=True),
+            drafting=Drafting(Budget(padded=False), redraws=True),
             draft_tokens=vllm_config.speculative_config.num_speculative_tokens,
             room=room_of(vocab, logits_mb, vllm_config.model_config.dtype, step, served=True),
             scores_per_chunk=rows_per_chunk(vocab, logits_mb),

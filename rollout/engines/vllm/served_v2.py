@@ -13,6 +13,7 @@ from vllm.platforms import current_platform
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from rollout.config import RolloutConfig
+from rollout.drafting.budget import Budget
 from rollout.drafting.drafting import Drafting
 from rollout.engines.vllm.contract import check
 from rollout.engines.vllm.room import OF_CPU_SERVER, OF_SERVER, Room, draft_room
@@ -45,8 +46,9 @@ class KeyedScheduler(DraftScheduler):
         super().__init__(*args, **options)
         config = self.vllm_config
         refuse_other_settings(config)
+        drafting, room = Drafting(Budget(padded=False)), _room(config)
         self.watcher = DraftLengths(
-            source="texts", drafting=Drafting(), draft_tokens=config.num_speculative_tokens, room=_room(config)
+            source="texts", drafting=drafting, draft_tokens=config.num_speculative_tokens, room=room
         )
 
     def add_request(self, request) -> None:

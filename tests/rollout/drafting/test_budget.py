@@ -166,7 +166,7 @@ def test_rows_that_carry_something_carry_the_same():
     assert start == agreeing > diverged == 0
 
 
-@pytest.mark.parametrize(
+SCENES = pytest.mark.parametrize(
     ("a", "b", "rates", "count"),
     [
         (5e-3, 5e-5, {"start": 0.8}, {"start": 16}),
@@ -176,6 +176,26 @@ def test_rows_that_carry_something_carry_the_same():
         (2e-2, 1e-4, {"start": 0.6, "agreeing": 0.85, "diverged": 0.2}, {"start": 3, "agreeing": 5, "diverged": 20}),
     ],
 )
+
+
+@SCENES
+def test_where_nothing_is_padded_every_kind_has_its_own_best_length(a, b, rates, count):
+    found = {}
+    for padded in (True, False):
+        budget = trained(a, b, rates)
+        budget.padded = padded
+        cost, p = budget.cost(), {s: budget.acceptance(s) for s in count}
+        states = [s for s, n in count.items() for _ in range(n)]
+        best = {s: min((seconds(cost, len(states), p[s], k), k) for k in (0, 1, 2, 4, 8, 16, 32, 64)) for s in count}
+        plan = budget.plan(states)
+        found[padded] = plan.windows == {s: k for s, (_, k) in best.items()}
+    assert found[False]
+    assert plan.goodput == pytest.approx(len(states) / sum(count[s] * time for s, (time, _) in best.items()))
+    if len(count) > 1:
+        assert not found[True], "control: in padded passes they are equal"
+
+
+@SCENES
 def test_the_window_makes_the_rows_fastest(a, b, rates, count):
     """Among powers of two, for the rows that it makes faster; the shortest within a twentieth for those that draft."""
     budget = trained(a, b, rates)
