@@ -88,7 +88,7 @@ class Rollout:
         rows = {f"request-{i}": VLLMRow(request, sampling=LAW) for i, request in enumerate(requests)}
         width = max(map(len, made.truths)) + DRAFT_TOKENS + 1
         self.texts = torch.tensor([[*text, *[host.EOS] * (width - len(text))] for text in made.truths])
-        drafting = Drafting(host.Unhurried(), ContextTable())
+        drafting = Drafting(host.Unhurried(padded=False), ContextTable())
         drafting.attach(host.Policy())
         drafting.contexts.learn(made.others)
         drafting.begin(requests)
@@ -179,7 +179,7 @@ class Requests(dict):
 
 def on_device(rows: int, steps: int = 200) -> float:
     """Microseconds a row and step, the median of `steps`: all drafts of 8 tokens stand but for one in ten rows."""
-    drafting = Drafting(host.Unhurried())
+    drafting = Drafting(host.Unhurried(padded=False))
     drafting.attach(host.Policy())
     flow = DraftLengths(source="texts", drafting=drafting, draft_tokens=DRAFT_TOKENS, room=Room(ROOM))
     names = [f"request-{i}" for i in range(rows)]

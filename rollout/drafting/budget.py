@@ -239,8 +239,10 @@ def _each(groups: Mapping[Kind, tuple[int, float]], fixed: float, price: float) 
     total, seconds, best = sum(rows for rows, _ in groups.values()), 0.0, {}
     share = fixed / max(total, 1)
     for kind, (rows, p) in groups.items():
-        lengths = [0, *(1 << i for i in range(_length(p, price / share).bit_length()))]
-        time, best[kind] = min(((share + price * n) / emitted(p, n), n) for n in lengths)
+        length, time, longer = 0, share, 1
+        while (other := (share + price * longer) / emitted(p, longer)) < time:  # it falls, then rises
+            length, time, longer = longer, other, 2 * longer
+        best[kind] = length
         seconds += rows * time
     return best, total / seconds if total else 0.0
 
