@@ -198,7 +198,7 @@ class Rollout:
             emitted = row.emit(stood, EOS_IDS)
             self.reader.rollback(number, len(row.tokens) - 1)
             self.stats.count(draft.source, len(draft.tokens), min(stood.drafted, emitted))
-            self.drafting.learn(row, draft, stood)
+            self.drafting.learn(row, draft, stood.tokens, stood.drafted, stood.behind)
         self.drafting.observe_pass(tokens, cost(len(rows), tokens), len(rows), self.reader.width)
 
     @contextmanager

@@ -47,9 +47,9 @@ class Budget:
     emits E(k) = 1 + p + ... + p^k tokens in expectation, p estimated per kind. SmartSpec maximises the tokens of a
     pass per second. Rows that draft well would then pay for long drafts by which only they get ahead, while the others
     set the time of a rollout; so every row's own rate counts here: sum_i (f + b k_i) / E_i(k_i) is minimised, with
-    f = a / n + r + b its share of a pass. Where passes pad their rows those that carry a draft all carry the same number
-    of tokens, see `_levelled`. A token of the draft model also costs its share of the model's passes, and `chain`
-    decides it token by token.
+    f = a / n + r + b its share of a pass. Where passes pad their rows, those that carry a draft all carry the same
+    number of tokens, see `_levelled`. A token of the draft model also costs its share of the model's passes, and
+    `chain` decides it token by token.
 
     Args:
         window: draft tokens per row and pass; 0 decides by what rows gain.

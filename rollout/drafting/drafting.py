@@ -15,7 +15,7 @@ from rollout.drafting.contexts import ContextTable
 from rollout.drafting.draft import EMPTY, Draft, ask_all
 from rollout.drafting.suffix import SuffixDrafter
 from rollout.types import EngineStats, Request, RolloutError
-from rollout.verify import Stood, accept_exact
+from rollout.verify import accept_exact
 
 if TYPE_CHECKING:
     from rollout.engines.response import Response
@@ -139,16 +139,18 @@ class Drafting:
         self._guess([row], [limit])
         return [*row.guess.tokens]
 
-    def learn(self, row: Response, draft: Draft, stood: Stood) -> None:
-        """What became of a row's draft, and of its guess had that been carried. Args: stood: before EOS and cap."""
-        self._stood += len(stood.tokens)
+    def learn(
+        self, row: Response, draft: Draft, tokens: Sequence[int], drafted: int, behind: Sequence[int] = ()
+    ) -> None:
+        """What became of a row's draft, and of its guess had that been carried. Args: see Stood."""
+        self._stood += len(tokens)
         if draft.source == "model":
-            self.budget.drafter.observe_chain(draft.logprobs, stood.drafted)
-        row.redraws = stood.behind
-        guess, accepted = draft.tokens, stood.drafted
-        if draft.source != row.guess.source or not draft.tokens:
-            guess = row.guess.tokens[: len(stood.tokens)]
-            accepted = accept_exact(stood.tokens, guess)
+            self.budget.drafter.observe_chain(draft.logprobs, drafted)
+        row.redraws = behind
+        guess, accepted = draft.tokens, drafted
+        if not guess or draft.source != row.guess.source:
+            guess = row.guess.tokens[: len(tokens)]
+            accepted = accept_exact(tokens, guess)
         if guess:
             self.budget.observe_draft(row.kind, len(guess), accepted)
             row.state = "agreeing" if accepted == len(guess) else "diverged" if accepted else "lost"

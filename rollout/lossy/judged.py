@@ -106,7 +106,9 @@ class Judged(Drafting):
             going = [i for i in going if self._goes_on(rows[i], drafts[i].tokens)]
         return drafts
 
-    def learn(self, row: Response, draft: Draft, stood: Stood) -> None:
+    def learn(
+        self, row: Response, draft: Draft, tokens: Sequence[int], drafted: int, behind: Sequence[int] = ()
+    ) -> None:
         """Nothing: drafts have one length."""
 
     def observe_pass(self, tokens: int, seconds: float, rows: int = 0, width: int = 0) -> None:

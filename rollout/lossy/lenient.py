@@ -77,5 +77,7 @@ class Once(Drafting):
         tokens = self.guess(row, row.room)
         return Draft(tokens, row.guess.source, (row.request.draft_logprobs or ())[: len(tokens)])
 
-    def learn(self, row: Response, draft: Draft, stood: Stood) -> None:
-        row.drafting &= stood.drafted == len(draft.tokens)  # nothing after the first rejection
+    def learn(
+        self, row: Response, draft: Draft, tokens: Sequence[int], drafted: int, behind: Sequence[int] = ()
+    ) -> None:
+        row.drafting &= drafted == len(draft.tokens)  # nothing after the first rejection

@@ -286,7 +286,7 @@ class TransformersEngine(LocalModel):
                 emitted = row.emit(stood, self.sampling.eos_ids)
                 policy.rollback(number, len(row.tokens) - 1)
                 stats.count(draft.source, len(draft.tokens), min(stood.drafted, emitted))
-                self.drafting.learn(row, draft, stood)
+                self.drafting.learn(row, draft, stood.tokens, stood.drafted, stood.behind)
             now = time.perf_counter()
             alone = now - max(launched.began, self._settled)  # from when the device was free for it
             self.drafting.observe_pass(tokens, alone, rows, policy.width)

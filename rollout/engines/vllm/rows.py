@@ -28,30 +28,32 @@ class VLLMRow(Response):
     text: Draft = EMPTY
     """The one draft that the lenient rule verifies, by response position."""
     unwritten: list[Sequence[float]] = field(default_factory=list)
-    """Of each step that ended nothing the log-probs, where all tokens but the last are a draft's and the law is the
-    policy's: nobody asks for columns before a row ends, and lists in Python take their time."""
+    """Log-probs of each step that was taken and ended nothing: nobody asks for columns before a row ends."""
+
+    def take(self, tokens: list[int], logprobs: Sequence[float], eos_ids: frozenset[int]) -> int:
+        """As `emit`, for a step of the policy's own law of whose tokens all but the last are a draft's."""
+        count = len(tokens)
+        if len(self.tokens) + count < self.request.max_new_tokens and eos_ids.isdisjoint(tokens):
+            self.tokens += tokens
+            self.unwritten.append(logprobs)
+            return count
+        own = np.asarray(logprobs).tolist()
+        return self.emit(Stood(tokens, own, own, count - 1), eos_ids)
 
     def emit(self, stood: Stood, eos_ids: frozenset[int]) -> int:
-        """See Response.emit. Log-probs may also be an array."""
-        tokens, count = stood.tokens, stood.drafted + 1
-        goes_on = len(self.tokens) + count < self.request.max_new_tokens and eos_ids.isdisjoint(tokens)
-        if goes_on and stood.behaviour is stood.logprobs and len(tokens) == count:
-            self.tokens += tokens
-            self.unwritten.append(stood.logprobs)
-            return count
+        """See Response.emit."""
         self.write()
-        own = np.asarray(stood.logprobs).tolist()
-        law = own if stood.behaviour is stood.logprobs else stood.behaviour
-        return Response.emit(self, Stood(tokens, own, law, stood.drafted), eos_ids)
+        return Response.emit(self, stood, eos_ids)
 
     def write(self) -> None:
         """Completes the columns."""
         if self.unwritten:
+            own = np.concatenate(self.unwritten).tolist()
+            self.logprobs += own
+            self.behaviour += own
+            self.reused += chain.from_iterable([True] * (len(step) - 1) + [False] for step in self.unwritten)
             self.passes += len(self.unwritten)
-            self.logprobs += np.concatenate(self.unwritten).tolist()
-            self.reused += chain.from_iterable([True] * (len(own) - 1) + [False] for own in self.unwritten)
             self.unwritten.clear()
-        self.behaviour += self.logprobs[len(self.behaviour) :]
 
 
 @dataclass(kw_only=True)

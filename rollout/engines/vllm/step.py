@@ -17,7 +17,7 @@ from rollout.engines.response import refuse_unusable
 from rollout.engines.vllm.room import Room
 from rollout.engines.vllm.rows import BUG, Rules, VLLMRow
 from rollout.types import RolloutError
-from rollout.verify import Drawn, Stood, exact
+from rollout.verify import Drawn, exact
 
 
 @dataclass
@@ -152,20 +152,21 @@ class StepRules(Rules):
                 emitted.append(1)
                 continue
             if exactly:
-                own = logprobs[first : first + n + 1]
-                behind = draws[first + n + 1 : first + size] if redraws else ()
-                stood = Stood(draws[first : first + n + 1], own, own, n, behind)
+                end = first + n + 1
+                new, drafted, behind = draws[first:end], n, draws[end : first + size] if redraws else ()
+                stays = row.take(new, logprobs[first:end], row.sampling.eos_ids)
             else:
                 part = slice(first, first + size)
                 told, states = (draws[part], logprobs[part], texts[part]), (self.hidden, began + first)
                 stood = self.rule(row.request.key, draft, Drawn(len(row.tokens), *told, states=states))
-                tokens[first : first + len(stood.tokens)] = stood.tokens
-            stays = row.emit(stood, row.sampling.eos_ids)
-            learn(row, draft, stood)
+                new, drafted, behind = stood.tokens, stood.drafted, stood.behind
+                tokens[first : first + len(new)] = new
+                stays = row.emit(stood, row.sampling.eos_ids)
+            learn(row, draft, new, drafted, behind)
             emitted.append(stays)
             count = of_sources.setdefault(draft.source, [0, 0])
             count[0] += len(draft.tokens)
-            count[1] += stood.drafted if stood.drafted < stays else stays
+            count[1] += drafted if drafted < stays else stays
         counts = np.array(emitted)
         for source, count in of_sources.items():
             self.stats.count(source, *count)

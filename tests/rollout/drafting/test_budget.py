@@ -11,7 +11,6 @@ from rollout.drafting.draft import EMPTY
 from rollout.drafting.drafting import Drafting
 from rollout.engines.response import Response
 from rollout.types import Request
-from rollout.verify import Stood
 
 
 class Fixed:
@@ -241,11 +240,11 @@ def test_a_guess_that_is_not_carried_is_judged_by_what_was_emitted():
     for _ in range(3):
         drafting.guess(row, 3)
         assert budget.plan([row.kind] * 8).windows[row.kind] == 0, "nothing is carried"
-        drafting.learn(row, EMPTY, Stood([5], [0.0], [0.0], 0))
+        drafting.learn(row, EMPTY, [5], 0)
         assert row.state == "agreeing"
     assert budget.acceptance(("agreeing", "custom")) > before
     row.guess = EMPTY
-    drafting.learn(row, EMPTY, Stood([9], [0.0], [0.0], 0))
+    drafting.learn(row, EMPTY, [9], 0)
     assert row.state == "agreeing", "nobody was asked"
 
 
@@ -253,7 +252,7 @@ def test_a_pass_brings_what_stood_of_all_its_rows():
     drafting, seen = Drafting(), []
     drafting.budget.observe_pass = lambda *told: seen.append(told)
     for tokens in ([5, 6, 7], [5, 6], [8]):
-        drafting.learn(Response(Request([1], 0, 9)), EMPTY, Stood(tokens, [0.0] * 3, [0.0] * 3, 0))
+        drafting.learn(Response(Request([1], 0, 9)), EMPTY, tokens, 0)
         if len(tokens) < 3:
             drafting.observe_pass(8, 0.5, 2, 10)
     assert seen == [(8, 0.5, 2, 10, 5), (8, 0.5, 2, 10, 1)]

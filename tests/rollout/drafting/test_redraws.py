@@ -29,7 +29,7 @@ def settle(made: Drafting, row: Response, draft: Draft, draws: list[int]) -> Sto
     """As an engine does after a pass."""
     stood = exact(0, draft, Drawn(len(row.tokens), draws, [0.0] * len(draws), [0.0] * len(draws)))
     row.emit(stood, frozenset())
-    made.learn(row, draft, stood)
+    made.learn(row, draft, stood.tokens, stood.drafted, stood.behind)
     return stood
 
 
