@@ -19,7 +19,7 @@ from vllm.v1.outputs import DraftTokenIds
 from rollout.engines.vllm.requests import OneRequest
 from rollout.engines.vllm.rows import VLLMRow
 from rollout.engines.vllm.sampler import KeyedVerifier, install
-from rollout.engines.vllm.step import Fed, keep_hidden, padded, table
+from rollout.engines.vllm.step import Fed, keep_hidden, padded
 from rollout.engines.vllm.wire import KEY
 
 
@@ -118,7 +118,7 @@ class Native(OneRequest):
         rows = [self._slots.get(slot) for slot in slots.tolist()]
         lists = self.ask([row if row and row.tokens and row.finish is None else None for row in rows])
         self._lengths = [*map(len, lists)]
-        tokens = np.fromiter(chain.from_iterable(lists), np.int64)
-        self._drafts[slots] = table(tokens, np.array(self._lengths), self._drafts.shape[1])
+        tokens, sizes = np.fromiter(chain(*lists, [-1]), np.int64), np.array(self._lengths)
+        self._drafts[slots] = padded(tokens, sizes.cumsum() - sizes, sizes, self._drafts.shape[1])
         self._step.draft_s = time.perf_counter() - began
         return self._drafts[slots].clip(0)

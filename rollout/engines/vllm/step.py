@@ -198,15 +198,8 @@ def ranges(firsts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
     return np.repeat(firsts - ends + sizes, sizes) + np.arange(ends[-1])
 
 
-def table(parts: np.ndarray, sizes: np.ndarray, width: int) -> np.ndarray:
-    """Int64 [R, width] with the next `sizes[i]` of all parts in row i, and -1 behind them."""
-    filled = np.full((len(sizes), width), -1)
-    filled[np.arange(width) < sizes[:, None]] = parts
-    return filled
-
-
 def padded(tokens: np.ndarray, firsts: np.ndarray, sizes: np.ndarray, width: int) -> np.ndarray:
-    """[R, width] with `sizes[i]` of the tokens [N], from firsts[i] on, in row i, and -1 behind them."""
+    """[R, width] with `sizes[i]` of the tokens [N > 0], from firsts[i] on, in row i, and -1 behind them."""
     place = np.arange(width)
     found = tokens.take(firsts[:, None] + place, mode="clip")
     found[place >= sizes[:, None]] = -1

@@ -79,32 +79,11 @@ class V1Rules(StepRules):
         found = []
         for law, part in by_law([row.sampling for row in ours], sizes, self.scores_per_chunk):
             places, *given = torch.from_numpy(columns[:, part]).to(logits.device).unbind()
-            chunk = logits if len(places) == len(logits) else logits[places]
+            chunk = logits[part] if whole else logits[places]
             found.append((part, self.draw(chunk, *given, float(law.temperature), law.top_k, float(law.top_p))))
         if whole and len(found) == 1:
             return found[0][1].cpu().numpy()
         told = np.zeros((4, len(logits)), np.int32)
-        for part, drawn in found:
-            told[:, index[part]] = drawn.cpu().numpy()
-        return told
-        n, sizes, laws = int(fed.sizes.sum()), fed.sizes, [row.sampling for row in ours]
-        if whole := n == len(logits):
-            index = np.arange(n)
-        else:
-            index, sizes = ranges(fed.firsts, sizes), sizes[sizes > 0]
-        at = np.array([len(row.tokens) for row in ours]) - sizes.cumsum() + sizes
-        columns = np.empty((4, n), np.int64)
-        columns[0] = index
-        columns[1:3] = np.array(([row.request.key for row in ours], at)).repeat(sizes, 1)
-        columns[2] += np.arange(n)
-        columns[3] = self.targets(fed, drafts)[index]
-        found = []
-        for law, part in by_law(laws, sizes, self.scores_per_chunk):
-            places, *given = torch.from_numpy(columns[:, part]).to(logits.device).unbind()
-            chunk = logits if whole and len(places) == n else logits[places]
-            found.append((part, self.draw(chunk, *given, float(law.temperature), law.top_k, float(law.top_p))))
-        if len(found) == 1 and whole:
-            return found[0][1].cpu().numpy()
         for part, drawn in found:
             told[:, index[part]] = drawn.cpu().numpy()
         return told
