@@ -71,6 +71,7 @@ JUDGED = {**LOSSY, "rollout.law": "judged", "rollout.replay": 0}
 LEARNED = {"trainer.precision": "fp32", "lora.rank": 0}  # what was learned of this very policy
 JUDGE = {**JUDGED, **LEARNED, "rollout.judged.path": "{judge}"}
 VLLM = "tests/rollout/engines/vllm/test_vllm.py"
+ADAPTIVE = "tests/rollout/engines/vllm/adaptive_cases.py"
 TAUGHT = {**EXACT, "rollout.drafter": "{drafter}", "trainer.drafter.train": "true"}
 
 CHOICES = {
@@ -106,6 +107,7 @@ CHOICES = {
     "rollout.vllm.runner": dict.fromkeys(("auto", "v1", "v2"), VLLM),
     "rollout.vllm.compile": dict.fromkeys(("auto", "on", "off"), VLLM),
     "rollout.vllm.sleep": {"true": VLLM, "false": VLLM},
+    "rollout.vllm.adaptive_verification": {"true": ADAPTIVE, "false": VLLM},
     "trainer.algorithm": {"grpo": {}, "dapo": {}, "ppo": {}},
     "trainer.advantage": {"gae": PPO, "rloo": PPO, "reinforce_plus_plus": PPO},
     "trainer.lr_schedule": {"constant": {}, "linear": {}, "cosine": {}},
