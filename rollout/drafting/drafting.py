@@ -146,7 +146,7 @@ class Drafting:
         self._stood += len(tokens)
         if draft.source == "model":
             self.budget.drafter.observe_chain(draft.logprobs, drafted)
-        row.redraws = behind
+        row.redraws = behind if self.redraws else ()
         guess, accepted = draft.tokens, drafted
         if not guess or draft.source != row.guess.source:
             guess = row.guess.tokens[: len(tokens)]
@@ -194,7 +194,7 @@ class Drafting:
             row.guess = guess
             known = drafter.fit if type(drafter) is SuffixDrafter else row.state
             row.kind = (known, guess.source) if guess.tokens else None
-            if self.redraws and row.redraws and row.drafting and limit > 0:
+            if row.redraws and row.drafting and limit > 0:
                 kind = row.state, "redraw"
                 if worth(kind) > worth(row.kind):
                     row.guess, row.kind = _joined(row.redraws, guess.tokens, limit), kind

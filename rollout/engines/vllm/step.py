@@ -56,6 +56,11 @@ class Fed:
         if not all(rows):
             self.sizes[[row is None for row in rows]] = 0
 
+    def agreed(self, draws: np.ndarray) -> list[int]:
+        """How many of each row's draft tokens are what was drawn, up to the first that is not. Args: draws: int [N]."""
+        apart = np.flatnonzero(draws != self.behind)  # each row's last position among them
+        return (apart[np.searchsorted(apart, self.firsts)] - self.firsts).tolist()
+
 
 @dataclass(kw_only=True)
 class StepRules(Rules):
@@ -139,21 +144,18 @@ class StepRules(Rules):
         tokens, (logprobs, texts, gaps) = packed[0].copy(), packed[1:].view(np.float32)
         if unclear := not gaps.min() >= self.tie_margin:  # or one is NaN
             refuse_unusable((~np.isnan(gaps[ranges(fed.firsts, fed.sizes)])).tolist(), self.weight_version)
-        apart = np.flatnonzero(tokens != fed.behind)  # each row's last position among them
-        agreed = (apart[np.searchsorted(apart, fed.firsts)] - fed.firsts).tolist()
-        exactly, redraws = self.rule is exact, self.drafting.redraws
-        learn, emitted, of_sources = self.drafting.learn, [], {}
-        draws, texts = tokens.tolist(), [] if exactly else texts.tolist()
-        logprobs = logprobs if exactly else logprobs.tolist()
-        columns = rows, drafts, fed.firsts.tolist(), fed.sizes.tolist(), agreed
-        for row, draft, first, size, n in zip(*columns, strict=True):
+        exactly, learn, emitted, of_sources = self.rule is exact, self.drafting.learn, [], {}
+        draws, firsts, sizes = tokens.tolist(), fed.firsts.tolist(), fed.sizes.tolist()
+        if not exactly:
+            logprobs, texts = logprobs.tolist(), texts.tolist()
+        for row, draft, first, size, n in zip(rows, drafts, firsts, sizes, fed.agreed(tokens), strict=True):
             if row is None:
                 tokens[first] = 0
                 emitted.append(1)
                 continue
             if exactly:
                 end = first + n + 1
-                new, drafted, behind = draws[first:end], n, draws[end : first + size] if redraws else ()
+                new, drafted, behind = draws[first:end], n, draws[end : first + size]
                 stays = row.take(new, logprobs[first:end], row.sampling.eos_ids)
             else:
                 part = slice(first, first + size)
