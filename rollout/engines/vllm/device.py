@@ -46,7 +46,11 @@ class DeviceDrafts(Rules):
         self.llm.collective_rpc("specrl_install_device", args=(self.source == "texts",))
         self._scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler
         self._lengths = self._scheduler.watcher = DraftLengths(
-            source=self.source, drafting=self.drafting, draft_tokens=self.draft_tokens, room=self.room
+            source=self.source,
+            drafting=self.drafting,
+            draft_tokens=self.draft_tokens,
+            room=self.room,
+            adaptive=self._scheduler.vllm_config.speculative_config.enable_adaptive_verification,
         )
 
     def run(self, rows: Sequence[VLLMRow], stop: Callable[[], bool]) -> EngineStats:

@@ -183,8 +183,6 @@ class VLLMEngine:
             "room": room_of(self.vocab, config.logits_mb, getattr(torch, self.spec.dtype), config.tokens_per_pass),
         }
         if config.on_device:
-            if config.vllm.adaptive_verification:  # vLLM decides, not the budget
-                self.drafting.budget.window = config.budget.window or config.vllm.draft_tokens
             source = "model" if config.drafter else config.vllm.speculator.partition("=")[0]
             return DeviceDrafts(**shared, source=source)
         shared["tie_margin"] = config.tie_margin if self.spec.dtype == "float32" else 0.0

@@ -46,10 +46,13 @@ class KeyedScheduler(DraftScheduler):
         super().__init__(*args, **options)
         config = self.vllm_config
         refuse_other_settings(config)
-        most, room = config.num_speculative_tokens, _room(config)
-        adaptive = config.speculative_config.enable_adaptive_verification  # then vLLM decides, not the budget
-        drafting = Drafting(Budget(most if adaptive else 0, padded=False))
-        self.watcher = DraftLengths(source="texts", drafting=drafting, draft_tokens=most, room=room)
+        self.watcher = DraftLengths(
+            source="texts",
+            drafting=Drafting(Budget(padded=False)),
+            draft_tokens=config.num_speculative_tokens,
+            room=_room(config),
+            adaptive=config.speculative_config.enable_adaptive_verification,
+        )
 
     def add_request(self, request) -> None:
         given = (request.sampling_params and request.sampling_params.extra_args) or {}

@@ -1,7 +1,7 @@
 """vLLM's adaptive verification of texts: what is cut on the device. Run by test_vllm_v2.py under vllm_shim.
 
-It is vLLM's own, but for what only a GPU has: streams, captured graphs (vLLM refuses the setting without them, so it is
-given behind that refusal), the costs measured from them, and a compiled top-k.
+It is vLLM's own, but for what only a GPU has: streams, captured graphs (vLLM refuses the setting without them), the
+costs measured from them, and a compiled top-k.
 """
 
 from contextlib import nullcontext
@@ -12,10 +12,10 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from vllm.config import VllmConfig
 from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.worker.gpu import model_runner
 from vllm.v1.worker.gpu.spec_decode import adaptive_verification
-from vllm.v1.worker.gpu.spec_decode.ngram.speculator import NgramGPUSpeculator
 
 from rollout.engines.vllm import sampler, texts, worker
 from rollout.types import RolloutError
@@ -36,6 +36,16 @@ class Stream:
     def wait_stream(self, other): ...
     def synchronize(self): ...
     def record(self): ...
+
+
+def test_without_graphs_vllm_refuses_it(saved):  # noqa: F811
+    spec = test_vllm.spec_of(saved("qwen3")[1])
+    spec.rollout.vllm.scheduling, spec.rollout.vllm.adaptive_verification = "async", True
+    with (
+        pytest.raises(RolloutError, match="Adaptive verification requires full CUDA graphs"),
+        mock.patch.object(CpuPlatform, "check_and_update_config", classmethod(keep_async)),
+    ):
+        test_vllm.build_engine(spec)
 
 
 @pytest.fixture(scope="module")
@@ -69,17 +79,16 @@ def adaptive(saved):  # noqa: F811
         patch.setattr(CpuPlatform, "check_and_update_config", classmethod(keep_async))
         patch.setattr(model_runner, "maybe_create_adaptive_verification_manager", create)
         patch.setattr(model_runner, "resolve_adaptive_cudagraph_mode", lambda mode, **_: mode)
-        patch.setattr(NgramGPUSpeculator, "enable_adaptive_verification", True)
+        patch.setattr(VllmConfig, "_validate_adaptive_verification", lambda self: None)
         patch.setattr(adaptive_verification, "stream", lambda *_: nullcontext())
         patch.setattr(torch.cuda, "current_stream", Stream)
         plain = adaptive_verification._assign_draft_token_budget
         patch.setattr(adaptive_verification, "_assign_draft_token_budget_compiled", plain)
         patch.setattr(worker, "install", install)
-        spec = test_vllm.spec_of(saved("qwen3")[1], window=8)
-        spec.rollout.vllm.scheduling = "async"
+        spec = test_vllm.spec_of(saved("qwen3")[1], window=0)
+        spec.rollout.vllm.scheduling, spec.rollout.vllm.adaptive_verification = "async", True
         with mock.patch("gc.collect"):
             found.engine = test_vllm.build_engine(spec)
-        found.runner.rejection_sampler.enable_adaptive_verification = True
         yield found
         close(found.engine)
 
@@ -138,11 +147,9 @@ def test_tokens_that_fit_are_verified_before_others(adaptive, some, monkeypatch)
     assert stood > 1.3 * blind
 
 
-def test_without_graphs_vllm_refuses_it(saved):  # noqa: F811
-    spec = test_vllm.spec_of(saved("qwen3")[1])
-    spec.rollout.vllm.scheduling, spec.rollout.vllm.adaptive_verification = "async", True
-    with (
-        pytest.raises(RolloutError, match="Adaptive verification requires full CUDA graphs"),
-        mock.patch.object(CpuPlatform, "check_and_update_config", classmethod(keep_async)),
-    ):
-        test_vllm.build_engine(spec)
+def test_the_budget_leaves_the_choice_to_vllm(adaptive, some):  # noqa: F811
+    """Of texts that are all wrong it would soon let none ride; scheduled, they cost nothing until they are verified."""
+    cases, want = some()
+    for _ in range(2):
+        _, stats = adaptive.engine.generate(requests_of(cases, [Script(all_wrong(t)) for t, _, _ in want]))
+    assert stats.drafted > 2 * sum(len(t) for t, _, _ in want)
