@@ -15,6 +15,8 @@ from rollout.engines.response import Response
 from rollout.types import EngineStats
 from rollout.verify import Rule, Stood, exact
 
+WAITING = 256
+"""Steps of a row whose log-probs may wait: each keeps the arrays of all rows of its step."""
 BUG = "this is a bug in specrl, or a version of vLLM that it does not know"
 
 
@@ -36,6 +38,8 @@ class VLLMRow(Response):
         if len(self.tokens) + count < self.request.max_new_tokens and eos_ids.isdisjoint(tokens):
             self.tokens += tokens
             self.unwritten.append(logprobs)
+            if len(self.unwritten) == WAITING:
+                self.write()
             return count
         own = np.asarray(logprobs).tolist()
         return self.emit(Stood(tokens, own, own, count - 1), eos_ids)

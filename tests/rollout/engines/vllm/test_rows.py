@@ -7,7 +7,7 @@ import pytest
 
 from rollout.engines.base import Sampling
 from rollout.engines.response import Response
-from rollout.engines.vllm.rows import VLLMRow
+from rollout.engines.vllm.rows import WAITING, VLLMRow
 from rollout.types import Request
 from rollout.verify import Stood
 
@@ -62,3 +62,14 @@ def differing(rows: type[Response]) -> int:
 @pytest.mark.parametrize(("rows", "equal"), [(VLLMRow, True), (Forgetful, False)], ids=["as it is", "planted fault"])
 def test_a_finished_row_has_every_column(rows, equal):
     assert (differing(rows) == 0) == equal
+
+
+def test_a_long_row_keeps_the_arrays_of_few_steps():
+    row, steps, kept = VLLMRow(Request([2], 3, 2000), sampling=Sampling(EOS)), 3 * WAITING, 0
+    for i in range(steps):
+        row.take([5, 6], np.array([i, -i], np.float32), EOS)
+        kept = max(kept, len(row.unwritten))
+    row.take([1], np.zeros(1, np.float32), EOS)
+    assert kept < WAITING
+    assert row.logprobs == row.behaviour == [x for i in range(steps) for x in (i, -i)] + [0.0]
+    assert (row.passes, row.reused) == (steps + 1, [True, False] * steps + [False])
