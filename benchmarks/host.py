@@ -193,13 +193,15 @@ class Rollout:
         self, rows: Sequence[Response], drafts: Sequence[Draft], drawn: Iterator[tuple[int, Drawn]], tokens: int
     ) -> None:
         """As engines do after a pass of `tokens` tokens."""
+        brought = 0
         for row, draft, (number, of_row) in zip(rows, drafts, drawn, strict=True):
             stood = exact(row.request.key, draft, of_row)
             emitted = row.emit(stood, EOS_IDS)
             self.reader.rollback(number, len(row.tokens) - 1)
             self.stats.count(draft.source, len(draft.tokens), min(stood.drafted, emitted))
             self.drafting.learn(row, draft, stood.tokens, stood.drafted, stood.behind)
-        self.drafting.observe_pass(tokens, cost(len(rows), tokens), len(rows), self.reader.width)
+            brought += len(stood.tokens)
+        self.drafting.observe_pass(tokens, cost(len(rows), tokens), len(rows), self.reader.width, brought)
 
     @contextmanager
     def timed(self, part: str) -> Iterator[None]:

@@ -12,7 +12,7 @@ import json
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,9 +25,8 @@ from rollout.drafting.contexts import ContextTable
 from rollout.drafting.drafting import Drafting
 from rollout.engines.base import Sampling
 from rollout.engines.vllm.room import Room
-from rollout.engines.vllm.rows import VLLMRow
+from rollout.engines.vllm.rows import Told, VLLMRow
 from rollout.engines.vllm.scheduler import DraftLengths, set_lengths
-from rollout.engines.vllm.step import Step
 from rollout.engines.vllm.v1 import V1Rules
 from rollout.sections import doc
 from rollout.types import EngineStats
@@ -66,19 +65,6 @@ class Clock:
         return call
 
 
-@dataclass(kw_only=True)
-class Rules(V1Rules):
-    """Rows by the name that the runner has for them."""
-
-    rows: dict[str, VLLMRow] = field(default_factory=dict)
-
-    def of(self, runner, names: Sequence[str]) -> list[VLLMRow | None]:
-        return [*map(self.rows.get, names)]
-
-    def begin_step(self) -> None:
-        self._step = Step()
-
-
 class Rollout:
     """One rollout of known texts."""
 
@@ -95,7 +81,9 @@ class Rollout:
         drafting.propose = self.clock.timed("asking", drafting.propose)
         bounds = {"draft_tokens": DRAFT_TOKENS, "room": Room(ROOM), "scores_per_chunk": ROOM}
         draw = self.clock.timed("draw", self.draw)
-        self.rules = Rules(drafting=drafting, draw=draw, stats=EngineStats(), rows=rows, **bounds)
+        self.rules = V1Rules(
+            drafting=drafting, draw=draw, stats=EngineStats(), rows=rows, told=Told([*rows.values()]), **bounds
+        )
         self.steps: list[tuple[int, dict[str, float]]] = []
         """Rows of each step, and its seconds by part."""
 
@@ -105,13 +93,12 @@ class Rollout:
         drafts = dict.fromkeys(rules.rows, ())
         while names := [name for name, row in rules.rows.items() if row.finish is None]:
             clock.seconds = {}
-            rules.begin_step()
             runner, metadata, logits = batch(names, [drafts[name] for name in names])
             sampled = sample(runner, logits, metadata).sampled_token_ids.tolist()
-            given = propose(runner, [[token for token in row if token >= 0] for row in sampled])
+            given = propose([[token for token in row if token >= 0] for row in sampled])
             drafts = dict(zip(names, given, strict=True))
-            tokens = len(logits)
-            rules.drafting.observe_pass(tokens, host.cost(len(names), tokens), len(names))
+            tokens, stood = len(logits), sum(token >= 0 for row in sampled for token in row)
+            rules.drafting.observe_pass(tokens, host.cost(len(names), tokens), len(names), stood=stood)
             self.steps.append((len(names), clock.seconds))
         if [row.tokens for row in rules.rows.values()] != self.truths:
             raise RuntimeError("the hooks gave other texts than were drawn")

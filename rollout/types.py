@@ -171,6 +171,17 @@ class EngineStats:
             before = self.sources.get(source, (0, 0))
             self.sources[source] = before[0] + drafted, before[1] + accepted
 
+    def count_pass(self, tokens: int, seconds: float, carries: bool, decodes: bool = True) -> None:
+        """Notes a pass of `tokens` tokens. Args: carries: drafts; decodes: not only prompts."""
+        self.passes += 1
+        self.forward_tokens += tokens
+        if carries:
+            self.verify_s += seconds
+        elif decodes:
+            self.decode_s += seconds
+        else:
+            self.prefill_s += seconds
+
     def __add__(self, other: EngineStats) -> EngineStats:
         added = {f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self) if f.name != "sources"}
         names = {**self.sources, **other.sources}  # in order of first use

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -60,7 +60,7 @@ class Budget:
         self.window, self.padded = window, padded
         self.drafter = DraftModelRecord()
         self._passes, self._trial = CostModel(), Trial()
-        self._seen: dict[Kind, list[float]] = {}  # draft tokens that were accepted, and that were not
+        self._seen: defaultdict[Kind, list[float]] = defaultdict(lambda: [0.0, 0.0])  # accepted tokens, rejected drafts
         self._all = [0.0, 0.0]  # the same of all kinds
         self._needed = 0.0
         self._plain = 0.0, 0.0  # seconds of a plain pass and of each row in it, as last planned with
@@ -110,13 +110,12 @@ class Budget:
 
     def observe_draft(self, kind: Kind, drafted: int, accepted: int) -> None:
         """Of `drafted` tokens of a row's own drafter the first `accepted` stood, or would have stood."""
-        seen, rejected = self._seen.get(kind), accepted < drafted
-        if seen is None:
-            seen = self._seen[kind] = [0.0, 0.0]
+        seen, everything = self._seen[kind], self._all
         seen[0] += accepted
-        seen[1] += rejected
-        self._all[0] += accepted
-        self._all[1] += rejected
+        everything[0] += accepted
+        if accepted < drafted:
+            seen[1] += 1
+            everything[1] += 1
 
     def next_rollout(self) -> None:
         """Weights have changed: trust the past half as much, so that a bad spell does not last."""

@@ -25,8 +25,8 @@ class Draft:
     """Of the tokens, under the law that drew them; None where nobody asks for it."""
 
     def first(self, count: int) -> Draft:
-        """Its first `count` tokens, for a rule that asks for no log-probs."""
-        return Draft(list(self.tokens[:count]), self.source)
+        """Its first `count` tokens where it has more, for a rule that asks for no log-probs."""
+        return Draft(list(self.tokens[:count]), self.source) if len(self.tokens) > count else self
 
 
 EMPTY = Draft()

@@ -76,7 +76,6 @@ class Drafting:
         self.of_states = model is not None and model.reads_states
         """The model drafts from the policy's last hidden states, which its reader must keep."""
         self.redraws, self.vocab = redraws, 0
-        self._stood = 0  # tokens of the pass in progress
 
     def attach(self, policy: Policy) -> None:
         """The model whose passes the drafts will ride in; a few of them are timed.
@@ -143,22 +142,21 @@ class Drafting:
         self, row: Response, draft: Draft, tokens: Sequence[int], drafted: int, behind: Sequence[int] = ()
     ) -> None:
         """What became of a row's draft, and of its guess had that been carried. Args: see Stood."""
-        self._stood += len(tokens)
         if draft.source == "model":
             self.budget.drafter.observe_chain(draft.logprobs, drafted)
-        row.redraws = behind if self.redraws else ()
+        if self.redraws:
+            row.redraws = behind
         guess, accepted = draft.tokens, drafted
         if not guess or draft.source != row.guess.source:
             guess = row.guess.tokens[: len(tokens)]
             accepted = accept_exact(tokens, guess)
-        if guess:
-            self.budget.observe_draft(row.kind, len(guess), accepted)
-            row.state = "agreeing" if accepted == len(guess) else "diverged" if accepted else "lost"
+        if length := len(guess):
+            self.budget.observe_draft(row.kind, length, accepted)
+            row.state = "agreeing" if accepted == length else "diverged" if accepted else "lost"
 
-    def observe_pass(self, tokens: int, seconds: float, rows: int = 0, width: int = 0) -> None:
-        """A pass of `tokens` tokens of `rows` rows, over at most `width` positions, took `seconds`."""
-        self.budget.observe_pass(tokens, seconds, rows, width, self._stood)
-        self._stood = 0
+    def observe_pass(self, tokens: int, seconds: float, rows: int = 0, width: int = 0, stood: int = 0) -> None:
+        """See Budget.observe_pass."""
+        self.budget.observe_pass(tokens, seconds, rows, width, stood)
 
     def end(self, rows: Sequence[Response], stats: EngineStats) -> None:
         """The rollout is done: later ones may draft from the responses of rows that speculate."""

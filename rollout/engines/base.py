@@ -25,6 +25,11 @@ class Sampling:
     top_k: int = 0
     top_p: float = 1.0
 
+    @property
+    def terms(self) -> tuple[float, int, float]:
+        """Temperature, top-k and top-p, as draws take them."""
+        return float(self.temperature), self.top_k, float(self.top_p)
+
     def __post_init__(self):
         check(RolloutConfig(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p))
 

@@ -84,7 +84,7 @@ class Draw:
 
     def __init__(self, lm_head: nn.Module, sampling: Sampling, logits_mb: int):
         self.lm_head = lm_head
-        self._law = (float(sampling.temperature), sampling.top_k, float(sampling.top_p))
+        self._law = sampling.terms
         self.ids: Tensor | None = None
         vocab, device = lm_head.weight.shape[0], lm_head.weight.device
         on_gpu = device.type == "cuda"

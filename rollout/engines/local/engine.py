@@ -277,7 +277,7 @@ class TransformersEngine(LocalModel):
         """Waits for the passes of a cohort; its rows emit what stands."""
         for launched in cohort.launched:
             began, tokens = time.perf_counter(), sum(map(len, launched.flight.feed.values()))
-            rows = len(launched.flight.feed)
+            rows, brought = len(launched.flight.feed), 0
             for number, of_row in policy.collect(launched.flight):
                 if not of_row.usable:
                     refuse_unusable([False], self.weight_version)
@@ -287,14 +287,10 @@ class TransformersEngine(LocalModel):
                 policy.rollback(number, len(row.tokens) - 1)
                 stats.count(draft.source, len(draft.tokens), min(stood.drafted, emitted))
                 self.drafting.learn(row, draft, stood.tokens, stood.drafted, stood.behind)
+                brought += len(stood.tokens)
             now = time.perf_counter()
             alone = now - max(launched.began, self._settled)  # from when the device was free for it
-            self.drafting.observe_pass(tokens, alone, rows, policy.width)
+            self.drafting.observe_pass(tokens, alone, rows, policy.width, brought)
             self._settled, spent = now, launched.spent + now - began  # the host's part, which adds up to wall clock
-            stats.passes += 1
-            stats.forward_tokens += tokens
-            if tokens > rows:
-                stats.verify_s += spent
-            else:
-                stats.decode_s += spent
+            stats.count_pass(tokens, spent, tokens > rows)
         cohort.launched.clear()

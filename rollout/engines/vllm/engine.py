@@ -63,8 +63,6 @@ class VLLMEngine:
 
     def __init__(self, spec: EngineSpec, sampling: Sampling, rule: Rule, drafting: Drafting):
         config = spec.rollout
-        if not 1 <= config.vllm.draft_tokens <= 127:
-            raise RolloutError(f"rollout.vllm.draft_tokens={config.vllm.draft_tokens}: vLLM takes 1 to 127 in one step")
         if config.vllm.compile == "on" and os.environ.get("TORCH_COMPILE_DISABLE") == "1":
             raise RolloutError(
                 "rollout.vllm.compile=on has no effect with TORCH_COMPILE_DISABLE=1, which specrl sets on a CPU. Set "
@@ -157,9 +155,8 @@ class VLLMEngine:
             raise RolloutError("vLLM still runs requests and kept KV of older weights; this engine must be replaced")
 
     def close(self) -> None:
-        if (llm := self.__dict__.pop("_llm", None)) is None:
-            return
-        shut_down(llm, self._borrowed_group)
+        if llm := self.__dict__.pop("_llm", None):
+            shut_down(llm, self._borrowed_group)
 
     # Start --------------------------------------------------------------------------------------------------------
 
@@ -192,15 +189,14 @@ class VLLMEngine:
 
     def _calibrate(self) -> None:
         """Times passes of few and of many tokens for the budget: the best of three, after a warm-up."""
-        timed = []
-        for n in (2, min(256, self.context - 1)):
-            seconds = []
-            for _ in range(4):
-                began = time.perf_counter()
-                self.score([0] * n)
-                seconds.append(time.perf_counter() - began)
-            timed.append((n, min(seconds)))
-        self.drafting.budget.calibrate(timed)
+
+        def seconds(tokens: int) -> float:
+            began = time.perf_counter()
+            self.score([0] * tokens)
+            return time.perf_counter() - began
+
+        sizes = 2, min(256, self.context - 1)
+        self.drafting.budget.calibrate([(n, min(seconds(n) for _ in range(4))) for n in sizes])
 
     @contextmanager
     def _awake(self) -> Iterator[None]:

@@ -21,6 +21,7 @@ from rollout.engines.vllm.rows import VLLMRow
 from rollout.engines.vllm.sampler import KeyedVerifier, install
 from rollout.engines.vllm.step import Fed, keep_hidden, padded
 from rollout.engines.vllm.wire import KEY
+from rollout.verify import exact
 
 
 class HostVerifier(KeyedVerifier):
@@ -41,17 +42,18 @@ class HostVerifier(KeyedVerifier):
         self._done = part.stop
         counts = np.diff(self._batch.cu_num_logits_np[part.start : part.stop + 1]) - 1
         unfinished = lengths_np < self._batch.prefill_len_np[part]  # prompts of which this step computed only a part
-        rows, fed = self.flow.fed(slots_np, counts, unfinished, joining=self._batch.is_prefilling_np[part])
-        if not any(rows):
+        fed = self.flow.fed_by(slots_np, counts, unfinished, joining=self._batch.is_prefilling_np[part])
+        if not fed.lineup.ours:
             given = (inputs, pos, firsts, slots, slots_np, row_slots, row_places, lengths_np, drafts)
             return super()._verify(logits, draft_logits, *given)
-        tested = self.flow.tested(rows, fed)
-        self.sampler.targets = torch.from_numpy(self.flow.targets(fed, tested)).to(logits.device)
+        tested = self.flow.tested(fed)
+        if self.flow.rule is not exact:
+            self.sampler.targets = torch.from_numpy(self.flow.targets(fed, tested)).to(logits.device)
         _, processed = self.sampler.sample(
             logits, row_slots, slots, slots_np, pos, inputs, row_places, lengths_np, return_logprobs=True
         )
         began = int(self._batch.cu_num_logits_np[part.start])
-        tokens, sizes = self.flow.decide(rows, fed, tested, self.sampler.packed.cpu().numpy(), began)
+        tokens, sizes = self.flow.decide(fed, tested, self.sampler.packed.cpu().numpy(), began)
         width = self.num_speculative_steps + 1
         told = padded(tokens.astype(np.int64), fed.firsts, sizes, width).clip(0), sizes.astype(np.int32)
         tokens, stand = (torch.from_numpy(column).to(logits.device) for column in told)
@@ -78,7 +80,7 @@ class Native(OneRequest):
 
         def add_request(slot: int, request) -> None:
             add(slot, request)
-            self._slots[slot] = self._rows.get(request.req_id)
+            self._slots[slot] = self.rows.get(request.req_id)
 
         def take_draft_token_ids() -> DraftTokenIds | None:
             asked = take()
@@ -101,13 +103,11 @@ class Native(OneRequest):
         """A step of so many tokens is drawn."""
         self._step.tokens = tokens
 
-    def fed(
-        self, slots: np.ndarray, counts: np.ndarray, unfinished: np.ndarray, joining: np.ndarray
-    ) -> tuple[list[VLLMRow | None], Fed]:
-        """The rows of these slots and what they fed. Args: counts: draft tokens; joining: rows that vLLM pads."""
+    def fed_by(self, slots: np.ndarray, counts: np.ndarray, unfinished: np.ndarray, joining: np.ndarray) -> Fed:
+        """What the rows of these slots fed. Args: counts: draft tokens; joining: rows that vLLM pads."""
         rows = [None if late else self._slots.get(slot) for slot, late in zip(slots.tolist(), unfinished, strict=True)]
         drafts = np.where(joining[:, None], -1, self._drafts[slots])
-        return rows, Fed(rows, counts, drafts[np.arange(drafts.shape[1]) < counts[:, None]])
+        return self.fed(rows, counts, drafts[np.arange(drafts.shape[1]) < counts[:, None]])
 
     def fill(self, batch, dummy_run: bool) -> np.ndarray:
         """The drafts that ride next, int64 [R, K]; any id fills a row, as it stands only if it is drawn."""

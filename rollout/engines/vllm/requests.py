@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from vllm import LLM, SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
-from rollout.engines.vllm.rows import BUG, VLLMRow
-from rollout.engines.vllm.step import Step, StepRules
+from rollout.engines.vllm.rows import BUG, Told, VLLMRow
+from rollout.engines.vllm.step import Lineup, Step, StepRules
 from rollout.types import EngineStats, RolloutError
+from rollout.verify import exact
 
 
 @dataclass(kw_only=True)
@@ -22,8 +23,6 @@ class OneRequest(StepRules):
     """Generates each response with one request."""
 
     llm: LLM
-    _rows: dict[str, VLLMRow] = field(default_factory=dict)
-    """By vLLM's own request id; other requests are scored, not sampled."""
 
     def __post_init__(self):
         self.llm.collective_rpc("specrl_install_flow", args=(self,))
@@ -39,18 +38,19 @@ class OneRequest(StepRules):
     def run(self, rows: Sequence[VLLMRow], stop: Callable[[], bool]) -> EngineStats:
         """Finishes every row, unless `stop` says before a step that this is enough."""
         self.stats, engine, outputs = EngineStats(), self.llm.llm_engine, {}
+        self.told = Told(rows) if self.rule is exact else None
         try:
             for i, row in enumerate(rows):
                 if self.drafting.whole:
                     row.text = self.drafting.text(row)
-                self._rows[self._submit(str(i), row)] = row
+                self.rows[self._submit(str(i), row)] = row
             while engine.has_unfinished_requests() and not stop():
                 self._step, began = Step(), time.perf_counter()
                 outputs |= {int(output.request_id): output.outputs[0] for output in engine.step()}
                 self._charge(time.perf_counter() - began)
         finally:
-            engine.abort_request(list(self._rows), internal=True)  # those that have not ended
-            self._rows = {}
+            engine.abort_request(list(self.rows), internal=True)  # those that have not ended
+            self.rows, self.lineup, self.told = {}, Lineup([]), None
         for i, row in enumerate(rows):
             if row.finish is None and stop():
                 continue
@@ -75,16 +75,8 @@ class OneRequest(StepRules):
         return self.llm.llm_engine.add_request(name, {"prompt_token_ids": list(row.request.prompt)}, params)
 
     def _charge(self, seconds: float) -> None:
-        stats, step = self.stats, self._step
-        seconds -= step.draft_s
-        stats.passes += 1
-        stats.forward_tokens += step.tokens
-        stats.draft_s += step.draft_s
-        if step.drafted:
-            stats.verify_s += seconds
-        elif step.decoding:
-            stats.decode_s += seconds
-        else:
-            stats.prefill_s += seconds
+        step = self._step
+        self.stats.draft_s += step.draft_s
+        self.stats.count_pass(step.tokens, seconds - step.draft_s, step.drafted > 0, step.decoding)
         if step.decoding:
-            self.drafting.observe_pass(step.tokens, seconds)
+            self.drafting.observe_pass(step.tokens, seconds - step.draft_s)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -39,22 +40,6 @@ def draft_room(vocab: int, logits_mb: int, *, free: int | None = None, width: in
     return max(0, free - logits_mb * MB) // PART // (vocab * 2 * width)
 
 
-def draft_share(room: int, drafting: int, most: int, *, rows: int = 0, tokens: int | None = None) -> int:
-    """Most draft tokens of one row in the next step.
-
-    Args:
-        room: of `draft_room`.
-        drafting: rows that have a draft; the others take nothing.
-        most: `rollout.vllm.draft_tokens`.
-        rows: rows of the step; each needs a token of its own.
-        tokens: most tokens of a step. vLLM fills steps row by row, so longer drafts would leave the last rows out of
-            it. None does not look at that.
-    """
-    if tokens is not None:
-        room = min(room, max(0, tokens - rows))
-    return min(most, room // max(1, drafting))
-
-
 class Remedies(NamedTuple):
     """What whoever runs an engine can change where no draft rides; empty: nothing."""
 
@@ -68,40 +53,41 @@ OF_SERVER = Remedies("a lower max_num_seqs", "a lower gpu_memory_utilization", "
 OF_CPU_SERVER = OF_SERVER._replace(memory="")
 
 
+@dataclass
 class Room:
     """What a rollout's steps have room for. That it is nothing is told once.
 
     Args:
         tokens: of `draft_room`.
         measure: gives `tokens` anew when a rollout begins, as others may hold more memory than before; None: it stays.
-        step: most tokens of a step, see `draft_share`.
+        step: most tokens of a step. vLLM fills steps row by row, so longer drafts would leave the last rows out of it.
         remedies: what is told then.
     """
 
-    def __init__(
-        self,
-        tokens: int,
-        measure: Callable[[], int] | None = None,
-        step: int | None = None,
-        remedies: Remedies = ON_CPU,
-    ):
-        self.tokens, self._measure, self._step, self._remedies, self._told = tokens, measure, step, remedies, False
+    tokens: int
+    measure: Callable[[], int] | None = None
+    step: int = 1 << 31
+    remedies: Remedies = ON_CPU
+    _told: bool = False
 
     def renew(self) -> None:
         """A rollout begins."""
-        if self._measure:
-            self.tokens = self._measure()
+        if self.measure:
+            self.tokens = self.measure()
 
     def share(self, drafting: int, rows: int, most: int) -> int:
-        """Most draft tokens of each of `drafting` rows, of `rows` in all."""
-        share = draft_share(self.tokens, drafting, most, rows=rows, tokens=self._step)
+        """Draft tokens, at most `most`, of each of the `drafting` rows that have a draft, of `rows` in all.
+
+        Each row needs a token of the step for itself; those without a draft need no more.
+        """
+        share = min(most, min(self.tokens, max(0, self.step - rows)) // max(1, drafting))
         if drafting and not share and not self._told:
             self._told = True
             if self.tokens < drafting:
-                why, remedy = f"there is memory for the logits of {self.tokens}", self._remedies.memory
+                why, remedy = f"there is memory for the logits of {self.tokens}", self.remedies.memory
             else:
-                why, remedy = f"a step has {self._step} tokens", self._remedies.step
-            remedy = ", or ".join(filter(None, (self._remedies.rows, remedy)))
+                why, remedy = f"a step has {self.step} tokens", self.remedies.step
+            remedy = ", or ".join(filter(None, (self.remedies.rows, remedy)))
             log.warning("no draft rides: %d of %d rows have one, and %s. Try %s", drafting, rows, why, remedy)
         return share
 

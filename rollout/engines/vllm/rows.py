@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 
 import numpy as np
 
@@ -13,51 +12,41 @@ from rollout.drafting.drafting import Drafting
 from rollout.engines.base import Sampling
 from rollout.engines.response import Response
 from rollout.types import EngineStats
-from rollout.verify import Rule, Stood, exact
+from rollout.verify import Rule, exact
 
-WAITING = 256
-"""Steps of a row whose log-probs may wait: each keeps the arrays of all rows of its step."""
 BUG = "this is a bug in specrl, or a version of vLLM that it does not know"
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class VLLMRow(Response):
-    """One response in the making. While it goes on, what `unwritten` holds is missing from its columns."""
+    """One response in the making. Under the exact rule its columns but `tokens` are filled when it ends."""
 
     sampling: Sampling = field(kw_only=True)
     draft: Draft = EMPTY
     """What was proposed for its next step."""
     text: Draft = EMPTY
     """The one draft that the lenient rule verifies, by response position."""
-    unwritten: list[Sequence[float]] = field(default_factory=list)
-    """Log-probs of each step that was taken and ended nothing: nobody asks for columns before a row ends."""
+    place: int = 0
+    """Where `Told` has its first position."""
 
-    def take(self, tokens: list[int], logprobs: Sequence[float], eos_ids: frozenset[int]) -> int:
-        """As `emit`, for a step of the policy's own law of whose tokens all but the last are a draft's."""
-        count = len(tokens)
-        if len(self.tokens) + count < self.request.max_new_tokens and eos_ids.isdisjoint(tokens):
-            self.tokens += tokens
-            self.unwritten.append(logprobs)
-            if len(self.unwritten) == WAITING:
-                self.write()
-            return count
-        own = np.asarray(logprobs).tolist()
-        return self.emit(Stood(tokens, own, own, count - 1), eos_ids)
 
-    def emit(self, stood: Stood, eos_ids: frozenset[int]) -> int:
-        """See Response.emit."""
-        self.write()
-        return Response.emit(self, stood, eos_ids)
+class Told:
+    """What the steps of the exact rule told of the tokens of these rows.
 
-    def write(self) -> None:
-        """Completes the columns."""
-        if self.unwritten:
-            own = np.concatenate(self.unwritten).tolist()
-            self.logprobs += own
-            self.behaviour += own
-            self.reused += chain.from_iterable([True] * (len(step) - 1) + [False] for step in self.unwritten)
-            self.passes += len(self.unwritten)
-            self.unwritten.clear()
+    What does not stand is told again, so a step writes all that it drew. Memory is taken as rows grow.
+    """
+
+    def __init__(self, rows: Sequence[VLLMRow]):
+        size = 0
+        for row in rows:
+            row.place, size = size, size + row.request.max_new_tokens
+        self.logprobs, self.reused = np.empty(size, np.float32), np.empty(size, bool)
+
+    def complete(self, row: VLLMRow) -> None:
+        """Fills the columns of a row that has ended."""
+        part = slice(row.place, row.place + len(row.tokens))
+        row.logprobs, row.behaviour = self.logprobs[part].tolist(), self.logprobs[part].tolist()
+        row.reused = self.reused[part].tolist()
 
 
 @dataclass(kw_only=True)

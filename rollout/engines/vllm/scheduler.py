@@ -105,14 +105,7 @@ class DraftLengths:
         if not self.seen:
             return  # of others: who knows when it began
         seconds, self.began = time.perf_counter() - self.began, time.perf_counter()
-        self.stats.passes += 1
-        self.stats.forward_tokens += tokens
-        if self.verifies:  # what drafting took on the device is in it
-            self.stats.verify_s += seconds
-        elif tokens > len(self.seen):
-            self.stats.prefill_s += seconds
-        else:
-            self.stats.decode_s += seconds
+        self.stats.count_pass(tokens, seconds, self.verifies, tokens <= len(self.seen))  # with drafting on the device
         self.verifies = False
         self.drafting.observe_pass(tokens, seconds)
 

@@ -34,7 +34,7 @@ from rollout.engines.local.draw import rows_per_chunk
 from rollout.engines.vllm.room import room_of
 from rollout.engines.vllm.rows import BUG, VLLMRow
 from rollout.engines.vllm.step import Step
-from rollout.engines.vllm.v1 import V1Rules, by_law, lift_limit
+from rollout.engines.vllm.v1 import RequestDrafter, V1Rules, by_law, lift_limit
 from rollout.engines.vllm.wire import KeyedRequest
 from rollout.noise import process_logits
 from rollout.types import Request, RolloutError
@@ -78,7 +78,7 @@ def serve_by_default() -> None:
     vllm.AsyncEngineArgs = KeyedEngineArgs
 
 
-class KeyedDrafter:
+class KeyedDrafter(RequestDrafter):
     """What `ENGINE_ARGS["v1"]` names: drafts for keyed requests, and draws them."""
 
     def __init__(self, vllm_config):
@@ -91,23 +91,12 @@ class KeyedDrafter:
             scores_per_chunk=rows_per_chunk(vocab, logits_mb),
         )
         self.rules.drafting.vocab = vocab
-        self._runner: GPUModelRunner | None = None
-
-    def load_model(self, *_) -> None:
-        """There is none."""
 
     def propose(self, sampled: list[list[int]], *_, **__) -> list[list[int]]:
         """The draft of each row's next step."""
-        if self._runner is None:
+        if not self.rules.lineup.rows:
             raise RolloutError(f"vLLM asks for drafts, but drew the step itself; {BUG}")
-        return self.rules.propose(self._runner, sampled)
-
-    def sample(self, runner: GPUModelRunner, logits: Tensor, metadata) -> SamplerOutput:
-        """Stands in for the runner's `_sample`."""
-        if self._runner is None:
-            lift_limit(runner)
-            self._runner = runner
-        return self.rules.serve(runner, logits, metadata)
+        return self.rules.propose(sampled)
 
 
 _vllm_sample = GPUModelRunner._sample
@@ -118,7 +107,8 @@ def _sample(runner, logits, metadata) -> SamplerOutput:
     """Runners whose drafter draws let it; all others do as before."""
     drafter = getattr(runner, "drafter", None)
     if isinstance(drafter, KeyedDrafter):
-        return drafter.sample(runner, logits, metadata)
+        lift_limit(runner)
+        return drafter.rules.serve(runner, logits, metadata)
     return _vllm_sample(runner, logits, metadata)
 
 
@@ -129,21 +119,17 @@ GPUModelRunner._sample = _sample
 class ServedRules(V1Rules):
     """Rows that come and go as a server's requests do; each brings its own sampling parameters."""
 
-    _rows: dict[str, VLLMRow | None] = field(default_factory=dict)
-    """By vLLM's request id; None for requests without a key."""
     _groups: WeakValueDictionary[str, PromptTexts] = field(default_factory=WeakValueDictionary)
     _waiting_since: float | None = None
     """When the drafts of rows that go on were ready; None when the server may rest."""
 
     def of(self, runner, names: Sequence[str]) -> list[VLLMRow | None]:
-        return [self._row(runner, name) for name in names]
-
-    def _row(self, runner, name: str) -> VLLMRow | None:
-        if name not in self._rows:
-            if not any(self._rows.values()):
-                self.drafting.budget.next_rollout()  # the server was idle: weights may have changed
-            self._rows[name] = self._open(runner.requests[name], runner.max_model_len)
-        return self._rows[name]
+        for name in names:
+            if name not in self.rows:
+                if not any(self.rows.values()):
+                    self.drafting.budget.next_rollout()  # the server was idle: weights may have changed
+                self.rows[name] = self._open(runner.requests[name], runner.max_model_len)
+        return [self.rows[name] for name in names]
 
     def _open(self, state, context: int) -> VLLMRow | None:
         params = state.sampling_params
@@ -160,26 +146,24 @@ class ServedRules(V1Rules):
 
     def serve(self, runner, logits: Tensor, metadata) -> SamplerOutput:
         """The next tokens of all rows of a step, those without a key drawn by vLLM's own sampler."""
-        for gone in self._rows.keys() - runner.requests.keys():
-            del self._rows[gone]
+        for gone in self.rows.keys() - runner.requests.keys():
+            del self.rows[gone]
         names, self._step = runner.input_batch.req_ids, Step()
         counts = metadata.num_draft_tokens if metadata else [0] * len(names)
         rows = self.of(runner, names)
         own = self._end_late(runner, logits, counts, rows)
         output = self.sample(runner, own, metadata)
         if (most := runner.input_batch.sampling_metadata.max_num_logprobs) is not None:
-            tokens = output.sampled_token_ids
-            output.logprobs_tensors = self._logprobs(runner.sampler, own, counts, rows, tokens, most)
-        others = [i for i, row in enumerate(rows) if row is None]
-        if others:  # last, as vLLM works on the logits in place
+            output.logprobs_tensors = self._logprobs(runner.sampler, own, counts, rows, output.sampled_token_ids, most)
+        if others := [i for i, row in enumerate(rows) if row is None]:  # last, as vLLM works on the logits in place
             _take(output, _vllm_sample(runner, logits, metadata), others)
         if self._waiting_since is not None:
             self.drafting.observe_pass(self._step.tokens, time.perf_counter() - self._waiting_since)
         return output
 
-    def propose(self, runner, sampled, *_, **__) -> list[list[int]]:
-        drafts = super().propose(runner, sampled)
-        going = any(row and row.finish is None for row in self._rows.values())
+    def propose(self, sampled, *_, **__) -> list[list[int]]:
+        drafts = super().propose(sampled)
+        going = any(row and row.finish is None for row in self.rows.values())
         self._waiting_since = time.perf_counter() if going else None
         return drafts
 

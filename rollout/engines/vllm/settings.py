@@ -113,7 +113,7 @@ def speculation(spec: EngineSpec, runner: str) -> dict:
     drafts: dict = {"num_speculative_tokens": vllm.draft_tokens}
     host = {"scheduler_cls": f"{_HOOKS}.scheduler.HostScheduler"}
     if runner == "v1":
-        drafts |= {"method": "custom_class", "model": f"{_HOOKS}.worker.RequestDrafter"}
+        drafts |= {"method": "custom_class", "model": f"{_HOOKS}.v1.RequestDrafter"}
         return {"speculative_config": drafts, **host}
     own = "eagle" if is_head(drafter) else "draft_model"
     name, _, model = (own, "=", drafter) if drafter else vllm.speculator.partition("=")

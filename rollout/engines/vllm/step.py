@@ -6,6 +6,7 @@ runner's matter: v1.py, native.py.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -15,9 +16,9 @@ from torch import Tensor
 from rollout.drafting.draft import EMPTY, Draft
 from rollout.engines.response import refuse_unusable
 from rollout.engines.vllm.room import Room
-from rollout.engines.vllm.rows import BUG, Rules, VLLMRow
+from rollout.engines.vllm.rows import BUG, Rules, Told, VLLMRow
 from rollout.types import RolloutError
-from rollout.verify import Drawn, exact
+from rollout.verify import Drawn, Stood, exact
 
 
 @dataclass
@@ -30,36 +31,58 @@ class Step:
     draft_s: float = 0.0
 
 
+class Lineup:
+    """The rows of a step, and what stays the same of them for as long as they stay together.
+
+    Args: rows: None for requests that are not drawn in this step.
+    """
+
+    def __init__(self, rows: Sequence[VLLMRow | None]):
+        self.rows, self.ours = rows, [row for row in rows if row]
+        self.missing = [i for i, row in enumerate(rows) if row is None]
+        laws = [row.sampling for row in self.ours]
+        self.laws = laws if len({*laws}) > 1 else laws[:1]
+        """Of each row; a single one is that of all."""
+        self.eos_ids = np.array([*{end for law in laws for end in law.eos_ids}], np.int32).reshape(-1, 1)
+        self.at = np.array([len(row.tokens) for row in self.ours], np.int64)
+        """Tokens of each of `ours`."""
+        self.columns = np.zeros((4, len(self.ours)), np.int64)
+        """What `Fed.columns` repeats."""
+        self.columns[:2] = [row.place for row in self.ours], [row.request.key for row in self.ours]
+
+
 class Fed:
     """The positions of a step that logits are computed at: each row's last token, then its draft.
 
     Args:
-        rows: None for requests that are not drawn in this step.
-        counts: int64 [R], draft tokens of each; vLLM pads some.
-        tokens: int64, these tokens; -1 is padding.
+        counts: int64 [R], draft tokens of each row; vLLM pads some.
+        tokens: int32, these tokens; -1 is padding.
     """
 
-    def __init__(self, rows: Sequence[VLLMRow | None], counts: np.ndarray, tokens: np.ndarray):
-        self.sizes = counts + 1
+    def __init__(self, lineup: Lineup, counts: np.ndarray, tokens: np.ndarray):
+        self.lineup, self.sizes = lineup, counts + 1
         """Int64 [R], positions without padding; 0 where there is no row."""
         ends = self.sizes.cumsum()
-        self.firsts = ends - self.sizes
+        self.firsts = starts = ends - self.sizes
         """Int64 [R], each row's first position."""
-        self.behind = np.full(ends[-1], -1)
-        """Int64 [N], the draft token that was fed behind each position; -1 where there is none."""
-        drafted = np.ones(ends[-1], bool)
-        drafted[ends - 1] = False
-        self.behind[drafted] = tokens
-        if (padding := tokens < 0).any():
-            self.sizes -= np.bincount(np.arange(len(rows)).repeat(counts)[padding], minlength=len(rows))
-        self.drafted = int(self.sizes.sum()) - len(rows)
-        if not all(rows):
-            self.sizes[[row is None for row in rows]] = 0
-
-    def agreed(self, draws: np.ndarray) -> list[int]:
-        """How many of each row's draft tokens are what was drawn, up to the first that is not. Args: draws: int [N]."""
-        apart = np.flatnonzero(draws != self.behind)  # each row's last position among them
-        return (apart[np.searchsorted(apart, self.firsts)] - self.firsts).tolist()
+        self.behind, last = np.empty(ends[-1], np.int32), np.zeros(ends[-1], bool)
+        """Int32 [N], the draft token that was fed behind each position; -1 where there is none."""
+        last[ends - 1] = True
+        self.behind[last], self.behind[~last] = -1, tokens
+        self.drafted, sizes = len(tokens), self.sizes
+        self.whole = not lineup.missing and tokens.min(initial=0) == 0
+        self.drawn: slice | np.ndarray = slice(None)
+        """Index of the positions that are a row's, M of N; of all where the step is `whole`."""
+        if not self.whole:
+            self.drafted -= int((tokens < 0).sum())
+            self.sizes -= np.bincount(np.arange(len(counts)).repeat(counts)[tokens < 0], minlength=len(counts))
+            self.sizes[lineup.missing] = 0
+            self.drawn, sizes = ranges(self.firsts, sizes), sizes[sizes > 0]
+            starts = sizes.cumsum() - sizes
+        lineup.columns[2] = lineup.at - starts
+        self.columns = lineup.columns.repeat(sizes, 1)
+        """Int64 [4, M]: the row's place and key, response position, token whose log-prob is asked for."""
+        self.columns[2] += np.arange(self.columns.shape[1])
 
 
 @dataclass(kw_only=True)
@@ -80,6 +103,12 @@ class StepRules(Rules):
     tie_margin: float = 0.0
     hidden: Tensor | None = None
     """Final hidden states of a step's logits, in their order, if the rule reads them."""
+    rows: dict[str, VLLMRow | None] = field(default_factory=dict)
+    """By vLLM's own request id; None, as without an entry, is scored or drawn by vLLM."""
+    told: Told | None = None
+    """None where nobody reads more of a response than its tokens."""
+    lineup: Lineup = field(default_factory=lambda: Lineup([]))
+    """Of the last step."""
     _step: Step = field(default_factory=Step)
 
     def ask(self, rows: Sequence[VLLMRow | None]) -> list[list[int]]:
@@ -91,7 +120,8 @@ class StepRules(Rules):
             drafts = [self._of_text(row, min(self.draft_tokens, row.room - 1)) for row in waiting]
         else:
             drafts = self.drafting.propose(waiting, self.stats)
-        share = self.room.share(sum(bool(draft.tokens) for draft in drafts), len(waiting), self.draft_tokens)
+        lengths = [len(draft.tokens) for draft in drafts]
+        share = self.room.share(len(lengths) - lengths.count(0), len(waiting), self.draft_tokens)
         for row, draft in zip(waiting, drafts, strict=True):
             row.draft = draft if len(draft.tokens) <= share else draft.first(share)
         return [[*row.draft.tokens] if row else [] for row in rows]
@@ -100,86 +130,111 @@ class StepRules(Rules):
         places, text = slice(len(row.tokens), len(row.tokens) + most), row.text if row.drafting else EMPTY
         return Draft(text.tokens[places], text.source, (text.logprobs or ())[places])
 
-    def tested(self, rows: Sequence[VLLMRow | None], fed: Fed) -> list[Draft]:
+    def fed(self, rows: list[VLLMRow | None], counts: np.ndarray, tokens: np.ndarray) -> Fed:
+        """What the rows of this step fed, see Fed."""
+        if rows != self.lineup.rows:
+            self.lineup = Lineup(rows)
+        fed = Fed(self.lineup, counts, tokens)
+        self._step.drafted += fed.drafted
+        self._step.decoding |= any(row.tokens for row in fed.lineup.ours)
+        return fed
+
+    def tested(self, fed: Fed) -> list[Draft]:
         """What is decided about: the draft that rode, and under the lenient rule the next token of its text.
 
         Raises:
             RolloutError: vLLM fed other tokens than were proposed. The exact rule goes by what was fed.
         """
-        self._step.drafted += fed.drafted
-        self._step.decoding |= any(row.tokens for row in rows if row)
-        drafts, sizes = [row.draft if row else EMPTY for row in rows], fed.sizes.tolist()
+        rows, sizes = fed.lineup.rows, fed.sizes.tolist()
         if self.drafting.whole:
             return [self._of_text(row, n) if row else EMPTY for row, n in zip(rows, sizes, strict=True)]
-        drafts = [d if len(d.tokens) == n - 1 else d.first(n - 1) for d, n in zip(drafts, sizes, strict=True)]
+        drafts = [row.draft if row else EMPTY for row in rows]
+        if [len(draft.tokens) + 1 for draft in drafts] != sizes:
+            drafts = [draft.first(max(0, n - 1)) for draft, n in zip(drafts, sizes, strict=True)]
         if self.rule is not exact:
-            given = fed.behind[ranges(fed.firsts, fed.sizes)]
+            given = fed.behind[fed.drawn]
             if given[given >= 0].tolist() != (proposed := [token for draft in drafts for token in draft.tokens]):
                 raise RolloutError(f"vLLM fed the drafts {given.tolist()} where {proposed} was proposed; {BUG}")
         return drafts
 
     def targets(self, fed: Fed, drafts: Sequence[Draft]) -> np.ndarray:
-        """The token whose log-prob each position tells, int64 [N]."""
-        targets = np.maximum(fed.behind, 0)
-        if self.drafting.whole:
-            for draft, first in zip(drafts, fed.firsts.tolist(), strict=True):
-                targets[first : first + len(draft.tokens)] = draft.tokens
+        """The token whose log-prob each position tells, int64 [N]: that of its draft. The exact rule needs none."""
+        targets = np.zeros(len(fed.behind), np.int64)
+        for draft, first in zip(drafts, fed.firsts.tolist(), strict=True):
+            targets[first : first + len(draft.tokens)] = draft.tokens
         return targets
 
-    def decide(
-        self, rows: Sequence[VLLMRow | None], fed: Fed, drafts: Sequence[Draft], packed: np.ndarray, began: int = 0
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def decide(self, fed: Fed, drafts: Sequence[Draft], packed: np.ndarray, began: int = 0) -> tuple[np.ndarray, ...]:
         """What each row emits: int32 [N], from each row's first position on, and how many tokens that are, [R].
 
         Without a row it is one token 0: vLLM drops it, or ends a scored request with it.
 
         Args:
             drafts: of `tested`.
-            packed: int32 [4, N], what was drawn, see rollout/engines/local/draw.py.
+            packed: int32 [4, N], what was drawn, see rollout/engines/local/draw.py; overwritten.
             began: logits of the step before these.
 
         Raises:
             RolloutError: logits of a row are NaN or infinite.
         """
-        tokens, (logprobs, texts, gaps) = packed[0].copy(), packed[1:].view(np.float32)
+        gaps = packed[3].view(np.float32)
         if unclear := not gaps.min() >= self.tie_margin:  # or one is NaN
-            refuse_unusable((~np.isnan(gaps[ranges(fed.firsts, fed.sizes)])).tolist(), self.weight_version)
-        exactly, learn, emitted, of_sources = self.rule is exact, self.drafting.learn, [], {}
-        draws, firsts, sizes = tokens.tolist(), fed.firsts.tolist(), fed.sizes.tolist()
-        if not exactly:
-            logprobs, texts = logprobs.tolist(), texts.tolist()
-        for row, draft, first, size, n in zip(rows, drafts, firsts, sizes, fed.agreed(tokens), strict=True):
+            refuse_unusable((~np.isnan(gaps[fed.drawn])).tolist(), self.weight_version)
+        counts = self._exact(fed, drafts, packed) if self.rule is exact else self._other(fed, drafts, packed, began)
+        if missing := fed.lineup.missing:
+            packed[0, fed.firsts[missing]], counts[missing] = 0, 1
+        if unclear:
+            self.stats.ties += int((gaps[ranges(fed.firsts, np.minimum(fed.sizes, counts))] < self.tie_margin).sum())
+        fed.lineup.at += np.delete(counts, missing) if missing else counts
+        return packed[0], counts
+
+    def _exact(self, fed: Fed, drafts: Sequence[Draft], packed: np.ndarray) -> np.ndarray:
+        """Each row's draws stand up to the first that was not fed."""
+        same, draws, told = packed[0] == fed.behind, memoryview(packed[0]), self.told
+        apart = (~same).nonzero()[0]  # each row's last position among them
+        counts = apart[apart.searchsorted(fed.firsts)] - fed.firsts + 1
+        if told:
+            index = fed.columns[0] + fed.columns[2]
+            told.logprobs[index], told.reused[index] = packed[1].view(np.float32)[fed.drawn], same[fed.drawn]
+        learn, redraws, of_sources = self.drafting.learn, self.drafting.redraws, defaultdict(lambda: [0, 0])
+        ended = (packed[0] == fed.lineup.eos_ids).any()  # a row, maybe
+        places = fed.firsts.tolist(), fed.sizes.tolist(), counts.tolist()
+        for i, row, draft, first, size, n in zip(range(len(drafts)), fed.lineup.rows, drafts, *places, strict=True):
             if row is None:
-                tokens[first] = 0
-                emitted.append(1)
                 continue
-            if exactly:
-                end = first + n + 1
-                new, drafted, behind = draws[first:end], n, draws[end : first + size]
-                stays = row.take(new, logprobs[first:end], row.sampling.eos_ids)
+            end, drafted = first + n, n - 1
+            new = draws[first:end].tolist()
+            learn(row, draft, new, drafted, draws[end : first + size].tolist() if redraws else ())
+            cut = len(row.tokens) + n >= row.request.max_new_tokens
+            if cut or (ended and not row.sampling.eos_ids.isdisjoint(new)):
+                counts[i] = n = row.emit(Stood(new, (), (), drafted), row.sampling.eos_ids)
+                drafted = min(drafted, n)
+                if told:
+                    told.complete(row)
             else:
-                part = slice(first, first + size)
-                told, states = (draws[part], logprobs[part], texts[part]), (self.hidden, began + first)
-                stood = self.rule(row.request.key, draft, Drawn(len(row.tokens), *told, states=states))
-                new, drafted, behind = stood.tokens, stood.drafted, stood.behind
-                tokens[first : first + len(new)] = new
-                stays = row.emit(stood, row.sampling.eos_ids)
-            learn(row, draft, new, drafted, behind)
-            emitted.append(stays)
-            count = of_sources.setdefault(draft.source, [0, 0])
+                row.tokens += new
+                row.passes += 1
+            count = of_sources[draft.source]
             count[0] += len(draft.tokens)
-            count[1] += drafted if drafted < stays else stays
-        counts = np.array(emitted)
+            count[1] += drafted
         for source, count in of_sources.items():
             self.stats.count(source, *count)
-        if unclear:
-            self._count_ties(gaps[ranges(fed.firsts, np.minimum(fed.sizes, counts))])
-        return tokens, counts
+        return counts
 
-    def _count_ties(self, gaps: np.ndarray) -> None:
-        """On a CPU one thread computes a position's logits bit for bit the same in every step, so near ties need no
-        arbiter; elsewhere their number says how often rounding could have decided."""
-        self.stats.ties += int((gaps < self.tie_margin).sum())
+    def _other(self, fed: Fed, drafts: Sequence[Draft], packed: np.ndarray, began: int) -> np.ndarray:
+        """What a rule lets stand, be it drawn or not."""
+        columns, counts = [packed[0].tolist(), *packed[1:3].view(np.float32).tolist()], np.ones(len(drafts), np.int64)
+        places = fed.lineup.rows, drafts, fed.firsts.tolist(), fed.sizes.tolist()
+        for i, (row, draft, first, size) in enumerate(zip(*places, strict=True)):
+            if row is None:
+                continue
+            told, states = [column[first : first + size] for column in columns], (self.hidden, began + first)
+            stood = self.rule(row.request.key, draft, Drawn(len(row.tokens), *told, states=states))
+            packed[0, first : first + len(stood.tokens)] = stood.tokens
+            counts[i] = row.emit(stood, row.sampling.eos_ids)
+            self.drafting.learn(row, draft, stood.tokens, stood.drafted, stood.behind)
+            self.stats.count(draft.source, len(draft.tokens), min(stood.drafted, int(counts[i])))
+        return counts
 
 
 def keep_hidden(runner, flow: StepRules) -> None:

@@ -21,12 +21,13 @@ from rollout.engines.base import Sampling
 from rollout.engines.local.draw import packed_draw
 from rollout.engines.vllm.requests import OneRequest
 from rollout.engines.vllm.rows import VLLMRow
-from rollout.engines.vllm.step import Fed, StepRules, keep_hidden, padded, ranges
+from rollout.engines.vllm.step import Fed, StepRules, keep_hidden, padded
+from rollout.verify import exact
 
 
 @dataclass(kw_only=True)
 class V1Rules(StepRules):
-    """Draws and drafts in V1's step; whose rows they are is a subclass's matter.
+    """Draws and drafts in V1's step.
 
     Args:
         scores_per_chunk: positions drawn at a time; bounds the memory of the noise.
@@ -38,54 +39,45 @@ class V1Rules(StepRules):
 
     def of(self, runner, names: Sequence[str]) -> list[VLLMRow | None]:
         """The rows of vLLM's requests; None for those that this package does not draw."""
-        raise NotImplementedError
+        return [*map(self.rows.get, names)]
 
     def sample(self, runner, logits: Tensor, metadata) -> SamplerOutput:
         """Decides every row's next tokens from logits [drafts + rows, V], a row's positions together and in order."""
         ids = runner.input_batch.req_ids
-        unfinished = runner.discard_request_mask.np[: len(ids)].tolist()  # this step computed a part of their prompts
-        rows = [None if part else row for part, row in zip(unfinished, self.of(runner, ids), strict=True)]
-        counts, tokens = np.zeros(len(ids), np.int64), np.empty(0, np.int64)
+        rows, unfinished = self.of(runner, ids), runner.discard_request_mask.np[: len(ids)].tolist()
+        if True in unfinished:  # this step computed a part of their prompts
+            rows = [None if part else row for part, row in zip(unfinished, rows, strict=True)]
+        counts, tokens = [0] * len(ids), np.empty(0, np.int32)
         if metadata:
-            counts, tokens = np.array(metadata.num_draft_tokens), metadata.draft_token_ids.cpu().numpy()
-        fed = Fed(rows, counts, tokens)
+            counts, tokens = metadata.num_draft_tokens, metadata.draft_token_ids.cpu().numpy()
+        fed = self.fed(rows, np.array(counts), tokens)
         self._step.tokens = int(runner.query_start_loc.np[len(ids)])
-        drafts = self.tested(rows, fed)
-        tokens, sizes = self.decide(rows, fed, drafts, self._drawn(logits, rows, fed, drafts))
-        sampled = padded(tokens, fed.firsts, sizes, int(counts.max()) + 1)
+        drafts = self.tested(fed)
+        tokens, sizes = self.decide(fed, drafts, self._drawn(logits, fed, drafts))
+        sampled = padded(tokens, fed.firsts, sizes, max(counts) + 1)
         return SamplerOutput(sampled_token_ids=torch.from_numpy(sampled).to(logits.device), logprobs_tensors=None)
 
-    def propose(self, runner, sampled: list[list[int]], *_, **__) -> list[list[int]]:
+    def propose(self, sampled: list[list[int]], *_, **__) -> list[list[int]]:
         """The draft that rides in each row's next step."""
         began = time.perf_counter()
-        rows = zip(self.of(runner, runner.input_batch.req_ids), sampled, strict=True)
+        rows = zip(self.lineup.rows, sampled, strict=True)
         drafts = self.ask([row if row and new and row.finish is None else None for row, new in rows])
         self._step.draft_s = time.perf_counter() - began
         return drafts
 
-    def _drawn(self, logits: Tensor, rows: Sequence[VLLMRow | None], fed: Fed, drafts: Sequence[Draft]) -> np.ndarray:
+    def _drawn(self, logits: Tensor, fed: Fed, drafts: Sequence[Draft]) -> np.ndarray:
         """What `packed_draw` tells of the rows' positions, int32 [4, N]; 0 elsewhere. Noise exists chunk by chunk."""
-        if not (ours := [row for row in rows if row]):
-            return np.zeros((4, len(logits)), np.int32)
-        sizes, index = fed.sizes, np.arange(len(logits))
-        if not (whole := int(sizes.sum()) == len(logits)):
-            index, sizes = ranges(fed.firsts, sizes), sizes[sizes > 0]
-        keys, at = [row.request.key for row in ours], np.array([len(row.tokens) for row in ours])
-        columns = np.empty((4, len(index)), np.int64)
-        columns[0] = index
-        columns[1:3] = np.array((keys, at - sizes.cumsum() + sizes)).repeat(sizes, 1)
-        columns[2] += np.arange(len(index))
-        columns[3] = self.targets(fed, drafts)[index]
-        found = []
-        for law, part in by_law([row.sampling for row in ours], sizes, self.scores_per_chunk):
-            places, *given = torch.from_numpy(columns[:, part]).to(logits.device).unbind()
-            chunk = logits[part] if whole else logits[places]
-            found.append((part, self.draw(chunk, *given, float(law.temperature), law.top_k, float(law.top_p))))
-        if whole and len(found) == 1:
-            return found[0][1].cpu().numpy()
-        told = np.zeros((4, len(logits)), np.int32)
+        if self.rule is not exact:
+            fed.columns[3] = self.targets(fed, drafts)[fed.drawn]
+        given, laws, found = torch.from_numpy(fed.columns[1:]).to(logits.device), fed.lineup.laws, []
+        if fed.whole and len(laws) == 1 and given.shape[1] <= self.scores_per_chunk:
+            return self.draw(logits, *given.unbind(), *laws[0].terms).cpu().numpy()
+        for law, part in by_law(laws, fed.sizes[fed.sizes > 0], self.scores_per_chunk):
+            chunk = logits[part if fed.whole else torch.from_numpy(fed.drawn[part]).to(logits.device)]
+            found.append((part, self.draw(chunk, *given[:, part].unbind(), *law.terms)))
+        told, places = np.zeros((4, len(logits)), np.int32), np.arange(len(logits))[fed.drawn]
         for part, drawn in found:
-            told[:, index[part]] = drawn.cpu().numpy()
+            told[:, places[part]] = drawn.cpu().numpy()
         return told
 
 
@@ -95,20 +87,31 @@ class V1Requests(OneRequest, V1Rules):
 
     def install(self, runner) -> None:
         runner._sample = MethodType(self.sample, runner)
-        runner.drafter.propose = MethodType(self.propose, runner)
+        runner.drafter.propose = self.propose
         lift_limit(runner)
         keep_hidden(runner, self)
-
-    def of(self, runner, names: Sequence[str]) -> list[VLLMRow | None]:
-        return [*map(self._rows.get, names)]
 
     def law(self, row: VLLMRow) -> dict:
         return {"temperature": 0.0}  # `sample` decides, and a greedy request carries the least state
 
 
+class RequestDrafter:
+    """What V1's `speculative_config.model` names; who installs itself takes over `propose`."""
+
+    def __init__(self, vllm_config):
+        pass
+
+    def load_model(self, *_) -> None:
+        """There is none."""
+
+    def propose(self, sampled: list[list[int]], *_, **__) -> list[list[int]]:
+        """Nothing."""
+        return [[] for _ in sampled]
+
+
 def by_law(laws: Sequence[Sampling], sizes: np.ndarray, most: int) -> Iterator[tuple[Sampling, slice | np.ndarray]]:
-    """The places of each law, at most `most` at a time. Args: sizes: int64, places that laws[0], laws[1], ... have."""
-    if all(law is laws[0] for law in laws):  # as those of one rollout are
+    """The places of each law, at most `most` at a time. Args: sizes: int64, those of laws[0], ...; one law has all."""
+    if len(laws) == 1:
         yield from ((laws[0], slice(i, i + most)) for i in range(0, int(sizes.sum()), most))
         return
     for law in dict.fromkeys(laws):

@@ -25,17 +25,3 @@ class WorkerExtension:
         else:
             share_noise(self.model_runner)
             self.weight_transfer_engine.drafter = self.get_draft_model()
-
-
-class RequestDrafter:
-    """What V1's `speculative_config.model` names; `v1.V1Requests` takes over its `propose`."""
-
-    def __init__(self, vllm_config):
-        pass
-
-    def load_model(self, *_) -> None:
-        """There is none."""
-
-    def propose(self, sampled: list[list[int]], *_, **__) -> list[list[int]]:
-        """Nothing."""
-        return [[] for _ in sampled]

@@ -248,16 +248,6 @@ def test_a_guess_that_is_not_carried_is_judged_by_what_was_emitted():
     assert row.state == "agreeing", "nobody was asked"
 
 
-def test_a_pass_brings_what_stood_of_all_its_rows():
-    drafting, seen = Drafting(), []
-    drafting.budget.observe_pass = lambda *told: seen.append(told)
-    for tokens in ([5, 6, 7], [5, 6], [8]):
-        drafting.learn(Response(Request([1], 0, 9)), EMPTY, tokens, 0)
-        if len(tokens) < 3:
-            drafting.observe_pass(8, 0.5, 2, 10)
-    assert seen == [(8, 0.5, 2, 10, 5), (8, 0.5, 2, 10, 1)]
-
-
 def test_drafting_comes_back_when_drafts_are_good_again():
     budget = trained(5e-3, 1e-4, {"start": 0.001}, seen=2000)
     assert windows(budget, ["start"] * 2) == [0, 0]

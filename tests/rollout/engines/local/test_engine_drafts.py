@@ -34,6 +34,16 @@ def test_the_budget_learns_what_became_of_the_last_draft(golden):
     assert seen[:5] == [((state, "custom"), drafted, stood) for state, drafted, stood in states]
 
 
+def test_the_budget_is_told_what_every_pass_brought(golden):
+    """By it asking for drafts is weighed: a pass that brings nothing would never pay."""
+    model, cases, want = golden("llama")
+    engine, seen = engine_of(model, window=4), []
+    engine.drafting.budget.observe_pass = lambda tokens, seconds, rows, width, stood: seen.append(stood)
+    done, _ = engine.generate(requests_of(cases, [Script(text) for text, _, _ in want]))
+    emitted = sum(len(c.tokens) for c in done)
+    assert emitted <= sum(seen) <= emitted + 4 * len(done), "draws behind an end are in it"
+
+
 def test_drafts_are_counted_by_their_source(golden):
     model, cases, want = golden("llama")
     texts = [text for text, _, _ in want]

@@ -3,7 +3,7 @@
 import pytest
 
 from rollout.config import RolloutConfig
-from rollout.engines.vllm.room import draft_room, draft_share
+from rollout.engines.vllm.room import Room, draft_room
 
 VOCAB = 151_936
 GB = 10**9
@@ -16,8 +16,7 @@ BF16 = 2
 
 
 def by_room(rows: int, drafting: int, free: int, logits_mb: int, tokens: int) -> int:
-    room = draft_room(VOCAB, logits_mb, free=free, width=BF16)
-    return draft_share(room, drafting, 32, rows=rows, tokens=tokens)
+    return Room(draft_room(VOCAB, logits_mb, free=free, width=BF16), step=tokens).share(drafting, rows, 32)
 
 
 def over_all_rows(rows: int, drafting: int, free: int, logits_mb: int, tokens: int) -> int:
@@ -27,7 +26,7 @@ def over_all_rows(rows: int, drafting: int, free: int, logits_mb: int, tokens: i
 
 def by_logits_mb(rows: int, drafting: int, free: int, logits_mb: int, tokens: int) -> int:
     """Planted fault: a GPU has no more than logits_mb."""
-    return draft_share(draft_room(VOCAB, logits_mb), drafting, 32)
+    return Room(draft_room(VOCAB, logits_mb), step=tokens).share(drafting, rows, 32)
 
 
 def too_little(share) -> list[tuple]:
@@ -73,7 +72,7 @@ def test_a_cpu_has_logits_mb():
 def test_a_step_has_a_token_for_every_row():
     """Else vLLM would fill it with the drafts of the first rows."""
     for rows in (1, 64, 256, 3000, 4096, 5000):
-        share = draft_share(1 << 20, rows, 32, rows=rows, tokens=4096)
+        share = Room(1 << 20, step=4096).share(rows, rows, 32)
         assert share == min(32, max(0, 4096 - rows) // rows)
         assert rows > 4096 or rows * (1 + share) <= 4096
-    assert draft_share(1 << 20, 0, 32) == 32
+    assert Room(1 << 20).share(0, 9, 32) == 32

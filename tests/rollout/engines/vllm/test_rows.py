@@ -1,75 +1,114 @@
-"""Rows of vLLM's flows end with the very columns that any engine's rows have."""
+"""Rows that go through vLLM's steps end with the very columns that any engine's rows have."""
 
 import random
 
 import numpy as np
 import pytest
 
+from rollout.drafting.draft import Draft
+from rollout.drafting.drafting import Drafting
 from rollout.engines.base import Sampling
 from rollout.engines.response import Response
-from rollout.engines.vllm.rows import WAITING, VLLMRow
+from rollout.engines.vllm.room import Room
+from rollout.engines.vllm.rows import Told, VLLMRow
+from rollout.engines.vllm.step import StepRules
 from rollout.types import Request
-from rollout.verify import Stood
+from rollout.verify import Drawn, exact
 
-EOS = frozenset({1})
+LAW = Sampling(frozenset({1, 2}))
 COLUMNS = ("tokens", "logprobs", "behaviour", "reused", "finish", "passes")
+ROWS, CAP = 6, 30
 
 
-def steps(rng: random.Random) -> list[Stood]:
-    """Draws under the policy's law, and drafts that stood under another, as lossy rules leave them."""
-    made = []
-    for _ in range(12):
-        tokens = [rng.choice([1, *range(2, 60)]) for _ in range(rng.randint(1, 6))]
-        own = np.array([rng.random() for _ in tokens], np.float32)
-        other = own if rng.random() < 0.7 else [rng.random() for _ in tokens]
-        made.append(Stood(tokens, own, other, len(tokens) - 1 if other is own else rng.randint(0, len(tokens))))
-    return made
+def requests(rng: random.Random) -> list[Request]:
+    return [Request([3] * rng.randint(1, 4), i, rng.randint(1, CAP)) for i in range(ROWS)]
 
 
-def as_lists(stood: Stood) -> Stood:
-    own = stood.logprobs.tolist()
-    return Stood(stood.tokens, own, own if stood.behaviour is stood.logprobs else stood.behaviour, stood.drafted)
+def step(rules: StepRules, rows: list[VLLMRow], texts: np.ndarray, logprobs: np.ndarray, rng: random.Random) -> list:
+    """Some rows take part, beside others' requests; returns these rows with what they fed and how much they emitted."""
+    taking = [row for row in rows if row.finish is None and rng.random() < 0.9]
+    taking = sorted(taking, key=lambda row: rng.random()) if rng.random() < 0.3 else taking
+    lined: list[VLLMRow | None] = [*taking, None] if rng.random() < 0.3 else [*taking]
+    if not taking:
+        return []
+    for row in taking:
+        right = texts[row.request.key, len(row.tokens) :][: rng.randint(0, 7)].tolist()
+        row.draft = Draft([t if rng.random() < 0.9 else 50 for t in right][: row.room - 1], rng.choice("ab"))
+    pads = [rng.choice([0, 0, 0, 2]) for _ in lined]
+    given = [[*(row.draft.tokens if row else []), *[-1] * pad] for row, pad in zip(lined, pads, strict=True)]
+    tokens = np.array([token for draft in given for token in draft], np.int32)
+    fed = rules.fed(lined, np.array([*map(len, given)]), tokens)
+    _, keys, positions, _ = fed.columns
+    packed = np.zeros((4, len(fed.behind)), np.int32)
+    packed[0, fed.drawn] = texts[keys, positions]
+    packed[1, fed.drawn] = logprobs[keys, positions].view(np.int32)
+    packed[3] = np.float32(1.0).view(np.int32)
+    emitted, counts = rules.decide(fed, rules.tested(fed), packed)
+    lists = [emitted[first : first + n].tolist() for first, n in zip(fed.firsts, counts, strict=True)]
+    assert all(list == [0] for row, list in zip(lined, lists, strict=True) if row is None)
+    return [(row, row.draft, list) for row, list in zip(lined, lists, strict=True) if row]
 
 
-def columns(rows: type[Response], stood: list[Stood], cap: int) -> list:
-    more = {"sampling": Sampling(EOS)} if rows is not Response else {}
-    row, counts = rows(Request([2], 3, cap), **more), []
-    while row.finish is None and stood:
-        step = stood.pop(0)
-        if isinstance(row, VLLMRow) and step.behaviour is step.logprobs:
-            counts.append(row.take(step.tokens, step.logprobs, EOS))
-        else:
-            counts.append(row.emit(as_lists(step), EOS))
-    return [counts, *(getattr(row, name) for name in COLUMNS)] if row.finish else counts
+def differing(seed: int, told: type[Told] = Told, flow: type[StepRules] = StepRules) -> int:
+    """How many rows end otherwise than `exact` and `Response.emit` have them."""
+    rng, noise = random.Random(seed), np.random.default_rng(seed)
+    texts = noise.integers(1, 40, (ROWS, CAP + 10))
+    logprobs = -noise.random((ROWS, CAP + 10), np.float32)
+    asked = requests(rng)
+    rows, plain = [VLLMRow(request, sampling=LAW) for request in asked], [*map(Response, asked)]
+    rules = flow(drafting=Drafting(), draft_tokens=8, room=Room(1000), told=told(rows))
+    wrong, counted = set(), [0, 0]
+    while any(row.finish is None for row in rows):
+        for row, draft, emitted in step(rules, rows, texts, logprobs, rng):
+            key, size = row.request.key, len(draft.tokens) + 1
+            mine = plain[key]
+            part = slice(len(mine.tokens), len(mine.tokens) + size)
+            own = logprobs[key, part].tolist()
+            stood = exact(key, draft, Drawn(part.start, texts[key, part].tolist(), own, own))
+            n = mine.emit(stood, LAW.eos_ids)
+            counted = [counted[0] + size - 1, counted[1] + min(n, stood.drafted)]
+            if (emitted, row.tokens) != (mine.tokens[-n:], mine.tokens):
+                return ROWS
+    if (rules.stats.drafted, rules.stats.accepted) != tuple(counted):
+        return ROWS
+    for row, mine in zip(rows, plain, strict=True):
+        if any(getattr(row, name) != getattr(mine, name) for name in COLUMNS):
+            wrong.add(row.request.key)
+    return len(wrong)
 
 
-class Forgetful(VLLMRow):
-    """Planted fault: what waits to be written is written otherwise."""
+class Overlapping(Told):
+    """Planted fault: all rows have one place."""
 
-    def write(self):
-        self.unwritten = [own[::-1] for own in self.unwritten]
-        super().write()
-
-
-def differing(rows: type[Response]) -> int:
-    found = 0
-    for seed in range(300):
-        made = steps(random.Random(seed))
-        found += columns(rows, [*made], 5 + seed % 30) != columns(Response, [*made], 5 + seed % 30)
-    return found
+    def __init__(self, rows):
+        super().__init__(rows)
+        for row in rows:
+            row.place = 0
 
 
-@pytest.mark.parametrize(("rows", "equal"), [(VLLMRow, True), (Forgetful, False)], ids=["as it is", "planted fault"])
-def test_a_finished_row_has_every_column(rows, equal):
-    assert (differing(rows) == 0) == equal
+class Early(Told):
+    """Planted fault: the last step is missing."""
+
+    def complete(self, row):
+        row.tokens, last = row.tokens[:-1], row.tokens[-1:]
+        super().complete(row)
+        row.tokens += last
 
 
-def test_a_long_row_keeps_the_arrays_of_few_steps():
-    row, steps, kept = VLLMRow(Request([2], 3, 2000), sampling=Sampling(EOS)), 3 * WAITING, 0
-    for i in range(steps):
-        row.take([5, 6], np.array([i, -i], np.float32), EOS)
-        kept = max(kept, len(row.unwritten))
-    row.take([1], np.zeros(1, np.float32), EOS)
-    assert kept < WAITING
-    assert row.logprobs == row.behaviour == [x for i in range(steps) for x in (i, -i)] + [0.0]
-    assert (row.passes, row.reused) == (steps + 1, [True, False] * steps + [False])
+class Stale(StepRules):
+    """Planted fault: positions of rows that stay together are those of their first step."""
+
+    def decide(self, fed, drafts, packed, began=0):
+        at = fed.lineup.at.copy()
+        decided = super().decide(fed, drafts, packed, began)
+        fed.lineup.at[:] = at
+        return decided
+
+
+def test_a_finished_row_has_every_column():
+    assert sum(differing(seed) for seed in range(100)) == 0
+
+
+@pytest.mark.parametrize("fault", [{"told": Overlapping}, {"told": Early}, {"flow": Stale}])
+def test_control_planted_faults_are_found(fault):
+    assert sum(differing(seed, **fault) for seed in range(10)) > 0

@@ -3,7 +3,6 @@
 import importlib.util
 import logging
 import re
-from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 import numpy as np
@@ -28,17 +27,12 @@ LAWS = [Sampling(frozenset({1})), Sampling(frozenset({1}), 0.7, 5, 0.9), Samplin
 
 
 def rules_of(rows: dict, **given):
+    from rollout.engines.vllm.rows import Told
     from rollout.engines.vllm.v1 import V1Rules
 
-    @dataclass(kw_only=True)
-    class Rules(V1Rules):
-        rows: dict = field(default_factory=dict)
-
-        def of(self, runner, names):
-            return [*map(self.rows.get, names)]
-
     bounds = {"draft_tokens": 8, "room": Room(1000), "scores_per_chunk": 1000}
-    return Rules(rows=rows, **{"drafting": Drafting(), **bounds, **given})
+    told = Told([row for row in rows.values() if row])
+    return V1Rules(rows=rows, **{"drafting": Drafting(), "told": told, **bounds, **given})
 
 
 def row_of(key: int, tokens=(), draft=(), law: Sampling = LAWS[0]):
@@ -86,7 +80,8 @@ def test_every_row_gets_the_draws_of_its_own_positions(laws, chunk):
         first += len(draft) + pad + 1
     runner, metadata, logits = step(names, drafts, pads, unfinished={"late", "r6"})
     before = {name: len(row.tokens) for name, row in rows.items()}
-    emitted = rules_of(rows, scores_per_chunk=chunk).sample(runner, logits, metadata).sampled_token_ids
+    rules = rules_of(rows, scores_per_chunk=chunk)
+    emitted = rules.sample(runner, logits, metadata).sampled_token_ids
     assert emitted.dtype == torch.int32
     assert emitted.shape == (len(names), max(metadata.num_draft_tokens) + 1)
     for name, given in zip(names, emitted.tolist(), strict=True):
@@ -94,8 +89,8 @@ def test_every_row_gets_the_draws_of_its_own_positions(laws, chunk):
         assert given == [*tokens, *[-1] * (len(given) - len(tokens))], name
         if name in want:
             assert rows[name].tokens[before[name] :] == tokens
-            rows[name].write()
-            assert rows[name].logprobs == logprobs, "bit for bit"
+            rules.told.complete(rows[name])
+            assert rows[name].logprobs[before[name] :] == logprobs, "bit for bit"
     assert rows["r6"].tokens == [5] * 6
     assert len(want["r3"][0]) == 4, "all of its draft stood"
 
@@ -166,8 +161,13 @@ def proposed(drafts: list[list[int]], **given) -> list[int]:
     rows = {str(i): row_of(i, [5]) for i in range(len(drafts))}
     rules = rules_of(rows, **given)
     rules.drafting.propose = lambda rows, stats: [Draft(draft, "x") for draft in drafts]
-    runner, *_ = step(rows, [[]] * len(rows))
-    return [len(draft) for draft in rules.propose(runner, [[5]] * len(rows))]
+    return [len(draft) for draft in proposals(rules)]
+
+
+def proposals(rules) -> list[list[int]]:
+    """Of the step after one without drafts."""
+    runner, metadata, logits = step(rules.rows, [[]] * len(rules.rows))
+    return rules.propose(rules.sample(runner, logits, metadata).sampled_token_ids.tolist())
 
 
 def test_rows_that_have_a_draft_share_the_room():
@@ -188,13 +188,12 @@ def test_rows_that_have_a_draft_share_the_room():
     ],
 )
 def test_no_room_is_told_once(caplog, room, said):
-    rows = {str(i): row_of(i, [5]) for i in range(4)}
+    rows = {str(i): row_of(i) for i in range(4)}
     rules = rules_of(rows, room=room)
     rules.drafting.propose = lambda rows, stats: [Draft([4], "x")] * 4
-    runner, *_ = step(rows, [[]] * 4)
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
-            assert rules.propose(runner, [[5]] * 4) == [[]] * 4
+            assert proposals(rules) == [[]] * 4
     (record,) = caplog.records
     assert re.match(f"no draft rides: 4 of 4 rows have one, and .*{said}", record.getMessage())
 
@@ -205,8 +204,6 @@ def test_memory_is_measured_when_a_rollout_begins():
     rules = rules_of(rows, room=Room(0, lambda: asked.append(1) or 6))
     rules.drafting.propose = lambda rows, stats: [Draft([4] * 5, "x") for _ in rows]
     for _ in range(3):
-        runner, metadata, logits = step(rows, [[], []])
-        rules.sample(runner, logits, metadata)
-        given = rules.propose(runner, [[5], [5]])
+        given = proposals(rules)
     assert [len(draft) for draft in given] == [3, 3]
     assert len(asked) == 1
