@@ -61,7 +61,7 @@ class Budget:
         self.drafter = DraftModelRecord()
         self._passes, self._trial = CostModel(), Trial()
         self._seen: defaultdict[Kind, list[float]] = defaultdict(lambda: [0.0, 0.0])  # accepted tokens, rejected drafts
-        self._all = [0.0, 0.0]  # the same of all kinds
+        self._all: tuple[float, float] | None = None  # the same of all kinds; None: to be summed
         self._needed = 0.0
         self._plain = 0.0, 0.0  # seconds of a plain pass and of each row in it, as last planned with
 
@@ -82,6 +82,8 @@ class Budget:
 
         Else each kind would have to fail by itself before useless drafts are left.
         """
+        if self._all is None:
+            self._all = sum(seen[0] for seen in self._seen.values()), sum(seen[1] for seen in self._seen.values())
         accepted, rejected = self._all
         return min((accepted + WEIGHT * PRIOR) / (accepted + rejected + WEIGHT), PRIOR)
 
@@ -110,17 +112,16 @@ class Budget:
 
     def observe_draft(self, kind: Kind, drafted: int, accepted: int) -> None:
         """Of `drafted` tokens of a row's own drafter the first `accepted` stood, or would have stood."""
-        seen, everything = self._seen[kind], self._all
+        seen, self._all = self._seen[kind], None
         seen[0] += accepted
-        everything[0] += accepted
         if accepted < drafted:
             seen[1] += 1
-            everything[1] += 1
 
     def next_rollout(self) -> None:
         """Weights have changed: trust the past half as much, so that a bad spell does not last."""
-        for seen in (*self._seen.values(), self._all):
+        for seen in self._seen.values():
             seen[:] = [FORGET * x for x in seen]
+        self._all = None
         self.drafter.next_rollout()
         self._trial.restart()
 

@@ -122,8 +122,10 @@ class StepRules(Rules):
             drafts = self.drafting.propose(waiting, self.stats)
         lengths = [len(draft.tokens) for draft in drafts]
         share = self.room.share(len(lengths) - lengths.count(0), len(waiting), self.draft_tokens)
+        if max(lengths, default=0) > share:
+            drafts = [draft.first(share) for draft in drafts]
         for row, draft in zip(waiting, drafts, strict=True):
-            row.draft = draft if len(draft.tokens) <= share else draft.first(share)
+            row.draft = draft
         return [[*row.draft.tokens] if row else [] for row in rows]
 
     def _of_text(self, row: VLLMRow, most: int) -> Draft:
@@ -136,7 +138,7 @@ class StepRules(Rules):
             self.lineup = Lineup(rows)
         fed = Fed(self.lineup, counts, tokens)
         self._step.drafted += fed.drafted
-        self._step.decoding |= any(row.tokens for row in fed.lineup.ours)
+        self._step.decoding |= fed.drafted > 0 or any(row.tokens for row in fed.lineup.ours)
         return fed
 
     def tested(self, fed: Fed) -> list[Draft]:
@@ -215,7 +217,7 @@ class StepRules(Rules):
                 row.tokens += new
                 row.passes += 1
             count = of_sources[draft.source]
-            count[0] += len(draft.tokens)
+            count[0] += size - 1
             count[1] += drafted
         for source, count in of_sources.items():
             self.stats.count(source, *count)
