@@ -1,4 +1,4 @@
-"""What the hooks in vLLM's step cost without vLLM: `python -m benchmarks.vllm_host rows=[64,512] out=FILE`.
+"""What the hooks in vLLM's step cost without vLLM: `python -m benchmarks.vllm_host rows=[64,256,512] out=FILE`.
 
 Texts that are known beforehand (benchmarks/host.py) are rolled out as Model Runner V1 would: each step `sample` decides
 about every row's draft and `propose` names the next ones. The model takes no time, and neither does the draw, which
