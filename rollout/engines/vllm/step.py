@@ -95,7 +95,8 @@ class StepRules(Rules):
     Args:
         draft_tokens: most draft tokens of a row in one step.
         room: draft tokens of all rows in one step; those that have drafts share it.
-        tie_margin: gaps below it are counted.
+        tie_margin: gaps below it are counted. On a CPU one thread computes a position's logits bit for bit the same in
+            every step, so near ties need no arbiter; elsewhere their number says how often rounding could have decided.
     """
 
     draft_tokens: int

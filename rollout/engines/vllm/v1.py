@@ -70,7 +70,7 @@ class V1Rules(StepRules):
         if self.rule is not exact:
             fed.columns[3] = self.targets(fed, drafts)[fed.drawn]
         given, laws, found = torch.from_numpy(fed.columns[1:]).to(logits.device), fed.lineup.laws, []
-        if fed.whole and len(laws) == 1 and given.shape[1] <= self.scores_per_chunk:
+        if fed.whole and len(laws) == 1 and given.shape[1] <= self.scores_per_chunk:  # most steps: nothing is cut out
             return self.draw(logits, *given.unbind(), *laws[0].terms).cpu().numpy()
         for law, part in by_law(laws, fed.sizes[fed.sizes > 0], self.scores_per_chunk):
             chunk = logits[part if fed.whole else torch.from_numpy(fed.drawn[part]).to(logits.device)]

@@ -25,7 +25,7 @@ def requests(rng: random.Random) -> list[Request]:
 
 
 def step(rules: StepRules, rows: list[VLLMRow], texts: np.ndarray, logprobs: np.ndarray, rng: random.Random) -> list:
-    """Some rows take part, beside others' requests; returns these rows with what they fed and how much they emitted."""
+    """Some rows take part, beside others' requests; returns each of them with its draft and what it emitted."""
     taking = [row for row in rows if row.finish is None and rng.random() < 0.9]
     taking = sorted(taking, key=lambda row: rng.random()) if rng.random() < 0.3 else taking
     lined: list[VLLMRow | None] = [*taking, None] if rng.random() < 0.3 else [*taking]
@@ -44,9 +44,9 @@ def step(rules: StepRules, rows: list[VLLMRow], texts: np.ndarray, logprobs: np.
     packed[1, fed.drawn] = logprobs[keys, positions].view(np.int32)
     packed[3] = np.float32(1.0).view(np.int32)
     emitted, counts = rules.decide(fed, rules.tested(fed), packed)
-    lists = [emitted[first : first + n].tolist() for first, n in zip(fed.firsts, counts, strict=True)]
-    assert all(list == [0] for row, list in zip(lined, lists, strict=True) if row is None)
-    return [(row, row.draft, list) for row, list in zip(lined, lists, strict=True) if row]
+    new = [emitted[first : first + n].tolist() for first, n in zip(fed.firsts, counts, strict=True)]
+    assert all(tokens == [0] for row, tokens in zip(lined, new, strict=True) if row is None)
+    return [(row, row.draft, tokens) for row, tokens in zip(lined, new, strict=True) if row]
 
 
 def differing(seed: int, told: type[Told] = Told, flow: type[StepRules] = StepRules) -> int:
