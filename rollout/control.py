@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 
 from rollout.metrics import Divergence, lossy_metrics, rollout_metrics
+from rollout.reduction import Metric, difference, mean, ratio, seconds, shared
 from rollout.speculative import SpeculativeRollout
 from rollout.types import RolloutBatch, RolloutError, Row
 
@@ -41,7 +42,7 @@ class Control:
 
     def __call__(
         self, rows: Sequence[Row], batch: RolloutBatch, rewards: Sequence[float | None], *, step: int
-    ) -> dict[str, float]:
+    ) -> dict[str, Metric]:
         """The metrics of a stored batch.
 
         Raises:
@@ -59,13 +60,13 @@ class Control:
                 metrics |= self._reuse_gap(rows, batch, rewards, step)
         if config.replay:
             shares = self._rollout.replay.until(max(batch.visits))
-            metrics["spec/replay_share"] = sum(shares[visit] for visit in batch.visits) / len(batch.visits)
+            metrics["spec/replay_share"] = mean(sum(shares[visit] for visit in batch.visits), len(batch.visits))
         if self._plain_s_per_token is not None:
             plain_s = self._plain_s_per_token * sum(len(c.tokens) for c in batch.completions)
-            metrics["spec/saved_s_est"] = plain_s - batch.total_s
+            metrics["spec/saved_s_est"] = difference(seconds(plain_s), seconds(batch.total_s))
         return metrics
 
-    def _plain(self, rows: Sequence[Row], batch: RolloutBatch) -> dict[str, float]:
+    def _plain(self, rows: Sequence[Row], batch: RolloutBatch) -> dict[str, Metric]:
         """The same rows by plain decoding with the same keys, timed and compared token for token."""
         ends = [0, *accumulate(batch.calls or [len(rows)])]  # in the same calls, as the rows of one share passes
         # with dynamic sampling a process may have had no row in a call
@@ -82,13 +83,13 @@ class Control:
             )
         self._plain_s_per_token = plain.total_s / max(1, sum(len(c.tokens) for c in plain.completions))
         return {
-            "timing_s/control": plain.total_s,
-            "spec/plain_s": plain.total_s,
-            "spec/speedup": plain.total_s / batch.total_s,
+            "timing_s/control": seconds(plain.total_s),
+            "spec/plain_s": seconds(plain.total_s),
+            "spec/speedup": ratio(seconds(plain.total_s), seconds(batch.total_s)),
             **parted.metrics(),
         }
 
-    def _reuse_gap(self, rows, batch: RolloutBatch, rewards, step: int) -> dict[str, float]:
+    def _reuse_gap(self, rows, batch: RolloutBatch, rewards, step: int) -> dict[str, Metric]:
         """Mean reward of replayed rows minus that of fresh rows of the same prompts and slots (docs/guarantees.md)."""
         scored = zip(batch.replayed, rewards, strict=True)
         chosen = [i for i, (replayed, reward) in enumerate(scored) if replayed and reward is not None]
@@ -96,7 +97,7 @@ class Control:
         if chosen:
             twins, slots, visits = ([column[i] for i in chosen] for column in (rows, batch.slots, batch.visits))
             control = self._rollout.generate(twins, visit=visits, step=step, slots=slots, domain="control")
-            spent = {"timing_s/reuse_gap": control.total_s}
+            spent = {"timing_s/reuse_gap": seconds(control.total_s)}
             fresh = self._score(twins, [c.tokens for c in control.completions])
             for i, score in zip(chosen, fresh, strict=True):
                 if score is not None:
@@ -106,4 +107,6 @@ class Control:
         clusters = self._exchange([(len(apart), sum(apart)) for apart in by_prompt.values()])
         self._rollout.replay.observe(clusters)
         gap, error = reuse_gap(clusters)
-        return ({"spec/reuse_gap": gap, "spec/reuse_gap_error": error} if clusters else {}) | spent
+        if clusters:
+            spent |= {"spec/reuse_gap": shared(gap), "spec/reuse_gap_error": shared(error)}
+        return spent

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from signal import SIGINT
@@ -28,13 +29,17 @@ def main(config: Config) -> int:
     examples = preflight.check(config)
     from specrl.run import setup  # after it, as this takes seconds
 
-    with claimed(config) as (folder, checkpoint):
+    stop = setup.StopOnSignal(config.trainer.steps_per_rollout)
+    with claimed(config) as (folder, checkpoint), stop:
         with setup.parts(config, folder, checkpoint, **examples) as run:
             run.restore()
             with recorded(run) as monitor:
-                if received := run.train():
-                    return stopped(run, received, monitor)
+                run.train(stop)
+                if stop.received:
+                    return stopped(run, stop.received, monitor)
         save(run)
+        if stop.agree(run.trainer.accelerator.device):
+            return stopped(run, stop.received)
         return report(run)
 
 
@@ -81,9 +86,11 @@ def watch(run: Run, monitor: Monitor | None) -> None:
     def assess(step: int) -> None:
         if not evaluates(run, step):
             return
+        began = time.perf_counter()
         rollouts.sync()
         if monitor:
-            monitor.log_eval(step, evaluate(rollouts.engine, tokenizer, examples, run.rewards, run.config, samples=4))
+            metrics = evaluate(rollouts.engine, tokenizer, examples, run.rewards, run.config, samples=4)
+            monitor.log_eval(step, metrics | {"timing_s/eval": time.perf_counter() - began})
 
     def after_step(step: int) -> None:
         if monitor and options.log_completions and step % options.log_completions_every == 0:
@@ -102,11 +109,13 @@ def evaluates(run: Run, step: int) -> bool:
     return bool(due and run.test[: options.eval_prompts])
 
 
-def stopped(run: Run, received: int, monitor: Monitor | None) -> int:
-    """Says what a signal ended; the exit code."""
+def stopped(run: Run, received: int, monitor: Monitor | None = None) -> int:
+    """Says what a signal ended, the training or, without a monitor, what comes after it; the exit code."""
     word, code = ("interrupted", cli.INTERRUPTED) if received == SIGINT else ("terminated", cli.TERMINATED)
     if monitor:
         monitor.note(f"{word} after step {run.trainer.state.global_step}, which is saved; resume=auto goes on")
+    elif run.is_main:
+        print(f"{word} after the model was saved; `python -m specrl.report run={run.folder}` writes the report")
     return code
 
 

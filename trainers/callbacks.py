@@ -11,10 +11,6 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
-OTHERS = ("sync", "gen", "reward", "drafter", "old_log_prob", "ref_log_prob", "control", "reuse_gap")
-"""What a step spends its time on besides the update, by its name in `timing_s/`; none is part of another."""
-
-
 ECHO_S = 1.0  # within it a launcher such as torchrun passes on the Ctrl-C that its processes had from the terminal
 HISTORY = 100  # logs that a trainer's state keeps
 
@@ -23,9 +19,6 @@ class Record(TrainerCallback):
     """Hands one flat record per optimiser step to `write`, then calls `after_step`; `before_training` runs first.
 
     Of several processes one writes; the rest is called in every process that has this callback.
-
-    `timing_s/step` is the step's wall clock, control rows included; `timing_s/update` is what is left of it after
-    everything that has a time of its own: OTHERS.
     """
 
     def __init__(
@@ -35,26 +28,16 @@ class Record(TrainerCallback):
         before_training: Callable[[], None],
     ):
         self._write, self._after_step, self._before_training = write, after_step, before_training
-        self._began = self._step_s = 0.0
 
     def on_train_begin(self, args, state, control, **kwargs) -> None:
         if state.global_step == 0:
             self._before_training()
 
-    def on_step_begin(self, args, state, control, **kwargs) -> None:
-        self._began = time.perf_counter()
-
-    def on_step_end(self, args, state, control, **kwargs) -> None:
-        self._step_s = time.perf_counter() - self._began
-
     def on_log(self, args, state, control, logs: dict[str, Any] | None = None, **kwargs) -> None:
         if not logs or "loss" not in logs:
             return
         if state.is_world_process_zero:
-            record = {"step": state.global_step, "time": time.time(), **logs}
-            record["timing_s/step"] = self._step_s
-            record["timing_s/update"] = self._step_s - sum(logs.get(f"timing_s/{name}") or 0.0 for name in OTHERS)
-            self._write(record)
+            self._write({"step": state.global_step, "time": time.time(), **logs})
         self._after_step(state.global_step)
 
 
@@ -69,6 +52,9 @@ class ShortHistory(TrainerCallback):
 class StopOnSignal(TrainerCallback):
     """On SIGTERM or SIGINT (Ctrl-C) finishes the step, saves a checkpoint and ends training; of several processes any
     one stops all. A second SIGINT raises KeyboardInterrupt at once, with what is saved.
+
+    Signals are noted from the beginning of training to the end of its `with` block. So one that comes while the trained
+    model is saved does not end a process that others wait for; `agree` then tells all of them.
 
     Args: updates_per_rollout: a checkpoint must not cut a rollout batch in two.
     """
@@ -85,17 +71,24 @@ class StopOnSignal(TrainerCallback):
         self._saved, self._world, self._speaks = state.global_step, args.world_size, state.is_world_process_zero
         self._previous = {number: signal.signal(number, self._note) for number in self.SIGNALS}
 
-    def on_train_end(self, args, state, control, **kwargs) -> None:
+    def __enter__(self) -> StopOnSignal:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
     def on_step_end(self, args, state, control, **kwargs) -> None:
+        if self.agree(args.device) and state.global_step % self._updates == 0:
+            control.should_save = control.should_training_stop = True
+
+    def agree(self, device: torch.device) -> int:
+        """The signal that any process has received so far, 0 for none. Every process must call it."""
         if torch.distributed.is_available() and torch.distributed.is_initialized():
-            flag = torch.tensor(self.received, device=args.device)
+            flag = torch.tensor(self.received, device=device)
             torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX)
             self.received = int(flag)
-        if self.received and state.global_step % self._updates == 0:
-            control.should_save = control.should_training_stop = True
+        return self.received
 
     def on_save(self, args, state, control, **kwargs) -> None:
         self._saved = state.global_step

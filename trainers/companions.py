@@ -8,6 +8,7 @@ from typing import Protocol
 
 from transformers import TrainerCallback
 
+from rollout.reduction import Metric
 from rollout.types import EngineStats
 
 
@@ -18,7 +19,7 @@ class Companion(Protocol):
     def observe(self, rows: Sequence[tuple[Sequence[int], Sequence[int]]], version: int, stats: EngineStats) -> None:
         """A rollout by weight version `version`, as (prompt ids, response ids), before the policy learns from it."""
 
-    def step(self) -> dict[str, float]:
+    def step(self) -> dict[str, Metric]:
         """Learns, after an update of the policy, and returns metrics."""
 
     def save(self, directory: Path) -> None:
@@ -34,7 +35,7 @@ class Companion(Protocol):
 class TrainCompanions(TrainerCallback):
     """Trains companions after each update of the policy; `note` takes their metrics into the step's log."""
 
-    def __init__(self, companions: Mapping[str, Companion], note: Callable[[dict[str, float]], None]):
+    def __init__(self, companions: Mapping[str, Companion], note: Callable[[dict[str, Metric]], None]):
         self._companions, self._note = companions, note
 
     def on_step_end(self, args, state, control, **kwargs) -> None:

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from rollout.reduction import Metric, highest, lowest, mean
+
 
 def overlong_penalty(length: int, cap: int, buffer: int) -> float:
     """DAPO's soft overlong punishment (arXiv 2503.14476, eq. 13): 0 up to cap - buffer, then linear to -1 at cap.
@@ -44,13 +46,17 @@ def correction_weights(logp: Tensor, behaviour: Tensor, mask: Tensor, mode: str,
 
 def measured_weights(
     logp: Tensor, behaviour: Tensor, mask: Tensor, mode: str, cap: float
-) -> tuple[Tensor, dict[str, float]]:
+) -> tuple[Tensor, dict[str, Metric]]:
     """`correction_weights`, and metrics of those of response tokens."""
     ratios = correction_weights(logp, behaviour, mask, mode, cap)
     if not (used := ratios[mask.bool()]).numel():
         return ratios, {}
-    summary = {"min": used.min(), "mean": used.mean(), "max": used.max()}
-    return ratios, {f"sampling/importance_sampling_ratio/{name}": value.item() for name, value in summary.items()}
+    name = "sampling/importance_sampling_ratio"
+    return ratios, {
+        f"{name}/min": lowest(used.min().item()),
+        f"{name}/mean": mean(used.sum().item(), used.numel()),
+        f"{name}/max": highest(used.max().item()),
+    }
 
 
 def padded(rows: Sequence[Sequence[float]], like: Tensor) -> Tensor:

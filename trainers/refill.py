@@ -11,6 +11,7 @@ from itertools import islice
 import torch
 from accelerate import Accelerator
 
+from rollout.reduction import Metric, shared
 from trainers.scored import Scored
 
 LEAST_SHARE = 1 / 4
@@ -29,7 +30,7 @@ def refill(
     prompts: Iterator[int],
     roll_out: Callable[[list[int]], Sequence[float | None]],
     rounds: int,
-) -> tuple[dict[int, int], dict[str, float]]:
+) -> tuple[dict[int, int], dict[str, Metric]]:
     """Rolls out further prompts until no group is uniform, or the rounds or prompts are used up.
 
     A round asks for as many prompts as are missing over the share of prompts that had variance so far in this step, at
@@ -57,10 +58,10 @@ def refill(
         places |= dict(zip(dull[len(places) :], (asked + i for i in fresh), strict=False))
         asked, done, live = asked + len(wanted), done + 1, live + len(fresh)
     return places, {
-        "refill/uniform_ratio": begun / len(groups),
-        "refill/rounds": done,
-        "refill/prompts": asked,
-        "refill/left_ratio": (begun - len(places)) / len(groups),
+        "refill/uniform_ratio": shared(begun / len(groups)),
+        "refill/rounds": shared(done),
+        "refill/prompts": shared(asked),
+        "refill/left_ratio": shared((begun - len(places)) / len(groups)),
     }
 
 
@@ -78,7 +79,7 @@ class Refill:
 
     def __call__(
         self, got: Scored, accelerator: Accelerator, dataset: Sequence[dict], order: int
-    ) -> tuple[Scored, Scored, dict[str, float]]:
+    ) -> tuple[Scored, Scored, dict[str, Metric]]:
         """All that was rolled out, the rows of the step with those of uniform groups replaced, and metrics.
 
         Args:
@@ -104,7 +105,7 @@ class Refill:
         others = (index for index in drawn if dataset[index]["example_id"] not in taken)
         places, metrics = refill(rewards, size, others, roll_out, self.rounds)
         known = [reward for reward in rewards if reward is not None]
-        metrics["reward"] = sum(known) / len(known) if known else math.nan
+        metrics["reward"] = shared(sum(known) / len(known) if known else math.nan)
         whole, chosen, first = sum(further, got), [], rank * len(got.rows)
         for place in range(first, first + len(got.rows)):
             group, slot = divmod(place, size)

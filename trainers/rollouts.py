@@ -4,7 +4,7 @@ rewards."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ from rollout.config import RolloutConfig
 from rollout.control import Control
 from rollout.engines.base import Engine
 from rollout.keys import Visits, derive_key
+from rollout.reduction import Metric, merged, seconds
 from rollout.speculative import SpeculativeRollout
 from rollout.types import Row
 from trainers import weights
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
     from trainers.companions import Companion
 
-Score = Callable[[Sequence[dict], Sequence[list[int]]], tuple[list[float | None], dict[str, float]]]
+Score = Callable[[Sequence[dict], Sequence[list[int]]], tuple[list[float | None], dict[str, Metric]]]
 """Rewards of (dataset rows, responses as token ids): the total per row, None where it failed, and metrics to log."""
 
 
@@ -70,7 +71,8 @@ class Rollouts:
     ):
         self._setup, self._options, self._group_size = setup, setup.trainer, setup.rollout.group_size
         self._accelerator, self._policy, self._clock, self._upcoming = accelerator, policy, clock, upcoming
-        self._exchange = gather_object if accelerator.num_processes > 1 else list
+        self.exchange: Callable[[list], list] = gather_object if accelerator.num_processes > 1 else list
+        """Turns a list of this process into that of all processes; collective."""
         self._probe = setup.render(setup.dataset[0])
         self._dtype = torch.float32 if setup.trainer.precision == "fp32" else torch.bfloat16
         """Of the engine's weights."""
@@ -79,15 +81,15 @@ class Rollouts:
         self.source = setup.make_rollout(self.policy)
         """What the responses come from."""
         weights.check_shared(self.engine.own_weights, accelerator)
-        self._ahead = any(self._exchange([self.source.runs_ahead]))  # announcing takes all processes
+        self._ahead = any(self.exchange([self.source.runs_ahead]))  # announcing takes all processes
         whole_law = (setup.rollout.top_p, setup.rollout.top_k) == (1.0, 0)  # rounding can move the edge of a cut one
         strict = self.exact_bits and whole_law
-        self._control = Control(self.source, self._score_tokens, self._exchange, strict=strict)
+        self._control = Control(self.source, self._score_tokens, self.exchange, strict=strict)
         self._visits = Visits()
         self._sent: int | None = None
         self._fields: dict[str, dict] = {}
         """Dataset rows of the step, by example id."""
-        self._metrics: dict[str, float] = {}
+        self._metrics: dict[str, Metric] = {}
         self.whole: Scored | None = None
         """All that was rolled out last."""
         self.last: Scored | None = None
@@ -126,11 +128,8 @@ class Rollouts:
         """Brings the engine to the current weights; costs nothing when it has them."""
         if self._sent == self.version and self.engine.own_weights:
             return
-        began = time.perf_counter()
         weights.send(self.engine, self.policy, self.version, self._probe, self._dtype, self.drafter)
         self._sent = self.version
-        if self.engine.own_weights:
-            self._metrics["timing_s/sync"] = time.perf_counter() - began
 
     # A rollout ---------------------------------------------------------------------------------------------------
 
@@ -140,17 +139,23 @@ class Rollouts:
         With dynamic sampling some groups are then of other dataset rows than was asked for.
         """
         first = self._accelerator.process_index * len(inputs)
+        began = time.perf_counter()
         self.sync()
+        if self.engine.own_weights:
+            self._note({"timing_s/sync": seconds(time.perf_counter() - began)})
         self._fields = {}
         self.whole = self.last = self._roll_out(inputs, first)
         if self._options.refill_rounds:
             from trainers.refill import Refill
 
-            refill = Refill(self._options.refill_rounds, self._group_size, self._exchange, self._roll_out)
+            refill = Refill(self._options.refill_rounds, self._group_size, self.exchange, self._roll_out)
             order = derive_key(self.source.seed, "refill", 0, self.version, "trainer")
             self.whole, self.last, metrics = refill(self.whole, self._accelerator, self._setup.dataset, order)
-            self._metrics |= metrics
+            self._note(metrics)
         return self.last
+
+    def _note(self, metrics: Mapping[str, Metric]) -> None:
+        self._metrics = merged([self._metrics, metrics], Metric.later)
 
     def _roll_out(self, inputs: list[dict], first: int) -> Scored:
         """Rolls out and scores some dataset rows, and adds what that cost to the step's metrics.
@@ -168,10 +173,7 @@ class Rollouts:
         totals, metrics = self._scores(inputs, [c.tokens for c in batch.completions])
         failed = [c.failure for c in batch.completions]
         rewards = [None if lost else total for lost, total in zip(failed, totals, strict=True)]
-        spent = {"timing_s/reward": time.perf_counter() - began}
-        for name, value in (metrics | spent).items():  # what further prompts cost and fail at adds up
-            adds = name in self._metrics and name in ("timing_s/reward", "reward/failed", "reward/timeouts")
-            self._metrics[name] = self._metrics[name] + value if adds else self._metrics.get(name, value)
+        self._note(metrics | {"timing_s/reward": seconds(time.perf_counter() - began)})
         return Scored(inputs, rows, batch, rewards)
 
     def _rows(self, inputs: Sequence[dict], first: int) -> tuple[list[Row], list[int]]:
@@ -182,25 +184,27 @@ class Rollouts:
     def _announce(self, first: int) -> None:
         """Tells the source of responses which batch comes next, as far as is known before this one is there."""
         rows, slots = self._rows(self._upcoming(), first)
-        asked = self._exchange([row.example_id for row in rows])
+        asked = self.exchange([row.example_id for row in rows])
         seen = dict(zip(asked, self._visits.so_far(asked), strict=True))
         self.source.announce(rows, visit=[seen[row.example_id] for row in rows], slots=slots)
 
     def _visit(self, rows: Sequence[Row]) -> list[int]:
         """How often the prompt of each row was rolled out before, by any process; this is one more visit to it."""
-        asked = self._exchange([row.example_id for row in rows])
+        asked = self.exchange([row.example_id for row in rows])
         seen = dict(zip(asked, self._visits.next(asked), strict=True))
         if self.source.replay:
             self.source.replay.until(max(seen.values()))  # in step in all processes, whichever has the latest visit
         return [seen[row.example_id] for row in rows]
 
-    def finish(self) -> dict[str, float]:
-        """Stores what was rolled out, runs the control rows that are due, and returns metrics over all processes."""
+    def finish(self) -> dict[str, Metric]:
+        """Stores what was rolled out, runs the control rows that are due, and returns the rollout's metrics."""
         got, cache = self.whole, self.source.cache
         if cache is not None:
             entries = self.source.entries(got.rows, got.batch, step=self.version, rewards=got.rewards)
             with got.batch.charge_store():
-                cache.merge(self._exchange(entries))
+                cache.merge(self.exchange(entries))
+        for name in self.exchange(list(got.batch.stats.sources)):  # a share of all tokens needs every process's
+            got.batch.stats.sources.setdefault(name, (0, 0))
         metrics = self._metrics | self._control(got.rows, got.batch, got.rewards, step=self.version)
         metrics |= cache.stats() if cache is not None else {}
         self._metrics = {}
@@ -209,11 +213,7 @@ class Rollouts:
         done = [(row.prompt, c) for row, c in zip(got.rows, got.batch.completions, strict=True) if not c.failure]
         for companion in self.companions.values():
             companion.observe([(prompt, c.tokens) for prompt, c in done], self.version, got.batch.stats)
-        if self._accelerator.num_processes == 1:
-            return metrics
-        from trainers.metrics import across_processes
-
-        return across_processes(metrics, self._accelerator)
+        return metrics
 
     def state(self) -> dict[str, Any]:
         """What a resumed run needs to measure at the same steps and to derive the same keys, as JSON types."""
@@ -228,7 +228,7 @@ class Rollouts:
 
     # Rewards -----------------------------------------------------------------------------------------------------
 
-    def _scores(self, inputs: Sequence[dict], responses: Sequence[list[int]]) -> tuple[list, dict[str, float]]:
+    def _scores(self, inputs: Sequence[dict], responses: Sequence[list[int]]) -> tuple[list, dict[str, Metric]]:
         """Total rewards, overlong responses punished, and the metrics of their parts."""
         totals, metrics = self._setup.score(inputs, responses)
         cap = self.source.config.max_new_tokens
@@ -273,5 +273,5 @@ class Rollouts:
         else:
             logp, behaviour = own(), drawn
         ratios, metrics = measured_weights(logp, behaviour, mask, options.correction, options.correction_cap)
-        self._metrics |= metrics
+        self._note(metrics)
         return ratios

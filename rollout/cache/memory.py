@@ -17,6 +17,7 @@ from typing import Literal
 
 from rollout.cache.disk import Fingerprint, Header, write_snapshot
 from rollout.cache.record import Entry, complaint, origin, pack, unpack
+from rollout.reduction import Metric, count, highest
 from rollout.types import CacheError, Trajectory
 
 __all__ = ["Fingerprint", "TrajectoryCache"]
@@ -82,17 +83,20 @@ class TrajectoryCache:
         with self._mutex:
             self.insert([entry for entry in packed if self._stored_origin(*entry[:2]) <= origin(entry[2])])
 
-    def stats(self) -> dict[str, float]:
-        """Gauges and totals for the metrics file: MB are 2^20 bytes, the rest are counts."""
+    def stats(self) -> dict[str, Metric]:
+        """Gauges and totals for the metrics file: MB are 2^20 bytes, the rest are counts.
+
+        Every process of a run holds the whole cache, so all agree on everything but the saves, which one of them makes.
+        """
         return {
-            "cache/size_mb": self.bytes / 2**20,
-            "cache/entries": len(self),
-            "cache/examples": len(self._examples),
-            "cache/evictions": self.evictions,
-            "cache/dropped": self.dropped,
-            "cache/skipped": self.skipped,
-            "cache/quarantined": self.quarantined,
-            "cache/write_errors": self.write_errors,
+            "cache/size_mb": highest(self.bytes / 2**20),
+            "cache/entries": highest(len(self)),
+            "cache/examples": highest(len(self._examples)),
+            "cache/evictions": highest(self.evictions),
+            "cache/dropped": highest(self.dropped),
+            "cache/skipped": highest(self.skipped),
+            "cache/quarantined": highest(self.quarantined),
+            "cache/write_errors": count(self.write_errors),
         }
 
     def save(self, directory: str | Path, step: int, on_write_error: Literal["warn", "stop"] = "stop") -> None:

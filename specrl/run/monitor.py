@@ -153,7 +153,7 @@ def eval_line(step: int, metrics: Mapping[str, Any]) -> str:
 
     Example: Eval at step 128 | reward 0.758 | length 105 | pass@1/2/4 0.758 0.828 0.875
     """
-    values = {key.removeprefix("eval/"): number(metrics, key) for key in metrics}
+    values = {key.removeprefix("eval/"): number(metrics, key) for key in metrics if key.startswith("eval/")}
     values = {key: value for key, value in values.items() if value is not None and (value or key != "failed")}
     passes = {key.removeprefix("pass@"): f"{value:.3g}" for key, value in values.items() if key.startswith("pass@")}
     shown = [f"{key.removeprefix('mean_')} {value:.3g}" for key, value in values.items() if "pass@" not in key]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -20,6 +19,7 @@ from reward.set import RewardSet
 from rollout.build import build_engine
 from rollout.cache.memory import Fingerprint, TrajectoryCache
 from rollout.engines.base import Engine
+from rollout.reduction import Metric, count, mean
 from rollout.speculative import SpeculativeRollout
 from specrl.config.schema import Config
 from specrl.run.data import Example, check_lengths, render, to_dataset
@@ -65,12 +65,10 @@ class Run:
 
             resuming.restore(self.checkpoint, self.trainer.rollouts)
 
-    def train(self) -> int:
-        """All steps that are left; the signal that ended them early, 0 for none."""
-        stop = StopOnSignal(self.config.trainer.steps_per_rollout)
-        self.trainer.add_callback(stop)  # behind all others
+    def train(self, stop: StopOnSignal) -> None:
+        """All steps that are left, or those until a signal."""
+        self.trainer.add_callback(stop)  # after all others
         self.trainer.train(resume_from_checkpoint=str(self.checkpoint) if self.checkpoint else None)
-        return stop.received
 
 
 @contextmanager
@@ -195,22 +193,22 @@ def build_trainer(
 def scorer(rewards: RewardSet, tokenizer: PreTrainedTokenizerBase) -> Score:
     """Scores dataset rows with their responses: totals, and the metrics of each reward."""
 
-    def score(rows: Sequence[dict], responses: Sequence[list[int]]) -> tuple[list[float | None], dict[str, float]]:
+    def score(rows: Sequence[dict], responses: Sequence[list[int]]) -> tuple[list[float | None], dict[str, Metric]]:
         known, texts = ("prompt", "answer"), tokenizer.batch_decode(responses, skip_special_tokens=True)
         samples = [
             Sample(str(row["prompt"]), text, row["answer"], {k: v for k, v in row.items() if k not in known})
             for row, text in zip(rows, texts, strict=True)
         ]
         result = rewards.score(samples)
-        metrics: dict[str, float] = {
-            "reward/failed": sum(total is None for total in result.total),
-            "reward/timeouts": sum(result.timeouts.values()),
-            "reward/over_limit": sum(result.over_limit.values()),
-            "reward/reused_ratio": sum(result.reused.values()) / max(1, len(rows) * len(result.parts)),
+        metrics = {
+            "reward/failed": count(sum(total is None for total in result.total)),
+            "reward/timeouts": count(sum(result.timeouts.values())),
+            "reward/over_limit": count(sum(result.over_limit.values())),
+            "reward/reused_ratio": mean(sum(result.reused.values()), len(rows) * len(result.parts)),
         }
         for name, values in result.parts.items():
             good = [value for value in values if value is not None]
-            metrics[f"rewards/{name}/mean"] = sum(good) / len(good) if good else math.nan
+            metrics[f"rewards/{name}/mean"] = mean(sum(good), len(good))
         return result.total, metrics
 
     return score

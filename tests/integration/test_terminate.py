@@ -1,6 +1,7 @@
 """SIGTERM or Ctrl-C in the middle of a step: the step is finished and saved, and the run goes on as if nothing had
 happened; a second Ctrl-C stops at once."""
 
+import json
 import os
 import signal
 import subprocess
@@ -14,7 +15,7 @@ import specrl.run.setup
 import specrl.train
 from specrl.config import load as cli
 from specrl.config.load import INTERRUPTED, TERMINATED
-from tests.runs import ROOT, run, words
+from tests.runs import ROOT, by_two_processes, run, words
 from trainers import callbacks
 from trainers.callbacks import StopOnSignal
 from trainers.checkpoint import marked, step_of
@@ -51,6 +52,35 @@ def test_a_terminated_run_saves_and_resumes_as_the_uninterrupted_one(tmp_path, a
     assert [s.tokens for s in rest.steps] == [s.tokens for s in whole.steps[step:]]
     assert rest.losses == whole.losses[-len(rest.losses) :]
     assert all((w == whole.weights[n]).all() for n, w in rest.weights.items())
+
+
+AT_THE_END = """
+import json, os, signal, sys
+from pathlib import Path
+import specrl.train
+from specrl.config import load as config
+
+folder, save = Path(sys.argv[1]), specrl.train.save
+
+def hit(run):
+    if os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGTERM)
+    save(run)
+
+specrl.train.save = hit
+code = config.run(specrl.train.main, json.loads((folder / "words.json").read_text()))
+(folder / f"rank{os.environ['RANK']}.json").write_text(json.dumps(code))
+"""
+
+
+@pytest.mark.long
+def test_a_signal_to_one_process_during_the_last_save_ends_all_after_it(tmp_path):
+    (tmp_path / "words.json").write_text(json.dumps(words(tmp_path, trainer__max_steps=1)))
+    codes, said = by_two_processes(tmp_path, AT_THE_END, 120)
+    assert codes == [TERMINATED, TERMINATED], "the processes agree, and none is missed by another"
+    assert (tmp_path / "run" / "model" / "model.safetensors").is_file()
+    assert not (tmp_path / "run" / "report.md").exists()
+    assert "specrl.report run=" in said[0]
 
 
 def test_the_signals_are_given_back(tmp_path):
@@ -106,16 +136,14 @@ def test_a_launcher_that_passes_a_ctrl_c_on_does_not_make_it_two(monkeypatch, ca
     """The terminal sends it to all processes, and torchrun once more."""
     before, now = [signal.getsignal(number) for number in StopOnSignal.SIGNALS], [0.0]
     monkeypatch.setattr(callbacks.time, "monotonic", lambda: now[0])
-    stop, state = StopOnSignal(1), SimpleNamespace(global_step=3, is_world_process_zero=True)
-    stop.on_train_begin(SimpleNamespace(world_size=2), state, None)
-    try:
+    state = SimpleNamespace(global_step=3, is_world_process_zero=True)
+    with StopOnSignal(1) as stop:
+        stop.on_train_begin(SimpleNamespace(world_size=2), state, None)
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGINT)
         now[0] += 5
         with pytest.raises(KeyboardInterrupt, match="interrupted; step 3 is saved"):
             os.kill(os.getpid(), signal.SIGINT)
-    finally:
-        stop.on_train_end(None, state, None)
     assert capfd.readouterr().err.count("Ctrl-C once more") == 1
     assert stop.received == signal.SIGINT
     assert [signal.getsignal(number) for number in StopOnSignal.SIGNALS] == before

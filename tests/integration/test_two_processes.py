@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from specrl.results.records import read_records
 from tests.runs import by_two_processes, drafter, policy, run, words
 
 pytestmark = pytest.mark.long
@@ -16,7 +17,7 @@ DAPO |= {"reward__functions": "[tests.runs:sixth]", "trainer__eval_prompts": 0} 
 # What each process does: the runs NAME=COMMAND LINE of a JSON file, one after the other; it reports on each what it
 # rolled out and holds at the end. "exact" writes its report, too.
 PROGRAM = """
-import json, os, sys
+import json, os, sys, time
 from contextlib import nullcontext
 from pathlib import Path
 import tests.runs as runs
@@ -28,9 +29,20 @@ from tests.engines import Spare
 
 build, build_engine = specrl.run.setup.build_trainer, specrl.run.setup.build_engine
 
+def slow(*given):
+    engine = build_engine(*given)
+    generate = engine.generate
+
+    def late(*asked):
+        time.sleep(0.3 * int(os.environ["RANK"]))
+        return generate(*asked)
+
+    engine.generate = late
+    return engine
+
 def recorded(name, words):
     record, spare = runs.Recording(), lambda spec, *_: Spare(build_engine(spec))
-    specrl.run.setup.build_engine = spare if "ahead" in name else build_engine
+    specrl.run.setup.build_engine = spare if "ahead" in name else slow if name == "slow" else build_engine
 
     def listened(*args):
         record.trainer = build(*args)
@@ -80,6 +92,7 @@ def launched(tmp_path_factory):
             "trained",
             {"name": "trained", "rollout__drafter": drafter(folder / "draft"), "trainer__drafter__train": "true"},
         ),
+        ("slow", {"name": "slow", "rollout__measure_every": 1, "rollout__replay": 0, "trainer__epochs": 1}),
         ("ppo rloo", PPO | {"name": "ppo-rloo", "trainer__advantage": "rloo"}),
     ]
     commands = [(name, words(folder, model=policy(), **OPTIONS | options)) for name, options in plan]
@@ -140,6 +153,21 @@ def test_it_is_the_run_without_speculation(launched, one, other):
 def test_each_process_knows_the_rows_that_come_to_it(launched, name):
     for report in launched[name]:
         assert all(step["metrics"]["spec/ahead_done_ratio"] == 1 for step in report["steps"][1:])
+
+
+def test_reported_seconds_are_those_of_the_slowest_process(launched):
+    """One of them sleeps before it generates; what each measured of itself is the truth."""
+    lines = read_records(launched["folder"] / "slow" / "metrics.jsonl")[0]
+    lines = [line for line in lines if "loss" in line]
+    first, second = ([step["metrics"] for step in report["steps"]] for report in launched["slow"])
+    assert len(lines) == len(first) == 3
+    for line, a, b in zip(lines, first, second, strict=True):
+        gen, plain = (max(a[key], b[key]) for key in ("timing_s/gen", "spec/plain_s"))
+        assert (line["timing_s/gen"], line["spec/plain_s"]) == (gen, plain)
+        assert line["spec/speedup"] == pytest.approx(plain / gen)
+        assert line["timing_s/gen"] > 0.3, "the planted sleep"
+        assert line["spec/speedup"] != pytest.approx((a["spec/speedup"] + b["spec/speedup"]) / 2), "power"
+        assert 0 < line["timing_s/update"] < line["timing_s/step"]
 
 
 def test_one_process_writes_the_run(exact):

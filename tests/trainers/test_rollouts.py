@@ -14,7 +14,6 @@ from rollout.engines.local.engine import TransformersEngine
 from rollout.speculative import SpeculativeRollout
 from rollout.types import Completion, RolloutBatch, RolloutError
 from trainers.config import TrainerConfig
-from trainers.metrics import reduce_metric
 from trainers.rollouts import Rollouts, Setup
 from trainers.scored import check_batch
 
@@ -188,19 +187,3 @@ def test_importance_with_every_response_masked():
     weights = masked.importance(torch.tensor([[-0.5, -0.5]]), torch.zeros(1, 2), own=None)
     assert weights.tolist() == [[1.0, 1.0]]
     assert not any("importance" in name for name in masked.finish())
-
-
-@pytest.mark.parametrize(
-    ("name", "values", "expected"),
-    [
-        ("spec/new_tokens", [1.0, 2.0], 3.0),
-        ("timing_s/gen", [1.0, 2.0], 2.0),
-        ("spec/passes_max", [4.0, 2.0], 4.0),
-        ("sampling/importance_sampling_ratio/max", [1.5, torch.nan], 1.5),
-        ("sampling/importance_sampling_ratio/min", [0.5, torch.nan], 0.5),
-        ("reward", [1.0, 2.0], 1.5),
-        ("spec/draft_age", [torch.nan, 3.0], 3.0),
-    ],
-)
-def test_one_number_from_all_processes(name, values, expected):
-    assert reduce_metric(name, torch.tensor(values)) == expected

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rollout.durable import write_durably
+from rollout.reduction import Metric, count, highest, mean
 from rollout.types import EngineStats, RolloutError
 
 logger = logging.getLogger(__name__)
@@ -42,7 +43,8 @@ class DrafterAlarm:
 
     def __init__(self, dropped: Callable[[], int] = lambda: 0):
         self._dropped, self._before = dropped, dropped()
-        self._state, self._metrics = Watched(), {}
+        self._state = Watched()
+        self._metrics: dict[str, Metric] = {}
 
     def observe(self, rows: Sequence[tuple[Sequence[int], Sequence[int]]], version: int, stats: EngineStats) -> None:
         """See Companion, as of the four that follow."""
@@ -50,12 +52,12 @@ class DrafterAlarm:
         drafted, accepted = stats.sources.get("model", (0, 0))
         total = self._dropped()
         dropped, self._before = total - self._before, total
-        self._metrics = {"drafter/dropped": dropped}
+        self._metrics = {"drafter/dropped": count(dropped)}
         if drafted:
             state.drafted = SMOOTHING * state.drafted + drafted
             state.accepted = SMOOTHING * state.accepted + accepted
             state.seen += drafted
-            self._metrics["drafter/acceptance"] = state.accepted / state.drafted
+            self._metrics["drafter/acceptance"] = mean(state.accepted, state.drafted)
         reason = self._reason(state, dropped)
         if reason and not state.dead:
             logger.warning(
@@ -65,7 +67,7 @@ class DrafterAlarm:
                 reason,
             )
         state.dead = bool(reason)
-        self._metrics["drafter/dead"] = float(state.dead)
+        self._metrics["drafter/dead"] = highest(state.dead)
 
     def _reason(self, state: Watched, dropped: int) -> str:
         if dropped:
@@ -78,7 +80,7 @@ class DrafterAlarm:
             return ""
         return f"of its latest tokens {now:.1%} stood, of all {state.seen} at its best {state.best:.1%}"
 
-    def step(self) -> dict[str, float]:
+    def step(self) -> dict[str, Metric]:
         metrics, self._metrics = self._metrics, {}
         return metrics
 

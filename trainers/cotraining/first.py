@@ -7,6 +7,7 @@ from pathlib import Path
 
 from torch import distributed
 
+from rollout.reduction import Metric
 from rollout.types import EngineStats
 from trainers.cotraining.trainer import DrafterTrainer
 
@@ -27,7 +28,7 @@ class OnFirst:
         if self._trains:
             self.trainer.observe(rows, version, stats)
 
-    def step(self) -> dict[str, float]:
+    def step(self) -> dict[str, Metric]:
         """All processes must call it."""
         metrics = self.trainer.step() if self._trains else {}
         for weight in self.trainer.drafter.parameters():

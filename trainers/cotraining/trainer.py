@@ -23,6 +23,7 @@ from rollout.drafting.drafting import check_vocab
 from rollout.engines.base import Sampling
 from rollout.keys import derive_key
 from rollout.noise import keyed_draw, process_logits
+from rollout.reduction import Metric, count, mean, seconds, shared
 from rollout.types import EngineStats, RolloutError
 from trainers.config import DrafterConfig
 from trainers.cotraining import distil
@@ -76,7 +77,7 @@ class DrafterTrainer:
         self.reads: list[Read] = []
         """What the next round learns from, oldest first."""
         self._stats: tuple[EngineStats, int] | None = None
-        self._metrics: dict[str, float] = {}
+        self._metrics: dict[str, Metric] = {}
         self.progress = Progress()
 
     def observe(self, rows: Sequence[tuple[Sequence[int], Sequence[int]]], version: int, stats: EngineStats) -> None:
@@ -109,7 +110,7 @@ class DrafterTrainer:
         self._heard = not wanted
         self._stats = stats, sum(len(text.response) for text in new)
 
-    def step(self) -> dict[str, float]:
+    def step(self) -> dict[str, Metric]:
         """Trains where a round is due, the only place that changes the drafter's weights. Returns the metrics."""
         state, began = self.progress, time.perf_counter()
         state.steps += 1
@@ -117,10 +118,10 @@ class DrafterTrainer:
             self._listen()
             if self.reads and state.steps % self.options.interval == 0:
                 self._round()
-        metrics = self._metrics | {"timing_s/drafter": time.perf_counter() - began}
+        metrics = self._metrics | {"timing_s/drafter": seconds(time.perf_counter() - began)}
         self._judge(metrics)
         self._metrics = {}
-        return metrics | {"drafter/active": float(not state.off), "drafter/collapsed": float(state.collapsed)}
+        return metrics | {"drafter/active": shared(not state.off), "drafter/collapsed": shared(state.collapsed)}
 
     def _listen(self) -> None:
         """Takes what the update has computed since the last step."""
@@ -140,7 +141,7 @@ class DrafterTrainer:
                 losses.append(self._learn(batch, mix, measured=not losses))
                 places += len(batch.places)
         if losses and not self.progress.off:
-            self._metrics |= {"drafter/loss": sum(losses) / len(losses), "drafter/tokens": places}
+            self._metrics |= {"drafter/loss": mean(sum(losses), len(losses)), "drafter/tokens": count(places)}
 
     def _learn(self, batch: distil.Batch, mix: torch.Generator, measured: bool) -> float:
         """One gradient step, by whose first pass the agreement before it is measured; returns that pass's loss."""
@@ -166,7 +167,8 @@ class DrafterTrainer:
         wanted, drawn, before = (keyed_draw(z, *noise, **law)[0] for z in (teacher, student, initial))
         now, before = ((found == wanted).float().mean().item() for found in (drawn, before))
         overlap = 1 - total_variation(*(process_logits(z, **law) for z in (student, teacher))).mean().item()
-        self._metrics |= {"drafter/agreement": now, "drafter/agreement_initial": before, "drafter/overlap": overlap}
+        found = {"drafter/agreement": now, "drafter/agreement_initial": before, "drafter/overlap": overlap}
+        self._metrics |= {name: shared(value) for name, value in found.items()}
         state.agreement = _smooth(state.agreement, now)
         state.agreement_initial = _smooth(state.agreement_initial, before)
         self._watch(state)
@@ -183,18 +185,19 @@ class DrafterTrainer:
             )
         state.collapsed = collapsed
 
-    def _judge(self, metrics: dict[str, float]) -> None:
+    def _judge(self, metrics: dict[str, Metric]) -> None:
         """Ends co-training when over `patience` rollouts it saved less time than it took; the better drafter stays."""
         state, patience = self.progress, self.options.patience
         if state.off:
             return
         if self._stats and state.agreement is not None:
-            metrics["drafter/saved_s_est"] = saved_seconds(*self._stats, state.agreement, state.agreement_initial)
-            state.window = [*state.window, [0.0, metrics["drafter/saved_s_est"]]][-patience:] if patience else []
+            saved_s = saved_seconds(*self._stats, state.agreement, state.agreement_initial)
+            metrics["drafter/saved_s_est"] = seconds(saved_s)
+            state.window = [*state.window, [0.0, saved_s]][-patience:] if patience else []
         self._stats = None
         if not state.window:
             return
-        state.window[-1][0] += metrics["timing_s/drafter"]
+        state.window[-1][0] += float(metrics["timing_s/drafter"])
         spent, saved = map(sum, zip(*state.window, strict=True))
         if len(state.window) == patience and saved < spent:
             self._end(

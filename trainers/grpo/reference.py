@@ -27,14 +27,14 @@ class ReferenceLogProbs:
         self._kept: OrderedDict[bytes, Tensor] = OrderedDict()
         self._bytes = 0
 
-    def __call__(self, ids: Tensor, mask: Tensor, keep: int, compute: Compute) -> tuple[Tensor, float]:
+    def __call__(self, ids: Tensor, mask: Tensor, keep: int, compute: Compute) -> tuple[Tensor, int]:
         """Log-probs [B, keep] of the responses in left-padded prompts plus right-padded responses, 0 where padded.
 
         Args:
             ids, mask: token ids and attention mask [B, L]; the last `keep` columns are the response.
             compute: the reference policy.
 
-        Returns: the log-probs, and the share of rows that kept theirs.
+        Returns: the log-probs, and how many rows kept theirs.
         """
         marks = [_digest(row[seen.bool()], int(seen[-keep:].sum())) for row, seen in zip(ids, mask, strict=True)]
         new = [i for i, mark in enumerate(marks) if mark not in self._kept]
@@ -49,7 +49,7 @@ class ReferenceLogProbs:
                 out[rows, :length] = compute(ids[rows, first:end], mask[rows, first:end], length).float()
         out *= mask[:, -keep:]
         self._keep(marks, out, mask[:, -keep:].sum(1).tolist())
-        return out, 1 - len(new) / len(ids)
+        return out, len(ids) - len(new)
 
     def _keep(self, marks: list[bytes], out: Tensor, lengths: list[int]) -> None:
         for mark, row, length in zip(marks, out.cpu(), lengths, strict=True):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
@@ -23,10 +23,12 @@ from trl import GRPOConfig, GRPOTrainer
 from trl.trainer.utils import RepeatSampler
 
 from rollout.config import RolloutConfig
+from rollout.reduction import Metric, highest, mean, seconds
 from rollout.types import RolloutError
 from trainers.arguments import common_arguments
 from trainers.checkpoint import writing
 from trainers.config import TrainerConfig
+from trainers.metrics import StepMetrics
 from trainers.rollouts import Rollouts, Setup
 
 if TYPE_CHECKING:
@@ -92,11 +94,18 @@ class GRPOTrainerWithReuse(GRPOTrainer):
             return self.accelerator.unwrap_model(self.model)
 
         self.rollouts = Rollouts(setup, self.accelerator, policy, lambda: self.state, self._upcoming)
+        self._step_metrics = StepMetrics(self.rollouts.exchange)
+        self.add_callback(self._step_metrics)
 
-    def note(self, metrics: dict[str, float]) -> None:
+    def note(self, metrics: Mapping[str, Metric]) -> None:
         """Takes them into the log of the step."""
-        for name, value in metrics.items():
-            self._metrics["train"][name].append(value)
+        self._step_metrics.note(metrics)
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """TRL's, with what was noted in the place of what TRL has by the same name."""
+        for name, value in self._step_metrics.reduced().items():
+            self._metrics["train"][name] = [value]
+        super().log(logs, start_time)
 
     # TRL's hooks -------------------------------------------------------------------------------------------------
 
@@ -136,10 +145,7 @@ class GRPOTrainerWithReuse(GRPOTrainer):
             self.num_iterations = updates
         for part in ("mean", "std"):  # of the one function that TRL sees: `reward` and `reward_std` again
             self._metrics["train"].pop(f"rewards/{self._total_reward.__name__}/{part}", None)
-        metrics = self.rollouts.finish()
-        if "reward" in metrics:  # of the prompts that were sampled; TRL's is of those that are trained on
-            self._metrics["train"]["reward"][-1] = metrics.pop("reward")
-        self.note(metrics)
+        self.note(self.rollouts.finish())
         return out
 
     def _rollout(self, prompts: list, trainer: GRPOTrainer) -> dict[str, list]:
@@ -172,7 +178,9 @@ class GRPOTrainerWithReuse(GRPOTrainer):
             gap = (self._logps - inputs["sampling_per_token_logps"]).abs()[mask]
             if gap.numel():
                 name = "sampling/sampling_logp_difference"
-                self.note({f"{name}/mean": gap.mean().item(), f"{name}/max": gap.max().item()})
+                self.note(
+                    {f"{name}/mean": mean(gap.sum().item(), gap.numel()), f"{name}/max": highest(gap.max().item())}
+                )
         return loss
 
     def _save_checkpoint(self, model, trial) -> None:
@@ -206,7 +214,7 @@ class GRPOTrainerWithReuse(GRPOTrainer):
             began = time.perf_counter()
             ids, mask = (torch.cat([out[f"prompt_{n}"], out[f"completion_{n}"]], dim=1) for n in ("ids", "mask"))
             out["old_per_token_logps"] = self._one_pass(self.model, ids, mask, out["completion_ids"].shape[1])
-            self.note({"timing_s/old_log_prob": time.perf_counter() - began})
+            self.note({"timing_s/old_log_prob": seconds(time.perf_counter() - began)})
         return out["old_per_token_logps"]
 
     @cached_property
@@ -219,10 +227,11 @@ class GRPOTrainerWithReuse(GRPOTrainer):
         """Log-probs [B, keep] for `trainer.beta`. Several processes compute all: sharded models need equal passes."""
         began, compute = time.perf_counter(), partial(self._one_pass, model)
         if self.accelerator.num_processes > 1:
-            logps, reused = compute(ids, mask, keep), 0.0
+            logps, reused = compute(ids, mask, keep), 0
         else:
             logps, reused = self._reference(ids, mask, keep, compute)
-        self.note({"timing_s/ref_log_prob": time.perf_counter() - began, "reference/reused_ratio": reused})
+        spent_s = time.perf_counter() - began
+        self.note({"timing_s/ref_log_prob": seconds(spent_s), "reference/reused_ratio": mean(reused, len(ids))})
         return logps
 
 

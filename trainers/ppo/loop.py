@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.integrations import get_reporting_integration_callbacks
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
 
+from rollout.reduction import Metric
 from trainers.checkpoint import writing
+from trainers.metrics import StepMetrics
 
 PROGRESS = ("global_step", "epoch", "num_input_tokens_seen")
 
@@ -37,11 +41,12 @@ class Loop(ABC):
             is_local_process_zero=accelerator.is_local_main_process,
         )
         flow = [DefaultFlowCallback, *get_reporting_integration_callbacks(args.report_to)]
-        self._callbacks, self._noted = CallbackHandler(flow, **parts), {}
+        self._step_metrics = StepMetrics(gather_object if accelerator.num_processes > 1 else list)
+        self._callbacks = CallbackHandler([*flow, self._step_metrics], **parts)
 
     @abstractmethod
     def take_step(self) -> dict[str, float]:
-        """One optimiser step; what to log of it."""
+        """One optimiser step; what to log of it, the same in every process, besides what it noted."""
 
     @abstractmethod
     def save(self, folder: Path, progress: dict[str, Any]) -> None:
@@ -55,9 +60,9 @@ class Loop(ABC):
         """Calls it from now on."""
         self._callbacks.add_callback(callback)
 
-    def note(self, metrics: dict[str, float]) -> None:
+    def note(self, metrics: Mapping[str, Metric]) -> None:
         """Takes them into the log of the step."""
-        self._noted |= metrics
+        self._step_metrics.note(metrics)
 
     def train(self, resume_from_checkpoint: str | None = None) -> None:
         """All steps that are left."""
@@ -76,7 +81,7 @@ class Loop(ABC):
         self.state.global_step += 1
         self.state.epoch = self.state.global_step / self.steps_per_epoch
         self._event("on_step_end")
-        logs, self._noted = logs | self._noted | {"epoch": self.state.epoch}, {}
+        logs = logs | self._step_metrics.reduced() | {"epoch": self.state.epoch}
         self.state.log_history.append({**logs, "step": self.state.global_step})
         self._event("on_log", logs=logs)
         if self.control.should_save:

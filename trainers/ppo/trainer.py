@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers import TrainingArguments, get_scheduler
 
 from rollout.keys import derive_key
+from rollout.reduction import highest, mean
 from rollout.types import RolloutError
 from trainers.ppo import critic, snapshot
 from trainers.ppo.advantages import gae, reinforce_plus_plus, rloo, token_rewards, whiten
@@ -117,11 +118,10 @@ class PPOTrainer(Loop):
         weighted = advantages if ratios is None else advantages * ratios
         whole = replace(scored, advantages=weighted, returns=returns)
         self.state.num_input_tokens_seen += int(self._total(whole.attention.sum()))
-        metrics = self.rollouts.finish() | self._batch_metrics(got, totals) | self._value_metrics(whole)
-        gap, name = (whole.own - whole.drawn).abs(), "sampling/sampling_logp_difference"
-        metrics[f"{name}/mean"] = self._mean(gap, whole.mask)
-        metrics[f"{name}/max"] = self.accelerator.gather((gap * whole.mask).max()).max().item()
-        return whole, metrics | self._adapt(whole)
+        gap, name = (whole.own - whole.drawn).abs() * whole.mask, "sampling/sampling_logp_difference"
+        gaps = mean(gap.sum().item(), whole.mask.sum().item()), highest(gap.max().item())
+        self.note(self.rollouts.finish() | dict(zip((f"{name}/mean", f"{name}/max"), gaps, strict=True)))
+        return whole, self._batch_metrics(got, totals) | self._value_metrics(whole) | self._adapt(whole)
 
     def _trained(self, got: Scored) -> list[bool]:
         """Which rows are trained on: those with a reward, truncated ones only where they are not masked."""
