@@ -53,6 +53,15 @@ def _build(family: str = "llama", seed: int = 0, *, vocab: int = VOCAB, scale: f
     return model.train()
 
 
+@pytest.fixture(autouse=True)
+def autograd():
+    """Fails the test that leaves autograd off in this process: every later one that needs a gradient would fail."""
+    yield
+    enabled = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+    torch.set_grad_enabled(True)
+    assert enabled, "this test left autograd disabled"
+
+
 @pytest.fixture(scope="session")
 def build_model():
     """build_model(family, seed, vocab=61, scale=15.0): a new model of llama, mistral, qwen2, qwen3 or gpt2."""
