@@ -1,11 +1,13 @@
 """In bf16 a policy learns as in fp32: its weights are float32, and only passes and rollouts are bf16."""
 
 import json
+import time
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from specrl.results.records import read_records
 from tests.runs import policy, run
 
 pytestmark = pytest.mark.slow
@@ -48,6 +50,26 @@ def test_adapters_learn_in_float32_beside_a_policy_in_bf16(tmp_path):
     assert {p.dtype for p in model.parameters() if not p.requires_grad} == {torch.bfloat16}
     assert all(p.any() for name, p in trained.items() if "lora_B" in name), "they began at zero"
     assert not record.trainer.rollouts.engine.own_weights, "what is left alone needs no copy"
+
+
+def test_an_evaluation_s_weight_sync_is_not_charged_to_the_next_step(tmp_path):
+    def slow_sync(trainer):
+        engine = trainer.rollouts.engine
+        update = engine.update_weights
+
+        def late(*given):
+            time.sleep(2.0)  # more than a step takes
+            update(*given)
+
+        engine.update_weights = late
+
+    options = {"trainer__precision": "bf16", "trainer__eval_every": 1, "trainer__eval_prompts": 2}
+    run(tmp_path, slow_sync, trainer__max_steps=2, rollout__max_new_tokens=12, **options)
+    lines = read_records(tmp_path / "run" / "metrics.jsonl")[0]
+    steps = [line for line in lines if "loss" in line]
+    assert all(line["timing_s/sync"] < 1.0 for line in steps), "the evaluation before each had sent the weights"
+    assert all(0 < line["timing_s/update"] < line["timing_s/step"] for line in steps)
+    assert [line["timing_s/eval"] > 2.0 for line in lines if "eval/reward" in line] == [True] * 3
 
 
 def test_tokens_of_the_bf16_copy_are_weighted_by_what_the_trainer_gives_them(tmp_path):

@@ -1,6 +1,7 @@
 """One run on two CPU processes: one cache in both, and the same training as without speculation."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -206,6 +207,25 @@ def test_both_replace_the_same_groups_as_one_process_would(launched, tmp_path):
     for x, y in zip(first["steps"], second["steps"], strict=True):
         assert len(x["rows"]) == len(y["rows"]), "each process rolls out half of the further prompts"
     assert first["weights"] == second["weights"]
+    walked = same_metrics(launched["folder"] / "dapo", tmp_path / "run")
+    assert {"rewards/sixth/mean", "refill/prompts", "cache/entries", "spec/hit_rate"} <= walked
+
+
+def same_metrics(two: Path, one: Path) -> set[str]:
+    """Asserts that two processes report of each step what one does, whose rows it has; returns the keys.
+
+    Left out is what the clock decides, and what drafts do: they come from the texts that a process has begun.
+    """
+    others = ("timing_s/", "perf/", "step_time", "time", "spec/", "cache/size", "cache/write")
+    stored = {"spec/hit_rate", "spec/full_reuse_ratio", "spec/draft_age"}
+    walked = set()
+    records = [read_records(folder / "metrics.jsonl")[0] for folder in (two, one)]
+    for a, b in zip(*records, strict=True):
+        keys = {key for key in a.keys() | b.keys() if key in stored or not key.startswith(others)}
+        for key in keys:
+            assert a.get(key) == pytest.approx(b.get(key), rel=1e-3, abs=1e-4), (a["step"], key)
+        walked |= keys
+    return walked
 
 
 @pytest.mark.parametrize(("name", "advantage"), [("ppo", "gae"), ("ppo rloo", "rloo")])
@@ -222,3 +242,5 @@ def test_ppo_on_two_processes_is_ppo_on_one(launched, tmp_path, name, advantage)
     assert first["weights"] == second["weights"]
     for key, tensor in alone.weights.items():
         assert first["weights"][key] == pytest.approx(tensor.double().sum().item(), abs=1e-2)
+    walked = same_metrics(launched["folder"] / name.replace(" ", "-"), tmp_path / "run")
+    assert {"spec/full_reuse_ratio", "sampling/sampling_logp_difference/max", "kl"} <= walked

@@ -1,11 +1,14 @@
 import json
+from types import SimpleNamespace
 
 import pyarrow.parquet as pq
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from reward.set import RewardResult
 from rollout.cache.memory import Fingerprint, TrajectoryCache
+from rollout.reduction import Metric, merged
 from rollout.types import Trajectory
 from specrl.config import load as cli
 from specrl.config.changes import differences
@@ -265,6 +268,30 @@ def test_scorer_hands_over_the_columns_and_counts_failures():
     assert [s.completion for s in echo.samples] == ["7", "8", "9"]
     assert (echo.samples[0].prompt, echo.samples[0].answer) == ("p", None)
     assert echo.samples[0].fields == {"example_id": "e", "level": 3}
+
+
+@pytest.mark.parametrize("how", [Metric.later, Metric.beside])
+def test_scores_of_parts_of_a_batch_are_counted_as_those_of_the_whole(how):
+    def result(rows: int, per_row: int) -> RewardResult:
+        parts = {"a": [None, *range(1, rows)], "b": [per_row] * rows}
+        total = [None if value is None else value + per_row for value in parts["a"]]
+        counts = {"timeouts": per_row, "over_limit": per_row + 1, "reused": per_row + 2}
+        return RewardResult(total, parts, **{name: {"a": n, "b": 2} for name, n in counts.items()})
+
+    def metrics(*results: RewardResult) -> dict[str, Metric]:
+        rewards = SimpleNamespace(score=lambda samples: results[0])
+        rows = [{"prompt": "p", "answer": None, "example_id": "e"}] * len(results[0].total)
+        tokenizer = SimpleNamespace(batch_decode=lambda ids, **_: [""] * len(ids))
+        return scorer(rewards, tokenizer)(rows, [[1]] * len(rows))[1]
+
+    few, many = result(2, 1), result(5, 3)
+    both = RewardResult(few.total + many.total, {name: few.parts[name] + many.parts[name] for name in "ab"})
+    for name in ("timeouts", "over_limit", "reused"):
+        one, other = getattr(few, name), getattr(many, name)
+        getattr(both, name).update({key: one[key] + other[key] for key in one})
+    whole = metrics(both)
+    assert merged([metrics(few), metrics(many)], how) == pytest.approx(whole)
+    assert all(whole[name] != metrics(few)[name] for name in whole if name != "reward/failed"), "power"
 
 
 def test_adapter(tmp_path):

@@ -4,8 +4,10 @@ import time
 from types import SimpleNamespace
 
 import pytest
+import torch
 
-from rollout.reduction import count, highest, mean, seconds
+from rollout.reduction import Metric, count, highest, mean, merged, seconds
+from trainers.correction import measured_weights
 from trainers.metrics import OTHERS, StepMetrics
 
 PARTS = dict(zip(OTHERS, (0.5, 10.0, 2.0, 3.0, 0.375, 1.125, 4.0, 1.0), strict=True))
@@ -51,3 +53,19 @@ def test_notes_of_a_step_are_of_all_its_parts_and_of_no_other_step():
     metrics.note({"rows": count(3), "gap/mean": mean(1.0, 6), "gap/max": highest(0.25)})
     assert metrics.reduced() == {"rows": 5.0, "gap/mean": 0.25, "gap/max": 0.5}
     assert metrics.reduced() == {}
+
+
+@pytest.mark.parametrize("how", [Metric.later, Metric.beside])
+def test_correction_weights_of_parts_are_summed_up_as_those_of_all_rows(how):
+    logp = torch.tensor([[-1.0, -2.0, -0.5], [-1.5, -0.25, -4.0], [-0.125, -1.0, -2.0]])
+    behaviour = torch.tensor([[-1.2, -1.0, -0.5], [-1.0, -0.5, -2.0], [-1.0, -1.5, -1.0]])
+    mask = torch.tensor([[1.0, 1, 0], [1, 1, 1], [1, 0, 0]])
+
+    def measured(rows: slice) -> dict[str, Metric]:
+        return measured_weights(logp[rows], behaviour[rows], mask[rows], "token_truncate", 2.0)[1]
+
+    parts = [measured(slice(0, 1)), measured(slice(1, 3))]
+    assert len(parts[0]) == 3
+    assert merged(parts, how) == pytest.approx(measured(slice(0, 3)))
+    for name in parts[0]:
+        assert float(measured(slice(0, 3))[name]) != pytest.approx((parts[0][name] + parts[1][name]) / 2), "power"

@@ -357,6 +357,21 @@ def test_wrong_log_probs_are_seen(tmp_path):
     assert [log[DIFFERENCE] > 0.2 for log in logs(record)] == [False] * 3 + [True]
 
 
+def test_the_largest_gap_is_that_of_all_micro_batches(tmp_path):
+    def plant(trainer):
+        generate = trainer.rollouts.engine.generate
+
+        def wrong(requests):
+            completions, stats = generate(requests)
+            completions[5].logprobs[0] -= 0.25
+            return completions, stats
+
+        trainer.rollouts.engine.generate = wrong
+
+    (log,) = logs(run(tmp_path, plant, trainer__max_steps=1, trainer__rows_per_pass=4))
+    assert log[DIFFERENCE] == pytest.approx(0.25, abs=1e-3), "not the mean over 4 micro-batches"
+
+
 def test_lenient_weights_are_folded_into_the_advantages(tmp_path):
     outputs = []
     options = {"rollout__law": "lenient", "rollout__lenience": 2.0, "trainer__correction_cap": 1.5}
