@@ -45,6 +45,10 @@ NEEDED = (
 )
 
 
+BY_ROWS = ("grpo", "dr_grpo")
+"""Losses of TRL that are a mean over rows."""
+
+
 class EpochRepeatSampler(RepeatSampler):
     """TRL's sampler, re-seeded per epoch: a resumed run sees the order it would have seen (TRL replays epoch 0's).
 
@@ -153,7 +157,7 @@ class GRPOTrainerWithReuse(GRPOTrainer):
         }
 
     def _total_reward(self, **_: Any) -> list[float | None]:
-        """TRL's reward function: one total per row. None masks the row, as TRL 1.16 leaves it out of its group."""
+        """TRL's reward function: one total per row. TRL 1.16 leaves a row with None out of its group's baseline."""
         return self.rollouts.last.rewards
 
     def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, *args: Any, **kwargs: Any):
@@ -165,6 +169,8 @@ class GRPOTrainerWithReuse(GRPOTrainer):
 
     def _compute_loss(self, model, inputs: dict[str, Any]) -> torch.Tensor:
         loss = super()._compute_loss(model, inputs)
+        if self.loss_type in BY_ROWS:
+            loss = loss * inputs["rows_per_scored_row"]
         if self.num_iterations > 1 and self.rollouts.batch_is_current:
             inputs.setdefault("old_per_token_logps", self._logps)  # for the later updates, whose ratio it is
         if self.model.training and self.rollouts.batch_is_current:
@@ -182,10 +188,9 @@ class GRPOTrainerWithReuse(GRPOTrainer):
     # Ours --------------------------------------------------------------------------------------------------------
 
     def _with_behaviour(self, out: dict[str, Any]) -> dict[str, Any]:
-        """Old log-probs from the engine, and weights for tokens that another law or another engine drew."""
-        for i, c in enumerate(self.rollouts.last.batch.completions):
-            if c.failure:
-                out["completion_mask"][i] = 0
+        """Masks rows without a reward, and adds the engine's old log-probs and weights for tokens that another
+        distribution or another engine sampled."""
+        self._leave_out_unscored(out)
         drawn = out["sampling_per_token_logps"]
         if self.rollouts.old_from_engine:
             out["old_per_token_logps"] = drawn
@@ -193,6 +198,18 @@ class GRPOTrainerWithReuse(GRPOTrainer):
         if ratios is not None:
             out["advantages"] = out["advantages"][:, None] * ratios
         return out
+
+    def _leave_out_unscored(self, out: dict[str, Any]) -> None:
+        """Takes rows without a reward out of the loss, its KL penalty included, and out of what TRL divides it by.
+
+        TRL counts the tokens of the loss before this; the losses BY_ROWS divide by rows, so they get a factor.
+        """
+        mask = out["completion_mask"]
+        scored = torch.tensor([reward is not None for reward in self.rollouts.last.rewards], device=mask.device)
+        out["completion_mask"] = mask = mask * scored[:, None]
+        share = torch.stack([mask.sum(), scored.sum(), torch.tensor(len(scored), device=mask.device)])
+        tokens, known, rows = self.accelerator.gather(share).view(-1, 3).sum(0)
+        out["num_items_in_batch"], out["rows_per_scored_row"] = tokens, rows / known.clamp(min=1)
 
     @torch.no_grad()
     def _one_pass(self, model, ids: torch.Tensor, mask: torch.Tensor, keep: int) -> torch.Tensor:
