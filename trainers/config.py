@@ -82,7 +82,7 @@ class TrainerConfig:
     refills: int | Literal["auto"] = doc(
         "auto",
         "DAPO dynamic sampling: how often in a step further prompts are rolled out, at most, to replace groups whose "
-        "rewards are all alike; 0 is off; auto: 10 for dapo, else off",
+        "rewards are all alike before the overlong penalty; 0 is off; auto: 10 for dapo, else off",
         only="grpo",
     )
     max_grad_norm: float = doc(1.0, "gradient clipping")
