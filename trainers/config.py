@@ -73,7 +73,9 @@ class TrainerConfig:
         "auto", "loss aggregation; auto: grpo, or dapo token-level", only="grpo"
     )
     scale_rewards: Literal["group", "batch", "none"] = doc("group", "what the advantage is divided by", only="grpo")
-    mask_truncated: bool = doc(False, "leave truncated responses out of the loss (DAPO overlong filtering)")
+    mask_truncated: bool = doc(
+        False, "leave truncated responses out of the loss (DAPO overlong filtering); baselines keep their rewards"
+    )
     overlong_buffer: int | Literal["auto"] = doc(
         "auto",
         "DAPO soft overlong punishment: tokens before the cap over which the penalty grows to 1; 0 is off; auto: a "

@@ -109,13 +109,15 @@ class PPOTrainer(Loop):
         got = self.rollouts.collect(self._inputs(self.state.global_step))
         device, prompts = self.accelerator.device, [row.example_id for row in got.rows]
         totals = torch.tensor([torch.nan if r is None else r for r in got.rewards], device=device)
-        drawn = Experience.of(got.rows, got.batch.completions, self._trained(got), self._tokenizer.pad_token_id, device)
+        known = [reward is not None for reward in got.rewards]
+        drawn = Experience.of(got.rows, got.batch.completions, known, self._tokenizer.pad_token_id, device)
         scored = self._scored(drawn, prompts)
-        ratios = self.rollouts.importance(drawn.drawn, drawn.mask, own=lambda: scored.own)
+        trained = drawn.mask * self._trained(got, device)
+        ratios = self.rollouts.importance(drawn.drawn, trained, own=lambda: scored.own)
         scored = replace(scored, old=scored.drawn if self.rollouts.old_from_engine else scored.own)
         advantages, returns = self._advantages(scored, totals, prompts)
         weighted = advantages if ratios is None else advantages * ratios
-        whole = replace(scored, advantages=weighted, returns=returns)
+        whole = replace(scored, advantages=weighted, returns=returns, mask=trained)
         self.state.num_input_tokens_seen += int(self._total(whole.attention.sum()))
         metrics = self.rollouts.finish() | self._batch_metrics(got, totals) | self._value_metrics(whole)
         gap, name = (whole.own - whole.drawn).abs(), "sampling/sampling_logp_difference"
@@ -123,10 +125,11 @@ class PPOTrainer(Loop):
         metrics[f"{name}/max"] = self.accelerator.gather((gap * whole.mask).max()).max().item()
         return whole, metrics | self._adapt(whole)
 
-    def _trained(self, got: Scored) -> list[bool]:
-        """Which rows are trained on: those with a reward, truncated ones only where they are not masked."""
-        cut = [self._options.mask_truncated and c.finish == "length" for c in got.batch.completions]
-        return [reward is not None and not out for reward, out in zip(got.rewards, cut, strict=True)]
+    def _trained(self, got: Scored, device: torch.device) -> Tensor:
+        """1 for rows that may be in the loss [B, 1]: truncated ones only where they are not masked. These too have
+        their reward in every baseline."""
+        out = [self._options.mask_truncated and c.finish == "length" for c in got.batch.completions]
+        return 1 - torch.tensor(out, device=device)[:, None].float()
 
     @torch.no_grad()
     def _scored(self, found: Experience, prompts: Sequence[str]) -> Experience:

@@ -532,6 +532,18 @@ def test_rows_without_a_reward_are_in_no_part_of_the_loss(tmp_path, kind):
     assert min(planted for _, planted in gradients.errors) > 0.01
 
 
+def test_truncated_responses_that_are_left_out_are_still_in_the_baseline(tmp_path):
+    outputs = []
+    for masked in (False, True):
+        options = {"name": f"{masked}", "trainer__max_steps": 1, "trainer__mask_truncated": masked}
+        record = run(tmp_path, tap(outputs), **options)
+    whole, part = outputs
+    ended = torch.tensor([finish == "stop" for finish in record.steps[0].finish])
+    assert 0 < ended.sum() < len(ended)
+    assert torch.equal(whole["advantages"], part["advantages"])
+    assert torch.equal(part["completion_mask"], whole["completion_mask"] * ended[:, None])
+
+
 def test_a_group_without_any_reward_is_left_out(tmp_path):
     outputs = []
     reward = {"reward__functions": "[tests.runs:no_score_for_some_prompts]", "reward__max_failure_ratio": 1}
