@@ -61,7 +61,7 @@ class TrainerConfig:
         only="grpo",
     )
     clip_high: float = doc(0.0, "upper clip range; 0 means: same as clip (grpo, ppo) or 0.28 (dapo clip-higher)")
-    beta: float = doc(0.0, "KL penalty to the initial policy")
+    beta: float = doc(0.0, "weight of the penalty KL(policy, initial policy)")
     kl_penalty: Literal["reward", "loss"] = doc(
         "reward", "what ppo adds the penalty to: each token's reward, or the loss", only="ppo"
     )

@@ -81,6 +81,7 @@ class GRPOTrainerWithReuse(GRPOTrainer):
     ):
         check_trl()
         self._logps: torch.Tensor | None = None
+        self._inputs: dict[str, Any] = {}
         super().__init__(
             model,
             reward_funcs=self._total_reward,
@@ -91,6 +92,8 @@ class GRPOTrainerWithReuse(GRPOTrainer):
             rollout_func=self._rollout,
         )
         self.remove_callback(PrinterCallback)  # the run's monitor prints
+        self._by_response = self.importance_sampling_level == "sequence"
+        self.importance_sampling_level = "token"  # old log-probs make it the response's: `_old_of_response`
 
         def policy() -> torch.nn.Module:
             return self.accelerator.unwrap_model(self.model)
@@ -165,10 +168,13 @@ class GRPOTrainerWithReuse(GRPOTrainer):
             return self._reference_logps(model, input_ids, attention_mask, *args), None, None
         result = super()._get_per_token_logps_and_entropies(model, input_ids, attention_mask, *args, **kwargs)
         self._logps = result[0].detach()
+        if self._by_response and "old_per_token_logps" in self._inputs:  # what TRL reads next
+            self._inputs["old_per_token_logps"] = self._old_of_response(self._inputs)
         return result
 
     def _compute_loss(self, model, inputs: dict[str, Any]) -> torch.Tensor:
-        loss = super()._compute_loss(model, inputs)
+        self._inputs = dict(inputs)
+        loss = super()._compute_loss(model, self._inputs)
         if self.loss_type in BY_ROWS:
             loss = loss * inputs["rows_per_scored_row"]
         if self.num_iterations > 1 and self.rollouts.batch_is_current:
@@ -198,6 +204,14 @@ class GRPOTrainerWithReuse(GRPOTrainer):
         if ratios is not None:
             out["advantages"] = out["advantages"][:, None] * ratios
         return out
+
+    def _old_of_response(self, inputs: dict[str, Any]) -> torch.Tensor:
+        """Old log-probs [B, T] that give each token's ratio the value of its response's, the geometric mean of ratios,
+        and the gradient of its own: GSPO-token (arXiv 2507.18071, sec. 4.3), whose loss and gradient are GSPO's where a
+        response has one advantage. TRL's one ratio a response would give the KL penalty another gradient."""
+        mask = inputs["completion_mask"]
+        mean = ((self._logps - inputs["old_per_token_logps"]) * mask).sum(-1) / mask.sum(-1).clamp(min=1)
+        return self._logps - mean[:, None]
 
     def _leave_out_unscored(self, out: dict[str, Any]) -> None:
         """Takes rows without a reward out of the loss, its KL penalty included, and out of what TRL divides it by.

@@ -214,7 +214,7 @@ class PPOTrainer(Loop):
             found["value_loss"] = value_loss(values, piece.values, piece.returns, options.critic.clip)
             loss = loss + options.critic.loss_weight * found["value_loss"]
         if piece.reference is not None:
-            found["kl"] = kl_estimate(outputs.logp, piece.reference)
+            found["kl"] = kl_estimate(outputs.logp, piece.old, piece.reference)
             if options.kl_penalty == "loss":
                 loss = loss + self._beta * found["kl"]
         low, high = clipped(*ratio)
@@ -250,7 +250,7 @@ class PPOTrainer(Loop):
         if not self._options.kl_target:
             return {}
         used = self._beta
-        kl = self._mean(kl_estimate(found.old, found.reference), found.mask)
+        kl = self._mean(kl_estimate(found.old, found.old, found.reference), found.mask)
         self._beta = adapted_beta(used, kl, self._options.kl_target)
         return {"kl_beta": used}
 

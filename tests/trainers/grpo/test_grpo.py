@@ -488,7 +488,7 @@ class Gradients(TrainerCallback):
         parameters = [p for p in model.parameters() if p.requires_grad]
         got = torch.cat([p.grad.flatten() for p in parameters])
         with torch.enable_grad():
-            found = [torch.autograd.grad(loss, parameters) for loss in self.losses(model)]
+            found = [torch.autograd.grad(loss, parameters, retain_graph=True) for loss in self.losses(model)]
         wanted = [torch.cat([part.flatten() for part in gradient]) for gradient in found]
         self.errors.append([((got - want).norm() / want.norm()).item() for want in wanted])
 
@@ -511,6 +511,37 @@ def plain_loss(model, initial, got, kind, beta, counts) -> torch.Tensor:
         return sum(row.mean() for row in rows) / len(rows)
     tokens = len(rows) * 28 if kind == "dr_grpo" else sum(map(len, rows))
     return sum(row.sum() for row in rows) / tokens
+
+
+def test_the_ratio_of_a_response_and_the_kl_penalty_beside_it(tmp_path):
+    """Gradients of GSPO's loss in plain torch, of both updates of a rollout. Planted: the response's ratio in the KL."""
+    initial, held, old = AutoModelForCausalLM.from_pretrained(policy()), [], []
+
+    def losses(model):
+        got, ours, planted = held[0].last, [], []
+        advantages = expected_advantages(got.rewards)
+        if len(gradients.errors) % 2 == 0:
+            old[:] = [
+                plain_log_probs(model, r, c.tokens).detach()
+                for r, c in zip(got.rows, got.batch.completions, strict=True)
+            ]
+        for row, c, before, advantage in zip(got.rows, got.batch.completions, old, advantages, strict=True):
+            logp = plain_log_probs(model, row, c.tokens)
+            gap = plain_log_probs(initial, row, c.tokens).detach() - logp
+            ratio = (logp - before).mean().exp()
+            loss = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+            kl = gap.exp() - 1 - gap
+            ours.append(loss + 0.5 * (ratio.detach() * (logp - logp.detach()).exp() * kl).mean())
+            planted.append(loss + 0.5 * (ratio * kl).mean())
+        return [sum(rows) / len(rows) for rows in (ours, planted)]
+
+    gradients = Gradients(losses)
+    options = {"trainer__ratio": "sequence", "trainer__beta": 0.5, "trainer__max_grad_norm": 1e9}
+    options |= {"trainer__updates_per_rollout": 2, "trainer__max_steps": 4, "trainer__learning_rate": 1e-2}
+    run(tmp_path, lambda t: (held.append(t.rollouts), t.add_callback(gradients)), trainer__clip=0.2, **options)
+    assert len(gradients.errors) == 4
+    assert max(right for right, _ in gradients.errors) < 1e-5
+    assert min(planted for _, planted in gradients.errors[1:]) > 0.01, "where the policy has left the initial one"
 
 
 @pytest.mark.parametrize("kind", ["grpo", "dr_grpo", "dapo"])
