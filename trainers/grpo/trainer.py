@@ -270,7 +270,8 @@ def check_trl() -> None:
 
 def grpo_config(trainer: TrainerConfig, rollout: RolloutConfig, **run: Any) -> GRPOConfig:
     """For one rollout batch of prompts_per_step * group_size rows per step. run: see common_arguments."""
-    common, dapo = common_arguments(trainer, rollout, **run), trainer.algorithm == "dapo"
+    common = common_arguments(trainer, rollout, **run)
+    low, high = trainer.clip_range
     return GRPOConfig(
         **common,
         steps_per_generation=common["gradient_accumulation_steps"],
@@ -281,8 +282,8 @@ def grpo_config(trainer: TrainerConfig, rollout: RolloutConfig, **run: Any) -> G
         top_p=rollout.top_p,
         top_k=rollout.top_k,
         importance_sampling_level=trainer.ratio,
-        epsilon=trainer.clip,
-        epsilon_high=trainer.clip_high or (0.28 if dapo else trainer.clip),
+        epsilon=low,
+        epsilon_high=high,
         beta=trainer.beta,
         loss_type=trainer.algorithm if trainer.loss == "auto" else trainer.loss,
         scale_rewards=trainer.scale_rewards,

@@ -206,7 +206,7 @@ class PPOTrainer(Loop):
         """
         options, mask = self._options, piece.mask
         outputs = self.model(piece.ids, piece.attention, piece.length)
-        ratio = (outputs.logp, piece.old, piece.advantages, options.clip, options.clip_high or options.clip)
+        ratio = (outputs.logp, piece.old, piece.advantages, *options.clip_range)
         found = {"policy_loss": policy_loss(*ratio), "entropy": outputs.entropy}
         loss = found["policy_loss"] - options.entropy_bonus * outputs.entropy
         if piece.values is not None:

@@ -125,6 +125,7 @@ def configure(trainer=None, rollout=None, **more):
         ({"trainer": {"scale_rewards": "none"}}, {"scale_rewards": "none"}),
         ({}, {"importance_sampling_level": "token"}),
         ({"trainer": {"ratio": "sequence"}}, {"importance_sampling_level": "sequence"}),
+        ({"trainer": {"ratio": "sequence"}}, {"epsilon": 3e-4, "epsilon_high": 4e-4}),
         ({"trainer": {"mask_truncated": True}}, {"mask_truncated_completions": True}),
         ({"trainer": {"max_grad_norm": 0.3}}, {"max_grad_norm": 0.3}),
         ({"trainer": {"gradient_checkpointing": True}}, {"gradient_checkpointing": True, "bf16": False}),
@@ -514,7 +515,7 @@ def plain_loss(model, initial, got, kind, beta, counts) -> torch.Tensor:
 
 
 def test_the_ratio_of_a_response_and_the_kl_penalty_beside_it(tmp_path):
-    """Gradients of GSPO's loss in plain torch, of both updates of a rollout. Planted: the response's ratio in the KL."""
+    """Gradients of GSPO's loss in plain torch, at both of its updates. Planted: one ratio a response in the KL."""
     initial, held, old = AutoModelForCausalLM.from_pretrained(policy()), [], []
 
     def losses(model):
