@@ -106,7 +106,9 @@ class TrainerConfig:
         "fp32; bf16: fp32 weights and optimiser, the update in bf16 autocast, rollouts by a bf16 copy; pure_bf16: bf16 "
         "weights too, which hardly move at small learning rates",
     )
-    gradient_checkpointing: bool = doc(False, "trade time for activation memory", resume="free")
+    gradient_checkpointing: bool = doc(
+        False, "trade time for activation memory, of the policy and a separate critic", resume="free"
+    )
     save_every: int = doc(0, "checkpoint every N steps; 0 only at the end", resume="free")
     keep_checkpoints: int = doc(2, "newest checkpoints kept", low=1, resume="free")
     eval_every: int = doc(

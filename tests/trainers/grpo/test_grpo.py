@@ -515,7 +515,7 @@ def plain_loss(model, initial, got, kind, beta, counts) -> torch.Tensor:
 
 
 def test_the_ratio_of_a_response_and_the_kl_penalty_beside_it(tmp_path):
-    """Gradients of GSPO's loss in plain torch, at both of its updates. Planted: one ratio a response in the KL."""
+    """Gradients of GSPO's loss in plain torch, over two updates a rollout. Planted: one ratio a response in the KL."""
     initial, held, old = AutoModelForCausalLM.from_pretrained(policy()), [], []
 
     def losses(model):
