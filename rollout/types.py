@@ -39,7 +39,8 @@ class Trajectory:
     reward: float | None = None
     """Total reward, None while unknown or when the reward failed."""
     logprobs: tuple[float, ...] | None = None
-    """Behaviour log-prob of each token, stored for `lenient` and `judged` only."""
+    """Log-prob of each token that the next visit verifies it with: `lenient` stores that of the weights `version`,
+    `judged` the behaviour log-prob, other settings None."""
 
 
 def check_example_id(example_id: str) -> None:
@@ -78,8 +79,8 @@ class Request:
     drafter: Drafter | None = None
     """None has no old text; an engine with a draft model may still draft."""
     draft_logprobs: Sequence[float] | None = None
-    """Behaviour log-probs of the slot's old text, by response position; needed by the `lenient` rule, whose first
-    proposal it is, and by judges; ignored by `exact`."""
+    """Stored log-probs of the slot's old text (`Trajectory.logprobs`), by response position; needed by the `lenient`
+    rule, whose first proposal it is, and by judges; ignored by `exact`."""
     draft_version: int | None = None
     """Weight version that drew the first proposal; provenance of what the `lenient` rule reuses."""
     plain: bool = False
@@ -96,9 +97,10 @@ class Completion:
     logprobs: list[float]
     """Log-prob of each token under the weights `version`, after temperature, top-k and top-p."""
     behaviour_logprobs: list[float]
-    """Log-prob under the law that produced the token: the stored one for tokens the lenient rule reused or a judge let
-    stand, a draft model's for its tokens, else as in `logprobs`. It stands in for the lenient rule's own law, which
-    needs whole distributions (docs/guarantees.md)."""
+    """Log-prob under the distribution that sampled the token, by which the trainer's correction divides: the stored one
+    for tokens that a judge accepted, a draft model's for its tokens, else as in `logprobs`. The lenient rule gives the
+    log-prob of drafting and accepting the token, and infinity (a weight of 0) to the token drawn at a rejection, whose
+    sampling distribution needs all of p_old (docs/guarantees.md)."""
     reused: list[bool]
     """True where the token came from a draft, False where it was decoded."""
     finish: FinishReason

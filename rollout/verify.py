@@ -44,7 +44,7 @@ class Stood:
     logprobs: Sequence[float]
     """Under the policy."""
     behaviour: Sequence[float]
-    """Under the law that drew each token."""
+    """See `Completion.behaviour_logprobs`."""
     drafted: int
     """How many of the tokens, from the first on, are the draft's."""
     behind: Sequence[int] = ()

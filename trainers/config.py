@@ -54,14 +54,18 @@ class TrainerConfig:
     minibatches: int = doc(
         1, "optimiser steps in each pass over the rollout batch, on parts of it (ppo)", low=1, only="ppo"
     )
-    clip: float = doc(0.2, "clip range of the probability ratio", high=1)
+    clip: float | Literal["auto"] = doc(
+        "auto", "clip range of the probability ratio; auto: 0.2, or 3e-4 for ratio=sequence, as in GSPO's paper", high=1
+    )
     ratio: Literal["token", "sequence"] = doc(
         "token",
         "what is clipped: each token's ratio, or the response's, its tokens' geometric mean (GSPO)",
         only="grpo",
     )
-    clip_high: float = doc(0.0, "upper clip range; 0 means: same as clip (grpo, ppo) or 0.28 (dapo clip-higher)")
-    beta: float = doc(0.0, "KL penalty to the initial policy")
+    clip_high: float = doc(
+        0.0, "upper clip range; 0 means: same as clip, or 0.28 (dapo clip-higher), or 4e-4 (ratio=sequence, clip=auto)"
+    )
+    beta: float = doc(0.0, "weight of the penalty KL(policy, initial policy)")
     kl_penalty: Literal["reward", "loss"] = doc(
         "reward", "what ppo adds the penalty to: each token's reward, or the loss", only="ppo"
     )
@@ -73,7 +77,9 @@ class TrainerConfig:
         "auto", "loss aggregation; auto: grpo, or dapo token-level", only="grpo"
     )
     scale_rewards: Literal["group", "batch", "none"] = doc("group", "what the advantage is divided by", only="grpo")
-    mask_truncated: bool = doc(False, "leave truncated responses out of the loss (DAPO overlong filtering)")
+    mask_truncated: bool = doc(
+        False, "leave truncated responses out of the loss (DAPO overlong filtering); baselines keep their rewards"
+    )
     overlong_buffer: int | Literal["auto"] = doc(
         "auto",
         "DAPO soft overlong punishment: tokens before the cap over which the penalty grows to 1; 0 is off; auto: a "
@@ -82,7 +88,7 @@ class TrainerConfig:
     refills: int | Literal["auto"] = doc(
         "auto",
         "DAPO dynamic sampling: how often in a step further prompts are rolled out, at most, to replace groups whose "
-        "rewards are all alike; 0 is off; auto: 10 for dapo, else off",
+        "rewards are all alike before the overlong penalty; 0 is off; auto: 10 for dapo, else off",
         only="grpo",
     )
     max_grad_norm: float = doc(1.0, "gradient clipping")
@@ -100,7 +106,9 @@ class TrainerConfig:
         "fp32; bf16: fp32 weights and optimiser, the update in bf16 autocast, rollouts by a bf16 copy; pure_bf16: bf16 "
         "weights too, which hardly move at small learning rates",
     )
-    gradient_checkpointing: bool = doc(False, "trade time for activation memory", resume="free")
+    gradient_checkpointing: bool = doc(
+        False, "trade time for activation memory, of the policy and a separate critic", resume="free"
+    )
     save_every: int = doc(0, "checkpoint every N steps; 0 only at the end", resume="free")
     keep_checkpoints: int = doc(2, "newest checkpoints kept", low=1, resume="free")
     eval_every: int = doc(
@@ -111,6 +119,16 @@ class TrainerConfig:
     log_completions_every: int = doc(10, "steps between completion previews", low=1, resume="free")
     drafter: DrafterConfig = doc(DrafterConfig, "co-training of the draft model")
     critic: CriticConfig = doc(CriticConfig, "the value function of algorithm=ppo with advantage=gae", only="ppo")
+
+    @property
+    def clip_range(self) -> tuple[float, float]:
+        """How far the ratio may fall below 1 and rise above it. A response's ratio is a mean over its tokens and moves
+        far less than a token's: the defaults are those of GSPO (arXiv 2507.18071) and of DAPO (arXiv 2503.14476)."""
+        by_response = self.ratio == "sequence"
+        low = (3e-4 if by_response else 0.2) if self.clip == "auto" else self.clip
+        if self.clip_high or (by_response and self.clip != "auto"):
+            return low, self.clip_high or low
+        return low, 4e-4 if by_response else 0.28 if self.algorithm == "dapo" else low
 
     @property
     def refill_rounds(self) -> int:
@@ -129,12 +147,10 @@ class TrainerConfig:
     def problems(self) -> Iterator[str]:
         """Sentences about options that contradict each other or are of no use."""
         if self.clip == 0:
-            yield "trainer.clip=0 lets no ratio pass. Try trainer.clip=0.2."
-        if 0 < self.clip_high < self.clip:
-            yield (
-                f"trainer.clip_high={self.clip_high} is below trainer.clip={self.clip}. "
-                f"Try trainer.clip_high={self.clip}."
-            )
+            yield "trainer.clip=0 lets no ratio pass. Try trainer.clip=auto."
+        low, high = self.clip_range
+        if high < low:
+            yield f"trainer.clip_high={high} is below trainer.clip={low}. Try trainer.clip_high={low}."
         for key in ("save_every", "max_steps"):
             if rest := getattr(self, key) % self.steps_per_rollout:
                 steps = f"updates_per_rollout={self.updates_per_rollout}"

@@ -28,14 +28,14 @@ def correction_weights(logp: Tensor, behaviour: Tensor, mask: Tensor, mode: str,
 
     Args:
         logp: log-probs under the current policy [B, T].
-        behaviour: log-probs under the law that produced the tokens [B, T].
+        behaviour: log-probs under the distribution that sampled the tokens [B, T]; infinite for a weight of 0.
         mask: 1 for response tokens [B, T].
         mode: none, token_truncate, token_mask, sequence_truncate or sequence_mask.
         cap: at least 1.
     """
     if mode == "none":
         return torch.ones_like(logp)
-    log_ratio = (logp - behaviour) * mask
+    log_ratio = (logp - behaviour).masked_fill(mask == 0, 0.0)  # not times 0: behaviour may be infinite
     if mode.startswith("sequence"):
         log_ratio = log_ratio.sum(-1, keepdim=True).expand_as(logp)
     ratio = log_ratio.exp()

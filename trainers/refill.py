@@ -1,5 +1,6 @@
-"""DAPO's dynamic sampling (Yu et al. 2025, arXiv 2503.14476, eq. 11): groups whose rewards are all alike have no
-advantage and teach nothing, so further prompts take their places."""
+"""DAPO's dynamic sampling (Yu et al. 2025, arXiv 2503.14476, eq. 11): groups that are all right or all wrong teach
+nothing about being right, so further prompts take their places. They are known by their rewards before the overlong
+penalty, by which texts that differ in length alone would differ."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ def refill(
     most for as many as the step has.
 
     Args:
-        rewards: of all rows of the step, groups side by side.
+        rewards: of all rows of the step, without the overlong penalty, groups side by side.
         prompts: indices of further dataset rows, none of them in the step.
         roll_out: gives the rewards of the groups of some prompts, which are then numbered on behind those before.
         rounds: how often prompts are asked for at most.
@@ -88,8 +89,9 @@ class Refill:
             order: seed of their order, the same in all processes.
         """
         world, rank, size = accelerator.num_processes, accelerator.process_index, self.group_size
-        asked = self.exchange([(row.example_id, reward) for row, reward in zip(got.rows, got.rewards, strict=True)])
-        rewards, taken = [reward for _, reward in asked], {example_id for example_id, _ in asked}
+        ids = [row.example_id for row in got.rows]
+        names, rewards, earned = zip(*self.exchange([*zip(ids, got.rewards, got.earned, strict=True)]), strict=True)
+        taken = set(names)
         rolled, further = got, []
 
         def roll_out(indices: list[int]) -> list[float | None]:
@@ -99,11 +101,11 @@ class Refill:
             own = self.roll_out([dataset[index] for index in rows[begin:end]], begin)
             rolled = rolled + own
             further.extend(self.exchange([own]))
-            return [reward for part in further[-world:] for reward in part.rewards]
+            return [reward for part in further[-world:] for reward in part.earned]
 
         drawn = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(order)).tolist()
         others = (index for index in drawn if dataset[index]["example_id"] not in taken)
-        places, metrics = refill(rewards, size, others, roll_out, self.rounds)
+        places, metrics = refill(earned, size, others, roll_out, self.rounds)
         known = [reward for reward in rewards if reward is not None]
         metrics["reward"] = shared(sum(known) / len(known) if known else math.nan)
         whole, chosen, first = sum(further, got), [], rank * len(got.rows)

@@ -170,11 +170,11 @@ class Rollouts:
         batch = self.source.generate(rows, visit=visits, step=self.version, slots=slots)
         check_batch(batch, len(inputs), self.version)
         began = time.perf_counter()
-        totals, metrics = self._scores(inputs, [c.tokens for c in batch.completions])
-        failed = [c.failure for c in batch.completions]
-        rewards = [None if lost else total for lost, total in zip(failed, totals, strict=True)]
+        responses = [c.tokens for c in batch.completions]
+        totals, metrics = self._setup.score(inputs, responses)
+        earned = [None if c.failure else total for c, total in zip(batch.completions, totals, strict=True)]
         self._note(metrics | {"timing_s/reward": seconds(time.perf_counter() - began)})
-        return Scored(inputs, rows, batch, rewards)
+        return Scored(inputs, rows, batch, self._penalised(earned, responses), earned)
 
     def _rows(self, inputs: Sequence[dict], first: int) -> tuple[list[Row], list[int]]:
         """Dataset rows as the rollout package has them, and the slot of each."""
@@ -228,20 +228,20 @@ class Rollouts:
 
     # Rewards -----------------------------------------------------------------------------------------------------
 
-    def _scores(self, inputs: Sequence[dict], responses: Sequence[list[int]]) -> tuple[list, dict[str, Metric]]:
-        """Total rewards, overlong responses punished, and the metrics of their parts."""
-        totals, metrics = self._setup.score(inputs, responses)
+    def _penalised(self, totals: Sequence[float | None], responses: Sequence[list[int]]) -> list[float | None]:
+        """Total rewards, those of overlong responses lowered."""
         cap = self.source.config.max_new_tokens
-        if buffer := self._options.overlong_tokens(cap):
-            from trainers.correction import overlong_penalty
+        if not (buffer := self._options.overlong_tokens(cap)):
+            return list(totals)
+        from trainers.correction import overlong_penalty
 
-            paired = zip(totals, responses, strict=True)
-            totals = [None if t is None else t + overlong_penalty(len(ids), cap, buffer) for t, ids in paired]
-        return totals, metrics
+        paired = zip(totals, responses, strict=True)
+        return [None if total is None else total + overlong_penalty(len(ids), cap, buffer) for total, ids in paired]
 
     def _score_tokens(self, rows: Sequence[Row], responses: Sequence[list[int]]) -> list[float | None]:
         """Rewards of control rows; they are not logged as the step's rewards."""
-        return self._scores([self._fields[row.example_id] for row in rows], responses)[0]
+        totals, _ = self._setup.score([self._fields[row.example_id] for row in rows], responses)
+        return self._penalised(totals, responses)
 
     # Old log-probs and corrections -------------------------------------------------------------------------------
 

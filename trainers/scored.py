@@ -3,30 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from rollout.types import RolloutBatch, RolloutError, Row
 
 
 @dataclass
 class Scored:
-    """Rows that were rolled out and scored: their dataset rows, prompts, responses and total rewards."""
+    """Rows that were rolled out and scored: their dataset rows, prompts, responses and rewards."""
 
     inputs: list[dict]
     rows: list[Row]
     batch: RolloutBatch
     rewards: list[float | None]
-    """None where the reward or the response failed."""
+    """Totals, the overlong penalty included; None where the reward or the response failed."""
+    earned: list[float | None]
+    """The same without the penalty."""
 
     def __add__(self, later: Scored) -> Scored:
-        return Scored(
-            self.inputs + later.inputs, self.rows + later.rows, self.batch + later.batch, self.rewards + later.rewards
-        )
+        names = [field.name for field in fields(Scored)]
+        return Scored(*(getattr(self, name) + getattr(later, name) for name in names))
 
     def select(self, places: Sequence[int]) -> Scored:
         """Some of the rows, in the given order."""
-        inputs, rows, rewards = ([column[i] for i in places] for column in (self.inputs, self.rows, self.rewards))
-        return Scored(inputs, rows, self.batch.select(places), rewards)
+        columns = (self.inputs, self.rows, self.rewards, self.earned)
+        inputs, rows, rewards, earned = ([column[i] for i in places] for column in columns)
+        return Scored(inputs, rows, self.batch.select(places), rewards, earned)
 
 
 def check_batch(batch: RolloutBatch, rows: int, version: int) -> None:

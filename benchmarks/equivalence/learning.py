@@ -63,7 +63,8 @@ class Outcome:
     """Tokens of the second epoch on, passes of their rows, tokens from drafts, draft tokens that did not stand, and
     responses that are their slot's last one."""
     recorded: dict[str, float] = field(default_factory=lambda: {"reused": 0.0, "new": 0.0, "stored": 0.0})
-    """Largest |engine's log-prob - recomputed one| of reused and of new tokens; `stored`: of the stored log-probs."""
+    """Largest |engine's log-prob - recomputed one| of reused and of new tokens; `stored`: of those that weights
+    divide by."""
     clipped: float = 0.0
     """Largest share of tokens clipped at the first inner step."""
     shares: list[float] = field(default_factory=list)

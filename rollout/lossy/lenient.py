@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -17,6 +18,8 @@ from rollout.types import EngineStats, Request, RolloutError
 from rollout.verify import Drawn, Rule, Stood, exact
 
 _KEY = 0x5851F42D4C957F2D  # separates the acceptance uniforms from the Gumbel noise of the same key
+NO_WEIGHT = math.inf
+"""Behaviour log-prob of the token drawn at a rejection, so that its weight p / behaviour is 0: see `kept`."""
 
 
 def lenient(lenience: float) -> Rule:
@@ -31,15 +34,18 @@ def lenient(lenience: float) -> Rule:
         if not draft.tokens:
             return exact(key, draft, drawn)
         k = len(draft.tokens)
-        old = torch.tensor(draft.logprobs, device="cpu")
+        new, old = (
+            torch.tensor(logprobs, dtype=torch.float64, device="cpu")
+            for logprobs in (drawn.text_logprobs[:k], draft.logprobs)
+        )
         at = torch.arange(drawn.at, drawn.at + k)
         u = uniform(torch.tensor(key ^ _KEY).expand(k), at)
-        n = accept_lenient(torch.tensor(drawn.text_logprobs[:k]), old, u, lenience)
-        drawn_logprobs = drawn.logprobs[n : n + 1]
+        n = accept_lenient(new, old, u, lenience)
+        own = drawn.logprobs[n : n + 1]
         return Stood(
             [*draft.tokens[:n], *drawn.draws[n : n + 1]],
-            [*drawn.text_logprobs[:n], *drawn_logprobs],
-            [*old[:n].tolist(), *drawn_logprobs],
+            [*drawn.text_logprobs[:n], *own],
+            [*kept(new[:n], old[:n], lenience).tolist(), *(own if n == k else [NO_WEIGHT] * len(own))],
             n,
         )
 
@@ -57,6 +63,19 @@ def accept_lenient(logp_new: Tensor, logp_old: Tensor, u: Tensor, lenience: floa
     """
     accept = u.log() <= torch.tensor(lenience, dtype=torch.float64).log() + logp_new.double() - logp_old.double()
     return int(accept.long().cumprod(0).sum())
+
+
+def kept(logp_new: Tensor, logp_old: Tensor, lenience: float) -> Tensor:
+    """Log of a = min(p_old, l * p_new): the probability that a token is drafted and then accepted. Shapes are equal.
+
+    A verified position samples x with a(x) by acceptance and with (1 - sum a) p_new(x) after a rejection. sum a is not
+    known, as p_old is stored for the text's own tokens only. The weights p_new / a on accepted tokens and 0 on the
+    token drawn at the rejection need no sum, and no others without it have p_new as the mean of weighted samples: by
+    token, and as a product over a response.
+
+    Args: as in `accept_lenient`, of accepted tokens.
+    """
+    return torch.minimum(logp_old, logp_new + math.log(lenience))
 
 
 class Once(Drafting):

@@ -124,6 +124,7 @@ CHOICES = {
         "sequence_mask": LENIENT,
     },
     "trainer.precision": {"fp32": {}, "bf16": {}, "pure_bf16": {"lora.rank": 0}},
+    "trainer.clip": {"auto": {}},
     "trainer.ratio": {"token": {}, "sequence": GRPO},
     "trainer.overlong_buffer": {"auto": {}},
     "trainer.refills": {"auto": {}},

@@ -85,7 +85,7 @@ def test_config_yaml_is_the_resolved_config(finished):
     folder, _ = finished
     saved = cli.load_saved(folder)
     assert (saved.name, saved.rollout.replay, saved.trainer.eval_every) == ("run", 1.0, 4)
-    assert saved.trainer.clip == 0.2, "defaults are written out"
+    assert saved.trainer.clip == "auto", "defaults are written out"
     again = cli.load([f"config={folder}"])
     assert differences(saved, again) == [], "a run directory is a config"
 

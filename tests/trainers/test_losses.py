@@ -203,13 +203,37 @@ def test_clipped_value_error_by_hand(value, old, target, clip, loss):
     assert found.item() == pytest.approx(loss)
 
 
-def test_kl_estimate_is_unbiased_and_never_negative():
-    p, q = torch.tensor([0.1, 0.2, 0.3, 0.4]), torch.tensor([0.4, 0.3, 0.2, 0.1])
-    estimate = kl_estimate(p.log(), q.log())
-    assert (estimate >= 0).all()
-    assert (p * estimate).sum().item() == pytest.approx((p * (p / q).log()).sum().item(), abs=1e-6)
-    wrong = kl_estimate(q.log(), p.log())  # the other direction
-    assert (p * wrong).sum().item() != pytest.approx((p * (p / q).log()).sum().item(), abs=1e-2)
+def k3_alone(logp, old, reference):
+    """Planted: the estimate without the ratio."""
+    return (reference - logp).exp() - 1 - (reference - logp)
+
+
+@pytest.mark.parametrize("moved", [0.0, 0.7], ids=["on-policy", "a later update"])
+def test_the_kl_estimate_and_its_gradient_are_those_of_the_kl(moved):
+    """By enumeration of what the old policy samples, against autograd through the exact divergence."""
+    generator = torch.Generator().manual_seed(0)
+    logits, step, fixed = torch.randn(3, 9, dtype=torch.float64, generator=generator)
+    old = (logits + moved * step).log_softmax(-1)
+    logits.requires_grad_()
+    logp, reference = logits.log_softmax(-1), fixed.log_softmax(-1)
+    exact = (logp.exp() * (logp - reference)).sum()
+    (want,) = torch.autograd.grad(exact, logits, retain_graph=True)
+
+    def estimated(formula):
+        mean = (old.exp() * formula(logp, old, reference)).sum()
+        (found,) = torch.autograd.grad(mean, logits, retain_graph=True)
+        return mean.item(), ((found - want).norm() / want.norm()).item()
+
+    value, error = estimated(kl_estimate)
+    assert value == pytest.approx(exact.item(), rel=1e-12)
+    assert error < 1e-12
+    assert (kl_estimate(logp, old, reference) >= 0).all()
+    assert estimated(k3_alone)[1] > 0.3
+    if not moved:
+        reverse = (reference.exp() * (reference - logp)).sum()
+        (other,) = torch.autograd.grad(reverse, logits, retain_graph=True)
+        (planted,) = torch.autograd.grad((old.exp() * k3_alone(logp, old, reference)).sum(), logits)
+        assert torch.allclose(planted, other), "which is the gradient of the other direction"
 
 
 @pytest.mark.parametrize(("kl", "want"), [(0.1, 0.5), (0.11, 0.505), (5.0, 0.51), (0.09, 0.495), (0.0, 0.49)])

@@ -1,11 +1,12 @@
 """Dynamic sampling: which groups are replaced, by what, how often it is tried, and what it says of itself."""
 
 from itertools import count
+from types import SimpleNamespace
 
 import pytest
 
 from rollout.types import Completion, EngineStats, RolloutBatch, Row
-from trainers.refill import refill, uniform
+from trainers.refill import Refill, refill, uniform
 from trainers.scored import Scored
 
 
@@ -74,6 +75,37 @@ def test_a_step_of_varied_groups_asks_for_nothing():
     assert metrics == {"refill/uniform_ratio": 0, "refill/rounds": 0, "refill/prompts": 0, "refill/left_ratio": 0}
 
 
+def groups_of(numbers, earned, penalties, size=2) -> Scored:
+    """Rolled out groups of such prompts, each with these rewards and length penalties."""
+    ids = [f"e{number}" for number in numbers for _ in range(size)]
+    n, done = len(ids), [Completion([1], [-0.5], [-0.5], [False], "stop", 0, 1) for _ in ids]
+    batch = RolloutBatch(done, [0] * n, [0] * n, [None] * n, [False] * n, visits=[0] * n)
+    earned, penalties = (each * len(numbers) for each in (earned, penalties))
+    totals = [reward + penalty for reward, penalty in zip(earned, penalties, strict=True)]
+    return Scored([{"example_id": name} for name in ids], [Row(name, (1,)) for name in ids], batch, totals, earned)
+
+
+@pytest.mark.parametrize(
+    ("earned", "penalties", "replaced"),
+    [
+        ([0.0, 0.0], [0.0, -0.5], True),  # all wrong, one of them overlong
+        ([1.0, 1.0], [-1.0, 0.0], True),  # all right, one of them overlong
+        ([0.0, 1.0], [0.0, -1.0], False),  # right and wrong, of equal totals
+        ([0.0, 1.0], [0.0, 0.0], False),
+    ],
+)
+def test_the_length_penalty_neither_keeps_a_group_nor_replaces_it(earned, penalties, replaced):
+    def roll_out(rows, first):
+        return groups_of([7], [0.0, 1.0], [0.0, 0.0])
+
+    alone, dataset = SimpleNamespace(num_processes=1, process_index=0), [{"example_id": "e3"}, {"example_id": "e7"}]
+    step = groups_of([3], earned, penalties)
+    _, chosen, metrics = Refill(1, 2, list, roll_out)(step, alone, dataset, order=0)
+    assert [row.example_id for row in chosen.rows] == ["e7" if replaced else "e3"] * 2
+    assert chosen.rewards == ([0.0, 1.0] if replaced else step.rewards), "what is trained on keeps its penalty"
+    assert metrics["refill/uniform_ratio"] == float(replaced)
+
+
 def test_batches_add_up_and_can_be_taken_apart():
     def batch(n, first):
         done = [Completion([first + i], [-0.5], [-0.5], [False], "stop", 0, 1) for i in range(n)]
@@ -85,7 +117,8 @@ def test_batches_add_up_and_can_be_taken_apart():
     assert whole.calls == [2, 3, 1]
     assert (whole.keys, whole.total_s, whole.stats.passes) == ([0, 1, 10, 11, 12, 20], 4.5, 6)
     rows = [Row(f"e{i}", (1,)) for i in range(6)]
-    part = Scored([{}] * 6, rows, whole, [float(i) for i in range(6)]).select([5, 2])
+    part = Scored([{}] * 6, rows, whole, [float(i) for i in range(6)], [9.0 + i for i in range(6)]).select([5, 2])
     assert [row.example_id for row in part.rows] == ["e5", "e2"]
     assert ([c.tokens for c in part.batch.completions], part.rewards) == ([[20], [10]], [5.0, 2.0])
+    assert part.earned == [14.0, 11.0]
     assert (part.batch.keys, part.batch.total_s) == ([20, 10], 0.0), "what it cost is the whole's"

@@ -112,6 +112,7 @@ def test_overlong_responses_are_punished(buffer, expected):
     config = RolloutConfig(group_size=4, max_new_tokens=3)
     got = made(config=config, trainer=TrainerConfig(overlong_buffer=buffer)).collect([{"example_id": "e0"}])
     assert got.rewards == [expected], "2 of 3 tokens, of which the last 2 cost half each"
+    assert got.earned == [1.0]
 
 
 def test_companions_see_the_rows_that_have_a_response():

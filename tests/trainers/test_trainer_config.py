@@ -18,3 +18,22 @@ from trainers.config import TrainerConfig
 def test_dapo_replaces_dull_groups_and_punishes_overlong_text_unless_told_otherwise(options, rounds, overlong):
     config = TrainerConfig(**options)
     assert (config.refill_rounds, config.overlong_tokens(200)) == (rounds, overlong)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, (0.2, 0.2)),
+        ({"clip_high": 0.3}, (0.2, 0.3)),
+        ({"clip": 0.1}, (0.1, 0.1)),
+        ({"algorithm": "dapo"}, (0.2, 0.28)),
+        ({"algorithm": "dapo", "clip": 0.1}, (0.1, 0.28)),
+        ({"ratio": "sequence"}, (3e-4, 4e-4)),
+        ({"ratio": "sequence", "algorithm": "dapo"}, (3e-4, 4e-4)),
+        ({"ratio": "sequence", "clip_high": 1e-3}, (3e-4, 1e-3)),
+        ({"ratio": "sequence", "clip": 0.01}, (0.01, 0.01)),
+        ({"ratio": "sequence", "algorithm": "dapo", "clip": 0.01}, (0.01, 0.01)),
+    ],
+)
+def test_the_clip_range_fits_what_is_clipped(options, expected):
+    assert TrainerConfig(**options).clip_range == expected

@@ -47,6 +47,10 @@ NEEDED = (
 )
 
 
+BY_ROWS = ("grpo", "dr_grpo")
+"""Losses of TRL that are a mean over rows."""
+
+
 class EpochRepeatSampler(RepeatSampler):
     """TRL's sampler, re-seeded per epoch: a resumed run sees the order it would have seen (TRL replays epoch 0's).
 
@@ -79,6 +83,7 @@ class GRPOTrainerWithReuse(GRPOTrainer):
     ):
         check_trl()
         self._logps: torch.Tensor | None = None
+        self._inputs: dict[str, Any] = {}
         super().__init__(
             model,
             reward_funcs=self._total_reward,
@@ -89,6 +94,8 @@ class GRPOTrainerWithReuse(GRPOTrainer):
             rollout_func=self._rollout,
         )
         self.remove_callback(PrinterCallback)  # the run's monitor prints
+        self._by_response = self.importance_sampling_level == "sequence"
+        self.importance_sampling_level = "token"  # old log-probs make it the response's: `_old_of_response`
 
         def policy() -> torch.nn.Module:
             return self.accelerator.unwrap_model(self.model)
@@ -159,7 +166,7 @@ class GRPOTrainerWithReuse(GRPOTrainer):
         }
 
     def _total_reward(self, **_: Any) -> list[float | None]:
-        """TRL's reward function: one total per row. None masks the row, as TRL 1.16 leaves it out of its group."""
+        """TRL's reward function: one total per row. TRL 1.16 leaves a row with None out of its group's baseline."""
         return self.rollouts.last.rewards
 
     def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, *args: Any, **kwargs: Any):
@@ -167,10 +174,15 @@ class GRPOTrainerWithReuse(GRPOTrainer):
             return self._reference_logps(model, input_ids, attention_mask, *args), None, None
         result = super()._get_per_token_logps_and_entropies(model, input_ids, attention_mask, *args, **kwargs)
         self._logps = result[0].detach()
+        if self._by_response and "old_per_token_logps" in self._inputs:  # what TRL reads next
+            self._inputs["old_per_token_logps"] = self._old_of_response(self._inputs)
         return result
 
     def _compute_loss(self, model, inputs: dict[str, Any]) -> torch.Tensor:
-        loss = super()._compute_loss(model, inputs)
+        self._inputs = dict(inputs)
+        loss = super()._compute_loss(model, self._inputs)
+        if self.loss_type in BY_ROWS:
+            loss = loss * inputs["rows_per_scored_row"]
         if self.num_iterations > 1 and self.rollouts.batch_is_current:
             inputs.setdefault("old_per_token_logps", self._logps)  # for the later updates, whose ratio it is
         if self.model.training and self.rollouts.batch_is_current:
@@ -190,10 +202,9 @@ class GRPOTrainerWithReuse(GRPOTrainer):
     # Ours --------------------------------------------------------------------------------------------------------
 
     def _with_behaviour(self, out: dict[str, Any]) -> dict[str, Any]:
-        """Old log-probs from the engine, and weights for tokens that another law or another engine drew."""
-        for i, c in enumerate(self.rollouts.last.batch.completions):
-            if c.failure:
-                out["completion_mask"][i] = 0
+        """Masks rows without a reward, and adds the engine's old log-probs and weights for tokens that another
+        distribution or another engine sampled."""
+        self._leave_out_unscored(out)
         drawn = out["sampling_per_token_logps"]
         if self.rollouts.old_from_engine:
             out["old_per_token_logps"] = drawn
@@ -201,6 +212,26 @@ class GRPOTrainerWithReuse(GRPOTrainer):
         if ratios is not None:
             out["advantages"] = out["advantages"][:, None] * ratios
         return out
+
+    def _old_of_response(self, inputs: dict[str, Any]) -> torch.Tensor:
+        """Old log-probs [B, T] that give each token's ratio the value of its response's, the geometric mean of ratios,
+        and the gradient of its own: GSPO-token (arXiv 2507.18071, sec. 4.3), whose loss and gradient are GSPO's where a
+        response has one advantage. TRL's one ratio a response would give the KL penalty another gradient."""
+        mask = inputs["completion_mask"]
+        mean = ((self._logps - inputs["old_per_token_logps"]) * mask).sum(-1) / mask.sum(-1).clamp(min=1)
+        return self._logps - mean[:, None]
+
+    def _leave_out_unscored(self, out: dict[str, Any]) -> None:
+        """Takes rows without a reward out of the loss, its KL penalty included, and out of what TRL divides it by.
+
+        TRL counts the tokens of the loss before this; the losses BY_ROWS divide by rows, so they get a factor.
+        """
+        mask = out["completion_mask"]
+        scored = torch.tensor([reward is not None for reward in self.rollouts.last.rewards], device=mask.device)
+        out["completion_mask"] = mask = mask * scored[:, None]
+        share = torch.stack([mask.sum(), scored.sum(), torch.tensor(len(scored), device=mask.device)])
+        tokens, known, rows = self.accelerator.gather(share).view(-1, 3).sum(0)
+        out["num_items_in_batch"], out["rows_per_scored_row"] = tokens, rows / known.clamp(min=1)
 
     @torch.no_grad()
     def _one_pass(self, model, ids: torch.Tensor, mask: torch.Tensor, keep: int) -> torch.Tensor:
@@ -248,7 +279,8 @@ def check_trl() -> None:
 
 def grpo_config(trainer: TrainerConfig, rollout: RolloutConfig, **run: Any) -> GRPOConfig:
     """For one rollout batch of prompts_per_step * group_size rows per step. run: see common_arguments."""
-    common, dapo = common_arguments(trainer, rollout, **run), trainer.algorithm == "dapo"
+    common = common_arguments(trainer, rollout, **run)
+    low, high = trainer.clip_range
     return GRPOConfig(
         **common,
         steps_per_generation=common["gradient_accumulation_steps"],
@@ -259,8 +291,8 @@ def grpo_config(trainer: TrainerConfig, rollout: RolloutConfig, **run: Any) -> G
         top_p=rollout.top_p,
         top_k=rollout.top_k,
         importance_sampling_level=trainer.ratio,
-        epsilon=trainer.clip,
-        epsilon_high=trainer.clip_high or (0.28 if dapo else trainer.clip),
+        epsilon=low,
+        epsilon_high=high,
         beta=trainer.beta,
         loss_type=trainer.algorithm if trainer.loss == "auto" else trainer.loss,
         scale_rewards=trainer.scale_rewards,

@@ -43,7 +43,7 @@ class ActorCritic(nn.Module):
         super().__init__()
         self.policy, self.trunk, self.temperature, self.entropic = policy, trunk, temperature, entropic
         width, device = policy.config.get_text_config().hidden_size, next(policy.parameters()).device
-        self.value = nn.Linear(width, 1, device=device) if valued else None  # float32 in every precision
+        self.value = nn.Linear(width, 1, device=device) if valued else None  # float32 in every precision, its input too
         if self.value is not None:
             nn.init.zeros_(self.value.weight)  # the first values are 0 and teach the trunk nothing
             nn.init.zeros_(self.value.bias)
@@ -68,7 +68,9 @@ class ActorCritic(nn.Module):
         if self.value is None:
             return Outputs(logp, entropy, None)
         hidden = seen[0] if self.trunk is None else self.trunk(**inputs).last_hidden_state
-        return Outputs(logp, entropy, self.value(hidden[:, -length - 1 : -1].float())[..., 0])
+        with torch.autocast(hidden.device.type, enabled=False):  # which would compute in bf16 again
+            values = self.value(hidden[:, -length - 1 : -1].float())[..., 0]
+        return Outputs(logp, entropy, values)
 
 
 class Models(NamedTuple):
@@ -106,7 +108,8 @@ def models(model: PreTrainedModel, options: TrainerConfig, temperature: float, p
         if options.beta:
             reference, initial = ActorCritic(model, **plain), model.disable_adapter
     if options.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        for each in filter(None, (model, trunk)):
+            each.gradient_checkpointing_enable({"use_reentrant": False})
     entropic = options.entropy_bonus > 0
     trained = ActorCritic(model, trunk=trunk, valued=valued, temperature=temperature, entropic=entropic)
     return Models(trained, reference, initial)

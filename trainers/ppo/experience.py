@@ -20,7 +20,7 @@ class Experience:
     attention: Tensor
     """1 for tokens, 0 for padding [B, P + T]."""
     mask: Tensor
-    """1 for tokens that are trained on, 0 for padding and for every token of a row that is left out [B, T]."""
+    """1 for tokens of rows with a reward, of which an update sees those that are trained on; else 0 [B, T]."""
     drawn: Tensor
     """The engine's log-probs [B, T]."""
     own: Tensor | None = None
@@ -40,9 +40,9 @@ class Experience:
 
     @classmethod
     def of(
-        cls, rows: Sequence[Row], done: Sequence[Completion], trained: Sequence[bool], pad_id: int, device: torch.device
+        cls, rows: Sequence[Row], done: Sequence[Completion], known: Sequence[bool], pad_id: int, device: torch.device
     ) -> Experience:
-        """Rows with their responses as padded tensors; rows that are not `trained` get no mask."""
+        """Rows with their responses as padded tensors; rows whose reward is not `known` get no mask."""
         before, after = max(len(row.prompt) for row in rows), max(len(c.tokens) for c in done)
         ids = torch.full((len(rows), before + after), pad_id)
         attention, drawn = torch.zeros_like(ids), torch.zeros(len(rows), after)
@@ -52,7 +52,7 @@ class Experience:
             ids[i, start:end] = torch.tensor([*row.prompt, *c.tokens])
             attention[i, start:end] = 1
             drawn[i, : len(c.tokens)] = torch.tensor(c.logprobs)
-            mask[i, : len(c.tokens)] = float(trained[i])
+            mask[i, : len(c.tokens)] = float(known[i])
         return cls(ids.to(device), attention.to(device), mask.to(device), drawn.to(device))
 
     @property

@@ -40,10 +40,16 @@ def value_loss(values: Tensor, old: Tensor, returns: Tensor, clip: float) -> Ten
     return error / 2
 
 
-def kl_estimate(logp: Tensor, reference: Tensor) -> Tensor:
-    """KL(policy || reference) at each token [B, T]: unbiased, never negative (Schulman 2020, "Approximating KL
-    divergence", k3): exp(reference - logp) - 1 - (reference - logp)."""
-    return (reference - logp).exp() - 1 - (reference - logp)
+def kl_estimate(logp: Tensor, old: Tensor, reference: Tensor) -> Tensor:
+    """KL(policy || reference) at each token [B, T], never negative: ratio * (exp(gap) - 1 - gap).
+
+    gap = reference - logp makes Schulman's k3 ("Approximating KL divergence", 2020), and ratio = exp(logp - old) weighs
+    the tokens, which `old` sampled, as the policy would (DeepSeek-V3.2, arXiv 2512.02556; use_bias_correction_kl of
+    TRL's GRPO). Its mean over the samples is the KL, and the mean of its gradient the KL's gradient, for any `old`.
+    Without the ratio k3's gradient would be that of KL(reference || policy) where old = logp.
+    """
+    gap = reference - logp
+    return (logp - old).exp() * (gap.exp() - 1 - gap)
 
 
 def adapted_beta(beta: float, kl: float, target: float) -> float:

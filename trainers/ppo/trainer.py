@@ -110,23 +110,26 @@ class PPOTrainer(Loop):
         got = self.rollouts.collect(self._inputs(self.state.global_step))
         device, prompts = self.accelerator.device, [row.example_id for row in got.rows]
         totals = torch.tensor([torch.nan if r is None else r for r in got.rewards], device=device)
-        drawn = Experience.of(got.rows, got.batch.completions, self._trained(got), self._tokenizer.pad_token_id, device)
+        known = [reward is not None for reward in got.rewards]
+        drawn = Experience.of(got.rows, got.batch.completions, known, self._tokenizer.pad_token_id, device)
         scored = self._scored(drawn, prompts)
-        ratios = self.rollouts.importance(drawn.drawn, drawn.mask, own=lambda: scored.own)
+        trained = drawn.mask * self._trained(got, device)
+        ratios = self.rollouts.importance(drawn.drawn, trained, own=lambda: scored.own)
         scored = replace(scored, old=scored.drawn if self.rollouts.old_from_engine else scored.own)
         advantages, returns = self._advantages(scored, totals, prompts)
         weighted = advantages if ratios is None else advantages * ratios
-        whole = replace(scored, advantages=weighted, returns=returns)
+        whole = replace(scored, advantages=weighted, returns=returns, mask=trained)
         self.state.num_input_tokens_seen += int(self._total(whole.attention.sum()))
         gap, name = (whole.own - whole.drawn).abs() * whole.mask, "sampling/sampling_logp_difference"
         gaps = mean(gap.sum().item(), whole.mask.sum().item()), highest(gap.max().item())
         self.note(self.rollouts.finish() | dict(zip((f"{name}/mean", f"{name}/max"), gaps, strict=True)))
         return whole, self._batch_metrics(got, totals) | self._value_metrics(whole) | self._adapt(whole)
 
-    def _trained(self, got: Scored) -> list[bool]:
-        """Which rows are trained on: those with a reward, truncated ones only where they are not masked."""
-        cut = [self._options.mask_truncated and c.finish == "length" for c in got.batch.completions]
-        return [reward is not None and not out for reward, out in zip(got.rewards, cut, strict=True)]
+    def _trained(self, got: Scored, device: torch.device) -> Tensor:
+        """1 for rows that may be in the loss [B, 1]: truncated ones only where they are not masked. These too have
+        their reward in every baseline."""
+        out = [self._options.mask_truncated and c.finish == "length" for c in got.batch.completions]
+        return 1 - torch.tensor(out, device=device)[:, None].float()
 
     @torch.no_grad()
     def _scored(self, found: Experience, prompts: Sequence[str]) -> Experience:
@@ -203,7 +206,7 @@ class PPOTrainer(Loop):
         """
         options, mask = self._options, piece.mask
         outputs = self.model(piece.ids, piece.attention, piece.length)
-        ratio = (outputs.logp, piece.old, piece.advantages, options.clip, options.clip_high or options.clip)
+        ratio = (outputs.logp, piece.old, piece.advantages, *options.clip_range)
         found = {"policy_loss": policy_loss(*ratio), "entropy": outputs.entropy}
         loss = found["policy_loss"] - options.entropy_bonus * outputs.entropy
         if piece.values is not None:
@@ -211,7 +214,7 @@ class PPOTrainer(Loop):
             found["value_loss"] = value_loss(values, piece.values, piece.returns, options.critic.clip)
             loss = loss + options.critic.loss_weight * found["value_loss"]
         if piece.reference is not None:
-            found["kl"] = kl_estimate(outputs.logp, piece.reference)
+            found["kl"] = kl_estimate(outputs.logp, piece.old, piece.reference)
             if options.kl_penalty == "loss":
                 loss = loss + self._beta * found["kl"]
         low, high = clipped(*ratio)
@@ -247,7 +250,7 @@ class PPOTrainer(Loop):
         if not self._options.kl_target:
             return {}
         used = self._beta
-        kl = self._mean(kl_estimate(found.old, found.reference), found.mask)
+        kl = self._mean(kl_estimate(found.old, found.old, found.reference), found.mask)
         self._beta = adapted_beta(used, kl, self._options.kl_target)
         return {"kl_beta": used}
 

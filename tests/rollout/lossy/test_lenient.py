@@ -1,11 +1,17 @@
 """SPEC-RL as published, by the transformers engine."""
 
 import copy
+import itertools
+import math
 
 import pytest
 import torch
 
+from rollout.drafting.draft import Draft
+from rollout.lossy.lenient import NO_WEIGHT, kept
+from rollout.lossy.lenient import lenient as lenient_rule
 from rollout.types import RolloutError
+from rollout.verify import Drawn
 from tests.rollout.golden import (
     SAMPLING,
     Script,
@@ -14,6 +20,7 @@ from tests.rollout.golden import (
     prompts_and_caps,
     requests_of,
 )
+from trainers.correction import correction_weights
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +61,7 @@ def test_huge_lenience_reuses_the_whole_stored_text(old_rollout):
     assert all(all(c.reused) for c in done)
     assert stats.passes == 1
     for (prompt, _), c, old in zip(cases, done, texts, strict=True):
-        assert c.behaviour_logprobs == pytest.approx(old.logprobs, abs=1e-6), "the law that produced the token"
+        assert c.behaviour_logprobs == pytest.approx(old.logprobs, abs=1e-6), "all was accepted: min(q, l p) is q"
         assert c.logprobs == pytest.approx(recomputed(new, prompt, c.tokens), abs=1e-4), "the current policy's"
     assert max(abs(a - b) for c in done for a, b in zip(c.logprobs, c.behaviour_logprobs, strict=True)) > 0.01
 
@@ -66,7 +73,7 @@ def test_tiny_lenience_reuses_nothing(old_rollout):
     assert differing(done, plain) == []
     assert stats.accepted == 0
     assert not any(any(c.reused) for c in done)
-    assert all(c.behaviour_logprobs == c.logprobs for c in done)
+    assert all(c.behaviour_logprobs == [math.inf, *c.logprobs[1:]] for c in done), "the first token is a rejection's"
 
 
 def test_the_same_policy_reuses_everything_at_lenience_one(old_rollout):
@@ -88,8 +95,10 @@ def test_published_rule_drafts_one_round_only(old_rollout):
     assert 0 < stats.accepted < stats.drafted
     for (prompt, _), c, old, n in zip(cases, done, texts, cuts, strict=True):
         assert c.tokens[:n] == old.tokens[:n]
-        assert c.behaviour_logprobs[:n] == pytest.approx(old.logprobs[:n], abs=1e-6)
-        assert c.behaviour_logprobs[n:] == c.logprobs[n:]
+        both = zip(old.logprobs[:n], c.logprobs[:n], strict=True)
+        assert c.behaviour_logprobs[:n] == pytest.approx([min(q, p) for q, p in both], abs=1e-6)
+        assert c.behaviour_logprobs[n : n + 1] == [math.inf] * (n < len(old.tokens)), "the draw at the rejection"
+        assert c.behaviour_logprobs[n + 1 :] == c.logprobs[n + 1 :]
         assert c.logprobs == pytest.approx(recomputed(new, prompt, c.tokens), abs=1e-4)
 
 
@@ -117,3 +126,105 @@ def test_lenient_without_stored_logprobs_is_an_error(old_rollout):
     with pytest.raises(RolloutError, match="log-probs"):
         engine.generate(requests_of(cases, [Script(c.tokens) for c in texts]))
     assert differing(engine.generate(requests_of(cases, visit=7))[0], texts) == [], "rows without a draft are plain"
+
+
+# The weights of the loss ----------------------------------------------------------------------------------------------
+
+VOCAB, DISTRIBUTIONS, KEYS = 5, 200, 1000
+LENIENCES = pytest.mark.parametrize("lenience", [0.5, 1.0, 2.0])
+
+
+def of_the_rule(new, old, accepted, lenience):
+    """Behaviour log-probs [..., T] where `accepted` tokens of a text were accepted and what follows was drawn."""
+    behaviour = torch.cat([kept(new[..., :accepted], old[..., :accepted], lenience), new[..., accepted:]], -1)
+    behaviour[..., accepted : accepted + 1] = NO_WEIGHT
+    return behaviour
+
+
+def of_the_old_policy(new, old, accepted, lenience):
+    """Planted: p / q on accepted tokens and 1 on all others."""
+    return torch.cat([old[..., :accepted], new[..., accepted:]], -1)
+
+
+def uncorrected(new, old, accepted, lenience):
+    return new
+
+
+def biases(length, lenience, behaviour, cap=math.inf):
+    """Total variation [DISTRIBUTIONS] between the policy and the weighted samples of texts of `length` tokens.
+
+    All texts and all places of the first rejection are enumerated; weights are the products over the text.
+    """
+    texts = torch.tensor(list(itertools.product(range(VOCAB), repeat=length)))
+    prefixes = {
+        prefix: i for i, prefix in enumerate(p for n in range(length) for p in {*map(tuple, texts[:, :n].tolist())})
+    }
+    at = torch.tensor([[prefixes[tuple(text[:n])] for n in range(length)] for text in texts.tolist()])
+    generator = torch.Generator().manual_seed(length)
+    shape = (2, DISTRIBUTIONS, len(prefixes), VOCAB)
+    p, q = torch.randn(shape, dtype=torch.float64, generator=generator).log_softmax(-1)
+    new, old = p[:, at, texts], q[:, at, texts]
+    accept = torch.minimum(q.exp(), lenience * p.exp())
+    stays, leaves = accept[:, at, texts], (1 - accept.sum(-1))[:, at] * new.exp()
+    weighted = torch.zeros_like(new[..., 0])
+    for n in range(length + 1):
+        chance = stays[..., :n].prod(-1) * leaves[..., n : n + 1].prod(-1) * new[..., n + 1 :].exp().prod(-1)
+        divisor = behaviour(new, old, n, lenience).flatten(0, 1)
+        weights = correction_weights(new.flatten(0, 1), divisor, torch.ones_like(divisor), "sequence_truncate", cap)
+        weighted += chance * weights[:, 0].view_as(chance)
+    return (weighted - new.exp().prod(-1)).abs().sum(-1) / 2
+
+
+@LENIENCES
+@pytest.mark.parametrize("length", [1, 3])
+def test_weighted_samples_are_the_policys(length, lenience):
+    assert biases(length, lenience, of_the_rule).max() < 1e-12
+    planted, plain = (biases(length, lenience, wrong) for wrong in (of_the_old_policy, uncorrected))
+    assert min(planted.mean(), plain.mean()) > 0.02, "p / q and no weights at all leave a bias"
+    assert biases(length, lenience, of_the_rule, cap=2.0).mean() > 0.01, "so does a cap"
+    if lenience < 1:
+        assert planted.mean() > plain.mean(), "p / q is then worse than nothing"
+
+
+def verified(new, old, draft, draws, key, lenience):
+    """What the real rule makes of a draft and draws, of tables of log-probs [VOCAB] that hold at every position."""
+    own, text = [new[token].item() for token in draws], [new[token].item() for token in draft]
+    drawn = Drawn(0, list(draws), own, [*text, 0.0])
+    return lenient_rule(lenience)(key, Draft(list(draft), "prefix", [old[token].item() for token in draft]), drawn)
+
+
+@LENIENCES
+def test_the_rule_reports_the_log_probs_that_were_enumerated(lenience):
+    new, old = torch.tensor([[0.34, 0.34, 0.1, 0.1, 0.12], [0.19, 0.19, 0.25, 0.25, 0.12]]).double().log()
+    draft, draws, seen = [2, 4, 3], [0, 1, 0, 2], set()
+    for key in range(200):
+        stood = verified(new, old, draft, draws, key, lenience)
+        n = stood.drafted
+        want = of_the_rule(new[[*draft, 2]], old[[*draft, 2]], n, lenience)[: n + 1].tolist()
+        assert stood.behaviour[:n] == pytest.approx(want[:n], abs=1e-12)
+        assert stood.behaviour[n:] == ([math.inf] if n < 3 else [new[2].item()]), (
+            "after a whole draft it is a plain draw"
+        )
+        seen.add(n)
+    assert seen >= {0, 3}
+
+
+def test_samples_of_the_rule_and_their_weights_over_many_keys():
+    old, new = torch.tensor([[0.7, 0.1, 0.1, 0.05, 0.05], [0.05, 0.05, 0.1, 0.1, 0.7]]).double().log()
+    p, q = new.exp(), old.exp()
+    generator = torch.Generator().manual_seed(4)
+    drafts, draws = (torch.multinomial(each, KEYS, True, generator=generator).tolist() for each in (q, p))
+    pairs = enumerate(zip(drafts, draws, strict=True))
+    stood = [verified(new, old, [draft], [draw, 0], key, 1.0) for key, (draft, draw) in pairs]
+    tokens = torch.tensor([each.tokens[0] for each in stood])
+    accept = torch.minimum(q, p)
+
+    def statistic(expected):
+        return (((tokens.bincount(minlength=VOCAB) - KEYS * expected) ** 2) / (KEYS * expected)).sum()
+
+    critical = 33.4  # of chi square with 4 degrees of freedom at 1e-6
+    assert statistic(accept + (1 - accept.sum()) * p) < critical < statistic(p) / 3, "the published rule's, not p"
+    behaviour = torch.tensor([[each.behaviour[0]] for each in stood]).double()
+    weights = correction_weights(new[tokens, None], behaviour, torch.ones(KEYS, 1), "token_truncate", math.inf)
+    hits = torch.nn.functional.one_hot(tokens, VOCAB) * weights
+    assert ((hits.mean(0) - p).abs() < 5 * hits.std(0) / KEYS**0.5).all(), "weighted they are p"

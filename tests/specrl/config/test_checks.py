@@ -97,7 +97,7 @@ def broken(*words, **settings):
         ),
         ("trainer.correction=token_mask", "trainer.correction=token_mask has no effect with rollout.law=exact"),
         ("rollout.temperature=0", "rollout.temperature=0 gives all responses of a group the same text"),
-        ("trainer.clip=0", "trainer.clip=0 lets no ratio pass. Try trainer.clip=0.2."),
+        ("trainer.clip=0", "trainer.clip=0 lets no ratio pass. Try trainer.clip=auto."),
         ("trainer.clip_high=0.1", "trainer.clip_high=0.1 is below trainer.clip=0.2. Try trainer.clip_high=0.2."),
         ("trainer.gamma=1.1", "trainer.gamma=1.1 must be from 0 to 1. Try trainer.gamma=1."),
         ("trainer.minibatches=2", "trainer.minibatches=2 has no effect with trainer.algorithm=grpo. Leave it out."),

@@ -10,6 +10,7 @@ from statistics import mean, stdev
 import pyarrow.parquet as pq
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, TrainerCallback
 
 import trainers.grpo.trainer as grpo
 from reward.config import RewardConfig
@@ -19,7 +20,7 @@ from rollout.types import RolloutError
 from specrl.config.load import load
 from specrl.run.accuracy import evaluate
 from specrl.run.data import load_examples
-from tests.runs import differences, logs, run, words
+from tests.runs import differences, logs, policy, run, words
 from trainers.config import TrainerConfig
 from trainers.grpo import reference
 from trainers.grpo.trainer import EpochRepeatSampler, check_trl, grpo_config
@@ -124,6 +125,7 @@ def configure(trainer=None, rollout=None, **more):
         ({"trainer": {"scale_rewards": "none"}}, {"scale_rewards": "none"}),
         ({}, {"importance_sampling_level": "token"}),
         ({"trainer": {"ratio": "sequence"}}, {"importance_sampling_level": "sequence"}),
+        ({"trainer": {"ratio": "sequence"}}, {"epsilon": 3e-4, "epsilon_high": 4e-4}),
         ({"trainer": {"mask_truncated": True}}, {"mask_truncated_completions": True}),
         ({"trainer": {"max_grad_norm": 0.3}}, {"max_grad_norm": 0.3}),
         ({"trainer": {"gradient_checkpointing": True}}, {"gradient_checkpointing": True, "bf16": False}),
@@ -490,6 +492,103 @@ def test_failed_rewards_leave_their_group(tmp_path):
         assert log["reward"] == pytest.approx(mean(r for r in step.rewards if r is not None))
     as_zero = [expected_advantages([r or 0.0 for r in step.rewards]) for step in record.steps]
     assert as_zero != [pytest.approx(out["advantages"].tolist(), abs=1e-3) for out in outputs], "never a zero"
+
+
+class Gradients(TrainerCallback):
+    """Relative errors of the gradient of every optimiser step against those of `losses(model)`, in plain torch."""
+
+    def __init__(self, losses):
+        self.losses, self.errors = losses, []
+
+    def on_pre_optimizer_step(self, args, state, control, model, **kwargs):
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        got = torch.cat([p.grad.flatten() for p in parameters])
+        with torch.enable_grad():
+            found = [torch.autograd.grad(loss, parameters, retain_graph=True) for loss in self.losses(model)]
+        wanted = [torch.cat([part.flatten() for part in gradient]) for gradient in found]
+        self.errors.append([((got - want).norm() / want.norm()).item() for want in wanted])
+
+
+def plain_log_probs(model, row, tokens) -> torch.Tensor:
+    logits = model(input_ids=torch.tensor([[*row.prompt, *tokens]])).logits[0, len(row.prompt) - 1 : -1]
+    return logits.log_softmax(-1).gather(-1, torch.tensor(tokens)[:, None])[:, 0]
+
+
+def plain_loss(model, initial, got, kind, beta, counts) -> torch.Tensor:
+    """GRPO's loss of one rollout at the weights that drew it, over the rows whose reward `counts`."""
+    rows = []
+    advantages = expected_advantages(got.rewards)
+    for row, c, reward, advantage in zip(got.rows, got.batch.completions, got.rewards, advantages, strict=True):
+        if counts(reward):
+            logp = plain_log_probs(model, row, c.tokens)
+            gap = plain_log_probs(initial, row, c.tokens).detach() - logp
+            rows.append((logp - logp.detach()).exp() * (beta * (gap.exp() - 1 - gap) - advantage))
+    if kind == "grpo":
+        return sum(row.mean() for row in rows) / len(rows)
+    tokens = len(rows) * 28 if kind == "dr_grpo" else sum(map(len, rows))
+    return sum(row.sum() for row in rows) / tokens
+
+
+def test_the_ratio_of_a_response_and_the_kl_penalty_beside_it(tmp_path):
+    """Gradients of GSPO's loss in plain torch, over two updates a rollout. Planted: one ratio a response in the KL."""
+    initial, held, old = AutoModelForCausalLM.from_pretrained(policy()), [], []
+
+    def losses(model):
+        got, ours, planted = held[0].last, [], []
+        advantages = expected_advantages(got.rewards)
+        if len(gradients.errors) % 2 == 0:
+            old[:] = [
+                plain_log_probs(model, r, c.tokens).detach()
+                for r, c in zip(got.rows, got.batch.completions, strict=True)
+            ]
+        for row, c, before, advantage in zip(got.rows, got.batch.completions, old, advantages, strict=True):
+            logp = plain_log_probs(model, row, c.tokens)
+            gap = plain_log_probs(initial, row, c.tokens).detach() - logp
+            ratio = (logp - before).mean().exp()
+            loss = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+            kl = gap.exp() - 1 - gap
+            ours.append(loss + 0.5 * (ratio.detach() * (logp - logp.detach()).exp() * kl).mean())
+            planted.append(loss + 0.5 * (ratio * kl).mean())
+        return [sum(rows) / len(rows) for rows in (ours, planted)]
+
+    gradients = Gradients(losses)
+    options = {"trainer__ratio": "sequence", "trainer__beta": 0.5, "trainer__max_grad_norm": 1e9}
+    options |= {"trainer__updates_per_rollout": 2, "trainer__max_steps": 4, "trainer__learning_rate": 1e-2}
+    run(tmp_path, lambda t: (held.append(t.rollouts), t.add_callback(gradients)), trainer__clip=0.2, **options)
+    assert len(gradients.errors) == 4
+    assert max(right for right, _ in gradients.errors) < 1e-5
+    assert min(planted for _, planted in gradients.errors[1:]) > 0.01, "where the policy has left the initial one"
+
+
+@pytest.mark.parametrize("kind", ["grpo", "dr_grpo", "dapo"])
+def test_rows_without_a_reward_are_in_no_part_of_the_loss(tmp_path, kind):
+    """Planted: they stay in the KL penalty and in what the loss is divided by."""
+    initial, held = AutoModelForCausalLM.from_pretrained(policy()), []
+
+    def losses(model):
+        for counts in (lambda reward: reward is not None, lambda reward: True):
+            yield plain_loss(model, initial, held[0].last, kind, 0.5, counts)
+
+    gradients = Gradients(losses)
+    options = {"reward__functions": "[tests.runs:some_digits]", "reward__max_failure_ratio": 1, "trainer__loss": kind}
+    options |= {"trainer__beta": 0.5, "trainer__rows_per_pass": 4, "trainer__max_grad_norm": 1e9}
+    options |= {"trainer__max_steps": 3, "trainer__learning_rate": 1e-2}
+    record = run(tmp_path, lambda t: (held.append(t.rollouts), t.add_callback(gradients)), **options)
+    assert all(0 < step.rewards.count(None) < 16 for step in record.steps)
+    assert max(right for right, _ in gradients.errors) < 1e-5
+    assert min(planted for _, planted in gradients.errors) > 0.01
+
+
+def test_truncated_responses_that_are_left_out_are_still_in_the_baseline(tmp_path):
+    outputs = []
+    for masked in (False, True):
+        options = {"name": f"{masked}", "trainer__max_steps": 1, "trainer__mask_truncated": masked}
+        record = run(tmp_path, tap(outputs), **options)
+    whole, part = outputs
+    ended = torch.tensor([finish == "stop" for finish in record.steps[0].finish])
+    assert 0 < ended.sum() < len(ended)
+    assert torch.equal(whole["advantages"], part["advantages"])
+    assert torch.equal(part["completion_mask"], whole["completion_mask"] * ended[:, None])
 
 
 def test_a_group_without_any_reward_is_left_out(tmp_path):

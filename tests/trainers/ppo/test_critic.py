@@ -1,12 +1,14 @@
 """Policy and critic: what is scored, what the padding may not change, and where gradients go."""
 
 import copy
+from collections import Counter
 
 import pytest
 import torch
 
 from rollout.types import Completion, Row
-from trainers.ppo.critic import ActorCritic
+from trainers.config import CriticConfig, TrainerConfig
+from trainers.ppo.critic import ActorCritic, models
 from trainers.ppo.experience import Experience
 
 ROWS = [Row("a", (5, 6, 7, 8)), Row("b", (9, 10)), Row("c", (11,))]
@@ -94,6 +96,32 @@ def test_a_separate_critic_leaves_the_policy_alone(build_model):
     assert all(p.grad is None for p in model.parameters())
     assert all(p.grad is not None for p in both.trunk.parameters())
     assert build(model, valued=False)(found.ids, found.attention, found.length).values is None
+
+
+@pytest.mark.parametrize("separate", [False, True])
+def test_values_are_float32_under_autocast(build_model, separate):
+    both, found, states = build(build_model("llama"), separate), experience(), []
+    both.value.register_forward_pre_hook(lambda _, given: states.append(given[0]))
+    with torch.autocast("cpu", torch.bfloat16):
+        outputs = both(found.ids, found.attention, found.length)
+        rounded = both.value(states[0])[..., 0]  # planted: autocast left on
+    want = torch.nn.functional.linear(states[0], both.value.weight, both.value.bias)[..., 0]
+    assert outputs.values.dtype == torch.float32
+    assert torch.equal(outputs.values, want)
+    assert not torch.equal(rounded.float(), want)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_checkpointing_is_the_policys_and_the_critics(build_model, checkpointing):
+    """Layers that keep no activations are computed again in the backward pass."""
+    options = TrainerConfig(critic=CriticConfig(model="separate"), gradient_checkpointing=checkpointing)
+    trained = models(build_model("llama"), options, 1.0, None).trained.train()
+    calls, found = Counter(), experience()
+    for name, trunk in (("policy", trained.policy.base_model), ("critic", trained.trunk)):
+        trunk.layers[0].mlp.register_forward_pre_hook(lambda module, given, name=name: calls.update([name]))
+    outputs = trained(found.ids, found.attention, found.length)
+    (outputs.logp.sum() + outputs.values.sum()).backward()
+    assert calls == dict.fromkeys(("policy", "critic"), 2 if checkpointing else 1)
 
 
 def test_entropy_has_a_gradient_only_when_it_is_wanted(build_model):

@@ -18,6 +18,7 @@ from rollout.types import RolloutError
 from tests.runs import SHORT, Recording, differences, recorded, run
 from trainers.arguments import ppo_arguments
 from trainers.config import TrainerConfig
+from trainers.ppo.advantages import rloo
 
 PER_EPOCH = 3
 DIFFERENCE = "sampling/sampling_logp_difference/max"
@@ -248,6 +249,23 @@ def test_truncated_responses_can_be_left_out(tmp_path):
     record = ppo(tmp_path, trained_on(pieces), trainer__max_steps=1, **options)
     kept = pieces[0].mask.sum(-1) > 0
     assert kept.tolist() == [f == "stop" for f in record.steps[0].finish]
+
+
+@pytest.mark.parametrize("advantage", ["gae", "rloo", "reinforce_plus_plus"])
+def test_truncated_responses_that_are_left_out_are_still_in_the_baseline(tmp_path, advantage):
+    """The others' advantages are those of a run that trains on all: as under GRPO."""
+    options = {"trainer__minibatches": 1, "trainer__advantage": advantage, "trainer__max_steps": 1}
+    pieces = []
+    for masked in (False, True):
+        record = ppo(tmp_path, trained_on(pieces), name=f"{masked}", trainer__mask_truncated=masked, **options)
+    whole, part = pieces
+    ended = torch.tensor([f == "stop" for f in record.steps[0].finish])
+    assert 0 < ended.sum() < len(ended)
+    assert torch.equal(whole.advantages[ended], part.advantages[ended])
+    assert torch.equal(part.mask, whole.mask * ended[:, None])
+    if advantage == "rloo":  # planted: a baseline of the responses that ended
+        rewards = torch.tensor(record.steps[0].rewards).masked_fill(~ended, torch.nan)
+        assert not torch.allclose(rloo(rewards, 4)[ended], part.advantages[ended, 0], atol=1e-3)
 
 
 # Options --------------------------------------------------------------------------------------------------------------

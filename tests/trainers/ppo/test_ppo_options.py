@@ -32,7 +32,7 @@ OPTIONS = {
 @pytest.fixture(scope="module")
 def heard(tmp_path_factory):
     """heard[name]: what every call of a formula of trainers/ppo/trainer.py was given, and the run itself."""
-    calls = {name: [] for name in ("gae", "policy_loss", "value_loss", "clip_grad_norm_")}
+    calls = {name: [] for name in ("gae", "policy_loss", "kl_estimate", "value_loss", "clip_grad_norm_")}
 
     def spied(name, function):
         def call(*args):
@@ -45,7 +45,7 @@ def heard(tmp_path_factory):
         trainer.accelerator.clip_grad_norm_ = spied("clip_grad_norm_", trainer.accelerator.clip_grad_norm_)
 
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("gae", "policy_loss", "value_loss"):
+        for name in ("gae", "policy_loss", "kl_estimate", "value_loss"):
             patch.setattr(trainers.ppo.trainer, name, spied(name, getattr(trainers.ppo.trainer, name)))
         record = run(tmp_path_factory.mktemp("options"), prepare, **OPTIONS)
     return calls | {"run": record}
@@ -60,6 +60,12 @@ def test_clip_ranges_reach_the_losses(heard):
     assert len(heard["policy_loss"]) == len(heard["value_loss"]) == 4
     assert {args[3:] for args in heard["policy_loss"]} == {(0.1, 0.3)}
     assert {args[3] for args in heard["value_loss"]} == {0.15}
+
+
+def test_the_kl_penalty_is_weighed_by_the_ratio_of_the_loss(heard):
+    for (logp, old, *_), (of_kl, old_of_kl, _) in zip(heard["policy_loss"], heard["kl_estimate"], strict=True):
+        assert torch.equal(logp, of_kl)
+        assert torch.equal(old, old_of_kl)
 
 
 def test_gradients_of_policy_and_critic_are_clipped(heard):
