@@ -32,10 +32,11 @@ class LimitError(RuntimeError):
 class Sample:
     """What a reward sees of one rollout."""
 
-    prompt: str  # the prompt as the model got it, decoded
+    prompt: str  # the text that the model saw: with a chat template its whole output, special tokens included
     completion: str  # the response, decoded without special tokens
     answer: str | None = None  # the dataset's reference answer, if it has one
     fields: dict[str, Any] = field(default_factory=dict)  # the row's other dataset columns
+    messages: list[dict[str, Any]] | None = None  # of a chat, each with `role` and `content`; None for plain text
 
 
 Outcome = float | None | Exception

@@ -36,7 +36,8 @@ def load(spec: str, config: RewardConfig, known: Collection[str] = ()) -> Reward
 class FunctionReward:
     """A plain function `f(prompt, completion, answer, **fields) -> float | None` as a Reward.
 
-    A function without `**fields` gets only the columns it names.
+    A function without `**fields` gets only the columns it names. The messages of a chat come as the column `messages`,
+    where the data has none of that name.
     """
 
     def __init__(self, function: Callable[..., Any], name: str):
@@ -58,7 +59,8 @@ class FunctionReward:
         return [attempt(self._score, sample) for sample in samples]
 
     def _score(self, sample: Sample) -> Any:
-        fields = {key: value for key, value in sample.fields.items() if self._wanted is None or key in self._wanted}
+        columns = {"messages": sample.messages} | sample.fields
+        fields = {key: value for key, value in columns.items() if self._wanted is None or key in self._wanted}
         return self._function(sample.prompt, sample.completion, sample.answer, **fields)
 
 

@@ -10,10 +10,9 @@ from collections.abc import Sequence
 from math import comb
 from typing import TYPE_CHECKING
 
-from reward.base import Sample
 from rollout.keys import derive_key
 from rollout.types import Request
-from specrl.run.data import render
+from specrl.run.prompts import render, seen
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -30,7 +29,7 @@ def requests(
     """`samples` requests for each example, whose noise no other `use` has."""
     asked = [(example, i) for example in examples for i in range(samples)]
     cap = config.rollout.max_new_tokens
-    return [Request(render(e, tokenizer), derive_key(config.seed, e.id, i, 0, use), cap) for e, i in asked]
+    return [Request(render(e, tokenizer).ids, derive_key(config.seed, e.id, i, 0, use), cap) for e, i in asked]
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:
@@ -54,7 +53,7 @@ def evaluate(
     completions, stats = engine.generate(requests(examples, tokenizer, config, "eval", samples))
     texts = tokenizer.batch_decode([c.tokens for c in completions], skip_special_tokens=True)
     owners = [example for example in examples for _ in range(samples)]
-    scored = rewards.score([Sample(str(e.prompt), t, e.answer, e.fields) for e, t in zip(owners, texts, strict=True)])
+    scored = rewards.score(seen(owners, texts, tokenizer))
     valid = [total for total in scored.total if total is not None]
     metrics = {
         "eval/reward": sum(valid) / len(valid) if valid else float("nan"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from specrl.run import policy, preflight
-from specrl.run.data import check_lengths
+from specrl.run.prompts import check_lengths
 from specrl.run.sources import on_hub
 
 if TYPE_CHECKING:

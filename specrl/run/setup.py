@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +14,6 @@ import torch
 from accelerate import PartialState
 from transformers import PreTrainedTokenizerBase, set_seed
 
-from reward.base import Sample
 from reward.loading import load_rewards
 from reward.set import RewardSet
 from rollout.build import build_engine
@@ -22,8 +21,9 @@ from rollout.cache.memory import Fingerprint, TrajectoryCache
 from rollout.engines.base import Engine
 from rollout.speculative import SpeculativeRollout
 from specrl.config.schema import Config
-from specrl.run.data import Example, check_lengths, render, to_dataset
+from specrl.run.data import Example, to_dataset
 from specrl.run.policy import engine_spec, fingerprint, load_policy, trained_dtype
+from specrl.run.prompts import Prompt, check_lengths, render
 from specrl.run.resume import data_digests
 from trainers import checkpoint as checkpoints
 from trainers.callbacks import ShortHistory, StopOnSignal
@@ -102,8 +102,8 @@ def parts(
         closing.callback(rewards.close)
         make_engine, prompts = engine_factory(config, eos_ids, closing), {e.id: render(e, tokenizer) for e in train}
         setup = Setup(
-            score=scorer(rewards, tokenizer),
-            render=lambda row: prompts[row["example_id"]],
+            score=scorer(rewards, tokenizer, prompts),
+            render=lambda row: prompts[row["example_id"]].ids,
             dataset=to_dataset(train),
             make_rollout=lambda policy: SpeculativeRollout(make_engine(policy), cache, config.rollout, config.seed),
             rollout=config.rollout,
@@ -192,13 +192,16 @@ def build_trainer(
     return GRPOTrainerWithReuse(model, args, tokenizer, setup, lora)
 
 
-def scorer(rewards: RewardSet, tokenizer: PreTrainedTokenizerBase) -> Score:
-    """Scores dataset rows with their responses: totals, and the metrics of each reward."""
+def scorer(rewards: RewardSet, tokenizer: PreTrainedTokenizerBase, prompts: Mapping[str, Prompt]) -> Score:
+    """Scores dataset rows with their responses: totals, and the metrics of each reward.
+
+    Args: prompts: by example id.
+    """
 
     def score(rows: Sequence[dict], responses: Sequence[list[int]]) -> tuple[list[float | None], dict[str, float]]:
         known, texts = ("prompt", "answer"), tokenizer.batch_decode(responses, skip_special_tokens=True)
         samples = [
-            Sample(str(row["prompt"]), text, row["answer"], {k: v for k, v in row.items() if k not in known})
+            prompts[row["example_id"]].sample(text, row["answer"], {k: v for k, v in row.items() if k not in known})
             for row, text in zip(rows, texts, strict=True)
         ]
         result = rewards.score(samples)

@@ -13,6 +13,7 @@ from specrl.config.options import ConfigError
 from specrl.results.records import read_records
 from specrl.run.lora import adapter
 from specrl.run.policy import fingerprint
+from specrl.run.prompts import Prompt
 from specrl.run.setup import load_cache, scorer, steps
 from specrl.tiny import load_tiny
 from tests.runs import Watch, policy, run, words
@@ -256,14 +257,15 @@ def test_scorer_hands_over_the_columns_and_counts_failures():
 
     echo = Echo()
     tokenizer = AutoTokenizer.from_pretrained(policy())
-    score = scorer(RewardSet([echo], [0.5], max_failure_ratio=1), tokenizer)
+    prompts = {"e": Prompt([5], "the prompt", None)}
+    score = scorer(RewardSet([echo], [0.5], max_failure_ratio=1), tokenizer, prompts)
     rows = [{"prompt": "p", "answer": None, "example_id": "e", "level": 3}] * 3
     totals, metrics = score(rows, [tokenizer(text).input_ids for text in "789"])
     assert totals == [None, 1.0, 2.0]
     counts = {"reward/failed": 1, "reward/timeouts": 0, "reward/over_limit": 0, "reward/reused_ratio": 0}
     assert metrics == {**counts, "rewards/echo/mean": 3.0}
     assert [s.completion for s in echo.samples] == ["7", "8", "9"]
-    assert (echo.samples[0].prompt, echo.samples[0].answer) == ("p", None)
+    assert (echo.samples[0].prompt, echo.samples[0].answer) == ("the prompt", None)
     assert echo.samples[0].fields == {"example_id": "e", "level": 3}
 
 
