@@ -159,7 +159,8 @@ def texts_of(old, examples: Sequence, count: int, first: int = 0) -> list:
     owners = [(i, example, n) for i, example in enumerate(examples, first) for n in range(count)]
     cap = old.config.rollout.max_new_tokens
     requests = [
-        Request(render(e, old.tokenizer).ids, derive_key(0, e.id, n, 0, "old"), cap, plain=True) for _, e, n in owners
+        Request(render(e, old.tokenizer, old.config.dataset).ids, derive_key(0, e.id, n, 0, "old"), cap, plain=True)
+        for _, e, n in owners
     ]
     done, _ = TransformersEngine(old.policy, old.sampling).generate(requests)
     return [Drafted(e, i, n, c.tokens) for (i, e, n), c in zip(owners, done, strict=True)]

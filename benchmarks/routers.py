@@ -114,7 +114,7 @@ def routers(config: RouterBenchConfig, pair, examples: Sequence, rewards) -> dic
 
     folder, separators = Path(config.rollout.routed.path), config.rollout.routed.step_separators
     values = StepValues(pair, rewards, config.continuations, config.seed + 2)
-    begun = seen(examples, [""] * len(examples), pair.tokenizer)
+    begun = seen(examples, [""] * len(examples), pair.tokenizer, config.dataset)
 
     def learned():
         return load_learned(
@@ -175,7 +175,11 @@ class Bench:
 
         cap = self._pair.config.rollout.max_new_tokens
         return [
-            Request(render(e, self._pair.tokenizer).ids, derive_key(seed, e.id, 0, 0, "routers"), cap)
+            Request(
+                render(e, self._pair.tokenizer, self._pair.config.dataset).ids,
+                derive_key(seed, e.id, 0, 0, "routers"),
+                cap,
+            )
             for e in self._examples
         ]
 
@@ -184,7 +188,7 @@ class Bench:
         from specrl.run.prompts import seen
 
         texts = self._pair.tokenizer.batch_decode([c.tokens for c in done], skip_special_tokens=True)
-        totals = self._rewards.score(seen(self._examples, texts, self._pair.tokenizer)).total
+        totals = self._rewards.score(seen(self._examples, texts, self._pair.tokenizer, self._pair.config.dataset)).total
         return [float("nan") if total is None else total for total in totals]
 
 

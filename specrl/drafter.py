@@ -97,7 +97,7 @@ def main(options: DrafterOptions) -> int:
     policy, tokenizer, eos_ids = load_policy(config)
     student = fresh(policy.eval(), options)
     prompts = {
-        split: [render(e, tokenizer).ids for e in load_examples(config.data, dataset, split, options.seed)]
+        split: [render(e, tokenizer, dataset).ids for e in load_examples(config.data, dataset, split, options.seed)]
         for split in ("train", "test")
     }
     texts, _ = sample(policy, eos_ids, prompts["train"], options)

@@ -41,7 +41,7 @@ def main(config: GenerateConfig) -> int:
         done, _ = engine.generate(requests(examples, tokenizer, config, "generate"))
     console = Console(highlight=False)
     for example, c in zip(examples, done, strict=True):
-        console.print(render(example, tokenizer).text, markup=False, style="bold")
+        console.print(render(example, tokenizer, config.dataset).text, markup=False, style="bold")
         for text, drafted in pieces(c, tokenizer):
             console.print(text, markup=False, style="dim" if drafted else None, end="")
         console.print("\n")

@@ -59,6 +59,8 @@ def recorded(run: Run) -> Iterator[Monitor | None]:
         if rounding:
             monitor.note(rounding)
         watch(run, monitor)
+        for line in run.prompt:
+            monitor.note(line)
         monitor.note(memory.sentence(memory.plan(config, policy, run.longest_prompt), memory.free_mb(policy.device)))
         monitor.note(f"Rollouts ahead: {f'off, as {why}' if (why := run.trainer.rollouts.source.not_ahead) else AHEAD}")
         if config.trainer.precision == "pure_bf16":

@@ -95,7 +95,7 @@ def prepare(config: PairConfig, others: int = 0) -> tuple[Bench, list[Row], Any]
             f"{len(examples)}. Try rows={max(1, len(examples) - -(-others // group)) * group}, or more prompts."
         )
     model, tokenizer, eos_ids = load_policy(config)
-    rows = [Row(e.id, tuple(render(e, tokenizer).ids)) for e in examples for _ in range(group)]
+    rows = [Row(e.id, tuple(render(e, tokenizer, config.dataset).ids)) for e in examples for _ in range(group)]
     newer = {name: p.detach().clone() for name, p in model.named_parameters()}
     if config.old_model:
         older = dict(load_policy(replace(config, model=config.old_model))[0].named_parameters())

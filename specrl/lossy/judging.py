@@ -75,7 +75,7 @@ def mismatches(pair: Pair, drafts: Sequence[Drafted], rewards: RewardSet, most: 
 
     Args: most: tried per response.
     """
-    rollout, prompts = pair.config.rollout, [render(d.example, pair.tokenizer).ids for d in drafts]
+    rollout, prompts = pair.config.rollout, [render(d.example, pair.tokenizer, pair.config.dataset).ids for d in drafts]
     if pair.draft is None:
         propose = while_followed([d.text for d in drafts])
     else:
@@ -94,7 +94,7 @@ def score(
 ) -> list[float | None]:
     """Total rewards of responses, None where there is none."""
     said = pair.tokenizer.batch_decode(texts, skip_special_tokens=True)
-    return rewards.score(seen(examples, said, pair.tokenizer)).total
+    return rewards.score(seen(examples, said, pair.tokenizer, pair.config.dataset)).total
 
 
 def requests(pair: Pair, drafts: Sequence[Drafted]) -> list[Request]:
@@ -102,7 +102,8 @@ def requests(pair: Pair, drafts: Sequence[Drafted]) -> list[Request]:
     made = []
     for d in drafts:
         key = derive_key(pair.config.seed, d.example.id, d.place, 0, "judge")
-        made.append(Request(render(d.example, pair.tokenizer).ids, key, pair.config.rollout.max_new_tokens))
+        prompt = render(d.example, pair.tokenizer, pair.config.dataset)
+        made.append(Request(prompt.ids, key, pair.config.rollout.max_new_tokens))
         if d.text:
             made[-1].drafter = SuffixDrafter(PromptTexts(), d.text)
             made[-1].draft_logprobs = [0.0] * len(d.text)  # only says that there is a law: nothing is trained

@@ -97,7 +97,7 @@ def gains(values: StepValues, asked: Sequence[Prefix]) -> list[float]:
 def advantage(pair: Pair, values: StepValues, examples: Sequence[Example]) -> Scorer:
     """The oracle's scorer. Args: examples: of the requests, in their order."""
 
-    begun = seen(examples, [""] * len(examples), pair.tokenizer)
+    begun = seen(examples, [""] * len(examples), pair.tokenizer, pair.config.dataset)
 
     def scores(candidates: Sequence[Candidate]) -> list[float]:
         steps = [(c, step) for c in candidates for step in (c.step, c.rival)]

@@ -29,7 +29,10 @@ def requests(
     """`samples` requests for each example, whose noise no other `use` has."""
     asked = [(example, i) for example in examples for i in range(samples)]
     cap = config.rollout.max_new_tokens
-    return [Request(render(e, tokenizer).ids, derive_key(config.seed, e.id, i, 0, use), cap) for e, i in asked]
+    return [
+        Request(render(e, tokenizer, config.dataset).ids, derive_key(config.seed, e.id, i, 0, use), cap)
+        for e, i in asked
+    ]
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:
@@ -53,7 +56,7 @@ def evaluate(
     completions, stats = engine.generate(requests(examples, tokenizer, config, "eval", samples))
     texts = tokenizer.batch_decode([c.tokens for c in completions], skip_special_tokens=True)
     owners = [example for example in examples for _ in range(samples)]
-    scored = rewards.score(seen(owners, texts, tokenizer))
+    scored = rewards.score(seen(owners, texts, tokenizer, config.dataset))
     valid = [total for total in scored.total if total is not None]
     metrics = {
         "eval/reward": sum(valid) / len(valid) if valid else float("nan"),

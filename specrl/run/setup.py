@@ -23,7 +23,7 @@ from rollout.speculative import SpeculativeRollout
 from specrl.config.schema import Config
 from specrl.run.data import Example, to_dataset
 from specrl.run.policy import engine_spec, fingerprint, load_policy, trained_dtype
-from specrl.run.prompts import Prompt, check_lengths, render
+from specrl.run.prompts import Prompt, chat_template, check_lengths, described, render
 from specrl.run.resume import data_digests
 from trainers import checkpoint as checkpoints
 from trainers.callbacks import ShortHistory, StopOnSignal
@@ -52,6 +52,8 @@ class Run:
     """Optimiser steps from beginning to end."""
     longest_prompt: int
     """Tokens."""
+    prompt: Sequence[str]
+    """Lines about what the policy is given: whether by a chat template, and the first training prompt."""
 
     @property
     def is_main(self) -> bool:
@@ -89,8 +91,8 @@ def parts(
         checkpoint = agreed(checkpoint, folder, model.device)
     context = getattr(model.config, "max_position_embeddings", None)
     room = context and context - config.rollout.max_new_tokens
-    longest = check_lengths([*train, *test], tokenizer, config.dataset.max_prompt_tokens, room)
-    data = data_digests(train=train, test=test)
+    longest = check_lengths([*train, *test], tokenizer, config.dataset, room)
+    data = data_digests(chat_template(tokenizer, config.dataset), train=train, test=test)
     if checkpoint:
         from specrl.run.continued import same_data
         from trainers import resuming
@@ -100,7 +102,8 @@ def parts(
     with ExitStack() as closing:
         rewards = load_rewards(config.reward)
         closing.callback(rewards.close)
-        make_engine, prompts = engine_factory(config, eos_ids, closing), {e.id: render(e, tokenizer) for e in train}
+        make_engine = engine_factory(config, eos_ids, closing)
+        prompts = {e.id: render(e, tokenizer, config.dataset) for e in train}
         setup = Setup(
             score=scorer(rewards, tokenizer, prompts),
             render=lambda row: prompts[row["example_id"]].ids,
@@ -118,8 +121,8 @@ def parts(
             trainer.add_callback(TrainCompanions(trainer.rollouts.companions, trainer.note))
         trainer.add_callback(ShortHistory())
         trainer.add_callback(checkpoints.SaveCache(trainer.rollouts, config.trainer.keep_checkpoints, data))
-        whole = steps(config, len(train))
-        yield Run(config, folder, checkpoint, trainer, tokenizer, rewards, test, whole, longest)
+        whole, lines = steps(config, len(train)), described(train[0], tokenizer, config.dataset)
+        yield Run(config, folder, checkpoint, trainer, tokenizer, rewards, test, whole, longest, lines)
 
 
 def load_cache(

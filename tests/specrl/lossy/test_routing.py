@@ -86,7 +86,7 @@ def candidates(pair, examples, seed=0):
 
 def test_a_value_is_the_mean_reward_of_plain_continuations(pair, examples, rewards):
     values, plain = StepValues(pair, rewards, 3, seed=0), pair.plain(pair.policy)
-    begun = seen(examples, [""] * len(examples), pair.tokenizer)
+    begun = seen(examples, [""] * len(examples), pair.tokenizer, pair.config.dataset)
     asked = [prefix(c, c.step, s, pair.tokenizer) for c, s in zip(candidates(pair, examples), begun, strict=True)]
     found = values(asked)
     for p, value in zip(asked, found, strict=True):

@@ -3,6 +3,7 @@
 import importlib
 import json
 import logging
+import shutil
 
 import pyarrow
 import pyarrow.parquet
@@ -21,7 +22,9 @@ from specrl.lossy.judging import Drafted, mismatches
 from specrl.lossy.pair import load_pair
 from specrl.run.accuracy import evaluate
 from specrl.run.data import Example, load_examples
-from specrl.run.prompts import Prompt, check_lengths, render, seen
+from specrl.run.policy import fingerprint, load_tokenizer
+from specrl.run.prompts import Prompt, chat_template, check_lengths, described, render, seen
+from specrl.run.resume import data_digests
 from tests.runs import SHORT, build_policy, run, words
 
 
@@ -40,21 +43,98 @@ CHAT = (
 )
 
 
-def test_render_uses_the_chat_template_for_messages_only():
-    chat = Example("a", [{"role": "system", "content": "be brief"}, {"role": "user", "content": "one"}], None, {})
-    text = Example("b", "one two", None, {})
-    assert render(chat, tiny_tokenizer(CHAT)).ids == [1, 3, 5, 6, 2, 7, 4]
-    assert render(text, tiny_tokenizer(CHAT)).ids == [7, 8]
-    assert render(chat, tiny_tokenizer()).ids == [5, 6, 7], "without a template the messages are joined as text"
+TEXT = Example("b", "one two", None, {})
+MESSAGES = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "one"}]
+A_CHAT = Example("a", MESSAGES, None, {}, "mine.jsonl, line 3")
+
+
+def shown(example, template, **options) -> Prompt:
+    return render(example, tiny_tokenizer(template), DatasetConfig(**options))
+
+
+@pytest.mark.parametrize("when", ["auto", "on"])
+def test_the_chat_template_is_around_texts_and_chats(when):
+    chat = shown(A_CHAT, CHAT, chat_template=when)
+    assert (chat.ids, chat.messages) == ([1, 3, 5, 6, 2, 7, 4], MESSAGES)
+    assert chat.text == "<s> <system> be brief <user> one <bot>"
+    text = shown(TEXT, CHAT, chat_template=when)
+    assert (text.ids, text.text) == ([1, 2, 7, 8, 4], "<s> <user> one two <bot>")
+    assert text.messages == [{"role": "user", "content": "one two"}]
+
+
+@pytest.mark.parametrize(("template", "when"), [(CHAT, "off"), (None, "off"), (None, "auto")])
+def test_without_a_chat_template_prompts_are_plain_text(template, when):
+    assert shown(TEXT, template, chat_template=when) == Prompt([7, 8], "one two", None)
+    joined = shown(A_CHAT, template, chat_template=when)
+    assert joined == Prompt([5, 6, 7], "be brief\n\none", MESSAGES), "messages are joined as text"
+
+
+def test_the_embedded_policy_has_no_chat_template_and_sees_plain_text():
+    config = load_config(["config=grpo_math"])
+    tokenizer = load_tokenizer(config)
+    (example, *_) = load_examples(config.data, config.dataset, "train", config.seed)
+    assert not tokenizer.chat_template
+    prompt = render(example, tokenizer, config.dataset)
+    assert prompt == Prompt(tokenizer(example.prompt).input_ids, example.prompt, None)
+
+
+THINKING = CHAT + "{% if enable_thinking is defined and enable_thinking == false %} be{% endif %} {{ style }}"
+
+
+def test_variables_reach_the_chat_template_as_json_or_text():
+    def end(**given):
+        return shown(TEXT, THINKING, chat_template_kwargs=given).text.partition("<bot>")[2]
+
+    assert end() == " "
+    assert end(enable_thinking="false") == " be "
+    assert end(enable_thinking="true") == end(enable_thinking="no") == " ", "`no` is a text"
+    assert end(style="brief") == " brief"
+    assert end(style='["a", {"b": 1}]') == " ['a', {'b': 1}]"
+
+
+@pytest.mark.parametrize(
+    ("template", "options", "says"),
+    [
+        (None, {"chat_template": "on"}, ["dataset.chat_template=on", "Try dataset.chat_template=auto"]),
+        (None, {"chat_template_kwargs": {"style": "x"}}, ["chat_template_kwargs={style: x}", "tokenizer has none"]),
+        (THINKING, {"chat_template_kwargs": {"enable_thinkin": "false"}}, ["enable_thinkin", "'enable_thinking'"]),
+        (THINKING, {"chat_template_kwargs": {"messages": "x"}}, ["sets messages"]),
+        ("{{ raise_exception('no system') }}", {}, ["mine.jsonl, line 3: no system", "dataset.chat_template=off"]),
+    ],
+)
+def test_a_chat_template_that_cannot_be_had_is_one_line(template, options, says):
+    with pytest.raises(ConfigError) as caught:
+        shown(A_CHAT, template, **options)
+    assert all(part in str(caught.value) for part in says)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_lines_about_prompts_fit_a_terminal():
+    def lines(template, question="one two", **options):
+        example = Example("a", question, None, {})
+        return described(example, tiny_tokenizer(template), DatasetConfig(**options))
+
+    assert lines(CHAT) == [
+        "Chat template: the tokenizer's (dataset.chat_template=auto).",
+        "A prompt: '<s> <user> one two <bot>'",
+    ]
+    assert "enable_thinking: false" in lines(THINKING, chat_template_kwargs={"enable_thinking": "false"})[0]
+    assert lines(None)[0] == "Chat template: the tokenizer has none (dataset.chat_template=auto)."
+    off = lines(CHAT, chat_template="off")
+    assert off == ["Chat template: not used (dataset.chat_template=off).", "A prompt: 'one two'"]
+    (_, long) = lines(CHAT, "one\n" * 100)
+    assert len(f"# {long}") == 80, "dry_run prints it as a comment"
+    assert long.startswith("A prompt: '<s> <user> one\\none")
+    assert long.endswith("<bot>'")
 
 
 def test_check_lengths_refuses_with_count_longest_and_key():
     examples = [Example(f"e{n}", "one " * n, None, {}) for n in range(1, 6)]
-    check_lengths(examples, tiny_tokenizer(), max_prompt_tokens=5, room=5)
+    check_lengths(examples, tiny_tokenizer(), DatasetConfig(max_prompt_tokens=5), room=5)
     with pytest.raises(ConfigError, match=r"2 of 5 .* 3 tokens \(dataset\.max_prompt_tokens\); .* 5 \(example e5\)"):
-        check_lengths(examples, tiny_tokenizer(), max_prompt_tokens=3)
+        check_lengths(examples, tiny_tokenizer(), DatasetConfig(max_prompt_tokens=3))
     with pytest.raises(ConfigError, match=r"1 of 5 .* more than 4 tokens \(the model's context .* Lower rollout"):
-        check_lengths(examples, tiny_tokenizer(), max_prompt_tokens=9, room=4)
+        check_lengths(examples, tiny_tokenizer(), DatasetConfig(max_prompt_tokens=9), room=4)
 
 
 def write(path, rows):
@@ -74,7 +154,7 @@ def test_a_prompt_that_is_too_long_is_found_in_its_file(tmp_path, monkeypatch):
     monkeypatch.setattr(logging.getLogger("transformers"), "handlers", [handler := logging.Handler()])
     handler.emit = said.append
     with pytest.raises(ConfigError, match=rf"2 of 3 prompts .* the longest has 9 \({path}, line 3\)"):
-        check_lengths(load(path, train_split="train[1:]"), tokenizer, max_prompt_tokens=5)
+        check_lengths(load(path, train_split="train[1:]"), tokenizer, DatasetConfig(max_prompt_tokens=5))
     assert said == [], "transformers says nothing beside it"
     (tmp_path / "mine.json").write_text(json.dumps(rows))
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "mine.parquet")
@@ -142,6 +222,44 @@ def told(remembered) -> set[tuple[str, str]]:
     return {(prompt, json.dumps(messages)) for prompt, messages in remembered}
 
 
+def test_dry_run_shows_whether_there_is_a_template_and_one_prompt(chatting, tmp_path):
+    for given, line in (({}, "the tokenizer's ("), ({"dataset__chat_template": "off"}, "not used")):
+        text = load_config([*words(tmp_path, model=str(chatting), **given), "dry_run=true"])
+        assert f"# Chat template: {line}" in text
+        assert text.count("# A prompt: '<user> ") == (not given), "with its beginning"
+        assert text.count("\\n<bot>'") == (not given), "and its end"
+
+
+@pytest.mark.slow  # a run
+def test_a_run_says_at_its_start_what_its_prompts_are(chatting, tmp_path, capsys):
+    run(tmp_path, **SHORT, model=str(chatting), trainer__max_steps=1)
+    text = " ".join(capsys.readouterr().out.split())
+    assert text.index("Chat template: the tokenizer's") < text.index("A prompt: '<user> ") < text.index("Step 1/1")
+
+
+def test_another_template_or_other_variables_are_another_data_set(chatting, tmp_path):
+    def marks(model, **given):
+        config = load_config(words(tmp_path, model=str(model), **given))
+        tokenizer = load_tokenizer(config)
+        data = data_digests(chat_template(tokenizer, config.dataset), train=[TEXT])
+        return json.dumps(fingerprint(config, tokenizer)[0]), data["train"]
+
+    other = shutil.copytree(chatting, tmp_path / "other")
+    (other / "chat_template.jinja").write_text(f"{MARKED}!{{{{ m }}}}")
+    caches, data = zip(
+        marks(chatting),
+        marks(chatting, dataset__chat_template="off"),
+        marks(other),
+        marks(other, dataset__chat_template_kwargs="{m: 1}"),
+        strict=True,
+    )
+    assert len(set(caches)) == 4
+    assert data[2] == data[3], "options are compared by themselves"
+    assert len(set(data)) == 3
+    assert data[1] == data_digests(train=[TEXT])["train"], "without a template it is the rows alone"
+    assert marks(chatting) == marks(chatting, dataset__chat_template="on"), "the same prompts"
+
+
 @pytest.mark.slow  # a run
 def test_rewards_in_training_see_the_rendered_prompt(chatting, tmp_path, remembered):
     given = {**SHORT, **options(chatting)}
@@ -176,7 +294,7 @@ def test_rewards_in_judge_mining_see_the_rendered_prompt(chatting, tmp_path, rem
 
 
 def test_a_plain_prompt_reaches_rewards_as_it_is_and_has_no_messages():
-    (sample,) = seen([Example("a", "one two", "3", {"level": 1})], ["two"], tiny_tokenizer(CHAT))
+    (sample,) = seen([Example("a", "one two", "3", {"level": 1})], ["two"], tiny_tokenizer(), DatasetConfig())
     assert sample == Sample("one two", "two", "3", {"level": 1}, messages=None)
 
 
