@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from rollout.sections import doc
+from rollout.types import RolloutError
 from specrl.config import load as cli
 from specrl.config.options import ConfigError
 from specrl.config.schema import Config
@@ -59,6 +60,11 @@ def main(config: EvaluateConfig) -> int:
     with closing(load_rewards(config.reward)) as rewards, serving(config) as (engine, tokenizer):
         metrics = evaluate(engine, tokenizer, examples, rewards, config, config.samples)
     print(json.dumps({"model": config.model, "prompts": len(examples), "samples": config.samples, **metrics}, indent=2))
+    if "eval/reward" not in metrics:
+        raise RolloutError(
+            f"none of the {metrics['eval/failed']} responses could be scored, so there is no accuracy. "
+            "Try reward.max_failure_ratio=0, which stops at the first one that has no score and says why."
+        )
     return 0
 
 

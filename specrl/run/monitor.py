@@ -149,7 +149,7 @@ def step_line(record: Mapping[str, Any], total_steps: int, eta_s: float | None =
 
 
 def eval_line(step: int, metrics: Mapping[str, Any]) -> str:
-    """The console line of an evaluation. What is NaN is left out, and failures where there are none.
+    """The console line of an evaluation. Failures are left out where there are none.
 
     Example: Eval at step 128 | reward 0.758 | length 105 | pass@1/2/4 0.758 0.828 0.875
     """
@@ -158,6 +158,7 @@ def eval_line(step: int, metrics: Mapping[str, Any]) -> str:
     passes = {key.removeprefix("pass@"): f"{value:.3g}" for key, value in values.items() if key.startswith("pass@")}
     shown = [f"{key.removeprefix('mean_')} {value:.3g}" for key, value in values.items() if "pass@" not in key]
     shown += [f"pass@{'/'.join(passes)} {' '.join(passes.values())}"] if passes else []
+    shown = shown if "reward" in values else ["no response could be scored", *shown]
     return " | ".join((f"Eval at step {step}", *shown))
 
 

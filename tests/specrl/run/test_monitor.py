@@ -68,6 +68,8 @@ def test_what_goes_first_on_a_narrow_console():
 def test_an_evaluation_fits_eighty_columns():
     found = {"eval/reward": 0.7578125, "eval/mean_length": 105.4, "eval/failed": 0}
     found |= {"eval/pass@1": 0.7578125, "eval/pass@2": 0.828, "eval/pass@4": 0.875}
+    none = eval_line(3, {"eval/failed": 8})
+    assert none == "Eval at step 3 | no response could be scored | failed 8"
     assert eval_line(10_000, found) == "Eval at step 10000 | reward 0.758 | length 105 | pass@1/2/4 0.758 0.828 0.875"
     assert "| failed 3 |" in eval_line(0, found | {"eval/failed": 3})
 
