@@ -48,7 +48,8 @@ class Reward(Protocol):
     Returns one number per sample; for one that cannot be scored None, or the exception that prevented it (the row is
     masked and counted, never 0). An optional method: `close()` releases resources. An optional attribute:
     `deterministic = True` promises that a score depends on nothing but the sample (no time, no randomness, no judge
-    that changes); RewardSet then asks once for each sample, not every time it comes.
+    that changes); RewardSet then asks once for each sample, not every time it comes. Another: `verifiable = True` says
+    that its scores are correctness, 1 for right and less for anything else; pass@k is counted from it.
     """
 
     name: str

@@ -22,7 +22,7 @@ def load(spec: str, config: RewardConfig, known: Collection[str] = ()) -> Reward
     """
     target, name = find(spec, known)
     if config.isolate_user:
-        return IsolatedReward(spec, name, config, getattr(target, "deterministic", False))
+        return IsolatedReward(spec, name, config, target)
     if inspect.isclass(target):
         try:
             target = target()
@@ -43,6 +43,7 @@ class FunctionReward:
     def __init__(self, function: Callable[..., Any], name: str):
         self.name = name
         self.deterministic = getattr(function, "deterministic", False)
+        self.verifiable = getattr(function, "verifiable", False)
         self._function = function
         try:
             signature = inspect.signature(function)
@@ -65,10 +66,15 @@ class FunctionReward:
 
 
 class IsolatedReward:
-    """A user reward in killable worker processes (`reward.isolate_user`), one sample a call."""
+    """A user reward in killable worker processes (`reward.isolate_user`), one sample a call.
 
-    def __init__(self, spec: str, name: str, config: RewardConfig, deterministic: bool = False):
-        self.name, self.deterministic = name, deterministic
+    Args: target: the reward itself, which says what it promises; it runs in the workers only.
+    """
+
+    def __init__(self, spec: str, name: str, config: RewardConfig, target: Callable[..., Any]):
+        self.name = name
+        self.deterministic = getattr(target, "deterministic", False)
+        self.verifiable = getattr(target, "verifiable", False)
         self.pool = WorkerPool("reward.own:serve", config, [spec])
         self.pool.start()
 

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from specrl.config.schema import Config
     from specrl.run.data import Example
 
+RIGHT = 1.0
+"""Score of a right response by a verifiable reward."""
+
 
 def requests(
     examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase, config: Config, use: str, samples: int = 1
@@ -54,8 +57,8 @@ def evaluate(
 
     Those are left out of every figure. A figure of which nothing is left is absent: there is no number for it.
 
-    A response counts as correct for pass@k when its total reward is at least the largest the weights allow, halved:
-    with the 0/1 math reward, when it is right.
+    pass@k is counted from the scores of `rewards.verifiable`, where 1 is right, whatever the other rewards add to the
+    total; without such a reward there is none.
     """
     asked = requests(examples, tokenizer, config, "eval", samples)
     completions, stats = engine.generate(asked)
@@ -74,11 +77,12 @@ def evaluate(
         own = sum(not reused for c in done for reused in c.reused)
         metrics["eval/policy_tokens_ratio"] = own / sum(lengths)
         metrics["eval/escalated_ratio"] = stats.escalated / stats.steps
-    threshold = max(sum(w for w in rewards.weights.values() if w > 0), 1e-9) / 2
+    if not rewards.verifiable:
+        return metrics
     groups: dict[int, list[bool]] = defaultdict(list)
-    for place, total in zip(places, scored.total, strict=True):
-        if total is not None:
-            groups[place // samples].append(total >= threshold)
+    for place, score in zip(places, scored.parts[rewards.verifiable], strict=True):
+        if score is not None:
+            groups[place // samples].append(score >= RIGHT)
     return metrics | pass_rates(groups.values(), samples)
 
 

@@ -4,6 +4,8 @@ from itertools import combinations
 
 import pytest
 
+from reward.config import RewardConfig
+from reward.loading import load_rewards
 from reward.set import RewardSet
 from rollout.config import RolloutConfig
 from rollout.keys import derive_key
@@ -99,7 +101,7 @@ class Scripted:
 class Digit:
     """The digit that was said; 9 cannot be scored."""
 
-    name = "digit"
+    name, verifiable = "digit", True
 
     def __init__(self):
         self.asked = []
@@ -109,7 +111,7 @@ class Digit:
         return [None if s.completion == "9" else float(s.completion) for s in samples]
 
 
-def assess(script: list[str], weights=()):
+def assess(script: list[str], weights=(), *others):
     """`script`: for each example one digit per sample, or - for a response that failed."""
     tokenizer = build_tokenizer()
     examples = [Example(f"e{i}", "Tom has 3 apples.", "3", {}) for i in range(len(script))]
@@ -119,7 +121,7 @@ def assess(script: list[str], weights=()):
         for i, digit in enumerate(digits)
     }
     reward = Digit()
-    engine, rewards = Scripted(answers, reward.asked), RewardSet([reward], weights, max_failure_ratio=1)
+    engine, rewards = Scripted(answers, reward.asked), RewardSet([reward, *others], weights, max_failure_ratio=1)
     config = Config(seed=5, rollout=RolloutConfig(max_new_tokens=7))
     return evaluate(engine, tokenizer, examples, rewards, config, len(script[0])), engine
 
@@ -168,9 +170,60 @@ def test_a_response_that_failed_is_no_wrong_answer():
     assert control["eval/reward"] == 5 / 7, "a wrong answer is one"
 
 
-def test_right_is_half_of_the_largest_weighted_reward():
-    assert assess(["10"], weights=[4.0])[0]["eval/pass@1"] == 0.5
-    assert assess(["10"], weights=[0.5])[0]["eval/pass@1"] == 0.5
+class Length:
+    """A reward that is 1 for every response, right or wrong."""
+
+    name = "length"
+
+    def __call__(self, samples):
+        return [1.0 for _ in samples]
+
+
+class Nothing(Length):
+    """A reward that never has a score."""
+
+    def __call__(self, samples):
+        return [None for _ in samples]
+
+
+@pytest.mark.parametrize("weights", [[4.0, 1.0], [0.5, 1.0], [0.0, 1.0]])
+def test_pass_at_k_is_that_of_the_verifiable_reward_whatever_the_total(weights):
+    metrics, _ = assess(["1000", "0000"], weights, Length())
+    assert metrics["eval/reward"] == weights[0] / 8 + 1.0
+    assert (metrics["eval/pass@1"], metrics["eval/pass@4"]) == (1 / 8, 1 / 2)
+    assert assess(["1000", "0000"], weights, Nothing())[0]["eval/pass@4"] == 1 / 2, "another reward that failed"
+
+
+def test_only_one_is_right():
+    assert assess(["2100"])[0]["eval/pass@1"] == 0.5, "or more, as some give for a better proof"
+    assert assess(["11"], weights=[0.1])[0]["eval/pass@1"] == 1.0
+
+
+def test_without_a_verifiable_reward_there_is_no_pass_at_k(monkeypatch):
+    monkeypatch.setattr(Digit, "verifiable", False)
+    metrics, _ = assess(["1000"])
+    assert metrics["eval/reward"] == 1 / 4
+    assert not [name for name in metrics if "pass" in name]
+
+
+@pytest.mark.parametrize("isolate", ["true", "false"])
+def test_which_reward_is_verifiable(isolate, tmp_path, monkeypatch):
+    text = "def f(*a, **b): return 1.0\ndef g(*a, **b): return 1.0\ng.verifiable = True\n"
+    (tmp_path / "verifying_plug_in.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def found(*names):
+        rewards = load_rewards(RewardConfig(functions=list(names), isolate_user=isolate == "true"))
+        rewards.close()
+        return rewards.verifiable
+
+    f, g = "verifying_plug_in:f", "verifying_plug_in:g"
+    assert (found("format", f), found("format", "math"), found(f, g, "math"), found("math", g)) == (
+        "",
+        "math",
+        "g",
+        "math",
+    )
 
 
 def test_noise_of_evaluation_is_its_own():
@@ -189,7 +242,8 @@ def test_the_command_prints_json_and_writes_nothing(tmp_path, capsys):
     code, out, _ = command(tmp_path, capsys, "samples=2")
     result = json.loads(out)
     assert (code, result["prompts"], result["samples"]) == (0, 8, 2)
-    assert {"eval/reward", "eval/pass@1", "eval/pass@2", "eval/mean_length", "eval/failed"} < result.keys()
+    figures = {"eval/reward", "eval/mean_length", "eval/failed"}
+    assert result.keys() == {"model", "prompts", "samples", *figures}, "shares of digits are not right or wrong"
     assert list(tmp_path.iterdir()) == []
     assert json.loads(command(tmp_path, capsys, "samples=2")[1]) == result, "the same policy gives the same numbers"
 
