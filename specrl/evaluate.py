@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 @dataclass
 class EvaluateConfig(Config):
     run: str = run_option("run directory, or the name of a run in outputs: its config and, without model=, its model")
-    samples: int = doc(8, "responses per prompt; pass@k is reported for k = 1, 2, 4 ... up to this number")
+    samples: int = doc(8, "responses per prompt; where a reward is verifiable, pass@k for k = 1, 2, 4 ... up to this")
     split: Literal["test", "train"] = doc("test", "role of the prompts: test or train")
 
     @property
