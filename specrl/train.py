@@ -55,7 +55,8 @@ def recorded(run: Run) -> Iterator[Monitor | None]:
     rounding = keep_surroundings(run.folder, now, resumed=checkpoint is not None)
     # without a checkpoint all steps come again, and so does the evaluation before them
     resumed_step = step_of(checkpoint) if checkpoint else -1
-    with Monitor(run.folder, run.steps, resumed_step=resumed_step) as monitor:
+    groups = config.trainer.compares_groups
+    with Monitor(run.folder, run.steps, resumed_step=resumed_step, compares_groups=groups) as monitor:
         if rounding:
             monitor.note(rounding)
         watch(run, monitor)
@@ -88,8 +89,10 @@ def watch(run: Run, monitor: Monitor | None) -> None:
             monitor.log_eval(step, evaluate(rollouts.engine, tokenizer, examples, run.rewards, run.config, samples=4))
 
     def after_step(step: int) -> None:
-        if monitor and options.log_completions and step % options.log_completions_every == 0:
+        due = step % options.log_completions_every == 0
+        if monitor and due and options.log_completions:
             show(monitor.console, rollouts.last, tokenizer, options.log_completions)
+        if monitor and (due or step in (1, run.steps)):
             store(run.folder / "completions" / f"step_{step}.parquet", rollouts.last, tokenizer)
         assess(step)
 
