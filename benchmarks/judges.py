@@ -154,12 +154,13 @@ def texts_of(old, examples: Sequence, count: int, first: int = 0) -> list:
     from rollout.keys import derive_key
     from rollout.types import Request
     from specrl.lossy.judging import Drafted
-    from specrl.run.data import render
+    from specrl.run.prompts import render
 
     owners = [(i, example, n) for i, example in enumerate(examples, first) for n in range(count)]
     cap = old.config.rollout.max_new_tokens
     requests = [
-        Request(render(e, old.tokenizer), derive_key(0, e.id, n, 0, "old"), cap, plain=True) for _, e, n in owners
+        Request(render(e, old.tokenizer, old.config.dataset).ids, derive_key(0, e.id, n, 0, "old"), cap, plain=True)
+        for _, e, n in owners
     ]
     done, _ = TransformersEngine(old.policy, old.sampling).generate(requests)
     return [Drafted(e, i, n, c.tokens) for (i, e, n), c in zip(owners, done, strict=True)]

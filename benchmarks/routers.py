@@ -110,9 +110,11 @@ def routers(config: RouterBenchConfig, pair, examples: Sequence, rewards) -> dic
     from rollout.lossy.pair import fingerprint
     from rollout.lossy.router import by_advantage, by_entropy, by_likelihood, by_reward, load_learned
     from specrl.lossy.routing import StepValues, advantage, prefix
+    from specrl.run.prompts import seen
 
     folder, separators = Path(config.rollout.routed.path), config.rollout.routed.step_separators
     values = StepValues(pair, rewards, config.continuations, config.seed + 2)
+    begun = seen(examples, [""] * len(examples), pair.tokenizer, config.dataset)
 
     def learned():
         return load_learned(
@@ -120,7 +122,7 @@ def routers(config: RouterBenchConfig, pair, examples: Sequence, rewards) -> dic
         )
 
     def true_values(candidates: Sequence) -> list[float]:
-        return values([prefix(c, c.step, examples[c.row], pair.tokenizer) for c in candidates])
+        return values([prefix(c, c.step, begun[c.row], pair.tokenizer) for c in candidates])
 
     made = {
         "entropy": lambda: by_entropy(0.0),
@@ -169,21 +171,25 @@ class Bench:
     def requests(self, seed: int) -> list:
         from rollout.keys import derive_key
         from rollout.types import Request
-        from specrl.run.data import render
+        from specrl.run.prompts import render
 
         cap = self._pair.config.rollout.max_new_tokens
         return [
-            Request(render(e, self._pair.tokenizer), derive_key(seed, e.id, 0, 0, "routers"), cap)
+            Request(
+                render(e, self._pair.tokenizer, self._pair.config.dataset).ids,
+                derive_key(seed, e.id, 0, 0, "routers"),
+                cap,
+            )
             for e in self._examples
         ]
 
     def _score(self, done: Sequence) -> list[float]:
         """NaN for a response whose reward failed."""
-        from reward.base import Sample
+        from specrl.run.prompts import seen
 
         texts = self._pair.tokenizer.batch_decode([c.tokens for c in done], skip_special_tokens=True)
-        samples = [Sample(str(e.prompt), t, e.answer, e.fields) for e, t in zip(self._examples, texts, strict=True)]
-        return [float("nan") if total is None else total for total in self._rewards.score(samples).total]
+        totals = self._rewards.score(seen(self._examples, texts, self._pair.tokenizer, self._pair.config.dataset)).total
+        return [float("nan") if total is None else total for total in totals]
 
 
 def timed(engines: dict, asked: Sequence, rows: int) -> dict:

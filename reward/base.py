@@ -32,10 +32,11 @@ class LimitError(RuntimeError):
 class Sample:
     """What a reward sees of one rollout."""
 
-    prompt: str  # the prompt as the model got it, decoded
+    prompt: str  # the text that the model saw: with a chat template its whole output, special tokens included
     completion: str  # the response, decoded without special tokens
     answer: str | None = None  # the dataset's reference answer, if it has one
     fields: dict[str, Any] = field(default_factory=dict)  # the row's other dataset columns
+    messages: list[dict[str, Any]] | None = None  # of a chat, each with `role` and `content`; None for plain text
 
 
 Outcome = float | None | Exception
@@ -47,7 +48,8 @@ class Reward(Protocol):
     Returns one number per sample; for one that cannot be scored None, or the exception that prevented it (the row is
     masked and counted, never 0). An optional method: `close()` releases resources. An optional attribute:
     `deterministic = True` promises that a score depends on nothing but the sample (no time, no randomness, no judge
-    that changes); RewardSet then asks once for each sample, not every time it comes.
+    that changes); RewardSet then asks once for each sample, not every time it comes. Another: `verifiable = True` says
+    that its scores are correctness, 1 for right and less for anything else; pass@k is counted from it.
     """
 
     name: str

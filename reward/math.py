@@ -45,6 +45,7 @@ class MathReward:
 
     name = "math"
     deterministic = True
+    verifiable = True
 
     def __init__(self, config: RewardConfig | None = None):
         self.pool = WorkerPool("reward.checker:make_checker", config, canary=CANARY)

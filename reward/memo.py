@@ -41,8 +41,8 @@ class Memo:
 
 
 def digest(sample: Sample) -> bytes | None:
-    """16 bytes that identify a sample: prompt, completion, answer and fields. None when JSON cannot carry a field."""
-    seen = [sample.prompt, sample.completion, sample.answer, sample.fields]
+    """16 bytes that identify a sample: everything that a reward sees of it. None when JSON cannot carry a field."""
+    seen = [sample.prompt, sample.completion, sample.answer, sample.fields, sample.messages]
     try:
         return blake2b(json.dumps(seen, sort_keys=True).encode(), digest_size=16).digest()
     except (TypeError, ValueError):

@@ -22,7 +22,7 @@ def load(spec: str, config: RewardConfig, known: Collection[str] = ()) -> Reward
     """
     target, name = find(spec, known)
     if config.isolate_user:
-        return IsolatedReward(spec, name, config, getattr(target, "deterministic", False))
+        return IsolatedReward(spec, name, config, target)
     if inspect.isclass(target):
         try:
             target = target()
@@ -36,12 +36,14 @@ def load(spec: str, config: RewardConfig, known: Collection[str] = ()) -> Reward
 class FunctionReward:
     """A plain function `f(prompt, completion, answer, **fields) -> float | None` as a Reward.
 
-    A function without `**fields` gets only the columns it names.
+    A function without `**fields` gets only the columns it names. The messages of a chat come as the column `messages`,
+    where the data has none of that name.
     """
 
     def __init__(self, function: Callable[..., Any], name: str):
         self.name = name
         self.deterministic = getattr(function, "deterministic", False)
+        self.verifiable = getattr(function, "verifiable", False)
         self._function = function
         try:
             signature = inspect.signature(function)
@@ -58,15 +60,21 @@ class FunctionReward:
         return [attempt(self._score, sample) for sample in samples]
 
     def _score(self, sample: Sample) -> Any:
-        fields = {key: value for key, value in sample.fields.items() if self._wanted is None or key in self._wanted}
+        columns = {"messages": sample.messages} | sample.fields
+        fields = {key: value for key, value in columns.items() if self._wanted is None or key in self._wanted}
         return self._function(sample.prompt, sample.completion, sample.answer, **fields)
 
 
 class IsolatedReward:
-    """A user reward in killable worker processes (`reward.isolate_user`), one sample a call."""
+    """A user reward in killable worker processes (`reward.isolate_user`), one sample a call.
 
-    def __init__(self, spec: str, name: str, config: RewardConfig, deterministic: bool = False):
-        self.name, self.deterministic = name, deterministic
+    Args: target: the reward itself, which says what it promises; it runs in the workers only.
+    """
+
+    def __init__(self, spec: str, name: str, config: RewardConfig, target: Callable[..., Any]):
+        self.name = name
+        self.deterministic = getattr(target, "deterministic", False)
+        self.verifiable = getattr(target, "verifiable", False)
         self.pool = WorkerPool("reward.own:serve", config, [spec])
         self.pool.start()
 

@@ -43,7 +43,7 @@ def monte_carlo(
     following = iter(continuations(open_) if open_ else [])
     texts = [[""] if prefix.finished else next(following) for prefix in prefixes]
     samples = [
-        Sample(prefix.prompt, prefix.completion + text, prefix.answer, prefix.fields)
+        Sample(prefix.prompt, prefix.completion + text, prefix.answer, prefix.fields, prefix.messages)
         for prefix, group in zip(prefixes, texts, strict=True)
         for text in group
     ]

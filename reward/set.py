@@ -72,6 +72,12 @@ class RewardSet:
         self._failures = {name: Failures(max_failure_ratio) for name in names}
         self._memos = {r.name: Memo() for r in rewards if getattr(r, "deterministic", False) is True}
 
+    @property
+    def verifiable(self) -> str:
+        """The first reward whose scores are correctness, empty where there is none. Its weight may be 0."""
+        says = (name for name, reward in self.rewards.items() if getattr(reward, "verifiable", False) is True)
+        return next(says, "")
+
     def score(self, samples: Sequence[Sample]) -> RewardResult:
         """Score one batch. Raises RewardError when a reward is broken rather than one sample bad (see the class)."""
         samples = list(samples)

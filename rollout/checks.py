@@ -40,6 +40,10 @@ class Option:
         return get_origin(self.type) is list
 
     @property
+    def is_mapping(self) -> bool:
+        return get_origin(self.type) is dict
+
+    @property
     def members(self) -> tuple[Any, ...]:
         """The types a value may have: those of a union, else one."""
         return get_args(self.type) if get_origin(self.type) is Union else (self.type,)
@@ -52,6 +56,8 @@ class Option:
         """Whether the value has a type that the option may have."""
         if self.is_list:
             return isinstance(value, list | tuple) and all(_is(item, get_args(self.type)[0]) for item in value)
+        if self.is_mapping:
+            return isinstance(value, dict) and all(isinstance(word, str) for pair in value.items() for word in pair)
         return any(_is(value, member) for member in self.members)
 
     def refusal(self, value: Any, shown: str) -> str:
@@ -59,6 +65,8 @@ class Option:
         if self.is_list:
             example = value if isinstance(value, str) and value else "a,b"
             return f"{self.key}={shown}: expected a list. Try {self.key}=[{example.strip('[]')}]."
+        if self.is_mapping:
+            return f"{self.key}={shown}: expected names with values. Try '{self.key}={{name: value}}'."
         words = [WORDS[member] for member in self.members if member in WORDS]
         expected = " or ".join([*words, *self.choices]) if words else f"one of {', '.join(self.choices)}"
         return f"{self.key}={shown}: expected {expected}.{suggestion(str(value).lower(), self.choices)}"

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 
 from rollout.metrics import Divergence, lossy_metrics, rollout_metrics
-from rollout.reduction import Metric, difference, mean, ratio, seconds, shared
+from rollout.reduction import Metric, count, difference, mean, ratio, seconds, shared
 from rollout.speculative import SpeculativeRollout
 from rollout.types import RolloutBatch, RolloutError, Row
 
@@ -31,6 +31,8 @@ class Control:
     def __init__(self, rollout: SpeculativeRollout, score: Score, exchange: Exchange = list, *, strict: bool):
         self._rollout, self._score, self._exchange, self._strict = rollout, score, exchange, strict
         self._plain_s_per_token: float | None = None
+        self._lost = 0
+        """Control rows of the last control step that have no response."""
         self.rollouts = 0
         """That were looked at; a resumed run goes on counting."""
 
@@ -53,11 +55,13 @@ class Control:
             metrics |= lossy_metrics(batch)
         self.rollouts += 1
         if self.measured:
+            self._lost = 0
             if config.law == "exact":
                 metrics |= self._plain(rows, batch)
             # the baseline of an `auto` run measures too, as its keys follow from what is measured
             if config.replay and (config.law == "exact" or config.replay == "auto"):
                 metrics |= self._reuse_gap(rows, batch, rewards, step)
+            metrics["control/failed_rows"] = count(self._lost)
         if config.replay:
             shares = self._rollout.replay.until(max(batch.visits))
             metrics["spec/replay_share"] = mean(sum(shares[visit] for visit in batch.visits), len(batch.visits))
@@ -67,7 +71,11 @@ class Control:
         return metrics
 
     def _plain(self, rows: Sequence[Row], batch: RolloutBatch) -> dict[str, Metric]:
-        """The same rows by plain decoding with the same keys, timed and compared token for token."""
+        """The same rows by plain decoding with the same keys, timed and compared token for token.
+
+        Where a row of any process failed on either side the two did not do the same work: there are no times to
+        compare.
+        """
         ends = [0, *accumulate(batch.calls or [len(rows)])]  # in the same calls, as the rows of one share passes
         # with dynamic sampling a process may have had no row in a call
         calls = [slice(first, end) for first, end in pairwise(ends) if first < end]
@@ -81,16 +89,20 @@ class Control:
                 f"keys (first: example {rows[i].example_id!r}, slot {batch.slots[i]}, from token {position} on). This "
                 "must not happen in float32 on a CPU; please report it with the output of `python -m specrl.env`"
             )
+        spent = {"timing_s/control": seconds(plain.total_s), **parted.metrics()}
+        self._lost += sum(bool(c.failure) for c in plain.completions)
+        failed = any(c.failure for c in (*batch.completions, *plain.completions))
+        if any(self._exchange([failed])):
+            return spent
         self._plain_s_per_token = plain.total_s / max(1, sum(len(c.tokens) for c in plain.completions))
-        return {
-            "timing_s/control": seconds(plain.total_s),
-            "spec/plain_s": seconds(plain.total_s),
-            "spec/speedup": ratio(seconds(plain.total_s), seconds(batch.total_s)),
-            **parted.metrics(),
-        }
+        plain_s = seconds(plain.total_s)
+        return {"spec/plain_s": plain_s, "spec/speedup": ratio(plain_s, seconds(batch.total_s)), **spent}
 
     def _reuse_gap(self, rows, batch: RolloutBatch, rewards, step: int) -> dict[str, Metric]:
-        """Mean reward of replayed rows minus that of fresh rows of the same prompts and slots (docs/guarantees.md)."""
+        """Mean reward of replayed rows minus that of fresh rows of the same prompts and slots (docs/guarantees.md).
+
+        Only pairs of which both have a response and a reward count.
+        """
         scored = zip(batch.replayed, rewards, strict=True)
         chosen = [i for i, (replayed, reward) in enumerate(scored) if replayed and reward is not None]
         by_prompt, spent = defaultdict(list), {}
@@ -98,8 +110,10 @@ class Control:
             twins, slots, visits = ([column[i] for i in chosen] for column in (rows, batch.slots, batch.visits))
             control = self._rollout.generate(twins, visit=visits, step=step, slots=slots, domain="control")
             spent = {"timing_s/reuse_gap": seconds(control.total_s)}
-            fresh = self._score(twins, [c.tokens for c in control.completions])
-            for i, score in zip(chosen, fresh, strict=True):
+            done = [(i, c.tokens) for i, c in zip(chosen, control.completions, strict=True) if not c.failure]
+            self._lost += len(chosen) - len(done)
+            fresh = self._score([rows[i] for i, _ in done], [tokens for _, tokens in done]) if done else []
+            for (i, _), score in zip(done, fresh, strict=True):
                 if score is not None:
                     by_prompt[rows[i].example_id].append(rewards[i] - score)
         from rollout.replay import reuse_gap

@@ -22,7 +22,7 @@ def doc(default: Any, help: str, *, low: float = 0, high: float = inf, resume: s
     if isinstance(default, type):
         make = {"default_factory": default}
     else:
-        make = {"default_factory": default.copy} if isinstance(default, list) else {"default": default}
+        make = {"default_factory": default.copy} if isinstance(default, list | dict) else {"default": default}
     said = {"resume": resume, "only": only}
     limits = {"limits": (low, high)}
     return field(**make, metadata={"help": help, **limits, **{key: word for key, word in said.items() if word}})

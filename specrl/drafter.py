@@ -75,8 +75,9 @@ class Agreement:
 
 
 def main(options: DrafterOptions) -> int:
-    from specrl.run.data import load_examples, render
+    from specrl.run.data import load_examples
     from specrl.run.policy import load_policy
+    from specrl.run.prompts import render
 
     if not options.out:
         raise ConfigError("out is missing: the directory to write the draft model to, such as out=outputs/drafter")
@@ -96,7 +97,7 @@ def main(options: DrafterOptions) -> int:
     policy, tokenizer, eos_ids = load_policy(config)
     student = fresh(policy.eval(), options)
     prompts = {
-        split: [render(e, tokenizer) for e in load_examples(config.data, dataset, split, options.seed)]
+        split: [render(e, tokenizer, dataset).ids for e in load_examples(config.data, dataset, split, options.seed)]
         for split in ("train", "test")
     }
     texts, _ = sample(policy, eos_ids, prompts["train"], options)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from rollout.sections import doc
+from rollout.types import RolloutError
 from specrl.config import load as cli
 from specrl.config.options import ConfigError
 from specrl.config.schema import Config
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 @dataclass
 class EvaluateConfig(Config):
     run: str = run_option("run directory, or the name of a run in outputs: its config and, without model=, its model")
-    samples: int = doc(8, "responses per prompt; pass@k is reported for k = 1, 2, 4 ... up to this number")
+    samples: int = doc(8, "responses per prompt; where a reward is verifiable, pass@k for k = 1, 2, 4 ... up to this")
     split: Literal["test", "train"] = doc("test", "role of the prompts: test or train")
 
     @property
@@ -59,6 +60,11 @@ def main(config: EvaluateConfig) -> int:
     with closing(load_rewards(config.reward)) as rewards, serving(config) as (engine, tokenizer):
         metrics = evaluate(engine, tokenizer, examples, rewards, config, config.samples)
     print(json.dumps({"model": config.model, "prompts": len(examples), "samples": config.samples, **metrics}, indent=2))
+    if "eval/reward" not in metrics:
+        raise RolloutError(
+            f"none of the {metrics['eval/failed']} responses could be scored, so there is no accuracy. "
+            "Try reward.max_failure_ratio=0, which stops at the first one that has no score and says why."
+        )
     return 0
 
 

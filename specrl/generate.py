@@ -33,6 +33,7 @@ def main(config: GenerateConfig) -> int:
     from specrl.run.accuracy import requests
     from specrl.run.completions import pieces
     from specrl.run.data import Example
+    from specrl.run.prompts import render
 
     read = preflight.check(config, training=False)
     examples = [Example("prompt", config.prompt, None, {})] if config.prompt else read["test"][: config.prompts]
@@ -40,7 +41,7 @@ def main(config: GenerateConfig) -> int:
         done, _ = engine.generate(requests(examples, tokenizer, config, "generate"))
     console = Console(highlight=False)
     for example, c in zip(examples, done, strict=True):
-        console.print(str(example.prompt), markup=False, style="bold")
+        console.print(render(example, tokenizer, config.dataset).text, markup=False, style="bold")
         for text, drafted in pieces(c, tokenizer):
             console.print(text, markup=False, style="dim" if drafted else None, end="")
         console.print("\n")

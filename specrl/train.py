@@ -60,10 +60,13 @@ def recorded(run: Run) -> Iterator[Monitor | None]:
     rounding = keep_surroundings(run.folder, now, resumed=checkpoint is not None)
     # without a checkpoint all steps come again, and so does the evaluation before them
     resumed_step = step_of(checkpoint) if checkpoint else -1
-    with Monitor(run.folder, run.steps, resumed_step=resumed_step) as monitor:
+    groups = config.trainer.compares_groups
+    with Monitor(run.folder, run.steps, resumed_step=resumed_step, compares_groups=groups) as monitor:
         if rounding:
             monitor.note(rounding)
         watch(run, monitor)
+        for line in run.prompt:
+            monitor.note(line)
         monitor.note(memory.sentence(memory.plan(config, policy, run.longest_prompt), memory.free_mb(policy.device)))
         monitor.note(f"Rollouts ahead: {f'off, as {why}' if (why := run.trainer.rollouts.source.not_ahead) else AHEAD}")
         if config.trainer.precision == "pure_bf16":
@@ -93,8 +96,10 @@ def watch(run: Run, monitor: Monitor | None) -> None:
             monitor.log_eval(step, metrics | {"timing_s/eval": time.perf_counter() - began})
 
     def after_step(step: int) -> None:
-        if monitor and options.log_completions and step % options.log_completions_every == 0:
+        due = step % options.log_completions_every == 0
+        if monitor and due and options.log_completions:
             show(monitor.console, rollouts.last, tokenizer, options.log_completions)
+        if monitor and (due or step in (1, run.steps)):
             store(run.folder / "completions" / f"step_{step}.parquet", rollouts.last, tokenizer)
         assess(step)
 

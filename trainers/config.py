@@ -116,7 +116,13 @@ class TrainerConfig:
     )
     eval_prompts: int = doc(64, "prompts of the test split used in evaluation; 0 skips evaluation", resume="free")
     log_completions: int = doc(2, "completions shown on the console each time; 0 shows none", resume="free")
-    log_completions_every: int = doc(10, "steps between completion previews", low=1, resume="free")
+    log_completions_every: int = doc(
+        10,
+        "steps between completions on the console and in completions/, which has those of the first and the last step "
+        "in any case",
+        low=1,
+        resume="free",
+    )
     drafter: DrafterConfig = doc(DrafterConfig, "co-training of the draft model")
     critic: CriticConfig = doc(CriticConfig, "the value function of algorithm=ppo with advantage=gae", only="ppo")
 
@@ -138,6 +144,11 @@ class TrainerConfig:
     def overlong_tokens(self, cap: int) -> int:
         """Tokens before the cap over which the overlong penalty grows; 0 never punishes."""
         return (cap // 5 if self.algorithm == "dapo" else 0) if self.overlong_buffer == "auto" else self.overlong_buffer
+
+    @property
+    def compares_groups(self) -> bool:
+        """Whether advantages come from the responses to one prompt alone, so that equal rewards teach nothing."""
+        return self.algorithm != "ppo" or self.advantage == "rloo"
 
     @property
     def steps_per_rollout(self) -> int:

@@ -72,8 +72,9 @@ def prepare(config: PairConfig, others: int = 0) -> tuple[Bench, list[Row], Any]
         ConfigError: the configuration asks for something that is not timed here, or has too few prompts.
     """
     from rollout.types import Row
-    from specrl.run.data import load_examples, render
+    from specrl.run.data import load_examples
     from specrl.run.policy import load_policy
+    from specrl.run.prompts import render
 
     rollout, group = config.rollout, config.rollout.group_size
     for key, value, timed in (
@@ -94,7 +95,7 @@ def prepare(config: PairConfig, others: int = 0) -> tuple[Bench, list[Row], Any]
             f"{len(examples)}. Try rows={max(1, len(examples) - -(-others // group)) * group}, or more prompts."
         )
     model, tokenizer, eos_ids = load_policy(config)
-    rows = [Row(e.id, tuple(render(e, tokenizer))) for e in examples for _ in range(group)]
+    rows = [Row(e.id, tuple(render(e, tokenizer, config.dataset).ids)) for e in examples for _ in range(group)]
     newer = {name: p.detach().clone() for name, p in model.named_parameters()}
     if config.old_model:
         older = dict(load_policy(replace(config, model=config.old_model))[0].named_parameters())

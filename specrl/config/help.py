@@ -62,8 +62,10 @@ def _default(option: Option) -> str:
 
 def _kinds(option: Option) -> list[str]:
     """What a value may be: types such as `int` or `list[str]`, and the choices."""
+    if option.is_list or option.is_mapping:
+        return [str(option.type)]
     types = [member for member in option.members if member in (bool, int, float, str)]
-    return [str(option.type)] if option.is_list else [*(member.__name__ for member in types), *option.choices]
+    return [*(member.__name__ for member in types), *option.choices]
 
 
 def list_configs(known: Mapping[str, Path]) -> str:

@@ -119,7 +119,7 @@ def build(schema: type[T], *layers: tuple[str, dict[str, Any]]) -> T:
             if key not in known:
                 raise ConfigError(source + _unknown(key, known, sections(schema)))
             try:
-                OmegaConf.update(node, key, _shaped(known[key], value))
+                OmegaConf.update(node, key, _shaped(known[key], value), merge=False)
             except (OmegaConfBaseException, TypeError) as error:
                 message = _interpolation(key, error) if "${" in str(value) else known[key].refusal(value, plain(value))
                 raise ConfigError(source + message) from error
@@ -130,9 +130,13 @@ def build(schema: type[T], *layers: tuple[str, dict[str, Any]]) -> T:
 
 
 def _shaped(option: Option, value: Any) -> Any:
-    """Texts and flat lists of texts only: OmegaConf lets nested lists pass as list[str]."""
-    if option.is_list and isinstance(value, str):
+    """Texts, flat lists and flat mappings of texts only: OmegaConf lets nested lists pass as list[str]."""
+    if (option.is_list or option.is_mapping) and isinstance(value, str):
         value = read_yaml(value, option.key)
+    if option.is_mapping:
+        if not option.fits(value):
+            raise TypeError(option.key)
+        return value
     items = value if option.is_list and isinstance(value, list) else [value]
     if option.is_list != isinstance(value, list) or not all(isinstance(item, str) for item in items):
         raise TypeError(option.key)
@@ -163,6 +167,8 @@ def plain(value: Any) -> str:
     """A value as it is written on the command line."""
     if isinstance(value, bool) or value is None:
         return str(value).lower().replace("none", "null")
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{name}: {plain(item)}' for name, item in value.items())}}}"
     return f"[{','.join(map(plain, value))}]" if isinstance(value, list) else str(value)
 
 

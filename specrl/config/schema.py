@@ -23,10 +23,26 @@ class DatasetConfig:
     level: Literal["easy", "medium", "hard", "mixed"] = doc("mixed", "difficulty of data=arithmetic")
     system_prompt: str = doc("", "system message before each question; empty sends none")
     prompt_template: str = doc("", "text around each question, with {prompt} in its place; empty leaves it as it is")
+    chat_template: Literal["auto", "on", "off"] = doc(
+        "auto",
+        "the tokenizer's chat template around each prompt; auto: where the tokenizer has one; off: never, as for base "
+        "models that have one all the same; on: always, so that a tokenizer without one is refused",
+    )
+    chat_template_kwargs: dict[str, str] = doc(
+        {},
+        "variables for the chat template, such as {enable_thinking: false}; a value is read as JSON where it is JSON, "
+        "else as text",
+    )
     max_prompt_tokens: int = doc(512, "longest prompt in tokens; longer ones are refused before training", low=1)
 
     def problems(self) -> Iterator[str]:
         """Sentences about options that are of no use."""
+        if self.chat_template == "off" and self.chat_template_kwargs:
+            name = next(iter(self.chat_template_kwargs))
+            yield (
+                f"dataset.chat_template_kwargs sets {name}, which has no effect with dataset.chat_template=off. Try "
+                "dataset.chat_template=on, or leave it out."
+            )
         if self.prompt_template and "{prompt}" not in self.prompt_template:
             yield f"dataset.prompt_template={self.prompt_template} has no {{prompt}}, the place of the question."
 

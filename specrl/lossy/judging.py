@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from reward.base import Sample
 from reward.set import RewardSet
 from rollout.cache.memory import Fingerprint
 from rollout.cache.reading import load
@@ -25,8 +24,9 @@ from rollout.types import Request
 from specrl.config.options import ConfigError
 from specrl.config.schema import Config
 from specrl.lossy.pair import Pair
-from specrl.run.data import Example, render
+from specrl.run.data import Example
 from specrl.run.policy import fingerprint
+from specrl.run.prompts import render, seen
 from trainers.lossy.judge import Labels, fit_judge
 from trainers.lossy.mining import Miner, by_model, while_followed
 
@@ -75,7 +75,7 @@ def mismatches(pair: Pair, drafts: Sequence[Drafted], rewards: RewardSet, most: 
 
     Args: most: tried per response.
     """
-    rollout, prompts = pair.config.rollout, [render(d.example, pair.tokenizer) for d in drafts]
+    rollout, prompts = pair.config.rollout, [render(d.example, pair.tokenizer, pair.config.dataset).ids for d in drafts]
     if pair.draft is None:
         propose = while_followed([d.text for d in drafts])
     else:
@@ -93,8 +93,8 @@ def score(
     pair: Pair, examples: Sequence[Example], texts: Sequence[Sequence[int]], rewards: RewardSet
 ) -> list[float | None]:
     """Total rewards of responses, None where there is none."""
-    said = zip(examples, pair.tokenizer.batch_decode(texts, skip_special_tokens=True), strict=True)
-    return rewards.score([Sample(str(e.prompt), text, e.answer, e.fields) for e, text in said]).total
+    said = pair.tokenizer.batch_decode(texts, skip_special_tokens=True)
+    return rewards.score(seen(examples, said, pair.tokenizer, pair.config.dataset)).total
 
 
 def requests(pair: Pair, drafts: Sequence[Drafted]) -> list[Request]:
@@ -102,7 +102,8 @@ def requests(pair: Pair, drafts: Sequence[Drafted]) -> list[Request]:
     made = []
     for d in drafts:
         key = derive_key(pair.config.seed, d.example.id, d.place, 0, "judge")
-        made.append(Request(render(d.example, pair.tokenizer), key, pair.config.rollout.max_new_tokens))
+        prompt = render(d.example, pair.tokenizer, pair.config.dataset)
+        made.append(Request(prompt.ids, key, pair.config.rollout.max_new_tokens))
         if d.text:
             made[-1].drafter = SuffixDrafter(PromptTexts(), d.text)
             made[-1].draft_logprobs = [0.0] * len(d.text)  # only says that there is a law: nothing is trained

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from reward.base import Sample
 from reward.process import Prefix, TransformersPRM, monte_carlo
 from reward.set import RewardSet
 from rollout.keys import derive_key
@@ -21,17 +22,19 @@ from specrl.lossy.pair import Pair
 from specrl.run.accuracy import requests
 from specrl.run.data import Example
 from specrl.run.policy import device, load_tokenizer
+from specrl.run.prompts import seen
 from trainers.lossy.fit import logistic, spearman
 from trainers.lossy.router import Record, accuracy_by_class, curve
 
 WALKS = {"oracle": 0.0, "draft": 1.0}  # advantage above which the walk goes on with the policy's step
 
 
-def prefix(candidate: Candidate, step: Step, example: Example, tokenizer: PreTrainedTokenizerBase) -> Prefix:
-    """What a process reward sees when the response goes on with `step`."""
+def prefix(candidate: Candidate, step: Step, begun: Sample, tokenizer: PreTrainedTokenizerBase) -> Prefix:
+    """What a process reward sees when the response goes on with `step`. Args: begun: the prompt, with no response."""
     response = (*candidate.response, *step.tokens)
     text, tokens = tokenizer.decode(response, skip_special_tokens=True), (*candidate.prompt, *response)
-    return Prefix(str(example.prompt), text, example.answer, example.fields, step.end == "eos", tokens)
+    finished = step.end == "eos"
+    return Prefix(begun.prompt, text, begun.answer, begun.fields, begun.messages, finished, tokens)
 
 
 def step_scorer(config: Config) -> Scorer | None:
@@ -43,7 +46,7 @@ def step_scorer(config: Config) -> Scorer | None:
     def scores(candidates: Sequence[Candidate]) -> list[float]:
         prompts = tokenizer.batch_decode([c.prompt for c in candidates], skip_special_tokens=True)
         given = zip(candidates, prompts, strict=True)
-        found = prm([prefix(c, c.step, Example("", prompt, None, {}), tokenizer) for c, prompt in given])
+        found = prm([prefix(c, c.step, Sample(prompt, ""), tokenizer) for c, prompt in given])
         return [nan if value is None else value for value in found]
 
     return scores
@@ -94,9 +97,11 @@ def gains(values: StepValues, asked: Sequence[Prefix]) -> list[float]:
 def advantage(pair: Pair, values: StepValues, examples: Sequence[Example]) -> Scorer:
     """The oracle's scorer. Args: examples: of the requests, in their order."""
 
+    begun = seen(examples, [""] * len(examples), pair.tokenizer, pair.config.dataset)
+
     def scores(candidates: Sequence[Candidate]) -> list[float]:
         steps = [(c, step) for c in candidates for step in (c.step, c.rival)]
-        return gains(values, [prefix(c, step, examples[c.row], pair.tokenizer) for c, step in steps])
+        return gains(values, [prefix(c, step, begun[c.row], pair.tokenizer) for c, step in steps])
 
     return scores
 

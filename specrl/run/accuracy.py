@@ -6,14 +6,15 @@ noise of their own and never touch the trajectory cache.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Collection, Sequence
 from math import comb
+from statistics import fmean
 from typing import TYPE_CHECKING
 
-from reward.base import Sample
 from rollout.keys import derive_key
 from rollout.types import Request
-from specrl.run.data import render
+from specrl.run.prompts import render, seen
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
     from specrl.config.schema import Config
     from specrl.run.data import Example
 
+RIGHT = 1.0
+"""Score of a right response by a verifiable reward."""
+
 
 def requests(
     examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase, config: Config, use: str, samples: int = 1
@@ -30,7 +34,10 @@ def requests(
     """`samples` requests for each example, whose noise no other `use` has."""
     asked = [(example, i) for example in examples for i in range(samples)]
     cap = config.rollout.max_new_tokens
-    return [Request(render(e, tokenizer), derive_key(config.seed, e.id, i, 0, use), cap) for e, i in asked]
+    return [
+        Request(render(e, tokenizer, config.dataset).ids, derive_key(config.seed, e.id, i, 0, use), cap)
+        for e, i in asked
+    ]
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:
@@ -46,38 +53,48 @@ def evaluate(
     config: Config,
     samples: int,
 ) -> dict[str, float]:
-    """Mean reward, pass@k over the prompts, mean length and failures. A failed reward is left out, never a zero.
+    """Mean reward, pass@k over the prompts, mean length, and how many responses failed or have no score.
 
-    A response counts as correct for pass@k when its total reward is at least the largest the weights allow, halved:
-    with the 0/1 math reward, when it is right.
+    Those are left out of every figure. A figure of which nothing is left is absent: there is no number for it.
+
+    pass@k is counted from the scores of `rewards.verifiable`, where 1 is right, whatever the other rewards add to the
+    total; without such a reward there is none.
     """
-    completions, stats = engine.generate(requests(examples, tokenizer, config, "eval", samples))
-    texts = tokenizer.batch_decode([c.tokens for c in completions], skip_special_tokens=True)
-    owners = [example for example in examples for _ in range(samples)]
-    scored = rewards.score([Sample(str(e.prompt), t, e.answer, e.fields) for e, t in zip(owners, texts, strict=True)])
+    asked = requests(examples, tokenizer, config, "eval", samples)
+    completions, stats = engine.generate(asked)
+    places = [place for place, c in enumerate(completions) if not c.failure]
+    if not places:
+        return {"eval/failed": len(asked)}
+    done = [completions[place] for place in places]
+    texts = tokenizer.batch_decode([c.tokens for c in done], skip_special_tokens=True)
+    owners = [examples[place // samples] for place in places]
+    scored = rewards.score(seen(owners, texts, tokenizer, config.dataset))
     valid = [total for total in scored.total if total is not None]
-    metrics = {
-        "eval/reward": sum(valid) / len(valid) if valid else float("nan"),
-        "eval/mean_length": sum(len(c.tokens) for c in completions) / len(completions),
-        "eval/failed": len(completions) - len(valid),
-    }
+    lengths = [len(c.tokens) for c in done]
+    metrics = {"eval/reward": fmean(valid)} if valid else {}
+    metrics |= {"eval/mean_length": fmean(lengths), "eval/failed": len(asked) - len(valid)}
     if stats.steps:
-        own = sum(not reused for c in completions for reused in c.reused)
-        metrics["eval/policy_tokens_ratio"] = own / sum(len(c.tokens) for c in completions)
+        own = sum(not reused for c in done for reused in c.reused)
+        metrics["eval/policy_tokens_ratio"] = own / sum(lengths)
         metrics["eval/escalated_ratio"] = stats.escalated / stats.steps
-    threshold = max(sum(w for w in rewards.weights.values() if w > 0), 1e-9) / 2
-    groups = [
-        [total >= threshold for total in scored.total[i : i + samples] if total is not None]
-        for i in range(0, len(completions), samples)
-    ]
-    return metrics | pass_rates(groups, samples)
+    if not rewards.verifiable:
+        return metrics
+    groups: dict[int, list[bool]] = defaultdict(list)
+    for place, score in zip(places, scored.parts[rewards.verifiable], strict=True):
+        if score is not None:
+            groups[place // samples].append(score >= RIGHT)
+    return metrics | pass_rates(groups.values(), samples)
 
 
-def pass_rates(groups: Sequence[Sequence[bool]], samples: int) -> dict[str, float]:
-    """Mean pass@k for k = 1, 2, 4 ... up to `samples`, over the prompts with k responses; True: a right one."""
+def pass_rates(groups: Collection[Sequence[bool]], samples: int) -> dict[str, float]:
+    """Mean pass@k for k = 1, 2, 4 ... up to `samples`, over the prompts with k responses; True: a right one.
+
+    A k that no prompt has so many responses for is left out.
+    """
     rates, k = {}, 1
     while k <= samples:
         each = [pass_at_k(len(group), sum(group), k) for group in groups if len(group) >= k]
-        rates[f"eval/pass@{k}"] = sum(each) / len(each) if each else float("nan")
+        if each:
+            rates[f"eval/pass@{k}"] = fmean(each)
         k *= 2
     return rates

@@ -69,7 +69,7 @@ def same_data(began: Mapping[str, str], now: Mapping[str, str], name: str) -> di
     if changed := [split for split in now if began.get(split, now[split]) != now[split]]:
         raise ConfigError(
             f"resume=auto would go on with other data than the run began with: the {' and '.join(changed)} rows of "
-            f"data={name} have changed. Put the old ones back, or start another name."
+            f"data={name} have changed, or the tokenizer's chat template. Put the old ones back, or start another name."
         )
     return {**began, **now}
 

@@ -1,4 +1,4 @@
-"""Examples for training and evaluation, and the prompts they make.
+"""Examples for training and evaluation; `specrl/run/prompts.py` makes prompts of them.
 
 An example's id names it in the trajectory cache as long as its content stays the same, whatever is around it.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Literal
@@ -17,7 +17,6 @@ from specrl.run.tasks import arithmetic
 
 if TYPE_CHECKING:
     from datasets import Dataset
-    from transformers import PreTrainedTokenizerBase
 
     from specrl.config.schema import DatasetConfig
 
@@ -69,41 +68,6 @@ def load_examples(name: str, config: DatasetConfig, split: Literal["train", "tes
             raise ConfigError(f"{key}, but {name} has {len(examples)} rows there. Set {len(examples)}, or 0 for all.")
     kept = {e.id for e in sorted(examples, key=lambda e: _digest(f"{seed}/{e.id}"))[: size or None]}
     return [_framed(example, config) for example in examples if example.id in kept]
-
-
-def render(example: Example, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Prompt token ids, as TRL makes them: the chat template for messages, the tokenizer's plain call for text.
-
-    Messages for a tokenizer without a chat template become plain text, one blank line between them.
-    """
-    text, quiet = example.prompt, {"verbose": False}  # `check_lengths` says which texts are long
-    if not isinstance(text, str):
-        if tokenizer.chat_template:
-            asked = {"add_generation_prompt": True, "return_dict": True, "tokenizer_kwargs": quiet}
-            return list(tokenizer.apply_chat_template(text, **asked)["input_ids"])
-        text = "\n\n".join(message["content"] for message in text)
-    return list(tokenizer(text, **quiet)["input_ids"])
-
-
-def check_lengths(
-    examples: Iterable[Example], tokenizer: PreTrainedTokenizerBase, max_prompt_tokens: int, room: int | None = None
-) -> int:
-    """The longest prompt's tokens. Refuses more than `max_prompt_tokens` or `room`: the context less max_new_tokens.
-
-    Raises:
-        ConfigError: how many are too long, the longest, where it stands and the key to set.
-    """
-    lengths = [(len(render(example, tokenizer)), example.place or f"example {example.id}") for example in examples]
-    longest, which = max(lengths, key=lambda pair: pair[0], default=(0, ""))
-    limit, rule, remedy = max_prompt_tokens, "dataset.max_prompt_tokens", f"Set dataset.max_prompt_tokens={longest}"
-    if room is not None and room < limit:
-        limit, rule, remedy = room, "the model's context less rollout.max_new_tokens", "Lower rollout.max_new_tokens"
-    if over := sum(length > limit for length, _ in lengths):
-        raise ConfigError(
-            f"{over} of {len(lengths)} prompts have more than {limit} tokens ({rule}); the longest has {longest} "
-            f"({which}). {remedy}, or take those rows out."
-        )
-    return longest
 
 
 def to_dataset(examples: Sequence[Example]) -> Dataset:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from specrl.run import policy, preflight
-from specrl.run.data import check_lengths
+from specrl.run.prompts import check_lengths, described
 from specrl.run.sources import on_hub
 
 if TYPE_CHECKING:
@@ -30,8 +30,9 @@ def summary(config: Config, training: bool = True) -> str:
         tokenizer, context = policy.load_tokenizer(config), policy.context(config)
         room = context and context - config.rollout.max_new_tokens
         prompts = [example for found in examples.values() for example in found]
-        longest = check_lengths(prompts, tokenizer, config.dataset.max_prompt_tokens, room)
-        lines += [f"The longest prompt has {longest} tokens."] * bool(prompts)
+        longest = check_lengths(prompts, tokenizer, config.dataset, room)
+        if prompts:
+            lines += [f"The longest prompt has {longest} tokens.", *described(prompts[0], tokenizer, config.dataset)]
     if far := [f"model={config.model}"] * model + [f"data={config.data}"] * on_hub(config.data):
         lines.append(f"Not looked at, as on the hub: {', '.join(far)}.")
     return "".join(f"# {line}\n" for line in lines).rstrip("\n")

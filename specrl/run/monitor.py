@@ -19,6 +19,7 @@ from specrl.results.records import METRICS_FILE, number, read_records, to_json
 
 ETA_STEPS = 20  # steps averaged for the ETA: long enough to contain a control step at the default measure_every
 PAUSED = 0.5  # share of a rollout without speculation, drafts being at hand, from which on the run says so
+ALIKE = 5  # rollouts in a row without any spread of rewards, from which on the run says so
 SPARE = ("perf/throughput", "kl", "spec/draft_acceptance_rate", "spec/reused_ratio", "timing_s/step")
 """What the line of a step does without, in this order, where the console is too narrow."""
 
@@ -33,6 +34,7 @@ class Monitor:
         resumed_step: the step of the checkpoint a run goes on from. Records of later steps are removed, because they
             will be written again; -1, where there is no checkpoint, removes all. None keeps all records. Torn and
             unreadable lines are removed in either case.
+        compares_groups: the loss compares responses to one prompt, so that equal rewards are worth a warning.
 
     A metrics file that cannot be written is reported once; it never stops a run.
     """
@@ -43,12 +45,14 @@ class Monitor:
         total_steps: int,
         console: Console | None = None,
         resumed_step: int | None = None,
+        compares_groups: bool = False,
     ) -> None:
         self.path = Path(run_dir) / METRICS_FILE
         self.total_steps = total_steps
         self.console = console or Console(highlight=False)
         self._recent: deque[float] = deque(maxlen=ETA_STEPS)
         self._torn = self._failed = self._paused = self._flipped = False
+        self._compares_groups, self._alike = compares_groups, 0
         columns = (TextColumn("[bold]specrl"), BarColumn(bar_width=None), MofNCompleteColumn(), TextColumn("steps"))
         off = not self.console.is_terminal
         self._progress = Progress(*columns, console=self.console, transient=True, disable=off)
@@ -71,6 +75,16 @@ class Monitor:
         if ratio is not None and (ratio > PAUSED) != self._paused:
             self._paused = not self._paused
             self.note(pause_line(record) if self._paused else "Speculation has resumed.")
+        self._watch_rewards(record)
+
+    def _watch_rewards(self, record: Mapping[str, Any]) -> None:
+        """Says once that nothing is learned, as the rewards of each prompt have been equal for some rollouts."""
+        equal = number(record, "frac_reward_zero_std")
+        if equal is None or not self._compares_groups or self._alike >= ALIKE:
+            return
+        self._alike = self._alike + 1 if equal >= 1 else 0
+        if self._alike == ALIKE:
+            self.note(alike_line(record, self.path.parent / "completions"))
 
     def log_eval(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Appends one evaluation, made after optimiser step `step` (0: before training), and prints its line.
@@ -149,7 +163,7 @@ def step_line(record: Mapping[str, Any], total_steps: int, eta_s: float | None =
 
 
 def eval_line(step: int, metrics: Mapping[str, Any]) -> str:
-    """The console line of an evaluation. What is NaN is left out, and failures where there are none.
+    """The console line of an evaluation. Failures are left out where there are none.
 
     Example: Eval at step 128 | reward 0.758 | length 105 | pass@1/2/4 0.758 0.828 0.875
     """
@@ -158,6 +172,7 @@ def eval_line(step: int, metrics: Mapping[str, Any]) -> str:
     passes = {key.removeprefix("pass@"): f"{value:.3g}" for key, value in values.items() if key.startswith("pass@")}
     shown = [f"{key.removeprefix('mean_')} {value:.3g}" for key, value in values.items() if "pass@" not in key]
     shown += [f"pass@{'/'.join(passes)} {' '.join(passes.values())}"] if passes else []
+    shown = shown if "reward" in values else ["no response could be scored", *shown]
     return " | ".join((f"Eval at step {step}", *shown))
 
 
@@ -171,6 +186,18 @@ def pause_line(record: Mapping[str, Any]) -> str:
     return (
         f"Speculation pauses: for {share:.0%} of the rows' passes drafts were at hand and {why}. "
         "Outputs are the same; it is probed now and then."
+    )
+
+
+def alike_line(record: Mapping[str, Any], responses: Path) -> str:
+    """Why the rewards of the last rollouts teach nothing, and where to look. Args: responses: directory of them."""
+    mean = "" if (value := number(record, "reward")) is None else f" (mean {value:.3g})"
+    return (
+        f"Nothing is learned: in the last {ALIKE} rollouts all responses to a prompt had the same reward{mean}, so "
+        f"every advantage is 0. {responses} has responses with their rewards: does the reward score them as you would? "
+        "Where they are cut, raise rollout.max_new_tokens; where they are alike, rollout.temperature; where all are "
+        "wrong or all are right, take easier or harder prompts, a larger rollout.group_size, or a reward with partial "
+        "credit."
     )
 
 

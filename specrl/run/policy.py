@@ -196,11 +196,15 @@ def engine_spec(config: Config, eos_ids: frozenset[int]) -> EngineSpec:
 
 def fingerprint(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[dict[str, str], dict[str, str]]:
     """What stored trajectories depend on: (identity, law), see rollout.cache.Fingerprint."""
+    from specrl.run.prompts import chat_template
+
     vocabulary = json.dumps([sorted(tokenizer.get_vocab().items()), tokenizer.chat_template])
+    given = config.dataset
+    chat = [given.chat_template_kwargs] if chat_template(tokenizer, given) else []
     identity = {
         "tokenizer": hashlib.blake2b(vocabulary.encode(), digest_size=8).hexdigest(),
         "data": config.data,
-        "prompt": json.dumps([config.dataset.system_prompt, config.dataset.prompt_template]),
+        "prompt": json.dumps([given.system_prompt, given.prompt_template, *chat], sort_keys=True),
     }
     law = {
         "model": f"{config.model} {config.revision}".strip(),

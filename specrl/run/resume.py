@@ -98,11 +98,14 @@ def _checkpoint(config: Config, run_dir: Path) -> Path | None:
     return sound(config, saved, checkpoints)
 
 
-def data_digests(**splits: Sequence[Example]) -> dict[str, str]:
-    """What of the data decides a run, by split, empty ones left out: ids, prompts, answers and fields, in order."""
+def data_digests(chat_template: str = "", **splits: Sequence[Example]) -> dict[str, str]:
+    """What of the data decides a run, by split, empty ones left out: ids, prompts, answers and fields, in order.
+
+    Args: chat_template: that the prompts go through, whose content no option names.
+    """
     found = {}
     for split, examples in splits.items():
-        digest = blake2b(digest_size=16)
+        digest = blake2b(chat_template.encode(), digest_size=16)
         for example in examples:
             row = [example.id, example.prompt, example.answer, example.fields]
             digest.update(json.dumps(row, sort_keys=True, default=_text).encode() + b"\n")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +13,6 @@ import torch
 from accelerate import PartialState
 from transformers import PreTrainedTokenizerBase, set_seed
 
-from reward.base import Sample
 from reward.loading import load_rewards
 from reward.set import RewardSet
 from rollout.build import build_engine
@@ -22,8 +21,9 @@ from rollout.engines.base import Engine
 from rollout.reduction import Metric, count, mean
 from rollout.speculative import SpeculativeRollout
 from specrl.config.schema import Config
-from specrl.run.data import Example, check_lengths, render, to_dataset
+from specrl.run.data import Example, to_dataset
 from specrl.run.policy import engine_spec, fingerprint, load_policy, trained_dtype
+from specrl.run.prompts import Prompt, chat_template, check_lengths, described, render
 from specrl.run.resume import data_digests
 from trainers import checkpoint as checkpoints
 from trainers.callbacks import ShortHistory, StopOnSignal
@@ -52,6 +52,8 @@ class Run:
     """Optimiser steps from beginning to end."""
     longest_prompt: int
     """Tokens."""
+    prompt: Sequence[str]
+    """Lines about what the policy is given: whether by a chat template, and the first training prompt."""
 
     @property
     def is_main(self) -> bool:
@@ -87,8 +89,8 @@ def parts(
         checkpoint = agreed(checkpoint, folder, model.device)
     context = getattr(model.config, "max_position_embeddings", None)
     room = context and context - config.rollout.max_new_tokens
-    longest = check_lengths([*train, *test], tokenizer, config.dataset.max_prompt_tokens, room)
-    data = data_digests(train=train, test=test)
+    longest = check_lengths([*train, *test], tokenizer, config.dataset, room)
+    data = data_digests(chat_template(tokenizer, config.dataset), train=train, test=test)
     if checkpoint:
         from specrl.run.continued import same_data
         from trainers import resuming
@@ -98,10 +100,11 @@ def parts(
     with ExitStack() as closing:
         rewards = load_rewards(config.reward)
         closing.callback(rewards.close)
-        make_engine, prompts = engine_factory(config, eos_ids, closing), {e.id: render(e, tokenizer) for e in train}
+        make_engine = engine_factory(config, eos_ids, closing)
+        prompts = {e.id: render(e, tokenizer, config.dataset) for e in train}
         setup = Setup(
-            score=scorer(rewards, tokenizer),
-            render=lambda row: prompts[row["example_id"]],
+            score=scorer(rewards, tokenizer, prompts),
+            render=lambda row: prompts[row["example_id"]].ids,
             dataset=to_dataset(train),
             make_rollout=lambda policy: SpeculativeRollout(make_engine(policy), cache, config.rollout, config.seed),
             rollout=config.rollout,
@@ -116,8 +119,8 @@ def parts(
             trainer.add_callback(TrainCompanions(trainer.rollouts.companions, trainer.note))
         trainer.add_callback(ShortHistory())
         trainer.add_callback(checkpoints.SaveCache(trainer.rollouts, config.trainer.keep_checkpoints, data))
-        whole = steps(config, len(train))
-        yield Run(config, folder, checkpoint, trainer, tokenizer, rewards, test, whole, longest)
+        whole, lines = steps(config, len(train)), described(train[0], tokenizer, config.dataset)
+        yield Run(config, folder, checkpoint, trainer, tokenizer, rewards, test, whole, longest, lines)
 
 
 def load_cache(
@@ -190,13 +193,16 @@ def build_trainer(
     return GRPOTrainerWithReuse(model, args, tokenizer, setup, lora)
 
 
-def scorer(rewards: RewardSet, tokenizer: PreTrainedTokenizerBase) -> Score:
-    """Scores dataset rows with their responses: totals, and the metrics of each reward."""
+def scorer(rewards: RewardSet, tokenizer: PreTrainedTokenizerBase, prompts: Mapping[str, Prompt]) -> Score:
+    """Scores dataset rows with their responses: totals, and the metrics of each reward.
+
+    Args: prompts: by example id.
+    """
 
     def score(rows: Sequence[dict], responses: Sequence[list[int]]) -> tuple[list[float | None], dict[str, Metric]]:
         known, texts = ("prompt", "answer"), tokenizer.batch_decode(responses, skip_special_tokens=True)
         samples = [
-            Sample(str(row["prompt"]), text, row["answer"], {k: v for k, v in row.items() if k not in known})
+            prompts[row["example_id"]].sample(text, row["answer"], {k: v for k, v in row.items() if k not in known})
             for row, text in zip(rows, texts, strict=True)
         ]
         result = rewards.score(samples)

@@ -165,7 +165,7 @@ def test_other_data_is_refused_on_resume(tmp_path, refuse):
     rows(data, 12, text="What is {n} - {n}?")
     text, code = refuse(words(tmp_path, resume="auto", **options | {"trainer__max_steps": 4}))
     assert code == USAGE_ERROR
-    assert f"the train rows of data={data} have changed. Put the old ones back, or start another name." in text
+    assert f"the train rows of data={data} have changed, or the tokenizer's chat template. Put the old" in text
     rows(data, 12)
     assert len(run(tmp_path, resume="auto", **options | {"trainer__max_steps": 3}).steps) == 1
 

@@ -98,6 +98,7 @@ CHOICES = {
         "rsd": {**ROUTED, "rollout.routed.path": "{prm}"},
         "arbitrage": {**ROUTED, **LEARNED, "rollout.routed.path": "{arbitrage}"},
     },
+    "dataset.chat_template": {"auto": {}, "off": {}, "on": "tests/specrl/run/test_prompts.py"},
     "rollout.routed.uncorrected": {
         "true": {**ROUTED, "rollout.routed.by": "entropy", "trainer.correction": "none"},
         "false": {},

@@ -28,7 +28,7 @@ class Counting:
 
     @staticmethod
     def value(sample):
-        seen = (sample.prompt, sample.completion, sample.answer, sorted(sample.fields.items()))
+        seen = (sample.prompt, sample.completion, sample.answer, sorted(sample.fields.items()), sample.messages)
         return float(sum(map(ord, repr(seen))))
 
 
@@ -36,7 +36,13 @@ def batches(count=30, rows=8):
     rng = random.Random(0)
     for _ in range(count):
         yield [
-            Sample(rng.choice("pq"), rng.choice("abcdef"), rng.choice(["1", "2", None]), {"n": rng.choice([1, 2])})
+            Sample(
+                rng.choice("pq"),
+                rng.choice("abcdef"),
+                rng.choice(["1", "2", None]),
+                {"n": rng.choice([1, 2])},
+                rng.choice([None, [{"role": "user", "content": "p"}]]),
+            )
             for _ in range(rows)
         ]
 
@@ -59,12 +65,12 @@ def test_kept_scores_are_those_of_asking_again():
     assert reused == 240 - len(reward.asked) > 100
 
 
-@pytest.mark.parametrize("part", ["prompt", "completion", "answer", "fields"])
+@pytest.mark.parametrize("part", ["prompt", "completion", "answer", "fields", "messages"])
 def test_control_a_key_without_a_part_is_seen(monkeypatch, part):
-    blank = {"prompt": "", "completion": "", "answer": None, "fields": {}}[part]
+    blank = {"prompt": "", "completion": "", "answer": None, "fields": {}, "messages": None}[part]
 
     def short(sample):
-        parts = {name: getattr(sample, name) for name in ("prompt", "completion", "answer", "fields")}
+        parts = {name: getattr(sample, name) for name in ("prompt", "completion", "answer", "fields", "messages")}
         return digest(Sample(**{**parts, part: blank}))
 
     monkeypatch.setattr(memo_module, "digest", short)

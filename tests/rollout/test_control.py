@@ -29,15 +29,19 @@ class FakeRollout:
     plain_s: float = 6.0
     calls: list = field(default_factory=list)
     replay: ReplayControl = field(default_factory=lambda: ReplayControl(0.5, 0.0))
+    fresh: list[Completion] = field(default_factory=list)
+    """Instead of `fresh_texts`."""
+    plain_failures: set[int] = field(default_factory=set)
+    """Keys whose plain row fails."""
 
     def generate(self, rows, *, visit, step, slots, domain="rollout"):
         self.calls.append((domain, [r.example_id for r in rows], slots, visit, step))
-        done = [completion(t) for t in self.fresh_texts[: len(rows)]]
+        done = self.fresh or [completion(t) for t in self.fresh_texts[: len(rows)]]
         return RolloutBatch(done, list(slots), [0] * len(rows), [None] * len(rows), [False] * len(rows), total_s=1.5)
 
     def plain(self, rows, keys):
         self.calls.append(("plain", [r.example_id for r in rows], list(keys)))
-        done = [completion(self.plain_texts[key - 70]) for key in keys]
+        done = [failed() if key in self.plain_failures else completion(self.plain_texts[key - 70]) for key in keys]
         n = len(rows)
         return RolloutBatch(done, [0] * n, list(keys), [None] * n, [False] * n, total_s=self.plain_s)
 
@@ -193,6 +197,44 @@ def test_reuse_gap_by_hand_leaves_failed_rewards_out():
     assert metrics["spec/reuse_gap_error"] == pytest.approx((2 * squares) ** 0.5 / 3)
 
 
+def failed():
+    return replace(completion([]), failure="worker 1: poisoned")
+
+
+def test_twins_that_failed_are_left_out_of_the_gap_and_counted():
+    seen = []
+
+    def score(rows, texts):
+        seen.append(([r.example_id for r in rows], texts))
+        return [0.0 if not text else 1.0 for text in texts]  # what a reward says of no text
+
+    control, rollout = made(score, replay=0.5)
+    rollout.fresh = [completion([1]), failed(), failed(), completion([2])]
+    metrics = measure(control, batch_of(replayed=[True] * 4, visits=[1] * 4), rewards=(1.0, 1.0, 1.0, 1.0))
+    assert seen == [(["a", "b"], [[1], [2]])]
+    assert (metrics["spec/reuse_gap"], metrics["control/failed_rows"]) == (0.0, 2)
+    rollout.fresh = [failed()] * 4
+    metrics = measure(control, batch_of(replayed=[True] * 4, visits=[1] * 4), rewards=(1.0, 1.0, 1.0, 1.0))
+    assert "spec/reuse_gap" not in metrics, "no pair has both"
+    assert metrics["control/failed_rows"] == 4
+
+
+@pytest.mark.parametrize("side", ["batch", "plain", "another process"])
+def test_times_of_different_work_are_not_compared(side):
+    control, rollout = made(exchange=lambda found: [*found, side == "another process"])
+    batch = batch_of()
+    if side == "plain":
+        rollout.plain_failures = {71}
+    if side == "batch":
+        batch.completions[1] = failed()
+    metrics = measure(control, batch)
+    assert not {"spec/speedup", "spec/plain_s", "spec/saved_s_est"} & metrics.keys()
+    assert metrics["timing_s/control"] == 6.0
+    assert metrics["control/failed_rows"] == (side == "plain")
+    assert metrics["spec/compared_tokens"] == 3 + 2 + 4 + (side == "another process")
+    assert measure(made()[0])["spec/speedup"] == 3.0, "where all are there"
+
+
 def test_control_rows_decide_the_share_of_the_next_visit_in_every_process():
     """With auto; under plain decoding too, which must come to the same keys."""
     elsewhere = [(2, 0.5), (1, 0.0)]
@@ -203,7 +245,7 @@ def test_control_rows_decide_the_share_of_the_next_visit_in_every_process():
             replay="auto",
             replay_gap=0.1,
             law=law,
-            exchange=lambda clusters: [*clusters, *elsewhere],
+            exchange=lambda found: found if found in ([False], [True]) else [*found, *elsewhere],
         )
         rollout.replay = ReplayControl("auto", 0.1)
         metrics = measure(control, batch_of(replayed=[True, False, True, True]), rewards=(1.0, 0.0, 0.5, 0.75))
@@ -217,9 +259,14 @@ def test_control_rows_decide_the_share_of_the_next_visit_in_every_process():
 def test_processes_exchange_even_without_replayed_rows():
     """The exchange is collective: a process that left it out would leave the others waiting."""
     calls = []
-    control, _ = made(replay=0.5, exchange=lambda entries: calls.append(entries) or [(1, 0.5), (1, 0.25)])
+
+    def exchange(found):
+        calls.append(found)
+        return found if found == [False] else [(1, 0.5), (1, 0.25)]
+
+    control, _ = made(replay=0.5, exchange=exchange)
     metrics = measure(control, batch_of())
-    assert calls == [[]]
+    assert calls == [[False], []]
     assert metrics["spec/reuse_gap"] == 0.375
 
 

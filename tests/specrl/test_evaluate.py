@@ -1,10 +1,11 @@
 import json
 from dataclasses import dataclass
 from itertools import combinations
-from math import isnan
 
 import pytest
 
+from reward.config import RewardConfig
+from reward.loading import load_rewards
 from reward.set import RewardSet
 from rollout.config import RolloutConfig
 from rollout.keys import derive_key
@@ -80,34 +81,47 @@ class Scripted:
     """An engine whose responses are scripted by key, and a reward that reads them."""
 
     answers: dict[int, int]
-    """Noise key -> response token."""
+    """Noise key -> response token, None for a response that fails."""
+    asked: list[str]
+    """What the reward was asked about."""
     weight_version: int = 0
 
     def generate(self, requests):
         self.requests = requests
         tokens = [self.answers[r.key] for r in requests]
-        return [Completion([t, 1], [0.0, 0.0], [0.0, 0.0], [False] * 2, "stop", 0, 2) for t in tokens], EngineStats()
+        return [self._respond(token) for token in tokens], EngineStats()
+
+    @staticmethod
+    def _respond(token):
+        if token is None:
+            return Completion([], [], [], [], "length", 0, 0, failure="worker 1: poisoned")
+        return Completion([token, 1], [0.0, 0.0], [0.0, 0.0], [False] * 2, "stop", 0, 2)
 
 
 class Digit:
     """The digit that was said; 9 cannot be scored."""
 
-    name = "digit"
+    name, verifiable = "digit", True
+
+    def __init__(self):
+        self.asked = []
 
     def __call__(self, samples):
+        self.asked += [sample.completion for sample in samples]
         return [None if s.completion == "9" else float(s.completion) for s in samples]
 
 
-def assess(script: list[str], weights=()):
-    """`script`: for each example one digit per sample."""
+def assess(script: list[str], weights=(), *others):
+    """`script`: for each example one digit per sample, or - for a response that failed."""
     tokenizer = build_tokenizer()
     examples = [Example(f"e{i}", "Tom has 3 apples.", "3", {}) for i in range(len(script))]
     answers = {
-        derive_key(5, example.id, i, 0, "eval"): tokenizer.convert_tokens_to_ids(digit)
+        derive_key(5, example.id, i, 0, "eval"): None if digit == "-" else tokenizer.convert_tokens_to_ids(digit)
         for example, digits in zip(examples, script, strict=True)
         for i, digit in enumerate(digits)
     }
-    engine, rewards = Scripted(answers), RewardSet([Digit()], weights, max_failure_ratio=1)
+    reward = Digit()
+    engine, rewards = Scripted(answers, reward.asked), RewardSet([reward, *others], weights, max_failure_ratio=1)
     config = Config(seed=5, rollout=RolloutConfig(max_new_tokens=7))
     return evaluate(engine, tokenizer, examples, rewards, config, len(script[0])), engine
 
@@ -137,14 +151,79 @@ def test_failures_are_left_out_and_never_zeros():
 
 
 def test_when_nothing_can_be_scored_there_is_no_number():
-    metrics, _ = assess(["99", "99"])
-    assert metrics["eval/failed"] == 4
-    assert all(isnan(metrics[name]) for name in ("eval/reward", "eval/pass@1", "eval/pass@2"))
+    assert assess(["99", "99"])[0] == {"eval/failed": 4, "eval/mean_length": 2.0}
+    assert assess(["--", "--"])[0] == {"eval/failed": 4}
 
 
-def test_right_is_half_of_the_largest_weighted_reward():
-    assert assess(["10"], weights=[4.0])[0]["eval/pass@1"] == 0.5
-    assert assess(["10"], weights=[0.5])[0]["eval/pass@1"] == 0.5
+def test_a_response_that_failed_is_no_wrong_answer():
+    """A worker that died says nothing about the policy."""
+    metrics, engine = assess(["111-", "11-9"])
+    assert metrics == {
+        "eval/reward": 1.0,
+        "eval/mean_length": 2.0,
+        "eval/failed": 3,
+        "eval/pass@1": 1.0,
+        "eval/pass@2": 1.0,
+    }
+    assert engine.asked.count("") == 0, "rewards are not asked about it"
+    control, _ = assess(["1110", "1109"])
+    assert control["eval/reward"] == 5 / 7, "a wrong answer is one"
+
+
+class Length:
+    """A reward that is 1 for every response, right or wrong."""
+
+    name = "length"
+
+    def __call__(self, samples):
+        return [1.0 for _ in samples]
+
+
+class Nothing(Length):
+    """A reward that never has a score."""
+
+    def __call__(self, samples):
+        return [None for _ in samples]
+
+
+@pytest.mark.parametrize("weights", [[4.0, 1.0], [0.5, 1.0], [0.0, 1.0]])
+def test_pass_at_k_is_that_of_the_verifiable_reward_whatever_the_total(weights):
+    metrics, _ = assess(["1000", "0000"], weights, Length())
+    assert metrics["eval/reward"] == weights[0] / 8 + 1.0
+    assert (metrics["eval/pass@1"], metrics["eval/pass@4"]) == (1 / 8, 1 / 2)
+    assert assess(["1000", "0000"], weights, Nothing())[0]["eval/pass@4"] == 1 / 2, "another reward that failed"
+
+
+def test_only_one_is_right():
+    assert assess(["2100"])[0]["eval/pass@1"] == 0.5, "or more, as some give for a better proof"
+    assert assess(["11"], weights=[0.1])[0]["eval/pass@1"] == 1.0
+
+
+def test_without_a_verifiable_reward_there_is_no_pass_at_k(monkeypatch):
+    monkeypatch.setattr(Digit, "verifiable", False)
+    metrics, _ = assess(["1000"])
+    assert metrics["eval/reward"] == 1 / 4
+    assert not [name for name in metrics if "pass" in name]
+
+
+@pytest.mark.parametrize("isolate", ["true", "false"])
+def test_which_reward_is_verifiable(isolate, tmp_path, monkeypatch):
+    text = "def f(*a, **b): return 1.0\ndef g(*a, **b): return 1.0\ng.verifiable = True\n"
+    (tmp_path / "verifying_plug_in.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def found(*names):
+        rewards = load_rewards(RewardConfig(functions=list(names), isolate_user=isolate == "true"))
+        rewards.close()
+        return rewards.verifiable
+
+    f, g = "verifying_plug_in:f", "verifying_plug_in:g"
+    assert (found("format", f), found("format", "math"), found(f, g, "math"), found("math", g)) == (
+        "",
+        "math",
+        "g",
+        "math",
+    )
 
 
 def test_noise_of_evaluation_is_its_own():
@@ -153,8 +232,9 @@ def test_noise_of_evaluation_is_its_own():
 
 
 def command(tmp_path, capsys, *more):
-    argv = [word for word in words(tmp_path) if not word.startswith("trainer.")]
-    code = run(main, [*argv, *more], schema=EvaluateConfig, training=False)
+    given = [*(word for word in words(tmp_path) if not word.startswith("trainer.")), *more]
+    argv = list({word.partition("=")[0]: word for word in given}.values())  # later words win
+    code = run(main, argv, schema=EvaluateConfig, training=False)
     return code, *capsys.readouterr()
 
 
@@ -162,9 +242,23 @@ def test_the_command_prints_json_and_writes_nothing(tmp_path, capsys):
     code, out, _ = command(tmp_path, capsys, "samples=2")
     result = json.loads(out)
     assert (code, result["prompts"], result["samples"]) == (0, 8, 2)
-    assert {"eval/reward", "eval/pass@1", "eval/pass@2", "eval/mean_length", "eval/failed"} < result.keys()
+    figures = {"eval/reward", "eval/mean_length", "eval/failed"}
+    assert result.keys() == {"model", "prompts", "samples", *figures}, "shares of digits are not right or wrong"
     assert list(tmp_path.iterdir()) == []
     assert json.loads(command(tmp_path, capsys, "samples=2")[1]) == result, "the same policy gives the same numbers"
+
+
+def unscored(prompt: str, completion: str, answer: str | None) -> None:
+    """A reward that cannot score anything."""
+
+
+def test_the_command_has_no_accuracy_when_nothing_could_be_scored(tmp_path, capsys):
+    none = ["reward.functions=[tests.specrl.test_evaluate:unscored]", "reward.max_failure_ratio=1", "samples=1"]
+    code, out, err = command(tmp_path, capsys, *none)
+    assert code == 3
+    assert json.loads(out)["eval/failed"] == 8
+    assert "eval/reward" not in out
+    assert "none of the 8 responses" in err
 
 
 def test_the_command_takes_one_greedy_response(tmp_path, capsys):

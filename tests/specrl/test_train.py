@@ -16,9 +16,10 @@ from specrl.config.options import ConfigError
 from specrl.results.records import read_records
 from specrl.run.lora import adapter
 from specrl.run.policy import fingerprint
+from specrl.run.prompts import Prompt
 from specrl.run.setup import load_cache, scorer, steps
 from specrl.tiny import load_tiny
-from tests.runs import Watch, policy, run, words
+from tests.runs import SHORT, Watch, policy, run, words
 
 EVERY_STEP = {
     *("step", "time", "loss", "grad_norm", "learning_rate", "epoch", "reward", "reward_std", "frac_reward_zero_std"),
@@ -35,7 +36,7 @@ EVERY_STEP = {
 }
 WITH_DRAFTS = {"spec/draft_age", "spec/draft_acceptance_rate"}
 CONTROL = {"spec/speedup", "spec/plain_s", "spec/control_mismatches", "timing_s/control", "spec/saved_s_est"}
-CONTROL |= {"spec/compared_tokens", "spec/flips_per_1k"}
+CONTROL |= {"spec/compared_tokens", "spec/flips_per_1k", "control/failed_rows"}
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +73,7 @@ def test_the_run_directory(finished):
     names += ["report.json", "report.md", "report.png", "run.lock", "trajectories"]
     assert sorted(path.name for path in folder.iterdir()) == names
     assert sorted(p.name for p in (folder / "checkpoints").glob("checkpoint-*")) == ["checkpoint-4", "checkpoint-6"]
-    assert sorted(p.name for p in (folder / "completions").iterdir()) == ["step_3.parquet", "step_6.parquet"]
+    assert sorted(p.name for p in (folder / "completions").iterdir()) == [f"step_{step}.parquet" for step in (1, 3, 6)]
     assert (folder / "report.png").read_bytes()[:4] == b"\x89PNG"
     assert "# " in (folder / "report.md").read_text()
     assert (
@@ -123,6 +124,23 @@ def test_rewards_in_the_metrics_are_those_of_the_responses(finished):
         assert line["reward"] == pytest.approx(sum(step.rewards) / len(step.rewards))
         assert line["rewards/digits/mean"] == pytest.approx(line["reward"])
         assert line["completions/mean_length"] == pytest.approx(sum(map(len, step.tokens)) / len(step.tokens))
+
+
+def nothing(prompt: str, completion: str, answer: str | None) -> float:
+    """A reward that no response earns."""
+    return 0.0
+
+
+def test_a_run_that_learns_nothing_says_so_and_keeps_its_first_and_last_responses(tmp_path, capsys):
+    rare = {"trainer__log_completions": 0, "trainer__log_completions_every": 64}
+    run(tmp_path, **SHORT | {"trainer__epochs": 3}, **rare, reward__functions="[tests.specrl.test_train:nothing]")
+    kept = tmp_path / "run" / "completions"
+    assert sorted(path.name for path in kept.iterdir()) == ["step_1.parquet", "step_6.parquet"]
+    assert set(pq.read_table(kept / "step_1.parquet").to_pydict()["reward"]) == {0.0}
+    assert [line["loss"] for line in records(tmp_path / "run")] == [0.0] * 6
+    text = " ".join(capsys.readouterr().out.split())
+    assert text.count("Nothing is learned: in the last 5 rollouts") == 1
+    assert text.index("Step 5/6") < text.index("Nothing is learned") < text.index("Step 6/6")
 
 
 def test_completions_are_readable_and_complete(finished):
@@ -259,14 +277,15 @@ def test_scorer_hands_over_the_columns_and_counts_failures():
 
     echo = Echo()
     tokenizer = AutoTokenizer.from_pretrained(policy())
-    score = scorer(RewardSet([echo], [0.5], max_failure_ratio=1), tokenizer)
+    prompts = {"e": Prompt([5], "the prompt", None)}
+    score = scorer(RewardSet([echo], [0.5], max_failure_ratio=1), tokenizer, prompts)
     rows = [{"prompt": "p", "answer": None, "example_id": "e", "level": 3}] * 3
     totals, metrics = score(rows, [tokenizer(text).input_ids for text in "789"])
     assert totals == [None, 1.0, 2.0]
     counts = {"reward/failed": 1, "reward/timeouts": 0, "reward/over_limit": 0, "reward/reused_ratio": 0}
     assert metrics == {**counts, "rewards/echo/mean": 3.0}
     assert [s.completion for s in echo.samples] == ["7", "8", "9"]
-    assert (echo.samples[0].prompt, echo.samples[0].answer) == ("p", None)
+    assert (echo.samples[0].prompt, echo.samples[0].answer) == ("the prompt", None)
     assert echo.samples[0].fields == {"example_id": "e", "level": 3}
 
 

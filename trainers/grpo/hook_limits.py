@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,6 @@ LAW = "responses are drawn by temperature, top_k and top_p alone"
 OPTIONS = {
     "use_transformers_continuous_batching": ((False,), OWN_MODEL),
     "cache_implementation": ((None,), "no cache of transformers is used"),
-    "generation_kwargs": ((None, {}), LAW),
     "min_p": ((None, 0), LAW),
     "repetition_penalty": ((1.0, None), LAW),
 }
@@ -29,23 +29,64 @@ VLLM = {
 }
 """TRL's modes of vLLM, and what has vLLM in that place, with drafts."""
 
-OF_THE_MODEL = (
-    "bad_words_ids",
-    "begin_suppress_tokens",
-    "epsilon_cutoff",
-    "eta_cutoff",
-    "exponential_decay_length_penalty",
-    "forced_bos_token_id",
-    "forced_eos_token_id",
-    "min_length",
-    "min_new_tokens",
-    "no_repeat_ngram_size",
-    "sequence_bias",
-    "stop_strings",
-    "suppress_tokens",
-    "top_h",
+NEUTRAL: dict[str, tuple] = {
+    "assistant_ensemble_weight": (None,),
+    "bad_words_ids": (None, []),
+    "begin_suppress_tokens": (None, []),
+    "constraints": (None, []),
+    "diversity_penalty": (0.0,),
+    "dola_layers": (None,),
+    "encoder_no_repeat_ngram_size": (0,),
+    "encoder_repetition_penalty": (1.0,),
+    "eos_token_id": (None,),
+    "epsilon_cutoff": (0.0,),
+    "eta_cutoff": (0.0,),
+    "exponential_decay_length_penalty": (None,),
+    "force_words_ids": (None, []),
+    "forced_bos_token_id": (None,),
+    "forced_eos_token_id": (None,),
+    "guidance_scale": (None, 1),
+    "max_time": (None,),
+    "min_length": (0,),
+    "min_new_tokens": (0,),
+    "min_p": (0,),
+    "no_repeat_ngram_size": (0,),
+    "num_beam_groups": (1,),
+    "num_beams": (1,),
+    "num_return_sequences": (1,),
+    "penalty_alpha": (None, 0),
+    "remove_invalid_values": (False,),
+    "repetition_penalty": (1.0,),
+    "sequence_bias": (None, {}),
+    "stop_strings": (None, []),
+    "suppress_tokens": (None, []),
+    "token_healing": (False,),
+    "top_h": (None,),
+    "typical_p": (1.0,),
+    "watermarking_config": (None,),
+}
+"""Entries of a generation config that decide what is sampled: the values that ask for nothing, as None always does."""
+WITHOUT_EFFECT = frozenset(
+    (
+        *("cache_config", "cache_implementation", "compile_config", "continuous_batching_config", "disable_compile"),
+        *("low_memory", "max_cache_len", "prefill_chunk_size", "use_cache"),  # time and memory
+        *("assistant_confidence_threshold", "assistant_early_exit", "assistant_lookbehind", "is_assistant"),
+        *("max_matching_ngram_size", "num_assistant_tokens", "num_assistant_tokens_schedule"),
+        *("prompt_lookup_num_tokens", "speculation_type", "target_lookbehind", "use_mtp"),  # lossless drafts
+        *("output_attentions", "output_hidden_states", "output_logits", "output_scores", "return_dict_in_generate"),
+        *("early_stopping", "length_penalty", "renormalize_logits"),  # count with beams only
+        *("bos_token_id", "decoder_start_token_id", "pad_token_id"),  # of no prompt, of encoders, of no response
+        *("max_length", "transformers_version"),  # max_new_tokens goes first
+    )
 )
-"""Entries of a model's generation_config that TRL's generate obeys and that would change the law."""
+"""Entries of a generation config that leave what is sampled as it is, whatever they say."""
+OF_ARGS = {
+    "max_new_tokens": "max_completion_length",
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+}
+"""Entries that TRL makes of an option of its own, which ReuseRollouts obeys."""
 
 
 def check_config(config: RolloutConfig) -> None:
@@ -68,16 +109,17 @@ def check_args(args: GRPOConfig) -> None:
     for name, (off, why) in OPTIONS.items():
         if (value := getattr(args, name)) not in off:
             raise _refused(f"{name}={value!r}", f"{why}. Use {name}={off[0]!r}")
+    _check_entries("generation_kwargs", args.generation_kwargs or {}, _as_asked(args))
     if not isinstance(top_k := args.top_k, int) or top_k < 0:
         raise _refused(f"top_k={top_k!r}", "expected a number of tokens. Use top_k=0 to keep all")
 
 
 def check_trainer(trainer: Any, model: Any) -> None:
     """Refuses arguments of a GRPOTrainer that TRL would obey and ReuseRollouts cannot. Raises RolloutError."""
-    for name in ("_tokenize_prompts", "_log_metric", "eos_token_ids"):
+    check_args(trainer.args)
+    for name in ("_tokenize_prompts", "_log_metric", "eos_token_ids", "generation_config"):
         if not hasattr(trainer, name):
             raise RolloutError(f"trl {version('trl')} has no GRPOTrainer.{name}. Install trl==1.16.0")
-    check_args(trainer.args)
     if trainer.environment_factories is not None:
         raise _refused("environment_factory", "responses take one turn. Leave it out, or leave rollout_func out")
     if trainer.tools:
@@ -86,9 +128,31 @@ def check_trainer(trainer: Any, model: Any) -> None:
     if isinstance(trainer.processing_class, ProcessorMixin):
         name = type(trainer.processing_class).__name__
         raise _refused(f"processing_class={name}", "prompts are text. Give the tokenizer of a text model")
-    for name in OF_THE_MODEL:
-        if value := getattr(model.generation_config, name, None):
-            raise _refused(f"model.generation_config.{name}={value!r}", f"{LAW}. Set it to None")
+    own, inherited = vars(trainer.generation_config), vars(model.generation_config)
+    asked = _as_asked(trainer.args) | {"eos_token_id": (trainer.eos_token_ids,)}
+    _check_entries("trainer.generation_config", own, asked)
+    # transformers' generate takes from the model what TRL leaves open
+    left_open = {name: value for name, value in inherited.items() if own.get(name) is None}
+    _check_entries("model.generation_config", left_open, {})
+
+
+def _as_asked(args: GRPOConfig) -> dict[str, tuple]:
+    """The values that entries of a generation config have when TRL makes it of its own options."""
+    return {"do_sample": (True,), **{name: (getattr(args, option),) for name, option in OF_ARGS.items()}}
+
+
+def _check_entries(where: str, entries: Mapping[str, Any], asked: Mapping[str, tuple]) -> None:
+    """Refuses entries of a generation config that may change what is sampled: all but those known not to.
+
+    Args: asked: values of some entries that are obeyed.
+    """
+    for name, value in entries.items():
+        if value is None or name.startswith("_") or name in WITHOUT_EFFECT:
+            continue
+        neutral = asked.get(name) or NEUTRAL.get(name, (None,))
+        if value not in neutral:
+            why = LAW if name in NEUTRAL or name in asked else f"{LAW}, and what this entry does is not known here"
+            raise _refused(f"{where}.{name}={value!r}", f"{why}. Set it to {neutral[0]!r}")
 
 
 def _refused(what: str, why: str) -> RolloutError:

@@ -308,6 +308,35 @@ def test_a_saved_config_comes_back_equal():
     assert [file.name for file in path.parent.iterdir()] == ["config.yaml"]
 
 
+def kwargs_of(*given) -> dict:
+    return load([*BASE, *given]).dataset.chat_template_kwargs
+
+
+def test_a_mapping_is_given_as_yaml_or_json_and_replaces_that_of_the_file(tmp_path):
+    for text in ("{enable_thinking: false, style: 'a, b'}", '{"enable_thinking": false, "style": "a, b"}'):
+        assert kwargs_of(f"dataset.chat_template_kwargs={text}") == {"enable_thinking": "false", "style": "a, b"}
+    assert kwargs_of() == kwargs_of("dataset.chat_template_kwargs={}") == {}
+    path = tmp_path / "mine.yaml"
+    path.write_text("dataset:\n  train_size: 9\n  test_size: 9\n  chat_template_kwargs:\n    depth: 5\n    no: off\n")
+    assert load([f"config={path}"]).dataset.chat_template_kwargs == {"depth": "5", "no": "off"}
+    loaded = load([f"config={path}", "dataset.chat_template_kwargs={style: x}", "output_dir=o"])
+    assert loaded.dataset.chat_template_kwargs == {"style": "x"}, "one layer or the other, not both"
+    assert config.load_saved(config.save(loaded)) == loaded
+
+
+@pytest.mark.parametrize("value", ["false", "[a]", "{a}", "{a: [b]}", "{a: {b: c}}", "{a:b}"])
+def test_what_is_no_mapping_of_words_is_refused(value):
+    assert "Try 'dataset.chat_template_kwargs={name: value}'" in error_of(
+        *BASE, f"dataset.chat_template_kwargs={value}"
+    )
+
+
+def test_variables_of_a_template_that_is_off_are_refused():
+    error = error_of(*BASE, "dataset.chat_template=off", "dataset.chat_template_kwargs={enable_thinking: false}")
+    assert "enable_thinking" in error
+    assert "Try dataset.chat_template=on" in error
+
+
 def test_differences_tell_what_changes_the_meaning_of_a_run():
     old = load([*BASE, "trainer.lr_schedule=constant"])
     new = load(

@@ -1,17 +1,14 @@
 import json
-import logging
 import random
 from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from specrl.config.options import ConfigError
 from specrl.config.schema import DatasetConfig
-from specrl.run.data import Example, check_lengths, load_examples, render, to_dataset
+from specrl.run.data import Example, load_examples, to_dataset
 from specrl.run.sources import final_answer
 
 SHARED = Path(__file__).parents[3].parent / "shared/data"
@@ -27,21 +24,6 @@ def write(path: Path, rows: list) -> str:
 
 def load(name, split="train", seed=0, **options) -> list[Example]:
     return load_examples(str(name), DatasetConfig(**options), split, seed)
-
-
-def tiny_tokenizer(template: str | None = None) -> PreTrainedTokenizerFast:
-    words = ["?", "<s>", "<user>", "<system>", "<bot>", "be", "brief", "one", "two"]
-    raw = Tokenizer(models.WordLevel({word: at for at, word in enumerate(words)}, unk_token="?"))
-    raw.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, unk_token="?")
-    tokenizer.chat_template = template
-    return tokenizer
-
-
-CHAT = (
-    "<s>{% for m in messages %} <{{ m['role'] }}> {{ m['content'] }}{% endfor %}"
-    "{% if add_generation_prompt %} <bot>{% endif %}"
-)
 
 
 @needs_shared
@@ -265,41 +247,6 @@ def test_a_test_file_is_no_training_data(tmp_path):
     assert len(load(name, "test")) == 20
     with pytest.raises(ConfigError, match="serves as split 'test', not 'train'"):
         load(name, "train")
-
-
-def test_render_uses_the_chat_template_for_messages_only():
-    chat = Example("a", [{"role": "system", "content": "be brief"}, {"role": "user", "content": "one"}], None, {})
-    text = Example("b", "one two", None, {})
-    assert render(chat, tiny_tokenizer(CHAT)) == [1, 3, 5, 6, 2, 7, 4]
-    assert render(text, tiny_tokenizer(CHAT)) == [7, 8]
-    assert render(chat, tiny_tokenizer()) == [5, 6, 7], "without a template the messages are joined as text"
-
-
-def test_check_lengths_refuses_with_count_longest_and_key():
-    examples = [Example(f"e{n}", "one " * n, None, {}) for n in range(1, 6)]
-    check_lengths(examples, tiny_tokenizer(), max_prompt_tokens=5, room=5)
-    with pytest.raises(ConfigError, match=r"2 of 5 .* 3 tokens \(dataset\.max_prompt_tokens\); .* 5 \(example e5\)"):
-        check_lengths(examples, tiny_tokenizer(), max_prompt_tokens=3)
-    with pytest.raises(ConfigError, match=r"1 of 5 .* more than 4 tokens \(the model's context .* Lower rollout"):
-        check_lengths(examples, tiny_tokenizer(), max_prompt_tokens=9, room=4)
-
-
-def test_a_prompt_that_is_too_long_is_found_in_its_file(tmp_path, monkeypatch):
-    rows = [{"question": "one " * n} for n in (1, 2, 9, 9)]
-    path = write(tmp_path / "mine.jsonl", rows)
-    tokenizer, said = tiny_tokenizer(), []
-    tokenizer.model_max_length = 5
-    monkeypatch.setattr(logging.getLogger("transformers"), "handlers", [handler := logging.Handler()])
-    handler.emit = said.append
-    with pytest.raises(ConfigError, match=rf"2 of 3 prompts .* the longest has 9 \({path}, line 3\)"):
-        check_lengths(load(path, train_split="train[1:]"), tokenizer, max_prompt_tokens=5)
-    assert said == [], "transformers says nothing beside it"
-    (tmp_path / "mine.json").write_text(json.dumps(rows))
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "mine.parquet")
-    for name in ("mine.json", "mine.parquet"):
-        assert [e.place for e in load(tmp_path / name, train_split="train[2:]")] == [
-            f"{tmp_path / name}, row {at}" for at in (3, 4)
-        ]
 
 
 @pytest.mark.parametrize("count", [1, 3, 5, 8])

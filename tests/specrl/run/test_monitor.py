@@ -11,6 +11,7 @@ from rich.console import Console
 from specrl.config.options import ConfigError
 from specrl.results.records import load_run, read_records
 from specrl.run.monitor import Monitor, duration, eval_line, step_line
+from trainers.config import TrainerConfig
 
 FULL = {
     "step": 42,
@@ -68,6 +69,8 @@ def test_what_goes_first_on_a_narrow_console():
 def test_an_evaluation_fits_eighty_columns():
     found = {"eval/reward": 0.7578125, "eval/mean_length": 105.4, "eval/failed": 0}
     found |= {"eval/pass@1": 0.7578125, "eval/pass@2": 0.828, "eval/pass@4": 0.875}
+    none = eval_line(3, {"eval/failed": 8})
+    assert none == "Eval at step 3 | no response could be scored | failed 8"
     assert eval_line(10_000, found) == "Eval at step 10000 | reward 0.758 | length 105 | pass@1/2/4 0.758 0.828 0.875"
     assert "| failed 3 |" in eval_line(0, found | {"eval/failed": 3})
 
@@ -92,6 +95,58 @@ def test_step_line_leaves_out_what_is_missing_or_nan():
 )
 def test_duration(seconds, shown):
     assert duration(seconds) == shown
+
+
+def warned(tmp_path, shares, compares_groups=True, **more) -> list[int]:
+    """The steps that are followed by the warning, given each step's share of groups whose rewards are equal."""
+    steps = []
+    for step, share in enumerate(shares, 1):
+        console = text_console()
+        if step == 1:
+            monitor = Monitor(tmp_path, 99, console, compares_groups=compares_groups)
+        monitor.console = console
+        known = {} if share is None else {"frac_reward_zero_std": share}
+        monitor.log({"step": step, "reward": 0.25, **known, **more})
+        if "Nothing is learned" in console.export_text():
+            steps.append(step)
+    monitor.close()
+    return steps
+
+
+@pytest.mark.parametrize(
+    ("shares", "expected"),
+    [
+        ([1.0] * 30, [5]),
+        ([1.0, 1.0, 1.0, 1.0, 0.875] * 6, []),
+        ([1.0, 1.0, 0.5, *[1.0] * 9], [8]),
+        ([1.0, None] * 9, [9]),  # the later updates of a rollout
+        ([math.nan] * 9, []),
+    ],
+)
+def test_rewards_without_any_spread_are_said_once_after_some_rollouts(tmp_path, shares, expected):
+    assert warned(tmp_path, shares) == expected
+
+
+def test_a_critic_learns_from_equal_rewards(tmp_path):
+    assert warned(tmp_path, [1.0] * 9, compares_groups=False) == []
+    for given, compares in (
+        ({}, True),
+        ({"algorithm": "dapo"}, True),
+        ({"algorithm": "ppo", "advantage": "rloo"}, True),
+        ({"algorithm": "ppo"}, False),
+        ({"algorithm": "ppo", "advantage": "reinforce_plus_plus"}, False),
+    ):
+        assert TrainerConfig(**given).compares_groups == compares
+
+
+def test_the_warning_names_the_mean_the_responses_and_what_to_set(tmp_path):
+    console = text_console()
+    with Monitor(tmp_path, 9, console, compares_groups=True) as monitor:
+        for step in range(1, 6):
+            monitor.log({"step": step, "reward": 0.0, "frac_reward_zero_std": 1.0})
+    text = " ".join(console.export_text().split())
+    named = ("mean 0)", str(tmp_path / "completions"), "rollout.max_new_tokens", "rollout.temperature", "group_size")
+    assert all(word in text for word in named)
 
 
 def test_records_are_flushed_strict_json_with_null_for_nan(tmp_path):

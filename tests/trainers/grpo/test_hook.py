@@ -6,6 +6,7 @@ import copy
 import itertools
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -17,7 +18,7 @@ import pytest
 import torch
 from accelerate import Accelerator, DistributedType
 from datasets import Dataset, IterableDataset
-from transformers import ProcessorMixin
+from transformers import GenerationConfig, ProcessorMixin
 
 import trainers.grpo.trainer  # noqa: F401 (silences TRL's remarks at import)
 from rollout.cache.memory import Fingerprint, TrajectoryCache
@@ -31,6 +32,7 @@ from rollout.speculative import SpeculativeRollout
 from rollout.types import Request, RolloutError
 from specrl.tiny import load_tiny
 from trainers.grpo.hook import STATE, ReuseRollouts
+from trainers.grpo.hook_limits import NEUTRAL, OF_ARGS, WITHOUT_EFFECT
 
 ROOT = Path(__file__).parents[3]
 A, B = "Tom has 3 apples and buys 4 more. How many has he?", "Ann had 9 pens and lost 2. How many are left?"
@@ -380,7 +382,11 @@ def test_prompts_are_rendered_as_trl_does(tmp_path):
     [
         ("use_transformers_continuous_batching", True, "use_transformers_continuous_batching=True"),
         ("cache_implementation", "static", "cache_implementation='static'.*Use cache_implementation=None"),
-        ("generation_kwargs", {"no_repeat_ngram_size": 2}, "generation_kwargs={'no_repeat_ngram_size': 2}"),
+        ("generation_kwargs", {"no_repeat_ngram_size": 2}, r"generation_kwargs\.no_repeat_ngram_size=2.*Set it to 0"),
+        ("generation_kwargs", {"temperature": 0.5}, r"generation_kwargs\.temperature=0\.5.*Set it to 1\.0"),
+        ("generation_kwargs", {"max_new_tokens": 3}, r"generation_kwargs\.max_new_tokens=3.*Set it to"),
+        ("generation_kwargs", {"do_sample": False}, r"generation_kwargs\.do_sample=False.*Set it to True"),
+        ("generation_kwargs", {"eos_token_id": 4}, r"generation_kwargs\.eos_token_id=4.*Set it to None"),
         ("min_p", 0.5, "min_p=0.5.*temperature, top_k and top_p alone. Use min_p=None"),
         ("repetition_penalty", 5.0, "repetition_penalty=5.0.*Use repetition_penalty=1"),
         ("top_k", -1, "top_k=-1.*Use top_k=0"),
@@ -450,9 +456,51 @@ def test_what_takes_more_than_text_and_one_turn_is_refused(attribute, value, wor
     refused(idle, words)
 
 
-def test_laws_of_the_model_are_refused(idle, monkeypatch):
-    monkeypatch.setattr(idle.model.generation_config, "suppress_tokens", [3])
-    refused(idle, r"model.generation_config.suppress_tokens=\[3\]")
+NOT_NEUTRAL = {
+    "bad_words_ids": [[3]],
+    "constraints": ["x"],
+    "exponential_decay_length_penalty": (1, 1.1),
+    "force_words_ids": [[3]],
+    "remove_invalid_values": True,
+    "sequence_bias": {(3,): 1.0},
+    "stop_strings": ["x"],
+    "suppress_tokens": [3],
+    "token_healing": True,
+    "watermarking_config": {"bias": 1.0},
+}
+
+
+def test_every_entry_of_a_generation_config_is_known():
+    """A new version of transformers that has a new one fails here, and is refused until it is known."""
+    entries = {name for name in vars(GenerationConfig()) if not name.startswith("_")}
+    ours = [set(NEUTRAL), set(WITHOUT_EFFECT), {*OF_ARGS, "do_sample"}]
+    assert entries == set().union(*ours)
+    assert sum(map(len, ours)) == len(entries), "none is in two"
+
+
+@pytest.mark.parametrize("name", sorted({*NEUTRAL, "not_known_yet"} - {"eos_token_id"}))
+def test_what_a_model_would_have_trl_sample_otherwise_is_refused(name, idle, monkeypatch):
+    given, first = NOT_NEUTRAL.get(name, 3), NEUTRAL.get(name, (None,))[0]
+    monkeypatch.setattr(idle.generation_config, name, None, raising=False)
+    monkeypatch.setattr(idle.model.generation_config, name, given, raising=False)
+    refused(idle, rf"model\.generation_config\.{name}={re.escape(repr(given))}.*Set it to {first!r}$")
+    for neutral in (None, *NEUTRAL.get(name, ())):
+        setattr(idle.model.generation_config, name, neutral)
+        assert ReuseRollouts(idle.args)([A], idle)["completion_ids"]
+
+
+def test_what_trl_sets_itself_is_not_inherited(idle, monkeypatch):
+    """Qwen2.5 comes with a repetition penalty and top_k, which TRL's own options replace."""
+    for name, value in {"repetition_penalty": 1.1, "top_k": 20, "top_p": 0.8, "temperature": 0.7}.items():
+        monkeypatch.setattr(idle.model.generation_config, name, value)
+    assert ReuseRollouts(idle.args)([A], idle)["completion_ids"]
+    monkeypatch.setattr(idle.generation_config, "repetition_penalty", None)
+    refused(idle, r"model\.generation_config\.repetition_penalty=1\.1")
+
+
+def test_a_generation_config_of_the_trainer_that_was_changed_is_refused(idle, monkeypatch):
+    monkeypatch.setattr(idle.generation_config, "temperature", 0.25)
+    refused(idle, r"trainer\.generation_config\.temperature=0\.25.*Set it to 1\.0")
 
 
 def test_a_model_in_parts_is_refused_before_a_pass_that_the_others_do_not_take(idle, monkeypatch):
@@ -467,7 +515,8 @@ def refused(trainer, words: str) -> None:
 
 
 def test_control_values_that_ask_for_nothing_are_taken(idle, monkeypatch):
-    for name, value in {"min_p": 0.0, "generation_kwargs": {}, "repetition_penalty": 1.0}.items():
+    nothing = {"num_beams": 1, "use_cache": False, "temperature": idle.args.temperature, "suppress_tokens": []}
+    for name, value in {"min_p": 0.0, "generation_kwargs": nothing, "repetition_penalty": 1.0}.items():
         monkeypatch.setattr(idle.args, name, value)
     assert len(ReuseRollouts(idle.args)([A], idle)["completion_ids"]) == 1
 

@@ -1,0 +1,313 @@
+"""Prompts as a policy sees them, and that every reward gets the same text: in training, evaluation and judge mining."""
+
+import importlib
+import json
+import logging
+import shutil
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from reward.base import Sample
+from reward.config import RewardConfig
+from reward.loading import load_rewards
+from rollout.types import Completion, EngineStats
+from specrl.config.load import load as load_config
+from specrl.config.options import ConfigError
+from specrl.config.schema import DatasetConfig
+from specrl.lossy.judging import Drafted, mismatches
+from specrl.lossy.pair import load_pair
+from specrl.run.accuracy import evaluate
+from specrl.run.data import Example, load_examples
+from specrl.run.policy import fingerprint, load_tokenizer
+from specrl.run.prompts import Prompt, chat_template, check_lengths, described, render, seen
+from specrl.run.resume import data_digests
+from tests.runs import SHORT, build_policy, run, words
+
+
+def tiny_tokenizer(template: str | None = None) -> PreTrainedTokenizerFast:
+    words = ["?", "<s>", "<user>", "<system>", "<bot>", "be", "brief", "one", "two"]
+    raw = Tokenizer(models.WordLevel({word: at for at, word in enumerate(words)}, unk_token="?"))
+    raw.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, unk_token="?")
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+CHAT = (
+    "<s>{% for m in messages %} <{{ m['role'] }}> {{ m['content'] }}{% endfor %}"
+    "{% if add_generation_prompt %} <bot>{% endif %}"
+)
+
+
+TEXT = Example("b", "one two", None, {})
+MESSAGES = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "one"}]
+A_CHAT = Example("a", MESSAGES, None, {}, "mine.jsonl, line 3")
+
+
+def shown(example, template, **options) -> Prompt:
+    return render(example, tiny_tokenizer(template), DatasetConfig(**options))
+
+
+@pytest.mark.parametrize("when", ["auto", "on"])
+def test_the_chat_template_is_around_texts_and_chats(when):
+    chat = shown(A_CHAT, CHAT, chat_template=when)
+    assert (chat.ids, chat.messages) == ([1, 3, 5, 6, 2, 7, 4], MESSAGES)
+    assert chat.text == "<s> <system> be brief <user> one <bot>"
+    text = shown(TEXT, CHAT, chat_template=when)
+    assert (text.ids, text.text) == ([1, 2, 7, 8, 4], "<s> <user> one two <bot>")
+    assert text.messages == [{"role": "user", "content": "one two"}]
+
+
+@pytest.mark.parametrize(("template", "when"), [(CHAT, "off"), (None, "off"), (None, "auto")])
+def test_without_a_chat_template_prompts_are_plain_text(template, when):
+    assert shown(TEXT, template, chat_template=when) == Prompt([7, 8], "one two", None)
+    joined = shown(A_CHAT, template, chat_template=when)
+    assert joined == Prompt([5, 6, 7], "be brief\n\none", MESSAGES), "messages are joined as text"
+
+
+def test_the_embedded_policy_has_no_chat_template_and_sees_plain_text():
+    config = load_config(["config=grpo_math"])
+    tokenizer = load_tokenizer(config)
+    (example, *_) = load_examples(config.data, config.dataset, "train", config.seed)
+    assert not tokenizer.chat_template
+    prompt = render(example, tokenizer, config.dataset)
+    assert prompt == Prompt(tokenizer(example.prompt).input_ids, example.prompt, None)
+
+
+THINKING = CHAT + "{% if enable_thinking is defined and enable_thinking == false %} be{% endif %} {{ style }}"
+
+
+def test_variables_reach_the_chat_template_as_json_or_text():
+    def end(**given):
+        return shown(TEXT, THINKING, chat_template_kwargs=given).text.partition("<bot>")[2]
+
+    assert end() == " "
+    assert end(enable_thinking="false") == " be "
+    assert end(enable_thinking="true") == end(enable_thinking="no") == " ", "`no` is a text"
+    assert end(style="brief") == " brief"
+    assert end(style='["a", {"b": 1}]') == " ['a', {'b': 1}]"
+
+
+@pytest.mark.parametrize(
+    ("template", "options", "says"),
+    [
+        (None, {"chat_template": "on"}, ["dataset.chat_template=on", "Try dataset.chat_template=auto"]),
+        (None, {"chat_template_kwargs": {"style": "x"}}, ["chat_template_kwargs={style: x}", "tokenizer has none"]),
+        (THINKING, {"chat_template_kwargs": {"enable_thinkin": "false"}}, ["enable_thinkin", "'enable_thinking'"]),
+        (THINKING, {"chat_template_kwargs": {"messages": "x"}}, ["sets messages"]),
+        ("{{ raise_exception('no system') }}", {}, ["mine.jsonl, line 3: no system", "dataset.chat_template=off"]),
+    ],
+)
+def test_a_chat_template_that_cannot_be_had_is_one_line(template, options, says):
+    with pytest.raises(ConfigError) as caught:
+        shown(A_CHAT, template, **options)
+    assert all(part in str(caught.value) for part in says)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_lines_about_prompts_fit_a_terminal():
+    def lines(template, question="one two", **options):
+        example = Example("a", question, None, {})
+        return described(example, tiny_tokenizer(template), DatasetConfig(**options))
+
+    assert lines(CHAT) == [
+        "Chat template: the tokenizer's (dataset.chat_template=auto).",
+        "A prompt: '<s> <user> one two <bot>'",
+    ]
+    assert "enable_thinking: false" in lines(THINKING, chat_template_kwargs={"enable_thinking": "false"})[0]
+    assert lines(None)[0] == "Chat template: the tokenizer has none (dataset.chat_template=auto)."
+    off = lines(CHAT, chat_template="off")
+    assert off == ["Chat template: not used (dataset.chat_template=off).", "A prompt: 'one two'"]
+    (_, long) = lines(CHAT, "one\n" * 100)
+    assert len(f"# {long}") == 80, "dry_run prints it as a comment"
+    assert long.startswith("A prompt: '<s> <user> one\\none")
+    assert long.endswith("<bot>'")
+
+
+def test_check_lengths_refuses_with_count_longest_and_key():
+    examples = [Example(f"e{n}", "one " * n, None, {}) for n in range(1, 6)]
+    check_lengths(examples, tiny_tokenizer(), DatasetConfig(max_prompt_tokens=5), room=5)
+    with pytest.raises(ConfigError, match=r"2 of 5 .* 3 tokens \(dataset\.max_prompt_tokens\); .* 5 \(example e5\)"):
+        check_lengths(examples, tiny_tokenizer(), DatasetConfig(max_prompt_tokens=3))
+    with pytest.raises(ConfigError, match=r"1 of 5 .* more than 4 tokens \(the model's context .* Lower rollout"):
+        check_lengths(examples, tiny_tokenizer(), DatasetConfig(max_prompt_tokens=9), room=4)
+
+
+def write(path, rows):
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return str(path)
+
+
+def load(name, **options):
+    return load_examples(str(name), DatasetConfig(**options), "train", 0)
+
+
+def test_a_prompt_that_is_too_long_is_found_in_its_file(tmp_path, monkeypatch):
+    rows = [{"question": "one " * n} for n in (1, 2, 9, 9)]
+    path = write(tmp_path / "mine.jsonl", rows)
+    tokenizer, said = tiny_tokenizer(), []
+    tokenizer.model_max_length = 5
+    monkeypatch.setattr(logging.getLogger("transformers"), "handlers", [handler := logging.Handler()])
+    handler.emit = said.append
+    with pytest.raises(ConfigError, match=rf"2 of 3 prompts .* the longest has 9 \({path}, line 3\)"):
+        check_lengths(load(path, train_split="train[1:]"), tokenizer, DatasetConfig(max_prompt_tokens=5))
+    assert said == [], "transformers says nothing beside it"
+    (tmp_path / "mine.json").write_text(json.dumps(rows))
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "mine.parquet")
+    for name in ("mine.json", "mine.parquet"):
+        assert [e.place for e in load(tmp_path / name, train_split="train[2:]")] == [
+            f"{tmp_path / name}, row {at}" for at in (3, 4)
+        ]
+
+
+# What rewards see -----------------------------------------------------------------------------------------------------
+
+SYSTEM = "Add and subtract."
+MARKED = (
+    "{% for m in messages %}{{ '<' + m['role'] + '> ' + m['content'] + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}<bot>{% endif %}"
+)
+HEARD: list[tuple] = []
+
+
+def heard(prompt, completion, answer, messages=None) -> float:
+    """A reward that remembers what it was given."""
+    HEARD.append((prompt, messages))
+    return float(sum(c.isdigit() for c in completion) < 6)
+
+
+@pytest.fixture(scope="module")
+def chatting(tmp_path_factory):
+    """The folder of a policy whose tokenizer has a chat template."""
+    folder = build_policy(tmp_path_factory.mktemp("chatting"))
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = MARKED
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def remembered():
+    """What `heard` was given, wherever it was called from: rewards are imported by name."""
+    found = importlib.import_module("tests.specrl.run.test_prompts").HEARD
+    found.clear()
+    return found
+
+
+def options(chatting):
+    return {
+        "model": str(chatting),
+        "dataset__system_prompt": SYSTEM,
+        "reward__functions": "[tests.specrl.run.test_prompts:heard]",
+    }
+
+
+def expected(given, split) -> set[tuple[str, str]]:
+    """Text and messages of each prompt, written down by hand."""
+    plain = load_config(given)
+    plain.dataset.system_prompt = ""
+    questions = [e.prompt for e in load_examples(plain.data, plain.dataset, split, plain.seed)]
+    chats = [[{"role": "system", "content": SYSTEM}, {"role": "user", "content": text}] for text in questions]
+    return {
+        (f"<system> {SYSTEM}\n<user> {text}\n<bot>", json.dumps(chat))
+        for text, chat in zip(questions, chats, strict=True)
+    }
+
+
+def told(remembered) -> set[tuple[str, str]]:
+    return {(prompt, json.dumps(messages)) for prompt, messages in remembered}
+
+
+def test_dry_run_shows_whether_there_is_a_template_and_one_prompt(chatting, tmp_path):
+    for given, line in (({}, "the tokenizer's ("), ({"dataset__chat_template": "off"}, "not used")):
+        text = load_config([*words(tmp_path, model=str(chatting), **given), "dry_run=true"])
+        assert f"# Chat template: {line}" in text
+        assert text.count("# A prompt: '<user> ") == (not given), "with its beginning"
+        assert text.count("\\n<bot>'") == (not given), "and its end"
+
+
+@pytest.mark.slow  # a run
+def test_a_run_says_at_its_start_what_its_prompts_are(chatting, tmp_path, capsys):
+    run(tmp_path, **SHORT, model=str(chatting), trainer__max_steps=1)
+    text = " ".join(capsys.readouterr().out.split())
+    assert text.index("Chat template: the tokenizer's") < text.index("A prompt: '<user> ") < text.index("Step 1/1")
+
+
+def test_another_template_or_other_variables_are_another_data_set(chatting, tmp_path):
+    def marks(model, **given):
+        config = load_config(words(tmp_path, model=str(model), **given))
+        tokenizer = load_tokenizer(config)
+        data = data_digests(chat_template(tokenizer, config.dataset), train=[TEXT])
+        return json.dumps(fingerprint(config, tokenizer)[0]), data["train"]
+
+    other = shutil.copytree(chatting, tmp_path / "other")
+    (other / "chat_template.jinja").write_text(f"{MARKED}!{{{{ m }}}}")
+    caches, data = zip(
+        marks(chatting),
+        marks(chatting, dataset__chat_template="off"),
+        marks(other),
+        marks(other, dataset__chat_template_kwargs="{m: 1}"),
+        strict=True,
+    )
+    assert len(set(caches)) == 4
+    assert data[2] == data[3], "options are compared by themselves"
+    assert len(set(data)) == 3
+    assert data[1] == data_digests(train=[TEXT])["train"], "without a template it is the rows alone"
+    assert marks(chatting) == marks(chatting, dataset__chat_template="on"), "the same prompts"
+
+
+@pytest.mark.slow  # a run
+def test_rewards_in_training_see_the_rendered_prompt(chatting, tmp_path, remembered):
+    given = {**SHORT, **options(chatting)}
+    run(tmp_path, **given)
+    assert told(remembered) == expected(words(tmp_path, **given), "train")
+
+
+def test_rewards_in_an_evaluation_see_the_rendered_prompt(chatting, tmp_path, remembered):
+    class Engine:
+        """Answers with one token."""
+
+        def generate(self, requests):
+            return [Completion([5], [0.0], [0.0], [False], "stop", 0, 1) for _ in requests], EngineStats()
+
+    given = words(tmp_path, **options(chatting))
+    config = load_config(given)
+    examples = load_examples(config.data, config.dataset, "test", config.seed)
+    evaluate(
+        Engine(), AutoTokenizer.from_pretrained(chatting), examples, load_rewards(config.reward), config, samples=2
+    )
+    assert told(remembered) == expected(given, "test")
+
+
+@pytest.mark.slow  # responses of a model, several for each prompt
+def test_rewards_in_judge_mining_see_the_rendered_prompt(chatting, tmp_path, remembered):
+    given = words(tmp_path, **SHORT, **options(chatting), rollout__law="off", rollout__drafter="layers=1")
+    config = load_config(given)
+    examples = load_examples(config.data, config.dataset, "train", config.seed)
+    drafts = [Drafted(example, i) for i, example in enumerate(examples)]
+    mismatches(load_pair(config), drafts, load_rewards(config.reward), 2)
+    assert told(remembered) == expected(given, "train")
+
+
+def test_a_plain_prompt_reaches_rewards_as_it_is_and_has_no_messages():
+    (sample,) = seen([Example("a", "one two", "3", {"level": 1})], ["two"], tiny_tokenizer(), DatasetConfig())
+    assert sample == Sample("one two", "two", "3", {"level": 1}, messages=None)
+
+
+@pytest.mark.parametrize("isolate", [False, True])
+def test_messages_are_a_column_of_their_own_unless_the_data_has_one(isolate, tmp_path, monkeypatch):
+    (tmp_path / "roles.py").write_text(
+        "def last(prompt, completion, answer, messages): return float(messages[-1]['content'] if messages else -1)"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    chat = Prompt([1], "<user> 4", [{"role": "user", "content": "4"}])
+    plain = Prompt([1], "4", None)
+    rewards = load_rewards(RewardConfig(functions=["roles:last"], isolate_user=isolate))
+    own = {"messages": [{"content": "7"}]}
+    asked = [chat.sample("", None, {}), plain.sample("", None, {}), chat.sample("", None, own)]
+    assert rewards.score(asked).total == [4.0, -1.0, 7.0]
+    rewards.close()
