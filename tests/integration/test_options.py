@@ -148,6 +148,7 @@ FORMS = [
     {**ROUTED, "rollout.drafter": "layers=1", "rollout.routed.by": "entropy"},
     {**JUDGED, "rollout.drafter": "layers=1", "rollout.judged.by": "kl"},
     {**EXACT, "rollout.drafter": "layers=1"},
+    *({**TAUGHT, "rollout.drafter": "head", **algorithm} for algorithm in (GRPO, PPO)),
     {**EXACT, "rollout.budget.window": 4},
 ]
 """What free text and numbers can say that changes which code runs."""
