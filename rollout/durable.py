@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -34,6 +36,22 @@ def write_durably(path: Path, data: bytes) -> None:
     """`replacing` by these bytes."""
     with replacing(path) as file:
         file.write(data)
+
+
+def open_lock(path: Path) -> int:
+    """A descriptor of a lock file, made if need be. Nothing in it changes: its holder may write once it is locked.
+
+    Raises OSError, where a link, a pipe or a directory has its name too.
+    """
+    try:
+        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
+    except OSError as error:
+        linked = error.errno == errno.ELOOP
+        raise OSError(error.errno, "it is a symbolic link" if linked else error.strerror, str(path)) from error
+    if not stat.S_ISREG(os.fstat(lock).st_mode):
+        os.close(lock)
+        raise OSError(errno.EINVAL, "it is a pipe or a device, not a file", str(path))
+    return lock
 
 
 def flush_directory(path: Path) -> None:
