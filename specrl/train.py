@@ -45,7 +45,6 @@ def recorded(run: Run) -> Iterator[Monitor | None]:
         watch(run, None)
         yield None
         return
-    from specrl.run import memory
     from specrl.run.monitor import Monitor
     from trainers.checkpoint import step_of
 
@@ -59,7 +58,6 @@ def recorded(run: Run) -> Iterator[Monitor | None]:
         if rounding:
             monitor.note(rounding)
         watch(run, monitor)
-        monitor.note(memory.sentence(memory.plan(config, policy, run.longest_prompt), memory.free_mb(policy.device)))
         monitor.note(f"Rollouts ahead: {f'off, as {why}' if (why := run.trainer.rollouts.source.not_ahead) else AHEAD}")
         if config.trainer.precision == "pure_bf16":
             monitor.note(PURE_BF16.format(config.trainer.learning_rate))

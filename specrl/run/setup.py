@@ -50,8 +50,6 @@ class Run:
     test: Sequence[Example]
     steps: int
     """Optimiser steps from beginning to end."""
-    longest_prompt: int
-    """Tokens."""
 
     @property
     def is_main(self) -> bool:
@@ -89,7 +87,7 @@ def parts(
         checkpoint = agreed(checkpoint, folder, model.device)
     context = getattr(model.config, "max_position_embeddings", None)
     room = context and context - config.rollout.max_new_tokens
-    longest = check_lengths([*train, *test], tokenizer, config.dataset.max_prompt_tokens, room)
+    check_lengths([*train, *test], tokenizer, config.dataset.max_prompt_tokens, room)
     data = data_digests(train=train, test=test)
     if checkpoint:
         from specrl.run.continued import same_data
@@ -118,8 +116,7 @@ def parts(
             trainer.add_callback(TrainCompanions(trainer.rollouts.companions, trainer.note))
         trainer.add_callback(ShortHistory())
         trainer.add_callback(checkpoints.SaveCache(trainer.rollouts, config.trainer.keep_checkpoints, data))
-        whole = steps(config, len(train))
-        yield Run(config, folder, checkpoint, trainer, tokenizer, rewards, test, whole, longest)
+        yield Run(config, folder, checkpoint, trainer, tokenizer, rewards, test, steps(config, len(train)))
 
 
 def load_cache(
