@@ -45,6 +45,7 @@ def recorded(run: Run) -> Iterator[Monitor | None]:
         watch(run, None)
         yield None
         return
+    from specrl.run.data import left_out
     from specrl.run.monitor import Monitor
     from trainers.checkpoint import step_of
 
@@ -59,6 +60,8 @@ def recorded(run: Run) -> Iterator[Monitor | None]:
             monitor.note(rounding)
         watch(run, monitor)
         monitor.note(f"Rollouts ahead: {f'off, as {why}' if (why := run.trainer.rollouts.source.not_ahead) else AHEAD}")
+        for sentence in left_out(config, run.prompts):
+            monitor.note(sentence)
         if config.trainer.precision == "pure_bf16":
             monitor.note(PURE_BF16.format(config.trainer.learning_rate))
         yield monitor

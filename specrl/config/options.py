@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import asdict
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -169,6 +170,19 @@ def plain(value: Any) -> str:
 def to_yaml(config: Any) -> str:
     """A dataclass object as YAML that `read_file` and `build` turn into an equal object."""
     return yaml.safe_dump(_escape(asdict(config)), sort_keys=False, allow_unicode=True, width=120)
+
+
+def changed_yaml(config: Any) -> str:
+    """As `to_yaml`, without the options that have their defaults."""
+    tree: dict[str, Any] = {}
+    for key, option in options(type(config)).items():
+        if (value := attrgetter(key)(config)) != option.default:
+            *above, name = key.split(".")
+            node = tree
+            for section in above:
+                node = node.setdefault(section, {})
+            node[name] = value
+    return yaml.safe_dump(_escape(tree), sort_keys=False, allow_unicode=True, width=120)
 
 
 def _escape(value: Any) -> Any:

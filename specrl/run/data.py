@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
     from transformers import PreTrainedTokenizerBase
 
-    from specrl.config.schema import DatasetConfig
+    from specrl.config.schema import Config, DatasetConfig
 
 
 @dataclass(frozen=True)
@@ -104,6 +104,13 @@ def check_lengths(
             f"({which}). {remedy}, or take those rows out."
         )
     return longest
+
+
+def left_out(config: Config, count: int) -> list[str]:
+    """The sentence about training prompts that have no place in an epoch's steps, if there are any."""
+    per_step = config.trainer.prompts_per_step
+    rest = count % per_step
+    return [f"Each epoch leaves out {rest} of {count} prompts, as trainer.prompts_per_step is {per_step}."] * bool(rest)
 
 
 def to_dataset(examples: Sequence[Example]) -> Dataset:

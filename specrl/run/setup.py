@@ -23,7 +23,7 @@ from rollout.engines.base import Engine
 from rollout.speculative import SpeculativeRollout
 from specrl.config.schema import Config
 from specrl.run.data import Example, check_lengths, render, to_dataset
-from specrl.run.policy import engine_spec, fingerprint, load_policy, trained_dtype
+from specrl.run.policy import engine_spec, fingerprint, load_policy, room, trained_dtype
 from specrl.run.resume import data_digests
 from trainers import checkpoint as checkpoints
 from trainers.callbacks import ShortHistory, StopOnSignal
@@ -50,6 +50,8 @@ class Run:
     test: Sequence[Example]
     steps: int
     """Optimiser steps from beginning to end."""
+    prompts: int
+    """To train on."""
 
     @property
     def is_main(self) -> bool:
@@ -85,9 +87,7 @@ def parts(
         from specrl.run.continued import agreed
 
         checkpoint = agreed(checkpoint, folder, model.device)
-    context = getattr(model.config, "max_position_embeddings", None)
-    room = context and context - config.rollout.max_new_tokens
-    check_lengths([*train, *test], tokenizer, config.dataset.max_prompt_tokens, room)
+    check_lengths([*train, *test], tokenizer, config.dataset.max_prompt_tokens, room(config, model))
     data = data_digests(train=train, test=test)
     if checkpoint:
         from specrl.run.continued import same_data
@@ -116,7 +116,7 @@ def parts(
             trainer.add_callback(TrainCompanions(trainer.rollouts.companions, trainer.note))
         trainer.add_callback(ShortHistory())
         trainer.add_callback(checkpoints.SaveCache(trainer.rollouts, config.trainer.keep_checkpoints, data))
-        yield Run(config, folder, checkpoint, trainer, tokenizer, rewards, test, steps(config, len(train)))
+        yield Run(config, folder, checkpoint, trainer, tokenizer, rewards, test, steps(config, len(train)), len(train))
 
 
 def load_cache(

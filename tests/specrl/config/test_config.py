@@ -150,6 +150,9 @@ def test_interpolation_and_its_escape(monkeypatch):
             "Unknown option 'zzz'. The sections are dataset, lora, rollout, trainer, reward, cluster, report; "
             "help=SECTION lists the options of one.",
         ),
+        ([*BASE, "trainer.lr=1"], "Unknown option 'trainer.lr'. Did you mean 'trainer.learning_rate'?"),
+        ([*BASE, "trainer.critic.lr=1"], "Unknown option 'trainer.critic.lr'. Did you mean 'trainer.critic.learning"),
+        ([*BASE, "lr=1"], "Unknown option 'lr'. Did you mean 'trainer.learning_rate'?"),
         ([*BASE, "dry-run=true"], "Unknown option 'dry-run'. Did you mean 'dry_run'?"),
         ([*BASE, "rollout.group-size=4"], "Unknown option 'rollout.group-size'. Did you mean 'rollout.group_size'?"),
         ([*BASE, "rollout=4"], "'rollout' is a section; set its options one by one. help=rollout lists them."),
@@ -172,6 +175,14 @@ def test_command_line_errors_are_one_readable_line(words, message):
     text = error_of(*words)
     assert text.startswith(message)
     assert "\n" not in text
+
+
+@pytest.mark.parametrize("name", ["base.yml", "base", "bse.yaml", "mine/base.yml"])
+def test_a_file_beside_is_suggested(name):
+    write("base.yaml", "seed: 1\n")
+    write("mine/base.yaml", "seed: 1\n")
+    near = "mine/base.yaml" if "/" in name else "base.yaml"
+    assert f" Did you mean '{near}'?" in error_of(f"config={name}")
 
 
 # --- what goes wrong in a file
@@ -282,8 +293,19 @@ def test_dry_run_prints_a_loadable_config_and_the_sizes(capsys):
     config_text = write("again.yaml", text)
     assert dataclasses.asdict(load([config_text])) == dataclasses.asdict(load([*BASE]))
     assert (
-        "# 4 prompts x 8 responses = 32 rows per step, at most 6,400 new tokens; 16 steps per epoch; 128 steps;" in text
+        "# 4 prompts x 8 responses = 32 rows per step, at most 6,400 new tokens.\n# 16 steps per epoch; 128 steps.\n"
+        in text
     )
+
+
+def test_a_dry_run_fits_a_screen_with_its_numbers_last(capsys):
+    assert config.run(lambda c: 1 / 0, [*BASE, "dry_run=true", "dataset.train_size=66"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 24
+    assert max(map(len, lines)) <= 80
+    numbers = [at for at, line in enumerate(lines) if line.startswith("# ")]
+    assert numbers == list(range(numbers[0], len(lines)))
+    assert "# Each epoch leaves out 2 of 66 prompts, as trainer.prompts_per_step is 4." in lines
 
 
 def test_dry_run_still_checks():
@@ -292,8 +314,8 @@ def test_dry_run_still_checks():
 
 def test_sizes_without_a_known_number_of_prompts():
     gsm8k = load(["config=grpo_gsm8k"])
-    assert "the number of steps follows from the data" in sizes(gsm8k)
-    assert "; 7 steps;" in sizes(load(["config=grpo_gsm8k", "trainer.max_steps=7"]))
+    assert "The number of steps follows from the data." in sizes(gsm8k)
+    assert "7 steps." in sizes(load(["config=grpo_gsm8k", "trainer.max_steps=7"]))
 
 
 # --- saved configs
