@@ -24,7 +24,7 @@ PAGES = [
     *sorted(file for name in ("docs", "configs", "examples") for file in (ROOT / name).iterdir() if file.is_file()),
     *sorted((ROOT / "specrl").glob("*.py")),
 ]
-WORD = r"'?(?:[a-z_]+\.)*[a-z_]+=(?:\[[^\]\s]*\]|[^\s`|;,\"'()\[\]\\])+'?"
+WORD = r"(?:'[a-z_.]+=[^'\n]*'|(?<!')[a-z_]+(?:\.[a-z_]+)*=(?:\[[^\]\s]*\]|[^\s`|;,\"'()\[\]\\])+)"
 """`key=value`, quoted or not."""
 KNOWN = options.options(Config)
 LEAVES = Counter(key.rpartition(".")[2] for key in KNOWN)
@@ -164,5 +164,8 @@ def test_planted_promises_are_found():
     assert "expected one of" in refused({"rollout.law": "of"})
     assert "does not exist" in refused({"rollout.drafter": "./none"})
     assert "no draft model to train" in refused({"trainer.drafter.train": "true", "rollout.drafter": ""})
+    quoted = "python -m specrl.train config=a 'dataset.k={a: false}' b=c"
+    assert commands(quoted) == [("train", ["config=a", "dataset.k={a: false}", "b=c"])]
+    assert promises("x 'dataset.system_prompt={a: b}' y") == [{"dataset.system_prompt": "{a: b}"}]
     text = "Say `python -m specrl.train config=a \\\n#    'b.c=train[:90%]'` or `python -m specrl.bench WORDS x=1` now"
     assert commands(text) == [("train", ["config=a", "b.c=train[:90%]"]), ("bench", ["x=1"])]
