@@ -1,14 +1,17 @@
-"""Files that are replaced as a whole: after a crash or a power cut there is the old one or the new one."""
+"""Files that are replaced as a whole, so that a crash or a power cut leaves the old one or the new one; and reading
+what may have been damaged all the same.
+"""
 
 from __future__ import annotations
 
 import errno
+import json
 import os
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 
 @contextmanager
@@ -36,6 +39,14 @@ def write_durably(path: Path, data: bytes) -> None:
     """`replacing` by these bytes."""
     with replacing(path) as file:
         file.write(data)
+
+
+def read_json(text: str | bytes) -> Any:
+    """`json.loads`; what is nested too deep to be read is a ValueError too, as all else that is no JSON."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deep") from None
 
 
 def open_lock(path: Path) -> int:

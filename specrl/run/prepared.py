@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rollout.durable import read_json
 from specrl.run import policy
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def _depth(model: str) -> int | None:
     """The number of layers by the model's config.json, None where it does not say."""
     file = (policy.TINY_PATH if model == "tiny" else Path(model).expanduser()) / "config.json"
     try:
-        read = json.loads(file.read_text(encoding="utf-8"))
+        read = read_json(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None  # loading says what is wrong with it
     names = ("num_hidden_layers", "n_layer")

@@ -149,12 +149,12 @@ def keep_surroundings(run_dir: Path, now: dict[str, Any], resumed: bool) -> str:
 
     Returns one line, empty when nothing differs.
     """
-    from rollout.durable import write_durably
+    from rollout.durable import read_json, write_durably
 
     path, began = run_dir / ENVIRONMENT_FILE, None
     if resumed:
         with suppress(OSError, ValueError):
-            began = json.loads(path.read_bytes())
+            began = read_json(path.read_bytes())
     if not isinstance(began, dict):
         write_durably(path, (json.dumps(now, ensure_ascii=False) + "\n").encode())
         return ""

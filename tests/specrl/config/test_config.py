@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import os
 import re
 import subprocess
 import sys
@@ -196,8 +197,16 @@ def test_a_file_beside_is_suggested(name):
         ("rollout: {top_k: 1}\nrollout.top_k: 2\n", "bad.yaml: rollout.top_k is given twice. Keep one."),
         (
             "seed: !!python/object/apply:os.system ['touch owned']\n",
-            "bad.yaml, line 1: could not determine a constructor",
+            "bad.yaml, line 1: tags such as tag:yaml.org,2002:python/object/apply:os.system are not supported",
         ),
+        ("seed: !!int abc\n", "bad.yaml, line 1: tags such as tag:yaml.org,2002:int are not supported"),
+        ("seed: !!bool abc\n", "bad.yaml, line 1: tags such as"),
+        ("a:\n  " + "[" * 5000 + "]" * 5000, "bad.yaml, line 2: nothing is nested deeper than 20 levels."),
+        ("rollout: " + "{a: " * 3000 + "1" + "}" * 3000, "bad.yaml, line 1: nothing is nested deeper than 20 levels."),
+        ('name: "\\ud800"\n', "bad.yaml, line 1: half of a surrogate pair is no text."),
+        ("seed: \x07\n", "bad.yaml: unacceptable character #x0007"),
+        ("seed: 1\n---\nseed: 2\n", "bad.yaml, line 2: but found another document."),
+        ("rollout:\n\ttop_k: 1\n", "bad.yaml, line 2: found character"),
         ("a: &a [1]\nb: *a\n", "bad.yaml, line 2: aliases such as *name are not supported."),
         ("[1]: 2\n", "bad.yaml, line 1: a key must be a word."),
         ("- seed\n", "bad.yaml: expected options below the file, as in 'key: value', not [seed]."),
@@ -218,6 +227,15 @@ def test_file_errors_name_the_file(text, message, empty_directory):
 
 def test_an_empty_section_is_no_error():
     assert load([write("a.yaml", "rollout:\ndataset: {train_size: 8, test_size: 8}\n")]).rollout.group_size == 8
+
+
+def test_what_is_no_file_is_named(empty_directory):
+    (empty_directory / "folder").mkdir()
+    os.mkfifo(empty_directory / "pipe.yaml")
+    (empty_directory / "link.yaml").symlink_to("nowhere")
+    for name in ("folder", "pipe.yaml", "link.yaml", "/dev/zero"):
+        assert error_of(f"config={name}").startswith(f"No file {name}. Known:")
+    assert error_of(f"config={'x' * 5000}").startswith(f"config={'x' * 60}: File name too long. Known:")
 
 
 def test_a_file_that_is_not_text(empty_directory):

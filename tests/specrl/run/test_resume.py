@@ -212,7 +212,7 @@ def test_the_surroundings_of_the_beginning_are_kept_and_compared_with(tmp_path):
     assert json.loads((tmp_path / "environment.json").read_text()) == now
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{", None])
+@pytest.mark.parametrize("text", ["", "[]", "{", "[" * 100_000, None])
 def test_surroundings_that_were_lost_are_written_anew(tmp_path, text):
     if text is not None:
         (tmp_path / "environment.json").write_text(text)
