@@ -3,7 +3,7 @@
     python benchmarks/noise.py [rows] [OUT.json]
 
 Both see the same hidden states, in turn: the head alone (a linear layer to the vocabulary), and the draw alone (noise
-of every token, log-softmax, the two best scores), eager and as the compiled kernel that GPUs use.
+of every token, log-softmax, the two best scores), eager and compiled by torch.
 """
 
 from __future__ import annotations

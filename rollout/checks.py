@@ -146,11 +146,17 @@ def check(config: RolloutConfig) -> None:
 def suggestion(word: str, known: Iterable[str]) -> str:
     """` Did you mean 'x'?` for the known word nearest to `word`, by last part or as a whole; empty when none is.
 
-    A dash counts as an underscore, as in dry-run.
+    A dash counts as an underscore, as in dry-run, and the initials of a last part as its abbreviation, as in lr.
     """
     known, word = list(known), word.replace("-", "_")
-    leaves = {key.rpartition(".")[2]: key for key in reversed(known)}
-    leaf = word.rpartition(".")[2]
-    near = [leaves[leaf]] if leaf in leaves else get_close_matches(word, known, 1)
-    near = near or [leaves[match] for match in get_close_matches(leaf, leaves, 1)]
+    section, _, leaf = word.rpartition(".")
+    ordered = sorted(known, key=lambda key: key.rpartition(".")[0] != section)  # those of the section named first
+    leaves = {key.rpartition(".")[2]: key for key in reversed(ordered)}
+    initials = {"".join(part[:1] for part in name.split("_")): key for name, key in reversed(leaves.items())}
+    if leaf in leaves:
+        near = [leaves[leaf]]
+    elif len(leaf) > 1 and leaf in initials:
+        near = [initials[leaf]]
+    else:
+        near = get_close_matches(word, known, 1) or [leaves[match] for match in get_close_matches(leaf, leaves, 1)]
     return f" Did you mean '{near[0]}'?" if near else ""

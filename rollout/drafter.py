@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from torch.nn import Module
 
+from rollout.durable import read_json
 from rollout.engines.base import EngineSpec
 from rollout.engines.local.drafter import early_exit
 from rollout.engines.local.head import ARCHITECTURE, Head
@@ -38,7 +38,7 @@ def load_drafter(spec: EngineSpec, policy: Module) -> Module:
 def is_head(directory: str) -> bool:
     """Whether the directory holds a head on hidden states, as its config.json says."""
     try:
-        return ARCHITECTURE in json.loads((Path(directory) / "config.json").read_text("utf-8"))["architectures"]
+        return ARCHITECTURE in read_json((Path(directory) / "config.json").read_text("utf-8"))["architectures"]
     except (OSError, ValueError, KeyError, TypeError):
         return False
 

@@ -70,10 +70,10 @@ def main(config: EvaluateConfig) -> int:
 
 def command(argv: Sequence[str] | None = None) -> int:
     """The command line."""
-    return cli.run(main, argv, EvaluateConfig, training=False, words=_of_run)
+    return cli.run(main, argv, EvaluateConfig, training=False, words=of_run)
 
 
-def _of_run(argv: Sequence[str]) -> Sequence[str]:
+def of_run(argv: Sequence[str]) -> Sequence[str]:
     """The words with config=DIR model=DIR/model, which run=DIR stands for."""
     given = dict(word.partition("=")[::2] for word in argv)
     if not given.get("run"):

@@ -1,20 +1,25 @@
-"""Responses to a few prompts: `python -m specrl.generate config=NAME [prompt=TEXT] [model=PATH]`.
+"""Responses to a few prompts: `python -m specrl.generate run=DIR|config=NAME [prompt=TEXT] [model=PATH]`.
 
+With run=DIR they are those of the trained model of that run, under the run's config.
 With `rollout.law=judged` or `routed` the text that the draft model wrote is printed dim, the policy's bright.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from rollout.sections import doc
 from specrl.config import load as cli
 from specrl.config.schema import Config
+from specrl.evaluate import of_run
+from specrl.results.records import run_option
 
 
 @dataclass
 class GenerateConfig(Config):
+    run: str = run_option("run directory, or the name of a run in outputs: its config and, without model=, its model")
     prompt: str = doc("", "text to answer; empty takes prompts of the test split")
     prompts: int = doc(2, "prompts of the test split to answer")
 
@@ -48,5 +53,10 @@ def main(config: GenerateConfig) -> int:
     return 0
 
 
+def command(argv: Sequence[str] | None = None) -> int:
+    """The command line."""
+    return cli.run(main, argv, GenerateConfig, training=False, words=of_run)
+
+
 if __name__ == "__main__":
-    raise SystemExit(cli.run(main, schema=GenerateConfig, training=False))
+    raise SystemExit(command())

@@ -1,7 +1,7 @@
 """The embedded tiny policy and its recipe: 1.2 M parameters that solve half of `specrl.run.tasks.arithmetic`.
 
     python -m specrl.tiny out=DIR [steps=N] [blur=X] [batch=N] [seed=N]
-    python -m specrl.evaluate model=DIR
+    python -m specrl.evaluate config=grpo_math model=DIR
 
 First supervised training on generated problems until most of the skill is there, then `blur`: noise on the weights
 that brings sampled accuracy from about 0.75 down to 0.55. Reinforcement learning can then raise it on a CPU, which it

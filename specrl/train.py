@@ -50,7 +50,6 @@ def recorded(run: Run) -> Iterator[Monitor | None]:
         watch(run, None)
         yield None
         return
-    from specrl.run import memory
     from specrl.run.monitor import Monitor
     from trainers.checkpoint import step_of
 
@@ -65,9 +64,8 @@ def recorded(run: Run) -> Iterator[Monitor | None]:
         if rounding:
             monitor.note(rounding)
         watch(run, monitor)
-        for line in run.prompt:
+        for line in run.notes:
             monitor.note(line)
-        monitor.note(memory.sentence(memory.plan(config, policy, run.longest_prompt), memory.free_mb(policy.device)))
         monitor.note(f"Rollouts ahead: {f'off, as {why}' if (why := run.trainer.rollouts.source.not_ahead) else AHEAD}")
         if config.trainer.precision == "pure_bf16":
             monitor.note(PURE_BF16.format(config.trainer.learning_rate))

@@ -42,7 +42,11 @@ class TrainerConfig:
     learning_rate: float = doc(1e-6, "AdamW learning rate")
     lr_schedule: Literal["constant", "linear", "cosine"] = doc("constant", "learning-rate schedule")
     warmup_steps: int = doc(0, "linear warm-up steps")
-    epochs: int = doc(1, "passes over the training prompts", resume="length")
+    epochs: int = doc(
+        1,
+        "passes over the training prompts; each leaves out those that fill no step, other ones each time",
+        resume="length",
+    )
     max_steps: int = doc(0, "stop after this many optimiser steps; 0 runs all epochs", resume="length")
     prompts_per_step: int = doc(8, "prompts in one optimiser step; rows = prompts_per_step * rollout.group_size", low=1)
     rows_per_pass: int = doc(

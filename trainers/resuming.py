@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import logging
 import os
 from collections.abc import Mapping
@@ -12,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rollout.durable import read_json
 from rollout.types import RolloutError
 from trainers.checkpoint import CACHE, MARKER, digest_of, marked, step_of
 from trainers.manifest import THREADS, digest
@@ -82,7 +82,7 @@ def data_digests(checkpoint: Path) -> dict[str, str]:
 def read_marker(checkpoint: Path) -> dict[str, Any]:
     """What the marker holds. Raises CheckpointError unless it is the one that was written for this checkpoint."""
     try:
-        mark = json.loads((checkpoint / MARKER).read_bytes())
+        mark = read_json((checkpoint / MARKER).read_bytes())
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{checkpoint.name} is damaged: {MARKER} cannot be read ({error})") from error
     if not isinstance(mark, dict) or mark.pop("digest", None) != digest_of(mark) or mark["step"] != step_of(checkpoint):

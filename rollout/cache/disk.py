@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rollout.cache.record import HEAD, LOGPROBS, STOP, Entry, row_checksum
-from rollout.durable import replacing
+from rollout.durable import open_lock, replacing
 from rollout.types import CacheError
 
 FORMAT = 1
@@ -98,7 +98,7 @@ def write_snapshot(directory: Path, entries: Sequence[Entry], header: Header) ->
 def _only_writer(directory: Path) -> Iterator[None]:
     """Keeps other processes from writing; the kernel drops the lock with this one, so none is ever stale."""
     directory.mkdir(parents=True, exist_ok=True)
-    with open(directory / LOCK, "ab") as file:
+    with open(open_lock(directory / LOCK), "r+b") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -36,7 +36,7 @@ def _own(known: dict[str, Option]) -> list[Option]:
 def _overview(groups: dict[str, str]) -> str:
     commands = [(f"python -m specrl.{name}", line) for name, line in _entry_points()]
     commands += [("config=list", "the known configs"), ("help=SECTION", "the options of a section, or one option")]
-    commands += [("dry_run=true", "check, print the resolved config and the sizes of the run, and stop")]
+    commands += [("dry_run=true", "check, print what is not at its default and the sizes of the run, and stop")]
     named = [(f"help={key}", line) for key, line in groups.items()]
     module = Path(sys.argv[0]).stem
     command = f"specrl.{module}" if any(name == module for name, _ in _entry_points()) else "specrl.train"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,7 @@ def load(argv: Sequence[str], schema: type = Config, training: bool = True) -> A
     if dry_run == "true":
         from specrl.run.dry_run import summary
 
-        return options.to_yaml(config) + (summary(config, training) if isinstance(config, Config) else "")
+        return options.changed_yaml(config) + (summary(config, training) if isinstance(config, Config) else "")
     return config
 
 
@@ -69,11 +70,22 @@ def find_config(name: str) -> Path:
         raise ConfigError(f"No config given. Write config=NAME. {listed} help=true explains.")
     if name in known:
         return known[name]
-    path = Path(name) / "config.yaml" if Path(name).is_dir() else Path(name)
-    if path.is_file():
-        return path
-    what = f"No file {name}." if Path(name).suffix or os.sep in name else f"No config named '{name}'."
-    raise ConfigError(f"{what}{suggestion(Path(name).stem, known)} {listed}")
+    try:
+        path = Path(name) / "config.yaml" if Path(name).is_dir() else Path(name)
+        if path.is_file():
+            return path
+    except OSError as error:
+        raise ConfigError(f"config={name:.60}: {error.strerror}. {listed}") from error
+    what = f"No file {name}." if path.suffix or os.sep in name else f"No config named '{name}'."
+    files = {
+        str(file.with_suffix("")): file
+        for end in ("yaml", "yml")
+        for file in path.parent.glob(f"*.{end}")
+        if file.is_file()
+    }
+    beside = get_close_matches(str(path.with_suffix("")), files, 1, cutoff=0.8)
+    near = f" Did you mean '{files[beside[0]]}'?" if beside else suggestion(path.stem, known)
+    raise ConfigError(f"{what}{near} {listed}")
 
 
 def known_configs() -> dict[str, Path]:
@@ -117,7 +129,7 @@ def run(
 
     Args: argv: by default the process's own; schema, training: as in `load`; words: what the command makes of argv.
 
-    Errors that a user can act on are printed as `error: ...` without a traceback; the codes are in `help=true`.
+    Errors that a user can act on are printed as `error: ...` without a traceback of specrl; codes are in `help=true`.
     """
     # By default libgomp spins for long at barriers, and one busy neighbour makes small models ten times slower.
     os.environ.setdefault("GOMP_SPINCOUNT", "20000")
@@ -131,7 +143,7 @@ def run(
             needs(loaded)
         return main(loaded) or 0
     except ConfigError as error:
-        return _complain(error, USAGE_ERROR)
+        return _complain("\nerror: ".join(str(error).splitlines()), USAGE_ERROR)  # each line is a problem of its own
     except (RewardError, RolloutError) as error:
         return _complain(error, RUN_ERROR)
     except KeyboardInterrupt as error:
@@ -147,6 +159,5 @@ def _show(text: str) -> int:
 
 
 def _complain(message: object, code: int) -> int:
-    for line in str(message).splitlines():
-        print(f"error: {line}", file=sys.stderr)
+    print(f"error: {message}", file=sys.stderr)
     return code

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import asdict
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,6 +19,8 @@ from rollout.checks import Option, options, sections, suggestion
 T = TypeVar("T")
 COMMAND_WORDS = ("config", "dry_run", "help")
 """Words of a command line that are no options."""
+DEEPEST = 20
+"""Levels of a YAML file; options have four."""
 
 
 class ConfigError(ValueError):
@@ -43,16 +46,30 @@ def parse(argv: Iterable[str]) -> dict[str, str]:
 class _Text(yaml.SafeLoader):
     """Safe YAML whose plain scalars stay text: the option's type decides what `no`, `off` or `007` mean.
 
-    Aliases are refused, because they can make a short file endless.
+    Aliases are refused, because they can make a short file endless; so are tags, which would decide the type, and what
+    is nested deeper than any option.
     """
 
     yaml_implicit_resolvers: dict = {}  # noqa: RUF012
+    _depth = 0
 
     def compose_node(self, parent, index):
-        if self.check_event(yaml.AliasEvent):
-            mark = self.peek_event().start_mark
-            raise yaml.composer.ComposerError(None, None, "aliases such as *name are not supported", mark)
-        return super().compose_node(parent, index)
+        event = self.peek_event()
+        problem = ""
+        if isinstance(event, yaml.AliasEvent):
+            problem = "aliases such as *name are not supported"
+        elif event.tag is not None:
+            problem = f"tags such as {event.tag} are not supported; the option decides the type"
+        elif self._depth > DEEPEST:
+            problem = f"nothing is nested deeper than {DEEPEST} levels"
+        elif isinstance(event, yaml.ScalarEvent) and re.search("[\ud800-\udfff]", event.value):
+            problem = "half of a surrogate pair is no text"
+        if problem:
+            raise yaml.composer.ComposerError(None, None, problem, event.start_mark)
+        self._depth += 1
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        return node
 
     def construct_mapping(self, node, deep=False):
         seen = set()
@@ -175,6 +192,19 @@ def plain(value: Any) -> str:
 def to_yaml(config: Any) -> str:
     """A dataclass object as YAML that `read_file` and `build` turn into an equal object."""
     return yaml.safe_dump(_escape(asdict(config)), sort_keys=False, allow_unicode=True, width=120)
+
+
+def changed_yaml(config: Any) -> str:
+    """As `to_yaml`, without the options that have their defaults."""
+    tree: dict[str, Any] = {}
+    for key, option in options(type(config)).items():
+        if (value := attrgetter(key)(config)) != option.default:
+            *above, name = key.split(".")
+            node = tree
+            for section in above:
+                node = node.setdefault(section, {})
+            node[name] = value
+    return yaml.safe_dump(_escape(tree), sort_keys=False, allow_unicode=True, width=120)
 
 
 def _escape(value: Any) -> Any:

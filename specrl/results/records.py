@@ -11,12 +11,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from rollout.durable import read_json
 from specrl.config.load import load_saved
 from specrl.config.options import ConfigError
 from specrl.config.schema import Config
 from specrl.run.machine import ENVIRONMENT_FILE
 
 METRICS_FILE = "metrics.jsonl"
+MACHINE = {"cpu": str, "cores": int | None, "gpus": list, "versions": dict}
+"""What a record of a machine has to hold to be compared."""
 RUN_WORDS = ("path", "dir", "directory", "run_dir", "name")
 """Words for which the option `run` is meant."""
 
@@ -45,9 +48,13 @@ class RunRecords:
 
     @cached_property
     def machine(self) -> dict | None:
-        """CPU, GPUs and versions, None when the run kept no record of them."""
-        kept = self.path / ENVIRONMENT_FILE
-        return json.loads(kept.read_text(encoding="utf-8")) if kept.exists() else None
+        """CPU, GPUs and versions, None when the run kept no record of them that can be read."""
+        try:
+            kept = read_json((self.path / ENVIRONMENT_FILE).read_bytes())
+        except (OSError, ValueError):
+            return None
+        sound = isinstance(kept, dict) and kept.keys() >= MACHINE.keys()
+        return kept if sound and all(isinstance(kept[key], kind) for key, kind in MACHINE.items()) else None
 
     @property
     def finished(self) -> bool | None:
@@ -104,7 +111,7 @@ def read_records(path: str | Path) -> tuple[list[dict], int]:
     with Path(path).open("rb") as file:
         for line in file:
             try:
-                record = json.loads(line)
+                record = read_json(line)
             except ValueError:
                 record = None
             if isinstance(record, dict) and isinstance(record.get("step"), int):

@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from rollout.durable import open_lock
 from rollout.sections import ClusterConfig
 from specrl.config.options import ConfigError
 
@@ -63,7 +64,7 @@ def connect(cluster: ClusterConfig) -> Iterator[None]:
 def private_folder() -> Iterator[str]:
     """A folder for Ray's sockets and logs, removed at the end. What runs left that were killed is removed first."""
     for lock in Path("/tmp").glob(f"ray-*/{LOCK}"):
-        with suppress(OSError), lock.open() as file:  # in use, or another user's
+        with suppress(OSError), open(open_lock(lock)) as file:  # in use, or another user's
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(lock.parent, ignore_errors=True)
     folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # short: the paths of Unix sockets are limited to 107 bytes

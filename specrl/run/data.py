@@ -18,7 +18,7 @@ from specrl.run.tasks import arithmetic
 if TYPE_CHECKING:
     from datasets import Dataset
 
-    from specrl.config.schema import DatasetConfig
+    from specrl.config.schema import Config, DatasetConfig
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,13 @@ def load_examples(name: str, config: DatasetConfig, split: Literal["train", "tes
             raise ConfigError(f"{key}, but {name} has {len(examples)} rows there. Set {len(examples)}, or 0 for all.")
     kept = {e.id for e in sorted(examples, key=lambda e: _digest(f"{seed}/{e.id}"))[: size or None]}
     return [_framed(example, config) for example in examples if example.id in kept]
+
+
+def left_out(config: Config, count: int) -> list[str]:
+    """The sentence about training prompts that have no place in an epoch's steps, if there are any."""
+    per_step = config.trainer.prompts_per_step
+    rest = count % per_step
+    return [f"Each epoch leaves out {rest} of {count} prompts, as trainer.prompts_per_step is {per_step}."] * bool(rest)
 
 
 def to_dataset(examples: Sequence[Example]) -> Dataset:

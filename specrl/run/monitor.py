@@ -53,6 +53,7 @@ class Monitor:
         self._recent: deque[float] = deque(maxlen=ETA_STEPS)
         self._torn = self._failed = self._paused = self._flipped = False
         self._compares_groups, self._alike = compares_groups, 0
+        self._spared: set[str] = set()
         columns = (TextColumn("[bold]specrl"), BarColumn(bar_width=None), MofNCompleteColumn(), TextColumn("steps"))
         off = not self.console.is_terminal
         self._progress = Progress(*columns, console=self.console, transient=True, disable=off)
@@ -67,7 +68,8 @@ class Monitor:
             self._recent.append(seconds)
         self._progress.start()
         self._progress.update(self._bar, completed=int(record["step"]))
-        self.note(step_line(record, self.total_steps, self._eta(int(record["step"])), self.console.width))
+        eta = self._eta(int(record["step"]))
+        self.note(step_line(record, self.total_steps, eta, self.console.width, self._spared))
         if not self._flipped and (parted := flips([record])) and parted.count:
             self._flipped = True
             self.note(f"Compared with plain decoding {parted.told()}. The report has the figure of all control steps.")
@@ -136,8 +138,17 @@ class Monitor:
         self.console.print(escape(line), highlight=False, soft_wrap=not self.console.is_terminal)
 
 
-def step_line(record: Mapping[str, Any], total_steps: int, eta_s: float | None = None, width: float = math.inf) -> str:
+def step_line(
+    record: Mapping[str, Any],
+    total_steps: int,
+    eta_s: float | None = None,
+    width: float = math.inf,
+    spared: set[str] | None = None,
+) -> str:
     """The console line of one step. What the record lacks, or holds as NaN, is left out, and SPARE beyond `width`.
+
+    `spared` holds what earlier lines of a run had no room for and gets what this one has none for, so that no field
+    comes and goes.
 
     Example: Step 42/300 | 18.2 s | reward 0.61 | gen 7.9 s (2.9x) | reused 71% | accept 0.83 | kl 0.004 | ETA 1h18
     """
@@ -156,9 +167,11 @@ def step_line(record: Mapping[str, Any], total_steps: int, eta_s: float | None =
     shown = {"step": f"Step {record['step']}/{total_steps}"}
     shown |= {key: show(value) for key, show in parts if (value := number(record, key)) is not None}
     shown |= {} if eta_s is None else {"eta": f"ETA {duration(eta_s)}"}
+    spared = set() if spared is None else spared
     for key in SPARE:
-        if len(" | ".join(shown.values())) > width:
-            shown.pop(key, None)
+        if key in shown and (key in spared or len(" | ".join(shown.values())) > width):
+            spared.add(key)
+            del shown[key]
     return " | ".join(shown.values())
 
 

@@ -7,7 +7,7 @@ import json
 import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -64,6 +64,29 @@ def load_policy(config: Config, dtype: str = "") -> tuple[PreTrainedModel, PreTr
             source, dtype=getattr(torch, dtype or rollout_dtype(config)), **options
         )
     tokenizer = load_tokenizer(config)
+    eos_ids = ends(config, model, tokenizer)
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.convert_ids_to_tokens(min(eos_ids))
+    return model.to(device(config)), tokenizer, eos_ids
+
+
+def outline(config: Config) -> PreTrainedModel:
+    """The policy without the values of its weights, in no memory."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+    source, options = _source(config)
+    with _explained(BAD_MODEL, config.model):
+        shape = AutoConfig.from_pretrained(source, **options)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(shape, trust_remote_code=config.trust_remote_code)
+    with suppress(OSError):  # there is no such file, and the model's configuration counts
+        model.generation_config = GenerationConfig.from_pretrained(source, revision=options["revision"])
+    return model
+
+
+def ends(config: Config, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """The ids that end a response. Raises ConfigError where there are none, or the tokenizer is another model's."""
     vocabulary = model.get_input_embeddings().weight.shape[0]
     if len(tokenizer) > vocabulary:
         raise ConfigError(
@@ -74,10 +97,31 @@ def load_policy(config: Config, dtype: str = "") -> tuple[PreTrainedModel, PreTr
     ids = declared if isinstance(declared, list) else [declared]
     eos_ids = frozenset(i for i in (*ids, tokenizer.eos_token_id) if i is not None)
     if not eos_ids:
-        raise ConfigError(f"model={config.model} names no EOS token, so no response could ever end.")
-    if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.convert_ids_to_tokens(min(eos_ids))
-    return model.to(device(config)), tokenizer, eos_ids
+        raise ConfigError(
+            f"model={config.model} names no EOS token, nor does its tokenizer: every response would go on to "
+            f"rollout.max_new_tokens={config.rollout.max_new_tokens}. Set eos_token_id in its generation_config.json, "
+            "or give tokenizer=DIR with one."
+        )
+    return eos_ids
+
+
+def room(config: Config, model: PreTrainedModel) -> int | None:
+    """Tokens of a prompt that fit the model's context with a response; None where its configuration names no context.
+
+    Raises:
+        ConfigError: the response alone does not fit.
+    """
+    context = getattr(model.config, "max_position_embeddings", None)
+    if context is None:
+        return None
+    asked = config.rollout.max_new_tokens
+    if asked >= context:
+        near = context - config.dataset.max_prompt_tokens
+        raise ConfigError(
+            f"rollout.max_new_tokens={asked} leaves no room for a prompt: model={config.model} has a context of "
+            f"{context} tokens. Try rollout.max_new_tokens={near if near > 0 else context // 2}."
+        )
+    return context - asked
 
 
 def load_tokenizer(config: Config) -> PreTrainedTokenizerBase:
@@ -100,15 +144,6 @@ def find_tokenizer(config: Config) -> None:
         raise ConfigError(message.format(given, "there is no such directory"))
     if not any(TOKENIZER_FILES.search(file.name) for file in path.iterdir()):
         raise ConfigError(message.format(given, "none of its files is one"))
-
-
-def context(config: Config) -> int | None:
-    """Tokens that the model's positions reach, None where its configuration does not say."""
-    from transformers import AutoConfig
-
-    source, options = _source(config)
-    with _explained(BAD_MODEL, config.model):
-        return getattr(AutoConfig.from_pretrained(source, **options), "max_position_embeddings", None)
 
 
 def _source(config: Config) -> tuple[str, dict]:

@@ -82,6 +82,7 @@ def _rewards(config: Config) -> None:
 
 def _paths(config: Config, training: bool) -> None:
     _device(config.device)
+    _workers(config)
     _model(config)
     cache = config.rollout.cache
     new = training and config.resume == "no" and not cache.clear
@@ -92,9 +93,24 @@ def _paths(config: Config, training: bool) -> None:
 def _device(name: str) -> None:
     if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", name):
         raise ConfigError(policy.UNKNOWN_DEVICE.format(name))
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
-    if name.startswith("cuda") and (hidden or not any(any(Path("/dev").glob(file)) for file in GPU_FILES)):
+    if name.startswith("cuda") and not _gpus():
         raise ConfigError(policy.NO_GPU.format(name))
+
+
+def _gpus() -> bool:
+    """Whether this process may see a GPU, as far as can be known without a driver's library."""
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    return not hidden and any(any(Path("/dev").glob(file)) for file in GPU_FILES)
+
+
+def _workers(config: Config) -> None:
+    """The workers of a Ray that is started here have this machine's GPUs."""
+    cluster = config.cluster
+    if cluster.num_workers and cluster.gpus_per_worker and not cluster.address and not _gpus():
+        raise ConfigError(
+            f"cluster.gpus_per_worker={cluster.gpus_per_worker:g}: with cluster.address empty the workers start on "
+            "this machine, which has no GPU. Try cluster.gpus_per_worker=0, or cluster.address= of a cluster with GPUs."
+        )
 
 
 def _model(config: Config) -> None:

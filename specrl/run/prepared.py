@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rollout.durable import read_json
 from specrl.run import policy
 
 if TYPE_CHECKING:
@@ -22,19 +22,21 @@ def missing(config: Config) -> Iterator[str]:
 
 
 def _drafter(config: Config) -> Iterator[str]:
-    """The draft model, which a first command distils, or the policy's own first layers."""
+    """The draft model, which a first command distils; the policy's own first layers or a new head need no command."""
     given = config.rollout.drafter
+    if given in ("", "head"):
+        return
     name, _, layers = given.partition("=")
     if name == "layers":
         depth = _depth(config.model)
         if depth and int(layers) >= depth:
             yield f"rollout.drafter={given}: model={config.model} has {depth} layers; N must be below that."
-    elif given and _absent(given, config.output_dir):
+    elif _absent(given, config.output_dir):
         yield (
             f"rollout.drafter={given} does not exist. Make it first: python -m specrl.drafter out={given} ({HEAD}). "
             "Or take rollout.drafter=layers=N, the policy's own first layers."
         )
-    elif given and policy.is_path(given) and (flaw := policy.flaw(Path(given).expanduser())):
+    elif policy.is_path(given) and (flaw := policy.flaw(Path(given).expanduser())):
         yield f"rollout.drafter={given} cannot be loaded: {flaw}."
 
 
@@ -65,7 +67,7 @@ def _depth(model: str) -> int | None:
     """The number of layers by the model's config.json, None where it does not say."""
     file = (policy.TINY_PATH if model == "tiny" else Path(model).expanduser()) / "config.json"
     try:
-        read = json.loads(file.read_text(encoding="utf-8"))
+        read = read_json(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None  # loading says what is wrong with it
     names = ("num_hidden_layers", "n_layer")

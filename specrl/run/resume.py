@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from specrl.run.data import Example
 
 LOCK = "run.lock"
+HOLDER = b"pid "
+"""What the text in a held lock begins with."""
 logger = logging.getLogger(__name__)
 
 
@@ -48,33 +50,52 @@ def claimed(config: Config) -> Iterator[tuple[Path, Path | None]]:
 @contextmanager
 def _held(run_dir: Path, output_dir: str) -> Iterator[None]:
     """Locks the directory; the kernel frees it with this process, however it ends."""
+    from rollout.durable import open_lock
+
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        lock = os.open(run_dir / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        lock = open_lock(run_dir / LOCK)
     except OSError as error:
-        raise ConfigError(f"output_dir={output_dir}: {run_dir} cannot be written: {error.strerror}.") from error
+        raise ConfigError(
+            f"output_dir={output_dir}: {error.filename or run_dir} cannot be written: {error.strerror}. Check that "
+            "path, or give another name=..."
+        ) from error
+    try:
+        locked = _locked(lock, run_dir)
+        try:
+            yield
+        finally:
+            if locked:
+                with suppress(OSError):
+                    os.ftruncate(lock, 0)
+                    fcntl.flock(lock, fcntl.LOCK_UN)  # closing would leave it to processes forked from this one
+    finally:
+        os.close(lock)
+
+
+def _locked(lock: int, run_dir: Path) -> bool:
+    """Takes the lock and writes who holds it; False on a file system without locks. Raises ConfigError."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        with suppress(OSError):  # a full disk
-            os.ftruncate(lock, 0)
-            os.pwrite(lock, f"pid {os.getpid()} on {os.uname().nodename} since {time.strftime('%F %T')}".encode(), 0)
     except BlockingIOError:
         holder = os.pread(lock, 200, 0).decode("utf-8", "replace") or "it has just started"
-        os.close(lock)
         raise ConfigError(
             f"{run_dir} is in use by a run that lives ({holder}). Wait for its end, stop it, or give another name=..."
         ) from None
-    except OSError as error:  # a file system without locks
+    except OSError as error:
         logger.warning(
             "%s cannot be locked (%s): do not start this name again while this run lives.", run_dir, error.strerror
         )
-    try:
-        yield
-    finally:
-        with suppress(OSError):
-            os.ftruncate(lock, 0)
-            fcntl.flock(lock, fcntl.LOCK_UN)  # closing would leave it to processes that were forked from this one
-        os.close(lock)
+        return False
+    if os.pread(lock, len(HOLDER), 0) not in (b"", HOLDER):
+        raise ConfigError(
+            f"{run_dir / LOCK} holds something that no run has written, and a run would write over it. Move it away, "
+            "or give another name=..."
+        )
+    with suppress(OSError):  # a full disk
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, HOLDER + f"{os.getpid()} on {os.uname().nodename} since {time.strftime('%F %T')}".encode(), 0)
+    return True
 
 
 def _checkpoint(config: Config, run_dir: Path) -> Path | None:
@@ -131,12 +152,12 @@ def keep_surroundings(run_dir: Path, now: dict[str, Any], resumed: bool) -> str:
 
     Returns one line, empty when nothing differs.
     """
-    from rollout.durable import write_durably
+    from rollout.durable import read_json, write_durably
 
     path, began = run_dir / ENVIRONMENT_FILE, None
     if resumed:
         with suppress(OSError, ValueError):
-            began = json.loads(path.read_bytes())
+            began = read_json(path.read_bytes())
     if not isinstance(began, dict):
         write_durably(path, (json.dumps(now, ensure_ascii=False) + "\n").encode())
         return ""

@@ -21,8 +21,8 @@ from rollout.engines.base import Engine
 from rollout.reduction import Metric, count, mean
 from rollout.speculative import SpeculativeRollout
 from specrl.config.schema import Config
-from specrl.run.data import Example, to_dataset
-from specrl.run.policy import engine_spec, fingerprint, load_policy, trained_dtype
+from specrl.run.data import Example, left_out, to_dataset
+from specrl.run.policy import engine_spec, fingerprint, load_policy, room, trained_dtype
 from specrl.run.prompts import Prompt, chat_template, check_lengths, described, render
 from specrl.run.resume import data_digests
 from trainers import checkpoint as checkpoints
@@ -50,10 +50,8 @@ class Run:
     test: Sequence[Example]
     steps: int
     """Optimiser steps from beginning to end."""
-    longest_prompt: int
-    """Tokens."""
-    prompt: Sequence[str]
-    """Lines about what the policy is given: whether by a chat template, and the first training prompt."""
+    notes: Sequence[str]
+    """What the console says of the data when training begins."""
 
     @property
     def is_main(self) -> bool:
@@ -87,9 +85,7 @@ def parts(
         from specrl.run.continued import agreed
 
         checkpoint = agreed(checkpoint, folder, model.device)
-    context = getattr(model.config, "max_position_embeddings", None)
-    room = context and context - config.rollout.max_new_tokens
-    longest = check_lengths([*train, *test], tokenizer, config.dataset, room)
+    check_lengths([*train, *test], tokenizer, config.dataset, room(config, model))
     data = data_digests(chat_template(tokenizer, config.dataset), train=train, test=test)
     if checkpoint:
         from specrl.run.continued import same_data
@@ -119,8 +115,8 @@ def parts(
             trainer.add_callback(TrainCompanions(trainer.rollouts.companions, trainer.note))
         trainer.add_callback(ShortHistory())
         trainer.add_callback(checkpoints.SaveCache(trainer.rollouts, config.trainer.keep_checkpoints, data))
-        whole, lines = steps(config, len(train)), described(train[0], tokenizer, config.dataset)
-        yield Run(config, folder, checkpoint, trainer, tokenizer, rewards, test, whole, longest, lines)
+        notes = [*described(train[0], tokenizer, config.dataset), *left_out(config, len(train))]
+        yield Run(config, folder, checkpoint, trainer, tokenizer, rewards, test, steps(config, len(train)), notes)
 
 
 def load_cache(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from difflib import get_close_matches
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 from reward.answers import last_box
 from rollout.checks import suggestion
+from rollout.durable import read_json
 from specrl.config.options import ConfigError
 
 if TYPE_CHECKING:
@@ -145,7 +145,7 @@ def parse(path: Path) -> list[tuple[str, dict]]:
     rows, by_line = [], path.suffix == ".jsonl"
     for at, chunk in enumerate(text.split("\n") if by_line else [text], 1):
         try:
-            value = json.loads(chunk.strip() or "[]")
+            value = read_json(chunk.strip() or "[]")
         except ValueError as error:
             raise ConfigError(f"{path}, line {at}: not JSON ({error}).") from error
         found = value if isinstance(value, list) else [value]

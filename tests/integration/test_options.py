@@ -5,6 +5,7 @@ A value's row says what else it needs to be in effect. Rows that agree are packe
 
 import json
 import math
+import re
 from contextlib import nullcontext
 
 import pytest
@@ -70,8 +71,11 @@ ROUTED = {**LOSSY, "rollout.law": "routed"}
 JUDGED = {**LOSSY, "rollout.law": "judged", "rollout.replay": 0}
 LEARNED = {"trainer.precision": "fp32", "lora.rank": 0}  # what was learned of this very policy
 JUDGE = {**JUDGED, **LEARNED, "rollout.judged.path": "{judge}"}
-VLLM = "tests/rollout/engines/vllm/test_vllm.py"
+VLLM = "tests/integration/test_vllm.py"
+ON_V2 = "tests/rollout/engines/vllm/test_vllm.py"  # all of it, once more on Model Runner V2
+ON_DEVICE = "tests/rollout/engines/vllm/device_cases.py"
 ADAPTIVE = "tests/rollout/engines/vllm/adaptive_cases.py"
+ON_GPU = "tests/rollout/engines/vllm/test_settings.py"  # what vLLM is given, as there is no compiler on this CPU
 TAUGHT = {**EXACT, "rollout.drafter": "{drafter}", "trainer.drafter.train": "true"}
 
 CHOICES = {
@@ -104,9 +108,9 @@ CHOICES = {
         "false": {},
     },
     "rollout.local.graphs": {"auto": {}, "off": {}},
-    "rollout.vllm.scheduling": dict.fromkeys(("auto", "sync", "async"), VLLM),
-    "rollout.vllm.runner": dict.fromkeys(("auto", "v1", "v2"), VLLM),
-    "rollout.vllm.compile": dict.fromkeys(("auto", "on", "off"), VLLM),
+    "rollout.vllm.scheduling": {"auto": VLLM, "sync": VLLM, "async": ON_DEVICE},
+    "rollout.vllm.runner": {"auto": VLLM, "v1": VLLM, "v2": ON_V2},
+    "rollout.vllm.compile": {"auto": VLLM, "off": VLLM, "on": ON_GPU},
     "rollout.vllm.sleep": {"true": VLLM, "false": VLLM},
     "rollout.vllm.adaptive_verification": {"true": ADAPTIVE, "false": VLLM},
     "trainer.algorithm": {"grpo": {}, "dapo": {}, "ppo": {}},
@@ -150,6 +154,7 @@ FORMS = [
     {**ROUTED, "rollout.drafter": "layers=1", "rollout.routed.by": "entropy"},
     {**JUDGED, "rollout.drafter": "layers=1", "rollout.judged.by": "kl"},
     {**EXACT, "rollout.drafter": "layers=1"},
+    *({**TAUGHT, "rollout.drafter": "head", **algorithm} for algorithm in (GRPO, PPO)),
     {**EXACT, "rollout.budget.window": 4},
 ]
 """What free text and numbers can say that changes which code runs."""
@@ -238,8 +243,16 @@ def test_every_choice_has_a_row():
     wanted = {key: {*o.choices} or {"true", "false"} for key, o in known.items() if o.choices or o.type is bool}
     assert {key: {*values} for key, values in CHOICES.items()} == wanted
     assert all(set(row) <= {*known} for row in [*ROWS, *CONFIGS.values()]), "a row names an option that is none"
-    for path in {needs for row in CHOICES.values() for needs in row.values() if isinstance(needs, str)}:
-        assert (ROOT / path).is_file()
+    named = [(key, value, path) for key, row in CHOICES.items() for value, path in row.items() if isinstance(path, str)]
+    assert [case for case in named if not says(*case, known)] == []
+    assert not says("rollout.vllm.compile", "off", ADAPTIVE, known), "the control: another file"
+
+
+def says(key, value, path, known):
+    """Whether a file of tests names the option and the value, which the default need not be."""
+    text, leaf = (ROOT / path).read_text(encoding="utf-8"), key.rpartition(".")[2]
+    word = rf"[\"=]{value}\b" + (rf"|\b{value.title()}\b" if known[key].type is bool else "")
+    return value == options.plain(known[key].default) or (leaf in text and re.search(word, text) is not None)
 
 
 def test_every_config_has_a_row():

@@ -1,7 +1,6 @@
 """The soak: its checks on made-up series, and a short one of a real run."""
 
 import json
-import os
 import random
 import subprocess
 import sys
@@ -65,15 +64,14 @@ def test_records_are_compared_step_by_step():
 
 
 @pytest.mark.long
-@pytest.mark.skipif(not os.environ.get("SPECRL_SOAK"), reason="a minute of dying processes: set SPECRL_SOAK=1")
 def test_a_short_soak(tmp_path):
-    """Deaths, a full disk for the cache, killed reward workers; the leaking control is part of every soak."""
-    words = [f"out={tmp_path / 'out'}", "steps=60", "every=7", "seed=5", f"model={build_policy(tmp_path / 'policy')}"]
-    words += ["config=ppo_math", "faults=kill,terminate,cache_full,reward_worker_killed", "trainer.save_every=2"]
+    """A death, and a killed reward worker; the leaking control is part of every soak."""
+    words = [f"out={tmp_path / 'out'}", "steps=20", "every=4", "seed=5", f"model={build_policy(tmp_path / 'policy')}"]
+    words += ["config=ppo_math", "faults=kill,reward_worker_killed", "trainer.save_every=2"]
     words += ["trainer.learning_rate=1e-3"]
     done = subprocess.run([sys.executable, "benchmarks/soak.py", *words], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert summary["violations"] == []
-    assert {"kill", "terminate", "cache_full", "reward_worker_killed", "illegal_change"} <= set(summary["struck"])
+    assert {"kill", "reward_worker_killed", "illegal_change"} <= set(summary["struck"])
     assert {text.split()[0] for text in summary["control: found"]} >= {"rss_mb", "files"}

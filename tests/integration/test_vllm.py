@@ -8,7 +8,7 @@ import specrl.run.setup
 from rollout.build import build_engine
 from rollout.types import RolloutError
 from tests.engines import Spare
-from tests.runs import SHORT, build_policy, differences, run
+from tests.runs import SHORT, build_policy, differences, policy, run
 
 pytest.importorskip("vllm", reason="needs the vllm extra")
 pytestmark = pytest.mark.slow
@@ -42,6 +42,18 @@ def test_speculation_changes_nothing(tmp_path, model, plain, replay):
     later = [step for step in exact.steps if step.step >= 2]
     assert all(step.reuse > 0.1 for step in later)
     assert all(log["spec/control_mismatches"] == 0 for log in logs(exact) if "spec/control_mismatches" in log)
+
+
+def test_what_a_cpu_can_be_told_of_vllm_changes_nothing(tmp_path, model, plain):
+    said = {"scheduling": "sync", "runner": "v1", "compile": "off", "sleep": "false"}
+    told = vllm(tmp_path, model, **{f"rollout__vllm__{key}": value for key, value in said.items()})
+    assert differences(plain, told) == []
+
+
+def test_a_model_that_vllm_has_no_kernels_for_is_refused_in_one_line(tmp_path):
+    with pytest.raises(RolloutError, match=r"head_dim=8.* try rollout\.engine=transformers") as refused:
+        vllm(tmp_path, policy())
+    assert "\n" not in str(refused.value)
 
 
 def test_the_engine_is_measured_against_the_trainer_and_corrected(plain):

@@ -14,6 +14,7 @@ from specrl.config.load import run, save
 from specrl.config.schema import Config
 from specrl.evaluate import EvaluateConfig, main
 from specrl.evaluate import command as command_line
+from specrl.generate import command as generate
 from specrl.run.accuracy import evaluate, pass_at_k
 from specrl.run.data import Example
 from specrl.tiny import build_tokenizer
@@ -48,6 +49,14 @@ def trained(tmp_path):
     made.dataset.train_size = made.dataset.test_size = 5
     save(made)
     return tmp_path / "mine"
+
+
+def test_generate_takes_a_run_too(trained, monkeypatch):
+    asked = []
+    monkeypatch.setattr("specrl.generate.main", asked.append)
+    assert generate([f"run={trained}", "prompts=1"]) == 0
+    assert generate(["config=grpo_math"]) == 0
+    assert [(c.model, c.seed, c.prompts) for c in asked] == [(str(trained / "model"), 3, 1), ("tiny", 0, 2)]
 
 
 def test_run_brings_its_config_and_its_model(trained, monkeypatch):

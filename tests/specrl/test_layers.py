@@ -30,7 +30,7 @@ GATES = (
 )
 """Where a law is chosen, and the commands that make its parts."""
 PLAIN_RUN = (
-    *("specrl.train", "specrl.run.setup", "specrl.run.monitor", "specrl.run.memory", "specrl.run.accuracy"),
+    *("specrl.train", "specrl.run.setup", "specrl.run.monitor", "specrl.run.accuracy"),
     *("specrl.results.report", "specrl.results.card", "trainers.grpo.trainer", "trainers.callbacks"),
     *("rollout.build", "rollout.engines.local.engine", "reward.math"),
 )

@@ -186,6 +186,23 @@ def test_phases_of_a_plain_run():
     assert phases(BASELINE[:1]) == {"prefill and decode": 11.0, "verify": 0, "draft": 0, "look-up": 0, "store": 0}
 
 
+@pytest.mark.parametrize("kept", [b"", b"\xff\xfe\x00", b"[1]", b'{"cpu": ', b'{"cpu": 1}', b"[" * 100_000])
+def test_a_damaged_record_of_the_machine_is_no_record(tmp_path, kept):
+    run = make_run(tmp_path / "a", STEPS)
+    assert load_run(tmp_path / "a").machine == MACHINE, "the control: it is whole"
+    (tmp_path / "a" / "environment.json").write_bytes(kept)
+    assert load_run(tmp_path / "a").machine is None
+    assert len(write_report(run, plots=False).files) == 2
+
+
+@pytest.mark.parametrize("line", [b"[" * 100_000, b"\xff", b"[1]", b'{"step": '])
+def test_a_damaged_line_of_the_metrics_is_counted_and_left_out(tmp_path, line):
+    make_run(tmp_path / "a", STEPS)
+    with (tmp_path / "a" / "metrics.jsonl").open("ab") as file:
+        file.write(line + b"\n")
+    assert (len(load_run(tmp_path / "a").steps), load_run(tmp_path / "a").unreadable) == (len(STEPS), 1)
+
+
 def test_report_files(tmp_path):
     steps = [r | {"spec/new_tokens": 30 * at, "spec/reused_tokens": 10, "spec/ties": 2} for at, r in enumerate(STEPS)]
     evals = [{"step": 0, "eval/reward": 0.1}, {"step": 2, "eval/reward": 0.3}, {"step": 4, "eval/reward": 0.6}]

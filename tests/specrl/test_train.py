@@ -217,6 +217,13 @@ def test_max_steps_goes_beyond_the_epochs(tmp_path):
 
 
 @pytest.mark.slow
+def test_prompts_that_an_epoch_has_no_place_for_are_named(tmp_path, capsys):
+    run(tmp_path, dataset__train_size=6, trainer__max_steps=1)
+    assert "Each epoch leaves out 2 of 6 prompts, as trainer.prompts_per_step is 4." in capsys.readouterr().out
+    run(tmp_path, name="even", dataset__train_size=8, trainer__max_steps=1)
+    assert "leaves out" not in capsys.readouterr().out
+
+
 def test_a_crash_before_the_first_checkpoint_leaves_each_step_once_after_the_resume(tmp_path, monkeypatch):
     options = {"trainer__max_steps": 4, "trainer__eval_prompts": 2}
 

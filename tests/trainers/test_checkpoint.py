@@ -239,6 +239,7 @@ SPOILS = {
     "truncated": lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
     "empty": lambda path: path.write_bytes(b""),
     "missing": lambda path: path.unlink(),
+    "nested too deep": lambda path: path.write_bytes(b"[" * 100_000),
     "one bit": lambda path: path.write_bytes(flipped(path.read_bytes())),
 }
 

@@ -168,7 +168,14 @@ class VLLMEngine:
             with _unchanged_process():
                 return Weights(self.spec), LLM(**settings(self.spec), **more)
         except (ImportError, ValueError, RuntimeError, OSError, AssertionError) as error:
-            raise RolloutError(f"vLLM did not start with {self.spec.model}: {error}") from error
+            raise self._refused(error) from error
+
+    def _refused(self, error: Exception) -> RolloutError:
+        why = " ".join(str(error).split()).rstrip(".")
+        return RolloutError(
+            f"vLLM did not start with {self.spec.model}: {why}. Where vLLM has no kernels for this model, such as for "
+            "the size of its attention heads, try rollout.engine=transformers"
+        )
 
     def _build_flow(self) -> Native | V1Requests | DeviceDrafts:
         config = self.spec.rollout
@@ -196,7 +203,12 @@ class VLLMEngine:
             return time.perf_counter() - began
 
         sizes = 2, min(256, self.context - 1)
-        self.drafting.budget.calibrate([(n, min(seconds(n) for _ in range(4))) for n in sizes])
+        try:
+            measured = [(n, min(seconds(n) for _ in range(4))) for n in sizes]
+        except (ValueError, RuntimeError, AssertionError) as error:  # the first passes find what the start has not
+            self.close()
+            raise self._refused(error) from error
+        self.drafting.budget.calibrate(measured)
 
     @contextmanager
     def _awake(self) -> Iterator[None]:

@@ -147,6 +147,17 @@ def test_warns_again_after_a_save_succeeded(tmp_path, monkeypatch, caplog):
     assert cache.stats()["cache/write_errors"] == 3
 
 
+def test_a_pipe_or_a_link_in_place_of_the_lock_is_named_and_does_not_hold_the_run(tmp_path):
+    os.mkfifo(tmp_path / LOCK)
+    with pytest.raises(CacheError, match="it is a pipe"):
+        saved(tmp_path, entries())
+    (tmp_path / LOCK).unlink()
+    (tmp_path / LOCK).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(CacheError, match="it is a symbolic link"):
+        saved(tmp_path, entries())
+    assert not (tmp_path / "elsewhere").exists()
+
+
 def test_a_second_writer_fails_at_once(tmp_path):
     saved(tmp_path, entries())
     with open(tmp_path / LOCK) as held:

@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import os
 import re
 import subprocess
 import sys
@@ -150,6 +151,9 @@ def test_interpolation_and_its_escape(monkeypatch):
             "Unknown option 'zzz'. The sections are dataset, lora, rollout, trainer, reward, cluster, report; "
             "help=SECTION lists the options of one.",
         ),
+        ([*BASE, "trainer.lr=1"], "Unknown option 'trainer.lr'. Did you mean 'trainer.learning_rate'?"),
+        ([*BASE, "trainer.critic.lr=1"], "Unknown option 'trainer.critic.lr'. Did you mean 'trainer.critic.learning"),
+        ([*BASE, "lr=1"], "Unknown option 'lr'. Did you mean 'trainer.learning_rate'?"),
         ([*BASE, "dry-run=true"], "Unknown option 'dry-run'. Did you mean 'dry_run'?"),
         ([*BASE, "rollout.group-size=4"], "Unknown option 'rollout.group-size'. Did you mean 'rollout.group_size'?"),
         ([*BASE, "rollout=4"], "'rollout' is a section; set its options one by one. help=rollout lists them."),
@@ -174,6 +178,14 @@ def test_command_line_errors_are_one_readable_line(words, message):
     assert "\n" not in text
 
 
+@pytest.mark.parametrize("name", ["base.yml", "base", "bse.yaml", "mine/base.yml"])
+def test_a_file_beside_is_suggested(name):
+    write("base.yaml", "seed: 1\n")
+    write("mine/base.yaml", "seed: 1\n")
+    near = "mine/base.yaml" if "/" in name else "base.yaml"
+    assert f" Did you mean '{near}'?" in error_of(f"config={name}")
+
+
 # --- what goes wrong in a file
 
 
@@ -185,8 +197,16 @@ def test_command_line_errors_are_one_readable_line(words, message):
         ("rollout: {top_k: 1}\nrollout.top_k: 2\n", "bad.yaml: rollout.top_k is given twice. Keep one."),
         (
             "seed: !!python/object/apply:os.system ['touch owned']\n",
-            "bad.yaml, line 1: could not determine a constructor",
+            "bad.yaml, line 1: tags such as tag:yaml.org,2002:python/object/apply:os.system are not supported",
         ),
+        ("seed: !!int abc\n", "bad.yaml, line 1: tags such as tag:yaml.org,2002:int are not supported"),
+        ("seed: !!bool abc\n", "bad.yaml, line 1: tags such as"),
+        ("a:\n  " + "[" * 5000 + "]" * 5000, "bad.yaml, line 2: nothing is nested deeper than 20 levels."),
+        ("rollout: " + "{a: " * 3000 + "1" + "}" * 3000, "bad.yaml, line 1: nothing is nested deeper than 20 levels."),
+        ('name: "\\ud800"\n', "bad.yaml, line 1: half of a surrogate pair is no text."),
+        ("seed: \x07\n", "bad.yaml: unacceptable character #x0007"),
+        ("seed: 1\n---\nseed: 2\n", "bad.yaml, line 2: but found another document."),
+        ("rollout:\n\ttop_k: 1\n", "bad.yaml, line 2: found character"),
         ("a: &a [1]\nb: *a\n", "bad.yaml, line 2: aliases such as *name are not supported."),
         ("[1]: 2\n", "bad.yaml, line 1: a key must be a word."),
         ("- seed\n", "bad.yaml: expected options below the file, as in 'key: value', not [seed]."),
@@ -207,6 +227,15 @@ def test_file_errors_name_the_file(text, message, empty_directory):
 
 def test_an_empty_section_is_no_error():
     assert load([write("a.yaml", "rollout:\ndataset: {train_size: 8, test_size: 8}\n")]).rollout.group_size == 8
+
+
+def test_what_is_no_file_is_named(empty_directory):
+    (empty_directory / "folder").mkdir()
+    os.mkfifo(empty_directory / "pipe.yaml")
+    (empty_directory / "link.yaml").symlink_to("nowhere")
+    for name in ("folder", "pipe.yaml", "link.yaml", "/dev/zero"):
+        assert error_of(f"config={name}").startswith(f"No file {name}. Known:")
+    assert error_of(f"config={'x' * 5000}").startswith(f"config={'x' * 60}: File name too long. Known:")
 
 
 def test_a_file_that_is_not_text(empty_directory):
@@ -282,8 +311,19 @@ def test_dry_run_prints_a_loadable_config_and_the_sizes(capsys):
     config_text = write("again.yaml", text)
     assert dataclasses.asdict(load([config_text])) == dataclasses.asdict(load([*BASE]))
     assert (
-        "# 4 prompts x 8 responses = 32 rows per step, at most 6,400 new tokens; 16 steps per epoch; 128 steps;" in text
+        "# 4 prompts x 8 responses = 32 rows per step, at most 6,400 new tokens.\n# 16 steps per epoch; 128 steps.\n"
+        in text
     )
+
+
+def test_a_dry_run_fits_a_screen_with_its_numbers_last(capsys):
+    assert config.run(lambda c: 1 / 0, [*BASE, "dry_run=true", "dataset.train_size=66"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 24
+    assert max(map(len, lines)) <= 80
+    numbers = [at for at, line in enumerate(lines) if line.startswith("# ")]
+    assert numbers == list(range(numbers[0], len(lines)))
+    assert "# Each epoch leaves out 2 of 66 prompts, as trainer.prompts_per_step is 4." in lines
 
 
 def test_dry_run_still_checks():
@@ -292,8 +332,8 @@ def test_dry_run_still_checks():
 
 def test_sizes_without_a_known_number_of_prompts():
     gsm8k = load(["config=grpo_gsm8k"])
-    assert "the number of steps follows from the data" in sizes(gsm8k)
-    assert "; 7 steps;" in sizes(load(["config=grpo_gsm8k", "trainer.max_steps=7"]))
+    assert "The number of steps follows from the data." in sizes(gsm8k)
+    assert "7 steps." in sizes(load(["config=grpo_gsm8k", "trainer.max_steps=7"]))
 
 
 # --- saved configs

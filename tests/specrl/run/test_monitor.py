@@ -66,6 +66,18 @@ def test_what_goes_first_on_a_narrow_console():
     assert step_line(FULL, 300, 4680, 10) == line
 
 
+def test_a_field_without_room_stays_away(tmp_path):
+    """A control step's line is longer: what it has no room for is missing from the lines after it too."""
+    console = Console(record=True, width=90, file=io.StringIO())
+    record = {key: value for key, value in FULL.items() if key not in ("kl", "perf/throughput", "spec/speedup")}
+    with Monitor(tmp_path, 128, console) as monitor:
+        for step in (42, 43, 44):
+            monitor.log(record | {"step": step} | ({"spec/speedup": 3.9} if step == 43 else {}))
+    shown = ["accept" in line for line in console.export_text().splitlines()]
+    assert shown == [True, False, False]
+    assert "accept" in step_line(record, 128, 4680, 90), "the control: alone it has room"
+
+
 def test_an_evaluation_fits_eighty_columns():
     found = {"eval/reward": 0.7578125, "eval/mean_length": 105.4, "eval/failed": 0}
     found |= {"eval/pass@1": 0.7578125, "eval/pass@2": 0.828, "eval/pass@4": 0.875}

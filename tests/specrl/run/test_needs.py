@@ -91,6 +91,12 @@ def test_what_is_there_is_not_asked_for(start, tmp_path):
     assert start("config=grpo_math", "rollout.drafter=Qwen/Qwen3-0.6B") == (0, ""), "the name of a model on a hub"
 
 
+def test_a_new_head_needs_no_command(start):
+    code, error = start("config=grpo_math", "rollout.drafter=heads", "trainer.drafter.train=true")
+    assert (code, "rollout.drafter=heads does not exist" in error) == (USAGE_ERROR, True), "the control: a directory"
+    assert start("config=grpo_math", "rollout.drafter=head", "trainer.drafter.train=true") == (0, "")
+
+
 def test_nothing_heavy_is_loaded_before(tmp_path):
     code = (
         "import sys; from specrl.config import load as config; import specrl.train; "

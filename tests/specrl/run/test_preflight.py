@@ -74,8 +74,28 @@ CASES = {
     ),
     "no draft model": ({"rollout__drafter": "{d}"}, "rollout.drafter={d} cannot be loaded: the directory has no conf"),
 }
-LATER = {"long prompts"}
-"""Needs the tokenizer, so a run finds it after the imports."""
+CASES |= {
+    "no room": (
+        {"rollout__max_new_tokens": 1000},
+        "rollout.max_new_tokens=1000 leaves no room for a prompt: model={p} has a context of 256 tokens. Try "
+        "rollout.max_new_tokens=128.",
+    ),
+    "no EOS": (
+        {"model": "{d}/noend"},
+        "model={d}/noend names no EOS token, nor does its tokenizer: every response would go on to "
+        "rollout.max_new_tokens=28. Set eos_token_id in",
+    ),
+    "unknown layers": (
+        {"lora__rank": 2, "lora__targets": "[qproj]"},
+        "lora.targets=[qproj]: the model has no layer 'qproj'. Its linear layers: q_proj, ",
+    ),
+    "no GPU for workers": (
+        {"cluster__num_workers": 2, "cluster__gpus_per_worker": 1},
+        "cluster.gpus_per_worker=1: with cluster.address empty the workers start on this machine, which has no GPU.",
+    ),
+}
+LATER = {"long prompts", "no room", "no EOS", "unknown layers"}
+"""Needs tokenizer and model, so a run finds it after the imports."""
 
 
 @pytest.fixture
@@ -89,6 +109,10 @@ def folder(tmp_path, monkeypatch):
     (tmp_path / "notok").mkdir()
     for name in ("config.json", "model.safetensors"):
         shutil.copy(policy() / name, tmp_path / "notok" / name)
+    shutil.copytree(policy(), tmp_path / "noend")
+    for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
+        kept = json.loads((tmp_path / "noend" / name).read_text()) | {"eos_token_id": None, "eos_token": None}
+        (tmp_path / "noend" / name).write_text(json.dumps(kept))
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
@@ -144,7 +168,7 @@ def test_a_run_looks_before_it_imports_torch_and_makes_its_directory(folder):
 def test_a_dry_run_says_how_many_rows_there_are_and_how_long_they_are(folder):
     options = {"data": "{d}/train.jsonl", "dataset__train_split": "train[:20]", "trainer__epochs": 2}
     text = cli.load([*command_line(options, folder), "dry_run=true"])
-    assert "5 steps per epoch; 10 steps;" in text
+    assert "5 steps per epoch; 10 steps." in text
     assert text.endswith("# 20 prompts in split train.\n# The longest prompt has 9 tokens.")
     assert cli.load([write(folder, text)]).dataset.train_split == "train[:20]"
 

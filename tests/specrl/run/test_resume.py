@@ -81,11 +81,55 @@ def test_a_name_that_failed_is_free_again(tmp_path):
         pass
 
 
-def test_where_nothing_can_be_locked_the_run_goes_on_and_says_so(tmp_path, monkeypatch, caplog):
-    def refused(*_):
-        raise OSError(errno.ENOLCK, "No locks available")
+def linked(lock, other):
+    lock.symlink_to(other)
 
-    monkeypatch.setattr(fcntl, "flock", refused)
+
+def hard_linked(lock, other):
+    other.chmod(0o600)
+    lock.hardlink_to(other)
+
+
+@pytest.mark.parametrize(
+    "plant",
+    [linked, hard_linked, lambda lock, other: os.mkfifo(lock), lambda lock, other: lock.mkdir()],
+    ids=["link", "hard link", "pipe", "directory"],
+)
+def test_what_is_no_lock_of_a_run_is_refused_and_nothing_is_lost(tmp_path, plant):
+    (tmp_path / "run").mkdir()
+    other = tmp_path / "thesis.txt"
+    other.write_text("a" * 300)
+    lock = tmp_path / "run" / "run.lock"
+    plant(lock, other)
+    with pytest.raises(ConfigError) as refused, claimed(load(tmp_path)):
+        pytest.fail("it began")
+    assert str(lock) in str(refused.value)
+    assert "give another name=" in str(refused.value)
+    assert other.read_text() == "a" * 300
+
+
+def test_a_lock_that_a_killed_run_left_is_taken_over(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "run.lock").write_text("pid 1 on a machine with a long name since 2020-01-01 00:00:00")
+    with claimed(load(tmp_path)) as (folder, _):
+        assert (folder / "run.lock").read_text().startswith(f"pid {os.getpid()} on ")
+
+
+def test_what_another_run_wrote_stays_where_nothing_can_be_locked(tmp_path, monkeypatch):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "run.lock").write_text("pid 1")
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    with claimed(load(tmp_path)):
+        pass
+    assert (tmp_path / "run" / "run.lock").read_text() == "pid 1"
+
+
+def no_locks(*_):
+    raise OSError(errno.ENOLCK, "No locks available")
+
+
+def test_where_nothing_can_be_locked_the_run_goes_on_and_says_so(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(fcntl, "flock", no_locks)
     with claimed(load(tmp_path)):
         assert "cannot be locked (No locks available): do not start this name again" in caplog.text
 
@@ -168,7 +212,7 @@ def test_the_surroundings_of_the_beginning_are_kept_and_compared_with(tmp_path):
     assert json.loads((tmp_path / "environment.json").read_text()) == now
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{", None])
+@pytest.mark.parametrize("text", ["", "[]", "{", "[" * 100_000, None])
 def test_surroundings_that_were_lost_are_written_anew(tmp_path, text):
     if text is not None:
         (tmp_path / "environment.json").write_text(text)
