@@ -18,6 +18,7 @@ _RECENT = 6  # positions over which a text that is being followed shows whether 
 _LONGEST = 32  # tokens that fit; more say no more
 _LEVELS = [0, 1, 2, 3, 4, 4, 6, 6, *[8] * 8, *[16] * 16, _LONGEST]  # of what fits, by tokens
 _FITTING = [(level, False) for level in _LEVELS]
+_SEARCHED = "group", "earlier", "prompt"  # each is a group of its own in an index
 
 Fit = tuple[int, bool]
 """What speaks for a place that is followed. First the response's last tokens that stand before it, at one of `_LEVELS`;
@@ -87,7 +88,7 @@ class PromptTexts:
         self._forget()
         self.index = index
         sources = {self.source(text) for text in range(self.known)} | ({"group"} & self.sources)
-        self.groups = {source: index.group() for source in ("group", "earlier", "prompt") if source in sources}
+        self.groups = {source: index.group() for source in _SEARCHED if source in sources}
 
     def unindexed(self) -> Iterator[Piece]:
         """What the index lacks, the most recent last; it is taken to be added now."""
@@ -124,9 +125,10 @@ def find(prompts: Sequence[PromptTexts], texts: Sequence[Sequence[int]]) -> list
 def _join(new: Sequence[PromptTexts], indices: Sequence[NGrams]) -> None:
     """Gives the prompts one of the indices, or one of their own; their rows may write as much as was stored."""
     tokens = 2 * sum(len(text) for prompt in new for text in prompt.texts)
-    index = next((index for index in indices if not index.full), None)
+    most = len(_SEARCHED)  # of a prompt, all in one index
+    index = next((index for index in indices if index.takes(most)), None)
     for prompt in new:
-        if index is None or index.full:
+        if index is None or not index.takes(most):
             index = NGrams(tokens)
         prompt.join(index)
 

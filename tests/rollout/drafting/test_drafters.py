@@ -10,7 +10,7 @@ import pytest
 
 from rollout.drafting import suffix as suffix_of
 from rollout.drafting.draft import Draft, ask, ask_all
-from rollout.drafting.ngrams import NGrams, token_ids
+from rollout.drafting.ngrams import GROUPS, NGrams, token_ids
 from rollout.drafting.suffix import PromptTexts, SuffixDrafter, find, unseen
 from rollout.sections import SOURCES
 from rollout.types import Request, RolloutError
@@ -386,9 +386,25 @@ def test_prompts_that_come_later_leave_a_full_index(monkeypatch):
 
 
 def test_an_index_numbers_so_many_prompts():
-    prompts = [PromptTexts([[1, 2, 3]], prompt=[4, 5]) for _ in range(2500)]  # three sources each
+    prompts = [PromptTexts([[1, 2, 3]], prompt=[4, 5]) for _ in range(2500)]  # three groups each
     assert find(prompts, [[1, 2]] * 2500).count([(0, 2, 2)]) > 2350, "few collisions"
     assert len({id(prompt.index) for prompt in prompts}) == 2
+    assert max(max(prompt.groups.values()) for prompt in prompts) < GROUPS
+
+
+@pytest.mark.parametrize("left", [2, 3])
+def test_a_prompt_joins_an_index_that_numbers_all_its_groups(left):
+    """With one too few, its last group would have the number of another prompt's first, and find that one's text."""
+    other, prompt = PromptTexts([[1, 2, 3]] * 9, prompt=[8, 9]), PromptTexts([[6, 7]], prompt=[1, 2, 4])
+    other.open().extend([1, 2, 5])
+    index = NGrams()
+    other.join(index)
+    numbered = [index.group() for _ in range(GROUPS - len(other.groups) - left)]
+    assert numbered[-1] == GROUPS - left - 1
+    theirs, own = find([other, prompt], [[1, 2], [1, 2]])
+    assert own == [(1, 2, 2)], "its own prompt's"
+    assert theirs == [(10, 2, 2), (0, 2, 2)]
+    assert (prompt.index is index) == (left == 3)
 
 
 class Odd:
