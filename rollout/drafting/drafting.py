@@ -49,8 +49,8 @@ class DraftModel(Policy, Protocol):
 class Drafting:
     """Proposes what each row carries, and learns from what stood.
 
-    An engine calls `begin` and `open`, then in turns `propose`, `learn` for every row and `observe_pass`; `admit` and
-    `leave` when rows come and go, `end` when all are done.
+    An engine calls `begin` and `open`, then in turns `propose`, `learn` for every row and `observe_pass` with what
+    `asking` was after this pass's `propose`; `admit` and `leave` when rows come and go, `end` when all are done.
 
     Args:
         budget: decides how much rides.
@@ -64,6 +64,8 @@ class Drafting:
     """A row's old text is verified once, whole."""
     reads_states = False
     """Its rule asks for `Drawn.hidden`."""
+    asking: float | None = None
+    """Seconds that asking for the drafts of the last `propose` took; None if nobody was asked."""
 
     def __init__(
         self,
@@ -154,9 +156,17 @@ class Drafting:
             self.budget.observe_draft(row.kind, length, accepted)
             row.state = "agreeing" if accepted == length else "diverged" if accepted else "lost"
 
-    def observe_pass(self, tokens: int, seconds: float, rows: int = 0, width: int = 0, stood: int = 0) -> None:
+    def observe_pass(
+        self,
+        tokens: int,
+        seconds: float,
+        rows: int = 0,
+        width: int = 0,
+        stood: int = 0,
+        asking: float | None = None,
+    ) -> None:
         """See Budget.observe_pass."""
-        self.budget.observe_pass(tokens, seconds, rows, width, stood)
+        self.budget.observe_pass(tokens, seconds, rows, width, stood, asking=asking)
 
     def end(self, rows: Sequence[Response], stats: EngineStats) -> None:
         """The rollout is done: later ones may draft from the responses of rows that speculate."""
@@ -169,7 +179,7 @@ class Drafting:
 
     def _own(self, rows: Sequence[Response]) -> tuple[Plan, list[Draft]]:
         """What rides without the model."""
-        began = time.perf_counter()
+        began, self.asking = time.perf_counter(), None
         if not self.model and (plan := self.budget.rest()) is not None:
             for row in rows:
                 if row.guess.tokens:
@@ -180,7 +190,8 @@ class Drafting:
         self._guess(rows, [min(longest, row.room - 1) for row in rows])
         plan = self.budget.plan([row.kind for row in rows], self.model is not None, width)
         drafts = self._carried(rows, plan)
-        self.budget.observe_asking(time.perf_counter() - began, any(draft.tokens for draft in drafts))
+        self.budget.observe_asking(any(draft.tokens for draft in drafts))
+        self.asking = time.perf_counter() - began
         return plan, drafts
 
     def _guess(self, rows: Sequence[Response], limits: Sequence[int]) -> None:

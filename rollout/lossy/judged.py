@@ -111,7 +111,7 @@ class Judged(Drafting):
     ) -> None:
         """Nothing: drafts have one length."""
 
-    def observe_pass(self, tokens: int, seconds: float, rows: int = 0, width: int = 0, stood: int = 0) -> None:
+    def observe_pass(self, *_, **__) -> None:
         """Nothing: drafts have one length."""
 
     def end(self, rows: Sequence[Response], stats: EngineStats) -> None:

@@ -33,7 +33,6 @@ from rollout.engines.base import Sampling
 from rollout.engines.local.draw import rows_per_chunk
 from rollout.engines.vllm.room import room_of
 from rollout.engines.vllm.rows import BUG, VLLMRow
-from rollout.engines.vllm.step import Step
 from rollout.engines.vllm.v1 import RequestDrafter, V1Rules, by_law, lift_limit
 from rollout.engines.vllm.wire import KeyedRequest
 from rollout.noise import process_logits
@@ -148,7 +147,7 @@ class ServedRules(V1Rules):
         """The next tokens of all rows of a step, those without a key drawn by vLLM's own sampler."""
         for gone in self.rows.keys() - runner.requests.keys():
             del self.rows[gone]
-        names, self._step = runner.input_batch.req_ids, Step()
+        names, self._step = runner.input_batch.req_ids, self._step.next()
         counts = metadata.num_draft_tokens if metadata else [0] * len(names)
         rows = self.of(runner, names)
         own = self._end_late(runner, logits, counts, rows)
@@ -158,7 +157,7 @@ class ServedRules(V1Rules):
         if others := [i for i, row in enumerate(rows) if row is None]:  # last, as vLLM works on the logits in place
             _take(output, _vllm_sample(runner, logits, metadata), others)
         if self._waiting_since is not None:
-            self.drafting.observe_pass(self._step.tokens, time.perf_counter() - self._waiting_since)
+            self.observe(time.perf_counter() - self._waiting_since)
         return output
 
     def propose(self, sampled, *_, **__) -> list[list[int]]:

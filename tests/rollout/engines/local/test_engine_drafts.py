@@ -38,7 +38,7 @@ def test_the_budget_is_told_what_every_pass_brought(golden):
     """By it asking for drafts is weighed: a pass that brings nothing would never pay."""
     model, cases, want = golden("llama")
     engine, seen = engine_of(model, window=4), []
-    engine.drafting.budget.observe_pass = lambda tokens, seconds, rows, width, stood: seen.append(stood)
+    engine.drafting.budget.observe_pass = lambda tokens, seconds, rows, width, stood, asking: seen.append(stood)
     done, _ = engine.generate(requests_of(cases, [Script(text) for text, _, _ in want]))
     emitted = sum(len(c.tokens) for c in done)
     assert emitted <= sum(seen) <= emitted + 4 * len(done), "draws behind an end are in it"
@@ -126,7 +126,7 @@ def test_drafts_that_would_lose_time_are_counted_as_paused(golden):
     model, cases, want = golden("llama")
     engine = engine_of(model)
     budget = engine.drafting.budget = Budget()  # without what passes cost here
-    budget.observe_pass = lambda *_: None
+    budget.observe_pass = lambda *_, **__: None
     budget.calibrate([(1, 1.001), (1000, 1001.0)])  # a token costs what a pass costs
     for _ in range(2000):
         budget.observe_draft(("start", "custom"), 1, 0)

@@ -257,7 +257,9 @@ def test_the_drafts_of_a_step_are_bounded(engine_of, monkeypatch):
         engine, steps = engine_of(draft_tokens=40, window=40, **settings), []
         observe = engine.drafting.observe_pass
         with monkeypatch.context() as patch:
-            patch.setattr(engine.drafting, "observe_pass", lambda n, s: (steps.append(n), observe(n, s)))
+            patch.setattr(
+                engine.drafting, "observe_pass", lambda n, *more, **told: (steps.append(n), observe(n, *more, **told))
+            )
             done, _ = engine.generate(requests_of(cases, texts))
         assert exactly(done) == exactly(plain)
         return max(steps)
