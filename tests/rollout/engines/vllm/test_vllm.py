@@ -268,6 +268,20 @@ def test_the_drafts_of_a_step_are_bounded(engine_of, monkeypatch):
     assert 1000 < largest(logits_mb=1) <= 2148 + len(cases)
 
 
+@on_v1  # V2 pads the first step behind a prompt by itself
+def test_drafts_leave_no_row_out_of_a_step(engine_of, monkeypatch):
+    """Sixteen rows with drafts of eight tokens would fill a step of 64 tokens with the drafts of seven of them."""
+    cases = [([3 + i], 30) for i in range(16)]
+    plain, _ = engine_of(eos_ids=frozenset()).generate(requests_of(cases))
+    engine, rows = engine_of(eos_ids=frozenset(), window=8, tokens_per_pass=64), []
+    ask = engine.drafting.propose
+    monkeypatch.setattr(engine.drafting, "propose", lambda of, stats: (rows.append(len(of)), ask(of, stats))[1])
+    done, _ = engine.generate(requests_of(cases, [Script(c.tokens) for c in plain]))
+    assert exactly(done) == exactly(plain)
+    assert max(c.passes for c in done) <= 9, "three tokens of a draft and one more in each step"
+    assert {n for n in rows if n} == {16}
+
+
 MANY_BLOCKS = [([3 + i, *(4 + j % 50 for j in range(90))], 30) for i in range(18)]
 """Of KV: three a row for its prompt, four with its response; a MB holds 64."""
 
