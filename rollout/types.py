@@ -63,7 +63,8 @@ class Drafter(Protocol):
     def propose(self, tokens: Sequence[int], limit: int) -> Sequence[int]:
         """At most `limit` ids that may follow the response `tokens` emitted so far; empty when there is no guess.
 
-        A finished response is shown once more, with a limit of 0.
+        A finished response is shown once more, with a limit of 0. A request may be run again: then its response
+        begins anew.
         """
 
 

@@ -202,6 +202,23 @@ def test_a_row_is_lost_when_a_pass_brings_one_token_and_not_the_texts():
     assert drafter.fit == (1, False), "it fits again"
 
 
+@pytest.mark.parametrize("source", ["own", "newest", "ahead"])
+def test_a_request_that_is_run_again_begins_anew(source):
+    """It is asked as often as a new one, follows the same text first, and knows what it wrote the first time."""
+    old, rng = OLD[:8], random.Random(3)
+    given = {"own": {"own": old}, "newest": {}, "ahead": {"ahead": old}}[source]
+    again = SuffixDrafter(PromptTexts([old]), **given)
+    for truth in ([50] * 30 + old[:5], [7, *old], old, [rng.randrange(50) for _ in range(40)] * 2):
+        new = SuffixDrafter(PromptTexts([old]), **given)
+        assert again.propose([], 4) == new.propose([], 4) == old[:4]
+        assert again.source == new.source
+        for n in (*range(1, len(truth)), 0, len(truth) // 2, len(truth)):
+            again.propose(truth[:n], 4)
+        again.propose(truth, 0)
+        assert again.texts.texts[-1].tolist() == truth
+    assert again.propose([*truth[:12]], 4) == truth[12:16]
+
+
 def test_a_match_at_the_very_end_of_a_text_is_no_use():
     phrase = [1, 2, 3, 4]
     texts = [[*range(50, 60), *phrase], [*range(70, 90), *phrase, 5]]
