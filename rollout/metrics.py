@@ -79,6 +79,8 @@ def rollout_metrics(batch: RolloutBatch) -> dict[str, float]:
     }
     if ages:
         metrics["spec/draft_age"] = sum(ages) / len(ages)
+    if stats.drafter_faults:
+        metrics["spec/drafter_faults"] = stats.drafter_faults
     if stats.drafted:
         metrics["spec/draft_acceptance_rate"] = stats.accepted / stats.drafted
     for name, (drafted, accepted) in stats.sources.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,6 +21,7 @@ from rollout.verify import accept_exact
 if TYPE_CHECKING:
     from rollout.engines.response import Response
 
+log = logging.getLogger(__name__)
 CONTEXT_TOKENS = 8  # of prompt and response that contexts are shown
 
 
@@ -78,6 +80,7 @@ class Drafting:
         self.of_states = model is not None and model.reads_states
         """The model drafts from the policy's last hidden states, which its reader must keep."""
         self.redraws, self.vocab = redraws, 0
+        self._failed: set[str] = set()  # kinds of drafters whose faults were logged
 
     def attach(self, policy: Policy) -> None:
         """The model whose passes the drafts will ride in; a few of them are timed.
@@ -177,6 +180,16 @@ class Drafting:
             self.contexts.learn((row.request.prompt, row.tokens) for row in rows if not row.request.plain)
             stats.draft_s += time.perf_counter() - began
 
+    def count_faults(self, rows: Sequence[Response], stats: EngineStats) -> None:
+        """Counts the rows whose drafter failed; the first fault of each kind of drafter is logged."""
+        for row in rows:
+            if row.fault:
+                stats.drafter_faults += 1
+                kind = type(row.request.drafter).__name__
+                if kind not in self._failed:
+                    log.warning("%s. The row goes on without it; later faults are only counted", row.fault)
+                self._failed.add(kind)
+
     def _own(self, rows: Sequence[Response]) -> tuple[Plan, list[Draft]]:
         """What rides without the model."""
         began, self.asking = time.perf_counter(), None
@@ -196,9 +209,10 @@ class Drafting:
 
     def _guess(self, rows: Sequence[Response], limits: Sequence[int]) -> None:
         """Asks the rows' own drafters; rows guess their redraws where these are worth more than what those have."""
-        drafters = [row.request.drafter if row.drafting else None for row in rows]
+        drafters = [row.drafter if row.drafting else None for row in rows]
         worth = cache(self.budget.acceptance)
-        guesses = ask_all(drafters, [row.tokens for row in rows], limits, self.vocab, worth)
+        texts = [row.tokens for row in rows]
+        guesses = ask_all(drafters, texts, limits, self.vocab, worth, lambda i, fault: rows[i].give_up(fault))
         for row, drafter, guess, limit in zip(rows, drafters, guesses, limits, strict=True):
             row.guess = guess
             known = drafter.fit if type(drafter) is SuffixDrafter else row.state

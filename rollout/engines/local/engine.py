@@ -153,6 +153,7 @@ class TransformersEngine(LocalModel):
         rows, stats = self._rows(requests), EngineStats()
         self.drafting.begin(requests)
         self._run(rows, stats)
+        self.drafting.count_faults(rows, stats)
         self.drafting.end(rows, stats)
         return [row.completion(self.weight_version) for row in rows], stats
 
