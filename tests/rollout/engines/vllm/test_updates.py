@@ -404,7 +404,7 @@ def test_an_update_that_fails_asleep_leaves_nothing_to_generate_with(sleeper, go
     assert calls == ["weights", "load", "kv_cache", 2]
 
 
-def test_memory_is_given_back_after_a_score_and_a_rollout_that_fails(sleeper, golden, monkeypatch):
+def test_memory_is_given_back_after_scores_failures_and_rollouts_without_rows(sleeper, golden, monkeypatch):
     """Else the trainer's next update would find the GPU full."""
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
@@ -422,8 +422,8 @@ def test_memory_is_given_back_after_a_score_and_a_rollout_that_fails(sleeper, go
     new = moved(model, 1)
     engine.update_weights(PolicyWeights(new), 1, probe_of(new))
     calls.clear()
-    engine.score([3, 4, 5])
-    assert calls == [2]
+    assert engine.generate([])[0] == []
+    assert calls == [2], "of a worker that has no rows of the batch"
     texts_of(engine, new, cases)
     assert calls == [2, "weights", "load", "kv_cache", 2]
 
