@@ -143,8 +143,8 @@ def cost(rows: int, tokens: int) -> float:
 class Unhurried(Budget):
     """Knows not how long asking takes, so that its plans depend on the texts alone."""
 
-    def observe_asking(self, seconds: float, carried: bool) -> None:
-        super().observe_asking(0.0, carried)
+    def observe_pass(self, *told, asking: float | None = None, **more) -> None:
+        super().observe_pass(*told, asking=None if asking is None else 0.0, **more)
 
 
 class Rollout:
@@ -201,7 +201,8 @@ class Rollout:
             self.stats.count(draft.source, len(draft.tokens), min(stood.drafted, emitted))
             self.drafting.learn(row, draft, stood.tokens, stood.drafted, stood.behind)
             brought += len(stood.tokens)
-        self.drafting.observe_pass(tokens, cost(len(rows), tokens), len(rows), self.reader.width, brought)
+        seconds, asking = cost(len(rows), tokens), self.drafting.asking
+        self.drafting.observe_pass(tokens, seconds, len(rows), self.reader.width, brought, asking=asking)
 
     @contextmanager
     def timed(self, part: str) -> Iterator[None]:

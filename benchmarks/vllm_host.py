@@ -90,7 +90,7 @@ class Rollout:
     def run(self) -> None:
         rules, clock = self.rules, self.clock
         sample, propose = clock.timed("sample", rules.sample), clock.timed("propose", rules.propose)
-        drafts = dict.fromkeys(rules.rows, ())
+        drafts, asking = dict.fromkeys(rules.rows, ()), None
         while names := [name for name, row in rules.rows.items() if row.finish is None]:
             clock.seconds = {}
             runner, metadata, logits = batch(names, [drafts[name] for name in names])
@@ -98,7 +98,8 @@ class Rollout:
             given = propose([[token for token in row if token >= 0] for row in sampled])
             drafts = dict(zip(names, given, strict=True))
             tokens, stood = len(logits), sum(token >= 0 for row in sampled for token in row)
-            rules.drafting.observe_pass(tokens, host.cost(len(names), tokens), len(names), stood=stood)
+            rules.drafting.observe_pass(tokens, host.cost(len(names), tokens), len(names), stood=stood, asking=asking)
+            asking = rules.drafting.asking
             self.steps.append((len(names), clock.seconds))
         if [row.tokens for row in rules.rows.values()] != self.truths:
             raise RuntimeError("the hooks gave other texts than were drawn")

@@ -57,6 +57,9 @@ def check_example_id(example_id: str) -> None:
 class Drafter(Protocol):
     """Guesses a row's next tokens. Guesses decide how many tokens ride one pass, never which token is emitted.
 
+    One that raises or proposes no integers is asked no more, and its row goes on without it. What it proposes beyond
+    `limit`, or from the first id on that the model does not have, is left out.
+
     A drafter may have an attribute `source`, a name for where its last proposal came from. Acceptance is counted and
     estimated by that name; without one all its drafts count as `custom`.
     """
@@ -64,7 +67,8 @@ class Drafter(Protocol):
     def propose(self, tokens: Sequence[int], limit: int) -> Sequence[int]:
         """At most `limit` ids that may follow the response `tokens` emitted so far; empty when there is no guess.
 
-        A finished response is shown once more, with a limit of 0.
+        A finished response is shown once more, with a limit of 0. A request may be run again: then its response
+        begins anew.
         """
 
 
@@ -162,6 +166,8 @@ class EngineStats:
     """Of `steps`, those the policy wrote."""
     route_faults: int = 0
     """Of `escalated`, those for which the router failed or the draft step was none."""
+    drafter_faults: int = 0
+    """Rows whose own drafter raised or proposed no token ids, and which went on without it."""
     ties: int = 0
     """Draws closer than `tie_margin` that were decided by a canonical forward pass."""
 

@@ -41,8 +41,8 @@ class Watched(Drafting):
         self.behind: Callable[[int], None] = lambda done: None
         """Called behind every pass with the number of passes so far."""
 
-    def observe_pass(self, tokens: int, seconds: float, rows: int = 0, width: int = 0, stood: int = 0) -> None:
-        super().observe_pass(tokens, seconds, rows, width, stood)
+    def observe_pass(self, tokens: int, seconds: float, rows: int = 0, width: int = 0, *more, **named) -> None:
+        super().observe_pass(tokens, seconds, rows, width, *more, **named)
         self.passes.append(Pass(rows, tokens, width, seconds))
         self.behind(len(self.passes))
 

@@ -96,15 +96,26 @@ class Budget:
         fixed, row, token, place = self._passes.fit()
         return fixed + row * rows, token + place * width
 
-    def observe_pass(self, tokens: int, seconds: float, rows: int = 0, width: int = 0, stood: int = 0) -> None:
+    def observe_pass(
+        self,
+        tokens: int,
+        seconds: float,
+        rows: int = 0,
+        width: int = 0,
+        stood: int = 0,
+        asking: float | None = None,
+    ) -> None:
         """One pass of `tokens` tokens, of `rows` rows, that attend to `width` positions, took `seconds`.
 
-        Args: stood: tokens of all rows that the pass brought, if these are known.
+        Args:
+            rows: 0 for a pass that also read prompts, which says nothing about drafts.
+            stood: tokens of all rows that the pass brought.
+            asking: seconds that asking for the drafts of this pass took; None if nobody was asked.
         """
         self._passes.observe(tokens, seconds, rows, width)
         if rows:
             fixed, row = self._plain
-            self._trial.observe(rows, seconds, (fixed + row * rows) * stood / rows, tokens > rows)
+            self._trial.observe(rows, seconds, (fixed + row * rows) * stood / rows, tokens > rows, asking)
 
     def calibrate(self, passes: Sequence[tuple[int, float]], rows: int = 0, width: int = 0) -> None:
         """Measured (tokens, seconds) of passes, see CostModel.calibrate."""
@@ -136,9 +147,9 @@ class Budget:
             return None
         return Plan({}, frozenset(), 0.0, needed=self._needed)
 
-    def observe_asking(self, seconds: float, carried: bool) -> None:
-        """Asking for drafts for the next pass took `seconds`; whether it carries any."""
-        self._trial.ask(seconds, carried)
+    def observe_asking(self, carried: bool) -> None:
+        """The rows of the next pass were asked for drafts; whether it carries any."""
+        self._trial.ask(carried)
 
     def longest(self, rows: int, width: int = 0) -> int:
         """Tokens that no draft of a pass over `rows` rows will exceed.

@@ -76,7 +76,6 @@ class Trial:
     def restart(self) -> None:
         """Drafts may be worth something else now; plain passes are what they were."""
         self._asked = [0.0] * 3
-        self._asking: float | None = None  # seconds, for the pass in progress
         self._rows = self._pause = self._skipped = 0
 
     def rests(self) -> bool:
@@ -85,9 +84,9 @@ class Trial:
         self._skipped += rests
         return rests
 
-    def ask(self, seconds: float, carried: bool) -> None:
-        """Asking about the next pass took `seconds`; whether anything rides in it."""
-        self._asking, self._skipped = seconds, 0
+    def ask(self, carried: bool) -> None:
+        """The next pass was asked about; whether anything rides in it."""
+        self._skipped = 0
         if carried and self.pays():
             self._pause = 0
         elif carried and not self._plain[0]:
@@ -95,9 +94,12 @@ class Trial:
         else:
             self._pause = min(4 * self._pause + 3, _REST)
 
-    def observe(self, rows: int, seconds: float, worth: float, drafts: bool) -> None:
-        """A pass of `rows` rows took `seconds`, and plain passes take `worth` for what it emitted."""
-        asking, self._asking = self._asking, None
+    def observe(self, rows: int, seconds: float, worth: float, drafts: bool, asking: float | None) -> None:
+        """A pass of `rows` rows took `seconds`, and plain passes take `worth` for what it emitted.
+
+        Args: asking: seconds that asking about this very pass took, None if nobody was asked. It comes with the pass,
+        as others may have been asked about since.
+        """
         if asking is None and drafts:
             return  # the further passes of one that did not fit the memory
         if 2 * rows <= self._rows:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from operator import index
@@ -32,14 +32,35 @@ class Draft:
 EMPTY = Draft()
 
 
+class DrafterFault(RolloutError):
+    """A drafter raised, or proposed something else than token ids. It ends this drafter's drafts and nothing else."""
+
+
 def ask(drafter: Drafter, text: Sequence[int], limit: int, vocab: int) -> Draft:
     """At most `limit` tokens behind the response `text`, those before the first id that does not exist.
 
     Raises:
-        RolloutError: the drafter proposes something else than token ids.
+        DrafterFault: the drafter fails.
     """
-    proposed = drafter.propose(tuple(text), limit)  # a copy: what drafters do with it is their own affair
-    return Draft(known(_ids(drafter, proposed, limit), vocab), getattr(drafter, "source", "custom"))
+    return Draft(known(_ids(drafter, show(drafter, text, limit), limit), vocab), getattr(drafter, "source", "custom"))
+
+
+def show(drafter: Drafter, text: Sequence[int], limit: int) -> Iterable[int]:
+    """What a drafter answers to the response `text`.
+
+    Raises:
+        DrafterFault: it raises.
+    """
+    try:
+        return drafter.propose(tuple(text), limit)  # a copy: what drafters do with it is their own affair
+    except Exception as error:  # of anybody's code
+        raise DrafterFault(
+            f"the drafter {type(drafter).__name__} raised {type(error).__name__}: {error!s:.200}"
+        ) from error
+
+
+def _raise(row: int, fault: DrafterFault) -> None:
+    raise fault
 
 
 def ask_all(
@@ -48,20 +69,23 @@ def ask_all(
     limits: Sequence[int],
     vocab: int,
     worth: Worth = unseen,
+    failed: Callable[[int, DrafterFault], None] = _raise,
 ) -> list[Draft]:
     """What `ask` gives for each row; nothing without a drafter or room. Suffix drafters are asked together.
 
-    Args: worth: by what they choose between texts.
-
-    Raises:
-        RolloutError: see `ask`.
+    Args:
+        worth: by what they choose between texts.
+        failed: is told of a row whose drafter fails, and of the fault; that row has no draft.
     """
     drafts, together = [EMPTY] * len(drafters), []
     for i, (drafter, text, limit) in enumerate(zip(drafters, texts, limits, strict=True)):
         if type(drafter) is SuffixDrafter and limit > 0:
             together.append(i)
         elif drafter and limit > 0:
-            drafts[i] = ask(drafter, text, limit, vocab)
+            try:
+                drafts[i] = ask(drafter, text, limit, vocab)
+            except DrafterFault as fault:
+                failed(i, fault)
     proposed = propose(*([column[i] for i in together] for column in (drafters, texts, limits)), worth)
     if not _exist(proposed, vocab):
         proposed = [known(tokens, vocab) for tokens in proposed]
@@ -88,8 +112,8 @@ def known(tokens: Sequence[int], vocab: int) -> list[int]:
 def _ids(drafter: Drafter, proposed: Iterable[int], limit: int) -> list[int]:
     try:
         return [index(token) for token in islice(proposed, limit)]
-    except TypeError as error:
-        raise RolloutError(
-            f"the drafter {type(drafter).__name__} proposed {proposed!r:.80}, which are no token ids: {error}. Return "
-            "a sequence of ints, an empty one for no guess"
+    except Exception as error:  # of anybody's code, as a generator runs here
+        raise DrafterFault(
+            f"the drafter {type(drafter).__name__} proposed {proposed!r:.80}, which are no token ids: {error!s:.200}. "
+            "Return a sequence of ints, an empty one for no guess"
         ) from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,6 +21,7 @@ from rollout.verify import accept_exact
 if TYPE_CHECKING:
     from rollout.engines.response import Response
 
+log = logging.getLogger(__name__)
 CONTEXT_TOKENS = 8  # of prompt and response that contexts are shown
 
 
@@ -49,8 +51,8 @@ class DraftModel(Policy, Protocol):
 class Drafting:
     """Proposes what each row carries, and learns from what stood.
 
-    An engine calls `begin` and `open`, then in turns `propose`, `learn` for every row and `observe_pass`; `admit` and
-    `leave` when rows come and go, `end` when all are done.
+    An engine calls `begin` and `open`, then in turns `propose`, `learn` for every row and `observe_pass` with what
+    `asking` was after this pass's `propose`; `admit` and `leave` when rows come and go, `end` when all are done.
 
     Args:
         budget: decides how much rides.
@@ -64,6 +66,8 @@ class Drafting:
     """A row's old text is verified once, whole."""
     reads_states = False
     """Its rule asks for `Drawn.hidden`."""
+    asking: float | None = None
+    """Seconds that asking for the drafts of the last `propose` took; None if nobody was asked."""
 
     def __init__(
         self,
@@ -76,6 +80,7 @@ class Drafting:
         self.of_states = model is not None and model.reads_states
         """The model drafts from the policy's last hidden states, which its reader must keep."""
         self.redraws, self.vocab = redraws, 0
+        self._failed: set[str] = set()  # kinds of drafters whose faults were logged
 
     def attach(self, policy: Policy) -> None:
         """The model whose passes the drafts will ride in; a few of them are timed.
@@ -154,9 +159,17 @@ class Drafting:
             self.budget.observe_draft(row.kind, length, accepted)
             row.state = "agreeing" if accepted == length else "diverged" if accepted else "lost"
 
-    def observe_pass(self, tokens: int, seconds: float, rows: int = 0, width: int = 0, stood: int = 0) -> None:
+    def observe_pass(
+        self,
+        tokens: int,
+        seconds: float,
+        rows: int = 0,
+        width: int = 0,
+        stood: int = 0,
+        asking: float | None = None,
+    ) -> None:
         """See Budget.observe_pass."""
-        self.budget.observe_pass(tokens, seconds, rows, width, stood)
+        self.budget.observe_pass(tokens, seconds, rows, width, stood, asking=asking)
 
     def end(self, rows: Sequence[Response], stats: EngineStats) -> None:
         """The rollout is done: later ones may draft from the responses of rows that speculate."""
@@ -167,9 +180,19 @@ class Drafting:
             self.contexts.learn((row.request.prompt, row.tokens) for row in rows if not row.request.plain)
             stats.draft_s += time.perf_counter() - began
 
+    def count_faults(self, rows: Sequence[Response], stats: EngineStats) -> None:
+        """Counts the rows whose drafter failed; the first fault of each kind of drafter is logged."""
+        for row in rows:
+            if row.fault:
+                stats.drafter_faults += 1
+                kind = type(row.request.drafter).__name__
+                if kind not in self._failed:
+                    log.warning("%s. The row goes on without it; later faults are only counted", row.fault)
+                self._failed.add(kind)
+
     def _own(self, rows: Sequence[Response]) -> tuple[Plan, list[Draft]]:
         """What rides without the model."""
-        began = time.perf_counter()
+        began, self.asking = time.perf_counter(), None
         if not self.model and (plan := self.budget.rest()) is not None:
             for row in rows:
                 if row.guess.tokens:
@@ -180,14 +203,16 @@ class Drafting:
         self._guess(rows, [min(longest, row.room - 1) for row in rows])
         plan = self.budget.plan([row.kind for row in rows], self.model is not None, width)
         drafts = self._carried(rows, plan)
-        self.budget.observe_asking(time.perf_counter() - began, any(draft.tokens for draft in drafts))
+        self.budget.observe_asking(any(draft.tokens for draft in drafts))
+        self.asking = time.perf_counter() - began
         return plan, drafts
 
     def _guess(self, rows: Sequence[Response], limits: Sequence[int]) -> None:
         """Asks the rows' own drafters; rows guess their redraws where these are worth more than what those have."""
-        drafters = [row.request.drafter if row.drafting else None for row in rows]
+        drafters = [row.drafter if row.drafting else None for row in rows]
         worth = cache(self.budget.acceptance)
-        guesses = ask_all(drafters, [row.tokens for row in rows], limits, self.vocab, worth)
+        texts = [row.tokens for row in rows]
+        guesses = ask_all(drafters, texts, limits, self.vocab, worth, lambda i, fault: rows[i].give_up(fault))
         for row, drafter, guess, limit in zip(rows, drafters, guesses, limits, strict=True):
             row.guess = guess
             known = drafter.fit if type(drafter) is SuffixDrafter else row.state

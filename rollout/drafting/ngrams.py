@@ -17,7 +17,9 @@ _FEWEST = 1 << 16  # slots, so that small indices hardly know collisions
 _BLOCK = 1 << 15  # tokens or slots that are worked on at a time, in fast memory
 FULL = 1 << 22
 """Tokens of an index that takes no more groups."""
-_ID_BITS = 20  # of a token, in 32 bits; the others tell its group
+_ID_BITS = 20  # of a token, in 32 bits; the others hold the number of its group
+GROUPS = 1 << 32 - _ID_BITS
+"""Groups that an index can number."""
 _NO_ID = (1 << _ID_BITS) - 1  # what ids are taken for that need more
 _PRIMES = {1: np.uint32(0x9E3779B1), 2: np.uint32(0x85EBCA77), 4: np.uint32(0xC2B2AE3D)}
 """Of xxHash, by the length of the n-grams that are joined: near ones would give many n-grams one hash."""
@@ -64,17 +66,16 @@ class NGrams:
         self._pieces = np.empty((3, 64), np.int32)  # where each begins in the buffer and in its text, and which text
         self._count = 0  # of these
 
-    @property
-    def full(self) -> bool:
-        """New groups should begin another index, which lives no longer than they do."""
-        return self._added > FULL or self._groups >= 1 << 32 - _ID_BITS
+    def takes(self, groups: int) -> bool:
+        """Whether so many groups more may begin here, else in another index, which lives no longer than they do."""
+        return self._added <= FULL and self._groups + groups <= GROUPS
 
     @property
     def nbytes(self) -> int:
         return self._tokens.nbytes + self._places.nbytes + self._pieces.nbytes
 
     def group(self) -> int:
-        """Begins a group of texts; returns its number."""
+        """Begins a group of texts, which the index must take; returns its number."""
         self._groups += 1
         return self._groups - 1
 

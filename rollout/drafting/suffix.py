@@ -18,6 +18,7 @@ _RECENT = 6  # positions over which a text that is being followed shows whether 
 _LONGEST = 32  # tokens that fit; more say no more
 _LEVELS = [0, 1, 2, 3, 4, 4, 6, 6, *[8] * 8, *[16] * 16, _LONGEST]  # of what fits, by tokens
 _FITTING = [(level, False) for level in _LEVELS]
+_SEARCHED = "group", "earlier", "prompt"  # each is a group of its own in an index
 
 Fit = tuple[int, bool]
 """What speaks for a place that is followed. First the response's last tokens that stand before it, at one of `_LEVELS`;
@@ -87,7 +88,7 @@ class PromptTexts:
         self._forget()
         self.index = index
         sources = {self.source(text) for text in range(self.known)} | ({"group"} & self.sources)
-        self.groups = {source: index.group() for source in ("group", "earlier", "prompt") if source in sources}
+        self.groups = {source: index.group() for source in _SEARCHED if source in sources}
 
     def unindexed(self) -> Iterator[Piece]:
         """What the index lacks, the most recent last; it is taken to be added now."""
@@ -124,9 +125,10 @@ def find(prompts: Sequence[PromptTexts], texts: Sequence[Sequence[int]]) -> list
 def _join(new: Sequence[PromptTexts], indices: Sequence[NGrams]) -> None:
     """Gives the prompts one of the indices, or one of their own; their rows may write as much as was stored."""
     tokens = 2 * sum(len(text) for prompt in new for text in prompt.texts)
-    index = next((index for index in indices if not index.full), None)
+    most = len(_SEARCHED)  # of a prompt, all in one index
+    index = next((index for index in indices if index.takes(most)), None)
     for prompt in new:
-        if index is None or index.full:
+        if index is None or not index.takes(most):
             index = NGrams(tokens)
         prompt.join(index)
 
@@ -149,29 +151,42 @@ class SuffixDrafter:
 
     def __init__(self, texts: PromptTexts, own: Sequence[int] | None = None, ahead: Sequence[int] | None = None):
         self.texts = texts
-        self.source = "prefix" if ahead is None else "ahead"
-        """Where the last draft came from."""
+        self._first: tuple[array[int] | None, str] = None, "prefix" if ahead is None else "ahead"
+        if ahead is not None:
+            self._first = token_ids(ahead), "ahead"
+        elif own is None and texts.stored:
+            self._first = texts.texts[0], "earlier"
+        elif own is not None and "prefix" in texts.sources:
+            own = token_ids(own)
+            self._first = (
+                next((text for text in texts.texts[: texts.stored] if text == own), own),
+                "prefix",
+            )  # goes once
+        self._begin()
+
+    def _begin(self) -> None:
+        """A response begins."""
+        self._followed, self.source = self._first
+        """The text that is followed, and where the last draft came from."""
+        self._shift = 0
         self.fit: Fit = 0, False
-        """What speaks for it."""
-        self._followed, self._shift = None, 0
+        """What speaks for that draft."""
         self._fits_from = 0  # of the response: from there on it has been the text that is followed
         self._left: tuple[array[int], int, str] | None = None  # the one followed before, with its shift and source
         self._length = self._grown = 0  # of the response, and by how much it had grown, when it was last shown
-        if ahead is not None:
-            self._followed = token_ids(ahead)
-        elif own is None and texts.stored:
-            self._followed, self.source = texts.texts[0], "earlier"
-        elif own is not None and "prefix" in texts.sources:
-            own = token_ids(own)
-            self._followed = next((text for text in texts.texts[: texts.stored] if text == own), own)  # travels once
-        self._told = texts.open() if "group" in texts.sources else None
+        self._told = self.texts.open() if "group" in self.texts.sources else None
 
     def propose(self, tokens: Sequence[int], limit: int) -> list[int]:
         return propose([self], [tokens], [limit])[0].tolist()
 
     def tell(self, tokens: Sequence[int]) -> bool:
-        """Adds what the response has grown by to the texts; whether the text that is followed fits, and goes on."""
+        """Adds what the response has grown by to the texts; whether the text that is followed fits, and goes on.
+
+        A response that is shorter than before is another one: what it is told of is a text of its own.
+        """
         n = len(tokens)
+        if n < self._length:  # its request is run again
+            self._begin()
         if self._told is not None and n > (told := len(self._told)):
             append(self._told, tokens[told:])
         at, text = n + self._shift, self._followed

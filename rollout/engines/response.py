@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from rollout.drafting.budget import Kind, State
-from rollout.drafting.draft import EMPTY, Draft
-from rollout.types import Completion, Request, RolloutError
+from rollout.drafting.draft import EMPTY, Draft, DrafterFault, show
+from rollout.types import Completion, Drafter, Request, RolloutError
 from rollout.verify import Stood, cut
 
 
@@ -28,6 +28,10 @@ class Response:
     seconds: float = 0.0
     passes: int = 0
     drafting: bool = True
+    drafter: Drafter | None = field(init=False)
+    """The request's, until it fails."""
+    fault: DrafterFault | None = None
+    """How it failed."""
     guess: Draft = EMPTY
     """What its own drafter expects next, carried or not; empty where it was not asked."""
     kind: Kind = None
@@ -36,6 +40,13 @@ class Response:
     """What became of that guess."""
     redraws: Sequence[int] = ()
     """What the last pass drew behind tokens that did not stand: maybe what it draws behind the right ones."""
+
+    def __post_init__(self):
+        self.drafter = self.request.drafter
+
+    def give_up(self, fault: DrafterFault) -> None:
+        """Its drafter is asked no more."""
+        self.drafter, self.fault = None, fault
 
     @property
     def length(self) -> int:
@@ -72,8 +83,11 @@ class Response:
         self.passes += 1
         if self.finish:
             self.seconds = time.perf_counter() - self.began
-        if self.finish and self.request.drafter and self.drafting:
-            self.request.drafter.propose(tuple(self.tokens), 0)  # rows that draft from this one get its end too
+        if self.finish and self.drafter and self.drafting:
+            try:
+                show(self.drafter, self.tokens, 0)  # rows that draft from this one get its end too
+            except DrafterFault as fault:
+                self.give_up(fault)
         return count
 
     def completion(self, version: int) -> Completion:

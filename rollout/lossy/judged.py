@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rollout.drafting.draft import Draft, ask
+from rollout.drafting.draft import Draft, ask_all
 from rollout.drafting.drafting import Drafting, Policy, check_vocab
 from rollout.engines.base import Limits, Sampling
 from rollout.engines.local.drafter import ModelDrafter
@@ -111,7 +111,7 @@ class Judged(Drafting):
     ) -> None:
         """Nothing: drafts have one length."""
 
-    def observe_pass(self, tokens: int, seconds: float, rows: int = 0, width: int = 0, stood: int = 0) -> None:
+    def observe_pass(self, *_, **__) -> None:
         """Nothing: drafts have one length."""
 
     def end(self, rows: Sequence[Response], stats: EngineStats) -> None:
@@ -140,15 +140,15 @@ class Judged(Drafting):
     def _stored(self, row: Response) -> JudgedDraft:
         """What the row's own drafter has, and whose law drew it."""
         request, limit, first = row.request, min(self.window, row.room - 1), len(row.tokens)
-        if row.finish is not None or not row.drafting or request.drafter is None or limit <= 0:
+        if row.finish is not None or not row.drafting or row.drafter is None or limit <= 0:
             return JudgedDraft()
-        text = ask(request.drafter, row.tokens, limit + 1, self.vocab)
+        (text,) = ask_all([row.drafter], [row.tokens], [limit + 1], self.vocab, failed=lambda _, f: row.give_up(f))
         intact = text.source == "prefix" and request.draft_logprobs
         laws = list(request.draft_logprobs[first : first + len(text.tokens)]) if intact else []
         laws += [float("nan")] * (len(text.tokens) - len(laws))
         later = zip(text.tokens[limit:], laws[limit:], strict=True) if limit + 1 < row.room else ()
         behind = next((token for token, logprob in later if logprob == logprob), None)
-        return JudgedDraft(text.tokens[:limit], text.source, laws[:limit], behind=behind)
+        return JudgedDraft([*text.tokens[:limit]], text.source, laws[:limit], behind=behind)
 
     def _standing(self, draft: JudgedDraft, drawn: Drawn) -> set[int]:
         """Positions of the draft that may stand whatever the draw."""

@@ -15,6 +15,8 @@ from rollout.sections import ClusterConfig
 from rollout.types import EngineStats, Request, RolloutError
 from rollout.workers.worker import Failure, RolloutWorker, Share, Started
 
+LAST_PASS_S = 60.0
+"""That a worker which is told to stop has at least to end its pass."""
 _BELL = "bell"  # the group of calls that are answered beside the one in progress
 _numbers = itertools.count(1)
 
@@ -70,10 +72,16 @@ class Place:
         self.ahead = requests
 
     def halt(self, timeout_s: float) -> None:
-        """Ends what it rolls out ahead; the deadline for its last pass begins now."""
+        """Ends what it rolls out ahead.
+
+        Its deadline stays that of the call, which began when the worker was given the rows: one that hangs is not
+        waited for anew. Nobody looks at deadlines while the trainer computes, so a worker that has gone on past its own
+        still gets to end its pass, for `LAST_PASS_S` at most.
+        """
         if self.ahead and not self.halted:
             self.actor.halt.options(concurrency_group=_BELL).remote(self.number)
-            self.halted, self.deadline = True, time.monotonic() + timeout_s
+            self.halted = True
+            self.deadline = max(self.deadline, time.monotonic() + min(timeout_s, LAST_PASS_S))
 
     def ended(self) -> None:
         """Its call is over."""

@@ -84,12 +84,16 @@ class RolloutPool:
             self._halt()
             shares = spread(requests, len(self._workers) * self.cluster.tasks_per_worker)
             tolerated = max((len(group) for share in shares for group in share), default=0)  # a poisoned prompt
-            tasks = deque(self._task(requests, share) for share in shares)
+            # a worker without rows is called too: its engine, awake since the update, gives its memory back
+            idle = [[] for _ in range(len(self._workers) - len(shares) if shares else 0)]
+            tasks = deque(self._task(requests, share) for share in [*shares, *idle])
             for worker, task, outcome in self._run(tasks):
                 rows = [i for group in task.share for i in group]
                 if not isinstance(outcome, Failure):
                     completions, cost = outcome
                     costs[worker.index] += cost
+                elif not rows:
+                    raise RolloutError(f"{worker} failed without any rows: {outcome}")
                 elif outcome.kind == "memory" or len(task.share) > 1:
                     tasks.extendleft(self._halves(requests, task, outcome))
                     continue

@@ -43,6 +43,8 @@ class Launched:
     began: float
     spent: float
     """Seconds that launching it took."""
+    asking: float | None
+    """Seconds that asking for its drafts took; None if nobody was asked."""
 
 
 @dataclass(slots=True)
@@ -151,6 +153,7 @@ class TransformersEngine(LocalModel):
         rows, stats = self._rows(requests), EngineStats()
         self.drafting.begin(requests)
         self._run(rows, stats)
+        self.drafting.count_faults(rows, stats)
         self.drafting.end(rows, stats)
         return [row.completion(self.weight_version) for row in rows], stats
 
@@ -266,10 +269,12 @@ class TransformersEngine(LocalModel):
         stats.draft_s += time.perf_counter() - began
         cohort.drafts = dict(zip(cohort.rows, drafts, strict=True))
         feed = {number: [row.last, *cohort.drafts[number].tokens] for number, row in cohort.rows.items()}
+        asking = self.drafting.asking
         for part in policy.parts(feed):
             began = time.perf_counter()
             flight = policy.launch(part)
-            cohort.launched.append(Launched(flight, began, time.perf_counter() - began))
+            cohort.launched.append(Launched(flight, began, time.perf_counter() - began, asking))
+            asking = None  # the first pass pays for all
             if not self.policy.overlaps:
                 self._settle(policy, cohort, stats)
 
@@ -290,7 +295,7 @@ class TransformersEngine(LocalModel):
                 brought += len(stood.tokens)
             now = time.perf_counter()
             alone = now - max(launched.began, self._settled)  # from when the device was free for it
-            self.drafting.observe_pass(tokens, alone, rows, policy.width, brought)
+            self.drafting.observe_pass(tokens, alone, rows, policy.width, brought, asking=launched.asking)
             self._settled, spent = now, launched.spent + now - began  # the host's part, which adds up to wall clock
             stats.count_pass(tokens, spent, tokens > rows)
         cohort.launched.clear()

@@ -48,7 +48,8 @@ class Reader:
         model: runs the passes, within its `inference`.
         requests: whose prompts and keys the rows have; at least one.
         places: rows at a time; all by default.
-        states: True keeps the model's last hidden states; a reader of the same rows lends those that it keeps.
+        states: True keeps the model's last hidden states; a reader of the same rows lends those that it keeps, and its
+            rows' places, as states are found by them. It is told of rows that come and go before this one.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class Reader:
         self._span = self.places  # places up to the last that is taken, about
         self._kv: KV | None = None
         self._states = states
+        self._lender = states if isinstance(states, Reader) else None
         self.passes = self.forward_tokens = self.ties = self.width = 0
         """Of all passes; of the last one, the positions it covers."""
 
@@ -79,6 +81,10 @@ class Reader:
     def states(self) -> States | None:
         """Last hidden states of the rows' tokens, where they are kept."""
         return self._kv and self._kv.states
+
+    def place(self, row: int) -> int:
+        """Of a row at work."""
+        return self._place[row]
 
     @property
     def free(self) -> int:
@@ -90,7 +96,7 @@ class Reader:
         taken = set(self._place.values())
         vacant = (place for place in range(self.places) if place not in taken)
         for row, text in rows.items():
-            self._place[row] = next(vacant)
+            self._place[row] = self._lender.place(row) if self._lender else next(vacant)
             self._held[row] = [self._prompts[row][-1], *text[:-1]] if text else []
             self._agreed[row] = 0
         self._empty += rows
@@ -105,15 +111,20 @@ class Reader:
         self._empty = [row for row in self._empty if row in self._place]
         if close_up and not self._place:
             self._kv = None
+        elif self._lender:
+            self._move({row: self._lender.place(row) for row in self._place})
         elif close_up and self.model.layout.heads_first and len(self._place) <= 3 * self._span // 4:
             self._close_up()
 
     def _close_up(self) -> None:
         """Moves all rows to the first places: attention covers what lies between. Amortised: each moves a few times."""
         self._span = len(self._place)
-        before = self._place
-        self._place = {row: i for i, row in enumerate(sorted(before, key=before.__getitem__))}
-        moves = [(before[row], place) for row, place in self._place.items() if before[row] != place]
+        self._move({row: i for i, row in enumerate(sorted(self._place, key=self._place.__getitem__))})
+
+    def _move(self, places: dict[int, int]) -> None:
+        """Gives all rows these places, with what they hold."""
+        before, self._place = self._place, places
+        moves = [(before[row], place) for row, place in places.items() if before[row] != place]
         if self._kv is not None and moves:
             self._copy(moves, max(map(self._first, self._place)))
 
@@ -126,8 +137,8 @@ class Reader:
             return
         if self._kv is None:
             self._kv = self.model.kv(self.places, self._capacity)
-            if isinstance(self._states, Reader):
-                self._kv.given = self._states.states
+            if self._lender:
+                self._kv.given = self._lender.states
             elif self._states:
                 self._kv.states = States(self.places, self._capacity)
         rows, self._empty = sorted(self._empty, key=self._place.__getitem__), []

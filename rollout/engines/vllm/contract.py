@@ -22,6 +22,12 @@ _HOST = {
 }
 _V1 = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
 NAMES = {
+    "served": {
+        "vllm.v1.engine.core:EngineCore": ("preprocess_add_request", "vllm_config"),
+        "vllm.v1.engine.core:EngineCore.preprocess_add_request": ("self", "request"),
+        "vllm.v1.engine.input_processor:InputProcessor": ("process_inputs", "vllm_config"),
+        "vllm.v1.engine:EngineCoreRequest": ("sampling_params", "prompt_token_ids", "mm_features"),
+    },
     "v1": {
         **_HOST,
         f"{_V1}._sample": ("self", "logits", "spec_decode_metadata"),

@@ -14,6 +14,7 @@ from itertools import accumulate, pairwise
 from vllm import LLM, SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
+from rollout.drafting.draft import DrafterFault, ask
 from rollout.drafting.suffix import SuffixDrafter
 from rollout.engines.response import refuse_unusable
 from rollout.engines.vllm.room import Room
@@ -80,7 +81,7 @@ class DeviceDrafts(Rules):
     def _submit(self, name: str, row: VLLMRow) -> str:
         """Hands a request to vLLM; returns vLLM's own id of it."""
         law, request = row.sampling, row.request
-        texts = texts_of(request) if row.drafting and self.source == "texts" else []
+        texts = self._texts(row) if row.drafting and self.source == "texts" else []
         params = SamplingParams(
             temperature=law.temperature,
             top_k=law.top_k,
@@ -99,6 +100,14 @@ class DeviceDrafts(Rules):
         self._lengths.admit(name, bool(texts) or (row.drafting and self.source != "texts"))
         return name
 
+    @staticmethod
+    def _texts(row: VLLMRow) -> list[str]:
+        try:
+            return texts_of(row.request)
+        except DrafterFault as fault:
+            row.give_up(fault)
+            return []
+
     def _finish(self, row: VLLMRow, done, emitted: Sequence[int]) -> None:
         """Fills a row with its response, step by step as it was drawn."""
         tokens, logprobs = list(done.token_ids), list(done.logprobs.logprobs)
@@ -113,11 +122,15 @@ class DeviceDrafts(Rules):
 
 
 def texts_of(request: Request) -> list[str]:
-    """The texts that a request's drafter goes by, its own first, as on the wire."""
+    """The texts that a request's drafter goes by, its own first, as on the wire.
+
+    Raises:
+        DrafterFault: it fails.
+    """
     drafter = request.drafter
     if drafter is None:
         return []
-    texts = [tuple(drafter.propose((), request.max_new_tokens))]
+    texts = [tuple(ask(drafter, (), request.max_new_tokens, 1 << 31).tokens)]
     if isinstance(drafter, SuffixDrafter):
         texts += map(tuple, drafter.texts.texts[: drafter.texts.stored])
     return [pack_text(text) for text in list(dict.fromkeys(texts))[:MOST_TEXTS] if text]

@@ -96,6 +96,7 @@ class VLLMEngine:
         rows = self._rows(requests)
         self.drafting.begin(requests)
         stats = self._run(rows, lambda: False)
+        self.drafting.count_faults(rows, stats)
         self.drafting.end(rows, stats)
         return [row.completion(self.weight_version) for row in rows], stats
 
@@ -114,12 +115,10 @@ class VLLMEngine:
     def _run(self, rows: Sequence[VLLMRow], stop: Callable[[], bool]) -> EngineStats:
         with self._awake():  # vLLM froze the heap when it started, see heap_at_rest
             try:
-                stats = self._flow.run(rows, stop)
+                return self._flow.run(rows, stop)
             except BaseException:
                 self.reset_cache()  # a step that failed has left blocks listed as computed
                 raise
-        self.updates.sleep()
-        return stats
 
     def update_weights(
         self, weights: Iterable[tuple[str, Tensor]] | None, version: int, probe: Probe | None = None
@@ -137,15 +136,20 @@ class VLLMEngine:
     def _prove(self, version: int, probe: Probe | None) -> None:
         self.reset_cache()
         if probe is not None:
-            probe.check(self.score(probe.tokens), version)
+            probe.check(self._scored(probe.tokens), version)
         self._flow.weight_version = version
 
     def score(self, tokens: Sequence[int]) -> list[float]:
         """See Engine.score. At most one token less than the context."""
         if not 0 < len(tokens) < self.context:
             raise RolloutError(f"this engine scores 1 to {self.context - 1} tokens, not {len(tokens)}")
-        params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, flat_logprobs=True, detokenize=False)
         with self._awake():
+            return self._scored(tokens)
+
+    def _scored(self, tokens: Sequence[int]) -> list[float]:
+        """The same of an engine that is awake."""
+        params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, flat_logprobs=True, detokenize=False)
+        with _one_thread():
             (output,) = self._llm.generate({"prompt_token_ids": list(tokens)}, params, use_tqdm=False)
         scores = output.prompt_logprobs
         return [scores.logprobs[first] for first in scores.start_indices[1:]]
@@ -199,7 +203,7 @@ class VLLMEngine:
 
         def seconds(tokens: int) -> float:
             began = time.perf_counter()
-            self.score([0] * tokens)
+            self._scored([0] * tokens)
             return time.perf_counter() - began
 
         sizes = 2, min(256, self.context - 1)
@@ -212,15 +216,13 @@ class VLLMEngine:
 
     @contextmanager
     def _awake(self) -> Iterator[None]:
-        """The GPU holds the model, and a CPU computes on one thread: more would round the same logits differently."""
+        """The GPU holds the model, and no longer than this takes, however it ends."""
         self.updates.wake()
-        threads = torch.get_num_threads()
-        if current_platform.is_cpu():
-            torch.set_num_threads(1)
         try:
-            yield
+            with _one_thread():
+                yield
         finally:
-            torch.set_num_threads(threads)
+            self.updates.sleep()
 
 
 def shut_down(llm: LLM, borrowed_group: bool) -> None:
@@ -231,6 +233,18 @@ def shut_down(llm: LLM, borrowed_group: bool) -> None:
         core.engine_core.model_executor.shutdown()
     else:
         core.shutdown()
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """A CPU computes on one thread: more would round the same logits differently."""
+    threads = torch.get_num_threads()
+    if current_platform.is_cpu():
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 @contextmanager

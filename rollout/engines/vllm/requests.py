@@ -38,6 +38,7 @@ class OneRequest(StepRules):
     def run(self, rows: Sequence[VLLMRow], stop: Callable[[], bool]) -> EngineStats:
         """Finishes every row, unless `stop` says before a step that this is enough."""
         self.stats, engine, outputs = EngineStats(), self.llm.llm_engine, {}
+        self._step = Step()
         self.told = Told(rows) if self.rule is exact else None
         try:
             for i, row in enumerate(rows):
@@ -45,7 +46,7 @@ class OneRequest(StepRules):
                     row.text = self.drafting.text(row)
                 self.rows[self._submit(str(i), row)] = row
             while engine.has_unfinished_requests() and not stop():
-                self._step, began = Step(), time.perf_counter()
+                self._step, began = self._step.next(), time.perf_counter()
                 outputs |= {int(output.request_id): output.outputs[0] for output in engine.step()}
                 self._charge(time.perf_counter() - began)
         finally:
@@ -79,4 +80,4 @@ class OneRequest(StepRules):
         self.stats.draft_s += step.draft_s
         self.stats.count_pass(step.tokens, seconds - step.draft_s, step.drafted > 0, step.decoding)
         if step.decoding:
-            self.drafting.observe_pass(step.tokens, seconds - step.draft_s)
+            self.observe(seconds - step.draft_s)

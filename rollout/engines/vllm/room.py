@@ -100,7 +100,7 @@ def room_of(vocab: int, logits_mb: int, dtype: torch.dtype, step: int, served: b
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu() or not torch.cuda.is_available():
-        return Room(draft_room(vocab, logits_mb), remedies=OF_CPU_SERVER if served else ON_CPU)
+        return Room(draft_room(vocab, logits_mb), step=step, remedies=OF_CPU_SERVER if served else ON_CPU)
     device = torch.device("cuda", torch.cuda.current_device())
 
     def measure() -> int:

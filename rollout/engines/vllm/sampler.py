@@ -58,7 +58,7 @@ class KeyedSampler(Sampler):
     verifier: RejectionSampler | None = None
     """Decides about steps without drafts too."""
     targets: Tensor | None = None
-    """Tokens [N] whose log-probs the next draw tells."""
+    """Tokens [N] whose log-probs the next draw tells, and none after it."""
     packed: Tensor | None = None
     """What the last draw told, int32 [4, N]; see rollout/engines/local/draw.py."""
 
@@ -70,13 +70,13 @@ class KeyedSampler(Sampler):
 
         Args: slots, pos: of each row's input token [N]; slots_np: of each request; top_k, top_p: [N], or None for all.
         """
-        keyed = self.slots.keyed_np[slots_np]
+        keyed, targets, self.targets = self.slots.keyed_np[slots_np], self.targets, None
         if not keyed.any():
             return super()._sample_random(logits, slots, slots_np, pos, top_k, top_p, fused)
         slots = slots.long()
         cuts, processed = self._cuts(logits, slots, slots_np)
         at = pos.long() + 1 - self.slots.starts[slots]
-        targets = torch.zeros_like(at) if self.targets is None else self.targets
+        targets = torch.zeros_like(at) if targets is None else targets
         greedy = self.sampling_states.temperature.np[slots_np] == 0
         draws = {
             warm: packed_draw(processed, self.slots.keys[slots], at, targets, float(warm), *cuts)

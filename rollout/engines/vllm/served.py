@@ -20,7 +20,7 @@ import numpy as np
 import torch
 import vllm
 from torch import Tensor
-from vllm import SamplingParams, envs
+from vllm import envs
 from vllm.triton_utils import HAS_TRITON
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
@@ -31,9 +31,9 @@ from rollout.drafting.drafting import Drafting
 from rollout.drafting.suffix import PromptTexts
 from rollout.engines.base import Sampling
 from rollout.engines.local.draw import rows_per_chunk
+from rollout.engines.vllm.admission import SCHEDULERS
 from rollout.engines.vllm.room import room_of
 from rollout.engines.vllm.rows import BUG, VLLMRow
-from rollout.engines.vllm.step import Step
 from rollout.engines.vllm.v1 import RequestDrafter, V1Rules, by_law, lift_limit
 from rollout.engines.vllm.wire import KeyedRequest
 from rollout.noise import process_logits
@@ -46,14 +46,15 @@ ENGINE_ARGS = {
     "v2": {
         "speculative_config": {"method": "ngram_gpu", "num_speculative_tokens": 32},
         "worker_cls": f"{_HERE}.served_v2.KeyedWorker",
-        "scheduler_cls": f"{_HERE}.served_v2.KeyedScheduler",
+        "scheduler_cls": SCHEDULERS["v2"],
     },
     "v1": {
         "speculative_config": {
             "method": "custom_class",
             "model": f"{_HERE}.served.KeyedDrafter",
             "num_speculative_tokens": 32,
-        }
+        },
+        "scheduler_cls": SCHEDULERS["v1"],
     },
 }
 """What a server's engine has to be given, by vLLM's model runner: V2 wherever there is Triton, V1 on CPU builds.
@@ -82,6 +83,11 @@ class KeyedDrafter(RequestDrafter):
     """What `ENGINE_ARGS["v1"]` names: drafts for keyed requests, and draws them."""
 
     def __init__(self, vllm_config):
+        if (given := vllm_config.scheduler_config.scheduler_cls) != SCHEDULERS["v1"]:
+            raise RolloutError(
+                f"this vLLM server runs with scheduler_cls={given}, by which a request that cannot be served would end "
+                "it; start it with ENGINE_ARGS['v1'] of rollout.engines.vllm.served"
+            )
         vocab = vllm_config.model_config.get_vocab_size()
         logits_mb, step = RolloutConfig().logits_mb, vllm_config.scheduler_config.max_num_batched_tokens
         self.rules = ServedRules(
@@ -136,7 +142,6 @@ class ServedRules(V1Rules):
         keyed = KeyedRequest.read(params and params.extra_args)
         if keyed is None:
             return None
-        refuse_unknown_law(params)
         n, prompt = keyed.prompt_tokens, state.prompt_token_ids
         ends = {*(params.stop_token_ids or ()), params.eos_token_id} - {None}
         cap = min(len(prompt) + params.max_tokens, context) - n
@@ -148,7 +153,7 @@ class ServedRules(V1Rules):
         """The next tokens of all rows of a step, those without a key drawn by vLLM's own sampler."""
         for gone in self.rows.keys() - runner.requests.keys():
             del self.rows[gone]
-        names, self._step = runner.input_batch.req_ids, Step()
+        names, self._step = runner.input_batch.req_ids, self._step.next()
         counts = metadata.num_draft_tokens if metadata else [0] * len(names)
         rows = self.of(runner, names)
         own = self._end_late(runner, logits, counts, rows)
@@ -158,7 +163,7 @@ class ServedRules(V1Rules):
         if others := [i for i, row in enumerate(rows) if row is None]:  # last, as vLLM works on the logits in place
             _take(output, _vllm_sample(runner, logits, metadata), others)
         if self._waiting_since is not None:
-            self.drafting.observe_pass(self._step.tokens, time.perf_counter() - self._waiting_since)
+            self.observe(time.perf_counter() - self._waiting_since)
         return output
 
     def propose(self, sampled, *_, **__) -> list[list[int]]:
@@ -209,17 +214,3 @@ def _take(output: SamplerOutput, theirs: SamplerOutput, rows: list[int]) -> None
         places = [row * width + i for row in rows for i in range(width)]
         for mine, other in zip(output.logprobs_tensors[:3], theirs.logprobs_tensors[:3], strict=True):
             mine[places] = other[places]
-
-
-def refuse_unknown_law(params: SamplingParams) -> None:
-    """Raises RolloutError for sampling parameters that a keyed draw does not know."""
-    plain = SamplingParams()
-    names = (
-        *("presence_penalty", "frequency_penalty", "repetition_penalty", "min_p"),
-        *("bad_words", "logit_bias", "allowed_token_ids", "structured_outputs"),
-    )
-    wrong = [f"{name}={value!r}" for name in names if (value := getattr(params, name)) != getattr(plain, name)]
-    if wrong:
-        raise RolloutError(
-            f"a keyed request asks for {', '.join(wrong)}; it is drawn by temperature, top_k, top_p and min_tokens only"
-        )

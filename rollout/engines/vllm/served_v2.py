@@ -15,6 +15,7 @@ from vllm.utils.import_utils import resolve_obj_by_qualname
 from rollout.config import RolloutConfig
 from rollout.drafting.budget import Budget
 from rollout.drafting.drafting import Drafting
+from rollout.engines.vllm.admission import SCHEDULERS
 from rollout.engines.vllm.contract import check
 from rollout.engines.vllm.room import OF_CPU_SERVER, OF_SERVER, Room, draft_room
 from rollout.engines.vllm.sampler import install
@@ -78,6 +79,9 @@ def refuse_other_settings(config) -> None:
         "VLLM_USE_V2_MODEL_RUNNER=0": not config.use_v2_model_runner,
         "async_scheduling=False": not config.scheduler_config.async_scheduling,
         f"speculative method {drafts and drafts.method}": not drafts or drafts.method != "ngram_gpu",
+        f"scheduler_cls={config.scheduler_config.scheduler_cls}": (
+            config.scheduler_config.scheduler_cls != SCHEDULERS["v2"]
+        ),
         "pipeline parallelism": config.parallel_config.pipeline_parallel_size > 1,
     }
     if any(wrong.values()):

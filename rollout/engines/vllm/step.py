@@ -26,9 +26,21 @@ class Step:
     """What the last engine step did, for the accounting."""
 
     tokens: int = 0
+    rows: int = 0
+    """That are drawn."""
     drafted: int = 0
+    stood: int = 0
+    """Tokens that its rows emitted."""
     decoding: bool = False
     draft_s: float = 0.0
+    asking: float | None = None
+    """Seconds that asking for its drafts took; None if nobody was asked."""
+    asking_next: float | None = None
+    """The same of the step that follows."""
+
+    def next(self) -> Step:
+        """The step that follows begins."""
+        return Step(asking=self.asking_next)
 
 
 class Lineup:
@@ -121,6 +133,7 @@ class StepRules(Rules):
             drafts = [self._of_text(row, min(self.draft_tokens, row.room - 1)) for row in waiting]
         else:
             drafts = self.drafting.propose(waiting, self.stats)
+            self._step.asking_next = self.drafting.asking
         lengths = [len(draft.tokens) for draft in drafts]
         share = self.room.share(len(lengths) - lengths.count(0), len(waiting), self.draft_tokens)
         if max(lengths, default=0) > share:
@@ -138,6 +151,7 @@ class StepRules(Rules):
         if rows != self.lineup.rows:
             self.lineup = Lineup(rows)
         fed = Fed(self.lineup, counts, tokens)
+        self._step.rows += len(fed.lineup.ours)
         self._step.drafted += fed.drafted
         self._step.decoding |= fed.drafted > 0 or any(row.tokens for row in fed.lineup.ours)
         return fed
@@ -189,7 +203,15 @@ class StepRules(Rules):
         if unclear:
             self.stats.ties += int((gaps[ranges(fed.firsts, np.minimum(fed.sizes, counts))] < self.tie_margin).sum())
         fed.lineup.at += np.delete(counts, missing) if missing else counts
+        self._step.stood += int(counts.sum()) - len(missing)
         return packed[0], counts
+
+    def observe(self, seconds: float) -> None:
+        """The step took `seconds`, without asking for the next one's drafts. What it read of prompts takes time that
+        no draft is to blame for, so its rows are named only where it read none."""
+        step = self._step
+        rows = step.rows if step.tokens == step.rows + step.drafted else 0
+        self.drafting.observe_pass(step.tokens, seconds, rows, stood=step.stood, asking=step.asking)
 
     def _exact(self, fed: Fed, drafts: Sequence[Draft], packed: np.ndarray) -> np.ndarray:
         """Each row's draws stand up to the first that was not fed."""

@@ -1,7 +1,8 @@
 """A keyed request on the wire: what rides in vLLM's `SamplingParams.extra_args` from a trainer to its servers.
 
 Numbers, strings and lists of them, which every transport carries (Ray, MessagePack, `vllm_xargs` of the HTTP servers).
-Drafts are guesses here as everywhere: a lost or wrong one costs time and changes no token.
+Drafts are guesses here as everywhere: a lost or wrong one, such as an id that the model does not have, costs time and
+changes no token. What is no request at all is refused (`KeyedRequest.read`).
 """
 
 from __future__ import annotations
@@ -9,13 +10,17 @@ from __future__ import annotations
 from base64 import b64decode, b64encode
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any
 
 import numpy as np
 
 from rollout.drafting.suffix import PromptTexts, SuffixDrafter
+from rollout.types import RolloutError
 
 KEY, PROMPT_TOKENS, TEXTS = "specrl_key", "specrl_prompt_tokens", "specrl_texts"
+_GROUP, _OWN = "specrl_group", "specrl_own"
+_NAMES = KEY, PROMPT_TOKENS, _GROUP, TEXTS, _OWN
 
 
 def pack_text(text: Sequence[int]) -> str:
@@ -24,8 +29,12 @@ def pack_text(text: Sequence[int]) -> str:
 
 
 def unpack_text(packed: str) -> np.ndarray:
-    """What `pack_text` wrote, int32 and read-only."""
-    return np.frombuffer(b64decode(packed), "<i4")
+    """What `pack_text` wrote, int32 and read-only.
+
+    Raises:
+        ValueError, TypeError: something else wrote it.
+    """
+    return np.frombuffer(b64decode(packed, validate=True), "<i4")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,23 +58,45 @@ class KeyedRequest:
         return {
             KEY: self.key,
             PROMPT_TOKENS: self.prompt_tokens,
-            "specrl_group": self.group,
+            _GROUP: self.group,
             TEXTS: [pack_text(text) for text in self.texts],
-            "specrl_own": self.own,
+            _OWN: self.own,
         }
 
     @classmethod
     def read(cls, extra_args: Mapping[str, Any] | None) -> KeyedRequest | None:
-        """What `extra_args` wrote; None for the requests of others."""
-        if not extra_args or KEY not in extra_args:
+        """What `extra_args` wrote; None for the requests of others, which have no entry of that kind.
+
+        Raises:
+            RolloutError: an entry is missing or unknown, or has a value that it cannot have.
+        """
+        given = {name: value for name, value in (extra_args or {}).items() if str(name).startswith("specrl_")}
+        if not given:
             return None
-        return cls(
-            extra_args[KEY],
-            extra_args[PROMPT_TOKENS],
-            extra_args["specrl_group"],
-            tuple(tuple(unpack_text(text).tolist()) for text in extra_args[TEXTS]),
-            extra_args["specrl_own"],
-        )
+        for name in given.keys() - _NAMES:
+            near = get_close_matches(str(name), _NAMES, 1, cutoff=0)[0]
+            raise RolloutError(f"a request has an entry {name!r:.60}, which is none of {_NAMES}. Did you mean {near}?")
+        if missing := [name for name in (KEY, PROMPT_TOKENS, _GROUP) if name not in given]:
+            raise RolloutError(f"a request with {', '.join(given)} lacks {', '.join(missing)}. {_TRY}")
+        texts = given.get(TEXTS, ())
+        if not isinstance(texts, list | tuple):
+            raise RolloutError(f"{TEXTS}={texts!r:.60} is no list of packed texts. {_TRY}")
+        found = cls(given[KEY], given[PROMPT_TOKENS], given[_GROUP], (*map(_read_text, texts),), given.get(_OWN, -1))
+        found.check()
+        return found
+
+    def check(self) -> None:
+        """Raises RolloutError for a number or name that a request cannot have."""
+        kinds = {
+            f"{KEY}={self.key!r:.60} is no signed 64-bit integer": _within(self.key, -(2**63), 2**63),
+            f"{PROMPT_TOKENS}={self.prompt_tokens!r:.60} is no number of tokens": _within(self.prompt_tokens, 1, 2**31),
+            f"{_GROUP}={self.group!r:.60} is no text": isinstance(self.group, str),
+            f"{_OWN}={self.own!r:.60} is none of the {len(self.texts)} texts, and not -1 for none of them": _within(
+                self.own, -1, len(self.texts)
+            ),
+        }
+        if wrong := [said for said, right in kinds.items() if not right]:
+            raise RolloutError(f"{wrong[0]}. {_TRY}")
 
     def drafter(self, groups: MutableMapping[str, PromptTexts], prompt: Sequence[int]) -> SuffixDrafter:
         """A drafter that shares its texts with those of the same group, whose prompt is theirs.
@@ -76,3 +107,17 @@ class KeyedRequest:
         if texts is None:
             texts = groups[self.group] = PromptTexts(self.texts, prompt=prompt)
         return SuffixDrafter(texts, self.texts[self.own] if self.own >= 0 else None)
+
+
+_TRY = "Try KeyedRequest(...).extra_args() of rollout.engines.vllm.wire, which writes all entries"
+
+
+def _within(value: Any, low: int, end: int) -> bool:
+    return type(value) is int and low <= value < end
+
+
+def _read_text(packed: Any) -> tuple[int, ...]:
+    try:
+        return tuple(unpack_text(packed).tolist())
+    except (ValueError, TypeError) as error:
+        raise RolloutError(f"{TEXTS} has {packed!r:.60}, which is no packed text: {error}. {_TRY}") from error

@@ -10,7 +10,7 @@ import pytest
 
 from rollout.drafting import suffix as suffix_of
 from rollout.drafting.draft import Draft, ask, ask_all
-from rollout.drafting.ngrams import NGrams, token_ids
+from rollout.drafting.ngrams import GROUPS, NGrams, token_ids
 from rollout.drafting.suffix import PromptTexts, SuffixDrafter, find, unseen
 from rollout.sections import SOURCES
 from rollout.types import Request, RolloutError
@@ -202,6 +202,23 @@ def test_a_row_is_lost_when_a_pass_brings_one_token_and_not_the_texts():
     assert drafter.fit == (1, False), "it fits again"
 
 
+@pytest.mark.parametrize("source", ["own", "newest", "ahead"])
+def test_a_request_that_is_run_again_begins_anew(source):
+    """It is asked as often as a new one, follows the same text first, and knows what it wrote the first time."""
+    old, rng = OLD[:8], random.Random(3)
+    given = {"own": {"own": old}, "newest": {}, "ahead": {"ahead": old}}[source]
+    again = SuffixDrafter(PromptTexts([old]), **given)
+    for truth in ([50] * 30 + old[:5], [7, *old], old, [rng.randrange(50) for _ in range(40)] * 2):
+        new = SuffixDrafter(PromptTexts([old]), **given)
+        assert again.propose([], 4) == new.propose([], 4) == old[:4]
+        assert again.source == new.source
+        for n in (*range(1, len(truth)), 0, len(truth) // 2, len(truth)):
+            again.propose(truth[:n], 4)
+        again.propose(truth, 0)
+        assert again.texts.texts[-1].tolist() == truth
+    assert again.propose([*truth[:12]], 4) == truth[12:16]
+
+
 def test_a_match_at_the_very_end_of_a_text_is_no_use():
     phrase = [1, 2, 3, 4]
     texts = [[*range(50, 60), *phrase], [*range(70, 90), *phrase, 5]]
@@ -386,9 +403,25 @@ def test_prompts_that_come_later_leave_a_full_index(monkeypatch):
 
 
 def test_an_index_numbers_so_many_prompts():
-    prompts = [PromptTexts([[1, 2, 3]], prompt=[4, 5]) for _ in range(2500)]  # three sources each
+    prompts = [PromptTexts([[1, 2, 3]], prompt=[4, 5]) for _ in range(2500)]  # three groups each
     assert find(prompts, [[1, 2]] * 2500).count([(0, 2, 2)]) > 2350, "few collisions"
     assert len({id(prompt.index) for prompt in prompts}) == 2
+    assert max(max(prompt.groups.values()) for prompt in prompts) < GROUPS
+
+
+@pytest.mark.parametrize("left", [2, 3])
+def test_a_prompt_joins_an_index_that_numbers_all_its_groups(left):
+    """With one too few, its last group would have the number of another prompt's first, and find that one's text."""
+    other, prompt = PromptTexts([[1, 2, 3]] * 9, prompt=[8, 9]), PromptTexts([[6, 7]], prompt=[1, 2, 4])
+    other.open().extend([1, 2, 5])
+    index = NGrams()
+    other.join(index)
+    numbered = [index.group() for _ in range(GROUPS - len(other.groups) - left)]
+    assert numbered[-1] == GROUPS - left - 1
+    theirs, own = find([other, prompt], [[1, 2], [1, 2]])
+    assert own == [(1, 2, 2)], "its own prompt's"
+    assert theirs == [(10, 2, 2), (0, 2, 2)]
+    assert (prompt.index is index) == (left == 3)
 
 
 class Odd:

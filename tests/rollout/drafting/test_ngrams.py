@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from rollout.drafting.ngrams import LENGTHS, NOWHERE, NGrams, token_ids
+from rollout.drafting.ngrams import GROUPS, LENGTHS, NOWHERE, NGrams, token_ids
 
 
 def add(index: NGrams, pieces) -> None:
@@ -126,13 +126,18 @@ def test_what_is_no_token_id_is_never_found(odd):
 
 def test_an_index_is_full_at_some_size():
     index = NGrams()
-    assert not index.full
+    assert index.takes(1)
     group = index.group()
     add(index, [(group, 0, range(2**22 + 2), 0)])
-    assert index.full
+    assert not index.takes(1)
     many = NGrams()
-    assert [many.group() for _ in range(2**12)] == list(range(2**12))
-    assert many.full
+    assert [many.group() for _ in range(GROUPS - 3)] == list(range(GROUPS - 3))
+    assert many.takes(3)
+    assert not many.takes(4)
+    last = [many.group() for _ in range(3)]
+    assert not many.takes(1)
+    add(many, [(0, 7, [5, 6, 1], 0), (last[2], 8, [5, 6, 2], 0)])
+    assert many.find([0, *last], [[5, 6]] * 4) == [(7, 2, 2), NOWHERE, NOWHERE, (8, 2, 2)]
 
 
 def test_nothing_is_found_where_nothing_was_added():

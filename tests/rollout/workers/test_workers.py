@@ -53,6 +53,8 @@ class Faulty:
         note(folder, "pids")
 
     def generate(self, requests):
+        if not requests:
+            note(self.folder, "idle")
         marks = [request.prompt[0] for request in requests]
         if DEADLY in marks:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -442,6 +444,14 @@ def test_seconds_are_the_slowest_workers_and_counts_everyones(pools, local):
     assert 0 < stats.prefill_s + stats.decode_s + stats.verify_s + stats.draft_s <= wall
     assert stats.forward_tokens == alone.forward_tokens
     assert stats.passes > alone.passes, "two batches of rows take more passes than one"
+
+
+def test_a_worker_without_rows_is_called_too(pools, local):
+    """Its engine wakes up for new weights, and sleeps again when a rollout ends: else it keeps a shared GPU full."""
+    pool, rows = pools(2), requests_of()
+    rows = [row for row in rows if row.prompt == rows[0].prompt]
+    assert differing(pool.generate(rows)[0], local.generate(rows)[0]) == []
+    assert len(noted(Path(pool.spec.model), "idle")) == 1
 
 
 def test_no_requests(pools):

@@ -2,13 +2,14 @@
 
 import random
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
 
 from rollout.drafting.budget import Budget
 from rollout.keys import derive_key
-from rollout.types import EngineStats, Request, RolloutError
+from rollout.types import EngineStats, Request
 from tests.rollout.golden import (
     VOCAB,
     Named,
@@ -16,6 +17,7 @@ from tests.rollout.golden import (
     all_wrong,
     corrupt,
     differing,
+    drafts_of_every_quality,
     engine_of,
     requests_of,
 )
@@ -38,7 +40,7 @@ def test_the_budget_is_told_what_every_pass_brought(golden):
     """By it asking for drafts is weighed: a pass that brings nothing would never pay."""
     model, cases, want = golden("llama")
     engine, seen = engine_of(model, window=4), []
-    engine.drafting.budget.observe_pass = lambda tokens, seconds, rows, width, stood: seen.append(stood)
+    engine.drafting.budget.observe_pass = lambda tokens, seconds, rows, width, stood, asking: seen.append(stood)
     done, _ = engine.generate(requests_of(cases, [Script(text) for text, _, _ in want]))
     emitted = sum(len(c.tokens) for c in done)
     assert emitted <= sum(seen) <= emitted + 4 * len(done), "draws behind an end are in it"
@@ -85,14 +87,69 @@ def test_a_drafter_cannot_harm_the_text(golden, harm):
     assert stats.accepted > 0
 
 
-@pytest.mark.parametrize("proposal", [[3.0], [None], None, ["3"], 5, [[3]]], ids=str)
-def test_what_is_no_token_id_is_an_error_of_the_drafter(tiny, proposal):
-    class Wrong:
-        def propose(self, tokens, limit):
-            return proposal
+@dataclass
+class Raises(Script):
+    """Right at first."""
 
-    with pytest.raises(RolloutError, match=r"the drafter Wrong proposed .*no token ids"):
-        engine_of(tiny("llama"), window=4).generate(requests_of([([3, 4], 5)], [Wrong()]))
+    failed: int = 0
+
+    def propose(self, tokens, limit):
+        return super().propose(tokens, limit) if len(tokens) < 3 else self.fail()
+
+    def fail(self):
+        self.failed += 1
+        raise KeyError("of the drafter's own")
+
+
+@dataclass
+class Proposes(Raises):
+    """What it was made with."""
+
+    odd: object = None
+
+    def fail(self):
+        self.failed += 1
+        return self.odd
+
+
+class Generates(Raises):
+    """Fails as it is iterated over."""
+
+    def fail(self):
+        self.failed += 1
+        yield 5
+        raise OSError("a file is gone")
+
+
+FAILING = {
+    "raises": Raises,
+    "generates": Generates,
+    **{str(odd): partial(Proposes, odd=odd) for odd in ([3.0], [None], None, ["3"], 5, [[3]])},
+}
+
+
+@pytest.mark.parametrize("name", FAILING)
+def test_a_drafter_that_fails_is_left_and_nothing_else_changes(golden, caplog, name):
+    model, cases, want = golden("llama")
+    drafters = [FAILING[name](text) if i % 2 else Script(text) for i, (text, _, _) in enumerate(want)]
+    engine = engine_of(model, window=4)
+    for _ in range(2):
+        done, stats = engine.generate(requests_of(cases, drafters))
+        assert differing(done, want) == []
+        long = [i for i, (text, _, _) in enumerate(want) if i % 2 and len(text) > 6]
+        assert len(long) <= stats.drafter_faults <= len(want) // 2
+        assert stats.accepted > 0
+    kind = type(drafters[1]).__name__
+    assert caplog.text.count(f"the drafter {kind} ") == 1, "it is named once"
+    assert max(drafter.failed for drafter in drafters[1::2]) == 2, "it is asked no more in a rollout"
+
+
+def test_drafters_that_work_have_no_faults(golden):
+    model, cases, want = golden("llama")
+    texts = [text for text, _, _ in want]
+    assert (
+        engine_of(model, window=4).generate(requests_of(cases, drafts_of_every_quality(texts)))[1].drafter_faults == 0
+    )
 
 
 @pytest.mark.parametrize("wrap", [tuple, iter, torch.tensor, lambda t: [torch.tensor(x) for x in t]], ids=range(4))
@@ -126,7 +183,7 @@ def test_drafts_that_would_lose_time_are_counted_as_paused(golden):
     model, cases, want = golden("llama")
     engine = engine_of(model)
     budget = engine.drafting.budget = Budget()  # without what passes cost here
-    budget.observe_pass = lambda *_: None
+    budget.observe_pass = lambda *_, **__: None
     budget.calibrate([(1, 1.001), (1000, 1001.0)])  # a token costs what a pass costs
     for _ in range(2000):
         budget.observe_draft(("start", "custom"), 1, 0)

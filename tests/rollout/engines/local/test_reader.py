@@ -29,3 +29,32 @@ def test_draws_behind_the_ends_are_those_behind_all_tokens(build_model):
         assert last[row].logprobs == pytest.approx(every[row].logprobs[-1:], rel=1e-5)
         torch.testing.assert_close(last[row].hidden, every[row].hidden[-1:])
         assert last[row].usable
+
+
+def test_a_reader_that_is_lent_states_has_the_places_of_the_lender(build_model):
+    """Whatever rows it is given, in whatever order: the states of a row are found by its place."""
+    model = packed_model(build_model("llama"), Sampling(frozenset()))
+    requests = [Request([2] * (3 + i), 70 + i, 20) for i in range(8)]
+
+    def places(reader, rows):
+        return [reader.place(row) for row in rows]
+
+    with model.inference():
+        lender = Reader(model, requests, 4, states=True)
+        lent = Reader(model, requests, 4, states=lender)
+        alone = Reader(model, requests, 4)
+        for reader, rows in ((lender, (0, 1, 2, 3)), (lent, (3, 1, 0, 2)), (alone, (3, 1, 0, 2))):
+            reader.admit({row: [] for row in rows})
+        assert places(lent, range(4)) == places(lender, range(4)) == [0, 1, 2, 3] != places(alone, range(4)), "control"
+        for reader in (lender, lent):
+            reader.leave([0, 2])
+            reader.admit({row: [] for row in ((5, 4) if reader is lent else (4, 5))})
+            assert places(lent, (1, 3)) == places(lender, (1, 3))
+        assert places(lent, (4, 5)) == places(lender, (4, 5))
+        for reader in (lender, lent):
+            reader.read({row: [9] for row in sorted((1, 3, 4, 5), key=reader.place)})
+            reader.rollback(5, 0)
+        for reader in (lender, lent):
+            reader.leave([1, 3], close_up=True)  # the others move together
+        assert places(lent, (4, 5)) == places(lender, (4, 5)) == [0, 1]
+        assert lent.read({4: [9], 5: [9]})[4].draws == lender.read({4: [9], 5: [9]})[4].draws

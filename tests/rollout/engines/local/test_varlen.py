@@ -274,6 +274,38 @@ def test_one_cohort_drafts_while_the_others_pass_runs(golden, on_gpu_passes, mon
         assert seen.count("launch") == seen.count("wait")
 
 
+@pytest.mark.parametrize("parts", [1, 2])
+def test_a_pass_under_way_keeps_what_asking_for_its_drafts_took(golden, on_gpu_passes, monkeypatch, parts):
+    """Drafts of the other cohort are asked for before it is settled. Of several passes the first one pays."""
+    model, cases, want = golden("qwen3")
+    monkeypatch.setattr(engine_module, "OVERLAP", 8)
+    bounds = {"tokens_per_pass": 40} if parts > 1 else {}
+    engine, fed, seen, late = engine_of(model, window=6, **bounds), [], [], []
+    drafting = engine.drafting
+    propose = drafting.propose
+
+    def numbered(rows, stats):
+        drafts = propose(rows, stats)
+        drafting.asking = float(len(fed))
+        fed.append(sum(1 + len(draft.tokens) for draft in drafts))
+        return drafts
+
+    def observe(tokens, seconds, rows, width, stood, asking):
+        late.append(drafting.asking)
+        if asking is None:
+            seen[-1][1] += tokens
+        else:
+            seen.append([asking, tokens])
+
+    drafting.propose, drafting.observe_pass = numbered, observe
+    assert (
+        differing(engine.generate(requests_of(cases, drafts_of_every_quality([t for t, _, _ in want])))[0], want) == []
+    )
+    assert seen == [[float(i), tokens] for i, tokens in enumerate(fed)]
+    assert (len(late) > len(fed)) == (parts > 1)
+    assert late != [asking for asking, _ in seen], "control: what is known when a pass is settled is another's"
+
+
 @pytest.mark.parametrize("rows", [5, 9, 16])
 def test_cohorts_and_rows_that_wait(golden, on_gpu_passes, monkeypatch, rows):
     model, cases, want = golden("llama")

@@ -12,14 +12,14 @@ pytestmark = pytest.mark.skipif(
 SAMPLER = "vllm.v1.worker.gpu.sample.sampler.Sampler"
 
 
-@pytest.mark.parametrize("runner", ["v1", "v2"])
+@pytest.mark.parametrize("runner", ["served", "v1", "v2"])
 def test_the_installed_version_has_them(runner):
     from rollout.engines.vllm.contract import check
 
     check(runner)
 
 
-@pytest.mark.parametrize("runner", ["v1", "v2"])
+@pytest.mark.parametrize("runner", ["served", "v1", "v2"])
 def test_each_name_that_is_missing_is_named(runner, monkeypatch):
     from rollout.engines.vllm import contract
 

@@ -3,12 +3,14 @@
 import importlib.util
 import logging
 import re
+import time
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
+from rollout.drafting.budget import Budget
 from rollout.drafting.draft import Draft
 from rollout.drafting.drafting import Drafting
 from rollout.engines.base import Sampling
@@ -151,6 +153,88 @@ def test_a_rule_that_reads_drafts_has_those_that_were_fed(fed):
         rules_of(rows, rule=rule).sample(runner, logits, metadata)
         assert seen == [[4, 4]]
     rules_of(rows).sample(runner, logits, metadata)
+
+
+# Asking ---------------------------------------------------------------------------------------------------------------
+
+
+class Clock:
+    """Seconds that pass only where somebody says so."""
+
+    def __init__(self, monkeypatch):
+        self.now = 0.0
+        monkeypatch.setattr(time, "perf_counter", lambda: self.now)
+
+
+class Right:
+    """One right token at a time, after so many seconds."""
+
+    def __init__(self, clock: Clock, seconds: float):
+        self.clock, self.seconds, self.asked = clock, seconds, 0
+
+    def propose(self, tokens, limit):
+        self.asked += limit > 0
+        self.clock.now += self.seconds * (limit > 0)
+        return [5][:limit]
+
+
+class Server:
+    """vLLM as far as `OneRequest` drives it; every draw is the token 5, a step takes a second and a row 10 ms."""
+
+    def __init__(self, clock: Clock):
+        self.clock, self.llm_engine, self.drafts, self.steps = clock, self, {}, 0
+
+    def collective_rpc(self, name, args):
+        (self.flow,) = args
+
+    def add_request(self, name, prompt, params):
+        self.drafts[name] = None
+        return name
+
+    def has_unfinished_requests(self):
+        return bool(self.drafts)
+
+    def step(self):
+        names, self.steps = [*self.drafts], self.steps + 1
+        runner, metadata, logits = step(names, [self.drafts[name] or [] for name in names])
+        read = sum(len(self.flow.rows[name].request.prompt) for name in names if self.drafts[name] is None)
+        runner.query_start_loc.np = runner.query_start_loc.np + read
+        self.clock.now += 1.0 + 0.01 * int(runner.query_start_loc.np[-1])
+        sampled = self.flow.sample(runner, logits, metadata).sampled_token_ids.tolist()
+        self.drafts = dict(zip(names, self.flow.propose(sampled), strict=True))
+        done = [name for name in names if self.flow.rows[name].finish]
+        outputs = [SimpleNamespace(token_ids=self.flow.rows[n].tokens, finish_reason="length") for n in done]
+        self.drafts = {name: draft for name, draft in self.drafts.items() if name not in done}
+        return [SimpleNamespace(request_id=n, outputs=[o]) for n, o in zip(done, outputs, strict=True)]
+
+    def abort_request(self, names, internal):
+        pass
+
+
+def fives(logits, *_):
+    """What `packed_draw` tells of draws that are all 5."""
+    told = torch.full((4, len(logits)), 0.5).view(torch.int32)
+    told[0] = 5
+    return told
+
+
+@pytest.mark.parametrize(("seconds", "steps", "asked"), [(0.75, range(280, 300), range(20)), (0.0, [151], [149])])
+def test_asking_rests_where_it_does_not_pay(monkeypatch, seconds, steps, asked):
+    """A step with drafts brings two tokens a row. Where asking four rows takes as long as three plain steps that is a
+    loss, which shows in the seconds of whole steps only."""
+    from rollout.engines.vllm.rows import VLLMRow
+    from rollout.engines.vllm.v1 import V1Requests
+
+    clock = Clock(monkeypatch)
+    server, bounds = Server(clock), {"draft_tokens": 8, "room": Room(1000), "scores_per_chunk": 1000}
+    flow = V1Requests(llm=server, drafting=Drafting(Budget(padded=False)), draw=fives, **bounds)
+    flow.drafting.vocab = VOCAB
+    flow.drafting.budget.calibrate([(n, 1.0 + 0.01 * n) for n in (1, 100, 200)])
+    rows = [VLLMRow(Request([2, 3], i, 300, Right(clock, seconds)), sampling=LAWS[0]) for i in range(4)]
+    flow.run(rows, lambda: False)
+    assert all(row.tokens == [5] * 300 for row in rows)
+    assert server.steps in steps
+    assert rows[0].request.drafter.asked in asked
 
 
 # Drafts ---------------------------------------------------------------------------------------------------------------

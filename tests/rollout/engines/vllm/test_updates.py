@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import ClassVar
+from unittest import mock
 
 import pytest
 import torch
@@ -401,6 +402,30 @@ def test_an_update_that_fails_asleep_leaves_nothing_to_generate_with(sleeper, go
     engine.update_weights(PolicyWeights(new), 2, probe_of(new))
     texts_of(engine, new, cases)
     assert calls == ["weights", "load", "kv_cache", 2]
+
+
+def test_memory_is_given_back_after_scores_failures_and_rollouts_without_rows(sleeper, golden, monkeypatch):
+    """Else the trainer's next update would find the GPU full."""
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+    engine, model, calls = sleeper
+    cases, _ = golden()
+    texts_of(engine, model, cases)
+    calls.clear()
+    engine.score([3, 4, 5])
+    assert calls == ["weights+kv_cache", 1]
+    calls.clear()
+    failing = mock.patch.object(CPUModelRunner, "execute_model", side_effect=MemoryError("planted"))
+    with failing, pytest.raises(MemoryError, match="planted"):
+        engine.generate(requests_of(cases))
+    assert calls == ["weights+kv_cache", 1]
+    new = moved(model, 1)
+    engine.update_weights(PolicyWeights(new), 1, probe_of(new))
+    calls.clear()
+    assert engine.generate([])[0] == []
+    assert calls == [2], "of a worker that has no rows of the batch"
+    texts_of(engine, new, cases)
+    assert calls == [2, "weights", "load", "kv_cache", 2]
 
 
 def test_memory_that_does_not_come_back_is_an_error(sleeper, golden, monkeypatch):

@@ -26,6 +26,7 @@ from rollout.keys import derive_key
 from rollout.noise import keyed_draw
 from rollout.types import Request, RolloutError
 from tests.engines import local
+from tests.rollout.engines.local.test_engine_drafts import Raises
 from tests.rollout.golden import (
     EOS_IDS,
     VOCAB,
@@ -257,13 +258,29 @@ def test_the_drafts_of_a_step_are_bounded(engine_of, monkeypatch):
         engine, steps = engine_of(draft_tokens=40, window=40, **settings), []
         observe = engine.drafting.observe_pass
         with monkeypatch.context() as patch:
-            patch.setattr(engine.drafting, "observe_pass", lambda n, s: (steps.append(n), observe(n, s)))
+            patch.setattr(
+                engine.drafting, "observe_pass", lambda n, *more, **told: (steps.append(n), observe(n, *more, **told))
+            )
             done, _ = engine.generate(requests_of(cases, texts))
         assert exactly(done) == exactly(plain)
         return max(steps)
 
     assert largest() > 2148 + len(cases)
     assert 1000 < largest(logits_mb=1) <= 2148 + len(cases)
+
+
+@on_v1  # V2 pads the first step behind a prompt by itself
+def test_drafts_leave_no_row_out_of_a_step(engine_of, monkeypatch):
+    """Sixteen rows with drafts of eight tokens would fill a step of 64 tokens with the drafts of seven of them."""
+    cases = [([3 + i], 30) for i in range(16)]
+    plain, _ = engine_of(eos_ids=frozenset()).generate(requests_of(cases))
+    engine, rows = engine_of(eos_ids=frozenset(), window=8, tokens_per_pass=64), []
+    ask = engine.drafting.propose
+    monkeypatch.setattr(engine.drafting, "propose", lambda of, stats: (rows.append(len(of)), ask(of, stats))[1])
+    done, _ = engine.generate(requests_of(cases, [Script(c.tokens) for c in plain]))
+    assert exactly(done) == exactly(plain)
+    assert max(c.passes for c in done) <= 9, "three tokens of a draft and one more in each step"
+    assert {n for n in rows if n} == {16}
 
 
 MANY_BLOCKS = [([3 + i, *(4 + j % 50 for j in range(90))], 30) for i in range(18)]
@@ -667,18 +684,12 @@ def test_nan_logits_are_an_error_and_the_engine_recovers(updated, golden):
     assert differing(engine.generate(requests_of(cases))[0], want, 1e-4) == []
 
 
-def test_a_drafter_that_fails_stops_the_rollout_and_nothing_else(engine_of, golden):
-    class Broken:
-        def propose(self, tokens, limit):
-            if len(tokens) > 4:
-                raise LookupError("the drafter's index is gone")
-            return []
-
-    cases, want = golden()
-    engine = engine_of()
-    with pytest.raises(LookupError, match="index is gone"):
-        engine.generate(requests_of(cases, [Broken()] * len(cases)))
-    assert differing(engine.generate(requests_of(cases))[0], want, 1e-4) == []
+def test_a_drafter_that_fails_is_left_and_nothing_else_changes(engine_of, golden):
+    cases, want = golden("qwen3")
+    drafters = [Raises(text) if i % 2 else Script(text) for i, (text, _, _) in enumerate(want)]
+    done, stats = engine_of().generate(requests_of(cases, drafters))
+    assert differing(done, want, 1e-4) == []
+    assert stats.drafter_faults == sum(drafter.failed for drafter in drafters[1::2]) > 3
 
 
 def test_kv_that_a_failed_step_announced_is_forgotten(updated, saved):

@@ -4,8 +4,10 @@ One engine in this process, started as anybody starts it but for `ENGINE_ARGS`; 
 V1 here; test_vllm_v2.py runs this file on V2.
 """
 
+import asyncio
 import gc
 import importlib.util
+import itertools
 import random
 from copy import deepcopy
 from dataclasses import replace
@@ -274,15 +276,107 @@ def test_finished_requests_are_forgotten(served, requests):
     assert held() == (rows, groups)
 
 
-def test_laws_that_a_keyed_draw_does_not_know_are_refused():
-    from vllm import SamplingParams
+BAD_ARGS = [
+    {"specrl_texts": ["x"]},
+    {"specrl_texts": ["AAAA"]},
+    {"specrl_texts": [None]},
+    {"specrl_texts": None},
+    {"specrl_own": 1},
+    {"specrl_key": None},
+    {"specrl_key": 1 << 63},
+    {"specrl_prompt_tokens": 10_000},
+    {"specrl_group": 7},
+    {"specrl_kye": 7},
+]
+BAD_PARAMS = [{"n": 2}]
+if RUNNER == "v1":
+    BAD_PARAMS += [{"presence_penalty": 0.5}, {"repetition_penalty": 1.1}, {"bad_words": ["x"]}]
+    BAD_PARAMS += [{"allowed_token_ids": [3]}, {"logprob_token_ids": [3], "logprobs": 1}]
 
-    from rollout.engines.vllm.served import refuse_unknown_law
 
-    refuse_unknown_law(SamplingParams(temperature=0.5, top_k=3, top_p=0.9, min_tokens=2, logprobs=1, seed=1))
-    for wrong in ({"repetition_penalty": 1.1}, {"min_p": 0.1}, {"bad_words": ["x"]}, {"logit_bias": {3: 1.0}}):
-        with pytest.raises(RolloutError, match=next(iter(wrong))):
-            refuse_unknown_law(SamplingParams(**wrong))
+def bad_requests(served, request, text):
+    """(what is wrong, prompt, sampling parameters): one fault each."""
+    good = served.params(request, [text]).extra_args
+    for change in BAD_ARGS:
+        yield next(iter(change)), list(request.prompt), served.vllm_params(request, extra_args={**good, **change})
+    for change in BAD_PARAMS:
+        yield next(iter(change)), list(request.prompt), served.vllm_params(request, extra_args=good, **change)
+    yield "the id 61", [VOCAB], served.vllm_params(request, extra_args={**good, "specrl_prompt_tokens": 1})
+
+
+def test_a_request_that_cannot_be_served_is_refused_alone(served, requests, plain):
+    """In process: whoever adds it gets the error, and the requests beside it and after it what they would have got."""
+    from vllm.exceptions import VLLMValidationError
+
+    engine = served.llm.llm_engine
+    for i, (word, prompt, params) in enumerate(bad_requests(served, requests[2], plain[0][2])):
+        engine.add_request("beside", {"prompt_token_ids": list(requests[i].prompt)}, served.params(requests[i]))
+        with pytest.raises(VLLMValidationError, match=word) as raised:
+            engine.add_request("bad", {"prompt_token_ids": prompt}, params)
+        assert isinstance(raised.value, RolloutError)
+        done = [o for _ in iter(engine.has_unfinished_requests, False) for o in engine.step() if o.finished]
+        assert [list(o.outputs[0].token_ids) for o in done] == [plain[0][i]]
+    assert tokens(served.ask(requests[:4], plain[0][:4])) == plain[0][:4]
+
+
+def test_requests_without_a_key_are_asked_nothing(served, requests):
+    """Their parameters are vLLM's matter."""
+    law = {"temperature": 0.0, "repetition_penalty": 1.1, "extra_args": {"others": object}}
+    assert len(served.ask_with([(list(requests[0].prompt), served.vllm_params(requests[0], **law))])) == 1
+
+
+@pytest.mark.parametrize("told", [True, False], ids=["at the front", "in the core"])
+def test_a_bad_request_does_not_end_a_server_of_several_processes(
+    served, requests, plain, path, monkeypatch, told, caplog
+):
+    """Where the front does not know of keys, as under `vllm serve`, the engine's core ends the request."""
+    import vllm
+    from vllm.exceptions import VLLMValidationError
+    from vllm.v1.engine.input_processor import InputProcessor
+
+    from rollout.engines.vllm.engine import settings
+
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    if RUNNER == "v2":
+        monkeypatch.setattr(CpuPlatform, "check_and_update_config", classmethod(keep_async))
+    if not told:
+        monkeypatch.setattr(InputProcessor, "process_inputs", InputProcessor.process_inputs.__wrapped__)
+    bad = [*bad_requests(served, requests[2], plain[0][2])]
+    bad = [given for given in bad if told or given[0] != "n"]  # the front sends each of its responses by itself
+
+    async def answers() -> tuple[list, list]:
+        engine = vllm.AsyncLLMEngine.from_engine_args(vllm.AsyncEngineArgs(**settings(spec_of(path)), **arguments()))
+        numbers = itertools.count()
+
+        async def answer(prompt, params):
+            async for output in engine.generate({"prompt_token_ids": prompt}, params, str(next(numbers))):
+                last = output.outputs[0]
+            return last.finish_reason if last.finish_reason == "error" else list(last.token_ids)
+
+        good = [(list(r.prompt), served.params(r)) for r in requests[:2]]
+        try:
+            found = []
+            for _, prompt, params in bad:
+                found += await asyncio.gather(answer(prompt, params), return_exceptions=True)
+            return found, await asyncio.gather(*[answer(*each) for each in good])
+        finally:
+            engine.shutdown()
+
+    found, after = asyncio.run(answers())
+    assert after == plain[0][:2], "the server serves on"
+    for (word, *_), answer in zip(bad, found, strict=True):
+        if told:
+            assert isinstance(answer, VLLMValidationError), word
+            assert word in str(answer)
+        else:
+            assert answer == "error", word
+
+
+@on_v1
+def test_a_server_whose_core_would_not_refuse_does_not_start(path):
+    given = {**arguments(), "scheduler_cls": "vllm.v1.core.sched.scheduler.Scheduler"}
+    with pytest.raises((RolloutError, RuntimeError), match=r"scheduler_cls=.*ENGINE_ARGS\['v1'\]"):
+        start_served(path, given)
 
 
 def test_engines_that_serve_by_default(served, tmp_path, monkeypatch, caplog):

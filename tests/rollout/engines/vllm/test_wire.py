@@ -1,0 +1,55 @@
+"""What a server reads of a keyed request: what was written, and nothing that could not have been."""
+
+import pytest
+
+from rollout.engines.vllm.wire import KeyedRequest, pack_text
+from rollout.types import RolloutError
+
+GOOD = KeyedRequest(-(1 << 63), 4, "g", ((5, 6, 7), (8,)), own=1)
+
+
+def test_what_is_written_is_read():
+    assert KeyedRequest.read(GOOD.extra_args()) == GOOD
+    assert KeyedRequest.read({**GOOD.extra_args(), "others": 1}) == GOOD
+    assert KeyedRequest.read({"others": 1}) is KeyedRequest.read({}) is KeyedRequest.read(None) is None
+
+
+def test_texts_may_be_left_out():
+    wire = KeyedRequest(3, 4, "g")
+    sent = {name: value for name, value in wire.extra_args().items() if name not in ("specrl_texts", "specrl_own")}
+    assert KeyedRequest.read(sent) == wire
+
+
+@pytest.mark.parametrize("missing", ["specrl_key", "specrl_prompt_tokens", "specrl_group"])
+def test_an_entry_that_is_missing_is_named(missing):
+    sent = {name: value for name, value in GOOD.extra_args().items() if name != missing}
+    with pytest.raises(RolloutError, match=f"lacks {missing}"):
+        KeyedRequest.read(sent)
+
+
+def test_a_misspelt_entry_is_named_and_not_ignored():
+    with pytest.raises(RolloutError, match=r"'specrl_kye'.*Did you mean specrl_key\?"):
+        KeyedRequest.read({"specrl_kye": 3})
+
+
+@pytest.mark.parametrize(
+    ("entry", "values"),
+    [
+        ("specrl_key", [None, "7", 1.0, True, 1 << 63, -(1 << 63) - 1, [3]]),
+        ("specrl_prompt_tokens", [None, "4", 4.0, True, 0, -1, 1 << 31]),
+        ("specrl_group", [None, 3, b"g", ["g"]]),
+        ("specrl_own", [None, "0", 0.0, True, 2, -2]),
+        ("specrl_texts", [None, 3, "x", {"a": 1}]),
+        ("specrl_texts", [[text] for text in ("x", "AAA=", "AAAA", "!!!!", "é", None, 3, b"AAAAAA==x", ["AAAAAA=="])]),
+    ],
+)
+def test_a_value_that_cannot_be_is_named(entry, values):
+    for value in values:
+        with pytest.raises(RolloutError, match=entry):
+            KeyedRequest.read({**GOOD.extra_args(), entry: value})
+
+
+def test_ids_of_another_model_are_guesses():
+    """They never stand; drafters leave them out."""
+    sent = {**GOOD.extra_args(), "specrl_texts": [pack_text([1 << 30, -1, 5]), ""]}
+    assert KeyedRequest.read(sent).texts == ((1 << 30, -1, 5), ())

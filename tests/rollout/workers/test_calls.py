@@ -1,0 +1,52 @@
+"""How long a pool waits for a call to a worker, with a clock that stands where it is put."""
+
+import time
+
+import pytest
+
+from rollout.types import Request
+from rollout.workers.calls import LAST_PASS_S, Place
+
+
+class Actor:
+    """Remembers what it is called for."""
+
+    def __init__(self):
+        self.called: list[str] = []
+
+    def __getattr__(self, name):
+        return Method(self.called, name)
+
+
+class Method:
+    def __init__(self, called, name):
+        self.called, self.name = called, name
+
+    def options(self, **_):
+        return self
+
+    def remote(self, *args):
+        self.called.append(self.name)
+
+
+@pytest.mark.parametrize(
+    ("timeout", "stopped", "deadline"),
+    [
+        (1800, 300, 1800),  # it has hung since second 1, say
+        (1800, 1790, 1790 + LAST_PASS_S),
+        (1800, 4000, 4000 + LAST_PASS_S),  # a long update of the trainer, in which it worked on
+        (6, 4, 10),
+    ],
+)
+def test_a_worker_that_is_stopped_keeps_the_deadline_it_began_with(monkeypatch, timeout, stopped, deadline):
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    place = Place(0, Actor())
+    place.work_ahead(timeout, 3, [Request([1], 7, 9)])
+    assert place.deadline == timeout
+    now[0] = stopped
+    for _ in range(2):
+        place.halt(timeout)
+        assert place.deadline == deadline
+        now[0] += 20
+    assert place.actor.called == ["run", "halt"], "it is told once"
