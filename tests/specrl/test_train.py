@@ -308,7 +308,7 @@ def test_scores_of_parts_of_a_batch_are_counted_as_those_of_the_whole(how):
         rewards = SimpleNamespace(score=lambda samples: results[0])
         rows = [{"prompt": "p", "answer": None, "example_id": "e"}] * len(results[0].total)
         tokenizer = SimpleNamespace(batch_decode=lambda ids, **_: [""] * len(ids))
-        return scorer(rewards, tokenizer)(rows, [[1]] * len(rows))[1]
+        return scorer(rewards, tokenizer, {"e": Prompt([5], "p", None)})(rows, [[1]] * len(rows))[1]
 
     few, many = result(2, 1), result(5, 3)
     both = RewardResult(few.total + many.total, {name: few.parts[name] + many.parts[name] for name in "ab"})
