@@ -27,7 +27,8 @@ def summary(config: Config, training: bool = True) -> str:
     examples = preflight.check(config, training, read=not on_hub(config.data))
     lines = ["All other options have their defaults; help=SECTION lists them."]
     lines += sizes(config, len(examples["train"]) if "train" in examples else None)
-    lines += [f"{len(found)} prompts in split {split}." for split, found in examples.items()]
+    if examples:
+        lines.append(f"{', '.join(f'{len(found)} {split}' for split, found in examples.items())} prompts.")
     model = policy.on_hub(config.model) or policy.on_hub(config.tokenizer)
     if not model:
         lines += _prompts(config, [example for found in examples.values() for example in found])

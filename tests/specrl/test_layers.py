@@ -38,7 +38,7 @@ PLAIN_RUN = (
 ELSEWHERE = (
     *("rollout.cache.reading", "rollout.drafter", "rollout.replay", "reward.notation", "specrl.config.drafted"),
     *("specrl.run.continued", "specrl.run.lora", "specrl.results.ahead", "trainers.companions", "trainers.correction"),
-    *("trainers.grpo.reference", "trainers.metrics", "trainers.refill", "trainers.resuming"),
+    *("trainers.grpo.reference", "trainers.refill", "trainers.resuming"),
 )
 """What it does without: each is imported where it is asked for."""
 UNSAFE_MODULES = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}

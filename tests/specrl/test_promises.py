@@ -55,6 +55,7 @@ CONTEXTS = [
     {"config": "grpo_math", "data": HERE["data"], "dataset.train_size": "0", "dataset.test_size": "0"},
     {"config": "grpo_math_vllm", "rollout.vllm.scheduling": "async"},
     {"config": "grpo_math", "reward.functions": "[math,format]"},
+    {"config": "ppo_math", "trainer.beta": "0.05"},
     {"config": "examples/own_dataset.yaml"},
 ]
 """Runs in one of which each option that a page shows must be legal: what it is for, it names elsewhere."""

@@ -169,7 +169,7 @@ def test_a_dry_run_says_how_many_rows_there_are_and_how_long_they_are(folder):
     options = {"data": "{d}/train.jsonl", "dataset__train_split": "train[:20]", "trainer__epochs": 2}
     text = cli.load([*command_line(options, folder), "dry_run=true"])
     assert "5 steps per epoch; 10 steps." in text
-    assert text.endswith("# 20 prompts in split train.\n# The longest prompt has 9 tokens.")
+    assert "# 20 train prompts.\n# The longest prompt has 9 tokens.\n" in text
     assert cli.load([write(folder, text)]).dataset.train_split == "train[:20]"
 
 
