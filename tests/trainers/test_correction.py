@@ -199,3 +199,15 @@ def test_a_token_that_stands_whatever_is_drawn_is_not_the_policys_where_it_agree
         return [o if agreeing.random() < math.exp(o) else k for o, k in zip(own, kept, strict=True)]
 
     assert judged_z(toy, everything, laws=mismatches_only) > 7
+
+
+@pytest.mark.parametrize("mode", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
+def test_a_token_of_weight_0_in_a_masked_place_changes_nothing(mode):
+    """The lenient rule gives the token at a rejection an infinite log-prob; its row may be masked as truncated."""
+    logp = torch.tensor([[-1.0, -2.0]])
+    sound = correction_weights(logp, torch.tensor([[-1.5, 0.0]]), torch.tensor([[1.0, 0.0]]), mode, 2.0)
+    masked = correction_weights(logp, torch.tensor([[-1.5, torch.inf]]), torch.tensor([[1.0, 0.0]]), mode, 2.0)
+    assert masked.isfinite().all()
+    assert masked[0, 0] == sound[0, 0]
+    used = correction_weights(logp, torch.tensor([[-1.5, torch.inf]]), torch.ones(1, 2), mode, 2.0)
+    assert used[0, 1] == 0.0, "where it is not masked it has no weight"

@@ -106,6 +106,17 @@ def test_the_length_penalty_neither_keeps_a_group_nor_replaces_it(earned, penalt
     assert metrics["refill/uniform_ratio"] == float(replaced)
 
 
+def test_a_penalty_makes_no_replacement_of_a_uniform_group():
+    """What replaces a group must itself differ in the rewards before the penalty."""
+    alone, dataset = SimpleNamespace(num_processes=1, process_index=0), [{"example_id": "e3"}, {"example_id": "e7"}]
+    step = groups_of([3], [1.0, 1.0], [0.0, 0.0])
+    _, chosen, metrics = Refill(1, 2, list, lambda rows, first: groups_of([7], [0.0, 0.0], [0.0, -1.0]))(
+        step, alone, dataset, order=0
+    )
+    assert [row.example_id for row in chosen.rows] == ["e3", "e3"]
+    assert metrics["refill/left_ratio"] == 1.0
+
+
 def test_batches_add_up_and_can_be_taken_apart():
     def batch(n, first):
         done = [Completion([first + i], [-0.5], [-0.5], [False], "stop", 0, 1) for i in range(n)]
