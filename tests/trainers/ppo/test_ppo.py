@@ -244,13 +244,6 @@ def test_failed_rewards_and_rows_are_masked_and_counted(tmp_path):
     assert all(map(isfinite, record.losses))
 
 
-def test_truncated_responses_can_be_left_out(tmp_path):
-    pieces, options = [], {"trainer__minibatches": 1, "trainer__mask_truncated": "true"}
-    record = ppo(tmp_path, trained_on(pieces), trainer__max_steps=1, **options)
-    kept = pieces[0].mask.sum(-1) > 0
-    assert kept.tolist() == [f == "stop" for f in record.steps[0].finish]
-
-
 @pytest.mark.parametrize("advantage", ["gae", "rloo", "reinforce_plus_plus"])
 def test_truncated_responses_that_are_left_out_are_still_in_the_baseline(tmp_path, advantage):
     """The others' advantages are those of a run that trains on all: as under GRPO."""
@@ -262,6 +255,7 @@ def test_truncated_responses_that_are_left_out_are_still_in_the_baseline(tmp_pat
     ended = torch.tensor([f == "stop" for f in record.steps[0].finish])
     assert 0 < ended.sum() < len(ended)
     assert torch.equal(whole.advantages[ended], part.advantages[ended])
+    assert (whole.mask.sum(-1) > 0).all(), "without the option all are trained on"
     assert torch.equal(part.mask, whole.mask * ended[:, None])
     if advantage == "rloo":  # planted: a baseline of the responses that ended
         rewards = torch.tensor(record.steps[0].rewards).masked_fill(~ended, torch.nan)
