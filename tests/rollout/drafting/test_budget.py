@@ -9,6 +9,7 @@ from itertools import pairwise
 import pytest
 
 from rollout.drafting.budget import Budget, Plan
+from rollout.drafting.cost import Trial
 from rollout.drafting.draft import EMPTY
 from rollout.drafting.drafting import Drafting
 from rollout.engines.response import Response
@@ -563,3 +564,19 @@ def test_a_row_pays_its_share_of_a_pass_and_not_the_whole(rows, rates, price, wa
 def test_more_rows_ask_for_shorter_drafts():
     budget = trained(1, 0.01, {"good": 0.8})
     assert budget.longest(1) > 1.5 * budget.longest(8) > 3 * budget.longest(64)
+
+
+def test_further_passes_of_a_split_one_are_no_plain_passes():
+    """They carry drafts that nobody was asked about again: neither side of the comparison has their seconds."""
+    trial = Trial()
+    for _ in range(8):
+        trial.ask(carried=True)
+        trial.observe(8, seconds=1.0, worth=1.2, drafts=True, asking=0.1)
+        trial.observe(8, seconds=1.0, worth=0.5, drafts=False, asking=None)
+    assert trial.pays()
+    for _ in range(8):
+        trial.observe(8, seconds=0.01, worth=5.0, drafts=True, asking=None)
+    assert trial.pays(), "what would make plain passes look fast is left out"
+    for _ in range(8):
+        trial.observe(8, seconds=0.01, worth=5.0, drafts=False, asking=None)
+    assert not trial.pays(), "power: of plain passes the same decides"
