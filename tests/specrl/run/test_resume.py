@@ -108,6 +108,15 @@ def test_what_is_no_lock_of_a_run_is_refused_and_nothing_is_lost(tmp_path, plant
     assert other.read_text() == "a" * 300
 
 
+def test_a_link_to_an_empty_file_is_refused_too(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "other").touch()
+    (tmp_path / "run" / "run.lock").symlink_to(tmp_path / "other")
+    with pytest.raises(ConfigError, match="symbolic link"), claimed(load(tmp_path)):
+        pytest.fail("it began")
+    assert (tmp_path / "other").read_bytes() == b""
+
+
 def test_a_lock_that_a_killed_run_left_is_taken_over(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "run.lock").write_text("pid 1 on a machine with a long name since 2020-01-01 00:00:00")
