@@ -123,7 +123,7 @@ class Digit:
 def assess(script: list[str], weights=(), *others):
     """`script`: for each example one digit per sample, or - for a response that failed."""
     tokenizer = build_tokenizer()
-    examples = [Example(f"e{i}", "Tom has 3 apples.", "3", {}) for i in range(len(script))]
+    examples = [Example(f"e{i}", f"Tom has {i} apples.", "3", {}) for i in range(len(script))]
     answers = {
         derive_key(5, example.id, i, 0, "eval"): None if digit == "-" else tokenizer.convert_tokens_to_ids(digit)
         for example, digits in zip(examples, script, strict=True)
@@ -206,6 +206,26 @@ def test_pass_at_k_is_that_of_the_verifiable_reward_whatever_the_total(weights):
 def test_only_one_is_right():
     assert assess(["2100"])[0]["eval/pass@1"] == 0.5, "or more, as some give for a better proof"
     assert assess(["11"], weights=[0.1])[0]["eval/pass@1"] == 1.0
+
+
+def test_partial_credit_is_not_right(monkeypatch):
+    scored = Digit.__call__
+    monkeypatch.setattr(Digit, "__call__", lambda self, samples: [score / 2 for score in scored(self, samples)])
+    metrics, _ = assess(["1211"])
+    assert (metrics["eval/reward"], metrics["eval/pass@1"]) == (5 / 8, 1 / 4)
+
+
+def test_a_failed_response_leaves_the_others_with_their_own_prompts():
+    class Prompts(Length):
+        def __call__(self, samples):
+            self.prompts = [sample.prompt for sample in samples]
+            return [1.0 for _ in samples]
+
+    whole, part = Prompts(), Prompts()
+    assess(["1111", "0000"], (), whole)
+    assess(["1-11", "0000"], (), part)
+    assert len(set(whole.prompts)) == 2
+    assert part.prompts == [*whole.prompts[:1], *whole.prompts[2:]]
 
 
 def test_without_a_verifiable_reward_there_is_no_pass_at_k(monkeypatch):

@@ -8,7 +8,7 @@ import shutil
 import pyarrow
 import pyarrow.parquet
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from reward.base import Sample
@@ -60,6 +60,14 @@ def test_the_chat_template_is_around_texts_and_chats(when):
     text = shown(TEXT, CHAT, chat_template=when)
     assert (text.ids, text.text) == ([1, 2, 7, 8, 4], "<s> <user> one two <bot>")
     assert text.messages == [{"role": "user", "content": "one two"}]
+
+
+def test_a_template_that_begins_with_the_first_token_gets_no_second_one():
+    tokenizer = tiny_tokenizer(CHAT)
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing("<s> $A", None, [("<s>", 1)])
+    assert tokenizer("one").input_ids == [1, 7], "plain text is given it"
+    assert render(TEXT, tokenizer, DatasetConfig()).ids == [1, 2, 7, 8, 4]
+    assert render(TEXT, tokenizer, DatasetConfig(chat_template="off")).ids == [1, 7, 8]
 
 
 @pytest.mark.parametrize(("template", "when"), [(CHAT, "off"), (None, "off"), (None, "auto")])
