@@ -11,6 +11,7 @@ from rollout.cache.memory import Fingerprint, TrajectoryCache
 from rollout.config import RolloutConfig
 from rollout.engines.base import Sampling
 from rollout.engines.local.engine import TransformersEngine
+from rollout.reduction import mean
 from rollout.speculative import SpeculativeRollout
 from rollout.types import Completion, RolloutBatch, RolloutError
 from trainers.config import TrainerConfig
@@ -105,6 +106,15 @@ def test_a_batch_is_stored_with_its_rewards_and_the_cache_reported():
     assert metrics["cache/entries"] == 2
     assert metrics["timing_s/store"] == batch.store_s > 0
     assert metrics["timing_s/gen"] == batch.total_s > 1.0, "storing is charged to the rollout"
+
+
+def test_a_share_of_all_tokens_counts_the_tokens_of_processes_without_that_source():
+    one = made()
+    one.collect([{"example_id": "e0"}] * 2)
+    one.exchange = lambda found: [*found, "model"]  # in the other process a draft model drafted
+    here = one.finish()["spec/reused_model"]
+    assert here == 0.0
+    assert here.beside(mean(3, 4)) == 3 / (4 + 4), "the two responses here have 4 tokens, none of them drafted so"
 
 
 @pytest.mark.parametrize(("buffer", "expected"), [(0, 1.0), (2, 0.5)])
