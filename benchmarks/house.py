@@ -31,7 +31,7 @@ EXTENSIONS = {
     "workers": r"rollout/workers/|specrl/run/cluster",
     "lossy": r"/lossy/|specrl/(train_judge|train_router)|reward/process",
     "co-training": r"trainers/cotraining/",
-    "adapters": r"specrl/adapters/",
+    "session": r"specrl/session",
     "bench": r"specrl/bench",
 }
 """What a plain run does without, by the paths of its files."""

@@ -92,7 +92,7 @@ def reworded(problem: Problem, rng: random.Random) -> Problem:
 
 
 def batches(tokenizer, level: str) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    from specrl.tiny import DATA_SEED, collate
+    from benchmarks.tiny_policy import DATA_SEED, collate
 
     rng, size = random.Random(0), TUNING["batch"]
     problems = arithmetic("train", TUNING["steps"] * size, DATA_SEED + 1, level)
@@ -104,7 +104,7 @@ def tune(model, tokenizer, level: str) -> None:
     """Teaches the embedded policy to word its solutions freely."""
     from torch.nn.functional import cross_entropy
 
-    from specrl.tiny import IGNORE
+    from benchmarks.tiny_policy import IGNORE
 
     optimizer = torch.optim.AdamW(model.parameters(), TUNING["learning_rate"], betas=(0.9, 0.98))
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, TUNING["steps"])
@@ -168,10 +168,10 @@ def texts_of(old, examples: Sequence, count: int, first: int = 0) -> list:
 
 def judged(work: Path, rewards) -> dict:
     """The judge of the run's stored texts: its ROC, and what it gains on texts of two older policies."""
+    from benchmarks.tiny_policy import blur
     from rollout.lossy.judge import JudgeHead
     from specrl.lossy.judging import mismatches, read_cache
     from specrl.run.data import load_examples
-    from specrl.tiny import blur
     from trainers.lossy.fit import roc_auc
     from trainers.lossy.judge import fit_judge
 

@@ -39,8 +39,9 @@ from rollout.sections import ClusterConfig
 from rollout.types import AheadText, Completion, Request
 from rollout.workers.pool import RolloutPool
 from specrl.run.cluster import connect
+from specrl.run.policy import TINY_PATH
 from specrl.run.tasks import Problem, arithmetic
-from specrl.tiny import TINY_PATH, load_tiny
+from specrl.tiny import load_tiny
 from trainers.weights import send
 
 ROWS, GROUP, CAP = 64, 8, 160

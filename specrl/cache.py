@@ -23,41 +23,39 @@ class CacheOptions:
 
 
 def verify(directory: Path) -> int:
-    """Checks every entry; prints what is bad and returns RUN_ERROR when anything is. Changes nothing on disk."""
+    """Checks the whole file; prints what is bad and returns RUN_ERROR when anything is. Changes nothing on disk."""
     # Lazy, like all heavy imports of entry points: help=true answers at once.
-    from rollout.cache.reading import open_snapshot
+    from rollout.cache.reading import read_snapshot
     from rollout.cache.record import complaint, unpack
 
-    checked, complaints = 0, []
-    with open_snapshot(directory) as (header, rows):
-        for example_id, slot, blob in rows:
-            checked += 1
-            if reason := complaint(slot, unpack(blob), header.vocab_size, header.eos_ids):
-                complaints.append(f"example {example_id!r}, slot {slot}: {reason}")
-    damaged = header.rows - checked
+    complaints = []
+    header, entries = read_snapshot(directory)
+    for example_id, slot, blob in entries:
+        if reason := complaint(slot, unpack(blob), header.vocab_size, header.eos_ids):
+            complaints.append(f"example {example_id!r}, slot {slot}: {reason}")
     for line in complaints:
         print(line)
-    print(f"{header.rows} entries: {checked - len(complaints)} good, {damaged} damaged, {len(complaints)} malformed")
-    if damaged or complaints:
+    print(f"{header.rows} entries: {header.rows - len(complaints)} good, {len(complaints)} malformed")
+    if complaints:
         print("A run that loads this cache leaves those entries out and generates their prompts without a draft.")
-    return RUN_ERROR if damaged or complaints else 0
+    return RUN_ERROR if complaints else 0
 
 
 def info(directory: Path) -> int:
-    """Prints what a snapshot holds, from its intact entries."""
+    """Prints what a snapshot holds."""
     from rollout.cache.disk import FORMAT, SNAPSHOT
-    from rollout.cache.reading import open_snapshot
+    from rollout.cache.reading import read_snapshot
     from rollout.cache.record import unpack
 
-    with open_snapshot(directory) as (header, rows):
-        found = [(example_id, unpack(blob)) for example_id, _, blob in rows]
+    header, entries = read_snapshot(directory)
+    found = [(example_id, unpack(blob)) for example_id, _, blob in entries]
     trajectories = [trajectory for _, trajectory in found]
     steps = [t.step for t in trajectories]
     size = (directory / SNAPSHOT).stat().st_size
     lines = {
         "format": FORMAT,
         "saved at step": header.step,
-        "entries": f"{len(found)} of {header.rows} intact, {len({example_id for example_id, _ in found})} examples",
+        "entries": f"{len(found)}, {len({example_id for example_id, _ in found})} examples",
         "tokens": f"{sum(len(t.tokens) for t in trajectories):,}",
         "size": f"{size / 2**20:.1f} MB",
         "steps": f"{min(steps)} to {max(steps)}" if steps else "none",
@@ -92,7 +90,7 @@ def _checked(command: Callable[[Path], int], options: CacheOptions) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0 done; 2 wrong command line; 3 `verify` found bad entries, or the cache cannot be read at all."""
+    """0 done; 2 wrong command line; 3 `verify` found bad entries, or the cache is damaged or cannot be read."""
     word, *rest = list(sys.argv[1:] if argv is None else argv) or [""]
     if word in COMMANDS:
         return run(partial(_checked, COMMANDS[word]), rest, CacheOptions)

@@ -179,16 +179,15 @@ def _line(counts: Sequence[Counts], tokens: int) -> dict[str, Any]:
 def read_run(directory: Path, model: str = "") -> list[Text]:
     """The texts of a run: what its checkpoints' and final trajectories tell of several steps, else its completions."""
     from rollout.cache.disk import SNAPSHOT
-    from rollout.cache.reading import open_snapshot
+    from rollout.cache.reading import read_snapshot
     from rollout.cache.record import unpack
 
     texts: dict[tuple[str, int, int], Text] = {}
     for place in (*directory.glob("checkpoints/checkpoint-*/trajectories"), directory / "trajectories"):
         if (place / SNAPSHOT).is_file():
-            with open_snapshot(place) as (_, rows):
-                for example_id, slot, blob in rows:
-                    t = unpack(blob)
-                    texts[example_id, slot, t.step] = Text(example_id, slot, t.step, t.tokens, t.finish == "length")
+            for example_id, slot, blob in read_snapshot(place)[1]:
+                t = unpack(blob)
+                texts[example_id, slot, t.step] = Text(example_id, slot, t.step, t.tokens, t.finish == "length")
     if any(revisits(texts.values())) or not any((directory / "completions").glob("step_*.parquet")):
         return list(texts.values())
     config = load_saved(directory)

@@ -25,9 +25,9 @@ from transformers import AutoModelForCausalLM, GenerationConfig, Qwen3Config, Qw
 
 import specrl.train
 import trainers.grpo.trainer  # noqa: F401 (slow to import: before the first run, not inside it)
+from benchmarks.tiny_policy import build_tokenizer
 from specrl.config import load as cli
 from specrl.drafter import shortened
-from specrl.tiny import build_tokenizer
 
 ROOT = Path(__file__).parents[1]
 SIZES = {

@@ -11,13 +11,13 @@ from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import OneCycleLR
 
 from benchmarks.responses import response_logits
+from benchmarks.tiny_policy import IGNORE
 from rollout.engines.base import Sampling
 from rollout.engines.local.engine import TransformersEngine
 from rollout.keys import derive_key
 from rollout.noise import gumbel, row_words
 from rollout.types import Request
 from specrl.run.tasks import arithmetic
-from specrl.tiny import IGNORE
 from trainers.cotraining import texts as states
 
 CAP, LEVEL = 220, "medium"

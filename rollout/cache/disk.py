@@ -1,4 +1,4 @@
-"""The on-disk form of the trajectory cache: one parquet snapshot per directory, one checksum per row, no pickle.
+"""The on-disk form of the trajectory cache: one parquet snapshot per directory, one digest of all its rows, no pickle.
 
 `docs/cache-format.md` is the specification; `reading.py` reads it.
 """
@@ -17,11 +17,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rollout.cache.record import HEAD, LOGPROBS, STOP, Entry, row_checksum
+from rollout.cache.record import HEAD, LOGPROBS, STOP, Entry
 from rollout.durable import open_lock, replacing
 from rollout.types import CacheError
 
-FORMAT = 1
+FORMAT = 2
 SNAPSHOT = "trajectories.parquet"
 ROWS_PER_GROUP = 512
 LOCK = "trajectories.lock"
@@ -39,7 +39,6 @@ SCHEMA = pa.schema(
         pa.field("step", pa.int64(), nullable=False),
         pa.field("reward", pa.float64()),
         pa.field("logprobs", pa.list_(pa.field("element", pa.float32(), nullable=False))),
-        pa.field("checksum", pa.uint64(), nullable=False),
     ]
 )
 
@@ -67,6 +66,8 @@ class Header:
     vocab_size: int
     eos_ids: tuple[int, ...]
     fingerprint: Fingerprint
+    digest: str
+    """Of the rows, by `digest_of`."""
 
 
 def write_snapshot(directory: Path, entries: Sequence[Entry], header: Header) -> None:
@@ -78,7 +79,6 @@ def write_snapshot(directory: Path, entries: Sequence[Entry], header: Header) ->
     text = json.dumps({"format": FORMAT, **asdict(header)}).encode()
     schema = SCHEMA.with_metadata({HEADER: text, HEADER_SUM: header_sum(text)})
     try:
-        # Plain pages: a flipped bit then costs one row, where a compressed page would be lost whole.
         with (
             _only_writer(directory),
             replacing(directory / SNAPSHOT) as file,
@@ -133,7 +133,6 @@ def _table(entries: Sequence[Entry], schema: pa.Schema) -> pa.Table:
         pa.array(heads["step"]),
         pa.array(heads["reward"], mask=np.isnan(heads["reward"])),
         _lists(np.where(bare, 0, counts), np.frombuffer(logprobs, "<f4"), schema.field("logprobs").type, bare),
-        pa.array([row_checksum(i.encode(), slot, blob) for i, slot, blob in entries], pa.uint64()),
     ]
     return pa.Table.from_arrays(columns, schema=schema)
 

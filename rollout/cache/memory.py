@@ -1,4 +1,4 @@
-"""Last epoch's trajectories, kept as drafts for the next: bounded in memory, saved atomically, checked on every entry.
+"""Last epoch's trajectories, kept as drafts for the next: bounded in memory, saved atomically, checked when it is read.
 
 The store is a plain map (example id, slot) -> trajectory, so reshuffling, another group size or another number of
 workers change nothing. A missing or dropped entry only means that its prompt is generated without a draft.
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Literal
 
 from rollout.cache.disk import Fingerprint, Header, write_snapshot
-from rollout.cache.record import Entry, complaint, origin, pack, unpack
+from rollout.cache.record import Entry, complaint, digest_of, origin, pack, unpack
 from rollout.reduction import Metric, count, highest
 from rollout.types import CacheError, Trajectory
 
@@ -107,7 +107,8 @@ class TrajectoryCache:
         """
         with self._mutex:  # packed entries never change, so the file can be written while rollouts go on
             entries = [(e, slot, blob) for e, slots in self._examples.items() for slot, blob in slots.items()]
-        header = Header(step, len(entries), self.vocab_size, tuple(sorted(self.eos_ids)), self.fingerprint)
+        eos_ids, digest = tuple(sorted(self.eos_ids)), digest_of(entries)
+        header = Header(step, len(entries), self.vocab_size, eos_ids, self.fingerprint, digest)
         try:
             write_snapshot(Path(directory), entries, header)
             self._warned = False

@@ -1,4 +1,4 @@
-"""Reading a snapshot back into a cache. Everything read here counts as damaged until its checksum agrees."""
+"""Reading a snapshot back into a cache: whole, or not at all. It counts as damaged until its digest agrees."""
 
 from __future__ import annotations
 
@@ -19,16 +19,14 @@ import pyarrow.parquet as pq
 
 from rollout.cache.disk import FORMAT, HEADER, HEADER_SUM, SCHEMA, SNAPSHOT, Fingerprint, Header, header_sum
 from rollout.cache.memory import TrajectoryCache
-from rollout.cache.record import FINISH, HEAD, LOGPROBS, Entry, complaint, pack, row_checksum, unpack
+from rollout.cache.record import FINISH, HEAD, LOGPROBS, Entry, complaint, digest_of, pack, unpack
 from rollout.types import CacheError
 
-_FINISH = {name.encode(): flag for name, flag in FINISH.items()}
 logger = logging.getLogger(__name__)
-_DAMAGED = 4  # a flag that no row has, so that its checksum cannot agree
 
 
 class DamagedError(CacheError):
-    """The file is not an intact snapshot: torn, written by something else, or its footer is damaged."""
+    """The file is not an intact snapshot: torn, altered, or written by something else."""
 
 
 class OlderFormatError(CacheError):
@@ -48,21 +46,20 @@ def load(
 ) -> TrajectoryCache:
     """The cache saved in `directory`, or an empty one when there is none or it is damaged or of an older format.
 
-    Bad entries are left out and counted in `dropped`, entries of steps after `max_step` in `skipped`. A damaged file is
-    renamed to *.corrupt. With another `law` the stored log-probs are left out, as only `lenient` needs them;
-    `check_law` makes it an error instead. `new_run` sets steps and versions to 0, as the counters of the run that reads
-    begin there. Raises CacheError on another identity, a newer format, a header that no specrl of this format writes,
-    or a path that cannot be read.
+    A damaged file is renamed to *.corrupt, and nothing of it is used. Entries that make no sense to this vocabulary are
+    left out and counted in `dropped`, entries of steps after `max_step` in `skipped`. With another `law` the stored
+    log-probs are left out, as only `lenient` needs them; `check_law` makes it an error instead. `new_run` sets steps
+    and versions to 0, as the counters of the run that reads begin there. Raises CacheError on another identity, a newer
+    format, a header that no specrl of this format writes, or a path that cannot be read.
     """
     cache, path = TrajectoryCache(fingerprint, vocab_size, eos_ids, max_mb=max_mb), Path(directory) / SNAPSHOT
     try:
-        with open_snapshot(Path(directory)) as (header, rows):
-            changes = {} if _matches(fingerprint, header.fingerprint, path, check_law) else {"logprobs": None}
-            changes |= {"step": 0, "version": 0} if new_run else {}
-            good = sum(_admit(cache, *entry, max_step, changes) for entry in rows)
-        cache.dropped = max(0, header.rows - good)
+        header, entries = read_snapshot(Path(directory))
+        changes = {} if _matches(fingerprint, header.fingerprint, path, check_law) else {"logprobs": None}
+        changes |= {"step": 0, "version": 0} if new_run else {}
+        cache.dropped = sum(not _admit(cache, *entry, max_step, changes) for entry in entries)
         if cache.dropped:
-            logger.warning("'%s': %d of %d entries are damaged and left out.", path, cache.dropped, header.rows)
+            logger.warning("'%s': %d of %d entries make no sense and are left out.", path, cache.dropped, header.rows)
     except FileNotFoundError:
         pass  # nothing was saved here yet: an empty cache is the answer, not an error
     except OlderFormatError as error:
@@ -89,7 +86,7 @@ def _matches(here: Fingerprint, there: Fingerprint, path: Path, check_law: bool)
 def _admit(
     cache: TrajectoryCache, example_id: str, slot: int, blob: bytes, max_step: int | None, changes: dict
 ) -> bool:
-    """Stores one entry, with some of its fields changed; False when it is bad."""
+    """Stores one entry, with some of its fields changed; False when it makes no sense."""
     trajectory = unpack(blob)
     if complaint(slot, trajectory, cache.vocab_size, cache.eos_ids) is not None:
         return False
@@ -106,9 +103,8 @@ def _differences(here: Mapping[str, str], there: Mapping[str, str]) -> list[str]
     return [f"{key} was {there.get(key, 'absent')!r} there, is {here.get(key, 'absent')!r} here" for key in keys]
 
 
-@contextlib.contextmanager
-def open_snapshot(directory: Path) -> Iterator[tuple[Header, Iterator[Entry]]]:
-    """The verified header of a snapshot and its rows, of which only those are yielded whose checksum agrees.
+def read_snapshot(directory: Path) -> tuple[Header, list[Entry]]:
+    """The header of a snapshot and all its entries, verified.
 
     Raises FileNotFoundError without a snapshot, OlderFormatError, DamagedError, or another CacheError.
     """
@@ -130,7 +126,15 @@ def open_snapshot(directory: Path) -> Iterator[tuple[Header, Iterator[Entry]]]:
         header = _header(path, schema, metadata)
         if header.rows != file.metadata.num_rows:
             raise DamagedError(f"'{path}' has {file.metadata.num_rows} rows and a header that counts {header.rows}")
-        yield header, _rows(file)
+        try:
+            groups = (file.read_row_group(group, use_threads=False) for group in range(file.num_row_groups))
+            entries = [entry for table in groups for entry in _entries(table)]
+            digest = digest_of(entries)
+        except Exception as error:  # a damaged page fails in a dozen ways
+            raise DamagedError(f"'{path}' has rows that cannot be read ({error})") from error
+    if digest != header.digest:
+        raise DamagedError(f"'{path}' does not hold the rows that were written: their digest is another")
+    return header, entries
 
 
 def _unreadable(path: Path, why: object) -> CacheError:
@@ -166,7 +170,7 @@ def _header(path: Path, schema: pa.Schema, metadata: Mapping[bytes, bytes]) -> H
             f"'{path}' has a header that is not of trajectory cache format {FORMAT}: {wrong}. Another program wrote "
             "it. Update specrl, move the file away, or start with rollout.cache.clear=true."
         )
-    given = {name: fields[name] for name in ("step", "rows", "vocab_size")}
+    given = {name: fields[name] for name in ("step", "rows", "vocab_size", "digest")}
     return Header(**given, eos_ids=tuple(fields["eos_ids"]), fingerprint=Fingerprint(**fields["fingerprint"]))
 
 
@@ -190,6 +194,7 @@ def _texts(value: Any) -> bool:
 
 _LEGAL = {
     **dict.fromkeys(("format", "step", "rows", "vocab_size"), _count),
+    "digest": lambda value: isinstance(value, str),
     "eos_ids": lambda value: isinstance(value, list) and all(map(_count, value)),
     "fingerprint": lambda value: (
         isinstance(value, dict) and value.keys() == {"identity", "law"} and all(map(_texts, value.values()))
@@ -197,29 +202,16 @@ _LEGAL = {
 }
 
 
-def _rows(file: pq.ParquetFile) -> Iterator[Entry]:
-    for group in range(file.num_row_groups):
-        try:
-            rows = list(_intact(file.read_row_group(group, use_threads=False)))
-        except Exception:  # a damaged page fails in a dozen ways; the other row groups are still good
-            continue
-        yield from rows
-
-
-def _intact(table: pa.Table) -> Iterator[Entry]:
-    """The rows of one row group whose checksum agrees."""
-    # Text as bytes: one damaged UTF-8 sequence would otherwise fail the whole column.
-    plain = {name: table[name].cast(pa.binary()) for name in ("example_id", "finish")}
-    names = ("slot", "key", "version", "step", "reward", "checksum")
-    columns = [plain["example_id"], plain["finish"], *(table[name] for name in names)]
+def _entries(table: pa.Table) -> Iterator[Entry]:
+    """The rows of one row group."""
+    names = ("example_id", "slot", "finish", "key", "version", "step", "reward")
+    fields = zip(*(table[name].to_pylist() for name in names), strict=True)
     tokens, logprobs = _cut(table["tokens"], "<i4"), _cut(table["logprobs"], "<f4")
     bare = table["logprobs"].is_null().to_pylist()
-    fields = zip(*(column.to_pylist() for column in columns), strict=True)
-    for i, (example_id, finish, slot, key, version, step, reward, checksum) in enumerate(fields):
-        flags = _FINISH.get(finish, _DAMAGED) | (0 if bare[i] else LOGPROBS)
-        blob = HEAD.pack(key, version, step, nan if reward is None else reward, flags) + tokens[i] + logprobs[i]
-        if row_checksum(example_id, slot, blob) == checksum:
-            yield example_id.decode(), slot, blob
+    for i, (example_id, slot, finish, key, version, step, reward) in enumerate(fields):
+        flags = FINISH[finish] | (0 if bare[i] else LOGPROBS)
+        head = HEAD.pack(key, version, step, nan if reward is None else reward, flags)
+        yield example_id, slot, head + tokens[i] + logprobs[i]
 
 
 def _cut(column: pa.ChunkedArray, kind: str) -> list[bytes]:

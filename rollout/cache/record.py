@@ -1,9 +1,9 @@
-"""A trajectory as bytes, as the cache holds it and as a snapshot's checksums cover it; and what makes one unusable."""
+"""A trajectory as bytes, as the cache holds it and as a snapshot's digest covers it; and what makes one unusable."""
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from hashlib import blake2b
 from math import isfinite, isnan, nan
 
@@ -77,7 +77,10 @@ def origin(blob: bytes) -> tuple[int, int]:
     return step, version
 
 
-def row_checksum(example_id: bytes, slot: int, blob: bytes) -> int:
-    """BLAKE2b-64 over the row's identity and canonical bytes, as an unsigned integer."""
-    row = struct.pack("<qq", slot, len(example_id)) + example_id + blob
-    return int.from_bytes(blake2b(row, digest_size=8).digest(), "little")
+def digest_of(entries: Iterable[Entry]) -> str:
+    """BLAKE2b with a 16-byte digest, in hex, over all entries in their order: places, lengths and canonical bytes."""
+    digest = blake2b(digest_size=16)
+    for example_id, slot, blob in entries:
+        name = example_id.encode()
+        digest.update(struct.pack("<qqq", slot, len(name), len(blob)) + name + blob)
+    return digest.hexdigest()

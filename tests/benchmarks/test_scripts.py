@@ -16,7 +16,7 @@ from tests.runs import ROOT
 pytestmark = pytest.mark.long
 
 
-ELSEWHERE = {"ablation", "budget", "gpu", "picture", "soak"}
+ELSEWHERE = {"ablation", "budget", "gpu", "picture", "soak", "tiny_policy"}
 """Run by a test in a file of their own, test_NAME.py."""
 PARTS = {
     "ahead_run",

@@ -178,15 +178,27 @@ def test_a_run_whose_schedule_has_a_length_says_why_it_cannot_be_longer(tmp_path
     assert "only trainer.lr_schedule=constant can be made longer or shorter" in text
 
 
+def cut(data):
+    return data[:200]
+
+
+def flipped(data):
+    """One other bit, in the middle of the tokens."""
+    at = len(data) // 3
+    return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+
+
 @pytest.mark.slow
-def test_a_damaged_cache_in_a_checkpoint_costs_only_its_drafts(tmp_path):
+@pytest.mark.parametrize("damage", [cut, flipped])
+def test_a_damaged_cache_in_a_checkpoint_costs_only_its_drafts(tmp_path, damage, caplog):
     whole = recorded()
     first = run(tmp_path, trainer__max_steps=4)
     path = tmp_path / "run" / "checkpoints" / "checkpoint-4" / "trajectories" / "trajectories.parquet"
-    path.write_bytes(path.read_bytes()[:200])
+    path.write_bytes(damage(path.read_bytes()))
     rest = run(tmp_path, resume="auto")
     assert [s.tokens for s in (first + rest).steps] == [s.tokens for s in whole.steps]
     assert rest.steps[0].metrics["cache/quarantined"] == 1
+    assert "trajectories.parquet.corrupt" in caplog.text, "the file is named"
 
 
 @pytest.fixture(scope="module")

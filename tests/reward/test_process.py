@@ -6,9 +6,9 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification, Qwen3Config
 
+from benchmarks.tiny_policy import build_tokenizer
 from reward.base import RewardError
 from reward.process import Prefix, TransformersPRM, monte_carlo
-from specrl.tiny import build_tokenizer
 
 
 def ends_in(samples):

@@ -4,6 +4,7 @@ from itertools import combinations
 
 import pytest
 
+from benchmarks.tiny_policy import build_tokenizer
 from reward.config import RewardConfig
 from reward.loading import load_rewards
 from reward.set import RewardSet
@@ -17,7 +18,6 @@ from specrl.evaluate import command as command_line
 from specrl.generate import command as generate
 from specrl.run.accuracy import evaluate, pass_at_k
 from specrl.run.data import Example
-from specrl.tiny import build_tokenizer
 from tests.runs import words
 
 

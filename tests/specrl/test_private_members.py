@@ -54,7 +54,7 @@ def test_tests_use_public_members():
         "from rollout.engines.vllm.engine import _unchanged_process",
         "monkeypatch.setattr(engine, '_sleeps', True)",
         "monkeypatch.setattr('rollout.engines.vllm.weights._SHM', folder)",
-        "mock.patch.object(verl, '_session')",
+        "mock.patch.object(pool, '_session')",
     ],
 )
 def test_planted_faults_are_found(code):

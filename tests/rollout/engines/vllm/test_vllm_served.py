@@ -22,7 +22,7 @@ from rollout.engines.local.engine import TransformersEngine
 from rollout.engines.vllm.wire import KeyedRequest
 from rollout.types import EngineStats, Request, RolloutError
 from rollout.verify import Stood
-from specrl.adapters.base import ReuseSession
+from specrl.session import ReuseSession
 from tests.rollout.engines.vllm.test_vllm import CONTEXT, RUNNER, on_v1, policy, spec_of
 from tests.rollout.golden import EOS_IDS, VOCAB, all_wrong, corrupt, prompts_and_caps, requests_of
 
@@ -213,7 +213,7 @@ def test_every_request_has_its_own_law(served, requests):
 
 
 def test_a_response_that_was_cut_off_goes_on_as_if_it_had_not_been(served, requests, plain):
-    """What verl's asynchronous trainer does: the text so far is sent as prompt, with the same extra_args."""
+    """What an asynchronous trainer does: the text so far is sent as prompt, with the same extra_args."""
     cut = [(r, text) for r, text in zip(requests, plain[0], strict=True) if len(text) > 4]
     asked = [
         (

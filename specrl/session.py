@@ -1,8 +1,10 @@
-"""What every adapter does: name the request's noise, send the prompt's earlier texts along, keep the new one."""
+"""Reuse for trainers that own their vLLM: a request's key, the earlier texts it may draft from, and its response kept.
+
+`docs/adapters.md` says how.
+"""
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -116,46 +118,3 @@ class ReuseSession:
         taken.add(slot)
         self._taken[example_id] = visit, taken
         return slot
-
-
-class SharedSession:
-    """One ReuseSession for all processes of a Ray job: an example may come to another worker at its next visit.
-
-    It lives in an actor of its own that the first process to ask makes, and ends with that process.
-
-    Args: options: those of ReuseSession; the first process's count.
-    """
-
-    def __init__(self, name: str = "specrl-reuse", **options):
-        import ray  # lazy: it runs, as the trainer has started it
-
-        actor = ray.remote(num_cpus=0)(ReuseSession)
-        self._actor = actor.options(name=name, get_if_exists=True).remote(**options)
-
-    async def request(self, prompt: Sequence[int], **place: Any) -> Ticket:
-        """See ReuseSession.request."""
-        return await self._actor.request.remote(list(prompt), **place)
-
-    async def finish(self, ticket: Ticket, tokens: Sequence[int]) -> None:
-        await self._actor.finish.remote(ticket, list(tokens))
-
-
-class Before:
-    """Stands before an engine of a trainer, all of which stays in reach, for one sample.
-
-    The sample's requests are the turns of one conversation.
-    """
-
-    def __init__(self, engine: Any, session: SharedSession, **place: int):
-        self._engine, self._session, self._place = engine, session, place
-        self._last: Ticket | None = None
-        self._asking = asyncio.Lock()  # requests that a sample makes at once are turns of their own
-
-    async def _request(self, prompt: Sequence[int]) -> Ticket:
-        async with self._asking:
-            place = {"after": self._last} if self._last else self._place
-            self._last = await self._session.request(prompt, **place)
-            return self._last
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)

@@ -1,1 +1,0 @@
-"""Exact reuse for trainers that own their engines: docs/adapters.md."""
