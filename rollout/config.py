@@ -199,11 +199,6 @@ class RolloutConfig:
                 f"{given} and rollout.vllm.speculator={vllm.speculator} would both propose. "
                 "Try rollout.vllm.speculator=texts, which leaves it to the drafter."
             )
-        if vllm.adaptive_verification:
-            yield (
-                f"{given} drafts in the place of texts, among whose tokens rollout.vllm.adaptive_verification=true "
-                "chooses. Try rollout.vllm.adaptive_verification=false."
-            )
         for option, other in {"runner": "v1", "scheduling": "sync"}.items():
             if getattr(vllm, option) == other:
                 yield (

@@ -74,7 +74,6 @@ JUDGE = {**JUDGED, **LEARNED, "rollout.judged.path": "{judge}"}
 VLLM = "tests/integration/test_vllm.py"
 ON_V2 = "tests/rollout/engines/vllm/test_vllm.py"  # all of it, once more on Model Runner V2
 ON_DEVICE = "tests/rollout/engines/vllm/device_cases.py"
-ADAPTIVE = "tests/rollout/engines/vllm/adaptive_cases.py"
 ON_GPU = "tests/rollout/engines/vllm/test_settings.py"  # what vLLM is given, as there is no compiler on this CPU
 TAUGHT = {**EXACT, "rollout.drafter": "{drafter}", "trainer.drafter.train": "true"}
 
@@ -112,7 +111,6 @@ CHOICES = {
     "rollout.vllm.runner": {"auto": VLLM, "v1": VLLM, "v2": ON_V2},
     "rollout.vllm.compile": {"auto": VLLM, "off": VLLM, "on": ON_GPU},
     "rollout.vllm.sleep": {"true": VLLM, "false": VLLM},
-    "rollout.vllm.adaptive_verification": {"true": ADAPTIVE, "false": VLLM},
     "trainer.algorithm": {"grpo": {}, "dapo": {}, "ppo": {}},
     "trainer.advantage": {"gae": PPO, "rloo": PPO, "reinforce_plus_plus": PPO},
     "trainer.lr_schedule": {"constant": {}, "linear": {}, "cosine": {}},
@@ -245,7 +243,7 @@ def test_every_choice_has_a_row():
     assert all(set(row) <= {*known} for row in [*ROWS, *CONFIGS.values()]), "a row names an option that is none"
     named = [(key, value, path) for key, row in CHOICES.items() for value, path in row.items() if isinstance(path, str)]
     assert [case for case in named if not says(*case, known)] == []
-    assert not says("rollout.vllm.compile", "off", ADAPTIVE, known), "the control: another file"
+    assert not says("rollout.vllm.compile", "off", ON_DEVICE, known), "the control: another file"
 
 
 def says(key, value, path, known):

@@ -164,22 +164,6 @@ def broken(*words, **settings):
             "rollout.vllm.scheduling=sync lets the host draft, and rollout.vllm.speculator=ngram_gpu leaves that",
         ),
         (
-            "rollout.engine=vllm rollout.vllm.adaptive_verification=true",
-            "rollout.vllm.adaptive_verification=true chooses on the device among tokens of texts, and the host drafts "
-            "otherwise. Try rollout.vllm.scheduling=async.",
-        ),
-        (
-            "rollout.engine=vllm rollout.vllm.adaptive_verification=true rollout.vllm.speculator=ngram_gpu",
-            "rollout.vllm.adaptive_verification=true chooses on the device among tokens of texts, and "
-            "rollout.vllm.speculator=ngram_gpu drafts otherwise. Try rollout.vllm.speculator=texts with "
-            "rollout.vllm.scheduling=async.",
-        ),
-        (
-            "rollout.engine=vllm rollout.drafter=x rollout.vllm.scheduling=async "
-            "rollout.vllm.adaptive_verification=true",
-            "rollout.drafter=x drafts in the place of texts, among whose tokens rollout.vllm.adaptive_verification=tr",
-        ),
-        (
             "rollout.engine=vllm rollout.vllm.speculator=text",
             "rollout.vllm.speculator=text is none of texts, ngram_gpu, eagle, eagle3, mtp. Did you mean texts?",
         ),
