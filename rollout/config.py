@@ -36,14 +36,11 @@ class RolloutConfig:
         "first (see docs/ahead.md). auto: where workers have CPUs or GPUs of their own, under law=exact",
         resume="free",
     )
-    replay: float | Literal["auto"] = doc(
+    replay: float = doc(
         0.0,
-        "share of slots that keep their noise key from their last visit, 0 to 1; auto: chosen at each visit by the "
-        "measured reuse gap (see docs/guarantees.md)",
+        "share of slots that keep their noise key from their last visit, 0 to 1; above 0 see the reuse gap in "
+        "docs/guarantees.md",
         high=1,
-    )
-    replay_gap: float = doc(
-        0.0, "with replay=auto: largest reuse gap of a batch, in units of the reward; 0 replays nothing"
     )
     lenience: float = doc(1.0, "factor l of the published acceptance min(1, l*p_new/p_old); only for law=lenient")
     group_size: int = doc(8, "responses per prompt", low=1)
@@ -81,7 +78,7 @@ class RolloutConfig:
     measure_every: int = doc(
         10,
         "every N steps also roll out plainly with the same keys, to measure spec/speedup and compare tokens; 0 never",
-        resume="keys",
+        resume="free",
     )
     cache: CacheConfig = doc(CacheConfig, "stored responses", resume="free")
     budget: BudgetConfig = doc(BudgetConfig, "how much is drafted", resume="free")
@@ -121,16 +118,6 @@ class RolloutConfig:
             if name not in SOURCES:
                 near = get_close_matches(name, SOURCES, 1, cutoff=0)[0]
                 yield f"rollout.sources has {name!r}, which is none of {', '.join(SOURCES)}. Did you mean {near}?"
-        if self.replay_gap and self.replay != "auto":
-            yield (
-                f"rollout.replay_gap={self.replay_gap} has no effect with rollout.replay={self.replay}. "
-                "Try rollout.replay=auto, or leave it out."
-            )
-        if self.replay == "auto" and self.replay_gap and not self.measure_every:
-            yield (
-                "rollout.replay=auto chooses by what control steps measure, and rollout.measure_every=0 makes none. "
-                f"Try rollout.measure_every={RolloutConfig.measure_every}."
-            )
         if self.old_text_stands and self.replay:
             yield (
                 f"rollout.replay={self.replay} cannot be combined with rollout.law={self.law}, which draws with fresh "

@@ -90,7 +90,6 @@ CHOICES = {
         "off": {},
     },
     "rollout.ahead": {"auto": "tests/integration/test_ray.py", "off": EXACT},
-    "rollout.replay": {"auto": {**EXACT, "rollout.replay_gap": 0.5, "rollout.measure_every": 1}},
     "rollout.cache.clear": {"true": EXACT, "false": EXACT},
     "rollout.cache.on_write_error": {"warn": EXACT, "stop": EXACT},
     "rollout.judged.by": {"judge": {**JUDGE, "rollout.sources": "[]"}, "kl": JUDGED},

@@ -67,19 +67,6 @@ def broken(*words, **settings):
             "rollout.lenience=0 accepts nothing. Try rollout.lenience=1,",
         ),
         (
-            "rollout.replay_gap=0.02",
-            "rollout.replay_gap=0.02 has no effect with rollout.replay=0.0. Try rollout.replay=auto, or leave it out.",
-        ),
-        (
-            "rollout.replay=auto rollout.replay_gap=0.02 rollout.measure_every=0",
-            "rollout.replay=auto chooses by what control steps measure, and rollout.measure_every=0 makes none. "
-            "Try rollout.measure_every=10.",
-        ),
-        (
-            "rollout.law=lenient rollout.replay=auto",
-            "rollout.replay=auto cannot be combined with rollout.law",
-        ),
-        (
             "rollout.law=lenient rollout.replay=0.5",
             "rollout.replay=0.5 cannot be combined with rollout.law",
         ),
