@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from difflib import get_close_matches
-from re import fullmatch
 from typing import Literal
 
 from rollout.sections import (
@@ -58,8 +57,8 @@ class RolloutConfig:
     drafter: str = doc(
         "",
         "drafts for rows that left their old texts: a directory with a draft model or a head on the policy's hidden "
-        "states; head for a new one that co-training makes; layers=N for the policy's own first layers. With "
-        "engine=vllm a directory, which drafts for all rows (v2)",
+        "states; head for a new one that co-training makes. With engine=vllm a directory, which drafts for all rows "
+        "(v2)",
         resume="drafts",
     )
     rows_per_batch: int = doc(256, "most rows at a time; fewer where their KV does not fit", low=1, resume="free")
@@ -126,7 +125,6 @@ class RolloutConfig:
         if self.engine == "vllm":
             yield from self._vllm_problems()
         yield from self._lenient_problems()
-        yield from self._draft_problems()
 
     def _lenient_problems(self) -> Iterator[str]:
         lenient = self.law == "lenient"
@@ -148,10 +146,6 @@ class RolloutConfig:
                 "only. Leave it out, or take rollout.law=exact."
             )
 
-    def _draft_problems(self) -> Iterator[str]:
-        if self.drafter.startswith("layers") and not fullmatch("layers=[1-9][0-9]*", self.drafter):
-            yield f"rollout.drafter={self.drafter} names no number of layers. Try rollout.drafter=layers=2."
-
     def _vllm_problems(self) -> Iterator[str]:
         if self.law == "routed":
             yield (
@@ -171,11 +165,6 @@ class RolloutConfig:
         if not self.drafter:
             return
         given, vllm = f"rollout.drafter={self.drafter}", self.vllm
-        if self.drafter.startswith("layers"):
-            yield (
-                f"{given} drafts with layers of the trainer's own model, and rollout.engine=vllm has a copy that runs "
-                "whole. Try rollout.drafter=DIR with a model that `python -m specrl.drafter out=DIR` makes."
-            )
         if self.drafter == "head":
             yield (
                 f"{given} is made beside the trainer's model, and rollout.engine=vllm loads its drafter from disk. Try "
