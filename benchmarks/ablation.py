@@ -51,9 +51,7 @@ FEW = "all texts and the drafters only, without fewer sources and fixed lengths"
 
 @dataclass
 class AblationConfig(PairConfig):
-    drafters: list[str] = field(
-        default_factory=list, metadata={"help": "draft models to try: directories, or layers=N"}
-    )
+    drafters: list[str] = field(default_factory=list, metadata={"help": "directories of draft models to try"})
     few: bool = doc(False, FEW)
 
 
@@ -102,7 +100,7 @@ def measure(
     Args:
         bench: policies, and the prompts of the largest size.
         others: rows of other prompts, whose texts a run has seen before; the newer policy answers them.
-        drafters: draft models to try: directories, or layers=N.
+        drafters: directories of draft models to try.
         few: see FEW.
     """
     every, lines = bench.rows, []

@@ -31,8 +31,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from benchmarks.responses import response_states
+from benchmarks.selfspec.layers import early_exit
 from rollout.engines.base import Sampling
-from rollout.engines.local.drafter import early_exit
 from rollout.engines.local.engine import TransformersEngine
 from rollout.keys import derive_key
 from rollout.noise import keyed_draw

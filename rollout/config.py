@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from difflib import get_close_matches
-from re import fullmatch
 from typing import Literal
 
 from rollout.sections import (
@@ -36,14 +35,11 @@ class RolloutConfig:
         "first (see docs/ahead.md). auto: where workers have CPUs or GPUs of their own, under law=exact",
         resume="free",
     )
-    replay: float | Literal["auto"] = doc(
+    replay: float = doc(
         0.0,
-        "share of slots that keep their noise key from their last visit, 0 to 1; auto: chosen at each visit by the "
-        "measured reuse gap (see docs/guarantees.md)",
+        "share of slots that keep their noise key from their last visit, 0 to 1; above 0 see the reuse gap in "
+        "docs/guarantees.md",
         high=1,
-    )
-    replay_gap: float = doc(
-        0.0, "with replay=auto: largest reuse gap of a batch, in units of the reward; 0 replays nothing"
     )
     lenience: float = doc(1.0, "factor l of the published acceptance min(1, l*p_new/p_old); only for law=lenient")
     group_size: int = doc(8, "responses per prompt", low=1)
@@ -61,8 +57,8 @@ class RolloutConfig:
     drafter: str = doc(
         "",
         "drafts for rows that left their old texts: a directory with a draft model or a head on the policy's hidden "
-        "states; head for a new one that co-training makes; layers=N for the policy's own first layers. With "
-        "engine=vllm a directory, which drafts for all rows (v2)",
+        "states; head for a new one that co-training makes. With engine=vllm a directory, which drafts for all rows "
+        "(v2)",
         resume="drafts",
     )
     rows_per_batch: int = doc(256, "most rows at a time; fewer where their KV does not fit", low=1, resume="free")
@@ -81,7 +77,7 @@ class RolloutConfig:
     measure_every: int = doc(
         10,
         "every N steps also roll out plainly with the same keys, to measure spec/speedup and compare tokens; 0 never",
-        resume="keys",
+        resume="free",
     )
     cache: CacheConfig = doc(CacheConfig, "stored responses", resume="free")
     budget: BudgetConfig = doc(BudgetConfig, "how much is drafted", resume="free")
@@ -121,16 +117,6 @@ class RolloutConfig:
             if name not in SOURCES:
                 near = get_close_matches(name, SOURCES, 1, cutoff=0)[0]
                 yield f"rollout.sources has {name!r}, which is none of {', '.join(SOURCES)}. Did you mean {near}?"
-        if self.replay_gap and self.replay != "auto":
-            yield (
-                f"rollout.replay_gap={self.replay_gap} has no effect with rollout.replay={self.replay}. "
-                "Try rollout.replay=auto, or leave it out."
-            )
-        if self.replay == "auto" and self.replay_gap and not self.measure_every:
-            yield (
-                "rollout.replay=auto chooses by what control steps measure, and rollout.measure_every=0 makes none. "
-                f"Try rollout.measure_every={RolloutConfig.measure_every}."
-            )
         if self.old_text_stands and self.replay:
             yield (
                 f"rollout.replay={self.replay} cannot be combined with rollout.law={self.law}, which draws with fresh "
@@ -139,7 +125,6 @@ class RolloutConfig:
         if self.engine == "vllm":
             yield from self._vllm_problems()
         yield from self._lenient_problems()
-        yield from self._draft_problems()
 
     def _lenient_problems(self) -> Iterator[str]:
         lenient = self.law == "lenient"
@@ -161,10 +146,6 @@ class RolloutConfig:
                 "only. Leave it out, or take rollout.law=exact."
             )
 
-    def _draft_problems(self) -> Iterator[str]:
-        if self.drafter.startswith("layers") and not fullmatch("layers=[1-9][0-9]*", self.drafter):
-            yield f"rollout.drafter={self.drafter} names no number of layers. Try rollout.drafter=layers=2."
-
     def _vllm_problems(self) -> Iterator[str]:
         if self.law == "routed":
             yield (
@@ -184,11 +165,6 @@ class RolloutConfig:
         if not self.drafter:
             return
         given, vllm = f"rollout.drafter={self.drafter}", self.vllm
-        if self.drafter.startswith("layers"):
-            yield (
-                f"{given} drafts with layers of the trainer's own model, and rollout.engine=vllm has a copy that runs "
-                "whole. Try rollout.drafter=DIR with a model that `python -m specrl.drafter out=DIR` makes."
-            )
         if self.drafter == "head":
             yield (
                 f"{given} is made beside the trainer's model, and rollout.engine=vllm loads its drafter from disk. Try "
@@ -198,11 +174,6 @@ class RolloutConfig:
             yield (
                 f"{given} and rollout.vllm.speculator={vllm.speculator} would both propose. "
                 "Try rollout.vllm.speculator=texts, which leaves it to the drafter."
-            )
-        if vllm.adaptive_verification:
-            yield (
-                f"{given} drafts in the place of texts, among whose tokens rollout.vllm.adaptive_verification=true "
-                "chooses. Try rollout.vllm.adaptive_verification=false."
             )
         for option, other in {"runner": "v1", "scheduling": "sync"}.items():
             if getattr(vllm, option) == other:

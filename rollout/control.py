@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 
 from rollout.metrics import Divergence, lossy_metrics, rollout_metrics
-from rollout.reduction import Metric, count, difference, mean, ratio, seconds, shared
+from rollout.reduction import Metric, count, difference, ratio, seconds, shared
 from rollout.speculative import SpeculativeRollout
 from rollout.types import RolloutBatch, RolloutError, Row
 
@@ -58,13 +58,9 @@ class Control:
             self._lost = 0
             if config.law == "exact":
                 metrics |= self._plain(rows, batch)
-            # the baseline of an `auto` run measures too, as its keys follow from what is measured
-            if config.replay and (config.law == "exact" or config.replay == "auto"):
-                metrics |= self._reuse_gap(rows, batch, rewards, step)
+                if config.replay:
+                    metrics |= self._reuse_gap(rows, batch, rewards, step)
             metrics["control/failed_rows"] = count(self._lost)
-        if config.replay:
-            shares = self._rollout.replay.until(max(batch.visits))
-            metrics["spec/replay_share"] = mean(sum(shares[visit] for visit in batch.visits), len(batch.visits))
         if self._plain_s_per_token is not None:
             plain_s = self._plain_s_per_token * sum(len(c.tokens) for c in batch.completions)
             metrics["spec/saved_s_est"] = difference(seconds(plain_s), seconds(batch.total_s))
@@ -119,7 +115,6 @@ class Control:
         from rollout.replay import reuse_gap
 
         clusters = self._exchange([(len(apart), sum(apart)) for apart in by_prompt.values()])
-        self._rollout.replay.observe(clusters)
         gap, error = reuse_gap(clusters)
         if clusters:
             spent |= {"spec/reuse_gap": shared(gap), "spec/reuse_gap_error": shared(error)}

@@ -8,19 +8,13 @@ from torch.nn import Module
 
 from rollout.durable import read_json
 from rollout.engines.base import EngineSpec
-from rollout.engines.local.drafter import early_exit
 from rollout.engines.local.head import ARCHITECTURE, Head
 from rollout.types import RolloutError
 
 
 def load_drafter(spec: EngineSpec, policy: Module) -> Module:
-    """The draft model of `rollout.drafter`: a head on the policy, its first layers, or a model of its own."""
+    """The draft model of `rollout.drafter`: a head on the policy, or a model of its own."""
     policy = policy.get_base_model() if hasattr(policy, "get_base_model") else policy
-    name, equals, layers = spec.rollout.drafter.partition("=")
-    if name == "layers" and equals:
-        if not layers.isdecimal():
-            raise RolloutError(f"rollout.drafter={spec.rollout.drafter} names no number of layers. Try layers=2")
-        return early_exit(policy, int(layers))
     if spec.rollout.drafter == "head":
         return Head.of(policy)
     if is_head(spec.rollout.drafter):
@@ -31,7 +25,7 @@ def load_drafter(spec: EngineSpec, policy: Module) -> Module:
         missing = "" if Path(spec.rollout.drafter).is_dir() else "there is no such directory, and "
         raise RolloutError(
             f"rollout.drafter={spec.rollout.drafter} cannot be loaded: {missing}{str(error).strip().splitlines()[0]} "
-            "Give a model directory, such as `python -m specrl.drafter out=DIR` writes, or layers=N"
+            "Give a model directory, such as `python -m specrl.drafter out=DIR` writes"
         ) from error
 
 
@@ -48,6 +42,5 @@ def refuse_head(drafter: Module, law: str) -> None:
     if isinstance(drafter, Head):
         raise RolloutError(
             f"rollout.law={law} lets text of rollout.drafter stand, and a head on the policy's hidden states writes "
-            "none of its own. Use a draft model, such as `python -m specrl.drafter kind=model out=DIR` makes, or "
-            "layers=N"
+            "none of its own. Use a draft model, such as `python -m specrl.drafter kind=model out=DIR` makes"
         )

@@ -1,7 +1,7 @@
 """Noise keys: what one is made of, and how often a prompt was visited.
 
-A key is a pure function of (seed, example, slot, generation), and the generation one of the visit number and the shares
-of replayed slots so far (`rollout/replay.py`). Visits are counted.
+A key is a pure function of (seed, example, slot, generation), and the generation one of the visit number and the share
+of replayed slots (`rollout.replay`). Visits are counted.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ def derive_key(seed: int, example_id: str, slot: int, generation: int, domain: s
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little", signed=True)
 
 
-def generation(seed: int, example_id: str, slot: int, visit: int, shares: Sequence[float]) -> int:
+def generation(seed: int, example_id: str, slot: int, visit: int, share: float) -> int:
     """The visit whose noise this slot uses at `visit` (0, 1, ...): the latest one that was not a replay.
 
-    Visit v > 0 replays the noise of the one before with probability `shares[v]`, decided by a hash, so that the result
-    depends on nothing but the arguments. Shares of 0 give `visit`, shares of 1 give 0.
+    A visit after the first replays the noise of the one before with probability `share`, decided by a hash, so that the
+    result depends on nothing but the arguments. A share of 0 gives `visit`, a share of 1 gives 0.
     """
-    while visit > 0 and _unit(derive_key(seed, example_id, slot, visit, "replay")) < shares[visit]:
+    while visit > 0 and _unit(derive_key(seed, example_id, slot, visit, "replay")) < share:
         visit -= 1
     return visit
 

@@ -125,11 +125,6 @@ class VLLMConfig:
     draft_tokens: int = doc(
         32, "most draft tokens of a row in one step, up to 127; fewer where memory lacks for logits", low=1, high=127
     )
-    adaptive_verification: bool = doc(
-        False,
-        "async, texts: vLLM verifies as many draft tokens as pay by its own measure, chosen on the GPU by how well "
-        "texts have fitted; needs full CUDA graphs",
-    )
     kv_cache_mb: int = doc(0, "KV cache in MB; 0 takes memory_utilization of a GPU, or 512 on a CPU")
     memory_utilization: float = doc(0.45, "share of a GPU's memory for vLLM, its weights included", low=0.01, high=1)
     tensor_parallel: int = doc(1, "GPUs that hold one copy of the model; more copies are cluster.num_workers", low=1)
@@ -153,12 +148,6 @@ class VLLMConfig:
                     f"rollout.vllm.{option}={other} lets the host draft, and {self.on_device} leaves that to the "
                     f"device. Try rollout.vllm.{option}=auto."
                 )
-        if self.adaptive_verification and (name != "texts" or not self.on_device):
-            other = "scheduling=async" if name == "texts" else "speculator=texts with rollout.vllm.scheduling=async"
-            yield (
-                "rollout.vllm.adaptive_verification=true chooses on the device among tokens of texts, and "
-                f"{self.on_device or 'the host'} drafts otherwise. Try rollout.vllm.{other}."
-            )
 
     @property
     def on_device(self) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from rollout.cache.memory import TrajectoryCache
 from rollout.checks import check
@@ -14,9 +14,6 @@ from rollout.drafting.suffix import PromptTexts, SuffixDrafter
 from rollout.engines.base import Engine, WorksAhead
 from rollout.keys import derive_key, generation, occurrences
 from rollout.types import AheadText, Completion, EngineStats, Request, RolloutBatch, RolloutError, Row, Trajectory
-
-if TYPE_CHECKING:
-    from rollout.replay import ReplayControl
 
 Domain = Literal["rollout", "control", "evaluation"]
 
@@ -68,12 +65,6 @@ class SpeculativeRollout:
         check(config)
         self.engine, self.config, self.seed = engine, config, seed
         self.cache = cache if config.reuses else None
-        self.replay: ReplayControl | None = None
-        """Of keys of earlier visits; None where all are fresh."""
-        if config.replay:
-            from rollout.replay import ReplayControl
-
-            self.replay = ReplayControl(config.replay, config.replay_gap)
         self._reused = 0.0
         self._announced: list[Planned] = []
         self._ahead: dict[int, AheadText] = {}  # by key, of announced rows
@@ -102,8 +93,7 @@ class SpeculativeRollout:
         """
         began, ahead, ahead_s = time.perf_counter(), [], 0.0
         visits = [visit] * len(rows) if isinstance(visit, int) else visit
-        shares = self.replay.until(max(visits, default=0)) if self.replay and domain == "rollout" else None
-        planned = self._plan(rows, slots, visits, domain, shares)
+        planned = self._plan(rows, slots, visits, domain)
         if turn := domain == "rollout" and self.runs_ahead:
             ahead_s = self._take()
             ahead = [self._ahead.get(p.key) for p in planned]
@@ -154,8 +144,7 @@ class SpeculativeRollout:
         """
         self._announced = []
         if rows and self.runs_ahead:
-            shares = self.replay.guess(max(visit)) if self.replay else None
-            self._announced = self._plan(rows, slots, visit, "rollout", shares)
+            self._announced = self._plan(rows, slots, visit, "rollout")
 
     def _take(self) -> float:
         """Ends what runs ahead and keeps what there is of it; the worker seconds that it took."""
@@ -174,19 +163,15 @@ class SpeculativeRollout:
     # From rows to requests ---------------------------------------------------------------------------------------
 
     def _plan(
-        self,
-        rows: Sequence[Row],
-        slots: Sequence[int] | None,
-        visits: Sequence[int],
-        domain: Domain,
-        shares: Sequence[float] | None,
+        self, rows: Sequence[Row], slots: Sequence[int] | None, visits: Sequence[int], domain: Domain
     ) -> list[Planned]:
-        """Whose noise each row draws, and what is stored of it. Args: shares: of replayed slots; None: all is fresh."""
+        """Whose noise each row draws, and what is stored of it."""
+        share = self.config.replay if domain == "rollout" else 0.0
         slots = occurrences(row.example_id for row in rows) if slots is None else slots
         _check_keys(rows, slots, visits)
         planned = []
         for row, slot, seen in zip(rows, slots, visits, strict=True):
-            drawn = seen if shares is None else generation(self.seed, row.example_id, slot, seen, shares)
+            drawn = generation(self.seed, row.example_id, slot, seen, share)
             key = derive_key(self.seed, row.example_id, slot, drawn, domain)
             old = None if self.cache is None else self.cache.get(row.example_id, slot)
             planned.append(Planned(row, slot, seen, drawn, key, old))

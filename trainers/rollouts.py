@@ -192,8 +192,6 @@ class Rollouts:
         """How often the prompt of each row was rolled out before, by any process; this is one more visit to it."""
         asked = self.exchange([row.example_id for row in rows])
         seen = dict(zip(asked, self._visits.next(asked), strict=True))
-        if self.source.replay:
-            self.source.replay.until(max(seen.values()))  # in step in all processes, whichever has the latest visit
         return [seen[row.example_id] for row in rows]
 
     def finish(self) -> dict[str, Metric]:
@@ -217,14 +215,11 @@ class Rollouts:
 
     def state(self) -> dict[str, Any]:
         """What a resumed run needs to measure at the same steps and to derive the same keys, as JSON types."""
-        replay = self.source.replay.state() if self.source.replay else None
-        return {"rollouts": self._control.rollouts, "replay": replay, "visits": self._visits.state()}
+        return {"rollouts": self._control.rollouts, "visits": self._visits.state()}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Goes on from `state` of a checkpoint."""
         self._control.rollouts, self._visits = state["rollouts"], Visits(state["visits"])
-        if self.source.replay:
-            self.source.replay.restore(state["replay"])
 
     # Rewards -----------------------------------------------------------------------------------------------------
 

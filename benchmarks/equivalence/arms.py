@@ -6,8 +6,6 @@ import math
 
 from benchmarks.equivalence.learning import OTHER_NOISE, Arm
 
-AUTO = {"replay": "auto", "replay_gap": 0.02, "measure_every": 2}
-
 
 def lenient(lenience: float) -> dict:
     return {"law": "lenient", "lenience": lenience}
@@ -22,7 +20,6 @@ RULES = (
     Arm("exact, replay 0.25", {"replay": 0.25}),
     Arm("exact, replay 0.5", {"replay": 0.5}),
     Arm("exact, replay 1", {"replay": 1.0}),
-    Arm("exact, replay auto", AUTO),
     PUBLISHED,
     *(Arm(f"lenient, l = e^{power}", lenient(math.exp(power))) for power in (0.15, 0.3, 0.5)),
 )

@@ -67,8 +67,6 @@ class Outcome:
     divide by."""
     clipped: float = 0.0
     """Largest share of tokens clipped at the first inner step."""
-    shares: list[float] = field(default_factory=list)
-    """Of replayed keys, by visit."""
     digest: str = ""
     """Of all tokens that were sampled."""
 
@@ -113,8 +111,6 @@ class Run:
                 self._step(prompts.tolist(), epoch, step)
                 step += 1
         self.outcome.final = self.expected.mean().item()
-        replay = self.rollout.replay
-        self.outcome.shares = list(replay.shares) if replay else [0.0] * EPOCHS
         self.outcome.digest = self._digest.hexdigest()
         return self.outcome
 

@@ -37,8 +37,6 @@ class Line:
     """Share of tokens that came from drafts."""
     unchanged: float
     """Share of responses that are their slot's last one."""
-    replayed: float
-    """Share of keys replayed, at the last visit."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +60,6 @@ def line(algorithm: str, arm: str, outcomes: Outcomes) -> Line:
         passes=sum(o.passes for o in own) / tokens,
         reused=sum(o.reused for o in own) / tokens,
         unchanged=sum(o.unchanged for o in own) / (len(own) * LATER_ROWS),
-        replayed=fmean(o.shares[-1] for o in own),
     )
 
 

@@ -9,6 +9,7 @@ stands beside them, at its share of the policy's layers.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -22,6 +23,16 @@ from specrl.results import tables
 
 LENGTHS = (1, 2, 3, 4, 6, 8)
 Step = Callable[[Tensor], Tensor]
+
+
+def early_exit(model: nn.Module, layers: int) -> nn.Module:
+    """The model's own first `layers` layers under its last norm and head, all weights shared."""
+    decoder = model.base_model
+    short = copy.copy(decoder)
+    short._modules = {**decoder._modules, "layers": decoder.layers[:layers]}
+    shallow = copy.copy(model)
+    shallow._modules = {**model._modules, model.base_model_prefix: short}
+    return shallow
 
 
 @dataclass(frozen=True)

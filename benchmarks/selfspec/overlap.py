@@ -26,8 +26,8 @@ from functools import partial
 from rich.console import Console
 
 from benchmarks.budget import MACHINES
+from benchmarks.selfspec.layers import early_exit
 from benchmarks.selfspec.texts import own_texts, ranks
-from rollout.engines.local.drafter import early_exit
 from specrl.results import tables
 
 ROWS = (1, 8, 64, 256)

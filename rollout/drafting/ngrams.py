@@ -70,10 +70,6 @@ class NGrams:
         """Whether so many groups more may begin here, else in another index, which lives no longer than they do."""
         return self._added <= FULL and self._groups + groups <= GROUPS
 
-    @property
-    def nbytes(self) -> int:
-        return self._tokens.nbytes + self._places.nbytes + self._pieces.nbytes
-
     def group(self) -> int:
         """Begins a group of texts, which the index must take; returns its number."""
         self._groups += 1

@@ -62,12 +62,6 @@ class Response:
         """Tokens until the cap."""
         return self.request.max_new_tokens - len(self.tokens)
 
-    def restart(self) -> None:
-        """Forgets what was emitted; the passes it took still count."""
-        self.tokens, self.logprobs, self.behaviour, self.reused = [], [], [], []
-        self.guess, self.kind, self.state, self.redraws = EMPTY, None, "start", ()
-        self.finish, self.drafting = None, not self.request.plain
-
     def emit(self, stood: Stood, eos_ids: frozenset[int]) -> int:
         """Appends what stood, up to the first EOS or the cap; returns how many tokens that are."""
         tokens, logprobs, behaviour = stood.tokens, stood.logprobs, stood.behaviour

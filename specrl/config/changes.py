@@ -32,7 +32,6 @@ MAY_CHANGE: dict[str, Callable[[Config, Config], bool]] = {
     "law": lambda old, new: {old.rollout.law, new.rollout.law} <= {"exact", "off"},
     "drafts": lambda old, new: new.rollout.law not in ("judged", "routed"),  # else their text stands
     "old text": lambda old, new: not new.rollout.old_text_stands,
-    "keys": lambda old, new: new.rollout.replay != "auto",  # whose keys follow from what control steps measure
     "length": lambda old, new: new.trainer.lr_schedule == "constant",
 }
 """Whether an option may differ in a resumed run, by the word that its field says of `resume`."""

@@ -17,18 +17,15 @@ def cotraining_rules(c: Config) -> Iterator[str]:
                 "`python -m specrl.drafter kind=head out=DIR` makes."
             )
         return
-    made = "rollout.drafter=DIR with a model that `python -m specrl.drafter out=DIR` makes"
     if not c.rollout.drafter:
-        yield f"trainer.drafter.train=true has no draft model to train. Try {made}."
+        yield (
+            "trainer.drafter.train=true has no draft model to train. Try rollout.drafter=DIR with a model that "
+            "`python -m specrl.drafter out=DIR` makes."
+        )
     if c.rollout.law != "exact":
         yield (
             "trainer.drafter.train=true learns from drafts that the exact rule verifies, not "
             f"rollout.law={c.rollout.law}. Try trainer.drafter.train=false, or rollout.law=exact."
-        )
-    if c.rollout.drafter.startswith("layers="):
-        yield (
-            f"trainer.drafter.train=true cannot train rollout.drafter={c.rollout.drafter}: these layers are the "
-            f"policy's own, and follow it without training. Try trainer.drafter.train=false, or {made}."
         )
 
 
@@ -40,7 +37,7 @@ def standing_rules(c: Config, training: bool) -> Iterator[str]:
     part = r.judged if r.law == "judged" else r.routed
     given = f"rollout.{r.law}.by={part.by}"
     if not r.drafter and (r.law == "routed" or part.by == "kl" or not r.sources):
-        yield f"{given} needs a model that writes. Set rollout.drafter, such as layers=2 or a directory."
+        yield f"{given} needs a model that writes. Try rollout.drafter=DIR, as `python -m specrl.drafter` makes it."
     if part.by in ("judge", "rsd", "arbitrage") and not part.path:
         yield f"{given} needs rollout.{r.law}.path, as specrl.train_router or specrl.train_judge writes it."
     if c.cluster.num_workers:

@@ -84,11 +84,10 @@ def law(config: Config | None) -> str:
         return "off: plain decoding without speculation."
     if rollout.law == "lenient":
         return f"lenient, l={rollout.lenience:g}: SPEC-RL as published; biased towards the stored text."
-    if not rollout.replay or (rollout.replay == "auto" and not rollout.replay_gap):
+    if not rollout.replay:
         return "exact, replay=0: the tokens plain decoding draws, with fresh noise at every visit: on-policy RL."
-    share = f"auto within a gap of {rollout.replay_gap:g}" if rollout.replay == "auto" else f"{rollout.replay:g}"
     return (
-        f"exact, replay={share}: the tokens plain decoding draws with the same keys; replayed rows are not "
+        f"exact, replay={rollout.replay:g}: the tokens plain decoding draws with the same keys; replayed rows are not "
         "independent of the weights, and spec/reuse_gap measures what that does."
     )
 

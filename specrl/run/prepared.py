@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rollout.durable import read_json
 from specrl.run import policy
 
 if TYPE_CHECKING:
@@ -22,20 +21,12 @@ def missing(config: Config) -> Iterator[str]:
 
 
 def _drafter(config: Config) -> Iterator[str]:
-    """The draft model, which a first command distils; the policy's own first layers or a new head need no command."""
+    """The draft model, which a first command distils; a new head needs no command."""
     given = config.rollout.drafter
     if given in ("", "head"):
         return
-    name, _, layers = given.partition("=")
-    if name == "layers":
-        depth = _depth(config.model)
-        if depth and int(layers) >= depth:
-            yield f"rollout.drafter={given}: model={config.model} has {depth} layers; N must be below that."
-    elif _absent(given, config.output_dir):
-        yield (
-            f"rollout.drafter={given} does not exist. Make it first: python -m specrl.drafter out={given} ({HEAD}). "
-            "Or take rollout.drafter=layers=N, the policy's own first layers."
-        )
+    if _absent(given, config.output_dir):
+        yield f"rollout.drafter={given} does not exist. Make it first: python -m specrl.drafter out={given} ({HEAD})."
     elif policy.is_path(given) and (flaw := policy.flaw(Path(given).expanduser())):
         yield f"rollout.drafter={given} cannot be loaded: {flaw}."
 
@@ -61,14 +52,3 @@ def _absent(given: str, output_dir: str, hub: bool = True) -> bool:
         return False
     ours = any(path.is_relative_to(folder) for folder in (output_dir, "outputs"))
     return not hub or ours or "/" not in given or policy.is_path(given)
-
-
-def _depth(model: str) -> int | None:
-    """The number of layers by the model's config.json, None where it does not say."""
-    file = (policy.TINY_PATH if model == "tiny" else Path(model).expanduser()) / "config.json"
-    try:
-        read = read_json(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None  # loading says what is wrong with it
-    names = ("num_hidden_layers", "n_layer")
-    return next((read[name] for name in names if isinstance(read.get(name), int)), None)

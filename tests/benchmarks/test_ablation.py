@@ -10,6 +10,8 @@ import pytest
 from benchmarks import ablation
 from rollout import verify
 from specrl.config.load import load
+from specrl.drafter import shortened
+from specrl.tiny import load_tiny
 
 pytestmark = pytest.mark.slow
 
@@ -21,14 +23,21 @@ def small(monkeypatch, tmp_path):
     monkeypatch.setattr(ablation, "OTHERS", 16)
     monkeypatch.setattr(ablation, "WINDOWS", (8,))
     monkeypatch.setattr(ablation, "REGIMES", {"first epoch": None, "little drift": 0.02})
-    words = ["config=grpo_math", "rows=8", "repeats=1", f"out={tmp_path / 'out.json'}", "drafters=[layers=2]"]
+    shortened(load_tiny()[0], 2).save_pretrained(tmp_path / "short")
+    words = [
+        "config=grpo_math",
+        "rows=8",
+        "repeats=1",
+        f"out={tmp_path / 'out.json'}",
+        f"drafters=[{tmp_path / 'short'}]",
+    ]
     return load([*words, "rollout.max_new_tokens=24"], ablation.AblationConfig, training=False)
 
 
 def test_every_method_is_measured_in_every_regime_and_size(small, capsys):
     assert ablation.main(small) == 0
     lines = json.loads(Path(small.out).read_text())["lines"]
-    methods = ["plain", *ablation.STEPS, "+ layers=2", "window 8"]
+    methods = ["plain", *ablation.STEPS, "+ short", "window 8"]
     assert [line["method"] for line in lines] == methods * 4
     assert [(line["rows"], line["regime"]) for line in lines[:: len(methods)]] == [
         (1, "first epoch"),
@@ -49,7 +58,7 @@ def test_a_few_methods_are_what_a_large_batch_is_asked_about(small):
     small.few = True
     ablation.main(small)
     lines = json.loads(Path(small.out).read_text())["lines"]
-    assert list(dict.fromkeys(line["method"] for line in lines)) == ["plain", "+ redraw", "+ layers=2"]
+    assert list(dict.fromkeys(line["method"] for line in lines)) == ["plain", "+ redraw", "+ short"]
 
 
 def test_other_texts_than_plain_decodings_end_it(small, monkeypatch):

@@ -64,13 +64,11 @@ def test_every_subset_runs_its_own_steps():
     assert sorted(kept for kept, _ in layers.subsets(steps, torch.zeros(()), {0, 2})) == [(0, 1, 2), (0, 2)]
 
 
-def test_first_layers_are_those_of_the_engines_early_exit(tiny, texts):
-    from rollout.engines.local.drafter import early_exit
-
+def test_first_layers_are_an_early_exit(tiny, texts):
     found = {one.parts: one.hits for one in layers.tried(tiny[0], texts, layers.whole_layers)}
     assert len(found) == 254
     for exit_at in (2, 7):
-        right = [[rank == 0 for rank in text] for text in ranks(early_exit(tiny[0], exit_at), texts)]
+        right = [[rank == 0 for rank in text] for text in ranks(layers.early_exit(tiny[0], exit_at), texts)]
         assert found[tuple(range(exit_at))] == right
 
 

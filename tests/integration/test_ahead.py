@@ -12,7 +12,7 @@ import specrl.run.setup
 from rollout.build import build_engine
 from tests.engines import Spare
 from tests.integration.test_identity import DYNAMIC
-from tests.runs import differences, recorded, run
+from tests.runs import differences, drafter, recorded, run
 
 pytestmark = pytest.mark.slow
 RUNS = {
@@ -28,7 +28,7 @@ RUNS = {
         "trainer__eval_every": 2,
         "trainer__eval_prompts": 4,
     },
-    "a draft model": {"rollout__drafter": "layers=1"},
+    "a draft model": {"rollout__drafter": "{drafter}"},
     "no old text": {"rollout__sources": "[]"},
 }
 
@@ -45,8 +45,9 @@ def ahead(folder, passes=1 << 30, prepare=lambda trainer: None, **options):
 
 @pytest.mark.parametrize("name", RUNS)
 def test_the_run_is_the_same_and_the_rows_that_come_were_known(tmp_path, name):
-    got = ahead(tmp_path, **RUNS[name])
-    assert differences(got, recorded(**RUNS[name])) == []
+    options = {key: drafter(tmp_path / "draft") if value == "{drafter}" else value for key, value in RUNS[name].items()}
+    got = ahead(tmp_path, **options)
+    assert differences(got, recorded(**options)) == []
     first, *rest = [step.metrics for step in got.steps]
     assert first["spec/ahead_mb"] == 0
     assert all(line["spec/ahead_done_ratio"] == 1 for line in rest), "every row, across the ends of epochs too"

@@ -11,7 +11,6 @@ from rollout.build import build_engine
 from rollout.engines.base import EngineSpec
 from rollout.engines.local import draw
 from rollout.noise import keyed_draw
-from rollout.replay import ReplayControl
 from tests.runs import SHORT, Recording, differences, recorded, run
 
 PER_EPOCH = 3
@@ -142,31 +141,6 @@ def test_control_steps_change_nothing():
     assert [s.metrics.get("spec/control_mismatches") for s in measured.steps[1::2]] == [0] * 4
 
 
-AUTO = {
-    "rollout__replay": "auto",
-    "rollout__replay_gap": 0.2,
-    "rollout__measure_every": 1,
-    "trainer__epochs": 4,
-    "trainer__learning_rate": 1e-4,
-}
-
-
-def shares(record: Recording) -> list[float]:
-    return [step.metrics["spec/replay_share"] for step in record.steps]
-
-
-def test_the_share_of_replayed_keys_is_chosen_alike():
-    """Plain decoding measures the same gap, so it comes to the same keys; two shares at least were tried."""
-    off, exact = pair(**AUTO)
-    assert differences(off, exact) == []
-    assert shares(off) == shares(exact)
-    assert [len(set(shares(exact)[i : i + PER_EPOCH])) for i in range(0, 12, PER_EPOCH)] == [1] * 4, "one a visit"
-    assert len(set(shares(exact))) >= 3
-    measured = [step.metrics["spec/reuse_gap"] for step in exact.steps if "spec/reuse_gap" in step.metrics]
-    assert measured == [s.metrics["spec/reuse_gap"] for s in off.steps if "spec/reuse_gap" in s.metrics]
-    assert any(measured)
-
-
 # Interrupted and resumed ---------------------------------------------------------------------------------------------
 
 
@@ -201,19 +175,6 @@ def test_acceptance_and_epochs_may_change_on_resume(tmp_path):
     first = run(tmp_path, rollout__replay=0.5, trainer__epochs=1, trainer__save_every=3, rollout__law="off")
     second = run(tmp_path, rollout__replay=0.5, resume="auto", rollout__cache__clear="true")
     assert differences(whole, first + second) == []
-
-
-def test_resume_with_a_chosen_share(tmp_path):
-    whole = recorded(rollout__law="exact", **AUTO)
-    first, second = interrupted(tmp_path / "a", 7, then={"rollout__cache__clear": "true"}, **AUTO)
-    assert differences(whole, first + second) == []
-    assert shares(whole) == shares(first + second)
-
-
-def test_control_a_forgotten_share_is_seen(tmp_path, monkeypatch):
-    monkeypatch.setattr(ReplayControl, "restore", lambda self, state: None)
-    first, second = interrupted(tmp_path, 7, **AUTO)
-    assert differences(recorded(rollout__law="exact", **AUTO), first + second) != []
 
 
 @pytest.mark.parametrize(("name", "at"), [(name, at) for name, at in zip(VARIANTS, (3, 6, 3), strict=True)])

@@ -8,7 +8,6 @@ import pytest
 from rollout.config import RolloutConfig
 from rollout.control import Control
 from rollout.metrics import Divergence, rollout_metrics
-from rollout.replay import FIRST, ReplayControl, next_share, reuse_gap
 from rollout.types import Completion, EngineStats, RolloutBatch, RolloutError, Row
 
 ROWS = [Row("a", (5,)), Row("a", (5,)), Row("b", (6,)), Row("b", (6,))]
@@ -28,7 +27,6 @@ class FakeRollout:
     plain_texts: list | None = None
     plain_s: float = 6.0
     calls: list = field(default_factory=list)
-    replay: ReplayControl = field(default_factory=lambda: ReplayControl(0.5, 0.0))
     fresh: list[Completion] = field(default_factory=list)
     """Instead of `fresh_texts`."""
     plain_failures: set[int] = field(default_factory=set)
@@ -233,27 +231,6 @@ def test_times_of_different_work_are_not_compared(side):
     assert metrics["control/failed_rows"] == (side == "plain")
     assert metrics["spec/compared_tokens"] == 3 + 2 + 4 + (side == "another process")
     assert measure(made()[0])["spec/speedup"] == 3.0, "where all are there"
-
-
-def test_control_rows_decide_the_share_of_the_next_visit_in_every_process():
-    """With auto; under plain decoding too, which must come to the same keys."""
-    elsewhere = [(2, 0.5), (1, 0.0)]
-    for law in ("exact", "off"):
-        control, rollout = made(
-            lambda rows, texts: [0.25, 0.0, 0.5],
-            fresh_texts=[[1], [2], [3]],
-            replay="auto",
-            replay_gap=0.1,
-            law=law,
-            exchange=lambda found: found if found in ([False], [True]) else [*found, *elsewhere],
-        )
-        rollout.replay = ReplayControl("auto", 0.1)
-        metrics = measure(control, batch_of(replayed=[True, False, True, True]), rewards=(1.0, 0.0, 0.5, 0.75))
-        assert metrics["spec/replay_share"] == rollout.replay.shares[1] == FIRST
-        expected = reuse_gap([(1, 0.75), (2, 0.75), *elsewhere])
-        assert (metrics["spec/reuse_gap"], metrics["spec/reuse_gap_error"]) == expected
-        assert rollout.replay.until(2)[2] == next_share(FIRST, *expected, 0.1)
-        assert rollout.replay.shares[2] != FIRST
 
 
 def test_processes_exchange_even_without_replayed_rows():

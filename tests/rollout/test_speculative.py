@@ -120,7 +120,7 @@ def test_replay_decides_which_keys_stay(replay):
     keys, replayed = [], []
     for visit in range(4):
         batch = rollout.generate(rows, visit=visit, step=visit)
-        want = [generation(SEED, r.example_id, s, visit, [replay] * 4) for r, s in zip(rows, batch.slots, strict=True)]
+        want = [generation(SEED, r.example_id, s, visit, replay) for r, s in zip(rows, batch.slots, strict=True)]
         assert batch.keys == [
             derive_key(SEED, r.example_id, s, g) for r, s, g in zip(rows, batch.slots, want, strict=True)
         ]

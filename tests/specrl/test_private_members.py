@@ -10,7 +10,6 @@ FOREIGN = {
     *("_generate_and_score_completions", "_get_per_token_logps_and_entropies", "_compute_loss"),  # TRL's hooks
     "_attn_implementation",  # transformers
     *("_preempt_request", "_verify", "_sample_random"),  # vLLM
-    *("_assign_draft_token_budget", "_assign_draft_token_budget_compiled", "_validate_adaptive_verification"),
     *("_private", "_global_node"),  # Ray
     *("_patch_lang", "_get_np_dtype"),  # Triton's interpreter
     "_live_stack",  # rich

@@ -149,18 +149,18 @@ def test_every_option_that_a_page_shows_is_legal_somewhere():
     texts = [*(page.read_text(encoding="utf-8") for page in pages), *(option.help for option in KNOWN.values())]
     shown = {tuple(sorted(said.items())) for text in texts for said in promises(text)}
     assert len(shown) > 100
-    assert {"head", "layers=1"} <= {value for said in shown for key, value in said if key == "rollout.drafter"}
+    assert {"head", str(TINY_PATH)} <= {value for said in shown for key, value in said if key == "rollout.drafter"}
     assert {str(dict(said)): why for said in sorted(shown) if (why := refused(dict(said)))} == {}
 
 
 def test_planted_promises_are_found():
-    page = "`rollout.drafter=head trainer.drafter.train=true`, law=of and\n`rollout.drafter=layers=N`. name=..."
+    page = "`rollout.drafter=head trainer.drafter.train=true`, law=of and\n`rollout.group_size=N`. name=..."
     assert promises(page) == [
         {"rollout.drafter": "head", "trainer.drafter.train": "true"},
         {"rollout.drafter": "head"},
         {"trainer.drafter.train": "true"},
         {"rollout.law": "of"},
-        {"rollout.drafter": "layers=1"},
+        {"rollout.group_size": "1"},
     ]
     assert "expected one of" in refused({"rollout.law": "of"})
     assert "does not exist" in refused({"rollout.drafter": "./none"})

@@ -7,6 +7,7 @@ import pytest
 from specrl.config import load as cli
 from specrl.evaluate import EvaluateConfig
 from specrl.evaluate import main as evaluate
+from specrl.run.policy import TINY_PATH
 from specrl.train_judge import TrainJudgeConfig
 from specrl.train_judge import main as train_judge
 from tests import runs
@@ -123,7 +124,7 @@ def test_a_judge_is_mined_from_a_runs_stored_texts(finished, tmp_path):
 @pytest.mark.parametrize(
     ("more", "says"),
     [
-        (["rollout.drafter=layers=1"], "Give either cache=RUN"),
+        ([f"rollout.drafter={TINY_PATH}"], "Give either cache=RUN"),
         (["seed=1"], "holds 96 texts and none of the 24 training problems"),
     ],
 )

@@ -279,11 +279,3 @@ def _check_pair(drafter: Module, policy: Module) -> None:
         if not hasattr(model, "base_model") or model.get_output_embeddings() is None:
             raise RolloutError(f"{type(model).__name__} is not a causal LM of transformers, which co-training needs")
     check_vocab(*(model.get_output_embeddings().weight.shape[0] for model in (drafter, policy)))
-    owned = {p.data_ptr() for p in policy.parameters()}
-    shared = [name for name, p in drafter.named_parameters() if p.data_ptr() in owned]
-    if shared:
-        raise RolloutError(
-            f"the drafter shares {len(shared)} weights with the policy ({shared[0]}, ...), as rollout.drafter=layers=N "
-            "does: training it would change the policy. Take a model of its own, which `python -m specrl.drafter "
-            "out=DIR` makes"
-        )

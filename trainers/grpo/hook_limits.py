@@ -91,10 +91,10 @@ OF_ARGS = {
 
 def check_config(config: RolloutConfig) -> None:
     """Refuses options of reuse that need `specrl.train`. Raises RolloutError."""
-    if config.engine != "transformers" or config.lossy or config.replay == "auto" or config.cache.start_from:
+    if config.engine != "transformers" or config.lossy or config.cache.start_from:
         raise RolloutError(
             "ReuseRollouts runs the trainer's own model under the exact rule; engine=vllm, law=lenient, "
-            "judged or routed, replay=auto and cache.start_from need python -m specrl.train"
+            "judged or routed, and cache.start_from need python -m specrl.train"
         )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import math
 import time
@@ -17,7 +16,7 @@ from rollout.engines.base import Limits, Sampling
 from rollout.engines.local.draw import TrimmedDraw, peculiar
 from rollout.engines.local.packed import packed_model
 from rollout.engines.local.reader import Reader
-from rollout.types import Request, RolloutError
+from rollout.types import Request
 
 log = logging.getLogger(__name__)
 
@@ -137,22 +136,3 @@ class ModelDrafter:
             return
         self._frequent, self._size = Frequent(self.vocab, sampling.eos_ids), ids
         self.ragged.draw = TrimmedDraw(self.ragged.lm_head, sampling, self.ragged.limits.logits_mb, ids)
-
-
-def early_exit(model: nn.Module, layers: int) -> nn.Module:
-    """The model's own first `layers` layers under its last norm and head, all weights shared.
-
-    Raises:
-        RolloutError: the model has no stack of that many layers.
-    """
-    decoder, depth = model.base_model, model.config.num_hidden_layers
-    stacks = [(n, m) for n, m in decoder.named_children() if isinstance(m, nn.ModuleList) and len(m) == depth]
-    if not 1 <= layers < depth or not stacks:
-        raise RolloutError(f"an early exit after layer {layers} needs a stack of more layers; the model has {depth}")
-    name, stack = stacks[0]
-    short, shallow = copy.copy(decoder), copy.copy(model)
-    short._modules = {**decoder._modules, name: stack[:layers]}
-    shallow._modules = {**model._modules, model.base_model_prefix: short}
-    for part in (short, shallow):  # trainers and accelerate hang a `forward` on the instance, bound to the whole model
-        part.__dict__.pop("forward", None)
-    return shallow

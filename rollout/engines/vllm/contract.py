@@ -63,11 +63,6 @@ NAMES = {
             *("dp_sync_state", "dummy_run", "skip_attn_for_dummy_run", "mm_inputs", "is_profile"),
             "num_speculative_tokens",
         ),
-        "vllm.config.speculative:SpeculativeConfig": ("enable_adaptive_verification",),
-        f"{_GPU}spec_decode.ngram.speculator:NgramGPUSpeculator": ("speculative_config",),
-        f"{_GPU}spec_decode.adaptive_verification:AdaptiveVerificationManager.record_confidences": (
-            *("self", "confidence_probs", "input_batch"),
-        ),
         f"{_GPU}spec_decode.speculator:BaseSpeculator.init_cudagraph_manager": ("self", "cudagraph_mode"),
         f"{_GPU}spec_decode.speculator:DraftModelSpeculator.sample_draft": (
             *("self", "hidden_states", "sample_src_positions", "idx_mapping", "temperature", "seeds", "draft_step"),

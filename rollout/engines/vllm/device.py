@@ -51,7 +51,6 @@ class DeviceDrafts(Rules):
             drafting=self.drafting,
             draft_tokens=self.draft_tokens,
             room=self.room,
-            adaptive=self._scheduler.vllm_config.speculative_config.enable_adaptive_verification,
         )
 
     def run(self, rows: Sequence[VLLMRow], stop: Callable[[], bool]) -> EngineStats:

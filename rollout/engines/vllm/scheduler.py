@@ -49,14 +49,12 @@ class DraftLengths:
         drafting: its budget decides and learns.
         draft_tokens: most of a request in one step.
         room: draft tokens of all requests in one step; those that draft share it.
-        adaptive: vLLM cuts drafts by its own measure, so the budget does not.
     """
 
     source: str
     drafting: Drafting
     draft_tokens: int
     room: Room
-    adaptive: bool = False
     seen: dict[str, Seen] = field(default_factory=dict)
     """Requests that are admitted."""
     stats: EngineStats = field(default_factory=EngineStats)
@@ -64,10 +62,6 @@ class DraftLengths:
     """When the step in progress began."""
     verifies: bool = False
     """It carries drafts."""
-
-    def __post_init__(self):
-        if self.adaptive:
-            self.drafting.budget.window = self.draft_tokens
 
     def admit(self, name: str, drafts: bool) -> None:
         """Request `name` takes part. Args: drafts: it may carry some."""

@@ -52,7 +52,6 @@ class KeyedScheduler(DraftScheduler):
             drafting=Drafting(Budget(padded=False)),
             draft_tokens=config.num_speculative_tokens,
             room=_room(config),
-            adaptive=config.speculative_config.enable_adaptive_verification,
         )
 
     def add_request(self, request) -> None:

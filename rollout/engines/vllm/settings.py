@@ -121,7 +121,6 @@ def speculation(spec: EngineSpec, runner: str) -> dict:
     drafts |= {"model": model} if model else {}
     if not spec.rollout.on_device:
         return {"speculative_config": drafts, "async_scheduling": False, **host}
-    drafts |= {"enable_adaptive_verification": True} if vllm.adaptive_verification else {}
     return {
         "speculative_config": drafts,
         "async_scheduling": True,

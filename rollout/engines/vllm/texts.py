@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import torch
 from torch import Tensor
-from vllm.v1.worker.gpu.spec_decode.ngram.speculator import NgramGPUSpeculator
 
 from rollout.engines.vllm.wire import TEXTS, unpack_text
 
@@ -13,12 +12,6 @@ MOST_TEXTS = 3
 """Texts that a request may bring; more of one prompt rarely help."""
 SUFFIX = 4
 """Tokens that are compared to find a place; longer matches are not told apart."""
-_FADE = 0.99  # what is left of a step's weight after the next one
-
-NgramGPUSpeculator.enable_adaptive_verification = property(
-    lambda self: self.speculative_config.enable_adaptive_verification
-)
-"""Model runners ask their speculator; this is the one whose place texts take."""
 
 
 class DeviceTexts:
@@ -27,9 +20,6 @@ class DeviceTexts:
     A text that equals the response so far is followed. Else the place is taken whose last tokens agree with the
     response's over the most of SUFFIX positions, and of those the one nearest to the response's own length: so a text
     is followed further after a mismatch, as if one token had been replaced. Texts and responses stay on the device.
-
-    Where vLLM verifies adaptively it is told how likely each token is to stand, if those before it do: by what became
-    of drafts that fitted as well, the verified part of them.
 
     Args: runner: vLLM's model runner with the keyed sampler, whose speculator's `propose` this takes over.
     """
@@ -40,14 +30,6 @@ class DeviceTexts:
         shape = (runner.max_num_reqs, MOST_TEXTS, runner.max_model_len)
         self.texts = torch.full(shape, -1, dtype=torch.int32, device=runner.device)
         self._longest = np.zeros(shape[0], np.int64)  # tokens of each request's longest text
-        self._adaptive = runner.speculator.enable_adaptive_verification
-        self._fits = torch.zeros(shape[0], dtype=torch.int64, device=runner.device)
-        """How well the draft of each slot fits: tokens that agree before it, or SUFFIX + 1 where all do."""
-        levels = torch.arange(SUFFIX + 2, device=runner.device)
-        self._seen = torch.stack([2 * levels + 1.0, torch.full_like(levels, 3.0)], 1)
-        """Float [SUFFIX + 2, 2], by level: draft tokens that stood, and drafts that ended earlier; some to begin with,
-        soon outweighed."""
-        self._speculator = runner.speculator
         add = runner.model_state.add_request
 
         def add_request(slot: int, request) -> None:
@@ -62,7 +44,7 @@ class DeviceTexts:
 
         runner.model_state.add_request, runner.speculator.propose = add_request, self.propose
 
-    def propose(self, input_batch, *given, dummy_run: bool = False, **_) -> Tensor:
+    def propose(self, input_batch, *_, dummy_run: bool = False, **__) -> Tensor:
         """Token ids int64 [R, K]. Where there is no guess any id does: it stands only if it is drawn."""
         if dummy_run:
             return torch.zeros(input_batch.num_reqs, self._width, dtype=torch.int64, device=self.texts.device)
@@ -70,29 +52,17 @@ class DeviceTexts:
         begin, end = (x[slots].long()[:, None, None] for x in (self._starts, self._states.total_len.gpu))
         most = max(self._longest[input_batch.idx_mapping_np].max(), self._width)
         texts = self.texts[:, :, :most][slots]
-        ids, fits = continue_texts(texts, self._states.all_token_ids.gpu[slots], begin, end, self._width)
-        if self._adaptive:
-            self._tell(slots, fits, ids, *given[4:6])
+        ids = continue_texts(texts, self._states.all_token_ids.gpu[slots], begin, end, self._width)
         return ids.clamp(min=0)
 
-    def _tell(self, slots: Tensor, fits: Tensor, ids: Tensor, sampled: Tensor, rejected: Tensor) -> None:
-        """Tells how likely tokens are to stand. Args: sampled, rejected: int [R], of the step that is done: its tokens,
-        and those of its draft that were verified and did not stand."""
-        stood = torch.stack([(sampled - 1).clamp(min=0), rejected > 0], 1).to(self._seen.dtype)
-        self._seen.mul_(_FADE).index_add_(0, self._fits[slots], stood)
-        self._fits[slots] = fits
-        chances = self._seen[:, 0] / self._seen.sum(1)
-        self._speculator.draft_token_confidence_probs = chances[fits][:, None] * (ids >= 0)
 
-
-def continue_texts(texts: Tensor, tokens: Tensor, begin: Tensor, end: Tensor, width: int) -> tuple[Tensor, Tensor]:
+def continue_texts(texts: Tensor, tokens: Tensor, begin: Tensor, end: Tensor, width: int) -> Tensor:
     """The `width` tokens that follow, in one of each row's texts, what is most like the response so far.
 
     Args: texts int32 [R, M, L], -1 behind their ends, L at least `width`; tokens int32 [R, C]: prompt and response;
         begin, end int64 [R, 1, 1]: where the response begins, and where it ends so far.
 
-    Returns: int64 [R, width], -1 where the text has ended; int64 [R], how many of the last SUFFIX tokens before it are
-        the response's, SUFFIX + 1 if all of the text is.
+    Returns: int64 [R, width], -1 where the text has ended.
     """
     rows, _, most = texts.shape
     at, done = torch.arange(most, device=texts.device), end - begin
@@ -109,5 +79,4 @@ def continue_texts(texts: Tensor, tokens: Tensor, begin: Tensor, end: Tensor, wi
     text, first = place // most, place % most
     ids = texts[torch.arange(rows, device=texts.device), text]
     ids = torch.cat([ids, ids.new_full((rows, width), -1)], 1).gather(1, first[:, None] + at[:width])
-    fits = like.flatten(1).gather(1, place[:, None])[:, 0].clamp(max=SUFFIX + 1)
-    return ids.long(), fits.long()
+    return ids.long()

@@ -93,10 +93,3 @@ def test_what_became_of_them_decides():
         settle(made, row, Draft([5, 6, 7], "custom"), [5, 9, 4, 3])
         (draft,) = made.propose([row], EngineStats())
         assert draft.source == want
-
-
-def test_a_row_that_begins_again_has_none():
-    made, row = drafting(), row_of()
-    settle(made, row, Draft([5, 6, 7], "custom"), [5, 9, 4, 3])
-    row.restart()
-    assert not made.propose([row], EngineStats())[0].tokens

@@ -15,7 +15,6 @@ from rollout.config import RolloutConfig
 from rollout.drafting.suffix import PromptTexts, SuffixDrafter
 from rollout.keys import Visits, derive_key
 from rollout.metrics import rollout_metrics
-from rollout.replay import ReplayControl
 from rollout.speculative import SpeculativeRollout
 from rollout.types import AheadText, Request, Row
 from rollout.workers.ahead import Ahead
@@ -320,16 +319,6 @@ def test_where_nothing_is_rolled_out_ahead_it_says_why(tiny, settings, reason):
     rollout.announce([Row("a", (5, 6))], visit=[0], slots=[0])
     batch = rollout.generate([Row("a", (5, 6))], visit=0, step=0)
     assert "spec/ahead_ratio" not in rollout_metrics(batch)
-
-
-def test_a_peek_at_the_replayed_share_chooses_none():
-    chosen = ReplayControl("auto", 0.1)
-    assert chosen.guess(2) == [0.0, 0.0, 0.0]
-    assert chosen.shares == []
-    chosen.until(1)
-    assert chosen.guess(3) == [0.0, 0.125, 0.125, 0.125]
-    assert chosen.shares == [0.0, 0.125]
-    assert ReplayControl(0.5, 0.0).guess(1) == [0.5, 0.5]
 
 
 # Controls -------------------------------------------------------------------------------------------------------------

@@ -262,7 +262,7 @@ def test_a_senseless_training_is_one_line(more, message, draft, tmp_path, capsys
     assert err.count("\n") == 1
 
 
-ROUTED = "rollout.law=routed rollout.routed.by=entropy rollout.drafter=layers=1"
+ROUTED = "rollout.law=routed rollout.routed.by=entropy rollout.drafter=x"
 
 
 @pytest.mark.parametrize(

@@ -49,10 +49,6 @@ CASES = {
         {"rollout__drafter": "outputs/draft", "output_dir": "outputs"},
         "rollout.drafter=outputs/draft does not exist. Make it first: python -m specrl.drafter out=outputs/draft (",
     ),
-    "too many layers": (
-        {"rollout__drafter": "layers=2"},
-        "rollout.drafter=layers=2: model={p} has 2 layers; N must be below that.",
-    ),
     "too many prompts": (
         {"data": "{d}/train.jsonl", "trainer__prompts_per_step": 999},
         "trainer.prompts_per_step=999 but data={d}/train.jsonl has 24 training prompts. Use prompts_per_step=24 or",
@@ -204,7 +200,7 @@ def test_only_what_a_command_reads_is_looked_at(schema, options, splits, folder)
 
 def test_what_is_there_is_accepted(folder):
     shutil.copytree(policy(), folder / "outputs" / "draft")
-    for drafter in ("layers=1", "outputs/draft", str(policy())):
+    for drafter in ("outputs/draft", str(policy())):
         assert len(preflight.check(cli.load(words(folder, rollout__drafter=drafter)))["train"]) == 12
     generate = cli.load(words(folder, reward__functions="[my_nothing:score]"), GenerateConfig, training=False)
     assert len(preflight.check(generate, training=False)["test"]) == 8

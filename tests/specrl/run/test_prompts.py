@@ -293,7 +293,7 @@ def test_rewards_in_an_evaluation_see_the_rendered_prompt(chatting, tmp_path, re
 
 @pytest.mark.slow  # responses of a model, several for each prompt
 def test_rewards_in_judge_mining_see_the_rendered_prompt(chatting, tmp_path, remembered):
-    given = words(tmp_path, **SHORT, **options(chatting), rollout__law="off", rollout__drafter="layers=1")
+    given = words(tmp_path, **SHORT, **options(chatting), rollout__law="off", rollout__drafter=chatting)
     config = load_config(given)
     examples = load_examples(config.data, config.dataset, "train", config.seed)
     drafts = [Drafted(example, i) for i, example in enumerate(examples)]

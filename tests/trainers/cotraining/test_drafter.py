@@ -16,7 +16,6 @@ from transformers import AutoModelForCausalLM
 
 import trainers.cotraining.trainer as module
 from rollout.engines.base import Sampling
-from rollout.engines.local.drafter import early_exit
 from rollout.engines.local.engine import TransformersEngine
 from rollout.engines.local.head import Head
 from rollout.keys import derive_key
@@ -443,13 +442,6 @@ def test_a_collapse_of_agreement_raises_an_alarm_once(build_model, monkeypatch, 
 def test_another_vocabulary_is_refused(build_model):
     with pytest.raises(RolloutError, match="knows 50 tokens and the policy 61"):
         DrafterTrainer(build_model("qwen3", vocab=50), build_model("llama"), DrafterConfig(), LAW)
-
-
-def test_shared_layers_are_refused(build_model):
-    policy = build_model("llama")
-    with pytest.raises(RolloutError, match=r"shares 12 weights with the policy.*layers=N"):
-        DrafterTrainer(early_exit(policy, 1), policy, DrafterConfig(), LAW)
-    DrafterTrainer(copy.deepcopy(early_exit(policy, 1)), policy, DrafterConfig(), LAW)  # control: copies are fine
 
 
 def test_something_else_than_a_causal_lm_is_refused(build_model):

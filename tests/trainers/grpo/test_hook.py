@@ -529,8 +529,7 @@ def test_each_trainer_has_its_own(idle, whole):
 
 def test_what_it_cannot_do_is_said(idle):
     lossy = [RolloutConfig(law=law) for law in ("lenient", "judged", "routed")]
-    measured = RolloutConfig(replay="auto")
     started = RolloutConfig(cache=CacheConfig(start_from="elsewhere"))
-    for config in (RolloutConfig(engine="vllm"), *lossy, measured, started):
+    for config in (RolloutConfig(engine="vllm"), *lossy, started):
         with pytest.raises(RolloutError, match=r"python -m specrl\.train"):
             ReuseRollouts(idle.args, config)

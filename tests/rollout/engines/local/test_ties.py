@@ -63,7 +63,7 @@ def test_the_margin_of_ties_is_a_run_s_and_on_by_default(build_model, tmp_path):
     bounds = {"rows_per_batch": 7, "tokens_per_pass": 99, "tie_margin": 0.25}
     for config in (
         RolloutConfig(**bounds),
-        RolloutConfig(**bounds, law="judged", judged=JudgedConfig(by="kl"), drafter="layers=1"),
+        RolloutConfig(**bounds, law="judged", judged=JudgedConfig(by="kl"), drafter=str(tmp_path)),
     ):
         engine = build_engine(EngineSpec(eos_ids=EOS_IDS, rollout=config, model=str(tmp_path)))
         assert {name: getattr(engine.limits, name) for name in bounds} == bounds

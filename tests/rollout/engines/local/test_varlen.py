@@ -12,7 +12,6 @@ from transformers import AutoModelForCausalLM
 import rollout.engines.local.engine as engine_module
 from rollout.engines.base import Sampling
 from rollout.engines.local import packed, padded, varlen
-from rollout.engines.local.drafter import early_exit
 from rollout.engines.local.kv import KV
 from rollout.engines.local.packed import packed_model
 from rollout.engines.local.reader import Reader
@@ -123,13 +122,6 @@ def test_every_law_and_few_places(golden, on_gpu_passes, law):
     for bounds in ({}, {"rows_per_batch": 5}, {"tokens_per_pass": 7}):
         done, _ = engine_of(model, sampling, window=6, **bounds).generate(requests_of(cases, drafters))
         assert differing(done, want) == []
-
-
-def test_a_draft_model_that_shares_the_policys_layers(golden, on_gpu_passes):
-    model, cases, want = golden("qwen3")
-    engine = engine_of(model, window=4, drafter=early_exit(model, 1))
-    assert differing(engine.generate(requests_of(cases))[0], want) == []
-    assert not any("forward" in vars(module) for module in model.modules())
 
 
 def test_a_pass_that_writes_a_place_too_late_is_seen(golden, on_gpu_passes, monkeypatch):

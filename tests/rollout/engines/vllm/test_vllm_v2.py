@@ -1,8 +1,7 @@
 """The vLLM engine on Model Runner V2, by Triton's interpreter: in processes of their own, as it has to be there first.
 
 test_vllm.py, test_judged.py, test_ranks.py and test_vllm_served.py are run again; device_cases.py has what stays on the
-device, adaptive_cases.py what is cut there, head_cases.py what a head drafts, served_cases.py what only servers on V2
-do.
+device, head_cases.py what a head drafts, served_cases.py what only servers on V2 do.
 """
 
 import importlib.util
@@ -27,7 +26,7 @@ ON_V1 = (
 minutes."""
 TOGETHER = [
     ["test_vllm.py", "test_judged.py", "test_ranks.py"],
-    ["device_cases.py", "head_cases.py", "adaptive_cases.py"],
+    ["device_cases.py", "head_cases.py"],
     ["served_cases.py", "test_vllm_served.py"],
 ]
 """Each in one process, which takes a quarter of a minute to start."""
