@@ -125,6 +125,15 @@ def test_overlong_responses_are_punished(buffer, expected):
     assert got.earned == [1.0]
 
 
+def test_a_response_that_failed_is_not_stored():
+    cache = TrajectoryCache(Fingerprint(), 100)
+    storing = made(cache=cache)
+    storing.collect([{"example_id": "e0"}] * 2)
+    storing.whole.batch.completions[0] = Completion([], [], [], [], "length", 0, 0, failure="its worker died")
+    storing.finish()
+    assert [cache.get("e0", slot) is None for slot in (0, 1)] == [True, False]
+
+
 def test_companions_see_the_rows_that_have_a_response():
     seen, watched = [], made()
     watched.companions["other"] = SimpleNamespace(observe=lambda *given: seen.append(given))

@@ -1,6 +1,7 @@
 """What a run cannot do is said before torch is imported, and by `dry_run=true`: one line, exit code 2."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -195,7 +196,8 @@ def test_a_dry_run_downloads_nothing_and_says_so(folder):
 )
 def test_only_what_a_command_reads_is_looked_at(schema, options, splits, folder):
     text = cli.load([*words(folder, **options), "dry_run=true"], schema, training=schema is Config)
-    assert [line.split()[-1] for line in text.splitlines() if " in split " in line] == [f"{name}." for name in splits]
+    said = [line for line in text.splitlines() if re.fullmatch(r"# [\d trainest,]+ prompts\.", line)]
+    assert [re.findall(r"train|test", line) for line in said] == [[*splits]] * bool(splits)
 
 
 def test_what_is_there_is_accepted(folder):
