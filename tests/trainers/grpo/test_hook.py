@@ -476,6 +476,8 @@ def test_every_entry_of_a_generation_config_is_known():
     ours = [set(NEUTRAL), set(WITHOUT_EFFECT), {*OF_ARGS, "do_sample"}]
     assert entries == set().union(*ours)
     assert sum(map(len, ours)) == len(entries), "none is in two"
+    values = [value for values in NEUTRAL.values() for value in values]
+    assert all(value in (None, 0, 1, [], {}) for value in values), "a neutral value is none, nothing, zero or one"
 
 
 @pytest.mark.parametrize("name", sorted({*NEUTRAL, "not_known_yet"} - {"eos_token_id"}))
