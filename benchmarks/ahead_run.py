@@ -86,8 +86,8 @@ def main(config: Config, descriptor: int) -> int:
         pin(config.cluster.num_workers)
         turns = Turns(run, baton)
         run.trainer.add_callback(turns)  # before the one that times the steps
-        with recorded(run):
-            run.train()
+        with recorded(run), setup.StopOnSignal(config.trainer.steps_per_rollout) as stop:
+            run.train(stop)
         if source.engine.replaced:
             raise RolloutError(f"{source.engine.replaced} rollout workers died; start again")
         save(run)
