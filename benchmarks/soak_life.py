@@ -30,6 +30,7 @@ class Life:
         self.mark = f"{os.getpid()}-{time.monotonic_ns()}"  # in the environment of every process of this life
         env = environment() | {"SOAK_LIFE": self.mark}
         env |= {"SOAK_DISK_FULL": str(self.sign)} if hostile else {}
+        self.resumed_from = self.step
         with self.log.open("a") as log:
             self.process = psutil.Popen(command(words), env=env, stdout=log, stderr=log)
 
@@ -44,11 +45,15 @@ class Life:
         return 0
 
     def reaches(self, step: int) -> bool:
-        """Waits until `step` is done, sampling; False when the process ended before."""
+        """Waits until `step` is done, sampling; False when the process ended before.
+
+        Sampling begins with the first step of this process, because transformers loads weights in up to four threads
+        that end before training starts.
+        """
         last, changed, looked = -1, time.monotonic(), 0.0
         while self.process.poll() is None:
             now, current = time.monotonic(), self.step
-            if current != last or now - looked > SAMPLE_S:
+            if current > self.resumed_from and (current != last or now - looked > SAMPLE_S):
                 looked = now
                 with suppress(psutil.Error, FileNotFoundError):
                     self.samples.append(self.look())
