@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = ("rollout", "reward", "trainers", "specrl")
 EXTENSIONS = {
     "vllm": r"rollout/engines/vllm/",
-    "gpu": r"rollout/engines/local/(static|varlen|graphs|fused|draw_kernel)",
+    "gpu": r"rollout/engines/local/(static|varlen|graphs|sampler_kernel)",
     "workers": r"rollout/workers/|specrl/run/cluster",
     "lossy": r"/lossy/|specrl/(train_judge|train_router)|reward/process",
     "co-training": r"trainers/cotraining/",

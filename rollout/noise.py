@@ -119,7 +119,7 @@ def masses(z: Tensor, most: Tensor) -> Tensor:
     return power.bitwise_right_shift_(exponent.bitwise_right_shift_(FRACTION))
 
 
-def keyed_draw(
+def keyed_sample(
     logits: Tensor,
     keys: Tensor,
     positions: Tensor,

@@ -47,7 +47,7 @@ class DraftWithLogprobs(ModelDrafter):
 
     def law(self, states: Sequence[Tensor]) -> Tensor:
         """Log-probs [N, V] after final hidden states [H]."""
-        return self.ragged.lm_head(torch.stack(states)).float().log_softmax(-1)
+        return self.packed.lm_head(torch.stack(states)).float().log_softmax(-1)
 
 
 class Judged(Drafting):
@@ -100,7 +100,7 @@ class Judged(Drafting):
             going = [i for i in going if drawn[rows[i].number].usable]
             for i in going:
                 fed = drawn[rows[i].number]
-                drafts[i].tokens.append(fed.draws[-1])
+                drafts[i].tokens.append(fed.tokens[-1])
                 drafts[i].logprobs.append(fed.logprobs[-1])
                 drafts[i].states.append(fed.hidden[-1])
             going = [i for i in going if self._goes_on(rows[i], drafts[i].tokens)]
@@ -109,9 +109,6 @@ class Judged(Drafting):
     def learn(
         self, row: Response, draft: Draft, tokens: Sequence[int], drafted: int, behind: Sequence[int] = ()
     ) -> None:
-        """Nothing: drafts have one length."""
-
-    def observe_pass(self, *_, **__) -> None:
         """Nothing: drafts have one length."""
 
     def end(self, rows: Sequence[Response], stats: EngineStats) -> None:
@@ -125,28 +122,28 @@ class Judged(Drafting):
         if not draft.tokens:
             return exact(key, draft, drawn)
         standing = self._standing(draft, drawn)
-        n = accept_judged(drawn.draws, draft.tokens, standing)
-        waits = n == len(draft.tokens) and draft.behind not in (None, drawn.draws[n])
+        n = accept_judged(drawn.tokens, draft.tokens, standing)
+        waits = n == len(draft.tokens) and draft.behind not in (None, drawn.tokens[n])
         end = n + (not waits)
-        text, own = drawn.text_logprobs[:n], drawn.logprobs[n:end]
-        tokens = [*draft.tokens[:n], *drawn.draws[n:end]]
+        text, own = drawn.draft_logprobs[:n], drawn.logprobs[n:end]
+        tokens = [*draft.tokens[:n], *drawn.tokens[n:end]]
         return Accepted(tokens, [*text, *own], [*judged_laws(text, draft.logprobs or (), standing), *own], n)
 
     def _goes_on(self, row: Response, tokens: Sequence[int]) -> bool:
         """The draft model may write a token behind the draft `tokens` that it has written."""
         ended = row.finish is not None or not row.drafting or (tokens and tokens[-1] in self._eos_ids)
-        return not ended and len(tokens) < min(self.window, row.room - 1)
+        return not ended and len(tokens) < min(self.window, row.remaining - 1)
 
     def _stored(self, row: Response) -> JudgedDraft:
         """What the row's own drafter has, and whose law drew it."""
-        request, limit, first = row.request, min(self.window, row.room - 1), len(row.tokens)
+        request, limit, first = row.request, min(self.window, row.remaining - 1), len(row.tokens)
         if row.finish is not None or not row.drafting or row.drafter is None or limit <= 0:
             return JudgedDraft()
         (text,) = ask_all([row.drafter], [row.tokens], [limit + 1], self.vocab, failed=lambda _, f: row.give_up(f))
         intact = text.source == "prefix" and request.draft_logprobs
         laws = list(request.draft_logprobs[first : first + len(text.tokens)]) if intact else []
         laws += [float("nan")] * (len(text.tokens) - len(laws))
-        later = zip(text.tokens[limit:], laws[limit:], strict=True) if limit + 1 < row.room else ()
+        later = zip(text.tokens[limit:], laws[limit:], strict=True) if limit + 1 < row.remaining else ()
         behind = next((token for token, logprob in later if logprob == logprob), None)
         return JudgedDraft([*text.tokens[:limit]], text.source, laws[:limit], behind=behind)
 

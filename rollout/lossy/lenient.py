@@ -36,15 +36,15 @@ def lenient(lenience: float) -> AcceptanceRule:
         k = len(draft.tokens)
         new, old = (
             torch.tensor(logprobs, dtype=torch.float64, device="cpu")
-            for logprobs in (drawn.text_logprobs[:k], draft.logprobs)
+            for logprobs in (drawn.draft_logprobs[:k], draft.logprobs)
         )
-        at = torch.arange(drawn.at, drawn.at + k)
+        at = torch.arange(drawn.position, drawn.position + k)
         u = uniform(torch.tensor(key ^ _KEY).expand(k), at)
         n = accept_lenient(new, old, u, lenience)
         own = drawn.logprobs[n : n + 1]
         return Accepted(
-            [*draft.tokens[:n], *drawn.draws[n : n + 1]],
-            [*drawn.text_logprobs[:n], *own],
+            [*draft.tokens[:n], *drawn.tokens[n : n + 1]],
+            [*drawn.draft_logprobs[:n], *own],
             [*kept(new[:n], old[:n], lenience).tolist(), *(own if n == k else [NO_WEIGHT] * len(own))],
             n,
         )
@@ -81,7 +81,7 @@ def kept(logp_new: Tensor, logp_old: Tensor, lenience: float) -> Tensor:
 class VerifyOldTextOnce(Drafting):
     """The sample's old text, whole, in the row's first pass, and nothing after that."""
 
-    whole = True
+    verifies_once = True
 
     def begin(self, requests: Sequence[Request]) -> None:
         if any(request.drafter and request.draft_logprobs is None for request in requests):
@@ -93,7 +93,7 @@ class VerifyOldTextOnce(Drafting):
 
     def text(self, row: Response) -> Draft:
         """All of the row's old text that fits."""
-        tokens = self.guess(row, row.room)
+        tokens = self.guess(row, row.remaining)
         return Draft(tokens, row.guess.source, (row.request.draft_logprobs or ())[: len(tokens)])
 
     def learn(

@@ -18,8 +18,8 @@ import torch
 from specrl.rollout.drafting.drafting import check_vocab
 from specrl.rollout.engines.base import Limits, SamplingParams
 from specrl.rollout.engines.local.engine import LocalModel
-from specrl.rollout.engines.local.memory import places
-from specrl.rollout.engines.local.packed import packed_model
+from specrl.rollout.engines.local.memory import max_concurrent_rows
+from specrl.rollout.engines.local.probe import packed_model
 from specrl.rollout.engines.local.reader import Reader
 from specrl.rollout.engines.response import Response, check_request, refuse_unusable
 from specrl.rollout.lossy.router import Router, decide
@@ -38,7 +38,7 @@ class _Row(Response):
 
     def read(self, fed: TargetSamples) -> None:
         """Takes the policy's log-probs of kept tokens from a pass over them."""
-        for at, logprob in zip(range(fed.at, len(self.tokens)), fed.text_logprobs, strict=False):
+        for at, logprob in zip(range(fed.position, len(self.tokens)), fed.draft_logprobs, strict=False):
             self.logprobs[at] = logprob
 
     def keep(self, step: Step, eos_ids: Collection[int]) -> int:
@@ -116,7 +116,7 @@ class RoutedEngine(LocalModel):
     def _run_steps(self, rows: list[_Row], stats: EngineStats) -> None:
         """A step of every row in turn; rows that wait take the places of those that end."""
         requests = [row.request for row in rows]
-        size = places(requests, [self._draft, self.policy], len(rows))
+        size = max_concurrent_rows(requests, [self._draft, self.policy], len(rows))
         draft, policy = (Reader(model, requests, size, self.tie_margin) for model in (self._draft, self.policy))
         waiting, going = deque(rows), {}
         while waiting or going:
@@ -188,10 +188,10 @@ class RoutedEngine(LocalModel):
         refuse_unusable((fed.usable for fed in found.values()), self.weight_version)
         begun = {}
         for i, fed in found.items():
-            step, first = drafted[i], len(rows[i].tokens) - fed.at
-            step.policy_logprobs = fed.text_logprobs[first:]
-            own = first + accept_exact(fed.draws[first:], step.tokens) + 1
-            begun[i] = Step("policy", fed.draws[first:own], fed.logprobs[first:own])
+            step, first = drafted[i], len(rows[i].tokens) - fed.position
+            step.policy_logprobs = fed.draft_logprobs[first:]
+            own = first + accept_exact(fed.tokens[first:], step.tokens) + 1
+            begun[i] = Step("policy", fed.tokens[first:own], fed.logprobs[first:own])
             rows[i].passes += 1
         stats.decode_s += time.perf_counter() - began
         return begun
@@ -218,7 +218,7 @@ class RoutedEngine(LocalModel):
                 for i, entropy in zip(going, entropies, strict=True):
                     steps[i].entropies.append(entropy)
             for i in going:
-                steps[i].tokens.append(fed[i].draws[-1])
+                steps[i].tokens.append(fed[i].tokens[-1])
                 steps[i].logprobs.append(fed[i].logprobs[-1])
                 if source == "policy":
                     rows[i].passes += 1
@@ -231,7 +231,7 @@ class RoutedEngine(LocalModel):
     def _ended(self, row: _Row, step: Step) -> bool:
         """Notes why the step ends, if it does; the row's own cap cuts it like a step's."""
         end = self.step_end(step.tokens)
-        if end is None and len(step.tokens) >= row.room:
+        if end is None and len(step.tokens) >= row.remaining:
             end = "cap"
         step.end = end or step.end
         return end is not None

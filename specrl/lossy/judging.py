@@ -20,7 +20,7 @@ from specrl.rollout.cache.memory import Fingerprint
 from specrl.rollout.cache.reading import load
 from specrl.rollout.drafting.suffix import PromptTexts, SuffixDrafter
 from specrl.rollout.engines.base import Limits
-from specrl.rollout.engines.local.ragged import RaggedModel
+from specrl.rollout.engines.local.probe import packed_model
 from specrl.rollout.keys import derive_key
 from specrl.rollout.lossy.judge import Judge, JudgeHead
 from specrl.rollout.types import Request
@@ -80,7 +80,7 @@ def mismatches(pair: Pair, drafts: Sequence[Drafted], rewards: RewardSet, most: 
         propose = while_followed([d.text for d in drafts])
     else:
         greedy = replace(pair.sampling, temperature=0.0)
-        propose = by_model(RaggedModel(pair.draft, greedy, Limits.of(rollout)), prompts)
+        propose = by_model(packed_model(pair.draft, greedy, Limits.of(rollout)), prompts)
     miner = Miner(pair.policy, pair.sampling, rollout.max_new_tokens, rollout.tokens_per_pass)
 
     def reward(rows: Sequence[int], texts: Sequence[list[int]]) -> list[float | None]:

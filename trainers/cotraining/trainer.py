@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from specrl.rollout.drafting.drafting import check_vocab
 from specrl.rollout.engines.base import SamplingParams
 from specrl.rollout.keys import derive_key
-from specrl.rollout.noise import keyed_draw, process_logits
+from specrl.rollout.noise import keyed_sample, process_logits
 from specrl.rollout.reduction import Metric, count, mean, seconds, shared
 from specrl.rollout.types import EngineStats, RolloutError
 from specrl.trainers.config import DrafterConfig
@@ -164,7 +164,7 @@ class DrafterTrainer:
         texts, positions = batch.places.unbind(1)
         keys = [derive_key(self.seed, "drafter", n, state.rounds, "agreement") for n in range(len(batch.ids))]
         noise = torch.tensor(keys, device=texts.device)[texts], positions
-        wanted, drawn, before = (keyed_draw(z, *noise, **law)[0] for z in (teacher, student, initial))
+        wanted, drawn, before = (keyed_sample(z, *noise, **law)[0] for z in (teacher, student, initial))
         now, before = ((found == wanted).float().mean().item() for found in (drawn, before))
         overlap = 1 - total_variation(*(process_logits(z, **law) for z in (student, teacher))).mean().item()
         found = {"drafter/agreement": now, "drafter/agreement_initial": before, "drafter/overlap": overlap}

@@ -12,7 +12,7 @@ from torch import Tensor
 from specrl.rollout.drafting.suffix import PromptTexts, SuffixDrafter
 from specrl.rollout.engines.base import Limits, SamplingParams
 from specrl.rollout.engines.local.engine import TransformersEngine
-from specrl.rollout.engines.local.ragged import RaggedModel
+from specrl.rollout.engines.local.model import PackedModel
 from specrl.rollout.engines.local.reader import Reader
 from specrl.rollout.types import Request
 from specrl.trainers.lossy.judge import Labels
@@ -165,7 +165,7 @@ def while_followed(stored: Sequence[Sequence[int]]) -> Propose:
     return propose
 
 
-def by_model(model: RaggedModel, prompts: Sequence[Sequence[int]]) -> Propose:
+def by_model(model: PackedModel, prompts: Sequence[Sequence[int]]) -> Propose:
     """What a draft model writes at each position, given the text before it."""
 
     def propose(texts: dict[int, Text]) -> dict[int, Sequence[int | None]]:
@@ -176,7 +176,7 @@ def by_model(model: RaggedModel, prompts: Sequence[Sequence[int]]) -> Propose:
 
 
 def read(
-    model: RaggedModel, prompts: Sequence[Sequence[int]], texts: Sequence[Sequence[int]]
+    model: PackedModel, prompts: Sequence[Sequence[int]], texts: Sequence[Sequence[int]]
 ) -> list[tuple[list[int], Tensor]]:
     """For each text: the model's draw at every position of it, and the final hidden state [H] after its last token.
 
@@ -186,4 +186,4 @@ def read(
         reader = Reader(model, [Request(prompt, 0, len(text)) for prompt, text in zip(prompts, texts, strict=True)])
         reader.admit(dict.fromkeys(range(len(texts)), ()))
         fed = reader.follow(dict(enumerate(texts)))
-        return [(fed[n].draws, fed[n].hidden[-1].float().clone()) for n in range(len(texts))]
+        return [(fed[n].tokens, fed[n].hidden[-1].float().clone()) for n in range(len(texts))]

@@ -43,7 +43,7 @@ class OneRequest(StepRules):
         self.told = LogprobBuffer(rows) if self.rule is exact else None
         try:
             for i, row in enumerate(rows):
-                if self.drafting.whole:
+                if self.drafting.verifies_once:
                     row.text = self.drafting.text(row)
                 self.rows[self._submit(str(i), row)] = row
             while engine.has_unfinished_requests() and not stop():

@@ -16,7 +16,7 @@ from vllm.v1.worker.gpu.sample.states import NO_LOGPROBS
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
-from specrl.rollout.engines.local.draw import packed_draw
+from specrl.rollout.engines.local.sampler import packed_sample
 from specrl.rollout.engines.vllm.wire import KEY, PROMPT_TOKENS
 from specrl.rollout.noise import process_logits
 
@@ -60,7 +60,7 @@ class KeyedSampler(Sampler):
     targets: Tensor | None = None
     """Tokens [N] whose log-probs the next draw tells, and none after it."""
     packed: Tensor | None = None
-    """What the last draw told, int32 [4, N]; see rollout/engines/local/draw.py."""
+    """What the last draw told, int32 [4, N]; see rollout/engines/local/sampler.py."""
 
     def __call__(self, logits, input_batch):
         return self.verifier(logits, input_batch) if self.verifier else super().__call__(logits, input_batch)
@@ -79,7 +79,7 @@ class KeyedSampler(Sampler):
         targets = torch.zeros_like(at) if targets is None else targets
         greedy = self.sampling_states.temperature.np[slots_np] == 0
         draws = {
-            warm: packed_draw(processed, self.slots.keys[slots], at, targets, float(warm), *cuts)
+            warm: packed_sample(processed, self.slots.keys[slots], at, targets, float(warm), *cuts)
             for warm in {*(~greedy).tolist()}
         }
         self.packed = draws.get(True, draws.get(False))
@@ -99,7 +99,7 @@ class KeyedSampler(Sampler):
         at = pos.long() + 1 - self.slots.starts[slots]
         temperature = self.sampling_states.temperature.gpu[slots][:, None]
         scaled = logits / torch.where(temperature > 0, temperature, 1.0)
-        drawn = packed_draw(scaled, self.slots.keys[slots], at, torch.zeros_like(at), 1.0, 0, 1.0)[0].long()
+        drawn = packed_sample(scaled, self.slots.keys[slots], at, torch.zeros_like(at), 1.0, 0, 1.0)[0].long()
         return torch.where(temperature[:, 0] > 0, drawn, logits.argmax(-1))
 
     def _cuts(self, logits, slots, slots_np) -> tuple[tuple[int, float], Tensor]:

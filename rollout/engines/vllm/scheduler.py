@@ -101,7 +101,7 @@ class DraftLengths:
         seconds, self.began = time.perf_counter() - self.began, time.perf_counter()
         self.stats.count_pass(tokens, seconds, self.verifies, tokens <= len(self.seen))  # with drafting on the device
         self.verifies = False
-        self.drafting.observe_pass(tokens, seconds)
+        self.drafting.budget.observe_pass(tokens, seconds)
 
 
 class HostScheduler(Scheduler):

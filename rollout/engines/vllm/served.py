@@ -30,7 +30,7 @@ from specrl.rollout.drafting.budget import Budget
 from specrl.rollout.drafting.drafting import Drafting
 from specrl.rollout.drafting.suffix import PromptTexts
 from specrl.rollout.engines.base import SamplingParams
-from specrl.rollout.engines.local.draw import rows_per_chunk
+from specrl.rollout.engines.local.sampler import rows_per_chunk
 from specrl.rollout.engines.vllm.admission import SCHEDULERS
 from specrl.rollout.engines.vllm.room import room_of
 from specrl.rollout.engines.vllm.rows import BUG, VLLMRow

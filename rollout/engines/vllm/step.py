@@ -129,8 +129,8 @@ class StepRules(Rules):
         waiting = [row for row in rows if row]
         if not self._step.decoding:
             self.room.renew()
-        if self.drafting.whole:
-            drafts = [self._of_text(row, min(self.draft_tokens, row.room - 1)) for row in waiting]
+        if self.drafting.verifies_once:
+            drafts = [self._of_text(row, min(self.draft_tokens, row.remaining - 1)) for row in waiting]
         else:
             drafts = self.drafting.propose(waiting, self.stats)
             self._step.asking_next = self.drafting.asking
@@ -163,7 +163,7 @@ class StepRules(Rules):
             RolloutError: vLLM fed other tokens than were proposed. The exact rule goes by what was fed.
         """
         rows, sizes = fed.lineup.rows, fed.sizes.tolist()
-        if self.drafting.whole:
+        if self.drafting.verifies_once:
             return [self._of_text(row, n) if row else EMPTY for row, n in zip(rows, sizes, strict=True)]
         drafts = [row.draft if row else EMPTY for row in rows]
         if [len(draft.tokens) + 1 for draft in drafts] != sizes:
@@ -190,7 +190,7 @@ class StepRules(Rules):
 
         Args:
             drafts: of `tested`.
-            packed: int32 [4, N], what was drawn, see rollout/engines/local/draw.py; overwritten.
+            packed: int32 [4, N], what was drawn, see rollout/engines/local/sampler.py; overwritten.
             began: logits of the step before these.
 
         Raises:
@@ -213,7 +213,7 @@ class StepRules(Rules):
         no draft is to blame for, so its rows are named only where it read none."""
         step = self._step
         rows = step.rows if step.tokens == step.rows + step.drafted else 0
-        self.drafting.observe_pass(step.tokens, seconds, rows, stood=step.stood, asking=step.asking)
+        self.drafting.budget.observe_pass(step.tokens, seconds, rows, emitted=step.stood, asking=step.asking)
 
     def _exact(self, fed: VerifyInputs, drafts: Sequence[Draft], packed: np.ndarray) -> np.ndarray:
         """Each row's draws stand up to the first that was not fed."""
@@ -259,7 +259,7 @@ class StepRules(Rules):
             stood = self.rule(row.request.key, draft, TargetSamples(len(row.tokens), *told, states=states))
             packed[0, first : first + len(stood.tokens)] = stood.tokens
             counts[i] = row.emit(stood, row.sampling.eos_ids)
-            self.drafting.learn(row, draft, stood.tokens, stood.drafted, stood.behind)
+            self.drafting.learn(row, draft, stood.tokens, stood.drafted, stood.rejected_tail)
             self.stats.count(draft.source, len(draft.tokens), min(stood.drafted, int(counts[i])))
         return counts
 

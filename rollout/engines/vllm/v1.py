@@ -18,7 +18,7 @@ from vllm.v1.outputs import SamplerOutput
 
 from specrl.rollout.drafting.draft import Draft
 from specrl.rollout.engines.base import SamplingParams
-from specrl.rollout.engines.local.draw import packed_draw
+from specrl.rollout.engines.local.sampler import packed_sample
 from specrl.rollout.engines.vllm.requests import OneRequest
 from specrl.rollout.engines.vllm.rows import VLLMRow
 from specrl.rollout.engines.vllm.step import StepRules, VerifyInputs, keep_hidden, padded
@@ -31,11 +31,11 @@ class V1Rules(StepRules):
 
     Args:
         scores_per_chunk: positions drawn at a time; bounds the memory of the noise.
-        draw: see `packed_draw`.
+        draw: see `packed_sample`.
     """
 
     scores_per_chunk: int
-    draw: Callable[..., Tensor] = packed_draw
+    draw: Callable[..., Tensor] = packed_sample
 
     def of(self, runner, names: Sequence[str]) -> list[VLLMRow | None]:
         """The rows of vLLM's requests; None for those that this package does not draw."""
@@ -66,7 +66,7 @@ class V1Rules(StepRules):
         return drafts
 
     def _drawn(self, logits: Tensor, fed: VerifyInputs, drafts: Sequence[Draft]) -> np.ndarray:
-        """What `packed_draw` tells of the rows' positions, int32 [4, N]; 0 elsewhere. Noise exists chunk by chunk."""
+        """What `packed_sample` tells of the rows' positions, int32 [4, N]; 0 elsewhere. Noise exists chunk by chunk."""
         if self.rule is not exact:
             fed.columns[3] = self.targets(fed, drafts)[fed.drawn]
         given, laws, found = torch.from_numpy(fed.columns[1:]).to(logits.device), fed.lineup.laws, []

@@ -128,7 +128,7 @@ def continued(model, request, text):
         def propose(self, tokens, limit):
             return given[len(tokens) :][:limit]
 
-    from specrl.rollout.noise import keyed_draw
+    from specrl.rollout.noise import keyed_sample
 
     out = []
     with torch.no_grad():
@@ -136,7 +136,7 @@ def continued(model, request, text):
         while True:
             ids = torch.tensor([[*request.prompt, *given, *out]])
             at = len(given) + len(out)
-            draw = keyed_draw(
+            draw = keyed_sample(
                 model(ids).logits[:, -1], torch.tensor([request.key]), torch.tensor([at]), temperature=0.7
             )[0].item()
             out.append(draw)
