@@ -81,7 +81,7 @@ def tiny(build_model):
     return get
 
 
-APART = ("test_scripts.py", "test_examples.py", "test_precision.py", "test_options.py")
+APART = ("test_scripts.py", "test_research.py", "test_examples.py", "test_precision.py", "test_options.py")
 """Files whose tests share nothing that takes time to make."""
 LONGEST_FIRST = (
     *("test_vllm_v2.py", "test_workers.py", "test_ray.py", "test_vllm.py", "test_two_processes.py"),
