@@ -74,13 +74,3 @@ def test_timeline(tmp_path):
     run, out = ROOT / "benchmarks" / "results" / "ahead-like-cpu.json", tmp_path / "out.png"
     assert cli.run(timeline.main, [f"run={run}", "epoch=1", f"out={out}"], timeline.TimelineConfig) == 0
     assert out.read_bytes().startswith(b"\x89PNG")
-
-
-def test_house(tmp_path):
-    out = tmp_path / "out.json"
-    command = [sys.executable, "-m", "benchmarks.house", f"out={out}"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stderr
-    lines = figures(out)["lines"]
-    assert 0 < lines["config=grpo_math"]["code"] < lines["config=grpo_math"]["lines"] < lines["all"]["lines"]
-    assert max(map(len, done.stdout.splitlines())) <= 80
