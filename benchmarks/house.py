@@ -29,7 +29,7 @@ EXTENSIONS = {
     "vllm": r"rollout/engines/vllm/",
     "gpu": r"rollout/engines/local/(static|varlen|graphs|fused|draw_kernel)",
     "workers": r"rollout/workers/|specrl/run/cluster",
-    "lossy": r"/lossy/|specrl/(train_judge|train_router)|reward/process",
+    "lossy": r"/lossy/|specrl/(train_judge|train_router)|reward/prm",
     "co-training": r"trainers/cotraining/",
     "session": r"specrl/session",
     "bench": r"specrl/bench",

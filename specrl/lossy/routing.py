@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from reward.base import Sample
-from reward.process import Prefix, TransformersPRM, monte_carlo
+from reward.prm import Prefix, TransformersPRM, monte_carlo
 from reward.set import RewardSet
 from rollout.keys import derive_key
 from rollout.lossy.router import Scorer, by_advantage, features, probability

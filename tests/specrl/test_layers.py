@@ -34,7 +34,7 @@ PLAIN_RUN = (
 )
 """What a run of config=grpo_math imports by name; the rest of its modules follow from these."""
 ELSEWHERE = (
-    *("rollout.cache.reading", "rollout.drafter", "rollout.replay", "reward.notation", "specrl.config.drafted"),
+    *("rollout.cache.reading", "rollout.drafter", "rollout.replay", "specrl.config.drafted"),
     *("specrl.run.continued", "specrl.run.lora", "specrl.results.ahead", "trainers.companions", "trainers.correction"),
     *("trainers.grpo.reference", "trainers.refill", "trainers.resuming"),
 )

@@ -8,7 +8,7 @@ from transformers import AutoModelForSequenceClassification, AutoModelForTokenCl
 
 from benchmarks.tiny_policy import build_tokenizer
 from reward.base import RewardError
-from reward.process import Prefix, TransformersPRM, monte_carlo
+from reward.prm import Prefix, TransformersPRM, monte_carlo
 
 
 def ends_in(samples):
