@@ -19,9 +19,9 @@ from pathlib import Path
 from statistics import median, quantiles
 from textwrap import fill
 
-from rollout.sections import doc
 from specrl.config import load as cli
 from specrl.results import tables
+from specrl.rollout.sections import doc
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("rollout", "reward", "trainers", "specrl")
@@ -78,7 +78,8 @@ class Source:
 
     @property
     def module(self) -> str:
-        return self.path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+        name = self.path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+        return name if name.startswith("specrl") else f"specrl.{name}"
 
     def functions(self) -> Iterator[tuple[str, int]]:
         """Name and lines of every function."""
@@ -139,7 +140,7 @@ def imported() -> set[str]:
         words = ["config=grpo_math", f"output_dir={folder}", "name=house", *SHORT]
         command = [sys.executable, "-c", RUN, str(listing), *words]
         subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL, timeout=600)
-        files = [Path(line) for line in listing.read_text().splitlines()]
+        files = [Path(line).resolve() for line in listing.read_text().splitlines()]
     return {file.relative_to(ROOT).as_posix() for file in files if file.is_relative_to(ROOT)}
 
 

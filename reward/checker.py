@@ -12,7 +12,7 @@ from sympy.core.random import seed
 
 
 def make_checker() -> Callable[[dict[str, Any]], bool]:
-    """A handler for `reward.math.Comparison` as a dict, which always answers the same input alike.
+    """A handler for `specrl.reward.math.Comparison` as a dict, which always answers the same input alike.
 
     The handler raises ValueError for a reference that math-verify cannot parse. math-verify's own timeouts are off:
     they are signal alarms, which its inner `except` clauses can swallow. The pool enforces the deadline instead.

@@ -12,12 +12,12 @@ from dataclasses import asdict
 from pkgutil import resolve_name
 from typing import Any
 
-from reward.base import Outcome, Reward, RewardError, Sample, attempt, checked_outcomes
-from reward.config import RewardConfig
-from reward.pool import WorkerPool
-from reward.set import RewardSet, check_settings
+from specrl.reward.base import Outcome, Reward, RewardError, Sample, attempt, checked_outcomes
+from specrl.reward.config import RewardConfig
+from specrl.reward.pool import WorkerPool
+from specrl.reward.set import RewardSet, check_settings
 
-BUILT_IN = {"format": "reward.format:FormatReward", "math": "reward.math:MathReward"}
+BUILT_IN = {"format": "specrl.reward.format:FormatReward", "math": "specrl.reward.math:MathReward"}
 """Classes by the names of their rewards; each is made from the configuration."""
 
 
@@ -107,7 +107,7 @@ class IsolatedReward:
         self.name = name
         self.deterministic = getattr(target, "deterministic", False)
         self.verifiable = getattr(target, "verifiable", False)
-        self.pool = WorkerPool("reward.loading:make_handler", config, [spec])
+        self.pool = WorkerPool("specrl.reward.loading:make_handler", config, [spec])
         self.pool.start()
 
     def __call__(self, samples: Sequence[Sample]) -> list[Outcome]:

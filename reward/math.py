@@ -22,10 +22,10 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from reward.answers import MAX_ANSWER_CHARS, clean, extract_answer, quick_equal
-from reward.base import Outcome, Sample
-from reward.config import RewardConfig
-from reward.pool import WorkerPool
+from specrl.reward.answers import MAX_ANSWER_CHARS, clean, extract_answer, quick_equal
+from specrl.reward.base import Outcome, Sample
+from specrl.reward.config import RewardConfig
+from specrl.reward.pool import WorkerPool
 
 TAIL_CHARS = 500
 
@@ -50,7 +50,7 @@ class MathReward:
     verifiable = True
 
     def __init__(self, config: RewardConfig | None = None):
-        self.pool = WorkerPool("reward.checker:make_checker", config, canary=CANARY._asdict())
+        self.pool = WorkerPool("specrl.reward.checker:make_checker", config, canary=CANARY._asdict())
 
     def __call__(self, samples: Sequence[Sample]) -> list[Outcome]:
         """1.0, 0.0, None without a reference answer, or the exception that prevented the check."""

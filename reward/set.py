@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import takewhile
 
-from reward.base import LimitError, Outcome, Reward, RewardError, Sample, checked_outcomes
-from reward.config import RewardConfig
-from reward.memo import Memo
+from specrl.reward.base import LimitError, Outcome, Reward, RewardError, Sample, checked_outcomes
+from specrl.reward.config import RewardConfig
+from specrl.reward.memo import Memo
 
 WINDOW_PROMPTS = 100  # the rows of a prompt fail together, so the size of a sample is counted in prompts
 WINDOW_BATCHES = 4

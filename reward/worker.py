@@ -1,9 +1,9 @@
-"""One worker process of `reward.pool.WorkerPool`: the pool's handle on it, and the program that runs in it.
+"""One worker process of `WorkerPool`: the pool's handle on it, and the program that runs in it.
 
-The pool starts `python -m reward.worker SETTINGS_JSON`. Requests and replies are JSON lines over a socket: nothing is
-pickled, so that text from a model cannot become code in the trainer. The worker sends {"ready": true} once, then for
-each request {"value": ...} or {"error": text, "kind": ...}; the kind is "timeout" (the function raised TimeoutError),
-"memory" (the memory limit was reached) or "error".
+The pool starts `python -m specrl.reward.worker SETTINGS_JSON`. Requests and replies are JSON lines over a socket:
+nothing is pickled, so that text from a model cannot become code in the trainer. The worker sends {"ready": true} once,
+then for each request {"value": ...} or {"error": text, "kind": ...}; the kind is "timeout" (the function raised
+TimeoutError), "memory" (the memory limit was reached) or "error".
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class WorkerProcess:
         path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
         try:
             self.process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "reward.worker", json.dumps({**settings, "lifeline": lifeline})],
+                [sys.executable, "-P", "-m", "specrl.reward.worker", json.dumps({**settings, "lifeline": lifeline})],
                 stdin=worker_channel.fileno(),
                 stdout=2,  # what user code prints belongs in the log
                 pass_fds=(lifeline,),

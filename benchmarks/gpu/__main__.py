@@ -19,7 +19,7 @@ from benchmarks.gpu.options import OptionError, Options, parse
 from benchmarks.gpu.run import Phase, Report, faults, run
 from benchmarks.gpu.sizes import SMALL, Sizes
 from benchmarks.gpu.timing import Context
-from rollout.checks import suggestion
+from specrl.rollout.checks import suggestion
 
 PHASES = (
     Phase("env", env.steps, 30),

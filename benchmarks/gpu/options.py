@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from rollout.checks import Option, options, suggestion
-from rollout.sections import doc
+from specrl.rollout.checks import Option, options, suggestion
+from specrl.rollout.sections import doc
 
 
 class OptionError(Exception):

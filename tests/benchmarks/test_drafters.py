@@ -12,7 +12,7 @@ from benchmarks.mask_drafter import MaskDrafter, ends_of
 from benchmarks.responses import response_logits
 from specrl.drafter import DrafterOptions, agreement, sample, shortened
 from specrl.tiny import load_tiny
-from trainers.cotraining.texts import Text
+from specrl.trainers.cotraining.texts import Text
 
 NOTHING = Pass(0.0, 0.0, 0.0)
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 # a remark
 if TYPE_CHECKING:
-    from rollout.rows import Row
+    from specrl.rollout.rows import Row
 
 
 class Engine:
@@ -32,9 +32,9 @@ def long():
 def house(tmp_path):
     files = {
         "rollout/engine.py": ENGINE,
-        "rollout/rows.py": "from rollout.engine import Engine\n",
+        "rollout/rows.py": "from specrl.rollout.engine import Engine\n",
         "reward/base.py": "import specrl.bench.__main__\n",
-        "specrl/bench/__main__.py": "def f():\n    from reward import base\n",
+        "specrl/bench/__main__.py": "def f():\n    from specrl.reward import base\n",
         "trainers/plain.py": "x = 1\n" * 301,
     }
     for path, text in files.items():
@@ -58,6 +58,9 @@ def test_what_is_too_large_is_named(house):
 
 
 def test_circles_through_functions_are_found_and_those_of_types_told_apart(house):
-    assert circles(house) == [["reward.base", "specrl.bench.__main__"]]
-    assert circles(house, types=True) == [["reward.base", "specrl.bench.__main__"], ["rollout.engine", "rollout.rows"]]
+    assert circles(house) == [["specrl.reward.base", "specrl.bench.__main__"]]
+    assert circles(house, types=True) == [
+        ["specrl.reward.base", "specrl.bench.__main__"],
+        ["rollout.engine", "rollout.rows"],
+    ]
     assert circles([file for file in house if file.path != "reward/base.py"]) == [], "control: nothing leads back"

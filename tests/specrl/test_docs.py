@@ -124,7 +124,7 @@ def test_every_documented_key_of_ours_exists_in_the_code():
     [
         {"rollout__replay": 0.5, "rollout__measure_every": 2, "trainer__eval_prompts": 4, "trainer__beta": 0.01},
         {"rollout__drafter": "made here", "trainer__drafter__train": "true", "trainer__epochs": 1},
-        {"rollout__law": "lenient", "trainer__epochs": 2, "trainer__updates_per_rollout": 2},
+        {"rollout__acceptance": "lenient", "trainer__epochs": 2, "trainer__updates_per_rollout": 2},
         {"config": "ppo_math", "trainer__epochs": 2, "trainer__beta": 0.01, "trainer__kl_target": 0.01},
     ],
     ids=["exact", "co-training", "lenient", "ppo"],
@@ -276,9 +276,9 @@ def test_the_glossary_names_what_the_code_has_once():
     assert 24 <= len(re.findall(r"^\| [A-Z][^|]* \| `", page, re.MULTILINE)) <= 30
     assert unknown_nouns(page) == []
     planted = (
-        "| Draft | `Draft` | x |\n| Guess | `Guess` | x |\n| Text | `Text` | two things |\n| Slot | `Row.slot` | x |"
+        "| Draft | `Draft` | x |\n| Guess | `Guess` | x |\n| Text | `Text` | two things |\n| Seed | `Row.seed` | x |"
     )
-    assert unknown_nouns(planted) == ["Guess", "Text", "Row.slot"]
+    assert unknown_nouns(planted) == ["Guess", "Text", "Row.seed"]
 
 
 @cache
