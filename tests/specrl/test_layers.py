@@ -36,8 +36,8 @@ PLAIN_RUN = (
 ELSEWHERE = (
     *(
         "specrl.rollout.cache.reading",
-        "rollout.drafter",
-        "rollout.replay",
+        "specrl.rollout.drafter",
+        "specrl.rollout.replay",
         "specrl.reward.notation",
         "specrl.config.drafted",
     ),
@@ -72,7 +72,7 @@ def faults(path, code):
             found.append(f"{path}:{line}: {package} must not import {module}")
         if top in DOORS and not any(fnmatch(path, door) for door in DOORS[top]):
             found.append(f"{path}:{line}: only {' and '.join(DOORS[top])} may import {top}")
-        if lossy(f"{module.removeprefix('specrl.').replace('.', '/')}.py") and not lossy(path) and path not in GATES:
+        if lossy(path_of(module)) and not lossy(path) and path not in GATES:
             found.append(f"{path}:{line}: exact code must not import {module}")
         if top in UNSAFE_MODULES or any(f"{module}.".startswith(f"{name}.") for name in UNSAFE_NAMES):
             found.append(f"{path}:{line}: {module} can run code from data")
@@ -83,6 +83,13 @@ def package_of(module):
     """The folder of a module of ours: `specrl.rollout.types` is in rollout, `specrl.config` in specrl."""
     second = module.split(".")[1:2]
     return second[0] if second and second[0] in BELOW else "specrl"
+
+
+def path_of(module):
+    """The file of a module of ours, such as rollout/types.py of `specrl.rollout.types`."""
+    if package_of(module) != "specrl":
+        module = module.removeprefix("specrl.")
+    return f"{module.replace('.', '/')}.py"
 
 
 def lossy(path):
