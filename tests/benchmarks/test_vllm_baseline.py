@@ -200,7 +200,7 @@ class Scripted:
     alive: set
 
     def __init__(self, module, **opening):
-        law = opening.get("law") or opening["settings"].get("speculative_config", {}).get("method", "plain")
+        law = opening.get("acceptance") or opening["settings"].get("speculative_config", {}).get("method", "plain")
         if law == "suffix":
             raise RolloutError("ImportError: Arctic Inference is required\nand more")
         self.name = f"{module} {law}"
