@@ -72,7 +72,7 @@ def test_every_system_has_its_verdict():
         ("; HiViS;", ";", ["HiViS"]),
         ("; HiViS;", "; HiViS; DAS;", ["DAS"]),
         ("| Kangaroo (2404.18911) | **measured**: ", "| Kangaroo (2404.18911) | open: ", ["Kangaroo (2404.18911)"]),
-        ("**here**: `trainer.drafter.objective=tvd` (`trainers/cotraining/distances.py`)", "**here**: somewhere", None),
+        ("**here**: `trainer.drafter.objective=tvd` (`trainers/cotraining/distil.py`)", "**here**: somewhere", None),
     ],
 )
 def test_planted_faults_are_found(there, instead, named):
