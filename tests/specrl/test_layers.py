@@ -39,7 +39,6 @@ ELSEWHERE = (
         "specrl.rollout.drafter",
         "specrl.rollout.replay",
         "specrl.reward.notation",
-        "specrl.config.drafted",
     ),
     *(
         "specrl.run.continued",
