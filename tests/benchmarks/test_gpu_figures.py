@@ -4,10 +4,9 @@ import dataclasses
 
 import pytest
 import torch
-from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from benchmarks.gpu import env, numerics, passes, training
+from benchmarks.gpu import env, numerics, training
 from benchmarks.gpu.compare import differences
 from benchmarks.gpu.model import SAMPLING, build, drafted, plain, policies
 from benchmarks.gpu.passes import fit
@@ -15,7 +14,6 @@ from benchmarks.gpu.run import Absent, Report
 from benchmarks.gpu.sizes import SMALL, Sizes
 from benchmarks.gpu.timing import Context
 from benchmarks.gpu.watch import Pass, Watched, profiled
-from rollout.engines.base import Limits, Probe
 from rollout.engines.local.engine import TransformersEngine
 from rollout.types import Completion
 from tests.runs import ROOT
@@ -36,17 +34,6 @@ def test_the_fit_finds_the_terms_of_a_pass_and_none_is_negative():
     assert found["apart_most"] > 0.02
     with pytest.raises(Absent):
         fit(seen[:3])
-
-
-def test_passes_without_graphs_are_measured_where_the_engine_has_graphs(context, monkeypatch):
-    @dataclasses.dataclass(frozen=True, kw_only=True)
-    class WithGraphs(Limits):
-        graphs: str = "auto"
-
-    monkeypatch.setattr(passes, "Limits", WithGraphs)
-    names = [step.name for step in passes.steps(context)]
-    assert "profile/8 rows/5 tokens" in names
-    assert "profile_graphs_off/8 rows/5 tokens" in names
 
 
 def test_the_flash_kernel_takes_what_it_is_given():
@@ -130,17 +117,6 @@ def test_a_row_that_differs_in_float32_is_a_fault(context, monkeypatch):
 
     monkeypatch.setattr(numerics.models, "drafted", other_noise)
     assert "rows differ in float32: none may" in bench.against_off()["error"]
-
-
-def test_probes_that_complain_are_counted():
-    probe = Probe((1, 2, 3), (-1.0, -2.0), 0.1)
-    assert numerics.complaints([probe, probe], [[-1.05, -2.0], [-1.0, -2.5]]) == 1
-
-
-def test_a_head_with_float32_logits_adds_up_in_float32():
-    head = numerics.Float32Head(8, 5, bias=False, dtype=torch.bfloat16)
-    hidden = torch.randn(2, 3, 8, dtype=torch.bfloat16)
-    assert torch.equal(head(hidden), nn.functional.linear(hidden.float(), head.weight.float()))
 
 
 def test_equal_weights_count_only_where_text_was_reused():
