@@ -42,6 +42,7 @@ test-all: setup interpreter lint
 lint: setup
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
 
 docs: setup
 	$(PY) -m specrl.config

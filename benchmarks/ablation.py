@@ -16,14 +16,14 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rollout.sections import SOURCES, doc
 from specrl.bench.pair import Bench, PairConfig, device_name, of_pairs, perturbed, prepare, with_config
 from specrl.config import load as cli
 from specrl.results import tables
+from specrl.rollout.sections import SOURCES, doc
 
 if TYPE_CHECKING:
-    from rollout.engines.local.engine import TransformersEngine
-    from rollout.types import RolloutBatch, Row
+    from specrl.rollout.engines.local.engine import TransformersEngine
+    from specrl.rollout.types import RolloutBatch, Row
 
 REGIMES = {"first epoch": None, "heavy drift": 0.1, "some drift": 0.05, "little drift": 0.02}
 """Noise on the old policy's matrices, in units of each matrix's own spread; None for no old texts."""
@@ -130,7 +130,7 @@ def _methods(bench: Bench, drafters: Sequence[str], few: bool) -> Iterator[Metho
 
 
 def _engine(bench: Bench, sources: Sequence[str], window: int = 0, drafter: str = "") -> TransformersEngine:
-    from rollout.build import build_engine
+    from specrl.rollout.build import build_engine
 
     config = bench.config.rollout
     config = replace(config, sources=list(sources), drafter=drafter, budget=replace(config.budget, window=window))

@@ -17,9 +17,9 @@ import psutil
 from transformers import TrainerCallback
 
 from benchmarks.ahead import TURNS_FILE
-from rollout.types import RolloutError
 from specrl.config import load as cli
 from specrl.config.schema import Config
+from specrl.rollout.types import RolloutError
 from specrl.run import preflight, setup
 from specrl.run.resume import claimed
 from specrl.train import recorded, save

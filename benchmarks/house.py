@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from rollout.sections import doc
 from specrl.config import load as cli
 from specrl.results import tables
+from specrl.rollout.sections import doc
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("rollout", "reward", "trainers", "specrl")
@@ -75,7 +75,8 @@ class Source:
 
     @property
     def module(self) -> str:
-        return self.path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+        name = self.path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+        return name if name.startswith("specrl") else f"specrl.{name}"
 
     @cached_property
     def words(self) -> Counter[str]:
@@ -151,7 +152,7 @@ def imported() -> set[str]:
         options = ["config=grpo_math", f"output_dir={folder}", "name=house", *SHORT]
         command = [sys.executable, "-c", RUN, str(listing), *options]
         subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL, timeout=600)
-        files = [Path(line) for line in listing.read_text().splitlines()]
+        files = [Path(line).resolve() for line in listing.read_text().splitlines()]
     return {file.relative_to(ROOT).as_posix() for file in files if file.is_relative_to(ROOT)}
 
 

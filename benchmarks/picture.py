@@ -1,8 +1,8 @@
 """The README's picture: `python -m benchmarks.picture run=DIR [baseline=DIR] out=FILE.png`.
 
 Rollout seconds, plainly and with specrl, and the one reward curve that both have. With a baseline, the same run with
-rollout.law=off, these are all rollouts of both, which must end with the same bytes; without one, the run's own control
-steps, whose tokens must not have differed. Anything else has no such picture and is refused.
+rollout.acceptance=off, these are all rollouts of both, which must end with the same bytes; without one, the run's own
+control steps, whose tokens must not have differed. Anything else has no such picture and is refused.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
-from rollout.sections import doc
 from specrl.config import load as cli
 from specrl.config.options import ConfigError
 from specrl.results import plots, savings
 from specrl.results.pairing import pair
 from specrl.results.records import RunRecords, load_run, run_option
+from specrl.rollout.sections import doc
 
 WEIGHTS = "model/model.safetensors"
 SCOPE = "rollout, all these steps"
@@ -26,7 +26,7 @@ SMOOTH = 4  # steps to either side of a point of the curve, which is their mean
 @dataclass
 class PictureConfig:
     run: str = run_option("run directory, or the name of a run in outputs")
-    baseline: str = doc("", "the same run with rollout.law=off, on the same machine")
+    baseline: str = doc("", "the same run with rollout.acceptance=off, on the same machine")
     out: str = doc("docs/images/claim.png", "the picture")
 
 

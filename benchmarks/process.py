@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from rollout.types import RolloutError
+from specrl.rollout.types import RolloutError
 
 USERS = dict(os.environ)
 """The environment as it was before an engine of this process could change it."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from benchmarks.process import serve
-from rollout.build import build_engine
 from specrl.bench.pair import PairConfig, prepare
 from specrl.config.load import load_saved
+from specrl.rollout.build import build_engine
 
 
 class Ours:
@@ -32,7 +32,7 @@ class Ours:
         bench.engine.reset_cache()
         batch = bench.timed(stage)
         done, identical = batch.completions, None
-        if stage.config.law != "lenient":
+        if stage.config.acceptance != "lenient":
             plain = stage.plain(bench.rows, batch.keys).completions
             identical = sum(a.tokens == b.tokens for a, b in zip(done, plain, strict=True))
         total = sum(len(c.tokens) for c in done)

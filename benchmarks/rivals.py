@@ -20,12 +20,12 @@ from typing import NamedTuple
 
 from benchmarks.process import Process
 from benchmarks.vllm_baseline import METHODS, asked, settings
-from rollout.engines.base import Sampling
-from rollout.types import Request, RolloutError
 from specrl.bench.pair import Bench, PairConfig, device_name, of_pairs, prepare, with_config
 from specrl.config import load as cli
 from specrl.config.options import to_yaml
 from specrl.results import tables
+from specrl.rollout.engines.base import SamplingParams
+from specrl.rollout.types import Request, RolloutError
 
 COLUMNS = ("method", "decoded", "steps", "speedup", "log-prob", "same")
 
@@ -102,10 +102,10 @@ def compare(bench: Bench, repeats: int) -> list[Line]:
         saved.write_text(to_yaml(bench.config), encoding="utf-8")
         exact, lenient = (
             started("rival_engine", config=str(saved), **law)
-            for law in ({"law": "exact"}, {"law": "lenient", "lenience": exp(0.5)})
+            for law in ({"acceptance": "exact"}, {"acceptance": "lenient", "lenience": exp(0.5)})
         )
-        runs["specrl off"] = _of_specrl(exact, law="off")
-        runs["specrl lenient e^0.5"] = _of_specrl(lenient, law="lenient")
+        runs["specrl off"] = _of_specrl(exact, acceptance="off")
+        runs["specrl lenient e^0.5"] = _of_specrl(lenient, acceptance="lenient")
         runs["specrl exact, replay 0"] = _of_specrl(exact)
         runs["specrl exact, replay 1"] = _of_specrl(exact, replay=1.0)
         results: dict[str, list[Result]] = {name: [] for name in runs}
@@ -118,7 +118,7 @@ def compare(bench: Bench, repeats: int) -> list[Line]:
 def _of_vllm(bench: Bench, process: Process) -> Callable[[], Result]:
     law, cap = bench.spec.rollout, bench.config.rollout.max_new_tokens
     requests = [Request(row.prompt, i, cap) for i, row in enumerate(bench.rows)]
-    message = asked(requests, Sampling(bench.spec.eos_ids, law.temperature, law.top_k, law.top_p))
+    message = asked(requests, SamplingParams(bench.spec.eos_ids, law.temperature, law.top_k, law.top_p))
 
     def work() -> Result:
         done = process.ask(**message)

@@ -29,13 +29,13 @@ from pathlib import Path
 from soak_checks import Sample, disagreements, excesses, grown, leaks
 from soak_life import Life, command, environment, size_mb
 
-from rollout.sections import doc
 from specrl.config import load as cli
 from specrl.config import options
 from specrl.config.load import RUN_ERROR, TERMINATED, USAGE_ERROR
 from specrl.config.options import ConfigError
 from specrl.config.schema import Config
 from specrl.results.records import METRICS_FILE, read_records
+from specrl.rollout.sections import doc
 
 SMALL = {
     "config": "grpo_math",
@@ -57,7 +57,7 @@ SMALL = {
 }
 """What is soaked unless the command line says otherwise: the embedded policy, four short rows a step."""
 LEGAL = {
-    "rollout.law": ("exact", "off"),
+    "rollout.acceptance": ("exact", "off"),
     "rollout.budget.window": ("0", "4"),
     "rollout.cache.max_mb": ("1", "512"),
     "rollout.measure_every": ("0", "7"),
@@ -107,7 +107,7 @@ def cache_full(life: Life) -> None:
 
 
 def reward_worker_killed(life: Life) -> None:
-    life.worker("reward.child").kill()
+    life.worker("specrl.reward.child").kill()
 
 
 def rollout_worker_killed(life: Life) -> None:
@@ -191,7 +191,7 @@ class Soak:
         if not self.struck["illegal_change"] or self.rng.random() < 0.2:
             self.refused(before)
         chosen = {key: self.rng.choice(LEGAL[key]) for key in self.rng.sample(list(LEGAL), 3)}
-        if before.words.get("rollout.law") == "off" != chosen.get("rollout.law"):
+        if before.words.get("rollout.acceptance") == "off" != chosen.get("rollout.acceptance"):
             chosen["rollout.cache.clear"] = "true"  # there is no cache to go on from, and a run wants that said
         self.note(f"goes on with {chosen}")
         return chosen

@@ -14,7 +14,7 @@ import psutil
 from soak_checks import Sample
 
 from specrl.results.records import METRICS_FILE
-from trainers.checkpoint import marked
+from specrl.trainers.checkpoint import marked
 
 HOOKS = Path(__file__).parent / "faults"
 SAMPLE_S = 1.0  # longest time between two samples; every step has one too
@@ -71,7 +71,7 @@ class Life:
         return Sample(
             self.step,
             self.process.memory_info().rss / 2**20,
-            sum(worker.memory_info().rss for worker in self.workers("reward.child", "RolloutWorker")) / 2**20,
+            sum(worker.memory_info().rss for worker in self.workers("specrl.reward.child", "RolloutWorker")) / 2**20,
             self.process.num_fds(),
             self.process.num_threads(),
             1 + len(self.process.children(recursive=True)),

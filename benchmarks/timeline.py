@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.ahead import RUNS, Step
-from rollout.sections import doc
 from specrl.config import load as cli
 from specrl.config.options import ConfigError
 from specrl.results import plots
+from specrl.rollout.sections import doc
 
 COLOURS = {
     "weights": plots.BLACK,

@@ -24,9 +24,9 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from rollout.sections import doc
 from specrl.config import load as cli
 from specrl.config.options import ConfigError
+from specrl.rollout.sections import doc
 from specrl.run import tasks
 from specrl.run.tasks import Problem, arithmetic
 

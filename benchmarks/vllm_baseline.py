@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 from benchmarks.process import serve
 
 if TYPE_CHECKING:
-    from rollout.engines.base import EngineSpec, Sampling
-    from rollout.types import Request
+    from specrl.rollout.engines.base import EngineSpec, SamplingParams
+    from specrl.rollout.types import Request
 
 CPU_KV_MB = 512
 NGRAM = {"num_speculative_tokens": 5, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
@@ -55,7 +55,7 @@ def settings(spec: EngineSpec, on_gpu: bool, method: str = "") -> dict:
     return given
 
 
-def asked(requests: Sequence[Request], sampling: Sampling) -> dict:
+def asked(requests: Sequence[Request], sampling: SamplingParams) -> dict:
     """A message: a response to each request, drawn by the engine's generator; keys and drafters are ignored.
 
     A seed of its own for each request would cost vLLM's V1 sampler a kernel a row.

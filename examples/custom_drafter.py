@@ -5,11 +5,11 @@
 A wrong guess costs time, never correctness: the response is the one that plain decoding gives.
 """
 
-from rollout.config import RolloutConfig
-from rollout.sections import BudgetConfig
-from rollout.build import build_engine
-from rollout.engines.base import EngineSpec
-from rollout.types import Request
+from specrl.rollout.config import RolloutConfig
+from specrl.rollout.sections import BudgetConfig
+from specrl.rollout.build import build_engine
+from specrl.rollout.engines.base import EngineSpec
+from specrl.rollout.types import Request
 from specrl.tiny import load_tiny
 
 

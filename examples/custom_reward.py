@@ -5,9 +5,9 @@ r"""A reward of one's own: partial credit for a number near the right one.
         reward.functions=[math,examples.custom_reward:closeness] reward.weights=[1,0.2]
 """
 
-from reward.base import Sample
-from reward.math import extract_answer
-from reward.own import FunctionReward
+from specrl.reward.base import Sample
+from specrl.reward.math import extract_answer
+from specrl.reward.own import FunctionReward
 
 
 def closeness(prompt: str, completion: str, answer: str | None, **fields) -> float | None:

@@ -1,4 +1,4 @@
-"""What runs in a process of `reward.pool.WorkerPool`, started as `python -m reward.child SETTINGS_JSON`.
+"""What runs in a process of `specrl.reward.pool.WorkerPool`, started as `python -m specrl.reward.child SETTINGS_JSON`.
 
 Requests come over the socket handed in as stdin, see `reward/worker.py`. Replies are {"ready": true} once, then
 {"value": ...} or {"error": text, "kind": ...} per request with kind "timeout" (the function raised TimeoutError),

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 
 def doc(default: Any, help: str, *, low: float = 0, high: float = inf, resume: str = "") -> Any:
-    """A dataclass field with its documentation: `rollout.sections.doc`, which the rewards must not import."""
+    """A dataclass field with its documentation: `specrl.rollout.sections.doc`, which the rewards must not import."""
     make = {"default_factory": default.copy} if isinstance(default, list) else {"default": default}
     return field(**make, metadata={"help": help, "limits": (low, high), "resume": resume})
 

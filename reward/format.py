@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from reward.answers import last_box, normal_number
-from reward.base import Sample
-from reward.config import RewardConfig
+from specrl.reward.answers import last_box, normal_number
+from specrl.reward.base import Sample
+from specrl.reward.config import RewardConfig
 
 BOX_TAIL_CHARS = 100
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from contextlib import ExitStack
 from pkgutil import resolve_name
 
-from reward.base import Reward
-from reward.config import RewardConfig
-from reward.set import RewardSet, check_settings
+from specrl.reward.base import Reward
+from specrl.reward.config import RewardConfig
+from specrl.reward.set import RewardSet, check_settings
 
-BUILT_IN = {"format": "reward.format:FormatReward", "math": "reward.math:MathReward"}
+BUILT_IN = {"format": "specrl.reward.format:FormatReward", "math": "specrl.reward.math:MathReward"}
 """Classes by the names of their rewards; each is made from the configuration, and imported when it is asked for."""
 
 
@@ -35,7 +35,7 @@ def check(config: RewardConfig) -> None:
 
 
 def _own_name(spec: str) -> str:
-    from reward.own import find
+    from specrl.reward.own import find
 
     return find(spec, BUILT_IN)[1]
 
@@ -49,6 +49,6 @@ def load_reward(spec: str, config: RewardConfig | None = None) -> Reward:
     config = config or RewardConfig()
     if spec in BUILT_IN:
         return resolve_name(BUILT_IN[spec])(config)
-    from reward.own import load
+    from specrl.reward.own import load
 
     return load(spec, config, BUILT_IN)

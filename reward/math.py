@@ -31,10 +31,18 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from reward.answers import MAX_ANSWER_CHARS, extract_answer, last_scaled, narrow, quick_equal, tidy, without_emphasis
-from reward.base import Outcome, Sample
-from reward.config import RewardConfig
-from reward.pool import WorkerPool
+from specrl.reward.answers import (
+    MAX_ANSWER_CHARS,
+    extract_answer,
+    last_scaled,
+    narrow,
+    quick_equal,
+    tidy,
+    without_emphasis,
+)
+from specrl.reward.base import Outcome, Sample
+from specrl.reward.config import RewardConfig
+from specrl.reward.pool import WorkerPool
 
 TAIL_CHARS = 500
 CANARY = {"reference": r"\frac{1}{2}", "answer": "0.5", "marked": True}
@@ -48,7 +56,7 @@ class MathReward:
     verifiable = True
 
     def __init__(self, config: RewardConfig | None = None):
-        self.pool = WorkerPool("reward.checker:make_checker", config, canary=CANARY)
+        self.pool = WorkerPool("specrl.reward.checker:make_checker", config, canary=CANARY)
 
     def __call__(self, samples: Sequence[Sample]) -> list[Outcome]:
         """1.0, 0.0, None without a reference answer, or the exception that prevented the check."""
@@ -89,7 +97,7 @@ class MathReward:
             return False
         equal = quick_equal(reference, answer)
         if equal is None:  # seldom where answers are numbers
-            from reward.notation import compare
+            from specrl.reward.notation import compare
 
             equal = compare(reference, answer, sample.prompt)
         return equal if isinstance(equal, bool) else (*equal, True)

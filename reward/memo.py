@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
 
-from reward.base import Outcome, Sample
+from specrl.reward.base import Outcome, Sample
 
 ROWS = 200_000  # about 30 MB
 

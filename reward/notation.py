@@ -9,7 +9,7 @@ import re
 from decimal import Decimal
 from math import prod
 
-from reward.answers import SCALE, SCALES, normal_number, quick_equal
+from specrl.reward.answers import SCALE, SCALES, normal_number, quick_equal
 
 _SCALED = re.compile(rf"(.*[\d}})])({SCALE}[a-z ]*\}}?)", re.IGNORECASE)
 _OR = re.compile(r"\\(?:lor|land|vee|wedge)(?![a-z])|(?<=\d)\s*(?:\\cup|\\mid|\|)\s*(?=[+-]?\d)")

@@ -10,9 +10,9 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from reward.base import Outcome, Reward, RewardError, Sample, attempt, checked_outcomes
-from reward.config import RewardConfig
-from reward.pool import WorkerPool
+from specrl.reward.base import Outcome, Reward, RewardError, Sample, attempt, checked_outcomes
+from specrl.reward.config import RewardConfig
+from specrl.reward.pool import WorkerPool
 
 
 def load(spec: str, config: RewardConfig, known: Collection[str] = ()) -> Reward:
@@ -75,7 +75,7 @@ class IsolatedReward:
         self.name = name
         self.deterministic = getattr(target, "deterministic", False)
         self.verifiable = getattr(target, "verifiable", False)
-        self.pool = WorkerPool("reward.own:serve", config, [spec])
+        self.pool = WorkerPool("specrl.reward.own:serve", config, [spec])
         self.pool.start()
 
     def __call__(self, samples: Sequence[Sample]) -> list[Outcome]:

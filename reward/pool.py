@@ -16,9 +16,9 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
-from reward.base import LimitError, RewardError, attempt
-from reward.config import RewardConfig
-from reward.worker import WorkerProcess
+from specrl.reward.base import LimitError, RewardError, attempt
+from specrl.reward.config import RewardConfig
+from specrl.reward.worker import WorkerProcess
 
 MAX_REQUEST_BYTES = 4 * 2**20
 _BROKEN = (OSError, EOFError, ValueError)

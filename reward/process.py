@@ -14,7 +14,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoModelForTokenClassification, AutoTokenizer
 
-from reward.base import RewardError, Sample
+from specrl.reward.base import RewardError, Sample
 
 
 @dataclass(frozen=True)

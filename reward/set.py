@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 
-from reward.base import LimitError, Outcome, Reward, RewardError, Sample, checked_outcomes
-from reward.config import RewardConfig
-from reward.memo import Memo
+from specrl.reward.base import LimitError, Outcome, Reward, RewardError, Sample, checked_outcomes
+from specrl.reward.config import RewardConfig
+from specrl.reward.memo import Memo
 
 WINDOW_PROMPTS = 100  # the rows of a prompt fail together, so prompts are what a share is measured over
 WINDOW_BATCHES = 4

@@ -1,4 +1,4 @@
-"""One process of `reward.pool.WorkerPool`, as the pool sees it; `reward/child.py` is what runs in it.
+"""One process of `specrl.reward.pool.WorkerPool`, as the pool sees it; `reward/child.py` is what runs in it.
 
 Requests and replies are JSON, one per line, over a socket: no pickle, so text from a model can never become code.
 """
@@ -33,7 +33,7 @@ class WorkerProcess:
         path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
         try:
             self.process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "reward.child", json.dumps({**settings, "lifeline": lifeline})],
+                [sys.executable, "-P", "-m", "specrl.reward.child", json.dumps({**settings, "lifeline": lifeline})],
                 stdin=theirs,
                 stdout=2,  # what user code prints belongs to the log
                 pass_fds=(lifeline,),

@@ -5,22 +5,22 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from rollout.checks import check
-from rollout.config import RolloutConfig
-from rollout.types import RolloutError
+from specrl.rollout.checks import check
+from specrl.rollout.config import RolloutConfig
+from specrl.rollout.types import RolloutError
 
 if TYPE_CHECKING:
     from torch.nn import Module
 
-    from rollout.drafting.drafting import Drafting
-    from rollout.engines.base import Engine, EngineSpec, Sampling
-    from rollout.lossy.judged import Judged
-    from rollout.lossy.router import Scorer
-    from rollout.verify import Rule
+    from specrl.rollout.drafting.drafting import Drafting
+    from specrl.rollout.engines.base import Engine, EngineSpec, SamplingParams
+    from specrl.rollout.lossy.judged import Judged
+    from specrl.rollout.lossy.router import Scorer
+    from specrl.rollout.verify import AcceptanceRule
 
 
 def build_engine(spec: EngineSpec, model: Module | None = None, scorer: Scorer | None = None) -> Engine:
-    """The engine of `rollout.engine` for the run's sampling and `rollout.law`.
+    """The engine of `rollout.engine` for the run's sampling and `rollout.acceptance`.
 
     Args:
         spec: what to build.
@@ -30,71 +30,71 @@ def build_engine(spec: EngineSpec, model: Module | None = None, scorer: Scorer |
     Raises:
         RolloutError: an option has a value that it cannot have, or what it names cannot be loaded.
     """
-    from rollout.engines.base import Limits, Sampling
+    from specrl.rollout.engines.base import Limits, SamplingParams
 
     config = spec.rollout
     check(config)
-    sampling = Sampling(spec.eos_ids, config.temperature, config.top_k, config.top_p)
+    sampling = SamplingParams(spec.eos_ids, config.temperature, config.top_k, config.top_p)
     if config.engine == "vllm":
         try:
-            from rollout.engines.vllm.engine import VLLMEngine
+            from specrl.rollout.engines.vllm.engine import VLLMEngine
         except ImportError as error:
             raise RolloutError(
                 f"rollout.engine=vllm needs vLLM: {error}. Install it with: pip install 'specrl[vllm]'"
             ) from error
-        if config.law == "judged":  # the head is for one policy, whose weights are read to compare
+        if config.acceptance == "judged":  # the head is for one policy, whose weights are read to compare
             judged = _judged(config, sampling, replace(spec, device="cpu").load(spec.model), None)
             return VLLMEngine(spec, sampling, judged.rule, judged)
         return VLLMEngine(spec, sampling, *rule_and_drafting(config, sampling))
-    from rollout.engines.local.engine import TransformersEngine
+    from specrl.rollout.engines.local.engine import TransformersEngine
 
     policy = spec.load(spec.model) if model is None else model
     options = {"limits": Limits.of(config), "own_weights": model is None}
     drafter = None
     if config.drafter:
-        from rollout.drafter import load_drafter, refuse_head
+        from specrl.rollout.drafter import load_drafter, refuse_head
 
         drafter = load_drafter(spec, policy)
-        if config.law in ("judged", "routed"):
-            refuse_head(drafter, config.law)
-    if config.law == "judged":
+        if config.acceptance in ("judged", "routed"):
+            refuse_head(drafter, config.acceptance)
+    if config.acceptance == "judged":
         judged = _judged(config, sampling, policy, drafter)
         return TransformersEngine(policy, sampling, judged.rule, judged, **options)
-    if config.law == "routed":
-        from rollout.lossy.build import build_router
-        from rollout.lossy.routed import RoutedEngine, Steps
+    if config.acceptance == "routed":
+        from specrl.rollout.lossy.build import build_router
+        from specrl.rollout.lossy.routed import RoutedEngine, Steps
 
         router, step_end = build_router(config.routed, spec, policy, drafter, scorer)
         return RoutedEngine(policy, sampling, Steps(drafter, router, step_end), **options)
     return TransformersEngine(policy, sampling, *rule_and_drafting(config, sampling, drafter), **options)
 
 
-def _judged(config: RolloutConfig, sampling: Sampling, policy: Module, drafter: Module | None) -> Judged:
-    from rollout.engines.base import Limits
-    from rollout.lossy.build import build_judge
-    from rollout.lossy.judged import DRAFT_TOKENS, Judged
+def _judged(config: RolloutConfig, sampling: SamplingParams, policy: Module, drafter: Module | None) -> Judged:
+    from specrl.rollout.engines.base import Limits
+    from specrl.rollout.lossy.build import build_judge
+    from specrl.rollout.lossy.judged import DRAFT_TOKENS, Judged
 
     window = config.budget.window or DRAFT_TOKENS
     return Judged(build_judge(config.judged, policy), sampling, drafter, window, Limits.of(config))
 
 
 def rule_and_drafting(
-    config: RolloutConfig, sampling: Sampling, drafter: Module | None = None
-) -> tuple[Rule, Drafting]:
+    config: RolloutConfig, sampling: SamplingParams, drafter: Module | None = None
+) -> tuple[AcceptanceRule, Drafting]:
     """What stands and what rides under the laws exact, off and lenient. Args: drafter: a draft model, loaded."""
-    from rollout.drafting.budget import Budget
-    from rollout.drafting.contexts import ContextTable
-    from rollout.drafting.drafting import Drafting
-    from rollout.verify import exact
+    from specrl.rollout.drafting.budget import Budget
+    from specrl.rollout.drafting.contexts import ContextTable
+    from specrl.rollout.drafting.drafting import Drafting
+    from specrl.rollout.verify import exact
 
-    if config.law == "lenient":
-        from rollout.lossy.lenient import Once, lenient
+    if config.acceptance == "lenient":
+        from specrl.rollout.lossy.lenient import VerifyOldTextOnce, lenient
 
-        return lenient(config.lenience), Once()
+        return lenient(config.lenience), VerifyOldTextOnce()
     model = None
     if drafter is not None:
-        from rollout.engines.base import Limits
-        from rollout.engines.local.head import drafter_of
+        from specrl.rollout.engines.base import Limits
+        from specrl.rollout.engines.local.head import drafter_of
 
         model = drafter_of(drafter, sampling, Limits.of(config), config.local.drafter_vocab)
     contexts = ContextTable() if "contexts" in config.sources else None

@@ -10,8 +10,8 @@ from numbers import Integral, Real
 from operator import attrgetter
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from rollout.config import RolloutConfig
-from rollout.types import RolloutError
+from specrl.rollout.config import RolloutConfig
+from specrl.rollout.types import RolloutError
 
 WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 
@@ -24,7 +24,7 @@ class Option:
     type: Any
     default: Any
     metadata: Mapping[str, Any]
-    """What `rollout.sections.doc` says of it; what a section says holds for its options, unless they say otherwise."""
+    """What `sections.doc` says of it; what a section says holds for its options, unless they say otherwise."""
 
     @property
     def help(self) -> str:

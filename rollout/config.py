@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Literal
 
-from rollout.sections import (
+from specrl.rollout.sections import (
     SOURCES,
     BudgetConfig,
     CacheConfig,
@@ -22,17 +22,17 @@ from rollout.sections import (
 @dataclass
 class RolloutConfig:
     engine: Literal["transformers", "vllm"] = doc("transformers", "inference engine")
-    law: Literal["exact", "off", "lenient", "judged", "routed"] = doc(
+    acceptance: Literal["exact", "off", "lenient", "judged", "routed"] = doc(
         "exact",
         "exact: bit-identical to plain decoding; off: plain decoding; the rest is lossy: lenient (SPEC-RL as "
         "published), judged (drafted tokens also stand where a judge allows), routed (steps of rollout.drafter stand "
         "where a router allows)",
-        resume="law",
+        resume="acceptance",
     )
     ahead: Literal["auto", "off"] = doc(
         "auto",
         "idle rollout workers begin the next batch while this one is scored and trained on; what they have is drafted "
-        "first (see docs/ahead.md). auto: where workers have CPUs or GPUs of their own, under law=exact",
+        "first (see docs/ahead.md). auto: where workers have CPUs or GPUs of their own, under acceptance=exact",
         resume="free",
     )
     replay: float = doc(
@@ -41,7 +41,9 @@ class RolloutConfig:
         "docs/guarantees.md",
         high=1,
     )
-    lenience: float = doc(1.0, "factor l of the published acceptance min(1, l*p_new/p_old); only for law=lenient")
+    lenience: float = doc(
+        1.0, "factor l of the published acceptance min(1, l*p_new/p_old); only for acceptance=lenient"
+    )
     group_size: int = doc(8, "responses per prompt", low=1)
     temperature: float = doc(1.0, "sampling temperature; 0 is greedy")
     top_p: float = doc(1.0, "nucleus sampling mass; 1 is off", high=1)
@@ -81,20 +83,20 @@ class RolloutConfig:
     )
     cache: CacheConfig = doc(CacheConfig, "stored responses", resume="free")
     budget: BudgetConfig = doc(BudgetConfig, "how much is drafted", resume="free")
-    judged: JudgedConfig = doc(JudgedConfig, "law=judged: who allows tokens")
-    routed: RoutedConfig = doc(RoutedConfig, "law=routed: what a step is, and who writes it")
+    judged: JudgedConfig = doc(JudgedConfig, "acceptance=judged: who allows tokens")
+    routed: RoutedConfig = doc(RoutedConfig, "acceptance=routed: what a step is, and who writes it")
     local: LocalConfig = doc(LocalConfig, "the engine transformers", resume="free")
     vllm: VLLMConfig = doc(VLLMConfig, "the engine vllm")
 
     @property
     def lossy(self) -> bool:
         """True where responses follow another law than the policy's, which the loss must correct."""
-        return self.law in ("lenient", "judged", "routed")
+        return self.acceptance in ("lenient", "judged", "routed")
 
     @property
     def reuses(self) -> bool:
         """True where responses are kept as drafts of the next visit."""
-        return self.law in ("exact", "lenient") or self.old_text_stands
+        return self.acceptance in ("exact", "lenient") or self.old_text_stands
 
     @property
     def old_text_stands(self) -> bool:
@@ -102,7 +104,7 @@ class RolloutConfig:
 
         It is then stored with the log-probs of its law, and noise is always fresh: replayed, it is no second draw.
         """
-        return self.law == "lenient" or (self.law == "judged" and bool(self.sources))
+        return self.acceptance == "lenient" or (self.acceptance == "judged" and bool(self.sources))
 
     @property
     def on_device(self) -> str:
@@ -119,48 +121,49 @@ class RolloutConfig:
                 yield f"rollout.sources has {name!r}, which is none of {', '.join(SOURCES)}. Did you mean {near}?"
         if self.old_text_stands and self.replay:
             yield (
-                f"rollout.replay={self.replay} cannot be combined with rollout.law={self.law}, which draws with fresh "
-                "noise. Try rollout.replay=0, or rollout.law=exact."
+                f"rollout.replay={self.replay} cannot be combined with rollout.acceptance={self.acceptance}, which "
+                "draws with fresh noise. Try rollout.replay=0, or rollout.acceptance=exact."
             )
         if self.engine == "vllm":
             yield from self._vllm_problems()
         yield from self._lenient_problems()
 
     def _lenient_problems(self) -> Iterator[str]:
-        lenient = self.law == "lenient"
+        lenient = self.acceptance == "lenient"
         if self.lenience == 0:
-            yield "rollout.lenience=0 accepts nothing. Try rollout.lenience=1, or rollout.law=off."
+            yield "rollout.lenience=0 accepts nothing. Try rollout.lenience=1, or rollout.acceptance=off."
         elif self.lenience != 1 and not lenient:
             yield (
-                f"rollout.lenience={self.lenience} has no effect with rollout.law={self.law}. "
-                "Try rollout.lenience=1, or rollout.law=lenient."
+                f"rollout.lenience={self.lenience} has no effect with rollout.acceptance={self.acceptance}. "
+                "Try rollout.lenience=1, or rollout.acceptance=lenient."
             )
         if lenient and self.temperature == 0:
             yield (
-                "rollout.law=lenient compares probabilities, and rollout.temperature=0 has none. "
-                "Try rollout.temperature=1, or rollout.law=exact."
+                "rollout.acceptance=lenient compares probabilities, and rollout.temperature=0 has none. "
+                "Try rollout.temperature=1, or rollout.acceptance=exact."
             )
         if lenient and self.drafter:
             yield (
-                f"rollout.drafter={self.drafter} cannot be combined with rollout.law=lenient, which drafts stored text "
-                "only. Leave it out, or take rollout.law=exact."
+                f"rollout.drafter={self.drafter} cannot be combined with rollout.acceptance=lenient, which drafts "
+                "stored text only. Leave it out, or take rollout.acceptance=exact."
             )
 
     def _vllm_problems(self) -> Iterator[str]:
-        if self.law == "routed":
+        if self.acceptance == "routed":
             yield (
-                "rollout.law=routed has the policy go on with the KV of a row behind each step of rollout.drafter, and "
-                "rollout.engine=vllm frees a row's KV with its request. Try rollout.engine=transformers."
+                "rollout.acceptance=routed has the policy go on with the KV of a row behind each step of "
+                "rollout.drafter, and rollout.engine=vllm frees a row's KV with its request. "
+                " Try rollout.engine=transformers."
             )
-        elif self.law == "judged" and self.judged.by == "kl":
+        elif self.acceptance == "judged" and self.judged.by == "kl":
             yield (
                 "rollout.judged.by=kl compares the laws of rollout.drafter and the policy, and rollout.engine=vllm has "
                 "stored text judged only. Try rollout.judged.by=judge, or rollout.engine=transformers."
             )
         elif self.lossy and self.on_device:
             yield (
-                f"rollout.law={self.law} decides on the host what stands of a draft, and {self.on_device} leaves "
-                "drafts to the device. Try rollout.law=exact."
+                f"rollout.acceptance={self.acceptance} decides on the host what stands of a draft, and "
+                f"{self.on_device} leaves drafts to the device. Try rollout.acceptance=exact."
             )
         if not self.drafter:
             return

@@ -6,10 +6,10 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 
-from rollout.metrics import Divergence, lossy_metrics, rollout_metrics
-from rollout.reduction import Metric, count, difference, ratio, seconds, shared
-from rollout.speculative import SpeculativeRollout
-from rollout.types import RolloutBatch, RolloutError, Row
+from specrl.rollout.metrics import Divergence, lossy_metrics, rollout_metrics
+from specrl.rollout.reduction import Metric, count, difference, ratio, seconds, shared
+from specrl.rollout.speculative import SpeculativeRollout
+from specrl.rollout.types import RolloutBatch, RolloutError, Row
 
 Score = Callable[[Sequence[Row], Sequence[list[int]]], list[float | None]]
 """Total reward of each response given as token ids; None where the reward failed."""
@@ -51,12 +51,12 @@ class Control:
             RolloutError: no row has a response, or `strict` and one differs.
         """
         config, metrics = self._rollout.config, rollout_metrics(batch)
-        if config.law in ("judged", "routed"):
+        if config.acceptance in ("judged", "routed"):
             metrics |= lossy_metrics(batch)
         self.rollouts += 1
         if self.measured:
             self._lost = 0
-            if config.law == "exact":
+            if config.acceptance == "exact":
                 metrics |= self._plain(rows, batch)
                 if config.replay:
                     metrics |= self._reuse_gap(rows, batch, rewards, step)
@@ -82,8 +82,9 @@ class Control:
             i, position = next(iter(parted.first.items()))
             raise RolloutError(
                 f"{len(parted.first)} of {len(rows)} speculative responses differ from plain decoding with the same "
-                f"keys (first: example {rows[i].example_id!r}, slot {batch.slots[i]}, from token {position} on). This "
-                "must not happen in float32 on a CPU; please report it with the output of `python -m specrl.env`"
+                f"keys (first: example {rows[i].example_id!r}, sample {batch.sample_indices[i]}, from token "
+                f"{position} on). This must not happen in float32 on a CPU; please report it with the "
+                "output of `python -m specrl.env`"
             )
         spent = {"timing_s/control": seconds(plain.total_s), **parted.metrics()}
         self._lost += sum(bool(c.failure) for c in plain.completions)
@@ -95,7 +96,7 @@ class Control:
         return {"spec/plain_s": plain_s, "spec/speedup": ratio(plain_s, seconds(batch.total_s)), **spent}
 
     def _reuse_gap(self, rows, batch: RolloutBatch, rewards, step: int) -> dict[str, Metric]:
-        """Mean reward of replayed rows minus that of fresh rows of the same prompts and slots (docs/guarantees.md).
+        """Mean reward of replayed rows minus that of fresh rows of the same prompts and samples (docs/guarantees.md).
 
         Only pairs of which both have a response and a reward count.
         """
@@ -103,8 +104,12 @@ class Control:
         chosen = [i for i, (replayed, reward) in enumerate(scored) if replayed and reward is not None]
         by_prompt, spent = defaultdict(list), {}
         if chosen:
-            twins, slots, visits = ([column[i] for i in chosen] for column in (rows, batch.slots, batch.visits))
-            control = self._rollout.generate(twins, visit=visits, step=step, slots=slots, domain="control")
+            twins, sample_indices, visits = (
+                [column[i] for i in chosen] for column in (rows, batch.sample_indices, batch.visits)
+            )
+            control = self._rollout.generate(
+                twins, visit=visits, step=step, sample_indices=sample_indices, domain="control"
+            )
             spent = {"timing_s/reuse_gap": seconds(control.total_s)}
             done = [(i, c.tokens) for i, c in zip(chosen, control.completions, strict=True) if not c.failure]
             self._lost += len(chosen) - len(done)
@@ -112,7 +117,7 @@ class Control:
             for (i, _), score in zip(done, fresh, strict=True):
                 if score is not None:
                     by_prompt[rows[i].example_id].append(rewards[i] - score)
-        from rollout.replay import reuse_gap
+        from specrl.rollout.replay import reuse_gap
 
         clusters = self._exchange([(len(apart), sum(apart)) for apart in by_prompt.values()])
         gap, error = reuse_gap(clusters)

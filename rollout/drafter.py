@@ -6,10 +6,10 @@ from pathlib import Path
 
 from torch.nn import Module
 
-from rollout.durable import read_json
-from rollout.engines.base import EngineSpec
-from rollout.engines.local.head import ARCHITECTURE, Head
-from rollout.types import RolloutError
+from specrl.rollout.durable import read_json
+from specrl.rollout.engines.base import EngineSpec
+from specrl.rollout.engines.local.head import ARCHITECTURE, Head
+from specrl.rollout.types import RolloutError
 
 
 def load_drafter(spec: EngineSpec, policy: Module) -> Module:
@@ -41,6 +41,6 @@ def refuse_head(drafter: Module, law: str) -> None:
     """Raises RolloutError for a head under a law that lets a draft model's own text stand."""
     if isinstance(drafter, Head):
         raise RolloutError(
-            f"rollout.law={law} lets text of rollout.drafter stand, and a head on the policy's hidden states writes "
-            "none of its own. Use a draft model, such as `python -m specrl.drafter kind=model out=DIR` makes"
+            f"rollout.acceptance={law} lets text of rollout.drafter stand, and a head on the policy's hidden states "
+            "writes none of its own. Use a draft model, such as `python -m specrl.drafter kind=model out=DIR` makes"
         )

@@ -1,7 +1,7 @@
 """Noise keys: what one is made of, and how often a prompt was visited.
 
-A key is a pure function of (seed, example, slot, generation), and the generation one of the visit number and the share
-of replayed slots (`rollout.replay`). Visits are counted.
+A key is a pure function of (seed, example, sample index, generation), and the generation one of the visit number and
+the share of replayed samples (`rollout.replay`). Visits are counted.
 """
 
 from __future__ import annotations
@@ -12,30 +12,30 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import count
 from numbers import Integral
 
-from rollout.types import RolloutError, check_example_id
+from specrl.rollout.types import RolloutError, check_example_id
 
 
-def derive_key(seed: int, example_id: str, slot: int, generation: int, domain: str = "rollout") -> int:
-    """The signed 64-bit noise key of a slot. A pure function: losing every cache changes nothing that is sampled.
+def derive_key(seed: int, example_id: str, sample_index: int, generation: int, domain: str = "rollout") -> int:
+    """The signed 64-bit noise key of a sample. A pure function: losing every cache changes nothing that is sampled.
 
     Raises:
         RolloutError: the example's id is no text, or a number is not whole.
     """
     check_example_id(example_id)
-    for name, number in (("seed", seed), ("slot", slot), ("generation", generation)):
+    for name, number in (("seed", seed), ("sample_index", sample_index), ("generation", generation)):
         if not isinstance(number, Integral) or isinstance(number, bool):  # 1.0 would be written otherwise than 1
             raise RolloutError(f"{name}={number!r:.60} of a noise key is not a whole number.")
-    text = f"{domain}\x1f{seed}\x1f{example_id}\x1f{slot}\x1f{generation}".encode()
+    text = f"{domain}\x1f{seed}\x1f{example_id}\x1f{sample_index}\x1f{generation}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little", signed=True)
 
 
-def generation(seed: int, example_id: str, slot: int, visit: int, share: float) -> int:
-    """The visit whose noise this slot uses at `visit` (0, 1, ...): the latest one that was not a replay.
+def generation(seed: int, example_id: str, sample_index: int, visit: int, share: float) -> int:
+    """The visit whose noise this sample uses at `visit` (0, 1, ...): the latest one that was not a replay.
 
     A visit after the first replays the noise of the one before with probability `share`, decided by a hash, so that the
     result depends on nothing but the arguments. A share of 0 gives `visit`, a share of 1 gives 0.
     """
-    while visit > 0 and _unit(derive_key(seed, example_id, slot, visit, "replay")) < share:
+    while visit > 0 and _unit(derive_key(seed, example_id, sample_index, visit, "replay")) < share:
         visit -= 1
     return visit
 
@@ -45,7 +45,7 @@ def _unit(key: int) -> float:
 
 
 def occurrences(example_ids: Iterable[str]) -> list[int]:
-    """How often each id stands before its place: a row's slot, where nothing else says it."""
+    """How often each id stands before its place: a row's sample, where nothing else says it."""
     seen: defaultdict[str, Iterator[int]] = defaultdict(count)
     return [next(seen[example_id]) for example_id in example_ids]
 

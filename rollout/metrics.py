@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from rollout.reduction import Metric, count, highest, mean, ratio, seconds
-from rollout.types import Completion, RolloutBatch, RolloutError
+from specrl.rollout.reduction import Metric, count, highest, mean, ratio, seconds
+from specrl.rollout.types import Completion, RolloutBatch, RolloutError
 
 TOKEN_BYTES = 8  # of a list of token ids, which Python shares
 

@@ -102,7 +102,7 @@ class LocalConfig:
     graphs: Literal["auto", "off"] = doc("auto", "capture passes as CUDA graphs, on GPUs in half precision")
     drafter_vocab: int = doc(
         32_768,
-        "law=exact: ids that rollout.drafter draws from, the most frequent in the run's texts so far; 0 draws from all",
+        "acceptance=exact: ids that rollout.drafter draws from, the most frequent in the run so far; 0 draws from all",
     )
 
 

@@ -7,13 +7,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from rollout.cache.memory import TrajectoryCache
-from rollout.checks import check
-from rollout.config import RolloutConfig
-from rollout.drafting.suffix import PromptTexts, SuffixDrafter
-from rollout.engines.base import Engine, WorksAhead
-from rollout.keys import derive_key, generation, occurrences
-from rollout.types import AheadText, Completion, EngineStats, Request, RolloutBatch, RolloutError, Row, Trajectory
+from specrl.rollout.cache.memory import TrajectoryCache
+from specrl.rollout.checks import check
+from specrl.rollout.config import RolloutConfig
+from specrl.rollout.drafting.suffix import PromptTexts, SuffixDrafter
+from specrl.rollout.engines.base import Engine, WorksAhead
+from specrl.rollout.keys import derive_key, generation, occurrences
+from specrl.rollout.types import (
+    AheadText,
+    Completion,
+    EngineStats,
+    Request,
+    RolloutBatch,
+    RolloutError,
+    Row,
+    Trajectory,
+)
 
 Domain = Literal["rollout", "control", "evaluation"]
 
@@ -23,14 +32,14 @@ class Planned:
     """One row before the engine."""
 
     row: Row
-    slot: int
+    sample_index: int
     visit: int
     """How often its prompt was rolled out before."""
     generation: int
     """The visit whose noise it draws: an earlier one where it is replayed."""
     key: int
     old: Trajectory | None
-    """The stored response of its slot."""
+    """The stored response of its sample."""
 
     def unchanged(self, completion: Completion) -> bool:
         """Whether the response is that one, token for token."""
@@ -75,7 +84,7 @@ class SpeculativeRollout:
         *,
         visit: int | Sequence[int],
         step: int,
-        slots: Sequence[int] | None = None,
+        sample_indices: Sequence[int] | None = None,
         domain: Domain = "rollout",
     ) -> RolloutBatch:
         """One response per row; `store` keeps them for the next visit.
@@ -84,16 +93,16 @@ class SpeculativeRollout:
             visit: how often each row's prompt was rolled out before, in this domain: one number for all, or one a row.
                 `Visits` counts; epoch-wise training that leaves no prompt out may give the epoch.
             step: trainer step, recorded with the trajectories.
-            slots: place of each row in its prompt's group; by default the occurrence within `rows`.
+            sample_indices: place of each row in its prompt's group; by default the occurrence within `rows`.
             domain: whose noise is drawn: that of training rows, of control rows or of evaluation. No domain's noise
                 occurs in another, and only training replays.
 
         Raises:
-            RolloutError: a row of the same prompt, slot and visit is there twice, so both would be the same response.
+            RolloutError: a row of the same prompt, sample and visit is there twice, so both would be the same response.
         """
         began, ahead, ahead_s = time.perf_counter(), [], 0.0
         visits = [visit] * len(rows) if isinstance(visit, int) else visit
-        planned = self._plan(rows, slots, visits, domain)
+        planned = self._plan(rows, sample_indices, visits, domain)
         if turn := domain == "rollout" and self.runs_ahead:
             ahead_s = self._take()
             ahead = [self._ahead.get(p.key) for p in planned]
@@ -106,7 +115,7 @@ class SpeculativeRollout:
         self._reused = sum(sum(c.reused) for c in completions) / max(1, sum(len(c.tokens) for c in completions))
         return RolloutBatch(
             completions,
-            slots=[p.slot for p in planned],
+            sample_indices=[p.sample_index for p in planned],
             keys=[p.key for p in planned],
             ages=[p.old and step - p.old.step for p in planned],
             replayed=[p.generation < p.visit for p in planned],
@@ -126,8 +135,8 @@ class SpeculativeRollout:
         """Why nothing is rolled out ahead; empty where it is."""
         if self.config.ahead == "off":
             return "rollout.ahead=off"
-        if self.config.law != "exact":
-            return f"it needs rollout.law=exact, not {self.config.law}"
+        if self.config.acceptance != "exact":
+            return f"it needs rollout.acceptance=exact, not {self.config.acceptance}"
         if not isinstance(self.engine, WorksAhead):
             return "it needs rollout workers, cluster.num_workers is 0"
         return self.engine.not_ahead
@@ -137,14 +146,14 @@ class SpeculativeRollout:
         """Whether announced rows are rolled out ahead."""
         return not self.not_ahead
 
-    def announce(self, rows: Sequence[Row], *, visit: Sequence[int], slots: Sequence[int]) -> None:
-        """The rows that the `generate` after the next one is expected to ask for, with its visits and slots.
+    def announce(self, rows: Sequence[Row], *, visit: Sequence[int], sample_indices: Sequence[int]) -> None:
+        """The rows that the `generate` after the next one is expected to ask for, with its visits and samples.
 
         Workers begin them once the next `generate` leaves them nothing to do. A wrong guess costs time only.
         """
         self._announced = []
         if rows and self.runs_ahead:
-            self._announced = self._plan(rows, slots, visit, "rollout")
+            self._announced = self._plan(rows, sample_indices, visit, "rollout")
 
     def _take(self) -> float:
         """Ends what runs ahead and keeps what there is of it; the worker seconds that it took."""
@@ -163,18 +172,18 @@ class SpeculativeRollout:
     # From rows to requests ---------------------------------------------------------------------------------------
 
     def _plan(
-        self, rows: Sequence[Row], slots: Sequence[int] | None, visits: Sequence[int], domain: Domain
+        self, rows: Sequence[Row], sample_indices: Sequence[int] | None, visits: Sequence[int], domain: Domain
     ) -> list[Planned]:
         """Whose noise each row draws, and what is stored of it."""
         share = self.config.replay if domain == "rollout" else 0.0
-        slots = occurrences(row.example_id for row in rows) if slots is None else slots
-        _check_keys(rows, slots, visits)
+        sample_indices = occurrences(row.example_id for row in rows) if sample_indices is None else sample_indices
+        _check_keys(rows, sample_indices, visits)
         planned = []
-        for row, slot, seen in zip(rows, slots, visits, strict=True):
-            drawn = generation(self.seed, row.example_id, slot, seen, share)
-            key = derive_key(self.seed, row.example_id, slot, drawn, domain)
-            old = None if self.cache is None else self.cache.get(row.example_id, slot)
-            planned.append(Planned(row, slot, seen, drawn, key, old))
+        for row, sample_index, seen in zip(rows, sample_indices, visits, strict=True):
+            drawn = generation(self.seed, row.example_id, sample_index, seen, share)
+            key = derive_key(self.seed, row.example_id, sample_index, drawn, domain)
+            old = None if self.cache is None else self.cache.get(row.example_id, sample_index)
+            planned.append(Planned(row, sample_index, seen, drawn, key, old))
         return planned
 
     def plain(self, rows: Sequence[Row], keys: Sequence[int]) -> RolloutBatch:
@@ -185,8 +194,8 @@ class SpeculativeRollout:
         completions, stats = self.engine.generate(requests)
         n = len(rows)
         took = time.perf_counter() - began
-        slots = occurrences(row.example_id for row in rows)
-        return RolloutBatch(completions, slots, list(keys), [None] * n, [False] * n, stats=stats, total_s=took)
+        sample_indices = occurrences(row.example_id for row in rows)
+        return RolloutBatch(completions, sample_indices, list(keys), [None] * n, [False] * n, stats=stats, total_s=took)
 
     def store(
         self, rows: Sequence[Row], batch: RolloutBatch, *, step: int, rewards: Sequence[float | None] | None = None
@@ -198,11 +207,13 @@ class SpeculativeRollout:
             self.cache.put_many(self.entries(rows, batch, step=step, rewards=rewards))
 
     def entries(self, rows, batch: RolloutBatch, *, step: int, rewards=None) -> list[tuple[str, int, Trajectory]]:
-        """The batch as cache entries (example id, slot, trajectory); processes of one job exchange these."""
+        """The batch as cache entries (example id, sample index, trajectory); processes of one job exchange these."""
         rewards = rewards if rewards is not None else [None] * len(rows)
         return [
             (r.example_id, s, Trajectory(c.tokens, k, c.finish, c.version, step, reward, self._laws(c)))
-            for r, s, k, c, reward in zip(rows, batch.slots, batch.keys, batch.completions, rewards, strict=True)
+            for r, s, k, c, reward in zip(
+                rows, batch.sample_indices, batch.keys, batch.completions, rewards, strict=True
+            )
             if not c.failure
         ]
 
@@ -212,7 +223,7 @@ class SpeculativeRollout:
         The published method stores those of the policy that verified the text, reused tokens included. What a judge
         let stand keeps the log-prob of the law that drew it, however often it has stood.
         """
-        return {"lenient": c.logprobs, "judged": c.behaviour_logprobs}.get(self.config.law)
+        return {"lenient": c.logprobs, "judged": c.behaviour_logprobs}.get(self.config.acceptance)
 
     def _requests(self, planned: Sequence[Planned]) -> list[Request]:
         """What the engine is asked for; the drafters of a prompt's rows share its stored texts."""
@@ -226,7 +237,7 @@ class SpeculativeRollout:
 
     def _request(self, planned: Planned, stored: list[Trajectory], texts: PromptTexts | None) -> Request:
         """Args: stored: of the prompt, newest first; texts: the same for its drafters to share."""
-        row, old, law = planned.row, planned.old, self.config.law
+        row, old, law = planned.row, planned.old, self.config.acceptance
         request = Request(row.prompt, planned.key, self.config.max_new_tokens, plain=law == "off")
         ahead = self._ahead.get(planned.key)
         if known := [old] if old else stored:
@@ -234,7 +245,7 @@ class SpeculativeRollout:
             request.expected_tokens = 1 + round(length * (1 - self._reused))
         if ahead and ahead.finish:
             request.expected_tokens = 1
-        if law == "lenient":  # the published method: the slot's own text, once
+        if law == "lenient":  # the published method: the sample's own text, once
             if old is not None and old.logprobs is not None:
                 request.drafter = SuffixDrafter(PromptTexts(sources=("prefix",)), old.tokens)
                 request.draft_logprobs, request.draft_version = old.logprobs, old.version
@@ -244,17 +255,17 @@ class SpeculativeRollout:
         return request
 
 
-def _check_keys(rows: Sequence[Row], slots: Sequence[int], visits: Sequence[int]) -> None:
+def _check_keys(rows: Sequence[Row], sample_indices: Sequence[int], visits: Sequence[int]) -> None:
     """Equal keys draw equal responses, which a trainer would take for independent ones."""
     drawn: set[tuple[str, int]] = set()
-    for row, slot, visit in zip(rows, slots, visits, strict=True):
+    for row, sample_index, visit in zip(rows, sample_indices, visits, strict=True):
         if type(visit) is not int or visit < 0:
             raise RolloutError(
                 f"visit={visit!r} of example {row.example_id!r}: expected how often it was rolled out, 0 or more"
             )
-        if (row.example_id, slot) in drawn:
+        if (row.example_id, sample_index) in drawn:
             raise RolloutError(
-                f"example {row.example_id!r} has slot {slot} twice in one batch, and both rows would be the same "
-                "response. Number a prompt's rows from 0, or leave `slots` out"
+                f"example {row.example_id!r} has sample_index={sample_index} twice in one batch, and both rows would "
+                "be the same response. Number a prompt's rows from 0, or leave `sample_indices` out"
             )
-        drawn.add((row.example_id, slot))
+        drawn.add((row.example_id, sample_index))

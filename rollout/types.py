@@ -21,7 +21,7 @@ class CacheError(RolloutError):
 
 @dataclass(frozen=True, slots=True)
 class Trajectory:
-    """One finished response of one slot, as stored for the next epoch.
+    """One finished response of one sample, as stored for the next epoch.
 
     Example: Trajectory(tokens=(52, 17, 1), key=0x1f2e..., finish="stop", version=12, step=12, reward=1.0)
     """
@@ -83,7 +83,7 @@ class Request:
     drafter: Drafter | None = None
     """None has no old text; an engine with a draft model may still draft."""
     draft_logprobs: Sequence[float] | None = None
-    """Stored log-probs of the slot's old text (`Trajectory.logprobs`), by response position; needed by the `lenient`
+    """Stored log-probs of the sample's old text (`Trajectory.logprobs`), by response position; needed by the `lenient`
     rule, whose first proposal it is, and by judges; ignored by `exact`."""
     draft_version: int | None = None
     """Weight version that drew the first proposal; provenance of what the `lenient` rule reuses."""
@@ -214,7 +214,7 @@ class RolloutBatch:
     """The result of one rollout stage: completions in the order of the rows, and what they cost."""
 
     completions: list[Completion]
-    slots: list[int]
+    sample_indices: list[int]
     keys: list[int]
     ages: list[int | None]
     """Trainer steps since the draft was written, None for rows without a stored trajectory."""
@@ -245,7 +245,7 @@ class RolloutBatch:
 
     def select(self, rows: Sequence[int]) -> RolloutBatch:
         """Some of the rows, in the given order, without what the batch cost."""
-        columns = ("completions", "slots", "keys", "ages", "replayed", "visits", "unchanged", "ahead")
+        columns = ("completions", "sample_indices", "keys", "ages", "replayed", "visits", "unchanged", "ahead")
         whole = {name: getattr(self, name) for name in columns}
         return RolloutBatch(**{name: [column[row] for row in rows] if column else [] for name, column in whole.items()})
 

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from operator import eq
 from typing import TYPE_CHECKING
 
-from rollout.drafting.draft import Draft
+from specrl.rollout.drafting.draft import Draft
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
 @dataclass(slots=True)
-class Drawn:
+class TargetSamples:
     """What one pass says about the tokens that a row fed: lists with one entry per token, for the token after it."""
 
     at: int
@@ -37,7 +37,7 @@ class Drawn:
 
 
 @dataclass(slots=True)
-class Stood:
+class Accepted:
     """What a row emits after a pass, before EOS and cap cut it. Sequences of one length."""
 
     tokens: Sequence[int]
@@ -51,16 +51,16 @@ class Stood:
     """What was drawn after these, behind draft tokens that did not stand: guesses, by the row's own noise."""
 
 
-Rule = Callable[[int, Draft, Drawn], Stood]
+AcceptanceRule = Callable[[int, Draft, TargetSamples], Accepted]
 """Decides what stands of a row's draft, given the row's noise key."""
 
 
-def exact(key: int, draft: Draft, drawn: Drawn) -> Stood:
+def exact(key: int, draft: Draft, drawn: TargetSamples) -> Accepted:
     """The draws up to the first that differs from the draft, that one included."""
     n = accept_exact(drawn.draws, draft.tokens)
     logprobs = drawn.logprobs[: n + 1]
     behind = drawn.draws[n + 1 :] if n < len(draft.tokens) else ()
-    return Stood(drawn.draws[: n + 1], logprobs, logprobs, n, behind)
+    return Accepted(drawn.draws[: n + 1], logprobs, logprobs, n, behind)
 
 
 def accept_exact(draws: Sequence[int], draft: Sequence[int]) -> int:

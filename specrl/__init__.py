@@ -2,31 +2,23 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from importlib import import_module
 from typing import Any
 
-from specrl.run.packages import mixed_roots, package_directories
-
 # trl looks for vLLM's version whenever it is imported, although nothing of ours uses vLLM through it.
 warnings.filterwarnings("ignore", message="TRL currently supports vLLM")
 
-# While Python looks for the module of `python -m`, argv[0] is "-m". This must be said before a stranger is imported.
-if sys.argv[:1] == ["-m"] and "specrl.env" not in sys.orig_argv and (mixed := mixed_roots(package_directories())):
-    print(f"error: {mixed}", file=sys.stderr)
-    raise SystemExit(2)
-
 _HOMES = {
     "Config": "specrl.config.schema",
-    "EngineSpec": "rollout.engines.base",
-    "Fingerprint": "rollout.cache.memory",
-    "ReuseRollouts": "trainers.grpo.hook",
-    "RolloutConfig": "rollout.config",
-    "Row": "rollout.types",
-    "SpeculativeRollout": "rollout.speculative",
-    "TrajectoryCache": "rollout.cache.memory",
-    "build_engine": "rollout.build",
+    "EngineSpec": "specrl.rollout.engines.base",
+    "Fingerprint": "specrl.rollout.cache.memory",
+    "ReuseRollouts": "specrl.trainers.grpo.hook",
+    "RolloutConfig": "specrl.rollout.config",
+    "Row": "specrl.rollout.types",
+    "SpeculativeRollout": "specrl.rollout.speculative",
+    "TrajectoryCache": "specrl.rollout.cache.memory",
+    "build_engine": "specrl.rollout.build",
 }
 __all__ = list(_HOMES)
 

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from rollout.checks import suggestion
-from rollout.types import CacheError
 from specrl.config.load import RUN_ERROR, USAGE_ERROR, run
 from specrl.config.options import ConfigError
 from specrl.results.records import find_run, run_option
+from specrl.rollout.checks import suggestion
+from specrl.rollout.types import CacheError
 
 USAGE = "usage: python -m specrl.cache verify|info run=DIR"
 
@@ -25,14 +25,14 @@ class CacheOptions:
 def verify(directory: Path) -> int:
     """Checks the whole file; prints what is bad and returns RUN_ERROR when anything is. Changes nothing on disk."""
     # Lazy, like all heavy imports of entry points: help=true answers at once.
-    from rollout.cache.reading import read_snapshot
-    from rollout.cache.record import complaint, unpack
+    from specrl.rollout.cache.reading import read_snapshot
+    from specrl.rollout.cache.record import complaint, unpack
 
     complaints = []
     header, entries = read_snapshot(directory)
-    for example_id, slot, blob in entries:
-        if reason := complaint(slot, unpack(blob), header.vocab_size, header.eos_ids):
-            complaints.append(f"example {example_id!r}, slot {slot}: {reason}")
+    for example_id, sample_index, blob in entries:
+        if reason := complaint(sample_index, unpack(blob), header.vocab_size, header.eos_ids):
+            complaints.append(f"example {example_id!r}, sample_index {sample_index}: {reason}")
     for line in complaints:
         print(line)
     print(f"{header.rows} entries: {header.rows - len(complaints)} good, {len(complaints)} malformed")
@@ -43,9 +43,9 @@ def verify(directory: Path) -> int:
 
 def info(directory: Path) -> int:
     """Prints what a snapshot holds."""
-    from rollout.cache.disk import FORMAT, SNAPSHOT
-    from rollout.cache.reading import read_snapshot
-    from rollout.cache.record import unpack
+    from specrl.rollout.cache.disk import FORMAT, SNAPSHOT
+    from specrl.rollout.cache.reading import read_snapshot
+    from specrl.rollout.cache.record import unpack
 
     header, entries = read_snapshot(directory)
     found = [(example_id, unpack(blob)) for example_id, _, blob in entries]
@@ -64,7 +64,7 @@ def info(directory: Path) -> int:
         "with log-probs": sum(t.logprobs is not None for t in trajectories),
         "vocabulary": f"{header.vocab_size} ids, EOS {list(header.eos_ids)}",
         **{f"identity {key}": value for key, value in header.fingerprint.identity.items()},
-        **{f"law {key}": value for key, value in header.fingerprint.law.items()},
+        **{f"sampling {key}": value for key, value in header.fingerprint.sampling.items()},
     }
     for name, value in lines.items():
         print(f"{name:18}  {value}")
@@ -75,7 +75,7 @@ COMMANDS = {"verify": verify, "info": info}
 
 
 def _checked(command: Callable[[Path], int], options: CacheOptions) -> int:
-    from rollout.cache.disk import SNAPSHOT
+    from specrl.rollout.cache.disk import SNAPSHOT
 
     if not options.run:
         raise ConfigError(f"run is missing. {USAGE}")

@@ -17,16 +17,16 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from rollout.config import RolloutConfig
-from rollout.sections import doc
 from specrl.config import load as cli
 from specrl.config.options import ConfigError
 from specrl.config.schema import Config, DatasetConfig
+from specrl.rollout.config import RolloutConfig
+from specrl.rollout.sections import doc
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from trainers.cotraining.texts import Text
+    from specrl.trainers.cotraining.texts import Text
 
 SAMPLED_TOGETHER = 256  # responses, between two lines of progress
 DEFAULTS = {"model": (700, 3e-3), "head": (1000, 5e-3)}  # steps and learning rate that serve the embedded policy
@@ -90,7 +90,7 @@ def main(options: DrafterOptions) -> int:
             f"kind=head has one layer and no rounded weights, not layers={options.layers} and bits={options.bits}. "
             "Leave both out, or take kind=model."
         )
-    rollout = RolloutConfig(law="off", max_new_tokens=options.max_new_tokens)
+    rollout = RolloutConfig(acceptance="off", max_new_tokens=options.max_new_tokens)
     held_out = max(16, options.prompts // 16)
     dataset = DatasetConfig(train_size=options.prompts, test_size=held_out, level=options.level)
     config = Config(model=options.model, data=options.data, device=options.device, dataset=dataset, rollout=rollout)
@@ -118,7 +118,7 @@ def fresh(policy: PreTrainedModel, options: DrafterOptions) -> PreTrainedModel:
     """The drafter before it has learned anything."""
     if options.kind == "model":
         return shortened(policy, options.layers)
-    from rollout.engines.local.head import Head
+    from specrl.rollout.engines.local.head import Head
 
     return Head.of(policy)
 
@@ -150,16 +150,16 @@ def sample(
     policy: PreTrainedModel, eos_ids: frozenset[int], prompts: Sequence[Sequence[int]], options: DrafterOptions
 ) -> tuple[list[Text], list[int]]:
     """One response of the policy to each prompt, at temperature 1, and the keys that drew them. Prints its progress."""
-    from rollout.engines.base import Sampling
-    from rollout.engines.local.engine import TransformersEngine
-    from rollout.keys import derive_key
-    from rollout.types import Request
-    from trainers.cotraining.texts import Text
+    from specrl.rollout.engines.base import SamplingParams
+    from specrl.rollout.engines.local.engine import TransformersEngine
+    from specrl.rollout.keys import derive_key
+    from specrl.rollout.types import Request
+    from specrl.trainers.cotraining.texts import Text
 
     keys = [derive_key(options.seed, "drafter", i, 0) for i in range(len(prompts))]
     requests = [Request(p, key, options.max_new_tokens) for p, key in zip(prompts, keys, strict=True)]
     print(f"sampling {len(requests)} responses of at most {options.max_new_tokens} tokens", flush=True)
-    engine, done, began = TransformersEngine(policy, Sampling(eos_ids)), [], time.perf_counter()
+    engine, done, began = TransformersEngine(policy, SamplingParams(eos_ids)), [], time.perf_counter()
     while len(done) < len(requests):
         done += engine.generate(requests[len(done) : len(done) + SAMPLED_TOGETHER])[0]
         print(f"{len(done)}/{len(requests)} responses after {time.perf_counter() - began:.0f} s", flush=True)
@@ -189,8 +189,8 @@ def _fit(
     import torch
     from torch.optim.lr_scheduler import OneCycleLR
 
-    from trainers.cotraining import distil as recipe
-    from trainers.cotraining.texts import read
+    from specrl.trainers.cotraining import distil as recipe
+    from specrl.trainers.cotraining.texts import read
 
     seen: dict[int, recipe.Batch] = {}  # with the policy's hidden states: far smaller than its logits
     optimizer = torch.optim.AdamW(student.parameters(), options.learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
@@ -234,9 +234,9 @@ def agreement(
     """How often the student's draws are the policy's tokens. Args: keys: that the policy drew the texts with."""
     import torch
 
-    from rollout.noise import keyed_draw
-    from trainers.cotraining import distil as recipe
-    from trainers.cotraining.texts import read
+    from specrl.rollout.noise import keyed_draw
+    from specrl.trainers.cotraining import distil as recipe
+    from specrl.trainers.cotraining.texts import read
 
     keyed = independent = overlap = total = 0.0
     for text, key in zip(texts, keys, strict=True):

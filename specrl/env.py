@@ -15,8 +15,7 @@ import sys
 from hashlib import blake2b
 from pathlib import Path
 
-from specrl.run.machine import SUPPORTED, gpus, installed, usable
-from specrl.run.packages import anonymous, mixed_roots, package_directories
+from specrl.run.machine import SUPPORTED, anonymous, gpus, installed, usable
 
 OPTIONAL = {"vllm", "ray"}
 SHOWN = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "GOMP_SPINCOUNT", "CUDA_VISIBLE_DEVICES", "HF_HUB_OFFLINE", "WORLD_SIZE")
@@ -30,12 +29,9 @@ def report(run: str = "") -> str:
     lines = ["specrl environment", ""]
     lines += [f"{name:14}{text}" for name, text in _versions()]
     lines += ["", *[f"{name:14}{text}" for name, text in _machine()]]
-    directories = package_directories()
-    lines += ["", *[f"{name:14}{anonymous(str(path or 'not found'))}" for name, path in directories.items()]]
+    lines += ["", f"{'imported from':14}{anonymous(str(Path(__file__).parent))}"]
     if run:
         lines += ["", f"{'run':14}{anonymous(run)}", f"{'config.yaml':14}{_digest(Path(run) / 'config.yaml')}"]
-    if warning := mixed_roots(directories):
-        lines += ["", f"warning: {warning}"]
     return "\n".join(lines)
 
 

@@ -11,17 +11,17 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from rollout.sections import doc
-from rollout.types import RolloutError
 from specrl.config import load as cli
 from specrl.config.options import ConfigError
 from specrl.config.schema import Config
 from specrl.results.records import find_run, run_option
+from specrl.rollout.sections import doc
+from specrl.rollout.types import RolloutError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from rollout.engines.base import Engine
+    from specrl.rollout.engines.base import Engine
 
 
 @dataclass
@@ -38,8 +38,8 @@ class EvaluateConfig(Config):
 @contextmanager
 def serving(config: Config) -> Iterator[tuple[Engine, PreTrainedTokenizerBase]]:
     """The engine of a command that trains nothing, and the policy's tokenizer."""
-    from rollout.build import build_engine
     from specrl.lossy.routing import step_scorer
+    from specrl.rollout.build import build_engine
     from specrl.run.policy import engine_spec, load_policy
 
     model, tokenizer, eos_ids = load_policy(config)
@@ -52,7 +52,7 @@ def serving(config: Config) -> Iterator[tuple[Engine, PreTrainedTokenizerBase]]:
 
 
 def main(config: EvaluateConfig) -> int:
-    from reward.loading import load_rewards
+    from specrl.reward.loading import load_rewards
     from specrl.run import preflight
     from specrl.run.accuracy import evaluate
 

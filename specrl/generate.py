@@ -1,7 +1,7 @@
 """Responses to a few prompts: `python -m specrl.generate run=DIR|config=NAME [prompt=TEXT] [model=PATH]`.
 
 With run=DIR they are those of the trained model of that run, under the run's config.
-With `rollout.law=judged` or `routed` the text that the draft model wrote is printed dim, the policy's bright.
+With `rollout.acceptance=judged` or `routed` the text that the draft model wrote is printed dim, the policy's bright.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from rollout.sections import doc
 from specrl.config import load as cli
 from specrl.config.schema import Config
 from specrl.evaluate import of_run
 from specrl.results.records import run_option
+from specrl.rollout.sections import doc
 
 
 @dataclass

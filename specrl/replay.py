@@ -1,7 +1,7 @@
 """What speculation would save on stored text: passes and tokens, counted without a model.
 
     python -m specrl.replay run=DIR                  # a finished run: its trajectories, else its completions
-    python -m specrl.replay data=PATH [model=NAME]   # .parquet or .jsonl: example_id, slot, step, tokens or completion
+    python -m specrl.replay data=PATH [model=NAME]   # .parquet or .jsonl with example_id, sample_index, step, tokens
 
 Every text of a later epoch is emitted again under the exact rule, with the earlier texts of its prompt as drafts, and
 what the other rows of the prompt emit meanwhile. The later text plays the sampler's draws, which is what the rule makes
@@ -25,14 +25,14 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from rollout.drafting.budget import Budget
-from rollout.drafting.suffix import PromptTexts, SuffixDrafter, propose
-from rollout.sections import SOURCES, doc
 from specrl.config.load import load_saved, run
 from specrl.config.options import ConfigError
 from specrl.config.schema import Config
 from specrl.results import tables
 from specrl.results.records import find_run, run_option
+from specrl.rollout.drafting.budget import Budget
+from specrl.rollout.drafting.suffix import PromptTexts, SuffixDrafter, propose
+from specrl.rollout.sections import SOURCES, doc
 from specrl.run.sources import parse
 
 WINDOWS = (0, 8, 16, 32, 64)
@@ -40,13 +40,15 @@ WINDOWS = (0, 8, 16, 32, 64)
 SUFFIXES = (".parquet", ".jsonl")
 HEADER = "Passes and tokens, counted on stored text under the exact rule.\nSeconds need: python -m specrl.bench"
 COLUMNS = ("window", "passes", "slowest", "tokens/pass", "drafted", "accepted", "rate", "reused")
-NEEDED = "Needed are example_id, slot, step, and tokens (a list of ids) or completion (text)."
+NEEDED = "Needed are example_id, sample_index, step, and tokens (a list of ids) or completion (text)."
 
 
 @dataclass
 class ReplayOptions:
     run: str = run_option("run directory, or the name of a run in outputs")
-    data: str = doc("", "file or directory of .parquet or .jsonl with example_id, slot, step, and tokens or completion")
+    data: str = doc(
+        "", "file or directory of .parquet or .jsonl with example_id, sample_index, step, and tokens or completion"
+    )
     model: str = doc("", "whose tokenizer reads text stored without token ids; empty takes the run's, else tiny")
     sources: list[str] = field(
         default_factory=lambda: [*SOURCES], metadata={"help": "texts to draft from, as in rollout.sources"}
@@ -58,7 +60,7 @@ class Text(NamedTuple):
     """One stored response."""
 
     example_id: str
-    slot: int
+    sample_index: int
     step: int
     tokens: tuple[int, ...]
     capped: bool = False
@@ -74,15 +76,15 @@ class Counts(NamedTuple):
 
 
 class Visit(NamedTuple):
-    """The texts of one prompt in one step, by slot, where it has earlier ones."""
+    """The texts of one prompt in one step, by sample, where it has earlier ones."""
 
     texts: tuple[Text, ...]
     stored: tuple[Text, ...]
-    """The last text of each slot before that step, newest step first, then by slot."""
+    """The last text of each sample before that step, newest step first, then by sample."""
 
     def old(self, text: Text) -> Text | None:
-        """The earlier text of the slot."""
-        return next((old for old in self.stored if old.slot == text.slot), None)
+        """The earlier text of the sample."""
+        return next((old for old in self.stored if old.sample_index == text.sample_index), None)
 
 
 def count(visit: Visit, window: int, sources: Collection[str], records: Budget | None = None) -> list[Counts]:
@@ -92,7 +94,7 @@ def count(visit: Visit, window: int, sources: Collection[str], records: Budget |
 
     Args: records: what became of drafts, by which texts are chosen; goes on with these.
     """
-    from rollout.verify import accept_exact  # lazy: it needs torch
+    from specrl.rollout.verify import accept_exact  # lazy: it needs torch
 
     records = records or Budget()
     texts = PromptTexts([old.tokens for old in visit.stored], sources)
@@ -131,12 +133,12 @@ def _counted(visits: Iterable[Visit], window: int, sources: Collection[str]) -> 
 def revisits(texts: Iterable[Text]) -> Iterator[Visit]:
     """Every visit that could have been drafted, step by step."""
     stored: dict[str, dict[int, Text]] = defaultdict(dict)
-    ordered = sorted(texts, key=attrgetter("step", "example_id", "slot"))
+    ordered = sorted(texts, key=attrgetter("step", "example_id", "sample_index"))
     for (_, example), found in groupby(ordered, key=attrgetter("step", "example_id")):
         new, old = tuple(found), stored[example]
         if old:
-            yield Visit(new, tuple(sorted(old.values(), key=lambda text: (-text.step, text.slot))))
-        old.update((text.slot, text) for text in new)
+            yield Visit(new, tuple(sorted(old.values(), key=lambda text: (-text.step, text.sample_index))))
+        old.update((text.sample_index, text) for text in new)
 
 
 def summarise(
@@ -178,16 +180,18 @@ def _line(counts: Sequence[Counts], tokens: int) -> dict[str, Any]:
 
 def read_run(directory: Path, model: str = "") -> list[Text]:
     """The texts of a run: what its checkpoints' and final trajectories tell of several steps, else its completions."""
-    from rollout.cache.disk import SNAPSHOT
-    from rollout.cache.reading import read_snapshot
-    from rollout.cache.record import unpack
+    from specrl.rollout.cache.disk import SNAPSHOT
+    from specrl.rollout.cache.reading import read_snapshot
+    from specrl.rollout.cache.record import unpack
 
     texts: dict[tuple[str, int, int], Text] = {}
     for place in (*directory.glob("checkpoints/checkpoint-*/trajectories"), directory / "trajectories"):
         if (place / SNAPSHOT).is_file():
-            for example_id, slot, blob in read_snapshot(place)[1]:
+            for example_id, sample_index, blob in read_snapshot(place)[1]:
                 t = unpack(blob)
-                texts[example_id, slot, t.step] = Text(example_id, slot, t.step, t.tokens, t.finish == "length")
+                texts[example_id, sample_index, t.step] = Text(
+                    example_id, sample_index, t.step, t.tokens, t.finish == "length"
+                )
     if any(revisits(texts.values())) or not any((directory / "completions").glob("step_*.parquet")):
         return list(texts.values())
     config = load_saved(directory)
@@ -216,7 +220,9 @@ def read_files(path: Path, model: str = "") -> list[Text]:
                     tokenizer = tokenizer or load_tokenizer(Config(model=model or "tiny"))
                     end = [] if capped or tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
                     tokens = tokenizer(row["completion"], add_special_tokens=False)["input_ids"] + end
-                texts.append(Text(str(row["example_id"]), int(row["slot"]), step, tuple(map(int, tokens)), capped))
+                texts.append(
+                    Text(str(row["example_id"]), int(row["sample_index"]), step, tuple(map(int, tokens)), capped)
+                )
             except (KeyError, TypeError, ValueError) as error:
                 raise ConfigError(f"{place}: {type(error).__name__} {error}. {NEEDED}") from error
     return texts

@@ -10,16 +10,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from rollout.sections import doc
 from specrl.config.load import run as run_command
 from specrl.config.options import ConfigError
 from specrl.results.records import run_option
+from specrl.rollout.sections import doc
 
 
 @dataclass
 class ReportOptions:
     run: str = run_option("run directory, or the name of a run in outputs")
-    baseline: str = doc("", "run directory of the same experiment with rollout.law=off")
+    baseline: str = doc("", "run directory of the same experiment with rollout.acceptance=off")
     runs: list[str] = field(default_factory=list, metadata={"help": "two or more runs to compare, instead of run"})
     plots: bool = doc(True, "draw the picture when matplotlib is installed")
 

@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rollout.cache.memory import Fingerprint, TrajectoryCache
-from rollout.engines.vllm.wire import KeyedRequest
-from rollout.keys import derive_key
-from rollout.types import RolloutError, Trajectory
+from specrl.rollout.cache.memory import Fingerprint, TrajectoryCache
+from specrl.rollout.engines.vllm.wire import KeyedRequest
+from specrl.rollout.keys import derive_key
+from specrl.rollout.types import RolloutError, Trajectory
 
 _TEXTS = 8  # earlier responses that travel with a request
 _ANY_ID = 1 << 31  # the server leaves out ids that its model does not have
@@ -25,7 +25,7 @@ class Ticket:
     """One response that was asked for."""
 
     example_id: str
-    slot: int
+    sample_index: int
     visit: int
     turn: int
     """Of its conversation; 0 is the first."""
@@ -39,12 +39,12 @@ class Ticket:
 class ReuseSession:
     """Keys and drafts of a training run, for servers that serve keyed requests (rollout/engines/vllm/served.py).
 
-    A prompt is known by its token ids. The key of a response is a hash of (seed, prompt, slot, visit): every slot and
-    every visit draws with fresh noise, and what is stored decides about time only. A later turn of a conversation is
-    known by the prompt of the first turn and its own number, as its prompt holds responses that differ from visit to
-    visit: so it finds the old texts of that turn, and has a key of its own.
+    A prompt is known by its token ids. The key of a response is a hash of (seed, prompt, sample index, visit): every
+    sample and every visit draws with fresh noise, and what is stored decides about time only. A later turn
+    of a conversation is known by the prompt of the first turn and its own number, as its prompt
+    holds responses that differ from visit to visit: so it finds the old texts of that turn, and has a key of its own.
 
-        ticket = session.request(prompt_ids, visit=step, slot=3)
+        ticket = session.request(prompt_ids, visit=step, sample_index=3)
         params = SamplingParams(..., extra_args=ticket.add_to(None))
         ...                                             # the server answers with `tokens`
         session.finish(ticket, tokens)
@@ -60,45 +60,50 @@ class ReuseSession:
         self.seed, self.group_size = seed, group_size
         self.cache = TrajectoryCache(Fingerprint(), _ANY_ID, max_mb=max_mb)
         self._taken: dict[str, tuple[int, set[int]]] = {}
-        """By prompt: its latest visit, and the slots given out at it."""
+        """By prompt: its latest visit, and the samples given out at it."""
         self._asked: Counter[str] = Counter()
 
     def request(
-        self, prompt: Sequence[int], *, visit: int | None = None, slot: int = 0, after: Ticket | None = None
+        self, prompt: Sequence[int], *, visit: int | None = None, sample_index: int = 0, after: Ticket | None = None
     ) -> Ticket:
         """How the next response to `prompt` is drawn, and what it may draft from.
 
         Args:
             visit: a number that differs from visit to visit, such as the trainer's step. None counts the requests of
                 the prompt: every `group_size` of them are a visit.
-            slot: place in the prompt's group. If it is given out already, as when a prompt occurs twice in a batch, the
-                next free one is taken.
-            after: the conversation's last request, whose visit and slot this one has.
+            sample_index: place in the prompt's group. If it is given out already, as when a prompt occurs twice in a
+                batch, the next free one is taken.
+            after: the conversation's last request, whose visit and sample this one has.
         """
         if after:
-            example_id, slot, visit, turn = after.example_id, after.slot, after.visit, after.turn + 1
+            example_id, sample_index, visit, turn = after.example_id, after.sample_index, after.visit, after.turn + 1
         else:
-            example_id, slot, visit, turn = *self._begin([int(token) for token in prompt], visit, slot), 0
+            example_id, sample_index, visit, turn = (
+                *self._begin([int(token) for token in prompt], visit, sample_index),
+                0,
+            )
         group = f"{example_id}/{turn}" if turn else example_id
-        own, others = self.cache.get(group, slot), self.cache.siblings(group, but=slot)
+        own, others = self.cache.get(group, sample_index), self.cache.siblings(group, but=sample_index)
         texts = tuple(t.tokens for t in [*([own] if own else []), *others][:_TEXTS])
-        keyed = KeyedRequest(derive_key(self.seed, group, slot, visit), len(prompt), group, texts, own=0 if own else -1)
-        return Ticket(example_id, slot, visit, turn, keyed)
+        keyed = KeyedRequest(
+            derive_key(self.seed, group, sample_index, visit), len(prompt), group, texts, own=0 if own else -1
+        )
+        return Ticket(example_id, sample_index, visit, turn, keyed)
 
     def finish(self, ticket: Ticket, tokens: Sequence[int]) -> None:
         """Keeps a response, or what there is of one, for the prompt's next visit."""
         if len(tokens):  # an aborted request may have none
             kept = Trajectory(tuple(tokens), ticket.request.key, "length", version=ticket.visit, step=ticket.visit)
-            self.cache.merge([(ticket.request.group, ticket.slot, kept)])
+            self.cache.merge([(ticket.request.group, ticket.sample_index, kept)])
 
-    def _begin(self, prompt: list[int], visit: int | None, slot: int) -> tuple[str, int, int]:
-        """Example id, slot and visit of a conversation that begins with `prompt`."""
+    def _begin(self, prompt: list[int], visit: int | None, sample_index: int) -> tuple[str, int, int]:
+        """Example id, sample and visit of a conversation that begins with `prompt`."""
         example_id = hashlib.blake2b(repr(prompt).encode(), digest_size=16).hexdigest()
         if visit is None:
-            visit, slot = self._count(example_id)
+            visit, sample_index = self._count(example_id)
         else:
-            slot = self._free(example_id, visit, slot)
-        return example_id, slot, visit
+            sample_index = self._free(example_id, visit, sample_index)
+        return example_id, sample_index, visit
 
     def _count(self, example_id: str) -> tuple[int, int]:
         if self.group_size < 1:
@@ -109,12 +114,12 @@ class ReuseSession:
         self._asked[example_id] += 1
         return divmod(asked, self.group_size)
 
-    def _free(self, example_id: str, visit: int, slot: int) -> int:
+    def _free(self, example_id: str, visit: int, sample_index: int) -> int:
         latest, taken = self._taken.get(example_id, (visit, set()))
         if latest != visit:
             taken = set()
-        while slot in taken:
-            slot += 1
-        taken.add(slot)
+        while sample_index in taken:
+            sample_index += 1
+        taken.add(sample_index)
         self._taken[example_id] = visit, taken
-        return slot
+        return sample_index

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from specrl.config import load as cli
 from specrl.config.schema import Config
 from specrl.run import preflight
-from specrl.run.resume import claimed, keep_surroundings, surroundings
+from specrl.run.resume import environment, keep_environment, run_lock
 
 if TYPE_CHECKING:
     from specrl.run.monitor import Monitor
@@ -30,7 +30,7 @@ def main(config: Config) -> int:
     from specrl.run import setup  # after it, as this takes seconds
 
     stop = setup.StopOnSignal(config.trainer.steps_per_rollout)
-    with claimed(config) as (folder, checkpoint), stop:
+    with run_lock(config) as (folder, checkpoint), stop:
         with setup.parts(config, folder, checkpoint, **examples) as run:
             run.restore()
             with recorded(run) as monitor:
@@ -51,12 +51,12 @@ def recorded(run: Run) -> Iterator[Monitor | None]:
         yield None
         return
     from specrl.run.monitor import Monitor
-    from trainers.checkpoint import step_of
+    from specrl.trainers.checkpoint import step_of
 
     config, policy, checkpoint = run.config, run.trainer.rollouts.policy, run.checkpoint
     cli.save(config)
-    now = surroundings(policy.device.type, run.trainer.accelerator.num_processes)
-    rounding = keep_surroundings(run.folder, now, resumed=checkpoint is not None)
+    now = environment(policy.device.type, run.trainer.accelerator.num_processes)
+    rounding = keep_environment(run.folder, now, resumed=checkpoint is not None)
     # without a checkpoint all steps come again, and so does the evaluation before them
     resumed_step = step_of(checkpoint) if checkpoint else -1
     groups = config.trainer.compares_groups
@@ -79,7 +79,7 @@ def watch(run: Run, monitor: Monitor | None) -> None:
     """
     from specrl.run.accuracy import evaluate
     from specrl.run.completions import show, store
-    from trainers.callbacks import Record
+    from specrl.trainers.callbacks import Record
 
     options, rollouts, tokenizer = run.config.trainer, run.trainer.rollouts, run.tokenizer
     examples = run.test[: options.eval_prompts]
@@ -124,7 +124,7 @@ def stopped(run: Run, received: int, monitor: Monitor | None = None) -> int:
 
 def save(run: Run) -> None:
     """Writes what a run leaves behind: model, companions, trajectories."""
-    from trainers.checkpoint import writing
+    from specrl.trainers.checkpoint import writing
 
     model, source = run.folder / "model", run.trainer.rollouts.source
     with writing(model):

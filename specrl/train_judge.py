@@ -19,10 +19,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from rollout.sections import doc
 from specrl.config import load as cli
 from specrl.config.options import ConfigError
 from specrl.config.schema import Config
+from specrl.rollout.sections import doc
 
 
 @dataclass
@@ -38,11 +38,11 @@ class TrainJudgeConfig(Config):
 
 
 def main(config: TrainJudgeConfig) -> int:
-    from reward.loading import load_rewards
-    from rollout.lossy.judge import JudgeHead, KLJudge
-    from rollout.lossy.pair import fingerprint
     from specrl.lossy.judging import Drafted, compare, fit_judges, mismatches, read_cache
     from specrl.lossy.pair import load_pair
+    from specrl.reward.loading import load_rewards
+    from specrl.rollout.lossy.judge import JudgeHead, KLJudge
+    from specrl.rollout.lossy.pair import fingerprint
     from specrl.run.data import load_examples
 
     if not config.out:

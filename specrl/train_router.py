@@ -14,10 +14,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from rollout.sections import doc
 from specrl.config import load as cli
 from specrl.config.options import ConfigError
 from specrl.config.schema import Config
+from specrl.rollout.sections import doc
 
 
 @dataclass
@@ -31,12 +31,12 @@ class TrainRouterConfig(Config):
 
 
 def main(config: TrainRouterConfig) -> int:
-    from reward.loading import load_rewards
-    from rollout.lossy.pair import fingerprint, write_card
     from specrl.lossy.pair import load_pair
     from specrl.lossy.routing import StepValues, collect, revalued, train
+    from specrl.reward.loading import load_rewards
+    from specrl.rollout.lossy.pair import fingerprint, write_card
     from specrl.run.data import load_examples
-    from trainers.lossy.router import split
+    from specrl.trainers.lossy.router import split
 
     if not config.out:
         raise ConfigError("out is missing: the directory to write the router to, such as out=outputs/router")

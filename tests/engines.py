@@ -1,16 +1,16 @@
 """Local engines of tests: a model, a law, and what is tried."""
 
-from rollout.drafting.budget import Budget
-from rollout.drafting.contexts import ContextTable
-from rollout.drafting.drafting import Drafting
-from rollout.engines.base import Limits
-from rollout.engines.local.engine import TransformersEngine
-from rollout.engines.local.head import drafter_of
-from rollout.lossy.judged import Judged
-from rollout.lossy.lenient import Once, lenient
-from rollout.lossy.routed import RoutedEngine
-from rollout.verify import exact
-from rollout.workers.ahead import Ahead
+from specrl.rollout.drafting.budget import Budget
+from specrl.rollout.drafting.contexts import ContextTable
+from specrl.rollout.drafting.drafting import Drafting
+from specrl.rollout.engines.base import Limits
+from specrl.rollout.engines.local.engine import TransformersEngine
+from specrl.rollout.engines.local.head import drafter_of
+from specrl.rollout.lossy.judged import Judged
+from specrl.rollout.lossy.lenient import VerifyOldTextOnce, lenient
+from specrl.rollout.lossy.routed import RoutedEngine
+from specrl.rollout.verify import exact
+from specrl.rollout.workers.ahead import Ahead
 
 
 def local(
@@ -19,7 +19,7 @@ def local(
     """A transformers engine; with a `lenience` that of the published rule."""
     limits = Limits(**limits)
     if lenience is not None:
-        return TransformersEngine(model, sampling, lenient(lenience), Once(), limits, own_weights)
+        return TransformersEngine(model, sampling, lenient(lenience), VerifyOldTextOnce(), limits, own_weights)
     drafter = None if drafter is None else drafter_of(drafter, sampling, limits, ids)
     drafting = Drafting(Budget(window), ContextTable() if contexts else None, drafter)
     return TransformersEngine(model, sampling, exact, drafting, limits, own_weights)

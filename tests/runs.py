@@ -24,7 +24,7 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 import specrl.train
-import trainers.grpo.trainer  # noqa: F401 (slow to import: before the first run, not inside it)
+import specrl.trainers.grpo.trainer
 from benchmarks.tiny_policy import build_tokenizer
 from specrl.config import load as cli
 from specrl.drafter import shortened
@@ -131,7 +131,7 @@ class Step:
 
     step: int
     ids: list[str]
-    slots: list[int]
+    sample_indices: list[int]
     keys: list[int]
     tokens: list[list[int]]
     finish: list[str]
@@ -141,7 +141,7 @@ class Step:
 
     @property
     def rows(self) -> list[tuple[str, int]]:
-        return list(zip(self.ids, self.slots, strict=True))
+        return list(zip(self.ids, self.sample_indices, strict=True))
 
     @property
     def reuse(self) -> float:
@@ -224,7 +224,7 @@ def listen(trainer, record: Recording) -> None:
             Step(
                 trainer.rollouts.version,
                 [row.example_id for row in got.rows],
-                list(got.batch.slots),
+                list(got.batch.sample_indices),
                 list(got.batch.keys),
                 [list(c.tokens) for c in done],
                 [c.finish for c in done],
@@ -249,7 +249,7 @@ def differences(a: Recording, b: Recording) -> list[str]:
     if len(a.steps) != len(b.steps):
         found.append(f"{len(a.steps)} rollouts against {len(b.steps)}")
     for x, y in zip(a.steps, b.steps, strict=False):
-        names = ("step", "ids", "slots", "keys", "tokens", "finish", "rewards")
+        names = ("step", "ids", "sample_indices", "keys", "tokens", "finish", "rewards")
         found += [f"{name} of step {x.step}" for name in names if getattr(x, name) != getattr(y, name)]
     if a.losses != b.losses:
         found.append("losses")

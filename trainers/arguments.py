@@ -7,9 +7,9 @@ from typing import Any
 
 from transformers import TrainingArguments
 
-from rollout.config import RolloutConfig
-from rollout.types import RolloutError
-from trainers.config import TrainerConfig
+from specrl.rollout.config import RolloutConfig
+from specrl.rollout.types import RolloutError
+from specrl.trainers.config import TrainerConfig
 
 
 def passes(trainer: TrainerConfig, rollout: RolloutConfig, world: int) -> tuple[int, int]:

@@ -21,12 +21,12 @@ import torch
 from safetensors import SafetensorError
 from transformers import TrainerCallback
 
-from rollout.durable import write_durably
-from rollout.types import RolloutError
-from trainers.manifest import seal
+from specrl.rollout.durable import write_durably
+from specrl.rollout.types import RolloutError
+from specrl.trainers.manifest import seal
 
 if TYPE_CHECKING:
-    from trainers.rollouts import Rollouts
+    from specrl.trainers.rollouts import Rollouts
 
 MARKER = "specrl.json"
 _STEP = re.compile(r"checkpoint-(\d+)")

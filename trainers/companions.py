@@ -8,8 +8,8 @@ from typing import Protocol
 
 from transformers import TrainerCallback
 
-from rollout.reduction import Metric
-from rollout.types import EngineStats
+from specrl.rollout.reduction import Metric
+from specrl.rollout.types import EngineStats
 
 
 class Companion(Protocol):

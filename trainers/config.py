@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from rollout.sections import doc
+from specrl.rollout.sections import doc
 
 
 @dataclass

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from rollout.reduction import Metric, highest, lowest, mean
+from specrl.rollout.reduction import Metric, highest, lowest, mean
 
 
 def overlong_penalty(length: int, cap: int, buffer: int) -> float:

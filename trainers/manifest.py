@@ -8,10 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
-from rollout.durable import flush_directory
+from specrl.rollout.durable import flush_directory
 
 THREADS = 4  # digests of files are taken side by side; one core does about 1 GB/s
-PASSING = (".lock", ".tmp")  # what the writer of the trajectories leaves, which holds nothing
+TRANSIENT_SUFFIXES = (".lock", ".tmp")  # what the writer of the trajectories leaves, which holds nothing
 
 
 def seal(folder: Path, marker: str) -> dict[str, list]:
@@ -22,7 +22,9 @@ def seal(folder: Path, marker: str) -> dict[str, list]:
     Args: marker: name of the file that will hold the result, left out.
     """
     below = sorted(folder.rglob("*"))
-    found = [path for path in below if path.is_file() and path.suffix not in PASSING and path != folder / marker]
+    found = [
+        path for path in below if path.is_file() and path.suffix not in TRANSIENT_SUFFIXES and path != folder / marker
+    ]
     with ThreadPoolExecutor(THREADS) as pool:
         sealed = list(pool.map(_seal_file, found))
     for directory in (*(path for path in below if path.is_dir()), folder, folder.parent, folder.parent.parent):

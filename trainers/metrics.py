@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 
 from transformers import TrainerCallback
 
-from rollout.reduction import Metric, lowest, merged, seconds
+from specrl.rollout.reduction import Metric, lowest, merged, seconds
 
 OTHERS = ("sync", "gen", "reward", "drafter", "old_log_prob", "ref_log_prob", "control", "reuse_gap")
 """What a step spends its time on besides the update, by its name in `timing_s/`; none is part of another."""

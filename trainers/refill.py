@@ -12,8 +12,8 @@ from itertools import islice
 import torch
 from accelerate import Accelerator
 
-from rollout.reduction import Metric, shared
-from trainers.scored import Scored
+from specrl.rollout.reduction import Metric, shared
+from specrl.trainers.scored import Scored
 
 LEAST_SHARE = 1 / 4
 """Of prompts whose groups have variance, as far as asking for replacements goes: so many more are asked for at most."""
@@ -110,6 +110,6 @@ class Refill:
         metrics["reward"] = shared(sum(known) / len(known) if known else math.nan)
         whole, chosen, first = sum(further, got), [], rank * len(got.rows)
         for place in range(first, first + len(got.rows)):
-            group, slot = divmod(place, size)
-            chosen.append(len(got.rows) + places[group] * size + slot if group in places else place - first)
+            group, sample_index = divmod(place, size)
+            chosen.append(len(got.rows) + places[group] * size + sample_index if group in places else place - first)
         return rolled, whole.select(chosen), metrics

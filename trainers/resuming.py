@@ -11,13 +11,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rollout.durable import read_json
-from rollout.types import RolloutError
-from trainers.checkpoint import CACHE, MARKER, digest_of, marked, step_of
-from trainers.manifest import THREADS, digest
+from specrl.rollout.durable import read_json
+from specrl.rollout.types import RolloutError
+from specrl.trainers.checkpoint import CACHE, MARKER, digest_of, marked, step_of
+from specrl.trainers.manifest import THREADS, digest
 
 if TYPE_CHECKING:
-    from trainers.rollouts import Rollouts
+    from specrl.trainers.rollouts import Rollouts
 
 logger = logging.getLogger(__name__)
 

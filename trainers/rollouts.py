@@ -12,21 +12,21 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
-from rollout.config import RolloutConfig
-from rollout.control import Control
-from rollout.engines.base import Engine
-from rollout.keys import Visits, derive_key
-from rollout.reduction import Metric, merged, seconds
-from rollout.speculative import SpeculativeRollout
-from rollout.types import Row
-from trainers import weights
-from trainers.config import TrainerConfig
-from trainers.scored import Scored, check_batch
+from specrl.rollout.config import RolloutConfig
+from specrl.rollout.control import Control
+from specrl.rollout.engines.base import Engine
+from specrl.rollout.keys import Visits, derive_key
+from specrl.rollout.reduction import Metric, merged, seconds
+from specrl.rollout.speculative import SpeculativeRollout
+from specrl.rollout.types import Row
+from specrl.trainers import weights
+from specrl.trainers.config import TrainerConfig
+from specrl.trainers.scored import Scored, check_batch
 
 if TYPE_CHECKING:
     from transformers import TrainerState
 
-    from trainers.companions import Companion
+    from specrl.trainers.companions import Companion
 
 Score = Callable[[Sequence[dict], Sequence[list[int]]], tuple[list[float | None], dict[str, Metric]]]
 """Rewards of (dataset rows, responses as token ids): the total per row, None where it failed, and metrics to log."""
@@ -146,7 +146,7 @@ class Rollouts:
         self._fields = {}
         self.whole = self.last = self._roll_out(inputs, first)
         if self._options.refill_rounds:
-            from trainers.refill import Refill
+            from specrl.trainers.refill import Refill
 
             refill = Refill(self._options.refill_rounds, self._group_size, self.exchange, self._roll_out)
             order = derive_key(self.source.seed, "refill", 0, self.version, "trainer")
@@ -163,11 +163,11 @@ class Rollouts:
         Args: first: place of the first row among those of all processes.
         """
         self._fields |= {row["example_id"]: row for row in inputs}
-        rows, slots = self._rows(inputs, first)
+        rows, sample_indices = self._rows(inputs, first)
         visits = self._visit(rows)
         if self._ahead:
             self._announce(first)
-        batch = self.source.generate(rows, visit=visits, step=self.version, slots=slots)
+        batch = self.source.generate(rows, visit=visits, step=self.version, sample_indices=sample_indices)
         check_batch(batch, len(inputs), self.version)
         began = time.perf_counter()
         responses = [c.tokens for c in batch.completions]
@@ -177,16 +177,16 @@ class Rollouts:
         return Scored(inputs, rows, batch, self._penalised(earned, responses), earned)
 
     def _rows(self, inputs: Sequence[dict], first: int) -> tuple[list[Row], list[int]]:
-        """Dataset rows as the rollout package has them, and the slot of each."""
+        """Dataset rows as the rollout package has them, and the sample of each."""
         rows = [Row(row["example_id"], tuple(self._setup.render(row))) for row in inputs]
         return rows, [(first + i) % self._group_size for i in range(len(inputs))]
 
     def _announce(self, first: int) -> None:
         """Tells the source of responses which batch comes next, as far as is known before this one is there."""
-        rows, slots = self._rows(self._upcoming(), first)
+        rows, sample_indices = self._rows(self._upcoming(), first)
         asked = self.exchange([row.example_id for row in rows])
         seen = dict(zip(asked, self._visits.so_far(asked), strict=True))
-        self.source.announce(rows, visit=[seen[row.example_id] for row in rows], slots=slots)
+        self.source.announce(rows, visit=[seen[row.example_id] for row in rows], sample_indices=sample_indices)
 
     def _visit(self, rows: Sequence[Row]) -> list[int]:
         """How often the prompt of each row was rolled out before, by any process; this is one more visit to it."""
@@ -228,7 +228,7 @@ class Rollouts:
         cap = self.source.config.max_new_tokens
         if not (buffer := self._options.overlong_tokens(cap)):
             return list(totals)
-        from trainers.correction import overlong_penalty
+        from specrl.trainers.correction import overlong_penalty
 
         paired = zip(totals, responses, strict=True)
         return [None if total is None else total + overlong_penalty(len(ids), cap, buffer) for total, ids in paired]
@@ -261,7 +261,7 @@ class Rollouts:
         other_numerics = own_copy or config.engine != "transformers"
         if not config.lossy and (not other_numerics or self.old_from_engine or options.correction == "none"):
             return None
-        from trainers.correction import measured_weights, padded
+        from specrl.trainers.correction import measured_weights, padded
 
         if config.lossy:
             logp, behaviour = drawn, padded([c.behaviour_logprobs for c in self.last.batch.completions], drawn)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
-from rollout.types import RolloutBatch, RolloutError, Row
+from specrl.rollout.types import RolloutBatch, RolloutError, Row
 
 
 @dataclass

@@ -8,9 +8,9 @@ import torch
 from accelerate import Accelerator, DistributedType
 from torch import Tensor
 
-from rollout.engines.base import DRAFTER, Engine, Probe, evaluation
-from rollout.engines.transfer import Meta
-from rollout.types import RolloutError
+from specrl.rollout.engines.base import DRAFTER, Engine, Probe, evaluation
+from specrl.rollout.engines.transfer import Meta
+from specrl.rollout.types import RolloutError
 
 PROBE_TOKENS = 64
 STRICT = 1e-3

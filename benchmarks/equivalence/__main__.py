@@ -13,8 +13,8 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from rollout.sections import doc
 from specrl.config import load as cli
+from specrl.rollout.sections import doc
 
 ALGORITHMS = ("grpo", "ppo")
 

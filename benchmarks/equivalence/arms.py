@@ -8,11 +8,11 @@ from benchmarks.equivalence.learning import OTHER_NOISE, Arm
 
 
 def lenient(lenience: float) -> dict:
-    return {"law": "lenient", "lenience": lenience}
+    return {"acceptance": "lenient", "lenience": lenience}
 
 
-OFF = Arm("off", {"law": "off"})
-AGAIN = Arm("off, other noise", {"law": "off"}, noise=OTHER_NOISE)
+OFF = Arm("off", {"acceptance": "off"})
+AGAIN = Arm("off, other noise", {"acceptance": "off"}, noise=OTHER_NOISE)
 EXACT = Arm("exact, replay 0")
 PUBLISHED = Arm("lenient, l = 1", lenient(1.0))
 RULES = (

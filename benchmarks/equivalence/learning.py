@@ -11,17 +11,17 @@ import torch
 from torch import Tensor
 
 from benchmarks.equivalence import toy
-from rollout.cache.memory import Fingerprint, TrajectoryCache
-from rollout.config import RolloutConfig
-from rollout.control import Control
-from rollout.keys import Visits
-from rollout.sections import BudgetConfig
-from rollout.speculative import SpeculativeRollout
-from rollout.types import Completion, RolloutBatch, Row
-from trainers.correction import correction_weights
-from trainers.ppo.advantages import gae, token_rewards, whiten
-from trainers.ppo.experience import Experience
-from trainers.ppo.losses import clipped, policy_loss, value_loss
+from specrl.rollout.cache.memory import Fingerprint, TrajectoryCache
+from specrl.rollout.config import RolloutConfig
+from specrl.rollout.control import Control
+from specrl.rollout.keys import Visits
+from specrl.rollout.sections import BudgetConfig
+from specrl.rollout.speculative import SpeculativeRollout
+from specrl.rollout.types import Completion, RolloutBatch, Row
+from specrl.trainers.correction import correction_weights
+from specrl.trainers.ppo.advantages import gae, token_rewards, whiten
+from specrl.trainers.ppo.experience import Experience
+from specrl.trainers.ppo.losses import clipped, policy_loss, value_loss
 
 Algorithm = Literal["grpo", "ppo"]
 PROMPTS, GROUP, PROMPTS_PER_STEP, EPOCHS = 24, 8, 12, 10
@@ -61,7 +61,7 @@ class Outcome:
     rejected: int = 0
     unchanged: int = 0
     """Tokens of the second epoch on, passes of their rows, tokens from drafts, draft tokens that did not stand, and
-    responses that are their slot's last one."""
+    responses that are their sample's last one."""
     recorded: dict[str, float] = field(default_factory=lambda: {"reused": 0.0, "new": 0.0, "stored": 0.0})
     """Largest |engine's log-prob - recomputed one| of reused and of new tokens; `stored`: of those that weights
     divide by."""
@@ -116,17 +116,17 @@ class Run:
 
     def _step(self, prompts: Sequence[int], epoch: int, step: int) -> None:
         rows = [Row(f"prompt-{i}", (i % toy.TASKS, toy.END)) for i in prompts for _ in range(GROUP)]
-        slots = [i % GROUP for i in range(len(rows))]
+        sample_indices = [i % GROUP for i in range(len(rows))]
         self.rollout.engine.update_weights(None, step)
         visit = 0 if self.arm.constant else self.visits.next([row.example_id for row in rows])
-        batch = self.rollout.generate(rows, visit=visit, step=step, slots=slots)
+        batch = self.rollout.generate(rows, visit=visit, step=step, sample_indices=sample_indices)
         rewards = self._rewards(rows, [c.tokens for c in batch.completions])
         found = Experience.of(rows, batch.completions, [True] * len(rows), toy.END, torch.device("cpu"))
         self._observe(rows, batch, rewards, found, first=epoch == 0)
         self.rollout.store(rows, batch, step=step, rewards=rewards)
         self.control(rows, batch, rewards, step=step)
         self._advantages(found, torch.tensor(rewards))
-        if self.arm.rollout.get("law") == "lenient":  # as Rollouts.importance does
+        if self.arm.rollout.get("acceptance") == "lenient":  # as Rollouts.importance does
             behaviour = padded(batch.completions, found.length)
             found.advantages *= correction_weights(found.old, behaviour, found.mask, self.arm.correction, CAP)
         for _ in range(UPDATES):

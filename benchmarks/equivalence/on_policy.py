@@ -17,10 +17,10 @@ from unittest import mock
 import torch
 
 import specrl.train
-from rollout.types import Completion, RolloutBatch, Row
-from rollout.verify import accept_exact
 from specrl.config import load as cli
-from trainers.rollouts import Rollouts
+from specrl.rollout.types import Completion, RolloutBatch, Row
+from specrl.rollout.verify import accept_exact
+from specrl.trainers.rollouts import Rollouts
 
 OPTIONS = {
     "dataset.level": "easy",
@@ -50,14 +50,14 @@ class Identity:
 
     def see(self, rows: Sequence[Row], batch: RolloutBatch, model: torch.nn.Module) -> None:
         """Compares a batch with the weights it was drawn from, before they are updated."""
-        for row, slot, done in zip(rows, batch.slots, batch.completions, strict=True):
+        for row, sample_index, done in zip(rows, batch.sample_indices, batch.completions, strict=True):
             logp = score(model, row.prompt, done.tokens)
-            before = self._stored.get((row.example_id, slot))
+            before = self._stored.get((row.example_id, sample_index))
             for reused, recorded, ours in zip(done.reused, done.logprobs, logp, strict=True):
                 self._note("reused" if reused else "new", recorded - ours)
             for i in range(accept_exact(done.tokens, before.tokens) if before else 0):
                 self._note("stored", before.logprobs[i] - logp[i])
-            self._stored[row.example_id, slot] = done
+            self._stored[row.example_id, sample_index] = done
 
     def _note(self, name: str, distance: float) -> None:
         self.largest[name] = max(self.largest[name], abs(distance))

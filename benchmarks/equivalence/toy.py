@@ -14,11 +14,11 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from rollout.build import build_engine
-from rollout.config import RolloutConfig
-from rollout.engines.base import Engine, EngineSpec
-from rollout.engines.local import ragged as packed
-from rollout.engines.local.padded import Pass
+from specrl.rollout.build import build_engine
+from specrl.rollout.config import RolloutConfig
+from specrl.rollout.engines.base import Engine, EngineSpec
+from specrl.rollout.engines.local import ragged as packed
+from specrl.rollout.engines.local.padded import Pass
 
 SYMBOLS, TASKS, CAP, GOOD = 6, 6, 10, 3
 """Symbol 0 ends a response. A prompt is (task, 0), so that there are as many tasks as symbols."""

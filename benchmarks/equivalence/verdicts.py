@@ -36,7 +36,7 @@ class Line:
     reused: float
     """Share of tokens that came from drafts."""
     unchanged: float
-    """Share of responses that are their slot's last one."""
+    """Share of responses that are their sample's last one."""
 
 
 @dataclass(frozen=True)

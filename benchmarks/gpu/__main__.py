@@ -44,7 +44,9 @@ def main(words: Sequence[str]) -> int:
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
     """The `key=value` words of a command line, without OmegaConf, which a bare machine lacks."""
-    parser = argparse.ArgumentParser("python -m benchmarks.gpu", allow_abbrev=False, description="Options are written key=value.")
+    parser = argparse.ArgumentParser(
+        "python -m benchmarks.gpu", allow_abbrev=False, description="Options are written key=value."
+    )
     parser.add_argument("--out", required=True, help="write the figures to this JSON file, after every measurement")
     parser.add_argument("--small", type=lambda text: text == "true", help="true: tiny sizes, every phase, anywhere")
     parser.add_argument("--phases", type=chosen, default=PHASES, help="only these, by number or name: 0,1,pass")

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
-from rollout.types import Completion
-from rollout.verify import accept_exact
+from specrl.rollout.types import Completion
+from specrl.rollout.verify import accept_exact
 
 
 def differences(one: Sequence[Completion], other: Sequence[Completion]) -> dict[str, Any]:

@@ -13,11 +13,11 @@ from benchmarks.gpu.model import build
 from benchmarks.gpu.run import Step
 from benchmarks.gpu.sizes import Shape
 from benchmarks.gpu.timing import Context, busy, ms, peak_mb, wall
-from rollout.engines.base import Sampling
-from rollout.engines.local.draw import TrimmedDraw, unpack
-from rollout.engines.local.packed import packed_model
-from rollout.engines.local.ragged import RaggedModel
-from rollout.noise import hash_tokens, keyed_draw, row_words
+from specrl.rollout.engines.base import SamplingParams
+from specrl.rollout.engines.local.draw import TrimmedDraw, unpack
+from specrl.rollout.engines.local.packed import packed_model
+from specrl.rollout.engines.local.ragged import RaggedModel
+from specrl.rollout.noise import hash_tokens, keyed_draw, row_words
 
 NUCLEUS = 0.95
 TRIMMED = 5
@@ -28,8 +28,8 @@ def steps(context: Context) -> Iterator[Step]:
     yield Step("integers_equal", partial(integers, context))
     for hidden in context.sizes.draw_hidden:
         model = build(_shape(context, hidden), context.device, torch.bfloat16)
-        plain = packed_model(model, Sampling(frozenset()))
-        nucleus = packed_model(model, Sampling(frozenset(), top_p=NUCLEUS))
+        plain = packed_model(model, SamplingParams(frozenset()))
+        nucleus = packed_model(model, SamplingParams(frozenset(), top_p=NUCLEUS))
         for rows in context.sizes.draw_rows:
             case = Case(context, plain, rows)
             for name, measure in case.measures(nucleus).items():
@@ -116,7 +116,7 @@ class Case:
     def of_trimmed(self) -> dict:
         """A drafter's draw from few ids, and how many of them a CPU draws otherwise."""
         ids = np.arange(0, self.model.vocab, TRIMMED)
-        trimmed = TrimmedDraw(self.head, Sampling(frozenset()), self.model.limits.logits_mb, len(ids))
+        trimmed = TrimmedDraw(self.head, SamplingParams(frozenset()), self.model.limits.logits_mb, len(ids))
         taking = partial(trimmed.take, ids)
         taking()
         draw = lambda: trimmed(self.hidden, *self.columns, self.targets).cpu()  # noqa: E731

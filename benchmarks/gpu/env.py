@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.gpu.run import Absent, Step, said
 from benchmarks.gpu.timing import Context, busy, ms, synchronize, wall
-from rollout.engines.local.varlen import aten_flash, unsplit
+from specrl.rollout.engines.local.varlen import aten_flash, unsplit
 
 BACKENDS = {"default": None, "efficient": SDPBackend.EFFICIENT_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
 TOKENS = (1, 2, 9)

@@ -12,8 +12,8 @@ from torch import nn
 from benchmarks.gpu import model as models
 from benchmarks.gpu.run import Step
 from benchmarks.gpu.timing import Context, wall
-from rollout.engines.base import Limits
-from rollout.engines.local.engine import TransformersEngine
+from specrl.rollout.engines.base import Limits
+from specrl.rollout.engines.local.engine import TransformersEngine
 
 
 def steps(context: Context) -> Iterator[Step]:

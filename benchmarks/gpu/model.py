@@ -14,17 +14,17 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from benchmarks.gpu.sizes import Shape, Sizes
-from rollout.drafting.suffix import PromptTexts, SuffixDrafter
-from rollout.engines.base import Sampling
-from rollout.engines.local.engine import TransformersEngine
-from rollout.keys import derive_key
-from rollout.types import Request
+from specrl.rollout.drafting.suffix import PromptTexts, SuffixDrafter
+from specrl.rollout.engines.base import SamplingParams
+from specrl.rollout.engines.local.engine import TransformersEngine
+from specrl.rollout.keys import derive_key
+from specrl.rollout.types import Request
 
 UNCHANGED, ACCEPTED = 0.93, 0.9
 """Probability that fresh noise draws a token of the policy's own text again, and one of the older policy's."""
 SYNONYM, BRANCH = 1.0, 0.95
 """Weight of the second token that may come next, and of the third, at most; that of the first is 1."""
-SAMPLING = Sampling(frozenset())
+SAMPLING = SamplingParams(frozenset())
 _ROWS, _TOKENS = 16, 48  # of the text that scales are found on
 
 
@@ -97,7 +97,7 @@ def plain(texts: Sequence[Sequence[int]], lengths: Sequence[int], visit: int) ->
 
 
 def drafted(requests: Sequence[Request], old: Sequence[Sequence[int]]) -> list[Request]:
-    """The same requests with drafts of the slots' old text and the group's, as rollout/speculative.py makes them."""
+    """The same requests with drafts of the samples' old text and the group's, as rollout/speculative.py makes them."""
     groups: dict[tuple[int, ...], list[Sequence[int]]] = {}
     for request, text in zip(requests, old, strict=True):
         groups.setdefault(tuple(request.prompt), []).append(text)

@@ -16,11 +16,11 @@ from benchmarks.gpu.compare import differences
 from benchmarks.gpu.run import Absent, Step
 from benchmarks.gpu.sizes import Shape
 from benchmarks.gpu.timing import Context
-from rollout.drafting.contexts import ContextTable
-from rollout.drafting.drafting import Drafting
-from rollout.engines.base import Limits, Probe
-from rollout.engines.local.engine import TransformersEngine
-from rollout.types import Completion, RolloutError
+from specrl.rollout.drafting.contexts import ContextTable
+from specrl.rollout.drafting.drafting import Drafting
+from specrl.rollout.engines.base import Limits, Probe
+from specrl.rollout.engines.local.engine import TransformersEngine
+from specrl.rollout.types import Completion, RolloutError
 
 
 def steps(context: Context) -> Iterator[Step]:
@@ -98,9 +98,9 @@ class Numerics:
         Args: as_float32: the trainer's policy is in float32, its weights being those of the engine.
         """
         try:
-            from trainers.weights import probe
+            from specrl.trainers.weights import probe
         except ImportError as error:
-            raise Absent(f"trainers.weights: {error}") from None
+            raise Absent(f"specrl.trainers.weights: {error}") from None
         policy = copy.deepcopy(self.model).float() if as_float32 else self.model
         engine, dtype = self.engine(), self.dtype if as_float32 else None
         texts = [[*r.prompt[-8:], *c.tokens] for r, c in zip(self.asked, self.plain, strict=True)][: self.sizes.probes]

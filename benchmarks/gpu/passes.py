@@ -15,13 +15,13 @@ import torch
 from torch import nn
 from transformers import StaticCache
 
-import rollout.engines.local.engine as local
+import specrl.rollout.engines.local.engine as local
 from benchmarks.gpu.model import SAMPLING, build
 from benchmarks.gpu.run import Absent, Step
 from benchmarks.gpu.timing import Context, busy, ms
 from benchmarks.gpu.watch import Pass, Watched, Wrong, free_bytes, profiled
-from rollout.engines.base import Limits
-from rollout.types import Request
+from specrl.rollout.engines.base import Limits
+from specrl.rollout.types import Request
 
 MORE, BESIDE = 1.2, 4e9
 """Memory of a pass: so many times what its KV holds, and bytes for the rest."""

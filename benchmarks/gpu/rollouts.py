@@ -10,15 +10,15 @@ from unittest.mock import patch
 
 import torch
 
-import rollout.engines.local.engine as local
+import specrl.rollout.engines.local.engine as local
 from benchmarks.gpu import model as models
 from benchmarks.gpu.compare import differences
 from benchmarks.gpu.run import Step
 from benchmarks.gpu.timing import Context, synchronize
 from benchmarks.gpu.watch import Watched, profiled
-from rollout.drafting.contexts import ContextTable
-from rollout.engines.base import Limits
-from rollout.types import Completion, EngineStats, Request
+from specrl.rollout.drafting.contexts import ContextTable
+from specrl.rollout.engines.base import Limits
+from specrl.rollout.types import Completion, EngineStats, Request
 
 LAWS = ("off", "replay 0", "replay 1")
 """Plain decoding with fresh noise; drafts with the same noise; drafts with the noise of the old texts."""

@@ -43,7 +43,7 @@ def grpo(context: Context) -> dict:
         for law, run in runs.items():
             told, _ = run.communicate()
             if run.returncode:
-                raise RuntimeError(f"rollout.law={law} ended with {run.returncode}: {told[-400:]}")
+                raise RuntimeError(f"rollout.acceptance={law} ended with {run.returncode}: {told[-400:]}")
         lines = Path(folder, "exact", "metrics.jsonl").read_text(encoding="utf-8").splitlines()
         return verdict({law: _digest(Path(folder, law, "model", "model.safetensors")) for law in runs}, lines)
 
@@ -59,7 +59,13 @@ def verdict(digests: Mapping[str, str], lines: Sequence[str]) -> dict:
 
 def _start(context: Context, folder: str, law: str) -> subprocess.Popen:
     root = Path(__file__).parents[2]
-    words = ["config=grpo_math", f"name={law}", f"output_dir={folder}", f"rollout.law={law}", "trainer.precision=fp32"]
+    words = [
+        "config=grpo_math",
+        f"name={law}",
+        f"output_dir={folder}",
+        f"rollout.acceptance={law}",
+        "trainer.precision=fp32",
+    ]
     paths = os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
     env = os.environ | {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "PYTHONPATH": paths}
     if not context.cuda:

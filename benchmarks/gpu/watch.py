@@ -12,9 +12,9 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.gpu.timing import Context, ms, synchronize
-from rollout.drafting.drafting import Drafting
-from rollout.engines.local.engine import TransformersEngine
-from rollout.types import Request
+from specrl.rollout.drafting.drafting import Drafting
+from specrl.rollout.engines.local.engine import TransformersEngine
+from specrl.rollout.types import Request
 
 LAUNCHES = ("cudaLaunch", "cuLaunch", "cudaGraphLaunch")
 

@@ -16,8 +16,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from rollout.sections import doc
 from specrl.config import load as cli
+from specrl.rollout.sections import doc
 
 MACHINES = {  # (a, r, b, c) in milliseconds
     "cpu": (6.4, 0.17, 0.012, 2e-4),  # the embedded policy on two cores, as the budget fits it there
@@ -71,9 +71,9 @@ def main(options: BudgetConfig) -> int:
     clock = Clock(*MACHINES[options.machine])
     time.perf_counter = clock  # before rollout is imported, which keeps it as a default
     from benchmarks import ablation
-    from rollout.engines.local.attention import Layout
-    from rollout.engines.local.ragged import RaggedModel
     from specrl.bench import pair as bench_pair
+    from specrl.rollout.engines.local.attention import Layout
+    from specrl.rollout.engines.local.ragged import RaggedModel
 
     forward = RaggedModel.forward
 

@@ -12,12 +12,12 @@ import random
 import statistics
 import sys
 
-from rollout.build import build_engine
-from rollout.cache.memory import Fingerprint, TrajectoryCache
-from rollout.config import RolloutConfig
-from rollout.engines.base import EngineSpec
-from rollout.speculative import SpeculativeRollout
-from rollout.types import Row, Trajectory
+from specrl.rollout.build import build_engine
+from specrl.rollout.cache.memory import Fingerprint, TrajectoryCache
+from specrl.rollout.config import RolloutConfig
+from specrl.rollout.engines.base import EngineSpec
+from specrl.rollout.speculative import SpeculativeRollout
+from specrl.rollout.types import Row, Trajectory
 from specrl.run.tasks import arithmetic
 from specrl.tiny import load_tiny
 

@@ -25,22 +25,22 @@ from statistics import fmean
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from rollout.config import RolloutConfig
-from rollout.drafter import load_drafter
-from rollout.drafting.budget import Budget
-from rollout.drafting.drafting import Drafting
-from rollout.engines.base import EngineSpec, Sampling
-from rollout.engines.local.drafter import ModelDrafter
-from rollout.engines.local.engine import TransformersEngine
-from rollout.engines.local.head import Head, HeadDrafter
-from rollout.keys import derive_key
-from rollout.types import Completion, EngineStats, Request
 from specrl.bench.pair import perturbed
 from specrl.drafter import shortened
+from specrl.rollout.config import RolloutConfig
+from specrl.rollout.drafter import load_drafter
+from specrl.rollout.drafting.budget import Budget
+from specrl.rollout.drafting.drafting import Drafting
+from specrl.rollout.engines.base import EngineSpec, SamplingParams
+from specrl.rollout.engines.local.drafter import ModelDrafter
+from specrl.rollout.engines.local.engine import TransformersEngine
+from specrl.rollout.engines.local.head import Head, HeadDrafter
+from specrl.rollout.keys import derive_key
+from specrl.rollout.types import Completion, EngineStats, Request
 from specrl.run.tasks import arithmetic
 from specrl.tiny import load, load_tiny
-from trainers.config import DrafterConfig
-from trainers.cotraining.trainer import DRAFT_TOKENS, DrafterTrainer
+from specrl.trainers.config import DrafterConfig
+from specrl.trainers.cotraining.trainer import DRAFT_TOKENS, DrafterTrainer
 
 PROMPTS, GROUP, CAP = 4, 8, 200  # a step of config=grpo_math
 DRIFT = 0.4
@@ -55,7 +55,7 @@ class MovingPolicy:
 
     def __init__(self, to: str):
         self.model, self.tokenizer = load_tiny()
-        self.sampling = Sampling(frozenset([self.tokenizer.eos_token_id]))
+        self.sampling = SamplingParams(frozenset([self.tokenizer.eos_token_id]))
         self._start = {name: p.detach().clone() for name, p in self.model.named_parameters()}
         self._end = dict(load(to)[0].named_parameters()) if to else perturbed(self._start, DRIFT)
 

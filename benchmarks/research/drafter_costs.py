@@ -12,9 +12,9 @@ from torch import nn
 
 from benchmarks.research.budget import MACHINES
 from benchmarks.research.int8_copy import Int8Linear
-from rollout.engines.base import Sampling
-from rollout.engines.local.packed import packed_model
-from rollout.noise import keyed_draw
+from specrl.rollout.engines.base import SamplingParams
+from specrl.rollout.engines.local.packed import packed_model
+from specrl.rollout.noise import keyed_draw
 
 LAYERS, LAYER, HEAD, TRIMMED, LAUNCH = 28, 0.25, 0.62, 0.13, 0.05
 """A 7B policy on the simulated gpu: layers, and milliseconds of a layer's weights, the head's, those of 32k ids in the
@@ -102,7 +102,7 @@ def on_half_billion(found: dict[str, list[float]], layers: int, small: bool = Fa
 
 def _pass_ms(model: nn.Module) -> tuple[float, float]:
     """Milliseconds of the processor for the engine's pass over one token, and for each token of one over 256."""
-    packed = packed_model(model, Sampling(frozenset()))
+    packed = packed_model(model, SamplingParams(frozenset()))
     works = {count: lambda count=count: packed.timing(1, count) for count in (1, 256)}
     with torch.inference_mode():
         one, many = _best(works, 8).values()

@@ -11,8 +11,8 @@ from transformers import PreTrainedModel
 
 from benchmarks.research.mask_drafter import MaskDrafter, ends_of
 from benchmarks.research.responses import response_logits
-from rollout.noise import keyed_draw
-from trainers.cotraining.texts import Text
+from specrl.rollout.noise import keyed_draw
+from specrl.trainers.cotraining.texts import Text
 
 LONGEST = 16  # drafts of a chain
 Cost = Callable[..., np.ndarray]

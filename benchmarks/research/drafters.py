@@ -33,12 +33,12 @@ from benchmarks.research.drafter_walks import Cost, Grid, Way, chain_grid, maske
 from benchmarks.research.int8_copy import int8_copy
 from benchmarks.research.mask_drafter import MaskDrafter
 from benchmarks.research.mask_drafter import distil as distil_masks
-from rollout.sections import doc
 from specrl.config import load as cli
 from specrl.drafter import DrafterOptions, distil, quantise, sample, shortened
+from specrl.rollout.sections import doc
 from specrl.run.tasks import arithmetic
 from specrl.tiny import load_tiny
-from trainers.cotraining.texts import Text
+from specrl.trainers.cotraining.texts import Text
 
 DEPTHS, DOUBTS = (1, 2, 3, 4, 6, 8, 12, 16), (0.0, 0.2, 0.4, 0.6, 0.8)  # tried in each cell
 SIZES = (1, 8, 64, 256)

@@ -24,22 +24,22 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from rollout.drafting.budget import Budget
-from rollout.drafting.contexts import ContextTable
-from rollout.drafting.draft import Draft
-from rollout.drafting.drafting import Drafting
-from rollout.drafting.ngrams import NGrams
-from rollout.drafting.suffix import PromptTexts, SuffixDrafter
-from rollout.engines.base import Limits
-from rollout.engines.local.kv import KV
-from rollout.engines.local.ragged import Drawing
-from rollout.engines.local.reader import Reader
-from rollout.engines.local.varlen import StaticPass
-from rollout.engines.response import Response
-from rollout.sections import doc
-from rollout.types import EngineStats, Request
-from rollout.verify import Drawn, exact
 from specrl.config import load as cli
+from specrl.rollout.drafting.budget import Budget
+from specrl.rollout.drafting.contexts import ContextTable
+from specrl.rollout.drafting.draft import Draft
+from specrl.rollout.drafting.drafting import Drafting
+from specrl.rollout.drafting.ngrams import NGrams
+from specrl.rollout.drafting.suffix import PromptTexts, SuffixDrafter
+from specrl.rollout.engines.base import Limits
+from specrl.rollout.engines.local.kv import KV
+from specrl.rollout.engines.local.ragged import Drawing
+from specrl.rollout.engines.local.reader import Reader
+from specrl.rollout.engines.local.varlen import StaticPass
+from specrl.rollout.engines.response import Response
+from specrl.rollout.sections import doc
+from specrl.rollout.types import EngineStats, Request
+from specrl.rollout.verify import TargetSamples, exact
 
 GROUP = 8
 PROMPT = 200  # tokens
@@ -54,7 +54,7 @@ INDEX, INDEXING = NGrams, ("add", "find")
 class HostConfig:
     rows: int = doc(512, "rows of a batch, in groups of 8")
     tokens: int = doc(1500, "mean length of a response")
-    agreement: float = doc(0.97, "share of a text's tokens that are those of the slot's old text")
+    agreement: float = doc(0.97, "share of a text's tokens that are those of the sample_index's old text")
     contexts: bool = doc(True, "rows may also draft from the texts of all prompts")
     old: bool = doc(True, "prompts have texts of an earlier visit; without, rows draft from each other")
     repeats: int = doc(3, "rollouts; the fastest counts")
@@ -192,7 +192,7 @@ class Rollout:
         return draws
 
     def settle(
-        self, rows: Sequence[Response], drafts: Sequence[Draft], drawn: Iterator[tuple[int, Drawn]], tokens: int
+        self, rows: Sequence[Response], drafts: Sequence[Draft], drawn: Iterator[tuple[int, TargetSamples]], tokens: int
     ) -> None:
         """As engines do after a pass of `tokens` tokens."""
         brought = 0

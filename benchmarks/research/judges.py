@@ -20,8 +20,8 @@ from pathlib import Path
 
 import torch
 
-from rollout.sections import doc
 from specrl.config import load as cli
+from specrl.rollout.sections import doc
 from specrl.run import tasks
 from specrl.run.tasks import Problem, arithmetic
 
@@ -58,8 +58,8 @@ class JudgesConfig:
 
 
 def main(options: JudgesConfig) -> int:
-    from reward.config import RewardConfig
-    from reward.loading import load_rewards
+    from specrl.reward.config import RewardConfig
+    from specrl.reward.loading import load_rewards
 
     work, rewards = Path(options.work), load_rewards(RewardConfig())
     try:
@@ -153,10 +153,10 @@ def policy(model: str, level: str, temperature: float, **sizes):
 
 def texts_of(old, examples: Sequence, count: int, first: int = 0) -> list:
     """`count` texts of a policy for each example, as a cache would hold them; `first` numbers the first example."""
-    from rollout.engines.local.engine import TransformersEngine
-    from rollout.keys import derive_key
-    from rollout.types import Request
     from specrl.lossy.judging import Drafted
+    from specrl.rollout.engines.local.engine import TransformersEngine
+    from specrl.rollout.keys import derive_key
+    from specrl.rollout.types import Request
     from specrl.run.prompts import render
 
     owners = [(i, example, n) for i, example in enumerate(examples, first) for n in range(count)]
@@ -172,11 +172,11 @@ def texts_of(old, examples: Sequence, count: int, first: int = 0) -> list:
 def judged(work: Path, rewards) -> dict:
     """The judge of the run's stored texts: its ROC, and what it gains on texts of two older policies."""
     from benchmarks.tiny_policy import blur
-    from rollout.lossy.judge import JudgeHead
     from specrl.lossy.judging import mismatches, read_cache
+    from specrl.rollout.lossy.judge import JudgeHead
     from specrl.run.data import load_examples
-    from trainers.lossy.fit import roc_auc
-    from trainers.lossy.judge import fit_judge
+    from specrl.trainers.lossy.fit import roc_auc
+    from specrl.trainers.lossy.judge import fit_judge
 
     run = prepare(work)
     most = max(TEST_PROBLEMS.values())

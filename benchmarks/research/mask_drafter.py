@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from benchmarks.research.responses import response_states
 from specrl.drafter import DrafterOptions
-from trainers.cotraining.texts import Text
+from specrl.trainers.cotraining.texts import Text
 
 KEEP, LEAST = 0.7, 0.2  # COD's shares
 _PADDING = 1 << 12  # an end that no text reaches: padding sees and is seen by padding only

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from rollout.noise import keyed_draw
+from specrl.rollout.noise import keyed_draw
 
 VOCABULARY = 151_936
 HIDDEN = {"Qwen2.5-0.5B": 896, "Qwen2.5-1.5B": 1536, "Qwen2.5-3B": 2048, "Qwen2.5-7B": 3584}

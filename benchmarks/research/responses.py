@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from trainers.cotraining.texts import Text, read
+from specrl.trainers.cotraining.texts import Text, read
 
 
 def response_states(model: nn.Module, texts: Sequence[Text]) -> Tensor:

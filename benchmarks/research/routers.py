@@ -24,11 +24,11 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.research.curves import Curve, cost_saved
-from rollout.sections import doc
-from rollout.types import EngineStats
 from specrl.config import load as cli
 from specrl.config.schema import Config
 from specrl.results import tables
+from specrl.rollout.sections import doc
+from specrl.rollout.types import EngineStats
 
 NORMAL_95 = 1.96
 TRUE = "rsd on true values"
@@ -74,8 +74,8 @@ class Point:
 
 
 def main(config: RouterBenchConfig) -> int:
-    from reward.loading import load_rewards
     from specrl.lossy.pair import load_pair
+    from specrl.reward.loading import load_rewards
     from specrl.run.data import load_examples
 
     pair = load_pair(config)
@@ -110,9 +110,9 @@ def main(config: RouterBenchConfig) -> int:
 
 def routers(config: RouterBenchConfig, pair, examples: Sequence, rewards) -> dict:
     """The router of each method that was asked for."""
-    from rollout.lossy.pair import fingerprint
-    from rollout.lossy.router import by_advantage, by_entropy, by_likelihood, by_reward, load_learned
     from specrl.lossy.routing import StepValues, advantage, prefix
+    from specrl.rollout.lossy.pair import fingerprint
+    from specrl.rollout.lossy.router import by_advantage, by_entropy, by_likelihood, by_reward, load_learned
     from specrl.run.prompts import seen
 
     folder, separators = Path(config.rollout.routed.path), config.rollout.routed.step_separators
@@ -172,8 +172,8 @@ class Bench:
         )
 
     def requests(self, seed: int) -> list:
-        from rollout.keys import derive_key
-        from rollout.types import Request
+        from specrl.rollout.keys import derive_key
+        from specrl.rollout.types import Request
         from specrl.run.prompts import render
 
         cap = self._pair.config.rollout.max_new_tokens

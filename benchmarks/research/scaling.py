@@ -30,19 +30,19 @@ from transformers import PreTrainedTokenizerBase
 
 from benchmarks.research.scaling_law import MB, extrapolate_sync, fit_sync, step_report
 from benchmarks.research.scaling_tables import show
-from rollout.build import build_engine
-from rollout.config import RolloutConfig
-from rollout.drafting.suffix import PromptTexts, SuffixDrafter
-from rollout.engines.base import EngineSpec
-from rollout.keys import derive_key
-from rollout.sections import ClusterConfig
-from rollout.types import AheadText, Completion, Request
-from rollout.workers.pool import RolloutPool
+from specrl.rollout.build import build_engine
+from specrl.rollout.config import RolloutConfig
+from specrl.rollout.drafting.suffix import PromptTexts, SuffixDrafter
+from specrl.rollout.engines.base import EngineSpec
+from specrl.rollout.keys import derive_key
+from specrl.rollout.sections import ClusterConfig
+from specrl.rollout.types import AheadText, Completion, Request
+from specrl.rollout.workers.pool import RolloutPool
 from specrl.run.cluster import connect
 from specrl.run.policy import TINY_PATH
 from specrl.run.tasks import Problem, arithmetic
 from specrl.tiny import load_tiny
-from trainers.weights import send
+from specrl.trainers.weights import send
 
 ROWS, GROUP, CAP = 64, 8, 160
 WORKERS = (1, 2, 3)

@@ -34,15 +34,15 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.research.responses import response_states
 from benchmarks.research.selfspec.layers import early_exit
-from rollout.engines.base import Sampling
-from rollout.engines.local.engine import TransformersEngine
-from rollout.keys import derive_key
-from rollout.noise import keyed_draw
-from rollout.types import Request
 from specrl.results import tables
+from specrl.rollout.engines.base import SamplingParams
+from specrl.rollout.engines.local.engine import TransformersEngine
+from specrl.rollout.keys import derive_key
+from specrl.rollout.noise import keyed_draw
+from specrl.rollout.types import Request
 from specrl.run.tasks import arithmetic
 from specrl.tiny import load_tiny
-from trainers.cotraining.texts import Text
+from specrl.trainers.cotraining.texts import Text
 
 CAP, EXIT_LAYERS, SVIP_C, LONGEST = 200, 2, 0.15, 24
 PRICES = (0.05, 0.15, 0.3)
@@ -69,7 +69,7 @@ def main(drafter: str = "", texts: str = "192", out: str = "") -> None:
         models[f"distilled, {loaded.config.num_hidden_layers} layer(s)"] = loaded.eval()
     prompts = [tokenizer(p.prompt)["input_ids"] for p in arithmetic("test", int(texts), 0, "medium")]
     requests = [Request(prompt, derive_key(0, "stop", i, 0), CAP) for i, prompt in enumerate(prompts)]
-    engine = TransformersEngine(policy, Sampling(frozenset([tokenizer.eos_token_id])))
+    engine = TransformersEngine(policy, SamplingParams(frozenset([tokenizer.eos_token_id])))
     done, _ = engine.generate(requests)
     found = []
     for name, model in models.items():

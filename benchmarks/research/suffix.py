@@ -12,11 +12,11 @@ import json
 import sys
 import time
 
-from rollout.drafting.suffix import PromptTexts, SuffixDrafter
-from rollout.engines.base import Sampling
-from rollout.engines.local.engine import TransformersEngine
-from rollout.keys import derive_key
-from rollout.types import Request
+from specrl.rollout.drafting.suffix import PromptTexts, SuffixDrafter
+from specrl.rollout.engines.base import SamplingParams
+from specrl.rollout.engines.local.engine import TransformersEngine
+from specrl.rollout.keys import derive_key
+from specrl.rollout.types import Request
 from specrl.run.tasks import arithmetic
 from specrl.tiny import load_tiny
 
@@ -25,7 +25,7 @@ GROUP = 8
 
 def main(rows: int = 64, tokens: int = 900) -> None:
     model, tokenizer = load_tiny()
-    engine = TransformersEngine(model, Sampling(frozenset()))
+    engine = TransformersEngine(model, SamplingParams(frozenset()))
     prompts = [tokenizer(p.prompt)["input_ids"] for p in arithmetic("train", rows // GROUP, 0, "medium")]
     old: list[list[int]] = [[] for _ in range(rows)]
     for visit, epoch in enumerate(("first epoch", "later epoch")):

@@ -23,18 +23,18 @@ import torch
 from torch import Tensor
 
 from benchmarks.research import host
-from rollout.drafting.contexts import ContextTable
-from rollout.drafting.drafting import Drafting
-from rollout.engines.base import Sampling
-from rollout.engines.vllm.room import Room
-from rollout.engines.vllm.rows import Told, VLLMRow
-from rollout.engines.vllm.scheduler import DraftLengths, set_lengths
-from rollout.engines.vllm.v1 import V1Rules
-from rollout.sections import doc
-from rollout.types import EngineStats
 from specrl.config import load as cli
+from specrl.rollout.drafting.contexts import ContextTable
+from specrl.rollout.drafting.drafting import Drafting
+from specrl.rollout.engines.base import SamplingParams
+from specrl.rollout.engines.vllm.room import LogitsBudget
+from specrl.rollout.engines.vllm.rows import LogprobBuffer, VLLMRow
+from specrl.rollout.engines.vllm.scheduler import DraftLengths, set_lengths
+from specrl.rollout.engines.vllm.v1 import V1Rules
+from specrl.rollout.sections import doc
+from specrl.rollout.types import EngineStats
 
-LAW = Sampling(host.EOS_IDS)
+LAW = SamplingParams(host.EOS_IDS)
 DRAFT_TOKENS = 32
 ROOM = 1 << 20
 """Draft tokens that a step has room for: no bound."""
@@ -44,7 +44,7 @@ ROOM = 1 << 20
 class VLLMHostConfig:
     rows: list[int] = doc([64, 512], "rows of a batch, in groups of 8; each is a line")
     tokens: int = doc(1500, "mean length of a response")
-    agreement: float = doc(0.97, "share of a text's tokens that are those of the slot's old text")
+    agreement: float = doc(0.97, "share of a text's tokens that are those of the sample_index's old text")
     repeats: int = doc(3, "rollouts a line; the fastest counts")
     out: str = doc("", "write the lines to this JSON file")
 
@@ -81,10 +81,10 @@ class Rollout:
         drafting.contexts.learn(made.others)
         drafting.begin(requests)
         drafting.propose = self.clock.timed("asking", drafting.propose)
-        bounds = {"draft_tokens": DRAFT_TOKENS, "room": Room(ROOM), "scores_per_chunk": ROOM}
+        bounds = {"draft_tokens": DRAFT_TOKENS, "room": LogitsBudget(ROOM), "scores_per_chunk": ROOM}
         draw = self.clock.timed("draw", self.draw)
         self.rules = V1Rules(
-            drafting=drafting, draw=draw, stats=EngineStats(), rows=rows, told=Told([*rows.values()]), **bounds
+            drafting=drafting, draw=draw, stats=EngineStats(), rows=rows, told=LogprobBuffer([*rows.values()]), **bounds
         )
         self.steps: list[tuple[int, dict[str, float]]] = []
         """Rows of each step, and its seconds by part."""
@@ -171,7 +171,7 @@ def on_device(rows: int, steps: int = 200) -> float:
     """Microseconds a row and step, the median of `steps`: all drafts of 8 tokens stand but for one in ten rows."""
     drafting = Drafting(host.Unhurried(padded=False))
     drafting.attach(host.Policy())
-    flow = DraftLengths(source="texts", drafting=drafting, draft_tokens=DRAFT_TOKENS, room=Room(ROOM))
+    flow = DraftLengths(source="texts", drafting=drafting, draft_tokens=DRAFT_TOKENS, room=LogitsBudget(ROOM))
     names = [f"request-{i}" for i in range(rows)]
     for name in names:
         flow.admit(name, drafts=True)

@@ -17,11 +17,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rollout.cache.record import HEAD, LOGPROBS, STOP, Entry
-from rollout.durable import open_lock, replacing
-from rollout.types import CacheError
+from specrl.rollout.cache.record import HEAD, LOGPROBS, STOP, Entry
+from specrl.rollout.durable import open_lock, replacing
+from specrl.rollout.types import CacheError
 
-FORMAT = 2
+FORMAT = 3
 SNAPSHOT = "trajectories.parquet"
 ROWS_PER_GROUP = 512
 LOCK = "trajectories.lock"
@@ -31,7 +31,7 @@ _HEADS = np.dtype([("key", "<i8"), ("version", "<i8"), ("step", "<i8"), ("reward
 SCHEMA = pa.schema(
     [
         pa.field("example_id", pa.string(), nullable=False),
-        pa.field("slot", pa.int64(), nullable=False),
+        pa.field("sample_index", pa.int64(), nullable=False),
         pa.field("tokens", pa.list_(pa.field("element", pa.int32(), nullable=False)), nullable=False),
         pa.field("key", pa.int64(), nullable=False),
         pa.field("finish", pa.string(), nullable=False),
@@ -47,12 +47,12 @@ SCHEMA = pa.schema(
 class Fingerprint:
     """What the stored trajectories depend on, as short strings.
 
-    Example: Fingerprint(identity={"tokenizer": "9f3c", "dataset": "gsm8k-1a2b"}, law={"temperature": "1.0"})
+    Example: Fingerprint(identity={"tokenizer": "9f3c", "dataset": "gsm8k-1a2b"}, sampling={"temperature": "1.0"})
     """
 
     identity: Mapping[str, str] = field(default_factory=dict)
     """Must match to reuse anything: tokenizer, vocabulary, template, dataset."""
-    law: Mapping[str, str] = field(default_factory=dict)
+    sampling: Mapping[str, str] = field(default_factory=dict)
     """What the text was drawn from: model, temperature, top-p, top-k. Only the stored log-probs depend on it."""
 
 
@@ -115,7 +115,7 @@ def header_sum(text: bytes) -> bytes:
 
 def _table(entries: Sequence[Entry], schema: pa.Schema) -> pa.Table:
     """One row group. The lists are cut out of joined bytes: no token becomes a Python number."""
-    ids, slots, blobs = zip(*entries, strict=True)
+    ids, sample_indices, blobs = zip(*entries, strict=True)
     heads = np.frombuffer(b"".join(blob[: HEAD.size] for blob in blobs), _HEADS)
     bare = (heads["flags"] & LOGPROBS) == 0
     words = np.array([(len(blob) - HEAD.size) // 4 for blob in blobs])
@@ -125,7 +125,7 @@ def _table(entries: Sequence[Entry], schema: pa.Schema) -> pa.Table:
     logprobs = b"".join(blob[cut:] for blob, cut in zip(blobs, cuts, strict=True))
     columns = [
         pa.array(ids, pa.string()),
-        pa.array(slots, pa.int64()),
+        pa.array(sample_indices, pa.int64()),
         _lists(counts, np.frombuffer(tokens, "<i4"), schema.field("tokens").type),
         pa.array(heads["key"]),
         pa.array(np.where(heads["flags"] & STOP, "stop", "length")),

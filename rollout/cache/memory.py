@@ -1,7 +1,7 @@
 """Last epoch's trajectories, kept as drafts for the next: bounded in memory, saved atomically, checked when it is read.
 
-The store is a plain map (example id, slot) -> trajectory, so reshuffling, another group size or another number of
-workers change nothing. A missing or dropped entry only means that its prompt is generated without a draft.
+The store is a plain map (example id, sample index) -> trajectory, so reshuffling, another group size or another number
+of workers change nothing. A missing or dropped entry only means that its prompt is generated without a draft.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Literal
 
-from rollout.cache.disk import Fingerprint, Header, write_snapshot
-from rollout.cache.record import Entry, complaint, digest_of, origin, pack, unpack
-from rollout.reduction import Metric, count, highest
-from rollout.types import CacheError, Trajectory
+from specrl.rollout.cache.disk import Fingerprint, Header, write_snapshot
+from specrl.rollout.cache.record import Entry, complaint, digest_of, origin, pack, unpack
+from specrl.rollout.reduction import Metric, count, highest
+from specrl.rollout.types import CacheError, Trajectory
 
 __all__ = ["Fingerprint", "TrajectoryCache"]
 
@@ -49,29 +49,33 @@ class TrajectoryCache:
         with self._mutex:
             return sum(map(len, self._examples.values()))
 
-    def get(self, example_id: str, slot: int) -> Trajectory | None:
-        """The slot's last trajectory, or None."""
+    def get(self, example_id: str, sample_index: int) -> Trajectory | None:
+        """The sample's last trajectory, or None."""
         with self._mutex:
-            blob = self._examples.get(example_id, {}).get(slot)
+            blob = self._examples.get(example_id, {}).get(sample_index)
         return None if blob is None else unpack(blob)
 
     def siblings(self, example_id: str, but: int | None = None) -> list[Trajectory]:
-        """The stored trajectories of a prompt, newest step first, then by slot; slot `but` is left out."""
+        """The stored trajectories of a prompt, newest step first, then by sample; sample `but` is left out."""
         with self._mutex:
-            found = sorted((slot, blob) for slot, blob in self._examples.get(example_id, {}).items() if slot != but)
+            found = sorted(
+                (sample_index, blob)
+                for sample_index, blob in self._examples.get(example_id, {}).items()
+                if sample_index != but
+            )
         found.sort(key=lambda item: origin(item[1]), reverse=True)
         return [unpack(blob) for _, blob in found]
 
-    def put(self, example_id: str, slot: int, trajectory: Trajectory) -> None:
-        """Replaces the slot. Raises CacheError when the trajectory is malformed or older than the stored one."""
-        self.put_many([(example_id, slot, trajectory)])
+    def put(self, example_id: str, sample_index: int, trajectory: Trajectory) -> None:
+        """Replaces the sample. Raises CacheError when the trajectory is malformed or older than the stored one."""
+        self.put_many([(example_id, sample_index, trajectory)])
 
     def put_many(self, entries: Iterable[tuple[str, int, Trajectory]]) -> None:
         """Stores all entries, or none and raises CacheError when one is malformed or older than the stored one."""
         packed = [self._packed(*entry) for entry in entries]
         with self._mutex:
-            for example_id, slot, blob in packed:
-                self._refuse_older(example_id, slot, blob)
+            for example_id, sample_index, blob in packed:
+                self._refuse_older(example_id, sample_index, blob)
             self.insert(packed)
 
     def merge(self, entries: Iterable[tuple[str, int, Trajectory]]) -> None:
@@ -106,7 +110,11 @@ class TrajectoryCache:
         ("stop") or logged, once until a save succeeds ("warn").
         """
         with self._mutex:  # packed entries never change, so the file can be written while rollouts go on
-            entries = [(e, slot, blob) for e, slots in self._examples.items() for slot, blob in slots.items()]
+            entries = [
+                (e, sample_index, blob)
+                for e, sample_indices in self._examples.items()
+                for sample_index, blob in sample_indices.items()
+            ]
         eos_ids, digest = tuple(sorted(self.eos_ids)), digest_of(entries)
         header = Header(step, len(entries), self.vocab_size, eos_ids, self.fingerprint, digest)
         try:
@@ -120,27 +128,30 @@ class TrajectoryCache:
                 logger.warning("%s Training goes on without saving the cache.", error)
             self._warned = True
 
-    def _packed(self, example_id: str, slot: int, trajectory: Trajectory) -> Entry:
+    def _packed(self, example_id: str, sample_index: int, trajectory: Trajectory) -> Entry:
         try:
             example_id.encode()
-            reason = complaint(slot, trajectory, self.vocab_size, self.eos_ids)
+            reason = complaint(sample_index, trajectory, self.vocab_size, self.eos_ids)
             if reason is None:
-                return example_id, slot, pack(trajectory)
+                return example_id, sample_index, pack(trajectory)
         except (struct.error, TypeError, ValueError, AttributeError, OverflowError) as error:
             reason = f"a field has the wrong type or size ({error})"
-        raise CacheError(f"The trajectory of example {example_id!r}, slot {slot!r} cannot be stored: {reason}.")
+        raise CacheError(
+            f"The trajectory of example {example_id!r}, sample {sample_index!r} cannot be stored: {reason}."
+        )
 
-    def _stored_origin(self, example_id: str, slot: int) -> tuple[int, int]:
-        blob = self._examples.get(example_id, {}).get(slot)
+    def _stored_origin(self, example_id: str, sample_index: int) -> tuple[int, int]:
+        blob = self._examples.get(example_id, {}).get(sample_index)
         return (-1, -1) if blob is None else origin(blob)
 
-    def _refuse_older(self, example_id: str, slot: int, blob: bytes) -> None:
-        (old_step, old_version), (step, version) = self._stored_origin(example_id, slot), origin(blob)
+    def _refuse_older(self, example_id: str, sample_index: int, blob: bytes) -> None:
+        (old_step, old_version), (step, version) = self._stored_origin(example_id, sample_index), origin(blob)
         if step < old_step or version < old_version:
             raise CacheError(
-                f"The trajectory of example {example_id!r}, slot {slot} is of step {step}, version {version}, but step "
-                f"{old_step}, version {old_version} is stored already. A counter went back; after a resume, load "
-                "with the checkpoint's step as max_step, or start with rollout.cache.clear=true."
+                f"The trajectory of example {example_id!r}, sample {sample_index} is of step {step}, version "
+                f"{version}, but step {old_step}, version {old_version} is stored already. "
+                "A counter went back; after a resume, load with the checkpoint's step as max_step, "
+                "or start with rollout.cache.clear=true."
             )
 
     def insert(self, packed: Sequence[Entry]) -> None:
@@ -150,31 +161,33 @@ class TrajectoryCache:
         for example_id, _, _ in packed:
             if example_id in self._examples:
                 self._examples.move_to_end(example_id)
-        for example_id, slot, blob in packed:
-            self._put(example_id, slot, blob)
+        for example_id, sample_index, blob in packed:
+            self._put(example_id, sample_index, blob)
             self._examples.move_to_end(example_id)
-            self._evict(slot)
+            self._evict(sample_index)
 
-    def _put(self, example_id: str, slot: int, blob: bytes) -> None:
-        slots = self._examples.get(example_id)
-        if slots is None:
-            slots = self._examples[example_id] = {}
-            self.bytes += EXAMPLE_BYTES + sys.getsizeof(example_id) + sys.getsizeof(slots)
-        self.bytes -= sys.getsizeof(slots) + (_size(slots[slot]) if slot in slots else 0)
-        slots[slot] = blob
-        self.bytes += sys.getsizeof(slots) + _size(blob)
+    def _put(self, example_id: str, sample_index: int, blob: bytes) -> None:
+        sample_indices = self._examples.get(example_id)
+        if sample_indices is None:
+            sample_indices = self._examples[example_id] = {}
+            self.bytes += EXAMPLE_BYTES + sys.getsizeof(example_id) + sys.getsizeof(sample_indices)
+        self.bytes -= sys.getsizeof(sample_indices) + (
+            _size(sample_indices[sample_index]) if sample_index in sample_indices else 0
+        )
+        sample_indices[sample_index] = blob
+        self.bytes += sys.getsizeof(sample_indices) + _size(blob)
 
     def _evict(self, newest: int) -> None:
         while self.bytes > self._limit and self._examples:
-            example_id, slots = next(iter(self._examples.items()))
-            if len(self._examples) > 1 or len(slots) == 1:
+            example_id, sample_indices = next(iter(self._examples.items()))
+            if len(self._examples) > 1 or len(sample_indices) == 1:
                 del self._examples[example_id]
-                self.bytes -= EXAMPLE_BYTES + sys.getsizeof(example_id) + sys.getsizeof(slots)
-                self.bytes -= sum(map(_size, slots.values()))
-                self.evictions += len(slots)
-            else:  # one example fills the whole budget: its oldest slots go, the one just stored last
-                slot = min(slots, key=lambda s: (origin(slots[s]), s == newest, s))
-                self.bytes -= _size(slots.pop(slot))
+                self.bytes -= EXAMPLE_BYTES + sys.getsizeof(example_id) + sys.getsizeof(sample_indices)
+                self.bytes -= sum(map(_size, sample_indices.values()))
+                self.evictions += len(sample_indices)
+            else:  # one example fills the whole budget: its oldest samples go, the one just stored last
+                sample_index = min(sample_indices, key=lambda s: (origin(sample_indices[s]), s == newest, s))
+                self.bytes -= _size(sample_indices.pop(sample_index))
                 self.evictions += 1
 
 

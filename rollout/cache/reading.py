@@ -17,10 +17,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rollout.cache.disk import FORMAT, HEADER, HEADER_SUM, SCHEMA, SNAPSHOT, Fingerprint, Header, header_sum
-from rollout.cache.memory import TrajectoryCache
-from rollout.cache.record import FINISH, HEAD, LOGPROBS, Entry, complaint, digest_of, pack, unpack
-from rollout.types import CacheError
+from specrl.rollout.cache.disk import FORMAT, HEADER, HEADER_SUM, SCHEMA, SNAPSHOT, Fingerprint, Header, header_sum
+from specrl.rollout.cache.memory import TrajectoryCache
+from specrl.rollout.cache.record import FINISH, HEAD, LOGPROBS, Entry, complaint, digest_of, pack, unpack
+from specrl.rollout.types import CacheError
 
 logger = logging.getLogger(__name__)
 
@@ -41,21 +41,24 @@ def load(
     *,
     max_step: int | None = None,
     max_mb: float = 512,
-    check_law: bool = False,
+    check_sampling: bool = False,
     new_run: bool = False,
 ) -> TrajectoryCache:
     """The cache saved in `directory`, or an empty one when there is none or it is damaged or of an older format.
 
     A damaged file is renamed to *.corrupt, and nothing of it is used. Entries that make no sense to this vocabulary are
-    left out and counted in `dropped`, entries of steps after `max_step` in `skipped`. With another `law` the stored
-    log-probs are left out, as only `lenient` needs them; `check_law` makes it an error instead. `new_run` sets steps
-    and versions to 0, as the counters of the run that reads begin there. Raises CacheError on another identity, a newer
-    format, a header that no specrl of this format writes, or a path that cannot be read.
+    left out and counted in `dropped`, entries of steps after `max_step` in `skipped`. With another
+    `sampling` the stored log-probs are left out, as only `lenient` needs them; `check_sampling` makes it an error
+    instead. `new_run` sets steps and versions to 0, as the counters of the run that reads begin there.
+
+    Raises:
+        CacheError: another identity, a newer format, a header that no specrl of this format writes, or a path that
+            cannot be read.
     """
     cache, path = TrajectoryCache(fingerprint, vocab_size, eos_ids, max_mb=max_mb), Path(directory) / SNAPSHOT
     try:
         header, entries = read_snapshot(Path(directory))
-        changes = {} if _matches(fingerprint, header.fingerprint, path, check_law) else {"logprobs": None}
+        changes = {} if _matches(fingerprint, header.fingerprint, path, check_sampling) else {"logprobs": None}
         changes |= {"step": 0, "version": 0} if new_run else {}
         cache.dropped = sum(not _admit(cache, *entry, max_step, changes) for entry in entries)
         if cache.dropped:
@@ -72,9 +75,9 @@ def load(
     return cache
 
 
-def _matches(here: Fingerprint, there: Fingerprint, path: Path, check_law: bool) -> bool:
-    law = _differences(here.law, there.law)
-    wrong = _differences(here.identity, there.identity) + (law if check_law else [])
+def _matches(here: Fingerprint, there: Fingerprint, path: Path, check_sampling: bool) -> bool:
+    law = _differences(here.sampling, there.sampling)
+    wrong = _differences(here.identity, there.identity) + (law if check_sampling else [])
     if wrong:
         raise CacheError(
             f"The trajectory cache '{path}' was written with other settings: {'; '.join(wrong)}. "
@@ -84,16 +87,16 @@ def _matches(here: Fingerprint, there: Fingerprint, path: Path, check_law: bool)
 
 
 def _admit(
-    cache: TrajectoryCache, example_id: str, slot: int, blob: bytes, max_step: int | None, changes: dict
+    cache: TrajectoryCache, example_id: str, sample_index: int, blob: bytes, max_step: int | None, changes: dict
 ) -> bool:
     """Stores one entry, with some of its fields changed; False when it makes no sense."""
     trajectory = unpack(blob)
-    if complaint(slot, trajectory, cache.vocab_size, cache.eos_ids) is not None:
+    if complaint(sample_index, trajectory, cache.vocab_size, cache.eos_ids) is not None:
         return False
     if max_step is not None and trajectory.step > max_step:
         cache.skipped += 1
     else:
-        cache.insert([(example_id, slot, pack(replace(trajectory, **changes)) if changes else blob)])
+        cache.insert([(example_id, sample_index, pack(replace(trajectory, **changes)) if changes else blob)])
     return True
 
 
@@ -197,21 +200,21 @@ _LEGAL = {
     "digest": lambda value: isinstance(value, str),
     "eos_ids": lambda value: isinstance(value, list) and all(map(_count, value)),
     "fingerprint": lambda value: (
-        isinstance(value, dict) and value.keys() == {"identity", "law"} and all(map(_texts, value.values()))
+        isinstance(value, dict) and value.keys() == {"identity", "sampling"} and all(map(_texts, value.values()))
     ),
 }
 
 
 def _entries(table: pa.Table) -> Iterator[Entry]:
     """The rows of one row group."""
-    names = ("example_id", "slot", "finish", "key", "version", "step", "reward")
+    names = ("example_id", "sample_index", "finish", "key", "version", "step", "reward")
     fields = zip(*(table[name].to_pylist() for name in names), strict=True)
     tokens, logprobs = _cut(table["tokens"], "<i4"), _cut(table["logprobs"], "<f4")
     bare = table["logprobs"].is_null().to_pylist()
-    for i, (example_id, slot, finish, key, version, step, reward) in enumerate(fields):
+    for i, (example_id, sample_index, finish, key, version, step, reward) in enumerate(fields):
         flags = FINISH[finish] | (0 if bare[i] else LOGPROBS)
         head = HEAD.pack(key, version, step, nan if reward is None else reward, flags)
-        yield example_id, slot, head + tokens[i] + logprobs[i]
+        yield example_id, sample_index, head + tokens[i] + logprobs[i]
 
 
 def _cut(column: pa.ChunkedArray, kind: str) -> list[bytes]:

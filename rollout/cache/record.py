@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable
 from hashlib import blake2b
 from math import isfinite, isnan, nan
 
-from rollout.types import Trajectory
+from specrl.rollout.types import Trajectory
 
 HEAD = struct.Struct("<qqqdB")
 """key, version, step, reward (NaN when unknown), flags; the tokens follow as int32, then the log-probs as float32."""
@@ -17,14 +17,14 @@ FINISH = {"length": 0, "stop": STOP}
 LOGPROB_SLACK = 1e-4  # a float32 log-softmax may land a rounding error above zero
 
 Entry = tuple[str, int, bytes]
-"""(example id, slot, packed trajectory)."""
+"""(example id, sample index, packed trajectory)."""
 
 
-def complaint(slot: int, trajectory: Trajectory, vocab_size: int, eos_ids: Collection[int] = ()) -> str | None:
-    """What makes a slot's trajectory unusable, as half a sentence; None when nothing does."""
+def complaint(sample_index: int, trajectory: Trajectory, vocab_size: int, eos_ids: Collection[int] = ()) -> str | None:
+    """What makes a sample's trajectory unusable, as half a sentence; None when nothing does."""
     tokens, logprobs = trajectory.tokens, trajectory.logprobs
-    if slot < 0:
-        return f"slot {slot} is negative"
+    if sample_index < 0:
+        return f"sample_index {sample_index} is negative"
     if len(tokens) == 0:
         return "it has no tokens"
     if not 0 <= min(tokens) <= max(tokens) < vocab_size:
@@ -80,7 +80,7 @@ def origin(blob: bytes) -> tuple[int, int]:
 def digest_of(entries: Iterable[Entry]) -> str:
     """BLAKE2b with a 16-byte digest, in hex, over all entries in their order: places, lengths and canonical bytes."""
     digest = blake2b(digest_size=16)
-    for example_id, slot, blob in entries:
+    for example_id, sample_index, blob in entries:
         name = example_id.encode()
-        digest.update(struct.pack("<qqq", slot, len(name), len(blob)) + name + blob)
+        digest.update(struct.pack("<qqq", sample_index, len(name), len(blob)) + name + blob)
     return digest.hexdigest()

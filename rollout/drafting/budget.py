@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Literal
 
-from rollout.drafting.chain import LONG, Chain, DraftModelRecord
-from rollout.drafting.cost import FORGET, MOST, PRIOR, WEIGHT, CostModel, Trial, emitted, prior
-from rollout.drafting.suffix import Fit
+from specrl.rollout.drafting.chain import LONG, Chain, DraftModelRecord
+from specrl.rollout.drafting.cost import FORGET, MOST, PRIOR, WEIGHT, CostModel, DraftingBackoff, emitted, prior
+from specrl.rollout.drafting.suffix import MatchQuality
 
 State = Literal["start", "agreeing", "diverged", "lost"]
 """What is known of a row's drafter: nothing yet; of its last draft all, some or no tokens stood."""
-Kind = tuple[State | Fit, str] | None
+AcceptanceBucket = tuple[State | MatchQuality, str] | None
 """Drafts that are worth the same: what speaks for the text, or else the row's state, and where they come from. None is
 a row without a draft."""
 
@@ -27,9 +27,9 @@ _NEARLY = 0.95  # of the best rate is as good
 class Plan:
     """What the rows of the next pass carry."""
 
-    windows: Mapping[Kind, int]
+    windows: Mapping[AcceptanceBucket, int]
     """Tokens that a row may carry from its own drafter."""
-    handed: frozenset[Kind]
+    handed: frozenset[AcceptanceBucket]
     """Kinds whose rows the draft model serves better than their own drafters."""
     goodput: float
     """Expected tokens per second of the rows that a draft model could help: what a second is worth."""
@@ -59,21 +59,23 @@ class Budget:
     def __init__(self, window: int = 0, padded: bool = True):
         self.window, self.padded = window, padded
         self.drafter = DraftModelRecord()
-        self._passes, self._trial = CostModel(), Trial()
-        self._seen: defaultdict[Kind, list[float]] = defaultdict(lambda: [0.0, 0.0])  # accepted tokens, rejected drafts
+        self._passes, self._trial = CostModel(), DraftingBackoff()
+        self._seen: defaultdict[AcceptanceBucket, list[float]] = defaultdict(
+            lambda: [0.0, 0.0]
+        )  # accepted tokens, rejected drafts
         self._all: tuple[float, float] | None = None  # the same of all kinds; None: to be summed
         self._needed = 0.0
         self._plain = 0.0, 0.0  # seconds of a plain pass and of each row in it, as last planned with
 
     # What was measured -------------------------------------------------------------------------------------------
 
-    def acceptance(self, kind: Kind) -> float:
+    def acceptance(self, kind: AcceptanceBucket) -> float:
         """Estimated probability that one more draft token of a row of this kind is accepted."""
         if kind is None:
             return 0.0
         return self._estimate(kind, WEIGHT * self._expected())
 
-    def _estimate(self, kind: Kind, expected: float) -> float:
+    def _estimate(self, kind: AcceptanceBucket, expected: float) -> float:
         accepted, rejected = self._seen.get(kind, (0.0, 0.0))
         return (accepted + _promise(kind) * expected) / (accepted + rejected + WEIGHT)
 
@@ -87,7 +89,7 @@ class Budget:
         accepted, rejected = self._all
         return min((accepted + WEIGHT * PRIOR) / (accepted + rejected + WEIGHT), PRIOR)
 
-    def gain(self, kind: Kind, drafted: int, price: float) -> float:
+    def gain(self, kind: AcceptanceBucket, drafted: int, price: float) -> float:
         """Expected accepted tokens of a draft of this kind, less `price` for each that is carried."""
         return emitted(self.acceptance(kind), drafted) - 1 - price * drafted
 
@@ -121,7 +123,7 @@ class Budget:
         """Measured (tokens, seconds) of passes, see CostModel.calibrate."""
         self._passes.calibrate(passes, rows, width)
 
-    def observe_draft(self, kind: Kind, drafted: int, accepted: int) -> None:
+    def observe_draft(self, kind: AcceptanceBucket, drafted: int, accepted: int) -> None:
         """Of `drafted` tokens of a row's own drafter the first `accepted` stood, or would have stood."""
         seen, self._all = self._seen[kind], None
         seen[0] += accepted
@@ -163,7 +165,7 @@ class Budget:
         a, b = self.cost(rows, width)
         return max(1, _length(max(best, expected), b * rows / (a + b * rows)))
 
-    def plan(self, kinds: Sequence[Kind], model: bool = False, width: int = 0) -> Plan:
+    def plan(self, kinds: Sequence[AcceptanceBucket], model: bool = False, width: int = 0) -> Plan:
         """Draft lengths for the rows of the next pass, and the kinds that a draft model serves better."""
         count = Counter(kinds)
         if self.window:
@@ -180,7 +182,14 @@ class Budget:
             handed, goodput = self._hand_over(count, k, fixed, b, goodput)
         return Plan(k, handed, goodput, b, self._needed)
 
-    def _hand_over(self, count: Mapping[Kind, int], k: Mapping[Kind, int], fixed: float, b: float, goodput: float):
+    def _hand_over(
+        self,
+        count: Mapping[AcceptanceBucket, int],
+        k: Mapping[AcceptanceBucket, int],
+        fixed: float,
+        b: float,
+        goodput: float,
+    ):
         """The kinds that the model drafts for, and the tokens per second of the rows that need it.
 
         These are the rows whose own drafters are right less often. They keep a rollout going after the others have
@@ -217,12 +226,14 @@ class Budget:
 
 
 @cache
-def _promise(kind: Kind) -> float:
+def _promise(kind: AcceptanceBucket) -> float:
     """Of a kind that was not seen yet, as a share of what drafts did in general."""
     return prior(kind[0][0], kind[1]) / PRIOR if type(kind[0]) is tuple else 1.0
 
 
-def _levelled(groups: Mapping[Kind, tuple[int, float]], fixed: float, price: float) -> tuple[dict[Kind, int], float]:
+def _levelled(
+    groups: Mapping[AcceptanceBucket, tuple[int, float]], fixed: float, price: float
+) -> tuple[dict[AcceptanceBucket, int], float]:
     """One draft length, a power of two, for all rows that it makes faster, and the rows' tokens per second.
 
     Attention pads the rows of a pass to equal lengths, block by block, so that lengths of their own cost more than they
@@ -245,7 +256,9 @@ def _levelled(groups: Mapping[Kind, tuple[int, float]], fixed: float, price: flo
     return k | carried, total / (seconds + rest * share) if total else 0.0
 
 
-def _each(groups: Mapping[Kind, tuple[int, float]], fixed: float, price: float) -> tuple[dict[Kind, int], float]:
+def _each(
+    groups: Mapping[AcceptanceBucket, tuple[int, float]], fixed: float, price: float
+) -> tuple[dict[AcceptanceBucket, int], float]:
     """As `_levelled`, where passes pad nothing: each kind's own best length, 0 or a power of two."""
     total, seconds, best = sum(rows for rows, _ in groups.values()), 0.0, {}
     share = fixed / max(total, 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from rollout.drafting.cost import FORGET, PRIOR, WEIGHT, CostModel, emitted
+from specrl.rollout.drafting.cost import FORGET, PRIOR, WEIGHT, CostModel, emitted
 
 LONG = 32
 """Tokens of the longest chain that is counted on."""

@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from rollout.drafting.cost import MOST, emitted
+from specrl.rollout.drafting.cost import MOST, emitted
 
 _LENGTHS = (6, 4, 3)  # tokens of a context, longest first
 _MOST = 15  # hits and misses of an entry go no further, as habits change

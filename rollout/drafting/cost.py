@@ -61,7 +61,7 @@ class CostModel:
         self._fitted = None
 
 
-class Trial:
+class DraftingBackoff:
     """Whether asking for drafts brings tokens sooner than plain passes do, and when to ask again.
 
     What a plan expects is an estimate, and knows nothing of the time that asking takes. While asking does not pay, 3,

@@ -10,8 +10,8 @@ from operator import index
 
 import numpy as np
 
-from rollout.drafting.suffix import SuffixDrafter, Worth, propose, unseen
-from rollout.types import Drafter, RolloutError
+from specrl.rollout.drafting.suffix import SuffixDrafter, Worth, propose, unseen
+from specrl.rollout.types import Drafter, RolloutError
 
 
 @dataclass(slots=True, unsafe_hash=True)  # never changed; frozen ones take three times as long to make

@@ -10,16 +10,16 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import TYPE_CHECKING, Protocol
 
-from rollout.drafting.budget import Budget, Kind, Plan
-from rollout.drafting.chain import Chain
-from rollout.drafting.contexts import ContextTable
-from rollout.drafting.draft import EMPTY, Draft, ask_all
-from rollout.drafting.suffix import SuffixDrafter
-from rollout.types import EngineStats, Request, RolloutError
-from rollout.verify import accept_exact
+from specrl.rollout.drafting.budget import AcceptanceBucket, Budget, Plan
+from specrl.rollout.drafting.chain import Chain
+from specrl.rollout.drafting.contexts import ContextTable
+from specrl.rollout.drafting.draft import EMPTY, Draft, ask_all
+from specrl.rollout.drafting.suffix import SuffixDrafter
+from specrl.rollout.types import EngineStats, Request, RolloutError
+from specrl.rollout.verify import accept_exact
 
 if TYPE_CHECKING:
-    from rollout.engines.response import Response
+    from specrl.rollout.engines.response import Response
 
 log = logging.getLogger(__name__)
 CONTEXT_TOKENS = 8  # of prompt and response that contexts are shown
@@ -232,7 +232,7 @@ class Drafting:
             return drafts
         price = plan.needed
         reach = self.contexts.most(max((row.room for row in rows), default=1) - 1, price)
-        gains: dict[tuple[Kind, int], float] = {}
+        gains: dict[tuple[AcceptanceBucket, int], float] = {}
         for i, (row, draft) in enumerate(zip(rows, drafts, strict=True)):
             same = row.kind, len(draft.tokens)
             if (gain := gains.get(same)) is None:

@@ -1,4 +1,4 @@
-"""Drafts from the texts of a prompt: the slot's old one at its positions, or what continues the end of the response."""
+"""Drafts from the texts of a prompt: the sample's old one at its positions, or what continues the response's end."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from itertools import chain
 from operator import eq
 from typing import Any
 
-from rollout.drafting.cost import prior
-from rollout.drafting.ngrams import LENGTHS, NGrams, Piece, Place, append, token_ids
-from rollout.sections import SOURCES
-from rollout.types import Request
+from specrl.rollout.drafting.cost import prior
+from specrl.rollout.drafting.ngrams import LENGTHS, NGrams, Piece, Place, append, token_ids
+from specrl.rollout.sections import SOURCES
+from specrl.rollout.types import Request
 
 _RECENT = 6  # positions over which a text that is being followed shows whether it still fits
 _LONGEST = 32  # tokens that fit; more say no more
@@ -20,17 +20,17 @@ _LEVELS = [0, 1, 2, 3, 4, 4, 6, 6, *[8] * 8, *[16] * 16, _LONGEST]  # of what fi
 _FITTING = [(level, False) for level in _LEVELS]
 _SEARCHED = "group", "earlier", "prompt"  # each is a group of its own in an index
 
-Fit = tuple[int, bool]
+MatchQuality = tuple[int, bool]
 """What speaks for a place that is followed. First the response's last tokens that stand before it, at one of `_LEVELS`;
 or as many, below 0, as are others of the last `_RECENT`; 0 where there are none. Then whether the row is lost: its last
 pass brought one token, and it is not the text's."""
-Worth = Callable[[tuple[Fit, str]], float]
+Worth = Callable[[tuple[MatchQuality, str]], float]
 """How often tokens stand of drafts that fit so well and come from there."""
 Option = tuple[int, int, "array[int]", int, str]
 """A text that may be followed: (fit, where in the response it begins to, text, distance of their positions, source)"""
 
 
-def unseen(kind: tuple[Fit, str]) -> float:
+def unseen(kind: tuple[MatchQuality, str]) -> float:
     """The `Worth` of drafts of which nothing is known yet."""
     (fit, _), source = kind
     return prior(fit, source)
@@ -136,7 +136,7 @@ def _join(new: Sequence[PromptTexts], indices: Sequence[NGrams]) -> None:
 class SuffixDrafter:
     """Follows a text while it fits, and leaves it for one that promises more.
 
-    The slot's old text is followed first, at the same positions. After a mismatch it is followed further, as if one
+    The sample's old text is followed first, at the same positions. After a mismatch it is followed further, as if one
     token had been replaced, or another place where the last tokens of the response stand: in an old text, in the
     prompt, in what the prompt's rows have emitted. Which of these is decided by what became of such drafts: of that
     source, that fitted as well. Suffix matching is SuffixDecoding's (arXiv 2411.04975), longer matches before shorter
@@ -145,7 +145,7 @@ class SuffixDrafter:
 
     Args:
         texts: of the prompt, shared by the rows of one engine call; what a row emits is added when it asks.
-        own: the slot's old text; without one the newest stored text is followed first.
+        own: the sample's old text; without one the newest stored text is followed first.
         ahead: what was rolled out ahead of the row, under its own noise; followed in the place of `own`.
     """
 
@@ -169,7 +169,7 @@ class SuffixDrafter:
         self._followed, self.source = self._first
         """The text that is followed, and where the last draft came from."""
         self._shift = 0
-        self.fit: Fit = 0, False
+        self.fit: MatchQuality = 0, False
         """What speaks for that draft."""
         self._fits_from = 0  # of the response: from there on it has been the text that is followed
         self._left: tuple[array[int], int, str] | None = None  # the one followed before, with its shift and source

@@ -11,13 +11,13 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from rollout.checks import check
-from rollout.config import RolloutConfig
-from rollout.types import AheadText, Completion, EngineStats, Request, RolloutError
+from specrl.rollout.checks import check
+from specrl.rollout.config import RolloutConfig
+from specrl.rollout.types import AheadText, Completion, EngineStats, Request, RolloutError
 
 
 @dataclass(frozen=True, slots=True)
-class Sampling:
+class SamplingParams:
     """The sampler's law. Drafts and plain decoding share it; the exact rule works on the processed distribution."""
 
     eos_ids: frozenset[int]
@@ -132,7 +132,7 @@ def evaluation(model: torch.nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def heap_at_rest() -> Iterator[None]:
+def gc_frozen() -> Iterator[None]:
     """Python's garbage collector leaves alone what is there already; what comes is collected as ever.
 
     It would walk all of a trainer's objects about once in a rollout of many rows, which takes as long as many passes.

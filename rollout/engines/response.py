@@ -6,10 +6,10 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from rollout.drafting.budget import Kind, State
-from rollout.drafting.draft import EMPTY, Draft, DrafterFault, show
-from rollout.types import Completion, Drafter, Request, RolloutError
-from rollout.verify import Stood, cut
+from specrl.rollout.drafting.budget import AcceptanceBucket, State
+from specrl.rollout.drafting.draft import EMPTY, Draft, DrafterFault, show
+from specrl.rollout.types import Completion, Drafter, Request, RolloutError
+from specrl.rollout.verify import Accepted, cut
 
 
 @dataclass(slots=True)
@@ -34,7 +34,7 @@ class Response:
     """How it failed."""
     guess: Draft = EMPTY
     """What its own drafter expects next, carried or not; empty where it was not asked."""
-    kind: Kind = None
+    kind: AcceptanceBucket = None
     """What the worth of its last guess is estimated by; None if it had none."""
     state: State = "start"
     """What became of that guess."""
@@ -62,7 +62,7 @@ class Response:
         """Tokens until the cap."""
         return self.request.max_new_tokens - len(self.tokens)
 
-    def emit(self, stood: Stood, eos_ids: frozenset[int]) -> int:
+    def emit(self, stood: Accepted, eos_ids: frozenset[int]) -> int:
         """Appends what stood, up to the first EOS or the cap; returns how many tokens that are."""
         tokens, logprobs, behaviour = stood.tokens, stood.logprobs, stood.behaviour
         count, room = len(tokens), self.request.max_new_tokens - len(self.tokens)

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from rollout.engines.base import Probe
+from specrl.rollout.engines.base import Probe
 
 Route = Literal["process", "ipc", "nccl", "memory"]
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from torch.nn import Module
 from transformers import AutoTokenizer
 
-from rollout.engines.base import EngineSpec
-from rollout.lossy.judge import Judge, JudgeHead, KLJudge
-from rollout.lossy.pair import fingerprint
-from rollout.lossy.router import SERVED, Router, Scorer, by_reward, load_learned
-from rollout.lossy.steps import StepEnd
-from rollout.sections import JudgedConfig, RoutedConfig
-from rollout.types import RolloutError
+from specrl.rollout.engines.base import EngineSpec
+from specrl.rollout.lossy.judge import Judge, JudgeHead, KLJudge
+from specrl.rollout.lossy.pair import fingerprint
+from specrl.rollout.lossy.router import SERVED, Router, Scorer, by_reward, load_learned
+from specrl.rollout.lossy.steps import StepEnd
+from specrl.rollout.sections import JudgedConfig, RoutedConfig
+from specrl.rollout.types import RolloutError
 
 
 def build_router(

@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from rollout.lossy.pair import read_card, write_card
-from rollout.types import RolloutError
+from specrl.rollout.lossy.pair import read_card, write_card
+from specrl.rollout.types import RolloutError
 
 WEIGHTS = "judge.safetensors"
 

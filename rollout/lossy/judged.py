@@ -8,14 +8,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rollout.drafting.draft import Draft, ask_all
-from rollout.drafting.drafting import Drafting, Policy, check_vocab
-from rollout.engines.base import Limits, Sampling
-from rollout.engines.local.drafter import ModelDrafter
-from rollout.engines.response import Response
-from rollout.lossy.judge import Judge, judged
-from rollout.types import EngineStats, Request
-from rollout.verify import Drawn, Stood, exact
+from specrl.rollout.drafting.draft import Draft, ask_all
+from specrl.rollout.drafting.drafting import Drafting, Policy, check_vocab
+from specrl.rollout.engines.base import Limits, SamplingParams
+from specrl.rollout.engines.local.drafter import ModelDrafter
+from specrl.rollout.engines.response import Response
+from specrl.rollout.lossy.judge import Judge, judged
+from specrl.rollout.types import EngineStats, Request
+from specrl.rollout.verify import Accepted, TargetSamples, exact
 
 DRAFT_TOKENS = 16  # of a pass, where none are asked for
 
@@ -38,10 +38,10 @@ class JudgedDraft(Draft):
         return JudgedDraft(list(self.tokens[:count]), self.source, laws[:count], self.states[:count], behind)
 
 
-class Writer(ModelDrafter):
+class DraftWithLogprobs(ModelDrafter):
     """A draft model that is asked for one token after another, and for the laws that it drew them from."""
 
-    def follow(self, texts: Mapping[int, Sequence[int]]) -> dict[int, Drawn]:
+    def follow(self, texts: Mapping[int, Sequence[int]]) -> dict[int, TargetSamples]:
         """See `Reader.follow`."""
         return self._reader.follow(texts)
 
@@ -55,9 +55,9 @@ class Judged(Drafting):
 
     A row drafts from its request's drafter (stored texts), else from the draft model, which draws with the same noise.
     The judge is asked about tokens that were written for the text before them, by a law that is known: the draft
-    model's, and those of the slot's old text until the response leaves it, with the request's `draft_logprobs`. What it
-    lets stand has that law's log-prob as its behaviour log-prob. All other drafts are verified exactly: what is kept of
-    a text behind a token that was changed fits the rest worse than either text does.
+    model's, and those of the sample's old text until the response leaves it, with the request's `draft_logprobs`. What
+    it lets stand has that law's log-prob as its behaviour log-prob. All other drafts are verified exactly: what is kept
+    of a text behind a token that was changed fits the rest worse than either text does.
 
     Args:
         judge: decides about mismatches; where it fails nothing but the draw stands, counted in route_faults.
@@ -72,12 +72,12 @@ class Judged(Drafting):
     def __init__(
         self,
         judge: Judge,
-        sampling: Sampling,
+        sampling: SamplingParams,
         draft: torch.nn.Module | None = None,
         window: int = DRAFT_TOKENS,
         limits: Limits | None = None,
     ):
-        super().__init__(model=None if draft is None else Writer(draft, sampling, limits))
+        super().__init__(model=None if draft is None else DraftWithLogprobs(draft, sampling, limits))
         self.judge, self.window, self._eos_ids, self._faults = judge, window, sampling.eos_ids, 0
 
     def attach(self, policy: Policy) -> None:
@@ -117,7 +117,7 @@ class Judged(Drafting):
     def end(self, rows: Sequence[Response], stats: EngineStats) -> None:
         stats.route_faults += self._faults
 
-    def rule(self, key: int, draft: JudgedDraft, drawn: Drawn) -> Stood:
+    def rule(self, key: int, draft: JudgedDraft, drawn: TargetSamples) -> Accepted:
         """See rollout.verify.Rule: a draft token stands when it is the draw, or when the judge allows it.
 
         A draw that would leave an old text behind a draft that stands whole waits for the judge of the next pass.
@@ -130,7 +130,7 @@ class Judged(Drafting):
         end = n + (not waits)
         text, own = drawn.text_logprobs[:n], drawn.logprobs[n:end]
         tokens = [*draft.tokens[:n], *drawn.draws[n:end]]
-        return Stood(tokens, [*text, *own], [*judged_laws(text, draft.logprobs or (), standing), *own], n)
+        return Accepted(tokens, [*text, *own], [*judged_laws(text, draft.logprobs or (), standing), *own], n)
 
     def _goes_on(self, row: Response, tokens: Sequence[int]) -> bool:
         """The draft model may write a token behind the draft `tokens` that it has written."""
@@ -150,7 +150,7 @@ class Judged(Drafting):
         behind = next((token for token, logprob in later if logprob == logprob), None)
         return JudgedDraft([*text.tokens[:limit]], text.source, laws[:limit], behind=behind)
 
-    def _standing(self, draft: JudgedDraft, drawn: Drawn) -> set[int]:
+    def _standing(self, draft: JudgedDraft, drawn: TargetSamples) -> set[int]:
         """Positions of the draft that may stand whatever the draw."""
         asked = [i for i, logprob in enumerate(draft.logprobs or ()) if logprob == logprob]
         if not asked:
@@ -159,7 +159,9 @@ class Judged(Drafting):
         self._faults += faults
         return {i for i, stands in zip(asked, verdicts, strict=True) if stands}
 
-    def _seen(self, draft: JudgedDraft, drawn: Drawn, places: list[int]) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    def _seen(
+        self, draft: JudgedDraft, drawn: TargetSamples, places: list[int]
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """What the judge sees of the draft's tokens at `places`, see `Judge.unimportant`."""
         read = drawn.hidden[[i + 1 for i in places]]
         if not self.judge.laws:

@@ -1,4 +1,4 @@
-"""SPEC-RL as published (arXiv 2509.23232): the slot's old text is verified once, by a ratio of likelihoods. Biased."""
+"""SPEC-RL as published (arXiv 2509.23232): the old text of a sample is verified once, by a likelihood ratio. Biased."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from rollout.checks import check
-from rollout.config import RolloutConfig
-from rollout.drafting.draft import EMPTY, Draft
-from rollout.drafting.drafting import Drafting
-from rollout.engines.response import Response
-from rollout.noise import uniform
-from rollout.types import EngineStats, Request, RolloutError
-from rollout.verify import Drawn, Rule, Stood, exact
+from specrl.rollout.checks import check
+from specrl.rollout.config import RolloutConfig
+from specrl.rollout.drafting.draft import EMPTY, Draft
+from specrl.rollout.drafting.drafting import Drafting
+from specrl.rollout.engines.response import Response
+from specrl.rollout.noise import uniform
+from specrl.rollout.types import EngineStats, Request, RolloutError
+from specrl.rollout.verify import AcceptanceRule, Accepted, TargetSamples, exact
 
 _KEY = 0x5851F42D4C957F2D  # separates the acceptance uniforms from the Gumbel noise of the same key
 NO_WEIGHT = math.inf
 """Behaviour log-prob of the token drawn at a rejection, so that its weight p / behaviour is 0: see `kept`."""
 
 
-def lenient(lenience: float) -> Rule:
+def lenient(lenience: float) -> AcceptanceRule:
     """SPEC-RL as published: see `accept_lenient`. Drafts must bring the log-probs of the law that drew them.
 
     Raises:
         RolloutError: a lenience that accepts nothing or is no number.
     """
-    check(RolloutConfig(law="lenient", lenience=lenience))
+    check(RolloutConfig(acceptance="lenient", lenience=lenience))
 
-    def rule(key: int, draft: Draft, drawn: Drawn) -> Stood:
+    def rule(key: int, draft: Draft, drawn: TargetSamples) -> Accepted:
         if not draft.tokens:
             return exact(key, draft, drawn)
         k = len(draft.tokens)
@@ -42,7 +42,7 @@ def lenient(lenience: float) -> Rule:
         u = uniform(torch.tensor(key ^ _KEY).expand(k), at)
         n = accept_lenient(new, old, u, lenience)
         own = drawn.logprobs[n : n + 1]
-        return Stood(
+        return Accepted(
             [*draft.tokens[:n], *drawn.draws[n : n + 1]],
             [*drawn.text_logprobs[:n], *own],
             [*kept(new[:n], old[:n], lenience).tolist(), *(own if n == k else [NO_WEIGHT] * len(own))],
@@ -78,8 +78,8 @@ def kept(logp_new: Tensor, logp_old: Tensor, lenience: float) -> Tensor:
     return torch.minimum(logp_old, logp_new + math.log(lenience))
 
 
-class Once(Drafting):
-    """The slot's old text, whole, in the row's first pass, and nothing after that."""
+class VerifyOldTextOnce(Drafting):
+    """The sample's old text, whole, in the row's first pass, and nothing after that."""
 
     whole = True
 

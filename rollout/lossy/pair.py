@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from rollout.types import RolloutError
+from specrl.rollout.types import RolloutError
 
 CARD = "router.json"
 SAMPLES = 256  # values of a tensor that enter its fingerprint; hashing billions of weights would take minutes

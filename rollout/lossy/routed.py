@@ -15,17 +15,17 @@ from dataclasses import dataclass, field
 
 import torch
 
-from rollout.drafting.drafting import check_vocab
-from rollout.engines.base import Limits, Sampling
-from rollout.engines.local.engine import LocalModel
-from rollout.engines.local.memory import places
-from rollout.engines.local.packed import packed_model
-from rollout.engines.local.reader import Reader
-from rollout.engines.response import Response, check_request, refuse_unusable
-from rollout.lossy.router import Router, decide
-from rollout.lossy.steps import Candidate, Source, Step, StepEnd
-from rollout.types import Completion, EngineStats, Request
-from rollout.verify import Drawn, Stood, accept_exact
+from specrl.rollout.drafting.drafting import check_vocab
+from specrl.rollout.engines.base import Limits, SamplingParams
+from specrl.rollout.engines.local.engine import LocalModel
+from specrl.rollout.engines.local.memory import places
+from specrl.rollout.engines.local.packed import packed_model
+from specrl.rollout.engines.local.reader import Reader
+from specrl.rollout.engines.response import Response, check_request, refuse_unusable
+from specrl.rollout.lossy.router import Router, decide
+from specrl.rollout.lossy.steps import Candidate, Source, Step, StepEnd
+from specrl.rollout.types import Completion, EngineStats, Request
+from specrl.rollout.verify import Accepted, TargetSamples, accept_exact
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ class _Row(Response):
 
     steps: list[Step] = field(default_factory=list)
 
-    def read(self, fed: Drawn) -> None:
+    def read(self, fed: TargetSamples) -> None:
         """Takes the policy's log-probs of kept tokens from a pass over them."""
         for at, logprob in zip(range(fed.at, len(self.tokens)), fed.text_logprobs, strict=False):
             self.logprobs[at] = logprob
@@ -47,7 +47,7 @@ class _Row(Response):
         drafted = len(step.tokens) if step.source == "draft" else 0
         self.passes -= 1  # `emit` counts one for each step, which may have taken more or none
         known = step.policy_logprobs or [math.nan] * len(step.tokens)
-        self.emit(Stood(step.tokens, known, step.logprobs, drafted), eos_ids)
+        self.emit(Accepted(step.tokens, known, step.logprobs, drafted), eos_ids)
         return drafted
 
 
@@ -91,7 +91,7 @@ class RoutedEngine(LocalModel):
     def __init__(
         self,
         model: torch.nn.Module,
-        sampling: Sampling,
+        sampling: SamplingParams,
         steps: Steps,
         limits: Limits | None = None,
         own_weights: bool = False,

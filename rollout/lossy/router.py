@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rollout.lossy.pair import read_card
-from rollout.lossy.steps import Candidate, Step
-from rollout.types import RolloutError
+from specrl.rollout.lossy.pair import read_card
+from specrl.rollout.lossy.steps import Candidate, Step
+from specrl.rollout.types import RolloutError
 
 READ = frozenset({"likelihood"})  # of the routers that have the policy read each draft step
 WINDOW = 4  # tokens of the entropy's rolling mean

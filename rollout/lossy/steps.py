@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Literal
 
-from rollout.checks import check
-from rollout.config import RolloutConfig
-from rollout.sections import RoutedConfig
+from specrl.rollout.checks import check
+from specrl.rollout.config import RolloutConfig
+from specrl.rollout.sections import RoutedConfig
 
 Source = Literal["draft", "policy"]
 End = Literal["separator", "eos", "cap", "broken"]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rollout.drafting.suffix import following
-from rollout.types import AheadText, Request
-from rollout.workers.worker import spread
+from specrl.rollout.drafting.suffix import following
+from specrl.rollout.types import AheadText, Request
+from specrl.rollout.workers.worker import spread
 
 
 class Ahead:

@@ -11,9 +11,9 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from rollout.sections import ClusterConfig
-from rollout.types import EngineStats, Request, RolloutError
-from rollout.workers.worker import Failure, RolloutWorker, Share, Started
+from specrl.rollout.sections import ClusterConfig
+from specrl.rollout.types import EngineStats, Request, RolloutError
+from specrl.rollout.workers.worker import Failure, RolloutWorker, Share, Started
 
 LAST_PASS_S = 60.0
 """That a worker which is told to stop has at least to end its pass."""

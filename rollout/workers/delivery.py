@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rollout.engines.base import Probe
-from rollout.engines.transfer import Route, Source, Topology, choose_route
-from rollout.types import RolloutError
-from rollout.workers.worker import Arrays, Started, gpu, to_arrays
+from specrl.rollout.engines.base import Probe
+from specrl.rollout.engines.transfer import Route, Source, Topology, choose_route
+from specrl.rollout.types import RolloutError
+from specrl.rollout.workers.worker import Arrays, Started, gpu, to_arrays
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +88,7 @@ class Delivery:
         """
         self._version = version, probe
         if self._trainer is None:
-            from rollout.engines.vllm.link import open_link
+            from specrl.rollout.engines.vllm.link import open_link
 
             self._trainer = open_link(self.route, self, self._weights, sum(self._ranks), self._address)
         self._trainer.source = self._weights

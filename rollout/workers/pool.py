@@ -17,14 +17,14 @@ from typing import Any
 import ray
 from torch import Tensor
 
-from rollout.build import build_engine
-from rollout.engines.base import Engine, EngineSpec, Probe
-from rollout.sections import ClusterConfig
-from rollout.types import AheadText, Completion, EngineStats, Request, RolloutError
-from rollout.workers.ahead import Ahead
-from rollout.workers.calls import Place, Task, ask_each, first_to_end, together
-from rollout.workers.delivery import Delivery
-from rollout.workers.worker import Failure, Share, gpu, spread
+from specrl.rollout.build import build_engine
+from specrl.rollout.engines.base import Engine, EngineSpec, Probe
+from specrl.rollout.sections import ClusterConfig
+from specrl.rollout.types import AheadText, Completion, EngineStats, Request, RolloutError
+from specrl.rollout.workers.ahead import Ahead
+from specrl.rollout.workers.calls import Place, Task, ask_each, first_to_end, together
+from specrl.rollout.workers.delivery import Delivery
+from specrl.rollout.workers.worker import Failure, Share, gpu, spread
 
 logger = logging.getLogger(__name__)
 

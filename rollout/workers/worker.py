@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rollout.engines.base import Engine, EngineSpec, Probe, out_of_memory
-from rollout.engines.transfer import Meta, Receives, Route
-from rollout.types import AheadText, Completion, EngineStats, Request, RolloutError
+from specrl.rollout.engines.base import Engine, EngineSpec, Probe, out_of_memory
+from specrl.rollout.engines.transfer import Meta, Receives, Route
+from specrl.rollout.types import AheadText, Completion, EngineStats, Request, RolloutError
 
 Arrays = dict[str, tuple[np.ndarray, torch.dtype, tuple[int, ...]]]
 Share = list[list[int]]

@@ -17,12 +17,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from rollout.sections import doc
 from specrl.bench.pair import Bench, Case, PairConfig, device_name, prepare, with_config
 from specrl.config import load as cli
 from specrl.results import tables
 from specrl.results.flips import Flips
 from specrl.results.savings import counted
+from specrl.rollout.sections import doc
 from specrl.run.policy import rollout_dtype
 
 CASES = {
@@ -88,12 +88,12 @@ def generate_seconds(bench: Bench, tokenizer, repeats: int) -> dict[str, float]:
     """
     import torch
 
-    from rollout.engines.base import Sampling
-    from rollout.engines.local.engine import TransformersEngine
-    from rollout.types import Request
+    from specrl.rollout.engines.base import SamplingParams
+    from specrl.rollout.engines.local.engine import TransformersEngine
+    from specrl.rollout.types import Request
 
     cap, temperature = bench.config.rollout.max_new_tokens, bench.config.rollout.temperature
-    engine = TransformersEngine(bench.model, Sampling(frozenset(), temperature))
+    engine = TransformersEngine(bench.model, SamplingParams(frozenset(), temperature))
     requests = [Request(row.prompt, i, cap) for i, row in enumerate(bench.rows)]
     inputs = tokenizer.pad({"input_ids": [list(row.prompt) for row in bench.rows]}, return_tensors="pt")
     sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}

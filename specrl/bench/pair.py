@@ -12,16 +12,16 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from rollout.metrics import Divergence
-from rollout.sections import doc
 from specrl.config.load import load
 from specrl.config.options import ConfigError
 from specrl.config.schema import Config
+from specrl.rollout.metrics import Divergence
+from specrl.rollout.sections import doc
 
 if TYPE_CHECKING:
-    from rollout.engines.base import Engine
-    from rollout.speculative import SpeculativeRollout
-    from rollout.types import RolloutBatch, Row
+    from specrl.rollout.engines.base import Engine
+    from specrl.rollout.speculative import SpeculativeRollout
+    from specrl.rollout.types import RolloutBatch, Row
 
 
 @dataclass
@@ -71,14 +71,14 @@ def prepare(config: PairConfig, others: int = 0) -> tuple[Bench, list[Row], Any]
     Raises:
         ConfigError: the configuration asks for something that is not timed here, or has too few prompts.
     """
-    from rollout.types import Row
+    from specrl.rollout.types import Row
     from specrl.run.data import load_examples
     from specrl.run.policy import load_policy
     from specrl.run.prompts import render
 
     rollout, group = config.rollout, config.rollout.group_size
     for key, value, timed in (
-        ("rollout.law", rollout.law, "exact"),
+        ("rollout.acceptance", rollout.acceptance, "exact"),
         ("cluster.num_workers", config.cluster.num_workers, 0),
     ):
         if value != timed:
@@ -134,7 +134,7 @@ class Bench:
     @cached_property
     def engine(self) -> Engine:
         """May be set to an engine of another law before it is asked for."""
-        from rollout.build import build_engine
+        from specrl.rollout.build import build_engine
 
         return build_engine(self.spec, self.model if self.config.rollout.engine == "transformers" else None)
 
@@ -182,15 +182,15 @@ class Bench:
         """What `policy` wrote in the epoch before: plain responses, the content of the cache."""
         if policy not in self._texts:
             self.switch(policy)
-            self._texts[policy] = self.rollout(None, law="off").generate(self.rows, visit=0, step=0)
+            self._texts[policy] = self.rollout(None, acceptance="off").generate(self.rows, visit=0, step=0)
         return self._texts[policy]
 
     def rollout(
         self, old: RolloutBatch | None, *, engine=None, useless: bool = False, **settings
     ) -> SpeculativeRollout:
         """A rollout stage whose cache holds the old batch, or texts of random tokens of the same lengths."""
-        from rollout.cache.memory import Fingerprint, TrajectoryCache
-        from rollout.speculative import SpeculativeRollout
+        from specrl.rollout.cache.memory import Fingerprint, TrajectoryCache
+        from specrl.rollout.speculative import SpeculativeRollout
 
         cache = TrajectoryCache(Fingerprint(), self.vocab)
         stage = SpeculativeRollout(engine or self.engine, cache, replace(self.config.rollout, **settings), seed=0)
@@ -206,7 +206,7 @@ class Bench:
 
     def plain(self, visit: int, replay: float = 0.0) -> RolloutBatch:
         """The rows of a visit by plain decoding, with the keys that a speculative rollout of it has."""
-        return self.rollout(None, law="off", replay=replay).generate(self.rows, visit=visit, step=1)
+        return self.rollout(None, acceptance="off", replay=replay).generate(self.rows, visit=visit, step=1)
 
     def switch(self, policy: str, engine=None) -> None:
         """Gives an engine (by default the bench's own) the weights of a policy."""

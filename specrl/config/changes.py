@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from rollout.checks import options, values
 from specrl.config.load import run_dir
 from specrl.config.options import ConfigError, plain
 from specrl.config.schema import Config
+from specrl.rollout.checks import options, values
 
 LENGTH = {"trainer.epochs", "trainer.max_steps"}
 
@@ -29,8 +29,8 @@ class Change(NamedTuple):
 MAY_CHANGE: dict[str, Callable[[Config, Config], bool]] = {
     "": lambda old, new: False,
     "free": lambda old, new: True,
-    "law": lambda old, new: {old.rollout.law, new.rollout.law} <= {"exact", "off"},
-    "drafts": lambda old, new: new.rollout.law not in ("judged", "routed"),  # else their text stands
+    "acceptance": lambda old, new: {old.rollout.acceptance, new.rollout.acceptance} <= {"exact", "off"},
+    "drafts": lambda old, new: new.rollout.acceptance not in ("judged", "routed"),  # else their text stands
     "old text": lambda old, new: not new.rollout.old_text_stands,
     "length": lambda old, new: new.trainer.lr_schedule == "constant",
 }

@@ -22,31 +22,32 @@ def cotraining_rules(c: Config) -> Iterator[str]:
             "trainer.drafter.train=true has no draft model to train. Try rollout.drafter=DIR with a model that "
             "`python -m specrl.drafter out=DIR` makes."
         )
-    if c.rollout.law != "exact":
+    if c.rollout.acceptance != "exact":
         yield (
             "trainer.drafter.train=true learns from drafts that the exact rule verifies, not "
-            f"rollout.law={c.rollout.law}. Try trainer.drafter.train=false, or rollout.law=exact."
+            f"rollout.acceptance={c.rollout.acceptance}. Try trainer.drafter.train=false, or rollout.acceptance=exact."
         )
 
 
 def standing_rules(c: Config, training: bool) -> Iterator[str]:
     """Of the laws under which a judge or a router lets drafted text stand."""
     r = c.rollout
-    if r.law not in ("judged", "routed"):
+    if r.acceptance not in ("judged", "routed"):
         return
-    part = r.judged if r.law == "judged" else r.routed
-    given = f"rollout.{r.law}.by={part.by}"
-    if not r.drafter and (r.law == "routed" or part.by == "kl" or not r.sources):
+    part = r.judged if r.acceptance == "judged" else r.routed
+    given = f"rollout.{r.acceptance}.by={part.by}"
+    if not r.drafter and (r.acceptance == "routed" or part.by == "kl" or not r.sources):
         yield f"{given} needs a model that writes. Try rollout.drafter=DIR, as `python -m specrl.drafter` makes it."
     if part.by in ("judge", "rsd", "arbitrage") and not part.path:
-        yield f"{given} needs rollout.{r.law}.path, as specrl.train_router or specrl.train_judge writes it."
+        yield f"{given} needs rollout.{r.acceptance}.path, as specrl.train_router or specrl.train_judge writes it."
     if c.cluster.num_workers:
         yield (
-            f"rollout.law={r.law} works in the trainer's process, not with cluster.num_workers="
-            f"{c.cluster.num_workers}, whose workers know no {r.law[:5]}. Try cluster.num_workers=0."
+            f"rollout.acceptance={r.acceptance} works in the trainer's process, not with cluster.num_workers="
+            f"{c.cluster.num_workers}, whose workers know no {r.acceptance[:5]}. Try cluster.num_workers=0."
         )
     if training and c.trainer.correction == "none" and not part.uncorrected:
         yield (
-            f"rollout.law={r.law} with trainer.correction=none would train on drafted text as if the policy had "
-            f"written it. Try trainer.correction=token_truncate, or say rollout.{r.law}.uncorrected=true."
+            f"rollout.acceptance={r.acceptance} with trainer.correction=none would train on drafted text as if the "
+            "policy had written it. Try trainer.correction=token_truncate, or say "
+            f"rollout.{r.acceptance}.uncorrected=true."
         )

@@ -8,8 +8,8 @@ import textwrap
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from rollout.checks import Option, options, sections, suggestion
 from specrl.config.options import ConfigError, plain
+from specrl.rollout.checks import Option, options, sections, suggestion
 
 EXIT_CODES = """exit codes: 0 done; 2 the command line or configuration is wrong; 3 a rollout, cache or reward failed;
             130 interrupted; 143 terminated, after a checkpoint; 1 anything else, with a traceback"""

@@ -12,13 +12,13 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from reward.base import RewardError
-from rollout.checks import misfits, suggestion
-from rollout.types import RolloutError
 from specrl.config import options
 from specrl.config.options import ConfigError
 from specrl.config.rules import problems
 from specrl.config.schema import Config
+from specrl.reward.base import RewardError
+from specrl.rollout.checks import misfits, suggestion
+from specrl.rollout.types import RolloutError
 
 USAGE_ERROR, RUN_ERROR, INTERRUPTED, TERMINATED = 2, 3, 130, 143
 
@@ -90,8 +90,7 @@ def find_config(name: str) -> Path:
 
 def known_configs() -> dict[str, Path]:
     """Every named config and its file; ./configs goes before the packaged directory."""
-    here = Path(__file__).parents[1]
-    packaged = next((folder for folder in (here / "configs", here.parent / "configs") if folder.is_dir()), here)
+    packaged = Path(__file__).parents[1] / "configs"
     files = [*packaged.glob("*.yaml"), *Path("configs").glob("*.yaml")]
     return dict(sorted((path.stem, path) for path in files))
 
@@ -103,7 +102,7 @@ def run_dir(config: Config) -> Path:
 
 def save(config: Config) -> Path:
     """Write the resolved config into the run directory, whole or not at all, and return its path."""
-    from rollout.durable import write_durably
+    from specrl.rollout.durable import write_durably
 
     path = run_dir(config) / "config.yaml"
     path.parent.mkdir(parents=True, exist_ok=True)

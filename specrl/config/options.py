@@ -14,7 +14,7 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from rollout.checks import Option, options, sections, suggestion
+from specrl.rollout.checks import Option, options, sections, suggestion
 
 T = TypeVar("T")
 COMMAND_WORDS = ("config", "dry_run", "help")

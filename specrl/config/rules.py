@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from difflib import get_close_matches
 from importlib.util import find_spec
 
-from rollout.checks import broken_rules, misfits, options, values
 from specrl.config.options import plain
 from specrl.config.schema import Config
-from trainers.config import TrainerConfig
+from specrl.rollout.checks import broken_rules, misfits, options, values
+from specrl.trainers.config import TrainerConfig
 
 TRACKERS = ("tensorboard", "trackio", "wandb")
 """Names of trackers, which are also those of the packages they need."""
@@ -22,7 +22,7 @@ def problems(config: Config, training: bool = True) -> list[str]:
     if wrong := misfits(config):
         return wrong
     found = [*broken_rules(config), *_run_rules(config)]
-    if config.trainer.drafter.train or config.rollout.drafter or config.rollout.law in ("judged", "routed"):
+    if config.trainer.drafter.train or config.rollout.drafter or config.rollout.acceptance in ("judged", "routed"):
         from specrl.config.drafted import cotraining_rules, standing_rules
 
         found += [*cotraining_rules(config), *standing_rules(config, training)]
@@ -51,13 +51,13 @@ def _law_rules(c: Config) -> Iterator[str]:
     r, t = c.rollout, c.trainer
     if r.lossy and t.old_logprobs == "trainer":
         yield (
-            f"trainer.old_logprobs=trainer with rollout.law={r.law} would hide that accepted tokens are "
+            f"trainer.old_logprobs=trainer with rollout.acceptance={r.acceptance} would hide that accepted tokens are "
             "off-policy. Try trainer.old_logprobs=engine."
         )
     if not r.lossy and r.engine == "transformers" and t.correction not in ("none", TrainerConfig.correction):
         yield (
-            f"trainer.correction={t.correction} has no effect with rollout.law={r.law}, whose tokens are "
-            "on-policy. Leave it out, or take rollout.law=lenient or rollout.engine=vllm."
+            f"trainer.correction={t.correction} has no effect with rollout.acceptance={r.acceptance}, whose tokens are "
+            "on-policy. Leave it out, or take rollout.acceptance=lenient or rollout.engine=vllm."
         )
     if (t.old_logprobs == "engine" or r.lossy) and (r.top_p < 1 or r.top_k):
         instead = "" if r.lossy else ", or trainer.old_logprobs=trainer"

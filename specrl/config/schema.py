@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from reward.config import RewardConfig
-from rollout.config import RolloutConfig
-from rollout.sections import ClusterConfig, doc
-from trainers.config import TrainerConfig
+from specrl.reward.config import RewardConfig
+from specrl.rollout.config import RolloutConfig
+from specrl.rollout.sections import ClusterConfig, doc
+from specrl.trainers.config import TrainerConfig
 
 
 @dataclass

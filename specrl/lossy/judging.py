@@ -12,23 +12,23 @@ from typing import Any
 
 import torch
 
-from reward.set import RewardSet
-from rollout.cache.memory import Fingerprint
-from rollout.cache.reading import load
-from rollout.drafting.suffix import PromptTexts, SuffixDrafter
-from rollout.engines.base import Limits
-from rollout.engines.local.ragged import RaggedModel
-from rollout.keys import derive_key
-from rollout.lossy.judge import Judge, JudgeHead
-from rollout.types import Request
 from specrl.config.options import ConfigError
 from specrl.config.schema import Config
 from specrl.lossy.pair import Pair
+from specrl.reward.set import RewardSet
+from specrl.rollout.cache.memory import Fingerprint
+from specrl.rollout.cache.reading import load
+from specrl.rollout.drafting.suffix import PromptTexts, SuffixDrafter
+from specrl.rollout.engines.base import Limits
+from specrl.rollout.engines.local.ragged import RaggedModel
+from specrl.rollout.keys import derive_key
+from specrl.rollout.lossy.judge import Judge, JudgeHead
+from specrl.rollout.types import Request
 from specrl.run.data import Example
 from specrl.run.policy import fingerprint
 from specrl.run.prompts import render, seen
-from trainers.lossy.judge import Labels, fit_judge
-from trainers.lossy.mining import Miner, by_model, while_followed
+from specrl.trainers.lossy.judge import Labels, fit_judge
+from specrl.trainers.lossy.mining import Miner, by_model, while_followed
 
 SHUFFLES = 8  # controls: one direction of the hidden space may tell the classes apart by chance
 NORMAL_95 = 1.96
@@ -58,9 +58,9 @@ def read_cache(pair: Pair, examples: Sequence[Example], run: Path) -> list[Draft
     place = run / "trajectories"
     cache = load(place, mark, vocabulary, pair.sampling.eos_ids, max_mb=2**20)  # all there is
     found = [
-        Drafted(example, i, slot, trajectory.tokens)
+        Drafted(example, i, sample_index, trajectory.tokens)
         for i, example in enumerate(examples)
-        for slot, trajectory in enumerate(cache.siblings(example.id))
+        for sample_index, trajectory in enumerate(cache.siblings(example.id))
     ]
     if not found:
         raise ConfigError(

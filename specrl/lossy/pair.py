@@ -6,15 +6,15 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rollout.drafter import load_drafter
-from rollout.engines.base import Limits, Sampling
-from rollout.engines.local.engine import TransformersEngine
-from rollout.lossy.judge import Judge
-from rollout.lossy.judged import Judged
-from rollout.lossy.routed import RoutedEngine, Steps
-from rollout.lossy.router import Router
-from rollout.lossy.steps import StepEnd
 from specrl.config.schema import Config
+from specrl.rollout.drafter import load_drafter
+from specrl.rollout.engines.base import Limits, SamplingParams
+from specrl.rollout.engines.local.engine import TransformersEngine
+from specrl.rollout.lossy.judge import Judge
+from specrl.rollout.lossy.judged import Judged
+from specrl.rollout.lossy.routed import RoutedEngine, Steps
+from specrl.rollout.lossy.router import Router
+from specrl.rollout.lossy.steps import StepEnd
 from specrl.run.policy import engine_spec, load_policy
 
 
@@ -25,7 +25,7 @@ class Pair:
     policy: PreTrainedModel
     draft: PreTrainedModel | None
     tokenizer: PreTrainedTokenizerBase
-    sampling: Sampling
+    sampling: SamplingParams
     config: Config
 
     def plain(self, model: PreTrainedModel) -> TransformersEngine:
@@ -50,5 +50,5 @@ def load_pair(config: Config) -> Pair:
     """The run's policy and its `rollout.drafter`, None where that is empty."""
     policy, tokenizer, eos_ids = load_policy(config)
     draft = load_drafter(engine_spec(config, eos_ids), policy.eval()) if config.rollout.drafter else None
-    sampling = Sampling(eos_ids, config.rollout.temperature, config.rollout.top_k, config.rollout.top_p)
+    sampling = SamplingParams(eos_ids, config.rollout.temperature, config.rollout.top_k, config.rollout.top_p)
     return Pair(policy.eval(), draft, tokenizer, sampling, config)

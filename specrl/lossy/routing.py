@@ -9,22 +9,22 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from reward.base import Sample
-from reward.process import Prefix, TransformersPRM, monte_carlo
-from reward.set import RewardSet
-from rollout.keys import derive_key
-from rollout.lossy.router import Scorer, by_advantage, features, probability
-from rollout.lossy.steps import Candidate, Step
-from rollout.types import Request
 from specrl.config.options import ConfigError
 from specrl.config.schema import Config
 from specrl.lossy.pair import Pair
+from specrl.reward.base import Sample
+from specrl.reward.process import Prefix, TransformersPRM, monte_carlo
+from specrl.reward.set import RewardSet
+from specrl.rollout.keys import derive_key
+from specrl.rollout.lossy.router import Scorer, by_advantage, features, probability
+from specrl.rollout.lossy.steps import Candidate, Step
+from specrl.rollout.types import Request
 from specrl.run.accuracy import requests
 from specrl.run.data import Example
 from specrl.run.policy import device, load_tokenizer
 from specrl.run.prompts import seen
-from trainers.lossy.fit import logistic, spearman
-from trainers.lossy.router import Record, accuracy_by_class, curve
+from specrl.trainers.lossy.fit import logistic, spearman
+from specrl.trainers.lossy.router import Record, accuracy_by_class, curve
 
 WALKS = {"oracle": 0.0, "draft": 1.0}  # advantage above which the walk goes on with the policy's step
 
@@ -39,7 +39,7 @@ def prefix(candidate: Candidate, step: Step, begun: Sample, tokenizer: PreTraine
 
 def step_scorer(config: Config) -> Scorer | None:
     """Process rewards of draft steps for `rollout.routed.by=rsd`, NaN where there is none; None for other routers."""
-    if (config.rollout.law, config.rollout.routed.by) != ("routed", "rsd"):
+    if (config.rollout.acceptance, config.rollout.routed.by) != ("routed", "rsd"):
         return None
     tokenizer, prm = load_tokenizer(config), TransformersPRM(config.rollout.routed.path, str(device(config)))
 

@@ -11,7 +11,7 @@ from specrl.config.options import to_yaml
 from specrl.config.schema import Config
 from specrl.results.report import NO_PLOT, compared, learned, shown
 from specrl.run import policy
-from specrl.run.packages import anonymous
+from specrl.run.machine import anonymous
 
 PLACE = ("name", "output_dir", "resume", "device", "report")  # of this run on this machine; another needs its own
 

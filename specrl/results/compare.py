@@ -8,7 +8,6 @@ from pathlib import Path
 
 from rich.console import Console
 
-from rollout.checks import values
 from specrl.config.options import ConfigError, plain
 from specrl.results import tables
 from specrl.results.evidence import law, numerics
@@ -17,6 +16,7 @@ from specrl.results.pairing import unlike_machines
 from specrl.results.plots import BLACK, BLUE, ORANGE, PINK, RED, SKY, TITLES, curve, figure, finish, series
 from specrl.results.records import RunRecords, load_run, number
 from specrl.results.savings import costs, first_last, later, mean, measured, step_s, total
+from specrl.rollout.checks import values
 
 ROWS = ("rule", "steps", "reward", "held-out", "speedup", "passes a row", "reuse gap", "rollout s", "step s")
 LEGEND = """\

@@ -76,13 +76,13 @@ def law(config: Config | None) -> str:
     if config is None:
         return "unknown: the run's config.yaml is missing or unreadable."
     rollout = config.rollout
-    if rollout.law in ("judged", "routed"):
+    if rollout.acceptance in ("judged", "routed"):
         what = "old text" if rollout.old_text_stands else "the draft model's text"
-        by = getattr(rollout, rollout.law).by
-        return f"lossy: {what} stands where rollout.{rollout.law}.by={by} allows, by the law that drew it."
-    if rollout.law == "off":
+        by = getattr(rollout, rollout.acceptance).by
+        return f"lossy: {what} stands where rollout.{rollout.acceptance}.by={by} allows, by the law that drew it."
+    if rollout.acceptance == "off":
         return "off: plain decoding without speculation."
-    if rollout.law == "lenient":
+    if rollout.acceptance == "lenient":
         return f"lenient, l={rollout.lenience:g}: SPEC-RL as published; biased towards the stored text."
     if not rollout.replay:
         return "exact, replay=0: the tokens plain decoding draws, with fresh noise at every visit: on-policy RL."
@@ -105,7 +105,7 @@ def notes(own: RunRecords, pairing: Pairing | None) -> list[str]:
     if own.unreadable:
         found.append(f"{counted(own.unreadable, 'unreadable line')} of {METRICS_FILE} left out.")
     paired_with = pairing and not pairing.refusals
-    if not paired_with and not control_pairs(steps) and (config is None or config.rollout.law != "off"):
+    if not paired_with and not control_pairs(steps) and (config is None or config.rollout.acceptance != "off"):
         found.append(_unmeasured(config))
     if not later(steps) and not any(number(record, "spec/hit_rate") for record in steps):
         found.append("No step is from epoch 2 on, so no prompt had old text of its own to draft from.")
@@ -120,10 +120,10 @@ def _unmeasured(config: Config | None) -> str:
     """Why there are no control steps."""
     if config is None:
         return "No control steps, so no speedup was measured."
-    if config.rollout.law != "exact":
+    if config.rollout.acceptance != "exact":
         return (
             "No speedup was measured: control steps compare with plain decoding, whose text a lossy rule does not "
-            "write. Give baseline=DIR, a run with rollout.law=off."
+            "write. Give baseline=DIR, a run with rollout.acceptance=off."
         )
     every = config.rollout.measure_every
     return f"No control steps, so no speedup was measured: with rollout.measure_every={every} the run had none."

@@ -50,10 +50,10 @@ def pair(own: RunRecords, baseline: RunRecords) -> Pairing:
     refusals, notes, other = [], [], baseline.config
     if not mine:
         refusals.append(f"The runs have no timed step in common, so nothing is paired with {baseline.path}.")
-    if own.config and own.config.rollout.law == "off":
-        refusals.append("This run does not speculate (rollout.law=off), so it has no speedup.")
-    if other and other.rollout.law != "off":
-        what = f"its rollout.law is {other.rollout.law}"
+    if own.config and own.config.rollout.acceptance == "off":
+        refusals.append("This run does not speculate (rollout.acceptance=off), so it has no speedup.")
+    if other and other.rollout.acceptance != "off":
+        what = f"its rollout.acceptance is {other.rollout.acceptance}"
         refusals.append(f"The baseline did not decode plainly ({what}), so there is no speedup against it.")
     if unlike := unlike_machines(own, baseline):
         refusals.append(f"The baseline ran on another machine ({'; '.join(unlike)}), so the seconds tell no speedup.")

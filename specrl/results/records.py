@@ -11,10 +11,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from rollout.durable import read_json
 from specrl.config.load import load_saved
 from specrl.config.options import ConfigError
 from specrl.config.schema import Config
+from specrl.rollout.durable import read_json
 from specrl.run.machine import ENVIRONMENT_FILE
 
 METRICS_FILE = "metrics.jsonl"

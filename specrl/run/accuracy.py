@@ -12,16 +12,16 @@ from math import comb
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-from rollout.keys import derive_key
-from rollout.types import Request
+from specrl.rollout.keys import derive_key
+from specrl.rollout.types import Request
 from specrl.run.prompts import render, seen
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from reward.set import RewardSet
-    from rollout.engines.base import Engine
     from specrl.config.schema import Config
+    from specrl.reward.set import RewardSet
+    from specrl.rollout.engines.base import Engine
     from specrl.run.data import Example
 
 RIGHT = 1.0

@@ -15,9 +15,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from rollout.durable import open_lock
-from rollout.sections import ClusterConfig
 from specrl.config.options import ConfigError
+from specrl.rollout.durable import open_lock
+from specrl.rollout.sections import ClusterConfig
 
 LOOPBACK = "127.0.0.1"
 LOCK = "specrl.lock"

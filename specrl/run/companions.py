@@ -6,16 +6,16 @@ from dataclasses import replace
 
 from accelerate import Accelerator, DistributedType
 
-from rollout.drafter import load_drafter
-from rollout.engines.base import Sampling
-from rollout.types import RolloutError
 from specrl.config.schema import Config
+from specrl.rollout.drafter import load_drafter
+from specrl.rollout.engines.base import SamplingParams
+from specrl.rollout.types import RolloutError
 from specrl.run.policy import engine_spec
-from trainers.companions import Companion
-from trainers.cotraining.alarm import DrafterAlarm
-from trainers.cotraining.first import OnFirst
-from trainers.cotraining.trainer import DrafterTrainer
-from trainers.rollouts import Rollouts
+from specrl.trainers.companions import Companion
+from specrl.trainers.cotraining.alarm import DrafterAlarm
+from specrl.trainers.cotraining.first import RankZeroTrainer
+from specrl.trainers.cotraining.trainer import DrafterTrainer
+from specrl.trainers.rollouts import Rollouts
 
 
 def companions(config: Config, rollouts: Rollouts, accelerator: Accelerator) -> dict[str, Companion]:
@@ -48,7 +48,7 @@ def _trained(config: Config, rollouts: Rollouts, accelerator: Accelerator) -> Co
     if shared is None:
         spec = replace(engine_spec(config, frozenset()), device=str(accelerator.device), dtype="float32")
         rollouts.drafter = load_drafter(spec, rollouts.policy)
-    sampling = Sampling(frozenset(), r.temperature, r.top_k, r.top_p)
+    sampling = SamplingParams(frozenset(), r.temperature, r.top_k, r.top_p)
     drafter = rollouts.drafter if shared is None else shared.model
     trainer = DrafterTrainer(drafter, rollouts.policy, config.trainer.drafter, sampling, config.seed)
-    return OnFirst(trainer, accelerator.process_index) if accelerator.num_processes > 1 else trainer
+    return RankZeroTrainer(trainer, accelerator.process_index) if accelerator.num_processes > 1 else trainer

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from rich.console import Console
     from transformers import PreTrainedTokenizerBase
 
-    from rollout.types import Completion
-    from trainers.scored import Scored
+    from specrl.rollout.types import Completion
+    from specrl.trainers.scored import Scored
 
 PROMPT_TAIL = 400  # characters of a prompt shown in a preview
 
@@ -62,7 +62,7 @@ def store(path: Path, last: Scored, tokenizer: PreTrainedTokenizerBase) -> None:
     table = pa.table(
         {
             "example_id": [row.example_id for row in last.rows],
-            "slot": last.batch.slots,
+            "sample_index": last.batch.sample_indices,
             "prompt": tokenizer.batch_decode([list(row.prompt) for row in last.rows], skip_special_tokens=True),
             "completion": tokenizer.batch_decode([c.tokens for c in done], skip_special_tokens=True),
             "reward": pa.array(last.rewards, pa.float64()),

@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rollout.cache.memory import Fingerprint, TrajectoryCache
-from rollout.cache.reading import load
 from specrl.config import load as cli
 from specrl.config.changes import same_settings
 from specrl.config.options import ConfigError
 from specrl.config.schema import Config
-from trainers.checkpoint import step_of, trajectories
-from trainers.resuming import leave_aside, newest
+from specrl.rollout.cache.memory import Fingerprint, TrajectoryCache
+from specrl.rollout.cache.reading import load
+from specrl.trainers.checkpoint import step_of, trajectories
+from specrl.trainers.resuming import leave_aside, newest
 
 if TYPE_CHECKING:
     import torch
@@ -48,7 +48,7 @@ def stored(
         eos_ids,
         max_step=step_of(checkpoint) if checkpoint else None,
         max_mb=config.rollout.cache.max_mb,
-        check_law=config.rollout.law == "lenient",
+        check_sampling=config.rollout.acceptance == "lenient",
         new_run=not checkpoint,
     )
 
@@ -86,9 +86,9 @@ def rounding(began: dict[str, Any], now: dict[str, Any]) -> str:
     )
 
 
-def _flat(surroundings: dict[str, Any]) -> dict[str, str]:
+def _flat(environment: dict[str, Any]) -> dict[str, str]:
     """What of the surroundings can change the last bits of a sum."""
-    flat = {key: surroundings[key] for key in ("cpu", "gpus", "device", "processes", "threads") if key in surroundings}
-    versions = surroundings.get("versions", {})
+    flat = {key: environment[key] for key in ("cpu", "gpus", "device", "processes", "threads") if key in environment}
+    versions = environment.get("versions", {})
     flat |= {key: versions[key] for key in ("torch", "transformers") if key in versions}
     return {key: ", ".join(value) if isinstance(value, list) else str(value) for key, value in flat.items()}

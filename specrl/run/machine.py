@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import shutil
 import subprocess
 from importlib.metadata import PackageNotFoundError, version
@@ -63,3 +64,8 @@ def gpus() -> list[str]:
     except (subprocess.SubprocessError, OSError) as error:
         return [f"nvidia-smi failed: {type(error).__name__}"]
     return [line.strip() for line in answer.stdout.splitlines() if line.strip()]
+
+
+def anonymous(text: str) -> str:
+    """Replaces the home directories in paths by `~`, because they contain user names."""
+    return re.sub(r"(/home|/Users|\\Users)[/\\][^/\\, ]+", "~", text.replace(str(Path.home()), "~"))

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from rollout.engines.base import EngineSpec
     from specrl.config.schema import Config
+    from specrl.rollout.engines.base import EngineSpec
 
 
 TINY_PATH = Path(__file__).parents[1] / "assets" / "tiny"
@@ -214,7 +214,7 @@ def device(config: Config) -> torch.device:
 
 def engine_spec(config: Config, eos_ids: frozenset[int]) -> EngineSpec:
     """What the run's rollout engine is built from, here or in a worker process."""
-    from rollout.engines.base import EngineSpec
+    from specrl.rollout.engines.base import EngineSpec
 
     workers = config.cluster.num_workers
     return EngineSpec(

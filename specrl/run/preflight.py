@@ -9,9 +9,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import reward.loading
-from reward.base import RewardError
 from specrl.config.options import ConfigError
+from specrl.reward.base import RewardError
+from specrl.reward.loading import check as check_rewards
 from specrl.run import policy
 from specrl.run.data import load_examples
 
@@ -75,7 +75,7 @@ def _rewards(config: Config) -> None:
     if not config.scores:
         return
     try:
-        reward.loading.check(config.reward)
+        check_rewards(config.reward)
     except RewardError as error:
         raise ConfigError(" ".join(str(error).split())) from error
 

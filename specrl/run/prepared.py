@@ -33,7 +33,7 @@ def _drafter(config: Config) -> Iterator[str]:
 
 def _learned(config: Config) -> Iterator[str]:
     """The learned router or judge of a lossy law."""
-    law = config.rollout.law
+    law = config.rollout.acceptance
     if law not in ("judged", "routed"):
         return
     by, path = getattr(config.rollout, law).by, getattr(config.rollout, law).path

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from reward.base import Sample
-from rollout.checks import suggestion
 from specrl.config.options import ConfigError, plain
+from specrl.reward.base import Sample
+from specrl.rollout.checks import suggestion
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

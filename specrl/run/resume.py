@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 @contextmanager
-def claimed(config: Config) -> Iterator[tuple[Path, Path | None]]:
+def run_lock(config: Config) -> Iterator[tuple[Path, Path | None]]:
     """The run's directory, made if need be and held for the time of a `with` block, and the checkpoint to go on from.
 
     Of several processes of one run (RANK, as torchrun and accelerate set it) the first holds the directory and looks
@@ -50,7 +50,7 @@ def claimed(config: Config) -> Iterator[tuple[Path, Path | None]]:
 @contextmanager
 def _held(run_dir: Path, output_dir: str) -> Iterator[None]:
     """Locks the directory; the kernel frees it with this process, however it ends."""
-    from rollout.durable import open_lock
+    from specrl.rollout.durable import open_lock
 
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -100,7 +100,7 @@ def _locked(lock: int, run_dir: Path) -> bool:
 
 def _checkpoint(config: Config, run_dir: Path) -> Path | None:
     """Where a directory that is ours goes on; None for a new run."""
-    from trainers.checkpoint import marked
+    from specrl.trainers.checkpoint import marked
 
     saved, checkpoints = run_dir / "config.yaml", run_dir / "checkpoints"
     if saved.exists() and config.resume == "no":
@@ -140,19 +140,19 @@ def _text(value: Any) -> str:
     return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
 
 
-def surroundings(device: str, processes: int) -> dict[str, Any]:
+def environment(device: str, processes: int) -> dict[str, Any]:
     """environment.json: the machine, and what else decides how sums are rounded."""
     import torch
 
     return machine() | {"device": device, "processes": processes, "threads": torch.get_num_threads()}
 
 
-def keep_surroundings(run_dir: Path, now: dict[str, Any], resumed: bool) -> str:
+def keep_environment(run_dir: Path, now: dict[str, Any], resumed: bool) -> str:
     """Keeps the surroundings that a run began with in its directory; the rest says what a resumed run has otherwise.
 
     Returns one line, empty when nothing differs.
     """
-    from rollout.durable import read_json, write_durably
+    from specrl.rollout.durable import read_json, write_durably
 
     path, began = run_dir / ENVIRONMENT_FILE, None
     if resumed:

@@ -13,25 +13,25 @@ import torch
 from accelerate import PartialState
 from transformers import PreTrainedTokenizerBase, set_seed
 
-from reward.loading import load_rewards
-from reward.set import RewardSet
-from rollout.build import build_engine
-from rollout.cache.memory import Fingerprint, TrajectoryCache
-from rollout.engines.base import Engine
-from rollout.reduction import Metric, count, mean
-from rollout.speculative import SpeculativeRollout
 from specrl.config.schema import Config
+from specrl.reward.loading import load_rewards
+from specrl.reward.set import RewardSet
+from specrl.rollout.build import build_engine
+from specrl.rollout.cache.memory import Fingerprint, TrajectoryCache
+from specrl.rollout.engines.base import Engine
+from specrl.rollout.reduction import Metric, count, mean
+from specrl.rollout.speculative import SpeculativeRollout
 from specrl.run.data import Example, left_out, to_dataset
 from specrl.run.policy import engine_spec, fingerprint, load_policy, room, trained_dtype
 from specrl.run.prompts import Prompt, chat_template, check_lengths, described, render
 from specrl.run.resume import data_digests
-from trainers import checkpoint as checkpoints
-from trainers.callbacks import ShortHistory, StopOnSignal
-from trainers.rollouts import Score, Setup
+from specrl.trainers import checkpoint as checkpoints
+from specrl.trainers.callbacks import ShortHistory, StopOnSignal
+from specrl.trainers.rollouts import Score, Setup
 
 if TYPE_CHECKING:
-    from trainers.grpo.trainer import GRPOTrainerWithReuse
-    from trainers.ppo.trainer import PPOTrainer
+    from specrl.trainers.grpo.trainer import GRPOTrainerWithReuse
+    from specrl.trainers.ppo.trainer import PPOTrainer
 
     Trainer = GRPOTrainerWithReuse | PPOTrainer
 
@@ -61,7 +61,7 @@ class Run:
     def restore(self) -> None:
         """Brings rollouts and companions to where the checkpoint left them; weights are the trainer's to restore."""
         if self.checkpoint:
-            from trainers import resuming
+            from specrl.trainers import resuming
 
             resuming.restore(self.checkpoint, self.trainer.rollouts)
 
@@ -89,7 +89,7 @@ def parts(
     data = data_digests(chat_template(tokenizer, config.dataset), train=train, test=test)
     if checkpoint:
         from specrl.run.continued import same_data
-        from trainers import resuming
+        from specrl.trainers import resuming
 
         data = same_data(resuming.data_digests(checkpoint), data, config.data)
     cache = load_cache(config, tokenizer, model, eos_ids, checkpoint)
@@ -109,7 +109,7 @@ def parts(
         trainer = build_trainer(config, model, tokenizer, setup, folder)
         if config.rollout.drafter:
             from specrl.run.companions import companions
-            from trainers.companions import TrainCompanions
+            from specrl.trainers.companions import TrainCompanions
 
             trainer.rollouts.companions |= companions(config, trainer.rollouts, trainer.accelerator)
             trainer.add_callback(TrainCompanions(trainer.rollouts.companions, trainer.note))
@@ -142,14 +142,14 @@ def engine_factory(config: Config, eos_ids: frozenset[int], closing: ExitStack) 
         from specrl.run.cluster import connect
 
         closing.enter_context(connect(config.cluster))
-        from rollout.workers.pool import RolloutPool  # after `connect`, which says how to install Ray
+        from specrl.rollout.workers.pool import RolloutPool  # after `connect`, which says how to install Ray
 
     def make(model: torch.nn.Module) -> Engine:
         if config.cluster.num_workers:
             engine = RolloutPool(spec, config.cluster)
         else:
             scorer, one = None, config.rollout.engine == "transformers" and trained_dtype(config) == spec.dtype
-            if config.rollout.law == "routed":
+            if config.rollout.acceptance == "routed":
                 from specrl.lossy.routing import step_scorer
 
                 scorer = step_scorer(config)
@@ -178,12 +178,12 @@ def build_trainer(
 
         lora = adapter(config.lora, model)
     if config.trainer.algorithm == "ppo":
-        from trainers.arguments import ppo_arguments
-        from trainers.ppo.trainer import PPOTrainer
+        from specrl.trainers.arguments import ppo_arguments
+        from specrl.trainers.ppo.trainer import PPOTrainer
 
         args = ppo_arguments(config.trainer, config.rollout, steps(config, len(setup.dataset)), **given)
         return PPOTrainer(model, args, tokenizer, setup, lora)
-    from trainers.grpo.trainer import GRPOTrainerWithReuse, grpo_config
+    from specrl.trainers.grpo.trainer import GRPOTrainerWithReuse, grpo_config
 
     args = grpo_config(config.trainer, config.rollout, **given)
     return GRPOTrainerWithReuse(model, args, tokenizer, setup, lora)

@@ -8,10 +8,10 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from reward.answers import last_box
-from rollout.checks import suggestion
-from rollout.durable import read_json
 from specrl.config.options import ConfigError
+from specrl.reward.answers import last_box
+from specrl.rollout.checks import suggestion
+from specrl.rollout.durable import read_json
 
 if TYPE_CHECKING:
     from specrl.config.schema import DatasetConfig

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks import ablation
-from rollout import verify
 from specrl.config.load import load
 from specrl.drafter import shortened
+from specrl.rollout import verify
 from specrl.tiny import load_tiny
 
 pytestmark = pytest.mark.slow

@@ -12,9 +12,9 @@ from benchmarks.equivalence import arms, toy
 from benchmarks.equivalence.learning import Arm, Outcome, Run
 from benchmarks.equivalence.tost import ALPHA, POWER, compare, pairs_needed, power, t_cdf, t_quantile
 from benchmarks.equivalence.verdicts import checks, line, trainer_checks
-from rollout.config import RolloutConfig
-from rollout.speculative import SpeculativeRollout
-from rollout.types import Row
+from specrl.rollout.config import RolloutConfig
+from specrl.rollout.speculative import SpeculativeRollout
+from specrl.rollout.types import Row
 
 pytestmark = pytest.mark.slow
 

@@ -14,8 +14,8 @@ from benchmarks.gpu.run import Absent, Report
 from benchmarks.gpu.sizes import SMALL, Sizes
 from benchmarks.gpu.timing import Context
 from benchmarks.gpu.watch import Pass, Watched, profiled
-from rollout.engines.local.engine import TransformersEngine
-from rollout.types import Completion
+from specrl.rollout.engines.local.engine import TransformersEngine
+from specrl.rollout.types import Completion
 from tests.runs import ROOT
 
 CPU = torch.device("cpu")

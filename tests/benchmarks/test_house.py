@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 # a comment
 if TYPE_CHECKING:
-    from rollout.rows import Row
+    from specrl.rollout.rows import Row
 
 
 class Engine:
@@ -28,9 +28,9 @@ def long():
 )
 FILES = {
     "rollout/engine.py": ENGINE,
-    "rollout/rows.py": "from rollout.engine import Engine\n",
+    "rollout/rows.py": "from specrl.rollout.engine import Engine\n",
     "reward/base.py": "import specrl.bench.__main__\n",
-    "specrl/bench/__main__.py": "def f():\n    from reward import base\n",
+    "specrl/bench/__main__.py": "def f():\n    from specrl.reward import base\n",
     "trainers/plain.py": "x_law = 1\n" * 301,
     "benchmarks/a.py": "x = 1\n",
     "benchmarks/research/b.py": "x = 1\n",
@@ -60,6 +60,7 @@ def test_figures_of_a_known_house(house):
 
 def test_circles_through_functions_and_types(house):
     files = sources(house)
-    assert circles(files) == [["reward.base", "specrl.bench.__main__"]]
-    assert circles(files, types=True) == [["reward.base", "specrl.bench.__main__"], ["rollout.engine", "rollout.rows"]]
+    circle = ["specrl.bench.__main__", "specrl.reward.base"]
+    assert circles(files) == [circle]
+    assert circles(files, types=True) == [circle, ["specrl.rollout.engine", "specrl.rollout.rows"]]
     assert circles([file for file in files if file.path != "reward/base.py"]) == [], "control: nothing leads back"

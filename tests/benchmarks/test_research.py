@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from benchmarks import ablation
-from rollout.engines.local.ragged import RaggedModel
 from specrl.config import load as cli
 from specrl.drafter import shortened
+from specrl.rollout.engines.local.ragged import RaggedModel
 from specrl.tiny import load_tiny
 from tests.runs import ROOT
 

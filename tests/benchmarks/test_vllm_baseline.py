@@ -14,10 +14,10 @@ import pytest
 from benchmarks import process, rivals
 from benchmarks.process import Process
 from benchmarks.vllm_baseline import asked, settings
-from rollout.config import RolloutConfig
-from rollout.engines.base import EngineSpec, Sampling
-from rollout.types import Request, RolloutError
 from specrl.bench.pair import options, prepare
+from specrl.rollout.config import RolloutConfig
+from specrl.rollout.engines.base import EngineSpec, SamplingParams
+from specrl.rollout.types import Request, RolloutError
 from tests.runs import ROOT
 
 MODEL = {"model", "revision", "trust_remote_code", "dtype", "seed", "skip_tokenizer_init", "tensor_parallel_size"}
@@ -131,7 +131,7 @@ def test_vllm_is_told_what_to_run_and_not_how(told, started, on_gpu, method):
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM: pip install 'specrl[vllm]'")
 def test_memory_is_that_of_specrls_engine():
-    from rollout.engines.vllm.settings import settings as ours
+    from specrl.rollout.engines.vllm.settings import settings as ours
 
     for given in ({}, {"kv_cache_mb": 64, "memory_utilization": 0.3}):
         mine, plain = ours(spec_of(**given)), settings(spec_of(**given), on_gpu=False)
@@ -149,7 +149,7 @@ def test_a_process_gets_the_environment_from_before_specrls_engine(tmp_path):
         "        pass\n\n\nserve(Teller)\n"
     )
     script = (
-        "import json, os\nfrom benchmarks.process import Process\nimport rollout.engines.vllm.engine\n"
+        "import json, os\nfrom benchmarks.process import Process\nimport specrl.rollout.engines.vllm.engine\n"
         "teller = Process('teller')\nprint(json.dumps([dict(os.environ), teller.ask()]))\nteller.close()\n"
     )
     users = {name: value for name, value in os.environ.items() if name not in OURS}
@@ -164,7 +164,7 @@ def test_a_process_gets_the_environment_from_before_specrls_engine(tmp_path):
 
 def test_it_answers_with_tokens_and_counts(told, started):
     requests = [Request([5, 9 - i], key=i, max_new_tokens=i + 1) for i in range(3)]
-    message = asked(requests, Sampling(frozenset({1}), 0.5))
+    message = asked(requests, SamplingParams(frozenset({1}), 0.5))
     assert message["law"] == {"temperature": 0.5, "top_p": 1.0, "top_k": 0, "stop_token_ids": [1]}
     plain = started("benchmarks.vllm_baseline", settings=settings(spec_of(), on_gpu=False)).ask(**message)
     assert plain["tokens"] == [[9], [8, 8], [7, 7, 7]]
@@ -175,7 +175,7 @@ def test_it_answers_with_tokens_and_counts(told, started):
 def test_on_a_gpu_it_sleeps_between_its_turns(told, started):
     engine = started("benchmarks.vllm_baseline", settings=settings(spec_of(), on_gpu=True, method="ngram"))
     assert told()["calls"] == ["sleep"], "so that the next one can start"
-    engine.ask(**asked([Request([5], key=1, max_new_tokens=1)], Sampling(frozenset())))
+    engine.ask(**asked([Request([5], key=1, max_new_tokens=1)], SamplingParams(frozenset())))
     assert told()["calls"] == ["sleep", "wake", "reset", "sleep"]
 
 
@@ -200,7 +200,7 @@ class Scripted:
     alive: set
 
     def __init__(self, module, **opening):
-        law = opening.get("law") or opening["settings"].get("speculative_config", {}).get("method", "plain")
+        law = opening.get("acceptance") or opening["settings"].get("speculative_config", {}).get("method", "plain")
         if law == "suffix":
             raise RolloutError("ImportError: Arctic Inference is required\nand more")
         self.name = f"{module} {law}"
@@ -222,7 +222,7 @@ def test_engines_take_turns_and_none_is_here(monkeypatch):
     monkeypatch.setattr(rivals, "Process", fake)
     words = ("rows=2", "rollout.group_size=2", "rollout.max_new_tokens=4", "rollout.engine=vllm")
     bench, *_ = prepare(options("config=grpo_math_vllm", *words))
-    monkeypatch.setattr("rollout.build.build_engine", lambda *_: pytest.fail("an engine in this process"))
+    monkeypatch.setattr("specrl.rollout.build.build_engine", lambda *_: pytest.fail("an engine in this process"))
     lines = {line.method: line for line in rivals.compare(bench, repeats=2)}
     ours = [f"benchmarks.rival_engine {law}" for law in ("exact", "lenient", "exact", "exact")]
     assert log == [*(f"benchmarks.vllm_baseline {method}" for method in ("plain", "ngram")), *ours] * 3

@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 
 import specrl.run.setup
-from rollout.build import build_engine
+from specrl.rollout.build import build_engine
 from tests.engines import Spare
 from tests.integration.test_identity import DYNAMIC
 from tests.runs import differences, drafter, recorded, run

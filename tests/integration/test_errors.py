@@ -40,7 +40,7 @@ CASES = [
     ({"rollout__replya": 1}, USAGE_ERROR, r"Unknown option 'rollout\.replya'\. Did you mean 'rollout\.replay'\?"),
     ({"rollout__group_size": "many"}, USAGE_ERROR, r"rollout\.group_size=many: expected a whole number"),
     (
-        {"rollout__law": "exac"},
+        {"rollout__acceptance": "exac"},
         USAGE_ERROR,
         r"one of exact, off, lenient, judged, routed\. Did you mean 'exact'\?",
     ),
@@ -150,7 +150,7 @@ def test_a_checkpoint_without_its_cache_costs_only_its_drafts(tmp_path, caplog):
 
 
 def test_where_the_stored_text_decides_a_damaged_cache_counts_like_weights(tmp_path, refuse):
-    lenient = {"rollout__law": "lenient", "trainer__max_steps": 2}
+    lenient = {"rollout__acceptance": "lenient", "trainer__max_steps": 2}
     run(tmp_path, **lenient)
     path = tmp_path / "run" / "checkpoints" / "checkpoint-2" / "trajectories" / "trajectories.parquet"
     path.write_bytes(path.read_bytes()[:-9])
@@ -212,7 +212,7 @@ def test_the_cache_of_an_earlier_run(finished, tmp_path):
     """It gives drafts from the first step on, and gives way to the new run's own text."""
     folder, earlier = finished
     four, texts = {"trainer__max_steps": 4}, {"rollout__cache__start_from": folder / "run" / "trajectories"}
-    plain = run(tmp_path, name="plain", seed=7, rollout__law="off", **four)
+    plain = run(tmp_path, name="plain", seed=7, rollout__acceptance="off", **four)
     record = run(tmp_path, seed=7, **texts, **four)
     assert [s.tokens for s in record.steps] == [s.tokens for s in plain.steps]
     same = run(tmp_path, name="same", rollout__replay=1, **texts, **four)
@@ -222,8 +222,8 @@ def test_the_cache_of_an_earlier_run(finished, tmp_path):
     short = run(tmp_path, name="short", **texts, **ONE)
     cache = short.trainer.rollouts.source.cache
     for step in short.steps:
-        for (example, slot), tokens in zip(step.rows, step.tokens, strict=True):
-            assert list(cache.get(example, slot).tokens) == tokens, (
+        for (example, sample_index), tokens in zip(step.rows, step.tokens, strict=True):
+            assert list(cache.get(example, sample_index).tokens) == tokens, (
                 "the newer text is kept, although the old run counted further"
             )
     assert all(step.metrics["spec/draft_age"] >= 0 for step in same.steps)
@@ -246,10 +246,12 @@ def test_the_cache_of_another_tokenizer_is_refused(finished, tmp_path, refuse):
 def test_the_cache_of_another_model(finished, tmp_path, refuse):
     """Its texts are as good drafts as any, but the log-probs that the lenient rule compares are another law's."""
     other, source = build_policy(tmp_path / "other", seed=5), finished[0] / "run" / "trajectories"
-    plain = run(tmp_path, name="plain", model=other, rollout__law="off", **ONE)
+    plain = run(tmp_path, name="plain", model=other, rollout__acceptance="off", **ONE)
     exact = run(tmp_path, name="exact", model=other, rollout__cache__start_from=source, **ONE)
     assert exact.steps[0].tokens == plain.steps[0].tokens
-    text, code = refuse(words(tmp_path, **ONE, model=other, rollout__cache__start_from=source, rollout__law="lenient"))
+    text, code = refuse(
+        words(tmp_path, **ONE, model=other, rollout__cache__start_from=source, rollout__acceptance="lenient")
+    )
     assert code == RUN_ERROR
     assert "was written with other settings: model was" in text
 

@@ -7,10 +7,10 @@ from itertools import pairwise
 import pytest
 import torch
 
-from rollout.build import build_engine
-from rollout.engines.base import EngineSpec
-from rollout.engines.local import draw
-from rollout.noise import keyed_draw
+from specrl.rollout.build import build_engine
+from specrl.rollout.engines.base import EngineSpec
+from specrl.rollout.engines.local import draw
+from specrl.rollout.noise import keyed_draw
 from tests.runs import SHORT, Recording, differences, recorded, run
 
 PER_EPOCH = 3
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 
 
 def pair(**options) -> tuple[Recording, Recording]:
-    return recorded(rollout__law="off", **options), recorded(rollout__law="exact", **options)
+    return recorded(rollout__acceptance="off", **options), recorded(rollout__acceptance="exact", **options)
 
 
 # Speculation on and off ----------------------------------------------------------------------------------------------
@@ -61,7 +61,7 @@ def test_it_was_not_compared_vacuously(replay):
 def test_replay_decides_which_keys_stay():
     kept = {}
     for replay in (0, 0.5, 1):
-        steps = recorded(rollout__law="exact", rollout__replay=replay).steps
+        steps = recorded(rollout__acceptance="exact", rollout__replay=replay).steps
         keys = [
             {row: key for step in steps[e : e + PER_EPOCH] for row, key in zip(step.rows, step.keys, strict=True)}
             for e in (0, PER_EPOCH)
@@ -112,7 +112,7 @@ def test_groups_without_variance_are_replaced(tmp_path):
         assert len(step.ids) == 16 + 4 * log["refill/prompts"], "what was rolled out is stored and charged"
         assert len(set(step.rows)) == len(step.rows)
         assert log["reward"] == pytest.approx(sum(step.rewards[:16]) / 16), "of the prompts that were sampled"
-    fresh = recorded(rollout__law="exact", **DYNAMIC | {"rollout__replay": 0})
+    fresh = recorded(rollout__acceptance="exact", **DYNAMIC | {"rollout__replay": 0})
     keys = [key for step in fresh.steps for key in step.keys]
     assert len(set(keys)) == len(keys), "prompts that were asked for in between are visited with fresh noise, too"
     first, second = interrupted(tmp_path, 4, **DYNAMIC)
@@ -121,7 +121,7 @@ def test_groups_without_variance_are_replaced(tmp_path):
 
 def test_variants_are_not_the_same_run():
     """The comparison sees what an option does to the losses."""
-    one, two = (recorded(rollout__law="exact", **MANY, **VARIANTS[name]) for name in list(VARIANTS)[:2])
+    one, two = (recorded(rollout__acceptance="exact", **MANY, **VARIANTS[name]) for name in list(VARIANTS)[:2])
     assert {"losses", "weights"} <= set(differences(one, two))
 
 
@@ -135,8 +135,8 @@ def test_engine_log_probs_change_losses_by_rounding_only():
 
 
 def test_control_steps_change_nothing():
-    silent = recorded(rollout__law="exact", rollout__replay=0.5)
-    measured = recorded(rollout__law="exact", rollout__replay=0.5, rollout__measure_every=2)
+    silent = recorded(rollout__acceptance="exact", rollout__replay=0.5)
+    measured = recorded(rollout__acceptance="exact", rollout__replay=0.5, rollout__measure_every=2)
     assert differences(silent, measured) == []
     assert [s.metrics.get("spec/control_mismatches") for s in measured.steps[1::2]] == [0] * 4
 
@@ -154,7 +154,7 @@ def interrupted(folder, at: int, *, then: dict | None = None, **options) -> tupl
 def test_a_resumed_run_is_the_uninterrupted_run(tmp_path, at, replay):
     """What drafts were worth is not resumed, and decides between texts: here are none to choose from."""
     options = {"rollout__replay": replay, "rollout__sources": "[prefix]"}
-    whole = recorded(rollout__law="exact", **options)
+    whole = recorded(rollout__acceptance="exact", **options)
     first, second = interrupted(tmp_path, at, **options)
     assert (len(first.steps), len(second.steps)) == (at, 9 - at)
     assert differences(whole, first + second) == []
@@ -162,7 +162,7 @@ def test_a_resumed_run_is_the_uninterrupted_run(tmp_path, at, replay):
 
 
 def test_losing_the_cache_changes_no_token(tmp_path):
-    whole = recorded(rollout__law="exact", rollout__replay=0.5)
+    whole = recorded(rollout__acceptance="exact", rollout__replay=0.5)
     first, second = interrupted(tmp_path, 4, rollout__replay=0.5, then={"rollout__cache__clear": "true"})
     assert differences(whole, first + second) == []
     assert all(s.metrics["spec/hit_rate"] == 0 for s in second.steps[:2])
@@ -171,8 +171,8 @@ def test_losing_the_cache_changes_no_token(tmp_path):
 
 
 def test_acceptance_and_epochs_may_change_on_resume(tmp_path):
-    whole = recorded(rollout__law="exact", rollout__replay=0.5)
-    first = run(tmp_path, rollout__replay=0.5, trainer__epochs=1, trainer__save_every=3, rollout__law="off")
+    whole = recorded(rollout__acceptance="exact", rollout__replay=0.5)
+    first = run(tmp_path, rollout__replay=0.5, trainer__epochs=1, trainer__save_every=3, rollout__acceptance="off")
     second = run(tmp_path, rollout__replay=0.5, resume="auto", rollout__cache__clear="true")
     assert differences(whole, first + second) == []
 
@@ -182,7 +182,7 @@ def test_variants_resume_too(tmp_path, name, at):
     """Kept log-probs of the reference are lost with the process and computed anew to the last bit, and so on."""
     options = MANY | VARIANTS[name]
     first, second = interrupted(tmp_path, at, **options)
-    assert differences(recorded(rollout__law="exact", **options), first + second) == []
+    assert differences(recorded(rollout__acceptance="exact", **options), first + second) == []
 
 
 # Negative controls: each fault must be seen ---------------------------------------------------------------------------
@@ -193,7 +193,7 @@ FIVE = {"trainer__max_steps": 5}
 
 @pytest.fixture
 def plain():
-    return recorded(rollout__law="off", rollout__replay=0)
+    return recorded(rollout__acceptance="off", rollout__replay=0)
 
 
 def tokens_differ(plain: Recording, faulty: Recording) -> bool:
@@ -216,7 +216,7 @@ def test_control_noise_of_the_pass(tmp_path, monkeypatch):
         return keyed_draw(logits, keys + next(passes), *args, **law)
 
     monkeypatch.setattr(draw, "keyed_draw", per_pass)
-    off = run(tmp_path, name="off", rollout__law="off", **FIVE)
+    off = run(tmp_path, name="off", rollout__acceptance="off", **FIVE)
     assert tokens_differ(off, run(tmp_path, name="exact", **FIVE))
 
 

@@ -13,13 +13,13 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 import specrl.train
-from rollout.lossy.judge import JudgeHead
-from rollout.lossy.pair import fingerprint, write_card
-from rollout.sections import SOURCES
 from specrl.config import load as cli
 from specrl.config import options
 from specrl.config.load import known_configs
 from specrl.config.schema import Config
+from specrl.rollout.lossy.judge import JudgeHead
+from specrl.rollout.lossy.pair import fingerprint, write_card
+from specrl.rollout.sections import SOURCES
 from tests.runs import ROOT, drafter, policy, unreported
 
 SMALL = {  # two visits of two prompts, so that the second step drafts from the texts of the first
@@ -41,7 +41,7 @@ CONFIGS = {  # what is not as packaged, besides SMALL
     "arbitrage_math": {
         "model": "{policy}",
         "rollout.drafter": "{drafter}",
-        "rollout.law": "routed",  # as its head says
+        "rollout.acceptance": "routed",  # as its head says
         "rollout.routed.path": "{arbitrage lines}",
     },
     "dapo_math": {"trainer.overlong_buffer": 4},
@@ -51,7 +51,7 @@ CONFIGS = {  # what is not as packaged, besides SMALL
     "judge_math": {
         "model": "{policy}",
         "rollout.drafter": "{drafter}",
-        "rollout.law": "judged",
+        "rollout.acceptance": "judged",
         "rollout.judged.path": "{judge}",
     },
     "ppo_gsm8k": HERE,
@@ -63,12 +63,12 @@ CONFIGS = {  # what is not as packaged, besides SMALL
 
 GRPO, PPO = {"trainer.algorithm": "grpo"}, {"trainer.algorithm": "ppo"}
 GAE, KL = {**PPO, "trainer.advantage": "gae"}, {**PPO, "trainer.beta": 0.05}
-EXACT = {"rollout.law": "exact"}
-LENIENT = {"rollout.law": "lenient", "rollout.replay": 0, "rollout.drafter": ""}
+EXACT = {"rollout.acceptance": "exact"}
+LENIENT = {"rollout.acceptance": "lenient", "rollout.replay": 0, "rollout.drafter": ""}
 LENIENT |= {"trainer.old_logprobs": "auto", "rollout.top_p": 1, "rollout.temperature": 1}
 LOSSY = {"trainer.old_logprobs": "auto", "rollout.top_p": 1, "rollout.drafter": "{drafter}"}
-ROUTED = {**LOSSY, "rollout.law": "routed"}
-JUDGED = {**LOSSY, "rollout.law": "judged", "rollout.replay": 0}
+ROUTED = {**LOSSY, "rollout.acceptance": "routed"}
+JUDGED = {**LOSSY, "rollout.acceptance": "judged", "rollout.replay": 0}
 LEARNED = {"trainer.precision": "fp32", "lora.rank": 0}  # what was learned of this very policy
 JUDGE = {**JUDGED, **LEARNED, "rollout.judged.path": "{judge}"}
 VLLM = "tests/integration/test_vllm.py"
@@ -82,7 +82,7 @@ CHOICES = {
     "trust_remote_code": {"true": {}, "false": {}},
     "dataset.level": {"easy": {}, "medium": {}, "hard": {}, "mixed": {}},
     "rollout.engine": {"transformers": {}, "vllm": "tests/integration/test_vllm.py"},
-    "rollout.law": {
+    "rollout.acceptance": {
         "exact": EXACT,
         "lenient": LENIENT,
         "judged": {**JUDGE, "rollout.drafter": ""},

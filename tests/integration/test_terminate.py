@@ -15,11 +15,11 @@ import specrl.run.setup
 import specrl.train
 from specrl.config import load as cli
 from specrl.config.load import INTERRUPTED, TERMINATED
+from specrl.trainers import callbacks
+from specrl.trainers.callbacks import StopOnSignal
+from specrl.trainers.checkpoint import marked, step_of
+from specrl.trainers.resuming import newest
 from tests.runs import ROOT, by_two_processes, run, words
-from trainers import callbacks
-from trainers.callbacks import StopOnSignal
-from trainers.checkpoint import marked, step_of
-from trainers.resuming import newest
 
 
 @pytest.mark.slow

@@ -78,7 +78,7 @@ def launched(tmp_path_factory):
     folder = tmp_path_factory.mktemp("two")
     plan = [
         ("exact", {}),
-        ("off", {"name": "off", "rollout__law": "off"}),
+        ("off", {"name": "off", "rollout__acceptance": "off"}),
         ("ahead", {"name": "ahead"}),
         ("first", {"name": "cut", "trainer__max_steps": 4}),  # ends in the middle of an epoch
         ("rest", {"name": "cut", "resume": "auto"}),
@@ -86,7 +86,7 @@ def launched(tmp_path_factory):
         ("dapo ahead", DAPO | {"name": "dapo-ahead"}),
         ("ppo", PPO | {"name": "ppo"}),
         ("ppo ahead", PPO | {"name": "ppo-ahead"}),
-        ("ppo off", PPO | {"name": "ppo-off", "rollout__law": "off"}),
+        ("ppo off", PPO | {"name": "ppo-off", "rollout__acceptance": "off"}),
         ("ppo first", PPO | {"name": "ppo-cut", "trainer__max_steps": 4}),
         ("ppo rest", PPO | {"name": "ppo-cut", "resume": "auto"}),
         (

@@ -5,8 +5,8 @@ from unittest import mock
 import pytest
 
 import specrl.run.setup
-from rollout.build import build_engine
-from rollout.types import RolloutError
+from specrl.rollout.build import build_engine
+from specrl.rollout.types import RolloutError
 from tests.engines import Spare
 from tests.runs import SHORT, build_policy, differences, policy, run
 
@@ -31,12 +31,12 @@ def logs(record) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory, model):
-    return vllm(tmp_path_factory.mktemp("plain"), model, rollout__law="off")
+    return vllm(tmp_path_factory.mktemp("plain"), model, rollout__acceptance="off")
 
 
 @pytest.mark.parametrize("replay", [0, 1])
 def test_speculation_changes_nothing(tmp_path, model, plain, replay):
-    base = plain if replay == 0 else vllm(tmp_path, model, name="off", rollout__law="off", rollout__replay=1)
+    base = plain if replay == 0 else vllm(tmp_path, model, name="off", rollout__acceptance="off", rollout__replay=1)
     exact = vllm(tmp_path, model, rollout__replay=replay, rollout__measure_every=2)
     assert differences(base, exact) == []
     later = [step for step in exact.steps if step.step >= 2]

@@ -30,7 +30,7 @@ def model(tmp_path_factory):
 def launched(tmp_path_factory, model):
     """launched[name]: what both processes report of a run."""
     folder = tmp_path_factory.mktemp("two")
-    plan = [("exact", {}), ("off", {"name": "off", "rollout__law": "off", "rollout__measure_every": 0})]
+    plan = [("exact", {}), ("off", {"name": "off", "rollout__acceptance": "off", "rollout__measure_every": 0})]
     commands = [(name, words(folder, model=model, **OPTIONS | options)) for name, options in plan]
     (folder / "runs.json").write_text(json.dumps(commands))
     reports, _ = by_two_processes(folder, PROGRAM, 420)
@@ -70,7 +70,7 @@ def test_two_processes_roll_out_what_one_does(launched, model, tmp_path):
 def test_an_engine_beside_each_half_of_the_policy(tmp_path, model):
     """FSDP 2: each process gathers the whole weights, in step with the other, for a bf16 vLLM of its own."""
     options = OPTIONS | {"trainer__precision": "bf16", "trainer__save_every": 0}
-    plan = [("exact", {}), ("off", {"name": "off", "rollout__law": "off", "rollout__measure_every": 0})]
+    plan = [("exact", {}), ("off", {"name": "off", "rollout__acceptance": "off", "rollout__measure_every": 0})]
     commands = [(name, words(tmp_path, model=model, **options | more)) for name, more in plan]
     (tmp_path / "runs.json").write_text(json.dumps(commands))
     sharding, _, _ = sharded.PROGRAM.partition("import specrl")

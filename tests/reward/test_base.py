@@ -9,11 +9,11 @@ import textwrap
 
 import pytest
 
-from reward.base import RewardError, Sample, checked_outcomes
-from reward.config import RewardConfig
-from reward.loading import check, load_reward, load_rewards
-from reward.own import FunctionReward
-from reward.set import RewardSet
+from specrl.reward.base import RewardError, Sample, checked_outcomes
+from specrl.reward.config import RewardConfig
+from specrl.reward.loading import check, load_reward, load_rewards
+from specrl.reward.own import FunctionReward
+from specrl.reward.set import RewardSet
 
 PLUG_INS = """
     import time
@@ -276,8 +276,8 @@ def test_the_check_is_cheap_and_lets_pass_what_loads(plug_ins, tmp_path):
     good = ["math", "format", *(f"reward_plug_ins:{name}" for name in ("length", "named_only", "Batch", "hanging"))]
     lines = [
         "import sys",
-        "from reward.config import RewardConfig",
-        "from reward.loading import check",
+        "from specrl.reward.config import RewardConfig",
+        "from specrl.reward.loading import check",
         f"check(RewardConfig(functions={good}))",
         "assert not {'torch', 'transformers', 'math_verify', 'sympy'} & set(sys.modules)",
     ]

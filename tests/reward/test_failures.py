@@ -2,8 +2,8 @@
 
 import pytest
 
-from reward.base import LimitError, RewardError, Sample
-from reward.set import WINDOW_BATCHES, WINDOW_PROMPTS, RewardSet
+from specrl.reward.base import LimitError, RewardError, Sample
+from specrl.reward.set import WINDOW_BATCHES, WINDOW_PROMPTS, RewardSet
 
 
 def over_limit(of_text):

@@ -2,8 +2,8 @@
 
 import pytest
 
-from reward.base import Sample
-from reward.format import FormatReward, well_formed
+from specrl.reward.base import Sample
+from specrl.reward.format import FormatReward, well_formed
 
 
 @pytest.mark.parametrize(

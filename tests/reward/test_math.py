@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from reward.answers import extract_answer, last_box, last_scaled, normal_number, quick_equal
-from reward.base import Sample
-from reward.checker import make_checker
-from reward.child import answer as worker_answer
-from reward.config import RewardConfig
-from reward.math import CANARY, MathReward
-from reward.notation import compare
-from reward.set import RewardSet
+from specrl.reward.answers import extract_answer, last_box, last_scaled, normal_number, quick_equal
+from specrl.reward.base import Sample
+from specrl.reward.checker import make_checker
+from specrl.reward.child import answer as worker_answer
+from specrl.reward.config import RewardConfig
+from specrl.reward.math import CANARY, MathReward
+from specrl.reward.notation import compare
+from specrl.reward.set import RewardSet
 
 DATA = Path(__file__).parents[2].parent / "shared/data"
 HOSTILE = [r"\boxed{9^{9^{9^{9}}}}", r"\boxed{(x+1)^{100000}}", r"\boxed{\sum_{n=1}^{10^{9}} \frac{1}{n}}"]
@@ -227,7 +227,7 @@ def test_equal_questions_are_asked_once(reward, monkeypatch):
 @pytest.fixture
 def checker(monkeypatch):
     """math-verify's handler in this process, with a `verify` to be replaced."""
-    from reward import checker
+    from specrl.reward import checker
 
     replaced, real = {}, checker.verify
     monkeypatch.setattr(checker, "verify", lambda *given, **options: replaced.get("by", real)(*given, **options))

@@ -4,14 +4,14 @@ import random
 
 import pytest
 
-import reward.memo as memo_module
-from reward.base import Sample
-from reward.config import RewardConfig
-from reward.format import FormatReward
-from reward.loading import load_rewards
-from reward.math import MathReward
-from reward.memo import Memo, digest
-from reward.set import RewardSet
+import specrl.reward.memo as memo_module
+from specrl.reward.base import Sample
+from specrl.reward.config import RewardConfig
+from specrl.reward.format import FormatReward
+from specrl.reward.loading import load_rewards
+from specrl.reward.math import MathReward
+from specrl.reward.memo import Memo, digest
+from specrl.reward.set import RewardSet
 
 
 class Counting:

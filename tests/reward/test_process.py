@@ -7,8 +7,8 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification, Qwen3Config
 
 from benchmarks.tiny_policy import build_tokenizer
-from reward.base import RewardError
-from reward.process import Prefix, TransformersPRM, monte_carlo
+from specrl.reward.base import RewardError
+from specrl.reward.process import Prefix, TransformersPRM, monte_carlo
 
 
 def ends_in(samples):

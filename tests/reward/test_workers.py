@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from reward.base import RewardError
-from reward.config import RewardConfig
-from reward.pool import MAX_REQUEST_BYTES, DeadlineError, MemoryLimitError, WorkerError, WorkerPool
+from specrl.reward.base import RewardError
+from specrl.reward.config import RewardConfig
+from specrl.reward.pool import MAX_REQUEST_BYTES, DeadlineError, MemoryLimitError, WorkerError, WorkerPool
 
 ROOT = Path(__file__).parents[2]
 HANDLERS = """
@@ -336,7 +336,8 @@ def test_close_ends_everything_and_is_idempotent(handlers):
 def run_script(tmp_path: Path, body: str) -> subprocess.Popen:
     script = tmp_path / "parent.py"
     script.write_text(
-        "from reward.config import RewardConfig\nfrom reward.pool import WorkerPool\n" + textwrap.dedent(body)
+        "from specrl.reward.config import RewardConfig\nfrom specrl.reward.pool import WorkerPool\n"
+        + textwrap.dedent(body)
     )
     env = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
     return subprocess.Popen([sys.executable, str(script)], env=env, stdout=subprocess.PIPE, text=True)

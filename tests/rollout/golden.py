@@ -10,16 +10,16 @@ from dataclasses import dataclass
 
 import torch
 
-from rollout.engines.base import Sampling
-from rollout.engines.local.engine import TransformersEngine
-from rollout.keys import derive_key
-from rollout.noise import gumbel, keyed_draw, row_words
-from rollout.types import Request
+from specrl.rollout.engines.base import SamplingParams
+from specrl.rollout.engines.local.engine import TransformersEngine
+from specrl.rollout.keys import derive_key
+from specrl.rollout.noise import gumbel, keyed_draw, row_words
+from specrl.rollout.types import Request
 from tests.engines import local
 
 FAMILIES = ["qwen3", "qwen2", "llama", "gpt2", "mistral"]
 VOCAB, EOS_IDS = 61, frozenset({1, 7})
-SAMPLING = Sampling(EOS_IDS)
+SAMPLING = SamplingParams(EOS_IDS)
 
 
 @dataclass

@@ -8,19 +8,19 @@ import numpy as np
 import pytest
 import torch
 
-from rollout.build import build_engine
-from rollout.checks import check
-from rollout.config import RolloutConfig
-from rollout.engines.base import EngineSpec, Sampling
-from rollout.engines.local.engine import TransformersEngine
-from rollout.keys import derive_key
-from rollout.lossy.lenient import lenient
-from rollout.sections import CacheConfig, JudgedConfig, VLLMConfig
-from rollout.types import Request, RolloutError, Row
 from specrl.config import options
 from specrl.config.load import load
 from specrl.config.options import ConfigError
 from specrl.config.schema import Config
+from specrl.rollout.build import build_engine
+from specrl.rollout.checks import check
+from specrl.rollout.config import RolloutConfig
+from specrl.rollout.engines.base import EngineSpec, SamplingParams
+from specrl.rollout.engines.local.engine import TransformersEngine
+from specrl.rollout.keys import derive_key
+from specrl.rollout.lossy.lenient import lenient
+from specrl.rollout.sections import CacheConfig, JudgedConfig, VLLMConfig
+from specrl.rollout.types import Request, RolloutError, Row
 
 NAN = math.nan
 
@@ -39,9 +39,12 @@ def refusal(act) -> str:
         (RolloutConfig(temperature=NAN), "rollout.temperature=nan must be at least 0. Try"),
         (RolloutConfig(temperature="1"), "rollout.temperature='1': expected a number."),
         (RolloutConfig(temperature=True), "rollout.temperature=True: expected a number."),
-        (RolloutConfig(law="Exact"), "rollout.law='Exact': expected one of exact, off, lenient, judged, routed."),
-        (RolloutConfig(law="Exact"), "Did you mean 'exact'?"),
-        (RolloutConfig(law=None), "rollout.law=None: expected one of exact"),
+        (
+            RolloutConfig(acceptance="Exact"),
+            "rollout.acceptance='Exact': expected one of exact, off, lenient, judged, routed.",
+        ),
+        (RolloutConfig(acceptance="Exact"), "Did you mean 'exact'?"),
+        (RolloutConfig(acceptance=None), "rollout.acceptance=None: expected one of exact"),
         (RolloutConfig(engine="hf"), "rollout.engine='hf': expected one of transformers, vllm."),
         (RolloutConfig(lenience=0), "rollout.lenience=0 accepts nothing. Try rollout.lenience=1"),
         (RolloutConfig(lenience=-1), "rollout.lenience=-1 must be at least 0."),
@@ -73,7 +76,7 @@ def test_options_are_checked_as_on_the_command_line(tiny, config, said):
 def test_right_options_pass():
     check(RolloutConfig())
     check(RolloutConfig(temperature=0, replay=1, top_p=1, sources=()))
-    check(RolloutConfig(law="lenient", lenience=math.e))
+    check(RolloutConfig(acceptance="lenient", lenience=math.e))
     check(RolloutConfig(temperature=np.float32(0.5), top_k=np.int64(3)))
 
 
@@ -97,17 +100,17 @@ def test_the_two_edges_refuse_alike():
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: Sampling(frozenset(), temperature=-1), "temperature=-1 must be at least 0"),
-        (lambda: Sampling(frozenset(), temperature=NAN), "temperature=nan"),
-        (lambda: Sampling(frozenset(), top_p=1.5), "top_p=1.5 must be from 0 to 1"),
-        (lambda: Sampling(frozenset(), top_k=-1), "top_k=-1"),
+        (lambda: SamplingParams(frozenset(), temperature=-1), "temperature=-1 must be at least 0"),
+        (lambda: SamplingParams(frozenset(), temperature=NAN), "temperature=nan"),
+        (lambda: SamplingParams(frozenset(), top_p=1.5), "top_p=1.5 must be from 0 to 1"),
+        (lambda: SamplingParams(frozenset(), top_k=-1), "top_k=-1"),
         (lambda: lenient(0.0), "lenience=0 accepts nothing"),
         (lambda: lenient(NAN), "lenience=nan"),
         (lambda: Row(1, (5,)), "example_id=1 is not a text. Try example_id='1'."),
         (lambda: Row("a\ud800", (5,)), "example_id='a\\ud800' has no UTF-8 form. Try example_id='a?'."),
         (lambda: derive_key(0, 1, 0, 0), "example_id=1 is not a text"),
         (lambda: derive_key(0, "\udfff", 0, 0), "has no UTF-8 form"),
-        (lambda: derive_key(0, "a", 1.0, 0), "slot=1.0 of a noise key is not a whole number"),
+        (lambda: derive_key(0, "a", 1.0, 0), "sample_index=1.0 of a noise key is not a whole number"),
         (lambda: derive_key(0, "a", 0, True), "generation=True of a noise key"),
         (lambda: derive_key("0", "a", 0, 0), "seed='0' of a noise key"),
     ],
@@ -138,12 +141,12 @@ GOOD = Request([5, 6, 7], key=3, max_new_tokens=4)
     ],
 )
 def test_wrong_requests_are_one_line(tiny, wrong, said):
-    engine = TransformersEngine(tiny("llama"), Sampling(frozenset({1})))
+    engine = TransformersEngine(tiny("llama"), SamplingParams(frozenset({1})))
     assert said in refusal(lambda: engine.generate([GOOD, replace(GOOD, **wrong)]))
 
 
 def test_right_requests_pass(tiny):
-    engine = TransformersEngine(tiny("llama"), Sampling(frozenset({1})))
+    engine = TransformersEngine(tiny("llama"), SamplingParams(frozenset({1})))
     prompts = ([5, 6, 7], (5, 6, 7), range(5, 8), array.array("q", [5, 6, 7]))
     done, _ = engine.generate([replace(GOOD, prompt=p, key=k) for p in prompts for k in (3, -(2**63), 2**63 - 1)])
     assert all(c.tokens == same.tokens for i, c in enumerate(done) for same in done[i % 3 :: 3])

@@ -5,10 +5,10 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from rollout.config import RolloutConfig
-from rollout.control import Control
-from rollout.metrics import Divergence, rollout_metrics
-from rollout.types import Completion, EngineStats, RolloutBatch, RolloutError, Row
+from specrl.rollout.config import RolloutConfig
+from specrl.rollout.control import Control
+from specrl.rollout.metrics import Divergence, rollout_metrics
+from specrl.rollout.types import Completion, EngineStats, RolloutBatch, RolloutError, Row
 
 ROWS = [Row("a", (5,)), Row("a", (5,)), Row("b", (6,)), Row("b", (6,))]
 
@@ -32,10 +32,12 @@ class FakeRollout:
     plain_failures: set[int] = field(default_factory=set)
     """Keys whose plain row fails."""
 
-    def generate(self, rows, *, visit, step, slots, domain="rollout"):
-        self.calls.append((domain, [r.example_id for r in rows], slots, visit, step))
+    def generate(self, rows, *, visit, step, sample_indices, domain="rollout"):
+        self.calls.append((domain, [r.example_id for r in rows], sample_indices, visit, step))
         done = self.fresh or [completion(t) for t in self.fresh_texts[: len(rows)]]
-        return RolloutBatch(done, list(slots), [0] * len(rows), [None] * len(rows), [False] * len(rows), total_s=1.5)
+        return RolloutBatch(
+            done, list(sample_indices), [0] * len(rows), [None] * len(rows), [False] * len(rows), total_s=1.5
+        )
 
     def plain(self, rows, keys):
         self.calls.append(("plain", [r.example_id for r in rows], list(keys)))
@@ -71,8 +73,8 @@ def measure(control, batch=None, rewards=(1.0, 0.0, 1.0, 0.0), step=2):
         ({"measure_every": 3}, [2, 5, 8]),
         ({"measure_every": 1}, list(range(9))),
         ({"measure_every": 0}, []),
-        ({"measure_every": 3, "law": "lenient"}, []),  # lenient text is not plain decoding's, by design
-        ({"measure_every": 3, "law": "off"}, []),
+        ({"measure_every": 3, "acceptance": "lenient"}, []),  # lenient text is not plain decoding's, by design
+        ({"measure_every": 3, "acceptance": "off"}, []),
     ],
 )
 def test_control_steps_run_when_they_are_due(config, due):
@@ -83,9 +85,9 @@ def test_control_steps_run_when_they_are_due(config, due):
     assert all(c == ("plain", ["a", "a", "b", "b"], [70, 71, 72, 73]) for c in rollout.calls), "the same rows and keys"
 
 
-@pytest.mark.parametrize("law", ["exact", "lenient", "off"])
-def test_a_step_is_known_as_one_that_measures(law):
-    control, _ = made(measure_every=3, law=law)
+@pytest.mark.parametrize("acceptance", ["exact", "lenient", "off"])
+def test_a_step_is_known_as_one_that_measures(acceptance):
+    control, _ = made(measure_every=3, acceptance=acceptance)
     assert not control.measured
     assert [measure(control, step=step) and control.measured for step in range(7)] == [i % 3 == 2 for i in range(7)]
 
@@ -125,9 +127,9 @@ OTHER = [TEXTS[0], TEXTS[1], [14, 99], [16, 17, 18]]
 
 
 def test_a_mismatch_stops_a_strict_run_and_names_the_row():
-    with pytest.raises(RolloutError, match=r"2 of 4 .*example 'b', slot 0"):
+    with pytest.raises(RolloutError, match=r"2 of 4 .*example 'b', sample_index 0"):
         measure(made(plain_texts=OTHER)[0])
-    with pytest.raises(RolloutError, match=r"1 of 4 .*example 'b', slot 1, from token 3 on"):
+    with pytest.raises(RolloutError, match=r"1 of 4 .*example 'b', sample_index 1, from token 3 on"):
         measure(made(plain_texts=[*TEXTS[:3], OTHER[3]])[0])
 
 
@@ -293,7 +295,7 @@ def test_rollout_metrics_by_hand():
     )
     batch = RolloutBatch(
         done,
-        slots=[0, 1, 0, 1],
+        sample_indices=[0, 1, 0, 1],
         keys=[1, 2, 3, 4],
         ages=[12, None, 4, 2],
         replayed=[False] * 4,

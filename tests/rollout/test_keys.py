@@ -2,7 +2,7 @@
 
 import json
 
-from rollout.keys import Visits
+from specrl.rollout.keys import Visits
 
 
 def test_a_batch_is_one_visit_to_each_of_its_prompts():

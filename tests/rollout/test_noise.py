@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from rollout.keys import derive_key, generation
-from rollout.noise import MASS_BITS, gumbel, hash_tokens, keyed_draw, masses, process_logits, row_words, uniform
+from specrl.rollout.keys import derive_key, generation
+from specrl.rollout.noise import MASS_BITS, gumbel, hash_tokens, keyed_draw, masses, process_logits, row_words, uniform
 
 GOLDEN_HASHES = [
     [342616534, 2976409913, 2232206930, 1698134186],

@@ -6,10 +6,22 @@ import math
 
 import pytest
 
-from rollout.metrics import lossy_metrics, rollout_metrics
-from rollout.reduction import BESIDE, LATER, Metric, count, difference, highest, lowest, mean, merged, ratio, shared
-from rollout.reduction import seconds as clock
-from rollout.types import AheadText, Completion, EngineStats, RolloutBatch
+from specrl.rollout.metrics import lossy_metrics, rollout_metrics
+from specrl.rollout.reduction import (
+    BESIDE,
+    LATER,
+    Metric,
+    count,
+    difference,
+    highest,
+    lowest,
+    mean,
+    merged,
+    ratio,
+    shared,
+)
+from specrl.rollout.reduction import seconds as clock
+from specrl.rollout.types import AheadText, Completion, EngineStats, RolloutBatch
 
 
 def batch(rows: int, step: float) -> RolloutBatch:

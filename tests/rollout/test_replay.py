@@ -6,7 +6,7 @@ from statistics import fmean, pstdev
 
 import pytest
 
-from rollout.replay import reuse_gap
+from specrl.rollout.replay import reuse_gap
 
 
 def test_gap_and_error_by_hand():

@@ -1,4 +1,4 @@
-"""The rollout stage over several visits: keys, slots, replay, and that the cache never changes a token."""
+"""The rollout stage over several visits: keys, samples, replay, and that the cache never changes a token."""
 
 import copy
 import pickle
@@ -11,17 +11,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rollout.build import build_engine
-from rollout.cache.memory import Fingerprint, TrajectoryCache
-from rollout.config import RolloutConfig
-from rollout.drafting.ngrams import token_ids
-from rollout.drafting.suffix import PromptTexts, SuffixDrafter
-from rollout.engines.base import EngineSpec
-from rollout.keys import derive_key, generation
-from rollout.sections import BudgetConfig
-from rollout.speculative import SpeculativeRollout
-from rollout.types import Completion, EngineStats, Request, RolloutError, Row, Trajectory
-from rollout.verify import Stood
+from specrl.rollout.build import build_engine
+from specrl.rollout.cache.memory import Fingerprint, TrajectoryCache
+from specrl.rollout.config import RolloutConfig
+from specrl.rollout.drafting.ngrams import token_ids
+from specrl.rollout.drafting.suffix import PromptTexts, SuffixDrafter
+from specrl.rollout.engines.base import EngineSpec
+from specrl.rollout.keys import derive_key, generation
+from specrl.rollout.sections import BudgetConfig
+from specrl.rollout.speculative import SpeculativeRollout
+from specrl.rollout.types import Completion, EngineStats, Request, RolloutError, Row, Trajectory
+from specrl.rollout.verify import Accepted
 
 VOCAB, EOS = 61, frozenset({1, 7})
 SEED = 11
@@ -59,32 +59,32 @@ def rows_of(*names, group: int = 1) -> list[Row]:
 
 
 def by_slot(rows, batch) -> dict:
-    return {(r.example_id, s): c.tokens for r, s, c in zip(rows, batch.slots, batch.completions, strict=True)}
+    return {(r.example_id, s): c.tokens for r, s, c in zip(rows, batch.sample_indices, batch.completions, strict=True)}
 
 
-@pytest.mark.parametrize(("law", "plain"), [("exact", False), ("off", True)])
-def test_the_baseline_asks_for_no_drafts_at_all(law, plain):
-    rollout = fake(RolloutConfig(max_new_tokens=8, law=law))
+@pytest.mark.parametrize(("acceptance", "plain"), [("exact", False), ("off", True)])
+def test_the_baseline_asks_for_no_drafts_at_all(acceptance, plain):
+    rollout = fake(RolloutConfig(max_new_tokens=8, acceptance=acceptance))
     batch = rollout.generate(rows_of("a", "b"), visit=0, step=0)
     assert [request.plain for request in rollout.engine.asked] == [plain] * 2
     rollout.plain(rows_of("a", "b"), batch.keys)
     assert [request.plain for request in rollout.engine.asked] == [True] * 2
 
 
-# Keys, slots and requests ---------------------------------------------------------------------------------------------
+# Keys, samples and requests -------------------------------------------------------------------------------------
 
 
 def test_slots_count_occurrences_and_keys_derive_from_them():
     rollout = fake()
     rows = rows_of("a", "b", "a", "c", "a", "b")
     batch = rollout.generate(rows, visit=2, step=9)
-    assert batch.slots == [0, 0, 1, 0, 2, 1]
-    assert batch.keys == [derive_key(SEED, r.example_id, s, 2) for r, s in zip(rows, batch.slots, strict=True)]
+    assert batch.sample_indices == [0, 0, 1, 0, 2, 1]
+    assert batch.keys == [derive_key(SEED, r.example_id, s, 2) for r, s in zip(rows, batch.sample_indices, strict=True)]
     assert [q.key for q in rollout.engine.asked] == batch.keys
     assert [q.max_new_tokens for q in rollout.engine.asked] == [8] * 6
     assert len(set(batch.keys)) == 6
-    given = rollout.generate(rows, visit=2, step=9, slots=[5, 0, 6, 0, 7, 1])
-    assert given.slots == [5, 0, 6, 0, 7, 1]
+    given = rollout.generate(rows, visit=2, step=9, sample_indices=[5, 0, 6, 0, 7, 1])
+    assert given.sample_indices == [5, 0, 6, 0, 7, 1]
     assert given.keys[1] == batch.keys[1]
     assert given.keys[0] != batch.keys[0]
     assert fake(seed=12).generate(rows, visit=2, step=9).keys[0] != batch.keys[0]
@@ -120,9 +120,11 @@ def test_replay_decides_which_keys_stay(replay):
     keys, replayed = [], []
     for visit in range(4):
         batch = rollout.generate(rows, visit=visit, step=visit)
-        want = [generation(SEED, r.example_id, s, visit, replay) for r, s in zip(rows, batch.slots, strict=True)]
+        want = [
+            generation(SEED, r.example_id, s, visit, replay) for r, s in zip(rows, batch.sample_indices, strict=True)
+        ]
         assert batch.keys == [
-            derive_key(SEED, r.example_id, s, g) for r, s, g in zip(rows, batch.slots, want, strict=True)
+            derive_key(SEED, r.example_id, s, g) for r, s, g in zip(rows, batch.sample_indices, want, strict=True)
         ]
         keys.append(batch.keys)
         replayed.append(batch.replayed)
@@ -169,7 +171,7 @@ def test_evaluation_and_control_rows_draw_noise_of_their_own():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"visit": 0, "slots": [0, 0]}, "example 'a' has slot 0 twice in one batch"),
+        ({"visit": 0, "sample_indices": [0, 0]}, "example 'a' has sample_index 0 twice in one batch"),
         ({"visit": -1}, "visit=-1 of example 'a'"),
         ({"visit": [0, 1.5]}, "visit=1.5 of example 'a'"),
         ({"visit": [True, 0]}, "visit=True of example 'a'"),
@@ -183,14 +185,16 @@ def test_rows_that_would_be_the_same_response_are_refused(options, message):
 def test_drafts_come_from_the_slot_then_its_siblings_newest_first():
     cache = cache_of()
     texts = {0: (10, 11), 1: (20, 21), 2: (30, 31)}
-    for slot, tokens in texts.items():
-        cache.put("a", slot, Trajectory(tokens, key=slot, finish="length", version=0, step=slot))
+    for sample_index, tokens in texts.items():
+        cache.put(
+            "a", sample_index, Trajectory(tokens, key=sample_index, finish="length", version=0, step=sample_index)
+        )
     rollout = fake(cache=cache)
     batch = rollout.generate(rows_of("a", "a", "b"), visit=1, step=7)
     own = [q.drafter and q.drafter.propose([], 9) for q in rollout.engine.asked]
     assert own == [[10, 11], [20, 21], []], "the first visit drafts from what the rows emit"
     assert batch.ages == [7, 6, None]
-    new_slot = rollout.generate(rows_of("a"), visit=1, step=7, slots=[5])
+    new_slot = rollout.generate(rows_of("a"), visit=1, step=7, sample_indices=[5])
     assert rollout.engine.asked[0].drafter.propose([], 9) == [30, 31], "no text of its own: the newest sibling"
     assert new_slot.ages == [None]
     assert rollout.engine.asked[0].draft_logprobs is None
@@ -200,7 +204,7 @@ def test_lenient_drafts_the_slots_own_text_with_its_logprobs_only():
     cache = cache_of()
     cache.put("a", 0, Trajectory((10, 11), 0, "length", 0, 0, None, (-1.0, -2.0)))
     cache.put("a", 1, Trajectory((20, 21), 0, "length", 0, 0))
-    rollout = fake(RolloutConfig(law="lenient", max_new_tokens=8), cache)
+    rollout = fake(RolloutConfig(acceptance="lenient", max_new_tokens=8), cache)
     rollout.generate(rows_of("a", "a", "a"), visit=1, step=1)
     first, no_logprobs, nothing = rollout.engine.asked
     assert first.drafter.propose([], 9) == [10, 11]
@@ -212,7 +216,7 @@ def test_lenient_drafts_the_slots_own_text_with_its_logprobs_only():
 def test_judged_drafts_from_all_texts_and_knows_the_law_of_the_slots_own():
     cache = cache_of()
     cache.put("a", 0, Trajectory((10, 11), 0, "length", 0, 0, None, (-1.0, -2.0)))
-    rollout = fake(RolloutConfig(law="judged", max_new_tokens=8), cache)
+    rollout = fake(RolloutConfig(acceptance="judged", max_new_tokens=8), cache)
     rollout.generate(rows_of("a", "a"), visit=1, step=1)
     own, sibling = rollout.engine.asked
     assert own.drafter.propose([], 9) == sibling.drafter.propose([], 9) == [10, 11]
@@ -221,7 +225,7 @@ def test_judged_drafts_from_all_texts_and_knows_the_law_of_the_slots_own():
 
 def test_judged_stores_the_law_that_drew_each_token():
     cache = cache_of()
-    rollout = fake(RolloutConfig(law="judged", max_new_tokens=4), cache)
+    rollout = fake(RolloutConfig(acceptance="judged", max_new_tokens=4), cache)
     rows = rows_of("a")
     batch = rollout.generate(rows, visit=0, step=1)
     batch.completions[0].behaviour_logprobs = [-0.5, -3.0, -0.5, -0.5]
@@ -233,11 +237,11 @@ def test_judged_stores_the_law_that_drew_each_token():
     ("config", "keeps", "replays"),
     [
         (RolloutConfig(), True, True),
-        (RolloutConfig(law="off"), False, True),
-        (RolloutConfig(law="lenient"), True, False),
-        (RolloutConfig(law="judged"), True, False),
-        (RolloutConfig(law="judged", sources=[]), False, True),
-        (RolloutConfig(law="routed"), False, True),
+        (RolloutConfig(acceptance="off"), False, True),
+        (RolloutConfig(acceptance="lenient"), True, False),
+        (RolloutConfig(acceptance="judged"), True, False),
+        (RolloutConfig(acceptance="judged", sources=[]), False, True),
+        (RolloutConfig(acceptance="routed"), False, True),
     ],
 )
 def test_what_a_law_keeps_and_whether_its_noise_may_be_replayed(config, keeps, replays):
@@ -249,28 +253,28 @@ def test_what_a_law_keeps_and_whether_its_noise_may_be_replayed(config, keeps, r
     if replays:
         assert fake(config, cache_of()).generate(rows, visit=1, step=1).keys == first.keys
     else:  # verdicts on replayed noise would follow no law
-        with pytest.raises(RolloutError, match=f"rollout.law={config.law}, which draws with fresh noise"):
+        with pytest.raises(RolloutError, match=f"rollout.acceptance={config.acceptance}, which draws with fresh noise"):
             fake(config, cache_of())
 
 
-@pytest.mark.parametrize("law", ["exact", "lenient", "off"])
-def test_what_is_stored(law):
+@pytest.mark.parametrize("acceptance", ["exact", "lenient", "off"])
+def test_what_is_stored(acceptance):
     cache = cache_of()
-    rollout = fake(RolloutConfig(law=law, max_new_tokens=4), cache)
+    rollout = fake(RolloutConfig(acceptance=acceptance, max_new_tokens=4), cache)
     rows = rows_of("a", "b", group=2)
     batch = rollout.generate(rows, visit=0, step=5)
     before = batch.total_s
     rollout.store(rows, batch, step=5, rewards=[1.0, None, 0.0, 0.5])
-    if law == "off":
+    if acceptance == "off":
         assert rollout.cache is None
         assert len(cache) == 0
         return
-    for i, (row, slot, reward) in enumerate(zip(rows, [0, 1, 0, 1], [1.0, None, 0.0, 0.5], strict=True)):
-        stored = cache.get(row.example_id, slot)
+    for i, (row, sample_index, reward) in enumerate(zip(rows, [0, 1, 0, 1], [1.0, None, 0.0, 0.5], strict=True)):
+        stored = cache.get(row.example_id, sample_index)
         assert list(stored.tokens) == batch.completions[i].tokens
         assert (stored.key, stored.finish, stored.version, stored.step) == (batch.keys[i], "length", 3, 5)
         assert stored.reward == reward
-        assert stored.logprobs == ((-0.5,) * 4 if law == "lenient" else None)
+        assert stored.logprobs == ((-0.5,) * 4 if acceptance == "lenient" else None)
     assert batch.store_s > 0
     assert batch.total_s == pytest.approx(before + batch.store_s), "storing is charged"
 
@@ -301,7 +305,7 @@ def test_plain_uses_the_keys_it_is_given_and_no_drafts():
     rollout = fake(cache=cache)
     batch = rollout.plain(rows_of("a", "a"), [42, 43])
     assert [(q.key, q.drafter, q.max_new_tokens) for q in rollout.engine.asked] == [(42, None, 8), (43, None, 8)]
-    assert (batch.keys, batch.slots, batch.ages) == ([42, 43], [0, 1], [None, None])
+    assert (batch.keys, batch.sample_indices, batch.ages) == ([42, 43], [0, 1], [None, None])
 
 
 def test_unchanged_rows_are_those_whose_stored_text_came_again():
@@ -315,8 +319,8 @@ def test_unchanged_rows_are_those_whose_stored_text_came_again():
     for name, tokens in zip("abc", stored, strict=True):
         cache.put(name, 0, Trajectory(tokens, key=0, finish="length", version=0, step=0))
     assert rollout.generate(rows, visit=1, step=1).unchanged == [True, False, False]
-    other_slots = rollout.generate(rows, visit=1, step=1, slots=[1, 1, 1])
-    assert other_slots.unchanged == [False] * 3, "a sibling's text is not the slot's own"
+    other_slots = rollout.generate(rows, visit=1, step=1, sample_indices=[1, 1, 1])
+    assert other_slots.unchanged == [False] * 3, "a sibling's text is not the sample_index's own"
 
 
 def test_an_empty_batch():
@@ -365,7 +369,7 @@ def texts(visits) -> list[dict]:
 
 
 def off(visit, config, rows):
-    return replace(config, law="off"), rows
+    return replace(config, acceptance="off"), rows
 
 
 @pytest.mark.parametrize("replay", [0.0, 0.5, 1.0])
@@ -388,7 +392,7 @@ def test_off_equals_exact_while_the_weights_change(epochs, replay):
 def test_other_weights_or_a_biased_rule_are_seen_by_the_same_comparison(epochs):
     exact = roll(epochs, None)
     assert texts(roll([epochs[0]] * 4, None)) != texts(exact), "stale weights"
-    lenient = roll(epochs, None, config=config_of(law="lenient", lenience=1.5))
+    lenient = roll(epochs, None, config=config_of(acceptance="lenient", lenience=1.5))
     assert texts(lenient) != texts(exact), "SPEC-RL as published"
     assert texts(lenient)[0] == texts(exact)[0], "which only starts with the second visit"
 
@@ -396,10 +400,10 @@ def test_other_weights_or_a_biased_rule_are_seen_by_the_same_comparison(epochs):
 def test_keys_remembered_with_a_trajectory_are_seen_by_the_same_comparison(epochs, monkeypatch):
     plain, first = roll(epochs, off), {}
 
-    def remembered(seed, example_id, slot, *rest):
-        return first.setdefault((example_id, slot), derive_key(seed, example_id, slot, *rest))
+    def remembered(seed, example_id, sample_index, *rest):
+        return first.setdefault((example_id, sample_index), derive_key(seed, example_id, sample_index, *rest))
 
-    monkeypatch.setattr("rollout.speculative.derive_key", remembered)
+    monkeypatch.setattr("specrl.rollout.speculative.derive_key", remembered)
     exact = roll(epochs, None)
     assert texts(exact)[0] == texts(plain)[0]
     assert texts(exact)[1:] != texts(plain)[1:]
@@ -424,7 +428,7 @@ def test_replay_reuses_more(epochs):
 
 
 def test_shuffled_order_and_duplicates_change_nothing(epochs):
-    """Cases 13 and 14: trajectories are found by example and slot, not by place."""
+    """Cases 13 and 14: trajectories are found by example and sample, not by place."""
     rng = random.Random(4)
 
     def shuffled(visit, config, rows):
@@ -438,9 +442,9 @@ def test_shuffled_order_and_duplicates_change_nothing(epochs):
 
     same_prompt = [Row(name, (5, 6, 9)) for name in ("x", "x ", "X", "x") for _ in range(2)]
     visits = roll(epochs[:2], None, rows=same_prompt)
-    assert visits[0][1].slots == [0, 1, 0, 1, 0, 1, 2, 3], "a duplicate example goes on counting"
+    assert visits[0][1].sample_indices == [0, 1, 0, 1, 0, 1, 2, 3], "a duplicate example goes on counting"
     for tokens, batch in visits:
-        assert len(tokens) == 8, "no two rows share a slot"
+        assert len(tokens) == 8, "no two rows share a sample_index"
         assert len({tuple(t) for t in tokens.values()}) > 4, "equal prompts, other noise"
         assert len(set(batch.keys)) == 8
     alone = roll(epochs[:2], None, rows=[Row("x ", (5, 6, 9))] * 2)
@@ -458,7 +462,7 @@ def test_group_size_may_change(epochs):
     assert texts(visits) == texts(plain)
     assert [len(t) for t in texts(visits)] == [16, 8, 16, 16]
     _, batch = visits[2]
-    assert batch.ages == [1] * 4 + [2] * 4 + [1] * 4 + [2] * 4, "slots that were left out keep their older text"
+    assert batch.ages == [1] * 4 + [2] * 4 + [1] * 4 + [2] * 4, "samples that were left out keep their older text"
     assert batch.stats.accepted > 0
 
 
@@ -471,12 +475,12 @@ def test_the_cap_may_shrink_and_grow(epochs):
 
     config = config_of(replay=1.0, window=200)
     visits = roll([epochs[0]] * 3, recapped, config=config)
-    plain = roll([epochs[0]] * 3, lambda v, c, r: (replace(recapped(v, c, r)[0], law="off"), r), config=config)
+    plain = roll([epochs[0]] * 3, lambda v, c, r: (replace(recapped(v, c, r)[0], acceptance="off"), r), config=config)
     assert texts(visits) == texts(plain)
     long, short, longer = texts(visits)
-    for slot, tokens in longer.items():
-        assert short[slot] == long[slot][:16]
-        assert tokens[: len(long[slot])] == long[slot]
+    for sample_index, tokens in longer.items():
+        assert short[sample_index] == long[sample_index][:16]
+        assert tokens[: len(long[sample_index])] == long[sample_index]
     finishes = [[c.finish for c in batch.completions] for _, batch in visits]
     assert "length" in finishes[1]
     grown = [c for c, f in zip(visits[2][1].completions, finishes[1], strict=True) if f == "length"]
@@ -493,7 +497,7 @@ def test_sampling_settings_may_change_between_visits(epochs):
 
     visits, plain = (
         roll(epochs, relaxed),
-        roll(epochs, lambda v, c, r: (replace(relaxed(v, c, r)[0], law="off"), r)),
+        roll(epochs, lambda v, c, r: (replace(relaxed(v, c, r)[0], acceptance="off"), r)),
     )
     assert texts(visits) == texts(plain)
     assert all(batch.stats.accepted > 0 for _, batch in visits[1:])
@@ -538,7 +542,7 @@ def test_what_an_index_knows_changes_no_token(epochs, cut, monkeypatch):
     plain, _ = engine.generate([Request(r.prompt, k, 24) for r, k in zip(rows, keys, strict=True)])
     old = [c.tokens[::-1] if i % 3 else c.tokens for i, c in enumerate(plain)]
     if cut == "hostile":
-        monkeypatch.setattr("rollout.drafting.suffix.find", hostile)
+        monkeypatch.setattr("specrl.rollout.drafting.suffix.find", hostile)
     groups = [PromptTexts(old[i : i + 4]) for i in (0, 4)]
     group_of = [i // 4 if cut != "another prompt's index" else i % 2 for i in range(8)]
     requests = [
@@ -554,9 +558,9 @@ def test_what_an_index_knows_changes_no_token(epochs, cut, monkeypatch):
 def test_a_rule_that_trusts_its_drafts_is_seen_by_the_same_comparison(epochs, monkeypatch):
     def trusting(key, draft, drawn):
         tokens = [*draft.tokens, drawn.draws[-1]]
-        return Stood(tokens, drawn.logprobs, drawn.logprobs, len(draft.tokens))
+        return Accepted(tokens, drawn.logprobs, drawn.logprobs, len(draft.tokens))
 
-    monkeypatch.setattr("rollout.verify.exact", trusting)
+    monkeypatch.setattr("specrl.rollout.verify.exact", trusting)
     wrong = roll(epochs[:1], None)
     assert wrong[0][1].stats.accepted > 0
     monkeypatch.undo()
@@ -564,7 +568,7 @@ def test_a_rule_that_trusts_its_drafts_is_seen_by_the_same_comparison(epochs, mo
 
 
 def test_lenient_over_visits_uses_what_it_stored(epochs):
-    config = config_of(law="lenient", lenience=1e9)
+    config = config_of(acceptance="lenient", lenience=1e9)
     visits = roll(epochs, None, config=config)
     assert texts(visits) == [texts(visits)[0]] * 4, "at huge lenience the first text is reused for ever"
     for (_, before), (_, now) in pairwise(visits):

@@ -13,15 +13,15 @@ from functools import partial
 import pytest
 import torch
 
-import rollout.engines.local.draw as draw
-from rollout import verify
-from rollout.engines.base import Sampling
-from rollout.engines.local.engine import TransformersEngine
-from rollout.keys import derive_key
-from rollout.lossy.lenient import accept_lenient
-from rollout.noise import keyed_draw
-from rollout.types import Request
-from rollout.verify import accept_exact, cut
+import specrl.rollout.engines.local.draw as draw
+from specrl.rollout import verify
+from specrl.rollout.engines.base import SamplingParams
+from specrl.rollout.engines.local.engine import TransformersEngine
+from specrl.rollout.keys import derive_key
+from specrl.rollout.lossy.lenient import accept_lenient
+from specrl.rollout.noise import keyed_draw
+from specrl.rollout.types import Request
+from specrl.rollout.verify import accept_exact, cut
 from tests.engines import local
 
 # By hand --------------------------------------------------------------------------------------------------------------
@@ -182,7 +182,7 @@ class Script:
 def engine_of(model, rule="exact", lenience=1.0, **settings) -> TransformersEngine:
     return local(
         model,
-        Sampling(frozenset({STOP})),
+        SamplingParams(frozenset({STOP})),
         lenience=lenience if rule == "lenient" else None,
         rows_per_batch=5000,  # KV memory is no concern here, the number of passes is
         tokens_per_pass=50_000,

@@ -4,17 +4,23 @@ import sys
 
 import pytest
 
-from rollout.cache.disk import SNAPSHOT
-from rollout.cache.memory import Fingerprint, TrajectoryCache
-from rollout.types import Trajectory
 from specrl.cache import main
+from specrl.rollout.cache.disk import SNAPSHOT
+from specrl.rollout.cache.memory import Fingerprint, TrajectoryCache
+from specrl.rollout.types import Trajectory
 
 
 @pytest.fixture
 def directory(tmp_path):
     cache = TrajectoryCache(Fingerprint({"tokenizer": "t1"}, {"temperature": "0.5"}), 100, [1])
-    for slot in range(8):
-        cache.put("ex-1", slot, Trajectory((50 + slot, 7, 1), slot, "stop", 3, slot, 1.0 if slot < 5 else None))
+    for sample_index in range(8):
+        cache.put(
+            "ex-1",
+            sample_index,
+            Trajectory(
+                (50 + sample_index, 7, 1), sample_index, "stop", 3, sample_index, 1.0 if sample_index < 5 else None
+            ),
+        )
     cache.save(tmp_path, 9)
     return tmp_path
 
@@ -47,12 +53,12 @@ def test_verify_names_damage_and_changes_nothing(directory, capsys):
 def test_verify_names_malformed_entries(tmp_path, capsys, monkeypatch):
     cache = TrajectoryCache(Fingerprint(), 100, [1])
     with monkeypatch.context() as patch:
-        patch.setattr("rollout.cache.memory.complaint", lambda *_: None)
+        patch.setattr("specrl.rollout.cache.memory.complaint", lambda *_: None)
         cache.put("ex-1", 0, Trajectory((5, 100, 1), 0, "stop", 0, 0))
     cache.save(tmp_path, 0)
     assert main(["verify", f"run={tmp_path}"]) == 3
     out = capsys.readouterr().out
-    assert "example 'ex-1', slot 0: token id 100 is outside 0..99\n" in out
+    assert "example 'ex-1', sample_index 0: token id 100 is outside 0..99\n" in out
     assert "1 entries: 0 good, 1 malformed\n" in out
 
 

@@ -9,19 +9,19 @@ import torch
 from omegaconf import OmegaConf
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rollout.engines.base import Sampling
-from rollout.engines.local.engine import TransformersEngine
-from rollout.engines.local.head import Head
-from rollout.keys import derive_key
-from rollout.types import Request
 from specrl.config import load as cli
 from specrl.config.options import ConfigError
 from specrl.drafter import DrafterOptions, agreement, distil, fresh, main, quantise, sample, shortened
+from specrl.rollout.engines.base import SamplingParams
+from specrl.rollout.engines.local.engine import TransformersEngine
+from specrl.rollout.engines.local.head import Head
+from specrl.rollout.keys import derive_key
+from specrl.rollout.types import Request
 from specrl.run.tasks import arithmetic
 from specrl.tiny import load_tiny
+from specrl.trainers.cotraining import distil as recipe
+from specrl.trainers.cotraining.texts import read
 from tests.engines import local
-from trainers.cotraining import distil as recipe
-from trainers.cotraining.texts import read
 
 SMALL = DrafterOptions(out="", layers=1, steps=60, batch=8, max_new_tokens=96)
 
@@ -81,7 +81,7 @@ def test_layers_out_of_range_are_refused(policy, layers):
 def test_responses_are_the_policys_own_draws(policy, sampled):
     (model, tokenizer), (texts, keys) = policy, sampled
     requests = [Request(t.prompt, key, SMALL.max_new_tokens) for t, key in zip(texts[:8], keys, strict=False)]
-    done, _ = TransformersEngine(model, Sampling(frozenset([tokenizer.eos_token_id]))).generate(requests)
+    done, _ = TransformersEngine(model, SamplingParams(frozenset([tokenizer.eos_token_id]))).generate(requests)
     assert [tuple(c.tokens) for c in done] == [t.response for t in texts[:8]]
     assert keys[3] == derive_key(SMALL.seed, "drafter", 3, 0)
     assert len(set(keys)) == len(texts)
@@ -152,7 +152,7 @@ def test_the_command_writes_a_head_that_drafts(policy, tmp_path):
     assert main(DrafterOptions(out=str(out), kind="head", **small)) == 0
     head = Head.load(out, policy[0])
     requests = [Request(policy[1](p.prompt).input_ids, i, 12) for i, p in enumerate(arithmetic("test", 4, 0, "easy"))]
-    plain, drafting = (local(policy[0], Sampling(frozenset([1])), window=3, drafter=d) for d in (None, head))
+    plain, drafting = (local(policy[0], SamplingParams(frozenset([1])), window=3, drafter=d) for d in (None, head))
     assert [c.tokens for c in plain.generate(requests)[0]] == [c.tokens for c in drafting.generate(requests)[0]]
     assert drafting.generate(requests)[1].sources["model"][0] > 0
 
@@ -184,7 +184,7 @@ def test_the_command_writes_a_model_that_drafts(policy, tmp_path, capsys):
     assert student.config.num_hidden_layers == 1
     assert AutoTokenizer.from_pretrained(out, local_files_only=True).get_vocab() == policy[1].get_vocab()
     requests = [Request(policy[1](p.prompt).input_ids, i, 12) for i, p in enumerate(arithmetic("test", 4, 0, "easy"))]
-    plain, drafting = (local(policy[0], Sampling(frozenset([1])), window=3, drafter=d) for d in (None, student))
+    plain, drafting = (local(policy[0], SamplingParams(frozenset([1])), window=3, drafter=d) for d in (None, student))
     assert [c.tokens for c in plain.generate(requests)[0]] == [c.tokens for c in drafting.generate(requests)[0]]
     assert drafting.generate(requests)[1].sources["model"][0] > 0
 

@@ -19,7 +19,7 @@ def test_the_report_fits_a_screen_and_names_what_matters(monkeypatch):
     monkeypatch.setattr(env, "gpus", lambda: ["NVIDIA H200, 143771 MiB, 580.10"])
     text = env.report()
     assert len(text.splitlines()) <= 30
-    for word in ("python", "torch", "trl", "vllm", "math-verify", "platform", "cpus", "memory", "rollout", "H200"):
+    for word in ("python", "torch", "trl", "vllm", "math-verify", "platform", "cpus", "memory", "specrl", "H200"):
         assert re.search(rf"\b{word}\b", text)
 
 
@@ -82,10 +82,8 @@ def test_the_docs_name_the_ranges_and_what_is_tested():
 
 def test_no_user_names(monkeypatch):
     monkeypatch.setenv("HOME", "/data/people/carol")
-    places = {name: Path("/home/alice/env") / name for name in ("specrl", "rollout", "reward")}
-    places["trainers"] = Path("/data/people/carol/trainers")
-    monkeypatch.setattr(env, "package_directories", lambda: places)
-    text = env.report()
+    monkeypatch.setattr(env, "__file__", "/home/alice/env/specrl/env.py")
+    text = env.report("/data/people/carol/run")
     assert "alice" not in text
     assert "carol" not in text
     assert "~/env/specrl" in text

@@ -5,17 +5,17 @@ from itertools import combinations
 import pytest
 
 from benchmarks.tiny_policy import build_tokenizer
-from reward.config import RewardConfig
-from reward.loading import load_rewards
-from reward.set import RewardSet
-from rollout.config import RolloutConfig
-from rollout.keys import derive_key
-from rollout.types import Completion, EngineStats
 from specrl.config.load import run, save
 from specrl.config.schema import Config
 from specrl.evaluate import EvaluateConfig, main
 from specrl.evaluate import command as command_line
 from specrl.generate import command as generate
+from specrl.reward.config import RewardConfig
+from specrl.reward.loading import load_rewards
+from specrl.reward.set import RewardSet
+from specrl.rollout.config import RolloutConfig
+from specrl.rollout.keys import derive_key
+from specrl.rollout.types import Completion, EngineStats
 from specrl.run.accuracy import evaluate, pass_at_k
 from specrl.run.data import Example
 from tests.runs import words

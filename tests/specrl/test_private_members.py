@@ -50,9 +50,9 @@ def test_tests_use_public_members():
         "pool._workers[0].pid = 1",
         "type(engine)._step(engine)",
         "engine._flow.draw",
-        "from rollout.engines.vllm.engine import _unchanged_process",
+        "from specrl.rollout.engines.vllm.engine import _unchanged_process",
         "monkeypatch.setattr(engine, '_sleeps', True)",
-        "monkeypatch.setattr('rollout.engines.vllm.weights._SHM', folder)",
+        "monkeypatch.setattr('specrl.rollout.engines.vllm.weights._SHM', folder)",
         "mock.patch.object(pool, '_session')",
     ],
 )

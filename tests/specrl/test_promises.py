@@ -31,7 +31,7 @@ LEAVES = Counter(key.rpartition(".")[2] for key in KNOWN)
 FULL = {key.rpartition(".")[2]: key for key in KNOWN if LEAVES[key.rpartition(".")[2]] == 1} | {
     key: key for key in KNOWN
 }
-"""An option by its key, or by its last part where no other option has that: `law=off` in a help text."""
+"""An option by its key, or by its last part where no other option has that: `acceptance=off` in a help text."""
 PLACEHOLDER = re.compile(r"[A-Z]{2}|^(outputs|mine|RUN)\b|\.jsonl$")
 HERE = {  # in the place of what only the reader has
     "config": "grpo_math",
@@ -43,10 +43,10 @@ HERE = {  # in the place of what only the reader has
     "rollout.vllm.speculator": f"eagle={TINY_PATH}",
     "run": "{run}",
 }
-LENIENT = {"rollout.law": "lenient"}
+LENIENT = {"rollout.acceptance": "lenient"}
 DRAFTER = {"rollout.drafter": str(TINY_PATH)}
-JUDGED = {"rollout.law": "judged", "rollout.judged.path": str(TINY_PATH), "rollout.drafter": ""}
-ROUTED = {"rollout.law": "routed", "rollout.routed.path": str(TINY_PATH), **DRAFTER}
+JUDGED = {"rollout.acceptance": "judged", "rollout.judged.path": str(TINY_PATH), "rollout.drafter": ""}
+ROUTED = {"rollout.acceptance": "routed", "rollout.routed.path": str(TINY_PATH), **DRAFTER}
 CONTEXTS = [
     *({"config": name} for name in ("grpo_math", "ppo_math", "dapo_math", "ray_grpo_math", "grpo_math_vllm")),
     *({"config": "grpo_math", **law} for law in (LENIENT, JUDGED, JUDGED | DRAFTER, ROUTED)),
@@ -154,15 +154,15 @@ def test_every_option_that_a_page_shows_is_legal_somewhere():
 
 
 def test_planted_promises_are_found():
-    page = "`rollout.drafter=head trainer.drafter.train=true`, law=of and\n`rollout.group_size=N`. name=..."
+    page = "`rollout.drafter=head trainer.drafter.train=true`, acceptance=of and\n`rollout.group_size=N`. name=..."
     assert promises(page) == [
         {"rollout.drafter": "head", "trainer.drafter.train": "true"},
         {"rollout.drafter": "head"},
         {"trainer.drafter.train": "true"},
-        {"rollout.law": "of"},
+        {"rollout.acceptance": "of"},
         {"rollout.group_size": "1"},
     ]
-    assert "expected one of" in refused({"rollout.law": "of"})
+    assert "expected one of" in refused({"rollout.acceptance": "of"})
     assert "does not exist" in refused({"rollout.drafter": "./none"})
     assert "no draft model to train" in refused({"trainer.drafter.train": "true", "rollout.drafter": ""})
     quoted = "python -m specrl.train config=a 'dataset.k={a: false}' b=c"

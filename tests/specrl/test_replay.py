@@ -8,9 +8,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rollout.cache.memory import Fingerprint, TrajectoryCache
-from rollout.sections import SOURCES
-from rollout.types import Trajectory
 from specrl.config import load as cli
 from specrl.config.options import ConfigError
 from specrl.replay import (
@@ -26,13 +23,16 @@ from specrl.replay import (
     summarise,
 )
 from specrl.results.records import load_run
+from specrl.rollout.cache.memory import Fingerprint, TrajectoryCache
+from specrl.rollout.sections import SOURCES
+from specrl.rollout.types import Trajectory
 
 POSITIONS = ("prefix", "position")
 OLD = (10, 11, 12, 13, 14, 15, 16, 1)
 
 
-def text(tokens, step=1, slot=0, example="a", capped=False):
-    return Text(example, slot, step, tuple(tokens), capped)
+def text(tokens, step=1, sample_index=0, example="a", capped=False):
+    return Text(example, sample_index, step, tuple(tokens), capped)
 
 
 # --- one row
@@ -62,8 +62,8 @@ def test_passes_by_hand(new, window, want):
 
 
 def count_one(new, olds, window=0, sources=SOURCES):
-    """The text of slot 0, whose old text comes first; the others are those of the next slots."""
-    stored = tuple(text(old, slot=slot) for slot, old in enumerate(olds))
+    """The text of sample 0, whose old text comes first; the others are those of the next samples."""
+    stored = tuple(text(old, sample_index=sample_index) for sample_index, old in enumerate(olds))
     (counts,) = count(Visit((new,), stored), window, sources)
     return counts
 
@@ -92,26 +92,26 @@ def test_a_sibling_is_followed_where_the_own_text_ends():
 
 def test_drafts_are_those_the_run_had():
     stored = [
-        text((1,), step=0, slot=0),
-        text((2,), step=0, slot=1),
-        text((3,), step=2, slot=1),
-        text((4,), step=2, slot=0),
-        text((5,), step=5, slot=1),
-        text((6,), step=5, slot=7),
+        text((1,), step=0, sample_index=0),
+        text((2,), step=0, sample_index=1),
+        text((3,), step=2, sample_index=1),
+        text((4,), step=2, sample_index=0),
+        text((5,), step=5, sample_index=1),
+        text((6,), step=5, sample_index=7),
         text((7,), step=9, example="b"),
     ]
     found = list(revisits(reversed(stored)))
-    assert [[(t.step, t.slot) for t in visit.texts] for visit in found] == [[(2, 0), (2, 1)], [(5, 1), (5, 7)]]
+    assert [[(t.step, t.sample_index) for t in visit.texts] for visit in found] == [[(2, 0), (2, 1)], [(5, 1), (5, 7)]]
     assert [[t.tokens for t in visit.stored] for visit in found] == [[(1,), (2,)], [(4,), (3,)]]
     olds = [[visit.old(t) for t in visit.texts] for visit in found]
     assert [[old and old.tokens for old in row] for row in olds] == [[(1,), (2,)], [(3,), None]]
 
 
 def test_the_newest_text_is_followed_first_whatever_its_slot():
-    # Both texts have 20, 21 and go on in their own ways; the newer one, of the later slot, is what the row does.
+    # Both texts have 20, 21 and go on in their own ways; the newer one, of the later sample, is what the row does.
     older, newer = (20, 21, 30, 31, 32, 1), (20, 21, 40, 41, 42, 1)
-    stored = [text(older, step=0, slot=0), text(newer, step=2, slot=1)]
-    (visit,) = list(revisits([*stored, text((9, 20, 21, 40, 41, 42, 1), step=5, slot=2)]))[1:]
+    stored = [text(older, step=0, sample_index=0), text(newer, step=2, sample_index=1)]
+    (visit,) = list(revisits([*stored, text((9, 20, 21, 40, 41, 42, 1), step=5, sample_index=2)]))[1:]
     assert [old.tokens for old in visit.stored] == [newer, older]
     # 9, 20 and 21 are drawn, then 40, 41, 42 and the EOS ride one pass.
     assert [(c.passes, c.accepted) for c in count(visit, 0, ("earlier",))] == [(4, 4)]
@@ -122,7 +122,7 @@ def test_the_newest_text_is_followed_first_whatever_its_slot():
 def test_rows_draft_from_what_their_siblings_emit_meanwhile():
     old = (90, 91, 92, 93)
     ahead, behind = (10, 11, 12, 13, 14, 15, 1), (20, 21, 22, 23, 24, 10, 11, 12, 13, 14, 15, 1)
-    visit = Visit((text(ahead, 4, 0), text(behind, 4, 1)), (text(old, slot=9),))
+    visit = Visit((text(ahead, 4, 0), text(behind, 4, 1)), (text(old, sample_index=9),))
     alone, together = (count(visit, 4, sources) for sources in ((), ("group",)))
     assert [c.passes for c in alone] == [7, 12]
     assert [c.passes for c in together] == [7, 8], "20..24, 10 and 11 one by one, then 12..15 and the EOS in one pass"
@@ -189,24 +189,35 @@ def test_snapshots_of_a_run_are_joined_and_a_text_in_two_of_them_counts_once(tmp
 
 
 def test_files_with_ids_and_files_with_text(tmp_path):
-    rows = [{"example_id": "a", "slot": 0, "step": step, "tokens": list(OLD), "finish": "stop"} for step in (1, 5)]
+    rows = [
+        {"example_id": "a", "sample_index": 0, "step": step, "tokens": list(OLD), "finish": "stop"} for step in (1, 5)
+    ]
     (tmp_path / "ids.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
     assert read_files(tmp_path / "ids.jsonl") == [text(OLD, 1), text(OLD, 5)]
     folder = tmp_path / "completions"
     folder.mkdir()
     for step, finish in ((3, "stop"), (11, "length")):
-        columns = {"example_id": ["a"], "slot": [2], "completion": ["12 + 5 = 17"], "tokens": [6], "finish": [finish]}
+        columns = {
+            "example_id": ["a"],
+            "sample_index": [2],
+            "completion": ["12 + 5 = 17"],
+            "tokens": [6],
+            "finish": [finish],
+        }
         pq.write_table(pa.table(columns), folder / f"step_{step}.parquet")
     late, early = sorted(read_files(folder), key=lambda t: -t.step)
-    assert (early.step, late.step, early.slot, early.capped, late.capped) == (3, 11, 2, False, True)
+    assert (early.step, late.step, early.sample_index, early.capped, late.capped) == (3, 11, 2, False, True)
     assert early.tokens[:-1] == late.tokens  # the EOS that decoding left out is put back
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ('{"example_id": "a", "slot": 0, "step": 1}', "line 1: KeyError 'completion'. Needed are example_id, slot"),
-        ('{"example_id": "a", "slot": 0, "tokens": [1]}', "line 1: TypeError"),
+        (
+            '{"example_id": "a", "sample_index": 0, "step": 1}',
+            "line 1: KeyError 'completion'. Needed are example_id, sample_index",
+        ),
+        ('{"example_id": "a", "sample_index": 0, "tokens": [1]}', "line 1: TypeError"),
         ("[1]", "must hold objects with columns"),
         ("{", "line 1: not JSON"),
     ],
@@ -224,7 +235,7 @@ def test_unreadable_rows_are_named(tmp_path, content, message):
 
 def write(tmp_path):
     file = tmp_path / "ids.jsonl"
-    rows = [{"example_id": "a", "slot": 0, "step": step, "tokens": OLD} for step in (1, 5)]
+    rows = [{"example_id": "a", "sample_index": 0, "step": step, "tokens": OLD} for step in (1, 5)]
     file.write_text("\n".join(map(json.dumps, rows)))
     return file
 

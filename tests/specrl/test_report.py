@@ -5,7 +5,6 @@ import sys
 import pytest
 from rich.console import Console
 
-from rollout.sections import RoutedConfig
 from specrl import report
 from specrl.config.load import load_saved, save
 from specrl.config.load import run as run_command
@@ -28,6 +27,7 @@ from specrl.results.savings import (
     step_s,
     step_speedup,
 )
+from specrl.rollout.sections import RoutedConfig
 
 # Two steps an epoch. Steps 1, 3 and 4 are control steps. What is charged adds up to gen:
 # step 3: 2 + 0.5 + 0.25 + 0.25 and 2 of prefill and decode; step 4: 1 + 0.5 + 0 + 0 and 2.5 of prefill and decode.
@@ -61,9 +61,9 @@ def rows(savings: list[Saving]) -> dict[str, tuple[float, float]]:
     return {saving.phase: (saving.plain_s, saving.specrl_s) for saving in savings}
 
 
-def make_run(path, steps, law="exact", epochs=2, **options) -> str:
+def make_run(path, steps, acceptance="exact", epochs=2, **options) -> str:
     config = Config(name=path.name, output_dir=str(path.parent))
-    config.rollout.law, config.trainer.epochs = law, epochs
+    config.rollout.acceptance, config.trainer.epochs = acceptance, epochs
     for key, value in options.items():
         setattr(config.rollout, key, value)
     save(config)
@@ -252,7 +252,7 @@ def test_baseline_length_gap_is_warned_about(tmp_path, length, warned):
 
 def told(tmp_path, own=STEADY, plain=PLAIN, machine=MACHINE, **options) -> dict:
     """The summary of a run against a baseline with other records, another machine or other options."""
-    run, baseline = make_run(tmp_path / "a", own), make_run(tmp_path / "b", plain, **{"law": "off"} | options)
+    run, baseline = make_run(tmp_path / "a", own), make_run(tmp_path / "b", plain, **{"acceptance": "off"} | options)
     (tmp_path / "b" / "environment.json").write_text(json.dumps(machine))
     return write_report(run, baseline, plots=False).summary
 
@@ -305,16 +305,16 @@ def test_a_run_that_does_not_speculate_has_no_speedup(tmp_path):
     run, baseline = make_run(tmp_path / "a", PLAIN, "off"), make_run(tmp_path / "b", PLAIN, "off")
     made = write_report(run, baseline, plots=False)
     assert made.evidence == {}
-    assert "This run does not speculate (rollout.law=off), so it has no speedup." in made.summary["notes"]
+    assert "This run does not speculate (rollout.acceptance=off), so it has no speedup." in made.summary["notes"]
     assert "Speedup" not in made.markdown
 
 
 def test_a_baseline_that_speculates_is_none(tmp_path):
-    summary = told(tmp_path, own=STEPS, plain=BASELINE, law="exact", group_size=4)
+    summary = told(tmp_path, own=STEPS, plain=BASELINE, acceptance="exact", group_size=4)
     assert "paired" not in summary
     for note in (
         "4 of 5 rollouts are paired: those that both runs timed.",
-        "The baseline did not decode plainly (its rollout.law is exact), so there is no speedup against it.",
+        "The baseline did not decode plainly (its rollout.acceptance is exact), so there is no speedup against it.",
         "The runs differ in more than the rollout rule: rollout.group_size: 4 -> 8.",
     ):
         assert note in summary["notes"]
@@ -324,7 +324,7 @@ def test_lossy_runs_are_not_told_to_set_control_steps(tmp_path):
     plain = [{key: value for key, value in record.items() if key != "spec/plain_s"} for record in STEADY]
     run = make_run(tmp_path / "a", plain, "lenient", lenience=1.6)
     (note,) = write_report(run, plots=False).summary["notes"]
-    assert "Give baseline=DIR, a run with rollout.law=off." in note
+    assert "Give baseline=DIR, a run with rollout.acceptance=off." in note
     assert "measure_every" not in note
     paired_notes = write_report(run, make_run(tmp_path / "b", PLAIN, "off"), plots=False).summary["notes"]
     assert not any("No speedup was measured" in note for note in paired_notes)

@@ -5,10 +5,10 @@ import json
 
 import pytest
 
-from rollout.engines.base import Sampling
-from rollout.engines.vllm.wire import KeyedRequest
-from rollout.sections import ClusterConfig
-from rollout.types import Request, RolloutError
+from specrl.rollout.engines.base import SamplingParams
+from specrl.rollout.engines.vllm.wire import KeyedRequest
+from specrl.rollout.sections import ClusterConfig
+from specrl.rollout.types import Request, RolloutError
 from specrl.run.cluster import connect
 from specrl.session import ReuseSession
 from tests.engines import local
@@ -18,10 +18,10 @@ PROMPTS, GROUP, CAP = [[7, 8], [9, 10, 11]], 3, 24
 
 def visit(session, model, number, replaying=False):
     """One visit of all prompts. [(prompt, request, response)]; `replaying` plants a server that verifies no text."""
-    engine, served = local(model, Sampling(frozenset({1})), window=16), []
+    engine, served = local(model, SamplingParams(frozenset({1})), window=16), []
     for prompt in PROMPTS:
-        for slot in range(GROUP):
-            ticket = session.request(prompt, visit=number, slot=slot)
+        for sample_index in range(GROUP):
+            ticket = session.request(prompt, visit=number, sample_index=sample_index)
             keyed = ticket.request
             (done,), _ = engine.generate([Request(prompt, keyed.key, CAP, keyed.drafter({}, prompt))])
             tokens = list(keyed.texts[keyed.own]) if replaying and keyed.own >= 0 else done.tokens
@@ -32,7 +32,7 @@ def visit(session, model, number, replaying=False):
 
 def wrong(model, served):
     """Places of the responses that are not those of plain decoding with their keys."""
-    engine = local(model, Sampling(frozenset({1})), window=16)
+    engine = local(model, SamplingParams(frozenset({1})), window=16)
     plain = [engine.generate([Request(p, keyed.key, CAP, plain=True)])[0][0].tokens for p, keyed, _, _ in served]
     return [i for i, (row, want) in enumerate(zip(served, plain, strict=True)) if row[2] != want]
 
@@ -68,9 +68,9 @@ def test_replayed_noise_is_accepted_whole(build_model):
 def test_wrong_texts_change_nothing(build_model):
     session, model = ReuseSession(seed=1), build_model("llama")
     for prompt in PROMPTS:
-        for slot in range(GROUP):
-            ticket = session.request(prompt, visit=1, slot=slot)
-            session.finish(ticket, [(7 * slot + i) % 300 for i in range(40)])  # ids that the model lacks, too
+        for sample_index in range(GROUP):
+            ticket = session.request(prompt, visit=1, sample_index=sample_index)
+            session.finish(ticket, [(7 * sample_index + i) % 300 for i in range(40)])  # ids that the model lacks, too
     served = visit(session, model, 4)
     assert wrong(model, served) == []
     assert all(keyed.texts for _, keyed, _, _ in served)
@@ -78,19 +78,19 @@ def test_wrong_texts_change_nothing(build_model):
 
 def test_a_prompt_that_occurs_twice_in_a_batch_takes_slots_of_its_own():
     session = ReuseSession()
-    tickets = [session.request([1, 2], visit=1, slot=slot) for slot in (0, 1, 0, 1)]
-    assert [ticket.slot for ticket in tickets] == [0, 1, 2, 3]
+    tickets = [session.request([1, 2], visit=1, sample_index=sample_index) for sample_index in (0, 1, 0, 1)]
+    assert [ticket.sample_index for ticket in tickets] == [0, 1, 2, 3]
     assert len({ticket.request.key for ticket in tickets}) == 4
-    assert session.request([1, 2], visit=2, slot=0).slot == 0
+    assert session.request([1, 2], visit=2, sample_index=0).sample_index == 0
 
 
 def test_a_turn_is_known_by_its_number_and_where_its_conversation_began():
     session = ReuseSession(seed=2)
     for visit, said in ((1, [8, 9]), (2, [6])):
-        first = session.request([1, 2], visit=visit, slot=4)
+        first = session.request([1, 2], visit=visit, sample_index=4)
         second = session.request([1, 2, *said, 3], after=first)
         third = session.request([1, 2, *said, 3, *said], after=second)
-        assert [(t.slot, t.visit, t.turn) for t in (first, second, third)] == [(4, visit, i) for i in range(3)]
+        assert [(t.sample_index, t.visit, t.turn) for t in (first, second, third)] == [(4, visit, i) for i in range(3)]
         assert len({t.request.key for t in (first, second, third)}) == 3
         assert [t.request.prompt_tokens for t in (first, second, third)] == [2, 3 + len(said), 3 + 2 * len(said)]
         want = ((), (), ()) if visit == 1 else (((10,),), ((11,),), ((12,),))
@@ -98,22 +98,22 @@ def test_a_turn_is_known_by_its_number_and_where_its_conversation_began():
         for ticket in (first, second, third):
             session.finish(ticket, [10 + ticket.turn])
     other = ReuseSession(seed=2)
-    again = other.request([1, 2, 5, 5, 3], after=other.request([1, 2], visit=2, slot=4))
+    again = other.request([1, 2, 5, 5, 3], after=other.request([1, 2], visit=2, sample_index=4))
     assert again.request.key == session.request([9], after=first).request.key, "a pure function of place and seed"
 
 
 def test_keys_depend_on_seed_prompt_slot_and_visit():
-    def key(seed=0, prompt=(1, 2), visit=1, slot=0):
-        return ReuseSession(seed).request(prompt, visit=visit, slot=slot).request.key
+    def key(seed=0, prompt=(1, 2), visit=1, sample_index=0):
+        return ReuseSession(seed).request(prompt, visit=visit, sample_index=sample_index).request.key
 
     assert key() == key()
-    assert len({key(), key(seed=1), key(prompt=(1, 3)), key(visit=2), key(slot=1)}) == 5
+    assert len({key(), key(seed=1), key(prompt=(1, 3)), key(visit=2), key(sample_index=1)}) == 5
 
 
 def test_counted_visits():
     session = ReuseSession(group_size=2)
     tickets = [session.request([1, 2]) for _ in range(6)]
-    assert [(t.visit, t.slot) for t in tickets] == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)]
+    assert [(t.visit, t.sample_index) for t in tickets] == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)]
     assert session.request([9]).visit == 0
     with pytest.raises(RolloutError, match="group_size=0"):
         ReuseSession().request([1, 2])
@@ -121,13 +121,13 @@ def test_counted_visits():
 
 def test_the_texts_that_travel_are_bounded_and_the_slots_own_comes_first():
     session = ReuseSession()
-    for slot in range(20):
-        session.finish(session.request([1], visit=1, slot=slot), [slot] * 3)
-    request = session.request([1], visit=2, slot=15).request
+    for sample_index in range(20):
+        session.finish(session.request([1], visit=1, sample_index=sample_index), [sample_index] * 3)
+    request = session.request([1], visit=2, sample_index=15).request
     assert request.texts[0] == (15, 15, 15)
     assert request.own == 0
     assert len(set(request.texts)) == len(request.texts) == 8
-    new = session.request([1], visit=2, slot=30).request
+    new = session.request([1], visit=2, sample_index=30).request
     assert new.own == -1
     assert len(new.texts) == 8
 
@@ -159,12 +159,12 @@ def test_requests_of_a_group_draft_from_each_other_and_from_their_prompt():
 
 
 def one_visit(session, number):
-    """A response to the same prompt by whatever process this runs in: (slot, key, own text)."""
+    """A response to the same prompt by whatever process this runs in: (sample index, key, own text)."""
     import ray
 
     ticket = ray.get(session.request.remote([1, 2], visit=number))
     ray.get(session.finish.remote(ticket, [number, 7]))
-    return ticket.slot, ticket.request.key, ticket.request.texts[ticket.request.own :][:1]
+    return ticket.sample_index, ticket.request.key, ticket.request.texts[ticket.request.own :][:1]
 
 
 @pytest.mark.slow
@@ -178,6 +178,6 @@ def test_all_processes_of_a_job_share_a_session_that_is_a_ray_actor():
         done = [one_visit(session, 1), ray.get(there.remote(session, 1)), one_visit(session, 2)]
         done.append(ray.get(there.remote(session, 3)))
         del session
-    assert [slot for slot, _, _ in done] == [0, 1, 0, 0], "the same visit: another slot"
+    assert [sample_index for sample_index, _, _ in done] == [0, 1, 0, 0], "the same visit: another sample_index"
     assert len({key for _, key, _ in done}) == 4
     assert [text for _, _, text in done[2:]] == [((1, 7),), ((2, 7),)]

@@ -6,14 +6,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from reward.set import RewardResult
-from rollout.cache.memory import Fingerprint, TrajectoryCache
-from rollout.reduction import Metric, merged
-from rollout.types import Trajectory
 from specrl.config import load as cli
 from specrl.config.changes import differences
 from specrl.config.options import ConfigError
 from specrl.results.records import read_records
+from specrl.reward.set import RewardResult
+from specrl.rollout.cache.memory import Fingerprint, TrajectoryCache
+from specrl.rollout.reduction import Metric, merged
+from specrl.rollout.types import Trajectory
 from specrl.run.lora import adapter
 from specrl.run.policy import fingerprint
 from specrl.run.prompts import Prompt
@@ -147,7 +147,7 @@ def test_completions_are_readable_and_complete(finished):
     folder, record = finished
     table = pq.read_table(folder / "completions" / "step_6.parquet").to_pydict()
     step, tokenizer = record.steps[5], AutoTokenizer.from_pretrained(policy())
-    assert list(zip(table["example_id"], table["slot"], strict=True)) == step.rows
+    assert list(zip(table["example_id"], table["sample_index"], strict=True)) == step.rows
     assert table["completion"] == tokenizer.batch_decode(step.tokens, skip_special_tokens=True)
     assert (table["reward"], table["finish"]) == (step.rewards, step.finish)
     assert table["tokens"] == step.tokens
@@ -247,11 +247,11 @@ def test_a_resume_uses_no_text_of_later_steps(tmp_path):
     model, tokenizer = AutoModelForCausalLM.from_pretrained(policy()), AutoTokenizer.from_pretrained(policy())
     checkpoint = tmp_path / "checkpoint-4"
     cache = TrajectoryCache(Fingerprint(*fingerprint(config, tokenizer)), len(tokenizer))
-    for slot, step in enumerate((3, 4, 5)):
-        cache.put("a", slot, Trajectory((1, 2), 5, "length", step, step))
+    for sample_index, step in enumerate((3, 4, 5)):
+        cache.put("a", sample_index, Trajectory((1, 2), 5, "length", step, step))
     cache.save(checkpoint / "trajectories", 5)
     loaded = load_cache(config, tokenizer, model, frozenset(), checkpoint)
-    assert [loaded.get("a", slot) is not None for slot in range(3)] == [True, True, False]
+    assert [loaded.get("a", sample_index) is not None for sample_index in range(3)] == [True, True, False]
     assert loaded.stats()["cache/skipped"] == 1
 
 
@@ -259,7 +259,7 @@ def test_a_resume_uses_no_text_of_later_steps(tmp_path):
 def test_off_for_a_while_and_back_goes_on_with_an_empty_cache(tmp_path):
     whole = run(tmp_path, name="whole", trainer__max_steps=6)
     run(tmp_path, trainer__max_steps=2)
-    run(tmp_path, trainer__max_steps=4, rollout__law="off", resume="auto")
+    run(tmp_path, trainer__max_steps=4, rollout__acceptance="off", resume="auto")
     rest = run(tmp_path, trainer__max_steps=6, resume="auto")
     assert [step.tokens for step in rest.steps] == [step.tokens for step in whole.steps[4:]]
     assert rest.steps[0].metrics["spec/hit_rate"] == 0
@@ -273,7 +273,7 @@ def test_what_saving_the_cache_takes_is_recorded(tmp_path):
 
 
 def test_scorer_hands_over_the_columns_and_counts_failures():
-    from reward.set import RewardSet
+    from specrl.reward.set import RewardSet
 
     class Echo:
         name = "echo"

@@ -24,7 +24,7 @@ def few_digits(prompt: str, completion: str, answer: str | None) -> float:
 def words(folder, draft, *more):
     given = runs.words(
         folder,
-        rollout__law="off",
+        rollout__acceptance="off",
         rollout__drafter=draft,
         dataset__train_size=48,
         reward__functions=REWARD,
@@ -60,10 +60,10 @@ def test_the_report_compares_the_rules(trained):
 
 
 def test_evaluation_with_a_judge(trained, draft, tmp_path, capsys):
-    given = ["rollout.law=judged", f"rollout.judged.path={trained}"]
+    given = ["rollout.acceptance=judged", f"rollout.judged.path={trained}"]
     assert run_evaluate(tmp_path, draft, capsys, *given)[0] == 0
     _, plain = run_evaluate(tmp_path, draft, capsys, "rollout.drafter=")
-    kl = ["rollout.law=judged", "rollout.judged.by=kl", "rollout.judged.threshold=0"]
+    kl = ["rollout.acceptance=judged", "rollout.judged.by=kl", "rollout.judged.threshold=0"]
     _, exact = run_evaluate(tmp_path, draft, capsys, *kl)
     same = ("eval/reward", "eval/mean_length")
     assert {k: plain[k] for k in same} == {k: exact[k] for k in same}, "at KL 0 nothing but the policy's draws stands"
@@ -71,7 +71,7 @@ def test_evaluation_with_a_judge(trained, draft, tmp_path, capsys):
 
 def test_a_judge_of_another_policy_is_refused(trained, draft, tmp_path, capsys):
     other = runs.build_policy(tmp_path / "other", seed=2)
-    given = ["rollout.law=judged", f"rollout.judged.path={trained}", f"model={other}"]
+    given = ["rollout.acceptance=judged", f"rollout.judged.path={trained}", f"model={other}"]
     code, err = run_evaluate(tmp_path, draft, capsys, *given)
     assert code == 3
     assert "was trained for another policy" in err

@@ -3,8 +3,8 @@ import math
 import pytest
 import torch
 
-from trainers.correction import overlong_penalty
-from trainers.ppo.advantages import gae, reinforce_plus_plus, rloo, token_rewards, whiten
+from specrl.trainers.correction import overlong_penalty
+from specrl.trainers.ppo.advantages import gae, reinforce_plus_plus, rloo, token_rewards, whiten
 
 MASK = torch.tensor([[1.0, 1, 1], [1, 1, 0], [0, 0, 0]])
 REWARDS = torch.tensor([[0.0, 0, 1], [0.5, -1, 0], [0, 0, 0]])

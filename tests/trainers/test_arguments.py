@@ -2,10 +2,10 @@
 
 import pytest
 
-from rollout.config import RolloutConfig
-from rollout.types import RolloutError
-from trainers.arguments import passes
-from trainers.config import TrainerConfig
+from specrl.rollout.config import RolloutConfig
+from specrl.rollout.types import RolloutError
+from specrl.trainers.arguments import passes
+from specrl.trainers.config import TrainerConfig
 
 
 def split(prompts, group, per_pass, world):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import TrainerControl
 
-from trainers.callbacks import Record, StopOnSignal
+from specrl.trainers.callbacks import Record, StopOnSignal
 
 
 @pytest.mark.parametrize("first", [True, False])

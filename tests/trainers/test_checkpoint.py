@@ -16,17 +16,17 @@ import torch
 from safetensors.torch import load_file
 
 import specrl.train
-from rollout.cache.memory import Fingerprint, TrajectoryCache
-from rollout.cache.reading import load
-from rollout.config import RolloutConfig
-from rollout.sections import CacheConfig
-from rollout.types import CacheError, Trajectory
 from specrl.config import load as cli
 from specrl.config.load import RUN_ERROR
+from specrl.rollout.cache.memory import Fingerprint, TrajectoryCache
+from specrl.rollout.cache.reading import load
+from specrl.rollout.config import RolloutConfig
+from specrl.rollout.sections import CacheConfig
+from specrl.rollout.types import CacheError, Trajectory
+from specrl.trainers import callbacks, checkpoint
+from specrl.trainers.checkpoint import MARKER, SaveCache, marked, prune, step_of, trajectories
+from specrl.trainers.resuming import CheckpointError, data_digests, leave_aside, newest, restore
 from tests.runs import ROOT, differences, policy, run, words
-from trainers import callbacks, checkpoint
-from trainers.checkpoint import MARKER, SaveCache, marked, prune, step_of, trajectories
-from trainers.resuming import CheckpointError, data_digests, leave_aside, newest, restore
 
 
 def make(folder, step, complete=True):

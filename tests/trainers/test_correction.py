@@ -11,8 +11,8 @@ import random
 import pytest
 import torch
 
-from rollout.lossy.judged import accept_judged, judged_laws
-from trainers.correction import correction_weights
+from specrl.rollout.lossy.judged import accept_judged, judged_laws
+from specrl.trainers.correction import correction_weights
 
 N = 40_000
 FEW = 12_000  # where each sample is made in Python

@@ -3,10 +3,10 @@ import math
 import pytest
 import torch
 
-from rollout.noise import keyed_draw
-from trainers.correction import correction_weights
-from trainers.cotraining.distances import forward_kl, largest, total_variation, tvd
-from trainers.ppo.losses import adapted_beta, clipped, kl_estimate, policy_loss, value_loss
+from specrl.rollout.noise import keyed_draw
+from specrl.trainers.correction import correction_weights
+from specrl.trainers.cotraining.distances import forward_kl, largest, total_variation, tvd
+from specrl.trainers.ppo.losses import adapted_beta, clipped, kl_estimate, policy_loss, value_loss
 
 LN2 = math.log(2)
 # ratios by row: (1/4, 1, 8), (2, 2, padding), (1, 1, 1)

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rollout.reduction import Metric, count, highest, mean, merged, seconds
-from trainers.correction import measured_weights
-from trainers.metrics import OTHERS, StepMetrics
+from specrl.rollout.reduction import Metric, count, highest, mean, merged, seconds
+from specrl.trainers.correction import measured_weights
+from specrl.trainers.metrics import OTHERS, StepMetrics
 
 PARTS = dict(zip(OTHERS, (0.5, 10.0, 2.0, 3.0, 0.375, 1.125, 4.0, 1.0), strict=True))
 WITHIN = {"lookup": 1.0, "store": 1.0, "prefill": 1.0, "draft": 1.0, "verify": 1.0, "decode": 1.0, "route": 1.0}

@@ -5,9 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from rollout.types import Completion, EngineStats, RolloutBatch, Row
-from trainers.refill import Refill, refill, uniform
-from trainers.scored import Scored
+from specrl.rollout.types import Completion, EngineStats, RolloutBatch, Row
+from specrl.trainers.refill import Refill, refill, uniform
+from specrl.trainers.scored import Scored
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What all trainers share around their update: slots, visits, storing, refused batches, weights, metrics."""
+"""What all trainers share around their update: samples, visits, storing, refused batches, weights, metrics."""
 
 import json
 from dataclasses import replace
@@ -7,16 +7,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rollout.cache.memory import Fingerprint, TrajectoryCache
-from rollout.config import RolloutConfig
-from rollout.engines.base import Sampling
-from rollout.engines.local.engine import TransformersEngine
-from rollout.reduction import mean
-from rollout.speculative import SpeculativeRollout
-from rollout.types import Completion, RolloutBatch, RolloutError
-from trainers.config import TrainerConfig
-from trainers.rollouts import Rollouts, Setup
-from trainers.scored import check_batch
+from specrl.rollout.cache.memory import Fingerprint, TrajectoryCache
+from specrl.rollout.config import RolloutConfig
+from specrl.rollout.engines.base import SamplingParams
+from specrl.rollout.engines.local.engine import TransformersEngine
+from specrl.rollout.reduction import mean
+from specrl.rollout.speculative import SpeculativeRollout
+from specrl.rollout.types import Completion, RolloutBatch, RolloutError
+from specrl.trainers.config import TrainerConfig
+from specrl.trainers.rollouts import Rollouts, Setup
+from specrl.trainers.scored import check_batch
 
 GOOD = Completion([1, 2], [-0.5, -0.5], [-0.5, -0.5], [False, True], "stop", 3, 1)
 CURRENT = replace(GOOD, version=7)
@@ -29,10 +29,12 @@ class Source(SpeculativeRollout):
         super().__init__(engine, cache, config, seed=0)
         self.response, self.calls = response, []
 
-    def generate(self, rows, *, visit, step, slots):
-        self.calls.append(([row.example_id for row in rows], visit, step, slots))
+    def generate(self, rows, *, visit, step, sample_indices):
+        self.calls.append(([row.example_id for row in rows], visit, step, sample_indices))
         n = len(rows)
-        return RolloutBatch([self.response] * n, slots, [0] * n, [None] * n, [False] * n, visits=visit, total_s=1.0)
+        return RolloutBatch(
+            [self.response] * n, sample_indices, [0] * n, [None] * n, [False] * n, visits=visit, total_s=1.0
+        )
 
     def plain(self, rows, keys):
         n = len(rows)
@@ -74,8 +76,8 @@ def made(rank=0, config=None, engine=None, policy=None, score=ones, state=None, 
 def test_rows_become_slots_across_processes():
     second = made(rank=1)
     got = second.collect([{"example_id": f"e{i // 4}"} for i in range(6, 12)])
-    ((ids, _, step, slots),) = second.source.calls
-    assert (step, slots) == (7, [2, 3, 0, 1, 2, 3]), "a group over two processes has each slot once"
+    ((ids, _, step, sample_indices),) = second.source.calls
+    assert (step, sample_indices) == (7, [2, 3, 0, 1, 2, 3]), "a group over two processes has each sample_index once"
     assert ids == ["e1", "e1", "e2", "e2", "e2", "e2"]
     assert {row.prompt for row in got.rows} == {(5, 6)}
     assert second.engine.versions == [7], "the engine has the current weights"
@@ -99,7 +101,9 @@ def test_a_batch_is_stored_with_its_rewards_and_the_cache_reported():
     storing = made(cache=cache, score=lambda rows, responses: ([None, 0.5], {}))
     storing.collect([{"example_id": "e0"}, {"example_id": "e0"}])
     metrics, batch = storing.finish(), storing.whole.batch
-    assert [(cache.get("e0", slot).tokens, cache.get("e0", slot).reward) for slot in (0, 1)] == [
+    assert [
+        (cache.get("e0", sample_index).tokens, cache.get("e0", sample_index).reward) for sample_index in (0, 1)
+    ] == [
         ((1, 2), None),
         ((1, 2), 0.5),
     ], "a reward that failed is unknown"
@@ -131,7 +135,7 @@ def test_a_response_that_failed_is_not_stored():
     storing.collect([{"example_id": "e0"}] * 2)
     storing.whole.batch.completions[0] = Completion([], [], [], [], "length", 0, 0, failure="its worker died")
     storing.finish()
-    assert [cache.get("e0", slot) is None for slot in (0, 1)] == [True, False]
+    assert [cache.get("e0", sample_index) is None for sample_index in (0, 1)] == [True, False]
 
 
 def test_companions_see_the_rows_that_have_a_response():
@@ -146,7 +150,7 @@ def test_companions_see_the_rows_that_have_a_response():
 def test_control_steps_compare_a_shared_engine_with_the_policy(build_model):
     """Plain decoding takes the same path as drafts do, so control rows cannot tell that it has become a wrong one."""
     model = build_model("qwen3")
-    engine = TransformersEngine(model, Sampling(frozenset()))
+    engine = TransformersEngine(model, SamplingParams(frozenset()))
     shared = made(config=RolloutConfig(group_size=4, measure_every=2), engine=engine, policy=model)
     shared.collect([{"example_id": "e0"}])
     shared.finish()
@@ -202,7 +206,7 @@ def test_a_response_that_failed_has_no_reward():
 
 
 def test_importance_with_every_response_masked():
-    masked = made(config=RolloutConfig(law="lenient", group_size=4))
+    masked = made(config=RolloutConfig(acceptance="lenient", group_size=4))
     masked.collect([{"example_id": "e0"}])
     weights = masked.importance(torch.tensor([[-0.5, -0.5]]), torch.zeros(1, 2), own=None)
     assert weights.tolist() == [[1.0, 1.0]]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from trainers.config import TrainerConfig
+from specrl.trainers.config import TrainerConfig
 
 
 @pytest.mark.parametrize(

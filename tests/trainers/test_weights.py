@@ -13,22 +13,22 @@ from accelerate import Accelerator, DistributedType
 from torch.distributed.fsdp import StateDictType
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rollout.build import build_engine
-from rollout.config import RolloutConfig
-from rollout.engines.base import EngineSpec, Probe
-from rollout.types import Request, RolloutError
+from specrl.rollout.build import build_engine
+from specrl.rollout.config import RolloutConfig
+from specrl.rollout.engines.base import EngineSpec, Probe
+from specrl.rollout.types import Request, RolloutError
+from specrl.trainers.weights import PolicyWeights, check, check_shared, probe, send
 from tests.engines import local
 from tests.runs import ROOT, differences, policy, run
-from trainers.weights import PolicyWeights, check, check_shared, probe, send
 
 TEXT = tuple(range(3, 40))
 
 
 def own_engine(model):
     """An engine with a copy of the model, as a worker has one."""
-    from rollout.engines.base import Sampling
+    from specrl.rollout.engines.base import SamplingParams
 
-    return local(copy.deepcopy(model), Sampling(frozenset([1])), own_weights=True, window=8)
+    return local(copy.deepcopy(model), SamplingParams(frozenset([1])), own_weights=True, window=8)
 
 
 def texts(engine):
@@ -382,7 +382,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
-from trainers.weights import PolicyWeights, probe
+from specrl.trainers.weights import PolicyWeights, probe
 
 dist.init_process_group("gloo")
 whole = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32)

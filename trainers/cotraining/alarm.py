@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from rollout.durable import write_durably
-from rollout.reduction import Metric, count, highest, mean
-from rollout.types import EngineStats, RolloutError
+from specrl.rollout.durable import write_durably
+from specrl.rollout.reduction import Metric, count, highest, mean
+from specrl.rollout.types import EngineStats, RolloutError
 
 logger = logging.getLogger(__name__)
 

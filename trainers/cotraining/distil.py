@@ -17,10 +17,10 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
-from rollout.engines.local.head import Head
-from rollout.noise import process_logits
-from trainers.cotraining.distances import forward_kl, largest, tvd
-from trainers.cotraining.texts import Read
+from specrl.rollout.engines.local.head import Head
+from specrl.rollout.noise import process_logits
+from specrl.trainers.cotraining.distances import forward_kl, largest, tvd
+from specrl.trainers.cotraining.texts import Read
 
 OBJECTIVES = {"forward_kl": forward_kl, "tvd": tvd}
 KEPT = 0.4  # AdaSPEC: share of tokens kept, the paper's

@@ -7,12 +7,12 @@ from pathlib import Path
 
 from torch import distributed
 
-from rollout.reduction import Metric
-from rollout.types import EngineStats
-from trainers.cotraining.trainer import DrafterTrainer
+from specrl.rollout.reduction import Metric
+from specrl.rollout.types import EngineStats
+from specrl.trainers.cotraining.trainer import DrafterTrainer
 
 
-class OnFirst:
+class RankZeroTrainer:
     """The first process trains the drafter on its own rollouts, the others take over its weights after each step.
 
     Args:

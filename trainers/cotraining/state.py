@@ -13,9 +13,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.optim import Optimizer
 
-from rollout.durable import write_durably
-from rollout.types import RolloutError
-from trainers.cotraining.texts import Read, Text
+from specrl.rollout.durable import write_durably
+from specrl.rollout.types import RolloutError
+from specrl.trainers.cotraining.texts import Read, Text
 
 STATE, MOMENTS, STATES = "drafter.safetensors", "adamw/", "states/"
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from trainers.cotraining.texts import Read, Text
+from specrl.trainers.cotraining.texts import Read, Text
 
 
 class Tap:

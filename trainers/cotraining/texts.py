@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from rollout.engines.base import evaluation
+from specrl.rollout.engines.base import evaluation
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,19 +19,19 @@ from torch import Tensor
 from torch.nn import Module
 from transformers import PreTrainedModel
 
-from rollout.drafting.drafting import check_vocab
-from rollout.engines.base import Sampling
-from rollout.keys import derive_key
-from rollout.noise import keyed_draw, process_logits
-from rollout.reduction import Metric, count, mean, seconds, shared
-from rollout.types import EngineStats, RolloutError
-from trainers.config import DrafterConfig
-from trainers.cotraining import distil
-from trainers.cotraining import state as drafter_state
-from trainers.cotraining.distances import total_variation
-from trainers.cotraining.state import Progress
-from trainers.cotraining.tap import Tap
-from trainers.cotraining.texts import Read, Text, batches, chosen, within
+from specrl.rollout.drafting.drafting import check_vocab
+from specrl.rollout.engines.base import SamplingParams
+from specrl.rollout.keys import derive_key
+from specrl.rollout.noise import keyed_draw, process_logits
+from specrl.rollout.reduction import Metric, count, mean, seconds, shared
+from specrl.rollout.types import EngineStats, RolloutError
+from specrl.trainers.config import DrafterConfig
+from specrl.trainers.cotraining import distil
+from specrl.trainers.cotraining import state as drafter_state
+from specrl.trainers.cotraining.distances import total_variation
+from specrl.trainers.cotraining.state import Progress
+from specrl.trainers.cotraining.tap import Tap
+from specrl.trainers.cotraining.texts import Read, Text, batches, chosen, within
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ class DrafterTrainer:
     """
 
     def __init__(
-        self, drafter: PreTrainedModel, policy: Module, options: DrafterConfig, sampling: Sampling, seed: int = 0
+        self, drafter: PreTrainedModel, policy: Module, options: DrafterConfig, sampling: SamplingParams, seed: int = 0
     ):
         self.drafter = drafter.eval().requires_grad_(True)
         self.policy = policy.get_base_model() if hasattr(policy, "get_base_model") else policy

@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING, Any
 from accelerate.utils import gather_object
 from transformers import TrainerCallback, TrainerState, TrainingArguments
 
-from rollout.build import build_engine
-from rollout.cache.memory import Fingerprint, TrajectoryCache
-from rollout.cache.reading import load
-from rollout.config import RolloutConfig
-from rollout.engines.base import EngineSpec
-from rollout.keys import Visits, occurrences
-from rollout.metrics import rollout_metrics
-from rollout.speculative import SpeculativeRollout
-from rollout.types import RolloutBatch, RolloutError, Row
-from trainers.grpo.hook_limits import check_args, check_config, check_trainer
-from trainers.weights import check_shared
+from specrl.rollout.build import build_engine
+from specrl.rollout.cache.memory import Fingerprint, TrajectoryCache
+from specrl.rollout.cache.reading import load
+from specrl.rollout.config import RolloutConfig
+from specrl.rollout.engines.base import EngineSpec
+from specrl.rollout.keys import Visits, occurrences
+from specrl.rollout.metrics import rollout_metrics
+from specrl.rollout.speculative import SpeculativeRollout
+from specrl.rollout.types import RolloutBatch, RolloutError, Row
+from specrl.trainers.grpo.hook_limits import check_args, check_config, check_trainer
+from specrl.trainers.weights import check_shared
 
 if TYPE_CHECKING:
     from trl import GRPOConfig
@@ -43,7 +43,7 @@ class ReuseRollouts:
     """A `rollout_func` of TRL's GRPOTrainer (1.16): rollouts by the trainer's own model that reuse old responses.
 
     Responses follow the law that TRL's own generate samples from, with other noise: token for token they are those of
-    `ReuseRollouts(args, RolloutConfig(law="off"))`, which drafts nothing (fp32 on a CPU; elsewhere up to rounding).
+    `ReuseRollouts(args, RolloutConfig(acceptance="off"))`, which drafts nothing (fp32 on a CPU; else up to rounding).
 
     The trainer's arguments give sampling law, cap, group size, seed and precision; its tokenizer and chat template the
     prompts. What it cannot do as TRL would is refused: options of `args` here, before TRL loads anything; all others
@@ -92,7 +92,7 @@ class ReuseRollouts:
                 rows,
                 visit=self._visits[domain].next(everyone)[own],
                 step=step,
-                slots=occurrences(everyone)[own],  # equal prompts, here or in other processes, share no slot
+                sample_indices=occurrences(everyone)[own],  # equal prompts, here or in other processes, share no sample
                 domain=domain,
             )
         if training and rollout.cache is not None:

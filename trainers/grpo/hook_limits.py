@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import ProcessorMixin
 
-from rollout.config import RolloutConfig
-from rollout.types import RolloutError
+from specrl.rollout.config import RolloutConfig
+from specrl.rollout.types import RolloutError
 
 if TYPE_CHECKING:
     from trl import GRPOConfig
@@ -93,7 +93,7 @@ def check_config(config: RolloutConfig) -> None:
     """Refuses options of reuse that need `specrl.train`. Raises RolloutError."""
     if config.engine != "transformers" or config.lossy or config.cache.start_from:
         raise RolloutError(
-            "ReuseRollouts runs the trainer's own model under the exact rule; engine=vllm, law=lenient, "
+            "ReuseRollouts runs the trainer's own model under the exact rule; engine=vllm, acceptance=lenient, "
             "judged or routed, and cache.start_from need python -m specrl.train"
         )
 

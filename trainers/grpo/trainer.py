@@ -22,21 +22,21 @@ os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 from trl import GRPOConfig, GRPOTrainer
 from trl.trainer.utils import RepeatSampler
 
-from rollout.config import RolloutConfig
-from rollout.reduction import Metric, highest, mean, seconds
-from rollout.types import RolloutError
-from trainers.arguments import common_arguments
-from trainers.checkpoint import writing
-from trainers.config import TrainerConfig
-from trainers.metrics import StepMetrics
-from trainers.rollouts import Rollouts, Setup
+from specrl.rollout.config import RolloutConfig
+from specrl.rollout.reduction import Metric, highest, mean, seconds
+from specrl.rollout.types import RolloutError
+from specrl.trainers.arguments import common_arguments
+from specrl.trainers.checkpoint import writing
+from specrl.trainers.config import TrainerConfig
+from specrl.trainers.metrics import StepMetrics
+from specrl.trainers.rollouts import Rollouts, Setup
 
 if TYPE_CHECKING:
     from datasets import Dataset
     from peft import PeftConfig
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from trainers.grpo.reference import ReferenceLogProbs
+    from specrl.trainers.grpo.reference import ReferenceLogProbs
 
 NEEDED = (
     "_generate_and_score_completions",
@@ -250,7 +250,7 @@ class GRPOTrainerWithReuse(GRPOTrainer):
 
     @cached_property
     def _reference(self) -> ReferenceLogProbs:
-        from trainers.grpo.reference import ReferenceLogProbs
+        from specrl.trainers.grpo.reference import ReferenceLogProbs
 
         return ReferenceLogProbs(alone=self.rollouts.exact_bits)
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rollout.lossy.judge import JudgeHead
-from trainers.lossy.fit import logistic, roc_auc
+from specrl.rollout.lossy.judge import JudgeHead
+from specrl.trainers.lossy.fit import logistic, roc_auc
 
 PENALTIES = tuple(10.0**-i for i in range(5))  # of the squared weights, tried from strong to weak
 

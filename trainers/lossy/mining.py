@@ -9,13 +9,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from rollout.drafting.suffix import PromptTexts, SuffixDrafter
-from rollout.engines.base import Limits, Sampling
-from rollout.engines.local.engine import TransformersEngine
-from rollout.engines.local.ragged import RaggedModel
-from rollout.engines.local.reader import Reader
-from rollout.types import Request
-from trainers.lossy.judge import Labels
+from specrl.rollout.drafting.suffix import PromptTexts, SuffixDrafter
+from specrl.rollout.engines.base import Limits, SamplingParams
+from specrl.rollout.engines.local.engine import TransformersEngine
+from specrl.rollout.engines.local.ragged import RaggedModel
+from specrl.rollout.engines.local.reader import Reader
+from specrl.rollout.types import Request
+from specrl.trainers.lossy.judge import Labels
 
 ROWS_PER_READ = 32
 
@@ -48,7 +48,7 @@ class Miner:
         tokens_per_pass: memory bound.
     """
 
-    def __init__(self, model: torch.nn.Module, sampling: Sampling, cap: int, tokens_per_pass: int):
+    def __init__(self, model: torch.nn.Module, sampling: SamplingParams, cap: int, tokens_per_pass: int):
         greedy = replace(sampling, temperature=0.0, top_k=0, top_p=1.0)
         self._engine = TransformersEngine(model, greedy, limits=Limits(tokens_per_pass=tokens_per_pass))
         self._eos_ids, self._cap = sampling.eos_ids, cap

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from trainers.config import TrainerConfig
+from specrl.trainers.config import TrainerConfig
 
 if TYPE_CHECKING:
     from peft import PeftConfig

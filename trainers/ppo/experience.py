@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
-from rollout.types import Completion, Row
+from specrl.rollout.types import Completion, Row
 
 
 @dataclass

@@ -13,9 +13,9 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.integrations import get_reporting_integration_callbacks
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
 
-from rollout.reduction import Metric
-from trainers.checkpoint import writing
-from trainers.metrics import StepMetrics
+from specrl.rollout.reduction import Metric
+from specrl.trainers.checkpoint import writing
+from specrl.trainers.metrics import StepMetrics
 
 PROGRESS = ("global_step", "epoch", "num_input_tokens_seen")
 

@@ -10,7 +10,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from rollout.types import RolloutError
+from specrl.rollout.types import RolloutError
 
 WEIGHTS, MOMENTS, PROGRESS = "trained.safetensors", "optimizer.safetensors", "progress.json"
 

@@ -20,18 +20,18 @@ from accelerate.utils import gather_object
 from torch import Tensor
 from transformers import TrainingArguments, get_scheduler
 
-from rollout.keys import derive_key
-from rollout.reduction import highest, mean
-from rollout.types import RolloutError
-from trainers.ppo import critic, snapshot
-from trainers.ppo.advantages import gae, reinforce_plus_plus, rloo, token_rewards, whiten
-from trainers.ppo.experience import Experience
-from trainers.ppo.loop import Loop
-from trainers.ppo.losses import adapted_beta, clipped, kl_estimate, policy_loss, value_loss
-from trainers.ppo.metrics import response_metrics
-from trainers.ppo.prior import Prior
-from trainers.rollouts import Rollouts, Setup
-from trainers.scored import Scored
+from specrl.rollout.keys import derive_key
+from specrl.rollout.reduction import highest, mean
+from specrl.rollout.types import RolloutError
+from specrl.trainers.ppo import critic, snapshot
+from specrl.trainers.ppo.advantages import gae, reinforce_plus_plus, rloo, token_rewards, whiten
+from specrl.trainers.ppo.experience import Experience
+from specrl.trainers.ppo.loop import Loop
+from specrl.trainers.ppo.losses import adapted_beta, clipped, kl_estimate, policy_loss, value_loss
+from specrl.trainers.ppo.metrics import response_metrics
+from specrl.trainers.ppo.prior import Prior
+from specrl.trainers.rollouts import Rollouts, Setup
+from specrl.trainers.scored import Scored
 
 if TYPE_CHECKING:
     from peft import PeftConfig

@@ -22,8 +22,8 @@ import torch
 from rich.console import Console
 
 from benchmarks.research.selfspec import layers, overlap, places, sparse
-from rollout.sections import doc
 from specrl.config import load as cli
+from specrl.rollout.sections import doc
 from specrl.tiny import load, load_tiny
 
 SECTIONS = ("layers", "sparse", "overlap", "places")

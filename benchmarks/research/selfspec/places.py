@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from rich.console import Console
 
 from benchmarks.research.selfspec.texts import own_groups
-from rollout.drafting.ngrams import LENGTHS
 from specrl.results import tables
+from specrl.rollout.drafting.ngrams import LENGTHS
 
 GROUP = 9  # eight are known
 DRAFTS = (1, 4, 16)

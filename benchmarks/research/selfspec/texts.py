@@ -12,13 +12,13 @@ from torch.optim.lr_scheduler import OneCycleLR
 
 from benchmarks.research.responses import response_logits
 from benchmarks.tiny_policy import IGNORE
-from rollout.engines.base import Sampling
-from rollout.engines.local.engine import TransformersEngine
-from rollout.keys import derive_key
-from rollout.noise import gumbel, row_words
-from rollout.types import Request
+from specrl.rollout.engines.base import SamplingParams
+from specrl.rollout.engines.local.engine import TransformersEngine
+from specrl.rollout.keys import derive_key
+from specrl.rollout.noise import gumbel, row_words
+from specrl.rollout.types import Request
 from specrl.run.tasks import arithmetic
-from trainers.cotraining import texts as states
+from specrl.trainers.cotraining import texts as states
 
 CAP, LEVEL = 220, "medium"
 TAUGHT = {"steps": 100, "rows": 2, "tokens": 1024}
@@ -55,7 +55,7 @@ def own_texts(policy, tokenizer, count: int, context: int = 0) -> list[Text]:
         shots = [[*tokenizer(p.prompt + p.solution)["input_ids"], tokenizer.eos_token_id] for p in solved]
         prompts = [_after(shots[16 * i : 16 * i + 16], prompt, context - CAP) for i, prompt in enumerate(prompts)]
     requests = [Request(prompt, derive_key(0, "selfspec", i, 0), CAP) for i, prompt in enumerate(prompts)]
-    engine = TransformersEngine(policy, Sampling(frozenset([tokenizer.eos_token_id])))
+    engine = TransformersEngine(policy, SamplingParams(frozenset([tokenizer.eos_token_id])))
     done, _ = engine.generate(requests)
     return [
         _text(request, completion.tokens, policy.config.vocab_size)
@@ -67,7 +67,7 @@ def own_groups(policy, tokenizer, count: int, size: int) -> list[list[list[int]]
     """`size` responses of the policy to each of `count` held-out problems."""
     prompts = [tokenizer(p.prompt)["input_ids"] for p in arithmetic("test", count, 0, LEVEL)]
     keys = ((prompt, derive_key(0, "selfspec", i, visit)) for i, prompt in enumerate(prompts) for visit in range(size))
-    engine = TransformersEngine(policy, Sampling(frozenset([tokenizer.eos_token_id])))
+    engine = TransformersEngine(policy, SamplingParams(frozenset([tokenizer.eos_token_id])))
     done, _ = engine.generate([Request(prompt, key, CAP) for prompt, key in keys])
     return [[c.tokens for c in done[i * size : (i + 1) * size]] for i in range(count)]
 

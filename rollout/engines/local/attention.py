@@ -12,8 +12,8 @@ from typing import Protocol
 from torch import Tensor
 from transformers import AttentionInterface
 
-from rollout.engines.local.kv import KV
-from rollout.types import RolloutError
+from specrl.rollout.engines.local.kv import KV
+from specrl.rollout.types import RolloutError
 
 ATTENTION = "specrl_ragged"
 

@@ -10,13 +10,13 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 import numpy as np
 from torch import nn
 
-from rollout.drafting.budget import Budget
-from rollout.drafting.chain import Chain
-from rollout.engines.base import Limits, Sampling
-from rollout.engines.local.draw import TrimmedDraw, peculiar
-from rollout.engines.local.packed import packed_model
-from rollout.engines.local.reader import Reader
-from rollout.types import Request
+from specrl.rollout.drafting.budget import Budget
+from specrl.rollout.drafting.chain import Chain
+from specrl.rollout.engines.base import Limits, SamplingParams
+from specrl.rollout.engines.local.draw import TrimmedDraw, peculiar
+from specrl.rollout.engines.local.packed import packed_model
+from specrl.rollout.engines.local.reader import Reader
+from specrl.rollout.types import Request
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ class ModelDrafter:
     reads_states = False
     """It drafts from the policy's last hidden states."""
 
-    def __init__(self, model: nn.Module, sampling: Sampling, limits: Limits | None = None, ids: int = 0):
+    def __init__(self, model: nn.Module, sampling: SamplingParams, limits: Limits | None = None, ids: int = 0):
         self.ragged = packed_model(model, sampling, limits, checked=not self.reads_states)
         self.inference, self.timing = self.ragged.inference, self.ragged.timing
         self.vocab, self.context = self.ragged.vocab, self.ragged.context
@@ -125,7 +125,7 @@ class ModelDrafter:
     def _reading(self, requests: Sequence[Request], places: int, policy: Reader) -> Reader:
         return Reader(self.ragged, requests, places)
 
-    def _trim(self, sampling: Sampling, ids: int) -> None:
+    def _trim(self, sampling: SamplingParams, ids: int) -> None:
         if reason := peculiar(self.ragged.lm_head):
             log.warning(
                 "drafts are drawn from all %d ids and not from the %d of rollout.local.drafter_vocab: %s",

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from rollout.engines.base import Sampling
-from rollout.engines.local.memory import free_bytes
-from rollout.noise import keyed_draw
+from specrl.rollout.engines.base import SamplingParams
+from specrl.rollout.engines.local.memory import free_bytes
+from specrl.rollout.noise import keyed_draw
 
 CPU_BYTES, CUDA_BYTES = 16, 4
 """Memory per logit: logits, noise and scores of noise.py in float32; the kernel's logits."""
@@ -39,7 +39,7 @@ def packed_draw(
 
 @packed_draw.register_kernel("cuda")
 def _on_cuda(logits, keys, positions, targets, temperature, top_k, top_p, ids=None):
-    from rollout.engines.local import draw_kernel
+    from specrl.rollout.engines.local import draw_kernel
 
     with torch.cuda.device(logits.device):  # Triton launches on the current one
         return draw_kernel.keyed_draw(logits, keys, positions, targets, temperature, top_k, top_p, ids)
@@ -82,7 +82,7 @@ class Draw:
         bytes: what a full chunk takes; whoever plans memory leaves that much.
     """
 
-    def __init__(self, lm_head: nn.Module, sampling: Sampling, logits_mb: int):
+    def __init__(self, lm_head: nn.Module, sampling: SamplingParams, logits_mb: int):
         self.lm_head = lm_head
         self._law = sampling.terms
         self.ids: Tensor | None = None
@@ -95,7 +95,7 @@ class Draw:
         """Args: hidden [N, hidden]; keys, positions, targets int64 [N].
 
         Returns: int32 [4, N] on the same device: draws, then the float32 bits of their log-probs, of the targets'
-        log-probs and of the gaps, each as of `rollout.noise.keyed_draw`. `unpack` reads a copy on the CPU.
+        log-probs and of the gaps, each as of `specrl.rollout.noise.keyed_draw`. `unpack` reads a copy on the CPU.
         """
         if len(hidden) <= self.rows:
             return packed_draw(self.logits(hidden), keys, positions, targets, *self._law, self.ids)
@@ -142,7 +142,7 @@ class TrimmedDraw(Draw):
         size: ids; which they are is told by `take`, and their rows stay where they are, as captured graphs need it.
     """
 
-    def __init__(self, lm_head: nn.Linear, sampling: Sampling, logits_mb: int, size: int):
+    def __init__(self, lm_head: nn.Linear, sampling: SamplingParams, logits_mb: int, size: int):
         of = {"bias": lm_head.bias is not None, "device": lm_head.weight.device, "dtype": lm_head.weight.dtype}
         rows = torch.nn.utils.skip_init(nn.Linear, lm_head.in_features, size, **of).requires_grad_(False)
         super().__init__(rows, sampling, logits_mb)

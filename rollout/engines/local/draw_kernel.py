@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
 
-from rollout import noise
+from specrl.rollout import noise
 
 BLOCK = 4096
 """Tokens a program: 38 programs for a row of 152k tokens, so that a few rows fill a GPU."""

@@ -17,16 +17,16 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from rollout.drafting.draft import Draft
-from rollout.drafting.drafting import Drafting
-from rollout.engines.base import DRAFTER, Limits, Probe, Sampling, heap_at_rest, out_of_memory
-from rollout.engines.local.memory import places
-from rollout.engines.local.packed import packed_model
-from rollout.engines.local.ragged import RaggedModel
-from rollout.engines.local.reader import Flight, Reader
-from rollout.engines.response import Response, check_request, refuse_unusable
-from rollout.types import AheadText, Completion, EngineStats, Request, RolloutError
-from rollout.verify import Rule, exact
+from specrl.rollout.drafting.draft import Draft
+from specrl.rollout.drafting.drafting import Drafting
+from specrl.rollout.engines.base import DRAFTER, Limits, Probe, SamplingParams, gc_frozen, out_of_memory
+from specrl.rollout.engines.local.memory import places
+from specrl.rollout.engines.local.packed import packed_model
+from specrl.rollout.engines.local.ragged import RaggedModel
+from specrl.rollout.engines.local.reader import Flight, Reader
+from specrl.rollout.engines.response import Response, check_request, refuse_unusable
+from specrl.rollout.types import AheadText, Completion, EngineStats, Request, RolloutError
+from specrl.rollout.verify import AcceptanceRule, exact
 
 log = logging.getLogger(__name__)
 OVERLAP = 128
@@ -67,7 +67,9 @@ class LocalModel:
         own_weights: the model is not the trainer's, so updates carry tensors.
     """
 
-    def __init__(self, model: torch.nn.Module, sampling: Sampling, limits: Limits | None = None, own_weights=False):
+    def __init__(
+        self, model: torch.nn.Module, sampling: SamplingParams, limits: Limits | None = None, own_weights=False
+    ):
         if any(adapter.is_prompt_learning for adapter in getattr(model, "peft_config", {}).values()):
             raise RolloutError("adapters that learn a prompt are not in the model's own layers; use LoRA instead")
         self.model = model.get_base_model() if hasattr(model, "get_base_model") else model
@@ -136,8 +138,8 @@ class TransformersEngine(LocalModel):
     def __init__(
         self,
         model: torch.nn.Module,
-        sampling: Sampling,
-        rule: Rule = exact,
+        sampling: SamplingParams,
+        rule: AcceptanceRule = exact,
         drafting: Drafting | None = None,
         limits: Limits | None = None,
         own_weights: bool = False,
@@ -179,7 +181,7 @@ class TransformersEngine(LocalModel):
         has emitted; its KV is computed again. Which rows share a pass changes no token.
         """
         with ExitStack() as stack:
-            for at_work in (heap_at_rest, self.policy.inference, self.drafting.inference):
+            for at_work in (gc_frozen, self.policy.inference, self.drafting.inference):
                 stack.enter_context(at_work())
             while any(row.finish is None for row in rows):
                 size = places([row.request for row in rows], self._models(), self._most)

@@ -15,13 +15,13 @@ from transformers import LlamaConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaPreTrainedModel, LlamaRotaryEmbedding
 
-from rollout.drafting.budget import Budget
-from rollout.drafting.chain import Chain
-from rollout.engines.base import Limits, Sampling
-from rollout.engines.local.attention import Layout
-from rollout.engines.local.drafter import ModelDrafter
-from rollout.engines.local.reader import Reader
-from rollout.types import Request, RolloutError
+from specrl.rollout.drafting.budget import Budget
+from specrl.rollout.drafting.chain import Chain
+from specrl.rollout.engines.base import Limits, SamplingParams
+from specrl.rollout.engines.local.attention import Layout
+from specrl.rollout.engines.local.drafter import ModelDrafter
+from specrl.rollout.engines.local.reader import Reader
+from specrl.rollout.types import Request, RolloutError
 
 ARCHITECTURE = "EagleLlamaForCausalLM"
 """What vLLM calls such a head; so does its config.json."""
@@ -180,7 +180,7 @@ class HeadDrafter(ModelDrafter):
 
     reads_states = True
 
-    def __init__(self, head: Head, sampling: Sampling, limits: Limits | None = None, ids: int = 0):
+    def __init__(self, head: Head, sampling: SamplingParams, limits: Limits | None = None, ids: int = 0):
         super().__init__(head, sampling, limits, ids)
         self.ragged.kv_bytes += head.config.hidden_size * head.fc.weight.element_size()
 
@@ -198,7 +198,7 @@ class HeadDrafter(ModelDrafter):
         return Reader(self.ragged, [_shifted(request) for request in requests], places, states=policy)
 
 
-def drafter_of(model: nn.Module, sampling: Sampling, limits: Limits | None = None, ids: int = 0) -> ModelDrafter:
+def drafter_of(model: nn.Module, sampling: SamplingParams, limits: Limits | None = None, ids: int = 0) -> ModelDrafter:
     """Drafts by a head, or by a model that reads the text itself. Args: see `ModelDrafter`."""
     return (HeadDrafter if isinstance(model, Head) else ModelDrafter)(model, sampling, limits, ids)
 

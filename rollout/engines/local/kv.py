@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from rollout.engines.local.graphs import Graphs
+    from specrl.rollout.engines.local.graphs import Graphs
 
 
 class States:

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from rollout.types import Request, RolloutError
+from specrl.rollout.types import Request, RolloutError
 
 if TYPE_CHECKING:
-    from rollout.engines.local.ragged import RaggedModel
+    from specrl.rollout.engines.local.ragged import RaggedModel
 
 SPARE = 0.9
 """Share of the free memory that is planned with; the rest is for what allocators lose between blocks."""

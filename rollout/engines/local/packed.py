@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import torch
 
-from rollout.engines.base import Limits, Sampling
-from rollout.engines.local.ragged import RaggedModel
+from specrl.rollout.engines.base import Limits, SamplingParams
+from specrl.rollout.engines.local.ragged import RaggedModel
 
 
 def packed_model(
-    model: torch.nn.Module, sampling: Sampling, limits: Limits | None = None, checked: bool = True
+    model: torch.nn.Module, sampling: SamplingParams, limits: Limits | None = None, checked: bool = True
 ) -> RaggedModel:
     """The model with the passes that its device wants: static ones on CUDA in half precision, else padded rows."""
     if on_gpu(model):
-        from rollout.engines.local.static import StaticModel
+        from specrl.rollout.engines.local.static import StaticModel
 
         return StaticModel(model, sampling, limits, checked)
     return RaggedModel(model, sampling, limits, checked)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rollout.engines.local.kv import KV
+from specrl.rollout.engines.local.kv import KV
 
 MATMUL_QUERIES = 64  # few queries: plain matrix products are up to twice as fast as the CPU's fused kernel
 SPLIT = 1 << 15  # padded (query, key) pairs per head that are worth a separate block

@@ -14,14 +14,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rollout.engines.base import Limits, Sampling, evaluation
-from rollout.engines.local import padded
-from rollout.engines.local.attention import ATTENTION, Layout
-from rollout.engines.local.draw import Draw
-from rollout.engines.local.kv import KV
-from rollout.engines.local.supported import check
-from rollout.noise import process_logits
-from rollout.types import RolloutError
+from specrl.rollout.engines.base import Limits, SamplingParams, evaluation
+from specrl.rollout.engines.local import padded
+from specrl.rollout.engines.local.attention import ATTENTION, Layout
+from specrl.rollout.engines.local.draw import Draw
+from specrl.rollout.engines.local.kv import KV
+from specrl.rollout.engines.local.supported import check
+from specrl.rollout.noise import process_logits
+from specrl.rollout.types import RolloutError
 
 
 class Stopped(Exception):
@@ -72,7 +72,9 @@ class RaggedModel:
     overlaps = False
     """Passes run beside the host."""
 
-    def __init__(self, model: torch.nn.Module, sampling: Sampling, limits: Limits | None = None, checked: bool = True):
+    def __init__(
+        self, model: torch.nn.Module, sampling: SamplingParams, limits: Limits | None = None, checked: bool = True
+    ):
         if not hasattr(model, "base_model") or model.get_output_embeddings() is None:
             raise RolloutError(f"{type(model).__name__} is not a causal LM of transformers, which this engine needs")
         self.model, self.decoder, self.lm_head = model, model.base_model, model.get_output_embeddings()

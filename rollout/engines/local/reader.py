@@ -10,13 +10,13 @@ from itertools import chain, pairwise
 import numpy as np
 import torch
 
-from rollout.engines.local.attention import Layout
-from rollout.engines.local.draw import unpack
-from rollout.engines.local.kv import KV, States
-from rollout.engines.local.memory import row_tokens
-from rollout.engines.local.ragged import Drawing, RaggedModel, chunks
-from rollout.types import Request, RolloutError
-from rollout.verify import Drawn, accept_exact
+from specrl.rollout.engines.local.attention import Layout
+from specrl.rollout.engines.local.draw import unpack
+from specrl.rollout.engines.local.kv import KV, States
+from specrl.rollout.engines.local.memory import row_tokens
+from specrl.rollout.engines.local.ragged import Drawing, RaggedModel, chunks
+from specrl.rollout.types import Request, RolloutError
+from specrl.rollout.verify import TargetSamples, accept_exact
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +173,7 @@ class Reader:
 
     # What rows hold --------------------------------------------------------------------------------------------------
 
-    def follow(self, texts: Mapping[int, Sequence[int]], last: bool = True) -> dict[int, Drawn]:
+    def follow(self, texts: Mapping[int, Sequence[int]], last: bool = True) -> dict[int, TargetSamples]:
         """Feeds what each row lacks of its text; the last draw continues it.
 
         Args:
@@ -225,7 +225,7 @@ class Reader:
 
     def read(
         self, feed: Mapping[int, Sequence[int]], after: Mapping[int, int] | None = None, ends: bool = False
-    ) -> dict[int, Drawn]:
+    ) -> dict[int, TargetSamples]:
         """One pass, see `launch`, and what it says of each row."""
         return dict(self.collect(self.launch(feed, after, ends)))
 
@@ -257,7 +257,7 @@ class Reader:
             before, end = before + length - 1, np.arange(1, len(rows) + 1)
         return Flight(feed, drawing, before.tolist(), [0, *end.tolist()], layout.width)
 
-    def collect(self, flight: Flight) -> Iterator[tuple[int, Drawn]]:
+    def collect(self, flight: Flight) -> Iterator[tuple[int, TargetSamples]]:
         """Waits for a pass; the rows hold what they were fed. What it says of each row is made when it is asked for."""
         packed, hidden, where = flight.drawing.wait()
         draws, logprobs, text, gaps = unpack(packed)
@@ -272,7 +272,7 @@ class Reader:
                 draws[i], logprobs[i] = self._canonical(rows[of], flight.at[of] + i - firsts[of])
         columns = zip(rows, flight.at, pairwise(flight.spans), where[firsts].tolist(), strict=True)
         return (
-            (row, Drawn(at, draws[i:j], logprobs[i:j], text[i:j], row not in unusable, (hidden, place)))
+            (row, TargetSamples(at, draws[i:j], logprobs[i:j], text[i:j], row not in unusable, (hidden, place)))
             for row, at, (i, j), place in columns
         )
 

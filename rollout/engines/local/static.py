@@ -10,12 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rollout.engines.base import Limits, Sampling
-from rollout.engines.local import varlen
-from rollout.engines.local.fused import fused, rms_norms
-from rollout.engines.local.graphs import Graphs, cuda_graphs
-from rollout.engines.local.kv import KV
-from rollout.engines.local.ragged import Drawing, RaggedModel
+from specrl.rollout.engines.base import Limits, SamplingParams
+from specrl.rollout.engines.local import varlen
+from specrl.rollout.engines.local.fused import fused, rms_norms
+from specrl.rollout.engines.local.graphs import Graphs, cuda_graphs
+from specrl.rollout.engines.local.kv import KV
+from specrl.rollout.engines.local.ragged import Drawing, RaggedModel
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +32,9 @@ class StaticModel(RaggedModel):
     layout = varlen.StaticPass
     overlaps = True
 
-    def __init__(self, model: torch.nn.Module, sampling: Sampling, limits: Limits | None = None, checked: bool = True):
+    def __init__(
+        self, model: torch.nn.Module, sampling: SamplingParams, limits: Limits | None = None, checked: bool = True
+    ):
         self._norms = rms_norms(model)
         super().__init__(model, sampling, limits, checked)
         if self.draw.rounds:

@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from rollout.engines.base import evaluation, out_of_memory
-from rollout.types import RolloutError
+from specrl.rollout.engines.base import evaluation, out_of_memory
+from specrl.rollout.types import RolloutError
 
 if TYPE_CHECKING:
-    from rollout.engines.local.ragged import RaggedModel
+    from specrl.rollout.engines.local.ragged import RaggedModel
 
 OWN = "specrl_own"
 EXACT = {torch.float64: 1e-6, torch.float32: 1e-3}

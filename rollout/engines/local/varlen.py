@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rollout.engines.local.kv import KV
+from specrl.rollout.engines.local.kv import KV
 
 BUCKETS = (1, 2, 4, 8, 16, 32, *(n << shift for shift in range(5, 12) for n in (2, 3)))
 """Tokens of a pass: at most a third of one is filling from 64 on."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from functools import wraps
 
-from vllm import SamplingParams
+from vllm import SamplingParams as VLLMSamplingParams
 from vllm.config import VllmConfig
 from vllm.exceptions import VLLMValidationError
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -18,11 +18,11 @@ from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.engine.input_processor import InputProcessor
 
-from rollout.engines.vllm.contract import check
-from rollout.engines.vllm.wire import KeyedRequest
-from rollout.types import RolloutError
+from specrl.rollout.engines.vllm.contract import check
+from specrl.rollout.engines.vllm.wire import KeyedRequest
+from specrl.rollout.types import RolloutError
 
-_HERE = "rollout.engines.vllm"
+_HERE = "specrl.rollout.engines.vllm"
 SCHEDULERS = {"v1": f"{_HERE}.admission.HostScheduler", "v2": f"{_HERE}.served_v2.KeyedScheduler"}
 """By model runner, what a server that serves keyed requests is started with: the engine's core imports it."""
 _V1_SERVES = {
@@ -71,9 +71,9 @@ def admit(request: EngineCoreRequest, runner: str, vocab: int) -> None:
         raise BadRequest(str(error)) from error
 
 
-def _refuse_unknown_law(params: SamplingParams) -> None:
+def _refuse_unknown_law(params: VLLMSamplingParams) -> None:
     """Raises RolloutError for sampling parameters that a keyed draw on V1 does not obey; a later vLLM may add some."""
-    plain = SamplingParams()
+    plain = VLLMSamplingParams()
     given = {
         name: getattr(params, name) for name in params.__struct_fields__ if name not in _V1_SERVES and name[0] != "_"
     }

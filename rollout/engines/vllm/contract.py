@@ -11,7 +11,7 @@ from importlib import import_module
 
 import vllm
 
-from rollout.types import RolloutError
+from specrl.rollout.types import RolloutError
 
 _GPU, _SCHEDULER = "vllm.v1.worker.gpu.", "vllm.v1.core.sched."
 _LAW = ("logits", "expanded_idx_mapping", "idx_mapping", "idx_mapping_np", "pos")

@@ -11,19 +11,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
-from vllm import LLM, SamplingParams
+from vllm import LLM
+from vllm import SamplingParams as VLLMSamplingParams
 from vllm.sampling_params import RequestOutputKind
 
-from rollout.drafting.draft import DrafterFault, ask
-from rollout.drafting.suffix import SuffixDrafter
-from rollout.engines.response import refuse_unusable
-from rollout.engines.vllm.room import Room
-from rollout.engines.vllm.rows import BUG, Rules, VLLMRow
-from rollout.engines.vllm.scheduler import DraftLengths
-from rollout.engines.vllm.texts import MOST_TEXTS
-from rollout.engines.vllm.wire import KEY, TEXTS, pack_text
-from rollout.types import EngineStats, Request, RolloutError
-from rollout.verify import Stood
+from specrl.rollout.drafting.draft import DrafterFault, ask
+from specrl.rollout.drafting.suffix import SuffixDrafter
+from specrl.rollout.engines.response import refuse_unusable
+from specrl.rollout.engines.vllm.room import LogitsBudget
+from specrl.rollout.engines.vllm.rows import BUG, Rules, VLLMRow
+from specrl.rollout.engines.vllm.scheduler import DraftLengths
+from specrl.rollout.engines.vllm.texts import MOST_TEXTS
+from specrl.rollout.engines.vllm.wire import KEY, TEXTS, pack_text
+from specrl.rollout.types import EngineStats, Request, RolloutError
+from specrl.rollout.verify import Accepted
 
 
 @dataclass(kw_only=True)
@@ -40,7 +41,7 @@ class DeviceDrafts(Rules):
     llm: LLM
     source: str
     draft_tokens: int
-    room: Room
+    room: LogitsBudget
     _lengths: DraftLengths = field(init=False)
 
     def __post_init__(self):
@@ -81,7 +82,7 @@ class DeviceDrafts(Rules):
         """Hands a request to vLLM; returns vLLM's own id of it."""
         law, request = row.sampling, row.request
         texts = self._texts(row) if row.drafting and self.source == "texts" else []
-        params = SamplingParams(
+        params = VLLMSamplingParams(
             temperature=law.temperature,
             top_k=law.top_k,
             top_p=law.top_p,
@@ -114,7 +115,7 @@ class DeviceDrafts(Rules):
         ends = list(accumulate(emitted))
         for first, end in pairwise([0, *ends]):
             their = logprobs[first:end]
-            row.emit(Stood(tokens[first:end], their, their, end - first - 1), row.sampling.eos_ids)
+            row.emit(Accepted(tokens[first:end], their, their, end - first - 1), row.sampling.eos_ids)
         theirs, ours = (tokens, done.finish_reason), (row.tokens, row.finish)
         if theirs != ours:
             raise RolloutError(f"vLLM and specrl disagree about a row: {theirs}, {ours}; {BUG}")

@@ -23,26 +23,27 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 if not torch.cuda.is_available():
     os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
 
-from vllm import LLM, SamplingParams
+from vllm import LLM
+from vllm import SamplingParams as VLLMSamplingParams
 from vllm.platforms import current_platform
 
-from rollout.drafting.drafting import Drafting
-from rollout.engines.base import EngineSpec, Probe, Sampling
-from rollout.engines.local.draw import rows_per_chunk
-from rollout.engines.response import check_request
-from rollout.engines.vllm.contract import check as check_names
-from rollout.engines.vllm.device import DeviceDrafts
-from rollout.engines.vllm.native import Native
-from rollout.engines.vllm.room import room_of
-from rollout.engines.vllm.rows import VLLMRow
-from rollout.engines.vllm.settings import choose_runner, launched, settings, speculation
-from rollout.engines.vllm.updates import Updates
-from rollout.engines.vllm.v1 import V1Requests
-from rollout.engines.vllm.weights import TRANSFER, Weights
-from rollout.types import AheadText, Completion, EngineStats, Request, RolloutError
-from rollout.verify import Rule
+from specrl.rollout.drafting.drafting import Drafting
+from specrl.rollout.engines.base import EngineSpec, Probe, SamplingParams
+from specrl.rollout.engines.local.draw import rows_per_chunk
+from specrl.rollout.engines.response import check_request
+from specrl.rollout.engines.vllm.contract import check as check_names
+from specrl.rollout.engines.vllm.device import DeviceDrafts
+from specrl.rollout.engines.vllm.native import Native
+from specrl.rollout.engines.vllm.room import room_of
+from specrl.rollout.engines.vllm.rows import VLLMRow
+from specrl.rollout.engines.vllm.settings import choose_runner, launched, settings, speculation
+from specrl.rollout.engines.vllm.updates import Updates
+from specrl.rollout.engines.vllm.v1 import V1Requests
+from specrl.rollout.engines.vllm.weights import TRANSFER, Weights
+from specrl.rollout.types import AheadText, Completion, EngineStats, Request, RolloutError
+from specrl.rollout.verify import AcceptanceRule
 
-_WORKER = "rollout.engines.vllm.worker"
+_WORKER = "specrl.rollout.engines.vllm.worker"
 
 
 class VLLMEngine:
@@ -61,7 +62,7 @@ class VLLMEngine:
 
     own_weights = True
 
-    def __init__(self, spec: EngineSpec, sampling: Sampling, rule: Rule, drafting: Drafting):
+    def __init__(self, spec: EngineSpec, sampling: SamplingParams, rule: AcceptanceRule, drafting: Drafting):
         config = spec.rollout
         if config.vllm.compile == "on" and os.environ.get("TORCH_COMPILE_DISABLE") == "1":
             raise RolloutError(
@@ -148,7 +149,9 @@ class VLLMEngine:
 
     def _scored(self, tokens: Sequence[int]) -> list[float]:
         """The same of an engine that is awake."""
-        params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, flat_logprobs=True, detokenize=False)
+        params = VLLMSamplingParams(
+            temperature=0.0, max_tokens=1, prompt_logprobs=0, flat_logprobs=True, detokenize=False
+        )
         with _one_thread():
             (output,) = self._llm.generate({"prompt_token_ids": list(tokens)}, params, use_tqdm=False)
         scores = output.prompt_logprobs

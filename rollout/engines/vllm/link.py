@@ -11,7 +11,7 @@ from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
 from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 from vllm.utils.network_utils import get_open_port
 
-from rollout.engines.transfer import Source
+from specrl.rollout.engines.transfer import Source
 
 BUFFER = 256 * 2**20  # bytes; on the trainer's GPU while weights are sent
 

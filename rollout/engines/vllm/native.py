@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 from vllm.v1.outputs import DraftTokenIds
 
-from rollout.engines.vllm.requests import OneRequest
-from rollout.engines.vllm.rows import VLLMRow
-from rollout.engines.vllm.sampler import KeyedVerifier, install
-from rollout.engines.vllm.step import Fed, keep_hidden, padded
-from rollout.engines.vllm.wire import KEY
-from rollout.verify import exact
+from specrl.rollout.engines.vllm.requests import OneRequest
+from specrl.rollout.engines.vllm.rows import VLLMRow
+from specrl.rollout.engines.vllm.sampler import KeyedVerifier, install
+from specrl.rollout.engines.vllm.step import VerifyInputs, keep_hidden, padded
+from specrl.rollout.engines.vllm.wire import KEY
+from specrl.rollout.verify import exact
 
 
 class HostVerifier(KeyedVerifier):
@@ -103,7 +103,9 @@ class Native(OneRequest):
         """A step of so many tokens is drawn."""
         self._step.tokens = tokens
 
-    def fed_by(self, slots: np.ndarray, counts: np.ndarray, unfinished: np.ndarray, joining: np.ndarray) -> Fed:
+    def fed_by(
+        self, slots: np.ndarray, counts: np.ndarray, unfinished: np.ndarray, joining: np.ndarray
+    ) -> VerifyInputs:
         """What the rows of these slots fed. Args: counts: draft tokens; joining: rows that vLLM pads."""
         rows = [None if late else self._slots.get(slot) for slot, late in zip(slots.tolist(), unfinished, strict=True)]
         drafts = np.where(joining[:, None], -1, self._drafts[slots])

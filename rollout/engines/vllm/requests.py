@@ -9,13 +9,14 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from vllm import LLM, SamplingParams
+from vllm import LLM
+from vllm import SamplingParams as VLLMSamplingParams
 from vllm.sampling_params import RequestOutputKind
 
-from rollout.engines.vllm.rows import BUG, Told, VLLMRow
-from rollout.engines.vllm.step import Lineup, Step, StepRules
-from rollout.types import EngineStats, RolloutError
-from rollout.verify import exact
+from specrl.rollout.engines.vllm.rows import BUG, LogprobBuffer, VLLMRow
+from specrl.rollout.engines.vllm.step import Step, StepBatch, StepRules
+from specrl.rollout.types import EngineStats, RolloutError
+from specrl.rollout.verify import exact
 
 
 @dataclass(kw_only=True)
@@ -32,14 +33,14 @@ class OneRequest(StepRules):
         raise NotImplementedError
 
     def law(self, row: VLLMRow) -> dict:
-        """The law as vLLM shall know it, in arguments of SamplingParams."""
+        """The law as vLLM shall know it, in arguments of VLLMSamplingParams."""
         raise NotImplementedError
 
     def run(self, rows: Sequence[VLLMRow], stop: Callable[[], bool]) -> EngineStats:
         """Finishes every row, unless `stop` says before a step that this is enough."""
         self.stats, engine, outputs = EngineStats(), self.llm.llm_engine, {}
         self._step = Step()
-        self.told = Told(rows) if self.rule is exact else None
+        self.told = LogprobBuffer(rows) if self.rule is exact else None
         try:
             for i, row in enumerate(rows):
                 if self.drafting.whole:
@@ -51,7 +52,7 @@ class OneRequest(StepRules):
                 self._charge(time.perf_counter() - began)
         finally:
             engine.abort_request(list(self.rows), internal=True)  # those that have not ended
-            self.rows, self.lineup, self.told = {}, Lineup([]), None
+            self.rows, self.lineup, self.told = {}, StepBatch([]), None
         for i, row in enumerate(rows):
             if row.finish is None and stop():
                 continue
@@ -64,7 +65,7 @@ class OneRequest(StepRules):
 
     def _submit(self, name: str, row: VLLMRow) -> str:
         """Hands a request to vLLM; returns vLLM's own id of it."""
-        params = SamplingParams(
+        params = VLLMSamplingParams(
             **self.law(row),
             max_tokens=row.request.max_new_tokens,
             stop_token_ids=list(row.sampling.eos_ids),

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from rollout.engines.local.memory import free_bytes
+from specrl.rollout.engines.local.memory import free_bytes
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ OF_CPU_SERVER = OF_SERVER._replace(memory="")
 
 
 @dataclass
-class Room:
+class LogitsBudget:
     """What a rollout's steps have room for. That it is nothing is told once.
 
     Args:
@@ -92,7 +92,7 @@ class Room:
         return share
 
 
-def room_of(vocab: int, logits_mb: int, dtype: torch.dtype, step: int, served: bool = False) -> Room:
+def room_of(vocab: int, logits_mb: int, dtype: torch.dtype, step: int, served: bool = False) -> LogitsBudget:
     """The room of an engine in this process.
 
     Args: dtype: of the model's logits; step: most tokens of a step; served: it is somebody else's server.
@@ -100,10 +100,10 @@ def room_of(vocab: int, logits_mb: int, dtype: torch.dtype, step: int, served: b
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu() or not torch.cuda.is_available():
-        return Room(draft_room(vocab, logits_mb), step=step, remedies=OF_CPU_SERVER if served else ON_CPU)
+        return LogitsBudget(draft_room(vocab, logits_mb), step=step, remedies=OF_CPU_SERVER if served else ON_CPU)
     device = torch.device("cuda", torch.cuda.current_device())
 
     def measure() -> int:
         return draft_room(vocab, logits_mb, free=free_bytes(device), width=dtype.itemsize)
 
-    return Room(measure(), measure, step, OF_SERVER if served else Remedies())
+    return LogitsBudget(measure(), measure, step, OF_SERVER if served else Remedies())

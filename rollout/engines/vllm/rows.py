@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from rollout.drafting.draft import EMPTY, Draft
-from rollout.drafting.drafting import Drafting
-from rollout.engines.base import Sampling
-from rollout.engines.response import Response
-from rollout.types import EngineStats
-from rollout.verify import Rule, exact
+from specrl.rollout.drafting.draft import EMPTY, Draft
+from specrl.rollout.drafting.drafting import Drafting
+from specrl.rollout.engines.base import SamplingParams
+from specrl.rollout.engines.response import Response
+from specrl.rollout.types import EngineStats
+from specrl.rollout.verify import AcceptanceRule, exact
 
 BUG = "this is a bug in specrl, or a version of vLLM that it does not know"
 
@@ -21,7 +21,7 @@ BUG = "this is a bug in specrl, or a version of vLLM that it does not know"
 class VLLMRow(Response):
     """One response in the making. Under the exact rule its columns but `tokens` are filled when it ends."""
 
-    sampling: Sampling = field(kw_only=True)
+    sampling: SamplingParams = field(kw_only=True)
     draft: Draft = EMPTY
     """What was proposed for its next step."""
     text: Draft = EMPTY
@@ -30,7 +30,7 @@ class VLLMRow(Response):
     """Where `Told` has its first position."""
 
 
-class Told:
+class LogprobBuffer:
     """What the steps of the exact rule told of the tokens of these rows.
 
     What does not stand is told again, so a step writes all that it drew. Memory is taken as rows grow.
@@ -53,7 +53,7 @@ class Told:
 class Rules:
     """How rows draft and what they accept."""
 
-    rule: Rule = exact
+    rule: AcceptanceRule = exact
     drafting: Drafting
     weight_version: int = 0
     stats: EngineStats = field(default_factory=EngineStats)

@@ -16,9 +16,9 @@ from vllm.v1.worker.gpu.sample.states import NO_LOGPROBS
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
-from rollout.engines.local.draw import packed_draw
-from rollout.engines.vllm.wire import KEY, PROMPT_TOKENS
-from rollout.noise import process_logits
+from specrl.rollout.engines.local.draw import packed_draw
+from specrl.rollout.engines.vllm.wire import KEY, PROMPT_TOKENS
+from specrl.rollout.noise import process_logits
 
 
 class Keys:

@@ -16,10 +16,10 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.sched.utils import check_stop
 
-from rollout.drafting.budget import Kind
-from rollout.drafting.drafting import Drafting
-from rollout.engines.vllm.room import Room
-from rollout.types import EngineStats
+from specrl.rollout.drafting.budget import AcceptanceBucket
+from specrl.rollout.drafting.drafting import Drafting
+from specrl.rollout.engines.vllm.room import LogitsBudget
+from specrl.rollout.types import EngineStats
 
 _AGAIN = 8  # steps without a draft after which a request tries again
 
@@ -30,7 +30,7 @@ class Seen:
 
     drafts: bool
     """It may carry drafts."""
-    kind: Kind
+    kind: AcceptanceBucket
     """What the worth of its next draft is estimated by."""
     emitted: list[int] = field(default_factory=list)
     """Tokens of each step."""
@@ -54,7 +54,7 @@ class DraftLengths:
     source: str
     drafting: Drafting
     draft_tokens: int
-    room: Room
+    room: LogitsBudget
     seen: dict[str, Seen] = field(default_factory=dict)
     """Requests that are admitted."""
     stats: EngineStats = field(default_factory=EngineStats)

@@ -25,23 +25,23 @@ from vllm.triton_utils import HAS_TRITON
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from rollout.config import RolloutConfig
-from rollout.drafting.budget import Budget
-from rollout.drafting.drafting import Drafting
-from rollout.drafting.suffix import PromptTexts
-from rollout.engines.base import Sampling
-from rollout.engines.local.draw import rows_per_chunk
-from rollout.engines.vllm.admission import SCHEDULERS
-from rollout.engines.vllm.room import room_of
-from rollout.engines.vllm.rows import BUG, VLLMRow
-from rollout.engines.vllm.v1 import RequestDrafter, V1Rules, by_law, lift_limit
-from rollout.engines.vllm.wire import KeyedRequest
-from rollout.noise import process_logits
-from rollout.types import Request, RolloutError
+from specrl.rollout.config import RolloutConfig
+from specrl.rollout.drafting.budget import Budget
+from specrl.rollout.drafting.drafting import Drafting
+from specrl.rollout.drafting.suffix import PromptTexts
+from specrl.rollout.engines.base import SamplingParams
+from specrl.rollout.engines.local.draw import rows_per_chunk
+from specrl.rollout.engines.vllm.admission import SCHEDULERS
+from specrl.rollout.engines.vllm.room import room_of
+from specrl.rollout.engines.vllm.rows import BUG, VLLMRow
+from specrl.rollout.engines.vllm.v1 import RequestDrafter, V1Rules, by_law, lift_limit
+from specrl.rollout.engines.vllm.wire import KeyedRequest
+from specrl.rollout.noise import process_logits
+from specrl.rollout.types import Request, RolloutError
 
 log = logging.getLogger(__name__)
 
-_HERE = "rollout.engines.vllm"
+_HERE = "specrl.rollout.engines.vllm"
 ENGINE_ARGS = {
     "v2": {
         "speculative_config": {"method": "ngram_gpu", "num_speculative_tokens": 32},
@@ -146,7 +146,7 @@ class ServedRules(V1Rules):
         ends = {*(params.stop_token_ids or ()), params.eos_token_id} - {None}
         cap = min(len(prompt) + params.max_tokens, context) - n
         request = Request(prompt[:n], keyed.key, cap, keyed.drafter(self._groups, prompt[:n]))
-        law = Sampling(frozenset(ends), params.temperature, max(params.top_k, 0), params.top_p)
+        law = SamplingParams(frozenset(ends), params.temperature, max(params.top_k, 0), params.top_p)
         return VLLMRow(request, tokens=[*prompt[n:], *state.output_token_ids], sampling=law)
 
     def serve(self, runner, logits: Tensor, metadata) -> SamplerOutput:
@@ -191,7 +191,7 @@ class ServedRules(V1Rules):
         width, firsts = tokens.shape[1], torch.tensor([0, *(count + 1 for count in counts[:-1])]).cumsum(0)
         index = (firsts[:, None] + torch.arange(width)).flatten()
         index = index.clamp(max=len(logits) - 1).to(logits.device)  # places past a row's end: vLLM drops them
-        laws = [row.sampling if row else Sampling(frozenset()) for row in rows]
+        laws = [row.sampling if row else SamplingParams(frozenset()) for row in rows]
         tokens, parts, order, places = tokens.flatten().clamp(min=0).long(), [], [], torch.arange(len(index))
         for law, chosen in by_law(laws, np.full(len(rows), width), self.scores_per_chunk):
             order.append(places[chosen])

@@ -12,17 +12,17 @@ import time
 from vllm.platforms import current_platform
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
-from rollout.config import RolloutConfig
-from rollout.drafting.budget import Budget
-from rollout.drafting.drafting import Drafting
-from rollout.engines.vllm.admission import SCHEDULERS
-from rollout.engines.vllm.contract import check
-from rollout.engines.vllm.room import OF_CPU_SERVER, OF_SERVER, Room, draft_room
-from rollout.engines.vllm.sampler import install
-from rollout.engines.vllm.scheduler import DraftLengths, DraftScheduler
-from rollout.engines.vllm.texts import DeviceTexts
-from rollout.engines.vllm.wire import KEY, TEXTS
-from rollout.types import RolloutError
+from specrl.rollout.config import RolloutConfig
+from specrl.rollout.drafting.budget import Budget
+from specrl.rollout.drafting.drafting import Drafting
+from specrl.rollout.engines.vllm.admission import SCHEDULERS
+from specrl.rollout.engines.vllm.contract import check
+from specrl.rollout.engines.vllm.room import OF_CPU_SERVER, OF_SERVER, LogitsBudget, draft_room
+from specrl.rollout.engines.vllm.sampler import install
+from specrl.rollout.engines.vllm.scheduler import DraftLengths, DraftScheduler
+from specrl.rollout.engines.vllm.texts import DeviceTexts
+from specrl.rollout.engines.vllm.wire import KEY, TEXTS
+from specrl.rollout.types import RolloutError
 
 _VLLMS = "cpu_worker.CPUWorker" if current_platform.is_cpu() else "gpu_worker.Worker"
 
@@ -86,16 +86,16 @@ def refuse_other_settings(config) -> None:
     if any(wrong.values()):
         raise RolloutError(
             f"this vLLM server runs with {', '.join(name for name in wrong if wrong[name])}, by which "
-            "rollout.engines.vllm.served_v2 cannot serve keyed requests; start it with ENGINE_ARGS['v2'] of "
-            "rollout.engines.vllm.served, or with its ENGINE_ARGS['v1']"
+            "specrl.rollout.engines.vllm.served_v2 cannot serve keyed requests; start it with ENGINE_ARGS['v2'] of "
+            "specrl.rollout.engines.vllm.served, or with its ENGINE_ARGS['v1']"
         )
 
 
-def _room(config) -> Room:
+def _room(config) -> LogitsBudget:
     """Room for the logits of drafts in what vLLM was told to leave free: its workers may be in other processes."""
     vocab, free, remedies = config.model_config.get_vocab_size(), None, OF_CPU_SERVER
     if not current_platform.is_cpu():
         remedies = OF_SERVER
         free = int(current_platform.get_device_total_memory() * (1 - config.cache_config.gpu_memory_utilization))
     room = draft_room(vocab, RolloutConfig().logits_mb, free=free, width=config.model_config.dtype.itemsize)
-    return Room(room, step=config.scheduler_config.max_num_batched_tokens, remedies=remedies)
+    return LogitsBudget(room, step=config.scheduler_config.max_num_batched_tokens, remedies=remedies)

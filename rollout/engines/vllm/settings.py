@@ -10,12 +10,12 @@ from vllm.config.speculative import SpeculativeMethod
 from vllm.platforms import current_platform
 from vllm.triton_utils import HAS_TRITON
 
-from rollout.drafter import is_head
-from rollout.engines.base import EngineSpec, Sampling
-from rollout.types import RolloutError
+from specrl.rollout.drafter import is_head
+from specrl.rollout.engines.base import EngineSpec, SamplingParams
+from specrl.rollout.types import RolloutError
 
 CPU_KV_MB = 512
-_HOOKS = "rollout.engines.vllm"
+_HOOKS = "specrl.rollout.engines.vllm"
 
 
 def settings(spec: EngineSpec) -> dict:
@@ -80,7 +80,7 @@ def launched(tensor_parallel: int) -> dict:
     return {"distributed_executor_backend": "external_launcher"}
 
 
-def choose_runner(spec: EngineSpec, sampling: Sampling) -> str:
+def choose_runner(spec: EngineSpec, sampling: SamplingParams) -> str:
     """v1 or v2: what the settings ask for, if this vLLM on this machine can do it.
 
     Raises:

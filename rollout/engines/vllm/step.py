@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 import numpy as np
 from torch import Tensor
 
-from rollout.drafting.draft import EMPTY, Draft
-from rollout.engines.response import refuse_unusable
-from rollout.engines.vllm.room import Room
-from rollout.engines.vllm.rows import BUG, Rules, Told, VLLMRow
-from rollout.types import RolloutError
-from rollout.verify import Drawn, Stood, exact
+from specrl.rollout.drafting.draft import EMPTY, Draft
+from specrl.rollout.engines.response import refuse_unusable
+from specrl.rollout.engines.vllm.room import LogitsBudget
+from specrl.rollout.engines.vllm.rows import BUG, LogprobBuffer, Rules, VLLMRow
+from specrl.rollout.types import RolloutError
+from specrl.rollout.verify import Accepted, TargetSamples, exact
 
 
 @dataclass
@@ -43,7 +43,7 @@ class Step:
         return Step(asking=self.asking_next)
 
 
-class Lineup:
+class StepBatch:
     """The rows of a step, and what stays the same of them for as long as they stay together.
 
     Args: rows: None for requests that are not drawn in this step.
@@ -63,7 +63,7 @@ class Lineup:
         self.columns[:2] = [row.place for row in self.ours], [row.request.key for row in self.ours]
 
 
-class Fed:
+class VerifyInputs:
     """The positions of a step that logits are computed at: each row's last token, then its draft.
 
     Args:
@@ -71,7 +71,7 @@ class Fed:
         tokens: int32, these tokens; -1 is padding.
     """
 
-    def __init__(self, lineup: Lineup, counts: np.ndarray, tokens: np.ndarray):
+    def __init__(self, lineup: StepBatch, counts: np.ndarray, tokens: np.ndarray):
         self.lineup, self.sizes = lineup, counts + 1
         """Int64 [R], positions without padding; 0 where there is no row."""
         ends = self.sizes.cumsum()
@@ -112,15 +112,15 @@ class StepRules(Rules):
     """
 
     draft_tokens: int
-    room: Room
+    room: LogitsBudget
     tie_margin: float = 0.0
     hidden: Tensor | None = None
     """Final hidden states of a step's logits, in their order, if the rule reads them."""
     rows: dict[str, VLLMRow | None] = field(default_factory=dict)
     """By vLLM's own request id; None, as without an entry, is scored or drawn by vLLM."""
-    told: Told | None = None
+    told: LogprobBuffer | None = None
     """None where nobody reads more of a response than its tokens."""
-    lineup: Lineup = field(default_factory=lambda: Lineup([]))
+    lineup: StepBatch = field(default_factory=lambda: StepBatch([]))
     """Of the last step."""
     _step: Step = field(default_factory=Step)
 
@@ -146,17 +146,17 @@ class StepRules(Rules):
         places, text = slice(len(row.tokens), len(row.tokens) + most), row.text if row.drafting else EMPTY
         return Draft(text.tokens[places], text.source, (text.logprobs or ())[places])
 
-    def fed(self, rows: list[VLLMRow | None], counts: np.ndarray, tokens: np.ndarray) -> Fed:
+    def fed(self, rows: list[VLLMRow | None], counts: np.ndarray, tokens: np.ndarray) -> VerifyInputs:
         """What the rows of this step fed, see Fed."""
         if rows != self.lineup.rows:
-            self.lineup = Lineup(rows)
-        fed = Fed(self.lineup, counts, tokens)
+            self.lineup = StepBatch(rows)
+        fed = VerifyInputs(self.lineup, counts, tokens)
         self._step.rows += len(fed.lineup.ours)
         self._step.drafted += fed.drafted
         self._step.decoding |= fed.drafted > 0 or any(row.tokens for row in fed.lineup.ours)
         return fed
 
-    def tested(self, fed: Fed) -> list[Draft]:
+    def tested(self, fed: VerifyInputs) -> list[Draft]:
         """What is decided about: the draft that rode, and under the lenient rule the next token of its text.
 
         Raises:
@@ -174,14 +174,16 @@ class StepRules(Rules):
                 raise RolloutError(f"vLLM fed the drafts {given.tolist()} where {proposed} was proposed; {BUG}")
         return drafts
 
-    def targets(self, fed: Fed, drafts: Sequence[Draft]) -> np.ndarray:
+    def targets(self, fed: VerifyInputs, drafts: Sequence[Draft]) -> np.ndarray:
         """The token whose log-prob each position tells, int64 [N]: that of its draft. The exact rule needs none."""
         targets = np.zeros(len(fed.behind), np.int64)
         for draft, first in zip(drafts, fed.firsts.tolist(), strict=True):
             targets[first : first + len(draft.tokens)] = draft.tokens
         return targets
 
-    def decide(self, fed: Fed, drafts: Sequence[Draft], packed: np.ndarray, began: int = 0) -> tuple[np.ndarray, ...]:
+    def decide(
+        self, fed: VerifyInputs, drafts: Sequence[Draft], packed: np.ndarray, began: int = 0
+    ) -> tuple[np.ndarray, ...]:
         """What each row emits: int32 [N], from each row's first position on, and how many tokens that are, [R].
 
         Without a row it is one token 0: vLLM drops it, or ends a scored request with it.
@@ -213,7 +215,7 @@ class StepRules(Rules):
         rows = step.rows if step.tokens == step.rows + step.drafted else 0
         self.drafting.observe_pass(step.tokens, seconds, rows, stood=step.stood, asking=step.asking)
 
-    def _exact(self, fed: Fed, drafts: Sequence[Draft], packed: np.ndarray) -> np.ndarray:
+    def _exact(self, fed: VerifyInputs, drafts: Sequence[Draft], packed: np.ndarray) -> np.ndarray:
         """Each row's draws stand up to the first that was not fed."""
         same, draws, told = packed[0] == fed.behind, memoryview(packed[0]), self.told
         apart = (~same).nonzero()[0]  # each row's last position among them
@@ -232,7 +234,7 @@ class StepRules(Rules):
             learn(row, draft, new, drafted, draws[end : first + size].tolist() if redraws else ())
             cut = len(row.tokens) + n >= row.request.max_new_tokens
             if cut or (ended and not row.sampling.eos_ids.isdisjoint(new)):
-                counts[i] = n = row.emit(Stood(new, (), (), drafted), row.sampling.eos_ids)
+                counts[i] = n = row.emit(Accepted(new, (), (), drafted), row.sampling.eos_ids)
                 drafted = min(drafted, n)
                 if told:
                     told.complete(row)
@@ -246,7 +248,7 @@ class StepRules(Rules):
             self.stats.count(source, *count)
         return counts
 
-    def _other(self, fed: Fed, drafts: Sequence[Draft], packed: np.ndarray, began: int) -> np.ndarray:
+    def _other(self, fed: VerifyInputs, drafts: Sequence[Draft], packed: np.ndarray, began: int) -> np.ndarray:
         """What a rule lets stand, be it drawn or not."""
         columns, counts = [packed[0].tolist(), *packed[1:3].view(np.float32).tolist()], np.ones(len(drafts), np.int64)
         places = fed.lineup.rows, drafts, fed.firsts.tolist(), fed.sizes.tolist()
@@ -254,7 +256,7 @@ class StepRules(Rules):
             if row is None:
                 continue
             told, states = [column[first : first + size] for column in columns], (self.hidden, began + first)
-            stood = self.rule(row.request.key, draft, Drawn(len(row.tokens), *told, states=states))
+            stood = self.rule(row.request.key, draft, TargetSamples(len(row.tokens), *told, states=states))
             packed[0, first : first + len(stood.tokens)] = stood.tokens
             counts[i] = row.emit(stood, row.sampling.eos_ids)
             self.drafting.learn(row, draft, stood.tokens, stood.drafted, stood.behind)

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rollout.engines.vllm.wire import TEXTS, unpack_text
+from specrl.rollout.engines.vllm.wire import TEXTS, unpack_text
 
 MOST_TEXTS = 3
 """Texts that a request may bring; more of one prompt rarely help."""

@@ -10,10 +10,10 @@ from typing import Any
 from torch import Tensor
 from vllm import LLM
 
-from rollout.engines.base import DRAFTER, Probe
-from rollout.engines.transfer import Meta, Route, Source, Topology, choose_route
-from rollout.engines.vllm.weights import Weights, gpu_of, has_draft_model
-from rollout.types import RolloutError
+from specrl.rollout.engines.base import DRAFTER, Probe
+from specrl.rollout.engines.transfer import Meta, Route, Source, Topology, choose_route
+from specrl.rollout.engines.vllm.weights import Weights, gpu_of, has_draft_model
+from specrl.rollout.types import RolloutError
 
 logger = logging.getLogger(__name__)
 WEIGHTS, KV = "weights", "kv_cache"

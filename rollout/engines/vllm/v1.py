@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 from vllm.v1.outputs import SamplerOutput
 
-from rollout.drafting.draft import Draft
-from rollout.engines.base import Sampling
-from rollout.engines.local.draw import packed_draw
-from rollout.engines.vllm.requests import OneRequest
-from rollout.engines.vllm.rows import VLLMRow
-from rollout.engines.vllm.step import Fed, StepRules, keep_hidden, padded
-from rollout.verify import exact
+from specrl.rollout.drafting.draft import Draft
+from specrl.rollout.engines.base import SamplingParams
+from specrl.rollout.engines.local.draw import packed_draw
+from specrl.rollout.engines.vllm.requests import OneRequest
+from specrl.rollout.engines.vllm.rows import VLLMRow
+from specrl.rollout.engines.vllm.step import StepRules, VerifyInputs, keep_hidden, padded
+from specrl.rollout.verify import exact
 
 
 @dataclass(kw_only=True)
@@ -65,7 +65,7 @@ class V1Rules(StepRules):
         self._step.draft_s = time.perf_counter() - began
         return drafts
 
-    def _drawn(self, logits: Tensor, fed: Fed, drafts: Sequence[Draft]) -> np.ndarray:
+    def _drawn(self, logits: Tensor, fed: VerifyInputs, drafts: Sequence[Draft]) -> np.ndarray:
         """What `packed_draw` tells of the rows' positions, int32 [4, N]; 0 elsewhere. Noise exists chunk by chunk."""
         if self.rule is not exact:
             fed.columns[3] = self.targets(fed, drafts)[fed.drawn]
@@ -109,7 +109,9 @@ class RequestDrafter:
         return [[] for _ in sampled]
 
 
-def by_law(laws: Sequence[Sampling], sizes: np.ndarray, most: int) -> Iterator[tuple[Sampling, slice | np.ndarray]]:
+def by_law(
+    laws: Sequence[SamplingParams], sizes: np.ndarray, most: int
+) -> Iterator[tuple[SamplingParams, slice | np.ndarray]]:
     """The places of each law, at most `most` at a time. Args: sizes: int64, those of laws[0], ...; one law has all."""
     if len(laws) == 1:
         yield from ((laws[0], slice(i, i + most)) for i in range(0, int(sizes.sum()), most))

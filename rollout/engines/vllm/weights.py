@@ -25,11 +25,11 @@ from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTr
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from rollout.drafter import is_head
-from rollout.engines.base import DRAFTER, EngineSpec
-from rollout.engines.local.head import Head
-from rollout.engines.transfer import Meta
-from rollout.types import RolloutError
+from specrl.rollout.drafter import is_head
+from specrl.rollout.engines.base import DRAFTER, EngineSpec
+from specrl.rollout.engines.local.head import Head
+from specrl.rollout.engines.transfer import Meta
+from specrl.rollout.types import RolloutError
 
 TRANSFER = "specrl"
 _SHM = Path("/dev/shm")

@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from rollout.drafting.suffix import PromptTexts, SuffixDrafter
-from rollout.types import RolloutError
+from specrl.rollout.drafting.suffix import PromptTexts, SuffixDrafter
+from specrl.rollout.types import RolloutError
 
 KEY, PROMPT_TOKENS, TEXTS = "specrl_key", "specrl_prompt_tokens", "specrl_texts"
 _GROUP, _OWN = "specrl_group", "specrl_own"
@@ -51,7 +51,7 @@ class KeyedRequest:
     texts: tuple[tuple[int, ...], ...] = ()
     """Earlier responses to the prompt, the newest first."""
     own: int = -1
-    """Index in `texts` of the slot's own; -1 without one."""
+    """Index in `texts` of the sample's own; -1 without one."""
 
     def extra_args(self) -> dict[str, Any]:
         """The request as vLLM's `extra_args`."""

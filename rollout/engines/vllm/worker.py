@@ -5,9 +5,9 @@ Importing it also registers the weight transfer in the worker.
 
 from __future__ import annotations
 
-import rollout.engines.vllm.weights  # noqa: F401 - registers the transfer
-from rollout.engines.vllm.sampler import install, share_noise
-from rollout.engines.vllm.texts import DeviceTexts
+import specrl.rollout.engines.vllm.weights  # noqa: F401 - registers the transfer
+from specrl.rollout.engines.vllm.sampler import install, share_noise
+from specrl.rollout.engines.vllm.texts import DeviceTexts
 
 
 class WorkerExtension:

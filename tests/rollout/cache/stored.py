@@ -2,9 +2,9 @@
 
 import random
 
-from rollout.cache import reading
-from rollout.cache.memory import Fingerprint, TrajectoryCache
-from rollout.types import Trajectory
+from specrl.rollout.cache import reading
+from specrl.rollout.cache.memory import Fingerprint, TrajectoryCache
+from specrl.rollout.types import Trajectory
 
 EOS = 1
 PRINT = Fingerprint({"tokenizer": "t1", "dataset": "d1"}, {"temperature": "1.0"})

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from rollout.cache.memory import Fingerprint, TrajectoryCache
-from rollout.types import CacheError, Trajectory
+from specrl.rollout.cache.memory import Fingerprint, TrajectoryCache
+from specrl.rollout.types import CacheError, Trajectory
 
 EOS = 1
 
@@ -21,8 +21,8 @@ def empty(max_mb: float = 512, eos_ids=(EOS,)) -> TrajectoryCache:
     return TrajectoryCache(Fingerprint(), vocab_size=100, eos_ids=eos_ids, max_mb=max_mb)
 
 
-def contents(cache: TrajectoryCache, examples, slots=range(8)) -> dict:
-    return {(e, s): t for e in examples for s in slots if (t := cache.get(e, s)) is not None}
+def contents(cache: TrajectoryCache, examples, sample_indices=range(8)) -> dict:
+    return {(e, s): t for e in examples for s in sample_indices if (t := cache.get(e, s)) is not None}
 
 
 def test_an_entry_comes_back_equal():
@@ -48,8 +48,8 @@ def test_equal_prompts_with_their_own_ids_never_mix():
 
 def test_siblings_are_newest_first_and_leave_one_out():
     cache = empty()
-    for slot, step in [(2, 5), (0, 4), (1, 5), (3, 1)]:
-        cache.put("a", slot, trajectory(step=step, seed=slot))
+    for sample_index, step in [(2, 5), (0, 4), (1, 5), (3, 1)]:
+        cache.put("a", sample_index, trajectory(step=step, seed=sample_index))
     assert [t.key for t in cache.siblings("a")] == [1, 2, 0, 3]
     assert [t.key for t in cache.siblings("a", but=2)] == [1, 0, 3]
     assert cache.siblings("b") == []
@@ -58,9 +58,9 @@ def test_siblings_are_newest_first_and_leave_one_out():
 def test_group_size_may_change():
     cache = empty()
     for step, group in enumerate([8, 4, 8]):
-        kept = [cache.get("a", slot) for slot in range(group)]
+        kept = [cache.get("a", sample_index) for sample_index in range(group)]
         assert [t is not None for t in kept] == [step > 0] * group
-        cache.put_many(("a", slot, trajectory(step=step, seed=slot)) for slot in range(group))
+        cache.put_many(("a", sample_index, trajectory(step=step, seed=sample_index)) for sample_index in range(group))
     assert len(cache) == 8
 
 
@@ -97,17 +97,17 @@ def test_reshuffling_changes_nothing():
 )
 def test_a_bad_put_names_the_entry_and_stores_nothing(fields, reason):
     cache = empty()
-    with pytest.raises(CacheError, match="example 'ex-7', slot 2 cannot be stored") as error:
+    with pytest.raises(CacheError, match="example 'ex-7', sample_index 2 cannot be stored") as error:
         cache.put_many([("ok", 0, trajectory()), ("ex-7", 2, replace(trajectory(), **fields))])
     assert reason in str(error.value)
     assert len(cache) == 0
     assert cache.bytes == 0
 
 
-@pytest.mark.parametrize(("name", "slot"), [("a", -1), ("a", "0"), (7, 0), ("\ud800", 0)])
-def test_a_bad_key_is_an_error(name, slot):
+@pytest.mark.parametrize(("name", "sample_index"), [("a", -1), ("a", "0"), (7, 0), ("\ud800", 0)])
+def test_a_bad_key_is_an_error(name, sample_index):
     with pytest.raises(CacheError, match="cannot be stored"):
-        empty().put(name, slot, trajectory())
+        empty().put(name, sample_index, trajectory())
 
 
 def test_counters_never_go_back():
@@ -121,9 +121,11 @@ def test_counters_never_go_back():
     assert cache.get("a", 0) == trajectory(step=7, seed=1)
 
 
-def fill(cache, names, step=0, slots=2, length=200):
+def fill(cache, names, step=0, sample_indices=2, length=200):
     for name in names:
-        cache.put_many((name, slot, trajectory(length, step, seed=slot)) for slot in range(slots))
+        cache.put_many(
+            (name, sample_index, trajectory(length, step, seed=sample_index)) for sample_index in range(sample_indices)
+        )
 
 
 def test_the_example_not_stored_for_longest_goes_first_and_looking_up_does_not_count():
@@ -174,9 +176,9 @@ def test_eviction_is_the_same_every_time_and_undoes_all_accounting():
     def run():
         rng, cache = random.Random(5), empty(max_mb=0.05)
         for step in range(600):
-            name, slot = f"ex-{rng.randrange(80)}", rng.randrange(6)
+            name, sample_index = f"ex-{rng.randrange(80)}", rng.randrange(6)
             cache.get(f"ex-{rng.randrange(80)}", 0)
-            cache.put(name, slot, trajectory(rng.randrange(1, 90), step))
+            cache.put(name, sample_index, trajectory(rng.randrange(1, 90), step))
         return cache
 
     one, two = run(), run()
@@ -184,8 +186,8 @@ def test_eviction_is_the_same_every_time_and_undoes_all_accounting():
     assert contents(one, names) == contents(two, names)
     assert 0 < one.evictions == two.evictions
     rebuilt = empty()
-    for (name, slot), t in contents(one, names).items():
-        rebuilt.put(name, slot, t)
+    for (name, sample_index), t in contents(one, names).items():
+        rebuilt.put(name, sample_index, t)
     assert one.bytes == pytest.approx(rebuilt.bytes, rel=0.01)
 
 
@@ -196,8 +198,8 @@ def test_memory_per_token(group, overhead):
     cache = empty()
     tracemalloc.start()
     before, _ = tracemalloc.get_traced_memory()
-    for name, slot, t in entries:
-        cache.put(name.encode().decode(), slot, t)  # a fresh string, as after a restart
+    for name, sample_index, t in entries:
+        cache.put(name.encode().decode(), sample_index, t)  # a fresh string, as after a restart
     held = tracemalloc.get_traced_memory()[0] - before
     tracemalloc.stop()
     assert held <= 10_000 * (4 * 100 + overhead)
@@ -213,11 +215,11 @@ def test_two_processes_end_up_with_the_same_store():
         batch = random.Random(step).sample(names, 8)
         gathered = []
         for rank, cache in enumerate(processes):
-            own = [(name, slot) for name in batch[rank::2] for slot in range(4)]
-            for name, slot in own:
-                cache.get(name, slot)
-            cache.put_many((name, slot, trajectory(90, step, seed=slot)) for name, slot in own)
-            gathered += [(name, slot, cache.get(name, slot)) for name, slot in own]
+            own = [(name, sample_index) for name in batch[rank::2] for sample_index in range(4)]
+            for name, sample_index in own:
+                cache.get(name, sample_index)
+            cache.put_many((name, sample_index, trajectory(90, step, seed=sample_index)) for name, sample_index in own)
+            gathered += [(name, sample_index, cache.get(name, sample_index)) for name, sample_index in own]
         for cache in processes:
             cache.merge(gathered)
         assert contents(processes[0], names) == contents(processes[1], names)

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pyarrow.parquet as pq
 import pytest
 
-from rollout.cache import disk, reading
-from rollout.cache.disk import LOCK, SNAPSHOT
-from rollout.cache.memory import Fingerprint, TrajectoryCache
-from rollout.types import CacheError, Trajectory
+from specrl.rollout.cache import disk, reading
+from specrl.rollout.cache.disk import LOCK, SNAPSHOT
+from specrl.rollout.cache.memory import Fingerprint, TrajectoryCache
+from specrl.rollout.types import CacheError, Trajectory
 from tests.rollout.cache.stored import PRINT, contents, entries, load, saved
 
 
@@ -42,10 +42,10 @@ def test_any_parquet_reader_can_read_it(tmp_path):
     given = entries(20, logprobs=True)
     saved(tmp_path, given)
     rows = pq.read_table(tmp_path / SNAPSHOT).to_pylist()
-    for (name, slot, t), row in zip(given, rows, strict=True):
+    for (name, sample_index, t), row in zip(given, rows, strict=True):
         expected = {field: getattr(t, field) for field in ("key", "finish", "version", "step", "reward")}
         lists = {"tokens": list(t.tokens), "logprobs": t.logprobs and list(t.logprobs)}
-        assert row == {"example_id": name, "slot": slot, **lists, **expected}
+        assert row == {"example_id": name, "sample_index": sample_index, **lists, **expected}
 
 
 def test_missing_directory_is_an_empty_cache(tmp_path, caplog):
@@ -88,7 +88,7 @@ def test_newer_format_is_an_error_and_older_is_cold(tmp_path, monkeypatch, caplo
 
 def test_another_identity_is_an_error(tmp_path):
     saved(tmp_path, entries())
-    other = Fingerprint({"tokenizer": "t2", "template": "x"}, PRINT.law)
+    other = Fingerprint({"tokenizer": "t2", "template": "x"}, PRINT.sampling)
     with pytest.raises(CacheError) as error:
         load(tmp_path, other)
     for part in (
@@ -105,7 +105,7 @@ def test_another_law_only_costs_the_logprobs(tmp_path):
     saved(tmp_path, given)
     other = Fingerprint(PRINT.identity, {"temperature": "0.7"})
     with pytest.raises(CacheError, match=r"temperature was '1\.0' there, is '0\.7' here"):
-        load(tmp_path, other, check_law=True)
+        load(tmp_path, other, check_sampling=True)
     loaded = load(tmp_path, other)
     assert contents(loaded, given) == [(e, s, replace(t, logprobs=None)) for e, s, t in given]
 

@@ -16,11 +16,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rollout.cache import reading
-from rollout.cache.disk import LOCK, SNAPSHOT
-from rollout.cache.record import digest_of, pack
-from rollout.types import CacheError
 from specrl.cache import main
+from specrl.rollout.cache import reading
+from specrl.rollout.cache.disk import LOCK, SNAPSHOT
+from specrl.rollout.cache.record import digest_of, pack
+from specrl.rollout.types import CacheError
 from tests.rollout.cache.stored import EOS, PRINT, contents, entries, load, saved
 
 
@@ -207,8 +207,10 @@ HEADER = {
     "rows": 60,
     "vocab_size": 1000,
     "eos_ids": [EOS],
-    "fingerprint": {"identity": dict(PRINT.identity), "law": dict(PRINT.law)},
-    "digest": digest_of((example_id, slot, pack(trajectory)) for example_id, slot, trajectory in entries()),
+    "fingerprint": {"identity": dict(PRINT.identity), "sampling": dict(PRINT.sampling)},
+    "digest": digest_of(
+        (example_id, sample_index, pack(trajectory)) for example_id, sample_index, trajectory in entries()
+    ),
 }
 
 
@@ -237,7 +239,7 @@ def rewrite(directory, header: str | bytes | dict):
         ({**HEADER, "digest": None}, "digest=None"),
         ({**HEADER, "fingerprint": None}, "fingerprint=None"),
         ({**HEADER, "fingerprint": {**HEADER["fingerprint"], "more": {}}}, "fingerprint="),
-        ({**HEADER, "fingerprint": {"identity": {"tokenizer": 7}, "law": {}}}, "fingerprint="),
+        ({**HEADER, "fingerprint": {"identity": {"tokenizer": 7}, "sampling": {}}}, "fingerprint="),
         ({**HEADER, "writer": "x\ny" * 99}, "does not know its field 'writer'"),
         ("not JSON", "it is no JSON object"),
         (b"\xff\xfe", "it is no JSON object"),
@@ -274,7 +276,7 @@ def test_a_header_that_counts_other_rows(tmp_path, capsys, rows):
     assert (len(loaded), loaded.dropped, loaded.quarantined) == (0, 0, 1)
 
 
-@pytest.mark.parametrize("column", ["example_id", "slot", "key", "tokens"])
+@pytest.mark.parametrize("column", ["example_id", "sample_index", "key", "tokens"])
 def test_rows_whose_fields_were_exchanged_are_put_aside(tmp_path, column):
     saved(tmp_path, entries(8))
     table = pq.read_table(tmp_path / SNAPSHOT)
@@ -289,13 +291,13 @@ def test_rows_whose_fields_were_exchanged_are_put_aside(tmp_path, column):
 def test_a_negative_slot_is_malformed(tmp_path, capsys, monkeypatch):
     """`put` refuses it; a row of another writer may have it, with a right checksum."""
     with monkeypatch.context() as patch:
-        patch.setattr("rollout.cache.memory.complaint", lambda *_: None)
+        patch.setattr("specrl.rollout.cache.memory.complaint", lambda *_: None)
         saved(tmp_path, [*entries(4), ("ex-é0", -1, entries(1)[0][2])])
     loaded = load(tmp_path)
     assert (len(loaded), loaded.dropped) == (4, 1)
     assert main(["verify", f"run={tmp_path}"]) == 3
     out = capsys.readouterr().out
-    assert "example 'ex-é0', slot -1: slot -1 is negative\n5 entries: 4 good, 1 malformed\n" in out
+    assert "example 'ex-é0', sample_index -1: sample_index -1 is negative\n5 entries: 4 good, 1 malformed\n" in out
 
 
 def pipe(path):

@@ -8,12 +8,12 @@ from itertools import pairwise
 
 import pytest
 
-from rollout.drafting.budget import Budget, Plan
-from rollout.drafting.cost import Trial
-from rollout.drafting.draft import EMPTY
-from rollout.drafting.drafting import Drafting
-from rollout.engines.response import Response
-from rollout.types import Request
+from specrl.rollout.drafting.budget import Budget, Plan
+from specrl.rollout.drafting.cost import DraftingBackoff
+from specrl.rollout.drafting.draft import EMPTY
+from specrl.rollout.drafting.drafting import Drafting
+from specrl.rollout.engines.response import Response
+from specrl.rollout.types import Request
 
 
 class Fixed:
@@ -568,7 +568,7 @@ def test_more_rows_ask_for_shorter_drafts():
 
 def test_further_passes_of_a_split_one_are_no_plain_passes():
     """They carry drafts that nobody was asked about again: neither side of the comparison has their seconds."""
-    trial = Trial()
+    trial = DraftingBackoff()
     for _ in range(8):
         trial.ask(carried=True)
         trial.observe(8, seconds=1.0, worth=1.2, drafts=True, asking=0.1)

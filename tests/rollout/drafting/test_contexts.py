@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from rollout.drafting.contexts import ContextTable
+from specrl.rollout.drafting.contexts import ContextTable
 
 PROMPT = (90, 91, 92, 93, 94, 95)
 

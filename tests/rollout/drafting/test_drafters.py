@@ -8,12 +8,12 @@ from operator import eq
 import cloudpickle
 import pytest
 
-from rollout.drafting import suffix as suffix_of
-from rollout.drafting.draft import Draft, ask, ask_all
-from rollout.drafting.ngrams import GROUPS, NGrams, token_ids
-from rollout.drafting.suffix import PromptTexts, SuffixDrafter, find, unseen
-from rollout.sections import SOURCES
-from rollout.types import Request, RolloutError
+from specrl.rollout.drafting import suffix as suffix_of
+from specrl.rollout.drafting.draft import Draft, ask, ask_all
+from specrl.rollout.drafting.ngrams import GROUPS, NGrams, token_ids
+from specrl.rollout.drafting.suffix import PromptTexts, SuffixDrafter, find, unseen
+from specrl.rollout.sections import SOURCES
+from specrl.rollout.types import Request, RolloutError
 
 OLD = list(range(100, 160))
 POSITIONS = ("prefix", "position")
@@ -391,7 +391,7 @@ def test_rows_that_are_asked_together_get_what_each_gets_alone():
 
 
 def test_prompts_that_come_later_leave_a_full_index(monkeypatch):
-    monkeypatch.setattr("rollout.drafting.ngrams.FULL", 500)
+    monkeypatch.setattr("specrl.rollout.drafting.ngrams.FULL", 500)
     drafters, truths = rollout_of(random.Random(6), prompts=8)
     for rows in (slice(0, 6), slice(0, 12), slice(0, 18), slice(0, 24)):
         suffix_of.propose(drafters[rows], [[*truth[:20], 99, 98] for truth in truths[rows]], [4] * rows.stop)

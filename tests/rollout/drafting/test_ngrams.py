@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from rollout.drafting.ngrams import GROUPS, LENGTHS, NOWHERE, NGrams, token_ids
+from specrl.rollout.drafting.ngrams import GROUPS, LENGTHS, NOWHERE, NGrams, token_ids
 
 
 def add(index: NGrams, pieces) -> None:

@@ -1,11 +1,11 @@
 """Redraws: what a pass drew behind a mismatch is a guess like any other, where it earns more."""
 
-from rollout.drafting.budget import Budget
-from rollout.drafting.draft import Draft
-from rollout.drafting.drafting import Drafting
-from rollout.engines.response import Response
-from rollout.types import EngineStats, Request
-from rollout.verify import Drawn, Stood, exact
+from specrl.rollout.drafting.budget import Budget
+from specrl.rollout.drafting.draft import Draft
+from specrl.rollout.drafting.drafting import Drafting
+from specrl.rollout.engines.response import Response
+from specrl.rollout.types import EngineStats, Request
+from specrl.rollout.verify import Accepted, TargetSamples, exact
 
 
 class Fixed:
@@ -25,16 +25,16 @@ def row_of(drafter=None) -> Response:
     return Response(Request([1], 0, 30, drafter))
 
 
-def settle(made: Drafting, row: Response, draft: Draft, draws: list[int]) -> Stood:
+def settle(made: Drafting, row: Response, draft: Draft, draws: list[int]) -> Accepted:
     """As an engine does after a pass."""
-    stood = exact(0, draft, Drawn(len(row.tokens), draws, [0.0] * len(draws), [0.0] * len(draws)))
+    stood = exact(0, draft, TargetSamples(len(row.tokens), draws, [0.0] * len(draws), [0.0] * len(draws)))
     row.emit(stood, frozenset())
     made.learn(row, draft, stood.tokens, stood.drafted, stood.behind)
     return stood
 
 
 def test_the_exact_rule_tells_what_was_drawn_behind_a_mismatch():
-    drawn = Drawn(0, [5, 9, 7, 8, 3], [0.0] * 5, [0.0] * 5)
+    drawn = TargetSamples(0, [5, 9, 7, 8, 3], [0.0] * 5, [0.0] * 5)
     stood = exact(0, Draft([5, 6, 7, 8]), drawn)
     assert (stood.tokens, stood.drafted, stood.behind) == ([5, 9], 1, [7, 8, 3])
     assert not exact(0, Draft([5, 9, 7, 8]), drawn).behind, "all stood"

@@ -4,8 +4,8 @@ import gc
 
 import pytest
 
-from rollout import verify
-from rollout.engines.base import heap_at_rest
+from specrl.rollout import verify
+from specrl.rollout.engines.base import gc_frozen
 from tests.engines import local
 from tests.rollout.golden import SAMPLING, requests_of
 
@@ -18,10 +18,10 @@ def nothing_frozen():
 
 
 def test_what_is_there_is_left_alone_and_given_back():
-    with heap_at_rest():
+    with gc_frozen():
         assert gc.get_freeze_count() > 10_000
     assert gc.get_freeze_count() == 0
-    with pytest.raises(KeyError), heap_at_rest():
+    with pytest.raises(KeyError), gc_frozen():
         raise KeyError
     assert gc.get_freeze_count() == 0
 
@@ -30,7 +30,7 @@ def test_what_somebody_froze_stays_frozen_and_nothing_else_is():
     gc.freeze()
     theirs = gc.get_freeze_count()
     mine = [[] for _ in range(20_000)]
-    with heap_at_rest():
+    with gc_frozen():
         assert abs(gc.get_freeze_count() - theirs) < 10_000  # some die meanwhile
     assert abs(gc.get_freeze_count() - theirs) < 10_000
     assert len(mine) == 20_000

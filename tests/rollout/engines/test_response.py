@@ -2,9 +2,9 @@
 
 import pytest
 
-from rollout.engines.response import Response
-from rollout.types import Request
-from rollout.verify import Stood
+from specrl.rollout.engines.response import Response
+from specrl.rollout.types import Request
+from specrl.rollout.verify import Accepted
 
 EOS = 1
 
@@ -21,6 +21,6 @@ EOS = 1
 )
 def test_columns_have_one_length(tokens, drafted, cap, kept, reused):
     row, numbers = Response(Request([2], 0, cap)), [float(i) for i in range(len(tokens))]
-    assert row.emit(Stood(tokens, numbers, numbers, drafted), {EOS}) == kept
+    assert row.emit(Accepted(tokens, numbers, numbers, drafted), {EOS}) == kept
     assert (row.tokens, row.logprobs, row.behaviour) == (tokens[:kept], numbers[:kept], numbers[:kept])
     assert row.reused == reused

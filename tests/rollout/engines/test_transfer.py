@@ -2,7 +2,7 @@
 
 import pytest
 
-from rollout.engines.transfer import Topology, choose_route
+from specrl.rollout.engines.transfer import Topology, choose_route
 
 NOWHERE = ""
 

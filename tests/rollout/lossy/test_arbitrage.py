@@ -5,10 +5,10 @@ import math
 import pytest
 import torch
 
-from rollout.lossy.pair import fingerprint, read_card, write_card
-from rollout.lossy.router import MOST, decide, features, learned, load_learned
-from rollout.lossy.steps import Candidate, Step
-from rollout.types import RolloutError
+from specrl.rollout.lossy.pair import fingerprint, read_card, write_card
+from specrl.rollout.lossy.router import MOST, decide, features, learned, load_learned
+from specrl.rollout.lossy.steps import Candidate, Step
+from specrl.rollout.types import RolloutError
 
 WEIGHTS = [2.0, -1.0, -1.5]
 PAIR = {"draft": "d", "policy": "p", "separators": ["\n"]}

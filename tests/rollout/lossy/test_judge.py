@@ -7,20 +7,20 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rollout.drafting.suffix import PromptTexts, SuffixDrafter
-from rollout.engines.base import Sampling
-from rollout.engines.local.engine import TransformersEngine
-from rollout.keys import derive_key
-from rollout.lossy.judge import JudgeHead, KLJudge
-from rollout.lossy.judged import accept_judged
-from rollout.types import Request, RolloutError
-from rollout.verify import accept_exact
+from specrl.rollout.drafting.suffix import PromptTexts, SuffixDrafter
+from specrl.rollout.engines.base import SamplingParams
+from specrl.rollout.engines.local.engine import TransformersEngine
+from specrl.rollout.keys import derive_key
+from specrl.rollout.lossy.judge import JudgeHead, KLJudge
+from specrl.rollout.lossy.judged import accept_judged
+from specrl.rollout.types import Request, RolloutError
+from specrl.rollout.verify import accept_exact
 from tests.engines import judged as judged_engine
 from tests.engines import local
 from tests.rollout.golden import differing, nearly_tied_keys, noisy
 
 EOS = 1
-SAMPLING = Sampling(frozenset({EOS}), 0.7)
+SAMPLING = SamplingParams(frozenset({EOS}), 0.7)
 
 
 class Verdicts:
@@ -101,7 +101,7 @@ def test_without_verdicts_it_is_the_exact_rule_and_verdicts_only_add():
 def test_near_ties_are_decided_alike_however_passes_are_shaped(models):
     """A judge that lets nothing stand leaves plain decoding's text, though other passes rounded it."""
     policy, keys = noisy(models[0]), nearly_tied_keys(models[0], [5, 9, 30], 3e-5)
-    asked, sampling = [Request([5, 9, 30], key, 8) for key in keys], Sampling(frozenset({EOS}))
+    asked, sampling = [Request([5, 9, 30], key, 8) for key in keys], SamplingParams(frozenset({EOS}))
 
     def differences(margin):
         want, _ = local(policy, sampling, tie_margin=margin).generate(asked)
@@ -224,7 +224,7 @@ def test_behind_a_changed_token_stored_text_is_verified_exactly(models, plain):
 
 
 def test_another_texts_tokens_are_no_stored_law(models, plain):
-    """Only the slot's own text has a law that was stored; what is copied from elsewhere is verified exactly."""
+    """Only the sample's own text has a law that was stored; what is copied from elsewhere is verified exactly."""
     asked = requests()
     for request, text in zip(asked, old(plain), strict=True):
         request.drafter = SuffixDrafter(PromptTexts([[token for token, _ in text]]))

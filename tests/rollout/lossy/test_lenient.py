@@ -7,11 +7,12 @@ import math
 import pytest
 import torch
 
-from rollout.drafting.draft import Draft
-from rollout.lossy.lenient import NO_WEIGHT, kept
-from rollout.lossy.lenient import lenient as lenient_rule
-from rollout.types import RolloutError
-from rollout.verify import Drawn
+from specrl.rollout.drafting.draft import Draft
+from specrl.rollout.lossy.lenient import NO_WEIGHT, kept
+from specrl.rollout.lossy.lenient import lenient as lenient_rule
+from specrl.rollout.types import RolloutError
+from specrl.rollout.verify import TargetSamples
+from specrl.trainers.correction import correction_weights
 from tests.rollout.golden import (
     SAMPLING,
     Script,
@@ -20,7 +21,6 @@ from tests.rollout.golden import (
     prompts_and_caps,
     requests_of,
 )
-from trainers.correction import correction_weights
 
 
 @pytest.fixture(scope="module")
@@ -189,7 +189,7 @@ def test_weighted_samples_are_the_policys(length, lenience):
 def verified(new, old, draft, draws, key, lenience):
     """What the real rule makes of a draft and draws, of tables of log-probs [VOCAB] that hold at every position."""
     own, text = [new[token].item() for token in draws], [new[token].item() for token in draft]
-    drawn = Drawn(0, list(draws), own, [*text, 0.0])
+    drawn = TargetSamples(0, list(draws), own, [*text, 0.0])
     return lenient_rule(lenience)(key, Draft(list(draft), "prefix", [old[token].item() for token in draft]), drawn)
 
 

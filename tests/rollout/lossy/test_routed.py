@@ -6,15 +6,15 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from rollout.engines.base import Sampling
-from rollout.engines.local.engine import TransformersEngine
-from rollout.keys import derive_key
-from rollout.lossy import routed
-from rollout.lossy.routed import Steps
-from rollout.lossy.router import by_advantage, by_entropy, by_likelihood, by_reward, decide
-from rollout.lossy.steps import Candidate, Step, StepEnd
-from rollout.types import Request, RolloutError
-from rollout.verify import accept_exact
+from specrl.rollout.engines.base import SamplingParams
+from specrl.rollout.engines.local.engine import TransformersEngine
+from specrl.rollout.keys import derive_key
+from specrl.rollout.lossy import routed
+from specrl.rollout.lossy.routed import Steps
+from specrl.rollout.lossy.router import by_advantage, by_entropy, by_likelihood, by_reward, decide
+from specrl.rollout.lossy.steps import Candidate, Step, StepEnd
+from specrl.rollout.types import Request, RolloutError
+from specrl.rollout.verify import accept_exact
 from tests import engines
 from tests.engines import local
 from tests.rollout.golden import differing, nearly_tied_keys, noisy
@@ -30,7 +30,7 @@ def decode(tokens):
 
 
 @dataclass
-class Rule:
+class AcceptanceRule:
     """A router by a function of a candidate."""
 
     rule: object
@@ -45,7 +45,7 @@ class Rule:
         return [self.rule(candidate) for candidate in candidates]
 
 
-ALWAYS, NEVER = Rule(lambda c: 1.0), Rule(lambda c: 0.0)
+ALWAYS, NEVER = AcceptanceRule(lambda c: 1.0), AcceptanceRule(lambda c: 0.0)
 
 
 def odd(candidate):
@@ -68,20 +68,20 @@ def step_end(separators=("~", "a", "b", "c", "d"), cap=30):
 def engine(models, router, end=None, score=True, **limits):
     policy, draft = models
     return engines.routed(
-        policy, Sampling(frozenset({EOS}), 0.7), Steps(draft, router, end or step_end(), score), **limits
+        policy, SamplingParams(frozenset({EOS}), 0.7), Steps(draft, router, end or step_end(), score), **limits
     )
 
 
 def plain(model, asked):
-    done, _ = TransformersEngine(model, Sampling(frozenset({EOS}), 0.7)).generate(asked)
+    done, _ = TransformersEngine(model, SamplingParams(frozenset({EOS}), 0.7)).generate(asked)
     return done
 
 
 def test_near_ties_are_decided_alike_however_passes_are_shaped(models):
     """Every step is the policy's, so the texts are those of plain decoding, though other passes rounded them."""
     policy, keys = noisy(models[0]), nearly_tied_keys(models[0], [5, 9, 30], 3e-5)
-    asked, sampling = [Request([5, 9, 30], key, 8) for key in keys], Sampling(frozenset({EOS}))
-    reading = Rule(lambda c: 1.0, needs=frozenset({"likelihood"}))
+    asked, sampling = [Request([5, 9, 30], key, 8) for key in keys], SamplingParams(frozenset({EOS}))
+    reading = AcceptanceRule(lambda c: 1.0, needs=frozenset({"likelihood"}))
 
     def differences(margin):
         want, _ = local(policy, sampling, tie_margin=margin).generate(asked)
@@ -128,7 +128,7 @@ def continued(model, request, text):
         def propose(self, tokens, limit):
             return given[len(tokens) :][:limit]
 
-    from rollout.noise import keyed_draw
+    from specrl.rollout.noise import keyed_draw
 
     out = []
     with torch.no_grad():
@@ -169,15 +169,15 @@ def test_no_step_escalated_is_plain_decoding_of_the_draft(models):
 @pytest.mark.parametrize("rows_per_batch", [2, 256])
 def test_mixed_steps_follow_the_definition(models, needs, rows_per_batch):
     asked = requests()
-    router = Rule(odd, needs=frozenset(needs))
+    router = AcceptanceRule(odd, needs=frozenset(needs))
     done, stats = engine(models, router, rows_per_batch=rows_per_batch).generate(asked)
     assert [c.tokens for c in done] == naive(models, asked, lambda n: n % 2, step_end())
     assert 0 < stats.escalated < stats.steps
 
 
 def test_tokens_of_a_step_that_went_and_are_taken_for_the_row_s_are_caught(models, monkeypatch):
-    monkeypatch.setattr("rollout.engines.local.reader.accept_exact", lambda held, text: len(text))
-    done, _ = engine(models, Rule(odd)).generate(asked := requests())
+    monkeypatch.setattr("specrl.rollout.engines.local.reader.accept_exact", lambda held, text: len(text))
+    done, _ = engine(models, AcceptanceRule(odd)).generate(asked := requests())
     assert [c.tokens for c in done] != naive(models, asked, lambda n: n % 2, step_end())
 
 
@@ -190,14 +190,14 @@ READ = frozenset({"likelihood"})
 def test_keeping_a_token_that_the_policy_does_not_draw_is_caught(models, monkeypatch):
     """The planted wrong rule: of an escalated step the policy keeps one token more than it draws itself."""
     monkeypatch.setattr(routed, "accept_exact", lambda draws, draft: min(accept_exact(draws, draft) + 1, len(draft)))
-    done, _ = engine(models, Rule(ALWAYS.rule, needs=READ)).generate(asked := requests())
+    done, _ = engine(models, AcceptanceRule(ALWAYS.rule, needs=READ)).generate(asked := requests())
     assert [c.tokens for c in done] != [c.tokens for c in plain(models[0], asked)]
 
 
 @pytest.mark.parametrize(("rule", "writer"), [(ALWAYS, 0), (NEVER, 1)], ids=["all escalated", "none"])
 def test_reading_changes_no_token(models, rule, writer):
     asked, end = requests(), step_end(EVERY, cap=99) if writer else step_end()
-    done, stats = engine(models, Rule(rule.rule, needs=READ), end).generate(asked)
+    done, stats = engine(models, AcceptanceRule(rule.rule, needs=READ), end).generate(asked)
     assert [c.tokens for c in done] == [c.tokens for c in plain(models[writer], asked)]
     assert stats.escalated == (stats.steps if writer == 0 else 0)
     assert {flag for c in done for flag in c.reused} == {bool(writer)}
@@ -210,7 +210,7 @@ def test_a_router_is_given_the_policys_own_log_probs(models):
         seen.append(([*c.prompt, *c.response], c.step, list(c.history)))
         return odd(c)
 
-    engine(models, Rule(note, needs=READ)).generate(requests())
+    engine(models, AcceptanceRule(note, needs=READ)).generate(requests())
     kept = 0
     for before, step, history in seen:
         tokens = step.tokens
@@ -228,7 +228,7 @@ def test_kept_steps_are_read_once(models):
     """Scoring finished responses costs nothing more, as every kept step has been read."""
     asked = requests()
     (scored, cost), (bare, same) = (
-        engine(models, Rule(odd, needs=READ), score=score).generate(asked) for score in (True, False)
+        engine(models, AcceptanceRule(odd, needs=READ), score=score).generate(asked) for score in (True, False)
     )
     assert [c.logprobs for c in scored] == [c.logprobs for c in bare]
     assert (cost.passes, cost.forward_tokens) == (same.passes, same.forward_tokens)
@@ -238,7 +238,9 @@ def test_kept_steps_are_read_once(models):
 def test_a_draft_that_is_the_policy_is_verified_step_by_step(models):
     """Every step is the policy's own, so that escalating it writes nothing: one pass of the policy per step."""
     asked = requests()
-    done, stats = engine((models[0], models[0]), Rule(ALWAYS.rule, needs=READ), step_end(EVERY, 99)).generate(asked)
+    done, stats = engine((models[0], models[0]), AcceptanceRule(ALWAYS.rule, needs=READ), step_end(EVERY, 99)).generate(
+        asked
+    )
     assert [c.tokens for c in done] == [c.tokens for c in plain(models[0], asked)]
     assert sum(c.passes for c in done) == stats.steps == stats.escalated
 
@@ -246,7 +248,7 @@ def test_a_draft_that_is_the_policy_is_verified_step_by_step(models):
 @pytest.mark.parametrize("wrong", [math.nan, None])
 def test_a_router_that_fails_on_what_it_reads_means_the_policys_path(models, wrong):
     asked = requests()
-    done, stats = engine(models, Rule(lambda c: wrong, needs=READ)).generate(asked)
+    done, stats = engine(models, AcceptanceRule(lambda c: wrong, needs=READ)).generate(asked)
     assert [c.tokens for c in done] == [c.tokens for c in plain(models[0], asked)]
     assert stats.route_faults == stats.escalated == stats.steps
 
@@ -278,7 +280,7 @@ def test_likelihood_escalates_what_the_policy_doubts_and_less_as_the_threshold_r
 
 def test_every_token_has_its_source_and_both_log_probs(models):
     asked = requests()
-    done, _ = engine(models, Rule(odd)).generate(asked)
+    done, _ = engine(models, AcceptanceRule(odd)).generate(asked)
     for request, c in zip(asked, done, strict=True):
         text = torch.tensor([[*request.prompt, *c.tokens]])
         laws = []
@@ -363,14 +365,14 @@ def raises(candidate):
 )
 def test_a_broken_router_means_the_policys_path(models, rule, caplog):
     asked = requests()
-    done, stats = engine(models, Rule(rule)).generate(asked)
+    done, stats = engine(models, AcceptanceRule(rule)).generate(asked)
     assert [c.tokens for c in done] == [c.tokens for c in plain(models[0], asked)]
     assert stats.route_faults == stats.escalated == stats.steps
     assert len(caplog.records) == 1, "said once, counted always"
 
 
 def test_a_router_that_returns_too_few_scores_fails_on_all():
-    short = Rule(None)
+    short = AcceptanceRule(None)
     short.score = lambda candidates: [0.0]
     candidates = [Candidate(i, [5], [], Step("draft", [9])) for i in range(3)]
     decision = decide(short, candidates)
@@ -380,7 +382,7 @@ def test_a_router_that_returns_too_few_scores_fails_on_all():
 
 def test_one_bad_score_costs_only_its_own_step():
     candidates = [Candidate(i, [5], [], Step("draft", [9])) for i in range(3)]
-    decision = decide(Rule(lambda c: [0.1, math.nan, 0.9][c.row]), candidates)
+    decision = decide(AcceptanceRule(lambda c: [0.1, math.nan, 0.9][c.row]), candidates)
     assert (decision.escalate, decision.faults) == ([False, True, True], 1)
 
 
@@ -462,7 +464,7 @@ def test_the_entropy_router_takes_the_largest_rolling_mean():
 
 
 def test_entropies_are_those_of_the_draft(models):
-    router = Rule(lambda c: 0.0, needs=frozenset({"entropy"}))
+    router = AcceptanceRule(lambda c: 0.0, needs=frozenset({"entropy"}))
     asked = requests(2)
     engine(models, router, step_end(EVERY, 99)).generate(asked)
     first = router.seen[0]
@@ -474,7 +476,7 @@ def test_entropies_are_those_of_the_draft(models):
 def test_escalation_falls_with_the_threshold(models):
     shares = []
     for threshold in (-0.01, 0.3, 0.6, 1.0):
-        _, stats = engine(models, Rule(lambda c: c.step.tokens[0] / 60, threshold)).generate(requests(12, 24))
+        _, stats = engine(models, AcceptanceRule(lambda c: c.step.tokens[0] / 60, threshold)).generate(requests(12, 24))
         shares.append((stats.escalated - stats.route_faults) / (stats.steps - stats.route_faults))
     assert shares == sorted(shares, reverse=True)
     assert (shares[0], shares[-1]) == (1.0, 0.0)

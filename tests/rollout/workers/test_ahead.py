@@ -10,14 +10,14 @@ from itertools import count
 import pytest
 import torch
 
-from rollout.cache.memory import Fingerprint, TrajectoryCache
-from rollout.config import RolloutConfig
-from rollout.drafting.suffix import PromptTexts, SuffixDrafter
-from rollout.keys import Visits, derive_key
-from rollout.metrics import rollout_metrics
-from rollout.speculative import SpeculativeRollout
-from rollout.types import AheadText, Request, Row
-from rollout.workers.ahead import Ahead
+from specrl.rollout.cache.memory import Fingerprint, TrajectoryCache
+from specrl.rollout.config import RolloutConfig
+from specrl.rollout.drafting.suffix import PromptTexts, SuffixDrafter
+from specrl.rollout.keys import Visits, derive_key
+from specrl.rollout.metrics import rollout_metrics
+from specrl.rollout.speculative import SpeculativeRollout
+from specrl.rollout.types import AheadText, Request, Row
+from specrl.rollout.workers.ahead import Ahead
 from tests.engines import Spare, local
 from tests.rollout.golden import EOS_IDS, SAMPLING, VOCAB, prompts_and_caps, requests_of
 
@@ -201,7 +201,7 @@ def trained(drifting, wrap=Spare, replay=0.0, announce=True, wrong=0, settings=(
         if announce and step + 1 < len(versions):
             coming = rows_of(step + 1)
             known = [visit + wrong for visit in visits.so_far([row.example_id for row in coming])]
-            rollout.announce(coming, visit=known, slots=[i % GROUP for i in range(len(coming))])
+            rollout.announce(coming, visit=known, sample_indices=[i % GROUP for i in range(len(coming))])
         batch = rollout.generate(rows, visit=seen, step=step)
         rollout.store(rows, batch, step=step)
         between(rollout)
@@ -281,9 +281,9 @@ def test_a_coming_batch_is_begun_behind_what_there_is_of_it(drifting):
     rollout = SpeculativeRollout(
         engine, TrajectoryCache(Fingerprint(), VOCAB, EOS_IDS), RolloutConfig(max_new_tokens=CAP), 3
     )
-    coming, slots = rows_of(1), [i % GROUP for i in range(9)]
+    coming, sample_indices = rows_of(1), [i % GROUP for i in range(9)]
     for rows in ([Row("a", (5, 6))], [Row("b", (5, 7))], [Row("c", (5, 8))]):
-        rollout.announce(coming, visit=[0] * 9, slots=slots)
+        rollout.announce(coming, visit=[0] * 9, sample_indices=sample_indices)
         rollout.generate(rows, visit=0, step=0)
     first, second, third = engine.began
     assert all(request.drafter.source != "ahead" for request in first)
@@ -296,7 +296,7 @@ def test_an_announcement_is_for_one_call(drifting):
     """Rows that had their turn are not begun once more."""
     engine = Spare(local(drifting()[0], SAMPLING, own_weights=True, window=8), passes=3)
     rollout = SpeculativeRollout(engine, None, RolloutConfig(max_new_tokens=CAP), 3)
-    rollout.announce([Row("b", (5, 7))], visit=[0], slots=[0])
+    rollout.announce([Row("b", (5, 7))], visit=[0], sample_indices=[0])
     for name in "abc":
         rollout.generate([Row(name, (5, 6))], visit=0, step=0)
     assert len(engine.began) == 1
@@ -306,8 +306,8 @@ def test_an_announcement_is_for_one_call(drifting):
     ("settings", "reason"),
     [
         ({"ahead": "off"}, "rollout.ahead=off"),
-        ({"law": "off"}, "not off"),
-        ({"law": "lenient"}, "not lenient"),
+        ({"acceptance": "off"}, "not off"),
+        ({"acceptance": "lenient"}, "not lenient"),
         ({}, "rollout workers"),
     ],
 )
@@ -316,7 +316,7 @@ def test_where_nothing_is_rolled_out_ahead_it_says_why(tiny, settings, reason):
     engine = Spare(engine) if settings else engine
     rollout = SpeculativeRollout(engine, None, RolloutConfig(max_new_tokens=4, **settings), seed=3)
     assert reason in rollout.not_ahead
-    rollout.announce([Row("a", (5, 6))], visit=[0], slots=[0])
+    rollout.announce([Row("a", (5, 6))], visit=[0], sample_indices=[0])
     batch = rollout.generate([Row("a", (5, 6))], visit=0, step=0)
     assert "spec/ahead_ratio" not in rollout_metrics(batch)
 

@@ -4,8 +4,8 @@ import time
 
 import pytest
 
-from rollout.types import Request
-from rollout.workers.calls import LAST_PASS_S, Place
+from specrl.rollout.types import Request
+from specrl.rollout.workers.calls import LAST_PASS_S, Place
 
 
 class Actor:

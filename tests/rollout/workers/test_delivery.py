@@ -13,17 +13,17 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from rollout.build import build_engine
-from rollout.config import RolloutConfig
-from rollout.engines.base import EngineSpec
-from rollout.sections import BudgetConfig, ClusterConfig
-from rollout.types import Request, RolloutError
-from rollout.workers.delivery import Delivery
-from rollout.workers.pool import RolloutPool
-from rollout.workers.worker import Started
+from specrl.rollout.build import build_engine
+from specrl.rollout.config import RolloutConfig
+from specrl.rollout.engines.base import EngineSpec
+from specrl.rollout.sections import BudgetConfig, ClusterConfig
+from specrl.rollout.types import Request, RolloutError
+from specrl.rollout.workers.delivery import Delivery
+from specrl.rollout.workers.pool import RolloutPool
+from specrl.rollout.workers.worker import Started
 from specrl.run.cluster import connect
+from specrl.trainers.weights import PolicyWeights, probe
 from tests.engines import local
-from trainers.weights import PolicyWeights, probe
 
 TEXT = tuple(range(3, 40))
 CLUSTER = ClusterConfig(num_workers=2, start_timeout_s=120)
@@ -83,8 +83,8 @@ def senders(monkeypatch):
         opened.append(Sender(client, source, ranks))
         return opened[-1]
 
-    monkeypatch.setitem(sys.modules, "rollout.engines.vllm.link", SimpleNamespace(open_link=open_link))
-    monkeypatch.setattr("rollout.workers.delivery.gpu", lambda: "GPU of the trainer")
+    monkeypatch.setitem(sys.modules, "specrl.rollout.engines.vllm.link", SimpleNamespace(open_link=open_link))
+    monkeypatch.setattr("specrl.rollout.workers.delivery.gpu", lambda: "GPU of the trainer")
     return opened
 
 
@@ -194,6 +194,6 @@ def test_a_pool_is_linked_and_replaces_workers_all_the_same(build_model, tmp_pat
 
 
 def pool_sampling(spec):
-    from rollout.engines.base import Sampling
+    from specrl.rollout.engines.base import SamplingParams
 
-    return Sampling(spec.eos_ids)
+    return SamplingParams(spec.eos_ids)

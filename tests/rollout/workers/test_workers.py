@@ -22,15 +22,15 @@ import psutil
 import pytest
 import torch
 
-from rollout.build import build_engine
-from rollout.config import RolloutConfig
-from rollout.drafting.suffix import PromptTexts, SuffixDrafter, following
-from rollout.engines.base import EngineSpec, Probe
-from rollout.keys import derive_key
-from rollout.sections import BudgetConfig, ClusterConfig
-from rollout.types import Completion, EngineStats, Request, RolloutError
-from rollout.workers.pool import RolloutPool
-from rollout.workers.worker import Failure, RolloutWorker, StaleWeights, Started, spread, to_arrays, to_tensors
+from specrl.rollout.build import build_engine
+from specrl.rollout.config import RolloutConfig
+from specrl.rollout.drafting.suffix import PromptTexts, SuffixDrafter, following
+from specrl.rollout.engines.base import EngineSpec, Probe
+from specrl.rollout.keys import derive_key
+from specrl.rollout.sections import BudgetConfig, ClusterConfig
+from specrl.rollout.types import Completion, EngineStats, Request, RolloutError
+from specrl.rollout.workers.pool import RolloutPool
+from specrl.rollout.workers.worker import Failure, RolloutWorker, StaleWeights, Started, spread, to_arrays, to_tensors
 from specrl.run.cluster import connect
 
 ROOT = Path(__file__).parents[3]

@@ -7,14 +7,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rollout.build import build_engine
-from rollout.config import RolloutConfig
-from rollout.types import Completion, EngineStats, Row
 from specrl.bench.__main__ import BenchConfig, command
 from specrl.bench.pair import Bench, of_pairs, options, perturbed, prepare
 from specrl.config.load import load
 from specrl.config.options import ConfigError
 from specrl.config.schema import Config
+from specrl.rollout.build import build_engine
+from specrl.rollout.config import RolloutConfig
+from specrl.rollout.types import Completion, EngineStats, Row
 
 
 class ScriptedEngine:
@@ -41,7 +41,7 @@ def scripted(monkeypatch, tiny):
 
     def make(plain, own) -> Bench:
         engine = ScriptedEngine(clock, plain, own)
-        monkeypatch.setattr("rollout.build.build_engine", lambda *_: engine)
+        monkeypatch.setattr("specrl.rollout.build.build_engine", lambda *_: engine)
         rows = [Row("a", (5, 6))] * 2
         return Bench(tiny("llama"), frozenset({1}), Config(rollout=RolloutConfig(group_size=2)), rows, {}, {})
 
@@ -114,7 +114,7 @@ def test_all_cases_share_one_engine(mine, monkeypatch):
         built.append(build_engine(*given))
         return built[-1]
 
-    monkeypatch.setattr("rollout.build.build_engine", build)
+    monkeypatch.setattr("specrl.rollout.build.build_engine", build)
     assert command([f"config={mine}", "rows=2", "repeats=1", "generate=false"]) == 0
     assert len(built) == 1
     bench, *_ = prepare(options(f"config={mine}", "rows=2"))
@@ -134,7 +134,7 @@ def test_without_a_config_it_benches_as_many_problems_as_the_rows_take():
     [
         (["rows=14"], "rows=14 takes 7 prompts of 2 responses, and data="),
         (["rows=3"], "rows=3 is no multiple of rollout.group_size=2. Try rows=4."),
-        (["rollout.law=lenient"], "rollout.law=lenient: the bench times the exact rule in one process."),
+        (["rollout.acceptance=lenient"], "rollout.acceptance=lenient: the bench times the exact rule in one process."),
         (["cluster.num_workers=2"], "Add cluster.num_workers=0."),
     ],
 )
@@ -147,6 +147,6 @@ def test_what_it_cannot_time_is_one_line(mine, words, message, capsys):
 
 def test_a_lossy_rule_is_refused_without_a_config_too():
     config = options()
-    config.rollout.law = "judged"
-    with pytest.raises(ConfigError, match=r"rollout\.law=judged"):
+    config.rollout.acceptance = "judged"
+    with pytest.raises(ConfigError, match=r"rollout\.acceptance=judged"):
         prepare(config)

@@ -4,10 +4,10 @@ import math
 
 import pytest
 
-from rollout.checks import misfits, options
 from specrl.config.load import load
 from specrl.config.options import ConfigError
 from specrl.config.schema import Config
+from specrl.rollout.checks import misfits, options
 
 
 def check(*words, **settings):
@@ -60,29 +60,29 @@ def broken(*words, **settings):
         ),
         (
             "rollout.lenience=1.6",
-            "rollout.lenience=1.6 has no effect with rollout.law=exact. Try rollout.lenience=1",
+            "rollout.lenience=1.6 has no effect with rollout.acceptance=exact. Try rollout.lenience=1",
         ),
         (
-            "rollout.lenience=0 rollout.law=lenient",
+            "rollout.lenience=0 rollout.acceptance=lenient",
             "rollout.lenience=0 accepts nothing. Try rollout.lenience=1,",
         ),
         (
-            "rollout.law=lenient rollout.replay=0.5",
-            "rollout.replay=0.5 cannot be combined with rollout.law",
+            "rollout.acceptance=lenient rollout.replay=0.5",
+            "rollout.replay=0.5 cannot be combined with rollout.acceptance",
         ),
         (
-            "rollout.law=lenient trainer.old_logprobs=trainer",
-            "trainer.old_logprobs=trainer with rollout.law",
+            "rollout.acceptance=lenient trainer.old_logprobs=trainer",
+            "trainer.old_logprobs=trainer with rollout.acceptance",
         ),
         (
-            "rollout.law=lenient rollout.top_p=0.9",
+            "rollout.acceptance=lenient rollout.top_p=0.9",
             "rollout.top_p=0.9 with rollout.top_k=0 needs the trainer's own",
         ),
         (
             "trainer.old_logprobs=engine rollout.top_k=50",
             "rollout.top_p=1.0 with rollout.top_k=50 needs the trainer's own",
         ),
-        ("trainer.correction=token_mask", "trainer.correction=token_mask has no effect with rollout.law=exact"),
+        ("trainer.correction=token_mask", "trainer.correction=token_mask has no effect with rollout.acceptance=exact"),
         ("rollout.temperature=0", "rollout.temperature=0 gives all responses of a group the same text"),
         ("trainer.clip=0", "trainer.clip=0 lets no ratio pass. Try trainer.clip=auto."),
         ("trainer.clip_high=0.1", "trainer.clip_high=0.1 is below trainer.clip=0.2. Try trainer.clip_high=0.2."),
@@ -159,45 +159,45 @@ def broken(*words, **settings):
             "rollout.vllm.speculator=draft_model=x is set by rollout.drafter. Try rollout.drafter=x.",
         ),
         (
-            "rollout.engine=vllm rollout.vllm.scheduling=async rollout.law=lenient",
-            "rollout.law=lenient decides on the host what stands of a draft, and rollout.vllm.scheduling=async leaves",
+            "rollout.engine=vllm rollout.vllm.scheduling=async rollout.acceptance=lenient",
+            "rollout.acceptance=lenient decides on the host what stands of a draft, and rollout.vllm.scheduling=async",
         ),
-        ("rollout.law=judged", "rollout.judged.by=judge needs rollout.judged.path, as specrl.train_router or"),
+        ("rollout.acceptance=judged", "rollout.judged.by=judge needs rollout.judged.path, as specrl.train_router or"),
         (
-            "rollout.law=judged rollout.judged.path=x rollout.sources=[]",
+            "rollout.acceptance=judged rollout.judged.path=x rollout.sources=[]",
             "rollout.judged.by=judge needs a model that writes. Try rollout.drafter=DIR,",
         ),
-        ("rollout.law=judged rollout.judged.by=kl", "rollout.judged.by=kl needs a model that writes. Try"),
+        ("rollout.acceptance=judged rollout.judged.by=kl", "rollout.judged.by=kl needs a model that writes. Try"),
         (
-            "rollout.law=judged rollout.judged.path=x rollout.replay=0.5",
-            "rollout.replay=0.5 cannot be combined with rollout.law=judged, which draws with fresh noise. Try",
+            "rollout.acceptance=judged rollout.judged.path=x rollout.replay=0.5",
+            "rollout.replay=0.5 cannot be combined with rollout.acceptance=judged, which draws with fresh noise. Try",
         ),
         (
-            "rollout.law=judged rollout.judged.path=x cluster.num_workers=1",
-            "rollout.law=judged works in the trainer's process, not with cluster.num_workers=1, whose workers know no",
+            "rollout.acceptance=judged rollout.judged.path=x cluster.num_workers=1",
+            "rollout.acceptance=judged works in the trainer's process, not with cluster.num_workers=1, whose workers",
         ),
         (
-            "rollout.law=judged rollout.judged.path=x rollout.drafter=x rollout.engine=vllm",
-            "rollout.law=judged decides on the host what stands of a draft, and rollout.drafter=x leaves drafts to the",
+            "rollout.acceptance=judged rollout.judged.path=x rollout.drafter=x rollout.engine=vllm",
+            "rollout.acceptance=judged decides on the host what stands of a draft, and rollout.drafter=x leaves drafts",
         ),
         (
-            "rollout.law=judged rollout.judged.by=kl rollout.drafter=x rollout.engine=vllm",
+            "rollout.acceptance=judged rollout.judged.by=kl rollout.drafter=x rollout.engine=vllm",
             "rollout.judged.by=kl compares the laws of rollout.drafter and the policy, and rollout.engine=vllm has st",
         ),
         (
-            "rollout.law=routed rollout.drafter=x rollout.engine=vllm",
-            "rollout.law=routed has the policy go on with the KV of a row behind each step of rollout.drafter, and",
+            "rollout.acceptance=routed rollout.drafter=x rollout.engine=vllm",
+            "rollout.acceptance=routed has the policy go on with the KV of a row behind each step of",
         ),
         (
-            "rollout.law=judged rollout.judged.path=x trainer.correction=none",
-            "rollout.law=judged with trainer.correction=none would train on drafted text as if the policy had written",
+            "rollout.acceptance=judged rollout.judged.path=x trainer.correction=none",
+            "rollout.acceptance=judged with trainer.correction=none would train on drafted text as if the policy",
         ),
         (
-            "rollout.law=routed rollout.drafter=x rollout.routed.by=rsd rollout.routed.path=x "
+            "rollout.acceptance=routed rollout.drafter=x rollout.routed.by=rsd rollout.routed.path=x "
             "rollout.routed.threshold=2",
             "rollout.routed.threshold=2.0 is no probability, as rollout.routed.by=rsd needs. Try 0.5.",
         ),
-        ("rollout.law=lenient rollout.drafter=x", "rollout.drafter=x cannot be combined with"),
+        ("rollout.acceptance=lenient rollout.drafter=x", "rollout.drafter=x cannot be combined with"),
         (
             "rollout.engine=vllm rollout.drafter=head trainer.drafter.train=true",
             "rollout.drafter=head is made beside the trainer's model, and rollout.engine=vllm loads its drafter from",
@@ -216,12 +216,12 @@ def broken(*words, **settings):
             "trainer.drafter.train=true has no draft model to train. Try rollout.drafter=DIR",
         ),
         (
-            "trainer.drafter.train=true rollout.drafter=x rollout.law=off",
-            "trainer.drafter.train=true learns from drafts that the exact rule verifies, not rollout.law=off. Try",
+            "trainer.drafter.train=true rollout.drafter=x rollout.acceptance=off",
+            "trainer.drafter.train=true learns from drafts that the exact rule verifies, not rollout.acceptance=off.",
         ),
         (
-            "trainer.drafter.train=true rollout.drafter=x rollout.law=judged rollout.judged.path=x",
-            "trainer.drafter.train=true learns from drafts that the exact rule verifies, not rollout.law=judged. Try",
+            "trainer.drafter.train=true rollout.drafter=x rollout.acceptance=judged rollout.judged.path=x",
+            "trainer.drafter.train=true learns from drafts that the exact rule verifies, not rollout.acceptance=",
         ),
         (
             "trainer.drafter.interval=0",
@@ -253,14 +253,14 @@ def test_rows_must_fill_whole_passes(prompts, per_pass, message):
     "words",
     [
         "trainer.prompts_per_step=30 trainer.rows_per_pass=16",
-        "rollout.law=lenient rollout.lenience=1.6 trainer.correction=sequence_mask",
-        "rollout.law=off trainer.correction=none",
-        "rollout.law=judged rollout.judged.path=x",
-        "rollout.law=judged rollout.judged.path=x rollout.sources=[] rollout.drafter=x rollout.replay=0.5",
-        "rollout.law=judged rollout.judged.path=x rollout.judged.uncorrected=true trainer.correction=none",
-        "rollout.law=judged rollout.judged.path=x rollout.engine=vllm",
+        "rollout.acceptance=lenient rollout.lenience=1.6 trainer.correction=sequence_mask",
+        "rollout.acceptance=off trainer.correction=none",
+        "rollout.acceptance=judged rollout.judged.path=x",
+        "rollout.acceptance=judged rollout.judged.path=x rollout.sources=[] rollout.drafter=x rollout.replay=0.5",
+        "rollout.acceptance=judged rollout.judged.path=x rollout.judged.uncorrected=true trainer.correction=none",
+        "rollout.acceptance=judged rollout.judged.path=x rollout.engine=vllm",
         "trainer.drafter.train=true rollout.drafter=x rollout.engine=vllm cluster.num_workers=2",
-        "rollout.law=routed rollout.drafter=x rollout.replay=0.5",
+        "rollout.acceptance=routed rollout.drafter=x rollout.replay=0.5",
         "rollout.top_p=0.9 rollout.top_k=20",
         "trainer.epochs=0 trainer.max_steps=3",
         "trainer.clip_high=0.28",

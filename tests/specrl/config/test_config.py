@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from reward.base import RewardError
-from rollout.checks import values
-from rollout.types import CacheError
 from specrl.config import help, options
 from specrl.config import load as config
 from specrl.config.changes import MAY_CHANGE, differences
 from specrl.config.load import load
 from specrl.config.options import ConfigError
 from specrl.config.schema import Config
+from specrl.reward.base import RewardError
+from specrl.rollout.checks import values
+from specrl.rollout.types import CacheError
 from specrl.run import tasks
 from specrl.run.dry_run import sizes
 
@@ -94,7 +94,7 @@ def test_lookup_prefers_a_local_config_and_takes_paths():
     ("word", "key", "value"),
     [
         ("resume=no", "resume", "no"),
-        ("rollout.law=off", "rollout.law", "off"),
+        ("rollout.acceptance=off", "rollout.acceptance", "off"),
         ("revision=0123456", "revision", "0123456"),
         ("name=1e3", "name", "1e3"),
         ("model=a=b", "model", "a=b"),
@@ -162,8 +162,8 @@ def test_interpolation_and_its_escape(monkeypatch):
         ([*BASE, "rollout.replay=half"], "rollout.replay=half: expected a number."),
         ([*BASE, "trust_remote_code=maybe"], "trust_remote_code=maybe: expected true or false."),
         (
-            [*BASE, "rollout.law=exat"],
-            "rollout.law=exat: expected one of exact, off, lenient, judged, routed. Did you mean 'exact'?",
+            [*BASE, "rollout.acceptance=exat"],
+            "rollout.acceptance=exat: expected one of exact, off, lenient, judged, routed. Did you mean 'exact'?",
         ),
         ([*BASE, "report.trackers=wandb"], "report.trackers=wandb: expected a list. Try report.trackers=[wandb]."),
         ([*BASE, "reward.weights=[[1]]"], "reward.weights=[[1]]: expected a list."),
@@ -272,7 +272,7 @@ def test_entry_points_are_the_modules_that_can_be_run():
 
 def test_help_on_a_section_shows_key_default_type_and_doc():
     text = load(["help=rollout"])
-    assert "rollout.law = exact    (exact | off | lenient | judged | routed)\n    exact: bit-identical" in text
+    assert "rollout.acceptance = exact    (exact | off | lenient | judged | routed)\n    exact: bit-identical" in text
     assert "rollout.cache.max_mb = " in text
     assert "trainer." not in text.replace("the trainer", "")
     assert load(["help=rollout.group_size"]).startswith("rollout.group_size = 8    (int)\n")
@@ -385,13 +385,13 @@ def test_differences_tell_what_changes_the_meaning_of_a_run():
             "trainer.lr_schedule=constant",
             "rollout.temperature=0.7",
             "trainer.epochs=9",
-            "rollout.law=off",
+            "rollout.acceptance=off",
             "resume=auto",
         ]
     )
     assert {str(change): change.matters for change in differences(old, new)} == {
         "resume: no -> auto": False,
-        "rollout.law: exact -> off": False,
+        "rollout.acceptance: exact -> off": False,
         "rollout.temperature: 1.0 -> 0.7": True,
         "trainer.epochs: 8 -> 9": False,
     }
@@ -401,8 +401,8 @@ def test_differences_tell_what_changes_the_meaning_of_a_run():
 @pytest.mark.parametrize(
     "words",
     [
-        "rollout.law=lenient",
-        "rollout.law=judged rollout.judged.path=x",
+        "rollout.acceptance=lenient",
+        "rollout.acceptance=judged rollout.judged.path=x",
         "trainer.lr_schedule=cosine trainer.epochs=9",
     ],
 )
@@ -411,7 +411,7 @@ def test_differences_that_matter_only_in_context(words):
 
 
 def test_other_drafts_matter_only_where_their_text_stands():
-    routed = ["rollout.law=routed", "rollout.drafter=x"]
+    routed = ["rollout.acceptance=routed", "rollout.drafter=x"]
     for change in ("rollout.drafter=y", "rollout.sources=[prefix]"):
         for words, matters in ((routed, True), ([], False)):
             kept = [word for word in words if word.split("=")[0] != change.split("=")[0]]
@@ -445,7 +445,7 @@ def test_the_bounds_of_rewards_may_change(change):
 
 
 def test_another_draft_length_matters_only_where_old_text_is_judged():
-    judged = ["rollout.law=judged", "rollout.judged.path=x"]
+    judged = ["rollout.acceptance=judged", "rollout.judged.path=x"]
     for more, matters in ((judged, True), ([], False)):
         old, new = (load([*BASE, *more, f"rollout.budget.window={window}"]) for window in (4, 8))
         assert [change.matters for change in differences(old, new)] == [matters]

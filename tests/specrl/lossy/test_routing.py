@@ -7,11 +7,6 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
-from reward.set import RewardSet
-from rollout.keys import derive_key
-from rollout.lossy.router import by_advantage, decide
-from rollout.lossy.steps import Candidate, Step
-from rollout.types import Request
 from specrl.config import load as cli
 from specrl.evaluate import EvaluateConfig
 from specrl.evaluate import main as evaluate
@@ -19,12 +14,17 @@ from specrl.generate import GenerateConfig
 from specrl.generate import main as generate
 from specrl.lossy.pair import load_pair
 from specrl.lossy.routing import StepValues, advantage, collect, prefix, revalued
+from specrl.reward.set import RewardSet
+from specrl.rollout.keys import derive_key
+from specrl.rollout.lossy.router import by_advantage, decide
+from specrl.rollout.lossy.steps import Candidate, Step
+from specrl.rollout.types import Request
 from specrl.run.data import load_examples
 from specrl.run.prompts import seen
 from specrl.train_router import TrainRouterConfig
 from specrl.train_router import main as train_router
+from specrl.trainers.lossy.router import Record, curve
 from tests import runs
-from trainers.lossy.router import Record, curve
 
 pytestmark = pytest.mark.slow  # commands on a pair of models
 
@@ -38,7 +38,7 @@ def words(folder, draft, *more):
     """A small routed command; every mark of the random texts ends a step."""
     given = runs.words(
         folder,
-        rollout__law="off",
+        rollout__acceptance="off",
         rollout__drafter=draft,
         rollout__routed__separators=r"[' ', ',', '=', ':', '\n']",
         rollout__routed__max_step_tokens=20,
@@ -102,7 +102,7 @@ def test_a_value_is_the_mean_reward_of_plain_continuations(pair, examples, rewar
 
 
 def cli_sample(p, text):
-    from reward.base import Sample
+    from specrl.reward.base import Sample
 
     return Sample(p.prompt, p.completion + text, p.answer, p.fields)
 
@@ -213,7 +213,7 @@ def run_evaluate(folder, draft, capsys, *more):
 @pytest.mark.parametrize("kind", ["entropy", "likelihood", "rsd", "arbitrage"])
 def test_evaluation_with_a_router_reports_its_cost(kind, trained, prm, draft, tmp_path, capsys):
     path = {"rsd": prm, "arbitrage": trained}.get(kind, "")
-    given = ["rollout.law=routed", f"rollout.routed.by={kind}", f"rollout.routed.path={path}"]
+    given = ["rollout.acceptance=routed", f"rollout.routed.by={kind}", f"rollout.routed.path={path}"]
     code, all_policy = run_evaluate(
         tmp_path, draft, capsys, *given, f"rollout.routed.threshold={1 if kind == 'rsd' else 0}"
     )
@@ -232,7 +232,7 @@ def test_evaluation_with_a_router_reports_its_cost(kind, trained, prm, draft, tm
 
 def test_a_router_of_another_pair_is_refused(trained, tmp_path, capsys):
     other = runs.build_policy(tmp_path / "other", seed=2)
-    given = ["rollout.law=routed", "rollout.routed.by=arbitrage", f"rollout.routed.path={trained}"]
+    given = ["rollout.acceptance=routed", "rollout.routed.by=arbitrage", f"rollout.routed.path={trained}"]
     code, err = run_evaluate(tmp_path, other, capsys, *given)
     assert code == 3
     assert "was trained for another draft" in err
@@ -240,7 +240,7 @@ def test_a_router_of_another_pair_is_refused(trained, tmp_path, capsys):
 
 
 def test_generate_prints_responses(trained, draft, tmp_path, capsys):
-    given = ["rollout.law=routed", "rollout.routed.by=arbitrage", f"rollout.routed.path={trained}"]
+    given = ["rollout.acceptance=routed", "rollout.routed.by=arbitrage", f"rollout.routed.path={trained}"]
     assert cli.run(generate, words(tmp_path, draft, *given, "prompts=2"), GenerateConfig, training=False) == 0
     assert capsys.readouterr().out.count("How many") == 2
     assert cli.run(generate, words(tmp_path, draft, "prompt=Tom has 3 apples."), GenerateConfig, training=False) == 0
@@ -262,7 +262,7 @@ def test_a_senseless_training_is_one_line(more, message, draft, tmp_path, capsys
     assert err.count("\n") == 1
 
 
-ROUTED = "rollout.law=routed rollout.routed.by=entropy rollout.drafter=x"
+ROUTED = "rollout.acceptance=routed rollout.routed.by=entropy rollout.drafter=x"
 
 
 @pytest.mark.parametrize(
@@ -303,7 +303,7 @@ def test_grpo_trains_on_text_that_the_draft_wrote(law, by, threshold, correction
     options = {"by": by, "threshold": threshold, "uncorrected": "true"}
     record = runs.run(
         tmp_path,
-        rollout__law=law,
+        rollout__acceptance=law,
         rollout__sources="[]",
         rollout__drafter=draft,
         **{f"rollout__{law}__{key}": value for key, value in options.items()},

@@ -41,7 +41,7 @@ def make_run(path, records, **options) -> str:
 @pytest.fixture
 def pair(tmp_path):
     one = make_run(tmp_path / "one", [*STEPS, *EVALS], replay=0.5)
-    return one, make_run(tmp_path / "two", PLAIN, law="off")
+    return one, make_run(tmp_path / "two", PLAIN, acceptance="off")
 
 
 def test_the_column_of_a_run_by_hand(pair):
@@ -87,7 +87,7 @@ def test_negative_control_control_rows_charged_to_the_run_would_be_seen(pair):
 
 def test_what_sets_the_runs_apart_is_listed(pair):
     notes = write_comparison(pair, plots=False).notes
-    assert notes == ["rollout.law: exact, off", "rollout.replay: 0.5, 0.0"]
+    assert notes == ["rollout.acceptance: exact, off", "rollout.replay: 0.5, 0.0"]
 
 
 def test_unfinished_mismatching_and_unknown_runs_are_said(tmp_path):

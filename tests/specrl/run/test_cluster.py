@@ -13,8 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rollout.sections import ClusterConfig
 from specrl.config.options import ConfigError
+from specrl.rollout.sections import ClusterConfig
 from specrl.run.cluster import check_resources, connect, private_folder
 
 ROOT = Path(__file__).parents[3]
@@ -150,7 +150,7 @@ def test_gpus_that_are_not_there(started):
 
 
 FAILS = """
-from rollout.sections import ClusterConfig
+from specrl.rollout.sections import ClusterConfig
 from specrl.run.cluster import connect
 from specrl.config.options import ConfigError
 try:

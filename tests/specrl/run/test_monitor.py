@@ -11,7 +11,7 @@ from rich.console import Console
 from specrl.config.options import ConfigError
 from specrl.results.records import load_run, read_records
 from specrl.run.monitor import Monitor, duration, eval_line, step_line
-from trainers.config import TrainerConfig
+from specrl.trainers.config import TrainerConfig
 
 FULL = {
     "step": 42,

@@ -33,12 +33,12 @@ def start(tmp_path, monkeypatch, capsys):
         ("config=arbitrage_math output_dir=elsewhere", f"rollout.drafter={DRAFT}"),
         ("config=judge_math", "python -m specrl.drafter out=outputs/weak ("),
         (
-            f"config=arbitrage_math rollout.drafter={TINY_PATH} rollout.law=routed",
+            f"config=arbitrage_math rollout.drafter={TINY_PATH} rollout.acceptance=routed",
             "rollout.routed.path=outputs/router does not exist, which rollout.routed.by=arbitrage asks. Make it "
             "first: python -m specrl.train_router config=arbitrage_math out=outputs/router (",
         ),
         (
-            f"config=judge_math rollout.drafter={TINY_PATH} rollout.law=judged",
+            f"config=judge_math rollout.drafter={TINY_PATH} rollout.acceptance=judged",
             "python -m specrl.train_judge config=judge_math out=outputs/judge (",
         ),
         ("config=grpo_math rollout.drafter=./draft", "rollout.drafter=./draft does not exist."),
@@ -85,7 +85,7 @@ def test_what_is_there_is_not_asked_for(start, tmp_path):
     for folder in ("outputs/draft", "outputs/router"):
         (tmp_path / folder).mkdir(parents=True)
         (tmp_path / folder / "config.json").write_text("{}")
-    assert start("config=arbitrage_math", "rollout.law=routed") == (0, "")
+    assert start("config=arbitrage_math", "rollout.acceptance=routed") == (0, "")
     assert start("config=grpo_math", "rollout.drafter=Qwen/Qwen3-0.6B") == (0, ""), "the name of a model on a hub"
 
 

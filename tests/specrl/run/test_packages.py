@@ -1,4 +1,4 @@
-"""The four packages come from one place, or every command says so before it imports a stranger."""
+"""Everything is imported as `specrl.*`, so a user's own modules of the folders' names do not matter."""
 
 import os
 import subprocess
@@ -7,54 +7,40 @@ from pathlib import Path
 
 import pytest
 
-from specrl.run.packages import PACKAGES, mixed_roots, package_directories
-
 ROOT = Path(__file__).parents[3]
 
 
-def test_one_root_is_silent_and_two_are_told():
-    one = {name: Path("/a") / name for name in PACKAGES}
-    assert mixed_roots(one) == ""
-    told = mixed_roots(one | {"rollout": Path("/b/rollout"), "reward": None})
-    assert "specrl from /a, but `rollout` from /b, `reward` from nowhere. Start in another directory" in told
-    assert "\n" not in told
-
-
-def test_the_four_packages_come_from_here():
-    assert package_directories() == {name: ROOT / name for name in PACKAGES}
-
-
-def start(module, folder):
+def start(folder, *words):
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", module, "help=true"]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60)
+    return subprocess.run(
+        [sys.executable, *words], cwd=folder, env=environment, capture_output=True, text=True, timeout=60
+    )
 
 
-@pytest.mark.parametrize("module", ["specrl.train", "specrl.report", "specrl.cache"])
-def test_a_package_of_that_name_where_a_command_starts_is_told(module, tmp_path):
+@pytest.fixture
+def folder(tmp_path):
+    """A user's directory with modules of the same names as specrl's folders."""
     (tmp_path / "trainers").mkdir()
-    assert start(module, tmp_path).returncode == 0, "a directory without code is no package"
-    (tmp_path / "trainers" / "__init__.py").write_text("raise SystemExit('a stranger was imported')")
-    (tmp_path / "reward.py").write_text("raise SystemExit('a stranger was imported')")
-    done = start(module, tmp_path)
-    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
-    assert done.stderr.startswith("error: the packages come from different places: specrl from ")
-    assert f"`reward` from {tmp_path}, `trainers` from {tmp_path}. Start in another directory or rename" in done.stderr
+    for name in ("trainers/__init__.py", "reward.py", "rollout.py", "configs.py"):
+        (tmp_path / name).write_text("raise SystemExit('the user module was imported')")
+    return tmp_path
 
 
-def test_the_environment_report_works_beside_strangers(tmp_path):
-    (tmp_path / "reward.py").touch()
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "specrl.env"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0
-    assert "warning: the packages come from different places: " in done.stdout
+@pytest.mark.parametrize("words", [("specrl.train", "help=true"), ("specrl.train", "config=list"), ("specrl.env",)])
+def test_commands_ignore_modules_of_the_same_names(folder, words):
+    done = start(folder, "-m", *words)
+    assert done.returncode == 0, done.stderr
 
 
-def test_a_script_of_a_user_may_have_a_package_of_that_name(tmp_path):
-    (tmp_path / "reward.py").touch()
-    (tmp_path / "script.py").write_text("import specrl; print(specrl.RolloutConfig.__name__)")
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, str(tmp_path / "script.py")]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stdout) == (0, "RolloutConfig\n"), done.stderr
+def test_a_script_ignores_modules_of_the_same_names(folder):
+    code = "import specrl\nprint(specrl.RolloutConfig.__module__, specrl.build_engine.__module__)"
+    (folder / "script.py").write_text(code)
+    done = start(folder, str(folder / "script.py"))
+    assert (done.returncode, done.stdout) == (0, "specrl.rollout.config specrl.rollout.build\n"), done.stderr
+
+
+def test_a_script_may_import_its_own_modules(folder):
+    (folder / "reward.py").write_text("NAME = 'own'")
+    (folder / "script.py").write_text("import reward, specrl.reward.base\nprint(reward.NAME)")
+    done = start(folder, str(folder / "script.py"))
+    assert (done.returncode, done.stdout) == (0, "own\n"), done.stderr

@@ -66,7 +66,7 @@ CASES = {
     ),
     "cache": ({"rollout__cache__start_from": "{d}/no"}, "the trajectory cache {d}/no does not exist. Check rollout."),
     "judge": (
-        {"rollout__law": "judged", "rollout__judged__path": "{d}/no"},
+        {"rollout__acceptance": "judged", "rollout__judged__path": "{d}/no"},
         "rollout.judged.path={d}/no does not exist, which rollout.judged.by=judge asks. Make it first: python -m ",
     ),
     "no draft model": ({"rollout__drafter": "{d}"}, "rollout.drafter={d} cannot be loaded: the directory has no conf"),

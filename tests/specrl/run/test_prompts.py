@@ -11,15 +11,15 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from reward.base import Sample
-from reward.config import RewardConfig
-from reward.loading import load_rewards
-from rollout.types import Completion, EngineStats
 from specrl.config.load import load as load_config
 from specrl.config.options import ConfigError
 from specrl.config.schema import DatasetConfig
 from specrl.lossy.judging import Drafted, mismatches
 from specrl.lossy.pair import load_pair
+from specrl.reward.base import Sample
+from specrl.reward.config import RewardConfig
+from specrl.reward.loading import load_rewards
+from specrl.rollout.types import Completion, EngineStats
 from specrl.run.accuracy import evaluate
 from specrl.run.data import Example, load_examples
 from specrl.run.policy import fingerprint, load_tokenizer
@@ -293,7 +293,7 @@ def test_rewards_in_an_evaluation_see_the_rendered_prompt(chatting, tmp_path, re
 
 @pytest.mark.slow  # responses of a model, several for each prompt
 def test_rewards_in_judge_mining_see_the_rendered_prompt(chatting, tmp_path, remembered):
-    given = words(tmp_path, **SHORT, **options(chatting), rollout__law="off", rollout__drafter=chatting)
+    given = words(tmp_path, **SHORT, **options(chatting), rollout__acceptance="off", rollout__drafter=chatting)
     config = load_config(given)
     examples = load_examples(config.data, config.dataset, "train", config.seed)
     drafts = [Drafted(example, i) for i, example in enumerate(examples)]

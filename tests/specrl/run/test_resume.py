@@ -17,7 +17,7 @@ from specrl.config import load as cli
 from specrl.config.options import ConfigError
 from specrl.run.continued import agreed, same_data
 from specrl.run.data import Example
-from specrl.run.resume import claimed, data_digests, keep_surroundings, surroundings
+from specrl.run.resume import data_digests, environment, keep_environment, run_lock
 from tests.runs import ROOT, words
 
 HOLD = """
@@ -42,7 +42,7 @@ def hold(folder):
 
 
 def test_a_claim_makes_the_directory_and_leaves_nothing_but_an_empty_lock_in_it(tmp_path):
-    with claimed(load(tmp_path / "deep" / "er")) as (folder, checkpoint):
+    with run_lock(load(tmp_path / "deep" / "er")) as (folder, checkpoint):
         assert folder == tmp_path / "deep" / "er" / "run"
         assert checkpoint is None
     assert [(path.name, path.stat().st_size) for path in folder.iterdir()] == [("run.lock", 0)]
@@ -63,21 +63,21 @@ def test_a_name_is_held_while_its_run_lives(tmp_path, capsys, monkeypatch, resum
     assert "Wait for its end, stop it, or give another name=..." in errors[0]
     first.kill()
     first.communicate()
-    with claimed(load(tmp_path, resume=resume)):
+    with run_lock(load(tmp_path, resume=resume)):
         pass
 
 
 def test_the_other_processes_of_a_run_hold_nothing(tmp_path, monkeypatch):
-    with claimed(load(tmp_path)):
+    with run_lock(load(tmp_path)):
         monkeypatch.setenv("RANK", "1")
-        with claimed(load(tmp_path)) as (folder, checkpoint):
+        with run_lock(load(tmp_path)) as (folder, checkpoint):
             assert (folder, checkpoint) == (tmp_path / "run", None)
 
 
 def test_a_name_that_failed_is_free_again(tmp_path):
-    with pytest.raises(ZeroDivisionError), claimed(load(tmp_path)):
+    with pytest.raises(ZeroDivisionError), run_lock(load(tmp_path)):
         raise ZeroDivisionError
-    with claimed(load(tmp_path)):
+    with run_lock(load(tmp_path)):
         pass
 
 
@@ -101,7 +101,7 @@ def test_what_is_no_lock_of_a_run_is_refused_and_nothing_is_lost(tmp_path, plant
     other.write_text("a" * 300)
     lock = tmp_path / "run" / "run.lock"
     plant(lock, other)
-    with pytest.raises(ConfigError) as refused, claimed(load(tmp_path)):
+    with pytest.raises(ConfigError) as refused, run_lock(load(tmp_path)):
         pytest.fail("it began")
     assert str(lock) in str(refused.value)
     assert "give another name=" in str(refused.value)
@@ -112,7 +112,7 @@ def test_a_link_to_an_empty_file_is_refused_too(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "other").touch()
     (tmp_path / "run" / "run.lock").symlink_to(tmp_path / "other")
-    with pytest.raises(ConfigError, match="symbolic link"), claimed(load(tmp_path)):
+    with pytest.raises(ConfigError, match="symbolic link"), run_lock(load(tmp_path)):
         pytest.fail("it began")
     assert (tmp_path / "other").read_bytes() == b""
 
@@ -120,7 +120,7 @@ def test_a_link_to_an_empty_file_is_refused_too(tmp_path):
 def test_a_lock_that_a_killed_run_left_is_taken_over(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "run.lock").write_text("pid 1 on a machine with a long name since 2020-01-01 00:00:00")
-    with claimed(load(tmp_path)) as (folder, _):
+    with run_lock(load(tmp_path)) as (folder, _):
         assert (folder / "run.lock").read_text().startswith(f"pid {os.getpid()} on ")
 
 
@@ -128,7 +128,7 @@ def test_what_another_run_wrote_stays_where_nothing_can_be_locked(tmp_path, monk
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "run.lock").write_text("pid 1")
     monkeypatch.setattr(fcntl, "flock", no_locks)
-    with claimed(load(tmp_path)):
+    with run_lock(load(tmp_path)):
         pass
     assert (tmp_path / "run" / "run.lock").read_text() == "pid 1"
 
@@ -139,7 +139,7 @@ def no_locks(*_):
 
 def test_where_nothing_can_be_locked_the_run_goes_on_and_says_so(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(fcntl, "flock", no_locks)
-    with claimed(load(tmp_path)):
+    with run_lock(load(tmp_path)):
         assert "cannot be locked (No locks available): do not start this name again" in caplog.text
 
 
@@ -150,7 +150,7 @@ def test_checkpoints_without_their_config_are_not_gone_on_from(tmp_path):
     for resume in ("no", "auto"):
         with (
             pytest.raises(ConfigError, match=r"has checkpoints and no config\.yaml"),
-            claimed(load(tmp_path, resume=resume)),
+            run_lock(load(tmp_path, resume=resume)),
         ):
             pass
 
@@ -208,16 +208,16 @@ def test_fields_of_any_type_have_a_digest_that_is_the_same_in_every_process():
 
 
 def test_the_surroundings_of_the_beginning_are_kept_and_compared_with(tmp_path):
-    began = surroundings("cpu", 1) | {"threads": 2}
-    assert keep_surroundings(tmp_path, began, resumed=False) == ""
-    assert keep_surroundings(tmp_path, dict(began), resumed=True) == ""
+    began = environment("cpu", 1) | {"threads": 2}
+    assert keep_environment(tmp_path, began, resumed=False) == ""
+    assert keep_environment(tmp_path, dict(began), resumed=True) == ""
     now = began | {"threads": 1, "cpu": "Z80", "versions": began["versions"] | {"torch": "9.9", "ray": "0"}}
     for _ in range(2):
-        said = keep_surroundings(tmp_path, now, resumed=True)
+        said = keep_environment(tmp_path, now, resumed=True)
         assert f"cpu: {began['cpu']} -> Z80; threads: 2 -> 1; torch: {began['versions']['torch']} -> 9.9. The" in said
         assert "ray" not in said
     assert json.loads((tmp_path / "environment.json").read_text()) == began
-    assert keep_surroundings(tmp_path, now, resumed=False) == "", "a run that begins again"
+    assert keep_environment(tmp_path, now, resumed=False) == "", "a run that begins again"
     assert json.loads((tmp_path / "environment.json").read_text()) == now
 
 
@@ -225,5 +225,5 @@ def test_the_surroundings_of_the_beginning_are_kept_and_compared_with(tmp_path):
 def test_surroundings_that_were_lost_are_written_anew(tmp_path, text):
     if text is not None:
         (tmp_path / "environment.json").write_text(text)
-    assert keep_surroundings(tmp_path, surroundings("cpu", 1), resumed=True) == ""
+    assert keep_environment(tmp_path, environment("cpu", 1), resumed=True) == ""
     assert json.loads((tmp_path / "environment.json").read_text())["threads"] >= 1

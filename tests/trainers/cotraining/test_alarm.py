@@ -2,8 +2,8 @@
 
 import pytest
 
-from rollout.types import EngineStats, RolloutError
-from trainers.cotraining.alarm import DrafterAlarm
+from specrl.rollout.types import EngineStats, RolloutError
+from specrl.trainers.cotraining.alarm import DrafterAlarm
 
 
 def after(alarm, *rollouts):

@@ -10,16 +10,16 @@ from accelerate import DistributedType
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from rollout.build import build_engine
-from rollout.config import RolloutConfig
-from rollout.engines.base import EngineSpec
-from rollout.engines.local.head import Head, HeadDrafter
-from rollout.types import RolloutError
 from specrl.config import load as cli
+from specrl.rollout.build import build_engine
+from specrl.rollout.config import RolloutConfig
+from specrl.rollout.engines.base import EngineSpec
+from specrl.rollout.engines.local.head import Head, HeadDrafter
+from specrl.rollout.types import RolloutError
 from specrl.run.companions import companions
+from specrl.trainers.weights import send
 from tests import runs
 from tests.runs import SHORT, Watch, by_two_processes, differences, run
-from trainers.weights import send
 
 pytestmark = pytest.mark.slow  # whole runs
 
@@ -170,7 +170,7 @@ def test_a_resume_that_forgets_the_drafter_is_seen(folder, drafter, made, monkey
     """The control of the test above."""
     options = ON | {"rollout__drafter": drafter}
     run(folder, name="forgets", trainer__max_steps=4, trainer__save_every=4, **options)
-    monkeypatch.setattr("trainers.cotraining.trainer.DrafterTrainer.load", lambda *args: None)
+    monkeypatch.setattr("specrl.trainers.cotraining.trainer.DrafterTrainer.load", lambda *args: None)
     second = run(folder, name="forgets", resume="auto", trainer__save_every=4, **options)
     assert measured(records(folder / "forgets")) != measured(made(True)[1])
     assert differences(made(True)[0], second)[0] == "9 rollouts against 5", "only the policy's part is whole"
@@ -240,11 +240,11 @@ from pathlib import Path
 import torch
 from torch import distributed
 from transformers import AutoModelForCausalLM
-from rollout.engines.base import Sampling
-from rollout.types import EngineStats
-from trainers.config import DrafterConfig
-from trainers.cotraining.first import OnFirst
-from trainers.cotraining.trainer import DrafterTrainer
+from specrl.rollout.engines.base import Sampling
+from specrl.rollout.types import EngineStats
+from specrl.trainers.config import DrafterConfig
+from specrl.trainers.cotraining.first import OnFirst
+from specrl.trainers.cotraining.trainer import DrafterTrainer
 
 distributed.init_process_group("gloo")
 rank, steps = distributed.get_rank(), []

@@ -5,10 +5,10 @@ import copy
 import pytest
 import torch
 
-from rollout.engines.local.head import Head
-from trainers.cotraining import distil
-from trainers.cotraining.distances import forward_kl
-from trainers.cotraining.texts import Read, Text, batches, chosen, read, within
+from specrl.rollout.engines.local.head import Head
+from specrl.trainers.cotraining import distil
+from specrl.trainers.cotraining.distances import forward_kl
+from specrl.trainers.cotraining.texts import Read, Text, batches, chosen, read, within
 
 ROWS = [((3, 4, 5), (9, 11, 1)), ((8,), (2,)), ((6, 30), tuple(range(2, 25)))]
 TEXTS = [Text(prompt, response, 0) for prompt, response in ROWS]

@@ -14,22 +14,22 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-import trainers.cotraining.trainer as module
-from rollout.engines.base import Sampling
-from rollout.engines.local.engine import TransformersEngine
-from rollout.engines.local.head import Head
-from rollout.keys import derive_key
-from rollout.noise import keyed_draw
-from rollout.types import EngineStats, Request, RolloutError
+import specrl.trainers.cotraining.trainer as module
+from specrl.rollout.engines.base import SamplingParams
+from specrl.rollout.engines.local.engine import TransformersEngine
+from specrl.rollout.engines.local.head import Head
+from specrl.rollout.keys import derive_key
+from specrl.rollout.noise import keyed_draw
+from specrl.rollout.types import EngineStats, Request, RolloutError
+from specrl.trainers.config import DrafterConfig
+from specrl.trainers.cotraining import distil
+from specrl.trainers.cotraining.distances import forward_kl
+from specrl.trainers.cotraining.state import STATE
+from specrl.trainers.cotraining.trainer import DrafterTrainer, saved_seconds, tokens_per_pass
 from tests.engines import local
-from trainers.config import DrafterConfig
-from trainers.cotraining import distil
-from trainers.cotraining.distances import forward_kl
-from trainers.cotraining.state import STATE
-from trainers.cotraining.trainer import DrafterTrainer, saved_seconds, tokens_per_pass
 
 ROWS, CAP = 12, 24
-LAW = Sampling(frozenset([1, 7]))
+LAW = SamplingParams(frozenset([1, 7]))
 IDLE = EngineStats()
 SETTINGS = {"objective": "forward_kl", "learning_rate": 1e-2, "share": 1.0, "patience": 0}
 KINDS = ["model", "head"]

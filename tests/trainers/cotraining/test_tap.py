@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from trainers.cotraining.tap import Tap
-from trainers.cotraining.texts import Text, read
+from specrl.trainers.cotraining.tap import Tap
+from specrl.trainers.cotraining.texts import Text, read
 
 TEXTS = [Text((3, 4, 5), (9, 11, 1), 0), Text((8,), (2, 7), 0), Text((6, 30), tuple(range(2, 14)), 0)]
 

@@ -1,4 +1,4 @@
-"""The seam to TRL: configuration, sampler, rows and slots, log-probs, advantages, and what must not pass it."""
+"""The seam to TRL: configuration, sampler, rows and samples, log-probs, advantages, and what must not pass it."""
 
 import math
 from dataclasses import replace
@@ -12,18 +12,18 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, TrainerCallback
 
-import trainers.grpo.trainer as grpo
-from reward.config import RewardConfig
-from reward.loading import load_rewards
-from rollout.config import RolloutConfig
-from rollout.types import RolloutError
+import specrl.trainers.grpo.trainer as grpo
 from specrl.config.load import load
+from specrl.reward.config import RewardConfig
+from specrl.reward.loading import load_rewards
+from specrl.rollout.config import RolloutConfig
+from specrl.rollout.types import RolloutError
 from specrl.run.accuracy import evaluate
 from specrl.run.data import load_examples
+from specrl.trainers.config import TrainerConfig
+from specrl.trainers.grpo import reference
+from specrl.trainers.grpo.trainer import EpochRepeatSampler, check_trl, grpo_config
 from tests.runs import differences, logs, policy, run, words
-from trainers.config import TrainerConfig
-from trainers.grpo import reference
-from trainers.grpo.trainer import EpochRepeatSampler, check_trl, grpo_config
 
 DIFFERENCE = "sampling/sampling_logp_difference/max"
 
@@ -177,7 +177,7 @@ def test_the_order_depends_on_seed_and_epoch_only():
         ({}, False),
         ({"trainer__old_logprobs": "trainer"}, False),
         ({"trainer__old_logprobs": "engine"}, True),
-        ({"rollout__law": "lenient"}, True),
+        ({"rollout__acceptance": "lenient"}, True),
     ],
 )
 def test_old_log_probs_come_from_the_engine_only_when_asked(tmp_path, options, given):
@@ -212,7 +212,7 @@ TWICE = {"trainer__updates_per_rollout": 2, "trainer__max_steps": 2}
         (TWICE, [("update", 16)] * 2),
         ({**TWICE, "trainer__rows_per_pass": 8}, [("update", 8)] * 4),
         ({**TWICE, "trainer__old_logprobs": "engine"}, [("update", 16)] * 2),
-        ({**TWICE, "rollout__law": "lenient"}, [("update", 16)] * 2),
+        ({**TWICE, "rollout__acceptance": "lenient"}, [("update", 16)] * 2),
         ({**TWICE, "trainer__beta": 0.1}, [("extra", 1)] * 16 + [("update", 16)] * 2),
     ],
 )
@@ -376,7 +376,7 @@ def test_the_largest_gap_is_that_of_all_micro_batches(tmp_path):
 
 def test_lenient_weights_are_folded_into_the_advantages(tmp_path):
     outputs = []
-    options = {"rollout__law": "lenient", "rollout__lenience": 2.0, "trainer__correction_cap": 1.5}
+    options = {"rollout__acceptance": "lenient", "rollout__lenience": 2.0, "trainer__correction_cap": 1.5}
     record = run(tmp_path, tap(outputs), trainer__epochs=2, trainer__learning_rate=1e-2, **options)
     assert all(out["advantages"].shape == out["completion_ids"].shape for out in outputs)
     names = [f"sampling/importance_sampling_ratio/{kind}" for kind in ("min", "mean", "max")]
@@ -393,7 +393,7 @@ def test_lenient_weights_are_folded_into_the_advantages(tmp_path):
 @pytest.mark.slow
 def test_lenient_without_correction_trains_as_published(tmp_path):
     outputs = []
-    run(tmp_path, tap(outputs), trainer__epochs=2, rollout__law="lenient", trainer__correction="none")
+    run(tmp_path, tap(outputs), trainer__epochs=2, rollout__acceptance="lenient", trainer__correction="none")
     assert all((out["advantages"] == out["advantages"][:, :1]).all() for out in outputs)
 
 
@@ -633,16 +633,16 @@ def test_the_cache_keeps_responses_with_their_rewards(tmp_path):
     record = run(tmp_path, trainer__max_steps=4, **reward)
     cache, checked = record.trainer.rollouts.source.cache, set()
     for step in reversed(record.steps):  # the newest first
-        for (example, slot), tokens, key, finish, reward in zip(
+        for (example, sample_index), tokens, key, finish, reward in zip(
             step.rows, step.tokens, step.keys, step.finish, step.rewards, strict=True
         ):
-            if (example, slot) not in checked:
-                entry = cache.get(example, slot)
+            if (example, sample_index) not in checked:
+                entry = cache.get(example, sample_index)
                 assert (list(entry.tokens), entry.key, entry.finish) == (tokens, key, finish)
                 assert (entry.reward, entry.step, entry.version) == (reward, step.step, step.step)
-                checked.add((example, slot))
+                checked.add((example, sample_index))
     assert len(checked) == len(cache) == 12 * 4
-    assert None in {cache.get(example, slot).reward for example, slot in checked}
+    assert None in {cache.get(example, sample_index).reward for example, sample_index in checked}
 
 
 def test_evaluation_never_touches_the_cache(folder):

@@ -20,19 +20,19 @@ from accelerate import Accelerator, DistributedType
 from datasets import Dataset, IterableDataset
 from transformers import GenerationConfig, ProcessorMixin
 
-import trainers.grpo.trainer  # noqa: F401 (silences TRL's remarks at import)
-from rollout.cache.memory import Fingerprint, TrajectoryCache
-from rollout.cache.reading import load
-from rollout.config import RolloutConfig
-from rollout.engines.base import Sampling
-from rollout.engines.local.engine import TransformersEngine
-from rollout.keys import Visits
-from rollout.sections import CacheConfig
-from rollout.speculative import SpeculativeRollout
-from rollout.types import Request, RolloutError
+import specrl.trainers.grpo.trainer  # noqa: F401 (silences TRL's remarks at import)
+from specrl.rollout.cache.memory import Fingerprint, TrajectoryCache
+from specrl.rollout.cache.reading import load
+from specrl.rollout.config import RolloutConfig
+from specrl.rollout.engines.base import SamplingParams
+from specrl.rollout.engines.local.engine import TransformersEngine
+from specrl.rollout.keys import Visits
+from specrl.rollout.sections import CacheConfig
+from specrl.rollout.speculative import SpeculativeRollout
+from specrl.rollout.types import Request, RolloutError
 from specrl.tiny import load_tiny
-from trainers.grpo.hook import STATE, ReuseRollouts
-from trainers.grpo.hook_limits import NEUTRAL, OF_ARGS, WITHOUT_EFFECT
+from specrl.trainers.grpo.hook import STATE, ReuseRollouts
+from specrl.trainers.grpo.hook_limits import NEUTRAL, OF_ARGS, WITHOUT_EFFECT
 
 ROOT = Path(__file__).parents[3]
 A, B = "Tom has 3 apples and buys 4 more. How many has he?", "Ann had 9 pens and lost 2. How many are left?"
@@ -154,7 +154,7 @@ def idle(tmp_path_factory):
 
 @pytest.mark.slow
 def test_reuse_changes_nothing_but_time(whole, tmp_path):
-    plain = train(tmp_path, RolloutConfig(law="off"), **SCRIPT)
+    plain = train(tmp_path, RolloutConfig(acceptance="off"), **SCRIPT)
     assert [call.tokens for call in whole.calls] == [call.tokens for call in plain.calls]
     assert whole.logged("loss") == plain.logged("loss")
     assert len(plain.logged("loss")) == 12
@@ -186,7 +186,7 @@ def test_rows_of_very_different_lengths_under_autocast(build_model):
     requests = [Request(tuple((7 * i + j) % 61 for j in range(n)), i, 6) for i, n in enumerate([4] * 12 + [220])]
     for family in ("llama", "gpt2"):
         with torch.autocast("cpu", torch.bfloat16):
-            engine = TransformersEngine(build_model(family, scale=5.0), Sampling(frozenset()))
+            engine = TransformersEngine(build_model(family, scale=5.0), SamplingParams(frozenset()))
             completions, _ = engine.generate(requests)
         assert [len(c.tokens) for c in completions] == [6] * 13
 
@@ -530,7 +530,7 @@ def test_each_trainer_has_its_own(idle, whole):
 
 
 def test_what_it_cannot_do_is_said(idle):
-    lossy = [RolloutConfig(law=law) for law in ("lenient", "judged", "routed")]
+    lossy = [RolloutConfig(acceptance=rule) for rule in ("lenient", "judged", "routed")]
     started = RolloutConfig(cache=CacheConfig(start_from="elsewhere"))
     for config in (RolloutConfig(engine="vllm"), *lossy, started):
         with pytest.raises(RolloutError, match=r"python -m specrl\.train"):

@@ -5,8 +5,8 @@ from hashlib import blake2b
 import pytest
 import torch
 
-import trainers.grpo.reference as reference_module
-from trainers.grpo.reference import ReferenceLogProbs
+import specrl.trainers.grpo.reference as reference_module
+from specrl.trainers.grpo.reference import ReferenceLogProbs
 
 KEEP = 6
 

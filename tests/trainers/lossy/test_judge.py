@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from trainers.lossy.fit import roc_auc
-from trainers.lossy.judge import Labels, fit_head, fit_judge, threshold_for_recall
+from specrl.trainers.lossy.fit import roc_auc
+from specrl.trainers.lossy.judge import Labels, fit_head, fit_judge, threshold_for_recall
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,10 @@
 
 import torch
 
-from rollout.engines.base import Sampling
-from rollout.engines.local.engine import TransformersEngine
-from rollout.types import Request
-from trainers.lossy.mining import Mined, Miner, mine, while_followed
+from specrl.rollout.engines.base import SamplingParams
+from specrl.rollout.engines.local.engine import TransformersEngine
+from specrl.rollout.types import Request
+from specrl.trainers.lossy.mining import Mined, Miner, mine, while_followed
 
 EOS, CAP, MOST = 1, 16, 5
 PROMPTS = [[5, 6], [5, 6], [9, 4, 7], [8]]
@@ -17,7 +17,7 @@ def reward(text):
 
 def by_hand(model, stored):
     """[(states, important, problem)] of the semi-greedy search."""
-    engine = TransformersEngine(model, Sampling(frozenset({EOS}), 0.0))
+    engine = TransformersEngine(model, SamplingParams(frozenset({EOS}), 0.0))
 
     def greedy(prompt, cap):
         return engine.generate([Request(prompt, 0, cap, plain=True)])[0][0].tokens if cap else []
@@ -46,7 +46,7 @@ def test_labels_are_those_of_the_search_by_hand(build_model):
     generator = torch.Generator().manual_seed(0)
     stored = torch.randint(2, 61, (len(PROMPTS), CAP), generator=generator).tolist()
     stored[2][4] = EOS
-    miner = Miner(model, Sampling(frozenset({EOS}), 0.7), CAP, tokens_per_pass=64)
+    miner = Miner(model, SamplingParams(frozenset({EOS}), 0.7), CAP, tokens_per_pass=64)
     asked = []
 
     def score(rows, texts):

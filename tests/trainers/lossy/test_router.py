@@ -5,8 +5,8 @@ import random
 import pytest
 import torch
 
-from trainers.lossy.fit import logistic, spearman
-from trainers.lossy.router import Record, accuracy_by_class, split
+from specrl.trainers.lossy.fit import logistic, spearman
+from specrl.trainers.lossy.router import Record, accuracy_by_class, split
 
 
 def test_no_problem_is_learned_from_and_judged_by():

@@ -6,10 +6,10 @@ from collections import Counter
 import pytest
 import torch
 
-from rollout.types import Completion, Row
-from trainers.config import CriticConfig, TrainerConfig
-from trainers.ppo.critic import ActorCritic, models
-from trainers.ppo.experience import Experience
+from specrl.rollout.types import Completion, Row
+from specrl.trainers.config import CriticConfig, TrainerConfig
+from specrl.trainers.ppo.critic import ActorCritic, models
+from specrl.trainers.ppo.experience import Experience
 
 ROWS = [Row("a", (5, 6, 7, 8)), Row("b", (9, 10)), Row("c", (11,))]
 

@@ -13,12 +13,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from rollout.config import RolloutConfig
-from rollout.types import RolloutError
+from specrl.rollout.config import RolloutConfig
+from specrl.rollout.types import RolloutError
+from specrl.trainers.arguments import ppo_arguments
+from specrl.trainers.config import TrainerConfig
+from specrl.trainers.ppo.advantages import rloo
 from tests.runs import SHORT, Recording, differences, recorded, run
-from trainers.arguments import ppo_arguments
-from trainers.config import TrainerConfig
-from trainers.ppo.advantages import rloo
 
 PER_EPOCH = 3
 DIFFERENCE = "sampling/sampling_logp_difference/max"
@@ -70,7 +70,7 @@ CRITIC, ADAPTERS, ALONE = list(VARIANTS)[1:]
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=() if name == "head" else slow) for name in VARIANTS])
 def test_the_exact_run_is_the_plain_run(name):
-    exact, off = (runs(rollout__law=rule, **VARIANTS[name]) for rule in ("exact", "off"))
+    exact, off = (runs(rollout__acceptance=rule, **VARIANTS[name]) for rule in ("exact", "off"))
     assert differences(exact, off) == []
     assert len(exact.steps) == 2 * PER_EPOCH
     assert len(exact.losses) == 2 * PER_EPOCH * {CRITIC: 8}.get(name, 2)
@@ -87,9 +87,9 @@ def test_the_exact_run_is_the_plain_run(name):
 
 @slow
 def test_variants_are_not_the_same_run():
-    plain = runs(rollout__law="exact")
+    plain = runs(rollout__acceptance="exact")
     for name in (CRITIC, ALONE):
-        assert "weights" in differences(plain, runs(rollout__law="exact", **VARIANTS[name])), name
+        assert "weights" in differences(plain, runs(rollout__acceptance="exact", **VARIANTS[name])), name
 
 
 def test_control_steps_and_log_probs(tmp_path):
@@ -277,7 +277,9 @@ def test_the_kl_penalty_holds_the_policy(penalty):
 
 
 def test_the_kl_weight_adapts():
-    weights = [log["kl_beta"] for log in logs(runs(rollout__law="exact", **VARIANTS[CRITIC])) if "kl_beta" in log]
+    weights = [
+        log["kl_beta"] for log in logs(runs(rollout__acceptance="exact", **VARIANTS[CRITIC])) if "kl_beta" in log
+    ]
     assert weights[0] == 0.05
     assert weights[1] == pytest.approx(0.05 * 0.98), "the first rollout is the initial policy's: no KL"
     assert all(abs(b / a - 1) <= 0.02 + 1e-9 for a, b in pairwise(weights))

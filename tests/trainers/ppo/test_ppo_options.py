@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-import trainers.ppo.trainer
+from specrl.trainers.ppo import trainer as ppo_trainer
 from tests.runs import build_policy, differences, run
 
 OPTIONS = {
@@ -46,7 +46,7 @@ def heard(tmp_path_factory):
 
     with pytest.MonkeyPatch.context() as patch:
         for name in ("gae", "policy_loss", "kl_estimate", "value_loss"):
-            patch.setattr(trainers.ppo.trainer, name, spied(name, getattr(trainers.ppo.trainer, name)))
+            patch.setattr(ppo_trainer, name, spied(name, getattr(ppo_trainer, name)))
         record = run(tmp_path_factory.mktemp("options"), prepare, **OPTIONS)
     return calls | {"run": record}
 
@@ -106,7 +106,7 @@ def test_lenient_weights_are_folded_into_the_advantages(tmp_path):
 
         trainer.training_step = listened
 
-    options = {"rollout__law": "lenient", "rollout__lenience": 2.0, "trainer__correction_cap": 1.5}
+    options = {"rollout__acceptance": "lenient", "rollout__lenience": 2.0, "trainer__correction_cap": 1.5}
     options |= {"trainer__advantage": "rloo", "trainer__epochs": 2, "trainer__learning_rate": 1e-2}
     record = run(tmp_path, prepare, config="ppo_math", **options)
     log = record.trainer.state.log_history

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from trainers.ppo.prior import Prior, PromptValues
+from specrl.trainers.ppo.prior import Prior, PromptValues
 
 
 def test_a_prompt_is_worth_what_its_earlier_responses_earned():

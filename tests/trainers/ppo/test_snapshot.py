@@ -6,8 +6,8 @@ import pickle
 import pytest
 import torch
 
-from rollout.types import RolloutError
-from trainers.ppo import snapshot
+from specrl.rollout.types import RolloutError
+from specrl.trainers.ppo import snapshot
 
 
 def build(seed: int, width: int = 3):

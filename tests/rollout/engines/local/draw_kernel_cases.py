@@ -15,9 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.language.extra import libdevice
 from triton.runtime.interpreter import TensorHandle
 
-from rollout.engines.local import draw_kernel
-from rollout.engines.local.draw import unpack
-from rollout.noise import hash_tokens, keyed_draw, masses, process_logits, row_words
+from specrl.rollout.engines.local import draw_kernel
+from specrl.rollout.engines.local.draw import unpack
+from specrl.rollout.noise import hash_tokens, keyed_draw, masses, process_logits, row_words
 from tests.interpreter import quicken
 from tests.rollout.test_noise import chi_square, critical, processed_by_hand
 

@@ -5,7 +5,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from rollout.engines.local import draw_kernel
+from specrl.rollout.engines.local import draw_kernel
 
 SIGNATURE = {
     **{"floors": "*fp32", "floats": "*fp32", "tokens": "*i32", "packed": "*i32"},

@@ -15,10 +15,10 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rollout.engines.base import Sampling
-from rollout.engines.local import draw as module
-from rollout.engines.local.draw import Draw, TrimmedDraw, rows_per_chunk, unpack
-from rollout.noise import keyed_draw
+from specrl.rollout.engines.base import SamplingParams
+from specrl.rollout.engines.local import draw as module
+from specrl.rollout.engines.local.draw import Draw, TrimmedDraw, rows_per_chunk, unpack
+from specrl.rollout.noise import keyed_draw
 
 ROOT = Path(__file__).parents[4]
 TRITON = Path(sys.prefix) / "triton"
@@ -92,7 +92,7 @@ class Listen(TorchDispatchMode):
 @pytest.mark.parametrize("n", [1, 3, 17])
 def test_a_packed_draw_is_that_of_noise(law, n):
     layer, given = head(), asked(n)
-    draw = Draw(layer, Sampling(frozenset(), *law), logits_mb=1)
+    draw = Draw(layer, SamplingParams(frozenset(), *law), logits_mb=1)
     assert draw.rows == 2**20 // (VOCAB * 16) == 15, "17 rows are two chunks"
     want = []
     with torch.inference_mode():
@@ -109,7 +109,7 @@ def test_a_packed_draw_is_that_of_noise(law, n):
 def test_gaps_of_unusable_logits_come_through():
     hidden, *of = asked(3)
     hidden[1, 0] = torch.nan
-    gaps = torch.tensor(unpack(Draw(head(), Sampling(frozenset()), 1)(hidden, *of))[3])
+    gaps = torch.tensor(unpack(Draw(head(), SamplingParams(frozenset()), 1)(hidden, *of))[3])
     assert gaps.isnan().tolist() == [False, True, False]
 
 
@@ -137,7 +137,7 @@ def test_a_fault_in_the_draw_is_seen(fault, monkeypatch):
 
 def test_a_draw_is_one_operator_of_a_graph():
     """torch.compile sees no break, and the same operator with other targets is no other graph."""
-    draw, graphs = Draw(head(), Sampling(frozenset()), 1), []
+    draw, graphs = Draw(head(), SamplingParams(frozenset()), 1), []
 
     def keep(graph, inputs):
         graphs.append([node.target for node in graph.graph.nodes if node.op == "call_function"])
@@ -158,7 +158,7 @@ def test_on_cuda_a_chunk_is_a_product_and_a_draw(law, monkeypatch):
     """No sort and no vocabulary-sized noise outside the kernel, nothing that waits, and float32 logits."""
     monkeypatch.setattr(module, "free_bytes", lambda device: 0)
     with FakeTensorMode():
-        draw = Draw(fake_head(), Sampling(frozenset(), *law), logits_mb=1)
+        draw = Draw(fake_head(), SamplingParams(frozenset(), *law), logits_mb=1)
         given = fake_asked(100)
         assert draw.rows == 2**20 // (VOCAB * 4) == 63
         with torch.inference_mode(), Listen() as ran:
@@ -206,7 +206,7 @@ def test_a_layer_that_does_more_is_called(layer, monkeypatch):
     """LoRA on the output layer counts: its product alone would leave it out."""
     monkeypatch.setattr(module, "free_bytes", lambda device: 0)
     with FakeTensorMode(), torch.inference_mode():
-        draw = Draw(layer(), Sampling(frozenset()), 1)
+        draw = Draw(layer(), SamplingParams(frozenset()), 1)
         assert draw.logits(fake_asked(3)[0]).dtype == torch.bfloat16
         assert type(draw.lm_head).__name__ in draw.rounds
 
@@ -216,17 +216,17 @@ def test_a_bias_counts_and_float32_stays_the_layers_own(monkeypatch):
     ran = {}
     for kind in (torch.float32, torch.bfloat16):
         with FakeTensorMode(), torch.inference_mode(), Listen() as listen:
-            draw = Draw(fake_head(bias=True, kind=kind), Sampling(frozenset()), 1)
+            draw = Draw(fake_head(bias=True, kind=kind), SamplingParams(frozenset()), 1)
             assert draw.logits(fake_asked(3, kind)[0]).dtype == torch.float32
         ran[kind] = set(listen.seen) & {"aten::linear", "aten::mm.dtype", "aten::add_.Tensor"}
     assert ran == {torch.float32: {"aten::linear"}, torch.bfloat16: {"aten::mm.dtype", "aten::add_.Tensor"}}
 
 
 def test_a_cpu_says_why_it_rounds():
-    draw = Draw(head(kind=torch.bfloat16), Sampling(frozenset()), 1)
+    draw = Draw(head(kind=torch.bfloat16), SamplingParams(frozenset()), 1)
     assert "on CUDA only, not on cpu" in draw.rounds
     assert draw.logits(asked(3, kind=torch.bfloat16)[0]).dtype == torch.bfloat16
-    whole = Draw(head(), Sampling(frozenset()), 1)
+    whole = Draw(head(), SamplingParams(frozenset()), 1)
     assert whole.rounds == ""
     with torch.autocast("cpu", torch.bfloat16):
         assert "bfloat16" in whole.rounds, "what it is computed in counts, not the weights' type"
@@ -239,7 +239,7 @@ def test_a_cpu_says_why_it_rounds():
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_trimmed_draw_is_the_whole_one_without_the_other_ids(law, bias):
     layer, given, ids = head(bias), asked(40), np.arange(7, VOCAB, 13)
-    trimmed = TrimmedDraw(layer, Sampling(frozenset(), *law), 1, len(ids))
+    trimmed = TrimmedDraw(layer, SamplingParams(frozenset(), *law), 1, len(ids))
     with torch.inference_mode():
         for _ in range(2):
             trimmed.take(ids)
@@ -255,8 +255,8 @@ def test_a_trimmed_draw_is_the_whole_one_without_the_other_ids(law, bias):
 
 
 def test_a_trimmed_draw_reads_as_many_rows_less():
-    whole = Draw(head(), Sampling(frozenset()), 1)
-    trimmed = TrimmedDraw(head(), Sampling(frozenset()), 1, 41)
+    whole = Draw(head(), SamplingParams(frozenset()), 1)
+    trimmed = TrimmedDraw(head(), SamplingParams(frozenset()), 1, 41)
     assert trimmed.lm_head.weight.shape == (41, HIDDEN)
     assert trimmed.logits(asked(3)[0]).shape == (3, 41)
     assert trimmed.rows == 100 * whole.rows + 98, "so chunks are of more rows"
@@ -274,5 +274,5 @@ def test_chunks_take_what_they_may():
     assert rows_per_chunk(151936, 256, free=64 * 2**30) == 7067
     assert rows_per_chunk(151936, 256, free=64 * 2**30) * 151936 * 4 <= 4 * 2**30
     assert rows_per_chunk(10**9, 1) == rows_per_chunk(10**9, 1, free=0) == 1
-    draw = Draw(head(), Sampling(frozenset()), 1)
+    draw = Draw(head(), SamplingParams(frozenset()), 1)
     assert draw.bytes == 15 * VOCAB * 16 <= 2**20

@@ -6,13 +6,13 @@ import random
 import pytest
 import torch
 
-import rollout.engines.local.reader as reader
-from rollout.drafting.cost import CostModel, Trial
-from rollout.engines.base import Sampling
-from rollout.engines.local import draw
-from rollout.engines.local.kv import KV
-from rollout.engines.local.reader import Reader
-from rollout.noise import keyed_draw
+import specrl.rollout.engines.local.reader as reader
+from specrl.rollout.drafting.cost import CostModel, DraftingBackoff
+from specrl.rollout.engines.base import SamplingParams
+from specrl.rollout.engines.local import draw
+from specrl.rollout.engines.local.kv import KV
+from specrl.rollout.engines.local.reader import Reader
+from specrl.rollout.noise import keyed_draw
 from tests.rollout.golden import (
     EOS_IDS,
     FAMILIES,
@@ -61,8 +61,8 @@ def test_drafts_of_any_quality_change_nothing(golden, family, window):
 def test_the_texts_of_all_prompts_change_nothing(golden, family, monkeypatch):
     model, cases, want = golden(family)
     monkeypatch.setattr(CostModel, "fit", lambda self: (1.0, 0.0, 1e-3, 0.0))  # tokens cost little: chances are taken
-    monkeypatch.setattr(Trial, "pays", lambda self: True)  # nor are they judged by measured time
-    monkeypatch.setattr(Trial, "rests", lambda self: False)  # responses this short would be over
+    monkeypatch.setattr(DraftingBackoff, "pays", lambda self: True)  # nor are they judged by measured time
+    monkeypatch.setattr(DraftingBackoff, "rests", lambda self: False)  # responses this short would be over
     engine = engine_of(model, contexts=True)
     for _ in range(4):
         requests = requests_of(cases)
@@ -78,7 +78,7 @@ def test_the_texts_of_all_prompts_change_nothing(golden, family, monkeypatch):
 def test_texts_of_all_prompts_that_lie_change_nothing_and_are_left(golden, monkeypatch):
     model, cases, want = golden("llama")
     monkeypatch.setattr(CostModel, "fit", lambda self: (1.0, 0.0, 1e-3, 0.0))
-    monkeypatch.setattr(Trial, "pays", lambda self: True)
+    monkeypatch.setattr(DraftingBackoff, "pays", lambda self: True)
     engine = engine_of(model, contexts=True)
     for _ in range(4):
         texts = zip(cases, want, strict=True)
@@ -154,13 +154,13 @@ def test_a_shared_prompt_is_computed_once(tiny):
 
 def test_the_cap_is_exact_and_eos_at_the_cap_is_a_stop(tiny):
     model = tiny("qwen3")
-    free = Sampling(frozenset())
+    free = SamplingParams(frozenset())
     (text, _, _) = reference(model, requests_of([([8, 9], 12)]), free)[0]
     eos = text[5]
     first = text.index(eos) + 1
     for cap in range(1, 13):
         for draft in (None, Script(text), Script(text[:first] + [3] * 9), Script(all_wrong(text))):
-            sampling = Sampling(frozenset({eos}))
+            sampling = SamplingParams(frozenset({eos}))
             (c,), _ = engine_of(model, sampling, window=16).generate(requests_of([([8, 9], cap)], [draft]))
             assert c.tokens == text[: min(cap, first)]
             assert c.finish == ("stop" if cap >= first else "length")
@@ -168,10 +168,10 @@ def test_the_cap_is_exact_and_eos_at_the_cap_is_a_stop(tiny):
 
 def test_several_eos_ids_stop_at_the_first_of_any(tiny):
     model, cases = tiny("llama"), [([11, 12, 13], 30)] * 12
-    texts = [t for t, _, _ in reference(model, requests_of(cases), Sampling(frozenset()))]
+    texts = [t for t, _, _ in reference(model, requests_of(cases), SamplingParams(frozenset()))]
     for eos_ids in (frozenset(range(10)), frozenset({texts[0][4], texts[1][7]}), frozenset(range(VOCAB))):
         drafters = [Script(t) for t in texts]  # the drafts run past every EOS
-        done, _ = engine_of(model, Sampling(eos_ids), window=30).generate(requests_of(cases, drafters))
+        done, _ = engine_of(model, SamplingParams(eos_ids), window=30).generate(requests_of(cases, drafters))
         for c, text in zip(done, texts, strict=True):
             end = next((i + 1 for i, t in enumerate(text) if t in eos_ids), len(text))
             assert c.tokens == text[:end]
@@ -195,7 +195,7 @@ def test_the_pad_id_means_nothing(build_model, golden, pad):
 )
 def test_every_sampling_law(golden, law):
     model, cases, plain_law = golden("qwen2")
-    sampling = Sampling(EOS_IDS, *law)
+    sampling = SamplingParams(EOS_IDS, *law)
     want = reference(model, requests_of(cases), sampling)
     engine = engine_of(model, sampling, window=6)
     assert differing(engine.generate(requests_of(cases))[0], want) == []

@@ -7,9 +7,9 @@ from functools import partial
 import pytest
 import torch
 
-from rollout.drafting.budget import Budget
-from rollout.keys import derive_key
-from rollout.types import EngineStats, Request
+from specrl.rollout.drafting.budget import Budget
+from specrl.rollout.keys import derive_key
+from specrl.rollout.types import EngineStats, Request
 from tests.rollout.golden import (
     VOCAB,
     Named,

@@ -10,13 +10,13 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rollout.engines.base import Limits, Sampling
-from rollout.engines.local import draw, packed
-from rollout.engines.local import memory as memory_plan
-from rollout.engines.local.reader import Reader
-from rollout.keys import derive_key
-from rollout.noise import keyed_draw
-from rollout.types import Request, RolloutError
+from specrl.rollout.engines.base import Limits, SamplingParams
+from specrl.rollout.engines.local import draw, packed
+from specrl.rollout.engines.local import memory as memory_plan
+from specrl.rollout.engines.local.reader import Reader
+from specrl.rollout.keys import derive_key
+from specrl.rollout.noise import keyed_draw
+from specrl.rollout.types import Request, RolloutError
 from tests.engines import local
 from tests.rollout.golden import (
     differing,
@@ -25,7 +25,7 @@ from tests.rollout.golden import (
     requests_of,
 )
 
-NO_EOS = Sampling(frozenset())
+NO_EOS = SamplingParams(frozenset())
 MB = 2**20
 
 

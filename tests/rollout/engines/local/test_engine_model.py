@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Gemma2Config, T5Config, T5ForConditionalGeneration
 
-from rollout.types import RolloutError
+from specrl.rollout.types import RolloutError
 from tests.rollout.golden import (
     VOCAB,
     differing,

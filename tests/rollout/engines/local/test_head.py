@@ -5,14 +5,14 @@ import copy
 import pytest
 import torch
 
-from rollout.drafter import refuse_head
-from rollout.drafting.budget import Budget, Plan
-from rollout.engines.local import packed, varlen
-from rollout.engines.local.head import Head, HeadDrafter
-from rollout.engines.local.kv import States
-from rollout.engines.local.reader import Reader
-from rollout.noise import keyed_draw
-from rollout.types import RolloutError
+from specrl.rollout.drafter import refuse_head
+from specrl.rollout.drafting.budget import Budget, Plan
+from specrl.rollout.engines.local import packed, varlen
+from specrl.rollout.engines.local.head import Head, HeadDrafter
+from specrl.rollout.engines.local.kv import States
+from specrl.rollout.engines.local.reader import Reader
+from specrl.rollout.noise import keyed_draw
+from specrl.rollout.types import RolloutError
 from tests.rollout.engines.local.test_varlen import replayed
 from tests.rollout.golden import SAMPLING, VOCAB, differing, drafts_of_every_quality, engine_of, requests_of
 
@@ -185,5 +185,5 @@ def test_making_one_takes_no_random_number(golden, tmp_path):
 
 @pytest.mark.parametrize("law", ["judged", "routed"])
 def test_a_law_by_which_drafts_are_text_is_refused(golden, law):
-    with pytest.raises(RolloutError, match=f"rollout.law={law} lets text of rollout.drafter stand, and a head"):
+    with pytest.raises(RolloutError, match=f"rollout.acceptance={law} lets text of rollout.drafter stand, and a head"):
         refuse_head(Head.of(golden("qwen3")[0]), law)

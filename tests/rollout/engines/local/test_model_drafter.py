@@ -8,22 +8,22 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-import rollout.engines.local.reader as reader
-from rollout.build import build_engine
-from rollout.config import RolloutConfig
-from rollout.drafting.budget import Plan
-from rollout.drafting.chain import Chain
-from rollout.engines.base import EngineSpec, Sampling
-from rollout.engines.local.drafter import ModelDrafter
-from rollout.engines.local.engine import TransformersEngine
-from rollout.engines.local.head import Head
-from rollout.engines.local.reader import Reader
-from rollout.keys import derive_key
-from rollout.sections import LocalConfig
-from rollout.types import Request, RolloutError
+import specrl.rollout.engines.local.reader as reader
+from specrl.rollout.build import build_engine
+from specrl.rollout.config import RolloutConfig
+from specrl.rollout.drafting.budget import Plan
+from specrl.rollout.drafting.chain import Chain
+from specrl.rollout.engines.base import EngineSpec, SamplingParams
+from specrl.rollout.engines.local.drafter import ModelDrafter
+from specrl.rollout.engines.local.engine import TransformersEngine
+from specrl.rollout.engines.local.head import Head
+from specrl.rollout.engines.local.reader import Reader
+from specrl.rollout.keys import derive_key
+from specrl.rollout.sections import LocalConfig
+from specrl.rollout.types import Request, RolloutError
 from tests.engines import local
 
-VOCAB, SAMPLING = 61, Sampling(frozenset({1, 7}))
+VOCAB, SAMPLING = 61, SamplingParams(frozenset({1, 7}))
 
 
 @dataclass
@@ -130,7 +130,7 @@ def test_any_draft_model_changes_nothing(policy, tiny, build_model, plain, kind,
 
 @pytest.mark.parametrize("law", [(0.0, 0, 1.0), (0.7, 0, 1.0), (1.3, 9, 0.9)])
 def test_drafts_follow_the_sampling_law(policy, law):
-    sampling = Sampling(SAMPLING.eos_ids, *law)
+    sampling = SamplingParams(SAMPLING.eos_ids, *law)
     want, _ = Engine(policy, sampling).generate(requests())
     engine = Engine(policy, sampling, window=5, drafter=copy.deepcopy(policy))
     assert outputs(engine.generate(requests())[0]) == outputs(want)
@@ -153,7 +153,7 @@ def test_a_copy_of_the_policy_is_always_right(policy, plain, bounds):
 
 
 def test_a_plain_request_is_decoded_without_the_model(policy, plain):
-    """The baseline of control steps and law=off. One row in the batch that may draft is the control."""
+    """The baseline of control steps and acceptance=off. One row in the batch that may draft is the control."""
     engine = local(policy, SAMPLING, window=5, drafter=copy.deepcopy(policy))
     own = [Script(c.tokens) for c in plain]
     done, stats = engine.generate([replace(r, plain=True) for r in requests(drafters=own)])

@@ -3,16 +3,16 @@
 import pytest
 import torch
 
-from rollout.engines.base import Sampling
-from rollout.engines.local.packed import packed_model
-from rollout.engines.local.reader import Reader
-from rollout.types import Request
+from specrl.rollout.engines.base import SamplingParams
+from specrl.rollout.engines.local.packed import packed_model
+from specrl.rollout.engines.local.reader import Reader
+from specrl.rollout.types import Request
 
 FEED = {0: [5], 1: [6, 7, 8], 2: [9, 10]}
 
 
 def test_draws_behind_the_ends_are_those_behind_all_tokens(build_model):
-    model = packed_model(build_model("llama"), Sampling(frozenset()))
+    model = packed_model(build_model("llama"), SamplingParams(frozenset()))
     requests = [Request([2] * (3 + i), 70 + i, 20) for i in FEED]
     found = []
     with model.inference():
@@ -33,7 +33,7 @@ def test_draws_behind_the_ends_are_those_behind_all_tokens(build_model):
 
 def test_a_reader_that_is_lent_states_has_the_places_of_the_lender(build_model):
     """Whatever rows it is given, in whatever order: the states of a row are found by its place."""
-    model = packed_model(build_model("llama"), Sampling(frozenset()))
+    model = packed_model(build_model("llama"), SamplingParams(frozenset()))
     requests = [Request([2] * (3 + i), 70 + i, 20) for i in range(8)]
 
     def places(reader, rows):

@@ -18,10 +18,10 @@ from transformers import (
 )
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from rollout.engines.base import Sampling
-from rollout.engines.local.engine import TransformersEngine
-from rollout.noise import keyed_draw
-from rollout.types import Request, RolloutError
+from specrl.rollout.engines.base import SamplingParams
+from specrl.rollout.engines.local.engine import TransformersEngine
+from specrl.rollout.noise import keyed_draw
+from specrl.rollout.types import Request, RolloutError
 from tests.engines import local
 
 VOCAB = 61
@@ -57,7 +57,7 @@ def made(config, scale: float = 1.0):
 
 
 def engine_of(model, **settings) -> TransformersEngine:
-    return local(model, Sampling(frozenset()), window=5, **settings)
+    return local(model, SamplingParams(frozenset()), window=5, **settings)
 
 
 def gemma2(**caps):

@@ -2,12 +2,12 @@
 
 import random
 
-from rollout.build import build_engine
-from rollout.config import RolloutConfig
-from rollout.engines.base import EngineSpec
-from rollout.engines.local.engine import TransformersEngine
-from rollout.sections import JudgedConfig
-from rollout.types import Request
+from specrl.rollout.build import build_engine
+from specrl.rollout.config import RolloutConfig
+from specrl.rollout.engines.base import EngineSpec
+from specrl.rollout.engines.local.engine import TransformersEngine
+from specrl.rollout.sections import JudgedConfig
+from specrl.rollout.types import Request
 from tests.rollout.golden import (
     EOS_IDS,
     SAMPLING,
@@ -63,7 +63,7 @@ def test_the_margin_of_ties_is_a_run_s_and_on_by_default(build_model, tmp_path):
     bounds = {"rows_per_batch": 7, "tokens_per_pass": 99, "tie_margin": 0.25}
     for config in (
         RolloutConfig(**bounds),
-        RolloutConfig(**bounds, law="judged", judged=JudgedConfig(by="kl"), drafter=str(tmp_path)),
+        RolloutConfig(**bounds, acceptance="judged", judged=JudgedConfig(by="kl"), drafter=str(tmp_path)),
     ):
         engine = build_engine(EngineSpec(eos_ids=EOS_IDS, rollout=config, model=str(tmp_path)))
         assert {name: getattr(engine.limits, name) for name in bounds} == bounds

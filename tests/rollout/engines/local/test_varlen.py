@@ -9,13 +9,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
-import rollout.engines.local.engine as engine_module
-from rollout.engines.base import Sampling
-from rollout.engines.local import packed, padded, varlen
-from rollout.engines.local.kv import KV
-from rollout.engines.local.packed import packed_model
-from rollout.engines.local.reader import Reader
-from rollout.types import RolloutError
+import specrl.rollout.engines.local.engine as engine_module
+from specrl.rollout.engines.base import SamplingParams
+from specrl.rollout.engines.local import packed, padded, varlen
+from specrl.rollout.engines.local.kv import KV
+from specrl.rollout.engines.local.packed import packed_model
+from specrl.rollout.engines.local.reader import Reader
+from specrl.rollout.types import RolloutError
 from tests.rollout.golden import (
     EOS_IDS,
     FAMILIES,
@@ -116,7 +116,7 @@ def test_tokens_are_those_of_a_loop_without_a_cache(golden, on_gpu_passes, famil
 @pytest.mark.parametrize("law", [(0.0, 0, 1.0), (0.7, 5, 1.0), (1.0, 0, 0.8)])
 def test_every_law_and_few_places(golden, on_gpu_passes, law):
     model, cases, _ = golden("qwen3")
-    sampling = Sampling(EOS_IDS, *law)
+    sampling = SamplingParams(EOS_IDS, *law)
     want = reference(model, requests_of(cases), sampling)
     drafters = drafts_of_every_quality([t for t, _, _ in want])
     for bounds in ({}, {"rows_per_batch": 5}, {"tokens_per_pass": 7}):

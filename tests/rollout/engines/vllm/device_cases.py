@@ -9,9 +9,10 @@ import pytest
 from transformers import AutoModelForCausalLM
 from vllm.platforms.cpu import CpuPlatform
 
-from rollout.engines.vllm import sampler, worker
-from rollout.types import RolloutError
 from specrl.drafter import shortened
+from specrl.rollout.engines.vllm import sampler, worker
+from specrl.rollout.types import RolloutError
+from specrl.trainers.weights import PolicyWeights, Together
 from tests.rollout.engines.vllm import test_vllm
 from tests.rollout.engines.vllm.test_updates import linked  # noqa: F401
 from tests.rollout.engines.vllm.test_vllm import (  # noqa: F401
@@ -27,7 +28,6 @@ from tests.rollout.engines.vllm.test_vllm import (  # noqa: F401
 from tests.rollout.engines.vllm.test_vllm_served import keep_async
 from tests.rollout.golden import Script, all_wrong, corrupt, differing, requests_of
 from tests.runs import SHORT, build_policy, differences, run
-from trainers.weights import PolicyWeights, Together
 
 
 @pytest.fixture(scope="session")

@@ -9,18 +9,18 @@ from torch.nn.functional import cross_entropy
 from vllm.config import CUDAGraphMode
 from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
 
-from rollout.engines.base import Sampling
-from rollout.engines.local.engine import TransformersEngine
-from rollout.engines.local.head import Head
-from rollout.engines.vllm import sampler, weights, worker
-from rollout.engines.vllm.weights import Weights
-from rollout.types import RolloutError
+from specrl.rollout.engines.base import SamplingParams
+from specrl.rollout.engines.local.engine import TransformersEngine
+from specrl.rollout.engines.local.head import Head
+from specrl.rollout.engines.vllm import sampler, weights, worker
+from specrl.rollout.engines.vllm.weights import Weights
+from specrl.rollout.types import RolloutError
+from specrl.trainers.weights import PolicyWeights, Together
 from tests.rollout.engines.local.test_head import LENGTH, by_hand
 from tests.rollout.engines.vllm import test_vllm
 from tests.rollout.engines.vllm.device_cases import acceptance, engine_of  # noqa: F401
 from tests.rollout.engines.vllm.test_vllm import golden, moved, probe_of, saved, spec_of  # noqa: F401
 from tests.rollout.golden import EOS_IDS, differing, requests_of
-from trainers.weights import PolicyWeights, Together
 
 ROWS, DEPTHS, STEPS = 8, (1, 2), 200
 
@@ -105,7 +105,7 @@ def test_it_follows_the_updates(engine_of, case, heads, guesses):  # noqa: F811
     engine.update_weights(Together(PolicyWeights(policy), PolicyWeights(stale)), 1, probe_of(policy))
     assert acceptance(engine, cases, want) < 0.6 * good
     new = moved(policy, 1)
-    done, _ = TransformersEngine(new, Sampling(EOS_IDS)).generate(requests_of(cases))
+    done, _ = TransformersEngine(new, SamplingParams(EOS_IDS)).generate(requests_of(cases))
     after = [(c.tokens, c.logprobs, c.finish) for c in done]
     for version, given in enumerate((Together(PolicyWeights(new), PolicyWeights(head)), PolicyWeights(new)), 2):
         guesses.clear()

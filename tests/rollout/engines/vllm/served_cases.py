@@ -8,9 +8,9 @@ from unittest import mock
 
 import pytest
 
-from rollout.engines.vllm import texts
-from rollout.engines.vllm.wire import KeyedRequest
-from rollout.types import RolloutError
+from specrl.rollout.engines.vllm import texts
+from specrl.rollout.engines.vllm.wire import KeyedRequest
+from specrl.rollout.types import RolloutError
 from tests.rollout.engines.vllm.device_cases import Trusting
 from tests.rollout.engines.vllm.test_vllm import spec_of
 from tests.rollout.engines.vllm.test_vllm_served import (  # noqa: F401
@@ -50,7 +50,7 @@ def test_laws_that_vllm_applies_are_served_with_drafts_as_without(served, reques
 
 
 def test_requests_without_a_key_are_those_of_an_engine_without_us(served, requests, plain, path):  # noqa: F811
-    from rollout.engines.vllm.engine import shut_down
+    from specrl.rollout.engines.vllm.engine import shut_down
 
     # without top-k and top-p: vLLM's kernel of them does not run in the interpreter
     theirs = [{"temperature": 0.0}, {"temperature": 1.0, "seed": 7}, {"temperature": 0.6, "seed": 3}]
@@ -115,8 +115,8 @@ def test_a_server_in_processes_of_its_own(served, requests, plain, path, monkeyp
     import vllm
     from vllm.platforms.cpu import CpuPlatform
 
-    from rollout.engines.vllm.engine import settings
-    from rollout.engines.vllm.served import serve_by_default
+    from specrl.rollout.engines.vllm.engine import settings
+    from specrl.rollout.engines.vllm.served import serve_by_default
 
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
     monkeypatch.setattr(CpuPlatform, "check_and_update_config", classmethod(keep_async))

@@ -4,7 +4,7 @@ import importlib.util
 
 import pytest
 
-from rollout.types import RolloutError
+from specrl.rollout.types import RolloutError
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None, reason="needs vLLM: pip install 'specrl[vllm]'"
@@ -14,14 +14,14 @@ SAMPLER = "vllm.v1.worker.gpu.sample.sampler.Sampler"
 
 @pytest.mark.parametrize("runner", ["served", "v1", "v2"])
 def test_the_installed_version_has_them(runner):
-    from rollout.engines.vllm.contract import check
+    from specrl.rollout.engines.vllm.contract import check
 
     check(runner)
 
 
 @pytest.mark.parametrize("runner", ["served", "v1", "v2"])
 def test_each_name_that_is_missing_is_named(runner, monkeypatch):
-    from rollout.engines.vllm import contract
+    from specrl.rollout.engines.vllm import contract
 
     for place in contract.NAMES[runner]:
         other = place.replace(place.rpartition(".")[2], "gone") if "." in place.partition(":")[2] else f"{place}Gone"
@@ -33,7 +33,7 @@ def test_each_name_that_is_missing_is_named(runner, monkeypatch):
 
 
 def test_other_arguments_are_told(monkeypatch):
-    from rollout.engines.vllm import contract
+    from specrl.rollout.engines.vllm import contract
 
     def _sample_random(self, logits, generator):
         """As a later version might have it."""

@@ -1,4 +1,4 @@
-"""law=judged with vLLM: the judge reads the hidden states that vLLM's logits come from, on both model runners."""
+"""acceptance=judged with vLLM: the judge reads the hidden states of vLLM's logits, on both model runners."""
 # ruff: noqa: F811 - the fixtures of test_vllm, which tests name as arguments
 
 import importlib.util
@@ -7,12 +7,12 @@ import random
 import pytest
 import torch
 
-from rollout.drafting.suffix import PromptTexts, SuffixDrafter
-from rollout.engines.base import Sampling
-from rollout.lossy.judge import JudgeHead
-from rollout.lossy.pair import fingerprint
-from rollout.sections import JudgedConfig
-from rollout.types import RolloutError
+from specrl.rollout.drafting.suffix import PromptTexts, SuffixDrafter
+from specrl.rollout.engines.base import SamplingParams
+from specrl.rollout.lossy.judge import JudgeHead
+from specrl.rollout.lossy.pair import fingerprint
+from specrl.rollout.sections import JudgedConfig
+from specrl.rollout.types import RolloutError
 from tests.engines import judged
 from tests.rollout.engines.vllm.test_vllm import (  # noqa: F401 - fixtures
     EOS_IDS,
@@ -42,7 +42,7 @@ def judging(engine_of, tmp_path_factory):
     def get(threshold, **settings):
         folder = tmp_path_factory.getbasetemp() / f"judge-{threshold}"
         head(threshold).save(folder, {"policy": fingerprint(policy("qwen3"))})
-        return engine_of(law="judged", judged=JudgedConfig(path=str(folder)), **settings)
+        return engine_of(acceptance="judged", judged=JudgedConfig(path=str(folder)), **settings)
 
     return get
 
@@ -61,7 +61,7 @@ def asked(cases, want):
 @pytest.mark.parametrize("threshold", [0.0, 0.5, 1.1])
 def test_it_is_the_judge_of_the_transformers_engine(judging, golden, threshold, window):
     cases, want = golden()
-    reference = judged(policy("qwen3"), Sampling(EOS_IDS), head(threshold), window=6)
+    reference = judged(policy("qwen3"), SamplingParams(EOS_IDS), head(threshold), window=6)
     theirs, _ = reference.generate(asked(cases, want))
     done, stats = judging(threshold, window=window).generate(asked(cases, want))
     assert differing(done, exactly(theirs), 1e-3) == []
@@ -87,12 +87,12 @@ def test_small_steps_and_shared_prompts_change_nothing(judging, golden):
 
 def test_hidden_states_of_other_tokens_are_found(judging, golden, monkeypatch):
     """Control of the test above: one place off, and the judge's text is another."""
-    from rollout.verify import Drawn
+    from specrl.rollout.verify import TargetSamples
 
     cases, want = golden()
     done, _ = judging(0.5).generate(asked(cases, want))
-    place = Drawn.hidden.fget
-    monkeypatch.setattr(Drawn, "hidden", property(lambda drawn: place(drawn).roll(1, 0)))
+    place = TargetSamples.hidden.fget
+    monkeypatch.setattr(TargetSamples, "hidden", property(lambda drawn: place(drawn).roll(1, 0)))
     off, _ = judging(0.5).generate(asked(cases, want))
     assert differing(off, exactly(done), 1e-4)
 
@@ -100,4 +100,4 @@ def test_hidden_states_of_other_tokens_are_found(judging, golden, monkeypatch):
 def test_a_judge_of_another_policy_is_refused(saved, tmp_path):
     head(0.5).save(tmp_path, {"policy": "another"})
     with pytest.raises(RolloutError, match="was trained for another policy"):
-        start(saved("qwen3")[1], law="judged", judged=JudgedConfig(path=str(tmp_path)))
+        start(saved("qwen3")[1], acceptance="judged", judged=JudgedConfig(path=str(tmp_path)))

@@ -6,10 +6,10 @@ import os
 import pytest
 import torch
 
-from rollout.build import build_engine
-from rollout.engines.base import Sampling
-from rollout.engines.local.engine import TransformersEngine
-from rollout.types import RolloutError
+from specrl.rollout.build import build_engine
+from specrl.rollout.engines.base import SamplingParams
+from specrl.rollout.engines.local.engine import TransformersEngine
+from specrl.rollout.types import RolloutError
 from tests.rollout.engines.vllm.test_vllm import RUNNER, policy, spec_of
 from tests.rollout.golden import EOS_IDS, prompts_and_caps, requests_of
 from tests.runs import by_two_processes
@@ -27,11 +27,11 @@ import json, sys
 from pathlib import Path
 import torch
 torch.distributed.init_process_group("gloo")
-from rollout.build import build_engine
+from specrl.rollout.build import build_engine
 from tests.rollout.engines.vllm.test_ranks import N, SHARES
 from tests.rollout.engines.vllm.test_vllm import TEXT, policy, spec_of
 from tests.rollout.golden import Script, prompts_and_caps, requests_of
-from trainers.weights import send
+from specrl.trainers.weights import send
 from vllm.distributed import get_tp_group, get_world_group
 
 folder, group, rank = Path(sys.argv[1]), torch.distributed.group.WORLD, torch.distributed.get_rank()
@@ -75,7 +75,7 @@ def ranks(tmp_path_factory):
 @pytest.mark.long
 @pytest.mark.parametrize(("part", "seed", "version"), [("old", 0, 0), ("drafted", 0, 0), ("new", 1, 1)])
 def test_each_rolls_out_its_rows_as_one_process_would(ranks, part, seed, version):
-    engine = TransformersEngine(policy("qwen3", seed), Sampling(EOS_IDS))
+    engine = TransformersEngine(policy("qwen3", seed), SamplingParams(EOS_IDS))
     wanted, _ = engine.generate(requests_of(prompts_and_caps(N)))
     got = [response for rank in ranks for response in rank[part]]
     assert [tokens for tokens, *_ in got] == [c.tokens for c in wanted]
@@ -114,7 +114,7 @@ def third_of_four(monkeypatch):
 
 def told(tensor_parallel: int = 1) -> dict:
     """What vLLM is told of ranks."""
-    from rollout.engines.vllm.settings import launched
+    from specrl.rollout.engines.vllm.settings import launched
 
     return launched(tensor_parallel)
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from rollout.config import RolloutConfig
-from rollout.engines.vllm.room import Room, draft_room
+from specrl.rollout.config import RolloutConfig
+from specrl.rollout.engines.vllm.room import LogitsBudget, draft_room
 
 VOCAB = 151_936
 GB = 10**9
@@ -16,7 +16,7 @@ BF16 = 2
 
 
 def by_room(rows: int, drafting: int, free: int, logits_mb: int, tokens: int) -> int:
-    return Room(draft_room(VOCAB, logits_mb, free=free, width=BF16), step=tokens).share(drafting, rows, 32)
+    return LogitsBudget(draft_room(VOCAB, logits_mb, free=free, width=BF16), step=tokens).share(drafting, rows, 32)
 
 
 def over_all_rows(rows: int, drafting: int, free: int, logits_mb: int, tokens: int) -> int:
@@ -26,7 +26,7 @@ def over_all_rows(rows: int, drafting: int, free: int, logits_mb: int, tokens: i
 
 def by_logits_mb(rows: int, drafting: int, free: int, logits_mb: int, tokens: int) -> int:
     """Planted fault: a GPU has no more than logits_mb."""
-    return Room(draft_room(VOCAB, logits_mb), step=tokens).share(drafting, rows, 32)
+    return LogitsBudget(draft_room(VOCAB, logits_mb), step=tokens).share(drafting, rows, 32)
 
 
 def too_little(share) -> list[tuple]:
@@ -72,7 +72,7 @@ def test_a_cpu_has_logits_mb():
 def test_a_step_has_a_token_for_every_row():
     """Else vLLM would fill it with the drafts of the first rows."""
     for rows in (1, 64, 256, 3000, 4096, 5000):
-        share = Room(1 << 20, step=4096).share(rows, rows, 32)
+        share = LogitsBudget(1 << 20, step=4096).share(rows, rows, 32)
         assert share == min(32, max(0, 4096 - rows) // rows)
         assert rows > 4096 or rows * (1 + share) <= 4096
-    assert Room(1 << 20).share(0, 9, 32) == 32
+    assert LogitsBudget(1 << 20).share(0, 9, 32) == 32

@@ -5,17 +5,17 @@ import random
 import numpy as np
 import pytest
 
-from rollout.drafting.draft import Draft
-from rollout.drafting.drafting import Drafting
-from rollout.engines.base import Sampling
-from rollout.engines.response import Response
-from rollout.engines.vllm.room import Room
-from rollout.engines.vllm.rows import Told, VLLMRow
-from rollout.engines.vllm.step import StepRules
-from rollout.types import Request
-from rollout.verify import Drawn, exact
+from specrl.rollout.drafting.draft import Draft
+from specrl.rollout.drafting.drafting import Drafting
+from specrl.rollout.engines.base import SamplingParams
+from specrl.rollout.engines.response import Response
+from specrl.rollout.engines.vllm.room import LogitsBudget
+from specrl.rollout.engines.vllm.rows import LogprobBuffer, VLLMRow
+from specrl.rollout.engines.vllm.step import StepRules
+from specrl.rollout.types import Request
+from specrl.rollout.verify import TargetSamples, exact
 
-LAW = Sampling(frozenset({1, 2}))
+LAW = SamplingParams(frozenset({1, 2}))
 COLUMNS = ("tokens", "logprobs", "behaviour", "reused", "finish", "passes")
 ROWS, CAP = 6, 30
 
@@ -49,14 +49,14 @@ def step(rules: StepRules, rows: list[VLLMRow], texts: np.ndarray, logprobs: np.
     return [(row, row.draft, tokens) for row, tokens in zip(lined, new, strict=True) if row]
 
 
-def differing(seed: int, told: type[Told] = Told, flow: type[StepRules] = StepRules) -> int:
+def differing(seed: int, told: type[LogprobBuffer] = LogprobBuffer, flow: type[StepRules] = StepRules) -> int:
     """How many rows end otherwise than `exact` and `Response.emit` have them."""
     rng, noise = random.Random(seed), np.random.default_rng(seed)
     texts = noise.integers(1, 40, (ROWS, CAP + 10))
     logprobs = -noise.random((ROWS, CAP + 10), np.float32)
     asked = requests(rng)
     rows, plain = [VLLMRow(request, sampling=LAW) for request in asked], [*map(Response, asked)]
-    rules = flow(drafting=Drafting(), draft_tokens=8, room=Room(1000), told=told(rows))
+    rules = flow(drafting=Drafting(), draft_tokens=8, room=LogitsBudget(1000), told=told(rows))
     wrong, counted = set(), [0, 0]
     while any(row.finish is None for row in rows):
         for row, draft, emitted in step(rules, rows, texts, logprobs, rng):
@@ -64,7 +64,7 @@ def differing(seed: int, told: type[Told] = Told, flow: type[StepRules] = StepRu
             mine = plain[key]
             part = slice(len(mine.tokens), len(mine.tokens) + size)
             own = logprobs[key, part].tolist()
-            stood = exact(key, draft, Drawn(part.start, texts[key, part].tolist(), own, own))
+            stood = exact(key, draft, TargetSamples(part.start, texts[key, part].tolist(), own, own))
             n = mine.emit(stood, LAW.eos_ids)
             counted = [counted[0] + size - 1, counted[1] + min(n, stood.drafted)]
             if (emitted, row.tokens) != (mine.tokens[-n:], mine.tokens):
@@ -77,7 +77,7 @@ def differing(seed: int, told: type[Told] = Told, flow: type[StepRules] = StepRu
     return len(wrong)
 
 
-class Overlapping(Told):
+class Overlapping(LogprobBuffer):
     """Planted fault: all rows have one place."""
 
     def __init__(self, rows):
@@ -86,7 +86,7 @@ class Overlapping(Told):
             row.place = 0
 
 
-class Early(Told):
+class Early(LogprobBuffer):
     """Planted fault: the last step is missing."""
 
     def complete(self, row):

@@ -19,7 +19,7 @@ def taken(ours: bool, steps: list[list[int]]) -> list[tuple]:
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.request import Request
 
-    from rollout.engines.vllm.scheduler import HostScheduler
+    from specrl.rollout.engines.vllm.scheduler import HostScheduler
 
     class Part(HostScheduler if ours else Scheduler):
         def __init__(self):

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from rollout.config import RolloutConfig
-from rollout.engines.base import EngineSpec, Sampling
-from rollout.types import RolloutError
+from specrl.rollout.config import RolloutConfig
+from specrl.rollout.engines.base import EngineSpec, SamplingParams
+from specrl.rollout.types import RolloutError
 
 pytestmark = [
     pytest.mark.slow,
@@ -21,7 +21,7 @@ pytestmark = [
     [("auto", True, True), ("auto", False, False), ("on", True, False), ("off", False, True)],
 )
 def test_gpus_compile_and_capture_graphs_unless_told(monkeypatch, compile, cpu, eager):
-    from rollout.engines.vllm import settings
+    from specrl.rollout.engines.vllm import settings
 
     monkeypatch.setattr(settings, "current_platform", SimpleNamespace(is_cpu=lambda: cpu))
     spec = EngineSpec(eos_ids=frozenset(), rollout=RolloutConfig(engine="vllm"))
@@ -38,7 +38,7 @@ def spec(tmp_path):
 
 
 def test_a_head_is_another_method_than_a_draft_model(spec, tmp_path):
-    from rollout.engines.vllm.settings import speculation
+    from specrl.rollout.engines.vllm.settings import speculation
 
     given = speculation(spec, "v2")
     assert given["async_scheduling"] is True
@@ -51,7 +51,7 @@ def test_a_head_is_another_method_than_a_draft_model(spec, tmp_path):
 
 @pytest.mark.parametrize("option", ["drafter", "speculator"])
 def test_a_head_is_refused_where_the_host_drafts(spec, option, monkeypatch):
-    from rollout.engines.vllm import settings
+    from specrl.rollout.engines.vllm import settings
 
     monkeypatch.setattr(settings, "HAS_TRITON", False)
     if option == "speculator":
@@ -60,4 +60,4 @@ def test_a_head_is_refused_where_the_host_drafts(spec, option, monkeypatch):
         rf"{option}=.* leaves drafts to the device, which v1 asks the host for; nor does v2: it needs a GPU, or Triton"
     )
     with pytest.raises(RolloutError, match=said):
-        settings.choose_runner(spec, Sampling(frozenset()))
+        settings.choose_runner(spec, SamplingParams(frozenset()))

@@ -10,35 +10,39 @@ import numpy as np
 import pytest
 import torch
 
-from rollout.drafting.budget import Budget
-from rollout.drafting.draft import Draft
-from rollout.drafting.drafting import Drafting
-from rollout.engines.base import Sampling
-from rollout.engines.local.draw import packed_draw
-from rollout.engines.vllm.room import OF_CPU_SERVER, OF_SERVER, Remedies, Room
-from rollout.noise import keyed_draw
-from rollout.types import Request, RolloutError
-from rollout.verify import exact
+from specrl.rollout.drafting.budget import Budget
+from specrl.rollout.drafting.draft import Draft
+from specrl.rollout.drafting.drafting import Drafting
+from specrl.rollout.engines.base import SamplingParams
+from specrl.rollout.engines.local.draw import packed_draw
+from specrl.rollout.engines.vllm.room import OF_CPU_SERVER, OF_SERVER, LogitsBudget, Remedies
+from specrl.rollout.noise import keyed_draw
+from specrl.rollout.types import Request, RolloutError
+from specrl.rollout.verify import exact
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM: pip install 'specrl[vllm]'"),
 ]
 VOCAB = 23
-LAWS = [Sampling(frozenset({1})), Sampling(frozenset({1}), 0.7, 5, 0.9), Sampling(frozenset({1}), 0.0)]
+LAWS = [
+    SamplingParams(frozenset({1})),
+    SamplingParams(frozenset({1}), 0.7, 5, 0.9),
+    SamplingParams(frozenset({1}), 0.0),
+]
 
 
 def rules_of(rows: dict, **given):
-    from rollout.engines.vllm.rows import Told
-    from rollout.engines.vllm.v1 import V1Rules
+    from specrl.rollout.engines.vllm.rows import LogprobBuffer
+    from specrl.rollout.engines.vllm.v1 import V1Rules
 
-    bounds = {"draft_tokens": 8, "room": Room(1000), "scores_per_chunk": 1000}
-    told = Told([row for row in rows.values() if row])
+    bounds = {"draft_tokens": 8, "room": LogitsBudget(1000), "scores_per_chunk": 1000}
+    told = LogprobBuffer([row for row in rows.values() if row])
     return V1Rules(rows=rows, **{"drafting": Drafting(), "told": told, **bounds, **given})
 
 
-def row_of(key: int, tokens=(), draft=(), law: Sampling = LAWS[0]):
-    from rollout.engines.vllm.rows import VLLMRow
+def row_of(key: int, tokens=(), draft=(), law: SamplingParams = LAWS[0]):
+    from specrl.rollout.engines.vllm.rows import VLLMRow
 
     return VLLMRow(Request([2, 3], key, 100), tokens=list(tokens), draft=Draft(list(draft), "x"), sampling=law)
 
@@ -222,11 +226,11 @@ def fives(logits, *_):
 def test_asking_rests_where_it_does_not_pay(monkeypatch, seconds, steps, asked):
     """A step with drafts brings two tokens a row. Where asking four rows takes as long as three plain steps that is a
     loss, which shows in the seconds of whole steps only."""
-    from rollout.engines.vllm.rows import VLLMRow
-    from rollout.engines.vllm.v1 import V1Requests
+    from specrl.rollout.engines.vllm.rows import VLLMRow
+    from specrl.rollout.engines.vllm.v1 import V1Requests
 
     clock = Clock(monkeypatch)
-    server, bounds = Server(clock), {"draft_tokens": 8, "room": Room(1000), "scores_per_chunk": 1000}
+    server, bounds = Server(clock), {"draft_tokens": 8, "room": LogitsBudget(1000), "scores_per_chunk": 1000}
     flow = V1Requests(llm=server, drafting=Drafting(Budget(padded=False)), draw=fives, **bounds)
     flow.drafting.vocab = VOCAB
     flow.drafting.budget.calibrate([(n, 1.0 + 0.01 * n) for n in (1, 100, 200)])
@@ -255,20 +259,26 @@ def proposals(rules) -> list[list[int]]:
 
 
 def test_rows_that_have_a_draft_share_the_room():
-    assert proposed([[4] * 9, [], [], [4] * 3], room=Room(8), draft_tokens=9) == [4, 0, 0, 3]
-    assert proposed([[4] * 9] * 4, room=Room(8)) == [2] * 4
-    assert proposed([[4] * 9] * 4, room=Room(1000, step=17)) == [3] * 4
+    assert proposed([[4] * 9, [], [], [4] * 3], room=LogitsBudget(8), draft_tokens=9) == [4, 0, 0, 3]
+    assert proposed([[4] * 9] * 4, room=LogitsBudget(8)) == [2] * 4
+    assert proposed([[4] * 9] * 4, room=LogitsBudget(1000, step=17)) == [3] * 4
 
 
 @pytest.mark.parametrize(
     ("room", "said"),
     [
-        (Room(3), "the logits of 3. Try a lower rollout.rows_per_batch, or a higher rollout.logits_mb"),
-        (Room(9, lambda: 0, remedies=Remedies()), "logits of 0. .* a lower rollout.vllm.memory_utilization"),
-        (Room(1000, step=5), "a step has 5 tokens. .* a higher rollout.tokens_per_pass"),
-        (Room(3, remedies=OF_SERVER), "logits of 3. Try a lower max_num_seqs, or a lower gpu_memory_utilization$"),
-        (Room(9, step=5, remedies=OF_SERVER), "a step has 5 .* max_num_seqs, or a higher max_num_batched_tokens$"),
-        (Room(3, remedies=OF_CPU_SERVER), "logits of 3. Try a lower max_num_seqs$"),
+        (LogitsBudget(3), "the logits of 3. Try a lower rollout.rows_per_batch, or a higher rollout.logits_mb"),
+        (LogitsBudget(9, lambda: 0, remedies=Remedies()), "logits of 0. .* a lower rollout.vllm.memory_utilization"),
+        (LogitsBudget(1000, step=5), "a step has 5 tokens. .* a higher rollout.tokens_per_pass"),
+        (
+            LogitsBudget(3, remedies=OF_SERVER),
+            "logits of 3. Try a lower max_num_seqs, or a lower gpu_memory_utilization$",
+        ),
+        (
+            LogitsBudget(9, step=5, remedies=OF_SERVER),
+            "a step has 5 .* max_num_seqs, or a higher max_num_batched_tokens$",
+        ),
+        (LogitsBudget(3, remedies=OF_CPU_SERVER), "logits of 3. Try a lower max_num_seqs$"),
     ],
 )
 def test_no_room_is_told_once(caplog, room, said):
@@ -285,7 +295,7 @@ def test_no_room_is_told_once(caplog, room, said):
 def test_memory_is_measured_when_a_rollout_begins():
     rows = {"a": row_of(1), "b": row_of(2)}
     asked: list[int] = []
-    rules = rules_of(rows, room=Room(0, lambda: asked.append(1) or 6))
+    rules = rules_of(rows, room=LogitsBudget(0, lambda: asked.append(1) or 6))
     rules.drafting.propose = lambda rows, stats: [Draft([4] * 5, "x") for _ in rows]
     for _ in range(3):
         given = proposals(rules)

@@ -18,10 +18,11 @@ from unittest import mock
 import pytest
 import torch
 
-from rollout.engines.base import Sampling
-from rollout.engines.local.engine import TransformersEngine
-from rollout.engines.transfer import Meta
-from rollout.types import RolloutError
+from specrl.rollout.engines.base import SamplingParams
+from specrl.rollout.engines.local.engine import TransformersEngine
+from specrl.rollout.engines.transfer import Meta
+from specrl.rollout.types import RolloutError
+from specrl.trainers.weights import PolicyWeights, Together
 from tests.rollout.engines.vllm.test_vllm import (  # noqa: F401 - fixtures
     EOS_IDS,
     TEXT,
@@ -36,7 +37,6 @@ from tests.rollout.engines.vllm.test_vllm import (  # noqa: F401 - fixtures
 )
 from tests.rollout.golden import differing, requests_of
 from tests.runs import ROOT
-from trainers.weights import PolicyWeights, Together
 
 pytestmark = [
     pytest.mark.slow,
@@ -171,14 +171,14 @@ RANKS = """
 import sys
 from transformers import AutoModelForCausalLM
 from vllm import LLM
-from rollout.config import RolloutConfig
-from rollout.engines.base import EngineSpec
-from rollout.engines.vllm.settings import settings
-from rollout.engines.vllm.updates import Updates
-from rollout.engines.vllm.weights import TRANSFER, Weights
-from rollout.types import RolloutError
+from specrl.rollout.config import RolloutConfig
+from specrl.rollout.engines.base import EngineSpec
+from specrl.rollout.engines.vllm.settings import settings
+from specrl.rollout.engines.vllm.updates import Updates
+from specrl.rollout.engines.vllm.weights import TRANSFER, Weights
+from specrl.rollout.types import RolloutError
 from tests.rollout.engines.vllm.test_vllm import TEXT, moved, probe_of
-from trainers.weights import PolicyWeights
+from specrl.trainers.weights import PolicyWeights
 from vllm import SamplingParams
 
 def prove(version, probe):
@@ -192,7 +192,7 @@ if __name__ == "__main__":
     config = RolloutConfig(engine="vllm", max_new_tokens=30)
     config.vllm.kv_cache_mb, config.vllm.tensor_parallel = 16, 2
     spec = EngineSpec(model=sys.argv[1], eos_ids=frozenset({1}), rollout=config)
-    extension = "rollout.engines.vllm.worker.WorkerExtension"
+    extension = "specrl.rollout.engines.vllm.worker.WorkerExtension"
     llm = LLM(**settings(spec), worker_extension_cls=extension, weight_transfer_config={"backend": TRANSFER})
     updates, model = Updates(llm, Weights(spec), 2, False, prove), AutoModelForCausalLM.from_pretrained(sys.argv[1])
     assert updates.route == "memory", "these ranks are processes"
@@ -235,7 +235,7 @@ def sleeper(saved, updated, monkeypatch):
     weights were, as on a GPU; on a CPU vLLM takes the calls and keeps its memory."""
     from vllm import LLM
 
-    import rollout.engines.vllm.engine as module
+    import specrl.rollout.engines.vllm.engine as module
 
     here = module.settings(spec_of(saved("qwen3")[1]))
     with monkeypatch.context() as patch:
@@ -272,7 +272,7 @@ def lose(worker):
 
 def texts_of(engine, model, cases):
     """What the engine generates, and that it is what the model does."""
-    want, _ = TransformersEngine(model, Sampling(EOS_IDS)).generate(requests_of(cases))
+    want, _ = TransformersEngine(model, SamplingParams(EOS_IDS)).generate(requests_of(cases))
     assert differing(engine.generate(requests_of(cases))[0], want, 1e-4) == []
 
 
@@ -361,8 +361,8 @@ class Asleep:
 @pytest.mark.parametrize("drafts", [False, True])
 def test_a_draft_model_that_no_update_brings_is_kept_asleep(saved, drafts):
     """Level 2 drops it too, and a rollout would go on with what is left there, as slow as without one."""
-    from rollout.engines.vllm.updates import Updates
-    from rollout.engines.vllm.weights import Weights
+    from specrl.rollout.engines.vllm.updates import Updates
+    from specrl.rollout.engines.vllm.weights import Weights
 
     model, path = saved("qwen3")
     llm = Asleep(model if drafts else None)
@@ -503,8 +503,8 @@ def linked(updated, monkeypatch):
     """(delivery, engine, model, listener): two workers with GPUs of their own, one of which runs vLLM."""
     import vllm.distributed.device_communicators.pynccl as pynccl
 
-    import rollout.workers.delivery as module
-    from rollout.workers.worker import Failure, RolloutWorker, Started
+    import specrl.rollout.workers.delivery as module
+    from specrl.rollout.workers.worker import Failure, RolloutWorker, Started
 
     monkeypatch.setattr(pynccl, "PyNcclCommunicator", Communicator)
     monkeypatch.setattr(Communicator, "made", [])
@@ -597,9 +597,9 @@ def test_workers_on_the_trainers_gpu_open_its_memory(updated, golden, monkeypatc
     """vLLM's own ends of CUDA IPC; a handle is a name of memory that lies in this process."""
     import vllm.distributed.weight_transfer.packed_tensor as packing
 
-    import rollout.engines.vllm.link as link
-    import rollout.workers.delivery as module
-    from rollout.workers.worker import RolloutWorker, Started
+    import specrl.rollout.engines.vllm.link as link
+    import specrl.rollout.workers.delivery as module
+    from specrl.rollout.workers.worker import RolloutWorker, Started
 
     shared, empty = [], torch.empty
 

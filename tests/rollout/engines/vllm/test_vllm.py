@@ -17,14 +17,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
-from rollout.build import build_engine
-from rollout.config import RolloutConfig
-from rollout.drafting.suffix import PromptTexts, SuffixDrafter
-from rollout.engines.base import EngineSpec, Probe, Sampling
-from rollout.engines.local.engine import TransformersEngine
-from rollout.keys import derive_key
-from rollout.noise import keyed_draw
-from rollout.types import Request, RolloutError
+from specrl.rollout.build import build_engine
+from specrl.rollout.config import RolloutConfig
+from specrl.rollout.drafting.suffix import PromptTexts, SuffixDrafter
+from specrl.rollout.engines.base import EngineSpec, Probe, SamplingParams
+from specrl.rollout.engines.local.engine import TransformersEngine
+from specrl.rollout.keys import derive_key
+from specrl.rollout.noise import keyed_draw
+from specrl.rollout.types import Request, RolloutError
 from tests.engines import local
 from tests.rollout.engines.local.test_engine_drafts import Raises
 from tests.rollout.golden import (
@@ -133,7 +133,7 @@ def golden(saved):
     def get(family: str = "qwen3", law=(1.0, 0, 1.0)):
         if (family, law) not in done:
             cases = prompts_and_caps(26)
-            engine = TransformersEngine(saved(family)[0], Sampling(EOS_IDS, *law))
+            engine = TransformersEngine(saved(family)[0], SamplingParams(EOS_IDS, *law))
             completions, stats = engine.generate(requests_of(cases))
             assert stats.ties == 0, "a near tie would make the comparison depend on rounding; choose another seed"
             done[family, law] = cases, [(c.tokens, c.logprobs, c.finish) for c in completions]
@@ -333,7 +333,7 @@ def test_the_cap_is_exact_and_eos_at_the_cap_is_a_stop(saved, engine_of):
     text = engine.generate(requests_of([([8, 9], 12)]))[0][0].tokens
     eos = text[5]
     first = text.index(eos) + 1
-    sampling, engine.sampling = engine.sampling, Sampling(frozenset({eos}))
+    sampling, engine.sampling = engine.sampling, SamplingParams(frozenset({eos}))
     try:
         for cap in range(1, 13):
             for draft in (None, Script(text), Script(text[:first] + [3] * 9), Script(all_wrong(text))):
@@ -361,7 +361,7 @@ def test_a_row_that_fills_the_context(saved, engine_of):
     prompt = [2 + i % 50 for i in range(CONTEXT - 30)]
     cases = [(prompt, 30), ([5, 6], 30)]
     engine = engine_of(eos_ids=frozenset())
-    want, _ = TransformersEngine(saved("qwen3")[0], Sampling(frozenset())).generate(requests_of(cases))
+    want, _ = TransformersEngine(saved("qwen3")[0], SamplingParams(frozenset())).generate(requests_of(cases))
     done, stats = engine.generate(requests_of(cases))
     assert differing(done, want, 1e-4) == []
     assert stats.drafted == 0
@@ -388,7 +388,7 @@ def test_noise_off_by_one_position_is_found(updated, golden, monkeypatch):
     def draw(logits, keys, at, *more, **law):
         return keyed_draw(logits, keys, at + late, *more, **law)
 
-    monkeypatch.setattr("rollout.engines.local.draw.keyed_draw", draw)
+    monkeypatch.setattr("specrl.rollout.engines.local.draw.keyed_draw", draw)
     engine, _ = updated()
     assert len(differing(engine.generate(requests_of(cases))[0], want)) > 13
     late = 0
@@ -414,7 +414,7 @@ def moved(model, seed: int, scale: float = 0.05):
 
 @pytest.mark.parametrize("what", ["token", "finish"])
 def test_a_row_that_vllm_has_otherwise_is_an_error(engine_of, golden, monkeypatch, what):
-    from rollout.engines.vllm.rows import VLLMRow
+    from specrl.rollout.engines.vllm.rows import VLLMRow
 
     cases, want = golden()
     emit = VLLMRow.emit
@@ -439,7 +439,7 @@ TEXT = tuple(2 + i * 7 % 50 for i in range(60))
 
 
 def probe_of(model, tolerance: float = 1e-4) -> Probe:
-    return Probe(TEXT, tuple(TransformersEngine(model, Sampling(EOS_IDS)).score(TEXT)), tolerance)
+    return Probe(TEXT, tuple(TransformersEngine(model, SamplingParams(EOS_IDS)).score(TEXT)), tolerance)
 
 
 @pytest.fixture
@@ -481,7 +481,7 @@ def test_after_updates_it_is_the_new_policy(updated, golden, shared_memory, monk
     from vllm import LLM
 
     if route == "memory":  # as with several ranks
-        monkeypatch.setattr("rollout.engines.vllm.updates.choose_route", lambda at: (route, "the test says so"))
+        monkeypatch.setattr("specrl.rollout.engines.vllm.updates.choose_route", lambda at: (route, "the test says so"))
     finish, told = LLM.finish_weight_update, []
     monkeypatch.setattr(LLM, "finish_weight_update", lambda *a, **given: told.append(given) or finish(*a, **given))
     engine, model = updated(family)
@@ -496,7 +496,7 @@ def test_after_updates_it_is_the_new_policy(updated, golden, shared_memory, monk
         engine.update_weights(iter(weights.items()), version, probe_of(new))
         assert engine.weight_version == version
         assert told[-1] == {"weight_version": str(version)}, "vLLM's own number"
-        fresh, _ = TransformersEngine(new, Sampling(EOS_IDS)).generate(requests_of(cases))
+        fresh, _ = TransformersEngine(new, SamplingParams(EOS_IDS)).generate(requests_of(cases))
         drafters = [Script(t) for t, _, _ in want]  # the old policy's texts
         for batch in (requests_of(cases, drafters), requests_of(cases)):
             done, _ = engine.generate(batch)
@@ -570,7 +570,7 @@ def test_the_probe_finds_wrong_weights(updated):
 
 def test_the_probe_finds_a_stale_output_layer(updated, monkeypatch):
     """Control: without the repair the CPU build multiplies with the old packed copy of a tied output layer."""
-    import rollout.engines.vllm.weights as transfer
+    import specrl.rollout.engines.vllm.weights as transfer
 
     engine, model = updated()
     new = moved(model, 1)
@@ -587,7 +587,7 @@ def test_kv_of_older_weights_is_found(updated, monkeypatch):
     new = moved(model, 1, scale=0.3)
     cases = [([2 + i % 50 for i in range(90)], 30)] * 8
     engine.generate(requests_of(cases))
-    want, _ = TransformersEngine(new, Sampling(EOS_IDS)).generate(requests_of(cases))
+    want, _ = TransformersEngine(new, SamplingParams(EOS_IDS)).generate(requests_of(cases))
     with monkeypatch.context() as patch:
         patch.setattr(engine, "reset_cache", lambda: None)
         engine.update_weights(new.state_dict().items(), 1)
@@ -614,7 +614,7 @@ def test_a_reset_that_vllm_refuses_is_an_error(updated, monkeypatch):
 def old_texts(saved):
     """Texts that the saved policy drew, and 30 cases without an early end."""
     cases = [(prompt, 30) for prompt, _ in prompts_and_caps(30)]
-    done, _ = TransformersEngine(saved("qwen3")[0], Sampling(EOS_IDS)).generate(requests_of(cases))
+    done, _ = TransformersEngine(saved("qwen3")[0], SamplingParams(EOS_IDS)).generate(requests_of(cases))
     return cases, done
 
 
@@ -628,10 +628,10 @@ def lenient_requests(cases, texts, visit):
 @pytest.mark.parametrize(("lenience", "draft_tokens"), [(0.5, 8), (1.0, 8), (1.65, 40)])
 def test_lenient_decides_as_the_transformers_engine(updated, old_texts, lenience, draft_tokens):
     cases, texts = old_texts
-    engine, model = updated(law="lenient", lenience=lenience, draft_tokens=draft_tokens)
+    engine, model = updated(acceptance="lenient", lenience=lenience, draft_tokens=draft_tokens)
     new = moved(model, 1)
     engine.update_weights(new.state_dict().items(), 1, probe_of(new))
-    reference = local(new, Sampling(EOS_IDS), lenience=lenience)
+    reference = local(new, SamplingParams(EOS_IDS), lenience=lenience)
     reference.update_weights(None, 1)
     want, _ = reference.generate(lenient_requests(cases, texts, visit=1))
     done, stats = engine.generate(lenient_requests(cases, texts, visit=1))
@@ -641,13 +641,13 @@ def test_lenient_decides_as_the_transformers_engine(updated, old_texts, lenience
         assert c.behaviour_logprobs == pytest.approx(w.behaviour_logprobs, abs=1e-4)
     assert 0 < stats.accepted < stats.drafted
     assert any(len(set(c.versions)) == 2 for c in done)
-    exact, _ = TransformersEngine(new, Sampling(EOS_IDS)).generate(requests_of(cases, visit=1))
+    exact, _ = TransformersEngine(new, SamplingParams(EOS_IDS)).generate(requests_of(cases, visit=1))
     assert len(differing(done, exact)) > 10, "control: the rule is not the exact one"
 
 
 def test_lenient_needs_stored_logprobs(engine_of):
     with pytest.raises(RolloutError, match="log-probs"):
-        engine_of(law="lenient").generate(requests_of([([5], 9)], [Script([5] * 9)]))
+        engine_of(acceptance="lenient").generate(requests_of([([5], 9)], [Script([5] * 9)]))
 
 
 # Errors ---------------------------------------------------------------------------------------------------------------
@@ -700,7 +700,7 @@ def test_kv_that_a_failed_step_announced_is_forgotten(updated, saved):
     engine, model = updated()
     runner = CPUModelRunner if RUNNER == "v1" else GPUModelRunner
     cases = [([2 + i % 50 for i in range(90)], 9)] * 4
-    want, _ = TransformersEngine(model, Sampling(EOS_IDS)).generate(requests_of(cases))
+    want, _ = TransformersEngine(model, SamplingParams(EOS_IDS)).generate(requests_of(cases))
     failing = mock.patch.object(runner, "execute_model", side_effect=MemoryError("planted"))
     with failing, pytest.raises(MemoryError, match="planted"):
         engine.generate(requests_of(cases))
@@ -780,6 +780,6 @@ def test_starting_and_closing_leave_the_process_as_it_was(saved, engine_of):
 def test_draws_follow_the_policy(saved, engine_of):
     """4000 keys, one token each: vLLM's token counts are those of the transformers engine, one by one."""
     requests = [Request([5, 6, 7], derive_key(0, "law", i, 0), 1) for i in range(4000)]
-    want, _ = TransformersEngine(saved("qwen3")[0], Sampling(frozenset())).generate(requests)
+    want, _ = TransformersEngine(saved("qwen3")[0], SamplingParams(frozenset())).generate(requests)
     done, _ = engine_of(eos_ids=frozenset()).generate(requests)
     assert Counter(c.tokens[0] for c in done) == Counter(c.tokens[0] for c in want)

@@ -16,12 +16,12 @@ from unittest import mock
 import pytest
 import torch
 
-from rollout.drafting.suffix import PromptTexts
-from rollout.engines.base import Sampling
-from rollout.engines.local.engine import TransformersEngine
-from rollout.engines.vllm.wire import KeyedRequest
-from rollout.types import EngineStats, Request, RolloutError
-from rollout.verify import Stood
+from specrl.rollout.drafting.suffix import PromptTexts
+from specrl.rollout.engines.base import SamplingParams
+from specrl.rollout.engines.local.engine import TransformersEngine
+from specrl.rollout.engines.vllm.wire import KeyedRequest
+from specrl.rollout.types import EngineStats, Request, RolloutError
+from specrl.rollout.verify import Accepted
 from specrl.session import ReuseSession
 from tests.rollout.engines.vllm.test_vllm import CONTEXT, RUNNER, on_v1, policy, spec_of
 from tests.rollout.golden import EOS_IDS, VOCAB, all_wrong, corrupt, prompts_and_caps, requests_of
@@ -91,7 +91,7 @@ def logprobs(output) -> list[float]:
 
 def start_served(path, arguments: dict, **settings_):
     """vLLM's LLM as somebody else starts it."""
-    from rollout.engines.vllm.engine import LLM, settings
+    from specrl.rollout.engines.vllm.engine import LLM, settings
 
     # vLLM's start takes torch.set_num_threads away
     with pytest.MonkeyPatch.context() as patch:
@@ -111,7 +111,7 @@ def keep_async(cls, config):
 
 def arguments() -> dict:
     """ENGINE_ARGS with shorter drafts."""
-    from rollout.engines.vllm.served import ENGINE_ARGS
+    from specrl.rollout.engines.vllm.served import ENGINE_ARGS
 
     given = deepcopy(ENGINE_ARGS[RUNNER])
     given["speculative_config"]["num_speculative_tokens"] = 8
@@ -127,7 +127,7 @@ def path(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def served(path):
-    from rollout.engines.vllm.engine import shut_down
+    from specrl.rollout.engines.vllm.engine import shut_down
 
     borrowed = torch.distributed.is_initialized()
     llm = start_served(path, arguments())
@@ -149,7 +149,7 @@ def plain(served, requests):
 
 
 def test_without_texts_it_draws_as_the_transformers_engine(served, requests, plain):
-    want, stats = TransformersEngine(served.model, Sampling(EOS_IDS)).generate(requests)
+    want, stats = TransformersEngine(served.model, SamplingParams(EOS_IDS)).generate(requests)
     assert stats.ties == 0
     assert plain[0] == [c.tokens for c in want]
     got = [p for row in plain[1] for p in row]
@@ -178,9 +178,9 @@ def test_control_a_draft_that_is_not_verified_is_found(served, requests, plain, 
     assert tokens(served.ask(requests, [all_wrong(text) for text in plain[0]], logprobs=None)) != plain[0]
 
 
-def _trusting(key, draft, drawn) -> Stood:
+def _trusting(key, draft, drawn) -> Accepted:
     """The planted bug: every draft token stands."""
-    return Stood([*draft.tokens, drawn.draws[-1]], drawn.logprobs, drawn.logprobs, len(draft.tokens))
+    return Accepted([*draft.tokens, drawn.draws[-1]], drawn.logprobs, drawn.logprobs, len(draft.tokens))
 
 
 def test_requests_of_others_are_vllms_own(served, requests, plain):
@@ -202,7 +202,7 @@ def test_every_request_has_its_own_law(served, requests):
     named = [dict(zip(("temperature", "top_k", "top_p"), law, strict=True)) for law in laws]
     want = [None] * len(requests)
     for i, law in enumerate(laws):
-        drawn, _ = TransformersEngine(served.model, Sampling(EOS_IDS, *law)).generate(requests[i::4])
+        drawn, _ = TransformersEngine(served.model, SamplingParams(EOS_IDS, *law)).generate(requests[i::4])
         want[i::4] = [c.tokens for c in drawn]
     texts = [[], *([text] for text in want[1:])]
     asked = [
@@ -251,7 +251,7 @@ def test_a_session_serves_two_visits_of_a_prompt(served):
         served.rules.stats = EngineStats()
         asked = [(prompt, served.vllm_params(r, extra_args=t.add_to(None))) for r, t in zip(rows, tickets, strict=True)]
         done = tokens(served.ask_with(asked))
-        assert done == [c.tokens for c in TransformersEngine(served.model, Sampling(EOS_IDS)).generate(rows)[0]]
+        assert done == [c.tokens for c in TransformersEngine(served.model, SamplingParams(EOS_IDS)).generate(rows)[0]]
         for ticket, text in zip(tickets, done, strict=True):
             session.finish(ticket, text)
         reused.append({*served.rules.stats.sources} - {"group", "prompt", "redraw"})
@@ -260,7 +260,7 @@ def test_a_session_serves_two_visits_of_a_prompt(served):
 
 @on_v1
 def test_finished_requests_are_forgotten(served, requests):
-    from rollout.engines.vllm.rows import VLLMRow
+    from specrl.rollout.engines.vllm.rows import VLLMRow
 
     def held() -> tuple[int, int]:
         """Rows and groups' texts that exist in this process."""
@@ -334,7 +334,7 @@ def test_a_bad_request_does_not_end_a_server_of_several_processes(
     from vllm.exceptions import VLLMValidationError
     from vllm.v1.engine.input_processor import InputProcessor
 
-    from rollout.engines.vllm.engine import settings
+    from specrl.rollout.engines.vllm.engine import settings
 
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
     if RUNNER == "v2":
@@ -382,7 +382,7 @@ def test_a_server_whose_core_would_not_refuse_does_not_start(path):
 def test_engines_that_serve_by_default(served, tmp_path, monkeypatch, caplog):
     import vllm
 
-    from rollout.engines.vllm.served import ENGINE_ARGS, serve_by_default
+    from specrl.rollout.engines.vllm.served import ENGINE_ARGS, serve_by_default
 
     monkeypatch.setattr(vllm, "AsyncEngineArgs", vllm.AsyncEngineArgs)  # restored afterwards
     model = str(tmp_path)  # a folder: a name would be looked up in the hub

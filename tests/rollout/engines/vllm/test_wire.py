@@ -2,8 +2,8 @@
 
 import pytest
 
-from rollout.engines.vllm.wire import KeyedRequest, pack_text
-from rollout.types import RolloutError
+from specrl.rollout.engines.vllm.wire import KeyedRequest, pack_text
+from specrl.rollout.types import RolloutError
 
 GOOD = KeyedRequest(-(1 << 63), 4, "g", ((5, 6, 7), (8,)), own=1)
 
