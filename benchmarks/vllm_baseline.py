@@ -60,9 +60,12 @@ def asked(requests: Sequence[Request], sampling: SamplingParams) -> dict:
 
     A seed of its own for each request would cost vLLM's V1 sampler a kernel a row.
     """
-    law = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
-    law["stop_token_ids"] = sorted(sampling.eos_ids)
-    return {"rows": [{"prompt": list(r.prompt), "max_tokens": r.max_new_tokens} for r in requests], "law": law}
+    sampling_params = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
+    sampling_params["stop_token_ids"] = sorted(sampling.eos_ids)
+    return {
+        "rows": [{"prompt": list(r.prompt), "max_tokens": r.max_new_tokens} for r in requests],
+        "sampling_params": sampling_params,
+    }
 
 
 class PlainVLLM:
@@ -88,7 +91,7 @@ class PlainVLLM:
             self._llm.wake_up()
         self._llm.reset_prefix_cache()
         before, began = self._accepted(), time.perf_counter()
-        tokens, steps = self._generate(message["rows"], message["law"])
+        tokens, steps = self._generate(message["rows"], message["sampling_params"])
         seconds = time.perf_counter() - began
         accepted = self._accepted() - before
         self._rest()
@@ -97,7 +100,7 @@ class PlainVLLM:
     def close(self) -> None:
         """vLLM ends with the process."""
 
-    def _generate(self, rows: Sequence[dict], law: dict) -> tuple[list[list[int]], int]:
+    def _generate(self, rows: Sequence[dict], sampling_params: dict) -> tuple[list[list[int]], int]:
         """As LLM.generate, which counts no steps."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
@@ -105,7 +108,7 @@ class PlainVLLM:
         engine, found, steps = self._llm.llm_engine, {}, 0
         for i, row in enumerate(rows):
             params = SamplingParams(
-                **law,
+                **sampling_params,
                 max_tokens=row["max_tokens"],
                 detokenize=False,
                 output_kind=RequestOutputKind.FINAL_ONLY,

@@ -1,9 +1,9 @@
 """What a GPU does with the engine, as one command for a bare machine: `python -m benchmarks.gpu out=FILE [small=true]`.
 
-It needs torch, transformers, numpy and pyarrow; training also what benchmarks/README.md says how to bring. Phases run
-in the order of value, each under a deadline of its own in a process of its own; the file is written after every
-measurement, so that it holds what was found whenever this ends. No figure is a speedup: seconds a token stand beside
-those of `model.generate`, and of vLLM with its own defaults where that is installed.
+It needs torch, transformers, numpy and pyarrow; the phase `training` needs packages that benchmarks/README.md says how
+to bring. Phases run in the order of value, each in a process of its own under a deadline. The file is written after
+every measurement, so that nothing measured is lost. No figure is a speedup: seconds a token are listed with those of
+`model.generate`, and of vLLM with its own defaults where that is installed.
 """
 
 from __future__ import annotations

@@ -8,10 +8,10 @@ from statistics import fmean
 import pytest
 import torch
 
-from benchmarks.equivalence import arms, toy
-from benchmarks.equivalence.learning import Arm, Outcome, Run
-from benchmarks.equivalence.tost import ALPHA, POWER, compare, pairs_needed, power, t_cdf, t_quantile
-from benchmarks.equivalence.verdicts import checks, line, trainer_checks
+from benchmarks.research.equivalence import arms, toy
+from benchmarks.research.equivalence.learning import Arm, Outcome, Run
+from benchmarks.research.equivalence.tost import ALPHA, POWER, compare, pairs_needed, power, t_cdf, t_quantile
+from benchmarks.research.equivalence.verdicts import checks, line, trainer_checks
 from specrl.rollout.config import RolloutConfig
 from specrl.rollout.speculative import SpeculativeRollout
 from specrl.rollout.types import Row

@@ -165,7 +165,7 @@ def test_a_process_gets_the_environment_from_before_specrls_engine(tmp_path):
 def test_it_answers_with_tokens_and_counts(told, started):
     requests = [Request([5, 9 - i], key=i, max_new_tokens=i + 1) for i in range(3)]
     message = asked(requests, SamplingParams(frozenset({1}), 0.5))
-    assert message["law"] == {"temperature": 0.5, "top_p": 1.0, "top_k": 0, "stop_token_ids": [1]}
+    assert message["sampling_params"] == {"temperature": 0.5, "top_p": 1.0, "top_k": 0, "stop_token_ids": [1]}
     plain = started("benchmarks.vllm_baseline", settings=settings(spec_of(), on_gpu=False)).ask(**message)
     assert plain["tokens"] == [[9], [8, 8], [7, 7, 7]]
     assert (plain["steps"], plain["accepted"]) == (3, 0)
@@ -187,7 +187,7 @@ def test_what_fails_there_is_told_here(told, started):
     engine = started("benchmarks.vllm_baseline", settings=settings(spec_of(), on_gpu=False))
     with pytest.raises(RolloutError, match="KeyError: 'rows'"):
         engine.ask()
-    assert engine.ask(rows=[], law={})["tokens"] == [], "it goes on"
+    assert engine.ask(rows=[], sampling_params={})["tokens"] == [], "it goes on"
 
 
 # In turn --------------------------------------------------------------------------------------------------------------
