@@ -8,7 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks.gpu import env, numerics, training
 from benchmarks.gpu.compare import differences
-from benchmarks.gpu.model import SAMPLING, build, drafted, plain, policies
+from benchmarks.gpu.model import SAMPLING, build, plain, policies
 from benchmarks.gpu.passes import fit
 from benchmarks.gpu.run import Absent, Report
 from benchmarks.gpu.sizes import SMALL, Sizes
@@ -83,16 +83,6 @@ def test_the_policy_is_as_certain_as_asked_and_the_older_one_comes_and_goes(poli
     assert all(torch.equal(p, weights[name]) for name, p in model.named_parameters())
     logits = model(input_ids=torch.tensor([text])).logits
     assert logits.abs().max() < 64, "as large as those of trained models, which bfloat16 can hold"
-
-
-def test_drafts_of_the_same_text_stand_and_change_nothing(policy):
-    _, engine, _ = policy
-    asked = plain([[1, 2, 3], [1, 2, 3]], [12, 12], visit=1)
-    done, _ = engine.generate(asked)
-    again, stats = engine.generate(drafted(asked, [c.tokens for c in done]))
-    assert [c.tokens for c in again] == [c.tokens for c in done]
-    assert stats.passes < 12
-    assert stats.accepted > 0
 
 
 def test_profiled_passes_are_those_of_the_window(policy, context):
