@@ -27,7 +27,7 @@ def about(words: Sequence[str]) -> dict:
 
 def machine(device: torch.device) -> dict:
     """The device, the machine, and versions."""
-    found = {**host(), "device": "CPU", "cuda": torch.version.cuda}
+    result = {**host(), "device": "CPU", "cuda": torch.version.cuda}
     if device.type == "cuda":
-        found |= {"device": torch.cuda.get_device_name(device), "cudnn": torch.backends.cudnn.version()}
-    return found
+        result |= {"device": torch.cuda.get_device_name(device), "cudnn": torch.backends.cudnn.version()}
+    return result

@@ -36,7 +36,7 @@ def vllm_lines(folder: str, prompts: list[list[int]], lines: tuple[tuple[int, in
     settings = {"model": folder, "skip_tokenizer_init": True, "generation_config": "vllm"}
     process = Process("benchmarks.vllm_baseline", settings=settings)
     sampling_params = {"temperature": 1.0, "ignore_eos": True}
-    found = {}
+    result = {}
     try:
         for rows, tokens in lines:
             for length in (8, tokens):
@@ -45,7 +45,7 @@ def vllm_lines(folder: str, prompts: list[list[int]], lines: tuple[tuple[int, in
             if (total := sum(map(len, done["tokens"]))) != tokens * rows:
                 raise RuntimeError(f"vLLM gave {total} tokens instead of {tokens * rows}")
             seconds = done["seconds"]
-            found[f"{rows} rows"] = {
+            result[f"{rows} rows"] = {
                 "tokens": tokens,
                 "seconds": round(seconds, 3),
                 "seconds_a_token": seconds / rows / tokens,
@@ -53,4 +53,4 @@ def vllm_lines(folder: str, prompts: list[list[int]], lines: tuple[tuple[int, in
             }
     finally:
         process.close()
-    return found
+    return result

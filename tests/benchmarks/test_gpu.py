@@ -106,7 +106,7 @@ def test_what_fails_costs_itself_alone(tmp_path):
     assert done.returncode == 0, done.stderr
     report = figures(out)
     phases = report["phases"]
-    assert phases["raising"]["found"] == {
+    assert phases["raising"]["figures"] == {
         "before": 1,
         "in it": {"deep": {"error": "ValueError: planted"}},
         "lacks": {"skipped": "no such kernel"},
@@ -114,12 +114,12 @@ def test_what_fails_costs_itself_alone(tmp_path):
         "behind": "given",
     }
     assert phases["raising"]["error"] == "KeyError: 'the phase itself'"
-    assert 1 <= len(phases["slow"]["found"]) <= 4
+    assert 1 <= len(phases["slow"]["figures"]) <= 4
     assert "at the deadline of 0.5 s" in phases["slow"]["stopped"]
-    assert phases["hangs"]["found"] == {"first": 1}, "what was found before is kept"
-    assert "killed 0.5 s behind its deadline" in phases["hangs"]["error"]
-    assert (phases["dies"]["found"], phases["dies"]["error"]) == ({"first": 1}, "its process died with exit code 7")
-    assert phases["spend"]["found"] == {"sleep": None}, "the next one goes on"
+    assert phases["hangs"]["figures"] == {"first": 1}, "what was found before is kept"
+    assert "killed 0.5 s after its deadline" in phases["hangs"]["error"]
+    assert (phases["dies"]["figures"], phases["dies"]["error"]) == ({"first": 1}, "its process died with exit code 7")
+    assert phases["spend"]["figures"] == {"sleep": None}, "the next one goes on"
     assert phases["raising"]["deadline_s"] == 30
     assert phases["late"]["stopped"] == "not begun: all 0 s were spent"
     assert len(faults(report)) == 6
@@ -167,8 +167,8 @@ def test_every_phase_runs_on_a_bare_machine(tmp_path):
     assert report["command"].startswith("python -m benchmarks.gpu small=true")
     assert report["machine"]["device"].startswith("CPU")
     assert report["machine"]["versions"]["torch"] in torch.__version__
-    assert all(phase["found"] for phase in phases.values())
-    found = {name: phase["found"] for name, phase in phases.items()}
+    assert all(phase["figures"] for phase in phases.values())
+    found = {name: phase["figures"] for name, phase in phases.items()}
     assert "not installed: trl, datasets, omegaconf, math_verify" in found["training"]["grpo"]["skipped"]
     assert found["vllm"]["vllm"] == {"skipped": "vllm is not installed"}
     assert found["env"]["us_per_op"]["add"] > 0
@@ -190,7 +190,7 @@ def test_training_ends_with_the_same_weights(tmp_path):
     command = [sys.executable, "-m", "benchmarks.gpu", "small=true", "phases=training", "device=cpu", f"out={out}"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    found = figures(out)["phases"]["training"]["found"]["grpo"]
+    found = figures(out)["phases"]["training"]["figures"]["grpo"]
     assert found["same"]
     assert len(found["exact"]) == 64
     assert max(found["reused_ratio"]) > 0
