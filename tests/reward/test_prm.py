@@ -8,7 +8,7 @@ from transformers import AutoModelForSequenceClassification, AutoModelForTokenCl
 
 from benchmarks.tiny_policy import build_tokenizer
 from specrl.reward.base import RewardError
-from specrl.reward.process import Prefix, TransformersPRM, monte_carlo
+from specrl.reward.prm import Prefix, TransformersPRM, monte_carlo
 
 
 def ends_in(samples):

@@ -1,7 +1,7 @@
-"""Rewards of reasoning steps: how good a response is so far.
+"""Values of partial responses: how good a response is after some of its reasoning steps.
 
-A process reward model answers from experience; Monte-Carlo values answer from the verifiable reward, by finishing the
-response several times. Both are 0 to 1. As everywhere in this package, what cannot be scored is None, never 0.
+A process reward model (PRM) predicts them; Monte-Carlo values estimate them from the verifiable reward, by finishing
+the response several times. Both lie between 0 and 1. A prefix that cannot be scored has the value None, never 0.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from math import isnan
+from statistics import fmean
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -30,49 +32,51 @@ def monte_carlo(
     continuations: Callable[[Sequence[Prefix]], Sequence[Sequence[str]]],
     score: Callable[[Sequence[Sample]], Sequence[float | None]],
 ) -> list[float | None]:
-    """Values of prefixes: mean rewards of several continuations; chances of success under the 0/1 math reward.
+    """Values of prefixes: the mean reward of several continuations, which is the chance of success for a 0/1 reward.
 
-    With n continuations a value v has the standard error sqrt(v (1 - v) / n). Needs no process reward model and is the
-    ground truth of those that are trained (Math-Shepherd, arXiv 2312.08935).
+    With n continuations a value v has the standard error sqrt(v (1 - v) / n). PRMs are trained towards these values
+    (Math-Shepherd, arXiv 2312.08935).
 
     Args:
-        continuations: for each unfinished prefix, the texts that follow it; handed in, as generating is not known here.
-        score: rewards of whole responses, 0 to 1, None for what has none.
+        continuations: returns, for each unfinished prefix, the texts that follow it.
+        score: rewards of complete responses, 0 to 1, None for one that cannot be scored.
     """
-    open_ = [prefix for prefix in prefixes if not prefix.finished]
-    following = iter(continuations(open_) if open_ else [])
-    texts = [[""] if prefix.finished else next(following) for prefix in prefixes]
+    unfinished = [prefix for prefix in prefixes if not prefix.finished]
+    generated = iter(continuations(unfinished) if unfinished else [])
+    endings = [[""] if prefix.finished else next(generated) for prefix in prefixes]
     samples = [
-        Sample(prefix.prompt, prefix.completion + text, prefix.answer, prefix.fields, prefix.messages)
-        for prefix, group in zip(prefixes, texts, strict=True)
-        for text in group
+        Sample(prefix.prompt, prefix.completion + ending, prefix.answer, prefix.fields, prefix.messages)
+        for prefix, group in zip(prefixes, endings, strict=True)
+        for ending in group
     ]
-    found = iter(score(samples))
-    groups = [[value for value in islice(found, len(group)) if value is not None] for group in texts]
-    return [sum(group) / len(group) if group else None for group in groups]
+    scores = iter(score(samples))
+    values: list[float | None] = []
+    for group in endings:
+        known = [value for value in islice(scores, len(group)) if value is not None]
+        values.append(fmean(known) if known else None)
+    return values
 
 
 class TransformersPRM:
-    """A process reward model: a transformers classifier read at the last token of the step.
+    """A process reward model: a transformers classifier, evaluated at the last token of the step.
 
     Token classifiers and sequence classifiers over a decoder-only model both work, with one output (a logit) or two
-    (the second is "good"). Models that need their own code are not run.
+    (the second is "good"). Remote code is not run.
 
     Args:
         source: directory or hub id.
-        device: where it runs.
-        rows_per_pass: prefixes scored together.
+        rows_per_pass: prefixes in a forward pass.
 
     Raises:
-        RewardError: it cannot be loaded, or is no classifier of one or two classes.
+        RewardError: the model cannot be loaded, or is not a classifier with one or two classes.
     """
 
     def __init__(self, source: str, device: str = "cpu", rows_per_pass: int = 32):
         try:
-            names = AutoConfig.from_pretrained(source).architectures or [""]
-            by_token = names[0].endswith("ForTokenClassification")
-            kind = AutoModelForTokenClassification if by_token else AutoModelForSequenceClassification
-            self._model = kind.from_pretrained(source, dtype=torch.float32).eval().to(device)
+            architectures = AutoConfig.from_pretrained(source).architectures or [""]
+            by_token = architectures[0].endswith("ForTokenClassification")
+            model_class = AutoModelForTokenClassification if by_token else AutoModelForSequenceClassification
+            self._model = model_class.from_pretrained(source, dtype=torch.float32).eval().to(device)
             self._tokenizer = AutoTokenizer.from_pretrained(source)
         except (OSError, ValueError) as error:
             reason = str(error).splitlines()[0]
@@ -84,7 +88,7 @@ class TransformersPRM:
         self._rows_per_pass = rows_per_pass
 
     def __call__(self, prefixes: Sequence[Sample]) -> list[float | None]:
-        """How good each response is so far, None for a value that is no number."""
+        """The value of each prefix, None where the model returned NaN."""
         starts = range(0, len(prefixes), self._rows_per_pass)
         return [value for i in starts for value in self._score(prefixes[i : i + self._rows_per_pass])]
 
@@ -98,4 +102,4 @@ class TransformersPRM:
             hidden = self._model.base_model(input_ids=ids, attention_mask=mask)[0]
             logits = self._model.score(hidden[torch.arange(len(inputs), device=ids.device), last]).float()
         good = logits.sigmoid()[:, 0] if logits.shape[-1] == 1 else logits.softmax(-1)[:, 1]
-        return [value if value == value else None for value in good.tolist()]
+        return [None if isnan(value) else value for value in good.tolist()]
