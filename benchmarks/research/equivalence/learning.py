@@ -1,0 +1,217 @@
+"""One training run on the toy: the product's rollouts, losses and advantages in a loop of our own."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from benchmarks.research.equivalence import toy
+from specrl.rollout.cache.memory import Fingerprint, TrajectoryCache
+from specrl.rollout.config import RolloutConfig
+from specrl.rollout.control import Control
+from specrl.rollout.keys import Visits
+from specrl.rollout.sections import BudgetConfig
+from specrl.rollout.speculative import SpeculativeRollout
+from specrl.rollout.types import Completion, RolloutBatch, Row
+from specrl.trainers.correction import correction_weights
+from specrl.trainers.ppo.experience import Experience, Responses, ValueTargets
+from specrl.trainers.ppo.objectives import clipped, gae, policy_loss, token_rewards, value_loss, whiten
+
+Algorithm = Literal["grpo", "ppo"]
+PROMPTS, GROUP, PROMPTS_PER_STEP, EPOCHS = 24, 8, 12, 10
+LEARNING_RATE, UPDATES, CLIP, CAP = 0.04, 2, 0.2, 2.0
+OTHER_NOISE = 1_000_003
+"""Added to the seed that keys derive from, for a run that shares everything but noise."""
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A rollout rule to train with."""
+
+    name: str
+    rollout: dict = field(default_factory=dict)
+    """Options of RolloutConfig."""
+    noise: int = 0
+    """Added to the seed of the noise; the task, the initial policy and the order of prompts stay."""
+    constant: bool = False
+    """Planted fault: every visit uses the noise of the first, for acceptance too (the reference's seed=1234)."""
+    correction: str = "token_truncate"
+    """`trainer.correction` of lenient rules."""
+
+
+@dataclass
+class Outcome:
+    """What one run did."""
+
+    start: float
+    """Exact expected reward of the initial policy, mean over tasks."""
+    final: float
+    """The same of the trained policy."""
+    gaps: list[float] = field(default_factory=list)
+    """By step from the second epoch on: mean reward of the batch less its exact expectation under the same weights."""
+    tokens: int = 0
+    passes: int = 0
+    reused: int = 0
+    rejected: int = 0
+    unchanged: int = 0
+    """Tokens of the second epoch on, passes of their rows, tokens from drafts, draft tokens that did not stand, and
+    responses that are their sample's last one."""
+    recorded: dict[str, float] = field(default_factory=lambda: {"reused": 0.0, "new": 0.0, "stored": 0.0})
+    """Largest |engine's log-prob - recomputed one| of reused and of new tokens; `stored`: of those that weights
+    divide by."""
+    clipped: float = 0.0
+    """Largest share of tokens clipped at the first inner step."""
+    digest: str = ""
+    """Of all tokens that were sampled."""
+
+    @property
+    def gap(self) -> float:
+        return sum(self.gaps) / len(self.gaps)
+
+
+class Run:
+    """Trains one policy.
+
+    Args: seed decides the task, the initial policy and the order of prompts, and with `arm.noise` the keys.
+    """
+
+    def __init__(self, arm: Arm, algorithm: Algorithm, seed: int):
+        self.arm, self.algorithm, self.seed = arm, algorithm, seed
+        self.right = toy.right_transitions(seed)
+        self._right = self.right.tolist()
+        self.policy = toy.TablePolicy(toy.initial_logits(seed, self.right))
+        self.values = torch.zeros(toy.TASKS, toy.SYMBOLS, toy.CAP, requires_grad=True)
+        self.optimizer = torch.optim.Adam([self.policy.head.weight, self.values], lr=LEARNING_RATE)
+        config = RolloutConfig(max_new_tokens=toy.CAP, measure_every=0, budget=BudgetConfig(window=toy.CAP))
+        for name, value in arm.rollout.items():
+            setattr(config, name, value)
+        engine = toy.engine_of(self.policy, config)
+        cache = TrajectoryCache(Fingerprint({}, {}), toy.SYMBOLS, {toy.END})
+        self.rollout, self.visits = SpeculativeRollout(engine, cache, config, seed + arm.noise), Visits()
+        self.control = Control(self.rollout, self._rewards, strict=True)
+        self.outcome = Outcome(start=self.expected.mean().item(), final=0.0)
+        self._digest = hashlib.blake2b(digest_size=16)
+
+    @property
+    def expected(self) -> Tensor:
+        """Exact expected reward of each task now."""
+        return toy.expected_rewards(self.policy.logits, self.right)
+
+    def train(self) -> Outcome:
+        step = 0
+        for epoch in range(EPOCHS):
+            order = torch.randperm(PROMPTS, generator=torch.Generator().manual_seed(self.seed * 1009 + epoch))
+            for prompts in order.split(PROMPTS_PER_STEP):
+                self._step(prompts.tolist(), epoch, step)
+                step += 1
+        self.outcome.final = self.expected.mean().item()
+        self.outcome.digest = self._digest.hexdigest()
+        return self.outcome
+
+    def _step(self, prompts: Sequence[int], epoch: int, step: int) -> None:
+        rows = [Row(f"prompt-{i}", (i % toy.TASKS, toy.END)) for i in prompts for _ in range(GROUP)]
+        sample_indices = [i % GROUP for i in range(len(rows))]
+        self.rollout.engine.update_weights(None, step)
+        visit = 0 if self.arm.constant else self.visits.next([row.example_id for row in rows])
+        batch = self.rollout.generate(rows, visit=visit, step=step, sample_indices=sample_indices)
+        rewards = self._rewards(rows, [c.tokens for c in batch.completions])
+        responses = Responses.of(rows, batch.completions, [True] * len(rows), toy.END, torch.device("cpu"))
+        old = self._logp(responses).detach()
+        zeros = torch.zeros_like(old)
+        found = Experience(**vars(responses), policy_logprobs=old, old_logprobs=old, advantages=zeros)
+        self._observe(rows, batch, rewards, found, first=epoch == 0)
+        self.rollout.store(rows, batch, step=step, rewards=rewards)
+        self.control(rows, batch, rewards, step=step)
+        self._advantages(found, torch.tensor(rewards))
+        if self.arm.rollout.get("acceptance") == "lenient":  # as Rollouts.importance does
+            behaviour = padded(batch.completions, found.length)
+            found.advantages *= correction_weights(found.old_logprobs, behaviour, found.mask, self.arm.correction, CAP)
+        for _ in range(UPDATES):
+            self._update(found)
+
+    def _rewards(self, rows: Sequence[Row], responses: Sequence[Sequence[int]]) -> list[float]:
+        return [toy.reward(tokens, self._right[r.prompt[0]]) for r, tokens in zip(rows, responses, strict=True)]
+
+    # Update ------------------------------------------------------------------------------------------------------
+
+    def _places(self, found: Responses) -> tuple[Tensor, Tensor, Tensor]:
+        """Task, last symbol and next symbol of every token [B, T]."""
+        last, following = found.ids[:, 1:-1], found.ids[:, 2:]
+        return found.ids[:, :1].expand_as(last), last, following
+
+    def _logp(self, found: Responses) -> Tensor:
+        return self.policy.logits.log_softmax(-1)[self._places(found)] * found.mask
+
+    def _value(self, found: Experience) -> Tensor:
+        task, last, _ = self._places(found)
+        return self.values[task, last, torch.arange(found.length)]
+
+    def _advantages(self, found: Experience, rewards: Tensor) -> None:
+        """As the trainers: GRPO's normalised by group, PPO's from the critic by GAE."""
+        if self.algorithm == "grpo":
+            groups = rewards.view(-1, GROUP)
+            normal = (groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-4)
+            found.advantages = normal.flatten()[:, None] * found.mask
+            return
+        values = self._value(found).detach()
+        totals = token_rewards(rewards, torch.zeros_like(found.mask), found.mask, 0.0)
+        advantages, returns = gae(totals, values, found.mask, gamma=1.0, lam=1.0)
+        found.critic = ValueTargets(values, torch.zeros_like(values), returns)
+        found.advantages = whiten(advantages, found.mask)
+
+    def _update(self, found: Experience) -> None:
+        """One optimiser step in which every token weighs the same."""
+        loss = policy_loss(self._logp(found), found.old_logprobs, found.advantages, low=CLIP, high=CLIP)
+        if found.critic is not None:
+            loss = loss + value_loss(self._value(found), found.critic.values, found.critic.returns, 0.0)
+        self.optimizer.zero_grad()
+        ((loss * found.mask).sum() / found.mask.sum()).backward()
+        self.optimizer.step()
+
+    # Measurement -------------------------------------------------------------------------------------------------
+
+    def _observe(self, rows, batch: RolloutBatch, rewards: list[float], found: Experience, first: bool) -> None:
+        """Notes what the batch is worth and cost."""
+        outcome, done = self.outcome, batch.completions
+        for c in done:
+            self._digest.update(bytes([*c.tokens, 255]))
+        self._compare(found, done)
+        if first:
+            return
+        expected = self.expected[[row.prompt[0] for row in rows]].mean().item()
+        outcome.gaps.append(sum(rewards) / len(rewards) - expected)
+        outcome.tokens += sum(len(c.tokens) for c in done)
+        outcome.passes += sum(c.passes for c in done)
+        outcome.reused += sum(sum(c.reused) for c in done)
+        outcome.rejected += batch.stats.drafted - batch.stats.accepted
+        outcome.unchanged += sum(batch.unchanged)
+
+    def _compare(self, found: Experience, done: Sequence[Completion]) -> None:
+        """On-policy identity: the log-probs that the rollout recorded are those of the weights that will be trained."""
+        reused = torch.zeros_like(found.mask, dtype=torch.bool)
+        for i, c in enumerate(done):
+            reused[i, : len(c.tokens)] = torch.tensor(c.reused)
+        gap = ((found.rollout_logprobs - found.old_logprobs) * found.mask).abs()
+        stored = ((padded(done, found.length) - found.old_logprobs) * found.mask).abs()
+        for name, values in (("reused", gap[reused]), ("new", gap[~reused]), ("stored", stored[reused])):
+            if values.numel():
+                self.outcome.recorded[name] = max(self.outcome.recorded[name], values.max().item())
+        low, high = (
+            clipped(found.old_logprobs, found.rollout_logprobs, side, low=CLIP, high=CLIP)
+            for side in (-found.mask, found.mask)
+        )
+        share = ((low[0] + high[1]) * found.mask).sum() / found.mask.sum()
+        self.outcome.clipped = max(self.outcome.clipped, share.item())
+
+
+def padded(done: Sequence[Completion], length: int) -> Tensor:
+    """Log-probs under the laws that produced the tokens, 0 where padded [B, length]."""
+    out = torch.zeros(len(done), length)
+    for i, c in enumerate(done):
+        out[i, : len(c.tokens)] = torch.tensor(c.behaviour_logprobs)
+    return out

@@ -1,0 +1,116 @@
+"""How many draft tokens fit a step, and how rows share them.
+
+vLLM computes the logits of all positions of a step at once. It has reserved memory for those of rows that only decode,
+measured at its start, but none for the logits of draft tokens.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from specrl.rollout.engines.base import free_bytes
+
+log = logging.getLogger(__name__)
+
+MB = 2**20
+PART = 2
+"""One in so many of a GPU's free bytes is used: torch may keep the last step's logits while this one's are computed."""
+
+
+def max_draft_tokens(vocab: int, logits_mb: int, *, free: int | None = None, width: int = 4) -> int:
+    """Draft tokens of all rows together whose logits fit.
+
+    On a CPU they take `logits_mb`, 8 bytes a logit: vLLM's float32 and a copy. On a GPU they take half of what is free
+    after the `logits_mb` in which tokens are sampled chunk by chunk, and the model's logits exist at most twice, as
+    some models scale or cap them.
+
+    Args:
+        vocab: logits of a position.
+        logits_mb: `rollout.logits_mb`, in MB of 2^20 bytes.
+        free: free bytes of the GPU, vLLM's share subtracted; None on a CPU.
+        width: bytes of a logit of the model.
+    """
+    if free is None:
+        return logits_mb * MB // (vocab * 8)
+    return max(0, free - logits_mb * MB) // PART // (vocab * 2 * width)
+
+
+class Remedies(NamedTuple):
+    """What the user of an engine can change where no draft fits; empty: nothing."""
+
+    rows: str = "a lower rollout.rows_per_batch"
+    memory: str = "a lower rollout.vllm.memory_utilization"
+    step: str = "a higher rollout.tokens_per_pass"
+
+
+ON_CPU = Remedies(memory="a higher rollout.logits_mb")
+OF_SERVER = Remedies("a lower max_num_seqs", "a lower gpu_memory_utilization", "a higher max_num_batched_tokens")
+OF_CPU_SERVER = OF_SERVER._replace(memory="")
+
+
+@dataclass
+class LogitsBudget:
+    """Draft tokens that fit a rollout's steps. If no draft fits, this is logged once.
+
+    Args:
+        tokens: of `max_draft_tokens`.
+        measure: computes `tokens` again when a rollout begins, as others may hold more memory than before; None: it is
+            constant.
+        step: most tokens of a step. vLLM fills steps row by row, so longer drafts would leave the last rows out of it.
+        remedies: what the log suggests.
+    """
+
+    tokens: int
+    measure: Callable[[], int] | None = None
+    step: int = 1 << 31
+    remedies: Remedies = ON_CPU
+    _logged: bool = False
+
+    def renew(self) -> None:
+        """A rollout begins."""
+        if self.measure:
+            self.tokens = self.measure()
+
+    def share(self, drafting: int, rows: int, most: int) -> int:
+        """Draft tokens, at most `most`, of each of the `drafting` rows that have a draft, of `rows` in all.
+
+        Each row needs a token of the step for itself; those without a draft need no more.
+        """
+        share = min(most, min(self.tokens, max(0, self.step - rows)) // max(1, drafting))
+        if drafting and not share and not self._logged:
+            self._logged = True
+            if self.tokens < drafting:
+                why = f"there is memory for the logits of {self.tokens}"
+                remedy = self.remedies.memory
+            else:
+                why = f"a step has {self.step} tokens"
+                remedy = self.remedies.step
+            remedy = ", or ".join(filter(None, (self.remedies.rows, remedy)))
+            log.warning("no draft is verified: %d of %d rows have one, and %s. Try %s", drafting, rows, why, remedy)
+        return share
+
+
+def logits_budget(vocab: int, logits_mb: int, dtype: torch.dtype, step: int, served: bool = False) -> LogitsBudget:
+    """The budget of an engine in this process.
+
+    Args:
+        dtype: of the model's logits.
+        step: most tokens of a step.
+        served: the engine is somebody else's server.
+    """
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu() or not torch.cuda.is_available():
+        tokens = max_draft_tokens(vocab, logits_mb)
+        return LogitsBudget(tokens, step=step, remedies=OF_CPU_SERVER if served else ON_CPU)
+    device = torch.device("cuda", torch.cuda.current_device())
+
+    def measure() -> int:
+        return max_draft_tokens(vocab, logits_mb, free=free_bytes(device), width=dtype.itemsize)
+
+    return LogitsBudget(measure(), measure, step, OF_SERVER if served else Remedies())

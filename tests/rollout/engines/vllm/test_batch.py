@@ -1,0 +1,114 @@
+"""Rows that go through vLLM's steps end with the very columns that any engine's rows have."""
+
+import random
+
+import numpy as np
+import pytest
+
+from specrl.rollout.drafting.draft import Draft
+from specrl.rollout.drafting.drafting import Drafting
+from specrl.rollout.engines.base import SamplingParams
+from specrl.rollout.engines.response import Response
+from specrl.rollout.engines.vllm.batch import LogprobBuffer, VLLMRow
+from specrl.rollout.engines.vllm.flow import Flow
+from specrl.rollout.engines.vllm.logits import LogitsBudget
+from specrl.rollout.types import Request
+from specrl.rollout.verify import TargetSamples, exact
+
+LAW = SamplingParams(frozenset({1, 2}))
+COLUMNS = ("tokens", "logprobs", "behaviour", "reused", "finish", "passes")
+ROWS, CAP = 6, 30
+
+
+def requests(rng: random.Random) -> list[Request]:
+    return [Request([3] * rng.randint(1, 4), i, rng.randint(1, CAP)) for i in range(ROWS)]
+
+
+def step(flow: Flow, rows: list[VLLMRow], texts: np.ndarray, logprobs: np.ndarray, rng: random.Random) -> list:
+    """Some rows take part, beside others' requests; returns each of them with its draft and what it emitted."""
+    taking = [row for row in rows if row.finish is None and rng.random() < 0.9]
+    taking = sorted(taking, key=lambda row: rng.random()) if rng.random() < 0.3 else taking
+    lined: list[VLLMRow | None] = [*taking, None] if rng.random() < 0.3 else [*taking]
+    if not taking:
+        return []
+    for row in taking:
+        right = texts[row.request.key, len(row.tokens) :][: rng.randint(0, 7)].tolist()
+        row.draft = Draft([t if rng.random() < 0.9 else 50 for t in right][: row.remaining - 1], rng.choice("ab"))
+    pads = [rng.choice([0, 0, 0, 2]) for _ in lined]
+    given = [[*(row.draft.tokens if row else []), *[-1] * pad] for row, pad in zip(lined, pads, strict=True)]
+    tokens = np.array([token for draft in given for token in draft], np.int32)
+    inputs = flow.verify_inputs(lined, np.array([*map(len, given)]), tokens)
+    _, keys, positions, _ = inputs.columns
+    packed = np.zeros((4, len(inputs.next_draft)), np.int32)
+    packed[0, inputs.sampled] = texts[keys, positions]
+    packed[1, inputs.sampled] = logprobs[keys, positions].view(np.int32)
+    packed[3] = np.float32(1.0).view(np.int32)
+    emitted, counts = flow.accept(inputs, flow.drafts_of(inputs), packed)
+    new = [emitted[start : start + n].tolist() for start, n in zip(inputs.starts, counts, strict=True)]
+    assert all(tokens == [0] for row, tokens in zip(lined, new, strict=True) if row is None)
+    return [(row, row.draft, tokens) for row, tokens in zip(lined, new, strict=True) if row]
+
+
+def differing(seed: int, buffer: type[LogprobBuffer] = LogprobBuffer, kind: type[Flow] = Flow) -> int:
+    """How many rows end otherwise than `exact` and `Response.emit` have them."""
+    rng, noise = random.Random(seed), np.random.default_rng(seed)
+    texts = noise.integers(1, 40, (ROWS, CAP + 10))
+    logprobs = -noise.random((ROWS, CAP + 10), np.float32)
+    asked = requests(rng)
+    rows, plain = [VLLMRow(request, sampling=LAW) for request in asked], [*map(Response, asked)]
+    flow = kind(drafting=Drafting(), draft_tokens=8, budget=LogitsBudget(1000), logprobs=buffer(rows))
+    wrong, counted = set(), [0, 0]
+    while any(row.finish is None for row in rows):
+        for row, draft, emitted in step(flow, rows, texts, logprobs, rng):
+            key, size = row.request.key, len(draft.tokens) + 1
+            mine = plain[key]
+            part = slice(len(mine.tokens), len(mine.tokens) + size)
+            own = logprobs[key, part].tolist()
+            stood = exact(key, draft, TargetSamples(part.start, texts[key, part].tolist(), own, own))
+            n = mine.emit(stood, LAW.eos_ids)
+            counted = [counted[0] + size - 1, counted[1] + min(n, stood.drafted)]
+            if (emitted, row.tokens) != (mine.tokens[-n:], mine.tokens):
+                return ROWS
+    if (flow.stats.drafted, flow.stats.accepted) != tuple(counted):
+        return ROWS
+    for row, mine in zip(rows, plain, strict=True):
+        if any(getattr(row, name) != getattr(mine, name) for name in COLUMNS):
+            wrong.add(row.request.key)
+    return len(wrong)
+
+
+class Overlapping(LogprobBuffer):
+    """Planted fault: all rows have one offset."""
+
+    def __init__(self, rows):
+        super().__init__(rows)
+        for row in rows:
+            row.offset = 0
+
+
+class Early(LogprobBuffer):
+    """Planted fault: the last step is missing."""
+
+    def complete(self, row):
+        row.tokens, last = row.tokens[:-1], row.tokens[-1:]
+        super().complete(row)
+        row.tokens += last
+
+
+class Stale(Flow):
+    """Planted fault: positions of rows that stay together are those of their first step."""
+
+    def accept(self, inputs, drafts, packed, first=0):
+        before = inputs.batch.num_tokens.copy()
+        accepted = super().accept(inputs, drafts, packed, first)
+        inputs.batch.num_tokens[:] = before
+        return accepted
+
+
+def test_a_finished_row_has_every_column():
+    assert sum(differing(seed) for seed in range(100)) == 0
+
+
+@pytest.mark.parametrize("fault", [{"buffer": Overlapping}, {"buffer": Early}, {"kind": Stale}])
+def test_control_planted_faults_are_found(fault):
+    assert sum(differing(seed, **fault) for seed in range(10)) > 0
