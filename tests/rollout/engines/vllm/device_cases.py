@@ -249,8 +249,8 @@ def test_after_an_update_it_is_the_new_policy(engine_of, some):
 class Trusting(sampler.KeyedVerifier):
     """A planted fault: every draft stands."""
 
-    def _accept(self, sampled, cu_num_logits, verify_draft_sampled):
-        tokens, _ = super()._accept(sampled, cu_num_logits, verify_draft_sampled)
+    def accept(self, sampled, cu_num_logits, verify_draft_sampled):
+        tokens, _ = super().accept(sampled, cu_num_logits, verify_draft_sampled)
         counts = (cu_num_logits[1:] - cu_num_logits[:-1]).int()
         for i, n in enumerate(counts.tolist()):
             start = cu_num_logits[i]
