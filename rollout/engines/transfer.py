@@ -90,5 +90,5 @@ def choose_route(topology: Topology) -> tuple[Route, str]:
             return "memory", f"CUDA IPC is used from one trainer process only, not from {topology.trainers}"
         return "ipc", "all workers share the trainer's GPU"
     if len({topology.trainer, *topology.workers}) == 1 + len(topology.workers):
-        return "nccl", "every rank has its own GPU"
+        return "nccl", "every rank has a GPU of its own"
     return "memory", "NCCL needs a GPU for each rank, and only some of them share the trainer's"
