@@ -285,7 +285,7 @@ def test_drafts_leave_no_row_out_of_a_step(engine_of, monkeypatch):
     assert {n for n in rows if n} == {16}
 
 
-MANY_BLOCKS = [([3 + i, *(4 + j % 50 for j in range(90))], 30) for i in range(18)]
+MANY_BLOCKS = [([3 + i, *(4 + j % 50 for j in range(90))], 12) for i in range(18)]
 """Of KV: three a row for its prompt, four with its response; a MB holds 64."""
 
 
