@@ -27,7 +27,7 @@ def sound(config: Config, saved: Path, checkpoints: Path) -> Path | None:
     Raises: ConfigError, CheckpointError.
     """
     same_settings(cli.load_saved(saved), config)
-    text_decides = config.rollout.old_text_stands and not config.rollout.cache.clear
+    text_decides = config.rollout.accepts_old_text and not config.rollout.cache.clear
     if found := newest(checkpoints, text_decides=text_decides):
         leave_aside(checkpoints, found)
     return found

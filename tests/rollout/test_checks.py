@@ -104,7 +104,7 @@ def test_the_two_edges_refuse_alike():
         (lambda: SamplingParams(frozenset(), temperature=NAN), "temperature=nan"),
         (lambda: SamplingParams(frozenset(), top_p=1.5), "top_p=1.5 must be from 0 to 1"),
         (lambda: SamplingParams(frozenset(), top_k=-1), "top_k=-1"),
-        (lambda: lenient(0.0), "lenience=0 accepts nothing"),
+        (lambda: lenient(0.0), "lenience=0.0 accepts nothing"),
         (lambda: lenient(NAN), "lenience=nan"),
         (lambda: Row(1, (5,)), "example_id=1 is not a text. Try example_id='1'."),
         (lambda: Row("a\ud800", (5,)), "example_id='a\\ud800' has no UTF-8 form. Try example_id='a?'."),

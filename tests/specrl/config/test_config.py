@@ -201,8 +201,8 @@ def test_a_file_beside_is_suggested(name):
         ),
         ("seed: !!int abc\n", "bad.yaml, line 1: tags such as tag:yaml.org,2002:int are not supported"),
         ("seed: !!bool abc\n", "bad.yaml, line 1: tags such as"),
-        ("a:\n  " + "[" * 5000 + "]" * 5000, "bad.yaml, line 2: nothing is nested deeper than 20 levels."),
-        ("rollout: " + "{a: " * 3000 + "1" + "}" * 3000, "bad.yaml, line 1: nothing is nested deeper than 20 levels."),
+        ("a:\n  " + "[" * 5000 + "]" * 5000, "bad.yaml: nested too deeply"),
+        ("rollout: " + "{a: " * 3000 + "1" + "}" * 3000, "bad.yaml: nested too deeply"),
         ('name: "\\ud800"\n', "bad.yaml, line 1: half of a surrogate pair is no text."),
         ("seed: \x07\n", "bad.yaml: unacceptable character #x0007"),
         ("seed: 1\n---\nseed: 2\n", "bad.yaml, line 2: but found another document."),
@@ -272,7 +272,7 @@ def test_entry_points_are_the_modules_that_can_be_run():
 
 def test_help_on_a_section_shows_key_default_type_and_doc():
     text = load(["help=rollout"])
-    assert "rollout.acceptance = exact    (exact | off | lenient | judged | routed)\n    exact: bit-identical" in text
+    assert "rollout.acceptance = exact    (exact | off | lenient | judged | routed)\n    which draft tokens" in text
     assert "rollout.cache.max_mb = " in text
     assert "trainer." not in text.replace("the trainer", "")
     assert load(["help=rollout.group_size"]).startswith("rollout.group_size = 8    (int)\n")
@@ -537,7 +537,7 @@ def test_every_option_is_read_somewhere():
 
 
 def test_what_may_change_on_resume_is_said_in_known_words():
-    said = {option.metadata.get("resume", "") for option in options.options(Config).values()}
+    said = {option.resume for option in options.options(Config).values()}
     assert said == set(MAY_CHANGE)
 
 
