@@ -154,9 +154,9 @@ def _first_mismatch(
 ) -> tuple[int, int] | None:
     """(position, draft token) of the first mismatch from `start` on; None if there is none before the end."""
     for position in range(start, len(text)):
-        token = draft[position]
         if text[position] in eos_ids:
             return None
+        token = draft[position]
         if token is not None and token != text[position]:
             return position, token
     return None
