@@ -21,7 +21,7 @@ from specrl.config import load as cli
 from specrl.config.schema import Config
 from specrl.rollout.types import RolloutError
 from specrl.run import preflight, setup
-from specrl.run.resume import claimed
+from specrl.run.resume import run_lock
 from specrl.train import recorded, save
 
 
@@ -79,7 +79,7 @@ def main(config: Config, descriptor: int) -> int:
         RolloutError: it is to work ahead and does not, or a worker was replaced, so that its seconds say nothing.
     """
     baton, examples = Baton(descriptor), preflight.check(config)
-    with claimed(config) as (folder, checkpoint), setup.parts(config, folder, checkpoint, **examples) as run:
+    with run_lock(config) as (folder, checkpoint), setup.parts(config, folder, checkpoint, **examples) as run:
         source = run.trainer.rollouts.source
         if config.rollout.ahead != "off" and not source.runs_ahead:
             raise RolloutError(f"nothing can be rolled out ahead: {source.not_ahead}")

@@ -1,7 +1,8 @@
-"""How large the house is and how tidy: `python -m benchmarks.house [out=FILE]`, read from the source.
+"""Size and order of this repository, read from its files: `python -m benchmarks.house [out=FILE]`.
 
-Lines of the four packages, of what a run of config=grpo_math imports (two steps of it are run), and of each extension;
-functions, files and constructors that are too large; circles of imports, those inside functions counted too.
+Counts lines of code (neither blank, comment nor docstring) of the product and of what a run of config=grpo_math imports
+(two steps of it are run), and lines and words of the rest; circles of imports, also those inside functions and those
+for type checkers alone; what is too large; and words that this project once used in a sense of its own.
 """
 
 from __future__ import annotations
@@ -12,12 +13,11 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from statistics import median, quantiles
-from textwrap import fill
 
 from specrl.config import load as cli
 from specrl.results import tables
@@ -25,17 +25,14 @@ from specrl.rollout.sections import doc
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("rollout", "reward", "trainers", "specrl")
-EXTENSIONS = {
-    "vllm": r"rollout/engines/vllm/",
-    "gpu": r"rollout/engines/local/(static|varlen|graphs|fused|draw_kernel)",
-    "workers": r"rollout/workers/|specrl/run/cluster",
-    "lossy": r"/lossy/|specrl/(train_judge|train_router)|reward/process",
-    "co-training": r"trainers/cotraining/",
-    "session": r"specrl/session",
-    "bench": r"specrl/bench",
+PAGES = ("README.md", "benchmarks/README.md", "docs/*.md")
+LONGEST_FILE = 300
+LONGEST_FUNCTION = 50
+PRIVATE_WORDS = {
+    *("law", "laws", "stand", "stands", "stood", "tell", "tells", "told", "behind", "room", "place", "places", "fed"),
+    *("found", "given", "own", "whole", "apart", "meanwhile", "ride", "rides", "beside"),
 }
-"""What a plain run does without, by the paths of its files."""
-FILE, FUNCTION = 300, 50  # lines from which on a file and a function are named
+"""Most have an ordinary sense too, so the count is not expected to reach zero."""
 RUN = """
 import sys
 from specrl import train
@@ -55,7 +52,7 @@ class HouseConfig:
 
 @dataclass(frozen=True)
 class Source:
-    """One file of the packages, by its path below the root."""
+    """One Python file, by its path below the root."""
 
     path: str
     text: str
@@ -70,33 +67,30 @@ class Source:
 
     @property
     def code(self) -> int:
-        """Lines that are not blank, a comment or part of a string that stands alone, such as a docstring."""
-        alone = (n for n in ast.walk(self.tree) if isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant))
-        told = {line for node in alone for line in range(node.lineno, node.end_lineno + 1)}
-        kept = (line.strip() for at, line in enumerate(self.text.splitlines(), 1) if at not in told)
-        return sum(bool(line) and not line.startswith("#") for line in kept)
+        """Lines that are not blank, a comment or part of a string statement, such as a docstring."""
+        strings = (n for n in ast.walk(self.tree) if isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant))
+        documented = {line for node in strings for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)}
+        lines = (line.strip() for number, line in enumerate(self.text.splitlines(), 1) if number not in documented)
+        return sum(bool(line) and not line.startswith("#") for line in lines)
 
     @property
     def module(self) -> str:
         name = self.path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
         return name if name.startswith("specrl") else f"specrl.{name}"
 
+    @cached_property
+    def words(self) -> Counter[str]:
+        """How often each word occurs, parts of names included."""
+        return words(self.text)
+
     def functions(self) -> Iterator[tuple[str, int]]:
-        """Name and lines of every function."""
+        """Name and number of lines of every function."""
         for node in ast.walk(self.tree):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                yield f"{self.path}:{node.name}", node.end_lineno - node.lineno + 1
-
-    def constructors(self) -> Iterator[tuple[str, int]]:
-        """Name of every class with a constructor, and how many arguments it takes."""
-        for node in ast.walk(self.tree):
-            for each in node.body if isinstance(node, ast.ClassDef) else ():
-                if isinstance(each, ast.FunctionDef) and each.name == "__init__":
-                    given = each.args.posonlyargs + each.args.args + each.args.kwonlyargs
-                    yield f"{self.path}:{node.name}", len(given) - 1
+                yield f"{self.path}:{node.name}", (node.end_lineno or node.lineno) - node.lineno + 1
 
     def imports(self, types: bool) -> set[str]:
-        """What may be modules among the names it imports anywhere. Args: types: also for type checkers alone."""
+        """Names that it imports anywhere and that may be modules. Args: types: also those for type checkers alone."""
         names: set[str] = set()
         unseen: list[ast.AST] = [self.tree]
         while unseen:
@@ -110,9 +104,13 @@ class Source:
         return names
 
 
-def sources(root: Path) -> list[Source]:
-    """Every file of the packages."""
-    files = sorted(file for package in PACKAGES for file in (root / package).rglob("*.py"))
+def words(text: str) -> Counter[str]:
+    return Counter(re.findall(r"[a-z]+", re.sub(r"(?<=[a-z])(?=[A-Z])", " ", text).lower()))
+
+
+def sources(root: Path, *packages: str) -> list[Source]:
+    """Every Python file of these packages, or of the product."""
+    files = sorted(file for package in packages or PACKAGES for file in (root / package).rglob("*.py"))
     return [Source(file.relative_to(root).as_posix(), file.read_text(encoding="utf-8")) for file in files]
 
 
@@ -123,51 +121,78 @@ def circles(files: Iterable[Source], types: bool = False) -> list[list[str]]:
     leads = {file.module: (file.imports(types) & known) - {file.module} for file in files}
     reach: dict[str, set[str]] = {}
     for start in leads:
-        seen, unseen = set(), [start]
+        seen: set[str] = set()
+        unseen = [start]
         while unseen:
             new = leads[unseen.pop()] - seen
             seen |= new
             unseen += new
         reach[start] = seen
     together = {frozenset(b for b in reach[a] if a in reach[b]) for a in reach if a in reach[a]}
-    return sorted(sorted(each) for each in together)
+    return sorted(sorted(modules) for modules in together)
+
+
+def named_once(files: Iterable[Source]) -> list[str]:
+    """Classes whose name occurs in exactly one file other than their own."""
+    files = list(files)
+    names = {file.path: set(re.findall(r"\w+", file.text)) for file in files}
+    found = []
+    for file in files:
+        for node in file.tree.body:
+            others = [path for path in names if path != file.path and getattr(node, "name", "") in names[path]]
+            if isinstance(node, ast.ClassDef) and len(others) == 1:
+                found.append(f"{file.path}:{node.name}")
+    return found
 
 
 def imported() -> set[str]:
     """Paths of the files that two steps of config=grpo_math import."""
     with tempfile.TemporaryDirectory() as folder:
         listing = Path(folder) / "files"
-        words = ["config=grpo_math", f"output_dir={folder}", "name=house", *SHORT]
-        command = [sys.executable, "-c", RUN, str(listing), *words]
+        options = ["config=grpo_math", f"output_dir={folder}", "name=house", *SHORT]
+        command = [sys.executable, "-c", RUN, str(listing), *options]
         subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL, timeout=600)
         files = [Path(line).resolve() for line in listing.read_text().splitlines()]
     return {file.relative_to(ROOT).as_posix() for file in files if file.is_relative_to(ROOT)}
 
 
-def groups(files: list[Source], path: set[str]) -> dict[str, list[Source]]:
-    """The files by package, those that a run imports, and those of each extension."""
-    found = {package: [file for file in files if file.path.startswith(f"{package}/")] for package in PACKAGES}
-    found |= {"all": files, "config=grpo_math": [file for file in files if file.path in path]}
-    return found | {
-        name: [file for file in files if re.search(pattern, file.path)] for name, pattern in EXTENSIONS.items()
+def figures(root: Path, path: set[str]) -> dict:
+    """The content of the JSON file. Args: path: files that a plain run imports."""
+    product = sources(root)
+    benchmarks = [file for file in sources(root, "benchmarks") if "/research/" not in file.path]
+    tests = sources(root, "tests")
+    pages = [page.read_text(encoding="utf-8") for pattern in PAGES for page in sorted(root.glob(pattern))]
+    plain = [file for file in product if file.path in path]
+    texts = {
+        "product": sum((file.words for file in product), Counter()),
+        "benchmarks": sum((file.words for file in benchmarks), Counter()),
+        "tests": sum((file.words for file in tests), Counter()),
+        "pages": sum((words(page) for page in pages), Counter()),
+    }
+    functions = [function for file in product for function in file.functions()]
+    return {
+        "product": size(product),
+        "path of config=grpo_math": size(plain),
+        "classes that only one other file names": len(named_once(product)),
+        "benchmarks outside research": size(benchmarks),
+        "tests": size(tests),
+        "words of pages": sum(len(page.split()) for page in pages),
+        "circles": circles(product),
+        "circles, types counted": circles(product, types=True),
+        "private words": {
+            part: {word: count[word] for word in sorted(PRIVATE_WORDS, key=lambda word: -count[word]) if count[word]}
+            for part, count in texts.items()
+        },
+        f"files over {LONGEST_FILE} lines": {f.path: f.lines for f in product if f.lines > LONGEST_FILE},
+        f"functions over {LONGEST_FUNCTION} lines": {n: lines for n, lines in functions if lines > LONGEST_FUNCTION},
     }
 
 
-def figures(files: list[Source], path: set[str]) -> dict:
-    """The content of the JSON file."""
-    functions = [each for file in files for each in file.functions()]
-    sizes = [lines for _, lines in functions]
+def size(files: list[Source]) -> dict[str, int]:
     return {
-        "lines": {
-            name: {"files": len(part), "lines": sum(f.lines for f in part), "code": sum(f.code for f in part)}
-            for name, part in groups(files, path).items()
-        },
-        "functions": {"count": len(sizes), "median": median(sizes), "p90": quantiles(sizes, n=10)[-1]},
-        f"files over {FILE} lines": {file.path: file.lines for file in files if file.lines > FILE},
-        f"functions over {FUNCTION} lines": {name: lines for name, lines in functions if lines > FUNCTION},
-        "widest constructor": max((each for file in files for each in file.constructors()), key=lambda each: each[1]),
-        "circles": circles(files),
-        "circles, types counted": circles(files, types=True),
+        "files": len(files),
+        "code": sum(file.code for file in files),
+        "lines": sum(file.lines for file in files),
     }
 
 
@@ -175,21 +200,25 @@ def show(found: dict) -> None:
     from rich.console import Console
 
     console = Console(width=80)
-    rows = [(name, *(f"{each[key]}" for key in ("files", "lines", "code"))) for name, each in found["lines"].items()]
-    tables.show(console, "", ("part", "files", "lines", "code lines"), rows)
-    functions, (widest, count) = found["functions"], found["widest constructor"]
-    print(f"{functions['count']} functions: median {functions['median']:.0f} lines, p90 {functions['p90']:.0f}")
-    print(f"widest constructor: {count} arguments\n  {widest}")
-    for what in (f"files over {FILE} lines", f"functions over {FUNCTION} lines"):
-        print(f"{what}: {len(found[what])}", *(f"  {size:4}  {name}" for name, size in found[what].items()), sep="\n")
-    for what in ("circles", "circles, types counted"):
-        print(f"{what}: {len(found[what])}")
-        for each in found[what]:
-            print(fill(" ".join(each), 80, initial_indent="  ", subsequent_indent="    "))
+    rows = [
+        (name, *(f"{value[key]:,}" for key in ("files", "code", "lines")))
+        for name, value in found.items()
+        if isinstance(value, dict) and "files" in value
+    ]
+    tables.show(console, "", ("part", "files", "lines of code", "lines"), rows)
+    for name in ("classes that only one other file names", "words of pages"):
+        print(f"{name}: {found[name]:,}")
+    for part, count in found["private words"].items():
+        most = ", ".join(f"{word} {n}" for word, n in list(count.items())[:5])
+        print(f"private words, {part}: {sum(count.values()):,} ({most})")
+    for name in ("circles", "circles, types counted"):
+        print(f"{name}: {len(found[name])}", *(f"  {' '.join(modules)}" for modules in found[name]), sep="\n")
+    for name in (f"files over {LONGEST_FILE} lines", f"functions over {LONGEST_FUNCTION} lines"):
+        print(f"{name}: {len(found[name])}", *(f"  {lines:4}  {path}" for path, lines in found[name].items()), sep="\n")
 
 
 def main(options: HouseConfig) -> int:
-    found = figures(sources(ROOT), imported())
+    found = figures(ROOT, imported())
     show(found)
     if options.out:
         Path(options.out).write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")

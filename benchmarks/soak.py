@@ -107,7 +107,7 @@ def cache_full(life: Life) -> None:
 
 
 def reward_worker_killed(life: Life) -> None:
-    life.worker("specrl.reward.child").kill()
+    life.worker("specrl.reward.worker").kill()
 
 
 def rollout_worker_killed(life: Life) -> None:

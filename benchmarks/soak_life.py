@@ -71,7 +71,7 @@ class Life:
         return Sample(
             self.step,
             self.process.memory_info().rss / 2**20,
-            sum(worker.memory_info().rss for worker in self.workers("specrl.reward.child", "RolloutWorker")) / 2**20,
+            sum(worker.memory_info().rss for worker in self.workers("specrl.reward.worker", "RolloutWorker")) / 2**20,
             self.process.num_fds(),
             self.process.num_threads(),
             1 + len(self.process.children(recursive=True)),

@@ -6,8 +6,8 @@ r"""A reward of one's own: partial credit for a number near the right one.
 """
 
 from specrl.reward.base import Sample
-from specrl.reward.math import extract_answer
-from specrl.reward.own import FunctionReward
+from specrl.reward.answers import extract_answer
+from specrl.reward.loading import FunctionReward
 
 
 def closeness(prompt: str, completion: str, answer: str | None, **fields) -> float | None:

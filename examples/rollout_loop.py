@@ -5,7 +5,7 @@ python examples/rollout_loop.py
 
 import torch
 
-from specrl.reward.math import extract_answer
+from specrl.reward.answers import extract_answer
 from specrl import EngineSpec, Fingerprint, RolloutConfig, Row, SpeculativeRollout, TrajectoryCache, build_engine
 from specrl.run.tasks import arithmetic
 from specrl.tiny import load_tiny

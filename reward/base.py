@@ -1,4 +1,4 @@
-"""What a reward is: text in, number out.
+"""The interface of a reward: samples in, numbers out.
 
 The rule of this package: an infrastructure failure never becomes a reward. A row that could not be scored is None,
 which masks it from training, and it is counted; many such rows stop the run with the first failure's traceback. A text
@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-LARGEST = 1e15  # trainers square rewards in float32 for the group's standard deviation
+MAX_SCORE = 1e15  # trainers square rewards in float32 for the group's standard deviation
 
 
 class RewardError(RuntimeError):
@@ -21,16 +21,16 @@ class RewardError(RuntimeError):
 class LimitError(RuntimeError):
     """A text reached the time or memory limit of a worker.
 
-    `of_text` says that the same workers answered another text in time afterwards: it was this text's own doing. Until
-    then it may be the workers, the machine or what the reward asks.
+    `caused_by_text` is set once the same workers have answered another text in time. Until then the cause may be the
+    workers, the machine or a service that the reward needs.
     """
 
-    of_text = False
+    caused_by_text = False
 
 
 @dataclass(frozen=True)
 class Sample:
-    """What a reward sees of one rollout."""
+    """One rollout, as rewards see it."""
 
     prompt: str  # the text that the model saw: with a chat template its whole output, special tokens included
     completion: str  # the response, decoded without special tokens
@@ -43,22 +43,24 @@ Outcome = float | None | Exception
 
 
 class Reward(Protocol):
-    """Scores samples. Each score depends on its own sample only, so a batch may be cut or repeated row by row.
+    """Scores samples. A score depends on its own sample only, so a batch may be split, and rows scored again.
 
-    Returns one number per sample; for one that cannot be scored None, or the exception that prevented it (the row is
-    masked and counted, never 0). An optional method: `close()` releases resources. An optional attribute:
-    `deterministic = True` promises that a score depends on nothing but the sample (no time, no randomness, no judge
-    that changes); RewardSet then asks once for each sample, not every time it comes. Another: `verifiable = True` says
-    that its scores are correctness, 1 for right and less for anything else; pass@k is counted from it.
+    A call returns one number per sample. For a sample that cannot be scored it returns None, or the exception that
+    prevented it: the row is masked and counted, and never becomes 0. Optional members:
+
+    - `close()` releases resources.
+    - `deterministic = True` promises that a score depends on nothing but the sample (no time, no randomness, no judge
+      that changes). RewardSet then scores each sample once and reuses the score.
+    - `verifiable = True` says that the scores are correctness: 1 for right, less for anything else. pass@k uses it.
     """
 
     name: str
 
-    def __call__(self, samples: Sequence[Sample]) -> Sequence[Outcome]: ...
+    def __call__(self, samples: Sequence[Sample], /) -> Sequence[Outcome]: ...
 
 
 def attempt(function: Callable[[Any], Any], argument: Any) -> Any:
-    """What the function returns, or the exception that it raised. RewardError passes: nothing can be scored."""
+    """The function's result, or the exception that it raised. RewardError is raised: nothing can be scored."""
     try:
         return function(argument)
     except RewardError:
@@ -67,36 +69,36 @@ def attempt(function: Callable[[Any], Any], argument: Any) -> Any:
         return error
 
 
-def _number(value: Any) -> Outcome:
-    """A reward's return value as a finite float; None and exceptions pass, anything else is raised on."""
-    if value is None or isinstance(value, Exception):
-        return value
-    if not hasattr(value, "__float__"):  # text has none, though float() would read it
-        raise TypeError(f"a score must be a number or None, got {type(value).__name__} {value!r:.80}")
-    number = float(value)
-    if not abs(number) <= LARGEST:
-        raise ValueError(f"a score must be finite and at most {LARGEST:g} in size, got {number}")
-    return number
-
-
-def _listed(returned: Any, samples: Sequence[Sample]) -> Sequence[Any]:
-    """One value per sample, or TypeError or ValueError."""
-    if isinstance(returned, (str, bytes, Mapping, set, frozenset)) or not hasattr(returned, "__len__"):
-        raise TypeError(f"a reward must return a list of scores, got {type(returned).__name__} {returned!r:.80}")
-    if len(returned) != len(samples):
-        raise ValueError(f"a reward must return one score per sample: {len(returned)} for {len(samples)} samples")
-    return returned
-
-
 def checked_outcomes(reward: Reward, samples: Sequence[Sample]) -> list[Outcome]:
-    """One float, None or exception per sample. RewardError passes through: it means that nothing can be scored.
+    """One float, None or exception per sample. RewardError is raised: it means that nothing can be scored.
 
-    When the whole call raises or returns the wrong number of scores, it is repeated sample by sample, so that one bad
-    sample costs only its own score.
+    When the call raises or returns the wrong number of scores, it is repeated sample by sample, so that one bad sample
+    costs only its own score.
     """
-    returned = attempt(lambda rows: _listed(reward(rows), rows), samples)
-    if isinstance(returned, Exception):
+    scores = attempt(lambda batch: _checked_length(reward(batch), batch), samples)
+    if isinstance(scores, Exception):
         if len(samples) == 1:
-            return [returned]
+            return [scores]
         return [checked_outcomes(reward, [sample])[0] for sample in samples]
-    return [attempt(_number, value) for value in returned]
+    return [attempt(_checked_score, score) for score in scores]
+
+
+def _checked_length(scores: Any, samples: Sequence[Sample]) -> Sequence[Any]:
+    """The scores if there is one per sample; raises TypeError or ValueError."""
+    if isinstance(scores, (str, bytes, Mapping, set, frozenset)) or not hasattr(scores, "__len__"):
+        raise TypeError(f"a reward must return a list of scores, got {type(scores).__name__} {scores!r:.80}")
+    if len(scores) != len(samples):
+        raise ValueError(f"a reward must return one score per sample: {len(scores)} for {len(samples)} samples")
+    return scores
+
+
+def _checked_score(score: Any) -> Outcome:
+    """The score as a finite float; None and exceptions are returned as they are. Raises TypeError or ValueError."""
+    if score is None or isinstance(score, Exception):
+        return score
+    if not hasattr(score, "__float__"):  # float() would also accept text
+        raise TypeError(f"a score must be a number or None, got {type(score).__name__} {score!r:.80}")
+    number = float(score)
+    if not abs(number) <= MAX_SCORE:
+        raise ValueError(f"a score must be finite and at most {MAX_SCORE:g} in size, got {number}")
+    return number

@@ -17,6 +17,17 @@ from specrl.reward.config import RewardConfig
 BOX_TAIL_CHARS = 100
 
 
+class FormatReward:
+    name = "format"
+    deterministic = True
+
+    def __init__(self, config: RewardConfig | None = None):
+        """Built-in rewards take the configuration; this one uses nothing of it."""
+
+    def __call__(self, samples: Sequence[Sample]) -> list[float | None]:
+        return [float(well_formed(sample.completion)) for sample in samples]
+
+
 def well_formed(completion: str) -> bool:
     """Whether the completion ends in an answer as described above."""
     text = completion.rstrip()
@@ -25,14 +36,3 @@ def well_formed(completion: str) -> bool:
         return True
     box = last_box(text)
     return box is not None and bool(box[2].strip()) and box[1] >= len(text) - BOX_TAIL_CHARS
-
-
-class FormatReward:
-    name = "format"
-    deterministic = True
-
-    def __init__(self, config: RewardConfig | None = None):
-        """As every built-in reward; nothing of this one is configured."""
-
-    def __call__(self, samples: Sequence[Sample]) -> list[float | None]:
-        return [float(well_formed(sample.completion)) for sample in samples]

@@ -1,47 +1,50 @@
-"""Finding rewards: built-in ones by name, a user's own as module:attribute."""
+"""Loads rewards: built-in ones by name, user-defined functions, classes and objects as module:attribute."""
 
 from __future__ import annotations
 
+import difflib
+import importlib
+import inspect
+import os
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import asdict
 from pkgutil import resolve_name
+from typing import Any
 
-from specrl.reward.base import Reward
+from specrl.reward.base import Outcome, Reward, RewardError, Sample, attempt, checked_outcomes
 from specrl.reward.config import RewardConfig
+from specrl.reward.pool import WorkerPool
 from specrl.reward.set import RewardSet, check_settings
 
 BUILT_IN = {"format": "specrl.reward.format:FormatReward", "math": "specrl.reward.math:MathReward"}
-"""Classes by the names of their rewards; each is made from the configuration, and imported when it is asked for."""
+"""Classes by the names of their rewards; each is made from the configuration."""
 
 
 def load_rewards(config: RewardConfig) -> RewardSet:
-    """What the configuration names, loaded and combined. Raises RewardError."""
+    """The configured rewards, combined. Raises RewardError."""
     with ExitStack() as loaded:
         rewards = []
         for spec in config.functions:
-            rewards.append(load_reward(spec, config))
-            loaded.callback(getattr(rewards[-1], "close", lambda: None))
-        made = RewardSet(rewards, config.weights, config.max_failure_ratio, config.on_limit)
-        loaded.pop_all()  # from here on `made.close` closes them
-    return made
+            reward = load_reward(spec, config)
+            loaded.callback(getattr(reward, "close", lambda: None))
+            rewards.append(reward)
+        combined = RewardSet(rewards, config.weights, config.max_failure_ratio, config.on_limit)
+        loaded.pop_all()  # from here on `combined.close` closes them
+    return combined
 
 
 def check(config: RewardConfig) -> None:
-    """RewardError, in one line, when the configured rewards cannot work: a name, a module, a signature, a weight.
+    """Raises RewardError, in one line, when the configured rewards cannot work: a name, module, signature or weight.
 
     Cheap enough for the start of a program: it imports the user's modules, starts no worker and calls nothing.
     """
-    names = [spec if spec in BUILT_IN else _own_name(spec) for spec in config.functions]
+    names = [spec if spec in BUILT_IN else find(spec)[1] for spec in config.functions]
     check_settings(names, config.weights or [1.0] * len(names), config.max_failure_ratio)
 
 
-def _own_name(spec: str) -> str:
-    from specrl.reward.own import find
-
-    return find(spec, BUILT_IN)[1]
-
-
 def load_reward(spec: str, config: RewardConfig | None = None) -> Reward:
-    """A built-in reward by name, or a user's own as "module:attribute"; RewardError says why it cannot be loaded.
+    """A built-in reward by name, or a user-defined one as "module:attribute"; RewardError says why it cannot be loaded.
 
     The attribute is a Reward object, a class of them that needs no arguments, or a plain function
     `f(prompt, completion, answer, **fields) -> float`. With `config.isolate_user` it runs in worker processes.
@@ -49,6 +52,131 @@ def load_reward(spec: str, config: RewardConfig | None = None) -> Reward:
     config = config or RewardConfig()
     if spec in BUILT_IN:
         return resolve_name(BUILT_IN[spec])(config)
-    from specrl.reward.own import load
+    target, name = find(spec)
+    if config.isolate_user:
+        return IsolatedReward(spec, name, config, target)
+    reward: Any = target
+    if inspect.isclass(target):
+        try:
+            reward = target()
+        except Exception as error:
+            raise RewardError(f"reward {spec!r} cannot be created without arguments: {error!r}") from error
+    return reward if _has_name(reward) else FunctionReward(reward, name)
 
-    return load(spec, config, BUILT_IN)
+
+class FunctionReward:
+    """A plain function `f(prompt, completion, answer, **fields) -> float | None` as a Reward.
+
+    A function without `**fields` gets only the columns that it names. The messages of a chat are passed as the column
+    `messages`, unless the data has a column of that name.
+    """
+
+    def __init__(self, function: Callable[..., Any], name: str):
+        self.name = name
+        self.deterministic = getattr(function, "deterministic", False)
+        self.verifiable = getattr(function, "verifiable", False)
+        self._function = function
+        self._columns: set[str] | None = None  # None: all of them
+        try:
+            signature = inspect.signature(function)
+            signature.bind_partial("prompt", "completion", "answer")
+        except TypeError as error:
+            raise RewardError(f"reward {name!r} must take (prompt, completion, answer, **fields): {error}") from None
+        except ValueError:  # a C function without a signature
+            return
+        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values()):
+            self._columns = set(signature.parameters)
+
+    def __call__(self, samples: Sequence[Sample]) -> list[Outcome]:
+        return [attempt(self._score, sample) for sample in samples]
+
+    def _score(self, sample: Sample) -> Any:
+        columns = {"messages": sample.messages} | sample.fields
+        if self._columns is not None:
+            columns = {key: value for key, value in columns.items() if key in self._columns}
+        return self._function(sample.prompt, sample.completion, sample.answer, **columns)
+
+
+class IsolatedReward:
+    """A user-defined reward in killable worker processes (`reward.isolate_user`), one sample per call.
+
+    Args: target: the reward itself, for what it declares; it runs in the workers only.
+    """
+
+    def __init__(self, spec: str, name: str, config: RewardConfig, target: Callable[..., Any]):
+        self.name = name
+        self.deterministic = getattr(target, "deterministic", False)
+        self.verifiable = getattr(target, "verifiable", False)
+        self.pool = WorkerPool("specrl.reward.loading:make_handler", config, [spec])
+        self.pool.start()
+
+    def __call__(self, samples: Sequence[Sample]) -> list[Outcome]:
+        return self.pool.map([asdict(sample) for sample in samples])
+
+    def close(self) -> None:
+        self.pool.close()
+
+
+def make_handler(spec: str) -> Callable[[dict[str, Any]], float | None]:
+    """The handler that a worker of IsolatedReward runs."""
+    reward = load_reward(spec, RewardConfig(isolate_user=False))
+
+    def handler(payload: dict[str, Any]) -> float | None:
+        (outcome,) = checked_outcomes(reward, [Sample(**payload)])
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    return handler
+
+
+def find(spec: str) -> tuple[Callable[..., Any], str]:
+    """The callable at "module:attribute", whose signature is checked, and the name for its results.
+
+    Raises RewardError.
+    """
+    module_name, _, attribute = spec.partition(":")
+    if not (module_name and attribute):
+        module_path, _, last = spec.rpartition(".")
+        guess = [f"{module_path}:{last}"] if module_path else difflib.get_close_matches(spec, BUILT_IN, n=1)
+        raise RewardError(
+            f"unknown reward {spec!r}{_did_you_mean(guess)}. Known: {', '.join(BUILT_IN)}; "
+            "a user-defined function is written module:attribute, for example my_rewards:brevity"
+        )
+    try:
+        module = importlib.import_module(module_name)
+    except (Exception, SystemExit) as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        if isinstance(error, ModuleNotFoundError) and error.name == module_name.partition(".")[0]:
+            reason = f"it is neither in {os.getcwd()}, where the run starts, nor on PYTHONPATH"
+        raise RewardError(f"reward {spec!r}: module {module_name!r} cannot be imported: {reason}") from error
+    if not hasattr(module, attribute):
+        near = difflib.get_close_matches(attribute, dir(module), n=1)
+        raise RewardError(
+            f"reward {spec!r}: module {module_name!r} has no attribute {attribute!r}{_did_you_mean(near)}"
+        )
+    target = getattr(module, attribute)
+    if not callable(target):
+        raise RewardError(f"reward {spec!r} must be callable, but it is {type(target).__name__} {target!r:.80}")
+    if inspect.isclass(target):
+        _check_constructor(spec, target)
+    elif not _has_name(target):
+        FunctionReward(target, attribute)
+    return target, target.name if _has_name(target) else attribute
+
+
+def _did_you_mean(names: Sequence[str]) -> str:
+    return f"; did you mean {names[0]!r}?" if names else ""
+
+
+def _has_name(target: Any) -> bool:
+    return isinstance(getattr(target, "name", None), str)
+
+
+def _check_constructor(spec: str, target: type) -> None:
+    try:
+        inspect.signature(target).bind()
+    except TypeError as error:
+        raise RewardError(f"reward {spec!r} cannot be created without arguments: {error}") from None
+    except ValueError:  # a C class without a signature
+        return

@@ -1,4 +1,4 @@
-"""Scores of texts that come again. A response that stayed the same keeps its reward, when the reward says it may."""
+"""Reuse of scores: a text that a deterministic reward has scored before keeps its score."""
 
 from __future__ import annotations
 
@@ -9,41 +9,42 @@ from hashlib import blake2b
 
 from specrl.reward.base import Outcome, Sample
 
-ROWS = 200_000  # about 30 MB
+MAX_ROWS = 200_000  # about 30 MB
 
 
 class Memo:
-    """The latest scores of one deterministic reward, by everything that the reward sees.
+    """The latest scores of one deterministic reward, by a digest of everything that the reward sees.
 
-    Only scores are kept. A failure is asked for again, as it says nothing about the text.
+    Only scores are kept. A sample that failed is scored again, as a failure says nothing about the text.
     """
 
-    def __init__(self, rows: int = ROWS):
-        self._rows = rows
+    def __init__(self, max_rows: int = MAX_ROWS):
+        self._max_rows = max_rows
         self._scores: OrderedDict[bytes, float] = OrderedDict()  # least recently used first
 
     def outcomes(
-        self, samples: Sequence[Sample], ask: Callable[[list[Sample]], list[Outcome]]
+        self, samples: Sequence[Sample], score: Callable[[list[Sample]], list[Outcome]]
     ) -> tuple[list[Outcome], int]:
-        """What `ask` says of the samples, in order, and how many of them it was not asked about."""
-        marks = [digest(sample) for sample in samples]
-        found: list[Outcome] = [self._scores.get(mark) for mark in marks]
-        new = [i for i, score in enumerate(found) if score is None]
-        for i, outcome in zip(new, ask([samples[i] for i in new]) if new else [], strict=True):
-            found[i] = outcome
-        for mark, outcome in zip(marks, found, strict=True):
-            if mark is not None and isinstance(outcome, float):
-                self._scores[mark] = outcome
-                self._scores.move_to_end(mark)
-        while len(self._scores) > self._rows:
+        """Outcomes in the order of the samples, and how many were reused; `score` is called with the others."""
+        digests = [digest(sample) for sample in samples]
+        outcomes: list[Outcome] = [self._scores.get(key) if key else None for key in digests]
+        new = [i for i, outcome in enumerate(outcomes) if outcome is None]
+        if new:
+            for i, outcome in zip(new, score([samples[i] for i in new]), strict=True):
+                outcomes[i] = outcome
+        for key, outcome in zip(digests, outcomes, strict=True):
+            if key is not None and isinstance(outcome, float):
+                self._scores[key] = outcome
+                self._scores.move_to_end(key)
+        while len(self._scores) > self._max_rows:
             self._scores.popitem(last=False)
-        return found, len(samples) - len(new)
+        return outcomes, len(samples) - len(new)
 
 
 def digest(sample: Sample) -> bytes | None:
-    """16 bytes that identify a sample: everything that a reward sees of it. None when JSON cannot carry a field."""
-    seen = [sample.prompt, sample.completion, sample.answer, sample.fields, sample.messages]
+    """A 16-byte digest of everything that a reward sees of the sample; None if JSON cannot represent a field."""
+    content = [sample.prompt, sample.completion, sample.answer, sample.fields, sample.messages]
     try:
-        return blake2b(json.dumps(seen, sort_keys=True).encode(), digest_size=16).digest()
+        return blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).digest()
     except (TypeError, ValueError):
         return None

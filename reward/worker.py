@@ -1,12 +1,18 @@
-"""One process of `specrl.reward.pool.WorkerPool`, as the pool sees it; `reward/child.py` is what runs in it.
+"""One worker process of `WorkerPool`: the pool's handle on it, and the program that runs in it.
 
-Requests and replies are JSON, one per line, over a socket: no pickle, so text from a model can never become code.
+The pool starts `python -m specrl.reward.worker SETTINGS_JSON`. Requests and replies are JSON lines over a socket:
+nothing is pickled, so that text from a model cannot become code in the trainer. The worker sends {"ready": true} once,
+then for each request {"value": ...} or {"error": text, "kind": ...}; the kind is "timeout" (the function raised
+TimeoutError), "memory" (the memory limit was reached) or "error".
 """
 
 from __future__ import annotations
 
+import fcntl
+import importlib
 import json
 import os
+import resource
 import select
 import signal
 import socket
@@ -14,6 +20,8 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -21,48 +29,48 @@ MAX_REPLY_BYTES = 2**20
 
 
 class WorkerProcess:
-    """One process. Not thread-safe except `kill`: the pool hands a worker to one thread at a time."""
+    """The pool's handle on one process. Only `kill` is thread-safe: the pool lends a worker to one thread at a time."""
 
     def __init__(self, settings: dict[str, Any]):
-        self.channel, theirs = socket.socketpair()
-        lifeline, held = os.pipe()
-        self.lifeline = os.fdopen(held, "wb", buffering=0)
+        self.channel, worker_channel = socket.socketpair()
+        lifeline, write_end = os.pipe()
+        self.lifeline = os.fdopen(write_end, "wb", buffering=0)
         self.killed = False
         self._kill_lock = threading.Lock()
-        # The same import path as here, so that user modules resolve alike; a fixed hash seed, so that set order does.
+        # User modules resolve as they do here, and the fixed hash seed gives sets the same order in every worker.
         path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
         try:
             self.process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "specrl.reward.child", json.dumps({**settings, "lifeline": lifeline})],
-                stdin=theirs,
-                stdout=2,  # what user code prints belongs to the log
+                [sys.executable, "-P", "-m", "specrl.reward.worker", json.dumps({**settings, "lifeline": lifeline})],
+                stdin=worker_channel.fileno(),
+                stdout=2,  # what user code prints belongs in the log
                 pass_fds=(lifeline,),
                 start_new_session=True,
                 env={**os.environ, "PYTHONPATH": path, "PYTHONHASHSEED": "0"},
             )
         except OSError:
-            self.abandon()
+            self.release()
             raise
         finally:
-            theirs.close()
+            worker_channel.close()
             os.close(lifeline)
 
     def healthy(self) -> bool:
-        """Between requests a living worker is silent; a readable socket means that it died or talks out of turn."""
+        """False for an idle worker whose socket is readable: it died, or sent something that nobody asked for."""
         poll = select.poll()  # select() cannot watch descriptors from 1024 up
         poll.register(self.channel, select.POLLIN)
         return not poll.poll(0)
 
     def ask(self, request: bytes, deadline: float) -> dict[str, Any]:
-        """The reply to a request, or to being started, for which the request is empty.
+        """The reply to a request; an empty request waits for the worker's ready message.
 
         Raises TimeoutError at the deadline; EOFError, OSError or ValueError when the worker is broken.
         """
-        self._wait_until(deadline)
+        self._set_timeout(deadline)
         self.channel.sendall(request)
         line = bytearray()
         while not line.endswith(b"\n"):
-            self._wait_until(deadline)
+            self._set_timeout(deadline)
             chunk = self.channel.recv(65536)
             if not chunk:
                 raise EOFError("the worker process ended without a reply")
@@ -71,30 +79,106 @@ class WorkerProcess:
                 raise ValueError(f"the worker's reply is larger than {MAX_REPLY_BYTES} bytes")
         return json.loads(line)
 
-    def _wait_until(self, deadline: float) -> None:
-        if (remaining := deadline - time.monotonic()) <= 0:
+    def _set_timeout(self, deadline: float) -> None:
+        remaining = deadline - time.monotonic()
+        if remaining <= 0:
             raise TimeoutError("deadline passed")
         self.channel.settimeout(remaining)
 
     def kill(self) -> None:
-        """SIGKILL the process group, reap the leader, close our ends. Idempotent, from any thread."""
+        """Kills and reaps the process with its children. Idempotent, and safe from any thread."""
         with self._kill_lock:
             if self.killed:
                 return
             self.killed = True
-            # Before the leader is reaped its id cannot be reused, so this can only reach our own group.
+            # The process id cannot be reused before the process is reaped, so this reaches only our process group.
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.process.pid, signal.SIGKILL)
             with suppress(subprocess.TimeoutExpired):
                 self.process.wait(timeout=2.0)
-            self.abandon()
+            self.release()
 
-    def ending(self) -> str:
+    def exit_reason(self) -> str:
         """How the process ended, once it was killed or died."""
         code = self.process.returncode
         return f"killed by signal {-code}" if code is not None and code < 0 else f"exit code {code}"
 
-    def abandon(self) -> None:
-        """Close our ends only: what a forked child does with its parent's workers."""
+    def release(self) -> None:
+        """Closes this process's ends of the channels only, for a forked child, whose parent keeps the worker."""
         self.channel.close()
         self.lifeline.close()
+
+
+def main() -> int:
+    """The program of a worker."""
+    settings = json.loads(sys.argv[1])
+    die_with_parent(settings["lifeline"])
+    channel = socket.socket(fileno=os.dup(0))
+    with open(os.devnull) as devnull:
+        os.dup2(devnull.fileno(), 0)
+    limit_memory(settings["memory_mb"])
+    try:
+        module, _, factory = settings["target"].partition(":")
+        handler = getattr(importlib.import_module(module), factory)(*settings["arguments"])
+    except BaseException:
+        channel.sendall(encode({"error": traceback.format_exc(limit=-8), "kind": "error"}))
+        return 1
+    channel.sendall(encode({"ready": True}))
+    for request in channel.makefile("rb"):
+        reply = answer(handler, request)
+        channel.sendall(encode(reply))
+        if reply.get("kind") == "memory":  # the heap may be in any state, so the pool starts a new process
+            return 1
+    return 0
+
+
+def die_with_parent(lifeline: int) -> None:
+    """Lets the kernel kill this process group when the parent, which holds the other end of the pipe, is gone.
+
+    A thread cannot do this, as C code such as a huge integer power never lets it run. A parent-death signal cannot
+    either: Linux sends it already when the *thread* that started the worker ends.
+    """
+    fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
+    if hasattr(fcntl, "F_SETSIG"):  # Linux; elsewhere the default signal, SIGIO, ends the process too
+        fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
+    if select.select([lifeline], [], [], 0)[0]:  # the parent died before the signal was armed
+        sys.exit(1)
+
+
+def limit_memory(megabytes: int) -> None:
+    """Bounds the address space of this process; an inherited hard limit below the request stays."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if megabytes <= 0:
+        return
+    limit = megabytes * 2**20
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    if hard != resource.RLIM_INFINITY:
+        limit = min(limit, hard)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
+
+def answer(handler: Callable[[Any], Any], request: bytes) -> dict[str, Any]:
+    """Runs the handler on one request; whatever it raises, SystemExit included, becomes the reply."""
+    try:
+        return {"value": handler(json.loads(request))}
+    except BaseException as error:
+        kind = "error"
+        if isinstance(error, MemoryError):
+            kind = "memory"
+        elif isinstance(error, TimeoutError):
+            kind = "timeout"
+        return {"error": traceback.format_exc(limit=-8), "kind": kind}
+
+
+def encode(reply: dict[str, Any]) -> bytes:
+    """The reply as a JSON line; a value that JSON cannot represent becomes an error reply."""
+    try:
+        return json.dumps(reply, allow_nan=False).encode() + b"\n"
+    except (TypeError, ValueError) as error:
+        text = f"the function returned {type(reply['value']).__name__}, which JSON cannot carry: {error}"
+        return json.dumps({"error": text, "kind": "error"}).encode() + b"\n"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,56 +1,18 @@
-"""Tiny random models, built in memory: a law that is neither flat nor degenerate, and no downloads."""
+"""What all tests share: threads, tiny models, and the order in which files run."""
 
 import os
+from functools import cache
 
 os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # as specrl.config.run does; read when torch is imported
-# Sums of floats differ in their last bits between numbers of threads, and runs in this process are compared bit for bit
-# with runs in processes that tests start. Read when torch is imported, here and there.
+# One thread here and in processes that tests start: sums of floats depend on the number of threads, and runs are
+# compared bit for bit. Read when torch is imported.
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test needs the hub, here as in CI; read when huggingface_hub is imported
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
-VOCAB = 61
-
-
-def _shape(vocab, **more):
-    return {
-        "vocab_size": vocab,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 256,
-        "pad_token_id": None,
-        **more,
-    }
-
-
-def _config(family: str, vocab: int):
-    if family == "gpt2":
-        sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256}
-        return GPT2Config(vocab_size=vocab, bos_token_id=0, eos_token_id=1, **sizes)
-    return {
-        "qwen3": lambda: Qwen3Config(**_shape(vocab, head_dim=8)),
-        "qwen2": lambda: Qwen2Config(**_shape(vocab)),
-        "llama": lambda: LlamaConfig(**_shape(vocab)),
-        "mistral": lambda: MistralConfig(**_shape(vocab, sliding_window=6)),
-    }[family]()
-
-
-def _build(family: str = "llama", seed: int = 0, *, vocab: int = VOCAB, scale: float = 15.0):
-    """A model with random weights, its matrices multiplied by `scale`, in training mode as a trainer holds it."""
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(_config(family, vocab))
-    with torch.no_grad():
-        for p in model.parameters():
-            if p.dim() > 1:
-                p.mul_(scale)
-    return model.train()
+from tests.models import VOCAB, random_model
 
 
 @pytest.fixture(autouse=True)
@@ -65,24 +27,21 @@ def autograd():
 @pytest.fixture(scope="session")
 def build_model():
     """build_model(family, seed, vocab=61, scale=15.0): a new model of llama, mistral, qwen2, qwen3 or gpt2."""
-    return _build
+
+    def build(family="llama", seed=0, *, vocab=VOCAB, scale=15.0):
+        return random_model(family, seed, scale, vocab_size=vocab)
+
+    return build
 
 
 @pytest.fixture(scope="session")
-def tiny(build_model):
+def tiny():
     """tiny(family): one shared model of each family; tests must not change its weights."""
-    built = {}
-
-    def get(family: str):
-        if family not in built:
-            built[family] = build_model(family)
-        return built[family]
-
-    return get
+    return cache(random_model)
 
 
-APART = ("test_scripts.py", "test_examples.py", "test_precision.py", "test_options.py")
-"""Files whose tests share nothing that takes time to make."""
+APART = ("test_scripts.py", "test_research.py", "test_examples.py", "test_precision.py", "test_options.py")
+"""Files whose tests share nothing that takes long to make, so that they run in any process."""
 LONGEST_FIRST = (
     *("test_vllm_v2.py", "test_workers.py", "test_ray.py", "test_vllm.py", "test_two_processes.py"),
     *("test_identity.py", "test_ppo.py", "test_grpo.py", "test_scripts.py"),

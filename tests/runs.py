@@ -21,26 +21,16 @@ from pathlib import Path
 from unittest import mock
 
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 import specrl.train
 import specrl.trainers.grpo.trainer
 from benchmarks.tiny_policy import build_tokenizer
 from specrl.config import load as cli
 from specrl.drafter import shortened
+from tests.models import random_model
 
 ROOT = Path(__file__).parents[1]
-SIZES = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 256,
-    "tie_word_embeddings": True,
-}
-
 SHORT = {
     "dataset__train_size": 4,
     "rollout__max_new_tokens": 20,
@@ -81,14 +71,8 @@ def build_policy(folder: Path, seed: int = 0, **sizes) -> Path:
     """A random two-layer Qwen3 whose text varies without being uniform, and that ends about half of its responses."""
     tokenizer = build_tokenizer()
     ends = [tokenizer.eos_token_id, *tokenizer.convert_tokens_to_ids(["?", "."])]
-    shape = {"vocab_size": len(tokenizer), "pad_token_id": 0, "eos_token_id": ends, **SIZES, **sizes}
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = Qwen3ForCausalLM(Qwen3Config(**shape))
-    with torch.no_grad():
-        for p in model.parameters():
-            if p.dim() > 1:
-                p.mul_(60)
+    usual = {"vocab_size": len(tokenizer), "pad_token_id": 0, "eos_token_id": ends, "intermediate_size": 64}
+    model = random_model("qwen3", seed, scale=60, **{**usual, "tie_word_embeddings": True, **sizes})
     model.generation_config = GenerationConfig(do_sample=True, pad_token_id=0, eos_token_id=ends)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

@@ -19,9 +19,8 @@ from specrl.rollout.sections import BudgetConfig
 from specrl.rollout.speculative import SpeculativeRollout
 from specrl.rollout.types import Completion, RolloutBatch, Row
 from specrl.trainers.correction import correction_weights
-from specrl.trainers.ppo.advantages import gae, token_rewards, whiten
-from specrl.trainers.ppo.experience import Experience
-from specrl.trainers.ppo.losses import clipped, policy_loss, value_loss
+from specrl.trainers.ppo.experience import Experience, Responses, ValueTargets
+from specrl.trainers.ppo.objectives import clipped, gae, policy_loss, token_rewards, value_loss, whiten
 
 Algorithm = Literal["grpo", "ppo"]
 PROMPTS, GROUP, PROMPTS_PER_STEP, EPOCHS = 24, 8, 12, 10
@@ -121,14 +120,17 @@ class Run:
         visit = 0 if self.arm.constant else self.visits.next([row.example_id for row in rows])
         batch = self.rollout.generate(rows, visit=visit, step=step, sample_indices=sample_indices)
         rewards = self._rewards(rows, [c.tokens for c in batch.completions])
-        found = Experience.of(rows, batch.completions, [True] * len(rows), toy.END, torch.device("cpu"))
+        responses = Responses.of(rows, batch.completions, [True] * len(rows), toy.END, torch.device("cpu"))
+        old = self._logp(responses).detach()
+        zeros = torch.zeros_like(old)
+        found = Experience(**vars(responses), policy_logprobs=old, old_logprobs=old, advantages=zeros)
         self._observe(rows, batch, rewards, found, first=epoch == 0)
         self.rollout.store(rows, batch, step=step, rewards=rewards)
         self.control(rows, batch, rewards, step=step)
         self._advantages(found, torch.tensor(rewards))
         if self.arm.rollout.get("acceptance") == "lenient":  # as Rollouts.importance does
             behaviour = padded(batch.completions, found.length)
-            found.advantages *= correction_weights(found.old, behaviour, found.mask, self.arm.correction, CAP)
+            found.advantages *= correction_weights(found.old_logprobs, behaviour, found.mask, self.arm.correction, CAP)
         for _ in range(UPDATES):
             self._update(found)
 
@@ -137,12 +139,12 @@ class Run:
 
     # Update ------------------------------------------------------------------------------------------------------
 
-    def _places(self, found: Experience) -> tuple[Tensor, Tensor, Tensor]:
+    def _places(self, found: Responses) -> tuple[Tensor, Tensor, Tensor]:
         """Task, last symbol and next symbol of every token [B, T]."""
         last, following = found.ids[:, 1:-1], found.ids[:, 2:]
         return found.ids[:, :1].expand_as(last), last, following
 
-    def _logp(self, found: Experience) -> Tensor:
+    def _logp(self, found: Responses) -> Tensor:
         return self.policy.logits.log_softmax(-1)[self._places(found)] * found.mask
 
     def _value(self, found: Experience) -> Tensor:
@@ -156,16 +158,17 @@ class Run:
             normal = (groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-4)
             found.advantages = normal.flatten()[:, None] * found.mask
             return
-        found.values = self._value(found).detach()
+        values = self._value(found).detach()
         totals = token_rewards(rewards, torch.zeros_like(found.mask), found.mask, 0.0)
-        advantages, found.returns = gae(totals, found.values, found.mask, 1.0, 1.0)
+        advantages, returns = gae(totals, values, found.mask, gamma=1.0, lam=1.0)
+        found.critic = ValueTargets(values, torch.zeros_like(values), returns)
         found.advantages = whiten(advantages, found.mask)
 
     def _update(self, found: Experience) -> None:
         """One optimiser step in which every token weighs the same."""
-        loss = policy_loss(self._logp(found), found.old, found.advantages, CLIP, CLIP)
-        if found.values is not None:
-            loss = loss + value_loss(self._value(found), found.values, found.returns, 0.0)
+        loss = policy_loss(self._logp(found), found.old_logprobs, found.advantages, low=CLIP, high=CLIP)
+        if found.critic is not None:
+            loss = loss + value_loss(self._value(found), found.critic.values, found.critic.returns, 0.0)
         self.optimizer.zero_grad()
         ((loss * found.mask).sum() / found.mask.sum()).backward()
         self.optimizer.step()
@@ -173,11 +176,10 @@ class Run:
     # Measurement -------------------------------------------------------------------------------------------------
 
     def _observe(self, rows, batch: RolloutBatch, rewards: list[float], found: Experience, first: bool) -> None:
-        """Notes what the batch is worth and cost, and fills in the log-probs that begin the update."""
+        """Notes what the batch is worth and cost."""
         outcome, done = self.outcome, batch.completions
         for c in done:
             self._digest.update(bytes([*c.tokens, 255]))
-        found.old = self._logp(found).detach()
         self._compare(found, done)
         if first:
             return
@@ -194,12 +196,15 @@ class Run:
         reused = torch.zeros_like(found.mask, dtype=torch.bool)
         for i, c in enumerate(done):
             reused[i, : len(c.tokens)] = torch.tensor(c.reused)
-        gap = ((found.drawn - found.old) * found.mask).abs()
-        stored = ((padded(done, found.length) - found.old) * found.mask).abs()
+        gap = ((found.rollout_logprobs - found.old_logprobs) * found.mask).abs()
+        stored = ((padded(done, found.length) - found.old_logprobs) * found.mask).abs()
         for name, values in (("reused", gap[reused]), ("new", gap[~reused]), ("stored", stored[reused])):
             if values.numel():
                 self.outcome.recorded[name] = max(self.outcome.recorded[name], values.max().item())
-        low, high = (clipped(found.old, found.drawn, side, CLIP, CLIP) for side in (-found.mask, found.mask))
+        low, high = (
+            clipped(found.old_logprobs, found.rollout_logprobs, side, low=CLIP, high=CLIP)
+            for side in (-found.mask, found.mask)
+        )
         share = ((low[0] + high[1]) * found.mask).sum() / found.mask.sum()
         self.outcome.clipped = max(self.outcome.clipped, share.item())
 

@@ -13,7 +13,7 @@ from specrl.config.options import ConfigError
 from specrl.config.schema import Config
 from specrl.lossy.pair import Pair
 from specrl.reward.base import Sample
-from specrl.reward.process import Prefix, TransformersPRM, monte_carlo
+from specrl.reward.prm import Prefix, TransformersPRM, monte_carlo
 from specrl.reward.set import RewardSet
 from specrl.rollout.keys import derive_key
 from specrl.rollout.lossy.router import Scorer, by_advantage, features, probability

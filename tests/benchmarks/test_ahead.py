@@ -65,7 +65,7 @@ def test_workers_have_a_core_of_their_own_and_one_that_is_missing_is_told():
     code = (  # in a process of its own, which `pin` pins
         "import os, subprocess, sys; from benchmarks.ahead_run import pin\n"
         "sleep = [sys.executable, '-c', 'import time; time.sleep(60)']\n"
-        "started = [subprocess.Popen([*sleep, name]) for name in ('Rollout' + 'Worker', 'specrl.reward.child')]\n"
+        "started = [subprocess.Popen([*sleep, name]) for name in ('Rollout' + 'Worker', 'specrl.reward.worker')]\n"
         "try:\n"
         "    pin(2)\n"
         "finally:\n"

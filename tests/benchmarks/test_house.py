@@ -1,4 +1,4 @@
-"""What the figures of the house count, on a small one whose sizes and circles are known."""
+"""The figures of the house, on a small one whose sizes and circles are known."""
 
 import pytest
 
@@ -10,7 +10,7 @@ of two lines."""
 
 from typing import TYPE_CHECKING
 
-# a remark
+# a comment
 if TYPE_CHECKING:
     from specrl.rollout.rows import Row
 
@@ -26,41 +26,43 @@ def long():
 '''
     + "    x = 1\n" * 50
 )
+FILES = {
+    "rollout/engine.py": ENGINE,
+    "rollout/rows.py": "from specrl.rollout.engine import Engine\n",
+    "reward/base.py": "import specrl.bench.__main__\n",
+    "specrl/bench/__main__.py": "def f():\n    from specrl.reward import base\n",
+    "trainers/plain.py": "x_law = 1\n" * 301,
+    "benchmarks/a.py": "x = 1\n",
+    "benchmarks/research/b.py": "x = 1\n",
+    "tests/test_a.py": "x = 1\ny = 2\n",
+    "README.md": "One two three.\n",
+}
 
 
 @pytest.fixture
 def house(tmp_path):
-    files = {
-        "rollout/engine.py": ENGINE,
-        "rollout/rows.py": "from specrl.rollout.engine import Engine\n",
-        "reward/base.py": "import specrl.bench.__main__\n",
-        "specrl/bench/__main__.py": "def f():\n    from specrl.reward import base\n",
-        "trainers/plain.py": "x = 1\n" * 301,
-    }
-    for path, text in files.items():
+    for path, text in FILES.items():
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_text(text)
-    return sources(tmp_path)
+    return tmp_path
 
 
-def test_lines_are_counted_by_part(house):
-    lines = figures(house, {"rollout/rows.py"})["lines"]
-    assert lines["rollout"] == {"files": 2, "lines": 69, "code": 58}, "neither blank, docstring nor remark"
-    assert lines["config=grpo_math"] == {"files": 1, "lines": 1, "code": 1}
-    assert (lines["bench"]["lines"], lines["vllm"]["lines"], lines["all"]["files"]) == (2, 0, 5)
-
-
-def test_what_is_too_large_is_named(house):
-    found = figures(house, set())
+def test_figures_of_a_known_house(house):
+    found = figures(house, path={"rollout/rows.py"})
+    assert found["product"] == {"files": 5, "code": 57 + 1 + 1 + 2 + 301, "lines": 68 + 1 + 1 + 2 + 301}
+    assert found["path of config=grpo_math"] == {"files": 1, "code": 1, "lines": 1}
+    assert (found["benchmarks outside research"]["lines"], found["tests"]["lines"]) == (1, 2)
+    assert (found["words of pages"], found["classes that only one other file names"]) == (3, 1)
+    assert found["private words"]["product"] == {"law": 301}
     assert found["files over 300 lines"] == {"trainers/plain.py": 301}
     assert found["functions over 50 lines"] == {"rollout/engine.py:long": 51}
-    assert found["widest constructor"] == ("rollout/engine.py:Engine", 3)
 
 
-def test_circles_through_functions_are_found_and_those_of_types_told_apart(house):
-    assert circles(house) == [["specrl.bench.__main__", "specrl.reward.base"]]
-    assert circles(house, types=True) == [
+def test_circles_through_functions_and_types(house):
+    files = sources(house)
+    assert circles(files) == [["specrl.bench.__main__", "specrl.reward.base"]]
+    assert circles(files, types=True) == [
         ["specrl.bench.__main__", "specrl.reward.base"],
         ["specrl.rollout.engine", "specrl.rollout.rows"],
     ]
-    assert circles([file for file in house if file.path != "reward/base.py"]) == [], "control: nothing leads back"
+    assert circles([file for file in files if file.path != "reward/base.py"]) == [], "control: nothing leads back"

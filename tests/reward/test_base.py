@@ -11,8 +11,7 @@ import pytest
 
 from specrl.reward.base import RewardError, Sample, checked_outcomes
 from specrl.reward.config import RewardConfig
-from specrl.reward.loading import check, load_reward, load_rewards
-from specrl.reward.own import FunctionReward
+from specrl.reward.loading import FunctionReward, check, load_reward, load_rewards
 from specrl.reward.set import RewardSet
 
 PLUG_INS = """
@@ -193,9 +192,7 @@ def test_a_broken_reward_stops_with_its_first_traceback():
     with pytest.raises(RewardError) as caught:
         rewards.score(batch)
     message = str(caught.value)
-    assert (
-        "'listed' gave no score for 8 of the last 68 rows (8 error), more than reward.max_failure_ratio=0.05" in message
-    )
+    assert "'listed' gave no score for 8 of the last 68 rows, more than reward.max_failure_ratio=0.05" in message
     assert "in raise_for_poison" in message
     assert "LookupError: no such record" in message
 
@@ -234,9 +231,9 @@ def test_a_reward_error_stops_at_once():
 
 
 LOADING_ERRORS = [
-    ("mth", "unknown reward 'mth'; did you mean 'math'. Known: format, math;.*module:attribute"),
+    ("mth", "unknown reward 'mth'.*did you mean 'math'"),
     ("package.module.function", "did you mean 'package.module:function'"),
-    ("nothing_here:f", "module 'nothing_here' cannot be imported: there is none in"),
+    ("nothing_here:f", "module 'nothing_here' cannot be imported: .*PYTHONPATH"),
     ("reward_broken_plug_in:f", "cannot be imported: ModuleNotFoundError: .*a_package_that_is_not_there"),
     ("reward_plug_ins:lenght", "no attribute 'lenght'; did you mean 'length'"),
     ("reward_plug_ins:number", "must be callable, but it is int 3"),

@@ -6,9 +6,9 @@ from specrl.reward.base import LimitError, RewardError, Sample
 from specrl.reward.set import WINDOW_BATCHES, WINDOW_PROMPTS, RewardSet
 
 
-def over_limit(of_text):
+def over_limit(caused_by_text):
     error = LimitError("no result in time")
-    error.of_text = of_text
+    error.caused_by_text = caused_by_text
     return error
 
 

@@ -9,14 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from specrl.reward.answers import extract_answer, last_box, last_scaled, normal_number, quick_equal
+from specrl.reward.answers import extract_answer, last_box, normal_number, quick_equal
 from specrl.reward.base import Sample
 from specrl.reward.checker import make_checker
-from specrl.reward.child import answer as worker_answer
 from specrl.reward.config import RewardConfig
 from specrl.reward.math import CANARY, MathReward
-from specrl.reward.notation import compare
 from specrl.reward.set import RewardSet
+from specrl.reward.worker import answer as worker_answer
 
 DATA = Path(__file__).parents[2].parent / "shared/data"
 HOSTILE = [r"\boxed{9^{9^{9^{9}}}}", r"\boxed{(x+1)^{100000}}", r"\boxed{\sum_{n=1}^{10^{9}} \frac{1}{n}}"]
@@ -79,10 +78,6 @@ def rows(name: str, count: int) -> list[dict]:
         (r"\boxed{65960 dollars}", "65960"),
         (r"\boxed{\$65,960 dollars a year}", r"\$65,960"),
         (r"\boxed{5 sin x}", "5 sin x"),
-        (r"\boxed{\text{Total: } 5}", "5"),
-        (r"\boxed{\text{Total: 5}}", "5"),
-        ("#### Total cost: 5 dollars", "5"),
-        (r"\boxed{\text{ratio: }3:2}", r"\text{ratio: }3:2"),
     ],
 )
 def test_extract_answer(text, answer):
@@ -93,12 +88,6 @@ def test_extraction_takes_linear_time():
     for unit in (r"\boxed{", "#### ", "{", "}", r"\boxed   ", "#### 1 a", "####\n"):
         start = time.thread_time()  # a quadratic scan takes tens of seconds
         extract_answer(unit * 20_000)
-        assert time.thread_time() - start < 2, unit
-    for unit in ("5", "5 ", "\\,", "(,", "=", "5%", "a ", "{", "5 million "):
-        start = time.thread_time()
-        for text in ((unit * 1000)[:999], "5" + (unit * 1000)[:997] + "x"):
-            compare("5", text, "p")
-            last_scaled(text)
         assert time.thread_time() - start < 2, unit
     assert last_box(r"\boxed{" * 1000 + "}" * 1000)[0] == 0
 
@@ -147,6 +136,9 @@ def test_quick_wrong_answers_never_reach_the_worker(no_worker):
         (r"\boxed{x = 18}", "18", 1.0),
         (r"\boxed{-q + p}", "p - q", 1.0),
         (r"\boxed{7, 5, 3}", "3, 5, 7", 1.0),
+        (r"\boxed{20\%}", "20", 1.0),
+        (r"\boxed{x \in [2, 8]}", "[2,8]", 1.0),
+        (r"\boxed{[1,2)\cup(3,4]}", r"[1,2) \cup (3, 4]", 1.0),
         (r"\boxed{Evelyn}", r"\text{Evelyn}", 1.0),
         (r"The answer is $\frac{14}{3}$.", r"\frac{14}{3}", 1.0),
         ("word " * 200 + "The answer is 18.", "18", 1.0),
@@ -164,52 +156,6 @@ def test_quick_wrong_answers_never_reach_the_worker(no_worker):
 )
 def test_math_verify_decides_the_rest(reward, completion, reference, value):
     assert score(reward, completion, reference) == value
-
-
-PERCENTAGE = "What percentage of the balls is red?"
-
-
-@pytest.mark.parametrize(
-    ("completion", "reference", "prompt", "value"),
-    [
-        *((rf"\boxed{{{text}}}", "5", "p", 0.0) for text in ("500\\%", "5\\%", "5%", "5 percent", "5\\text{ million}")),
-        *((text, "5", "p", 0.0) for text in ("#### 5%", "The answer is 5%.", "The answer is $5\\text{ million}$.")),
-        (r"\boxed{20\%}", "20", "How much is it after a discount of 10%?", 0.0),
-        (r"\boxed{20\%}", "20", PERCENTAGE, 1.0),
-        ("That is 20%.", "20", "What is the percent likelihood of red?", 1.0),
-        (r"\boxed{2000\%}", "20", PERCENTAGE, 0.0),
-        (r"\boxed{5 \text{ percent}}", r"5\%", "p", 1.0),
-        (r"\boxed{5}", r"5\%", "p", 1.0),
-        (r"\boxed{500\%}", r"5\%", "p", 0.0),
-        (r"\boxed{5\text{ million}}", "5,000,000", "p", 1.0),
-        (r"\boxed{5\text{ million}}", "5", "How many million birds are there?", 1.0),
-        (r"\boxed{5\text{ billion}}", r"5 \text{ million}", "p", 0.0),
-        ("#### 3 dozen eggs", "36", "p", 1.0),
-        *(
-            (rf"\boxed{{{text}}}", "5", "p", 0.0)
-            for text in ("4=5", "x=4=5", "4 \\to 5", "4 \\implies 5", "4 -> 5", "x=4 \\lor x=5", "4 \\vee 5", "4 | 5")
-        ),
-        *(
-            (rf"\boxed{{{text}}}", "5", "p", 1.0)
-            for text in ("x=5", "2+3=5", "x+1=6 \\implies x=5", "4.98=5", "\\frac{10}{2} \\to 5")
-        ),
-        (r"\boxed{x=4 \lor x=5}", "4, 5", "p", 1.0),
-        (r"\boxed{|x-3|}", "|3-x|", "p", 1.0),
-        *((r"\boxed{(1,2,3)}", text, "p", 0.0) for text in ("[1,2,3]", r"\{1,2,3\}", "(1,3,2)")),
-        (r"\boxed{\left[8,-2\right]}", "(8,-2)", "p", 0.0),
-        (r"\boxed{(8,-2)}", "[8,-2]", "p", 0.0),
-        (r"\boxed{\left( 8, -2 \right)}", "(8,-2)", "p", 1.0),
-        (r"\boxed{(x,y)=(8,-2)}", "(8,-2)", "p", 1.0),
-        (r"\boxed{x \in [2, 8]}", "[2,8]", "p", 1.0),
-        (r"\boxed{\{3,1,2\}}", r"\{1,2,3\}", "p", 1.0),
-        (r"\boxed{[1,2)\cup(3,4]}", r"[1,2) \cup (3, 4]", "p", 1.0),
-        (r"\boxed{65960 dollars}", "65960", "p", 1.0),
-        (r"\boxed{\text{Total: } \frac{1}{2}}", "0.5", "p", 1.0),
-        *((text, "5", "p", 1.0) for text in ("*5*", "The answer is *5*.", "\\boxed{５}", "#### ５", "It is ５.")),
-    ],
-)
-def test_answers_that_mean_another_number_or_are_written_oddly(reward, completion, reference, prompt, value):
-    assert score(reward, completion, reference, prompt) == value
 
 
 @pytest.mark.parametrize("reference", [None, "", "  ", "}{", "????", "x" * 1001])
@@ -230,7 +176,7 @@ def checker(monkeypatch):
     from specrl.reward import checker
 
     replaced, real = {}, checker.verify
-    monkeypatch.setattr(checker, "verify", lambda *given, **options: replaced.get("by", real)(*given, **options))
+    monkeypatch.setattr(checker, "verify", lambda *pair, **options: replaced.get("by", real)(*pair, **options))
     return make_checker(), replaced
 
 
@@ -238,11 +184,11 @@ def checker(monkeypatch):
 def test_out_of_memory_while_comparing_is_no_wrong_answer(checker, error, reply):
     handler, replaced = checker
 
-    def full(*given, **options):
+    def full(*pair, **options):
         raise error
 
     replaced["by"] = full
-    answered = worker_answer(handler, json.dumps(CANARY).encode())
+    answered = worker_answer(handler, json.dumps(CANARY._asdict()).encode())
     assert (answered.get("kind"), answered.get("value")) == ((reply, None) if reply else (None, False))
 
 
@@ -252,14 +198,14 @@ def test_every_request_draws_from_sympys_generator_anew(checker):
     handler, replaced = checker
     drawn = []
 
-    def draw(*given, **options):
+    def draw(*pair, **options):
         drawn.append(rng.random())
         return True
 
     replaced["by"] = draw
     for disturbed in range(3):
         rng.seed(disturbed + 1)
-        handler(CANARY)
+        handler(CANARY._asdict())
     assert len(drawn) == 3
     assert len({*drawn}) == 1
 
@@ -363,17 +309,11 @@ def test_every_reference_equals_itself_boxed(no_worker):
     math500 = [(row["problem"], row["answer"]) for row in rows("math500/test.jsonl", 500)]
     boxed = [Sample(question, rf"\boxed{{{answer}}}", answer) for question, answer in gsm8k + math500]
     assert no_worker(boxed) == [1.0] * 1819
-    percentages = [(q, answer) for q, answer in gsm8k if "what percent" in q.lower()]
-    signed = [Sample(question, rf"\boxed{{{answer}\%}}", answer) for question, answer in percentages]
-    assert no_worker(signed) == [1.0] * len(percentages)
-    assert len(percentages) > 10
 
 
 def test_math500_solutions_score_one_and_others_zero(reward):
     data = rows("math500/test.jsonl", 60)
     right = reward([Sample(row["problem"], row["solution"], row["answer"]) for row in data])
     assert sum(value == 1.0 for value in right) >= 0.97 * 60
-    payloads = [{"reference": r["answer"], "answer": extract_answer(r["solution"]), "marked": True} for r in data]
-    assert sum(verdict is True for verdict in reward.pool.map(payloads)) >= 0.97 * 60
     wrong = reward([Sample(row["problem"], r"\boxed{-98765.4321}", row["answer"]) for row in data])
     assert wrong == [0.0] * 60

@@ -133,7 +133,7 @@ def test_who_promises(tmp_path, monkeypatch):
 
 
 def test_memory_is_bounded_and_the_latest_stay():
-    memo, asked = Memo(rows=2), []
+    memo, asked = Memo(max_rows=2), []
 
     def ask(samples):
         asked.extend(sample.completion for sample in samples)

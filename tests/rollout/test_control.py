@@ -127,9 +127,9 @@ OTHER = [TEXTS[0], TEXTS[1], [14, 99], [16, 17, 18]]
 
 
 def test_a_mismatch_stops_a_strict_run_and_names_the_row():
-    with pytest.raises(RolloutError, match=r"2 of 4 .*example 'b', sample_index 0"):
+    with pytest.raises(RolloutError, match=r"2 of 4 .*example 'b', sample 0"):
         measure(made(plain_texts=OTHER)[0])
-    with pytest.raises(RolloutError, match=r"1 of 4 .*example 'b', sample_index 1, from token 3 on"):
+    with pytest.raises(RolloutError, match=r"1 of 4 .*example 'b', sample 1, from token 3 on"):
         measure(made(plain_texts=[*TEXTS[:3], OTHER[3]])[0])
 
 

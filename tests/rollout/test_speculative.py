@@ -171,7 +171,7 @@ def test_evaluation_and_control_rows_draw_noise_of_their_own():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"visit": 0, "sample_indices": [0, 0]}, "example 'a' has sample_index 0 twice in one batch"),
+        ({"visit": 0, "sample_indices": [0, 0]}, "example 'a' has sample_index=0 twice in one batch"),
         ({"visit": -1}, "visit=-1 of example 'a'"),
         ({"visit": [0, 1.5]}, "visit=1.5 of example 'a'"),
         ({"visit": [True, 0]}, "visit=True of example 'a'"),

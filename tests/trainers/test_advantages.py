@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from specrl.trainers.correction import overlong_penalty
-from specrl.trainers.ppo.advantages import gae, reinforce_plus_plus, rloo, token_rewards, whiten
+from specrl.trainers.ppo.objectives import gae, reinforce_plus_plus, rloo, token_rewards, whiten
 
 MASK = torch.tensor([[1.0, 1, 1], [1, 1, 0], [0, 0, 0]])
 REWARDS = torch.tensor([[0.0, 0, 1], [0.5, -1, 0], [0, 0, 0]])
@@ -60,7 +60,7 @@ def test_rewards_of_tokens():
     ],
 )
 def test_gae_by_hand(gamma, lam, want):
-    advantages, returns = gae(REWARDS, VALUES, MASK, gamma, lam)
+    advantages, returns = gae(REWARDS, VALUES, MASK, gamma=gamma, lam=lam)
     assert close(advantages, want)
     assert torch.allclose(returns, advantages + VALUES * MASK)
 
@@ -69,9 +69,9 @@ def test_gae_looks_past_no_end():
     """Values and rewards of padding and of masked rows have no influence; with the padding unmasked they do."""
     values, rewards = VALUES.clone(), REWARDS.clone()
     values[1, 2], values[2], rewards[1, 2], rewards[2] = -50.0, 50.0, 8.0, 8.0
-    base, other = gae(REWARDS, VALUES, MASK, 1.0, 0.9)[0], gae(rewards, values, MASK, 1.0, 0.9)[0]
+    base, other = gae(REWARDS, VALUES, MASK, gamma=1.0, lam=0.9)[0], gae(rewards, values, MASK, gamma=1.0, lam=0.9)[0]
     assert torch.equal(base, other)
-    assert not torch.equal(base, gae(rewards, values, torch.ones_like(MASK), 1.0, 0.9)[0])
+    assert not torch.equal(base, gae(rewards, values, torch.ones_like(MASK), gamma=1.0, lam=0.9)[0])
 
 
 def test_leave_one_out_by_hand():
@@ -98,6 +98,6 @@ def test_whitening_sees_masked_values_only_and_all_processes():
     assert torch.allclose(whole[MASK.bool()], want, atol=1e-6)
     assert not torch.allclose(whiten(values, torch.ones_like(MASK))[MASK.bool()], want, atol=1e-2)  # control
     sums = iter([torch.tensor([5.0, 16.0]).double(), torch.tensor((used - 3.2).square().sum().item()).double()])
-    part = whiten(values[:1], MASK[:1], total=lambda own: next(sums))  # as a process that holds the first row only
+    part = whiten(values[:1], MASK[:1], all_reduce=lambda own: next(sums))  # as a process that holds the first row only
     assert torch.allclose(part, whole[:1], atol=1e-6)
     assert whiten(values, torch.zeros_like(MASK)).tolist() == [[0] * 3] * 3

@@ -6,7 +6,7 @@ import torch
 from specrl.rollout.noise import keyed_draw
 from specrl.trainers.correction import correction_weights
 from specrl.trainers.cotraining.distances import forward_kl, largest, total_variation, tvd
-from specrl.trainers.ppo.losses import adapted_beta, clipped, kl_estimate, policy_loss, value_loss
+from specrl.trainers.ppo.objectives import adapted_beta, clipped, kl_estimate, policy_loss, value_loss
 
 LN2 = math.log(2)
 # ratios by row: (1/4, 1, 8), (2, 2, padding), (1, 1, 1)
@@ -175,17 +175,17 @@ def test_the_largest_values_are_kept(share, want):
 )
 def test_clipped_surrogate_by_hand(ratio, advantage, loss, low, high):
     logp = torch.tensor([[math.log(ratio) - 1]], requires_grad=True)
-    given = (logp, torch.tensor([[-1.0]]), torch.tensor([[advantage]]), 0.2, 0.3)
-    found = policy_loss(*given)
+    old, advantages = torch.tensor([[-1.0]]), torch.tensor([[advantage]])
+    found = policy_loss(logp, old, advantages, low=0.2, high=0.3)
     assert found.item() == pytest.approx(loss)
-    assert [part.item() for part in clipped(*given)] == [low, high]
+    assert [part.item() for part in clipped(logp, old, advantages, low=0.2, high=0.3)] == [low, high]
     found.sum().backward()
     assert (logp.grad.item() == 0) == bool(low or high), "clipped tokens have no gradient"
 
 
 def test_the_gradient_at_ratio_one_is_reinforce():
     logp = torch.tensor([[-1.0, -2.0]], requires_grad=True)
-    policy_loss(logp, logp.detach(), torch.tensor([[3.0, -0.5]]), 0.2, 0.2).sum().backward()
+    policy_loss(logp, logp.detach(), torch.tensor([[3.0, -0.5]]), low=0.2, high=0.2).sum().backward()
     assert logp.grad.tolist() == [[-3.0, 0.5]]
 
 

@@ -1,9 +1,10 @@
-"""A rollout batch as tensors."""
+"""A rollout batch as tensors: prompts padded on the left, responses on the right; [B, T] runs over response tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -12,59 +13,111 @@ from specrl.rollout.types import Completion, Row
 
 
 @dataclass
-class Experience:
-    """Rows of a rollout as an update sees them. Prompts are padded on the left; [B, T] runs over response tokens."""
+class Responses:
+    """Prompts with their responses."""
 
     ids: Tensor
     """Prompt and response [B, P + T]."""
     attention: Tensor
     """1 for tokens, 0 for padding [B, P + T]."""
     mask: Tensor
-    """1 for tokens of rows with a reward, of which an update sees those that are trained on; else 0 [B, T]."""
-    drawn: Tensor
+    """1 for tokens of rows with a reward, later only of those that are trained on; else 0 [B, T]."""
+    rollout_logprobs: Tensor
     """The engine's log-probs [B, T]."""
-    own: Tensor | None = None
-    """The trainer's log-probs, before the update [B, T]."""
-    old: Tensor | None = None
-    """Log-probs that an update's ratios are against, one of the two [B, T]."""
-    advantages: Tensor | None = None
-    values: Tensor | None = None
-    """The critic's, before the update [B, T]; None without a critic."""
-    facts: Tensor | None = None
-    """What the prior looks at [B, T, FACTS]."""
-    prior: Tensor | None = None
-    """Value before each token without a network [B, T], on which the critic builds: trainers/ppo/prior.py."""
-    returns: Tensor | None = None
-    reference: Tensor | None = None
-    """Log-probs under the initial policy [B, T]; None without a KL penalty."""
 
     @classmethod
     def of(
         cls, rows: Sequence[Row], done: Sequence[Completion], known: Sequence[bool], pad_id: int, device: torch.device
-    ) -> Experience:
-        """Rows with their responses as padded tensors; rows whose reward is not `known` get no mask."""
-        before, after = max(len(row.prompt) for row in rows), max(len(c.tokens) for c in done)
-        ids = torch.full((len(rows), before + after), pad_id)
-        attention, drawn = torch.zeros_like(ids), torch.zeros(len(rows), after)
-        mask = torch.zeros_like(drawn)
+    ) -> Responses:
+        """Pads the rows. A row whose reward is not `known` gets no mask."""
+        prompt_length = max(len(row.prompt) for row in rows)
+        response_length = max(len(c.tokens) for c in done)
+        ids = torch.full((len(rows), prompt_length + response_length), pad_id)
+        attention = torch.zeros_like(ids)
+        logprobs = torch.zeros(len(rows), response_length)
+        mask = torch.zeros_like(logprobs)
         for i, (row, c) in enumerate(zip(rows, done, strict=True)):
-            start, end = before - len(row.prompt), before + len(c.tokens)
-            ids[i, start:end] = torch.tensor([*row.prompt, *c.tokens])
-            attention[i, start:end] = 1
-            drawn[i, : len(c.tokens)] = torch.tensor(c.logprobs)
-            mask[i, : len(c.tokens)] = float(known[i])
-        return cls(ids.to(device), attention.to(device), mask.to(device), drawn.to(device))
+            length = len(c.tokens)
+            start = prompt_length - len(row.prompt)
+            ids[i, start : prompt_length + length] = torch.tensor([*row.prompt, *c.tokens])
+            attention[i, start : prompt_length + length] = 1
+            logprobs[i, :length] = torch.tensor(c.logprobs)
+            mask[i, :length] = float(known[i])
+        return Responses(ids.to(device), attention.to(device), mask.to(device), logprobs.to(device))
 
     @property
     def length(self) -> int:
         """T."""
         return self.mask.shape[1]
 
-    def select(self, rows: slice) -> Experience:
+    def select(self, rows: slice) -> Self:
         """Some of the rows."""
-        given = {field.name: getattr(self, field.name) for field in fields(self)}
-        return replace(self, **{name: part[rows] for name, part in given.items() if part is not None})
+        return type(self)(**{field.name: _select(getattr(self, field.name), rows) for field in fields(self)})
 
-    def split(self, rows: int) -> Iterator[Experience]:
-        """Consecutive pieces of so many rows."""
+    def split(self, rows: int) -> Iterator[Self]:
+        """Consecutive parts of this many rows."""
         return (self.select(slice(i, i + rows)) for i in range(0, len(self.ids), rows))
+
+
+class ValueTargets(NamedTuple):
+    """What the critic is trained on [B, T]."""
+
+    values: Tensor
+    """Its values before the update, which include the prior's."""
+    prior: Tensor
+    """Values without a network (`trainers/ppo/prior.py`), to which the critic's output is added."""
+    returns: Tensor
+
+
+@dataclass
+class Experience(Responses):
+    """Responses with all that an update needs."""
+
+    policy_logprobs: Tensor
+    """The trainer's log-probs before the update [B, T]."""
+    old_logprobs: Tensor
+    """The denominator of an update's ratios: the engine's or the trainer's log-probs [B, T]."""
+    advantages: Tensor
+    critic: ValueTargets | None = None
+    reference_logprobs: Tensor | None = None
+    """Under the initial policy [B, T]; None without a KL penalty."""
+
+
+def _select(part: Any, rows: slice) -> Any:
+    """Rows of a tensor or of a tuple of tensors; None stays None."""
+    if isinstance(part, ValueTargets):
+        return ValueTargets(*(tensor[rows] for tensor in part))
+    return None if part is None else part[rows]
+
+
+def response_metrics(
+    done: Sequence[Completion], totals: Tensor, group_size: int, gather: Callable[[Tensor], Tensor]
+) -> dict[str, float]:
+    """Rewards and lengths of the rollout of all processes, groups side by side, under TRL's names.
+
+    Args:
+        totals: rewards of this process's rows, NaN for none [B].
+        group_size: responses of a prompt.
+        gather: concatenates a tensor over all processes.
+    """
+    lengths = gather(torch.tensor([len(c.tokens) for c in done], device=totals.device))
+    ended = gather(torch.tensor([c.finish == "stop" and not c.failure for c in done], device=totals.device))
+    rewards = gather(totals)
+    groups = rewards.view(-1, group_size)
+    known = ~groups.isnan().all(-1)
+    low = groups.nan_to_num(torch.inf).amin(-1)
+    high = groups.nan_to_num(-torch.inf).amax(-1)
+    scored = rewards[~rewards.isnan()]
+    metrics = {
+        "reward": scored.mean().item(),
+        "reward_std": scored.std(correction=int(len(scored) > 1)).item(),
+        "frac_reward_zero_std": (high - low)[known].eq(0).float().mean().item(),
+        "completions/clipped_ratio": 1 - ended[lengths > 0].float().mean().item(),
+    }
+    for kind, chosen in (("", lengths > 0), ("terminated_", ended)):
+        selected = lengths[chosen].float()
+        if len(selected):
+            metrics[f"completions/mean_{kind}length"] = selected.mean().item()
+            metrics[f"completions/min_{kind}length"] = selected.min().item()
+            metrics[f"completions/max_{kind}length"] = selected.max().item()
+    return metrics

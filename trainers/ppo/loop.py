@@ -1,4 +1,4 @@
-"""A training loop of our own that drives transformers' callbacks as its Trainer does. It knows no algorithm."""
+"""A training loop that calls transformers' callbacks as its Trainer does. It is independent of the algorithm."""
 
 from __future__ import annotations
 
@@ -21,22 +21,23 @@ PROGRESS = ("global_step", "epoch", "num_input_tokens_seen")
 
 
 class Loop(ABC):
-    """Takes steps until there are `args.max_steps`; records, saves and stops as the callbacks ask.
+    """Takes `args.max_steps` steps; logs, saves and stops when the callbacks ask for it.
 
     Args:
-        args, accelerator: of the run.
         steps_per_epoch: optimiser steps.
-        **parts: what transformers' CallbackHandler takes: model, processing_class, optimizer, lr_scheduler.
+        **parts: arguments of transformers' CallbackHandler: model, processing_class, optimizer, lr_scheduler.
     """
 
     def __init__(self, args: TrainingArguments, accelerator: Accelerator, steps_per_epoch: int, **parts: Any):
-        self.args, self.accelerator, self.steps_per_epoch = args, accelerator, steps_per_epoch
+        self.args = args
+        self.accelerator = accelerator
+        self.steps_per_epoch = steps_per_epoch
         self.control = TrainerControl()
         self.state = TrainerState(
             max_steps=args.max_steps,
-            logging_steps=args.logging_steps,
-            save_steps=args.save_steps,
-            num_train_epochs=args.num_train_epochs,
+            logging_steps=int(args.logging_steps),
+            save_steps=int(args.save_steps),
+            num_train_epochs=int(args.num_train_epochs),
             is_world_process_zero=accelerator.is_main_process,
             is_local_process_zero=accelerator.is_local_main_process,
         )
@@ -46,26 +47,25 @@ class Loop(ABC):
 
     @abstractmethod
     def take_step(self) -> dict[str, float]:
-        """One optimiser step; what to log of it, the same in every process, besides what it noted."""
+        """Takes one optimiser step and returns its metrics, equal in every process; others go through `note`."""
 
     @abstractmethod
     def save(self, folder: Path, progress: dict[str, Any]) -> None:
-        """Writes what `load` takes. Args: progress: of the loop, as JSON types."""
+        """Writes a checkpoint. Args: progress: the loop's own state, as JSON types."""
 
     @abstractmethod
     def load(self, folder: Path) -> dict[str, Any]:
-        """Goes on from what `save` wrote, and returns `progress`."""
+        """Restores a checkpoint and returns its `progress`."""
 
     def add_callback(self, callback: TrainerCallback) -> None:
-        """Calls it from now on."""
         self._callbacks.add_callback(callback)
 
     def note(self, metrics: Mapping[str, Metric]) -> None:
-        """Takes them into the log of the step."""
+        """Adds metrics to the log of the step; they are reduced over processes."""
         self._step_metrics.note(metrics)
 
     def train(self, resume_from_checkpoint: str | None = None) -> None:
-        """All steps that are left."""
+        """Takes the remaining steps."""
         if resume_from_checkpoint:
             progress = self.load(Path(resume_from_checkpoint))
             for name in PROGRESS:
@@ -86,7 +86,7 @@ class Loop(ABC):
         self._event("on_log", logs=logs)
         if self.control.should_save:
             if self.accelerator.is_main_process:
-                folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
+                folder = Path(str(self.args.output_dir)) / f"checkpoint-{self.state.global_step}"
                 with writing(folder):
                     self.save(folder, {name: getattr(self.state, name) for name in PROGRESS})
             self._event("on_save")

@@ -1,97 +1,103 @@
-"""What a response is worth as far as no network is needed: earlier responses to its prompt, how likely its text is."""
+"""Values of responses without a network: from earlier responses to the prompt, and from how likely the text is."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
 from torch import Tensor
+
+NUM_FEATURES = 4
+PROMPT_WEIGHT = 2
+"""The old value of a prompt counts as much as this many responses."""
 
 
 class PromptValues:
-    """What responses to each prompt were worth at its last visits: the value of a prompt before its first token.
+    """What responses to each prompt earned at earlier visits: the value of a prompt before its first token.
 
-    The same idea takes a critic's place in Single-stream Policy Optimization (Xu and Ding 2025, arXiv 2509.13232). A
-    prompt's value is of its earlier visits only, so as a baseline it leaves the policy gradient unbiased.
+    Single-stream Policy Optimization (Xu and Ding 2025, arXiv 2509.13232) replaces the critic by the same idea. As it
+    depends on earlier visits only, the value as a baseline leaves the policy gradient unbiased.
     """
 
-    CERTAINTY = 2
-    """Responses that what was believed before weighs as much as."""
-
     def __init__(self, values: dict[str, float] | None = None):
-        self._values = dict(values or {})
+        self.values = dict(values or {})
 
     def of(self, prompts: Sequence[str]) -> list[float]:
-        """The value of each prompt; of unknown ones the mean of all, 0 before there are any."""
-        usual = self._usual()
-        return [self._values.get(prompt, usual) for prompt in prompts]
+        """The value of each prompt; for unknown ones the mean over all prompts, 0 before there are any."""
+        default = self._mean()
+        return [self.values.get(prompt, default) for prompt in prompts]
 
     def learn(self, returns: Iterable[tuple[str, float]]) -> None:
-        """Takes in a visit: (prompt, return) of each response. A prompt moves towards its mean by n / (n + 2)."""
-        usual, found = self._usual(), defaultdict(list)
+        """Adds a visit: (prompt, return) of each response. A prompt moves towards their mean by n / (n + 2)."""
+        default = self._mean()
+        by_prompt = defaultdict(list)
         for prompt, value in returns:
-            found[prompt].append(value)
-        for prompt, values in found.items():
-            n, before = len(values), self._values.get(prompt, usual)
-            self._values[prompt] = (self.CERTAINTY * before + sum(values)) / (self.CERTAINTY + n)
+            by_prompt[prompt].append(value)
+        for prompt, values in by_prompt.items():
+            old = self.values.get(prompt, default)
+            self.values[prompt] = (PROMPT_WEIGHT * old + sum(values)) / (PROMPT_WEIGHT + len(values))
 
-    def _usual(self) -> float:
-        return sum(self._values.values()) / len(self._values) if self._values else 0.0
-
-    def state(self) -> dict[str, float]:
-        """What `PromptValues` takes to go on, as JSON types."""
-        return dict(self._values)
+    def _mean(self) -> float:
+        return sum(self.values.values()) / len(self.values) if self.values else 0.0
 
 
 class Prior:
-    """Least squares of returns on facts about the state, with forgetting; a critic learns what is left to be said.
+    """Ridge regression of returns on features of the state, with forgetting; the critic learns the residual.
 
-    The facts of a token: 1, the prompt's value, and of the tokens before it the sum of their log-probs and the least
-    probability: a policy's slips are unlikely tokens. Earlier rollouts fade by FORGET with every later one. A response
-    counts once however long it is, and a weight of RIDGE responses holds the coefficients at the prompt's value alone.
+    The features of a token: 1, the prompt's value, and of the tokens before it the sum of their log-probs and the
+    smallest probability, as a policy's slips are unlikely tokens. Every rollout multiplies the weight of the earlier
+    ones by FORGET. A response has the weight 1 whatever its length, and RIDGE pulls the coefficients towards the
+    prompt's value alone.
     """
 
-    FORGET, RIDGE = 0.9, 4.0
-    FACTS = 4
+    FORGET = 0.9
+    RIDGE = 4.0
 
-    def __init__(self):
+    def __init__(self, accelerator: Accelerator):
         self.prompts = PromptValues()
-        self._gram = torch.zeros(self.FACTS, self.FACTS, dtype=torch.float64)
-        self._moment = torch.zeros(self.FACTS, dtype=torch.float64)
+        self._accelerator = accelerator
+        self._gram = torch.zeros(NUM_FEATURES, NUM_FEATURES, dtype=torch.float64)
+        self._moment = torch.zeros(NUM_FEATURES, dtype=torch.float64)
 
-    def facts(self, prompts: Sequence[str], logp: Tensor, mask: Tensor) -> Tensor:
-        """The facts [B, T, FACTS], float64, of responses to these prompts.
+    def features(self, prompts: Sequence[str], logp: Tensor, mask: Tensor) -> Tensor:
+        """The features [B, T, NUM_FEATURES], float64, of responses to these prompts.
 
-        Args: logp: of the drawn tokens under the policy [B, T]; mask: 1 for response tokens [B, T].
+        Args: logp: of the sampled tokens under the policy [B, T]; mask: 1 for response tokens [B, T].
         """
-        drawn = (logp * mask).double()
-        before = torch.nn.functional.pad(drawn, (1, 0))[:, :-1]
+        masked = (logp * mask).double()
+        before = torch.nn.functional.pad(masked, (1, 0))[:, :-1]
         value = torch.tensor(self.prompts.of(prompts), dtype=torch.float64, device=logp.device)
         columns = (torch.ones_like(before), value[:, None].expand_as(before), before.cumsum(-1))
         return torch.stack([*columns, before.cummin(-1).values.exp()], dim=-1)
 
-    def values(self, facts: Tensor) -> Tensor:
-        """The value before each token [B, T], float32."""
-        return (facts @ self._coefficients().to(facts.device)).float()
+    def values(self, prompts: Sequence[str], logp: Tensor, mask: Tensor) -> Tensor:
+        """The value before each token [B, T], float32. Args: as `features`."""
+        return (self.features(prompts, logp, mask) @ self._coefficients().to(logp.device)).float()
 
-    def learn(self, facts: Tensor, returns: Tensor, mask: Tensor, total: Callable[[Tensor], Tensor]) -> None:
-        """Takes in a rollout. Args: returns, mask [B, T]; total: turns this process's sums into those of all."""
+    def learn(self, prompts: Sequence[str], logp: Tensor, returns: Tensor, mask: Tensor) -> None:
+        """Adds a rollout of all processes, with its Monte-Carlo returns [B, T]. Args: as `features`."""
+        features = self.features(prompts, logp, mask)
         weight = mask.double() / mask.sum(-1, keepdim=True).clamp(min=1)
-        gram = torch.einsum("bti,btj,bt->ij", facts, facts, weight)
-        moment = torch.einsum("bti,bt,bt->i", facts, returns.double(), weight)
-        self._gram = self.FORGET * self._gram + total(gram).cpu()
-        self._moment = self.FORGET * self._moment + total(moment).cpu()
+        gram = torch.einsum("bti,btj,bt->ij", features, features, weight)
+        moment = torch.einsum("bti,bt,bt->i", features, returns.double(), weight)
+        self._gram = self.FORGET * self._gram + self._accelerator.reduce(gram, "sum").cpu()
+        self._moment = self.FORGET * self._moment + self._accelerator.reduce(moment, "sum").cpu()
+        first = zip(prompts, returns[:, 0].tolist(), mask[:, 0], strict=True)
+        visited = [(prompt, value) for prompt, value, scored in first if scored]
+        self.prompts.learn(gather_object(visited) if self._accelerator.num_processes > 1 else visited)
 
     def _coefficients(self) -> Tensor:
-        held = torch.tensor([0.0, 1.0, 0.0, 0.0], dtype=torch.float64)
-        ridge = self.RIDGE * torch.eye(self.FACTS, dtype=torch.float64)
-        return torch.linalg.solve(self._gram + ridge, self._moment + self.RIDGE * held)
+        prompt_value = torch.tensor([0.0, 1.0, 0.0, 0.0], dtype=torch.float64)
+        ridge = self.RIDGE * torch.eye(NUM_FEATURES, dtype=torch.float64)
+        return torch.linalg.solve(self._gram + ridge, self._moment + self.RIDGE * prompt_value)
 
     def state(self) -> dict[str, Any]:
         """What `restore` takes, as JSON types."""
-        return {"prompts": self.prompts.state(), "gram": self._gram.tolist(), "moment": self._moment.tolist()}
+        return {"prompts": self.prompts.values, "gram": self._gram.tolist(), "moment": self._moment.tolist()}
 
     def restore(self, state: dict[str, Any]) -> None:
         self.prompts = PromptValues(state["prompts"])

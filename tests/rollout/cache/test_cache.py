@@ -97,7 +97,7 @@ def test_reshuffling_changes_nothing():
 )
 def test_a_bad_put_names_the_entry_and_stores_nothing(fields, reason):
     cache = empty()
-    with pytest.raises(CacheError, match="example 'ex-7', sample_index 2 cannot be stored") as error:
+    with pytest.raises(CacheError, match="example 'ex-7', sample 2 cannot be stored") as error:
         cache.put_many([("ok", 0, trajectory()), ("ex-7", 2, replace(trajectory(), **fields))])
     assert reason in str(error.value)
     assert len(cache) == 0

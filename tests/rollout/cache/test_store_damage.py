@@ -18,7 +18,7 @@ import pytest
 
 from specrl.cache import main
 from specrl.rollout.cache import reading
-from specrl.rollout.cache.disk import LOCK, SNAPSHOT
+from specrl.rollout.cache.disk import FORMAT, LOCK, SNAPSHOT
 from specrl.rollout.cache.record import digest_of, pack
 from specrl.rollout.types import CacheError
 from tests.rollout.cache.stored import EOS, PRINT, contents, entries, load, saved
@@ -202,7 +202,7 @@ def test_foreign_file_is_put_aside_and_never_run(tmp_path, monkeypatch, caplog, 
 
 
 HEADER = {
-    "format": 2,
+    "format": FORMAT,
     "step": 0,
     "rows": 60,
     "vocab_size": 1000,
@@ -251,7 +251,7 @@ def test_a_header_with_a_right_checksum_and_odd_fields(tmp_path, capsys, header,
     """Another writer's file, or one edited by hand: refused in one line, and left where it is."""
     saved(tmp_path, entries())
     rewrite(tmp_path, header)
-    with pytest.raises(CacheError, match=f"not of trajectory cache format 2: .*{what}.*clear=true") as error:
+    with pytest.raises(CacheError, match=f"not of trajectory cache format {FORMAT}: .*{what}.*clear=true") as error:
         load(tmp_path)
     assert "\n" not in str(error.value)
     for command in ("verify", "info"):
@@ -288,7 +288,7 @@ def test_rows_whose_fields_were_exchanged_are_put_aside(tmp_path, column):
     assert (tmp_path / f"{SNAPSHOT}.corrupt").exists()
 
 
-def test_a_negative_slot_is_malformed(tmp_path, capsys, monkeypatch):
+def test_a_negative_sample_index_is_malformed(tmp_path, capsys, monkeypatch):
     """`put` refuses it; a row of another writer may have it, with a right checksum."""
     with monkeypatch.context() as patch:
         patch.setattr("specrl.rollout.cache.memory.complaint", lambda *_: None)

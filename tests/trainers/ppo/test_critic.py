@@ -8,8 +8,8 @@ import torch
 
 from specrl.rollout.types import Completion, Row
 from specrl.trainers.config import CriticConfig, TrainerConfig
-from specrl.trainers.ppo.critic import ActorCritic, models
-from specrl.trainers.ppo.experience import Experience
+from specrl.trainers.ppo.critic import ActorCritic, build_models
+from specrl.trainers.ppo.experience import Responses
 
 ROWS = [Row("a", (5, 6, 7, 8)), Row("b", (9, 10)), Row("c", (11,))]
 
@@ -22,20 +22,20 @@ def completion(*tokens, failure=""):
 DONE = [completion(12, 13), completion(14, 15, 16, 1), completion(failure="lost")]
 
 
-def experience(pad_id=0):
-    return Experience.of(ROWS, DONE, [True, True, False], pad_id, torch.device("cpu"))
+def responses(pad_id=0):
+    return Responses.of(ROWS, DONE, [True, True, False], pad_id, torch.device("cpu"))
 
 
 def build(model, separate=False, valued=True, temperature=0.7):
     trunk = copy.deepcopy(model.base_model) if separate else None
-    both = ActorCritic(model, trunk=trunk, valued=valued, temperature=temperature, entropic=False).eval()
+    both = ActorCritic(model, temperature=temperature, has_critic=valued, trunk=trunk).eval()
     if valued:
         torch.nn.init.normal_(both.value.weight, generator=torch.Generator().manual_seed(0))
     return both
 
 
 def test_rows_as_tensors():
-    found = experience()
+    found = responses()
     assert found.ids.tolist() == [
         [5, 6, 7, 8, 12, 13, 0, 0],
         [0, 0, 9, 10, 14, 15, 16, 1],
@@ -43,18 +43,17 @@ def test_rows_as_tensors():
     ]
     assert found.attention.tolist() == [[1] * 6 + [0] * 2, [0] * 2 + [1] * 6, [0] * 3 + [1] + [0] * 4]
     assert found.mask.tolist() == [[1, 1, 0, 0], [1, 1, 1, 1], [0, 0, 0, 0]]
-    assert found.drawn.tolist() == [[-0.5, -0.5, 0, 0], [-0.5] * 4, [0] * 4]
+    assert found.rollout_logprobs.tolist() == [[-0.5, -0.5, 0, 0], [-0.5] * 4, [0] * 4]
     pieces = list(found.split(2))
     assert [len(piece.ids) for piece in pieces] == [2, 1]
     assert found.select(slice(1, None, 2)).ids.tolist() == [found.ids[1].tolist()]
-    assert pieces[0].values is None
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2"])
 @pytest.mark.parametrize("separate", [False, True])
 def test_scores_are_those_of_each_row_alone(build_model, family, separate):
     model = build_model(family)
-    both, found = build(model, separate), experience()
+    both, found = build(model, separate), responses()
     outputs = both(found.ids, found.attention, found.length)
     for i in (0, 1):
         text = torch.tensor([[*ROWS[i].prompt, *DONE[i].tokens]])
@@ -70,18 +69,18 @@ def test_scores_are_those_of_each_row_alone(build_model, family, separate):
 
 
 def test_the_padding_token_does_not_matter(build_model):
-    both, mask = build(build_model("llama")), experience().mask.bool()
-    zero, other = (both(found.ids, found.attention, 4) for found in (experience(0), experience(33)))
+    both, mask = build(build_model("llama")), responses().mask.bool()
+    zero, other = (both(found.ids, found.attention, 4) for found in (responses(0), responses(33)))
     assert torch.equal(zero.logp[mask], other.logp[mask])
     assert torch.equal(zero.values[mask], other.values[mask])
-    seen = experience(33)
+    seen = responses(33)
     control = both(seen.ids, torch.ones_like(seen.attention), 4)  # as if padding were text
     assert not torch.allclose(zero.logp[mask], control.logp[mask], atol=1e-3)
 
 
 def test_a_new_critic_knows_nothing_and_teaches_the_trunk_nothing(build_model):
-    model, found = build_model("llama"), experience()
-    both = ActorCritic(model, trunk=None, valued=True, temperature=1.0, entropic=False)
+    model, found = build_model("llama"), responses()
+    both = ActorCritic(model, temperature=1.0, has_critic=True)
     values = both(found.ids, found.attention, found.length).values
     assert values.abs().max() == 0
     (values - 1).square().sum().backward()
@@ -90,7 +89,7 @@ def test_a_new_critic_knows_nothing_and_teaches_the_trunk_nothing(build_model):
 
 
 def test_a_separate_critic_leaves_the_policy_alone(build_model):
-    model, found = build_model("llama"), experience()
+    model, found = build_model("llama"), responses()
     both = build(model, separate=True)
     both(found.ids, found.attention, found.length).values.sum().backward()
     assert all(p.grad is None for p in model.parameters())
@@ -100,7 +99,7 @@ def test_a_separate_critic_leaves_the_policy_alone(build_model):
 
 @pytest.mark.parametrize("separate", [False, True])
 def test_values_are_float32_under_autocast(build_model, separate):
-    both, found, states = build(build_model("llama"), separate), experience(), []
+    both, found, states = build(build_model("llama"), separate), responses(), []
     both.value.register_forward_pre_hook(lambda _, given: states.append(given[0]))
     with torch.autocast("cpu", torch.bfloat16):
         outputs = both(found.ids, found.attention, found.length)
@@ -115,8 +114,8 @@ def test_values_are_float32_under_autocast(build_model, separate):
 def test_checkpointing_is_the_policys_and_the_critics(build_model, checkpointing):
     """Layers that keep no activations are computed again in the backward pass."""
     options = TrainerConfig(critic=CriticConfig(model="separate"), gradient_checkpointing=checkpointing)
-    trained = models(build_model("llama"), options, 1.0, None).trained.train()
-    calls, found = Counter(), experience()
+    trained = build_models(build_model("llama"), options, 1.0, None).trained.train()
+    calls, found = Counter(), responses()
     for name, trunk in (("policy", trained.policy.base_model), ("critic", trained.trunk)):
         trunk.layers[0].mlp.register_forward_pre_hook(lambda module, given, name=name: calls.update([name]))
     outputs = trained(found.ids, found.attention, found.length)
@@ -125,7 +124,7 @@ def test_checkpointing_is_the_policys_and_the_critics(build_model, checkpointing
 
 
 def test_entropy_has_a_gradient_only_when_it_is_wanted(build_model):
-    model, found = build_model("llama"), experience()
-    for entropic in (False, True):
-        both = ActorCritic(model, trunk=None, valued=False, temperature=1.0, entropic=entropic)
-        assert both(found.ids, found.attention, found.length).entropy.requires_grad == entropic
+    model, found = build_model("llama"), responses()
+    for wanted in (False, True):
+        both = ActorCritic(model, temperature=1.0, entropy_gradient=wanted)
+        assert both(found.ids, found.attention, found.length).entropy.requires_grad == wanted

@@ -17,7 +17,7 @@ from specrl.rollout.config import RolloutConfig
 from specrl.rollout.types import RolloutError
 from specrl.trainers.arguments import ppo_arguments
 from specrl.trainers.config import TrainerConfig
-from specrl.trainers.ppo.advantages import rloo
+from specrl.trainers.ppo.objectives import rloo
 from tests.runs import SHORT, Recording, differences, recorded, run
 
 PER_EPOCH = 3
@@ -198,10 +198,13 @@ def test_padding_and_rows_left_out_have_no_influence(tmp_path):
     piece.mask[3] = 0  # a row without a reward
     other = replace(piece, ids=piece.ids.clone())
     noise = torch.Generator().manual_seed(0)
-    for name in ("old", "advantages", "values", "returns", "reference"):
-        tensor = getattr(piece, name)
-        junk = torch.randn(tensor.shape, generator=noise)
-        setattr(other, name, torch.where(piece.mask.bool(), tensor, junk))
+
+    def spoiled(tensor):
+        return torch.where(piece.mask.bool(), tensor, torch.randn(tensor.shape, generator=noise))
+
+    for name in ("old_logprobs", "advantages", "reference_logprobs"):
+        setattr(other, name, spoiled(getattr(piece, name)))
+    other.critic = piece.critic._replace(values=spoiled(piece.critic.values), returns=spoiled(piece.critic.returns))
     other.ids[3, -piece.length :] = 7
     assert (piece.mask == 0).sum() > 40
     base, same = gradients(trainer, piece), gradients(trainer, other)

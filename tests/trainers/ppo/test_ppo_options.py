@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from specrl.trainers.ppo import trainer as ppo_trainer
+from specrl.trainers.ppo import objectives
 from tests.runs import build_policy, differences, run
 
 OPTIONS = {
@@ -31,13 +31,13 @@ OPTIONS = {
 
 @pytest.fixture(scope="module")
 def heard(tmp_path_factory):
-    """heard[name]: what every call of a formula of trainers/ppo/trainer.py was given, and the run itself."""
+    """heard[name]: what every call of a formula of trainers/ppo/objectives.py was given, and the run itself."""
     calls = {name: [] for name in ("gae", "policy_loss", "kl_estimate", "value_loss", "clip_grad_norm_")}
 
     def spied(name, function):
-        def call(*args):
-            calls[name].append(args)
-            return function(*args)
+        def call(*args, **options):
+            calls[name].append((*args, *options.values()))
+            return function(*args, **options)
 
         return call
 
@@ -46,7 +46,7 @@ def heard(tmp_path_factory):
 
     with pytest.MonkeyPatch.context() as patch:
         for name in ("gae", "policy_loss", "kl_estimate", "value_loss"):
-            patch.setattr(ppo_trainer, name, spied(name, getattr(ppo_trainer, name)))
+            patch.setattr(objectives, name, spied(name, getattr(objectives, name)))
         record = run(tmp_path_factory.mktemp("options"), prepare, **OPTIONS)
     return calls | {"run": record}
 

@@ -95,7 +95,7 @@ class Canary:
         return os.system, ('touch "$SPECRL_CANARY"',)
 
 
-@pytest.mark.parametrize("file", [snapshot.WEIGHTS, snapshot.MOMENTS])
+@pytest.mark.parametrize("file", [snapshot.WEIGHTS, snapshot.OPTIMIZER])
 @pytest.mark.parametrize("write", [torch.save, lambda what, path: path.write_bytes(pickle.dumps(what))])
 def test_a_foreign_pickle_is_refused_and_never_run(tmp_path, monkeypatch, file, write):
     monkeypatch.setenv("SPECRL_CANARY", str(tmp_path / "ran"))

@@ -1,0 +1,140 @@
+"""Every research script runs to its end at its smallest size. Its figures and verdict are in benchmarks/research."""
+
+import json
+import time
+from functools import partial
+from importlib import import_module
+
+import pytest
+import torch
+
+from benchmarks import ablation
+from specrl.config import load as cli
+from specrl.drafter import shortened
+from specrl.rollout.engines.local.ragged import RaggedModel
+from specrl.tiny import load_tiny
+from tests.runs import ROOT
+
+pytestmark = pytest.mark.long
+
+JUDGES_RUN = ["dataset.train_size=4", "trainer.epochs=2", "trainer.prompts_per_step=2", "trainer.save_every=1"]
+SMALLEST = {
+    "noise": {"VOCABULARY": 64, "HIDDEN": {"small": 8}},
+    "scaling": {"ROWS": 8, "CAP": 8, "WORKERS": (1, 2), "STEP_WORKERS": (1,)},
+    "cotraining": {"PROMPTS": 1, "GROUP": 2, "CAP": 16},
+    "drafters": {
+        "KEPT": 64,
+        "SIZES": (1,),
+        "DEPTHS": (1, 4),
+        "DOUBTS": (0.0,),
+        "CHAINS": {"chain": 1},
+        "PARALLEL": {"parallel": 1},
+    },
+    "drafter_costs": {"VOCABULARY": 512, "DEPTH": 2, "TOKENS": (1, 4, 8)},
+    "routers": {"REPEATS": 1},
+    "judges": {
+        "AN_EPOCH_EARLIER": "checkpoints/checkpoint-1",
+        "TEST_PROBLEMS": {"an epoch earlier": 8, "worse": 8},
+        "MINED_PROBLEMS": 4,
+        "MORE_PROBLEMS": 24,
+        "MISMATCHES": 6,
+        "TUNING": {"steps": 4, "batch": 32, "learning_rate": 1e-3},
+    },
+    "selfspec.overlap": {"ROWS": (1, 8)},
+    "selfspec.sparse": {"BUDGETS": (16, 32)},
+    "selfspec.texts": {"TAUGHT": {"steps": 1, "rows": 1, "tokens": 200, "learning_rate": 1e-3}},
+}
+"""Constants of the scripts, and what they are here."""
+
+
+def script(name):
+    return import_module(f"benchmarks.research.{name}")
+
+
+def by_words(name, schema, *words):
+    """Runs a script that takes `key=value` words and `out=FILE`."""
+    module = script(name)
+
+    def run(folder):
+        filled = [word.format(folder=folder) for word in (*words, "out={folder}/out.json")]
+        assert cli.run(module.main, filled, getattr(module, schema), training=False) == 0
+
+    return run
+
+
+def draft_model(folder):
+    model, tokenizer = load_tiny()
+    for part in (shortened(model, 2), tokenizer):
+        part.save_pretrained(folder / "draft")
+
+
+def routers(folder):
+    draft_model(folder)
+    words = ["config=arbitrage_math", "dataset.test_size=4", "seeds=1", "rollout.max_new_tokens=24", "continuations=1"]
+    words += ["rollout.drafter={folder}/draft", "methods=likelihood,oracle"]
+    by_words("routers", "RouterBenchConfig", *words)(folder)
+
+
+def scaling(folder):
+    pytest.importorskip("ray")
+    script("scaling").main(str(folder / "out.json"), repeats=1, sizes="1,4")
+
+
+def vllm_host(folder):
+    pytest.importorskip("vllm")
+    by_words("vllm_host", "VLLMHostConfig", "rows=[8]", "tokens=60", "repeats=1")(folder)
+
+
+RUNS = {
+    "budget": by_words("budget", "BudgetConfig", "rows=[1]", "repeats=1", "few=true"),
+    "cache_lookup": lambda folder: script("cache_lookup").main(entries=200, rows=8),
+    "cotraining": lambda folder: script("cotraining").main(steps="2", out=str(folder / "out.json")),
+    "drafters": by_words("drafters", "DraftersConfig", "steps=1", "prompts=8", "rows=8"),
+    "host": by_words("host", "HostConfig", "rows=16", "tokens=60", "repeats=1"),
+    "judges": by_words("judges", "JudgesConfig", "work={folder}"),
+    "noise": lambda folder: script("noise").main(2, str(folder / "out.json")),
+    "routers": routers,
+    "scaling": scaling,
+    "selfspec": by_words("selfspec.__main__", "SelfSpecConfig", "texts=8"),
+    "stop_rules": lambda folder: script("stop_rules").main(texts="16", out=str(folder / "out.json")),
+    "suffix": lambda folder: script("suffix").main(rows=8, tokens=16),
+    "vllm_host": vllm_host,
+}
+
+
+def test_every_script_is_run():
+    paths = (ROOT / "benchmarks" / "research").iterdir()
+    scripts = {path.stem for path in paths if path.suffix == ".py" and "__main__" in path.read_text()}
+    assert scripts | {"selfspec"} == set(RUNS)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_it_runs_to_its_end(name, tmp_path, monkeypatch, capsys):
+    for module, constants in SMALLEST.items():
+        for constant, value in constants.items():
+            monkeypatch.setattr(script(module), constant, value)
+    judges = script("judges")
+    small = {word.partition("=")[0] for word in JUDGES_RUN}
+    kept = [word for word in judges.RUN if word.partition("=")[0] not in small]
+    monkeypatch.setattr(judges, "RUN", [*kept, *JUDGES_RUN])
+    monkeypatch.setitem(script("cotraining").SHARED, "share", 1.0)
+    monkeypatch.setattr(ablation, "REGIMES", {"little drift": 0.02})
+    monkeypatch.setattr(ablation, "OTHERS", 8)
+    for module, replaced in (
+        (time, "perf_counter"),
+        (RaggedModel, "forward"),
+        (ablation, "SIZES"),
+        (ablation, "WINDOWS"),
+    ):
+        monkeypatch.setattr(module, replaced, getattr(module, replaced))  # what `budget` replaces is put back
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    monkeypatch.setattr(script("selfspec.__main__"), "load_tiny", partial(shortened_policy, 3))
+    RUNS[name](tmp_path)
+    out = tmp_path / "out.json"
+    printed = capsys.readouterr().out
+    assert json.loads(out.read_text()) if out.exists() else printed
+
+
+def shortened_policy(layers):
+    model, tokenizer = load_tiny()
+    return shortened(model, layers).eval(), tokenizer

@@ -1,0 +1,148 @@
+"""PPO's formulas as pure functions: rewards to advantages, and log-probs and values to losses.
+
+Tensors [B, T] run over response tokens. A mask is 1 up to the end of a response and 0 after it, and 0 everywhere in a
+row that has no response or no reward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+
+def identity(values: Tensor) -> Tensor:
+    """The sum over processes when there is only one."""
+    return values
+
+
+# Advantages ----------------------------------------------------------------------------------------------------------
+
+
+def token_rewards(totals: Tensor, kl: Tensor, mask: Tensor, beta: float) -> Tensor:
+    """RLHF's rewards [B, T] (Ouyang et al. 2022, arXiv 2203.02155): -beta * KL everywhere, the total on the last token.
+
+    Args:
+        totals: reward of each response [B]; ignored in masked rows.
+        kl: estimate of log(policy / reference) at each token [B, T].
+        beta: weight of the penalty.
+    """
+    ends = mask * (1 - torch.nn.functional.pad(mask, (0, 1))[:, 1:])  # 1 on the last token of each response
+    return ends * totals.nan_to_num()[:, None] - beta * kl * mask
+
+
+def gae(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
+    """Generalised advantage estimation (Schulman et al. 2016, arXiv 1506.02438, eq. 16): (advantages, returns).
+
+    A_t = delta_t + gamma * lam * A_{t+1} with delta_t = r_t + gamma * V_{t+1} - V_t; nothing follows a response's end.
+    The returns are A + V, the critic's targets.
+
+    Args:
+        rewards, values, mask: [B, T]; values[:, t] is the critic's value before token t.
+        gamma: discount per token.
+        lam: 1 uses Monte-Carlo returns (no bias), 0 one-step differences (least variance).
+    """
+    values = values * mask
+    advantages = torch.zeros_like(values)
+    next_value = torch.zeros_like(values[:, 0])
+    advantage = next_value
+    for t in reversed(range(values.shape[1])):
+        delta = rewards[:, t] + gamma * next_value - values[:, t]
+        advantage = (delta + gamma * lam * advantage) * mask[:, t]
+        advantages[:, t] = advantage
+        next_value = values[:, t]
+    return advantages, advantages + values
+
+
+def rloo(totals: Tensor, group_size: int) -> Tensor:
+    """REINFORCE leave-one-out (Ahmadian et al. 2024, arXiv 2402.14740): the total minus the mean of the group's others.
+
+    Args:
+        totals: [N], groups side by side; NaN marks a row that is left out, also of its group's mean.
+        group_size: responses of a prompt.
+
+    Returns: [N]; 0 for rows that are left out and for those without another.
+    """
+    groups = totals.view(-1, group_size)
+    valid = ~groups.isnan()
+    others = valid.sum(-1, keepdim=True) - 1
+    sum_of_others = groups.nan_to_num().sum(-1, keepdim=True) - groups
+    return torch.where(valid & (others > 0), groups - sum_of_others / others.clamp(min=1), 0.0).flatten()
+
+
+def reinforce_plus_plus(
+    rewards: Tensor, mask: Tensor, gamma: float, all_reduce: Callable[[Tensor], Tensor] = identity
+) -> Tensor:
+    """REINFORCE++ (Hu et al. 2025, arXiv 2501.03262): returns of the tokens [B, T], normalised over the whole batch."""
+    returns, _ = gae(rewards, torch.zeros_like(rewards), mask, gamma=gamma, lam=1.0)
+    return whiten(returns, mask, all_reduce)
+
+
+def whiten(values: Tensor, mask: Tensor, all_reduce: Callable[[Tensor], Tensor] = identity) -> Tensor:
+    """Masked values [B, T] minus their mean, over their standard deviation; 0 elsewhere.
+
+    Args: all_reduce: sums a tensor over all processes.
+    """
+    count, total = all_reduce(torch.stack([mask.sum(), (values * mask).sum()]).double())
+    centred = (values - (total / count.clamp(min=1)).to(values.dtype)) * mask
+    variance = all_reduce(centred.square().sum().double()) / count.clamp(min=1)
+    return centred / (variance.sqrt().to(values.dtype) + 1e-8)
+
+
+# Losses --------------------------------------------------------------------------------------------------------------
+
+
+def policy_loss(logp: Tensor, old: Tensor, advantages: Tensor, *, low: float, high: float) -> Tensor:
+    """Clipped surrogate of each token [B, T] (PPO, Schulman et al. 2017, arXiv 1707.06347, eq. 7), to be minimised.
+
+    -min(r * A, clip(r, 1 - low, 1 + high) * A) with r = exp(logp - old).
+
+    Args:
+        logp: log-probs under the policy being trained [B, T].
+        old: under the policy before the update [B, T], without gradient.
+        advantages: [B, T].
+        low, high: clip range; `high` above `low` is DAPO's clip-higher.
+    """
+    ratio = (logp - old).exp()
+    return -torch.minimum(ratio * advantages, ratio.clamp(1 - low, 1 + high) * advantages)
+
+
+def clipped(logp: Tensor, old: Tensor, advantages: Tensor, *, low: float, high: float) -> tuple[Tensor, Tensor]:
+    """Where `policy_loss` has no gradient, as 0/1 [B, T]: (ratio too low, ratio too high)."""
+    ratio = (logp - old).exp()
+    too_low = (ratio < 1 - low) & (advantages < 0)
+    too_high = (ratio > 1 + high) & (advantages > 0)
+    return too_low.to(logp.dtype), too_high.to(logp.dtype)
+
+
+def value_loss(values: Tensor, old: Tensor, returns: Tensor, clip: float) -> Tensor:
+    """Clipped squared error of each value [B, T], halved (as in the PPO of OpenAI baselines), to be minimised.
+
+    max((V - R)^2, (clip(V, old - clip, old + clip) - R)^2) / 2; `clip=0` is the plain error.
+    """
+    error = (values - returns).square()
+    if clip:
+        near = old + (values - old).clamp(-clip, clip)
+        error = torch.maximum(error, (near - returns).square())
+    return error / 2
+
+
+def kl_estimate(logp: Tensor, old: Tensor, reference: Tensor) -> Tensor:
+    """KL(policy || reference) at each token [B, T], never negative: ratio * (exp(gap) - 1 - gap).
+
+    gap = reference - logp makes Schulman's k3 ("Approximating KL divergence", 2020), and ratio = exp(logp - old) weighs
+    the tokens, which `old` sampled, as the policy would (DeepSeek-V3.2, arXiv 2512.02556; use_bias_correction_kl of
+    TRL's GRPO). Its mean over the samples is the KL, and the mean of its gradient the KL's gradient, for any `old`.
+    Without the ratio k3's gradient would be that of KL(reference || policy) where old = logp.
+    """
+    gap = reference - logp
+    return (logp - old).exp() * (gap.exp() - 1 - gap)
+
+
+def adapted_beta(beta: float, kl: float, target: float) -> float:
+    """The KL weight after a rollout (Ziegler et al. 2019, arXiv 1909.08593, sec. 2.2): at most 2 % up or down.
+
+    beta * (1 + 0.1 * clip(kl / target - 1, -0.2, 0.2)).
+    """
+    return beta * (1 + 0.1 * min(max(kl / target - 1, -0.2), 0.2))
