@@ -17,12 +17,8 @@ from specrl.rollout.config import RolloutConfig
 from specrl.rollout.types import RolloutError
 
 WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
-READERS: dict[Any, Callable[[str], Any]] = {
-    int: int,
-    float: float,
-    bool: lambda text: ConfigParser.BOOLEAN_STATES[text.lower()],
-    str: str,
-}
+FLAGS = ConfigParser.BOOLEAN_STATES
+READERS: dict[Any, Callable] = {int: int, float: float, bool: lambda text: FLAGS[text.lower()], str: str}
 
 
 @dataclass(frozen=True)

@@ -75,10 +75,10 @@ class RolloutConfig:
     )
     cache: CacheConfig = doc(CacheConfig, "stored responses", resume="free")
     budget: BudgetConfig = doc(BudgetConfig, "how many tokens are drafted", resume="free")
-    judged: JudgedConfig = doc(JudgedConfig, "acceptance=judged: which mismatching draft tokens are accepted")
-    routed: RoutedConfig = doc(RoutedConfig, "acceptance=routed: what a reasoning step is, and which are accepted")
-    local: LocalConfig = doc(LocalConfig, "engine=transformers", resume="free")
-    vllm: VLLMConfig = doc(VLLMConfig, "engine=vllm")
+    judged: JudgedConfig = doc(JudgedConfig, "mismatching draft tokens that acceptance=judged accepts")
+    routed: RoutedConfig = doc(RoutedConfig, "reasoning steps that acceptance=routed accepts")
+    local: LocalConfig = doc(LocalConfig, "options of engine=transformers", resume="free")
+    vllm: VLLMConfig = doc(VLLMConfig, "options of engine=vllm")
 
     @property
     def lossy(self) -> bool:
