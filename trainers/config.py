@@ -11,7 +11,7 @@ from specrl.rollout.sections import doc
 
 @dataclass
 class DrafterConfig:
-    train: bool = doc(False, "train rollout.drafter (a model or a head) along with the policy, on its own forward pass")
+    train: bool = doc(False, "train rollout.drafter along with the policy, on hidden states of the policy's update")
     objective: Literal["forward_kl", "tvd"] = doc("tvd", "distance of the drafter from the policy that is minimised")
     learning_rate: float = doc(1e-4, "AdamW learning rate")
     interval: int = doc(1, "optimiser steps from one round of co-training to the next", low=1)
