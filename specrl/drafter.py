@@ -202,11 +202,11 @@ def _fit(
     for step, at in zip(range(1, options.steps + 1), order, strict=False):
         if at not in seen:
             seen[at] = recipe.Batch.of(read(policy, cuts[at]), student)
-        teacher, passes = recipe.taught(policy, seen[at]), [*recipe.guesses(student, seen[at], mix)]
+        teacher, passes = recipe.teacher_logits(policy, seen[at]), [*recipe.student_logits(student, seen[at], mix)]
         kept = None
         if reference is not None:
             with torch.no_grad():
-                kept = recipe.selected(passes[0], next(recipe.guesses(reference, seen[at], mix)), teacher)
+                kept = recipe.selected(passes[0], next(recipe.student_logits(reference, seen[at], mix)), teacher)
         losses = [recipe.loss(logits, teacher, options.objective, kept=kept) for logits in passes]
         recipe.step(optimizer, sum(losses))
         schedule.step()
@@ -242,10 +242,13 @@ def agreement(
     for text, key in zip(texts, keys, strict=True):
         with torch.no_grad():
             batch = recipe.Batch.of(read(policy, [text]), student)
-            if not len(batch.places):  # a head has no part in a response of one token
+            if not len(batch.targets):  # a head has no part in a response of one token
                 continue
-            p, q = recipe.taught(policy, batch).float(), next(recipe.guesses(student, batch, torch.Generator())).float()
-        at = batch.places[:, 1]
+            p, q = (
+                recipe.teacher_logits(policy, batch).float(),
+                next(recipe.student_logits(student, batch, torch.Generator())).float(),
+            )
+        at = batch.targets[:, 1]
         tokens, noise = torch.tensor(text.response, device=p.device)[at], torch.full_like(at, key)
         keyed += (keyed_draw(q, noise, at)[0] == tokens).sum().item()
         independent += (keyed_draw(q, ~noise, at)[0] == tokens).sum().item()

@@ -1,4 +1,4 @@
-"""Phase 1: what a draw over the vocabulary costs beside the output layer, and whether every device draws the same."""
+"""Phase 1: the cost of a draw over the vocabulary and of the output layer, and whether every device draws the same."""
 
 from __future__ import annotations
 
@@ -53,11 +53,13 @@ def integers(context: Context) -> dict:
     words = row_words(keys, torch.arange(rows))
     want, there = hash_tokens(*words, vocab), [word.to(context.device) for word in words]
     here = row_words(keys.to(context.device), torch.arange(rows, device=context.device))
-    found: dict = {"words": all(map(torch.equal, here, there))}
-    found["eager"] = torch.equal(hash_tokens(*there, vocab).cpu(), want)
+    result: dict = {"words": all(map(torch.equal, here, there))}
+    result["eager"] = torch.equal(hash_tokens(*there, vocab).cpu(), want)
     if context.cuda:
-        found["compiled"] = torch.equal(torch.compile(hash_tokens, dynamic=True)(*there, vocab).cpu(), want)
-    return found if all(found.values()) else found | {"error": "other integers than on a CPU: other tokens are drawn"}
+        result["compiled"] = torch.equal(torch.compile(hash_tokens, dynamic=True)(*there, vocab).cpu(), want)
+    return (
+        result if all(result.values()) else result | {"error": "other integers than on a CPU: other tokens are drawn"}
+    )
 
 
 class Case:
@@ -102,7 +104,7 @@ class Case:
         """The output layer and the draw as the engine has them, brought to the host.
 
         A float32 buffer of the vocabulary was stored where more memory is taken than one of bfloat16 logits needs;
-        only for rows that are drawn in one piece does `vocabulary_buffers` tell how many.
+        only for rows that are drawn in one piece is their number in `vocabulary_buffers`.
         """
         draw = lambda: model.draw(self.hidden, *self.columns, self.targets).cpu()  # noqa: E731
         with model.inference():
@@ -110,8 +112,8 @@ class Case:
             peak = peak_mb(draw, self.device)
         logits_mb = self.rows * model.vocab * 2 / 2**20
         buffers = None if peak is None else round((peak - logits_mb) / (2 * logits_mb), 2)
-        found = {"ms": ms(again), "first_call_ms": ms(first), "peak_mb": peak, "logits_mb": round(logits_mb, 1)}
-        return found | {"vocabulary_buffers": buffers}
+        result = {"ms": ms(again), "first_call_ms": ms(first), "peak_mb": peak, "logits_mb": round(logits_mb, 1)}
+        return result | {"vocabulary_buffers": buffers}
 
     def of_trimmed(self) -> dict:
         """A drafter's draw from few ids, and how many of them a CPU draws otherwise."""
@@ -124,9 +126,9 @@ class Case:
             here, *_ = unpack(draw())
             logits, columns = trimmed.logits(self.hidden).cpu(), [column.cpu() for column in self.columns]
             there = keyed_draw(logits, *columns, ids=trimmed.ids.cpu())[0].tolist()
-            found = {"ids": len(ids), "ms": ms(min(wall(draw, self.device) for _ in range(4)))}
-        found["take_ms"] = ms(min(wall(taking, self.device) for _ in range(2)))
-        return found | {"differ": sum(a != b for a, b in zip(here, there, strict=True))}
+            result = {"ids": len(ids), "ms": ms(min(wall(draw, self.device) for _ in range(4)))}
+        result["take_ms"] = ms(min(wall(taking, self.device) for _ in range(2)))
+        return result | {"differ": sum(a != b for a, b in zip(here, there, strict=True))}
 
     def same_draws(self) -> dict:
         """Draws of the device's logits, there and on a CPU: the noise's logarithms differ in their last bits."""

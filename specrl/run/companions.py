@@ -13,7 +13,6 @@ from specrl.rollout.types import RolloutError
 from specrl.run.policy import engine_spec
 from specrl.trainers.companions import Companion
 from specrl.trainers.cotraining.alarm import DrafterAlarm
-from specrl.trainers.cotraining.first import RankZeroTrainer
 from specrl.trainers.cotraining.trainer import DrafterTrainer
 from specrl.trainers.rollouts import Rollouts
 
@@ -47,8 +46,9 @@ def _trained(config: Config, rollouts: Rollouts, accelerator: Accelerator) -> Co
     shared = getattr(getattr(rollouts.engine, "drafting", None), "model", None)
     if shared is None:
         spec = replace(engine_spec(config, frozenset()), device=str(accelerator.device), dtype="float32")
-        rollouts.drafter = load_drafter(spec, rollouts.policy)
+        drafter = rollouts.drafter = load_drafter(spec, rollouts.policy)
+    else:
+        drafter = shared.model
     sampling = SamplingParams(frozenset(), r.temperature, r.top_k, r.top_p)
-    drafter = rollouts.drafter if shared is None else shared.model
-    trainer = DrafterTrainer(drafter, rollouts.policy, config.trainer.drafter, sampling, config.seed)
-    return RankZeroTrainer(trainer, accelerator.process_index) if accelerator.num_processes > 1 else trainer
+    rank = accelerator.process_index if accelerator.num_processes > 1 else None
+    return DrafterTrainer(drafter, rollouts.policy, config.trainer.drafter, sampling, seed=config.seed, rank=rank)

@@ -3,15 +3,15 @@
 import math
 import random
 from dataclasses import replace
-from statistics import NormalDist, fmean
+from statistics import fmean
 
 import pytest
 import torch
 
-from benchmarks.equivalence import arms, toy
-from benchmarks.equivalence.learning import Arm, Outcome, Run
-from benchmarks.equivalence.tost import ALPHA, POWER, compare, pairs_needed, power, t_cdf, t_quantile
-from benchmarks.equivalence.verdicts import checks, line, trainer_checks
+from benchmarks.research.equivalence import arms, toy
+from benchmarks.research.equivalence.learning import Arm, Outcome, Run
+from benchmarks.research.equivalence.tost import ALPHA, compare, power, t_cdf, t_quantile
+from benchmarks.research.equivalence.verdicts import checks, line, trainer_checks
 from specrl.rollout.config import RolloutConfig
 from specrl.rollout.speculative import SpeculativeRollout
 from specrl.rollout.types import Row
@@ -22,21 +22,17 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize(("t", "df", "p"), [(0, 4, 0.5), (1, 1, 0.75), (2.0, 5, 0.949030), (-1.5, 2, 0.136197)])
-def test_students_law(t, df, p):
-    """By closed forms: df 1 is Cauchy's law, df 2 is 1/2 + t / (2 sqrt(2 + t^2)); df 5 from a printed table."""
+def test_students_t(t, df, p):
+    """Closed forms: df 1 is Cauchy's, df 2 is 1/2 + t / (2 sqrt(2 + t^2)); df 5 from a printed table."""
     assert t_cdf(t, df) == pytest.approx(p, abs=1e-6)
-
-
-@pytest.mark.parametrize(("p", "df", "t"), [(0.95, 7, 1.894579), (0.975, 15, 2.131450), (0.95, 1, 6.313752)])
-def test_students_quantiles(p, df, t):
-    assert t_quantile(p, df) == pytest.approx(t, abs=1e-5)
+    assert t_quantile(p, df) == pytest.approx(t, abs=1e-4)
 
 
 def test_two_one_sided_tests_by_hand():
     """Differences 1, 2, 3, 2: mean 2, sd sqrt(2/3), error 0.40825; margin 4 gives t = 14.697 and -4.899 with 3 df."""
     found = compare([1, 2, 3, 2], margin=4)
     assert (found.n, found.mean, found.sd) == (4, 2, pytest.approx(math.sqrt(2 / 3)))
-    assert found.p == pytest.approx(1 - t_cdf(4.898979, 3), abs=1e-6) == pytest.approx(0.00814, abs=1e-4)
+    assert found.p == pytest.approx(0.00814, abs=1e-4)
     assert found.p_zero == pytest.approx(2 * found.p, abs=1e-6), "both are two units from the mean"
     assert found.high - found.mean == pytest.approx(2.353363 * 0.408248, abs=1e-5)
     assert found.verdict == "equivalent"
@@ -70,19 +66,6 @@ def test_the_errors_are_those_promised():
     assert passes(0.02) == pytest.approx(ALPHA, abs=0.025)
     assert passes(0.0) == pytest.approx(power(12, 0.02, 0.02), abs=0.06)
     assert passes(0.04) < 0.01
-
-
-def test_pairs_needed_by_the_normal_approximation():
-    z = NormalDist().inv_cdf
-    for sd in (0.0145, 0.034, 0.1):
-        n = pairs_needed(sd, 0.02)
-        assert power(n, sd, 0.02) >= POWER > power(n - 1, sd, 0.02)
-        assert n == pytest.approx((z(0.95) + z(0.9)) ** 2 * (sd / 0.02) ** 2, abs=4)
-
-
-def test_too_few_pairs_are_refused():
-    with pytest.raises(ValueError, match=r"1 pairs and margin 0\.02"):
-        compare([0.1], 0.02)
 
 
 # The toy --------------------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ import torch
 
 from specrl.rollout.noise import keyed_draw
 from specrl.trainers.correction import correction_weights
-from specrl.trainers.cotraining.distances import forward_kl, largest, total_variation, tvd
+from specrl.trainers.cotraining.distil import forward_kl, largest, total_variation, tvd
 from specrl.trainers.ppo.objectives import adapted_beta, clipped, kl_estimate, policy_loss, value_loss
 
 LN2 = math.log(2)

@@ -249,13 +249,13 @@ def test_after_an_update_it_is_the_new_policy(engine_of, some):
 class Trusting(sampler.KeyedVerifier):
     """A planted fault: every draft stands."""
 
-    def _verify(self, *given):
-        processed, tokens, _ = super()._verify(*given)
-        firsts, drafts = given[4], given[-1]
-        rows = (firsts[1:] - firsts[:-1]).int()
-        for i, n in enumerate(rows.tolist()):
-            tokens[i, : n - 1] = drafts[firsts[i] + 1 : firsts[i] + n].clamp(min=0)
-        return processed, tokens, rows
+    def _accept(self, sampled, cu_num_logits, verify_draft_sampled):
+        tokens, _ = super()._accept(sampled, cu_num_logits, verify_draft_sampled)
+        counts = (cu_num_logits[1:] - cu_num_logits[:-1]).int()
+        for i, n in enumerate(counts.tolist()):
+            start = cu_num_logits[i]
+            tokens[i, : n - 1] = verify_draft_sampled[start + 1 : start + n].clamp(min=0)
+        return tokens, counts
 
 
 @pytest.mark.parametrize("fault", ["noise", "acceptance"])

@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 
-from specrl.rollout.engines.vllm import texts
+from specrl.rollout.engines.vllm import device
 from specrl.rollout.engines.vllm.wire import KeyedRequest
 from specrl.rollout.types import RolloutError
 from tests.rollout.engines.vllm.device_cases import Trusting
@@ -77,11 +77,11 @@ def test_drafts_of_a_response_that_goes_on_are_in_line(served, requests, plain, 
     ]
     done, steps = served.ask_with(asked), served.steps
     assert tokens(done) == [t[9:] for _, t in cut]
-    inner = texts.continue_texts
-    monkeypatch.setattr(texts, "SUFFIX", 0)  # nothing else finds the place
+    inner = device.continue_texts
+    monkeypatch.setattr(device, "SUFFIX", 0)  # nothing else finds the place
     assert tokens(served.ask_with(asked)) == tokens(done)
     assert served.steps == steps
-    monkeypatch.setattr(texts, "continue_texts", lambda t, ids, begin, *more: inner(t, ids, begin + 1, *more))
+    monkeypatch.setattr(device, "continue_texts", lambda t, ids, begin, *more: inner(t, ids, begin + 1, *more))
     assert tokens(served.ask_with(asked)) == tokens(done)
     assert served.steps > 1.5 * steps, "control: off by one"
 
@@ -98,16 +98,16 @@ def test_control_a_draft_that_is_not_verified_is_found(served, requests, plain, 
 
 
 def test_only_keyed_requests_with_texts_carry_drafts(served, requests, plain):  # noqa: F811
-    counts = served.rules.stats
+    counts = served.flow.stats
     before = counts.drafted
     served.ask(requests)
     served.ask(requests, keyed=False, temperature=0.0)
     assert counts.drafted == before
     served.ask(requests, plain[0])
     assert counts.drafted > before
-    assert not served.rules.seen.keys() & served.core.scheduler.requests.keys()
+    assert not served.flow.requests.keys() & served.core.scheduler.requests.keys()
     served.ask(requests[:1])
-    assert len(served.rules.seen) <= 1, "finished requests are forgotten"
+    assert len(served.flow.requests) <= 1, "finished requests are forgotten"
 
 
 def test_a_server_in_processes_of_its_own(served, requests, plain, path, monkeypatch):  # noqa: F811

@@ -414,7 +414,7 @@ def moved(model, seed: int, scale: float = 0.05):
 
 @pytest.mark.parametrize("what", ["token", "finish"])
 def test_a_row_that_vllm_has_otherwise_is_an_error(engine_of, golden, monkeypatch, what):
-    from specrl.rollout.engines.vllm.rows import VLLMRow
+    from specrl.rollout.engines.vllm.batch import VLLMRow
 
     cases, want = golden()
     emit = VLLMRow.emit
@@ -481,7 +481,7 @@ def test_after_updates_it_is_the_new_policy(updated, golden, shared_memory, monk
     from vllm import LLM
 
     if route == "memory":  # as with several ranks
-        monkeypatch.setattr("specrl.rollout.engines.vllm.updates.choose_route", lambda at: (route, "the test says so"))
+        monkeypatch.setattr("specrl.rollout.engines.vllm.weights.choose_route", lambda at: (route, "the test says so"))
     finish, told = LLM.finish_weight_update, []
     monkeypatch.setattr(LLM, "finish_weight_update", lambda *a, **given: told.append(given) or finish(*a, **given))
     engine, model = updated(family)
@@ -570,7 +570,7 @@ def test_the_probe_finds_wrong_weights(updated):
 
 def test_the_probe_finds_a_stale_output_layer(updated, monkeypatch):
     """Control: without the repair the CPU build multiplies with the old packed copy of a tied output layer."""
-    import specrl.rollout.engines.vllm.weights as transfer
+    import specrl.rollout.engines.vllm.worker as transfer
 
     engine, model = updated()
     new = moved(model, 1)

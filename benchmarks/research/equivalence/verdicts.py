@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from benchmarks.equivalence.arms import AGAIN, CONSTANT, EXACT, FULL_REUSE, OFF, PUBLISHED
-from benchmarks.equivalence.learning import EPOCHS, GROUP, PROMPTS, Outcome
-from benchmarks.equivalence.tost import Comparison, compare
+from benchmarks.research.equivalence.arms import AGAIN, CONSTANT, EXACT, FULL_REUSE, OFF, PUBLISHED
+from benchmarks.research.equivalence.learning import EPOCHS, GROUP, PROMPTS, Outcome
+from benchmarks.research.equivalence.tost import Comparison, compare
 
 MARGIN, GAP_MARGIN = 0.02, 0.01
 """Differences of the final expected reward, and gaps, that count as none; in units of the reward."""

@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from benchmarks.equivalence import toy
+from benchmarks.research.equivalence import toy
 from specrl.rollout.cache.memory import Fingerprint, TrajectoryCache
 from specrl.rollout.config import RolloutConfig
 from specrl.rollout.control import Control
