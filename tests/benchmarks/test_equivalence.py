@@ -179,7 +179,7 @@ def test_a_good_result_is_valid(outcomes):
         (arms.EXACT, {"final": 0.5}, ["bit for bit"]),
         (arms.EXACT, {"rejected": 0}, ["rejected"]),
         (arms.EXACT, {"reused": 0}, ["used in every run"]),
-        (arms.EXACT, {"unchanged": 0}, ["kept whole"]),
+        (arms.EXACT, {"unchanged": 0}, ["unchanged"]),
         (arms.EXACT, {"clipped": 0.01}, ["clips nothing"]),
         (arms.EXACT, {"recorded": {"reused": 1e-3, "new": 0.0, "stored": 0.0}}, ["reused tokens"]),
         (arms.PUBLISHED, {"recorded": {"reused": 0.0, "new": 0.0, "stored": 0.0}}, ["stored log-probs"]),
