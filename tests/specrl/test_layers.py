@@ -1,4 +1,4 @@
-"""Imports flow one way: specrl -> trainers -> {rollout, reward}; heavy and risky things stay behind their one door."""
+"""Imports flow one way: specrl -> trainers -> {rollout, reward}; heavy packages are imported in one place each."""
 
 import ast
 from fnmatch import fnmatch
