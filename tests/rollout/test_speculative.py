@@ -557,7 +557,7 @@ def test_what_an_index_knows_changes_no_token(epochs, cut, monkeypatch):
 
 def test_a_rule_that_trusts_its_drafts_is_seen_by_the_same_comparison(epochs, monkeypatch):
     def trusting(key, draft, drawn):
-        tokens = [*draft.tokens, drawn.draws[-1]]
+        tokens = [*draft.tokens, drawn.tokens[-1]]
         return Accepted(tokens, drawn.logprobs, drawn.logprobs, len(draft.tokens))
 
     monkeypatch.setattr("specrl.rollout.verify.exact", trusting)

@@ -20,7 +20,10 @@ from specrl.run.policy import TINY_PATH
 from tests.runs import ROOT
 
 PAGES = [
-    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "benchmarks/README.md")),
+    *(
+        ROOT / name
+        for name in ("README.md", "CONTRIBUTING.md", "benchmarks/README.md", "benchmarks/research/README.md")
+    ),
     *sorted(file for name in ("docs", "configs", "examples") for file in (ROOT / name).iterdir() if file.is_file()),
     *sorted((ROOT / "specrl").glob("*.py")),
 ]

@@ -15,7 +15,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.sched.utils import check_stop
 
-from specrl.rollout.drafting.budget import AcceptanceBucket
+from specrl.rollout.drafting.budget import AcceptanceBucket, State
 from specrl.rollout.drafting.drafting import Drafting
 from specrl.rollout.engines.vllm.logits import LogitsBudget
 from specrl.rollout.types import EngineStats
@@ -82,7 +82,7 @@ class DraftLengths:
             self.drafting.budget.observe_draft(request.bucket, drafted, accepted)
             self.stats.count(self.source, drafted, accepted)
             self.verifies = True
-            state = "agreeing" if accepted == drafted else "diverged" if accepted else "lost"
+            state: State = "agreeing" if accepted == drafted else "diverged" if accepted else "lost"
             request.bucket = state, self.source
             request.idle = -1
 
@@ -104,7 +104,7 @@ class DraftLengths:
         # with the time of drafting on the device
         self.stats.count_pass(tokens, seconds, self.verifies, tokens <= len(self.requests))
         self.verifies = False
-        self.drafting.observe_pass(tokens, seconds)
+        self.drafting.budget.observe_pass(tokens, seconds)
 
 
 class HostScheduler(Scheduler):

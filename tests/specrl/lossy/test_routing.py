@@ -23,7 +23,7 @@ from specrl.run.data import load_examples
 from specrl.run.prompts import seen
 from specrl.train_router import TrainRouterConfig
 from specrl.train_router import main as train_router
-from specrl.trainers.lossy.router import Record, curve
+from specrl.trainers.lossy.fit import Record, curve
 from tests import runs
 
 pytestmark = pytest.mark.slow  # commands on a pair of models

@@ -23,7 +23,7 @@ from specrl.rollout.drafting.suffix import PromptTexts, SuffixDrafter
 from specrl.rollout.engines.base import EngineSpec, Probe, SamplingParams
 from specrl.rollout.engines.local.engine import TransformersEngine
 from specrl.rollout.keys import derive_key
-from specrl.rollout.noise import keyed_draw
+from specrl.rollout.noise import keyed_sample
 from specrl.rollout.types import Request, RolloutError
 from tests.engines import local
 from tests.rollout.engines.local.test_engine_drafts import Raises
@@ -256,10 +256,12 @@ def test_the_drafts_of_a_step_are_bounded(engine_of, monkeypatch):
     def largest(**settings) -> int:
         """Tokens of the largest step behind the prompts."""
         engine, steps = engine_of(draft_tokens=40, window=40, **settings), []
-        observe = engine.drafting.observe_pass
+        observe = engine.drafting.budget.observe_pass
         with monkeypatch.context() as patch:
             patch.setattr(
-                engine.drafting, "observe_pass", lambda n, *more, **told: (steps.append(n), observe(n, *more, **told))
+                engine.drafting.budget,
+                "observe_pass",
+                lambda n, *more, **told: (steps.append(n), observe(n, *more, **told)),
             )
             done, _ = engine.generate(requests_of(cases, texts))
         assert exactly(done) == exactly(plain)
@@ -283,7 +285,7 @@ def test_drafts_leave_no_row_out_of_a_step(engine_of, monkeypatch):
     assert {n for n in rows if n} == {16}
 
 
-MANY_BLOCKS = [([3 + i, *(4 + j % 50 for j in range(90))], 30) for i in range(18)]
+MANY_BLOCKS = [([3 + i, *(4 + j % 50 for j in range(90))], 12) for i in range(18)]
 """Of KV: three a row for its prompt, four with its response; a MB holds 64."""
 
 
@@ -386,9 +388,9 @@ def test_noise_off_by_one_position_is_found(updated, golden, monkeypatch):
     late = 1
 
     def draw(logits, keys, at, *more, **law):
-        return keyed_draw(logits, keys, at + late, *more, **law)
+        return keyed_sample(logits, keys, at + late, *more, **law)
 
-    monkeypatch.setattr("specrl.rollout.engines.local.draw.keyed_draw", draw)
+    monkeypatch.setattr("specrl.rollout.engines.local.sampler.keyed_sample", draw)
     engine, _ = updated()
     assert len(differing(engine.generate(requests_of(cases))[0], want)) > 13
     late = 0
