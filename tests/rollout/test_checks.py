@@ -62,6 +62,7 @@ def test_options_are_checked_as_on_the_command_line(tiny, config, named, suggest
     message = refusal(lambda: check(config))
     assert named in message
     assert suggested in message.partition(named)[2]
+    assert "<" not in message, "every <key> of the rule is an option"
     spec = EngineSpec(eos_ids=frozenset({1}), rollout=config)
     assert refusal(lambda: build_engine(spec, tiny("llama"))) == message, "building an engine checks its options"
 
