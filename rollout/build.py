@@ -61,8 +61,8 @@ def build_engine(spec: EngineSpec, model: Module | None = None, scorer: Scorer |
         judged = _judged(config, sampling, policy, drafter)
         return TransformersEngine(policy, sampling, judged.rule, judged, **options)
     if config.acceptance == "routed":
-        from specrl.rollout.lossy.build import build_router
         from specrl.rollout.lossy.routed import RoutedEngine, Steps
+        from specrl.rollout.lossy.router import build_router
 
         router, step_end = build_router(config.routed, spec, policy, drafter, scorer)
         return RoutedEngine(policy, sampling, Steps(drafter, router, step_end), **options)
@@ -71,7 +71,7 @@ def build_engine(spec: EngineSpec, model: Module | None = None, scorer: Scorer |
 
 def _judged(config: RolloutConfig, sampling: SamplingParams, policy: Module, drafter: Module | None) -> Judged:
     from specrl.rollout.engines.base import Limits
-    from specrl.rollout.lossy.build import build_judge
+    from specrl.rollout.lossy.judge import build_judge
     from specrl.rollout.lossy.judged import DRAFT_TOKENS, Judged
 
     window = config.budget.window or DRAFT_TOKENS

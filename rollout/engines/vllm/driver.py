@@ -65,7 +65,7 @@ class HostFlow:
         outputs: dict[int, CompletionOutput] = {}
         try:
             for i, row in enumerate(rows):
-                if flow.drafting.whole:
+                if flow.drafting.verifies_once:
                     row.old_text = flow.drafting.text(row)  # type: ignore[attr-defined]  # the lenient one has it
                 flow.rows[submit(self.llm, str(i), row, **self.adapter.sampling_params(row))] = row
             while engine.has_unfinished_requests() and not stop():

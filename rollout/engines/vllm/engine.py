@@ -31,7 +31,7 @@ from vllm.platforms import current_platform
 
 from specrl.rollout.drafting.drafting import Drafting
 from specrl.rollout.engines.base import EngineSpec, Probe, SamplingParams
-from specrl.rollout.engines.local.draw import rows_per_chunk
+from specrl.rollout.engines.local.sampler import rows_per_chunk
 from specrl.rollout.engines.response import check_request
 from specrl.rollout.engines.vllm.batch import VLLMRow
 from specrl.rollout.engines.vllm.contract import check as check_names

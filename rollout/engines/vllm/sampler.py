@@ -19,7 +19,7 @@ from vllm.v1.worker.gpu.sample.states import NO_LOGPROBS
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
-from specrl.rollout.engines.local.draw import packed_draw
+from specrl.rollout.engines.local.sampler import packed_sample
 from specrl.rollout.engines.vllm.wire import KEY, PROMPT_TOKENS, extra_args_of
 from specrl.rollout.noise import process_logits
 
@@ -70,7 +70,7 @@ class KeyedSampler(Sampler):
     targets: Tensor | None = None
     """Tokens [N] whose log-probs the next call computes, and none after it."""
     packed: Tensor | None = None
-    """What the last call sampled, int32 [4, N]; see rollout/engines/local/draw.py."""
+    """What the last call sampled, int32 [4, N]; see rollout/engines/local/sampler.py."""
 
     def __call__(self, logits, input_batch):
         return self.verifier(logits, input_batch) if self.verifier else super().__call__(logits, input_batch)
@@ -93,7 +93,7 @@ class KeyedSampler(Sampler):
         temperature = self.sampling_states.temperature
         greedy = temperature.np[idx_mapping_np] == 0
         samples = [
-            packed_draw(logits, states.keys[index], response_pos, targets, float(random), *cuts)
+            packed_sample(logits, states.keys[index], response_pos, targets, float(random), *cuts)
             for random in sorted({*(~greedy).tolist()})
         ]
         self.packed = packed = samples[-1]
@@ -116,7 +116,7 @@ class KeyedSampler(Sampler):
         temperature = self.sampling_states.temperature.gpu[index][:, None]
         scaled = logits / torch.where(temperature > 0, temperature, 1.0)
         targets = torch.zeros_like(response_pos)
-        sampled = packed_draw(scaled, self.requests.keys[index], response_pos, targets, 1.0, 0, 1.0)[0].long()
+        sampled = packed_sample(scaled, self.requests.keys[index], response_pos, targets, 1.0, 0, 1.0)[0].long()
         return torch.where(temperature[:, 0] > 0, sampled, logits.argmax(-1))
 
     def _cuts(self, logits: Tensor, index: Tensor, idx_mapping_np: np.ndarray) -> tuple[tuple[int, float], Tensor]:

@@ -104,7 +104,7 @@ class DraftLengths:
         # with the time of drafting on the device
         self.stats.count_pass(tokens, seconds, self.verifies, tokens <= len(self.requests))
         self.verifies = False
-        self.drafting.observe_pass(tokens, seconds)
+        self.drafting.budget.observe_pass(tokens, seconds)
 
 
 class HostScheduler(Scheduler):

@@ -18,7 +18,7 @@ from specrl.rollout.drafting.budget import Budget
 from specrl.rollout.drafting.drafting import Drafting
 from specrl.rollout.drafting.suffix import PromptTexts
 from specrl.rollout.engines.base import SamplingParams
-from specrl.rollout.engines.local.draw import rows_per_chunk
+from specrl.rollout.engines.local.sampler import rows_per_chunk
 from specrl.rollout.engines.vllm.batch import BUG, VLLMRow
 from specrl.rollout.engines.vllm.flow import Flow
 from specrl.rollout.engines.vllm.logits import logits_budget

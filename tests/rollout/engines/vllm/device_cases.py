@@ -261,13 +261,13 @@ class Trusting(sampler.KeyedVerifier):
 @pytest.mark.parametrize("fault", ["noise", "acceptance"])
 def test_planted_faults_are_found(engine_of, some, monkeypatch, fault):
     cases, want = some()
-    draw, late = sampler.packed_draw, 1
+    draw, late = sampler.packed_sample, 1
 
     def shifted(logits, keys, at, *more):
         return draw(logits, keys, at + late, *more)
 
     if fault == "noise":
-        monkeypatch.setattr(sampler, "packed_draw", shifted)
+        monkeypatch.setattr(sampler, "packed_sample", shifted)
     else:
         monkeypatch.setattr(sampler.install, "__defaults__", (Trusting,))
     engine = engine_of(draft_tokens=6 + (fault == "noise"))

@@ -14,10 +14,10 @@ from specrl.rollout.drafting.budget import Budget
 from specrl.rollout.drafting.draft import Draft
 from specrl.rollout.drafting.drafting import Drafting
 from specrl.rollout.engines.base import SamplingParams
-from specrl.rollout.engines.local.draw import packed_draw
+from specrl.rollout.engines.local.sampler import packed_sample
 from specrl.rollout.engines.vllm.flow import Flow
 from specrl.rollout.engines.vllm.logits import OF_CPU_SERVER, OF_SERVER, LogitsBudget, Remedies
-from specrl.rollout.noise import keyed_draw
+from specrl.rollout.noise import keyed_sample
 from specrl.rollout.types import Request, RolloutError
 from specrl.rollout.verify import exact
 
@@ -33,7 +33,7 @@ LAWS = [
 ]
 
 
-def adapter_of(rows: dict, chunk: int = 1000, draw=packed_draw, **given):
+def adapter_of(rows: dict, chunk: int = 1000, draw=packed_sample, **given):
     """The adapter of a flow with these rows. Args: given: of the flow."""
     from specrl.rollout.engines.vllm.batch import LogprobBuffer
     from specrl.rollout.engines.vllm.v1 import V1Adapter
@@ -79,7 +79,7 @@ def test_every_row_gets_the_draws_of_its_own_positions(laws, chunk):
             at = torch.arange(len(row.tokens), len(row.tokens) + n)
             law = {key: getattr(row.sampling, key) for key in ("temperature", "top_k", "top_p")}
             targets = torch.tensor([*draft, 0])
-            drawn = keyed_draw(logits[first : first + n], torch.full((n,), row.request.key), at, targets, **law)
+            drawn = keyed_sample(logits[first : first + n], torch.full((n,), row.request.key), at, targets, **law)
             tokens, logprobs = drawn[0].tolist(), drawn[1].tolist()
             if name == "r3":
                 draft[:] = tokens[:-1]
@@ -113,7 +113,7 @@ def test_padding_is_not_drawn():
 
     def draw(logits, *columns):
         drawn.append(len(logits))
-        return packed_draw(logits, *columns)
+        return packed_sample(logits, *columns)
 
     rows = {"a": row_of(1, [5]), "b": row_of(2, [5])}
     runner, metadata, logits = step(rows, [[4, 4], []], pads=[3, 5])
@@ -126,7 +126,7 @@ def test_draws_behind_a_mismatch_are_kept_where_they_may_be_guesses(redraws):
     rows = {"a": row_of(1, [5]), "b": row_of(2, [5])}
     runner, metadata, logits = step(rows, [[4, 4], []], pads=[1, 0])
     adapter = adapter_of(rows, drafting=Drafting(redraws=redraws))
-    want = keyed_draw(logits[:3], torch.full((3,), 1), torch.arange(1, 4))[0].tolist()
+    want = keyed_sample(logits[:3], torch.full((3,), 1), torch.arange(1, 4))[0].tolist()
     assert want[0] != 4, "none of the draft stands"
     adapter.sample(runner, logits, metadata)
     assert [*rows["a"].redraws] == (want[1:] if redraws else [])
@@ -218,7 +218,7 @@ class Server:
 
 
 def fives(logits, *_):
-    """What `packed_draw` tells of draws that are all 5."""
+    """What `packed_sample` tells of draws that are all 5."""
     told = torch.full((4, len(logits)), 0.5).view(torch.int32)
     told[0] = 5
     return told

@@ -23,7 +23,7 @@ from specrl.rollout.drafting.suffix import PromptTexts, SuffixDrafter
 from specrl.rollout.engines.base import EngineSpec, Probe, SamplingParams
 from specrl.rollout.engines.local.engine import TransformersEngine
 from specrl.rollout.keys import derive_key
-from specrl.rollout.noise import keyed_draw
+from specrl.rollout.noise import keyed_sample
 from specrl.rollout.types import Request, RolloutError
 from tests.engines import local
 from tests.rollout.engines.local.test_engine_drafts import Raises
@@ -256,10 +256,12 @@ def test_the_drafts_of_a_step_are_bounded(engine_of, monkeypatch):
     def largest(**settings) -> int:
         """Tokens of the largest step behind the prompts."""
         engine, steps = engine_of(draft_tokens=40, window=40, **settings), []
-        observe = engine.drafting.observe_pass
+        observe = engine.drafting.budget.observe_pass
         with monkeypatch.context() as patch:
             patch.setattr(
-                engine.drafting, "observe_pass", lambda n, *more, **told: (steps.append(n), observe(n, *more, **told))
+                engine.drafting.budget,
+                "observe_pass",
+                lambda n, *more, **told: (steps.append(n), observe(n, *more, **told)),
             )
             done, _ = engine.generate(requests_of(cases, texts))
         assert exactly(done) == exactly(plain)
@@ -386,9 +388,9 @@ def test_noise_off_by_one_position_is_found(updated, golden, monkeypatch):
     late = 1
 
     def draw(logits, keys, at, *more, **law):
-        return keyed_draw(logits, keys, at + late, *more, **law)
+        return keyed_sample(logits, keys, at + late, *more, **law)
 
-    monkeypatch.setattr("specrl.rollout.engines.local.draw.keyed_draw", draw)
+    monkeypatch.setattr("specrl.rollout.engines.local.sampler.keyed_sample", draw)
     engine, _ = updated()
     assert len(differing(engine.generate(requests_of(cases))[0], want)) > 13
     late = 0
@@ -723,7 +725,7 @@ def test_a_cache_that_holds_no_row_is_refused_at_start(tmp_path):
     [
         ({"runner": "v2"}, r"runner=v2 does not work here: it needs a GPU, or Triton; use rollout\.vllm\.runner=v1"),
         ({"tensor_parallel": 2}, r"runner=v1 .*tensor_parallel=2 .*; nor does v2: it needs a GPU"),
-        ({"tensor_parallel": 2, "runner": "v1"}, "lets the host draft"),
+        ({"tensor_parallel": 2, "runner": "v1"}, "drafts on the host"),
     ],
 )
 def test_runners_that_do_not_work_here(saved, settings, word):

@@ -180,7 +180,7 @@ def test_control_a_draft_that_is_not_verified_is_found(served, requests, plain, 
 
 def _trusting(key, draft, drawn) -> Accepted:
     """The planted bug: every draft token stands."""
-    return Accepted([*draft.tokens, drawn.draws[-1]], drawn.logprobs, drawn.logprobs, len(draft.tokens))
+    return Accepted([*draft.tokens, drawn.tokens[-1]], drawn.logprobs, drawn.logprobs, len(draft.tokens))
 
 
 def test_requests_of_others_are_vllms_own(served, requests, plain):

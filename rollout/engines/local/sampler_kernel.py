@@ -32,7 +32,7 @@ SCALE, CEILING = tl.constexpr(noise.LOG2_E * 2.0**noise.FRACTION), tl.constexpr(
 P0, P1, P2, P3, P4, P5 = (tl.constexpr(c) for c in noise.POWER)
 
 
-def keyed_draw(
+def keyed_sample(
     logits: Tensor,
     keys: Tensor,
     positions: Tensor,
@@ -42,7 +42,7 @@ def keyed_draw(
     top_p: float,
     ids: Tensor | None = None,
 ) -> Tensor:
-    """`noise.keyed_draw` of logits [N, V], packed as int32 [4, N]: draws, then bits of log-probs and gap.
+    """`noise.keyed_sample` of logits [N, V], packed as int32 [4, N]: draws, then bits of log-probs and gap.
 
     Launches at most three kernels and waits for none of them.
     """
