@@ -76,7 +76,7 @@ class VLLMEngine:
         self.runner = choose_runner(spec, sampling)
         check_names(self.runner)
         self._borrowed_group = torch.distributed.is_initialized()
-        names, self._llm = self._start()
+        weight_check, self._llm = self._start()
         self.vocab = self.drafting.vocab = self._llm.model_config.get_vocab_size()
         self.drafting.budget.padded = False
         self.context = self._llm.llm_engine.vllm_config.model_config.max_model_len
@@ -88,7 +88,7 @@ class VLLMEngine:
             )
         self._flow = self._build_flow()
         sleeps = config.vllm.sleep and not current_platform.is_cpu()
-        self.updates = Updates(self._llm, names, config.vllm.tensor_parallel, sleeps, self._prove)
+        self.updates = Updates(self._llm, weight_check, config.vllm.tensor_parallel, sleeps, self._prove)
         self._calibrate()
 
     @property

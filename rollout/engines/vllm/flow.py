@@ -190,8 +190,8 @@ class Flow:
         learn, redraws = self.drafting.learn, self.drafting.redraws
         by_source: defaultdict[str, list[int]] = defaultdict(lambda: [0, 0])
         any_eos = (packed[0] == inputs.batch.eos_ids).any()
-        columns = (inputs.starts.tolist(), inputs.sizes.tolist(), counts.tolist())
-        for i, (row, draft, start, size, n) in enumerate(zip(inputs.batch.rows, drafts, *columns, strict=True)):
+        positions = (inputs.starts.tolist(), inputs.sizes.tolist(), counts.tolist())
+        for i, (row, draft, start, size, n) in enumerate(zip(inputs.batch.rows, drafts, *positions, strict=True)):
             if row is None:
                 continue
             end, drafted = start + n, n - 1
@@ -219,8 +219,8 @@ class Flow:
         """Each row emits what another rule than the exact one accepts."""
         columns = [packed[0].tolist(), *packed[1:3].view(np.float32).tolist()]
         counts = np.ones(len(drafts), np.int64)
-        places = (inputs.batch.rows, drafts, inputs.starts.tolist(), inputs.sizes.tolist())
-        for i, (row, draft, start, size) in enumerate(zip(*places, strict=True)):
+        rows = zip(inputs.batch.rows, drafts, inputs.starts.tolist(), inputs.sizes.tolist(), strict=True)
+        for i, (row, draft, start, size) in enumerate(rows):
             if row is None:
                 continue
             states = None if self.hidden is None else (self.hidden, first + start)

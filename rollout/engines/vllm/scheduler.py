@@ -70,10 +70,10 @@ class DraftLengths:
         """Draft tokens of each admitted request in its next step."""
         admitted = [name for name in names if name in self.requests]
         buckets = [self.requests[name].bucket if self.requests[name].drafts else None for name in admitted]
-        windows = self.drafting.budget.plan(buckets).windows
-        drafting = sum(bucket is not None and windows[bucket] > 0 for bucket in buckets)
+        planned = self.drafting.budget.plan(buckets).lengths
+        drafting = sum(bucket is not None and planned[bucket] > 0 for bucket in buckets)
         share = self.budget.share(drafting, len(buckets), self.draft_tokens)
-        lengths = {bucket: min(share, n) for bucket, n in windows.items()} | {None: 0}
+        lengths = {bucket: min(share, n) for bucket, n in planned.items()} | {None: 0}
         return {name: lengths[bucket] for name, bucket in zip(admitted, buckets, strict=True)}
 
     def observe_draft(self, name: str, drafted: int, accepted: int) -> None:

@@ -140,7 +140,7 @@ class Updates:
 
     Args:
         llm: vLLM, awake, with weights of version 0.
-        names: checks an update.
+        weight_check: of the LLM's model.
         tensor_parallel: ranks of the LLM.
         sleeps: it gives the GPU's memory back between rollouts.
         prove: forgets older KV, and checks the probe of a version.
@@ -149,12 +149,15 @@ class Updates:
     def __init__(
         self,
         llm: LLM,
-        names: WeightCheck,
+        weight_check: WeightCheck,
         tensor_parallel: int,
         sleeps: bool,
         prove: Callable[[int, Probe | None], None],
     ):
-        self._llm, self._names, self._sleeps, self._prove = llm, names, sleeps, prove
+        self._llm = llm
+        self._weight_check = weight_check
+        self._sleeps = sleeps
+        self._prove = prove
         self.version = 0
         self.fault = ""
         """Why nothing can be generated with these weights."""
@@ -225,15 +228,15 @@ class Updates:
         self.fault = f"the update to weight version {version} failed"
         self._source = None
         if metadata is not None:
-            self._names.check(metadata)
+            self._weight_check.check(metadata)
 
     @contextmanager
     def _handed_over(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Any]]:
         """Where the workers get the weights."""
         if self.route == "process":
-            yield {"weights": self._names.checked(weights)}
+            yield {"weights": self._weight_check.checked(weights)}
         else:
-            with self._names.written(weights) as path:
+            with self._weight_check.written(weights) as path:
                 yield {"path": path}
 
     def _start(self) -> None:

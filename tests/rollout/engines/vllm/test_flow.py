@@ -2,7 +2,6 @@
 
 import importlib.util
 import logging
-import re
 import time
 from types import SimpleNamespace
 
@@ -267,23 +266,17 @@ def test_rows_that_have_a_draft_share_the_budget():
 
 
 @pytest.mark.parametrize(
-    ("budget", "said"),
+    ("budget", "options"),
     [
-        (LogitsBudget(3), "the logits of 3. Try a lower rollout.rows_per_batch, or a higher rollout.logits_mb"),
-        (LogitsBudget(9, lambda: 0, remedies=Remedies()), "logits of 0. .* a lower rollout.vllm.memory_utilization"),
-        (LogitsBudget(1000, step=5), "a step has 5 tokens. .* a higher rollout.tokens_per_pass"),
-        (
-            LogitsBudget(3, remedies=OF_SERVER),
-            "logits of 3. Try a lower max_num_seqs, or a lower gpu_memory_utilization$",
-        ),
-        (
-            LogitsBudget(9, step=5, remedies=OF_SERVER),
-            "a step has 5 .* max_num_seqs, or a higher max_num_batched_tokens$",
-        ),
-        (LogitsBudget(3, remedies=OF_CPU_SERVER), "logits of 3. Try a lower max_num_seqs$"),
+        (LogitsBudget(3), ["rollout.rows_per_batch", "rollout.logits_mb"]),
+        (LogitsBudget(9, lambda: 0, remedies=Remedies()), ["rollout.vllm.memory_utilization"]),
+        (LogitsBudget(1000, step=5), ["rollout.tokens_per_pass"]),
+        (LogitsBudget(3, remedies=OF_SERVER), ["max_num_seqs", "gpu_memory_utilization"]),
+        (LogitsBudget(9, step=5, remedies=OF_SERVER), ["max_num_batched_tokens"]),
+        (LogitsBudget(3, remedies=OF_CPU_SERVER), ["max_num_seqs"]),
     ],
 )
-def test_a_budget_without_room_is_logged_once(caplog, budget, said):
+def test_a_budget_without_room_is_logged_once(caplog, budget, options):
     rows = {str(i): row_of(i) for i in range(4)}
     adapter = adapter_of(rows, budget=budget)
     adapter.flow.drafting.propose = lambda rows, stats: [Draft([4], "x")] * 4
@@ -291,7 +284,7 @@ def test_a_budget_without_room_is_logged_once(caplog, budget, said):
         for _ in range(3):
             assert proposals(adapter) == [[]] * 4
     (record,) = caplog.records
-    assert re.match(f"no draft is verified: 4 of 4 rows have one, and .*{said}", record.getMessage())
+    assert all(option in record.getMessage() for option in options)
 
 
 def test_memory_is_measured_when_a_rollout_begins():
