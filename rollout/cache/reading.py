@@ -58,7 +58,9 @@ def load(
     cache, path = TrajectoryCache(fingerprint, vocab_size, eos_ids, max_mb=max_mb), Path(directory) / SNAPSHOT
     try:
         header, entries = read_snapshot(Path(directory))
-        changes = {} if _matches(fingerprint, header.fingerprint, path, check_sampling) else {"logprobs": None}
+        changes: dict[str, int | None] = (
+            {} if _matches(fingerprint, header.fingerprint, path, check_sampling) else {"logprobs": None}
+        )
         changes |= {"step": 0, "version": 0} if new_run else {}
         cache.dropped = sum(not _admit(cache, *entry, max_step, changes) for entry in entries)
         if cache.dropped:

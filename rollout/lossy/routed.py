@@ -131,7 +131,7 @@ class RoutedEngine(LocalModel):
                 if self.score_drafts:
                     self._read(policy, ended)
                 for reader in (draft, policy):
-                    reader.leave([*ended], close_up=not waiting)
+                    reader.leave([*ended], compact=not waiting)
                 going = {number: row for number, row in going.items() if not row.finish}
         for reader in (draft, policy):
             stats.passes += reader.passes

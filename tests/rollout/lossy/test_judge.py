@@ -280,7 +280,7 @@ def test_a_head_of_nan_weights_lets_nothing_stand(models, plain):
 
 
 def test_models_of_other_vocabularies_are_refused(models, build_model):
-    with pytest.raises(RolloutError, match="knows 40 tokens and the policy 61"):
+    with pytest.raises(RolloutError, match="40 tokens and the policy 61"):
         engine((models[0], build_model("qwen3", 1, vocab=40)), NONE)
 
 

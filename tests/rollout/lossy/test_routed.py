@@ -347,7 +347,7 @@ def test_senseless_step_rules_are_refused(separators, cap):
 
 
 def test_models_of_other_vocabularies_are_refused(models, build_model):
-    with pytest.raises(RolloutError, match="knows 40 tokens and the policy 61"):
+    with pytest.raises(RolloutError, match="40 tokens and the policy 61"):
         engine((models[0], build_model("qwen3", 1, vocab=40)), NEVER)
 
 
