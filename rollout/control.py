@@ -8,7 +8,6 @@ from itertools import accumulate, pairwise
 
 from specrl.rollout.metrics import Divergence, lossy_metrics, rollout_metrics
 from specrl.rollout.reduction import Metric, count, difference, ratio, seconds, shared
-from specrl.rollout.replay import reuse_gap
 from specrl.rollout.speculative import SpeculativeRollout
 from specrl.rollout.types import RolloutBatch, RolloutError, Row
 
@@ -119,6 +118,8 @@ class Control:
             for (i, _), score in zip(done, fresh, strict=True):
                 if score is not None:
                     by_prompt[rows[i].example_id].append(rewards[i] - score)
+        from specrl.rollout.replay import reuse_gap  # only runs that replay keys import it
+
         clusters = self._exchange([(len(differences), sum(differences)) for differences in by_prompt.values()])
         gap, error = reuse_gap(clusters)
         if clusters:

@@ -159,6 +159,7 @@ class SpeculativeRollout:
 
     def _take(self) -> float:
         """Stops work ahead and keeps its texts; returns the worker seconds that it took."""
+        assert isinstance(self.engine, WorksAhead)
         texts, seconds = self.engine.stop()
         self._ahead |= texts
         return seconds
@@ -170,6 +171,7 @@ class SpeculativeRollout:
         keys = {planned.key for planned in announced}
         self._ahead = {key: text for key, text in self._ahead.items() if key in keys}
         unfinished = [p for p in announced if p.key not in self._ahead or self._ahead[p.key].finish is None]
+        assert isinstance(self.engine, WorksAhead)
         self.engine.begin(self._requests(unfinished))
 
     # From rows to requests ---------------------------------------------------------------------------------------
@@ -230,8 +232,11 @@ class SpeculativeRollout:
 
     def _requests(self, planned: Sequence[Planned]) -> list[Request]:
         """The engine's requests; the drafters of a prompt's rows share its stored texts."""
-        prompts = {p.row.example_id: p.row.prompt for p in planned} if self.cache is not None else {}
-        stored = {name: self.cache.siblings(name) for name in prompts}
+        prompts = {}
+        stored = {}
+        if self.cache is not None:
+            prompts = {p.row.example_id: p.row.prompt for p in planned}
+            stored = {name: self.cache.siblings(name) for name in prompts}
         texts = {
             name: PromptTexts([t.tokens for t in stored[name]], self.config.sources, prompt)
             for name, prompt in prompts.items()

@@ -26,7 +26,7 @@ class Trajectory:
     Example: Trajectory(tokens=(52, 17, 1), key=0x1f2e..., finish="stop", version=12, step=12, reward=1.0)
     """
 
-    tokens: tuple[int, ...]
+    tokens: Sequence[int]
     """Response token ids, the EOS included when `finish == "stop"`."""
     key: int
     """The 64-bit noise key that it was sampled with (signed)."""
@@ -38,7 +38,7 @@ class Trajectory:
     """Trainer step that produced it."""
     reward: float | None = None
     """Total reward, None while unknown or when the reward failed."""
-    logprobs: tuple[float, ...] | None = None
+    logprobs: Sequence[float] | None = None
     """Log-prob of each token that the next visit verifies it with: `lenient` stores that of the weights `version`,
     `judged` the behaviour log-prob, other settings None."""
 

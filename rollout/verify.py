@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import eq
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from specrl.rollout.drafting.draft import Draft
+from specrl.rollout.types import FinishReason
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,6 +33,7 @@ class TargetSamples:
     @property
     def hidden(self) -> Tensor:
         """Final hidden states [n, hidden] of the tokens that were verified."""
+        assert self.states is not None, "the engine keeps states only for rules that read them"
         states, first = self.states
         return states[first : first + len(self.tokens)]
 
@@ -51,8 +53,9 @@ class Accepted:
     """What the policy sampled after these, given rejected draft tokens: guesses, by the row's own noise."""
 
 
-AcceptanceRule = Callable[[int, Draft, TargetSamples], Accepted]
-"""Decides which tokens of a row's draft are accepted, given the row's noise key."""
+AcceptanceRule = Callable[[int, Any, TargetSamples], Accepted]
+"""Decides which tokens of a row's draft are accepted, given the row's noise key. The draft is a `Draft`, of the class
+that the rule's own drafting makes."""
 
 
 def exact(key: int, draft: Draft, samples: TargetSamples) -> Accepted:
@@ -74,7 +77,7 @@ def accept_exact(sampled: Sequence[int], draft: Sequence[int]) -> int:
     return [*map(eq, sampled, draft), False].index(False)
 
 
-def cut(tokens: Sequence[int], eos_ids: frozenset[int], most: int) -> tuple[int, str | None]:
+def cut(tokens: Sequence[int], eos_ids: frozenset[int], most: int) -> tuple[int, FinishReason | None]:
     """How many of `tokens` may be emitted, and the finish reason if that ends the response.
 
     The first EOS ends it (kept, `stop`), else the cap of `most` tokens (`length`); an EOS that is exactly the last

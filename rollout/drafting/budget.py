@@ -189,7 +189,7 @@ class Budget:
 
     def _for_model(
         self,
-        count: Mapping[AcceptanceBucket, int],
+        count: Counter[AcceptanceBucket],
         k: Mapping[AcceptanceBucket, int],
         fixed: float,
         b: float,
@@ -233,7 +233,9 @@ class Budget:
 @cache
 def _promise(bucket: AcceptanceBucket) -> float:
     """Expected acceptance of a bucket without drafts so far, relative to that of all drafts."""
-    return prior(bucket[0][0], bucket[1]) / PRIOR if type(bucket[0]) is tuple else 1.0
+    if bucket is None or isinstance(bucket[0], str):
+        return 1.0
+    return prior(bucket[0][0], bucket[1]) / PRIOR
 
 
 def _one_length(

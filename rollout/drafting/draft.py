@@ -78,20 +78,19 @@ def ask_all(
         failed: called with a row whose drafter fails, and the fault; the row has no draft.
     """
     drafts = [EMPTY] * len(drafters)
-    together = []
+    together: dict[int, SuffixDrafter] = {}
     for i, (drafter, text, limit) in enumerate(zip(drafters, texts, limits, strict=True)):
         if type(drafter) is SuffixDrafter and limit > 0:
-            together.append(i)
+            together[i] = drafter
         elif drafter and limit > 0:
             try:
                 drafts[i] = ask(drafter, text, limit, vocab)
             except DrafterFault as fault:
                 failed(i, fault)
-    proposed = propose(*([column[i] for i in together] for column in (drafters, texts, limits)), worth)
-    if not _exist(proposed, vocab):
-        proposed = [known(tokens, vocab) for tokens in proposed]
-    for i, tokens in zip(together, proposed, strict=True):
-        drafts[i] = Draft(tokens, drafters[i].source)
+    proposed = propose([*together.values()], [texts[i] for i in together], [limits[i] for i in together], worth)
+    exist = _exist(proposed, vocab)
+    for (i, suffix_drafter), tokens in zip(together.items(), proposed, strict=True):
+        drafts[i] = Draft(tokens if exist else known(tokens, vocab), suffix_drafter.source)
     return drafts
 
 

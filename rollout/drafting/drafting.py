@@ -19,6 +19,9 @@ from specrl.rollout.types import EngineStats, Request, RolloutError
 from specrl.rollout.verify import accept_exact
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from specrl.rollout.engines.local.model import PackedModel
     from specrl.rollout.engines.response import Response
 
 log = logging.getLogger(__name__)
@@ -38,6 +41,8 @@ class DraftModel(Policy, Protocol):
     """A small model that drafts for rows whose own drafters do worse; see rollout/engines/local/drafter.py."""
 
     reads_states: bool
+    packed: PackedModel
+    model: PreTrainedModel
 
     def inference(self) -> AbstractContextManager: ...
     def open(self, requests: Sequence[Request], max_rows: int, policy) -> None: ...
@@ -138,7 +143,7 @@ class Drafting:
             stats.paused_acceptance += paused[bucket] * self.budget.acceptance(bucket)
             stats.paused_needed += paused[bucket] * plan.needed
         if self.model:
-            self._with_model(rows, drafts, plan)
+            self._with_model(self.model, rows, drafts, plan)
         return drafts
 
     def guess(self, row: Response, limit: int) -> Sequence[int]:
@@ -153,7 +158,7 @@ class Drafting:
 
         Args: see `verify.Accepted`.
         """
-        if draft.source == "model":
+        if draft.source == "model" and draft.logprobs is not None:
             self.budget.drafter.observe_chain(draft.logprobs, drafted)
         if self.redraws:
             row.redraws = rejected_tail
@@ -240,18 +245,18 @@ class Drafting:
                     drafts[i] = Draft(likely, "contexts")
         return drafts
 
-    def _with_model(self, rows: Sequence[Response], drafts: list[Draft], plan: Plan) -> None:
+    def _with_model(self, model: DraftModel, rows: Sequence[Response], drafts: list[Draft], plan: Plan) -> None:
         """Replaces the drafts of rows that the model serves better, if it drafts anything for them."""
-        reach = [min(row.remaining - 1, self.model.context - row.length + 1) for row in rows]
+        reach = [min(row.remaining - 1, model.context - row.length + 1) for row in rows]
         indices = [
             i
             for i, (row, draft) in enumerate(zip(rows, drafts, strict=True))
             if row.drafting and (row.bucket in plan.by_model or not draft.tokens) and reach[i] > 0
         ]
         asked = [rows[i] for i in indices]
-        chain = self.budget.chain([self.model.missing_count(row.number, len(row.tokens)) for row in asked], plan)
+        chain = self.budget.chain([model.missing_count(row.number, len(row.tokens)) for row in asked], plan)
         texts = {row.number: row.tokens for row in asked}
-        proposed = self.model.propose(texts, [reach[i] for i in indices], chain, self.budget)
+        proposed = model.propose(texts, [reach[i] for i in indices], chain, self.budget)
         for i, tokens, logprobs in zip(indices, proposed, chain.logprobs, strict=False):  # a test asks for a few rows
             if tokens:
                 drafts[i] = Draft(tokens, "model", logprobs)

@@ -41,7 +41,7 @@ def token_ids(tokens: Sequence[int]) -> array[int]:
     return ids
 
 
-def append(ids: array[int], tokens: Sequence[int]) -> None:
+def append(ids: array[int], tokens: list[int]) -> None:
     """Adds the tokens, best a list, as `token_ids` gives them."""
     try:
         ids.fromlist(tokens)
@@ -116,8 +116,8 @@ class NGrams:
         return [occurrence if occurrence[2] else NOT_FOUND for occurrence in occurrences]
 
     def _add(self, pieces: Sequence[Piece]) -> None:
-        groups, texts, full_texts, known = zip(*pieces, strict=True)
-        known = np.array(known, np.int32)
+        groups, texts, full_texts, lengths_known = zip(*pieces, strict=True)
+        known = np.array(lengths_known, np.int32)
         starts = np.maximum(known - _LONGEST, 0)
         tails = [text[start:] for text, start in zip(full_texts, starts.tolist(), strict=True)]
         lengths = np.fromiter(map(len, tails), np.int32, len(tails))

@@ -110,7 +110,7 @@ def find(prompts: Sequence[PromptTexts], texts: Sequence[Sequence[int]]) -> list
     distinct = dict.fromkeys(prompts)
     _join([prompt for prompt in distinct if prompt.index is None], [p.index for p in distinct if p.index])
     occurrences: list[list[Occurrence]] = [[] for _ in prompts]
-    for index in dict.fromkeys(prompt.index for prompt in distinct):
+    for index in dict.fromkeys(prompt.index for prompt in distinct if prompt.index):
         if pieces := [piece for prompt in distinct if prompt.index is index for piece in prompt.unindexed()]:
             index.add(pieces)
         rows = [i for i, prompt in enumerate(prompts) if prompt.index is index]
@@ -189,7 +189,7 @@ class SuffixDrafter:
         if n < self._length:  # its request is run again
             self._begin()
         if self._text is not None and n > (known := len(self._text)):
-            append(self._text, tokens[known:])
+            append(self._text, list(tokens[known:]))
         text = self._followed
         position = n + self._shift
         if text is None or position >= len(text) or (n and text[position - 1] != tokens[-1]):

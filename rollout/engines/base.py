@@ -6,7 +6,7 @@ import gc
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -14,6 +14,9 @@ from torch import Tensor
 from specrl.rollout.checks import check
 from specrl.rollout.config import RolloutConfig
 from specrl.rollout.types import AheadText, Completion, EngineStats, Request, RolloutError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +69,7 @@ class EngineSpec:
     tokenizer: str = ""
     """Directory or hub id; empty takes the model's. Only routers need text."""
 
-    def load(self, source: str) -> torch.nn.Module:
+    def load(self, source: str) -> PreTrainedModel:
         """The model, or another one of its dtype, in evaluation mode. Raises what transformers raises."""
         from transformers import AutoModelForCausalLM
 
@@ -172,9 +175,12 @@ def free_bytes(device: torch.device) -> int:
 class Engine(Protocol):
     """Generates responses with the weights that it was sent."""
 
-    weight_version: int
     own_weights: bool
     """False: it runs the trainer's own model, and `update_weights` takes None."""
+
+    @property
+    def weight_version(self) -> int:
+        """Of the last update; 0 before."""
 
     def generate(self, requests: Sequence[Request]) -> tuple[list[Completion], EngineStats]:
         """One completion per request, in order. Raises RolloutError; never returns a partial batch."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from specrl.rollout.drafting.budget import AcceptanceBucket, State
 from specrl.rollout.drafting.draft import EMPTY, Draft, DrafterFault, show
-from specrl.rollout.types import Completion, Drafter, Request, RolloutError
+from specrl.rollout.types import Completion, Drafter, FinishReason, Request, RolloutError
 from specrl.rollout.verify import Accepted, cut
 
 
@@ -23,7 +23,7 @@ class Response:
     logprobs: list[float] = field(default_factory=list)
     behaviour: list[float] = field(default_factory=list)
     reused: list[bool] = field(default_factory=list)
-    finish: str | None = None
+    finish: FinishReason | None = None
     began: float = field(default_factory=time.perf_counter)
     seconds: float = 0.0
     passes: int = 0
@@ -88,6 +88,7 @@ class Response:
 
     def completion(self, version: int) -> Completion:
         """The finished response, under the weights `version`."""
+        assert self.finish is not None
         return Completion(
             self.tokens,
             self.logprobs,

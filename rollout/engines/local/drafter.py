@@ -8,7 +8,7 @@ import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import numpy as np
-from torch import nn
+from transformers import PreTrainedModel
 
 from specrl.rollout.drafting.budget import Budget
 from specrl.rollout.drafting.chain import Chain
@@ -17,6 +17,7 @@ from specrl.rollout.engines.local.probe import packed_model
 from specrl.rollout.engines.local.reader import Reader
 from specrl.rollout.engines.local.sampler import TrimmedSampler, peculiar
 from specrl.rollout.types import Request
+from specrl.rollout.verify import TargetSamples
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +64,7 @@ class ModelDrafter:
     reads_states = False
     """It drafts from the policy's final hidden states."""
 
-    def __init__(self, model: nn.Module, sampling: SamplingParams, limits: Limits | None = None, ids: int = 0):
+    def __init__(self, model: PreTrainedModel, sampling: SamplingParams, limits: Limits | None = None, ids: int = 0):
         self.packed = packed_model(model, sampling, limits, checked=not self.reads_states)
         self.inference = self.packed.inference
         self.timing = self.packed.timing
@@ -73,6 +74,7 @@ class ModelDrafter:
         self.dropped = 0
         """Samples thrown away because the model's logits were NaN or infinite."""
         self._frequent: Frequent | None = None
+        self._trimmed: TrimmedSampler | None = None
         if 0 < ids < self.vocab:
             self._trim(sampling, ids)
 
@@ -82,11 +84,9 @@ class ModelDrafter:
         Args: policy: at work on the same rows.
         """
         self._reader = self._reader_of(requests, max_rows, policy)
-        self.missing_count = self._reader.missing_count
-        self.leave = self._reader.leave
-        if self._frequent:
+        if self._frequent and self._trimmed:
             self._frequent.learn({tuple(request.prompt) for request in requests})
-            self.packed.sampler.take(self._frequent.most(self._size))
+            self._trimmed.take(self._frequent.most(len(self._trimmed.ids)))
 
     def learn(self, responses: Iterable[Sequence[int]]) -> None:
         """Counts the ids of a rollout's responses."""
@@ -96,6 +96,14 @@ class ModelDrafter:
     def admit(self, rows: Mapping[int, Sequence[int]]) -> None:
         """Rows join the batch. Args: rows: number -> what it has emitted already."""
         self._reader.admit(dict.fromkeys(rows, ()))  # it reads what they have emitted when it drafts for them
+
+    def leave(self, rows: Sequence[int], compact: bool) -> None:
+        """See `Reader.leave`."""
+        self._reader.leave(rows, compact)
+
+    def missing_count(self, row: int, length: int) -> int:
+        """See `Reader.missing_count`."""
+        return self._reader.missing_count(row, length)
 
     def propose(
         self, texts: Mapping[int, Sequence[int]], limits: Sequence[int], chain: Chain, budget: Budget
@@ -115,7 +123,7 @@ class ModelDrafter:
         feed = {i: self._reader.missing(rows[i], texts[rows[i]]) for i in chain.active}
         while active := chain.active:
             began = time.perf_counter()
-            samples = {}
+            samples: dict[int, TargetSamples] = {}
             for part in self._reader.parts({rows[i]: feed[i] for i in active}):
                 samples |= self._reader.read(part, ends=True)
             logprobs = [samples[rows[i]].logprobs[0] if samples[rows[i]].usable else math.nan for i in active]
@@ -139,5 +147,5 @@ class ModelDrafter:
             )
             return
         self._frequent = Frequent(self.vocab, sampling.eos_ids)
-        self._size = ids
-        self.packed.sampler = TrimmedSampler(self.packed.lm_head, sampling, self.packed.limits.logits_mb, ids)
+        self._trimmed = TrimmedSampler(self.packed.lm_head, sampling, self.packed.limits.logits_mb, ids)
+        self.packed.sampler = self._trimmed

@@ -17,12 +17,13 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from specrl.rollout.drafting.draft import Draft
 from specrl.rollout.drafting.drafting import Drafting
 from specrl.rollout.engines.base import DRAFTER, Limits, Probe, SamplingParams, gc_frozen, out_of_memory
 from specrl.rollout.engines.local.memory import max_concurrent_rows
-from specrl.rollout.engines.local.model import InFlightPass, PackedModel
+from specrl.rollout.engines.local.model import InFlightPass, PackedModel, base_model
 from specrl.rollout.engines.local.probe import packed_model
 from specrl.rollout.engines.local.reader import Reader
 from specrl.rollout.engines.response import Response, check_request, refuse_unusable
@@ -57,16 +58,17 @@ class LocalModel:
     """
 
     def __init__(
-        self, model: torch.nn.Module, sampling: SamplingParams, limits: Limits | None = None, own_weights=False
+        self, model: PreTrainedModel, sampling: SamplingParams, limits: Limits | None = None, own_weights=False
     ):
         if any(adapter.is_prompt_learning for adapter in getattr(model, "peft_config", {}).values()):
             raise RolloutError("adapters that learn a prompt are not in the model's own layers; use LoRA instead")
-        self.model = model.get_base_model() if hasattr(model, "get_base_model") else model
+        self.model = base_model(model)
         self.policy = packed_model(self.model, sampling, limits)
         self.sampling = sampling
         self.limits = self.policy.limits
         self.vocab = self.policy.vocab
         self.context = self.policy.context
+        self.limit = self.policy.limit
         self.tie_margin = self.limits.tie_margin if self.policy.dtype == torch.float32 else 0.0
         self.weight_version = 0
         self.own_weights = own_weights
@@ -130,7 +132,7 @@ class TransformersEngine(LocalModel):
 
     def __init__(
         self,
-        model: torch.nn.Module,
+        model: PreTrainedModel,
         sampling: SamplingParams,
         rule: AcceptanceRule = exact,
         drafting: Drafting | None = None,
@@ -165,7 +167,7 @@ class TransformersEngine(LocalModel):
 
     def _rows(self, requests: Sequence[Request]) -> list[Response]:
         for request in requests:
-            check_request(request, self.vocab, self.context, self.policy.limit)
+            check_request(request, self.vocab, self.context, self.limit)
         return [Response(request, drafting=not request.plain, number=i) for i, request in enumerate(requests)]
 
     def _run(self, rows: list[Response], stats: EngineStats) -> None:

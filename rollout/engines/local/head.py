@@ -115,7 +115,7 @@ class Head(LlamaPreTrainedModel):
             torch.manual_seed(0)
             return cls(config, policy)
 
-    def save_pretrained(self, directory: str | Path) -> None:
+    def save_pretrained(self, directory: str | Path) -> None:  # type: ignore[override]  # it has no options
         """Writes a directory for `load`, and for vLLM as the model of its speculation method `eagle`."""
         path = Path(directory)
         path.mkdir(parents=True, exist_ok=True)
@@ -154,7 +154,7 @@ class Head(LlamaPreTrainedModel):
                 have written; one that samples writes its own state of each row's last token behind them, to go on from.
         """
         shared = None if layout is None else layout.kv.policy_states
-        if shared is not None:
+        if layout is not None and shared is not None:
             slots = layout.slot_mapping()
             buffer = shared.buffer(self.config.hidden_size, self.dtype, input_ids.device)
             states = buffer[slots][None]
@@ -166,7 +166,7 @@ class Head(LlamaPreTrainedModel):
         extra = {} if layout is None else {"layout": layout}
         rotary = self.rotary_emb(hidden, position_ids)
         hidden = self.layers[0](hidden, position_ids=position_ids, position_embeddings=rotary, **extra)
-        if shared is not None and layout.samples:
+        if layout is not None and shared is not None and layout.samples:
             last = layout.last_tokens()
             buffer[slots[last] + 1] = hidden[0, last].to(buffer.dtype)
         return BaseModelOutput(hidden)
@@ -199,9 +199,13 @@ class HeadDrafter(ModelDrafter):
         return Reader(self.packed, [_shifted(request) for request in requests], max_rows, states=policy)
 
 
-def drafter_of(model: nn.Module, sampling: SamplingParams, limits: Limits | None = None, ids: int = 0) -> ModelDrafter:
+def drafter_of(
+    model: PreTrainedModel, sampling: SamplingParams, limits: Limits | None = None, ids: int = 0
+) -> ModelDrafter:
     """Drafts by a head, or by a model that reads the text itself. Args: see `ModelDrafter`."""
-    return (HeadDrafter if isinstance(model, Head) else ModelDrafter)(model, sampling, limits, ids)
+    if isinstance(model, Head):
+        return HeadDrafter(model, sampling, limits, ids)
+    return ModelDrafter(model, sampling, limits, ids)
 
 
 def _shifted(request: Request) -> Request:

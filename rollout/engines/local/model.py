@@ -17,7 +17,7 @@ from typing import Protocol
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedModel
 
 from specrl.rollout.engines.base import Limits, SamplingParams, evaluation
 from specrl.rollout.engines.local import padded
@@ -37,6 +37,8 @@ class Stopped(Exception):
 class Layout(Protocol):
     """Which rows the tokens of one pass belong to, and how attention runs over them."""
 
+    heads_first: bool
+    """How the slabs of KV memory are laid out, see `KV`."""
     kv: KV
     layers: set[int]
     """Layers whose attention has run in this pass."""
@@ -48,7 +50,16 @@ class Layout(Protocol):
     width: int
     """Positions of the longest row."""
 
-    def ids(self, tokens: Sequence[int]) -> Tensor: ...
+    def __init__(
+        self,
+        kv: KV,
+        slabs: Sequence[int],
+        starts: Sequence[int],
+        lengths: Sequence[int],
+        device: torch.device,
+        positions: Sequence[int] | None = None,
+    ): ...
+    def ids(self, tokens: Sequence[int] | np.ndarray) -> Tensor: ...
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, window: int | None, scaling: float
     ) -> Tensor: ...
@@ -109,18 +120,19 @@ class PackedModel:
     overlaps = False
     """Passes run on the device while the host goes on."""
 
-    def __init__(self, model: torch.nn.Module, sampling: SamplingParams, limits: Limits | None = None):
+    def __init__(self, model: PreTrainedModel, sampling: SamplingParams, limits: Limits | None = None):
         if not hasattr(model, "base_model") or model.get_output_embeddings() is None:
             raise RolloutError(f"{type(model).__name__} is not a causal LM of transformers, which this engine needs")
         self.model = model
         self.decoder = model.base_model
-        self.lm_head = self._original_head = model.get_output_embeddings()
+        self.lm_head: torch.nn.Linear = model.get_output_embeddings()
+        self._original_head = self.lm_head
         self.vocab = self.lm_head.weight.shape[0]
         self.limits = limits or Limits()
         self.sampler = Sampler(self.lm_head, sampling, self.limits.logits_mb)
         self.context = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 1 << 30
         self.limit = ""
-        self._params = {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
+        self._sampling = sampling
         self._stop: Callable[[], bool] | None = None
 
     @property
@@ -145,13 +157,17 @@ class PackedModel:
         """KV memory for `slabs` rows at a time, of up to `capacity` positions each."""
         return KV(slabs, capacity, self.layout.heads_first)
 
-    def forward(self, tokens: Sequence[int], layout: Layout) -> Tensor:
+    def forward(self, tokens: Sequence[int] | np.ndarray, layout: Layout) -> Tensor:
         """Final hidden states [N, hidden] of packed tokens. Raises Stopped within `until`."""
         self.check_stop()
         return self.decode(layout.ids(tokens), layout)[: len(tokens)]
 
     def launch(
-        self, tokens: Sequence[int], layout: Layout, noise: Sequence[np.ndarray], picked: np.ndarray | None = None
+        self,
+        tokens: Sequence[int] | np.ndarray,
+        layout: Layout,
+        noise: Sequence[np.ndarray],
+        picked: np.ndarray | None = None,
     ) -> InFlightPass:
         """Begins a pass that samples a token after each of its N tokens.
 
@@ -184,7 +200,7 @@ class PackedModel:
         """Entropy in nats of the sampling distribution after each hidden state [N, hidden]; for temperature 0, of 1."""
         entropies: list[float] = []
         for chunk in hidden.split(self.sampler.rows):
-            logp = process_logits(self.sampler.logits(chunk), **self._params).log_softmax(-1)
+            logp = process_logits(self.sampler.logits(chunk), *self._sampling.terms).log_softmax(-1)
             entropies += (-(logp.exp() * logp.clamp(min=-1e4)).sum(-1)).tolist()
         return entropies
 
@@ -278,6 +294,12 @@ AttentionInterface.register(ATTENTION, packed_attention)
 def _is_on(value: object) -> bool:
     """False for an argument that is left out or off: None, False or 0, such as a dropout of 0."""
     return value is not None and not (isinstance(value, (bool, int, float)) and not value)
+
+
+def base_model(model: PreTrainedModel) -> PreTrainedModel:
+    """The model, or that inside a peft model, which has the layers of its adapters."""
+    inner = getattr(model, "get_base_model", None)
+    return inner() if inner else model
 
 
 @contextmanager

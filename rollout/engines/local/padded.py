@@ -60,7 +60,7 @@ class PaddedPass:
         blocks = _blocks(length.tolist(), self.width)
         self._blocks = [Block(rows, columns, of_rows, self.width, device) for rows, columns in blocks]
 
-    def ids(self, tokens: Sequence[int]) -> Tensor:
+    def ids(self, tokens: Sequence[int] | np.ndarray) -> Tensor:
         """The tokens of all rows, one after the other, as the model takes them [1, N]."""
         return torch.as_tensor(tokens, device=self.positions.device)[None]
 

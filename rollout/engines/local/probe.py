@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from specrl.rollout.engines.base import Limits, SamplingParams, evaluation, out_of_memory
 from specrl.rollout.engines.local.kv import KV
@@ -28,7 +28,7 @@ ROUNDED, ROUNDED_KEYS, ISOLATED = 0.15, 0.02, 0.01
 
 
 def packed_model(
-    model: torch.nn.Module, sampling: SamplingParams, limits: Limits | None = None, checked: bool = True
+    model: PreTrainedModel, sampling: SamplingParams, limits: Limits | None = None, checked: bool = True
 ) -> PackedModel:
     """The model with the passes that its device wants: static ones on CUDA in half precision, else padded rows.
 
@@ -46,7 +46,7 @@ def packed_model(
     return packed
 
 
-def on_gpu(model: torch.nn.Module) -> bool:
+def on_gpu(model: PreTrainedModel) -> bool:
     """True for weights on CUDA in half precision, with heads that flash attention supports, and without autocast."""
     weight = next(model.parameters(), torch.empty(0))
     if not weight.is_cuda or weight.dtype not in (torch.bfloat16, torch.float16) or torch.is_autocast_enabled("cuda"):

@@ -69,7 +69,7 @@ class Reader:
     @property
     def states(self) -> States | None:
         """Final hidden states of the rows' tokens, if they are kept."""
-        return self._kv and self._kv.states
+        return self._kv.states if self._kv else None
 
     def slab(self, row: int) -> int:
         """Of a row at work."""
@@ -152,9 +152,12 @@ class Reader:
             self._copy([(source, slab) for source, slab, _ in copies], max(length for *_, length in copies))
 
     def _copy(self, pairs: Sequence[tuple[int, int]], length: int) -> None:
-        self._kv.copy(*torch.tensor(pairs, device=self.model.device).unbind(1), length)
+        assert self._kv is not None
+        sources, targets = torch.tensor(pairs, device=self.model.device).unbind(1)
+        self._kv.copy(sources, targets, length)
 
-    def _layout(self, slabs: Sequence[int], starts: Sequence[int], lengths: Sequence[int]) -> Layout:
+    def _layout(self, slabs: Sequence[int], starts, lengths) -> Layout:
+        assert self._kv is not None
         layout = self.model.layout(self._kv, slabs, starts, lengths, self.model.device)
         if layout.width > self._capacity:  # it would write into the next slab
             raise RolloutError(f"a row of {layout.width} tokens does not fit its slab of {self._capacity}")

@@ -31,8 +31,9 @@ def packed_sample(
     ids: Tensor | None = None,
 ) -> Tensor:
     """`keyed_sample` of logits [N, V] as int32 [4, N]: tokens, then the bits of log-prob, target's log-prob and gap."""
-    params = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
-    tokens, *floats = keyed_sample(logits, keys, positions, targets, ids=ids, **params)
+    tokens, *floats = keyed_sample(
+        logits, keys, positions, targets, ids=ids, temperature=temperature, top_k=top_k, top_p=top_p
+    )
     return torch.stack([tokens.int(), *(x.view(torch.int32) for x in floats)])
 
 
@@ -81,7 +82,7 @@ class Sampler:
         bytes: memory of a full chunk.
     """
 
-    def __init__(self, lm_head: nn.Module, sampling: SamplingParams, logits_mb: int):
+    def __init__(self, lm_head: nn.Linear, sampling: SamplingParams, logits_mb: int):
         self.lm_head = lm_head
         self._params = sampling.terms
         self.ids: Tensor | None = None
@@ -147,7 +148,7 @@ class TrimmedSampler(Sampler):
         rows = torch.nn.utils.skip_init(nn.Linear, lm_head.in_features, size, **options).requires_grad_(False)
         super().__init__(rows, sampling, logits_mb)
         self._full_head = lm_head
-        self.ids = torch.empty(size, dtype=torch.int32, device=weight.device)
+        self.ids: Tensor = torch.empty(size, dtype=torch.int32, device=weight.device)
         self.take(np.arange(size))
 
     @torch.no_grad()

@@ -61,13 +61,12 @@ def keyed_sample(
     names = tokens if ids is None else ids.contiguous()  # a place for the kernels' argument that they then do not read
     law = {"SCALED": scaled, "enable_fp_fusion": False}  # a fused product would be rounded once less than in noise.py
     if cut:
-        given = (logits, floors, vocab, by)
-        search[(rows,)](*given, TOP_K=top_k, TOP_P=float(top_p), BLOCK=BLOCK, num_warps=16, **law)
+        search[(rows,)](logits, floors, vocab, by, TOP_K=top_k, TOP_P=float(top_p), BLOCK=BLOCK, num_warps=16, **law)
     law |= {"CUT": cut, "NAMED": ids is not None}
-    given = (logits, keys, positions, names, floors, floats, tokens, vocab, by)
-    part[(rows, blocks)](*given, NOISE=temperature != 0.0, BLOCK=BLOCK, num_warps=8, **law)
-    given = (logits, targets, names, floors, floats, tokens, packed, vocab, blocks, by)
-    combine[(rows,)](*given, WIDTH=triton.next_power_of_2(blocks), num_warps=1, **law)
+    inputs = (logits, keys, positions, names, floors, floats, tokens, vocab, by)
+    part[(rows, blocks)](*inputs, NOISE=temperature != 0.0, BLOCK=BLOCK, num_warps=8, **law)
+    results = (logits, targets, names, floors, floats, tokens, packed, vocab, blocks, by)
+    combine[(rows,)](*results, WIDTH=triton.next_power_of_2(blocks), num_warps=1, **law)
     return packed
 
 

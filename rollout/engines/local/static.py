@@ -11,12 +11,13 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from specrl.rollout.engines.base import Limits, SamplingParams
 from specrl.rollout.engines.local import varlen
 from specrl.rollout.engines.local.graphs import Graphs, cuda_graphs
 from specrl.rollout.engines.local.kv import KV
-from specrl.rollout.engines.local.model import InFlightPass, PackedModel
+from specrl.rollout.engines.local.model import InFlightPass, Layout, PackedModel
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +34,7 @@ class StaticModel(PackedModel):
     layout = varlen.StaticPass
     overlaps = True
 
-    def __init__(self, model: nn.Module, sampling: SamplingParams, limits: Limits | None = None):
+    def __init__(self, model: PreTrainedModel, sampling: SamplingParams, limits: Limits | None = None):
         self._norms = rms_norms(model)
         super().__init__(model, sampling, limits)
         if self.sampler.rounds:
@@ -47,23 +48,24 @@ class StaticModel(PackedModel):
 
     def launch(
         self,
-        tokens: Sequence[int],
-        layout: varlen.StaticPass,
+        tokens: Sequence[int] | np.ndarray,
+        layout: Layout,
         noise: Sequence[np.ndarray],
         picked: np.ndarray | None = None,
     ) -> InFlightPass:
         """See `PackedModel.launch`. Samples after all tokens, as the sizes of passes are few."""
+        assert isinstance(layout, varlen.StaticPass)
         self.check_stop()
         graphs = layout.kv.graphs if layout.max_queries == varlen.QUERIES else None
         layout.fill(tokens, *noise)
-        layout.send(graphs and graphs.buffer(layout.shape))
+        buffer = layout.send(graphs.buffer(layout.shape) if graphs else None)
 
         def step() -> tuple[Tensor, Tensor]:
             layout.layers.clear()
             hidden = self.decode(layout.ids(tokens), layout)
             return self.sampler(hidden, layout.keys, layout.sampled_positions, layout.targets), hidden
 
-        samples, hidden = graphs.run(layout.shape, layout.buffer, step) if graphs else step()
+        samples, hidden = graphs.run(layout.shape, buffer, step) if graphs else step()
         if graphs:
             hidden = hidden.clone()  # the next replay overwrites it
         on_host = torch.empty(samples.shape, dtype=torch.int32, pin_memory=samples.is_cuda)
@@ -94,7 +96,7 @@ def rms_norms(model: nn.Module) -> list[tuple[nn.Module, float]]:
     for module in model.modules():
         eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
         if [name for name, _ in module.named_parameters()] == ["weight"] and isinstance(eps, float):
-            weight = module.weight
+            weight = module.get_parameter("weight")
             generator = torch.Generator().manual_seed(0)
             x, other = (torch.randn(n, *weight.shape, generator=generator).to(weight) for n in (2, 1))
             with torch.no_grad():
@@ -122,4 +124,5 @@ def fused(norms: list[tuple[nn.Module, float]]) -> Iterator[None]:
 
 
 def _rms_norm(module: nn.Module, eps: float, x: Tensor) -> Tensor:
-    return F.rms_norm(x, module.weight.shape, module.weight, eps)
+    weight = module.get_parameter("weight")
+    return F.rms_norm(x, weight.shape, weight, eps)

@@ -81,14 +81,14 @@ class StaticPass:
         counts[1 : kv.slabs + 1] = queries.cumsum()
         counts[kv.slabs + 1 : 2 * kv.slabs + 1] = used
 
-    def fill(self, tokens: Sequence[int], *noise: Sequence[int]) -> None:
+    def fill(self, tokens: Sequence[int] | np.ndarray, *noise: Sequence[int] | np.ndarray) -> None:
         """Stages the tokens and, where tokens are sampled, their keys, response positions and following tokens."""
         self._columns[0, : self.tokens] = tokens
         for column, values in zip(self._columns[3:], noise, strict=False):
             column[: self.tokens] = values
 
-    def send(self, buffer: Tensor | None = None) -> None:
-        """Copies everything to the device at once. Args: buffer: of a captured pass, which reads it there."""
+    def send(self, buffer: Tensor | None = None) -> Tensor:
+        """Copies everything to the device at once, into `buffer` if a captured pass reads it there."""
         if buffer is None:
             buffer = torch.empty_like(self._host, device=self._device)
         buffer.copy_(self._host, non_blocking=True)
@@ -98,8 +98,9 @@ class StaticPass:
         counts = buffer[COLUMNS * self.size :].view(torch.int32)
         slabs = self.kv.slabs
         self._cu_seqlens_q, self._seqused_k = counts[: slabs + 1], counts[slabs + 1 : 2 * slabs + 1]
+        return buffer
 
-    def ids(self, tokens: Sequence[int]) -> Tensor:
+    def ids(self, tokens: Sequence[int] | np.ndarray) -> Tensor:
         """The tokens as the model takes them [1, size]; sends them, unless that was done."""
         if self.buffer is None:
             self.fill(tokens)
