@@ -177,7 +177,7 @@ def run(folder: Path, prepare: Callable = lambda trainer: None, *, report: bool 
 
     def spy(begun, monitor):
         watch(begun, monitor)
-        record.trainer, record.folder = begun.trainer, begun.folder
+        record.trainer, record.path = begun.trainer, begun.path
         listen(begun.trainer, record)
         prepare(begun.trainer)
 
@@ -188,7 +188,9 @@ def run(folder: Path, prepare: Callable = lambda trainer: None, *, report: bool 
 
 def unreported():
     """Runs inside end without their report."""
-    return mock.patch.object(specrl.train, "report", return_value=0)
+    from specrl.run.run import Run
+
+    return mock.patch.object(Run, "report")
 
 
 _recorded: dict[tuple, Recording] = {}
@@ -218,7 +220,7 @@ def listen(trainer, record: Recording) -> None:
     finish, training_step = trainer.rollouts.finish, trainer.training_step
 
     def heard_finish():
-        metrics, got = finish(), trainer.rollouts.whole
+        metrics, got = finish(), trainer.rollouts.sampled_batch
         done = got.batch.completions
         record.steps.append(
             Step(
