@@ -150,6 +150,18 @@ class TrainerConfig:
         """Optimiser steps between two rollouts."""
         return self.updates_per_rollout * self.minibatches
 
+    def rollouts_per_epoch(self, prompts: int) -> int:
+        """Rollout batches in an epoch over `prompts` training prompts; an incomplete last one is left out."""
+        return prompts // self.prompts_per_step
+
+    def steps_per_epoch(self, prompts: int) -> int:
+        """Optimiser steps in an epoch over `prompts` training prompts."""
+        return self.rollouts_per_epoch(prompts) * self.steps_per_rollout
+
+    def total_steps(self, prompts: int) -> int:
+        """Optimiser steps of a run on `prompts` training prompts: max_steps, or else all epochs."""
+        return self.max_steps or self.steps_per_epoch(prompts) * self.epochs
+
     def problems(self) -> Iterator[str]:
         """Messages for options that contradict each other, with `<key>` for `key=value`."""
         if self.clip == 0:

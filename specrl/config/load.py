@@ -61,9 +61,9 @@ def load(argv: Sequence[str], schema: type = Config, training: bool = True) -> A
         raise ConfigError("\n".join(wrong))
     if dry_run != "true":
         return config
-    from specrl.run.dry_run import summary
+    from specrl.run.preflight import dry_run as sizes
 
-    return options.to_yaml(config, changed=True) + (summary(config, training) if is_run else "")
+    return options.to_yaml(config, changed=True) + (sizes(config, training) if is_run else "")
 
 
 def find_config(name: str) -> Path:

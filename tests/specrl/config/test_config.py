@@ -20,7 +20,7 @@ from specrl.reward.base import RewardError
 from specrl.rollout.checks import values
 from specrl.rollout.types import CacheError
 from specrl.run import tasks
-from specrl.run.dry_run import sizes
+from specrl.run.preflight import sizes
 
 ROOT = Path(__file__).parents[3]
 SHIPPED = (
