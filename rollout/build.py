@@ -62,8 +62,8 @@ def build_engine(spec: EngineSpec, model: PreTrainedModel | None = None, scorer:
         judged = _judged(config, sampling, policy, drafter)
         return TransformersEngine(policy, sampling, judged.rule, judged, limits, own_weights)
     if config.acceptance == "routed":
-        from specrl.rollout.lossy.build import build_router
         from specrl.rollout.lossy.routed import RoutedEngine, Steps
+        from specrl.rollout.lossy.router import build_router
 
         assert drafter is not None, "rollout.checks asks for rollout.drafter"
         router, step_end = build_router(config.routed, spec, policy, drafter, scorer)
@@ -75,7 +75,7 @@ def _judged(
     config: RolloutConfig, sampling: SamplingParams, policy: PreTrainedModel, drafter: PreTrainedModel | None
 ) -> Judged:
     from specrl.rollout.engines.base import Limits
-    from specrl.rollout.lossy.build import build_judge
+    from specrl.rollout.lossy.judge import build_judge
     from specrl.rollout.lossy.judged import DRAFT_TOKENS, Judged
 
     window = config.budget.window or DRAFT_TOKENS

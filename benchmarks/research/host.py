@@ -99,7 +99,7 @@ def written(rng: random.Random, phrases: Sequence[Sequence[int]], length: int) -
 
 
 def edited(rng: random.Random, text: Sequence[int], share: float) -> Iterator[int]:
-    """The text with a share of its tokens changed: two thirds replaced, others gone, or behind a new one."""
+    """The text with a share of its tokens changed: two thirds replaced, others gone, or after a new one."""
     for token in text:
         change = rng.random() / share
         if change >= 1:
@@ -145,8 +145,8 @@ def cost(rows: int, tokens: int) -> float:
 class Unhurried(Budget):
     """Knows not how long asking takes, so that its plans depend on the texts alone."""
 
-    def observe_pass(self, *told, asking: float | None = None, **more) -> None:
-        super().observe_pass(*told, asking=None if asking is None else 0.0, **more)
+    def observe_pass(self, *args, asking: float | None = None, **more) -> None:
+        super().observe_pass(*args, asking=None if asking is None else 0.0, **more)
 
 
 class Rollout:
@@ -197,12 +197,12 @@ class Rollout:
         """As engines do after a pass of `tokens` tokens."""
         brought = 0
         for row, draft, (number, of_row) in zip(rows, drafts, drawn, strict=True):
-            stood = exact(row.request.key, draft, of_row)
-            emitted = row.emit(stood, EOS_IDS)
+            accepted = exact(row.request.key, draft, of_row)
+            emitted = row.emit(accepted, EOS_IDS)
             self.reader.rollback(number, len(row.tokens) - 1)
-            self.stats.count(draft.source, len(draft.tokens), min(stood.drafted, emitted))
-            self.drafting.learn(row, draft, stood.tokens, stood.drafted, stood.rejected_tail)
-            brought += len(stood.tokens)
+            self.stats.count(draft.source, len(draft.tokens), min(accepted.drafted, emitted))
+            self.drafting.learn(row, draft, accepted.tokens, accepted.drafted, accepted.rejected_tail)
+            brought += len(accepted.tokens)
         seconds, asking = cost(len(rows), tokens), self.drafting.asking
         self.drafting.budget.observe_pass(tokens, seconds, len(rows), self.reader.width, brought, asking=asking)
 

@@ -88,8 +88,8 @@ def positions(model, prompt: Sequence[int], tokens: Sequence[int], key: int) -> 
     logits = model.get_output_embeddings()(hidden).float()
     at = torch.arange(len(tokens))
     draws, logprob, _, margin = keyed_sample(logits, torch.full_like(at, key), at)
-    law = logits.log_softmax(-1)
-    return Positions(logprob, margin, -(law.exp() * law).sum(-1), hidden, draws == torch.tensor(tokens))
+    logprobs = logits.log_softmax(-1)
+    return Positions(logprob, margin, -(logprobs.exp() * logprobs).sum(-1), hidden, draws == torch.tensor(tokens))
 
 
 class Binned:
@@ -186,8 +186,8 @@ def chain(estimate: Tensor, seen: Positions, threshold: float, price: float) -> 
     p, accepted = estimate.tolist(), seen.accepted.tolist()
     at, cost = 0, 0.0
     while at < len(p):
-        stands, drafted, good = 1.0, 0, 0
-        while at + drafted < len(p) and drafted < LONGEST and (stands := stands * p[at + drafted]) >= threshold:
+        chance, drafted, good = 1.0, 0, 0
+        while at + drafted < len(p) and drafted < LONGEST and (chance := chance * p[at + drafted]) >= threshold:
             good += good == drafted and accepted[at + drafted]
             drafted += 1
         drafted += at + drafted < len(p) and drafted < LONGEST  # the draw that ends the chain was made, too

@@ -132,7 +132,8 @@ def _join(ray: Any, cluster: ClusterConfig) -> None:
     from ray._private.services import canonicalize_bootstrap_address
 
     try:
-        host, _, port = canonicalize_bootstrap_address(cluster.address).rpartition(":")
+        address = canonicalize_bootstrap_address(cluster.address) or cluster.address
+        host, _, port = address.rpartition(":")
         socket.create_connection((host, int(port)), timeout=10).close()  # Ray itself would try for minutes
         ray.init(address=cluster.address, log_to_driver=False, logging_level=logging.ERROR)
     except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:

@@ -44,9 +44,9 @@ def test_one_waits_until_the_other_passes_on_or_ends():
 
 
 def test_a_turn_is_a_rollout_with_its_updates_and_ends_with_the_weights_sent():
-    told = []
-    baton = SimpleNamespace(wait=lambda: told.append("wait"), pass_on=lambda: told.append("pass on"))
-    rollouts = SimpleNamespace(sync=lambda: told.append("sync"))
+    events = []
+    baton = SimpleNamespace(wait=lambda: events.append("wait"), pass_on=lambda: events.append("pass on"))
+    rollouts = SimpleNamespace(sync=lambda: events.append("sync"))
     run = SimpleNamespace(
         trainer=SimpleNamespace(rollouts=rollouts),
         config=SimpleNamespace(trainer=SimpleNamespace(steps_per_rollout=2)),
@@ -54,7 +54,7 @@ def test_a_turn_is_a_rollout_with_its_updates_and_ends_with_the_weights_sent():
     turns = Turns(run, baton)
     for at in range(6):
         turns.on_step_begin(None, SimpleNamespace(global_step=at), None)
-    assert told == ["wait", *["sync", "pass on", "wait"] * 2]
+    assert events == ["wait", *["sync", "pass on", "wait"] * 2]
     assert [turn["step"] for turn in turns.done] == [1, 3]
     assert all(turn["seconds"] >= turn["sync"] >= 0 for turn in turns.done)
 

@@ -76,7 +76,7 @@ def test_reward_by_hand():
     for a, b in ((0, 1), (1, 2), (2, 3)):
         right[a][b] = 1.0
     assert toy.reward([1, 2, 3, 0], right) == 1
-    assert toy.reward([1, 2, 3, 5, 5, 0], right) == 1, "other symbols may stand between"
+    assert toy.reward([1, 2, 3, 5, 5, 0], right) == 1, "other symbols may be in between"
     assert toy.reward([1, 2, 3], right) == 0, "it did not end"
     assert toy.reward([1, 2, 0], right) == 0, "two transitions only"
     assert toy.reward([1, 3, 2, 3, 1, 2, 0], right) == 1
@@ -104,7 +104,7 @@ def test_the_exact_expectation_is_that_of_the_products_samples():
 def test_the_gap_of_a_known_bias(monkeypatch):
     """Every tenth reward that is zero is reported as one, so that the gap is a tenth of what is missing."""
     honest, calls = toy.reward, iter(range(10**9))
-    monkeypatch.setattr(toy, "reward", lambda *given: max(honest(*given), float(next(calls) % 10 == 0)))
+    monkeypatch.setattr(toy, "reward", lambda *args: max(honest(*args), float(next(calls) % 10 == 0)))
     run = Run(Arm("biased"), "grpo", 0)
     monkeypatch.setattr(run.optimizer, "step", lambda: None)  # the policy stays, so that the bias is known
     outcome = run.train()
@@ -179,7 +179,7 @@ def test_a_good_result_is_valid(outcomes):
         (arms.EXACT, {"final": 0.5}, ["bit for bit"]),
         (arms.EXACT, {"rejected": 0}, ["rejected"]),
         (arms.EXACT, {"reused": 0}, ["used in every run"]),
-        (arms.EXACT, {"unchanged": 0}, ["kept whole"]),
+        (arms.EXACT, {"unchanged": 0}, ["unchanged"]),
         (arms.EXACT, {"clipped": 0.01}, ["clips nothing"]),
         (arms.EXACT, {"recorded": {"reused": 1e-3, "new": 0.0, "stored": 0.0}}, ["reused tokens"]),
         (arms.PUBLISHED, {"recorded": {"reused": 0.0, "new": 0.0, "stored": 0.0}}, ["stored log-probs"]),

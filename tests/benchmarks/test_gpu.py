@@ -62,38 +62,38 @@ def fails():
 def absent():
     raise Absent("no such kernel")
 
-def raising(given):
+def raising(context):
     yield Step("before", lambda: 1)
     yield Step("in it/deep", fails)
     yield Step("lacks", absent)
     yield Step("dear", lambda: 2, needs=99)
-    yield Step("behind", lambda: given)
+    yield Step("after", lambda: context)
     raise KeyError("the phase itself")
 
-def slow(given):
+def slow(context):
     for i in range(100):
         yield Step(f"step {i}", lambda: time.sleep(0.2))
 
-def hangs(given):
+def hangs(context):
     yield Step("first", lambda: 1)
     yield Step("for ever", lambda: subprocess.run([sys.executable, "-c", CHILD, sys.argv[2]]))
 
 CHILD = "import sys, time; time.sleep(3); open(sys.argv[1], 'w').write('alive')"
 
-def dies(given):
+def dies(context):
     yield Step("first", lambda: 1)
     yield Step("death", lambda: os._exit(7))
 
-def late(given):
+def late(context):
     yield Step("never", fails)
 
 run.GRACE = 0.5
 report = Report(Path(sys.argv[1]), {})
-spend = lambda given: iter([Step("sleep", lambda: time.sleep(0.1))])
+spend = lambda context: iter([Step("sleep", lambda: time.sleep(0.1))])
 phases = [Phase("raising", raising, 30), Phase("slow", slow, 0.5), Phase("hangs", hangs, 0.5), Phase("dies", dies, 9)]
-run.run([*phases, Phase("spend", spend, 9)], lambda report: "given", report, 49)
+run.run([*phases, Phase("spend", spend, 9)], lambda report: "context", report, 49)
 kept = report.content["phases"]
-run.run([Phase("late", late, 9)], lambda report: "given", report, 0)
+run.run([Phase("late", late, 9)], lambda report: "context", report, 0)
 report.content["phases"] = kept | report.content["phases"]
 report.save()
 """
@@ -111,7 +111,7 @@ def test_what_fails_costs_itself_alone(tmp_path):
         "in it": {"deep": {"error": "ValueError: planted"}},
         "lacks": {"skipped": "no such kernel"},
         "dear": {"skipped": "needs 99 s, 30 s were left"},
-        "behind": "given",
+        "after": "context",
     }
     assert phases["raising"]["error"] == "KeyError: 'the phase itself'"
     assert 1 <= len(phases["slow"]["figures"]) <= 4
@@ -176,7 +176,7 @@ def test_every_phase_runs_on_a_bare_machine(tmp_path):
     assert found["draw"]["hidden 64"]["8 rows"]["same_draws_as_cpu"] == {"draws": 8, "differ": 0}
     assert found["draw"]["hidden 64"]["8 rows"]["trimmed"]["differ"] == 0
     assert found["pass"]["fit"]["passes"] == len(SMALL.pass_rows) * len(SMALL.pass_tokens) * len(SMALL.pass_widths)
-    for line in (found["rollouts"]["8 rows x 32"][law] for law in ("off", "replay 0", "replay 1")):
+    for line in (found["rollouts"]["8 rows x 32"][mode] for mode in ("off", "replay 0", "replay 1")):
         assert line["seconds_a_token"] > 0
         assert line["generate_seconds_a_token"] == found["generate"]["generate"]["8 rows"]["seconds_a_token"]
     assert found["rollouts"]["8 rows x 32"]["replay 1"]["reused"] > 0.3

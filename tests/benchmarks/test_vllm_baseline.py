@@ -32,32 +32,32 @@ import json, os
 from types import SimpleNamespace
 
 class SamplingParams:
-    def __init__(self, **given):
-        self.given = given
+    def __init__(self, **arguments):
+        self.arguments = arguments
 
 class Engine:
     def __init__(self):
         self.waiting, self.steps = [], 0
     def add_request(self, name, prompt, params):
-        assert not {"seed", "logprobs", "extra_args"} & set(params.given), params.given
-        self.waiting.append((name, prompt["prompt_token_ids"], params.given))
+        assert not {"seed", "logprobs", "extra_args"} & set(params.arguments), params.arguments
+        self.waiting.append((name, prompt["prompt_token_ids"], params.arguments))
     def has_unfinished_requests(self):
         return bool(self.waiting)
     def step(self):
-        name, prompt, given = self.waiting.pop()
-        tokens = [max(prompt)] * given["max_tokens"]
+        name, prompt, arguments = self.waiting.pop()
+        tokens = [max(prompt)] * arguments["max_tokens"]
         return [SimpleNamespace(finished=True, request_id=f"{name}-x", outputs=[SimpleNamespace(token_ids=tokens)])]
 
 class LLM:
-    def __init__(self, **given):
+    def __init__(self, **arguments):
         print("a library that prints")
-        self.calls, self.llm_engine, self.given = [], Engine(), given
-        if given.get("speculative_config", {}).get("method") == "suffix":
+        self.calls, self.llm_engine, self.arguments = [], Engine(), arguments
+        if arguments.get("speculative_config", {}).get("method") == "suffix":
             raise ImportError("Arctic Inference is required")
         self.write()
     def write(self):
         with open(os.environ["STARTED_WITH"], "w") as file:
-            json.dump({"given": self.given, "env": dict(os.environ), "calls": self.calls}, file)
+            json.dump({"arguments": self.arguments, "env": dict(os.environ), "calls": self.calls}, file)
     def sleep(self, level):
         self.calls.append("sleep"); self.write()
     def wake_up(self):
@@ -65,7 +65,7 @@ class LLM:
     def reset_prefix_cache(self):
         self.calls.append("reset")
     def get_metrics(self):
-        assert self.given["disable_log_stats"] is False
+        assert self.arguments["disable_log_stats"] is False
         return [SimpleNamespace(name="vllm:spec_decode_num_accepted_tokens", value=len(self.calls))]
 """
 
@@ -115,16 +115,16 @@ def spec_of(**vllm) -> EngineSpec:
 @pytest.mark.parametrize("method", ["", "ngram"])
 def test_vllm_keeps_its_own_defaults(started_with, started, on_gpu, method):
     started("benchmarks.vllm_baseline", settings=settings(spec_of(), on_gpu, method))
-    given, env = started_with()["given"], started_with()["env"]
+    arguments, env = started_with()["arguments"], started_with()["env"]
     speculation = {"speculative_config", "disable_log_stats"} if method else set()
     platform = "enable_sleep_mode" if on_gpu else "block_size"
-    assert set(given) == MODEL | MEMORY | SAMPLING | speculation | {platform}
+    assert set(arguments) == MODEL | MEMORY | SAMPLING | speculation | {platform}
     assert not SPECRLS.keys() & env.keys()
     assert env["VLLM_LOGGING_LEVEL"] == "INFO", "the user's own"
-    assert (given["model"], given["dtype"], given["gpu_memory_utilization"]) == ("here", "bfloat16", 0.45)
-    assert given["kv_cache_memory_bytes"] == (None if on_gpu else 512 * 2**20)
+    assert (arguments["model"], arguments["dtype"], arguments["gpu_memory_utilization"]) == ("here", "bfloat16", 0.45)
+    assert arguments["kv_cache_memory_bytes"] == (None if on_gpu else 512 * 2**20)
     if method:
-        assert given["speculative_config"]["method"] == ("ngram_gpu" if on_gpu else "ngram")
+        assert arguments["speculative_config"]["method"] == ("ngram_gpu" if on_gpu else "ngram")
 
 
 def test_it_answers_with_tokens_and_counts(started_with, started):
@@ -159,16 +159,16 @@ def test_errors_of_the_process_reach_the_caller(started_with, started):
 
 
 class Scripted:
-    """Stands in for a process: notes the order of what it is asked, and takes a second a token."""
+    """A fake process: records the order of its calls, and takes a second a token."""
 
     log: list
     alive: set
 
     def __init__(self, module, **opening):
-        law = opening.get("acceptance") or opening["settings"].get("speculative_config", {}).get("method", "plain")
-        if law == "suffix":
+        method = opening.get("acceptance") or opening["settings"].get("speculative_config", {}).get("method", "plain")
+        if method == "suffix":
             raise RolloutError("ImportError: Arctic Inference is required\nand more")
-        self.name = f"{module} {law}"
+        self.name = f"{module} {method}"
         self.alive.add(self.name)
 
     def ask(self, **message) -> dict:
@@ -189,7 +189,7 @@ def test_engines_take_turns_and_none_is_here(monkeypatch):
     bench, *_ = prepare(options("config=grpo_math_vllm", *words))
     monkeypatch.setattr("specrl.rollout.build.build_engine", lambda *_: pytest.fail("an engine in this process"))
     lines = {line.method: line for line in rivals.compare(bench, repeats=2)}
-    ours = [f"benchmarks.rival_engine {law}" for law in ("exact", "lenient", "exact", "exact")]
+    ours = [f"benchmarks.rival_engine {method}" for method in ("exact", "lenient", "exact", "exact")]
     assert log == [*(f"benchmarks.vllm_baseline {method}" for method in ("plain", "ngram")), *ours] * 3
     assert not fake.alive
     assert lines["specrl exact, replay 0"].speedup == 2.0

@@ -37,7 +37,7 @@ def rows(path, count, text="What is {n} + {n}?"):
 
 CASES = [
     ({"rollout__replya": 1}, "rollout.replya", "rollout.replay"),
-    ({"rollout__group_size": "many"}, "rollout.group_size=many", "whole number"),
+    ({"rollout__group_size": "many"}, "rollout.group_size=many", "uninterrupted number"),
     ({"rollout__acceptance": "exac"}, "exact, off, lenient, judged, routed", "exact"),
     ({"rollout__replay": 2}, "rollout.replay=2", "from 0 to 1"),
     ({"data": "{d}/trian.jsonl"}, "trian.jsonl", "train.jsonl"),
@@ -117,12 +117,12 @@ def test_a_used_name_is_refused_and_its_files_stay(tmp_path, refuse):
 
 
 def test_a_checkpoint_without_its_cache_costs_only_its_drafts(tmp_path, caplog):
-    whole = recorded()
+    uninterrupted = recorded()
     first = run(tmp_path, trainer__max_steps=4)
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "checkpoint-4" / "trajectories")
     rest = run(tmp_path, resume="auto", trainer__max_steps=5)
     assert "trajectories/trajectories.parquet is missing" in caplog.text
-    assert [s.tokens for s in (first + rest).steps] == [s.tokens for s in whole.steps[:5]]
+    assert [s.tokens for s in (first + rest).steps] == [s.tokens for s in uninterrupted.steps[:5]]
     assert rest.steps[0].metrics["spec/hit_rate"] == 0
 
 
@@ -147,7 +147,7 @@ def test_other_data_is_refused_on_resume(tmp_path, refuse):
     assert len(run(tmp_path, resume="auto", **options | {"trainer__max_steps": 3}).steps) == 1
 
 
-def test_a_run_whose_schedule_has_a_length_says_why_it_cannot_be_longer(tmp_path, refuse):
+def test_a_run_whose_schedule_depends_on_its_length_cannot_be_longer(tmp_path, refuse):
     run(tmp_path, trainer__max_steps=1, trainer__lr_schedule="linear")
     text, code = refuse(words(tmp_path, resume="auto", trainer__max_steps=2, trainer__lr_schedule="linear"))
     assert code == USAGE_ERROR
@@ -168,12 +168,12 @@ def flipped(data):
 @pytest.mark.slow
 @pytest.mark.parametrize("damage", [cut, flipped])
 def test_a_damaged_cache_in_a_checkpoint_costs_only_its_drafts(tmp_path, damage, caplog):
-    whole = recorded()
+    uninterrupted = recorded()
     first = run(tmp_path, trainer__max_steps=4)
     path = tmp_path / "run" / "checkpoints" / "checkpoint-4" / "trajectories" / "trajectories.parquet"
     path.write_bytes(damage(path.read_bytes()))
     rest = run(tmp_path, resume="auto")
-    assert [s.tokens for s in (first + rest).steps] == [s.tokens for s in whole.steps]
+    assert [s.tokens for s in (first + rest).steps] == [s.tokens for s in uninterrupted.steps]
     assert rest.steps[0].metrics["cache/quarantined"] == 1
     assert "trajectories.parquet.corrupt" in caplog.text, "the file is named"
 

@@ -73,7 +73,7 @@ JUDGE = {**JUDGED, **LEARNED, "rollout.judged.path": "{judge}"}
 VLLM = "tests/integration/test_vllm.py"
 ON_V2 = "tests/rollout/engines/vllm/test_vllm.py"  # all of it, once more on Model Runner V2
 ON_DEVICE = "tests/rollout/engines/vllm/device_cases.py"
-ON_GPU = "tests/rollout/engines/vllm/test_settings.py"  # what vLLM is given, as there is no compiler on this CPU
+ON_GPU = "tests/rollout/engines/vllm/test_settings.py"  # the arguments for vLLM, as there is no compiler on this CPU
 TAUGHT = {**EXACT, "rollout.drafter": "{drafter}", "trainer.drafter.train": "true"}
 
 CHOICES = {

@@ -1,4 +1,4 @@
-"""A policy small enough that its expected reward is computed, not sampled, behind the product's own engine.
+"""A policy small enough that its expected reward is computed, not sampled, through the product's engine.
 
 Tasks are little grammars: a response of symbols earns 1 when it takes `GOOD` right transitions and then ends by itself,
 else 0. The policy is a table of logits by (task, last symbol). It poses as a causal LM of transformers, so that drafts,
@@ -105,13 +105,13 @@ def expected_rewards(logits: Tensor, right: Tensor) -> Tensor:
 
     Args: logits, right [TASKS, SYMBOLS, SYMBOLS].
     """
-    law = logits.detach().double().softmax(-1)
+    probabilities = logits.detach().double().softmax(-1)
     good = right.double()
     mass = torch.zeros(TASKS, GOOD + 1, SYMBOLS, dtype=torch.float64)
     mass[:, 0, END] = 1.0
     earned = torch.zeros(TASKS, dtype=torch.float64)
     for _ in range(CAP):
-        stays, counts = mass @ (law * (1 - good)), mass @ (law * good)
+        stays, counts = mass @ (probabilities * (1 - good)), mass @ (probabilities * good)
         earned += stays[:, GOOD, END]
         mass = stays
         mass[:, 1:] += counts[:, :-1]

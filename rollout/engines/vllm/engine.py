@@ -11,6 +11,7 @@ import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,6 +26,7 @@ if not torch.cuda.is_available():
 
 from vllm import LLM
 from vllm import SamplingParams as VLLMSamplingParams
+from vllm.logprobs import FlatLogprobs
 from vllm.platforms import current_platform
 
 from specrl.rollout.drafting.drafting import Drafting
@@ -156,6 +158,7 @@ class VLLMEngine:
         with _one_thread():
             (output,) = self._llm.generate({"prompt_token_ids": list(tokens)}, params, use_tqdm=False)
         scores = output.prompt_logprobs
+        assert isinstance(scores, FlatLogprobs)  # as asked for
         return [scores.logprobs[first] for first in scores.start_indices[1:]]
 
     def reset_cache(self) -> None:
@@ -169,7 +172,8 @@ class VLLMEngine:
     # Start --------------------------------------------------------------------------------------------------------
 
     def _start(self) -> tuple[WeightCheck, LLM]:
-        more = {"worker_extension_cls": f"{_WORKER}.WorkerExtension", "weight_transfer_config": {"backend": TRANSFER}}
+        more: dict[str, Any] = {"worker_extension_cls": f"{_WORKER}.WorkerExtension"}
+        more["weight_transfer_config"] = {"backend": TRANSFER}
         more |= speculation(self.spec, self.runner) | executor(self.spec.rollout.vllm.tensor_parallel)
         os.environ["VLLM_USE_V2_MODEL_RUNNER"] = str(int(self.runner == "v2"))
         try:
@@ -239,7 +243,7 @@ class VLLMEngine:
 
 def shut_down(llm: LLM, borrowed_group: bool) -> None:
     """Ends an engine, and torch's process group only if it is the engine's own: vLLM would destroy any."""
-    core = llm.llm_engine.engine_core
+    core: Any = llm.llm_engine.engine_core
     if borrowed_group:
         core._finalizer.detach()
         core.engine_core.model_executor.shutdown()

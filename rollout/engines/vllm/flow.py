@@ -224,8 +224,9 @@ class Flow:
             if row is None:
                 continue
             states = None if self.hidden is None else (self.hidden, first + start)
-            sampled = (column[start : start + size] for column in columns)
-            accepted = self.rule(row.request.key, draft, TargetSamples(len(row.tokens), *sampled, states=states))
+            tokens, logprobs, draft_logprobs = (column[start : start + size] for column in columns)
+            samples = TargetSamples(len(row.tokens), tokens, logprobs, draft_logprobs, states=states)
+            accepted = self.rule(row.request.key, draft, samples)
             packed[0, start : start + len(accepted.tokens)] = accepted.tokens
             counts[i] = row.emit(accepted, row.sampling.eos_ids)
             self.drafting.learn(row, draft, accepted.tokens, accepted.drafted, accepted.rejected_tail)

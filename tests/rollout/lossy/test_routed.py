@@ -444,7 +444,9 @@ def candidate(row=0, entropies=(), rival=None):
 
 def test_rsd_keeps_what_scores_well():
     values = [0.69, 0.7, 0.71, math.nan]
-    decision = decide(by_reward(lambda cs: [values[c.row] for c in cs], least=0.7), [candidate(i) for i in range(4)])
+    decision = decide(
+        by_reward(lambda cs: [values[c.row] for c in cs], min_reward=0.7), [candidate(i) for i in range(4)]
+    )
     assert decision.escalate == [True, False, False, True]
     assert decision.faults == 1
 

@@ -23,8 +23,8 @@ from tests.runs import ROOT, words
 HOLD = """
 import sys
 from specrl.config import load as config
-from specrl.run.resume import claimed
-with claimed(config.load(sys.argv[1:])):
+from specrl.run.resume import run_lock
+with run_lock(config.load(sys.argv[1:])):
     print("held", flush=True)
     input()
 """

@@ -325,7 +325,7 @@ def test_requests_without_a_key_are_asked_nothing(served, requests):
     assert len(served.ask_with([(list(requests[0].prompt), served.vllm_params(requests[0], **law))])) == 1
 
 
-@pytest.mark.parametrize("told", [True, False], ids=["at the front", "in the core"])
+@pytest.mark.parametrize("told", [True, False], ids=["at_the_front", "in_the_core"])
 def test_a_bad_request_does_not_end_a_server_of_several_processes(
     served, requests, plain, path, monkeypatch, told, caplog
 ):
