@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from specrl.rollout.drafting.draft import Draft, ask_all
 from specrl.rollout.drafting.drafting import Drafting, Policy, check_vocab
@@ -75,7 +76,7 @@ class Judged(Drafting):
         self,
         judge: Judge,
         sampling: SamplingParams,
-        draft: torch.nn.Module | None = None,
+        draft: PreTrainedModel | None = None,
         window: int = DRAFT_TOKENS,
         limits: Limits | None = None,
     ):

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
+from transformers import PreTrainedModel
 
 from specrl.rollout.drafting.drafting import check_vocab
 from specrl.rollout.engines.base import Limits, SamplingParams
@@ -55,7 +56,7 @@ class _Row(Response):
 class Steps:
     """The draft model, the router and the end of a step."""
 
-    draft: torch.nn.Module
+    draft: PreTrainedModel
     """A cheaper causal LM with the policy's vocabulary."""
     router: Router
     """Decides which steps the policy writes."""
@@ -89,7 +90,7 @@ class RoutedEngine(LocalModel):
 
     def __init__(
         self,
-        model: torch.nn.Module,
+        model: PreTrainedModel,
         sampling: SamplingParams,
         steps: Steps,
         limits: Limits | None = None,

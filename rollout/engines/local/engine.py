@@ -124,8 +124,7 @@ class TransformersEngine(LocalModel):
     No KV outlives a `generate` call, so nothing stale can be served.
 
     Args:
-        model, sampling, limits, own_weights: see LocalModel; samples whose best scores are closer than
-            `limits.tie_margin` are decided by a canonical pass in float32 only.
+        model, sampling, limits, own_weights: see LocalModel; `limits.tie_margin` applies in float32 only.
         rule: decides which draft tokens are accepted.
         drafting: proposes drafts; by default from the requests' own drafters.
     """
@@ -199,10 +198,8 @@ class TransformersEngine(LocalModel):
                 f"(now {self.limits.tokens_per_pass}), logits_mb ({self.limits.logits_mb}) or max_new_tokens"
             )
         self._max_rows = size // 2
-        log.warning(
-            "out of memory with %d rows at a time (%s); from now on %d, with rollout.rows_per_batch=%d from the start",
-            size, reason, self._max_rows, self._max_rows,
-        )  # fmt: skip
+        advice = "out of memory with %d rows at a time (%s); from now on %d. Set rollout.rows_per_batch=%d"
+        log.warning(advice, size, reason, self._max_rows, self._max_rows)
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -295,10 +292,8 @@ class TransformersEngine(LocalModel):
                 emitted_tokens += len(accepted.tokens)
             now = time.perf_counter()
             device_s = now - max(in_flight.began, self._last_settled)  # from when the device was free for it
-            rows = len(in_flight.feed)
-            self.drafting.budget.observe_pass(
-                tokens, device_s, rows, policy.width, emitted_tokens, asking=in_flight.asking_s
-            )
+            rows, width, asking_s = len(in_flight.feed), policy.width, in_flight.asking_s
+            self.drafting.budget.observe_pass(tokens, device_s, rows, width, emitted_tokens, asking=asking_s)
             self._last_settled = now
             host_s = in_flight.launch_s + now - began  # the host's part, which adds up to wall clock
             stats.count_pass(tokens, host_s, tokens > rows)

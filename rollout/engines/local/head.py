@@ -18,8 +18,8 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaPre
 from specrl.rollout.drafting.budget import Budget
 from specrl.rollout.drafting.chain import Chain
 from specrl.rollout.engines.base import Limits, SamplingParams
+from specrl.rollout.engines.local.attention import Layout
 from specrl.rollout.engines.local.drafter import ModelDrafter
-from specrl.rollout.engines.local.model import Layout
 from specrl.rollout.engines.local.reader import Reader
 from specrl.rollout.types import Request, RolloutError
 

@@ -224,8 +224,8 @@ class Flow:
             if row is None:
                 continue
             states = None if self.hidden is None else (self.hidden, first + start)
-            tokens, logprobs, text_logprobs = (column[start : start + size] for column in columns)
-            samples = TargetSamples(len(row.tokens), tokens, logprobs, text_logprobs, states=states)
+            tokens, logprobs, draft_logprobs = (column[start : start + size] for column in columns)
+            samples = TargetSamples(len(row.tokens), tokens, logprobs, draft_logprobs, states=states)
             accepted = self.rule(row.request.key, draft, samples)
             packed[0, start : start + len(accepted.tokens)] = accepted.tokens
             counts[i] = row.emit(accepted, row.sampling.eos_ids)
