@@ -20,9 +20,10 @@ from benchmarks.ahead import TURNS_FILE
 from specrl.config import load as cli
 from specrl.config.schema import Config
 from specrl.rollout.types import RolloutError
-from specrl.run import preflight, setup
-from specrl.run.resume import run_lock
-from specrl.train import recorded, save
+from specrl.run import preflight
+from specrl.run import run as runs
+from specrl.run.run_dir import RunDir
+from specrl.train import recorded
 
 
 class Baton:
@@ -52,7 +53,7 @@ class Turns(TrainerCallback):
     such end, and is left out.
     """
 
-    def __init__(self, run: setup.Run, baton: Baton):
+    def __init__(self, run: runs.Run, baton: Baton):
         self._rollouts, self._baton = run.trainer.rollouts, baton
         self._updates = run.config.trainer.steps_per_rollout
         self._began = 0.0
@@ -79,19 +80,20 @@ def main(config: Config, descriptor: int) -> int:
         RolloutError: it cannot roll out ahead, or a worker was replaced, so that its seconds mean nothing.
     """
     baton, examples = Baton(descriptor), preflight.check(config)
-    with run_lock(config) as (folder, checkpoint), setup.parts(config, folder, checkpoint, **examples) as run:
+    run_dir = RunDir(config)
+    with run_dir.lock() as checkpoint, runs.build(config, run_dir, checkpoint, **examples) as run:
         source = run.trainer.rollouts.source
         if config.rollout.ahead != "off" and not source.runs_ahead:
             raise RolloutError(f"nothing can be rolled out ahead: {source.not_ahead}")
         pin(config.cluster.num_workers)
         turns = Turns(run, baton)
         run.trainer.add_callback(turns)  # before the one that times the steps
-        with recorded(run), setup.StopOnSignal(config.trainer.steps_per_rollout) as stop:
+        with recorded(run, run_dir), runs.StopOnSignal(config.trainer.steps_per_rollout) as stop:
             run.train(stop)
         if source.engine.replaced:
             raise RolloutError(f"{source.engine.replaced} rollout workers died; start again")
-        save(run)
-        (folder / TURNS_FILE).write_text(json.dumps(turns.done), encoding="utf-8")
+        run.save()
+        (run.path / TURNS_FILE).write_text(json.dumps(turns.done), encoding="utf-8")
     return 0
 
 

@@ -14,7 +14,7 @@ import psutil
 from soak_checks import Sample
 
 from specrl.results.records import METRICS_FILE
-from specrl.trainers.checkpoint import marked
+from specrl.trainers.checkpoint import completed
 
 HOOKS = Path(__file__).parent / "faults"
 SAMPLE_S = 1.0  # longest time between two samples; every step has one too
@@ -67,7 +67,7 @@ class Life:
         return False
 
     def look(self) -> Sample:
-        saved = marked(self.run / "checkpoints")
+        saved = completed(self.run / "checkpoints")
         return Sample(
             self.step,
             self.process.memory_info().rss / 2**20,
@@ -76,7 +76,7 @@ class Life:
             self.process.num_threads(),
             1 + len(self.process.children(recursive=True)),
             size_mb(self.run),
-            size_mb(saved[-1]) if saved else 0.0,
+            size_mb(saved[-1].path) if saved else 0.0,
         )
 
     def workers(self, *kinds: str) -> list[psutil.Process]:

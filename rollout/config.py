@@ -1,10 +1,9 @@
-"""Configuration of the rollout stage. No heavy imports: `help=true` must answer in about a second."""
+"""The options `rollout.*`. This module imports nothing heavy: `help=true` must answer in about a second."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Literal
 
 from specrl.rollout.sections import (
@@ -16,171 +15,141 @@ from specrl.rollout.sections import (
     RoutedConfig,
     VLLMConfig,
     doc,
+    unknown_name,
 )
 
 
 @dataclass
 class RolloutConfig:
-    engine: Literal["transformers", "vllm"] = doc("transformers", "inference engine")
+    engine: Literal["transformers", "vllm"] = doc("transformers", "inference engine that generates the responses")
     acceptance: Literal["exact", "off", "lenient", "judged", "routed"] = doc(
         "exact",
-        "exact: bit-identical to plain decoding; off: plain decoding; the rest is lossy: lenient (SPEC-RL as "
-        "published), judged (drafted tokens also stand where a judge allows), routed (steps of rollout.drafter stand "
-        "where a router allows)",
+        "which draft tokens are accepted. exact: those that decoding without drafts would sample, so responses are bit-"
+        "identical; off: no drafts. Lossy rules: lenient (SPEC-RL as published), judged (also tokens that a judge "
+        "allows), routed (reasoning steps of rollout.drafter that a router allows)",
         resume="acceptance",
     )
     ahead: Literal["auto", "off"] = doc(
         "auto",
-        "idle rollout workers begin the next batch while this one is scored and trained on; what they have is drafted "
-        "first (see docs/ahead.md). auto: where workers have CPUs or GPUs of their own, under acceptance=exact",
+        "auto: idle rollout workers begin the next batch while this one is scored and trained on, and verify what they "
+        "have as drafts of the new weights (docs/ahead.md); needs acceptance=exact and workers with CPUs or GPUs of "
+        "their own",
         resume="free",
     )
     replay: float = doc(
         0.0,
-        "share of slots that keep their noise key from their last visit, 0 to 1; above 0 see the reuse gap in "
+        "share of samples that keep the noise key of their previous visit; above 0 see the reuse gap in "
         "docs/guarantees.md",
         high=1,
     )
-    lenience: float = doc(
-        1.0, "factor l of the published acceptance min(1, l*p_new/p_old); only for acceptance=lenient"
-    )
+    lenience: float = doc(1.0, "factor l of acceptance=lenient, which accepts with probability min(1, l*p_new/p_old)")
     group_size: int = doc(8, "responses per prompt", low=1)
     temperature: float = doc(1.0, "sampling temperature; 0 is greedy")
-    top_p: float = doc(1.0, "nucleus sampling mass; 1 is off", high=1)
+    top_p: float = doc(1.0, "probability mass of nucleus sampling; 1 is off", high=1)
     top_k: int = doc(0, "sample from the k most likely tokens; 0 is off")
-    max_new_tokens: int = doc(256, "response cap in tokens, EOS included", low=1)
+    max_new_tokens: int = doc(256, "maximum response length in tokens, EOS included", low=1)
     sources: list[str] = doc(
         list(SOURCES),
-        "texts to draft from: the slot's old one until it is left, and after that; the prompt's old ones; the prompt; "
-        "what its rows emit now; what followed the last tokens in the texts of all prompts; what the last pass drew "
-        "behind a mismatch",
+        "texts that drafts are copied from. prefix: the sample's previous response up to the first mismatch; position: "
+        "the same response after it; earlier: the prompt's other stored responses; prompt: the prompt; group: its "
+        "responses in this rollout; contexts: what followed the last tokens in the texts of all prompts; redraw: what "
+        "the last pass sampled after a mismatch",
         resume="drafts",
     )
     drafter: str = doc(
         "",
-        "drafts for rows that left their old texts: a directory with a draft model or a head on the policy's hidden "
-        "states; head for a new one that co-training makes. With engine=vllm a directory, which drafts for all rows "
-        "(v2)",
+        "draft model for rows that left their previous responses: a directory with a model or with a head on the "
+        "policy's hidden states; head: a new head, for co-training. engine=vllm: a directory, which drafts for all "
+        "rows (runner v2)",
         resume="drafts",
     )
-    rows_per_batch: int = doc(256, "most rows at a time; fewer where their KV does not fit", low=1, resume="free")
-    tokens_per_pass: int = doc(
-        4096, "most tokens in one forward pass; bounds verification memory", low=1, resume="free"
-    )
-    logits_mb: int = doc(
-        256,
-        "memory for logits and noise, in MB; larger passes are scored in chunks. GPUs take more where it is free",
-        low=1,
-        resume="free",
-    )
-    tie_margin: float = doc(
-        1e-4, "draws whose two best scores are closer than this are decided by a canonical pass; fp32 only, 0 is off"
-    )
+    rows_per_batch: int = doc(256, "most rows decoded at once; fewer if their KV does not fit", low=1, resume="free")
+    tokens_per_pass: int = doc(4096, "maximum tokens of a forward pass, which limits its memory", low=1, resume="free")
+    logits_mb: int = doc(256, "memory for logits and noise in MB; larger passes are split", low=1, resume="free")
+    tie_margin: float = doc(1e-4, "score gap of two tokens below which a canonical pass decides (fp32); 0 is off")
     measure_every: int = doc(
         10,
-        "every N steps also roll out plainly with the same keys, to measure spec/speedup and compare tokens; 0 never",
+        "every N steps also generate without drafts under the same noise keys, to measure spec/speedup and compare the "
+        "tokens; 0 is never",
         resume="free",
     )
     cache: CacheConfig = doc(CacheConfig, "stored responses", resume="free")
-    budget: BudgetConfig = doc(BudgetConfig, "how much is drafted", resume="free")
-    judged: JudgedConfig = doc(JudgedConfig, "acceptance=judged: who allows tokens")
-    routed: RoutedConfig = doc(RoutedConfig, "acceptance=routed: what a step is, and who writes it")
-    local: LocalConfig = doc(LocalConfig, "the engine transformers", resume="free")
-    vllm: VLLMConfig = doc(VLLMConfig, "the engine vllm")
+    budget: BudgetConfig = doc(BudgetConfig, "how many tokens are drafted", resume="free")
+    judged: JudgedConfig = doc(JudgedConfig, "mismatching draft tokens that acceptance=judged accepts")
+    routed: RoutedConfig = doc(RoutedConfig, "reasoning steps that acceptance=routed accepts")
+    local: LocalConfig = doc(LocalConfig, "options of engine=transformers", resume="free")
+    vllm: VLLMConfig = doc(VLLMConfig, "options of engine=vllm")
 
     @property
     def lossy(self) -> bool:
-        """True where responses follow another law than the policy's, which the loss must correct."""
+        """Whether responses follow another distribution than the policy's, which the loss must correct."""
         return self.acceptance in ("lenient", "judged", "routed")
 
     @property
     def reuses(self) -> bool:
-        """True where responses are kept as drafts of the next visit."""
-        return self.acceptance in ("exact", "lenient") or self.old_text_stands
+        """Whether responses are stored as drafts for the next visit."""
+        return self.acceptance in ("exact", "lenient") or self.accepts_old_text
 
     @property
-    def old_text_stands(self) -> bool:
-        """True where old text may stand beside the policy's draws.
+    def accepts_old_text(self) -> bool:
+        """Whether old tokens that differ from the policy's own samples may be accepted.
 
-        It is then stored with the log-probs of its law, and noise is always fresh: replayed, it is no second draw.
+        They are then stored with their log-probs, and noise is always fresh: replayed noise is no second sample.
         """
         return self.acceptance == "lenient" or (self.acceptance == "judged" and bool(self.sources))
 
     @property
     def on_device(self) -> str:
-        """engine=vllm: the option by which drafts are made on the device; empty: by the host."""
+        """The option that moves vLLM's drafting to the device; empty if the host drafts."""
         return f"rollout.drafter={self.drafter}" if self.drafter else self.vllm.on_device
 
     def problems(self) -> Iterator[str]:
-        """Sentences about options that contradict each other or are of no use."""
+        """Messages for options that contradict each other, with `<key>` for `key=value`."""
         if self.top_p == 0:
-            yield "rollout.top_p=0 keeps no token. Try rollout.top_p=1, which keeps all."
+            yield "<rollout.top_p> keeps no token. Try rollout.top_p=1, which keeps all."
         for name in self.sources:
             if name not in SOURCES:
-                near = get_close_matches(name, SOURCES, 1, cutoff=0)[0]
-                yield f"rollout.sources has {name!r}, which is none of {', '.join(SOURCES)}. Did you mean {near}?"
-        if self.old_text_stands and self.replay:
+                yield unknown_name("rollout.sources", name, SOURCES)
+        if self.accepts_old_text and self.replay:
+            yield "<rollout.replay> repeats noise, and <rollout.acceptance> needs fresh noise. Try rollout.replay=0."
+        lenient = self.acceptance == "lenient"
+        if self.lenience == 0:
+            yield "<rollout.lenience> accepts nothing. Try rollout.lenience=1, or rollout.acceptance=off."
+        elif self.lenience != 1 and not lenient:
+            yield "<rollout.lenience> has no effect with <rollout.acceptance>. Try rollout.lenience=1."
+        if lenient and self.temperature == 0:
+            yield "<rollout.acceptance> needs sampling, not <rollout.temperature>. Try rollout.temperature=1."
+        if lenient and self.drafter:
             yield (
-                f"rollout.replay={self.replay} cannot be combined with rollout.acceptance={self.acceptance}, which "
-                "draws with fresh noise. Try rollout.replay=0, or rollout.acceptance=exact."
+                "<rollout.acceptance> drafts from stored responses only, not from <rollout.drafter>. Leave it out, or "
+                "try rollout.acceptance=exact."
             )
         if self.engine == "vllm":
             yield from self._vllm_problems()
-        yield from self._lenient_problems()
-
-    def _lenient_problems(self) -> Iterator[str]:
-        lenient = self.acceptance == "lenient"
-        if self.lenience == 0:
-            yield "rollout.lenience=0 accepts nothing. Try rollout.lenience=1, or rollout.acceptance=off."
-        elif self.lenience != 1 and not lenient:
-            yield (
-                f"rollout.lenience={self.lenience} has no effect with rollout.acceptance={self.acceptance}. "
-                "Try rollout.lenience=1, or rollout.acceptance=lenient."
-            )
-        if lenient and self.temperature == 0:
-            yield (
-                "rollout.acceptance=lenient compares probabilities, and rollout.temperature=0 has none. "
-                "Try rollout.temperature=1, or rollout.acceptance=exact."
-            )
-        if lenient and self.drafter:
-            yield (
-                f"rollout.drafter={self.drafter} cannot be combined with rollout.acceptance=lenient, which drafts "
-                "stored text only. Leave it out, or take rollout.acceptance=exact."
-            )
+        device = self.on_device if self.engine == "vllm" else self.vllm.on_device
+        for option, value in {"runner": "v1", "scheduling": "sync"}.items():
+            if device and getattr(self.vllm, option) == value:
+                drafts = f"<rollout.vllm.{option}> drafts on the host, and {device} drafts on the device"
+                yield f"{drafts}. Try rollout.vllm.{option}=auto."
 
     def _vllm_problems(self) -> Iterator[str]:
         if self.acceptance == "routed":
             yield (
-                "rollout.acceptance=routed has the policy go on with the KV of a row behind each step of "
-                "rollout.drafter, and rollout.engine=vllm frees a row's KV with its request. "
-                " Try rollout.engine=transformers."
+                "<rollout.acceptance> continues a row from its KV cache after each step, and <rollout.engine> frees it "
+                "with the request. Try rollout.engine=transformers."
             )
         elif self.acceptance == "judged" and self.judged.by == "kl":
             yield (
-                "rollout.judged.by=kl compares the laws of rollout.drafter and the policy, and rollout.engine=vllm has "
-                "stored text judged only. Try rollout.judged.by=judge, or rollout.engine=transformers."
+                "<rollout.judged.by> needs distributions of rollout.drafter, and <rollout.engine> judges stored "
+                "responses only. Try rollout.judged.by=judge, or rollout.engine=transformers."
             )
         elif self.lossy and self.on_device:
-            yield (
-                f"rollout.acceptance={self.acceptance} decides on the host what stands of a draft, and "
-                f"{self.on_device} leaves drafts to the device. Try rollout.acceptance=exact."
-            )
-        if not self.drafter:
-            return
-        given, vllm = f"rollout.drafter={self.drafter}", self.vllm
+            conflict = f"<rollout.acceptance> accepts drafts on the host, and {self.on_device} drafts on the device"
+            yield f"{conflict}. Try rollout.acceptance=exact."
         if self.drafter == "head":
             yield (
-                f"{given} is made beside the trainer's model, and rollout.engine=vllm loads its drafter from disk. Try "
-                "rollout.drafter=DIR with a head that `python -m specrl.drafter kind=head out=DIR` makes."
+                "<rollout.drafter> is a head in the trainer's model, and <rollout.engine> loads a drafter from disk. "
+                "Try rollout.drafter=DIR with a head that `python -m specrl.drafter kind=head out=DIR` makes."
             )
-        if vllm.speculator != "texts":
-            yield (
-                f"{given} and rollout.vllm.speculator={vllm.speculator} would both propose. "
-                "Try rollout.vllm.speculator=texts, which leaves it to the drafter."
-            )
-        for option, other in {"runner": "v1", "scheduling": "sync"}.items():
-            if getattr(vllm, option) == other:
-                yield (
-                    f"rollout.vllm.{option}={other} lets the host draft, and {given} drafts on the device with "
-                    f"rollout.engine=vllm. Try rollout.vllm.{option}=auto."
-                )
+        if self.drafter and self.vllm.speculator != "texts":
+            yield "<rollout.drafter> and <rollout.vllm.speculator> would both draft. Try rollout.vllm.speculator=texts."

@@ -202,11 +202,11 @@ def _fit(
     for step, at in zip(range(1, options.steps + 1), order, strict=False):
         if at not in seen:
             seen[at] = recipe.Batch.of(read(policy, cuts[at]), student)
-        teacher, passes = recipe.taught(policy, seen[at]), [*recipe.guesses(student, seen[at], mix)]
+        teacher, passes = recipe.teacher_logits(policy, seen[at]), [*recipe.student_logits(student, seen[at], mix)]
         kept = None
         if reference is not None:
             with torch.no_grad():
-                kept = recipe.selected(passes[0], next(recipe.guesses(reference, seen[at], mix)), teacher)
+                kept = recipe.selected(passes[0], next(recipe.student_logits(reference, seen[at], mix)), teacher)
         losses = [recipe.loss(logits, teacher, options.objective, kept=kept) for logits in passes]
         recipe.step(optimizer, sum(losses))
         schedule.step()
@@ -234,7 +234,7 @@ def agreement(
     """How often the student's draws are the policy's tokens. Args: keys: that the policy drew the texts with."""
     import torch
 
-    from specrl.rollout.noise import keyed_draw
+    from specrl.rollout.noise import keyed_sample
     from specrl.trainers.cotraining import distil as recipe
     from specrl.trainers.cotraining.texts import read
 
@@ -242,13 +242,16 @@ def agreement(
     for text, key in zip(texts, keys, strict=True):
         with torch.no_grad():
             batch = recipe.Batch.of(read(policy, [text]), student)
-            if not len(batch.places):  # a head has no part in a response of one token
+            if not len(batch.targets):  # a head has no part in a response of one token
                 continue
-            p, q = recipe.taught(policy, batch).float(), next(recipe.guesses(student, batch, torch.Generator())).float()
-        at = batch.places[:, 1]
+            p, q = (
+                recipe.teacher_logits(policy, batch).float(),
+                next(recipe.student_logits(student, batch, torch.Generator())).float(),
+            )
+        at = batch.targets[:, 1]
         tokens, noise = torch.tensor(text.response, device=p.device)[at], torch.full_like(at, key)
-        keyed += (keyed_draw(q, noise, at)[0] == tokens).sum().item()
-        independent += (keyed_draw(q, ~noise, at)[0] == tokens).sum().item()
+        keyed += (keyed_sample(q, noise, at)[0] == tokens).sum().item()
+        independent += (keyed_sample(q, ~noise, at)[0] == tokens).sum().item()
         overlap += torch.minimum(p.softmax(-1), q.softmax(-1)).sum().item()
         total += len(tokens)
     return Agreement(keyed / total, independent / total, overlap / total)

@@ -178,7 +178,7 @@ def run(folder: Path, prepare: Callable = lambda trainer: None, *, report: bool 
 
     def spy(begun, monitor):
         watch(begun, monitor)
-        record.trainer, record.folder = begun.trainer, begun.folder
+        record.trainer, record.path = begun.trainer, begun.path
         listen(begun.trainer, record)
         prepare(begun.trainer)
 
@@ -189,7 +189,9 @@ def run(folder: Path, prepare: Callable = lambda trainer: None, *, report: bool 
 
 def unreported():
     """A context in which runs write no report."""
-    return mock.patch.object(specrl.train, "report", return_value=0)
+    from specrl.run.run import Run
+
+    return mock.patch.object(Run, "report")
 
 
 _recorded: dict[tuple, Recording] = {}
@@ -221,7 +223,7 @@ def listen(trainer, record: Recording) -> None:
 
     def recorded_finish():
         metrics = finish()
-        rollout = trainer.rollouts.whole
+        rollout = trainer.rollouts.sampled_batch
         completions = rollout.batch.completions
         record.steps.append(
             Step(

@@ -1,72 +1,190 @@
-"""Checkpoints as one atomic cut: weights, optimiser and position (the trainer's), trajectories and companions (ours).
+"""Checkpoints of a run: weights, optimiser and position (the trainer's), trajectories and companions (ours).
 
-The trainer writes `checkpoint-N/`; the others go into the same directory. When all of it is on the disk the marker
-file follows, with the size and digest of every file. A directory without the marker is an interrupted save, one whose
-files are not those of its marker is damaged; neither is ever resumed from.
+The trainer writes `checkpoint-N/`, and everything else goes into the same directory. Once all of it is on the disk, the
+marker file is written with the size and digest of every file. A directory without a marker is an interrupted save; one
+whose files differ from its marker is damaged. A run never resumes from either.
 """
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 import json
+import logging
+import os
 import re
 import shutil
 import time
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from hashlib import blake2b
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import torch
 from safetensors import SafetensorError
 from transformers import TrainerCallback
 
-from specrl.rollout.durable import write_durably
+from specrl.rollout.durable import flush_directory, read_json, write_durably
 from specrl.rollout.types import RolloutError
-from specrl.trainers.manifest import seal
 
 if TYPE_CHECKING:
     from specrl.trainers.rollouts import Rollouts
 
 MARKER = "specrl.json"
-_STEP = re.compile(r"checkpoint-(\d+)")
-CACHE = "trajectories"
+TRAJECTORIES = "trajectories"
+TRANSIENT_SUFFIXES = (".lock", ".tmp")  # files of the trajectory writer that hold no data
+THREADS = 4  # files are digested in parallel; one core reaches about 1 GB/s
+logger = logging.getLogger(__name__)
 
 
-def marked(directory: Path) -> list[Path]:
-    """The checkpoints of a run whose save came to its end, by step; their files are not looked at."""
-    return [path for path in _all(directory) if (path / MARKER).is_file()]
+class CheckpointError(RolloutError):
+    """No checkpoint can be resumed from. The message names the file and what is wrong with it."""
 
 
-def _all(directory: Path) -> list[Path]:
-    """The checkpoints of a run by step, the incomplete ones too."""
-    return sorted((path for path in directory.glob("checkpoint-*") if _STEP.fullmatch(path.name)), key=step_of)
+@dataclass(frozen=True)
+class Checkpoint:
+    """The checkpoint of one optimiser step."""
+
+    path: Path
+
+    @property
+    def step(self) -> int:
+        """The optimiser step after which it was taken."""
+        return int(self.path.name.partition("-")[2])
+
+    @property
+    def trajectories(self) -> Path:
+        """Directory of its trajectory cache."""
+        return self.path / TRAJECTORIES
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether its save was finished. Its files may have been damaged since."""
+        return (self.path / MARKER).is_file()
+
+    def marker(self) -> dict[str, Any]:
+        """Content of the marker. Raises CheckpointError unless it is what was written for this checkpoint."""
+        try:
+            mark = read_json((self.path / MARKER).read_bytes())
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{self.path.name} is damaged: {MARKER} cannot be read ({error})") from error
+        if not isinstance(mark, dict) or mark.pop("digest", None) != _digest_of(mark) or mark["step"] != self.step:
+            raise CheckpointError(f"{self.path.name} is damaged: {MARKER} is not what was written there")
+        return mark
+
+    def complete(self, content: Mapping[str, Any]) -> None:
+        """Flushes every file and writes the marker with `content`. Raises OSError."""
+        mark = {"step": self.step, **content, "files": self._flush()}
+        mark = json.loads(json.dumps(mark))  # the digest is taken of what will be read
+        write_durably(self.path / MARKER, json.dumps(mark | {"digest": _digest_of(mark)}).encode())
+
+    def _flush(self) -> dict[str, list]:
+        """Flushes all files and the directories that lead to them; returns [size, digest] of each file, read back."""
+        below = sorted(self.path.rglob("*"))
+        marker = self.path / MARKER
+        files = [path for path in below if path.is_file() and path.suffix not in TRANSIENT_SUFFIXES and path != marker]
+        with ThreadPoolExecutor(THREADS) as pool:
+            entries = list(pool.map(_flush_file, files))
+        directories = [path for path in below if path.is_dir()]
+        for directory in (*directories, self.path, self.path.parent, self.path.parent.parent):
+            flush_directory(directory)
+        return {path.relative_to(self.path).as_posix(): entry for path, entry in zip(files, entries, strict=True)}
+
+    def verify(self, text_decides: bool) -> None:
+        """Raises CheckpointError unless every file is as it was saved.
+
+        Args: text_decides: see `newest`.
+        """
+        files = self.marker()["files"]
+        with ThreadPoolExecutor(THREADS) as pool:
+            complaints = pool.map(partial(_complaint, self.path), files, files.values())
+            damaged = [(name, text) for name, text in zip(files, complaints, strict=True) if text]
+        fatal = []
+        for name, text in damaged:
+            if text_decides or not name.startswith(f"{TRAJECTORIES}/"):
+                fatal.append(text)
+            else:
+                logger.warning("%s: %s; the run resumes without these drafts", self.path.name, text)
+        if fatal:
+            raise CheckpointError(f"{self.path.name} is damaged: {'; '.join(fatal)}")
+
+    def restore(self, rollouts: Rollouts) -> None:
+        """Restores rollouts and companions; weights are the trainer's to restore. Raises RolloutError."""
+        rollouts.restore(self.marker()["rollouts"])
+        for name, companion in rollouts.companions.items():
+            companion.load(self.path / name)
 
 
-def prune(directory: Path, saved: Path, keep: int) -> None:
-    """Removes what lies before `saved`, which was just completed, but for the `keep` - 1 newest complete checkpoints.
+def checkpoints(directory: Path) -> list[Checkpoint]:
+    """The checkpoints of a run by step, incomplete ones included."""
+    named = [path for path in directory.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name)]
+    return sorted(map(Checkpoint, named), key=lambda checkpoint: checkpoint.step)
 
-    The marker goes first, so that a removal that is interrupted leaves no checkpoint that looks complete.
+
+def completed(directory: Path) -> list[Checkpoint]:
+    """The checkpoints of a run whose save was finished, by step. Their files are not verified."""
+    return [checkpoint for checkpoint in checkpoints(directory) if checkpoint.is_complete]
+
+
+def newest(directory: Path, *, text_decides: bool = False) -> Checkpoint | None:
+    """The sound checkpoint of the highest step, None if there are none. Logs a warning for each damaged newer one.
+
+    Args: text_decides: whether damaged trajectories count like damaged weights, because the stored text decides what is
+        generated. Otherwise they only cost drafts, and are a warning.
+
+    Raises:
+        CheckpointError: there are checkpoints, and all are damaged.
     """
-    earlier = [path for path in _all(directory) if step_of(path) < step_of(saved)]
-    complete = [path for path in earlier if (path / MARKER).is_file()]
+    damaged: list[str] = []
+    for checkpoint in reversed(completed(directory)):
+        try:
+            checkpoint.verify(text_decides)
+        except CheckpointError as error:
+            damaged.append(str(error))
+            continue
+        for complaint in damaged:
+            logger.warning("%s; resuming from %s", complaint, checkpoint.path.name)
+        return checkpoint
+    if damaged:
+        raise CheckpointError(
+            f"no checkpoint in {directory} can be resumed from: {'; '.join(damaged)}. Restore its files, start another "
+            f"name, or remove {directory.parent} to start anew"
+        )
+    return None
+
+
+def set_aside_damaged(directory: Path, sound: Checkpoint) -> None:
+    """Renames the damaged checkpoints after `sound` to damaged-NAME, because the run will write these steps again."""
+    for checkpoint in completed(directory):
+        if checkpoint.step <= sound.step:
+            continue
+        suffixes = itertools.chain([""], map("-{}".format, itertools.count(2)))
+        names = (checkpoint.path.with_name(f"damaged-{checkpoint.path.name}{suffix}") for suffix in suffixes)
+        checkpoint.path.rename(next(name for name in names if not name.exists()))
+
+
+def prune(saved: Checkpoint, keep: int) -> None:
+    """Removes the checkpoints before `saved`, which was just completed, except the `keep` - 1 newest complete ones.
+
+    The marker is removed first, so that an interrupted removal leaves no checkpoint that looks complete.
+    """
+    earlier = [checkpoint for checkpoint in checkpoints(saved.path.parent) if checkpoint.step < saved.step]
+    complete = [checkpoint for checkpoint in earlier if checkpoint.is_complete]
     kept = complete[max(0, len(complete) - keep + 1) :]
-    for path in earlier:
-        if path not in kept:
-            (path / MARKER).unlink(missing_ok=True)
-            shutil.rmtree(path, ignore_errors=True)
-
-
-def step_of(checkpoint: Path) -> int:
-    """The optimiser step a checkpoint was taken after."""
-    return int(_STEP.fullmatch(checkpoint.name)[1])
+    for checkpoint in earlier:
+        if checkpoint not in kept:
+            (checkpoint.path / MARKER).unlink(missing_ok=True)
+            shutil.rmtree(checkpoint.path, ignore_errors=True)
 
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turns what a full or failing disk raises while `path` is written into one line; torch raises bare RuntimeErrors.
+    """Turns the errors of a full or failing disk while `path` is written into a RolloutError of one line.
 
-    Raises: RolloutError.
+    torch raises bare RuntimeErrors for these.
     """
     try:
         yield
@@ -79,50 +197,70 @@ def writing(path: Path) -> Iterator[None]:
         ) from error
 
 
-def trajectories(checkpoint: Path) -> Path:
-    """Where a checkpoint keeps its trajectory cache."""
-    return checkpoint / CACHE
+class CompleteCheckpoint(TrainerCallback):
+    """Adds trajectories and companions to each checkpoint, marks it as complete, and removes the oldest ones.
 
-
-def digest_of(mark: dict[str, Any]) -> str:
-    """What a marker's content is sealed with."""
-    return blake2b(json.dumps(mark).encode(), digest_size=16).hexdigest()
-
-
-class SaveCache(TrainerCallback):
-    """Completes each checkpoint with what else belongs to its step, marks it, and removes the oldest ones.
-
-    Args: rollouts: of the run; keep: complete checkpoints; data: digests of the data's splits, for the marker.
+    Args: keep: number of complete checkpoints to keep; data: digests of the data's splits, for the marker.
     """
 
     def __init__(self, rollouts: Rollouts, keep: int, data: Mapping[str, str]):
-        self._rollouts, self._keep, self._data = rollouts, keep, dict(data)
-        self._spent_s: float | None = None
+        self._rollouts = rollouts
+        self._keep = keep
+        self._data = dict(data)
+        self._cache_save_s: float | None = None
 
     def on_log(self, args, state, control, logs: dict[str, Any] | None = None, **kwargs) -> None:
-        """Puts the seconds that the cache took at the last save into the next record: a save follows its step's."""
-        if logs and "loss" in logs and self._spent_s is not None:
-            logs["timing_s/cache_save"], self._spent_s = self._spent_s, None
+        """Adds the seconds of the last cache save to the next record, because a save follows its step's record."""
+        if logs and "loss" in logs and self._cache_save_s is not None:
+            logs["timing_s/cache_save"] = self._cache_save_s
+            self._cache_save_s = None
 
     def on_save(self, args, state, control, **kwargs) -> None:
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             torch.distributed.barrier()  # until every process has written its part, such as its RNG state
         if not state.is_world_process_zero:
             return
-        checkpoint = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-        self._save_cache(checkpoint, state.global_step)
-        mark = {"step": state.global_step, "rollouts": self._rollouts.state(), "data": self._data}
-        with writing(checkpoint):
+        checkpoint = Checkpoint(Path(args.output_dir) / f"checkpoint-{state.global_step}")
+        self._save_cache(checkpoint)
+        with writing(checkpoint.path):
             for name, companion in self._rollouts.companions.items():
-                companion.save(checkpoint / name)
-            mark = json.loads(json.dumps(mark | {"files": seal(checkpoint, MARKER)}))  # as it will be read
-            write_durably(checkpoint / MARKER, json.dumps(mark | {"digest": digest_of(mark)}).encode())
-        prune(checkpoint.parent, checkpoint, self._keep)
+                companion.save(checkpoint.path / name)
+            checkpoint.complete({"rollouts": self._rollouts.state(), "data": self._data})
+        prune(checkpoint, self._keep)
 
-    def _save_cache(self, checkpoint: Path, step: int) -> None:
+    def _save_cache(self, checkpoint: Checkpoint) -> None:
         source = self._rollouts.source
         if source.cache is None:
             return
         began = time.perf_counter()
-        source.cache.save(trajectories(checkpoint), step, source.config.cache.on_write_error)
-        self._spent_s = time.perf_counter() - began
+        source.cache.save(checkpoint.trajectories, checkpoint.step, source.config.cache.on_write_error)
+        self._cache_save_s = time.perf_counter() - began
+
+
+def _digest_of(mark: dict[str, Any]) -> str:
+    return hashlib.blake2b(json.dumps(mark).encode(), digest_size=16).hexdigest()
+
+
+def _digest(file: BinaryIO) -> str:
+    return hashlib.file_digest(file, partial(hashlib.blake2b, digest_size=16)).hexdigest()
+
+
+def _flush_file(path: Path) -> list:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        return [os.fstat(file.fileno()).st_size, _digest(file)]
+
+
+def _complaint(folder: Path, name: str, saved: list) -> str:
+    """What is wrong with a file of a checkpoint; empty if it is as it was saved. Args: saved: [size, digest]."""
+    size, digest = saved
+    if not (folder / name).is_file():
+        return f"{name} is missing"
+    try:
+        with (folder / name).open("rb") as file:
+            size_now = os.fstat(file.fileno()).st_size
+            if size_now != size:
+                return f"{name} has {size_now} bytes instead of {size}"
+            return "" if _digest(file) == digest else f"{name} has other bytes than were written"
+    except OSError as error:
+        return f"{name} cannot be read ({error.strerror})"

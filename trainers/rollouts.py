@@ -90,9 +90,9 @@ class Rollouts:
         self._fields: dict[str, dict] = {}
         """Dataset rows of the step, by example id."""
         self._metrics: dict[str, Metric] = {}
-        self.whole: Scored | None = None
+        self.sampled_batch: Scored | None = None
         """All that was rolled out last."""
-        self.last: Scored | None = None
+        self.train_batch: Scored | None = None
         """What of it is trained on."""
         self.companions: dict[str, Companion] = {}
         """What is trained beside the policy, by the name that checkpoints have for it."""
@@ -122,7 +122,7 @@ class Rollouts:
     @property
     def batch_is_current(self) -> bool:
         """True while no update was made since the rollout, so that trainer and engine describe the same weights."""
-        return self.last is not None and self.last.batch.completions[0].version == self.version
+        return self.train_batch is not None and self.train_batch.batch.completions[0].version == self.version
 
     def sync(self) -> None:
         """Brings the engine to the current weights; costs nothing when it has them."""
@@ -144,15 +144,17 @@ class Rollouts:
         if self.engine.own_weights:
             self._note({"timing_s/sync": seconds(time.perf_counter() - began)})
         self._fields = {}
-        self.whole = self.last = self._roll_out(inputs, first)
+        self.sampled_batch = self.train_batch = self._roll_out(inputs, first)
         if self._options.refill_rounds:
             from specrl.trainers.refill import Refill
 
             refill = Refill(self._options.refill_rounds, self._group_size, self.exchange, self._roll_out)
             order = derive_key(self.source.seed, "refill", 0, self.version, "trainer")
-            self.whole, self.last, metrics = refill(self.whole, self._accelerator, self._setup.dataset, order)
+            self.sampled_batch, self.train_batch, metrics = refill(
+                self.sampled_batch, self._accelerator, self._setup.dataset, order
+            )
             self._note(metrics)
-        return self.last
+        return self.train_batch
 
     def _note(self, metrics: Mapping[str, Metric]) -> None:
         self._metrics = merged([self._metrics, metrics], Metric.later)
@@ -196,7 +198,7 @@ class Rollouts:
 
     def finish(self) -> dict[str, Metric]:
         """Stores what was rolled out, runs the control rows that are due, and returns the rollout's metrics."""
-        got, cache = self.whole, self.source.cache
+        got, cache = self.sampled_batch, self.source.cache
         if cache is not None:
             entries = self.source.entries(got.rows, got.batch, step=self.version, rewards=got.rewards)
             with got.batch.charge_store():
@@ -264,7 +266,7 @@ class Rollouts:
         from specrl.trainers.correction import measured_weights, padded
 
         if config.lossy:
-            logp, behaviour = drawn, padded([c.behaviour_logprobs for c in self.last.batch.completions], drawn)
+            logp, behaviour = drawn, padded([c.behaviour_logprobs for c in self.train_batch.batch.completions], drawn)
         else:
             logp, behaviour = own(), drawn
         ratios, metrics = measured_weights(logp, behaviour, mask, options.correction, options.correction_cap)

@@ -1,4 +1,4 @@
-"""Seconds of the engine's passes, observed through `Drafting.observe_pass`."""
+"""Seconds of the engine's passes, as its budget observes them."""
 
 from __future__ import annotations
 
@@ -40,9 +40,11 @@ class Watched(Drafting):
         self.passes: list[Pass] = []
         self.after_pass: Callable[[int], None] = lambda done: None
         """Called after every pass with the number of passes so far."""
+        self._observe = self.budget.observe_pass
+        self.budget.observe_pass = self._keep
 
-    def observe_pass(self, tokens: int, seconds: float, rows: int = 0, width: int = 0, *more, **named) -> None:
-        super().observe_pass(tokens, seconds, rows, width, *more, **named)
+    def _keep(self, tokens: int, seconds: float, rows: int = 0, width: int = 0, *more, **named) -> None:
+        self._observe(tokens, seconds, rows, width, *more, **named)
         self.passes.append(Pass(rows, tokens, width, seconds))
         self.after_pass(len(self.passes))
 

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from benchmarks.research.mask_drafter import MaskDrafter, ends_of
 from benchmarks.research.responses import response_logits
-from specrl.rollout.noise import keyed_draw
+from specrl.rollout.noise import keyed_sample
 from specrl.trainers.cotraining.texts import Text
 
 LONGEST = 16  # drafts of a chain
@@ -90,7 +90,7 @@ def masked_grid(drafter: MaskDrafter, texts: Sequence[Text], keys: Sequence[int]
 
 def _drawn(logits: torch.Tensor, text: Text, key: int, answers: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
     """Whether the draws at `answers` are the response's tokens, and their log-probs."""
-    draws, logp, *_ = keyed_draw(logits, torch.full_like(answers, key), answers)
+    draws, logp, *_ = keyed_sample(logits, torch.full_like(answers, key), answers)
     return (draws == torch.tensor(text.response)[answers]).numpy(), logp.numpy()
 
 

@@ -33,7 +33,7 @@ from specrl.rollout.drafting.ngrams import NGrams
 from specrl.rollout.drafting.suffix import PromptTexts, SuffixDrafter
 from specrl.rollout.engines.base import Limits
 from specrl.rollout.engines.local.kv import KV
-from specrl.rollout.engines.local.ragged import Drawing
+from specrl.rollout.engines.local.model import InFlightPass
 from specrl.rollout.engines.local.reader import Reader
 from specrl.rollout.engines.local.varlen import StaticPass
 from specrl.rollout.engines.response import Response
@@ -122,15 +122,15 @@ class Policy:
     def timing(self, rows: int, tokens: int) -> tuple[int, float]:
         return tokens, cost(rows, tokens)
 
-    def kv(self, rows: int, capacity: int) -> KV:
-        return KV(rows, capacity, heads_first=False)
+    def kv(self, slabs: int, capacity: int) -> KV:
+        return KV(slabs, capacity, heads_first=False)
 
     def forward(self, tokens: Sequence[int], layout: StaticPass) -> None:
         """Of the prompts; nobody looks at what comes out."""
 
-    def launch(self, tokens: Sequence[int], layout: StaticPass, of_draws, picked: None) -> Drawing:
-        layout.fill(tokens, *of_draws)
-        return Drawing(torch.stack([self.draws, *[self.logprobs] * 3]), torch.empty(0), np.arange(len(tokens)))
+    def launch(self, tokens: Sequence[int], layout: StaticPass, noise, picked: None) -> InFlightPass:
+        layout.fill(tokens, *noise)
+        return InFlightPass(torch.stack([self.draws, *[self.logprobs] * 3]), torch.empty(0), np.arange(len(tokens)))
 
     def will_say(self, draws: Sequence[int]) -> None:
         self.draws = torch.tensor(draws, dtype=torch.int32)
@@ -201,10 +201,10 @@ class Rollout:
             emitted = row.emit(accepted, EOS_IDS)
             self.reader.rollback(number, len(row.tokens) - 1)
             self.stats.count(draft.source, len(draft.tokens), min(accepted.drafted, emitted))
-            self.drafting.learn(row, draft, accepted.tokens, accepted.drafted, accepted.behind)
+            self.drafting.learn(row, draft, accepted.tokens, accepted.drafted, accepted.rejected_tail)
             brought += len(accepted.tokens)
         seconds, asking = cost(len(rows), tokens), self.drafting.asking
-        self.drafting.observe_pass(tokens, seconds, len(rows), self.reader.width, brought, asking=asking)
+        self.drafting.budget.observe_pass(tokens, seconds, len(rows), self.reader.width, brought, asking=asking)
 
     @contextmanager
     def timed(self, part: str) -> Iterator[None]:

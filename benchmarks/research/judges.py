@@ -175,8 +175,7 @@ def judged(work: Path, rewards) -> dict:
     from specrl.lossy.judging import mismatches, read_cache
     from specrl.rollout.lossy.judge import JudgeHead
     from specrl.run.data import load_examples
-    from specrl.trainers.lossy.fit import roc_auc
-    from specrl.trainers.lossy.judge import fit_judge
+    from specrl.trainers.lossy.fit import fit_judge, roc_auc
 
     run = prepare(work)
     most = max(TEST_PROBLEMS.values())

@@ -38,7 +38,7 @@ from specrl.results import tables
 from specrl.rollout.engines.base import SamplingParams
 from specrl.rollout.engines.local.engine import TransformersEngine
 from specrl.rollout.keys import derive_key
-from specrl.rollout.noise import keyed_draw
+from specrl.rollout.noise import keyed_sample
 from specrl.rollout.types import Request
 from specrl.run.tasks import arithmetic
 from specrl.tiny import load_tiny
@@ -87,7 +87,7 @@ def positions(model, prompt: Sequence[int], tokens: Sequence[int], key: int) -> 
     hidden = response_states(model, [Text(tuple(prompt), tuple(tokens), 0)])
     logits = model.get_output_embeddings()(hidden).float()
     at = torch.arange(len(tokens))
-    draws, logprob, _, margin = keyed_draw(logits, torch.full_like(at, key), at)
+    draws, logprob, _, margin = keyed_sample(logits, torch.full_like(at, key), at)
     logprobs = logits.log_softmax(-1)
     return Positions(logprob, margin, -(logprobs.exp() * logprobs).sum(-1), hidden, draws == torch.tensor(tokens))
 

@@ -5,7 +5,7 @@
 Rolls out the known texts of benchmarks/research/host.py as Model Runner V1 would: each step `sample` verifies every
 row's draft and `propose` names the next ones. The model takes no time, and the draw only reads the texts. Reports
 thread time in microseconds a row, of steps in which nearly all rows take part. `device_us_a_row` is the host's part of
-drafts on the device (rollout/engines/vllm/device.py): the calls of vLLM's scheduler between steps.
+drafts on the device (rollout/engines/vllm/scheduler.py): the calls of vLLM's scheduler between steps.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from specrl.config import load as cli
 from specrl.rollout.drafting.contexts import ContextTable
 from specrl.rollout.drafting.drafting import Drafting
 from specrl.rollout.engines.base import SamplingParams
-from specrl.rollout.engines.vllm.room import LogitsBudget
-from specrl.rollout.engines.vllm.rows import LogprobBuffer, VLLMRow
+from specrl.rollout.engines.vllm.batch import LogprobBuffer, VLLMRow
+from specrl.rollout.engines.vllm.flow import Flow
+from specrl.rollout.engines.vllm.logits import LogitsBudget
 from specrl.rollout.engines.vllm.scheduler import DraftLengths, set_lengths
-from specrl.rollout.engines.vllm.v1 import V1Rules
+from specrl.rollout.engines.vllm.v1 import V1Adapter
 from specrl.rollout.sections import doc
-from specrl.rollout.types import EngineStats
 
 LAW = SamplingParams(host.EOS_IDS)
 DRAFT_TOKENS = 32
@@ -81,33 +81,38 @@ class Rollout:
         drafting.contexts.learn(made.others)
         drafting.begin(requests)
         drafting.propose = self.clock.timed("asking", drafting.propose)
-        bounds = {"draft_tokens": DRAFT_TOKENS, "room": LogitsBudget(ROOM), "scores_per_chunk": ROOM}
-        draw = self.clock.timed("draw", self.draw)
-        self.rules = V1Rules(
-            drafting=drafting, draw=draw, stats=EngineStats(), rows=rows, told=LogprobBuffer([*rows.values()]), **bounds
+        self.flow = Flow(
+            drafting=drafting,
+            draft_tokens=DRAFT_TOKENS,
+            budget=LogitsBudget(ROOM),
+            rows=rows,
+            logprobs=LogprobBuffer([*rows.values()]),
         )
+        self.adapter = V1Adapter(flow=self.flow, chunk=ROOM, draw=self.clock.timed("draw", self.draw))
         self.steps: list[tuple[int, dict[str, float]]] = []
         """Rows of each step, and its seconds by part."""
 
     def run(self) -> None:
-        rules, clock = self.rules, self.clock
-        sample, propose = clock.timed("sample", rules.sample), clock.timed("propose", rules.propose)
-        drafts, asking = dict.fromkeys(rules.rows, ()), None
-        while names := [name for name, row in rules.rows.items() if row.finish is None]:
+        rows, drafting, clock = self.flow.rows, self.flow.drafting, self.clock
+        sample, propose = clock.timed("sample", self.adapter.sample), clock.timed("propose", self.adapter.propose)
+        drafts, asking = dict.fromkeys(rows, ()), None
+        while names := [name for name, row in rows.items() if row.finish is None]:
             clock.seconds = {}
             runner, metadata, logits = batch(names, [drafts[name] for name in names])
             sampled = sample(runner, logits, metadata).sampled_token_ids.tolist()
             given = propose([[token for token in row if token >= 0] for row in sampled])
             drafts = dict(zip(names, given, strict=True))
             tokens, stood = len(logits), sum(token >= 0 for row in sampled for token in row)
-            rules.drafting.observe_pass(tokens, host.cost(len(names), tokens), len(names), stood=stood, asking=asking)
-            asking = rules.drafting.asking
+            drafting.budget.observe_pass(
+                tokens, host.cost(len(names), tokens), len(names), emitted=stood, asking=asking
+            )
+            asking = drafting.asking
             self.steps.append((len(names), clock.seconds))
-        if [row.tokens for row in rules.rows.values()] != self.truths:
+        if [row.tokens for row in rows.values()] != self.truths:
             raise RuntimeError("the hooks gave other texts than were drawn")
 
     def draw(self, logits: Tensor, keys: Tensor, positions: Tensor, targets: Tensor, *law: float) -> Tensor:
-        """As packed_draw: keys are the numbers of the rows."""
+        """As packed_sample: keys are the numbers of the rows."""
         filled = torch.full((len(keys),), 0.5).view(torch.int32)
         return torch.stack([self.texts[keys, positions].int(), *[filled] * 3])
 
@@ -142,7 +147,7 @@ def _once(config: host.HostConfig, made: host.Work) -> dict:
         got = [sum(s.get(p, 0.0) for p in parts) - sum(s.get(p, 0.0) for p in less) for _, s in full]
         return round(1e6 * statistics.median(g / rows for g, (rows, _) in zip(got, full, strict=True)), 2)
 
-    stats, row_steps = rollout.rules.stats, sum(rows for rows, _ in rollout.steps)
+    stats, row_steps = rollout.flow.stats, sum(rows for rows, _ in rollout.steps)
     return {
         "rows": config.rows,
         "us_a_row": {
@@ -171,7 +176,7 @@ def on_device(rows: int, steps: int = 200) -> float:
     """Microseconds a row and step, the median of `steps`: all drafts of 8 tokens stand but for one in ten rows."""
     drafting = Drafting(host.Unhurried(padded=False))
     drafting.attach(host.Policy())
-    flow = DraftLengths(source="texts", drafting=drafting, draft_tokens=DRAFT_TOKENS, room=LogitsBudget(ROOM))
+    flow = DraftLengths(source="texts", drafting=drafting, draft_tokens=DRAFT_TOKENS, budget=LogitsBudget(ROOM))
     names = [f"request-{i}" for i in range(rows)]
     for name in names:
         flow.admit(name, drafts=True)
@@ -181,9 +186,9 @@ def on_device(rows: int, steps: int = 200) -> float:
         set_lengths(requests.values(), flow.lengths(names))
         for i, name in enumerate(names):
             accepted = 8 if i % 10 else 3
-            flow.drafted(name, 8, accepted)
-            flow.emitted(name, accepted + 1)
-        flow.passed(9 * rows)
+            flow.observe_draft(name, 8, accepted)
+            flow.observe_tokens(name, accepted + 1)
+        flow.observe_step(9 * rows)
         spent.append(time.thread_time() - began)
     return round(1e6 * statistics.median(spent) / rows, 2)
 

@@ -1,4 +1,4 @@
-"""The coming batch in the hands of workers that have nothing else to do. Knows nothing of Ray."""
+"""Which rows of the coming batch idle workers roll out ahead. Knows nothing of Ray."""
 
 from __future__ import annotations
 
@@ -6,42 +6,42 @@ from collections.abc import Sequence
 
 from specrl.rollout.drafting.suffix import following
 from specrl.rollout.types import AheadText, Request
-from specrl.rollout.workers.worker import spread
+from specrl.rollout.workers.worker import split_work
 
 
 class Ahead:
-    """What is asked for ahead of its turn, who works on it, and what there is of it. At most one batch."""
+    """The requests of at most one batch, those that a worker is busy with, and their texts so far."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self._asked: dict[int, Request] = {}
         self._texts: dict[int, AheadText] = {}
         self._running: set[int] = set()
         self._seconds = 0.0
 
     def plan(self, requests: Sequence[Request]) -> None:
-        """These are wanted, in the place of all before."""
+        """These requests are wanted instead of all earlier ones."""
         self._asked = {request.key: request for request in requests}
 
     def take(self) -> tuple[dict[int, AheadText], float]:
-        """What there is, by key, and the worker seconds that it took; nothing more is wanted then."""
+        """The texts so far by key, and the worker seconds that they took; nothing more is wanted then."""
         taken = self._texts, self._seconds
         self._asked, self._texts, self._seconds = {}, {}, 0.0
         return taken
 
     def share(self, workers: int) -> list[Request]:
-        """Rows for one of so many workers: the longest share of those that nobody works on and that have not ended.
+        """Rows for one of so many workers: the longest share of the unfinished rows that no worker is busy with.
 
-        Each goes on behind what there is of it.
+        Each continues its text so far.
         """
         waiting = [request for key, request in self._asked.items() if key not in self._running and not self._ended(key)]
         if not waiting:
             return []
-        requests = [waiting[i] for group in spread(waiting, workers)[0] for i in group]
+        requests = [waiting[i] for group in split_work(waiting, workers)[0] for i in group]
         self._running |= {request.key for request in requests}
         return [following(r, self._texts[r.key].tokens) if r.key in self._texts else r for r in requests]
 
     def learn(self, requests: Sequence[Request], texts: Sequence[AheadText], seconds: float) -> None:
-        """A worker has stopped, or all its rows have ended, after so many seconds."""
+        """A worker has stopped, or finished all its rows, after so many seconds."""
         self.forget(requests)
         self._seconds += seconds
         self._texts |= {
@@ -49,7 +49,7 @@ class Ahead:
         }
 
     def forget(self, requests: Sequence[Request], wanted: bool = True) -> None:
-        """Nothing came of these rows. Args: wanted: another worker may have them."""
+        """A worker returned no texts of these rows. Args: wanted: another worker may try them."""
         keys = {request.key for request in requests}
         self._running -= keys
         if not wanted:

@@ -1,4 +1,4 @@
-"""Calls to workers, from submission to their end in whatever way."""
+"""Calls to workers, from submission to their end: a result, a failure, death or a missed deadline."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from ray.exceptions import RayError
 
 from specrl.rollout.sections import ClusterConfig
 from specrl.rollout.types import EngineStats, Request, RolloutError
-from specrl.rollout.workers.worker import Failure, RolloutWorker, Share, Started
+from specrl.rollout.workers.worker import Failure, RolloutWorker, Share, WorkerInfo
 
 LAST_PASS_S = 60.0
-"""That a worker which is told to stop has at least to end its pass."""
-_BELL = "bell"  # the group of calls that are answered beside the one in progress
+"""Least time that a worker has to end its pass after it is told to stop."""
+_CONTROL = "control"  # the concurrency group of calls that are answered during the one in progress
 _numbers = itertools.count(1)
 
 
@@ -32,77 +32,86 @@ class Task:
 
 
 @dataclass(slots=True)
-class Place:
-    """A place in the pool, and the actor that holds it now."""
+class WorkerHandle:
+    """One worker of the pool: the actor that currently runs it, and what the actor is doing."""
 
     index: int
     actor: Any = None
-    started: Started | None = None
+    info: WorkerInfo | None = None
+    """None until it has started."""
     call: ray.ObjectRef | None = None
-    """What it is busy with, None when idle."""
+    """The call in progress, None when idle."""
     task: Task | None = None
     """The task of `call`; None while it starts, takes weights or works ahead."""
     ahead: Sequence[Request] = ()
     """The rows of `call` where it works ahead."""
-    number: int = 0
-    """Of that call."""
+    ahead_call: int = 0
+    """Number of the last call that works ahead."""
     halted: bool = False
-    """It was told to end it."""
+    """That call was told to end."""
     deadline: float = 0.0
 
     def __str__(self) -> str:
-        return f"worker {self.index}" + (f" (pid {self.started.pid})" if self.started else "")
+        return f"worker {self.index}" + (f" (pid {self.info.pid})" if self.info else "")
 
     def start(self, cluster: ClusterConfig, *args: Any) -> None:
         """A new actor, which calls `start`."""
-        limits = {"max_restarts": 0, "max_task_retries": 0, "concurrency_groups": {_BELL: 1}}
-        actor = ray.remote(num_cpus=cluster.cpus_per_worker, num_gpus=cluster.gpus_per_worker, **limits)(RolloutWorker)
-        self.actor, self.started = actor.remote(self.index), None
+        options: dict[str, Any] = {"max_restarts": 0, "max_task_retries": 0, "concurrency_groups": {_CONTROL: 1}}
+        options |= {"num_cpus": cluster.cpus_per_worker, "num_gpus": cluster.gpus_per_worker}
+        self.actor = ray.remote(**options)(RolloutWorker).remote(self.index)
+        self.info = None
         self.submit(cluster.start_timeout_s, "start", *args)
 
     def submit(self, timeout_s: float, method: str, *args: Any, task: Task | None = None) -> None:
         """Calls a method of the worker."""
-        self.call, self.task, self.ahead = self.actor.run.remote(method, *args), task, ()
+        self.call = self.actor.run.remote(method, *args)
+        self.task = task
+        self.ahead = ()
         self.deadline = time.monotonic() + timeout_s
 
     def work_ahead(self, timeout_s: float, version: int, requests: Sequence[Request]) -> None:
-        """Lets it roll out rows until `halt`."""
-        self.number, self.halted = next(_numbers), False
-        self.submit(timeout_s, "ahead", version, self.number, requests)
+        """Rolls out rows until `halt`."""
+        self.ahead_call = next(_numbers)
+        self.halted = False
+        self.submit(timeout_s, "ahead", version, self.ahead_call, requests)
         self.ahead = requests
 
     def halt(self, timeout_s: float) -> None:
-        """Ends what it rolls out ahead.
+        """Ends the rollout ahead.
 
-        Its deadline stays that of the call, which began when the worker was given the rows: one that hangs is not
-        waited for anew. Nobody looks at deadlines while the trainer computes, so a worker that has gone on past its own
-        still gets to end its pass, for `LAST_PASS_S` at most.
+        Its deadline is still that of the call, which began when the worker was given the rows: a hanging worker does
+        not get more time. Nobody checks deadlines while the trainer computes, so a worker that is past its own still
+        gets time to end its pass, at most `LAST_PASS_S`.
         """
         if self.ahead and not self.halted:
-            self.actor.halt.options(concurrency_group=_BELL).remote(self.number)
+            self.actor.halt.options(concurrency_group=_CONTROL).remote(self.ahead_call)
             self.halted = True
             self.deadline = max(self.deadline, time.monotonic() + min(timeout_s, LAST_PASS_S))
 
     def ended(self) -> None:
         """Its call is over."""
-        self.call, self.task, self.ahead = None, None, ()
+        self.call = None
+        self.task = None
+        self.ahead = ()
 
 
-def first_to_end(places: Sequence[Place], cluster: ClusterConfig) -> tuple[Place, Any | Failure]:
-    """The first call to end, in whatever way: a result, a Failure, death (`lost`) or the deadline (`lost`).
+def wait_first(workers: Sequence[WorkerHandle], cluster: ClusterConfig) -> tuple[WorkerHandle, Any | Failure]:
+    """The first call to end: with a result, a Failure, death (`lost`) or at its deadline (`lost`).
 
     Raises:
         RolloutError: a worker did not start in time.
     """
-    busy = {place.call: place for place in places if place.call}
-    due = min(busy.values(), key=lambda place: place.deadline)
+    busy = {worker.call: worker for worker in workers if worker.call}
+    due = min(busy.values(), key=lambda worker: worker.deadline)
     ended, _ = ray.wait(list(busy), timeout=max(0.0, due.deadline - time.monotonic()))
     if ended:
         try:
             return busy[ended[0]], ray.get(ended[0])
         except RayError as error:
-            return busy[ended[0]], Failure("lost", _died(error))
-    if due.started is None:
+            # Ray's reason in one line, without its list of common causes
+            reason = str(error).strip().splitlines()[-1].partition(" Some common causes")[0]
+            return busy[ended[0]], Failure("lost", f"died: {reason}")
+    if due.info is None:
         free = ray.available_resources()
         raise RolloutError(
             f"worker {due.index} did not start within cluster.start_timeout_s={cluster.start_timeout_s:g}; it "
@@ -113,29 +122,24 @@ def first_to_end(places: Sequence[Place], cluster: ClusterConfig) -> tuple[Place
     return due, Failure("lost", "did not answer before its deadline (cluster.task_timeout_s, start_timeout_s)")
 
 
-def ask_each(places: Sequence[Place], cluster: ClusterConfig, method: str, args: Sequence[tuple]) -> None:
-    """Calls a method of idle workers, each with arguments of its own, and waits for all. Nobody is replaced: what
-    they do, they do together.
+def call_each(workers: Sequence[WorkerHandle], cluster: ClusterConfig, method: str, args: Sequence[tuple]) -> None:
+    """Calls a method of each idle worker with its own arguments, and waits for all. No worker is replaced, as each
+    needs the others to finish.
 
     Raises:
         RolloutError: one fails, dies or misses `cluster.start_timeout_s`.
     """
-    for place, own in zip(places, args, strict=True):
-        place.submit(cluster.start_timeout_s, method, *own)
-    while any(place.call for place in places):
-        place, outcome = first_to_end(places, cluster)
-        place.ended()
+    for worker, arguments in zip(workers, args, strict=True):
+        worker.submit(cluster.start_timeout_s, method, *arguments)
+    while any(worker.call for worker in workers):
+        worker, outcome = wait_first(workers, cluster)
+        worker.ended()
         if isinstance(outcome, Failure):
-            raise RolloutError(f"{place} failed in {method} of an update of the weights: {outcome}")
+            raise RolloutError(f"{worker} failed in {method} of an update of the weights: {outcome}")
 
 
-def together(costs: Sequence[EngineStats]) -> EngineStats:
-    """Counts of all workers; seconds of the slowest, as they work side by side."""
-    seconds = [f.name for f in fields(EngineStats) if f.name.endswith("_s")]
-    slowest = max(costs, key=lambda cost: sum(getattr(cost, name) for name in seconds))
-    return replace(sum(costs, EngineStats()), **{name: getattr(slowest, name) for name in seconds})
-
-
-def _died(error: RayError) -> str:
-    """Ray's reason in one line, without its list of common causes."""
-    return "died: " + str(error).strip().splitlines()[-1].partition(" Some common causes")[0]
+def merge_stats(stats: Sequence[EngineStats]) -> EngineStats:
+    """Counts of all workers; seconds of the slowest, as they work in parallel."""
+    names = [f.name for f in fields(EngineStats) if f.name.endswith("_s")]
+    slowest = max(stats, key=lambda each: sum(getattr(each, name) for name in names))
+    return replace(sum(stats, EngineStats()), **{name: getattr(slowest, name) for name in names})

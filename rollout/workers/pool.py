@@ -1,8 +1,8 @@
 """Rollout workers on Ray: an Engine whose rows are decoded by actors, each with an engine of its own.
 
-The noise of a rollout belongs to its rows, so a row is the same wherever it is decoded: work can be spread, stolen, cut
-and done again without changing a token. Ray restarts and retries nothing by itself, as an actor it restarted would hold
-the weights of the model's files. The pool does it: it knows the weights, their version and their probe.
+The noise of a rollout belongs to its rows, so a row is the same wherever it is decoded: work can be split, moved and
+repeated without changing a token. Ray itself restarts and retries nothing, as an actor that it restarted would have the
+weights of the model's files. The pool does, as it knows the weights, their version and their probe.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from specrl.rollout.engines.base import Engine, EngineSpec, Probe
 from specrl.rollout.sections import ClusterConfig
 from specrl.rollout.types import AheadText, Completion, EngineStats, Request, RolloutError
 from specrl.rollout.workers.ahead import Ahead
-from specrl.rollout.workers.calls import Place, Task, ask_each, first_to_end, together
+from specrl.rollout.workers.calls import Task, WorkerHandle, call_each, merge_stats, wait_first
 from specrl.rollout.workers.delivery import Delivery
-from specrl.rollout.workers.worker import Failure, Share, gpu, spread
+from specrl.rollout.workers.worker import Failure, Share, WorkerInfo, gpu_uuid, split_work
 
 logger = logging.getLogger(__name__)
 
 MAX_SPLITS = 3
-"""How often a share that runs out of memory is cut in two."""
+"""How often a share that runs out of memory is split in two."""
 
 
 class RolloutPool:
     """An Engine made of `cluster.num_workers` Ray actors; needs a connected Ray (specrl.run.cluster.connect).
 
-    Workers that die or hang are replaced, and get the current weights before they serve; what they were doing is done
-    again. A prompt that the engine cannot handle comes back as failed completions, the others unaffected. Whatever else
-    goes wrong is a RolloutError, after which the pool is closed.
+    Workers that die or hang are replaced, and get the current weights before they serve; their calls are repeated. A
+    prompt that the engine cannot handle is returned as failed completions, the others are unaffected. Any other error
+    is a RolloutError, after which the pool is closed.
 
     It works ahead (WorksAhead): workers without a row of the current batch begin those of the next one, until the pool
-    is called again. One that dies or hangs meanwhile costs drafts, and counts as any other fault.
+    is called again. One that dies or hangs then costs drafts, and counts as any other fault.
 
     Args:
         spec: what each worker builds.
@@ -60,20 +60,24 @@ class RolloutPool:
         self._build = build
         self._probe: Probe | None = None
         self._faults: list[str] = []  # since a task was last finished
-        self._workers = [Place(i) for i in range(cluster.num_workers)]
-        ask = partial(ask_each, self._workers, cluster)
-        self._delivery = Delivery(ray.put, ask, ray.util.get_node_ip_address())
+        self._workers = [WorkerHandle(i) for i in range(cluster.num_workers)]
+        call = partial(call_each, self._workers, cluster)
+        self._delivery = Delivery(ray.put, call, ray.util.get_node_ip_address())
         self._ahead = Ahead()
         with self._closed_on_error():
             for worker in self._workers:
                 self._start(worker)
-            self._settle()
-        started = [worker.started for worker in self._workers]
+            self._wait_idle()
         self.not_ahead = ""
-        if not all(each.ahead for each in started):
+        if not all(info.works_ahead for info in self._infos):
             self.not_ahead = "the workers' engine cannot be stopped between passes"
-        elif (own := gpu()) and any(each.gpu == own for each in started):
+        elif (trainer := gpu_uuid()) and any(info.gpu == trainer for info in self._infos):
             self.not_ahead = "a rollout worker shares the trainer's GPU"
+
+    @property
+    def _infos(self) -> list[WorkerInfo]:
+        """Of all workers, each of which has started."""
+        return [worker.info for worker in self._workers if worker.info]
 
     def generate(self, requests: Sequence[Request]) -> tuple[list[Completion], EngineStats]:
         """See Engine.generate. Rows without a response have `Completion.failure`."""
@@ -82,10 +86,10 @@ class RolloutPool:
         first: Failure | None = None
         with self._closed_on_error():
             self._halt()
-            shares = spread(requests, len(self._workers) * self.cluster.tasks_per_worker)
-            tolerated = max((len(group) for share in shares for group in share), default=0)  # a poisoned prompt
+            shares = split_work(requests, len(self._workers) * self.cluster.tasks_per_worker)
+            tolerated = max((len(group) for share in shares for group in share), default=0)  # one bad prompt
             # a worker without rows is called too: its engine, awake since the update, gives its memory back
-            idle = [[] for _ in range(len(self._workers) - len(shares) if shares else 0)]
+            idle: list[Share] = [[] for _ in range(len(self._workers) - len(shares) if shares else 0)]
             tasks = deque(self._task(requests, share) for share in [*shares, *idle])
             for worker, task, outcome in self._run(tasks):
                 rows = [i for group in task.share for i in group]
@@ -104,7 +108,7 @@ class RolloutPool:
                 for i, completion in zip(rows, completions, strict=True):
                     done[i] = completion
                 self._check_failed(done, first, tolerated)
-        return done, together(costs)
+        return [completion for completion in done if completion], merge_stats(costs)
 
     def update_weights(
         self, weights: Iterable[tuple[str, Tensor]] | None, version: int, probe: Probe | None = None
@@ -116,9 +120,9 @@ class RolloutPool:
             self.weight_version, self._probe = version, probe
             if weights is not None:
                 self._delivery.take(weights)
-            self._settle()  # a worker that is replaced meanwhile gets these
+            self._wait_idle()  # a worker that is replaced during this wait gets these weights
             if weights is not None:
-                self._delivery.choose([worker.started for worker in self._workers])
+                self._delivery.choose(self._infos)
             if weights is not None and self._delivery.linked:
                 self._delivery.send(version, probe)
             else:
@@ -127,9 +131,9 @@ class RolloutPool:
     def score(self, tokens: Sequence[int]) -> list[float]:
         """See Engine.score."""
         with self._closed_on_error():
-            for _, _, outcome in self._run(deque([Task("score", (self.weight_version, tuple(tokens)))])):
-                if isinstance(outcome, Failure):
-                    raise RolloutError(f"the workers cannot score {len(tokens)} tokens: {outcome}")
+            ((_, _, outcome),) = self._run(deque([Task("score", (self.weight_version, tuple(tokens)))]))
+            if isinstance(outcome, Failure):
+                raise RolloutError(f"the workers cannot score {len(tokens)} tokens: {outcome}")
         return outcome
 
     def begin(self, requests: Sequence[Request]) -> None:
@@ -144,7 +148,7 @@ class RolloutPool:
 
     def reset_cache(self) -> None:
         with self._closed_on_error():
-            self._settle()
+            self._wait_idle()
             self._broadcast("reset_cache")
 
     def close(self) -> None:
@@ -160,7 +164,7 @@ class RolloutPool:
         return Task("generate", (self.weight_version, rows), share, splits)
 
     def _halves(self, requests: Sequence[Request], task: Task, failure: Failure) -> list[Task]:
-        """The task in two: to fit the memory, or to find the prompt that fails."""
+        """The task split in two: to fit the memory, or to isolate the prompt that fails."""
         out_of_memory = failure.kind == "memory"
         share = task.share if len(task.share) > 1 else [[i] for i in task.share[0]]
         if out_of_memory and (task.splits == MAX_SPLITS or len(share) == 1):
@@ -186,38 +190,38 @@ class RolloutPool:
         """What a worker must have loaded before it serves."""
         return self._delivery.stored(), self.weight_version, self._probe
 
-    def _start(self, worker: Place) -> None:
+    def _start(self, worker: WorkerHandle) -> None:
         threads = max(1, int(self.cluster.cpus_per_worker))
         worker.start(self.cluster, self._build, self.spec, threads, *self._state)
 
     def _broadcast(self, method: str, *args: Any) -> None:
-        """Calls every worker; one that is replaced meanwhile needs no call, as it starts from the current state."""
+        """Calls every worker; one that is replaced before it answers starts from the current state instead."""
         for worker in self._workers:
             worker.submit(self.cluster.start_timeout_s, method, *args)
-        self._settle()
+        self._wait_idle()
 
-    def _settle(self) -> None:
+    def _wait_idle(self) -> None:
         """Waits until no worker is busy; none works ahead any more."""
         self._halt()
         while any(worker.call for worker in self._workers):
-            self._step(deque())
+            self._wait_one(deque())
 
     def _halt(self) -> None:
-        """Ends within a pass what workers roll out ahead, and keeps it."""
+        """Ends the rollouts ahead within a pass, and keeps their texts."""
         for worker in self._workers:
             worker.halt(self.cluster.task_timeout_s)
         while any(worker.ahead for worker in self._workers):
-            self._step(deque())
+            self._wait_one(deque())
 
-    def _feed(self) -> None:
-        """Gives rows of the coming batch to workers that have nothing to do, as many as they would be left with."""
+    def _start_ahead(self) -> None:
+        """Gives idle workers rows of the coming batch: each a share as large as if all idle workers had one."""
         left = sum(worker.call is None or worker.task is not None for worker in self._workers)
         for worker in self._workers:
             if worker.call is None and (requests := self._ahead.share(left)):
                 worker.work_ahead(self.cluster.task_timeout_s, self.weight_version, requests)
                 left -= 1
 
-    def _run(self, tasks: deque[Task]) -> Iterator[tuple[Place, Task, Any | Failure]]:
+    def _run(self, tasks: deque[Task]) -> Iterator[tuple[WorkerHandle, Task, Any | Failure]]:
         """Yields tasks with their results as they end, until `tasks` stays empty; idle workers take the next one."""
         while tasks or any(worker.task for worker in self._workers):
             for worker in self._workers:
@@ -227,14 +231,14 @@ class RolloutPool:
                 elif tasks:
                     worker.halt(self.cluster.task_timeout_s)
             if not tasks:
-                self._feed()
-            if ended := self._step(tasks):
+                self._start_ahead()
+            if ended := self._wait_one(tasks):
                 yield ended
-        self._feed()
+        self._start_ahead()
 
-    def _step(self, tasks: deque[Task]) -> tuple[Place, Task, Any | Failure] | None:
-        """Waits for one call to end. A task whose worker had to be repaired goes back to `tasks`."""
-        worker, outcome = first_to_end(self._workers, self.cluster)
+    def _wait_one(self, tasks: deque[Task]) -> tuple[WorkerHandle, Task, Any | Failure] | None:
+        """Waits for one call to end. A task whose worker had to be repaired is put back into `tasks`."""
+        worker, outcome = wait_first(self._workers, self.cluster)
         task, ahead = worker.task, worker.ahead
         worker.ended()
         kind = outcome.kind if isinstance(outcome, Failure) else "done"
@@ -250,21 +254,21 @@ class RolloutPool:
             if kind == "done":
                 self._faults.clear()
             return worker, task, outcome
-        if kind != "done":
+        if isinstance(outcome, Failure):
             raise RolloutError(f"{worker} could not be brought to weight version {self.weight_version}: {outcome}")
-        worker.started = worker.started or outcome
+        worker.info = outcome if worker.info is None else worker.info
         return None
 
-    def _note_ahead(self, worker: Place, requests: Sequence[Request], outcome: Any | Failure) -> None:
-        """What came of rows ahead; those that fail are left to their turn, which knows what to do about it."""
+    def _note_ahead(self, worker: WorkerHandle, requests: Sequence[Request], outcome: Any | Failure) -> None:
+        """Stores the texts of rows ahead; rows that fail are left to their own batch, which handles errors."""
         if isinstance(outcome, Failure):
             logger.warning("%s failed on %d rows ahead of their turn: %s", worker, len(requests), outcome)
             self._ahead.forget(requests, wanted=False)
         else:
             self._ahead.learn(requests, *outcome)
 
-    def _repair(self, worker: Place, failure: Failure, rows: int) -> None:
-        """Replaces a lost or broken worker, busy with so many rows; one with other weights gets the current ones."""
+    def _repair(self, worker: WorkerHandle, failure: Failure, rows: int) -> None:
+        """Replaces a lost or broken worker, busy with so many rows; one with stale weights gets the current ones."""
         doing = f" with {rows} rows" if rows else ""
         self._faults.append(f"{worker}{doing} {failure}")
         if len(self._faults) > self.cluster.max_restarts:
@@ -273,7 +277,7 @@ class RolloutPool:
                 f"cluster.max_restarts={self.cluster.max_restarts} allows. The last: {self._faults[-1]}\n"
                 f"The first: {self._faults[0]}"
             )
-        logger.warning("%s; it is repaired and its rows are done again", self._faults[-1])
+        logger.warning("%s; it is repaired and its rows are rolled out again", self._faults[-1])
         if failure.kind == "stale":
             worker.submit(self.cluster.start_timeout_s, "update_weights", *self._state)
         else:
@@ -284,7 +288,7 @@ class RolloutPool:
 
     @contextmanager
     def _closed_on_error(self) -> Iterator[None]:
-        """A pool that raised has calls in flight that nobody waits for; it is closed rather than trusted."""
+        """Closes a pool that raised: nobody waits for its calls in progress, so its state is unknown."""
         if not self._workers:
             raise RolloutError("the pool of rollout workers is closed")
         try:

@@ -1,4 +1,4 @@
-"""One rollout worker, an engine in a process of its own, and the share of work that it gets. Knows nothing of Ray."""
+"""One rollout worker, an engine in its own process, and its share of the work. Knows nothing of Ray."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ from specrl.rollout.types import AheadText, Completion, EngineStats, Request, Ro
 Arrays = dict[str, tuple[np.ndarray, torch.dtype, tuple[int, ...]]]
 Share = list[list[int]]
 """Rows of one call, grouped by prompt."""
+FailureKind = Literal["stale", "memory", "rows", "broken", "lost"]
+"""`rows`: the engine failed on these rows. `broken`: it fails on any. `lost`: its process died or hangs."""
 
 
 class StaleWeights(RolloutError):
@@ -31,43 +33,44 @@ class StaleWeights(RolloutError):
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """What comes back instead of a result."""
+    """What a call returns instead of a result."""
 
-    kind: Literal["stale", "memory", "rows", "broken", "lost"]
-    """`rows`: the engine failed on these rows. `broken`: it can do nothing any more. `lost`: its process died or
-    hangs."""
+    kind: FailureKind
     reason: str
     traceback: str = ""
-    """Empty for errors whose message says it all."""
+    """Empty for errors whose message is sufficient."""
 
     def __str__(self) -> str:
         return f"{self.reason}\n{self.traceback}".strip()
 
 
 @dataclass(frozen=True, slots=True)
-class Started:
+class WorkerInfo:
     """Where a worker runs."""
 
     pid: int
     gpu: str
     """UUID of the GPU that it computes on; empty for none."""
-    ahead: bool
+    works_ahead: bool
     """Its engine can be stopped between passes."""
-    gpus: tuple[str, ...] = ()
+    rank_gpus: tuple[str, ...] = ()
     """UUID of the GPU of each rank of an engine that receives weights; empty where it does not."""
 
 
 class RolloutWorker:
-    """One engine in a process of its own. `run` and, beside it from another thread, `halt` are called from outside."""
+    """One engine in its own process. `run`, and concurrently `halt` from another thread, are called from outside."""
+
+    engine: Any
+    """An Engine. `start` builds it."""
 
     def __init__(self, index: int):
-        self.index, self._halted = index, 0
-        self.engine: Engine | None = None
+        self.index = index
         self.version: int | None = None
-        """None while the engine holds unproven weights."""
+        """None while the weights of the engine are not proven."""
+        self._halted = 0
 
     def run(self, method: str, *args: Any) -> Any | Failure:
-        """The method's result. Errors come back as a Failure: not every exception can travel."""
+        """The method's result. Errors are returned as a Failure, as not every exception can be serialized."""
         try:
             return getattr(self, method)(*args)
         except Exception as error:
@@ -83,17 +86,17 @@ class RolloutWorker:
         arrays: Arrays | None,
         version: int,
         probe: Probe | None,
-    ) -> Started:
+    ) -> WorkerInfo:
         """Builds the engine, and loads the pool's weights if it has any yet."""
         torch.set_num_threads(threads)
         self.engine = build(spec)
         if arrays is None and version == self.engine.weight_version:
-            self.version = version  # those of the model's files
+            self.version = version  # the weights of the model's files
         else:
             self.update_weights(arrays, version, probe)
         updates = getattr(self.engine, "updates", None)
-        gpus = updates.gpus if isinstance(updates, Receives) else ()
-        return Started(os.getpid(), gpu(), hasattr(self.engine, "ahead"), gpus)
+        rank_gpus = updates.gpus if isinstance(updates, Receives) else ()
+        return WorkerInfo(os.getpid(), gpu_uuid(), hasattr(self.engine, "ahead"), rank_gpus)
 
     def update_weights(self, arrays: Arrays | None, version: int, probe: Probe | None) -> None:
         self.version = None
@@ -101,7 +104,7 @@ class RolloutWorker:
         self.version = version
 
     def join(self, route: Route, init: dict[str, Any]) -> None:
-        """See Receives, as of the three that follow."""
+        """See Receives, also for the next three methods."""
         self.engine.updates.join(route, init)
 
     def begin_update(self, version: int, metadata: Sequence[Meta]) -> None:
@@ -116,56 +119,59 @@ class RolloutWorker:
         self.version = version
 
     def generate(self, version: int, requests: Sequence[Request]) -> tuple[list[Completion], EngineStats]:
-        return self._engine_at(version).generate(requests)
+        self._check_version(version)
+        return self.engine.generate(requests)
 
-    def ahead(self, version: int, number: int, requests: Sequence[Request]) -> tuple[list[AheadText], float]:
-        """What there is of each response when all have ended or `halt` was called, and the seconds it took.
+    def ahead(self, version: int, call: int, requests: Sequence[Request]) -> tuple[list[AheadText], float]:
+        """The responses so far when all have ended or `halt` was called, and the seconds it took.
 
-        Args: number: of this call, later ones have higher numbers.
+        Args: call: number of this call; later ones have higher numbers.
         """
         began = time.perf_counter()
-        texts = self._engine_at(version).ahead(requests, stop=lambda: self._halted >= number)
+        self._check_version(version)
+        texts = self.engine.ahead(requests, stop=lambda: self._halted >= call)
         return texts, time.perf_counter() - began
 
-    def halt(self, number: int) -> None:
-        """Ends the calls of `ahead` up to `number` before their next pass, also such as have not begun."""
-        self._halted = max(self._halted, number)
+    def halt(self, call: int) -> None:
+        """Ends the calls of `ahead` up to this number before their next pass, also those that have not begun."""
+        self._halted = max(self._halted, call)
 
     def score(self, version: int, tokens: Sequence[int]) -> list[float]:
-        return self._engine_at(version).score(tokens)
+        self._check_version(version)
+        return self.engine.score(tokens)
 
     def reset_cache(self) -> None:
         self.engine.reset_cache()
 
-    def _engine_at(self, version: int) -> Engine:
+    def _check_version(self, version: int) -> None:
         if version != self.version:
             raise StaleWeights(f"worker {self.index} has weight version {self.version}, not {version}")
-        return self.engine
 
-    def _kind(self, error: Exception) -> str:
+    def _kind(self, error: Exception) -> FailureKind:
         if isinstance(error, StaleWeights):
             return "stale"
         if out_of_memory(error):
             return "memory"
-        try:  # rows are to blame only if the engine still works without them
+        try:  # the rows are to blame only if the engine still works without them
             self.engine.score((0, 0))
         except Exception:
             return "broken"
         return "rows"
 
 
-def gpu() -> str:
+def gpu_uuid() -> str:
     """UUID of the GPU that this process computes on; empty for none."""
     if not torch.cuda.is_initialized():
         return ""
     return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
 
 
-def spread(requests: Sequence[Request], shares: int) -> list[Share]:
-    """Cuts requests into at most `shares` shares of like work, the longest first.
+def split_work(requests: Sequence[Request], shares: int) -> list[Share]:
+    """Splits requests into at most `shares` shares of similar work, the longest first.
 
-    Rows of one prompt stay together, as they share its prefill. The prompt with the most expected tokens goes first,
-    each to the share with the least so far (longest processing time first: at most 4/3 of the best longest share).
+    Rows of one prompt stay together, as they share its prefill. Prompts are assigned by their expected tokens, the most
+    expensive first, each to the share with the least so far (longest processing time first: at most 4/3 of the best
+    longest share).
     """
     groups: dict[tuple[int, ...], list[int]] = {}
     work: Counter[tuple[int, ...]] = Counter()
@@ -191,7 +197,7 @@ def to_arrays(weights: Iterable[tuple[str, Tensor]]) -> Arrays:
 
 
 def to_tensors(arrays: Arrays) -> Iterator[tuple[str, Tensor]]:
-    """The inverse of `to_arrays`. The tensors may lie in shared memory: copy, never write."""
+    """The inverse of `to_arrays`. The tensors may be in shared memory: copy, never write."""
     for name, (array, dtype, shape) in arrays.items():
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="The given NumPy array is not writable")

@@ -1,4 +1,4 @@
-"""What `help=true` and `help=SECTION` print, and the tables of docs/configuration.md."""
+"""What `help=true` and `help=KEY` print, and the tables of docs/configuration.md."""
 
 from __future__ import annotations
 
@@ -18,54 +18,53 @@ MARKS = ("<!-- options: begin -->", "<!-- options: end -->")
 
 def help_text(topic: str, schema: type) -> str:
     """Help on everything (`true`), on a section, or on one option."""
-    known, groups = options(schema), sections(schema)
+    known = options(schema)
+    groups = sections(schema)
     if topic == "true":
-        return "\n\n".join(part for part in (_overview(groups), describe(_own(known))) if part)
+        overview = _overview(groups, takes_config="trainer" in groups)
+        top = describe(option for key, option in known.items() if "." not in key)
+        return f"{overview}\n\n{top}".rstrip("\n")
     chosen = [option for key, option in known.items() if key == topic or key.startswith(f"{topic}.")]
     if not chosen:
-        raise ConfigError(
-            f"No option or section '{topic}'.{suggestion(topic, [*groups, *known])} help=true shows the sections."
-        )
+        near = suggestion(topic, [*groups, *known])
+        raise ConfigError(f"No option or section '{topic}'.{near} help=true shows the sections.")
     return describe(chosen)
 
 
-def _own(known: dict[str, Option]) -> list[Option]:
-    return [option for key, option in known.items() if "." not in key]
-
-
-def _overview(groups: dict[str, str]) -> str:
-    commands = [(f"python -m specrl.{name}", line) for name, line in _entry_points()]
-    commands += [("config=list", "the known configs"), ("help=SECTION", "the options of a section, or one option")]
-    commands += [("dry_run=true", "check, print what is not at its default and the sizes of the run, and stop")]
-    named = [(f"help={key}", line) for key, line in groups.items()]
+def _overview(groups: Mapping[str, str], takes_config: bool) -> str:
+    programs = _entry_points()
     module = Path(sys.argv[0]).stem
-    command = f"specrl.{module}" if any(name == module for name, _ in _entry_points()) else "specrl.train"
-    lines = [f"usage: python -m {command} {'config=NAME ' if 'trainer' in groups else ''}key=value ...", ""]
-    lines += [f"{left:26}  {right}" for left, right in commands] + ["", EXIT_CODES, "", "sections:"]
-    return "\n".join(lines + [f"{left:26}  {right}" for left, right in named])
+    program = module if module in programs else "train"
+    lines = {
+        **{f"python -m specrl.{name}": summary for name, summary in programs.items()},
+        "config=list": "the known configs",
+        "help=SECTION": "the options of a section, or one option",
+        "dry_run=true": "check, print what is not at its default and the sizes of the run, and stop",
+    }
+    return "\n".join(
+        [
+            f"usage: python -m specrl.{program} {'config=NAME ' if takes_config else ''}key=value ...",
+            "",
+            *(f"{left:26}  {right}" for left, right in lines.items()),
+            "",
+            EXIT_CODES,
+            "",
+            "sections:",
+            *(f"{f'help={key}':26}  {line}" for key, line in groups.items()),
+        ]
+    )
 
 
-def _entry_points() -> list[tuple[str, str]]:
-    """Modules of specrl that can be run, with the first line of their docstring."""
-    front, found = Path(__file__).parents[1], []
-    for path in (*front.glob("*.py"), front / "bench" / "__main__.py"):
+def _entry_points() -> dict[str, str]:
+    """The modules of specrl that can be run, with the first line of their docstrings."""
+    package = Path(__file__).parents[1]
+    found = {}
+    for path in (*package.glob("*.py"), package / "bench" / "__main__.py"):
         text = path.read_text(encoding="utf-8")
         if "\nif __name__ ==" in text:
             name = path.parent.name if path.stem == "__main__" else path.stem
-            found.append((name, text.split('"""')[1].partition("\n")[0]))
-    return sorted(found)
-
-
-def _default(option: Option) -> str:
-    return plain(option.default) or '""'
-
-
-def _kinds(option: Option) -> list[str]:
-    """What a value may be: types such as `int` or `list[str]`, and the choices."""
-    if option.is_list or option.is_mapping:
-        return [str(option.type)]
-    types = [member for member in option.members if member in (bool, int, float, str)]
-    return [*(member.__name__ for member in types), *option.choices]
+            found[name] = text.split('"""')[1].partition("\n")[0]
+    return dict(sorted(found.items()))
 
 
 def list_configs(known: Mapping[str, Path]) -> str:
@@ -77,12 +76,20 @@ def list_configs(known: Mapping[str, Path]) -> str:
     return "\n".join(lines) or "No configs here. Give config=PATH."
 
 
+def _kinds(option: Option) -> list[str]:
+    """The types of a value, such as `int` or `list[str]`, and the choices."""
+    if option.container:
+        return [str(option.type)]
+    return [*(kind.__name__ for kind in option.members if kind in (bool, int, float, str)), *option.choices]
+
+
 def describe(chosen: Iterable[Option]) -> str:
-    """Options for a terminal: key, default and type on one line, the documentation below."""
+    """Options for a terminal: key, default and type on one line, the description below."""
     width = min(shutil.get_terminal_size().columns, 120)
     lines = []
     for option in chosen:
-        lines.append(f"{option.key} = {_default(option)}    ({' | '.join(_kinds(option))})")
+        default = plain(option.default) or '""'
+        lines.append(f"{option.key} = {default}    ({' | '.join(_kinds(option))})")
         lines += textwrap.wrap(option.help, width, initial_indent="    ", subsequent_indent="    ")
     return "\n".join(lines)
 
@@ -92,23 +99,20 @@ def table(chosen: Iterable[Option]) -> str:
     rows = ["| option | type | default | meaning |", "|---|---|---|---|"]
     for option in chosen:
         kinds = ", ".join(f"`{kind}`" for kind in _kinds(option))
-        default = _default(option).replace(",", ", ")  # a long list must wrap
+        default = (plain(option.default) or '""').replace(",", ", ")  # so that a long list can wrap
         cells = (f"`{option.key}`", kinds, f"`{default}`", option.help)
         rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(rows)
 
 
-def reference(schema: type) -> str:
-    """All options as markdown: one table for the run and one per section."""
-    known = options(schema)
-    parts = ["## Run", table(_own(known))]
-    for key, line in sections(schema).items():
-        own = [option for name, option in known.items() if name.rpartition(".")[0] == key]
-        parts += [f"## {key}", *([f"{line[0].upper()}{line[1:]}."] if line else []), table(own)]
-    return "\n\n".join(parts)
-
-
 def updated_page(page: str, schema: type) -> str:
-    """docs/configuration.md with the tables between its markers renewed."""
-    head, tail = page.partition(MARKS[0])[0], page.partition(MARKS[1])[2]
-    return f"{head}{MARKS[0]}\n\n{reference(schema)}\n\n{MARKS[1]}{tail}"
+    """docs/configuration.md with new tables between its markers: one for the run and one per section."""
+    parts = []
+    for section, line in {"": "", **sections(schema)}.items():
+        parts.append(f"## {section or 'Run'}")
+        if line:
+            parts.append(f"{line[0].upper()}{line[1:]}.")
+        parts.append(table(option for key, option in options(schema).items() if key.rpartition(".")[0] == section))
+    head = page.partition(MARKS[0])[0]
+    tail = page.partition(MARKS[1])[2]
+    return "\n\n".join([f"{head}{MARKS[0]}", *parts, f"{MARKS[1]}{tail}"])

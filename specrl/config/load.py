@@ -1,6 +1,6 @@
-"""Configuration of a run: load it from `config=NAME key=value ...`, check it, explain it, keep it with the run.
+"""The configuration of a run: loaded from `config=NAME key=value ...`, checked, saved with the run.
 
-No heavy imports: `help=true` must answer in about a second.
+This module imports nothing heavy: `help=true` must answer in about a second.
 """
 
 from __future__ import annotations
@@ -20,11 +20,14 @@ from specrl.reward.base import RewardError
 from specrl.rollout.checks import misfits, suggestion
 from specrl.rollout.types import RolloutError
 
-USAGE_ERROR, RUN_ERROR, INTERRUPTED, TERMINATED = 2, 3, 130, 143
+USAGE_ERROR = 2
+RUN_ERROR = 3
+INTERRUPTED = 130
+TERMINATED = 143
 
 
 def load(argv: Sequence[str], schema: type = Config, training: bool = True) -> Any:
-    """Turn command-line words into a checked `schema` object, or into the text (str) to print instead of running.
+    """Turns command-line words into a checked `schema` object, or into a text to print instead of running.
 
     Args:
         argv: `config=NAME`, options, and `config=list`, `help=true`, `help=KEY` or `dry_run=true`.
@@ -32,10 +35,10 @@ def load(argv: Sequence[str], schema: type = Config, training: bool = True) -> A
         training: apply the rules that only training needs, such as temperature above 0.
 
     Raises:
-        ConfigError: everything a user can put right; one line per problem.
+        ConfigError: anything that the user can correct; one line per problem.
     """
     values = options.parse(argv)
-    topic, name, dry_run = (values.pop(key, "") for key in ("help", "config", "dry_run"))
+    topic, name, dry_run = (values.pop(key, "") for key in options.COMMAND_WORDS)
     if topic not in ("", "false"):
         from specrl.config.help import help_text
 
@@ -52,14 +55,15 @@ def load(argv: Sequence[str], schema: type = Config, training: bool = True) -> A
         layers = [("", {"name": path.stem}), (f"{path}: ", options.read_file(path, schema)), *layers]
     elif name:
         raise ConfigError(f"config={name} has no meaning here. help=true shows the options.")
-    config = options.build(schema, *layers)
-    if found := problems(config, training) if isinstance(config, Config) else misfits(config):
-        raise ConfigError("\n".join(found))
-    if dry_run == "true":
-        from specrl.run.dry_run import summary
+    config: Any = options.build(schema, *layers)
+    is_run = isinstance(config, Config)
+    if wrong := problems(config, training) if is_run else misfits(config):
+        raise ConfigError("\n".join(wrong))
+    if dry_run != "true":
+        return config
+    from specrl.run.preflight import dry_run as sizes
 
-        return options.changed_yaml(config) + (summary(config, training) if isinstance(config, Config) else "")
-    return config
+    return options.to_yaml(config, changed=True) + (sizes(config, training) if is_run else "")
 
 
 def find_config(name: str) -> Path:
@@ -77,31 +81,26 @@ def find_config(name: str) -> Path:
     except OSError as error:
         raise ConfigError(f"config={name:.60}: {error.strerror}. {listed}") from error
     what = f"No file {name}." if path.suffix or os.sep in name else f"No config named '{name}'."
-    files = {
-        str(file.with_suffix("")): file
-        for end in ("yaml", "yml")
-        for file in path.parent.glob(f"*.{end}")
-        if file.is_file()
-    }
-    beside = get_close_matches(str(path.with_suffix("")), files, 1, cutoff=0.8)
-    near = f" Did you mean '{files[beside[0]]}'?" if beside else suggestion(path.stem, known)
+    files = {str(file.with_suffix("")): file for file in path.parent.glob("*.y*ml") if file.is_file()}
+    similar = get_close_matches(str(path.with_suffix("")), files, 1, cutoff=0.8)
+    near = f" Did you mean '{files[similar[0]]}'?" if similar else suggestion(path.stem, known)
     raise ConfigError(f"{what}{near} {listed}")
 
 
 def known_configs() -> dict[str, Path]:
-    """Every named config and its file; ./configs goes before the packaged directory."""
+    """Every named config and its file; one in ./configs hides a packaged one."""
     packaged = Path(__file__).parents[1] / "configs"
     files = [*packaged.glob("*.yaml"), *Path("configs").glob("*.yaml")]
     return dict(sorted((path.stem, path) for path in files))
 
 
 def run_dir(config: Config) -> Path:
-    """Directory of a run; not created here."""
+    """The directory of a run; it is not created here."""
     return Path(config.output_dir) / config.name
 
 
 def save(config: Config) -> Path:
-    """Write the resolved config into the run directory, whole or not at all, and return its path."""
+    """Writes the resolved config atomically into the run directory and returns its path."""
     from specrl.rollout.durable import write_durably
 
     path = run_dir(config) / "config.yaml"
@@ -124,11 +123,14 @@ def run(
     training: bool = True,
     words: Callable[[Sequence[str]], Sequence[str]] = list,
 ) -> int:
-    """The body of every entry point: load the configuration, call `main(config)`, return the exit code.
+    """The body of every entry point: loads the configuration, calls `main(config)`, returns the exit code.
 
-    Args: argv: by default the process's own; schema, training: as in `load`; words: what the command makes of argv.
+    Errors that a user can correct are printed as `error: ...` without a traceback; `help=true` lists the exit codes.
 
-    Errors that a user can act on are printed as `error: ...` without a traceback of specrl; codes are in `help=true`.
+    Args:
+        argv: by default that of the process.
+        schema, training: as for `load`.
+        words: applied to argv before it is loaded.
     """
     # By default libgomp spins for long at barriers, and one busy neighbour makes small models ten times slower.
     os.environ.setdefault("GOMP_SPINCOUNT", "20000")
@@ -152,7 +154,7 @@ def run(
 def _show(text: str) -> int:
     try:
         print(text, flush=True)
-    except BrokenPipeError:  # the reader, such as `head`, has seen enough; keep the exit from flushing once more
+    except BrokenPipeError:  # the reader, such as `head`, has closed the pipe; keep the exit from flushing again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 

@@ -1,150 +1,167 @@
-"""The rules options must keep. A broken one is a sentence: the value given, the reason, the nearest legal value."""
+"""The rules between options of different sections. A message names the value, the reason and the nearest legal value.
+
+In messages `<key>` stands for `key=value`.
+"""
 
 from __future__ import annotations
 
 import math
 import re
 from collections.abc import Iterator
-from difflib import get_close_matches
 from importlib.util import find_spec
 
-from specrl.config.options import plain
 from specrl.config.schema import Config
-from specrl.rollout.checks import broken_rules, misfits, options, values
+from specrl.rollout.checks import broken_rules, filled, misfits, options, plain, values
+from specrl.rollout.sections import unknown_name
 from specrl.trainers.config import TrainerConfig
 
 TRACKERS = ("tensorboard", "trackio", "wandb")
-"""Names of trackers, which are also those of the packages they need."""
+"""Trackers, by the names of their packages."""
+DRAFTER = "Try rollout.drafter=DIR with a model or head that `python -m specrl.drafter out=DIR` makes"
 
 
 def problems(config: Config, training: bool = True) -> list[str]:
-    """Every rule that the options break. With `training=False` (evaluation) greedy and single responses are legal."""
+    """A message for every rule that the options break. Without `training`, greedy and single responses are legal."""
     if wrong := misfits(config):
         return wrong
-    found = [*broken_rules(config), *_run_rules(config)]
-    if config.trainer.drafter.train or config.rollout.drafter or config.rollout.acceptance in ("judged", "routed"):
-        from specrl.config.drafted import cotraining_rules, standing_rules
-
-        found += [*cotraining_rules(config), *standing_rules(config, training)]
-    found += [*_algorithm_rules(config), *_law_rules(config), *_size_rules(config)]
-    return [*found, *_training_rules(config), *_tracker_rules(config)] if training else found
+    rules = [_run_rules, _drafter_rules, _algorithm_rules, _logprob_rules, _size_rules]
+    if training:
+        rules += [_training_rules, _batch_rules, _tracker_rules]
+    shown = values(config)
+    return [*broken_rules(config), *(filled(message, shown) for rule in rules for message in rule(config))]
 
 
 def _run_rules(c: Config) -> Iterator[str]:
     if not re.fullmatch(r"\w[\w.+=-]*", c.name):
         legal = re.sub(r"[^\w.+=-]+", "-", c.name).strip("-.+=") or "run"
-        yield f"name={c.name} must be a plain file name. Try name={legal}."
+        yield f"<name> must be a plain file name. Try name={legal}."
     for key in ("model", "data", "output_dir"):
         if not getattr(c, key):
             yield f"{key} must not be empty. help={key} says what it can be."
-    needed = {"train_size": 96, "test_size": 64} if c.trainer.eval_prompts else {"train_size": 96}
-    for key, near in needed.items():
-        if c.data == "arithmetic" and not getattr(c.dataset, key):
-            yield f"dataset.{key}=0 takes all, but data=arithmetic has no end. Try dataset.{key}={near}."
+    if c.data != "arithmetic":
+        return
+    for key, near in {"train_size": 96, "test_size": 64}.items():
+        if not getattr(c.dataset, key) and (key == "train_size" or c.trainer.eval_prompts):
+            yield f"<dataset.{key}> takes all, but data=arithmetic has no end. Try dataset.{key}={near}."
     for key in ("train_split", "test_split"):
-        if c.data == "arithmetic" and "[" in (split := getattr(c.dataset, key)):
-            yield f"dataset.{key}={split} has no effect with data=arithmetic, which draws its prompts. Leave it out."
+        if "[" in getattr(c.dataset, key):
+            yield f"<dataset.{key}> has no effect with data=arithmetic, which generates its prompts. Leave it out."
 
 
-def _law_rules(c: Config) -> Iterator[str]:
-    """What the loss is told of the text's law."""
-    r, t = c.rollout, c.trainer
+def _drafter_rules(c: Config) -> Iterator[str]:
+    r = c.rollout
+    train = c.trainer.drafter.train
+    if r.drafter == "head" and not train:
+        yield "<rollout.drafter> is untrained: none of its drafts would be accepted. Try trainer.drafter.train=true."
+    if train and not r.drafter:
+        yield f"<trainer.drafter.train> has no draft model. {DRAFTER}."
+    if train and r.acceptance != "exact":
+        yield "<trainer.drafter.train> learns from exact verification. Try rollout.acceptance=exact."
+    if r.acceptance not in ("judged", "routed"):
+        return
+    section = r.judged if r.acceptance == "judged" else r.routed
+    by = f"rollout.{r.acceptance}.by"
+    if not r.drafter and (r.acceptance == "routed" or section.by == "kl" or not r.sources):
+        yield f"<{by}> needs a draft model. {DRAFTER}."
+    if section.by in ("judge", "rsd", "arbitrage") and not section.path:
+        yield f"<{by}> needs rollout.{r.acceptance}.path, a directory from specrl.train_router or specrl.train_judge."
+    if c.cluster.num_workers:
+        yield "<rollout.acceptance> cannot be combined with <cluster.num_workers>. Try cluster.num_workers=0."
+
+
+def _algorithm_rules(c: Config) -> Iterator[str]:
+    """Refuses options that the algorithm would ignore."""
+    shown = values(c)
+    for key, option in options(Config).items():
+        read = not option.only or (option.only == "ppo") == (c.trainer.algorithm == "ppo")
+        if not read and shown[key] != option.default:
+            yield f"<{key}> has no effect with <trainer.algorithm>. Leave it out."
+
+
+def _logprob_rules(c: Config) -> Iterator[str]:
+    """What the loss must know about the sampling distribution."""
+    r = c.rollout
+    t = c.trainer
     if r.lossy and t.old_logprobs == "trainer":
         yield (
-            f"trainer.old_logprobs=trainer with rollout.acceptance={r.acceptance} would hide that accepted tokens are "
-            "off-policy. Try trainer.old_logprobs=engine."
+            "<trainer.old_logprobs> with <rollout.acceptance> would hide that accepted tokens are off-policy. "
+            "Try trainer.old_logprobs=engine."
         )
     if not r.lossy and r.engine == "transformers" and t.correction not in ("none", TrainerConfig.correction):
-        yield (
-            f"trainer.correction={t.correction} has no effect with rollout.acceptance={r.acceptance}, whose tokens are "
-            "on-policy. Leave it out, or take rollout.acceptance=lenient or rollout.engine=vllm."
-        )
+        yield "<trainer.correction> has no effect with <rollout.acceptance>, which is on-policy. Leave it out."
     if (t.old_logprobs == "engine" or r.lossy) and (r.top_p < 1 or r.top_k):
-        instead = "" if r.lossy else ", or trainer.old_logprobs=trainer"
+        other = "" if r.lossy else ", or trainer.old_logprobs=trainer"
         yield (
-            f"rollout.top_p={r.top_p} with rollout.top_k={r.top_k} needs the trainer's own log-probs: the engine's are "
-            "relative to the kept tokens, which biases the ratio by the kept mass (trl #6789). "
-            f"Try rollout.top_p=1 rollout.top_k=0{instead}."
+            "<rollout.top_p> with <rollout.top_k> needs the trainer's own log-probs: the engine's are relative to the "
+            f"kept tokens, which biases the ratio (trl #6789). Try rollout.top_p=1 rollout.top_k=0{other}."
         )
 
 
 def _size_rules(c: Config) -> Iterator[str]:
-    gpus, shards, cap = c.cluster.gpus_per_worker, c.rollout.vllm.tensor_parallel, c.rollout.max_new_tokens
+    gpus = c.cluster.gpus_per_worker
+    shards = c.rollout.vllm.tensor_parallel
+    cap = c.rollout.max_new_tokens
     if c.cluster.num_workers and c.rollout.engine == "vllm" and 0 < gpus < shards:
-        yield (
-            f"rollout.vllm.tensor_parallel={shards} needs as many GPUs in each worker, not "
-            f"cluster.gpus_per_worker={gpus:g}. Try cluster.gpus_per_worker={shards}."
-        )
+        near = f"Try cluster.gpus_per_worker={shards}"
+        yield f"<rollout.vllm.tensor_parallel> needs as many GPUs per worker, not <cluster.gpus_per_worker>. {near}."
     if c.trainer.overlong_tokens(cap) >= cap:
-        yield (
-            f"trainer.overlong_buffer={c.trainer.overlong_buffer} must be below rollout.max_new_tokens={cap}. "
-            f"Try trainer.overlong_buffer={cap // 5}."
-        )
+        near = f"Try trainer.overlong_buffer={cap // 5}"
+        yield f"<trainer.overlong_buffer> must be below <rollout.max_new_tokens>. {near}."
     if c.trainer.precision == "pure_bf16" and c.lora.rank:
+        yield "<trainer.precision> has no effect with <lora.rank>: adapters are fp32. Try trainer.precision=bf16."
+
+
+def _training_rules(c: Config) -> Iterator[str]:
+    """What leaves nothing to learn from, or would learn from it wrongly."""
+    r = c.rollout
+    if r.group_size == 1 and c.trainer.compares_groups:
+        what = "trainer.advantage" if c.trainer.algorithm == "ppo" else "trainer.algorithm"
+        yield f"<rollout.group_size> gives <{what}> no other response to compare with. Try rollout.group_size=8."
+    if r.temperature == 0:
+        yield "<rollout.temperature> gives all responses of a group the same text. Try rollout.temperature=1."
+    uncorrected = {"judged": r.judged.uncorrected, "routed": r.routed.uncorrected}.get(r.acceptance, True)
+    if c.trainer.correction == "none" and not uncorrected:
         yield (
-            f"trainer.precision=pure_bf16 has no meaning with lora.rank={c.lora.rank}: adapters are float32 in any "
-            "case. Try trainer.precision=bf16."
+            "<rollout.acceptance> with <trainer.correction> would train on draft tokens as if the policy had sampled "
+            f"them. Try trainer.correction=token_truncate, or rollout.{r.acceptance}.uncorrected=true."
         )
 
 
-def _algorithm_rules(c: Config) -> Iterator[str]:
-    """Options that another algorithm would ignore are refused."""
-    algorithm, now = c.trainer.algorithm, values(c)
-    for key, option in options(Config).items():
-        only = option.metadata.get("only")
-        if only and (only == "ppo") != (algorithm == "ppo") and now[key] != option.default:
-            yield f"{key}={plain(now[key])} has no effect with trainer.algorithm={algorithm}. Leave it out."
+def _batch_rules(c: Config) -> Iterator[str]:
+    prompts = c.trainer.prompts_per_step
+    group = c.rollout.group_size
+    parts = c.trainer.minibatches
+    per_pass = c.trainer.rows_per_pass
+    rows = prompts * group
+    total = f"<trainer.prompts_per_step> with <rollout.group_size> gives {rows} rows"
+    if rows % parts:
+        near = max(n for n in range(1, parts) if rows % n == 0)
+        yield f"{total}, not divisible by <trainer.minibatches>. Try trainer.minibatches={near}."
+    elif per_pass and rows // parts % per_pass:
+        message = f"{total}, {rows // parts} per minibatch, not divisible by <trainer.rows_per_pass>. "
+        message += f"Try {_near_divisors(rows // parts, per_pass)}"
+        if parts == 1:
+            step = per_pass // math.gcd(per_pass, group)
+            low = prompts // step * step
+            message += "".join(f" or trainer.prompts_per_step={n}" for n in (low, low + step) if n)
+        yield f"{message}."
+    if 0 < c.dataset.train_size < prompts:
+        yield (
+            "<dataset.train_size> is below <trainer.prompts_per_step>: there would be no step. "
+            f"Try trainer.prompts_per_step={c.dataset.train_size}."
+        )
+
+
+def _near_divisors(rows: int, per_pass: int) -> str:
+    """The divisors of `rows` nearest to `per_pass`, below and above."""
+    below = max(n for n in range(1, min(rows, per_pass) + 1) if rows % n == 0)
+    above = next((n for n in range(per_pass, rows + 1) if rows % n == 0), below)
+    return " or ".join(f"trainer.rows_per_pass={n}" for n in dict.fromkeys((below, above)))
 
 
 def _tracker_rules(c: Config) -> Iterator[str]:
     for name in c.report.trackers:
         if name not in TRACKERS:
-            near = (get_close_matches(name, TRACKERS, 1, cutoff=0) or TRACKERS)[0]
-            yield f"report.trackers has {name!r}, which is none of {', '.join(TRACKERS)}. Did you mean {near}?"
+            yield unknown_name("report.trackers", name, TRACKERS)
         elif find_spec(name) is None:
             yield f"report.trackers={plain(c.report.trackers)} needs {name}. Install it with: pip install {name}"
-
-
-def _training_rules(c: Config) -> Iterator[str]:
-    prompts, group, per_pass = c.trainer.prompts_per_step, c.rollout.group_size, c.trainer.rows_per_pass
-    if prompts * group % c.trainer.minibatches:
-        yield (
-            f"prompts_per_step={prompts} with group_size={group} gives {prompts * group} rows, not divisible by "
-            f"trainer.minibatches={c.trainer.minibatches}. Try trainer.minibatches="
-            f"{max(n for n in range(1, c.trainer.minibatches) if prompts * group % n == 0)}."
-        )
-    elif per_pass and c.trainer.minibatches > 1 and prompts * group // c.trainer.minibatches % per_pass:
-        rows = prompts * group // c.trainer.minibatches
-        yield (
-            f"trainer.rows_per_pass={per_pass} does not divide the {rows} rows of each of trainer.minibatches="
-            f"{c.trainer.minibatches}. Try trainer.rows_per_pass={_near_divisors(rows, per_pass)}."
-        )
-    elif per_pass and prompts * group % per_pass:
-        step = per_pass // math.gcd(per_pass, group)
-        low = prompts // step * step
-        near = [f"prompts_per_step={low + step} ({(low + step) * group})"] + [f"{low} ({low * group})"] * (low > 0)
-        yield (
-            f"prompts_per_step={prompts} with group_size={group} gives {prompts * group} rows, not divisible by "
-            f"{per_pass} rows per pass. Try trainer.rows_per_pass={_near_divisors(prompts * group, per_pass)}, or "
-            f"{' or '.join(near)}."
-        )
-    if 0 < c.dataset.train_size < prompts:
-        yield (
-            f"dataset.train_size={c.dataset.train_size} is below trainer.prompts_per_step={prompts}: there would be no "
-            f"step. Try trainer.prompts_per_step={c.dataset.train_size}."
-        )
-    if group == 1 and (c.trainer.algorithm != "ppo" or c.trainer.advantage == "rloo"):
-        what = "trainer.advantage=rloo" if c.trainer.algorithm == "ppo" else f"trainer.algorithm={c.trainer.algorithm}"
-        yield f"rollout.group_size=1 gives {what} no other response to compare with. Try rollout.group_size=8."
-    if c.rollout.temperature == 0:
-        yield (
-            "rollout.temperature=0 gives all responses of a group the same text, so there is nothing to learn from. "
-            "Try rollout.temperature=1."
-        )
-
-
-def _near_divisors(rows: int, per_pass: int) -> str:
-    """The divisors of `rows` next to `per_pass`, below and above."""
-    below = max(n for n in range(1, min(rows, per_pass) + 1) if rows % n == 0)
-    above = next((n for n in range(per_pass, rows + 1) if rows % n == 0), below)
-    return " or ".join(dict.fromkeys((str(below), str(above))))

@@ -77,7 +77,7 @@ def law(config: Config | None) -> str:
         return "unknown: the run's config.yaml is missing or unreadable."
     rollout = config.rollout
     if rollout.acceptance in ("judged", "routed"):
-        what = "old text" if rollout.old_text_stands else "the draft model's text"
+        what = "old text" if rollout.accepts_old_text else "the draft model's text"
         by = getattr(rollout, rollout.acceptance).by
         return f"lossy: {what} stands where rollout.{rollout.acceptance}.by={by} allows, by the law that drew it."
     if rollout.acceptance == "off":

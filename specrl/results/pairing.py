@@ -15,7 +15,7 @@ VERSIONS = ("torch", "transformers", "vllm", "ray")
 """Packages whose version decides how long a step takes."""
 OWN = re.compile(
     r"name|output_dir|resume|report\..*|trainer\.((save|keep|eval|log)_.*|drafter\..*)"
-    r"|rollout\.(law|ahead|sources|drafter|measure_every|budget\..*|cache\..*)"
+    r"|rollout\.(acceptance|ahead|sources|drafter|measure_every|budget\..*|cache\..*)"
 )
 """Options that may differ between a run and its baseline: they are the speculation itself, or not part of a step."""
 LENGTH_GAP = 0.02  # mean response lengths further apart than this can fake or hide a speedup

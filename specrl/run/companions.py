@@ -1,8 +1,9 @@
-"""What is trained or watched beside the policy."""
+"""The alarm and the trainer of a run's draft model."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from accelerate import Accelerator, DistributedType
 
@@ -11,44 +12,47 @@ from specrl.rollout.drafter import load_drafter
 from specrl.rollout.engines.base import SamplingParams
 from specrl.rollout.types import RolloutError
 from specrl.run.policy import engine_spec
-from specrl.trainers.companions import Companion
+from specrl.trainers.companions import Companion, TrainCompanions
 from specrl.trainers.cotraining.alarm import DrafterAlarm
-from specrl.trainers.cotraining.first import RankZeroTrainer
 from specrl.trainers.cotraining.trainer import DrafterTrainer
 from specrl.trainers.rollouts import Rollouts
 
+if TYPE_CHECKING:
+    from specrl.run.run import Trainer
+
+
+def add_companions(config: Config, trainer: Trainer) -> None:
+    """Adds the companions of a run with a draft model to its trainer. Raises RolloutError."""
+    trainer.rollouts.companions |= companions(config, trainer.rollouts, trainer.accelerator)
+    trainer.add_callback(TrainCompanions(trainer.rollouts.companions, trainer.note))
+
 
 def companions(config: Config, rollouts: Rollouts, accelerator: Accelerator) -> dict[str, Companion]:
-    """What goes along with a run that has a drafter, by name: its alarm, and where it is trained, its trainer.
+    """By name: the drafter's alarm and, if it is trained, its trainer.
+
+    The transformers engine drafts with the model that is trained. An engine elsewhere has a copy of it, whose weights
+    are sent with the policy's.
 
     Raises:
-        RolloutError: it cannot be trained.
+        RolloutError: the drafter cannot be trained.
     """
-    shared = getattr(getattr(rollouts.engine, "drafting", None), "model", None)
-    found: dict[str, Companion] = {"alarm": DrafterAlarm(lambda: shared.dropped) if shared else DrafterAlarm()}
-    if config.trainer.drafter.train:
-        found["drafter"] = _trained(config, rollouts, accelerator)
-    return found
-
-
-def _trained(config: Config, rollouts: Rollouts, accelerator: Accelerator) -> Companion:
-    """The trainer of the drafter.
-
-    The transformers engine drafts with what is trained; an engine elsewhere has a copy of it, which gets new weights
-    with the policy's.
-    """
+    drafting = getattr(rollouts.engine, "drafting", None)
+    shared = getattr(drafting, "model", None)
+    alarm = DrafterAlarm(lambda: shared.dropped) if shared else DrafterAlarm()
+    if not config.trainer.drafter.train:
+        return {"alarm": alarm}
     if accelerator.distributed_type == DistributedType.FSDP:
         raise RolloutError(
-            "trainer.drafter.train=true has the first process ask the policy's output layer what the drafter should "
-            "have drafted, and FSDP leaves no process the whole of it. Use trainer.drafter.train=false, or launch with "
-            "torchrun"
+            "trainer.drafter.train=true needs the policy's whole output layer in the first process, and FSDP shards "
+            "it. Use trainer.drafter.train=false, or launch with torchrun"
         )
-    r = config.rollout
-    shared = getattr(getattr(rollouts.engine, "drafting", None), "model", None)
     if shared is None:
         spec = replace(engine_spec(config, frozenset()), device=str(accelerator.device), dtype="float32")
-        rollouts.drafter = load_drafter(spec, rollouts.policy)
-    sampling = SamplingParams(frozenset(), r.temperature, r.top_k, r.top_p)
-    drafter = rollouts.drafter if shared is None else shared.model
-    trainer = DrafterTrainer(drafter, rollouts.policy, config.trainer.drafter, sampling, config.seed)
-    return RankZeroTrainer(trainer, accelerator.process_index) if accelerator.num_processes > 1 else trainer
+        drafter = rollouts.drafter = load_drafter(spec, rollouts.policy)
+    else:
+        drafter = shared.model
+    options = config.rollout
+    sampling = SamplingParams(frozenset(), options.temperature, options.top_k, options.top_p)
+    rank = accelerator.process_index if accelerator.num_processes > 1 else None
+    trainer = DrafterTrainer(drafter, rollouts.policy, config.trainer.drafter, sampling, seed=config.seed, rank=rank)
+    return {"alarm": alarm, "drafter": trainer}

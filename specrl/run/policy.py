@@ -6,18 +6,20 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from difflib import SequenceMatcher
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from specrl.config.options import ConfigError
+from specrl.config.options import ConfigError, plain
 
 if TYPE_CHECKING:
+    import peft
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from specrl.config.schema import Config
+    from specrl.config.schema import Config, LoraConfig
     from specrl.rollout.engines.base import EngineSpec
 
 
@@ -42,7 +44,7 @@ def trained_dtype(config: Config) -> str:
 
 
 def rollout_dtype(config: Config) -> str:
-    """Type of the weights that responses are drawn with."""
+    """Type of the weights that responses are sampled with."""
     return "float32" if config.trainer.precision == "fp32" else "bfloat16"
 
 
@@ -105,8 +107,8 @@ def ends(config: Config, model: PreTrainedModel, tokenizer: PreTrainedTokenizerB
     return eos_ids
 
 
-def room(config: Config, model: PreTrainedModel) -> int | None:
-    """Tokens of a prompt that fit the model's context with a response; None where its configuration names no context.
+def prompt_limit(config: Config, model: PreTrainedModel) -> int | None:
+    """Most prompt tokens that fit the model's context with a response; None if its configuration names no context.
 
     Raises:
         ConfigError: the response alone does not fit.
@@ -114,14 +116,14 @@ def room(config: Config, model: PreTrainedModel) -> int | None:
     context = getattr(model.config, "max_position_embeddings", None)
     if context is None:
         return None
-    asked = config.rollout.max_new_tokens
-    if asked >= context:
+    cap = config.rollout.max_new_tokens
+    if cap >= context:
         near = context - config.dataset.max_prompt_tokens
         raise ConfigError(
-            f"rollout.max_new_tokens={asked} leaves no room for a prompt: model={config.model} has a context of "
+            f"rollout.max_new_tokens={cap} leaves no token for a prompt: model={config.model} has a context of "
             f"{context} tokens. Try rollout.max_new_tokens={near if near > 0 else context // 2}."
         )
-    return context - asked
+    return context - cap
 
 
 def load_tokenizer(config: Config) -> PreTrainedTokenizerBase:
@@ -195,21 +197,21 @@ def device(config: Config) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        found = torch.device(name)
+        device = torch.device(name)
     except RuntimeError as error:
         raise ConfigError(UNKNOWN_DEVICE.format(config.device)) from error
-    if found.type != "cuda":
-        return found
+    if device.type != "cuda":
+        return device
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if not count:
         raise ConfigError(NO_GPU.format(config.device))
-    if found.index is None:
-        return torch.device("cuda", int(os.environ["LOCAL_RANK"]) % count) if "LOCAL_RANK" in os.environ else found
-    if found.index >= count:
+    if device.index is None:
+        return torch.device("cuda", int(os.environ["LOCAL_RANK"]) % count) if "LOCAL_RANK" in os.environ else device
+    if device.index >= count:
         raise ConfigError(f"device={config.device}: PyTorch sees {count} GPUs here, from cuda:0 on. Use device=cuda.")
     if int(os.environ.get("LOCAL_WORLD_SIZE", 1)) > 1:
         raise ConfigError(f"device={config.device} puts all processes of this machine on one GPU. Use device=cuda.")
-    return found
+    return device
 
 
 def engine_spec(config: Config, eos_ids: frozenset[int]) -> EngineSpec:
@@ -230,21 +232,50 @@ def engine_spec(config: Config, eos_ids: frozenset[int]) -> EngineSpec:
 
 
 def fingerprint(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[dict[str, str], dict[str, str]]:
-    """What stored trajectories depend on: (identity, law), see rollout.cache.Fingerprint."""
+    """What stored trajectories depend on: (identity, sampling), see rollout.cache.memory.Fingerprint."""
     from specrl.run.prompts import chat_template
 
     vocabulary = json.dumps([sorted(tokenizer.get_vocab().items()), tokenizer.chat_template])
-    given = config.dataset
-    chat = [given.chat_template_kwargs] if chat_template(tokenizer, given) else []
+    options = config.dataset
+    chat = [options.chat_template_kwargs] if chat_template(tokenizer, options) else []
     identity = {
         "tokenizer": hashlib.blake2b(vocabulary.encode(), digest_size=8).hexdigest(),
         "data": config.data,
-        "prompt": json.dumps([given.system_prompt, given.prompt_template, *chat], sort_keys=True),
+        "prompt": json.dumps([options.system_prompt, options.prompt_template, *chat], sort_keys=True),
     }
-    law = {
+    sampling = {
         "model": f"{config.model} {config.revision}".strip(),
         "temperature": str(config.rollout.temperature),
         "top_p": str(config.rollout.top_p),
         "top_k": str(config.rollout.top_k),
     }
-    return identity, law
+    return identity, sampling
+
+
+def check_start_from(directory: str) -> None:
+    """Raises ConfigError unless `rollout.cache.start_from` is a directory."""
+    if not Path(directory).is_dir():
+        raise ConfigError(f"the trajectory cache {directory} does not exist. Check rollout.cache.start_from.")
+
+
+def adapter(lora: LoraConfig, model: torch.nn.Module) -> peft.LoraConfig | None:
+    """The adapter configuration that the trainers take; None for full training. Raises ConfigError."""
+    check_targets(lora.targets, model)
+    if not lora.rank:
+        return None
+    import peft
+
+    return peft.LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=lora.targets or "all-linear")
+
+
+def check_targets(targets: Sequence[str], model: torch.nn.Module) -> None:
+    """Raises ConfigError for a name in `lora.targets` that no layer of the model has."""
+    from torch import nn
+    from transformers.pytorch_utils import Conv1D
+
+    linear = {name.rpartition(".")[2] for name, m in model.named_modules() if isinstance(m, (nn.Linear, Conv1D))}
+    for target in targets:
+        if not any(name == target or name.endswith(f".{target}") for name, _ in model.named_modules()):
+            near = sorted(linear, key=lambda name: (-SequenceMatcher(None, target, name).ratio(), name))
+            what = f"lora.targets={plain(targets)}: the model has no layer '{target}'"
+            raise ConfigError(f"{what}. Its linear layers: {', '.join(near)}.")

@@ -1,10 +1,10 @@
-"""What can be found wrong with a run before torch is imported: packages, models, data, device, rewards and paths."""
+"""Checks of a run before torch is imported: packages, models, data, device, rewards and paths; `dry_run=true`."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,12 +13,13 @@ from specrl.config.options import ConfigError
 from specrl.reward.base import RewardError
 from specrl.reward.loading import check as check_rewards
 from specrl.run import policy
-from specrl.run.data import load_examples
+from specrl.run.data import left_out, load_examples
 
 if TYPE_CHECKING:
     from specrl.config.schema import Config
     from specrl.run.data import Example
 
+CONFIG_COMMENT = "the comment at the top of the config file may say with which options"
 GPU_FILES = ("nvidia*", "nvhost*", "nvgpu*", "kfd", "dxg")
 """In /dev, one of which a driver of NVIDIA or AMD makes."""
 
@@ -27,9 +28,7 @@ def needs(config: Config) -> None:
     """Raises ConfigError for the first package or model that is not there, with the command that makes it."""
     problems = [*_packages(config)]
     if config.rollout.drafter or config.rollout.lossy:
-        from specrl.run.prepared import missing
-
-        problems += missing(config)
+        problems += [*_drafter(config), *_learned(config)]
     for problem in problems:
         raise ConfigError(problem)
 
@@ -46,10 +45,48 @@ def _packages(config: Config) -> Iterator[str]:
             yield f"{why}. Install it with: pip install 'specrl[{extra}]'"
 
 
-def check(config: Config, training: bool = True, read: bool = True) -> dict[str, list[Example]]:
-    """The examples of the splits that the command reads, once everything else that is cheap to look at is right.
+def _drafter(config: Config) -> Iterator[str]:
+    """A draft model that is missing or cannot be loaded; a new head needs none."""
+    drafter = config.rollout.drafter
+    if drafter in ("", "head"):
+        return
+    if _absent(drafter, config.output_dir):
+        yield (
+            f"rollout.drafter={drafter} does not exist. Make it first: python -m specrl.drafter out={drafter} "
+            f"({CONFIG_COMMENT})."
+        )
+    elif policy.is_path(drafter) and (flaw := policy.flaw(Path(drafter).expanduser())):
+        yield f"rollout.drafter={drafter} cannot be loaded: {flaw}."
 
-    What `needs` asks comes before it. Args: read: the data; without it there are no examples.
+
+def _learned(config: Config) -> Iterator[str]:
+    """A learned router or judge that is missing."""
+    acceptance = config.rollout.acceptance
+    if acceptance not in ("judged", "routed"):
+        return
+    options = getattr(config.rollout, acceptance)
+    command = {"arbitrage": "train_router", "judge": "train_judge"}.get(options.by)
+    if command and _absent(options.path, config.output_dir, hub=False):
+        yield (
+            f"rollout.{acceptance}.path={options.path} does not exist, which rollout.{acceptance}.by={options.by} "
+            f"needs. Make it first: python -m specrl.{command} config={config.name} out={options.path} "
+            f"({CONFIG_COMMENT})."
+        )
+
+
+def _absent(name: str, output_dir: str, hub: bool = True) -> bool:
+    """Whether a directory is missing. Args: hub: `name` may also be a model on the hub."""
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return False
+    is_output = any(path.is_relative_to(folder) for folder in (output_dir, "outputs"))
+    return not hub or is_output or "/" not in name or policy.is_path(name)
+
+
+def check(config: Config, training: bool = True, read: bool = True) -> dict[str, list[Example]]:
+    """The examples of the splits that the command reads, after everything else that is cheap to check.
+
+    `needs` has been called before. Args: read: read the data; without it there are no examples.
 
     Raises:
         ConfigError: the first thing that is wrong.
@@ -61,14 +98,14 @@ def check(config: Config, training: bool = True, read: bool = True) -> dict[str,
 
 
 def _examples(config: Config, training: bool) -> dict[str, list[Example]]:
-    found = {split: load_examples(config.data, config.dataset, split, config.seed) for split in config.splits}
-    if training and len(found["train"]) < config.trainer.prompts_per_step:
-        count = len(found["train"])
+    examples = {split: load_examples(config.data, config.dataset, split, config.seed) for split in config.splits}
+    if training and len(examples["train"]) < config.trainer.prompts_per_step:
+        count = len(examples["train"])
         raise ConfigError(
             f"trainer.prompts_per_step={config.trainer.prompts_per_step} but data={config.data} has {count} "
             f"training prompts. Use prompts_per_step={count} or less, or more prompts."
         )
-    return found
+    return examples
 
 
 def _rewards(config: Config) -> None:
@@ -85,9 +122,8 @@ def _paths(config: Config, training: bool) -> None:
     _workers(config)
     _model(config)
     cache = config.rollout.cache
-    new = training and config.resume == "no" and not cache.clear
-    if new and cache.start_from and not Path(cache.start_from).is_dir():
-        raise ConfigError(f"the trajectory cache {cache.start_from} does not exist. Check rollout.cache.start_from.")
+    if training and config.resume == "no" and cache.start_from and not cache.clear:
+        policy.check_start_from(cache.start_from)
 
 
 def _device(name: str) -> None:
@@ -118,3 +154,63 @@ def _model(config: Config) -> None:
     if local and (flaw := policy.flaw(Path(config.model).expanduser())):
         raise ConfigError(policy.BAD_MODEL.format(config.model, flaw))
     policy.find_tokenizer(config)
+
+
+def dry_run(config: Config, training: bool = True) -> str:
+    """What `dry_run=true` prints after the options that are set: the sizes of the run and its longest prompt.
+
+    Nothing is downloaded; data and models on the hub are named instead.
+
+    Raises:
+        ConfigError: as for `check`; a model, tokenizer or device that cannot be used; prompts that are too long.
+    """
+    from specrl.run.sources import on_hub
+
+    needs(config)
+    examples = check(config, training, read=not on_hub(config.data))
+    lines = ["All other options have their defaults; help=SECTION lists them."]
+    lines += sizes(config, len(examples["train"]) if "train" in examples else None)
+    if examples:
+        lines.append(f"{', '.join(f'{len(rows)} {split}' for split, rows in examples.items())} prompts.")
+    model_on_hub = policy.on_hub(config.model) or policy.on_hub(config.tokenizer)
+    if not model_on_hub:
+        lines += _prompt_lines(config, [example for rows in examples.values() for example in rows])
+    unchecked = [f"model={config.model}"] * model_on_hub + [f"data={config.data}"] * on_hub(config.data)
+    if unchecked:
+        lines.append(f"Not checked, because it is on the hub: {', '.join(unchecked)}.")
+    return "".join(f"# {line}\n" for line in lines).rstrip("\n")
+
+
+def _prompt_lines(config: Config, prompts: Sequence[Example]) -> list[str]:
+    """Lines about the prompts, after the model and tokenizer have been checked as the run would use them."""
+    from specrl.run.prompts import check_lengths, described
+
+    policy.device(config)
+    tokenizer, model = policy.load_tokenizer(config), policy.outline(config)
+    policy.ends(config, model, tokenizer)
+    if config.lora.targets:
+        policy.check_targets(config.lora.targets, model)
+    longest = check_lengths(prompts, tokenizer, config.dataset, policy.prompt_limit(config, model))
+    if not prompts:
+        return []
+    return [f"The longest prompt has {longest} tokens.", *described(prompts[0], tokenizer, config.dataset)]
+
+
+def sizes(config: Config, count: int | None = None) -> list[str]:
+    """The numbers that follow from the options. count: training prompts, where they are known."""
+    prompts = config.trainer.prompts_per_step
+    group = config.rollout.group_size
+    rows = prompts * group
+    most_tokens = rows * config.rollout.max_new_tokens
+    lines = [f"{prompts} prompts x {group} responses = {rows} rows per step, at most {most_tokens:,} new tokens."]
+    if count := count or config.dataset.train_size:
+        trainer = config.trainer
+        lines.append(f"{trainer.steps_per_epoch(count)} steps per epoch; {trainer.total_steps(count)} steps.")
+        lines += left_out(config, count)
+    elif config.trainer.max_steps:
+        lines.append(f"{config.trainer.max_steps} steps.")
+    else:
+        lines.append("The number of steps follows from the data.")
+    if config.rollout.reuses:
+        lines.append(f"The trajectory cache stays below {config.rollout.cache.max_mb} MB.")
+    return lines

@@ -12,7 +12,7 @@ from benchmarks import ablation
 from benchmarks.research.equivalence import on_policy
 from specrl.config import load as cli
 from specrl.drafter import shortened
-from specrl.rollout.engines.local.ragged import RaggedModel
+from specrl.rollout.engines.local.model import PackedModel
 from specrl.tiny import load_tiny
 from tests.runs import ROOT
 
@@ -132,7 +132,7 @@ def test_it_runs_to_its_end(name, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(ablation, "OTHERS", 8)
     for module, replaced in (
         (time, "perf_counter"),
-        (RaggedModel, "forward"),
+        (PackedModel, "forward"),
         (ablation, "SIZES"),
         (ablation, "WINDOWS"),
     ):

@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 
-import specrl.run.setup
+import specrl.run.run
 from specrl.rollout.build import build_engine
 from tests.engines import Spare
 from tests.integration.test_identity import DYNAMIC
@@ -39,7 +39,7 @@ def ahead(folder, passes=1 << 30, prepare=lambda trainer: None, **options):
     def make(spec, model=None, scorer=None):
         return Spare(build_engine(spec), passes)
 
-    with mock.patch.object(specrl.run.setup, "build_engine", make):
+    with mock.patch.object(specrl.run.run, "build_engine", make):
         return run(folder, prepare, **options)
 
 

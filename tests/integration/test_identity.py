@@ -9,8 +9,8 @@ import torch
 
 from specrl.rollout.build import build_engine
 from specrl.rollout.engines.base import EngineSpec
-from specrl.rollout.engines.local import draw
-from specrl.rollout.noise import keyed_draw
+from specrl.rollout.engines.local import sampler
+from specrl.rollout.noise import keyed_sample
 from tests.runs import SHORT, Recording, differences, recorded, run
 
 PER_EPOCH = 3
@@ -215,9 +215,9 @@ def test_control_noise_of_the_pass(tmp_path, monkeypatch):
     passes = iter(range(10**9))
 
     def per_pass(logits, keys, *args, **sampling):
-        return keyed_draw(logits, keys + next(passes), *args, **sampling)
+        return keyed_sample(logits, keys + next(passes), *args, **sampling)
 
-    monkeypatch.setattr(draw, "keyed_draw", per_pass)
+    monkeypatch.setattr(sampler, "keyed_sample", per_pass)
     off = run(tmp_path, name="off", rollout__acceptance="off", **FIVE)
     assert tokens_differ(off, run(tmp_path, name="exact", **FIVE))
 

@@ -30,11 +30,11 @@ def on_cpus(self, *args, fsdp_plugin=None, **options):
         self.distributed_type = DistributedType.FSDP
 
 AcceleratorState.__init__ = on_cpus
-import specrl.run.setup
+import specrl.run.run
 import specrl.train
 from specrl.config import load as config
 
-build, made = specrl.run.setup.build_trainer, []
+build, made = specrl.run.run.build_trainer, []
 
 def listened(*args):
     made.append(build(*args))
@@ -43,7 +43,7 @@ def listened(*args):
 def held(tensors):
     return sum((t.to_local() if hasattr(t, "to_local") else t).numel() for t in tensors)
 
-specrl.run.setup.build_trainer = listened
+specrl.run.run.build_trainer = listened
 folder = Path(sys.argv[1])
 found = {}
 for name, words in json.loads((folder / "runs.json").read_text()):

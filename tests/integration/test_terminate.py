@@ -11,14 +11,13 @@ from types import SimpleNamespace
 
 import pytest
 
-import specrl.run.setup
+import specrl.run.run
 import specrl.train
 from specrl.config import load as cli
 from specrl.config.load import INTERRUPTED, TERMINATED
 from specrl.trainers import callbacks
 from specrl.trainers.callbacks import StopOnSignal
-from specrl.trainers.checkpoint import marked, step_of
-from specrl.trainers.resuming import newest
+from specrl.trainers.checkpoint import completed, newest
 from tests.runs import ROOT, by_two_processes, run, words
 
 
@@ -43,7 +42,7 @@ def test_a_terminated_run_saves_and_resumes_as_the_uninterrupted_one(tmp_path, a
     assert process.returncode == TERMINATED, output
     assert "which is saved; resume=auto goes on" in output
     saved = newest(tmp_path / "run" / "checkpoints")
-    step = step_of(saved)
+    step = saved.step
     assert list((saved / "trajectories").iterdir())
     assert 4 <= step < 27, "in the middle"
     config = tmp_path / "run" / "config.yaml"
@@ -59,15 +58,16 @@ import json, os, signal, sys
 from pathlib import Path
 import specrl.train
 from specrl.config import load as config
+from specrl.run.run import Run
 
-folder, save = Path(sys.argv[1]), specrl.train.save
+folder, save = Path(sys.argv[1]), Run.save
 
 def hit(run):
     if os.environ["RANK"] == "1":
         os.kill(os.getpid(), signal.SIGTERM)
     save(run)
 
-specrl.train.save = hit
+Run.save = hit
 code = config.run(specrl.train.main, json.loads((folder / "words.json").read_text()))
 (folder / f"rank{os.environ['RANK']}.json").write_text(json.dumps(code))
 """
@@ -95,7 +95,7 @@ def interrupted(tmp_path, monkeypatch, capfd):
     before = signal.getsignal(signal.SIGINT)
 
     def attempt(at: list[int], **options) -> tuple[int, str]:
-        build = specrl.run.setup.build_trainer
+        build = specrl.run.run.build_trainer
 
         def prepared(*args):
             trainer = build(*args)
@@ -109,7 +109,7 @@ def interrupted(tmp_path, monkeypatch, capfd):
             trainer.rollouts.finish = hit
             return trainer
 
-        monkeypatch.setattr(specrl.run.setup, "build_trainer", prepared)
+        monkeypatch.setattr(specrl.run.run, "build_trainer", prepared)
         code = cli.run(specrl.train.main, words(tmp_path, **options))
         monkeypatch.undo()
         return code, "".join(capfd.readouterr())
@@ -152,6 +152,6 @@ def test_a_launcher_that_passes_a_ctrl_c_on_does_not_make_it_two(monkeypatch, ca
 def test_a_second_ctrl_c_stops_at_once_and_says_what_is_saved(tmp_path, interrupted):
     code, output = interrupted([2, 2], trainer__save_every=2)
     assert (code, "error: interrupted; step 2 is saved; resume=auto goes on" in output) == (INTERRUPTED, True)
-    assert [step_of(path) for path in marked(tmp_path / "run" / "checkpoints")] == [2]
+    assert [checkpoint.step for checkpoint in completed(tmp_path / "run" / "checkpoints")] == [2]
     code, output = interrupted([0, 0], name="early")
     assert (code, "error: interrupted; no step is saved" in output) == (INTERRUPTED, True)

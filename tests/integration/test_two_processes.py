@@ -22,13 +22,13 @@ import json, os, sys, time
 from contextlib import nullcontext
 from pathlib import Path
 import tests.runs as runs
-import specrl.run.setup
+import specrl.run.run
 import specrl.train
 from specrl.config import load as config
 from specrl.run.data import load_examples
 from tests.engines import Spare
 
-build, build_engine = specrl.run.setup.build_trainer, specrl.run.setup.build_engine
+build, build_engine = specrl.run.run.build_trainer, specrl.run.run.build_engine
 
 def slow(*args):
     engine = build_engine(*args)
@@ -43,14 +43,14 @@ def slow(*args):
 
 def recorded(name, words):
     record, spare = runs.Recording(), lambda spec, *_: Spare(build_engine(spec))
-    specrl.run.setup.build_engine = spare if "ahead" in name else slow if name == "slow" else build_engine
+    specrl.run.run.build_engine = spare if "ahead" in name else slow if name == "slow" else build_engine
 
     def listened(*args):
         record.trainer = build(*args)
         runs.listen(record.trainer, record)
         return record.trainer
 
-    specrl.run.setup.build_trainer = listened
+    specrl.run.run.build_trainer = listened
     with nullcontext() if name == "exact" else runs.unreported():
         if config.run(specrl.train.main, words):
             raise SystemExit(1)

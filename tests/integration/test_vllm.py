@@ -4,7 +4,7 @@ from unittest import mock
 
 import pytest
 
-import specrl.run.setup
+import specrl.run.run
 from specrl.rollout.build import build_engine
 from specrl.rollout.types import RolloutError
 from tests.engines import Spare
@@ -100,7 +100,7 @@ def test_ray_workers_with_vllm_change_nothing(tmp_path, model, plain):
 
 @pytest.mark.parametrize("passes", [5, 1 << 30])
 def test_rollouts_ahead_change_nothing(tmp_path, model, plain, passes):
-    with mock.patch.object(specrl.run.setup, "build_engine", lambda spec, *_: Spare(build_engine(spec), passes)):
+    with mock.patch.object(specrl.run.run, "build_engine", lambda spec, *_: Spare(build_engine(spec), passes)):
         got = vllm(tmp_path, model)
     assert differences(plain, got) == []
     assert all(step.metrics["spec/ahead_ratio"] > 0 for step in got.steps[1:])

@@ -58,7 +58,7 @@ def batch(rows: int, step: float) -> RolloutBatch:
     n = rows + 1
     return RolloutBatch(
         done,
-        slots=list(range(n)),
+        sample_indices=list(range(n)),
         keys=list(range(n)),
         ages=[*range(1, n), None],
         replayed=[False] * n,

@@ -72,7 +72,7 @@ def test_info(directory, capsys):
     assert lines["saved at step"] == "9"
     assert lines["with reward"] == "5"
     assert lines["identity tokenizer"] == "t1"
-    assert lines["law temperature"] == "0.5"
+    assert lines["sampling temperature"] == "0.5"
 
 
 @pytest.mark.parametrize(

@@ -133,8 +133,8 @@ def test_the_reference_of_adaspec_is_a_copy_that_is_distilled_first(policy, text
     distil(model, alone, texts[:8], replace(options, select="all"))
     batch = recipe.Batch.of(read(model, sorted(texts[:8], key=len)), alone)
     with torch.no_grad():
-        (want,) = recipe.guesses(alone, batch, torch.Generator())
-        (begun,) = recipe.guesses(fresh(model, options), batch, torch.Generator())
+        (want,) = recipe.student_logits(alone, batch, torch.Generator())
+        (begun,) = recipe.student_logits(fresh(model, options), batch, torch.Generator())
     assert torch.allclose(seen[0][1], want, atol=1e-4), "what distilling on all tokens alone gives"
     assert torch.allclose(seen[0][0], begun, atol=1e-4)
     assert not torch.allclose(seen[0][1], begun, atol=1e-2), "control"

@@ -14,11 +14,11 @@ from specrl.reward.set import RewardResult
 from specrl.rollout.cache.memory import Fingerprint, TrajectoryCache
 from specrl.rollout.reduction import Metric, merged
 from specrl.rollout.types import Trajectory
-from specrl.run.lora import adapter
-from specrl.run.policy import fingerprint
+from specrl.run.policy import adapter, fingerprint
 from specrl.run.prompts import Prompt
-from specrl.run.setup import load_cache, scorer, steps
+from specrl.run.run import load_cache, scorer
 from specrl.tiny import load_tiny
+from specrl.trainers.checkpoint import Checkpoint
 from tests.runs import SHORT, Watch, policy, run, words
 
 EVERY_STEP = {
@@ -207,7 +207,7 @@ def test_resume_auto_starts_a_run_that_does_not_exist(tmp_path):
     ],
 )
 def test_steps(tmp_path, options, prompts, expected):
-    assert steps(cli.load(words(tmp_path, **options)), prompts) == expected
+    assert cli.load(words(tmp_path, **options)).trainer.total_steps(prompts) == expected
 
 
 def test_max_steps_goes_beyond_the_epochs(tmp_path):
@@ -245,11 +245,11 @@ def test_a_resume_uses_no_text_of_later_steps(tmp_path):
     """Of a checkpoint whose trajectories are, by whatever means, newer than its weights."""
     config = cli.load(words(tmp_path))
     model, tokenizer = AutoModelForCausalLM.from_pretrained(policy()), AutoTokenizer.from_pretrained(policy())
-    checkpoint = tmp_path / "checkpoint-4"
+    checkpoint = Checkpoint(tmp_path / "checkpoint-4")
     cache = TrajectoryCache(Fingerprint(*fingerprint(config, tokenizer)), len(tokenizer))
     for sample_index, step in enumerate((3, 4, 5)):
         cache.put("a", sample_index, Trajectory((1, 2), 5, "length", step, step))
-    cache.save(checkpoint / "trajectories", 5)
+    cache.save(checkpoint.trajectories, 5)
     loaded = load_cache(config, tokenizer, model, frozenset(), checkpoint)
     assert [loaded.get("a", sample_index) is not None for sample_index in range(3)] == [True, True, False]
     assert loaded.stats()["cache/skipped"] == 1

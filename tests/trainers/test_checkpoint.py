@@ -24,8 +24,16 @@ from specrl.rollout.config import RolloutConfig
 from specrl.rollout.sections import CacheConfig
 from specrl.rollout.types import CacheError, Trajectory
 from specrl.trainers import callbacks, checkpoint
-from specrl.trainers.checkpoint import MARKER, SaveCache, marked, prune, step_of, trajectories
-from specrl.trainers.resuming import CheckpointError, data_digests, leave_aside, newest, restore
+from specrl.trainers.checkpoint import (
+    MARKER,
+    Checkpoint,
+    CheckpointError,
+    CompleteCheckpoint,
+    completed,
+    newest,
+    prune,
+    set_aside_damaged,
+)
 from tests.runs import ROOT, differences, policy, run, words
 
 
@@ -49,10 +57,10 @@ def test_newest_is_the_complete_one_of_the_highest_step(tmp_path):
     make(tmp_path, 300, complete=False)
     (tmp_path / "checkpoint-best").mkdir()
     (tmp_path / "checkpoint-400x").mkdir()
-    assert newest(tmp_path) == tmp_path / "checkpoint-100"
-    assert step_of(newest(tmp_path)) == 100
+    assert newest(tmp_path) == Checkpoint(tmp_path / "checkpoint-100")
+    assert newest(tmp_path).step == 100
     (tmp_path / "checkpoint-100" / MARKER).unlink()
-    assert newest(tmp_path) == tmp_path / "checkpoint-20"
+    assert newest(tmp_path) == Checkpoint(tmp_path / "checkpoint-20")
 
 
 def test_prune_keeps_the_newest_complete_ones(tmp_path):
@@ -60,9 +68,9 @@ def test_prune_keeps_the_newest_complete_ones(tmp_path):
         make(tmp_path, step)
     make(tmp_path, 5, complete=False)
     make(tmp_path, 11, complete=False)
-    prune(tmp_path, tmp_path / "checkpoint-10", keep=2)
+    prune(Checkpoint(tmp_path / "checkpoint-10"), keep=2)
     assert left(tmp_path) == [3, 10, 11], "an interrupted save after the newest may still be going on"
-    prune(tmp_path, tmp_path / "checkpoint-10", keep=1)
+    prune(Checkpoint(tmp_path / "checkpoint-10"), keep=1)
     assert left(tmp_path) == [10, 11]
 
 
@@ -72,14 +80,14 @@ def test_what_was_just_saved_is_never_given_up_for_a_damaged_newer_one(tmp_path)
     (tmp_path / "checkpoint-9" / "model.safetensors").write_bytes(b"")
     save(None, tmp_path, 3, keep=1)
     assert left(tmp_path) == [3, 9]
-    assert newest(tmp_path) == tmp_path / "checkpoint-3"
+    assert newest(tmp_path) == Checkpoint(tmp_path / "checkpoint-3")
 
 
 def test_an_interrupted_removal_leaves_no_checkpoint_that_looks_complete(tmp_path, monkeypatch):
     make(tmp_path, 1)
     make(tmp_path, 2)
     monkeypatch.setattr(checkpoint.shutil, "rmtree", lambda *args, **kwargs: None)  # killed before the first file
-    prune(tmp_path, tmp_path / "checkpoint-2", keep=1)
+    prune(Checkpoint(tmp_path / "checkpoint-2"), keep=1)
     assert left(tmp_path) == [1, 2]
     (tmp_path / "checkpoint-2" / MARKER).unlink()
     assert newest(tmp_path) is None
@@ -92,7 +100,7 @@ def save(cache, folder, step, keep=2, on_write_error="warn", main=True):
     state = SimpleNamespace(global_step=step, is_world_process_zero=main)
     source = SimpleNamespace(cache=cache, config=RolloutConfig(cache=CacheConfig(on_write_error=on_write_error)))
     rollouts = SimpleNamespace(source=source, state=lambda: {"rollouts": step}, companions={})
-    callback = SaveCache(rollouts, keep, {"train": "9f"})
+    callback = CompleteCheckpoint(rollouts, keep, {"train": "9f"})
     callback.on_save(args, state, None)
     return callback
 
@@ -139,10 +147,10 @@ def test_the_marker_lists_every_file_and_the_cache_is_in_the_cut(tmp_path):
     digest = blake2b(bytes(range(100)), digest_size=16).hexdigest()
     assert mark["files"]["model.safetensors"] == [100, digest]
     restored = []
-    restore(tmp_path / "checkpoint-4", SimpleNamespace(restore=restored.append, companions={}))
+    Checkpoint(tmp_path / "checkpoint-4").restore(SimpleNamespace(restore=restored.append, companions={}))
     assert restored == [{"rollouts": 4}]
-    assert data_digests(tmp_path / "checkpoint-4") == {"train": "9f"}
-    loaded = load(trajectories(tmp_path / "checkpoint-4"), Fingerprint(), 10)
+    assert Checkpoint(tmp_path / "checkpoint-4").marker()["data"] == {"train": "9f"}
+    loaded = load(Checkpoint(tmp_path / "checkpoint-4").trajectories, Fingerprint(), 10)
     assert loaded.get("a", 0).tokens == (1, 2)
 
 
@@ -165,7 +173,7 @@ def test_old_checkpoints_go_only_after_the_new_one_is_complete(tmp_path, monkeyp
         patch.setattr(checkpoint, "write_durably", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             save(None, tmp_path, 2, keep=1)
-    assert newest(tmp_path) == tmp_path / "checkpoint-1"
+    assert newest(tmp_path) == Checkpoint(tmp_path / "checkpoint-1")
     save(None, tmp_path, 3, keep=1)
     assert left(tmp_path) == [3]
 
@@ -177,7 +185,7 @@ def test_a_cache_that_cannot_be_written(tmp_path):
         save(small_cache(), tmp_path, 1, on_write_error="stop")
     assert newest(tmp_path) is None
     save(small_cache(), tmp_path, 1)
-    assert newest(tmp_path) == tmp_path / "checkpoint-1", "complete without it"
+    assert newest(tmp_path) == Checkpoint(tmp_path / "checkpoint-1"), "complete without it"
 
 
 def test_only_the_first_process_writes(tmp_path):
@@ -189,15 +197,15 @@ def test_a_run_keeps_the_newest_checkpoints_and_one_at_the_end(tmp_path):
     run(tmp_path, trainer__max_steps=5, trainer__save_every=1, trainer__keep_checkpoints=2)
     folder = tmp_path / "run" / "checkpoints"
     assert left(folder) == [4, 5]
-    assert newest(folder).name == "checkpoint-5"
-    assert (trajectories(newest(folder)) / "trajectories.parquet").is_file()
+    assert newest(folder).path.name == "checkpoint-5"
+    assert (newest(folder).trajectories / "trajectories.parquet").is_file()
 
 
 def test_without_save_every_the_end_is_saved(tmp_path):
     run(tmp_path, trainer__max_steps=2)
     assert left(tmp_path / "run" / "checkpoints") == [2]
     more = run(tmp_path, trainer__max_steps=3, resume="auto")
-    assert [step.step for step in more.steps] == [2], "and can be gone on from"
+    assert [step.step for step in more.steps] == [2], "and can be resumed from"
 
 
 ALGORITHMS = pytest.mark.parametrize("algorithm", [{}, {"config": "ppo_math"}], ids=["grpo", "ppo"])
@@ -220,7 +228,7 @@ def test_a_full_disk_is_one_line_and_the_run_goes_on_when_there_is_space(tmp_pat
     assert (code, len(errors)) == (RUN_ERROR, 1)
     assert "checkpoint-3 cannot be written: " in errors[0]
     assert "File too large" in errors[0]
-    assert newest(tmp_path / "run" / "checkpoints").name == "checkpoint-2"
+    assert newest(tmp_path / "run" / "checkpoints").path.name == "checkpoint-2"
     assert differences(first + run(tmp_path, **options, resume="auto"), whole) == []
 
 
@@ -282,16 +290,16 @@ def test_damage_of_any_file_is_named_and_the_older_checkpoint_is_used(copied, ca
         caplog.clear()
         spoil(path)
         if name.startswith("trajectories/"):
-            assert newest(copied) == whole, "it costs drafts only"
+            assert newest(copied).path == whole, "it costs drafts only"
             assert f"checkpoint-4: {name} " in caplog.text
-            assert newest(copied, text_decides=True) == copied / "checkpoint-2"
+            assert newest(copied, text_decides=True) == Checkpoint(copied / "checkpoint-2")
         else:
-            assert newest(copied) == copied / "checkpoint-2", name
+            assert newest(copied) == Checkpoint(copied / "checkpoint-2"), name
         if path.exists() or name != MARKER:  # without its marker it is an interrupted save
             assert sum(name in record.getMessage() for record in caplog.records) >= 1
             assert all("\n" not in record.getMessage() for record in caplog.records)
         path.write_bytes(data)
-    assert newest(copied) == whole, "all is as it was"
+    assert newest(copied).path == whole, "all is as it was"
 
 
 @pytest.mark.parametrize(
@@ -307,10 +315,10 @@ def test_damage_of_any_file_is_named_and_the_older_checkpoint_is_used(copied, ca
 )
 def test_a_foreign_marker_is_refused_in_one_line(tmp_path, text, why):
     (make(tmp_path, 4) / MARKER).write_text(text)
-    with pytest.raises(CheckpointError, match=rf"no checkpoint in .* gone on from: checkpoint-4 .*{why}.*start anew$"):
+    with pytest.raises(CheckpointError, match=rf"no checkpoint in .* resumed from: checkpoint-4 .*{why}.*start anew$"):
         newest(tmp_path)
     make(tmp_path, 2)
-    assert newest(tmp_path) == tmp_path / "checkpoint-2"
+    assert newest(tmp_path) == Checkpoint(tmp_path / "checkpoint-2")
 
 
 def test_a_marker_of_another_step_or_with_another_number_is_refused(tmp_path):
@@ -320,7 +328,7 @@ def test_a_marker_of_another_step_or_with_another_number_is_refused(tmp_path):
     path = make(tmp_path, 6) / MARKER
     path.write_text(path.read_text().replace('"rollouts": 6', '"rollouts": 7'))
     with pytest.raises(CheckpointError, match="not what was written there"):
-        data_digests(path.parent)
+        Checkpoint(path.parent).marker()
 
 
 def test_damaged_checkpoints_are_left_aside_each_under_a_name_of_its_own(tmp_path):
@@ -328,10 +336,10 @@ def test_damaged_checkpoints_are_left_aside_each_under_a_name_of_its_own(tmp_pat
         for step in (1, 2, 3):
             shutil.rmtree(tmp_path / f"checkpoint-{step}", ignore_errors=True)
             make(tmp_path, step)
-        leave_aside(tmp_path, tmp_path / "checkpoint-1")
+        set_aside_damaged(tmp_path, Checkpoint(tmp_path / "checkpoint-1"))
     names = ["checkpoint-1", *(f"damaged-checkpoint-{n}{twin}" for n in (2, 3) for twin in ("", "-2"))]
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(names)
-    assert newest(tmp_path) == tmp_path / "checkpoint-1"
+    assert newest(tmp_path) == Checkpoint(tmp_path / "checkpoint-1")
 
 
 @pytest.mark.slow
@@ -397,14 +405,14 @@ def test_killed_at_random_moments_it_ends_as_the_uninterrupted_run(tmp_path, mon
         process.start()
         deadline, target = time.monotonic() + 60, reached[-1] + rng.randint(1, 2)
         while process.is_alive() and time.monotonic() < deadline:
-            if (saved := marked(folder)) and step_of(saved[-1]) >= target:
+            if (saved := completed(folder)) and saved[-1].step >= target:
                 break
             time.sleep(0.005)
         time.sleep(rng.random() * 0.2)
         process.kill()
         process.join()
         assert process.exitcode == -signal.SIGKILL, "it was killed while it trained"
-        reached.append(step_of(newest(folder)))
+        reached.append(newest(folder).step)
     assert 0 < reached[1] < reached[-1] < 24
     rest = run(tmp_path, name="killed", **options)
     assert [step.step for step in rest.steps] == list(range(reached[-1], 24))

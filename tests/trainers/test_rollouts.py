@@ -81,7 +81,7 @@ def test_rows_become_slots_across_processes():
     assert ids == ["e1", "e1", "e2", "e2", "e2", "e2"]
     assert {row.prompt for row in got.rows} == {(5, 6)}
     assert second.engine.versions == [7], "the engine has the current weights"
-    assert (second.last, second.whole, second.batch_is_current) == (got, got, True)
+    assert (second.train_batch, second.sampled_batch, second.batch_is_current) == (got, got, True)
     assert got.rewards == [1.0] * 6
 
 

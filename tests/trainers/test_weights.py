@@ -436,12 +436,9 @@ def test_layouts_that_cannot_be_gathered_are_refused(build_model):
 @pytest.fixture
 def own_weights(monkeypatch):
     """Runs whose engine holds its own copy of the policy, as workers do."""
-    import specrl.run.setup
-    from specrl.run.policy import engine_spec
+    import specrl.run.run
 
-    monkeypatch.setattr(
-        specrl.run.setup, "engine_factory", lambda config, eos, _: lambda model: build_engine(engine_spec(config, eos))
-    )
+    monkeypatch.setattr(specrl.run.run, "make_engine", lambda config, spec, trained: build_engine(spec))
 
 
 @pytest.mark.slow

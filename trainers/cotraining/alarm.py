@@ -1,4 +1,4 @@
-"""An alarm for a drafter that dies in silence, trained or not: rollouts stay exact, so nothing else would tell."""
+"""An alarm for a drafter that stops being useful. Rollouts stay exact without it, so nothing else would show it."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ logger = logging.getLogger(__name__)
 
 STATE = "alarm.json"
 SMOOTHING = 0.8  # weight of the past in the acceptance
-ENOUGH = 64  # drafted tokens that an acceptance is judged by
-FLOOR, FALL = 0.05, 0.4  # it has died below the first, or below that share of its best
+MIN_DRAFTED = 64  # tokens before the acceptance is judged
+MIN_ACCEPTANCE = 0.05
+MIN_SHARE_OF_BEST = 0.4
 
 
 @dataclass(slots=True)
-class Watched:
-    """What a resumed alarm knows."""
+class AlarmState:
+    """What a resumed alarm needs."""
 
     drafted: float = 0.0
+    """Drafted and accepted tokens, smoothed over rollouts."""
     accepted: float = 0.0
-    """Tokens of its drafts, those of older rollouts weighing less."""
     seen: int = 0
     """Drafted tokens in all."""
     best: float = 0.0
@@ -34,54 +35,61 @@ class Watched:
 
 
 class DrafterAlarm:
-    """Watches what becomes of the drafts of `rollout.drafter`. A trainers.companions.Companion.
+    """Watches the acceptance of the drafts of `rollout.drafter`, trained or not. A trainers.companions.Companion.
 
-    It says once that acceptance has fallen far below what it was, has never been worth a draft, or that logits are NaN.
+    It warns once when acceptance falls below MIN_ACCEPTANCE or below MIN_SHARE_OF_BEST of its best, or logits are NaN.
 
-    Args: dropped: gives how many draws the drafter has thrown away so far because its logits were NaN or infinite.
+    Args: dropped: returns how many samples the drafter has discarded so far because its logits were NaN or infinite.
     """
 
     def __init__(self, dropped: Callable[[], int] = lambda: 0):
-        self._dropped, self._before = dropped, dropped()
-        self._state = Watched()
+        self._dropped = dropped
+        self._dropped_before = dropped()
+        self._state = AlarmState()
         self._metrics: dict[str, Metric] = {}
 
     def observe(self, rows: Sequence[tuple[Sequence[int], Sequence[int]]], version: int, stats: EngineStats) -> None:
-        """See Companion, as of the four that follow."""
+        """See Companion, also for the four methods that follow."""
         state = self._state
         drafted, accepted = stats.sources.get("model", (0, 0))
         total = self._dropped()
-        dropped, self._before = total - self._before, total
+        dropped = total - self._dropped_before
+        self._dropped_before = total
         self._metrics = {"drafter/dropped": count(dropped)}
         if drafted:
             state.drafted = SMOOTHING * state.drafted + drafted
             state.accepted = SMOOTHING * state.accepted + accepted
             state.seen += drafted
             self._metrics["drafter/acceptance"] = mean(state.accepted, state.drafted)
-        reason = self._reason(state, dropped)
+        reason = self._reason(dropped)
         if reason and not state.dead:
             logger.warning(
                 "The drafter of rollout.drafter is dead: %s. Rollouts stay exact and lose its speed. Distil it again "
-                "from the policy as it is now (`python -m specrl.drafter`), co-train it (trainer.drafter.train=true), "
+                "from the current policy (`python -m specrl.drafter`), co-train it (trainer.drafter.train=true), "
                 "or leave it out.",
                 reason,
             )
         state.dead = bool(reason)
         self._metrics["drafter/dead"] = highest(state.dead)
 
-    def _reason(self, state: Watched, dropped: int) -> str:
+    def _reason(self, dropped: int) -> str:
+        """Why the drafter is dead; empty if it is not."""
+        state = self._state
         if dropped:
-            return f"its logits were NaN or infinite, and {dropped} draws of the last rollout were thrown away"
-        if state.seen < ENOUGH:
+            return f"its logits were NaN or infinite, and {dropped} samples of the last rollout were discarded"
+        if state.seen < MIN_DRAFTED:
             return ""
-        now = state.accepted / state.drafted
-        state.best = max(state.best, now)
-        if now >= max(FLOOR, FALL * state.best):
+        acceptance = state.accepted / state.drafted
+        state.best = max(state.best, acceptance)
+        if acceptance >= max(MIN_ACCEPTANCE, MIN_SHARE_OF_BEST * state.best):
             return ""
-        return f"of its latest tokens {now:.1%} stood, of all {state.seen} at its best {state.best:.1%}"
+        return (
+            f"{acceptance:.1%} of its latest tokens were accepted, at its best {state.best:.1%}, of {state.seen} in all"
+        )
 
     def step(self) -> dict[str, Metric]:
-        metrics, self._metrics = self._metrics, {}
+        metrics = self._metrics
+        self._metrics = {}
         return metrics
 
     def save(self, directory: Path) -> None:
@@ -90,7 +98,7 @@ class DrafterAlarm:
 
     def load(self, directory: Path) -> None:
         try:
-            self._state = Watched(**json.loads((directory / STATE).read_bytes()))
+            self._state = AlarmState(**json.loads((directory / STATE).read_bytes()))
         except (OSError, ValueError, TypeError) as error:
             raise RolloutError(
                 f"the state of the drafter's alarm in {directory} cannot be read: {error}. Resume from an older "
@@ -98,4 +106,4 @@ class DrafterAlarm:
             ) from error
 
     def save_model(self, directory: Path) -> None:
-        """Nothing: the drafter is its own."""
+        """Writes nothing: the alarm has no weights."""

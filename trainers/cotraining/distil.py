@@ -1,13 +1,15 @@
-"""What a drafter learns from the policy, and how: one recipe for its first distillation and for co-training.
+"""How a drafter learns from the policy: one recipe for its first distillation and for co-training.
 
-A draft model learns the policy's law at every response token. A head learns it more than once: from the policy's hidden
-states, which it has where a draft begins, and from mixtures of these and its own, which it has further on.
+A draft model learns the policy's distribution at every response token. A head learns it in several passes: in the first
+from the policy's hidden states, which it has where a draft begins, and then from mixtures of these and its own, which
+it has further into a draft.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,15 +19,63 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
+from specrl.rollout.engines.base import SamplingParams
 from specrl.rollout.engines.local.head import Head
-from specrl.rollout.noise import process_logits
-from specrl.trainers.cotraining.distances import forward_kl, largest, tvd
+from specrl.rollout.noise import keyed_sample, process_logits
 from specrl.trainers.cotraining.texts import Read
 
-OBJECTIVES = {"forward_kl": forward_kl, "tvd": tvd}
-KEPT = 0.4  # AdaSPEC: share of tokens kept, the paper's
-PASSES, OWN = 3, 0.8  # of a head, and the share of the states that a pass has from the one before
+KEPT_SHARE = 0.4  # of the tokens, in AdaSPEC; the paper's value
+HEAD_PASSES = 3
+OWN_SHARE = 0.8  # of the states that a head's later passes take from the pass before
 MAX_GRAD_NORM = 1.0
+
+# Distances between the distributions of student and teacher, at each of N tokens --------------------------------------
+
+
+def forward_kl(student: Tensor, teacher: Tensor) -> Tensor:
+    """KL(teacher || student) [N], in nats: the student covers all that the teacher may sample.
+
+    Args: student, teacher: finite logits [N, V] of any float type, at the same temperature.
+    """
+    p = teacher.float().log_softmax(-1)
+    q = student.float().log_softmax(-1)
+    return (p.exp() * (p - q)).sum(-1)
+
+
+def total_variation(student: Tensor, teacher: Tensor) -> Tensor:
+    """Half the sum of |p - q| [N], 0 to 1; logits [N, V] may be -inf.
+
+    Keyed samples of both distributions agree with a probability between (1 - TV) / (1 + TV) and 1 - TV
+    (arXiv 2408.07978).
+    """
+    return (teacher.float().softmax(-1) - student.float().softmax(-1)).clamp(min=0).sum(-1)
+
+
+def tvd(student: Tensor, teacher: Tensor) -> Tensor:
+    """Total variation [N] with the gradient of TVD++ (arXiv 2403.00858). Logits [N, V].
+
+    The gradient of TV is that of a policy with reward r(v) = 1 where p(v) > q(v), negated; TVD++ normalises r by its
+    mean and deviation over the batch. Summed over the whole vocabulary instead of sampled, the mean cancels and the
+    deviation is sqrt(m (1 - m)), with m the batch mean of E_q[r].
+    """
+    p = teacher.float().softmax(-1)
+    q = student.float().softmax(-1).detach()
+    m = ((p > q) * q).sum(-1).mean()
+    deviation = (m * (1 - m)).sqrt().clamp(min=0.01)  # 0 where the student equals the teacher
+    return total_variation(student, teacher) / deviation
+
+
+OBJECTIVES = {"forward_kl": forward_kl, "tvd": tvd}
+
+
+def largest(values: Tensor, share: float) -> Tensor:
+    """True [N] for the values [N] that reach the (1 - share) quantile, at least one; ties with it are included."""
+    n = values.numel()
+    count = min(n, max(1, round(share * n)))
+    return values >= values.kthvalue(n - count + 1).values
+
+
+# A batch and its logits ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,75 +86,103 @@ class Batch:
     """[B, T]"""
     states: Tensor
     """The policy's last hidden states at these tokens [B, T, H]."""
-    spots: Tensor
-    """True where a state predicts a response token that the drafter is asked for, N in all [B, T]."""
-    places: Tensor
-    """(number of the text, position in its response) of each of the N tokens [N, 2]."""
+    mask: Tensor
+    """True where a state predicts a response token that the drafter learns, N in all [B, T]."""
+    targets: Tensor
+    """(index of the text, position in its response) of each of the N tokens [N, 2]."""
 
     @classmethod
     def of(cls, reads: Sequence[Read], student: Module) -> Batch:
-        """A head is not asked for a response's first token: only behind it there are a state and a drawn token."""
-        device, first = reads[0].states.device, int(isinstance(student, Head))
+        """A head does not learn a response's first token: it drafts only after a state and a sampled token."""
+        device = reads[0].states.device
+        first = int(isinstance(student, Head))
         ids = pad_sequence([torch.tensor([*r.text.prompt, *r.text.response[:-1]]) for r in reads], batch_first=True)
-        spots = torch.zeros(ids.shape, dtype=torch.bool)
-        for row, read in zip(spots, reads, strict=True):
+        mask = torch.zeros(ids.shape, dtype=torch.bool)
+        for row, read in zip(mask, reads, strict=True):
             row[len(read.text.prompt) - 1 + first : len(read.text) - 1] = True
-        places = [(n, t) for n, read in enumerate(reads) for t in range(first, len(read.text.response))]
+        targets = [(n, t) for n, read in enumerate(reads) for t in range(first, len(read.text.response))]
         states = pad_sequence([read.states for read in reads], batch_first=True)
-        return cls(ids.to(device), states, spots.to(device), torch.tensor(places, device=device).view(-1, 2))
+        return cls(ids.to(device), states, mask.to(device), torch.tensor(targets, device=device).view(-1, 2))
 
 
-def taught(policy: PreTrainedModel, batch: Batch) -> Tensor:
-    """The policy's logits [N, V] at the spots, by its output layer as it is now."""
+def teacher_logits(policy: PreTrainedModel, batch: Batch) -> Tensor:
+    """The policy's logits [N, V] for the targets, by its current output layer."""
     layer = policy.get_output_embeddings()
     with torch.no_grad():
-        return layer(batch.states[batch.spots].to(layer.weight.dtype))
+        return layer(batch.states[batch.mask].to(layer.weight.dtype))
 
 
-def guesses(student: PreTrainedModel, batch: Batch, generator: torch.Generator) -> Iterator[Tensor]:
-    """The student's logits [N, V] at the spots: a draft model's once, a head's by each of PASSES passes.
+def student_logits(student: PreTrainedModel, batch: Batch, generator: torch.Generator) -> Iterator[Tensor]:
+    """The student's logits [N, V] for the targets: once of a draft model, HEAD_PASSES times of a head.
 
-    The first reads the policy's states. In every further one OWN of the states, drawn at random, are those of the pass
-    before it, without gradients through these.
+    A head's first pass reads the policy's states. In every further one OWN_SHARE of the states, chosen at random, are
+    those of the pass before, without gradients through these.
     """
     output = student.get_output_embeddings()
     if not isinstance(student, Head):
-        yield output(student.base_model(input_ids=batch.ids, use_cache=False).last_hidden_state[batch.spots])
+        yield output(student.base_model(input_ids=batch.ids, use_cache=False).last_hidden_state[batch.mask])
         return
     states = batch.states.to(student.dtype)
-    for _ in range(PASSES):
-        made = student(batch.ids[:, 1:], states[:, :-1]).last_hidden_state  # the first stands for the second state
-        yield output(made[batch.spots[:, 1:]])
-        own = torch.rand(batch.ids.shape, generator=generator).to(made.device)[..., None] < OWN
-        states = torch.where(own, torch.cat([batch.states[:, :1].to(made.dtype), made.detach()], 1), batch.states)
+    for _ in range(HEAD_PASSES):
+        predicted = student(batch.ids[:, 1:], states[:, :-1]).last_hidden_state  # the first replaces the second state
+        yield output(predicted[batch.mask[:, 1:]])
+        own = torch.rand(batch.ids.shape, generator=generator).to(predicted.device)[..., None] < OWN_SHARE
+        shifted = torch.cat([batch.states[:, :1].to(predicted.dtype), predicted.detach()], 1)
+        states = torch.where(own, shifted, batch.states)
+
+
+# Measuring -----------------------------------------------------------------------------------------------------------
+
+
+def keyed_samples(logits: Tensor, batch: Batch, keys: Sequence[int], sampling: SamplingParams) -> Tensor:
+    """Tokens [N] sampled from logits [N, V] for the targets. Args: keys: of each text's noise."""
+    texts, positions = batch.targets.unbind(1)
+    noise = torch.tensor(keys, device=texts.device)[texts]
+    return keyed_sample(logits, noise, positions, **_processing(sampling))[0]
+
+
+def overlap(student: Tensor, teacher: Tensor, sampling: SamplingParams) -> float:
+    """Mean 1 - TV of the two sampling distributions; keyed samples agree about as often. Logits [N, V]."""
+    processed = [process_logits(logits, **_processing(sampling)) for logits in (student, teacher)]
+    return 1 - total_variation(*processed).mean().item()
+
+
+def _processing(sampling: SamplingParams) -> dict[str, Any]:
+    return {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
+
+
+# Learning ------------------------------------------------------------------------------------------------------------
 
 
 def selected(student: Tensor, reference: Tensor, teacher: Tensor) -> Tensor:
-    """AdaSPEC's tokens (arXiv 2510.19779), True [N]: where the student is furthest behind the reference. Logits [N, V].
+    """AdaSPEC's tokens (arXiv 2510.19779), True [N]: where the student is worse than the reference. Logits [N, V].
 
-    The reference is a copy of the student that was distilled on all tokens before. What it could not learn either is
-    left out.
+    The reference is a copy of the student that was distilled on all tokens before. Tokens that it could not learn
+    either are left out.
     """
     with torch.no_grad():
-        return largest(forward_kl(student, teacher) - forward_kl(reference, teacher), KEPT)
+        return largest(forward_kl(student, teacher) - forward_kl(reference, teacher), KEPT_SHARE)
 
 
 def loss(
     student: Tensor, teacher: Tensor, objective: str, temperature: float = 1.0, kept: Tensor | None = None
 ) -> Tensor:
-    """Mean distance of the laws at a temperature over the tokens `kept` [N], or all.
+    """Mean distance of the distributions at a temperature, over the tokens `kept` [N] or all.
 
-    Args: student, teacher: logits [N, V]; objective: of OBJECTIVES.
+    Args: student, teacher: logits [N, V]; objective: a key of OBJECTIVES.
     """
-    pair = (process_logits(z if kept is None else z[kept], temperature) for z in (student, teacher))
-    return OBJECTIVES[objective](*pair).mean()
+    if kept is not None:
+        student = student[kept]
+        teacher = teacher[kept]
+    distance = OBJECTIVES[objective]
+    return distance(process_logits(student, temperature), process_logits(teacher, temperature)).mean()
 
 
 def step(optimizer: Optimizer, total: Tensor) -> Tensor:
-    """One step down the gradient of `total`; returns the gradient's norm before it was clipped.
+    """One step down the gradient of `total`; returns the gradient's norm before clipping.
 
-    Nothing is changed where that is not finite. Gradients go to the optimiser's weights only: a head reads and writes
-    by layers of the policy, which is in training too.
+    Nothing changes if the norm is not finite. Gradients go to the optimiser's weights only: a head reads and writes by
+    layers of the policy, which is being trained too.
     """
     weights = [p for group in optimizer.param_groups for p in group["params"]]
     for weight, gradient in zip(weights, torch.autograd.grad(total, weights, allow_unused=True), strict=True):

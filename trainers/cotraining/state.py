@@ -1,4 +1,4 @@
-"""The state of co-training on disk: weights and moments as safetensors, the rest as JSON in the same file's header."""
+"""The state of co-training on disk: one safetensors file, whose header has everything but tensors as JSON."""
 
 from __future__ import annotations
 
@@ -17,12 +17,14 @@ from specrl.rollout.durable import write_durably
 from specrl.rollout.types import RolloutError
 from specrl.trainers.cotraining.texts import Read, Text
 
-STATE, MOMENTS, STATES = "drafter.safetensors", "adamw/", "states/"
+STATE = "drafter.safetensors"
+OPTIMIZER = "adamw/"
+STATES = "states/"
 
 
 @dataclass(slots=True)
 class Progress:
-    """What a resumed trainer knows besides weights and texts."""
+    """What a resumed trainer needs besides weights and texts."""
 
     steps: int = 0
     rollouts: int = 0
@@ -44,11 +46,12 @@ def save(
     """Writes all of it into one file."""
     directory.mkdir(parents=True, exist_ok=True)
     tensors = dict(weights)
-    for i, moments in optimizer.state_dict()["state"].items():
-        tensors |= {f"{MOMENTS}{i}/{name}": value for name, value in moments.items()}
+    for i, state in optimizer.state_dict()["state"].items():
+        tensors |= {f"{OPTIMIZER}{i}/{name}": value for name, value in state.items()}
     tensors |= {f"{STATES}{i}": read.states for i, read in enumerate(reads)}
-    told = {"progress": json.dumps(asdict(progress)), "texts": json.dumps([asdict(read.text) for read in reads])}
-    blob = safetensors.torch.save({name: tensor.contiguous() for name, tensor in tensors.items()}, told)
+    texts = [asdict(read.text) for read in reads]
+    metadata = {"progress": json.dumps(asdict(progress)), "texts": json.dumps(texts)}
+    blob = safetensors.torch.save({name: tensor.contiguous() for name, tensor in tensors.items()}, metadata)
     write_durably(directory / STATE, blob)
 
 
@@ -61,28 +64,28 @@ def load(directory: Path, weights: Mapping[str, Tensor], optimizer: Optimizer) -
     """
     try:
         with safe_open(directory / STATE, "pt") as file:
-            told = file.metadata()
+            metadata = file.metadata()
         tensors = safetensors.torch.load_file(directory / STATE)
-        progress = Progress(**json.loads(told["progress"]))
-        texts = [Text(tuple(t["prompt"]), tuple(t["response"]), t["version"]) for t in json.loads(told["texts"])]
+        progress = Progress(**json.loads(metadata["progress"]))
+        texts = [Text(tuple(t["prompt"]), tuple(t["response"]), t["version"]) for t in json.loads(metadata["texts"])]
         device = next(iter(weights.values())).device
         reads = [Read(text, tensors.pop(f"{STATES}{i}").to(device)) for i, text in enumerate(texts)]
     except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
         raise RolloutError(
             f"the co-training state in {directory} cannot be read: {error}. Resume from an older checkpoint"
         ) from error
-    moments: dict[int, dict[str, Tensor]] = {}
-    for name in [name for name in tensors if name.startswith(MOMENTS)]:
-        _, i, moment = name.split("/")
-        moments.setdefault(int(i), {})[moment] = tensors.pop(name)
+    state: dict[int, dict[str, Tensor]] = {}
+    for name in [name for name in tensors if name.startswith(OPTIMIZER)]:
+        _, i, key = name.split("/")
+        state.setdefault(int(i), {})[key] = tensors.pop(name)
     for name in sorted(weights.keys() | tensors.keys()):
-        here, there = (tuple(side[name].shape) if name in side else "absent" for side in (weights, tensors))
-        if here != there:
+        shapes = [tuple(side[name].shape) if name in side else "absent" for side in (tensors, weights)]
+        if shapes[0] != shapes[1]:
             raise RolloutError(
-                f"the saved co-training state belongs to another drafter: {name} is {there} there and {here} here. "
-                "Resume with the drafter and the options that the run began with"
+                f"the saved co-training state belongs to another drafter: {name} is {shapes[0]} there and {shapes[1]} "
+                "here. Resume with the drafter and the options that the run began with"
             )
     for name, tensor in weights.items():
         tensor.copy_(tensors[name])
-    optimizer.load_state_dict({"state": moments, "param_groups": optimizer.state_dict()["param_groups"]})
+    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
     return progress, reads

@@ -82,6 +82,7 @@ class GRPOTrainerWithReuse(GRPOTrainer):
         peft_config: PeftConfig | None = None,
     ):
         check_trl()
+        self._options = setup.trainer
         self._logps: torch.Tensor | None = None
         self._inputs: dict[str, Any] = {}
         super().__init__(
@@ -136,8 +137,8 @@ class GRPOTrainerWithReuse(GRPOTrainer):
         if self.state.global_step + updates >= self.state.max_steps:
             return []
         rows = self.args.generation_batch_size
-        per_epoch = len(self.train_dataset) // (rows // self.num_generations)
-        epoch, nth = divmod(self.state.global_step // updates + 1, per_epoch)
+        rollouts_per_epoch = self._options.rollouts_per_epoch(len(self.train_dataset))
+        epoch, nth = divmod(self.state.global_step // updates + 1, rollouts_per_epoch)
         sampler = self._sampler(self.train_dataset, lambda: epoch)
         own = rows // self.accelerator.num_processes
         first = nth * rows * sampler.repeat_count + own * self.accelerator.process_index
@@ -157,7 +158,7 @@ class GRPOTrainerWithReuse(GRPOTrainer):
 
     def _rollout(self, prompts: list, trainer: GRPOTrainer) -> dict[str, list]:
         """TRL's rollout_func: what was collected before, as prompts alone do not identify an example."""
-        rows, batch = self.rollouts.last.rows, self.rollouts.last.batch
+        rows, batch = self.rollouts.train_batch.rows, self.rollouts.train_batch.batch
         stand_in = [self.processing_class.pad_token_id]  # TRL cannot take an empty response; it is masked afterwards
         return {
             "prompt_ids": [list(row.prompt) for row in rows],
@@ -167,7 +168,7 @@ class GRPOTrainerWithReuse(GRPOTrainer):
 
     def _total_reward(self, **_: Any) -> list[float | None]:
         """TRL's reward function: one total per row. TRL 1.16 leaves a row with None out of its group's baseline."""
-        return self.rollouts.last.rewards
+        return self.rollouts.train_batch.rewards
 
     def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, *args: Any, **kwargs: Any):
         if not torch.is_grad_enabled():  # the only such pass that TRL is left to ask for is the reference policy's
@@ -227,7 +228,7 @@ class GRPOTrainerWithReuse(GRPOTrainer):
         TRL counts the tokens of the loss before this; the losses BY_ROWS divide by rows, so they get a factor.
         """
         mask = out["completion_mask"]
-        scored = torch.tensor([reward is not None for reward in self.rollouts.last.rewards], device=mask.device)
+        scored = torch.tensor([reward is not None for reward in self.rollouts.train_batch.rewards], device=mask.device)
         out["completion_mask"] = mask = mask * scored[:, None]
         share = torch.stack([mask.sum(), scored.sum(), torch.tensor(len(scored), device=mask.device)])
         tokens, known, rows = self.accelerator.gather(share).view(-1, 3).sum(0)

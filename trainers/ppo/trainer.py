@@ -74,7 +74,7 @@ class PPOTrainer(Loop):
         self._beta = options.beta
         self._prior = Prior(accelerator)
         parts = {"model": self.policy, "optimizer": self.optimizer, "lr_scheduler": self.scheduler}
-        steps_per_epoch = len(setup.dataset) // options.prompts_per_step * options.steps_per_rollout
+        steps_per_epoch = options.steps_per_epoch(len(setup.dataset))
         super().__init__(args, accelerator, steps_per_epoch, processing_class=tokenizer, **parts)
         self.rollouts = Rollouts(setup, accelerator, lambda: self.policy, lambda: self.state, self._next_inputs)
 

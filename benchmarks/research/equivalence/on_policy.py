@@ -78,7 +78,7 @@ def watched() -> Iterator[Identity]:
     identity, finish = Identity(), Rollouts.finish
 
     def spy(rollouts: Rollouts) -> dict[str, float]:
-        identity.see(rollouts.whole.rows, rollouts.whole.batch, rollouts.engine.model)
+        identity.see(rollouts.sampled_batch.rows, rollouts.sampled_batch.batch, rollouts.engine.model)
         return finish(rollouts)
 
     with mock.patch.object(Rollouts, "finish", spy):

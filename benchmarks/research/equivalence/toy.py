@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from specrl.rollout.build import build_engine
 from specrl.rollout.config import RolloutConfig
 from specrl.rollout.engines.base import Engine, EngineSpec
-from specrl.rollout.engines.local import ragged as packed
-from specrl.rollout.engines.local.padded import Pass
+from specrl.rollout.engines.local import probe
+from specrl.rollout.engines.local.padded import PaddedPass
 
 SYMBOLS, TASKS, CAP, GOOD = 6, 6, 10, 3
 """Symbol 0 ends a response. A prompt is (task, 0), so that there are as many tasks as symbols."""
@@ -59,15 +59,15 @@ class TablePolicy(nn.Module):
 class Decoder(nn.Module):
     """The part below the head: each token attends to nothing but itself and its row's first token."""
 
-    def forward(self, input_ids: Tensor, position_ids: Tensor, use_cache: bool, ragged: Pass) -> SimpleNamespace:
+    def forward(self, input_ids: Tensor, position_ids: Tensor, use_cache: bool, layout: PaddedPass) -> SimpleNamespace:
         written = input_ids[..., None].float()  # one head of one dimension
-        keys, _ = ragged.write(0, written, written)
-        return SimpleNamespace(last_hidden_state=states(keys[ragged.rows, 0, 0, 0].long(), input_ids[0])[None])
+        keys, _ = layout.write(0, written, written)
+        return SimpleNamespace(last_hidden_state=states(keys[layout.rows, 0, 0, 0].long(), input_ids[0])[None])
 
 
 def engine_of(policy: TablePolicy, config: RolloutConfig) -> Engine:
     """The product's engine around a table, without its look at a transformer's layers, which a table has not."""
-    with mock.patch.object(packed, "check", return_value=(policy.config.max_position_embeddings, "")):
+    with mock.patch.object(probe, "probe", return_value=(policy.config.max_position_embeddings, "")):
         return build_engine(EngineSpec(eos_ids=frozenset({END}), rollout=config), policy)
 
 

@@ -1,6 +1,6 @@
-"""The inner names of vLLM that this package relies on, with the arguments that it gives or takes.
+"""The internal names of vLLM that this package relies on, with their arguments.
 
-They are no public interface: another version may lack one. Then nothing starts, and the message names it.
+They are no public interface, so another version may lack one. Then nothing starts, and the message names it.
 """
 
 from __future__ import annotations
@@ -8,13 +8,14 @@ from __future__ import annotations
 import inspect
 import re
 from importlib import import_module
+from typing import Any
 
 import vllm
 
 from specrl.rollout.types import RolloutError
 
 _GPU, _SCHEDULER = "vllm.v1.worker.gpu.", "vllm.v1.core.sched."
-_LAW = ("logits", "expanded_idx_mapping", "idx_mapping", "idx_mapping_np", "pos")
+_SAMPLE = ("logits", "expanded_idx_mapping", "idx_mapping", "idx_mapping_np", "pos")
 _HOST = {
     f"{_SCHEDULER}scheduler:Scheduler._update_request_with_output": ("self", "request", "new_token_ids", "is_stale"),
     f"{_SCHEDULER}utils:check_stop": ("request", "max_model_len"),
@@ -42,7 +43,7 @@ NAMES = {
         **_HOST,
         f"{_GPU}sample.sampler:Sampler.__call__": ("self", "logits", "input_batch"),
         f"{_GPU}sample.sampler:Sampler.sample": (
-            *("self", *_LAW, "input_ids"),
+            *("self", *_SAMPLE, "input_ids"),
             *("expanded_local_pos", "seq_lens_upper_bound_np", "return_logprobs"),
         ),
         f"{_GPU}sample.sampler:Sampler._sample_random": (
@@ -93,27 +94,28 @@ NAMES = {
 
 def check(runner: str) -> None:
     """Raises RolloutError naming what the installed vLLM lacks or has otherwise."""
-    for place, wanted in NAMES.get(runner, {}).items():
-        module, _, path = place.partition(":")
+    for path, wanted in NAMES.get(runner, {}).items():
+        module, _, names = path.partition(":")
         try:
-            found = import_module(module)
-            for part in path.split("."):
-                found = getattr(found, part)
+            target: Any = import_module(module)
+            for name in names.split("."):
+                target = getattr(target, name)
         except (ImportError, AttributeError) as error:
-            raise _differs(place, "is not there", runner) from error
-        if inspect.isclass(found):
-            source = inspect.getsource(found)  # attributes that a constructor sets stand nowhere else
+            raise _differs(path, "is not there", runner) from error
+        if inspect.isclass(target):
+            source = inspect.getsource(target)  # attributes that a constructor sets are found nowhere else
             missing = [name for name in wanted if not re.search(rf"\b{name}\b", source)]
+            if missing:
+                raise _differs(path, f"has no {missing[0]}", runner)
         else:
-            given = tuple(inspect.signature(found).parameters)
-            missing = [] if given == wanted else [f"({', '.join(given)})"]
-        if missing:
-            raise _differs(place, f"has {missing[0]}" if missing[0][0] == "(" else f"has no {missing[0]}", runner)
+            arguments = tuple(inspect.signature(target).parameters)
+            if arguments != wanted:
+                raise _differs(path, f"has ({', '.join(arguments)})", runner)
 
 
-def _differs(place: str, how: str, runner: str) -> RolloutError:
+def _differs(path: str, how: str, runner: str) -> RolloutError:
     other = "rollout.vllm.runner=v1" if runner == "v2" else "rollout.engine=transformers"
     return RolloutError(
-        f"vllm {vllm.__version__}: {place.replace(':', '.')} {how}, and specrl relies on it. Install vllm==0.32.0, or "
+        f"vllm {vllm.__version__}: {path.replace(':', '.')} {how}, and specrl relies on it. Install vllm==0.32.0, or "
         f"take {other}"
     )

@@ -1,136 +1,90 @@
-"""Model Runner V2 with asynchronous scheduling: drafts, draws and what stands of them stay on the device.
-
-Drafts come from texts that each request brings (texts.py) or from a speculator of vLLM's own, also where several GPUs
-hold the model together. The host sees what was drawn a step later; per row and step it only counts.
-"""
+"""Drafts on the device, from texts: the host need not know which tokens were sampled."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
+import numpy as np
+import torch
+from torch import Tensor
 
-from vllm import LLM
-from vllm import SamplingParams as VLLMSamplingParams
-from vllm.sampling_params import RequestOutputKind
+from specrl.rollout.engines.vllm.wire import TEXTS, extra_args_of, unpack_text
 
-from specrl.rollout.drafting.draft import DrafterFault, ask
-from specrl.rollout.drafting.suffix import SuffixDrafter
-from specrl.rollout.engines.response import refuse_unusable
-from specrl.rollout.engines.vllm.room import LogitsBudget
-from specrl.rollout.engines.vllm.rows import BUG, Rules, VLLMRow
-from specrl.rollout.engines.vllm.scheduler import DraftLengths
-from specrl.rollout.engines.vllm.texts import MOST_TEXTS
-from specrl.rollout.engines.vllm.wire import KEY, TEXTS, pack_text
-from specrl.rollout.types import EngineStats, Request, RolloutError
-from specrl.rollout.verify import Accepted
+MOST_TEXTS = 3
+"""Texts that a request may bring; more of one prompt rarely help."""
+SUFFIX = 4
+"""Tokens that are compared to find a match; longer matches rank the same."""
 
 
-@dataclass(kw_only=True)
-class DeviceDrafts(Rules):
-    """Generates each response with one request.
+class DeviceTexts:
+    """Drafts from the texts that came with each request. Texts and responses stay on the device.
+
+    A text that equals the response so far is followed. Otherwise the match is the position whose preceding tokens
+    agree with the response's last ones over the most of SUFFIX positions, and among equals the one nearest to the
+    response's length: so a text is followed further after a mismatch, as if one token had been replaced.
+
+    Args: runner: vLLM's model runner with the keyed sampler, whose speculator's `propose` this replaces.
+    """
+
+    def __init__(self, runner):
+        self._states = runner.req_states
+        self._width = runner.num_speculative_steps
+        self._vocab = runner.vocab_size
+        self._requests = runner.sampler.requests
+        shape = (runner.max_num_reqs, MOST_TEXTS, runner.max_model_len)
+        self.texts = torch.full(shape, -1, dtype=torch.int32, device=runner.device)
+        self._longest = np.zeros(shape[0], np.int64)  # tokens of each request's longest text
+        self._requests.listeners.append(self._add_request)
+        runner.speculator.propose = self.propose
+
+    def _add_request(self, req_index: int, new_req_data) -> None:
+        self.texts[req_index] = -1
+        self._longest[req_index] = 0
+        for i, text in enumerate(extra_args_of(new_req_data).get(TEXTS, ())[:MOST_TEXTS]):
+            ids = unpack_text(text)[: self.texts.shape[2]]
+            known = np.where(ids < self._vocab, ids, -1)  # the model has no embedding of others
+            self.texts[req_index, i, : len(ids)] = torch.from_numpy(known).to(self.texts.device)
+            self._longest[req_index] = max(self._longest[req_index], len(ids))
+
+    def propose(self, input_batch, *_, dummy_run: bool = False, **__) -> Tensor:
+        """Token ids int64 [R, K]. Where there is no guess any id does: it is accepted only if it is sampled."""
+        if dummy_run:
+            return torch.zeros(input_batch.num_reqs, self._width, dtype=torch.int64, device=self.texts.device)
+        index = input_batch.idx_mapping.long()
+        begin = self._requests.starts[index].long()[:, None, None]
+        end = self._states.total_len.gpu[index].long()[:, None, None]
+        longest = max(self._longest[input_batch.idx_mapping_np].max(), self._width)
+        texts = self.texts[:, :, :longest][index]
+        ids = continue_texts(texts, self._states.all_token_ids.gpu[index], begin, end, self._width)
+        return ids.clamp(min=0)
+
+
+def continue_texts(texts: Tensor, tokens: Tensor, begin: Tensor, end: Tensor, width: int) -> Tensor:
+    """The `width` tokens that follow the best match for the response so far in one of each row's texts.
 
     Args:
-        llm: vLLM, with `DraftScheduler` and the keyed sampler.
-        source: what proposes: `texts`, `model` (rollout.drafter), or vLLM's name of a speculator.
-        draft_tokens: most draft tokens of a row in one step.
-        room: draft tokens of all rows in one step; those that draft share it.
+        texts: int32 [R, M, L], -1 after their ends, L at least `width`.
+        tokens: int32 [R, C], prompt and response.
+        begin: int64 [R, 1, 1], where the response begins.
+        end: int64 [R, 1, 1], where it ends so far.
+        width: tokens of a draft.
+
+    Returns:
+        int64 [R, width], -1 where the text has ended.
     """
-
-    llm: LLM
-    source: str
-    draft_tokens: int
-    room: LogitsBudget
-    _lengths: DraftLengths = field(init=False)
-
-    def __post_init__(self):
-        self.llm.collective_rpc("specrl_install_device", args=(self.source == "texts",))
-        self._scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler
-        self._lengths = self._scheduler.watcher = DraftLengths(
-            source=self.source,
-            drafting=self.drafting,
-            draft_tokens=self.draft_tokens,
-            room=self.room,
-        )
-
-    def run(self, rows: Sequence[VLLMRow], stop: Callable[[], bool]) -> EngineStats:
-        """Finishes every row, unless `stop` says before a step that this is enough."""
-        self.stats = self._lengths.stats = EngineStats()
-        engine, outputs = self.llm.llm_engine, {}
-        self.room.renew()
-        names = []
-        try:
-            for i, row in enumerate(rows):
-                names.append(self._submit(str(i), row))
-            self._lengths.began = time.perf_counter()
-            while engine.has_unfinished_requests() and not stop():
-                outputs |= {output.request_id: output.outputs[0] for output in engine.step()}
-            for i, (name, row) in enumerate(zip(names, rows, strict=True)):
-                if str(i) in outputs:
-                    self._finish(row, outputs[str(i)], self._lengths.seen[name].emitted)
-                elif stop():
-                    row.tokens = list(self._scheduler.requests[name].output_token_ids)
-                else:
-                    raise RolloutError(f"vLLM left row {i} of {len(rows)} unfinished; {BUG}")
-        finally:
-            engine.abort_request(names, internal=True)  # those that have not ended
-            self._lengths.seen.clear()
-        return self.stats
-
-    def _submit(self, name: str, row: VLLMRow) -> str:
-        """Hands a request to vLLM; returns vLLM's own id of it."""
-        law, request = row.sampling, row.request
-        texts = self._texts(row) if row.drafting and self.source == "texts" else []
-        params = VLLMSamplingParams(
-            temperature=law.temperature,
-            top_k=law.top_k,
-            top_p=law.top_p,
-            extra_args={KEY: request.key, TEXTS: texts},
-            max_tokens=request.max_new_tokens,
-            stop_token_ids=list(law.eos_ids),
-            ignore_eos=True,  # the model's own; the run's are above
-            logprobs=0,
-            flat_logprobs=True,
-            detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-            skip_clone=True,  # it is this request's alone
-        )
-        name = self.llm.llm_engine.add_request(name, {"prompt_token_ids": list(request.prompt)}, params)
-        self._lengths.admit(name, bool(texts) or (row.drafting and self.source != "texts"))
-        return name
-
-    @staticmethod
-    def _texts(row: VLLMRow) -> list[str]:
-        try:
-            return texts_of(row.request)
-        except DrafterFault as fault:
-            row.give_up(fault)
-            return []
-
-    def _finish(self, row: VLLMRow, done, emitted: Sequence[int]) -> None:
-        """Fills a row with its response, step by step as it was drawn."""
-        tokens, logprobs = list(done.token_ids), list(done.logprobs.logprobs)
-        refuse_unusable((logprob == logprob for logprob in logprobs), self.weight_version)
-        ends = list(accumulate(emitted))
-        for first, end in pairwise([0, *ends]):
-            their = logprobs[first:end]
-            row.emit(Accepted(tokens[first:end], their, their, end - first - 1), row.sampling.eos_ids)
-        theirs, ours = (tokens, done.finish_reason), (row.tokens, row.finish)
-        if theirs != ours:
-            raise RolloutError(f"vLLM and specrl disagree about a row: {theirs}, {ours}; {BUG}")
-
-
-def texts_of(request: Request) -> list[str]:
-    """The texts that a request's drafter goes by, its own first, as on the wire.
-
-    Raises:
-        DrafterFault: it fails.
-    """
-    drafter = request.drafter
-    if drafter is None:
-        return []
-    texts = [tuple(ask(drafter, (), request.max_new_tokens, 1 << 31).tokens)]
-    if isinstance(drafter, SuffixDrafter):
-        texts += map(tuple, drafter.texts.texts[: drafter.texts.stored])
-    return [pack_text(text) for text in list(dict.fromkeys(texts))[:MOST_TEXTS] if text]
+    rows, _, longest = texts.shape
+    at = torch.arange(longest, device=texts.device)
+    done = end - begin
+    response = tokens.gather(1, (begin[:, 0] + at).clamp(max=tokens.shape[1] - 1))[:, None]
+    equal = ((texts == response) | (at >= done)).all(2, keepdim=True)
+    matched = torch.zeros_like(texts)
+    run = torch.ones_like(texts, dtype=torch.bool)
+    for back in range(1, SUFFIX + 1):  # the tokens before `at` are the response's last ones
+        last = tokens.gather(1, (end[:, 0] - back).clamp(min=0))[:, :, None]
+        run = run & (texts.roll(back, 2) == last) & (at >= back) & (done >= back)
+        matched = matched + run
+    matched = matched + (SUFFIX + 1) * (equal & (at == done))
+    score = (2 * longest * matched - (at - done).abs()).masked_fill(texts < 0, -3 * longest)
+    best = score.flatten(1).argmax(1)
+    text, first = best // longest, best % longest
+    ids = texts[torch.arange(rows, device=texts.device), text]
+    ids = torch.cat([ids, ids.new_full((rows, width), -1)], 1).gather(1, first[:, None] + at[:width])
+    return ids.long()

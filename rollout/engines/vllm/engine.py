@@ -1,7 +1,7 @@
-"""The vLLM engine: the production engine behind the same seam, with its own copy of the weights.
+"""The vLLM engine, for production: an Engine with its own copy of the weights.
 
-A response is one request. Drafts ride in it, and this package's noise draws its tokens, so that they are those of the
-transformers engine: on Model Runner V1 (CPU builds), on V2 by drafters of the host, or on the device alone.
+A response is one request. This package's noise samples its tokens, so they are those of the transformers engine,
+whether drafts come from the host (on Model Runner V1 of CPU builds, and on V2) or from the device (on V2).
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,21 +26,23 @@ if not torch.cuda.is_available():
 
 from vllm import LLM
 from vllm import SamplingParams as VLLMSamplingParams
+from vllm.logprobs import FlatLogprobs
 from vllm.platforms import current_platform
 
 from specrl.rollout.drafting.drafting import Drafting
 from specrl.rollout.engines.base import EngineSpec, Probe, SamplingParams
-from specrl.rollout.engines.local.draw import rows_per_chunk
+from specrl.rollout.engines.local.sampler import rows_per_chunk
 from specrl.rollout.engines.response import check_request
+from specrl.rollout.engines.vllm.batch import VLLMRow
 from specrl.rollout.engines.vllm.contract import check as check_names
-from specrl.rollout.engines.vllm.device import DeviceDrafts
-from specrl.rollout.engines.vllm.native import Native
-from specrl.rollout.engines.vllm.room import room_of
-from specrl.rollout.engines.vllm.rows import VLLMRow
-from specrl.rollout.engines.vllm.settings import choose_runner, launched, settings, speculation
-from specrl.rollout.engines.vllm.updates import Updates
-from specrl.rollout.engines.vllm.v1 import V1Requests
-from specrl.rollout.engines.vllm.weights import TRANSFER, Weights
+from specrl.rollout.engines.vllm.driver import Adapter, DeviceFlow, HostFlow
+from specrl.rollout.engines.vllm.flow import Flow
+from specrl.rollout.engines.vllm.logits import logits_budget
+from specrl.rollout.engines.vllm.settings import choose_runner, executor, settings, speculation
+from specrl.rollout.engines.vllm.v1 import V1Adapter
+from specrl.rollout.engines.vllm.v2 import V2Adapter
+from specrl.rollout.engines.vllm.weights import Updates, WeightCheck
+from specrl.rollout.engines.vllm.worker import TRANSFER
 from specrl.rollout.types import AheadText, Completion, EngineStats, Request, RolloutError
 from specrl.rollout.verify import AcceptanceRule
 
@@ -52,8 +55,8 @@ class VLLMEngine:
 
     Args:
         spec: the model and every `rollout.*` setting.
-        sampling: the sampler's law.
-        rule: decides what stands of a draft.
+        sampling: the run's sampling params.
+        rule: decides which draft tokens are accepted.
         drafting: proposes drafts.
 
     Raises:
@@ -73,19 +76,19 @@ class VLLMEngine:
         self.runner = choose_runner(spec, sampling)
         check_names(self.runner)
         self._borrowed_group = torch.distributed.is_initialized()
-        names, self._llm = self._start()
+        weight_check, self._llm = self._start()
         self.vocab = self.drafting.vocab = self._llm.model_config.get_vocab_size()
         self.drafting.budget.padded = False
         self.context = self._llm.llm_engine.vllm_config.model_config.max_model_len
         if self.context <= config.max_new_tokens:
             self.close()
             raise RolloutError(
-                f"vLLM's KV cache holds a row of {self.context} tokens, which leaves no room for a prompt and "
+                f"vLLM's KV cache holds a row of {self.context} tokens, too few for a prompt and "
                 f"rollout.max_new_tokens={config.max_new_tokens}; raise rollout.vllm.kv_cache_mb or lower the cap"
             )
         self._flow = self._build_flow()
         sleeps = config.vllm.sleep and not current_platform.is_cpu()
-        self.updates = Updates(self._llm, names, config.vllm.tensor_parallel, sleeps, self._prove)
+        self.updates = Updates(self._llm, weight_check, config.vllm.tensor_parallel, sleeps, self._prove)
         self._calibrate()
 
     @property
@@ -102,8 +105,9 @@ class VLLMEngine:
         return [row.completion(self.weight_version) for row in rows], stats
 
     def ahead(self, requests: Sequence[Request], stop: Callable[[], bool]) -> list[AheadText]:
-        """What there is of each response when `stop`, asked before each step, says so, or all have ended."""
-        self._run(rows := self._rows(requests), stop)
+        """The responses so far when `stop`, asked before each step, says so, or when all have ended."""
+        rows = self._rows(requests)
+        self._run(rows, stop)
         return [AheadText(row.tokens, row.finish) for row in rows]
 
     def _rows(self, requests: Sequence[Request]) -> list[VLLMRow]:
@@ -114,9 +118,9 @@ class VLLMEngine:
         return [VLLMRow(request, drafting=not request.plain, sampling=self.sampling) for request in requests]
 
     def _run(self, rows: Sequence[VLLMRow], stop: Callable[[], bool]) -> EngineStats:
-        with self._awake():  # vLLM froze the heap when it started, see heap_at_rest
+        with self._awake():  # vLLM froze the heap when it started, see gc_frozen
             try:
-                return self._flow.run(rows, stop)
+                return self._flow.run(rows, stop, self.weight_version)
             except BaseException:
                 self.reset_cache()  # a step that failed has left blocks listed as computed
                 raise
@@ -138,7 +142,6 @@ class VLLMEngine:
         self.reset_cache()
         if probe is not None:
             probe.check(self._scored(probe.tokens), version)
-        self._flow.weight_version = version
 
     def score(self, tokens: Sequence[int]) -> list[float]:
         """See Engine.score. At most one token less than the context."""
@@ -148,13 +151,14 @@ class VLLMEngine:
             return self._scored(tokens)
 
     def _scored(self, tokens: Sequence[int]) -> list[float]:
-        """The same of an engine that is awake."""
+        """As `score`, of an engine that is awake."""
         params = VLLMSamplingParams(
             temperature=0.0, max_tokens=1, prompt_logprobs=0, flat_logprobs=True, detokenize=False
         )
         with _one_thread():
             (output,) = self._llm.generate({"prompt_token_ids": list(tokens)}, params, use_tqdm=False)
         scores = output.prompt_logprobs
+        assert isinstance(scores, FlatLogprobs)  # as asked for
         return [scores.logprobs[first] for first in scores.start_indices[1:]]
 
     def reset_cache(self) -> None:
@@ -167,13 +171,14 @@ class VLLMEngine:
 
     # Start --------------------------------------------------------------------------------------------------------
 
-    def _start(self) -> tuple[Weights, LLM]:
-        more = {"worker_extension_cls": f"{_WORKER}.WorkerExtension", "weight_transfer_config": {"backend": TRANSFER}}
-        more |= speculation(self.spec, self.runner) | launched(self.spec.rollout.vllm.tensor_parallel)
+    def _start(self) -> tuple[WeightCheck, LLM]:
+        more: dict[str, Any] = {"worker_extension_cls": f"{_WORKER}.WorkerExtension"}
+        more["weight_transfer_config"] = {"backend": TRANSFER}
+        more |= speculation(self.spec, self.runner) | executor(self.spec.rollout.vllm.tensor_parallel)
         os.environ["VLLM_USE_V2_MODEL_RUNNER"] = str(int(self.runner == "v2"))
         try:
             with _unchanged_process():
-                return Weights(self.spec), LLM(**settings(self.spec), **more)
+                return WeightCheck(self.spec), LLM(**settings(self.spec), **more)
         except (ImportError, ValueError, RuntimeError, OSError, AssertionError) as error:
             raise self._refused(error) from error
 
@@ -184,22 +189,30 @@ class VLLMEngine:
             "the size of its attention heads, try rollout.engine=transformers"
         )
 
-    def _build_flow(self) -> Native | V1Requests | DeviceDrafts:
+    def _build_flow(self) -> HostFlow | DeviceFlow:
         config = self.spec.rollout
-        shared = {
-            "rule": self.rule,
-            "drafting": self.drafting,
-            "llm": self._llm,
-            "draft_tokens": config.vllm.draft_tokens,
-            "room": room_of(self.vocab, config.logits_mb, getattr(torch, self.spec.dtype), config.tokens_per_pass),
-        }
+        dtype = getattr(torch, self.spec.dtype)
+        budget = logits_budget(self.vocab, config.logits_mb, dtype, config.tokens_per_pass)
         if config.on_device:
-            source = "model" if config.drafter else config.vllm.speculator.partition("=")[0]
-            return DeviceDrafts(**shared, source=source)
-        shared["tie_margin"] = config.tie_margin if self.spec.dtype == "float32" else 0.0
+            return DeviceFlow(
+                llm=self._llm,
+                source="model" if config.drafter else config.vllm.speculator.partition("=")[0],
+                drafting=self.drafting,
+                draft_tokens=config.vllm.draft_tokens,
+                budget=budget,
+            )
+        flow = Flow(
+            rule=self.rule,
+            drafting=self.drafting,
+            draft_tokens=config.vllm.draft_tokens,
+            budget=budget,
+            tie_margin=config.tie_margin if dtype == torch.float32 else 0.0,
+        )
         if self.runner == "v2":
-            return Native(**shared)
-        return V1Requests(**shared, scores_per_chunk=rows_per_chunk(self.vocab, config.logits_mb))
+            adapter: Adapter = V2Adapter(flow=flow)
+        else:
+            adapter = V1Adapter(flow=flow, chunk=rows_per_chunk(self.vocab, config.logits_mb))
+        return HostFlow(llm=self._llm, adapter=adapter)
 
     def _calibrate(self) -> None:
         """Times passes of few and of many tokens for the budget: the best of three, after a warm-up."""
@@ -212,14 +225,14 @@ class VLLMEngine:
         sizes = 2, min(256, self.context - 1)
         try:
             measured = [(n, min(seconds(n) for _ in range(4))) for n in sizes]
-        except (ValueError, RuntimeError, AssertionError) as error:  # the first passes find what the start has not
+        except (ValueError, RuntimeError, AssertionError) as error:  # found by the first passes, not by the start
             self.close()
             raise self._refused(error) from error
         self.drafting.budget.calibrate(measured)
 
     @contextmanager
     def _awake(self) -> Iterator[None]:
-        """The GPU holds the model, and no longer than this takes, however it ends."""
+        """The GPU holds the model during a `with` block, however it ends."""
         self.updates.wake()
         try:
             with _one_thread():
@@ -230,7 +243,7 @@ class VLLMEngine:
 
 def shut_down(llm: LLM, borrowed_group: bool) -> None:
     """Ends an engine, and torch's process group only if it is the engine's own: vLLM would destroy any."""
-    core = llm.llm_engine.engine_core
+    core: Any = llm.llm_engine.engine_core
     if borrowed_group:
         core._finalizer.detach()
         core.engine_core.model_executor.shutdown()

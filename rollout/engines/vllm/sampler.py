@@ -1,11 +1,14 @@
-"""Model Runner V2 draws with this package's noise, and a draft token stands while it is the token drawn.
+"""Model Runner V2 samples with this package's noise, and a draft token is accepted if it is the token sampled.
 
 Bias, penalties, temperature and min_p are applied by vLLM's own sampler, to rows with drafts as to rows without. So the
-draws at all positions of a request are those of plain decoding, whoever proposed the drafts. Nothing here waits for the
-device.
+samples at all positions of a request are those of plain decoding, whoever proposed the drafts. Nothing in
+`KeyedSampler` and `KeyedVerifier` waits for the device.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,13 +19,13 @@ from vllm.v1.worker.gpu.sample.states import NO_LOGPROBS
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
-from specrl.rollout.engines.local.draw import packed_draw
-from specrl.rollout.engines.vllm.wire import KEY, PROMPT_TOKENS
+from specrl.rollout.engines.local.sampler import packed_sample
+from specrl.rollout.engines.vllm.wire import KEY, PROMPT_TOKENS, extra_args_of
 from specrl.rollout.noise import process_logits
 
 
-class Keys:
-    """The noise key of the request in each of vLLM's slots, and the position where its response begins.
+class RequestStates:
+    """The noise key of the request in each row of vLLM's request states, and where its response begins.
 
     Requests bring their key in `SamplingParams.extra_args` (wire.py). They do so again after a preemption.
 
@@ -30,134 +33,188 @@ class Keys:
     """
 
     def __init__(self, runner):
-        slots, device = runner.max_num_reqs, runner.device
-        self.keys, self.starts = (torch.zeros(slots, dtype=torch.int64, device=device) for _ in range(2))
-        self.keyed = torch.zeros(slots, dtype=torch.bool, device=device)
-        self.top_p = torch.ones(slots, dtype=torch.float64, device=device)
+        size, device = runner.max_num_reqs, runner.device
+        self.keys = torch.zeros(size, dtype=torch.int64, device=device)
+        self.starts = torch.zeros(size, dtype=torch.int64, device=device)
+        self.keyed = torch.zeros(size, dtype=torch.bool, device=device)
+        self.top_p = torch.ones(size, dtype=torch.float64, device=device)
         """vLLM rounds its own to float32."""
-        self.keyed_np, self.top_p_np = np.zeros(slots, dtype=bool), np.ones(slots)
+        self.keyed_np = np.zeros(size, dtype=bool)
+        self.top_p_np = np.ones(size)
+        self.listeners: list[Callable[[int, Any], None]] = [self._add]
+        """Called with the index of a new request and what vLLM knows of it."""
         add = runner.model_state.add_request
 
-        def add_request(slot: int, request) -> None:
-            add(slot, request)
-            params = request.sampling_params
-            given = (params and params.extra_args) or {}
-            self.keyed[slot] = self.keyed_np[slot] = KEY in given
-            self.top_p[slot] = self.top_p_np[slot] = params.top_p if params else 1.0
-            if KEY in given:
-                self.keys[slot] = given[KEY]
-                self.starts[slot] = given.get(PROMPT_TOKENS, request.prompt_len)
+        def add_request(req_index: int, new_req_data) -> None:
+            add(req_index, new_req_data)
+            for listener in self.listeners:
+                listener(req_index, new_req_data)
 
         runner.model_state.add_request = add_request
 
+    def _add(self, req_index: int, new_req_data) -> None:
+        params, extra = new_req_data.sampling_params, extra_args_of(new_req_data)
+        self.keyed[req_index] = self.keyed_np[req_index] = KEY in extra
+        self.top_p[req_index] = self.top_p_np[req_index] = params.top_p if params else 1.0
+        if KEY in extra:
+            self.keys[req_index] = extra[KEY]
+            self.starts[req_index] = extra.get(PROMPT_TOKENS, new_req_data.prompt_len)
+
 
 class KeyedSampler(Sampler):
-    """vLLM's sampler, with rollout/noise.py in the place of its noise for requests that have a key."""
+    """vLLM's sampler, with the noise of rollout/noise.py for requests that have a key."""
 
-    slots: Keys
+    requests: RequestStates
     verifier: RejectionSampler | None = None
     """Decides about steps without drafts too."""
     targets: Tensor | None = None
-    """Tokens [N] whose log-probs the next draw tells, and none after it."""
+    """Tokens [N] whose log-probs the next call computes, and none after it."""
     packed: Tensor | None = None
-    """What the last draw told, int32 [4, N]; see rollout/engines/local/draw.py."""
+    """What the last call sampled, int32 [4, N]; see rollout/engines/local/sampler.py."""
 
     def __call__(self, logits, input_batch):
         return self.verifier(logits, input_batch) if self.verifier else super().__call__(logits, input_batch)
 
-    def _sample_random(self, logits, slots, slots_np, pos, top_k, top_p, fused) -> tuple[Tensor, Tensor]:
-        """Tokens [N] for logits [N, V] at temperature 1, and the logits of their distribution.
-
-        Args: slots, pos: of each row's input token [N]; slots_np: of each request; top_k, top_p: [N], or None for all.
-        """
-        keyed, targets, self.targets = self.slots.keyed_np[slots_np], self.targets, None
+    def _sample_random(
+        self, processed_logits, expanded_idx_mapping, idx_mapping_np, pos, top_k, top_p, use_fused_sampler
+    ) -> tuple[Tensor, Tensor]:
+        """Tokens [N] for logits [N, V] at temperature 1, and the logits of their distribution."""
+        states = self.requests
+        keyed = states.keyed_np[idx_mapping_np]
+        targets, self.targets = self.targets, None
         if not keyed.any():
-            return super()._sample_random(logits, slots, slots_np, pos, top_k, top_p, fused)
-        slots = slots.long()
-        cuts, processed = self._cuts(logits, slots, slots_np)
-        at = pos.long() + 1 - self.slots.starts[slots]
-        targets = torch.zeros_like(at) if targets is None else targets
-        greedy = self.sampling_states.temperature.np[slots_np] == 0
-        draws = {
-            warm: packed_draw(processed, self.slots.keys[slots], at, targets, float(warm), *cuts)
-            for warm in {*(~greedy).tolist()}
-        }
-        self.packed = draws.get(True, draws.get(False))
-        if len(draws) == 2:
-            still = self.sampling_states.temperature.gpu[slots] == 0
-            self.packed = torch.where(still, draws[False], draws[True])
-        drawn = self.packed[0].long()
+            return super()._sample_random(
+                processed_logits, expanded_idx_mapping, idx_mapping_np, pos, top_k, top_p, use_fused_sampler
+            )
+        index = expanded_idx_mapping.long()
+        cuts, logits = self._cuts(processed_logits, index, idx_mapping_np)
+        response_pos = pos.long() + 1 - states.starts[index]
+        targets = torch.zeros_like(response_pos) if targets is None else targets.to(pos.device)
+        temperature = self.sampling_states.temperature
+        greedy = temperature.np[idx_mapping_np] == 0
+        samples = [
+            packed_sample(logits, states.keys[index], response_pos, targets, float(random), *cuts)
+            for random in sorted({*(~greedy).tolist()})
+        ]
+        self.packed = packed = samples[-1]
+        if len(samples) == 2:
+            self.packed = packed = torch.where(temperature.gpu[index] == 0, samples[0], samples[1])
+        tokens = packed[0].long()
         if not keyed.all():
-            theirs, told = super()._sample_random(logits, slots.int(), slots_np, pos, top_k, top_p, False)
-            ours = self.slots.keyed[slots]
-            drawn, processed = torch.where(ours, drawn, theirs), torch.where(ours[:, None], processed, told)
-        return drawn, processed
+            other_tokens, other_logits = super()._sample_random(
+                processed_logits, index.int(), idx_mapping_np, pos, top_k, top_p, False
+            )
+            mask = states.keyed[index]
+            tokens = torch.where(mask, tokens, other_tokens)
+            logits = torch.where(mask[:, None], logits, other_logits)
+        return tokens, logits
 
-    def guess(self, logits: Tensor, slots: Tensor, pos: Tensor) -> Tensor:
-        """What a draft model with logits [N, V] expects to be drawn: its own draws with the same noise, int64 [N]."""
-        slots = slots.long()
-        at = pos.long() + 1 - self.slots.starts[slots]
-        temperature = self.sampling_states.temperature.gpu[slots][:, None]
+    def guess(self, logits: Tensor, idx_mapping: Tensor, pos: Tensor) -> Tensor:
+        """The tokens, int64 [N], that a draft model samples from logits [N, V] with the noise of the policy."""
+        index = idx_mapping.long()
+        response_pos = pos.long() + 1 - self.requests.starts[index]
+        temperature = self.sampling_states.temperature.gpu[index][:, None]
         scaled = logits / torch.where(temperature > 0, temperature, 1.0)
-        drawn = packed_draw(scaled, self.slots.keys[slots], at, torch.zeros_like(at), 1.0, 0, 1.0)[0].long()
-        return torch.where(temperature[:, 0] > 0, drawn, logits.argmax(-1))
+        targets = torch.zeros_like(response_pos)
+        sampled = packed_sample(scaled, self.requests.keys[index], response_pos, targets, 1.0, 0, 1.0)[0].long()
+        return torch.where(temperature[:, 0] > 0, sampled, logits.argmax(-1))
 
-    def _cuts(self, logits, slots, slots_np) -> tuple[tuple[int, float], Tensor]:
-        """The top-k and top-p that are left for the draw to cut, and logits [N, V] cut by what is not."""
-        columns = self.sampling_states.top_k.np[slots_np], self.slots.top_p_np[slots_np]
-        laws = {*zip(*(column.tolist() for column in columns), strict=True)}
-        told = self.sampling_states.max_num_logprobs(slots_np) != NO_LOGPROBS
-        if len(laws) == 1 and not told:
-            return laws.pop(), logits
+    def _cuts(self, logits: Tensor, index: Tensor, idx_mapping_np: np.ndarray) -> tuple[tuple[int, float], Tensor]:
+        """Top-k and top-p that the draw still has to apply, and logits [N, V] to which the others are applied."""
+        columns = (self.sampling_states.top_k.np[idx_mapping_np], self.requests.top_p_np[idx_mapping_np])
+        pairs = {*zip(*(column.tolist() for column in columns), strict=True)}
+        reports_logprobs = self.sampling_states.max_num_logprobs(idx_mapping_np) != NO_LOGPROBS
+        if len(pairs) == 1 and not reports_logprobs:
+            return pairs.pop(), logits
         cut = logits
-        for k, p in laws - {(self.sampling_states.vocab_size, 1.0)}:
-            rows = (self.sampling_states.top_k.gpu[slots] == k) & (self.slots.top_p[slots] == p)
+        for k, p in pairs - {(self.sampling_states.vocab_size, 1.0)}:
+            rows = (self.sampling_states.top_k.gpu[index] == k) & (self.requests.top_p[index] == p)
             cut = torch.where(rows[:, None], process_logits(logits, 1.0, k, p), cut)
         return (0, 1.0), cut
 
 
 class KeyedVerifier(RejectionSampler):
-    """Draws at every row as plain decoding would; draft tokens stand up to the first that was not drawn.
+    """Samples at every position as plain decoding would; draft tokens are accepted up to the first that differs.
 
-    vLLM keeps the rest: chunks of rows, log-probs, placeholders, prompts of which a step computes a part.
+    vLLM does the rest: chunks of rows, log-probs, placeholders, prompts of which a step computes a part.
     """
 
     def _verify(
-        self, logits, draft_logits, inputs, pos, firsts, slots, slots_np, row_slots, row_places, lengths_np, drafts
+        self,
+        logits,
+        draft_logits,
+        draft_sampled,
+        pos,
+        cu_num_logits,
+        idx_mapping,
+        idx_mapping_np,
+        expanded_idx_mapping,
+        expanded_local_pos,
+        seq_lens_upper_bound_np,
+        verify_draft_sampled,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Logits [N, V] that were drawn from, tokens [R, K + 1] and how many of them stand [R].
-
-        Args: firsts: of each request's rows, and their end, [R + 1]; drafts: [N], the token fed at a row, which is what
-            the row before it has to draw; -1 stands never.
-        """
-        drawn, processed = self.sampler.sample(
-            logits, row_slots, slots, slots_np, pos, inputs, row_places, lengths_np, return_logprobs=True
+        """Logits [N, V] that were sampled from, tokens [R, K + 1] and how many of them are emitted [R]."""
+        self.prepare(idx_mapping_np, seq_lens_upper_bound_np)
+        sampled, processed_logits = self.sampler.sample(
+            logits,
+            expanded_idx_mapping,
+            idx_mapping,
+            idx_mapping_np,
+            pos,
+            draft_sampled,
+            expanded_local_pos,
+            seq_lens_upper_bound_np,
+            return_logprobs=True,
         )
-        first, rows = firsts[:-1, None].long(), (firsts[1:] - firsts[:-1])[:, None]
-        step = torch.arange(self.num_speculative_steps + 1, device=logits.device)
-        here = (first + step).clamp(max=len(drawn) - 1)
-        tokens = torch.where(step < rows, drawn[here], 0)
-        behind = drafts[(here + 1).clamp(max=len(drawn) - 1)]
-        stands = (step + 1 < rows) & (behind == tokens)
-        return processed, tokens, 1 + stands.cumprod(1).sum(1, dtype=torch.int32)
+        return processed_logits, *self.accept(sampled, cu_num_logits, verify_draft_sampled)
+
+    def prepare(self, idx_mapping_np: np.ndarray, seq_lens_upper_bound_np: np.ndarray) -> None:
+        """The step of these requests is about to be sampled."""
+
+    def accept(self, sampled: Tensor, cu_num_logits: Tensor, verify_draft_sampled: Tensor) -> tuple[Tensor, Tensor]:
+        """The tokens [R, K + 1] of each row, and how many of them are emitted [R].
+
+        Args: verify_draft_sampled: [N], the token that was an input at a position, which the position before it has to
+            sample; -1 is never accepted.
+        """
+        first = cu_num_logits[:-1, None].long()
+        num_logits = (cu_num_logits[1:] - cu_num_logits[:-1])[:, None]
+        step = torch.arange(self.num_speculative_steps + 1, device=sampled.device)
+        index = (first + step).clamp(max=len(sampled) - 1)
+        tokens = torch.where(step < num_logits, sampled[index], 0)
+        next_draft = verify_draft_sampled[(index + 1).clamp(max=len(sampled) - 1)]
+        accepted = (step + 1 < num_logits) & (next_draft == tokens)
+        return tokens, 1 + accepted.cumprod(1).sum(1, dtype=torch.int32)
 
 
 def share_noise(runner) -> None:
-    """A draft model draws with the policy's noise: then it agrees with it as often as two draws can.
+    """A draft model samples with the policy's noise: then it agrees with it as often as two samples can.
 
-    What vLLM has captured of a head's passes at its start holds draws with its own noise, so they run uncaptured.
+    The CUDA graphs of a head that vLLM captured at its start hold samples with vLLM's own noise, so it runs without.
     """
     speculator = runner.speculator
-    if isinstance(speculator, DraftModelSpeculator):
-        speculator.init_cudagraph_manager(CUDAGraphMode.NONE)
-        speculator.sample_draft = lambda hidden, pos, slots, _law, _seeds, _step, _cache, step=0: runner.sampler.guess(
-            speculator.compute_draft_logits(hidden, step), slots, pos
-        )
+    if not isinstance(speculator, DraftModelSpeculator):
+        return
+
+    def sample_draft(
+        hidden_states,
+        sample_src_positions,
+        idx_mapping,
+        temperature,
+        seeds,
+        draft_step,
+        draft_logits,
+        spec_step_idx=0,
+    ) -> Tensor:
+        logits = speculator.compute_draft_logits(hidden_states, spec_step_idx)
+        return runner.sampler.guess(logits, idx_mapping, sample_src_positions)
+
+    speculator.init_cudagraph_manager(CUDAGraphMode.NONE)
+    speculator.sample_draft = sample_draft  # type: ignore[method-assign]  # replaces vLLM's own
 
 
-def install(runner, verifier: type[KeyedVerifier] = KeyedVerifier) -> KeyedVerifier:
+def install(runner: Any, verifier: Callable[..., KeyedVerifier] = KeyedVerifier) -> None:
     """Gives a model runner the keyed sampler. Before its first request; see `check` for what it relies on."""
     runner.sampler.__class__ = KeyedSampler  # whoever holds it shall have it
-    runner.sampler.slots = Keys(runner)
+    runner.sampler.requests = RequestStates(runner)
     runner.rejection_sampler = verifier(runner.sampler, runner.speculative_config, runner.device)
-    return runner.rejection_sampler

@@ -1,8 +1,8 @@
-"""Keyed requests in somebody else's vLLM server on Model Runner V2: drafted and drawn on the device.
+"""Keyed requests in somebody else's vLLM server on Model Runner V2: drafted and sampled on the device.
 
 vLLM imports `KeyedWorker` in every process that holds a part of the model, and `KeyedScheduler` in the one that plans
-the steps, when a server is started with `ENGINE_ARGS["v2"]` of served.py. Nothing of the server's owner is replaced:
-`worker_extension_cls` stays free. The law of a request is applied by vLLM's own sampler, so any is served.
+the steps. The server's owner may still set `worker_extension_cls`. vLLM's own sampler applies a request's sampling
+params, so any are served.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from vllm.utils.import_utils import resolve_obj_by_qualname
 from specrl.rollout.config import RolloutConfig
 from specrl.rollout.drafting.budget import Budget
 from specrl.rollout.drafting.drafting import Drafting
-from specrl.rollout.engines.vllm.admission import SCHEDULERS
 from specrl.rollout.engines.vllm.contract import check
-from specrl.rollout.engines.vllm.room import OF_CPU_SERVER, OF_SERVER, LogitsBudget, draft_room
+from specrl.rollout.engines.vllm.device import DeviceTexts
+from specrl.rollout.engines.vllm.logits import OF_CPU_SERVER, OF_SERVER, LogitsBudget, max_draft_tokens
 from specrl.rollout.engines.vllm.sampler import install
 from specrl.rollout.engines.vllm.scheduler import DraftLengths, DraftScheduler
-from specrl.rollout.engines.vllm.texts import DeviceTexts
-from specrl.rollout.engines.vllm.wire import KEY, TEXTS
+from specrl.rollout.engines.vllm.served import ENGINE_ARGS
+from specrl.rollout.engines.vllm.wire import KEY, TEXTS, extra_args_of
 from specrl.rollout.types import RolloutError
 
-_VLLMS = "cpu_worker.CPUWorker" if current_platform.is_cpu() else "gpu_worker.Worker"
+_WORKER = "cpu_worker.CPUWorker" if current_platform.is_cpu() else "gpu_worker.Worker"
 
 
-class KeyedWorker(resolve_obj_by_qualname(f"vllm.v1.worker.{_VLLMS}")):
-    """vLLM's worker, whose model runner draws with keys and proposes from the requests' texts."""
+class KeyedWorker(resolve_obj_by_qualname(f"vllm.v1.worker.{_WORKER}")):  # type: ignore[misc]  # of a GPU or a CPU
+    """vLLM's worker, whose model runner samples with keys and drafts from the requests' texts."""
 
     def load_model(self, **options) -> None:
         super().load_model(**options)
@@ -39,48 +39,49 @@ class KeyedWorker(resolve_obj_by_qualname(f"vllm.v1.worker.{_VLLMS}")):
 
 
 class KeyedScheduler(DraftScheduler):
-    """Keyed requests carry drafts as far as those before stood; others none."""
+    """Only keyed requests with texts have drafts, as long as the acceptance of earlier ones justifies."""
 
-    watcher: DraftLengths
+    draft_lengths: DraftLengths
 
     def __init__(self, *args, **options):
         super().__init__(*args, **options)
         config = self.vllm_config
         refuse_other_settings(config)
-        self.watcher = DraftLengths(
+        self.draft_lengths = DraftLengths(
             source="texts",
             drafting=Drafting(Budget(padded=False)),
             draft_tokens=config.num_speculative_tokens,
-            room=_room(config),
+            budget=_logits_budget(config),
         )
 
     def add_request(self, request) -> None:
-        given = (request.sampling_params and request.sampling_params.extra_args) or {}
-        if KEY in given:
-            if not self.watcher.seen:  # the server was idle: weights may have changed
-                self.watcher.drafting.budget.next_rollout()
-                self.watcher.began = time.perf_counter()
+        extra = extra_args_of(request)
+        if KEY in extra:
+            if not self.draft_lengths.requests:  # the server was idle: weights may have changed
+                self.draft_lengths.drafting.budget.next_rollout()
+                self.draft_lengths.began = time.perf_counter()
             # grammars need the tokens of drafts on the host
-            self.watcher.admit(request.request_id, bool(given.get(TEXTS)) and not request.use_structured_output)
+            drafts = bool(extra.get(TEXTS)) and not request.use_structured_output
+            self.draft_lengths.admit(request.request_id, drafts)
         super().add_request(request)
 
     def update_from_output(self, scheduler_output, model_runner_output):
-        done = super().update_from_output(scheduler_output, model_runner_output)
-        for gone in self.watcher.seen.keys() - self.requests.keys():
-            del self.watcher.seen[gone]
-        return done
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        for ended in self.draft_lengths.requests.keys() - self.requests.keys():
+            del self.draft_lengths.requests[ended]
+        return outputs
 
 
 def refuse_other_settings(config) -> None:
-    """Raises RolloutError where a server was started otherwise than keyed requests need it. Args: of vLLM."""
-    drafts = config.speculative_config
+    """Raises RolloutError where vLLM's configuration of a server cannot serve keyed requests."""
+    speculative, scheduler = config.speculative_config, config.scheduler_config
     wrong = {
         "VLLM_USE_V2_MODEL_RUNNER=0": not config.use_v2_model_runner,
-        "async_scheduling=False": not config.scheduler_config.async_scheduling,
-        f"speculative method {drafts and drafts.method}": not drafts or drafts.method != "ngram_gpu",
-        f"scheduler_cls={config.scheduler_config.scheduler_cls}": (
-            config.scheduler_config.scheduler_cls != SCHEDULERS["v2"]
+        "async_scheduling=False": not scheduler.async_scheduling,
+        f"speculative method {speculative and speculative.method}": (
+            not speculative or speculative.method != "ngram_gpu"
         ),
+        f"scheduler_cls={scheduler.scheduler_cls}": scheduler.scheduler_cls != ENGINE_ARGS["v2"]["scheduler_cls"],
         "pipeline parallelism": config.parallel_config.pipeline_parallel_size > 1,
     }
     if any(wrong.values()):
@@ -91,11 +92,13 @@ def refuse_other_settings(config) -> None:
         )
 
 
-def _room(config) -> LogitsBudget:
-    """Room for the logits of drafts in what vLLM was told to leave free: its workers may be in other processes."""
-    vocab, free, remedies = config.model_config.get_vocab_size(), None, OF_CPU_SERVER
+def _logits_budget(config) -> LogitsBudget:
+    """The memory that vLLM was configured to leave free: its workers may be in other processes."""
+    free, remedies = None, OF_CPU_SERVER
     if not current_platform.is_cpu():
         remedies = OF_SERVER
         free = int(current_platform.get_device_total_memory() * (1 - config.cache_config.gpu_memory_utilization))
-    room = draft_room(vocab, RolloutConfig().logits_mb, free=free, width=config.model_config.dtype.itemsize)
-    return LogitsBudget(room, step=config.scheduler_config.max_num_batched_tokens, remedies=remedies)
+    model_config = config.model_config
+    vocab, width = model_config.get_vocab_size(), model_config.dtype.itemsize
+    tokens = max_draft_tokens(vocab, RolloutConfig().logits_mb, free=free, width=width)
+    return LogitsBudget(tokens, step=config.scheduler_config.max_num_batched_tokens, remedies=remedies)

@@ -46,10 +46,10 @@ def settings(spec: EngineSpec) -> dict:
     }
 
 
-def launched(tensor_parallel: int) -> dict:
-    """What vLLM is told where the trainer has a process group: with several ranks, to join it by a rank's own engine.
+def executor(tensor_parallel: int) -> dict:
+    """How vLLM's workers are launched: where the trainer has several ranks, the engine of each joins their group.
 
-    Otherwise vLLM takes itself for the first of its machine, and each rank's would compute on the first GPU.
+    Otherwise vLLM would take the first GPU of its machine on every rank.
 
     Args:
         tensor_parallel: GPUs of an engine.
@@ -62,20 +62,22 @@ def launched(tensor_parallel: int) -> dict:
         return {}
     if tensor_parallel > 1:
         raise RolloutError(
-            f"rollout.vllm.tensor_parallel={tensor_parallel} splits an engine over GPUs that the {ranks} processes of "
-            "the trainer have to themselves. Use rollout.vllm.tensor_parallel=1, or cluster.num_workers=1 for an "
-            "engine with GPUs of its own"
+            f"rollout.vllm.tensor_parallel={tensor_parallel} splits an engine over GPUs that belong to the {ranks} "
+            "processes of the trainer. Use rollout.vllm.tensor_parallel=1, or cluster.num_workers=1 for an "
+            "engine that has its own GPUs"
         )
-    rank, given = torch.distributed.get_rank(), {name: os.environ.get(name) for name in ("RANK", "LOCAL_RANK")}
-    if given["RANK"] != str(rank) or not given["LOCAL_RANK"]:
+    rank = torch.distributed.get_rank()
+    launched = {name: os.environ.get(name) for name in ("RANK", "LOCAL_RANK")}
+    local_rank = launched["LOCAL_RANK"]
+    if launched["RANK"] != str(rank) or not local_rank:
         raise RolloutError(
-            f"vLLM looks for the GPU of a process by RANK and LOCAL_RANK, which are {given} in process {rank} of "
+            f"vLLM looks for the GPU of a process by RANK and LOCAL_RANK, which are {launched} in process {rank} of "
             f"{ranks}. Launch with torchrun or accelerate launch, which set them"
         )
-    if torch.cuda.is_available() and (own := torch.cuda.current_device()) != int(given["LOCAL_RANK"]):
+    if torch.cuda.is_available() and (gpu := torch.cuda.current_device()) != int(local_rank):
         raise RolloutError(
-            f"process {rank} of {ranks} trains on GPU {own}, and vLLM would take GPU {given['LOCAL_RANK']} (LOCAL_RANK)"
-            ". Launch with torchrun or accelerate launch, where both are the same"
+            f"process {rank} of {ranks} trains on GPU {gpu}, and vLLM would take GPU {local_rank} (LOCAL_RANK). Launch "
+            "with torchrun or accelerate launch, where both are the same"
         )
     return {"distributed_executor_backend": "external_launcher"}
 
@@ -108,17 +110,20 @@ def choose_runner(spec: EngineSpec, sampling: SamplingParams) -> str:
 
 
 def speculation(spec: EngineSpec, runner: str) -> dict:
-    """What vLLM is told about drafts."""
+    """The arguments of LLM that concern drafts."""
     vllm, drafter = spec.rollout.vllm, spec.rollout.drafter
     drafts: dict = {"num_speculative_tokens": vllm.draft_tokens}
     host = {"scheduler_cls": f"{_HOOKS}.scheduler.HostScheduler"}
     if runner == "v1":
         drafts |= {"method": "custom_class", "model": f"{_HOOKS}.v1.RequestDrafter"}
         return {"speculative_config": drafts, **host}
-    own = "eagle" if is_head(drafter) else "draft_model"
-    name, _, model = (own, "=", drafter) if drafter else vllm.speculator.partition("=")
-    drafts["method"] = "ngram_gpu" if name == "texts" else name  # needs no model; ours takes its place
-    drafts |= {"model": model} if model else {}
+    if drafter:
+        name, model = "eagle" if is_head(drafter) else "draft_model", drafter
+    else:
+        name, _, model = vllm.speculator.partition("=")
+    drafts["method"] = "ngram_gpu" if name == "texts" else name  # needs no model; DeviceTexts replaces it
+    if model:
+        drafts["model"] = model
     if not spec.rollout.on_device:
         return {"speculative_config": drafts, "async_scheduling": False, **host}
     return {

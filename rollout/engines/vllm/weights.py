@@ -1,43 +1,47 @@
-"""New weights for a running vLLM: what may come, and the end in vLLM's workers that loads it.
-
-Importing this module registers the transfer with vLLM.
-"""
+"""The driver's side of new weights: what an update must bring, how it is sent, and what sleep keeps of it."""
 
 from __future__ import annotations
 
+import logging
+import math
 import shutil
 import tempfile
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from itertools import groupby
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
-from vllm.config.weight_transfer import WeightTransferConfig
-from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
-from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm import LLM
+from vllm.distributed.weight_transfer.base import TrainerWeightTransferEngine
+from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
+from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
+from vllm.utils.network_utils import get_open_port
 
 from specrl.rollout.drafter import is_head
-from specrl.rollout.engines.base import DRAFTER, EngineSpec
+from specrl.rollout.engines.base import DRAFTER, EngineSpec, Probe
 from specrl.rollout.engines.local.head import Head
-from specrl.rollout.engines.transfer import Meta
+from specrl.rollout.engines.transfer import Meta, Route, Source, Topology, choose_route
+from specrl.rollout.engines.vllm.worker import gpu_of, has_draft_model
 from specrl.rollout.types import RolloutError
 
-TRANSFER = "specrl"
+logger = logging.getLogger(__name__)
+
+WEIGHTS, KV = "weights", "kv_cache"
+"""What vLLM's sleep takes from a GPU."""
+BUFFER = 256 * 2**20  # bytes; on the trainer's GPU while weights are sent
 _SHM = Path("/dev/shm")
-_FILE_BYTES = 1 << 30  # what is held twice while weights are written
+_FILE_BYTES = 1 << 30  # held twice while weights are written
 
 
 @dataclass(frozen=True)
-class Named:
+class ModelWeights:
     """The weights of one model."""
 
     shapes: dict[str, tuple[int, ...]]
@@ -46,8 +50,8 @@ class Named:
     needed: set[str]
 
     @classmethod
-    def of(cls, model: PreTrainedModel, prefix: str = "") -> Named:
-        """Those of a model, whose tensors may hold nothing."""
+    def of(cls, model: PreTrainedModel, prefix: str = "") -> ModelWeights:
+        """Those of a model, whose tensors may be on the meta device."""
         tied = set(model.all_tied_weights_keys)
         return cls(
             {prefix + name: tuple(tensor.shape) for name, tensor in model.state_dict().items()},
@@ -56,22 +60,23 @@ class Named:
         )
 
 
-class Weights:
-    """The names and shapes of a model's weights: what an update must bring, and may bring of its draft model's.
+class WeightCheck:
+    """Checks that an update brings all of the policy's weights, and all or none of its draft model's.
 
     Args: spec: names the models.
     """
 
     def __init__(self, spec: EngineSpec):
         model, source = _described(spec.model, spec, spec.revision or None), spec.rollout.drafter
-        policy, drafter = Named.of(model), Named({}, set(), set())
+        policy, drafter = ModelWeights.of(model), ModelWeights({}, set(), set())
         if source:
-            drafter = Named.of(_head(source, model) if is_head(source) else _described(source, spec), DRAFTER)
-        self.shapes, self.tied = policy.shapes | drafter.shapes, policy.tied | drafter.tied
-        self._needed, self._drafter = policy.needed, drafter.needed
+            drafter = ModelWeights.of(_head(source, model) if is_head(source) else _described(source, spec), DRAFTER)
+        self.shapes = policy.shapes | drafter.shapes
+        self.tied = policy.tied | drafter.tied
+        self._policy, self._drafter = policy.needed, drafter.needed
 
     def check(self, metadata: Sequence[Meta]) -> None:
-        """Raises RolloutError: a weight is unknown, missing, given twice or of another shape."""
+        """Raises RolloutError: a weight is unknown, missing, repeated or of another shape."""
         for _ in self.checked((meta.name, torch.empty(meta.shape, device="meta")) for meta in metadata):
             pass
 
@@ -79,11 +84,17 @@ class Weights:
         """The same tensors but for tied ones, each checked as it comes; raises like `check`."""
         seen: set[str] = set()
         for name, tensor in weights:
-            self._check(name, tensor, seen)
+            if name not in self.shapes:
+                raise RolloutError(f"the update names the weight {name!r}, which the engine's model does not have")
+            if tuple(tensor.shape) != self.shapes[name]:
+                shapes = f"{tuple(tensor.shape)}, the engine's model has {self.shapes[name]}"
+                raise RolloutError(f"the update gives the weight {name!r} the shape {shapes}")
+            if name in seen:
+                raise RolloutError(f"the update brings the weight {name!r} twice")
             seen.add(name)
             if name not in self.tied:
                 yield name, tensor.detach()
-        needed = self._needed if seen.isdisjoint(self._drafter) else self._needed | self._drafter
+        needed = self._policy if seen.isdisjoint(self._drafter) else self._policy | self._drafter
         if missing := needed - seen:
             raise RolloutError(f"the update lacks {len(missing)} of the model's weights, such as {min(missing)!r}")
 
@@ -104,133 +115,9 @@ class Weights:
         finally:
             shutil.rmtree(path)
 
-    def _check(self, name: str, tensor: Tensor, seen: set[str]) -> None:
-        if name not in self.shapes:
-            raise RolloutError(f"the update names the weight {name!r}, which the engine's model does not have")
-        if tuple(tensor.shape) != self.shapes[name]:
-            shapes = f"{tuple(tensor.shape)}, the engine's model has {self.shapes[name]}"
-            raise RolloutError(f"the update gives the weight {name!r} the shape {shapes}")
-        if name in seen:
-            raise RolloutError(f"the update brings the weight {name!r} twice")
-
-
-@dataclass
-class Init(WeightTransferInitInfo):
-    """Who sends."""
-
-    backend: str = ""
-    """vLLM's own end that receives, ipc or nccl; empty where the driver hands over tensors or files."""
-    info: dict[str, Any] = field(default_factory=dict)
-    """What that end needs to connect."""
-
-
-@dataclass
-class Update(WeightTransferUpdateInfo):
-    """Where the weights are: one of these."""
-
-    weights: Iterable[tuple[str, Tensor]] | None = None
-    """Live tensors, for a worker in the driver's process: the model's own load is the only copy."""
-    path: str = ""
-    """Directory of safetensors files with Hugging Face names."""
-    chunk: dict[str, Any] | None = None
-    """What vLLM's own end is told."""
-
-
-class Transfer(WeightTransferEngine[Init, Update]):
-    """A worker's end. vLLM reloads layer by layer, as from a checkpoint."""
-
-    init_info_cls, update_info_cls = Init, Update
-    drafter: torch.nn.Module | None = None
-    """vLLM's draft model, whose weights may follow the policy's."""
-    _linked: WeightTransferEngine | None = None
-    _reloading: tuple[torch.nn.Module, ...] = ()
-
-    def init_transfer_engine(self, init_info: Init) -> None:
-        self.shutdown()
-        if init_info.backend:
-            config = WeightTransferConfig(backend=init_info.backend)
-            self._linked = WeightTransferEngineFactory.create_engine(config, self.vllm_config, self.device, self.model)
-            self._linked.init_transfer_engine(self._linked.parse_init_info(init_info.info))
-
-    def start_weight_update(self) -> None:
-        self._reloading = ()
-        self._reload(self.model)
-
-    def receive_weights(self, update_info: Update) -> None:
-        try:
-            if update_info.chunk is not None:
-                self._linked.set_weight_update_target(self, self.model_config)  # which asks it to `load_weights`
-                self._linked.receive_weights(self._linked.parse_update_info(update_info.chunk))
-            else:
-                self.load_weights(update_info.weights or _tensors(update_info.path))
-        except BaseException:  # or the next update would go on with what layers have half received
-            self._finalize(self._reloading)
-            raise
-
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Each model takes its own, as they come; the draft model is left alone if none does."""
-        for drafts, part in groupby(weights, key=lambda pair: pair[0].startswith(DRAFTER)):
-            if drafts and self._reloading == (self.model,):
-                theirs = {layer for layer in self.model.modules() if [*layer.parameters(recurse=False)]}
-                self._reload(*_own(self.drafter, theirs))
-            if drafts:
-                self.drafter.load_weights((name.removeprefix(DRAFTER), tensor) for name, tensor in part)
-            else:
-                self.model.load_weights(part)
-
-    def finish_weight_update(self) -> None:
-        rest = self._reloading
-        if self._linked is not None:
-            self._linked.reset_weight_update_target()
-            self._linked.finish_weight_update()  # which also lets go of the sender's memory
-            rest = self._reloading[1:]
-        self._finalize(rest)
-        for model in self._reloading:
-            refresh_tied_head(model)
-
-    def _reload(self, *models: torch.nn.Module) -> None:
-        for model in models:
-            initialize_layerwise_reload(model)
-        self._reloading += models
-
-    def _finalize(self, models: Iterable[torch.nn.Module]) -> None:
-        for model in models:
-            finalize_layerwise_reload(model, self.model_config)
-
-    def shutdown(self) -> None:
-        if self._linked is not None:
-            self._linked.shutdown()
-            self._linked = None
-
-
-def refresh_tied_head(model: torch.nn.Module) -> None:
-    """Packs the output layer anew: the CPU build multiplies with a packed copy, which a reload leaves stale if tied."""
-    head = getattr(model, "lm_head", None)
-    if hasattr(head, "cpu_linear"):
-        head.quant_method.process_weights_after_loading(head)
-
-
-def _own(drafter: torch.nn.Module, theirs: set[torch.nn.Module]) -> Iterator[torch.nn.Module]:
-    """The parts of a draft model without the policy's layers that hold weights: a head borrows two of them."""
-    if theirs.isdisjoint(drafter.modules()):
-        yield drafter
-    elif drafter not in theirs:
-        for part in drafter.children():
-            yield from _own(part, theirs)
-
-
-def gpu_of(worker: Any) -> str:
-    """UUID of the GPU that one of vLLM's workers computes on; empty for none."""
-    return str(torch.cuda.get_device_properties(worker.device).uuid) if worker.device.type == "cuda" else ""
-
-
-def has_draft_model(worker: Any) -> bool:
-    """One of vLLM's workers drafts with a model, or with layers, that have weights of their own."""
-    return isinstance(worker.get_draft_model(), torch.nn.Module)
-
 
 def _described(source: str, spec: EngineSpec, revision: str | None = None) -> PreTrainedModel:
-    """A model directory's or hub id's, of which only the configuration is read."""
+    """The model of a directory or hub id on the meta device; only its configuration is read."""
     code = {"trust_remote_code": spec.trust_remote_code}
     with torch.device("meta"):
         config = AutoConfig.from_pretrained(source, revision=revision, **code)
@@ -238,16 +125,163 @@ def _described(source: str, spec: EngineSpec, revision: str | None = None) -> Pr
 
 
 def _head(directory: str, policy: PreTrainedModel) -> Head:
-    """One that is whole and the policy's, which vLLM does not ask; its weights are read and let go of."""
+    """A complete head of this policy, which vLLM does not check; its weights are read and dropped."""
     with torch.device("meta"), warnings.catch_warnings(action="ignore", category=UserWarning):  # copies into nothing
         return Head.load(directory, policy)
 
 
-def _tensors(path: str) -> Iterator[tuple[str, Tensor]]:
-    for file in sorted(Path(path).glob("*.safetensors")):
-        with safe_open(file, "pt") as tensors:
-            yield from ((name, tensors.get_tensor(name)) for name in tensors.keys())  # noqa: SIM118
+class Updates:
+    """The weights of one LLM: their version, how new ones reach it, and whether they are in memory. See Receives.
+
+    Asleep, vLLM keeps nothing (level 2) where the last update came from a Source: the next one takes back memory for
+    the weights, loads them, then takes back memory for KV. Before a rollout without an update the same Source is walked
+    again, and the probe checked. Where weights came otherwise, or a draft model's did not come, sleep keeps them
+    (level 1).
+
+    Args:
+        llm: vLLM, awake, with weights of version 0.
+        weight_check: of the LLM's model.
+        tensor_parallel: ranks of the LLM.
+        sleeps: it gives the GPU's memory back between rollouts.
+        prove: forgets older KV, and checks the probe of a version.
+    """
+
+    def __init__(
+        self,
+        llm: LLM,
+        weight_check: WeightCheck,
+        tensor_parallel: int,
+        sleeps: bool,
+        prove: Callable[[int, Probe | None], None],
+    ):
+        self._llm = llm
+        self._weight_check = weight_check
+        self._sleeps = sleeps
+        self._prove = prove
+        self.version = 0
+        self.fault = ""
+        """Why nothing can be generated with these weights."""
+        self.gpus: tuple[str, ...] = tuple(filter(None, llm.collective_rpc(gpu_of)))
+        here = Topology(trainer="", workers=self.gpus, num_workers=0, tensor_parallel=tensor_parallel)
+        self.route, why = choose_route(here)
+        logger.info("new weights of this process reach vLLM by route %s: %s", self.route, why)
+        self._draft_model = any(llm.collective_rpc(has_draft_model))
+        self._source: tuple[Source, Probe | None] | None = None
+        self._asleep: set[str] = set()
+        self._dropped = False
+        llm.init_weight_transfer_engine({"init_info": {}})
+
+    def update(self, weights: Iterable[tuple[str, Tensor]], version: int, probe: Probe | None) -> None:
+        """See Engine.update_weights."""
+        source = weights if isinstance(weights, Source) else None
+        self._announce(version, None if source is None else source.metadata())
+        with self._handed_over(weights) as info, self._loading(version):
+            self._start()
+            self._llm.update_weights({"update_info": info})
+        self.finish_update(version, probe)
+        # ranks do not wake together, which walking parts of all of them again would need: sleep keeps such weights
+        self._source = None if source is None or source.collective else (source, probe)
+
+    def join(self, route: Route, init: dict[str, Any]) -> None:
+        self._llm.init_weight_transfer_engine({"init_info": {"backend": route, "info": init}})
+
+    def begin_update(self, version: int, metadata: Sequence[Meta]) -> None:
+        self._announce(version, metadata)
+        with self._loading(version):
+            self._start()
+
+    def receive(self, update: dict[str, Any]) -> None:
+        self._llm.update_weights({"update_info": {"chunk": update}})
+
+    def finish_update(self, version: int, probe: Probe | None) -> None:
+        with self._loading(version):
+            self._llm.finish_weight_update(weight_version=str(version))
+        self._dropped = False
+        self._take_back(KV)
+        self._prove(version, probe)
+        self.fault = ""
+        self.version = version
+
+    def wake(self) -> None:
+        """Weights and KV are on the GPU afterwards."""
+        if self._dropped:
+            if self._source is None:
+                raise RolloutError(f"{self.fault}; send the weights again")
+            source, probe = self._source
+            self.update(source, self.version, probe)
+        self._take_back(WEIGHTS, KV)
+
+    def sleep(self) -> None:
+        """Gives the GPU's memory back, if it does so at all."""
+        if self._sleeps:
+            self._dropped = self._source is not None and self._brings_all(self._source[0])
+            self._llm.sleep(level=2 if self._dropped else 1)
+            self._asleep = {WEIGHTS, KV}
+
+    def _brings_all(self, source: Source) -> bool:
+        """It brings all that a sleep of level 2 drops."""
+        return not self._draft_model or any(meta.name.startswith(DRAFTER) for meta in source.metadata())
+
+    def _announce(self, version: int, metadata: Sequence[Meta] | None) -> None:
+        if version < self.version:
+            raise RolloutError(f"weight version {version} is older than the engine's {self.version}")
+        self.fault = f"the update to weight version {version} failed"
+        self._source = None
+        if metadata is not None:
+            self._weight_check.check(metadata)
+
+    @contextmanager
+    def _handed_over(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Any]]:
+        """Where the workers get the weights."""
+        if self.route == "process":
+            yield {"weights": self._weight_check.checked(weights)}
+        else:
+            with self._weight_check.written(weights) as path:
+                yield {"path": path}
+
+    def _start(self) -> None:
+        self._take_back(WEIGHTS)
+        self._llm.start_weight_update()
+
+    def _take_back(self, *tags: str) -> None:
+        if wanted := [tag for tag in tags if tag in self._asleep]:
+            awake = self._llm.wake_up(tags=wanted)
+            self._asleep -= set(wanted)
+            if not (awake or self._asleep):
+                raise RolloutError("vLLM could not take back its GPU memory; set rollout.vllm.sleep=false")
+
+    @contextmanager
+    def _loading(self, version: int) -> Iterator[None]:
+        try:
+            yield
+        except RolloutError:
+            raise
+        except Exception as error:
+            raise RolloutError(f"vLLM could not load weight version {version}: {error}") from error
 
 
-if TRANSFER not in WeightTransferEngineFactory._registry:
-    WeightTransferEngineFactory.register_engine(TRANSFER, Transfer)
+def open_link(
+    route: Route | None, client: Any, source: Source, ranks: int, address: str
+) -> TrainerWeightTransferEngine:
+    """Connects the trainer's process with all ranks of all engines; `send_weights` of the result walks its `source`.
+
+    Args:
+        route: ipc or nccl.
+        client: a VLLMWeightSyncClient, which asks the engines' processes to do their part.
+        ranks: of all engines together; this process is rank 0 of the group, and they are 1, 2 and so on.
+        address: of this node, where the others reach it.
+    """
+    info: IPCTrainerInitInfo | NCCLTrainerInitInfo
+    if route == "ipc":  # a weight must fit the buffer
+        largest = max(math.prod(meta.shape) * meta.dtype.itemsize for meta in source.metadata())
+        info = IPCTrainerInitInfo(rank=0, packed=True, packed_buffer_size_bytes=max(BUFFER, largest))
+    else:
+        info = NCCLTrainerInitInfo(
+            rank=0,
+            master_address=address,
+            master_port=get_open_port(),
+            world_size=1 + ranks,
+            packed_buffer_size_bytes=BUFFER,
+        )
+    weights: Any = source  # vLLM's WeightSource, whose Meta is another class with the same fields
+    return WeightTransferTrainerFactory.trainer_init(info, client=client, source=weights)

@@ -1,8 +1,8 @@
-"""A keyed request on the wire: what rides in vLLM's `SamplingParams.extra_args` from a trainer to its servers.
+"""A keyed request on the wire: entries of vLLM's `SamplingParams.extra_args` that a trainer sends to its servers.
 
-Numbers, strings and lists of them, which every transport carries (Ray, MessagePack, `vllm_xargs` of the HTTP servers).
-Drafts are guesses here as everywhere: a lost or wrong one, such as an id that the model does not have, costs time and
-changes no token. What is no request at all is refused (`KeyedRequest.read`).
+They are numbers, strings and lists of them, which every transport carries (Ray, MessagePack, `vllm_xargs` of the HTTP
+servers). A lost or wrong draft, such as an id that the model does not have, costs time and changes no token. Malformed
+entries are refused (`KeyedRequest.read`).
 """
 
 from __future__ import annotations
@@ -28,26 +28,32 @@ def pack_text(text: Sequence[int]) -> str:
     return b64encode(np.array(text, "<i4").tobytes()).decode()
 
 
+def extra_args_of(request: Any) -> Mapping[str, Any]:
+    """The `extra_args` of one of vLLM's requests; requests for pooling have no sampling params."""
+    params = request.sampling_params
+    return (params and params.extra_args) or {}
+
+
 def unpack_text(packed: str) -> np.ndarray:
-    """What `pack_text` wrote, int32 and read-only.
+    """The inverse of `pack_text`, int32 and read-only.
 
     Raises:
-        ValueError, TypeError: something else wrote it.
+        ValueError, TypeError: this is no packed text.
     """
     return np.frombuffer(b64decode(packed, validate=True), "<i4")
 
 
 @dataclass(frozen=True, slots=True)
 class KeyedRequest:
-    """How a request is drawn, and what it may draft from."""
+    """The noise key of a request, and the texts that it may draft from."""
 
     key: int
     """Signed 64-bit noise key of the response."""
     prompt_tokens: int
-    """Tokens of the prompt. What the server gets beyond them is the response's beginning: a request that was cut off
-    and sent again with its text so far draws on as if nothing had happened."""
+    """Tokens of the prompt. The server takes what follows them as the response's beginning: a request that was cut off
+    and sent again with its text so far continues with the same tokens."""
     group: str
-    """Requests of one group are drawn from one prompt, and draft from each other's texts."""
+    """Requests of one group have one prompt, and draft from each other's texts."""
     texts: tuple[tuple[int, ...], ...] = ()
     """Earlier responses to the prompt, the newest first."""
     own: int = -1
@@ -65,29 +71,35 @@ class KeyedRequest:
 
     @classmethod
     def read(cls, extra_args: Mapping[str, Any] | None) -> KeyedRequest | None:
-        """What `extra_args` wrote; None for the requests of others, which have no entry of that kind.
+        """The inverse of `extra_args`; None for requests of others, which have no entry of that kind.
 
         Raises:
-            RolloutError: an entry is missing or unknown, or has a value that it cannot have.
+            RolloutError: an entry is missing, unknown, or has an invalid value.
         """
-        given = {name: value for name, value in (extra_args or {}).items() if str(name).startswith("specrl_")}
-        if not given:
+        entries = {name: value for name, value in (extra_args or {}).items() if str(name).startswith("specrl_")}
+        if not entries:
             return None
-        for name in given.keys() - _NAMES:
+        for name in entries.keys() - _NAMES:
             near = get_close_matches(str(name), _NAMES, 1, cutoff=0)[0]
             raise RolloutError(f"a request has an entry {name!r:.60}, which is none of {_NAMES}. Did you mean {near}?")
-        if missing := [name for name in (KEY, PROMPT_TOKENS, _GROUP) if name not in given]:
-            raise RolloutError(f"a request with {', '.join(given)} lacks {', '.join(missing)}. {_TRY}")
-        texts = given.get(TEXTS, ())
+        if missing := [name for name in (KEY, PROMPT_TOKENS, _GROUP) if name not in entries]:
+            raise RolloutError(f"a request with {', '.join(entries)} lacks {', '.join(missing)}. {_TRY}")
+        texts = entries.get(TEXTS, ())
         if not isinstance(texts, list | tuple):
             raise RolloutError(f"{TEXTS}={texts!r:.60} is no list of packed texts. {_TRY}")
-        found = cls(given[KEY], given[PROMPT_TOKENS], given[_GROUP], (*map(_read_text, texts),), given.get(_OWN, -1))
-        found.check()
-        return found
+        request = cls(
+            key=entries[KEY],
+            prompt_tokens=entries[PROMPT_TOKENS],
+            group=entries[_GROUP],
+            texts=tuple(map(_read_text, texts)),
+            own=entries.get(_OWN, -1),
+        )
+        request.check()
+        return request
 
     def check(self) -> None:
-        """Raises RolloutError for a number or name that a request cannot have."""
-        kinds = {
+        """Raises RolloutError for an invalid number or name."""
+        valid = {
             f"{KEY}={self.key!r:.60} is no signed 64-bit integer": _within(self.key, -(2**63), 2**63),
             f"{PROMPT_TOKENS}={self.prompt_tokens!r:.60} is no number of tokens": _within(self.prompt_tokens, 1, 2**31),
             f"{_GROUP}={self.group!r:.60} is no text": isinstance(self.group, str),
@@ -95,13 +107,13 @@ class KeyedRequest:
                 self.own, -1, len(self.texts)
             ),
         }
-        if wrong := [said for said, right in kinds.items() if not right]:
-            raise RolloutError(f"{wrong[0]}. {_TRY}")
+        if invalid := [message for message, is_valid in valid.items() if not is_valid]:
+            raise RolloutError(f"{invalid[0]}. {_TRY}")
 
     def drafter(self, groups: MutableMapping[str, PromptTexts], prompt: Sequence[int]) -> SuffixDrafter:
-        """A drafter that shares its texts with those of the same group, whose prompt is theirs.
+        """A drafter that shares its texts with those of the same group, which have the same prompt.
 
-        Args: groups: holds the texts of each; prompt: token ids.
+        Args: groups: the texts of each group; prompt: token ids.
         """
         texts = groups.get(self.group)
         if texts is None:

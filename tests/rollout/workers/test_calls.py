@@ -5,7 +5,7 @@ import time
 import pytest
 
 from specrl.rollout.types import Request
-from specrl.rollout.workers.calls import LAST_PASS_S, Place
+from specrl.rollout.workers.calls import LAST_PASS_S, WorkerHandle
 
 
 class Actor:
@@ -41,12 +41,12 @@ class Method:
 def test_a_worker_that_is_stopped_keeps_the_deadline_it_began_with(monkeypatch, timeout, stopped, deadline):
     now = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    place = Place(0, Actor())
-    place.work_ahead(timeout, 3, [Request([1], 7, 9)])
-    assert place.deadline == timeout
+    worker = WorkerHandle(0, Actor())
+    worker.work_ahead(timeout, 3, [Request([1], 7, 9)])
+    assert worker.deadline == timeout
     now[0] = stopped
     for _ in range(2):
-        place.halt(timeout)
-        assert place.deadline == deadline
+        worker.halt(timeout)
+        assert worker.deadline == deadline
         now[0] += 20
-    assert place.actor.called == ["run", "halt"], "it is told once"
+    assert worker.actor.called == ["run", "halt"], "it is told once"

@@ -20,7 +20,7 @@ from specrl.rollout.sections import BudgetConfig, ClusterConfig
 from specrl.rollout.types import Request, RolloutError
 from specrl.rollout.workers.delivery import Delivery
 from specrl.rollout.workers.pool import RolloutPool
-from specrl.rollout.workers.worker import Started
+from specrl.rollout.workers.worker import WorkerInfo
 from specrl.run.cluster import connect
 from specrl.trainers.weights import PolicyWeights, probe
 from tests.engines import local
@@ -83,19 +83,19 @@ def senders(monkeypatch):
         opened.append(Sender(client, source, ranks))
         return opened[-1]
 
-    monkeypatch.setitem(sys.modules, "specrl.rollout.engines.vllm.link", SimpleNamespace(open_link=open_link))
-    monkeypatch.setattr("specrl.rollout.workers.delivery.gpu", lambda: "GPU of the trainer")
+    monkeypatch.setitem(sys.modules, "specrl.rollout.engines.vllm.weights", SimpleNamespace(open_link=open_link))
+    monkeypatch.setattr("specrl.rollout.workers.delivery.gpu_uuid", lambda: "GPU of the trainer")
     return opened
 
 
 def started(*gpus):
-    return [Started(i, "", True, tuple(each)) for i, each in enumerate(gpus)]
+    return [WorkerInfo(i, "", True, tuple(each)) for i, each in enumerate(gpus)]
 
 
 def delivery(puts=None, asked=None):
     """A delivery whose puts and calls are taken down."""
     note = lambda method, args: asked is not None and asked.append((method, args))  # noqa: E731
-    return Delivery(put=lambda arrays: puts.append(arrays) or len(puts), ask=note, address="here")
+    return Delivery(put=lambda arrays: puts.append(arrays) or len(puts), call=note, address="here")
 
 
 @pytest.fixture

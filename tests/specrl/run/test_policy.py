@@ -7,8 +7,8 @@ import torch
 
 from specrl.config.load import load
 from specrl.config.options import ConfigError
-from specrl.run.lora import check_targets
 from specrl.run.policy import (
+    check_targets,
     device,
     engine_spec,
     fingerprint,
@@ -196,10 +196,10 @@ def marks(folder, **options):
 
 
 def test_identity_follows_tokenizer_template_and_data_but_not_the_model_size(variant, tmp_path):
-    identity, law = marks(policy())
+    identity, sampling = marks(policy())
     wide = build_policy(tmp_path / "wide", hidden_size=64)
     assert marks(wide)[0] == identity
-    assert marks(wide)[1] != law
+    assert marks(wide)[1] != sampling
     assert marks(variant("renamed", tokenizer_config={"model_max_length": 9}))[0] == identity
     templated = variant("templated", tokenizer_config={"chat_template": "{{ messages }}"})
     vocabulary = json.loads((policy() / "tokenizer.json").read_text())["model"]["vocab"]
@@ -221,8 +221,8 @@ def test_identity_follows_tokenizer_template_and_data_but_not_the_model_size(var
 
 
 @pytest.mark.parametrize("key", ["temperature", "top_p", "top_k"])
-def test_the_law_follows_model_and_sampling(key):
-    identity, law = marks(policy())
+def test_the_sampling_params_follow_model_and_sampling(key):
+    identity, sampling = marks(policy())
     changed = marks(policy(), **{f"rollout__{key}": 1 if key == "top_k" else 0.5})
     assert changed[0] == identity
-    assert {name for name in law if law[name] != changed[1][name]} == {key}
+    assert {name for name in sampling if sampling[name] != changed[1][name]} == {key}

@@ -40,7 +40,7 @@ CASES = {
     "no tokenizer": ({"model": "{d}/notok"}, "model={d}/notok has no tokenizer that can be loaded: none of its files"),
     "unknown module": (
         {"reward__functions": "[my_nothing:score]"},
-        "reward 'my_nothing:score': module 'my_nothing' cannot be imported: there is none in ",
+        "reward 'my_nothing:score': module 'my_nothing' cannot be imported: ",
     ),
     "unknown function": (
         {"reward__functions": "[tests.runs:digit]"},
@@ -67,14 +67,14 @@ CASES = {
     "cache": ({"rollout__cache__start_from": "{d}/no"}, "the trajectory cache {d}/no does not exist. Check rollout."),
     "judge": (
         {"rollout__acceptance": "judged", "rollout__judged__path": "{d}/no"},
-        "rollout.judged.path={d}/no does not exist, which rollout.judged.by=judge asks. Make it first: python -m ",
+        "rollout.judged.path={d}/no does not exist, which rollout.judged.by=judge needs. Make it first: python -m ",
     ),
     "no draft model": ({"rollout__drafter": "{d}"}, "rollout.drafter={d} cannot be loaded: the directory has no conf"),
 }
 CASES |= {
     "no room": (
         {"rollout__max_new_tokens": 1000},
-        "rollout.max_new_tokens=1000 leaves no room for a prompt: model={p} has a context of 256 tokens. Try "
+        "rollout.max_new_tokens=1000 leaves no token for a prompt: model={p} has a context of 256 tokens. Try "
         "rollout.max_new_tokens=128.",
     ),
     "no EOS": (
@@ -177,7 +177,7 @@ def write(folder, text):
 
 def test_a_dry_run_downloads_nothing_and_says_so(folder):
     text = cli.load(["config=grpo_gsm8k", "dry_run=true"])
-    assert text.endswith("# Not looked at, as on the hub: model=Qwen/Qwen2.5-1.5B-Instruct, data=gsm8k.")
+    assert text.endswith("# Not checked, because it is on the hub: model=Qwen/Qwen2.5-1.5B-Instruct, data=gsm8k.")
 
 
 @pytest.mark.parametrize(

@@ -11,20 +11,20 @@ from datetime import date
 import pytest
 import torch
 
-import specrl.run.setup
+import specrl.run.run
 import specrl.train
 from specrl.config import load as cli
 from specrl.config.options import ConfigError
-from specrl.run.continued import agreed, same_data
 from specrl.run.data import Example
-from specrl.run.resume import data_digests, environment, keep_environment, run_lock
+from specrl.run.run_dir import RunDir, data_digests, environment, same_data
+from specrl.trainers.checkpoint import Checkpoint
 from tests.runs import ROOT, words
 
 HOLD = """
 import sys
 from specrl.config import load as config
-from specrl.run.resume import claimed
-with claimed(config.load(sys.argv[1:])):
+from specrl.run.run_dir import RunDir
+with RunDir(config.load(sys.argv[1:])).lock():
     print("held", flush=True)
     input()
 """
@@ -32,6 +32,10 @@ with claimed(config.load(sys.argv[1:])):
 
 def load(folder, **options):
     return cli.load(words(folder, **options))
+
+
+def lock(folder, **options):
+    return RunDir(load(folder, **options)).lock()
 
 
 def hold(folder):
@@ -42,10 +46,11 @@ def hold(folder):
 
 
 def test_a_claim_makes_the_directory_and_leaves_nothing_but_an_empty_lock_in_it(tmp_path):
-    with run_lock(load(tmp_path / "deep" / "er")) as (folder, checkpoint):
-        assert folder == tmp_path / "deep" / "er" / "run"
+    run_dir = RunDir(load(tmp_path / "deep" / "er"))
+    assert run_dir.path == tmp_path / "deep" / "er" / "run"
+    with run_dir.lock() as checkpoint:
         assert checkpoint is None
-    assert [(path.name, path.stat().st_size) for path in folder.iterdir()] == [("run.lock", 0)]
+    assert [(path.name, path.stat().st_size) for path in run_dir.path.iterdir()] == [("run.lock", 0)]
 
 
 @pytest.mark.slow
@@ -53,31 +58,31 @@ def test_a_claim_makes_the_directory_and_leaves_nothing_but_an_empty_lock_in_it(
 def test_a_name_is_held_while_its_run_lives(tmp_path, capsys, monkeypatch, resume):
     """The second start ends before it loads anything; the death of the first, however it comes, frees the name."""
     first = hold(tmp_path)
-    monkeypatch.setattr(specrl.run.setup, "parts", lambda *_: pytest.fail("it began"))
+    monkeypatch.setattr(specrl.run.run, "build", lambda *_: pytest.fail("it began"))
     argv = words(tmp_path, resume=resume)
     capsys.readouterr()
     assert cli.run(specrl.train.main, argv) == cli.USAGE_ERROR
     errors = capsys.readouterr().err.splitlines()
     assert len(errors) == 1
-    assert f"is in use by a run that lives (pid {first.pid} on {os.uname().nodename} since " in errors[0]
-    assert "Wait for its end, stop it, or give another name=..." in errors[0]
+    assert f"(pid {first.pid} on {os.uname().nodename} since " in errors[0]
+    assert "name=..." in errors[0]
     first.kill()
     first.communicate()
-    with run_lock(load(tmp_path, resume=resume)):
+    with lock(tmp_path, resume=resume):
         pass
 
 
 def test_the_other_processes_of_a_run_hold_nothing(tmp_path, monkeypatch):
-    with run_lock(load(tmp_path)):
+    with lock(tmp_path):
         monkeypatch.setenv("RANK", "1")
-        with run_lock(load(tmp_path)) as (folder, checkpoint):
-            assert (folder, checkpoint) == (tmp_path / "run", None)
+        with lock(tmp_path) as checkpoint:
+            assert checkpoint is None
 
 
 def test_a_name_that_failed_is_free_again(tmp_path):
-    with pytest.raises(ZeroDivisionError), run_lock(load(tmp_path)):
+    with pytest.raises(ZeroDivisionError), lock(tmp_path):
         raise ZeroDivisionError
-    with run_lock(load(tmp_path)):
+    with lock(tmp_path):
         pass
 
 
@@ -99,11 +104,11 @@ def test_what_is_no_lock_of_a_run_is_refused_and_nothing_is_lost(tmp_path, plant
     (tmp_path / "run").mkdir()
     other = tmp_path / "thesis.txt"
     other.write_text("a" * 300)
-    lock = tmp_path / "run" / "run.lock"
-    plant(lock, other)
-    with pytest.raises(ConfigError) as refused, run_lock(load(tmp_path)):
+    path = tmp_path / "run" / "run.lock"
+    plant(path, other)
+    with pytest.raises(ConfigError) as refused, lock(tmp_path):
         pytest.fail("it began")
-    assert str(lock) in str(refused.value)
+    assert str(path) in str(refused.value)
     assert "give another name=" in str(refused.value)
     assert other.read_text() == "a" * 300
 
@@ -112,7 +117,7 @@ def test_a_link_to_an_empty_file_is_refused_too(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "other").touch()
     (tmp_path / "run" / "run.lock").symlink_to(tmp_path / "other")
-    with pytest.raises(ConfigError, match="symbolic link"), run_lock(load(tmp_path)):
+    with pytest.raises(ConfigError, match="symbolic link"), lock(tmp_path):
         pytest.fail("it began")
     assert (tmp_path / "other").read_bytes() == b""
 
@@ -120,15 +125,15 @@ def test_a_link_to_an_empty_file_is_refused_too(tmp_path):
 def test_a_lock_that_a_killed_run_left_is_taken_over(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "run.lock").write_text("pid 1 on a machine with a long name since 2020-01-01 00:00:00")
-    with run_lock(load(tmp_path)) as (folder, _):
-        assert (folder / "run.lock").read_text().startswith(f"pid {os.getpid()} on ")
+    with lock(tmp_path):
+        assert (tmp_path / "run" / "run.lock").read_text().startswith(f"pid {os.getpid()} on ")
 
 
 def test_what_another_run_wrote_stays_where_nothing_can_be_locked(tmp_path, monkeypatch):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "run.lock").write_text("pid 1")
     monkeypatch.setattr(fcntl, "flock", no_locks)
-    with run_lock(load(tmp_path)):
+    with lock(tmp_path):
         pass
     assert (tmp_path / "run" / "run.lock").read_text() == "pid 1"
 
@@ -139,7 +144,7 @@ def no_locks(*_):
 
 def test_where_nothing_can_be_locked_the_run_goes_on_and_says_so(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(fcntl, "flock", no_locks)
-    with run_lock(load(tmp_path)):
+    with lock(tmp_path):
         assert "cannot be locked (No locks available): do not start this name again" in caplog.text
 
 
@@ -150,15 +155,17 @@ def test_checkpoints_without_their_config_are_not_gone_on_from(tmp_path):
     for resume in ("no", "auto"):
         with (
             pytest.raises(ConfigError, match=r"has checkpoints and no config\.yaml"),
-            run_lock(load(tmp_path, resume=resume)),
+            lock(tmp_path, resume=resume),
         ):
             pass
 
 
 def test_one_process_needs_to_agree_with_nobody(tmp_path):
-    cpu, found = torch.device("cpu"), tmp_path / "checkpoints" / "checkpoint-3"
-    assert agreed(found, tmp_path, cpu) == found
-    assert agreed(None, tmp_path, cpu) is None
+    run_dir = RunDir(load(tmp_path))
+    cpu = torch.device("cpu")
+    checkpoint = Checkpoint(run_dir.checkpoints / "checkpoint-3")
+    assert run_dir.agreed(checkpoint, cpu) == checkpoint
+    assert run_dir.agreed(None, cpu) is None
 
 
 # Data ----------------------------------------------------------------------------------------------------------------
@@ -204,26 +211,34 @@ def test_fields_of_any_type_have_a_digest_that_is_the_same_in_every_process():
     assert digest(b"\xff") != digest(b"\xfe")
 
 
-# Surroundings --------------------------------------------------------------------------------------------------------
+# Environment --------------------------------------------------------------------------------------------------------
 
 
-def test_the_surroundings_of_the_beginning_are_kept_and_compared_with(tmp_path):
+def made(folder):
+    run_dir = RunDir(load(folder))
+    run_dir.path.mkdir()
+    return run_dir
+
+
+def test_the_environment_of_the_beginning_is_kept_and_compared_with(tmp_path):
+    run_dir = made(tmp_path)
     began = environment("cpu", 1) | {"threads": 2}
-    assert keep_environment(tmp_path, began, resumed=False) == ""
-    assert keep_environment(tmp_path, dict(began), resumed=True) == ""
+    assert run_dir.keep_environment(began, resumed=False) == ""
+    assert run_dir.keep_environment(dict(began), resumed=True) == ""
     now = began | {"threads": 1, "cpu": "Z80", "versions": began["versions"] | {"torch": "9.9", "ray": "0"}}
     for _ in range(2):
-        said = keep_environment(tmp_path, now, resumed=True)
+        said = run_dir.keep_environment(now, resumed=True)
         assert f"cpu: {began['cpu']} -> Z80; threads: 2 -> 1; torch: {began['versions']['torch']} -> 9.9. The" in said
         assert "ray" not in said
-    assert json.loads((tmp_path / "environment.json").read_text()) == began
-    assert keep_environment(tmp_path, now, resumed=False) == "", "a run that begins again"
-    assert json.loads((tmp_path / "environment.json").read_text()) == now
+    assert json.loads((run_dir.path / "environment.json").read_text()) == began
+    assert run_dir.keep_environment(now, resumed=False) == "", "a run that begins again"
+    assert json.loads((run_dir.path / "environment.json").read_text()) == now
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", "[" * 100_000, None])
-def test_surroundings_that_were_lost_are_written_anew(tmp_path, text):
+def test_an_environment_that_was_lost_is_written_anew(tmp_path, text):
+    run_dir = made(tmp_path)
     if text is not None:
-        (tmp_path / "environment.json").write_text(text)
-    assert keep_environment(tmp_path, environment("cpu", 1), resumed=True) == ""
-    assert json.loads((tmp_path / "environment.json").read_text())["threads"] >= 1
+        (run_dir.path / "environment.json").write_text(text)
+    assert run_dir.keep_environment(environment("cpu", 1), resumed=True) == ""
+    assert json.loads((run_dir.path / "environment.json").read_text())["threads"] >= 1

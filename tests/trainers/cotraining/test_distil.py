@@ -7,8 +7,8 @@ import torch
 
 from specrl.rollout.engines.local.head import Head
 from specrl.trainers.cotraining import distil
-from specrl.trainers.cotraining.distances import forward_kl
-from specrl.trainers.cotraining.texts import Read, Text, batches, chosen, read, within
+from specrl.trainers.cotraining.distil import forward_kl
+from specrl.trainers.cotraining.texts import Read, Text, batches, chosen, latest, read
 
 ROWS = [((3, 4, 5), (9, 11, 1)), ((8,), (2,)), ((6, 30), tuple(range(2, 25)))]
 TEXTS = [Text(prompt, response, 0) for prompt, response in ROWS]
@@ -29,15 +29,15 @@ def full(model, text):
 def test_the_teacher_is_the_policys_law_of_each_response_token(tiny, family):
     model = tiny(family)
     batch = distil.Batch.of(read(model, TEXTS), model)
-    got = distil.taught(model, batch)
+    got = distil.teacher_logits(model, batch)
     logits = [full(model, text)[1] for text in TEXTS]
     want = [z[len(t.prompt) - 1 : -1] for t, z in zip(TEXTS, logits, strict=True)]
     assert torch.allclose(got, torch.cat(want), atol=1e-4)
     late_by_one = torch.cat([z[len(t.prompt) :] for t, z in zip(TEXTS, logits, strict=True)])
     assert not torch.allclose(got, late_by_one, atol=1e-2)  # control
     assert model.training, "left as it was"
-    assert batch.places.tolist() == [[n, t] for n, text in enumerate(TEXTS) for t in range(len(text.response))]
-    itself = next(distil.guesses(copy.deepcopy(model).eval(), batch, torch.Generator()))
+    assert batch.targets.tolist() == [[n, t] for n, text in enumerate(TEXTS) for t in range(len(text.response))]
+    itself = next(distil.student_logits(copy.deepcopy(model).eval(), batch, torch.Generator()))
     assert torch.allclose(itself, got, atol=1e-4), "a student that is the policy"
 
 
@@ -46,16 +46,16 @@ def test_a_head_is_asked_for_all_but_the_first_token_of_a_response(tiny):
     model = tiny("llama")
     head = Head.of(model)
     batch = distil.Batch.of(read(model, TEXTS), head)
-    assert batch.places.tolist() == [[n, t] for n, text in enumerate(TEXTS) for t in range(1, len(text.response))]
+    assert batch.targets.tolist() == [[n, t] for n, text in enumerate(TEXTS) for t in range(1, len(text.response))]
     want = [full(model, t)[1][len(t.prompt) : -1] for t in TEXTS]
-    assert torch.allclose(distil.taught(model, batch), torch.cat(want), atol=1e-4)
+    assert torch.allclose(distil.teacher_logits(model, batch), torch.cat(want), atol=1e-4)
     made = []
     for text in (TEXTS[0], TEXTS[2]):  # the other has one response token
         ids, states = torch.tensor([[*text.prompt, *text.response]]), full(model, text)[0][None]
         with torch.no_grad():
             out = head(ids[:, 1:-1], states[:, :-2]).last_hidden_state[0]
         made.append(model.get_output_embeddings()(out[len(text.prompt) - 1 :]))
-    first, second, *_ = distil.guesses(head, batch, torch.Generator().manual_seed(0))
+    first, second, *_ = distil.student_logits(head, batch, torch.Generator().manual_seed(0))
     assert torch.allclose(first, torch.cat(made), atol=1e-4)
     assert not torch.allclose(first, second, atol=1e-2), "the second pass reads other states"
 
@@ -66,15 +66,15 @@ def test_a_heads_later_passes_read_its_own_states(tiny, monkeypatch):
     batch = distil.Batch.of(read(model, TEXTS), head)
     forward = head.forward
     monkeypatch.setattr(head, "forward", lambda ids, states: (seen.append(states), forward(ids, states))[1])
-    monkeypatch.setattr(distil, "OWN", 1.0)
-    list(distil.guesses(head, batch, torch.Generator()))
+    monkeypatch.setattr(distil, "OWN_SHARE", 1.0)
+    list(distil.student_logits(head, batch, torch.Generator()))
     own = forward(batch.ids[:, 1:], seen[0]).last_hidden_state
     assert torch.equal(seen[0], batch.states[:, :-1])
     assert torch.equal(seen[1][:, 1:], own[:, :-1]), "each in the place of the state that it stands for"
     assert torch.equal(seen[1][:, 0], batch.states[:, 0]), "which the first has none for"
     assert not seen[1].requires_grad
-    monkeypatch.setattr(distil, "OWN", 0.5)
-    list(distil.guesses(head, batch, torch.Generator().manual_seed(0)))
+    monkeypatch.setattr(distil, "OWN_SHARE", 0.5)
+    list(distil.student_logits(head, batch, torch.Generator().manual_seed(0)))
     theirs = (seen[-1] == batch.states[:, :-1]).all(-1)[:, 1:].float().mean()
     assert 0.2 < theirs < 0.8
 
@@ -88,8 +88,8 @@ def test_a_step_changes_the_head_and_leaves_the_policy_without_gradients(build_m
     batch, optimizer = distil.Batch.of(read(model, TEXTS), head), torch.optim.AdamW(head.parameters(), 1e-2)
     losses = []
     for _ in range(20):
-        passes = distil.guesses(head, batch, torch.Generator().manual_seed(0))
-        total = sum(distil.loss(z, distil.taught(model, batch), "forward_kl") for z in passes)
+        passes = distil.student_logits(head, batch, torch.Generator().manual_seed(0))
+        total = sum(distil.loss(z, distil.teacher_logits(model, batch), "forward_kl") for z in passes)
         losses.append(total.item())
         assert distil.step(optimizer, total).isfinite()
     assert losses[-1] < 0.5 * losses[0]
@@ -155,7 +155,7 @@ def test_batches_are_bounded():
 def test_reads_are_bounded_by_tokens():
     reads = [Read(Text((1, 2), (3,) * n, 0), torch.zeros(n + 1, 2)) for n in (5, 5, 3, 4)]
     assert [len(r.text) for r in reads] == [7, 7, 5, 6]
-    assert within(reads, 100) == reads
-    assert within(reads, 18) == reads[1:]
-    assert within(reads, 17) == reads[2:]
-    assert within(reads, 5) == within([], 5) == []
+    assert latest(reads, 100) == reads
+    assert latest(reads, 18) == reads[1:]
+    assert latest(reads, 17) == reads[2:]
+    assert latest(reads, 5) == latest([], 5) == []

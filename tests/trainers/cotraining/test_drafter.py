@@ -19,11 +19,11 @@ from specrl.rollout.engines.base import SamplingParams
 from specrl.rollout.engines.local.engine import TransformersEngine
 from specrl.rollout.engines.local.head import Head
 from specrl.rollout.keys import derive_key
-from specrl.rollout.noise import keyed_draw
+from specrl.rollout.noise import keyed_sample
 from specrl.rollout.types import EngineStats, Request, RolloutError
 from specrl.trainers.config import DrafterConfig
 from specrl.trainers.cotraining import distil
-from specrl.trainers.cotraining.distances import forward_kl
+from specrl.trainers.cotraining.distil import forward_kl
 from specrl.trainers.cotraining.state import STATE
 from specrl.trainers.cotraining.trainer import DrafterTrainer, saved_seconds, tokens_per_pass
 from tests.engines import local
@@ -214,7 +214,7 @@ def measured_by_hand(drafter, policy, rows, trainer):
         at = torch.arange(len(response))
         key = torch.tensor(derive_key(3, "drafter", i, trainer.progress.rounds, "agreement")).expand(len(at))
         q, p = (full_logits(model, prompt, response) for model in (drafter, policy))
-        agreed += (keyed_draw(q, key, at)[0] == keyed_draw(p, key, at)[0]).tolist()
+        agreed += (keyed_sample(q, key, at)[0] == keyed_sample(p, key, at)[0]).tolist()
         overlap += torch.minimum(q.softmax(-1), p.softmax(-1)).sum(-1).tolist()
     return sum(agreed) / len(agreed), sum(overlap) / len(overlap)
 
@@ -280,7 +280,7 @@ def test_an_update_that_is_not_heard_is_told_once(build_model, caplog):
         assert "drafter/loss" not in trainer.step()
     (said,) = [record.getMessage() for record in caplog.records]
     assert "learns nothing" in said
-    assert "behind rollout 1 it called no forward of the decoder in training mode" in said
+    assert "after rollout 1 it called no forward of the decoder in training mode" in said
 
 
 def test_rows_that_are_packed_are_told_once(build_model, caplog):
@@ -292,7 +292,7 @@ def test_rows_that_are_packed_are_told_once(build_model, caplog):
         update(moving.policy, [([i for p, r in rows for i in (*p, *r)], [])])
         assert "drafter/loss" not in trainer.step()
     (said,) = [record.getMessage() for record in caplog.records]
-    assert "behind rollout 1 none of its 1 forwards had one of the chosen rows by itself" in said
+    assert "after rollout 1 none of its 1 forwards had one of the chosen texts in its own row" in said
 
 
 def test_minibatches_bring_their_texts_each(build_model, caplog):

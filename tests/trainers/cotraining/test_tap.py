@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from specrl.trainers.cotraining.tap import Tap
-from specrl.trainers.cotraining.texts import Text, read
+from specrl.trainers.cotraining.texts import Tap, Text, read
 
 TEXTS = [Text((3, 4, 5), (9, 11, 1), 0), Text((8,), (2, 7), 0), Text((6, 30), tuple(range(2, 14)), 0)]
 
@@ -34,7 +33,7 @@ def test_states_are_the_policys_at_each_token_but_the_last(build_model, left, ri
     model(**padded(TEXTS[2:], left, right))  # another micro-batch
     got, want = tap.take(), read(model, TEXTS)
     assert [r.text for r in got] == TEXTS
-    assert (tap.take(), tap.waits, tap.forwards) == ([], 0, 2)
+    assert (tap.take(), tap.missing, tap.forwards) == ([], 0, 2)
     for ours, theirs in zip(got, want, strict=True):
         assert ours.states.shape == (len(ours.text) - 1, model.config.hidden_size)
         assert torch.allclose(ours.states, theirs.states, atol=1e-5)
@@ -76,7 +75,7 @@ def test_other_texts_and_other_forwards_are_not_heard(build_model):
         model(**padded(TEXTS, 0, 0))
     model.eval()
     model(**padded(TEXTS, 0, 0))
-    assert (tap.forwards, tap.take(), tap.waits) == (1, [], 3)
+    assert (tap.forwards, tap.take(), tap.missing) == (1, [], 3)
     model.train()
     model(input_ids=torch.tensor([[*TEXTS[1].prompt, *TEXTS[1].response]]))
     assert [r.text for r in tap.take()] == [TEXTS[1]], "a row without a mask"

@@ -310,7 +310,7 @@ def watch_gaps(gaps: dict):
 
         def marked(out):
             out["reused"] = torch.zeros_like(out["completion_mask"])
-            for i, c in enumerate(trainer.rollouts.last.batch.completions):
+            for i, c in enumerate(trainer.rollouts.train_batch.batch.completions):
                 out["reused"][i, : len(c.tokens)] = torch.tensor(c.reused)
 
         def compared(model, inputs):

@@ -12,8 +12,8 @@ from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
 from specrl.rollout.engines.base import SamplingParams
 from specrl.rollout.engines.local.engine import TransformersEngine
 from specrl.rollout.engines.local.head import Head
-from specrl.rollout.engines.vllm import sampler, weights, worker
-from specrl.rollout.engines.vllm.weights import Weights
+from specrl.rollout.engines.vllm import sampler, worker
+from specrl.rollout.engines.vllm.weights import WeightCheck
 from specrl.rollout.types import RolloutError
 from specrl.trainers.weights import PolicyWeights, Together
 from tests.rollout.engines.local.test_head import LENGTH, by_hand
@@ -63,8 +63,8 @@ def guesses(monkeypatch):
 
     def spy(keyed, logits, slots, pos):
         tokens, slots = guess(keyed, logits, slots, pos), slots.long()
-        at = pos + 1 - keyed.slots.starts[slots]
-        for key, *one in zip(keyed.slots.keys[slots].tolist(), at.tolist(), tokens.tolist(), strict=True):
+        at = pos + 1 - keyed.requests.starts[slots]
+        for key, *one in zip(keyed.requests.keys[slots].tolist(), at.tolist(), tokens.tolist(), strict=True):
             found[key].append(one)
         return tokens
 
@@ -131,7 +131,7 @@ def test_it_is_a_speculator_of_vllms_too(engine_of, case, heads):  # noqa: F811
 
 def test_a_head_of_another_policy_is_refused_before_anything_is_loaded(saved, heads, tmp_path):  # noqa: F811
     spec = spec_of(saved("qwen3")[1], drafter=heads)
-    names = Weights(spec)
+    names = WeightCheck(spec)
     assert "drafter.fc.weight" in names.shapes
     assert not any(
         word in name for name in names.shapes if name.startswith("drafter.") for word in ("embed", "lm_head")
@@ -140,7 +140,7 @@ def test_a_head_of_another_policy_is_refused_before_anything_is_loaded(saved, he
     other.fc = torch.nn.Linear(32, 16)
     other.save_pretrained(tmp_path)
     with pytest.raises(RolloutError, match=f"the head in {tmp_path} cannot be read"):
-        Weights(spec_of(saved("qwen3")[1], drafter=str(tmp_path)))
+        WeightCheck(spec_of(saved("qwen3")[1], drafter=str(tmp_path)))
 
 
 def test_passes_that_vllm_captured_with_its_own_draws_are_not_replayed():
@@ -155,8 +155,8 @@ def test_passes_that_vllm_captured_with_its_own_draws_are_not_replayed():
 def test_what_a_head_borrows_is_not_loaded_with_it(monkeypatch, borrows):
     """A table without weights, which vLLM gives to all models of a kind, makes no draft model a head."""
     reloaded, loaded = [], []
-    monkeypatch.setattr(weights, "initialize_layerwise_reload", reloaded.append)
-    transfer, rotary = weights.Transfer.__new__(weights.Transfer), torch.nn.Identity()
+    monkeypatch.setattr(worker, "initialize_layerwise_reload", reloaded.append)
+    transfer, rotary = worker.Transfer.__new__(worker.Transfer), torch.nn.Identity()
     transfer.model = torch.nn.ModuleDict({"embed": torch.nn.Embedding(3, 2), "rotary": rotary})
     theirs = transfer.model["embed"] if borrows else torch.nn.Embedding(3, 2)
     transfer.drafter = torch.nn.ModuleDict({"fc": torch.nn.Linear(4, 2), "embed": theirs, "rotary": rotary})

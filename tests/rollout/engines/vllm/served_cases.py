@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 
-from specrl.rollout.engines.vllm import texts
+from specrl.rollout.engines.vllm import device
 from specrl.rollout.engines.vllm.wire import KeyedRequest
 from specrl.rollout.types import RolloutError
 from tests.rollout.engines.vllm.device_cases import Trusting
@@ -27,23 +27,30 @@ from tests.rollout.engines.vllm.test_vllm_served import (  # noqa: F401
 )
 from tests.rollout.golden import EOS_IDS, all_wrong
 
-LAWS = {
-    "repetition": {"repetition_penalty": 1.4},
-    "counts": {"presence_penalty": 0.7, "frequency_penalty": 0.5, "temperature": 0.8},
-    "cuts": {"presence_penalty": 0.5, "top_k": 9, "top_p": 0.9},
-    "allowed": {"allowed_token_ids": list(range(1, 40))},
-    "greedy": {"repetition_penalty": 1.4, "temperature": 0.0},
-}
+PARAMS = [
+    {"repetition_penalty": 1.4},
+    {"presence_penalty": 0.7, "frequency_penalty": 0.5, "temperature": 0.8},
+    {"presence_penalty": 0.5, "top_k": 9, "top_p": 0.9},
+    {"allowed_token_ids": list(range(1, 40))},
+    {"repetition_penalty": 1.4, "temperature": 0.0},
+]
 
 
-@pytest.mark.parametrize("name", LAWS)
-def test_laws_that_vllm_applies_are_served_with_drafts_as_without(served, requests, plain, name):  # noqa: F811
-    law, requests = LAWS[name], requests[:13]
-    want = served.ask(requests, **law)
+def test_params_that_vllm_applies_are_served_with_drafts_as_without(served, requests, plain):  # noqa: F811
+    """Requests of one batch, each with one of these sampling params."""
+
+    def ask(texts):
+        asked = zip(requests, texts, strict=True)
+        return served.ask_with(
+            [(list(r.prompt), served.params(r, text, **PARAMS[i % 5])) for i, (r, text) in enumerate(asked)]
+        )
+
+    want = ask([[]] * len(requests))
     slow = served.steps
-    assert tokens(want) != plain[0][:13], "control: the law is applied"
+    for i in range(5):
+        assert tokens(want)[i::5] != plain[0][i::5], "control: the params are applied"
     for change in (list, all_wrong):
-        done = served.ask(requests, [change(text) for text in tokens(want)], **law)
+        done = ask([[change(text)] for text in tokens(want)])
         assert tokens(done) == tokens(want)
         assert [logprobs(output) for output in done] == [logprobs(output) for output in want], "bit for bit"
         assert change is all_wrong or served.steps < slow / 2
@@ -77,11 +84,11 @@ def test_drafts_of_a_response_that_goes_on_are_in_line(served, requests, plain, 
     ]
     done, steps = served.ask_with(asked), served.steps
     assert tokens(done) == [t[9:] for _, t in cut]
-    inner = texts.continue_texts
-    monkeypatch.setattr(texts, "SUFFIX", 0)  # nothing else finds the place
+    inner = device.continue_texts
+    monkeypatch.setattr(device, "SUFFIX", 0)  # nothing else finds the place
     assert tokens(served.ask_with(asked)) == tokens(done)
     assert served.steps == steps
-    monkeypatch.setattr(texts, "continue_texts", lambda t, ids, begin, *more: inner(t, ids, begin + 1, *more))
+    monkeypatch.setattr(device, "continue_texts", lambda t, ids, begin, *more: inner(t, ids, begin + 1, *more))
     assert tokens(served.ask_with(asked)) == tokens(done)
     assert served.steps > 1.5 * steps, "control: off by one"
 
@@ -98,16 +105,16 @@ def test_control_a_draft_that_is_not_verified_is_found(served, requests, plain, 
 
 
 def test_only_keyed_requests_with_texts_carry_drafts(served, requests, plain):  # noqa: F811
-    counts = served.rules.stats
+    counts = served.flow.stats
     before = counts.drafted
     served.ask(requests)
     served.ask(requests, keyed=False, temperature=0.0)
     assert counts.drafted == before
     served.ask(requests, plain[0])
     assert counts.drafted > before
-    assert not served.rules.seen.keys() & served.core.scheduler.requests.keys()
+    assert not served.flow.requests.keys() & served.core.scheduler.requests.keys()
     served.ask(requests[:1])
-    assert len(served.rules.seen) <= 1, "finished requests are forgotten"
+    assert len(served.flow.requests) <= 1, "finished requests are forgotten"
 
 
 def test_a_server_in_processes_of_its_own(served, requests, plain, path, monkeypatch):  # noqa: F811

@@ -114,9 +114,9 @@ def third_of_four(monkeypatch):
 
 def told(tensor_parallel: int = 1) -> dict:
     """What vLLM is told of ranks."""
-    from specrl.rollout.engines.vllm.settings import launched
+    from specrl.rollout.engines.vllm.settings import executor
 
-    return launched(tensor_parallel)
+    return executor(tensor_parallel)
 
 
 LAUNCHED = {"distributed_executor_backend": "external_launcher"}

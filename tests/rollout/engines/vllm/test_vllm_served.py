@@ -45,8 +45,8 @@ class Served:
         self.llm, self.model, self.steps = llm, model, 0
         self.core = llm.llm_engine.engine_core.engine_core
         self.runner = self.core.model_executor.driver_worker.worker.model_runner
-        self.rules = self.runner.drafter.rules if RUNNER == "v1" else self.core.scheduler.watcher
-        self.rules.drafting.budget.window = 8  # whatever a pass costs here
+        self.flow = self.runner.drafter.flow if RUNNER == "v1" else self.core.scheduler.draft_lengths
+        self.flow.drafting.budget.window = 8  # whatever a pass costs here
 
     def ask(self, requests: list[Request], texts=None, keyed: bool = True, **params) -> list:
         """vLLM's outputs. texts: one earlier response for each request; keyed: False has vLLM draw."""
@@ -162,25 +162,25 @@ def test_without_texts_it_draws_as_the_transformers_engine(served, requests, pla
 @pytest.mark.parametrize("window", [8, 0])
 def test_texts_change_the_number_of_steps_and_nothing_else(served, requests, plain, window):
     rng = random.Random(0)
-    served.rules.drafting.budget.window = window  # 0: what the passes cost here decides
+    served.flow.drafting.budget.window = window  # 0: what the passes cost here decides
     for change in (list, all_wrong, lambda text: corrupt(text, rng, 0.1), lambda _: [VOCAB, -1, 1 << 30]):
         outputs = served.ask(requests, [change(text) for text in plain[0]])
         assert tokens(outputs) == plain[0]
         assert [logprobs(output) for output in outputs] == plain[1], "bit for bit"
         if (change, window) == (list, 8):
             assert served.steps < plain[2] / (3 if RUNNER == "v1" else 2)
-    served.rules.drafting.budget.window = 8
+    served.flow.drafting.budget.window = 8
 
 
 @on_v1
 def test_control_a_draft_that_is_not_verified_is_found(served, requests, plain, monkeypatch):
-    monkeypatch.setattr(served.rules, "rule", _trusting)
+    monkeypatch.setattr(served.flow, "rule", _trusting)
     assert tokens(served.ask(requests, [all_wrong(text) for text in plain[0]], logprobs=None)) != plain[0]
 
 
 def _trusting(key, draft, drawn) -> Accepted:
     """The planted bug: every draft token stands."""
-    return Accepted([*draft.tokens, drawn.draws[-1]], drawn.logprobs, drawn.logprobs, len(draft.tokens))
+    return Accepted([*draft.tokens, drawn.tokens[-1]], drawn.logprobs, drawn.logprobs, len(draft.tokens))
 
 
 def test_requests_of_others_are_vllms_own(served, requests, plain):
@@ -246,21 +246,21 @@ def test_min_tokens_holds_whatever_the_drafts(served, requests, plain):
 def test_a_session_serves_two_visits_of_a_prompt(served):
     session, prompt, reused = ReuseSession(), [5, 6, 7], []
     for visit in (1, 2):
-        tickets = [session.request(prompt, visit=visit, slot=slot) for slot in range(4)]
+        tickets = [session.request(prompt, visit=visit, sample_index=i) for i in range(4)]
         rows = [Request(prompt, t.request.key, 30) for t in tickets]
-        served.rules.stats = EngineStats()
+        served.flow.stats = EngineStats()
         asked = [(prompt, served.vllm_params(r, extra_args=t.add_to(None))) for r, t in zip(rows, tickets, strict=True)]
         done = tokens(served.ask_with(asked))
         assert done == [c.tokens for c in TransformersEngine(served.model, SamplingParams(EOS_IDS)).generate(rows)[0]]
         for ticket, text in zip(tickets, done, strict=True):
             session.finish(ticket, text)
-        reused.append({*served.rules.stats.sources} - {"group", "prompt", "redraw"})
+        reused.append({*served.flow.stats.sources} - {"group", "prompt", "redraw"})
     assert reused[0] == set() != reused[1], "drafts from stored texts"
 
 
 @on_v1
 def test_finished_requests_are_forgotten(served, requests):
-    from specrl.rollout.engines.vllm.rows import VLLMRow
+    from specrl.rollout.engines.vllm.batch import VLLMRow
 
     def held() -> tuple[int, int]:
         """Rows and groups' texts that exist in this process."""
@@ -325,7 +325,7 @@ def test_requests_without_a_key_are_asked_nothing(served, requests):
     assert len(served.ask_with([(list(requests[0].prompt), served.vllm_params(requests[0], **law))])) == 1
 
 
-@pytest.mark.parametrize("told", [True, False], ids=["at the front", "in the core"])
+@pytest.mark.parametrize("told", [True, False], ids=["at_the_front", "in_the_core"])
 def test_a_bad_request_does_not_end_a_server_of_several_processes(
     served, requests, plain, path, monkeypatch, told, caplog
 ):

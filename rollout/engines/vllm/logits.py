@@ -1,7 +1,7 @@
-"""How many draft tokens a step has room for, and how rows share it.
+"""How many draft tokens fit a step, and how rows share them.
 
-vLLM computes the logits of all positions of a step at once: those of rows that only decode are in the memory that it
-measured at its start, those of draft tokens are not.
+vLLM computes the logits of all positions of a step at once. It has reserved memory for those of rows that only decode,
+measured at its start, but none for the logits of draft tokens.
 """
 
 from __future__ import annotations
@@ -13,26 +13,26 @@ from typing import NamedTuple
 
 import torch
 
-from specrl.rollout.engines.local.memory import free_bytes
+from specrl.rollout.engines.base import free_bytes
 
 log = logging.getLogger(__name__)
 
 MB = 2**20
 PART = 2
-"""One in so many of a GPU's free bytes is planned with: torch may keep the last step's logits beside this one's."""
+"""One in so many of a GPU's free bytes is used: torch may keep the last step's logits while this one's are computed."""
 
 
-def draft_room(vocab: int, logits_mb: int, *, free: int | None = None, width: int = 4) -> int:
+def max_draft_tokens(vocab: int, logits_mb: int, *, free: int | None = None, width: int = 4) -> int:
     """Draft tokens of all rows together whose logits fit.
 
     On a CPU they take `logits_mb`, 8 bytes a logit: vLLM's float32 and a copy. On a GPU they take half of what is free
-    after the `logits_mb` in which draws are made chunk by chunk, and the model's logits exist at most twice, as some
-    models scale or cap them.
+    after the `logits_mb` in which tokens are sampled chunk by chunk, and the model's logits exist at most twice, as
+    some models scale or cap them.
 
     Args:
         vocab: logits of a position.
         logits_mb: `rollout.logits_mb`, in MB of 2^20 bytes.
-        free: bytes of the GPU that nobody holds, vLLM's share taken; None on a CPU.
+        free: free bytes of the GPU, vLLM's share subtracted; None on a CPU.
         width: bytes of a logit of the model.
     """
     if free is None:
@@ -41,7 +41,7 @@ def draft_room(vocab: int, logits_mb: int, *, free: int | None = None, width: in
 
 
 class Remedies(NamedTuple):
-    """What whoever runs an engine can change where no draft rides; empty: nothing."""
+    """What the user of an engine can change where no draft fits; empty: nothing."""
 
     rows: str = "a lower rollout.rows_per_batch"
     memory: str = "a lower rollout.vllm.memory_utilization"
@@ -55,20 +55,21 @@ OF_CPU_SERVER = OF_SERVER._replace(memory="")
 
 @dataclass
 class LogitsBudget:
-    """What a rollout's steps have room for. That it is nothing is told once.
+    """Draft tokens that fit a rollout's steps. If no draft fits, this is logged once.
 
     Args:
-        tokens: of `draft_room`.
-        measure: gives `tokens` anew when a rollout begins, as others may hold more memory than before; None: it stays.
+        tokens: of `max_draft_tokens`.
+        measure: computes `tokens` again when a rollout begins, as others may hold more memory than before; None: it is
+            constant.
         step: most tokens of a step. vLLM fills steps row by row, so longer drafts would leave the last rows out of it.
-        remedies: what is told then.
+        remedies: what the log suggests.
     """
 
     tokens: int
     measure: Callable[[], int] | None = None
     step: int = 1 << 31
     remedies: Remedies = ON_CPU
-    _told: bool = False
+    _logged: bool = False
 
     def renew(self) -> None:
         """A rollout begins."""
@@ -81,29 +82,35 @@ class LogitsBudget:
         Each row needs a token of the step for itself; those without a draft need no more.
         """
         share = min(most, min(self.tokens, max(0, self.step - rows)) // max(1, drafting))
-        if drafting and not share and not self._told:
-            self._told = True
+        if drafting and not share and not self._logged:
+            self._logged = True
             if self.tokens < drafting:
-                why, remedy = f"there is memory for the logits of {self.tokens}", self.remedies.memory
+                why = f"there is memory for the logits of {self.tokens}"
+                remedy = self.remedies.memory
             else:
-                why, remedy = f"a step has {self.step} tokens", self.remedies.step
+                why = f"a step has {self.step} tokens"
+                remedy = self.remedies.step
             remedy = ", or ".join(filter(None, (self.remedies.rows, remedy)))
-            log.warning("no draft rides: %d of %d rows have one, and %s. Try %s", drafting, rows, why, remedy)
+            log.warning("no draft is verified: %d of %d rows have one, and %s. Try %s", drafting, rows, why, remedy)
         return share
 
 
-def room_of(vocab: int, logits_mb: int, dtype: torch.dtype, step: int, served: bool = False) -> LogitsBudget:
-    """The room of an engine in this process.
+def logits_budget(vocab: int, logits_mb: int, dtype: torch.dtype, step: int, served: bool = False) -> LogitsBudget:
+    """The budget of an engine in this process.
 
-    Args: dtype: of the model's logits; step: most tokens of a step; served: it is somebody else's server.
+    Args:
+        dtype: of the model's logits.
+        step: most tokens of a step.
+        served: the engine is somebody else's server.
     """
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu() or not torch.cuda.is_available():
-        return LogitsBudget(draft_room(vocab, logits_mb), step=step, remedies=OF_CPU_SERVER if served else ON_CPU)
+        tokens = max_draft_tokens(vocab, logits_mb)
+        return LogitsBudget(tokens, step=step, remedies=OF_CPU_SERVER if served else ON_CPU)
     device = torch.device("cuda", torch.cuda.current_device())
 
     def measure() -> int:
-        return draft_room(vocab, logits_mb, free=free_bytes(device), width=dtype.itemsize)
+        return max_draft_tokens(vocab, logits_mb, free=free_bytes(device), width=dtype.itemsize)
 
     return LogitsBudget(measure(), measure, step, OF_SERVER if served else Remedies())

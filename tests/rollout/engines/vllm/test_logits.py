@@ -3,7 +3,7 @@
 import pytest
 
 from specrl.rollout.config import RolloutConfig
-from specrl.rollout.engines.vllm.room import LogitsBudget, draft_room
+from specrl.rollout.engines.vllm.logits import LogitsBudget, max_draft_tokens
 
 VOCAB = 151_936
 GB = 10**9
@@ -16,7 +16,9 @@ BF16 = 2
 
 
 def by_room(rows: int, drafting: int, free: int, logits_mb: int, tokens: int) -> int:
-    return LogitsBudget(draft_room(VOCAB, logits_mb, free=free, width=BF16), step=tokens).share(drafting, rows, 32)
+    return LogitsBudget(max_draft_tokens(VOCAB, logits_mb, free=free, width=BF16), step=tokens).share(
+        drafting, rows, 32
+    )
 
 
 def over_all_rows(rows: int, drafting: int, free: int, logits_mb: int, tokens: int) -> int:
@@ -26,7 +28,7 @@ def over_all_rows(rows: int, drafting: int, free: int, logits_mb: int, tokens: i
 
 def by_logits_mb(rows: int, drafting: int, free: int, logits_mb: int, tokens: int) -> int:
     """Planted fault: a GPU has no more than logits_mb."""
-    return LogitsBudget(draft_room(VOCAB, logits_mb), step=tokens).share(drafting, rows, 32)
+    return LogitsBudget(max_draft_tokens(VOCAB, logits_mb), step=tokens).share(drafting, rows, 32)
 
 
 def too_little(share) -> list[tuple]:
@@ -56,17 +58,17 @@ def test_control_planted_faults_are_found(fault):
 def test_the_logits_fit_what_is_free():
     """Twice at the model's width, beside the chunk that is drawn, and beside those of the step before."""
     for free in (0, 300 * 2**20, 2 * GB, FREE[0.4]):
-        room = draft_room(VOCAB, 256, free=free, width=BF16)
+        room = max_draft_tokens(VOCAB, 256, free=free, width=BF16)
         assert 2 * room * VOCAB * 2 * BF16 + 256 * 2**20 <= max(free, 256 * 2**20)
-    assert draft_room(VOCAB, 256, free=200 * 2**20, width=BF16) == 0
-    assert draft_room(VOCAB, 256, free=4 * GB, width=4) == pytest.approx(
-        draft_room(VOCAB, 256, free=4 * GB, width=BF16) / 2, abs=1
+    assert max_draft_tokens(VOCAB, 256, free=200 * 2**20, width=BF16) == 0
+    assert max_draft_tokens(VOCAB, 256, free=4 * GB, width=4) == pytest.approx(
+        max_draft_tokens(VOCAB, 256, free=4 * GB, width=BF16) / 2, abs=1
     )
 
 
 def test_a_cpu_has_logits_mb():
     """A MB holds those of 2148 draft tokens of a vocabulary of 61."""
-    assert (draft_room(61, 1), draft_room(VOCAB, 256)) == (2148, 220)
+    assert (max_draft_tokens(61, 1), max_draft_tokens(VOCAB, 256)) == (2148, 220)
 
 
 def test_a_step_has_a_token_for_every_row():

@@ -9,9 +9,9 @@ from specrl.rollout.drafting.draft import Draft
 from specrl.rollout.drafting.drafting import Drafting
 from specrl.rollout.engines.base import SamplingParams
 from specrl.rollout.engines.response import Response
-from specrl.rollout.engines.vllm.room import LogitsBudget
-from specrl.rollout.engines.vllm.rows import LogprobBuffer, VLLMRow
-from specrl.rollout.engines.vllm.step import StepRules
+from specrl.rollout.engines.vllm.batch import LogprobBuffer, VLLMRow
+from specrl.rollout.engines.vllm.flow import Flow
+from specrl.rollout.engines.vllm.logits import LogitsBudget
 from specrl.rollout.types import Request
 from specrl.rollout.verify import TargetSamples, exact
 
@@ -24,7 +24,7 @@ def requests(rng: random.Random) -> list[Request]:
     return [Request([3] * rng.randint(1, 4), i, rng.randint(1, CAP)) for i in range(ROWS)]
 
 
-def step(rules: StepRules, rows: list[VLLMRow], texts: np.ndarray, logprobs: np.ndarray, rng: random.Random) -> list:
+def step(flow: Flow, rows: list[VLLMRow], texts: np.ndarray, logprobs: np.ndarray, rng: random.Random) -> list:
     """Some rows take part, beside others' requests; returns each of them with its draft and what it emitted."""
     taking = [row for row in rows if row.finish is None and rng.random() < 0.9]
     taking = sorted(taking, key=lambda row: rng.random()) if rng.random() < 0.3 else taking
@@ -33,33 +33,33 @@ def step(rules: StepRules, rows: list[VLLMRow], texts: np.ndarray, logprobs: np.
         return []
     for row in taking:
         right = texts[row.request.key, len(row.tokens) :][: rng.randint(0, 7)].tolist()
-        row.draft = Draft([t if rng.random() < 0.9 else 50 for t in right][: row.room - 1], rng.choice("ab"))
+        row.draft = Draft([t if rng.random() < 0.9 else 50 for t in right][: row.remaining - 1], rng.choice("ab"))
     pads = [rng.choice([0, 0, 0, 2]) for _ in lined]
     given = [[*(row.draft.tokens if row else []), *[-1] * pad] for row, pad in zip(lined, pads, strict=True)]
     tokens = np.array([token for draft in given for token in draft], np.int32)
-    fed = rules.fed(lined, np.array([*map(len, given)]), tokens)
-    _, keys, positions, _ = fed.columns
-    packed = np.zeros((4, len(fed.behind)), np.int32)
-    packed[0, fed.drawn] = texts[keys, positions]
-    packed[1, fed.drawn] = logprobs[keys, positions].view(np.int32)
+    inputs = flow.verify_inputs(lined, np.array([*map(len, given)]), tokens)
+    _, keys, positions, _ = inputs.columns
+    packed = np.zeros((4, len(inputs.next_draft)), np.int32)
+    packed[0, inputs.sampled] = texts[keys, positions]
+    packed[1, inputs.sampled] = logprobs[keys, positions].view(np.int32)
     packed[3] = np.float32(1.0).view(np.int32)
-    emitted, counts = rules.decide(fed, rules.tested(fed), packed)
-    new = [emitted[first : first + n].tolist() for first, n in zip(fed.firsts, counts, strict=True)]
+    emitted, counts = flow.accept(inputs, flow.drafts_of(inputs), packed)
+    new = [emitted[start : start + n].tolist() for start, n in zip(inputs.starts, counts, strict=True)]
     assert all(tokens == [0] for row, tokens in zip(lined, new, strict=True) if row is None)
     return [(row, row.draft, tokens) for row, tokens in zip(lined, new, strict=True) if row]
 
 
-def differing(seed: int, told: type[LogprobBuffer] = LogprobBuffer, flow: type[StepRules] = StepRules) -> int:
+def differing(seed: int, buffer: type[LogprobBuffer] = LogprobBuffer, kind: type[Flow] = Flow) -> int:
     """How many rows end otherwise than `exact` and `Response.emit` have them."""
     rng, noise = random.Random(seed), np.random.default_rng(seed)
     texts = noise.integers(1, 40, (ROWS, CAP + 10))
     logprobs = -noise.random((ROWS, CAP + 10), np.float32)
     asked = requests(rng)
     rows, plain = [VLLMRow(request, sampling=LAW) for request in asked], [*map(Response, asked)]
-    rules = flow(drafting=Drafting(), draft_tokens=8, room=LogitsBudget(1000), told=told(rows))
+    flow = kind(drafting=Drafting(), draft_tokens=8, budget=LogitsBudget(1000), logprobs=buffer(rows))
     wrong, counted = set(), [0, 0]
     while any(row.finish is None for row in rows):
-        for row, draft, emitted in step(rules, rows, texts, logprobs, rng):
+        for row, draft, emitted in step(flow, rows, texts, logprobs, rng):
             key, size = row.request.key, len(draft.tokens) + 1
             mine = plain[key]
             part = slice(len(mine.tokens), len(mine.tokens) + size)
@@ -69,7 +69,7 @@ def differing(seed: int, told: type[LogprobBuffer] = LogprobBuffer, flow: type[S
             counted = [counted[0] + size - 1, counted[1] + min(n, stood.drafted)]
             if (emitted, row.tokens) != (mine.tokens[-n:], mine.tokens):
                 return ROWS
-    if (rules.stats.drafted, rules.stats.accepted) != tuple(counted):
+    if (flow.stats.drafted, flow.stats.accepted) != tuple(counted):
         return ROWS
     for row, mine in zip(rows, plain, strict=True):
         if any(getattr(row, name) != getattr(mine, name) for name in COLUMNS):
@@ -78,12 +78,12 @@ def differing(seed: int, told: type[LogprobBuffer] = LogprobBuffer, flow: type[S
 
 
 class Overlapping(LogprobBuffer):
-    """Planted fault: all rows have one place."""
+    """Planted fault: all rows have one offset."""
 
     def __init__(self, rows):
         super().__init__(rows)
         for row in rows:
-            row.place = 0
+            row.offset = 0
 
 
 class Early(LogprobBuffer):
@@ -95,20 +95,20 @@ class Early(LogprobBuffer):
         row.tokens += last
 
 
-class Stale(StepRules):
+class Stale(Flow):
     """Planted fault: positions of rows that stay together are those of their first step."""
 
-    def decide(self, fed, drafts, packed, began=0):
-        at = fed.lineup.at.copy()
-        decided = super().decide(fed, drafts, packed, began)
-        fed.lineup.at[:] = at
-        return decided
+    def accept(self, inputs, drafts, packed, first=0):
+        before = inputs.batch.num_tokens.copy()
+        accepted = super().accept(inputs, drafts, packed, first)
+        inputs.batch.num_tokens[:] = before
+        return accepted
 
 
 def test_a_finished_row_has_every_column():
     assert sum(differing(seed) for seed in range(100)) == 0
 
 
-@pytest.mark.parametrize("fault", [{"told": Overlapping}, {"told": Early}, {"flow": Stale}])
+@pytest.mark.parametrize("fault", [{"buffer": Overlapping}, {"buffer": Early}, {"kind": Stale}])
 def test_control_planted_faults_are_found(fault):
     assert sum(differing(seed, **fault) for seed in range(10)) > 0

@@ -1,0 +1,260 @@
+"""A training run, built from top to bottom: policy, data, trajectories, rewards, engine, trainer, callbacks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accelerate import PartialState
+from transformers import PreTrainedTokenizerBase, set_seed
+
+from specrl.config.schema import Config
+from specrl.reward.loading import load_rewards
+from specrl.reward.set import RewardSet
+from specrl.rollout.build import build_engine
+from specrl.rollout.cache.memory import Fingerprint, TrajectoryCache
+from specrl.rollout.engines.base import Engine, EngineSpec
+from specrl.rollout.reduction import Metric, count, mean
+from specrl.rollout.speculative import SpeculativeRollout
+from specrl.run import policy
+from specrl.run.data import Example, left_out, to_dataset
+from specrl.run.prompts import Prompt, chat_template, check_lengths, described, render
+from specrl.run.run_dir import RunDir, data_digests, same_data
+from specrl.trainers.callbacks import ShortHistory, StopOnSignal
+from specrl.trainers.checkpoint import Checkpoint, CompleteCheckpoint, writing
+from specrl.trainers.rollouts import Score, Setup
+
+if TYPE_CHECKING:
+    from specrl.trainers.grpo.trainer import GRPOTrainerWithReuse
+    from specrl.trainers.ppo.trainer import PPOTrainer
+
+    Trainer = GRPOTrainerWithReuse | PPOTrainer
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run whose engine, rewards and trainer are alive."""
+
+    config: Config
+    path: Path
+    """The run's directory."""
+    checkpoint: Checkpoint | None
+    """The checkpoint it resumes from."""
+    trainer: Trainer
+    tokenizer: PreTrainedTokenizerBase
+    rewards: RewardSet
+    test: Sequence[Example]
+    steps: int
+    """Optimiser steps from beginning to end."""
+    notes: Sequence[str]
+    """Lines about the data, printed when training begins."""
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process writes the run's directory."""
+        return self.trainer.accelerator.is_main_process
+
+    def train(self, stop: StopOnSignal) -> None:
+        """Takes all steps that are left, or those until a signal."""
+        self.trainer.add_callback(stop)  # after all others
+        self.trainer.train(resume_from_checkpoint=str(self.checkpoint.path) if self.checkpoint else None)
+
+    def save(self) -> None:
+        """Writes the model, the companions' models and the trajectories."""
+        model = self.path / "model"
+        rollouts = self.trainer.rollouts
+        with writing(model):
+            self.trainer.save_model(str(model))
+        if not self.is_main:
+            return
+        with writing(self.path):
+            self.tokenizer.save_pretrained(model)
+            for name, companion in rollouts.companions.items():
+                companion.save_model(self.path / name)
+        if rollouts.source.cache is not None:
+            on_error = self.config.rollout.cache.on_write_error
+            rollouts.source.cache.save(self.path / "trajectories", self.trainer.state.global_step, on_error)
+
+    def report(self) -> None:
+        """Writes and prints the report and the model card."""
+        from specrl.results.card import write_card
+        from specrl.results.report import write_report
+
+        if self.is_main:
+            options = self.config.report
+            report = write_report(self.path, options.baseline or None, plots=options.plots)
+            write_card(self.path, report.summary)
+            report.show()
+        self.trainer.accelerator.wait_for_everyone()  # a process that left early would break the others' connections
+
+
+@contextmanager
+def build(
+    config: Config,
+    run_dir: RunDir,
+    checkpoint: Checkpoint | None,
+    train: Sequence[Example],
+    test: Sequence[Example] = (),
+) -> Iterator[Run]:
+    """The run of `config`, which ends with the `with` block.
+
+    Args: checkpoint: the one that the first process resumes from.
+    """
+    set_seed(config.seed)
+    model, tokenizer, eos_ids = policy.load_policy(config, policy.trained_dtype(config))
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        checkpoint = run_dir.agreed(checkpoint, model.device)
+
+    check_lengths([*train, *test], tokenizer, config.dataset, policy.prompt_limit(config, model))
+    data = data_digests(chat_template(tokenizer, config.dataset), train=train, test=test)
+    if checkpoint:
+        data = same_data(checkpoint.marker()["data"], data, config.data)
+    prompts = {example.id: render(example, tokenizer, config.dataset) for example in train}
+    cache = load_cache(config, tokenizer, model, eos_ids, checkpoint)
+
+    with ExitStack() as closing:
+        rewards = load_rewards(config.reward)
+        closing.callback(rewards.close)
+        spec = policy.engine_spec(config, eos_ids)
+        if config.cluster.num_workers:
+            from specrl.run.cluster import connect
+
+            closing.enter_context(connect(config.cluster))
+
+        def make_rollout(trained: torch.nn.Module) -> SpeculativeRollout:
+            """Called by the trainer once it has wrapped the policy, with adapters for example."""
+            engine = make_engine(config, spec, trained)
+            closing.callback(engine.close)
+            return SpeculativeRollout(engine, cache, config.rollout, config.seed)
+
+        setup = Setup(
+            score=scorer(rewards, tokenizer, prompts),
+            render=lambda row: prompts[row["example_id"]].ids,
+            dataset=to_dataset(train),
+            make_rollout=make_rollout,
+            rollout=config.rollout,
+            trainer=config.trainer,
+        )
+        trainer = build_trainer(config, model, tokenizer, setup, run_dir.checkpoints)
+        if config.rollout.drafter:
+            from specrl.run.companions import add_companions
+
+            add_companions(config, trainer)
+        trainer.add_callback(ShortHistory())
+        trainer.add_callback(CompleteCheckpoint(trainer.rollouts, config.trainer.keep_checkpoints, data))
+        if checkpoint:
+            checkpoint.restore(trainer.rollouts)  # the trainer restores the weights when it begins
+        yield Run(
+            config=config,
+            path=run_dir.path,
+            checkpoint=checkpoint,
+            trainer=trainer,
+            tokenizer=tokenizer,
+            rewards=rewards,
+            test=test,
+            steps=config.trainer.total_steps(len(train)),
+            notes=[*described(train[0], tokenizer, config.dataset), *left_out(config, len(train))],
+        )
+
+
+def load_cache(
+    config: Config, tokenizer: Any, model: Any, eos_ids: frozenset[int], checkpoint: Checkpoint | None
+) -> TrajectoryCache | None:
+    """The trajectory cache of the checkpoint, of `rollout.cache.start_from`, or empty; None if nothing is reused.
+
+    Raises: ConfigError, CacheError.
+    """
+    if not config.rollout.reuses:
+        return None
+    options = config.rollout.cache
+    fingerprint = Fingerprint(*policy.fingerprint(config, tokenizer))
+    vocabulary = model.get_output_embeddings().weight.shape[0]
+    if options.clear or not (checkpoint or options.start_from):
+        return TrajectoryCache(fingerprint, vocabulary, eos_ids, max_mb=options.max_mb)
+    from specrl.rollout.cache.reading import load
+
+    # A checkpoint may have none, as after rollout.acceptance=off: the cache is then empty.
+    if not checkpoint:
+        policy.check_start_from(options.start_from)
+    return load(
+        checkpoint.trajectories if checkpoint else Path(options.start_from),
+        fingerprint,
+        vocabulary,
+        eos_ids,
+        max_step=checkpoint.step if checkpoint else None,
+        max_mb=options.max_mb,
+        check_sampling=config.rollout.acceptance == "lenient",
+        new_run=not checkpoint,
+    )
+
+
+def make_engine(config: Config, spec: EngineSpec, trained: torch.nn.Module) -> Engine:
+    """The engine of the run: workers on the Ray cluster that is connected, or one in this process."""
+    if config.cluster.num_workers:
+        from specrl.rollout.workers.pool import RolloutPool
+
+        return RolloutPool(spec, config.cluster)
+    step_scorer = None
+    if config.rollout.acceptance == "routed":
+        from specrl.lossy import routing
+
+        step_scorer = routing.step_scorer(config)
+    shares_weights = config.rollout.engine == "transformers" and policy.trained_dtype(config) == spec.dtype
+    return build_engine(spec, trained if shares_weights else None, step_scorer)
+
+
+def build_trainer(
+    config: Config, model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase, setup: Setup, checkpoints: Path
+) -> Trainer:
+    """The trainer of the algorithm. Args: checkpoints: directory that it writes them to."""
+    cpu = next(model.parameters()).device.type == "cpu"
+    common = {
+        "output_dir": checkpoints,
+        "seed": config.seed,
+        "cpu": cpu,
+        "world": PartialState(cpu=cpu).num_processes,
+        "trackers": config.report.trackers,
+    }
+    lora = policy.adapter(config.lora, model) if config.lora.rank or config.lora.targets else None
+    if config.trainer.algorithm == "ppo":
+        from specrl.trainers.arguments import ppo_arguments
+        from specrl.trainers.ppo.trainer import PPOTrainer
+
+        steps = config.trainer.total_steps(len(setup.dataset))
+        return PPOTrainer(model, ppo_arguments(config.trainer, config.rollout, steps, **common), tokenizer, setup, lora)
+    from specrl.trainers.grpo.trainer import GRPOTrainerWithReuse, grpo_config
+
+    arguments = grpo_config(config.trainer, config.rollout, **common)
+    return GRPOTrainerWithReuse(model, arguments, tokenizer, setup, lora)
+
+
+def scorer(rewards: RewardSet, tokenizer: PreTrainedTokenizerBase, prompts: Mapping[str, Prompt]) -> Score:
+    """A function that scores dataset rows with their responses: totals, and the metrics of each reward.
+
+    Args: prompts: by example id.
+    """
+
+    def score(rows: Sequence[dict], responses: Sequence[list[int]]) -> tuple[list[float | None], dict[str, Metric]]:
+        texts = tokenizer.batch_decode(responses, skip_special_tokens=True)
+        samples = []
+        for row, text in zip(rows, texts, strict=True):
+            fields = {name: value for name, value in row.items() if name not in ("prompt", "answer")}
+            samples.append(prompts[row["example_id"]].sample(text, row["answer"], fields))
+        result = rewards.score(samples)
+        metrics = {
+            "reward/failed": count(sum(total is None for total in result.total)),
+            "reward/timeouts": count(sum(result.timeouts.values())),
+            "reward/over_limit": count(sum(result.over_limit.values())),
+            "reward/reused_ratio": mean(sum(result.reused.values()), len(rows) * len(result.parts)),
+        }
+        for name, values in result.parts.items():
+            known = [value for value in values if value is not None]
+            metrics[f"rewards/{name}/mean"] = mean(sum(known), len(known))
+        return result.total, metrics
+
+    return score

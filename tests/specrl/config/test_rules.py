@@ -1,0 +1,236 @@
+"""The limits of options and the rules between them, each met through the command line."""
+
+import math
+
+import pytest
+
+from specrl.config.load import load
+from specrl.config.options import ConfigError
+from specrl.config.schema import Config
+from specrl.rollout.checks import misfits, options
+
+
+def check(*words, **settings):
+    return load(["config=grpo_math", *words], **settings)
+
+
+def broken(*words, **settings):
+    """The one rule that grpo_math breaks with these options."""
+    with pytest.raises(ConfigError) as caught:
+        check(*words, **settings)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+VLLM = "rollout.engine=vllm"
+PPO = "trainer.algorithm=ppo"
+LENIENT = "rollout.acceptance=lenient"
+KL = "rollout.acceptance=judged rollout.judged.by=kl"
+JUDGED = "rollout.acceptance=judged rollout.judged.path=x"
+TRAIN = "trainer.drafter.train=true"
+LEAVE_OUT = "Leave it out"
+WRONG = [
+    # words, the option that the message names, what it suggests
+    ("rollout.replay=1.5", "rollout.replay=1.5", "rollout.replay=1."),
+    ("rollout.replay=nan", "rollout.replay=nan", "rollout.replay=0."),
+    ("trainer.learning_rate=inf", "trainer.learning_rate=inf", "trainer.learning_rate=0."),
+    ("rollout.group_size=0", "rollout.group_size=0", "rollout.group_size=1."),
+    ("rollout.group_size=1", "rollout.group_size=1", "rollout.group_size=8."),
+    ("rollout.top_k=-1", "rollout.top_k=-1", "rollout.top_k=0."),
+    ("rollout.tie_margin=-1", "rollout.tie_margin=-1", "rollout.tie_margin=0."),
+    ("seed=-1", "seed=-1", "seed=0."),
+    ("seed=4294967296", "seed=4294967296", "seed=4294967295."),
+    ("name=a/b", "name=a/b", "name=a-b."),
+    ("name=..", "name=..", "name=run."),
+    ("model=", "model", "help=model"),
+    ("dataset.train_size=0", "dataset.train_size=0", "dataset.train_size=96."),
+    ("dataset.test_size=0", "dataset.test_size=0", "dataset.test_size=64."),
+    ("dataset.prompt_template=Q:", "dataset.prompt_template=Q:", "{prompt}"),
+    ("dataset.train_size=3", "dataset.train_size=3", "trainer.prompts_per_step=3."),
+    ("dataset.train_split=train[80:%]", "dataset.train_split=train[80:%]", LEAVE_OUT),
+    ("rollout.top_p=0", "rollout.top_p=0", "rollout.top_p=1"),
+    ("rollout.sources=[prefix,gruop]", "rollout.sources has 'gruop'", "group?"),
+    ("rollout.lenience=1.6", "rollout.lenience=1.6", "rollout.lenience=1."),
+    (f"rollout.lenience=0 {LENIENT}", "rollout.lenience=0", "rollout.lenience=1"),
+    (f"{LENIENT} rollout.replay=0.5", "rollout.replay=0.5", "rollout.replay=0."),
+    (f"{LENIENT} rollout.drafter=x", "rollout.drafter=x", "rollout.acceptance=exact"),
+    (f"{LENIENT} trainer.old_logprobs=trainer", "trainer.old_logprobs=trainer", "trainer.old_logprobs=engine"),
+    (f"{LENIENT} rollout.top_p=0.9", "rollout.top_p=0.9", "rollout.top_p=1"),
+    ("trainer.old_logprobs=engine rollout.top_k=50", "rollout.top_k=50", "rollout.top_k=0"),
+    ("trainer.correction=token_mask", "trainer.correction=token_mask", LEAVE_OUT),
+    ("rollout.temperature=0", "rollout.temperature=0", "rollout.temperature=1."),
+    ("trainer.clip=0", "trainer.clip=0", "trainer.clip=auto."),
+    ("trainer.clip_high=0.1", "trainer.clip_high=0.1", "trainer.clip_high=0.2."),
+    ("trainer.overlong_buffer=200", "trainer.overlong_buffer=200", "trainer.overlong_buffer=40."),
+    ("trainer.epochs=0", "trainer.epochs=0", "trainer.epochs=1."),
+    ("trainer.precision=pure_bf16 lora.rank=4", "trainer.precision=pure_bf16", "trainer.precision=bf16."),
+    (f"{PPO} trainer.kl_target=0.1", "trainer.kl_target=0.1", "trainer.beta=0.05."),
+    (f"{PPO} trainer.advantage=rloo rollout.group_size=1", "trainer.advantage=rloo", "rollout.group_size=8."),
+    (f"{PPO} trainer.minibatches=3", "trainer.minibatches=3", "trainer.minibatches=2."),
+    (f"{PPO} trainer.minibatches=4 trainer.rows_per_pass=16", "trainer.rows_per_pass=16", "trainer.rows_per_pass=8."),
+    (f"{PPO} trainer.minibatches=4 trainer.rows_per_pass=3", "rows_per_pass=3", "=2 or trainer.rows_per_pass=4."),
+    (
+        f"{PPO} trainer.minibatches=2 trainer.updates_per_rollout=2 trainer.save_every=6",
+        "trainer.save_every=6",
+        "trainer.save_every=8.",
+    ),
+    ("trainer.prompts_per_step=8 trainer.rows_per_pass=512", "trainer.rows_per_pass=512", "trainer.rows_per_pass=64"),
+    ("trainer.prompts_per_step=8 trainer.rows_per_pass=512", "gives 64 rows", "trainer.prompts_per_step=64."),
+    ("trainer.prompts_per_step=8 trainer.rows_per_pass=5", "gives 64 rows", "=4 or trainer.rows_per_pass=8 or"),
+    (
+        "trainer.prompts_per_step=30 trainer.rows_per_pass=32",
+        "trainer.rows_per_pass=32",
+        "trainer.prompts_per_step=28 or trainer.prompts_per_step=32.",
+    ),
+    ("reward.functions=[]", "reward.functions=[]", "reward.functions=[math]."),
+    ("reward.weights=[1,2]", "reward.weights=[1.0,2.0]", "reward.weights=[1.0]."),
+    ("reward.weights=[nan]", "reward.weights=[nan]", "finite"),
+    ("reward.timeout_s=0", "reward.timeout_s=0", "reward.timeout_s=5."),
+    ("report.trackers=[wandbb]", "report.trackers has 'wandbb'", "wandb?"),
+    ("cluster.address=auto", "cluster.num_workers=0", "cluster.num_workers=2."),
+    ("cluster.num_workers=1 cluster.address=auto cluster.dashboard=true", "cluster.dashboard=true", LEAVE_OUT),
+    ("cluster.cpus_per_worker=0", "cluster.cpus_per_worker=0", "cluster.cpus_per_worker=0.01."),
+    (f"{VLLM} rollout.vllm.runner=v1 rollout.vllm.tensor_parallel=2", "tensor_parallel=2", "rollout.vllm.runner=auto."),
+    (f"{VLLM} rollout.vllm.runner=v1 rollout.drafter=x", "rollout.drafter=x", "rollout.vllm.runner=auto."),
+    (
+        f"{VLLM} cluster.num_workers=1 cluster.gpus_per_worker=1 rollout.vllm.tensor_parallel=2",
+        "cluster.gpus_per_worker=1",
+        "cluster.gpus_per_worker=2.",
+    ),
+    (
+        f"{VLLM} rollout.vllm.speculator=ngram_gpu rollout.vllm.scheduling=sync",
+        "rollout.vllm.speculator=ngram_gpu",
+        "rollout.vllm.scheduling=auto.",
+    ),
+    (f"{VLLM} rollout.vllm.speculator=text", "rollout.vllm.speculator", "texts?"),
+    (f"{VLLM} rollout.vllm.speculator=draft_model=x", "rollout.vllm.speculator=draft_model=x", "rollout.drafter=x."),
+    (f"{VLLM} rollout.vllm.scheduling=async {LENIENT}", "rollout.vllm.scheduling=async", "rollout.acceptance=exact."),
+    (
+        f"{VLLM} rollout.drafter=x rollout.vllm.speculator=ngram_gpu",
+        "rollout.vllm.speculator=ngram_gpu",
+        "rollout.vllm.speculator=texts",
+    ),
+    (f"{VLLM} rollout.drafter=head {TRAIN}", "rollout.drafter=head", "rollout.drafter=DIR"),
+    ("rollout.acceptance=judged", "rollout.judged.by=judge", "rollout.judged.path"),
+    (f"{JUDGED} rollout.sources=[]", "rollout.judged.by=judge", "rollout.drafter=DIR"),
+    (KL, "rollout.judged.by=kl", "rollout.drafter=DIR"),
+    (f"{KL} rollout.drafter=x {VLLM}", "rollout.judged.by=kl", "rollout.judged.by=judge"),
+    (f"{JUDGED} rollout.replay=0.5", "rollout.replay=0.5", "rollout.replay=0."),
+    (f"{JUDGED} cluster.num_workers=1", "rollout.acceptance=judged", "cluster.num_workers=0."),
+    (f"{JUDGED} rollout.drafter=x {VLLM}", "rollout.drafter=x", "rollout.acceptance=exact."),
+    (f"{JUDGED} trainer.correction=none", "trainer.correction=none", "rollout.judged.uncorrected=true."),
+    (f"rollout.acceptance=routed rollout.drafter=x {VLLM}", "acceptance=routed", "rollout.engine=transformers."),
+    (
+        "rollout.acceptance=routed rollout.drafter=x rollout.routed.by=rsd rollout.routed.path=x "
+        "rollout.routed.threshold=2",
+        "rollout.routed.threshold=2",
+        "0.5.",
+    ),
+    ("rollout.routed.separators=[]", "rollout.routed.separators", r"rollout.routed.separators=[\n\n]."),
+    ("rollout.drafter=head", "rollout.drafter=head", "trainer.drafter.train=true"),
+    (TRAIN, TRAIN, "rollout.drafter=DIR"),
+    (f"{TRAIN} rollout.drafter=x rollout.acceptance=off", TRAIN, "rollout.acceptance=exact."),
+    (f"{TRAIN} rollout.drafter=x {JUDGED}", TRAIN, "rollout.acceptance=exact."),
+]
+
+
+@pytest.mark.parametrize(("words", "named", "suggested"), WRONG)
+def test_a_wrong_option_is_named_with_a_legal_one(words, named, suggested):
+    message = broken(*words.split())
+    assert named in message
+    assert suggested in message.partition(named)[2]
+    assert "<" not in message, "every <key> of the rule is an option"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "trainer.prompts_per_step=30 trainer.rows_per_pass=16",
+        "rollout.acceptance=lenient rollout.lenience=1.6 trainer.correction=sequence_mask",
+        "rollout.acceptance=off trainer.correction=none",
+        "rollout.acceptance=judged rollout.judged.path=x",
+        "rollout.acceptance=judged rollout.judged.path=x rollout.sources=[] rollout.drafter=x rollout.replay=0.5",
+        "rollout.acceptance=judged rollout.judged.path=x rollout.judged.uncorrected=true trainer.correction=none",
+        "rollout.acceptance=judged rollout.judged.path=x rollout.engine=vllm",
+        "trainer.drafter.train=true rollout.drafter=x rollout.engine=vllm cluster.num_workers=2",
+        "rollout.acceptance=routed rollout.drafter=x rollout.replay=0.5",
+        "rollout.top_p=0.9 rollout.top_k=20",
+        "trainer.epochs=0 trainer.max_steps=3",
+        "trainer.clip_high=0.28",
+        "trainer.algorithm=ppo rollout.group_size=1",
+        "trainer.algorithm=ppo trainer.advantage=rloo trainer.critic.model=separate",
+        "trainer.algorithm=ppo trainer.beta=0.1 trainer.kl_target=0.1 trainer.kl_penalty=loss",
+        "reward.functions=[math,format] reward.weights=[1,0]",
+        "dataset.test_size=0 trainer.eval_prompts=0",
+        "data=gsm8k dataset.train_size=0 dataset.test_size=0",
+        "name=a.b-c_1",
+    ],
+)
+def test_legal_neighbours_of_the_rules(words):
+    check(*words.split())
+
+
+def test_evaluation_may_be_greedy_with_single_responses():
+    loaded = check("rollout.temperature=0", "rollout.group_size=1", training=False)
+    assert loaded.rollout.group_size == 1
+    assert "must be at least 1" in broken("rollout.group_size=0", training=False)
+
+
+def test_all_broken_rules_are_named_at_once():
+    with pytest.raises(ConfigError) as caught:
+        check("name=a/b", "trainer.clip=0", "reward.functions=[]")
+    assert len(str(caught.value).splitlines()) == 3
+
+
+KNOWN = options(Config)
+NUMBERS = {key: option for key, option in KNOWN.items() if {int, float} & {*option.members} and not option.container}
+AT_LEAST_ONE = """
+rollout.group_size rollout.max_new_tokens rollout.rows_per_batch rollout.tokens_per_pass trainer.prompts_per_step
+trainer.updates_per_rollout trainer.minibatches trainer.keep_checkpoints reward.workers cluster.tasks_per_worker
+"""
+
+
+def test_the_default_of_every_option_fits():
+    assert misfits(Config()) == []
+
+
+@pytest.mark.parametrize("key", NUMBERS)
+def test_one_step_beyond_each_limit_is_refused_and_the_limit_is_suggested(key):
+    low, high = NUMBERS[key].limits
+    assert low >= 0, "no option means a negative number"
+    for beyond, limit in ((low - 1, low), (high + 1, high)):
+        if math.isfinite(beyond):
+            assert broken(f"{key}={beyond}").endswith(f"Try {key}={limit}.")
+
+
+def test_options_that_are_divided_by_or_waited_for_are_at_least_one():
+    assert {key: NUMBERS[key].limits[0] for key in AT_LEAST_ONE.split()} == dict.fromkeys(AT_LEAST_ONE.split(), 1)
+
+
+def changed(only):
+    """Options that only this algorithm reads, each with a legal value that is not its default."""
+    chosen = [option for option in KNOWN.values() if option.only == only]
+    words = [next((word for word in o.choices if word != o.default), 2 if int in o.members else 0.25) for o in chosen]
+    return [f"{option.key}={word}" for option, word in zip(chosen, words, strict=True)]
+
+
+@pytest.mark.parametrize("word", changed("ppo"))
+def test_what_only_ppo_reads_is_refused_elsewhere(word):
+    for algorithm in ("trainer.algorithm=grpo", "trainer.algorithm=dapo"):
+        message = broken(word, algorithm)
+        assert word in message
+        assert algorithm in message
+
+
+@pytest.mark.parametrize("word", changed("grpo"))
+def test_what_only_grpo_and_dapo_read_is_refused_by_ppo(word):
+    check(word)
+    check(word, "trainer.algorithm=dapo")
+    message = broken(word, PPO)
+    assert word in message
+    assert PPO in message
+
+
+def test_the_algorithm_of_an_option_is_set_by_its_field_or_its_section():
+    assert {"trainer.gamma=0.25", "trainer.critic.clip=0.25"} <= {*changed("ppo")}
+    assert "trainer.loss=grpo" in changed("grpo")
