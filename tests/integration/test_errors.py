@@ -37,7 +37,7 @@ def rows(path, count, text="What is {n} + {n}?"):
 
 CASES = [
     ({"rollout__replya": 1}, "rollout.replya", "rollout.replay"),
-    ({"rollout__group_size": "many"}, "rollout.group_size=many", "uninterrupted number"),
+    ({"rollout__group_size": "many"}, "rollout.group_size=many", "whole number"),
     ({"rollout__acceptance": "exac"}, "exact, off, lenient, judged, routed", "exact"),
     ({"rollout__replay": 2}, "rollout.replay=2", "from 0 to 1"),
     ({"data": "{d}/trian.jsonl"}, "trian.jsonl", "train.jsonl"),
