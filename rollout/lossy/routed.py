@@ -99,7 +99,9 @@ class RoutedEngine(LocalModel):
         super().__init__(model, sampling, limits, own_weights)
         self._draft = packed_model(steps.draft, sampling, limits)
         check_vocab(self._draft.vocab, self.vocab)
-        self.context, self.limit = min((self.context, self.limit), (self._draft.context, self._draft.limit))
+        if (self._draft.context, self._draft.limit) < (self.context, self.limit):
+            self.context = self._draft.context
+            self.limit = self._draft.limit
         self.router = steps.router
         self.step_end = steps.step_end
         self.score_drafts = steps.score
