@@ -14,8 +14,8 @@ from statistics import fmean
 from specrl.config import load as cli
 from specrl.config.options import ConfigError
 from specrl.results import plots, savings
-from specrl.results.pairing import pair
-from specrl.results.records import RunRecords, load_run, run_option
+from specrl.results.evidence import pair
+from specrl.results.records import RunRecords, load_run, run_option, total
 from specrl.rollout.sections import doc
 
 WEIGHTS = "model/model.safetensors"
@@ -64,7 +64,7 @@ def alone(own: RunRecords) -> savings.Saving:
         ConfigError: there is none, or a row differed from plain decoding.
     """
     rows = [row for row in savings.measured(own.steps) if row.phase == SCOPE]
-    if not rows or (differing := savings.total(own.steps, "spec/control_mismatches")):
+    if not rows or (differing := total(own.steps, "spec/control_mismatches")):
         what = f"{differing:.0f} rows that differ" if rows else "no control step"
         raise ConfigError(f"{own.path} has {what}. Try a run of config=grpo_math on a CPU.")
     return rows[0]
