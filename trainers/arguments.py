@@ -62,7 +62,7 @@ def common_arguments(
         "gradient_checkpointing": trainer.gradient_checkpointing,
         "save_strategy": "steps",
         "save_steps": trainer.save_every or 10**9,  # the last step is saved in any case
-        "save_total_limit": None,  # SaveCache removes old checkpoints, once the new one is complete
+        "save_total_limit": None,  # CompleteCheckpoint removes old checkpoints, once the new one is complete
         "logging_steps": 1,
         "report_to": trackers or "none",
         "run_name": output_dir.parent.name,  # the checkpoints lie in the run's directory

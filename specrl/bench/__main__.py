@@ -20,8 +20,8 @@ from pathlib import Path
 from specrl.bench.pair import Bench, Case, PairConfig, device_name, prepare, with_config
 from specrl.config import load as cli
 from specrl.results import tables
-from specrl.results.flips import Flips
-from specrl.results.savings import counted
+from specrl.results.records import counted
+from specrl.results.speedup import Flips
 from specrl.rollout.sections import doc
 from specrl.run.policy import rollout_dtype
 

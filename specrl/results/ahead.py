@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import ClassVar
 
-from specrl.results.records import RunRecords, number
-from specrl.results.savings import mean, rollouts, step_s, text, total
+from specrl.results.records import RunRecords, mean, number, text, total
+from specrl.results.savings import rollouts, step_s
 
 MEASURE = "To measure it: the same run with rollout.ahead=off and another name, and the report with baseline= of that."
 

@@ -10,12 +10,11 @@ from rich.console import Console
 
 from specrl.config.options import ConfigError, plain
 from specrl.results import tables
-from specrl.results.evidence import law, numerics
-from specrl.results.flips import flips
-from specrl.results.pairing import unlike_machines
+from specrl.results.evidence import numerics, rule, unlike_machines
 from specrl.results.plots import BLACK, BLUE, ORANGE, PINK, RED, SKY, TITLES, curve, figure, finish, series
-from specrl.results.records import RunRecords, load_run, number
-from specrl.results.savings import costs, first_last, later, mean, measured, step_s, total
+from specrl.results.records import RunRecords, load_run, mean, number, total
+from specrl.results.savings import costs, first_last, later, measured, step_s
+from specrl.results.speedup import flips
 from specrl.rollout.checks import values
 
 ROWS = ("rule", "steps", "reward", "held-out", "speedup", "passes a row", "reuse gap", "rollout s", "step s")
@@ -106,7 +105,7 @@ def column(run: RunRecords) -> dict[str, str]:
     held_out = [number(record, "eval/reward") for record in run.evals]
     speedups = [saving.speedup for saving in measured(run.steps) if saving.speedup]
     cells = (
-        law(run.config).partition(":")[0],
+        rule(run.config).partition(":")[0],
         str(len(run.steps)),
         f"{_show(reward['first'])} -> {_show(reward['last'])}",
         f"{_show(held_out[0])} -> {_show(held_out[-1])}" if held_out else "-",

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from specrl.config.load import load_saved
@@ -150,3 +151,22 @@ def jsonable(value: Any) -> Any:
 def to_json(record: Mapping[str, Any]) -> str:
     """One line of strict JSON."""
     return json.dumps(jsonable(record), ensure_ascii=False, allow_nan=False)
+
+
+def text(value: float, digits: int) -> str:
+    """A number as text, never -0."""
+    return f"{round(value, digits) + 0.0:.{digits}f}"
+
+
+def counted(count: float, noun: str) -> str:
+    """A number with its noun: `1 step`, `3 steps`."""
+    return f"{count:.0f} {noun}{'s' * (count != 1)}"
+
+
+def total(steps: Iterable[dict], key: str) -> float:
+    return sum(number(record, key) or 0.0 for record in steps)
+
+
+def mean(steps: Iterable[dict], key: str) -> float | None:
+    values = [value for record in steps if (value := number(record, key)) is not None]
+    return fmean(values) if values else None

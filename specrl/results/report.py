@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from specrl.results import tables
-from specrl.results.evidence import Evidence, evidence, law, notes, numbers, numerics
-from specrl.results.flips import flips
+from specrl.results.evidence import Evidence, evidence, notes, numbers, numerics, rule
 from specrl.results.plots import draw
-from specrl.results.records import RunRecords, load_run, number, to_json
-from specrl.results.savings import Estimate, breakdown, estimate, first_last, later, mean, step_speedup, text, total
+from specrl.results.records import RunRecords, load_run, mean, number, text, to_json, total
+from specrl.results.savings import Estimate, breakdown, estimate, first_last, later, step_speedup
+from specrl.results.speedup import flips
 from specrl.run.machine import machine
 
 if TYPE_CHECKING:
     from specrl.results.ahead import AheadSteps
-    from specrl.results.pairing import Pairing
+    from specrl.results.evidence import Pairing
 
 COLUMNS = ("phase", "plain s", "specrl s", "saved s", "share")
 NET = """\
@@ -73,7 +73,7 @@ def write_report(run_dir: str | Path, baseline_dir: str | Path | None = None, pl
     own, baseline = load_run(run_dir), load_run(baseline_dir) if baseline_dir else None
     pairing = early = None
     if baseline:
-        from specrl.results.pairing import pair  # most runs have no baseline
+        from specrl.results.evidence import pair  # most runs have no baseline
 
         pairing = pair(own, baseline)
     if any("spec/ahead_ratio" in record for record in own.steps):
@@ -108,7 +108,7 @@ def summarise(own: RunRecords, pairing: Pairing | None, found: dict[str, Evidenc
         "run": str(own.path),
         "baseline": str(pairing.baseline.path) if pairing else None,
         "config": {key: getattr(config, key) for key in ("name", "model", "data", "seed")} if config else None,
-        "rule": law(config),
+        "rule": rule(config),
         "steps": len(steps),
         "finished": own.finished,
         **{kind: each.summary() for kind, each in found.items()},

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from statistics import fmean
 
-from specrl.results.records import epoch, number
+from specrl.results.records import counted, epoch, mean, number, text, total
 from specrl.results.speedup import Speedup, bounded, speedup
 
 CHARGED = {"verify": "verify", "draft": "draft", "look-up": "lookup", "store": "store"}
@@ -56,25 +55,6 @@ class Pair:
     plain_s: float
     step_s: float
     """Of the whole optimiser step as it was, control rows left out, with its share of COSTS; 0 when not timed."""
-
-
-def text(value: float, digits: int) -> str:
-    """A number as text, never -0."""
-    return f"{round(value, digits) + 0.0:.{digits}f}"
-
-
-def counted(count: float, noun: str) -> str:
-    """A number with its noun: `1 step`, `3 steps`."""
-    return f"{count:.0f} {noun}{'s' * (count != 1)}"
-
-
-def total(steps: Iterable[dict], key: str) -> float:
-    return sum(number(record, key) or 0.0 for record in steps)
-
-
-def mean(steps: Iterable[dict], key: str) -> float | None:
-    values = [value for record in steps if (value := number(record, key)) is not None]
-    return fmean(values) if values else None
 
 
 def later(steps: Iterable[dict]) -> list[dict]:

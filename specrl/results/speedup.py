@@ -1,4 +1,4 @@
-"""How much faster, and how sure: the estimator behind every speedup of a report (docs/metrics.md has the formula).
+"""How much faster, how sure, and how many tokens rounding changed (docs/metrics.md has the formulas).
 
 The speedup of a run is a ratio of sums, since that is the time it saves: a median of ratios counts an easy step as much
 as a hard one, and comes out higher. But one stalled plain step moves a sum as far as it likes, so no step may save more
@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil, sqrt
 from statistics import NormalDist
+
+from specrl.results.records import counted, number, total
 
 FEWEST = 6
 """Steps from which on an interval is given; of fewer nothing is claimed."""
@@ -83,3 +85,34 @@ def student(freedom: int) -> float:
 
 def _top(steps: int) -> int:
     return max(1, ceil(steps / 10))
+
+
+@dataclass(frozen=True)
+class Flips:
+    """Draws that came out otherwise than in plain decoding: the first of each row, as another text follows it."""
+
+    count: int
+    tokens: int
+    """That were compared: of each row up to and including its first flip."""
+    position: float
+    """Mean number of a row's tokens before its flip; 0 without one."""
+
+    def told(self, dtype: str = "") -> str:
+        """In a sentence. Args: dtype: of the weights that responses are drawn with, where it is known."""
+        if not self.count:
+            return f"none of {self.tokens:,} tokens differs from plain decoding's"
+        rate = f"{1000 * self.count / self.tokens:.2g} of 1,000 tokens come out otherwise than in plain decoding"
+        where = f"{counted(self.count, 'row')}, after {self.position:.0f} tokens on average"
+        what = f"{f'in {dtype} ' * bool(dtype)}{rate} ({where})"
+        return f"{what}: rounding, as between any two batch sizes of the same engine. The law is unchanged"
+
+
+def flips(steps: Sequence[dict]) -> Flips | None:
+    """Over the control steps among these; None where there is none."""
+    if not (tokens := total(steps, "spec/compared_tokens")):
+        return None
+    found = [(number(record, "spec/control_mismatches"), number(record, "spec/flip_position")) for record in steps]
+    found = [(count, position) for count, position in found if count]
+    count = sum(count for count, _ in found)
+    before = sum(count * position for count, position in found)
+    return Flips(int(count), int(tokens), before / count if count else 0.0)

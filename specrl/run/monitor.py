@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from specrl.results.flips import flips
 from specrl.results.records import METRICS_FILE, number, read_records, to_json
+from specrl.results.speedup import flips
 from specrl.rollout.durable import write_durably
 
 ETA_STEPS = 20  # steps averaged for the ETA: long enough to contain a control step at the default measure_every

@@ -13,7 +13,7 @@ from specrl.config.schema import Config
 from specrl.report import ReportOptions
 from specrl.results.ahead import AheadSteps, ahead
 from specrl.results.card import card
-from specrl.results.pairing import paired
+from specrl.results.evidence import paired
 from specrl.results.records import load_run
 from specrl.results.report import NO_PLOT, write_report
 from specrl.results.savings import (
@@ -465,12 +465,12 @@ def test_mismatches_lost_rewards_and_torn_lines_are_said(tmp_path):
         ("exact", {"replay": 0.5}, "spec/reuse_gap measures"),
         ("lenient", {"lenience": 1.6}, "l=1.6: SPEC-RL as published; biased"),
         ("off", {}, "plain decoding without speculation"),
-        ("judged", {}, "lossy: old text stands where"),
-        ("judged", {"sources": []}, "lossy: the draft model's text stands where rollout.judged.by=judge allows"),
+        ("judged", {}, "lossy: old text is accepted where"),
+        ("judged", {"sources": []}, "lossy: the draft model's text is accepted where rollout.judged.by=judge allows"),
         (
             "routed",
             {"routed": RoutedConfig(by="rsd")},
-            "the draft model's text stands where rollout.routed.by=rsd allows",
+            "the draft model's text is accepted where rollout.routed.by=rsd allows",
         ),
     ],
 )

@@ -2,7 +2,7 @@
 
 import pytest
 
-from specrl.results.flips import Flips, flips
+from specrl.results.speedup import Flips, flips
 
 STEPS = [
     {"spec/control_mismatches": 0, "spec/compared_tokens": 400},

@@ -8,7 +8,6 @@ import shutil
 import pyarrow
 import pyarrow.parquet
 import pytest
-from specrl.run.resume import data_digests
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -25,6 +24,7 @@ from specrl.run.accuracy import evaluate
 from specrl.run.data import Example, load_examples
 from specrl.run.policy import fingerprint, load_tokenizer
 from specrl.run.prompts import Prompt, chat_template, check_lengths, described, render, seen
+from specrl.run.run_dir import data_digests
 from tests.runs import SHORT, build_policy, run, words
 
 
