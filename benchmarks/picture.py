@@ -40,8 +40,8 @@ def control_steps(run: RunRecords) -> savings.Saving:
     Raises:
         ConfigError: there is none, or a row differed from plain decoding.
     """
-    rows = [row for row in savings.measured(own.steps) if row.phase == SCOPE]
-    if not rows or (differing := total(own.steps, "spec/control_mismatches")):
+    rows = [row for row in savings.measured(run.steps) if row.phase == SCOPE]
+    if not rows or (differing := total(run.steps, "spec/control_mismatches")):
         what = f"{differing:.0f} rows that differ" if rows else "no control step"
         raise ConfigError(f"{run.path} has {what}. Try a run of config=grpo_math on a CPU.")
     return rows[0]
