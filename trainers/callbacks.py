@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch
@@ -13,6 +14,9 @@ from transformers import TrainerCallback
 
 ECHO_S = 1.0  # within it a launcher such as torchrun passes on the Ctrl-C that its processes had from the terminal
 HISTORY = 100  # logs that a trainer's state keeps
+
+Handler = Callable[[int, FrameType | None], Any] | int | None
+"""What signal.signal sets and returns."""
 
 
 class Record(TrainerCallback):
@@ -62,7 +66,8 @@ class StopOnSignal(TrainerCallback):
     SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
     def __init__(self, updates_per_rollout: int):
-        self._updates, self._previous = updates_per_rollout, {}
+        self._updates = updates_per_rollout
+        self._previous: dict[signal.Signals, Handler] = {}
         self._interrupted: float | None = None
         self.received = 0
         """The signal that ended training, 0 for none."""

@@ -20,8 +20,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from io import BufferedReader
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
@@ -241,7 +242,7 @@ def _digest_of(mark: dict[str, Any]) -> str:
     return hashlib.blake2b(json.dumps(mark).encode(), digest_size=16).hexdigest()
 
 
-def _digest(file: BinaryIO) -> str:
+def _digest(file: BufferedReader) -> str:
     return hashlib.file_digest(file, partial(hashlib.blake2b, digest_size=16)).hexdigest()
 
 

@@ -90,9 +90,9 @@ class Rollouts:
         self._fields: dict[str, dict] = {}
         """Dataset rows of the step, by example id."""
         self._metrics: dict[str, Metric] = {}
-        self.sampled_batch: Scored | None = None
-        """All that was rolled out last."""
-        self.train_batch: Scored | None = None
+        self.sampled_batch: Scored
+        """All that `collect` rolled out last."""
+        self.train_batch: Scored
         """What of it is trained on."""
         self.companions: dict[str, Companion] = {}
         """What is trained beside the policy, by the name that checkpoints have for it."""
@@ -122,7 +122,7 @@ class Rollouts:
     @property
     def batch_is_current(self) -> bool:
         """True while no update was made since the rollout, so that trainer and engine describe the same weights."""
-        return self.train_batch is not None and self.train_batch.batch.completions[0].version == self.version
+        return self.train_batch.batch.completions[0].version == self.version
 
     def sync(self) -> None:
         """Brings the engine to the current weights; costs nothing when it has them."""

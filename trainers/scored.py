@@ -26,9 +26,13 @@ class Scored:
 
     def select(self, places: Sequence[int]) -> Scored:
         """Some of the rows, in the given order."""
-        columns = (self.inputs, self.rows, self.rewards, self.earned)
-        inputs, rows, rewards, earned = ([column[i] for i in places] for column in columns)
-        return Scored(inputs, rows, self.batch.select(places), rewards, earned)
+        return Scored(
+            inputs=[self.inputs[i] for i in places],
+            rows=[self.rows[i] for i in places],
+            batch=self.batch.select(places),
+            rewards=[self.rewards[i] for i in places],
+            earned=[self.earned[i] for i in places],
+        )
 
 
 def check_batch(batch: RolloutBatch, rows: int, version: int) -> None:

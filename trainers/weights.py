@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from accelerate import Accelerator, DistributedType
@@ -21,6 +22,23 @@ OUTLIERS = 1 / 16
 """Share of tokens that may differ by much more than the mean may, where single tokens are at the mercy of rounding."""
 WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 """What torch.compile and activation checkpointing put into the names of the weights that they wrap."""
+
+
+@runtime_checkable
+class Adapted(Protocol):
+    """A model with adapters, as peft makes it."""
+
+    def get_base_model(self) -> torch.nn.Module:
+        """The model that the adapters are in."""
+
+
+class AdaptedLayer(Protocol):
+    """A layer with LoRA adapters, as peft makes it."""
+
+    active_adapters: list[str]
+
+    def get_delta_weight(self, adapter: str) -> Tensor:
+        """What the adapter adds to the layer's weight."""
 
 
 def send(
@@ -57,7 +75,7 @@ def check_shared(own_weights: bool, accelerator: Accelerator) -> None:
     if accelerator.distributed_type == DistributedType.FSDP:
         plugin = getattr(state, "fsdp_plugin", None)
         version = getattr(plugin, "fsdp_version", 1)
-        if version == 2 and own_weights:
+        if plugin is not None and version == 2 and own_weights:
             if "FULL_STATE_DICT" in str(plugin.state_dict_type):
                 return
             raise RolloutError(
@@ -93,7 +111,7 @@ class PolicyWeights:
                 "weights sharded by FSDP version 1 or DeepSpeed ZeRO-3 cannot be sent to an engine. Use FSDP with "
                 "fsdp_version: 2 in accelerate's configuration, or ZeRO-2"
             )
-        self._base = policy.get_base_model() if hasattr(policy, "get_base_model") else policy
+        self._base = policy.get_base_model() if isinstance(policy, Adapted) else policy
         self._dtype = dtype
         self.collective = any(hasattr(p, "full_tensor") for p in policy.parameters())
 
@@ -109,9 +127,9 @@ class PolicyWeights:
             weight = weight.full_tensor() if hasattr(weight, "full_tensor") else weight
             yield name, weight.to(self._dtype or part.dtype)
 
-    def _parts(self) -> Iterator[tuple[str, Tensor, torch.nn.Module | None]]:
+    def _parts(self) -> Iterator[tuple[str, Tensor, AdaptedLayer | None]]:
         """(name, weight as it lies here, the layer whose adapters it needs)."""
-        modules = dict(self._base.named_modules())
+        modules: dict[str, Any] = dict(self._base.named_modules())  # torch types no attribute of another's module
         for name, weight in self._base.named_parameters():
             owner, _, leaf = name.rpartition(".")
             parent, _, role = owner.rpartition(".")

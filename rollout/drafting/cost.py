@@ -38,7 +38,7 @@ class CostModel:
     A row costs more than a token, as each has its own keys and values to read. A token attends to `width` positions.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         self._fixed = [0.0] * 15  # weighted sums of `_products`, of calibration and of observed passes
         self._moving = [0.0] * 15
         self._fitted: tuple[float, float, float, float] | None = None

@@ -16,9 +16,10 @@ from specrl.rollout.cache.memory import Fingerprint, TrajectoryCache
 from specrl.rollout.cache.reading import load
 from specrl.rollout.config import RolloutConfig
 from specrl.rollout.engines.base import EngineSpec
+from specrl.rollout.engines.local.engine import TransformersEngine
 from specrl.rollout.keys import Visits, occurrences
 from specrl.rollout.metrics import rollout_metrics
-from specrl.rollout.speculative import SpeculativeRollout
+from specrl.rollout.speculative import Domain, SpeculativeRollout
 from specrl.rollout.types import RolloutBatch, RolloutError, Row
 from specrl.trainers.grpo.hook_limits import check_args, check_config, check_trainer
 from specrl.trainers.weights import check_shared
@@ -84,7 +85,8 @@ class ReuseRollouts:
         parts = gather([[row.example_id for row in rows]])  # one list a process
         everyone = [example_id for part in parts for example_id in part]
         first = sum(map(len, parts[: trainer.accelerator.process_index]))
-        own, domain = slice(first, first + len(rows)), "rollout" if training else "evaluation"
+        own = slice(first, first + len(rows))
+        domain: Domain = "rollout" if training else "evaluation"
         step = max(trainer.state.global_step, rollout.engine.weight_version)  # a second train() begins at 0 again
         rollout.engine.update_weights(None, step)
         with trainer.accelerator.autocast():  # the law that the trainer's own passes give these weights
@@ -118,7 +120,7 @@ class ReuseRollouts:
         elif trainer is not self._trainer:
             raise RolloutError("ReuseRollouts serves one GRPOTrainer, whose model it runs; give each one its own")
         if not self._begun and trainer.state.global_step:
-            self._resume(trainer)
+            self._resume(trainer, self._rollout)
         self._begun = self._begun or training or trainer.state.global_step > 0
         return self._rollout
 
@@ -138,22 +140,23 @@ class ReuseRollouts:
         eos_ids = frozenset(trainer.eos_token_ids)
         with trainer.accelerator.autocast():
             engine = build_engine(EngineSpec(eos_ids=eos_ids, rollout=config), model)
+        assert isinstance(engine, TransformersEngine), "check_config refuses other engines"
         cache = TrajectoryCache(Fingerprint(), engine.vocab, eos_ids, max_mb=config.cache.max_mb)
         return SpeculativeRollout(engine, cache, config, args.seed)
 
-    def _resume(self, trainer: Any) -> None:
+    def _resume(self, trainer: Any, rollout: SpeculativeRollout) -> None:
         """Goes on from the checkpoint that the trainer was resumed from, whose state it has; drafts are a matter of
         speed, and are taken from the one of this step in its output directory."""
         counts = trainer.state.stateful_callbacks.get(STATE, {})
         self._visits |= {name: Visits(seen) for name, seen in counts.items()}
-        if (cache := self._rollout.cache) is not None:
-            self._rollout.cache = load(
+        if (cache := rollout.cache) is not None:
+            rollout.cache = load(
                 _home(trainer.args, trainer.state),
                 cache.fingerprint,
                 cache.vocab_size,
                 cache.eos_ids,
                 max_step=trainer.state.global_step,
-                max_mb=self._rollout.config.cache.max_mb,
+                max_mb=rollout.config.cache.max_mb,
             )
 
 
@@ -171,6 +174,7 @@ class SaveTrajectories(TrainerCallback):
 
 
 def _home(args: TrainingArguments, state: TrainerState) -> Path:
+    assert args.output_dir is not None, "TrainingArguments replaces None by a default"
     return Path(args.output_dir) / f"checkpoint-{state.global_step}" / "specrl"
 
 

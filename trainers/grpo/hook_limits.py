@@ -109,7 +109,9 @@ def check_args(args: GRPOConfig) -> None:
     for name, (off, why) in OPTIONS.items():
         if (value := getattr(args, name)) not in off:
             raise _refused(f"{name}={value!r}", f"{why}. Use {name}={off[0]!r}")
-    _check_entries("generation_kwargs", args.generation_kwargs or {}, _as_asked(args))
+    entries = args.generation_kwargs or {}
+    assert not isinstance(entries, str), "GRPOConfig reads a JSON string into a dict"
+    _check_entries("generation_kwargs", entries, _as_asked(args))
     if not isinstance(top_k := args.top_k, int) or top_k < 0:
         raise _refused(f"top_k={top_k!r}", "expected a number of tokens. Use top_k=0 to keep all")
 

@@ -46,7 +46,6 @@ NEEDED = (
     "_save_checkpoint",
 )
 
-
 BY_ROWS = ("grpo", "dr_grpo")
 """Losses of TRL that are a mean over rows."""
 
@@ -72,6 +71,12 @@ class GRPOTrainerWithReuse(GRPOTrainer):
 
     Args: setup: what the run gives to them. The other arguments are GRPOTrainer's.
     """
+
+    args: GRPOConfig
+    model: torch.nn.Module
+    num_generations: int
+    processing_class: PreTrainedTokenizerBase
+    train_dataset: Dataset
 
     def __init__(
         self,
@@ -121,11 +126,14 @@ class GRPOTrainerWithReuse(GRPOTrainer):
         return self._sampler(self.train_dataset if dataset is None else dataset, lambda: self.rollouts.epoch)
 
     def _sampler(self, dataset: Dataset, epoch: Callable[[], int]) -> EpochRepeatSampler:
+        rows, passes = self.args.generation_batch_size, self.args.steps_per_generation
+        assert rows is not None, "GRPOConfig works it out"
+        assert passes is not None, "GRPOConfig works it out"
         return EpochRepeatSampler(
             data_source=dataset,
             mini_repeat_count=self.num_generations,
-            batch_size=self.args.generation_batch_size // self.num_generations,
-            repeat_count=self.num_iterations * self.args.steps_per_generation,
+            batch_size=rows // self.num_generations,
+            repeat_count=self.num_iterations * passes,
             shuffle=self.shuffle_dataset,
             seed=self.args.seed,
             epoch=epoch,
@@ -136,10 +144,10 @@ class GRPOTrainerWithReuse(GRPOTrainer):
         updates = self.args.num_iterations  # self.num_iterations is 1 while TRL generates
         if self.state.global_step + updates >= self.state.max_steps:
             return []
-        rows = self.args.generation_batch_size
         rollouts_per_epoch = self._options.rollouts_per_epoch(len(self.train_dataset))
         epoch, nth = divmod(self.state.global_step // updates + 1, rollouts_per_epoch)
         sampler = self._sampler(self.train_dataset, lambda: epoch)
+        rows = sampler.batch_size * sampler.mini_repeat_count
         own = rows // self.accelerator.num_processes
         first = nth * rows * sampler.repeat_count + own * self.accelerator.process_index
         return [self.train_dataset[index] for index in islice(sampler, first, first + own)]
@@ -197,6 +205,7 @@ class GRPOTrainerWithReuse(GRPOTrainer):
         return loss
 
     def _save_checkpoint(self, model, trial) -> None:
+        assert self.args.output_dir is not None, "TrainingArguments replaces None by a default"
         with writing(Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"):
             super()._save_checkpoint(model, trial)
 

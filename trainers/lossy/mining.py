@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -16,6 +17,9 @@ from specrl.rollout.engines.local.model import PackedModel
 from specrl.rollout.engines.local.reader import Reader
 from specrl.rollout.types import Request
 from specrl.trainers.lossy.fit import Labels
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 ROWS_PER_READ = 32
 
@@ -48,7 +52,7 @@ class Miner:
         tokens_per_pass: memory bound.
     """
 
-    def __init__(self, model: torch.nn.Module, sampling: SamplingParams, cap: int, tokens_per_pass: int):
+    def __init__(self, model: PreTrainedModel, sampling: SamplingParams, cap: int, tokens_per_pass: int):
         greedy = replace(sampling, temperature=0.0, top_k=0, top_p=1.0)
         self._engine = TransformersEngine(model, greedy, limits=Limits(tokens_per_pass=tokens_per_pass))
         self._eos_ids = sampling.eos_ids

@@ -112,7 +112,7 @@ class DeviceFlow:
     budget: LogitsBudget
     _lengths: DraftLengths = field(init=False)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         self.llm.collective_rpc("specrl_install_device", args=(self.source == "texts",))
         core: Any = self.llm.llm_engine.engine_core  # in process
         self._scheduler = core.engine_core.scheduler

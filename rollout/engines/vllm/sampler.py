@@ -32,7 +32,7 @@ class RequestStates:
     Args: runner: vLLM's model runner.
     """
 
-    def __init__(self, runner):
+    def __init__(self, runner) -> None:
         size, device = runner.max_num_reqs, runner.device
         self.keys = torch.zeros(size, dtype=torch.int64, device=device)
         self.starts = torch.zeros(size, dtype=torch.int64, device=device)
