@@ -185,5 +185,5 @@ def test_making_one_takes_no_random_number(golden, tmp_path):
 
 @pytest.mark.parametrize("law", ["judged", "routed"])
 def test_a_law_by_which_drafts_are_text_is_refused(golden, law):
-    with pytest.raises(RolloutError, match="rollout.acceptance=.*kind=model"):
+    with pytest.raises(RolloutError, match=r"rollout.acceptance=.*kind=model"):
         refuse_head(Head.of(golden("qwen3")[0]), law)
