@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from specrl.rollout.types import RolloutBatch, Row
 
 REGIMES = {"first epoch": None, "heavy drift": 0.1, "some drift": 0.05, "little drift": 0.02}
-"""Noise on the old policy's matrices, in units of each matrix's own spread; None for no old texts."""
+"""Noise on the old policy's matrices, in units of each matrix's spread; None for no old texts."""
 SIZES = (1, 8, 64, 256)
 WINDOWS = (4, 16, 64)  # fixed draft lengths that the budget is compared with
 STEPS = {
@@ -191,15 +191,15 @@ def _tail(batch: RolloutBatch) -> float:
 
 
 def show(lines: Sequence[Line]) -> None:
-    """Speedups by method and regime, of the whole rollout and of its slowest rows."""
+    """Speedups by method and regime, of the rollout and of its slowest rows."""
     from rich.console import Console
 
     console, cells = Console(), {(line.method, line.regime): line for line in lines}
     regimes = list(dict.fromkeys(line.regime for line in lines))
     rows = []
     for method in dict.fromkeys(line.method for line in lines):
-        found = [(cells[method, regime], cells["plain", regime]) for regime in regimes]
-        rows.append((method, *(f"{line.speedup:.2f}x {plain.tail_s / line.tail_s:.2f}x" for line, plain in found)))
+        pairs = [(cells[method, regime], cells["plain", regime]) for regime in regimes]
+        rows.append((method, *(f"{line.speedup:.2f}x {plain.tail_s / line.tail_s:.2f}x" for line, plain in pairs)))
     title = f"{lines[0].rows} rows: speedup over plain decoding, and of the slowest twentieth of the rows"
     tables.show(console, title, ("drafts from", *regimes), rows)
     off = max(abs(end / line.speedup - 1) for line in lines for end in line.speedup_range)

@@ -1,8 +1,8 @@
 """What rollouts ahead save, and whether they change anything: `python -m benchmarks.ahead out=FILE [key=value ...]`.
 
-Two runs, of config=ray_grpo_math unless another is given, with rollout.ahead=auto and with off, in processes of their
-own whose steps take turns: neither disturbs the other, and the load of the machine is the same for both. Trainer and
-rollout workers have a core each. It must be quiet, have two cores, and both runs must end with the same bytes.
+Two runs of config=ray_grpo_math (or another) with rollout.ahead=auto and off, in two processes whose steps take turns,
+so that neither disturbs the other and both see the same load. Trainer and rollout workers have a core each. The machine
+must be quiet and have two cores, and both runs must end with the same bytes.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ SETTINGS = {
     "trainer.eval_prompts": "0",
     "trainer.log_completions": "0",
 }
-"""Of both runs, unless the command line says otherwise."""
+"""Options of both runs, unless the command line has others."""
 METRICS = {
     "rollout": "timing_s/gen",
     "reward": "timing_s/reward",
@@ -55,7 +55,7 @@ METRICS = {
     "unchanged": "spec/ahead_unchanged_ratio",
     "mb": "spec/ahead_mb",
 }
-"""What is taken from the records of a rollout; the last five are those of runs ahead only."""
+"""Metrics that are taken from a rollout's record; the last five exist with rollouts ahead only."""
 
 Step = dict[str, float]
 
@@ -72,13 +72,13 @@ def main(config: AheadConfig, words: Sequence[str]) -> int:
         raise ConfigError("cluster.num_workers=0: without workers nothing is rolled out ahead. Leave it at 1.")
     if len(os.sched_getaffinity(0)) < 2:
         raise ConfigError("This machine has one usable core; the trainer and its rollout workers need one each.")
-    given = {key: value for key, value in options.parse(words).items() if key not in OWN}
+    run_options = {key: value for key, value in options.parse(words).items() if key not in OWN}
     if config.case == "fresh":
-        given["rollout.sources"] = "[]"
+        run_options["rollout.sources"] = "[]"
     repeats = []
     for seed in range(config.seed, config.seed + config.repeats):
         with tempfile.TemporaryDirectory(prefix="specrl-ahead-") as folder:
-            repeats.append(by_epoch(*pair(given | {"seed": str(seed), "output_dir": folder}, Path(folder))))
+            repeats.append(by_epoch(*pair(run_options | {"seed": str(seed), "output_dir": folder}, Path(folder))))
         print(f"seed {seed}: both runs end with the same weights, byte for byte", flush=True)
     epochs = [over_repeats(lines) for lines in zip(*repeats, strict=True)]
     show(epochs, config)
@@ -89,7 +89,7 @@ def main(config: AheadConfig, words: Sequence[str]) -> int:
 
 
 def with_settings(words: Sequence[str]) -> list[str]:
-    """The words of the command line, behind those of SETTINGS that it does not have."""
+    """The words of the command line after those of SETTINGS that it does not have."""
     keys = {word.partition("=")[0] for word in words}
     return [*(f"{key}={value}" for key, value in SETTINGS.items() if key not in keys), *words]
 
@@ -111,8 +111,8 @@ def pair(words: Mapping[str, str], folder: Path) -> list[list[Step]]:
     codes = [process.wait() for process in processes]
     for name, code in zip(RUNS, codes, strict=True):
         if code:
-            said = (folder / f"{name}.log").read_text(encoding="utf-8", errors="replace").strip()
-            raise RolloutError(f"the run with rollout.ahead={name} ended with code {code}: {said[-2000:]}")
+            log = (folder / f"{name}.log").read_text(encoding="utf-8", errors="replace").strip()
+            raise RolloutError(f"the run with rollout.ahead={name} ended with code {code}: {log[-2000:]}")
     weights = [(folder / name / WEIGHTS).read_bytes() for name in RUNS]
     if weights[0] != weights[1]:
         raise RolloutError(f"seed={words['seed']}: the run ahead ends with other weights than the one that is not")
@@ -133,17 +133,17 @@ def start(words: Mapping[str, str], end: socket.socket, folder: Path) -> subproc
 
 
 def steps(folder: Path) -> list[Step]:
-    """What each rollout with its updates took, but for the first one, which warms up."""
+    """Seconds of each rollout with its updates, without the first one, which warms up."""
     records = {record["step"]: record for record in load_run(folder).steps}
-    found = []
+    steps_of_run = []
     for turn in json.loads((folder / TURNS_FILE).read_text(encoding="utf-8"))[1:]:
         record = records[turn["step"]]
         known = {name: value for name, key in METRICS.items() if (value := number(record, key)) is not None}
         rest = turn["seconds"] - turn["sync"] - known["rollout"]
-        found.append({**turn, "epoch": math.ceil(epoch(record) - 1e-6), **known, "rest": rest})
-    if not found:
+        steps_of_run.append({**turn, "epoch": math.ceil(epoch(record) - 1e-6), **known, "rest": rest})
+    if not steps_of_run:
         raise ConfigError("The first step warms up and the last one has no end: give each run three steps or more.")
-    return found
+    return steps_of_run
 
 
 # What they say -------------------------------------------------------------------------------------------------------
@@ -165,8 +165,8 @@ def compared(name: str, pairs: Sequence[tuple[Step, Step]]) -> dict[str, Any]:
     """
     off, auto = (means(side) for side in zip(*pairs, strict=True))
     due = fmean(max(a["rollout"], a["rest"]) + b["rollout"] + b["sync"] for a, b in pairs)
-    found = {"epoch": name, "steps": len(pairs), "speedup": off["seconds"] / auto["seconds"]}
-    return found | {"due": due, "off": off, "auto": auto}
+    result = {"epoch": name, "steps": len(pairs), "speedup": off["seconds"] / auto["seconds"]}
+    return result | {"due": due, "off": off, "auto": auto}
 
 
 def over_repeats(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -202,7 +202,7 @@ def show(epochs: Sequence[dict[str, Any]], config: AheadConfig) -> None:
         ("v: rollout, with", *each("rollout", "auto")),
         ("sync, with", *each("sync", "auto")),
         ("max(g, u) + v + sync", *(f"{line['due']:.3f}" for line in epochs)),
-        ("measured beside that", *(f"{line['auto']['seconds'] / line['due'] - 1:+.1%}" for line in epochs)),
+        ("measured over that", *(f"{line['auto']['seconds'] / line['due'] - 1:+.1%}" for line in epochs)),
         ("worker seconds ahead", *each("ahead", "auto")),
         ("rows ended ahead", *each("ended", "auto", ".1%")),
         ("of all, unchanged", *each("unchanged", "auto", ".1%")),
@@ -224,5 +224,5 @@ def rounded(value: Any) -> Any:
 
 
 if __name__ == "__main__":
-    given = with_settings(sys.argv[1:])
-    raise SystemExit(cli.run(partial(main, words=given), given, AheadConfig))
+    words = with_settings(sys.argv[1:])
+    raise SystemExit(cli.run(partial(main, words=words), words, AheadConfig))

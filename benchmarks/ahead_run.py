@@ -27,7 +27,7 @@ from specrl.train import recorded
 
 
 class Baton:
-    """One of two processes holds it. The other one waits for it, and has it for good once its holder has ended.
+    """Held by one of two processes. The other waits for it, and keeps it once the holder has ended.
 
     Args: descriptor: of one end of a pair of sockets.
     """
@@ -49,7 +49,7 @@ class Turns(TrainerCallback):
     """Runs a rollout and its updates, a turn, only while it has the baton; `done` has what each took.
 
     A turn ends with the weights on their way to the workers, with which the next rollout would begin: so its workers
-    stop what they roll out ahead, which is kept, and stand still while the other run has its turn. The last turn has no
+    stop rolling out ahead, keep the result, and idle while the other run has its turn. The last turn has no
     such end, and is left out.
     """
 
@@ -77,7 +77,7 @@ def main(config: Config, descriptor: int) -> int:
     """The run without its report; TURNS_FILE of its folder has its turns.
 
     Raises:
-        RolloutError: it is to work ahead and does not, or a worker was replaced, so that its seconds say nothing.
+        RolloutError: it cannot roll out ahead, or a worker was replaced, so that its seconds mean nothing.
     """
     baton, examples = Baton(descriptor), preflight.check(config)
     run_dir = RunDir(config)
@@ -103,16 +103,19 @@ def pin(workers: int) -> None:
     Raises:
         RolloutError: there are not so many workers among the processes of the run.
     """
-    own, of_workers = sorted(os.sched_getaffinity(0))[:2]
-    this, found = psutil.Process(), 0
+    first, second = sorted(os.sched_getaffinity(0))[:2]
+    this = psutil.Process()
+    pinned = 0
     for process in (this, *this.children(recursive=True)):
         with suppress(psutil.NoSuchProcess, ProcessLookupError):  # it ends just now
             is_worker = "RolloutWorker" in " ".join(process.cmdline())
             for thread in process.threads():
-                os.sched_setaffinity(thread.id, {of_workers if is_worker else own})
-            found += is_worker
-    if found != workers:
-        raise RolloutError(f"{found} of {workers} rollout workers are processes of this run. Leave cluster.address out")
+                os.sched_setaffinity(thread.id, {second if is_worker else first})
+            pinned += is_worker
+    if pinned != workers:
+        raise RolloutError(
+            f"{pinned} of {workers} rollout workers are processes of this run. Leave cluster.address out"
+        )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Engines in processes of their own, which answer a line of JSON with a line.
+"""Engines in separate processes, which answer a line of JSON with a line.
 
-vLLM keeps settings in the environment and one pool of sleeping memory in a process, so two engines in one process are
-not what each would be alone.
+vLLM keeps settings in the environment and one pool of sleeping memory in a process, so two engines in one process would
+influence each other.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ USERS = dict(os.environ)
 
 
 class Answering(Protocol):
-    """What a process of its own holds."""
+    """An engine that `serve` calls."""
 
     def answer(self, message: dict) -> dict: ...
     def close(self) -> None: ...
@@ -33,7 +33,7 @@ class Process:
     Args: module: calls `serve` when it is run; opening: what it makes its engine of.
 
     Raises:
-        RolloutError: there it failed; the message is what it said.
+        RolloutError: it failed in its process, with that message.
     """
 
     def __init__(self, module: str, **opening: Any):

@@ -1,4 +1,4 @@
-"""One of specrl's engines in a process of its own, for benchmarks/rivals.py."""
+"""One of specrl's engines in a separate process, for benchmarks/rivals.py."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from specrl.rollout.build import build_engine
 class Ours:
     """Rolls out the rows of a bench whose cache holds what the older policy wrote.
 
-    Args: opening: `config`, a file; `law`, `lenience`: what the engine is built for.
+    Args: opening: `config`, a file; `acceptance`, `lenience`: options of the engine.
     """
 
     def __init__(self, opening: dict):

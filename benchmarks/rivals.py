@@ -1,8 +1,8 @@
-"""The same rows by vLLM as it comes, by vLLM's own speculation and by specrl's rules: one table, measured in turn.
+"""The same rows by stock vLLM, by vLLM's own speculation and by specrl's rules: one table, measured in turn.
 
 python -m benchmarks.rivals config=grpo_math_vllm [rows=32] [repeats=5] [out=FILE]
 
-Every engine has a process of its own (benchmarks/process.py), and this one has none.
+Every engine runs in a process of its own (benchmarks/process.py), none in this one.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ class Result(NamedTuple):
     """One rollout of all rows."""
 
     seconds: float
-    """Of the whole stage: look-up, drafting, verification, decoding and store."""
+    """Seconds of look-up, drafting, verification, decoding and store."""
     tokens: int
     accepted: int
-    """Tokens that a draft brought."""
+    """Tokens that came from drafts."""
     steps: int
     """Engine steps, the prefill's included."""
     logp: float
-    """Mean log-prob of a token under the policy: methods that keep the law agree but for the noise of sampling."""
+    """Mean log-prob of a token under the policy: exact methods agree up to the noise of sampling."""
     identical: int | None = None
-    """Rows equal to plain keyed decoding with the same keys; None where the noise is another."""
+    """Rows equal to plain keyed decoding with the same keys; None where the noise differs."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """One method: the last rollout's counts, the median seconds, the median ratio to vLLM as it comes, and its range.
+    """One method: the last rollout's counts, the median seconds, the median ratio to stock vLLM, and its range.
 
     Texts differ between methods in noise and therefore in length, so the ratio is of seconds per token.
     """
@@ -101,8 +101,8 @@ def compare(bench: Bench, repeats: int) -> list[Line]:
         saved = Path(folder, "config.yaml")
         saved.write_text(to_yaml(bench.config), encoding="utf-8")
         exact, lenient = (
-            started("rival_engine", config=str(saved), **law)
-            for law in ({"acceptance": "exact"}, {"acceptance": "lenient", "lenience": exp(0.5)})
+            started("rival_engine", config=str(saved), **rule)
+            for rule in ({"acceptance": "exact"}, {"acceptance": "lenient", "lenience": exp(0.5)})
         )
         runs["specrl off"] = _of_specrl(exact, acceptance="off")
         runs["specrl lenient e^0.5"] = _of_specrl(lenient, acceptance="lenient")
@@ -112,13 +112,13 @@ def compare(bench: Bench, repeats: int) -> list[Line]:
         for _ in range(repeats + 1):
             for name, work in runs.items():
                 results[name].append(work())
-    return [_line(name, found[1:], results["vLLM"][1:]) for name, found in results.items()] + missing
+    return [_line(name, runs_of_method[1:], results["vLLM"][1:]) for name, runs_of_method in results.items()] + missing
 
 
 def _of_vllm(bench: Bench, process: Process) -> Callable[[], Result]:
-    law, cap = bench.spec.rollout, bench.config.rollout.max_new_tokens
+    rollout, cap = bench.spec.rollout, bench.config.rollout.max_new_tokens
     requests = [Request(row.prompt, i, cap) for i, row in enumerate(bench.rows)]
-    message = asked(requests, SamplingParams(bench.spec.eos_ids, law.temperature, law.top_k, law.top_p))
+    message = asked(requests, SamplingParams(bench.spec.eos_ids, rollout.temperature, rollout.top_k, rollout.top_p))
 
     def work() -> Result:
         done = process.ask(**message)
@@ -129,8 +129,8 @@ def _of_vllm(bench: Bench, process: Process) -> Callable[[], Result]:
     return work
 
 
-def _of_specrl(process: Process, **given) -> Callable[[], Result]:
-    return lambda: Result(**process.ask(**given))
+def _of_specrl(process: Process, **options) -> Callable[[], Result]:
+    return lambda: Result(**process.ask(**options))
 
 
 def _log_prob(model, prompt: Sequence[int], text: Sequence[int]) -> float:
@@ -143,10 +143,10 @@ def _log_prob(model, prompt: Sequence[int], text: Sequence[int]) -> float:
     return logp.gather(-1, ids[0, len(prompt) :, None]).sum().item()
 
 
-def _line(name: str, found: Sequence[Result], plain: Sequence[Result]) -> Line:
-    last = found[-1]
-    ratio, *ends = of_pairs(*([r.seconds / r.tokens for r in side] for side in (found, plain)))
-    seconds = statistics.median(r.seconds for r in found)
+def _line(name: str, runs_of_method: Sequence[Result], plain: Sequence[Result]) -> Line:
+    last = runs_of_method[-1]
+    ratio, *ends = of_pairs(*([r.seconds / r.tokens for r in side] for side in (runs_of_method, plain)))
+    seconds = statistics.median(r.seconds for r in runs_of_method)
     decoded = last.tokens - last.accepted
     return Line(name, seconds, last.tokens, decoded, last.steps, last.logp, last.identical, ratio, tuple(ends))
 
@@ -165,9 +165,9 @@ def show(lines: Sequence[Line], rows: int) -> None:
     tables.show(console, "vLLM, the same rows, measured in turn", COLUMNS, cells)
     tables.note(
         console,
-        "speedup: seconds per token of vLLM as it comes over the method's, median (least to largest). log-prob: mean "
-        "per token under the policy; far from vLLM's it is another law. same: rows equal to plain decoding with the "
-        "same keys.",
+        "speedup: seconds per token of stock vLLM over the method's, median (least to largest). log-prob: mean "
+        "per token under the policy; if it is far from vLLM's, the method is not exact. same: rows equal to plain "
+        "decoding with the same keys.",
     )
     for line in lines:
         if line.note:

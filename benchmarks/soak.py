@@ -1,12 +1,12 @@
-"""A training run that is killed, starved and misled at random moments, against the same run left alone.
+"""A training run that is killed and starved at random moments, against the same run undisturbed.
 
     python benchmarks/soak.py out=DIR steps=400 seed=0 [config=ppo_math key=value ...]
 
-Three runs of `python -m specrl.train`. `quiet` is left alone. `control` has a reward that leaks (faults/rewards.py),
-which the bounds of soak_checks.py must find. `disturbed` lives under a wall clock that jumps by hours and years
-(faults/sitecustomize.py); every now and then one of FAULTS strikes, and after each death it goes on by resume=auto with
-options of LEGAL changed, now and then after one of ILLEGAL was refused. It must end with the weights of the quiet run,
-byte for byte, and with the same record of every step. OUT gets events.log, samples.json, summary.json and
+Three runs of `python -m specrl.train`. `quiet` is undisturbed. `control` has a reward that leaks (faults/rewards.py),
+which the bounds of soak_checks.py must detect. `disturbed` has a wall clock that jumps by hours and years
+(faults/sitecustomize.py). From time to time one of FAULTS strikes; after each death the run resumes with options of
+LEGAL changed, sometimes after one of ILLEGAL was refused. It must end with the weights of the quiet run, byte for byte,
+and with the same record of every step. OUT gets events.log, samples.json, summary.json and
 the runs. Exit code 1: a violation.
 """
 
@@ -55,7 +55,7 @@ SMALL = {
     "trainer.log_completions": "0",
     "report.plots": "false",
 }
-"""What is soaked unless the command line says otherwise: the embedded policy, four short rows a step."""
+"""Options unless the command line has others: the embedded policy, four short rows a step."""
 LEGAL = {
     "rollout.acceptance": ("exact", "off"),
     "rollout.budget.window": ("0", "4"),
@@ -79,7 +79,7 @@ class SoakConfig(Config):
     faults: str = doc("", "names of FAULTS with commas; empty takes all that the run can have")
 
 
-# Faults: each strikes a life, and gives the exit code that is due or None when the run must go on --------------------
+# Faults: each strikes a process and returns the expected exit code, or None if the run must go on ---------------------
 
 
 def kill(life: Life) -> int:
@@ -133,7 +133,7 @@ FAULTS: dict[str, Callable[[Life], int | None]] = {
 
 
 class Soak:
-    """The three runs, and what is found wrong with them."""
+    """The three runs and their violations."""
 
     def __init__(self, config: SoakConfig, words: dict[str, str]):
         self.out, self.steps, self.every = Path(config.out), config.steps, config.every
@@ -151,8 +151,8 @@ class Soak:
         with (self.out / "events.log").open("a") as log:
             log.write(line + "\n")
 
-    def check(self, found: Iterable[str]) -> None:
-        for text in found:
+    def check(self, violations: Iterable[str]) -> None:
+        for text in violations:
             self.violations.append(text)
             self.note(f"VIOLATION: {text}")
 
@@ -163,7 +163,7 @@ class Soak:
         return life
 
     def disturbed(self) -> list[Life]:
-        """The run again, struck every now and then: all its lives."""
+        """The run with faults: all its processes."""
         self.note("disturbed")
         lives, deck = [self.born({})], []
         while True:
@@ -187,12 +187,12 @@ class Soak:
         return Life(self.words | {"name": "disturbed", "resume": "auto"} | changes, hostile=True)
 
     def changes(self, before: Life) -> dict[str, str]:
-        """Other options for the next life; now and then, one that must not change is tried first."""
+        """Other options for the next process; sometimes one that must not change is tried first."""
         if not self.struck["illegal_change"] or self.rng.random() < 0.2:
             self.refused(before)
         chosen = {key: self.rng.choice(LEGAL[key]) for key in self.rng.sample(list(LEGAL), 3)}
         if before.words.get("rollout.acceptance") == "off" != chosen.get("rollout.acceptance"):
-            chosen["rollout.cache.clear"] = "true"  # there is no cache to go on from, and a run wants that said
+            chosen["rollout.cache.clear"] = "true"  # a run without a cache to resume from needs this option
         self.note(f"goes on with {chosen}")
         return chosen
 
@@ -219,7 +219,7 @@ class Soak:
         disk_mb = kept * quiet.samples[-1].checkpoint_mb + size_mb(quiet.run) - size_mb(quiet.run / "checkpoints") + 1
         self.check(excesses(samples, quiet.samples, disk_mb))
         series = {"quiet": quiet.samples, "disturbed": samples}
-        text = json.dumps({name: [vars(sample) for sample in found] for name, found in series.items()})
+        text = json.dumps({name: [vars(sample) for sample in samples] for name, samples in series.items()})
         (self.out / "samples.json").write_text(text)
         summary = {
             "command": " ".join(["python", *sys.argv]),
@@ -239,7 +239,7 @@ class Soak:
         return int(bool(self.violations))
 
     def compare(self, quiet: Path, disturbed: Path) -> None:
-        """Weights, records, and whether what was to disturb the run did so."""
+        """Compares weights and records, and checks that the faults had an effect."""
         due, got = (records(run) for run in (quiet, disturbed))
         self.check(disagreements(due, got))
         if not all(len({record[name] for record in due}) > self.steps / 4 for name in ("loss", "grad_norm")):
@@ -255,8 +255,8 @@ class Soak:
 
 
 def records(run: Path) -> list[dict]:
-    found = read_records(run / METRICS_FILE)[0] if (run / METRICS_FILE).exists() else []
-    return [record for record in found if "loss" in record]
+    lines = read_records(run / METRICS_FILE)[0] if (run / METRICS_FILE).exists() else []
+    return [record for record in lines if "loss" in record]
 
 
 def weights(run: Path) -> str:
@@ -270,7 +270,7 @@ def peak(samples: Iterable[Sample]) -> Sample:
 
 def main(argv: list[str]) -> int:
     words = SMALL | options.parse(argv)
-    own = {key: words.pop(key) for key in ("out", "steps", "every", "faults") if key in words}
+    soak_words = {key: words.pop(key) for key in ("out", "steps", "every", "faults") if key in words}
 
     def begin(config: SoakConfig) -> int:
         if Path(config.out).exists():
@@ -280,7 +280,7 @@ def main(argv: list[str]) -> int:
         Path(config.out).mkdir(parents=True)
         return Soak(config, words).run()
 
-    return cli.run(begin, [f"{key}={value}" for key, value in (words | own).items()], SoakConfig)
+    return cli.run(begin, [f"{key}={value}" for key, value in (words | soak_words).items()], SoakConfig)
 
 
 if __name__ == "__main__":

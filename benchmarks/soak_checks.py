@@ -1,4 +1,4 @@
-"""What a soak asserts, as pure functions: each gives what it found wrong, and nothing when all is well."""
+"""The checks of a soak, as pure functions that return the violations."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ BOUNDS = {
     "processes": (1.0, 0.0),
     "checkpoint_mb": (0.1, 0.02),
 }
-"""A run may grow by a + b * steps / 100 after its warm-up, as the fitted line says; a disturbed one may exceed the peak
-of a quiet one by a."""
+"""A run may grow by a + b * steps / 100 after its warm-up, by the fitted line; a disturbed one may exceed the peak of a
+quiet one by a."""
 WARM_UP = 0.25
 """Share of the steps in which caches fill and allocators settle."""
 COSTS = ("timing_s/", "spec/", "cache/", "perf/", "sampling/", "reference/", "reward/reused_ratio", "step_time", "time")
-"""Columns that say what a step took, not what was learnt in it."""
+"""Columns with the costs of a step, which may differ."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Sample:
     processes: int
     """The driver and all its descendants."""
     disk_mb: float
-    """The whole run directory."""
+    """The run directory."""
     checkpoint_mb: float
     """The newest complete checkpoint."""
 
@@ -55,7 +55,7 @@ def grown(samples: Sequence[Sample]) -> dict[str, tuple[float, float]]:
     """(growth, most that BOUNDS allow) of every bounded series of one process.
 
     It counts from the first checkpoint to the last step but one, after which a process gives back what it held. Empty
-    when there are too few steps to tell.
+    when there are too few steps to judge.
     """
     last = max((s.step for s in samples), default=0)
     samples = [s for s in samples if s.checkpoint_mb and s.step < last]
@@ -67,9 +67,9 @@ def grown(samples: Sequence[Sample]) -> dict[str, tuple[float, float]]:
 
 def leaks(samples: Sequence[Sample]) -> list[str]:
     """Series of one process that grow beyond their bounds, or that cannot be judged."""
-    if not (found := grown(samples)):
+    if not (growths := grown(samples)):
         return ["too few steps were sampled to judge growth"]
-    return [f"{name} grew by {rise:.2f}, {most:.2f} allowed" for name, (rise, most) in found.items() if rise > most]
+    return [f"{name} grew by {rise:.2f}, {most:.2f} allowed" for name, (rise, most) in growths.items() if rise > most]
 
 
 def excesses(samples: Sequence[Sample], quiet: Sequence[Sample], disk_mb: float) -> list[str]:
@@ -82,15 +82,15 @@ def excesses(samples: Sequence[Sample], quiet: Sequence[Sample], disk_mb: float)
 
 
 def disagreements(due: Sequence[dict], got: Sequence[dict]) -> list[str]:
-    """Steps that are double, missing or out of order, and what a step learnt otherwise than it should have."""
+    """Steps that are double, missing or out of order, and columns of a step that differ."""
     steps, known = [record["step"] for record in got], {record["step"]: record for record in due}
-    found = []
+    violations = []
     if steps != list(known):
         double = sorted(step for step, count in Counter(steps).items() if count > 1)
-        found.append(f"steps: double {double}, missing {sorted(known.keys() - steps)}, or out of order")
+        violations.append(f"steps: double {double}, missing {sorted(known.keys() - steps)}, or out of order")
     for record in got:
         expected = known.get(record["step"], {})
         names = {name for name in record.keys() | expected.keys() if not name.startswith(COSTS)}
         if odd := sorted(name for name in names if record.get(name) != expected.get(name)):
-            found.append(f"step {record['step']} differs in {', '.join(odd)}")
-    return found
+            violations.append(f"step {record['step']} differs in {', '.join(odd)}")
+    return violations

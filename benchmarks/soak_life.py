@@ -87,30 +87,30 @@ class Life:
     def worker(self, kind: str) -> psutil.Process:
         """A running child of this kind; one that is just being replaced is waited for."""
         deadline = time.monotonic() + PATIENCE_S
-        while not (found := self.workers(kind)):
+        while not (workers := self.workers(kind)):
             if time.monotonic() > deadline:
                 raise TimeoutError(f"no {kind} among the children for {PATIENCE_S:g} s")
             time.sleep(0.1)
-        return found[0]
+        return workers[0]
 
     def end(self, due: int) -> Iterator[str]:
-        """Waits for the end; gives what is wrong with it: another exit code than is `due`, or processes left behind."""
+        """Waits for the end; yields violations: an exit code other than `due`, or processes that are still running."""
         self.reaches(sys.maxsize)
         if (code := self.process.wait()) != due:
-            yield f"exit code {code} in place of {due} after step {self.step}: {self.log.read_text()[-1000:]}"
+            yield f"exit code {code} instead of {due} after step {self.step}: {self.log.read_text()[-1000:]}"
         deadline = time.monotonic() + 30
         while (left := self.left()) and time.monotonic() < deadline:
             time.sleep(0.2)
-        yield from (f"left behind: {process}" for process in left)
+        yield from (f"still running: {process}" for process in left)
 
     def left(self) -> list[str]:
         """Running processes of this life, by the mark in their environment."""
-        found = []
+        running = []
         for process in psutil.process_iter():
             with suppress(psutil.Error):
                 if process.environ().get("SOAK_LIFE") == self.mark and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(f"{process.pid} {title(process)[:80]}")
-        return found
+                    running.append(f"{process.pid} {title(process)[:80]}")
+        return running
 
 
 def environment() -> dict[str, str]:
@@ -131,6 +131,6 @@ def title(process: psutil.Process) -> str:
 def size_mb(folder: Path) -> float:
     total = 0
     for path in folder.rglob("*"):
-        with suppress(FileNotFoundError):  # removed meanwhile
+        with suppress(FileNotFoundError):  # removed since it was listed
             total += path.lstat().st_size
     return total / 2**20

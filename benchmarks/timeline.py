@@ -1,6 +1,6 @@
 """The picture of a step with and without rollouts ahead: `python -m benchmarks.timeline run=FILE.json out=FILE.png`.
 
-The means that benchmarks.ahead measured, drawn to scale: what the trainer and its worker do, one after the other.
+Draws the means of benchmarks.ahead to scale: what trainer and worker do, one after the other.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def main(config: TimelineConfig) -> int:
 
 def spans(step: Step) -> dict[str, list[tuple[str, float]]]:
     """What trainer and worker do in a step, one after the other: kinds and seconds."""
-    ahead = min(step.get("ahead", 0.0), step["rest"])  # it began behind the rollout of the step before this one
+    ahead = min(step.get("ahead", 0.0), step["rest"])  # it began after the rollout of the previous step
     begin = ("weights", step["sync"])
     trainer = [("idle", step["rollout"]), ("rewards", step["reward"]), ("update", step["rest"] - step["reward"])]
     worker = [("rollout", step["rollout"]), ("rollout ahead", ahead), ("idle", step["rest"] - ahead)]

@@ -49,7 +49,7 @@ class Recipe:
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """A closed vocabulary: one token per digit, operator and mark, and whole words together with their leading space.
+    """A closed vocabulary: one token per digit, operator and mark, and words together with their leading space.
 
     `decode(encode(text)) == text` for every text of `specrl.run.tasks`; anything else becomes "<unk>".
     """
@@ -155,7 +155,7 @@ def collate(tokenizer: PreTrainedTokenizerFast, problems: list[Problem]) -> tupl
 
 @torch.no_grad()
 def blur(model: torch.nn.Module, amount: float, seed: int) -> None:
-    """Adds normal noise to every matrix in place, `amount` times the matrix's own standard deviation."""
+    """Adds normal noise to every matrix in place, `amount` times the matrix's standard deviation."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         if parameter.dim() > 1:
@@ -163,7 +163,7 @@ def blur(model: torch.nn.Module, amount: float, seed: int) -> None:
 
 
 def make(recipe: Recipe) -> None:
-    """The whole recipe: train, blur, then write the model (bfloat16) and its tokenizer to the folder `out`."""
+    """The recipe: train, blur, then write the model (bfloat16) and its tokenizer to the folder `out`."""
     if not recipe.out:
         raise ConfigError("out is missing: the directory to write the policy to, such as out=outputs/tiny")
     tokenizer = build_tokenizer()

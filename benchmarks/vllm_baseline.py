@@ -1,6 +1,6 @@
-"""vLLM as it comes, with its own sampler and its own speculation: what a benchmark compares specrl with.
+"""Stock vLLM, with its own sampler and speculation, as the baseline of a benchmark.
 
-Run as a process of its own (benchmarks/process.py), in the user's environment: then vLLM chooses its model runner,
+Runs in a process of its own (benchmarks/process.py), in the user's environment: then vLLM chooses its model runner,
 graphs and asynchronous scheduling by itself.
 """
 
@@ -20,11 +20,11 @@ CPU_KV_MB = 512
 NGRAM = {"num_speculative_tokens": 5, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
 SUFFIX = {"method": "suffix", "num_speculative_tokens": 16}
 METHODS = {"": "vLLM", "ngram": "vLLM + n-gram", "suffix": "vLLM + suffix"}
-"""vLLM's own speculation that needs no second model, by its name here; empty is none."""
+"""vLLM's speculation methods that need no second model, with their names in the table; empty is none."""
 
 
 def settings(spec: EngineSpec, on_gpu: bool, method: str = "") -> dict:
-    """What vLLM's LLM is given: which model, how much memory, and nothing of how to run it.
+    """Arguments of vLLM's LLM: the model and its memory, and nothing about how to run it.
 
     Memory is that of specrl's engine. On a GPU the engines of a comparison take turns, so each must be able to sleep;
     on a CPU vLLM's block of 128 tokens would cache no prompt of a shorter one, which specrl's engine would do alone.
@@ -32,7 +32,7 @@ def settings(spec: EngineSpec, on_gpu: bool, method: str = "") -> dict:
     """
     vllm = spec.rollout.vllm
     kv_mb = vllm.kv_cache_mb or (0 if on_gpu else CPU_KV_MB)
-    given = {
+    arguments = {
         "model": spec.model,
         "revision": spec.revision or None,
         "trust_remote_code": spec.trust_remote_code,
@@ -42,53 +42,56 @@ def settings(spec: EngineSpec, on_gpu: bool, method: str = "") -> dict:
         "kv_cache_memory_bytes": kv_mb * 2**20 or None,
         "gpu_memory_utilization": vllm.memory_utilization,
         "tensor_parallel_size": vllm.tensor_parallel,
-        "generation_config": "vllm",  # the run's law, not the checkpoint's
+        "generation_config": "vllm",  # the run's sampling params, not the checkpoint's
         "skip_tokenizer_init": True,  # ids in, ids out
         **({"enable_sleep_mode": True} if on_gpu else {"block_size": 32}),
     }
     if method == "ngram":
-        given["speculative_config"] = {"method": "ngram_gpu" if on_gpu else "ngram", **NGRAM}
+        arguments["speculative_config"] = {"method": "ngram_gpu" if on_gpu else "ngram", **NGRAM}
     elif method == "suffix":
-        given["speculative_config"] = dict(SUFFIX)
+        arguments["speculative_config"] = dict(SUFFIX)
     if method:
-        given["disable_log_stats"] = False  # tells how many draft tokens stood
-    return given
+        arguments["disable_log_stats"] = False  # counts accepted draft tokens
+    return arguments
 
 
 def asked(requests: Sequence[Request], sampling: SamplingParams) -> dict:
-    """A message: a response to each request, drawn by the engine's generator; keys and drafters are ignored.
+    """A message that asks for a response to each request; keys and drafters are ignored.
 
     A seed of its own for each request would cost vLLM's V1 sampler a kernel a row.
     """
-    law = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
-    law["stop_token_ids"] = sorted(sampling.eos_ids)
-    return {"rows": [{"prompt": list(r.prompt), "max_tokens": r.max_new_tokens} for r in requests], "law": law}
+    sampling_params = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
+    sampling_params["stop_token_ids"] = sorted(sampling.eos_ids)
+    return {
+        "rows": [{"prompt": list(r.prompt), "max_tokens": r.max_new_tokens} for r in requests],
+        "sampling_params": sampling_params,
+    }
 
 
 class PlainVLLM:
     """One vLLM engine.
 
-    Args: opening: {"settings": what `settings` gave}.
+    Args: opening: {"settings": the result of `settings`}.
     """
 
     def __init__(self, opening: dict):
         from vllm import LLM
 
-        given = opening["settings"]
-        self._llm = LLM(**given)
-        self._sleeps, self._speculates = "enable_sleep_mode" in given, "speculative_config" in given
+        arguments = opening["settings"]
+        self._llm = LLM(**arguments)
+        self._sleeps, self._speculates = "enable_sleep_mode" in arguments, "speculative_config" in arguments
         self._rest()
 
     def answer(self, message: dict) -> dict:
-        """To what `asked` gave: the responses' tokens, seconds, engine steps, and draft tokens that stood.
+        """The responses' tokens, seconds, engine steps and accepted draft tokens, for a message of `asked`.
 
-        KV of earlier calls is forgotten. Waking up and falling asleep are not timed.
+        The KV cache of earlier calls is cleared. Waking up and falling asleep are not timed.
         """
         if self._sleeps:
             self._llm.wake_up()
         self._llm.reset_prefix_cache()
         before, began = self._accepted(), time.perf_counter()
-        tokens, steps = self._generate(message["rows"], message["law"])
+        tokens, steps = self._generate(message["rows"], message["sampling_params"])
         seconds = time.perf_counter() - began
         accepted = self._accepted() - before
         self._rest()
@@ -97,15 +100,17 @@ class PlainVLLM:
     def close(self) -> None:
         """vLLM ends with the process."""
 
-    def _generate(self, rows: Sequence[dict], law: dict) -> tuple[list[list[int]], int]:
+    def _generate(self, rows: Sequence[dict], sampling_params: dict) -> tuple[list[list[int]], int]:
         """As LLM.generate, which counts no steps."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        engine, found, steps = self._llm.llm_engine, {}, 0
+        engine = self._llm.llm_engine
+        done: dict[int, list[int]] = {}
+        steps = 0
         for i, row in enumerate(rows):
             params = SamplingParams(
-                **law,
+                **sampling_params,
                 max_tokens=row["max_tokens"],
                 detokenize=False,
                 output_kind=RequestOutputKind.FINAL_ONLY,
@@ -114,16 +119,16 @@ class PlainVLLM:
         while engine.has_unfinished_requests():
             for output in engine.step():
                 if output.finished:
-                    found[int(output.request_id.partition("-")[0])] = list(output.outputs[0].token_ids)
+                    done[int(output.request_id.partition("-")[0])] = list(output.outputs[0].token_ids)
             steps += 1
-        return [found[i] for i in range(len(rows))], steps
+        return [done[i] for i in range(len(rows))], steps
 
     def _accepted(self) -> int:
         if not self._speculates:
             return 0
         metrics = {metric.name: metric for metric in self._llm.get_metrics()}
-        found = metrics.get("vllm:spec_decode_num_accepted_tokens")
-        return int(found.value) if found else 0
+        accepted = metrics.get("vllm:spec_decode_num_accepted_tokens")
+        return int(accepted.value) if accepted else 0
 
     def _rest(self) -> None:
         if self._sleeps:

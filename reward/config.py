@@ -33,16 +33,17 @@ class RewardConfig:
     isolate_user: bool = doc(True, "run your functions in workers; false: in the trainer, without limits")
 
     def problems(self) -> Iterator[str]:
-        """Messages for options of no use, with `<key>` for `key=value`."""
+        """Messages for options of no use."""
+        weights = f"reward.weights=[{','.join(map(str, self.weights))}]"
         if not self.functions:
             yield "reward.functions=[] scores nothing. Try reward.functions=[math]."
         if self.weights and len(self.weights) != len(self.functions):
             near = (self.weights + [1.0] * len(self.functions))[: len(self.functions)]
             yield (
-                f"<reward.weights> has {len(self.weights)} numbers for the {len(self.functions)} of "
-                f"<reward.functions>. Try reward.weights=[{','.join(map(str, near))}]."
+                f"{weights} has {len(self.weights)} numbers for {len(self.functions)} functions "
+                f"[{','.join(self.functions)}]. Try reward.weights=[{','.join(map(str, near))}]."
             )
         if not all(map(isfinite, self.weights)):
-            yield "<reward.weights> must be finite numbers."
+            yield f"{weights} must be finite numbers."
         if self.timeout_s == 0:
-            yield "<reward.timeout_s> leaves no time to score. Try reward.timeout_s=5."
+            yield "reward.timeout_s=0 leaves no time to score. Try reward.timeout_s=5."

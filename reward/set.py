@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import traceback
 from collections import deque
 from collections.abc import Sequence
@@ -39,8 +40,9 @@ class RewardResult:
 
 def check_settings(names: Sequence[str], weights: Sequence[float], max_failure_ratio: float) -> None:
     """Raises RewardError when rewards with these names and weights cannot be added up."""
-    for problem in RewardConfig(list(names), list(weights)).problems():
-        raise RewardError(problem)
+    config = RewardConfig(list(names), list(weights))
+    for problem in config.problems():
+        raise RewardError(re.sub(r"<reward\.(\w+)>", lambda m: f"reward.{m[1]}={getattr(config, m[1])}", problem))
     if not any(weights):
         raise RewardError(f"reward.weights must not all be zero, got {weights}")
     if len(set(names)) != len(names):

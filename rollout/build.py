@@ -1,4 +1,4 @@
-"""From `rollout.*` to an engine. Each is imported only when it is asked for, and only here anything of lossy/."""
+"""Builds the engine of `rollout.*`, importing only what the options ask for. Only this file imports lossy/."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from specrl.rollout.config import RolloutConfig
 from specrl.rollout.types import RolloutError
 
 if TYPE_CHECKING:
-    from torch.nn import Module
+    from transformers import PreTrainedModel
 
     from specrl.rollout.drafting.drafting import Drafting
     from specrl.rollout.engines.base import Engine, EngineSpec, SamplingParams
@@ -19,16 +19,16 @@ if TYPE_CHECKING:
     from specrl.rollout.verify import AcceptanceRule
 
 
-def build_engine(spec: EngineSpec, model: Module | None = None, scorer: Scorer | None = None) -> Engine:
+def build_engine(spec: EngineSpec, model: PreTrainedModel | None = None, scorer: Scorer | None = None) -> Engine:
     """The engine of `rollout.engine` for the run's sampling and `rollout.acceptance`.
 
     Args:
         spec: what to build.
-        model: the trainer's own model, which the transformers engine then shares; None loads `spec.model`.
+        model: the trainer's own model, which the transformers engine shares; None loads `spec.model`.
         scorer: process rewards of draft steps, for `rollout.routed.by=rsd`.
 
     Raises:
-        RolloutError: an option has a value that it cannot have, or what it names cannot be loaded.
+        RolloutError: an option has an illegal value, or what it names cannot be loaded.
     """
     from specrl.rollout.engines.base import Limits, SamplingParams
 
@@ -49,7 +49,8 @@ def build_engine(spec: EngineSpec, model: Module | None = None, scorer: Scorer |
     from specrl.rollout.engines.local.engine import TransformersEngine
 
     policy = spec.load(spec.model) if model is None else model
-    options = {"limits": Limits.of(config), "own_weights": model is None}
+    limits = Limits.of(config)
+    own_weights = model is None
     drafter = None
     if config.drafter:
         from specrl.rollout.drafter import load_drafter, refuse_head
@@ -59,19 +60,22 @@ def build_engine(spec: EngineSpec, model: Module | None = None, scorer: Scorer |
             refuse_head(drafter, config.acceptance)
     if config.acceptance == "judged":
         judged = _judged(config, sampling, policy, drafter)
-        return TransformersEngine(policy, sampling, judged.rule, judged, **options)
+        return TransformersEngine(policy, sampling, judged.rule, judged, limits, own_weights)
     if config.acceptance == "routed":
-        from specrl.rollout.lossy.build import build_router
         from specrl.rollout.lossy.routed import RoutedEngine, Steps
+        from specrl.rollout.lossy.router import build_router
 
+        assert drafter is not None, "rollout.checks asks for rollout.drafter"
         router, step_end = build_router(config.routed, spec, policy, drafter, scorer)
-        return RoutedEngine(policy, sampling, Steps(drafter, router, step_end), **options)
-    return TransformersEngine(policy, sampling, *rule_and_drafting(config, sampling, drafter), **options)
+        return RoutedEngine(policy, sampling, Steps(drafter, router, step_end), limits, own_weights)
+    return TransformersEngine(policy, sampling, *rule_and_drafting(config, sampling, drafter), limits, own_weights)
 
 
-def _judged(config: RolloutConfig, sampling: SamplingParams, policy: Module, drafter: Module | None) -> Judged:
+def _judged(
+    config: RolloutConfig, sampling: SamplingParams, policy: PreTrainedModel, drafter: PreTrainedModel | None
+) -> Judged:
     from specrl.rollout.engines.base import Limits
-    from specrl.rollout.lossy.build import build_judge
+    from specrl.rollout.lossy.judge import build_judge
     from specrl.rollout.lossy.judged import DRAFT_TOKENS, Judged
 
     window = config.budget.window or DRAFT_TOKENS
@@ -79,9 +83,9 @@ def _judged(config: RolloutConfig, sampling: SamplingParams, policy: Module, dra
 
 
 def rule_and_drafting(
-    config: RolloutConfig, sampling: SamplingParams, drafter: Module | None = None
+    config: RolloutConfig, sampling: SamplingParams, drafter: PreTrainedModel | None = None
 ) -> tuple[AcceptanceRule, Drafting]:
-    """What stands and what rides under the laws exact, off and lenient. Args: drafter: a draft model, loaded."""
+    """The acceptance rule and the drafting of exact, off and lenient. Args: drafter: a draft model, loaded."""
     from specrl.rollout.drafting.budget import Budget
     from specrl.rollout.drafting.contexts import ContextTable
     from specrl.rollout.drafting.drafting import Drafting

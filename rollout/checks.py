@@ -17,12 +17,8 @@ from specrl.rollout.config import RolloutConfig
 from specrl.rollout.types import RolloutError
 
 WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
-READERS: dict[Any, Callable[[str], Any]] = {
-    int: int,
-    float: float,
-    bool: lambda text: ConfigParser.BOOLEAN_STATES[text.lower()],
-    str: str,
-}
+FLAGS = ConfigParser.BOOLEAN_STATES
+READERS: dict[Any, Callable] = {int: int, float: float, bool: lambda text: FLAGS[text.lower()], str: str}
 
 
 @dataclass(frozen=True)
@@ -84,7 +80,7 @@ class Option:
         if text in self.choices:
             return text
         for kind in self.members:
-            with suppress(KeyError, ValueError):
+            with suppress(KeyError, ValueError):  # a Literal has no reader
                 return READERS[kind](text)
         raise ValueError(f"{text!r} has none of the types {self.members}")
 
@@ -124,8 +120,8 @@ def walk(schema: type, prefix: str = "", resume: str = "", only: str = "") -> It
     kinds = get_type_hints(schema)
     for field in fields(schema):
         default = field.default if field.default_factory is MISSING else field.default_factory()
-        said = {"resume": resume, "only": only, **field.metadata}
-        option = Option(prefix + field.name, kinds[field.name], default, **said)
+        metadata = {"resume": resume, "only": only, **field.metadata}
+        option = Option(prefix + field.name, kinds[field.name], default, **metadata)
         yield option
         if option.is_section:
             yield from walk(option.type, f"{option.key}.", option.resume, option.only)

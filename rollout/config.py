@@ -63,7 +63,7 @@ class RolloutConfig:
         "rows (runner v2)",
         resume="drafts",
     )
-    rows_per_batch: int = doc(256, "maximum rows per batch; fewer if their KV does not fit", low=1, resume="free")
+    rows_per_batch: int = doc(256, "most rows decoded at once; fewer if their KV does not fit", low=1, resume="free")
     tokens_per_pass: int = doc(4096, "maximum tokens of a forward pass, which limits its memory", low=1, resume="free")
     logits_mb: int = doc(256, "memory for logits and noise in MB; larger passes are split", low=1, resume="free")
     tie_margin: float = doc(1e-4, "score gap of two tokens below which a canonical pass decides (fp32); 0 is off")
@@ -75,10 +75,10 @@ class RolloutConfig:
     )
     cache: CacheConfig = doc(CacheConfig, "stored responses", resume="free")
     budget: BudgetConfig = doc(BudgetConfig, "how many tokens are drafted", resume="free")
-    judged: JudgedConfig = doc(JudgedConfig, "acceptance=judged: which mismatching draft tokens are accepted")
-    routed: RoutedConfig = doc(RoutedConfig, "acceptance=routed: what a reasoning step is, and which are accepted")
-    local: LocalConfig = doc(LocalConfig, "engine=transformers", resume="free")
-    vllm: VLLMConfig = doc(VLLMConfig, "engine=vllm")
+    judged: JudgedConfig = doc(JudgedConfig, "mismatching draft tokens that acceptance=judged accepts")
+    routed: RoutedConfig = doc(RoutedConfig, "reasoning steps that acceptance=routed accepts")
+    local: LocalConfig = doc(LocalConfig, "options of engine=transformers", resume="free")
+    vllm: VLLMConfig = doc(VLLMConfig, "options of engine=vllm")
 
     @property
     def lossy(self) -> bool:

@@ -1,4 +1,4 @@
-"""Control steps: now and then a rollout is repeated without reuse, to measure what reuse saves and what it costs."""
+"""Control steps: some rollouts are repeated without reuse, to measure what reuse saves and what it costs."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ Exchange = Callable[[list], list]
 
 
 class Control:
-    """The metrics of rollouts, and of every `measure_every`-th one's repetition: by plain decoding with the same keys,
-    and, where keys are replayed, with fresh ones.
+    """The metrics of rollouts. Every `measure_every`-th rollout is repeated by plain decoding with the same keys, and,
+    if keys are replayed, with fresh keys.
 
     Args:
-        rollout: what is measured.
-        score: rewards of control rows, for the reuse gap; needed when something is replayed.
-        exchange: `list` for one process.
+        rollout: measured here.
+        score: rewards of control rows, for the reuse gap; needed if keys are replayed.
+        exchange: gathers over processes; `list` for one process.
         strict: raise when a response differs from plain decoding (float32 on a CPU).
     """
 
@@ -34,11 +34,11 @@ class Control:
         self._lost = 0
         """Control rows of the last control step that have no response."""
         self.rollouts = 0
-        """That were looked at; a resumed run goes on counting."""
+        """Observed so far; a resumed run continues the count."""
 
     @property
     def measured(self) -> bool:
-        """True from a control step on until the next rollout."""
+        """True between a control step and the next rollout."""
         every = self._rollout.config.measure_every
         return bool(every and self.rollouts and self.rollouts % every == 0)
 
@@ -69,24 +69,23 @@ class Control:
     def _plain(self, rows: Sequence[Row], batch: RolloutBatch) -> dict[str, Metric]:
         """The same rows by plain decoding with the same keys, timed and compared token for token.
 
-        Where a row of any process failed on either side the two did not do the same work: there are no times to
-        compare.
+        If a row of any process failed on either side, the two did different work and their times are not compared.
         """
-        ends = [0, *accumulate(batch.calls or [len(rows)])]  # in the same calls, as the rows of one share passes
+        ends = [0, *accumulate(batch.calls or [len(rows)])]  # in the same calls, as rows of one call share passes
         # with dynamic sampling a process may have had no row in a call
         calls = [slice(first, end) for first, end in pairwise(ends) if first < end]
         plain, *later = [self._rollout.plain(rows[call], batch.keys[call]) for call in calls]
         plain = sum(later, plain)
-        parted = Divergence.of(batch.completions, plain.completions)
-        if parted.first and self._strict:
-            i, position = next(iter(parted.first.items()))
+        divergence = Divergence.of(batch.completions, plain.completions)
+        if divergence.first and self._strict:
+            i, position = next(iter(divergence.first.items()))
             raise RolloutError(
-                f"{len(parted.first)} of {len(rows)} speculative responses differ from plain decoding with the same "
-                f"keys (first: example {rows[i].example_id!r}, sample {batch.sample_indices[i]}, from token "
+                f"{len(divergence.first)} of {len(rows)} speculative responses differ from plain decoding with the "
+                f"same keys (first: example {rows[i].example_id!r}, sample {batch.sample_indices[i]}, from token "
                 f"{position} on). This must not happen in float32 on a CPU; please report it with the "
                 "output of `python -m specrl.env`"
             )
-        spent = {"timing_s/control": seconds(plain.total_s), **parted.metrics()}
+        spent = {"timing_s/control": seconds(plain.total_s), **divergence.metrics()}
         self._lost += sum(bool(c.failure) for c in plain.completions)
         failed = any(c.failure for c in (*batch.completions, *plain.completions))
         if any(self._exchange([failed])):
@@ -98,29 +97,31 @@ class Control:
     def _reuse_gap(self, rows, batch: RolloutBatch, rewards, step: int) -> dict[str, Metric]:
         """Mean reward of replayed rows minus that of fresh rows of the same prompts and samples (docs/guarantees.md).
 
-        Only pairs of which both have a response and a reward count.
+        Only pairs count in which both rows have a response and a reward.
         """
         scored = zip(batch.replayed, rewards, strict=True)
         chosen = [i for i, (replayed, reward) in enumerate(scored) if replayed and reward is not None]
-        by_prompt, spent = defaultdict(list), {}
+        by_prompt: defaultdict[str, list[float]] = defaultdict(list)
+        metrics: dict[str, Metric] = {}
         if chosen:
-            twins, sample_indices, visits = (
-                [column[i] for i in chosen] for column in (rows, batch.sample_indices, batch.visits)
-            )
             control = self._rollout.generate(
-                twins, visit=visits, step=step, sample_indices=sample_indices, domain="control"
+                [rows[i] for i in chosen],
+                visit=[batch.visits[i] for i in chosen],
+                step=step,
+                sample_indices=[batch.sample_indices[i] for i in chosen],
+                domain="control",
             )
-            spent = {"timing_s/reuse_gap": seconds(control.total_s)}
+            metrics = {"timing_s/reuse_gap": seconds(control.total_s)}
             done = [(i, c.tokens) for i, c in zip(chosen, control.completions, strict=True) if not c.failure]
             self._lost += len(chosen) - len(done)
             fresh = self._score([rows[i] for i, _ in done], [tokens for _, tokens in done]) if done else []
             for (i, _), score in zip(done, fresh, strict=True):
                 if score is not None:
                     by_prompt[rows[i].example_id].append(rewards[i] - score)
-        from specrl.rollout.replay import reuse_gap
+        from specrl.rollout.replay import reuse_gap  # only runs that replay keys import it
 
-        clusters = self._exchange([(len(apart), sum(apart)) for apart in by_prompt.values()])
+        clusters = self._exchange([(len(differences), sum(differences)) for differences in by_prompt.values()])
         gap, error = reuse_gap(clusters)
         if clusters:
-            spent |= {"spec/reuse_gap": shared(gap), "spec/reuse_gap_error": shared(error)}
-        return spent
+            metrics |= {"spec/reuse_gap": shared(gap), "spec/reuse_gap_error": shared(error)}
+        return metrics

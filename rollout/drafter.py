@@ -5,20 +5,22 @@ from __future__ import annotations
 from pathlib import Path
 
 from torch.nn import Module
+from transformers import PreTrainedModel
 
 from specrl.rollout.durable import read_json
 from specrl.rollout.engines.base import EngineSpec
 from specrl.rollout.engines.local.head import ARCHITECTURE, Head
+from specrl.rollout.engines.local.model import base_model
 from specrl.rollout.types import RolloutError
 
 
-def load_drafter(spec: EngineSpec, policy: Module) -> Module:
-    """The draft model of `rollout.drafter`: a head on the policy, or a model of its own."""
-    policy = policy.get_base_model() if hasattr(policy, "get_base_model") else policy
+def load_drafter(spec: EngineSpec, policy: PreTrainedModel) -> PreTrainedModel:
+    """The draft model of `rollout.drafter`: a head on the policy, or a separate model."""
+    policy = base_model(policy)
     if spec.rollout.drafter == "head":
         return Head.of(policy)
     if is_head(spec.rollout.drafter):
-        return Head.load(spec.rollout.drafter, policy).to(spec.device)
+        return Head.load(spec.rollout.drafter, policy)
     try:
         return spec.load(spec.rollout.drafter)
     except (OSError, ValueError) as error:
@@ -37,10 +39,10 @@ def is_head(directory: str) -> bool:
         return False
 
 
-def refuse_head(drafter: Module, law: str) -> None:
-    """Raises RolloutError for a head under a law that lets a draft model's own text stand."""
+def refuse_head(drafter: Module, acceptance: str) -> None:
+    """Raises RolloutError for a head under an acceptance rule that accepts a draft model's own text."""
     if isinstance(drafter, Head):
         raise RolloutError(
-            f"rollout.acceptance={law} lets text of rollout.drafter stand, and a head on the policy's hidden states "
-            "writes none of its own. Use a draft model, such as `python -m specrl.drafter kind=model out=DIR` makes"
+            f"rollout.acceptance={acceptance} accepts text of rollout.drafter, but a head on the policy's states "
+            "writes none by itself. Use a draft model, such as `python -m specrl.drafter kind=model out=DIR` makes"
         )

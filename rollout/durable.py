@@ -1,6 +1,4 @@
-"""Files that are replaced as a whole, so that a crash or a power cut leaves the old one or the new one; and reading
-what may have been damaged all the same.
-"""
+"""Files that are replaced atomically, so that a crash or a power cut leaves the old one or the new one."""
 
 from __future__ import annotations
 
@@ -16,11 +14,11 @@ from typing import Any, BinaryIO
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A file to write in a `with` block, at the end of which it takes the place of `path` and is on the disk.
+    """A file to write in a `with` block, which at the end replaces `path` durably.
 
-    Raises OSError. Whatever is raised, `path` is then as it was. One writer at a time.
+    Raises OSError. If anything is raised, `path` is unchanged. One writer at a time.
     """
-    draft = path.with_name(f"{path.name}.tmp")  # one name, so what a killed writer left is overwritten
+    draft = path.with_name(f"{path.name}.tmp")  # one name, so the file of a killed writer is overwritten
     try:
         draft.unlink(missing_ok=True)  # a link or a pipe in its place is not followed
         with draft.open("wb") as file:
@@ -36,13 +34,13 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 def write_durably(path: Path, data: bytes) -> None:
-    """`replacing` by these bytes."""
+    """Replaces a file by these bytes, see `replacing`."""
     with replacing(path) as file:
         file.write(data)
 
 
 def read_json(text: str | bytes) -> Any:
-    """`json.loads`; what is nested too deep to be read is a ValueError too, as all else that is no JSON."""
+    """`json.loads`, with a ValueError also for text that is nested too deeply."""
     try:
         return json.loads(text)
     except RecursionError:
@@ -50,9 +48,9 @@ def read_json(text: str | bytes) -> Any:
 
 
 def open_lock(path: Path) -> int:
-    """A descriptor of a lock file, made if need be. Nothing in it changes: its holder may write once it is locked.
+    """A descriptor of a lock file, created if missing and otherwise unchanged; its holder may write once it is locked.
 
-    Raises OSError, where a link, a pipe or a directory has its name too.
+    Raises OSError, also for a link, a pipe or a directory of that name.
     """
     try:
         lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
@@ -66,7 +64,7 @@ def open_lock(path: Path) -> int:
 
 
 def flush_directory(path: Path) -> None:
-    """Makes the names in a directory survive a power cut."""
+    """Makes the entries of a directory durable."""
     directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(directory)

@@ -1,4 +1,4 @@
-"""Noise keys: what one is made of, and how often a prompt was visited.
+"""Noise keys, and the visits of prompts that they are derived from.
 
 A key is a pure function of (seed, example, sample index, generation), and the generation one of the visit number and
 the share of replayed samples (`rollout.replay`). Visits are counted.
@@ -19,18 +19,18 @@ def derive_key(seed: int, example_id: str, sample_index: int, generation: int, d
     """The signed 64-bit noise key of a sample. A pure function: losing every cache changes nothing that is sampled.
 
     Raises:
-        RolloutError: the example's id is no text, or a number is not whole.
+        RolloutError: the example's id is not a string, or a number is not an integer.
     """
     check_example_id(example_id)
     for name, number in (("seed", seed), ("sample_index", sample_index), ("generation", generation)):
-        if not isinstance(number, Integral) or isinstance(number, bool):  # 1.0 would be written otherwise than 1
+        if not isinstance(number, Integral) or isinstance(number, bool):  # 1.0 would give another text than 1
             raise RolloutError(f"{name}={number!r:.60} of a noise key is not a whole number.")
     text = f"{domain}\x1f{seed}\x1f{example_id}\x1f{sample_index}\x1f{generation}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little", signed=True)
 
 
 def generation(seed: int, example_id: str, sample_index: int, visit: int, share: float) -> int:
-    """The visit whose noise this sample uses at `visit` (0, 1, ...): the latest one that was not a replay.
+    """The visit whose noise this sample uses at `visit` (0, 1, ...): the latest one that is not a replay.
 
     A visit after the first replays the noise of the one before with probability `share`, decided by a hash, so that the
     result depends on nothing but the arguments. A share of 0 gives `visit`, a share of 1 gives 0.
@@ -45,17 +45,16 @@ def _unit(key: int) -> float:
 
 
 def occurrences(example_ids: Iterable[str]) -> list[int]:
-    """How often each id stands before its place: a row's sample, where nothing else says it."""
+    """How often each id occurred before: the default sample index of a row."""
     seen: defaultdict[str, Iterator[int]] = defaultdict(count)
     return [next(seen[example_id]) for example_id in example_ids]
 
 
 class Visits:
-    """Counts visits by prompt, whatever the data set does: an epoch is no visit number where prompts occur twice in it,
-    are left out of it, come from a stream, or are asked for in between.
+    """Counts visits by prompt. An epoch is no visit number if prompts occur twice in it, are left out, or are streamed.
 
     All keys follow from these counts, so they are saved with every checkpoint. Every process of a run counts the rows
-    of all.
+    of all processes.
     """
 
     def __init__(self, counts: dict[str, int] | None = None):
@@ -72,5 +71,5 @@ class Visits:
         return [self._counts[example_id] for example_id in example_ids]
 
     def state(self) -> dict[str, int]:
-        """What `Visits` takes to go on, as JSON types."""
+        """The counts as JSON types, from which `Visits` resumes."""
         return dict(self._counts)

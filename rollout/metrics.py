@@ -7,53 +7,53 @@ from dataclasses import dataclass, field
 
 from specrl.rollout.reduction import Metric, count, highest, mean, ratio, seconds
 from specrl.rollout.types import Completion, RolloutBatch, RolloutError
+from specrl.rollout.verify import accept_exact
 
-TOKEN_BYTES = 8  # of a list of token ids, which Python shares
+TOKEN_BYTES = 8  # in a list of token ids, whose integers Python shares
 
 
 @dataclass
 class Divergence:
-    """Where responses leave those that plain decoding gives the same rows with the same keys.
+    """Where responses differ from those of plain decoding with the same keys.
 
-    Behind its first differing token a row is another text, so each row is compared up to and including that one. Rows
+    After its first differing token a row is another text, so each row is compared up to and including that token. Rows
     that failed on either side are not compared.
     """
 
     tokens: int = 0
-    """That were compared."""
+    """Compared tokens."""
     first: dict[int, int] = field(default_factory=dict)
     """Position of the first differing token, by row."""
 
     @classmethod
     def of(cls, done: Sequence[Completion], plain: Sequence[Completion]) -> Divergence:
-        found = cls()
+        divergence = cls()
         for i, (a, b) in enumerate(zip(done, plain, strict=True)):
             if a.failure or b.failure:
                 continue
             if a.tokens == b.tokens:
-                found.tokens += len(a.tokens)
+                divergence.tokens += len(a.tokens)
                 continue
-            both = enumerate(zip(a.tokens, b.tokens, strict=False))
-            ends = min(len(a.tokens), len(b.tokens))  # where one goes on behind the other's end
-            found.first[i] = next((t for t, (x, y) in both if x != y), ends)
-            found.tokens += found.first[i] + 1
-        return found
+            divergence.first[i] = accept_exact(a.tokens, b.tokens[: len(a.tokens)])
+            divergence.tokens += divergence.first[i] + 1
+        return divergence
 
     def metrics(self) -> dict[str, Metric]:
         flips = len(self.first)
-        found = {
+        metrics = {
             "spec/control_mismatches": count(flips),
             "spec/compared_tokens": count(self.tokens),
             "spec/flips_per_1k": mean(1000 * flips, self.tokens),
         }
         if flips:
-            found["spec/flip_position"] = mean(sum(self.first.values()), flips)
-        return found
+            metrics["spec/flip_position"] = mean(sum(self.first.values()), flips)
+        return metrics
 
 
 def rollout_metrics(batch: RolloutBatch) -> dict[str, Metric]:
     """The `spec/*` and `timing_s/*` metrics of one batch."""
-    stats, done = batch.stats, [c for c in batch.completions if not c.failure]
+    stats = batch.stats
+    done = [c for c in batch.completions if not c.failure]
     if not done:
         raise RolloutError(f"no row of the rollout has a response; the first says: {batch.completions[0].failure}")
     rows = len(batch.completions)
@@ -104,7 +104,7 @@ def rollout_metrics(batch: RolloutBatch) -> dict[str, Metric]:
 
 
 def _ahead_metrics(batch: RolloutBatch, total: int) -> dict[str, Metric]:
-    """What idle workers had rolled out of a batch of `total` tokens before its weights were there."""
+    """What idle workers had rolled out of a batch of `total` tokens ahead of its weights."""
     rows = [(text, c) for text, c in zip(batch.ahead, batch.completions, strict=True) if text]
     ended = [(text, c) for text, c in rows if text.finish]
     unchanged = sum([*text.tokens] == c.tokens for text, c in ended)
@@ -118,11 +118,11 @@ def _ahead_metrics(batch: RolloutBatch, total: int) -> dict[str, Metric]:
 
 
 def lossy_metrics(batch: RolloutBatch) -> dict[str, Metric]:
-    """How far the text that a router or judge let stand is from the policy's, and how often they failed."""
+    """The divergence of tokens that a router or judge accepted from the policy, and how often they failed."""
     drafted = [
-        behaviour - own
+        behaviour - policy
         for c in batch.completions
-        for behaviour, own, reused in zip(c.behaviour_logprobs, c.logprobs, c.reused, strict=True)
+        for behaviour, policy, reused in zip(c.behaviour_logprobs, c.logprobs, c.reused, strict=True)
         if reused
     ]
     metrics = {"spec/route_faults": count(batch.stats.route_faults)}

@@ -1,4 +1,4 @@
-"""Counter-based Gumbel noise and the keyed draw.
+"""Counter-based Gumbel noise and keyed sampling.
 
 The token at response position t of a rollout with key k is `argmax_v(z_t(v) + G(k, t, v))`, where z_t are the processed
 logits and G is standard Gumbel noise computed by a hash of (k, t, v). For a fresh key that is an exact sample from
@@ -67,8 +67,8 @@ def hash_tokens(low: Tensor, high: Tensor, vocab: int, ids: Tensor | None = None
 def gumbel(low: Tensor, high: Tensor, vocab: int, ids: Tensor | None = None) -> Tensor:
     """Standard Gumbel noise [N, V] float32 from the words of `row_words`; ids as of `hash_tokens`.
 
-    G = -log(E), E = -log(1 - u), u in (0, 1) from 31 hash bits. Small u make the large G that decide draws; there both
-    the conversion to float32 and log1p are precise. G lies in [-2.9, 22.2]: the cut tails weigh 6e-8 and 2.4e-10.
+    G = -log(E), E = -log(1 - u), u in (0, 1) from 31 hash bits. Small u give the large G that decide samples; there
+    both the conversion to float32 and log1p are precise. G lies in [-2.9, 22.2]: the cut tails weigh 6e-8 and 2.4e-10.
     """
     return _to_unit(hash_tokens(low, high, vocab, ids)).neg_().log1p_().neg_().log_().neg_()
 
@@ -86,9 +86,9 @@ def uniform(keys: Tensor, positions: Tensor) -> Tensor:
 def process_logits(logits: Tensor, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0) -> Tensor:
     """Sampling logits [N, V] float32: divided by temperature, then cut to top-k, then to the top-p nucleus.
 
-    Removed tokens get -inf. `temperature=0` keeps the logits (the draw is then a plain argmax). The nucleus is every
-    token whose likelier tokens weigh less than `top_p` together. Tokens tied with the last one that stays do so too, in
-    either cut: the result does not depend on the order of a sort.
+    Removed tokens get -inf. `temperature=0` keeps the logits (sampling is then a plain argmax). The nucleus is every
+    token whose likelier tokens have a total probability below `top_p`. Tokens tied with the last one that is kept are
+    kept too, in either cut, so the result does not depend on the order of a sort.
     """
     z = logits.float()
     if temperature not in (0.0, 1.0):
@@ -107,8 +107,8 @@ def process_logits(logits: Tensor, temperature: float = 1.0, top_k: int = 0, top
 def masses(z: Tensor, most: Tensor) -> Tensor:
     """exp(z - most) * 2**MASS_BITS, rounded down to int64 [..., V]; most [..., 1] is the row's largest z.
 
-    Right to a relative 1e-6. Integers have one sum whatever its order, and all that is rounded here is one float32
-    product: so every device cuts the same nucleus.
+    Accurate to a relative 1e-6. A sum of integers does not depend on its order, and only one float32 product is rounded
+    here, so every device cuts the same nucleus.
     """
     exponent = (most - z).mul_(LOG2_E * 2.0**FRACTION).clamp_(max=62 * 2.0**FRACTION).long()
     fraction = exponent & ((1 << FRACTION) - 1)
@@ -119,7 +119,7 @@ def masses(z: Tensor, most: Tensor) -> Tensor:
     return power.bitwise_right_shift_(exponent.bitwise_right_shift_(FRACTION))
 
 
-def keyed_draw(
+def keyed_sample(
     logits: Tensor,
     keys: Tensor,
     positions: Tensor,
@@ -130,21 +130,20 @@ def keyed_draw(
     top_k: int = 0,
     top_p: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Draws one token for each of N (key, position) pairs.
+    """Samples one token for each of N (key, position) pairs.
 
-    Args: logits [N, V] of any float type; keys, positions int64 [N]; targets int64 [N], the draws when None; ids int32
-    [V] ascending, of the tokens that the logits are of where these are not 0 to V - 1: draws are such ids, and targets
-    columns.
-    Returns: draws int64 [N]; their log-prob float32 [N] and that of the targets, under the processed distribution;
+    Args: logits [N, V] of any float type; keys, positions int64 [N]; targets int64 [N], by default the samples; ids
+    int32 [V] ascending, the tokens of the columns if these are not 0 to V - 1: samples are ids, targets are columns.
+    Returns: tokens int64 [N]; their log-prob float32 [N] and that of the targets, under the processed distribution;
     gap float32 [N] between the two best scores, NaN where the logits are not usable.
     """
     z = process_logits(logits, temperature, top_k, top_p)
     scores = z if temperature == 0.0 else gumbel(*row_words(keys, positions), z.shape[-1], ids).add_(z)
-    best, draws = scores.max(-1)
+    best, sampled = scores.max(-1)
     without = scores.scatter if scores is z else scores.scatter_
-    second = without(-1, draws[:, None], -torch.inf).amax(-1)
+    second = without(-1, sampled[:, None], -torch.inf).amax(-1)
     total = z.logsumexp(-1)
-    wanted = torch.stack([draws, draws if targets is None else targets], -1)
+    wanted = torch.stack([sampled, sampled if targets is None else targets], -1)
     log_p, log_p_targets = (z.gather(-1, wanted) - total[:, None]).unbind(-1)
     gap = (best - second).add_(total - total)  # NaN where the total is not finite
-    return draws if ids is None else ids[draws].long(), log_p, log_p_targets, gap
+    return sampled if ids is None else ids[sampled].long(), log_p, log_p_targets, gap

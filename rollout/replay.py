@@ -6,14 +6,14 @@ import math
 from collections.abc import Sequence
 
 Cluster = tuple[int, float]
-"""Replayed rows of one prompt on one control step, and the sum of their rewards' differences to fresh twins."""
+"""Replayed rows of one prompt on one control step, and the sum of the differences of their rewards to fresh rows."""
 
 
 def reuse_gap(clusters: Sequence[Cluster]) -> tuple[float, float]:
-    """Mean reward of replayed rows minus that of their fresh twins, and its standard error.
+    """Mean reward of replayed rows minus that of fresh rows of the same prompts and samples, and its standard error.
 
     A ratio estimate over c clusters of n rows with summed difference d: gap = sum(d) / sum(n), with variance
-    c / (c - 1) * sum((d - gap * n)^2) / sum(n)^2. Rows of one prompt are alike, so prompts are what is independent.
+    c / (c - 1) * sum((d - gap * n)^2) / sum(n)^2. Rows of one prompt are correlated; prompts are independent.
 
     Returns: NaN and infinity without rows, an infinite error with a single cluster.
     """

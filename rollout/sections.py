@@ -102,7 +102,7 @@ class RoutedConfig:
 class LocalConfig:
     kv_cache_mb: int = doc(0, "memory limit of the KV cache in MB; 0 uses what is free when a rollout begins")
     graphs: Literal["auto", "off"] = doc("auto", "auto: CUDA graphs on GPUs in half precision")
-    drafter_vocab: int = doc(32_768, "rollout.drafter proposes only the most frequent ids of the run; 0 is all")
+    drafter_vocab: int = doc(32_768, "most frequent ids of the run that rollout.drafter may propose; 0 is all")
 
 
 @dataclass
@@ -118,7 +118,7 @@ class VLLMConfig:
         "runner v2: what drafts if rollout.drafter is empty: texts (rollout.sources), or vLLM's ngram_gpu, eagle=DIR, "
         "eagle3=DIR or mtp",
     )
-    draft_tokens: int = doc(32, "maximum draft tokens per row and step; fewer if memory is short", low=1, high=127)
+    draft_tokens: int = doc(32, "draft tokens per row and step, up to 127; fewer if memory is short", low=1, high=127)
     kv_cache_mb: int = doc(0, "KV cache in MB; 0 follows memory_utilization on a GPU and is 512 on a CPU")
     memory_utilization: float = doc(0.45, "share of GPU memory for vLLM, weights included", low=0.01, high=1)
     tensor_parallel: int = doc(1, "GPUs that share one copy of the model; cluster.num_workers adds copies", low=1)

@@ -29,20 +29,20 @@ Domain = Literal["rollout", "control", "evaluation"]
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """One row before the engine."""
+    """A row of a batch with its key and its stored response, before the engine runs."""
 
     row: Row
     sample_index: int
     visit: int
     """How often its prompt was rolled out before."""
     generation: int
-    """The visit whose noise it draws: an earlier one where it is replayed."""
+    """The visit whose noise it uses: an earlier one if the row is replayed."""
     key: int
     old: Trajectory | None
     """The stored response of its sample."""
 
     def unchanged(self, completion: Completion) -> bool:
-        """Whether the response is that one, token for token."""
+        """Whether the response equals the stored one, token for token."""
         return self.old is not None and tuple(completion.tokens) == self.old.tokens
 
 
@@ -57,17 +57,17 @@ class SpeculativeRollout:
         batch = rollout.generate(rows, visit=visits.next([row.example_id for row in rows]), step=step)
         rollout.store(rows, batch, step=step)
 
-    Before `generate` the rows of the next batch may be announced: engines whose workers have nothing else to do roll
-    them out ahead, with the weights they have and the keys of those rows. What comes of it is what they draft first.
+    Before `generate` the rows of the next batch may be announced: idle workers roll them out ahead, with their present
+    weights and the keys of those rows, and the rows draft from these texts first.
 
     Args:
         engine: produces the responses; its weights are the current policy's.
         cache: earlier responses; None drafts nothing and stores nothing.
-        config: law, replay, caps.
+        config: acceptance, replay, caps.
         seed: of the run; all noise keys derive from it.
 
     Raises:
-        RolloutError: the config holds what the command line would refuse.
+        RolloutError: the config has a value that the command line would refuse.
     """
 
     def __init__(self, engine: Engine, cache: TrajectoryCache | None, config: RolloutConfig, seed: int):
@@ -93,21 +93,23 @@ class SpeculativeRollout:
             visit: how often each row's prompt was rolled out before, in this domain: one number for all, or one a row.
                 `Visits` counts; epoch-wise training that leaves no prompt out may give the epoch.
             step: trainer step, recorded with the trajectories.
-            sample_indices: place of each row in its prompt's group; by default the occurrence within `rows`.
-            domain: whose noise is drawn: that of training rows, of control rows or of evaluation. No domain's noise
-                occurs in another, and only training replays.
+            sample_indices: index of each row in its prompt's group; by default the occurrence within `rows`.
+            domain: training rows, control rows or evaluation, which never share noise; only training replays.
 
         Raises:
-            RolloutError: a row of the same prompt, sample and visit is there twice, so both would be the same response.
+            RolloutError: two rows have the same prompt, sample and visit, so both would be the same response.
         """
-        began, ahead, ahead_s = time.perf_counter(), [], 0.0
+        began = time.perf_counter()
+        ahead: list[AheadText | None] = []
+        ahead_s = 0.0
         visits = [visit] * len(rows) if isinstance(visit, int) else visit
         planned = self._plan(rows, sample_indices, visits, domain)
-        if turn := domain == "rollout" and self.runs_ahead:
+        works_ahead = domain == "rollout" and self.runs_ahead
+        if works_ahead:
             ahead_s = self._take()
             ahead = [self._ahead.get(p.key) for p in planned]
         requests = self._requests(planned)
-        if turn:
+        if works_ahead:
             self._begin()
         looked_up = time.perf_counter()
         completions, stats = self.engine.generate(requests) if requests else ([], EngineStats())
@@ -117,7 +119,7 @@ class SpeculativeRollout:
             completions,
             sample_indices=[p.sample_index for p in planned],
             keys=[p.key for p in planned],
-            ages=[p.old and step - p.old.step for p in planned],
+            ages=[step - p.old.step if p.old else None for p in planned],
             replayed=[p.generation < p.visit for p in planned],
             visits=[p.visit for p in planned],
             unchanged=[p.unchanged(c) for p, c in zip(planned, completions, strict=True)],
@@ -147,43 +149,46 @@ class SpeculativeRollout:
         return not self.not_ahead
 
     def announce(self, rows: Sequence[Row], *, visit: Sequence[int], sample_indices: Sequence[int]) -> None:
-        """The rows that the `generate` after the next one is expected to ask for, with its visits and samples.
+        """Names the rows that the `generate` after the next one will probably ask for, with their visits and samples.
 
-        Workers begin them once the next `generate` leaves them nothing to do. A wrong guess costs time only.
+        Workers that the next `generate` leaves idle begin them. A wrong guess costs time only.
         """
         self._announced = []
         if rows and self.runs_ahead:
             self._announced = self._plan(rows, sample_indices, visit, "rollout")
 
     def _take(self) -> float:
-        """Ends what runs ahead and keeps what there is of it; the worker seconds that it took."""
+        """Stops work ahead and keeps its texts; returns the worker seconds that it took."""
+        assert isinstance(self.engine, WorksAhead)
         texts, seconds = self.engine.stop()
         self._ahead |= texts
         return seconds
 
     def _begin(self) -> None:
-        """Lets the engine go on with the announced rows, behind what there is of them."""
-        announced, self._announced = self._announced, []
+        """Lets the engine continue the announced rows from their texts so far."""
+        announced = self._announced
+        self._announced = []
         keys = {planned.key for planned in announced}
         self._ahead = {key: text for key, text in self._ahead.items() if key in keys}
-        left = [p for p in announced if p.key not in self._ahead or self._ahead[p.key].finish is None]
-        self.engine.begin(self._requests(left))
+        unfinished = [p for p in announced if p.key not in self._ahead or self._ahead[p.key].finish is None]
+        assert isinstance(self.engine, WorksAhead)
+        self.engine.begin(self._requests(unfinished))
 
     # From rows to requests ---------------------------------------------------------------------------------------
 
     def _plan(
         self, rows: Sequence[Row], sample_indices: Sequence[int] | None, visits: Sequence[int], domain: Domain
     ) -> list[Planned]:
-        """Whose noise each row draws, and what is stored of it."""
+        """The noise key and the stored response of each row."""
         share = self.config.replay if domain == "rollout" else 0.0
         sample_indices = occurrences(row.example_id for row in rows) if sample_indices is None else sample_indices
         _check_keys(rows, sample_indices, visits)
         planned = []
         for row, sample_index, seen in zip(rows, sample_indices, visits, strict=True):
-            drawn = generation(self.seed, row.example_id, sample_index, seen, share)
-            key = derive_key(self.seed, row.example_id, sample_index, drawn, domain)
+            noise = generation(self.seed, row.example_id, sample_index, seen, share)
+            key = derive_key(self.seed, row.example_id, sample_index, noise, domain)
             old = None if self.cache is None else self.cache.get(row.example_id, sample_index)
-            planned.append(Planned(row, sample_index, seen, drawn, key, old))
+            planned.append(Planned(row, sample_index, seen, noise, key, old))
         return planned
 
     def plain(self, rows: Sequence[Row], keys: Sequence[int]) -> RolloutBatch:
@@ -210,25 +215,28 @@ class SpeculativeRollout:
         """The batch as cache entries (example id, sample index, trajectory); processes of one job exchange these."""
         rewards = rewards if rewards is not None else [None] * len(rows)
         return [
-            (r.example_id, s, Trajectory(c.tokens, k, c.finish, c.version, step, reward, self._laws(c)))
+            (r.example_id, s, Trajectory(c.tokens, k, c.finish, c.version, step, reward, self._stored_logprobs(c)))
             for r, s, k, c, reward in zip(
                 rows, batch.sample_indices, batch.keys, batch.completions, rewards, strict=True
             )
             if not c.failure
         ]
 
-    def _laws(self, c: Completion) -> Sequence[float] | None:
+    def _stored_logprobs(self, c: Completion) -> Sequence[float] | None:
         """The log-probs that are stored with a response.
 
-        The published method stores those of the policy that verified the text, reused tokens included. What a judge
-        let stand keeps the log-prob of the law that drew it, however often it has stood.
+        The published method stores those of the policy that verified the text, reused tokens included. A token that a
+        judge accepted keeps the log-prob of the distribution that sampled it, however often it is accepted.
         """
         return {"lenient": c.logprobs, "judged": c.behaviour_logprobs}.get(self.config.acceptance)
 
     def _requests(self, planned: Sequence[Planned]) -> list[Request]:
-        """What the engine is asked for; the drafters of a prompt's rows share its stored texts."""
-        prompts = {p.row.example_id: p.row.prompt for p in planned} if self.cache is not None else {}
-        stored = {name: self.cache.siblings(name) for name in prompts}
+        """The engine's requests; the drafters of a prompt's rows share its stored texts."""
+        prompts = {}
+        stored = {}
+        if self.cache is not None:
+            prompts = {p.row.example_id: p.row.prompt for p in planned}
+            stored = {name: self.cache.siblings(name) for name in prompts}
         texts = {
             name: PromptTexts([t.tokens for t in stored[name]], self.config.sources, prompt)
             for name, prompt in prompts.items()
@@ -236,16 +244,17 @@ class SpeculativeRollout:
         return [self._request(p, stored.get(p.row.example_id, []), texts.get(p.row.example_id)) for p in planned]
 
     def _request(self, planned: Planned, stored: list[Trajectory], texts: PromptTexts | None) -> Request:
-        """Args: stored: of the prompt, newest first; texts: the same for its drafters to share."""
-        row, old, law = planned.row, planned.old, self.config.acceptance
-        request = Request(row.prompt, planned.key, self.config.max_new_tokens, plain=law == "off")
+        """Args: stored: of the prompt, newest first; texts: the same, shared by its drafters."""
+        row, old = planned.row, planned.old
+        acceptance = self.config.acceptance
+        request = Request(row.prompt, planned.key, self.config.max_new_tokens, plain=acceptance == "off")
         ahead = self._ahead.get(planned.key)
         if known := [old] if old else stored:
             length = sum(len(t.tokens) for t in known) / len(known)
             request.expected_tokens = 1 + round(length * (1 - self._reused))
         if ahead and ahead.finish:
             request.expected_tokens = 1
-        if law == "lenient":  # the published method: the sample's own text, once
+        if acceptance == "lenient":  # the published method: the sample's own text, once
             if old is not None and old.logprobs is not None:
                 request.drafter = SuffixDrafter(PromptTexts(sources=("prefix",)), old.tokens)
                 request.draft_logprobs, request.draft_version = old.logprobs, old.version
@@ -256,16 +265,16 @@ class SpeculativeRollout:
 
 
 def _check_keys(rows: Sequence[Row], sample_indices: Sequence[int], visits: Sequence[int]) -> None:
-    """Equal keys draw equal responses, which a trainer would take for independent ones."""
-    drawn: set[tuple[str, int]] = set()
+    """Refuses equal keys: their responses would be equal, and a trainer would treat them as independent."""
+    seen: set[tuple[str, int]] = set()
     for row, sample_index, visit in zip(rows, sample_indices, visits, strict=True):
         if type(visit) is not int or visit < 0:
             raise RolloutError(
                 f"visit={visit!r} of example {row.example_id!r}: expected how often it was rolled out, 0 or more"
             )
-        if (row.example_id, sample_index) in drawn:
+        if (row.example_id, sample_index) in seen:
             raise RolloutError(
                 f"example {row.example_id!r} has sample_index={sample_index} twice in one batch, and both rows would "
                 "be the same response. Number a prompt's rows from 0, or leave `sample_indices` out"
             )
-        drawn.add((row.example_id, sample_index))
+        seen.add((row.example_id, sample_index))

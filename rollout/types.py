@@ -1,4 +1,4 @@
-"""The records that travel between cache, drafters, engines and trainers. Token ids only; text stays at the edges."""
+"""The records that cache, drafters, engines and trainers exchange. They hold token ids; text stays outside."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 FinishReason = Literal["stop", "length"]
 
@@ -26,10 +26,10 @@ class Trajectory:
     Example: Trajectory(tokens=(52, 17, 1), key=0x1f2e..., finish="stop", version=12, step=12, reward=1.0)
     """
 
-    tokens: tuple[int, ...]
+    tokens: Sequence[int]
     """Response token ids, the EOS included when `finish == "stop"`."""
     key: int
-    """The 64-bit noise key that drew it (signed)."""
+    """The 64-bit noise key that it was sampled with (signed)."""
     finish: FinishReason
     """`stop`: ended by an EOS id. `length`: cut by the cap; a longer cap continues it."""
     version: int
@@ -38,13 +38,13 @@ class Trajectory:
     """Trainer step that produced it."""
     reward: float | None = None
     """Total reward, None while unknown or when the reward failed."""
-    logprobs: tuple[float, ...] | None = None
+    logprobs: Sequence[float] | None = None
     """Log-prob of each token that the next visit verifies it with: `lenient` stores that of the weights `version`,
     `judged` the behaviour log-prob, other settings None."""
 
 
 def check_example_id(example_id: str) -> None:
-    """Raises RolloutError for what is not a text: noise keys and checksums are made of its UTF-8 bytes."""
+    """Raises RolloutError unless the id is a string with a UTF-8 form, from which keys and checksums are derived."""
     if not isinstance(example_id, str):  # 1 and "1" would have the same noise
         raise RolloutError(f"example_id={example_id!r:.60} is not a text. Try example_id={str(example_id)!r:.60}.")
     try:
@@ -55,20 +55,20 @@ def check_example_id(example_id: str) -> None:
 
 
 class Drafter(Protocol):
-    """Guesses a row's next tokens. Guesses decide how many tokens ride one pass, never which token is emitted.
+    """Guesses a row's next tokens. Guesses decide how many tokens a pass verifies, never which token is emitted.
 
-    One that raises or proposes no integers is asked no more, and its row goes on without it. What it proposes beyond
-    `limit`, or from the first id on that the model does not have, is left out.
+    A drafter that raises or proposes no integers is not asked again, and its row goes on without it. Tokens beyond
+    `limit`, and from the first id on that the model does not have, are dropped.
 
-    A drafter may have an attribute `source`, a name for where its last proposal came from. Acceptance is counted and
+    A drafter may have an attribute `source` that names the origin of its last proposal. Acceptance is counted and
     estimated by that name; without one all its drafts count as `custom`.
     """
 
     def propose(self, tokens: Sequence[int], limit: int) -> Sequence[int]:
         """At most `limit` ids that may follow the response `tokens` emitted so far; empty when there is no guess.
 
-        A finished response is shown once more, with a limit of 0. A request may be run again: then its response
-        begins anew.
+        It is called once more with a finished response and a limit of 0. If a request is run again, its response starts
+        from the beginning.
         """
 
 
@@ -78,24 +78,24 @@ class Request:
 
     prompt: Sequence[int]
     key: int
-    """Noise key: the token at response position t is drawn with the noise of (key, t)."""
+    """Noise key: the token at response position t is sampled with the noise of (key, t)."""
     max_new_tokens: int
     drafter: Drafter | None = None
-    """None has no old text; an engine with a draft model may still draft."""
+    """None: there is no old text; an engine with a draft model may still draft."""
     draft_logprobs: Sequence[float] | None = None
     """Stored log-probs of the sample's old text (`Trajectory.logprobs`), by response position; needed by the `lenient`
     rule, whose first proposal it is, and by judges; ignored by `exact`."""
     draft_version: int | None = None
-    """Weight version that drew the first proposal; provenance of what the `lenient` rule reuses."""
+    """Weight version that sampled the first proposal; provenance of what the `lenient` rule reuses."""
     plain: bool = False
     """Decode without drafts, those of the engine's draft model included: the baseline."""
     expected_tokens: int | None = None
-    """Guess of the tokens still to be decoded, for spreading rows over workers; None knows nothing."""
+    """Guess of the tokens still to be decoded, for spreading rows over workers; None if there is no guess."""
 
 
 @dataclass(slots=True)
 class Completion:
-    """One response, with everything the trainer and the accounting need. Sequences have the response's length."""
+    """One response with its log-probs and counts. Sequences have the response's length."""
 
     tokens: list[int]
     logprobs: list[float]
@@ -103,8 +103,8 @@ class Completion:
     behaviour_logprobs: list[float]
     """Log-prob under the distribution that sampled the token, by which the trainer's correction divides: the stored one
     for tokens that a judge accepted, a draft model's for its tokens, else as in `logprobs`. The lenient rule gives the
-    log-prob of drafting and accepting the token, and infinity (a weight of 0) to the token drawn at a rejection, whose
-    sampling distribution needs all of p_old (docs/guarantees.md)."""
+    log-prob of drafting and accepting the token, and infinity (a weight of 0) to the token sampled at a rejection,
+    whose distribution needs all of p_old (docs/guarantees.md)."""
     reused: list[bool]
     """True where the token came from a draft, False where it was decoded."""
     finish: FinishReason
@@ -114,24 +114,24 @@ class Completion:
     seconds: float = 0.0
     """From the start of the engine's call until it was finished."""
     draft_version: int | None = None
-    """Weight version whose law drew the reused tokens where that is not `version` (the lenient rule), else None."""
+    """Weight version that sampled the reused tokens if that is not `version` (the lenient rule), else None."""
     failure: str = ""
     """Why this row has no response (its sequences are then empty); such rows are masked and counted, never scored."""
 
     @property
     def versions(self) -> list[int]:
-        """Weight version whose law drew each token. Under `exact` a reused token is the current version's own draw."""
+        """Weight version that sampled each token. Under `exact` a reused token is the current version's own sample."""
         old = self.version if self.draft_version is None else self.draft_version
         return [old if reused else self.version for reused in self.reused]
 
 
 @dataclass(frozen=True, slots=True)
 class AheadText:
-    """What there was of a response before its turn: rolled out with older weights under its own noise, a draft."""
+    """A response that was rolled out ahead, with older weights under its own noise; a draft."""
 
     tokens: Sequence[int]
     finish: FinishReason | None
-    """None where it was stopped before its end."""
+    """None if it was stopped before its end."""
 
 
 @dataclass(slots=True)
@@ -151,11 +151,11 @@ class EngineStats:
     drafted: int = 0
     accepted: int = 0
     sources: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """`drafted` and `accepted` by where the draft came from: a drafter's `source`, or `model`."""
+    """`drafted` and `accepted` by the source of the draft: a drafter's `source`, or `model`."""
     paused: int = 0
-    """Passes, of all rows together, in which a row had a draft and the budget let it carry nothing."""
+    """Passes, of all rows together, in which a row had a guess and the budget drafted nothing."""
     paused_acceptance: float = 0.0
-    """Sum over `paused` of the estimated probability that the draft's next token would have been accepted."""
+    """Sum over `paused` of the estimated probability that the next draft token would have been accepted."""
     paused_needed: float = 0.0
     """Sum over `paused` of the probability from which on a draft token would have paid."""
     route_s: float = 0.0
@@ -167,20 +167,20 @@ class EngineStats:
     route_faults: int = 0
     """Of `escalated`, those for which the router failed or the draft step was none."""
     drafter_faults: int = 0
-    """Rows whose own drafter raised or proposed no token ids, and which went on without it."""
+    """Rows whose own drafter raised or proposed no token ids; they went on without it."""
     ties: int = 0
-    """Draws closer than `tie_margin` that were decided by a canonical forward pass."""
+    """Samples whose best scores were within `tie_margin` and that a canonical forward pass decided."""
 
     def count(self, source: str, drafted: int, accepted: int) -> None:
-        """Notes a draft and how many of its tokens stood."""
+        """Counts a draft and its accepted tokens."""
         self.drafted += drafted
         self.accepted += accepted
         if drafted:
-            before = self.sources.get(source, (0, 0))
-            self.sources[source] = before[0] + drafted, before[1] + accepted
+            drafted_before, accepted_before = self.sources.get(source, (0, 0))
+            self.sources[source] = drafted_before + drafted, accepted_before + accepted
 
     def count_pass(self, tokens: int, seconds: float, carries: bool, decodes: bool = True) -> None:
-        """Notes a pass of `tokens` tokens. Args: carries: drafts; decodes: not only prompts."""
+        """Counts a pass of `tokens` tokens. Args: carries: it has drafts; decodes: it has more than prompts."""
         self.passes += 1
         self.forward_tokens += tokens
         if carries:
@@ -211,13 +211,13 @@ class Row:
 
 @dataclass(slots=True)
 class RolloutBatch:
-    """The result of one rollout stage: completions in the order of the rows, and what they cost."""
+    """The result of one rollout stage: completions in the order of the rows, and their cost."""
 
     completions: list[Completion]
     sample_indices: list[int]
     keys: list[int]
     ages: list[int | None]
-    """Trainer steps since the draft was written, None for rows without a stored trajectory."""
+    """Trainer steps since the stored trajectory was generated, None for rows without one."""
     replayed: list[bool]
     """True where the row kept its noise key from its last visit."""
     visits: list[int] = field(default_factory=list)
@@ -225,7 +225,7 @@ class RolloutBatch:
     unchanged: list[bool] = field(default_factory=list)
     """True where the response is the stored one, token for token; empty when nothing was looked up."""
     ahead: list[AheadText | None] = field(default_factory=list)
-    """What was rolled out ahead of each row; empty where nothing is."""
+    """What was rolled out ahead of each row; empty if nothing was."""
     stats: EngineStats = field(default_factory=EngineStats)
     ahead_s: float = 0.0
     """Worker seconds that went into `ahead`, before this stage began."""
@@ -244,14 +244,17 @@ class RolloutBatch:
         return RolloutBatch(**added, calls=calls)
 
     def select(self, rows: Sequence[int]) -> RolloutBatch:
-        """Some of the rows, in the given order, without what the batch cost."""
+        """Some of the rows, in the given order, without the cost of the batch."""
         columns = ("completions", "sample_indices", "keys", "ages", "replayed", "visits", "unchanged", "ahead")
-        whole = {name: getattr(self, name) for name in columns}
-        return RolloutBatch(**{name: [column[row] for row in rows] if column else [] for name, column in whole.items()})
+        selected: dict[str, Any] = {}
+        for name in columns:
+            column = getattr(self, name)
+            selected[name] = [column[row] for row in rows] if column else []
+        return RolloutBatch(**selected)
 
     @contextmanager
     def charge_store(self) -> Iterator[None]:
-        """Times what runs inside as storing."""
+        """Counts the time of the block as storing."""
         began = time.perf_counter()
         yield
         spent = time.perf_counter() - began

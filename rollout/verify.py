@@ -1,13 +1,14 @@
-"""Acceptance rules: pure functions from what rode (`Draft`) and what was drawn (`Drawn`) to what stands (`Stood`)."""
+"""The exact acceptance rule, and the records that acceptance rules take and return."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import eq
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from specrl.rollout.drafting.draft import Draft
+from specrl.rollout.types import FinishReason
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -15,25 +16,26 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class TargetSamples:
-    """What one pass says about the tokens that a row fed: lists with one entry per token, for the token after it."""
+    """What the policy samples after each token that one pass verified for a row; lists with one entry per token."""
 
-    at: int
-    """Response position of the first draw."""
-    draws: list[int]
+    position: int
+    """Response position of the first sample."""
+    tokens: list[int]
     logprobs: list[float]
-    """Of the draws."""
-    text_logprobs: list[float]
-    """Of the tokens that follow in the row's text, so of its draft; where none is known the entry means nothing."""
+    """Of the sampled tokens."""
+    draft_logprobs: list[float]
+    """Of the tokens that follow in the row's text, which is its draft; the last entry means nothing without one."""
     usable: bool = True
     """False when some logits were NaN or infinite."""
     states: tuple[Tensor, int] | None = None
-    """Final hidden states of the whole pass, and where the row's begin."""
+    """Final hidden states of the whole pass, and the index of the row's first."""
 
     @property
     def hidden(self) -> Tensor:
-        """Final hidden states [n, hidden] of the tokens fed."""
+        """Final hidden states [n, hidden] of the tokens that were verified."""
+        assert self.states is not None, "the engine keeps states only for rules that read them"
         states, first = self.states
-        return states[first : first + len(self.draws)]
+        return states[first : first + len(self.tokens)]
 
 
 @dataclass(slots=True)
@@ -47,41 +49,41 @@ class Accepted:
     """See `Completion.behaviour_logprobs`."""
     drafted: int
     """How many of the tokens, from the first on, are the draft's."""
-    behind: Sequence[int] = ()
-    """What was drawn after these, behind draft tokens that did not stand: guesses, by the row's own noise."""
+    rejected_tail: Sequence[int] = ()
+    """What the policy sampled after these, given rejected draft tokens: guesses, by the row's own noise."""
 
 
-AcceptanceRule = Callable[[int, Draft, TargetSamples], Accepted]
-"""Decides what stands of a row's draft, given the row's noise key."""
+AcceptanceRule = Callable[[int, Any, TargetSamples], Accepted]
+"""Decides which tokens of a row's draft are accepted, given the row's noise key. The draft is a `Draft`, of the class
+that the rule's own drafting makes."""
 
 
-def exact(key: int, draft: Draft, drawn: TargetSamples) -> Accepted:
-    """The draws up to the first that differs from the draft, that one included."""
-    n = accept_exact(drawn.draws, draft.tokens)
-    logprobs = drawn.logprobs[: n + 1]
-    behind = drawn.draws[n + 1 :] if n < len(draft.tokens) else ()
-    return Accepted(drawn.draws[: n + 1], logprobs, logprobs, n, behind)
+def exact(key: int, draft: Draft, samples: TargetSamples) -> Accepted:
+    """The sampled tokens up to the first that differs from the draft, that one included."""
+    n = accept_exact(samples.tokens, draft.tokens)
+    logprobs = samples.logprobs[: n + 1]
+    rejected_tail = samples.tokens[n + 1 :] if n < len(draft.tokens) else ()
+    return Accepted(samples.tokens[: n + 1], logprobs, logprobs, n, rejected_tail)
 
 
-def accept_exact(draws: Sequence[int], draft: Sequence[int]) -> int:
-    """Accepted draft tokens under the exact rule: a draft token stands when it equals the sampler's own draw.
+def accept_exact(sampled: Sequence[int], draft: Sequence[int]) -> int:
+    """Accepted draft tokens under the exact rule: those before the first that differs from the policy's own sample.
 
-    `draws[i]` is the keyed draw given the prefix and draft[:i]; it may be longer than the draft. The output
-    draws[:n + 1] is what plain decoding with the same key emits, whatever the draft (E0 of docs/guarantees.md).
+    `sampled[i]` is sampled with the row's noise given the prefix and draft[:i]; it may be longer than the draft.
+    sampled[:n + 1] is what plain decoding with the same key emits, whatever the draft (E0 of docs/guarantees.md).
     """
-    if draws[: len(draft)] == draft:  # lists, most often
+    if sampled[: len(draft)] == draft:  # lists, most often
         return len(draft)
-    return [*map(eq, draws, draft), False].index(False)
+    return [*map(eq, sampled, draft), False].index(False)
 
 
-def cut(tokens: Sequence[int], eos_ids: frozenset[int], room: int) -> tuple[int, str | None]:
-    """How many of `tokens` may be emitted, and the finish reason when that ends the response.
+def cut(tokens: Sequence[int], eos_ids: frozenset[int], most: int) -> tuple[int, FinishReason | None]:
+    """How many of `tokens` may be emitted, and the finish reason if that ends the response.
 
-    The first EOS ends it (kept, `stop`), else the cap of `room` tokens (`length`); an EOS that is exactly the last
+    The first EOS ends it (kept, `stop`), else the cap of `most` tokens (`length`); an EOS that is exactly the last
     token allowed is a `stop`.
     """
-    if not eos_ids.isdisjoint(tokens):
-        end = next(i for i, token in enumerate(tokens) if token in eos_ids)
-        if end < room:
-            return end + 1, "stop"
-    return (room, "length") if len(tokens) >= room else (len(tokens), None)
+    end = next((i for i, token in enumerate(tokens) if token in eos_ids), most)
+    if end < most:
+        return end + 1, "stop"
+    return (most, "length") if len(tokens) >= most else (len(tokens), None)

@@ -234,7 +234,7 @@ def agreement(
     """How often the student's draws are the policy's tokens. Args: keys: that the policy drew the texts with."""
     import torch
 
-    from specrl.rollout.noise import keyed_draw
+    from specrl.rollout.noise import keyed_sample
     from specrl.trainers.cotraining import distil as recipe
     from specrl.trainers.cotraining.texts import read
 
@@ -250,8 +250,8 @@ def agreement(
             )
         at = batch.targets[:, 1]
         tokens, noise = torch.tensor(text.response, device=p.device)[at], torch.full_like(at, key)
-        keyed += (keyed_draw(q, noise, at)[0] == tokens).sum().item()
-        independent += (keyed_draw(q, ~noise, at)[0] == tokens).sum().item()
+        keyed += (keyed_sample(q, noise, at)[0] == tokens).sum().item()
+        independent += (keyed_sample(q, ~noise, at)[0] == tokens).sum().item()
         overlap += torch.minimum(p.softmax(-1), q.softmax(-1)).sum().item()
         total += len(tokens)
     return Agreement(keyed / total, independent / total, overlap / total)

@@ -1,9 +1,9 @@
 """Judge of draft tokens, mined from the verifiable reward: `python -m specrl.train_judge config=judge_math out=DIR`.
 
-AutoJudge (arXiv 2504.20039): where a draft has another token than the policy, that token is put in and the policy
-finishes the response; the same reward means that the token did not matter. A linear head on the policy's hidden states
-learns to tell. Drafts are the draft model's, or with cache=RUN the texts that a run has stored, under the policy it
-ended with:
+AutoJudge (arXiv 2504.20039): where a draft differs from the policy, the draft's token replaces the policy's, and the
+policy finishes the response; the same reward means that the token did not matter. A linear head on the policy's hidden
+states learns to predict this. Drafts are the draft model's, or with cache=RUN the texts that a run has stored, under
+the policy it ended with:
 
     python -m specrl.train_judge config=grpo_math model=outputs/run/model cache=outputs/run out=DIR
 
@@ -41,8 +41,7 @@ def main(config: TrainJudgeConfig) -> int:
     from specrl.lossy.judging import Drafted, compare, fit_judges, mismatches, read_cache
     from specrl.lossy.pair import load_pair
     from specrl.reward.loading import load_rewards
-    from specrl.rollout.lossy.judge import JudgeHead, KLJudge
-    from specrl.rollout.lossy.pair import fingerprint
+    from specrl.rollout.lossy.judge import Judge, JudgeHead, KLJudge
     from specrl.run.data import load_examples
 
     if not config.out:
@@ -56,17 +55,21 @@ def main(config: TrainJudgeConfig) -> int:
     examples = {s: load_examples(config.data, config.dataset, s, config.seed) for s in config.splits}
     with closing(load_rewards(config.reward)) as rewards:
         if config.cache:
-            learned_from = read_cache(pair, examples["train"], Path(config.cache))
-            held = [draft for draft in learned_from if draft.problem % 5 == 0]
+            training = read_cache(pair, examples["train"], Path(config.cache))
+            held_out = [draft for draft in training if draft.problem % 5 == 0]
         else:
-            learned_from, held = ([Drafted(e, i) for i, e in enumerate(examples[s])] for s in ("train", "test"))
-        labels = mismatches(pair, learned_from, rewards, config.mismatches)
+            training = [Drafted(example, i) for i, example in enumerate(examples["train"])]
+            held_out = [Drafted(example, i) for i, example in enumerate(examples["test"])]
+        labels = mismatches(pair, training, rewards, config.mismatches)
         judge, shuffled, report = fit_judges(labels, config, config.recall)
-        rules = {"exact": JudgeHead(judge.weight, judge.bias, 0.0), "judge": judge, "shuffled labels": shuffled}
-        rules |= {} if config.cache else {"KL rule": KLJudge()}
-        report["rules"] = compare(pair, rules, held, rewards)
-    drafts = config.cache or fingerprint(pair.draft)
-    judge.save(config.out, {"policy": fingerprint(pair.policy), "draft": drafts, "report": report})
+        exact = JudgeHead(judge.weight, judge.bias, 0.0)
+        rules: dict[str, Judge] = {"exact": exact, "judge": judge, "shuffled labels": shuffled}
+        if not config.cache:
+            rules["KL rule"] = KLJudge()
+        report["rules"] = compare(pair, rules, held_out, rewards)
+    fingerprints = pair.fingerprints()
+    draft = config.cache or fingerprints["draft"]
+    judge.save(config.out, {"policy": fingerprints["policy"], "draft": draft, "report": report})
     print(json.dumps(report, indent=2))
     return 0
 

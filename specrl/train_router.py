@@ -1,9 +1,8 @@
 """Learned router of a draft and a policy: `python -m specrl.train_router config=arbitrage_math [key=value ...]`.
 
-Arbitrage (arXiv 2512.05033): responses are walked by the oracle, which sees both models' next step and continues with
-the better one; every step visited becomes an example. A step's value is the mean reward of continuations by the policy,
-so no process reward model is needed. `out` gets the router, a logistic regression on what the policy's likelihoods say
-of a step.
+Arbitrage (arXiv 2512.05033): the oracle compares both models' next steps and continues with the better one; every step
+visited becomes an example. A step's value is the mean reward of continuations by the policy, so no process reward model
+is needed. The router in `out` is a logistic regression on the policy's likelihoods of a step.
 """
 
 from __future__ import annotations
@@ -34,9 +33,9 @@ def main(config: TrainRouterConfig) -> int:
     from specrl.lossy.pair import load_pair
     from specrl.lossy.routing import StepValues, collect, revalued, train
     from specrl.reward.loading import load_rewards
-    from specrl.rollout.lossy.pair import fingerprint, write_card
+    from specrl.rollout.lossy.pair import write_card
     from specrl.run.data import load_examples
-    from specrl.trainers.lossy.router import split
+    from specrl.trainers.lossy.fit import split
 
     if not config.out:
         raise ConfigError("out is missing: the directory to write the router to, such as out=outputs/router")
@@ -50,14 +49,15 @@ def main(config: TrainRouterConfig) -> int:
     pair = load_pair(config)
     examples = load_examples(config.data, config.dataset, "train", config.seed)
     with closing(load_rewards(config.reward)) as rewards:
-        values, others = (StepValues(pair, rewards, config.continuations, config.seed + i) for i in (0, 1))
-        learning, held = split(collect(pair, values, examples), 0.2, config.seed)
-        again = revalued(held, values, others)
-    weights, report = train(learning, held, again, config)
-    card = {"kind": "arbitrage", "draft": fingerprint(pair.draft), "policy": fingerprint(pair.policy)}
-    card |= {"separators": config.rollout.routed.step_separators, "weights": weights, "report": report}
-    write_card(config.out, card)
-    lines = [json.dumps(asdict(record)) + "\n" for record in (*learning, *held)]
+        values = StepValues(pair, rewards, config.continuations, config.seed)
+        others = StepValues(pair, rewards, config.continuations, config.seed + 1)
+        learning, held_out = split(collect(pair, values, examples), 0.2, config.seed)
+        again = revalued(held_out, values, others)
+    weights, report = train(learning, held_out, again, config)
+    separators = config.rollout.routed.step_separators
+    card = {"separators": separators, "weights": weights, "report": report}
+    write_card(config.out, {"kind": "arbitrage", **pair.fingerprints(), **card})
+    lines = [json.dumps(asdict(record)) + "\n" for record in (*learning, *held_out)]
     (Path(config.out) / "steps.jsonl").write_text("".join(lines), encoding="utf-8")
     print(json.dumps(report, indent=2))
     return 0

@@ -40,7 +40,7 @@ def tiny():
     return cache(random_model)
 
 
-APART = ("test_scripts.py", "test_research.py", "test_examples.py", "test_precision.py", "test_options.py")
+INDEPENDENT = ("test_scripts.py", "test_research.py", "test_examples.py", "test_precision.py", "test_options.py")
 """Files whose tests share nothing that takes long to make, so that they run in any process."""
 LONGEST_FIRST = (
     *("test_vllm_v2.py", "test_workers.py", "test_ray.py", "test_vllm.py", "test_two_processes.py"),
@@ -51,11 +51,11 @@ LONGEST_FIRST = (
 def pytest_collection_modifyitems(items):
     """Gives a file's tests to one process, so that what a module starts is started once, and the longest files first.
 
-    `--dist loadgroup` sends the rest to whichever process is free, tests of files in APART one by one. The last of them
+    `--dist loadgroup` sends the rest to the next free process, tests of INDEPENDENT files one by one. The last of them
     are short, so that both processes end at about the same time.
     """
     for item in items:
-        if item.path.name not in APART:
+        if item.path.name not in INDEPENDENT:
             item.add_marker(pytest.mark.xdist_group(item.path.relative_to(item.config.rootpath).as_posix()))
-    names = (*LONGEST_FIRST, "", *APART)
+    names = (*LONGEST_FIRST, "", *INDEPENDENT)
     items.sort(key=lambda item: names.index(item.path.name if item.path.name in names else ""))

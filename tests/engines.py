@@ -1,4 +1,4 @@
-"""Local engines of tests: a model, a law, and what is tried."""
+"""Local engines for tests."""
 
 from specrl.rollout.drafting.budget import Budget
 from specrl.rollout.drafting.contexts import ContextTable
@@ -16,7 +16,7 @@ from specrl.rollout.workers.ahead import Ahead
 def local(
     model, sampling, *, lenience=None, window=0, contexts=False, drafter=None, ids=0, own_weights=False, **limits
 ):
-    """A transformers engine; with a `lenience` that of the published rule."""
+    """A local engine; with a `lenience` one that follows SPEC-RL's rule."""
     limits = Limits(**limits)
     if lenience is not None:
         return TransformersEngine(model, sampling, lenient(lenience), VerifyOldTextOnce(), limits, own_weights)
@@ -26,7 +26,7 @@ def local(
 
 
 def judged(model, sampling, judge, draft=None, window=16, own_weights=False, **limits):
-    """A transformers engine whose verification a judge relaxes."""
+    """A local engine whose verification a judge relaxes."""
     drafting = Judged(judge, sampling, draft, window, Limits(**limits))
     return TransformersEngine(model, sampling, drafting.rule, drafting, Limits(**limits), own_weights)
 
@@ -37,9 +37,9 @@ def routed(model, sampling, steps, **limits):
 
 
 class Spare:
-    """An engine with copies of the weights and time to spare: what a pool of one worker does, in this process.
+    """An engine that rolls out ahead between two calls, in this process, as a pool of one worker would.
 
-    Args: passes: that it has between two calls; what they give is there at the next `stop`.
+    Args: passes: forward passes ahead between two calls; their tokens are available at the next `stop`.
     """
 
     own_weights, not_ahead = True, ""
@@ -47,7 +47,7 @@ class Spare:
     def __init__(self, engine, passes=1 << 30):
         self.engine, self.passes, self.rows = engine, passes, Ahead()
         self.began = []
-        """Requests of each piece of work ahead."""
+        """Requests of each batch that was begun ahead."""
 
     @property
     def weight_version(self):

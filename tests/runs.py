@@ -1,4 +1,4 @@
-"""Whole training runs small enough for a test: a random policy, a reward that random text can earn, a recorder."""
+"""Training runs small enough for a test: a random policy, rewards that random text can earn, and a recorder."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def words(folder: Path, **options) -> list[str]:
 
     Dots in option names are written as two underscores: `rollout__replay=0.5`.
     """
-    given = {
+    small = {
         "config": "grpo_math",
         "name": "run",
         "output_dir": str(folder),
@@ -111,7 +111,7 @@ def words(folder: Path, **options) -> list[str]:
         "rollout__group_size": 4,
         "rollout__max_new_tokens": 28,
         "rollout__measure_every": 0,
-        "rollout__budget__window": 8,  # not by measured time, so that a loaded machine drafts as much as a quiet one
+        "rollout__budget__window": 8,  # fixed, so that drafting does not depend on the load of the machine
         "trainer__epochs": 3,
         "trainer__prompts_per_step": 4,
         "trainer__learning_rate": 1e-3,
@@ -122,7 +122,7 @@ def words(folder: Path, **options) -> list[str]:
         "reward__isolate_user": "false",
         "report__plots": "false",
     }
-    return [f"{key.replace('__', '.')}={value}" for key, value in (given | options).items()]
+    return [f"{key.replace('__', '.')}={value}" for key, value in (small | options).items()]
 
 
 @dataclass
@@ -150,11 +150,10 @@ class Step:
 
 @dataclass
 class Recording:
-    """What a run did, as far as two runs can be compared."""
+    """The parts of a run that can be compared with another."""
 
     trainer: object = None
     folder: Path | None = None
-    """Of the run."""
     steps: list[Step] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     """One per forward/backward pass, bit for bit."""
@@ -168,9 +167,11 @@ class Recording:
 
 
 def run(folder: Path, prepare: Callable = lambda trainer: None, *, report: bool = False, **options) -> Recording:
-    """`specrl.train` in this process, recorded; its report, which takes a third of the time, only where asked for.
+    """`specrl.train` in this process, recorded.
 
-    `prepare` may sabotage the trainer before it starts.
+    Args:
+        prepare: called with the trainer before it starts, which it may sabotage.
+        report: write the report too, which takes a third of the time.
     """
     record = Recording()
     watch = specrl.train.watch
@@ -187,7 +188,7 @@ def run(folder: Path, prepare: Callable = lambda trainer: None, *, report: bool 
 
 
 def unreported():
-    """Runs inside end without their report."""
+    """A context in which runs write no report."""
     from specrl.run.run import Run
 
     return mock.patch.object(Run, "report")
@@ -197,7 +198,7 @@ _recorded: dict[tuple, Recording] = {}
 
 
 def recorded(**options) -> Recording:
-    """The recording of such a run, made once for all tests of this process, which leave it as it is."""
+    """The recording of a run, made once for all tests of this process; tests must not change it."""
     key = tuple(sorted(options.items()))
     if key not in _recorded:
         _recorded[key] = run(_shared_folder(), name=f"run{len(_recorded)}", **options)
@@ -212,41 +213,44 @@ def _shared_folder() -> Path:
 
 
 def logs(record: Recording) -> list[dict]:
-    """What a trainer logged of its updates."""
+    """The log entries of a trainer's updates."""
     return [log for log in record.trainer.state.log_history if "loss" in log]
 
 
 def listen(trainer, record: Recording) -> None:
+    """Records every rollout and every loss of the trainer."""
     finish, training_step = trainer.rollouts.finish, trainer.training_step
 
-    def heard_finish():
-        metrics, got = finish(), trainer.rollouts.sampled_batch
-        done = got.batch.completions
+    def recorded_finish():
+        metrics = finish()
+        rollout = trainer.rollouts.sampled_batch
+        completions = rollout.batch.completions
         record.steps.append(
             Step(
-                trainer.rollouts.version,
-                [row.example_id for row in got.rows],
-                list(got.batch.sample_indices),
-                list(got.batch.keys),
-                [list(c.tokens) for c in done],
-                [c.finish for c in done],
-                list(got.rewards),
-                [list(c.reused) for c in done],
-                dict(metrics),
+                step=trainer.rollouts.version,
+                ids=[row.example_id for row in rollout.rows],
+                sample_indices=list(rollout.batch.sample_indices),
+                keys=list(rollout.batch.keys),
+                tokens=[list(c.tokens) for c in completions],
+                finish=[c.finish for c in completions],
+                rewards=list(rollout.rewards),
+                reused=[list(c.reused) for c in completions],
+                metrics=dict(metrics),
             )
         )
         return metrics
 
-    def heard_training_step(*args, **kwargs):
+    def recorded_training_step(*args, **kwargs):
         loss = training_step(*args, **kwargs)
         record.losses.append(loss.item())
         return loss
 
-    trainer.rollouts.finish, trainer.training_step = heard_finish, heard_training_step
+    trainer.rollouts.finish = recorded_finish
+    trainer.training_step = recorded_training_step
 
 
 def differences(a: Recording, b: Recording) -> list[str]:
-    """What is not identical in two runs, bit for bit; empty when nothing is."""
+    """The parts of two runs that are not bit-identical."""
     found = []
     if len(a.steps) != len(b.steps):
         found.append(f"{len(a.steps)} rollouts against {len(b.steps)}")
@@ -262,10 +266,10 @@ def differences(a: Recording, b: Recording) -> list[str]:
 
 
 class Watch:
-    """The seconds of some calls in each step, by a watch that the product knows nothing of.
+    """Seconds of some calls in each step, measured independently of the product.
 
-    `run(folder, watch)` times a trainer's calls: `gen`, a rollout without its store; `engine`, the part of it that the
-    engine takes; `control`; `reuse_gap`; `drafter`; and `update`, backward passes alone.
+    `run(folder, watch)` times a trainer's calls: `gen`, a rollout without its store; `engine`, the engine's
+    part of it; `control`; `reuse_gap`; `drafter`; and `update`, backward passes alone.
     """
 
     def __init__(self):
@@ -273,24 +277,25 @@ class Watch:
 
     def __call__(self, trainer) -> None:
         rollout, inside = trainer.rollouts.source, []
-        self._time(trainer, rollout, "generate", lambda given: "gen" if _training(given) else "reuse_gap", inside)
-        self._time(trainer, rollout, "plain", lambda given: "control", inside)
-        self._time(trainer, rollout.engine, "generate", lambda given: "engine" if inside == ["gen"] else "", [])
-        self._time(trainer, trainer.accelerator, "backward", lambda given: "update", [])
+        self._time(trainer, rollout, "generate", lambda call: "gen" if _training(call) else "reuse_gap", inside)
+        self._time(trainer, rollout, "plain", lambda call: "control", inside)
+        self._time(trainer, rollout.engine, "generate", lambda call: "engine" if inside == ["gen"] else "", [])
+        self._time(trainer, trainer.accelerator, "backward", lambda call: "update", [])
         for companion in trainer.rollouts.companions.values():
             for name in ("observe", "step"):
-                self._time(trainer, companion, name, lambda given: "drafter", [])
+                self._time(trainer, companion, name, lambda call: "drafter", [])
 
     def _time(self, trainer, owner, name: str, part: Callable[[dict], str], inside: list[str]) -> None:
         call = getattr(owner, name)
 
-        def timed(*args, **given):
+        def timed(*args, **options):
+            key = part(options)
             # co-training's step comes after the optimiser's, which counts it
-            key, step = part(given), trainer.state.global_step + (name != "step")
+            step = trainer.state.global_step + (name != "step")
             inside.append(key)
             began = time.perf_counter()
             try:
-                return call(*args, **given)
+                return call(*args, **options)
             finally:
                 self.seconds[step][key] += time.perf_counter() - began
                 inside.pop()
@@ -298,29 +303,31 @@ class Watch:
         setattr(owner, name, timed)
 
     def check(self, line: dict) -> None:
-        """Asserts that the record of a step says what the watch does, as far as one span lies within another."""
-        seen, told = self.seconds[line["step"]], {key: line.get(f"timing_s/{key}") or 0.0 for key in TIMED}
-        assert 0.0 < seen["engine"] <= told["gen"], "the engine is part of the rollout, drafting too"
-        assert told["gen"] - told["store"] <= seen["gen"]
+        """Asserts that the recorded seconds of a step agree with the watch where one span contains another."""
+        seen = self.seconds[line["step"]]
+        recorded = {key: line.get(f"timing_s/{key}") or 0.0 for key in TIMED}
+        assert 0.0 < seen["engine"] <= recorded["gen"], "the engine is part of the rollout, drafting too"
+        assert recorded["gen"] - recorded["store"] <= seen["gen"]
         for key in ("control", "reuse_gap", "drafter"):
-            assert told[key] <= seen[key]
-            assert (told[key] > 0.0) == (seen[key] > 0.0)
-        assert 0.0 < seen["update"] <= told["update"], "what is left holds the backward passes"
-        assert sum(seen[key] for key in ("gen", "control", "reuse_gap", "drafter", "update")) <= told["step"]
+            assert recorded[key] <= seen[key]
+            assert (recorded[key] > 0.0) == (seen[key] > 0.0)
+        assert 0.0 < seen["update"] <= recorded["update"], "the rest of a step contains the backward passes"
+        assert sum(seen[key] for key in ("gen", "control", "reuse_gap", "drafter", "update")) <= recorded["step"]
 
 
 TIMED = ("gen", "store", "control", "reuse_gap", "drafter", "update", "step")
 
 
-def _training(given: dict) -> bool:
-    return not given.get("fresh") and given.get("domain", "rollout") == "rollout"
+def _training(options: dict) -> bool:
+    """Whether a rollout with these options is one that is trained on."""
+    return not options.get("fresh") and options.get("domain", "rollout") == "rollout"
 
 
 def by_two_processes(folder: Path, program: str, timeout: float, **environment: str) -> tuple[list[dict], list[str]]:
-    """What each of two CPU processes wrote to rank0.json and rank1.json in the folder, and what it printed."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    """Runs a program in two CPU processes: the content of rank0.json and rank1.json in the folder, and the outputs."""
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        port = server.getsockname()[1]
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
     shared |= {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT), **environment}
     processes = [
@@ -334,6 +341,6 @@ def by_two_processes(folder: Path, program: str, timeout: float, **environment: 
         )
         for rank in (0, 1)
     ]
-    said = [process.communicate(timeout=timeout)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], "\n".join(said)[-6000:]
-    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in (0, 1)], said
+    outputs = [process.communicate(timeout=timeout)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], "\n".join(outputs)[-6000:]
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in (0, 1)], outputs

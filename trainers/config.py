@@ -11,7 +11,7 @@ from specrl.rollout.sections import doc
 
 @dataclass
 class DrafterConfig:
-    train: bool = doc(False, "train rollout.drafter (a model or a head) along with the policy, on its own forward pass")
+    train: bool = doc(False, "train rollout.drafter along with the policy, on hidden states of the policy's update")
     objective: Literal["forward_kl", "tvd"] = doc("tvd", "distance of the drafter from the policy that is minimised")
     learning_rate: float = doc(1e-4, "AdamW learning rate")
     interval: int = doc(1, "optimiser steps from one round of co-training to the next", low=1)
@@ -40,7 +40,7 @@ class TrainerConfig:
     learning_rate: float = doc(1e-6, "AdamW learning rate")
     lr_schedule: Literal["constant", "linear", "cosine"] = doc("constant", "learning-rate schedule")
     warmup_steps: int = doc(0, "optimiser steps of linear warm-up")
-    epochs: int = doc(1, "passes over the training prompts, less those that fill no last step", resume="length")
+    epochs: int = doc(1, "passes over the training prompts; an incomplete last step is dropped", resume="length")
     max_steps: int = doc(0, "stop after this many optimiser steps; 0 runs all epochs", resume="length")
     prompts_per_step: int = doc(8, "prompts per rollout, each with rollout.group_size rows", low=1)
     rows_per_pass: int = doc(0, "rows per training forward and backward pass; 0 is all rows of the step", resume="free")

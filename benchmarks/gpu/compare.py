@@ -1,4 +1,4 @@
-"""Texts drawn with equal noise, token by token."""
+"""Differences between texts sampled with equal noise."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from specrl.rollout.verify import accept_exact
 
 
 def differences(one: Sequence[Completion], other: Sequence[Completion]) -> dict[str, Any]:
-    """Rows that differ, where they do first, and how often a token differs behind equal ones.
+    """Rows that differ, the position of their first difference, and how often a token differs after equal ones.
 
-    A row counts until its first difference, as its texts are different ones behind that.
+    A row counts up to its first difference, because the texts after it have different contexts.
     """
     agree = [accept_exact(a.tokens, b.tokens) for a, b in zip(one, other, strict=True)]
     firsts = [n for n, a, b in zip(agree, one, other, strict=True) if a.tokens != b.tokens]
     compared = sum(agree) + len(firsts)
-    found = {"rows": len(agree), "differing_rows": len(firsts), "flips_per_1000_tokens": 1e3 * len(firsts) / compared}
-    return found | {"first_difference": {"median": median(firsts), "least": min(firsts)} if firsts else None}
+    result = {"rows": len(agree), "differing_rows": len(firsts), "flips_per_1000_tokens": 1e3 * len(firsts) / compared}
+    return result | {"first_difference": {"median": median(firsts), "least": min(firsts)} if firsts else None}

@@ -1,4 +1,4 @@
-"""Phase 1: what a draw over the vocabulary costs beside the output layer, and whether every device draws the same."""
+"""Phase 1: the cost of a draw over the vocabulary and of the output layer, and whether every device draws the same."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from benchmarks.gpu.run import Step
 from benchmarks.gpu.sizes import Shape
 from benchmarks.gpu.timing import Context, busy, ms, peak_mb, wall
 from specrl.rollout.engines.base import SamplingParams
-from specrl.rollout.engines.local.draw import TrimmedDraw, unpack
-from specrl.rollout.engines.local.packed import packed_model
-from specrl.rollout.engines.local.ragged import RaggedModel
-from specrl.rollout.noise import hash_tokens, keyed_draw, row_words
+from specrl.rollout.engines.local.model import PackedModel
+from specrl.rollout.engines.local.probe import packed_model
+from specrl.rollout.engines.local.sampler import TrimmedSampler, unpack
+from specrl.rollout.noise import hash_tokens, keyed_sample, row_words
 
 NUCLEUS = 0.95
 TRIMMED = 5
@@ -53,24 +53,26 @@ def integers(context: Context) -> dict:
     words = row_words(keys, torch.arange(rows))
     want, there = hash_tokens(*words, vocab), [word.to(context.device) for word in words]
     here = row_words(keys.to(context.device), torch.arange(rows, device=context.device))
-    found: dict = {"words": all(map(torch.equal, here, there))}
-    found["eager"] = torch.equal(hash_tokens(*there, vocab).cpu(), want)
+    result: dict = {"words": all(map(torch.equal, here, there))}
+    result["eager"] = torch.equal(hash_tokens(*there, vocab).cpu(), want)
     if context.cuda:
-        found["compiled"] = torch.equal(torch.compile(hash_tokens, dynamic=True)(*there, vocab).cpu(), want)
-    return found if all(found.values()) else found | {"error": "other integers than on a CPU: other tokens are drawn"}
+        result["compiled"] = torch.equal(torch.compile(hash_tokens, dynamic=True)(*there, vocab).cpu(), want)
+    return (
+        result if all(result.values()) else result | {"error": "other integers than on a CPU: other tokens are drawn"}
+    )
 
 
 class Case:
     """Hidden states of `rows` draws by one model."""
 
-    def __init__(self, context: Context, model: RaggedModel, rows: int):
+    def __init__(self, context: Context, model: PackedModel, rows: int):
         self.context, self.model, self.rows, self.head = context, model, rows, model.lm_head
         self.device, shape = context.device, (rows, model.lm_head.weight.shape[1])
         self.hidden = torch.randn(shape, device=self.device, dtype=torch.bfloat16)
         self.columns = [torch.tensor(column, device=self.device) for column in (range(1, rows + 1), [7] * rows)]
         self.targets = torch.zeros(rows, dtype=torch.int64, device=self.device)
 
-    def measures(self, nucleus: RaggedModel) -> dict:
+    def measures(self, nucleus: PackedModel) -> dict:
         return {
             "head_ms": self.of_head,
             "head_float32_ms": self.of_float32_head,
@@ -96,43 +98,43 @@ class Case:
     def of_eager(self) -> float:
         """The draw alone, operation by operation."""
         logits = self.head(self.hidden)
-        return ms(busy(partial(keyed_draw, logits, *self.columns), self.device, repeats=3))
+        return ms(busy(partial(keyed_sample, logits, *self.columns), self.device, repeats=3))
 
-    def of_engine(self, model: RaggedModel) -> dict:
+    def of_engine(self, model: PackedModel) -> dict:
         """The output layer and the draw as the engine has them, brought to the host.
 
         A float32 buffer of the vocabulary was stored where more memory is taken than one of bfloat16 logits needs;
-        only for rows that are drawn in one piece does `vocabulary_buffers` tell how many.
+        only for rows that are drawn in one piece is their number in `vocabulary_buffers`.
         """
-        draw = lambda: model.draw(self.hidden, *self.columns, self.targets).cpu()  # noqa: E731
+        draw = lambda: model.sampler(self.hidden, *self.columns, self.targets).cpu()  # noqa: E731
         with model.inference():
             first, again = wall(draw, self.device), min(wall(draw, self.device) for _ in range(4))
             peak = peak_mb(draw, self.device)
         logits_mb = self.rows * model.vocab * 2 / 2**20
         buffers = None if peak is None else round((peak - logits_mb) / (2 * logits_mb), 2)
-        found = {"ms": ms(again), "first_call_ms": ms(first), "peak_mb": peak, "logits_mb": round(logits_mb, 1)}
-        return found | {"vocabulary_buffers": buffers}
+        result = {"ms": ms(again), "first_call_ms": ms(first), "peak_mb": peak, "logits_mb": round(logits_mb, 1)}
+        return result | {"vocabulary_buffers": buffers}
 
     def of_trimmed(self) -> dict:
         """A drafter's draw from few ids, and how many of them a CPU draws otherwise."""
         ids = np.arange(0, self.model.vocab, TRIMMED)
-        trimmed = TrimmedDraw(self.head, SamplingParams(frozenset()), self.model.limits.logits_mb, len(ids))
+        trimmed = TrimmedSampler(self.head, SamplingParams(frozenset()), self.model.limits.logits_mb, len(ids))
         taking = partial(trimmed.take, ids)
         taking()
         draw = lambda: trimmed(self.hidden, *self.columns, self.targets).cpu()  # noqa: E731
         with self.model.inference():
             here, *_ = unpack(draw())
             logits, columns = trimmed.logits(self.hidden).cpu(), [column.cpu() for column in self.columns]
-            there = keyed_draw(logits, *columns, ids=trimmed.ids.cpu())[0].tolist()
-            found = {"ids": len(ids), "ms": ms(min(wall(draw, self.device) for _ in range(4)))}
-        found["take_ms"] = ms(min(wall(taking, self.device) for _ in range(2)))
-        return found | {"differ": sum(a != b for a, b in zip(here, there, strict=True))}
+            there = keyed_sample(logits, *columns, ids=trimmed.ids.cpu())[0].tolist()
+            result = {"ids": len(ids), "ms": ms(min(wall(draw, self.device) for _ in range(4)))}
+        result["take_ms"] = ms(min(wall(taking, self.device) for _ in range(2)))
+        return result | {"differ": sum(a != b for a, b in zip(here, there, strict=True))}
 
     def same_draws(self) -> dict:
         """Draws of the device's logits, there and on a CPU: the noise's logarithms differ in their last bits."""
         few = slice(0, min(self.rows, 64))
         with self.model.inference():
-            here, *_ = unpack(self.model.draw(*(x[few] for x in (self.hidden, *self.columns, self.targets))).cpu())
+            here, *_ = unpack(self.model.sampler(*(x[few] for x in (self.hidden, *self.columns, self.targets))).cpu())
             logits: Tensor = self.head(self.hidden[few])
-        there = keyed_draw(logits.cpu(), *(column[few].cpu() for column in self.columns))[0].tolist()
+        there = keyed_sample(logits.cpu(), *(column[few].cpu() for column in self.columns))[0].tolist()
         return {"draws": len(here), "differ": sum(a != b for a, b in zip(here, there, strict=True))}

@@ -55,7 +55,7 @@ def op_cost(context: Context) -> dict[str, float]:
     """Microseconds of the host for one eager operation whose work is nothing."""
     x, weight = torch.zeros(16, 16, device=context.device), torch.zeros(16, 16, device=context.device)
     operations = {"add": partial(torch.add, x, 1.0), "linear": partial(torch.nn.functional.linear, x, weight)}
-    found = {}
+    result = {}
     for name, operation in operations.items():
         seconds = []
         for _ in range(4):
@@ -65,8 +65,8 @@ def op_cost(context: Context) -> dict[str, float]:
                 operation()
             seconds.append(time.perf_counter() - began)
             synchronize(context.device)
-        found[name] = round(1e6 * min(seconds) / context.sizes.ops, 3)
-    return found
+        result[name] = round(1e6 * min(seconds) / context.sizes.ops, 3)
+    return result
 
 
 # Attention ------------------------------------------------------------------------------------------------------------
@@ -75,7 +75,7 @@ def op_cost(context: Context) -> dict[str, float]:
 class Layer:
     """Queries, keys and values of one layer in a pass: `tokens` new ones of each row, `width` positions of a longer KV.
 
-    Args: capacity: positions that the KV has room for, as many as `width` needs where it is 0.
+    Args: capacity: positions of the KV cache; 0 takes as many as `width` needs.
     """
 
     def __init__(self, context: Context, tokens: int, width: int, capacity: int = 0):
@@ -95,7 +95,7 @@ class Layer:
         return self.query.flatten(2, 3), self.key[:, :, : self.width], self.value[:, :, : self.width], mask
 
     def packed(self) -> tuple[Tensor, Tensor, Tensor]:
-        """As variable-length flash attention takes them: [tokens, heads, dim], rows behind each other."""
+        """As variable-length flash attention takes them: [tokens, heads, dim], one row after another."""
         query = self.query.permute(0, 3, 1, 2, 4).reshape(-1, self.kv_heads * self.groups, self.dim)
         return query.contiguous(), *(x.transpose(1, 2).reshape(-1, *x.shape[1::2]) for x in (self.key, self.value))
 
@@ -115,7 +115,7 @@ def by_backend(backend: SDPBackend | None, layer: Layer) -> Callable[[int], Tens
 
 
 def varlen(layer: Layer) -> Callable[[int], Tensor]:
-    """The same through the flash kernel for rows of unequal length: no mask, no padding, the KV as it lies."""
+    """The same through the flash kernel for rows of unequal length: no mask, no padding, the KV as stored."""
     if layer.device.type != "cuda":
         raise Absent("variable-length flash attention: only on CUDA")
     q, k, v = layer.packed()
@@ -133,36 +133,36 @@ def varlen(layer: Layer) -> Callable[[int], Tensor]:
 
 def choices(context: Context) -> dict[str, str]:
     """The kernel that PyTorch takes by itself."""
-    found = {}
+    result = {}
     for tokens in TOKENS:
         for width in context.sizes.attention_widths:
             q, k, v, mask = Layer(context, tokens, width).grouped()
             chosen = torch._fused_sdp_choice(q, k, v, attn_mask=mask)
-            found[f"{tokens} tokens x {width}"] = SDPBackend(chosen).name
-    return found
+            result[f"{tokens} tokens x {width}"] = SDPBackend(chosen).name
+    return result
 
 
 def cudnn_accepts(context: Context) -> dict[str, bool | str]:
     """Whether cuDNN computes the shapes at all; else what PyTorch says."""
     context.needs_cuda("cuDNN")
-    found: dict[str, bool | str] = {}
+    result: dict[str, bool | str] = {}
     for tokens in TOKENS:
         for width in context.sizes.attention_widths:
             try:
                 by_backend(SDPBackend.CUDNN_ATTENTION, Layer(context, tokens, width))(width)
-                found[f"{tokens} tokens x {width}"] = True
+                result[f"{tokens} tokens x {width}"] = True
             except RuntimeError as error:
-                found[f"{tokens} tokens x {width}"] = said(error)
-    return found
+                result[f"{tokens} tokens x {width}"] = said(error)
+    return result
 
 
-def growing(context: Context, kernel: Callable[[Layer], Callable[[int], Tensor]], place: int) -> dict:
+def growing(context: Context, kernel: Callable[[Layer], Callable[[int], Tensor]], number: int) -> dict:
     """Milliseconds of the first call and of the next at widths that grow by one, as those of a rollout's passes do.
 
-    Args: place: among those whose widths must differ.
+    Args: number: of this measurement, so that no two share a width.
     """
     count = context.sizes.growing
-    first = context.sizes.attention_widths[0] + 3 + place * count
+    first = context.sizes.attention_widths[0] + 3 + number * count
     attend = kernel(Layer(context, 1, first + count, capacity=first + count))
     attend(first - 1)
     times = [[wall(partial(attend, first + i), context.device) for _ in range(2)] for i in range(count)]
@@ -172,15 +172,15 @@ def growing(context: Context, kernel: Callable[[Layer], Callable[[int], Tensor]]
 
 def read_rate(context: Context, kernel: Callable[[Layer], Callable[[int], Tensor]]) -> dict:
     """How fast keys and values are read for one new token a row, and as a share of what a copy reads and writes."""
-    found, width = {}, context.sizes.attention_widths[-1]
+    result, width = {}, context.sizes.attention_widths[-1]
     for tokens in TOKENS[::2]:
         layer = Layer(context, tokens, width)
         attend = kernel(layer)
         seconds = busy(partial(attend, width), context.device, repeats=9)
         rate = (layer.key.nbytes + layer.value.nbytes) / seconds / 1e9
-        share = round(rate / copy, 3) if isinstance(copy := context.found("env", "copy_gb_s"), float) else None
-        found[f"{tokens} tokens"] = {"ms": ms(seconds), "gb_s": round(rate, 1), "share_of_copy": share}
-    return found
+        share = round(rate / copy, 3) if isinstance(copy := context.figure("env", "copy_gb_s"), float) else None
+        result[f"{tokens} tokens"] = {"ms": ms(seconds), "gb_s": round(rate, 1), "share_of_copy": share}
+    return result
 
 
 def varlen_error(context: Context) -> float:

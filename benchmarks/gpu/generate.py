@@ -1,4 +1,4 @@
-"""Phase 3: plain decoding by the engine beside what a user would run instead: model.generate."""
+"""Phase 3: plain decoding by the engine and by what a user would run instead, model.generate."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def steps(context: Context) -> Iterator[Step]:
     prompts = models.prompts(sizes)
     (rows, tokens), *more = sizes.generate_rows
     engine = TransformersEngine(model, models.SAMPLING, limits=Limits(rows_per_batch=rows))
-    own = partial(by_engine, engine, prompts[:rows])
+    engine_run = partial(by_engine, engine, prompts[:rows])
     dynamic = partial(by_generate, model, prompts[:rows])
-    yield Step(f"engine/{rows} rows", partial(timed, context, own, rows, tokens))
+    yield Step(f"engine/{rows} rows", partial(timed, context, engine_run, rows, tokens))
     yield Step(f"generate/{rows} rows", partial(timed, context, dynamic, rows, tokens))
     for count, longest in more:
         run = partial(by_generate, model, prompts[:count])
         yield Step(f"generate/{count} rows", partial(timed, context, run, count, longest))
-    for name, run in (("engine", own), ("generate", dynamic)):
+    for name, run in (("engine", engine_run), ("generate", dynamic)):
         for allowed in (True, False):
             measure = partial(timed, context, run, rows, sizes.cudnn_tokens)
             yield Step(f"cudnn_{'on' if allowed else 'off'}/{name}", partial(with_cudnn, context, allowed, measure))
@@ -49,9 +49,9 @@ def by_engine(engine: TransformersEngine, prompts: list[list[int]], tokens: int)
 def by_generate(model: nn.Module, prompts: list[list[int]], tokens: int, cache: str | None = None) -> None:
     """model.generate at temperature 1. Args: cache: of transformers' implementations; None takes its default."""
     ids = torch.tensor(prompts, device=model.device)
-    law = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
+    sampling = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
     out = model.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, cache_implementation=cache, **law
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, cache_implementation=cache, **sampling
     )
     if out.shape[1] != ids.shape[1] + tokens:
         raise RuntimeError(f"generate gave {out.shape[1] - ids.shape[1]} tokens instead of {tokens}")
@@ -61,8 +61,8 @@ def timed(context: Context, run, rows: int, tokens: int, warm: int = 8) -> dict:
     """Seconds of `tokens` tokens for each row, after a warm-up of `warm` tokens that may compile."""
     first = wall(partial(run, min(warm, tokens)), context.device)
     seconds = wall(partial(run, tokens), context.device)
-    found = {"tokens": tokens, "seconds": round(seconds, 3), "warm_up_s": round(first, 3)}
-    return found | {"seconds_a_token": seconds / rows / tokens, "ms_a_step": round(1e3 * seconds / tokens, 3)}
+    result = {"tokens": tokens, "seconds": round(seconds, 3), "warm_up_s": round(first, 3)}
+    return result | {"seconds_a_token": seconds / rows / tokens, "ms_a_step": round(1e3 * seconds / tokens, 3)}
 
 
 def with_cudnn(context: Context, allowed: bool, measure) -> dict:

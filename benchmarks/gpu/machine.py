@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-import platform
 import shlex
 import subprocess
 from collections.abc import Sequence
@@ -12,38 +10,24 @@ from pathlib import Path
 
 import torch
 
-PACKAGES = ("torch", "transformers", "numpy", "pyarrow", "triton", "accelerate", "trl", "vllm")
-DRIVER = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+from specrl.run.machine import machine as host
+
 COMMIT = ("git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty")
 
 
 def about(words: Sequence[str]) -> dict:
-    """Of a command, before anyone asks for a GPU."""
+    """The command, the commit and the time, without asking for a GPU."""
+    try:
+        commit = subprocess.run(COMMIT, capture_output=True, text=True, check=False).stdout.strip() or None
+    except OSError:  # no git
+        commit = None
     command = shlex.join(["python", "-m", "benchmarks.gpu", *words])
-    return {"command": command, "commit": _said(COMMIT), "when": datetime.now(UTC).isoformat(timespec="seconds")}
+    return {"command": command, "commit": commit, "when": datetime.now(UTC).isoformat(timespec="seconds")}
 
 
 def machine(device: torch.device) -> dict:
-    """The device, its driver, and versions."""
+    """The device, the machine, and versions."""
+    result = {**host(), "device": "CPU", "cuda": torch.version.cuda}
     if device.type == "cuda":
-        card = torch.cuda.get_device_properties(device)
-        found = {"device": card.name, "memory_gb": round(card.total_memory / 1e9, 1), "driver": _said(DRIVER)}
-        found |= {"multiprocessors": card.multi_processor_count, "cudnn": torch.backends.cudnn.version()}
-    else:
-        found = {"device": f"CPU, {torch.get_num_threads()} threads"}
-    return {**found, "python": platform.python_version(), "cuda": torch.version.cuda} | dict(map(_version, PACKAGES))
-
-
-def _version(package: str) -> tuple[str, str | None]:
-    try:
-        return package, importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return package, None
-
-
-def _said(command: Sequence[str]) -> str | None:
-    """What a command prints; None where there is no such command, or nothing to say."""
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() or None
-    except OSError:
-        return None
+        result |= {"device": torch.cuda.get_device_name(device), "cudnn": torch.backends.cudnn.version()}
+    return result

@@ -25,7 +25,7 @@ UNCHANGED, ACCEPTED = 0.93, 0.9
 SYNONYM, BRANCH = 1.0, 0.95
 """Weight of the second token that may come next, and of the third, at most; that of the first is 1."""
 SAMPLING = SamplingParams(frozenset())
-_ROWS, _TOKENS = 16, 48  # of the text that scales are found on
+_ROWS, _TOKENS = 16, 48  # of the text that scales are result on
 
 
 def build(shape: Shape, device: torch.device, dtype: torch.dtype) -> nn.Module:
@@ -53,19 +53,19 @@ def teach(model: nn.Module) -> None:
     """Gives embeddings and output layer a language; all between them stays random.
 
     Tokens are pairs of synonyms with nearly one embedding. What follows a pair is mostly another, either of its tokens;
-    now and then it is the first token of a third. How likely is a matter of the pair, so that the law is certain of
-    most tokens and of some not at all, as a trained one is. A text does not run in circles, and two texts that differ
-    in a synonym go on alike. Layers add to an embedding about as much as it holds, so a token depends on all before it.
-    Random weights alone would need logits of 100 and more to be so certain, which bfloat16 rounds to whole numbers.
+    sometimes the first token of a third. The probabilities depend on the pair, so that the policy is certain of most
+    tokens and not of others, as a trained one is. Texts do not run in circles, and two texts that differ in a synonym
+    continue alike. Layers add to an embedding about as much as it holds, so a token depends on all tokens before it.
+    Random weights alone would need logits of 100 and more to be so certain, which bfloat16 rounds to integers.
     """
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     pairs, device = len(embedding) // 2, embedding.device
     dice = torch.Generator(device).manual_seed(2)
     meaning = torch.randn(pairs, embedding.shape[1], generator=dice, device=device)
-    before, beside = (torch.randperm(pairs, generator=dice, device=device) for _ in range(2))
+    first, second = (torch.randperm(pairs, generator=dice, device=device) for _ in range(2))
     synonym, branch = (torch.rand(pairs, 1, generator=dice, device=device) for _ in range(2))
-    head[0::2] = meaning[before] + BRANCH * branch * meaning[beside]
-    head[1::2] = SYNONYM * synonym * meaning[before]
+    head[0::2] = meaning[first] + BRANCH * branch * meaning[second]
+    head[1::2] = SYNONYM * synonym * meaning[first]
     embedding[0::2], embedding[1::2] = meaning, meaning + 0.3 * torch.randn_like(meaning)
     seen: list[Tensor] = []
     hook = model.base_model.norm.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
@@ -91,7 +91,7 @@ def caps(rows: int, longest: int) -> list[int]:
 
 
 def plain(texts: Sequence[Sequence[int]], lengths: Sequence[int], visit: int) -> list[Request]:
-    """Plain decoding behind the prompts with the noise of that visit."""
+    """Requests for plain decoding with the noise of that visit."""
     keys = [derive_key(0, str(i), 0, visit) for i in range(len(lengths))]
     return [Request(prompt, key, length, plain=True) for prompt, key, length in zip(texts, keys, lengths, strict=False)]
 
@@ -115,11 +115,11 @@ class Policies:
     model: nn.Module
     engine: TransformersEngine
     entropy: float
-    """Nats of its law, on average over its own text."""
+    """Mean entropy in nats over its text."""
     accepted_unchanged: float
-    """Mean probability of the tokens of its own text: no drift leaves more."""
+    """Mean probability of the tokens of its text, an upper bound for any drift."""
     drift: float = 0.0
-    """Spread of the noise, in units of each matrix's own."""
+    """Spread of the noise, in units of each matrix's spread."""
     accepted: float = 0.0
     """Probability that the policy's token is drawn again by the older one."""
 
@@ -159,15 +159,15 @@ def policies(model: nn.Module, engine: TransformersEngine, sizes: Sizes) -> Poli
             norm.weight.mul_(scale)
         entropy = _entropy(logits * scale)
     texts = _written(engine, rows)
-    found = Policies(model, engine, entropy, _accepted(engine, rows, texts))
+    result = Policies(model, engine, entropy, _accepted(engine, rows, texts))
 
     def accepted(drift: float) -> float:
-        with found.older(drift):
+        with result.older(drift):
             return _accepted(engine, rows, texts)
 
-    found.drift = _bisect(accepted, ACCEPTED, 1e-3, 10.0)
-    found.accepted = accepted(found.drift)
-    return found
+    result.drift = _bisect(accepted, ACCEPTED, 1e-3, 10.0)
+    result.accepted = accepted(result.drift)
+    return result
 
 
 def _written(engine: TransformersEngine, rows: Sequence[Sequence[int]]) -> list[list[int]]:
@@ -189,7 +189,7 @@ def _entropy(logits: Tensor) -> float:
 
 
 def _again(logits: Tensor) -> float:
-    """Probability that two draws of the law are the same token."""
+    """Probability that two draws are the same token."""
     return logits.softmax(-1).square().sum(-1).mean().item()
 
 

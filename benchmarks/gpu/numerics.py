@@ -1,4 +1,4 @@
-"""Phase 6: what rounding does: tokens that differ between plain and drafted decoding, weight probes that complain."""
+"""Phase 6: effects of rounding: tokens that differ between plain and drafted decoding, weight probes that complain."""
 
 from __future__ import annotations
 
@@ -78,10 +78,10 @@ class Numerics:
         plain, plain_stats = self.engine().generate(self.asked)
         done, stats = self.engine().generate(models.drafted(self.asked, self.old))
         self.plain: list[Completion] = plain
-        found = differences(plain, done) | {"ties": plain_stats.ties + stats.ties, "passes": stats.passes}
-        if self.dtype == torch.float32 and found["differing_rows"]:
-            found["error"] = f"{found['differing_rows']} of {len(done)} rows differ in float32: none may"
-        return found
+        result = differences(plain, done) | {"ties": plain_stats.ties + stats.ties, "passes": stats.passes}
+        if self.dtype == torch.float32 and result["differing_rows"]:
+            result["error"] = f"{result['differing_rows']} of {len(done)} rows differ in float32: none may"
+        return result
 
     def against_off_fp32_head(self) -> dict:
         """The same with float32 logits. The output layer is left so."""
@@ -93,7 +93,7 @@ class Numerics:
         return self.against_off()
 
     def probes(self, as_float32: bool) -> dict:
-        """Weight probes of texts of its own that complain of the right weights, and of the older policy's.
+        """Weight probes of its texts that complain of the right weights, and of the older policy's.
 
         Args: as_float32: the trainer's policy is in float32, its weights being those of the engine.
         """
@@ -110,8 +110,8 @@ class Numerics:
             wrong = [engine.score(p.tokens) for p in made]
         pairs = [pair for p, of_text in zip(made, right, strict=True) for pair in zip(p.logprobs, of_text, strict=True)]
         gaps = [abs(a - b) for a, b in pairs]
-        found = {"probes": len(made), "false_alarms": complaints(made, right), "caught": complaints(made, wrong)}
-        return found | {"mean_gap": fmean(gaps), "largest_gap": max(gaps), "allowed": fmean(p.tolerance for p in made)}
+        result = {"probes": len(made), "false_alarms": complaints(made, right), "caught": complaints(made, wrong)}
+        return result | {"mean_gap": fmean(gaps), "largest_gap": max(gaps), "allowed": fmean(p.tolerance for p in made)}
 
 
 def complaints(probes: list[Probe], scored: list[list[float]]) -> int:

@@ -1,4 +1,4 @@
-"""Phase 2: what a pass costs by rows, tokens and width, where that time goes, and what a compiled model would take."""
+"""Phase 2: the cost of a pass by rows, tokens and width, where it goes, and what a compiled model would take."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def graphs_off(context: Context, model: nn.Module) -> Iterator[Step]:
 
 
 class PassBench:
-    """An engine whose passes are of a chosen size. Args: limits: what else it is told."""
+    """An engine whose passes are of a chosen size. Args: limits: further engine limits."""
 
     def __init__(self, context: Context, model: nn.Module, **limits):
         self.context, self.model, sizes = context, model, context.sizes
@@ -84,10 +84,10 @@ class PassBench:
         self.watched.passes.clear()
         with patch.object(local, "OVERLAP", rows + 1):  # all rows in one pass
             self.engine.generate(self.requests(rows, tokens, width, self.context.sizes.pass_repeats + 1))
-        whole = [p for p in self.watched.passes if (p.rows, p.tokens) == (rows, rows * tokens)]
-        if not whole:
+        complete = [p for p in self.watched.passes if (p.rows, p.tokens) == (rows, rows * tokens)]
+        if not complete:
             raise Absent(f"the engine cut the rows: its passes were of {[p[:2] for p in self.watched.passes[:4]]}")
-        best = min(whole, key=lambda p: p.seconds)
+        best = min(complete, key=lambda p: p.seconds)
         self.measured.append(best)
         return ms(best.seconds)
 
@@ -110,14 +110,14 @@ class PassBench:
 def compiled(context: Context, model: nn.Module, rows: int, tokens: int, width: int) -> dict:
     """The decoder alone over a static cache, eager and compiled with CUDA graphs: a bound that can be reached."""
     torch.compiler.reset()
-    calls = 16  # there is room for more than are made: a static cache counts on by itself
+    calls = 16  # more than are made: a static cache advances by itself
     cache = StaticCache(config=model.config, max_cache_len=width + calls * tokens)
     ids = torch.zeros(rows, tokens, dtype=torch.long, device=context.device)
     at = torch.arange(width - tokens, width, device=context.device).expand(rows, -1)
-    given = {"input_ids": ids, "position_ids": at, "past_key_values": cache, "use_cache": True}
+    inputs = {"input_ids": ids, "position_ids": at, "past_key_values": cache, "use_cache": True}
     fast = {"mode": "reduce-overhead"} if context.cuda else {"backend": "eager"}  # a CPU may have no compiler
-    eager = busy(partial(model.base_model, **given), context.device)
-    quick = busy(partial(torch.compile(model.base_model, **fast), **given), context.device)
+    eager = busy(partial(model.base_model, **inputs), context.device)
+    quick = busy(partial(torch.compile(model.base_model, **fast), **inputs), context.device)
     return {"eager_ms": ms(eager), "compiled_ms": ms(quick)}
 
 
@@ -127,13 +127,18 @@ def fit(passes: Sequence[Pass]) -> dict:
         raise Absent(f"four terms need more than {len(passes)} passes")
     seconds = np.array([p.seconds for p in passes]) * 1e3
     terms = np.array([(1, p.rows, p.tokens, p.tokens * p.width) for p in passes], dtype=float)
-    kept, found = [0, 1, 2, 3], np.zeros(4)
+    kept, result = [0, 1, 2, 3], np.zeros(4)
     while kept:  # without the most negative term until none is
         solved = np.linalg.lstsq(terms[:, kept] / seconds[:, None], np.ones(len(passes)), rcond=None)[0]
         if solved.min() >= 0:
-            found[kept] = solved
+            result[kept] = solved
             break
         kept.pop(int(solved.argmin()))
-    apart = np.abs(terms @ found / seconds - 1)
-    names = dict(zip(("a_ms", "row_ms", "token_ms", "token_place_ms"), found.tolist(), strict=True))
-    return {**names, "passes": len(passes), "apart_median": statistics.median(apart), "apart_most": float(apart.max())}
+    errors = np.abs(terms @ result / seconds - 1)
+    names = dict(zip(("a_ms", "row_ms", "token_ms", "token_place_ms"), result.tolist(), strict=True))
+    return {
+        **names,
+        "passes": len(passes),
+        "error_median": statistics.median(errors),
+        "error_most": float(errors.max()),
+    }

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 
 import torch
 
 from benchmarks.gpu import model as models
 from benchmarks.gpu.run import Absent, Step, installed
 from benchmarks.gpu.timing import Context
-
-ROOT = Path(__file__).parents[2]
+from benchmarks.process import Process
 
 
 def steps(context: Context) -> Iterator[Step]:
@@ -24,7 +19,7 @@ def steps(context: Context) -> Iterator[Step]:
 
 
 def by_vllm(context: Context) -> dict:
-    """What benchmarks/gpu/vllm_line.py finds for the rows that model.generate was timed with."""
+    """Seconds a token of the rows that model.generate was timed with."""
     if not installed("vllm"):
         raise Absent("vllm is not installed")
     context.needs_cuda("vLLM's defaults")
@@ -37,11 +32,25 @@ def by_vllm(context: Context) -> dict:
 
 
 def vllm_lines(folder: str, prompts: list[list[int]], lines: tuple[tuple[int, int], ...]) -> dict:
-    """Seconds a token of the model in `folder`, for (rows, tokens) each."""
-    asked = Path(folder, "asked.json")
-    asked.write_text(json.dumps({"prompts": prompts, "lines": lines}), encoding="utf-8")
-    command = [sys.executable, "-m", "benchmarks.gpu.vllm_line", folder]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"vLLM ended with {done.returncode}: {done.stderr[-400:]}")
-    return json.loads(Path(folder, "found.json").read_text(encoding="utf-8"))
+    """Seconds a token of the model in `folder`, for (rows, tokens) each, after a warm-up of 8 tokens."""
+    settings = {"model": folder, "skip_tokenizer_init": True, "generation_config": "vllm"}
+    process = Process("benchmarks.vllm_baseline", settings=settings)
+    sampling_params = {"temperature": 1.0, "ignore_eos": True}
+    result = {}
+    try:
+        for rows, tokens in lines:
+            for length in (8, tokens):
+                requests = [{"prompt": prompt, "max_tokens": length} for prompt in prompts[:rows]]
+                done = process.ask(rows=requests, sampling_params=sampling_params)
+            if (total := sum(map(len, done["tokens"]))) != tokens * rows:
+                raise RuntimeError(f"vLLM gave {total} tokens instead of {tokens * rows}")
+            seconds = done["seconds"]
+            result[f"{rows} rows"] = {
+                "tokens": tokens,
+                "seconds": round(seconds, 3),
+                "seconds_a_token": seconds / rows / tokens,
+                "ms_a_step": round(1e3 * seconds / tokens, 3),
+            }
+    finally:
+        process.close()
+    return result

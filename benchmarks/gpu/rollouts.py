@@ -1,4 +1,4 @@
-"""Phase 5: whole rollouts, plain and with drafts from an older policy's texts, beside generate's seconds a token."""
+"""Phase 5: rollouts, plain and with drafts from an older policy's texts, and generate's seconds a token."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from specrl.rollout.drafting.contexts import ContextTable
 from specrl.rollout.engines.base import Limits
 from specrl.rollout.types import Completion, EngineStats, Request
 
-LAWS = ("off", "replay 0", "replay 1")
+MODES = ("off", "replay 0", "replay 1")
 """Plain decoding with fresh noise; drafts with the same noise; drafts with the noise of the old texts."""
 LOGITS_MB = 2048  # of config=grpo_gsm8k
 SKIP, PROFILED = 4, 4  # passes
@@ -34,9 +34,9 @@ def steps(context: Context) -> Iterator[Step]:
     for rows, longest in context.sizes.rollouts:
         name = f"{rows} rows x {longest}"
         yield Step(f"{name}/old_text_s", partial(bench.write_old, rows, longest))
-        for law in LAWS[: 2 if longest > context.sizes.rollouts[0][1] else 3]:
-            yield Step(f"{name}/{law}", partial(bench.line, law, rows, longest))
-            yield Step(f"{name}/{law} profile", partial(bench.profile, law, rows, longest))
+        for mode in MODES[: 2 if longest > context.sizes.rollouts[0][1] else 3]:
+            yield Step(f"{name}/{mode}", partial(bench.line, mode, rows, longest))
+            yield Step(f"{name}/{mode} profile", partial(bench.profile, mode, rows, longest))
         if rows >= local.OVERLAP:
             yield Step(f"{name}/replay 0, one cohort", partial(bench.one_cohort, rows, longest))
 
@@ -53,8 +53,8 @@ class Rollouts:
 
     def prepare(self) -> dict:
         self.policies = models.policies(self.model, self.engine(16), self.context.sizes)
-        told = ("entropy", "accepted_unchanged", "accepted", "drift")
-        return {name: round(getattr(self.policies, name), 4) for name in told}
+        names = ("entropy", "accepted_unchanged", "accepted", "drift")
+        return {name: round(getattr(self.policies, name), 4) for name in names}
 
     def engine(self, rows: int) -> local.TransformersEngine:
         """A new one, whose budget has seen nothing."""
@@ -73,10 +73,10 @@ class Rollouts:
                 old += [c.tokens for c in self.engine(len(asked)).generate(asked)[0]]
         return round(time.perf_counter() - began, 1)
 
-    def requests(self, law: str, rows: int, longest: int) -> list[Request]:
-        lengths, visit = models.caps(rows, longest), int(law != "replay 1")
+    def requests(self, mode: str, rows: int, longest: int) -> list[Request]:
+        lengths, visit = models.caps(rows, longest), int(mode != "replay 1")
         asked = models.plain(self.prompts[:rows], lengths, visit)
-        return asked if law == "off" else models.drafted(asked, self.old[longest][:rows])
+        return asked if mode == "off" else models.drafted(asked, self.old[longest][:rows])
 
     def ready(self, rows: int, longest: int) -> local.TransformersEngine:
         """An engine whose contexts know the old texts and nothing else."""
@@ -84,9 +84,9 @@ class Rollouts:
         engine.drafting.contexts.learn(zip(self.prompts[:rows], self.old[longest][:rows], strict=True))
         return engine
 
-    def line(self, law: str, rows: int, longest: int) -> dict:
+    def line(self, mode: str, rows: int, longest: int) -> dict:
         """One rollout and what it took."""
-        engine, requests = self.ready(rows, longest), self.requests(law, rows, longest)
+        engine, requests = self.ready(rows, longest), self.requests(mode, rows, longest)
         cuda = self.context.cuda
         if cuda:
             torch.cuda.empty_cache()
@@ -95,33 +95,33 @@ class Rollouts:
         began = time.perf_counter()
         done, stats = engine.generate(requests)
         seconds = time.perf_counter() - began
-        found = figures(done, stats, seconds) | {"limits": asdict(engine.limits)}
-        found["peak_gb"] = round(torch.cuda.max_memory_allocated() / 1e9, 2) if cuda else None
+        result = figures(done, stats, seconds) | {"limits": asdict(engine.limits)}
+        result["peak_gb"] = round(torch.cuda.max_memory_allocated() / 1e9, 2) if cuda else None
         for rival in ("generate", "vllm"):
-            beside = self.context.found(rival, rival, f"{rows} rows", "seconds_a_token")
-            found[f"{rival}_seconds_a_token"] = beside
-        if law == "off":
+            seconds_a_token = self.context.figure(rival, rival, f"{rows} rows", "seconds_a_token")
+            result[f"{rival}_seconds_a_token"] = seconds_a_token
+        if mode == "off":
             self.plain[rows, longest] = done
-        elif law == "replay 0" and (rows, longest) in self.plain:
-            found["against_off"] = differences(self.plain[rows, longest], done)
-        return found
+        elif mode == "replay 0" and (rows, longest) in self.plain:
+            result["against_off"] = differences(self.plain[rows, longest], done)
+        return result
 
     def one_cohort(self, rows: int, longest: int) -> dict:
         """The host waits for every pass: what two cohorts are worth."""
         with patch.object(local, "OVERLAP", rows + 1):
             return self.line("replay 0", rows, longest)
 
-    def profile(self, law: str, rows: int, longest: int) -> dict:
+    def profile(self, mode: str, rows: int, longest: int) -> dict:
         """A few passes near the start of the rollout: how long the device worked in them."""
-        requests = self.requests(law, rows, longest)
+        requests = self.requests(mode, rows, longest)
         return profiled(self.context, self.ready(rows, longest), requests, SKIP, PROFILED)
 
 
 def figures(done: Sequence[Completion], stats: EngineStats, seconds: float) -> dict:
     tokens = sum(len(c.tokens) for c in done)
     parts = {name: round(value, 3) for name, value in asdict(stats).items() if name.endswith("_s") and value}
-    found = {"rows": len(done), "tokens": tokens, "seconds": round(seconds, 3), "tokens_a_second": tokens / seconds}
-    found |= {"seconds_a_token": seconds / tokens, "passes": stats.passes, "longest": max(len(c.tokens) for c in done)}
-    found |= {"reused": sum(sum(c.reused) for c in done) / tokens, "drafted": stats.drafted, "parts": parts}
-    found["accepted_of"] = {name: round(ok / all_, 3) for name, (all_, ok) in stats.sources.items() if all_}
-    return found | {"rest_s": round(seconds - sum(parts.values()), 3)}
+    result = {"rows": len(done), "tokens": tokens, "seconds": round(seconds, 3), "tokens_a_second": tokens / seconds}
+    result |= {"seconds_a_token": seconds / tokens, "passes": stats.passes, "longest": max(len(c.tokens) for c in done)}
+    result |= {"reused": sum(sum(c.reused) for c in done) / tokens, "drafted": stats.drafted, "parts": parts}
+    result["accepted_of"] = {name: round(ok / all_, 3) for name, (all_, ok) in stats.sources.items() if all_}
+    return result | {"rest_s": round(seconds - sum(parts.values()), 3)}

@@ -1,8 +1,8 @@
-"""Runs phases one after the other, each in a process of its own: what breaks or hangs there is lost alone.
+"""Runs phases one after the other, each in its own process, so that a failure or a hang loses only that phase.
 
 The parent imports what all need and touches no GPU, so that its children, forked from it, start at once and each with a
-GPU that no other has left in a bad state. A phase is an iterator of measurements. Before each the phase's deadline is
-looked at, behind each the report is written; a measurement that raises costs itself alone.
+GPU that no other has left in a bad state. A phase is an iterator of measurements. The phase's deadline
+is checked before each, and the report is written after each; a measurement that raises loses only itself.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 GRACE = 20
-"""Seconds behind its deadline after which a phase is killed."""
+"""Seconds after its deadline at which a phase is killed."""
 
 
 class Absent(Exception):
-    """What is to be measured does not exist here. The message says what is lacking."""
+    """The measurement is not possible here. The message says what is missing."""
 
 
 class Step(NamedTuple):
     """One measurement."""
 
     name: str
-    """Where its figures stand in the phase's; a slash goes one level down."""
+    """The key of its figures in the phase's; a slash goes one level down."""
     measure: Callable[[], Any]
     needs: float = 0.0
     """Seconds that must be left for it to be begun."""
@@ -49,7 +49,7 @@ class Clock:
 
 @dataclass(frozen=True)
 class Phase:
-    """A question. Args: steps: given what `run` was given, yields its measurements."""
+    """A question. Args: steps: yields its measurements, given the context."""
 
     name: str
     steps: Callable[[Any], Iterator[Step]]
@@ -57,7 +57,7 @@ class Phase:
 
 
 class Report:
-    """What was found so far, on disk as JSON; written whole or not at all."""
+    """The figures so far, on disk as JSON, written atomically."""
 
     def __init__(self, path: Path, content: dict):
         self.path, self.content = path, content
@@ -71,66 +71,66 @@ class Report:
         self.content = json.loads(self.path.read_text(encoding="utf-8"))
 
     def note(self, phase: str, name: str, value: Any, seconds: float) -> None:
-        """Writes down what a measurement found and how long it took."""
-        place = self.content["phases"][phase]
-        place["steps_s"][name] = round(seconds, 3)
+        """Writes down what a measurement result and how long it took."""
+        entry = self.content["phases"][phase]
+        entry["steps_s"][name] = round(seconds, 3)
         *parents, last = name.split("/")
-        inner = place["found"]
+        inner = entry["figures"]
         for key in parents:
             inner = inner.setdefault(key, {})
         inner[last] = value
         self.save()
 
 
-def run(phases: Sequence[Phase], given: Callable[[Report], Any], report: Report, seconds: float) -> None:
+def run(phases: Sequence[Phase], context: Callable[[Report], Any], report: Report, seconds: float) -> None:
     """Runs the phases within `seconds`; deadlines that add up to less, as those of few phases do, are stretched.
 
-    Args: given: makes what a phase's steps are given, in its process.
+    Args: context: makes the context of a phase's steps, in its process.
     """
     total, fork = Clock(seconds), multiprocessing.get_context("fork")
     stretch = max(1.0, seconds / sum(phase.deadline for phase in phases))
     report.content["phases"] = {}
     for phase in phases:
         deadline = min(stretch * phase.deadline, total.left())
-        place = {"deadline_s": round(deadline, 1), "steps_s": {}, "found": {}}
-        report.content["phases"][phase.name] = place
+        entry = {"deadline_s": round(deadline, 1), "steps_s": {}, "figures": {}}
+        report.content["phases"][phase.name] = entry
         if deadline <= 0:
-            place["stopped"] = f"not begun: all {seconds} s were spent"
+            entry["stopped"] = f"not begun: all {seconds} s were spent"
             continue
         report.save()
         began = time.monotonic()
-        child = fork.Process(target=_work, args=(phase, given, report, deadline))
+        child = fork.Process(target=_work, args=(phase, context, report, deadline))
         child.start()
         child.join(deadline + GRACE)
         report.load()
-        place = report.content["phases"][phase.name]
+        entry = report.content["phases"][phase.name]
         if child.is_alive():
-            place["error"] = f"killed {GRACE} s behind its deadline of {deadline:.1f} s"
+            entry["error"] = f"killed {GRACE} s after its deadline of {deadline:.1f} s"
         elif child.exitcode:
-            place["error"] = f"its process died with exit code {child.exitcode}"
-        with suppress(ProcessLookupError):  # its own children too, and those that outlive it
+            entry["error"] = f"its process died with exit code {child.exitcode}"
+        with suppress(ProcessLookupError):  # with its children, which may outlive it
             os.killpg(child.pid, signal.SIGKILL)
         child.join()
-        place["seconds"] = round(time.monotonic() - began, 1)
+        entry["seconds"] = round(time.monotonic() - began, 1)
         report.content["seconds"] = round(seconds - total.left(), 1)
         report.save()
 
 
-def _work(phase: Phase, given: Callable[[Report], Any], report: Report, deadline: float) -> None:
+def _work(phase: Phase, context: Callable[[Report], Any], report: Report, deadline: float) -> None:
     """A phase, in its process."""
     os.setsid()
-    clock, place = Clock(deadline), report.content["phases"][phase.name]
+    clock, entry = Clock(deadline), report.content["phases"][phase.name]
     try:
-        for step in phase.steps(given(report)):
+        for step in phase.steps(context(report)):
             if clock.left() <= 0:
-                place["stopped"] = f"{step.name} and what follows, at the deadline of {deadline:.1f} s"
+                entry["stopped"] = f"{step.name} and what follows, at the deadline of {deadline:.1f} s"
                 break
             began = time.monotonic()
             value = _measured(step, clock)
             report.note(phase.name, step.name, value, time.monotonic() - began)
             print(f"{phase.name}: {step.name}: {json.dumps(value)}"[:160], flush=True)
     except Exception as error:
-        place["error"] = said(error)
+        entry["error"] = said(error)
     report.save()
 
 
@@ -159,16 +159,16 @@ def said(error: Exception) -> str:
 
 def faults(content: dict) -> list[str]:
     """What went wrong in a report's phases, as lines."""
-    found = []
-    for name, place in content["phases"].items():
-        found += [f"{name}: {place[key]}" for key in ("error", "stopped") if key in place]
-        found += [f"{name}: {line}" for line in _errors(place["found"], "")]
-    return found
+    result = []
+    for name, entry in content["phases"].items():
+        result += [f"{name}: {entry[key]}" for key in ("error", "stopped") if key in entry]
+        result += [f"{name}: {line}" for line in _errors(entry["figures"], "")]
+    return result
 
 
-def _errors(found: Any, path: str) -> Iterator[str]:
-    if isinstance(found, dict):
-        if isinstance(found.get("error"), str):
-            yield f"{path}{found['error']}"
-        for key, value in found.items():
+def _errors(result: Any, path: str) -> Iterator[str]:
+    if isinstance(result, dict):
+        if isinstance(result.get("error"), str):
+            yield f"{path}{result['error']}"
+        for key, value in result.items():
             yield from _errors(value, f"{path}{key}: ")

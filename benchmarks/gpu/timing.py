@@ -1,4 +1,4 @@
-"""Seconds of what runs on a device: by its own clock where it has one."""
+"""Seconds of work on a device, by the device's clock where it has one."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from benchmarks.gpu.sizes import Sizes
 
 @dataclass(frozen=True)
 class Context:
-    """What a phase is given."""
+    """The device, the sizes and the report of a phase."""
 
     device: torch.device
     sizes: Sizes
     report: Report
-    """What earlier phases found, among others."""
+    """Has the figures of earlier phases."""
 
     @property
     def cuda(self) -> bool:
@@ -32,12 +32,12 @@ class Context:
         if not self.cuda:
             raise Absent(f"{what}: only on CUDA")
 
-    def found(self, *path: str) -> Any:
-        """What a phase has found, None where there is nothing. Args: path: the phase, and places in its figures."""
-        phase, *places = path
-        inner = self.report.content["phases"].get(phase, {}).get("found", {})
-        for place in places:
-            inner = inner.get(place) if isinstance(inner, dict) else None
+    def figure(self, *path: str) -> Any:
+        """A figure of an earlier phase, or None. Args: path: the phase, and keys in its figures."""
+        phase, *keys = path
+        inner = self.report.content["phases"].get(phase, {}).get("figures", {})
+        for key in keys:
+            inner = inner.get(key) if isinstance(inner, dict) else None
         return inner
 
 
@@ -60,15 +60,15 @@ def busy(run: Callable[[], Any], device: torch.device, repeats: int = 5) -> floa
     run()
     if device.type != "cuda":
         return statistics.median(wall(run, device) for _ in range(repeats))
-    found = []
+    result = []
     for _ in range(repeats):
         first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         first.record()
         run()
         last.record()
         last.synchronize()
-        found.append(first.elapsed_time(last) / 1e3)
-    return statistics.median(found)
+        result.append(first.elapsed_time(last) / 1e3)
+    return statistics.median(result)
 
 
 def ms(seconds: float) -> float:

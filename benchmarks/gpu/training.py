@@ -39,31 +39,31 @@ def grpo(context: Context) -> dict:
     if lacking:
         raise Absent(f"not installed: {', '.join(lacking)}")
     with tempfile.TemporaryDirectory() as folder:
-        runs = {law: _start(context, folder, law) for law in ("exact", "off")}  # beside each other: nothing is timed
-        for law, run in runs.items():
-            told, _ = run.communicate()
+        runs = {mode: _start(context, folder, mode) for mode in ("exact", "off")}  # at the same time: nothing is timed
+        for mode, run in runs.items():
+            output, _ = run.communicate()
             if run.returncode:
-                raise RuntimeError(f"rollout.acceptance={law} ended with {run.returncode}: {told[-400:]}")
+                raise RuntimeError(f"rollout.acceptance={mode} ended with {run.returncode}: {output[-400:]}")
         lines = Path(folder, "exact", "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-        return verdict({law: _digest(Path(folder, law, "model", "model.safetensors")) for law in runs}, lines)
+        return verdict({mode: _digest(Path(folder, mode, "model", "model.safetensors")) for mode in runs}, lines)
 
 
 def verdict(digests: Mapping[str, str], lines: Sequence[str]) -> dict:
     """Whether the weights are the same, in runs of which one reused text. Args: lines: of that one's metrics."""
     reused = [round(line["spec/reused_ratio"], 3) for line in map(json.loads, lines) if "spec/reused_ratio" in line]
-    found = {**digests, "same": len(set(digests.values())) == 1, "reused_ratio": reused}
-    if not found["same"]:
-        return found | {"error": "the weights differ with drafts and without"}
-    return found if any(reused) else found | {"error": "no draft stood, so equal weights show nothing"}
+    result = {**digests, "same": len(set(digests.values())) == 1, "reused_ratio": reused}
+    if not result["same"]:
+        return result | {"error": "the weights differ with drafts and without"}
+    return result if any(reused) else result | {"error": "no draft was accepted, so equal weights show nothing"}
 
 
-def _start(context: Context, folder: str, law: str) -> subprocess.Popen:
+def _start(context: Context, folder: str, mode: str) -> subprocess.Popen:
     root = Path(__file__).parents[2]
     words = [
         "config=grpo_math",
-        f"name={law}",
+        f"name={mode}",
         f"output_dir={folder}",
-        f"rollout.acceptance={law}",
+        f"rollout.acceptance={mode}",
         "trainer.precision=fp32",
     ]
     paths = os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])

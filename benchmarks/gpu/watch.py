@@ -1,4 +1,4 @@
-"""What the engine's passes take, seen through its own door: `Drafting.observe_pass`."""
+"""Seconds of the engine's passes, as its budget observes them."""
 
 from __future__ import annotations
 
@@ -29,26 +29,28 @@ class Pass(NamedTuple):
 
 
 class Enough(Exception):
-    """What was to be seen of a rollout was seen."""
+    """The passes to be observed are done."""
 
 
 class Watched(Drafting):
-    """Drafting that keeps what the engine tells it of its passes."""
+    """Drafting that records the engine's passes."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self.passes: list[Pass] = []
-        self.behind: Callable[[int], None] = lambda done: None
-        """Called behind every pass with the number of passes so far."""
+        self.after_pass: Callable[[int], None] = lambda done: None
+        """Called after every pass with the number of passes so far."""
+        self._observe = self.budget.observe_pass
+        self.budget.observe_pass = self._keep
 
-    def observe_pass(self, tokens: int, seconds: float, rows: int = 0, width: int = 0, *more, **named) -> None:
-        super().observe_pass(tokens, seconds, rows, width, *more, **named)
+    def _keep(self, tokens: int, seconds: float, rows: int = 0, width: int = 0, *more, **named) -> None:
+        self._observe(tokens, seconds, rows, width, *more, **named)
         self.passes.append(Pass(rows, tokens, width, seconds))
-        self.behind(len(self.passes))
+        self.after_pass(len(self.passes))
 
 
 class Wrong:
-    """Drafts random tokens, as many as may ride."""
+    """Drafts random tokens, as many as allowed."""
 
     source = "wrong"
 
@@ -60,7 +62,7 @@ class Wrong:
 
 
 def profiled(context: Context, engine: TransformersEngine, requests: Sequence[Request], skip: int, count: int) -> dict:
-    """`count` passes of a rollout under the profiler, `skip` passes behind its start.
+    """`count` passes of a rollout under the profiler, after its first `skip` passes.
 
     `device_ms` is the time in which some kernel ran; under the profiler passes take longer than they do alone, so
     `busy` is against the seconds of the same passes without it.
@@ -70,7 +72,7 @@ def profiled(context: Context, engine: TransformersEngine, requests: Sequence[Re
     activity = ProfilerActivity.CUDA if context.cuda else ProfilerActivity.CPU
     tracer, began = profile(activities=[activity]), [0.0, 0.0]
 
-    def behind(done: int) -> None:
+    def profile_window(done: int) -> None:
         if done == skip:
             synchronize(context.device)
             tracer.start()
@@ -80,39 +82,43 @@ def profiled(context: Context, engine: TransformersEngine, requests: Sequence[Re
             began[1] = time.perf_counter()
             tracer.stop()
 
-    seen = _passes(watched, engine, requests, skip + count, behind)[skip:]
+    seen = _passes(watched, engine, requests, skip + count, profile_window)[skip:]
     events = tracer.events()
-    found = {"rows": seen[0].rows, "tokens": round(sum(p.tokens for p in seen) / count), "passes": count}
-    found |= {"ms": ms(sum(alone) / count), "profiled_ms": ms((began[1] - began[0]) / count)}
+    result = {"rows": seen[0].rows, "tokens": round(sum(p.tokens for p in seen) / count), "passes": count}
+    result |= {"ms": ms(sum(alone) / count), "profiled_ms": ms((began[1] - began[0]) / count)}
     if not context.cuda:
-        return found | {"operations": round(sum(e.name.startswith("aten::") for e in events) / count)}
+        return result | {"operations": round(sum(e.name.startswith("aten::") for e in events) / count)}
     kernels = [e.time_range for e in events if e.device_type == DeviceType.CUDA]
     if not kernels:
-        return found | {"error": "the profiler saw no kernel"}
+        return result | {"error": "the profiler saw no kernel"}
     device = _union([(k.start, k.end) for k in kernels]) / 1e6 / count
     launches = sum(e.device_type == DeviceType.CPU and e.name.startswith(LAUNCHES) for e in events)
-    found |= {"kernels": round(len(kernels) / count), "launches": round(launches / count), "device_ms": ms(device)}
-    return found | {"busy": round(device * count / sum(alone), 3)}
+    result |= {"kernels": round(len(kernels) / count), "launches": round(launches / count), "device_ms": ms(device)}
+    return result | {"busy": round(device * count / sum(alone), 3)}
 
 
 def _passes(
-    watched: Watched, engine: TransformersEngine, requests: Sequence[Request], count: int, behind: Callable[[int], None]
+    watched: Watched,
+    engine: TransformersEngine,
+    requests: Sequence[Request],
+    count: int,
+    after_pass: Callable[[int], None],
 ) -> list[Pass]:
-    """The first `count` passes of a rollout, which then ends. Args: behind: called behind each."""
+    """The first `count` passes of a rollout, which then ends. Args: after_pass: called after each."""
 
     def then(done: int) -> None:
-        behind(done)
+        after_pass(done)
         if done == count:
             raise Enough
 
     watched.passes.clear()
-    watched.behind = then
+    watched.after_pass = then
     try:
         engine.generate(requests)
     except Enough:
         return watched.passes[:count]
     finally:
-        watched.behind = lambda done: None
+        watched.after_pass = lambda done: None
     raise RuntimeError(f"a rollout of {len(watched.passes)} passes; {count} are to be seen")
 
 

@@ -29,7 +29,7 @@ DRAFTERS = {  # the same of a drafter of one layer, such as `python -m specrl.dr
         0.034,
         0.0024,
         4e-5,
-    ),  # a fifth of the policy's of 8 layers, as measured: `RaggedModel.timing` of both
+    ),  # a fifth of the policy's of 8 layers, as measured: `PackedModel.timing` of both
     "gpu": (
         0.95,
         0.0,
@@ -72,17 +72,16 @@ def main(options: BudgetConfig) -> int:
     time.perf_counter = clock  # before rollout is imported, which keeps it as a default
     from benchmarks import ablation
     from specrl.bench import pair as bench_pair
-    from specrl.rollout.engines.local.attention import Layout
-    from specrl.rollout.engines.local.ragged import RaggedModel
+    from specrl.rollout.engines.local.attention import Layout, PackedModel
 
-    forward = RaggedModel.forward
+    forward = PackedModel.forward
 
     def timed(self, tokens, layout: Layout):
         of_drafter = () if self.model is made.model else DRAFTERS[options.machine]
         clock.charge(layout.count, len(tokens), layout.width, of_drafter)
         return forward(self, tokens, layout)
 
-    RaggedModel.forward = timed
+    PackedModel.forward = timed
     most = -(-max(options.rows) // 8) * 8  # whole groups
     given = bench_pair.options(f"rows={most}", "rollout.max_new_tokens=220", "rollout.tokens_per_pass=4096")
     made, others, _ = bench_pair.prepare(given, ablation.OTHERS)

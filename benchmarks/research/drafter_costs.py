@@ -13,8 +13,8 @@ from torch import nn
 from benchmarks.research.budget import MACHINES
 from benchmarks.research.int8_copy import Int8Linear
 from specrl.rollout.engines.base import SamplingParams
-from specrl.rollout.engines.local.packed import packed_model
-from specrl.rollout.noise import keyed_draw
+from specrl.rollout.engines.local.probe import packed_model
+from specrl.rollout.noise import keyed_sample
 
 LAYERS, LAYER, HEAD, TRIMMED, LAUNCH = 28, 0.25, 0.62, 0.13, 0.05
 """A 7B policy on the simulated gpu: layers, and milliseconds of a layer's weights, the head's, those of 32k ids in the
@@ -85,9 +85,9 @@ def parts(kept: int, repeats: int = 5) -> dict[str, list[float]]:
                 "layer": lambda x=x: [lin(x[lin.in_features]) for stack in stacks for lin in stack],
                 "int8 layer": lambda x=x: [lin(x[lin.in_features]) for stack in small for lin in stack],
                 "head": lambda x=x: head(x[HIDDEN]),
-                "draw": lambda z=logits, k=keys, p=places: keyed_draw(z, k, p),
+                "draw": lambda z=logits, k=keys, p=places: keyed_sample(z, k, p),
                 "cut head": lambda x=x: cut(x[HIDDEN]),
-                "cut draw": lambda z=few, k=keys, p=places: keyed_draw(z, k, p, ids=ids),
+                "cut draw": lambda z=few, k=keys, p=places: keyed_sample(z, k, p, ids=ids),
             }
             for name, ms in _best(works, repeats).items():
                 found[name].append(ms / (len(stacks) if "layer" in name else 1))

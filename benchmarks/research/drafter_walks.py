@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from benchmarks.research.mask_drafter import MaskDrafter, ends_of
 from benchmarks.research.responses import response_logits
-from specrl.rollout.noise import keyed_draw
+from specrl.rollout.noise import keyed_sample
 from specrl.trainers.cotraining.texts import Text
 
 LONGEST = 16  # drafts of a chain
@@ -23,30 +23,30 @@ Cost = Callable[..., np.ndarray]
 class Grid:
     """What a drafter answers to every prefix of some responses."""
 
-    stands: np.ndarray
-    """bool [R, T + K, K]: its draft at depth j behind prefix t is the response's token t + j."""
+    accepted: np.ndarray
+    """bool [R, T + K, K]: its draft at depth j after prefix t is the response's token t + j."""
     chance: np.ndarray
     """float32 [R, T + K, K]: the probability that it gave its drafts up to depth j."""
     lengths: np.ndarray
     """int64 [R]: tokens of each response."""
 
     def by_depth(self, most: int = 8) -> dict[str, list[float]]:
-        """At depths 1.. : shares of places where the draft stands, and where it does given that all before it do."""
-        depth = min(most, self.stands.shape[-1])
-        alive = np.arange(self.stands.shape[1])[:, None] + np.arange(depth) < self.lengths[:, None, None]
-        stands, all_stand = self.stands[..., :depth], np.cumprod(self.stands[..., :depth], -1).astype(bool)
-        before = np.concatenate([np.ones_like(all_stand[..., :1]), all_stand[..., :-1]], -1) & alive
+        """At depths 1.. : shares of positions where the draft is accepted, alone and given that all before it are."""
+        depth = min(most, self.accepted.shape[-1])
+        alive = np.arange(self.accepted.shape[1])[:, None] + np.arange(depth) < self.lengths[:, None, None]
+        accepted, all_accepted = self.accepted[..., :depth], np.cumprod(self.accepted[..., :depth], -1).astype(bool)
+        before = np.concatenate([np.ones_like(all_accepted[..., :1]), all_accepted[..., :-1]], -1) & alive
         return {
-            "alone": ((stands & alive).sum((0, 1)) / alive.sum((0, 1))).round(4).tolist(),
-            "given": ((stands & before).sum((0, 1)) / np.maximum(1, before.sum((0, 1)))).round(4).tolist(),
+            "alone": ((accepted & alive).sum((0, 1)) / alive.sum((0, 1))).round(4).tolist(),
+            "given": ((accepted & before).sum((0, 1)) / np.maximum(1, before.sum((0, 1)))).round(4).tolist(),
         }
 
     def blinded(self, share: float) -> Grid:
         """The same when so many tokens of the responses, by chance, are ones that the drafter cannot draw."""
-        rows, places, depth = self.stands.shape
-        seen = np.random.default_rng(0).random((rows, places + depth)) >= share
-        windows = np.lib.stride_tricks.sliding_window_view(seen, depth, axis=1)[:, :places]
-        return replace(self, stands=self.stands & windows)
+        rows, positions, depth = self.accepted.shape
+        seen = np.random.default_rng(0).random((rows, positions + depth)) >= share
+        windows = np.lib.stride_tricks.sliding_window_view(seen, depth, axis=1)[:, :positions]
+        return replace(self, accepted=self.accepted & windows)
 
 
 @dataclass(frozen=True)
@@ -61,57 +61,59 @@ class Way:
 
 
 def chain_grid(model: PreTrainedModel, texts: Sequence[Text], keys: Sequence[int]) -> Grid:
-    """Of a model that drafts one token after the other: behind drafts that stand it answers the response's prefix."""
+    """Of a model that drafts one token after the other: after accepted drafts it answers the response's prefix."""
     depth, width = LONGEST, max(len(text.response) for text in texts) + LONGEST
-    stands, logp = np.zeros((len(texts), width + depth), bool), np.zeros((len(texts), width + depth), np.float32)
+    accepted, logp = np.zeros((len(texts), width + depth), bool), np.zeros((len(texts), width + depth), np.float32)
     for row, (text, key) in enumerate(zip(texts, keys, strict=True)):
         with torch.inference_mode():
             logits = response_logits(model, [text]).float()
         answers = torch.arange(len(text.response))
-        stands[row, : len(answers)], logp[row, : len(answers)] = _drawn(logits, text, key, answers)
-    windows = (np.lib.stride_tricks.sliding_window_view(a, depth, axis=1)[:, :width] for a in (stands, logp))
-    stands, logp = (np.ascontiguousarray(w) for w in windows)
-    return Grid(stands, np.exp(logp.cumsum(-1)), np.array([len(text.response) for text in texts]))
+        accepted[row, : len(answers)], logp[row, : len(answers)] = _drawn(logits, text, key, answers)
+    windows = (np.lib.stride_tricks.sliding_window_view(a, depth, axis=1)[:, :width] for a in (accepted, logp))
+    accepted, logp = (np.ascontiguousarray(w) for w in windows)
+    return Grid(accepted, np.exp(logp.cumsum(-1)), np.array([len(text.response) for text in texts]))
 
 
 def masked_grid(drafter: MaskDrafter, texts: Sequence[Text], keys: Sequence[int]) -> Grid:
     """Of a drafter that answers all depths at once."""
     width = max(len(text.response) for text in texts) + LONGEST
-    stands = np.zeros((len(texts), width, drafter.depth), bool)
-    logp = np.zeros(stands.shape, np.float32)
+    accepted = np.zeros((len(texts), width, drafter.depth), bool)
+    logp = np.zeros(accepted.shape, np.float32)
     for row, (text, key) in enumerate(zip(texts, keys, strict=True)):
         ends = ends_of(text, drafter.depth)
         with torch.inference_mode():
             logits = drafter([ends])
         at = (ends.ends[ends.answering] - ends.first).numpy(), ends.depths[ends.answering].numpy()
-        stands[row][at], logp[row][at] = _drawn(logits, text, key, ends.answers)
-    return Grid(stands, np.exp(logp.cumsum(-1)), np.array([len(text.response) for text in texts]))
+        accepted[row][at], logp[row][at] = _drawn(logits, text, key, ends.answers)
+    return Grid(accepted, np.exp(logp.cumsum(-1)), np.array([len(text.response) for text in texts]))
 
 
 def _drawn(logits: torch.Tensor, text: Text, key: int, answers: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
     """Whether the draws at `answers` are the response's tokens, and their log-probs."""
-    draws, logp, *_ = keyed_draw(logits, torch.full_like(answers, key), answers)
+    draws, logp, *_ = keyed_sample(logits, torch.full_like(answers, key), answers)
     return (draws == torch.tensor(text.response)[answers]).numpy(), logp.numpy()
 
 
 def walk(grid: Grid, most: int, doubt: float) -> dict[str, np.ndarray]:
     """The passes [P, R] of all rows until their texts end, with at most `most` drafts each.
 
-    Of each pass: whether a row is `alive`, its place `at` in the response, tokens `fed` that the drafter has not read,
-    drafts `tried` and `carried`. Args: doubt: least chance, by the drafter's own word, that all up to a draft stand.
+    Of each pass: whether a row is `alive`, its position `at` in the response, tokens `unread` by the drafter, drafts
+    `tried` and `carried`. Args: doubt: least estimated probability that all tokens up to a draft are accepted.
     """
     rows = np.arange(len(grid.lengths))
-    at, fed, passes = np.zeros_like(rows), np.ones_like(rows), []
+    at, unread, passes = np.zeros_like(rows), np.ones_like(rows), []
     while (alive := at < grid.lengths).any():
         limit = np.minimum(most, grid.lengths - at)[:, None] > np.arange(most)
         sure = limit & (grid.chance[rows, at, :most] >= doubt)
         carried = np.cumprod(sure, -1).sum(-1)
-        stood = np.cumprod(sure & grid.stands[rows, at, :most], -1).sum(-1)
+        taken = np.cumprod(sure & grid.accepted[rows, at, :most], -1).sum(-1)
         tried = np.minimum(carried + 1, limit.sum(-1))
-        passes.append((alive, at, fed, tried * alive, carried * alive))
-        fed = np.minimum(stood + 1, grid.lengths - at) * alive
-        at = at + fed
-    return dict(zip(("alive", "at", "fed", "tried", "carried"), map(np.stack, zip(*passes, strict=True)), strict=True))
+        passes.append((alive, at, unread, tried * alive, carried * alive))
+        unread = np.minimum(taken + 1, grid.lengths - at) * alive
+        at = at + unread
+    return dict(
+        zip(("alive", "at", "unread", "tried", "carried"), map(np.stack, zip(*passes, strict=True)), strict=True)
+    )
 
 
 def seconds(passes: dict[str, np.ndarray], prompts: np.ndarray, rows: int, policy: Cost, way: Way, most: int) -> float:
@@ -121,10 +123,10 @@ def seconds(passes: dict[str, np.ndarray], prompts: np.ndarray, rows: int, polic
     count, width = alive.sum(-1), ((prompts + passes["at"]).reshape(alive.shape) * alive).max(-1)
     tokens = count + batches["carried"].sum(-1)
     ms = policy(count, tokens, width, tokens) * (count > 0)
-    fed = (batches["fed"] * alive).sum(-1)
+    unread = (batches["unread"] * alive).sum(-1)
     if way.at_once and most:
-        ms = ms + way.cost(count, fed + count * (most - 1), width, count * most) * (count > 0)
+        ms = ms + way.cost(count, unread + count * (most - 1), width, count * most) * (count > 0)
     for depth in range(0 if way.at_once else most):
         going = (batches["tried"] > depth).sum(-1)
-        ms = ms + way.cost(going, going if depth else fed, width, going) * (going > 0)
+        ms = ms + way.cost(going, going if depth else unread, width, going) * (going > 0)
     return ms.sum() / 1e3

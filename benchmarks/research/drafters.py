@@ -42,7 +42,7 @@ from specrl.trainers.cotraining.texts import Text
 
 DEPTHS, DOUBTS = (1, 2, 3, 4, 6, 8, 12, 16), (0.0, 0.2, 0.4, 0.6, 0.8)  # tried in each cell
 SIZES = (1, 8, 64, 256)
-MASKED = 8  # texts in a step of the parallel drafter: with their masks about the places that the chain's 16 have
+MASKED = 8  # texts in a step of the parallel drafter: with their masks about as many positions as the chain's 16
 CHAINS = {"chain": 1, "chain, 3 layers": 3}
 PARALLEL = {"parallel": 1, "parallel, 3 layers": 3}
 QUANTISED = {"int8": 8, "int4": 4, "int3": 4, "int4, less a tenth": 4}
@@ -76,7 +76,7 @@ def main(options: DraftersConfig) -> int:
         quantise(model, bits)
         grids[f"int{bits}"] = chain_grid(model, *held_out)
     grids["int4, less a tenth"] = grids["int4"].blinded(0.1)
-    result = {"options": told(options), "agreement": {name: grid.by_depth() for name, grid in grids.items()}}
+    result = {"options": described(options), "agreement": {name: grid.by_depth() for name, grid in grids.items()}}
     whole = {"ids": KEPT, "blind": 0.0}
     if options.gsm8k:
         result["vocabulary"] = vocabulary(options.gsm8k, options.tokenizer)
@@ -93,8 +93,8 @@ def main(options: DraftersConfig) -> int:
     return 0
 
 
-def told(options: DraftersConfig) -> dict:
-    """The options without the places of a machine."""
+def described(options: DraftersConfig) -> dict:
+    """The options without paths."""
     return {key: Path(v).name if isinstance(v := getattr(options, key), str) else v for key in SAID}
 
 
@@ -155,7 +155,7 @@ def cells(machine: str, ways: Sequence[Way], policy: Cost, texts: Sequence[Text]
     plain = {s: seconds(walk(ways[0].grid, 0, 0.0), prompts, s, policy, ways[0], 0) for s in sizes}
     found: dict[tuple[int, str], dict] = {}
     for way in ways:
-        depths = [k for k in DEPTHS if k <= way.grid.stands.shape[-1]]
+        depths = [k for k in DEPTHS if k <= way.grid.accepted.shape[-1]]
         for most, doubt in product(depths, DOUBTS):
             passes = walk(way.grid, most, doubt)
             each = float(way.grid.lengths.sum() / passes["alive"].sum())

@@ -33,7 +33,7 @@ from specrl.rollout.drafting.ngrams import NGrams
 from specrl.rollout.drafting.suffix import PromptTexts, SuffixDrafter
 from specrl.rollout.engines.base import Limits
 from specrl.rollout.engines.local.kv import KV
-from specrl.rollout.engines.local.ragged import Drawing
+from specrl.rollout.engines.local.model import InFlightPass
 from specrl.rollout.engines.local.reader import Reader
 from specrl.rollout.engines.local.varlen import StaticPass
 from specrl.rollout.engines.response import Response
@@ -99,7 +99,7 @@ def written(rng: random.Random, phrases: Sequence[Sequence[int]], length: int) -
 
 
 def edited(rng: random.Random, text: Sequence[int], share: float) -> Iterator[int]:
-    """The text with a share of its tokens changed: two thirds replaced, others gone, or behind a new one."""
+    """The text with a share of its tokens changed: two thirds replaced, others gone, or after a new one."""
     for token in text:
         change = rng.random() / share
         if change >= 1:
@@ -122,15 +122,15 @@ class Policy:
     def timing(self, rows: int, tokens: int) -> tuple[int, float]:
         return tokens, cost(rows, tokens)
 
-    def kv(self, places: int, capacity: int) -> KV:
-        return KV(places, capacity, heads_first=False)
+    def kv(self, slabs: int, capacity: int) -> KV:
+        return KV(slabs, capacity, heads_first=False)
 
     def forward(self, tokens: Sequence[int], layout: StaticPass) -> None:
         """Of the prompts; nobody looks at what comes out."""
 
-    def launch(self, tokens: Sequence[int], layout: StaticPass, of_draws, picked: None) -> Drawing:
-        layout.fill(tokens, *of_draws)
-        return Drawing(torch.stack([self.draws, *[self.logprobs] * 3]), torch.empty(0), np.arange(len(tokens)))
+    def launch(self, tokens: Sequence[int], layout: StaticPass, noise, picked: None) -> InFlightPass:
+        layout.fill(tokens, *noise)
+        return InFlightPass(torch.stack([self.draws, *[self.logprobs] * 3]), torch.empty(0), np.arange(len(tokens)))
 
     def will_say(self, draws: Sequence[int]) -> None:
         self.draws = torch.tensor(draws, dtype=torch.int32)
@@ -145,8 +145,8 @@ def cost(rows: int, tokens: int) -> float:
 class Unhurried(Budget):
     """Knows not how long asking takes, so that its plans depend on the texts alone."""
 
-    def observe_pass(self, *told, asking: float | None = None, **more) -> None:
-        super().observe_pass(*told, asking=None if asking is None else 0.0, **more)
+    def observe_pass(self, *args, asking: float | None = None, **more) -> None:
+        super().observe_pass(*args, asking=None if asking is None else 0.0, **more)
 
 
 class Rollout:
@@ -197,14 +197,14 @@ class Rollout:
         """As engines do after a pass of `tokens` tokens."""
         brought = 0
         for row, draft, (number, of_row) in zip(rows, drafts, drawn, strict=True):
-            stood = exact(row.request.key, draft, of_row)
-            emitted = row.emit(stood, EOS_IDS)
+            accepted = exact(row.request.key, draft, of_row)
+            emitted = row.emit(accepted, EOS_IDS)
             self.reader.rollback(number, len(row.tokens) - 1)
-            self.stats.count(draft.source, len(draft.tokens), min(stood.drafted, emitted))
-            self.drafting.learn(row, draft, stood.tokens, stood.drafted, stood.behind)
-            brought += len(stood.tokens)
+            self.stats.count(draft.source, len(draft.tokens), min(accepted.drafted, emitted))
+            self.drafting.learn(row, draft, accepted.tokens, accepted.drafted, accepted.rejected_tail)
+            brought += len(accepted.tokens)
         seconds, asking = cost(len(rows), tokens), self.drafting.asking
-        self.drafting.observe_pass(tokens, seconds, len(rows), self.reader.width, brought, asking=asking)
+        self.drafting.budget.observe_pass(tokens, seconds, len(rows), self.reader.width, brought, asking=asking)
 
     @contextmanager
     def timed(self, part: str) -> Iterator[None]:

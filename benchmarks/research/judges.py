@@ -44,7 +44,7 @@ RUN = [
 AN_EPOCH_EARLIER = "checkpoints/checkpoint-32"
 TEST_PROBLEMS, TEXTS = {"an epoch earlier": 2400, "worse": 512}, 3
 MINED_PROBLEMS = 128  # of them, for the ROC
-MORE_PROBLEMS = 2048  # that the judge learns from, beside those of the run: one in a hundred texts says what matters
+MORE_PROBLEMS = 2048  # further ones for the judge: one text in a hundred has an important mismatch
 RECALL = 0.99
 BLUR = 0.4  # of the worse policy
 MISMATCHES = 16
@@ -175,8 +175,7 @@ def judged(work: Path, rewards) -> dict:
     from specrl.lossy.judging import mismatches, read_cache
     from specrl.rollout.lossy.judge import JudgeHead
     from specrl.run.data import load_examples
-    from specrl.trainers.lossy.fit import roc_auc
-    from specrl.trainers.lossy.judge import fit_judge
+    from specrl.trainers.lossy.fit import fit_judge, roc_auc
 
     run = prepare(work)
     most = max(TEST_PROBLEMS.values())
@@ -194,7 +193,7 @@ def judged(work: Path, rewards) -> dict:
         "exact": JudgeHead(judge.weight, judge.bias, 0.0),
         "judge": judge,
         "shuffled labels": shuffled,
-        "everything stands": JudgeHead(judge.weight, judge.bias, 2.0),
+        "everything accepted": JudgeHead(judge.weight, judge.bias, 2.0),
     }
     olds = {"an epoch earlier": earlier, "worse": worse}
     stored = {name: texts_of(old, test[: TEST_PROBLEMS[name]], TEXTS) for name, old in olds.items()}

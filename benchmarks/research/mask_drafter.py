@@ -30,7 +30,7 @@ _PADDING = 1 << 12  # an end that no text reaches: padding sees and is seen by p
 
 @dataclass(frozen=True)
 class Ends:
-    """A text and masks behind its prefixes, flat int64 [S]."""
+    """A text and masks after its prefixes, flat int64 [S]."""
 
     ids: Tensor
     ends: Tensor
@@ -42,7 +42,7 @@ class Ends:
 
     @property
     def answers(self) -> Tensor:
-        """Index of the response token that each place of the response answers [N]."""
+        """Index of the response token that each position of the response answers [N]."""
         return (self.ends + self.depths)[self.answering] - self.first
 
     @property
@@ -51,7 +51,7 @@ class Ends:
 
 
 def ends_of(text: Text, depth: int, rng: random.Random | None = None) -> Ends:
-    """Every prefix of the response with `depth` - 1 masks behind it. Args: rng: drops masks as COD does; None: none."""
+    """Every prefix of the response with `depth` - 1 masks after it. Args: rng: drops masks as COD does; None: none."""
     first, last = len(text.prompt) - 1, len(text) - 2
     ids = [*text.prompt, *text.response[:-1]]
     ends, depths, kept, share = [*range(len(ids))], [0] * len(ids), [*range(first, last + 1)], 1.0
@@ -78,13 +78,13 @@ class MaskDrafter(nn.Module):
         self.mask = nn.Parameter(student.get_input_embeddings().weight.mean(0).detach().clone())
 
     def forward(self, texts: Sequence[Ends]) -> Tensor:
-        """Logits [N, V] of the places that answer, one text after the other."""
+        """Logits [N, V] of the positions that answer, one text after the other."""
         ids, depths = (pad_sequence([getattr(t, name) for t in texts], True) for name in ("ids", "depths"))
         ends = pad_sequence([t.ends for t in texts], True, _PADDING)
         embedded = torch.where((depths > 0)[..., None], self.mask, self.student.get_input_embeddings()(ids))
         before = (depths == 0)[:, None] & (ends[:, None] <= ends[..., None])
-        behind = (ends[:, None] == ends[..., None]) & (depths[:, None] <= depths[..., None])
-        bias = torch.zeros(before.shape).masked_fill_(~(before | behind), torch.finfo(torch.float32).min)
+        deeper = (ends[:, None] == ends[..., None]) & (depths[:, None] <= depths[..., None])
+        bias = torch.zeros(before.shape).masked_fill_(~(before | deeper), torch.finfo(torch.float32).min)
         hidden = self.student.base_model(
             inputs_embeds=embedded, attention_mask=bias[:, None], position_ids=ends + depths, use_cache=False
         ).last_hidden_state

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from specrl.rollout.noise import keyed_draw
+from specrl.rollout.noise import keyed_sample
 
 VOCABULARY = 151_936
 HIDDEN = {"Qwen2.5-0.5B": 896, "Qwen2.5-1.5B": 1536, "Qwen2.5-3B": 2048, "Qwen2.5-7B": 3584}
@@ -26,7 +26,7 @@ def main(rows: int = 64, out: str = "") -> None:
     gpu = torch.cuda.is_available()
     device, dtype = ("cuda", torch.bfloat16) if gpu else ("cpu", torch.float32)
     keys, positions = torch.arange(rows, device=device) * 7919, torch.arange(rows, device=device)
-    compiled = torch.compile(keyed_draw, dynamic=True)
+    compiled = torch.compile(keyed_sample, dynamic=True)
     found = []
     with torch.inference_mode():
         for name, hidden in HIDDEN.items():
@@ -35,7 +35,7 @@ def main(rows: int = 64, out: str = "") -> None:
             logits = head(states)
             parts = {
                 "head": lambda head=head, states=states: head(states),
-                "draw": lambda logits=logits: keyed_draw(logits, keys, positions),
+                "draw": lambda logits=logits: keyed_sample(logits, keys, positions),
                 "compiled draw": lambda logits=logits: compiled(logits, keys, positions),
             }
             seconds = {part: [] for part in parts}

@@ -58,9 +58,9 @@ def main(output: str = "", repeats: int = 7, sizes: str = "1,10,100,400") -> Non
         points = measure_sync(megabytes, repeats)
         torch.set_num_threads(1)  # the trainer's, as many as a worker has
         terms = [measure_terms(workers, repeats) for workers in STEP_WORKERS]
-    law = fit_sync(points)
-    report = {"rows": ROWS, **embedded, "sync": points, "law": law, "extrapolated": extrapolate_sync(law)}
-    report["step"] = step_report(terms, law, embedded["weights_mb"])
+    formula = fit_sync(points)
+    report = {"rows": ROWS, **embedded, "sync": points, "law": formula, "extrapolated": extrapolate_sync(formula)}
+    report["step"] = step_report(terms, formula, embedded["weights_mb"])
     show(report)
     if output:
         Path(output).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")

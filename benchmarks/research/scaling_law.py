@@ -60,7 +60,7 @@ def step(terms: Terms, workers: int) -> dict[str, float]:
                                                workers begin the next batch during u, then verify what there is of it
         one step off   max(g, u) + sync        the next batch is trained on as it is: text of stale weights
 
-    Where g > u only the share u / g of the batch is there to be verified, and the part g - u is decoded behind it. One
+    Where g > u only the share u / g of the batch is there to be verified, and the part g - u is decoded after it. One
     step off is asynchronous training, which is another run: a lower bound.
     """
     g, u, v, sync = terms.rollout.over(workers), terms.rest_s, terms.verify.over(workers), terms.sync(workers)
@@ -80,7 +80,7 @@ def at_ratio(terms: Terms, workers: int, ratio: float) -> Terms:
 
 
 def step_report(points: Sequence[Point], sync: Mapping[str, float], mb: float) -> dict[str, Any]:
-    """The measured terms, the law of a step fitted to them, and what it says. Args: as of `fit_terms`."""
+    """The measured terms, the formula of a step fitted to them, and its results. Args: as of `fit_terms`."""
     terms = fit_terms(points, sync, mb)
     return {
         "measured": points,
@@ -137,7 +137,7 @@ def misfit(terms: Terms, points: Sequence[Point]) -> float:
 
 
 def fit_sync(points: Sequence[Point]) -> dict[str, float]:
-    """The law t = a + mb / put + workers * (b + mb / copy)."""
+    """The formula t = a + mb / put + workers * (b + mb / copy)."""
     terms = {
         "a_s": lambda p: 1.0,
         "put_s_per_mb": lambda p: p["mb"],
@@ -166,13 +166,14 @@ def least_squares(
     return found, float(np.abs(matrix @ solution - 1).max())
 
 
-def predict_sync(law: Mapping[str, float], mb: float, workers: int) -> float:
-    return law["a_s"] + mb * law["put_s_per_mb"] + workers * (law["b_s_per_worker"] + mb * law["copy_s_per_worker_mb"])
+def predict_sync(formula: Mapping[str, float], mb: float, workers: int) -> float:
+    per_worker = formula["b_s_per_worker"] + mb * formula["copy_s_per_worker_mb"]
+    return formula["a_s"] + mb * formula["put_s_per_mb"] + workers * per_worker
 
 
-def extrapolate_sync(law: Mapping[str, float]) -> list[dict[str, float | str]]:
-    """Seconds by the law, far outside what was measured and as if all workers shared one machine's memory bus."""
+def extrapolate_sync(formula: Mapping[str, float]) -> list[dict[str, float | str]]:
+    """Seconds by the formula, far outside what was measured and as if all workers shared one machine's memory bus."""
     return [
-        {"model": name, "workers": workers, "seconds": predict_sync(law, 2 * parameters / MB, workers)}
+        {"model": name, "workers": workers, "seconds": predict_sync(formula, 2 * parameters / MB, workers)}
         for (name, parameters), workers in product(MODELS.items(), (1, 2, 4, 8, 16, 64))
     ]

@@ -25,20 +25,20 @@ def show_sync(report: dict[str, Any]) -> None:
     )
     for point in report["sync"]:
         print(f"  {point['mb']:6g} MB, {point['workers']} workers: {point['seconds']:.4f}")
-    law = report["law"]
+    formula = report["law"]
     print(
-        f"law: t = {law['a_s']:.4f} + MB * {law['put_s_per_mb']:.6f} + "
-        f"workers * ({law['b_s_per_worker']:.4f} + MB * {law['copy_s_per_worker_mb']:.6f}) s\n"
-        f"  within {law['largest_relative_error']:.0%} of every point\n\n"
-        "EXTRAPOLATED by the law, one machine, bfloat16 (seconds)"
+        f"formula: t = {formula['a_s']:.4f} + MB * {formula['put_s_per_mb']:.6f} + "
+        f"workers * ({formula['b_s_per_worker']:.4f} + MB * {formula['copy_s_per_worker_mb']:.6f}) s\n"
+        f"  within {formula['largest_relative_error']:.0%} of every point\n\n"
+        "EXTRAPOLATED by the formula, one machine, bfloat16 (seconds)"
     )
     for point in report["extrapolated"]:
         print(f"  {point['model']:>5}, {point['workers']:2} workers: {point['seconds']:.2f}")
 
 
 def show_step(report: dict[str, Any], console: Console) -> None:
-    law = report["law"]
-    rollout, verify = law["rollout"], law["verify"]
+    formula = report["law"]
+    rollout, verify = formula["rollout"], formula["verify"]
     names = ("rollout_s", "rest_s", "verify_s", "sync_s")
     lines = [
         (f"{p['workers']}", *(f"{p[name]:.3f}" for name in names), f"{p['unchanged_ratio']:.0%}")
@@ -47,10 +47,10 @@ def show_step(report: dict[str, Any], console: Console) -> None:
     columns = ("workers", "rollout g", "rest u", "verify v", "sync", "unchanged")
     tables.show(console, "\nMEASURED terms of a step (seconds)", columns, lines)
     print(
-        f"law: g = {rollout['tail_s']:.3f} + {rollout['work_s']:.3f} / n, u = {law['rest_s']:.3f}, "
+        f"formula: g = {rollout['tail_s']:.3f} + {rollout['work_s']:.3f} / n, u = {formula['rest_s']:.3f}, "
         f"v = {verify['tail_s']:.3f} + {verify['work_s']:.3f} / n\n"
-        f"  within {law['largest_relative_error']:.0%} of every g and v, two of each for two unknowns;\n"
-        f"  sync = {law['sync_s']:.4f} + {law['sync_s_per_worker']:.4f} n by the law above, as if on one machine\n"
+        f"  within {formula['largest_relative_error']:.0%} of every g and v, two of each for two unknowns;\n"
+        f"  sync = {formula['sync_s']:.4f} + {formula['sync_s_per_worker']:.4f} n as above, as if on one machine\n"
         "  synchronous    g + u + sync\n"
         "  ahead          max(g, u) + v min(1, u / g) + sync\n"
         "  one step off   max(g, u) + sync, and trains on text of stale weights"
@@ -70,7 +70,7 @@ def show_ratios(points: list[dict[str, Any]], drafts: str, console: Console) -> 
         row = [p for p in points if p["workers"] == workers]
         speeds = [[p["synchronous_s"] / p[way] for way in ("ahead_s", "one_step_off_s")] for p in row]
         lines.append((f"{workers}", *(f"{ahead:.2f} ({one_off:.2f})" for ahead, one_off in speeds)))
-    title = f"\nEXTRAPOLATED by the law, {drafts}:\nspeed over synchronous: ahead (one step off), by what plain g is"
+    title = f"\nEXTRAPOLATED, {drafts}:\nspeed over synchronous: ahead (one step off), by what plain g is"
     tables.show(console, title, ("workers", *(f"g = {ratio:g} u" for ratio in RATIOS)), lines)
 
 
@@ -78,5 +78,5 @@ def show_workers(points: list[dict[str, Any]], drafts: str, console: Console) ->
     """A line for each number of workers; the batch is the same for all, as it is the learning that chooses it."""
     names = ("rollout_s", "verify_s", "sync_s", "synchronous_s", "ahead_s", "one_step_off_s")
     lines = [(f"{p['workers']}{'*' * p['extrapolated']}", *(f"{p[name]:.3f}" for name in names)) for p in points]
-    title = f"\nBy the law, {drafts}:\nseconds of a step, the measured batch shared by all workers (* EXTRAPOLATED)"
+    title = f"\nBy the formula, {drafts}:\nseconds of a step, the measured batch shared by all workers (* EXTRAPOLATED)"
     tables.show(console, title, ("workers", "g", "v", "sync", "synchronous", "ahead", "one step off"), lines)

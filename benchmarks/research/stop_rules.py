@@ -38,7 +38,7 @@ from specrl.results import tables
 from specrl.rollout.engines.base import SamplingParams
 from specrl.rollout.engines.local.engine import TransformersEngine
 from specrl.rollout.keys import derive_key
-from specrl.rollout.noise import keyed_draw
+from specrl.rollout.noise import keyed_sample
 from specrl.rollout.types import Request
 from specrl.run.tasks import arithmetic
 from specrl.tiny import load_tiny
@@ -87,9 +87,9 @@ def positions(model, prompt: Sequence[int], tokens: Sequence[int], key: int) -> 
     hidden = response_states(model, [Text(tuple(prompt), tuple(tokens), 0)])
     logits = model.get_output_embeddings()(hidden).float()
     at = torch.arange(len(tokens))
-    draws, logprob, _, margin = keyed_draw(logits, torch.full_like(at, key), at)
-    law = logits.log_softmax(-1)
-    return Positions(logprob, margin, -(law.exp() * law).sum(-1), hidden, draws == torch.tensor(tokens))
+    draws, logprob, _, margin = keyed_sample(logits, torch.full_like(at, key), at)
+    logprobs = logits.log_softmax(-1)
+    return Positions(logprob, margin, -(logprobs.exp() * logprobs).sum(-1), hidden, draws == torch.tensor(tokens))
 
 
 class Binned:
@@ -186,8 +186,8 @@ def chain(estimate: Tensor, seen: Positions, threshold: float, price: float) -> 
     p, accepted = estimate.tolist(), seen.accepted.tolist()
     at, cost = 0, 0.0
     while at < len(p):
-        stands, drafted, good = 1.0, 0, 0
-        while at + drafted < len(p) and drafted < LONGEST and (stands := stands * p[at + drafted]) >= threshold:
+        chance, drafted, good = 1.0, 0, 0
+        while at + drafted < len(p) and drafted < LONGEST and (chance := chance * p[at + drafted]) >= threshold:
             good += good == drafted and accepted[at + drafted]
             drafted += 1
         drafted += at + drafted < len(p) and drafted < LONGEST  # the draw that ends the chain was made, too

@@ -103,14 +103,16 @@ class Rollout:
             given = propose([[token for token in row if token >= 0] for row in sampled])
             drafts = dict(zip(names, given, strict=True))
             tokens, stood = len(logits), sum(token >= 0 for row in sampled for token in row)
-            drafting.observe_pass(tokens, host.cost(len(names), tokens), len(names), stood=stood, asking=asking)
+            drafting.budget.observe_pass(
+                tokens, host.cost(len(names), tokens), len(names), emitted=stood, asking=asking
+            )
             asking = drafting.asking
             self.steps.append((len(names), clock.seconds))
         if [row.tokens for row in rows.values()] != self.truths:
             raise RuntimeError("the hooks gave other texts than were drawn")
 
     def draw(self, logits: Tensor, keys: Tensor, positions: Tensor, targets: Tensor, *law: float) -> Tensor:
-        """As packed_draw: keys are the numbers of the rows."""
+        """As packed_sample: keys are the numbers of the rows."""
         filled = torch.full((len(keys),), 0.5).view(torch.int32)
         return torch.stack([self.texts[keys, positions].int(), *[filled] * 3])
 

@@ -1,6 +1,6 @@
-"""The on-disk form of the trajectory cache: one parquet snapshot per directory, one digest of all its rows, no pickle.
+"""Writes the trajectory cache: one parquet snapshot per directory, with one digest of all its rows, and no pickle.
 
-`docs/cache-format.md` is the specification; `reading.py` reads it.
+`docs/cache-format.md` is the specification; `reading.py` reads snapshots.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ class Fingerprint:
     identity: Mapping[str, str] = field(default_factory=dict)
     """Must match to reuse anything: tokenizer, vocabulary, template, dataset."""
     sampling: Mapping[str, str] = field(default_factory=dict)
-    """What the text was drawn from: model, temperature, top-p, top-k. Only the stored log-probs depend on it."""
+    """Model, temperature, top-p and top-k that the text was sampled with. Only the stored log-probs depend on them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a snapshot says about itself."""
+    """The metadata of a snapshot."""
 
     step: int
     """Trainer step at which it was written."""
@@ -71,10 +71,10 @@ class Header:
 
 
 def write_snapshot(directory: Path, entries: Sequence[Entry], header: Header) -> None:
-    """Replaces the snapshot of `directory`, which is made if need be, atomically and durably.
+    """Replaces the snapshot of `directory`, which is created if missing, atomically and durably.
 
     Raises CacheError on any OSError (disk full, file size limit, read-only) and when another process is writing there;
-    the old snapshot is then as it was.
+    the old snapshot is then unchanged.
     """
     text = json.dumps({"format": FORMAT, **asdict(header)}).encode()
     schema = SCHEMA.with_metadata({HEADER: text, HEADER_SUM: header_sum(text)})
@@ -96,7 +96,7 @@ def write_snapshot(directory: Path, entries: Sequence[Entry], header: Header) ->
 
 @contextlib.contextmanager
 def _only_writer(directory: Path) -> Iterator[None]:
-    """Keeps other processes from writing; the kernel drops the lock with this one, so none is ever stale."""
+    """Keeps other processes from writing; the kernel drops the lock when this process ends, so it is never stale."""
     directory.mkdir(parents=True, exist_ok=True)
     with open(open_lock(directory / LOCK), "r+b") as file:
         try:
@@ -114,7 +114,7 @@ def header_sum(text: bytes) -> bytes:
 
 
 def _table(entries: Sequence[Entry], schema: pa.Schema) -> pa.Table:
-    """One row group. The lists are cut out of joined bytes: no token becomes a Python number."""
+    """One row group. The lists are slices of joined bytes, so no token becomes a Python number."""
     ids, sample_indices, blobs = zip(*entries, strict=True)
     heads = np.frombuffer(b"".join(blob[: HEAD.size] for blob in blobs), _HEADS)
     bare = (heads["flags"] & LOGPROBS) == 0

@@ -1,7 +1,7 @@
-"""Last epoch's trajectories, kept as drafts for the next: bounded in memory, saved atomically, checked when it is read.
+"""The trajectory cache: last epoch's responses, kept as drafts for the next. Bounded in memory and saved atomically.
 
-The store is a plain map (example id, sample index) -> trajectory, so reshuffling, another group size or another number
-of workers change nothing. A missing or dropped entry only means that its prompt is generated without a draft.
+It maps (example id, sample index) to a trajectory, so reshuffling, another group size or another number of workers
+change nothing. A missing or dropped entry only means that its row is generated without this draft.
 """
 
 from __future__ import annotations
@@ -22,20 +22,22 @@ from specrl.rollout.types import CacheError, Trajectory
 
 __all__ = ["Fingerprint", "TrajectoryCache"]
 
-# Charged besides what sys.getsizeof sees: allocator rounding of an entry; LRU node and table share of an example.
+# Added to sys.getsizeof: allocator rounding of an entry; LRU node and table share of an example.
 ENTRY_BYTES, EXAMPLE_BYTES = 16, 144
 
 logger = logging.getLogger(__name__)
 
 
 class TrajectoryCache:
-    """The store of one run. One writer and any number of readers may share it between threads."""
+    """The cache of one run. One writer and any number of readers may share it between threads."""
 
     def __init__(
         self, fingerprint: Fingerprint, vocab_size: int, eos_ids: Collection[int] = (), *, max_mb: float = 512
     ):
         """`max_mb` bounds `bytes` in units of 2^20. Without `eos_ids` the finish reasons are not checked."""
-        self.fingerprint, self.vocab_size, self.eos_ids = fingerprint, vocab_size, frozenset(eos_ids)
+        self.fingerprint = fingerprint
+        self.vocab_size = vocab_size
+        self.eos_ids = frozenset(eos_ids)
         self.bytes = 0
         """Memory held now, tokens and all overhead."""
         self.evictions = self.dropped = self.skipped = self.quarantined = self.write_errors = 0
@@ -58,13 +60,9 @@ class TrajectoryCache:
     def siblings(self, example_id: str, but: int | None = None) -> list[Trajectory]:
         """The stored trajectories of a prompt, newest step first, then by sample; sample `but` is left out."""
         with self._mutex:
-            found = sorted(
-                (sample_index, blob)
-                for sample_index, blob in self._examples.get(example_id, {}).items()
-                if sample_index != but
-            )
-        found.sort(key=lambda item: origin(item[1]), reverse=True)
-        return [unpack(blob) for _, blob in found]
+            samples = sorted(self._examples.get(example_id, {}).items())
+        samples.sort(key=lambda item: origin(item[1]), reverse=True)
+        return [unpack(blob) for sample_index, blob in samples if sample_index != but]
 
     def put(self, example_id: str, sample_index: int, trajectory: Trajectory) -> None:
         """Replaces the sample. Raises CacheError when the trajectory is malformed or older than the stored one."""
@@ -79,7 +77,7 @@ class TrajectoryCache:
             self.insert(packed)
 
     def merge(self, entries: Iterable[tuple[str, int, Trajectory]]) -> None:
-        """Takes what other processes stored, keeping the newer of two. In equal order, every process ends up equal.
+        """Adds what other processes stored; of two trajectories the newer is kept. Equal orders give equal caches.
 
         Raises CacheError when an entry is malformed.
         """
@@ -90,7 +88,7 @@ class TrajectoryCache:
     def stats(self) -> dict[str, Metric]:
         """Gauges and totals for the metrics file: MB are 2^20 bytes, the rest are counts.
 
-        Every process of a run holds the whole cache, so all agree on everything but the saves, which one of them makes.
+        Every process of a run holds all entries, so all values agree but those of saves, which one process makes.
         """
         return {
             "cache/size_mb": highest(self.bytes / 2**20),
@@ -104,19 +102,19 @@ class TrajectoryCache:
         }
 
     def save(self, directory: str | Path, step: int, on_write_error: Literal["warn", "stop"] = "stop") -> None:
-        """Writes one snapshot, durable when this returns; the one before it stays readable if that fails.
+        """Writes one snapshot, durable when this returns; if that fails, the previous one stays readable.
 
-        A failure, as another process writes there or the disk refuses, is counted, and then raised as CacheError
-        ("stop") or logged, once until a save succeeds ("warn").
+        A failure, such as a full disk or another writer, is counted, and raised as CacheError ("stop") or logged once
+        until a save succeeds ("warn").
         """
         with self._mutex:  # packed entries never change, so the file can be written while rollouts go on
             entries = [
-                (e, sample_index, blob)
-                for e, sample_indices in self._examples.items()
-                for sample_index, blob in sample_indices.items()
+                (example_id, sample_index, blob)
+                for example_id, samples in self._examples.items()
+                for sample_index, blob in samples.items()
             ]
-        eos_ids, digest = tuple(sorted(self.eos_ids)), digest_of(entries)
-        header = Header(step, len(entries), self.vocab_size, eos_ids, self.fingerprint, digest)
+        eos_ids = tuple(sorted(self.eos_ids))
+        header = Header(step, len(entries), self.vocab_size, eos_ids, self.fingerprint, digest_of(entries))
         try:
             write_snapshot(Path(directory), entries, header)
             self._warned = False
@@ -145,7 +143,8 @@ class TrajectoryCache:
         return (-1, -1) if blob is None else origin(blob)
 
     def _refuse_older(self, example_id: str, sample_index: int, blob: bytes) -> None:
-        (old_step, old_version), (step, version) = self._stored_origin(example_id, sample_index), origin(blob)
+        old_step, old_version = self._stored_origin(example_id, sample_index)
+        step, version = origin(blob)
         if step < old_step or version < old_version:
             raise CacheError(
                 f"The trajectory of example {example_id!r}, sample {sample_index} is of step {step}, version "
@@ -155,8 +154,8 @@ class TrajectoryCache:
             )
 
     def insert(self, packed: Sequence[Entry]) -> None:
-        """Stores packed entries that are known to be sound, as those that come from a snapshot."""
-        # Touched first, so that nothing goes that is about to be stored. Looking up does not touch: what is looked up
+        """Stores packed entries that were checked, such as those of a snapshot."""
+        # Their examples are marked as recent first, so that none of them is evicted. Looking up does not mark: look-ups
         # for a batch ahead or for control rows must not decide what is kept.
         for example_id, _, _ in packed:
             if example_id in self._examples:
@@ -167,27 +166,27 @@ class TrajectoryCache:
             self._evict(sample_index)
 
     def _put(self, example_id: str, sample_index: int, blob: bytes) -> None:
-        sample_indices = self._examples.get(example_id)
-        if sample_indices is None:
-            sample_indices = self._examples[example_id] = {}
-            self.bytes += EXAMPLE_BYTES + sys.getsizeof(example_id) + sys.getsizeof(sample_indices)
-        self.bytes -= sys.getsizeof(sample_indices) + (
-            _size(sample_indices[sample_index]) if sample_index in sample_indices else 0
-        )
-        sample_indices[sample_index] = blob
-        self.bytes += sys.getsizeof(sample_indices) + _size(blob)
+        samples = self._examples.get(example_id)
+        if samples is None:
+            samples = self._examples[example_id] = {}
+            self.bytes += EXAMPLE_BYTES + sys.getsizeof(example_id) + sys.getsizeof(samples)
+        self.bytes -= sys.getsizeof(samples)
+        if sample_index in samples:
+            self.bytes -= _size(samples[sample_index])
+        samples[sample_index] = blob
+        self.bytes += sys.getsizeof(samples) + _size(blob)
 
     def _evict(self, newest: int) -> None:
         while self.bytes > self._limit and self._examples:
-            example_id, sample_indices = next(iter(self._examples.items()))
-            if len(self._examples) > 1 or len(sample_indices) == 1:
+            example_id, samples = next(iter(self._examples.items()))
+            if len(self._examples) > 1 or len(samples) == 1:
                 del self._examples[example_id]
-                self.bytes -= EXAMPLE_BYTES + sys.getsizeof(example_id) + sys.getsizeof(sample_indices)
-                self.bytes -= sum(map(_size, sample_indices.values()))
-                self.evictions += len(sample_indices)
-            else:  # one example fills the whole budget: its oldest samples go, the one just stored last
-                sample_index = min(sample_indices, key=lambda s: (origin(sample_indices[s]), s == newest, s))
-                self.bytes -= _size(sample_indices.pop(sample_index))
+                self.bytes -= EXAMPLE_BYTES + sys.getsizeof(example_id) + sys.getsizeof(samples)
+                self.bytes -= sum(map(_size, samples.values()))
+                self.evictions += len(samples)
+            else:  # one example exceeds the limit: its oldest samples go first, the one just stored last
+                oldest = min(samples, key=lambda s: (origin(samples[s]), s == newest, s))
+                self.bytes -= _size(samples.pop(oldest))
                 self.evictions += 1
 
 

@@ -1,4 +1,4 @@
-"""Reading a snapshot back into a cache: whole, or not at all. It counts as damaged until its digest agrees."""
+"""Reads a snapshot into a cache, all of it or nothing: it counts as damaged until its digest agrees."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 class DamagedError(CacheError):
-    """The file is not an intact snapshot: torn, altered, or written by something else."""
+    """The file is not an intact snapshot: torn, altered, or written by another program."""
 
 
 class OlderFormatError(CacheError):
@@ -46,10 +46,10 @@ def load(
 ) -> TrajectoryCache:
     """The cache saved in `directory`, or an empty one when there is none or it is damaged or of an older format.
 
-    A damaged file is renamed to *.corrupt, and nothing of it is used. Entries that make no sense to this vocabulary are
-    left out and counted in `dropped`, entries of steps after `max_step` in `skipped`. With another
-    `sampling` the stored log-probs are left out, as only `lenient` needs them; `check_sampling` makes it an error
-    instead. `new_run` sets steps and versions to 0, as the counters of the run that reads begin there.
+    A damaged file is renamed to *.corrupt, and nothing of it is used. Entries that are illegal in this vocabulary are
+    left out and counted in `dropped`, entries of steps after `max_step` in `skipped`. If `sampling` differs, the stored
+    log-probs are left out, or with `check_sampling` it is an error. `new_run` sets steps and versions to 0, where the
+    counters of a new run begin.
 
     Raises:
         CacheError: another identity, a newer format, a header that no specrl of this format writes, or a path that
@@ -58,7 +58,9 @@ def load(
     cache, path = TrajectoryCache(fingerprint, vocab_size, eos_ids, max_mb=max_mb), Path(directory) / SNAPSHOT
     try:
         header, entries = read_snapshot(Path(directory))
-        changes = {} if _matches(fingerprint, header.fingerprint, path, check_sampling) else {"logprobs": None}
+        changes: dict[str, int | None] = (
+            {} if _matches(fingerprint, header.fingerprint, path, check_sampling) else {"logprobs": None}
+        )
         changes |= {"step": 0, "version": 0} if new_run else {}
         cache.dropped = sum(not _admit(cache, *entry, max_step, changes) for entry in entries)
         if cache.dropped:
@@ -76,20 +78,20 @@ def load(
 
 
 def _matches(here: Fingerprint, there: Fingerprint, path: Path, check_sampling: bool) -> bool:
-    law = _differences(here.sampling, there.sampling)
-    wrong = _differences(here.identity, there.identity) + (law if check_sampling else [])
+    sampling = _differences(here.sampling, there.sampling)
+    wrong = _differences(here.identity, there.identity) + (sampling if check_sampling else [])
     if wrong:
         raise CacheError(
             f"The trajectory cache '{path}' was written with other settings: {'; '.join(wrong)}. "
             "Start with rollout.cache.clear=true, or go back to the old ones."
         )
-    return not law
+    return not sampling
 
 
 def _admit(
     cache: TrajectoryCache, example_id: str, sample_index: int, blob: bytes, max_step: int | None, changes: dict
 ) -> bool:
-    """Stores one entry, with some of its fields changed; False when it makes no sense."""
+    """Stores one entry, with some of its fields changed; False if it is illegal."""
     trajectory = unpack(blob)
     if complaint(sample_index, trajectory, cache.vocab_size, cache.eos_ids) is not None:
         return False
@@ -173,12 +175,12 @@ def _header(path: Path, schema: pa.Schema, metadata: Mapping[bytes, bytes]) -> H
             f"'{path}' has a header that is not of trajectory cache format {FORMAT}: {wrong}. Another program wrote "
             "it. Update specrl, move the file away, or start with rollout.cache.clear=true."
         )
-    given = {name: fields[name] for name in ("step", "rows", "vocab_size", "digest")}
-    return Header(**given, eos_ids=tuple(fields["eos_ids"]), fingerprint=Fingerprint(**fields["fingerprint"]))
+    copied = {name: fields[name] for name in ("step", "rows", "vocab_size", "digest")}
+    return Header(**copied, eos_ids=tuple(fields["eos_ids"]), fingerprint=Fingerprint(**fields["fingerprint"]))
 
 
 def _wrong(fields: Any) -> str | None:
-    """What a header of this format cannot say, as half a sentence; None when it may say all of it."""
+    """What is illegal in a header of this format, as half a sentence; None if nothing is."""
     if not isinstance(fields, dict):
         return "it is no JSON object"
     if extra := sorted(fields.keys() - _LEGAL.keys()):

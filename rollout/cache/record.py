@@ -1,4 +1,4 @@
-"""A trajectory as bytes, as the cache holds it and as a snapshot's digest covers it; and what makes one unusable."""
+"""Trajectories as bytes, as the cache holds them and a snapshot's digest covers them; and their checks."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def complaint(sample_index: int, trajectory: Trajectory, vocab_size: int, eos_id
     if trajectory.version < 0 or trajectory.step < 0:
         return f"version {trajectory.version} or step {trajectory.step} is negative"
     if trajectory.reward is not None and not isfinite(trajectory.reward):
-        return f"reward {trajectory.reward} is not finite (None stands for a failed reward)"
+        return f"reward {trajectory.reward} is not finite (None means a failed reward)"
     if logprobs is None:
         return None
     if len(logprobs) != len(tokens):
@@ -78,7 +78,7 @@ def origin(blob: bytes) -> tuple[int, int]:
 
 
 def digest_of(entries: Iterable[Entry]) -> str:
-    """BLAKE2b with a 16-byte digest, in hex, over all entries in their order: places, lengths and canonical bytes."""
+    """BLAKE2b with a 16-byte digest, in hex, over all entries in order: sample indices, lengths and canonical bytes."""
     digest = blake2b(digest_size=16)
     for example_id, sample_index, blob in entries:
         name = example_id.encode()

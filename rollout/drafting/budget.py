@@ -1,4 +1,4 @@
-"""How many draft tokens each row carries in the next pass: as many as pay for themselves, none if drafting loses."""
+"""How many draft tokens each row carries in the next pass: as many as gain time, none if drafting loses time."""
 
 from __future__ import annotations
 
@@ -14,89 +14,90 @@ from specrl.rollout.drafting.cost import FORGET, MOST, PRIOR, WEIGHT, CostModel,
 from specrl.rollout.drafting.suffix import MatchQuality
 
 State = Literal["start", "agreeing", "diverged", "lost"]
-"""What is known of a row's drafter: nothing yet; of its last draft all, some or no tokens stood."""
+"""What is known of a row's drafter: nothing yet; of its last draft all, some or no tokens were accepted."""
 AcceptanceBucket = tuple[State | MatchQuality, str] | None
-"""Drafts that are worth the same: what speaks for the text, or else the row's state, and where they come from. None is
-a row without a draft."""
+"""Drafts that share one acceptance estimate: how well the text matches, or else the row's state, and the source of the
+draft. None is a row without a draft."""
 
-_MARGIN = 1.1  # the model must promise that much: rows that advance unevenly leave a longer tail than is estimated
-_NEARLY = 0.95  # of the best rate is as good
+_MARGIN = 1.1  # the model must promise so much more: rows that advance unevenly have a longer tail than is estimated
+_NEARLY = 0.95  # of the best rate is good enough
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What the rows of the next pass carry."""
+    """Draft lengths of the next pass."""
 
-    windows: Mapping[AcceptanceBucket, int]
-    """Tokens that a row may carry from its own drafter."""
-    handed: frozenset[AcceptanceBucket]
-    """Kinds whose rows the draft model serves better than their own drafters."""
+    lengths: Mapping[AcceptanceBucket, int]
+    """Most tokens of a draft from the row's own drafter."""
+    by_model: frozenset[AcceptanceBucket]
+    """Buckets whose rows the draft model serves better than their own drafters."""
     goodput: float
-    """Expected tokens per second of the rows that a draft model could help: what a second is worth."""
+    """Expected tokens per second of the rows that a draft model could help."""
     token_s: float = 0.0
-    """Seconds that a draft token costs in this pass."""
+    """Seconds of a draft token in this pass."""
     needed: float = 0.0
-    """Probability of acceptance from which on a row's first draft token pays."""
+    """Acceptance probability from which on a row's first draft token pays."""
 
 
 class Budget:
     """Goodput controller after SmartSpec (arXiv 2406.14066): draft lengths from measured costs and acceptances.
 
-    A pass of n rows costs a seconds, r for each row and b for each token, the more the more positions it attends to;
-    fitted to measured passes with forgetting. A draft of k tokens whose tokens are each accepted with probability p
-    emits E(k) = 1 + p + ... + p^k tokens in expectation, p estimated per kind. SmartSpec maximises the tokens of a
-    pass per second. Rows that draft well would then pay for long drafts by which only they get ahead, while the others
-    set the time of a rollout; so every row's own rate counts here: sum_i (f + b k_i) / E_i(k_i) is minimised, with
-    f = a / n + r + b its share of a pass. Where passes pad their rows, those that carry a draft all carry the same
-    number of tokens, see `_levelled`. A token of the draft model also costs its share of the model's passes, and
-    `chain` decides it token by token.
+    A pass of n rows costs a seconds, r for each row and b for each token (b grows with the positions it attends to),
+    fitted to measured passes with forgetting. A draft of k tokens that are each accepted with probability p emits
+    E(k) = 1 + p + ... + p^k tokens in expectation; p is estimated for each AcceptanceBucket. SmartSpec maximises the
+    tokens of a pass per second. Then rows that draft well would get long drafts, while the slowest rows set the time of
+    a rollout. So every row's own rate counts here: sum_i (f + b k_i) / E_i(k_i) is minimised, with f = a / n + r + b
+    the row's share of a pass. Where passes pad their rows, all drafts have one length, see `_one_length`. A token of
+    the draft model also costs its share of the model's passes, and `chain` decides it token by token.
 
     Args:
-        window: draft tokens per row and pass; 0 decides by what rows gain.
+        window: draft tokens per row and pass; 0 decides by the estimated gain.
         padded: attention pads the rows of a pass to equal lengths.
     """
 
     def __init__(self, window: int = 0, padded: bool = True):
-        self.window, self.padded = window, padded
+        self.window = window
+        self.padded = padded
         self.drafter = DraftModelRecord()
-        self._passes, self._trial = CostModel(), DraftingBackoff()
-        self._seen: defaultdict[AcceptanceBucket, list[float]] = defaultdict(
-            lambda: [0.0, 0.0]
-        )  # accepted tokens, rejected drafts
-        self._all: tuple[float, float] | None = None  # the same of all kinds; None: to be summed
+        self._passes = CostModel()
+        self._backoff = DraftingBackoff()
+        # Accepted tokens and rejected drafts of each bucket, and their sums; None: to be computed.
+        self._counts: defaultdict[AcceptanceBucket, list[float]] = defaultdict(lambda: [0.0, 0.0])
+        self._total: tuple[float, float] | None = None
         self._needed = 0.0
-        self._plain = 0.0, 0.0  # seconds of a plain pass and of each row in it, as last planned with
+        self._plain = 0.0, 0.0  # seconds of a plain pass and of each row in it, as of the last plan
 
-    # What was measured -------------------------------------------------------------------------------------------
+    # Measurements -------------------------------------------------------------------------------------------
 
-    def acceptance(self, kind: AcceptanceBucket) -> float:
-        """Estimated probability that one more draft token of a row of this kind is accepted."""
-        if kind is None:
+    def acceptance(self, bucket: AcceptanceBucket) -> float:
+        """Estimated probability that one more draft token of a row in this bucket is accepted."""
+        if bucket is None:
             return 0.0
-        return self._estimate(kind, WEIGHT * self._expected())
+        return self._estimate(bucket, WEIGHT * self._expected())
 
-    def _estimate(self, kind: AcceptanceBucket, expected: float) -> float:
-        accepted, rejected = self._seen.get(kind, (0.0, 0.0))
-        return (accepted + _promise(kind) * expected) / (accepted + rejected + WEIGHT)
+    def _estimate(self, bucket: AcceptanceBucket, expected: float) -> float:
+        accepted, rejected = self._counts.get(bucket, (0.0, 0.0))
+        return (accepted + _promise(bucket) * expected) / (accepted + rejected + WEIGHT)
 
     def _expected(self) -> float:
-        """Acceptance of kinds that were not seen yet: what drafts did in general, but never more than the prior says.
+        """Acceptance of buckets without drafts so far: that of all drafts, but never more than the prior.
 
-        Else each kind would have to fail by itself before useless drafts are left.
+        Otherwise each bucket would have to fail by itself before useless drafting stops.
         """
-        if self._all is None:
-            self._all = sum(seen[0] for seen in self._seen.values()), sum(seen[1] for seen in self._seen.values())
-        accepted, rejected = self._all
+        if self._total is None:
+            counts = self._counts.values()
+            self._total = sum(accepted for accepted, _ in counts), sum(rejected for _, rejected in counts)
+        accepted, rejected = self._total
         return min((accepted + WEIGHT * PRIOR) / (accepted + rejected + WEIGHT), PRIOR)
 
-    def gain(self, kind: AcceptanceBucket, drafted: int, price: float) -> float:
-        """Expected accepted tokens of a draft of this kind, less `price` for each that is carried."""
-        return emitted(self.acceptance(kind), drafted) - 1 - price * drafted
+    def gain(self, bucket: AcceptanceBucket, drafted: int, price: float) -> float:
+        """Expected accepted tokens of a draft of this bucket, less `price` for each draft token."""
+        return emitted(self.acceptance(bucket), drafted) - 1 - price * drafted
 
     def cost(self, rows: int = 0, width: int = 0) -> tuple[float, float]:
         """Seconds of a pass over `rows` rows, and of each of its tokens, which attend to `width` positions."""
-        fixed, row, token, place = self._passes.fit()
-        return fixed + row * rows, token + place * width
+        fixed, row, token, position = self._passes.fit()
+        return fixed + row * rows, token + position * width
 
     def observe_pass(
         self,
@@ -104,97 +105,101 @@ class Budget:
         seconds: float,
         rows: int = 0,
         width: int = 0,
-        stood: int = 0,
+        emitted: int = 0,
         asking: float | None = None,
     ) -> None:
         """One pass of `tokens` tokens, of `rows` rows, that attend to `width` positions, took `seconds`.
 
         Args:
             rows: 0 for a pass that also read prompts, which says nothing about drafts.
-            stood: tokens of all rows that the pass brought.
-            asking: seconds that asking for the drafts of this pass took; None if nobody was asked.
+            emitted: tokens that all rows emitted.
+            asking: seconds that asking for the drafts of this pass took; None if no drafter was asked.
         """
         self._passes.observe(tokens, seconds, rows, width)
         if rows:
             fixed, row = self._plain
-            self._trial.observe(rows, seconds, (fixed + row * rows) * stood / rows, tokens > rows, asking)
+            worth = (fixed + row * rows) * emitted / rows
+            self._backoff.observe(rows, seconds, worth, tokens > rows, asking)
 
     def calibrate(self, passes: Sequence[tuple[int, float]], rows: int = 0, width: int = 0) -> None:
         """Measured (tokens, seconds) of passes, see CostModel.calibrate."""
         self._passes.calibrate(passes, rows, width)
 
-    def observe_draft(self, kind: AcceptanceBucket, drafted: int, accepted: int) -> None:
-        """Of `drafted` tokens of a row's own drafter the first `accepted` stood, or would have stood."""
-        seen, self._all = self._seen[kind], None
-        seen[0] += accepted
+    def observe_draft(self, bucket: AcceptanceBucket, drafted: int, accepted: int) -> None:
+        """Of `drafted` tokens of a row's own drafter the first `accepted` were accepted, or would have been."""
+        counts = self._counts[bucket]
+        counts[0] += accepted
         if accepted < drafted:
-            seen[1] += 1
+            counts[1] += 1
+        self._total = None
 
     def next_rollout(self) -> None:
-        """Weights have changed: trust the past half as much, so that a bad spell does not last."""
-        for seen in self._seen.values():
-            seen[:] = [FORGET * x for x in seen]
-        self._all = None
+        """Weights have changed: past counts weigh half, so that drafts that failed are tried again."""
+        for counts in self._counts.values():
+            counts[:] = [FORGET * x for x in counts]
+        self._total = None
         self.drafter.next_rollout()
-        self._trial.restart()
+        self._backoff.restart()
 
-    # What to draft -----------------------------------------------------------------------------------------------
+    # Plans ------------------------------------------------------------------------------------------------------
 
-    def rest(self) -> Plan | None:
-        """The plan of a pass that nobody is asked about, where asking did not pay of late, else None.
+    def skipping_plan(self) -> Plan | None:
+        """The plan of a pass without drafting, if asking for drafts has not paid lately, else None.
 
-        A fixed window is always asked for.
+        With a fixed window drafters are always asked.
         """
-        if self.window or not self._trial.rests():
+        if self.window or not self._backoff.should_skip():
             return None
         return Plan({}, frozenset(), 0.0, needed=self._needed)
 
-    def observe_asking(self, carried: bool) -> None:
-        """The rows of the next pass were asked for drafts; whether it carries any."""
-        self._trial.ask(carried)
+    def observe_asking(self, drafted: bool) -> None:
+        """Drafters were asked for the next pass. Args: drafted: it carries a draft."""
+        self._backoff.observe_asking(drafted)
 
     def longest(self, rows: int, width: int = 0) -> int:
-        """Tokens that no draft of a pass over `rows` rows will exceed.
+        """An upper bound on the draft lengths of a pass over `rows` rows.
 
-        The best kind there is, at the goodput of a pass without drafts: `plan` only raises that.
+        That of the best bucket at the goodput of a pass without drafts, which a plan only raises.
         """
         if self.window:
             return self.window
         expected = self._expected()
-        best = max((self._estimate(kind, WEIGHT * expected) for kind in self._seen), default=0.0)
+        best = max((self._estimate(bucket, WEIGHT * expected) for bucket in self._counts), default=0.0)
         a, b = self.cost(rows, width)
         return max(1, _length(max(best, expected), b * rows / (a + b * rows)))
 
-    def plan(self, kinds: Sequence[AcceptanceBucket], model: bool = False, width: int = 0) -> Plan:
-        """Draft lengths for the rows of the next pass, and the kinds that a draft model serves better."""
-        count = Counter(kinds)
+    def plan(self, buckets: Sequence[AcceptanceBucket], model: bool = False, width: int = 0) -> Plan:
+        """Draft lengths for the rows of the next pass, and the buckets that a draft model serves better."""
+        count = Counter(buckets)
         if self.window:
             return Plan(dict.fromkeys(count, self.window), frozenset(), 0.0)
         rows = count.total()
         a, b = self.cost(rows, width)
-        fixed, alone = a + b * rows, self.cost()[0]
-        self._plain = alone, (fixed - alone) / max(1, rows)
+        fixed = a + b * rows
+        empty = self.cost()[0]
+        self._plain = empty, (fixed - empty) / max(1, rows)
         expected = WEIGHT * self._expected()
-        chances = {kind: (n, self._estimate(kind, expected) if kind else 0.0) for kind, n in count.items()}
-        k, goodput = (_levelled if self.padded else _each)(chances, fixed, b)
-        self._needed, handed = min(1.0, b * goodput), frozenset()
+        chances = {bucket: (n, self._estimate(bucket, expected) if bucket else 0.0) for bucket, n in count.items()}
+        k, goodput = (_one_length if self.padded else _own_lengths)(chances, fixed, b)
+        self._needed = min(1.0, b * goodput)
+        by_model: frozenset[AcceptanceBucket] = frozenset()
         if model and count:
-            handed, goodput = self._hand_over(count, k, fixed, b, goodput)
-        return Plan(k, handed, goodput, b, self._needed)
+            by_model, goodput = self._for_model(count, k, fixed, b, goodput)
+        return Plan(k, by_model, goodput, b, self._needed)
 
-    def _hand_over(
+    def _for_model(
         self,
-        count: Mapping[AcceptanceBucket, int],
+        count: Counter[AcceptanceBucket],
         k: Mapping[AcceptanceBucket, int],
         fixed: float,
         b: float,
         goodput: float,
-    ):
-        """The kinds that the model drafts for, and the tokens per second of the rows that need it.
+    ) -> tuple[frozenset[AcceptanceBucket], float]:
+        """The buckets that the model drafts for, and the tokens per second of their rows.
 
-        These are the rows whose own drafters are right less often. They keep a rollout going after the others have
-        left, so that a second is worth what it brings them: the long drafts of the others would only make it look dear.
-        But all rows together must not be slower for it, as other rows need it in the next pass.
+        These are the rows whose own drafters are accepted less often. They run longest, so the value of a second is
+        what it gains for them; with the long drafts of the other rows a second would seem too expensive. But all rows
+        together must not become slower, as other rows need the model in the next pass.
         """
         promise, total = self.drafter.promise(), count.total()
         chances = {s: self.acceptance(s) for s in count}
@@ -216,57 +221,64 @@ class Budget:
         pays = helped > _MARGIN * alone and seconds < total / goodput
         return (needy, helped) if pays else (frozenset(), alone)
 
-    def chain(self, behind: Sequence[int], plan: Plan) -> Chain:
+    def chain(self, missing: Sequence[int], plan: Plan) -> Chain:
         """The stop rule of a chain draft; it may let no row draft.
 
-        Args: behind: tokens of each row that the model has not seen and must run first.
+        Args: missing: tokens of each row that the model must read first.
         """
-        wanted = behind if plan.handed or self.window else []
-        return Chain(self.drafter, plan.goodput, plan.token_s, wanted, self.window)
+        missing = missing if plan.by_model or self.window else []
+        return Chain(self.drafter, plan.goodput, plan.token_s, missing, self.window)
 
 
 @cache
-def _promise(kind: AcceptanceBucket) -> float:
-    """Of a kind that was not seen yet, as a share of what drafts did in general."""
-    return prior(kind[0][0], kind[1]) / PRIOR if type(kind[0]) is tuple else 1.0
+def _promise(bucket: AcceptanceBucket) -> float:
+    """Expected acceptance of a bucket without drafts so far, relative to that of all drafts."""
+    if bucket is None or isinstance(bucket[0], str):
+        return 1.0
+    return prior(bucket[0][0], bucket[1]) / PRIOR
 
 
-def _levelled(
+def _one_length(
     groups: Mapping[AcceptanceBucket, tuple[int, float]], fixed: float, price: float
 ) -> tuple[dict[AcceptanceBucket, int], float]:
     """One draft length, a power of two, for all rows that it makes faster, and the rows' tokens per second.
 
-    Attention pads the rows of a pass to equal lengths, block by block, so that lengths of their own cost more than they
-    bring: at 64 rows on two cores equal drafts took 0.8x to 0.9x the time for about as many passes. Of lengths that are
-    nearly as good the shortest is taken: what rows win that are ahead is worth less, as the last row sets the time.
+    Attention pads the rows of a pass to equal lengths, block by block, so different lengths cost more than they gain:
+    at 64 rows on two cores equal drafts took 0.8x to 0.9x the time for about as many passes. Of lengths that are nearly
+    as good the shortest is taken, as a gain of rows that are ahead is worth less: the last row sets the time.
 
-    Args: groups: rows and acceptance of each kind; fixed: seconds of a pass without drafts; price: of a draft token.
+    Args: groups: rows and acceptance of each bucket; fixed: seconds of a pass without drafts; price: of a draft token.
     """
     total = sum(rows for rows, _ in groups.values())
-    k, share = dict.fromkeys(groups, 0), fixed / max(total, 1)
+    share = fixed / max(total, 1)
     most = {s: n for s, (_, p) in groups.items() if (n := _length(p, price / share))}  # of others the first token loses
-    drafting, found = {s: groups[s] for s in most}, []
-    for level in (1 << i for i in range(max(most.values(), default=0).bit_length())):
-        times = {s: (share + price * level) / emitted(p, level) for s, (_, p) in drafting.items()}
+    drafting = {s: groups[s] for s in most}
+    candidates = []
+    for length in (1 << i for i in range(max(most.values(), default=0).bit_length())):
+        times = {s: (share + price * length) / emitted(p, length) for s, (_, p) in drafting.items()}
         seconds = sum(rows * min(share, times[s]) for s, (rows, _) in drafting.items())
-        found.append((seconds, {s: level for s, time in times.items() if time < share}))
-    best = min((seconds for seconds, _ in found), default=0.0)
-    seconds, carried = next((line for line in found if _NEARLY * line[0] <= best), (0.0, {}))
-    rest = sum(rows for s, (rows, _) in groups.items() if s not in drafting)
-    return k | carried, total / (seconds + rest * share) if total else 0.0
+        candidates.append((seconds, {s: length for s, time in times.items() if time < share}))
+    best = min((seconds for seconds, _ in candidates), default=0.0)
+    seconds, lengths = next((c for c in candidates if _NEARLY * c[0] <= best), (0.0, {}))
+    undrafted = sum(rows for s, (rows, _) in groups.items() if s not in drafting)
+    return dict.fromkeys(groups, 0) | lengths, total / (seconds + undrafted * share) if total else 0.0
 
 
-def _each(
+def _own_lengths(
     groups: Mapping[AcceptanceBucket, tuple[int, float]], fixed: float, price: float
 ) -> tuple[dict[AcceptanceBucket, int], float]:
-    """As `_levelled`, where passes pad nothing: each kind's own best length, 0 or a power of two."""
-    total, seconds, best = sum(rows for rows, _ in groups.values()), 0.0, {}
+    """As `_one_length`, where passes pad nothing: each bucket's own best length, 0 or a power of two."""
+    total = sum(rows for rows, _ in groups.values())
     share = fixed / max(total, 1)
-    for kind, (rows, p) in groups.items():
-        length, time, longer = 0, share, 1
+    seconds = 0.0
+    best = {}
+    for bucket, (rows, p) in groups.items():
+        length, longer = 0, 1
+        time = share
         while (other := (share + price * longer) / emitted(p, longer)) < time:  # it falls, then rises
-            length, time, longer = longer, other, 2 * longer
-        best[kind] = length
+            time = other
+            length, longer = longer, 2 * longer
+        best[bucket] = length
         seconds += rows * time
     return best, total / seconds if total else 0.0
 

@@ -1,4 +1,4 @@
-"""Drafts from the texts of all prompts: what followed the last few tokens, and how often such guesses came true."""
+"""Drafts from the texts of all prompts: what followed the last few tokens, and how often such guesses were right."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from collections.abc import Iterable, Sequence
 from specrl.rollout.drafting.cost import MOST, emitted
 
 _LENGTHS = (6, 4, 3)  # tokens of a context, longest first
-_MOST = 15  # hits and misses of an entry go no further, as habits change
-_RATES, _SIZES = 5, 4  # levels of each length: quarters of hits, and how many observations they rest on
-_PER_PROMPT = 2  # responses to one prompt that are learnt: its others say much the same
-_MEMORY = 4000  # guesses over which a level's record is averaged
+_MOST = 15  # cap of an entry's hits and misses, so that it adapts
+_RATES, _SIZES = 5, 4  # levels of each length: quarters of hits, and by the number of observations
+_PER_PROMPT = 2  # responses to one prompt that are learnt: its others are similar
+_MEMORY = 4000  # guesses over which a level's hit rate is averaged
 
 
 class ContextTable:
     """Predicts the next token from the last ones, in the manner of TAGE branch prediction (Seznec and Michaud 2006).
 
     For each of a few lengths a table maps the last tokens to the one that followed, with its hits and misses; another
-    token takes the place when misses outnumber hits. The longest context seen more than once decides. Its length and
-    record make the *level* of the guess. Before a text is learnt it is guessed: how often guesses of a level came true
-    is the probability that such a draft token will be accepted, and only what is likely enough to pay is drafted.
+    token replaces it when misses outnumber hits. The longest context seen more than once decides. Its length and hit
+    rate make the *level* of the guess. A text is predicted before it is learnt: the hit rate of a level is the
+    probability that such a draft token will be accepted, and only what is likely enough to pay is drafted.
 
-    Token Recycling (arXiv 2408.08696) and n-gram look-up keep successors without a record, so that they cannot tell the
-    template of a text from its numbers.
+    Token Recycling (arXiv 2408.08696) and n-gram look-up keep successors without a hit rate, so they cannot distinguish
+    the template of a text from its numbers.
 
-    Args: capacity: contexts of one generation, about 250 bytes each. A full generation becomes the old one, and what
-    the old one held is forgotten unless it was seen again meanwhile.
+    Args: capacity: contexts of one generation, about 250 bytes each. A full generation becomes the old one; contexts
+    of the old one are dropped with the next unless they were seen again.
     """
 
     def __init__(self, capacity: int = 1 << 17):
@@ -35,10 +35,10 @@ class ContextTable:
         self.clear()
 
     def clear(self) -> None:
-        """Forgets everything."""
+        """Removes all contexts."""
         self._new: list[dict[tuple[int, ...], int]] = [{} for _ in _LENGTHS]  # token << 8 | hits << 4 | misses
         self._old: list[dict[tuple[int, ...], int]] = [{} for _ in _LENGTHS]
-        self._right = [0.5] * (len(_LENGTHS) * _RATES * _SIZES)  # guesses of each level that came true, and all
+        self._right = [0.5] * (len(_LENGTHS) * _RATES * _SIZES)  # right guesses of each level, and all
         self._guesses = [2.0] * len(self._right)
         self._surest = 0.25
 
@@ -48,13 +48,14 @@ class ContextTable:
 
     def learn(self, texts: Iterable[tuple[Sequence[int], Sequence[int]]]) -> None:
         """Adds responses of one rollout, given as (prompt, response) token ids: the first few of each prompt."""
-        heard: Counter[tuple[int, ...]] = Counter()
+        responses: Counter[tuple[int, ...]] = Counter()
         chosen = []
         for prompt, tokens in texts:
-            heard[key := tuple(prompt)] += 1
-            if heard[key] <= _PER_PROMPT:
+            key = tuple(prompt)
+            responses[key] += 1
+            if responses[key] <= _PER_PROMPT:
                 chosen.append(((*prompt[-_LENGTHS[0] :], *tokens), len(tokens)))
-        for text, length in chosen:  # all are guessed before any is added: the rows of a rollout know not each other
+        for text, length in chosen:  # before any is added: the rows of a rollout cannot draft from each other
             self._check(text, length)
         self._surest = max(right / guesses for right, guesses in zip(self._right, self._guesses, strict=True))
         for text, length in chosen:
@@ -71,29 +72,33 @@ class ContextTable:
         return guess and (guess[0], self._right[guess[1]] / self._guesses[guess[1]])
 
     def draft(self, context: Sequence[int], limit: int, price: float, beat: float = 0.0) -> tuple[list[int], float]:
-        """Likely next tokens, as long as the chance that all of them stand is at least `price`.
+        """Likely next tokens, while the probability that all of them are accepted is at least `price`.
 
-        Args: context: prompt and response so far; limit: most tokens; beat: a gain that must be exceeded, else nothing
-        is drafted: the search ends where it can no longer be.
-        Returns: the tokens, and the expected number of accepted ones less the price of all.
+        Args: context: prompt and response so far; limit: most tokens; beat: the gain to exceed, else nothing is drafted
+        (the search ends when it can no longer be exceeded).
+        Returns: the tokens, and the expected number of accepted tokens less the price of all.
         """
         tokens: list[int] = []
-        stands, gain, context = 1.0, 0.0, tuple(context[-_LENGTHS[0] :])
-        while len(tokens) < limit and gain + self.most(limit - len(tokens), price, stands) > beat:
-            if not (guess := self.next(context)) or (stands := stands * guess[1]) < price:
+        context = tuple(context[-_LENGTHS[0] :])
+        accepted = 1.0  # probability that all tokens are
+        gain = 0.0
+        while len(tokens) < limit and gain + self.highest_gain(limit - len(tokens), price, accepted) > beat:
+            guess = self.next(context)
+            if guess is None or accepted * guess[1] < price:
                 break
+            accepted *= guess[1]
             tokens.append(guess[0])
-            gain += stands - price
+            gain += accepted - price
             context = (*context[1 - _LENGTHS[0] :], guess[0])
         return (tokens, gain) if gain > beat else ([], 0.0)
 
-    def most(self, limit: int, price: float, stands: float = 1.0) -> float:
-        """What a draft of at most `limit` tokens can gain behind tokens that stand with probability `stands`."""
+    def highest_gain(self, limit: int, price: float, accepted: float = 1.0) -> float:
+        """An upper bound on the gain of at most `limit` tokens after tokens that are accepted with that probability."""
         sure = min(self._surest, MOST)
-        if stands * sure < price:
+        if accepted * sure < price:
             return 0.0
-        k = min(limit, int(math.log(price / stands) / math.log(sure))) if price > 0 else limit
-        return stands * (emitted(sure, k) - 1) - price * k + 1e-9  # rounding must not decide
+        k = min(limit, int(math.log(price / accepted) / math.log(sure))) if price > 0 else limit
+        return accepted * (emitted(sure, k) - 1) - price * k + 1e-9  # rounding must not decide
 
     def _look_up(self, context: tuple[int, ...]) -> tuple[int, int] | None:
         """The guess and its level."""
@@ -113,12 +118,13 @@ class ContextTable:
         return unsure
 
     def _check(self, text: tuple[int, ...], length: int) -> None:
-        """Guesses each of the last `length` tokens, and notes what came true."""
+        """Predicts each of the last `length` tokens, and counts the right guesses of each level."""
         for at in range(len(text) - length, len(text)):
             if guess := self._look_up(text[max(0, at - _LENGTHS[0]) : at]):
                 token, level = guess
                 if self._guesses[level] >= _MEMORY:
-                    self._right[level], self._guesses[level] = self._right[level] / 2, self._guesses[level] / 2
+                    self._right[level] /= 2
+                    self._guesses[level] /= 2
                 self._right[level] += token == text[at]
                 self._guesses[level] += 1
 
@@ -133,7 +139,7 @@ class ContextTable:
 
 
 def _updated(entry: int, token: int) -> int:
-    """The entry after `token` followed its context. A full count halves the other, so that the present weighs more."""
+    """The entry after `token` followed its context. A full count halves the other, so that recent texts weigh more."""
     known, hits, misses = entry >> 8, entry >> 4 & _MOST, entry & _MOST
     if known == token:
         hits, misses = (hits + 1, misses) if hits < _MOST else (hits, misses // 2)

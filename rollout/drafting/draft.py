@@ -1,4 +1,4 @@
-"""What rides: tokens that a row carries in its next pass. They decide what a pass costs, never what it draws."""
+"""Drafts: tokens that a row carries in its next pass. They decide what a pass costs, never what it samples."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class Draft:
     source: str = ""
     """Where they come from: a drafter's `source`, `contexts` or `model`."""
     logprobs: Sequence[float] | None = None
-    """Of the tokens, under the law that drew them; None where nobody asks for it."""
+    """Of the tokens, under the distribution that sampled them; None where no rule needs them."""
 
     def first(self, count: int) -> Draft:
-        """Its first `count` tokens where it has more, for a rule that asks for no log-probs."""
+        """Its first `count` tokens where it has more, for rules that need no log-probs."""
         return Draft(list(self.tokens[:count]), self.source) if len(self.tokens) > count else self
 
 
@@ -33,11 +33,11 @@ EMPTY = Draft()
 
 
 class DrafterFault(RolloutError):
-    """A drafter raised, or proposed something else than token ids. It ends this drafter's drafts and nothing else."""
+    """A drafter raised, or proposed something else than token ids. Its row goes on without drafts of its own."""
 
 
 def ask(drafter: Drafter, text: Sequence[int], limit: int, vocab: int) -> Draft:
-    """At most `limit` tokens behind the response `text`, those before the first id that does not exist.
+    """At most `limit` tokens that may follow the response `text`, up to the first id that does not exist.
 
     Raises:
         DrafterFault: the drafter fails.
@@ -46,13 +46,13 @@ def ask(drafter: Drafter, text: Sequence[int], limit: int, vocab: int) -> Draft:
 
 
 def show(drafter: Drafter, text: Sequence[int], limit: int) -> Iterable[int]:
-    """What a drafter answers to the response `text`.
+    """What a drafter proposes after the response `text`.
 
     Raises:
         DrafterFault: it raises.
     """
     try:
-        return drafter.propose(tuple(text), limit)  # a copy: what drafters do with it is their own affair
+        return drafter.propose(tuple(text), limit)  # a copy, as a drafter may change it
     except Exception as error:  # of anybody's code
         raise DrafterFault(
             f"the drafter {type(drafter).__name__} raised {type(error).__name__}: {error!s:.200}"
@@ -71,31 +71,31 @@ def ask_all(
     worth: Worth = unseen,
     failed: Callable[[int, DrafterFault], None] = _raise,
 ) -> list[Draft]:
-    """What `ask` gives for each row; nothing without a drafter or room. Suffix drafters are asked together.
+    """`ask` for each row with a drafter and a limit above 0. Suffix drafters are asked together.
 
     Args:
-        worth: by what they choose between texts.
-        failed: is told of a row whose drafter fails, and of the fault; that row has no draft.
+        worth: by which they choose between texts.
+        failed: called with a row whose drafter fails, and the fault; the row has no draft.
     """
-    drafts, together = [EMPTY] * len(drafters), []
+    drafts = [EMPTY] * len(drafters)
+    together: dict[int, SuffixDrafter] = {}
     for i, (drafter, text, limit) in enumerate(zip(drafters, texts, limits, strict=True)):
         if type(drafter) is SuffixDrafter and limit > 0:
-            together.append(i)
+            together[i] = drafter
         elif drafter and limit > 0:
             try:
                 drafts[i] = ask(drafter, text, limit, vocab)
             except DrafterFault as fault:
                 failed(i, fault)
-    proposed = propose(*([column[i] for i in together] for column in (drafters, texts, limits)), worth)
-    if not _exist(proposed, vocab):
-        proposed = [known(tokens, vocab) for tokens in proposed]
-    for i, tokens in zip(together, proposed, strict=True):
-        drafts[i] = Draft(tokens, drafters[i].source)
+    proposed = propose([*together.values()], [texts[i] for i in together], [limits[i] for i in together], worth)
+    exist = _exist(proposed, vocab)
+    for (i, suffix_drafter), tokens in zip(together.items(), proposed, strict=True):
+        drafts[i] = Draft(tokens if exist else known(tokens, vocab), suffix_drafter.source)
     return drafts
 
 
 def _exist(texts: Iterable[array[int]], vocab: int) -> bool:
-    """All tokens are ids below `vocab`."""
+    """Whether all tokens are ids below `vocab`."""
     ids = array("I")
     for tokens in texts:
         ids += tokens

@@ -1,4 +1,4 @@
-"""Drafts from the texts of a prompt: the sample's old one at its positions, or what continues the response's end."""
+"""Drafts from the texts of a prompt: the sample's old text at equal positions, or what followed the last tokens."""
 
 from __future__ import annotations
 
@@ -10,37 +10,38 @@ from operator import eq
 from typing import Any
 
 from specrl.rollout.drafting.cost import prior
-from specrl.rollout.drafting.ngrams import LENGTHS, NGrams, Piece, Place, append, token_ids
+from specrl.rollout.drafting.ngrams import LENGTHS, NGrams, Occurrence, Piece, append, token_ids
 from specrl.rollout.sections import SOURCES
 from specrl.rollout.types import Request
 
-_RECENT = 6  # positions over which a text that is being followed shows whether it still fits
-_LONGEST = 32  # tokens that fit; more say no more
-_LEVELS = [0, 1, 2, 3, 4, 4, 6, 6, *[8] * 8, *[16] * 16, _LONGEST]  # of what fits, by tokens
-_FITTING = [(level, False) for level in _LEVELS]
-_SEARCHED = "group", "earlier", "prompt"  # each is a group of its own in an index
+_RECENT = 6  # tokens of the response by which a text that is followed is compared with it
+_LONGEST = 32  # matching tokens; more add no evidence
+_LEVELS = [0, 1, 2, 3, 4, 4, 6, 6, *[8] * 8, *[16] * 16, _LONGEST]  # match quality by the number of matching tokens
+_MATCHING = [(level, False) for level in _LEVELS]
+_SEARCHED = "group", "earlier", "prompt"  # each source is a group of its own in an index
 
 MatchQuality = tuple[int, bool]
-"""What speaks for a place that is followed. First the response's last tokens that stand before it, at one of `_LEVELS`;
-or as many, below 0, as are others of the last `_RECENT`; 0 where there are none. Then whether the row is lost: its last
-pass brought one token, and it is not the text's."""
+"""Evidence that a text will keep matching. First the number of the response's last tokens that precede the position in
+the text, as one of `_LEVELS`; or, negative, how many of the last `_RECENT` tokens differ; 0 without evidence. Then
+whether the row is lost: its last pass emitted one token, which is not the text's."""
 Worth = Callable[[tuple[MatchQuality, str]], float]
-"""How often tokens stand of drafts that fit so well and come from there."""
-Option = tuple[int, int, "array[int]", int, str]
-"""A text that may be followed: (fit, where in the response it begins to, text, distance of their positions, source)"""
+"""Acceptance of drafts by their match quality and source."""
+Match = tuple[int, int, "array[int]", int, str]
+"""A text that may be followed: (match level, where in the response the match begins, text, position in the text less
+position in the response, source)"""
 
 
-def unseen(kind: tuple[MatchQuality, str]) -> float:
-    """The `Worth` of drafts of which nothing is known yet."""
-    (fit, _), source = kind
-    return prior(fit, source)
+def unseen(bucket: tuple[MatchQuality, str]) -> float:
+    """The `Worth` before any draft was seen."""
+    (match, _), source = bucket
+    return prior(match, source)
 
 
 class PromptTexts:
-    """The texts of one prompt: stored ones, the prompt, and those in the making; and where each suffix was seen last.
+    """The texts of one prompt: stored responses, the prompt, and responses that are being generated.
 
-    Prompts that are searched together share an index, which is built and brought up to date by the searches. So it does
-    not travel to a worker.
+    Prompts that are searched together share an index of n-grams, which searches build and update. It is not sent to
+    workers.
 
     Args:
         stored: responses as token ids, the newest first.
@@ -59,12 +60,12 @@ class PromptTexts:
         self.stored = len(self.texts)
         self.texts += [token_ids(prompt)] if prompt and "prompt" in sources else []
         self.known = len(self.texts)
-        self._forget()
+        self._reset_index()
 
-    def _forget(self) -> None:
+    def _reset_index(self) -> None:
         self.index: NGrams | None = None
         self.groups: dict[str, int] = {}
-        """The prompt's numbers in the index: each source of texts is searched by itself."""
+        """The number of each source in the index; sources are searched separately."""
         self._indexed: list[int] = []  # tokens of each text that the index holds
 
     def source(self, text: int) -> str:
@@ -76,22 +77,22 @@ class PromptTexts:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._forget()
+        self._reset_index()
 
     def open(self) -> array[int]:
-        """Begins a new text, which grows as its ids are appended."""
+        """Begins a new text, to which ids are appended."""
         self.texts.append(array("I"))
         return self.texts[-1]
 
     def join(self, index: NGrams) -> None:
-        """Searches go to that index from now on."""
-        self._forget()
+        """Uses that index for searches from now on."""
+        self._reset_index()
         self.index = index
         sources = {self.source(text) for text in range(self.known)} | ({"group"} & self.sources)
         self.groups = {source: index.group() for source in _SEARCHED if source in sources}
 
     def unindexed(self) -> Iterator[Piece]:
-        """What the index lacks, the most recent last; it is taken to be added now."""
+        """The pieces that the index lacks, the most recent last; the caller adds them."""
         known = self._indexed
         order = [*range(self.known, len(self.texts))]
         if not known:
@@ -104,28 +105,30 @@ class PromptTexts:
                 yield self.groups[self.source(i)], i, text, before
 
 
-def find(prompts: Sequence[PromptTexts], texts: Sequence[Sequence[int]]) -> list[list[Place]]:
-    """What followed the longest suffix of each text, for each source of its prompt that has one: see `NGrams.find`."""
-    asked = dict.fromkeys(prompts)
-    _join([prompt for prompt in asked if prompt.index is None], [prompt.index for prompt in asked if prompt.index])
-    found: list[list[Place]] = [[] for _ in prompts]
-    for index in dict.fromkeys(prompt.index for prompt in asked):
-        if lacking := [piece for prompt in asked if prompt.index is index for piece in prompt.unindexed()]:
-            index.add(lacking)
+def find(prompts: Sequence[PromptTexts], texts: Sequence[Sequence[int]]) -> list[list[Occurrence]]:
+    """Where the longest suffix of each text occurred last, for each source of its prompt: see `NGrams.find`."""
+    distinct = dict.fromkeys(prompts)
+    _join([prompt for prompt in distinct if prompt.index is None], [p.index for p in distinct if p.index])
+    occurrences: list[list[Occurrence]] = [[] for _ in prompts]
+    for index in dict.fromkeys(prompt.index for prompt in distinct if prompt.index):
+        if pieces := [piece for prompt in distinct if prompt.index is index for piece in prompt.unindexed()]:
+            index.add(pieces)
         rows = [i for i, prompt in enumerate(prompts) if prompt.index is index]
         groups = [prompts[i].groups.values() for i in rows]
-        of = [k for k, several in enumerate(groups) for _ in several]
-        places = index.find([*chain.from_iterable(groups)], [texts[i][-LENGTHS[0] :] for i in rows], of)
-        for k, place in zip(of, places, strict=True):
-            if place[2]:
-                found[rows[k]].append(place)
-    return found
+        row_of_group = [k for k, several in enumerate(groups) for _ in several]
+        suffixes = [texts[i][-LENGTHS[0] :] for i in rows]
+        for k, occurrence in zip(
+            row_of_group, index.find([*chain.from_iterable(groups)], suffixes, row_of_group), strict=True
+        ):
+            if occurrence[2]:
+                occurrences[rows[k]].append(occurrence)
+    return occurrences
 
 
 def _join(new: Sequence[PromptTexts], indices: Sequence[NGrams]) -> None:
-    """Gives the prompts one of the indices, or one of their own; their rows may write as much as was stored."""
+    """Gives each prompt one of the indices, or a new one; rows may generate as much as was stored."""
     tokens = 2 * sum(len(text) for prompt in new for text in prompt.texts)
-    most = len(_SEARCHED)  # of a prompt, all in one index
+    most = len(_SEARCHED)  # groups of a prompt, all in one index
     index = next((index for index in indices if index.takes(most)), None)
     for prompt in new:
         if index is None or not index.takes(most):
@@ -134,124 +137,127 @@ def _join(new: Sequence[PromptTexts], indices: Sequence[NGrams]) -> None:
 
 
 class SuffixDrafter:
-    """Follows a text while it fits, and leaves it for one that promises more.
+    """Follows a text while it matches, and switches to one that promises more after a mismatch.
 
-    The sample's old text is followed first, at the same positions. After a mismatch it is followed further, as if one
-    token had been replaced, or another place where the last tokens of the response stand: in an old text, in the
-    prompt, in what the prompt's rows have emitted. Which of these is decided by what became of such drafts: of that
-    source, that fitted as well. Suffix matching is SuffixDecoding's (arXiv 2411.04975), longer matches before shorter
-    ones SAM decoding's (arXiv 2411.10666), several sources Hierarchy Drafting's (arXiv 2502.05609), and the choice by
-    records that of TAGE branch prediction, as in `ContextTable`.
+    The sample's old text is followed first, at equal positions. After a mismatch it is followed further, as if one
+    token had been replaced, or another occurrence of the response's last tokens is: in an old text, in the prompt, in
+    what the prompt's rows have emitted. The one whose source and match quality had the highest acceptance is chosen.
+    Suffix matching is SuffixDecoding's (arXiv 2411.04975), longer matches before shorter ones SAM decoding's
+    (arXiv 2411.10666), several sources Hierarchy Drafting's (arXiv 2502.05609), and the choice by past acceptance is
+    TAGE branch prediction's, as in `ContextTable`.
 
     Args:
-        texts: of the prompt, shared by the rows of one engine call; what a row emits is added when it asks.
-        own: the sample's old text; without one the newest stored text is followed first.
-        ahead: what was rolled out ahead of the row, under its own noise; followed in the place of `own`.
+        texts: of the prompt, shared by the rows of one engine call; what a row emits is added when it is asked.
+        old: the sample's old text; without one the newest stored text is followed first.
+        ahead: what was rolled out ahead of the row, under its own noise; followed instead of `old`.
     """
 
-    def __init__(self, texts: PromptTexts, own: Sequence[int] | None = None, ahead: Sequence[int] | None = None):
+    def __init__(self, texts: PromptTexts, old: Sequence[int] | None = None, ahead: Sequence[int] | None = None):
         self.texts = texts
         self._first: tuple[array[int] | None, str] = None, "prefix" if ahead is None else "ahead"
         if ahead is not None:
             self._first = token_ids(ahead), "ahead"
-        elif own is None and texts.stored:
+        elif old is None and texts.stored:
             self._first = texts.texts[0], "earlier"
-        elif own is not None and "prefix" in texts.sources:
-            own = token_ids(own)
-            self._first = (
-                next((text for text in texts.texts[: texts.stored] if text == own), own),
-                "prefix",
-            )  # goes once
+        elif old is not None and "prefix" in texts.sources:
+            ids = token_ids(old)
+            self._first = next((text for text in texts.texts[: texts.stored] if text == ids), ids), "prefix"
         self._begin()
 
     def _begin(self) -> None:
         """A response begins."""
         self._followed, self.source = self._first
         """The text that is followed, and where the last draft came from."""
-        self._shift = 0
-        self.fit: MatchQuality = 0, False
-        """What speaks for that draft."""
-        self._fits_from = 0  # of the response: from there on it has been the text that is followed
-        self._left: tuple[array[int], int, str] | None = None  # the one followed before, with its shift and source
-        self._length = self._grown = 0  # of the response, and by how much it had grown, when it was last shown
-        self._told = self.texts.open() if "group" in self.texts.sources else None
+        self._shift = 0  # position in that text less position in the response
+        self.quality: MatchQuality = 0, False
+        """Of that draft."""
+        self._matches_from = 0  # position of the response from which on it equals the text that is followed
+        self._left: tuple[array[int], int, str] | None = None  # the text followed before, with its shift and source
+        self._length = 0  # of the response when it was last observed
+        self._grown = 0  # by how much it had grown then
+        self._text = self.texts.open() if "group" in self.texts.sources else None  # the response, among the texts
 
     def propose(self, tokens: Sequence[int], limit: int) -> list[int]:
         return propose([self], [tokens], [limit])[0].tolist()
 
-    def tell(self, tokens: Sequence[int]) -> bool:
-        """Adds what the response has grown by to the texts; whether the text that is followed fits, and goes on.
+    def observe(self, tokens: Sequence[int]) -> bool:
+        """Adds the new tokens of the response to the texts; whether the text that is followed matches, and goes on.
 
-        A response that is shorter than before is another one: what it is told of is a text of its own.
+        A response that is shorter than before is a new one, and a new text.
         """
         n = len(tokens)
         if n < self._length:  # its request is run again
             self._begin()
-        if self._told is not None and n > (told := len(self._told)):
-            append(self._told, tokens[told:])
-        at, text = n + self._shift, self._followed
-        if text is None or at >= len(text) or (n and text[at - 1] != tokens[-1]):
-            self._grown, self._length = n - self._length, n
+        if self._text is not None and n > (known := len(self._text)):
+            append(self._text, list(tokens[known:]))
+        text = self._followed
+        position = n + self._shift
+        if text is None or position >= len(text) or (n and text[position - 1] != tokens[-1]):
+            self._grown = n - self._length
+            self._length = n
             return False
-        fits, self._length = n - self._fits_from, n
-        self.fit = _FITTING[fits if fits < _LONGEST else _LONGEST]
+        matching = n - self._matches_from
+        self._length = n
+        self.quality = _MATCHING[matching if matching < _LONGEST else _LONGEST]
         return True
 
-    def turn(self, tokens: Sequence[int], places: Sequence[Place], worth: Worth) -> None:
-        """Follows what is worth most: the text so far, the one before, or one of the places.
+    def switch_source(self, tokens: Sequence[int], occurrences: Sequence[Occurrence], worth: Worth) -> None:
+        """Follows the best match: the present text, the one before, or one of the occurrences.
 
-        Args: places: (text, position, tokens that precede it, at least) where the response's last tokens stand.
+        Args: occurrences: of the response's last tokens.
         """
         if self.source == "prefix":
             self.source = "position"
             if "position" not in self.texts.sources:
                 self._followed = None
-        n, lost, best, chosen = len(tokens), self._grown <= 1, -1.0, None
-        for option in self._options(tokens, places):
-            if (promised := worth(((option[0], lost), option[-1]))) > best:
-                best, chosen = promised, option
+        n = len(tokens)
+        lost = self._grown <= 1
+        best, chosen = -1.0, None
+        for match in self._matches(tokens, occurrences):
+            if (acceptance := worth(((match[0], lost), match[-1]))) > best:
+                best, chosen = acceptance, match
         if chosen is None:
             return
-        fit, self._fits_from, text, shift, source = chosen
-        self.fit = fit, lost
+        level, self._matches_from, text, shift, source = chosen
+        self.quality = level, lost
         if text is not self._followed or shift != self._shift:
             if self._followed is not None and n + self._shift < len(self._followed):
                 self._left = self._followed, self._shift, self.source
             self._followed, self._shift, self.source = text, shift, source
 
-    def _options(self, tokens: Sequence[int], places: Sequence[Place]) -> list[Option]:
-        n, followed, known = len(tokens), self._followed, self.texts
-        options = []
+    def _matches(self, tokens: Sequence[int], occurrences: Sequence[Occurrence]) -> list[Match]:
+        n, followed = len(tokens), self._followed
+        matches = []
         if followed is not None and n + self._shift < len(followed):
-            options.append((-_others(followed, self._shift, tokens), n, followed, self._shift, self.source))
+            matches.append((-_differing(followed, self._shift, tokens), n, followed, self._shift, self.source))
         if self._left and n + self._left[1] < len(self._left[0]):
             text, shift, source = self._left
-            options.append((-_others(text, shift, tokens), n, text, shift, source))
-        for number, at, length in places:
-            text = known.texts[number]
-            if text is not followed or at - n != self._shift:
-                length = _preceding(text, at, tokens, length)
-                options.append((_LEVELS[length], n - length, text, at - n, known.source(number)))
-        return options
+            matches.append((-_differing(text, shift, tokens), n, text, shift, source))
+        for number, position, length in occurrences:
+            text = self.texts.texts[number]
+            if text is not followed or position - n != self._shift:
+                length = _preceding(text, position, tokens, length)
+                matches.append((_LEVELS[length], n - length, text, position - n, self.texts.source(number)))
+        return matches
 
-    def ahead(self, length: int, limit: int) -> array[int]:
-        """At most `limit` tokens that follow the first `length` in the text that is followed."""
+    def continuation(self, length: int, limit: int) -> array[int]:
+        """At most `limit` tokens of the text that is followed, after the response's first `length`."""
         start = length + self._shift
         return array("I") if self._followed is None else self._followed[start : start + limit]
 
 
-def _others(text: Sequence[int], shift: int, tokens: Sequence[int]) -> int:
-    """Of the response's last `_RECENT` tokens, how many are others in the text; all, where none is the same."""
+def _differing(text: Sequence[int], shift: int, tokens: Sequence[int]) -> int:
+    """How many of the response's last `_RECENT` tokens differ in the text; `_RECENT` where none is the same."""
     n = len(tokens)
     first = max(0, n - _RECENT, -shift)
     same = sum(map(eq, tokens[first:], text[first + shift : n + shift]))
     return n - first - same if same else _RECENT
 
 
-def _preceding(text: Sequence[int], at: int, tokens: Sequence[int], length: int) -> int:
-    """The last tokens of the response that stand before position `at`, at most `_LONGEST`; `length` are known to."""
-    most = min(_LONGEST, at, len(tokens))
-    while length < most and text[at - length - 1] == tokens[-length - 1]:
+def _preceding(text: Sequence[int], position: int, tokens: Sequence[int], length: int) -> int:
+    """How many of the response's last tokens precede `position`, at most `_LONGEST`; `length` are known to."""
+    most = min(_LONGEST, position, len(tokens))
+    while length < most and text[position - length - 1] == tokens[-length - 1]:
         length += 1
     return length
 
@@ -262,17 +268,17 @@ def propose(
     limits: Sequence[int],
     worth: Worth = unseen,
 ) -> list[array[int]]:
-    """What `SuffixDrafter.propose` gives for each row, all asked together; without a limit nothing is searched."""
-    fits = [drafter.tell(tokens) for drafter, tokens in zip(drafters, texts, strict=True)]
-    astray = [i for i, (fit, limit) in enumerate(zip(fits, limits, strict=True)) if limit and not fit]
-    if astray:
-        found = find([drafters[i].texts for i in astray], [texts[i] for i in astray])
-        for i, places in zip(astray, found, strict=True):
-            drafters[i].turn(texts[i], places, worth)
-    return [drafter.ahead(len(tokens), limit) for drafter, tokens, limit in zip(drafters, texts, limits, strict=True)]
+    """The proposals of several rows' drafters, searched together; a row with limit 0 is not searched."""
+    matching = [drafter.observe(tokens) for drafter, tokens in zip(drafters, texts, strict=True)]
+    searching = [i for i, (matches, limit) in enumerate(zip(matching, limits, strict=True)) if limit and not matches]
+    if searching:
+        found = find([drafters[i].texts for i in searching], [texts[i] for i in searching])
+        for i, occurrences in zip(searching, found, strict=True):
+            drafters[i].switch_source(texts[i], occurrences, worth)
+    return [d.continuation(len(tokens), limit) for d, tokens, limit in zip(drafters, texts, limits, strict=True)]
 
 
 def following(request: Request, ahead: Sequence[int]) -> Request:
-    """The request, its row following what was rolled out ahead of it."""
+    """The request with a drafter that follows what was rolled out ahead of it."""
     texts = request.drafter.texts if isinstance(request.drafter, SuffixDrafter) else PromptTexts()
     return replace(request, drafter=SuffixDrafter(texts, ahead=ahead))

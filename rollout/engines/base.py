@@ -1,4 +1,4 @@
-"""The engine seam. Engines produce responses, own KV memory and batching, and know nothing of epochs or rewards."""
+"""The engine interface. Engines generate responses and manage KV memory and batching."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import gc
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -15,10 +15,13 @@ from specrl.rollout.checks import check
 from specrl.rollout.config import RolloutConfig
 from specrl.rollout.types import AheadText, Completion, EngineStats, Request, RolloutError
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """The sampler's law. Drafts and plain decoding share it; the exact rule works on the processed distribution."""
+    """Sampling params of drafts and plain decoding alike; they define the distribution that tokens are sampled from."""
 
     eos_ids: frozenset[int]
     temperature: float = 1.0
@@ -27,7 +30,7 @@ class SamplingParams:
 
     @property
     def terms(self) -> tuple[float, int, float]:
-        """Temperature, top-k and top-p, as draws take them."""
+        """Temperature, top-k and top-p, in the order of the sampling kernels."""
         return float(self.temperature), self.top_k, float(self.top_p)
 
     def __post_init__(self):
@@ -47,8 +50,8 @@ class Limits:
 
     @classmethod
     def of(cls, config: RolloutConfig) -> Limits:
-        given = {**vars(config), **vars(config.local)}
-        return cls(**{f.name: given[f.name] for f in fields(cls)})
+        options = {**vars(config), **vars(config.local)}
+        return cls(**{f.name: options[f.name] for f in fields(cls)})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,8 +69,8 @@ class EngineSpec:
     tokenizer: str = ""
     """Directory or hub id; empty takes the model's. Only routers need text."""
 
-    def load(self, source: str) -> torch.nn.Module:
-        """The model, or another one beside it, ready to decode with. Raises what transformers raises."""
+    def load(self, source: str) -> PreTrainedModel:
+        """The model, or another one of its dtype, in evaluation mode. Raises what transformers raises."""
         from transformers import AutoModelForCausalLM
 
         model = AutoModelForCausalLM.from_pretrained(
@@ -81,12 +84,12 @@ class EngineSpec:
 
 OUTLIER = 4.0
 DRAFTER = "drafter."
-"""Begins the names of a draft model's weights, which may follow the policy's in an update."""
+"""Prefix of a draft model's weights, which may follow the policy's in an update."""
 
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """A text with the log-probs its trainer gives it: the proof that an engine got the weights it was sent."""
+    """A text with the trainer's log-probs, to check that an engine has the weights that it was sent."""
 
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
@@ -94,10 +97,10 @@ class Probe:
     tolerance: float
     """Largest difference that rounding explains, in nats: of every token, or of their mean where there are outliers."""
     outliers: float = 0.0
-    """Share of tokens that may differ by more than OUTLIER tolerances, as one token does now and then in bfloat16."""
+    """Share of tokens that may differ by more than OUTLIER tolerances, which happens occasionally in bfloat16."""
 
     def check(self, logprobs: Sequence[float], version: int) -> None:
-        """Compares what the engine gives the same text.
+        """Compares the engine's log-probs of the same text.
 
         Raises:
             RolloutError: the two differ; the engine must not generate with these weights.
@@ -106,14 +109,17 @@ class Probe:
             raise RolloutError(f"the engine scored {len(logprobs)} of {len(self.logprobs)} probe tokens")
         gaps = [abs(a - b) for a, b in zip(logprobs, self.logprobs, strict=True)]
         if self.outliers:
-            apart, most = "on average", sum(gaps) / len(gaps)
+            measure = "on average"
+            most = sum(gaps) / len(gaps)
             far = sum(gap > OUTLIER * self.tolerance for gap in gaps) / len(gaps)
         else:
-            apart, most, far = "up to", max(gaps, key=lambda gap: (gap != gap, gap)), 0.0
+            measure = "up to"
+            most = max(gaps, key=lambda gap: (gap != gap, gap))
+            far = 0.0
         if not (most <= self.tolerance and far <= self.outliers):  # NaN fails too
             tokens = f", and {far:.0%} of the tokens by more than {OUTLIER * self.tolerance:.3g}" if far else ""
             raise RolloutError(
-                f"at weight version {version} the engine's log-probs differ from the trainer's by {apart} "
+                f"at weight version {version} the engine's log-probs differ from the trainer's by {measure} "
                 f"{most:.3g} nats (allowed {self.tolerance:.3g}){tokens}: it does not run the weights it was sent, or "
                 "does not compute what the trainer's model computes"
             )
@@ -121,7 +127,7 @@ class Probe:
 
 @contextmanager
 def evaluation(model: torch.nn.Module) -> Iterator[None]:
-    """Evaluation mode; afterwards every sub-module has the mode it had, also one that differs from the whole's."""
+    """Evaluation mode; afterwards every sub-module has its own mode again."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -133,10 +139,10 @@ def evaluation(model: torch.nn.Module) -> Iterator[None]:
 
 @contextmanager
 def gc_frozen() -> Iterator[None]:
-    """Python's garbage collector leaves alone what is there already; what comes is collected as ever.
+    """Python's garbage collector ignores the objects that exist already; new ones are collected as usual.
 
     It would walk all of a trainer's objects about once in a rollout of many rows, which takes as long as many passes.
-    Who has frozen objects before keeps them so, and nothing is done.
+    Nothing is done if objects are frozen already, as they would be unfrozen here.
     """
     if gc.get_freeze_count():
         yield
@@ -156,12 +162,25 @@ def out_of_memory(error: Exception) -> bool:
     )
 
 
-class Engine(Protocol):
-    """Small enough to fake in 20 lines."""
+def free_bytes(device: torch.device) -> int:
+    """Memory that a rollout may take now: of a GPU with what torch holds in reserve, of the machine for a CPU."""
+    if device.type == "cuda":
+        reserve = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + reserve
+    import psutil
 
-    weight_version: int
+    return psutil.virtual_memory().available
+
+
+class Engine(Protocol):
+    """Generates responses with the weights that it was sent."""
+
     own_weights: bool
     """False: it runs the trainer's own model, and `update_weights` takes None."""
+
+    @property
+    def weight_version(self) -> int:
+        """Of the last update; 0 before."""
 
     def generate(self, requests: Sequence[Request]) -> tuple[list[Completion], EngineStats]:
         """One completion per request, in order. Raises RolloutError; never returns a partial batch."""
@@ -169,7 +188,7 @@ class Engine(Protocol):
     def update_weights(
         self, weights: Iterable[tuple[str, Tensor]] | None, version: int, probe: Probe | None = None
     ) -> None:
-        """Loads weights by their Hugging Face names, sets the version, forgets older KV and checks the probe.
+        """Loads weights by their Hugging Face names, sets the version, drops older KV and checks the probe.
 
         Raises RolloutError when the version goes backwards, a weight does not fit, or the probe differs.
         """
@@ -178,7 +197,7 @@ class Engine(Protocol):
         """Log-prob of each of `tokens[1:]` given the tokens before it, at temperature 1, under the engine's weights."""
 
     def reset_cache(self) -> None:
-        """Forgets all KV of older weights."""
+        """Drops all KV of older weights."""
 
     def close(self) -> None:
         """Frees what the engine holds; may be called twice."""
@@ -186,14 +205,14 @@ class Engine(Protocol):
 
 @runtime_checkable
 class WorksAhead(Protocol):
-    """What an Engine has besides if it has time to spare between its calls."""
+    """An Engine that can also roll out announced rows ahead, in the time between its calls."""
 
     not_ahead: str
-    """Why it has none after all; empty where it has."""
+    """Why it cannot; empty if it can."""
 
     def begin(self, requests: Sequence[Request]) -> None:
-        """These are rolled out as far as possible by whatever a call of `generate`, from the next one on, leaves idle,
-        and after it, in the place of what was begun before."""
+        """Rolls these out as far as possible, replacing what was begun before: on the workers that the next calls of
+        `generate` leave idle, and after these calls."""
 
     def stop(self) -> tuple[dict[int, AheadText], float]:
-        """Ends that within a pass; returns what there is of it by noise key, and the worker seconds that it took."""
+        """Stops that within a pass; returns the texts so far by noise key, and the worker seconds that they took."""

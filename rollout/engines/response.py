@@ -1,4 +1,4 @@
-"""A response in the making, and what a request for one must fulfil."""
+"""A response that is being generated, and the checks of requests."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 
 from specrl.rollout.drafting.budget import AcceptanceBucket, State
 from specrl.rollout.drafting.draft import EMPTY, Draft, DrafterFault, show
-from specrl.rollout.types import Completion, Drafter, Request, RolloutError
+from specrl.rollout.types import Completion, Drafter, FinishReason, Request, RolloutError
 from specrl.rollout.verify import Accepted, cut
 
 
 @dataclass(slots=True)
 class Response:
-    """One response in the making. An engine's KV holds everything but its last token."""
+    """One response that is being generated. An engine's KV holds everything but its last token."""
 
     request: Request
     number: int = 0
@@ -23,7 +23,7 @@ class Response:
     logprobs: list[float] = field(default_factory=list)
     behaviour: list[float] = field(default_factory=list)
     reused: list[bool] = field(default_factory=list)
-    finish: str | None = None
+    finish: FinishReason | None = None
     began: float = field(default_factory=time.perf_counter)
     seconds: float = 0.0
     passes: int = 0
@@ -33,20 +33,21 @@ class Response:
     fault: DrafterFault | None = None
     """How it failed."""
     guess: Draft = EMPTY
-    """What its own drafter expects next, carried or not; empty where it was not asked."""
-    kind: AcceptanceBucket = None
-    """What the worth of its last guess is estimated by; None if it had none."""
+    """What its own drafter expects next, drafted or not; empty if it was not asked."""
+    bucket: AcceptanceBucket = None
+    """By which the acceptance of the last guess is estimated; None if there was no guess."""
     state: State = "start"
-    """What became of that guess."""
+    """How much of that guess was accepted."""
     redraws: Sequence[int] = ()
-    """What the last pass drew behind tokens that did not stand: maybe what it draws behind the right ones."""
+    """What the last pass sampled after rejected tokens: maybe what it will sample after the right ones."""
 
     def __post_init__(self):
         self.drafter = self.request.drafter
 
     def give_up(self, fault: DrafterFault) -> None:
-        """Its drafter is asked no more."""
-        self.drafter, self.fault = None, fault
+        """Its drafter is not asked again."""
+        self.drafter = None
+        self.fault = fault
 
     @property
     def length(self) -> int:
@@ -58,18 +59,19 @@ class Response:
         return self.tokens[-1] if self.tokens else self.request.prompt[-1]
 
     @property
-    def room(self) -> int:
+    def remaining(self) -> int:
         """Tokens until the cap."""
         return self.request.max_new_tokens - len(self.tokens)
 
-    def emit(self, stood: Accepted, eos_ids: frozenset[int]) -> int:
-        """Appends what stood, up to the first EOS or the cap; returns how many tokens that are."""
-        tokens, logprobs, behaviour = stood.tokens, stood.logprobs, stood.behaviour
-        count, room = len(tokens), self.request.max_new_tokens - len(self.tokens)
-        if count >= room or not eos_ids.isdisjoint(tokens):
-            count, self.finish = cut(tokens, eos_ids, room)
+    def emit(self, accepted: Accepted, eos_ids: frozenset[int]) -> int:
+        """Appends the tokens up to the first EOS or the cap; returns their number."""
+        tokens, logprobs, behaviour = accepted.tokens, accepted.logprobs, accepted.behaviour
+        count = len(tokens)
+        remaining = self.request.max_new_tokens - len(self.tokens)
+        if count >= remaining or not eos_ids.isdisjoint(tokens):
+            count, self.finish = cut(tokens, eos_ids, remaining)
             tokens, logprobs, behaviour = tokens[:count], logprobs[:count], behaviour[:count]
-        drafted = min(stood.drafted, count)
+        drafted = min(accepted.drafted, count)
         self.tokens += tokens
         self.logprobs += logprobs
         self.behaviour += behaviour
@@ -86,6 +88,7 @@ class Response:
 
     def completion(self, version: int) -> Completion:
         """The finished response, under the weights `version`."""
+        assert self.finish is not None
         return Completion(
             self.tokens,
             self.logprobs,

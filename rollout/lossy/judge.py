@@ -1,8 +1,7 @@
-"""Token judges: may a draft token stand although the policy would have drawn another?
+"""Token judges: whether a draft token is accepted although the policy would have sampled another. All are lossy.
 
-Judge Decoding (arXiv 2501.19309) reads the answer off the policy's hidden state with a linear head; AutoJudge
-(arXiv 2504.20039) learns that head from answers that did not change. The rule of arXiv 2601.04766 needs no training.
-All are lossy.
+Judge Decoding (arXiv 2501.19309) predicts this from the policy's hidden state with a linear head; AutoJudge
+(arXiv 2504.20039) trains that head on answers that did not change. The rule of arXiv 2601.04766 needs no training.
 """
 
 from __future__ import annotations
@@ -15,64 +14,67 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from specrl.rollout.lossy.pair import read_card, write_card
+from specrl.rollout.lossy.pair import fingerprint, read_card, write_card
+from specrl.rollout.sections import JudgedConfig
 from specrl.rollout.types import RolloutError
 
 WEIGHTS = "judge.safetensors"
 
 
 class Judge(Protocol):
-    """Decides about draft tokens; the first mismatch it does not let stand ends the accepted draft.
+    """Decides about draft tokens; the first mismatch that it calls important ends the accepted draft.
 
-    It is asked about every draft token, as what stands follows the draft's law even where it is the policy's draw.
+    It is asked about every draft token, not only mismatches: tokens that it accepts follow the draft's distribution.
     """
 
-    laws: bool
-    """True when tokens must carry both models' log-probs."""
+    needs_logprobs: bool
+    """Whether it compares the distributions of both models."""
 
     def unimportant(self, hidden: Tensor, policy: Tensor | None, draft: Tensor | None) -> Sequence[bool]:
-        """True where a draft token, whose law is known, may stand whatever the policy draws.
+        """True where a draft token may be accepted whatever the policy samples.
 
         Args:
             hidden: the policy's final hidden states [N, H] after it has read each draft token.
-            policy: its log-probs [N, V] at the tokens' positions; for judges that ask for laws.
-            draft: the draft model's; None where the draft is stored text.
+            policy: its log-probs [N, V] at the tokens' positions; None without `needs_logprobs`.
+            draft: the draft model's; None also for stored text.
         """
 
 
-def judged(
+def verdicts(
     judge: Judge, hidden: Tensor, policy: Tensor | None = None, draft: Tensor | None = None
 ) -> tuple[list[bool], int]:
-    """Verdicts, and how many of them failed: a judge that raises or returns no verdicts lets nothing stand."""
+    """The judge's verdicts, and how many of them failed; a token without a verdict is verified exactly."""
     try:
-        verdicts = list(judge.unimportant(hidden, policy, draft))
-        if len(verdicts) != len(hidden):
-            raise ValueError(f"{len(verdicts)} verdicts for {len(hidden)} draft tokens")
-    except Exception:  # whatever a learned or user-written judge does; the policy's own draw is always right
+        values = list(judge.unimportant(hidden, policy, draft))
+        if len(values) != len(hidden):
+            raise ValueError(f"{len(values)} verdicts for {len(hidden)} draft tokens")
+    except Exception:  # of a learned or user-written judge; exact verification is always right
         return [False] * len(hidden), len(hidden)
-    return [verdict is True for verdict in verdicts], sum(not isinstance(verdict, bool) for verdict in verdicts)
+    return [value is True for value in values], sum(not isinstance(value, bool) for value in values)
 
 
 class JudgeHead:
-    """Logistic regression on the policy's hidden state: the chance that a mismatch changes the answer.
+    """Logistic regression on the policy's hidden state: the probability that a mismatch changes the answer.
 
     Args:
         weight: [H] float32.
         bias: scalar.
-        threshold: mismatches with a chance below it may stand; 0 lets none stand, which is exact verification.
+        threshold: mismatches with a lower probability are accepted; 0 accepts none, which is exact verification.
     """
 
-    laws = False
+    needs_logprobs = False
 
     def __init__(self, weight: Tensor, bias: float, threshold: float):
-        self.weight, self.bias, self.threshold = weight.float(), bias, threshold
+        self.weight = weight.float()
+        self.bias = bias
+        self.threshold = threshold
 
     def importance(self, hidden: Tensor) -> Tensor:
-        """Chances [N] from hidden states [N, H]."""
+        """Probabilities [N] from hidden states [N, H]."""
         return (hidden.float() @ self.weight.to(hidden.device) + self.bias).sigmoid()
 
     def unimportant(self, hidden: Tensor, policy: Tensor | None, draft: Tensor | None) -> Sequence[bool]:
-        """Tokens whose chance of changing the answer is below the threshold; NaN is not."""
+        """Tokens whose probability of changing the answer is below the threshold; NaN is not."""
         return (self.importance(hidden) < self.threshold).tolist()
 
     def save(self, folder: str | Path, card: dict) -> None:
@@ -85,33 +87,41 @@ class JudgeHead:
         """The head that `specrl.train_judge` wrote to `folder`.
 
         Raises:
-            RolloutError: it reads another policy's hidden states, or there is none.
+            RolloutError: it was trained for another policy, or there is none.
         """
         card = read_card(folder, "judge", policy=policy)
         try:
-            found = load_file(Path(folder) / WEIGHTS)
+            tensors = load_file(Path(folder) / WEIGHTS)
         except (OSError, ValueError) as error:
             raise RolloutError(f"the judge in {folder} cannot be loaded: {str(error).splitlines()[0]}") from error
-        return cls(found["weight"], found["bias"].item(), card["threshold"])
+        return cls(tensors["weight"], tensors["bias"].item(), card["threshold"])
 
 
 class KLJudge:
-    """Lets a draft token stand where both models mean nearly the same and the policy is not sure of itself.
+    """Accepts a draft token where both models nearly agree and the policy is not sure of its next token.
 
     Args:
-        most_kl: largest KL(policy, draft) in nats at which a mismatch may stand.
-        confident: the policy's top probability above which nothing but its own draw stands.
+        max_kl: largest KL(policy, draft) in nats at which a mismatch is accepted.
+        confident: the policy's top probability above which a token is verified exactly.
     """
 
-    laws = True
+    needs_logprobs = True
 
-    def __init__(self, most_kl: float = 0.1, confident: float = 0.9):
-        self._most_kl, self._confident = most_kl, confident
+    def __init__(self, max_kl: float = 0.1, confident: float = 0.9):
+        self._max_kl = max_kl
+        self._confident = confident
 
-    def unimportant(self, hidden: Tensor, policy: Tensor, draft: Tensor | None) -> Sequence[bool]:
-        """As the class says; stored text has one log-prob a token and no whole law, so it never stands."""
-        if draft is None:
+    def unimportant(self, hidden: Tensor, policy: Tensor | None, draft: Tensor | None) -> Sequence[bool]:
+        """Accepts nothing of stored text, of which only the tokens' own log-probs are known."""
+        if policy is None or draft is None:
             return [False] * len(hidden)
         p = policy.exp()
         kl = torch.where(p > 0, p * (policy - draft), 0.0).sum(-1)
-        return ((kl <= self._most_kl) & (p.amax(-1) <= self._confident)).tolist()
+        return ((kl <= self._max_kl) & (p.amax(-1) <= self._confident)).tolist()
+
+
+def build_judge(config: JudgedConfig, policy: torch.nn.Module) -> Judge:
+    """The judge of `rollout.judged`. Raises RolloutError for a head of another policy."""
+    if config.by == "kl":
+        return KLJudge(config.threshold)
+    return JudgeHead.load(config.path, policy=fingerprint(policy))

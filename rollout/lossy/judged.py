@@ -2,65 +2,68 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from specrl.rollout.drafting.draft import Draft, ask_all
 from specrl.rollout.drafting.drafting import Drafting, Policy, check_vocab
 from specrl.rollout.engines.base import Limits, SamplingParams
 from specrl.rollout.engines.local.drafter import ModelDrafter
 from specrl.rollout.engines.response import Response
-from specrl.rollout.lossy.judge import Judge, judged
+from specrl.rollout.lossy.judge import Judge, verdicts
 from specrl.rollout.types import EngineStats, Request
 from specrl.rollout.verify import Accepted, TargetSamples, exact
 
-DRAFT_TOKENS = 16  # of a pass, where none are asked for
+DRAFT_TOKENS = 16  # of a pass, by default
 
 
 @dataclass(slots=True)
 class JudgedDraft(Draft):
-    """A draft of `logprobs` under the laws that drew it, NaN where these are not known."""
+    """A draft with the log-probs under which its tokens were sampled, NaN where these are unknown."""
 
-    states: Sequence[Tensor] = ()
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    states: list[Tensor] = field(default_factory=list)
     """The draft model's final hidden state before each token; empty for stored text."""
-    behind: int | None = None
-    """The token that follows in the text, where a judge would be asked about it in a pass to come."""
+    next_token: int | None = None
+    """The stored text's token after the draft, if a judge will be asked about it in the next pass."""
 
     def first(self, count: int) -> JudgedDraft:
         """At most the first `count` tokens."""
-        laws = self.logprobs or ()
-        behind = self.behind
+        next_token = self.next_token
         if count < len(self.tokens):
-            behind = self.tokens[count] if laws[count] == laws[count] else None
-        return JudgedDraft(list(self.tokens[:count]), self.source, laws[:count], self.states[:count], behind)
+            next_token = None if math.isnan(self.logprobs[count]) else self.tokens[count]
+        return JudgedDraft(self.tokens[:count], self.source, self.logprobs[:count], self.states[:count], next_token)
 
 
 class DraftWithLogprobs(ModelDrafter):
-    """A draft model that is asked for one token after another, and for the laws that it drew them from."""
+    """A draft model that is asked for one token after another, and for the distributions that it sampled them from."""
 
     def follow(self, texts: Mapping[int, Sequence[int]]) -> dict[int, TargetSamples]:
         """See `Reader.follow`."""
         return self._reader.follow(texts)
 
-    def law(self, states: Sequence[Tensor]) -> Tensor:
+    def all_logprobs(self, states: Sequence[Tensor]) -> Tensor:
         """Log-probs [N, V] after final hidden states [H]."""
-        return self.ragged.lm_head(torch.stack(states)).float().log_softmax(-1)
+        return self.packed.lm_head(torch.stack([*states])).float().log_softmax(-1)
 
 
 class Judged(Drafting):
-    """Drafts for a judge, and the rule by which it lets them stand.
+    """Drafts for a judge, and the rule by which it accepts them.
 
-    A row drafts from its request's drafter (stored texts), else from the draft model, which draws with the same noise.
-    The judge is asked about tokens that were written for the text before them, by a law that is known: the draft
-    model's, and those of the sample's old text until the response leaves it, with the request's `draft_logprobs`. What
-    it lets stand has that law's log-prob as its behaviour log-prob. All other drafts are verified exactly: what is kept
-    of a text behind a token that was changed fits the rest worse than either text does.
+    A row drafts from its request's drafter (stored texts), else from the draft model, which samples with the same
+    noise. The judge is asked about tokens that were written for the text before them, with known log-probs: the draft
+    model's tokens, and those of the sample's old text until the response leaves it (the request's `draft_logprobs`). A
+    token that it accepts has that log-prob as its behaviour log-prob. All other drafts are verified exactly: the rest
+    of an old text after a changed token fits the new text worse than either text's own continuation.
 
     Args:
-        judge: decides about mismatches; where it fails nothing but the draw stands, counted in route_faults.
+        judge: decides about mismatches; tokens on which it fails are verified exactly, counted in route_faults.
         sampling: of policy and draft model.
         draft: a cheaper causal LM with the same vocabulary; None drafts stored text only.
         window: draft tokens of a pass.
@@ -73,17 +76,22 @@ class Judged(Drafting):
         self,
         judge: Judge,
         sampling: SamplingParams,
-        draft: torch.nn.Module | None = None,
+        draft: PreTrainedModel | None = None,
         window: int = DRAFT_TOKENS,
         limits: Limits | None = None,
     ):
-        super().__init__(model=None if draft is None else DraftWithLogprobs(draft, sampling, limits))
-        self.judge, self.window, self._eos_ids, self._faults = judge, window, sampling.eos_ids, 0
+        self._writer = None if draft is None else DraftWithLogprobs(draft, sampling, limits)
+        super().__init__(model=self._writer)
+        self.judge = judge
+        self.window = window
+        self._eos_ids = sampling.eos_ids
+        self._faults = 0
 
     def attach(self, policy: Policy) -> None:
-        self.vocab, self._head = policy.vocab, policy.lm_head
-        if self.model:
-            check_vocab(self.model.vocab, policy.vocab)
+        self.vocab = policy.vocab
+        self._lm_head = getattr(policy, "lm_head", None)
+        if self._writer:
+            check_vocab(self._writer.vocab, policy.vocab)
 
     def begin(self, requests: Sequence[Request]) -> None:
         self._faults = 0
@@ -91,92 +99,96 @@ class Judged(Drafting):
     def propose(self, rows: Sequence[Response], stats: EngineStats) -> list[Draft]:
         """Stored text where the row has any, else the draft model's."""
         drafts = [self._stored(row) for row in rows]
-        bare = [i for i, draft in enumerate(drafts) if not draft.tokens]
-        going = [i for i in bare if self.model and self._goes_on(rows[i], ())]
-        for i in going:
-            drafts[i] = JudgedDraft([], "model", [], [])
-        while going:
-            drawn = self.model.follow({rows[i].number: [*rows[i].tokens, *drafts[i].tokens] for i in going})
-            going = [i for i in going if drawn[rows[i].number].usable]
-            for i in going:
-                fed = drawn[rows[i].number]
-                drafts[i].tokens.append(fed.draws[-1])
-                drafts[i].logprobs.append(fed.logprobs[-1])
-                drafts[i].states.append(fed.hidden[-1])
-            going = [i for i in going if self._goes_on(rows[i], drafts[i].tokens)]
-        return drafts
+        writing: list[int] = []
+        if self._writer is not None:
+            writing = [i for i, row in enumerate(rows) if not drafts[i].tokens and self._continues(row, ())]
+        for i in writing:
+            drafts[i] = JudgedDraft(source="model")
+        while writing and self._writer is not None:
+            texts = {rows[i].number: [*rows[i].tokens, *drafts[i].tokens] for i in writing}
+            samples = self._writer.follow(texts)
+            writing = [i for i in writing if samples[rows[i].number].usable]
+            for i in writing:
+                sample = samples[rows[i].number]
+                drafts[i].tokens.append(sample.tokens[-1])
+                drafts[i].logprobs.append(sample.logprobs[-1])
+                drafts[i].states.append(sample.hidden[-1])
+            writing = [i for i in writing if self._continues(rows[i], drafts[i].tokens)]
+        return [*drafts]
 
     def learn(
-        self, row: Response, draft: Draft, tokens: Sequence[int], drafted: int, behind: Sequence[int] = ()
+        self, row: Response, draft: Draft, tokens: Sequence[int], drafted: int, rejected_tail: Sequence[int] = ()
     ) -> None:
-        """Nothing: drafts have one length."""
-
-    def observe_pass(self, *_, **__) -> None:
-        """Nothing: drafts have one length."""
+        """Does nothing: drafts have a fixed length."""
 
     def end(self, rows: Sequence[Response], stats: EngineStats) -> None:
         stats.route_faults += self._faults
 
-    def rule(self, key: int, draft: JudgedDraft, drawn: TargetSamples) -> Accepted:
-        """See rollout.verify.Rule: a draft token stands when it is the draw, or when the judge allows it.
+    def rule(self, key: int, draft: Draft, samples: TargetSamples) -> Accepted:
+        """An AcceptanceRule: a draft token is accepted if it equals the policy's sample, or if the judge allows it.
 
-        A draw that would leave an old text behind a draft that stands whole waits for the judge of the next pass.
+        If the whole draft is accepted and the policy's next sample differs from the old text's next token, that sample
+        is not emitted: the next pass asks the judge about the old token.
         """
-        if not draft.tokens:
-            return exact(key, draft, drawn)
-        standing = self._standing(draft, drawn)
-        n = accept_judged(drawn.draws, draft.tokens, standing)
-        waits = n == len(draft.tokens) and draft.behind not in (None, drawn.draws[n])
-        end = n + (not waits)
-        text, own = drawn.text_logprobs[:n], drawn.logprobs[n:end]
-        tokens = [*draft.tokens[:n], *drawn.draws[n:end]]
-        return Accepted(tokens, [*text, *own], [*judged_laws(text, draft.logprobs or (), standing), *own], n)
+        if not draft.tokens or not isinstance(draft, JudgedDraft):
+            return exact(key, draft, samples)
+        unimportant = self._unimportant(draft, samples)
+        n = accept_judged(samples.tokens, draft.tokens, unimportant)
+        ask_later = n == len(draft.tokens) and draft.next_token not in (None, samples.tokens[n])
+        end = n if ask_later else n + 1
+        accepted = samples.draft_logprobs[:n]
+        sampled = samples.logprobs[n:end]
+        return Accepted(
+            tokens=[*draft.tokens[:n], *samples.tokens[n:end]],
+            logprobs=[*accepted, *sampled],
+            behaviour=[*judged_logprobs(accepted, draft.logprobs, unimportant), *sampled],
+            drafted=n,
+        )
 
-    def _goes_on(self, row: Response, tokens: Sequence[int]) -> bool:
-        """The draft model may write a token behind the draft `tokens` that it has written."""
+    def _continues(self, row: Response, tokens: Sequence[int]) -> bool:
+        """Whether the draft model writes another token after the draft `tokens`."""
         ended = row.finish is not None or not row.drafting or (tokens and tokens[-1] in self._eos_ids)
-        return not ended and len(tokens) < min(self.window, row.room - 1)
+        return not ended and len(tokens) < min(self.window, row.remaining - 1)
 
     def _stored(self, row: Response) -> JudgedDraft:
-        """What the row's own drafter has, and whose law drew it."""
-        request, limit, first = row.request, min(self.window, row.room - 1), len(row.tokens)
+        """The draft of the row's own drafter, with log-probs where it is still the sample's old text."""
+        limit = min(self.window, row.remaining - 1)
         if row.finish is not None or not row.drafting or row.drafter is None or limit <= 0:
             return JudgedDraft()
         (text,) = ask_all([row.drafter], [row.tokens], [limit + 1], self.vocab, failed=lambda _, f: row.give_up(f))
-        intact = text.source == "prefix" and request.draft_logprobs
-        laws = list(request.draft_logprobs[first : first + len(text.tokens)]) if intact else []
-        laws += [float("nan")] * (len(text.tokens) - len(laws))
-        later = zip(text.tokens[limit:], laws[limit:], strict=True) if limit + 1 < row.room else ()
-        behind = next((token for token, logprob in later if logprob == logprob), None)
-        return JudgedDraft([*text.tokens[:limit]], text.source, laws[:limit], behind=behind)
+        logprobs: list[float] = []
+        if text.source == "prefix" and row.request.draft_logprobs:
+            start = len(row.tokens)
+            logprobs = [*row.request.draft_logprobs[start : start + len(text.tokens)]]
+        logprobs += [math.nan] * (len(text.tokens) - len(logprobs))
+        next_token = None
+        if limit < len(text.tokens) and limit + 1 < row.remaining and not math.isnan(logprobs[limit]):
+            next_token = text.tokens[limit]
+        return JudgedDraft([*text.tokens[:limit]], text.source, logprobs[:limit], next_token=next_token)
 
-    def _standing(self, draft: JudgedDraft, drawn: TargetSamples) -> set[int]:
-        """Positions of the draft that may stand whatever the draw."""
-        asked = [i for i, logprob in enumerate(draft.logprobs or ()) if logprob == logprob]
-        if not asked:
+    def _unimportant(self, draft: JudgedDraft, samples: TargetSamples) -> set[int]:
+        """Positions of the draft that may be accepted whatever the policy samples."""
+        positions = [i for i, logprob in enumerate(draft.logprobs) if not math.isnan(logprob)]
+        if not positions:
             return set()
-        verdicts, faults = judged(self.judge, *self._seen(draft, drawn, asked))
+        hidden = samples.hidden[[i + 1 for i in positions]]
+        policy = draft_logprobs = None
+        if self.judge.needs_logprobs and self._lm_head is not None:
+            policy = self._lm_head(samples.hidden[positions]).float().log_softmax(-1)
+            if draft.states and self._writer is not None:
+                draft_logprobs = self._writer.all_logprobs([draft.states[i] for i in positions])
+        allowed, faults = verdicts(self.judge, hidden, policy, draft_logprobs)
         self._faults += faults
-        return {i for i, stands in zip(asked, verdicts, strict=True) if stands}
-
-    def _seen(
-        self, draft: JudgedDraft, drawn: TargetSamples, places: list[int]
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """What the judge sees of the draft's tokens at `places`, see `Judge.unimportant`."""
-        read = drawn.hidden[[i + 1 for i in places]]
-        if not self.judge.laws:
-            return read, None, None
-        policy = self._head(drawn.hidden[places]).float().log_softmax(-1)
-        return read, policy, self.model.law([draft.states[i] for i in places]) if draft.states else None
+        return {i for i, verdict in zip(positions, allowed, strict=True) if verdict}
 
 
 def accept_judged(draws: Sequence[int], draft: Sequence[int], unimportant: Collection[int]) -> int:
-    """Accepted draft tokens when a mismatch also stands where a judge calls it unimportant.
+    """Number of accepted draft tokens when mismatches that a judge calls unimportant are accepted too.
 
     Judge Decoding (arXiv 2501.19309): standard acceptance OR the judge's. With no position in `unimportant` this is
-    `accept_exact`; else the output follows no law that can be written down, and must be measured.
+    `accept_exact`; else the distribution of the output has no closed form and must be measured.
 
-    Args: unimportant: positions of the draft whose token may stand although it is not the draw.
+    Args: unimportant: positions of the draft whose token is accepted whatever was sampled.
     """
     n = 0
     while n < min(len(draws), len(draft)) and (draws[n] == draft[n] or n in unimportant):
@@ -184,12 +196,14 @@ def accept_judged(draws: Sequence[int], draft: Sequence[int], unimportant: Colle
     return n
 
 
-def judged_laws(own: Sequence[float], drafted: Sequence[float], unimportant: Collection[int]) -> list[float]:
+def judged_logprobs(policy: Sequence[float], drafted: Sequence[float], unimportant: Collection[int]) -> list[float]:
     """Behaviour log-probs of accepted draft tokens.
 
-    Where a judge lets the draft stand, it stands whatever is drawn, so its law is the draft's even if it is the draw as
-    well; elsewhere only the policy's own draw stands. Exact for judges that do not read the token itself.
+    Where a judge accepts the draft whatever is sampled, the token follows the draft's distribution, even if it equals
+    the policy's sample; elsewhere only the policy's sample is accepted. Exact for judges that do not read the token
+    itself.
 
-    Args: own: log-probs under the policy; drafted: under the law that drew the draft; unimportant: see `accept_judged`.
+    Args: policy, drafted: log-probs under the policy and under the distribution that the draft was sampled from;
+        unimportant: see `accept_judged`.
     """
-    return [drafted[i] if i in unimportant else logprob for i, logprob in enumerate(own)]
+    return [drafted[i] if i in unimportant else logprob for i, logprob in enumerate(policy)]

@@ -1,4 +1,4 @@
-"""SPEC-RL as published (arXiv 2509.23232): the old text of a sample is verified once, by a likelihood ratio. Biased."""
+"""SPEC-RL as published (arXiv 2509.23232): a sample's old text is verified once, by a likelihood ratio. Biased."""
 
 from __future__ import annotations
 
@@ -19,47 +19,48 @@ from specrl.rollout.verify import AcceptanceRule, Accepted, TargetSamples, exact
 
 _KEY = 0x5851F42D4C957F2D  # separates the acceptance uniforms from the Gumbel noise of the same key
 NO_WEIGHT = math.inf
-"""Behaviour log-prob of the token drawn at a rejection, so that its weight p / behaviour is 0: see `kept`."""
+"""Behaviour log-prob of the token sampled at a rejection, so that its weight p / behaviour is 0: see `kept`."""
 
 
 def lenient(lenience: float) -> AcceptanceRule:
-    """SPEC-RL as published: see `accept_lenient`. Drafts must bring the log-probs of the law that drew them.
+    """SPEC-RL's rule (see `accept_lenient`), for drafts with the log-probs under which they were sampled.
 
     Raises:
-        RolloutError: a lenience that accepts nothing or is no number.
+        RolloutError: a lenience that accepts nothing or is not a number.
     """
     check(RolloutConfig(acceptance="lenient", lenience=lenience))
 
-    def rule(key: int, draft: Draft, drawn: TargetSamples) -> Accepted:
+    def rule(key: int, draft: Draft, samples: TargetSamples) -> Accepted:
         if not draft.tokens:
-            return exact(key, draft, drawn)
+            return exact(key, draft, samples)
         k = len(draft.tokens)
-        new, old = (
-            torch.tensor(logprobs, dtype=torch.float64, device="cpu")
-            for logprobs in (drawn.text_logprobs[:k], draft.logprobs)
-        )
-        at = torch.arange(drawn.at, drawn.at + k)
-        u = uniform(torch.tensor(key ^ _KEY).expand(k), at)
+        new = torch.tensor(samples.draft_logprobs[:k], dtype=torch.float64, device="cpu")
+        old = torch.tensor(draft.logprobs, dtype=torch.float64, device="cpu")
+        positions = torch.arange(samples.position, samples.position + k)
+        u = uniform(torch.tensor(key ^ _KEY).expand(k), positions)
         n = accept_lenient(new, old, u, lenience)
-        own = drawn.logprobs[n : n + 1]
+        sampled = samples.logprobs[n : n + 1]
+        behaviour = sampled if n == k else [NO_WEIGHT] * len(sampled)
         return Accepted(
-            [*draft.tokens[:n], *drawn.draws[n : n + 1]],
-            [*drawn.text_logprobs[:n], *own],
-            [*kept(new[:n], old[:n], lenience).tolist(), *(own if n == k else [NO_WEIGHT] * len(own))],
-            n,
+            tokens=[*draft.tokens[:n], *samples.tokens[n : n + 1]],
+            logprobs=[*samples.draft_logprobs[:n], *sampled],
+            behaviour=[*kept(new[:n], old[:n], lenience).tolist(), *behaviour],
+            drafted=n,
         )
 
     return rule
 
 
 def accept_lenient(logp_new: Tensor, logp_old: Tensor, u: Tensor, lenience: float) -> int:
-    """Accepted prefix under SPEC-RL's published rule: token i stands with probability min(1, l * p_new / p_old).
+    """Accepted prefix under SPEC-RL's published rule: token i is accepted with probability min(1, l * p_new / p_old).
 
     Algorithm 1 of SPEC-RL (arXiv 2509.23232). After the first rejection the caller samples from p_new, not from the
     residual, so the output is biased towards the old policy even at l = 1; see docs/guarantees.md.
 
-    Args: logp_new, logp_old float [K], log-probs of the drafted tokens under the current policy and under the law that
-    produced them, both after the same temperature, top-k and top-p; u uniforms [K], fresh on every visit.
+    Args:
+        logp_new, logp_old: log-probs of the drafted tokens under the current policy and under the one that sampled
+            them, after the same temperature, top-k and top-p; float [K].
+        u: uniforms [K], new on every visit.
     """
     accept = u.log() <= torch.tensor(lenience, dtype=torch.float64).log() + logp_new.double() - logp_old.double()
     return int(accept.long().cumprod(0).sum())
@@ -69,9 +70,9 @@ def kept(logp_new: Tensor, logp_old: Tensor, lenience: float) -> Tensor:
     """Log of a = min(p_old, l * p_new): the probability that a token is drafted and then accepted. Shapes are equal.
 
     A verified position samples x with a(x) by acceptance and with (1 - sum a) p_new(x) after a rejection. sum a is not
-    known, as p_old is stored for the text's own tokens only. The weights p_new / a on accepted tokens and 0 on the
-    token drawn at the rejection need no sum, and no others without it have p_new as the mean of weighted samples: by
-    token, and as a product over a response.
+    known, as p_old is stored for the sampled tokens only. The weights p_new / a on accepted tokens and 0 on the token
+    sampled at the rejection do not need it, and are the only such weights whose weighted samples have the mean p_new,
+    by token and as a product over a response.
 
     Args: as in `accept_lenient`, of accepted tokens.
     """
@@ -79,9 +80,9 @@ def kept(logp_new: Tensor, logp_old: Tensor, lenience: float) -> Tensor:
 
 
 class VerifyOldTextOnce(Drafting):
-    """The sample's old text, whole, in the row's first pass, and nothing after that."""
+    """Drafts all of the sample's old text in the row's first pass, and nothing after that."""
 
-    whole = True
+    verifies_once = True
 
     def begin(self, requests: Sequence[Request]) -> None:
         if any(request.drafter and request.draft_logprobs is None for request in requests):
@@ -92,11 +93,11 @@ class VerifyOldTextOnce(Drafting):
         return [self.text(row) if row.drafting and not row.tokens else EMPTY for row in rows]
 
     def text(self, row: Response) -> Draft:
-        """All of the row's old text that fits."""
-        tokens = self.guess(row, row.room)
+        """The row's old text, as far as it fits."""
+        tokens = self.guess(row, row.remaining)
         return Draft(tokens, row.guess.source, (row.request.draft_logprobs or ())[: len(tokens)])
 
     def learn(
-        self, row: Response, draft: Draft, tokens: Sequence[int], drafted: int, behind: Sequence[int] = ()
+        self, row: Response, draft: Draft, tokens: Sequence[int], drafted: int, rejected_tail: Sequence[int] = ()
     ) -> None:
         row.drafting &= drafted == len(draft.tokens)  # nothing after the first rejection

@@ -56,14 +56,9 @@ class WorkerHandle:
 
     def start(self, cluster: ClusterConfig, *args: Any) -> None:
         """A new actor, which calls `start`."""
-        remote = ray.remote(
-            num_cpus=cluster.cpus_per_worker,
-            num_gpus=cluster.gpus_per_worker,
-            max_restarts=0,
-            max_task_retries=0,
-            concurrency_groups={_CONTROL: 1},
-        )
-        self.actor = remote(RolloutWorker).remote(self.index)
+        options: dict[str, Any] = {"max_restarts": 0, "max_task_retries": 0, "concurrency_groups": {_CONTROL: 1}}
+        options |= {"num_cpus": cluster.cpus_per_worker, "num_gpus": cluster.gpus_per_worker}
+        self.actor = ray.remote(**options)(RolloutWorker).remote(self.index)
         self.info = None
         self.submit(cluster.start_timeout_s, "start", *args)
 

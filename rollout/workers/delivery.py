@@ -51,13 +51,19 @@ class Delivery:
             RolloutError: they were sent over a link, and this process alone cannot gather them again.
         """
         if self._stored is None and self._weights is not None:
-            if self.linked and isinstance(self._weights, Source) and self._weights.collective:
+            if self.linked and self._source.collective:
                 raise RolloutError(
                     f"a worker was lost after its weights went by {self.route} from a policy that several processes "
                     "hold parts of: they cannot be gathered for one worker. Continue with resume=auto"
                 )
             self._stored = self._put(to_arrays(self._weights))
         return self._stored
+
+    @property
+    def _source(self) -> Source:
+        """The weights of an update over a link, which `choose` uses for a Source only."""
+        assert isinstance(self._weights, Source)
+        return self._weights
 
     @property
     def linked(self) -> bool:
@@ -93,8 +99,8 @@ class Delivery:
         if self._link is None:
             from specrl.rollout.engines.vllm.weights import open_link
 
-            self._link = open_link(self.route, self, self._weights, sum(self._ranks), self._address)
-        self._link.source = self._weights
+            self._link = open_link(self.route, self, self._source, ranks=sum(self._ranks), address=self._address)
+        self._link.source = self._source
         self._link.send_weights()
 
     def unlink(self) -> None:
@@ -112,7 +118,7 @@ class Delivery:
         self._call_each("join", [(self.route, init) for init in inits])
 
     def start_weight_update(self) -> None:
-        self._call_all("begin_update", self._version, self._weights.metadata())
+        self._call_all("begin_update", self._version, self._source.metadata())
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         self._call_all("receive", update_info)

@@ -131,9 +131,9 @@ class RolloutPool:
     def score(self, tokens: Sequence[int]) -> list[float]:
         """See Engine.score."""
         with self._closed_on_error():
-            for _, _, outcome in self._run(deque([Task("score", (self.weight_version, tuple(tokens)))])):
-                if isinstance(outcome, Failure):
-                    raise RolloutError(f"the workers cannot score {len(tokens)} tokens: {outcome}")
+            ((_, _, outcome),) = self._run(deque([Task("score", (self.weight_version, tuple(tokens)))]))
+            if isinstance(outcome, Failure):
+                raise RolloutError(f"the workers cannot score {len(tokens)} tokens: {outcome}")
         return outcome
 
     def begin(self, requests: Sequence[Request]) -> None:
@@ -254,9 +254,9 @@ class RolloutPool:
             if kind == "done":
                 self._faults.clear()
             return worker, task, outcome
-        if kind != "done":
+        if isinstance(outcome, Failure):
             raise RolloutError(f"{worker} could not be brought to weight version {self.weight_version}: {outcome}")
-        worker.info = worker.info or outcome
+        worker.info = outcome if worker.info is None else worker.info
         return None
 
     def _note_ahead(self, worker: WorkerHandle, requests: Sequence[Request], outcome: Any | Failure) -> None:

@@ -20,7 +20,10 @@ from specrl.reward.base import RewardError
 from specrl.rollout.checks import misfits, suggestion
 from specrl.rollout.types import RolloutError
 
-USAGE_ERROR, RUN_ERROR, INTERRUPTED, TERMINATED = 2, 3, 130, 143
+USAGE_ERROR = 2
+RUN_ERROR = 3
+INTERRUPTED = 130
+TERMINATED = 143
 
 
 def load(argv: Sequence[str], schema: type = Config, training: bool = True) -> Any:

@@ -80,7 +80,8 @@ def _algorithm_rules(c: Config) -> Iterator[str]:
 
 def _logprob_rules(c: Config) -> Iterator[str]:
     """What the loss must know about the sampling distribution."""
-    r, t = c.rollout, c.trainer
+    r = c.rollout
+    t = c.trainer
     if r.lossy and t.old_logprobs == "trainer":
         yield (
             "<trainer.old_logprobs> with <rollout.acceptance> would hide that accepted tokens are off-policy. "
@@ -97,7 +98,9 @@ def _logprob_rules(c: Config) -> Iterator[str]:
 
 
 def _size_rules(c: Config) -> Iterator[str]:
-    gpus, shards, cap = c.cluster.gpus_per_worker, c.rollout.vllm.tensor_parallel, c.rollout.max_new_tokens
+    gpus = c.cluster.gpus_per_worker
+    shards = c.rollout.vllm.tensor_parallel
+    cap = c.rollout.max_new_tokens
     if c.cluster.num_workers and c.rollout.engine == "vllm" and 0 < gpus < shards:
         near = f"Try cluster.gpus_per_worker={shards}"
         yield f"<rollout.vllm.tensor_parallel> needs as many GPUs per worker, not <cluster.gpus_per_worker>. {near}."
@@ -125,8 +128,10 @@ def _training_rules(c: Config) -> Iterator[str]:
 
 
 def _batch_rules(c: Config) -> Iterator[str]:
-    prompts, group = c.trainer.prompts_per_step, c.rollout.group_size
-    parts, per_pass = c.trainer.minibatches, c.trainer.rows_per_pass
+    prompts = c.trainer.prompts_per_step
+    group = c.rollout.group_size
+    parts = c.trainer.minibatches
+    per_pass = c.trainer.rows_per_pass
     rows = prompts * group
     total = f"<trainer.prompts_per_step> with <rollout.group_size> gives {rows} rows"
     if rows % parts:

@@ -71,7 +71,9 @@ class Config:
     trust_remote_code: bool = doc(False, "allow the model repository to run its own Python code")
     revision: str = doc("", "branch, tag or commit of the model on the hub; empty uses its default")
     device: str = doc("auto", "auto, cpu, cuda or cuda:N", resume="free")
-    data: str = doc("arithmetic", "arithmetic (generated), gsm8k, math500, a hub id, or .jsonl or .parquet files")
+    data: str = doc(
+        "arithmetic", "arithmetic (generated), gsm8k, math500, a hub id, a .jsonl/.parquet file or directory"
+    )
     dataset: DatasetConfig = doc(DatasetConfig, "which examples of `data` are used, and how they become prompts")
     lora: LoraConfig = doc(LoraConfig, "low-rank adapters instead of full training")
     rollout: RolloutConfig = doc(RolloutConfig, "generation and reuse of responses")

@@ -1,9 +1,9 @@
-"""What a judge learns from and is measured by: drafts beside the policy's own text, and rules on the same requests."""
+"""Training data of a judge, its fit, and its comparison with other rules on the same requests."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import nan
 from pathlib import Path
@@ -20,17 +20,17 @@ from specrl.rollout.cache.memory import Fingerprint
 from specrl.rollout.cache.reading import load
 from specrl.rollout.drafting.suffix import PromptTexts, SuffixDrafter
 from specrl.rollout.engines.base import Limits
-from specrl.rollout.engines.local.ragged import RaggedModel
+from specrl.rollout.engines.local.probe import packed_model
 from specrl.rollout.keys import derive_key
 from specrl.rollout.lossy.judge import Judge, JudgeHead
 from specrl.rollout.types import Request
 from specrl.run.data import Example
 from specrl.run.policy import fingerprint
 from specrl.run.prompts import render, seen
-from specrl.trainers.lossy.judge import Labels, fit_judge
-from specrl.trainers.lossy.mining import Miner, by_model, while_followed
+from specrl.trainers.lossy.fit import Labels, fit_judge
+from specrl.trainers.lossy.mining import Miner, by_model, until_first_mismatch
 
-SHUFFLES = 8  # controls: one direction of the hidden space may tell the classes apart by chance
+SHUFFLES = 8  # control fits: one direction of the hidden space may separate the classes by chance
 NORMAL_95 = 1.96
 
 
@@ -41,91 +41,94 @@ class Drafted:
     example: Example
     problem: int
     """Its number; a fifth of the numbers is held out."""
-    place: int = 0
-    """Among the drafts of the problem."""
+    sample_index: int = 0
+    """Index of the draft among those of the problem."""
     text: Sequence[int] = ()
-    """An old response; empty where the draft model writes."""
+    """An old response; empty if the draft model drafts."""
 
 
 def read_cache(pair: Pair, examples: Sequence[Example], run: Path) -> list[Drafted]:
-    """What a run stored of the examples.
+    """The texts of the examples that a run has stored.
 
     Raises:
-        ConfigError: nothing of them is there.
+        ConfigError: there are none.
     """
-    mark = Fingerprint(*fingerprint(pair.config, pair.tokenizer))
+    dependencies = Fingerprint(*fingerprint(pair.config, pair.tokenizer))
     vocabulary = pair.policy.get_output_embeddings().weight.shape[0]
-    place = run / "trajectories"
-    cache = load(place, mark, vocabulary, pair.sampling.eos_ids, max_mb=2**20)  # all there is
-    found = [
+    folder = run / "trajectories"
+    cache = load(folder, dependencies, vocabulary, pair.sampling.eos_ids, max_mb=2**20)  # no limit
+    drafts = [
         Drafted(example, i, sample_index, trajectory.tokens)
         for i, example in enumerate(examples)
         for sample_index, trajectory in enumerate(cache.siblings(example.id))
     ]
-    if not found:
+    if not drafts:
         raise ConfigError(
-            f"cache={run}: {place} holds {len(cache)} texts and none of the {len(examples)} training problems. "
-            "Give a run that is finished, with its own data, dataset.level, dataset.train_size and seed."
+            f"cache={run}: {folder} holds {len(cache)} texts and none of the {len(examples)} training problems. "
+            "Give a run that is finished, with its data, dataset.level, dataset.train_size and seed."
         )
-    return found
+    return drafts
 
 
-def mismatches(pair: Pair, drafts: Sequence[Drafted], rewards: RewardSet, most: int) -> Labels:
-    """Mismatches of old texts, or else of the draft model, with the policy's greedy responses, and if they matter.
+def mismatches(pair: Pair, drafts: Sequence[Drafted], rewards: RewardSet, max_tries: int) -> Labels:
+    """Mismatches of old texts, or else of the draft model, with the policy's greedy responses, and their importance.
 
-    Args: most: tried per response.
+    Args: max_tries: mismatches per response.
     """
-    rollout, prompts = pair.config.rollout, [render(d.example, pair.tokenizer, pair.config.dataset).ids for d in drafts]
+    rollout = pair.config.rollout
+    prompts = [render(d.example, pair.tokenizer, pair.config.dataset).ids for d in drafts]
     if pair.draft is None:
-        propose = while_followed([d.text for d in drafts])
+        propose = until_first_mismatch([d.text for d in drafts])
     else:
         greedy = replace(pair.sampling, temperature=0.0)
-        propose = by_model(RaggedModel(pair.draft, greedy, Limits.of(rollout)), prompts)
+        propose = by_model(packed_model(pair.draft, greedy, Limits.of(rollout)), prompts)
     miner = Miner(pair.policy, pair.sampling, rollout.max_new_tokens, rollout.tokens_per_pass)
 
     def reward(rows: Sequence[int], texts: Sequence[list[int]]) -> list[float | None]:
         return score(pair, [drafts[i].example for i in rows], texts, rewards)
 
-    return miner(prompts, [d.problem for d in drafts], propose, reward, most)
+    return miner(prompts, [d.problem for d in drafts], propose, reward, max_tries)
 
 
 def score(
     pair: Pair, examples: Sequence[Example], texts: Sequence[Sequence[int]], rewards: RewardSet
 ) -> list[float | None]:
-    """Total rewards of responses, None where there is none."""
-    said = pair.tokenizer.batch_decode(texts, skip_special_tokens=True)
-    return rewards.score(seen(examples, said, pair.tokenizer, pair.config.dataset)).total
+    """Total rewards of responses, None for one without a score."""
+    responses = pair.tokenizer.batch_decode([[*text] for text in texts], skip_special_tokens=True)
+    return rewards.score(seen(examples, responses, pair.tokenizer, pair.config.dataset)).total
 
 
 def requests(pair: Pair, drafts: Sequence[Drafted]) -> list[Request]:
-    """New responses with keys of their own, which draft from the old texts where there are any."""
+    """Requests with new keys, which draft from the old texts if there are any."""
     made = []
     for d in drafts:
-        key = derive_key(pair.config.seed, d.example.id, d.place, 0, "judge")
+        key = derive_key(pair.config.seed, d.example.id, d.sample_index, 0, "judge")
         prompt = render(d.example, pair.tokenizer, pair.config.dataset)
-        made.append(Request(prompt.ids, key, pair.config.rollout.max_new_tokens))
+        request = Request(prompt.ids, key, pair.config.rollout.max_new_tokens)
         if d.text:
-            made[-1].drafter = SuffixDrafter(PromptTexts(), d.text)
-            made[-1].draft_logprobs = [0.0] * len(d.text)  # only says that there is a law: nothing is trained
+            request.drafter = SuffixDrafter(PromptTexts(), d.text)
+            request.draft_logprobs = [0.0] * len(d.text)  # any number: judges are asked, and nothing is trained
+        made.append(request)
     return made
 
 
-def compare(pair: Pair, rules: dict[str, Judge], drafts: Sequence[Drafted], rewards: RewardSet) -> list[dict]:
+def compare(pair: Pair, rules: Mapping[str, Judge], drafts: Sequence[Drafted], rewards: RewardSet) -> list[dict]:
     """A line for each rule, on the same requests; the first rule is the baseline.
 
-    `accuracy`, and its `change` against the baseline, whose responses have the same keys; `change_pm` is half a 95 %
+    `accuracy`, and its `change` from the baseline, whose responses have the same keys; `change_pm` is half a 95 %
     interval of it, from the differences of the problems' means. `accepted_ratio` is accepted / drafted tokens.
     """
-    lines, baseline = [], []
+    lines = []
+    baseline: list[float | None] = []
     for name, rule in rules.items():
         done, stats = pair.judged(rule).generate(requests(pair, drafts))
         totals = score(pair, [d.example for d in drafts], [c.tokens for c in done], rewards)
         baseline = baseline or totals
         differences = defaultdict(list)
-        for d, total, before in zip(drafts, totals, baseline, strict=True):
-            if total is not None and before is not None:
-                differences[d.example.id].append(total - before)
-        changes = [fmean(found) for found in differences.values()]
+        for d, total, base in zip(drafts, totals, baseline, strict=True):
+            if total is not None and base is not None:
+                differences[d.example.id].append(total - base)
+        changes = [fmean(values) for values in differences.values()]
         known = [total for total in totals if total is not None]
         line = {
             "rule": name,
@@ -140,25 +143,28 @@ def compare(pair: Pair, rules: dict[str, Judge], drafts: Sequence[Drafted], rewa
 
 
 def fit_judges(labels: Labels, config: Config, recall: float) -> tuple[JudgeHead, JudgeHead, dict[str, Any]]:
-    """The judge, the same fit to shuffled labels, and what is known of both. A fifth of the problems is held out.
+    """The judge, the same fit to shuffled labels, and a report on both. A fifth of the problems is held out.
 
     Raises:
-        ConfigError: too few mismatches of one kind.
+        ConfigError: too few mismatches of one class.
     """
     generator = torch.Generator().manual_seed(config.seed)
     shuffles = [labels.important[torch.randperm(len(labels), generator=generator)] for _ in range(SHUFFLES)]
-    fitted = [fit_judge(replace(labels, important=given), recall) for given in (labels.important, *shuffles)]
-    if None in fitted:
+    fits = [fit_judge(replace(labels, important=important), recall) for important in (labels.important, *shuffles)]
+    complete = [fit for fit in fits if fit is not None]
+    if len(complete) < len(fits):
         raise ConfigError(
-            f"{len(labels)} mismatches, {int(labels.important.sum())} of them important, are too few of one kind to "
+            f"{len(labels)} mismatches, {int(labels.important.sum())} of them important, are too few of one class to "
             f"learn from. Raise dataset.train_size={config.dataset.train_size}, or take drafts that differ more."
         )
-    (judge, shuffled, *_), areas = zip(*fitted, strict=True)
+    judge = complete[0][0]
+    shuffled = complete[1][0]
+    areas = [area for _, area in complete]
     report = {
         "mismatches": len(labels),
         "important": int(labels.important.sum()),
         "roc_auc": areas[0],
-        "roc_auc_of_shuffled_labels": list(areas[1:]),
+        "roc_auc_of_shuffled_labels": areas[1:],
         "threshold": judge.threshold,
     }
     return judge, shuffled, report

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from torch.nn import Module
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from specrl.config.schema import Config
@@ -12,9 +13,11 @@ from specrl.rollout.engines.base import Limits, SamplingParams
 from specrl.rollout.engines.local.engine import TransformersEngine
 from specrl.rollout.lossy.judge import Judge
 from specrl.rollout.lossy.judged import Judged
+from specrl.rollout.lossy.pair import fingerprint
 from specrl.rollout.lossy.routed import RoutedEngine, Steps
 from specrl.rollout.lossy.router import Router
 from specrl.rollout.lossy.steps import StepEnd
+from specrl.rollout.types import RolloutError
 from specrl.run.policy import engine_spec, load_policy
 
 
@@ -23,32 +26,40 @@ class Pair:
     """A policy, the cheaper model that drafts for it, if any, and how both sample."""
 
     policy: PreTrainedModel
-    draft: PreTrainedModel | None
+    draft: Module | None
     tokenizer: PreTrainedTokenizerBase
     sampling: SamplingParams
     config: Config
 
-    def plain(self, model: PreTrainedModel) -> TransformersEngine:
-        """One of the two by itself."""
+    def plain(self, model: Module) -> TransformersEngine:
+        """An engine for one of the two models."""
         return TransformersEngine(model, self.sampling, limits=Limits.of(self.config.rollout))
 
     def routed(self, router: Router) -> RoutedEngine:
-        """An engine for text alone: kept draft steps get no log-probs of the policy."""
-        rule = self.config.rollout.routed
-        end = StepEnd(rule.step_separators, self.tokenizer.decode, self.sampling.eos_ids, rule.max_step_tokens)
+        """An engine for text only: kept draft steps get no log-probs of the policy."""
+        if self.draft is None:
+            raise RolloutError("routing needs a draft model: set rollout.drafter")
+        options = self.config.rollout.routed
+        end = StepEnd(options.step_separators, self.tokenizer.decode, self.sampling.eos_ids, options.max_step_tokens)
         steps = Steps(self.draft, router, end, score=False)
         return RoutedEngine(self.policy, self.sampling, steps, Limits.of(self.config.rollout))
 
     def judged(self, judge: Judge) -> TransformersEngine:
-        """Verifies under a judge what the draft model writes or, without one, the requests' own drafts."""
+        """Verifies the draft model's tokens or, without one, the requests' drafts under a judge."""
         limits = Limits.of(self.config.rollout)
         judged = Judged(judge, self.sampling, self.draft, limits=limits)
         return TransformersEngine(self.policy, self.sampling, judged.rule, judged, limits)
 
+    def fingerprints(self) -> dict[str, str]:
+        """Of the policy's weights and, if there is one, the draft model's."""
+        models = {"draft": self.draft, "policy": self.policy}
+        return {name: fingerprint(model) for name, model in models.items() if model is not None}
+
 
 def load_pair(config: Config) -> Pair:
-    """The run's policy and its `rollout.drafter`, None where that is empty."""
+    """The run's policy and its `rollout.drafter`, None if that is empty."""
     policy, tokenizer, eos_ids = load_policy(config)
     draft = load_drafter(engine_spec(config, eos_ids), policy.eval()) if config.rollout.drafter else None
-    sampling = SamplingParams(eos_ids, config.rollout.temperature, config.rollout.top_k, config.rollout.top_p)
+    rollout = config.rollout
+    sampling = SamplingParams(eos_ids, rollout.temperature, rollout.top_k, rollout.top_p)
     return Pair(policy.eval(), draft, tokenizer, sampling, config)

@@ -1,4 +1,4 @@
-"""What a reasoning step is worth: process rewards of a run, Monte-Carlo values under its policy, and a router's fit."""
+"""Values of reasoning steps: process rewards of a run, Monte-Carlo values under its policy, and a router's fit."""
 
 from __future__ import annotations
 
@@ -23,108 +23,134 @@ from specrl.run.accuracy import requests
 from specrl.run.data import Example
 from specrl.run.policy import device, load_tokenizer
 from specrl.run.prompts import seen
-from specrl.trainers.lossy.fit import logistic, spearman
-from specrl.trainers.lossy.router import Record, accuracy_by_class, curve
+from specrl.trainers.lossy.fit import Record, accuracy_by_class, curve, logistic, spearman
 
-WALKS = {"oracle": 0.0, "draft": 1.0}  # advantage above which the walk goes on with the policy's step
+WALKS = {"oracle": 0.0, "draft": 1.0}  # advantage above which the walk continues with the policy's step
 
 
-def prefix(candidate: Candidate, step: Step, begun: Sample, tokenizer: PreTrainedTokenizerBase) -> Prefix:
-    """What a process reward sees when the response goes on with `step`. Args: begun: the prompt, with no response."""
-    response = (*candidate.response, *step.tokens)
-    text, tokens = tokenizer.decode(response, skip_special_tokens=True), (*candidate.prompt, *response)
-    finished = step.end == "eos"
-    return Prefix(begun.prompt, text, begun.answer, begun.fields, begun.messages, finished, tokens)
+def prefix(candidate: Candidate, step: Step, prompt: Sample, tokenizer: PreTrainedTokenizerBase) -> Prefix:
+    """The response continued with `step`, for process rewards. Args: prompt: a sample without a response."""
+    response = [*candidate.response, *step.tokens]
+    (text,) = tokenizer.batch_decode([response], skip_special_tokens=True)
+    return Prefix(
+        prompt=prompt.prompt,
+        completion=text,
+        answer=prompt.answer,
+        fields=prompt.fields,
+        messages=prompt.messages,
+        finished=step.end == "eos",
+        tokens=(*candidate.prompt, *response),
+    )
 
 
 def step_scorer(config: Config) -> Scorer | None:
-    """Process rewards of draft steps for `rollout.routed.by=rsd`, NaN where there is none; None for other routers."""
+    """Process rewards of draft steps for `rollout.routed.by=rsd`, NaN for none; None for other routers."""
     if (config.rollout.acceptance, config.rollout.routed.by) != ("routed", "rsd"):
         return None
-    tokenizer, prm = load_tokenizer(config), TransformersPRM(config.rollout.routed.path, str(device(config)))
+    tokenizer = load_tokenizer(config)
+    prm = TransformersPRM(config.rollout.routed.path, str(device(config)))
 
-    def scores(candidates: Sequence[Candidate]) -> list[float]:
-        prompts = tokenizer.batch_decode([c.prompt for c in candidates], skip_special_tokens=True)
-        given = zip(candidates, prompts, strict=True)
-        found = prm([prefix(c, c.step, Sample(prompt, ""), tokenizer) for c, prompt in given])
-        return [nan if value is None else value for value in found]
+    def scores(candidates: Sequence[Candidate]) -> Sequence[float]:
+        prompts = tokenizer.batch_decode([[*c.prompt] for c in candidates], skip_special_tokens=True)
+        pairs = zip(candidates, prompts, strict=True)
+        rewards = prm([prefix(c, c.step, Sample(prompt, ""), tokenizer) for c, prompt in pairs])
+        return [nan if reward is None else reward for reward in rewards]
 
     return scores
 
 
 class StepValues:
-    """Monte-Carlo values of prefixes under the policy; a prefix is valued once, NaN where the reward gave nothing.
+    """Monte-Carlo values of prefixes under the policy; a prefix is valued once, NaN without a score.
 
     Args:
-        pair: the policy finishes the responses, at the run's sampling law.
+        pair: its policy finishes the responses, with the run's sampling params.
         rewards: scores them, 0 to 1.
         continuations: responses per prefix.
-        seed: of their noise, which is the same for every prefix, so that two steps are compared under equal luck.
+        seed: of their noise, which is the same for every prefix, so that two steps are compared under common noise.
     """
 
     def __init__(self, pair: Pair, rewards: RewardSet, continuations: int, seed: int):
-        self._pair, self._engine = pair, pair.plain(pair.policy)
+        self._pair = pair
+        self._engine = pair.plain(pair.policy)
         self._keys = [derive_key(seed, "value", i, 0) for i in range(continuations)]
         self._score = lambda samples: rewards.score(samples).total
         self.known: dict[tuple[int, ...], float] = {}
         """Values by tokens of the prefix."""
-        self.asked: dict[tuple[int, ...], Prefix] = {}
-        """The prefixes, likewise."""
+        self.prefixes: dict[tuple[int, ...], Prefix] = {}
+        """The prefixes, by their tokens."""
         self.decoded = 0
         """Tokens spent on continuations."""
 
     def __call__(self, prefixes: Sequence[Prefix]) -> list[float]:
         new = {p.tokens: p for p in prefixes if p.tokens not in self.known}
-        self.asked |= new
-        found = monte_carlo(list(new.values()), self._continue, self._score) if new else []
-        self.known |= {tokens: nan if value is None else value for tokens, value in zip(new, found, strict=True)}
+        self.prefixes |= new
+        values = monte_carlo(list(new.values()), self._continue, self._score) if new else []
+        self.known |= {tokens: nan if value is None else value for tokens, value in zip(new, values, strict=True)}
         return [self.known[p.tokens] for p in prefixes]
 
     def _continue(self, prefixes: Sequence[Prefix]) -> list[list[str]]:
-        cap, count = self._pair.config.rollout.max_new_tokens, len(self._keys)
+        cap = self._pair.config.rollout.max_new_tokens
+        count = len(self._keys)
         done, _ = self._engine.generate([Request(p.tokens, key, cap) for p in prefixes for key in self._keys])
         self.decoded += sum(len(c.tokens) for c in done)
         texts = self._pair.tokenizer.batch_decode([c.tokens for c in done], skip_special_tokens=True)
         return [texts[i : i + count] for i in range(0, len(texts), count)]
 
 
-def gains(values: StepValues, asked: Sequence[Prefix]) -> list[float]:
-    """Values of the policy's steps less those of the draft's, which come before them in `asked`."""
-    found = values(asked)
-    return [s_t - s_d for s_d, s_t in zip(found[::2], found[1::2], strict=True)]
+def gains(values: StepValues, prefixes: Sequence[Prefix]) -> list[float]:
+    """Values of the policy's steps minus those of the draft's, each of which precedes the policy's in `prefixes`."""
+    both = values(prefixes)
+    return [s_t - s_d for s_d, s_t in zip(both[::2], both[1::2], strict=True)]
 
 
 def advantage(pair: Pair, values: StepValues, examples: Sequence[Example]) -> Scorer:
     """The oracle's scorer. Args: examples: of the requests, in their order."""
 
-    begun = seen(examples, [""] * len(examples), pair.tokenizer, pair.config.dataset)
+    prompts = seen(examples, [""] * len(examples), pair.tokenizer, pair.config.dataset)
 
-    def scores(candidates: Sequence[Candidate]) -> list[float]:
-        steps = [(c, step) for c in candidates for step in (c.step, c.rival)]
-        return gains(values, [prefix(c, step, begun[c.row], pair.tokenizer) for c, step in steps])
+    def scores(candidates: Sequence[Candidate]) -> Sequence[float]:
+        steps = [(c, step) for c in candidates for step in _both_steps(c)]
+        return gains(values, [prefix(c, step, prompts[c.row], pair.tokenizer) for c, step in steps])
 
     return scores
+
+
+def _both_steps(candidate: Candidate) -> tuple[Step, Step]:
+    """The draft's step and the policy's."""
+    if candidate.rival is None:
+        raise ValueError(f"the candidate of row {candidate.row} has no step of the policy")
+    return candidate.step, candidate.rival
 
 
 def collect(pair: Pair, values: StepValues, examples: Sequence[Example]) -> list[Record]:
     """Every step of two walks per example, with the values of both models' steps.
 
-    The oracle's walk is Arbitrage's. It hardly ever sees a response that has gone wrong, which a router at work does
-    see, so the draft's own walk is recorded too (after DAgger, arXiv 1011.0686).
+    The oracle's walk is Arbitrage's. It hardly ever meets a response that has gone wrong, which a router in use does
+    meet, so the draft's walk is recorded too (after DAgger, arXiv 1011.0686).
     """
-    records: dict[tuple[int, ...], Record] = {}  # by the text: two walks may begin alike
+    records: dict[tuple[int, ...], Record] = {}  # by the text, as two walks may begin alike
     scores = advantage(pair, values, examples)
 
-    def noted(candidates: Sequence[Candidate]) -> list[float]:
-        found = scores(candidates)
+    def recorded(candidates: Sequence[Candidate]) -> Sequence[float]:
+        advantages = scores(candidates)
         for c in candidates:
-            before, steps = (*c.prompt, *c.response), (tuple(c.step.tokens), tuple(c.rival.tokens))
-            worth = [values.known[before + step] for step in steps]
-            if all(map(isfinite, worth)):  # a step without a value teaches nothing
-                records[before + steps[0]] = Record(examples[c.row].id, features(c), before, *steps, *worth)
-        return found
+            before = (*c.prompt, *c.response)
+            draft_step, policy_step = (tuple(step.tokens) for step in _both_steps(c))
+            draft_value = values.known[before + draft_step]
+            policy_value = values.known[before + policy_step]
+            if isfinite(draft_value) and isfinite(policy_value):
+                records[before + draft_step] = Record(
+                    problem=examples[c.row].id,
+                    features=features(c),
+                    before=before,
+                    draft_step=draft_step,
+                    policy_step=policy_step,
+                    draft_value=draft_value,
+                    policy_value=policy_value,
+                )
+        return advantages
 
-    oracle = by_advantage(noted)
+    oracle = by_advantage(recorded)
     for walk, oracle.threshold in WALKS.items():
         _, stats = pair.routed(oracle).generate(requests(examples, pair.tokenizer, pair.config, walk))
         print(
@@ -136,48 +162,50 @@ def collect(pair: Pair, values: StepValues, examples: Sequence[Example]) -> list
 
 
 def revalued(records: Sequence[Record], values: StepValues, others: StepValues) -> list[float]:
-    """The advantages of visited steps, valued once more: their agreement bounds what a router can be seen to know.
+    """The advantages of visited steps, valued again: the agreement of both bounds the measured skill of a router.
 
-    Args: values: knows the steps already; others: continuations with other noise.
+    Args: values: has valued the steps; others: continuations with other noise.
     """
-    return gains(others, [values.asked[*r.before, *step] for r in records for step in (r.draft_step, r.policy_step)])
+    steps = [(r.before, step) for r in records for step in (r.draft_step, r.policy_step)]
+    return gains(others, [values.prefixes[*before, *step] for before, step in steps])
 
 
 def train(
-    learning: Sequence[Record], held: Sequence[Record], again: Sequence[float], config: Config
+    learning: Sequence[Record], held_out: Sequence[Record], revalued: Sequence[float], config: Config
 ) -> tuple[list[float], dict[str, Any]]:
-    """The router's weights, and the report on the steps in `held`.
+    """The router's weights, and the report on the steps in `held_out`.
 
-    Args: again: their advantages, valued once more.
+    Args: revalued: their advantages, valued again.
 
     Raises:
-        ConfigError: too few steps of one kind.
+        ConfigError: too few steps of one class.
     """
-    gained = [r.advantage > 0 for r in learning]
-    if len(set(gained)) < 2 or not held:
+    has_gain = [r.advantage > 0 for r in learning]
+    if len(set(has_gain)) < 2 or not held_out:
         raise ConfigError(
-            f"dataset.train_size={config.dataset.train_size} gave {len(learning) + len(held)} steps, too few of one "
-            "kind to learn from. Take more prompts, or a pair of models that differ more."
+            f"dataset.train_size={config.dataset.train_size} gave {len(learning) + len(held_out)} steps, too few of "
+            "one class to learn from. Take more prompts, or a pair of models that differ more."
         )
     inputs = torch.tensor([r.features for r in learning], dtype=torch.float64)
-    found, bias = logistic(inputs, torch.tensor(gained), ridge=1e-3)
-    weights = [*found.tolist(), bias.item()]
-    truth = [r.advantage for r in held]
-    valued_twice = [(a, b) for a, b in zip(again, truth, strict=True) if isfinite(a)]
-    scores, doubts = [probability(weights, r.features) for r in held], [r.features[0] for r in held]
+    weights, bias = logistic(inputs, torch.tensor(has_gain), ridge=1e-3)
+    router = [*weights.tolist(), bias.item()]
+    truth = [r.advantage for r in held_out]
+    scores = [probability(router, r.features) for r in held_out]
+    surprise = [r.features[0] for r in held_out]
+    valued_twice = [(a, b) for a, b in zip(revalued, truth, strict=True) if isfinite(a)]
     without_ties = torch.tensor(truth, dtype=torch.float64).argsort(stable=True).argsort().tolist()
-    return weights, {
-        "steps": len(learning) + len(held),
-        "with_gain": sum(r.advantage > 0 for r in (*learning, *held)),
+    return router, {
+        "steps": len(learning) + len(held_out),
+        "with_gain": sum(r.advantage > 0 for r in (*learning, *held_out)),
         "spearman": spearman(scores, truth),
-        "spearman_of_likelihood": spearman(doubts, truth),
+        "spearman_of_likelihood": spearman(surprise, truth),
         "spearman_of_valuing_again": spearman(*zip(*valued_twice, strict=True)) if valued_twice else 0.0,
-        "spearman_of_a_strict_order": spearman(without_ties, truth),  # most that a score can know of values that tie
+        "spearman_of_a_strict_order": spearman(without_ties, truth),  # upper bound for any score without ties
         "escalated_of_gain_kept_of_rest": accuracy_by_class(scores, truth, 0.5),
         "curves": {
-            "arbitrage": curve(scores, held),
-            "likelihood": curve(doubts, held),
-            "rsd on true values": curve([-r.draft_value for r in held], held),
-            "oracle": curve(truth, held),
+            "arbitrage": curve(scores, held_out),
+            "likelihood": curve(surprise, held_out),
+            "rsd on true values": curve([-r.draft_value for r in held_out], held_out),
+            "oracle": curve(truth, held_out),
         },
     }

@@ -25,11 +25,11 @@ LOCK = "specrl.lock"
 
 @contextmanager
 def connect(cluster: ClusterConfig) -> Iterator[None]:
-    """A Ray with room for the workers, for the time of a `with` block.
+    """A Ray with enough resources for the workers, during a `with` block.
 
     `cluster.address` empty starts one on this machine that only this machine can reach, with Ray's token authentication
     on, and ends it afterwards; `auto` or host:port joins a running one. A Ray that this process has joined already is
-    used and left alone.
+    used and not ended.
 
     Raises:
         ConfigError: Ray is missing, cannot be started or reached, or has too few CPUs or GPUs.
@@ -62,7 +62,7 @@ def connect(cluster: ClusterConfig) -> Iterator[None]:
 
 @contextmanager
 def private_folder() -> Iterator[str]:
-    """A folder for Ray's sockets and logs, removed at the end. What runs left that were killed is removed first."""
+    """A folder for Ray's sockets and logs, removed at the end. Folders of runs that were killed are removed first."""
     for lock in Path("/tmp").glob(f"ray-*/{LOCK}"):
         with suppress(OSError), open(open_lock(lock)) as file:  # in use, or another user's
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -79,18 +79,18 @@ def private_folder() -> Iterator[str]:
 
 
 def check_resources(cluster: ClusterConfig, nodes: list[dict[str, Any]]) -> None:
-    """Raises ConfigError unless the nodes (as `ray.nodes()` lists them) have room for every worker."""
+    """Raises ConfigError unless the nodes (as `ray.nodes()` lists them) have the resources of every worker."""
     alive = [node["Resources"] for node in nodes if node["Alive"]]
     asked = {"CPU": cluster.cpus_per_worker, "GPU": cluster.gpus_per_worker}
-    room = sum(
+    capacity = sum(
         min((int(node.get(name, 0.0) / share) for name, share in asked.items() if share), default=cluster.num_workers)
         for node in alive
     )
-    if room < cluster.num_workers:
+    if capacity < cluster.num_workers:
         there = "; ".join(f"{node.get('CPU', 0):g} CPUs and {node.get('GPU', 0):g} GPUs" for node in alive)
         raise ConfigError(
             f"cluster.num_workers={cluster.num_workers} workers of {asked['CPU']:g} CPUs and {asked['GPU']:g} GPUs "
-            f"do not fit: the cluster has {there} (node by node), room for {room}. "
+            f"do not fit: the cluster has {there} (node by node), room for {capacity}. "
             "Lower num_workers, cpus_per_worker or gpus_per_worker, or use a larger cluster."
         )
 
@@ -132,7 +132,8 @@ def _join(ray: Any, cluster: ClusterConfig) -> None:
     from ray._private.services import canonicalize_bootstrap_address
 
     try:
-        host, _, port = canonicalize_bootstrap_address(cluster.address).rpartition(":")
+        address = canonicalize_bootstrap_address(cluster.address) or cluster.address
+        host, _, port = address.rpartition(":")
         socket.create_connection((host, int(port)), timeout=10).close()  # Ray itself would try for minutes
         ray.init(address=cluster.address, log_to_driver=False, logging_level=logging.ERROR)
     except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
@@ -152,7 +153,7 @@ def _one_line(error: Exception) -> str:
 
 
 def _end_processes(folder: str) -> None:
-    """Ends what a Ray that failed to start left running with its files in `folder`, which it would make anew."""
+    """Ends processes of a Ray that failed to start: they use files in `folder`, and would create it again."""
     import psutil
 
     mine = []

@@ -3,15 +3,15 @@
 import math
 import random
 from dataclasses import replace
-from statistics import NormalDist, fmean
+from statistics import fmean
 
 import pytest
 import torch
 
-from benchmarks.equivalence import arms, toy
-from benchmarks.equivalence.learning import Arm, Outcome, Run
-from benchmarks.equivalence.tost import ALPHA, POWER, compare, pairs_needed, power, t_cdf, t_quantile
-from benchmarks.equivalence.verdicts import checks, line, trainer_checks
+from benchmarks.research.equivalence import arms, toy
+from benchmarks.research.equivalence.learning import Arm, Outcome, Run
+from benchmarks.research.equivalence.tost import ALPHA, compare, power, t_cdf, t_quantile
+from benchmarks.research.equivalence.verdicts import checks, line, trainer_checks
 from specrl.rollout.config import RolloutConfig
 from specrl.rollout.speculative import SpeculativeRollout
 from specrl.rollout.types import Row
@@ -22,21 +22,17 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize(("t", "df", "p"), [(0, 4, 0.5), (1, 1, 0.75), (2.0, 5, 0.949030), (-1.5, 2, 0.136197)])
-def test_students_law(t, df, p):
-    """By closed forms: df 1 is Cauchy's law, df 2 is 1/2 + t / (2 sqrt(2 + t^2)); df 5 from a printed table."""
+def test_students_t(t, df, p):
+    """Closed forms: df 1 is Cauchy's, df 2 is 1/2 + t / (2 sqrt(2 + t^2)); df 5 from a printed table."""
     assert t_cdf(t, df) == pytest.approx(p, abs=1e-6)
-
-
-@pytest.mark.parametrize(("p", "df", "t"), [(0.95, 7, 1.894579), (0.975, 15, 2.131450), (0.95, 1, 6.313752)])
-def test_students_quantiles(p, df, t):
-    assert t_quantile(p, df) == pytest.approx(t, abs=1e-5)
+    assert t_quantile(p, df) == pytest.approx(t, abs=1e-4)
 
 
 def test_two_one_sided_tests_by_hand():
     """Differences 1, 2, 3, 2: mean 2, sd sqrt(2/3), error 0.40825; margin 4 gives t = 14.697 and -4.899 with 3 df."""
     found = compare([1, 2, 3, 2], margin=4)
     assert (found.n, found.mean, found.sd) == (4, 2, pytest.approx(math.sqrt(2 / 3)))
-    assert found.p == pytest.approx(1 - t_cdf(4.898979, 3), abs=1e-6) == pytest.approx(0.00814, abs=1e-4)
+    assert found.p == pytest.approx(0.00814, abs=1e-4)
     assert found.p_zero == pytest.approx(2 * found.p, abs=1e-6), "both are two units from the mean"
     assert found.high - found.mean == pytest.approx(2.353363 * 0.408248, abs=1e-5)
     assert found.verdict == "equivalent"
@@ -72,19 +68,6 @@ def test_the_errors_are_those_promised():
     assert passes(0.04) < 0.01
 
 
-def test_pairs_needed_by_the_normal_approximation():
-    z = NormalDist().inv_cdf
-    for sd in (0.0145, 0.034, 0.1):
-        n = pairs_needed(sd, 0.02)
-        assert power(n, sd, 0.02) >= POWER > power(n - 1, sd, 0.02)
-        assert n == pytest.approx((z(0.95) + z(0.9)) ** 2 * (sd / 0.02) ** 2, abs=4)
-
-
-def test_too_few_pairs_are_refused():
-    with pytest.raises(ValueError, match=r"1 pairs and margin 0\.02"):
-        compare([0.1], 0.02)
-
-
 # The toy --------------------------------------------------------------------------------------------------------------
 
 
@@ -93,7 +76,7 @@ def test_reward_by_hand():
     for a, b in ((0, 1), (1, 2), (2, 3)):
         right[a][b] = 1.0
     assert toy.reward([1, 2, 3, 0], right) == 1
-    assert toy.reward([1, 2, 3, 5, 5, 0], right) == 1, "other symbols may stand between"
+    assert toy.reward([1, 2, 3, 5, 5, 0], right) == 1, "other symbols may be in between"
     assert toy.reward([1, 2, 3], right) == 0, "it did not end"
     assert toy.reward([1, 2, 0], right) == 0, "two transitions only"
     assert toy.reward([1, 3, 2, 3, 1, 2, 0], right) == 1
@@ -121,7 +104,7 @@ def test_the_exact_expectation_is_that_of_the_products_samples():
 def test_the_gap_of_a_known_bias(monkeypatch):
     """Every tenth reward that is zero is reported as one, so that the gap is a tenth of what is missing."""
     honest, calls = toy.reward, iter(range(10**9))
-    monkeypatch.setattr(toy, "reward", lambda *given: max(honest(*given), float(next(calls) % 10 == 0)))
+    monkeypatch.setattr(toy, "reward", lambda *args: max(honest(*args), float(next(calls) % 10 == 0)))
     run = Run(Arm("biased"), "grpo", 0)
     monkeypatch.setattr(run.optimizer, "step", lambda: None)  # the policy stays, so that the bias is known
     outcome = run.train()
@@ -196,7 +179,7 @@ def test_a_good_result_is_valid(outcomes):
         (arms.EXACT, {"final": 0.5}, ["bit for bit"]),
         (arms.EXACT, {"rejected": 0}, ["rejected"]),
         (arms.EXACT, {"reused": 0}, ["used in every run"]),
-        (arms.EXACT, {"unchanged": 0}, ["kept whole"]),
+        (arms.EXACT, {"unchanged": 0}, ["unchanged"]),
         (arms.EXACT, {"clipped": 0.01}, ["clips nothing"]),
         (arms.EXACT, {"recorded": {"reused": 1e-3, "new": 0.0, "stored": 0.0}}, ["reused tokens"]),
         (arms.PUBLISHED, {"recorded": {"reused": 0.0, "new": 0.0, "stored": 0.0}}, ["stored log-probs"]),

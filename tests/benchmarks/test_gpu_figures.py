@@ -4,18 +4,16 @@ import dataclasses
 
 import pytest
 import torch
-from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from benchmarks.gpu import env, numerics, passes, training
+from benchmarks.gpu import env, numerics, training
 from benchmarks.gpu.compare import differences
-from benchmarks.gpu.model import SAMPLING, build, drafted, plain, policies
+from benchmarks.gpu.model import SAMPLING, build, plain, policies
 from benchmarks.gpu.passes import fit
 from benchmarks.gpu.run import Absent, Report
 from benchmarks.gpu.sizes import SMALL, Sizes
 from benchmarks.gpu.timing import Context
 from benchmarks.gpu.watch import Pass, Watched, profiled
-from specrl.rollout.engines.base import Limits, Probe
 from specrl.rollout.engines.local.engine import TransformersEngine
 from specrl.rollout.types import Completion
 from tests.runs import ROOT
@@ -29,24 +27,13 @@ def test_the_fit_finds_the_terms_of_a_pass_and_none_is_negative():
     found = fit(seen)
     terms = [found[name] for name in ("a_ms", "row_ms", "token_ms", "token_place_ms")]
     assert terms == pytest.approx([8, 0.02, 0.03, 1e-5])
-    assert found["apart_most"] < 1e-6
+    assert found["error_most"] < 1e-6
     wider_is_faster = [Pass(r, n, w, s * (1 - w / 4096)) for r, n, w, s in seen]
     found = fit(wider_is_faster)
     assert min(found[name] for name in ("a_ms", "row_ms", "token_ms", "token_place_ms")) >= 0
-    assert found["apart_most"] > 0.02
+    assert found["error_most"] > 0.02
     with pytest.raises(Absent):
         fit(seen[:3])
-
-
-def test_passes_without_graphs_are_measured_where_the_engine_has_graphs(context, monkeypatch):
-    @dataclasses.dataclass(frozen=True, kw_only=True)
-    class WithGraphs(Limits):
-        graphs: str = "auto"
-
-    monkeypatch.setattr(passes, "Limits", WithGraphs)
-    names = [step.name for step in passes.steps(context)]
-    assert "profile/8 rows/5 tokens" in names
-    assert "profile_graphs_off/8 rows/5 tokens" in names
 
 
 def test_the_flash_kernel_takes_what_it_is_given():
@@ -98,16 +85,6 @@ def test_the_policy_is_as_certain_as_asked_and_the_older_one_comes_and_goes(poli
     assert logits.abs().max() < 64, "as large as those of trained models, which bfloat16 can hold"
 
 
-def test_drafts_of_the_same_text_stand_and_change_nothing(policy):
-    _, engine, _ = policy
-    asked = plain([[1, 2, 3], [1, 2, 3]], [12, 12], visit=1)
-    done, _ = engine.generate(asked)
-    again, stats = engine.generate(drafted(asked, [c.tokens for c in done]))
-    assert [c.tokens for c in again] == [c.tokens for c in done]
-    assert stats.passes < 12
-    assert stats.accepted > 0
-
-
 def test_profiled_passes_are_those_of_the_window(policy, context):
     _, engine, _ = policy
     found = profiled(context, engine, plain([[1, 2, 3]], [9], visit=1), skip=2, count=3)
@@ -132,19 +109,8 @@ def test_a_row_that_differs_in_float32_is_a_fault(context, monkeypatch):
     assert "rows differ in float32: none may" in bench.against_off()["error"]
 
 
-def test_probes_that_complain_are_counted():
-    probe = Probe((1, 2, 3), (-1.0, -2.0), 0.1)
-    assert numerics.complaints([probe, probe], [[-1.05, -2.0], [-1.0, -2.5]]) == 1
-
-
-def test_a_head_with_float32_logits_adds_up_in_float32():
-    head = numerics.Float32Head(8, 5, bias=False, dtype=torch.bfloat16)
-    hidden = torch.randn(2, 3, 8, dtype=torch.bfloat16)
-    assert torch.equal(head(hidden), nn.functional.linear(hidden.float(), head.weight.float()))
-
-
 def test_equal_weights_count_only_where_text_was_reused():
     reused, new = '{"spec/reused_ratio": 0.5}', '{"loss": 1.0, "spec/reused_ratio": 0.0}'
     assert "error" not in training.verdict({"exact": "a", "off": "a"}, [new, reused])
     assert "differ" in training.verdict({"exact": "a", "off": "b"}, [reused])["error"]
-    assert "no draft stood" in training.verdict({"exact": "a", "off": "a"}, [new])["error"]
+    assert "no draft was accepted" in training.verdict({"exact": "a", "off": "a"}, [new])["error"]

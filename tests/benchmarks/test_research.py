@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from benchmarks import ablation
+from benchmarks.research.equivalence import on_policy
 from specrl.config import load as cli
 from specrl.drafter import shortened
-from specrl.rollout.engines.local.ragged import RaggedModel
+from specrl.rollout.engines.local.model import PackedModel
 from specrl.tiny import load_tiny
 from tests.runs import ROOT
 
@@ -31,6 +32,8 @@ SMALLEST = {
         "PARALLEL": {"parallel": 1},
     },
     "drafter_costs": {"VOCABULARY": 512, "DEPTH": 2, "TOKENS": (1, 4, 8)},
+    "equivalence.learning": {"EPOCHS": 2},
+    "equivalence.on_policy": {"OPTIONS": on_policy.OPTIONS | {"dataset.train_size": 4, "rollout.max_new_tokens": 24}},
     "routers": {"REPEATS": 1},
     "judges": {
         "AN_EPOCH_EARLIER": "checkpoints/checkpoint-1",
@@ -68,6 +71,12 @@ def draft_model(folder):
         part.save_pretrained(folder / "draft")
 
 
+def equivalence(folder):
+    """So small that it shows nothing, which makes the result invalid."""
+    module = script("equivalence.__main__")
+    assert module.main(module.Options(seeds=2, out=str(folder / "out.json"))) == 1
+
+
 def routers(folder):
     draft_model(folder)
     words = ["config=arbitrage_math", "dataset.test_size=4", "seeds=1", "rollout.max_new_tokens=24", "continuations=1"]
@@ -90,6 +99,7 @@ RUNS = {
     "cache_lookup": lambda folder: script("cache_lookup").main(entries=200, rows=8),
     "cotraining": lambda folder: script("cotraining").main(steps="2", out=str(folder / "out.json")),
     "drafters": by_words("drafters", "DraftersConfig", "steps=1", "prompts=8", "rows=8"),
+    "equivalence": equivalence,
     "host": by_words("host", "HostConfig", "rows=16", "tokens=60", "repeats=1"),
     "judges": by_words("judges", "JudgesConfig", "work={folder}"),
     "noise": lambda folder: script("noise").main(2, str(folder / "out.json")),
@@ -105,7 +115,7 @@ RUNS = {
 def test_every_script_is_run():
     paths = (ROOT / "benchmarks" / "research").iterdir()
     scripts = {path.stem for path in paths if path.suffix == ".py" and "__main__" in path.read_text()}
-    assert scripts | {"selfspec"} == set(RUNS)
+    assert scripts | {"selfspec", "equivalence"} == set(RUNS)
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -122,7 +132,7 @@ def test_it_runs_to_its_end(name, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(ablation, "OTHERS", 8)
     for module, replaced in (
         (time, "perf_counter"),
-        (RaggedModel, "forward"),
+        (PackedModel, "forward"),
         (ablation, "SIZES"),
         (ablation, "WINDOWS"),
     ):

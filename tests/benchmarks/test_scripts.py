@@ -25,19 +25,6 @@ def test_embedded_run(tmp_path):
     assert [run.name for run in runs] == ["plain", "exact", "exact_replay1"]
 
 
-def test_equivalence(monkeypatch, tmp_path):
-    """So small that nothing is shown, which it says."""
-    from benchmarks.equivalence import __main__ as equivalence
-    from benchmarks.equivalence import arms, learning
-
-    monkeypatch.setattr(learning, "EPOCHS", 2)
-    assert equivalence.main(equivalence.Options(seeds=2, out=str(tmp_path / "out.json"))) == 1
-    found = figures(tmp_path / "out.json")
-    assert not found["valid"]
-    assert {line["arm"] for line in found["lines"]} == {arm.name for arm in arms.ARMS}
-    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
-
-
 def test_rivals(monkeypatch, tmp_path):
     pytest.importorskip("vllm")
     from benchmarks import process, rivals

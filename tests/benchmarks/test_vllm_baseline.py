@@ -1,13 +1,10 @@
-"""vLLM as it comes is given a model, memory and a law, in the user's environment; engines take turns in processes.
+"""Stock vLLM gets a model, memory and sampling params, in the user's environment; engines take turns in processes.
 
-The engine of these tests is a package `vllm` that writes down what it was started with.
+The engine of these tests is a package `vllm` that writes down how it was started.
 """
 
-import importlib.util
 import json
 import os
-import subprocess
-import sys
 
 import pytest
 
@@ -22,9 +19,8 @@ from tests.runs import ROOT
 
 MODEL = {"model", "revision", "trust_remote_code", "dtype", "seed", "skip_tokenizer_init", "tensor_parallel_size"}
 MEMORY = {"max_model_len", "kv_cache_memory_bytes", "gpu_memory_utilization"}
-LAW = {"generation_config"}
-PLATFORM = {"block_size": "on a CPU only", "enable_sleep_mode": "on a GPU only"}
-OURS = {  # what specrl's engine sets while it is imported and started
+SAMPLING = {"generation_config"}
+SPECRLS = {  # variables that specrl's engine sets when it is imported and started
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_USE_V2_MODEL_RUNNER": "0",
     "VLLM_NO_USAGE_STATS": "1",
@@ -36,59 +32,62 @@ import json, os
 from types import SimpleNamespace
 
 class SamplingParams:
-    def __init__(self, **given):
-        self.given = given
+    def __init__(self, **arguments):
+        self.arguments = arguments
 
 class Engine:
     def __init__(self):
         self.waiting, self.steps = [], 0
     def add_request(self, name, prompt, params):
-        assert not {"seed", "logprobs", "extra_args"} & set(params.given), params.given
-        self.waiting.append((name, prompt["prompt_token_ids"], params.given))
+        assert not {"seed", "logprobs", "extra_args"} & set(params.arguments), params.arguments
+        self.waiting.append((name, prompt["prompt_token_ids"], params.arguments))
     def has_unfinished_requests(self):
         return bool(self.waiting)
     def step(self):
-        name, prompt, given = self.waiting.pop()
-        tokens = [max(prompt)] * given["max_tokens"]
+        name, prompt, arguments = self.waiting.pop()
+        tokens = [max(prompt)] * arguments["max_tokens"]
         return [SimpleNamespace(finished=True, request_id=f"{name}-x", outputs=[SimpleNamespace(token_ids=tokens)])]
 
 class LLM:
-    def __init__(self, **given):
+    def __init__(self, **arguments):
         print("a library that prints")
-        self.calls, self.llm_engine, self.given = [], Engine(), given
-        if given.get("speculative_config", {}).get("method") == "suffix":
+        self.calls, self.llm_engine, self.arguments = [], Engine(), arguments
+        if arguments.get("speculative_config", {}).get("method") == "suffix":
             raise ImportError("Arctic Inference is required")
-        self.tell()
-    def tell(self):
-        with open(os.environ["TOLD"], "w") as file:
-            json.dump({"given": self.given, "env": dict(os.environ), "calls": self.calls}, file)
+        self.write()
+    def write(self):
+        with open(os.environ["STARTED_WITH"], "w") as file:
+            json.dump({"arguments": self.arguments, "env": dict(os.environ), "calls": self.calls}, file)
     def sleep(self, level):
-        self.calls.append("sleep"); self.tell()
+        self.calls.append("sleep"); self.write()
     def wake_up(self):
         self.calls.append("wake")
     def reset_prefix_cache(self):
         self.calls.append("reset")
     def get_metrics(self):
-        assert self.given["disable_log_stats"] is False
+        assert self.arguments["disable_log_stats"] is False
         return [SimpleNamespace(name="vllm:spec_decode_num_accepted_tokens", value=len(self.calls))]
 """
 
 
 @pytest.fixture
-def told(tmp_path, monkeypatch):
-    """told(): what the last fake engine was started with, in a process that a specrl engine has been in."""
+def started_with(tmp_path, monkeypatch):
+    """started_with(): arguments, environment and calls of the last fake engine, started after a specrl engine."""
     package = tmp_path / "vllm"
     package.mkdir()
     (package / "__init__.py").write_text(FAKE)
     (package / "sampling_params.py").write_text("class RequestOutputKind:\n    FINAL_ONLY = 0\n")
-    users = {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)]), "TOLD": str(tmp_path / "told.json")}
+    users = {
+        "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)]),
+        "STARTED_WITH": str(tmp_path / "started_with.json"),
+    }
     for name, value in {**users, "VLLM_LOGGING_LEVEL": "INFO"}.items():
         monkeypatch.setitem(process.USERS, name, value)
-    for name, value in OURS.items():
+    for name, value in SPECRLS.items():
         monkeypatch.delitem(process.USERS, name, raising=False)
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "ERROR")
-    return lambda: json.loads((tmp_path / "told.json").read_text())
+    return lambda: json.loads((tmp_path / "started_with.json").read_text())
 
 
 @pytest.fixture
@@ -101,8 +100,8 @@ def started():
         return made[-1]
 
     yield start
-    for each in made:
-        each.close()
+    for process_of_engine in made:
+        process_of_engine.close()
 
 
 def spec_of(**vllm) -> EngineSpec:
@@ -114,72 +113,38 @@ def spec_of(**vllm) -> EngineSpec:
 
 @pytest.mark.parametrize("on_gpu", [False, True])
 @pytest.mark.parametrize("method", ["", "ngram"])
-def test_vllm_is_told_what_to_run_and_not_how(told, started, on_gpu, method):
+def test_vllm_keeps_its_own_defaults(started_with, started, on_gpu, method):
     started("benchmarks.vllm_baseline", settings=settings(spec_of(), on_gpu, method))
-    given, env = told()["given"], told()["env"]
+    arguments, env = started_with()["arguments"], started_with()["env"]
     speculation = {"speculative_config", "disable_log_stats"} if method else set()
     platform = "enable_sleep_mode" if on_gpu else "block_size"
-    assert set(given) == MODEL | MEMORY | LAW | speculation | {platform}
-    assert not OURS.keys() & env.keys(), "what specrl's engine set for itself"
+    assert set(arguments) == MODEL | MEMORY | SAMPLING | speculation | {platform}
+    assert not SPECRLS.keys() & env.keys()
     assert env["VLLM_LOGGING_LEVEL"] == "INFO", "the user's own"
-    assert (given["model"], given["dtype"], given["gpu_memory_utilization"]) == ("here", "bfloat16", 0.45)
-    assert given["kv_cache_memory_bytes"] == (None if on_gpu else 512 * 2**20)
+    assert (arguments["model"], arguments["dtype"], arguments["gpu_memory_utilization"]) == ("here", "bfloat16", 0.45)
+    assert arguments["kv_cache_memory_bytes"] == (None if on_gpu else 512 * 2**20)
     if method:
-        assert given["speculative_config"]["method"] == ("ngram_gpu" if on_gpu else "ngram")
+        assert arguments["speculative_config"]["method"] == ("ngram_gpu" if on_gpu else "ngram")
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM: pip install 'specrl[vllm]'")
-def test_memory_is_that_of_specrls_engine():
-    from specrl.rollout.engines.vllm.settings import settings as ours
-
-    for given in ({}, {"kv_cache_mb": 64, "memory_utilization": 0.3}):
-        mine, plain = ours(spec_of(**given)), settings(spec_of(**given), on_gpu=False)
-        assert {name: mine[name] for name in MODEL | MEMORY | LAW} == {
-            name: plain[name] for name in MODEL | MEMORY | LAW
-        }
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM: pip install 'specrl[vllm]'")
-def test_a_process_gets_the_environment_from_before_specrls_engine(tmp_path):
-    (tmp_path / "teller.py").write_text(
-        "import os\nfrom benchmarks.process import serve\n\n\nclass Teller:\n    def __init__(self, opening):\n"
-        "        pass\n\n    def answer(self, message):\n        return dict(os.environ)\n\n    def close(self):\n"
-        "        pass\n\n\nserve(Teller)\n"
-    )
-    script = (
-        "import json, os\nfrom benchmarks.process import Process\nimport specrl.rollout.engines.vllm.engine\n"
-        "teller = Process('teller')\nprint(json.dumps([dict(os.environ), teller.ask()]))\nteller.close()\n"
-    )
-    users = {name: value for name, value in os.environ.items() if name not in OURS}
-    users |= {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)]), "VLLM_LOGGING_LEVEL": "WARNING"}
-    users["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
-    done = subprocess.run([sys.executable, "-c", script], env=users, capture_output=True, text=True, check=True)
-    here, there = json.loads(done.stdout.splitlines()[-1])
-    assert here["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0", "control: the engine was imported"
-    assert here.keys() - there.keys(), "control: and set more"
-    assert {name: there.get(name) for name in users} == users
-
-
-def test_it_answers_with_tokens_and_counts(told, started):
+def test_it_answers_with_tokens_and_counts(started_with, started):
     requests = [Request([5, 9 - i], key=i, max_new_tokens=i + 1) for i in range(3)]
     message = asked(requests, SamplingParams(frozenset({1}), 0.5))
-    assert message["law"] == {"temperature": 0.5, "top_p": 1.0, "top_k": 0, "stop_token_ids": [1]}
+    assert message["sampling_params"] == {"temperature": 0.5, "top_p": 1.0, "top_k": 0, "stop_token_ids": [1]}
     plain = started("benchmarks.vllm_baseline", settings=settings(spec_of(), on_gpu=False)).ask(**message)
     assert plain["tokens"] == [[9], [8, 8], [7, 7, 7]]
     assert (plain["steps"], plain["accepted"]) == (3, 0)
     assert plain["seconds"] > 0
 
 
-def test_on_a_gpu_it_sleeps_between_its_turns(told, started):
+def test_on_a_gpu_it_sleeps_between_its_turns(started_with, started):
     engine = started("benchmarks.vllm_baseline", settings=settings(spec_of(), on_gpu=True, method="ngram"))
-    assert told()["calls"] == ["sleep"], "so that the next one can start"
+    assert started_with()["calls"] == ["sleep"], "so that the next one can start"
     engine.ask(**asked([Request([5], key=1, max_new_tokens=1)], SamplingParams(frozenset())))
-    assert told()["calls"] == ["sleep", "wake", "reset", "sleep"]
+    assert started_with()["calls"] == ["sleep", "wake", "reset", "sleep"]
 
 
-def test_what_fails_there_is_told_here(told, started):
+def test_errors_of_the_process_reach_the_caller(started_with, started):
     with pytest.raises(RolloutError, match="ImportError: Arctic Inference is required"):
         started("benchmarks.vllm_baseline", settings=settings(spec_of(), on_gpu=False, method="suffix"))
     with pytest.raises(RolloutError, match=r"ended with 1: .*No module named benchmarks\.nothing"):
@@ -187,23 +152,23 @@ def test_what_fails_there_is_told_here(told, started):
     engine = started("benchmarks.vllm_baseline", settings=settings(spec_of(), on_gpu=False))
     with pytest.raises(RolloutError, match="KeyError: 'rows'"):
         engine.ask()
-    assert engine.ask(rows=[], law={})["tokens"] == [], "it goes on"
+    assert engine.ask(rows=[], sampling_params={})["tokens"] == [], "it goes on"
 
 
 # In turn --------------------------------------------------------------------------------------------------------------
 
 
 class Scripted:
-    """Stands in for a process: notes the order of what it is asked, and takes a second a token."""
+    """A fake process: records the order of its calls, and takes a second a token."""
 
     log: list
     alive: set
 
     def __init__(self, module, **opening):
-        law = opening.get("acceptance") or opening["settings"].get("speculative_config", {}).get("method", "plain")
-        if law == "suffix":
+        method = opening.get("acceptance") or opening["settings"].get("speculative_config", {}).get("method", "plain")
+        if method == "suffix":
             raise RolloutError("ImportError: Arctic Inference is required\nand more")
-        self.name = f"{module} {law}"
+        self.name = f"{module} {method}"
         self.alive.add(self.name)
 
     def ask(self, **message) -> dict:
@@ -224,7 +189,7 @@ def test_engines_take_turns_and_none_is_here(monkeypatch):
     bench, *_ = prepare(options("config=grpo_math_vllm", *words))
     monkeypatch.setattr("specrl.rollout.build.build_engine", lambda *_: pytest.fail("an engine in this process"))
     lines = {line.method: line for line in rivals.compare(bench, repeats=2)}
-    ours = [f"benchmarks.rival_engine {law}" for law in ("exact", "lenient", "exact", "exact")]
+    ours = [f"benchmarks.rival_engine {method}" for method in ("exact", "lenient", "exact", "exact")]
     assert log == [*(f"benchmarks.vllm_baseline {method}" for method in ("plain", "ngram")), *ours] * 3
     assert not fake.alive
     assert lines["specrl exact, replay 0"].speedup == 2.0

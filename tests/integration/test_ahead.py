@@ -77,12 +77,12 @@ def test_dynamic_sampling_costs_guesses_only(tmp_path):
 
 
 def test_a_resumed_run_is_the_same_and_checkpoints_hold_nothing_of_it(tmp_path):
-    whole = ahead(tmp_path, name="whole", trainer__save_every=3)
+    uninterrupted = ahead(tmp_path, name="uninterrupted", trainer__save_every=3)
     without = run(tmp_path, name="without", trainer__save_every=3)
-    assert stored(whole) == stored(without) != {}
+    assert stored(uninterrupted) == stored(without) != {}
     begun = ahead(tmp_path, name="parts", trainer__max_steps=6, trainer__save_every=3)
     rest = ahead(tmp_path, name="parts", trainer__save_every=3, resume="auto")
-    assert differences(begun + rest, whole) == differences(without, whole) == []
+    assert differences(begun + rest, uninterrupted) == differences(without, uninterrupted) == []
     assert rest.steps[0].metrics["spec/ahead_mb"] == 0
 
 

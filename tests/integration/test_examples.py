@@ -42,7 +42,7 @@ def test_rollout_loop(script):
     assert names["reused"] > names["count"] / 4, "the third visit drafts with what the second one stored"
 
 
-def test_trl_says_nothing_about_a_vllm_that_nobody_asked_it_for():
+def test_importing_specrl_silences_trls_warning_about_vllm():
     lines = (EXAMPLES / "trl_three_lines.py").read_text().splitlines()
     imported = [line.split()[1] for line in lines if line.startswith("from ")]
     assert imported.index("specrl") < imported.index("trl"), "specrl silences what trl says when it is imported"
@@ -55,7 +55,6 @@ def test_trl_says_nothing_about_a_vllm_that_nobody_asked_it_for():
 @pytest.mark.slow
 def test_trl_three_lines(script):
     assert script("trl_three_lines.py")["reuse"].last.stats.accepted > 0
-    assert [mark for mark in "123" if f"# ({mark})" in (EXAMPLES / "trl_three_lines.py").read_text()] == ["1", "2", "3"]
 
 
 @pytest.mark.slow
@@ -69,11 +68,3 @@ def test_the_command_of_an_example_trains(name, tmp_path, monkeypatch):
     line = json.loads(metrics.read_text().splitlines()[1])
     assert line["reward/failed"] == 0
     assert ("rewards/closeness/mean" in line) == (name == "custom_reward.py")
-
-
-def test_every_example_is_tested_and_named_in_the_docs():
-    here = Path(__file__).read_text()
-    docs = "\n".join(page.read_text() for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
-    files = [path.name for path in EXAMPLES.iterdir() if path.suffix in (".py", ".yaml")]
-    assert len(files) >= 5
-    assert [name for name in files if name not in here or f"examples/{name}" not in docs] == []

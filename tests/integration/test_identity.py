@@ -9,8 +9,8 @@ import torch
 
 from specrl.rollout.build import build_engine
 from specrl.rollout.engines.base import EngineSpec
-from specrl.rollout.engines.local import draw
-from specrl.rollout.noise import keyed_draw
+from specrl.rollout.engines.local import sampler
+from specrl.rollout.noise import keyed_sample
 from tests.runs import SHORT, Recording, differences, recorded, run
 
 PER_EPOCH = 3
@@ -42,7 +42,7 @@ def test_it_was_not_compared_vacuously(replay):
     assert all(step.reuse > 0 for step in later)
     assert all(step.metrics["spec/hit_rate"] == 1 for step in later)
     assert all(step.metrics["spec/draft_acceptance_rate"] < 1 for step in later), "some drafts were rejected"
-    assert any(all(row) for step in later for row in step.reused) or replay < 1, "some responses were reused whole"
+    assert any(all(row) for step in later for row in step.reused) or replay < 1, "some responses were reused completely"
     assert {f for step in exact.steps for f in step.finish} == {"stop", "length"}
     assert len({len(t) for step in exact.steps for t in step.tokens}) > 10, "ragged lengths"
     assert any(step.rewards[0] != r for step in exact.steps for r in step.rewards), "some signal"
@@ -73,7 +73,7 @@ def test_replay_decides_which_keys_stay():
 
 VARIANTS = {  # options that cannot hide each other's faults share a run
     "accumulation, adapters, kl": {"trainer__rows_per_pass": 4, "lora__rank": 4, "trainer__beta": 0.05},
-    "two updates, narrow law, small passes": {
+    "two updates, narrow sampling, small passes": {
         "trainer__updates_per_rollout": 2,
         "rollout__temperature": 0.7,
         "rollout__top_p": 0.9,
@@ -103,12 +103,12 @@ def test_variants_are_identical_too(name):
 
 
 def test_groups_without_variance_are_replaced(tmp_path):
-    plain, whole = pair(**DYNAMIC)
-    assert differences(plain, whole) == []
-    logs = [json.loads(line) for line in (whole.folder / "metrics.jsonl").read_text().splitlines()]
+    plain, uninterrupted = pair(**DYNAMIC)
+    assert differences(plain, uninterrupted) == []
+    logs = [json.loads(line) for line in (uninterrupted.folder / "metrics.jsonl").read_text().splitlines()]
     assert sum(log["refill/prompts"] for log in logs) > 5
     assert all(log["frac_reward_zero_std"] == log["refill/left_ratio"] < 1 for log in logs)
-    for step, log in zip(whole.steps, logs, strict=True):
+    for step, log in zip(uninterrupted.steps, logs, strict=True):
         assert len(step.ids) == 16 + 4 * log["refill/prompts"], "what was rolled out is stored and charged"
         assert len(set(step.rows)) == len(step.rows)
         assert log["reward"] == pytest.approx(sum(step.rewards[:16]) / 16), "of the prompts that were sampled"
@@ -116,7 +116,7 @@ def test_groups_without_variance_are_replaced(tmp_path):
     keys = [key for step in fresh.steps for key in step.keys]
     assert len(set(keys)) == len(keys), "prompts that were asked for in between are visited with fresh noise, too"
     first, second = interrupted(tmp_path, 4, **DYNAMIC)
-    assert differences(whole, first + second) == [], "visits are part of the checkpoint"
+    assert differences(uninterrupted, first + second) == [], "visits are part of the checkpoint"
 
 
 def test_variants_are_not_the_same_run():
@@ -154,27 +154,29 @@ def interrupted(folder, at: int, *, then: dict | None = None, **options) -> tupl
 def test_a_resumed_run_is_the_uninterrupted_run(tmp_path, at, replay):
     """What drafts were worth is not resumed, and decides between texts: here are none to choose from."""
     options = {"rollout__replay": replay, "rollout__sources": "[prefix]"}
-    whole = recorded(rollout__acceptance="exact", **options)
+    uninterrupted = recorded(rollout__acceptance="exact", **options)
     first, second = interrupted(tmp_path, at, **options)
     assert (len(first.steps), len(second.steps)) == (at, 9 - at)
-    assert differences(whole, first + second) == []
-    assert [s.reused for s in second.steps] == [s.reused for s in whole.steps[at:]], "the cache was resumed as well"
+    assert differences(uninterrupted, first + second) == []
+    assert [s.reused for s in second.steps] == [s.reused for s in uninterrupted.steps[at:]], (
+        "the cache was resumed as well"
+    )
 
 
 def test_losing_the_cache_changes_no_token(tmp_path):
-    whole = recorded(rollout__acceptance="exact", rollout__replay=0.5)
+    uninterrupted = recorded(rollout__acceptance="exact", rollout__replay=0.5)
     first, second = interrupted(tmp_path, 4, rollout__replay=0.5, then={"rollout__cache__clear": "true"})
-    assert differences(whole, first + second) == []
+    assert differences(uninterrupted, first + second) == []
     assert all(s.metrics["spec/hit_rate"] == 0 for s in second.steps[:2])
-    assert sum(s.reuse for s in second.steps[:2]) < sum(s.reuse for s in whole.steps[4:6]) / 2
+    assert sum(s.reuse for s in second.steps[:2]) < sum(s.reuse for s in uninterrupted.steps[4:6]) / 2
     assert second.steps[-1].reuse > 0, "the cache fills again"
 
 
 def test_acceptance_and_epochs_may_change_on_resume(tmp_path):
-    whole = recorded(rollout__acceptance="exact", rollout__replay=0.5)
+    uninterrupted = recorded(rollout__acceptance="exact", rollout__replay=0.5)
     first = run(tmp_path, rollout__replay=0.5, trainer__epochs=1, trainer__save_every=3, rollout__acceptance="off")
     second = run(tmp_path, rollout__replay=0.5, resume="auto", rollout__cache__clear="true")
-    assert differences(whole, first + second) == []
+    assert differences(uninterrupted, first + second) == []
 
 
 @pytest.mark.parametrize(("name", "at"), [(name, at) for name, at in zip(VARIANTS, (3, 6, 3), strict=True)])
@@ -209,13 +211,13 @@ def test_control_without_a_fault_nothing_differs(plain, tmp_path):
 
 
 def test_control_noise_of_the_pass(tmp_path, monkeypatch):
-    """Noise drawn per pass, as an ordinary sampler does: how many tokens ride a pass then decides what is drawn."""
+    """Noise drawn per pass, as an ordinary sampler does, so that the tokens of a pass decide what is sampled."""
     passes = iter(range(10**9))
 
-    def per_pass(logits, keys, *args, **law):
-        return keyed_draw(logits, keys + next(passes), *args, **law)
+    def per_pass(logits, keys, *args, **sampling):
+        return keyed_sample(logits, keys + next(passes), *args, **sampling)
 
-    monkeypatch.setattr(draw, "keyed_draw", per_pass)
+    monkeypatch.setattr(sampler, "keyed_sample", per_pass)
     off = run(tmp_path, name="off", rollout__acceptance="off", **FIVE)
     assert tokens_differ(off, run(tmp_path, name="exact", **FIVE))
 

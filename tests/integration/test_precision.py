@@ -33,7 +33,7 @@ def test_weights_move_in_bf16_as_in_fp32(algorithm, tmp_path):
     bf16 = run(tmp_path, name="bf16", report=True, trainer__precision="bf16", **options)
     assert moved(fp32) > 0.9
     assert moved(bf16) >= 0.9 * moved(fp32)
-    assert moved(pure) < 0.2, "control: weights of bf16 stand still at this learning rate"
+    assert moved(pure) < 0.2, "control: bf16 weights do not change at this learning rate"
     assert bf16.trainer.rollouts.engine.model.dtype == torch.bfloat16, "rollouts read half the bytes"
     states = [value for state in bf16.trainer.optimizer.state.values() for value in state.values()]
     assert {value.dtype for value in states} == {torch.float32}
@@ -57,9 +57,9 @@ def test_an_evaluation_s_weight_sync_is_not_charged_to_the_next_step(tmp_path):
         engine = trainer.rollouts.engine
         update = engine.update_weights
 
-        def late(*given):
+        def late(*args):
             time.sleep(2.0)  # more than a step takes
-            update(*given)
+            update(*args)
 
         engine.update_weights = late
 

@@ -22,7 +22,7 @@ PPO = {"config": "ppo_math", "trainer__minibatches": 1}
 
 
 @pytest.fixture(scope="module")
-def whole():
+def undisturbed():
     """The run in one process."""
     return recorded()
 
@@ -51,21 +51,21 @@ def disturbed(trainer):
 
 @pytest.mark.parametrize(("options", "count"), [({}, 3), (PPO, 1), (PPO, 2)])
 def test_a_run_whose_workers_are_killed_and_hung_is_the_undisturbed_run(tmp_path, options, count):
-    whole, got = recorded(**options), run(tmp_path, disturbed, **RAY | options | {"cluster__num_workers": count})
+    undisturbed, got = recorded(**options), run(tmp_path, disturbed, **RAY | options | {"cluster__num_workers": count})
     pool = got.trainer.rollouts.engine
     assert any(step.metrics["spec/ahead_ratio"] > 0 for step in got.steps)  # how many, time decides
     assert [sig for sig, _ in pool.struck] == [signal.SIGKILL, signal.SIGSTOP]
     assert pool.replaced == 2
-    assert differences(got, whole) == []
+    assert differences(got, undisturbed) == []
     assert got.steps[-1].reuse > 0
     assert not any(psutil.pid_exists(pid) for _, pid in pool.struck)
 
 
-def test_control_the_comparison_sees_another_run(whole):
-    assert differences(recorded(seed=1), whole) != []
+def test_control_the_comparison_sees_another_run(undisturbed):
+    assert differences(recorded(seed=1), undisturbed) != []
 
 
-def test_a_run_whose_driver_is_killed_resumes_as_the_undisturbed_run(whole, tmp_path):
+def test_a_run_whose_driver_is_killed_resumes_as_the_undisturbed_run(undisturbed, tmp_path):
     driver = subprocess.Popen(
         [sys.executable, "-m", "specrl.train", *words(tmp_path, **RAY)], cwd=ROOT, stdout=subprocess.DEVNULL
     )
@@ -78,7 +78,9 @@ def test_a_run_whose_driver_is_killed_resumes_as_the_undisturbed_run(whole, tmp_
     driver.wait()
     assert psutil.wait_procs(serving, 30)[1] == []
     rest = run(tmp_path, resume="auto", **RAY)
-    assert 0 < len(rest.steps) < len(whole.steps)
-    missing = len(whole.steps) - len(rest.steps)
-    whole_rest = type(whole)(whole.trainer, whole.folder, whole.steps[missing:], whole.losses[-len(rest.losses) :])
+    assert 0 < len(rest.steps) < len(undisturbed.steps)
+    missing = len(undisturbed.steps) - len(rest.steps)
+    whole_rest = type(undisturbed)(
+        undisturbed.trainer, undisturbed.folder, undisturbed.steps[missing:], undisturbed.losses[-len(rest.losses) :]
+    )
     assert differences(rest, whole_rest) == []

@@ -26,7 +26,7 @@ from tests.runs import ROOT, by_two_processes, run, words
     "algorithm", [{}, pytest.param({"config": "ppo_math"}, marks=pytest.mark.long)], ids=["grpo", "ppo"]
 )
 def test_a_terminated_run_saves_and_resumes_as_the_uninterrupted_one(tmp_path, algorithm):
-    whole = run(tmp_path / "whole", trainer__epochs=9, **algorithm)
+    uninterrupted = run(tmp_path / "uninterrupted", trainer__epochs=9, **algorithm)
     long = words(tmp_path, trainer__epochs=40, **algorithm)  # enough to be hit
     process = subprocess.Popen(
         [sys.executable, "-m", "specrl.train", *long],
@@ -48,9 +48,9 @@ def test_a_terminated_run_saves_and_resumes_as_the_uninterrupted_one(tmp_path, a
     config = tmp_path / "run" / "config.yaml"
     config.write_text(config.read_text().replace("epochs: 40", "epochs: 9"))
     rest = run(tmp_path, resume="auto", trainer__epochs=9, **algorithm)
-    assert [s.tokens for s in rest.steps] == [s.tokens for s in whole.steps[step:]]
-    assert rest.losses == whole.losses[-len(rest.losses) :]
-    assert all((w == whole.weights[n]).all() for n, w in rest.weights.items())
+    assert [s.tokens for s in rest.steps] == [s.tokens for s in uninterrupted.steps[step:]]
+    assert rest.losses == uninterrupted.losses[-len(rest.losses) :]
+    assert all((w == uninterrupted.weights[n]).all() for n, w in rest.weights.items())
 
 
 AT_THE_END = """
@@ -122,14 +122,14 @@ def interrupted(tmp_path, monkeypatch, capfd):
 @pytest.mark.parametrize("algorithm", [{}, {"config": "ppo_math"}], ids=["grpo", "ppo"])
 def test_ctrl_c_saves_the_step_and_the_run_goes_on_as_the_uninterrupted_one(tmp_path, interrupted, algorithm):
     options = {"trainer__max_steps": 4, **algorithm}
-    whole = run(tmp_path, name="whole", **options)
+    uninterrupted = run(tmp_path, name="uninterrupted", **options)
     code, output = interrupted([1], **options)
     assert code == INTERRUPTED
     assert output.count("interrupted: finishing the step and saving it; Ctrl-C once more stops at once") == 1
     assert "interrupted after step 2, which is saved; resume=auto goes on" in output
     rest = run(tmp_path, resume="auto", **options)
-    assert [step.tokens for step in rest.steps] == [step.tokens for step in whole.steps[2:]]
-    assert all((w == whole.weights[n]).all() for n, w in rest.weights.items())
+    assert [step.tokens for step in rest.steps] == [step.tokens for step in uninterrupted.steps[2:]]
+    assert all((w == uninterrupted.weights[n]).all() for n, w in rest.weights.items())
 
 
 def test_a_launcher_that_passes_a_ctrl_c_on_does_not_make_it_two(monkeypatch, capfd):

@@ -30,8 +30,8 @@ from tests.engines import Spare
 
 build, build_engine = specrl.run.run.build_trainer, specrl.run.run.build_engine
 
-def slow(*given):
-    engine = build_engine(*given)
+def slow(*args):
+    engine = build_engine(*args)
     generate = engine.generate
 
     def late(*asked):
@@ -55,8 +55,8 @@ def recorded(name, words):
         if config.run(specrl.train.main, words):
             raise SystemExit(1)
     cache = record.trainer.rollouts.source.cache
-    given = config.load(words)
-    ids = sorted(example.id for example in load_examples(given.data, given.dataset, "train", given.seed))
+    options = config.load(words)
+    ids = sorted(example.id for example in load_examples(options.data, options.dataset, "train", options.seed))
     held = [(e, s, cache.get(e, s)) for e in ids for s in range(4) if cache and cache.get(e, s)]
     names = ("step", "rows", "tokens", "rewards", "metrics", "reuse")
     return {

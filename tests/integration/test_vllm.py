@@ -8,7 +8,7 @@ import specrl.run.run
 from specrl.rollout.build import build_engine
 from specrl.rollout.types import RolloutError
 from tests.engines import Spare
-from tests.runs import SHORT, build_policy, differences, policy, run
+from tests.runs import SHORT, build_policy, differences, logs, policy, run
 
 pytest.importorskip("vllm", reason="needs the vllm extra")
 pytestmark = pytest.mark.slow
@@ -23,10 +23,6 @@ def model(tmp_path_factory):
 def vllm(folder, model, prepare=lambda trainer: None, **options):
     engine = {"rollout__engine": "vllm", "rollout__vllm__kv_cache_mb": 64, "rollout__vllm__draft_tokens": 8}
     return run(folder, prepare, model=model, **SHORT | engine | options)
-
-
-def logs(record) -> list[dict]:
-    return [log for log in record.trainer.state.log_history if "loss" in log]
 
 
 @pytest.fixture(scope="module")
@@ -44,10 +40,10 @@ def test_speculation_changes_nothing(tmp_path, model, plain, replay):
     assert all(log["spec/control_mismatches"] == 0 for log in logs(exact) if "spec/control_mismatches" in log)
 
 
-def test_what_a_cpu_can_be_told_of_vllm_changes_nothing(tmp_path, model, plain):
-    said = {"scheduling": "sync", "runner": "v1", "compile": "off", "sleep": "false"}
-    told = vllm(tmp_path, model, **{f"rollout__vllm__{key}": value for key, value in said.items()})
-    assert differences(plain, told) == []
+def test_vllm_options_of_a_cpu_change_nothing(tmp_path, model, plain):
+    options = {"scheduling": "sync", "runner": "v1", "compile": "off", "sleep": "false"}
+    other = vllm(tmp_path, model, **{f"rollout__vllm__{key}": value for key, value in options.items()})
+    assert differences(plain, other) == []
 
 
 def test_a_model_that_vllm_has_no_kernels_for_is_refused_in_one_line(tmp_path):

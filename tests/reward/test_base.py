@@ -86,11 +86,6 @@ def prompts(count, rows=1, completion="c"):
     return [Sample(f"prompt {i}", completion) for i in range(count) for _ in range(rows)]
 
 
-def test_records_are_frozen():
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        Sample("p", "c").completion = "d"
-
-
 def test_weights_and_parts():
     ones, twos = Listed(lambda s: [1] * len(s), "ones"), Listed(lambda s: [2.0] * len(s), "twos")
     result = RewardSet([ones, twos], [1.0, -0.25]).score(samples("a", "b"))
@@ -114,7 +109,7 @@ def test_a_failed_part_masks_the_row_unless_its_weight_is_zero():
 @pytest.mark.parametrize(
     ("weights", "ratio", "words"),
     [
-        ([1.0, 2.0], 0.05, "has 2 numbers for 1 functions"),
+        ([1.0, 2.0], 0.05, r"reward\.weights=\[1\.0, 2\.0\].*Try reward\.weights=\[1\.0\]"),
         ([math.nan], 0.05, "finite"),
         ([0.0], 0.05, "not all be zero"),
         ([1.0], 1.5, r"from 0 to 1, got 1\.5"),
@@ -261,7 +256,7 @@ def test_loading_errors_say_why(plug_ins, spec, words, isolate):
         (["math", "math"], [], "has a name twice"),
         (["reward_plug_ins:Batch", "reward_plug_ins:batch"], [], "has a name twice.*batch"),
         (["math"], [0.0], "not all be zero"),
-        (["math", "format"], [1.0], "has 1 numbers for 2 functions"),
+        (["math", "format"], [1.0], r"reward\.weights=\[1\.0\].*Try reward\.weights=\[1\.0,1\.0\]"),
     ],
 )
 def test_rewards_that_do_not_add_up_are_found_without_loading_them(plug_ins, functions, weights, words):
@@ -356,16 +351,3 @@ def test_the_bounds_of_the_configuration_reach_the_workers(plug_ins, spec):
         assert (limits.timeout_s, limits.workers, limits.start_timeout_s) == (7, 3, 77)
     finally:
         reward.close()
-
-
-def test_the_rules_of_the_configuration_reach_the_set():
-    rewards = load_rewards(RewardConfig(["format"], on_limit="zero", max_failure_ratio=0.5))
-    assert (rewards.on_limit, rewards.max_failure_ratio) == ("zero", 0.5)
-
-
-def test_the_configuration_is_a_structured_omegaconf_schema():
-    from omegaconf import OmegaConf
-
-    config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(RewardConfig), {"functions": ["math", "format"]}))
-    assert config == RewardConfig(["math", "format"])
-    assert all(field.metadata["help"] for field in dataclasses.fields(RewardConfig))

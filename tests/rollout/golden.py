@@ -13,7 +13,7 @@ import torch
 from specrl.rollout.engines.base import SamplingParams
 from specrl.rollout.engines.local.engine import TransformersEngine
 from specrl.rollout.keys import derive_key
-from specrl.rollout.noise import gumbel, keyed_draw, row_words
+from specrl.rollout.noise import gumbel, keyed_sample, row_words
 from specrl.rollout.types import Request
 from tests.engines import local
 
@@ -69,7 +69,7 @@ def reference(model, requests, sampling=SAMPLING) -> list[tuple[list[int], list[
         while len(tokens) < r.max_new_tokens and finish == "length":
             with torch.no_grad():
                 logits = model(input_ids=torch.tensor([[*r.prompt, *tokens]]), use_cache=False).logits[0, -1:]
-            draw, logp, _, gap = keyed_draw(logits, torch.tensor([r.key]), torch.tensor([len(tokens)]), **law)
+            draw, logp, _, gap = keyed_sample(logits, torch.tensor([r.key]), torch.tensor([len(tokens)]), **law)
             assert gap.item() > 1e-5, "a near tie would make the comparison depend on rounding; choose another seed"
             tokens.append(draw.item())
             logprobs.append(logp.item())

@@ -9,7 +9,16 @@ import pytest
 import torch
 
 from specrl.rollout.keys import derive_key, generation
-from specrl.rollout.noise import MASS_BITS, gumbel, hash_tokens, keyed_draw, masses, process_logits, row_words, uniform
+from specrl.rollout.noise import (
+    MASS_BITS,
+    gumbel,
+    hash_tokens,
+    keyed_sample,
+    masses,
+    process_logits,
+    row_words,
+    uniform,
+)
 
 GOLDEN_HASHES = [
     [342616534, 2976409913, 2232206930, 1698134186],
@@ -161,12 +170,12 @@ def test_draws_ignore_padding_that_the_law_excludes():
     logits = torch.randn(64, 257, generator=torch.Generator().manual_seed(1))
     padded = torch.cat([logits, torch.full((64, 63), -torch.inf)], 1)
     keys, at = keys_of(64), torch.arange(64)
-    draws, logp, _, gap = keyed_draw(logits, keys, at)
-    again, logp_again, _, gap_again = keyed_draw(padded, keys, at)
+    draws, logp, _, gap = keyed_sample(logits, keys, at)
+    again, logp_again, _, gap_again = keyed_sample(padded, keys, at)
     assert again.equal(draws)
     assert gap_again.equal(gap)
     assert torch.allclose(logp, logp_again, atol=1e-6)
-    one_by_one = [keyed_draw(logits[i : i + 1], keys[i : i + 1], at[i : i + 1])[0].item() for i in range(64)]
+    one_by_one = [keyed_sample(logits[i : i + 1], keys[i : i + 1], at[i : i + 1])[0].item() for i in range(64)]
     assert one_by_one == draws.tolist()
 
 
@@ -178,13 +187,13 @@ def test_some_ids_draw_as_if_the_others_had_no_chance(law):
     outside = torch.ones(vocab, dtype=torch.bool)
     outside[ids] = False
     settings = dict(zip(("temperature", "top_k", "top_p"), law, strict=True))
-    want = keyed_draw(logits.masked_fill(outside, -torch.inf), keys_of(64), at, ids[at], **settings)
-    got = keyed_draw(logits[:, ids], keys_of(64), at, at, ids.int(), **settings)
+    want = keyed_sample(logits.masked_fill(outside, -torch.inf), keys_of(64), at, ids[at], **settings)
+    got = keyed_sample(logits[:, ids], keys_of(64), at, at, ids.int(), **settings)
     assert got[0].equal(want[0])
     for mine, theirs in zip(got[1:], want[1:], strict=True):
         torch.testing.assert_close(mine, theirs)
     if law[0]:
-        columns = keyed_draw(logits[:, ids], keys_of(64), at, **settings)[0]
+        columns = keyed_sample(logits[:, ids], keys_of(64), at, **settings)[0]
         assert not ids[columns].equal(want[0]), "control: the noise of the columns' own numbers"
 
 
@@ -257,7 +266,7 @@ def test_the_noise_of_two_visits_is_independent():
     def accepted(visit, replay):
         generations = [generation(0, f"ex{i // 8}", i % 8, visit, replay) for i in range(4000)]
         keys = torch.tensor([derive_key(0, f"ex{i // 8}", i % 8, g) for i, g in enumerate(generations)])
-        return keyed_draw(logits, keys, at)[0], uniform(keys, at)
+        return keyed_sample(logits, keys, at)[0], uniform(keys, at)
 
     (first, u), (second, v) = accepted(3, 0.0), accepted(4, 0.0)
     assert abs(correlation(first, second)) < 0.08
@@ -312,11 +321,11 @@ def laws() -> list[np.ndarray]:
 
 
 def product(logits, keys, at):
-    return keyed_draw(logits, keys, at)[0]
+    return keyed_sample(logits, keys, at)[0]
 
 
 def reused(logits, keys, at):
-    return keyed_draw(logits, keys[:1].expand_as(keys), torch.zeros_like(at))[0]
+    return keyed_sample(logits, keys[:1].expand_as(keys), torch.zeros_like(at))[0]
 
 
 def flipped(logits, keys, at):
@@ -333,7 +342,7 @@ def no_noise(logits, keys, at):
 
 
 def tempered_twice(logits, keys, at):
-    return keyed_draw(logits / 0.7, keys, at)[0]
+    return keyed_sample(logits / 0.7, keys, at)[0]
 
 
 def test_draws_follow_the_law_and_wrong_rules_do_not():
@@ -361,10 +370,10 @@ def test_draws_follow_the_processed_law():
         keys, at = keys_of(DRAWS, f"processed{i}"), torch.arange(DRAWS) % 5
         settings = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
         logits = torch.tensor(np.log(p)).float().expand(DRAWS, -1)
-        draws = keyed_draw(logits, keys, at, **settings)[0]
+        draws = keyed_sample(logits, keys, at, **settings)[0]
         statistic, df = chi_square(np.bincount(draws, minlength=12), law)
         assert statistic < critical(df, 1e-7)
-        plain = keyed_draw(logits, keys, at)[0]
+        plain = keyed_sample(logits, keys, at)[0]
         statistic, df = chi_square(np.bincount(plain, minlength=12), law)
         assert statistic > critical(df, 1e-7)  # control: the raw law is another one
 
@@ -460,7 +469,7 @@ def test_masses_are_exponentials_in_integers():
 def test_a_cut_hides_no_unusable_logit(bad, cut):
     logits = torch.zeros(3, 6)
     logits[1, 4] = bad
-    assert keyed_draw(logits, keys_of(3), torch.arange(3), **cut)[3].isnan().tolist() == [False, True, False]
+    assert keyed_sample(logits, keys_of(3), torch.arange(3), **cut)[3].isnan().tolist() == [False, True, False]
 
 
 def test_top_k_comes_before_the_nucleus_and_both_after_temperature():
@@ -482,7 +491,7 @@ def test_logprobs_are_those_of_the_processed_law(temperature, top_k, top_p):
     logits = torch.randn(40, 30, generator=torch.Generator().manual_seed(2)) * 2
     targets = torch.arange(40) % 30
     settings = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
-    draws, logp, logp_targets, gap = keyed_draw(logits, keys_of(40), torch.arange(40), targets, **settings)
+    draws, logp, logp_targets, gap = keyed_sample(logits, keys_of(40), torch.arange(40), targets, **settings)
     want = process_logits(logits, temperature, top_k, top_p).log_softmax(-1)
     assert torch.allclose(logp, want.gather(1, draws[:, None])[:, 0], atol=1e-6)
     assert torch.allclose(logp_targets, want.gather(1, targets[:, None])[:, 0], atol=1e-6)
@@ -491,23 +500,23 @@ def test_logprobs_are_those_of_the_processed_law(temperature, top_k, top_p):
     assert (gap >= 0).all()
     if (top_k, top_p) != (0, 1.0):
         assert logp_targets.isinf().any(), "a target outside the cut has probability 0"
-    alone = keyed_draw(logits, keys_of(40), torch.arange(40), **settings)
+    alone = keyed_sample(logits, keys_of(40), torch.arange(40), **settings)
     assert alone[0].equal(draws)
     assert alone[2].equal(alone[1]), "without targets the draws are the targets"
 
 
 def test_greedy_draws_ignore_the_noise():
     logits = torch.randn(20, 30, generator=torch.Generator().manual_seed(2))
-    draws, _, _, gap = keyed_draw(logits, keys_of(20), torch.arange(20), temperature=0.0)
+    draws, _, _, gap = keyed_sample(logits, keys_of(20), torch.arange(20), temperature=0.0)
     best = logits.topk(2).values
     assert draws.equal(logits.argmax(-1))
     assert torch.allclose(gap, best[:, 0] - best[:, 1])
-    assert not keyed_draw(logits, keys_of(20), torch.arange(20))[0].equal(draws)  # control
+    assert not keyed_sample(logits, keys_of(20), torch.arange(20))[0].equal(draws)  # control
 
 
 def test_gap_is_the_margin_between_the_two_best_scores():
     logits = torch.randn(20, 30, generator=torch.Generator().manual_seed(4))
-    gap = keyed_draw(logits, keys_of(20), torch.arange(20))[3]
+    gap = keyed_sample(logits, keys_of(20), torch.arange(20))[3]
     scores = (logits + noise(keys_of(20), torch.arange(20), 30)).topk(2).values
     assert torch.allclose(gap, scores[:, 0] - scores[:, 1])
 
@@ -517,10 +526,10 @@ def test_gap_is_the_margin_between_the_two_best_scores():
 def test_unusable_logits_give_a_nan_gap(bad, temperature):
     logits = torch.zeros(4, 6)
     logits[2, 3] = bad
-    gap = keyed_draw(logits, keys_of(4), torch.arange(4), temperature=temperature)[3]
+    gap = keyed_sample(logits, keys_of(4), torch.arange(4), temperature=temperature)[3]
     assert gap.isnan().tolist() == [False, False, True, False]
     nothing_left = torch.full((1, 6), -torch.inf)
-    assert keyed_draw(nothing_left, keys_of(1), torch.arange(1), temperature=temperature)[3].isnan().all()
+    assert keyed_sample(nothing_left, keys_of(1), torch.arange(1), temperature=temperature)[3].isnan().all()
 
 
 # Compiled -------------------------------------------------------------------------------------------------------------
@@ -535,9 +544,12 @@ def test_compiled_code_draws_the_same():
     assert torch.compile(hash_tokens, dynamic=True)(low, high, 777).equal(hash_tokens(low, high, 777))
     logits = torch.randn(128, 777, generator=torch.Generator().manual_seed(5)) * 3
     targets = torch.arange(128)
-    draw = torch.compile(keyed_draw, dynamic=True)
+    draw = torch.compile(keyed_sample, dynamic=True)
     for settings in ({"temperature": 1.0}, {"temperature": 0.7, "top_k": 20}):
-        eager, compiled = keyed_draw(logits, keys, at, targets, **settings), draw(logits, keys, at, targets, **settings)
+        eager, compiled = (
+            keyed_sample(logits, keys, at, targets, **settings),
+            draw(logits, keys, at, targets, **settings),
+        )
         clear = eager[3] > 1e-5
         assert clear.float().mean() > 0.95
         assert compiled[0][clear].equal(eager[0][clear])

@@ -13,13 +13,13 @@ from functools import partial
 import pytest
 import torch
 
-import specrl.rollout.engines.local.draw as draw
+import specrl.rollout.engines.local.sampler as sampler
 from specrl.rollout import verify
 from specrl.rollout.engines.base import SamplingParams
 from specrl.rollout.engines.local.engine import TransformersEngine
 from specrl.rollout.keys import derive_key
 from specrl.rollout.lossy.lenient import accept_lenient
-from specrl.rollout.noise import keyed_draw
+from specrl.rollout.noise import keyed_sample
 from specrl.rollout.types import Request
 from specrl.rollout.verify import accept_exact, cut
 from tests.engines import local
@@ -279,13 +279,13 @@ def always_accept(draws, draft):
 
 def position_off_by_one(logits, keys, positions, targets=None, **law):
     """The first two tokens of a response share their noise."""
-    return keyed_draw(logits, keys, (positions - 1).clamp(min=0), targets, **law)
+    return keyed_sample(logits, keys, (positions - 1).clamp(min=0), targets, **law)
 
 
 def equal_else_resample(logits, keys, positions, targets=None, **law):
     """mlx-swift-lm#459: where the draw differs from the draft, an independent second draw is emitted."""
-    draws, *rest = keyed_draw(logits, keys, positions, targets, **law)
-    return torch.where(draws == targets, draws, keyed_draw(logits, ~keys, positions, **law)[0]), *rest
+    draws, *rest = keyed_sample(logits, keys, positions, targets, **law)
+    return torch.where(draws == targets, draws, keyed_sample(logits, ~keys, positions, **law)[0]), *rest
 
 
 @pytest.mark.slow
@@ -293,12 +293,12 @@ def equal_else_resample(logits, keys, positions, targets=None, **law):
     ("name", "mutant"),
     [
         ("accept_exact", always_accept),
-        ("keyed_draw", position_off_by_one),
-        ("keyed_draw", equal_else_resample),
+        ("keyed_sample", position_off_by_one),
+        ("keyed_sample", equal_else_resample),
     ],
 )
 def test_wrong_rules_are_rejected(policies, tables, old_texts, monkeypatch, name, mutant):
-    monkeypatch.setattr(draw if name == "keyed_draw" else verify, name, mutant)
+    monkeypatch.setattr(sampler if name == "keyed_sample" else verify, name, mutant)
     _, _, counts = sample(engine_of(policies[0]), [c.tokens for c in old_texts[0][: N // 4]], mutant.__name__)
     statistic, critical = chi_square(counts, exact_law(tables[0]))
     assert statistic > critical

@@ -1,4 +1,4 @@
-"""Imports flow one way: specrl -> trainers -> {rollout, reward}; heavy and risky things stay behind their one door."""
+"""Imports flow one way: specrl -> trainers -> {rollout, reward}; heavy packages are imported in one place each."""
 
 import ast
 from fnmatch import fnmatch
@@ -204,7 +204,7 @@ def test_planted_faults_are_found(path, code):
         ("specrl/run/cluster.py", "import ray"),
         ("trainers/losses.py", "model.eval()\nre.compile('x')\ntorch.compile(m)\nnumpy.load(p, allow_pickle=False)"),
         ("trainers/ppo/snapshot.py", "read(p, weights_only=True)"),
-        ("rollout/build.py", "from specrl.rollout.lossy.build import build_judge"),
+        ("rollout/build.py", "from specrl.rollout.lossy.judge import build_judge"),
         ("rollout/lossy/judge.py", "from specrl.rollout.lossy.pair import read_card"),
         ("specrl/train_judge.py", "from specrl.lossy.judging import compare"),
         ("specrl/env.py", "version('trl')\nnote = 'import trl'"),

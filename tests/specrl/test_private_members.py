@@ -31,8 +31,8 @@ def faults(code):
         elif isinstance(node, ast.ImportFrom):
             yield from ((node.lineno, alias.name) for alias in node.names if private(alias.name))
         elif isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in PATCHES:
-            given = (each.value for each in node.args[:2] if isinstance(each, ast.Constant))
-            last = [each.rpartition(".")[2] for each in given if isinstance(each, str)]
+            constants = (each.value for each in node.args[:2] if isinstance(each, ast.Constant))
+            last = [each.rpartition(".")[2] for each in constants if isinstance(each, str)]
             yield from ((node.lineno, name) for name in last if private(name))
 
 

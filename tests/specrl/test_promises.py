@@ -20,7 +20,10 @@ from specrl.run.policy import TINY_PATH
 from tests.runs import ROOT
 
 PAGES = [
-    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "benchmarks/README.md")),
+    *(
+        ROOT / name
+        for name in ("README.md", "CONTRIBUTING.md", "benchmarks/README.md", "benchmarks/research/README.md")
+    ),
     *sorted(file for name in ("docs", "configs", "examples") for file in (ROOT / name).iterdir() if file.is_file()),
     *sorted((ROOT / "specrl").glob("*.py")),
 ]
@@ -164,7 +167,7 @@ def test_planted_promises_are_found():
     ]
     assert "expected one of" in refused({"rollout.acceptance": "of"})
     assert "does not exist" in refused({"rollout.drafter": "./none"})
-    assert "no draft model to train" in refused({"trainer.drafter.train": "true", "rollout.drafter": ""})
+    assert "rollout.drafter=DIR" in refused({"trainer.drafter.train": "true", "rollout.drafter": ""})
     quoted = "python -m specrl.train config=a 'dataset.k={a: false}' b=c"
     assert commands(quoted) == [("train", ["config=a", "dataset.k={a: false}", "b=c"])]
     assert promises("x 'dataset.system_prompt={a: b}' y") == [{"dataset.system_prompt": "{a: b}"}]

@@ -11,7 +11,7 @@ import random
 import pytest
 import torch
 
-from specrl.rollout.lossy.judged import accept_judged, judged_laws
+from specrl.rollout.lossy.judged import accept_judged, judged_logprobs
 from specrl.trainers.correction import correction_weights
 
 N = 40_000
@@ -115,14 +115,14 @@ def test_truncation_trades_variance_for_bias(toy):
 # --- judged cached text
 
 
-def visits(policies, judge, laws=judged_laws, keep_law=True):
+def visits(policies, judge, laws=judged_logprobs, keep_law=True):
     """Texts [FEW, 2] after each policy in turn verified what the one before it left, with log-probs of policy and law.
 
     A visit as the engine makes it: what stands of the stored text, a draw, then the stored text at its position again.
 
     Args:
         judge: whether a stored token may stand, from the tokens before it and itself.
-        laws: of accepted tokens from (own, stored, standing), `judged_laws` or a wrong rule.
+        laws: of accepted tokens from (own, stored, standing), `judged_logprobs` or a wrong rule.
         keep_law: store the law's log-prob with a token, not that of the policy that verified it.
     """
     rng = random.Random(5)
@@ -195,7 +195,7 @@ def test_a_token_that_stands_whatever_is_drawn_is_not_the_policys_where_it_agree
     agreeing = random.Random(6)
 
     def mismatches_only(own, stored, standing):
-        kept = judged_laws(own, stored, standing)
+        kept = judged_logprobs(own, stored, standing)
         return [o if agreeing.random() < math.exp(o) else k for o, k in zip(own, kept, strict=True)]
 
     assert judged_z(toy, everything, laws=mismatches_only) > 7

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from specrl.rollout.noise import keyed_draw
+from specrl.rollout.noise import keyed_sample
 from specrl.trainers.correction import correction_weights
 from specrl.trainers.cotraining.distil import forward_kl, largest, total_variation, tvd
 from specrl.trainers.ppo.objectives import adapted_beta, clipped, kl_estimate, policy_loss, value_loss
@@ -145,8 +145,8 @@ def test_keyed_draws_agree_within_the_bounds_of_total_variation():
     n = 20_000
     keys, positions = torch.arange(n) * 7919 + 13, torch.zeros(n, dtype=torch.long)
     for q, p in zip(student.detach(), teacher, strict=True):
-        draws = [keyed_draw(z.expand(n, -1), keys, positions)[0] for z in (q, p)]
-        other = keyed_draw(p.expand(n, -1), keys + 1, positions)[0]
+        draws = [keyed_sample(z.expand(n, -1), keys, positions)[0] for z in (q, p)]
+        other = keyed_sample(p.expand(n, -1), keys + 1, positions)[0]
         agreement, independent = ((draws[0] == d).float().mean().item() for d in (draws[1], other))
         tv, slack = total_variation(q[None], p[None]).item(), 4 * 0.5 / math.sqrt(n)
         assert (1 - tv) / (1 + tv) - slack <= agreement <= 1 - tv + slack

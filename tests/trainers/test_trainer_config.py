@@ -1,4 +1,4 @@
-"""What `auto` stands for in each algorithm."""
+"""What `auto` means in each algorithm."""
 
 import pytest
 
@@ -15,7 +15,7 @@ from specrl.trainers.config import TrainerConfig
         ({"algorithm": "grpo", "refills": 3, "overlong_buffer": 16}, 3, 16),
     ],
 )
-def test_dapo_replaces_dull_groups_and_punishes_overlong_text_unless_told_otherwise(options, rounds, overlong):
+def test_dapo_refills_zero_variance_groups_and_punishes_overlong_text_by_default(options, rounds, overlong):
     config = TrainerConfig(**options)
     assert (config.refill_rounds, config.overlong_tokens(200)) == (rounds, overlong)
 

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from specrl.rollout.engines.base import SamplingParams
 from specrl.rollout.engines.local.head import Head
-from specrl.rollout.noise import keyed_draw, process_logits
+from specrl.rollout.noise import keyed_sample, process_logits
 from specrl.trainers.cotraining.texts import Read
 
 KEPT_SHARE = 0.4  # of the tokens, in AdaSPEC; the paper's value
@@ -138,7 +138,7 @@ def keyed_samples(logits: Tensor, batch: Batch, keys: Sequence[int], sampling: S
     """Tokens [N] sampled from logits [N, V] for the targets. Args: keys: of each text's noise."""
     texts, positions = batch.targets.unbind(1)
     noise = torch.tensor(keys, device=texts.device)[texts]
-    return keyed_draw(logits, noise, positions, **_processing(sampling))[0]
+    return keyed_sample(logits, noise, positions, **_processing(sampling))[0]
 
 
 def overlap(student: Tensor, teacher: Tensor, sampling: SamplingParams) -> float:

@@ -1,30 +1,36 @@
-"""Logistic regression, and how well scores order what they are for."""
+"""Fits of judges and routers: logistic regressions, and how well their scores order the examples."""
 
 from __future__ import annotations
 
+import math
+import random
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
+from specrl.rollout.lossy.judge import JudgeHead
+
+PENALTIES = tuple(10.0**-i for i in range(5))  # of a judge's squared weights, tried from strong to weak
+
 
 def logistic(
     x: Tensor, y: Tensor, ridge: float, balance: Tensor | None = None, iterations: int = 500
 ) -> tuple[Tensor, Tensor]:
-    """Logistic regression by L-BFGS: weights [F] and bias, in the dtype of `x`; the same for any order of the rows.
+    """Logistic regression by L-BFGS: weights [F] and bias, in the dtype of `x`, independent of the order of the rows.
 
     Args:
         x: features [N, F].
         y: targets [N], 0 or 1.
-        ridge: penalty on the squared weights, the bias free, so that separable targets have a finite answer.
+        ridge: penalty on the squared weights, not on the bias, so that separable targets have a finite solution.
         balance: weight of each row [N].
-        iterations: of L-BFGS, at most.
+        iterations: maximum of L-BFGS.
     """
-    weights, bias = torch.zeros(x.shape[1], dtype=x.dtype), torch.zeros((), dtype=x.dtype)
-    optimizer = torch.optim.LBFGS(
-        [weights.requires_grad_(), bias.requires_grad_()], max_iter=iterations, line_search_fn="strong_wolfe"
-    )
+    weights = torch.zeros(x.shape[1], dtype=x.dtype, requires_grad=True)
+    bias = torch.zeros((), dtype=x.dtype, requires_grad=True)
+    optimizer = torch.optim.LBFGS([weights, bias], max_iter=iterations, line_search_fn="strong_wolfe")
 
     def loss() -> Tensor:
         optimizer.zero_grad()
@@ -38,23 +44,150 @@ def logistic(
 
 
 def ranks(values: Sequence[float]) -> Tensor:
-    """Place of each value in their order, from 0 [N] float64; equal values share their mean place."""
-    given = torch.tensor(values, dtype=torch.float64)
-    order = given.sort().values
-    return (torch.searchsorted(order, given) + torch.searchsorted(order, given, right=True) - 1).double() / 2
+    """Rank of each value, from 0 [N] float64; equal values share their mean rank."""
+    column = torch.tensor(values, dtype=torch.float64)
+    order = column.sort().values
+    return (torch.searchsorted(order, column) + torch.searchsorted(order, column, right=True) - 1).double() / 2
 
 
 def spearman(a: Sequence[float], b: Sequence[float]) -> float:
-    """Rank correlation of two sequences, equal values sharing their mean rank; 0 where one of them is constant."""
-    x, y = (places - places.mean() for places in (ranks(a), ranks(b)))
+    """Rank correlation of two sequences; 0 if one of them is constant."""
+    x = ranks(a)
+    y = ranks(b)
+    x = x - x.mean()
+    y = y - y.mean()
     scale = (x.norm() * y.norm()).item()
     return (x @ y).item() / scale if scale else 0.0
 
 
 def roc_auc(scores: Sequence[float], labels: Sequence[bool]) -> float:
-    """Chance that a positive scores above a negative, ties counting half; NaN without both classes."""
+    """Probability that a positive scores above a negative, ties counting half; NaN without both classes."""
     positive = torch.tensor(labels, dtype=torch.bool)
-    n, others = int(positive.sum()), int((~positive).sum())
+    n = int(positive.sum())
+    others = len(labels) - n
     if not n or not others:
-        return float("nan")
+        return math.nan
     return (ranks(scores)[positive].sum().item() - n * (n - 1) / 2) / (n * others)
+
+
+# Judges --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Labels:
+    """Mismatches that were tried out: the policy's hidden states, and whether the answer changed."""
+
+    hidden: Tensor
+    """The policy's final hidden states [N, H] float32 after the draft tokens."""
+    important: Tensor
+    """[N] bool."""
+    problem: Tensor
+    """[N] int64, the problem of each; a fifth of the problems is held out."""
+
+    def __len__(self) -> int:
+        return len(self.important)
+
+    @property
+    def held_out(self) -> Tensor:
+        """[N] bool, the validation rows; no problem is in both sets."""
+        return self.problem % 5 == 0
+
+
+def fit_judge(labels: Labels, recall: float) -> tuple[JudgeHead, float] | None:
+    """A head whose threshold catches a share of `recall` of the important held-out mismatches, and its ROC-AUC there.
+
+    None if a set has fewer than two mismatches of one class.
+    """
+    held_out = labels.held_out
+    important = labels.important
+    if min(int((kind & side).sum()) for kind in (important, ~important) for side in (held_out, ~held_out)) < 2:
+        return None
+    weight, bias, area = fit_head(
+        labels.hidden[~held_out], important[~held_out], labels.hidden[held_out], important[held_out]
+    )
+    scores = (labels.hidden[held_out] @ weight + bias).sigmoid().tolist()
+    return JudgeHead(weight, bias, threshold_for_recall(scores, important[held_out].tolist(), recall)), area
+
+
+def fit_head(
+    features: Tensor, important: Tensor, held_features: Tensor, held_important: Tensor
+) -> tuple[Tensor, float, float]:
+    """Logistic regression of `important` on standardised features, as one dot product on raw ones.
+
+    Both classes have the same total weight. The L2 penalty with the best ROC-AUC on the held-out rows wins.
+
+    Args: features [N, H], held_features [M, H] float; important [N], held_important [M] bool, with both classes.
+    Returns: weight [H], bias, and that ROC-AUC.
+    """
+    mean = features.mean(0)
+    scale = features.std(0).clamp(min=1e-6)
+    share = important.float().mean()
+    balance = torch.where(important, 0.5 / share, 0.5 / (1 - share))
+    fits = []
+    for penalty in PENALTIES:
+        standard_weight, standard_bias = logistic(
+            (features - mean) / scale, important, penalty, balance, iterations=100
+        )
+        weight = standard_weight / scale
+        bias = (standard_bias - (weight * mean).sum()).item()
+        fits.append((weight, bias, roc_auc((held_features @ weight + bias).tolist(), held_important.tolist())))
+    return max(fits, key=lambda fit: fit[2])
+
+
+def threshold_for_recall(scores: Sequence[float], labels: Sequence[bool], recall: float) -> float:
+    """The largest threshold at which a share of at least `recall` of the positives scores at or above it."""
+    positive = sorted((s for s, label in zip(scores, labels, strict=True) if label), reverse=True)
+    caught = max(1, math.ceil(recall * len(positive)))
+    return positive[caught - 1]
+
+
+# Routers -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A prefix with the next steps of both models, and their values."""
+
+    problem: str
+    """Id of the example."""
+    features: tuple[float, ...]
+    """The router's input."""
+    before: tuple[int, ...]
+    """Prompt and earlier steps."""
+    draft_step: tuple[int, ...]
+    policy_step: tuple[int, ...]
+    draft_value: float
+    policy_value: float
+
+    @property
+    def advantage(self) -> float:
+        """What escalating gains, -1 to 1."""
+        return self.policy_value - self.draft_value
+
+
+def split(records: Sequence[Record], share: float, seed: int) -> tuple[list[Record], list[Record]]:
+    """(training, validation) with about `share` of the problems in the second; no problem is in both."""
+    problems = sorted({r.problem for r in records})
+    random.Random(seed).shuffle(problems)
+    held_out = set(problems[: max(1, round(share * len(problems)))])
+    return [r for r in records if r.problem not in held_out], [r for r in records if r.problem in held_out]
+
+
+def accuracy_by_class(scores: Sequence[float], advantages: Sequence[float], threshold: float) -> tuple[float, float]:
+    """The share of steps with a gain that a threshold escalates, and the share of the others that it keeps."""
+    escalated = [score > threshold for score, advantage in zip(scores, advantages, strict=True) if advantage > 0]
+    kept = [score <= threshold for score, advantage in zip(scores, advantages, strict=True) if advantage <= 0]
+    escalated_share = sum(escalated) / len(escalated) if escalated else math.nan
+    kept_share = sum(kept) / len(kept) if kept else math.nan
+    return escalated_share, kept_share
+
+
+def curve(scores: Sequence[float], records: Sequence[Record]) -> list[dict[str, float]]:
+    """Mean value of the resulting steps if the policy writes a share of them, those with the highest scores."""
+    order = sorted(range(len(scores)), key=lambda i: -scores[i])
+    points = []
+    for tenth in range(11):
+        count = round(tenth * len(order) / 10)
+        values = [records[i].policy_value for i in order[:count]] + [records[i].draft_value for i in order[count:]]
+        points.append({"escalated": count / len(order), "value": sum(values) / len(values)})
+    return points

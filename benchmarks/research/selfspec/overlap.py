@@ -59,7 +59,7 @@ class Machine:
 
 
 class Batch:
-    """Rows on their way: where each is in its text. Args: guesses: tokens that ride for each one of a draft."""
+    """Positions of rows in their texts. Args: guesses: guesses verified for each token of a draft."""
 
     def __init__(self, ranks: Ranks, guesses: int = 1):
         self._ranks, self._guesses = ranks, guesses
@@ -70,7 +70,7 @@ class Batch:
         return sum(at < len(text) for at, text in zip(self._at, self._ranks, strict=True))
 
     def settle(self, length: int) -> int:
-        """A pass with drafts of `length` tokens; how many rows that go on were right, with the token behind as well."""
+        """A pass with drafts of `length` tokens; how many rows that go on were right, also with the next token."""
         right = 0
         for i, text in enumerate(self._ranks):
             if (at := self._at[i]) >= len(text):

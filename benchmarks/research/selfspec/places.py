@@ -43,13 +43,13 @@ def walked(text: Sequence[int], known: Texts, length: int, counted: bool) -> int
     places, at, passes = Places(known), 0, 0
     while at < len(text):
         draft = places.draft(text[:at], length, counted)
-        stood = next((i for i, token in enumerate(draft) if text[at + i : at + i + 1] != [token]), len(draft))
-        at, passes = at + stood + 1, passes + 1
+        accepted = next((i for i, token in enumerate(draft) if text[at + i : at + i + 1] != [token]), len(draft))
+        at, passes = at + accepted + 1, passes + 1
     return passes
 
 
 class Places:
-    """Where n-grams stand in some texts, the latest last."""
+    """Where n-grams occur in some texts, the latest last."""
 
     def __init__(self, texts: Texts):
         self._texts, self._own = [*texts], list[int]()

@@ -57,22 +57,22 @@ class Streams:
         draft = (at - self.first).div(self.length, rounding_mode="floor").clamp(min=-1)  # -1 within the prompt
         causal = at <= at[:, None]
         own = causal & (draft == draft[:, None])
-        law = (query[0] @ key[0].mT * scaling).masked_fill(~causal, -torch.inf).softmax(-1)
-        out, starts = [law @ value[0]], torch.arange(self.first, len(at), self.length)[:, None]
-        attended = self._attended(law, starts, groups)
+        weights = (query[0] @ key[0].mT * scaling).masked_fill(~causal, -torch.inf).softmax(-1)
+        out, starts = [weights @ value[0]], torch.arange(self.first, len(at), self.length)[:, None]
+        attended = self._attended(weights, starts, groups)
         for i, (kind, budget) in enumerate(zip(self.kinds, self.budgets, strict=True), start=1):
             kept = _kept(kind, budget, attended, starts)[:, draft] & (draft >= 0)[:, None]
             there = (query[i] @ key[0].mT * scaling).masked_fill(~kept, -torch.inf)
             here = (query[i] @ key[i].mT * scaling).masked_fill(~own, -torch.inf)
-            law = torch.cat([there, here], -1).softmax(-1)
-            out.append(law @ torch.cat([value[0], value[i]], -2))
+            weights = torch.cat([there, here], -1).softmax(-1)
+            out.append(weights @ torch.cat([value[0], value[i]], -2))
         return torch.stack(out)
 
-    def _attended(self, law: Tensor, starts: Tensor, groups: int) -> Tensor:
+    def _attended(self, weights: Tensor, starts: Tensor, groups: int) -> Tensor:
         """What the full pass before each draft attended to [heads, drafts, T], summed over the heads of a group."""
-        at = torch.arange(law.shape[-1])
+        at = torch.arange(weights.shape[-1])
         before = ((at < starts) & (at >= starts - self.length)).float()
-        return (before @ law).unflatten(0, (-1, groups)).sum(1).repeat_interleave(groups, 0)
+        return (before @ weights).unflatten(0, (-1, groups)).sum(1).repeat_interleave(groups, 0)
 
 
 def _kept(kind: str, budget: int, attended: Tensor, starts: Tensor) -> Tensor:
@@ -94,7 +94,7 @@ AttentionInterface.register(ATTENTION, _attention)
 
 def measure(policy, tokenizer, texts: int, console: Console) -> dict:
     """Agreement by budget, and what it is worth on the simulated GPU."""
-    before, lines, told = policy.config._attn_implementation, [], {}
+    before, lines, described = policy.config._attn_implementation, [], {}
     for context, tokens in CONTEXTS.items():
         if tokens:
             policy = copy.deepcopy(policy)
@@ -106,10 +106,10 @@ def measure(policy, tokenizer, texts: int, console: Console) -> dict:
         policy.set_attn_implementation(before)
         positions = sum(len(text.response) for text in written)
         longest = max(len(text.prompt) + len(text.response) for text in written)
-        told[context] = {"positions": positions, "longest text": longest}
+        described[context] = {"positions": positions, "longest text": longest}
     worth = list(speeds([line for line in lines if line["kind"] == "attended"]))
     show(console, lines, worth)
-    return {"texts": texts, "contexts": told, "lines": lines, "speed on the simulated GPU": worth}
+    return {"texts": texts, "contexts": described, "lines": lines, "speed on the simulated GPU": worth}
 
 
 def _lines(policy, texts: Sequence[Text], length: int) -> Iterator[dict]:
@@ -124,7 +124,7 @@ def _lines(policy, texts: Sequence[Text], length: int) -> Iterator[dict]:
             "share": min(1.0, budget / held),
             "length": length,
             "agreement": sum(map(sum, runs)) / sum(map(len, runs)),
-            "tokens": 1 + sum(_stood(run) for run in runs) / len(runs),
+            "tokens": 1 + sum(_accepted(run) for run in runs) / len(runs),
         }
 
 
@@ -142,7 +142,7 @@ def hits(policy, text: Text, kinds: Sequence[str], budgets: Sequence[int], lengt
     return [[one[at : at + length] for at in whole] for one in right]
 
 
-def _stood(run: Sequence[bool]) -> int:
+def _accepted(run: Sequence[bool]) -> int:
     return next((i for i, hit in enumerate(run) if not hit), len(run))
 
 

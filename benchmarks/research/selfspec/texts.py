@@ -22,7 +22,7 @@ from specrl.trainers.cotraining import texts as states
 
 CAP, LEVEL = 220, "medium"
 TAUGHT = {"steps": 100, "rows": 2, "tokens": 1024}
-"""How the policy is taught to answer behind other problems; one thread takes about a minute."""
+"""How the policy is taught to answer after other problems; one thread takes about a minute."""
 
 
 @dataclass(frozen=True)
@@ -79,9 +79,9 @@ def taught(policy, tokenizer) -> None:
     labels: list[int] = []
     for problem in arithmetic("train", rows * steps * size // 100, 1, LEVEL):
         asked = tokenizer(problem.prompt)["input_ids"]
-        told = [*tokenizer(problem.solution)["input_ids"], tokenizer.eos_token_id]
-        ids += asked + told
-        labels += [IGNORE] * len(asked) + told
+        tokens = [*tokenizer(problem.solution)["input_ids"], tokenizer.eos_token_id]
+        ids += asked + tokens
+        labels += [IGNORE] * len(asked) + tokens
     optimizer = torch.optim.AdamW(policy.parameters(), 1e-3, weight_decay=0.01)
     schedule = OneCycleLR(optimizer, 1e-3, total_steps=steps, pct_start=0.1)
     for at in range(0, rows * steps * size, rows * size):
@@ -96,12 +96,12 @@ def taught(policy, tokenizer) -> None:
 
 
 def _after(shots: Sequence[Sequence[int]], prompt: Sequence[int], most: int) -> list[int]:
-    """The prompt behind as many shots as `most` tokens hold."""
-    told: list[int] = []
+    """The prompt after as many shots as `most` tokens hold."""
+    tokens: list[int] = []
     for shot in shots:
-        if len(told) + len(shot) + len(prompt) <= most:
-            told += shot
-    return [*told, *prompt]
+        if len(tokens) + len(shot) + len(prompt) <= most:
+            tokens += shot
+    return [*tokens, *prompt]
 
 
 def _text(request: Request, tokens: Sequence[int], vocab: int) -> Text:
@@ -117,13 +117,13 @@ def ranks(model, texts: Sequence[Text]) -> list[list[int]]:
 
 
 def rounds(hits: Sequence[bool], length: int) -> list[tuple[int, int]]:
-    """(tokens drafted, tokens that stood) of every pass over one text, with drafts of `length` tokens."""
+    """(tokens drafted, accepted tokens) of every pass over one text, with drafts of `length` tokens."""
     found, at = [], 0
     while at < len(hits):
         drafted = min(length, len(hits) - at - 1)  # a pass draws one token of its own
-        stood = next((i for i in range(drafted) if not hits[at + i]), drafted)
-        found.append((drafted, stood))
-        at += stood + 1
+        accepted = next((i for i in range(drafted) if not hits[at + i]), drafted)
+        found.append((drafted, accepted))
+        at += accepted + 1
     return found
 
 
@@ -133,5 +133,5 @@ def tokens_per_cost(hits: Sequence[Sequence[bool]], price: float, length: int) -
     Args: length: of every draft; 0 lets an oracle end each one before its first wrong token.
     """
     passes = [one for text in hits for one in rounds(text, length or len(text))]
-    drafted = sum(stood if length == 0 else made for made, stood in passes)
+    drafted = sum(accepted if length == 0 else made for made, accepted in passes)
     return sum(map(len, hits)) / (len(passes) + price * drafted)

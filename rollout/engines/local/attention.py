@@ -1,74 +1,86 @@
-"""What layers of transformers call in a packed pass: the tokens of many rows side by side, as a batch of one.
-
-Only attention knows rows. How it runs is the layout's matter: `padded.Pass` on CPUs and in float32, `varlen.StaticPass`
-on GPUs. Both write each token's key and value at its row's place and position, so that rolling back rejected tokens is
-moving a row's length.
-"""
+"""The layout of a packed pass, and the attention that transformers' layers call in it."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
+import numpy as np
+import torch
 from torch import Tensor
 from transformers import AttentionInterface
 
 from specrl.rollout.engines.local.kv import KV
 from specrl.rollout.types import RolloutError
 
-ATTENTION = "specrl_ragged"
+ATTENTION = "specrl_packed"
+_KNOWN = {"sliding_window", "position_ids", "is_causal", "use_cache", "output_attentions"}
 
 
 class Layout(Protocol):
-    """Where the tokens of one pass belong."""
+    """Which rows the tokens of one pass belong to, and how attention runs over them."""
 
+    heads_first: bool
+    """How the slabs of KV memory are laid out, see `KV`."""
     kv: KV
     layers: set[int]
-    draws: bool
-    """What follows the last token of each row is drawn from this pass."""
+    """Layers whose attention has run in this pass."""
+    samples: bool
+    """The last token of each row is followed by a sampled token."""
     positions: Tensor
     count: int
     """Rows."""
     width: int
-    """Positions that the longest row covers."""
+    """Positions of the longest row."""
 
+    def __init__(
+        self,
+        kv: KV,
+        slabs: Sequence[int],
+        starts: Sequence[int],
+        lengths: Sequence[int],
+        device: torch.device,
+        positions: Sequence[int] | None = None,
+    ): ...
+    def ids(self, tokens: Sequence[int] | np.ndarray) -> Tensor: ...
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, window: int | None, scaling: float
     ) -> Tensor: ...
-    def places(self) -> tuple[Tensor, Tensor]: ...
+    def slot_mapping(self) -> Tensor: ...
+    def last_tokens(self) -> Tensor: ...
 
 
-_KNOWN = {"sliding_window", "position_ids", "is_causal", "use_cache", "output_attentions"}
-
-
-def _asks(value) -> bool:
-    """False for an argument that is left out or off: None, False or 0, such as a dropout of 0."""
-    return value is not None and not (isinstance(value, (bool, int, float)) and not value)
-
-
-def ragged_attention(module, query, key, value, attention_mask, scaling=None, ragged: Layout | None = None, **kwargs):
-    """Attention for the packed layout, in the form of transformers' AttentionInterface.
+def packed_attention(module, query, key, value, attention_mask, scaling=None, layout: Layout | None = None, **kwargs):
+    """Attention of packed passes, with the signature of transformers' AttentionInterface.
 
     query [1, heads, N, dim], key and value [1, kv_heads, N, dim]; returns ([1, N, heads, dim], None).
 
     Raises:
-        RolloutError: the model asks for what is not computed here.
+        RolloutError: the model asks for something that is not computed here.
     """
-    unknown = [name for name, value in kwargs.items() if name not in _KNOWN and _asks(value)]
+    unknown = [name for name, value in kwargs.items() if name not in _KNOWN and _is_on(value)]
     if attention_mask is not None:
         unknown.append("a mask of its own")
     if kwargs.get("is_causal") is False or getattr(module, "is_causal", True) is False:
         unknown.append("tokens that see later ones")
-    if ragged is None:
-        raise RolloutError(f"its layers do not hand on to {type(module).__name__} what they are given")
-    if module.layer_idx in ragged.layers:
+    if layout is None:
+        raise RolloutError(f"its layers do not pass their keyword arguments on to {type(module).__name__}")
+    if module.layer_idx in layout.layers:
         unknown.append("to run twice in a pass")
     if unknown:
         wanted = " and ".join(unknown)
-        raise RolloutError(f"its attention ({type(module).__name__}) wants {wanted}, which packed passes do not know")
-    ragged.layers.add(module.layer_idx)
+        raise RolloutError(
+            f"its attention ({type(module).__name__}) asks for {wanted}, which packed passes do not have"
+        )
+    layout.layers.add(module.layer_idx)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    out = ragged.attend(module.layer_idx, query[0], key[0], value[0], kwargs.get("sliding_window"), scaling)
+    out = layout.attend(module.layer_idx, query[0], key[0], value[0], kwargs.get("sliding_window"), scaling)
     return out[None], None
 
 
-AttentionInterface.register(ATTENTION, ragged_attention)
+AttentionInterface.register(ATTENTION, packed_attention)
+
+
+def _is_on(value: object) -> bool:
+    """False for an argument that is left out or off: None, False or 0, such as a dropout of 0."""
+    return value is not None and not (isinstance(value, (bool, int, float)) and not value)

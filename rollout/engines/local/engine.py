@@ -1,8 +1,9 @@
-"""The transformers engine: plain and speculative decoding of ragged batches with the trainer's own model.
+"""The transformers engine: plain and speculative decoding of packed batches with the trainer's own model.
 
-A row's life: it gets a place and its prompt is prefilled (once per distinct prompt), then every pass carries its last
-token and a draft of the next ones, draws a token at each of those positions, keeps what the rule lets stand and goes on
-behind it. A row without a draft simply carries one token. Rows that finish leave their places to those that wait.
+A row gets a slab of KV memory and its prompt is prefilled (once per distinct prompt). Then every pass carries the row's
+last token and a draft of the next ones, samples a token after each of them, and the row emits what the acceptance rule
+accepts; the KV of rejected tokens is overwritten by the next pass. A row without a draft carries one token. Rows that
+finish leave their slabs to rows that wait.
 """
 
 from __future__ import annotations
@@ -16,35 +17,24 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from specrl.rollout.drafting.draft import Draft
 from specrl.rollout.drafting.drafting import Drafting
 from specrl.rollout.engines.base import DRAFTER, Limits, Probe, SamplingParams, gc_frozen, out_of_memory
-from specrl.rollout.engines.local.memory import places
-from specrl.rollout.engines.local.packed import packed_model
-from specrl.rollout.engines.local.ragged import RaggedModel
-from specrl.rollout.engines.local.reader import Flight, Reader
+from specrl.rollout.engines.local.memory import max_concurrent_rows
+from specrl.rollout.engines.local.model import InFlightPass, PackedModel, base_model
+from specrl.rollout.engines.local.probe import packed_model
+from specrl.rollout.engines.local.reader import Reader
 from specrl.rollout.engines.response import Response, check_request, refuse_unusable
 from specrl.rollout.types import AheadText, Completion, EngineStats, Request, RolloutError
 from specrl.rollout.verify import AcceptanceRule, exact
 
 log = logging.getLogger(__name__)
 OVERLAP = 128
-"""Rows from which on two passes of half of them, beside which the host works, should take less time than one. By
+"""Rows from which on two passes of half of them, during which the host works, should take less time than one pass. By
 arithmetic only: the weights are read twice, 1 ms for 1.7 billion in half precision on an H100, and the host's 1 to 6 ms
 are hidden. `python -m benchmarks.gpu` measures it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Launched:
-    """A pass that is under way."""
-
-    flight: Flight
-    began: float
-    spent: float
-    """Seconds that launching it took."""
-    asking: float | None
-    """Seconds that asking for its drafts took; None if nobody was asked."""
 
 
 @dataclass(slots=True)
@@ -54,30 +44,34 @@ class Cohort:
     rows: dict[int, Response] = field(default_factory=dict)
     """By number."""
     drafts: dict[int, Draft] = field(default_factory=dict)
-    """What they carry in the passes under way."""
-    launched: list[Launched] = field(default_factory=list)
+    """Of the passes in flight."""
+    in_flight: list[InFlightPass] = field(default_factory=list)
 
 
 class LocalModel:
-    """The trainer's model behind the Engine seam: its weights, and what it makes of a text.
+    """The trainer's model as an Engine sees it: weight updates and scores.
 
     Args:
         model: a decoder-only causal LM of transformers that uses its attention interface, or a peft model around one.
-        sampling: the law that tokens are drawn from.
+        sampling: the sampling params.
         own_weights: the model is not the trainer's, so updates carry tensors.
     """
 
     def __init__(
-        self, model: torch.nn.Module, sampling: SamplingParams, limits: Limits | None = None, own_weights=False
+        self, model: PreTrainedModel, sampling: SamplingParams, limits: Limits | None = None, own_weights=False
     ):
         if any(adapter.is_prompt_learning for adapter in getattr(model, "peft_config", {}).values()):
             raise RolloutError("adapters that learn a prompt are not in the model's own layers; use LoRA instead")
-        self.model = model.get_base_model() if hasattr(model, "get_base_model") else model
+        self.model = base_model(model)
         self.policy = packed_model(self.model, sampling, limits)
-        self.sampling, self.limits = sampling, self.policy.limits
-        self.vocab, self.context, self.limit = self.policy.vocab, self.policy.context, self.policy.limit
+        self.sampling = sampling
+        self.limits = self.policy.limits
+        self.vocab = self.policy.vocab
+        self.context = self.policy.context
+        self.limit = self.policy.limit
         self.tie_margin = self.limits.tie_margin if self.policy.dtype == torch.float32 else 0.0
-        self.weight_version, self.own_weights = 0, own_weights
+        self.weight_version = 0
+        self.own_weights = own_weights
 
     @property
     def device(self) -> torch.device:
@@ -98,7 +92,8 @@ class LocalModel:
     def score(self, tokens: Sequence[int]) -> list[float]:
         """See Engine.score."""
         with self.policy.inference():
-            logits = self.policy.lm_head(self.policy.forward(tokens, self.policy.alone(len(tokens)))).float()
+            hidden = self.policy.forward(tokens, self.policy.single_row(len(tokens)))
+            logits = self.policy.lm_head(hidden).float()
             targets = torch.tensor(tokens[1:], device=self.device)[:, None]
             return logits[:-1].log_softmax(-1).gather(-1, targets)[:, 0].tolist()
 
@@ -129,15 +124,14 @@ class TransformersEngine(LocalModel):
     No KV outlives a `generate` call, so nothing stale can be served.
 
     Args:
-        model, sampling, limits, own_weights: see LocalModel; draws closer than `limits.tie_margin` are decided by a
-            canonical pass in float32 only.
-        rule: decides what stands of a draft.
+        model, sampling, limits, own_weights: see LocalModel; `limits.tie_margin` applies in float32 only.
+        rule: decides which draft tokens are accepted.
         drafting: proposes drafts; by default from the requests' own drafters.
     """
 
     def __init__(
         self,
-        model: torch.nn.Module,
+        model: PreTrainedModel,
         sampling: SamplingParams,
         rule: AcceptanceRule = exact,
         drafting: Drafting | None = None,
@@ -145,9 +139,10 @@ class TransformersEngine(LocalModel):
         own_weights: bool = False,
     ):
         super().__init__(model, sampling, limits, own_weights)
-        self.rule, self.drafting = rule, drafting or Drafting()
-        self._most = self.limits.rows_per_batch  # rows at a time that are known to fit
-        self._settled = 0.0  # when the last pass was
+        self.rule = rule
+        self.drafting = drafting or Drafting()
+        self._max_rows = self.limits.rows_per_batch  # rows at a time that are known to fit
+        self._last_settled = 0.0  # when the last pass was settled
         self.drafting.attach(self.policy)
 
     def generate(self, requests: Sequence[Request]) -> tuple[list[Completion], EngineStats]:
@@ -160,9 +155,9 @@ class TransformersEngine(LocalModel):
         return [row.completion(self.weight_version) for row in rows], stats
 
     def ahead(self, requests: Sequence[Request], stop: Callable[[], bool]) -> list[AheadText]:
-        """What there is of each response when `stop`, asked before each pass, says so, or all have ended.
+        """Responses as far as they are decoded when `stop`, which is asked before each pass, returns true.
 
-        Nothing is learnt of these texts, as they come again.
+        Drafting learns nothing from these texts, as they will be generated again.
         """
         rows = self._rows(requests)
         with self.policy.until(stop):
@@ -177,36 +172,34 @@ class TransformersEngine(LocalModel):
     def _run(self, rows: list[Response], stats: EngineStats) -> None:
         """Finishes all rows, as many at a time as fit the memory.
 
-        Where it runs out all the same, fewer run at a time from then on, also in later rollouts. No row loses what it
-        has emitted; its KV is computed again. Which rows share a pass changes no token.
+        If memory runs out nevertheless, fewer rows run at a time from then on, also in later rollouts. No row loses
+        what it has emitted; its KV is computed again. Which rows share a pass changes no token.
         """
         with ExitStack() as stack:
-            for at_work in (gc_frozen, self.policy.inference, self.drafting.inference):
-                stack.enter_context(at_work())
+            for context in (gc_frozen, self.policy.inference, self.drafting.inference):
+                stack.enter_context(context())
             while any(row.finish is None for row in rows):
-                size = places([row.request for row in rows], self._models(), self._most)
+                size = max_concurrent_rows([row.request for row in rows], self._models(), self._max_rows)
                 try:
                     self._decode(rows, size, stats)
                 except Exception as error:
                     if not out_of_memory(error):
                         raise
-                    reason = str(error)  # the error itself would keep what fills the memory
+                    reason = str(error)  # the error itself would keep the tensors that fill the memory
                 else:
                     continue
-                self._make_do(size, reason)
+                self._halve(size, reason)
 
-    def _make_do(self, size: int, reason: str) -> None:
-        """Notes that `size` rows do not fit."""
+    def _halve(self, size: int, reason: str) -> None:
+        """Remembers that `size` rows do not fit."""
         if size == 1:
             raise RolloutError(
                 f"out of memory with one row at a time: {reason}. Use a lower rollout.tokens_per_pass "
                 f"(now {self.limits.tokens_per_pass}), logits_mb ({self.limits.logits_mb}) or max_new_tokens"
             )
-        self._most = size // 2
-        log.warning(
-            "out of memory with %d rows at a time (%s); from now on %d, with rollout.rows_per_batch=%d from the start",
-            size, reason, self._most, self._most,
-        )  # fmt: skip
+        self._max_rows = size // 2
+        advice = "out of memory with %d rows at a time (%s); from now on %d. Set rollout.rows_per_batch=%d"
+        log.warning(advice, size, reason, self._max_rows, self._max_rows)
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -214,18 +207,18 @@ class TransformersEngine(LocalModel):
         drafts = self.drafting.model.model.state_dict() if self.drafting.model else {}
         return super()._weights() | {DRAFTER + name: tensor for name, tensor in drafts.items()}
 
-    def _models(self) -> list[RaggedModel]:
+    def _models(self) -> list[PackedModel]:
         """Whose KV a row needs."""
-        return [self.policy, *([self.drafting.model.ragged] if self.drafting.model else [])]
+        return [self.policy, *([self.drafting.model.packed] if self.drafting.model else [])]
 
     def _decode(self, rows: list[Response], size: int, stats: EngineStats) -> None:
-        """The rows' life: a place, its prompt; then draft, one pass, what stands, emit, until it ends and leaves.
+        """Decodes rows to their ends: draft, launch, settle, and admit waiting rows where others have ended.
 
-        Where passes run beside the host, many rows go in two cohorts: one settles and drafts while the other's pass
-        runs. Args: size: rows at a time.
+        Where passes run while the host goes on, many rows go in two cohorts: the host settles and drafts for one while
+        the other's pass runs. Args: size: rows at a time.
         """
         requests = [row.request for row in rows]
-        policy = Reader(self.policy, requests, size, self.tie_margin, self.drafting.of_states)
+        policy = Reader(self.policy, requests, size, self.tie_margin, self.drafting.keeps_states)
         self.drafting.open(requests, size, policy)
         waiting = deque(row for row in rows if row.finish is None)
         cohorts = [Cohort() for _ in range(1 + (self.policy.overlaps and min(size, len(waiting)) >= OVERLAP))]
@@ -233,9 +226,9 @@ class TransformersEngine(LocalModel):
             for cohort in cohorts:
                 self._settle(policy, cohort, stats)
                 self._leave(policy, cohort, closing=not waiting)
-                room = min(policy.free, -(-size // len(cohorts)) - len(cohort.rows), len(waiting))
-                if room and (room == len(waiting) or room >= size // 8):  # some together: each time is a pass
-                    self._admit(policy, cohort, [waiting.popleft() for _ in range(room)], stats)
+                count = min(policy.free, -(-size // len(cohorts)) - len(cohort.rows), len(waiting))
+                if count and (count == len(waiting) or count >= size // 8):  # several at a time, as each time is a pass
+                    self._admit(policy, cohort, [waiting.popleft() for _ in range(count)], stats)
                 if cohort.rows:
                     self._launch(policy, cohort, stats)
             if len(cohorts) > 1 and not waiting and sum(len(cohort.rows) for cohort in cohorts) < OVERLAP:
@@ -245,8 +238,9 @@ class TransformersEngine(LocalModel):
         stats.ties += policy.ties
 
     def _admit(self, policy: Reader, cohort: Cohort, rows: list[Response], stats: EngineStats) -> None:
-        """Lets rows in, with the KV of what they come with."""
-        began, tokens = time.perf_counter(), policy.forward_tokens
+        """Admits rows and computes the KV of their prompts and of what they have emitted."""
+        began = time.perf_counter()
+        tokens = policy.forward_tokens
         new = {row.number: row.tokens for row in rows}
         policy.admit(new)
         self.drafting.admit(new)
@@ -258,46 +252,49 @@ class TransformersEngine(LocalModel):
         stats.prefill_s += time.perf_counter() - began
 
     def _leave(self, policy: Reader, cohort: Cohort, closing: bool) -> None:
-        """Lets rows out that have ended. Args: closing: nobody waits for their places."""
+        """Removes rows that have ended. Args: closing: no row waits for their slabs."""
         if ended := [number for number, row in cohort.rows.items() if row.finish is not None]:
             policy.leave(ended, closing)
             self.drafting.leave(ended, closing)
             cohort.rows = {number: row for number, row in cohort.rows.items() if row.finish is None}
 
     def _launch(self, policy: Reader, cohort: Cohort, stats: EngineStats) -> None:
-        """Drafts for the rows of a cohort and begins their passes; settles them too where they do not run beside."""
+        """Drafts for the rows of a cohort and launches their passes; settles them too if the host has to wait."""
         began = time.perf_counter()
         drafts = self.drafting.propose([*cohort.rows.values()], stats)
         stats.draft_s += time.perf_counter() - began
         cohort.drafts = dict(zip(cohort.rows, drafts, strict=True))
         feed = {number: [row.last, *cohort.drafts[number].tokens] for number, row in cohort.rows.items()}
-        asking = self.drafting.asking
+        asking_s = self.drafting.asking
         for part in policy.parts(feed):
-            began = time.perf_counter()
-            flight = policy.launch(part)
-            cohort.launched.append(Launched(flight, began, time.perf_counter() - began, asking))
-            asking = None  # the first pass pays for all
+            in_flight = policy.launch(part)
+            in_flight.asking_s = asking_s
+            asking_s = None  # charged to the first pass
+            cohort.in_flight.append(in_flight)
             if not self.policy.overlaps:
                 self._settle(policy, cohort, stats)
 
     def _settle(self, policy: Reader, cohort: Cohort, stats: EngineStats) -> None:
-        """Waits for the passes of a cohort; its rows emit what stands."""
-        for launched in cohort.launched:
-            began, tokens = time.perf_counter(), sum(map(len, launched.flight.feed.values()))
-            rows, brought = len(launched.flight.feed), 0
-            for number, of_row in policy.collect(launched.flight):
-                if not of_row.usable:
+        """Waits for the passes of a cohort; its rows emit what is accepted."""
+        for in_flight in cohort.in_flight:
+            began = time.perf_counter()
+            tokens = sum(map(len, in_flight.feed.values()))
+            emitted_tokens = 0
+            for number, samples in policy.collect(in_flight):
+                if not samples.usable:
                     refuse_unusable([False], self.weight_version)
                 row, draft = cohort.rows[number], cohort.drafts[number]
-                stood = self.rule(row.request.key, draft, of_row)
-                emitted = row.emit(stood, self.sampling.eos_ids)
+                accepted = self.rule(row.request.key, draft, samples)
+                emitted = row.emit(accepted, self.sampling.eos_ids)
                 policy.rollback(number, len(row.tokens) - 1)
-                stats.count(draft.source, len(draft.tokens), min(stood.drafted, emitted))
-                self.drafting.learn(row, draft, stood.tokens, stood.drafted, stood.behind)
-                brought += len(stood.tokens)
+                stats.count(draft.source, len(draft.tokens), min(accepted.drafted, emitted))
+                self.drafting.learn(row, draft, accepted.tokens, accepted.drafted, accepted.rejected_tail)
+                emitted_tokens += len(accepted.tokens)
             now = time.perf_counter()
-            alone = now - max(launched.began, self._settled)  # from when the device was free for it
-            self.drafting.observe_pass(tokens, alone, rows, policy.width, brought, asking=launched.asking)
-            self._settled, spent = now, launched.spent + now - began  # the host's part, which adds up to wall clock
-            stats.count_pass(tokens, spent, tokens > rows)
-        cohort.launched.clear()
+            device_s = now - max(in_flight.began, self._last_settled)  # from when the device was free for it
+            rows, width, asking_s = len(in_flight.feed), policy.width, in_flight.asking_s
+            self.drafting.budget.observe_pass(tokens, device_s, rows, width, emitted_tokens, asking=asking_s)
+            self._last_settled = now
+            host_s = in_flight.launch_s + now - began  # the host's part, which adds up to wall clock
+            stats.count_pass(tokens, host_s, tokens > rows)
+        cohort.in_flight.clear()

@@ -1,4 +1,4 @@
-"""Captured passes: a step is recorded when its shape comes again, and from then on the device replays it."""
+"""Captured passes: a pass is captured when its shape comes for the second time, and replayed from then on."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 Step = Callable[[], Any]
 """Computes a pass from its buffer on the device; it may read nothing else that changes from pass to pass."""
 Record = Callable[[Step], tuple[Callable[[], None], Any]]
-"""Records a step: returns what runs it again on what its buffer then holds, and where its results will be."""
+"""Captures a step: returns a function that replays it on the present contents of its buffer, and its results."""
 
 
 class Graphs:
@@ -27,11 +27,11 @@ class Graphs:
         self._failed = False
 
     def buffer(self, shape: Hashable) -> Tensor | None:
-        """What a pass of that shape is read from; None before the first."""
+        """The buffer that a pass of that shape reads; None before the first such pass."""
         return self._buffers.get(shape)
 
     def run(self, shape: Hashable, buffer: Tensor, step: Step) -> Any:
-        """The results of a step on what `buffer` holds; the next pass of that shape overwrites them."""
+        """The results of a step on the contents of `buffer`; the next pass of that shape overwrites them."""
         if shape not in self._buffers or self._failed:  # a shape that never comes again is not worth a capture
             self._buffers[shape] = buffer
             return step()
@@ -42,7 +42,7 @@ class Graphs:
                 self._failed = True
                 log.warning(
                     "passes of this model cannot be captured as CUDA graphs (%s), so those of few rows wait for the "
-                    "host. rollout.local.graphs=off leaves out the attempt",
+                    "host. rollout.local.graphs=off skips the attempt",
                     str(error).strip().splitlines()[0],
                 )
                 return step()
@@ -52,23 +52,25 @@ class Graphs:
 
 
 def cuda_graphs() -> Record:
-    """Records CUDA graphs that share one memory pool, as only one of them runs at a time.
+    """Captures CUDA graphs that share one memory pool, as only one of them runs at a time.
 
-    As `torch.cuda.graph` does, without its collection of garbage, which takes longer than the capture, and without
-    minding what other threads do on the device meanwhile.
+    As `torch.cuda.graph`, but without its garbage collection, which takes longer than the capture, and in a mode that
+    ignores what other threads do on the device.
     """
-    pool, beside = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+    pool = torch.cuda.graph_pool_handle()
+    side_stream = torch.cuda.Stream()
 
     def record(step: Step) -> tuple[Callable[[], None], Any]:
-        graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
-        beside.wait_stream(current)
-        with torch.cuda.stream(beside):
+        graph = torch.cuda.CUDAGraph()
+        current = torch.cuda.current_stream()
+        side_stream.wait_stream(current)
+        with torch.cuda.stream(side_stream):
             graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
                 results = step()
             finally:
                 graph.capture_end()
-        current.wait_stream(beside)
+        current.wait_stream(side_stream)
         return graph.replay, results
 
     return record

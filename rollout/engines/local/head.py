@@ -1,4 +1,4 @@
-"""A head on the policy's hidden states: one layer that drafts from what the policy has computed already."""
+"""A head on the policy's hidden states: one layer that drafts from states that the policy has computed."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ from specrl.rollout.engines.local.reader import Reader
 from specrl.rollout.types import Request, RolloutError
 
 ARCHITECTURE = "EagleLlamaForCausalLM"
-"""What vLLM calls such a head; so does its config.json."""
+"""vLLM's name of such a head, in its config.json."""
 WEIGHTS = "model.safetensors"
 TAKEN = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "vocab_size", "rms_norm_eps")
 """Of the policy's configuration."""
 
 
 class Head(LlamaPreTrainedModel):
-    """EAGLE's drafter (arXiv 2401.15077): reads the policy's last hidden state and the token drawn from it.
+    """EAGLE's drafter (arXiv 2401.15077): reads the policy's final hidden state and the token sampled from it.
 
-    Behind the tokens x_1 .. x_{t+1} of a text, with h_t the policy's hidden state at x_t, the layer f gives
+    After the tokens x_1 .. x_{t+1} of a text, with h_t the policy's hidden state at x_t, the layer f gives
 
         h'_{t+1} = f(W [e(x_{t+1}); h_t]), attending to such entries of earlier positions,
 
-    which stands in for h_{t+1}: the output layer makes the law of x_{t+2} of it, and with the token drawn the head goes
-    on from h'_{t+1}. It has neither a norm before nor one behind its layer, as in EAGLE. Embedding and output layer are
-    the policy's own, as they are at the time; they are no part of the head's parameters.
+    an approximation of h_{t+1}: the output layer turns it into the distribution of x_{t+2}, and the head continues from
+    h'_{t+1} with the token sampled. As in EAGLE there is no norm before or after the layer. Embedding and output layer
+    are the policy's own, with its present weights; they are not among the head's parameters.
 
     Args:
         config: of the layer, with the policy's hidden size.
@@ -58,7 +58,7 @@ class Head(LlamaPreTrainedModel):
 
     @classmethod
     def of(cls, policy: PreTrainedModel) -> Head:
-        """A fresh one: what the policy's first layer has in common with it, which reads the token and half the state.
+        """A fresh head, initialised from the policy's first layer where shapes agree.
 
         Raises:
             RolloutError: the policy's configuration names no sizes of a layer.
@@ -110,13 +110,13 @@ class Head(LlamaPreTrainedModel):
 
     @classmethod
     def _made(cls, config: LlamaConfig, policy: PreTrainedModel) -> Head:
-        """The same in every process; no random number of the run's own is taken."""
+        """The same in every process; the run's random state is left as it is."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             return cls(config, policy)
 
-    def save_pretrained(self, directory: str | Path) -> None:
-        """Writes what `load` takes, and vLLM as the model of its speculation method `eagle`."""
+    def save_pretrained(self, directory: str | Path) -> None:  # type: ignore[override]  # it has no options
+        """Writes a directory for `load`, and for vLLM as the model of its speculation method `eagle`."""
         path = Path(directory)
         path.mkdir(parents=True, exist_ok=True)
         self.config.architectures = [ARCHITECTURE]
@@ -144,36 +144,37 @@ class Head(LlamaPreTrainedModel):
         states: Tensor | None = None,
         position_ids: Tensor | None = None,
         use_cache: bool = False,
-        ragged: Layout | None = None,
+        layout: Layout | None = None,
     ) -> BaseModelOutput:
-        """States [B, T, H] that stand in for the policy's, each one position later than what it was made of.
+        """Approximate states [B, T, H] of the policy, each one position later than its input.
 
         Args:
             input_ids: tokens [B, T], each the one that follows its state.
-            states: [B, T, H] of the policy, or the head's own. A packed pass reads them where the policy's passes have
-                left them; one that draws leaves what it makes of a row's last one behind it, to go on from.
+            states: [B, T, H] of the policy, or the head's own. A packed pass reads the states that the policy's passes
+                have written; one that samples writes its own state of each row's last token behind them, to go on from.
         """
-        kept = None if ragged is None else ragged.kv.given
-        if kept is not None:
-            slots, ends = ragged.places()
-            slabs = kept.slabs(self.config.hidden_size, self.dtype, input_ids.device)
-            states = slabs[slots][None]
+        shared = None if layout is None else layout.kv.policy_states
+        if layout is not None and shared is not None:
+            slots = layout.slot_mapping()
+            buffer = shared.buffer(self.config.hidden_size, self.dtype, input_ids.device)
+            states = buffer[slots][None]
         elif states is None:  # a pass that is only timed
             states = self.fc.weight.new_zeros(*input_ids.shape, self.config.hidden_size)
         if position_ids is None:
             position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
         hidden = self.fc(torch.cat([self._borrowed[0](input_ids), states.to(self.dtype)], -1))
-        extra = {} if ragged is None else {"ragged": ragged}
+        extra = {} if layout is None else {"layout": layout}
         rotary = self.rotary_emb(hidden, position_ids)
         hidden = self.layers[0](hidden, position_ids=position_ids, position_embeddings=rotary, **extra)
-        if kept is not None and ragged.draws:
-            slabs[slots[ends] + 1] = hidden[0, ends].to(slabs.dtype)
+        if layout is not None and shared is not None and layout.samples:
+            last = layout.last_tokens()
+            buffer[slots[last] + 1] = hidden[0, last].to(buffer.dtype)
         return BaseModelOutput(hidden)
 
 
 class HeadDrafter(ModelDrafter):
-    """Chain drafts by a head. It reads the states that the policy's passes leave (`KV.states`), so it costs no pass of
-    a model over the text. Rows have the places that they have at the policy's.
+    """Chain drafts by a head. It reads the states that the policy's passes keep (`KV.states`), so it needs no pass over
+    the text. Its rows have the slabs that they have at the policy's reader.
 
     Args: see `ModelDrafter`.
     """
@@ -182,27 +183,31 @@ class HeadDrafter(ModelDrafter):
 
     def __init__(self, head: Head, sampling: SamplingParams, limits: Limits | None = None, ids: int = 0):
         super().__init__(head, sampling, limits, ids)
-        self.ragged.kv_bytes += head.config.hidden_size * head.fc.weight.element_size()
+        self.packed.kv_bytes += head.config.hidden_size * head.fc.weight.element_size()
 
     def propose(
-        self, texts: Mapping[int, Sequence[int]], room: Sequence[int], chain: Chain, budget: Budget
+        self, texts: Mapping[int, Sequence[int]], limits: Sequence[int], chain: Chain, budget: Budget
     ) -> list[list[int]]:
-        """See `ModelDrafter.propose`. What was drafted is forgotten: it was read with states that were guessed."""
-        drafts = super().propose(texts, room, chain, budget)
+        """See `ModelDrafter.propose`. The draft is rolled back, as it was computed from approximate states."""
+        drafts = super().propose(texts, limits, chain, budget)
         for row, text in texts.items():
             self._reader.rollback(row, len(text))
         return drafts
 
-    def _reading(self, requests: Sequence[Request], places: int, policy: Reader) -> Reader:
-        """The head's texts lack the first token: an entry is a token with the state before."""
-        return Reader(self.ragged, [_shifted(request) for request in requests], places, states=policy)
+    def _reader_of(self, requests: Sequence[Request], max_rows: int, policy: Reader) -> Reader:
+        """The head's texts lack the first token: an entry is a token with the state before it."""
+        return Reader(self.packed, [_shifted(request) for request in requests], max_rows, states=policy)
 
 
-def drafter_of(model: nn.Module, sampling: SamplingParams, limits: Limits | None = None, ids: int = 0) -> ModelDrafter:
+def drafter_of(
+    model: PreTrainedModel, sampling: SamplingParams, limits: Limits | None = None, ids: int = 0
+) -> ModelDrafter:
     """Drafts by a head, or by a model that reads the text itself. Args: see `ModelDrafter`."""
-    return (HeadDrafter if isinstance(model, Head) else ModelDrafter)(model, sampling, limits, ids)
+    if isinstance(model, Head):
+        return HeadDrafter(model, sampling, limits, ids)
+    return ModelDrafter(model, sampling, limits, ids)
 
 
 def _shifted(request: Request) -> Request:
-    """As long a text, without its first token. A prompt of one token stays, and its rows' drafts fall."""
+    """As long a text, without its first token. A prompt of one token stays, and its rows' drafts are rejected."""
     return Request(request.prompt[1:] or request.prompt, request.key, request.max_new_tokens + 1)

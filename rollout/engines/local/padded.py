@@ -15,53 +15,64 @@ MATMUL_QUERIES = 64  # few queries: plain matrix products are up to twice as fas
 SPLIT = 1 << 15  # padded (query, key) pairs per head that are worth a separate block
 
 
-class Pass:
-    """The layout of one forward pass: `lengths[i]` >= 1 new tokens for the row at places[i], written from starts[i] on.
+class PaddedPass:
+    """The layout of one forward pass: `lengths[i]` >= 1 new tokens for the row in slab slabs[i], from starts[i] on.
 
-    Attention covers a contiguous range of places; those without tokens ride along.
+    Attention covers a contiguous range of slabs, those without new tokens included.
 
     Args:
-        places: of the rows, ascending.
-        spread: distance between the positions that neighbouring tokens are told.
+        slabs: of the rows, ascending.
+        positions: [N] that the model is given instead of those in the slabs.
     """
 
     heads_first = True
-    draws = False
+    samples = False
 
     def __init__(
-        self, kv: KV, places: Sequence[int], starts: Sequence[int], lengths: Sequence[int], device, spread: int = 1
+        self,
+        kv: KV,
+        slabs: Sequence[int],
+        starts: Sequence[int],
+        lengths: Sequence[int],
+        device: torch.device,
+        positions: Sequence[int] | None = None,
     ):
-        self.kv, self.count = kv, len(places)
+        self.kv = kv
+        self.count = len(slabs)
         self.layers: set[int] = set()
-        """Whose attention has run."""
-        self._first, self._last = places[0], places[-1] + 1
-        of_rows = np.zeros((3, self._last - self._first), np.int64)
+        self._first = slabs[0]
+        self._end = slabs[-1] + 1
+        of_rows = np.zeros((3, self._end - self._first), np.int64)
         start, length, offset = of_rows
-        at = np.asarray(places) - self._first
-        start[at], length[at] = starts, lengths
+        index = np.asarray(slabs) - self._first
+        start[index] = starts
+        length[index] = lengths
         offset[:] = length.cumsum() - length
         self.width = int((start + length).max())
-        self._ends = offset[at] + length[at] - 1
+        self._last_tokens = offset[index] + length[index] - 1
         row = np.arange(len(length)).repeat(length)  # [N]
         self.slots = torch.from_numpy((start - offset)[row] + np.arange(len(row))).to(device)
-        """Of each token [N]: where in its row's slab it is written."""
+        """Position of each token [N] in its row's slab."""
         self.rows = torch.from_numpy(row + self._first).to(device)
-        """Of each token [N]: which slab that is."""
-        self.positions = self.slots if spread == 1 else self.slots * spread
+        """Slab of each token [N]."""
+        self.positions = self.slots if positions is None else torch.as_tensor(positions, device=device)
         self._index: dict[int, Tensor] = {}  # by the number of heads
         blocks = _blocks(length.tolist(), self.width)
         self._blocks = [Block(rows, columns, of_rows, self.width, device) for rows, columns in blocks]
 
-    def ids(self, tokens: Sequence[int]) -> Tensor:
+    def ids(self, tokens: Sequence[int] | np.ndarray) -> Tensor:
         """The tokens of all rows, one after the other, as the model takes them [1, N]."""
         return torch.as_tensor(tokens, device=self.positions.device)[None]
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, window: int | None, scaling: float
     ) -> Tensor:
-        """Writes keys and values, and attends. query [heads, N, dim], key and value [kv_heads, N, dim];
-        returns [N, heads, dim]."""
-        k, v = (b[self._first : self._last, :, : self.width] for b in self.write(layer, key, value))
+        """Writes keys and values, and attends.
+
+        Args: query [heads, N, dim]; key, value [kv_heads, N, dim]; window: of sliding attention.
+        Returns: [N, heads, dim].
+        """
+        k, v = (b[self._first : self._end, :, : self.width] for b in self.write(layer, key, value))
         q = query.transpose(0, 1)
         if len(self._blocks) == 1:
             return _attend(self._blocks[0], q, k, v, window, scaling)
@@ -70,13 +81,16 @@ class Pass:
             out[block.tokens] = _attend(block, q, k, v, window, scaling).to(out.dtype)  # autocast gives another
         return out
 
-    def places(self) -> tuple[Tensor, Tensor]:
-        """Of each token [N] where it is written, place * capacity + position; and which tokens are their row's last."""
-        ends = torch.from_numpy(self._ends).to(self.slots.device)
-        return self.rows * self.kv.capacity + self.slots, ends
+    def slot_mapping(self) -> Tensor:
+        """int64 [N]: where each token is written, slab * capacity + position."""
+        return self.rows * self.kv.capacity + self.slots
+
+    def last_tokens(self) -> Tensor:
+        """Index of each row's last token."""
+        return torch.from_numpy(self._last_tokens).to(self.slots.device)
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Stores key, value [heads, N, dim] where the tokens belong; returns the layer's whole slabs."""
+        """Stores key, value [heads, N, dim] in the slabs; returns all slabs of the layer."""
         heads = key.shape[0]
         if heads not in self._index:
             head = torch.arange(heads, device=key.device)[:, None]
@@ -88,7 +102,12 @@ class Pass:
 
 
 class Block:
-    """Queries that are padded together: the tokens at `columns` [from, to) of some rows; None takes all rows."""
+    """Queries that are padded together: the tokens at `columns` [from, to) of some rows.
+
+    Args:
+        rows: indices of the rows; None takes all.
+        of_rows: [3, all rows]: first position, number of new tokens, and new tokens of the rows before it.
+    """
 
     def __init__(
         self,
@@ -98,17 +117,19 @@ class Block:
         width: int,
         device: torch.device,
     ):
-        """Args: of_rows [3, all rows]: where each is written from, its new tokens, and those of the rows before it."""
         self.rows = None if rows is None else torch.tensor(rows, device=device)
-        self.queries, self.width = columns[1] - columns[0], width
+        self.queries = columns[1] - columns[0]
+        self.width = width
         start, length, offset = (of_rows if rows is None else of_rows[:, rows])[..., None]
         column = np.arange(*columns)
         valid = column < length  # [R, Q]
         slots = np.where(valid, start + column, 0)
-        pad = np.where(valid, offset + column, 0).ravel()  # [R * Q] token of each padded place
-        unpad = valid.ravel().nonzero()[0]  # places that hold a token
-        given = slots, pad, unpad, pad[unpad]
-        self.slots, self.pad, self.unpad, self.tokens = (torch.from_numpy(x).to(device) for x in given)
+        pad = np.where(valid, offset + column, 0).ravel()  # [R * Q] token at each padded index
+        unpad = valid.ravel().nonzero()[0]  # padded indices that hold a token
+        self.slots = torch.from_numpy(slots).to(device)
+        self.pad = torch.from_numpy(pad).to(device)
+        self.unpad = torch.from_numpy(unpad).to(device)
+        self.tokens = torch.from_numpy(pad[unpad]).to(device)
         self._masks: dict[tuple, Tensor] = {}
 
     def mask(self, groups: int, window: int | None, dtype: torch.dtype) -> Tensor:
@@ -124,17 +145,20 @@ class Block:
 
 
 def _blocks(lengths: Sequence[int], width: int) -> Iterator[tuple[list[int] | None, tuple[int, int]]]:
-    """Rows and query columns of each block: split at the median length while that spares enough padding."""
-    rows, done = [r for r, n in enumerate(lengths) if n], 0
+    """Rows and query columns of each block: split at the median length while that saves enough padding."""
+    rows = [r for r, n in enumerate(lengths) if n]
+    done = 0
     while rows:
         ordered = sorted(lengths[r] for r in rows)
         middle, longest = ordered[len(rows) // 2], ordered[-1]
         longer = [r for r in rows if lengths[r] > middle]
         if (len(rows) - len(longer)) * (longest - middle) * width < SPLIT:
-            middle, longer = longest, []
-        everyone = not done and 2 * len(rows) > len(lengths)  # as a view; a part of the rows is copied
-        yield None if everyone else rows, (done, middle)
-        rows, done = longer, middle
+            middle = longest
+            longer = []
+        takes_all = not done and 2 * len(rows) > len(lengths)  # as a view; a part of the rows is copied
+        yield None if takes_all else rows, (done, middle)
+        rows = longer
+        done = middle
 
 
 def _attend(block: Block, q: Tensor, k: Tensor, v: Tensor, window: int | None, scaling: float) -> Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import re
 from importlib import import_module
+from typing import Any
 
 import vllm
 
@@ -96,7 +97,7 @@ def check(runner: str) -> None:
     for path, wanted in NAMES.get(runner, {}).items():
         module, _, names = path.partition(":")
         try:
-            target = import_module(module)
+            target: Any = import_module(module)
             for name in names.split("."):
                 target = getattr(target, name)
         except (ImportError, AttributeError) as error:

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 from vllm import LLM
 from vllm import SamplingParams as VLLMSamplingParams
+from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind
 
 from specrl.rollout.drafting.draft import DrafterFault, ask
@@ -61,16 +62,16 @@ class HostFlow:
         flow.stats = EngineStats()
         flow.step = Step()
         flow.logprobs = LogprobBuffer(rows) if flow.rule is exact else None
-        outputs = {}
+        outputs: dict[int, CompletionOutput] = {}
         try:
             for i, row in enumerate(rows):
-                if flow.drafting.whole:
-                    row.old_text = flow.drafting.text(row)
+                if flow.drafting.verifies_once:
+                    row.old_text = flow.drafting.text(row)  # type: ignore[attr-defined]  # the lenient one has it
                 flow.rows[submit(self.llm, str(i), row, **self.adapter.sampling_params(row))] = row
             while engine.has_unfinished_requests() and not stop():
                 flow.step = flow.step.next()
                 began = time.perf_counter()
-                outputs |= {int(output.request_id): output.outputs[0] for output in engine.step()}
+                outputs |= step(self.llm)
                 self._count(flow, time.perf_counter() - began)
         finally:
             engine.abort_request(list(flow.rows), internal=True)  # those that have not ended
@@ -113,7 +114,8 @@ class DeviceFlow:
 
     def __post_init__(self):
         self.llm.collective_rpc("specrl_install_device", args=(self.source == "texts",))
-        self._scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler
+        core: Any = self.llm.llm_engine.engine_core  # in process
+        self._scheduler = core.engine_core.scheduler
         self._lengths = self._scheduler.draft_lengths = DraftLengths(
             source=self.source, drafting=self.drafting, draft_tokens=self.draft_tokens, budget=self.budget
         )
@@ -121,7 +123,8 @@ class DeviceFlow:
     def run(self, rows: Sequence[VLLMRow], stop: Callable[[], bool], weight_version: int) -> EngineStats:
         """Finishes every row, unless `stop` says before a step that this is enough."""
         stats = self._lengths.stats = EngineStats()
-        engine, outputs = self.llm.llm_engine, {}
+        engine = self.llm.llm_engine
+        outputs: dict[int, CompletionOutput] = {}
         self.budget.renew()
         names = []
         try:
@@ -129,10 +132,9 @@ class DeviceFlow:
                 names.append(self._submit(str(i), row))
             self._lengths.began = time.perf_counter()
             while engine.has_unfinished_requests() and not stop():
-                outputs |= {output.request_id: output.outputs[0] for output in engine.step()}
+                outputs |= step(self.llm)
             for i, (name, row) in enumerate(zip(names, rows, strict=True)):
-                if str(i) in outputs:
-                    output = outputs[str(i)]
+                if output := outputs.get(i):
                     _fill(row, output, self._lengths.requests[name].emitted, weight_version)
                     check_same(i, row, output)
                 elif stop():
@@ -167,7 +169,7 @@ class DeviceFlow:
         return name
 
 
-def _fill(row: VLLMRow, output, emitted: Sequence[int], weight_version: int) -> None:
+def _fill(row: VLLMRow, output: Any, emitted: Sequence[int], weight_version: int) -> None:
     """Fills a row with its response. Args: emitted: tokens of each step."""
     tokens, logprobs = list(output.token_ids), list(output.logprobs.logprobs)
     refuse_unusable((logprob == logprob for logprob in logprobs), weight_version)
@@ -205,7 +207,13 @@ def submit(llm: LLM, name: str, row: VLLMRow, **params: Any) -> str:
     return llm.llm_engine.add_request(name, {"prompt_token_ids": list(row.request.prompt)}, sampling_params)
 
 
-def check_same(i: int, row: VLLMRow, output: Any) -> None:
+def step(llm: LLM) -> dict[int, CompletionOutput]:
+    """The outputs of the rows that end in vLLM's next step."""
+    outputs: list[RequestOutput] = llm.llm_engine.step()  # type: ignore[assignment]  # no request is for pooling
+    return {int(output.request_id): output.outputs[0] for output in outputs}
+
+
+def check_same(i: int, row: VLLMRow, output: CompletionOutput | None) -> None:
     """Raises RolloutError unless row `i` is what vLLM returned for it; None: vLLM returned nothing."""
     theirs = None if output is None else (list(output.token_ids), output.finish_reason)
     ours = (row.tokens, row.finish)

@@ -11,6 +11,7 @@ import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,11 +26,12 @@ if not torch.cuda.is_available():
 
 from vllm import LLM
 from vllm import SamplingParams as VLLMSamplingParams
+from vllm.logprobs import FlatLogprobs
 from vllm.platforms import current_platform
 
 from specrl.rollout.drafting.drafting import Drafting
 from specrl.rollout.engines.base import EngineSpec, Probe, SamplingParams
-from specrl.rollout.engines.local.draw import rows_per_chunk
+from specrl.rollout.engines.local.sampler import rows_per_chunk
 from specrl.rollout.engines.response import check_request
 from specrl.rollout.engines.vllm.batch import VLLMRow
 from specrl.rollout.engines.vllm.contract import check as check_names
@@ -74,7 +76,7 @@ class VLLMEngine:
         self.runner = choose_runner(spec, sampling)
         check_names(self.runner)
         self._borrowed_group = torch.distributed.is_initialized()
-        names, self._llm = self._start()
+        weight_check, self._llm = self._start()
         self.vocab = self.drafting.vocab = self._llm.model_config.get_vocab_size()
         self.drafting.budget.padded = False
         self.context = self._llm.llm_engine.vllm_config.model_config.max_model_len
@@ -86,7 +88,7 @@ class VLLMEngine:
             )
         self._flow = self._build_flow()
         sleeps = config.vllm.sleep and not current_platform.is_cpu()
-        self.updates = Updates(self._llm, names, config.vllm.tensor_parallel, sleeps, self._prove)
+        self.updates = Updates(self._llm, weight_check, config.vllm.tensor_parallel, sleeps, self._prove)
         self._calibrate()
 
     @property
@@ -156,6 +158,7 @@ class VLLMEngine:
         with _one_thread():
             (output,) = self._llm.generate({"prompt_token_ids": list(tokens)}, params, use_tqdm=False)
         scores = output.prompt_logprobs
+        assert isinstance(scores, FlatLogprobs)  # as asked for
         return [scores.logprobs[first] for first in scores.start_indices[1:]]
 
     def reset_cache(self) -> None:
@@ -169,7 +172,8 @@ class VLLMEngine:
     # Start --------------------------------------------------------------------------------------------------------
 
     def _start(self) -> tuple[WeightCheck, LLM]:
-        more = {"worker_extension_cls": f"{_WORKER}.WorkerExtension", "weight_transfer_config": {"backend": TRANSFER}}
+        more: dict[str, Any] = {"worker_extension_cls": f"{_WORKER}.WorkerExtension"}
+        more["weight_transfer_config"] = {"backend": TRANSFER}
         more |= speculation(self.spec, self.runner) | executor(self.spec.rollout.vllm.tensor_parallel)
         os.environ["VLLM_USE_V2_MODEL_RUNNER"] = str(int(self.runner == "v2"))
         try:
@@ -239,7 +243,7 @@ class VLLMEngine:
 
 def shut_down(llm: LLM, borrowed_group: bool) -> None:
     """Ends an engine, and torch's process group only if it is the engine's own: vLLM would destroy any."""
-    core = llm.llm_engine.engine_core
+    core: Any = llm.llm_engine.engine_core
     if borrowed_group:
         core._finalizer.detach()
         core.engine_core.model_executor.shutdown()

@@ -83,8 +83,8 @@ class Flow:
         active = [row for row in rows if row]
         if not self.step.decoding:
             self.budget.renew()
-        if self.drafting.whole:
-            drafts = [self._old_text(row, min(self.draft_tokens, row.room - 1)) for row in active]
+        if self.drafting.verifies_once:
+            drafts = [self._old_text(row, min(self.draft_tokens, row.remaining - 1)) for row in active]
         else:
             drafts = self.drafting.propose(active, self.stats)
             self.step.next_asking = self.drafting.asking
@@ -120,7 +120,7 @@ class Flow:
         """
         rows = inputs.batch.rows
         sizes = inputs.sizes.tolist()
-        if self.drafting.whole:
+        if self.drafting.verifies_once:
             return [self._old_text(row, n) if row else EMPTY for row, n in zip(rows, sizes, strict=True)]
         drafts = [row.draft if row else EMPTY for row in rows]
         if [len(draft.tokens) + 1 for draft in drafts] != sizes:
@@ -149,7 +149,7 @@ class Flow:
 
         Args:
             drafts: of `drafts_of`.
-            packed: int32 [4, N], what was sampled, see rollout/engines/local/draw.py; overwritten.
+            packed: int32 [4, N], what was sampled, see rollout/engines/local/sampler.py; overwritten.
             first: logits of the step that precede these.
 
         Raises:
@@ -190,8 +190,8 @@ class Flow:
         learn, redraws = self.drafting.learn, self.drafting.redraws
         by_source: defaultdict[str, list[int]] = defaultdict(lambda: [0, 0])
         any_eos = (packed[0] == inputs.batch.eos_ids).any()
-        columns = (inputs.starts.tolist(), inputs.sizes.tolist(), counts.tolist())
-        for i, (row, draft, start, size, n) in enumerate(zip(inputs.batch.rows, drafts, *columns, strict=True)):
+        positions = (inputs.starts.tolist(), inputs.sizes.tolist(), counts.tolist())
+        for i, (row, draft, start, size, n) in enumerate(zip(inputs.batch.rows, drafts, *positions, strict=True)):
             if row is None:
                 continue
             end, drafted = start + n, n - 1
@@ -219,16 +219,17 @@ class Flow:
         """Each row emits what another rule than the exact one accepts."""
         columns = [packed[0].tolist(), *packed[1:3].view(np.float32).tolist()]
         counts = np.ones(len(drafts), np.int64)
-        places = (inputs.batch.rows, drafts, inputs.starts.tolist(), inputs.sizes.tolist())
-        for i, (row, draft, start, size) in enumerate(zip(*places, strict=True)):
+        rows = zip(inputs.batch.rows, drafts, inputs.starts.tolist(), inputs.sizes.tolist(), strict=True)
+        for i, (row, draft, start, size) in enumerate(rows):
             if row is None:
                 continue
             states = None if self.hidden is None else (self.hidden, first + start)
-            sampled = (column[start : start + size] for column in columns)
-            accepted = self.rule(row.request.key, draft, TargetSamples(len(row.tokens), *sampled, states=states))
+            tokens, logprobs, draft_logprobs = (column[start : start + size] for column in columns)
+            samples = TargetSamples(len(row.tokens), tokens, logprobs, draft_logprobs, states=states)
+            accepted = self.rule(row.request.key, draft, samples)
             packed[0, start : start + len(accepted.tokens)] = accepted.tokens
             counts[i] = row.emit(accepted, row.sampling.eos_ids)
-            self.drafting.learn(row, draft, accepted.tokens, accepted.drafted, accepted.behind)
+            self.drafting.learn(row, draft, accepted.tokens, accepted.drafted, accepted.rejected_tail)
             self.stats.count(draft.source, len(draft.tokens), min(accepted.drafted, int(counts[i])))
         return counts
 
@@ -239,7 +240,7 @@ class Flow:
         """
         step = self.step
         rows = step.rows if step.tokens == step.rows + step.drafted else 0
-        self.drafting.observe_pass(step.tokens, seconds, rows, stood=step.emitted, asking=step.asking)
+        self.drafting.budget.observe_pass(step.tokens, seconds, rows, emitted=step.emitted, asking=step.asking)
 
     def keep_hidden(self, model: Any) -> None:
         """Stores the hidden states that vLLM's model computes a step's logits from, if the rule reads them."""

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from specrl.rollout.engines.local.memory import free_bytes
+from specrl.rollout.engines.base import free_bytes
 
 log = logging.getLogger(__name__)
 

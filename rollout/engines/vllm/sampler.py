@@ -19,7 +19,7 @@ from vllm.v1.worker.gpu.sample.states import NO_LOGPROBS
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
-from specrl.rollout.engines.local.draw import packed_draw
+from specrl.rollout.engines.local.sampler import packed_sample
 from specrl.rollout.engines.vllm.wire import KEY, PROMPT_TOKENS, extra_args_of
 from specrl.rollout.noise import process_logits
 
@@ -70,7 +70,7 @@ class KeyedSampler(Sampler):
     targets: Tensor | None = None
     """Tokens [N] whose log-probs the next call computes, and none after it."""
     packed: Tensor | None = None
-    """What the last call sampled, int32 [4, N]; see rollout/engines/local/draw.py."""
+    """What the last call sampled, int32 [4, N]; see rollout/engines/local/sampler.py."""
 
     def __call__(self, logits, input_batch):
         return self.verifier(logits, input_batch) if self.verifier else super().__call__(logits, input_batch)
@@ -89,17 +89,17 @@ class KeyedSampler(Sampler):
         index = expanded_idx_mapping.long()
         cuts, logits = self._cuts(processed_logits, index, idx_mapping_np)
         response_pos = pos.long() + 1 - states.starts[index]
-        targets = torch.zeros_like(response_pos) if targets is None else targets
+        targets = torch.zeros_like(response_pos) if targets is None else targets.to(pos.device)
         temperature = self.sampling_states.temperature
         greedy = temperature.np[idx_mapping_np] == 0
-        samples = {
-            random: packed_draw(logits, states.keys[index], response_pos, targets, float(random), *cuts)
-            for random in {*(~greedy).tolist()}
-        }
-        self.packed = samples.get(True, samples.get(False))
+        samples = [
+            packed_sample(logits, states.keys[index], response_pos, targets, float(random), *cuts)
+            for random in sorted({*(~greedy).tolist()})
+        ]
+        self.packed = packed = samples[-1]
         if len(samples) == 2:
-            self.packed = torch.where(temperature.gpu[index] == 0, samples[False], samples[True])
-        tokens = self.packed[0].long()
+            self.packed = packed = torch.where(temperature.gpu[index] == 0, samples[0], samples[1])
+        tokens = packed[0].long()
         if not keyed.all():
             other_tokens, other_logits = super()._sample_random(
                 processed_logits, index.int(), idx_mapping_np, pos, top_k, top_p, False
@@ -116,7 +116,7 @@ class KeyedSampler(Sampler):
         temperature = self.sampling_states.temperature.gpu[index][:, None]
         scaled = logits / torch.where(temperature > 0, temperature, 1.0)
         targets = torch.zeros_like(response_pos)
-        sampled = packed_draw(scaled, self.requests.keys[index], response_pos, targets, 1.0, 0, 1.0)[0].long()
+        sampled = packed_sample(scaled, self.requests.keys[index], response_pos, targets, 1.0, 0, 1.0)[0].long()
         return torch.where(temperature[:, 0] > 0, sampled, logits.argmax(-1))
 
     def _cuts(self, logits: Tensor, index: Tensor, idx_mapping_np: np.ndarray) -> tuple[tuple[int, float], Tensor]:
@@ -154,6 +154,7 @@ class KeyedVerifier(RejectionSampler):
         verify_draft_sampled,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Logits [N, V] that were sampled from, tokens [R, K + 1] and how many of them are emitted [R]."""
+        self.prepare(idx_mapping_np, seq_lens_upper_bound_np)
         sampled, processed_logits = self.sampler.sample(
             logits,
             expanded_idx_mapping,
@@ -165,9 +166,12 @@ class KeyedVerifier(RejectionSampler):
             seq_lens_upper_bound_np,
             return_logprobs=True,
         )
-        return processed_logits, *self._accept(sampled, cu_num_logits, verify_draft_sampled)
+        return processed_logits, *self.accept(sampled, cu_num_logits, verify_draft_sampled)
 
-    def _accept(self, sampled: Tensor, cu_num_logits: Tensor, verify_draft_sampled: Tensor) -> tuple[Tensor, Tensor]:
+    def prepare(self, idx_mapping_np: np.ndarray, seq_lens_upper_bound_np: np.ndarray) -> None:
+        """The step of these requests is about to be sampled."""
+
+    def accept(self, sampled: Tensor, cu_num_logits: Tensor, verify_draft_sampled: Tensor) -> tuple[Tensor, Tensor]:
         """The tokens [R, K + 1] of each row, and how many of them are emitted [R].
 
         Args: verify_draft_sampled: [N], the token that was an input at a position, which the position before it has to
@@ -206,12 +210,11 @@ def share_noise(runner) -> None:
         return runner.sampler.guess(logits, idx_mapping, sample_src_positions)
 
     speculator.init_cudagraph_manager(CUDAGraphMode.NONE)
-    speculator.sample_draft = sample_draft
+    speculator.sample_draft = sample_draft  # type: ignore[method-assign]  # replaces vLLM's own
 
 
-def install(runner, verifier: type[KeyedVerifier] = KeyedVerifier) -> KeyedVerifier:
+def install(runner: Any, verifier: Callable[..., KeyedVerifier] = KeyedVerifier) -> None:
     """Gives a model runner the keyed sampler. Before its first request; see `check` for what it relies on."""
     runner.sampler.__class__ = KeyedSampler  # whoever holds it shall have it
     runner.sampler.requests = RequestStates(runner)
     runner.rejection_sampler = verifier(runner.sampler, runner.speculative_config, runner.device)
-    return runner.rejection_sampler

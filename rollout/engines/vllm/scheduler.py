@@ -15,7 +15,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.sched.utils import check_stop
 
-from specrl.rollout.drafting.budget import AcceptanceBucket
+from specrl.rollout.drafting.budget import AcceptanceBucket, State
 from specrl.rollout.drafting.drafting import Drafting
 from specrl.rollout.engines.vllm.logits import LogitsBudget
 from specrl.rollout.types import EngineStats
@@ -70,10 +70,10 @@ class DraftLengths:
         """Draft tokens of each admitted request in its next step."""
         admitted = [name for name in names if name in self.requests]
         buckets = [self.requests[name].bucket if self.requests[name].drafts else None for name in admitted]
-        windows = self.drafting.budget.plan(buckets).windows
-        drafting = sum(bucket is not None and windows[bucket] > 0 for bucket in buckets)
+        planned = self.drafting.budget.plan(buckets).lengths
+        drafting = sum(bucket is not None and planned[bucket] > 0 for bucket in buckets)
         share = self.budget.share(drafting, len(buckets), self.draft_tokens)
-        lengths = {bucket: min(share, n) for bucket, n in windows.items()} | {None: 0}
+        lengths = {bucket: min(share, n) for bucket, n in planned.items()} | {None: 0}
         return {name: lengths[bucket] for name, bucket in zip(admitted, buckets, strict=True)}
 
     def observe_draft(self, name: str, drafted: int, accepted: int) -> None:
@@ -82,7 +82,7 @@ class DraftLengths:
             self.drafting.budget.observe_draft(request.bucket, drafted, accepted)
             self.stats.count(self.source, drafted, accepted)
             self.verifies = True
-            state = "agreeing" if accepted == drafted else "diverged" if accepted else "lost"
+            state: State = "agreeing" if accepted == drafted else "diverged" if accepted else "lost"
             request.bucket = state, self.source
             request.idle = -1
 
@@ -104,7 +104,7 @@ class DraftLengths:
         # with the time of drafting on the device
         self.stats.count_pass(tokens, seconds, self.verifies, tokens <= len(self.requests))
         self.verifies = False
-        self.drafting.observe_pass(tokens, seconds)
+        self.drafting.budget.observe_pass(tokens, seconds)
 
 
 class HostScheduler(Scheduler):

@@ -76,7 +76,7 @@ def serve_by_default() -> None:
                 log.warning("an engine sets its own %s: it will not serve keyed requests", names)
             super().__init__(*args, **({} if conflicts else deepcopy(ours)), **options)
 
-    vllm.AsyncEngineArgs = KeyedEngineArgs
+    vllm.AsyncEngineArgs = KeyedEngineArgs  # type: ignore[misc]  # replaces vLLM's own
 
 
 class HostScheduler(Scheduler):
@@ -98,7 +98,7 @@ def admit(request: EngineCoreRequest, runner: str, vocab: int) -> None:
     params, prompt = request.sampling_params, request.prompt_token_ids or ()
     try:
         keyed = KeyedRequest.read(extra_args_of(request))
-        if keyed is None:
+        if keyed is None or params is None:
             return
         if keyed.prompt_tokens > len(prompt):
             raise RolloutError(
@@ -154,4 +154,5 @@ def preprocess_add_request(core: EngineCore, request: EngineCoreRequest):
 
 
 check("served")
-InputProcessor.process_inputs, EngineCore.preprocess_add_request = process_inputs, preprocess_add_request
+InputProcessor.process_inputs = process_inputs  # type: ignore[method-assign,assignment]  # replaces vLLM's own
+EngineCore.preprocess_add_request = preprocess_add_request  # type: ignore[method-assign,assignment]  # the same

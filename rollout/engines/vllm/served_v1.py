@@ -18,7 +18,7 @@ from specrl.rollout.drafting.budget import Budget
 from specrl.rollout.drafting.drafting import Drafting
 from specrl.rollout.drafting.suffix import PromptTexts
 from specrl.rollout.engines.base import SamplingParams
-from specrl.rollout.engines.local.draw import rows_per_chunk
+from specrl.rollout.engines.local.sampler import rows_per_chunk
 from specrl.rollout.engines.vllm.batch import BUG, VLLMRow
 from specrl.rollout.engines.vllm.flow import Flow
 from specrl.rollout.engines.vllm.logits import logits_budget
@@ -35,7 +35,7 @@ class KeyedDrafter(RequestDrafter):
     Rows come and go as a server's requests do, and each brings its own sampling params.
     """
 
-    def __init__(self, vllm_config):
+    def __init__(self, vllm_config: Any):
         scheduler_cls = vllm_config.scheduler_config.scheduler_cls
         if scheduler_cls != ENGINE_ARGS["v1"]["scheduler_cls"]:
             raise RolloutError(
@@ -128,7 +128,8 @@ class KeyedDrafter(RequestDrafter):
                 values = values.log_softmax(-1)
             parts.append(sampler.gather_logprobs(values, most, tokens[part])[:3])
         inverse = torch.cat(order).argsort().to(logits.device)
-        return LogprobsTensors(*(torch.cat(column)[inverse] for column in zip(*parts, strict=True)))
+        tokens, logprobs, ranks = (torch.cat(column)[inverse] for column in zip(*parts, strict=True))
+        return LogprobsTensors(tokens, logprobs, ranks)
 
 
 def _without_early_end(runner: Any, logits: Tensor, counts: Sequence[int], rows: Sequence[VLLMRow | None]) -> Tensor:
@@ -152,7 +153,7 @@ def _copy_rows(source: SamplerOutput, target: SamplerOutput, rows: list[int]) ->
     tokens = target.sampled_token_ids
     width = tokens.shape[1]
     tokens[rows] = source.sampled_token_ids[rows].to(tokens.dtype)
-    if source.logprobs_tensors is not None:
+    if source.logprobs_tensors is not None and target.logprobs_tensors is not None:
         positions = [row * width + i for row in rows for i in range(width)]
         for ours, theirs in zip(target.logprobs_tensors[:3], source.logprobs_tensors[:3], strict=True):
             ours[positions] = theirs[positions]
@@ -171,4 +172,4 @@ def _sample(runner, logits, metadata) -> SamplerOutput:
     return _vllm_sample(runner, logits, metadata)
 
 
-GPUModelRunner._sample = _sample
+GPUModelRunner._sample = _sample  # type: ignore[method-assign,assignment]  # replaces vLLM's own

@@ -27,7 +27,7 @@ from specrl.rollout.types import RolloutError
 _WORKER = "cpu_worker.CPUWorker" if current_platform.is_cpu() else "gpu_worker.Worker"
 
 
-class KeyedWorker(resolve_obj_by_qualname(f"vllm.v1.worker.{_WORKER}")):
+class KeyedWorker(resolve_obj_by_qualname(f"vllm.v1.worker.{_WORKER}")):  # type: ignore[misc]  # of a GPU or a CPU
     """vLLM's worker, whose model runner samples with keys and drafts from the requests' texts."""
 
     def load_model(self, **options) -> None:

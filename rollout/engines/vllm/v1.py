@@ -18,7 +18,7 @@ from vllm.v1.outputs import SamplerOutput
 
 from specrl.rollout.drafting.draft import Draft
 from specrl.rollout.engines.base import SamplingParams
-from specrl.rollout.engines.local.draw import packed_draw
+from specrl.rollout.engines.local.sampler import packed_sample
 from specrl.rollout.engines.vllm.batch import VerifyInputs, VLLMRow, padded
 from specrl.rollout.engines.vllm.flow import Flow
 from specrl.rollout.verify import exact
@@ -30,12 +30,12 @@ class V1Adapter:
 
     Args:
         chunk: positions sampled at a time; bounds the memory of the noise.
-        draw: see `packed_draw`.
+        draw: see `packed_sample`.
     """
 
     flow: Flow
     chunk: int
-    draw: Callable[..., Tensor] = packed_draw
+    draw: Callable[..., Tensor] = packed_sample
 
     def install(self, runner: Any) -> None:
         runner._sample = MethodType(self.sample, runner)
@@ -72,7 +72,7 @@ class V1Adapter:
         return drafts
 
     def _packed(self, logits: Tensor, inputs: VerifyInputs, drafts: Sequence[Draft]) -> np.ndarray:
-        """What `packed_draw` returns for the rows' positions, int32 [4, N]; 0 elsewhere."""
+        """What `packed_sample` returns for the rows' positions, int32 [4, N]; 0 elsewhere."""
         if self.flow.rule is not exact:
             inputs.columns[3] = self.flow.targets(inputs, drafts)[inputs.sampled]
         sampling = inputs.batch.sampling

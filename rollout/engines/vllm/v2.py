@@ -19,7 +19,7 @@ from vllm.v1.outputs import DraftTokenIds
 from specrl.rollout.drafting.draft import Draft
 from specrl.rollout.engines.vllm.batch import VerifyInputs, VLLMRow, padded
 from specrl.rollout.engines.vllm.flow import Flow
-from specrl.rollout.engines.vllm.sampler import KeyedVerifier, install
+from specrl.rollout.engines.vllm.sampler import KeyedSampler, KeyedVerifier, install
 from specrl.rollout.engines.vllm.wire import KEY
 from specrl.rollout.verify import exact
 
@@ -28,6 +28,9 @@ class HostVerifier(KeyedVerifier):
     """Lets the flow decide on the host which draft tokens are accepted."""
 
     adapter: V2Adapter
+    sampler: KeyedSampler
+    _input_batch: Any
+    _inputs: VerifyInputs
     _drafts: list[Draft]
 
     def __call__(self, logits, input_batch, draft_logits=None, invalid_drafts=None):
@@ -36,49 +39,24 @@ class HostVerifier(KeyedVerifier):
         self.adapter.flow.step.tokens = input_batch.num_tokens
         return super().__call__(logits, input_batch, draft_logits, invalid_drafts)
 
-    def _verify(
-        self,
-        logits,
-        draft_logits,
-        draft_sampled,
-        pos,
-        cu_num_logits,
-        idx_mapping,
-        idx_mapping_np,
-        expanded_idx_mapping,
-        expanded_local_pos,
-        seq_lens_upper_bound_np,
-        verify_draft_sampled,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def prepare(self, idx_mapping_np: np.ndarray, seq_lens_upper_bound_np: np.ndarray) -> None:
         """See KeyedVerifier. vLLM verifies many rows in chunks: these requests follow those of the last chunk."""
         batch, flow = self._input_batch, self.adapter.flow
         part = slice(self._verified, self._verified + len(idx_mapping_np))
         self._verified = part.stop
+        self._first = int(batch.cu_num_logits_np[part.start])
         counts = np.diff(batch.cu_num_logits_np[part.start : part.stop + 1]) - 1
         unfinished = seq_lens_upper_bound_np < batch.prefill_len_np[part]  # this step computed a part of their prompts
-        self._inputs = self.adapter.verify_inputs(idx_mapping_np, counts, unfinished, batch.is_prefilling_np[part])
-        self._first = int(batch.cu_num_logits_np[part.start])
-        self._drafts = flow.drafts_of(self._inputs)
-        if flow.rule is not exact and self._inputs.batch.active:
-            self.sampler.targets = torch.from_numpy(flow.targets(self._inputs, self._drafts)).to(logits.device)
-        return super()._verify(
-            logits,
-            draft_logits,
-            draft_sampled,
-            pos,
-            cu_num_logits,
-            idx_mapping,
-            idx_mapping_np,
-            expanded_idx_mapping,
-            expanded_local_pos,
-            seq_lens_upper_bound_np,
-            verify_draft_sampled,
-        )
+        inputs = self.adapter.verify_inputs(idx_mapping_np, counts, unfinished, batch.is_prefilling_np[part])
+        self._inputs, self._drafts = inputs, flow.drafts_of(inputs)
+        if flow.rule is not exact and inputs.batch.active:
+            self.sampler.targets = torch.from_numpy(flow.targets(inputs, self._drafts))
 
-    def _accept(self, sampled: Tensor, cu_num_logits: Tensor, verify_draft_sampled: Tensor) -> tuple[Tensor, Tensor]:
+    def accept(self, sampled: Tensor, cu_num_logits: Tensor, verify_draft_sampled: Tensor) -> tuple[Tensor, Tensor]:
         inputs = self._inputs
         if not inputs.batch.active:
-            return super()._accept(sampled, cu_num_logits, verify_draft_sampled)
+            return super().accept(sampled, cu_num_logits, verify_draft_sampled)
+        assert self.sampler.packed is not None  # of this step, as these rows have keys
         packed = self.sampler.packed.cpu().numpy()
         tokens, sizes = self.adapter.flow.accept(inputs, self._drafts, packed, self._first)
         rows = padded(tokens.astype(np.int64), inputs.starts, sizes, self.num_speculative_steps + 1).clip(0)
@@ -100,9 +78,9 @@ class V2Adapter:
 
     def install(self, runner: Any) -> None:
         self.flow.keep_hidden(runner.model)
-        verifier = install(runner, HostVerifier)
-        verifier.adapter = self
-        runner.sampler.verifier = verifier
+        install(runner, HostVerifier)
+        runner.rejection_sampler.adapter = self
+        runner.sampler.verifier = runner.rejection_sampler
         runner.sampler.requests.listeners.append(self._add_request)
         take = runner.take_draft_token_ids
 

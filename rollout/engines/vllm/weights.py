@@ -11,14 +11,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from vllm import LLM
-from vllm.distributed.weight_transfer.base import TrainerWeightTransferEngine, VLLMWeightSyncClient
+from vllm.distributed.weight_transfer.base import TrainerWeightTransferEngine
 from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
 from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
@@ -140,7 +140,7 @@ class Updates:
 
     Args:
         llm: vLLM, awake, with weights of version 0.
-        names: checks an update.
+        weight_check: of the LLM's model.
         tensor_parallel: ranks of the LLM.
         sleeps: it gives the GPU's memory back between rollouts.
         prove: forgets older KV, and checks the probe of a version.
@@ -149,12 +149,15 @@ class Updates:
     def __init__(
         self,
         llm: LLM,
-        names: WeightCheck,
+        weight_check: WeightCheck,
         tensor_parallel: int,
         sleeps: bool,
         prove: Callable[[int, Probe | None], None],
     ):
-        self._llm, self._names, self._sleeps, self._prove = llm, names, sleeps, prove
+        self._llm = llm
+        self._weight_check = weight_check
+        self._sleeps = sleeps
+        self._prove = prove
         self.version = 0
         self.fault = ""
         """Why nothing can be generated with these weights."""
@@ -171,7 +174,7 @@ class Updates:
     def update(self, weights: Iterable[tuple[str, Tensor]], version: int, probe: Probe | None) -> None:
         """See Engine.update_weights."""
         source = weights if isinstance(weights, Source) else None
-        self._announce(version, source and source.metadata())
+        self._announce(version, None if source is None else source.metadata())
         with self._handed_over(weights) as info, self._loading(version):
             self._start()
             self._llm.update_weights({"update_info": info})
@@ -225,15 +228,15 @@ class Updates:
         self.fault = f"the update to weight version {version} failed"
         self._source = None
         if metadata is not None:
-            self._names.check(metadata)
+            self._weight_check.check(metadata)
 
     @contextmanager
     def _handed_over(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Any]]:
         """Where the workers get the weights."""
         if self.route == "process":
-            yield {"weights": self._names.checked(weights)}
+            yield {"weights": self._weight_check.checked(weights)}
         else:
-            with self._names.written(weights) as path:
+            with self._weight_check.written(weights) as path:
                 yield {"path": path}
 
     def _start(self) -> None:
@@ -258,15 +261,17 @@ class Updates:
 
 
 def open_link(
-    route: Literal["ipc", "nccl"], client: VLLMWeightSyncClient, source: Source, ranks: int, address: str
+    route: Route | None, client: Any, source: Source, ranks: int, address: str
 ) -> TrainerWeightTransferEngine:
     """Connects the trainer's process with all ranks of all engines; `send_weights` of the result walks its `source`.
 
     Args:
-        client: asks the engines' processes to do their part.
+        route: ipc or nccl.
+        client: a VLLMWeightSyncClient, which asks the engines' processes to do their part.
         ranks: of all engines together; this process is rank 0 of the group, and they are 1, 2 and so on.
         address: of this node, where the others reach it.
     """
+    info: IPCTrainerInitInfo | NCCLTrainerInitInfo
     if route == "ipc":  # a weight must fit the buffer
         largest = max(math.prod(meta.shape) * meta.dtype.itemsize for meta in source.metadata())
         info = IPCTrainerInitInfo(rank=0, packed=True, packed_buffer_size_bytes=max(BUFFER, largest))
@@ -278,4 +283,5 @@ def open_link(
             world_size=1 + ranks,
             packed_buffer_size_bytes=BUFFER,
         )
-    return WeightTransferTrainerFactory.trainer_init(info, client=client, source=source)
+    weights: Any = source  # vLLM's WeightSource, whose Meta is another class with the same fields
+    return WeightTransferTrainerFactory.trainer_init(info, client=client, source=weights)

@@ -86,7 +86,7 @@ class Transfer(WeightTransferEngine[Init, Update]):
     """Loads new weights in a worker. vLLM reloads layer by layer, as from a checkpoint."""
 
     init_info_cls, update_info_cls = Init, Update
-    drafter: torch.nn.Module | None = None
+    drafter: Any = None
     """vLLM's draft model, whose weights may follow the policy's."""
     _receiver: WeightTransferEngine | None = None
     _reloading: tuple[torch.nn.Module, ...] = ()
@@ -106,8 +106,9 @@ class Transfer(WeightTransferEngine[Init, Update]):
     def receive_weights(self, update_info: Update) -> None:
         try:
             if update_info.chunk is not None:
-                self._receiver.set_weight_update_target(self, self.model_config)  # which asks it to `load_weights`
-                self._receiver.receive_weights(self._receiver.parse_update_info(update_info.chunk))
+                receiver: Any = self._receiver
+                receiver.set_weight_update_target(self, self.model_config)  # whose `load_weights` it calls
+                receiver.receive_weights(receiver.parse_update_info(update_info.chunk))
             else:
                 self.load_weights(update_info.weights or _tensors(update_info.path))
         except BaseException:  # or the next update would continue with half of this one in some layers
@@ -123,7 +124,8 @@ class Transfer(WeightTransferEngine[Init, Update]):
             if drafts:
                 self.drafter.load_weights((name.removeprefix(DRAFTER), tensor) for name, tensor in part)
             else:
-                self.model.load_weights(part)
+                model: Any = self.model
+                model.load_weights(part)
 
     def finish_weight_update(self) -> None:
         rest = self._reloading
@@ -152,7 +154,7 @@ class Transfer(WeightTransferEngine[Init, Update]):
 
 def refresh_tied_head(model: torch.nn.Module) -> None:
     """Packs the output layer again: CPU builds multiply with a packed copy, which is stale after a reload if tied."""
-    head = getattr(model, "lm_head", None)
+    head: Any = getattr(model, "lm_head", None)
     if hasattr(head, "cpu_linear"):
         head.quant_method.process_weights_after_loading(head)
 

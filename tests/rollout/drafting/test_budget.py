@@ -40,7 +40,7 @@ def trained(a: float, b: float, rates: dict[str, float], seen: int = 20_000, win
 
 
 def windows(budget: Budget, kinds) -> list[int]:
-    found = budget.plan(kinds).windows
+    found = budget.plan(kinds).lengths
     return [found[kind] for kind in kinds]
 
 
@@ -190,7 +190,7 @@ def test_where_nothing_is_padded_every_kind_has_its_own_best_length(a, b, rates,
         states = [s for s, n in count.items() for _ in range(n)]
         best = {s: min((seconds(cost, len(states), p[s], k), k) for k in (0, 1, 2, 4, 8, 16, 32, 64)) for s in count}
         plan = budget.plan(states)
-        found[padded] = plan.windows == {s: k for s, (_, k) in best.items()}
+        found[padded] = plan.lengths == {s: k for s, (_, k) in best.items()}
     assert found[False]
     assert plan.goodput == pytest.approx(len(states) / sum(count[s] * time for s, (time, _) in best.items()))
     if len(count) > 1:
@@ -232,7 +232,7 @@ def test_rows_that_draft_well_buy_no_long_drafts_while_others_set_the_time():
         return tokens / (a + b * (len(states) + count["agreeing"] * k))
 
     greedy = max((2**i for i in range(8)), key=tokens_per_second)
-    assert 0 < plan.windows["agreeing"] < greedy
+    assert 0 < plan.lengths["agreeing"] < greedy
 
 
 def test_a_guess_that_is_not_carried_is_judged_by_what_was_emitted():
@@ -242,7 +242,7 @@ def test_a_guess_that_is_not_carried_is_judged_by_what_was_emitted():
     before = budget.acceptance(("agreeing", "custom"))
     for _ in range(3):
         drafting.guess(row, 3)
-        assert budget.plan([row.kind] * 8).windows[row.kind] == 0, "nothing is carried"
+        assert budget.plan([row.bucket] * 8).lengths[row.bucket] == 0, "nothing is carried"
         drafting.learn(row, EMPTY, [5], 0)
         assert row.state == "agreeing"
     assert budget.acceptance(("agreeing", "custom")) > before
@@ -294,22 +294,22 @@ def test_the_model_takes_the_rows_that_their_own_drafters_serve_worse():
     rates = {"agreeing": 0.97, "diverged": 0.3}
     states = ["agreeing"] * 4 + ["diverged"] * 4 + [None] * 4
     plan = with_model(5e-3, 1e-5, rates, 0.9).plan(states, model=True)
-    assert plan.handed == {"diverged", None}
-    assert plan.windows["agreeing"] > 0
-    assert plan.windows["diverged"] > 0, "it is carried when the model has no draft"
-    assert with_model(5e-3, 1e-5, rates, 0.1).plan(states, model=True).handed == set(), "a useless model"
-    assert with_model(5e-3, 1e-5, rates, 0.9, (2e-2, 1e-3)).plan(states, model=True).handed == set(), "a slow model"
-    assert with_model(5e-3, 1e-5, rates, 0.9).plan(states).handed == set(), "no model"
+    assert plan.by_model == {"diverged", None}
+    assert plan.lengths["agreeing"] > 0
+    assert plan.lengths["diverged"] > 0, "it is carried when the model has no draft"
+    assert with_model(5e-3, 1e-5, rates, 0.1).plan(states, model=True).by_model == set(), "a useless model"
+    assert with_model(5e-3, 1e-5, rates, 0.9, (2e-2, 1e-3)).plan(states, model=True).by_model == set(), "a slow model"
+    assert with_model(5e-3, 1e-5, rates, 0.9).plan(states).by_model == set(), "no model"
 
 
 def test_rows_that_go_well_do_not_take_the_model_from_those_that_do_not():
     """The slow rows set the time: the many tokens of the others must not make a second look too dear for them."""
     budget = with_model(5e-3, 1e-5, {"agreeing": 0.99, "diverged": 0.3}, 0.9)
     few, many, most = (budget.plan(["agreeing"] * n + ["diverged"] * 8, model=True) for n in (0, 16, 40))
-    assert few.handed == many.handed == {"diverged"}
+    assert few.by_model == many.by_model == {"diverged"}
     assert many.goodput < few.goodput
-    assert budget.chain([1] * 8, many).going == list(range(8))
-    assert most.handed == set(), "all would wait for passes that few rows need"
+    assert budget.chain([1] * 8, many).active == list(range(8))
+    assert most.by_model == set(), "all would wait for passes that few rows need"
 
 
 @pytest.mark.parametrize("promise", [0.3, 0.6, 0.8])
@@ -325,23 +325,23 @@ def test_the_model_drafts_where_the_best_chain_beats_none(promise, rows):
     best = max(range(40), key=rate)
     pays = rate(best) > 1.1 * rate(0)
     assert plan.goodput == pytest.approx(rate(best if pays else 0), rel=1e-2)
-    assert bool(plan.handed) is pays
-    assert bool(budget.chain([1] * rows, plan).going) is pays
+    assert bool(plan.by_model) is pays
+    assert bool(budget.chain([1] * rows, plan).active) is pays
 
 
 def test_a_chain_stops_each_row_where_its_own_confidence_ends():
     budget = with_model(5e-3, 5e-5, {}, 0.9)
     chain = budget.chain([1] * 3, Plan({}, frozenset({None}), goodput=500.0, token_s=5e-5))
-    assert chain.going == [0, 1, 2]
+    assert chain.active == [0, 1, 2]
     sure, unsure = math.log(0.999), math.log(0.01)
     for _ in range(1000):
         budget.drafter.observe_chain([unsure], 0)
 
     assert chain.step([sure, unsure, math.nan], [9, 9, 9]) == [0], "neither is worth verifying"
-    assert chain.going == [0]
+    assert chain.active == [0]
     for _ in range(8):
         assert chain.step([sure], [9, 9, 9]) == [0]
-    assert chain.going == [], "there is room for nine"
+    assert chain.active == [], "there is room for nine"
     assert chain.logprobs == [[sure] * 9, [], []]
 
 
@@ -350,15 +350,15 @@ def test_a_chain_needs_enough_rows_to_pay_for_its_passes():
     budget = with_model(8e-3, 1e-4, {}, 0.6, (1e-3, 5e-5))
     for rows, drafts in ((1, True), (8, True), (256, False)):
         plan = budget.plan([None] * rows, model=True)
-        assert bool(budget.chain([1] * rows, plan).going) is drafts
-        assert bool(plan.handed) is drafts
+        assert bool(budget.chain([1] * rows, plan).active) is drafts
+        assert bool(plan.by_model) is drafts
 
 
 def test_a_row_joins_when_a_chain_brings_in_what_catching_up_costs():
     budget = with_model(5e-3, 1e-5, {}, 0.8, (1e-3, 2e-5))
     plan = budget.plan([None] * 6, model=True)
-    assert budget.chain([1] * 5 + [40], plan).going == [0, 1, 2, 3, 4, 5]
-    assert budget.chain([1] * 5 + [400], plan).going == [0, 1, 2, 3, 4]
+    assert budget.chain([1] * 5 + [40], plan).active == [0, 1, 2, 3, 4, 5]
+    assert budget.chain([1] * 5 + [400], plan).active == [0, 1, 2, 3, 4]
 
 
 def test_confidence_is_what_became_of_equally_confident_tokens():
@@ -380,7 +380,7 @@ def test_a_model_that_does_not_pay_is_tried_again_after_some_rollouts():
     going = []
     for _ in range(40):
         chain = budget.chain([1] * 50, budget.plan([None] * 50, model=True))
-        going.append(bool(chain.going))
+        going.append(bool(chain.active))
         budget.next_rollout()
     assert not any(going[:3]), "not at once"
     assert going[-1]
@@ -393,7 +393,7 @@ def test_a_fixed_window_is_obeyed_by_the_model_too():
     chain = budget.chain([1] * 2, plan)
     for left in (2, 1, 0):
         assert chain.step([math.log(0.01)] * 2, [9, 9]) == [0, 1]
-        assert bool(chain.going) is bool(left)
+        assert bool(chain.active) is bool(left)
 
 
 def test_a_row_that_lost_its_text_is_not_judged_by_rows_that_stumbled():
@@ -411,7 +411,7 @@ def test_a_row_that_lost_its_text_is_not_judged_by_rows_that_stumbled():
 def test_a_bad_source_stops_drafting_while_a_good_one_goes_on():
     good, bad = ("diverged", "earlier"), ("diverged", "group")
     budget = trained(5e-3, 1e-4, {good: 0.9, bad: 0.02})
-    plans = [budget.plan([good, bad, None]).windows for _ in range(64)]
+    plans = [budget.plan([good, bad, None]).lengths for _ in range(64)]
     assert all(plan[good] > 4 for plan in plans)
     assert {plan[bad] for plan in plans} == {plan[None] for plan in plans} == {0}
     blurred = trained(5e-3, 1e-4, {"diverged": 0.02})  # control: one estimate for both would stop the good one too
@@ -422,7 +422,7 @@ def test_what_is_needed_is_where_a_token_pays():
     for p, carried in ((0.4, True), (0.35, False)):
         budget = trained(5e-3, 1e-3, {"start": p})
         plan = budget.plan(["start"] * 3)  # a second is worth 3 tokens / 8 ms without drafts, a token costs 1 ms
-        assert bool(plan.windows["start"]) is carried is (budget.acceptance("start") > plan.needed)
+        assert bool(plan.lengths["start"]) is carried is (budget.acceptance("start") > plan.needed)
     assert plan.needed == pytest.approx(3 / 8, rel=0.02)
 
 
@@ -451,17 +451,17 @@ def test_useless_drafts_are_not_believed_again_under_another_name():
 def test_rests_are_short_and_end_where_something_rides():
     budget, asked = Budget(), []
     for i in range(70):
-        if budget.rest() is None:
+        if budget.skipping_plan() is None:
             asked.append(i)
-            budget.observe_asking(carried=False)
+            budget.observe_asking(drafted=False)
     assert asked == [0, 4, 20, 52]
-    while budget.rest():
+    while budget.skipping_plan():
         pass
-    budget.observe_asking(carried=True)
-    assert budget.rest() is None
+    budget.observe_asking(drafted=True)
+    assert budget.skipping_plan() is None
     fixed = Budget(4)
-    fixed.observe_asking(carried=False)
-    assert fixed.rest() is None, "a fixed window is obeyed in every pass"
+    fixed.observe_asking(drafted=False)
+    assert fixed.skipping_plan() is None, "a fixed window is obeyed in every pass"
 
 
 def asked(passes: int, brings: float, asking: float, rows: int = 64, cohorts: int = 1) -> list[int]:
@@ -474,11 +474,11 @@ def asked(passes: int, brings: float, asking: float, rows: int = 64, cohorts: in
     for i in range(passes):
         if len(flights) == cohorts:
             flights.popleft()()
-        resting = budget.rest()
+        resting = budget.skipping_plan()
         if resting is None:
             found.append(i)
-            assert budget.plan([kind] * rows).windows[kind], "by acceptances alone they pay"
-            budget.observe_asking(carried=True)
+            assert budget.plan([kind] * rows).lengths[kind], "by acceptances alone they pay"
+            budget.observe_asking(drafted=True)
         if resting:
             flights.append(partial(budget.observe_pass, rows, plain, rows, 100, rows))
         else:
@@ -516,10 +516,10 @@ def test_few_rows_are_judged_anew():
     for rows, rests in ((64, True), (33, True), (32, False)):
         budget.plan([("agreeing", "group")] * rows)
         for _ in range(20 if rests else 1):
-            budget.observe_asking(carried=True)
-            budget.observe_pass(2 * rows, 1.0, rows, 10, stood=rows, asking=1.0)
-        budget.observe_asking(carried=True)
-        assert (budget.rest() is not None) is rests
+            budget.observe_asking(drafted=True)
+            budget.observe_pass(2 * rows, 1.0, rows, 10, emitted=rows, asking=1.0)
+        budget.observe_asking(drafted=True)
+        assert (budget.skipping_plan() is not None) is rests
 
 
 def test_tokens_that_attend_to_more_cost_more():
@@ -535,7 +535,7 @@ def test_tokens_that_attend_to_more_cost_more():
     assert blind.cost(64)[1] > 1.5 * budget.cost(64, 20)[1]  # control
 
     budget.observe_draft("agreeing", 1000, 900)
-    early, late = (budget.plan(["agreeing"] * 64, width=width).windows["agreeing"] for width in (20, 200))
+    early, late = (budget.plan(["agreeing"] * 64, width=width).lengths["agreeing"] for width in (20, 200))
     assert early > late > 0
 
 
@@ -552,7 +552,7 @@ def test_a_row_pays_its_share_of_a_pass_and_not_the_whole(rows, rates, price, wa
     total = sum(rows.values())
     rates = dict(zip(rows, rates, strict=True))
     budget = trained(1 - price * total, price, rates)
-    assert budget.plan([kind for kind, n in rows.items() for _ in range(n)]).windows == want
+    assert budget.plan([kind for kind, n in rows.items() for _ in range(n)]).lengths == want
     share = 1 / total
     times = {
         k: sum(n * min(share, (share + price * k) / emitted(rates[kind], k)) for kind, n in rows.items())
@@ -570,7 +570,7 @@ def test_further_passes_of_a_split_one_are_no_plain_passes():
     """They carry drafts that nobody was asked about again: neither side of the comparison has their seconds."""
     trial = DraftingBackoff()
     for _ in range(8):
-        trial.ask(carried=True)
+        trial.observe_asking(drafted=True)
         trial.observe(8, seconds=1.0, worth=1.2, drafts=True, asking=0.1)
         trial.observe(8, seconds=1.0, worth=0.5, drafts=False, asking=None)
     assert trial.pays()

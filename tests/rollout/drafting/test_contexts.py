@@ -151,7 +151,7 @@ def test_a_gain_to_beat_ends_the_search_and_changes_no_winner():
         text = [*PROMPT, *template(rng)[: rng.randrange(3, 40)]]
         limit, price, beat = rng.randrange(1, 30), rng.choice([0.0, 0.01, 0.1, 0.5]), rng.uniform(-1, 8)
         tokens, gain = table.draft(text, limit, price, -1.0)
-        assert gain <= table.most(limit, price)
+        assert gain <= table.highest_gain(limit, price)
         assert table.draft(text, limit, price, beat) == ((tokens, gain) if gain > beat else ([], 0.0))
         won += gain > beat > 1
     assert won > 50

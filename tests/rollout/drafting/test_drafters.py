@@ -157,9 +157,9 @@ def test_longer_matches_than_are_looked_up_win():
     """The index knows eight tokens; how many more there are is compared."""
     end = [*range(1, 17)]
     texts = PromptTexts([[*end[8:], 20], [30]], prompt=[*end, 21])
-    drafter = SuffixDrafter(texts, own=[40])
+    drafter = SuffixDrafter(texts, old=[40])
     assert drafter.propose([50, *end], 1) == [20], "a prompt is no response"
-    (draft,) = suffix_of.propose([SuffixDrafter(texts, own=[40])], [[50, *end]], [1], lambda kind: kind[0][0])
+    (draft,) = suffix_of.propose([SuffixDrafter(texts, old=[40])], [[50, *end]], [1], lambda kind: kind[0][0])
     assert draft.tolist() == [21]
 
 
@@ -193,20 +193,20 @@ def test_a_text_that_was_left_is_followed_again():
 def test_a_row_is_lost_when_a_pass_brings_one_token_and_not_the_texts():
     drafter = drafter_of(OLD)
     drafter.propose([], 4)
-    assert drafter.fit == (0, False)
+    assert drafter.quality == (0, False)
     drafter.propose([*OLD[:5], 7], 4)
-    assert drafter.fit == (-1, False)
+    assert drafter.quality == (-1, False)
     drafter.propose([*OLD[:5], 7, 8], 4)
-    assert drafter.fit == (-2, True)
+    assert drafter.quality == (-2, True)
     drafter.propose([*OLD[:5], 7, 8, OLD[7]], 4)
-    assert drafter.fit == (1, False), "it fits again"
+    assert drafter.quality == (1, False), "it fits again"
 
 
 @pytest.mark.parametrize("source", ["own", "newest", "ahead"])
 def test_a_request_that_is_run_again_begins_anew(source):
     """It is asked as often as a new one, follows the same text first, and knows what it wrote the first time."""
     old, rng = OLD[:8], random.Random(3)
-    given = {"own": {"own": old}, "newest": {}, "ahead": {"ahead": old}}[source]
+    given = {"own": {"old": old}, "newest": {}, "ahead": {"ahead": old}}[source]
     again = SuffixDrafter(PromptTexts([old]), **given)
     for truth in ([50] * 30 + old[:5], [7, *old], old, [rng.randrange(50) for _ in range(40)] * 2):
         new = SuffixDrafter(PromptTexts([old]), **given)

@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from specrl.rollout.drafting.ngrams import GROUPS, LENGTHS, NOWHERE, NGrams, token_ids
+from specrl.rollout.drafting.ngrams import GROUPS, LENGTHS, NOT_FOUND, NGrams, token_ids
 
 
 def add(index: NGrams, pieces) -> None:
@@ -27,7 +27,7 @@ class Dictionary:
 
     def find(self, group, suffix, longest=LENGTHS[0]):
         known = [n for n in LENGTHS if n <= min(longest, len(suffix)) and (group, *suffix[-n:]) in self.seen]
-        return self.seen[group, *suffix[-known[0] :]] if known else NOWHERE
+        return self.seen[group, *suffix[-known[0] :]] if known else NOT_FOUND
 
 
 class Writing:
@@ -93,7 +93,7 @@ def test_collisions_are_few(expected):
     asked = [(group, text[at - 8 : at]) for text in texts for at in range(8, 3000, 7)]
     counts = compared(index, known, asked)
     assert 0 < counts["shorter"] < (0.15 if expected else 0.3) * len(asked)
-    nowhere = index.find([group] * len(asked), [suffix for _, suffix in asked]).count(NOWHERE)
+    nowhere = index.find([group] * len(asked), [suffix for _, suffix in asked]).count(NOT_FOUND)
     assert nowhere < (0.02 if expected else 0.08) * len(asked), "a shorter suffix leads to the same place"
 
 
@@ -101,7 +101,7 @@ def test_groups_know_nothing_of_each_other():
     index, text = NGrams(), [5, 6, 7, 8, 9]
     first, second, third = index.group(), index.group(), index.group()
     add(index, [(first, 0, text, 0), (second, 3, [1, *text], 0)])
-    assert index.find([first, second, third], [[5, 6, 7, 8]] * 3) == [(0, 4, 4), (3, 5, 4), NOWHERE]
+    assert index.find([first, second, third], [[5, 6, 7, 8]] * 3) == [(0, 4, 4), (3, 5, 4), NOT_FOUND]
 
 
 def test_later_pieces_are_more_recent():
@@ -120,7 +120,7 @@ def test_what_is_no_token_id_is_never_found(odd):
     add(index, [(group, 0, (1, 2, odd, 3, 4, 5), 0)])
     assert index.find([group], [[3, 4]]) == [(0, 5, 2)]
     assert index.find([group], [[1, 2]]) == [(0, 2, 2)]
-    assert index.find([group], [[2, 9]]) == [NOWHERE]
+    assert index.find([group], [[2, 9]]) == [NOT_FOUND]
 
 
 def test_an_index_is_full_at_some_size():
@@ -136,9 +136,9 @@ def test_an_index_is_full_at_some_size():
     last = [many.group() for _ in range(3)]
     assert not many.takes(1)
     add(many, [(0, 7, [5, 6, 1], 0), (last[2], 8, [5, 6, 2], 0)])
-    assert many.find([0, *last], [[5, 6]] * 4) == [(7, 2, 2), NOWHERE, NOWHERE, (8, 2, 2)]
+    assert many.find([0, *last], [[5, 6]] * 4) == [(7, 2, 2), NOT_FOUND, NOT_FOUND, (8, 2, 2)]
 
 
 def test_nothing_is_found_where_nothing_was_added():
     index = NGrams()
-    assert index.find([index.group()] * 2, [[], [1, 2]]) == [NOWHERE] * 2
+    assert index.find([index.group()] * 2, [[], [1, 2]]) == [NOT_FOUND] * 2

@@ -29,15 +29,15 @@ def settle(made: Drafting, row: Response, draft: Draft, draws: list[int]) -> Acc
     """As an engine does after a pass."""
     stood = exact(0, draft, TargetSamples(len(row.tokens), draws, [0.0] * len(draws), [0.0] * len(draws)))
     row.emit(stood, frozenset())
-    made.learn(row, draft, stood.tokens, stood.drafted, stood.behind)
+    made.learn(row, draft, stood.tokens, stood.drafted, stood.rejected_tail)
     return stood
 
 
 def test_the_exact_rule_tells_what_was_drawn_behind_a_mismatch():
     drawn = TargetSamples(0, [5, 9, 7, 8, 3], [0.0] * 5, [0.0] * 5)
     stood = exact(0, Draft([5, 6, 7, 8]), drawn)
-    assert (stood.tokens, stood.drafted, stood.behind) == ([5, 9], 1, [7, 8, 3])
-    assert not exact(0, Draft([5, 9, 7, 8]), drawn).behind, "all stood"
+    assert (stood.tokens, stood.drafted, stood.rejected_tail) == ([5, 9], 1, [7, 8, 3])
+    assert not exact(0, Draft([5, 9, 7, 8]), drawn).rejected_tail, "all stood"
 
 
 def test_they_are_the_next_guess_where_nothing_else_is():

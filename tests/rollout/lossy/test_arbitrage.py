@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from specrl.rollout.lossy.pair import fingerprint, read_card, write_card
-from specrl.rollout.lossy.router import MOST, decide, features, learned, load_learned
+from specrl.rollout.lossy.router import MAX_SURPRISE, decide, features, learned, load_learned
 from specrl.rollout.lossy.steps import Candidate, Step
 from specrl.rollout.types import RolloutError
 
@@ -27,7 +27,7 @@ def test_features_by_hand():
     found = features(candidate(read(-0.1, -2.0, -0.5), read(-0.2), read(-3.0, -0.0)))
     assert found == pytest.approx((math.log(3.0), math.log(4.0)))
     assert features(candidate(read(-0.5))) == pytest.approx((math.log(1.5), 0.0)), "a first step has nothing before it"
-    assert features(candidate(read(-math.inf)))[0] == math.log1p(MOST)
+    assert features(candidate(read(-math.inf)))[0] == math.log1p(MAX_SURPRISE)
 
 
 def test_a_doubted_step_is_escalated_unless_something_went_wrong_before():

@@ -26,7 +26,7 @@ SAMPLING = SamplingParams(frozenset({EOS}), 0.7)
 class Verdicts:
     """A judge by a function of all mismatches."""
 
-    laws = False
+    needs_logprobs = False
 
     def __init__(self, rule):
         self.unimportant = lambda hidden, policy, draft: rule(hidden)
@@ -241,7 +241,7 @@ def by_window(models, plain, head, waits=True):
         judging = engine(models, head, window=window, draft=None)
         rule = judging.rule
         if not waits:
-            judging.rule = lambda key, draft, drawn, rule=rule: rule(key, replace(draft, behind=None), drawn)
+            judging.rule = lambda key, draft, drawn, rule=rule: rule(key, replace(draft, next_token=None), drawn)
         done, _ = judging.generate(requests(stored=old(plain)))
         found.append([(c.tokens, [round(b, 4) for b in c.behaviour_logprobs]) for c in done])
     return found
@@ -280,7 +280,7 @@ def test_a_head_of_nan_weights_lets_nothing_stand(models, plain):
 
 
 def test_models_of_other_vocabularies_are_refused(models, build_model):
-    with pytest.raises(RolloutError, match="knows 40 tokens and the policy 61"):
+    with pytest.raises(RolloutError, match="40 tokens and the policy 61"):
         engine((models[0], build_model("qwen3", 1, vocab=40)), NONE)
 
 

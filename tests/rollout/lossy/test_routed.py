@@ -128,7 +128,7 @@ def continued(model, request, text):
         def propose(self, tokens, limit):
             return given[len(tokens) :][:limit]
 
-    from specrl.rollout.noise import keyed_draw
+    from specrl.rollout.noise import keyed_sample
 
     out = []
     with torch.no_grad():
@@ -136,7 +136,7 @@ def continued(model, request, text):
         while True:
             ids = torch.tensor([[*request.prompt, *given, *out]])
             at = len(given) + len(out)
-            draw = keyed_draw(
+            draw = keyed_sample(
                 model(ids).logits[:, -1], torch.tensor([request.key]), torch.tensor([at]), temperature=0.7
             )[0].item()
             out.append(draw)
@@ -347,7 +347,7 @@ def test_senseless_step_rules_are_refused(separators, cap):
 
 
 def test_models_of_other_vocabularies_are_refused(models, build_model):
-    with pytest.raises(RolloutError, match="knows 40 tokens and the policy 61"):
+    with pytest.raises(RolloutError, match="40 tokens and the policy 61"):
         engine((models[0], build_model("qwen3", 1, vocab=40)), NEVER)
 
 
@@ -444,7 +444,9 @@ def candidate(row=0, entropies=(), rival=None):
 
 def test_rsd_keeps_what_scores_well():
     values = [0.69, 0.7, 0.71, math.nan]
-    decision = decide(by_reward(lambda cs: [values[c.row] for c in cs], least=0.7), [candidate(i) for i in range(4)])
+    decision = decide(
+        by_reward(lambda cs: [values[c.row] for c in cs], min_reward=0.7), [candidate(i) for i in range(4)]
+    )
     assert decision.escalate == [True, False, False, True]
     assert decision.faults == 1
 

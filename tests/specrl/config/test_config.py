@@ -65,14 +65,7 @@ def test_shipped_configs_load_and_take_their_name(name):
     assert load([f"config={name}"]).name == name
 
 
-@pytest.mark.parametrize("name", SHIPPED)
-def test_shipped_configs_are_short_and_say_what_they_are(name):
-    lines = (ROOT / "configs" / f"{name}.yaml").read_text().splitlines()
-    assert len(lines) <= 60
-    assert re.match(r"# \w.{20,}\.$", lines[0])
-
-
-def test_no_config_is_shipped_unseen():
+def test_every_shipped_config_is_tested():
     assert sorted(path.stem for path in (ROOT / "configs").glob("*.yaml")) == sorted(SHIPPED)
 
 
@@ -128,58 +121,52 @@ def test_interpolation_and_its_escape(monkeypatch):
 # --- what goes wrong on the command line
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ([], f"No config given. Write config=NAME. Known: {', '.join(SHIPPED)}. Or give a path."),
-        (
-            ["config=grpo_maths"],
-            "No config named 'grpo_maths'. Did you mean 'grpo_math'? Known: arbitrage_math, dapo_math,",
-        ),
-        (["config=grpo_mat.yaml"], "No file grpo_mat.yaml. Did you mean 'grpo_math'?"),
-        (["config=no/such.yaml"], "No file no/such.yaml. Known:"),
-        ([*BASE, "seed=1", "seed=2"], "seed is given twice, as 1 and as 2. Keep one."),
-        ([*BASE, "--seed=3"], "Options have no dashes: write seed=3 instead of --seed=3."),
-        ([*BASE, "--learning-rate", "3"], "Options have no dashes: write learning_rate=VALUE instead"),
-        (["grpo_math"], "'grpo_math' is not key=value. Every word has that form, without spaces: config=grpo_math."),
-        ([*BASE, "=3"], "'=3' is not key=value."),
-        ([*BASE, "dry_run=maybe"], "dry_run=maybe: expected true or false."),
-        ([*BASE, "rollout.group_sise=4"], "Unknown option 'rollout.group_sise'. Did you mean 'rollout.group_size'?"),
-        ([*BASE, "group_size=4"], "Unknown option 'group_size'. Did you mean 'rollout.group_size'?"),
-        (
-            [*BASE, "zzz=4"],
-            "Unknown option 'zzz'. The sections are dataset, lora, rollout, trainer, reward, cluster, report; "
-            "help=SECTION lists the options of one.",
-        ),
-        ([*BASE, "trainer.lr=1"], "Unknown option 'trainer.lr'. Did you mean 'trainer.learning_rate'?"),
-        ([*BASE, "trainer.critic.lr=1"], "Unknown option 'trainer.critic.lr'. Did you mean 'trainer.critic.learning"),
-        ([*BASE, "lr=1"], "Unknown option 'lr'. Did you mean 'trainer.learning_rate'?"),
-        ([*BASE, "dry-run=true"], "Unknown option 'dry-run'. Did you mean 'dry_run'?"),
-        ([*BASE, "rollout.group-size=4"], "Unknown option 'rollout.group-size'. Did you mean 'rollout.group_size'?"),
-        ([*BASE, "rollout=4"], "'rollout' is a section; set its options one by one. help=rollout lists them."),
-        ([*BASE, "rollout.group_size=abc"], "rollout.group_size=abc: expected a whole number."),
-        ([*BASE, "rollout.group_size=8.0"], "rollout.group_size=8.0: expected a whole number."),
-        ([*BASE, "rollout.replay=half"], "rollout.replay=half: expected a number."),
-        ([*BASE, "trust_remote_code=maybe"], "trust_remote_code=maybe: expected true or false."),
-        (
-            [*BASE, "rollout.acceptance=exat"],
-            "rollout.acceptance=exat: expected one of exact, off, lenient, judged, routed. Did you mean 'exact'?",
-        ),
-        ([*BASE, "report.trackers=wandb"], "report.trackers=wandb: expected a list. Try report.trackers=[wandb]."),
-        ([*BASE, "reward.weights=[[1]]"], "reward.weights=[[1]]: expected a list."),
-        ([*BASE, "reward.weights=[x]"], "reward.weights=[x]: expected a list"),
-        ([*BASE, "reward.weights=[1"], "reward.weights, line 1: "),
-        (["help=rolout"], "No option or section 'rolout'. Did you mean 'rollout'?"),
-    ],
-)
-def test_command_line_errors_are_one_readable_line(words, message):
-    text = error_of(*words)
-    assert text.startswith(message)
+WRONG_WORDS = [
+    # words, what the message names, what it suggests
+    ("", "No config given", f"config=NAME. Known: {', '.join(SHIPPED)}."),
+    ("config=grpo_maths", "'grpo_maths'", "Did you mean 'grpo_math'?"),
+    ("config=grpo_mat.yaml", "grpo_mat.yaml", "Did you mean 'grpo_math'?"),
+    ("config=no/such.yaml", "no/such.yaml", "Known:"),
+    ("config=grpo_math seed=1 seed=2", "seed is given twice", "Keep one"),
+    ("config=grpo_math --seed=3", "no dashes", "write seed=3 instead of --seed=3"),
+    ("config=grpo_math --learning-rate 3", "no dashes", "write learning_rate=VALUE"),
+    ("grpo_math", "'grpo_math' is not key=value", "config=grpo_math"),
+    ("config=grpo_math =3", "'=3' is not key=value", "config=grpo_math"),
+    ("config=grpo_math dry_run=maybe", "dry_run=maybe", "true or false"),
+    ("config=grpo_math rollout.group_sise=4", "'rollout.group_sise'", "Did you mean 'rollout.group_size'?"),
+    ("config=grpo_math rollout.group-size=4", "'rollout.group-size'", "Did you mean 'rollout.group_size'?"),
+    ("config=grpo_math group_size=4", "'group_size'", "Did you mean 'rollout.group_size'?"),
+    ("config=grpo_math trainer.lr=1", "'trainer.lr'", "Did you mean 'trainer.learning_rate'?"),
+    ("config=grpo_math trainer.critic.lr=1", "'trainer.critic.lr'", "Did you mean 'trainer.critic.learning_rate'?"),
+    ("config=grpo_math lr=1", "'lr'", "Did you mean 'trainer.learning_rate'?"),
+    ("config=grpo_math dry-run=true", "'dry-run'", "Did you mean 'dry_run'?"),
+    ("config=grpo_math zzz=4", "'zzz'", "dataset, lora, rollout, trainer, reward, cluster, report; help=SECTION"),
+    ("config=grpo_math rollout=4", "'rollout' is a section", "help=rollout"),
+    ("config=grpo_math rollout.group_size=abc", "rollout.group_size=abc", "a whole number"),
+    ("config=grpo_math rollout.group_size=8.0", "rollout.group_size=8.0", "a whole number"),
+    ("config=grpo_math rollout.group_size=true", "rollout.group_size=true", "a whole number"),
+    ("config=grpo_math rollout.replay=half", "rollout.replay=half", "a number"),
+    ("config=grpo_math trainer.clip=auto0", "trainer.clip=auto0", "a number or auto. Did you mean 'auto'?"),
+    ("config=grpo_math trust_remote_code=maybe", "trust_remote_code=maybe", "true or false"),
+    ("config=grpo_math rollout.acceptance=exat", "rollout.acceptance=exat", "Did you mean 'exact'?"),
+    ("config=grpo_math report.trackers=wandb", "report.trackers=wandb", "Try report.trackers=[wandb]."),
+    ("config=grpo_math reward.weights=[[1]]", "reward.weights=[[1]]", "a list"),
+    ("config=grpo_math reward.weights=[x]", "reward.weights=[x]", "a list"),
+    ("config=grpo_math reward.weights=[1", "reward.weights", "line 1"),
+    ("help=rolout", "'rolout'", "Did you mean 'rollout'?"),
+]
+
+
+@pytest.mark.parametrize(("words", "named", "suggested"), WRONG_WORDS)
+def test_command_line_errors_are_one_line_with_a_suggestion(words, named, suggested):
+    text = error_of(*words.split())
     assert "\n" not in text
+    assert named in text
+    assert suggested in text.partition(named)[2]
 
 
 @pytest.mark.parametrize("name", ["base.yml", "base", "bse.yaml", "mine/base.yml"])
-def test_a_file_beside_is_suggested(name):
+def test_a_similar_file_is_suggested(name):
     write("base.yaml", "seed: 1\n")
     write("mine/base.yaml", "seed: 1\n")
     near = "mine/base.yaml" if "/" in name else "base.yaml"
@@ -189,38 +176,36 @@ def test_a_file_beside_is_suggested(name):
 # --- what goes wrong in a file
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("seed: 1\nrollout: [1\n", "bad.yaml, line 3: "),
-        ("seed: 1\nseed: 2\n", "bad.yaml, line 2: 'seed' is given twice."),
-        ("rollout: {top_k: 1}\nrollout.top_k: 2\n", "bad.yaml: rollout.top_k is given twice. Keep one."),
-        (
-            "seed: !!python/object/apply:os.system ['touch owned']\n",
-            "bad.yaml, line 1: tags such as tag:yaml.org,2002:python/object/apply:os.system are not supported",
-        ),
-        ("seed: !!int abc\n", "bad.yaml, line 1: tags such as tag:yaml.org,2002:int are not supported"),
-        ("seed: !!bool abc\n", "bad.yaml, line 1: tags such as"),
-        ("a:\n  " + "[" * 5000 + "]" * 5000, "bad.yaml: nested too deeply"),
-        ("rollout: " + "{a: " * 3000 + "1" + "}" * 3000, "bad.yaml: nested too deeply"),
-        ('name: "\\ud800"\n', "bad.yaml, line 1: half of a surrogate pair is no text."),
-        ("seed: \x07\n", "bad.yaml: unacceptable character #x0007"),
-        ("seed: 1\n---\nseed: 2\n", "bad.yaml, line 2: but found another document."),
-        ("rollout:\n\ttop_k: 1\n", "bad.yaml, line 2: found character"),
-        ("a: &a [1]\nb: *a\n", "bad.yaml, line 2: aliases such as *name are not supported."),
-        ("[1]: 2\n", "bad.yaml, line 1: a key must be a word."),
-        ("- seed\n", "bad.yaml: expected options below the file, as in 'key: value', not [seed]."),
-        ("rollout: 3\n", "bad.yaml: expected options below rollout, as in 'key: value', not 3."),
-        ("rolout: {top_k: 3}\n", "bad.yaml: Unknown option 'rolout'. Did you mean 'rollout'?"),
-        ("rollout: {topk: 3}\n", "bad.yaml: Unknown option 'rollout.topk'. Did you mean 'rollout.top_k'?"),
-        ("name: null\n", "bad.yaml: name=null: expected text."),
-        ("name: [a]\n", "bad.yaml: name=[a]: expected text."),
-        ("seed: x\n", "bad.yaml: seed=x: expected a whole number."),
-    ],
-)
+WRONG_FILES = [
+    # text of the file, what the message says besides its name
+    ("seed: 1\nrollout: [1\n", "line 3"),
+    ("seed: 1\nseed: 2\n", "line 2: 'seed' is given twice"),
+    ("rollout: {top_k: 1}\nrollout.top_k: 2\n", "rollout.top_k is given twice"),
+    ("seed: !!python/object/apply:os.system ['touch owned']\n", "line 1: tags"),
+    ("seed: !!int abc\n", "line 1: tags"),
+    ("a:\n  " + "[" * 5000 + "]" * 5000, "nested too deeply"),
+    ("rollout: " + "{a: " * 3000 + "1" + "}" * 3000, "nested too deeply"),
+    ('name: "\\ud800"\n', "line 1: half of a surrogate pair"),
+    ("seed: \x07\n", "#x0007"),
+    ("seed: 1\n---\nseed: 2\n", "line 2"),
+    ("rollout:\n\ttop_k: 1\n", "line 2"),
+    ("a: &a [1]\nb: *a\n", "line 2: aliases"),
+    ("[1]: 2\n", "line 1: a key must be a word"),
+    ("- seed\n", "'key: value', not [seed]"),
+    ("rollout: 3\n", "below rollout, as in 'key: value', not 3"),
+    ("rolout: {top_k: 3}\n", "Unknown option 'rolout'. Did you mean 'rollout'?"),
+    ("rollout: {topk: 3}\n", "Unknown option 'rollout.topk'. Did you mean 'rollout.top_k'?"),
+    ("name: null\n", "name=null: expected text"),
+    ("name: [a]\n", "name=[a]: expected text"),
+    ("seed: x\n", "seed=x: expected a whole number"),
+]
+
+
+@pytest.mark.parametrize(("text", "message"), WRONG_FILES)
 def test_file_errors_name_the_file(text, message, empty_directory):
     found = error_of(write("bad.yaml", text))
-    assert found.startswith(message)
+    assert found.startswith("bad.yaml")
+    assert message in found
     assert "\n" not in found
     assert not (empty_directory / "owned").exists()
 
@@ -229,7 +214,7 @@ def test_an_empty_section_is_no_error():
     assert load([write("a.yaml", "rollout:\ndataset: {train_size: 8, test_size: 8}\n")]).rollout.group_size == 8
 
 
-def test_what_is_no_file_is_named(empty_directory):
+def test_a_path_that_is_no_file_is_named(empty_directory):
     (empty_directory / "folder").mkdir()
     os.mkfifo(empty_directory / "pipe.yaml")
     (empty_directory / "link.yaml").symlink_to("nowhere")
@@ -298,11 +283,10 @@ def test_a_schema_without_sections_lists_its_options():
     assert error_of("path=x", schema=Reading) == "Unknown option 'path'. The options are run, plots."
 
 
-def test_choices_stand_apart_in_the_tables_of_the_docs():
+def test_the_tables_of_the_docs_list_choices():
     rows = help.table(option for key, option in options.options(Config).items() if key in ("resume", "seed"))
     assert "| `resume` | `no`, `auto` | `no` |" in rows
     assert "| `seed` | `int` | `0` |" in rows
-    assert not re.search(r"`[^`|]*\\\|", (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8"))
 
 
 def test_dry_run_prints_a_loadable_config_and_the_sizes(capsys):
@@ -314,16 +298,6 @@ def test_dry_run_prints_a_loadable_config_and_the_sizes(capsys):
         "# 4 prompts x 8 responses = 32 rows per step, at most 6,400 new tokens.\n# 16 steps per epoch; 128 steps.\n"
         in text
     )
-
-
-def test_a_dry_run_fits_a_screen_with_its_numbers_last(capsys):
-    assert config.run(lambda c: 1 / 0, [*BASE, "dry_run=true", "dataset.train_size=66"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) <= 24
-    assert max(map(len, lines)) <= 80
-    numbers = [at for at, line in enumerate(lines) if line.startswith("# ")]
-    assert numbers == list(range(numbers[0], len(lines)))
-    assert "# Each epoch leaves out 2 of 66 prompts, as trainer.prompts_per_step is 4." in lines
 
 
 def test_dry_run_still_checks():
@@ -365,7 +339,7 @@ def test_a_mapping_is_given_as_yaml_or_json_and_replaces_that_of_the_file(tmp_pa
 
 
 @pytest.mark.parametrize("value", ["false", "[a]", "{a}", "{a: [b]}", "{a: {b: c}}", "{a:b}"])
-def test_what_is_no_mapping_of_words_is_refused(value):
+def test_values_that_are_no_mapping_are_refused(value):
     assert "Try 'dataset.chat_template_kwargs={name: value}'" in error_of(
         *BASE, f"dataset.chat_template_kwargs={value}"
     )
@@ -377,7 +351,7 @@ def test_variables_of_a_template_that_is_off_are_refused():
     assert "Try dataset.chat_template=on" in error
 
 
-def test_differences_tell_what_changes_the_meaning_of_a_run():
+def test_differences_that_a_resume_refuses():
     old = load([*BASE, "trainer.lr_schedule=constant"])
     new = load(
         [
@@ -410,7 +384,7 @@ def test_differences_that_matter_only_in_context(words):
     assert all(change.matters for change in differences(load([*BASE]), load([*BASE, *words.split()])))
 
 
-def test_other_drafts_matter_only_where_their_text_stands():
+def test_other_drafts_matter_only_if_their_text_may_be_accepted():
     routed = ["rollout.acceptance=routed", "rollout.drafter=x"]
     for change in ("rollout.drafter=y", "rollout.sources=[prefix]"):
         for words, matters in ((routed, True), ([], False)):
@@ -433,7 +407,7 @@ def test_another_number_of_workers_does_not_matter():
         *("trainer.learning_rate=1", "trainer.beta=0.5", "trainer.clip=0.1", "trainer.prompts_per_step=3"),
     ],
 )
-def test_what_trains_otherwise_matters(change):
+def test_an_option_that_changes_training_matters(change):
     assert [change.matters for change in differences(load(BASE), load([*BASE, change]))] == [True]
 
 
@@ -536,7 +510,7 @@ def test_every_option_is_read_somewhere():
     assert unread(["rollout.group_size", "rollout.refit_every"]) == ["rollout.refit_every"]
 
 
-def test_what_may_change_on_resume_is_said_in_known_words():
+def test_the_resume_policy_of_every_option_is_known():
     said = {option.resume for option in options.options(Config).values()}
     assert said == set(MAY_CHANGE)
 

@@ -139,6 +139,7 @@ def test_a_wrong_option_is_named_with_a_legal_one(words, named, suggested):
     message = broken(*words.split())
     assert named in message
     assert suggested in message.partition(named)[2]
+    assert "<" not in message, "every <key> of the rule is an option"
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from specrl.run.data import load_examples
 from specrl.run.prompts import seen
 from specrl.train_router import TrainRouterConfig
 from specrl.train_router import main as train_router
-from specrl.trainers.lossy.router import Record, curve
+from specrl.trainers.lossy.fit import Record, curve
 from tests import runs
 
 pytestmark = pytest.mark.slow  # commands on a pair of models
@@ -268,12 +268,12 @@ ROUTED = "rollout.acceptance=routed rollout.routed.by=entropy rollout.drafter=x"
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ("trainer.correction=none", "would train on drafted text as if the policy had written it"),
+        ("trainer.correction=none", "Try trainer.correction=token_truncate"),
         ("trainer.old_logprobs=trainer", "would hide that accepted tokens are off-policy"),
-        ("rollout.drafter=", "needs a model that writes"),
+        ("rollout.drafter=", "Try rollout.drafter=DIR"),
         ("rollout.routed.by=arbitrage", "needs rollout.routed.path"),
         ("rollout.routed.separators=[]", "must name at least one text"),
-        ("cluster.num_workers=2", "in the trainer's process"),
+        ("cluster.num_workers=2", "Try cluster.num_workers=0"),
         ("rollout.top_p=0.9", "needs the trainer's own log-probs"),
         ("rollout.routed.max_step_tokens=0", "must be at least 1"),
     ],

@@ -19,7 +19,7 @@ from specrl.rollout.engines.base import SamplingParams
 from specrl.rollout.engines.local.engine import TransformersEngine
 from specrl.rollout.engines.local.head import Head
 from specrl.rollout.keys import derive_key
-from specrl.rollout.noise import keyed_draw
+from specrl.rollout.noise import keyed_sample
 from specrl.rollout.types import EngineStats, Request, RolloutError
 from specrl.trainers.config import DrafterConfig
 from specrl.trainers.cotraining import distil
@@ -214,7 +214,7 @@ def measured_by_hand(drafter, policy, rows, trainer):
         at = torch.arange(len(response))
         key = torch.tensor(derive_key(3, "drafter", i, trainer.progress.rounds, "agreement")).expand(len(at))
         q, p = (full_logits(model, prompt, response) for model in (drafter, policy))
-        agreed += (keyed_draw(q, key, at)[0] == keyed_draw(p, key, at)[0]).tolist()
+        agreed += (keyed_sample(q, key, at)[0] == keyed_sample(p, key, at)[0]).tolist()
         overlap += torch.minimum(q.softmax(-1), p.softmax(-1)).sum(-1).tolist()
     return sum(agreed) / len(agreed), sum(overlap) / len(overlap)
 

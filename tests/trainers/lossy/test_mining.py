@@ -5,7 +5,7 @@ import torch
 from specrl.rollout.engines.base import SamplingParams
 from specrl.rollout.engines.local.engine import TransformersEngine
 from specrl.rollout.types import Request
-from specrl.trainers.lossy.mining import Mined, Miner, mine, while_followed
+from specrl.trainers.lossy.mining import Mined, Miner, mine, until_first_mismatch
 
 EOS, CAP, MOST = 1, 16, 5
 PROMPTS = [[5, 6], [5, 6], [9, 4, 7], [8]]
@@ -53,7 +53,7 @@ def test_labels_are_those_of_the_search_by_hand(build_model):
         asked.extend(rows)
         return [reward(text) for text in texts]
 
-    labels = miner(PROMPTS, range(len(PROMPTS)), while_followed(stored), score, MOST)
+    labels = miner(PROMPTS, range(len(PROMPTS)), until_first_mismatch(stored), score, MOST)
     want = by_hand(model, stored)
     rank = sorted(range(len(labels)), key=lambda i: labels.problem[i])  # the miner goes over all rows in turn
     assert [(labels.important[i].item(), labels.problem[i].item()) for i in rank] == [w[1:] for w in want]
@@ -78,19 +78,21 @@ def test_mining_by_hand():
     def answer(i, text):
         return sum(t - 10 for t in text if t >= 10) if i == 0 else None
 
-    found = mine(texts, propose, finish, answer, frozenset({EOS}))
+    found = mine(texts, propose, finish, answer, eos_ids=frozenset({EOS}))
     assert found == [
         Mined(0, (4,), False),
         Mined(0, (4, 15), True),  # on the text in which the word was replaced
         Mined(0, (4, 12, 3), False),  # the digit was put back
     ]
     assert len(finished) == 3, "a row without an answer is not tried"
-    assert len(mine(texts, propose, finish, answer, frozenset({EOS}), most=2)) == 2
+    assert len(mine(texts, propose, finish, answer, eos_ids=frozenset({EOS}), max_tries=2)) == 2
 
 
 def test_a_continuation_without_an_answer_labels_nothing():
     def answer(i, text):
         return None if 4 in text else 0
 
-    found = mine([[5, 6, EOS]], lambda c: {0: [4, 3, None]}, lambda p: {0: [*p[0], 6, EOS]}, answer, frozenset({EOS}))
+    found = mine(
+        [[5, 6, EOS]], lambda c: {0: [4, 3, None]}, lambda p: {0: [*p[0], 6, EOS]}, answer, eos_ids=frozenset({EOS})
+    )
     assert found == [Mined(0, (5, 3), False)]

@@ -9,10 +9,10 @@ import torch
 import specrl.rollout.engines.local.reader as reader
 from specrl.rollout.drafting.cost import CostModel, DraftingBackoff
 from specrl.rollout.engines.base import SamplingParams
-from specrl.rollout.engines.local import draw
+from specrl.rollout.engines.local import sampler
 from specrl.rollout.engines.local.kv import KV
 from specrl.rollout.engines.local.reader import Reader
-from specrl.rollout.noise import keyed_draw
+from specrl.rollout.noise import keyed_sample
 from tests.rollout.golden import (
     EOS_IDS,
     FAMILIES,
@@ -62,7 +62,7 @@ def test_the_texts_of_all_prompts_change_nothing(golden, family, monkeypatch):
     model, cases, want = golden(family)
     monkeypatch.setattr(CostModel, "fit", lambda self: (1.0, 0.0, 1e-3, 0.0))  # tokens cost little: chances are taken
     monkeypatch.setattr(DraftingBackoff, "pays", lambda self: True)  # nor are they judged by measured time
-    monkeypatch.setattr(DraftingBackoff, "rests", lambda self: False)  # responses this short would be over
+    monkeypatch.setattr(DraftingBackoff, "should_skip", lambda self: False)  # responses this short would be over
     engine = engine_of(model, contexts=True)
     for _ in range(4):
         requests = requests_of(cases)
@@ -253,18 +253,18 @@ def test_noise_drawn_per_pass_is_seen(golden, monkeypatch):
     counter = iter(range(10**9))
 
     def per_pass(logits, keys, positions, targets=None, **law):
-        return keyed_draw(logits, keys + next(counter), positions, targets, **law)
+        return keyed_sample(logits, keys + next(counter), positions, targets, **law)
 
-    monkeypatch.setattr(draw, "keyed_draw", per_pass)
+    monkeypatch.setattr(sampler, "keyed_sample", per_pass)
     assert len(differing(speculate(*golden("llama")), golden("llama")[2])) > 13
 
 
 def test_an_off_by_one_position_is_seen(golden, monkeypatch):
     def shifted(logits, keys, positions, targets=None, **law):
         with_drafts = len(keys) > len(keys.unique())
-        return keyed_draw(logits, keys, positions + with_drafts, targets, **law)
+        return keyed_sample(logits, keys, positions + with_drafts, targets, **law)
 
-    monkeypatch.setattr(draw, "keyed_draw", shifted)
+    monkeypatch.setattr(sampler, "keyed_sample", shifted)
     assert len(differing(speculate(*golden("llama")), golden("llama")[2])) > 13
 
 

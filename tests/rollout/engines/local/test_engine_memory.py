@@ -11,11 +11,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from specrl.rollout.engines.base import Limits, SamplingParams
-from specrl.rollout.engines.local import draw, packed
 from specrl.rollout.engines.local import memory as memory_plan
+from specrl.rollout.engines.local import probe, sampler
 from specrl.rollout.engines.local.reader import Reader
 from specrl.rollout.keys import derive_key
-from specrl.rollout.noise import keyed_draw
+from specrl.rollout.noise import keyed_sample
 from specrl.rollout.types import Request, RolloutError
 from tests.engines import local
 from tests.rollout.golden import (
@@ -126,12 +126,12 @@ def lognormal(n: int, most: int) -> list[Request]:
 def test_kv_is_planned_and_allocated_once(golden, monkeypatch, caplog):
     """Three rollouts within a byte limit: as many rows as fit, no more memory than planned, nothing twice."""
     model, _, _ = golden("qwen3")
-    monkeypatch.setattr(packed, "on_gpu", lambda model: True)
+    monkeypatch.setattr(probe, "on_gpu", lambda model: True)
     engine = local(model, NO_EOS, tokens_per_pass=64, logits_mb=1)
     requests, policy = lognormal(40, 240), engine.policy
     with Scarce(3 * MB) as memory:
         monkeypatch.setattr(memory_plan, "free_bytes", lambda device: memory.most - memory.held())
-        rows = memory_plan.places(requests, [policy], 256)
+        rows = memory_plan.max_concurrent_rows(requests, [policy], 256)
         tokens = memory_plan.row_tokens(requests)
         plan = rows * tokens * policy.kv_bytes + memory_plan.pass_bytes(policy)
         for _ in range(3):
@@ -158,11 +158,11 @@ def test_rows_that_wait_take_the_places_of_those_that_end(golden):
 def test_what_an_80_or_141_gb_card_holds(monkeypatch, card, tokens, rows):
     """Qwen3-1.7B in bfloat16: 112 KiB a token, 3.4 GB of weights, a prompt of 200 tokens; 256 rows are asked for."""
     head = SimpleNamespace(weight=torch.empty(1, 2048, dtype=torch.bfloat16))
-    draw = SimpleNamespace(bytes=5 << 30)
-    model = SimpleNamespace(limits=Limits(), device=torch.device("cuda"), kv_bytes=112 << 10, lm_head=head, draw=draw)
+    modules = {"lm_head": head, "sampler": SimpleNamespace(bytes=5 << 30)}
+    model = SimpleNamespace(limits=Limits(), device=torch.device("cuda"), kv_bytes=112 << 10, **modules)
     monkeypatch.setattr(memory_plan, "free_bytes", lambda device: int((card - 3.4) * 1e9))
     requests = [Request([1] * 200, 1, tokens)] * 512
-    assert memory_plan.places(requests, [model], 256) == rows
+    assert memory_plan.max_concurrent_rows(requests, [model], 256) == rows
 
 
 def test_kv_that_fits_no_row_is_one_readable_error(golden):
@@ -170,7 +170,7 @@ def test_kv_that_fits_no_row_is_one_readable_error(golden):
     model = copy.deepcopy(model)
     engine = local(model, NO_EOS, kv_cache_mb=1)
     with pytest.raises(RolloutError, match=r"one row of 5004 tokens takes 1 MB, and there are 1 MB .*kv_cache_mb \(1;"):
-        memory_plan.places([Request([5, 9, 30, 12], 1, 5000)], [engine.policy], 8)
+        memory_plan.max_concurrent_rows([Request([5, 9, 30, 12], 1, 5000)], [engine.policy], 8)
 
 
 def test_other_errors_are_not_taken_for_a_lack_of_memory(golden, monkeypatch):
@@ -183,7 +183,7 @@ def test_other_errors_are_not_taken_for_a_lack_of_memory(golden, monkeypatch):
 def test_logits_exist_in_chunks_only(golden, monkeypatch):
     model, cases, want = golden("llama")
     sizes = []
-    monkeypatch.setattr(draw, "keyed_draw", lambda z, *a, **k: sizes.append(len(z)) or keyed_draw(z, *a, **k))
+    monkeypatch.setattr(sampler, "keyed_sample", lambda z, *a, **k: sizes.append(len(z)) or keyed_sample(z, *a, **k))
     for logits_mb, largest in ((0, 1), (256, 26)):
         sizes.clear()
         engine = engine_of(model, logits_mb=logits_mb)

@@ -197,7 +197,7 @@ def test_the_ids_are_those_that_the_texts_use_most(policy, plain):
     assert not seen <= set(range(12)), "the lowest ids are taken where nothing is known"
     assert outputs(blind.generate(batch)[0]) == texts
     assert rates(blind) > first + 0.1
-    drawn = set(blind.drafting.model.ragged.draw.ids.tolist())
+    drawn = set(blind.drafting.model.packed.sampler.ids.tolist())
     assert seen | SAMPLING.eos_ids <= drawn
     assert len(drawn) == 12
 
@@ -210,9 +210,9 @@ def test_the_option_reaches_the_drafter(policy, kind, tmp_path):
             drafter=str(tmp_path) if kind == "model" else kind, local=LocalConfig(drafter_vocab=size)
         )
         engine = build_engine(EngineSpec(eos_ids=SAMPLING.eos_ids, rollout=config), policy)
-        ids = engine.drafting.model.ragged.draw.ids
+        ids = engine.drafting.model.packed.sampler.ids
         assert size == (0 if ids is None else len(ids))
-        assert engine.policy.draw.ids is None, "the policy draws from all"
+        assert engine.policy.sampler.ids is None, "the policy draws from all"
 
 
 def test_an_output_layer_that_is_more_than_its_weight_draws_from_all_ids(policy, caplog):
@@ -221,7 +221,7 @@ def test_an_output_layer_that_is_more_than_its_weight_draws_from_all_ids(policy,
     engine = Engine(policy, SAMPLING, window=5, drafter=drafter, ids=12)
     engine.generate(requests())
     assert rates(engine) == 1.0
-    assert "drafts are drawn from all 61 ids and not from the 12 of rollout.local.drafter_vocab" in caplog.text
+    assert "drafts are sampled from all 61 ids and not from the 12 of rollout.local.drafter_vocab" in caplog.text
 
 
 # The same noise, and KV that follows ----------------------------------------------------------------------------------
@@ -251,15 +251,15 @@ def test_kv_that_is_not_rolled_back_costs_acceptance_only(policy, plain, monkeyp
         assert outputs(engine.generate(requests())[0]) == outputs(plain)
         return rates(engine)
 
-    right, texts, lacking = rate(), {}, Reader.lacking
+    right, texts, missing = rate(), {}, Reader.missing
 
     def kept(reader, row, text, final=True):
         """Rejected tokens stay: the cursor only moves on."""
         known = texts.get((id(reader), row), 0)
         texts[id(reader), row] = len(text)
-        return list(text[known:]) if known else lacking(reader, row, text)
+        return list(text[known:]) if known else missing(reader, row, text)
 
-    monkeypatch.setattr(Reader, "lacking", kept)
+    monkeypatch.setattr(Reader, "missing", kept)
     monkeypatch.setattr(reader, "row_tokens", lambda requests: 500)  # room for what stays
     assert rate() < right - 0.2
 
@@ -272,7 +272,9 @@ def test_the_own_drafter_takes_over_again_when_it_fits(policy, plain):
     handed = frozenset([None, *((state, "custom") for state in states if state != "agreeing")])
     engine.budget.plan = lambda kinds, model, width: Plan(dict.fromkeys(kinds, 3), handed, 0.0)
     engine.budget.drafter.calibrate([(1, 1e-9)])
-    engine.budget.chain = lambda behind, plan: Chain(engine.budget.drafter, plan.goodput, plan.token_s, behind, most=2)
+    engine.budget.chain = lambda missing, plan: Chain(
+        engine.budget.drafter, plan.goodput, plan.token_s, missing, most=2
+    )
     done, _ = engine.generate(requests(drafters=own))
     assert outputs(done) == outputs(plain)
     bridged, total = engine.sources["model"][1], sum(len(c.tokens) for c in done)
@@ -316,7 +318,7 @@ def test_unusable_logits_are_dropped_and_counted(policy, plain, value):
 
 
 def test_another_vocabulary_is_refused(policy, build_model):
-    with pytest.raises(RolloutError, match=r"knows 53 tokens and the policy 61.*tokenizer"):
+    with pytest.raises(RolloutError, match=r"53 tokens and the policy 61.*tokenizer"):
         local(policy, SAMPLING, drafter=build_model("llama", vocab=53))
 
 

@@ -11,9 +11,9 @@ from transformers import AutoModelForCausalLM
 
 import specrl.rollout.engines.local.engine as engine_module
 from specrl.rollout.engines.base import SamplingParams
-from specrl.rollout.engines.local import packed, padded, varlen
+from specrl.rollout.engines.local import padded, probe, varlen
 from specrl.rollout.engines.local.kv import KV
-from specrl.rollout.engines.local.packed import packed_model
+from specrl.rollout.engines.local.probe import packed_model
 from specrl.rollout.engines.local.reader import Reader
 from specrl.rollout.types import RolloutError
 from tests.rollout.golden import (
@@ -32,7 +32,7 @@ WAITS = {"aten._local_scalar_dense", "aten.item", "aten.nonzero", "aten.is_nonze
 
 @pytest.fixture
 def on_gpu_passes(monkeypatch):
-    monkeypatch.setattr(packed, "on_gpu", lambda model: True)
+    monkeypatch.setattr(probe, "on_gpu", lambda model: True)
 
 
 class Counted(TorchDispatchMode):
@@ -74,7 +74,7 @@ def test_attention_over_slabs_is_that_of_padded_rows(seed, window):
     starts = [int(rng.integers(1, old[place][0].shape[1] + 1)) for place in places]
     lengths = rng.integers(1, 12, 3).tolist()
     rest = (lengths, states(sum(lengths)), old, window)
-    want = attended(padded.Pass, places, starts, *rest)
+    want = attended(padded.PaddedPass, places, starts, *rest)
     assert torch.allclose(attended(varlen.StaticPass, places, starts, *rest), want, atol=1e-6)
     shorter = attended(varlen.StaticPass, places, [start - 1 for start in starts], *rest)
     assert not torch.allclose(shorter, want, atol=1e-3), "control"
@@ -163,7 +163,7 @@ def test_a_layer_takes_at_most_40_ops_and_a_pass_waits_for_nothing(build_model, 
     for op in deep:
         assert not any(word in op for word in ("mask", "sort", "nonzero", "topk", "repeat", "pad")), op
     assert deep["aten.copy_"] == 2, "one copy to the device, one back"
-    monkeypatch.setattr(packed, "on_gpu", lambda model: False)
+    monkeypatch.setattr(probe, "on_gpu", lambda model: False)
     assert any("mask" in op for op in counted_pass(build_model("qwen3"))), "control: padded rows have a mask"
     with Counted() as counted:
         torch.ones(1).item()
@@ -191,7 +191,7 @@ def test_passes_compile_without_a_break(build_model, on_gpu_passes):
         again = policy.layout(kv, [0, 1, 2], [0, 0, 0], [3, 2, 4], "cpu")
         ids = again.ids([1] * 9)
         whole = torch.compile(policy.decoder, fullgraph=True, backend="aot_eager")
-        got = whole(input_ids=ids, position_ids=again.positions[None], use_cache=False, ragged=again)
+        got = whole(input_ids=ids, position_ids=again.positions[None], use_cache=False, layout=again)
     assert torch.allclose(got.last_hidden_state[0, :9], want, atol=1e-5)
 
 
@@ -289,7 +289,7 @@ def test_a_pass_under_way_keeps_what_asking_for_its_drafts_took(golden, on_gpu_p
         else:
             seen.append([asking, tokens])
 
-    drafting.propose, drafting.observe_pass = numbered, observe
+    drafting.propose, drafting.budget.observe_pass = numbered, observe
     assert (
         differing(engine.generate(requests_of(cases, drafts_of_every_quality([t for t, _, _ in want])))[0], want) == []
     )

@@ -33,7 +33,7 @@ def step(flow: Flow, rows: list[VLLMRow], texts: np.ndarray, logprobs: np.ndarra
         return []
     for row in taking:
         right = texts[row.request.key, len(row.tokens) :][: rng.randint(0, 7)].tolist()
-        row.draft = Draft([t if rng.random() < 0.9 else 50 for t in right][: row.room - 1], rng.choice("ab"))
+        row.draft = Draft([t if rng.random() < 0.9 else 50 for t in right][: row.remaining - 1], rng.choice("ab"))
     pads = [rng.choice([0, 0, 0, 2]) for _ in lined]
     given = [[*(row.draft.tokens if row else []), *[-1] * pad] for row, pad in zip(lined, pads, strict=True)]
     tokens = np.array([token for draft in given for token in draft], np.int32)

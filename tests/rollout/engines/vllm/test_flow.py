@@ -2,7 +2,6 @@
 
 import importlib.util
 import logging
-import re
 import time
 from types import SimpleNamespace
 
@@ -14,10 +13,10 @@ from specrl.rollout.drafting.budget import Budget
 from specrl.rollout.drafting.draft import Draft
 from specrl.rollout.drafting.drafting import Drafting
 from specrl.rollout.engines.base import SamplingParams
-from specrl.rollout.engines.local.draw import packed_draw
+from specrl.rollout.engines.local.sampler import packed_sample
 from specrl.rollout.engines.vllm.flow import Flow
 from specrl.rollout.engines.vllm.logits import OF_CPU_SERVER, OF_SERVER, LogitsBudget, Remedies
-from specrl.rollout.noise import keyed_draw
+from specrl.rollout.noise import keyed_sample
 from specrl.rollout.types import Request, RolloutError
 from specrl.rollout.verify import exact
 
@@ -33,7 +32,7 @@ LAWS = [
 ]
 
 
-def adapter_of(rows: dict, chunk: int = 1000, draw=packed_draw, **given):
+def adapter_of(rows: dict, chunk: int = 1000, draw=packed_sample, **given):
     """The adapter of a flow with these rows. Args: given: of the flow."""
     from specrl.rollout.engines.vllm.batch import LogprobBuffer
     from specrl.rollout.engines.vllm.v1 import V1Adapter
@@ -79,7 +78,7 @@ def test_every_row_gets_the_draws_of_its_own_positions(laws, chunk):
             at = torch.arange(len(row.tokens), len(row.tokens) + n)
             law = {key: getattr(row.sampling, key) for key in ("temperature", "top_k", "top_p")}
             targets = torch.tensor([*draft, 0])
-            drawn = keyed_draw(logits[first : first + n], torch.full((n,), row.request.key), at, targets, **law)
+            drawn = keyed_sample(logits[first : first + n], torch.full((n,), row.request.key), at, targets, **law)
             tokens, logprobs = drawn[0].tolist(), drawn[1].tolist()
             if name == "r3":
                 draft[:] = tokens[:-1]
@@ -113,7 +112,7 @@ def test_padding_is_not_drawn():
 
     def draw(logits, *columns):
         drawn.append(len(logits))
-        return packed_draw(logits, *columns)
+        return packed_sample(logits, *columns)
 
     rows = {"a": row_of(1, [5]), "b": row_of(2, [5])}
     runner, metadata, logits = step(rows, [[4, 4], []], pads=[3, 5])
@@ -126,7 +125,7 @@ def test_draws_behind_a_mismatch_are_kept_where_they_may_be_guesses(redraws):
     rows = {"a": row_of(1, [5]), "b": row_of(2, [5])}
     runner, metadata, logits = step(rows, [[4, 4], []], pads=[1, 0])
     adapter = adapter_of(rows, drafting=Drafting(redraws=redraws))
-    want = keyed_draw(logits[:3], torch.full((3,), 1), torch.arange(1, 4))[0].tolist()
+    want = keyed_sample(logits[:3], torch.full((3,), 1), torch.arange(1, 4))[0].tolist()
     assert want[0] != 4, "none of the draft stands"
     adapter.sample(runner, logits, metadata)
     assert [*rows["a"].redraws] == (want[1:] if redraws else [])
@@ -218,7 +217,7 @@ class Server:
 
 
 def fives(logits, *_):
-    """What `packed_draw` tells of draws that are all 5."""
+    """What `packed_sample` tells of draws that are all 5."""
     told = torch.full((4, len(logits)), 0.5).view(torch.int32)
     told[0] = 5
     return told
@@ -267,23 +266,17 @@ def test_rows_that_have_a_draft_share_the_budget():
 
 
 @pytest.mark.parametrize(
-    ("budget", "said"),
+    ("budget", "options"),
     [
-        (LogitsBudget(3), "the logits of 3. Try a lower rollout.rows_per_batch, or a higher rollout.logits_mb"),
-        (LogitsBudget(9, lambda: 0, remedies=Remedies()), "logits of 0. .* a lower rollout.vllm.memory_utilization"),
-        (LogitsBudget(1000, step=5), "a step has 5 tokens. .* a higher rollout.tokens_per_pass"),
-        (
-            LogitsBudget(3, remedies=OF_SERVER),
-            "logits of 3. Try a lower max_num_seqs, or a lower gpu_memory_utilization$",
-        ),
-        (
-            LogitsBudget(9, step=5, remedies=OF_SERVER),
-            "a step has 5 .* max_num_seqs, or a higher max_num_batched_tokens$",
-        ),
-        (LogitsBudget(3, remedies=OF_CPU_SERVER), "logits of 3. Try a lower max_num_seqs$"),
+        (LogitsBudget(3), ["rollout.rows_per_batch", "rollout.logits_mb"]),
+        (LogitsBudget(9, lambda: 0, remedies=Remedies()), ["rollout.vllm.memory_utilization"]),
+        (LogitsBudget(1000, step=5), ["rollout.tokens_per_pass"]),
+        (LogitsBudget(3, remedies=OF_SERVER), ["max_num_seqs", "gpu_memory_utilization"]),
+        (LogitsBudget(9, step=5, remedies=OF_SERVER), ["max_num_batched_tokens"]),
+        (LogitsBudget(3, remedies=OF_CPU_SERVER), ["max_num_seqs"]),
     ],
 )
-def test_a_budget_without_room_is_logged_once(caplog, budget, said):
+def test_a_budget_without_room_is_logged_once(caplog, budget, options):
     rows = {str(i): row_of(i) for i in range(4)}
     adapter = adapter_of(rows, budget=budget)
     adapter.flow.drafting.propose = lambda rows, stats: [Draft([4], "x")] * 4
@@ -291,7 +284,7 @@ def test_a_budget_without_room_is_logged_once(caplog, budget, said):
         for _ in range(3):
             assert proposals(adapter) == [[]] * 4
     (record,) = caplog.records
-    assert re.match(f"no draft is verified: 4 of 4 rows have one, and .*{said}", record.getMessage())
+    assert all(option in record.getMessage() for option in options)
 
 
 def test_memory_is_measured_when_a_rollout_begins():

@@ -152,7 +152,7 @@ def test_what_is_declared_wrongly_is_refused_before_anything_is_loaded(updated, 
         engine.generate(requests_of(golden()[0]))
 
 
-@pytest.mark.parametrize("reached", [1, 3, 7, 12])
+@pytest.mark.parametrize("reached", [3, 12])
 def test_a_whole_update_repairs_what_a_broken_one_left(updated, reached):
     """Wherever it broke: vLLM counts what a layer has received, and would take the rest for the whole."""
     engine, model = updated()

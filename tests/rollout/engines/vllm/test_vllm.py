@@ -23,7 +23,7 @@ from specrl.rollout.drafting.suffix import PromptTexts, SuffixDrafter
 from specrl.rollout.engines.base import EngineSpec, Probe, SamplingParams
 from specrl.rollout.engines.local.engine import TransformersEngine
 from specrl.rollout.keys import derive_key
-from specrl.rollout.noise import keyed_draw
+from specrl.rollout.noise import keyed_sample
 from specrl.rollout.types import Request, RolloutError
 from tests.engines import local
 from tests.rollout.engines.local.test_engine_drafts import Raises
@@ -256,10 +256,12 @@ def test_the_drafts_of_a_step_are_bounded(engine_of, monkeypatch):
     def largest(**settings) -> int:
         """Tokens of the largest step behind the prompts."""
         engine, steps = engine_of(draft_tokens=40, window=40, **settings), []
-        observe = engine.drafting.observe_pass
+        observe = engine.drafting.budget.observe_pass
         with monkeypatch.context() as patch:
             patch.setattr(
-                engine.drafting, "observe_pass", lambda n, *more, **told: (steps.append(n), observe(n, *more, **told))
+                engine.drafting.budget,
+                "observe_pass",
+                lambda n, *more, **told: (steps.append(n), observe(n, *more, **told)),
             )
             done, _ = engine.generate(requests_of(cases, texts))
         assert exactly(done) == exactly(plain)
@@ -283,7 +285,7 @@ def test_drafts_leave_no_row_out_of_a_step(engine_of, monkeypatch):
     assert {n for n in rows if n} == {16}
 
 
-MANY_BLOCKS = [([3 + i, *(4 + j % 50 for j in range(90))], 30) for i in range(18)]
+MANY_BLOCKS = [([3 + i, *(4 + j % 50 for j in range(90))], 12) for i in range(18)]
 """Of KV: three a row for its prompt, four with its response; a MB holds 64."""
 
 
@@ -386,9 +388,9 @@ def test_noise_off_by_one_position_is_found(updated, golden, monkeypatch):
     late = 1
 
     def draw(logits, keys, at, *more, **law):
-        return keyed_draw(logits, keys, at + late, *more, **law)
+        return keyed_sample(logits, keys, at + late, *more, **law)
 
-    monkeypatch.setattr("specrl.rollout.engines.local.draw.keyed_draw", draw)
+    monkeypatch.setattr("specrl.rollout.engines.local.sampler.keyed_sample", draw)
     engine, _ = updated()
     assert len(differing(engine.generate(requests_of(cases))[0], want)) > 13
     late = 0
@@ -656,10 +658,7 @@ def test_lenient_needs_stored_logprobs(engine_of):
 @pytest.mark.parametrize(
     ("prompt", "cap", "word"),
     [
-        ([], 5, "no tokens"),
         ([VOCAB], 5, f"token id {VOCAB}"),
-        ([3, -1], 5, "token id -1"),
-        ([3], 0, "max_new_tokens=0"),
         ([3] * CONTEXT, 5, f"{CONTEXT} tokens leaves no room"),
         ([3] * (CONTEXT - 6), 7, "max_new_tokens=6 or less"),
     ],
@@ -723,7 +722,7 @@ def test_a_cache_that_holds_no_row_is_refused_at_start(tmp_path):
     [
         ({"runner": "v2"}, r"runner=v2 does not work here: it needs a GPU, or Triton; use rollout\.vllm\.runner=v1"),
         ({"tensor_parallel": 2}, r"runner=v1 .*tensor_parallel=2 .*; nor does v2: it needs a GPU"),
-        ({"tensor_parallel": 2, "runner": "v1"}, "lets the host draft"),
+        ({"tensor_parallel": 2, "runner": "v1"}, "drafts on the host"),
     ],
 )
 def test_runners_that_do_not_work_here(saved, settings, word):
@@ -742,12 +741,6 @@ def test_runners_that_do_not_work_here(saved, settings, word):
 def test_texts_that_cannot_be_scored(engine_of, tokens):
     with pytest.raises(RolloutError, match=f"1 to {CONTEXT - 1} tokens, not {len(tokens)}"):
         engine_of().score(tokens)
-
-
-@pytest.mark.parametrize("draft_tokens", [0, 128])
-def test_draft_tokens_have_bounds(saved, draft_tokens):
-    with pytest.raises(RolloutError, match=f"draft_tokens={draft_tokens}.*1 to 127"):
-        build_engine(spec_of(saved("qwen3")[1], draft_tokens=draft_tokens))
 
 
 def test_a_compiler_that_is_switched_off_is_told(saved, monkeypatch):

@@ -180,7 +180,7 @@ def test_control_a_draft_that_is_not_verified_is_found(served, requests, plain, 
 
 def _trusting(key, draft, drawn) -> Accepted:
     """The planted bug: every draft token stands."""
-    return Accepted([*draft.tokens, drawn.draws[-1]], drawn.logprobs, drawn.logprobs, len(draft.tokens))
+    return Accepted([*draft.tokens, drawn.tokens[-1]], drawn.logprobs, drawn.logprobs, len(draft.tokens))
 
 
 def test_requests_of_others_are_vllms_own(served, requests, plain):
@@ -325,7 +325,7 @@ def test_requests_without_a_key_are_asked_nothing(served, requests):
     assert len(served.ask_with([(list(requests[0].prompt), served.vllm_params(requests[0], **law))])) == 1
 
 
-@pytest.mark.parametrize("told", [True, False], ids=["at the front", "in the core"])
+@pytest.mark.parametrize("told", [True, False], ids=["at_the_front", "in_the_core"])
 def test_a_bad_request_does_not_end_a_server_of_several_processes(
     served, requests, plain, path, monkeypatch, told, caplog
 ):

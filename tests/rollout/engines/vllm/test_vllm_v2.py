@@ -1,7 +1,7 @@
 """The vLLM engine on Model Runner V2, by Triton's interpreter: in processes of their own, as it has to be there first.
 
-test_vllm.py, test_judged.py, test_ranks.py and test_vllm_served.py are run again; device_cases.py has what stays on the
-device, head_cases.py what a head drafts, served_cases.py what only servers on V2 do.
+test_vllm.py, test_judged.py and test_vllm_served.py are run again; device_cases.py tests drafts on the device,
+head_cases.py those of a head, served_cases.py what only servers on V2 do.
 """
 
 import importlib.util
@@ -20,12 +20,13 @@ SITE = f"import os\nif os.environ.get('TRITON_INTERPRET'):\n    import {HERE}.vl
 
 ON_V1 = (
     "starting_and_closing or several_eos or has_otherwise or does_not_fit or nan_logits or cap_is_exact or stop_lets "
-    "or llama-process"
+    "or llama-process or qwen3-memory or (plain_decoding and llama) or window_follows or kv_of_older or holds_no_row "
+    "or (memory_bounds and settings1) or (any_quality and 8) or (lenient_decides and 1.0-8) or (every_sampling_law and "
+    "(law1 or law2)) or (judge_of_the and (0-1 or 5-1 or 1.1-1)) or at_the_front or (steps_and_nothing_else and 0)"
 )
-"""Cases that are the driver's matter, the same for both runners: on V1 they are run, and by the interpreter they take
-minutes."""
+"""Cases that do not depend on the model runner, or that differ from another one by a number: V1 runs all of them."""
 TOGETHER = [
-    ["test_vllm.py", "test_judged.py", "test_ranks.py"],
+    ["test_vllm.py", "test_judged.py"],
     ["device_cases.py", "head_cases.py"],
     ["served_cases.py", "test_vllm_served.py"],
 ]

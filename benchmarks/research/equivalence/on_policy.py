@@ -2,7 +2,7 @@
 
 GRPO (TRL's trainer) and PPO train the embedded policy for a few steps. Before each update every response is scored
 again by the model's own forward pass, alone and without padding, and compared with the log-probs the rollout recorded,
-reused tokens and new ones apart. The control compares those that the visit before recorded for the same text.
+reused and new tokens separately. The control compares those that the visit before recorded for the same text.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ class Identity:
 def score(model: torch.nn.Module, prompt: Sequence[int], tokens: Sequence[int]) -> list[float]:
     """Log-prob of each response token at temperature 1, by the model's own forward pass."""
     ids = torch.tensor([[*prompt, *tokens]])
-    law = model(input_ids=ids).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
-    return law.gather(-1, ids[0, len(prompt) :, None])[:, 0].tolist()
+    logprobs = model(input_ids=ids).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+    return logprobs.gather(-1, ids[0, len(prompt) :, None])[:, 0].tolist()
 
 
 @contextmanager

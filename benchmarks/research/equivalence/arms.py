@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from benchmarks.equivalence.learning import OTHER_NOISE, Arm
+from benchmarks.research.equivalence.learning import OTHER_NOISE, Arm
 
 
 def lenient(lenience: float) -> dict:

@@ -32,7 +32,7 @@ SCALE, CEILING = tl.constexpr(noise.LOG2_E * 2.0**noise.FRACTION), tl.constexpr(
 P0, P1, P2, P3, P4, P5 = (tl.constexpr(c) for c in noise.POWER)
 
 
-def keyed_draw(
+def keyed_sample(
     logits: Tensor,
     keys: Tensor,
     positions: Tensor,
@@ -42,7 +42,7 @@ def keyed_draw(
     top_p: float,
     ids: Tensor | None = None,
 ) -> Tensor:
-    """`noise.keyed_draw` of logits [N, V], packed as int32 [4, N]: draws, then bits of log-probs and gap.
+    """`noise.keyed_sample` of logits [N, V], packed as int32 [4, N]: draws, then bits of log-probs and gap.
 
     Launches at most three kernels and waits for none of them.
     """
@@ -61,13 +61,12 @@ def keyed_draw(
     names = tokens if ids is None else ids.contiguous()  # a place for the kernels' argument that they then do not read
     law = {"SCALED": scaled, "enable_fp_fusion": False}  # a fused product would be rounded once less than in noise.py
     if cut:
-        given = (logits, floors, vocab, by)
-        search[(rows,)](*given, TOP_K=top_k, TOP_P=float(top_p), BLOCK=BLOCK, num_warps=16, **law)
+        search[(rows,)](logits, floors, vocab, by, TOP_K=top_k, TOP_P=float(top_p), BLOCK=BLOCK, num_warps=16, **law)
     law |= {"CUT": cut, "NAMED": ids is not None}
-    given = (logits, keys, positions, names, floors, floats, tokens, vocab, by)
-    part[(rows, blocks)](*given, NOISE=temperature != 0.0, BLOCK=BLOCK, num_warps=8, **law)
-    given = (logits, targets, names, floors, floats, tokens, packed, vocab, blocks, by)
-    combine[(rows,)](*given, WIDTH=triton.next_power_of_2(blocks), num_warps=1, **law)
+    inputs = (logits, keys, positions, names, floors, floats, tokens, vocab, by)
+    part[(rows, blocks)](*inputs, NOISE=temperature != 0.0, BLOCK=BLOCK, num_warps=8, **law)
+    results = (logits, targets, names, floors, floats, tokens, packed, vocab, blocks, by)
+    combine[(rows,)](*results, WIDTH=triton.next_power_of_2(blocks), num_warps=1, **law)
     return packed
 
 

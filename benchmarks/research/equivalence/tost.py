@@ -1,4 +1,4 @@
-"""Equivalence of paired samples: two one-sided t-tests (Schuirmann 1987), with the power they have. Pure functions."""
+"""Equivalence of paired samples: two one-sided t-tests (Schuirmann 1987) and their power. Pure functions."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def compare(differences: Sequence[float], margin: float) -> Comparison:
 
 
 def power(n: int, sd: float, margin: float) -> float:
-    """Chance that both tests pass when the true difference is zero: 2 T(margin / error - t) - 1, T Student's law."""
+    """Chance that both tests pass when the true difference is zero: 2 T(margin / error - t) - 1."""
     df = n - 1
     return max(0.0, 2 * t_cdf(margin * math.sqrt(n) / sd - t_quantile(1 - ALPHA, df), df) - 1)
 
@@ -80,7 +80,7 @@ def pairs_needed(sd: float, margin: float) -> int:
 
 
 def t_cdf(t: float, df: int) -> float:
-    """Student's cumulative distribution: Simpson's rule on the substitution x = sqrt(df) tan(angle)."""
+    """Cumulative distribution of Student's t: Simpson's rule on the substitution x = sqrt(df) tan(angle)."""
     steps, edge = 100, math.atan(abs(t) / math.sqrt(df))
     at = [math.cos(i * edge / steps) ** (df - 1) for i in range(steps + 1)]
     area = (at[0] + at[-1] + 4 * sum(at[1::2]) + 2 * sum(at[2:-1:2])) * edge / steps / 3

@@ -1,4 +1,4 @@
-"""One training run on the toy: the product's rollouts, losses and advantages in a loop of our own."""
+"""One training run on the toy: the product's rollouts, losses and advantages in a small loop."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from benchmarks.equivalence import toy
+from benchmarks.research.equivalence import toy
 from specrl.rollout.cache.memory import Fingerprint, TrajectoryCache
 from specrl.rollout.config import RolloutConfig
 from specrl.rollout.control import Control
@@ -59,7 +59,7 @@ class Outcome:
     reused: int = 0
     rejected: int = 0
     unchanged: int = 0
-    """Tokens of the second epoch on, passes of their rows, tokens from drafts, draft tokens that did not stand, and
+    """Tokens of the second epoch on, passes of their rows, tokens from drafts, rejected draft tokens, and
     responses that are their sample's last one."""
     recorded: dict[str, float] = field(default_factory=lambda: {"reused": 0.0, "new": 0.0, "stored": 0.0})
     """Largest |engine's log-prob - recomputed one| of reused and of new tokens; `stored`: of those that weights
@@ -210,7 +210,7 @@ class Run:
 
 
 def padded(done: Sequence[Completion], length: int) -> Tensor:
-    """Log-probs under the laws that produced the tokens, 0 where padded [B, length]."""
+    """Log-probs of the distributions that produced the tokens, 0 where padded [B, length]."""
     out = torch.zeros(len(done), length)
     for i, c in enumerate(done):
         out[i, : len(c.tokens)] = torch.tensor(c.behaviour_logprobs)

@@ -1,4 +1,4 @@
-"""A policy small enough that its expected reward is computed, not sampled, behind the product's own engine.
+"""A policy small enough that its expected reward is computed, not sampled, through the product's engine.
 
 Tasks are little grammars: a response of symbols earns 1 when it takes `GOOD` right transitions and then ends by itself,
 else 0. The policy is a table of logits by (task, last symbol). It poses as a causal LM of transformers, so that drafts,
@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from specrl.rollout.build import build_engine
 from specrl.rollout.config import RolloutConfig
 from specrl.rollout.engines.base import Engine, EngineSpec
-from specrl.rollout.engines.local import ragged as packed
-from specrl.rollout.engines.local.padded import Pass
+from specrl.rollout.engines.local import probe
+from specrl.rollout.engines.local.padded import PaddedPass
 
 SYMBOLS, TASKS, CAP, GOOD = 6, 6, 10, 3
 """Symbol 0 ends a response. A prompt is (task, 0), so that there are as many tasks as symbols."""
@@ -59,15 +59,15 @@ class TablePolicy(nn.Module):
 class Decoder(nn.Module):
     """The part below the head: each token attends to nothing but itself and its row's first token."""
 
-    def forward(self, input_ids: Tensor, position_ids: Tensor, use_cache: bool, ragged: Pass) -> SimpleNamespace:
+    def forward(self, input_ids: Tensor, position_ids: Tensor, use_cache: bool, layout: PaddedPass) -> SimpleNamespace:
         written = input_ids[..., None].float()  # one head of one dimension
-        keys, _ = ragged.write(0, written, written)
-        return SimpleNamespace(last_hidden_state=states(keys[ragged.rows, 0, 0, 0].long(), input_ids[0])[None])
+        keys, _ = layout.write(0, written, written)
+        return SimpleNamespace(last_hidden_state=states(keys[layout.rows, 0, 0, 0].long(), input_ids[0])[None])
 
 
 def engine_of(policy: TablePolicy, config: RolloutConfig) -> Engine:
     """The product's engine around a table, without its look at a transformer's layers, which a table has not."""
-    with mock.patch.object(packed, "check", return_value=(policy.config.max_position_embeddings, "")):
+    with mock.patch.object(probe, "probe", return_value=(policy.config.max_position_embeddings, "")):
         return build_engine(EngineSpec(eos_ids=frozenset({END}), rollout=config), policy)
 
 
@@ -105,13 +105,13 @@ def expected_rewards(logits: Tensor, right: Tensor) -> Tensor:
 
     Args: logits, right [TASKS, SYMBOLS, SYMBOLS].
     """
-    law = logits.detach().double().softmax(-1)
+    probabilities = logits.detach().double().softmax(-1)
     good = right.double()
     mass = torch.zeros(TASKS, GOOD + 1, SYMBOLS, dtype=torch.float64)
     mass[:, 0, END] = 1.0
     earned = torch.zeros(TASKS, dtype=torch.float64)
     for _ in range(CAP):
-        stays, counts = mass @ (law * (1 - good)), mass @ (law * good)
+        stays, counts = mass @ (probabilities * (1 - good)), mass @ (probabilities * good)
         earned += stays[:, GOOD, END]
         mass = stays
         mass[:, 1:] += counts[:, :-1]

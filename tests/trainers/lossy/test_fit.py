@@ -1,10 +1,22 @@
-"""The judge's fit: areas and thresholds by hand, a separable rule, and labels without meaning as the control."""
+"""Fits of judges and routers: statistics by hand, a rule that is learned, and labels without meaning as the control."""
+
+import random
 
 import pytest
 import torch
 
-from specrl.trainers.lossy.fit import roc_auc
-from specrl.trainers.lossy.judge import Labels, fit_head, fit_judge, threshold_for_recall
+from specrl.trainers.lossy.fit import (
+    Labels,
+    Record,
+    accuracy_by_class,
+    fit_head,
+    fit_judge,
+    logistic,
+    roc_auc,
+    spearman,
+    split,
+    threshold_for_recall,
+)
 
 
 @pytest.mark.parametrize(
@@ -55,9 +67,53 @@ def test_a_judge_is_fitted_on_some_problems_and_chosen_on_others():
     fitted, area = fit_judge(labels, 0.9)
     assert area > 0.95
     chances = (x @ fitted.weight + fitted.bias).sigmoid()
-    caught = ((chances >= fitted.threshold) & y)[labels.held].sum() / y[labels.held].sum()
+    caught = ((chances >= fitted.threshold) & y)[labels.held_out].sum() / y[labels.held_out].sum()
     assert caught >= 0.9
     broken = x.clone()
-    broken[labels.held, 0] = -broken[labels.held, 0]  # what decides on the held-out problems is the opposite
+    broken[labels.held_out, 0] = -broken[labels.held_out, 0]  # what decides on the held-out problems is the opposite
     assert fit_judge(Labels(broken, y, problem), 0.9)[1] < 0.5, "control: held-out problems are not learned from"
     assert fit_judge(Labels(x, torch.ones(400, dtype=torch.bool), problem), 0.9) is None
+
+
+def test_no_problem_is_learned_from_and_judged_by():
+    records = [Record(f"p{i % 20}", (0.0,), (5,), (9,), (10,), 0.0, 0.0) for i in range(100)]
+    learning, held = split(records, 0.25, seed=0)
+    assert len(learning) + len(held) == 100
+    assert {r.problem for r in learning}.isdisjoint({r.problem for r in held})
+    assert len({r.problem for r in held}) == 5
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "want"),
+    [
+        ([1, 2, 3], [10, 20, 90], 1.0),
+        ([1, 2, 3], [3, 2, 1], -1.0),
+        ([1, 2, 2, 4], [1, 2, 3, 4], 0.9486832980505138),  # ranks 0, 1.5, 1.5, 3 against 0..3
+        ([1, 1, 1], [1, 2, 3], 0.0),
+    ],
+)
+def test_spearman_by_hand(a, b, want):
+    assert spearman(a, b) == pytest.approx(want)
+
+
+def test_accuracy_by_class_by_hand():
+    assert accuracy_by_class([0.9, 0.4, 0.6, 0.1], [1, 1, 0, -1], 0.5) == (0.5, 0.5)
+
+
+def fitted(inputs, targets):
+    weights, bias = logistic(torch.tensor(inputs, dtype=torch.float64), torch.tensor(targets), ridge=1e-3)
+    return [*weights.tolist(), bias.item()]
+
+
+def test_logistic_regression_finds_the_law_that_drew_the_targets():
+    rng = random.Random(0)
+    inputs = [(rng.gauss(0, 1), rng.gauss(0, 1)) for _ in range(4000)]
+    odds = [2 * a - b - 0.5 for a, b in inputs]
+    targets = [rng.random() < 1 / (1 + 2.718281828**-z) for z in odds]
+    found = fitted(inputs, targets)
+    assert found == pytest.approx([2, -1, -0.5], abs=0.2)
+    assert fitted(inputs[::-1], targets[::-1]) == pytest.approx(found, abs=1e-6)
+    shuffled = fitted(inputs, rng.sample(targets, len(targets)))
+    assert shuffled[:2] == pytest.approx([0, 0], abs=0.2), "the control: nothing to find"
+    separable = fitted([(-1.0,), (1.0,)], [False, True])
+    assert 1 < separable[0] < 100

@@ -1,6 +1,6 @@
 """From hidden states to draws: one packed result, the chunks, the output layer's precision, the operators of a pass.
 
-The kernels themselves run on Triton's interpreter in a process of their own (draw_kernel_cases.py).
+The kernels themselves run on Triton's interpreter in a process of their own (sampler_kernel_cases.py).
 """
 
 import os
@@ -16,9 +16,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from specrl.rollout.engines.base import SamplingParams
-from specrl.rollout.engines.local import draw as module
-from specrl.rollout.engines.local.draw import Draw, TrimmedDraw, rows_per_chunk, unpack
-from specrl.rollout.noise import keyed_draw
+from specrl.rollout.engines.local import sampler as module
+from specrl.rollout.engines.local.sampler import Sampler, TrimmedSampler, rows_per_chunk, unpack
+from specrl.rollout.noise import keyed_sample
 
 ROOT = Path(__file__).parents[4]
 TRITON = Path(sys.prefix) / "triton"
@@ -39,13 +39,13 @@ def run_apart(cases, **environment):
 @needs_triton
 def test_the_cases_on_tritons_interpreter():
     """The interpreter has to be asked for before anything imports Triton."""
-    run_apart("draw_kernel_cases.py", TRITON_INTERPRET="1")
+    run_apart("sampler_kernel_cases.py", TRITON_INTERPRET="1")
 
 
 @pytest.mark.long
 @needs_triton
 def test_the_kernels_compile_for_a_gpu():
-    run_apart("draw_kernel_compiled.py")
+    run_apart("sampler_kernel_compiled.py")
 
 
 def head(bias=False, kind=torch.float32):
@@ -92,14 +92,14 @@ class Listen(TorchDispatchMode):
 @pytest.mark.parametrize("n", [1, 3, 17])
 def test_a_packed_draw_is_that_of_noise(law, n):
     layer, given = head(), asked(n)
-    draw = Draw(layer, SamplingParams(frozenset(), *law), logits_mb=1)
+    draw = Sampler(layer, SamplingParams(frozenset(), *law), logits_mb=1)
     assert draw.rows == 2**20 // (VOCAB * 16) == 15, "17 rows are two chunks"
     want = []
     with torch.inference_mode():
         packed = draw(*given)
         for i in range(0, n, 15):
             hidden, *of = (x[i : i + 15] for x in given)
-            want.append(keyed_draw(layer(hidden), *of, temperature=law[0], top_k=law[1], top_p=law[2]))
+            want.append(keyed_sample(layer(hidden), *of, temperature=law[0], top_k=law[1], top_p=law[2]))
     assert packed.shape == (4, n)
     assert packed.dtype == torch.int32
     *lists, gaps = unpack(packed)
@@ -109,25 +109,25 @@ def test_a_packed_draw_is_that_of_noise(law, n):
 def test_gaps_of_unusable_logits_come_through():
     hidden, *of = asked(3)
     hidden[1, 0] = torch.nan
-    gaps = torch.tensor(unpack(Draw(head(), SamplingParams(frozenset()), 1)(hidden, *of))[3])
+    gaps = torch.tensor(unpack(Sampler(head(), SamplingParams(frozenset()), 1)(hidden, *of))[3])
     assert gaps.isnan().tolist() == [False, True, False]
 
 
 def shifted(logits, keys, positions, targets, **law):
-    return keyed_draw(logits, keys, positions + 1, targets, **law)
+    return keyed_sample(logits, keys, positions + 1, targets, **law)
 
 
 def beside(logits, keys, positions, targets, **law):
-    return keyed_draw(logits, keys, positions, (targets + 1) % VOCAB, **law)
+    return keyed_sample(logits, keys, positions, (targets + 1) % VOCAB, **law)
 
 
 def other_law(logits, keys, positions, targets, **law):
-    return keyed_draw(logits, keys, positions, targets, **{**law, "top_k": 4})
+    return keyed_sample(logits, keys, positions, targets, **{**law, "top_k": 4})
 
 
 @pytest.mark.parametrize("fault", [shifted, beside, other_law])
 def test_a_fault_in_the_draw_is_seen(fault, monkeypatch):
-    monkeypatch.setattr(module, "keyed_draw", fault)
+    monkeypatch.setattr(module, "keyed_sample", fault)
     with pytest.raises(AssertionError):
         test_a_packed_draw_is_that_of_noise((1.0, 0, 1.0), 17)
 
@@ -137,7 +137,7 @@ def test_a_fault_in_the_draw_is_seen(fault, monkeypatch):
 
 def test_a_draw_is_one_operator_of_a_graph():
     """torch.compile sees no break, and the same operator with other targets is no other graph."""
-    draw, graphs = Draw(head(), SamplingParams(frozenset()), 1), []
+    draw, graphs = Sampler(head(), SamplingParams(frozenset()), 1), []
 
     def keep(graph, inputs):
         graphs.append([node.target for node in graph.graph.nodes if node.op == "call_function"])
@@ -150,7 +150,7 @@ def test_a_draw_is_one_operator_of_a_graph():
         hidden, keys, positions, targets = asked(3)
         assert compiled(hidden, keys + 1, positions, targets).equal(draw(hidden, keys + 1, positions, targets))
     assert len(graphs) == 1
-    assert sum("keyed_draw" in str(target) for target in graphs[0]) == 1, graphs
+    assert sum("keyed_sample" in str(target) for target in graphs[0]) == 1, graphs
 
 
 @pytest.mark.parametrize("law", LAWS, ids=str)
@@ -158,7 +158,7 @@ def test_on_cuda_a_chunk_is_a_product_and_a_draw(law, monkeypatch):
     """No sort and no vocabulary-sized noise outside the kernel, nothing that waits, and float32 logits."""
     monkeypatch.setattr(module, "free_bytes", lambda device: 0)
     with FakeTensorMode():
-        draw = Draw(fake_head(), SamplingParams(frozenset(), *law), logits_mb=1)
+        draw = Sampler(fake_head(), SamplingParams(frozenset(), *law), logits_mb=1)
         given = fake_asked(100)
         assert draw.rows == 2**20 // (VOCAB * 4) == 63
         with torch.inference_mode(), Listen() as ran:
@@ -170,10 +170,10 @@ def test_on_cuda_a_chunk_is_a_product_and_a_draw(law, monkeypatch):
     assert (packed.shape, packed.dtype, packed.device.type) == ((4, 100), torch.int32, "cuda")
     assert logits.dtype == torch.float32
     assert draw.rounds == ""
-    assert ran.seen.count("specrl::keyed_draw") == 2, "two chunks"
+    assert ran.seen.count("specrl::keyed_sample") == 2, "two chunks"
     assert ran.seen.count("aten::mm.dtype") == 3
     views = {"aten::split.Tensor", "aten::t", "aten::numpy_T", "aten::to.dtype", "prim::device"}
-    assert set(ran.seen) - views == {"specrl::keyed_draw", "aten::mm.dtype", "aten::cat"}
+    assert set(ran.seen) - views == {"specrl::keyed_sample", "aten::mm.dtype", "aten::cat"}
     assert {"aten::sort", "aten::_to_copy"} <= set(other.seen), "control: such operators are seen"
 
 
@@ -206,7 +206,7 @@ def test_a_layer_that_does_more_is_called(layer, monkeypatch):
     """LoRA on the output layer counts: its product alone would leave it out."""
     monkeypatch.setattr(module, "free_bytes", lambda device: 0)
     with FakeTensorMode(), torch.inference_mode():
-        draw = Draw(layer(), SamplingParams(frozenset()), 1)
+        draw = Sampler(layer(), SamplingParams(frozenset()), 1)
         assert draw.logits(fake_asked(3)[0]).dtype == torch.bfloat16
         assert type(draw.lm_head).__name__ in draw.rounds
 
@@ -216,17 +216,17 @@ def test_a_bias_counts_and_float32_stays_the_layers_own(monkeypatch):
     ran = {}
     for kind in (torch.float32, torch.bfloat16):
         with FakeTensorMode(), torch.inference_mode(), Listen() as listen:
-            draw = Draw(fake_head(bias=True, kind=kind), SamplingParams(frozenset()), 1)
+            draw = Sampler(fake_head(bias=True, kind=kind), SamplingParams(frozenset()), 1)
             assert draw.logits(fake_asked(3, kind)[0]).dtype == torch.float32
         ran[kind] = set(listen.seen) & {"aten::linear", "aten::mm.dtype", "aten::add_.Tensor"}
     assert ran == {torch.float32: {"aten::linear"}, torch.bfloat16: {"aten::mm.dtype", "aten::add_.Tensor"}}
 
 
 def test_a_cpu_says_why_it_rounds():
-    draw = Draw(head(kind=torch.bfloat16), SamplingParams(frozenset()), 1)
+    draw = Sampler(head(kind=torch.bfloat16), SamplingParams(frozenset()), 1)
     assert "on CUDA only, not on cpu" in draw.rounds
     assert draw.logits(asked(3, kind=torch.bfloat16)[0]).dtype == torch.bfloat16
-    whole = Draw(head(), SamplingParams(frozenset()), 1)
+    whole = Sampler(head(), SamplingParams(frozenset()), 1)
     assert whole.rounds == ""
     with torch.autocast("cpu", torch.bfloat16):
         assert "bfloat16" in whole.rounds, "what it is computed in counts, not the weights' type"
@@ -239,13 +239,13 @@ def test_a_cpu_says_why_it_rounds():
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_trimmed_draw_is_the_whole_one_without_the_other_ids(law, bias):
     layer, given, ids = head(bias), asked(40), np.arange(7, VOCAB, 13)
-    trimmed = TrimmedDraw(layer, SamplingParams(frozenset(), *law), 1, len(ids))
+    trimmed = TrimmedSampler(layer, SamplingParams(frozenset(), *law), 1, len(ids))
     with torch.inference_mode():
         for _ in range(2):
             trimmed.take(ids)
             logits = layer(given[0])
             logits[:, np.setdiff1d(np.arange(VOCAB), ids)] = -torch.inf
-            want = keyed_draw(logits, *given[1:3], temperature=law[0], top_k=law[1], top_p=law[2])
+            want = keyed_sample(logits, *given[1:3], temperature=law[0], top_k=law[1], top_p=law[2])
             draws, logprobs, _, _ = unpack(trimmed(*given))
             assert draws == want[0].tolist()
             assert logprobs == pytest.approx(want[1].tolist(), abs=1e-5)
@@ -255,8 +255,8 @@ def test_a_trimmed_draw_is_the_whole_one_without_the_other_ids(law, bias):
 
 
 def test_a_trimmed_draw_reads_as_many_rows_less():
-    whole = Draw(head(), SamplingParams(frozenset()), 1)
-    trimmed = TrimmedDraw(head(), SamplingParams(frozenset()), 1, 41)
+    whole = Sampler(head(), SamplingParams(frozenset()), 1)
+    trimmed = TrimmedSampler(head(), SamplingParams(frozenset()), 1, 41)
     assert trimmed.lm_head.weight.shape == (41, HIDDEN)
     assert trimmed.logits(asked(3)[0]).shape == (3, 41)
     assert trimmed.rows == 100 * whole.rows + 98, "so chunks are of more rows"
@@ -274,5 +274,5 @@ def test_chunks_take_what_they_may():
     assert rows_per_chunk(151936, 256, free=64 * 2**30) == 7067
     assert rows_per_chunk(151936, 256, free=64 * 2**30) * 151936 * 4 <= 4 * 2**30
     assert rows_per_chunk(10**9, 1) == rows_per_chunk(10**9, 1, free=0) == 1
-    draw = Draw(head(), SamplingParams(frozenset()), 1)
+    draw = Sampler(head(), SamplingParams(frozenset()), 1)
     assert draw.bytes == 15 * VOCAB * 16 <= 2**20

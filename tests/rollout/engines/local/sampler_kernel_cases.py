@@ -1,6 +1,6 @@
 """The kernels of the draw on Triton's interpreter, against rollout/noise.py.
 
-test_draw.py runs them in a process with TRITON_INTERPRET=1 from its start. The interpreter has none of CUDA's
+test_sampler.py runs them in a process with TRITON_INTERPRET=1 from its start. The interpreter has none of CUDA's
 mathematical functions, so numpy's stand in for the three that the kernels use.
 """
 
@@ -15,9 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.language.extra import libdevice
 from triton.runtime.interpreter import TensorHandle
 
-from specrl.rollout.engines.local import draw_kernel
-from specrl.rollout.engines.local.draw import unpack
-from specrl.rollout.noise import hash_tokens, keyed_draw, masses, process_logits, row_words
+from specrl.rollout.engines.local import sampler_kernel
+from specrl.rollout.engines.local.sampler import unpack
+from specrl.rollout.noise import hash_tokens, keyed_sample, masses, process_logits, row_words
 from tests.interpreter import quicken
 from tests.rollout.test_noise import chi_square, critical, processed_by_hand
 
@@ -41,9 +41,9 @@ def integers(keys, positions, zs, hashes, weights, vocab, BLOCK: tl.constexpr):
     n, token = tl.program_id(0), tl.arange(0, BLOCK)
     inside = token < vocab
     z = tl.load(zs + n * vocab + token, mask=inside, other=-float("inf"))
-    found = draw_kernel.token_hash(tl.load(keys + n), tl.load(positions + n), token)
+    found = sampler_kernel.token_hash(tl.load(keys + n), tl.load(positions + n), token)
     tl.store(hashes + n * vocab + token, found.to(tl.int32, bitcast=True), mask=inside)
-    tl.store(weights + n * vocab + token, draw_kernel.weigh(z, tl.max(z)), mask=inside)
+    tl.store(weights + n * vocab + token, sampler_kernel.weigh(z, tl.max(z)), mask=inside)
 
 
 def rows(n, vocab, kind=torch.float32, seed=0):
@@ -63,8 +63,8 @@ def agree(given, law, ids=None) -> bool:
     """Whether the kernels give what noise.py does: the same draws, and floats but for the last places."""
     logits, keys, positions, targets = given
     temperature, top_k, top_p = law
-    want = keyed_draw(logits, keys, positions, targets, ids, temperature=temperature, top_k=top_k, top_p=top_p)
-    draws, *floats = unpack(draw_kernel.keyed_draw(*given, *law, ids))
+    want = keyed_sample(logits, keys, positions, targets, ids, temperature=temperature, top_k=top_k, top_p=top_p)
+    draws, *floats = unpack(sampler_kernel.keyed_sample(*given, *law, ids))
     near = (
         torch.tensor(a).allclose(b, rtol=0, atol=CLOSE, equal_nan=True) for a, b in zip(floats, want[1:], strict=True)
     )
@@ -89,9 +89,9 @@ def test_and_of_the_ids_that_columns_are_given(law):
     given = rows(5, 4099)
     ids = torch.randperm(152_000, generator=torch.Generator().manual_seed(1))[:4099].sort().values.int()
     assert agree(given, law, ids)
-    draws = draw_kernel.keyed_draw(*given, *law, ids)[0]
+    draws = sampler_kernel.keyed_sample(*given, *law, ids)[0]
     assert torch.isin(draws, ids).all()
-    assert not draws.equal(draw_kernel.keyed_draw(*given, *law)[0]), "control"
+    assert not draws.equal(sampler_kernel.keyed_sample(*given, *law)[0]), "control"
 
 
 def test_integers_are_the_same():
@@ -120,7 +120,7 @@ def kept_by_kernel(logits, law):
     (n, vocab), (temperature, top_k, top_p) = logits.shape, law
     floors = torch.empty(n)
     settings = {"TOP_K": top_k, "TOP_P": top_p, "SCALED": temperature != 1.0, "BLOCK": 16}
-    draw_kernel.search[(n,)](logits, floors, vocab, temperature, **settings)
+    sampler_kernel.search[(n,)](logits, floors, vocab, temperature, **settings)
     return (logits / temperature >= floors[:, None]) & (logits > -torch.inf)
 
 
@@ -160,7 +160,7 @@ def test_the_edge_of_the_nucleus_is_the_same_in_large_rows():
         last = z.masked_fill(z == -torch.inf, torch.inf).argmin(-1)
         first = logits.masked_fill(z > -torch.inf, -torch.inf).argmax(-1)
         for targets, stays in ((last, True), (first, False)):
-            packed = draw_kernel.keyed_draw(logits, torch.arange(3), torch.arange(3), targets, 1.0, 0, top_p)
+            packed = sampler_kernel.keyed_sample(logits, torch.arange(3), torch.arange(3), targets, 1.0, 0, top_p)
             assert [math.isfinite(x) for x in unpack(packed)[2]] == [stays] * 3
 
 
@@ -171,10 +171,10 @@ def test_a_row_depends_on_nothing_beside_it():
     given = rows(6, 4099)
     turned = torch.randperm(6, generator=torch.Generator().manual_seed(2))
     for law in FEW[:2]:
-        together = draw_kernel.keyed_draw(*given, *law)
-        alone = [draw_kernel.keyed_draw(*(x[i : i + 1] for x in given), *law) for i in (0, 2, 5)]
+        together = sampler_kernel.keyed_sample(*given, *law)
+        alone = [sampler_kernel.keyed_sample(*(x[i : i + 1] for x in given), *law) for i in (0, 2, 5)]
         assert torch.cat(alone, 1).equal(together[:, [0, 2, 5]])
-        assert draw_kernel.keyed_draw(*(x[turned] for x in given), *law).equal(together[:, turned])
+        assert sampler_kernel.keyed_sample(*(x[turned] for x in given), *law).equal(together[:, turned])
 
 
 @pytest.mark.parametrize("law", [*FEW, law(0.7)], ids=str)
@@ -187,7 +187,7 @@ def test_infinite_and_missing_logits(law):
     logits[4, 17] = torch.inf
     good = [0, 1, 5]
     assert agree(tuple(x[good] for x in (logits, keys, positions, targets)), law)
-    draws, _, _, gaps = unpack(draw_kernel.keyed_draw(logits, keys, positions, targets, *law))
+    draws, _, _, gaps = unpack(sampler_kernel.keyed_sample(logits, keys, positions, targets, *law))
     assert [math.isnan(gap) for gap in gaps] == [False, False, True, True, True, False]
     assert draws[3:5] == [4098, 17]
     assert draws[2] == 0
@@ -197,7 +197,7 @@ def test_equal_scores_go_to_the_lowest_token():
     logits = torch.zeros(2, 9000)
     logits[0, [8999, 4095, 5000]] = 2.0
     logits[1, [8192, 8193]] = 2.0
-    draws, _, _, gaps = unpack(draw_kernel.keyed_draw(logits, *rows(2, 9000)[1:], 0.0, 0, 1.0))
+    draws, _, _, gaps = unpack(sampler_kernel.keyed_sample(logits, *rows(2, 9000)[1:], 0.0, 0, 1.0))
     assert draws == [4095, 8192]
     assert gaps.tolist() == [0.0, 0.0]
     assert draws == logits.argmax(-1).tolist()
@@ -205,10 +205,10 @@ def test_equal_scores_go_to_the_lowest_token():
 
 def test_no_rows_and_strided_rows():
     given = rows(4, 100)
-    assert draw_kernel.keyed_draw(*(x[:0] for x in given), *law()).shape == (4, 0)
+    assert sampler_kernel.keyed_sample(*(x[:0] for x in given), *law()).shape == (4, 0)
     wide = torch.stack([given[0], given[0] + 1], -1)[..., 0]
     assert not wide.is_contiguous()
-    assert draw_kernel.keyed_draw(wide, *given[1:], *law()).equal(draw_kernel.keyed_draw(*given, *law()))
+    assert sampler_kernel.keyed_sample(wide, *given[1:], *law()).equal(sampler_kernel.keyed_sample(*given, *law()))
 
 
 # The law, and faults that must be seen --------------------------------------------------------------------------------
@@ -220,7 +220,7 @@ def test_draws_follow_the_law():
     _, keys, positions, targets = rows(n, 12)
     want = processed_by_hand(np.log(p), *law(0.7))
     for spread, follows in ((keys, True), (keys[:1].expand(n), False)):
-        draws = unpack(draw_kernel.keyed_draw(logits, spread, positions % 4, targets, *law(0.7)))[0]
+        draws = unpack(sampler_kernel.keyed_sample(logits, spread, positions % 4, targets, *law(0.7)))[0]
         statistic, df = chi_square(np.bincount(draws, minlength=12), want)
         assert (statistic < critical(df, 1e-6)) == follows
 
@@ -235,9 +235,9 @@ def target_beside(given):
 
 @pytest.mark.parametrize("fault", [position_late, target_beside])
 def test_wrong_rows_are_seen(fault, monkeypatch):
-    given, draw = rows(3, 1000), draw_kernel.keyed_draw
+    given, draw = rows(3, 1000), sampler_kernel.keyed_sample
     assert agree(given, law())
-    monkeypatch.setattr(draw_kernel, "keyed_draw", lambda *all: draw(*fault(all[:4]), *all[4:]))
+    monkeypatch.setattr(sampler_kernel, "keyed_sample", lambda *all: draw(*fault(all[:4]), *all[4:]))
     assert not agree(given, law())
 
 
@@ -252,8 +252,8 @@ def test_wrong_rows_are_seen(fault, monkeypatch):
     ids=str,
 )
 def test_swapped_constants_are_seen(fault, law, monkeypatch):
-    for name, value in {name: getattr(draw_kernel, other) for name, other in fault.items()}.items():
-        monkeypatch.setattr(draw_kernel, name, value)
+    for name, value in {name: getattr(sampler_kernel, other) for name, other in fault.items()}.items():
+        monkeypatch.setattr(sampler_kernel, name, value)
     assert not agree(rows(5, 1000), law)
 
 
@@ -261,10 +261,10 @@ def test_swapped_constants_are_seen(fault, law, monkeypatch):
 @pytest.mark.parametrize("law", [law(1, 5), law(1, 0, 0.5)], ids=str)
 def test_a_threshold_off_by_one_is_seen(off, law, monkeypatch):
     """One token more or less, in rows whose neighbours differ by one unit in the last place."""
-    logits, bisect = adversarial()[4:6], draw_kernel.bisect
+    logits, bisect = adversarial()[4:6], sampler_kernel.bisect
     want = process_logits(logits, *law) > -torch.inf
     assert kept_by_kernel(logits, law).equal(want)
-    monkeypatch.setattr(draw_kernel, "bisect", lambda *a, **k: off(bisect(*a, **k)))
+    monkeypatch.setattr(sampler_kernel, "bisect", lambda *a, **k: off(bisect(*a, **k)))
     assert not kept_by_kernel(logits, law).equal(want)
 
 
@@ -286,9 +286,9 @@ def test_nothing_is_sorted_and_nothing_waited_for():
         "aten::topk",
     }
     with Listen():
-        draw_kernel.keyed_draw(*given, *law(0.7, 5, 0.9))
+        sampler_kernel.keyed_sample(*given, *law(0.7, 5, 0.9))
     assert not seen & waits, seen
     with Listen():
-        keyed_draw(*given, top_p=0.9)
+        keyed_sample(*given, top_p=0.9)
         given[1].max().item()
     assert {"aten::sort", "aten::_local_scalar_dense"} <= seen, "control"

@@ -1,10 +1,12 @@
-"""Does a rollout rule change what is learned, and what does it save? `python -m benchmarks.equivalence out=FILE.json`
+"""Does a rollout rule change what is learned, and what does it save?
 
-Every rule trains the toy policy with GRPO and PPO from the same tasks, initial policies and prompt orders. D4: mean
-reward of a batch against its exact expectation under the same weights. D5: the final exact reward against that of plain
-decoding, paired by seed, by two one-sided tests. D6: recorded against recomputed log-probs, also in the real trainers.
-Planted faults run in the same invocation; where one is not caught, or equal rules do not come out equal, the result is
-invalid and the exit code 1. All figures are counts and rewards; none depends on the machine's speed.
+    python -m benchmarks.research.equivalence out=FILE.json
+
+Every rule trains the toy policy with GRPO and PPO from the same tasks, initial policies and prompt orders. Measured are
+the mean reward of a batch minus its exact expectation under the same weights; the final exact reward minus that of
+plain decoding, paired by seed, by two one-sided tests; and recorded against recomputed log-probs, also in the real
+trainers. Planted faults run in the same invocation; if one is not caught, or equal rules do not come out equal, the
+result is invalid and the exit code 1. All figures are counts and rewards; none depends on the machine's speed.
 """
 
 from __future__ import annotations
@@ -22,15 +24,15 @@ ALGORITHMS = ("grpo", "ppo")
 @dataclass
 class Options:
     seeds: int = doc(28, "runs of each rule: tasks, initial policies and orders of prompts")
-    out: str = doc("", "write the figures to this JSON file, and the picture beside it")
+    out: str = doc("", "write the figures to this JSON file")
 
 
 def main(options: Options) -> int:
     import torch
 
-    from benchmarks.equivalence.arms import ARMS
-    from benchmarks.equivalence.learning import Run
-    from benchmarks.equivalence.on_policy import measure
+    from benchmarks.research.equivalence.arms import ARMS
+    from benchmarks.research.equivalence.learning import Run
+    from benchmarks.research.equivalence.on_policy import measure
 
     torch.set_num_threads(1)
     outcomes: dict = {algorithm: {arm.name: [] for arm in ARMS} for algorithm in ALGORITHMS}
@@ -47,8 +49,8 @@ def report(outcomes: dict, trainers: dict, out: str) -> int:
 
     Args: outcomes by algorithm and arm, in the order of seeds; trainers: what `on_policy.measure` found.
     """
-    from benchmarks.equivalence import table
-    from benchmarks.equivalence.verdicts import checks, line, trainer_checks
+    from benchmarks.research.equivalence import table
+    from benchmarks.research.equivalence.verdicts import checks, line, trainer_checks
 
     lines, checked = [], []
     for algorithm, runs in outcomes.items():
@@ -61,7 +63,6 @@ def report(outcomes: dict, trainers: dict, out: str) -> int:
         result = {"valid": valid, "lines": [asdict(found) for found in lines]}
         result |= {"checks": [asdict(check) for check in checked], "trainers": trainers}
         Path(out).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-        table.draw(lines, Path(out).with_suffix(".png"))
     print("valid" if valid else "INVALID: a check failed, so the table shows nothing")
     return 0 if valid else 1
 

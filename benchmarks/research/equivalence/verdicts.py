@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from benchmarks.equivalence.arms import AGAIN, CONSTANT, EXACT, FULL_REUSE, OFF, PUBLISHED
-from benchmarks.equivalence.learning import EPOCHS, GROUP, PROMPTS, Outcome
-from benchmarks.equivalence.tost import Comparison, compare
+from benchmarks.research.equivalence.arms import AGAIN, CONSTANT, EXACT, FULL_REUSE, OFF, PUBLISHED
+from benchmarks.research.equivalence.learning import EPOCHS, GROUP, PROMPTS, Outcome
+from benchmarks.research.equivalence.tost import Comparison, compare
 
 MARGIN, GAP_MARGIN = 0.02, 0.01
 """Differences of the final expected reward, and gaps, that count as none; in units of the reward."""
@@ -102,7 +102,7 @@ def _on_policy(outcomes: Outcomes) -> list[Check]:
         Check("recorded log-probs of reused tokens", reused <= TOLERANCE, f"within {reused:.1e}"),
         Check("recorded log-probs of new tokens", new <= TOLERANCE, f"within {new:.1e}"),
         Check("first inner step clips nothing", clipped == 0, f"{clipped:.1%} of tokens"),
-        Check("must fail: stored log-probs instead", stored > 1000 * TOLERANCE, f"{stored:.2f} apart at least"),
+        Check("must fail: stored log-probs instead", stored > 1000 * TOLERANCE, f"{stored:.2f} difference at least"),
     ]
 
 
@@ -117,7 +117,7 @@ def _vacuity(outcomes: Outcomes) -> list[Check]:
     return [
         Check("drafts were used in every run", reused > 0.05, f"at least {reused:.0%} of tokens"),
         Check("drafts were rejected in every run", rejected > 0, f"at least {rejected} tokens"),
-        Check("responses were kept whole in every run", unchanged > 0, f"at least {unchanged}"),
+        Check("responses were unchanged in every run", unchanged > 0, f"at least {unchanged}"),
         Check("the policy learned", gain > 5 * MARGIN, f"{gain:+.3f}"),
         Check("'off' drafts nothing", all(o.passes == o.tokens for o in outcomes[OFF.name]), "one pass a token"),
     ]
@@ -137,7 +137,7 @@ def trainer_checks(algorithm: str, found: Mapping[str, float]) -> list[Check]:
         Check(
             "must fail: stored log-probs instead",
             found["stored"] > 1000 * TRAINER_TOLERANCE,
-            f"{found['stored']:.2f} apart",
+            f"{found['stored']:.2f} difference",
         ),
     ]
     return [Check(f"{algorithm} trainer: {check.name}", check.ok, check.found) for check in checked]
