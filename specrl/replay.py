@@ -115,7 +115,7 @@ def count(visit: Visit, window: int, sources: Collection[str], records: Budget |
             agreed = accept_exact(tokens[row[0] :], draft)
             row[:] = row[0] + agreed + 1, row[1] + 1, row[2] + len(draft), row[3] + agreed
             if draft:
-                records.observe_draft((drafters[i].fit, drafters[i].source), len(draft), agreed)
+                records.observe_draft((drafters[i].quality, drafters[i].source), len(draft), agreed)
             if row[0] >= len(tokens):
                 drafters[i].propose(tokens, 0)
     return [Counts(*row[1:]) for row in rows]
