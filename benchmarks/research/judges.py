@@ -197,9 +197,8 @@ def judged(work: Path, rewards) -> dict:
     }
     olds = {"an epoch earlier": earlier, "worse": worse}
     stored = {name: texts_of(old, test[: TEST_PROBLEMS[name]], TEXTS) for name, old in olds.items()}
-    fresh = mismatches(
-        new, [row for row in stored["worse"] if row.place == 0 and row.problem < MINED_PROBLEMS], rewards, MISMATCHES
-    )
+    held_out = [row for row in stored["worse"] if row.sample_index == 0 and row.problem < MINED_PROBLEMS]
+    fresh = mismatches(new, held_out, rewards, MISMATCHES)
     important = fresh.important.tolist()
     return {
         "mined": {"mismatches": len(labels), "important": int(labels.important.sum())},

@@ -99,9 +99,9 @@ class RoutedEngine(LocalModel):
         super().__init__(model, sampling, limits, own_weights)
         self._draft = packed_model(steps.draft, sampling, limits)
         check_vocab(self._draft.vocab, self.vocab)
-        if (self._draft.context, self._draft.limit) < (self.context, self.limit):
-            self.context = self._draft.context
-            self.limit = self._draft.limit
+        shorter = min(self.policy, self._draft, key=lambda model: model.context)
+        self.context = shorter.context
+        self._context_limit = shorter.limit
         self.router = steps.router
         self.step_end = steps.step_end
         self.score_drafts = steps.score
@@ -110,7 +110,7 @@ class RoutedEngine(LocalModel):
     def generate(self, requests: Sequence[Request]) -> tuple[list[Completion], EngineStats]:
         """See Engine.generate. Requests' drafters are not used: their texts are not the draft model's."""
         for request in requests:
-            check_request(request, self.vocab, self.context, self.limit)
+            check_request(request, self.vocab, self.context, self._context_limit)
         stats = EngineStats()
         rows = [_Row(request, drafting=False, number=i) for i, request in enumerate(requests)]
         with self.policy.inference(), self._draft.inference():

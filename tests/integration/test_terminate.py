@@ -43,7 +43,7 @@ def test_a_terminated_run_saves_and_resumes_as_the_uninterrupted_one(tmp_path, a
     assert "which is saved; resume=auto goes on" in output
     saved = newest(tmp_path / "run" / "checkpoints")
     step = saved.step
-    assert list((saved / "trajectories").iterdir())
+    assert list((saved.trajectories).iterdir())
     assert 4 <= step < 27, "in the middle"
     config = tmp_path / "run" / "config.yaml"
     config.write_text(config.read_text().replace("epochs: 40", "epochs: 9"))

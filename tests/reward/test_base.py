@@ -109,7 +109,7 @@ def test_a_failed_part_masks_the_row_unless_its_weight_is_zero():
 @pytest.mark.parametrize(
     ("weights", "ratio", "words"),
     [
-        ([1.0, 2.0], 0.05, r"reward\.weights=\[1\.0, 2\.0\].*Try reward\.weights=\[1\.0\]"),
+        ([1.0, 2.0], 0.05, r"reward\.weights=\[1\.0,2\.0\].*Try reward\.weights=\[1\.0\]"),
         ([math.nan], 0.05, "finite"),
         ([0.0], 0.05, "not all be zero"),
         ([1.0], 1.5, r"from 0 to 1, got 1\.5"),

@@ -13,6 +13,7 @@ FOREIGN = {
     *("_private", "_global_node"),  # Ray
     *("_patch_lang", "_get_np_dtype"),  # Triton's interpreter
     "_live_stack",  # rich
+    *("_asdict", "_replace"),  # of every named tuple
     "_exit",  # os
 }
 """Names of other libraries that there is no public way to."""

@@ -353,7 +353,7 @@ def test_a_run_goes_on_from_the_older_checkpoint_and_ends_as_the_uninterrupted_o
     torch.save({"state": Canary()}, target)
     rest = run(tmp_path, resume="auto", **options)
     assert f"{target.name} has " in caplog.text
-    assert "going on from checkpoint-2" in caplog.text
+    assert "resuming from checkpoint-2" in caplog.text
     assert not (tmp_path / "ran").exists(), "foreign code never runs"
     assert [step.tokens for step in rest.steps] == [step.tokens for step in whole.steps[2:]]
     assert rest.losses == whole.losses[-len(rest.losses) :]

@@ -100,7 +100,7 @@ def test_a_batch_is_stored_with_its_rewards_and_the_cache_reported():
     cache = TrajectoryCache(Fingerprint(), 100)
     storing = made(cache=cache, score=lambda rows, responses: ([None, 0.5], {}))
     storing.collect([{"example_id": "e0"}, {"example_id": "e0"}])
-    metrics, batch = storing.finish(), storing.whole.batch
+    metrics, batch = storing.finish(), storing.sampled_batch.batch
     assert [
         (cache.get("e0", sample_index).tokens, cache.get("e0", sample_index).reward) for sample_index in (0, 1)
     ] == [
@@ -133,7 +133,7 @@ def test_a_response_that_failed_is_not_stored():
     cache = TrajectoryCache(Fingerprint(), 100)
     storing = made(cache=cache)
     storing.collect([{"example_id": "e0"}] * 2)
-    storing.whole.batch.completions[0] = Completion([], [], [], [], "length", 0, 0, failure="its worker died")
+    storing.sampled_batch.batch.completions[0] = Completion([], [], [], [], "length", 0, 0, failure="its worker died")
     storing.finish()
     assert [cache.get("e0", sample_index) is None for sample_index in (0, 1)] == [True, False]
 
@@ -142,9 +142,9 @@ def test_companions_see_the_rows_that_have_a_response():
     seen, watched = [], made()
     watched.companions["other"] = SimpleNamespace(observe=lambda *given: seen.append(given))
     watched.collect([{"example_id": "e0"}] * 2)
-    watched.whole.batch.completions[0] = Completion([], [], [], [], "length", 0, 0, failure="its worker died")
+    watched.sampled_batch.batch.completions[0] = Completion([], [], [], [], "length", 0, 0, failure="its worker died")
     watched.finish()
-    assert seen == [([((5, 6), [1, 2])], 7, watched.whole.batch.stats)]
+    assert seen == [([((5, 6), [1, 2])], 7, watched.sampled_batch.batch.stats)]
 
 
 def test_control_steps_compare_a_shared_engine_with_the_policy(build_model):

@@ -13,6 +13,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from transformers import PretrainedConfig
 
 from specrl.rollout.build import build_engine
 from specrl.rollout.config import RolloutConfig
@@ -36,7 +37,7 @@ class TablePolicy(nn.Module):
         self.base_model = Decoder()
         self.head = nn.Linear(TASKS * SYMBOLS, SYMBOLS, bias=False)
         self.head.weight = nn.Parameter(logits.reshape(-1, SYMBOLS).T.clone())
-        self.config = SimpleNamespace(_attn_implementation="eager", max_position_embeddings=CAP + 2)
+        self.config = PretrainedConfig(attn_implementation="eager", max_position_embeddings=CAP + 2)
         self.dtype = torch.float32
 
     @property
@@ -66,7 +67,7 @@ class Decoder(nn.Module):
 
 
 def engine_of(policy: TablePolicy, config: RolloutConfig) -> Engine:
-    """The product's engine around a table, without its look at a transformer's layers, which a table has not."""
+    """The product's engine around a table, without the probe of a transformer's layers, which a table lacks."""
     with mock.patch.object(probe, "probe", return_value=(policy.config.max_position_embeddings, "")):
         return build_engine(EngineSpec(eos_ids=frozenset({END}), rollout=config), policy)
 

@@ -34,7 +34,7 @@ def start(tmp_path, monkeypatch, capsys):
         ("config=judge_math", "python -m specrl.drafter out=outputs/weak ("),
         (
             f"config=arbitrage_math rollout.drafter={TINY_PATH} rollout.acceptance=routed",
-            "rollout.routed.path=outputs/router does not exist, which rollout.routed.by=arbitrage asks. Make it "
+            "rollout.routed.path=outputs/router does not exist, which rollout.routed.by=arbitrage needs. Make it "
             "first: python -m specrl.train_router config=arbitrage_math out=outputs/router (",
         ),
         (

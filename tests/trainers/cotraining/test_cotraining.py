@@ -203,9 +203,7 @@ class Elsewhere:
 def test_a_sharded_policy_is_refused():
     config = cli.load(["config=grpo_math", "rollout.drafter=x", "trainer.drafter.train=true"])
     sharded = SimpleNamespace(distributed_type=DistributedType.FSDP)
-    with pytest.raises(
-        RolloutError, match=r"FSDP leaves no process the whole of it\. Use trainer\.drafter\.train=false"
-    ):
+    with pytest.raises(RolloutError, match=r"FSDP shards it\. Use trainer\.drafter\.train=false"):
         companions(config, SimpleNamespace(engine=Elsewhere()), sharded)
 
 

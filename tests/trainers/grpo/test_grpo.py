@@ -534,7 +534,7 @@ def test_the_ratio_of_a_response_and_the_kl_penalty_beside_it(tmp_path):
     initial, held, old = AutoModelForCausalLM.from_pretrained(policy()), [], []
 
     def losses(model):
-        got, ours, planted = held[0].last, [], []
+        got, ours, planted = held[0].train_batch, [], []
         advantages = expected_advantages(got.rewards)
         if len(gradients.errors) % 2 == 0:
             old[:] = [
@@ -567,7 +567,7 @@ def test_rows_without_a_reward_are_in_no_part_of_the_loss(tmp_path, kind):
 
     def losses(model):
         for counts in (lambda reward: reward is not None, lambda reward: True):
-            yield plain_loss(model, initial, held[0].last, kind, 0.5, counts)
+            yield plain_loss(model, initial, held[0].train_batch, kind, 0.5, counts)
 
     gradients = Gradients(losses)
     options = {"reward__functions": "[tests.runs:some_digits]", "reward__max_failure_ratio": 1, "trainer__loss": kind}
