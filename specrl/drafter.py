@@ -137,7 +137,8 @@ def shortened(policy: PreTrainedModel, layers: int) -> PreTrainedModel:
     config.num_hidden_layers = layers
     if getattr(config, "layer_types", None):
         config.layer_types = [config.layer_types[i] for i in kept]
-    student = type(policy)(config).to(policy.device, policy.dtype)
+    student = type(policy)(config)
+    student.to(policy.device, policy.dtype)  # type: ignore[arg-type]  # the stub of `to` lacks self
     weights = policy.state_dict()
     for name, weight in student.state_dict().items():
         theirs = re.sub(r"\.(\d+)\.", lambda layer: f".{kept[int(layer[1])]}.", name, count=1)  # the layer's number
@@ -153,13 +154,15 @@ def sample(
     from specrl.rollout.engines.base import SamplingParams
     from specrl.rollout.engines.local.engine import TransformersEngine
     from specrl.rollout.keys import derive_key
-    from specrl.rollout.types import Request
+    from specrl.rollout.types import Completion, Request
     from specrl.trainers.cotraining.texts import Text
 
     keys = [derive_key(options.seed, "drafter", i, 0) for i in range(len(prompts))]
     requests = [Request(p, key, options.max_new_tokens) for p, key in zip(prompts, keys, strict=True)]
     print(f"sampling {len(requests)} responses of at most {options.max_new_tokens} tokens", flush=True)
-    engine, done, began = TransformersEngine(policy, SamplingParams(eos_ids)), [], time.perf_counter()
+    engine = TransformersEngine(policy, SamplingParams(eos_ids))
+    done: list[Completion] = []
+    began = time.perf_counter()
     while len(done) < len(requests):
         done += engine.generate(requests[len(done) : len(done) + SAMPLED_TOGETHER])[0]
         print(f"{len(done)}/{len(requests)} responses after {time.perf_counter() - began:.0f} s", flush=True)
@@ -208,7 +211,7 @@ def _fit(
             with torch.no_grad():
                 kept = recipe.selected(passes[0], next(recipe.student_logits(reference, seen[at], mix)), teacher)
         losses = [recipe.loss(logits, teacher, options.objective, kept=kept) for logits in passes]
-        recipe.step(optimizer, sum(losses))
+        recipe.step(optimizer, sum(losses[1:], start=losses[0]))
         schedule.step()
         if step % min(100, max(1, options.steps // 10)) == 0:
             took = time.perf_counter() - began
@@ -222,7 +225,7 @@ def quantise(model: PreTrainedModel, bits: int) -> None:
     import torch
 
     with torch.no_grad():
-        for weight in model.base_model.layers.parameters():
+        for weight in model.base_model.get_submodule("layers").parameters():
             if weight.dim() == 2:
                 scale = weight.abs().amax(1, keepdim=True) / (2 ** (bits - 1) - 1)
                 weight.copy_((weight / scale).round() * scale)

@@ -190,7 +190,7 @@ def read_run(directory: Path, model: str = "") -> list[Text]:
             for example_id, sample_index, blob in read_snapshot(place)[1]:
                 t = unpack(blob)
                 texts[example_id, sample_index, t.step] = Text(
-                    example_id, sample_index, t.step, t.tokens, t.finish == "length"
+                    example_id, sample_index, t.step, tuple(t.tokens), t.finish == "length"
                 )
     if any(revisits(texts.values())) or not any((directory / "completions").glob("step_*.parquet")):
         return list(texts.values())
@@ -211,11 +211,13 @@ def read_files(path: Path, model: str = "") -> list[Text]:
         raise ConfigError(f"No {' or '.join(SUFFIXES)} file at {path}. Give data=FILE, or a directory of such files.")
     texts, tokenizer = [], None
     for file in files:
-        number = re.search(r"(\d+)$", file.stem)
+        digits = re.search(r"(\d+)$", file.stem)
+        number = digits[1] if digits else None
         for place, row in parse(file):
+            row = {"step": number, **row}
             try:
                 capped, tokens = row.get("finish") == "length", row.get("tokens")
-                step = int(row["step"] if "step" in row else number[1])
+                step = int(row["step"])
                 if not isinstance(tokens, list):
                     tokenizer = tokenizer or load_tokenizer(Config(model=model or "tiny"))
                     end = [] if capped or tokenizer.eos_token_id is None else [tokenizer.eos_token_id]

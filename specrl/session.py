@@ -84,7 +84,7 @@ class ReuseSession:
             )
         group = f"{example_id}/{turn}" if turn else example_id
         own, others = self.cache.get(group, sample_index), self.cache.siblings(group, but=sample_index)
-        texts = tuple(t.tokens for t in [*([own] if own else []), *others][:_TEXTS])
+        texts = tuple(tuple(t.tokens) for t in [*([own] if own else []), *others][:_TEXTS])
         keyed = KeyedRequest(
             derive_key(self.seed, group, sample_index, visit), len(prompt), group, texts, own=0 if own else -1
         )

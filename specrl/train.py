@@ -103,10 +103,13 @@ def watch(run: Run, monitor: Monitor | None) -> None:
 
     def after_step(step: int) -> None:
         due = step % options.log_completions_every == 0
-        if monitor and due and options.log_completions:
-            show(monitor.console, rollouts.train_batch, tokenizer, options.log_completions)
-        if monitor and (due or step in (1, run.steps)):
-            store(run.path / "completions" / f"step_{step}.parquet", rollouts.train_batch, tokenizer)
+        if monitor:
+            batch = rollouts.train_batch
+            assert batch is not None, "A step trains on a batch."
+            if due and options.log_completions:
+                show(monitor.console, batch, tokenizer, options.log_completions)
+            if due or step in (1, run.steps):
+                store(run.path / "completions" / f"step_{step}.parquet", batch, tokenizer)
         assess(step)
 
     write = monitor.log if monitor else lambda record: None

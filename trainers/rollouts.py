@@ -24,7 +24,7 @@ from specrl.trainers.config import TrainerConfig
 from specrl.trainers.scored import Scored, check_batch
 
 if TYPE_CHECKING:
-    from transformers import TrainerState
+    from transformers import PreTrainedModel, TrainerState
 
     from specrl.trainers.companions import Companion
 
@@ -41,7 +41,7 @@ class Setup:
     """Prompt of a dataset row as token ids."""
     dataset: Sequence[dict]
     """Rows that are trained on; the first one's prompt is what engine and trainer must agree on."""
-    make_rollout: Callable[[torch.nn.Module], SpeculativeRollout]
+    make_rollout: Callable[[PreTrainedModel], SpeculativeRollout]
     """The source of responses, given the policy as it is trained (adapters included)."""
     rollout: RolloutConfig
     trainer: TrainerConfig
@@ -65,7 +65,7 @@ class Rollouts:
         self,
         setup: Setup,
         accelerator: Accelerator,
-        policy: Callable[[], torch.nn.Module],
+        policy: Callable[[], PreTrainedModel],
         clock: Callable[[], TrainerState],
         upcoming: Callable[[], Sequence[dict]] = tuple,
     ):
@@ -100,7 +100,7 @@ class Rollouts:
         """A draft model in training, of which the engine has a copy."""
 
     @property
-    def policy(self) -> torch.nn.Module:
+    def policy(self) -> PreTrainedModel:
         """The model as it is trained, adapters included."""
         return self._policy()
 

@@ -16,6 +16,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any, Required, TypedDict
 
 from specrl.bench.pair import Bench, Case, PairConfig, device_name, prepare, with_config
 from specrl.config import load as cli
@@ -25,7 +26,16 @@ from specrl.results.speedup import Flips
 from specrl.rollout.sections import doc
 from specrl.run.policy import rollout_dtype
 
-CASES = {
+
+class Kind(TypedDict, total=False):
+    """The arguments of `Bench.case` that tell the cases from each other."""
+
+    replay: Required[float]
+    drifted: bool
+    useless: bool
+
+
+CASES: dict[str, Kind] = {
     "fresh noise": {"replay": 0.0},
     "replayed noise": {"replay": 1.0},
     "same policy, replayed": {"replay": 1.0, "drifted": False},
@@ -52,7 +62,7 @@ def main(config: BenchConfig) -> int:
     before = sum(case.differing_rows * case.flip_position for case in cases)
     flips = Flips(parted, sum(case.compared_tokens for case in cases), before / max(1, parted))
     tables.note(console, f"compared token for token: {flips.told(rollout_dtype(config))}")
-    result = {"options": asdict(config), "device": device_name(bench.model.device)}
+    result: dict[str, Any] = {"options": asdict(config), "device": device_name(bench.model.device)}
     result["cases"] = [asdict(case) for case in cases]
     if config.generate and run.engine == "transformers":
         seconds = result["generate_s"] = generate_seconds(bench, tokenizer, config.repeats)

@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from specrl.config.load import load
 from specrl.config.options import ConfigError
@@ -19,6 +19,7 @@ from specrl.rollout.metrics import Divergence
 from specrl.rollout.sections import doc
 
 if TYPE_CHECKING:
+    from specrl.rollout.drafting.drafting import Drafting
     from specrl.rollout.engines.base import Engine
     from specrl.rollout.speculative import SpeculativeRollout
     from specrl.rollout.types import RolloutBatch, Row
@@ -116,6 +117,13 @@ def perturbed(weights: dict, drift: float) -> dict:
     }
 
 
+@runtime_checkable
+class Drafts(Protocol):
+    """An engine that proposes drafts in this process."""
+
+    drafting: Drafting
+
+
 class Bench:
     """Both policies and the prompts, with one engine that is switched between them.
 
@@ -171,9 +179,11 @@ class Bench:
 
     def timed(self, stage: SpeculativeRollout, visit: int = 1, learnt: Sequence[tuple] = ()) -> RolloutBatch:
         """The rows of a visit, look-up and store included, by an engine whose contexts know `learnt` and no more."""
-        if stage.engine.drafting.contexts is not None:
-            stage.engine.drafting.contexts.clear()  # it would know the very texts from the last repeat
-            stage.engine.drafting.contexts.learn(learnt)
+        assert isinstance(stage.engine, Drafts), "both engines that run in this process propose drafts"
+        contexts = stage.engine.drafting.contexts
+        if contexts is not None:
+            contexts.clear()  # it would know the very texts from the last repeat
+            contexts.learn(learnt)
         batch = stage.generate(self.rows, visit=visit, step=1)
         stage.store(self.rows, batch, step=1)
         return batch

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch.nn import Module
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from specrl.config.schema import Config
@@ -26,12 +25,12 @@ class Pair:
     """A policy, the cheaper model that drafts for it, if any, and how both sample."""
 
     policy: PreTrainedModel
-    draft: Module | None
+    draft: PreTrainedModel | None
     tokenizer: PreTrainedTokenizerBase
     sampling: SamplingParams
     config: Config
 
-    def plain(self, model: Module) -> TransformersEngine:
+    def plain(self, model: PreTrainedModel) -> TransformersEngine:
         """An engine for one of the two models."""
         return TransformersEngine(model, self.sampling, limits=Limits.of(self.config.rollout))
 

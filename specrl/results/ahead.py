@@ -60,12 +60,22 @@ def ahead(own: RunRecords, baseline: RunRecords | None) -> AheadSteps | None:
     steps = [record for record in rollouts(own.steps) if number(record, "spec/ahead_ratio") is not None][1:]
     if not steps or not step_s(steps):
         return None
-    shares = (mean(steps, f"spec/ahead_{name}") or 0.0 for name in ("ratio", "done_ratio", "unchanged_ratio"))
     if baseline and baseline.config and baseline.config.rollout.ahead == "off":
         same = {record["step"] for record in steps}
         matched = [record for record in rollouts(baseline.steps) if record["step"] in same]
-        return AheadSteps(*shares, _parts(steps), _parts(matched) if matched else None, str(baseline.path))
-    return AheadSteps(*shares, _parts(steps), _estimated(own, steps))
+        without = _parts(matched) if matched else None
+        measured_in = str(baseline.path)
+    else:
+        without = _estimated(own, steps)
+        measured_in = ""
+    return AheadSteps(
+        ratio=mean(steps, "spec/ahead_ratio") or 0.0,
+        done=mean(steps, "spec/ahead_done_ratio") or 0.0,
+        unchanged=mean(steps, "spec/ahead_unchanged_ratio") or 0.0,
+        own=_parts(steps),
+        without=without,
+        baseline=measured_in,
+    )
 
 
 def _estimated(own: RunRecords, steps: Sequence[dict]) -> tuple[float, float] | None:
@@ -78,7 +88,7 @@ def _estimated(own: RunRecords, steps: Sequence[dict]) -> tuple[float, float] | 
     plain = mean(own.steps, "spec/plain_s")
     if plain is None or own.config is None:
         return None
-    left = fmean(total([record], "timing_s/gen") * (1 - number(record, "spec/ahead_ratio")) for record in steps)
+    left = fmean(total([record], "timing_s/gen") * (1 - total([record], "spec/ahead_ratio")) for record in steps)
     rollout = total(steps, "timing_s/ahead") / len(steps) / max(1, own.config.cluster.num_workers) + left
     return min(plain, rollout), _parts(steps)[1]
 

@@ -59,7 +59,10 @@ def _changed(mine: dict, default: dict) -> dict:
 
 def _metadata(config: Config) -> dict:
     """The hub's own fields; only what is on the hub is named as a base or a data set."""
-    found = {"library_name": "peft" if config.lora.rank else "transformers", "pipeline_tag": "text-generation"}
+    found: dict[str, str | list[str]] = {
+        "library_name": "peft" if config.lora.rank else "transformers",
+        "pipeline_tag": "text-generation",
+    }
     if policy.on_hub(config.model):
         found["base_model"] = config.model
     if config.data != "arithmetic":

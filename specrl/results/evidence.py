@@ -218,9 +218,10 @@ def paired(steps: Sequence[dict], baseline: Sequence[dict]) -> list[Saving]:
     pairs = [Pair(record, rollout_s(record), rollout_s(other), step_s([record])) for record, other in both]
     rows = table(before, after, pairs)
     for key in ("reward", "update"):
-        rows.append(saving(key, *([total([record], f"timing_s/{key}") for record in side] for side in (own, plain))))
-    whole = saving("step, controls left out", *([step_s([record]) for record in side] for side in (own, plain)), True)
-    return [*rows, whole]
+        own_s, plain_s = ([total([record], f"timing_s/{key}") for record in side] for side in (own, plain))
+        rows.append(saving(key, own_s, plain_s))
+    own_s, plain_s = ([step_s([record]) for record in side] for side in (own, plain))
+    return [*rows, saving("step, controls left out", own_s, plain_s, True)]
 
 
 def _differing(own: RunRecords, baseline: RunRecords) -> list[str]:

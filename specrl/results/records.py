@@ -163,10 +163,10 @@ def counted(count: float, noun: str) -> str:
     return f"{count:.0f} {noun}{'s' * (count != 1)}"
 
 
-def total(steps: Iterable[dict], key: str) -> float:
+def total(steps: Iterable[Mapping[str, Any]], key: str) -> float:
     return sum(number(record, key) or 0.0 for record in steps)
 
 
-def mean(steps: Iterable[dict], key: str) -> float | None:
+def mean(steps: Iterable[Mapping[str, Any]], key: str) -> float | None:
     values = [value for record in steps if (value := number(record, key)) is not None]
     return fmean(values) if values else None

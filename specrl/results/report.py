@@ -54,8 +54,8 @@ class Report:
                 tables.note(console, line, "bold")
             console.print()
         if self.ahead:
-            if rows := self.ahead.rows():
-                tables.show(console, self.ahead.title, self.ahead.columns, rows)
+            if cells := self.ahead.rows():
+                tables.show(console, self.ahead.title, self.ahead.columns, cells)
             tables.note(console, self.ahead.line)
             console.print()
         tables.note(console, learned(self.summary))
@@ -94,7 +94,9 @@ def write_report(run_dir: str | Path, baseline_dir: str | Path | None = None, pl
 def _headline(found: dict[str, Evidence]) -> str:
     """What stands over the picture's seconds: the speedup over all its steps, where it needs no words beside it."""
     best = found.get("paired") or found.get("measured")
-    told = [row.speedup for row in best.rows if row.speedup and row.phase.startswith("rollout")] if best else []
+    if best is None:
+        return ""
+    told = [row.speedup for row in best.rows if row.speedup and row.phase.startswith("rollout")]
     return told[-1].brief if told and not best.caveat else ""
 
 

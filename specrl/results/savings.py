@@ -100,7 +100,8 @@ def control_pairs(steps: Sequence[dict]) -> list[Pair]:
     for part in _parts(rollouts(steps)):
         share = sum(costs(part).values()) / max(1, len(part))
         for record in control_steps(part):
-            own, plain = number(record, "timing_s/gen") + share, number(record, "spec/plain_s")
+            own = total([record], "timing_s/gen") + share
+            plain = total([record], "spec/plain_s")
             whole = step_s([record])
             found.append(Pair(record, own, plain, whole - sum(costs([record]).values()) + share if whole else 0.0))
     return found
@@ -178,7 +179,7 @@ class Estimate:
 
     def told(self, steps: int) -> str:
         """For people; without a figure where its interval holds 0."""
-        if self.low is None or self.low <= 0 <= self.high:
+        if self.low is None or self.high is None or self.low <= 0 <= self.high:
             saved = "no difference that can be told from noise"
         else:
             saved = f"{self.saved_s:.1f} s saved (95 % interval {self.low:.1f} to {self.high:.1f} s)"

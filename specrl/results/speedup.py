@@ -7,10 +7,11 @@ than the largest saving below the top tenth. A stall on specrl's own side counts
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil, sqrt
 from statistics import NormalDist
+from typing import Any
 
 from specrl.results.records import counted, number, total
 
@@ -33,7 +34,7 @@ class Speedup:
     @property
     def told(self) -> bool:
         """Whether the seconds differ by more than their noise."""
-        return self.low is not None and not self.low <= 1.0 <= self.high
+        return self.low is not None and self.high is not None and not self.low <= 1.0 <= self.high
 
     def __str__(self) -> str:
         if self.low is None:
@@ -107,12 +108,15 @@ class Flips:
         return f"{what}: rounding, as between any two batch sizes of the same engine. The law is unchanged"
 
 
-def flips(steps: Sequence[dict]) -> Flips | None:
+def flips(steps: Sequence[Mapping[str, Any]]) -> Flips | None:
     """Over the control steps among these; None where there is none."""
     if not (tokens := total(steps, "spec/compared_tokens")):
         return None
-    found = [(number(record, "spec/control_mismatches"), number(record, "spec/flip_position")) for record in steps]
-    found = [(count, position) for count, position in found if count]
+    found = [
+        (count, number(record, "spec/flip_position") or 0.0)
+        for record in steps
+        if (count := number(record, "spec/control_mismatches"))
+    ]
     count = sum(count for count, _ in found)
     before = sum(count * position for count, position in found)
     return Flips(int(count), int(tokens), before / count if count else 0.0)

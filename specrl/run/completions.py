@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from itertools import groupby, islice, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,14 +28,19 @@ def show(console: Console, last: Scored, tokenizer: PreTrainedTokenizerBase, cou
         by_prompt.setdefault(done[0].example_id, []).append(done)
     turns = (done for turn in zip_longest(*by_prompt.values()) for done in turn if done)
     for row, completion, reward in islice(turns, count):
-        prompt = tokenizer.decode(row.prompt, skip_special_tokens=True)
-        preview(console, prompt, pieces(completion, tokenizer), reward)
+        preview(console, _text(row.prompt, tokenizer), pieces(completion, tokenizer), reward)
 
 
 def pieces(completion: Completion, tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, bool]]:
     """The response as (text, reused) in order: what was a draft's and what is new, in turn."""
     runs = groupby(zip(completion.tokens, completion.reused, strict=True), key=lambda pair: pair[1])
-    return [(tokenizer.decode([t for t, _ in run], skip_special_tokens=True), reused) for reused, run in runs]
+    return [(_text([t for t, _ in run], tokenizer), reused) for reused, run in runs]
+
+
+def _text(tokens: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> str:
+    text = tokenizer.decode([*tokens], skip_special_tokens=True)
+    assert isinstance(text, str), "The ids of one sequence decode to one text."
+    return text
 
 
 def preview(console: Console, prompt: str, pieces: list[tuple[str, bool]], reward: float | None) -> None:

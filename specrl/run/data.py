@@ -111,8 +111,11 @@ def _digest(text: str) -> str:
 def _framed(example: Example, config: DatasetConfig) -> Example:
     """Puts the template around the question, and the system message before it; the latter makes the prompt a chat."""
     template, system = config.prompt_template or "{prompt}", config.system_prompt
-    chat = isinstance(example.prompt, list)
-    *before, last = example.prompt if chat else [{"role": "user", "content": example.prompt}]
+    chat = not isinstance(example.prompt, str)
+    asked: list[dict] = (
+        [{"role": "user", "content": example.prompt}] if isinstance(example.prompt, str) else example.prompt
+    )
+    *before, last = asked
     messages = [*before, {**last, "content": template.replace("{prompt}", last["content"])}]
     if system and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": system}, *messages]

@@ -191,7 +191,7 @@ def eval_line(step: int, metrics: Mapping[str, Any]) -> str:
 
 def pause_line(record: Mapping[str, Any]) -> str:
     """Why most of a rollout went without speculation although there were drafts."""
-    share, p, needed = (number(record, f"spec/paused_{name}") for name in ("ratio", "acceptance", "needed"))
+    share, p, needed = (number(record, f"spec/paused_{name}") or 0.0 for name in ("ratio", "acceptance", "needed"))
     price = f"stands with probability {p:.2f}, and pays from {needed:.2f} on at the measured cost of passes"
     why = f"would have lost time. The next token {price}"
     if p >= needed:

@@ -69,7 +69,8 @@ def load_policy(config: Config, dtype: str = "") -> tuple[PreTrainedModel, PreTr
     eos_ids = ends(config, model, tokenizer)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.convert_ids_to_tokens(min(eos_ids))
-    return model.to(device(config)), tokenizer, eos_ids
+    model.to(device(config))  # type: ignore[arg-type]  # the stub of `to` lacks self
+    return model, tokenizer, eos_ids
 
 
 def outline(config: Config) -> PreTrainedModel:
@@ -89,7 +90,7 @@ def outline(config: Config) -> PreTrainedModel:
 
 def ends(config: Config, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     """The ids that end a response. Raises ConfigError where there are none, or the tokenizer is another model's."""
-    vocabulary = model.get_input_embeddings().weight.shape[0]
+    vocabulary = model.get_input_embeddings().get_parameter("weight").shape[0]
     if len(tokenizer) > vocabulary:
         raise ConfigError(
             f"tokenizer={config.tokenizer or config.model} has {len(tokenizer)} tokens but model={config.model} knows "
@@ -265,7 +266,11 @@ def adapter(lora: LoraConfig, model: torch.nn.Module) -> peft.LoraConfig | None:
         return None
     import peft
 
-    return peft.LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=lora.targets or "all-linear")
+    return peft.LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,  # type: ignore[arg-type]  # annotated as int, but only divided by the rank
+        target_modules=lora.targets or "all-linear",
+    )
 
 
 def check_targets(targets: Sequence[str], model: torch.nn.Module) -> None:

@@ -98,7 +98,9 @@ def check(config: Config, training: bool = True, read: bool = True) -> dict[str,
 
 
 def _examples(config: Config, training: bool) -> dict[str, list[Example]]:
-    examples = {split: load_examples(config.data, config.dataset, split, config.seed) for split in config.splits}
+    examples: dict[str, list[Example]] = {
+        split: load_examples(config.data, config.dataset, split, config.seed) for split in config.splits
+    }
     if training and len(examples["train"]) < config.trainer.prompts_per_step:
         count = len(examples["train"])
         raise ConfigError(

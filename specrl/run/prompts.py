@@ -51,7 +51,7 @@ def render(example: Example, tokenizer: PreTrainedTokenizerBase, options: Datase
     given, quiet = example.prompt, {"verbose": False}  # `check_lengths` says which texts are long
     messages = None if isinstance(given, str) else given
     if not chat_template(tokenizer, options):
-        text = given if messages is None else "\n\n".join(message["content"] for message in messages)
+        text = given if isinstance(given, str) else "\n\n".join(message["content"] for message in given)
         return Prompt(list(tokenizer(text, **quiet)["input_ids"]), text, messages)
     messages = messages or [{"role": "user", "content": given}]
     text = _templated(messages, tokenizer, options, example.place or f"example {example.id}")
@@ -95,12 +95,14 @@ def _templated(
 
     variables = {name: _value(text) for name, text in options.chat_template_kwargs.items()}
     try:
-        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **variables)
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **variables)
     except TemplateError as error:  # such as a template without a place for system messages
         raise ConfigError(
             f"The tokenizer's chat template refuses the messages of {place}: {error}. Change the roles, leave out "
             "dataset.system_prompt, or set dataset.chat_template=off."
         ) from error
+    assert isinstance(text, str), "With tokenize=False a chat template gives text."
+    return text
 
 
 def _value(text: str) -> Any:

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from accelerate import PartialState
-from transformers import PreTrainedTokenizerBase, set_seed
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 from specrl.config.schema import Config
 from specrl.reward.loading import load_rewards
@@ -126,7 +125,7 @@ def build(
 
             closing.enter_context(connect(config.cluster))
 
-        def make_rollout(trained: torch.nn.Module) -> SpeculativeRollout:
+        def make_rollout(trained: PreTrainedModel) -> SpeculativeRollout:
             """Called by the trainer once it has wrapped the policy, with adapters for example."""
             engine = make_engine(config, spec, trained)
             closing.callback(engine.close)
@@ -193,7 +192,7 @@ def load_cache(
     )
 
 
-def make_engine(config: Config, spec: EngineSpec, trained: torch.nn.Module) -> Engine:
+def make_engine(config: Config, spec: EngineSpec, trained: PreTrainedModel) -> Engine:
     """The engine of the run: workers on the Ray cluster that is connected, or one in this process."""
     if config.cluster.num_workers:
         from specrl.rollout.workers.pool import RolloutPool
@@ -209,7 +208,7 @@ def make_engine(config: Config, spec: EngineSpec, trained: torch.nn.Module) -> E
 
 
 def build_trainer(
-    config: Config, model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase, setup: Setup, checkpoints: Path
+    config: Config, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, setup: Setup, checkpoints: Path
 ) -> Trainer:
     """The trainer of the algorithm. Args: checkpoints: directory that it writes them to."""
     cpu = next(model.parameters()).device.type == "cpu"
@@ -240,7 +239,7 @@ def scorer(rewards: RewardSet, tokenizer: PreTrainedTokenizerBase, prompts: Mapp
     """
 
     def score(rows: Sequence[dict], responses: Sequence[list[int]]) -> tuple[list[float | None], dict[str, Metric]]:
-        texts = tokenizer.batch_decode(responses, skip_special_tokens=True)
+        texts = tokenizer.batch_decode([*responses], skip_special_tokens=True)
         samples = []
         for row, text in zip(rows, texts, strict=True):
             fields = {name: value for name, value in row.items() if name not in ("prompt", "answer")}

@@ -198,7 +198,9 @@ def environment(device: str, processes: int) -> dict[str, Any]:
 def _rounding(environment: dict[str, Any]) -> dict[str, str]:
     """The parts of an environment that can change the last bits of a sum."""
     versions = environment.get("versions", {})
-    values = {key: environment[key] for key in ("cpu", "gpus", "device", "processes", "threads") if key in environment}
+    values: dict[str, Any] = {
+        key: environment[key] for key in ("cpu", "gpus", "device", "processes", "threads") if key in environment
+    }
     values |= {key: versions[key] for key in ("torch", "transformers") if key in versions}
     return {key: ", ".join(value) if isinstance(value, list) else str(value) for key, value in values.items()}
 

@@ -126,8 +126,11 @@ def _local(path: Path, split: str, role: str) -> list[tuple[str, dict]]:
             f"part such as {holds}[90%:], or give a directory with train.jsonl and test.jsonl."
         )
     rows = [row for file in files for row in parse(file)]
-    bounds = (b and (round(len(rows) * int(b[:-1]) / 100) if b[-1] == "%" else int(b)) for b in match.groups()[1:])
-    return rows[slice(*bounds)]
+    begin, end = (
+        None if b is None else round(len(rows) * int(b[:-1]) / 100) if b[-1] == "%" else int(b)
+        for b in match.groups()[1:]
+    )
+    return rows[begin:end]
 
 
 def parse(path: Path) -> list[tuple[str, dict]]:

@@ -103,7 +103,7 @@ class GRPOTrainerWithReuse(GRPOTrainer):
         self._by_response = self.importance_sampling_level == "sequence"
         self.importance_sampling_level = "token"  # old log-probs make it the response's: `_old_of_response`
 
-        def policy() -> torch.nn.Module:
+        def policy() -> PreTrainedModel:
             return self.accelerator.unwrap_model(self.model)
 
         self.rollouts = Rollouts(setup, self.accelerator, policy, lambda: self.state, self._upcoming)
