@@ -38,7 +38,7 @@ SMALLEST = {
     "judges": {
         "AN_EPOCH_EARLIER": "checkpoints/checkpoint-1",
         "TEST_PROBLEMS": {"an epoch earlier": 8, "worse": 8},
-        "MINED_PROBLEMS": 4,
+        "MINED_PROBLEMS": 8,
         "MORE_PROBLEMS": 24,
         "MISMATCHES": 6,
         "TUNING": {"steps": 4, "batch": 32, "learning_rate": 1e-3},
