@@ -178,7 +178,7 @@ def run(folder: Path, prepare: Callable = lambda trainer: None, *, report: bool 
 
     def spy(begun, monitor):
         watch(begun, monitor)
-        record.trainer, record.path = begun.trainer, begun.path
+        record.trainer, record.folder = begun.trainer, begun.path
         listen(begun.trainer, record)
         prepare(begun.trainer)
 

@@ -8,6 +8,7 @@ import stat
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -54,7 +55,10 @@ def test_a_ray_started_here_listens_on_loopback_only(started):
     assert started.get(serve.remote()), "a worker has a socket too"
     sockets = listening()
     assert {"gcs_server", "raylet"} <= {name for name, _ in sockets}
-    words = [word for process in psutil.Process().children(recursive=True) for word in process.cmdline()]
+    words = []
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):  # a process that has just ended
+            words += process.cmdline()
     assert any(word.endswith("dashboard/dashboard.py") for word in words), "the dashboard is up too"
     assert exposed(sockets) == []
 
