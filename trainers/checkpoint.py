@@ -110,7 +110,7 @@ class Checkpoint:
             raise CheckpointError(f"{self.path.name} is damaged: {'; '.join(fatal)}")
 
     def restore(self, rollouts: Rollouts) -> None:
-        """Restores rollouts and companions; the trainer restores its own files. Raises RolloutError."""
+        """Restores rollouts and companions; the trainer restores weights and optimiser. Raises RolloutError."""
         rollouts.restore(self.marker()["rollouts"])
         for name, companion in rollouts.companions.items():
             companion.load(self.path / name)
@@ -128,7 +128,7 @@ def completed(directory: Path) -> list[Checkpoint]:
 
 
 def newest(directory: Path, *, text_decides: bool = False) -> Checkpoint | None:
-    """The undamaged checkpoint of the highest step, None if there are no checkpoints.
+    """The undamaged checkpoint of the highest step, None if there are no complete checkpoints.
 
     Logs a warning for each newer checkpoint that is damaged.
 
@@ -137,7 +137,7 @@ def newest(directory: Path, *, text_decides: bool = False) -> Checkpoint | None:
             damage to the weights. Otherwise it only costs drafts and is logged as a warning.
 
     Raises:
-        CheckpointError: all checkpoints are damaged.
+        CheckpointError: all complete checkpoints are damaged.
     """
     damaged: list[str] = []
     for checkpoint in reversed(completed(directory)):
@@ -220,7 +220,7 @@ class CompleteCheckpoint(TrainerCallback):
 
     def on_save(self, args, state, control, **kwargs) -> None:
         if torch.distributed.is_available() and torch.distributed.is_initialized():
-            torch.distributed.barrier()  # every process writes a part, such as its RNG state
+            torch.distributed.barrier()  # waits until every process has written its part, such as its RNG state
         if not state.is_world_process_zero:
             return
         checkpoint = Checkpoint(Path(args.output_dir) / f"checkpoint-{state.global_step}")

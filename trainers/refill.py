@@ -1,7 +1,7 @@
 """DAPO's dynamic sampling (Yu et al. 2025, arXiv 2503.14476, eq. 11).
 
 A group whose responses are all right or all wrong has no learning signal, so the group of another prompt replaces it.
-Rewards are compared before the overlong penalty, which differs between responses of different lengths.
+Rewards are compared without the overlong penalty, because the penalty varies with the length of a response.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Refill:
     def __call__(
         self, got: Scored, accelerator: Accelerator, dataset: Sequence[dict], order: int
     ) -> tuple[Scored, Scored, dict[str, Metric]]:
-        """Returns all rows this process rolled out, its rows of the step with uniform groups replaced, and metrics.
+        """Returns all rows that this process rolled out, its rows of the step after replacement, and metrics.
 
         Args:
             got: this process's share of the step.

@@ -124,13 +124,13 @@ class Rollouts:
         return self.train_batch.batch.completions[0].version == self.version
 
     def sync(self) -> None:
-        """Brings the engine to the current weights, if it does not have them."""
+        """Sends the current weights to the engine, unless it already has them."""
         if self._sent == self.version and self.engine.own_weights:
             return
         weights.send(self.engine, self.policy, self.version, self._probe, self._dtype, self.drafter)
         self._sent = self.version
 
-    # A rollout ---------------------------------------------------------------------------------------------------
+    # Generation --------------------------------------------------------------------------------------------------
 
     def collect(self, inputs: list[dict]) -> Scored:
         """Rolls out and scores one response to each of this process's dataset rows.
@@ -246,7 +246,7 @@ class Rollouts:
 
     @property
     def old_from_engine(self) -> bool:
-        """True when the engine's log-probs are pi_old, False when the trainer computes its own."""
+        """True if the engine's log-probs are pi_old, False if the trainer computes pi_old."""
         asked = self._options.old_logprobs
         return asked == "engine" or (asked == "auto" and self.source.config.lossy)
 

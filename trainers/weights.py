@@ -19,7 +19,7 @@ STRICT = 1e-3
 INSIDE = {torch.bfloat16: 0.05, torch.float16: 0.02}
 """Mean difference, in nats, that rounding in a coarser type explains within the layers, before logits are rounded."""
 OUTLIERS = 1 / 16
-"""Share of tokens that may differ by much more than the mean, because rounding can move single tokens far."""
+"""Share of tokens that may differ by much more than the mean, as rounding can change a single log-prob a lot."""
 WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 """Parts that torch.compile and activation checkpointing insert into the names of weights."""
 
@@ -99,7 +99,7 @@ def check_shared(own_weights: bool, accelerator: Accelerator) -> None:
 class PolicyWeights:
     """A policy's weights under their Hugging Face names: LoRA merged, FSDP2 shards gathered, tied weights once.
 
-    A rollout.engines.transfer.Source: iterating over it gathers, merges and casts one tensor at a time.
+    It implements rollout.engines.transfer.Source. Iterating over it gathers, merges and casts one tensor at a time.
 
     Args:
         dtype: the engine's dtype; None keeps the dtype of each weight.
@@ -150,7 +150,7 @@ class PolicyWeights:
 class Together:
     """A policy's weights, followed by those of its draft model, whose names get the prefix DRAFTER.
 
-    A rollout.engines.transfer.Source.
+    It implements rollout.engines.transfer.Source, so that both models are sent in one update.
     """
 
     def __init__(self, policy: PolicyWeights, drafter: PolicyWeights):
@@ -172,7 +172,7 @@ def check(engine: Engine, policy: torch.nn.Module, version: int, tokens: Sequenc
     """Raises RolloutError if an engine that shares the policy computes other log-probs of `tokens` than the policy.
 
     The engine was compared with the policy when it was built, but the policy may have been changed since. An engine
-    that holds its own copy is checked whenever weights are sent.
+    that holds a copy is checked whenever weights are sent.
     """
     if not engine.own_weights:
         expected = probe(policy, tokens)
