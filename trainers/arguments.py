@@ -1,4 +1,4 @@
-"""Arguments of the trainers, as transformers and TRL take them."""
+"""The trainers' options as arguments of transformers and TRL."""
 
 from __future__ import annotations
 
@@ -13,7 +13,11 @@ from specrl.trainers.config import TrainerConfig
 
 
 def passes(trainer: TrainerConfig, rollout: RolloutConfig, world: int) -> tuple[int, int]:
-    """(rows of one process in a forward/backward pass, passes of an optimiser step)."""
+    """Returns (rows per process and forward/backward pass, passes per optimiser step).
+
+    Raises:
+        RolloutError: the rows of a step cannot be divided over `world` processes.
+    """
     rows = trainer.prompts_per_step * rollout.group_size // trainer.minibatches
     per_pass = trainer.rows_per_pass or max(rows // world, 1)
     count = rows // (per_pass * world)
@@ -38,12 +42,12 @@ def common_arguments(
     world: int,
     trackers: list[str],
 ) -> dict[str, Any]:
-    """Arguments of transformers.TrainingArguments: passes, optimiser, precision, checkpoints, logging.
+    """The keyword arguments of transformers.TrainingArguments that GRPO and PPO runs share.
 
     Args:
-        output_dir: the run's `checkpoints`.
+        output_dir: the run's `checkpoints` directory.
         world: number of processes.
-        trackers: names of transformers' integrations, whose packages are there.
+        trackers: names of the transformers integrations to log to; their packages are installed.
     """
     per_pass, count = passes(trainer, rollout, world)
     return {
@@ -61,11 +65,11 @@ def common_arguments(
         "use_cpu": cpu,
         "gradient_checkpointing": trainer.gradient_checkpointing,
         "save_strategy": "steps",
-        "save_steps": trainer.save_every or 10**9,  # the last step is saved in any case
-        "save_total_limit": None,  # CompleteCheckpoint removes old checkpoints, once the new one is complete
+        "save_steps": trainer.save_every or 10**9,  # the last step is always saved
+        "save_total_limit": None,  # CompleteCheckpoint removes old checkpoints once the new one is complete
         "logging_steps": 1,
         "report_to": trackers or "none",
-        "run_name": output_dir.parent.name,  # the checkpoints lie in the run's directory
+        "run_name": output_dir.parent.name,  # the name of the run's directory
         "project": "specrl",
         "disable_tqdm": True,
         "seed": seed,
@@ -73,5 +77,5 @@ def common_arguments(
 
 
 def ppo_arguments(trainer: TrainerConfig, rollout: RolloutConfig, steps: int, **run: Any) -> TrainingArguments:
-    """For PPO runs of `steps` optimiser steps. run: see common_arguments."""
+    """TrainingArguments for a PPO run of `steps` optimiser steps. See common_arguments for `run`."""
     return TrainingArguments(**common_arguments(trainer, rollout, **run) | {"max_steps": steps})

@@ -1,4 +1,4 @@
-"""Callbacks between the trainer and whoever watches it."""
+"""Trainer callbacks that record steps, bound the log history and stop training on a signal."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
-ECHO_S = 1.0  # within it a launcher such as torchrun passes on the Ctrl-C that its processes had from the terminal
-HISTORY = 100  # logs that a trainer's state keeps
+ECHO_S = 1.0  # a launcher such as torchrun repeats the terminal's Ctrl-C to its processes within this time
+HISTORY = 100  # log entries that the trainer's state keeps
 
 Handler = Callable[[int, FrameType | None], Any] | int | None
-"""What signal.signal sets and returns."""
+"""A signal handler as signal.signal accepts and returns it."""
 
 
 class Record(TrainerCallback):
-    """Hands one flat record per optimiser step to `write`, then calls `after_step`; `before_training` runs first.
+    """Passes one flat record per optimiser step to `write`, then calls `after_step`.
 
-    Of several processes one writes; the rest is called in every process that has this callback.
+    `before_training` is called before the first step, but not when a run resumes. Only the main process writes; every
+    process that has this callback calls `before_training` and `after_step`.
     """
 
     def __init__(
@@ -46,21 +47,27 @@ class Record(TrainerCallback):
 
 
 class ShortHistory(TrainerCallback):
-    """Keeps the last HISTORY logs of the trainer's state, which else grows, with every checkpoint, for as long as a run
-    lasts. metrics.jsonl has them all."""
+    """Keeps only the last HISTORY entries of the trainer's log history; metrics.jsonl has all of them.
+
+    The history is part of every checkpoint and would otherwise grow for as long as the run lasts.
+    """
 
     def on_log(self, args, state, control, **kwargs) -> None:
         del state.log_history[:-HISTORY]
 
 
 class StopOnSignal(TrainerCallback):
-    """On SIGTERM or SIGINT (Ctrl-C) finishes the step, saves a checkpoint and ends training; of several processes any
-    one stops all. A second SIGINT raises KeyboardInterrupt at once, with what is saved.
+    """On SIGTERM or SIGINT (Ctrl-C), finishes the step, saves a checkpoint and ends training.
 
-    Signals are noted from the beginning of training to the end of its `with` block. So one that comes while the trained
-    model is saved does not end a process that others wait for; `agree` then tells all of them.
+    A signal to any process stops all of them. A second SIGINT raises KeyboardInterrupt immediately; its message names
+    the last saved step.
 
-    Args: updates_per_rollout: a checkpoint must not cut a rollout batch in two.
+    Signals are recorded from the start of training until the `with` block exits. A signal that arrives while the
+    trained model is being saved therefore does not end a process that others wait for; `agree` passes it on to them.
+
+    Args:
+        updates_per_rollout: optimiser steps per rollout batch. Training ends only at a multiple of it, because a run
+            cannot resume in the middle of a batch.
     """
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -70,7 +77,7 @@ class StopOnSignal(TrainerCallback):
         self._previous: dict[signal.Signals, Handler] = {}
         self._interrupted: float | None = None
         self.received = 0
-        """The signal that ended training, 0 for none."""
+        """The number of the signal that ended training, 0 if there was none."""
 
     def on_train_begin(self, args, state, control, **kwargs) -> None:
         self._saved, self._world, self._speaks = state.global_step, args.world_size, state.is_world_process_zero
@@ -88,7 +95,7 @@ class StopOnSignal(TrainerCallback):
             control.should_save = control.should_training_stop = True
 
     def agree(self, device: torch.device) -> int:
-        """The signal that any process has received so far, 0 for none. Every process must call it."""
+        """The number of the signal that any process has received so far, 0 for none. Every process must call it."""
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             flag = torch.tensor(self.received, device=device)
             torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX)
@@ -104,7 +111,7 @@ class StopOnSignal(TrainerCallback):
             return
         if self._interrupted is None:
             self._interrupted = time.monotonic()
-            if self._speaks:  # not by print, which may be what was interrupted
+            if self._speaks:  # not print, because the signal may have interrupted one
                 os.write(2, b"interrupted: finishing the step and saving it; Ctrl-C once more stops at once\n")
         elif self._world == 1 or time.monotonic() - self._interrupted > ECHO_S:
             saved = f"step {self._saved} is saved; resume=auto goes on" if self._saved else "no step is saved"

@@ -1,8 +1,8 @@
-"""Checkpoints of a run: weights, optimiser and position (the trainer's), trajectories and companions (ours).
+"""Checkpoints of a run: weights, optimiser and progress, trajectories, and companions.
 
-The trainer writes `checkpoint-N/`, and everything else goes into the same directory. Once all of it is on the disk, the
-marker file is written with the size and digest of every file. A directory without a marker is an interrupted save; one
-whose files differ from its marker is damaged. A run never resumes from either.
+The trainer writes `checkpoint-N/`; trajectories and companions are added to the same directory. Once all files are on
+disk, a marker file is written with the size and digest of each. A directory without a marker is an interrupted save;
+one whose files differ from its marker is damaged. A run never resumes from either.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ if TYPE_CHECKING:
 MARKER = "specrl.json"
 TRAJECTORIES = "trajectories"
 TRANSIENT_SUFFIXES = (".lock", ".tmp")  # files of the trajectory writer that hold no data
-THREADS = 4  # files are digested in parallel; one core reaches about 1 GB/s
+THREADS = 4  # files are hashed in parallel; one core hashes about 1 GB/s
 logger = logging.getLogger(__name__)
 
 
 class CheckpointError(RolloutError):
-    """No checkpoint can be resumed from. The message names the file and what is wrong with it."""
+    """A checkpoint is damaged. The message names the file and what is wrong with it."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Checkpoint:
 
     @property
     def step(self) -> int:
-        """The optimiser step after which it was taken."""
+        """The optimiser step after which it was saved."""
         return int(self.path.name.partition("-")[2])
 
     @property
@@ -63,11 +63,11 @@ class Checkpoint:
 
     @property
     def is_complete(self) -> bool:
-        """Whether its save was finished. Its files may have been damaged since."""
+        """Whether its save finished. Its files may have been damaged since."""
         return (self.path / MARKER).is_file()
 
     def marker(self) -> dict[str, Any]:
-        """Content of the marker. Raises CheckpointError unless it is what was written for this checkpoint."""
+        """The content of the marker. Raises CheckpointError if it is unreadable, altered or of another step."""
         try:
             mark = read_json((self.path / MARKER).read_bytes())
         except (OSError, ValueError) as error:
@@ -79,11 +79,11 @@ class Checkpoint:
     def complete(self, content: Mapping[str, Any]) -> None:
         """Flushes every file and writes the marker with `content`. Raises OSError."""
         mark = {"step": self.step, **content, "files": self._flush()}
-        mark = json.loads(json.dumps(mark))  # the digest is taken of what will be read
+        mark = json.loads(json.dumps(mark))  # so that the digest is of the values that will be read
         write_durably(self.path / MARKER, json.dumps(mark | {"digest": _digest_of(mark)}).encode())
 
     def _flush(self) -> dict[str, list]:
-        """Flushes all files and the directories that lead to them; returns [size, digest] of each file, read back."""
+        """Flushes all files, and the directories from the run's down; returns the [size, digest] of each file."""
         below = sorted(self.path.rglob("*"))
         marker = self.path / MARKER
         files = [path for path in below if path.is_file() and path.suffix not in TRANSIENT_SUFFIXES and path != marker]
@@ -95,10 +95,7 @@ class Checkpoint:
         return {path.relative_to(self.path).as_posix(): entry for path, entry in zip(files, entries, strict=True)}
 
     def verify(self, text_decides: bool) -> None:
-        """Raises CheckpointError unless every file is as it was saved.
-
-        Args: text_decides: see `newest`.
-        """
+        """Raises CheckpointError unless every file is as it was saved. See `newest` for `text_decides`."""
         files = self.marker()["files"]
         with ThreadPoolExecutor(THREADS) as pool:
             complaints = pool.map(partial(_complaint, self.path), files, files.values())
@@ -113,31 +110,34 @@ class Checkpoint:
             raise CheckpointError(f"{self.path.name} is damaged: {'; '.join(fatal)}")
 
     def restore(self, rollouts: Rollouts) -> None:
-        """Restores rollouts and companions; weights are the trainer's to restore. Raises RolloutError."""
+        """Restores rollouts and companions; the trainer restores weights and optimiser. Raises RolloutError."""
         rollouts.restore(self.marker()["rollouts"])
         for name, companion in rollouts.companions.items():
             companion.load(self.path / name)
 
 
 def checkpoints(directory: Path) -> list[Checkpoint]:
-    """The checkpoints of a run by step, incomplete ones included."""
+    """The checkpoints of a run, sorted by step, incomplete ones included."""
     named = [path for path in directory.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name)]
     return sorted(map(Checkpoint, named), key=lambda checkpoint: checkpoint.step)
 
 
 def completed(directory: Path) -> list[Checkpoint]:
-    """The checkpoints of a run whose save was finished, by step. Their files are not verified."""
+    """The checkpoints of a run whose save finished, sorted by step. Their files are not verified."""
     return [checkpoint for checkpoint in checkpoints(directory) if checkpoint.is_complete]
 
 
 def newest(directory: Path, *, text_decides: bool = False) -> Checkpoint | None:
-    """The sound checkpoint of the highest step, None if there are none. Logs a warning for each damaged newer one.
+    """The undamaged checkpoint of the highest step, None if there are no complete checkpoints.
 
-    Args: text_decides: whether damaged trajectories count like damaged weights, because the stored text decides what is
-        generated. Otherwise they only cost drafts, and are a warning.
+    Logs a warning for each newer checkpoint that is damaged.
+
+    Args:
+        text_decides: whether the stored trajectories decide what is generated. Damage to them is then treated like
+            damage to the weights. Otherwise it only costs drafts and is logged as a warning.
 
     Raises:
-        CheckpointError: there are checkpoints, and all are damaged.
+        CheckpointError: all complete checkpoints are damaged.
     """
     damaged: list[str] = []
     for checkpoint in reversed(completed(directory)):
@@ -158,7 +158,7 @@ def newest(directory: Path, *, text_decides: bool = False) -> Checkpoint | None:
 
 
 def set_aside_damaged(directory: Path, sound: Checkpoint) -> None:
-    """Renames the damaged checkpoints after `sound` to damaged-NAME, because the run will write these steps again."""
+    """Renames the checkpoints after `sound` to damaged-NAME, because the run will save these steps again."""
     for checkpoint in completed(directory):
         if checkpoint.step <= sound.step:
             continue
@@ -168,7 +168,7 @@ def set_aside_damaged(directory: Path, sound: Checkpoint) -> None:
 
 
 def prune(saved: Checkpoint, keep: int) -> None:
-    """Removes the checkpoints before `saved`, which was just completed, except the `keep` - 1 newest complete ones.
+    """Removes the checkpoints before `saved`, which was just completed, except the newest `keep` - 1 complete ones.
 
     The marker is removed first, so that an interrupted removal leaves no checkpoint that looks complete.
     """
@@ -183,9 +183,9 @@ def prune(saved: Checkpoint, keep: int) -> None:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turns the errors of a full or failing disk while `path` is written into a RolloutError of one line.
+    """Converts errors of a full or failing disk while `path` is written into a one-line RolloutError.
 
-    torch raises bare RuntimeErrors for these.
+    torch raises plain RuntimeErrors for them.
     """
     try:
         yield
@@ -201,7 +201,9 @@ def writing(path: Path) -> Iterator[None]:
 class CompleteCheckpoint(TrainerCallback):
     """Adds trajectories and companions to each checkpoint, marks it as complete, and removes the oldest ones.
 
-    Args: keep: number of complete checkpoints to keep; data: digests of the data's splits, for the marker.
+    Args:
+        keep: number of complete checkpoints to keep.
+        data: digests of the splits of the data set, for the marker.
     """
 
     def __init__(self, rollouts: Rollouts, keep: int, data: Mapping[str, str]):
@@ -211,14 +213,14 @@ class CompleteCheckpoint(TrainerCallback):
         self._cache_save_s: float | None = None
 
     def on_log(self, args, state, control, logs: dict[str, Any] | None = None, **kwargs) -> None:
-        """Adds the seconds of the last cache save to the next record, because a save follows its step's record."""
+        """Adds the duration of the last cache save to the next record, because a step is saved after it is logged."""
         if logs and "loss" in logs and self._cache_save_s is not None:
             logs["timing_s/cache_save"] = self._cache_save_s
             self._cache_save_s = None
 
     def on_save(self, args, state, control, **kwargs) -> None:
         if torch.distributed.is_available() and torch.distributed.is_initialized():
-            torch.distributed.barrier()  # until every process has written its part, such as its RNG state
+            torch.distributed.barrier()  # waits until every process has written its part, such as its RNG state
         if not state.is_world_process_zero:
             return
         checkpoint = Checkpoint(Path(args.output_dir) / f"checkpoint-{state.global_step}")
@@ -253,7 +255,7 @@ def _flush_file(path: Path) -> list:
 
 
 def _complaint(folder: Path, name: str, saved: list) -> str:
-    """What is wrong with a file of a checkpoint; empty if it is as it was saved. Args: saved: [size, digest]."""
+    """Describes the damage of a checkpoint's file, whose saved state is [size, digest]; empty if there is none."""
     size, digest = saved
     if not (folder / name).is_file():
         return f"{name} is missing"

@@ -1,4 +1,4 @@
-"""What is trained beside the policy, and when."""
+"""Models that are trained next to the policy, and the callback that trains them."""
 
 from __future__ import annotations
 
@@ -13,27 +13,29 @@ from specrl.rollout.types import EngineStats
 
 
 class Companion(Protocol):
-    """What is trained beside the policy, on its rollouts: it sees each, has a step after each of the policy's, and is
-    part of every checkpoint."""
+    """A model that is trained next to the policy on its rollouts.
+
+    It observes every rollout, is stepped after each update of the policy, and is part of every checkpoint.
+    """
 
     def observe(self, rows: Sequence[tuple[Sequence[int], Sequence[int]]], version: int, stats: EngineStats) -> None:
-        """A rollout by weight version `version`, as (prompt ids, response ids), before the policy learns from it."""
+        """Receives a rollout of weight version `version` as (prompt ids, response ids), before the policy's update."""
 
     def step(self) -> dict[str, Metric]:
-        """Learns, after an update of the policy, and returns metrics."""
+        """Trains after an update of the policy, and returns metrics."""
 
     def save(self, directory: Path) -> None:
-        """Writes what `load` takes."""
+        """Writes the state that `load` restores."""
 
     def load(self, directory: Path) -> None:
-        """Goes on from what `save` wrote. Raises RolloutError."""
+        """Restores the state that `save` wrote. Raises RolloutError."""
 
     def save_model(self, directory: Path) -> None:
-        """Writes what the run leaves behind."""
+        """Writes the model when the run ends; a companion without weights writes nothing."""
 
 
 class TrainCompanions(TrainerCallback):
-    """Trains companions after each update of the policy; `note` takes their metrics into the step's log."""
+    """Trains companions after each update of the policy; `note` receives their metrics for the step's log."""
 
     def __init__(self, companions: Mapping[str, Companion], note: Callable[[dict[str, Metric]], None]):
         self._companions, self._note = companions, note

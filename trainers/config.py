@@ -113,9 +113,9 @@ class TrainerConfig:
 
     @property
     def clip_range(self) -> tuple[float, float]:
-        """How far the ratio may fall below 1 and rise above it.
+        """The clip range of the ratio, as distances below and above 1.
 
-        A response's ratio is a mean over its tokens and varies far less than a token's, so that GSPO's defaults
+        The ratio of a response is a mean over its tokens and varies far less than that of a token, so GSPO's defaults
         (arXiv 2507.18071) are smaller than DAPO's (arXiv 2503.14476).
         """
         by_response = self.ratio == "sequence"
@@ -135,7 +135,7 @@ class TrainerConfig:
         return self.refills
 
     def overlong_tokens(self, cap: int) -> int:
-        """Tokens before the length limit over which the overlong penalty grows; 0 is no penalty."""
+        """Number of tokens before the limit `cap` over which the overlong penalty grows; 0 disables it."""
         if self.overlong_buffer == "auto":
             return cap // 5 if self.algorithm == "dapo" else 0
         return self.overlong_buffer
@@ -151,7 +151,7 @@ class TrainerConfig:
         return self.updates_per_rollout * self.minibatches
 
     def rollouts_per_epoch(self, prompts: int) -> int:
-        """Rollout batches in an epoch over `prompts` training prompts; an incomplete last one is left out."""
+        """Rollout batches in an epoch over `prompts` training prompts; an incomplete last batch is dropped."""
         return prompts // self.prompts_per_step
 
     def steps_per_epoch(self, prompts: int) -> int:
@@ -159,11 +159,11 @@ class TrainerConfig:
         return self.rollouts_per_epoch(prompts) * self.steps_per_rollout
 
     def total_steps(self, prompts: int) -> int:
-        """Optimiser steps of a run on `prompts` training prompts: max_steps, or else all epochs."""
+        """Optimiser steps of a run on `prompts` training prompts: max_steps if it is set, otherwise all epochs."""
         return self.max_steps or self.steps_per_epoch(prompts) * self.epochs
 
     def problems(self) -> Iterator[str]:
-        """Messages for options that contradict each other, with `<key>` for `key=value`."""
+        """Yields messages about options that contradict each other. `<key>` is a placeholder for `key=value`."""
         if self.clip == 0:
             yield "trainer.clip=0 clips every ratio. Try trainer.clip=auto."
         low, high = self.clip_range

@@ -1,4 +1,4 @@
-"""Pure functions that correct what is learned from: rewards of overlong responses, weights of off-policy tokens."""
+"""Corrections of the training signal: rewards of overlong responses, importance weights of off-policy tokens."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from specrl.rollout.reduction import Metric, highest, lowest, mean
 def overlong_penalty(length: int, cap: int, buffer: int) -> float:
     """DAPO's soft overlong punishment (arXiv 2503.14476, eq. 13): 0 up to cap - buffer, then linear to -1 at cap.
 
-    Args: length of the response, cap and buffer in tokens; `buffer=0` never punishes.
+    `length` of the response, `cap` and `buffer` are in tokens; `buffer=0` disables the penalty.
     """
     if buffer <= 0 or length <= cap - buffer:
         return 0.0
@@ -21,10 +21,10 @@ def overlong_penalty(length: int, cap: int, buffer: int) -> float:
 
 
 def correction_weights(logp: Tensor, behaviour: Tensor, mask: Tensor, mode: str, cap: float) -> Tensor:
-    """Importance weights [B, T] for tokens whose law was not the current policy.
+    """Importance weights [B, T] for tokens that were not sampled from the current policy.
 
-    The ratio is exp(logp - behaviour) per token, or of the summed log-probs per sequence. `truncate` clips it at `cap`
-    (truncated importance sampling, Espeholt et al. 2018), `mask` drops what exceeds `cap` or falls below 1 / cap.
+    The ratio is exp(logp - behaviour) per token, or that of the summed log-probs per sequence. `truncate` clips it at
+    `cap` (truncated importance sampling, Espeholt et al. 2018); `mask` sets ratios above `cap` or below 1 / cap to 0.
 
     Args:
         logp: log-probs under the current policy [B, T].
@@ -35,7 +35,7 @@ def correction_weights(logp: Tensor, behaviour: Tensor, mask: Tensor, mode: str,
     """
     if mode == "none":
         return torch.ones_like(logp)
-    log_ratio = (logp - behaviour).masked_fill(mask == 0, 0.0)  # not times 0: behaviour may be infinite
+    log_ratio = (logp - behaviour).masked_fill(mask == 0, 0.0)  # inf times 0 would be NaN
     if mode.startswith("sequence"):
         log_ratio = log_ratio.sum(-1, keepdim=True).expand_as(logp)
     ratio = log_ratio.exp()
@@ -47,7 +47,7 @@ def correction_weights(logp: Tensor, behaviour: Tensor, mask: Tensor, mode: str,
 def measured_weights(
     logp: Tensor, behaviour: Tensor, mask: Tensor, mode: str, cap: float
 ) -> tuple[Tensor, dict[str, Metric]]:
-    """`correction_weights`, and metrics of those of response tokens."""
+    """`correction_weights`, and metrics of the weights of response tokens."""
     ratios = correction_weights(logp, behaviour, mask, mode, cap)
     if not (used := ratios[mask.bool()]).numel():
         return ratios, {}
@@ -60,7 +60,7 @@ def measured_weights(
 
 
 def padded(rows: Sequence[Sequence[float]], like: Tensor) -> Tensor:
-    """Rows of numbers as a tensor [B, T] of the kind and shape of `like`, 0 behind their ends."""
+    """Rows of numbers as a tensor [B, T] with the shape, dtype and device of `like`, right-padded with 0."""
     whole = torch.zeros_like(like)
     for i, row in enumerate(rows):
         whole[i, : len(row)] = torch.tensor(row)

@@ -1,4 +1,4 @@
-"""Metrics of an optimiser step, over its parts and over all processes of a run."""
+"""Metrics of an optimiser step, merged over its parts and over all processes of a run."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from transformers import TrainerCallback
 from specrl.rollout.reduction import Metric, lowest, merged, seconds
 
 OTHERS = ("sync", "gen", "reward", "drafter", "old_log_prob", "ref_log_prob", "control", "reuse_gap")
-"""What a step spends its time on besides the update, by its name in `timing_s/`; none is part of another."""
+"""The parts of a step other than the update, by their names in `timing_s/`; they do not overlap."""
 
 
 class StepMetrics(TrainerCallback):
-    """What a process notes of an optimiser step, and what it took, until the step is logged.
+    """Collects the metrics of an optimiser step in this process, and times the step, until the step is logged.
 
-    `timing_s/step` is the step's wall clock, control rows included. `timing_s/update` is what is left of it after
-    everything that has a time of its own, OTHERS, in the process where least is left: the others wait for the slowest.
+    `timing_s/step` is the step's wall clock, control rows included. `timing_s/update` is that time less OTHERS, and the
+    minimum over processes, because in the other processes it includes the wait for the slowest one.
 
-    Args: exchange: turns a list of this process into that of all processes; collective.
+    Args:
+        exchange: concatenates the lists of all processes; collective.
     """
 
     def __init__(self, exchange: Callable[[list], list]):
@@ -31,11 +32,11 @@ class StepMetrics(TrainerCallback):
         self._began = time.perf_counter()
 
     def note(self, metrics: Mapping[str, Metric]) -> None:
-        """Takes in what a part of the step measured, after what earlier parts did."""
+        """Merges the metrics of a part of the step into those of its earlier parts."""
         self._noted = merged([self._noted, metrics], Metric.later)
 
     def reduced(self) -> dict[str, Metric]:
-        """Everything that was noted, over all processes, and forgets it. Every process must call it."""
+        """Returns the metrics noted in this step, reduced over all processes, and clears them. Collective."""
         noted, self._noted = self._noted, {}
         if self._began is not None:
             step_s = time.perf_counter() - self._began

@@ -1,6 +1,8 @@
-"""DAPO's dynamic sampling (Yu et al. 2025, arXiv 2503.14476, eq. 11): groups that are all right or all wrong teach
-nothing about being right, so further prompts take their places. They are known by their rewards before the overlong
-penalty, by which texts that differ in length alone would differ."""
+"""DAPO's dynamic sampling (Yu et al. 2025, arXiv 2503.14476, eq. 11).
+
+A group whose responses are all right or all wrong has no learning signal, so the group of another prompt replaces it.
+Rewards are compared without the overlong penalty, because the penalty varies with the length of a response.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +18,11 @@ from specrl.rollout.reduction import Metric, shared
 from specrl.trainers.scored import Scored
 
 LEAST_SHARE = 1 / 4
-"""Of prompts whose groups have variance, as far as asking for replacements goes: so many more are asked for at most."""
+"""Lower bound on the share of prompts whose groups have variance, as estimated for the size of the next round."""
 
 
 def uniform(rewards: Sequence[float | None]) -> bool:
-    """Whether a group's rewards are all alike; failed ones are left out, as they are of its mean."""
+    """Whether all rewards of a group are equal. Failed ones (None) are ignored, as they are in the group's mean."""
     known = [reward for reward in rewards if reward is not None]
     return not known or min(known) == max(known)
 
@@ -32,18 +34,20 @@ def refill(
     roll_out: Callable[[list[int]], Sequence[float | None]],
     rounds: int,
 ) -> tuple[dict[int, int], dict[str, Metric]]:
-    """Rolls out further prompts until no group is uniform, or the rounds or prompts are used up.
+    """Rolls out further prompts until every uniform group is replaced, or the rounds or prompts are used up.
 
-    A round asks for as many prompts as are missing over the share of prompts that had variance so far in this step, at
-    most for as many as the step has.
+    The number of prompts of a round is the number of groups still to be replaced, divided by the share of this step's
+    groups so far that had variance. It is at most the number of prompts of the step.
 
     Args:
-        rewards: of all rows of the step, without the overlong penalty, groups side by side.
-        prompts: indices of further dataset rows, none of them in the step.
-        roll_out: gives the rewards of the groups of some prompts, which are then numbered on behind those before.
-        rounds: how often prompts are asked for at most.
+        rewards: rewards of all rows of the step without the overlong penalty; the rows of a group are adjacent.
+        prompts: dataset indices of further prompts, none of which is in the step.
+        roll_out: returns the rewards of one group for each dataset index.
+        rounds: maximum number of calls of `roll_out`.
 
-    Returns: (uniform group of the step -> new group, counted over all rounds, that takes its place), and metrics.
+    Returns:
+        {index of a uniform group: index of the new group that replaces it}, and metrics. New groups are numbered from 0
+        over all rounds.
     """
     groups = [rewards[i : i + group_size] for i in range(0, len(rewards), group_size)]
     dull = [i for i, group in enumerate(groups) if uniform(group)]
@@ -68,25 +72,25 @@ def refill(
 
 @dataclass(frozen=True)
 class Refill:
-    """Dynamic sampling of a step, in all processes of a run at once."""
+    """Dynamic sampling of a step over all processes of a run."""
 
     rounds: int
-    """In which further prompts are asked for, at most."""
+    """Maximum rounds of further prompts."""
     group_size: int
     exchange: Callable[[list], list]
-    """Turns a list of this process into that of all processes; collective."""
+    """Concatenates the lists of all processes; collective."""
     roll_out: Callable[[list[dict], int], Scored]
-    """Of this process's share of some dataset rows, given the place of its first among those of all processes."""
+    """(this process's dataset rows, index of the first one among the rows of all processes) -> their rollout."""
 
     def __call__(
         self, got: Scored, accelerator: Accelerator, dataset: Sequence[dict], order: int
     ) -> tuple[Scored, Scored, dict[str, Metric]]:
-        """All that was rolled out, the rows of the step with those of uniform groups replaced, and metrics.
+        """Returns all rows that this process rolled out, its rows of the step after replacement, and metrics.
 
         Args:
             got: this process's share of the step.
-            dataset: where further prompts are from.
-            order: seed of their order, the same in all processes.
+            dataset: the rows from which further prompts are sampled.
+            order: seed of the sampling, equal in all processes.
         """
         world, rank, size = accelerator.num_processes, accelerator.process_index, self.group_size
         ids = [row.example_id for row in got.rows]

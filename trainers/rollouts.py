@@ -1,5 +1,4 @@
-"""What stands between a trainer and the rollout package: weights to the engine, rows to responses, responses to
-rewards."""
+"""Connects a trainer to the rollout package: sends weights to the engine, rolls out dataset rows and scores them."""
 
 from __future__ import annotations
 
@@ -29,20 +28,20 @@ if TYPE_CHECKING:
     from specrl.trainers.companions import Companion
 
 Score = Callable[[Sequence[dict], Sequence[list[int]]], tuple[list[float | None], dict[str, Metric]]]
-"""Rewards of (dataset rows, responses as token ids): the total per row, None where it failed, and metrics to log."""
+"""(dataset rows, responses as token ids) -> total reward of each row, None where it failed, and metrics to log."""
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What a run gives to the rollouts of its trainer."""
+    """What the rollouts of a trainer need from the run."""
 
     score: Score
     render: Callable[[dict], list[int]]
-    """Prompt of a dataset row as token ids."""
+    """Renders the prompt of a dataset row as token ids."""
     dataset: Sequence[dict]
-    """Rows that are trained on; the first one's prompt is what engine and trainer must agree on."""
+    """The training rows. The prompt of the first one is the probe that engine and trainer must score equally."""
     make_rollout: Callable[[PreTrainedModel], SpeculativeRollout]
-    """The source of responses, given the policy as it is trained (adapters included)."""
+    """Builds the source of responses from the policy as it is trained (adapters included)."""
     rollout: RolloutConfig
     trainer: TrainerConfig
 
@@ -51,14 +50,13 @@ class Rollouts:
     """The rollouts of one process of a run: `collect`, then `finish`, once per rollout batch.
 
     Args:
-        setup, accelerator: of the run.
-        policy: gives the model as it is trained, adapters included, not wrapped for several processes.
-        clock: gives the trainer's progress, of which `global_step` and `epoch` are read.
-        upcoming: gives this process's dataset rows of the rollout batch after the present one, none at the last step.
-            A wrong guess costs time only.
+        policy: returns the model as it is trained, adapters included, without wrappers for several processes.
+        clock: returns the trainer's state, of which `global_step` and `epoch` are read.
+        upcoming: returns this process's dataset rows of the next rollout batch, none at the last step. A wrong guess
+            only costs time.
 
     Raises:
-        RolloutError: the engine would decode with a model of which each process holds a part.
+        RolloutError: the model is sharded over processes, and the engine cannot get all of it.
     """
 
     def __init__(
@@ -72,17 +70,18 @@ class Rollouts:
         self._setup, self._options, self._group_size = setup, setup.trainer, setup.rollout.group_size
         self._accelerator, self._policy, self._clock, self._upcoming = accelerator, policy, clock, upcoming
         self.exchange: Callable[[list], list] = gather_object if accelerator.num_processes > 1 else list
-        """Turns a list of this process into that of all processes; collective."""
+        """Concatenates the lists of all processes; collective."""
         self._probe = setup.render(setup.dataset[0])
         self._dtype = torch.float32 if setup.trainer.precision == "fp32" else torch.bfloat16
-        """Of the engine's weights."""
+        """The dtype of the engine's weights."""
         self.exact_bits = self._dtype == torch.float32 and accelerator.device.type == "cpu"
-        """Equal passes give equal bits."""
+        """True if equal forward passes give equal bits: fp32 on a CPU."""
         self.source = setup.make_rollout(self.policy)
-        """What the responses come from."""
+        """The source of responses."""
         weights.check_shared(self.engine.own_weights, accelerator)
-        self._ahead = any(self.exchange([self.source.runs_ahead]))  # announcing takes all processes
-        whole_law = (setup.rollout.top_p, setup.rollout.top_k) == (1.0, 0)  # rounding can move the edge of a cut one
+        self._ahead = any(self.exchange([self.source.runs_ahead]))  # announcing is collective
+        # with top_p or top_k, rounding can change which tokens are kept
+        whole_law = (setup.rollout.top_p, setup.rollout.top_k) == (1.0, 0)
         strict = self.exact_bits and whole_law
         self._control = Control(self.source, self._score_tokens, self.exchange, strict=strict)
         self._visits = Visits()
@@ -91,13 +90,13 @@ class Rollouts:
         """Dataset rows of the step, by example id."""
         self._metrics: dict[str, Metric] = {}
         self.sampled_batch: Scored
-        """All that `collect` rolled out last."""
+        """Everything that the last `collect` rolled out."""
         self.train_batch: Scored
-        """What of it is trained on."""
+        """The rows of the last `collect` that are trained on."""
         self.companions: dict[str, Companion] = {}
-        """What is trained beside the policy, by the name that checkpoints have for it."""
+        """The models that are trained next to the policy, by their names in checkpoints."""
         self.drafter: torch.nn.Module | None = None
-        """A draft model in training, of which the engine has a copy."""
+        """A draft model in training, of which the engine holds a copy."""
 
     @property
     def policy(self) -> PreTrainedModel:
@@ -106,37 +105,38 @@ class Rollouts:
 
     @property
     def engine(self) -> Engine:
-        """What generates."""
+        """The engine that generates the responses."""
         return self.source.engine
 
     @property
     def version(self) -> int:
-        """Weight version: optimiser steps taken."""
+        """The weight version, which is the number of optimiser steps taken."""
         return self._clock().global_step
 
     @property
     def epoch(self) -> int:
-        """Whole epochs taken."""
+        """The number of completed epochs."""
         return int((self._clock().epoch or 0.0) + 1e-6)
 
     @property
     def batch_is_current(self) -> bool:
-        """True while no update was made since the rollout, so that trainer and engine describe the same weights."""
+        """True while there was no update since the rollout, so that trainer and engine have the same weights."""
         return self.train_batch.batch.completions[0].version == self.version
 
     def sync(self) -> None:
-        """Brings the engine to the current weights; costs nothing when it has them."""
+        """Sends the current weights to the engine, unless it already has them."""
         if self._sent == self.version and self.engine.own_weights:
             return
         weights.send(self.engine, self.policy, self.version, self._probe, self._dtype, self.drafter)
         self._sent = self.version
 
-    # A rollout ---------------------------------------------------------------------------------------------------
+    # Generation --------------------------------------------------------------------------------------------------
 
     def collect(self, inputs: list[dict]) -> Scored:
-        """One scored response to each of this process's dataset rows, whose groups may go on in the next process.
+        """Rolls out and scores one response to each of this process's dataset rows.
 
-        With dynamic sampling some groups are then of other dataset rows than was asked for.
+        A group may continue in the next process. With dynamic sampling, some groups are replaced by groups of other
+        dataset rows.
         """
         first = self._accelerator.process_index * len(inputs)
         began = time.perf_counter()
@@ -160,9 +160,10 @@ class Rollouts:
         self._metrics = merged([self._metrics, metrics], Metric.later)
 
     def _roll_out(self, inputs: list[dict], first: int) -> Scored:
-        """Rolls out and scores some dataset rows, and adds what that cost to the step's metrics.
+        """Rolls out and scores dataset rows, and adds the metrics to those of the step.
 
-        Args: first: place of the first row among those of all processes.
+        Args:
+            first: index of the first row among the rows of all processes.
         """
         self._fields |= {row["example_id"]: row for row in inputs}
         rows, sample_indices = self._rows(inputs, first)
@@ -179,36 +180,37 @@ class Rollouts:
         return Scored(inputs, rows, batch, self._penalised(earned, responses), earned)
 
     def _rows(self, inputs: Sequence[dict], first: int) -> tuple[list[Row], list[int]]:
-        """Dataset rows as the rollout package has them, and the sample of each."""
+        """The dataset rows as `Row`s, and their sample indices."""
         rows = [Row(row["example_id"], tuple(self._setup.render(row))) for row in inputs]
         return rows, [(first + i) % self._group_size for i in range(len(inputs))]
 
     def _announce(self, first: int) -> None:
-        """Tells the source of responses which batch comes next, as far as is known before this one is there."""
+        """Announces the next batch to the source of responses, as far as it is known before this one is rolled out."""
         rows, sample_indices = self._rows(self._upcoming(), first)
         asked = self.exchange([row.example_id for row in rows])
         seen = dict(zip(asked, self._visits.so_far(asked), strict=True))
         self.source.announce(rows, visit=[seen[row.example_id] for row in rows], sample_indices=sample_indices)
 
     def _visit(self, rows: Sequence[Row]) -> list[int]:
-        """How often the prompt of each row was rolled out before, by any process; this is one more visit to it."""
+        """How often any process rolled out the prompt of each row before. Counts one more visit to each prompt."""
         asked = self.exchange([row.example_id for row in rows])
         seen = dict(zip(asked, self._visits.next(asked), strict=True))
         return [seen[row.example_id] for row in rows]
 
     def finish(self) -> dict[str, Metric]:
-        """Stores what was rolled out, runs the control rows that are due, and returns the rollout's metrics."""
+        """Stores the rollout's trajectories, runs the control rows that are due, and returns the rollout's metrics."""
         got, cache = self.sampled_batch, self.source.cache
         if cache is not None:
             entries = self.source.entries(got.rows, got.batch, step=self.version, rewards=got.rewards)
             with got.batch.charge_store():
                 cache.merge(self.exchange(entries))
-        for name in self.exchange(list(got.batch.stats.sources)):  # a share of all tokens needs every process's
+        # a process that does not use a source still counts towards that source's share of all tokens
+        for name in self.exchange(list(got.batch.stats.sources)):
             got.batch.stats.sources.setdefault(name, (0, 0))
         metrics = self._metrics | self._control(got.rows, got.batch, got.rewards, step=self.version)
         metrics |= cache.stats() if cache is not None else {}
         self._metrics = {}
-        if self._control.measured:  # plain decoding takes the engine's path too, and would not tell if it is wrong
+        if self._control.measured:  # control rows use the engine's forward pass too, so they cannot detect a wrong one
             weights.check(self.engine, self.policy, self.version, self._probe)
         done = [(row.prompt, c) for row, c in zip(got.rows, got.batch.completions, strict=True) if not c.failure]
         for companion in self.companions.values():
@@ -216,17 +218,17 @@ class Rollouts:
         return metrics
 
     def state(self) -> dict[str, Any]:
-        """What a resumed run needs to measure at the same steps and to derive the same keys, as JSON types."""
+        """What a resumed run needs to keep its control steps and its keys unchanged, as JSON types."""
         return {"rollouts": self._control.rollouts, "visits": self._visits.state()}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Goes on from `state` of a checkpoint."""
+        """Resumes from the `state` of a checkpoint."""
         self._control.rollouts, self._visits = state["rollouts"], Visits(state["visits"])
 
     # Rewards -----------------------------------------------------------------------------------------------------
 
     def _penalised(self, totals: Sequence[float | None], responses: Sequence[list[int]]) -> list[float | None]:
-        """Total rewards, those of overlong responses lowered."""
+        """Total rewards with the overlong penalty."""
         cap = self.source.config.max_new_tokens
         if not (buffer := self._options.overlong_tokens(cap)):
             return list(totals)
@@ -236,7 +238,7 @@ class Rollouts:
         return [None if total is None else total + overlong_penalty(len(ids), cap, buffer) for total, ids in paired]
 
     def _score_tokens(self, rows: Sequence[Row], responses: Sequence[list[int]]) -> list[float | None]:
-        """Rewards of control rows; they are not logged as the step's rewards."""
+        """Rewards of control rows, which are not logged as rewards of the step."""
         totals, _ = self._setup.score([self._fields[row.example_id] for row in rows], responses)
         return self._penalised(totals, responses)
 
@@ -244,19 +246,22 @@ class Rollouts:
 
     @property
     def old_from_engine(self) -> bool:
-        """True when the engine's log-probs are pi_old, False when the trainer computes its own."""
+        """True if the engine's log-probs are pi_old, False if the trainer computes pi_old."""
         asked = self._options.old_logprobs
         return asked == "engine" or (asked == "auto" and self.source.config.lossy)
 
     def importance(
         self, drawn: torch.Tensor, mask: torch.Tensor, own: Callable[[], torch.Tensor]
     ) -> torch.Tensor | None:
-        """Weights [B, T] of tokens that another law or another engine drew, by `trainer.correction`; None needs none.
+        """Importance weights [B, T] of tokens that another distribution or engine sampled, by `trainer.correction`.
 
         Args:
             drawn: the engine's log-probs of the batch [B, T].
             mask: 1 for response tokens [B, T].
-            own: gives the trainer's log-probs [B, T] when they are needed.
+            own: returns the trainer's log-probs [B, T]; called only if they are needed.
+
+        Returns:
+            None if no correction is needed.
         """
         config, options = self.source.config, self._options
         own_copy = options.precision == "bf16" and self.engine.own_weights

@@ -1,4 +1,4 @@
-"""A rollout with its rewards, and what a rollout must be before it gets any."""
+"""A rollout with its rewards, and the checks that a rollout must pass before it is scored."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ class Scored:
     rows: list[Row]
     batch: RolloutBatch
     rewards: list[float | None]
-    """Totals, the overlong penalty included; None where the reward or the response failed."""
+    """Total rewards, including the overlong penalty; None where the reward or the response failed."""
     earned: list[float | None]
-    """The same without the penalty."""
+    """Total rewards without the penalty."""
 
     def __add__(self, later: Scored) -> Scored:
         names = [field.name for field in fields(Scored)]
         return Scored(*(getattr(self, name) + getattr(later, name) for name in names))
 
     def select(self, places: Sequence[int]) -> Scored:
-        """Some of the rows, in the given order."""
+        """The rows with these indices, in this order."""
         return Scored(
             inputs=[self.inputs[i] for i in places],
             rows=[self.rows[i] for i in places],
@@ -36,7 +36,10 @@ class Scored:
 
 
 def check_batch(batch: RolloutBatch, rows: int, version: int) -> None:
-    """Trainers take wrong-length log-probs and stale texts silently and crash on empty responses; all are refused."""
+    """Raises RolloutError for missing, malformed or stale responses.
+
+    Trainers would accept log-probs of the wrong length and stale responses silently, and crash on empty responses.
+    """
     if len(batch.completions) != rows:
         raise RolloutError(f"the engine returned {len(batch.completions)} responses for {rows} rows")
     for i, c in enumerate(batch.completions):

@@ -1,4 +1,4 @@
-"""Weights on their way from the trainer to an engine that holds its own copy."""
+"""Sends the policy's weights to an engine, and checks that the engine reproduces the policy's log-probs."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from specrl.rollout.types import RolloutError
 
 PROBE_TOKENS = 64
 STRICT = 1e-3
-"""Largest log-prob difference, in nats, that rounding in float32 explains between two implementations of a model."""
+"""Largest log-prob difference, in nats, that float32 rounding explains between two implementations of a model."""
 INSIDE = {torch.bfloat16: 0.05, torch.float16: 0.02}
-"""Mean difference, in nats, that the coarser types' rounding inside a model explains, before its logits are rounded."""
+"""Mean difference, in nats, that rounding in a coarser type explains within the layers, before logits are rounded."""
 OUTLIERS = 1 / 16
-"""Share of tokens that may differ by much more than the mean may, where single tokens are at the mercy of rounding."""
+"""Share of tokens that may differ by much more than the mean, as rounding can change a single log-prob a lot."""
 WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
-"""What torch.compile and activation checkpointing put into the names of the weights that they wrap."""
+"""Parts that torch.compile and activation checkpointing insert into the names of weights."""
 
 
 @runtime_checkable
 class Adapted(Protocol):
-    """A model with adapters, as peft makes it."""
+    """A model with adapters, as built by peft."""
 
     def get_base_model(self) -> torch.nn.Module:
-        """The model that the adapters are in."""
+        """The model that contains the adapters."""
 
 
 class AdaptedLayer(Protocol):
-    """A layer with LoRA adapters, as peft makes it."""
+    """A layer with LoRA adapters, as built by peft."""
 
     active_adapters: list[str]
 
     def get_delta_weight(self, adapter: str) -> Tensor:
-        """What the adapter adds to the layer's weight."""
+        """The difference that the adapter adds to the layer's weight."""
 
 
 def send(
@@ -49,13 +49,14 @@ def send(
     dtype: torch.dtype | None = None,
     drafter: torch.nn.Module | None = None,
 ) -> None:
-    """Brings the engine to the policy's weights, proven by the log-probs of `tokens`; a shared model is only versioned.
+    """Brings the engine to the policy's weights, which it checks by the log-probs of `tokens`.
 
-    Every process of a sharded policy must call it: gathering is collective.
+    An engine that shares the policy's weights only gets the new version number. Every process of a sharded policy must
+    call this, because gathering is collective.
 
     Args:
-        dtype: of the engine's weights, None where it is the policy's.
-        drafter: a draft model that is trained here, for an engine that drafts with a copy of it.
+        dtype: dtype of the engine's weights, None for that of the policy.
+        drafter: a draft model in training, for an engine that drafts with a copy of it.
     """
     if engine.own_weights:
         weights = PolicyWeights(policy, dtype)
@@ -66,10 +67,11 @@ def send(
 
 
 def check_shared(own_weights: bool, accelerator: Accelerator) -> None:
-    """Raises RolloutError where each process holds a part of the model and the engine cannot have the whole.
+    """Raises RolloutError if the model is sharded over processes and the engine cannot get all of it.
 
-    Passes of an engine differ in number from process to process, and gathering the parts for each is collective: the
-    processes would wait forever. Parts of FSDP 2 are gathered once an update, for an engine with `own_weights`.
+    An engine that shares the model would gather the shards in each forward pass. Gathering is collective, and the
+    number of passes differs between processes, so they would deadlock. FSDP 2 shards are gathered once per update
+    instead, for an engine with `own_weights`.
     """
     state = accelerator.state
     if accelerator.distributed_type == DistributedType.FSDP:
@@ -95,14 +97,15 @@ def check_shared(own_weights: bool, accelerator: Accelerator) -> None:
 
 
 class PolicyWeights:
-    """A policy's weights under their Hugging Face names: LoRA merged, FSDP2 shards gathered, a tied weight once.
+    """A policy's weights under their Hugging Face names: LoRA merged, FSDP2 shards gathered, tied weights once.
 
-    A rollout.engines.transfer.Source: walking it is what gathers, merges and casts, one tensor at a time.
+    It implements rollout.engines.transfer.Source. Iterating over it gathers, merges and casts one tensor at a time.
 
-    Args: dtype: what the engine holds; None: each weight's own.
+    Args:
+        dtype: the engine's dtype; None keeps the dtype of each weight.
 
     Raises:
-        RolloutError: no process can have the whole of a weight, or an adapter cannot be merged.
+        RolloutError: the shards of a weight cannot be gathered, or an adapter cannot be merged.
     """
 
     def __init__(self, policy: torch.nn.Module, dtype: torch.dtype | None = None):
@@ -116,7 +119,7 @@ class PolicyWeights:
         self.collective = any(hasattr(p, "full_tensor") for p in policy.parameters())
 
     def metadata(self) -> list[Meta]:
-        """Names, types and whole shapes, in the order of the walk."""
+        """Names, dtypes and unsharded shapes, in the order of iteration."""
         return [Meta(name, self._dtype or part.dtype, tuple(part.shape)) for name, part, _ in self._parts()]
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
@@ -128,8 +131,8 @@ class PolicyWeights:
             yield name, weight.to(self._dtype or part.dtype)
 
     def _parts(self) -> Iterator[tuple[str, Tensor, AdaptedLayer | None]]:
-        """(name, weight as it lies here, the layer whose adapters it needs)."""
-        modules: dict[str, Any] = dict(self._base.named_modules())  # torch types no attribute of another's module
+        """Yields (name, this process's weight or shard, the layer whose adapters must be merged into it)."""
+        modules: dict[str, Any] = dict(self._base.named_modules())  # torch gives attributes of modules no types
         for name, weight in self._base.named_parameters():
             owner, _, leaf = name.rpartition(".")
             parent, _, role = owner.rpartition(".")
@@ -145,9 +148,9 @@ class PolicyWeights:
 
 
 class Together:
-    """A policy's weights, then those of the draft model that is trained beside it, by names of their own.
+    """A policy's weights, followed by those of its draft model, whose names get the prefix DRAFTER.
 
-    A rollout.engines.transfer.Source, if both are walked as one.
+    It implements rollout.engines.transfer.Source, so that both models are sent in one update.
     """
 
     def __init__(self, policy: PolicyWeights, drafter: PolicyWeights):
@@ -166,10 +169,10 @@ class Together:
 
 
 def check(engine: Engine, policy: torch.nn.Module, version: int, tokens: Sequence[int]) -> None:
-    """Raises RolloutError when an engine that shares the policy gives `tokens` other log-probs than the policy does.
+    """Raises RolloutError if an engine that shares the policy computes other log-probs of `tokens` than the policy.
 
-    Its path was compared with the policy's when it was built; the policy may have been changed since. An engine that
-    holds its own copy is checked whenever weights are sent.
+    The engine was compared with the policy when it was built, but the policy may have been changed since. An engine
+    that holds a copy is checked whenever weights are sent.
     """
     if not engine.own_weights:
         expected = probe(policy, tokens)
@@ -178,15 +181,16 @@ def check(engine: Engine, policy: torch.nn.Module, version: int, tokens: Sequenc
 
 @torch.no_grad()
 def probe(policy: torch.nn.Module, tokens: Sequence[int], dtype: torch.dtype | None = None) -> Probe:
-    """What the trainer's policy gives the first PROBE_TOKENS of a text (at least two tokens).
+    """The policy's log-probs of the first PROBE_TOKENS of a text (at least two tokens), and the engine's tolerance.
 
-    In float32 every token must agree. In coarser types the logits themselves are rounded: to steps of 0.125 in bfloat16
-    where the largest lies in [16, 32), so that single tokens may well differ by two steps. The mean of all differs by
-    about half a step at most, and by what the model's inside adds. An output
-    layer that is 2 % wrong shows at unlikely tokens, whose logits lie far below the largest. A matrix inside that is
-    2 % wrong moves log-probs no more than bfloat16's rounding does: only float32 shows it.
+    In float32 every token must agree. In coarser types the logits are rounded, in bfloat16 to multiples of 0.125 if the
+    largest is in [16, 32), so single tokens may differ by two such steps. The mean differs by at most about half a
+    step, plus the rounding within the layers. An error of 2 % in the output layer is detected at unlikely tokens, whose
+    logits are far below the largest. An error of 2 % in a matrix of a hidden layer changes log-probs no more than
+    bfloat16 rounding does, and is detected in float32 only.
 
-    Args: dtype: the engine's; the coarser of the two decides what rounding explains. None: the policy's own.
+    Args:
+        dtype: the engine's dtype, None for that of the policy. The coarser of the two determines the tolerance.
     """
     ids = torch.tensor([list(tokens)[:PROBE_TOKENS]], device=next(policy.parameters()).device)
     with evaluation(policy):
@@ -196,7 +200,7 @@ def probe(policy: torch.nn.Module, tokens: Sequence[int], dtype: torch.dtype | N
     coarser = max(own, dtype or own, key=lambda kind: torch.finfo(kind).eps)
     if coarser not in INSIDE:
         return Probe(*text, STRICT)
-    exponent = torch.frexp(logits.abs().amax(-1)).exponent  # the largest logit lies in [2^(exponent - 1), 2^exponent)
+    exponent = torch.frexp(logits.abs().amax(-1)).exponent  # the largest logit is in [2^(exponent - 1), 2^exponent)
     step = torch.finfo(coarser).eps * torch.exp2(exponent - 1.0).mean().item()
-    apart = 1 if coarser == own else 2  # autocast keeps in float32 what a copy of the weights adds up in its own type
+    apart = 1 if coarser == own else 2  # autocast accumulates some sums in float32; a coarse copy does not
     return Probe(*text, apart * INSIDE[coarser] + 0.6 * step, OUTLIERS)

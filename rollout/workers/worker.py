@@ -169,9 +169,8 @@ def gpu_uuid() -> str:
 def split_work(requests: Sequence[Request], shares: int) -> list[Share]:
     """Splits requests into at most `shares` shares of similar work, the longest first.
 
-    Rows of one prompt stay together, as they share its prefill. Prompts are assigned by their expected tokens, the most
-    expensive first, each to the share with the least so far (longest processing time first: at most 4/3 of the best
-    longest share).
+    Rows of one prompt stay together because they share its prefill. Prompts are assigned in order of decreasing
+    expected tokens, each to the share with the fewest so far.
     """
     groups: dict[tuple[int, ...], list[int]] = {}
     work: Counter[tuple[int, ...]] = Counter()

@@ -1,4 +1,4 @@
-"""Reuse in an existing TRL script: `GRPOTrainer(..., rollout_func=ReuseRollouts(args))`, and nothing else changes."""
+"""Reuse in an existing TRL script: `GRPOTrainer(..., rollout_func=ReuseRollouts(args))` is the only change to it."""
 
 from __future__ import annotations
 
@@ -35,30 +35,34 @@ LOGGED = (
     "spec/passes_per_row",
     "timing_s/gen",
 )
-"""What TRL's log shows of a rollout (docs/metrics.md)."""
+"""Metrics of a rollout that are added to TRL's log (docs/metrics.md)."""
 STATE = "ReuseRollouts"
-"""Name of the visits in the trainer's state."""
+"""Key of the visit counts in the trainer's state."""
 
 
 class ReuseRollouts:
-    """A `rollout_func` of TRL's GRPOTrainer (1.16): rollouts by the trainer's own model that reuse old responses.
+    """A `rollout_func` for TRL's GRPOTrainer (1.16) that generates with the trainer's model and reuses old responses.
 
-    Responses follow the law that TRL's own generate samples from, with other noise: token for token they are those of
-    `ReuseRollouts(args, RolloutConfig(acceptance="off"))`, which drafts nothing (fp32 on a CPU; else up to rounding).
+    Responses follow the distribution of TRL's own generate, with different noise. Token for token, they equal those of
+    `ReuseRollouts(args, RolloutConfig(acceptance="off"))`, which never drafts (fp32 on a CPU; else up to rounding).
 
-    The trainer's arguments give sampling law, cap, group size, seed and precision; its tokenizer and chat template the
-    prompts. What it cannot do as TRL would is refused: options of `args` here, before TRL loads anything; all others
-    at the first rollout. A prompt is known by its token ids. Every time it is asked for its noise is fresh, whatever
-    the data set does; evaluation draws noise of its own and stores nothing. TRL's checkpoints hold what a resumed run
-    needs: visits in `trainer_state.json`, trajectories in `checkpoint-N/specrl`. Metrics go into TRL's log
-    (docs/metrics.md). Control steps, the report and other engines are those of `python -m specrl.train`.
+    Sampling params, length limit, group size, seed and precision are those of the trainer's arguments; its tokenizer
+    and chat template render the prompts. Options that TRL supports and this class does not are refused: those of `args`
+    in the constructor, before TRL loads a model, all others at the first rollout.
+
+    A prompt is identified by its token ids. Each rollout of it is a new visit, with fresh noise unless it is a replay.
+    Evaluation has separate noise and stores nothing. TRL's checkpoints hold the state that a resumed run needs: visits
+    in `trainer_state.json`, trajectories in `checkpoint-N/specrl`. Metrics are added to TRL's log (docs/metrics.md).
+    Control steps, the report and other engines need `python -m specrl.train`.
 
     Args:
-        args: the trainer's. TRL itself shows them to a rollout_func when it has loaded everything, vLLM included.
-        config: options of reuse (`law`, `replay`, `sources`, `cache.max_mb`, memory bounds); what the trainer's
-            arguments give is taken from there.
+        args: the trainer's arguments. TRL passes them to a rollout_func only after it has loaded everything, vLLM
+            included.
+        config: options of reuse (`acceptance`, `replay`, `sources`, `cache.max_mb`, memory limits). Options that the
+            trainer's arguments also have are overridden by them.
 
-    Raises: RolloutError: an option cannot be had; the message says what to type instead.
+    Raises:
+        RolloutError: an option is not supported; the message suggests a value.
     """
 
     def __init__(self, args: GRPOConfig, config: RolloutConfig | None = None):
@@ -73,28 +77,31 @@ class ReuseRollouts:
         """The latest batch of this process, with what was reused and what it cost."""
 
     def __call__(self, prompts: Sequence[Any], trainer: Any) -> dict[str, list]:
-        """Token ids and log-probs of one response to each prompt, as TRL takes them.
+        """Returns the token ids and log-probs of one response to each prompt, in the format of TRL.
 
-        Args: prompts: texts or chat messages, each repeated group size times; trainer: the GRPOTrainer.
+        Args:
+            prompts: texts or chat messages, each repeated group size times.
+            trainer: the GRPOTrainer.
 
-        Raises: RolloutError: an argument of the trainer asks for what this cannot do.
+        Raises:
+            RolloutError: an argument of the trainer is not supported.
         """
-        training = trainer.model.training  # as TRL tells the two apart
+        training = trainer.model.training  # TRL's own criterion
         rollout = self._ready(trainer, training)
         rows, gather = _rows(trainer, prompts), _exchange(trainer)
-        parts = gather([[row.example_id for row in rows]])  # one list a process
+        parts = gather([[row.example_id for row in rows]])  # one list per process
         everyone = [example_id for part in parts for example_id in part]
         first = sum(map(len, parts[: trainer.accelerator.process_index]))
         own = slice(first, first + len(rows))
         domain: Domain = "rollout" if training else "evaluation"
-        step = max(trainer.state.global_step, rollout.engine.weight_version)  # a second train() begins at 0 again
+        step = max(trainer.state.global_step, rollout.engine.weight_version)  # a second train() restarts at 0
         rollout.engine.update_weights(None, step)
-        with trainer.accelerator.autocast():  # the law that the trainer's own passes give these weights
+        with trainer.accelerator.autocast():  # samples from the distribution that the trainer's passes compute
             self.last = batch = rollout.generate(
                 rows,
                 visit=self._visits[domain].next(everyone)[own],
                 step=step,
-                sample_indices=occurrences(everyone)[own],  # equal prompts, here or in other processes, share no sample
+                sample_indices=occurrences(everyone)[own],  # equal prompts get different samples, in all processes
                 domain=domain,
             )
         if training and rollout.cache is not None:
@@ -102,10 +109,10 @@ class ReuseRollouts:
             with batch.charge_store():
                 rollout.cache.merge(gather(entries))
         state = {name: visits.state() for name, visits in self._visits.items()}
-        trainer.state.stateful_callbacks[STATE] = state  # which every checkpoint holds
+        trainer.state.stateful_callbacks[STATE] = state  # saved in every checkpoint
         metrics = rollout_metrics(batch)
         for name in metrics.keys() & set(LOGGED):
-            trainer._log_metric(name, metrics[name])  # TRL takes the mean over processes, evaluation's apart
+            trainer._log_metric(name, metrics[name])  # TRL averages over processes, and separately for evaluation
         return {
             "prompt_ids": [list(row.prompt) for row in rows],
             "completion_ids": [c.tokens for c in batch.completions],
@@ -113,7 +120,7 @@ class ReuseRollouts:
         }
 
     def _ready(self, trainer: Any, training: bool) -> SpeculativeRollout:
-        """The rollout, made at the first call and brought to where a resumed script goes on."""
+        """The rollout, which is built at the first call and restored if the script was resumed."""
         if self._rollout is None:
             self._rollout, self._trainer = self._open(trainer), trainer
             trainer.add_callback(SaveTrajectories(self._rollout))
@@ -145,8 +152,10 @@ class ReuseRollouts:
         return SpeculativeRollout(engine, cache, config, args.seed)
 
     def _resume(self, trainer: Any, rollout: SpeculativeRollout) -> None:
-        """Goes on from the checkpoint that the trainer was resumed from, whose state it has; drafts are a matter of
-        speed, and are taken from the one of this step in its output directory."""
+        """Restores visits from the state of the resumed trainer, and trajectories from its output directory.
+
+        The checkpoint of this step in that directory need not be the resumed one, but trajectories only affect speed.
+        """
         counts = trainer.state.stateful_callbacks.get(STATE, {})
         self._visits |= {name: Visits(seen) for name, seen in counts.items()}
         if (cache := rollout.cache) is not None:
@@ -161,14 +170,14 @@ class ReuseRollouts:
 
 
 class SaveTrajectories(TrainerCallback):
-    """Adds the trajectories to every checkpoint that TRL writes."""
+    """Saves the trajectories into every checkpoint that TRL writes."""
 
     def __init__(self, rollout: SpeculativeRollout):
         self._rollout = rollout
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control, **kwargs) -> None:
         home, cache = _home(args, state), self._rollout.cache
-        elsewhere = not home.parent.is_dir()  # as in a search of options
+        elsewhere = not home.parent.is_dir()  # a hyperparameter search saves to other directories
         if cache is not None and state.is_world_process_zero and not elsewhere:
             cache.save(home, state.global_step, self._rollout.config.cache.on_write_error)
 
@@ -179,7 +188,7 @@ def _home(args: TrainingArguments, state: TrainerState) -> Path:
 
 
 def _rows(trainer: Any, prompts: Sequence[Any]) -> list[Row]:
-    """Prompts as the token ids that TRL makes of them, known by these."""
+    """Tokenizes prompts as TRL does. The id of a row is a hash of its token ids."""
     tokenized, images, _ = trainer._tokenize_prompts(list(prompts))
     if images is not None:
         raise RolloutError("ReuseRollouts cannot show images to the model; leave rollout_func out for such prompts")
@@ -187,5 +196,5 @@ def _rows(trainer: Any, prompts: Sequence[Any]) -> list[Row]:
 
 
 def _exchange(trainer: Any) -> Callable[[list], list]:
-    """Turns a list of this process into that of all, in order."""
+    """Returns a function that concatenates the lists of all processes, in their order."""
     return gather_object if trainer.accelerator.num_processes > 1 else list

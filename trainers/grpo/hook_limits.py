@@ -1,4 +1,4 @@
-"""What ReuseRollouts cannot do as TRL would: refused in one line, never left out silently."""
+"""Refuses options that TRL supports and ReuseRollouts does not, so that none is ignored silently."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ OPTIONS = {
     "min_p": ((None, 0), LAW),
     "repetition_penalty": ((1.0, None), LAW),
 }
-"""GRPOConfig's option: its values that ask for nothing, and why another one cannot be had."""
+"""Option of GRPOConfig -> (its values that have no effect, why other values are not supported)."""
 VLLM = {
     "colocate": "python -m specrl.train rollout.engine=vllm",
     "server": "python -m specrl.train rollout.engine=vllm cluster.num_workers=1",
 }
-"""TRL's modes of vLLM, and what has vLLM in that place, with drafts."""
+"""TRL's vLLM mode -> the command that uses vLLM in the same way, with drafts."""
 
 NEUTRAL: dict[str, tuple] = {
     "assistant_ensemble_weight": (None,),
@@ -65,32 +65,32 @@ NEUTRAL: dict[str, tuple] = {
     "typical_p": (1.0,),
     "watermarking_config": (None,),
 }
-"""Entries of a generation config that decide what is sampled: the values that ask for nothing, as None always does."""
+"""Entry of a generation config that affects sampling -> its values that have no effect; None never has one."""
 WITHOUT_EFFECT = frozenset(
     (
         *("cache_config", "cache_implementation", "compile_config", "continuous_batching_config", "disable_compile"),
-        *("low_memory", "max_cache_len", "prefill_chunk_size", "use_cache"),  # time and memory
+        *("low_memory", "max_cache_len", "prefill_chunk_size", "use_cache"),  # affect time and memory only
         *("assistant_confidence_threshold", "assistant_early_exit", "assistant_lookbehind", "is_assistant"),
         *("max_matching_ngram_size", "num_assistant_tokens", "num_assistant_tokens_schedule"),
-        *("prompt_lookup_num_tokens", "speculation_type", "target_lookbehind", "use_mtp"),  # lossless drafts
+        *("prompt_lookup_num_tokens", "speculation_type", "target_lookbehind", "use_mtp"),  # lossless drafting
         *("output_attentions", "output_hidden_states", "output_logits", "output_scores", "return_dict_in_generate"),
-        *("early_stopping", "length_penalty", "renormalize_logits"),  # count with beams only
-        *("bos_token_id", "decoder_start_token_id", "pad_token_id"),  # of no prompt, of encoders, of no response
-        *("max_length", "transformers_version"),  # max_new_tokens goes first
+        *("early_stopping", "length_penalty", "renormalize_logits"),  # affect beam search only
+        *("bos_token_id", "decoder_start_token_id", "pad_token_id"),  # affect no prompt or response of a decoder
+        *("max_length", "transformers_version"),  # max_new_tokens has priority
     )
 )
-"""Entries of a generation config that leave what is sampled as it is, whatever they say."""
+"""Entries of a generation config that do not affect what is sampled, whatever their value."""
 OF_ARGS = {
     "max_new_tokens": "max_completion_length",
     "temperature": "temperature",
     "top_k": "top_k",
     "top_p": "top_p",
 }
-"""Entries that TRL makes of an option of its own, which ReuseRollouts obeys."""
+"""Entry of a generation config -> the TRL option that sets it, which ReuseRollouts supports."""
 
 
 def check_config(config: RolloutConfig) -> None:
-    """Refuses options of reuse that need `specrl.train`. Raises RolloutError."""
+    """Raises RolloutError for options of reuse that need `specrl.train`."""
     if config.engine != "transformers" or config.lossy or config.cache.start_from:
         raise RolloutError(
             "ReuseRollouts runs the trainer's own model under the exact rule; engine=vllm, acceptance=lenient, "
@@ -99,7 +99,7 @@ def check_config(config: RolloutConfig) -> None:
 
 
 def check_args(args: GRPOConfig) -> None:
-    """Refuses options of a GRPOConfig that TRL would obey and ReuseRollouts cannot. Raises RolloutError."""
+    """Raises RolloutError for options of a GRPOConfig that TRL supports and ReuseRollouts does not."""
     if args.use_vllm:
         mode, near = args.vllm_mode, VLLM.get(args.vllm_mode, VLLM["colocate"])
         raise _refused(
@@ -117,7 +117,7 @@ def check_args(args: GRPOConfig) -> None:
 
 
 def check_trainer(trainer: Any, model: Any) -> None:
-    """Refuses arguments of a GRPOTrainer that TRL would obey and ReuseRollouts cannot. Raises RolloutError."""
+    """Raises RolloutError for arguments of a GRPOTrainer that TRL supports and ReuseRollouts does not."""
     check_args(trainer.args)
     for name in ("_tokenize_prompts", "_log_metric", "eos_token_ids", "generation_config"):
         if not hasattr(trainer, name):
@@ -133,20 +133,22 @@ def check_trainer(trainer: Any, model: Any) -> None:
     own, inherited = vars(trainer.generation_config), vars(model.generation_config)
     asked = _as_asked(trainer.args) | {"eos_token_id": (trainer.eos_token_ids,)}
     _check_entries("trainer.generation_config", own, asked)
-    # transformers' generate takes from the model what TRL leaves open
+    # where TRL leaves an entry unset, transformers' generate uses that of the model's config
     left_open = {name: value for name, value in inherited.items() if own.get(name) is None}
     _check_entries("model.generation_config", left_open, {})
 
 
 def _as_asked(args: GRPOConfig) -> dict[str, tuple]:
-    """The values that entries of a generation config have when TRL makes it of its own options."""
+    """The values that TRL's options set in a generation config."""
     return {"do_sample": (True,), **{name: (getattr(args, option),) for name, option in OF_ARGS.items()}}
 
 
 def _check_entries(where: str, entries: Mapping[str, Any], asked: Mapping[str, tuple]) -> None:
-    """Refuses entries of a generation config that may change what is sampled: all but those known not to.
+    """Raises RolloutError for entries of a generation config that are not known to leave sampling unchanged.
 
-    Args: asked: values of some entries that are obeyed.
+    Args:
+        where: name of the config in the message.
+        asked: entries that are supported, with their values.
     """
     for name, value in entries.items():
         if value is None or name.startswith("_") or name in WITHOUT_EFFECT:

@@ -1,4 +1,4 @@
-"""Log-probs of the reference policy, which never changes: a text that was seen before keeps its own."""
+"""Log-probs of the reference policy. It never changes, so they are computed once for each text and then cached."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ Compute = Callable[[Tensor, Tensor, int], Tensor]
 
 
 class ReferenceLogProbs:
-    """The latest log-probs by text, bounded in memory.
+    """An LRU cache of log-probs by text.
 
     Args:
-        alone: compute each row in a pass of its own, without padding. Its bits then depend on the text only, so a run
-            without this memory, or a resumed one, computes the same. Otherwise the rows that are new share passes.
-        max_mb: bound of what is kept, in MB (2^20 bytes); the least recently used texts go first.
+        alone: compute each row in a separate forward pass without padding. Its bits then depend only on the text, so
+            a run without this cache, or a resumed one, computes the same. Otherwise new rows share a pass.
+        max_mb: maximum size in MB (2^20 bytes); the least recently used texts are evicted first.
     """
 
     def __init__(self, *, alone: bool, max_mb: float = 256):
@@ -28,13 +28,14 @@ class ReferenceLogProbs:
         self._bytes = 0
 
     def __call__(self, ids: Tensor, mask: Tensor, keep: int, compute: Compute) -> tuple[Tensor, int]:
-        """Log-probs [B, keep] of the responses in left-padded prompts plus right-padded responses, 0 where padded.
+        """Log-probs [B, keep] of right-padded responses after left-padded prompts, 0 where padded.
 
         Args:
             ids, mask: token ids and attention mask [B, L]; the last `keep` columns are the response.
-            compute: the reference policy.
+            compute: runs the reference policy.
 
-        Returns: the log-probs, and how many rows kept theirs.
+        Returns:
+            The log-probs, and the number of rows that were cached.
         """
         marks = [_digest(row[seen.bool()], int(seen[-keep:].sum())) for row, seen in zip(ids, mask, strict=True)]
         new = [i for i, mark in enumerate(marks) if mark not in self._kept]
@@ -62,5 +63,5 @@ class ReferenceLogProbs:
 
 
 def _digest(text: Tensor, response: int) -> bytes:
-    """16 bytes that identify a prompt with its response, given as their tokens and the length of the latter."""
+    """16 bytes that identify the tokens of a prompt and its response, and the response's length."""
     return blake2b(text.cpu().numpy().tobytes() + response.to_bytes(8, "little"), digest_size=16).digest()

@@ -1,8 +1,7 @@
-"""GRPO and DAPO on TRL: the only file that touches trl.
+"""GRPO and DAPO on TRL's GRPOTrainer, checked against TRL 1.16 at start.
 
-Two seams (checked against TRL 1.16 at start-up): `rollout_func` hands TRL our responses, and a wrapper around
-`_generate_and_score_completions` that calls super sees the dataset rows before and the batch after. No method body of
-TRL is copied.
+`rollout_func` returns our responses to TRL. An override of `_generate_and_score_completions` receives the dataset rows,
+calls super and adjusts the batch. No method body of TRL is copied.
 """
 
 from __future__ import annotations
@@ -47,18 +46,15 @@ NEEDED = (
 )
 
 BY_ROWS = ("grpo", "dr_grpo")
-"""Losses of TRL that are a mean over rows."""
+"""TRL's losses that average over rows."""
 
 
 class EpochRepeatSampler(RepeatSampler):
-    """TRL's sampler, re-seeded per epoch: a resumed run sees the order it would have seen (TRL replays epoch 0's).
-
-    It asks for the epoch itself, as transformers 5.19 passes `set_epoch` to samplers in single-process runs only.
-    """
+    """TRL's sampler, re-seeded per epoch, so that a resumed run keeps its order (TRL's repeats that of epoch 0)."""
 
     def __init__(self, *args: Any, epoch: Callable[[], int], **options: Any):
         super().__init__(*args, **options)
-        self._epoch = epoch
+        self._epoch = epoch  # transformers 5.19 calls `set_epoch` in single-process runs only
 
     def __iter__(self) -> Iterator[int]:
         if self.shuffle:
@@ -67,10 +63,7 @@ class EpochRepeatSampler(RepeatSampler):
 
 
 class GRPOTrainerWithReuse(GRPOTrainer):
-    """GRPOTrainer whose responses come from Rollouts.
-
-    Args: setup: what the run gives to them. The other arguments are GRPOTrainer's.
-    """
+    """A GRPOTrainer whose responses come from Rollouts, which are built from `setup`."""
 
     args: GRPOConfig
     model: torch.nn.Module
@@ -99,9 +92,9 @@ class GRPOTrainerWithReuse(GRPOTrainer):
             peft_config=peft_config,
             rollout_func=self._rollout,
         )
-        self.remove_callback(PrinterCallback)  # the run's monitor prints
+        self.remove_callback(PrinterCallback)  # the run's monitor prints instead
         self._by_response = self.importance_sampling_level == "sequence"
-        self.importance_sampling_level = "token"  # old log-probs make it the response's: `_old_of_response`
+        self.importance_sampling_level = "token"  # `_old_of_response` makes the ratio that of the response
 
         def policy() -> PreTrainedModel:
             return self.accelerator.unwrap_model(self.model)
@@ -111,16 +104,14 @@ class GRPOTrainerWithReuse(GRPOTrainer):
         self.add_callback(self._step_metrics)
 
     def note(self, metrics: Mapping[str, Metric]) -> None:
-        """Takes them into the log of the step."""
+        """Adds metrics to the log of the step."""
         self._step_metrics.note(metrics)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """TRL's, with what was noted in the place of what TRL has by the same name."""
+        """Logs the noted metrics together with TRL's, and replaces TRL's of the same names."""
         for name, value in self._step_metrics.reduced().items():
             self._metrics["train"][name] = [value]
         super().log(logs, start_time)
-
-    # TRL's hooks -------------------------------------------------------------------------------------------------
 
     def _get_train_sampler(self, dataset: Dataset | None = None) -> EpochRepeatSampler:
         return self._sampler(self.train_dataset if dataset is None else dataset, lambda: self.rollouts.epoch)
@@ -140,7 +131,7 @@ class GRPOTrainerWithReuse(GRPOTrainer):
         )
 
     def _upcoming(self) -> list[dict[str, Any]]:
-        """This process's dataset rows of the rollout after the present one, as the sampler will give them."""
+        """This process's dataset rows of the next rollout, as the sampler will yield them."""
         updates = self.args.num_iterations  # self.num_iterations is 1 while TRL generates
         if self.state.global_step + updates >= self.state.max_steps:
             return []
@@ -159,15 +150,15 @@ class GRPOTrainerWithReuse(GRPOTrainer):
             out = self._with_behaviour(super()._generate_and_score_completions(inputs))
         finally:
             self.num_iterations = updates
-        for part in ("mean", "std"):  # of the one function that TRL sees: `reward` and `reward_std` again
+        for part in ("mean", "std"):  # same values as `reward` and `reward_std`
             self._metrics["train"].pop(f"rewards/{self._total_reward.__name__}/{part}", None)
         self.note(self.rollouts.finish())
         return out
 
     def _rollout(self, prompts: list, trainer: GRPOTrainer) -> dict[str, list]:
-        """TRL's rollout_func: what was collected before, as prompts alone do not identify an example."""
+        """TRL's rollout_func. Returns the batch collected before, because prompts alone do not identify an example."""
         rows, batch = self.rollouts.train_batch.rows, self.rollouts.train_batch.batch
-        stand_in = [self.processing_class.pad_token_id]  # TRL cannot take an empty response; it is masked afterwards
+        stand_in = [self.processing_class.pad_token_id]  # TRL accepts no empty response; masked afterwards
         return {
             "prompt_ids": [list(row.prompt) for row in rows],
             "completion_ids": [stand_in if c.failure else c.tokens for c in batch.completions],
@@ -175,15 +166,15 @@ class GRPOTrainerWithReuse(GRPOTrainer):
         }
 
     def _total_reward(self, **_: Any) -> list[float | None]:
-        """TRL's reward function: one total per row. TRL 1.16 leaves a row with None out of its group's baseline."""
+        """TRL's reward function: one total per row. TRL 1.16 excludes None from the group's baseline."""
         return self.rollouts.train_batch.rewards
 
     def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, *args: Any, **kwargs: Any):
-        if not torch.is_grad_enabled():  # the only such pass that TRL is left to ask for is the reference policy's
+        if not torch.is_grad_enabled():  # TRL's only remaining pass without gradients is the reference policy's
             return self._reference_logps(model, input_ids, attention_mask, *args), None, None
         result = super()._get_per_token_logps_and_entropies(model, input_ids, attention_mask, *args, **kwargs)
         self._logps = result[0].detach()
-        if self._by_response and "old_per_token_logps" in self._inputs:  # what TRL reads next
+        if self._by_response and "old_per_token_logps" in self._inputs:  # TRL reads it next
             self._inputs["old_per_token_logps"] = self._old_of_response(self._inputs)
         return result
 
@@ -193,7 +184,7 @@ class GRPOTrainerWithReuse(GRPOTrainer):
         if self.loss_type in BY_ROWS:
             loss = loss * inputs["rows_per_scored_row"]
         if self.num_iterations > 1 and self.rollouts.batch_is_current:
-            inputs.setdefault("old_per_token_logps", self._logps)  # for the later updates, whose ratio it is
+            inputs.setdefault("old_per_token_logps", self._logps)  # for the ratios of later updates
         if self.model.training and self.rollouts.batch_is_current:
             mask = inputs["completion_mask"].bool()
             gap = (self._logps - inputs["sampling_per_token_logps"]).abs()[mask]
@@ -209,11 +200,8 @@ class GRPOTrainerWithReuse(GRPOTrainer):
         with writing(Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"):
             super()._save_checkpoint(model, trial)
 
-    # Ours --------------------------------------------------------------------------------------------------------
-
     def _with_behaviour(self, out: dict[str, Any]) -> dict[str, Any]:
-        """Masks rows without a reward, and adds the engine's old log-probs and weights for tokens that another
-        distribution or another engine sampled."""
+        """Masks rows without a reward. Adds the engine's log-probs as pi_old, and importance weights, where needed."""
         self._leave_out_unscored(out)
         drawn = out["sampling_per_token_logps"]
         if self.rollouts.old_from_engine:
@@ -224,18 +212,19 @@ class GRPOTrainerWithReuse(GRPOTrainer):
         return out
 
     def _old_of_response(self, inputs: dict[str, Any]) -> torch.Tensor:
-        """Old log-probs [B, T] that give each token's ratio the value of its response's, the geometric mean of ratios,
-        and the gradient of its own: GSPO-token (arXiv 2507.18071, sec. 4.3), whose loss and gradient are GSPO's where a
-        response has one advantage. TRL's one ratio a response would give the KL penalty another gradient."""
+        """Old log-probs [B, T] for GSPO-token (arXiv 2507.18071, sec. 4.3).
+
+        Each token's ratio gets the value of the response's ratio, the geometric mean, and the gradient of the
+        token's log-prob. Loss and gradient equal GSPO's if a response has one advantage. With TRL's single ratio per
+        response, the gradient of the KL penalty would differ.
+        """
         mask = inputs["completion_mask"]
         mean = ((self._logps - inputs["old_per_token_logps"]) * mask).sum(-1) / mask.sum(-1).clamp(min=1)
         return self._logps - mean[:, None]
 
     def _leave_out_unscored(self, out: dict[str, Any]) -> None:
-        """Takes rows without a reward out of the loss, its KL penalty included, and out of what TRL divides it by.
-
-        TRL counts the tokens of the loss before this; the losses BY_ROWS divide by rows, so they get a factor.
-        """
+        """Excludes rows without a reward from the loss, its KL penalty and its denominator: the token count, which TRL
+        takes before this, is replaced, and the losses BY_ROWS, which divide by all rows, get a factor."""
         mask = out["completion_mask"]
         scored = torch.tensor([reward is not None for reward in self.rollouts.train_batch.rewards], device=mask.device)
         out["completion_mask"] = mask = mask * scored[:, None]
@@ -245,12 +234,12 @@ class GRPOTrainerWithReuse(GRPOTrainer):
 
     @torch.no_grad()
     def _one_pass(self, model, ids: torch.Tensor, mask: torch.Tensor, keep: int) -> torch.Tensor:
-        """Log-probs [B, keep] under a model, without gradients."""
+        """Log-probs [B, keep] of a model, without gradients."""
         rows = self.args.per_device_train_batch_size
         return super()._get_per_token_logps_and_entropies(model, ids, mask, keep, rows)[0]
 
     def _trainer_logps(self, out: dict[str, Any]) -> torch.Tensor:
-        """The policy's own log-probs [B, T] of the responses, which the update then takes as pi_old."""
+        """The policy's log-probs [B, T] of the responses, which the update also uses as pi_old."""
         if "old_per_token_logps" not in out:
             began = time.perf_counter()
             ids, mask = (torch.cat([out[f"prompt_{n}"], out[f"completion_{n}"]], dim=1) for n in ("ids", "mask"))
@@ -265,7 +254,7 @@ class GRPOTrainerWithReuse(GRPOTrainer):
         return ReferenceLogProbs(alone=self.rollouts.exact_bits)
 
     def _reference_logps(self, model, ids: torch.Tensor, mask: torch.Tensor, keep: int, *_: Any) -> torch.Tensor:
-        """Log-probs [B, keep] for `trainer.beta`. Several processes compute all: sharded models need equal passes."""
+        """Reference log-probs [B, keep]. Several processes cache none, as sharded models need equal passes."""
         began, compute = time.perf_counter(), partial(self._one_pass, model)
         if self.accelerator.num_processes > 1:
             logps, reused = compute(ids, mask, keep), 0
@@ -277,7 +266,7 @@ class GRPOTrainerWithReuse(GRPOTrainer):
 
 
 def check_trl() -> None:
-    """Fails at start when TRL lost a name this adapter relies on."""
+    """Raises RolloutError if this TRL lacks a method that the trainer overrides."""
     import trl
 
     missing = [name for name in NEEDED if not hasattr(GRPOTrainer, name)]
@@ -288,7 +277,7 @@ def check_trl() -> None:
 
 
 def grpo_config(trainer: TrainerConfig, rollout: RolloutConfig, **run: Any) -> GRPOConfig:
-    """For one rollout batch of prompts_per_step * group_size rows per step. run: see common_arguments."""
+    """GRPOConfig for rollout batches of prompts_per_step * group_size rows. See common_arguments for `run`."""
     common = common_arguments(trainer, rollout, **run)
     low, high = trainer.clip_range
     return GRPOConfig(
