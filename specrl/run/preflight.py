@@ -46,7 +46,7 @@ def _packages(config: Config) -> Iterator[str]:
 
 
 def _drafter(config: Config) -> Iterator[str]:
-    """Complains about a draft model that is missing or cannot be loaded. A new head needs no files."""
+    """Yields a message if the draft model is missing or cannot be loaded. A new head needs no files."""
     drafter = config.rollout.drafter
     if drafter in ("", "head"):
         return
@@ -60,7 +60,7 @@ def _drafter(config: Config) -> Iterator[str]:
 
 
 def _learned(config: Config) -> Iterator[str]:
-    """Complains about a learned router or judge that is missing."""
+    """Yields a message if the learned router or judge is missing."""
     acceptance = config.rollout.acceptance
     if acceptance not in ("judged", "routed"):
         return
@@ -142,7 +142,7 @@ def _gpus() -> bool:
 
 
 def _workers(config: Config) -> None:
-    """Workers of a Ray cluster that is started on this machine can only use this machine's GPUs."""
+    """Raises ConfigError if a Ray cluster on this machine needs GPUs and the machine has none."""
     cluster = config.cluster
     if cluster.num_workers and cluster.gpus_per_worker and not cluster.address and not _gpus():
         raise ConfigError(
