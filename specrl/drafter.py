@@ -176,7 +176,7 @@ def sample(
 
 
 def distil(policy: PreTrainedModel, student: PreTrainedModel, texts: Sequence[Text], options: DrafterOptions) -> None:
-    """Trains the student in place on the responses; with select=adaspec, a copy of it is first trained as reference."""
+    """Trains the student in place on the responses; with select=adaspec, first a copy of it as the reference."""
     near = sorted(texts, key=len)  # similar lengths in a batch need less padding
     cuts = [near[at : at + options.batch] for at in range(0, len(near), options.batch)]
     reference = None

@@ -32,7 +32,7 @@ class Ticket:
     request: KeyedRequest
 
     def add_to(self, extra_args: Mapping[str, Any] | None) -> dict[str, Any]:
-        """The `SamplingParams.extra_args` of the request, with the entries of `extra_args` preserved."""
+        """The `SamplingParams.extra_args` of the request: the entries of `extra_args`, plus the key and the drafts."""
         return {**(extra_args or {}), **self.request.extra_args()}
 
 
@@ -42,7 +42,7 @@ class ReuseSession:
     A prompt is identified by its token ids. The key of a response is a hash of (seed, prompt, sample index, visit), so
     every sample and every visit has fresh noise, and stored responses affect only the speed. A later turn of a
     conversation is identified by the prompt of the first turn and the number of the turn, because its prompt contains
-    responses that differ between visits. It therefore drafts from old responses of the same turn and has its own key.
+    responses that differ between visits. It therefore drafts from old responses of that turn and has a separate key.
 
         ticket = session.request(prompt_ids, visit=step, sample_index=3)
         params = SamplingParams(..., extra_args=ticket.add_to(None))

@@ -88,7 +88,7 @@ def prepare(config: PairConfig, others: int = 0) -> tuple[Bench, list[Row], Any]
         nearest = max(1, round(config.rows / group)) * group
         raise ConfigError(f"rows={config.rows} is no multiple of rollout.group_size={group}. Try rows={nearest}.")
     needed = -(-(config.rows + others) // group)
-    size = needed if config.data == "arithmetic" else config.dataset.train_size  # as many problems as are asked for
+    size = needed if config.data == "arithmetic" else config.dataset.train_size  # generated on demand
     examples = load_examples(config.data, replace(config.dataset, train_size=size), "train", config.seed)[:needed]
     if len(examples) < needed:
         raise ConfigError(

@@ -15,7 +15,7 @@ MEASURE = "To measure it: the same run with rollout.ahead=off and another name, 
 
 @dataclass(frozen=True)
 class AheadSteps:
-    """Means over all rollouts but the first, which has nothing ahead. Times exclude control rows."""
+    """Means over all rollouts except the first, which cannot begin ahead. Times exclude control rows."""
 
     columns: ClassVar = ("seconds a step", "without", "with")
 

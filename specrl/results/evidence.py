@@ -107,7 +107,8 @@ def _measured_title(steps: Sequence[dict]) -> str:
 
 def claims(rows: Sequence[Saving], caveat: str = "") -> list[str]:
     """A sentence for each speedup in a table; `caveat` names other possible causes."""
-    charged = [row.phase for row in rows if row.phase in COSTS and row.phase != "cache to disk"]  # storing is usual
+    # Saving the cache is charged too, but not mentioned, because every run that reuses responses does it.
+    charged = [row.phase for row in rows if row.phase in COSTS and row.phase != "cache to disk"]
     words = f", {' and '.join(charged)} charged" * bool(charged) + caveat
     return [f"Speedup of the {row.phase}{words}: {row.speedup}" for row in rows if row.speedup]
 
@@ -209,7 +210,7 @@ def matched(steps: Sequence[dict], baseline: Sequence[dict]) -> tuple[list[dict]
 
 
 def paired(steps: Sequence[dict], baseline: Sequence[dict]) -> list[Saving]:
-    """Savings compared with a baseline run, over the rollouts that both timed: phases, totals and whole steps."""
+    """Savings compared with a baseline run, over the rollouts that both timed: phases, totals and complete steps."""
     own, plain = matched(steps, baseline)
     if not own:
         return []

@@ -87,7 +87,7 @@ def load_run(name: str | Path) -> RunRecords:
 
 
 def find_run(name: str | Path) -> Path:
-    """The directory of a run, given as a path or as the name of a run in ./outputs.
+    """The directory of a run; `name` is a path or the name of a run in ./outputs.
 
     Raises:
         ConfigError: there is no such directory; the message suggests the run with the most similar name.

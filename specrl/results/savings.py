@@ -94,7 +94,7 @@ def control_steps(steps: Iterable[dict]) -> list[dict]:
 def control_pairs(steps: Sequence[dict]) -> list[Pair]:
     """The control steps, each charged with the mean COSTS per rollout, of epoch 1 or of all later epochs.
 
-    The mean is used because co-training may run in every other step only, which would bias a step's own COSTS.
+    The mean is used because co-training may run only in every other step, so the COSTS of one step are not typical.
     """
     found = []
     for part in _parts(rollouts(steps)):

@@ -73,7 +73,7 @@ def load_examples(name: str, config: DatasetConfig, split: Literal["train", "tes
 
 
 def left_out(config: Config, count: int) -> list[str]:
-    """A sentence about the training prompts that do not fill a last step of an epoch, if there are any."""
+    """A sentence about the training prompts left over after the last full step of an epoch, if there are any."""
     per_step = config.trainer.prompts_per_step
     rest = count % per_step
     return [f"Each epoch leaves out {rest} of {count} prompts, as trainer.prompts_per_step is {per_step}."] * bool(rest)

@@ -97,7 +97,7 @@ class Monitor:
         self.note(eval_line(step, metrics))
 
     def close(self) -> None:
-        """Removes the progress bar. Nothing is flushed, because the metrics file is complete after every `log`."""
+        """Removes the progress bar. The metrics file needs no closing, as it is complete after every `log`."""
         self._progress.stop()
 
     def __enter__(self) -> Monitor:
