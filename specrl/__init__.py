@@ -1,4 +1,4 @@
-"""specrl: exact speculative rollouts for LLM post-training. The public names, imported when first used."""
+"""specrl: exact speculative rollouts for LLM post-training. Public names are imported on first use."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import warnings
 from importlib import import_module
 from typing import Any
 
-# trl looks for vLLM's version whenever it is imported, although nothing of ours uses vLLM through it.
+# TRL checks vLLM's version whenever it is imported, although specrl does not use vLLM through TRL.
 warnings.filterwarnings("ignore", message="TRL currently supports vLLM")
 
 _HOMES = {

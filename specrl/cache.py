@@ -1,4 +1,4 @@
-"""Check or describe the trajectory cache of a run: `verify run=DIR` or `info run=DIR`."""
+"""Check or describe the trajectory cache of a run: `python -m specrl.cache verify|info run=DIR`."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class CacheOptions:
 
 
 def verify(directory: Path) -> int:
-    """Checks the whole file; prints what is bad and returns RUN_ERROR when anything is. Changes nothing on disk."""
-    # Lazy, like all heavy imports of entry points: help=true answers at once.
+    """Checks every entry of the file and prints the malformed ones. Returns RUN_ERROR if there are any."""
+    # Heavy imports of entry points are lazy, so that help=true answers at once.
     from specrl.rollout.cache.reading import read_snapshot
     from specrl.rollout.cache.record import complaint, unpack
 
@@ -42,7 +42,7 @@ def verify(directory: Path) -> int:
 
 
 def info(directory: Path) -> int:
-    """Prints what a snapshot holds."""
+    """Prints a summary of a snapshot."""
     from specrl.rollout.cache.disk import FORMAT, SNAPSHOT
     from specrl.rollout.cache.reading import read_snapshot
     from specrl.rollout.cache.record import unpack
@@ -90,7 +90,7 @@ def _checked(command: Callable[[Path], int], options: CacheOptions) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0 done; 2 wrong command line; 3 `verify` found bad entries, or the cache is damaged or cannot be read."""
+    """The command line. Returns 0 if done, 2 for a usage error, 3 for malformed entries or an unreadable cache."""
     word, *rest = list(sys.argv[1:] if argv is None else argv) or [""]
     if word in COMMANDS:
         return run(partial(_checked, COMMANDS[word]), rest, CacheOptions)

@@ -1,8 +1,9 @@
 """Initial drafter of a policy: `python -m specrl.drafter out=DIR [kind=head] [model=tiny] [layers=1]`.
 
-FastDraft's recipe (arXiv 2411.11055) for a policy that is already trained: a copy of the policy with few of its layers,
-or a head on its hidden states, distilled on responses that the policy samples itself (on full logits at temperature 1).
-A model directory that transformers, or for a head vLLM, can load; a few minutes for the embedded policy on two cores.
+Follows FastDraft (arXiv 2411.11055) for a policy that is already trained. The drafter is a copy of the policy with few
+of its layers, or a head on its hidden states, distilled from the policy's full logits on responses that the policy
+samples at temperature 1. The result is a model directory that transformers or, for a head, vLLM can load. This takes a
+few minutes for the embedded policy on two cores.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ if TYPE_CHECKING:
 
     from specrl.trainers.cotraining.texts import Text
 
-SAMPLED_TOGETHER = 256  # responses, between two lines of progress
-DEFAULTS = {"model": (700, 3e-3), "head": (1000, 5e-3)}  # steps and learning rate that serve the embedded policy
+SAMPLED_TOGETHER = 256  # responses per line of progress
+DEFAULTS = {"model": (700, 3e-3), "head": (1000, 5e-3)}  # steps and learning rate, tuned for the embedded policy
 
 
 @dataclass
@@ -64,12 +65,15 @@ class DrafterOptions:
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """Shares in 0..1 of response positions, given the policy's own prefix, at temperature 1."""
+    """Agreement of the draft model with the policy, as means in 0..1 over response positions, at temperature 1.
+
+    At every position, both models see the policy's response up to it as their prefix.
+    """
 
     keyed: float
-    """The draft model's draw with the policy's noise is the policy's token."""
+    """Share of positions at which the token that the draft model samples with the policy's noise is the policy's."""
     independent: float
-    """Its draw with other noise is."""
+    """The same share with noise that is independent of the policy's."""
     overlap: float
     """1 - TV of the two distributions."""
 
@@ -115,7 +119,7 @@ def main(options: DrafterOptions) -> int:
 
 
 def fresh(policy: PreTrainedModel, options: DrafterOptions) -> PreTrainedModel:
-    """The drafter before it has learned anything."""
+    """The untrained drafter."""
     if options.kind == "model":
         return shortened(policy, options.layers)
     from specrl.rollout.engines.local.head import Head
@@ -124,10 +128,12 @@ def fresh(policy: PreTrainedModel, options: DrafterOptions) -> PreTrainedModel:
 
 
 def shortened(policy: PreTrainedModel, layers: int) -> PreTrainedModel:
-    """A copy of the policy with its first `layers` - 1 layers and its last; embedding, last norm and head included.
+    """A copy of the policy with its first `layers` - 1 layers and its last one, or only the first if `layers` is 1.
+
+    The embedding, the final norm and the output layer are copied too.
 
     Raises:
-        ConfigError: the policy does not have more layers than that.
+        ConfigError: `layers` is not less than the policy's number of layers.
     """
     depth = policy.config.num_hidden_layers
     if not 1 <= layers < depth:
@@ -150,7 +156,7 @@ def shortened(policy: PreTrainedModel, layers: int) -> PreTrainedModel:
 def sample(
     policy: PreTrainedModel, eos_ids: frozenset[int], prompts: Sequence[Sequence[int]], options: DrafterOptions
 ) -> tuple[list[Text], list[int]]:
-    """One response of the policy to each prompt, at temperature 1, and the keys that drew them. Prints its progress."""
+    """Samples one response to each prompt from the policy at temperature 1; returns them with their keys."""
     from specrl.rollout.engines.base import SamplingParams
     from specrl.rollout.engines.local.engine import TransformersEngine
     from specrl.rollout.keys import derive_key
@@ -170,8 +176,8 @@ def sample(
 
 
 def distil(policy: PreTrainedModel, student: PreTrainedModel, texts: Sequence[Text], options: DrafterOptions) -> None:
-    """Trains the student in place on the responses; with select=adaspec after a copy of it, the reference."""
-    near = sorted(texts, key=len)  # less padding
+    """Trains the student in place on the responses; with select=adaspec, first a copy of it as the reference."""
+    near = sorted(texts, key=len)  # similar lengths in a batch need less padding
     cuts = [near[at : at + options.batch] for at in range(0, len(near), options.batch)]
     reference = None
     if options.select == "adaspec":
@@ -188,16 +194,16 @@ def _fit(
     options: DrafterOptions,
     reference: PreTrainedModel | None = None,
 ) -> None:
-    """AdamW with one cycle of the learning rate. Args: cuts: batches of texts."""
+    """Trains the student with AdamW and a one-cycle learning rate. Args: cuts: batches of texts."""
     import torch
     from torch.optim.lr_scheduler import OneCycleLR
 
     from specrl.trainers.cotraining import distil as recipe
     from specrl.trainers.cotraining.texts import read
 
-    seen: dict[int, recipe.Batch] = {}  # with the policy's hidden states: far smaller than its logits
+    seen: dict[int, recipe.Batch] = {}  # keeps the policy's hidden states, which are far smaller than its logits
     optimizer = torch.optim.AdamW(student.parameters(), options.learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
-    longer = max(11, options.steps)  # with 10, the rise would have no step
+    longer = max(11, options.steps)  # with 10 steps, the warm-up would have none
     schedule = OneCycleLR(optimizer, options.learning_rate, total_steps=longer, pct_start=0.1)
     print(f"distilling in {options.steps} steps of {options.batch} responses", flush=True)
     rng, mix, began = random.Random(options.seed), torch.Generator().manual_seed(options.seed), time.perf_counter()
@@ -221,7 +227,7 @@ def _fit(
 
 
 def quantise(model: PreTrainedModel, bits: int) -> None:
-    """Rounds every matrix of the layers in place to 2^bits - 1 levels per row; simulated, as the values stay floats."""
+    """Rounds every matrix of the layers in place to 2^bits - 1 levels per row. The values remain floats."""
     import torch
 
     with torch.no_grad():
@@ -234,7 +240,7 @@ def quantise(model: PreTrainedModel, bits: int) -> None:
 def agreement(
     policy: PreTrainedModel, student: PreTrainedModel, texts: Sequence[Text], keys: Sequence[int]
 ) -> Agreement:
-    """How often the student's draws are the policy's tokens. Args: keys: that the policy drew the texts with."""
+    """How often the student samples the policy's tokens. Args: keys: those that the texts were sampled with."""
     import torch
 
     from specrl.rollout.noise import keyed_sample
@@ -245,7 +251,7 @@ def agreement(
     for text, key in zip(texts, keys, strict=True):
         with torch.no_grad():
             batch = recipe.Batch.of(read(policy, [text]), student)
-            if not len(batch.targets):  # a head has no part in a response of one token
+            if not len(batch.targets):  # a head makes no prediction for a response of one token
                 continue
             p, q = (
                 recipe.teacher_logits(policy, batch).float(),

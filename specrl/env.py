@@ -1,9 +1,9 @@
-"""What a bug report needs: versions, machine and where the packages come from, on one screen.
+"""Environment for bug reports: versions, machine, and where the packages are imported from.
 
     python -m specrl.env [run=DIR]
 
-With a run it also names its config.yaml by a hash, so that the file can be told from a later one. Nothing secret is
-shown: of the environment only SHOWN, of paths no user name.
+With a run, it also prints a hash of the run's config.yaml, which identifies its version. The output contains no
+secrets: of the environment variables only those in SHOWN, and paths without user names.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ SHOWN = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "GOMP_SPINCOUNT", "CUDA_VISIBLE_D
 
 
 def report(run: str = "") -> str:
-    """The whole text. Imports none of the packages it reports on, so it also works in a broken installation.
+    """The complete report. It does not import the packages it reports on, so it works in a broken installation.
 
-    Args: run: a run's directory, whose config.yaml is named too; empty names none.
+    Args: run: a run's directory, whose config.yaml is included; empty for none.
     """
     lines = ["specrl environment", ""]
     lines += [f"{name:14}{text}" for name, text in _versions()]
@@ -45,7 +45,7 @@ def _versions() -> list[tuple[str, str]]:
 
 
 def _commit() -> str:
-    """The commit of the checkout the packages are used from, with a mark when it was changed; empty without one."""
+    """The commit of the checkout that the packages are imported from, with "-dirty" if modified; empty without one."""
     root = Path(__file__).parents[1]
     if not (root / ".git").exists():
         return ""
@@ -61,14 +61,14 @@ def _digest(path: Path) -> str:
 
 
 def verdict(found: str | None, wanted: str, optional: bool = False) -> str:
-    """A version with a remark when it is missing or outside the tested range `wanted`."""
+    """A version, with a remark if it is missing or outside the tested range `wanted`."""
     if found is None:
         return "not installed (optional)" if optional else f"NOT INSTALLED, needs {wanted}"
     return found if inside(found, wanted) else f"{found}  OUTSIDE the tested range {wanted}"
 
 
 def inside(found: str, wanted: str) -> bool:
-    """Whether a version such as 2.13.0+cpu lies in a range such as `>=2.6,<3`."""
+    """Whether a version such as 2.13.0+cpu is in a range such as `>=2.6,<3`."""
     from packaging.specifiers import SpecifierSet
 
     return SpecifierSet(wanted).contains(found, prereleases=True)

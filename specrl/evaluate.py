@@ -1,6 +1,6 @@
 """Accuracy of a policy: `python -m specrl.evaluate run=DIR|config=NAME [model=PATH] [samples=8]`.
 
-With run=DIR it is the trained model of that run, under the run's config.
+With run=DIR, the trained model of that run is evaluated with the run's config.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class EvaluateConfig(Config):
 
 @contextmanager
 def serving(config: Config) -> Iterator[tuple[Engine, PreTrainedTokenizerBase]]:
-    """The engine of a command that trains nothing, and the policy's tokenizer."""
+    """The engine of a command that does not train, and the policy's tokenizer."""
     from specrl.lossy.routing import step_scorer
     from specrl.rollout.build import build_engine
     from specrl.run.policy import engine_spec, load_policy
@@ -74,7 +74,7 @@ def command(argv: Sequence[str] | None = None) -> int:
 
 
 def of_run(argv: Sequence[str]) -> Sequence[str]:
-    """The words with config=DIR model=DIR/model, which run=DIR stands for."""
+    """The command line words, with config=DIR model=DIR/model added for run=DIR."""
     given = dict(word.partition("=")[::2] for word in argv)
     if not given.get("run"):
         return argv

@@ -1,7 +1,7 @@
 """Responses to a few prompts: `python -m specrl.generate run=DIR|config=NAME [prompt=TEXT] [model=PATH]`.
 
-With run=DIR they are those of the trained model of that run, under the run's config.
-With `rollout.acceptance=judged` or `routed` the text that the draft model wrote is printed dim, the policy's bright.
+With run=DIR, the trained model of that run responds with the run's config.
+With `rollout.acceptance=judged` or `routed`, the draft model's text is printed dim and the policy's bright.
 """
 
 from __future__ import annotations

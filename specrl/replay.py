@@ -1,14 +1,15 @@
-"""What speculation would save on stored text: passes and tokens, counted without a model.
+"""Passes and tokens that speculation would save on stored responses, counted without a model.
 
     python -m specrl.replay run=DIR                  # a finished run: its trajectories, else its completions
     python -m specrl.replay data=PATH [model=NAME]   # .parquet or .jsonl with example_id, sample_index, step, tokens
 
-Every text of a later epoch is emitted again under the exact rule, with the earlier texts of its prompt as drafts, and
-what the other rows of the prompt emit meanwhile. The later text plays the sampler's draws, which is what the rule makes
-of it, so for a fixed window and `sources=[prefix,position]` the counts are those of the engine. With more texts they
-are about those: the engine chooses by what became of drafts of all rows in a pass, replay by those of the prompts
-before. Nothing is drafted from the prompt, contexts and redraws, which are not stored. Seconds depend on the machine
-and the batch; they need `python -m specrl.bench`.
+Every response of a later epoch is generated again under the exact rule, with drafts from the earlier responses to its
+prompt and from the tokens that the prompt's other rows have generated so far. Its tokens take the role of the sampled
+tokens; the exact rule accepts draft tokens up to the first one that differs from the sampled token. With a fixed window
+and `sources=[prefix,position]` the counts therefore equal the engine's. With more sources they are approximate, because
+the engine chooses between sources by the acceptance of the drafts of all rows in a pass, and replay by that of the
+preceding prompts. The prompt, contexts and redraws are not stored, so nothing is drafted from them. Seconds depend on
+the machine and the batch; measure them with `python -m specrl.bench`.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from specrl.rollout.sections import SOURCES, doc
 from specrl.run.sources import parse
 
 WINDOWS = (0, 8, 16, 32, 64)
-"""Draft tokens of a row in one pass; 0 is the whole text."""
+"""Most draft tokens of a row in one pass; 0 means the complete old response."""
 SUFFIXES = (".parquet", ".jsonl")
 HEADER = "Passes and tokens, counted on stored text under the exact rule.\nSeconds need: python -m specrl.bench"
 COLUMNS = ("window", "passes", "slowest", "tokens/pass", "drafted", "accepted", "rate", "reused")
@@ -64,11 +65,11 @@ class Text(NamedTuple):
     step: int
     tokens: tuple[int, ...]
     capped: bool = False
-    """Cut by the length cap, so that no draft reached beyond its last token but one."""
+    """Whether the length cap ended it. Drafts then end before its last token."""
 
 
 class Counts(NamedTuple):
-    """What emitting one text took. The prefill of the prompt is not a pass."""
+    """The cost of generating one response. The prefill of the prompt is not a pass."""
 
     passes: int
     drafted: int
@@ -76,23 +77,24 @@ class Counts(NamedTuple):
 
 
 class Visit(NamedTuple):
-    """The texts of one prompt in one step, by sample, where it has earlier ones."""
+    """The responses to one prompt in one step, by sample index. The prompt has earlier responses."""
 
     texts: tuple[Text, ...]
     stored: tuple[Text, ...]
-    """The last text of each sample before that step, newest step first, then by sample."""
+    """The last response of each sample before that step, newest step first, then by sample index."""
 
     def old(self, text: Text) -> Text | None:
-        """The earlier text of the sample."""
+        """The earlier response with the same sample index."""
         return next((old for old in self.stored if old.sample_index == text.sample_index), None)
 
 
 def count(visit: Visit, window: int, sources: Collection[str], records: Budget | None = None) -> list[Counts]:
-    """Emits the texts of a visit side by side: the engine's loop with known draws.
+    """Generates the responses of a visit in parallel, as the engine's loop would if it sampled the stored tokens.
 
-    A pass carries a draft of at most `window` tokens (0: all there are), keeps what agrees and emits one token more.
+    A pass verifies a draft of at most `window` tokens per row (0: no limit), accepts its matching prefix and emits one
+    more token.
 
-    Args: records: what became of drafts, by which texts are chosen; goes on with these.
+    Args: records: acceptance statistics for the choice of drafts, updated in place; None starts with empty ones.
     """
     from specrl.rollout.verify import accept_exact  # lazy: it needs torch
 
@@ -122,7 +124,7 @@ def count(visit: Visit, window: int, sources: Collection[str], records: Budget |
 
 
 def _counted(visits: Iterable[Visit], window: int, sources: Collection[str]) -> Iterator[Counts]:
-    """Step by step, with what steps before taught of drafts."""
+    """The counts of all responses, with acceptance statistics that carry over from step to step."""
     records = Budget()
     for _, of_step in groupby(visits, key=lambda visit: visit.texts[0].step):
         records.next_rollout()
@@ -131,7 +133,7 @@ def _counted(visits: Iterable[Visit], window: int, sources: Collection[str]) -> 
 
 
 def revisits(texts: Iterable[Text]) -> Iterator[Visit]:
-    """Every visit that could have been drafted, step by step."""
+    """Every visit to a prompt that has earlier responses, in order of steps."""
     stored: dict[str, dict[int, Text]] = defaultdict(dict)
     ordered = sorted(texts, key=attrgetter("step", "example_id", "sample_index"))
     for (_, example), found in groupby(ordered, key=attrgetter("step", "example_id")):
@@ -144,10 +146,10 @@ def revisits(texts: Iterable[Text]) -> Iterator[Visit]:
 def summarise(
     texts: Iterable[Text], sources: Collection[str] = SOURCES, windows: Sequence[int] = WINDOWS
 ) -> dict[str, Any]:
-    """The content of the report: how much text was replayed, plain decoding, and one row per window.
+    """The content of the report: the amount of text, plain decoding, and one row per window.
 
     Raises:
-        ConfigError: no text has an earlier one of the same prompt.
+        ConfigError: no prompt has responses from two steps.
     """
     visits = list(revisits(texts))
     if not visits:
@@ -179,7 +181,7 @@ def _line(counts: Sequence[Counts], tokens: int) -> dict[str, Any]:
 
 
 def read_run(directory: Path, model: str = "") -> list[Text]:
-    """The texts of a run: what its checkpoints' and final trajectories tell of several steps, else its completions."""
+    """The responses of a run: the trajectories of its checkpoints and its end or, without revisits, its completions."""
     from specrl.rollout.cache.disk import SNAPSHOT
     from specrl.rollout.cache.reading import read_snapshot
     from specrl.rollout.cache.record import unpack
@@ -199,10 +201,10 @@ def read_run(directory: Path, model: str = "") -> list[Text]:
 
 
 def read_files(path: Path, model: str = "") -> list[Text]:
-    """The texts of a .parquet or .jsonl file, or of all such files of a directory.
+    """The responses in a .parquet or .jsonl file, or in all such files of a directory.
 
-    Without a column `step` it is the number in the file's name, as in step_12.parquet. Without lists of ids in a column
-    `tokens`, the text of `completion` is tokenised again, with the EOS added where `finish` is not `length`.
+    Without a column `step`, the step is the number in the file's name, as in step_12.parquet. Without lists of token
+    ids in a column `tokens`, the text of `completion` is tokenized, with EOS appended unless `finish` is `length`.
     """
     from specrl.run.policy import load_tokenizer
 
@@ -231,7 +233,7 @@ def read_files(path: Path, model: str = "") -> list[Text]:
 
 
 def show(summary: dict[str, Any]) -> None:
-    """Prints the header and the table: passes of a row, and the reused share of the tokens."""
+    """Prints the header and the table."""
     from rich.console import Console
 
     first, last = summary["steps"]

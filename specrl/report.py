@@ -1,9 +1,9 @@
-"""What a run saved and learned: report.md, report.json and report.png, from the metrics in its directory.
+"""Report the speedup and the learning of a run from its metrics: report.md, report.json and report.png.
 
     python -m specrl.report run=DIR [baseline=DIR]
-    python -m specrl.report runs=[DIR,DIR,...]        # side by side: comparison.md and comparison.png
+    python -m specrl.report runs=[DIR,DIR,...]        # compares runs: comparison.md and comparison.png
 
-specrl/results/report.py makes the one, specrl/results/compare.py the other.
+specrl/results/report.py writes the report, specrl/results/compare.py the comparison.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class ReportOptions:
 
 
 def main(options: ReportOptions) -> int:
-    from specrl.results.compare import write_comparison  # lazy: help=true answers at once
+    from specrl.results.compare import write_comparison  # lazy, so that help=true answers at once
     from specrl.results.report import write_report
 
     if bool(options.run) == bool(options.runs) or (options.runs and options.baseline):

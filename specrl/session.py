@@ -1,6 +1,6 @@
-"""Reuse for trainers that own their vLLM: a request's key, the earlier texts it may draft from, and its response kept.
+"""Reuse for trainers that run their own vLLM server: keys, drafts from earlier responses, and a store for new ones.
 
-`docs/adapters.md` says how.
+docs/adapters.md describes its use.
 """
 
 from __future__ import annotations
@@ -16,33 +16,33 @@ from specrl.rollout.engines.vllm.wire import KeyedRequest
 from specrl.rollout.keys import derive_key
 from specrl.rollout.types import RolloutError, Trajectory
 
-_TEXTS = 8  # earlier responses that travel with a request
-_ANY_ID = 1 << 31  # the server leaves out ids that its model does not have
+_TEXTS = 8  # most earlier responses that are sent with a request
+_ANY_ID = 1 << 31  # no vocabulary limit: the server drops ids that its model does not have
 
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """One response that was asked for."""
+    """One requested response."""
 
     example_id: str
     sample_index: int
     visit: int
     turn: int
-    """Of its conversation; 0 is the first."""
+    """Number of the turn in its conversation, from 0."""
     request: KeyedRequest
 
     def add_to(self, extra_args: Mapping[str, Any] | None) -> dict[str, Any]:
-        """The request's `SamplingParams.extra_args`, others' entries kept."""
+        """The `SamplingParams.extra_args` of the request: the entries of `extra_args`, plus the key and the drafts."""
         return {**(extra_args or {}), **self.request.extra_args()}
 
 
 class ReuseSession:
-    """Keys and drafts of a training run, for servers that serve keyed requests (rollout/engines/vllm/served.py).
+    """Keys and drafts of a training run, for servers that accept keyed requests (rollout/engines/vllm/served.py).
 
-    A prompt is known by its token ids. The key of a response is a hash of (seed, prompt, sample index, visit): every
-    sample and every visit draws with fresh noise, and what is stored decides about time only. A later turn
-    of a conversation is known by the prompt of the first turn and its own number, as its prompt
-    holds responses that differ from visit to visit: so it finds the old texts of that turn, and has a key of its own.
+    A prompt is identified by its token ids. The key of a response is a hash of (seed, prompt, sample index, visit), so
+    every sample and every visit has fresh noise, and stored responses affect only the speed. A later turn of a
+    conversation is identified by the prompt of the first turn and the number of the turn, because its prompt contains
+    responses that differ between visits. It therefore drafts from old responses of that turn and has a separate key.
 
         ticket = session.request(prompt_ids, visit=step, sample_index=3)
         params = SamplingParams(..., extra_args=ticket.add_to(None))
@@ -51,29 +51,29 @@ class ReuseSession:
         ticket = session.request(longer_ids, after=ticket)  # the conversation's next turn, if there is one
 
     Args:
-        seed: of the run; all noise keys derive from it.
-        group_size: responses to a prompt at one visit; needed where a trainer does not tell its visits.
-        max_mb: memory bound of the stored responses, in units of 2^20 bytes.
+        seed: seed of the run, from which all keys are derived.
+        group_size: responses to a prompt at one visit; needed only if the trainer does not pass visits.
+        max_mb: memory limit of the stored responses, in units of 2^20 bytes.
     """
 
     def __init__(self, seed: int = 0, group_size: int = 0, max_mb: float = 512):
         self.seed, self.group_size = seed, group_size
         self.cache = TrajectoryCache(Fingerprint(), _ANY_ID, max_mb=max_mb)
         self._taken: dict[str, tuple[int, set[int]]] = {}
-        """By prompt: its latest visit, and the samples given out at it."""
+        """By prompt: its latest visit, and the sample indices already used at it."""
         self._asked: Counter[str] = Counter()
 
     def request(
         self, prompt: Sequence[int], *, visit: int | None = None, sample_index: int = 0, after: Ticket | None = None
     ) -> Ticket:
-        """How the next response to `prompt` is drawn, and what it may draft from.
+        """The key of the next response to `prompt` and the earlier responses that it may draft from.
 
         Args:
-            visit: a number that differs from visit to visit, such as the trainer's step. None counts the requests of
-                the prompt: every `group_size` of them are a visit.
-            sample_index: place in the prompt's group. If it is given out already, as when a prompt occurs twice in a
-                batch, the next free one is taken.
-            after: the conversation's last request, whose visit and sample this one has.
+            visit: a number that differs between visits, such as the trainer's step. None counts the requests for the
+                prompt: every `group_size` of them are a visit.
+            sample_index: index in the prompt's group. If it is already used at this visit, for example because a prompt
+                occurs twice in a batch, the next free one is used.
+            after: the conversation's previous request; this one gets the same visit and sample index.
         """
         if after:
             example_id, sample_index, visit, turn = after.example_id, after.sample_index, after.visit, after.turn + 1
@@ -91,13 +91,13 @@ class ReuseSession:
         return Ticket(example_id, sample_index, visit, turn, keyed)
 
     def finish(self, ticket: Ticket, tokens: Sequence[int]) -> None:
-        """Keeps a response, or what there is of one, for the prompt's next visit."""
-        if len(tokens):  # an aborted request may have none
+        """Stores a response, which may be incomplete, for the prompt's next visit."""
+        if len(tokens):  # an aborted request may have no tokens
             kept = Trajectory(tuple(tokens), ticket.request.key, "length", version=ticket.visit, step=ticket.visit)
             self.cache.merge([(ticket.request.group, ticket.sample_index, kept)])
 
     def _begin(self, prompt: list[int], visit: int | None, sample_index: int) -> tuple[str, int, int]:
-        """Example id, sample and visit of a conversation that begins with `prompt`."""
+        """Example id, sample index and visit of a conversation that begins with `prompt`."""
         example_id = hashlib.blake2b(repr(prompt).encode(), digest_size=16).hexdigest()
         if visit is None:
             visit, sample_index = self._count(example_id)

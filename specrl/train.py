@@ -25,7 +25,7 @@ PURE_BF16 = (
 
 
 def main(config: Config) -> int:
-    """A run from its first checks to its report; returns the exit code."""
+    """Runs the checks, the training and the report; returns the exit code."""
     examples = preflight.check(config)
     from specrl.run import run as runs  # importing torch takes seconds, so cheap checks come first
     from specrl.run.run_dir import RunDir
@@ -46,7 +46,7 @@ def main(config: Config) -> int:
 
 @contextmanager
 def recorded(run: Run, run_dir: RunDir) -> Iterator[Monitor | None]:
-    """Records, previews and evaluations of the training inside. Only the main process has a monitor to write them."""
+    """Records the training inside the `with` block. Only the main process yields a monitor, the others None."""
     if not run.is_main:
         watch(run, None)
         yield None
@@ -61,7 +61,7 @@ def recorded(run: Run, run_dir: RunDir) -> Iterator[Monitor | None]:
     with Monitor(
         run.path,
         run.steps,
-        # without a checkpoint all steps come again, and so does the evaluation before them
+        # without a checkpoint all steps are repeated, including the evaluation before the first
         resumed_step=run.checkpoint.step if run.checkpoint else -1,
         compares_groups=config.trainer.compares_groups,
     ) as monitor:
@@ -78,9 +78,10 @@ def recorded(run: Run, run_dir: RunDir) -> Iterator[Monitor | None]:
 
 
 def watch(run: Run, monitor: Monitor | None) -> None:
-    """Adds a callback that hands metrics, previews and evaluations to the monitor.
+    """Adds a callback that passes metrics, previews and evaluations to the monitor.
 
-    A process without a monitor takes part in evaluations all the same: gathering sharded weights is collective.
+    Processes without a monitor also take part in evaluations, because gathering sharded weights is a collective
+    operation.
     """
     from specrl.run.accuracy import evaluate
     from specrl.run.completions import show, store
@@ -117,7 +118,7 @@ def watch(run: Run, monitor: Monitor | None) -> None:
 
 
 def stopped(run: Run, received: int, monitor: Monitor | None = None) -> int:
-    """Says that a signal ended the training or, without a monitor, what follows it; returns the exit code."""
+    """Reports a signal that ended the training or, without a monitor, arrived while saving; returns the exit code."""
     word, code = ("interrupted", cli.INTERRUPTED) if received == SIGINT else ("terminated", cli.TERMINATED)
     if monitor:
         monitor.note(f"{word} after step {run.trainer.state.global_step}, which is saved; resume=auto goes on")

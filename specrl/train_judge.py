@@ -1,14 +1,14 @@
-"""Judge of draft tokens, mined from the verifiable reward: `python -m specrl.train_judge config=judge_math out=DIR`.
+"""Train a judge of draft tokens with the reward: `python -m specrl.train_judge config=judge_math out=DIR`.
 
-AutoJudge (arXiv 2504.20039): where a draft differs from the policy, the draft's token replaces the policy's, and the
-policy finishes the response; the same reward means that the token did not matter. A linear head on the policy's hidden
-states learns to predict this. Drafts are the draft model's, or with cache=RUN the texts that a run has stored, under
-the policy it ended with:
+AutoJudge (arXiv 2504.20039): at each mismatch of a draft, the draft's token replaces the policy's, and the policy
+finishes the response. If the reward does not change, the mismatch is unimportant. A linear head on the policy's hidden
+states learns to predict this. The drafts come from the draft model or, with cache=RUN, from the responses that a run
+has stored, with the policy that the run ended with:
 
     python -m specrl.train_judge config=grpo_math model=outputs/run/model cache=outputs/run out=DIR
 
-The report compares exact verification, the head, a head trained on shuffled labels and, with a draft model, the KL rule
-on held-out problems.
+The report compares, on held-out problems, exact verification, the head, a head trained on shuffled labels and, with a
+draft model, the KL rule.
 """
 
 from __future__ import annotations

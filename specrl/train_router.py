@@ -1,8 +1,8 @@
-"""Learned router of a draft and a policy: `python -m specrl.train_router config=arbitrage_math [key=value ...]`.
+"""Train a router between draft model and policy: `python -m specrl.train_router config=arbitrage_math out=DIR`.
 
-Arbitrage (arXiv 2512.05033): the oracle compares both models' next steps and continues with the better one; every step
-visited becomes an example. A step's value is the mean reward of continuations by the policy, so no process reward model
-is needed. The router in `out` is a logistic regression on the policy's likelihoods of a step.
+Arbitrage (arXiv 2512.05033): an oracle compares the next steps of both models and continues with the better one; every
+step becomes a training example. The value of a step is the mean reward of the policy's continuations, so no process
+reward model is needed. The router written to `out` is a logistic regression on the policy's likelihoods of a step.
 """
 
 from __future__ import annotations

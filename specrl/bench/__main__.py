@@ -1,11 +1,12 @@
 """Paired rollout benchmark: `python -m specrl.bench [config=NAME] [model=PATH old_model=PATH] [rows=32]`.
 
-An old policy writes the cache, a newer one rolls out the same prompts plainly and speculatively, in turn, with the same
-keys. Times are whole stages: look-up, prefill, drafting, verification, decoding and store. Each pair gives one ratio;
-the median is reported, and the least and the largest. Texts are compared token for token.
+An old policy fills the cache. A newer one then generates responses to the same prompts with the same keys, alternating
+between plain and speculative decoding. Times cover the complete rollout: look-up, prefill, drafting, verification,
+decoding and storing. Each pair gives one ratio; the median, the smallest and the largest are reported. The responses
+are compared token for token.
 
-Model, prompts, engine and sampling are those of the config, a name, a file or a run's directory; without one they are
-those of grpo_math: the embedded policy, and as much generated arithmetic as the rows take.
+The config (a name, a file or a run's directory) sets the model, prompts, engine and sampling. The default is grpo_math:
+the embedded policy with generated arithmetic prompts.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from specrl.run.policy import rollout_dtype
 
 
 class Kind(TypedDict, total=False):
-    """The arguments of `Bench.case` that tell the cases from each other."""
+    """The arguments of `Bench.case` that differ between the cases."""
 
     replay: Required[float]
     drifted: bool
@@ -79,7 +80,7 @@ def main(config: BenchConfig) -> int:
 
 
 def cells(c: Case) -> tuple[str, ...]:
-    """A line of the table; `slowest` is the passes of the row with the most, with specrl and plainly."""
+    """A row of the table. `slowest` is the largest number of passes of a row, with specrl and with plain decoding."""
     speedup = f"{c.speedup:.2f}x ({c.speedup_range[0]:.2f} to {c.speedup_range[1]:.2f})"
     return (
         c.name,
@@ -92,9 +93,9 @@ def cells(c: Case) -> tuple[str, ...]:
 
 
 def generate_seconds(bench: Bench, tokenizer, repeats: int) -> dict[str, float]:
-    """Median seconds of model.generate and of the engine's plain decoding, in turn.
+    """Median seconds of model.generate and of the engine's plain decoding, timed alternately.
 
-    Both sample to the cap without an EOS, so that they do the same number of steps.
+    Both ignore EOS and sample up to the length cap, so they take the same number of steps.
     """
     import torch
 

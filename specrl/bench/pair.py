@@ -1,6 +1,6 @@
-"""Two policies side by side: an old one writes the cache, a newer one rolls out the same prompts plainly and with it.
+"""Times plain and speculative rollouts of a policy whose cache an older policy has filled.
 
-It times and compares; options, tables and what is compared with what are the commands'.
+This module times and compares. The commands that use it define the options, the cases and the tables.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ class PairConfig(Config):
 
 
 def with_config(words: Sequence[str]) -> list[str]:
-    """The words of a command whose config=NAME is grpo_math where none is given."""
+    """The command line words, with config=grpo_math added if they set no config."""
     return [*([] if any(word.startswith("config=") for word in words) else ["config=grpo_math"]), *words]
 
 
 def options(*words: str) -> PairConfig:
-    """The options of a script, `key=value` each."""
+    """The options of a script from `key=value` words."""
     return load(with_config(words), PairConfig, training=False)
 
 
@@ -48,7 +48,7 @@ def options(*words: str) -> PairConfig:
 class Case:
     """Plain and speculative rollouts of the same rows. Seconds are medians over the repeats.
 
-    `speedup` is the median of the paired ratios, `speedup_range` the least and the largest of them.
+    `speedup` is the median of the paired ratios, and `speedup_range` is the smallest and the largest of them.
     """
 
     name: str
@@ -67,10 +67,10 @@ class Case:
 
 
 def prepare(config: PairConfig, others: int = 0) -> tuple[Bench, list[Row], Any]:
-    """The bench, `others` rows of further prompts, and the policy's tokenizer.
+    """The bench, `others` rows of additional prompts, and the policy's tokenizer.
 
     Raises:
-        ConfigError: the configuration asks for something that is not timed here, or has too few prompts.
+        ConfigError: the configuration uses a feature that the bench does not time, or has too few prompts.
     """
     from specrl.rollout.types import Row
     from specrl.run.data import load_examples
@@ -88,7 +88,7 @@ def prepare(config: PairConfig, others: int = 0) -> tuple[Bench, list[Row], Any]
         nearest = max(1, round(config.rows / group)) * group
         raise ConfigError(f"rows={config.rows} is no multiple of rollout.group_size={group}. Try rows={nearest}.")
     needed = -(-(config.rows + others) // group)
-    size = needed if config.data == "arithmetic" else config.dataset.train_size  # as many problems as are asked for
+    size = needed if config.data == "arithmetic" else config.dataset.train_size  # generated on demand
     examples = load_examples(config.data, replace(config.dataset, train_size=size), "train", config.seed)[:needed]
     if len(examples) < needed:
         raise ConfigError(
@@ -107,7 +107,7 @@ def prepare(config: PairConfig, others: int = 0) -> tuple[Bench, list[Row], Any]
 
 
 def perturbed(weights: dict, drift: float) -> dict:
-    """Weights with seeded Gaussian noise of `drift` times each matrix's spread; vectors stay."""
+    """Adds seeded Gaussian noise of `drift` times its standard deviation to each matrix; vectors are unchanged."""
     import torch
 
     generator = torch.Generator().manual_seed(0)
@@ -125,9 +125,9 @@ class Drafts(Protocol):
 
 
 class Bench:
-    """Both policies and the prompts, with one engine that is switched between them.
+    """Both policies and the prompts, with one engine whose weights are switched between the policies.
 
-    No more than one, as vLLM's sleep mode takes one a process. It is built when it is first asked for.
+    There is only one engine, because vLLM's sleep mode allows one per process. It is built on first use.
     """
 
     def __init__(self, model, eos_ids: frozenset[int], config: Config, rows: Sequence[Row], older: dict, newer: dict):
@@ -141,19 +141,19 @@ class Bench:
 
     @cached_property
     def engine(self) -> Engine:
-        """May be set to an engine of another law before it is asked for."""
+        """Built on first use. Set it before that to time an engine with another acceptance rule."""
         from specrl.rollout.build import build_engine
 
         return build_engine(self.spec, self.model if self.config.rollout.engine == "transformers" else None)
 
     def case(self, name: str, repeats: int, *, replay: float, drifted: bool = True, useless: bool = False) -> Case:
-        """Times `repeats` pairs of plain and speculative rollouts of the newer policy on the older one's cache."""
+        """Times `repeats` pairs of plain and speculative rollouts of the newer policy with the older one's cache."""
         older = self.old_batch("older" if drifted else "newer")
         self.switch("newer")
         pairs = []
         for i in range(repeats + 1):
             stage = self.rollout(older, replay=replay, useless=useless)
-            plain = self.plain(1, replay) if i % 2 else None  # in turn: the second of a pair is a few percent faster
+            plain = self.plain(1, replay) if i % 2 else None  # alternate: the second of a pair is a few percent faster
             batch = self.timed(stage)
             pairs.append((plain or self.plain(1, replay), batch))
         pairs = pairs[1:]
@@ -178,18 +178,18 @@ class Bench:
         )
 
     def timed(self, stage: SpeculativeRollout, visit: int = 1, learnt: Sequence[tuple] = ()) -> RolloutBatch:
-        """The rows of a visit, look-up and store included, by an engine whose contexts know `learnt` and no more."""
+        """Generates the rows of a visit, including look-up and storing. The draft contexts hold only `learnt`."""
         assert isinstance(stage.engine, Drafts), "both engines that run in this process propose drafts"
         contexts = stage.engine.drafting.contexts
         if contexts is not None:
-            contexts.clear()  # it would know the very texts from the last repeat
+            contexts.clear()  # otherwise it holds the same responses from the last repeat
             contexts.learn(learnt)
         batch = stage.generate(self.rows, visit=visit, step=1)
         stage.store(self.rows, batch, step=1)
         return batch
 
     def old_batch(self, policy: str = "older") -> RolloutBatch:
-        """What `policy` wrote in the epoch before: plain responses, the content of the cache."""
+        """The plain responses of `policy` in the previous epoch, which fill the cache."""
         if policy not in self._texts:
             self.switch(policy)
             self._texts[policy] = self.rollout(None, acceptance="off").generate(self.rows, visit=0, step=0)
@@ -198,7 +198,7 @@ class Bench:
     def rollout(
         self, old: RolloutBatch | None, *, engine=None, useless: bool = False, **settings
     ) -> SpeculativeRollout:
-        """A rollout stage whose cache holds the old batch, or texts of random tokens of the same lengths."""
+        """A rollout stage whose cache holds the old batch or, with `useless`, random tokens of the same lengths."""
         from specrl.rollout.cache.memory import Fingerprint, TrajectoryCache
         from specrl.rollout.speculative import SpeculativeRollout
 
@@ -215,11 +215,11 @@ class Bench:
         return stage
 
     def plain(self, visit: int, replay: float = 0.0) -> RolloutBatch:
-        """The rows of a visit by plain decoding, with the keys that a speculative rollout of it has."""
+        """Generates the rows of a visit by plain decoding, with the same keys as a speculative rollout."""
         return self.rollout(None, acceptance="off", replay=replay).generate(self.rows, visit=visit, step=1)
 
     def switch(self, policy: str, engine=None) -> None:
-        """Gives an engine (by default the bench's own) the weights of a policy."""
+        """Loads the weights of a policy into an engine, by default the bench's."""
         import torch
 
         engine = engine or self.engine
@@ -232,13 +232,13 @@ class Bench:
 
 
 def of_pairs(own: Sequence[float], plain: Sequence[float]) -> tuple[float, float, float]:
-    """Median, least and largest ratio of plain over own seconds, of repeats of the same work."""
+    """Median, smallest and largest ratio of plain to speculative seconds over repeats of the same work."""
     ratios = sorted(p / o for o, p in zip(own, plain, strict=True))
     return statistics.median(ratios), ratios[0], ratios[-1]
 
 
 def device_name(device) -> str:
-    """The GPU's name, or the CPU with the threads that torch takes."""
+    """The GPU's name, or the CPU with the number of threads that torch uses."""
     import torch
 
     return torch.cuda.get_device_name() if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"

@@ -1,4 +1,4 @@
-"""What rollouts ahead did for a run: how much of each batch was there before its turn, and a step with and without."""
+"""Effect of rollouts ahead: how much of each batch idle workers generated early, and step times with and without it."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ MEASURE = "To measure it: the same run with rollout.ahead=off and another name, 
 
 @dataclass(frozen=True)
 class AheadSteps:
-    """Means over the rollouts of a run behind its first, which has nothing ahead; steps without control rows."""
+    """Means over all rollouts except the first, which cannot begin ahead. Times exclude control rows."""
 
     columns: ClassVar = ("seconds a step", "without", "with")
 
     ratio: float
-    """Of the tokens, those that were drafted from what was ahead and stood."""
+    """Share of response tokens that were accepted from drafts generated ahead."""
     done: float
-    """Of the rows, those that had ended before their turn."""
+    """Share of rows that had been generated to their end before their rollout began."""
     unchanged: float
-    """Of the rows, those that came out as they had ended."""
+    """Share of rows that were generated to their end ahead and accepted without a change."""
     own: tuple[float, float]
-    """Seconds of a rollout, and of the rest of a step."""
+    """Seconds of a rollout, and of the rest of a step, with rollouts ahead."""
     without: tuple[float, float] | None
-    """The same without; None where nothing tells."""
+    """The same without rollouts ahead; None if they can be neither measured nor estimated."""
     baseline: str = ""
-    """The run that `without` was measured in; empty where it is estimated."""
+    """The run in which `without` was measured; empty if it is an estimate."""
 
     @property
     def title(self) -> str:
         return f"Rollouts ahead, without: {f'measured in {self.baseline}' if self.baseline else 'estimated'}"
 
     def rows(self) -> list[tuple[str, ...]]:
-        """Cells of a table of `columns`."""
+        """Cells of a table with `columns`."""
         if not self.without:
             return []
         parts = zip(("rollout", "rest of the step", "step"), _summed(self.without), _summed(self.own), strict=True)
@@ -45,7 +45,7 @@ class AheadSteps:
 
     @property
     def line(self) -> str:
-        """For people."""
+        """A summary in sentences."""
         told = (
             f"Of the tokens {self.ratio:.0%} came from what idle workers had ahead, {self.done:.0%} of the rows had "
             f"ended there, and {self.unchanged:.0%} came out unchanged."
@@ -56,7 +56,7 @@ class AheadSteps:
 
 
 def ahead(own: RunRecords, baseline: RunRecords | None) -> AheadSteps | None:
-    """None where nothing was rolled out ahead. Args: baseline: measured against, if its rollout.ahead is off."""
+    """The effect of rollouts ahead; None if there were none. Args: baseline: used if its rollout.ahead is off."""
     steps = [record for record in rollouts(own.steps) if number(record, "spec/ahead_ratio") is not None][1:]
     if not steps or not step_s(steps):
         return None
@@ -79,11 +79,11 @@ def ahead(own: RunRecords, baseline: RunRecords | None) -> AheadSteps | None:
 
 
 def _estimated(own: RunRecords, steps: Sequence[dict]) -> tuple[float, float] | None:
-    """The worker seconds that went into the texts ahead, by worker, and of each rollout as much as the tokens that were
-    not there before.
+    """Estimated seconds of a rollout and of the rest of a step without rollouts ahead; None without control steps.
 
-    Workers that share cores take longer ahead than in their turn. So it is at most what plain decoding took on control
-    steps, and without these there is no estimate.
+    A rollout would take the seconds spent ahead per worker, plus the measured rollout scaled by its share of tokens
+    that were not generated ahead. Workers that share cores with the trainer are slower while they run ahead, so the
+    estimate is at most the plain decoding time of the control steps.
     """
     plain = mean(own.steps, "spec/plain_s")
     if plain is None or own.config is None:

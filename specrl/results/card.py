@@ -1,4 +1,4 @@
-"""The model card of a trained policy, model/README.md: what was trained, and how its rollouts were accelerated."""
+"""The model card of a trained policy, model/README.md: the training, and the acceleration of its rollouts."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from specrl.results.report import NO_PLOT, compared, learned, shown
 from specrl.run import policy
 from specrl.run.machine import anonymous
 
-PLACE = ("name", "output_dir", "resume", "device", "report")  # of this run on this machine; another needs its own
+PLACE = ("name", "output_dir", "resume", "device", "report")  # omitted: they only apply to this run on this machine
 
 
 def write_card(run_dir: Path, summary: dict) -> Path:
-    """Writes the card of a finished run beside its model.
+    """Writes the card of a finished run into its model directory.
 
-    Args: summary: the content of report.json, as `specrl.report` made it.
+    Args: summary: the content of report.json.
     """
     path = run_dir / "model" / "README.md"
     path.write_text(card(load_saved(run_dir), summary), encoding="utf-8")
@@ -27,7 +27,7 @@ def write_card(run_dir: Path, summary: dict) -> Path:
 
 
 def card(config: Config, summary: dict) -> str:
-    """The card's text. Paths in it are without user names."""
+    """The card's text, with user names removed from paths."""
     algorithm, versions = config.trainer.algorithm.upper(), summary["environment"]["versions"]
     trained = "low-rank adapters of " if config.lora.rank else ""
     lines = ["---", yaml.safe_dump(_metadata(config), sort_keys=False).rstrip(), "---", "", f"# {config.name}", ""]
@@ -44,7 +44,7 @@ def card(config: Config, summary: dict) -> str:
 
 
 def settings(config: Config) -> str:
-    """The options that are not at their defaults, as YAML."""
+    """The options that differ from their defaults, as YAML."""
     mine, default = (yaml.safe_load(to_yaml(each)) for each in (config, Config()))
     return yaml.safe_dump(_changed({k: v for k, v in mine.items() if k not in PLACE}, default), sort_keys=False)
 
@@ -58,7 +58,7 @@ def _changed(mine: dict, default: dict) -> dict:
 
 
 def _metadata(config: Config) -> dict:
-    """The hub's own fields; only what is on the hub is named as a base or a data set."""
+    """The hub's metadata fields. A base model or data set is named only if it is on the hub."""
     found: dict[str, str | list[str]] = {
         "library_name": "peft" if config.lora.rank else "transformers",
         "pipeline_tag": "text-generation",
@@ -82,7 +82,7 @@ def _learning(summary: dict) -> list[str]:
 
 
 def _rollouts(summary: dict) -> list[str]:
-    """What a reader needs to judge whether the acceleration changed the training."""
+    """The figures that show whether the acceleration changed the training."""
     reuse, machine = summary["reuse"], summary["environment"]
     lines = [f"- rollout rule: {summary['rule']}"]
     for kind in ("measured", "paired"):

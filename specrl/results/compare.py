@@ -1,4 +1,4 @@
-"""Several runs side by side: comparison.md and comparison.png, beside the first run."""
+"""Compares several runs: comparison.md and comparison.png in the parent directory of the first run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Passes a row: from epoch 2 on. Reuse gap: mean over control steps. Rollout secon
 of the whole run, net, control rows left out. They compare on one machine only."""
 NEUTRAL = ("name", "output_dir", "resume")
 COLOURS = (BLUE, ORANGE, "#009E73", RED, PINK, SKY, BLACK)
-"""Of the runs in the picture, all of Okabe and Ito's."""
+"""Colours of the runs in the picture: the colour-blind safe palette of Okabe and Ito."""
 
 
 @dataclass(frozen=True)
@@ -33,12 +33,12 @@ class Comparison:
     """A written comparison."""
 
     columns: dict[str, dict[str, str]]
-    """ROWS as text, by run."""
+    """By run, the text of each cell in ROWS."""
     notes: list[str]
     files: list[Path]
 
     def table(self) -> tuple[list[str], list[list[str]]]:
-        """Names of the columns, and rows of cells."""
+        """The column names and the rows of cells."""
         return ["", *self.columns], [[row, *(column[row] for column in self.columns.values())] for row in ROWS]
 
     def show(self, console: Console | None = None) -> None:
@@ -50,7 +50,7 @@ class Comparison:
         tables.note(console, f"comparison: {self.files[0]}")
 
     def markdown(self, picture: str) -> str:
-        """The content of comparison.md; `picture` is the file name of the plot, empty without one."""
+        """The content of comparison.md; `picture` is the file name of the plot, empty if there is none."""
         lines = ["# Comparison of runs", "", *tables.markdown(*self.table()), "", LEGEND, ""]
         lines += [f"![reward, rollout seconds and reuse of the runs]({picture})", ""] * bool(picture)
         lines += ["Settings that differ, in the order of the table, and what else to know:", ""] * bool(self.notes)
@@ -58,10 +58,10 @@ class Comparison:
 
 
 def write_comparison(run_dirs: Sequence[str | Path], plots: bool = True) -> Comparison:
-    """Writes comparison.md and, when matplotlib is installed, comparison.png into the directory of the first run's.
+    """Writes comparison.md and, if matplotlib is installed, comparison.png into the parent directory of the first run.
 
     Raises:
-        ConfigError: no such run, or no metrics in it; fewer than two runs, or one of them twice.
+        ConfigError: a run does not exist or has no metrics, there are fewer than two runs, or one is listed twice.
     """
     runs = [load_run(name) for name in run_dirs]
     if len({run.path.resolve() for run in runs}) < max(2, len(runs)):
@@ -79,7 +79,7 @@ def write_comparison(run_dirs: Sequence[str | Path], plots: bool = True) -> Comp
 
 
 def overlay(runs: Mapping[str, RunRecords], path: Path) -> bool:
-    """Draws the same quantities of several runs, a colour for each; False without matplotlib."""
+    """Plots the same metrics of several runs, one colour per run; False without matplotlib."""
     if (drawing := figure()) is None:
         return False
     panels = drawing.subplots(1, 3)
@@ -100,7 +100,7 @@ def overlay(runs: Mapping[str, RunRecords], path: Path) -> bool:
 
 
 def column(run: RunRecords) -> dict[str, str]:
-    """ROWS of one run; a dash where nothing was measured."""
+    """The cells of one run, by name as in ROWS; a dash if nothing was measured."""
     rest, reward = later(run.steps), first_last(run.steps)
     held_out = [number(record, "eval/reward") for record in run.evals]
     speedups = [saving.speedup for saving in measured(run.steps) if saving.speedup]
@@ -119,7 +119,7 @@ def column(run: RunRecords) -> dict[str, str]:
 
 
 def _notes(runs: dict[str, RunRecords]) -> list[str]:
-    """What makes the runs differ, and what must be known before they are compared."""
+    """The settings that differ between the runs, and caveats for the comparison."""
     found, (first_name, first) = [], next(iter(runs.items()))
     for name, run in runs.items():
         if run.finished is False:

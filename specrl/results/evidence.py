@@ -1,4 +1,4 @@
-"""What the figures of a run allow to be said: savings with their claims, the rule, and what limits them."""
+"""Claims that a run's metrics support: savings, the rollout rule, and the notes that limit them."""
 
 from __future__ import annotations
 
@@ -36,28 +36,28 @@ OWN = re.compile(
     r"name|output_dir|resume|report\..*|trainer\.((save|keep|eval|log)_.*|drafter\..*)"
     r"|rollout\.(acceptance|ahead|sources|drafter|measure_every|budget\..*|cache\..*)"
 )
-"""Options that may differ between a run and its baseline: they are the speculation itself, or not part of a step."""
-LENGTH_GAP = 0.02  # mean response lengths further apart than this can fake or hide a speedup
-NAMED = 3  # differences named beside a number; the notes have all
+"""Options that may differ between a run and its baseline: they configure speculation or do not affect a step's time."""
+LENGTH_GAP = 0.02  # a larger relative difference in mean response length can fake or hide a speedup
+NAMED = 3  # differences that are listed in the sentence with the speedup; the notes list all
 
 
 @dataclass(frozen=True)
 class Pairing:
-    """A baseline run, and what stands between it and a speedup."""
+    """A comparison with a baseline run, and the reasons that rule out or qualify a speedup."""
 
     baseline: RunRecords
     steps: int
-    """Rollouts that both runs timed."""
+    """Number of rollouts that both runs timed."""
     savings: list[Saving]
     refusals: list[str] = field(default_factory=list)
-    """Sentences. With any there is no speedup."""
+    """Sentences that say why there is no speedup; empty if there is one."""
     differing: list[str] = field(default_factory=list)
-    """What else differs and can change the seconds, to be named beside the number: `key: there -> here`."""
+    """Other differences that can change the seconds, as `key: baseline -> run`. They are listed with the speedup."""
     notes: list[str] = field(default_factory=list)
 
     @property
     def caveat(self) -> str:
-        """Words for the sentence with the number, empty when nothing else differs."""
+        """Text for the sentence with the speedup; empty if nothing else differs."""
         more = len(self.differing) - NAMED
         named = [*self.differing[:NAMED], *([f"{more} more"] if more > 0 else [])]
         return f", perhaps not by speculation alone ({', '.join(named)})" if named else ""
@@ -65,7 +65,7 @@ class Pairing:
 
 @dataclass(frozen=True)
 class Evidence:
-    """One kind of measurement: what was saved, and what may be claimed of it."""
+    """The savings of one kind of measurement, and the claims that they support."""
 
     title: str
     rows: list[Saving]
@@ -73,18 +73,18 @@ class Evidence:
     caveat: str = ""
 
     def shown(self) -> list[Saving]:
-        """Without phases that took no time to speak of."""
+        """The rows without phases whose seconds round to 0."""
         return [row for row in self.rows if row.speedup or any(float(cell) for cell in row.cells()[1:4])]
 
     def summary(self) -> dict:
-        """For report.json."""
+        """The content for report.json."""
         keys = ("phase", "plain_s", "specrl_s", "saved_s", "share")
         rows = [{key: getattr(row, key) for key in keys} | {"speedup": numbers(row.speedup)} for row in self.rows]
         return {"title": self.title, "claims": self.claims, "caveat": self.caveat, "savings": rows}
 
 
 def evidence(steps: Sequence[dict], pairing: Pairing | None) -> dict[str, Evidence]:
-    """What was measured, by its kind: `measured` and `paired`; a kind that there is none of is absent."""
+    """The measurements by kind, `measured` and `paired`; a kind without data is absent."""
     found = {}
     if rows := measured(steps):
         whole = step_speedup(steps)
@@ -106,8 +106,9 @@ def _measured_title(steps: Sequence[dict]) -> str:
 
 
 def claims(rows: Sequence[Saving], caveat: str = "") -> list[str]:
-    """A sentence for every speedup of a table; `caveat` says what else could have made it."""
-    charged = [row.phase for row in rows if row.phase in COSTS and row.phase != "cache to disk"]  # storing is usual
+    """A sentence for each speedup in a table; `caveat` names other possible causes."""
+    # Saving the cache is charged too, but not mentioned, because every run that reuses responses does it.
+    charged = [row.phase for row in rows if row.phase in COSTS and row.phase != "cache to disk"]
     words = f", {' and '.join(charged)} charged" * bool(charged) + caveat
     return [f"Speedup of the {row.phase}{words}: {row.speedup}" for row in rows if row.speedup]
 
@@ -117,7 +118,7 @@ def numbers(found: Speedup | None) -> dict | None:
 
 
 def rule(config: Config | None) -> str:
-    """What the rollout rule of a run samples from: its name, a colon and a sentence."""
+    """The rollout rule of a run: its name, a colon, and a sentence about the distribution that it samples from."""
     if config is None:
         return "unknown: the run's config.yaml is missing or unreadable."
     rollout = config.rollout
@@ -141,12 +142,12 @@ def rule(config: Config | None) -> str:
 
 
 def numerics(config: Config | None) -> str:
-    """Type of the weights that a run draws responses with; empty where it is unknown."""
+    """Data type of the weights that a run samples responses with; empty if unknown."""
     return rollout_dtype(config) if config else ""
 
 
 def notes(own: RunRecords, pairing: Pairing | None) -> list[str]:
-    """Everything a reader must know before quoting a number."""
+    """The caveats that a reader must know before quoting a number."""
     found, steps, config = [], own.steps, own.config
     if own.finished is False:
         found.append(f"The run is unfinished; its last step is {own.last['step']}.")
@@ -165,7 +166,7 @@ def notes(own: RunRecords, pairing: Pairing | None) -> list[str]:
 
 
 def _unmeasured(config: Config | None) -> str:
-    """Why there are no control steps."""
+    """A sentence that says why there are no control steps."""
     if config is None:
         return "No control steps, so no speedup was measured."
     if config.rollout.acceptance != "exact":
@@ -178,7 +179,7 @@ def _unmeasured(config: Config | None) -> str:
 
 
 def pair(own: RunRecords, baseline: RunRecords) -> Pairing:
-    """Judges whether `own` may be measured against `baseline`."""
+    """Compares `own` with `baseline` and decides whether a speedup may be reported."""
     mine, theirs = matched(own.steps, baseline.steps)
     refusals, notes, other = [], [], baseline.config
     if not mine:
@@ -202,14 +203,14 @@ def pair(own: RunRecords, baseline: RunRecords) -> Pairing:
 
 
 def matched(steps: Sequence[dict], baseline: Sequence[dict]) -> tuple[list[dict], list[dict]]:
-    """The rollouts that both runs timed, in the same order."""
+    """The records of the rollouts that both runs timed, in the same order."""
     by_step = {record["step"]: record for record in rollouts(baseline)}
     own = [record for record in rollouts(steps) if record["step"] in by_step]
     return own, [by_step[record["step"]] for record in own]
 
 
 def paired(steps: Sequence[dict], baseline: Sequence[dict]) -> list[Saving]:
-    """Savings against another run: phases, totals, and the step around them, over the rollouts that both runs timed."""
+    """Savings compared with a baseline run, over the rollouts that both timed: phases, totals and complete steps."""
     own, plain = matched(steps, baseline)
     if not own:
         return []
@@ -247,14 +248,14 @@ def _length_gap(mine: Sequence[dict], theirs: Sequence[dict]) -> str:
 
 
 def unlike_machines(first: RunRecords, second: RunRecords) -> list[str]:
-    """What differs in the machines of two runs, as `name: SECOND, not FIRST`; empty when one kept no record."""
+    """The differences between the machines of two runs, as `name: SECOND, not FIRST`; empty if one has no record."""
     here, there = first.machine or {}, second.machine or {}
     unlike = [name for name in SAME_MACHINE if name in here and name in there and _cut(here, name) != _cut(there, name)]
     return [f"{name}: {_plain(there[name])}, not {_plain(here[name])}" for name in unlike]
 
 
 def _cut(found: dict, name: str):
-    """The value without the driver of a GPU."""
+    """The value; of GPUs only the name and memory, because the driver may differ."""
     return [", ".join(gpu.split(", ")[:2]) for gpu in found[name]] if name == "gpus" else found[name]
 
 

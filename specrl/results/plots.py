@@ -1,4 +1,4 @@
-"""The picture of the report: reward, rollout seconds and reuse over the steps of a run."""
+"""The plot of the report: reward, rollout seconds and reuse over the steps of a run."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ TITLES = ("Reward", "Rollout time", "Reuse")
 
 
 def draw(own: RunRecords, baseline: RunRecords | None, path: Path, comparable: bool = True, headline: str = "") -> bool:
-    """Draws the three panels; False without matplotlib.
+    """Plots the three panels; False without matplotlib.
 
     Args:
-        comparable: draw the baseline's seconds too.
-        headline: what the seconds say, with its interval.
+        comparable: whether to plot the baseline's seconds too.
+        headline: the speedup with its interval, as the title of the seconds.
     """
     if (drawing := figure()) is None:
         return False
@@ -40,7 +40,7 @@ def draw(own: RunRecords, baseline: RunRecords | None, path: Path, comparable: b
 
 
 def figure():
-    """An empty figure, None without matplotlib."""
+    """An empty figure; None without matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -49,7 +49,7 @@ def figure():
 
 
 def finish(panel, title: str, share=None) -> None:
-    """Title, grid, legend and frame; `share` is the panel's second axis."""
+    """Adds title, grid, legend and frame; `share` is the panel's second axis."""
     panel.set_title(title, loc="left", fontweight="bold")
     panel.set_xlabel("optimiser step")
     panel.grid(axis="y", color="#E6E6E6", linewidth=0.8)
@@ -70,7 +70,7 @@ def series(steps: Sequence[dict], key: str) -> tuple[list[int], list[float]]:
 
 
 def curve(panel, steps: Sequence[dict], key: str, colour: str, label: str, style: str = "-") -> None:
-    """The values pale, their moving mean over a twentieth of the run on top."""
+    """Plots the values in a pale colour, and on top of them their moving mean over a twentieth of the run."""
     at, values = series(steps, key)
     half = len(values) // 40
     smooth = [fmean(values[max(0, i - half) : i + half + 1]) for i in range(len(values))]

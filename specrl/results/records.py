@@ -1,4 +1,4 @@
-"""Reading back what a run left: its metrics, its configuration and its machine. Writing them is monitor.py's."""
+"""Reads the metrics, the configuration and the machine of a run. `specrl/run/monitor.py` writes the metrics."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from specrl.run.machine import ENVIRONMENT_FILE
 
 METRICS_FILE = "metrics.jsonl"
 MACHINE = {"cpu": str, "cores": int | None, "gpus": list, "versions": dict}
-"""What a record of a machine has to hold to be compared."""
+"""Keys and types that a machine's record must have to be compared."""
 RUN_WORDS = ("path", "dir", "directory", "run_dir", "name")
-"""Words for which the option `run` is meant."""
+"""Option names for which the error message suggests `run`."""
 
 
 @dataclass(frozen=True)
@@ -35,13 +35,13 @@ class RunRecords:
     evals: list[dict]
     """The last record of each evaluation, in order."""
     last: dict
-    """The record of the last optimiser step, which may be one between two rollouts."""
+    """The record of the last optimiser step, which need not have a rollout."""
     unreadable: int
-    """Lines that could not be read."""
+    """Number of lines that could not be read."""
 
     @cached_property
     def config(self) -> Config | None:
-        """None when config.yaml is missing or unreadable."""
+        """The run's configuration; None if config.yaml is missing or unreadable."""
         try:
             return load_saved(self.path)
         except ConfigError:
@@ -49,7 +49,7 @@ class RunRecords:
 
     @cached_property
     def machine(self) -> dict | None:
-        """CPU, GPUs and versions, None when the run kept no record of them that can be read."""
+        """CPU, GPUs and versions; None if the run has no readable record of them."""
         try:
             kept = read_json((self.path / ENVIRONMENT_FILE).read_bytes())
         except (OSError, ValueError):
@@ -59,7 +59,7 @@ class RunRecords:
 
     @property
     def finished(self) -> bool | None:
-        """Whether the run came to its end, None where its configuration is unknown."""
+        """Whether the run reached its last step; None if its configuration is unknown."""
         if self.config is None:
             return None
         if most := self.config.trainer.max_steps:
@@ -68,10 +68,10 @@ class RunRecords:
 
 
 def load_run(name: str | Path) -> RunRecords:
-    """Reads back the metrics of a run that `find_run` finds.
+    """Reads the metrics of a run, which `find_run` looks up.
 
     Raises:
-        ConfigError: no such run, or a run without metrics.
+        ConfigError: the run does not exist or has no metrics.
     """
     path = find_run(name)
     records, unreadable = read_records(path / METRICS_FILE) if (path / METRICS_FILE).exists() else ([], 0)
@@ -87,10 +87,10 @@ def load_run(name: str | Path) -> RunRecords:
 
 
 def find_run(name: str | Path) -> Path:
-    """A run's directory: the one given, or the run of that name in ./outputs.
+    """The directory of a run; `name` is a path or the name of a run in ./outputs.
 
     Raises:
-        ConfigError: there is no such directory; the message names the nearest run.
+        ConfigError: there is no such directory; the message suggests the run with the most similar name.
     """
     path = next((place for place in (Path(name), Path("outputs") / name) if place.is_dir()), None)
     if path is None:
@@ -102,12 +102,12 @@ def find_run(name: str | Path) -> Path:
 
 
 def run_option(help: str) -> Any:
-    """The option `run` of a command, a field of its dataclass."""
+    """The option `run` of a command, as a dataclass field."""
     return field(default="", metadata={"help": help, "also": RUN_WORDS})
 
 
 def read_records(path: str | Path) -> tuple[list[dict], int]:
-    """The records of a metrics.jsonl in file order, and how many lines were unreadable, such as one torn by a crash."""
+    """The records of a metrics.jsonl in file order, and the number of unreadable lines, such as one cut by a crash."""
     records, bad = [], 0
     with Path(path).open("rb") as file:
         for line in file:
@@ -123,18 +123,18 @@ def read_records(path: str | Path) -> tuple[list[dict], int]:
 
 
 def epoch(record: Mapping[str, Any]) -> float:
-    """Progress in epochs after the step, so 1.0 is the last step of epoch 1; 0 when it was not recorded."""
+    """Progress in epochs after the step, so that epoch 1 ends at 1.0; 0 if not recorded."""
     return number(record, "epoch") or 0.0
 
 
 def number(record: Mapping[str, Any], key: str) -> float | None:
-    """The finite number at `key`, None when it is absent, null, NaN, infinite or no number."""
+    """The finite number at `key`; None if it is absent, null, NaN, infinite or not a number."""
     value = jsonable(record.get(key))
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
 def jsonable(value: Any) -> Any:
-    """`value` with JSON types only: tensors as numbers or lists, NaN and infinities as None, the rest as text."""
+    """Converts `value` to JSON types: tensors to numbers or lists, NaN and infinities to None, all else to text."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if value is None or isinstance(value, bool | int | str):
@@ -154,12 +154,12 @@ def to_json(record: Mapping[str, Any]) -> str:
 
 
 def text(value: float, digits: int) -> str:
-    """A number as text, never -0."""
+    """A number as text, without a minus sign for zero."""
     return f"{round(value, digits) + 0.0:.{digits}f}"
 
 
 def counted(count: float, noun: str) -> str:
-    """A number with its noun: `1 step`, `3 steps`."""
+    """A number with its noun in singular or plural: `1 step`, `3 steps`."""
     return f"{count:.0f} {noun}{'s' * (count != 1)}"
 
 

@@ -1,8 +1,8 @@
-"""How much faster, how sure, and how many tokens rounding changed (docs/metrics.md has the formulas).
+"""Speedups with confidence intervals, and tokens that rounding changed (docs/metrics.md has the formulas).
 
-The speedup of a run is a ratio of sums, since that is the time it saves: a median of ratios counts an easy step as much
-as a hard one, and comes out higher. But one stalled plain step moves a sum as far as it likes, so no step may save more
-than the largest saving below the top tenth. A stall on specrl's own side counts against it.
+The speedup of a run is a ratio of sums, because that is the time it saves; a median of ratios weights easy and hard
+steps equally and comes out higher. A single stalled plain step could dominate a sum, so no step's saving may exceed the
+largest one below the top tenth. A stall of specrl is not bounded and counts against it.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import Any
 from specrl.results.records import counted, number, total
 
 FEWEST = 6
-"""Steps from which on an interval is given; of fewer nothing is claimed."""
+"""Fewest steps for an interval; with fewer, no speedup is claimed."""
 
 
 @dataclass(frozen=True)
 class Speedup:
-    """Plain over specrl seconds of the same steps, with its 95 % interval; the interval is None below FEWEST steps.
+    """Ratio of plain to specrl seconds of the same steps, with a 95 % interval that is None below FEWEST steps.
 
     Example: Speedup(2.5, 2.1, 2.9, 14)
     """
@@ -33,7 +33,7 @@ class Speedup:
 
     @property
     def told(self) -> bool:
-        """Whether the seconds differ by more than their noise."""
+        """Whether the interval excludes 1."""
         return self.low is not None and self.high is not None and not self.low <= 1.0 <= self.high
 
     def __str__(self) -> str:
@@ -43,15 +43,15 @@ class Speedup:
 
     @property
     def brief(self) -> str:
-        """The interval, and the ratio where it tells from 1x; empty without an interval."""
+        """The interval, with the ratio if the interval excludes 1; empty without an interval."""
         interval = "" if self.low is None else f"95 % interval {self.low:.2f}x to {self.high:.2f}x"
         return f"{self.ratio:.2f}x ({interval})" if self.told else interval
 
 
 def bounded(own: Sequence[float], plain: Sequence[float]) -> list[float]:
-    """Plain seconds of each step, where no step saves more than the largest saving below the top tenth.
+    """Plain seconds of each step, reduced so that no saving exceeds the largest saving below the top tenth.
 
-    The top tenth is at least one step; where nothing is left below it, a step saves nothing, and can only lose.
+    The top tenth is at least one step. If no steps are below it, every saving is at most 0.
     """
     top = _top(len(own))
     below = sorted(p - o for o, p in zip(own, plain, strict=True))[:-top]
@@ -60,10 +60,11 @@ def bounded(own: Sequence[float], plain: Sequence[float]) -> list[float]:
 
 
 def speedup(own: Sequence[float], plain: Sequence[float]) -> Speedup | None:
-    """The ratio of the sums of `bounded` plain and of own seconds, R; None when nothing was timed.
+    """The ratio R of the sums of `bounded` plain seconds and of specrl's seconds; None if nothing was timed.
 
-    Its interval is R +- t * s * sqrt(n) / sum(own) * n / (n - top): s is the standard deviation of plain - R * own over
-    the n steps, t Student's quantile, and the last factor makes good the spread that bounding `top` steps took away.
+    The interval is R +- t * s * sqrt(n) / sum(own) * n / (n - top), where s is the standard deviation of
+    plain - R * own over the n steps and t is Student's quantile. The last factor compensates for the variance that
+    bounding the `top` largest savings removes.
     """
     n, whole = len(own), sum(own)
     if not whole:
@@ -78,7 +79,7 @@ def speedup(own: Sequence[float], plain: Sequence[float]) -> Speedup | None:
 
 
 def student(freedom: int) -> float:
-    """The 97.5 % quantile of Student's t, to 0.01 from 4 degrees of freedom on (Cornish and Fisher's expansion)."""
+    """The 97.5 % quantile of Student's t (Cornish-Fisher expansion), accurate to 0.01 from 4 degrees of freedom on."""
     z = NormalDist().inv_cdf(0.975)
     terms = (z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96, (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
     return z + sum(term / freedom**power for power, term in enumerate(terms, 1))
@@ -90,16 +91,16 @@ def _top(steps: int) -> int:
 
 @dataclass(frozen=True)
 class Flips:
-    """Draws that came out otherwise than in plain decoding: the first of each row, as another text follows it."""
+    """Tokens that differ from plain decoding. Only a row's first one counts, because the prefixes differ after it."""
 
     count: int
     tokens: int
-    """That were compared: of each row up to and including its first flip."""
+    """Number of tokens compared: in each row, up to and including its first flip."""
     position: float
-    """Mean number of a row's tokens before its flip; 0 without one."""
+    """Mean number of tokens in a row before its flip; 0 without flips."""
 
     def told(self, dtype: str = "") -> str:
-        """In a sentence. Args: dtype: of the weights that responses are drawn with, where it is known."""
+        """The result as a clause. Args: dtype: of the weights that responses are sampled with, if known."""
         if not self.count:
             return f"none of {self.tokens:,} tokens differs from plain decoding's"
         rate = f"{1000 * self.count / self.tokens:.2g} of 1,000 tokens come out otherwise than in plain decoding"
@@ -109,7 +110,7 @@ class Flips:
 
 
 def flips(steps: Sequence[Mapping[str, Any]]) -> Flips | None:
-    """Over the control steps among these; None where there is none."""
+    """The flips on the control steps among `steps`; None without control steps."""
     if not (tokens := total(steps, "spec/compared_tokens")):
         return None
     found = [

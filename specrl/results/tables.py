@@ -1,4 +1,4 @@
-"""The one table of every command: on a console of 80 columns and in Markdown. It knows no numbers, only text."""
+"""Tables of text cells for all commands, on a console of 80 columns and in Markdown."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ if TYPE_CHECKING:
 def show(
     console: Console, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], bold: Collection[int] = ()
 ) -> None:
-    """Prints a table under its title, which is no part of it: rich would break it at the table's width.
+    """Prints a title and a table. The title is printed separately because rich would wrap it at the table's width.
 
     Args:
-        columns: their names; the first is aligned to the left and may wrap, the others to the right.
+        columns: names; the first column is left-aligned and may wrap, the others are right-aligned.
         rows: cells in the order of the columns.
-        bold: indices of rows that stand out.
+        bold: indices of rows in bold type.
     """
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
@@ -34,7 +34,7 @@ def show(
 
 
 def note(console: Console, line: str, style: str = "") -> None:
-    """Prints a line as it is, whole in a log file."""
+    """Prints a line without interpreting markup and without wrapping it."""
     console.print(line, style=style or None, markup=False, highlight=False, soft_wrap=True)
 
 

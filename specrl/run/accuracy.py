@@ -1,7 +1,7 @@
-"""How good a policy is: mean reward and pass@k of fresh responses.
+"""Accuracy of a policy: mean reward and pass@k of fresh responses.
 
-pass@k is the unbiased estimator of Chen et al. 2021 (arXiv 2107.03374), 1 - C(n - c, k) / C(n, k). The responses have
-noise of their own and never touch the trajectory cache.
+pass@k is the unbiased estimator of Chen et al. 2021 (arXiv 2107.03374), 1 - C(n - c, k) / C(n, k). The responses are
+sampled with keys that training never uses, and they neither read nor write the trajectory cache.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
     from specrl.run.data import Example
 
 RIGHT = 1.0
-"""Score of a right response by a verifiable reward."""
+"""Score that a verifiable reward gives a correct response."""
 
 
 def requests(
     examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase, config: Config, use: str, samples: int = 1
 ) -> list[Request]:
-    """`samples` requests for each example, whose noise no other `use` has."""
+    """`samples` requests for each example. Their keys depend on `use`, so no two uses share noise."""
     asked = [(example, i) for example in examples for i in range(samples)]
     cap = config.rollout.max_new_tokens
     return [
@@ -41,7 +41,7 @@ def requests(
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:
-    """Chance that at least one of k responses drawn from n, of which `correct` are right, is right."""
+    """Probability that at least one of k responses, sampled without replacement from n, is among the correct ones."""
     return 1.0 - comb(n - correct, k) / comb(n, k)
 
 
@@ -53,12 +53,12 @@ def evaluate(
     config: Config,
     samples: int,
 ) -> dict[str, float]:
-    """Mean reward, pass@k over the prompts, mean length, and how many responses failed or have no score.
+    """Mean reward, pass@k, mean response length, and how many responses failed or have no score.
 
-    Those are left out of every figure. A figure of which nothing is left is absent: there is no number for it.
+    Responses that failed or have no score are excluded from every metric, and a metric without any response is absent.
 
-    pass@k is counted from the scores of `rewards.verifiable`, where 1 is right, whatever the other rewards add to the
-    total; without such a reward there is none.
+    pass@k uses only the scores of `rewards.verifiable`, where 1 is correct, not the total of all rewards. Without such
+    a reward it is absent.
     """
     asked = requests(examples, tokenizer, config, "eval", samples)
     completions, stats = engine.generate(asked)
@@ -87,9 +87,10 @@ def evaluate(
 
 
 def pass_rates(groups: Collection[Sequence[bool]], samples: int) -> dict[str, float]:
-    """Mean pass@k for k = 1, 2, 4 ... up to `samples`, over the prompts with k responses; True: a right one.
+    """Mean pass@k for k = 1, 2, 4 ... up to `samples`.
 
-    A k that no prompt has so many responses for is left out.
+    Each group holds, for one prompt, whether each response is correct. Prompts with fewer than k responses are excluded
+    from pass@k, and a k that no prompt has enough responses for is left out.
     """
     rates, k = {}, 1
     while k <= samples:

@@ -25,11 +25,11 @@ LOCK = "specrl.lock"
 
 @contextmanager
 def connect(cluster: ClusterConfig) -> Iterator[None]:
-    """A Ray with enough resources for the workers, during a `with` block.
+    """Connects this process to a Ray cluster with enough resources for the workers, for the duration of a `with` block.
 
-    `cluster.address` empty starts one on this machine that only this machine can reach, with Ray's token authentication
-    on, and ends it afterwards; `auto` or host:port joins a running one. A Ray that this process has joined already is
-    used and not ended.
+    With an empty `cluster.address`, a cluster that only this machine can reach is started, with Ray's token
+    authentication on, and shut down afterwards. `auto` or host:port joins a running cluster. A cluster that this
+    process is already connected to is used and left running.
 
     Raises:
         ConfigError: Ray is missing, cannot be started or reached, or has too few CPUs or GPUs.
@@ -62,15 +62,15 @@ def connect(cluster: ClusterConfig) -> Iterator[None]:
 
 @contextmanager
 def private_folder() -> Iterator[str]:
-    """A folder for Ray's sockets and logs, removed at the end. Folders of runs that were killed are removed first."""
+    """A directory for Ray's sockets and logs, removed at the end. Directories of killed runs are removed first."""
     for lock in Path("/tmp").glob(f"ray-*/{LOCK}"):
         with suppress(OSError), open(open_lock(lock)) as file:  # in use, or another user's
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(lock.parent, ignore_errors=True)
-    folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # short: the paths of Unix sockets are limited to 107 bytes
+    folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # short, because a Unix socket's path has at most 107 bytes
     draft = Path(folder, "lock.tmp")
     with draft.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)  # the kernel drops it with this process
+        fcntl.flock(file, fcntl.LOCK_EX)  # the kernel releases it when this process ends
         draft.rename(draft.with_name(LOCK))
         try:
             yield folder
@@ -79,7 +79,7 @@ def private_folder() -> Iterator[str]:
 
 
 def check_resources(cluster: ClusterConfig, nodes: list[dict[str, Any]]) -> None:
-    """Raises ConfigError unless the nodes (as `ray.nodes()` lists them) have the resources of every worker."""
+    """Raises ConfigError unless the nodes (as listed by `ray.nodes()`) have enough resources for every worker."""
     alive = [node["Resources"] for node in nodes if node["Alive"]]
     asked = {"CPU": cluster.cpus_per_worker, "GPU": cluster.gpus_per_worker}
     capacity = sum(
@@ -98,8 +98,8 @@ def check_resources(cluster: ClusterConfig, nodes: list[dict[str, Any]]) -> None
 def _start(ray: Any, cluster: ClusterConfig, folder: str) -> None:
     from ray._private import ray_constants
 
-    # Given 127.0.0.1, Ray on Linux looks up an address that others can reach and listens there. This switch, off on
-    # laptop systems, is what keeps it on loopback.
+    # On Linux, Ray replaces 127.0.0.1 by an address that other machines can reach and listens there. With this constant
+    # off, as it is on macOS and Windows, it stays on loopback.
     clusters, ray_constants.ENABLE_RAY_CLUSTER = ray_constants.ENABLE_RAY_CLUSTER, False
     try:
         ray.init(
@@ -112,9 +112,9 @@ def _start(ray: Any, cluster: ClusterConfig, folder: str) -> None:
             logging_level=logging.ERROR,
             runtime_env={"env_vars": {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}},
             _node_ip_address=LOOPBACK,
-            _temp_dir=os.path.join(folder, "r"),  # Ray opens this one to every user, but `folder` is ours
+            _temp_dir=os.path.join(folder, "r"),  # Ray makes it accessible to every user, but `folder` is private
         )
-    except Exception as error:  # Ray raises bare ones, such as when the machine is too busy for it to start in time
+    except Exception as error:  # Ray raises bare exceptions, for example when it does not start in time
         raise ConfigError(
             f"Ray cannot be started on this machine: {_one_line(error)}. Wait until the machine is less busy, ask for "
             "less in cluster.*, or join a running Ray by cluster.address."
@@ -153,7 +153,7 @@ def _one_line(error: Exception) -> str:
 
 
 def _end_processes(folder: str) -> None:
-    """Ends processes of a Ray that failed to start: they use files in `folder`, and would create it again."""
+    """Kills the processes of a Ray that failed to start. They use files in `folder` and would create it again."""
     import psutil
 
     mine = []

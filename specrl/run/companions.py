@@ -1,4 +1,4 @@
-"""The alarm and the trainer of a run's draft model."""
+"""Monitors and, if configured, trains the draft model of a run."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
 
 
 def add_companions(config: Config, trainer: Trainer) -> None:
-    """Adds the companions of a run with a draft model to its trainer. Raises RolloutError."""
+    """Adds the companions of the draft model to the trainer. Raises RolloutError."""
     trainer.rollouts.companions |= companions(config, trainer.rollouts, trainer.accelerator)
     trainer.add_callback(TrainCompanions(trainer.rollouts.companions, trainer.note))
 
 
 def companions(config: Config, rollouts: Rollouts, accelerator: Accelerator) -> dict[str, Companion]:
-    """By name: the drafter's alarm and, if it is trained, its trainer.
+    """The drafter's alarm and, if it is trained, its trainer, by name.
 
-    The transformers engine drafts with the model that is trained. An engine elsewhere has a copy of it, whose weights
-    are sent with the policy's.
+    The transformers engine drafts with the very model that is trained. Any other engine drafts with a copy, whose
+    weights are updated together with the policy's.
 
     Raises:
         RolloutError: the drafter cannot be trained.

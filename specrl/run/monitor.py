@@ -1,4 +1,4 @@
-"""What a run says about itself: metrics.jsonl (one JSON object per line), and the console line."""
+"""Reports the progress of a run: metrics.jsonl (one JSON object per line) and a console line per step."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from specrl.results.records import METRICS_FILE, number, read_records, to_json
 from specrl.results.speedup import flips
 from specrl.rollout.durable import write_durably
 
-ETA_STEPS = 20  # steps averaged for the ETA: long enough to contain a control step at the default measure_every
-PAUSED = 0.5  # share of a rollout without speculation, drafts being at hand, from which on the run says so
-ALIKE = 5  # rollouts in a row without any spread of rewards, from which on the run says so
+ETA_STEPS = 20  # steps averaged for the ETA, enough to contain a control step at the default measure_every
+PAUSED = 0.5  # a note is printed if a larger share of a rollout's passes skipped its available drafts
+ALIKE = 5  # a note is printed after this many consecutive rollouts in which every prompt's rewards were equal
 SPARE = ("perf/throughput", "kl", "spec/draft_acceptance_rate", "spec/reused_ratio", "timing_s/step")
-"""What the line of a step does without, in this order, where the console is too narrow."""
+"""Fields that the line of a step omits, in this order, if the console is too narrow."""
 
 
 class Monitor:
     """Writes metrics.jsonl and reports on the console. Use it as a context manager, or call `close`.
 
     Args:
-        run_dir: the run's directory, made when absent. An existing metrics.jsonl is continued.
-        total_steps: optimiser steps of the whole run, for the progress bar and the ETA.
-        console: where to print; a new one on standard output when None.
-        resumed_step: the step of the checkpoint a run goes on from. Records of later steps are removed, because they
-            will be written again; -1, where there is no checkpoint, removes all. None keeps all records. Torn and
-            unreadable lines are removed in either case.
-        compares_groups: the loss compares responses to one prompt, so that equal rewards are worth a warning.
+        run_dir: the run's directory, created if absent. An existing metrics.jsonl is continued.
+        total_steps: number of optimiser steps of the run, for the progress bar and the ETA.
+        console: where to print; None prints to standard output.
+        resumed_step: the step of the checkpoint that the run resumes from. Records of later steps are removed, because
+            those steps are repeated; -1, for a run without a checkpoint, removes all. None keeps all records. Truncated
+            and unreadable lines are removed in any case.
+        compares_groups: whether the loss compares the responses to one prompt, so that equal rewards deserve a warning.
 
-    A metrics file that cannot be written is reported once; it never stops a run.
+    A metrics file that cannot be written is reported once and never stops the run.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Monitor:
         self._trim(resumed_step)
 
     def log(self, record: Mapping[str, Any]) -> None:
-        """Appends one optimiser step and prints its line. `record` is flat and has at least `step`, from 1 on."""
+        """Appends the record of one optimiser step and prints its line. `record` is flat; its `step` begins at 1."""
         self._append(record)
         if (seconds := number(record, "timing_s/step")) is not None:
             self._recent.append(seconds)
@@ -80,7 +80,7 @@ class Monitor:
         self._watch_rewards(record)
 
     def _watch_rewards(self, record: Mapping[str, Any]) -> None:
-        """Says once that nothing is learned, as the rewards of each prompt have been equal for some rollouts."""
+        """Warns once that nothing is learned after ALIKE consecutive rollouts with equal rewards for each prompt."""
         equal = number(record, "frac_reward_zero_std")
         if equal is None or not self._compares_groups or self._alike >= ALIKE:
             return
@@ -89,15 +89,15 @@ class Monitor:
             self.note(alike_line(record, self.path.parent / "completions"))
 
     def log_eval(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Appends one evaluation, made after optimiser step `step` (0: before training), and prints its line.
+        """Appends one evaluation and prints its line.
 
-        `metrics` has keys such as `eval/reward` and `eval/pass@1`.
+        Args: step: the optimiser step that it follows, 0 before training; metrics: by key, such as `eval/reward`.
         """
         self._append({"step": step, **metrics})
         self.note(eval_line(step, metrics))
 
     def close(self) -> None:
-        """Takes the progress bar off the screen. The metrics file is complete after every `log`."""
+        """Removes the progress bar. The metrics file needs no closing, as it is complete after every `log`."""
         self._progress.stop()
 
     def __enter__(self) -> Monitor:
@@ -122,7 +122,7 @@ class Monitor:
             with self.path.open("a", encoding="utf-8") as file:
                 file.write("\n" * self._torn + to_json(record) + "\n")
                 file.flush()
-                os.fsync(file.fileno())  # a checkpoint that survives a power cut has the records before it
+                os.fsync(file.fileno())  # records must survive a power failure if a later checkpoint does
             self._torn = False
         except OSError as error:
             self._torn = True
@@ -134,7 +134,7 @@ class Monitor:
         return sum(self._recent) / len(self._recent) * (self.total_steps - step) if self._recent else None
 
     def note(self, line: str) -> None:
-        """Prints a line about the run: between words where a terminal wraps it, whole in a log file."""
+        """Prints a line about the run, wrapped between words on a terminal and unwrapped in a log file."""
         self.console.print(escape(line), highlight=False, soft_wrap=not self.console.is_terminal)
 
 
@@ -145,10 +145,10 @@ def step_line(
     width: float = math.inf,
     spared: set[str] | None = None,
 ) -> str:
-    """The console line of one step. What the record lacks, or holds as NaN, is left out, and SPARE beyond `width`.
+    """The console line of one step. Fields that are absent or NaN are omitted, as are those in SPARE beyond `width`.
 
-    `spared` holds what earlier lines of a run had no room for and gets what this one has none for, so that no field
-    comes and goes.
+    `spared` holds the fields that were omitted because an earlier line was too wide, and is updated in place. Once
+    omitted, a field stays omitted, so that the columns do not change from line to line.
 
     Example: Step 42/300 | 18.2 s | reward 0.61 | gen 7.9 s (2.9x) | reused 71% | accept 0.83 | kl 0.004 | ETA 1h18
     """
@@ -176,7 +176,7 @@ def step_line(
 
 
 def eval_line(step: int, metrics: Mapping[str, Any]) -> str:
-    """The console line of an evaluation. Failures are left out where there are none.
+    """The console line of an evaluation. The number of failures is omitted if it is 0.
 
     Example: Eval at step 128 | reward 0.758 | length 105 | pass@1/2/4 0.758 0.828 0.875
     """
@@ -190,7 +190,7 @@ def eval_line(step: int, metrics: Mapping[str, Any]) -> str:
 
 
 def pause_line(record: Mapping[str, Any]) -> str:
-    """Why most of a rollout went without speculation although there were drafts."""
+    """A note on why most passes of a rollout skipped speculation although drafts were available."""
     share, p, needed = (number(record, f"spec/paused_{name}") or 0.0 for name in ("ratio", "acceptance", "needed"))
     price = f"stands with probability {p:.2f}, and pays from {needed:.2f} on at the measured cost of passes"
     why = f"would have lost time. The next token {price}"
@@ -203,7 +203,7 @@ def pause_line(record: Mapping[str, Any]) -> str:
 
 
 def alike_line(record: Mapping[str, Any], responses: Path) -> str:
-    """Why the rewards of the last rollouts teach nothing, and where to look. Args: responses: directory of them."""
+    """A warning that recent rewards carry no learning signal, with remedies. Args: responses: their directory."""
     mean = "" if (value := number(record, "reward")) is None else f" (mean {value:.3g})"
     return (
         f"Nothing is learned: in the last {ALIKE} rollouts all responses to a prompt had the same reward{mean}, so "
@@ -215,7 +215,7 @@ def alike_line(record: Mapping[str, Any], responses: Path) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds for people: `45s`, `12m30`, `1h18`."""
+    """Seconds in readable form: `45s`, `12m30`, `1h18`."""
     minutes, rest = divmod(round(seconds), 60)
     if minutes < 60:
         return f"{minutes}m{rest:02d}" if minutes else f"{rest}s"

@@ -1,4 +1,4 @@
-"""The policy of a run: model, tokenizer and the ids that end a response."""
+"""Loads the policy of a run: model, tokenizer and EOS ids."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 TINY_PATH = Path(__file__).parents[1] / "assets" / "tiny"
 TOKENIZER_FILES = re.compile(r"tokenizer|^vocab|^spiece|\.tiktoken$")
-# Messages; {} is what was given and, after it, the reason.
+# Messages; the first {} is the option's value and the second the reason.
 UNKNOWN_DEVICE = "device={} is not known. Use auto, cpu, cuda or cuda:N."
 NO_GPU = "device={}: PyTorch sees no GPU here. Use device=auto or device=cpu."
 NO_TOKENIZER = "model={} has no tokenizer that can be loaded: {}. Give tokenizer=DIR_OR_HUB_ID."
@@ -34,31 +34,32 @@ BAD_MODEL = "model={} cannot be loaded: {}. Give `tiny`, a hub id that can be re
 
 
 def trained_dtype(config: Config) -> str:
-    """Type of the weights that a run trains.
+    """Data type of the weights that a run trains.
 
-    An optimiser moves float32 weights: in bfloat16 half the distance to the next number exceeds most of RL's steps.
-    Weights that adapters leave alone need no such precision; the adapters themselves are float32.
+    The optimiser updates float32 weights, because most RL updates are smaller than half the distance between
+    neighbouring bfloat16 numbers and would be rounded away. With adapters the base weights are frozen and can be
+    bfloat16; the adapters themselves are float32.
     """
     pure = config.trainer.precision == "pure_bf16" or (config.trainer.precision == "bf16" and config.lora.rank)
     return "bfloat16" if pure else "float32"
 
 
 def rollout_dtype(config: Config) -> str:
-    """Type of the weights that responses are sampled with."""
+    """Data type of the weights that responses are sampled with."""
     return "float32" if config.trainer.precision == "fp32" else "bfloat16"
 
 
 def load_policy(config: Config, dtype: str = "") -> tuple[PreTrainedModel, PreTrainedTokenizerBase, frozenset[int]]:
-    """Model on its device, tokenizer with a pad token, and the ids that end a response.
+    """Loads the model onto its device, the tokenizer with a pad token, and the EOS ids.
 
-    Args: dtype: of the weights; by default that of rollouts, what commands need that train nothing.
+    Args: dtype: of the weights; the default is the rollout's, for commands that do not train.
     """
     import torch
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    # Of several processes only the first would load anything, and rollouts of the others have an empty copy.
+    # Otherwise only the first process would load the weights, and the others would sample from empty ones.
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
     source, options = _source(config)
     with _explained(BAD_MODEL, config.model):
@@ -74,7 +75,7 @@ def load_policy(config: Config, dtype: str = "") -> tuple[PreTrainedModel, PreTr
 
 
 def outline(config: Config) -> PreTrainedModel:
-    """The policy without the values of its weights, in no memory."""
+    """The policy on the meta device: its modules and shapes without weights, so it takes no memory."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
@@ -83,13 +84,13 @@ def outline(config: Config) -> PreTrainedModel:
         shape = AutoConfig.from_pretrained(source, **options)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(shape, trust_remote_code=config.trust_remote_code)
-    with suppress(OSError):  # there is no such file, and the model's configuration counts
+    with suppress(OSError):  # without such a file the model's configuration applies
         model.generation_config = GenerationConfig.from_pretrained(source, revision=options["revision"])
     return model
 
 
 def ends(config: Config, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """The ids that end a response. Raises ConfigError where there are none, or the tokenizer is another model's."""
+    """The EOS ids. Raises ConfigError if there are none, or if the tokenizer does not match the model."""
     vocabulary = model.get_input_embeddings().get_parameter("weight").shape[0]
     if len(tokenizer) > vocabulary:
         raise ConfigError(
@@ -109,7 +110,7 @@ def ends(config: Config, model: PreTrainedModel, tokenizer: PreTrainedTokenizerB
 
 
 def prompt_limit(config: Config, model: PreTrainedModel) -> int | None:
-    """Most prompt tokens that fit the model's context with a response; None if its configuration names no context.
+    """Most prompt tokens that fit the model's context together with a response; None if the context is unknown.
 
     Raises:
         ConfigError: the response alone does not fit.
@@ -128,7 +129,7 @@ def prompt_limit(config: Config, model: PreTrainedModel) -> int | None:
 
 
 def load_tokenizer(config: Config) -> PreTrainedTokenizerBase:
-    """The tokenizer as it is loaded, perhaps without a pad token."""
+    """Loads the tokenizer unchanged; it may have no pad token."""
     from transformers import AutoTokenizer
 
     find_tokenizer(config)
@@ -138,7 +139,7 @@ def load_tokenizer(config: Config) -> PreTrainedTokenizerBase:
 
 
 def find_tokenizer(config: Config) -> None:
-    """Raises ConfigError for a directory without a tokenizer, for which transformers may make an empty one."""
+    """Raises ConfigError for a directory without a tokenizer, for which transformers may create an empty one."""
     given, message = config.tokenizer or config.model, BAD_TOKENIZER if config.tokenizer else NO_TOKENIZER
     path = Path(given).expanduser()
     if given == "tiny" or not is_path(given):
@@ -156,7 +157,7 @@ def _source(config: Config) -> tuple[str, dict]:
 
 @contextmanager
 def _explained(message: str, given: str) -> Iterator[None]:
-    """Turns the many ways in which a folder or a hub id can fail to load into one of the messages."""
+    """Turns any failure to load from a directory or the hub into a ConfigError with `message`."""
     from safetensors import SafetensorError
 
     try:
@@ -168,19 +169,19 @@ def _explained(message: str, given: str) -> Iterator[None]:
 
 
 def on_hub(given: str) -> bool:
-    """Whether this is the hub id of a model."""
+    """Whether this is a model's id on the hub."""
     return given not in ("", "tiny") and not is_path(given)
 
 
 def is_path(given: str) -> bool:
-    """Whether this can only be a directory, not a hub id: OWNER/NAME with an OWNER that is a directory here counts."""
+    """Whether this must be a directory, not a hub id. OWNER/NAME is one if OWNER is a directory here."""
     path = Path(given).expanduser()
     here = path.is_dir() or ("/" in given and path.parent.is_dir())
     return here or path.is_absolute() or given.startswith((".", "~")) or given.count("/") > 1
 
 
 def flaw(path: Path) -> str:
-    """Why this cannot be a model's directory; empty when it can."""
+    """Why this cannot be a model's directory; empty if it can."""
     if not path.is_dir():
         return "there is no such directory"
     known = any((path / name).is_file() for name in ("config.json", "adapter_config.json"))
@@ -188,9 +189,9 @@ def flaw(path: Path) -> str:
 
 
 def device(config: Config) -> torch.device:
-    """The device of the policy in this process; `auto` takes a GPU when there is one.
+    """The device of the policy in this process; `auto` uses a GPU if there is one.
 
-    Of several processes on a machine each takes the GPU of its number, as accelerate does.
+    With several processes on a machine, each uses the GPU of its local rank, as in accelerate.
     """
     import torch
 
@@ -216,7 +217,7 @@ def device(config: Config) -> torch.device:
 
 
 def engine_spec(config: Config, eos_ids: frozenset[int]) -> EngineSpec:
-    """What the run's rollout engine is built from, here or in a worker process."""
+    """The specification that the rollout engine is built from, in this process or in a worker."""
     from specrl.rollout.engines.base import EngineSpec
 
     workers = config.cluster.num_workers
@@ -233,7 +234,7 @@ def engine_spec(config: Config, eos_ids: frozenset[int]) -> EngineSpec:
 
 
 def fingerprint(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[dict[str, str], dict[str, str]]:
-    """What stored trajectories depend on: (identity, sampling), see rollout.cache.memory.Fingerprint."""
+    """The settings that stored trajectories depend on: (identity, sampling), see rollout.cache.memory.Fingerprint."""
     from specrl.run.prompts import chat_template
 
     vocabulary = json.dumps([sorted(tokenizer.get_vocab().items()), tokenizer.chat_template])
@@ -260,7 +261,7 @@ def check_start_from(directory: str) -> None:
 
 
 def adapter(lora: LoraConfig, model: torch.nn.Module) -> peft.LoraConfig | None:
-    """The adapter configuration that the trainers take; None for full training. Raises ConfigError."""
+    """The adapter configuration for the trainers; None for full training. Raises ConfigError."""
     check_targets(lora.targets, model)
     if not lora.rank:
         return None
@@ -268,13 +269,13 @@ def adapter(lora: LoraConfig, model: torch.nn.Module) -> peft.LoraConfig | None:
 
     return peft.LoraConfig(
         r=lora.rank,
-        lora_alpha=lora.alpha,  # type: ignore[arg-type]  # annotated as int, but only divided by the rank
+        lora_alpha=lora.alpha,  # type: ignore[arg-type]  # annotated as int, but peft only divides it by the rank
         target_modules=lora.targets or "all-linear",
     )
 
 
 def check_targets(targets: Sequence[str], model: torch.nn.Module) -> None:
-    """Raises ConfigError for a name in `lora.targets` that no layer of the model has."""
+    """Raises ConfigError for a name in `lora.targets` that matches no layer of the model."""
     from torch import nn
     from transformers.pytorch_utils import Conv1D
 

@@ -1,4 +1,4 @@
-"""Checks of a run before torch is imported: packages, models, data, device, rewards and paths; `dry_run=true`."""
+"""Checks made before torch is imported (packages, models, data, device, rewards, paths), and `dry_run=true`."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 CONFIG_COMMENT = "the comment at the top of the config file may say with which options"
 GPU_FILES = ("nvidia*", "nvhost*", "nvgpu*", "kfd", "dxg")
-"""In /dev, one of which a driver of NVIDIA or AMD makes."""
+"""Device files in /dev. The drivers of NVIDIA and AMD create at least one of them."""
 
 
 def needs(config: Config) -> None:
-    """Raises ConfigError for the first package or model that is not there, with the command that makes it."""
+    """Raises ConfigError for the first missing package or model, with the command that installs or creates it."""
     problems = [*_packages(config)]
     if config.rollout.drafter or config.rollout.lossy:
         problems += [*_drafter(config), *_learned(config)]
@@ -46,7 +46,7 @@ def _packages(config: Config) -> Iterator[str]:
 
 
 def _drafter(config: Config) -> Iterator[str]:
-    """A draft model that is missing or cannot be loaded; a new head needs none."""
+    """Yields a message if the draft model is missing or cannot be loaded. A new head needs no files."""
     drafter = config.rollout.drafter
     if drafter in ("", "head"):
         return
@@ -60,7 +60,7 @@ def _drafter(config: Config) -> Iterator[str]:
 
 
 def _learned(config: Config) -> Iterator[str]:
-    """A learned router or judge that is missing."""
+    """Yields a message if the learned router or judge is missing."""
     acceptance = config.rollout.acceptance
     if acceptance not in ("judged", "routed"):
         return
@@ -75,7 +75,7 @@ def _learned(config: Config) -> Iterator[str]:
 
 
 def _absent(name: str, output_dir: str, hub: bool = True) -> bool:
-    """Whether a directory is missing. Args: hub: `name` may also be a model on the hub."""
+    """Whether a directory is missing. Args: hub: whether `name` may also be a model on the hub."""
     path = Path(name).expanduser()
     if path.is_dir():
         return False
@@ -84,12 +84,12 @@ def _absent(name: str, output_dir: str, hub: bool = True) -> bool:
 
 
 def check(config: Config, training: bool = True, read: bool = True) -> dict[str, list[Example]]:
-    """The examples of the splits that the command reads, after everything else that is cheap to check.
+    """Runs the remaining cheap checks and returns the examples of each split that the command reads.
 
-    `needs` has been called before. Args: read: read the data; without it there are no examples.
+    Call `needs` first. Args: read: whether to read the data; if not, the result is empty.
 
     Raises:
-        ConfigError: the first thing that is wrong.
+        ConfigError: the first check that failed.
     """
     _paths(config, training)
     examples = _examples(config, training) if read else {}
@@ -136,13 +136,13 @@ def _device(name: str) -> None:
 
 
 def _gpus() -> bool:
-    """Whether this process may see a GPU, as far as can be known without a driver's library."""
+    """Whether this process may see a GPU, judged without loading a driver's library."""
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
     return not hidden and any(any(Path("/dev").glob(file)) for file in GPU_FILES)
 
 
 def _workers(config: Config) -> None:
-    """The workers of a Ray that is started here have this machine's GPUs."""
+    """Raises ConfigError if a Ray cluster on this machine needs GPUs and the machine has none."""
     cluster = config.cluster
     if cluster.num_workers and cluster.gpus_per_worker and not cluster.address and not _gpus():
         raise ConfigError(
@@ -159,12 +159,12 @@ def _model(config: Config) -> None:
 
 
 def dry_run(config: Config, training: bool = True) -> str:
-    """What `dry_run=true` prints after the options that are set: the sizes of the run and its longest prompt.
+    """The text that `dry_run=true` prints after the options that are set: the run's sizes and its longest prompt.
 
-    Nothing is downloaded; data and models on the hub are named instead.
+    Nothing is downloaded; data and models on the hub are listed as not checked.
 
     Raises:
-        ConfigError: as for `check`; a model, tokenizer or device that cannot be used; prompts that are too long.
+        ConfigError: a failed check, a model, tokenizer or device that cannot be used, or prompts that are too long.
     """
     from specrl.run.sources import on_hub
 
@@ -184,7 +184,7 @@ def dry_run(config: Config, training: bool = True) -> str:
 
 
 def _prompt_lines(config: Config, prompts: Sequence[Example]) -> list[str]:
-    """Lines about the prompts, after the model and tokenizer have been checked as the run would use them."""
+    """Checks the model and the tokenizer in the way the run would use them, and returns lines about the prompts."""
     from specrl.run.prompts import check_lengths, described
 
     policy.device(config)
@@ -199,7 +199,7 @@ def _prompt_lines(config: Config, prompts: Sequence[Example]) -> list[str]:
 
 
 def sizes(config: Config, count: int | None = None) -> list[str]:
-    """The numbers that follow from the options. count: training prompts, where they are known."""
+    """The sizes that follow from the options. Args: count: number of training prompts, if known."""
     prompts = config.trainer.prompts_per_step
     group = config.rollout.group_size
     rows = prompts * group

@@ -1,4 +1,4 @@
-"""An example as the policy sees it: the text of its prompt, and the token ids of that text."""
+"""Renders examples as prompts: the text, with the chat template if there is one, and its token ids."""
 
 from __future__ import annotations
 
@@ -21,34 +21,33 @@ if TYPE_CHECKING:
 
 
 SET_HERE = {"messages", "conversation", "add_generation_prompt", "tokenize"}
-"""What a chat template, or the tokenizer that runs it, is given in any case."""
+"""Names that `apply_chat_template` sets itself, so an option cannot."""
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt of which everything is known: what engines, people and rewards get of it."""
+    """A rendered prompt."""
 
     ids: list[int]
     text: str
-    """What `ids` were made from: with a chat template its whole output, special tokens included."""
+    """The text that `ids` encode; with a chat template its complete output, including special tokens."""
     messages: list[dict[str, Any]] | None
-    """Of a chat; None where the prompt is plain text."""
+    """The messages of a chat; None if the prompt is plain text."""
 
     def sample(self, completion: str, answer: str | None, fields: dict[str, Any]) -> Sample:
-        """What rewards see of a response to it."""
+        """The input of reward functions for one response to this prompt."""
         return Sample(self.text, completion, answer, fields, self.messages)
 
 
 def render(example: Example, tokenizer: PreTrainedTokenizerBase, options: DatasetConfig) -> Prompt:
-    """The prompt with token ids as TRL makes them: by the chat template, or the tokenizer's plain call for text.
+    """Renders and tokenizes a prompt as TRL does: with the chat template, or as plain text if there is none.
 
-    With a chat template plain text is the message of a user. Messages without one become plain text, one blank line
-    between them.
+    With a chat template, plain text becomes one user message. Without one, messages are joined by blank lines.
 
     Raises:
-        ConfigError: the options ask for a chat template that the tokenizer has not, or that refuses the messages.
+        ConfigError: the tokenizer has no chat template although the options need one, or it rejects the messages.
     """
-    given, quiet = example.prompt, {"verbose": False}  # `check_lengths` says which texts are long
+    given, quiet = example.prompt, {"verbose": False}  # `check_lengths` reports prompts that are too long
     messages = None if isinstance(given, str) else given
     if not chat_template(tokenizer, options):
         text = given if isinstance(given, str) else "\n\n".join(message["content"] for message in given)
@@ -59,10 +58,11 @@ def render(example: Example, tokenizer: PreTrainedTokenizerBase, options: Datase
 
 
 def chat_template(tokenizer: PreTrainedTokenizerBase, options: DatasetConfig) -> str:
-    """The chat template that prompts go through, empty where they go through none.
+    """The chat template that is applied to prompts; empty if none is.
 
     Raises:
-        ConfigError: the options need one and the tokenizer has none, or a variable is none of the template's.
+        ConfigError: the options need a template and the tokenizer has none, or the template does not read a variable
+            that the options set.
     """
     if options.chat_template == "off":
         return ""
@@ -84,7 +84,7 @@ def chat_template(tokenizer: PreTrainedTokenizerBase, options: DatasetConfig) ->
 
 @cache
 def _words(template: str) -> list[str]:
-    """The words of a chat template, of which its variables are some."""
+    """All identifiers in a chat template; its variables are among them."""
     return sorted(set(re.findall(r"[a-zA-Z_]\w*", template)) - SET_HERE)
 
 
@@ -96,7 +96,7 @@ def _templated(
     variables = {name: _value(text) for name, text in options.chat_template_kwargs.items()}
     try:
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **variables)
-    except TemplateError as error:  # such as a template without a place for system messages
+    except TemplateError as error:  # for example a template that does not accept system messages
         raise ConfigError(
             f"The tokenizer's chat template refuses the messages of {place}: {error}. Change the roles, leave out "
             "dataset.system_prompt, or set dataset.chat_template=off."
@@ -106,7 +106,7 @@ def _templated(
 
 
 def _value(text: str) -> Any:
-    """What a word of `dataset.chat_template_kwargs` means: JSON such as false or 5, else the text itself."""
+    """The value of an entry of `dataset.chat_template_kwargs`: parsed as JSON if possible (false, 5), else the text."""
     try:
         return json.loads(text)
     except ValueError:
@@ -114,7 +114,7 @@ def _value(text: str) -> Any:
 
 
 def described(example: Example, tokenizer: PreTrainedTokenizerBase, options: DatasetConfig) -> list[str]:
-    """Whether prompts go through a chat template, and one of them on a line of at most 80 characters."""
+    """Two lines: whether a chat template is applied, and one rendered prompt, shortened to 80 characters."""
     set_by = f"dataset.chat_template={options.chat_template}"
     if chat_template(tokenizer, options):
         given = options.chat_template_kwargs
@@ -125,7 +125,7 @@ def described(example: Example, tokenizer: PreTrainedTokenizerBase, options: Dat
 
 
 def shortened(text: str, width: int) -> str:
-    """The text, or of a longer one as much of its beginning as of its end: a template writes there."""
+    """The text, with the middle of a longer one cut out, because a chat template writes at both ends."""
     if len(text) <= width:
         return text
     return f"{text[: width // 2 - 1]}…{text[-(width - width // 2) :]}"
@@ -137,7 +137,7 @@ def seen(
     tokenizer: PreTrainedTokenizerBase,
     options: DatasetConfig,
 ) -> list[Sample]:
-    """What rewards see of one response to each example."""
+    """The input of reward functions for one response to each example."""
     said = zip(examples, responses, strict=True)
     return [render(e, tokenizer, options).sample(text, e.answer, e.fields) for e, text in said]
 
@@ -145,10 +145,12 @@ def seen(
 def check_lengths(
     examples: Iterable[Example], tokenizer: PreTrainedTokenizerBase, options: DatasetConfig, room: int | None = None
 ) -> int:
-    """The longest prompt's tokens. Refuses more than `options` admit or `room`: the context less max_new_tokens.
+    """The number of tokens of the longest prompt, after a check against the limits.
+
+    Args: room: tokens that the model's context leaves for a prompt, besides the limit in `options`; None for no limit.
 
     Raises:
-        ConfigError: how many are too long, the longest, where it is and the key to set.
+        ConfigError: prompts are too long; names their number, the longest, its source and the option to set.
     """
     lengths = [(len(render(e, tokenizer, options).ids), e.place or f"example {e.id}") for e in examples]
     longest, which = max(lengths, key=lambda pair: pair[0], default=(0, ""))

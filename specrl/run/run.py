@@ -1,4 +1,4 @@
-"""A training run, built from top to bottom: policy, data, trajectories, rewards, engine, trainer, callbacks."""
+"""Builds a training run in order: policy, data, trajectory cache, rewards, engine, trainer, callbacks."""
 
 from __future__ import annotations
 
@@ -37,21 +37,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Run:
-    """A run whose engine, rewards and trainer are alive."""
+    """A run whose engine, rewards and trainer are ready for use."""
 
     config: Config
     path: Path
     """The run's directory."""
     checkpoint: Checkpoint | None
-    """The checkpoint it resumes from."""
+    """The checkpoint that the run resumes from, if any."""
     trainer: Trainer
     tokenizer: PreTrainedTokenizerBase
     rewards: RewardSet
     test: Sequence[Example]
     steps: int
-    """Optimiser steps from beginning to end."""
+    """Total number of optimiser steps, including those before a resume."""
     notes: Sequence[str]
-    """Lines about the data, printed when training begins."""
+    """Lines about the data that are printed when training begins."""
 
     @property
     def is_main(self) -> bool:
@@ -59,12 +59,12 @@ class Run:
         return self.trainer.accelerator.is_main_process
 
     def train(self, stop: StopOnSignal) -> None:
-        """Takes all steps that are left, or those until a signal."""
-        self.trainer.add_callback(stop)  # after all others
+        """Trains until all steps are done or a signal arrives."""
+        self.trainer.add_callback(stop)  # must be the last callback
         self.trainer.train(resume_from_checkpoint=str(self.checkpoint.path) if self.checkpoint else None)
 
     def save(self) -> None:
-        """Writes the model, the companions' models and the trajectories."""
+        """Writes the model, the companions' models and the trajectory cache."""
         model = self.path / "model"
         rollouts = self.trainer.rollouts
         with writing(model):
@@ -89,7 +89,7 @@ class Run:
             report = write_report(self.path, options.baseline or None, plots=options.plots)
             write_card(self.path, report.summary)
             report.show()
-        self.trainer.accelerator.wait_for_everyone()  # a process that left early would break the others' connections
+        self.trainer.accelerator.wait_for_everyone()  # a process that exits early breaks the others' connections
 
 
 @contextmanager
@@ -100,9 +100,9 @@ def build(
     train: Sequence[Example],
     test: Sequence[Example] = (),
 ) -> Iterator[Run]:
-    """The run of `config`, which ends with the `with` block.
+    """Builds the run of `config` and closes its engine and rewards at the end of the `with` block.
 
-    Args: checkpoint: the one that the first process resumes from.
+    Args: checkpoint: the one that the first process resumes from; the other processes follow it.
     """
     set_seed(config.seed)
     model, tokenizer, eos_ids = policy.load_policy(config, policy.trained_dtype(config))
@@ -126,7 +126,7 @@ def build(
             closing.enter_context(connect(config.cluster))
 
         def make_rollout(trained: PreTrainedModel) -> SpeculativeRollout:
-            """Called by the trainer once it has wrapped the policy, with adapters for example."""
+            """The trainer calls this after it has wrapped the policy, for example with adapters."""
             engine = make_engine(config, spec, trained)
             closing.callback(engine.close)
             return SpeculativeRollout(engine, cache, config.rollout, config.seed)
@@ -147,7 +147,7 @@ def build(
         trainer.add_callback(ShortHistory())
         trainer.add_callback(CompleteCheckpoint(trainer.rollouts, config.trainer.keep_checkpoints, data))
         if checkpoint:
-            checkpoint.restore(trainer.rollouts)  # the trainer restores the weights when it begins
+            checkpoint.restore(trainer.rollouts)  # the trainer restores the weights itself when training begins
         yield Run(
             config=config,
             path=run_dir.path,
@@ -164,7 +164,7 @@ def build(
 def load_cache(
     config: Config, tokenizer: Any, model: Any, eos_ids: frozenset[int], checkpoint: Checkpoint | None
 ) -> TrajectoryCache | None:
-    """The trajectory cache of the checkpoint, of `rollout.cache.start_from`, or empty; None if nothing is reused.
+    """The trajectory cache from the checkpoint or `rollout.cache.start_from`, else empty; None if nothing is reused.
 
     Raises: ConfigError, CacheError.
     """
@@ -177,7 +177,7 @@ def load_cache(
         return TrajectoryCache(fingerprint, vocabulary, eos_ids, max_mb=options.max_mb)
     from specrl.rollout.cache.reading import load
 
-    # A checkpoint may have none, as after rollout.acceptance=off: the cache is then empty.
+    # A checkpoint may have no trajectories, for example after rollout.acceptance=off; the cache is then empty.
     if not checkpoint:
         policy.check_start_from(options.start_from)
     return load(
@@ -193,7 +193,7 @@ def load_cache(
 
 
 def make_engine(config: Config, spec: EngineSpec, trained: PreTrainedModel) -> Engine:
-    """The engine of the run: workers on the Ray cluster that is connected, or one in this process."""
+    """The engine of the run: a pool of workers on the connected Ray cluster, or one engine in this process."""
     if config.cluster.num_workers:
         from specrl.rollout.workers.pool import RolloutPool
 
@@ -210,7 +210,7 @@ def make_engine(config: Config, spec: EngineSpec, trained: PreTrainedModel) -> E
 def build_trainer(
     config: Config, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, setup: Setup, checkpoints: Path
 ) -> Trainer:
-    """The trainer of the algorithm. Args: checkpoints: directory that it writes them to."""
+    """The trainer of `trainer.algorithm`. Args: checkpoints: the directory for its checkpoints."""
     cpu = next(model.parameters()).device.type == "cpu"
     common = {
         "output_dir": checkpoints,
@@ -233,9 +233,9 @@ def build_trainer(
 
 
 def scorer(rewards: RewardSet, tokenizer: PreTrainedTokenizerBase, prompts: Mapping[str, Prompt]) -> Score:
-    """A function that scores dataset rows with their responses: totals, and the metrics of each reward.
+    """Returns a function that scores the responses to data set rows: the total rewards, and metrics of each reward.
 
-    Args: prompts: by example id.
+    Args: prompts: rendered prompts by example id.
     """
 
     def score(rows: Sequence[dict], responses: Sequence[list[int]]) -> tuple[list[float | None], dict[str, Metric]]:

@@ -1,4 +1,4 @@
-"""The directory of a run: its lock, its checkpoints, and what a resumed run must share with its beginning."""
+"""The directory of a run: its lock, its checkpoints, and the checks that a run may be resumed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 LOCK = "run.lock"
 HOLDER = b"pid "
-"""How the text in a held lock begins."""
+"""Prefix of the text in a lock file that is held."""
 logger = logging.getLogger(__name__)
 
 
@@ -42,15 +42,15 @@ class RunDir:
 
     @contextmanager
     def lock(self) -> Iterator[Checkpoint | None]:
-        """Makes the directory if needed, holds its lock during a `with` block, and gives the checkpoint to resume from.
+        """Creates the directory if needed, holds its lock during a `with` block, and yields the checkpoint to resume.
 
-        Of several processes (RANK, as torchrun and accelerate set it) the first holds the lock and looks for the
-        checkpoint; `agreed` gives it to the others. The kernel releases the lock when the process ends in any way.
+        With several processes (RANK, as set by torchrun and accelerate) only the first one holds the lock and looks for
+        the checkpoint; `agreed` sends it to the others. The kernel releases the lock however the process ends.
 
         Raises:
-            ConfigError: another run holds the lock, the directory cannot be written, it is used and resume=no, or the
-                options have changed.
-            CheckpointError: no checkpoint is sound.
+            ConfigError: another run holds the lock, the directory cannot be written, it holds a run and resume=no, or
+                the options have changed.
+            CheckpointError: all checkpoints are damaged.
         """
         if int(os.environ.get("RANK", 0)):
             yield None
@@ -64,7 +64,7 @@ class RunDir:
                 if locked:
                     with suppress(OSError):
                         os.ftruncate(lock, 0)
-                        fcntl.flock(lock, fcntl.LOCK_UN)  # closing would leave it to processes forked from this one
+                        fcntl.flock(lock, fcntl.LOCK_UN)  # after a mere close, forked processes would still hold it
         finally:
             os.close(lock)
 
@@ -79,7 +79,7 @@ class RunDir:
             ) from error
 
     def _take(self, lock: int) -> bool:
-        """Takes the lock and writes who holds it; False on a file system without locks. Raises ConfigError."""
+        """Takes the lock and records its holder; False on a file system without locks. Raises ConfigError."""
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -107,7 +107,7 @@ class RunDir:
         return True
 
     def _checkpoint(self) -> Checkpoint | None:
-        """The checkpoint to resume from; None for a new run and for one that has saved none yet."""
+        """The checkpoint to resume from; None for a new run or one without checkpoints."""
         saved_config = self.path / "config.yaml"
         if not saved_config.exists():
             if completed(self.checkpoints):
@@ -129,7 +129,7 @@ class RunDir:
         return checkpoint
 
     def agreed(self, checkpoint: Checkpoint | None, device: torch.device) -> Checkpoint | None:
-        """The checkpoint that the first process found, in every process of the run."""
+        """The first process's checkpoint, broadcast to every process of the run."""
         import torch
         from accelerate import PartialState
         from accelerate.utils import broadcast
@@ -140,7 +140,7 @@ class RunDir:
         return None if first_step < 0 else Checkpoint(self.checkpoints / f"checkpoint-{first_step}")
 
     def keep_environment(self, now: dict[str, Any], resumed: bool) -> str:
-        """Keeps the environment that the run began in. Returns a sentence if a resumed run rounds sums differently."""
+        """Saves the environment of a new run. Returns a warning if a resumed run may round sums differently."""
         path = self.path / ENVIRONMENT_FILE
         began = None
         if resumed:
@@ -163,9 +163,9 @@ class RunDir:
 
 
 def data_digests(chat_template: str = "", **splits: Sequence[Example]) -> dict[str, str]:
-    """A digest of each split that is not empty: ids, prompts, answers and fields in order.
+    """A digest of the ids, prompts, answers and fields, in order, of each split that is not empty.
 
-    Args: chat_template: the template around the prompts, because no option names its content.
+    Args: chat_template: included because no option records its content.
     """
     digests = {}
     for split, examples in splits.items():
@@ -189,7 +189,7 @@ def same_data(began: Mapping[str, str], now: Mapping[str, str], name: str) -> di
 
 
 def environment(device: str, processes: int) -> dict[str, Any]:
-    """Content of environment.json: the machine, and what else decides how sums are rounded."""
+    """Content of environment.json: the machine and the other settings that affect how sums are rounded."""
     import torch
 
     return machine() | {"device": device, "processes": processes, "threads": torch.get_num_threads()}
@@ -206,5 +206,5 @@ def _rounding(environment: dict[str, Any]) -> dict[str, str]:
 
 
 def _text(value: Any) -> str:
-    """A field that JSON has no type for, such as bytes or a date, without the memory address some objects print."""
+    """Text for a value without a JSON type, such as bytes or a date, without the memory address in some reprs."""
     return re.sub(r" at 0x[0-9a-f]+", "", repr(value))

@@ -1,4 +1,4 @@
-"""Where examples come from: GSM8K and MATH-500, any hub data set, local files. Their rows, and which column is what."""
+"""Reads examples from GSM8K, MATH-500, any hub data set or local files, and maps their columns."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ LOCAL_HINT = "data=PATH, a .jsonl or .parquet file or a directory with train.jso
 
 
 def read(name: str, config: DatasetConfig, role: Literal["train", "test"]) -> list[dict]:
-    """What the examples of one split are made of, by the names of `Example`'s fields; `id` is "" without one.
+    """The examples of one split as keyword arguments of `Example`; `id` is "" if the data has none.
 
-    Args: name, config: as in `load_examples`; role: of the split.
+    Args: name, config: as in `load_examples`; role: what the split is used for.
     """
     rows = _rows(name, config.train_split if role == "train" else config.test_split, role)
     held = list(rows[0][1])
@@ -55,7 +55,7 @@ def read(name: str, config: DatasetConfig, role: Literal["train", "test"]) -> li
 
 
 def _column(held: list[str], asked: str, usual: Sequence[str], what: str, name: str) -> str | None:
-    """The column that was asked for, or the first usual one; None when there is no answer column to find."""
+    """The column named in the options, or else the first with a usual name; None if no answer column is found."""
     if asked in held:
         return asked
     found = next((column for word in usual for column in held if column.lower() == word), None)
@@ -66,9 +66,9 @@ def _column(held: list[str], asked: str, usual: Sequence[str], what: str, name: 
 
 
 def final_answer(text: str) -> str | None:
-    """The answer a worked solution ends with: after a closing `####`, or in the last \\boxed{}; None without either.
+    """The final answer of a worked solution: after `####` in its last line, or in the last \\boxed{}; else None.
 
-    Commas between thousands are removed after `####`: "1,080" is "1080".
+    Thousands separators are removed after `####`: "1,080" becomes "1080".
     """
     if match := re.search(r"####[ \t]*(\S[^\n]*)\s*\Z", text):
         return re.sub(r"(?<=\d),(?=\d{3})", "", match[1].strip())
@@ -84,7 +84,7 @@ def on_hub(name: str) -> bool:
 
 
 def _rows(name: str, split: str, role: str) -> list[tuple[str, dict]]:
-    """The rows of one split, each with its place for messages."""
+    """The rows of one split, each with its source for messages."""
     path = Path(name).expanduser()
     if path.exists():
         rows = _local(path, split, role)
@@ -102,7 +102,7 @@ def _rows(name: str, split: str, role: str) -> list[tuple[str, dict]]:
 
 
 def _missing(path: Path) -> str:
-    """Names the first part of `path` that does not exist, and the existing one nearest to it."""
+    """A message with the first part of `path` that does not exist and the existing name most similar to it."""
     while not path.parent.is_dir():
         path = path.parent
     near = get_close_matches(path.name, sorted(entry.name for entry in path.parent.iterdir()), 1, cutoff=0.5)
@@ -110,7 +110,7 @@ def _missing(path: Path) -> str:
 
 
 def _local(path: Path, split: str, role: str) -> list[tuple[str, dict]]:
-    """The rows of one split of a file or directory, cut where `split` is a slice."""
+    """The rows of one split of a file or directory; `split` may be a slice such as train[:90%]."""
     if not (match := re.fullmatch(r"([^\[\]]+)(?:\[(-?\d+%?)?:(-?\d+%?)?\])?", split)):
         raise ConfigError(f"dataset.{role}_split={split} is no split. Write a name, or a part such as train[:90%].")
     base, holds, files = match[1], "test" if path.stem.startswith("test") else "train", [path]
@@ -134,7 +134,7 @@ def _local(path: Path, split: str, role: str) -> list[tuple[str, dict]]:
 
 
 def parse(path: Path) -> list[tuple[str, dict]]:
-    """The rows of a file, each with its file and line, or row where it does not stand on a line of its own."""
+    """The rows of a file, each with its file and line, or its row number in formats other than .jsonl."""
     if path.suffix not in SUFFIXES:
         raise ConfigError(f"{path} is no data file: its name ends in none of {', '.join(SUFFIXES)}.")
     try:

@@ -1,8 +1,8 @@
-"""Generated multi-step arithmetic word problems: a task with a checkable answer that needs no download.
+"""Generated multi-step arithmetic word problems with checkable answers, which need no download.
 
-A problem is a pure function of (seed, split, level, index): it is the same on every machine and in every process, and
-asking for more problems never changes the ones already seen. The splits are disjoint for all seeds and levels by
-construction: the text of a problem decides its split, and a draw that belongs to the other split is drawn again.
+A problem is a pure function of (seed, split, level, index), so it is the same on every machine and in every process,
+and a larger size only appends problems. The splits are disjoint for all seeds and levels, because a checksum of a
+problem's text decides its split: the generator discards problems until one belongs to the requested split.
 """
 
 import random
@@ -25,7 +25,7 @@ PACKS = ("bags", "boxes", "packs")
 
 @dataclass(frozen=True)
 class Problem:
-    """One problem. `solution` ends with "#### " + `answer`; `answer` is a whole number in decimal digits."""
+    """One problem. `answer` is a non-negative decimal integer, and `solution` ends with "#### " + `answer`."""
 
     id: str
     prompt: str
@@ -35,7 +35,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Level:
-    """Limits of a difficulty, inclusive: number of steps, start, amount of a step, largest total; share of packs."""
+    """Inclusive limits of a difficulty level. `packs` is the share of steps that count items in packs."""
 
     steps: tuple[int, int]
     start: tuple[int, int]
@@ -57,7 +57,7 @@ def arithmetic(split: str, size: int, seed: int = 0, level: str = "mixed") -> li
     Args:
         split: "train" or "test"; no prompt occurs in both.
         size: number of problems, at least 0.
-        seed: another seed gives other problems of the same split.
+        seed: different seeds give different problems.
         level: "easy", "medium", "hard", or "mixed" (shares in `MIX`).
 
     Raises:
@@ -71,7 +71,7 @@ def arithmetic(split: str, size: int, seed: int = 0, level: str = "mixed") -> li
 
 
 def split_of(prompt: str) -> str:
-    """The split a prompt belongs to, decided by a checksum of its text."""
+    """The split that a prompt belongs to, by a checksum of its text."""
     return "test" if zlib.crc32(prompt.encode()) % TEST_SHARE == 0 else "train"
 
 
@@ -100,7 +100,7 @@ def _story(rng: random.Random, rule: Level) -> tuple[str, str, int]:
 
 
 def _step(rng: random.Random, rule: Level, total: int) -> tuple[str, str, int]:
-    """One event as told ("buys 57"), as worked ("34 + 57 = 91"), and the new total, kept within 0 and the largest."""
+    """One event: its text ("buys 57"), its calculation ("34 + 57 = 91"), and the new total in 0..`rule.largest`."""
     amount, packed = rng.randint(*rule.amount), ""
     counted = f"{amount}"
     if rng.random() < rule.packs:
