@@ -174,7 +174,7 @@ class SuffixDrafter:
         self._matches_from = 0  # start of the response's match with the followed text
         self._left: tuple[array[int], int, str] | None = None  # the previously followed text, its shift and source
         self._length = 0  # of the response at the last `observe`
-        self._grown = 0  # tokens emitted before the last mismatch was observed
+        self._grown = 0  # tokens that the last pass emitted, set at a mismatch
         self._text = self.texts.open() if "group" in self.texts.sources else None  # the response, as one of the texts
 
     def propose(self, tokens: Sequence[int], limit: int) -> list[int]:
