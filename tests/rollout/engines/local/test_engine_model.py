@@ -84,7 +84,7 @@ def test_weight_changes_take_effect_at_once_and_versions_are_stamped(build_model
     assert {c.version for c in second} == {3}
     assert differing(second, reference(other, requests_of(cases))) == []
     assert differing(second, first), "other weights, other texts"
-    with torch.no_grad():  # shared with the trainer: changed in place
+    with torch.no_grad():  # shared with the trainer, which changes it in place
         for p in model.parameters():
             p.mul_(1.1)
     engine.update_weights(None, 4)

@@ -142,7 +142,7 @@ def test_near_ties_are_those_of_emitted_positions():
 
 @pytest.mark.parametrize("fed", [[4, 4], [4, 5]], ids=["as proposed", "otherwise"])
 def test_a_rule_that_reads_drafts_has_those_that_were_fed(fed):
-    """The exact rule compares samples with the verified tokens, so only it works if the draft differs from them."""
+    """The exact rule reads only the verified tokens, so it works if the proposed draft differs. Other rules raise."""
     seen: list[list[int]] = []
 
     def rule(key, draft, drawn):
