@@ -79,8 +79,7 @@ class TrajectoryCache:
     def merge(self, entries: Iterable[tuple[str, int, Trajectory]]) -> None:
         """Adds entries of other processes and keeps the newer of two trajectories of a sample.
 
-        Processes that merge the same entries in the same order have equal caches. Raises CacheError if an entry is
-        malformed.
+        Merging the same entries in the same order gives equal caches. Raises CacheError if an entry is malformed.
         """
         packed = [self._packed(*entry) for entry in entries]
         with self._mutex:

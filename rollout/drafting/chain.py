@@ -53,8 +53,7 @@ class Chain:
     """Stops a row when one more token does not pay, and all rows when one more pass of the draft model does not.
 
     A token is kept while the probability that all tokens of the row's draft are accepted is at least the cost of
-    verifying the token. One more pass over the remaining rows must yield more expected tokens than its seconds are
-    worth.
+    verifying the token. One more pass over the remaining rows must yield more expected tokens than its time is worth.
 
     Args:
         record: estimates for the draft model.

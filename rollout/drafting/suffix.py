@@ -23,8 +23,7 @@ _SEARCHED = "group", "earlier", "prompt"  # each source is a separate group of t
 MatchQuality = tuple[int, bool]
 """Evidence that a text will keep matching, as (match level, lost). The level is the number of the response's last
 tokens that precede the position in the text, rounded down to one of `_LEVELS`; or negative, how many of the last
-`_RECENT` tokens differ; or 0 without evidence. A row is lost if its last pass emitted one token that differs from the
-text."""
+`_RECENT` tokens differ; or 0 without evidence. A row is lost if its last pass emitted a single, different token."""
 Worth = Callable[[tuple[MatchQuality, str]], float]
 """Estimated acceptance of drafts by match quality and source."""
 Match = tuple[int, int, "array[int]", int, str]

@@ -1,6 +1,6 @@
 """Shared by tests of engines: requests, right and wrong drafts, and a decoding loop without a cache as the oracle.
 
-The oracle decodes one row at a time by full forward passes. Positive tests and planted faults share one comparison,
+The oracle decodes one row at a time by full forward passes. Positive tests and planted faults both compare with
 `differing`.
 """
 

@@ -282,9 +282,7 @@ DRAWS = 20_000
 
 
 def critical(df: int, alpha: float) -> float:
-    """Upper chi-square quantile by Wilson and Hilferty, with z by bisection on erfc. It is slightly too high for df =
-    1.
-    """
+    """Upper chi-square quantile by Wilson and Hilferty, with z by bisection on erfc. Slightly too high for df = 1."""
     low, high = 0.0, 20.0
     for _ in range(100):
         mid = (low + high) / 2

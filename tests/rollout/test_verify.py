@@ -253,9 +253,7 @@ def test_exact_responses_follow_the_policy_whatever_the_draft(policies, tables, 
 @pytest.mark.slow
 @pytest.mark.parametrize("lenience", [1.0, math.exp(0.5)])
 def test_lenient_follows_the_published_law_and_not_the_exact_one(policies, tables, old_texts, lenience):
-    """The planted false claim, that the rule is exact without resampling from the residual, fits the product's lenient
-    rule.
-    """
+    """Without resampling from the residual a rule is not exact, and the product's lenient rule is of this kind."""
     p, q = tables
     texts = old_texts[0][: N // 2]
     drafts, logprobs = [c.tokens for c in texts], [c.logprobs for c in texts]

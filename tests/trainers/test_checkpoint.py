@@ -112,9 +112,7 @@ def small_cache():
 
 
 def test_all_of_a_checkpoint_is_on_the_disk_before_its_marker(tmp_path, monkeypatch):
-    """Files, directories and then the marker's name are synced, so that power loss leaves a complete or unmarked
-    checkpoint.
-    """
+    """Files, directories and then the marker's name are synced: power loss leaves a complete or unmarked checkpoint."""
     folder, order, fsync, replace = tmp_path / "checkpoint-4", [], os.fsync, os.replace
     (folder / "shards").mkdir(parents=True)
     for name in ("model.safetensors", "shards/0.bin"):

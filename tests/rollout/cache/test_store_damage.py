@@ -103,9 +103,7 @@ def test_the_kill_test_can_fail(tmp_path, caplog):
 
 @pytest.fixture
 def damaged(tmp_path, caplog):
-    """Loads a snapshot of 600 entries with changed bytes. Returns the cache, and the numbers of lost and altered
-    entries.
-    """
+    """Loads a snapshot of 600 entries with changed bytes. Returns the cache, and counts of lost and altered entries."""
     caplog.set_level(logging.CRITICAL)
     given = entries(600, logprobs=True)
     saved(tmp_path, given)

@@ -513,9 +513,7 @@ def test_drafts_that_pay_are_asked_for_in_every_pass_but_one(brings, asking):
 
 
 def test_few_rows_are_judged_anew():
-    """Drafts that lose time at 64 rows may save time later. After each halving some passes draft before the next
-    decision.
-    """
+    """Drafts that lose time at 64 rows may save time later. After each halving some passes with drafts are timed."""
     budget = Budget()
     for rows, rests in ((64, True), (33, True), (32, False)):
         budget.plan([("agreeing", "group")] * rows)

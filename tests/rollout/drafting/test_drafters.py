@@ -138,9 +138,7 @@ def left(agreeing: int, suffix: int, worth=unseen) -> str:
 
 
 def test_a_text_is_left_for_what_promises_more():
-    """Under the prior, one different token of six counts as much as a long matching suffix, and more of them count
-    less.
-    """
+    """Under the prior, one different token of six counts as much as a long matching suffix. More of them count less."""
     assert [left(5, n) for n in (2, 4, 8)] == ["position", "position", "earlier"]
     assert [left(3, n) for n in (2, 4, 8)] == ["earlier"] * 3
     assert [left(4, n) for n in (2, 4, 8)] == ["position", "earlier", "earlier"]
@@ -207,9 +205,7 @@ def test_a_row_is_lost_when_a_pass_brings_one_token_and_not_the_texts():
 
 @pytest.mark.parametrize("source", ["own", "newest", "ahead"])
 def test_a_request_that_is_run_again_begins_anew(source):
-    """After a restart it is called as often, follows the same text first, and has the tokens of the first run as a
-    text.
-    """
+    """After a restart it is called as often, follows the same text first, and knows the tokens of the first run."""
     old, rng = OLD[:8], random.Random(3)
     given = {"own": {"old": old}, "newest": {}, "ahead": {"ahead": old}}[source]
     again = SuffixDrafter(PromptTexts([old]), **given)

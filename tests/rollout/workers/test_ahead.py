@@ -261,9 +261,7 @@ def test_without_an_announcement_nothing_runs_ahead(drifting):
 
 
 def test_a_coming_batch_is_begun_behind_what_there_is_of_it(drifting):
-    """Requesting further prompts of a step, as dynamic sampling does, stops the rollout ahead but loses none of its
-    tokens.
-    """
+    """Requesting further prompts of a step, as in dynamic sampling, stops the rollout ahead but loses no tokens."""
     engine = Spare(local(drifting()[0], SAMPLING, own_weights=True, window=8), passes=4)
     rollout = SpeculativeRollout(
         engine, TrajectoryCache(Fingerprint(), VOCAB, EOS_IDS), RolloutConfig(max_new_tokens=CAP), 3

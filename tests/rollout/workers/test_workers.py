@@ -297,9 +297,7 @@ with connect(replace(CLUSTER, num_workers=1, object_store_mb=80)):
 
 
 def drive(folder, spec, then):
-    """A driver in another directory, which finds the code only by its sys.path. Returns its worker and all its
-    processes.
-    """
+    """Starts a driver that finds the code only by its sys.path. Returns it, its worker and all its processes."""
     code = DRIVER.format(root=str(ROOT), model=spec.model, then=then)
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     driver = subprocess.Popen([sys.executable, "-c", code], cwd=folder, env=environment, stdout=subprocess.PIPE)

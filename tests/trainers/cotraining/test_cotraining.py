@@ -81,9 +81,7 @@ def records(folder) -> list[dict]:
 
 
 def measured(lines: list[dict]) -> list[dict]:
-    """The co-training metrics of each step, without seconds and draft outcomes, as measured seconds decide which rows
-    draft.
-    """
+    """The co-training metrics of each step, without seconds, and without draft outcomes, which depend on seconds."""
     timed = ("drafter/acceptance", "drafter/dead", "drafter/saved_s_est")
     return [{key: v for key, v in line.items() if key.startswith("drafter/") and key not in timed} for line in lines]
 

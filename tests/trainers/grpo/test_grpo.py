@@ -530,9 +530,7 @@ def plain_loss(model, initial, got, kind, beta, counts) -> torch.Tensor:
 
 
 def test_the_ratio_of_a_response_and_the_kl_penalty_beside_it(tmp_path):
-    """Gradients of GSPO's loss in plain torch, over two updates a rollout. Planted: one ratio per response in the KL
-    term.
-    """
+    """Gradients of GSPO's loss in plain torch with two updates a rollout. Planted: one ratio per response in the KL."""
     initial, held, old = AutoModelForCausalLM.from_pretrained(policy()), [], []
 
     def losses(model):

@@ -1,6 +1,4 @@
-"""ReuseRollouts in a plain GRPOTrainer: it changes only the time, noise is always new, TRL's options hold or are
-rejected.
-"""
+"""ReuseRollouts in a plain GRPOTrainer: only the time changes, noise is new, and TRL's options hold or are rejected."""
 
 from __future__ import annotations
 

@@ -128,7 +128,7 @@ def test_control_stale_log_probs_are_seen(tmp_path):
     ],
 )
 def test_a_resumed_run_is_the_uninterrupted_run(tmp_path, at, options):
-    """The acceptance estimates are not restored and decide between texts, so this run has only one text to choose."""
+    """Acceptance estimates choose between texts and are not restored, so each row has only one text here."""
     options = {**options, "trainer__save_every": 2, "trainer__keep_checkpoints": 9, "trainer__lr_schedule": "linear"}
     options["rollout__sources"] = "[prefix]"
     whole = ppo(tmp_path, **options)

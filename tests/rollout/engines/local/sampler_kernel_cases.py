@@ -125,9 +125,7 @@ def kept_by_kernel(logits, law):
 
 
 def adversarial():
-    """Logits [N, 24] with ties at the threshold, zeros of both signs, steps of one ulp, and masses that just reach
-    top_p.
-    """
+    """Logits [N, 24] with ties at the threshold, zeros of both signs, one-ulp steps, and masses that equal top_p."""
     g = torch.Generator().manual_seed(3)
     steps = torch.tensor(1.0).view(torch.int32) + torch.arange(24, dtype=torch.int32)
     halves = torch.cat([-torch.arange(1.0, 24), torch.tensor([-23.0])]) * math.log(2)

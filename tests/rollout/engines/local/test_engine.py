@@ -220,7 +220,6 @@ def test_rows_leave_as_they_finish(golden, monkeypatch):
 
 @pytest.mark.slow
 def test_random_batches(golden, tiny):
-    """Thirty batches of random size, bounds, windows and drafts."""
     model, cases, want = golden("qwen3")
     rng = random.Random(9)
     for trial in range(30):

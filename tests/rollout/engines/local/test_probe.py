@@ -105,9 +105,7 @@ def test_the_control_without_caps_is_taken():
 
 
 def test_what_a_row_hands_to_its_neighbour_is_seen(build_model):
-    """Each token mixes in a little of the previous token, as in a convolution; in a packed pass that may be another
-    row's.
-    """
+    """Each token mixes in a little of the previous token, as a convolution does; when packed, maybe another row's."""
 
     def shift(module, args, out):
         return out + 0.3 * torch.nn.functional.pad(args[0], (0, 0, 1, -1))

@@ -155,9 +155,7 @@ def test_a_draw_is_one_operator_of_a_graph():
 
 @pytest.mark.parametrize("law", LAWS, ids=str)
 def test_on_cuda_a_chunk_is_a_product_and_a_draw(law, monkeypatch):
-    """Outside the kernel there is no sort, no noise of the vocabulary's size and no synchronisation; logits are
-    float32.
-    """
+    """No sort or noise of the vocabulary's size outside the kernel, no synchronisation, and float32 logits."""
     monkeypatch.setattr(module, "free_bytes", lambda device: 0)
     with FakeTensorMode():
         draw = Sampler(fake_head(), SamplingParams(frozenset(), *law), logits_mb=1)

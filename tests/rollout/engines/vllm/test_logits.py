@@ -56,7 +56,7 @@ def test_control_planted_faults_are_found(fault):
 
 
 def test_the_logits_fit_what_is_free():
-    """Two steps' logits in the model's dtype and the chunk being sampled must fit at the same time."""
+    """Two copies of a step's logits in the model's dtype, the previous step's logits, and the sampled chunk fit."""
     for free in (0, 300 * 2**20, 2 * GB, FREE[0.4]):
         room = max_draft_tokens(VOCAB, 256, free=free, width=BF16)
         assert 2 * room * VOCAB * 2 * BF16 + 256 * 2**20 <= max(free, 256 * 2**20)

@@ -1,7 +1,6 @@
 """Weight updates of vLLM: copies on the way, recovery from failed updates, and sleep.
 
-The tests need no GPU. For transfers from GPU to GPU, vLLM's endpoints run on both sides, over a communicator of this
-file.
+The tests need no GPU. For transfers from GPU to GPU, vLLM's endpoints run on both sides, over this file's communicator.
 """
 # ruff: noqa: F811 - the fixtures of test_vllm, which tests name as arguments
 

@@ -1,7 +1,6 @@
 """The vLLM engine on Model Runner V1: it emits the tokens of the transformers engine, whatever the drafts.
 
-One engine per configuration is shared by the tests. Positive tests and planted faults share one comparison,
-`differing`.
+The tests share one engine per configuration. Positive tests and planted faults share one comparison, `differing`.
 """
 
 import gc

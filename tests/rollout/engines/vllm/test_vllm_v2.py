@@ -1,5 +1,4 @@
-"""The vLLM engine on Model Runner V2, with Triton's interpreter, in processes that enable the interpreter at their
-start.
+"""The vLLM engine on Model Runner V2, in processes that enable Triton's interpreter at their start.
 
 Runs test_vllm.py, test_judged.py and test_vllm_served.py again. device_cases.py tests drafts on the device,
 head_cases.py those of a draft head, and served_cases.py features that only servers on V2 have.

@@ -1,5 +1,4 @@
-"""A pytest plugin that runs vLLM's Model Runner V2 on a CPU with Triton's interpreter. It is slow but runs all its
-logic.
+"""A pytest plugin that runs all logic of vLLM's Model Runner V2 on a CPU, slowly, with Triton's interpreter.
 
 Load it with `-p tests.rollout.engines.vllm.vllm_shim`, before anything imports vLLM.
 """
