@@ -1,6 +1,6 @@
-"""Writes the trajectory cache: one parquet snapshot per directory, with one digest of all its rows, and no pickle.
+"""Writes the trajectory cache as one parquet snapshot per directory, with one digest over all rows and no pickle.
 
-`docs/cache-format.md` is the specification; `reading.py` reads snapshots.
+`docs/cache-format.md` is the specification. `reading.py` reads the snapshots.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ SCHEMA = pa.schema(
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """What the stored trajectories depend on, as short strings.
+    """The settings that stored trajectories depend on, as short strings.
 
     Example: Fingerprint(identity={"tokenizer": "9f3c", "dataset": "gsm8k-1a2b"}, sampling={"temperature": "1.0"})
     """
 
     identity: Mapping[str, str] = field(default_factory=dict)
-    """Must match to reuse anything: tokenizer, vocabulary, template, dataset."""
+    """Tokenizer, vocabulary, template and dataset. Nothing is reused unless they match."""
     sampling: Mapping[str, str] = field(default_factory=dict)
-    """Model, temperature, top-p and top-k that the text was sampled with. Only the stored log-probs depend on them."""
+    """Model, temperature, top-p and top-k of the stored texts. Only the stored log-probs depend on them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,20 +61,21 @@ class Header:
     """The metadata of a snapshot."""
 
     step: int
-    """Trainer step at which it was written."""
+    """Trainer step at which the snapshot was written."""
     rows: int
     vocab_size: int
     eos_ids: tuple[int, ...]
     fingerprint: Fingerprint
     digest: str
-    """Of the rows, by `digest_of`."""
+    """`digest_of` the rows."""
 
 
 def write_snapshot(directory: Path, entries: Sequence[Entry], header: Header) -> None:
-    """Replaces the snapshot of `directory`, which is created if missing, atomically and durably.
+    """Replaces the snapshot in `directory` atomically and durably. A missing directory is created.
 
-    Raises CacheError on any OSError (disk full, file size limit, read-only) and when another process is writing there;
-    the old snapshot is then unchanged.
+    Raises:
+        CacheError: an OSError occurred (disk full, file size limit, read-only), or another process is writing to the
+            directory. The old snapshot is then unchanged.
     """
     text = json.dumps({"format": FORMAT, **asdict(header)}).encode()
     schema = SCHEMA.with_metadata({HEADER: text, HEADER_SUM: header_sum(text)})
@@ -96,7 +97,7 @@ def write_snapshot(directory: Path, entries: Sequence[Entry], header: Header) ->
 
 @contextlib.contextmanager
 def _only_writer(directory: Path) -> Iterator[None]:
-    """Keeps other processes from writing; the kernel drops the lock when this process ends, so it is never stale."""
+    """Locks out other writers. The kernel releases the lock when this process ends, so it is never stale."""
     directory.mkdir(parents=True, exist_ok=True)
     with open(open_lock(directory / LOCK), "r+b") as file:
         try:
@@ -114,7 +115,7 @@ def header_sum(text: bytes) -> bytes:
 
 
 def _table(entries: Sequence[Entry], schema: pa.Schema) -> pa.Table:
-    """One row group. The lists are slices of joined bytes, so no token becomes a Python number."""
+    """One row group. The lists are slices of joined bytes, so no token is converted to a Python int."""
     ids, sample_indices, blobs = zip(*entries, strict=True)
     heads = np.frombuffer(b"".join(blob[: HEAD.size] for blob in blobs), _HEADS)
     bare = (heads["flags"] & LOGPROBS) == 0

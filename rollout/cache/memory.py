@@ -1,7 +1,7 @@
-"""The trajectory cache: last epoch's responses, kept as drafts for the next. Bounded in memory and saved atomically.
+"""The trajectory cache keeps the last epoch's responses as drafts for the next. It is bounded and saved atomically.
 
-It maps (example id, sample index) to a trajectory, so reshuffling, another group size or another number of workers
-change nothing. A missing or dropped entry only means that its row is generated without this draft.
+It maps (example id, sample index) to a trajectory, so reshuffling, a different group size or a different number of
+workers has no effect. A row whose entry is missing or was dropped is generated without this draft.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from specrl.rollout.types import CacheError, Trajectory
 
 __all__ = ["Fingerprint", "TrajectoryCache"]
 
-# Added to sys.getsizeof: allocator rounding of an entry; LRU node and table share of an example.
+# Added to sys.getsizeof: the allocator rounding of an entry, and the LRU node and hash table share of an example.
 ENTRY_BYTES, EXAMPLE_BYTES = 16, 144
 
 logger = logging.getLogger(__name__)
 
 
 class TrajectoryCache:
-    """The cache of one run. One writer and any number of readers may share it between threads."""
+    """The cache of one run. One writer thread and any number of reader threads may share it."""
 
     def __init__(
         self, fingerprint: Fingerprint, vocab_size: int, eos_ids: Collection[int] = (), *, max_mb: float = 512
     ):
-        """`max_mb` bounds `bytes` in units of 2^20. Without `eos_ids` the finish reasons are not checked."""
+        """`max_mb` limits `bytes`, in units of 2^20. Finish reasons are checked only if `eos_ids` is not empty."""
         self.fingerprint = fingerprint
         self.vocab_size = vocab_size
         self.eos_ids = frozenset(eos_ids)
         self.bytes = 0
-        """Memory held now, tokens and all overhead."""
+        """Memory in use, with all overhead."""
         self.evictions = self.dropped = self.skipped = self.quarantined = self.write_errors = 0
         self._limit = int(max_mb * 2**20)
         self._examples: OrderedDict[str, dict[int, bytes]] = OrderedDict()  # least recently stored first
@@ -47,29 +47,29 @@ class TrajectoryCache:
         self._warned = False
 
     def __len__(self) -> int:
-        """Stored trajectories."""
+        """Number of stored trajectories."""
         with self._mutex:
             return sum(map(len, self._examples.values()))
 
     def get(self, example_id: str, sample_index: int) -> Trajectory | None:
-        """The sample's last trajectory, or None."""
+        """The latest trajectory of the sample, or None."""
         with self._mutex:
             blob = self._examples.get(example_id, {}).get(sample_index)
         return None if blob is None else unpack(blob)
 
     def siblings(self, example_id: str, but: int | None = None) -> list[Trajectory]:
-        """The stored trajectories of a prompt, newest step first, then by sample; sample `but` is left out."""
+        """The stored trajectories of a prompt except sample `but`, newest step first, then by sample index."""
         with self._mutex:
             samples = sorted(self._examples.get(example_id, {}).items())
         samples.sort(key=lambda item: origin(item[1]), reverse=True)
         return [unpack(blob) for sample_index, blob in samples if sample_index != but]
 
     def put(self, example_id: str, sample_index: int, trajectory: Trajectory) -> None:
-        """Replaces the sample. Raises CacheError when the trajectory is malformed or older than the stored one."""
+        """Stores one trajectory, see `put_many`."""
         self.put_many([(example_id, sample_index, trajectory)])
 
     def put_many(self, entries: Iterable[tuple[str, int, Trajectory]]) -> None:
-        """Stores all entries, or none and raises CacheError when one is malformed or older than the stored one."""
+        """Stores all entries, or none: raises CacheError if one is malformed or older than the stored trajectory."""
         packed = [self._packed(*entry) for entry in entries]
         with self._mutex:
             for example_id, sample_index, blob in packed:
@@ -77,18 +77,18 @@ class TrajectoryCache:
             self.insert(packed)
 
     def merge(self, entries: Iterable[tuple[str, int, Trajectory]]) -> None:
-        """Adds what other processes stored; of two trajectories the newer is kept. Equal orders give equal caches.
+        """Adds entries of other processes and keeps the newer of two trajectories of a sample.
 
-        Raises CacheError when an entry is malformed.
+        Merging the same entries in the same order gives equal caches. Raises CacheError if an entry is malformed.
         """
         packed = [self._packed(*entry) for entry in entries]
         with self._mutex:
             self.insert([entry for entry in packed if self._stored_origin(*entry[:2]) <= origin(entry[2])])
 
     def stats(self) -> dict[str, Metric]:
-        """Gauges and totals for the metrics file: MB are 2^20 bytes, the rest are counts.
+        """Gauges and totals for the metrics file. A MB is 2^20 bytes; all other values are counts.
 
-        Every process of a run holds all entries, so all values agree but those of saves, which one process makes.
+        Every process of a run holds all entries, so only `write_errors` differs: one process saves the cache.
         """
         return {
             "cache/size_mb": highest(self.bytes / 2**20),
@@ -102,12 +102,12 @@ class TrajectoryCache:
         }
 
     def save(self, directory: str | Path, step: int, on_write_error: Literal["warn", "stop"] = "stop") -> None:
-        """Writes one snapshot, durable when this returns; if that fails, the previous one stays readable.
+        """Writes one snapshot, which is durable when this returns. After a failure the previous one is still readable.
 
-        A failure, such as a full disk or another writer, is counted, and raised as CacheError ("stop") or logged once
-        until a save succeeds ("warn").
+        A failure, such as a full disk or a second writer, is counted. "stop" raises it as CacheError; "warn" logs the
+        first one after each successful save.
         """
-        with self._mutex:  # packed entries never change, so the file can be written while rollouts go on
+        with self._mutex:  # packed entries are immutable, so the file is written without the lock
             entries = [
                 (example_id, sample_index, blob)
                 for example_id, samples in self._examples.items()
@@ -154,9 +154,9 @@ class TrajectoryCache:
             )
 
     def insert(self, packed: Sequence[Entry]) -> None:
-        """Stores packed entries that were checked, such as those of a snapshot."""
-        # Their examples are marked as recent first, so that none of them is evicted. Looking up does not mark: look-ups
-        # for a batch ahead or for control rows must not decide what is kept.
+        """Stores packed entries that have been checked already."""
+        # All their examples are marked as recent first, so that none of them is evicted. A look-up does not mark an
+        # example: those for rollouts ahead and for control rows must not influence eviction.
         for example_id, _, _ in packed:
             if example_id in self._examples:
                 self._examples.move_to_end(example_id)
@@ -184,7 +184,7 @@ class TrajectoryCache:
                 self.bytes -= EXAMPLE_BYTES + sys.getsizeof(example_id) + sys.getsizeof(samples)
                 self.bytes -= sum(map(_size, samples.values()))
                 self.evictions += len(samples)
-            else:  # one example exceeds the limit: its oldest samples go first, the one just stored last
+            else:  # one example exceeds the limit: its oldest sample is evicted, the new one last
                 oldest = min(samples, key=lambda s: (origin(samples[s]), s == newest, s))
                 self.bytes -= _size(samples.pop(oldest))
                 self.evictions += 1

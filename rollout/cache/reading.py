@@ -1,4 +1,4 @@
-"""Reads a snapshot into a cache, all of it or nothing: it counts as damaged until its digest agrees."""
+"""Reads a snapshot into a cache. Unless the digest of all rows matches, none of them is used."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ logger = logging.getLogger(__name__)
 
 
 class DamagedError(CacheError):
-    """The file is not an intact snapshot: torn, altered, or written by another program."""
+    """The file is truncated, altered, or was written by another program."""
 
 
 class OlderFormatError(CacheError):
-    """The snapshot predates this format."""
+    """The snapshot has an older format."""
 
 
 def load(
@@ -44,16 +44,16 @@ def load(
     check_sampling: bool = False,
     new_run: bool = False,
 ) -> TrajectoryCache:
-    """The cache saved in `directory`, or an empty one when there is none or it is damaged or of an older format.
+    """The cache saved in `directory`, or an empty one if there is none, it is damaged or its format is older.
 
-    A damaged file is renamed to *.corrupt, and nothing of it is used. Entries that are illegal in this vocabulary are
-    left out and counted in `dropped`, entries of steps after `max_step` in `skipped`. If `sampling` differs, the stored
-    log-probs are left out, or with `check_sampling` it is an error. `new_run` sets steps and versions to 0, where the
-    counters of a new run begin.
+    A damaged file is renamed to *.corrupt and not used. Entries that are invalid for this vocabulary are dropped and
+    counted in `dropped`; entries of steps after `max_step` are skipped and counted in `skipped`. If the sampling
+    parameters differ, the stored log-probs are dropped, or with `check_sampling` this is an error. `new_run` sets steps
+    and versions to 0, where the counters of a new run start.
 
     Raises:
-        CacheError: another identity, a newer format, a header that no specrl of this format writes, or a path that
-            cannot be read.
+        CacheError: the identity differs, the format is newer, the header is invalid although its checksum matches, or
+            the path cannot be read.
     """
     cache, path = TrajectoryCache(fingerprint, vocab_size, eos_ids, max_mb=max_mb), Path(directory) / SNAPSHOT
     try:
@@ -66,7 +66,7 @@ def load(
         if cache.dropped:
             logger.warning("'%s': %d of %d entries make no sense and are left out.", path, cache.dropped, header.rows)
     except FileNotFoundError:
-        pass  # nothing was saved here yet: an empty cache is the answer, not an error
+        pass  # nothing has been saved here yet, so the cache is empty
     except OlderFormatError as error:
         logger.warning("%s. Starting with an empty trajectory cache.", error)
     except DamagedError as error:
@@ -91,7 +91,7 @@ def _matches(here: Fingerprint, there: Fingerprint, path: Path, check_sampling: 
 def _admit(
     cache: TrajectoryCache, example_id: str, sample_index: int, blob: bytes, max_step: int | None, changes: dict
 ) -> bool:
-    """Stores one entry, with some of its fields changed; False if it is illegal."""
+    """Stores one entry after changing some of its fields. Returns False if the entry is invalid."""
     trajectory = unpack(blob)
     if complaint(sample_index, trajectory, cache.vocab_size, cache.eos_ids) is not None:
         return False
@@ -103,15 +103,18 @@ def _admit(
 
 
 def _differences(here: Mapping[str, str], there: Mapping[str, str]) -> list[str]:
-    """One text per key whose values differ, both values named."""
+    """One message for each key whose values differ, with both values."""
     keys = sorted(key for key in here.keys() | there.keys() if here.get(key) != there.get(key))
     return [f"{key} was {there.get(key, 'absent')!r} there, is {here.get(key, 'absent')!r} here" for key in keys]
 
 
 def read_snapshot(directory: Path) -> tuple[Header, list[Entry]]:
-    """The header of a snapshot and all its entries, verified.
+    """The verified header and entries of a snapshot.
 
-    Raises FileNotFoundError without a snapshot, OlderFormatError, DamagedError, or another CacheError.
+    Raises:
+        FileNotFoundError: there is no snapshot.
+        OlderFormatError, DamagedError: the subclasses of CacheError for which `load` starts with an empty cache.
+        CacheError: the snapshot cannot be used for another reason.
     """
     path = directory / SNAPSHOT
     try:
@@ -126,7 +129,7 @@ def read_snapshot(directory: Path) -> tuple[Header, list[Entry]]:
         try:
             file = pq.ParquetFile(source, pre_buffer=False, arrow_extensions_enabled=False)
             schema, metadata = file.schema_arrow, file.metadata.metadata or {}
-        except Exception as error:  # any bytes may lie here, and pyarrow reports them in a dozen ways
+        except Exception as error:  # the file may hold any bytes, and pyarrow raises many types of errors
             raise DamagedError(f"'{path}' is not a readable parquet file ({error})") from error
         header = _header(path, schema, metadata)
         if header.rows != file.metadata.num_rows:
@@ -135,7 +138,7 @@ def read_snapshot(directory: Path) -> tuple[Header, list[Entry]]:
             groups = (file.read_row_group(group, use_threads=False) for group in range(file.num_row_groups))
             entries = [entry for table in groups for entry in _entries(table)]
             digest = digest_of(entries)
-        except Exception as error:  # a damaged page fails in a dozen ways
+        except Exception as error:  # a damaged page raises many types of errors
             raise DamagedError(f"'{path}' has rows that cannot be read ({error})") from error
     if digest != header.digest:
         raise DamagedError(f"'{path}' does not hold the rows that were written: their digest is another")
@@ -170,7 +173,7 @@ def _header(path: Path, schema: pa.Schema, metadata: Mapping[bytes, bytes]) -> H
             raise OlderFormatError(f"'{path}' has trajectory cache format {written_as}, older than {FORMAT}")
         if not schema.equals(SCHEMA):
             raise DamagedError(f"'{path}' does not have the columns of format {FORMAT}")
-    if wrong := _wrong(fields):  # and its checksum agrees, so that no damage explains it
+    if wrong := _wrong(fields):  # the checksum matches, so the header is not damaged
         raise CacheError(
             f"'{path}' has a header that is not of trajectory cache format {FORMAT}: {wrong}. Another program wrote "
             "it. Update specrl, move the file away, or start with rollout.cache.clear=true."
@@ -180,7 +183,7 @@ def _header(path: Path, schema: pa.Schema, metadata: Mapping[bytes, bytes]) -> H
 
 
 def _wrong(fields: Any) -> str | None:
-    """What is illegal in a header of this format, as half a sentence; None if nothing is."""
+    """The first error in a header of this format, as part of a message, or None."""
     if not isinstance(fields, dict):
         return "it is no JSON object"
     if extra := sorted(fields.keys() - _LEGAL.keys()):
@@ -208,7 +211,7 @@ _LEGAL = {
 
 
 def _entries(table: pa.Table) -> Iterator[Entry]:
-    """The rows of one row group."""
+    """The entries of one row group."""
     names = ("example_id", "sample_index", "finish", "key", "version", "step", "reward")
     fields = zip(*(table[name].to_pylist() for name in names), strict=True)
     tokens, logprobs = _cut(table["tokens"], "<i4"), _cut(table["logprobs"], "<f4")
@@ -220,7 +223,7 @@ def _entries(table: pa.Table) -> Iterator[Entry]:
 
 
 def _cut(column: pa.ChunkedArray, kind: str) -> list[bytes]:
-    """The little-endian bytes of each list of a column; empty for null."""
+    """The little-endian bytes of each list of a column, b"" for null."""
     lists = column.combine_chunks()
     data = lists.values.to_numpy(zero_copy_only=False).astype(kind, copy=False).tobytes()
     ends = (lists.offsets.to_numpy() * 4).tolist()

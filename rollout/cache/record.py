@@ -1,4 +1,4 @@
-"""Trajectories as bytes, as the cache holds them and a snapshot's digest covers them; and their checks."""
+"""Packs trajectories into the bytes that the cache holds and that a snapshot's digest covers, and checks them."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from math import isfinite, isnan, nan
 from specrl.rollout.types import Trajectory
 
 HEAD = struct.Struct("<qqqdB")
-"""key, version, step, reward (NaN when unknown), flags; the tokens follow as int32, then the log-probs as float32."""
+"""key, version, step, reward (NaN if unknown) and flags. int32 tokens follow, then float32 log-probs."""
 STOP, LOGPROBS = 1, 2
-"""Flags: finish is "stop"; log-probs are present."""
+"""Flags: finish is "stop", and log-probs are present."""
 FINISH = {"length": 0, "stop": STOP}
-LOGPROB_SLACK = 1e-4  # a float32 log-softmax may land a rounding error above zero
+LOGPROB_SLACK = 1e-4  # a float32 log-softmax may exceed zero by a rounding error
 
 Entry = tuple[str, int, bytes]
 """(example id, sample index, packed trajectory)."""
 
 
 def complaint(sample_index: int, trajectory: Trajectory, vocab_size: int, eos_ids: Collection[int] = ()) -> str | None:
-    """What makes a sample's trajectory unusable, as half a sentence; None when nothing does."""
+    """The reason why a trajectory cannot be stored, as part of a message, or None if it can."""
     tokens, logprobs = trajectory.tokens, trajectory.logprobs
     if sample_index < 0:
         return f"sample_index {sample_index} is negative"
@@ -47,7 +47,7 @@ def complaint(sample_index: int, trajectory: Trajectory, vocab_size: int, eos_id
 
 
 def pack(trajectory: Trajectory) -> bytes:
-    """Canonical little-endian bytes: 33, 4 per token, 4 per log-prob. Raises struct.error on values of other types."""
+    """Packs 33 + 4 bytes a token + 4 bytes a log-prob, little-endian. Raises struct.error on values of other types."""
     tokens, logprobs, reward = trajectory.tokens, trajectory.logprobs, trajectory.reward
     flags = FINISH[trajectory.finish] | (0 if logprobs is None else LOGPROBS)
     head = HEAD.pack(trajectory.key, trajectory.version, trajectory.step, nan if reward is None else reward, flags)
@@ -56,7 +56,7 @@ def pack(trajectory: Trajectory) -> bytes:
 
 
 def unpack(blob: bytes) -> Trajectory:
-    """The trajectory given to `pack`, its log-probs rounded to float32."""
+    """The inverse of `pack`. Log-probs have been rounded to float32."""
     key, version, step, reward, flags = HEAD.unpack_from(blob)
     words = (len(blob) - HEAD.size) // 4
     n = words // 2 if flags & LOGPROBS else words
@@ -78,7 +78,7 @@ def origin(blob: bytes) -> tuple[int, int]:
 
 
 def digest_of(entries: Iterable[Entry]) -> str:
-    """BLAKE2b with a 16-byte digest, in hex, over all entries in order: sample indices, lengths and canonical bytes."""
+    """The 16-byte BLAKE2b digest, in hex, of all entries in order: sample indices, lengths, ids and packed bytes."""
     digest = blake2b(digest_size=16)
     for example_id, sample_index, blob in entries:
         name = example_id.encode()

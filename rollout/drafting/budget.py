@@ -1,4 +1,4 @@
-"""How many draft tokens each row carries in the next pass: as many as gain time, none if drafting loses time."""
+"""Decides how many draft tokens each row has in the next pass: as many as save time, none if drafting costs time."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from specrl.rollout.drafting.cost import FORGET, MOST, PRIOR, WEIGHT, CostModel,
 from specrl.rollout.drafting.suffix import MatchQuality
 
 State = Literal["start", "agreeing", "diverged", "lost"]
-"""What is known of a row's drafter: nothing yet; of its last draft all, some or no tokens were accepted."""
+"""State of a row's drafter: no draft yet; or all, some or none of the tokens of its last draft were accepted."""
 AcceptanceBucket = tuple[State | MatchQuality, str] | None
-"""Drafts that share one acceptance estimate: how well the text matches, or else the row's state, and the source of the
-draft. None is a row without a draft."""
+"""Drafts that share one acceptance estimate: their match quality, or the row's state if there is none, and the source.
+None is a row without a draft."""
 
-_MARGIN = 1.1  # the model must promise so much more: rows that advance unevenly have a longer tail than is estimated
-_NEARLY = 0.95  # of the best rate is good enough
+_MARGIN = 1.1  # required gain of the draft model: rows that advance unevenly have a longer tail than estimated
+_NEARLY = 0.95  # of the best rate is sufficient
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,30 +28,31 @@ class Plan:
     """Draft lengths of the next pass."""
 
     lengths: Mapping[AcceptanceBucket, int]
-    """Most tokens of a draft from the row's own drafter."""
+    """Maximum draft tokens from a row's drafter, by bucket."""
     by_model: frozenset[AcceptanceBucket]
-    """Buckets whose rows the draft model serves better than their own drafters."""
+    """Buckets whose rows get more accepted tokens from the draft model than from their drafters."""
     goodput: float
-    """Expected tokens per second of the rows that a draft model could help."""
+    """Expected tokens per second of the rows that the draft model may serve."""
     token_s: float = 0.0
-    """Seconds of a draft token in this pass."""
+    """Seconds that one draft token adds to this pass."""
     needed: float = 0.0
-    """Acceptance probability from which on a row's first draft token pays."""
+    """Acceptance probability above which a row's first draft token saves time."""
 
 
 class Budget:
     """Goodput controller after SmartSpec (arXiv 2406.14066): draft lengths from measured costs and acceptances.
 
-    A pass of n rows costs a seconds, r for each row and b for each token (b grows with the positions it attends to),
-    fitted to measured passes with forgetting. A draft of k tokens that are each accepted with probability p emits
-    E(k) = 1 + p + ... + p^k tokens in expectation; p is estimated for each AcceptanceBucket. SmartSpec maximises the
-    tokens of a pass per second. Then rows that draft well would get long drafts, while the slowest rows set the time of
-    a rollout. So every row's own rate counts here: sum_i (f + b k_i) / E_i(k_i) is minimised, with f = a / n + r + b
-    the row's share of a pass. Where passes pad their rows, all drafts have one length, see `_one_length`. A token of
-    the draft model also costs its share of the model's passes, and `chain` decides it token by token.
+    A pass of n rows costs a seconds, r for each row and b for each token, where b grows with the attended positions.
+    The costs are fitted to measured passes with forgetting. A draft of k tokens that are each accepted with probability
+    p emits E(k) = 1 + p + ... + p^k tokens in expectation; p is estimated for each AcceptanceBucket. SmartSpec
+    maximises the tokens per second of a pass, which gives long drafts to rows with high acceptance although the slowest
+    rows determine the time of a rollout. This class therefore minimises the rows' seconds per token,
+    sum_i (f + b k_i) / E_i(k_i), where f = a / n + r + b is the row's share of a pass. If passes pad their rows, all
+    drafts have the same length, see `_one_length`. A token of the draft model also costs its share of the model's
+    passes, so `chain` decides token by token.
 
     Args:
-        window: draft tokens per row and pass; 0 decides by the estimated gain.
+        window: draft tokens per row and pass; with 0 the estimated gain decides.
         padded: attention pads the rows of a pass to equal lengths.
     """
 
@@ -61,11 +62,11 @@ class Budget:
         self.drafter = DraftModelRecord()
         self._passes = CostModel()
         self._backoff = DraftingBackoff()
-        # Accepted tokens and rejected drafts of each bucket, and their sums; None: to be computed.
+        # Accepted tokens and rejected drafts of each bucket, and the cached sums, which are None until computed.
         self._counts: defaultdict[AcceptanceBucket, list[float]] = defaultdict(lambda: [0.0, 0.0])
         self._total: tuple[float, float] | None = None
         self._needed = 0.0
-        self._plain = 0.0, 0.0  # seconds of a plain pass and of each row in it, as of the last plan
+        self._plain = 0.0, 0.0  # seconds of a pass without drafts, and per row, from the last plan
 
     # Measurements -------------------------------------------------------------------------------------------
 
@@ -80,9 +81,9 @@ class Budget:
         return (accepted + _promise(bucket) * expected) / (accepted + rejected + WEIGHT)
 
     def _expected(self) -> float:
-        """Acceptance of buckets without drafts so far: that of all drafts, but never more than the prior.
+        """Expected acceptance in a bucket without observed drafts: that of all drafts, at most the prior.
 
-        Otherwise each bucket would have to fail by itself before useless drafting stops.
+        With a fixed prior, drafts that fail would be tried in every bucket before drafting stops.
         """
         if self._total is None:
             counts = self._counts.values()
@@ -91,11 +92,11 @@ class Budget:
         return min((accepted + WEIGHT * PRIOR) / (accepted + rejected + WEIGHT), PRIOR)
 
     def gain(self, bucket: AcceptanceBucket, drafted: int, price: float) -> float:
-        """Expected accepted tokens of a draft of this bucket, less `price` for each draft token."""
+        """Expected accepted tokens of a draft in this bucket, minus `price` for each draft token."""
         return emitted(self.acceptance(bucket), drafted) - 1 - price * drafted
 
     def cost(self, rows: int = 0, width: int = 0) -> tuple[float, float]:
-        """Seconds of a pass over `rows` rows, and of each of its tokens, which attend to `width` positions."""
+        """Seconds of a pass over `rows` rows, and of each of its tokens that attend to `width` positions."""
         fixed, row, token, position = self._passes.fit()
         return fixed + row * rows, token + position * width
 
@@ -108,12 +109,12 @@ class Budget:
         emitted: int = 0,
         asking: float | None = None,
     ) -> None:
-        """One pass of `tokens` tokens, of `rows` rows, that attend to `width` positions, took `seconds`.
+        """Records that a pass of `rows` rows and `tokens` tokens, which attend to `width` positions, took `seconds`.
 
         Args:
-            rows: 0 for a pass that also read prompts, which says nothing about drafts.
-            emitted: tokens that all rows emitted.
-            asking: seconds that asking for the drafts of this pass took; None if no drafter was asked.
+            rows: 0 for a pass that also reads prompts, which is not used to evaluate drafting.
+            emitted: tokens emitted by all rows.
+            asking: seconds taken to get the drafts of this pass; None if no drafter was called.
         """
         self._passes.observe(tokens, seconds, rows, width)
         if rows:
@@ -122,11 +123,11 @@ class Budget:
             self._backoff.observe(rows, seconds, worth, tokens > rows, asking)
 
     def calibrate(self, passes: Sequence[tuple[int, float]], rows: int = 0, width: int = 0) -> None:
-        """Measured (tokens, seconds) of passes, see CostModel.calibrate."""
+        """Records measured (tokens, seconds) of passes, see CostModel.calibrate."""
         self._passes.calibrate(passes, rows, width)
 
     def observe_draft(self, bucket: AcceptanceBucket, drafted: int, accepted: int) -> None:
-        """Of `drafted` tokens of a row's own drafter the first `accepted` were accepted, or would have been."""
+        """Records that the first `accepted` of a drafter's `drafted` tokens were, or would have been, accepted."""
         counts = self._counts[bucket]
         counts[0] += accepted
         if accepted < drafted:
@@ -134,7 +135,7 @@ class Budget:
         self._total = None
 
     def next_rollout(self) -> None:
-        """Weights have changed: past counts weigh half, so that drafts that failed are tried again."""
+        """Halves all counts, because the weights have changed and drafts that failed should be tried again."""
         for counts in self._counts.values():
             counts[:] = [FORGET * x for x in counts]
         self._total = None
@@ -144,22 +145,22 @@ class Budget:
     # Plans ------------------------------------------------------------------------------------------------------
 
     def skipping_plan(self) -> Plan | None:
-        """The plan of a pass without drafting, if asking for drafts has not paid lately, else None.
+        """A plan without drafts if drafting has not saved time recently, else None.
 
-        With a fixed window drafters are always asked.
+        With a fixed window drafters are always called.
         """
         if self.window or not self._backoff.should_skip():
             return None
         return Plan({}, frozenset(), 0.0, needed=self._needed)
 
     def observe_asking(self, drafted: bool) -> None:
-        """Drafters were asked for the next pass. Args: drafted: it carries a draft."""
+        """Records that drafters were called for the next pass. Args: drafted: at least one row has a draft."""
         self._backoff.observe_asking(drafted)
 
     def longest(self, rows: int, width: int = 0) -> int:
         """An upper bound on the draft lengths of a pass over `rows` rows.
 
-        That of the best bucket at the goodput of a pass without drafts, which a plan only raises.
+        It is the length for the best bucket at the goodput of a pass without drafts, which a plan can only increase.
         """
         if self.window:
             return self.window
@@ -169,7 +170,7 @@ class Budget:
         return max(1, _length(max(best, expected), b * rows / (a + b * rows)))
 
     def plan(self, buckets: Sequence[AcceptanceBucket], model: bool = False, width: int = 0) -> Plan:
-        """Draft lengths for the rows of the next pass, and the buckets that a draft model serves better."""
+        """Draft lengths for the rows of the next pass, and the buckets that the draft model serves."""
         count = Counter(buckets)
         if self.window:
             return Plan(dict.fromkeys(count, self.window), frozenset(), 0.0)
@@ -195,11 +196,11 @@ class Budget:
         b: float,
         goodput: float,
     ) -> tuple[frozenset[AcceptanceBucket], float]:
-        """The buckets that the model drafts for, and the tokens per second of their rows.
+        """The buckets that the draft model serves, and the tokens per second of their rows.
 
-        These are the rows whose own drafters are accepted less often. They run longest, so the value of a second is
-        what it gains for them; with the long drafts of the other rows a second would seem too expensive. But all rows
-        together must not become slower, as other rows need the model in the next pass.
+        These are the buckets whose drafters have a lower acceptance than the model. Their rows run longest, so the
+        value of a second is computed from these rows: with the long drafts of the other rows it would be too high for
+        the model's passes to pay. The model is still not used if it makes all rows together slower.
         """
         promise, total = self.drafter.promise(), count.total()
         chances = {s: self.acceptance(s) for s in count}
@@ -222,9 +223,9 @@ class Budget:
         return (needy, helped) if pays else (frozenset(), alone)
 
     def chain(self, missing: Sequence[int], plan: Plan) -> Chain:
-        """The stop rule of a chain draft; it may let no row draft.
+        """The stopping rule of the model's drafts, which may let no row draft.
 
-        Args: missing: tokens of each row that the model must read first.
+        Args: missing: tokens of each row that the draft model must read first.
         """
         missing = missing if plan.by_model or self.window else []
         return Chain(self.drafter, plan.goodput, plan.token_s, missing, self.window)
@@ -232,7 +233,7 @@ class Budget:
 
 @cache
 def _promise(bucket: AcceptanceBucket) -> float:
-    """Expected acceptance of a bucket without drafts so far, relative to that of all drafts."""
+    """Expected acceptance in a bucket without observed drafts, relative to that of all drafts."""
     if bucket is None or isinstance(bucket[0], str):
         return 1.0
     return prior(bucket[0][0], bucket[1]) / PRIOR
@@ -243,15 +244,18 @@ def _one_length(
 ) -> tuple[dict[AcceptanceBucket, int], float]:
     """One draft length, a power of two, for all rows that it makes faster, and the rows' tokens per second.
 
-    Attention pads the rows of a pass to equal lengths, block by block, so different lengths cost more than they gain:
-    at 64 rows on two cores equal drafts took 0.8x to 0.9x the time for about as many passes. Of lengths that are nearly
-    as good the shortest is taken, as a gain of rows that are ahead is worth less: the last row sets the time.
+    Attention pads the rows of a pass to equal lengths, so different lengths cost more than they gain: at 64 rows on two
+    cores, drafts of equal length took 0.8x to 0.9x the time in about as many passes. The shortest length that is nearly
+    optimal is chosen, because the last row determines the time of a rollout, and faster rows gain little for it.
 
-    Args: groups: rows and acceptance of each bucket; fixed: seconds of a pass without drafts; price: of a draft token.
+    Args:
+        groups: rows and acceptance of each bucket.
+        fixed: seconds of a pass without drafts.
+        price: seconds of a draft token.
     """
     total = sum(rows for rows, _ in groups.values())
     share = fixed / max(total, 1)
-    most = {s: n for s, (_, p) in groups.items() if (n := _length(p, price / share))}  # of others the first token loses
+    most = {s: n for s, (_, p) in groups.items() if (n := _length(p, price / share))}  # otherwise no token pays
     drafting = {s: groups[s] for s in most}
     candidates = []
     for length in (1 << i for i in range(max(most.values(), default=0).bit_length())):
@@ -267,7 +271,7 @@ def _one_length(
 def _own_lengths(
     groups: Mapping[AcceptanceBucket, tuple[int, float]], fixed: float, price: float
 ) -> tuple[dict[AcceptanceBucket, int], float]:
-    """As `_one_length`, where passes pad nothing: each bucket's own best length, 0 or a power of two."""
+    """Like `_one_length` for passes without padding: the best length of each bucket, 0 or a power of two."""
     total = sum(rows for rows, _ in groups.values())
     share = fixed / max(total, 1)
     seconds = 0.0
@@ -275,7 +279,7 @@ def _own_lengths(
     for bucket, (rows, p) in groups.items():
         length, longer = 0, 1
         time = share
-        while (other := (share + price * longer) / emitted(p, longer)) < time:  # it falls, then rises
+        while (other := (share + price * longer) / emitted(p, longer)) < time:  # the time decreases, then increases
             time = other
             length, longer = longer, 2 * longer
         best[bucket] = length
@@ -284,5 +288,5 @@ def _own_lengths(
 
 
 def _length(p: float, worth: float) -> int:
-    """Tokens k of a draft while p^k >= worth."""
+    """The largest k with p^k >= worth."""
     return int(math.log(worth) / math.log(min(p, MOST))) if 0 < worth < 1 and p > 0 else 0

@@ -1,4 +1,4 @@
-"""A draft model's record, and when its chain drafts stop."""
+"""The draft model's cost and acceptance estimates, and the stopping rule of its chain drafts."""
 
 from __future__ import annotations
 
@@ -8,59 +8,59 @@ from collections.abc import Sequence
 from specrl.rollout.drafting.cost import FORGET, PRIOR, WEIGHT, CostModel, emitted
 
 LONG = 32
-"""Tokens of the longest chain that the budget plans with."""
-_MEMORY = 128  # draft tokens over which the promise is averaged
-_LEVELS = 10  # of confidence: level i holds probabilities from 1 - 2^-i on
+"""Longest chain that the budget considers."""
+_MEMORY = 128  # draft tokens over which `promise` averages
+_LEVELS = 10  # of confidence; level i starts at probability 1 - 2^-i
 
 
 class DraftModelRecord(CostModel):
-    """What a pass of the draft model costs, and how often its tokens are accepted."""
+    """Estimates the cost of a pass of the draft model, and the acceptance of its tokens."""
 
     def __init__(self):
         super().__init__()
-        self._levels = [[0.0, 0.0] for _ in range(_LEVELS)]  # draft tokens that were accepted, and that were not
-        self._drafted = [0.0, 0.0]  # tokens expected to be accepted, and all
+        self._levels = [[0.0, 0.0] for _ in range(_LEVELS)]  # accepted and rejected draft tokens
+        self._drafted = [0.0, 0.0]  # expected accepted tokens, and all draft tokens
 
     def confidence(self, logprob: float) -> float:
-        """Estimated probability that a draft token is accepted, from equally confident ones."""
+        """Estimated acceptance probability of a draft token, from past tokens of the same confidence level."""
         level = _level(logprob)
         accepted, rejected = self._levels[level]
-        weight = 4.0  # of the model's own confidence, in draft tokens
+        weight = 4.0  # of the model's confidence as a prior, in draft tokens
         return (accepted + weight * (1 - 0.75 * 2.0**-level)) / (accepted + rejected + weight)
 
     def promise(self) -> float:
-        """Expected acceptance of one more token, those that are not worth verifying counted as 0."""
+        """Expected acceptance of one more token, where tokens that are not worth verifying count as 0."""
         accepted, drafted = self._drafted
         return (accepted + WEIGHT * PRIOR) / (drafted + WEIGHT)
 
     def observe_promise(self, acceptances: float, drafted: int) -> None:
-        """It drafted `drafted` tokens; of those worth verifying, `acceptances` are expected to be accepted."""
+        """Records `drafted` tokens, of which `acceptances` are expected to be verified and accepted."""
         kept = max(0.0, 1 - drafted / _MEMORY)
         self._drafted = [kept * self._drafted[0] + acceptances, kept * self._drafted[1] + drafted]
 
     def observe_chain(self, logprobs: Sequence[float], accepted: int) -> None:
-        """A row drafted tokens with these log-probs; the first `accepted` were accepted."""
+        """Records a row's draft with these log-probs, of which the first `accepted` tokens were accepted."""
         for i, logprob in enumerate(logprobs[: accepted + 1]):
             self._levels[_level(logprob)][i >= accepted] += 1
 
     def next_rollout(self) -> None:
-        """Weights have changed, so past counts weigh half."""
+        """Halves all counts, because the weights have changed."""
         for seen in (*self._levels, self._drafted):
             seen[:] = [FORGET * x for x in seen]
 
 
 class Chain:
-    """Stops each row of a chain draft where one more token would not pay, and the chain where one more pass would not.
+    """Stops a row when one more token does not pay, and all rows when one more pass of the draft model does not.
 
-    A row's token is kept while the probability that all its tokens are accepted exceeds what verifying it costs.
-    Another pass of the model over the rows that go on must promise more tokens than its seconds are worth.
+    A token is kept while the probability that all tokens of the row's draft are accepted is at least the cost of
+    verifying the token. One more pass over the remaining rows must yield more expected tokens than its time is worth.
 
     Args:
-        record: of the draft model.
-        goodput: tokens that a second is worth; 0 finds everything worth it.
+        record: estimates for the draft model.
+        goodput: tokens that a second is worth; with 0 every token and pass pays.
         token_s: seconds that the policy takes to verify a token.
-        missing: tokens of each row that the model must read first; one chain must gain what that costs.
-        most: tokens of the longest draft, 0 without limit.
+        missing: tokens of each row that the draft model must read first; the gain of one chain must cover their cost.
+        most: maximum draft length, 0 for no limit.
     """
 
     def __init__(self, record: DraftModelRecord, goodput: float, token_s: float, missing: Sequence[int], most: int = 0):
@@ -70,16 +70,20 @@ class Chain:
         self._verify_s = token_s
         self._pass_s, row, token, _ = record.fit()
         self._row_s = row + token
-        self._accepted = [1.0] * len(missing)  # probability that all tokens of the row are accepted
+        self._accepted = [1.0] * len(missing)  # probability that all draft tokens of the row are accepted
         self.logprobs: list[list[float]] = [[] for _ in missing]
         gain = emitted(record.promise(), most or LONG) - 1
         self.active = self._worth([i for i, n in enumerate(missing) if gain >= goodput * token * n])
         """Rows that draft one more token."""
 
     def step(self, logprobs: Sequence[float], limits: Sequence[int]) -> list[int]:
-        """The `active` rows drafted one token each with `logprobs`; NaN ends a row. Returns the rows that keep theirs.
+        """Records one draft token with its log-prob for each `active` row, and updates `active`.
 
-        Args: limits: most tokens of each row's draft.
+        Args:
+            logprobs: NaN ends the row's draft.
+            limits: maximum draft length of each row.
+
+        Returns: The rows that keep their token.
         """
         kept = []
         promise = 0.0
@@ -97,7 +101,7 @@ class Chain:
         return kept
 
     def _worth(self, rows: list[int]) -> list[int]:
-        """Those of the rows that are worth another token; none if the pass is not worth its seconds."""
+        """The rows for which one more token pays, or none if one more pass does not pay."""
         promise = self._record.promise()
         price = self._goodput * (self._row_s + self._verify_s)
         rows = [row for row in rows if self._accepted[row] * promise >= price]

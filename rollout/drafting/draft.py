@@ -1,4 +1,4 @@
-"""Drafts: tokens that a row carries in its next pass. They decide what a pass costs, never what it samples."""
+"""Drafts: tokens of a row that the next pass verifies. They affect the cost of a pass, never the sampled tokens."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from specrl.rollout.drafting.suffix import SuffixDrafter, Worth, propose, unseen
 from specrl.rollout.types import Drafter, RolloutError
 
 
-@dataclass(slots=True, unsafe_hash=True)  # never changed; frozen ones take three times as long to make
+@dataclass(slots=True, unsafe_hash=True)  # never modified; a frozen class takes three times as long to construct
 class Draft:
-    """Guesses of a row's next tokens."""
+    """Predicted next tokens of a row."""
 
     tokens: Sequence[int] = ()
     source: str = ""
-    """Where they come from: a drafter's `source`, `contexts` or `model`."""
+    """A drafter's `source`, `contexts` or `model`."""
     logprobs: Sequence[float] | None = None
-    """Of the tokens, under the distribution that sampled them; None where no rule needs them."""
+    """Of the tokens, under the distribution that sampled them; None if the acceptance rule does not need them."""
 
     def first(self, count: int) -> Draft:
-        """Its first `count` tokens where it has more, for rules that need no log-probs."""
+        """The draft, truncated to `count` tokens without log-probs if it is longer."""
         return Draft(list(self.tokens[:count]), self.source) if len(self.tokens) > count else self
 
 
@@ -33,27 +33,27 @@ EMPTY = Draft()
 
 
 class DrafterFault(RolloutError):
-    """A drafter raised, or proposed something else than token ids. Its row goes on without drafts of its own."""
+    """A drafter raised, or did not propose token ids. Its row continues without the drafter."""
 
 
 def ask(drafter: Drafter, text: Sequence[int], limit: int, vocab: int) -> Draft:
-    """At most `limit` tokens that may follow the response `text`, up to the first id that does not exist.
+    """A draft of at most `limit` tokens after the response `text`, up to the first invalid token id.
 
     Raises:
-        DrafterFault: the drafter fails.
+        DrafterFault: the drafter failed.
     """
     return Draft(known(_ids(drafter, show(drafter, text, limit), limit), vocab), getattr(drafter, "source", "custom"))
 
 
 def show(drafter: Drafter, text: Sequence[int], limit: int) -> Iterable[int]:
-    """What a drafter proposes after the response `text`.
+    """The proposal of a drafter after the response `text`.
 
     Raises:
-        DrafterFault: it raises.
+        DrafterFault: the drafter raised.
     """
     try:
-        return drafter.propose(tuple(text), limit)  # a copy, as a drafter may change it
-    except Exception as error:  # of anybody's code
+        return drafter.propose(tuple(text), limit)  # a copy, which the drafter may modify
+    except Exception as error:  # user code may raise anything
         raise DrafterFault(
             f"the drafter {type(drafter).__name__} raised {type(error).__name__}: {error!s:.200}"
         ) from error
@@ -71,11 +71,11 @@ def ask_all(
     worth: Worth = unseen,
     failed: Callable[[int, DrafterFault], None] = _raise,
 ) -> list[Draft]:
-    """`ask` for each row with a drafter and a limit above 0. Suffix drafters are asked together.
+    """Calls `ask` for each row with a drafter and a positive limit. Suffix drafters are called in one batch.
 
     Args:
-        worth: by which they choose between texts.
-        failed: called with a row whose drafter fails, and the fault; the row has no draft.
+        worth: the acceptance estimate by which suffix drafters choose between texts.
+        failed: called with a row whose drafter failed and the fault; the row has no draft.
     """
     drafts = [EMPTY] * len(drafters)
     together: dict[int, SuffixDrafter] = {}
@@ -95,7 +95,7 @@ def ask_all(
 
 
 def _exist(texts: Iterable[array[int]], vocab: int) -> bool:
-    """Whether all tokens are ids below `vocab`."""
+    """Whether all token ids are below `vocab`."""
     ids = array("I")
     for tokens in texts:
         ids += tokens
@@ -103,7 +103,7 @@ def _exist(texts: Iterable[array[int]], vocab: int) -> bool:
 
 
 def known(tokens: Sequence[int], vocab: int) -> list[int]:
-    """The tokens before the first id that does not exist."""
+    """The tokens before the first invalid id."""
     if not tokens or (min(tokens) >= 0 and max(tokens) < vocab):
         return list(tokens)
     return list(tokens[: next((i for i, t in enumerate(tokens) if not 0 <= t < vocab), len(tokens))])
@@ -112,7 +112,7 @@ def known(tokens: Sequence[int], vocab: int) -> list[int]:
 def _ids(drafter: Drafter, proposed: Iterable[int], limit: int) -> list[int]:
     try:
         return [index(token) for token in islice(proposed, limit)]
-    except Exception as error:  # of anybody's code, as a generator runs here
+    except Exception as error:  # user code may raise anything, also while a generator is consumed
         raise DrafterFault(
             f"the drafter {type(drafter).__name__} proposed {proposed!r:.80}, which are no token ids: {error!s:.200}. "
             "Return a sequence of ints, an empty one for no guess"

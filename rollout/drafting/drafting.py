@@ -1,4 +1,4 @@
-"""The drafts of a pass, from rows' own drafters, the texts of all prompts and a draft model; the budget limits them."""
+"""Drafts of a pass, from the rows' drafters, the context table and a draft model, within the lengths of the budget."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from specrl.rollout.engines.response import Response
 
 log = logging.getLogger(__name__)
-CONTEXT_TOKENS = 8  # of prompt and response that the context table is given
+CONTEXT_TOKENS = 8  # of prompt and response that the context table sees
 
 
 class Policy(Protocol):
-    """The model that verifies, as far as drafting needs it."""
+    """The part of the verifying model's interface that drafting needs."""
 
     vocab: int
     context: int
@@ -38,7 +38,7 @@ class Policy(Protocol):
 
 
 class DraftModel(Policy, Protocol):
-    """A small model that drafts for rows whose own drafters do worse; see rollout/engines/local/drafter.py."""
+    """A small model that drafts for rows whose drafters have a lower acceptance; rollout/engines/local/drafter.py."""
 
     reads_states: bool
     packed: PackedModel
@@ -54,25 +54,27 @@ class DraftModel(Policy, Protocol):
 
 
 class Drafting:
-    """Proposes a draft for each row, and learns from what is accepted.
+    """Proposes a draft for each row, and learns how much of it is accepted.
 
-    An engine calls `begin` and `open`, then in turns `propose`, `learn` for every row and `budget.observe_pass` with
-    the `asking` of this pass's `propose`; `admit` and `leave` when rows come and go, and `end` when all are done.
+    An engine calls `begin` and `open`. For each pass it then calls `propose`, `learn` for every row, and
+    `budget.observe_pass` with the `asking` of this `propose`. It calls `admit` and `leave` when rows join and leave the
+    batch, and `end` after the last pass.
 
     Args:
-        budget: decides how many tokens are drafted.
-        contexts: rows that speculate may also draft from the responses to all prompts; None: they may not.
-        model: drafts for rows whose own drafters do worse.
-        redraws: rows may also draft what the last pass sampled after a rejected token: with their own noise, and mostly
-            the right text before it. Keyed Jacobi iteration (arXiv 2510.24211), used where it is accepted more often.
+        budget: decides the draft lengths.
+        contexts: if not None, rows that speculate may also draft from the responses to all prompts.
+        model: drafts for rows whose drafters have a lower acceptance.
+        redraws: rows may also draft the tokens that the last pass sampled after a rejected token. These were sampled
+            with the row's noise after a mostly correct text. This is keyed Jacobi iteration (arXiv 2510.24211), used
+            where its acceptance is higher.
     """
 
     verifies_once = False
-    """A row's old text is verified in one pass, and nothing is drafted later."""
+    """Each row's old text is verified in one pass, and there are no later drafts."""
     reads_states = False
-    """Its rule needs `TargetSamples.hidden`."""
+    """The acceptance rule needs `TargetSamples.hidden`."""
     asking: float | None = None
-    """Seconds that asking for the drafts of the last `propose` took; None if no drafter was asked."""
+    """Seconds that the last `propose` took to get its drafts; None if no drafter was called."""
 
     def __init__(
         self,
@@ -85,16 +87,16 @@ class Drafting:
         self.contexts = contexts
         self.model = model
         self.keeps_states = model is not None and model.reads_states
-        """The model drafts from the policy's final hidden states, which its reader must keep."""
+        """The draft model reads the policy's final hidden states, which the policy's reader must keep."""
         self.redraws = redraws
         self.vocab = 0
-        self._logged: set[str] = set()  # classes of drafters whose faults were logged
+        self._logged: set[str] = set()  # drafter classes with a logged fault
 
     def attach(self, policy: Policy) -> None:
-        """The model whose passes verify the drafts; a few of them are timed.
+        """Sets the model that verifies the drafts, and times a few of its passes.
 
         Raises:
-            RolloutError: the draft model has another vocabulary.
+            RolloutError: the draft model has a different vocabulary.
         """
         self.vocab = policy.vocab
         if self.model:
@@ -105,16 +107,16 @@ class Drafting:
                 self.budget.drafter.calibrate([self.model.timing(rows, tokens)], rows)
 
     def inference(self) -> AbstractContextManager:
-        """`propose` is called within this context."""
+        """The context in which `propose` must be called."""
         return self.model.inference() if self.model else nullcontext()
 
     def begin(self, requests: Sequence[Request]) -> None:
-        """A rollout begins, maybe with other weights."""
+        """Starts a rollout. The weights may have changed."""
         if any(not request.plain and (self.model or request.drafter) for request in requests):
             self.budget.next_rollout()
 
     def open(self, requests: Sequence[Request], max_rows: int, policy=None) -> None:
-        """Rows of these requests, numbered in this order, are decoded from now on, at most `max_rows` at a time.
+        """Starts decoding these requests, whose rows are numbered in this order, at most `max_rows` at a time.
 
         Args: policy: the reader that decodes them, for a draft model.
         """
@@ -122,19 +124,19 @@ class Drafting:
             self.model.open(requests, max_rows, policy)
 
     def admit(self, rows: Mapping[int, Sequence[int]]) -> None:
-        """Rows join the batch. Args: rows: number -> what it has emitted already."""
+        """Adds rows to the batch. Args: rows: row number -> tokens emitted so far."""
         if self.model:
             self.model.admit(rows)
 
     def leave(self, rows: Sequence[int], compact: bool) -> None:
-        """Rows have ended. Args: compact: no other rows will take their slabs."""
+        """Removes finished rows. Args: compact: no other rows will use their KV slabs."""
         if self.model:
             self.model.leave(rows, compact)
 
     def propose(self, rows: Sequence[Response], stats: EngineStats) -> list[Draft]:
-        """The draft of each row, none of them finished, for the next pass.
+        """The draft of each unfinished row for the next pass.
 
-        Counts the rows that have a guess and draft nothing.
+        Rows whose drafter has a proposal but that draft nothing are counted in `stats`.
         """
         plan, drafts = self._without_model(rows)
         paused = Counter(row.bucket for row, draft in zip(rows, drafts, strict=True) if not draft.tokens)
@@ -147,14 +149,14 @@ class Drafting:
         return drafts
 
     def guess(self, row: Response, limit: int) -> Sequence[int]:
-        """Asks the row's own drafter for at most `limit` tokens."""
+        """At most `limit` tokens from the row's drafter."""
         self._guess([row], [limit])
         return [*row.guess.tokens]
 
     def learn(
         self, row: Response, draft: Draft, tokens: Sequence[int], drafted: int, rejected_tail: Sequence[int] = ()
     ) -> None:
-        """Learns how much of a row's draft was accepted, or would have been of a guess that was not drafted.
+        """Records how much of a row's draft was accepted, or would have been of a proposal that was not drafted.
 
         Args: see `verify.Accepted`.
         """
@@ -172,7 +174,7 @@ class Drafting:
             row.state = "agreeing" if accepted == length else "diverged" if accepted else "lost"
 
     def end(self, rows: Sequence[Response], stats: EngineStats) -> None:
-        """The rollout is done: later ones may draft from the responses of rows that speculate."""
+        """Ends the rollout. Later ones may draft from the responses of rows that speculate."""
         if self.model:
             self.model.learn(row.tokens for row in rows)
         if self.contexts is not None:
@@ -181,7 +183,7 @@ class Drafting:
             stats.draft_s += time.perf_counter() - began
 
     def count_faults(self, rows: Sequence[Response], stats: EngineStats) -> None:
-        """Counts the rows whose drafter failed; the first fault of each class of drafter is logged."""
+        """Counts the rows whose drafter failed, and logs the first fault of each drafter class."""
         for row in rows:
             if row.fault:
                 stats.drafter_faults += 1
@@ -208,7 +210,7 @@ class Drafting:
         return plan, drafts
 
     def _guess(self, rows: Sequence[Response], limits: Sequence[int]) -> None:
-        """Asks the rows' own drafters; a row guesses its redraws where these are accepted more often."""
+        """Calls the rows' drafters. A row uses its redraws instead if their estimated acceptance is higher."""
         drafters = [row.drafter if row.drafting else None for row in rows]
         worth = cache(self.budget.acceptance)
         texts = [row.tokens for row in rows]
@@ -224,7 +226,7 @@ class Drafting:
                     row.bucket = bucket
 
     def _drafts(self, rows: Sequence[Response], plan: Plan) -> list[Draft]:
-        """Each row's guess up to its bucket's length, or a draft of the contexts that promises more."""
+        """Each row's proposal up to its bucket's length, or a draft from the context table with a higher gain."""
         drafts = [
             Draft([*row.guess.tokens[:length]], row.guess.source) if (length := plan.lengths[row.bucket]) else EMPTY
             for row in rows
@@ -246,7 +248,7 @@ class Drafting:
         return drafts
 
     def _with_model(self, model: DraftModel, rows: Sequence[Response], drafts: list[Draft], plan: Plan) -> None:
-        """Replaces the drafts of rows that the model serves better, if it drafts anything for them."""
+        """Replaces the drafts of the rows that the draft model serves, if it has drafts for them."""
         reach = [min(row.remaining - 1, model.context - row.length + 1) for row in rows]
         indices = [
             i
@@ -257,20 +259,20 @@ class Drafting:
         chain = self.budget.chain([model.missing_count(row.number, len(row.tokens)) for row in asked], plan)
         texts = {row.number: row.tokens for row in asked}
         proposed = model.propose(texts, [reach[i] for i in indices], chain, self.budget)
-        for i, tokens, logprobs in zip(indices, proposed, chain.logprobs, strict=False):  # a test asks for a few rows
+        for i, tokens, logprobs in zip(indices, proposed, chain.logprobs, strict=False):  # tests draft for a few rows
             if tokens:
                 drafts[i] = Draft(tokens, "model", logprobs)
 
 
 def _joined(redraws: Sequence[int], text: Sequence[int], limit: int) -> Draft:
-    """The redraws, and what follows their last token in a text that has it at the same position."""
+    """The redraws, continued with the text if it has their last token at the same position."""
     n = len(redraws)
     rest = text[n:] if len(text) > n and text[n - 1] == redraws[-1] else ()
     return Draft([*redraws[:limit], *rest], "redraw")
 
 
 def check_vocab(drafter: int, policy: int) -> None:
-    """Raises RolloutError when the vocabularies of a draft model and the policy have different sizes."""
+    """Raises RolloutError if the vocabularies of the draft model and the policy have different sizes."""
     if drafter != policy:
         raise RolloutError(
             f"the draft model has {drafter} tokens and the policy {policy}, so its drafts would mean other texts. Use "

@@ -1,4 +1,4 @@
-"""An index of where n-grams of many texts occurred last: flat arrays, filled and searched for many rows at once."""
+"""An index of the last occurrences of n-grams in many texts, in flat arrays that are searched in batches."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ import numpy as np
 from numpy.typing import NDArray
 
 LENGTHS = (8, 4, 2)
-"""Tokens of the n-grams, longest first; each is twice the next."""
+"""Lengths of the n-grams, longest first. Each is twice the next."""
 _LONGEST = LENGTHS[0]
-_SPREAD = 4, 2  # table entries for each token: for expected tokens, and at least
-_FEWEST = 1 << 16  # table entries, so that small indices have few collisions
-_BLOCK = 1 << 15  # tokens or entries that are processed at a time, in fast memory
+_SPREAD = 4, 2  # table entries per token: for the expected tokens, and as a minimum
+_FEWEST = 1 << 16  # minimum table entries, so that small indices have few collisions
+_BLOCK = 1 << 15  # tokens or entries processed at a time, to fit the CPU cache
 FULL = 1 << 22
-"""Tokens of an index that takes no more groups."""
-_ID_BITS = 20  # of a token, in 32 bits; the others hold the number of its group
+"""Tokens beyond which an index accepts no more groups."""
+_ID_BITS = 20  # of 32 for the token id; the others hold the group number
 GROUPS = 1 << 32 - _ID_BITS
-"""Groups that an index can number."""
-_NO_ID = (1 << _ID_BITS) - 1  # for all ids that need more bits
+"""Maximum number of groups of an index."""
+_NO_ID = (1 << _ID_BITS) - 1  # replaces all ids that need more bits
 _PRIMES = {1: np.uint32(0x9E3779B1), 2: np.uint32(0x85EBCA77), 4: np.uint32(0xC2B2AE3D)}
-"""Of xxHash, by the length of the n-grams that are joined; similar factors would give many n-grams one hash."""
+"""Factors from xxHash, by the length of the n-grams to join. Similar factors would cause many collisions."""
 _MIX = np.uint32(0x27D4EB2F)
 
 Piece = tuple[int, int, "array[int]", int]
-"""(group, text, the text's tokens so far, how many of them were added before)"""
+"""(group, text number, the text's tokens so far, how many of them the index already contains)"""
 Occurrence = tuple[int, int, int]
-"""(text, position, length of the n-gram before it); the length is one of `LENGTHS`, 0 if nothing was found."""
+"""(text number, position, length of the n-gram that ends there). The length is one of `LENGTHS`, or 0 for no match."""
 NOT_FOUND: Occurrence = (0, 0, 0)
 
 
 def token_ids(tokens: Sequence[int]) -> array[int]:
-    """The ids in four bytes each; values that cannot be ids become one that no vocabulary has."""
+    """The ids as uint32. Values outside that range become 2^32 - 1, which no vocabulary has."""
     if isinstance(tokens, array):
         return tokens
     ids = array("I")
@@ -42,7 +42,7 @@ def token_ids(tokens: Sequence[int]) -> array[int]:
 
 
 def append(ids: array[int], tokens: list[int]) -> None:
-    """Adds the tokens, best a list, as `token_ids` gives them."""
+    """Appends the tokens, converted as by `token_ids`."""
     try:
         ids.fromlist(tokens)
     except (OverflowError, TypeError):
@@ -50,34 +50,35 @@ def append(ids: array[int], tokens: list[int]) -> None:
 
 
 class NGrams:
-    """The n-grams of groups of texts, and where each occurred last. Groups are searched separately.
+    """Maps each n-gram of several groups of texts to its last occurrence. Groups are searched separately.
 
-    Text is appended to one buffer in pieces, each after the few tokens before it, so that every n-gram lies in one
-    piece. A table for each length maps the hash of an n-gram to the position after it; of equal hashes the last one is
-    kept. A search compares the tokens, so a collision loses a guess and never gives a wrong one.
+    Texts are appended to one buffer in pieces. Each piece repeats the few tokens before it, so that every n-gram is
+    contained in one piece. A hash table for each length maps an n-gram to the position after it, and a later n-gram
+    overwrites an earlier one with the same hash. A search compares the tokens, so a collision can hide a match but
+    never yields a wrong one.
     """
 
     def __init__(self, tokens: int = 0):
-        """Args: tokens: about how many will be held; the index grows for more."""
-        self._tokens = np.zeros(max(tokens, 1 << 10), np.uint32)  # with their group's number in the upper bits
-        self._held = _LONGEST  # of these; entry 0 of a table means that nothing was seen
+        """Args: tokens: expected number of tokens. The index grows if there are more."""
+        self._tokens = np.zeros(max(tokens, 1 << 10), np.uint32)  # with the group number in the upper bits
+        self._held = _LONGEST  # tokens in use; 0 in a table means no occurrence
         self._groups = 0
-        self._added = 0  # tokens, without those that are repeated before a piece
+        self._added = 0  # tokens, without the repeated ones
         self._ends = np.zeros((len(LENGTHS), max(_SPREAD[0] * tokens, _FEWEST)), np.int32)
-        self._pieces = np.empty((3, 64), np.int32)  # where each begins in the buffer and in its text, and which text
-        self._count = 0  # of these
+        self._pieces = np.empty((3, 64), np.int32)  # start in the buffer, start in the text, text number
+        self._count = 0  # pieces in use
 
     def takes(self, groups: int) -> bool:
-        """Whether so many more groups may begin here; else the caller begins another index."""
+        """Whether the index accepts `groups` more groups. If not, the caller creates another index."""
         return self._added <= FULL and self._groups + groups <= GROUPS
 
     def group(self) -> int:
-        """Begins a group of texts, which the index must take; returns its number."""
+        """Starts a group of texts and returns its number. `takes` must be true."""
         self._groups += 1
         return self._groups - 1
 
     def add(self, pieces: Sequence[Piece]) -> None:
-        """Appends to texts; later pieces are more recent."""
+        """Adds pieces of texts, the most recent last."""
         upto = np.cumsum([len(text) - known for _, _, text, known in pieces])
         self._reserve(int(upto[-1]))
         cuts = np.flatnonzero(np.diff(upto // _BLOCK)) + 1
@@ -87,11 +88,11 @@ class NGrams:
     def find(
         self, groups: Sequence[int], suffixes: Sequence[Sequence[int]], suffix_of: Sequence[int] | None = None
     ) -> list[Occurrence]:
-        """The most recent occurrence in each group of the longest part of a suffix that occurs there.
+        """The last occurrence in each group of the longest n-gram at the end of a suffix.
 
         Args:
             suffixes: the last tokens of each text, at most 8.
-            suffix_of: index of the suffix to search for in each group; by default the i-th in the i-th.
+            suffix_of: index of the suffix to search for in each group; by default the i-th suffix for the i-th group.
         """
         if not self._count:
             return [NOT_FOUND] * len(groups)
@@ -136,11 +137,11 @@ class NGrams:
         new = known - starts
         added = np.flatnonzero(within >= np.repeat(new, lengths))
         for length, ends, hashes in zip(reversed(LENGTHS), self._ends[::-1], _hashes(ids), strict=False):
-            at = added if new.min() >= length else added[within[added] >= length]  # what follows an n-gram
+            at = added if new.min() >= length else added[within[added] >= length]  # after a complete n-gram
             ends[_entries(hashes[at - length], ends.size)] = at + first
 
     def _reserve(self, tokens: int) -> None:
-        """Grows the tables for that many more. They double, so that entries never collide that did not before."""
+        """Grows the tables for `tokens` more tokens. Sizes double, so that existing entries get no new collisions."""
         self._added += tokens
         size = larger = self._ends.shape[1]
         while larger < _SPREAD[1] * self._added:
@@ -158,13 +159,13 @@ class NGrams:
 
 
 def _marks(groups: Sequence[int]) -> NDArray[np.uint32]:
-    """The groups' numbers in the bits above those of tokens."""
+    """The group numbers, shifted above the bits of token ids."""
     return np.array(groups, np.uint32) << np.uint32(_ID_BITS)
 
 
 def _hashes(ids: NDArray[np.uint32]) -> Iterator[NDArray[np.uint32]]:
-    """Of the n-grams that begin at each index of the last axis, shortest first, as far as one fits."""
-    ids = _mixed(ids)  # groups differ in few bits
+    """The hashes of the n-grams that start at each index of the last axis, for one length after another from 2."""
+    ids = _mixed(ids)  # group numbers differ in few bits
     length = 1
     while length < min(ids.shape[-1], _LONGEST):
         ids = ids[..., :-length] * _PRIMES[length] + ids[..., length:]
@@ -173,7 +174,7 @@ def _hashes(ids: NDArray[np.uint32]) -> Iterator[NDArray[np.uint32]]:
 
 
 def _mixed(bits: NDArray[np.uint32]) -> NDArray[np.uint32]:
-    """Every upper bit depends on all bits."""
+    """A mix in which every upper bit depends on all input bits."""
     return (bits ^ bits >> np.uint32(15)) * _MIX
 
 
@@ -182,7 +183,7 @@ def _entries(hashes: NDArray[np.uint32], size: int) -> NDArray[np.int64]:
 
 
 def _ids(texts: Sequence[array[int]]) -> NDArray[np.uint32]:
-    """The tokens of all texts, one after the other, each in `_ID_BITS` bits."""
+    """The concatenated tokens of all texts, limited to `_ID_BITS` bits."""
     joined = array("I")
     for text in texts:
         joined += text
@@ -191,7 +192,7 @@ def _ids(texts: Sequence[array[int]]) -> NDArray[np.uint32]:
 
 
 def _grown(held: NDArray, size: int) -> NDArray:
-    """The array with at least `size` entries in its last axis, which doubles."""
+    """The array, or a copy whose last axis is doubled or, if that is too short, has `size` entries."""
     if size <= held.shape[-1]:
         return held
     grown = np.empty((*held.shape[:-1], max(size, 2 * held.shape[-1])), held.dtype)

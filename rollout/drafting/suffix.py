@@ -1,4 +1,4 @@
-"""Drafts from the texts of a prompt: the sample's old text at equal positions, or what followed the last tokens."""
+"""Drafts from the texts of a prompt: the sample's old text at the same position, or a match of the last tokens."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from specrl.rollout.drafting.ngrams import LENGTHS, NGrams, Occurrence, Piece, a
 from specrl.rollout.sections import SOURCES
 from specrl.rollout.types import Request
 
-_RECENT = 6  # tokens of the response by which a text that is followed is compared with it
-_LONGEST = 32  # matching tokens; more add no evidence
-_LEVELS = [0, 1, 2, 3, 4, 4, 6, 6, *[8] * 8, *[16] * 16, _LONGEST]  # match quality by the number of matching tokens
+_RECENT = 6  # last tokens of the response that are compared with the followed text
+_LONGEST = 32  # matching tokens that are counted; more add no evidence
+_LEVELS = [0, 1, 2, 3, 4, 4, 6, 6, *[8] * 8, *[16] * 16, _LONGEST]  # match level by number of matching tokens
 _MATCHING = [(level, False) for level in _LEVELS]
-_SEARCHED = "group", "earlier", "prompt"  # each source is a group of its own in an index
+_SEARCHED = "group", "earlier", "prompt"  # each source is a separate group of the index
 
 MatchQuality = tuple[int, bool]
-"""Evidence that a text will keep matching. First the number of the response's last tokens that precede the position in
-the text, as one of `_LEVELS`; or, negative, how many of the last `_RECENT` tokens differ; 0 without evidence. Then
-whether the row is lost: its last pass emitted one token, which is not the text's."""
+"""Evidence that a text will keep matching, as (match level, lost). The level is the number of the response's last
+tokens that precede the position in the text, rounded down to one of `_LEVELS`; or negative, how many of the last
+`_RECENT` tokens differ; or 0 without evidence. A row is lost if its last pass emitted a single, different token."""
 Worth = Callable[[tuple[MatchQuality, str]], float]
-"""Acceptance of drafts by their match quality and source."""
+"""Estimated acceptance of drafts by match quality and source."""
 Match = tuple[int, int, "array[int]", int, str]
-"""A text that may be followed: (match level, where in the response the match begins, text, position in the text less
+"""A candidate text to follow: (match level, start of the match in the response, text, position in the text minus
 position in the response, source)"""
 
 
 def unseen(bucket: tuple[MatchQuality, str]) -> float:
-    """The `Worth` before any draft was seen."""
+    """The `Worth` before any draft has been observed."""
     (match, _), source = bucket
     return prior(match, source)
 
@@ -40,13 +40,12 @@ def unseen(bucket: tuple[MatchQuality, str]) -> float:
 class PromptTexts:
     """The texts of one prompt: stored responses, the prompt, and responses that are being generated.
 
-    Prompts that are searched together share an index of n-grams, which searches build and update. It is not sent to
-    workers.
+    Prompts that are searched together share an n-gram index, which searches build and update. It is not pickled.
 
     Args:
-        stored: responses as token ids, the newest first.
-        sources: of SOURCES, those that may be used.
-        prompt: its token ids.
+        stored: responses as token ids, newest first.
+        sources: the subset of SOURCES to use.
+        prompt: token ids.
     """
 
     def __init__(
@@ -65,11 +64,11 @@ class PromptTexts:
     def _reset_index(self) -> None:
         self.index: NGrams | None = None
         self.groups: dict[str, int] = {}
-        """The number of each source in the index; sources are searched separately."""
-        self._indexed: list[int] = []  # tokens of each text that the index holds
+        """Group number in the index of each source. Sources are searched separately."""
+        self._indexed: list[int] = []  # tokens of each text that are in the index
 
     def source(self, text: int) -> str:
-        """Where a text comes from."""
+        """The source of a text."""
         return "earlier" if text < self.stored else "prompt" if text < self.known else "group"
 
     def __getstate__(self) -> dict[str, Any]:
@@ -80,19 +79,19 @@ class PromptTexts:
         self._reset_index()
 
     def open(self) -> array[int]:
-        """Begins a new text, to which ids are appended."""
+        """Adds an empty text, to which the caller appends ids."""
         self.texts.append(array("I"))
         return self.texts[-1]
 
     def join(self, index: NGrams) -> None:
-        """Uses that index for searches from now on."""
+        """Switches to this index."""
         self._reset_index()
         self.index = index
         sources = {self.source(text) for text in range(self.known)} | ({"group"} & self.sources)
         self.groups = {source: index.group() for source in _SEARCHED if source in sources}
 
     def unindexed(self) -> Iterator[Piece]:
-        """The pieces that the index lacks, the most recent last; the caller adds them."""
+        """The pieces missing from the index, most recent last. The caller must add them."""
         known = self._indexed
         order = [*range(self.known, len(self.texts))]
         if not known:
@@ -106,7 +105,7 @@ class PromptTexts:
 
 
 def find(prompts: Sequence[PromptTexts], texts: Sequence[Sequence[int]]) -> list[list[Occurrence]]:
-    """Where the longest suffix of each text occurred last, for each source of its prompt: see `NGrams.find`."""
+    """The last occurrences of each text's longest suffix, one for each source of its prompt; see `NGrams.find`."""
     distinct = dict.fromkeys(prompts)
     _join([prompt for prompt in distinct if prompt.index is None], [p.index for p in distinct if p.index])
     occurrences: list[list[Occurrence]] = [[] for _ in prompts]
@@ -126,9 +125,9 @@ def find(prompts: Sequence[PromptTexts], texts: Sequence[Sequence[int]]) -> list
 
 
 def _join(new: Sequence[PromptTexts], indices: Sequence[NGrams]) -> None:
-    """Gives each prompt one of the indices, or a new one; rows may generate as much as was stored."""
+    """Assigns each prompt one of the indices, or a new one with space for as many generated as stored tokens."""
     tokens = 2 * sum(len(text) for prompt in new for text in prompt.texts)
-    most = len(_SEARCHED)  # groups of a prompt, all in one index
+    most = len(_SEARCHED)  # groups of a prompt, which must be in one index
     index = next((index for index in indices if index.takes(most)), None)
     for prompt in new:
         if index is None or not index.takes(most):
@@ -137,19 +136,19 @@ def _join(new: Sequence[PromptTexts], indices: Sequence[NGrams]) -> None:
 
 
 class SuffixDrafter:
-    """Follows a text while it matches, and switches to one that promises more after a mismatch.
+    """Follows a text while it matches the response. After a mismatch, follows the text of highest expected acceptance.
 
-    The sample's old text is followed first, at equal positions. After a mismatch it is followed further, as if one
-    token had been replaced, or another occurrence of the response's last tokens is: in an old text, in the prompt, in
-    what the prompt's rows have emitted. The one whose source and match quality had the highest acceptance is chosen.
-    Suffix matching is SuffixDecoding's (arXiv 2411.04975), longer matches before shorter ones SAM decoding's
-    (arXiv 2411.10666), several sources Hierarchy Drafting's (arXiv 2502.05609), and the choice by past acceptance is
-    TAGE branch prediction's, as in `ContextTable`.
+    The sample's old text is followed first, at the same positions. After a mismatch the candidates are the followed
+    text, as if one token had been replaced, and other occurrences of the response's last tokens: in an old text, in the
+    prompt, or in the responses that the prompt's rows are generating. The candidate whose source and match quality had
+    the highest acceptance is chosen. The method combines suffix matching (SuffixDecoding, arXiv 2411.04975),
+    preference for longer matches (SAM decoding, arXiv 2411.10666), several sources (Hierarchy Drafting, arXiv
+    2502.05609), and selection by past acceptance (TAGE branch prediction, as in `ContextTable`).
 
     Args:
-        texts: of the prompt, shared by the rows of one engine call; what a row emits is added when it is asked.
-        old: the sample's old text; without one the newest stored text is followed first.
-        ahead: what was rolled out ahead of the row, under its own noise; followed instead of `old`.
+        texts: of the prompt, shared by the rows of one engine call. `propose` adds the row's new tokens to them.
+        old: the sample's old text. Without one the newest stored text is followed first.
+        ahead: the row's text from a rollout ahead, sampled with the row's noise. It is followed instead of `old`.
     """
 
     def __init__(self, texts: PromptTexts, old: Sequence[int] | None = None, ahead: Sequence[int] | None = None):
@@ -165,28 +164,28 @@ class SuffixDrafter:
         self._begin()
 
     def _begin(self) -> None:
-        """A response begins."""
+        """Resets the state for a new response."""
         self._followed, self.source = self._first
-        """The text that is followed, and where the last draft came from."""
-        self._shift = 0  # position in that text less position in the response
+        """Source of the last draft."""
+        self._shift = 0  # position in the followed text minus position in the response
         self.quality: MatchQuality = 0, False
-        """Of that draft."""
-        self._matches_from = 0  # position of the response from which on it equals the text that is followed
-        self._left: tuple[array[int], int, str] | None = None  # the text followed before, with its shift and source
-        self._length = 0  # of the response when it was last observed
-        self._grown = 0  # by how much it had grown then
-        self._text = self.texts.open() if "group" in self.texts.sources else None  # the response, among the texts
+        """Match quality of the last draft."""
+        self._matches_from = 0  # start of the response's match with the followed text
+        self._left: tuple[array[int], int, str] | None = None  # the previously followed text, its shift and source
+        self._length = 0  # of the response at the last `observe`
+        self._grown = 0  # tokens that the last pass emitted, set at a mismatch
+        self._text = self.texts.open() if "group" in self.texts.sources else None  # the response, as one of the texts
 
     def propose(self, tokens: Sequence[int], limit: int) -> list[int]:
         return propose([self], [tokens], [limit])[0].tolist()
 
     def observe(self, tokens: Sequence[int]) -> bool:
-        """Adds the new tokens of the response to the texts; whether the text that is followed matches, and goes on.
+        """Adds the response's new tokens to the texts. Returns whether the followed text matches and has more tokens.
 
-        A response that is shorter than before is a new one, and a new text.
+        A response that is shorter than before is a new one, and starts a new text.
         """
         n = len(tokens)
-        if n < self._length:  # its request is run again
+        if n < self._length:  # the request is run again
             self._begin()
         if self._text is not None and n > (known := len(self._text)):
             append(self._text, list(tokens[known:]))
@@ -202,10 +201,7 @@ class SuffixDrafter:
         return True
 
     def switch_source(self, tokens: Sequence[int], occurrences: Sequence[Occurrence], worth: Worth) -> None:
-        """Follows the best match: the present text, the one before, or one of the occurrences.
-
-        Args: occurrences: of the response's last tokens.
-        """
+        """Chooses between the followed text, the one before it, and the occurrences of the response's last tokens."""
         if self.source == "prefix":
             self.source = "position"
             if "position" not in self.texts.sources:
@@ -241,13 +237,13 @@ class SuffixDrafter:
         return matches
 
     def continuation(self, length: int, limit: int) -> array[int]:
-        """At most `limit` tokens of the text that is followed, after the response's first `length`."""
+        """At most `limit` tokens of the followed text, after the response's first `length` tokens."""
         start = length + self._shift
         return array("I") if self._followed is None else self._followed[start : start + limit]
 
 
 def _differing(text: Sequence[int], shift: int, tokens: Sequence[int]) -> int:
-    """How many of the response's last `_RECENT` tokens differ in the text; `_RECENT` where none is the same."""
+    """How many of the response's last `_RECENT` tokens differ from the text; `_RECENT` if none is equal."""
     n = len(tokens)
     first = max(0, n - _RECENT, -shift)
     same = sum(map(eq, tokens[first:], text[first + shift : n + shift]))
@@ -255,7 +251,7 @@ def _differing(text: Sequence[int], shift: int, tokens: Sequence[int]) -> int:
 
 
 def _preceding(text: Sequence[int], position: int, tokens: Sequence[int], length: int) -> int:
-    """How many of the response's last tokens precede `position`, at most `_LONGEST`; `length` are known to."""
+    """How many of the response's last tokens precede `position`, at most `_LONGEST`. At least `length` do."""
     most = min(_LONGEST, position, len(tokens))
     while length < most and text[position - length - 1] == tokens[-length - 1]:
         length += 1
@@ -268,7 +264,7 @@ def propose(
     limits: Sequence[int],
     worth: Worth = unseen,
 ) -> list[array[int]]:
-    """The proposals of several rows' drafters, searched together; a row with limit 0 is not searched."""
+    """The proposals of several rows' drafters, with one batched search. Rows with limit 0 are not searched."""
     matching = [drafter.observe(tokens) for drafter, tokens in zip(drafters, texts, strict=True)]
     searching = [i for i, (matches, limit) in enumerate(zip(matching, limits, strict=True)) if limit and not matches]
     if searching:
@@ -279,6 +275,6 @@ def propose(
 
 
 def following(request: Request, ahead: Sequence[int]) -> Request:
-    """The request with a drafter that follows what was rolled out ahead of it."""
+    """The request with a drafter that follows its text from a rollout ahead."""
     texts = request.drafter.texts if isinstance(request.drafter, SuffixDrafter) else PromptTexts()
     return replace(request, drafter=SuffixDrafter(texts, ahead=ahead))

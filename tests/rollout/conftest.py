@@ -1,4 +1,4 @@
-"""The reference responses that several files compare with."""
+"""The reference responses that several files share."""
 
 import pytest
 

@@ -1,7 +1,7 @@
-"""What tests of engines share: requests, drafts right and wrong, and a loop without a cache as their oracle.
+"""Shared by tests of engines: requests, right and wrong drafts, and a decoding loop without a cache as the oracle.
 
-The oracle decodes one row at a time by full forward passes. `differing` is the one comparison that positive tests and
-planted faults share.
+The oracle decodes one row at a time by full forward passes. Positive tests and planted faults both compare with
+`differing`.
 """
 
 import copy
@@ -24,7 +24,7 @@ SAMPLING = SamplingParams(EOS_IDS)
 
 @dataclass
 class Script:
-    """Proposes `text` at the same positions, whatever was emitted; `limit` is ignored when `rude`."""
+    """Proposes `text` at the same positions, whatever was emitted. `limit` is ignored if `rude`."""
 
     text: list[int]
     rude: bool = False
@@ -41,7 +41,7 @@ class Named(Script):
 
 
 def prompts_and_caps(n: int, seed: int = 0) -> list[tuple[list[int], int]]:
-    """Ragged prompts, some shared, some of one token; caps from 1 on."""
+    """Ragged prompts, some shared, some of one token, and caps from 1."""
     rng = random.Random(seed)
     pool = [[rng.randrange(2, VOCAB) for _ in range(length)] for length in (1, 1, 2, 5, 9, 14)]
     return [(pool[i // 2 % len(pool)], rng.choice([1, 2, 9, 20, 30])) for i in range(n)]
@@ -60,7 +60,7 @@ def engine_of(model, sampling=SAMPLING, **settings) -> TransformersEngine:
 
 
 def reference(model, requests, sampling=SAMPLING) -> list[tuple[list[int], list[float], str]]:
-    """Each row alone: a full forward pass of the model itself for every token."""
+    """Decodes each row alone, with a full forward pass of the model for every token."""
     law = {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
     model = copy.deepcopy(model).eval()
     rows = []
@@ -100,15 +100,15 @@ def all_wrong(text):
 
 
 def drafts_of_every_quality(texts, seed=0) -> list[Script]:
-    """One drafter per row, cycling through everything a drafter may do, right or wrong."""
+    """One drafter per row, cycling through all kinds of right and wrong drafts."""
     rng = random.Random(seed)
     kinds = [
         lambda t: Script(t),
         lambda t: Script(corrupt(t, rng, 0.2)),
         lambda t: Script([rng.randrange(VOCAB) for _ in range(40)]),
         lambda t: Script(t[: len(t) // 2]),
-        lambda t: Script(t + [5] * 100, rude=True),  # longer than the cap and than what was asked for
-        lambda t: Script([*t[:3], VOCAB, *t[4:]]),  # ids that do not exist
+        lambda t: Script(t + [5] * 100, rude=True),  # longer than the cap and the requested limit
+        lambda t: Script([*t[:3], VOCAB, *t[4:]]),  # invalid ids
         lambda t: Script([*t[:2], -1, 10**9, *t[4:]], rude=True),
         lambda t: Script([*t[:2], 1, *t[3:]]),  # an EOS where the policy has none
         lambda t: Script([1] * 40),
@@ -121,7 +121,7 @@ def drafts_of_every_quality(texts, seed=0) -> list[Script]:
 
 
 class NoisyHead(torch.nn.Linear):
-    """An output layer whose rounding depends on the shape of the pass, far worse than a real one's."""
+    """An output layer whose rounding depends on the shape of the pass, far more than a real one's."""
 
     size = 3e-5
 
@@ -132,7 +132,7 @@ class NoisyHead(torch.nn.Linear):
 
 
 def noisy(model):
-    """A copy of the model whose logits are rounded as the pass has it."""
+    """A copy of the model whose logits are rounded depending on the pass."""
     rounded, head = copy.deepcopy(model), model.get_output_embeddings()
     rounded.lm_head = NoisyHead(head.in_features, head.out_features, bias=False)
     rounded.lm_head.weight = head.weight
@@ -140,7 +140,7 @@ def noisy(model):
 
 
 def nearly_tied_keys(model, prompt, closer_than: float) -> list[int]:
-    """Keys whose first draw has two best scores closer than that."""
+    """Keys whose first sample has its two best scores closer than that."""
     with torch.no_grad():
         logits = copy.deepcopy(model).eval()(input_ids=torch.tensor([prompt])).logits[0, -1]
     found = []

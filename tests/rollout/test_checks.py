@@ -1,4 +1,4 @@
-"""What the library refuses, in one line that names the value and the nearest legal one."""
+"""Invalid options are rejected with one line that names the value and the nearest valid one."""
 
 import array
 import math
@@ -33,7 +33,7 @@ def refusal(act) -> str:
 
 
 WRONG = [
-    # config, the option that the message names, what it suggests
+    # config, the option named in the message, the suggested value
     (RolloutConfig(temperature=-1), "rollout.temperature=-1", "rollout.temperature=0."),
     (RolloutConfig(temperature=NAN), "rollout.temperature=nan", "rollout.temperature=0."),
     (RolloutConfig(temperature="1"), "rollout.temperature='1'", "a number"),
@@ -75,7 +75,7 @@ def test_right_options_pass():
 
 
 def test_the_command_line_and_the_library_refuse_alike():
-    """Both have the same message for each number of `rollout` one step beyond each of its limits."""
+    """For each number of `rollout` one step beyond each of its limits."""
     for key, option in options.options(Config).items():
         if not key.startswith("rollout.") or not {int, float} & set(option.members):
             continue

@@ -20,7 +20,7 @@ def completion(tokens, reused=None, passes=1, finish="length") -> Completion:
 
 @dataclass
 class FakeRollout:
-    """Answers with given texts and given seconds, and keeps what it was asked for."""
+    """Returns scripted texts and seconds, and records the requests."""
 
     config: RolloutConfig
     fresh_texts: list = field(default_factory=list)
@@ -73,7 +73,7 @@ def measure(control, batch=None, rewards=(1.0, 0.0, 1.0, 0.0), step=2):
         ({"measure_every": 3}, [2, 5, 8]),
         ({"measure_every": 1}, list(range(9))),
         ({"measure_every": 0}, []),
-        ({"measure_every": 3, "acceptance": "lenient"}, []),  # lenient text is not plain decoding's, by design
+        ({"measure_every": 3, "acceptance": "lenient"}, []),  # lenient text differs from plain decoding by design
         ({"measure_every": 3, "acceptance": "off"}, []),
     ],
 )
@@ -143,7 +143,7 @@ def test_a_mismatch_is_counted_otherwise():
 
 
 def test_texts_are_compared_up_to_where_they_part():
-    """Behind its first flip a row is another text, of which every token differs or none, as it happens."""
+    """After the first different token a row is a different text, and comparing its tokens is meaningless."""
 
     def parted(*pairs):
         done, plain = ([completion(pair[side]) for pair in pairs] for side in (0, 1))
@@ -160,7 +160,7 @@ def test_texts_are_compared_up_to_where_they_part():
 
 @pytest.mark.parametrize("side", [0, 1])
 def test_rows_that_failed_are_no_mismatches(side):
-    """An infrastructure failure says nothing about numerics, and must not stop a strict run as if it did."""
+    """An infrastructure failure is not a numerical mismatch and must not stop a strict run as one."""
     texts = [[completion([1, 2])], [completion([1, 2])]]
     texts[side] = [replace(completion([]), failure="poisoned")]
     parted = Divergence.of(*texts)
@@ -181,7 +181,7 @@ def test_reuse_gap_by_hand_leaves_failed_rewards_out():
     control, rollout = made(score, fresh_texts=[[1], [2], [3]], replay=0.5)
     replayed = batch_of(replayed=[True, False, True, True], visits=[4, 4, 3, 3])
     metrics = measure(control, replayed, rewards=(1.0, 0.0, 0.5, None), step=5)
-    # replayed rows with a reward: 0 and 2; of their control rows only the first was scored
+    # replayed rows with a reward: 0 and 2; only the first one's control row was scored
     assert rollout.calls[-1] == ("control", ["a", "b"], [0, 0], [4, 3], 5)
     assert seen == [(["a", "b"], [[1], [2]])]
     assert metrics["spec/reuse_gap"] == pytest.approx(1.0 - 0.25)
@@ -206,7 +206,7 @@ def test_twins_that_failed_are_left_out_of_the_gap_and_counted():
 
     def score(rows, texts):
         seen.append(([r.example_id for r in rows], texts))
-        return [0.0 if not text else 1.0 for text in texts]  # what a reward says of no text
+        return [0.0 if not text else 1.0 for text in texts]  # the reward of an empty text
 
     control, rollout = made(score, replay=0.5)
     rollout.fresh = [completion([1]), failed(), failed(), completion([2])]
@@ -236,7 +236,7 @@ def test_times_of_different_work_are_not_compared(side):
 
 
 def test_processes_exchange_even_without_replayed_rows():
-    """The exchange is collective: a process that left it out would leave the others waiting."""
+    """The exchange is collective, so a process that skipped it would block the others."""
     calls = []
 
     def exchange(found):

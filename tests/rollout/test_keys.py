@@ -1,4 +1,4 @@
-"""Visits: how often a prompt was rolled out."""
+"""Visits count how often a prompt was rolled out."""
 
 import json
 

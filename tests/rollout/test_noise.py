@@ -1,4 +1,4 @@
-"""Keys, Gumbel noise and the keyed draw. Oracles are numpy or pure Python and import nothing of the product."""
+"""Keys, Gumbel noise and keyed sampling. The oracles are numpy or pure Python and import nothing from the product."""
 
 import hashlib
 import math
@@ -80,7 +80,7 @@ def test_integers_match_an_independent_implementation():
 
 
 def test_golden_values():
-    """Written down once: a change of the hash would silently resample every run that is resumed."""
+    """A change of the hash would silently change the samples of every resumed run."""
     got = hash_tokens(*row_words(torch.tensor([0, -1, 2**40]), torch.tensor([0, 3, 1000])), 4).numpy().view(np.uint32)
     assert got.tolist() == GOLDEN_HASHES
     assert [derive_key(0, "ex-0", 0, 0), derive_key(7, "é", 3, 2, "control")] == GOLDEN_KEYS
@@ -92,7 +92,7 @@ def test_gumbel_and_uniform_match_float64():
     u = (bits.astype(np.float64) + 0.5) / 2**31
     want = -np.log(-np.log1p(-u))
     got = noise(keys, positions, 64).double().numpy()
-    # 1 - u is rounded for u near 1, where G is most negative and never decides a draw
+    # 1 - u is rounded for u near 1, where G is most negative and never decides a sample
     assert np.abs(got - want)[want > 0].max() < 2e-6
     assert np.abs(got - want).max() < 0.2
     assert np.allclose(uniform(torch.tensor(keys), torch.tensor(positions)).double(), u[:, 0], rtol=2e-7, atol=0)
@@ -120,7 +120,7 @@ def test_keys_are_distinct_over_everything_that_names_a_rollout():
     ]
     assert len(set(keys)) == len(keys)
     assert len({k & 0xFF for k in keys}) == 256  # the low byte is used as well
-    assert len({derive_key(0, "a", s * g, 0) for s in range(5) for g in range(5)}) < 25  # control: a colliding recipe
+    assert len({derive_key(0, "a", s * g, 0) for s in range(5) for g in range(5)}) < 25  # control: it collides
 
 
 @pytest.mark.parametrize("replay", [0.0, 0.25, 0.5, 0.875, 1.0])
@@ -208,7 +208,7 @@ def test_gumbel_moments_and_kolmogorov_smirnov():
     assert sample.min() > -3.0
     assert sample.max() < 22.3
     assert ks(sample, lambda x: np.exp(-np.exp(-x))) < 2.5 / math.sqrt(n)  # p < 1e-5
-    assert ks(sample, lambda x: np.exp(-np.exp(-(x - 0.01)))) > 2.5 / math.sqrt(n)  # control: a shift by 0.01 is seen
+    assert ks(sample, lambda x: np.exp(-np.exp(-(x - 0.01)))) > 2.5 / math.sqrt(n)  # control: detects 0.01
     assert ks(-sample, lambda x: np.exp(-np.exp(-x))) > 2.5 / math.sqrt(n)
 
 
@@ -219,7 +219,7 @@ def ks(sample, cdf) -> float:
 
 
 def test_the_upper_tail_follows_the_law_down_to_1e_5():
-    """Large G decide the draws of unlikely tokens: P(G > g) = 1 - exp(-exp(-g))."""
+    """Large G decide whether unlikely tokens are sampled: P(G > g) = 1 - exp(-exp(-g))."""
     sample = noise(keys_of(200, "tail"), torch.arange(200), 50_000)
     n = sample.numel()
     for probability in (1e-2, 1e-3, 1e-4, 1e-5, 1e-6):
@@ -251,15 +251,15 @@ def test_noise_is_independent_across_positions_keys_and_tokens():
         assert abs(correlation(base, other)) < 5 / math.sqrt(base.numel()), name
         assert abs(correlation((base > 3).float(), (other > 3).float())) < 5 / math.sqrt(base.numel()), name
     assert correlation(base, base) > 0.999  # control
-    # small consecutive keys, as a test or a user might give
+    # small consecutive keys, as a user might choose them
     small = noise(torch.arange(100), torch.zeros(100, dtype=torch.long), vocab)
     assert abs(correlation(small[:-1], small[1:])) < 5 / math.sqrt(small[1:].numel())
-    column = small.double().mean(0)  # no token is favoured over keys
+    column = small.double().mean(0)  # no token is favoured over the keys
     assert ((column - 0.5772).abs() < 5.5 * 1.2825 / 10).all()
 
 
 def test_the_noise_of_two_visits_is_independent():
-    """Case 21 / D8: 4 000 cells at probability 1/2 in two successive visits; the reference reuses one seed."""
+    """Case 21 / D8: 4,000 cells of probability 1/2 in two successive visits. The reference reuses one seed."""
     logits = torch.zeros(4000, 2)
     at = torch.arange(4000) % 50
 
@@ -271,18 +271,18 @@ def test_the_noise_of_two_visits_is_independent():
     (first, u), (second, v) = accepted(3, 0.0), accepted(4, 0.0)
     assert abs(correlation(first, second)) < 0.08
     assert abs(correlation(u, v)) < 0.08
-    assert correlation(accepted(3, 1.0)[0], accepted(4, 1.0)[0]) > 0.9999  # control: the constant key
+    assert correlation(accepted(3, 1.0)[0], accepted(4, 1.0)[0]) > 0.9999  # control: a constant key
     half = correlation(accepted(3, 0.5)[0], accepted(4, 0.5)[0])
     assert abs(half - 0.5) < 0.08
 
 
-# The law of the draw (D1) ---------------------------------------------------------------------------------------------
+# The sampling distribution (D1) ---------------------------------------------------------------------------------------
 
 DRAWS = 20_000
 
 
 def critical(df: int, alpha: float) -> float:
-    """Upper chi-square quantile by Wilson and Hilferty, z by bisection on erfc; a little high for df = 1, thus safe."""
+    """Upper chi-square quantile by Wilson and Hilferty, with z by bisection on erfc. Slightly too high for df = 1."""
     low, high = 0.0, 20.0
     for _ in range(100):
         mid = (low + high) / 2
@@ -291,7 +291,7 @@ def critical(df: int, alpha: float) -> float:
 
 
 def chi_square(counts: np.ndarray, p: np.ndarray) -> tuple[float, int]:
-    """Statistic and degrees of freedom; cells below 5 expected are pooled; a draw of probability 0 is infinite."""
+    """Statistic and degrees of freedom. Cells below 5 expected are pooled; a sample of probability 0 gives infinity."""
     n = counts.sum()
     if counts[p == 0].any():
         return math.inf, 1
@@ -375,7 +375,7 @@ def test_draws_follow_the_processed_law():
         assert statistic < critical(df, 1e-7)
         plain = keyed_sample(logits, keys, at)[0]
         statistic, df = chi_square(np.bincount(plain, minlength=12), law)
-        assert statistic > critical(df, 1e-7)  # control: the raw law is another one
+        assert statistic > critical(df, 1e-7)  # control: the unprocessed distribution differs
 
 
 # Processing -----------------------------------------------------------------------------------------------------------
@@ -417,7 +417,7 @@ def test_the_nucleus_boundary():
         0.5: [False, True, False, False],
         0.51: [False, True, True, False],
         0.75: [False, True, True, False],
-        0.76: [True, True, True, True],  # of two equal tokens both stay
+        0.76: [True, True, True, True],  # of two equal tokens both are kept
         0.9: [True, True, True, True],
         1.0: [True, True, True, True],
     }
@@ -429,7 +429,7 @@ def test_the_nucleus_boundary():
 
 
 def nucleus_by_hand(logits: np.ndarray, top_p: float) -> np.ndarray:
-    """bool [N, V] in float64: tokens whose likelier tokens weigh less than `top_p`."""
+    """bool [N, V] in float64: tokens for which all likelier tokens together have a mass below `top_p`."""
     p = np.exp(logits.astype(np.float64) - logits.max(-1, keepdims=True))
     kept = []
     for row in p / p.sum(-1, keepdims=True):
@@ -481,7 +481,7 @@ def test_top_k_comes_before_the_nucleus_and_both_after_temperature():
             want = processed_by_hand(logits, *settings)
             assert np.allclose(z.softmax(-1)[0].numpy(), want, atol=1e-6)
     z = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).log()
-    assert process_logits(z, top_k=2, top_p=0.55).isfinite().sum() == 1  # 0.4 / 0.7 of the two that are left
+    assert process_logits(z, top_k=2, top_p=0.55).isfinite().sum() == 1  # 0.4 / 0.7 of the two remaining tokens
     assert process_logits(z, top_p=0.55).isfinite().sum() == 2  # control: of all four
 
 

@@ -1,5 +1,6 @@
-"""How metrics are reduced: every metric of a rollout over calls and over processes with unequal loads, against a batch
-of all rows."""
+"""Reduction of metrics: every metric of a rollout over calls and over processes with unequal loads equals that of a
+batch of all rows.
+"""
 
 import copy
 import math
@@ -25,7 +26,7 @@ from specrl.rollout.types import AheadText, Completion, EngineStats, RolloutBatc
 
 
 def batch(rows: int, step: float) -> RolloutBatch:
-    """Rows of growing lengths, and costs that are a multiple of `step`, all of them others than of another step."""
+    """Rows of increasing lengths, with costs that are multiples of `step`. Rows of different steps all differ."""
     done = []
     for i in range(rows):
         n = 2 + i * 3
@@ -72,7 +73,7 @@ def batch(rows: int, step: float) -> RolloutBatch:
     )
 
 
-SMALL, LARGE = batch(2, 3.0), batch(7, 1.0)  # the smaller one takes longer
+SMALL, LARGE = batch(2, 3.0), batch(7, 1.0)  # the smaller batch takes longer
 
 
 def metrics_of(one: RolloutBatch) -> dict[str, Metric]:
@@ -127,6 +128,6 @@ def test_a_part_that_lacks_a_metric_changes_nothing_of_it():
 
 
 def test_a_metric_is_a_number_that_survives_being_sent():
-    sent = copy.copy(mean(3, 4))  # by the protocol that processes exchange objects with
+    sent = copy.copy(mean(3, 4))  # with the protocol by which processes exchange objects
     assert (sent + 1, f"{sent:.2f}", sent.beside(mean(1, 4))) == (1.75, "0.75", 0.5)
     assert LATER.keys() == BESIDE.keys()

@@ -1,4 +1,4 @@
-"""The estimate of the reuse gap and its error."""
+"""The estimate of the reuse gap and of its error."""
 
 import math
 import random
@@ -18,7 +18,7 @@ def test_gap_and_error_by_hand():
 
 
 def test_the_error_is_that_of_the_estimate():
-    """Where rows of a prompt are alike, the spread over repetitions is as estimated; counting rows says too little."""
+    """If rows of a prompt are similar, repetitions vary as estimated. An error from row counts would be too small."""
     rng, found = random.Random(1), []
     for _ in range(600):
         clusters = []

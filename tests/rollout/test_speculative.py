@@ -1,4 +1,4 @@
-"""The rollout stage over several visits: keys, samples, replay, and that the cache never changes a token."""
+"""Tests of the rollout stage over several visits: keys, samples, replay, and that the cache never changes a token."""
 
 import copy
 import pickle
@@ -28,7 +28,7 @@ SEED = 11
 
 
 class FakeEngine:
-    """A response is a pure function of the key; what was asked for is kept."""
+    """An engine whose response is a pure function of the key. It records the requests."""
 
     weight_version = 3
 
@@ -91,7 +91,7 @@ def test_slots_count_occurrences_and_keys_derive_from_them():
 
 
 def test_the_whole_stage_is_timed_drafting_included(monkeypatch):
-    """All savings are net because of this."""
+    """Reported savings are net because drafting is included in the time."""
     clock = SimpleNamespace(now=100.0)
     monkeypatch.setattr(time, "perf_counter", lambda: clock.now)
 
@@ -145,7 +145,7 @@ def test_fresh_rows_never_use_training_keys():
         assert not any(batch.replayed)
     assert len(control) == 6 * 32, "new at every visit"
     assert not training & control
-    assert len(training) < 6 * 32  # control: the training rows did replay
+    assert len(training) < 6 * 32  # control: the training rows were replayed
 
 
 def test_each_row_has_a_visit_of_its_own():
@@ -252,7 +252,7 @@ def test_what_a_law_keeps_and_whether_its_noise_may_be_replayed(config, keeps, r
     config.replay = 1.0
     if replays:
         assert fake(config, cache_of()).generate(rows, visit=1, step=1).keys == first.keys
-    else:  # verdicts on replayed noise would be biased
+    else:  # judging replayed noise would be biased
         with pytest.raises(RolloutError, match=r"Try rollout\.replay=0"):
             fake(config, cache_of())
 
@@ -280,7 +280,7 @@ def test_what_is_stored(acceptance):
 
 
 def test_a_text_is_stored_with_the_version_that_wrote_it():
-    """Not with that of the engine when it is stored, which may have been updated meanwhile."""
+    """The engine may have been updated between sampling and storing."""
     cache = cache_of()
     rollout, rows = fake(cache=cache), rows_of("a", group=2)
     batch = rollout.generate(rows, visit=0, step=3)
@@ -315,7 +315,7 @@ def test_unchanged_rows_are_those_whose_stored_text_came_again():
     first = rollout.generate(rows, visit=0, step=0)
     assert first.unchanged == [False] * 3, "nothing was stored"
     texts_now = [tuple(c.tokens) for c in first.completions]
-    stored = [texts_now[0], texts_now[1][:3], (*texts_now[2][:3], 60)]  # the same, a prefix, another last token
+    stored = [texts_now[0], texts_now[1][:3], (*texts_now[2][:3], 60)]  # the same, a prefix, a different last token
     for name, tokens in zip("abc", stored, strict=True):
         cache.put(name, 0, Trajectory(tokens, key=0, finish="length", version=0, step=0))
     assert rollout.generate(rows, visit=1, step=1).unchanged == [True, False, False]
@@ -332,7 +332,7 @@ def test_an_empty_batch():
 
 @pytest.fixture(scope="module")
 def epochs(build_model):
-    """Four versions of one policy, as four epochs of training would leave them."""
+    """Four versions of one policy, as after four epochs of training."""
     model, models = build_model("qwen3"), []
     generator = torch.Generator().manual_seed(2)
     for _ in range(4):
@@ -428,7 +428,7 @@ def test_replay_reuses_more(epochs):
 
 
 def test_shuffled_order_and_duplicates_change_nothing(epochs):
-    """Cases 13 and 14: trajectories are found by example and sample, not by place."""
+    """Cases 13 and 14: trajectories are looked up by example and sample, not by batch index."""
     rng = random.Random(4)
 
     def shuffled(visit, config, rows):
@@ -453,7 +453,7 @@ def test_shuffled_order_and_duplicates_change_nothing(epochs):
 
 
 def test_group_size_may_change(epochs):
-    """Case 15: 8 -> 4 -> 8 -> 8."""
+    """Case 15: group sizes 8 -> 4 -> 8 -> 8."""
 
     def resized(visit, config, rows):
         return config, rows_of("a", "b", group=[8, 4, 8, 8][visit])
@@ -467,7 +467,7 @@ def test_group_size_may_change(epochs):
 
 
 def test_the_cap_may_shrink_and_grow(epochs):
-    """Case 16: 64 -> 16 -> 128; a truncated response is continued, never taken for finished."""
+    """Case 16: caps 64 -> 16 -> 128. A truncated response is continued and never treated as finished."""
     caps = [64, 16, 128]
 
     def recapped(visit, config, rows):
@@ -489,7 +489,7 @@ def test_the_cap_may_shrink_and_grow(epochs):
 
 
 def test_sampling_settings_may_change_between_visits(epochs):
-    """Case 20: old texts are only drafts, so another law needs no other drafts."""
+    """Case 20: old texts are only drafts, so a different distribution does not require different drafts."""
     laws = [{}, {"temperature": 0.6}, {"top_k": 4}, {"temperature": 0.0, "top_p": 0.7}]
 
     def relaxed(visit, config, rows):
@@ -501,7 +501,7 @@ def test_sampling_settings_may_change_between_visits(epochs):
     )
     assert texts(visits) == texts(plain)
     assert all(batch.stats.accepted > 0 for _, batch in visits[1:])
-    assert texts(roll(epochs, None))[1] != texts(visits)[1]  # control: the law matters
+    assert texts(roll(epochs, None))[1] != texts(visits)[1]  # control: the distribution matters
 
 
 def test_the_budget_decides_drafts_only(epochs):
@@ -522,7 +522,7 @@ def test_sources_decide_drafts_only(epochs, sources, window):
 
 
 def hostile(prompts, texts):
-    """An index that answers at random: with any place of any text, and with tokens that do not exist."""
+    """An index that returns random positions of random texts, and tokens that do not exist."""
     found = []
     for prompt in prompts:
         prompt.texts[0] = token_ids([HOSTILE.randrange(-2, VOCAB + 2) for _ in range(20)])
@@ -536,7 +536,7 @@ HOSTILE = random.Random(8)
 
 @pytest.mark.parametrize("cut", ["together", "each row alone", "another prompt's index", "hostile"])
 def test_what_an_index_knows_changes_no_token(epochs, cut, monkeypatch):
-    """Shares of one group on several workers, indices that were mixed up, and hostile ones."""
+    """Parts of a group on several workers, mixed-up indices and hostile ones."""
     rows, keys = rows_of("a", "b", group=4), [derive_key(SEED, "index", i, 0) for i in range(8)]
     engine = build_engine(EngineSpec(eos_ids=EOS, rollout=config_of()), epochs[0])
     plain, _ = engine.generate([Request(r.prompt, k, 24) for r, k in zip(rows, keys, strict=True)])

@@ -1,7 +1,7 @@
-"""Acceptance rules by hand, and the law of whole responses against exact enumeration (design D2).
+"""Acceptance rules by hand, and the distribution of responses by exact enumeration (design D2).
 
-The engine is the real one; its policy is a tiny random Llama with five tokens, so that every response can be listed
-with its exact probability. Old and new policy are unrelated: a bias is then as large as it can be.
+The engine is the real one. Its policy is a tiny random Llama with five tokens, so that every response can be listed
+with its exact probability. Old and new policy are unrelated, so a bias would be as large as possible.
 """
 
 import itertools
@@ -35,7 +35,7 @@ from tests.engines import local
         ([5, 6], [5], 1),
         ([5, 6], [6], 0),
         ([5, 6, 7, 8], [5, 6, 7], 3),
-        ([5, 6, 7, 8], [5, 0, 7], 1),  # what agrees after a difference does not count
+        ([5, 6, 7, 8], [5, 0, 7], 1),  # tokens that agree after a difference do not count
         ([5, 6, 7, 8], [0, 6, 7], 0),
         ([5, 6, 7], [5, 6, 7], 3),
         ([5, 5, 5, 5], [5, 5, 4], 2),
@@ -61,7 +61,7 @@ def test_accept_exact(draws, draft, accepted):
         ([0.9, 0.9], [0.9, 0.9], [0.01, 0.01], 1e-30, 0),
         ([0.0, 0.5], [0.5, 0.5], [1e-9, 0.1], 1.0, 0),  # outside the new nucleus
         ([math.nan, 0.5], [0.5, 0.5], [0.1, 0.1], 1.0, 0),  # NaN is never accepted
-        ([0.4], [0.2], [0.9], 0.5, 1),  # min(1, l p / q) is 1: the ratio of 2 is not cut before the lenience
+        ([0.4], [0.2], [0.9], 0.5, 1),  # min(1, l p / q) is 1: the ratio of 2 is not clipped before the lenience
         ([0.4], [0.2], [0.9], 0.4, 0),
     ],
 )
@@ -78,18 +78,18 @@ EOS, EOS2, A, B = 1, 2, 7, 8
     [
         ([EOS], {EOS}, 4, (1, "stop")),  # EOS first
         ([EOS, A, B], {EOS}, 4, (1, "stop")),
-        ([A, EOS, B], {EOS}, 4, (2, "stop")),  # in the middle: nothing after it leaks
+        ([A, EOS, B], {EOS}, 4, (2, "stop")),  # in the middle: no later token is kept
         ([A, EOS, EOS], {EOS}, 4, (2, "stop")),
         ([A, B, EOS], {EOS}, 4, (3, "stop")),
         ([A, EOS2, EOS], {EOS, EOS2}, 4, (2, "stop")),  # several EOS ids: the first of any
         ([A, EOS2, EOS], {EOS}, 4, (3, "stop")),
-        ([A, B, A, EOS], {EOS}, 4, (4, "stop")),  # exactly at the cap is a stop
-        ([A, B, A, EOS], {EOS}, 3, (3, "length")),  # the cap comes first
+        ([A, B, A, EOS], {EOS}, 4, (4, "stop")),  # a stop exactly at the cap
+        ([A, B, A, EOS], {EOS}, 3, (3, "length")),  # the cap is reached first
         ([A, B, A], {EOS}, 3, (3, "length")),
-        ([A, B], {EOS}, 3, (2, None)),  # goes on
+        ([A, B], {EOS}, 3, (2, None)),  # continues
         ([], {EOS}, 3, (0, None)),
         ([A], set(), 1, (1, "length")),
-        ([EOS], set(), 2, (1, None)),  # no EOS id: nothing stops but the cap
+        ([EOS], set(), 2, (1, None)),  # no EOS id: only the cap ends a row
         ([EOS], {EOS}, 1, (1, "stop")),
         ([A, EOS], {EOS}, 1, (1, "length")),
         ([A, B, A, B, A], {EOS}, 2, (2, "length")),
@@ -99,7 +99,7 @@ def test_cut(tokens, eos_ids, room, want):
     assert cut(tokens, eos_ids, room) == want
 
 
-# The law of whole responses -------------------------------------------------------------------------------------------
+# The distribution of responses ----------------------------------------------------------------------------------------
 
 VOCAB, CAP, STOP, PROMPT, N = 5, 4, 0, (3, 2), 40_000
 ALPHA = 1e-6
@@ -135,7 +135,7 @@ def exact_law(p) -> dict[tuple, float]:
 
 
 def published_law(p, q, lenience: float) -> dict[tuple, float]:
-    """SPEC-RL keeps min(q, l p); with the rest of the mass, the rejected token and all after it come from p."""
+    """SPEC-RL keeps min(q, l p). With the remaining mass, the rejected token and all later ones are sampled from p."""
     law, open_ = Counter(), {((), True): 1.0}
     while open_:
         following = Counter()
@@ -153,7 +153,7 @@ def published_law(p, q, lenience: float) -> dict[tuple, float]:
 
 
 def chi_square(counts, law) -> tuple[float, float]:
-    """Statistic and critical value at ALPHA (Wilson-Hilferty); cells below 5 expected are pooled."""
+    """Statistic and critical value at ALPHA (Wilson-Hilferty). Cells below 5 expected are pooled."""
     n = sum(counts.values())
     assert set(counts) <= set(law), "a response outside the law"
     big = {x: n * m for x, m in law.items() if n * m >= 5}
@@ -184,7 +184,7 @@ def engine_of(model, rule="exact", lenience=1.0, **settings) -> TransformersEngi
         model,
         SamplingParams(frozenset({STOP})),
         lenience=lenience if rule == "lenient" else None,
-        rows_per_batch=5000,  # KV memory is no concern here, the number of passes is
+        rows_per_batch=5000,  # KV memory is irrelevant here, the number of passes is not
         tokens_per_pass=50_000,
         tie_margin=0.0,
         **{"window": CAP, **settings},
@@ -211,7 +211,7 @@ def tables(policies):
 
 @pytest.fixture(scope="module")
 def old_texts(policies):
-    """Rollouts of the old policy by plain decoding: the drafts."""
+    """Rollouts of the old policy by plain decoding, used as drafts."""
     done, _, counts = sample(engine_of(policies[1]), [None] * N, "old")
     return done, counts
 
@@ -222,7 +222,7 @@ def test_plain_decoding_follows_the_law(old_texts, tables):
     p, q = tables
     statistic, critical = chi_square(counts, exact_law(q))
     assert statistic < critical
-    assert chi_square(counts, exact_law(p))[0] > 3 * critical  # control: the other policy's law
+    assert chi_square(counts, exact_law(p))[0] > 3 * critical  # control: the other policy's distribution
 
 
 @pytest.mark.slow
@@ -253,7 +253,7 @@ def test_exact_responses_follow_the_policy_whatever_the_draft(policies, tables, 
 @pytest.mark.slow
 @pytest.mark.parametrize("lenience", [1.0, math.exp(0.5)])
 def test_lenient_follows_the_published_law_and_not_the_exact_one(policies, tables, old_texts, lenience):
-    """The planted wrong claim `residual missing, sold as exact` is the product's own lenient rule."""
+    """Without resampling from the residual a rule is not exact, and the product's lenient rule is of this kind."""
     p, q = tables
     texts = old_texts[0][: N // 2]
     drafts, logprobs = [c.tokens for c in texts], [c.logprobs for c in texts]
@@ -278,12 +278,12 @@ def always_accept(draws, draft):
 
 
 def position_off_by_one(logits, keys, positions, targets=None, **law):
-    """The first two tokens of a response share their noise."""
+    """Planted fault: the first two tokens of a response share their noise."""
     return keyed_sample(logits, keys, (positions - 1).clamp(min=0), targets, **law)
 
 
 def equal_else_resample(logits, keys, positions, targets=None, **law):
-    """mlx-swift-lm#459: where the draw differs from the draft, an independent second draw is emitted."""
+    """mlx-swift-lm#459: if the sample differs from the draft, an independent second sample is emitted."""
     draws, *rest = keyed_sample(logits, keys, positions, targets, **law)
     return torch.where(draws == targets, draws, keyed_sample(logits, ~keys, positions, **law)[0]), *rest
 

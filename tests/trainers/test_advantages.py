@@ -19,7 +19,7 @@ def close(found, want):
     ("length", "cap", "buffer", "want"),
     [
         (0, 100, 20, 0.0),
-        (80, 100, 20, 0.0),  # the last length that costs nothing
+        (80, 100, 20, 0.0),  # the greatest length without a penalty
         (81, 100, 20, -0.05),
         (90, 100, 20, -0.5),
         (99, 100, 20, -0.95),
@@ -27,9 +27,9 @@ def close(found, want):
         (250, 100, 20, -1.0),  # never below -1
         (100, 100, 0, 0.0),  # off
         (500, 100, 0, 0.0),
-        (50, 100, 100, -0.5),  # the buffer may be the whole response
+        (50, 100, 100, -0.5),  # the buffer may be as long as the response
         (1, 100, 100, -0.01),
-        (16_385, 20_480, 4096, -1 / 4096),  # DAPO's own numbers: 20480 tokens, 4096 of buffer
+        (16_385, 20_480, 4096, -1 / 4096),  # DAPO's numbers: 20480 tokens, 4096 of buffer
         (18_432, 20_480, 4096, -0.5),
     ],
 )
@@ -55,7 +55,7 @@ def test_rewards_of_tokens():
     ("gamma", "lam", "want"),
     [
         (0.9, 0.8, [[0.16816, 0.428, 0.4], [-0.86, -3, 0], [0, 0, 0]]),  # delta: (-0.14, 0.14, 0.4), (1.3, -3)
-        (1.0, 1.0, [[0.5, 0.6, 0.4], [-1.5, -3, 0], [0, 0, 0]]),  # what came after, minus the value
+        (1.0, 1.0, [[0.5, 0.6, 0.4], [-1.5, -3, 0], [0, 0, 0]]),  # the discounted rewards that follow, minus the value
         (1.0, 0.0, [[-0.1, 0.2, 0.4], [1.5, -3, 0], [0, 0, 0]]),  # delta alone
     ],
 )
@@ -66,7 +66,7 @@ def test_gae_by_hand(gamma, lam, want):
 
 
 def test_gae_looks_past_no_end():
-    """Values and rewards of padding and of masked rows have no influence; with the padding unmasked they do."""
+    """Values and rewards of padding and of masked rows have no influence. Unmasked padding does."""
     values, rewards = VALUES.clone(), REWARDS.clone()
     values[1, 2], values[2], rewards[1, 2], rewards[2] = -50.0, 50.0, 8.0, 8.0
     base, other = gae(REWARDS, VALUES, MASK, gamma=1.0, lam=0.9)[0], gae(rewards, values, MASK, gamma=1.0, lam=0.9)[0]
@@ -98,6 +98,6 @@ def test_whitening_sees_masked_values_only_and_all_processes():
     assert torch.allclose(whole[MASK.bool()], want, atol=1e-6)
     assert not torch.allclose(whiten(values, torch.ones_like(MASK))[MASK.bool()], want, atol=1e-2)  # control
     sums = iter([torch.tensor([5.0, 16.0]).double(), torch.tensor((used - 3.2).square().sum().item()).double()])
-    part = whiten(values[:1], MASK[:1], all_reduce=lambda own: next(sums))  # as a process that holds the first row only
+    part = whiten(values[:1], MASK[:1], all_reduce=lambda own: next(sums))  # in a process that holds only the first row
     assert torch.allclose(part, whole[:1], atol=1e-6)
     assert whiten(values, torch.zeros_like(MASK)).tolist() == [[0] * 3] * 3

@@ -1,4 +1,4 @@
-"""Rows over processes and passes: what fits, and what to write where it does not."""
+"""Rows per process and pass: valid combinations, and the suggested value for an invalid one."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What a run's record of a step consists of, and who writes it."""
+"""The content of a run's record of a step, and the process that writes it."""
 
 import signal
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""Checkpoints are whole or they are not used; a killed run ends as the uninterrupted one."""
+"""Incomplete checkpoints are never used, and a killed run ends like the uninterrupted one after a resume."""
 
 import json
 import multiprocessing
@@ -94,7 +94,7 @@ def test_an_interrupted_removal_leaves_no_checkpoint_that_looks_complete(tmp_pat
 
 
 def save(cache, folder, step, keep=2, on_write_error="warn", main=True):
-    """What TRL does at a save: the directory with the weights, then the callback, which is returned."""
+    """A save as TRL does it: writes the directory with the weights, calls the callback, and returns it."""
     (folder / f"checkpoint-{step}").mkdir(exist_ok=True)
     args = SimpleNamespace(output_dir=str(folder))
     state = SimpleNamespace(global_step=step, is_world_process_zero=main)
@@ -112,7 +112,7 @@ def small_cache():
 
 
 def test_all_of_a_checkpoint_is_on_the_disk_before_its_marker(tmp_path, monkeypatch):
-    """Files, directories, and the name of the marker after it: what power loss can leave is whole or unmarked."""
+    """Files, directories and then the marker's name are synced: power loss leaves a complete or unmarked checkpoint."""
     folder, order, fsync, replace = tmp_path / "checkpoint-4", [], os.fsync, os.replace
     (folder / "shards").mkdir(parents=True)
     for name in ("model.safetensors", "shards/0.bin"):
@@ -258,7 +258,7 @@ def flipped(data):
 
 
 class Canary:
-    """Unpickled, it makes a file."""
+    """Unpickling it creates a file."""
 
     def __reduce__(self):
         return os.system, ('touch "$SPECRL_CANARY"',)
@@ -266,7 +266,7 @@ class Canary:
 
 @pytest.fixture(scope="module", params=[{}, {"config": "ppo_math"}], ids=["grpo", "ppo"])
 def recorded(request, tmp_path_factory):
-    """(folder of a run with checkpoints of steps 2 and 4, its options)."""
+    """(directory of a run with checkpoints of steps 2 and 4, its options)."""
     folder = tmp_path_factory.mktemp("recorded")
     run(folder, **RECORDED, **request.param)
     return folder, request.param
@@ -295,7 +295,7 @@ def test_damage_of_any_file_is_named_and_the_older_checkpoint_is_used(copied, ca
             assert newest(copied, text_decides=True) == Checkpoint(copied / "checkpoint-2")
         else:
             assert newest(copied) == Checkpoint(copied / "checkpoint-2"), name
-        if path.exists() or name != MARKER:  # without its marker it is an interrupted save
+        if path.exists() or name != MARKER:  # without its marker it counts as an interrupted save
             assert sum(name in record.getMessage() for record in caplog.records) >= 1
             assert all("\n" not in record.getMessage() for record in caplog.records)
         path.write_bytes(data)
@@ -395,7 +395,7 @@ OPTIONS = {
 def test_killed_at_random_moments_it_ends_as_the_uninterrupted_run(tmp_path, monkeypatch, algorithm):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.runs"])  # what is killed is training, not the imports
+    context.set_forkserver_preload(["tests.runs"])  # training is killed, not the imports
     options = {**OPTIONS, **algorithm, "model": str(policy())}
     whole = run(tmp_path, name="whole", **options)
     assert len(whole.steps) == 24

@@ -1,7 +1,7 @@
-"""The correction of routed tokens on a toy whose gradient is known: corrected it is the on-policy gradient, else not.
+"""The correction of routed tokens on a toy with an exact gradient: with it the estimate is unbiased, otherwise not.
 
-Two positions over four tokens, a policy p and a draft q; a router lets q write each position with a chance that does
-not depend on the text it would write. The gradient of the expected reward in p's logits is summed exactly.
+Two positions over four tokens, a policy p and a draft q. A router lets q write each position with a probability that
+does not depend on the text that q would write. The gradient of the expected reward in p's logits is summed exactly.
 """
 
 import itertools
@@ -15,7 +15,7 @@ from specrl.rollout.lossy.judged import accept_judged, judged_logprobs
 from specrl.trainers.correction import correction_weights
 
 N = 40_000
-FEW = 12_000  # where each sample is made in Python
+FEW = 12_000  # for samples made in Python loops
 TOKENS = 4
 
 
@@ -24,7 +24,7 @@ def toy():
     generator = torch.Generator().manual_seed(0)
     p, q = torch.randn(2, 1 + TOKENS, TOKENS, dtype=torch.float64, generator=generator).log_softmax(-1)
     reward = torch.randn(TOKENS, TOKENS, dtype=torch.float64, generator=generator)
-    return p, q, reward  # row 0 is the law of the first token, row 1 + a that of the second after a
+    return p, q, reward  # row 0 is the distribution of the first token, row 1 + a that of the second token after a
 
 
 def score(p, first, second):
@@ -46,7 +46,7 @@ def exact_gradient(toy):
 
 
 def routed_samples(toy, share, seed):
-    """Tokens [N, 2] with log-probs under p and under the law that wrote each."""
+    """Tokens [N, 2] with log-probs under p and under the distribution that sampled each."""
     p, q, _ = toy
     generator = torch.Generator().manual_seed(seed)
     drafted = torch.rand(N, 2, generator=generator) < share
@@ -63,7 +63,7 @@ def routed_samples(toy, share, seed):
 
 
 def largest_z(toy, weights, tokens):
-    """Largest distance of the estimated from the exact gradient in standard errors, over all entries."""
+    """Largest distance of the estimated from the exact gradient over all entries, in standard errors."""
     p, _, reward = toy
     first, second = tokens.T
     per_sample = (weights * reward[first, second])[:, None, None] * score(p, first, second)
@@ -88,7 +88,7 @@ def test_on_policy_samples_need_no_correction(toy):
 
 
 def test_token_weights_are_right_for_one_position_only(toy):
-    """A token's own ratio leaves out that its prefix was off-policy: less bias than nothing, but not none."""
+    """A token's ratio ignores that its prefix is off-policy: less bias than without correction, but not none."""
     tokens, logp, behaviour = routed_samples(toy, 1.0, seed=3)
     weights = correction_weights(logp, behaviour, torch.ones(N, 2), "token_truncate", 1e6)
     p, _, reward = toy
@@ -116,14 +116,14 @@ def test_truncation_trades_variance_for_bias(toy):
 
 
 def visits(policies, judge, laws=judged_logprobs, keep_law=True):
-    """Texts [FEW, 2] after each policy in turn verified what the one before it left, with log-probs of policy and law.
+    """Texts [FEW, 2] after each policy in turn verified the previous text, with log-probs under policy and behaviour.
 
-    A visit as the engine makes it: what stands of the stored text, a draw, then the stored text at its position again.
+    A visit is that of the engine: accepted stored tokens, a sample, then the stored text at its position again.
 
     Args:
-        judge: whether a stored token may stand, from the tokens before it and itself.
-        laws: of accepted tokens from (own, stored, standing), `judged_logprobs` or a wrong rule.
-        keep_law: store the law's log-prob with a token, not that of the policy that verified it.
+        judge: whether a mismatching stored token may be accepted, from the tokens before it and itself.
+        laws: log-probs of accepted tokens from (policy, stored, accepted), by `judged_logprobs` or a wrong rule.
+        keep_law: store a token's behaviour log-prob, not that of the policy that verified it.
     """
     rng = random.Random(5)
     tables, chances = [p.tolist() for p in policies], [p.exp().tolist() for p in policies]
@@ -138,7 +138,7 @@ def visits(policies, judge, laws=judged_logprobs, keep_law=True):
 
 
 def _visit(text, stored, table, chance, judge, laws, rng):
-    """(tokens, log-probs of their laws, log-probs under the policy) of one response; with no judge it is a draw."""
+    """(tokens, behaviour log-probs, policy log-probs) of one response. With no judge it is sampled from the policy."""
     new, law = [], []
     while (at := len(new)) < 2:
         follow = [*new, *text[at:]]
@@ -186,12 +186,12 @@ def test_judged_cached_text_is_corrected_by_the_law_that_drew_it(toy, judge, age
     ids=["as the policy's own", "law of the last verifier", "a judge that reads the token"],
 )
 def test_other_laws_leave_a_bias(toy, wrong):
-    """The last one is what docs/guarantees.md admits: a judge that reads the token selects."""
+    """The last one is admitted in docs/guarantees.md: a judge that reads the token selects."""
     assert judged_z(toy, **{"judge": everything, **wrong}) > 7
 
 
 def test_a_token_that_stands_whatever_is_drawn_is_not_the_policys_where_it_agrees(toy):
-    """Planted: mismatches alone get the stored law, as if the judge had not been asked about the others."""
+    """Planted fault: only mismatches get the stored log-prob, as if the judge had not been asked about other tokens."""
     agreeing = random.Random(6)
 
     def mismatches_only(own, stored, standing):
@@ -203,7 +203,7 @@ def test_a_token_that_stands_whatever_is_drawn_is_not_the_policys_where_it_agree
 
 @pytest.mark.parametrize("mode", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
 def test_a_token_of_weight_0_in_a_masked_place_changes_nothing(mode):
-    """The lenient rule gives the token at a rejection an infinite log-prob; its row may be masked as truncated."""
+    """The lenient rule gives the token at a rejection an infinite log-prob, and its row may be masked as truncated."""
     logp = torch.tensor([[-1.0, -2.0]])
     sound = correction_weights(logp, torch.tensor([[-1.5, 0.0]]), torch.tensor([[1.0, 0.0]]), mode, 2.0)
     masked = correction_weights(logp, torch.tensor([[-1.5, torch.inf]]), torch.tensor([[1.0, 0.0]]), mode, 2.0)

@@ -59,7 +59,7 @@ def test_padding_never_matters(mode):
 
 
 def test_truncated_weights_make_an_unbiased_estimate_where_nothing_is_cut():
-    """E_q[w f] = E_p[f], by exact summation over four tokens; a wrong direction of the ratio would not."""
+    """E_q[w f] = E_p[f], by exact summation over four tokens. The inverse ratio would be biased."""
     p, q = torch.tensor([0.1, 0.2, 0.3, 0.4]), torch.tensor([0.4, 0.3, 0.2, 0.1])
     f = torch.tensor([1.0, -2.0, 3.0, 5.0])
     weights = correction_weights(p.log()[:, None], q.log()[:, None], torch.ones(4, 1), "token_truncate", 10.0)[:, 0]
@@ -79,11 +79,11 @@ FORWARD = 0.5 * math.log(2) + 0.5 * math.log(2 / 3)
     [
         (forward_kl, FORWARD),
         (total_variation, 0.25),
-        (tvd, 0.25 / math.sqrt(0.25 * 0.75)),  # E_q[p > q] = 0.25, as the first token alone has p > q
+        (tvd, 0.25 / math.sqrt(0.25 * 0.75)),  # E_q[p > q] = 0.25, as only the first token has p > q
     ],
 )
 def test_distillation_losses_by_hand(loss, want):
-    student, teacher = Q + 3.0, P - 1.0  # logits: a constant does not matter
+    student, teacher = Q + 3.0, P - 1.0  # logits: a constant has no effect
     assert loss(student, teacher).tolist() == pytest.approx([want], abs=1e-6)
     assert loss(student.bfloat16(), teacher).dtype == torch.float32
     assert loss(teacher, teacher).tolist() == pytest.approx([0.0], abs=1e-6)
@@ -102,7 +102,7 @@ def gradient(loss, student):
 
 
 def policy_gradient(student, teacher, normalised, plus=1):
-    """-E_q[r grad log q] with r = 1 where p > q, summed over the vocabulary; `plus=-1` has the reward's sign wrong."""
+    """-E_q[r grad log q] with r = 1 where p > q, summed over the vocabulary. `plus=-1` is a planted wrong sign."""
     p, log_q = teacher.softmax(-1), student.log_softmax(-1)
     q = log_q.exp().detach()
     reward = plus * (p > q).float()
@@ -168,9 +168,9 @@ def test_the_largest_values_are_kept(share, want):
         (1.0, 2.0, -2.0, 0, 0),
         (1.1, 2.0, -2.2, 0, 0),
         (1.5, 2.0, -2.6, 0, 1),  # up to 1 + high
-        (0.5, 2.0, -1.0, 0, 0),  # too rare and wanted: free to grow
+        (0.5, 2.0, -1.0, 0, 0),  # too rare and desired: may grow
         (0.5, -2.0, 1.6, 1, 0),  # down to 1 - low
-        (1.5, -2.0, 3.0, 0, 0),  # too frequent and unwanted: free to fall
+        (1.5, -2.0, 3.0, 0, 0),  # too frequent and undesired: may shrink
     ],
 )
 def test_clipped_surrogate_by_hand(ratio, advantage, loss, low, high):
@@ -193,9 +193,9 @@ def test_the_gradient_at_ratio_one_is_reinforce():
     ("value", "old", "target", "clip", "loss"),
     [
         (0.5, 0.5, 1.0, 0.2, 0.125),
-        (0.9, 0.5, 1.0, 0.2, 0.045),  # held at 0.7: the larger error counts
+        (0.9, 0.5, 1.0, 0.2, 0.045),  # clipped at 0.7: the larger error counts
         (0.9, 0.5, 1.0, 0.0, 0.005),  # not clipped
-        (0.2, 0.5, 1.0, 0.2, 0.32),  # moved away: its own error is the larger
+        (0.2, 0.5, 1.0, 0.2, 0.32),  # moved away: the unclipped error is larger
     ],
 )
 def test_clipped_value_error_by_hand(value, old, target, clip, loss):
@@ -204,13 +204,13 @@ def test_clipped_value_error_by_hand(value, old, target, clip, loss):
 
 
 def k3_alone(logp, old, reference):
-    """Planted: the estimate without the ratio."""
+    """Planted fault: the estimate without the ratio."""
     return (reference - logp).exp() - 1 - (reference - logp)
 
 
 @pytest.mark.parametrize("moved", [0.0, 0.7], ids=["on-policy", "a later update"])
 def test_the_kl_estimate_and_its_gradient_are_those_of_the_kl(moved):
-    """By enumeration of what the old policy samples, against autograd through the exact divergence."""
+    """By enumeration of the old policy's samples, compared with autograd through the exact divergence."""
     generator = torch.Generator().manual_seed(0)
     logits, step, fixed = torch.randn(3, 9, dtype=torch.float64, generator=generator)
     old = (logits + moved * step).log_softmax(-1)

@@ -1,4 +1,4 @@
-"""What a process notes of a step, and what becomes of it over processes, by a scripted clock."""
+"""Measurements of a process in a step, and their reduction over processes, with a scripted clock."""
 
 import time
 from types import SimpleNamespace
@@ -31,7 +31,7 @@ def step(clock, parts: dict[str, float], took: float, exchange=list) -> dict[str
 
 @pytest.mark.parametrize("left_out", [None, *PARTS])
 def test_the_update_is_what_no_other_part_took(clock, left_out):
-    """Parts of a rollout are in `gen` already, so they are not taken off again; a part that is absent took nothing."""
+    """Parts of a rollout are in `gen` already and are not subtracted again. An absent part took no time."""
     parts = {key: spent for key, spent in PARTS.items() if key != left_out}
     line = step(clock, parts | WITHIN, 30.0)
     assert line["timing_s/step"] == 30.0

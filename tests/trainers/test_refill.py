@@ -1,4 +1,4 @@
-"""Dynamic sampling: which groups are replaced, by what, how often it is tried, and what it says of itself."""
+"""Dynamic sampling: which groups are replaced, by which, the number of rounds, and its metrics."""
 
 from itertools import count
 from types import SimpleNamespace
@@ -26,12 +26,12 @@ def test_a_group_is_uniform_when_no_reward_differs(rewards, expected):
 
 
 def rewards_of(groups):
-    """Rewards of groups of two: `d` is dull, `v` has variance, `f` failed."""
+    """Rewards of groups of two: `d` has zero variance, `v` has variance, `f` failed."""
     return [reward for group in groups for reward in {"d": (1.0, 1.0), "v": (0.0, 1.0), "f": (None, 1.0)}[group]]
 
 
 def script(*rounds):
-    """A roll_out that answers with such groups, and the prompts it was asked for."""
+    """A roll_out that returns such groups, and the prompts of its calls."""
     asked, left = [], list(rounds)
 
     def roll_out(prompts):
@@ -55,9 +55,9 @@ def test_uniform_groups_are_replaced_in_order_until_none_is_left():
 @pytest.mark.parametrize(
     ("prompts", "rounds", "script_", "left"),
     [
-        (iter(()), 5, (), 1.0),  # nothing to take
-        (iter([7]), 5, ("v",), 0.5),  # prompts used up
-        (count(), 2, ("dd", "dd"), 1.0),  # rounds used up
+        (iter(()), 5, (), 1.0),  # nothing to replace
+        (iter([7]), 5, ("v",), 0.5),  # no prompts left
+        (count(), 2, ("dd", "dd"), 1.0),  # no rounds left
         (count(), 0, (), 1.0),
     ],
 )
@@ -76,7 +76,7 @@ def test_a_step_of_varied_groups_asks_for_nothing():
 
 
 def groups_of(numbers, earned, penalties, size=2) -> Scored:
-    """Rolled out groups of such prompts, each with these rewards and length penalties."""
+    """Groups of such prompts, each with these rewards and length penalties."""
     ids = [f"e{number}" for number in numbers for _ in range(size)]
     n, done = len(ids), [Completion([1], [-0.5], [-0.5], [False], "stop", 0, 1) for _ in ids]
     batch = RolloutBatch(done, [0] * n, [0] * n, [None] * n, [False] * n, visits=[0] * n)
@@ -90,7 +90,7 @@ def groups_of(numbers, earned, penalties, size=2) -> Scored:
     [
         ([0.0, 0.0], [0.0, -0.5], True),  # all wrong, one of them overlong
         ([1.0, 1.0], [-1.0, 0.0], True),  # all right, one of them overlong
-        ([0.0, 1.0], [0.0, -1.0], False),  # right and wrong, of equal totals
+        ([0.0, 1.0], [0.0, -1.0], False),  # right and wrong, with equal totals
         ([0.0, 1.0], [0.0, 0.0], False),
     ],
 )
@@ -107,7 +107,7 @@ def test_the_length_penalty_neither_keeps_a_group_nor_replaces_it(earned, penalt
 
 
 def test_a_penalty_makes_no_replacement_of_a_uniform_group():
-    """What replaces a group must itself differ in the rewards before the penalty."""
+    """A replacement must itself have different rewards before the penalty."""
     alone, dataset = SimpleNamespace(num_processes=1, process_index=0), [{"example_id": "e3"}, {"example_id": "e7"}]
     step = groups_of([3], [1.0, 1.0], [0.0, 0.0])
     _, chosen, metrics = Refill(1, 2, list, lambda rows, first: groups_of([7], [0.0, 0.0], [0.0, -1.0]))(

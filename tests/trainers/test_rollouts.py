@@ -1,4 +1,4 @@
-"""What all trainers share around their update: samples, visits, storing, refused batches, weights, metrics."""
+"""The part that all trainers share: samples, visits, storing, rejected batches, weights, metrics."""
 
 import json
 from dataclasses import replace
@@ -23,7 +23,7 @@ CURRENT = replace(GOOD, version=7)
 
 
 class Source(SpeculativeRollout):
-    """What responses come from, scripted: each row gets `response`, and the calls are kept."""
+    """A scripted source of responses. Each row gets `response`, and the calls are recorded."""
 
     def __init__(self, config, engine, response=CURRENT, cache=None):
         super().__init__(engine, cache, config, seed=0)
@@ -56,7 +56,7 @@ def ones(rows, responses):
 
 
 def made(rank=0, config=None, engine=None, policy=None, score=ones, state=None, trainer=None, **source) -> Rollouts:
-    """Of the process `rank`, at step 7 where `state` does not say another."""
+    """Rollouts of process `rank`, at step 7 unless `state` has another."""
     accelerator = SimpleNamespace(
         process_index=rank, num_processes=1, device=torch.device("cpu"), distributed_type="NO", state=None
     )
@@ -148,7 +148,7 @@ def test_companions_see_the_rows_that_have_a_response():
 
 
 def test_control_steps_compare_a_shared_engine_with_the_policy(build_model):
-    """Plain decoding takes the same path as drafts do, so control rows cannot tell that it has become a wrong one."""
+    """Plain decoding uses the same code path as drafts, so control rows cannot detect an error in that path."""
     model = build_model("qwen3")
     engine = TransformersEngine(model, SamplingParams(frozenset()))
     shared = made(config=RolloutConfig(group_size=4, measure_every=2), engine=engine, policy=model)
@@ -183,7 +183,7 @@ def test_malformed_engine_results_are_refused(completions, message):
 
 
 def test_an_engine_that_does_not_follow_the_policy_is_refused():
-    """An engine of one's own that takes the new version and goes on with the old weights' texts."""
+    """A user's engine that accepts the new version but returns texts of the old weights."""
     stale = made(response=replace(GOOD, version=6))
     with pytest.raises(RolloutError, match="row 0 by weight version 6 at version 7"):
         stale.collect([{"example_id": "e0"}])

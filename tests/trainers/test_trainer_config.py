@@ -1,4 +1,4 @@
-"""What `auto` means in each algorithm."""
+"""The meaning of `auto` in each algorithm."""
 
 import pytest
 

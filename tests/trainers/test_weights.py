@@ -1,4 +1,4 @@
-"""Weights on their way to an engine: names, merged adapters, gathered shards, and the probe that proves arrival."""
+"""Transfer of weights to an engine: names, merged adapters, gathered shards, and the probe that verifies them."""
 
 import copy
 import os
@@ -25,7 +25,7 @@ TEXT = tuple(range(3, 40))
 
 
 def own_engine(model):
-    """An engine with a copy of the model, as a worker has one."""
+    """An engine with a copy of the model, as in a worker."""
     from specrl.rollout.engines.base import SamplingParams
 
     return local(copy.deepcopy(model), SamplingParams(frozenset([1])), own_weights=True, window=8)
@@ -58,7 +58,7 @@ def test_an_engine_follows_its_trainer(build_model):
 
 
 def process(kind, *, zero_stage=None, fsdp_version=None, saves=StateDictType.FULL_STATE_DICT):
-    """What the accelerator of a process says of the way the model is spread."""
+    """What a process's accelerator reports about the distribution of the model."""
     deepspeed = SimpleNamespace(zero_stage=zero_stage) if zero_stage is not None else None
     fsdp = SimpleNamespace(fsdp_version=fsdp_version, state_dict_type=saves) if fsdp_version is not None else None
     return SimpleNamespace(distributed_type=kind, state=SimpleNamespace(deepspeed_plugin=deepspeed, fsdp_plugin=fsdp))
@@ -160,7 +160,7 @@ def test_adapters_arrive_merged(build_model, options):
         torch.testing.assert_close(sent[name], tensor.detach())
     assert not torch.equal(sent["model.layers.0.mlp.up_proj.weight"], base.model.layers[0].mlp.up_proj.weight)
     engine = own_engine(base)
-    send(engine, wrapped, 1, TEXT)  # the probe compares with the adapters' own forward
+    send(engine, wrapped, 1, TEXT)  # the probe compares with a forward pass through the adapters
 
 
 def test_weights_that_did_not_arrive_are_noticed(build_model):
@@ -179,7 +179,7 @@ def test_one_wrong_matrix_is_noticed(build_model):
 
 
 class Casts(TorchDispatchMode):
-    """Counts the bytes that are written when weights of a model are turned into another type."""
+    """Counts the bytes written by casts of the model's weights."""
 
     def __init__(self, model):
         super().__init__()
@@ -191,7 +191,7 @@ class Casts(TorchDispatchMode):
         casts = func.name() == "aten::_to_copy" and args[0].dtype != out.dtype
         if casts and args[0].untyped_storage().data_ptr() in self._weights:
             self.bytes += out.nbytes
-            self._casts.append(out)  # kept, so that nothing else comes to lie where it does
+            self._casts.append(out)  # kept, so that no other tensor reuses its address
             self._weights.add(out.untyped_storage().data_ptr())
         return out
 
@@ -220,10 +220,10 @@ def test_a_probe_is_strict(logprobs):
 
 
 def rounding(trials: int, seed: int, inside: float, wrong: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probs [trials, 63] of two sides that compute the same logits, with largest ones in [16, 32), in bfloat16.
+    """Log-probs [trials, 63] of two sides that compute the same logits in bfloat16, the largest of them in [16, 32).
 
-    What a side adds before its logits are rounded, to steps of 0.125, is normal with a deviation of `inside`. The other
-    side's output layer is `wrong` times what it should be. Half of the tokens are likely ones.
+    The error that a side adds before its logits are rounded, to steps of 0.125, is normal with standard deviation
+    `inside`. The other side's output layer is `wrong` times the correct one. Half of the tokens are likely ones.
     """
     generator = torch.Generator().manual_seed(seed)
     logits = 3 * torch.randn(trials, 63, 32, generator=generator)
@@ -237,7 +237,7 @@ def rounding(trials: int, seed: int, inside: float, wrong: float = 1.0) -> tuple
 
 
 class Logits(torch.nn.Module):
-    """A policy of given logits."""
+    """A policy with fixed logits."""
 
     def __init__(self, logits, dtype):
         super().__init__()
@@ -248,7 +248,7 @@ class Logits(torch.nn.Module):
 
 
 def alarms(allowed: Probe, ours: torch.Tensor, theirs: torch.Tensor) -> int:
-    """How many of the trials end a run."""
+    """The number of trials that would end a run."""
     count = 0
     for a, b in zip(ours.tolist(), theirs.tolist(), strict=True):
         try:
@@ -277,7 +277,7 @@ def test_the_coarser_type_decides_what_a_probe_allows(build_model):
     assert probe(model, TEXT, torch.float32) == strict
     for own, engine in ((torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32), (torch.bfloat16, None)):
         loose = probe(model.to(own), TEXT, engine)
-        apart = 2 if own == torch.float32 else 1  # autocast adds up in float32 what a copy does not
+        apart = 2 if own == torch.float32 else 1  # autocast accumulates in float32, unlike a bfloat16 copy
         assert 0.05 * apart < loose.tolerance < 0.05 * apart + 0.05
         assert 0 < loose.outliers < 0.1
     assert probe(model, TEXT, torch.float16).tolerance > strict.tolerance
@@ -339,7 +339,7 @@ def test_a_probe_is_taken_without_dropout_and_puts_every_mode_back():
     model.train()
     with torch.no_grad():
         dropped = model(torch.tensor([TEXT])).logits[0, :-1].log_softmax(-1)
-    assert (dropped - logp).abs().max() > 0.01  # control: dropout would be seen
+    assert (dropped - logp).abs().max() > 0.01  # control: dropout would be detected
 
 
 def softer(model):
@@ -360,7 +360,7 @@ def test_a_shared_policy_that_was_changed_behind_the_engine_is_noticed(build_mod
     softer(model)
     with pytest.raises(RolloutError, match=r"weight version 3 .* does not compute what the trainer's model computes"):
         check(engine, model, 3, TEXT)
-    check(own_engine(build_model("qwen3", seed=2)), model, 3, TEXT)  # one with its own weights was probed when sent
+    check(own_engine(build_model("qwen3", seed=2)), model, 3, TEXT)  # separate weights were probed when sent
 
 
 def test_the_probe_is_what_the_model_says(build_model):
@@ -427,7 +427,7 @@ def test_shards_of_fsdp_are_gathered():
 
 def test_layouts_that_cannot_be_gathered_are_refused(build_model):
     class FullyShardedDataParallel(torch.nn.Module):
-        """Version 1, by its name: its parameters are flat."""
+        """Version 1, recognised by its name: its parameters are flat."""
 
     with pytest.raises(RolloutError, match="fsdp_version: 2"):
         PolicyWeights(FullyShardedDataParallel())
@@ -435,7 +435,7 @@ def test_layouts_that_cannot_be_gathered_are_refused(build_model):
 
 @pytest.fixture
 def own_weights(monkeypatch):
-    """Runs whose engine holds its own copy of the policy, as workers do."""
+    """Runs whose engine holds a copy of the policy, as workers do."""
     import specrl.run.run
 
     monkeypatch.setattr(specrl.run.run, "make_engine", lambda config, spec, trained: build_engine(spec))

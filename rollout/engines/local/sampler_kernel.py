@@ -1,12 +1,12 @@
-"""The keyed draw of rollout/noise.py as Triton kernels: logits are read once, and nothing of their size is written.
+"""The keyed sampling of rollout/noise.py as Triton kernels, which read the logits once and write little.
 
-A row is split into blocks of BLOCK tokens, one program each, and a small second kernel combines what they found. The
-split depends on the vocabulary alone, so a row's result depends neither on how many rows there are nor on its place.
-With top-k or top-p one program a row first searches the least logit that stays, by bisection on the integers that order
-floats, and so reads the row once more for every two of their bits.
+Each program samples from one block of BLOCK tokens of a row, and a second small kernel reduces the blocks of each row.
+The split depends only on the vocabulary, so a row's result depends neither on the number of rows nor on its index.
+With top-k or top-p one program per row first computes the smallest logit to keep. It bisects on the integers that order
+floats, and reads the row once for every two of their bits.
 
-What equals noise.py bit for bit: hashes, uniforms, scaled logits, masses and so the tokens that stay. What may differ
-in the last places, because logarithm, exponential and the order of float sums do: noise and log-probs.
+Hashes, uniforms, scaled logits, masses and therefore the tokens kept by top-k and top-p equal those of noise.py bit for
+bit. Noise and log-probs may differ in their last bits, as logarithm, exponential and the order of float sums differ.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from triton.language.extra import libdevice
 from specrl.rollout import noise
 
 BLOCK = 4096
-"""Tokens a program: 38 programs for a row of 152k tokens, so that a few rows fill a GPU."""
+"""Tokens per program. A row of 152k tokens has 38 programs, so a few rows occupy a GPU."""
 LEAST = tl.constexpr(-float("inf"))
 MIX_A, MIX_B, MIX_C = (tl.constexpr(x & 0xFFFFFFFF) for x in (noise.MIX_A, noise.MIX_B, noise.MIX_C))
 GOLDEN = tl.constexpr(noise.GOLDEN & 0xFFFFFFFF)
@@ -42,9 +42,12 @@ def keyed_sample(
     top_p: float,
     ids: Tensor | None = None,
 ) -> Tensor:
-    """`noise.keyed_sample` of logits [N, V], packed as int32 [4, N]: draws, then bits of log-probs and gap.
+    """`noise.keyed_sample` of logits [N, V].
 
-    Launches at most three kernels and waits for none of them.
+    Launches at most three kernels and does not synchronise.
+
+    Returns:
+        int32 [4, N]: the sampled tokens, then the bits of the float32 log-probs of samples and targets, and of the gap.
     """
     rows, vocab = logits.shape
     top_k = top_k if 0 < top_k < vocab else 0
@@ -58,8 +61,8 @@ def keyed_sample(
     if not rows:
         return packed
     by = float(temperature) if scaled else 1.0
-    names = tokens if ids is None else ids.contiguous()  # a place for the kernels' argument that they then do not read
-    law = {"SCALED": scaled, "enable_fp_fusion": False}  # a fused product would be rounded once less than in noise.py
+    names = tokens if ids is None else ids.contiguous()  # without ids the kernels do not read this argument
+    law = {"SCALED": scaled, "enable_fp_fusion": False}  # a fused multiply-add rounds once, noise.py twice
     if cut:
         search[(rows,)](logits, floors, vocab, by, TOP_K=top_k, TOP_P=float(top_p), BLOCK=BLOCK, num_warps=16, **law)
     law |= {"CUT": cut, "NAMED": ids is not None}
@@ -78,7 +81,7 @@ def scale(z, by, SCALED: tl.constexpr):
 
 @triton.jit
 def order(z):
-    """uint32 that orders as float32 do; the two zeros are equal."""
+    """uint32 in the order of the float32 values; both zeros have the same value."""
     bits = tl.where(z == 0.0, 0.0, z).to(tl.int32, bitcast=True)
     return (bits ^ ((bits >> 31) | -2147483648)).to(tl.uint32, bitcast=True)
 
@@ -98,7 +101,7 @@ def weigh(z, most):
 
 @triton.jit
 def token_hash(key, position, token):
-    """`noise.hash_tokens` as uint32; key, position int64."""
+    """`noise.hash_tokens` as uint32. Key and position are int64."""
     x = key.to(tl.uint64, bitcast=True) ^ (position.to(tl.uint64, bitcast=True) * STEP + 1)
     x = (x ^ (x >> 33)) * ROUND_A
     x = (x ^ (x >> 33)) * ROUND_B
@@ -121,9 +124,10 @@ def gumbel(key, position, token):
 
 @triton.jit
 def bisect(row, vocab, by, most, least, limit, MASS: tl.constexpr, SCALED: tl.constexpr, BLOCK: tl.constexpr):
-    """The smallest rank above which tokens weigh less than `limit` (int64); those below rank `least` weigh nothing.
+    """The smallest rank above which the tokens' total weight is less than `limit` (int64).
 
-    Two bits a pass: of three pivots, as many lie too low as have `limit` or more above them.
+    Tokens of a rank below `least` have no weight. Each pass over the row compares three pivots and yields two bits: it
+    counts the pivots with at least `limit` above them, which are too low.
     """
     found = tl.full((), 0, tl.uint32)
     unit = tl.full((), 1 << 30, tl.uint32)
@@ -154,7 +158,7 @@ def search(
     logits, floors, vocab, by,
     TOP_K: tl.constexpr, TOP_P: tl.constexpr, SCALED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """floors [N]: the least scaled logit of each row that stays. One program a row."""
+    """Writes floors [N], the smallest scaled logit that each row keeps. There is one program per row."""
     n = tl.program_id(0).to(tl.int64)
     row = logits + n * vocab
     least = tl.full((), 0, tl.uint32)
@@ -182,8 +186,10 @@ def part(
     logits, keys, positions, names, floors, floats, tokens, vocab, by,
     NOISE: tl.constexpr, SCALED: tl.constexpr, CUT: tl.constexpr, NAMED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Of a block of a row: the draw's column in tokens [N, blocks]; best and second best score, largest logit and the
-    sum of exponentials in floats [4, N, blocks].
+    """Samples from one block of a row.
+
+    Writes the column of the best score to tokens [N, blocks]; and the best and second best score, the largest logit and
+    the sum of exponentials to floats [4, N, blocks].
     """
     n, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token = block * BLOCK + tl.arange(0, BLOCK)
@@ -192,7 +198,7 @@ def part(
         z = tl.where(z < tl.load(floors + n), LEAST, z)
     name = tl.load(names + token, mask=token < vocab, other=0) if NAMED else token
     score = z + gumbel(tl.load(keys + n), tl.load(positions + n), name) if NOISE else z
-    score = tl.where(score == score, score, float("inf"))  # NaN is drawn, as torch does
+    score = tl.where(score == score, score, float("inf"))  # NaN wins, as in torch.argmax
     best, index = tl.max(score, 0, return_indices=True)
     drawn = block * BLOCK + index
     second = tl.max(tl.where(token == drawn, LEAST, score))
@@ -212,7 +218,7 @@ def combine(
     logits, targets, names, floors, floats, tokens, packed, vocab, blocks, by,
     SCALED: tl.constexpr, CUT: tl.constexpr, NAMED: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """packed int32 [4, N] of a row from its blocks."""
+    """Reduces the blocks of a row to its column of packed, int32 [4, N]."""
     n, rows = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
     block = tl.arange(0, WIDTH)
     found, size, inside = floats + n * blocks + block, rows * blocks, block < blocks
@@ -220,7 +226,7 @@ def combine(
     seconds = tl.load(found + size, mask=inside, other=LEAST)
     peaks = tl.load(found + 2 * size, mask=inside, other=LEAST)
     sums = tl.load(found + 3 * size, mask=inside, other=0.0)
-    best, winner = tl.max(scores, 0, return_indices=True)  # the lowest block, and in it the lowest token, of equals
+    best, winner = tl.max(scores, 0, return_indices=True)  # of equal scores the lowest token
     second = tl.max(tl.where(block == winner, seconds, scores))
     peak = tl.max(peaks)
     shift = tl.where(peak == LEAST, 0.0, peak)

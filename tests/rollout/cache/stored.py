@@ -1,4 +1,4 @@
-"""Trajectories to store, and their way to a directory and back."""
+"""Trajectories for tests of the cache, and functions that save and load them."""
 
 import random
 

@@ -36,7 +36,7 @@ def test_an_entry_comes_back_equal():
 
 
 def test_equal_prompts_with_their_own_ids_never_mix():
-    """The caller names the second occurrence of a prompt in a batch; the store only has to keep names apart."""
+    """The caller assigns an id to the second occurrence of a prompt in a batch. The store must not mix ids."""
     cache = empty()
     names = ["ex", "ex#1", "ex ", "ex\0", "", "ex/0", "éx"]
     for seed, name in enumerate(names):
@@ -193,13 +193,13 @@ def test_eviction_is_the_same_every_time_and_undoes_all_accounting():
 
 @pytest.mark.parametrize(("group", "overhead"), [(1, 600), (8, 180)])
 def test_memory_per_token(group, overhead):
-    """4 bytes a token plus at most `overhead` bytes an entry; at group size 8 and 100 tokens below 8 bytes a token."""
+    """4 bytes a token plus at most `overhead` bytes an entry; below 8 bytes a token for groups of 8 and 100 tokens."""
     entries = [(f"ex-{i // group}", i % group, trajectory(100, seed=i)) for i in range(10_000)]
     cache = empty()
     tracemalloc.start()
     before, _ = tracemalloc.get_traced_memory()
     for name, sample_index, t in entries:
-        cache.put(name.encode().decode(), sample_index, t)  # a fresh string, as after a restart
+        cache.put(name.encode().decode(), sample_index, t)  # a new string object, as after a restart
     held = tracemalloc.get_traced_memory()[0] - before
     tracemalloc.stop()
     assert held <= 10_000 * (4 * 100 + overhead)
@@ -208,7 +208,7 @@ def test_memory_per_token(group, overhead):
 
 
 def test_two_processes_end_up_with_the_same_store():
-    """Each process looks up and stores its own half of the step, then all take the gathered entries in rank order."""
+    """Each process looks up and stores half of the step, then all merge the gathered entries in rank order."""
     processes = [empty(max_mb=0.06), empty(max_mb=0.06)]
     names = [f"ex-{i}" for i in range(40)]
     for step in range(6):

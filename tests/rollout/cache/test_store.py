@@ -160,7 +160,7 @@ def test_a_pipe_or_a_link_in_place_of_the_lock_is_named_and_does_not_hold_the_ru
 def test_a_second_writer_fails_at_once(tmp_path):
     saved(tmp_path, entries())
     with open(tmp_path / LOCK) as held:
-        fcntl.flock(held, fcntl.LOCK_SH)  # a lock that two writers could share would let this one in
+        fcntl.flock(held, fcntl.LOCK_SH)  # a lock that two writers could share would not block this one
         with pytest.raises(CacheError, match="Another run is writing"):
             saved(tmp_path, entries(1))
         assert len(load(tmp_path)) == 60, "reading needs no lock"

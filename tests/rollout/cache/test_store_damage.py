@@ -1,4 +1,4 @@
-"""Kills, torn, altered and foreign files, full disks: nothing wrong is served and nothing acknowledged is lost."""
+"""Kills, damaged and foreign files, full disks: no wrong entry is served, and no acknowledged save is lost."""
 
 import json
 import logging
@@ -31,7 +31,7 @@ def write_atomically(directory):
 
 
 def write_in_place(directory):
-    """What must fail: the same file, written the naive way."""
+    """Control that must fail: writes the same file in place."""
     saved(directory, entries(300))
     with open(f"{directory}/{SNAPSHOT}", "rb") as file:
         payload = file.read()
@@ -59,7 +59,7 @@ for _ in sys.stdin:
 
 
 def kills(writer, directory, count):
-    """Kills a writer `count` times at a random moment after its first acknowledged save; yields its last such step."""
+    """Kills a writer `count` times at a random time after its first acknowledged save. Yields the last such step."""
     rng = random.Random(7)
     command = [sys.executable, "-c", FORKS, writer, str(directory)]
     forks = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=ENVIRONMENT, bufsize=0)
@@ -90,7 +90,7 @@ def test_a_killed_writer_loses_nothing_it_acknowledged(tmp_path):
         assert contents(loaded, entries(300, step)) == entries(300, step)
         assert (loaded.dropped, loaded.quarantined) == (0, 0)
         leftovers += os.path.exists(tmp_path / f"{SNAPSHOT}.tmp")
-    assert leftovers > 0  # else no kill fell into a write
+    assert leftovers > 0  # otherwise no kill hit a write
     saved(tmp_path, entries(1))
     assert sorted(os.listdir(tmp_path)) == [LOCK, SNAPSHOT]
 
@@ -103,7 +103,7 @@ def test_the_kill_test_can_fail(tmp_path, caplog):
 
 @pytest.fixture
 def damaged(tmp_path, caplog):
-    """Loads a snapshot of 600 entries with its bytes changed; returns the cache, entries lost and entries altered."""
+    """Loads a snapshot of 600 entries with changed bytes. Returns the cache, and counts of lost and altered entries."""
     caplog.set_level(logging.CRITICAL)
     given = entries(600, logprobs=True)
     saved(tmp_path, given)
@@ -150,7 +150,7 @@ def test_flipped_bits_are_never_served(damaged):
         assert not wrong
         assert lost == (600 if loaded.quarantined else 0), "all or nothing"
         found += loaded.quarantined
-    assert found >= 190  # a few bits mean nothing, such as those of a column's statistics
+    assert found >= 190  # a few bits have no meaning, such as those of column statistics
 
 
 def test_the_flip_test_can_fail(damaged, monkeypatch):
@@ -168,7 +168,7 @@ class Canary:
 
 
 def foreign_parquet(**metadata):
-    """A parquet file of an extension type whose metadata is a pickle: old pyarrow versions would run it."""
+    """A parquet file with an extension type whose metadata is a pickle, which old pyarrow versions would execute."""
     kind = {b"ARROW:extension:name": b"arrow.py_extension_type", b"ARROW:extension:metadata": pickle.dumps(Canary())}
     field = pa.field("example_id", pa.string(), metadata=kind)
     sink = pa.BufferOutputStream()
@@ -215,7 +215,7 @@ HEADER = {
 
 
 def rewrite(directory, header: str | bytes | dict):
-    """Puts another header with a right checksum into a saved file."""
+    """Replaces the header of a saved file, with a correct checksum."""
     text = header if isinstance(header, bytes) else (header if isinstance(header, str) else json.dumps(header)).encode()
     sums = {"specrl.cache": text, "specrl.cache.checksum": blake2b(text, digest_size=8).hexdigest()}
     pq.write_table(pq.read_table(directory / SNAPSHOT).replace_schema_metadata(sums), directory / SNAPSHOT)
@@ -248,7 +248,7 @@ def rewrite(directory, header: str | bytes | dict):
     ],
 )
 def test_a_header_with_a_right_checksum_and_odd_fields(tmp_path, capsys, header, what):
-    """Another writer's file, or one edited by hand: refused in one line, and left where it is."""
+    """A file of another writer, or edited by hand, is rejected in one line and not moved."""
     saved(tmp_path, entries())
     rewrite(tmp_path, header)
     with pytest.raises(CacheError, match=f"not of trajectory cache format {FORMAT}: .*{what}.*clear=true") as error:
@@ -289,7 +289,7 @@ def test_rows_whose_fields_were_exchanged_are_put_aside(tmp_path, column):
 
 
 def test_a_negative_sample_index_is_malformed(tmp_path, capsys, monkeypatch):
-    """`put` refuses it; a row of another writer may have it, with a right checksum."""
+    """`put` rejects it, but a file of another writer may contain it with a correct checksum."""
     with monkeypatch.context() as patch:
         patch.setattr("specrl.rollout.cache.memory.complaint", lambda *_: None)
         saved(tmp_path, [*entries(4), ("ex-é0", -1, entries(1)[0][2])])
@@ -310,7 +310,7 @@ def device(path):
 
 def listening(path):
     with socket.socket(socket.AF_UNIX) as server:
-        server.bind(os.path.relpath(path))  # the name of a socket may have 108 bytes
+        server.bind(os.path.relpath(path))  # the name of a socket is limited to 108 bytes
 
 
 @pytest.mark.parametrize("make", [pipe, device, listening])

@@ -1,4 +1,4 @@
-"""How much to draft: the fitted cost, and the windows under which rows are fastest."""
+"""The budget: the fitted costs, and the draft lengths with which rows are fastest."""
 
 import math
 import random
@@ -17,7 +17,7 @@ from specrl.rollout.types import Request
 
 
 class Fixed:
-    """A drafter that always proposes the same."""
+    """A drafter with a constant proposal."""
 
     def __init__(self, tokens: list[int]):
         self.tokens = tokens
@@ -49,7 +49,7 @@ def emitted(p: float, k: int) -> float:
 
 
 def seconds(cost, rows: int, p: float, k: int) -> float:
-    """Until a row is one token further, which drafts k tokens and pays its share of the passes."""
+    """Seconds per token of a row that drafts k tokens and pays its share of the passes."""
     a, b = cost
     return (a / rows + b * (1 + k)) / emitted(p, k)
 
@@ -62,7 +62,7 @@ def test_cost_recovers_the_line_it_was_shown():
     for _ in range(300):
         n = rng.randint(1, 800)
         budget.observe_pass(n, (5e-3 + 2e-5 * n) * rng.uniform(0.98, 1.02))
-        a, b = budget.cost()  # asked in between, it does not stay at what it was
+        a, b = budget.cost()  # calling it in between invalidates the cached fit
     assert a == pytest.approx(5e-3, rel=0.05)
     assert b == pytest.approx(2e-5, rel=0.05)
 
@@ -110,7 +110,7 @@ def test_acceptance_counts_one_rejection_per_draft_and_is_kept_per_state():
     optimistic = budget.acceptance("start")
     assert optimistic > 0.8
     for _ in range(2000):
-        budget.observe_draft("diverged", 10, 3)  # 3 stood, one was rejected, 6 were never judged
+        budget.observe_draft("diverged", 10, 3)  # 3 accepted, one rejected, 6 not verified
         budget.observe_draft("agreeing", 10, 10)
     assert budget.acceptance("diverged") == pytest.approx(0.75, abs=0.01)
     assert budget.acceptance("agreeing") > 0.99
@@ -199,7 +199,7 @@ def test_where_nothing_is_padded_every_kind_has_its_own_best_length(a, b, rates,
 
 @SCENES
 def test_the_window_makes_the_rows_fastest(a, b, rates, count):
-    """Among powers of two, for the rows that it makes faster; the shortest within a twentieth for those that draft."""
+    """The best power of two for the rows that it makes faster, or the shortest within 5 % of it."""
     budget = trained(a, b, rates)
     cost, p = budget.cost(), {s: budget.acceptance(s) for s in count}
     states = [s for s, n in count.items() for _ in range(n)]
@@ -264,7 +264,7 @@ def test_drafting_comes_back_when_drafts_are_good_again():
 
 
 def test_cost_tells_rows_from_tokens():
-    """Rows have keys and values of their own to read: a fit on tokens alone would charge that to every draft token."""
+    """Each row has a KV cache to read. A fit on tokens alone would charge that cost to every draft token."""
     rng = random.Random(0)
     budget, blind = Budget(), Budget()
     for _ in range(300):
@@ -283,7 +283,7 @@ def test_cost_tells_rows_from_tokens():
 
 
 def with_model(a: float, b: float, rates: dict[str, float], promise: float, drafter=(1e-3, 1e-5)) -> Budget:
-    """As `trained`, with a draft model whose passes of n rows cost drafter[0] + drafter[1] * n."""
+    """Like `trained`, with a draft model whose passes of n rows cost drafter[0] + drafter[1] * n."""
     budget = trained(a, b, rates)
     budget.drafter.calibrate([(1, sum(drafter)), (128, drafter[0] + 128 * drafter[1])])
     budget.drafter.observe_promise(20_000 * promise, 20_000)
@@ -303,7 +303,7 @@ def test_the_model_takes_the_rows_that_their_own_drafters_serve_worse():
 
 
 def test_rows_that_go_well_do_not_take_the_model_from_those_that_do_not():
-    """The slow rows set the time: the many tokens of the others must not make a second look too dear for them."""
+    """The slow rows set the time. The many tokens of the other rows must not make a second seem too expensive."""
     budget = with_model(5e-3, 1e-5, {"agreeing": 0.99, "diverged": 0.3}, 0.9)
     few, many, most = (budget.plan(["agreeing"] * n + ["diverged"] * 8, model=True) for n in (0, 16, 40))
     assert few.by_model == many.by_model == {"diverged"}
@@ -346,7 +346,7 @@ def test_a_chain_stops_each_row_where_its_own_confidence_ends():
 
 
 def test_a_chain_needs_enough_rows_to_pay_for_its_passes():
-    """The policy's pass costs 8 ms for few rows and for many; verifying a token for many rows is what costs."""
+    """The policy's pass costs 8 ms for any number of rows. Verifying a token for many rows is the main cost."""
     budget = with_model(8e-3, 1e-4, {}, 0.6, (1e-3, 5e-5))
     for rows, drafts in ((1, True), (8, True), (256, False)):
         plan = budget.plan([None] * rows, model=True)
@@ -364,8 +364,8 @@ def test_a_row_joins_when_a_chain_brings_in_what_catching_up_costs():
 def test_confidence_is_what_became_of_equally_confident_tokens():
     budget = Budget()
     for _ in range(500):
-        budget.drafter.observe_chain([math.log(0.975), math.log(0.975), math.log(0.6)], 2)  # 0.6 never stands
-        budget.drafter.observe_chain([math.log(0.2), math.log(0.975)], 0)  # what follows a rejection was not judged
+        budget.drafter.observe_chain([math.log(0.975), math.log(0.975), math.log(0.6)], 2)  # 0.6 is never accepted
+        budget.drafter.observe_chain([math.log(0.2), math.log(0.975)], 0)  # tokens after a rejection were not verified
     assert budget.drafter.confidence(math.log(0.975)) > 0.98
     assert budget.drafter.confidence(math.log(0.6)) < 0.05
     assert budget.drafter.confidence(math.log(0.2)) < 0.05
@@ -414,14 +414,14 @@ def test_a_bad_source_stops_drafting_while_a_good_one_goes_on():
     plans = [budget.plan([good, bad, None]).lengths for _ in range(64)]
     assert all(plan[good] > 4 for plan in plans)
     assert {plan[bad] for plan in plans} == {plan[None] for plan in plans} == {0}
-    blurred = trained(5e-3, 1e-4, {"diverged": 0.02})  # control: one estimate for both would stop the good one too
+    blurred = trained(5e-3, 1e-4, {"diverged": 0.02})  # control: a shared estimate would stop the good source too
     assert set(windows(blurred, ["diverged"] * 3)) == {0}
 
 
 def test_what_is_needed_is_where_a_token_pays():
     for p, carried in ((0.4, True), (0.35, False)):
         budget = trained(5e-3, 1e-3, {"start": p})
-        plan = budget.plan(["start"] * 3)  # a second is worth 3 tokens / 8 ms without drafts, a token costs 1 ms
+        plan = budget.plan(["start"] * 3)  # without drafts a second is worth 3 tokens / 8 ms; a token costs 1 ms
         assert bool(plan.lengths["start"]) is carried is (budget.acceptance("start") > plan.needed)
     assert plan.needed == pytest.approx(3 / 8, rel=0.02)
 
@@ -465,9 +465,10 @@ def test_rests_are_short_and_end_where_something_rides():
 
 
 def asked(passes: int, brings: float, asking: float, rows: int = 64, cohorts: int = 1) -> list[int]:
-    """Passes in which the rows are asked when drafts bring `brings` tokens a row and asking takes `asking` passes.
+    """Passes whose drafters are called, if drafts add `brings` tokens a row and the calls take `asking` passes.
 
-    Args: cohorts: passes under way at a time, each of other rows.
+    Args:
+        cohorts: concurrent passes, each with different rows.
     """
     kind, plain, found, flights = ("agreeing", "group"), 0.02, [], deque()
     budget = trained(0.5 * plain, 0.5 * plain / rows, {kind: 0.9})
@@ -489,29 +490,30 @@ def asked(passes: int, brings: float, asking: float, rows: int = 64, cohorts: in
 
 @pytest.mark.parametrize(("brings", "asking"), [(1.4, 0.0), (1.0, 0.1), (1.55, 0.2)])
 def test_drafts_that_do_not_pay_together_rest_however_good_they_look(brings, asking):
-    """Passes with drafts take half as long again: what counts is what they bring in that time, asking included."""
+    """Passes with drafts take 1.5 times as long. Only the tokens per second count, with the time of the drafters."""
     rested = asked(400, brings, asking)
     assert len(rested) < 400 / 32 + 10
     assert [b - a for a, b in pairwise(rested)][-8:] == [32] * 8
 
 
 def test_two_cohorts_rest_and_draft_as_one_does():
-    """Where one slot held the asking of both, one cohort's passes were never judged: it drafted on at a loss, and the
-    other rested where drafts pay."""
+    """With one shared variable for the calls' seconds, one cohort's passes were never evaluated and it kept drafting at
+    a loss, while the other stopped although drafts paid.
+    """
     assert len(asked(400, brings=1.0, asking=0.0, cohorts=2)) < 400 / 32 + 12
     assert len(asked(400, brings=2.0, asking=0.0, cohorts=2)) > 395
 
 
 @pytest.mark.parametrize(("brings", "asking"), [(1.8, 0.0), (1.95, 0.2)])
 def test_drafts_that_pay_are_asked_for_in_every_pass_but_one(brings, asking):
-    """One plain pass, early on, is what the others are compared with."""
+    """One early plain pass is the baseline of the comparison."""
     found = asked(400, brings, asking)
     (plain,) = set(range(400)) - set(found)
     assert plain < 8
 
 
 def test_few_rows_are_judged_anew():
-    """What does not pay at 64 rows may pay at the tail: after each halving some passes are drafted before a verdict."""
+    """Drafts that lose time at 64 rows may save time later. After each halving some passes with drafts are timed."""
     budget = Budget()
     for rows, rests in ((64, True), (33, True), (32, False)):
         budget.plan([("agreeing", "group")] * rows)
@@ -523,7 +525,7 @@ def test_few_rows_are_judged_anew():
 
 
 def test_tokens_that_attend_to_more_cost_more():
-    """The cost of a long draft late in a response is not that of its beginning."""
+    """A long draft costs more late in a response than at its start."""
     rng, budget, blind = random.Random(0), Budget(), Budget()
     for _ in range(60):
         rows, width, k = rng.randint(2, 64), rng.randint(20, 200), rng.choice([1, 3, 5, 9])
@@ -548,7 +550,7 @@ def test_tokens_that_attend_to_more_cost_more():
     ],
 )
 def test_a_row_pays_its_share_of_a_pass_and_not_the_whole(rows, rates, price, want):
-    """A pass without drafts takes a second. Of the lengths that are powers of two the fewest seconds win, by hand."""
+    """A pass without drafts takes a second. By hand, the power of two with the fewest seconds is chosen."""
     total = sum(rows.values())
     rates = dict(zip(rows, rates, strict=True))
     budget = trained(1 - price * total, price, rates)
@@ -567,7 +569,7 @@ def test_more_rows_ask_for_shorter_drafts():
 
 
 def test_further_passes_of_a_split_one_are_no_plain_passes():
-    """They carry drafts that nobody was asked about again: neither side of the comparison has their seconds."""
+    """They have drafts without another call of the drafters, so neither side of the comparison counts their seconds."""
     trial = DraftingBackoff()
     for _ in range(8):
         trial.observe_asking(drafted=True)

@@ -1,4 +1,4 @@
-"""Drafts from the texts of all prompts: what is predicted, how sure it is, what is forgotten."""
+"""Drafts from the context table: predictions, their probabilities, and forgetting."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PROMPT = (90, 91, 92, 93, 94, 95)
 
 
 def template(rng: random.Random) -> list[int]:
-    """Ten fixed tokens around five random ones, four times: text like that of a task with numbers in it."""
+    """Ten fixed tokens around five random ones, four times, like the text of a task with numbers in it."""
     return [t for _ in range(4) for t in (*range(10), *(rng.randrange(20, 40) for _ in range(5)))]
 
 
@@ -27,7 +27,7 @@ def test_the_token_that_followed_is_predicted():
     table = ContextTable()
     table.learn([(PROMPT, [1, 2, 3, 4]), ((*PROMPT[1:], 7), [1, 2, 3, 4])])
     assert table.next((1, 2, 3))[0] == 4
-    assert table.next((94, 95, 1))[0] == 2  # contexts reach into the prompt
+    assert table.next((94, 95, 1))[0] == 2  # contexts include the prompt
     assert table.next((3, 2, 1)) is None
     assert table.next((2, 3)) is None  # shorter than any context
 
@@ -47,7 +47,7 @@ def test_another_token_takes_over_where_habits_change():
         table.learn([(PROMPT, [1, 2, 3, 4])])
     for _ in range(10):
         table.learn([(PROMPT, [1, 2, 3, 5])])
-    assert table.next((1, 2, 3))[0] == 4  # 15 hits are not outnumbered yet
+    assert table.next((1, 2, 3))[0] == 4  # 15 hits still outnumber the misses
     for _ in range(8):
         table.learn([(PROMPT, [1, 2, 3, 5])])
     assert table.next((1, 2, 3))[0] == 5
@@ -87,7 +87,7 @@ def test_template_and_numbers_are_told_apart():
 
 
 def said_and_was(table: ContextTable, rng: random.Random) -> list[tuple[float, float]]:
-    """What the table promised of new texts, and what became of it."""
+    """Predicted probability and observed frequency of hits on new texts."""
     right: dict[float, list[bool]] = {}
     for _ in range(60):
         text = template(rng)
@@ -120,12 +120,12 @@ def test_a_draft_ends_where_it_no_longer_pays():
     table = learnt(60, random.Random(2))
     tokens, gain = table.draft([*PROMPT, 0, 1, 2, 3], 100, 0.5)
     assert tokens == [4, 5, 6, 7, 8, 9]
-    assert 2.5 < gain < 3.0  # six tokens that are nearly sure, at half a token each
+    assert 2.5 < gain < 3.0  # six almost certain tokens, at half a token each
     assert table.draft([*PROMPT, 0, 1, 2, 3], 2, 0.5)[0] == [4, 5]
     assert table.draft([*PROMPT, 4, 5, 6, 7, 8, 9], 100, 0.5) == ([], 0.0)
     assert (
         len(table.draft([*PROMPT, 4, 5, 6, 7, 8, 9], 100, 0.01)[0]) >= 1
-    )  # where tokens cost nothing, chances are taken
+    )  # if tokens cost nothing, unlikely ones are drafted
     assert table.draft([*PROMPT, 0, 1, 2, 3], 100, 1.01) == ([], 0.0)
     assert ContextTable().draft(PROMPT, 100, 0.1) == ([], 0.0)
 

@@ -1,4 +1,4 @@
-"""SuffixDrafter: where it looks for the next tokens. Guesses never change outputs, so these are tests of quality."""
+"""SuffixDrafter: where it searches for the next tokens. Drafts never change outputs, so these tests concern quality."""
 
 import pickle
 import random
@@ -24,7 +24,7 @@ def drafter_of(own, *others, sources=SOURCES) -> SuffixDrafter:
 
 
 def emit(truths, drafters, limit: int = 8) -> list[tuple[int, int]]:
-    """Drives drafters side by side as an engine does: passes and accepted draft tokens of each response."""
+    """Calls drafters as an engine does for one batch. Returns passes and accepted draft tokens of each response."""
     at, passes, stood = ([0] * len(truths) for _ in range(3))
     while going := [i for i, truth in enumerate(truths) if at[i] < len(truth)]:
         drafts = {i: list(drafters[i].propose(truths[i][: at[i]], limit)) for i in going}
@@ -43,7 +43,7 @@ def accepted(drafter, truth, limit: int = 8) -> tuple[int, int]:
     return emit([truth], [drafter], limit)[0]
 
 
-# The slot's old text --------------------------------------------------------------------------------------------------
+# The sample's old text ------------------------------------------------------------------------------------------------
 
 
 def test_continues_at_the_same_positions():
@@ -88,7 +88,7 @@ def test_shifted_text_is_picked_up_again(truth, at, expected):
     passes, stood = accepted(drafter_of(OLD), truth)
     assert stood > len(truth) * 0.7
     blind_passes, blind = accepted(drafter_of(OLD, sources=POSITIONS), truth)
-    assert blind < stood  # control: positions are never left
+    assert blind < stood  # control: the position never changes
     assert blind_passes > passes
 
 
@@ -125,9 +125,10 @@ OWN = [*range(10, 20), 99, 98, 97, 96]
 
 
 def left(agreeing: int, suffix: int, worth=unseen) -> str:
-    """What a row drafts from whose old text agreed in the last places but the very last; `suffix` tokens are another's.
+    """The source of the next draft after a mismatch. `suffix` tokens match another text.
 
-    Args: agreeing: of the last six places.
+    Args:
+        agreeing: number of tokens just before the last one that equal the old text.
     """
     truth = [*[3] * (10 - agreeing), *OWN[10 - agreeing : 10], 7]
     drafter = drafter_of(OWN, [*truth[-suffix:], 55])
@@ -137,7 +138,7 @@ def left(agreeing: int, suffix: int, worth=unseen) -> str:
 
 
 def test_a_text_is_left_for_what_promises_more():
-    """Before anything was seen: one other token of six weighs as much as a long suffix, more of them less."""
+    """Under the prior, one different token of six counts as much as a long matching suffix. More of them count less."""
     assert [left(5, n) for n in (2, 4, 8)] == ["position", "position", "earlier"]
     assert [left(3, n) for n in (2, 4, 8)] == ["earlier"] * 3
     assert [left(4, n) for n in (2, 4, 8)] == ["position", "earlier", "earlier"]
@@ -154,7 +155,7 @@ def test_what_became_of_such_drafts_decides():
 
 
 def test_longer_matches_than_are_looked_up_win():
-    """The index knows eight tokens; how many more there are is compared."""
+    """The index stores eight tokens; further matching tokens are compared directly."""
     end = [*range(1, 17)]
     texts = PromptTexts([[*end[8:], 20], [30]], prompt=[*end, 21])
     drafter = SuffixDrafter(texts, old=[40])
@@ -164,7 +165,7 @@ def test_longer_matches_than_are_looked_up_win():
 
 
 def test_the_prompt_is_copied_from():
-    """Only where it may be: numbers of a question that no other text has."""
+    """If that source is enabled: numbers of a question that occur in no other text."""
     prompt, truth = [*range(50), 7, 8, 9], [60, 61, *range(20, 40), 62, *range(5, 12)]
     assert accepted(SuffixDrafter(PromptTexts(prompt=prompt)), truth)[1] > 20
     drafter = SuffixDrafter(PromptTexts(prompt=prompt))
@@ -175,7 +176,7 @@ def test_the_prompt_is_copied_from():
 
 
 def test_a_text_that_was_left_is_followed_again():
-    """Some tokens are another's phrase, and lead there; the old text goes on behind them all the same."""
+    """A phrase matches another text for a few tokens, after which the old text matches again."""
     other, truth = [*range(200, 208)], [*OLD[:20], *range(202, 206), *OLD[24:]]
     drafter, drafts = drafter_of(OLD, other), []
 
@@ -204,7 +205,7 @@ def test_a_row_is_lost_when_a_pass_brings_one_token_and_not_the_texts():
 
 @pytest.mark.parametrize("source", ["own", "newest", "ahead"])
 def test_a_request_that_is_run_again_begins_anew(source):
-    """It is asked as often as a new one, follows the same text first, and knows what it wrote the first time."""
+    """After a restart it is called as often, follows the same text first, and knows the tokens of the first run."""
     old, rng = OLD[:8], random.Random(3)
     given = {"own": {"old": old}, "newest": {}, "ahead": {"ahead": old}}[source]
     again = SuffixDrafter(PromptTexts([old]), **given)
@@ -259,19 +260,19 @@ def test_only_the_named_sources_draft(sources, want):
 def test_rows_draft_from_siblings_in_the_first_epoch():
     rng = random.Random(1)
     text = [rng.randrange(50) for _ in range(80)]
-    late = [*range(60, 100), *text]  # 40 tokens behind its sibling
+    late = [*range(60, 100), *text]  # 40 tokens after its sibling
     texts = PromptTexts()
     (passes, _), (late_passes, stood) = emit([text, late], [SuffixDrafter(texts), SuffixDrafter(texts)])
     assert stood > 35
     assert late_passes < passes + 10, "it has caught up"
-    assert accepted(SuffixDrafter(PromptTexts()), late)[1] < 5  # control: an index of its own
+    assert accepted(SuffixDrafter(PromptTexts()), late)[1] < 5  # control: a separate index
 
 
 def test_the_end_of_a_finished_sibling_is_known():
     texts = PromptTexts()
     done, row = SuffixDrafter(texts), SuffixDrafter(texts)
     done.propose([1, 2, 3], 4)
-    done.propose([1, 2, 3, 4, 5, 6], 0)  # as the engine does once a row is finished
+    done.propose([1, 2, 3, 4, 5, 6], 0)  # as the engine does for a finished row
     assert row.propose([2, 3], 4) == [4, 5, 6]
 
 
@@ -323,7 +324,7 @@ def test_a_search_by_brute_force_finds_the_same():
             tokens = [rng.randrange(4) for _ in range(rng.randrange(12))]
             (places,) = find([texts], [tokens])
             best = max((length for _, _, length in places), default=0)
-            hidden += best != longest(texts.texts, tokens)  # by a collision
+            hidden += best != longest(texts.texts, tokens)  # by a hash collision
             assert best <= longest(texts.texts, tokens)
             assert len({texts.source(text) for text, _, _ in places}) == len(places), "one of each source"
             for text, at, length in places:
@@ -333,7 +334,7 @@ def test_a_search_by_brute_force_finds_the_same():
 
 
 def longest(texts, tokens) -> int:
-    for length in (8, 4, 2):  # those that are looked up
+    for length in (8, 4, 2):  # the tokens that are looked up
         ends = [[*text[at - length : at]] for text in texts for at in range(length, len(text))]
         if len(tokens) >= length and tokens[-length:] in ends:
             return length
@@ -355,23 +356,23 @@ def test_random_edits_are_survived():
         assert passes <= max(len(truth), 1)
 
 
-# Many rows at once ----------------------------------------------------------------------------------------------------
+# Batches of rows ------------------------------------------------------------------------------------------------------
 
 
 def rollout_of(rng: random.Random, prompts: int) -> tuple[list[SuffixDrafter], list[list[int]]]:
-    """Drafters of some prompts with three rows each, and what their rows will be."""
+    """Drafters of some prompts with three rows each, and the rows' final texts."""
     drafters, truths = [], []
     for _ in range(prompts):
         olds = [[rng.randrange(15) for _ in range(50)] for _ in range(3)]
         texts = PromptTexts(olds)
         drafters += [SuffixDrafter(texts, old) for old in olds]
-        parts = [olds[rng.randrange(3)][rng.randrange(30) :][:20] for _ in range(9)]  # what siblings write too
+        parts = [olds[rng.randrange(3)][rng.randrange(30) :][:20] for _ in range(9)]  # also written by siblings
         truths += [[*old[:12], *chain.from_iterable(rng.sample(parts, 4))] for old in olds]
     return drafters, truths
 
 
 def test_rows_that_are_asked_together_get_what_each_gets_alone():
-    """All rows tell what they are before any searches, so a row alone is asked when the others have told."""
+    """All rows add their tokens before any of them searches, so a single row is called after the others were added."""
     together, truths = rollout_of(random.Random(4), prompts=5)
     alone, _ = rollout_of(random.Random(4), prompts=5)
     rng, sources, same, searches = random.Random(5), set(), 0, 0
@@ -411,7 +412,7 @@ def test_an_index_numbers_so_many_prompts():
 
 @pytest.mark.parametrize("left", [2, 3])
 def test_a_prompt_joins_an_index_that_numbers_all_its_groups(left):
-    """With one too few, its last group would have the number of another prompt's first, and find that one's text."""
+    """Otherwise its last group would have the number of another prompt's first group and match that prompt's texts."""
     other, prompt = PromptTexts([[1, 2, 3]] * 9, prompt=[8, 9]), PromptTexts([[6, 7]], prompt=[1, 2, 4])
     other.open().extend([1, 2, 5])
     index = NGrams()

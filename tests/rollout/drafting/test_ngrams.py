@@ -1,4 +1,4 @@
-"""The index of n-grams against a plain dictionary of them: the same places, but for few that a collision hides."""
+"""The index of n-grams compared with a plain dictionary: the same positions, except for a few collisions."""
 
 import random
 from collections import Counter
@@ -13,7 +13,7 @@ def add(index: NGrams, pieces) -> None:
 
 
 class Dictionary:
-    """Every n-gram, and what followed it last."""
+    """Maps every n-gram to its last occurrence."""
 
     def __init__(self):
         self.seen = {}
@@ -46,14 +46,14 @@ class Writing:
             yield group, text, tokens, known
 
     def suffix(self, group: int):
-        """The end of a text, or of what stands somewhere within one; sometimes short."""
+        """The tokens before the end of a text or before a random position in it, sometimes few."""
         text = self.texts[group, self.rng.choice([t for g, t in self.texts if g == group])]
         end = self.rng.choice([len(text), self.rng.randrange(len(text) + 1)])
         return text[max(0, end - self.rng.choice([1, 2, 3, 7, 8, 8, 8])) : end]
 
 
 def compared(index: NGrams, known: Dictionary, asked) -> Counter:
-    """Searches that agree, and those that a collision made shorter; anything else is an error."""
+    """Counts searches that agree and those that a collision made shorter. Any other difference is an error."""
     found = index.find([group for group, _ in asked], [suffix for _, suffix in asked])
     counts = Counter()
     for (group, suffix), place in zip(asked, found, strict=True):
@@ -67,7 +67,7 @@ def compared(index: NGrams, known: Dictionary, asked) -> Counter:
 
 @pytest.mark.parametrize("vocab", [2, 4, 30])
 def test_the_index_finds_what_a_dictionary_finds(vocab):
-    """Texts that grow piece by piece, searched all along."""
+    """Texts grow piece by piece and are searched in between."""
     counts = Counter()
     for seed in range(12):
         writing, index, known = Writing(random.Random(seed), vocab, groups=3, texts=4), NGrams(), Dictionary()
@@ -83,7 +83,9 @@ def test_the_index_finds_what_a_dictionary_finds(vocab):
 
 @pytest.mark.parametrize("expected", [60_000, 0])
 def test_collisions_are_few(expected):
-    """No n-gram twice: as many entries as there can be. Tables of the expected size hold a quarter, grown ones more."""
+    """No n-gram occurs twice, so there are as many entries as possible. Tables of the expected size are filled to a
+    quarter, grown ones more.
+    """
     rng, index, known = random.Random(0), NGrams(expected), Dictionary()
     group, texts = index.group(), [[rng.randrange(10**6) for _ in range(3000)] for _ in range(20)]
     for first in range(0, 3000, 100):

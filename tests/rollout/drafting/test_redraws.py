@@ -1,4 +1,4 @@
-"""Redraws: what a pass drew behind a mismatch is a guess like any other, where it earns more."""
+"""Redraws: the tokens that a pass sampled after a mismatch are drafted if their acceptance is higher."""
 
 from specrl.rollout.drafting.budget import Budget
 from specrl.rollout.drafting.draft import Draft
@@ -9,7 +9,7 @@ from specrl.rollout.verify import Accepted, TargetSamples, exact
 
 
 class Fixed:
-    """A drafter that always proposes the same."""
+    """A drafter with a constant proposal."""
 
     def propose(self, tokens, limit):
         return [5, 6, 7, 8][:limit]
@@ -26,7 +26,7 @@ def row_of(drafter=None) -> Response:
 
 
 def settle(made: Drafting, row: Response, draft: Draft, draws: list[int]) -> Accepted:
-    """As an engine does after a pass."""
+    """Updates the rows as an engine does after a pass."""
     stood = exact(0, draft, TargetSamples(len(row.tokens), draws, [0.0] * len(draws), [0.0] * len(draws)))
     row.emit(stood, frozenset())
     made.learn(row, draft, stood.tokens, stood.drafted, stood.rejected_tail)
@@ -52,7 +52,7 @@ def test_they_are_the_next_guess_where_nothing_else_is():
 
 def test_nothing_is_redrawn_that_was_not_asked_for():
     for made, row in ((drafting(redraws=False), row_of()), (drafting(), row_of())):
-        row.drafting = made.redraws is False  # the baseline drafts nothing at all
+        row.drafting = made.redraws is False  # the baseline never drafts
         settle(made, row, Draft([5, 6, 7], "custom"), [5, 9, 4, 3])
         assert not made.propose([row], EngineStats())[0].tokens
 
@@ -68,7 +68,7 @@ class Old:
 
 
 def test_a_text_goes_on_where_they_end_if_it_has_the_last_of_them():
-    """They are as long as what was left of the last draft; a text goes further."""
+    """Redraws are as long as the rejected part of the last draft. A text may continue after them."""
     for text, want in (([5, 6, 7, 3, 11, 12], [4, 3, 11, 12]), ([5, 6, 4, 8, 11, 12], [4, 3])):
         made, row = drafting(), row_of(Old(text))
         for state in ("lost", "diverged", "agreeing"):
@@ -82,7 +82,7 @@ def test_a_text_goes_on_where_they_end_if_it_has_the_last_of_them():
 
 
 def test_what_became_of_them_decides():
-    """Against a drafter whose guesses stand or do not."""
+    """Compared with a drafter whose proposals are accepted or not."""
     for stands, want in ((True, "custom"), (False, "redraw")):
         made, row = drafting(), row_of(Fixed())
         for state in ("lost", "diverged", "agreeing"):

@@ -1,4 +1,4 @@
-"""What engines share: the heap while they work."""
+"""Garbage collection while engines work."""
 
 import gc
 
@@ -31,7 +31,7 @@ def test_what_somebody_froze_stays_frozen_and_nothing_else_is():
     theirs = gc.get_freeze_count()
     mine = [[] for _ in range(20_000)]
     with gc_frozen():
-        assert abs(gc.get_freeze_count() - theirs) < 10_000  # some die meanwhile
+        assert abs(gc.get_freeze_count() - theirs) < 10_000  # some of them are freed during the work
     assert abs(gc.get_freeze_count() - theirs) < 10_000
     assert len(mine) == 20_000
 
@@ -41,7 +41,7 @@ def test_an_engine_works_with_the_heap_at_rest(golden, monkeypatch):
     frozen, accepted = [], verify.accept_exact
 
     def accept(*of):
-        if not frozen:  # counting them takes long
+        if not frozen:  # counting them is slow
             frozen.append(gc.get_freeze_count())
         return accepted(*of)
 

@@ -1,4 +1,4 @@
-"""A response in the making: what is kept of what stood."""
+"""A response under construction, and the accepted tokens that it records."""
 
 import pytest
 
@@ -14,7 +14,7 @@ EOS = 1
     [
         ([5, 6, 7], 2, 9, 3, [True, True, False]),
         ([5, 6, 7], 0, 9, 3, [False] * 3),
-        ([5, EOS, 7, 8], 3, 9, 2, [True, True]),  # the draft went on behind its end
+        ([5, EOS, 7, 8], 3, 9, 2, [True, True]),  # the draft continued after its end
         ([5, 6, EOS], 2, 9, 3, [True, True, False]),
         ([5, 6, 7, 8], 3, 2, 2, [True, True]),
     ],

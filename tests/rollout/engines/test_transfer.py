@@ -1,4 +1,4 @@
-"""By where trainer and engines compute: how weights get from one to the other."""
+"""How weights are transferred, by the devices of trainer and engines."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The learned router: what it reads, how it decides, and that it serves one pair only."""
+"""The learned router: its features, its decisions, and that it is tied to one pair of models."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Judges: the acceptance rule, exactness when nothing is let stand, what a misbehaving judge costs, and mining."""
+"""Judges: the acceptance rule, exactness when no mismatch is accepted, faulty judges, and mining."""
 
 import math
 import random
@@ -24,7 +24,7 @@ SAMPLING = SamplingParams(frozenset({EOS}), 0.7)
 
 
 class Verdicts:
-    """A judge by a function of all mismatches."""
+    """A judge that applies a function to all mismatches."""
 
     needs_logprobs = False
 
@@ -57,7 +57,7 @@ def plain(models):
 
 
 def old(plain):
-    """Stored texts, with laws that are told apart from all others."""
+    """Stored texts with distinguishable stored log-probs."""
     return [[(token, -0.5 - i / 1024) for i, token in enumerate(text)] for text in plain[1]]
 
 
@@ -74,7 +74,7 @@ def engine(models, judge, **options):
         ([1, 2, 3, 4], [1, 9, 3], set(), 1),
         ([1, 2, 3, 4], [1, 9, 3], {1}, 3),
         ([1, 2, 3, 4], [1, 9, 8], {1}, 2),
-        ([1, 2, 3, 4], [1, 9, 8], {2}, 1),  # what is behind an important mismatch does not matter
+        ([1, 2, 3, 4], [1, 9, 8], {2}, 1),  # tokens after an important mismatch are ignored
         ([1, 2], [], {0}, 0),
     ],
 )
@@ -99,7 +99,7 @@ def test_without_verdicts_it_is_the_exact_rule_and_verdicts_only_add():
 
 
 def test_near_ties_are_decided_alike_however_passes_are_shaped(models):
-    """A judge that lets nothing stand leaves plain decoding's text, though other passes rounded it."""
+    """A judge that accepts no mismatch reproduces plain decoding's text although passes round differently."""
     policy, keys = noisy(models[0]), nearly_tied_keys(models[0], [5, 9, 30], 3e-5)
     asked, sampling = [Request([5, 9, 30], key, 8) for key in keys], SamplingParams(frozenset({EOS}))
 
@@ -181,7 +181,7 @@ def test_judged_tokens_carry_the_drafts_log_prob(models):
 
 @pytest.mark.parametrize(("kept", "drafts"), [(24, False), (5, True)])
 def test_judged_stored_text_carries_its_stored_log_prob(models, plain, kept, drafts):
-    """Also where it is shorter than the window: a draft model writes on behind it, not in its place."""
+    """Also if the stored text is shorter than the window: a draft model continues it and does not replace it."""
     texts, draft = [text[:kept] for text in old(plain)], models[1] if drafts else None
     done, _ = engine(models, ALL, window=64, draft=draft).generate(requests(stored=texts))
     for c, text in zip(done, texts, strict=True):
@@ -207,7 +207,7 @@ def test_stored_text_of_unknown_law_is_verified_exactly(models, plain, known):
 
 
 def test_behind_a_changed_token_stored_text_is_verified_exactly(models, plain):
-    """What is left of a text was written for the token that was changed."""
+    """The rest of the text was written for the token that was changed."""
     seen = []
 
     def two_stand(found):
@@ -224,7 +224,7 @@ def test_behind_a_changed_token_stored_text_is_verified_exactly(models, plain):
 
 
 def test_another_texts_tokens_are_no_stored_law(models, plain):
-    """Only the sample's own text has a law that was stored; what is copied from elsewhere is verified exactly."""
+    """Only the sample's old text has stored log-probs. Tokens copied from other texts are verified exactly."""
     asked = requests()
     for request, text in zip(asked, old(plain), strict=True):
         request.drafter = SuffixDrafter(PromptTexts([[token for token, _ in text]]))
@@ -248,7 +248,7 @@ def by_window(models, plain, head, waits=True):
 
 
 def test_the_window_changes_no_stored_text_that_stands(models, plain):
-    """A judge that can be asked about a token is asked, in whichever pass."""
+    """Every token that can be judged is judged, in whichever pass."""
     head = JudgeHead(torch.randn(32, generator=torch.Generator().manual_seed(0)), 0.0, 0.9)
     found = by_window(models, plain, head)
     assert found[0] == found[1] == found[2]

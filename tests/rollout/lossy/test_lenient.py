@@ -25,7 +25,7 @@ from tests.rollout.golden import (
 
 @pytest.fixture(scope="module")
 def old_rollout(build_model):
-    """Texts of an old policy, their log-probs, and a new policy that is somewhat different."""
+    """Texts of an old policy, their log-probs, and a slightly different new policy."""
     old = build_model("llama", 0)
     new = copy.deepcopy(old)
     generator = torch.Generator().manual_seed(1)
@@ -135,14 +135,14 @@ LENIENCES = pytest.mark.parametrize("lenience", [0.5, 1.0, 2.0])
 
 
 def of_the_rule(new, old, accepted, lenience):
-    """Behaviour log-probs [..., T] where `accepted` tokens of a text were accepted and what follows was drawn."""
+    """Behaviour log-probs [..., T] where the first `accepted` tokens were accepted and the rest was sampled."""
     behaviour = torch.cat([kept(new[..., :accepted], old[..., :accepted], lenience), new[..., accepted:]], -1)
     behaviour[..., accepted : accepted + 1] = NO_WEIGHT
     return behaviour
 
 
 def of_the_old_policy(new, old, accepted, lenience):
-    """Planted: p / q on accepted tokens and 1 on all others."""
+    """Planted fault: p / q on accepted tokens and 1 on all others."""
     return torch.cat([old[..., :accepted], new[..., accepted:]], -1)
 
 
@@ -153,7 +153,7 @@ def uncorrected(new, old, accepted, lenience):
 def biases(length, lenience, behaviour, cap=math.inf):
     """Total variation [DISTRIBUTIONS] between the policy and the weighted samples of texts of `length` tokens.
 
-    All texts and all places of the first rejection are enumerated; weights are the products over the text.
+    Enumerates all texts and all positions of the first rejection. Weights are products over the text.
     """
     texts = torch.tensor(list(itertools.product(range(VOCAB), repeat=length)))
     prefixes = {
@@ -187,7 +187,7 @@ def test_weighted_samples_are_the_policys(length, lenience):
 
 
 def verified(new, old, draft, draws, key, lenience):
-    """What the real rule makes of a draft and draws, of tables of log-probs [VOCAB] that hold at every position."""
+    """The real rule's result for drafts and samples under tables of log-probs [VOCAB], the same at every position."""
     own, text = [new[token].item() for token in draws], [new[token].item() for token in draft]
     drawn = TargetSamples(0, list(draws), own, [*text, 0.0])
     return lenient_rule(lenience)(key, Draft(list(draft), "prefix", [old[token].item() for token in draft]), drawn)
@@ -222,7 +222,7 @@ def test_samples_of_the_rule_and_their_weights_over_many_keys():
     def statistic(expected):
         return (((tokens.bincount(minlength=VOCAB) - KEYS * expected) ** 2) / (KEYS * expected)).sum()
 
-    critical = 33.4  # of chi square with 4 degrees of freedom at 1e-6
+    critical = 33.4  # quantile of chi square with 4 degrees of freedom at 1e-6
     assert statistic(accept + (1 - accept.sum()) * p) < critical < statistic(p) / 3, "the published rule's, not p"
     behaviour = torch.tensor([[each.behaviour[0]] for each in stood]).double()
     weights = correction_weights(new[tokens, None], behaviour, torch.ones(KEYS, 1), "token_truncate", math.inf)

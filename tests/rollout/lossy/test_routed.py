@@ -1,4 +1,4 @@
-"""Step decoding: whose tokens a routed response has, what is rolled back, and what happens when routing goes wrong."""
+"""Routed decoding by steps: which model writes a response's tokens, rollback, and failures of the router."""
 
 import math
 from dataclasses import dataclass, field
@@ -31,7 +31,7 @@ def decode(tokens):
 
 @dataclass
 class AcceptanceRule:
-    """A router by a function of a candidate."""
+    """A router that applies a function to the candidate."""
 
     rule: object
     threshold: float = 0.5
@@ -78,7 +78,7 @@ def plain(model, asked):
 
 
 def test_near_ties_are_decided_alike_however_passes_are_shaped(models):
-    """Every step is the policy's, so the texts are those of plain decoding, though other passes rounded them."""
+    """The policy writes every step, so the texts are those of plain decoding although passes round differently."""
     policy, keys = noisy(models[0]), nearly_tied_keys(models[0], [5, 9, 30], 3e-5)
     asked, sampling = [Request([5, 9, 30], key, 8) for key in keys], SamplingParams(frozenset({EOS}))
     reading = AcceptanceRule(lambda c: 1.0, needs=frozenset({"likelihood"}))
@@ -99,7 +99,7 @@ def test_near_ties_are_decided_alike_however_passes_are_shaped(models):
 
 
 def naive(models, asked, rule, end):
-    """The definition of routed decoding, one row at a time by whole plain generations: no KV, no batch."""
+    """Reference for routed decoding: one row at a time, by full plain generations without KV cache or batching."""
     policy, draft = models
     texts = []
     for request in asked:
@@ -121,7 +121,7 @@ def naive(models, asked, rule, end):
 
 
 def continued(model, request, text):
-    """What `model` goes on with after `text`, with the request's noise at the same response positions."""
+    """The continuation of `text` by `model`, with the request's noise at the same response positions."""
     given = list(text)
 
     class Forced:
@@ -188,7 +188,7 @@ READ = frozenset({"likelihood"})
 
 
 def test_keeping_a_token_that_the_policy_does_not_draw_is_caught(models, monkeypatch):
-    """The planted wrong rule: of an escalated step the policy keeps one token more than it draws itself."""
+    """Planted fault: of an escalated step the policy keeps one token that it does not sample itself."""
     monkeypatch.setattr(routed, "accept_exact", lambda draws, draft: min(accept_exact(draws, draft) + 1, len(draft)))
     done, _ = engine(models, AcceptanceRule(ALWAYS.rule, needs=READ)).generate(asked := requests())
     assert [c.tokens for c in done] != [c.tokens for c in plain(models[0], asked)]
@@ -206,7 +206,7 @@ def test_reading_changes_no_token(models, rule, writer):
 def test_a_router_is_given_the_policys_own_log_probs(models):
     seen = []
 
-    def note(c):  # the history is the engine's own list, which grows
+    def note(c):  # the history is the engine's list, which grows
         seen.append(([*c.prompt, *c.response], c.step, list(c.history)))
         return odd(c)
 
@@ -225,7 +225,7 @@ def test_a_router_is_given_the_policys_own_log_probs(models):
 
 
 def test_kept_steps_are_read_once(models):
-    """Scoring finished responses costs nothing more, as every kept step has been read."""
+    """Scoring finished responses adds no tokens, as every kept step has been read."""
     asked = requests()
     (scored, cost), (bare, same) = (
         engine(models, AcceptanceRule(odd, needs=READ), score=score).generate(asked) for score in (True, False)
@@ -236,7 +236,7 @@ def test_kept_steps_are_read_once(models):
 
 
 def test_a_draft_that_is_the_policy_is_verified_step_by_step(models):
-    """Every step is the policy's own, so that escalating it writes nothing: one pass of the policy per step."""
+    """The draft equals the policy, so an escalated step needs no write: one policy pass per step."""
     asked = requests()
     done, stats = engine((models[0], models[0]), AcceptanceRule(ALWAYS.rule, needs=READ), step_end(EVERY, 99)).generate(
         asked
@@ -312,7 +312,7 @@ def test_without_scoring_the_policy_reads_less_and_says_so(models):
     [
         (["\n\n"], ["a", "\n", "\n", "b"], 3),  # across tokens
         (["\n\n"], ["a", ".\n\nb", "c"], 2),  # inside a token
-        (["\n\n"], ["a.\n", "\nb", "c"], 2),  # across, with text behind
+        (["\n\n"], ["a.\n", "\nb", "c"], 2),  # across tokens, with further text in the last one
         (["\n\n"], ["a", "\n", "b", "\n"], None),
         (["</step>", "\n\n"], ["a", "</", "step", ">", "b"], 4),
         (["\n"], ["\n", "a"], 1),  # an empty step still ends
@@ -325,7 +325,7 @@ def test_separators_at_token_boundaries(separators, pieces, ends):
 
 
 def test_a_separator_by_token_id_would_miss_merged_tokens():
-    """The planted wrong rule: comparing ids of the separator instead of text."""
+    """Planted fault: comparing the separator's token ids instead of text."""
     pieces = ["a", ".\n\nb", "\n\n"]
     by_id = [token == 2 for token in (0, 1)]
     end = StepEnd(["\n\n"], lambda tokens: "".join(pieces[t] for t in tokens), set(), 50)
@@ -351,7 +351,7 @@ def test_models_of_other_vocabularies_are_refused(models, build_model):
         engine((models[0], build_model("qwen3", 1, vocab=40)), NEVER)
 
 
-# --- bad behaviour goes to the policy
+# --- bad behaviour falls back to the policy
 
 
 def raises(candidate):
@@ -389,7 +389,7 @@ def test_one_bad_score_costs_only_its_own_step():
 @pytest.mark.parametrize(
     ("separators", "cap", "faults"),
     [
-        (["?"], 5, "all"),  # the separator never comes: every step runs away
+        (["?"], 5, "all"),  # the separator never occurs: every step is too long
         (["?"], 10**6, "all"),
         (EVERY, 99, "none"),
     ],
@@ -405,7 +405,7 @@ def test_runaway_steps_are_the_policys_and_counted(models, separators, cap, faul
 
 
 def test_empty_steps_are_the_policys_and_counted(models):
-    """With every token's text blank, no draft step has content."""
+    """All tokens decode to blank text, so no draft step has content."""
     asked = requests()
     blank = StepEnd([" "], lambda tokens: " " * len(tokens), {EOS}, 30)
     done, stats = engine(models, NEVER, blank).generate(asked)
@@ -456,7 +456,7 @@ def test_the_oracle_never_escalates_without_an_advantage():
     candidates = [candidate(i) for i in range(5)]
     router = by_advantage(lambda cs: [gains[c.row] for c in cs])
     assert decide(router, candidates).escalate == [False, False, False, True, True]
-    rsd = by_reward(lambda cs: [0.5] * len(cs))  # the control: an absolute score wastes calls where nothing is gained
+    rsd = by_reward(lambda cs: [0.5] * len(cs))  # control: an absolute score wastes calls where nothing is gained
     assert any(e and g <= 0 for e, g in zip(decide(rsd, candidates).escalate, gains, strict=True))
 
 

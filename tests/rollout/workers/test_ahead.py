@@ -1,7 +1,7 @@
-"""Rollouts ahead without workers: an engine that can be stopped, the coming batch, and what a rollout makes of it.
+"""Rollouts ahead without workers: an engine that can be stopped, the coming batch, and its use by a rollout.
 
-Whatever was rolled out ahead, and however wrong the guess was, responses are those of a rollout without; the three
-controls at the end show that this comparison, and `spec/ahead_ratio`, see what must not be.
+Whatever was rolled out ahead, and however wrong the prediction, responses are those of a rollout without it. The three
+controls at the end show that this comparison and `spec/ahead_ratio` detect faults.
 """
 
 import copy
@@ -25,7 +25,7 @@ GROUP, PROMPTS, CAP = 3, 6, 24
 
 
 def after(passes):
-    """A `stop` that lets so many passes through."""
+    """A `stop` that allows so many passes."""
     asked = count()
     return lambda: next(asked) >= passes
 
@@ -146,7 +146,7 @@ def test_what_was_rolled_out_ahead_is_followed_first_and_also_behind_a_mismatch(
 
 @pytest.fixture(scope="module")
 def drifting(build_model):
-    """drifting(): a model, and weights that have moved a little further with every version."""
+    """drifting(): a model, and weights that move a little further with every version."""
     model = build_model("qwen3", scale=8.0)
     noise = torch.Generator().manual_seed(0)
     steps = [{n: 0.04 * torch.randn(p.shape, generator=noise) * p.std() for n, p in model.named_parameters()}
@@ -173,7 +173,7 @@ def rows_of(step):
 
 
 def trained(drifting, wrap=Spare, replay=0.0, announce=True, wrong=0, settings=(), between=lambda rollout: None):
-    """Tokens and metrics of five rollouts, each with weights of its own. Args: wrong: added to announced visits."""
+    """Tokens and metrics of five rollouts, each with different weights. Args: wrong: added to announced visits."""
     model, versions = drifting()
     engine = wrap(local(model, SAMPLING, own_weights=True, contexts=True, window=8))
     config = RolloutConfig(max_new_tokens=CAP, group_size=GROUP, replay=replay, **dict(settings))
@@ -261,7 +261,7 @@ def test_without_an_announcement_nothing_runs_ahead(drifting):
 
 
 def test_a_coming_batch_is_begun_behind_what_there_is_of_it(drifting):
-    """Further prompts of a step, as dynamic sampling asks for, end what runs ahead but lose nothing of it."""
+    """Requesting further prompts of a step, as in dynamic sampling, stops the rollout ahead but loses no tokens."""
     engine = Spare(local(drifting()[0], SAMPLING, own_weights=True, window=8), passes=4)
     rollout = SpeculativeRollout(
         engine, TrajectoryCache(Fingerprint(), VOCAB, EOS_IDS), RolloutConfig(max_new_tokens=CAP), 3
@@ -278,7 +278,7 @@ def test_a_coming_batch_is_begun_behind_what_there_is_of_it(drifting):
 
 
 def test_an_announcement_is_for_one_call(drifting):
-    """Rows that had their turn are not begun once more."""
+    """Rows that have been rolled out are not started again."""
     engine = Spare(local(drifting()[0], SAMPLING, own_weights=True, window=8), passes=3)
     rollout = SpeculativeRollout(engine, None, RolloutConfig(max_new_tokens=CAP), 3)
     rollout.announce([Row("b", (5, 7))], visit=[0], sample_indices=[0])
@@ -328,7 +328,7 @@ def test_control_texts_that_are_taken_without_being_verified_are_seen(drifting):
 
 def test_control_weights_that_change_under_a_pass_are_seen(drifting):
     class Racing(Spare):
-        """Goes back to the weights before for the passes from the third on, as a late write would."""
+        """Goes back to the previous weights from the third pass on, as after a late write."""
 
         before = None
 

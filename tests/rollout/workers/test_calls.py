@@ -1,4 +1,4 @@
-"""How long a pool waits for a call to a worker, with a clock that stands where it is put."""
+"""Timeouts of calls to a worker, with a clock that the test sets."""
 
 import time
 
@@ -9,7 +9,7 @@ from specrl.rollout.workers.calls import LAST_PASS_S, WorkerHandle
 
 
 class Actor:
-    """Remembers what it is called for."""
+    """Records its calls."""
 
     def __init__(self):
         self.called: list[str] = []
@@ -32,9 +32,9 @@ class Method:
 @pytest.mark.parametrize(
     ("timeout", "stopped", "deadline"),
     [
-        (1800, 300, 1800),  # it has hung since second 1, say
+        (1800, 300, 1800),  # it has hung since second 1, for example
         (1800, 1790, 1790 + LAST_PASS_S),
-        (1800, 4000, 4000 + LAST_PASS_S),  # a long update of the trainer, in which it worked on
+        (1800, 4000, 4000 + LAST_PASS_S),  # a long update of the trainer, during which the worker kept working
         (6, 4, 10),
     ],
 )

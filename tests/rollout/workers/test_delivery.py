@@ -1,6 +1,6 @@
-"""The weights of a pool's workers: over a link or through the store, also for a worker that is replaced in between.
+"""Delivery of weights to a pool's workers, over a link or through the store, also if a worker is replaced in between.
 
-A real Ray cluster whose workers say that they have GPUs, and a sender in the place of vLLM's.
+A real Ray cluster whose workers declare GPUs, and a fake of vLLM's sender.
 """
 
 import logging
@@ -30,7 +30,7 @@ CLUSTER = ClusterConfig(num_workers=2, start_timeout_s=120)
 
 
 class Collected:
-    """Receives: keeps what it is sent, and gives it to a transformers engine."""
+    """Records the weights that it receives, and loads them into a transformers engine."""
 
     def __init__(self, engine):
         self.engine, self.gpus, self.joined, self.weights = engine, (f"GPU of {os.getpid()}",), [], None
@@ -56,7 +56,7 @@ def build(spec):
 
 
 class Sender:
-    """In the place of vLLM's end in the trainer's process: sends three weights at a time."""
+    """Replaces vLLM's endpoint in the trainer's process. Sends three weights at a time."""
 
     def __init__(self, client, source, ranks):
         self.client, self.source, self.sent, self.closed = client, source, 0, False
@@ -76,7 +76,7 @@ class Sender:
 
 @pytest.fixture
 def senders(monkeypatch):
-    """What was opened, with the number of ranks it was opened for."""
+    """The senders that were opened, with their numbers of ranks."""
     opened = []
 
     def open_link(route, client, source, ranks, address):
@@ -93,7 +93,7 @@ def started(*gpus):
 
 
 def delivery(puts=None, asked=None):
-    """A delivery whose puts and calls are taken down."""
+    """A delivery that records its puts and calls."""
     note = lambda method, args: asked is not None and asked.append((method, args))  # noqa: E731
     return Delivery(put=lambda arrays: puts.append(arrays) or len(puts), call=note, address="here")
 
@@ -154,7 +154,7 @@ def test_the_route_is_said_once(source, senders, caplog, gpus, walks, route, wor
 
 
 def test_parts_of_a_policy_are_not_gathered_for_one_worker(source, senders):
-    """The other processes would not take part, and this one would wait for them."""
+    """The other processes would not take part, and this one would block."""
     puts = []
     shipped = delivery(puts, [])
     source.collective = True
@@ -179,7 +179,7 @@ def test_a_pool_is_linked_and_replaces_workers_all_the_same(build_model, tmp_pat
             for version in (1, 2, 3):
                 new = build_model("llama", seed=version)
                 pool.update_weights(PolicyWeights(new), version, probe(new, TEXT))
-                if version == 2:  # a worker dies with weights that are in no store
+                if version == 2:  # a worker dies whose weights are in no store
                     victim = next(p for p in psutil.Process().children(recursive=True) if "RolloutWorker" in p.name())
                     os.kill(victim.pid, signal.SIGKILL)
                 done, _ = pool.generate(requests)

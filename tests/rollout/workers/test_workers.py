@@ -1,8 +1,8 @@
-"""Rollout workers on a real local Ray cluster: the number of workers, and what happens to them, never changes a token.
+"""Rollout workers on a real local Ray cluster: neither their number nor their failures change a token.
 
 Worker processes import this module for `build`, so it imports nothing heavy at the top. Faults are real signals to
-worker processes, or prompts that begin with a token for which `Faulty` misbehaves. It also notes its process id beside
-the policy, which each pool here has a copy of.
+worker processes, or prompts whose first token makes `Faulty` misbehave. It also writes its process id next to the
+policy, of which each pool has a copy.
 """
 
 import os
@@ -42,16 +42,16 @@ from specrl.run.cluster import connect
 
 ROOT = Path(__file__).parents[3]
 VOCAB, EOS_IDS = 61, frozenset({1, 7})
-# First tokens of prompts that cause faults; FRAIL only in the first engine of a pool, STALE only once in an engine.
+# First tokens of prompts that cause faults. FRAIL applies only to the first engine of a pool, STALE once per engine.
 POISON, TIGHT, FULL, DEADLY, BREAKING, FRAIL, OTHER, STALE, SLOW = range(52, 61)
 CLUSTER = ClusterConfig(num_workers=2, start_timeout_s=120, max_failed_ratio=0.25)
 
 pytestmark = pytest.mark.slow  # a real cluster
-long = pytest.mark.long  # starts workers anew
+long = pytest.mark.long  # starts new workers
 
 
 class Faulty:
-    """A real engine, but for some prompts."""
+    """A real engine that fails on some prompts."""
 
     own_weights = True
 
@@ -104,13 +104,13 @@ class Faulty:
 
 
 def note(folder, what):
-    """Says that it happened in this process."""
+    """Records that the event happened in this process."""
     (folder / what).mkdir(exist_ok=True)
     (folder / what / str(os.getpid())).touch()
 
 
 def noted(folder, what):
-    """The processes in which it happened."""
+    """The processes in which the event happened."""
     return [int(path.name) for path in (folder / what).glob("*")]
 
 
@@ -119,7 +119,7 @@ def build(spec):
 
 
 class Deaf(Faulty):
-    """Takes versions but not weights."""
+    """Accepts versions but not weights."""
 
     def update_weights(self, weights, version, probe=None):
         self.engine.update_weights(None, version, probe)
@@ -139,7 +139,7 @@ def spec(tmp_path_factory, build_model):
 
 @pytest.fixture(scope="module")
 def started():
-    """One Ray for the file, with room for several pools."""
+    """One Ray cluster for the file, with resources for several pools."""
     with connect(replace(CLUSTER, num_workers=7, object_store_mb=128)):
         yield
 
@@ -158,7 +158,7 @@ def start(started, own):
 
 @pytest.fixture(scope="module")
 def pools(start):
-    """pools(workers): a pool of faulty engines, shared by tests; one that stopped is made anew."""
+    """pools(workers): a pool of faulty engines, shared by tests and restarted if it has stopped."""
     made = {}
 
     def get(workers=2, **settings):
@@ -173,7 +173,7 @@ def pools(start):
 
 
 def works(pool):
-    """Whether the pool is open. A replacement that the test before left starting has started then."""
+    """Whether the pool is open. First waits for a replacement that the previous test left starting."""
     try:
         pool.reset_cache()
     except RolloutError:
@@ -193,7 +193,7 @@ def local(spec):
 
 
 def requests_of(n=24, visit=0, marks=(), drafts=None):
-    """n requests for prompts shared by four rows each; the first prompts begin with `marks`."""
+    """n requests for prompts shared by four rows each. The first prompts begin with `marks`."""
     rng = random.Random(5)
     prompts = [[rng.randrange(8, 50) for _ in range(3 + i % 4)] for i in range(-(-n // 4))]
     for prompt, mark in zip(prompts, marks, strict=False):
@@ -205,7 +205,7 @@ def requests_of(n=24, visit=0, marks=(), drafts=None):
 
 
 def drafters(texts):
-    """Drafts right, wrong and shifted, of one index for every four rows; a drafter is for one response."""
+    """Right, wrong and shifted drafts, with one index for every four rows. A drafter serves one response."""
     rng = random.Random(2)
     noisy = [[rng.randrange(VOCAB) if rng.random() < 0.2 else t for t in text] for text in texts]
     shifted = [list(text[i % 3 :]) or [9] for i, text in enumerate(noisy)]
@@ -241,7 +241,7 @@ def wait_until(condition, seconds=60):
     return condition()
 
 
-# Sharing out ----------------------------------------------------------------------------------------------------------
+# Distribution of rows -------------------------------------------------------------------------------------------------
 
 
 def loads(requests, shares):
@@ -276,7 +276,7 @@ def test_rows_of_unknown_length_count_with_their_cap():
     assert split_work(requests, 2) == [[[1], [2]], [[0]]] or split_work(requests, 2) == [[[2], [1]], [[0]]]
 
 
-# The driver's end -----------------------------------------------------------------------------------------------------
+# The end of the driver ------------------------------------------------------------------------------------------------
 
 
 DRIVER = """
@@ -297,7 +297,7 @@ with connect(replace(CLUSTER, num_workers=1, object_store_mb=80)):
 
 
 def drive(folder, spec, then):
-    """A driver in another directory, which only knows the code by its sys.path, its worker and all its processes."""
+    """Starts a driver that finds the code only by its sys.path. Returns it, its worker and all its processes."""
     code = DRIVER.format(root=str(ROOT), model=spec.model, then=then)
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     driver = subprocess.Popen([sys.executable, "-c", code], cwd=folder, env=environment, stdout=subprocess.PIPE)
@@ -309,7 +309,7 @@ def drive(folder, spec, then):
 
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory, spec):
-    """The worker of a driver that was killed at work, and all processes that it had."""
+    """The worker of a driver that was killed during a rollout, and all its other processes."""
     driver, workers, pids = drive(tmp_path_factory.mktemp("killed"), spec, "time.sleep(600)")
     assert not any(map(gone, pids))
     driver.kill()
@@ -319,7 +319,7 @@ def killed(tmp_path_factory, spec):
 
 @long
 def test_workers_end_with_a_driver_that_is_killed(killed):
-    """The last test of this file looks for what else it had."""
+    """The last test of this file checks the driver's other processes."""
     workers, _ = killed
     assert wait_until(lambda: all(map(gone, workers)))
 
@@ -423,7 +423,7 @@ def test_seconds_are_the_slowest_workers_and_counts_everyones(pools, local):
 
 
 def test_a_worker_without_rows_is_called_too(pools, local):
-    """Its engine wakes up for new weights, and sleeps again when a rollout ends: else it keeps a shared GPU full."""
+    """Its engine must load new weights and sleep again after the rollout, or it would occupy a shared GPU."""
     pool, rows = pools(2), requests_of()
     rows = [row for row in rows if row.prompt == rows[0].prompt]
     assert differing(pool.generate(rows)[0], local.generate(rows)[0]) == []
@@ -459,7 +459,7 @@ def test_new_weights_arrive_bit_by_bit_also_in_replaced_workers(pools, spec, bui
         os.kill(pid, signal.SIGKILL)
     assert differing(pool.generate(requests_of())[0], want) == []
     assert pool.replaced == replaced + 2
-    pool.reset_cache()  # one may still be starting, its rows done by the other
+    pool.reset_cache()  # one may still be starting while the other did its rows
     assert len(pids_of(pool)) == len(before) == 2
     pool.update_weights(state(build_model, 0).items(), version + 1)
     pool.reset_cache()
@@ -499,9 +499,9 @@ def test_a_worker_without_proven_weights_gets_them_before_it_serves(pools, local
 
 
 def signal_when_busy(pool, sig):
-    """Signals the worker that got the slow prompt while it decodes; returns the thread and its pid once it is known."""
+    """Signals the worker that decodes the slow prompt. Returns the thread, and its pid once it is known."""
     hit, folder = [], Path(pool.spec.model)
-    shutil.rmtree(folder / "slow", ignore_errors=True)  # of the test before
+    shutil.rmtree(folder / "slow", ignore_errors=True)  # from the previous test
 
     def strike():
         if wait_until(lambda: noted(folder, "slow")):
@@ -531,7 +531,7 @@ def test_a_worker_lost_while_it_serves_is_replaced_and_its_rows_done_again(pools
 
 
 def beginnings(texts, requests, local) -> bool:
-    """Whether what was rolled out ahead are beginnings of the responses that the local engine gives."""
+    """Whether all tokens rolled out ahead are prefixes of the local engine's responses."""
     whole = {r.key: c.tokens for r, c in zip(requests, local.generate(requests)[0], strict=True)}
     return all(list(text.tokens) == whole[key][: len(text.tokens)] for key, text in texts.items())
 
@@ -539,7 +539,7 @@ def beginnings(texts, requests, local) -> bool:
 def test_a_worker_without_rows_begins_the_next_batch_before_this_one_has_ended(pools, local):
     pool, coming = pools(2), requests_of(visit=1)
     pool.begin(coming)
-    pool.generate(requests_of(marks=[SLOW]))  # one worker is a second behind the other
+    pool.generate(requests_of(marks=[SLOW]))  # one worker is a second slower than the other
     texts, seconds = pool.stop()
     assert beginnings(texts, coming, local)
     assert sum(text.finish is not None for text in texts.values()) > len(coming) // 4
@@ -567,7 +567,7 @@ def test_what_is_there_is_verified_by_whoever_gets_the_row(pools, local):
 def test_a_worker_lost_while_it_works_ahead_costs_drafts_only(pools, local, sig):
     pool, coming = pools(2, task_timeout_s=6), requests_of(visit=1, marks=[SLOW])
     folder, replaced = Path(pool.spec.model), pool.replaced
-    shutil.rmtree(folder / "ahead", ignore_errors=True)  # of the test before
+    shutil.rmtree(folder / "ahead", ignore_errors=True)  # from the previous test
     pool.begin(coming)
     pool.generate(requests_of())
     assert wait_until(lambda: noted(folder, "ahead"))
@@ -716,6 +716,6 @@ def test_nothing_outlives_a_driver_that_has_finished(tmp_path, spec):
 
 @long
 def test_nothing_outlives_a_driver_that_was_killed(killed):
-    """Two agents of Ray look for its cluster for a minute before they give up, while the tests above run."""
+    """Two agents of Ray look for its cluster for a minute before they exit, while the tests above run."""
     _, pids = killed
     assert wait_until(lambda: all(map(gone, pids)), 150), [psutil.Process(p).cmdline() for p in pids if not gone(p)]

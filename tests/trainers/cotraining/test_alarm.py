@@ -1,4 +1,4 @@
-"""A drafter that dies in silence is told of once, and a healthy one never."""
+"""The alarm for a drafter whose drafts are never accepted is raised once, and never for a healthy drafter."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from specrl.trainers.cotraining.alarm import DrafterAlarm
 
 
 def after(alarm, *rollouts):
-    """Metrics of rollouts in which so many of 100 drafted tokens stood; None drafts nothing."""
+    """Metrics of rollouts in which that many of 100 draft tokens were accepted. None means no drafts."""
     found = []
     for stood in rollouts:
         alarm.observe([], 0, EngineStats(sources={} if stood is None else {"model": (100, stood)}))

@@ -1,4 +1,4 @@
-"""Co-training inside GRPO: the policy never notices, the drafter does; saved and resumed with the run."""
+"""Co-training inside GRPO changes the drafter and never the policy, and is saved and resumed with the run."""
 
 import json
 from functools import cache
@@ -21,7 +21,7 @@ from specrl.trainers.weights import send
 from tests import runs
 from tests.runs import SHORT, Watch, by_two_processes, differences, run
 
-pytestmark = pytest.mark.slow  # whole runs
+pytestmark = pytest.mark.slow  # complete runs
 
 ON = {
     "trainer__drafter__train": "true",
@@ -48,7 +48,7 @@ def drafter(folder):
 
 @pytest.fixture(scope="module")
 def head(folder):
-    """A head for `runs.policy()`, whose layer's matrices, 60 times too large for one without norms, are small ones."""
+    """A head for `runs.policy()`. Its layer has no norms, so its matrices are scaled down by 60."""
     made = Head.of(AutoModelForCausalLM.from_pretrained(runs.policy()))
     with torch.no_grad():
         for weight in made.layers.parameters():
@@ -64,7 +64,7 @@ def watch():
 
 @pytest.fixture(scope="module")
 def made(folder, drafter, watch):
-    """made(on): the recording and the records of such a run, made once."""
+    """made(on): the recording and the records of such a run, cached."""
 
     @cache
     def get(on: bool):
@@ -81,8 +81,7 @@ def records(folder) -> list[dict]:
 
 
 def measured(lines: list[dict]) -> list[dict]:
-    """The co-training metrics of each step, without seconds, and without what became of drafts: the budget decides by
-    seconds which rows carry any."""
+    """The co-training metrics of each step, without seconds, and without draft outcomes, which depend on seconds."""
     timed = ("drafter/acceptance", "drafter/dead", "drafter/saved_s_est")
     return [{key: v for key, v in line.items() if key.startswith("drafter/") and key not in timed} for line in lines]
 
@@ -118,7 +117,7 @@ def test_every_step_says_what_co_training_did(made, watch):
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_a_head_is_trained_beside_any_algorithm(folder, head, algorithm):
-    """Whatever the update reads at a time: tokens, losses and weights are those without it."""
+    """For any batch of an update: tokens, losses and weights are those without it."""
     options = SHORT | ALGORITHMS[algorithm] | {"rollout__sources": "[]"}
     off = run(folder, name=f"without-{algorithm}", rollout__drafter=head, **options)
     on = run(folder, name=f"head-{algorithm}", rollout__drafter=head, **options, **ON)
@@ -135,7 +134,7 @@ def test_a_head_is_trained_beside_any_algorithm(folder, head, algorithm):
 
 
 def test_an_alarm_without_co_training(folder, head, caplog, monkeypatch):
-    """A drafter whose drafts never stand."""
+    """A drafter whose drafts are never accepted."""
     draws = HeadDrafter.propose
 
     def wrong(self, *given):
@@ -152,7 +151,7 @@ def test_an_alarm_without_co_training(folder, head, caplog, monkeypatch):
 
 @pytest.mark.parametrize("interval", [1, 3])
 def test_a_resumed_run_is_the_undisturbed_one(folder, drafter, made, interval):
-    """An interval of 3 leaves texts of one step with the checkpoint."""
+    """An interval of 3 stores the texts of one step in the checkpoint."""
     options = ON | {"rollout__drafter": drafter, "trainer__drafter__interval": interval}
     whole, lines = made(True) if interval == 1 else (run(folder, name="whole", **options), records(folder / "whole"))
     name = f"cut-{interval}"
@@ -167,7 +166,7 @@ def test_a_resumed_run_is_the_undisturbed_one(folder, drafter, made, interval):
 
 
 def test_a_resume_that_forgets_the_drafter_is_seen(folder, drafter, made, monkeypatch):
-    """The control of the test above."""
+    """Control of the test above."""
     options = ON | {"rollout__drafter": drafter}
     run(folder, name="forgets", trainer__max_steps=4, trainer__save_every=4, **options)
     monkeypatch.setattr("specrl.trainers.cotraining.trainer.DrafterTrainer.load", lambda *args: None)
@@ -208,7 +207,7 @@ def test_a_sharded_policy_is_refused():
 
 
 def test_workers_have_copies_that_follow(folder, drafter):
-    """Ray workers draft with what is trained here: as well as an engine that shares it, and the policy is the same."""
+    """Ray workers draft with the trained drafter as well as an engine that shares it, and the policy is the same."""
     options = SHORT | ON | {"rollout__drafter": drafter, "rollout__sources": "[]", "rollout__budget__window": 3}
     here = run(folder, name="here", **options)
     away = run(folder, name="away", cluster__num_workers=1, rollout__ahead="off", **options)

@@ -1,4 +1,4 @@
-"""The recipe: which positions a drafter is asked for, what a head's passes read, whose gradients are made."""
+"""Distillation: the positions a drafter is trained on, the inputs of a head's passes, and the gradients."""
 
 import copy
 
@@ -16,7 +16,7 @@ TEXTS = [Text(prompt, response, 0) for prompt, response in ROWS]
 
 @torch.no_grad()
 def full(model, text):
-    """The model's own (hidden states, logits) of a text alone, all its tokens."""
+    """The model's (hidden states, logits) for all tokens of a single text."""
     model = copy.deepcopy(model).eval()
     out = model(input_ids=torch.tensor([[*text.prompt, *text.response]]), output_hidden_states=True)
     return model.base_model(torch.tensor([[*text.prompt, *text.response]])).last_hidden_state[0], out.logits[0]
@@ -42,7 +42,7 @@ def test_the_teacher_is_the_policys_law_of_each_response_token(tiny, family):
 
 
 def test_a_head_is_asked_for_all_but_the_first_token_of_a_response(tiny):
-    """By hand: entry j is made of token j + 1 and state j, and its law is that of token j + 2."""
+    """By hand: entry j is computed from token j + 1 and state j, and predicts token j + 2."""
     model = tiny("llama")
     head = Head.of(model)
     batch = distil.Batch.of(read(model, TEXTS), head)
@@ -115,11 +115,11 @@ def test_a_loss_is_over_the_kept_tokens_at_the_rollouts_temperature():
 
 
 def test_adaspec_selects_where_the_student_lags_the_reference():
-    """Tokens that the reference has not learned either are hopeless, and those that both know are of no use."""
+    """Tokens that the reference has not learned either are hopeless, and tokens that both know are useless."""
     p = torch.eye(5) * 6
     student, reference = p.clone(), p.clone()
-    student[:3] = 0.0  # far behind on three
-    reference[0] = 0.0  # of which the reference is as far behind on one
+    student[:3] = 0.0  # far worse on three tokens
+    reference[0] = 0.0  # on one of which the reference is equally bad
     assert distil.selected(student, reference, p).tolist() == [False, True, True, False, False]
 
 

@@ -1,6 +1,6 @@
 """Co-training: the drafter follows a moving policy, is measured before it learns, and never harms a run.
 
-The oracle computes agreement row by row with full forward passes; the policy turns towards another one.
+The oracle computes agreement row by row with full forward passes. The policy turns towards another one.
 """
 
 import copy
@@ -36,7 +36,7 @@ KINDS = ["model", "head"]
 
 
 def truncated(policy, layers=1):
-    """The policy's first layers with its norm and head, copied."""
+    """A copy of the policy's first layers with its norm and head."""
     config = copy.deepcopy(policy.config)
     config.num_hidden_layers = layers
     with torch.random.fork_rng():
@@ -48,7 +48,7 @@ def truncated(policy, layers=1):
 class Moving:
     """A policy whose matrices turn towards another one's by `speed` radians a step, and its rollouts.
 
-    A straight line would pass through flat laws, which any drafter that knows the common tokens agrees with.
+    A straight line would pass through flat distributions, with which any drafter that knows the common tokens agrees.
     """
 
     def __init__(self, build_model, speed=0.015, scale=8.0):
@@ -73,7 +73,7 @@ def follow(moving, trainer, steps, stats=IDLE):
 
 
 def update(policy, rows):
-    """The forward of an update, on rows that are padded on both sides."""
+    """The forward pass of an update, on rows that are padded on both sides."""
     before = max(len(prompt) for prompt, _ in rows)
     after = max(len(response) for _, response in rows)
     ids = [[0] * (before - len(p)) + [*p, *r] + [0] * (after - len(r)) for p, r in rows]
@@ -103,7 +103,7 @@ def trainer_of(moving, kind="model", **options):
 
 @torch.no_grad()
 def full_logits(model, prompt, response):
-    """Logits [T, V] that predict the response, by the model's own forward on the text alone."""
+    """Logits [T, V] that predict the response, by the model's forward pass on the text alone."""
     model = copy.deepcopy(model).eval()
     return model(input_ids=torch.tensor([[*prompt, *response]])).logits[0, len(prompt) - 1 : -1]
 
@@ -137,7 +137,7 @@ def test_co_training_follows_a_moving_policy(build_model, kind, gain, objective)
 @pytest.mark.slow
 @pytest.mark.parametrize(("wrong", "gain"), [("sign", 0.0), ("tokens", 0.0), ("positions", 0.08)])
 def test_a_wrong_objective_teaches_no_more_than_frequencies(build_model, monkeypatch, wrong, gain):
-    """Controls of the test above. The laws of other positions still tell which tokens are common."""
+    """Controls of the test above. The distributions at other positions still reveal which tokens are common."""
 
     def planted(student, teacher):
         if wrong == "sign":
@@ -155,7 +155,7 @@ def test_a_wrong_objective_teaches_no_more_than_frequencies(build_model, monkeyp
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_policy_is_left_as_it_was(build_model, kind):
-    """Also its gradients: a head reads and writes by layers of the policy."""
+    """The same holds for its gradients: a head reads and writes through layers of the policy."""
     moving = Moving(build_model)
     trainer = trainer_of(moving, kind)
     rows, _ = moving.rollout(0)
@@ -168,7 +168,7 @@ def test_a_policy_is_left_as_it_was(build_model, kind):
     assert same(gradients, [p.grad for p in moving.policy.parameters()])
     assert torch.equal(rng, torch.get_rng_state()), "the run's random numbers are not used"
     assert moving.policy.training
-    assert not same(drafter, weights_of(trainer.drafter))  # control: something was trained
+    assert not same(drafter, weights_of(trainer.drafter))  # control: the drafter was trained
 
 
 def drafting(moving, drafter):
@@ -176,7 +176,7 @@ def drafting(moving, drafter):
 
 
 def passes(moving, engine, version):
-    """Passes of all rows of a rollout with a model's drafts, whose texts are plain decoding's."""
+    """Row passes of a rollout with a model's drafts, whose texts equal plain decoding's."""
     rows, keys = moving.rollout(version)
     done, _ = engine.generate([Request(prompt, key, CAP) for (prompt, _), key in zip(rows, keys, strict=True)])
     assert [c.tokens for c in done] == [response for _, response in rows]
@@ -232,7 +232,7 @@ def test_agreement_is_measured_before_the_round(build_model):
     got = metrics["drafter/agreement"], metrics["drafter/overlap"]
     assert got == pytest.approx(measured_by_hand(before, moving.policy, rows, trainer), abs=1e-5)
     leaked = measured_by_hand(trainer.drafter, moving.policy, rows, trainer)
-    assert got != pytest.approx(leaked, abs=0.01)  # control: after the round it would be another number
+    assert got != pytest.approx(leaked, abs=0.01)  # control: after the round the number differs
 
 
 @pytest.mark.parametrize(
@@ -265,7 +265,7 @@ def test_expected_tokens_of_a_pass():
     assert tokens_per_pass(0.0, 4) == 1.0
 
 
-# Deafness -------------------------------------------------------------------------------------------------------------
+# Updates that cannot be observed --------------------------------------------------------------------------------------
 
 
 def test_an_update_that_is_not_heard_is_told_once(build_model, caplog):
@@ -301,7 +301,7 @@ def test_minibatches_bring_their_texts_each(build_model, caplog):
     for version in range(2):
         rows, _ = moving.rollout(version)
         trainer.observe(rows, version, IDLE)
-        for part in (rows[:4], rows[4:8], rows[8:], rows[:4]):  # the last: another epoch over what was read before
+        for part in (rows[:4], rows[4:8], rows[8:], rows[:4]):  # the last one: another epoch over the same data
             update(moving.policy, part)
             learned.append(trainer.step().get("drafter/tokens", 0))
         assert sum(learned[-4:]) == sum(len(response) for _, response in rows)
@@ -315,7 +315,7 @@ def test_rows_that_cannot_be_learned_from_are_refused(build_model):
         trainer.observe([((3,), (4,)), ((3,), ())], 0, IDLE)
 
 
-# Ending ---------------------------------------------------------------------------------------------------------------
+# Stopping -------------------------------------------------------------------------------------------------------------
 
 
 def test_weights_change_only_in_steps_that_are_due(build_model):
@@ -375,8 +375,8 @@ def test_a_diverging_learning_rate_is_caught_without_a_plant(build_model):
 
 
 def test_saved_seconds_by_hand():
-    """100 tokens, 40 accepted: 60 passes of rows in 6 s. At agreement 0.5 a chain of four brings 0.9375, at 0.25 about
-    a third; what is missing of 30 accepted ones costs a tenth of a second each.
+    """100 tokens, 40 accepted: 60 row passes in 6 s. A chain of four gains 0.9375 tokens at agreement 0.5, and about a
+    third at 0.25; each of the 30 accepted tokens that would be lost costs a tenth of a second.
     """
     stats = EngineStats(
         verify_s=3.0, decode_s=2.0, draft_s=1.0, prefill_s=9.0, accepted=40, sources={"model": (50, 30)}
@@ -436,7 +436,7 @@ def test_a_collapse_of_agreement_raises_an_alarm_once(build_model, monkeypatch, 
     assert run[-1]["drafter/collapsed"] == float(alarms)
 
 
-# Refusals -------------------------------------------------------------------------------------------------------------
+# Rejected options -----------------------------------------------------------------------------------------------------
 
 
 def test_another_vocabulary_is_refused(build_model):
@@ -474,7 +474,7 @@ VARIANTS = [{}, {"interval": 2}, {"kind": "head", "interval": 2}]
 
 
 def state_of(trainer, folder):
-    """Everything a trainer is, without seconds, from what it saves."""
+    """The complete state of a trainer, without seconds, from the data that it saves."""
     trainer.save(folder)
     with safe_open(folder / STATE, "pt") as file:
         values = {name: json.loads(text) for name, text in file.metadata().items()}
@@ -500,7 +500,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(build_model, tmp_path, options):
     first = follow(moving, whole, range(3))
     whole.save(tmp_path)
     rest = follow(moving, whole, range(3, 6))
-    moving.rollout(4)  # the policy is elsewhere when the resumed trainer is built
+    moving.rollout(4)  # the policy has changed when the resumed trainer is built
     resumed = trainer_of(moving, **options)
     resumed.load(tmp_path)
     again = follow(moving, resumed, range(3, 6))

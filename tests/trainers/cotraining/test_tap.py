@@ -1,4 +1,4 @@
-"""Hidden states of an update's own forward: of the texts asked for, wherever their padding is."""
+"""Hidden states of an update's forward pass, for the requested texts and any padding."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ TEXTS = [Text((3, 4, 5), (9, 11, 1), 0), Text((8,), (2, 7), 0), Text((6, 30), tu
 
 
 def padded(texts, left, right):
-    """ids and mask [B, T], with at least so much padding."""
+    """ids and mask [B, T], with at least that much padding."""
     most = max(map(len, texts))
     ids, mask = [], []
     for text in texts:
@@ -30,7 +30,7 @@ def test_states_are_the_policys_at_each_token_but_the_last(build_model, left, ri
     model = build_model("llama")
     tap = asked(model)
     model(**padded(TEXTS[:2], left, right))
-    model(**padded(TEXTS[2:], left, right))  # another micro-batch
+    model(**padded(TEXTS[2:], left, right))  # a different micro-batch
     got, want = tap.take(), read(model, TEXTS)
     assert [r.text for r in got] == TEXTS
     assert (tap.take(), tap.missing, tap.forwards) == ([], 0, 2)

@@ -1,4 +1,4 @@
-"""The seam to TRL: configuration, sampler, rows and samples, log-probs, advantages, and what must not pass it."""
+"""The interface to TRL: configuration, sampler, rows and samples, log-probs, advantages, and rejected options."""
 
 import math
 from dataclasses import replace
@@ -34,7 +34,7 @@ def folder(tmp_path_factory):
 
 
 def rewritten(trainer, change):
-    """Lets `change(out)` see, and change, what the loss will get of each rollout, before TRL shuffles the rows."""
+    """Lets `change(out)` read and modify the loss's input from each rollout, before TRL shuffles the rows."""
     generate = trainer._generate_and_score_completions  # TRL's name
 
     def changed(inputs):
@@ -46,12 +46,12 @@ def rewritten(trainer, change):
 
 
 def tap(outputs: list):
-    """Collects what the loss will see of each rollout."""
+    """Collects the loss's input from each rollout."""
     return lambda trainer: rewritten(trainer, lambda out: outputs.append(dict(out)))
 
 
 def log_probs(trainer, out: dict) -> torch.Tensor:
-    """The policy's own log-probs [B, T] of the responses, by a pass of TRL's."""
+    """The policy's log-probs [B, T] of the responses, by TRL's forward pass."""
     ids, mask = (torch.cat([out[f"prompt_{n}"], out[f"completion_{n}"]], dim=1) for n in ("ids", "mask"))
     with torch.no_grad():
         return grpo.GRPOTrainer._get_per_token_logps_and_entropies(
@@ -60,7 +60,7 @@ def log_probs(trainer, out: dict) -> torch.Tensor:
 
 
 def of_updates(trainer) -> list[torch.Tensor]:
-    """Collects the log-probs of the passes with gradients."""
+    """Collects the log-probs of passes with gradients."""
     one_pass, found = trainer._get_per_token_logps_and_entropies, []
 
     def kept(*args, **kwargs):
@@ -191,7 +191,7 @@ def test_old_log_probs_come_from_the_engine_only_when_asked(tmp_path, options, g
 
 @pytest.fixture
 def passes(monkeypatch):
-    """Rows of every log-prob pass, by whether it has gradients; `clear` between runs."""
+    """The rows of every log-prob pass, by whether it has gradients. Call `clear` between runs."""
     seen, one_pass = [], grpo.GRPOTrainer._get_per_token_logps_and_entropies
 
     def counted(self, model, ids, *args, **kwargs):
@@ -230,7 +230,7 @@ def test_one_pass_is_made_to_weigh_an_engine_with_other_numerics(tmp_path, passe
 
 
 def test_the_first_update_gives_the_old_log_probs_of_the_others(tmp_path):
-    """They are what a pass of its own before the updates gives, up to rounding; without them the run is another."""
+    """They equal those of a separate pass before the updates up to rounding. Without them the run differs."""
     own, used = [], []
 
     def watch(trainer):
@@ -273,7 +273,7 @@ def test_the_first_update_gives_the_old_log_probs_of_the_others(tmp_path):
 
 @pytest.mark.slow
 def test_reference_log_probs_are_kept_and_change_nothing(tmp_path, passes, monkeypatch):
-    """Trained with those that are kept, and with those that are computed anew at every step: the same bits."""
+    """Training with cached log-probs and with log-probs recomputed at every step gives the same bits."""
     options = {"rollout__replay": 0.9, "trainer__learning_rate": 1e-4, "trainer__beta": 0.5}
     kept = run(tmp_path, name="kept", **options)
     computed = sum(rows for kind, rows in passes if kind == "extra")
@@ -327,7 +327,7 @@ def watch_gaps(gaps: dict):
 
 
 def test_reused_and_new_tokens_are_on_policy(tmp_path):
-    """D6: the log-probs that ride with a batch are the current policy's own, wherever a token came from."""
+    """D6: the log-probs of a batch are the current policy's, whatever the source of a token."""
     gaps = {"reused": [], "new": []}
     record = run(tmp_path, watch_gaps(gaps), rollout__replay=0.5, rollout__temperature=0.8)
     assert len(gaps["reused"]) > 300
@@ -341,7 +341,7 @@ def test_reused_and_new_tokens_are_on_policy(tmp_path):
 
 
 def test_wrong_log_probs_are_seen(tmp_path):
-    """The control of the test above: stale log-probs, planted in the second epoch, show in the metric."""
+    """Control of the test above: stale log-probs, planted in the second epoch, change the metric."""
 
     def plant(trainer):
         generate = trainer.rollouts.engine.generate
@@ -398,10 +398,10 @@ def test_lenient_without_correction_trains_as_published(tmp_path):
 
 
 def test_an_engine_with_other_numerics_is_corrected(tmp_path):
-    """Its tokens are weighted by the trainer's probability over the engine's; one with ours is not."""
+    """Its tokens are weighted by the trainer's probability over the engine's. Tokens of an equal engine are not."""
 
     def shift(trainer):
-        trainer.rollouts.source.config.engine = "vllm"  # what makes the trainer distrust the log-probs
+        trainer.rollouts.source.config.engine = "vllm"  # makes the trainer distrust the log-probs
         generate = trainer.rollouts.engine.generate
 
         def shifted(requests):
@@ -427,7 +427,7 @@ def test_an_engine_with_other_numerics_is_corrected(tmp_path):
 
 
 def without_response(rows: slice):
-    """Sabotage: these rows of every rollout come back as an engine reports rows that it could not serve."""
+    """Planted fault: these rows of every rollout look like rows that an engine could not serve."""
 
     def plant(trainer):
         generate = trainer.rollouts.engine.generate
@@ -470,7 +470,7 @@ def test_a_rollout_without_any_response_stops_the_run(tmp_path):
 
 
 def expected_advantages(rewards: list, group: int = 4) -> list[float]:
-    """(r - mean) / (std + 1e-4) over the scored responses of a group; zero for the others."""
+    """(r - mean) / (std + 1e-4) over the scored responses of a group, and zero for the others."""
     found = []
     for i in range(0, len(rewards), group):
         scored = [r for r in rewards[i : i + group] if r is not None]
@@ -495,7 +495,7 @@ def test_failed_rewards_leave_their_group(tmp_path):
 
 
 class Gradients(TrainerCallback):
-    """Relative errors of the gradient of every optimiser step against those of `losses(model)`, in plain torch."""
+    """Relative errors of every optimiser step's gradient compared with that of `losses(model)`, in plain torch."""
 
     def __init__(self, losses):
         self.losses, self.errors = losses, []
@@ -515,7 +515,7 @@ def plain_log_probs(model, row, tokens) -> torch.Tensor:
 
 
 def plain_loss(model, initial, got, kind, beta, counts) -> torch.Tensor:
-    """GRPO's loss of one rollout at the weights that drew it, over the rows whose reward `counts`."""
+    """GRPO's loss of one rollout at the weights that sampled it, over the rows whose reward `counts`."""
     rows = []
     advantages = expected_advantages(got.rewards)
     for row, c, reward, advantage in zip(got.rows, got.batch.completions, got.rewards, advantages, strict=True):
@@ -530,7 +530,7 @@ def plain_loss(model, initial, got, kind, beta, counts) -> torch.Tensor:
 
 
 def test_the_ratio_of_a_response_and_the_kl_penalty_beside_it(tmp_path):
-    """Gradients of GSPO's loss in plain torch, over two updates a rollout. Planted: one ratio a response in the KL."""
+    """Gradients of GSPO's loss in plain torch with two updates a rollout. Planted: one ratio per response in the KL."""
     initial, held, old = AutoModelForCausalLM.from_pretrained(policy()), [], []
 
     def losses(model):
@@ -562,7 +562,7 @@ def test_the_ratio_of_a_response_and_the_kl_penalty_beside_it(tmp_path):
 
 @pytest.mark.parametrize("kind", ["grpo", "dr_grpo", "dapo"])
 def test_rows_without_a_reward_are_in_no_part_of_the_loss(tmp_path, kind):
-    """Planted: they stay in the KL penalty and in what the loss is divided by."""
+    """Planted faults: they stay in the KL penalty and in the divisor of the loss."""
     initial, held = AutoModelForCausalLM.from_pretrained(policy()), []
 
     def losses(model):
@@ -606,7 +606,7 @@ def test_a_group_without_any_reward_is_left_out(tmp_path):
 
 @pytest.mark.slow
 def test_kept_rewards_train_the_same(tmp_path):
-    """Replay makes texts come again; the weights cannot tell whether their rewards were asked for again."""
+    """Replay repeats texts. Whether their rewards were computed again must not affect the weights."""
     options = {"rollout__replay": 0.9, "trainer__learning_rate": 1e-4}
     names = ("digits", "certain_digits")
     asked, kept = (run(tmp_path, name=n, reward__functions=f"[tests.runs:{n}]", **options) for n in names)
@@ -632,7 +632,7 @@ def test_the_cache_keeps_responses_with_their_rewards(tmp_path):
     reward = {"reward__functions": "[tests.runs:some_digits]", "reward__max_failure_ratio": 1}
     record = run(tmp_path, trainer__max_steps=4, **reward)
     cache, checked = record.trainer.rollouts.source.cache, set()
-    for step in reversed(record.steps):  # the newest first
+    for step in reversed(record.steps):  # newest first
         for (example, sample_index), tokens, key, finish, reward in zip(
             step.rows, step.tokens, step.keys, step.finish, step.rewards, strict=True
         ):
@@ -656,10 +656,10 @@ def test_evaluation_never_touches_the_cache(folder):
         rows = pq.read_table(folder / name / "trajectories.parquet").to_pylist()
         return [rows, cache.stats()]
 
-    before = held("before")  # what it holds, in the order in which it would forget
+    before = held("before")  # its content, in eviction order
     assert len(before[0]) == 12 * 4
     rewards = load_rewards(RewardConfig(functions=["tests.runs:digits"], isolate_user=False))
-    examples = load_examples(config.data, config.dataset, "train", config.seed)  # those the cache holds
+    examples = load_examples(config.data, config.dataset, "train", config.seed)  # those that the cache holds
     metrics = evaluate(trainer.rollouts.engine, tokenizer, examples, rewards, config, samples=4)
     assert metrics["eval/mean_length"] > 2
     assert held("after") == before

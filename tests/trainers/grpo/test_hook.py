@@ -1,4 +1,4 @@
-"""ReuseRollouts in a plain GRPOTrainer: only time changes, noise is always fresh, TRL is obeyed or refused."""
+"""ReuseRollouts in a plain GRPOTrainer: only the time changes, noise is new, and TRL's options hold or are rejected."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}{{ style }}"
 
 @dataclass
 class Call:
-    """What TRL was given at one rollout."""
+    """TRL's arguments of one rollout."""
 
     step: int
     training: bool
@@ -72,7 +72,7 @@ class Run:
 
 
 def make(folder, config=None, data=(A, B), tokenizer=None, evaluated=(), **options) -> Run:
-    """A script with the three lines; one prompt a batch unless `per_device_train_batch_size` says otherwise."""
+    """A script with the three lines. One prompt a batch unless `per_device_train_batch_size` is set."""
     from trl import GRPOConfig, GRPOTrainer
 
     model, own = load_tiny()
@@ -123,7 +123,7 @@ def train(folder, config=None, resume=None, **options) -> Run:
     return run
 
 
-# The script of a user whose data repeats prompts: every other batch asks for A, evaluation does too.
+# The script of a user whose data repeats prompts: every other batch and evaluation ask for A.
 SCRIPT = {
     "data": [A, B, A, B],
     "evaluated": [A, A, B, B],
@@ -139,17 +139,17 @@ SCRIPT = {
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """That script, and where it saved."""
+    """A complete run of that script, and its output directory."""
     return train(tmp_path_factory.mktemp("whole"), **SCRIPT)
 
 
 @pytest.fixture(scope="module")
 def idle(tmp_path_factory):
-    """A trainer that was never asked to train."""
+    """A trainer that has not been trained."""
     return make(tmp_path_factory.mktemp("idle")).trainer
 
 
-# Nothing but time ------------------------------------------------------------------------------------------------
+# No effect but on time -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -195,7 +195,7 @@ def test_rows_of_very_different_lengths_under_autocast(build_model):
 
 
 def repeated(*runs: Run) -> int:
-    """Rows whose key another row had: the same noise, so the same response as long as the weights allow it."""
+    """Rows whose key another row had: their noise is the same, so their response is too while the weights allow it."""
     keys = [key for run in runs for key in run.keys]
     return len(keys) - len(set(keys))
 
@@ -290,7 +290,7 @@ print(json.dumps(found), file=open(f"{sys.argv[1]}/{os.environ['RANK']}.json", "
 
 @pytest.mark.long
 def test_two_processes_draw_what_one_does(whole, tmp_path):
-    """Started as torchrun starts them; each has half of every group."""
+    """Started as by torchrun. Each has half of every group."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2"}
@@ -326,7 +326,7 @@ def test_a_resumed_script_goes_on_as_if_undisturbed(whole, tmp_path):
 
 @pytest.fixture(scope="module")
 def accumulated(tmp_path_factory):
-    """Two rollouts in each of two optimiser steps, all of A, with a checkpoint behind them."""
+    """Two rollouts in each of two optimiser steps, all of A, with a checkpoint at the end."""
     return train(tmp_path_factory.mktemp("accumulated"), **ACCUMULATED, max_steps=2)
 
 
@@ -342,7 +342,7 @@ ACCUMULATED = {
 @pytest.mark.slow
 def test_a_checkpoint_of_another_directory_brings_its_visits(accumulated, tmp_path):
     checkpoint = Path(accumulated.trainer.args.output_dir) / "checkpoint-2"
-    rest = train(tmp_path, **ACCUMULATED, max_steps=3, resume=checkpoint)  # its own folder has no checkpoint-2
+    rest = train(tmp_path, **ACCUMULATED, max_steps=3, resume=checkpoint)  # its directory has no checkpoint-2
     assert [call.visits[0] for call in accumulated.calls + rest.calls] == [0, 1, 2, 3, 4, 5]
     assert repeated(accumulated, rest) == 0
 
@@ -363,7 +363,7 @@ def test_visits_of_evaluation_are_kept_apart(whole):
     assert list(counts["evaluation"].values()) == [2, 2], "evaluations before it"
 
 
-# What TRL would do -----------------------------------------------------------------------------------------------
+# TRL's behaviour -------------------------------------------------------------------------------------------------
 
 
 def test_prompts_are_rendered_as_trl_does(tmp_path):
@@ -433,14 +433,14 @@ def test_vllm_that_was_not_shown_is_refused_at_the_first_rollout(mode, idle, mon
 
 
 class Processor(ProcessorMixin):
-    """Stands for a model's with images."""
+    """Replaces the processor of a model with images."""
 
     def __init__(self):
         pass
 
 
 def add(a: int, b: int) -> int:
-    """Adds."""
+    """Adds two numbers."""
 
 
 @pytest.mark.parametrize(
@@ -471,7 +471,7 @@ NOT_NEUTRAL = {
 
 
 def test_every_entry_of_a_generation_config_is_known():
-    """A new version of transformers that has a new one fails here, and is refused until it is known."""
+    """If a later version of transformers adds an entry, this test fails. The entry is rejected until it is handled."""
     entries = {name for name in vars(GenerationConfig()) if not name.startswith("_")}
     ours = [set(NEUTRAL), set(WITHOUT_EFFECT), {*OF_ARGS, "do_sample"}]
     assert entries == set().union(*ours)
@@ -492,7 +492,7 @@ def test_what_a_model_would_have_trl_sample_otherwise_is_refused(name, idle, mon
 
 
 def test_what_trl_sets_itself_is_not_inherited(idle, monkeypatch):
-    """Qwen2.5 comes with a repetition penalty and top_k, which TRL's own options replace."""
+    """Qwen2.5 has a repetition penalty and top_k, which TRL's options replace."""
     for name, value in {"repetition_penalty": 1.1, "top_k": 20, "top_p": 0.8, "temperature": 0.7}.items():
         monkeypatch.setattr(idle.model.generation_config, name, value)
     assert ReuseRollouts(idle.args)([A], idle)["completion_ids"]

@@ -1,4 +1,4 @@
-"""Reference log-probs that are kept by text: the values of computing them again, bit for bit when rows are alone."""
+"""Reference log-probs cached by text: equal to recomputed ones, bit for bit if rows run alone."""
 
 from hashlib import blake2b
 
@@ -12,7 +12,7 @@ KEEP = 6
 
 
 class Policy:
-    """Log-probs that depend on the whole text before a token; counts passes and tokens."""
+    """Log-probs that depend on all text before a token. Counts passes and tokens."""
 
     def __init__(self, model):
         self.model, self.passes, self.rows = model, 0, 0
@@ -31,7 +31,7 @@ def policy(build_model):
 
 
 def padded(*texts):
-    """ids and mask of (prompt, response) pairs: prompts padded left, responses right to KEEP."""
+    """ids and mask of (prompt, response) pairs, with prompts padded left and responses padded right to KEEP."""
     width = max(len(prompt) for prompt, _ in texts)
     rows = [([0] * (width - len(p)) + p, r + [0] * (KEEP - len(r))) for p, r in texts]
     mask = [[0] * (width - len(p)) + [1] * (len(p) + len(r)) + [0] * (KEEP - len(r)) for p, r in texts]
@@ -67,12 +67,12 @@ def test_a_row_alone_has_the_same_bits_in_any_batch(policy):
 
 
 def test_control_a_key_without_the_prompt_or_the_border_is_seen(policy, monkeypatch):
-    """A key is a hash of the text, 8 bytes a token, and of the length of its response, 8 bytes more."""
+    """A key is a hash of the text, 8 bytes a token, and of the response's length, 8 more bytes."""
 
     def wrong(part):
         monkeypatch.setattr(reference_module, "blake2b", lambda data, **size: blake2b(part(data), **size))
         reference = ReferenceLogProbs(alone=True)
-        moved = ([5, 6, 7], [8, 9, 10, 11])  # the same tokens as A, but one more belongs to the response
+        moved = ([5, 6, 7], [8, 9, 10, 11])  # the same tokens as A, but one more of them belongs to the response
         pairs = [(reference(*padded(text), KEEP, policy)[0], text) for text in (A, B, moved)]
         expected = [policy(*padded(text), KEEP) * padded(text)[1][:, -KEEP:] for _, text in pairs]
         return [not torch.allclose(got, want, atol=1e-4) for (got, _), want in zip(pairs, expected, strict=True)]
@@ -96,7 +96,7 @@ def test_memory_is_bounded_and_the_latest_stay(policy):
     for texts, rows in (((A, B), 2), ((A,), 2), ((C,), 3), ((A, B), 4 + 1)):
         reference(*padded(*texts), KEEP, policy)
         assert policy.rows == rows
-    for _ in range(5):  # what is counted as kept is what is kept: the room neither shrinks nor grows
+    for _ in range(5):  # the counted size is the real one, so the capacity neither shrinks nor grows
         before = policy.rows
         for texts, rows in (((A, B), 0), ((C,), 1), ((A, B), 3)):
             reference(*padded(*texts), KEEP, policy)

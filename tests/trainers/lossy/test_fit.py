@@ -1,4 +1,4 @@
-"""Fits of judges and routers: statistics by hand, a rule that is learned, and labels without meaning as the control."""
+"""Fits of judges and routers: statistics by hand, a rule that is learned, and meaningless labels as the control."""
 
 import random
 
@@ -38,7 +38,7 @@ def test_the_threshold_catches_the_share_asked_for(recall, want):
 
 
 def data(n, seed, meaning=True):
-    """Rows of unequal scale and offset; the first feature decides."""
+    """Rows of unequal scale and offset. The first feature determines the label."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(n, 6, generator=generator)
     y = x[:, 0] + 0.3 * torch.randn(n, generator=generator) > 1.0  # the rarer class
@@ -70,7 +70,7 @@ def test_a_judge_is_fitted_on_some_problems_and_chosen_on_others():
     caught = ((chances >= fitted.threshold) & y)[labels.held_out].sum() / y[labels.held_out].sum()
     assert caught >= 0.9
     broken = x.clone()
-    broken[labels.held_out, 0] = -broken[labels.held_out, 0]  # what decides on the held-out problems is the opposite
+    broken[labels.held_out, 0] = -broken[labels.held_out, 0]  # the opposite rule on held-out problems
     assert fit_judge(Labels(broken, y, problem), 0.9)[1] < 0.5, "control: held-out problems are not learned from"
     assert fit_judge(Labels(x, torch.ones(400, dtype=torch.bool), problem), 0.9) is None
 

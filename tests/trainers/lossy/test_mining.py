@@ -1,4 +1,4 @@
-"""Mining on a policy, against the same search by hand: one row at a time, plainly decoded, read by the model itself."""
+"""Mining on a policy, compared with the same search by hand: one row at a time, plain decoding, full forward passes."""
 
 import torch
 
@@ -16,7 +16,7 @@ def reward(text):
 
 
 def by_hand(model, stored):
-    """[(states, important, problem)] of the semi-greedy search."""
+    """The result of the semi-greedy search as [(states, important, problem)]."""
     engine = TransformersEngine(model, SamplingParams(frozenset({EOS}), 0.0))
 
     def greedy(prompt, cap):
@@ -55,7 +55,7 @@ def test_labels_are_those_of_the_search_by_hand(build_model):
 
     labels = miner(PROMPTS, range(len(PROMPTS)), until_first_mismatch(stored), score, MOST)
     want = by_hand(model, stored)
-    rank = sorted(range(len(labels)), key=lambda i: labels.problem[i])  # the miner goes over all rows in turn
+    rank = sorted(range(len(labels)), key=lambda i: labels.problem[i])  # the miner alternates between rows
     assert [(labels.important[i].item(), labels.problem[i].item()) for i in rank] == [w[1:] for w in want]
     torch.testing.assert_close(labels.hidden[rank], torch.stack([w[0] for w in want]), atol=1e-4, rtol=1e-4)
     assert 0 < labels.important.sum() < len(labels), "both kinds are there"
@@ -63,15 +63,15 @@ def test_labels_are_those_of_the_search_by_hand(build_model):
 
 
 def test_mining_by_hand():
-    """Tokens 10..19 are digits whose sum is the answer; 2..9 are words that do not matter. 1 ends the text."""
+    """Tokens 10..19 are digits whose sum is the answer, 2..9 are words without effect, and 1 ends the text."""
     texts = [[5, 12, 6, 13, EOS], [7, EOS]]
-    drafts = {5: 4, 12: 15, 6: 3, 13: 13, 7: 8}  # what the draft writes in the place of each token
+    drafts = {5: 4, 12: 15, 6: 3, 13: 13, 7: 8}  # the draft's replacement of each token
     finished = []
 
     def propose(current):
         return {i: [drafts.get(t) for t in text] for i, text in current.items()}
 
-    def finish(prefixes):  # the policy goes on as in its own text
+    def finish(prefixes):  # the policy continues as in its text
         finished.extend(prefixes.values())
         return {i: [*p, *texts[i][len(p) :]] for i, p in prefixes.items()}
 
@@ -81,8 +81,8 @@ def test_mining_by_hand():
     found = mine(texts, propose, finish, answer, eos_ids=frozenset({EOS}))
     assert found == [
         Mined(0, (4,), False),
-        Mined(0, (4, 15), True),  # on the text in which the word was replaced
-        Mined(0, (4, 12, 3), False),  # the digit was put back
+        Mined(0, (4, 15), True),  # on the text with the replaced word
+        Mined(0, (4, 12, 3), False),  # the digit was restored
     ]
     assert len(finished) == 3, "a row without an answer is not tried"
     assert len(mine(texts, propose, finish, answer, eos_ids=frozenset({EOS}), max_tries=2)) == 2

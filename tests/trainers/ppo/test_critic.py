@@ -1,4 +1,4 @@
-"""Policy and critic: what is scored, what the padding may not change, and where gradients go."""
+"""Policy and critic: scored positions, independence of padding, and gradients."""
 
 import copy
 from collections import Counter
@@ -64,7 +64,7 @@ def test_scores_are_those_of_each_row_alone(build_model, family, separate):
         assert torch.allclose(outputs.logp[i, :n], want, atol=1e-4)
         assert torch.allclose(outputs.entropy[i, :n], -(law.exp() * law).sum(-1), atol=1e-4)
         assert torch.allclose(outputs.values[i, :n], both.value(hidden)[:, 0], atol=1e-4)
-    late = both.value(model.base_model(text).last_hidden_state[0, first + 1 :])[:, 0]  # control: a token too late
+    late = both.value(model.base_model(text).last_hidden_state[0, first + 1 :])[:, 0]  # control: one token too late
     assert not torch.allclose(outputs.values[1], late, atol=1e-2)
 
 
@@ -103,7 +103,7 @@ def test_values_are_float32_under_autocast(build_model, separate):
     both.value.register_forward_pre_hook(lambda _, given: states.append(given[0]))
     with torch.autocast("cpu", torch.bfloat16):
         outputs = both(found.ids, found.attention, found.length)
-        rounded = both.value(states[0])[..., 0]  # planted: autocast left on
+        rounded = both.value(states[0])[..., 0]  # planted fault: autocast stays on
     want = torch.nn.functional.linear(states[0], both.value.weight, both.value.bias)[..., 0]
     assert outputs.values.dtype == torch.float32
     assert torch.equal(outputs.values, want)
@@ -112,7 +112,7 @@ def test_values_are_float32_under_autocast(build_model, separate):
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_checkpointing_is_the_policys_and_the_critics(build_model, checkpointing):
-    """Layers that keep no activations are computed again in the backward pass."""
+    """Layers that keep no activations are recomputed in the backward pass."""
     options = TrainerConfig(critic=CriticConfig(model="separate"), gradient_checkpointing=checkpointing)
     trained = build_models(build_model("llama"), options, 1.0, None).trained.train()
     calls, found = Counter(), responses()

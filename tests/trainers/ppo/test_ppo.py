@@ -1,4 +1,4 @@
-"""PPO: the run with speculation is the run without it, a resumed one the uninterrupted one, and masks mask."""
+"""PPO: speculation and resuming change no result, and masks are respected."""
 
 import json
 import shutil
@@ -29,12 +29,12 @@ BASE = {"config": "ppo_math", "rollout__replay": 0.5, "trainer__epochs": 2, "tra
 
 
 def ppo(folder, prepare=lambda trainer: None, **options) -> Recording:
-    """A small PPO run: two optimiser steps in each of its rollouts, 3 rollouts an epoch."""
+    """A small PPO run: two optimiser steps per rollout, 3 rollouts an epoch."""
     return run(folder, prepare, **BASE | options)
 
 
 def runs(**options) -> Recording:
-    """The recording of such a run, made once."""
+    """The recording of such a run, cached."""
     return recorded(**BASE | options)
 
 
@@ -128,7 +128,7 @@ def test_control_stale_log_probs_are_seen(tmp_path):
     ],
 )
 def test_a_resumed_run_is_the_uninterrupted_run(tmp_path, at, options):
-    """What drafts were worth is not resumed, and decides between texts: here are none to choose from."""
+    """Acceptance estimates choose between texts and are not restored, so each row has only one text here."""
     options = {**options, "trainer__save_every": 2, "trainer__keep_checkpoints": 9, "trainer__lr_schedule": "linear"}
     options["rollout__sources"] = "[prefix]"
     whole = ppo(tmp_path, **options)
@@ -168,7 +168,7 @@ class Forget:
 
 
 def trained_on(pieces: list):
-    """Collects what each pass of an update is made on: with one minibatch, the whole rollout."""
+    """Collects the training data of each pass of an update; with one minibatch that is the complete rollout."""
 
     def prepare(trainer):
         training_step = trainer.training_step
@@ -209,7 +209,7 @@ def test_padding_and_rows_left_out_have_no_influence(tmp_path):
     assert (piece.mask == 0).sum() > 40
     base, same = gradients(trainer, piece), gradients(trainer, other)
     assert all(torch.equal(base[name], same[name]) for name in base)
-    planted = replace(other, mask=torch.ones_like(piece.mask))  # the mask forgotten
+    planted = replace(other, mask=torch.ones_like(piece.mask))  # without the mask
     assert not all(torch.equal(base[name], grad) for name, grad in gradients(trainer, planted).items())
 
 
@@ -249,7 +249,7 @@ def test_failed_rewards_and_rows_are_masked_and_counted(tmp_path):
 
 @pytest.mark.parametrize("advantage", ["gae", "rloo", "reinforce_plus_plus"])
 def test_truncated_responses_that_are_left_out_are_still_in_the_baseline(tmp_path, advantage):
-    """The others' advantages are those of a run that trains on all: as under GRPO."""
+    """The others' advantages are those of a run that trains on all rows, as in GRPO."""
     options = {"trainer__minibatches": 1, "trainer__advantage": advantage, "trainer__max_steps": 1}
     pieces = []
     for masked in (False, True):
@@ -260,7 +260,7 @@ def test_truncated_responses_that_are_left_out_are_still_in_the_baseline(tmp_pat
     assert torch.equal(whole.advantages[ended], part.advantages[ended])
     assert (whole.mask.sum(-1) > 0).all(), "without the option all are trained on"
     assert torch.equal(part.mask, whole.mask * ended[:, None])
-    if advantage == "rloo":  # planted: a baseline of the responses that ended
+    if advantage == "rloo":  # planted fault: a baseline of only the responses that ended
         rewards = torch.tensor(record.steps[0].rewards).masked_fill(~ended, torch.nan)
         assert not torch.allclose(rloo(rewards, 4)[ended], part.advantages[ended, 0], atol=1e-3)
 
@@ -290,7 +290,7 @@ def test_the_kl_weight_adapts():
 
 @slow
 def test_the_critic_learns_what_a_response_is_worth(tmp_path):
-    """Of a policy that stands still and repeats itself."""
+    """For a policy that does not change and repeats itself."""
     options = {"trainer__learning_rate": 0, "rollout__replay": 1, "trainer__prompts_per_step": 12}
     critic = {"trainer__critic__model": "separate", "trainer__critic__clip": 0}
     record = ppo(tmp_path, trainer__epochs=8, trainer__updates_per_rollout=2, **options, **critic)

@@ -1,4 +1,4 @@
-"""Every option of PPO reaches the formula it names: the formulas have tests of their own, this is their wiring."""
+"""Every option of PPO reaches the formula that it names. Other files test the formulas."""
 
 import math
 from collections import Counter
@@ -31,7 +31,7 @@ OPTIONS = {
 
 @pytest.fixture(scope="module")
 def heard(tmp_path_factory):
-    """heard[name]: what every call of a formula of trainers/ppo/objectives.py was given, and the run itself."""
+    """heard[name]: the arguments of every call of a formula of trainers/ppo/objectives.py, and the run."""
     calls = {name: [] for name in ("gae", "policy_loss", "kl_estimate", "value_loss", "clip_grad_norm_")}
 
     def spied(name, function):
@@ -52,7 +52,7 @@ def heard(tmp_path_factory):
 
 
 def test_discount_and_lambda_reach_the_advantages(heard):
-    advantages, prompts = (0.9, 0.5), (0.9, 1.0)  # what a prompt is worth is told by whole returns
+    advantages, prompts = (0.9, 0.5), (0.9, 1.0)  # the value of a prompt is learned from full returns
     assert [args[3:] for args in heard["gae"]] == [advantages, prompts] * 2
 
 
@@ -129,7 +129,7 @@ def test_a_policy_with_dropout_resumes_as_the_undisturbed_run(tmp_path):
     options = {"config": "ppo_math", "model": str(model), "trainer__epochs": 2, "rollout__max_new_tokens": 12}
     whole = run(tmp_path, name="whole", **options)
     first = run(tmp_path, name="cut", trainer__max_steps=4, trainer__save_every=4, **options)
-    torch.manual_seed(1)  # what another process would have begun with
+    torch.manual_seed(1)  # another process's initial weights
     rest = run(tmp_path, name="cut", resume="auto", trainer__save_every=4, **options)
     assert differences(whole, first + rest) == []
     with pytest.MonkeyPatch.context() as patch:

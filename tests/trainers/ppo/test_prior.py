@@ -1,4 +1,4 @@
-"""Values without a network: by hand, learnt, saved, and independent of the responses they are the baseline of."""
+"""Values without a network: by hand, learned, saved, and independent of the responses that they are the baseline of."""
 
 import json
 
@@ -26,7 +26,7 @@ def test_a_prompt_is_worth_what_its_earlier_responses_earned():
 
 
 def rollout(random, rows=32, length=6):
-    """Responses whose unlikely tokens cost them their reward: (prompts, logp, returns, mask)."""
+    """Responses whose unlikely tokens lower their reward: (prompts, logp, returns, mask)."""
     logp = torch.where(torch.rand(rows, length, generator=random) < 0.1, -3.0, -0.05)
     mask = torch.ones(rows, length)
     mask[::3, -2:] = 0
@@ -54,7 +54,7 @@ def test_it_learns_what_unlikely_tokens_cost_and_forgets(new_prior):
     kept = mask.bool()
     missed = (returns - prior.values(prompts, logp, mask))[kept].var() / returns[kept].var()
     assert missed < 0.8, "a constant misses all"
-    for _ in range(60):  # from now on every response earns 1
+    for _ in range(60):  # from here on every response earns 1
         prior.learn(prompts, logp, mask, mask)
     assert (prior.values(prompts, logp, mask) - 1)[kept].abs().max() < 0.1
 

@@ -1,4 +1,4 @@
-"""Weights and optimiser moments come back bit for bit, without pickle; anything else is refused."""
+"""Weights and optimiser moments are restored bit for bit, without pickle, and anything else is rejected."""
 
 import os
 import pickle
@@ -35,7 +35,7 @@ def test_going_on_is_the_same_as_never_having_stopped(tmp_path):
     snapshot.save(tmp_path, whole, optimizer, {"step": 3, "beta": 0.1 + 0.2})
     steps(whole, optimizer, 4)
     other, fresh = build(1)
-    other[0].bias.data = whole[0].bias.data  # not trained, hence not saved
+    other[0].bias.data = whole[0].bias.data  # not trained, so not saved
     assert snapshot.load(tmp_path, other, fresh) == {"step": 3, "beta": 0.1 + 0.2}
     steps(other, fresh, 4)
     assert weights(other) == weights(whole)
@@ -89,7 +89,7 @@ def test_damaged_files_are_refused(tmp_path, file, change):
 
 
 class Canary:
-    """Unpickled, it makes a file."""
+    """Unpickling it creates a file."""
 
     def __reduce__(self):
         return os.system, ('touch "$SPECRL_CANARY"',)

@@ -1,7 +1,7 @@
-"""The kernels of the draw on Triton's interpreter, against rollout/noise.py.
+"""The sampling kernels on Triton's interpreter, compared with rollout/noise.py.
 
-test_sampler.py runs them in a process with TRITON_INTERPRET=1 from its start. The interpreter has none of CUDA's
-mathematical functions, so numpy's stand in for the three that the kernels use.
+test_sampler.py runs this file in a process with TRITON_INTERPRET=1 from its start. The interpreter has no CUDA math
+functions, so numpy's replace the three that the kernels use.
 """
 
 import math
@@ -60,7 +60,7 @@ def law(temperature=1.0, top_k=0, top_p=1.0):
 
 
 def agree(given, law, ids=None) -> bool:
-    """Whether the kernels give what noise.py does: the same draws, and floats but for the last places."""
+    """Whether the kernels agree with noise.py: equal samples, and floats equal except for the last bits."""
     logits, keys, positions, targets = given
     temperature, top_k, top_p = law
     want = keyed_sample(logits, keys, positions, targets, ids, temperature=temperature, top_k=top_k, top_p=top_p)
@@ -106,17 +106,17 @@ def test_integers_are_the_same():
 
 
 def test_temperatures_divide_as_on_a_cpu():
-    """A product with the reciprocal, or a fast division, would move some thresholds and log-probs."""
+    """A multiplication by the reciprocal or a fast division would move some thresholds and log-probs."""
     for temperature in (0.3, 0.7, 1.1, 1.7):
         z = torch.randn(1, 4096, generator=torch.Generator().manual_seed(1)) * 9
         assert agree((z, *rows(1, 4096)[1:]), law(temperature, 7, 0.6))
 
 
-# What a cut keeps -----------------------------------------------------------------------------------------------------
+# Tokens kept by top-k and top-p ---------------------------------------------------------------------------------------
 
 
 def kept_by_kernel(logits, law):
-    """bool [N, V]: which tokens the kernel keeps."""
+    """bool [N, V]: the tokens that the kernel keeps."""
     (n, vocab), (temperature, top_k, top_p) = logits.shape, law
     floors = torch.empty(n)
     settings = {"TOP_K": top_k, "TOP_P": top_p, "SCALED": temperature != 1.0, "BLOCK": 16}
@@ -125,7 +125,7 @@ def kept_by_kernel(logits, law):
 
 
 def adversarial():
-    """Logits [N, 24] with ties at the edge, zeros of both signs, steps of one unit, masses that just reach top_p."""
+    """Logits [N, 24] with ties at the threshold, zeros of both signs, one-ulp steps, and masses that equal top_p."""
     g = torch.Generator().manual_seed(3)
     steps = torch.tensor(1.0).view(torch.int32) + torch.arange(24, dtype=torch.int32)
     halves = torch.cat([-torch.arange(1.0, 24), torch.tensor([-23.0])]) * math.log(2)
@@ -137,7 +137,7 @@ def adversarial():
             torch.tensor([0.0, -0.0] * 12),
             steps.view(torch.float32)[torch.randperm(24, generator=g)],
             -steps.view(torch.float32)[torch.randperm(24, generator=g)],
-            halves.float()[torch.randperm(24, generator=g)],  # 1/2, 1/4, ...: their sums are top_p exactly
+            halves.float()[torch.randperm(24, generator=g)],  # 1/2, 1/4, ...: their partial sums equal top_p exactly
             torch.cat([torch.full((20,), -torch.inf), torch.tensor([1.0, 1.0, 0.5, -3e38])]),
             torch.randn(24, generator=g) * 1e-30,
         ]
@@ -153,7 +153,7 @@ def test_a_cut_keeps_the_same_tokens(law):
 
 
 def test_the_edge_of_the_nucleus_is_the_same_in_large_rows():
-    """The last token that stays and the first that goes, in rows whose masses crowd at the edge."""
+    """The last token kept and the first one removed, in rows with many masses near the threshold."""
     for top_p in (0.3, 0.9, 0.999999):
         logits = torch.randn(3, 9001, generator=torch.Generator().manual_seed(5)) * 2
         z = process_logits(logits, top_p=top_p)
@@ -164,7 +164,7 @@ def test_the_edge_of_the_nucleus_is_the_same_in_large_rows():
             assert [math.isfinite(x) for x in unpack(packed)[2]] == [stays] * 3
 
 
-# Rows that stand apart ------------------------------------------------------------------------------------------------
+# Rows are independent -------------------------------------------------------------------------------------------------
 
 
 def test_a_row_depends_on_nothing_beside_it():
@@ -211,7 +211,7 @@ def test_no_rows_and_strided_rows():
     assert sampler_kernel.keyed_sample(wide, *given[1:], *law()).equal(sampler_kernel.keyed_sample(*given, *law()))
 
 
-# The law, and faults that must be seen --------------------------------------------------------------------------------
+# The distribution, and planted faults ---------------------------------------------------------------------------------
 
 
 def test_draws_follow_the_law():
@@ -260,7 +260,7 @@ def test_swapped_constants_are_seen(fault, law, monkeypatch):
 @pytest.mark.parametrize("off", [lambda found: found + 1, lambda found: found - 1], ids=["above", "below"])
 @pytest.mark.parametrize("law", [law(1, 5), law(1, 0, 0.5)], ids=str)
 def test_a_threshold_off_by_one_is_seen(off, law, monkeypatch):
-    """One token more or less, in rows whose neighbours differ by one unit in the last place."""
+    """One token more or less, in rows whose neighbouring logits differ by one ulp."""
     logits, bisect = adversarial()[4:6], sampler_kernel.bisect
     want = process_logits(logits, *law) > -torch.inf
     assert kept_by_kernel(logits, law).equal(want)

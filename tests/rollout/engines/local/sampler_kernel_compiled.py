@@ -1,4 +1,4 @@
-"""The kernels of the draw compile for an H100, without one; run by test_sampler.py in a process of its own."""
+"""Compiles the sampling kernels for an H100 without one. test_sampler.py runs this file in a separate process."""
 
 import pytest
 import triton
@@ -32,7 +32,7 @@ def test_they_compile(logits, scaled):
     search = compiled(sampler_kernel.search, logits, TOP_K=50, TOP_P=0.3, **law)["ptx"]
     part = compiled(sampler_kernel.part, logits, NOISE=True, CUT=True, NAMED=True, **law)["ptx"]
     assert compiled(sampler_kernel.part, logits, NOISE=False, CUT=False, NAMED=False, **law)["cubin"]
-    for one in ({"WIDTH": 1, "blocks": 1}, {"WIDTH": 64}):  # Triton takes a 1 for a constant
+    for one in ({"WIDTH": 1, "blocks": 1}, {"WIDTH": 64}):  # Triton treats a 1 as a constant
         assert compiled(sampler_kernel.combine, logits, SCALED=scaled, CUT=True, NAMED=scaled, **one)["cubin"]
     assert "0d3FD3333333333333" in search, "top_p in float64, as in noise.py"
     for ptx in (search, part):

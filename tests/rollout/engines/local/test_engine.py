@@ -1,4 +1,4 @@
-"""The transformers engine: drafts never change what is sampled, and what would change it is seen (golden.py)."""
+"""The transformers engine: drafts never change a sampled token, and planted faults are detected (golden.py)."""
 
 import copy
 import random
@@ -42,7 +42,7 @@ def test_plain_decoding_equals_one_row_at_a_time(golden, family):
     longest = max(len(c.tokens) for c in done)
     assert stats.passes == longest, "all rows ride together"
     other, _ = engine_of(model).generate(requests_of(cases, visit=1))
-    assert len(differing(other, want)) > 13  # control: other keys, other texts
+    assert len(differing(other, want)) > 13  # control: other keys give other texts
 
 
 @pytest.mark.parametrize(("family", "window"), [*((f, 16) for f in FAMILIES), *(("llama", w) for w in (0, 1, 3, 200))])
@@ -51,7 +51,7 @@ def test_drafts_of_any_quality_change_nothing(golden, family, window):
     drafters = drafts_of_every_quality([t for t, _, _ in want])
     done, stats = engine_of(model, window=window).generate(requests_of(cases, drafters))
     assert differing(done, want) == []
-    if window:  # 0 leaves it to measured times
+    if window:  # 0 decides by measured times
         assert 0 < stats.accepted < stats.drafted, "both acceptances and rejections happened"
     assert sum(sum(c.reused) for c in done) == stats.accepted
     assert all(len(c.tokens) == len(c.logprobs) == len(c.behaviour_logprobs) == len(c.reused) for c in done)
@@ -60,9 +60,9 @@ def test_drafts_of_any_quality_change_nothing(golden, family, window):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_texts_of_all_prompts_change_nothing(golden, family, monkeypatch):
     model, cases, want = golden(family)
-    monkeypatch.setattr(CostModel, "fit", lambda self: (1.0, 0.0, 1e-3, 0.0))  # tokens cost little: chances are taken
-    monkeypatch.setattr(DraftingBackoff, "pays", lambda self: True)  # nor are they judged by measured time
-    monkeypatch.setattr(DraftingBackoff, "should_skip", lambda self: False)  # responses this short would be over
+    monkeypatch.setattr(CostModel, "fit", lambda self: (1.0, 0.0, 1e-3, 0.0))  # cheap tokens: unlikely drafts are tried
+    monkeypatch.setattr(DraftingBackoff, "pays", lambda self: True)  # independent of measured time
+    monkeypatch.setattr(DraftingBackoff, "should_skip", lambda self: False)  # responses this short would have ended
     engine = engine_of(model, contexts=True)
     for _ in range(4):
         requests = requests_of(cases)
@@ -134,7 +134,7 @@ def test_an_empty_batch(tiny):
 
 
 def test_one_token_prompts_only(tiny):
-    """Nothing is prefilled: the cache has no layers when the first pass comes."""
+    """There is no prefill, so the cache has no layers at the first pass."""
     model, cases = tiny("qwen3"), [([4], 12), ([9], 12), ([4], 12)]
     want = reference(model, requests_of(cases))
     done, stats = engine_of(model, window=3).generate(requests_of(cases, [Script(t) for t, _, _ in want]))
@@ -170,7 +170,7 @@ def test_several_eos_ids_stop_at_the_first_of_any(tiny):
     model, cases = tiny("llama"), [([11, 12, 13], 30)] * 12
     texts = [t for t, _, _ in reference(model, requests_of(cases), SamplingParams(frozenset()))]
     for eos_ids in (frozenset(range(10)), frozenset({texts[0][4], texts[1][7]}), frozenset(range(VOCAB))):
-        drafters = [Script(t) for t in texts]  # the drafts run past every EOS
+        drafters = [Script(t) for t in texts]  # the drafts continue after every EOS
         done, _ = engine_of(model, SamplingParams(eos_ids), window=30).generate(requests_of(cases, drafters))
         for c, text in zip(done, texts, strict=True):
             end = next((i + 1 for i, t in enumerate(text) if t in eos_ids), len(text))
@@ -220,7 +220,6 @@ def test_rows_leave_as_they_finish(golden, monkeypatch):
 
 @pytest.mark.slow
 def test_random_batches(golden, tiny):
-    """Thirty batches of random size, bounds, windows and drafts."""
     model, cases, want = golden("qwen3")
     rng = random.Random(9)
     for trial in range(30):
@@ -237,7 +236,7 @@ def test_random_batches(golden, tiny):
         assert differing(engine.generate(requests)[0], [want[i] for i in rows]) == [], f"trial {trial}"
 
 
-# Planted bugs: the same comparison must see them ----------------------------------------------------------------------
+# Planted faults: the same comparison must detect them -----------------------------------------------------------------
 
 
 def speculate(model, cases, want, **settings):
@@ -269,9 +268,9 @@ def test_an_off_by_one_position_is_seen(golden, monkeypatch):
 
 
 def test_kv_that_is_not_rolled_back_is_seen(golden, monkeypatch):
-    """The write cursor counts all tokens that were fed."""
+    """Planted fault: the write cursor counts all tokens of the pass."""
     monkeypatch.setattr(Reader, "rollback", lambda reader, row, length: None)
-    monkeypatch.setattr(reader, "row_tokens", lambda requests: 500)  # room for what stays
+    monkeypatch.setattr(reader, "row_tokens", lambda requests: 500)  # memory for the kept tokens
     assert differing(speculate(*golden("llama")), golden("llama")[2])
 
 

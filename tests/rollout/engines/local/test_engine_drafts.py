@@ -1,4 +1,4 @@
-"""What the transformers engine asks of its drafters, and what it tells them and the budget."""
+"""Calls of the transformers engine to its drafters, and what they and the budget observe."""
 
 import random
 from dataclasses import dataclass
@@ -37,7 +37,7 @@ def test_the_budget_learns_what_became_of_the_last_draft(golden):
 
 
 def test_the_budget_is_told_what_every_pass_brought(golden):
-    """By it asking for drafts is weighed: a pass that brings nothing would never pay."""
+    """These measurements decide whether to draft: a pass that appears to emit nothing would never pay."""
     model, cases, want = golden("llama")
     engine, seen = engine_of(model, window=4), []
     engine.drafting.budget.observe_pass = lambda tokens, seconds, rows, width, stood, asking: seen.append(stood)
@@ -66,7 +66,7 @@ def test_drafts_are_counted_by_their_source(golden):
 
 @dataclass
 class Vandal(Script):
-    """Does to its argument what it likes."""
+    """Modifies its argument."""
 
     harm: str = "clear"
 
@@ -89,7 +89,7 @@ def test_a_drafter_cannot_harm_the_text(golden, harm):
 
 @dataclass
 class Raises(Script):
-    """Right at first."""
+    """Raises after correct proposals."""
 
     failed: int = 0
 
@@ -103,7 +103,7 @@ class Raises(Script):
 
 @dataclass
 class Proposes(Raises):
-    """What it was made with."""
+    """Proposes `odd`."""
 
     odd: object = None
 
@@ -113,7 +113,7 @@ class Proposes(Raises):
 
 
 class Generates(Raises):
-    """Fails as it is iterated over."""
+    """Raises during iteration."""
 
     def fail(self):
         self.failed += 1
@@ -182,9 +182,9 @@ def test_a_finished_row_shows_its_end_to_those_that_draft_from_it(golden):
 def test_drafts_that_would_lose_time_are_counted_as_paused(golden):
     model, cases, want = golden("llama")
     engine = engine_of(model)
-    budget = engine.drafting.budget = Budget()  # without what passes cost here
+    budget = engine.drafting.budget = Budget()  # independent of measured costs
     budget.observe_pass = lambda *_, **__: None
-    budget.calibrate([(1, 1.001), (1000, 1001.0)])  # a token costs what a pass costs
+    budget.calibrate([(1, 1.001), (1000, 1001.0)])  # a token costs as much as a pass
     for _ in range(2000):
         budget.observe_draft(("start", "custom"), 1, 0)
     drafters = [Script(all_wrong(text)) if i % 2 else None for i, (text, _, _) in enumerate(want)]
@@ -195,4 +195,4 @@ def test_drafts_that_would_lose_time_are_counted_as_paused(golden):
     assert stats.paused > 0.7 * sum(c.passes for c in rows) - probed
     assert stats.paused_acceptance / stats.paused < 0.1 < stats.paused_needed / stats.paused
     plain = engine.generate(requests_of(cases))[1]
-    assert plain.paused == 0  # control: nothing to carry
+    assert plain.paused == 0  # control: nothing to draft

@@ -1,4 +1,4 @@
-"""The transformers engine within its memory: bounds change no token, and what does not fit runs in parts."""
+"""Memory limits of the transformers engine: they change no token, and a batch that does not fit is split."""
 
 import copy
 import math
@@ -54,7 +54,7 @@ def test_memory_bounds_change_nothing(golden, settings):
 
 
 def scarce(monkeypatch, limit: int, error: Exception) -> None:
-    """Passes of more than `limit` rows fail once some tokens are out."""
+    """Passes of more than `limit` rows fail once some tokens have been sampled."""
     launch = Reader.launch
 
     def failing(reader, feed, *more):
@@ -68,7 +68,7 @@ def scarce(monkeypatch, limit: int, error: Exception) -> None:
 @pytest.mark.parametrize("drafting", [False, True])
 @pytest.mark.parametrize("limit", [13, 5])
 def test_rows_that_do_not_fit_the_memory_run_fewer_at_a_time(golden, monkeypatch, caplog, limit, drafting):
-    """No row starts again, and what fitted is remembered."""
+    """No row starts again, and the size that fitted is remembered."""
     model, cases, want = golden("llama")
     scarce(monkeypatch, limit, torch.OutOfMemoryError("CUDA out of memory"))
     drafters = drafts_of_every_quality([t for t, _, _ in want]) if drafting else None
@@ -94,7 +94,7 @@ def test_memory_that_never_suffices_is_one_readable_error(golden, monkeypatch):
 
 
 class Scarce(TorchDispatchMode):
-    """An allocator with `most` bytes to give."""
+    """An allocator with a limit of `most` bytes."""
 
     def __init__(self, most: int):
         super().__init__()
@@ -117,14 +117,14 @@ class Scarce(TorchDispatchMode):
 
 
 def lognormal(n: int, most: int) -> list[Request]:
-    """Requests of one prompt whose responses end at their caps, of lognormal length: a few are long."""
+    """Requests of one prompt whose responses end at their caps. The lengths are lognormal, so a few are long."""
     rng = random.Random(5)
     caps = [min(most, 1 + int(rng.lognormvariate(math.log(most / 8), 0.8))) for _ in range(n)]
     return [Request([5, 9, 30, 12], derive_key(3, "engine", i, 0), cap) for i, cap in enumerate(caps)]
 
 
 def test_kv_is_planned_and_allocated_once(golden, monkeypatch, caplog):
-    """Three rollouts within a byte limit: as many rows as fit, no more memory than planned, nothing twice."""
+    """Three rollouts within a byte limit: as many rows as fit run, memory is as planned, nothing is allocated twice."""
     model, _, _ = golden("qwen3")
     monkeypatch.setattr(probe, "on_gpu", lambda model: True)
     engine = local(model, NO_EOS, tokens_per_pass=64, logits_mb=1)
@@ -144,7 +144,7 @@ def test_kv_is_planned_and_allocated_once(golden, monkeypatch, caplog):
 
 
 def test_rows_that_wait_take_the_places_of_those_that_end(golden):
-    """Against fixed batches of as many rows, each as long as its longest."""
+    """Compared with fixed batches of the same number of rows, which take as long as their longest row."""
     model, _, _ = golden("qwen3")
     requests, rows = lognormal(96, 200), 16
     _, stats = local(model, NO_EOS, rows_per_batch=rows).generate(requests)
@@ -156,7 +156,7 @@ def test_rows_that_wait_take_the_places_of_those_that_end(golden):
 
 @pytest.mark.parametrize(("card", "tokens", "rows"), [(80, 2048, 244), (80, 16384, 33), (141, 16384, 62)])
 def test_what_an_80_or_141_gb_card_holds(monkeypatch, card, tokens, rows):
-    """Qwen3-1.7B in bfloat16: 112 KiB a token, 3.4 GB of weights, a prompt of 200 tokens; 256 rows are asked for."""
+    """Qwen3-1.7B in bfloat16: 112 KiB a token, 3.4 GB of weights, a prompt of 200 tokens, and 256 requested rows."""
     head = SimpleNamespace(weight=torch.empty(1, 2048, dtype=torch.bfloat16))
     modules = {"lm_head": head, "sampler": SimpleNamespace(bytes=5 << 30)}
     model = SimpleNamespace(limits=Limits(), device=torch.device("cuda"), kv_bytes=112 << 10, **modules)

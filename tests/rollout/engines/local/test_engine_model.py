@@ -1,4 +1,4 @@
-"""The transformers engine and its model: weights, adapters, versions, and models and requests that it refuses."""
+"""The transformers engine and its model: weights, adapters, versions, and models and requests that it rejects."""
 
 import copy
 
@@ -84,7 +84,7 @@ def test_weight_changes_take_effect_at_once_and_versions_are_stamped(build_model
     assert {c.version for c in second} == {3}
     assert differing(second, reference(other, requests_of(cases))) == []
     assert differing(second, first), "other weights, other texts"
-    with torch.no_grad():  # shared with the trainer: changed in place
+    with torch.no_grad():  # shared with the trainer, which changes it in place
         for p in model.parameters():
             p.mul_(1.1)
     engine.update_weights(None, 4)
@@ -101,7 +101,7 @@ def test_an_older_version_or_an_unknown_weight_is_refused(build_model):
         engine.update_weights(None, 4)
     with pytest.raises(RolloutError, match=r"'model\.layers\.9\.weight'"):
         engine.update_weights([("model.layers.9.weight", torch.zeros(1))], 6)
-    for shape in ((1,), (3, 3)):  # the first would broadcast
+    for shape in ((1,), (3, 3)):  # the first would be broadcast
         with pytest.raises(RolloutError, match=r"up_proj.*\(48, 32\)"):
             engine.update_weights([("model.layers.0.mlp.up_proj.weight", torch.zeros(shape))], 6)
     assert engine.weight_version == 5
@@ -141,7 +141,7 @@ def test_a_lora_policy_equals_its_merged_model(build_model):
 
 
 def test_an_adapter_outside_the_layers_is_refused(build_model):
-    """The engine runs the layers themselves: a learned prompt would be left out silently."""
+    """The engine runs the layers itself, so a learned prompt would silently be ignored."""
     peft = pytest.importorskip("peft")
     config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
     with pytest.raises(RolloutError, match="LoRA"):

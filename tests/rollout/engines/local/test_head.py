@@ -1,4 +1,4 @@
-"""A head on the policy's hidden states: it changes no token, and reads the states that the policy's passes leave."""
+"""A draft head on the policy's hidden states: it changes no token, and reads the states of the policy's passes."""
 
 import copy
 
@@ -49,18 +49,18 @@ def test_nor_in_the_passes_of_a_gpu(golden, on_gpu_passes, ids):
         assert stats.sources["model"][0] > 0
 
 
-# What it reads --------------------------------------------------------------------------------------------------------
+# Input of the head ----------------------------------------------------------------------------------------------------
 
 
 def drafts(policy, head, rows, texts) -> list[list[int]]:
-    """What the head drafts behind the responses of rows, whose policy has read all but their last tokens."""
+    """The head's drafts after the responses of rows whose policy has read all but their last tokens."""
     model, drafter = engine_of(policy).policy, HeadDrafter(head, SAMPLING)
     with model.inference(), drafter.inference():
         reader = Reader(model, rows, states=True)
         reader.admit(dict.fromkeys(range(len(rows)), ()))
         drafter.open(rows, len(rows), reader)
         drafter.admit(dict.fromkeys(range(len(rows)), ()))
-        for end in (1, LENGTH):  # most of the first draft stood
+        for end in (1, LENGTH):  # most of the first draft was accepted
             budget = Budget(LENGTH)
             at = {row: text[:end] for row, text in texts.items()}
             for part in reader.parts({row: reader.missing(row, text[:-1]) for row, text in at.items()}):
@@ -72,7 +72,7 @@ def drafts(policy, head, rows, texts) -> list[list[int]]:
 
 @torch.no_grad()
 def by_hand(policy, head, request, text) -> list[int]:
-    """The same chain over the whole text at once."""
+    """The same chain, computed over the full text at once."""
     ids = torch.tensor([[*request.prompt, *text]])
     states = policy.base_model(ids[:, :-1], use_cache=False).last_hidden_state
     for at in range(len(text), len(text) + LENGTH):
@@ -85,7 +85,7 @@ def by_hand(policy, head, request, text) -> list[int]:
 
 @pytest.fixture
 def case(golden):
-    """A policy, a head with weights of its own, rows with two tokens and more in their prompts, and texts."""
+    """A policy, a head, rows with prompts of at least two tokens, and texts."""
     policy, cases, _ = golden("qwen3")
     head = Head.of(policy)
     with torch.no_grad():
@@ -94,7 +94,7 @@ def case(golden):
     rows = [row for row in requests_of(cases) if len(row.prompt) > 1 and row.max_new_tokens > 20][:TOGETHER]
     texts = {
         i: [first := 7 * i, *by_hand(policy, head, row, [first])][:LENGTH] for i, row in enumerate(rows)
-    }  # drafts stood
+    }  # some drafts were accepted
     return policy, head, rows, texts
 
 
@@ -129,7 +129,7 @@ def test_a_head_that_reads_wrongly_costs_time_only(golden, fault, monkeypatch):
     assert differing(engine_of(model, window=4, drafter=head).generate(requests_of(cases))[0], want) == []
 
 
-# What it is -----------------------------------------------------------------------------------------------------------
+# Its layers -----------------------------------------------------------------------------------------------------------
 
 
 def test_it_owns_one_layer_and_borrows_the_rest(golden):

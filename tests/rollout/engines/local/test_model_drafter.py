@@ -1,4 +1,4 @@
-"""The draft model: it never changes a token, it draws with the policy's noise, and its KV follows what was emitted."""
+"""The draft model never changes a token, samples with the policy's noise, and its KV follows the emitted tokens."""
 
 import copy
 import random
@@ -37,7 +37,7 @@ class Script:
 
 
 def requests(n: int = 24, drafters=None) -> list[Request]:
-    """Ragged prompts, some shared, some of one token; caps that let rows leave one after another."""
+    """Ragged prompts, some shared, some of one token. The caps let rows finish one after another."""
     rng = random.Random(1)
     pool = [[rng.randrange(2, VOCAB) for _ in range(length)] for length in (1, 2, 5, 9, 14)]
     drafters = drafters or [None] * n
@@ -52,7 +52,7 @@ def outputs(done):
 
 
 class Engine:
-    """Keeps the counts of its last rollout."""
+    """Keeps the stats of its last rollout."""
 
     def __init__(self, *args, **options):
         self._engine = local(*args, **options)
@@ -74,12 +74,12 @@ class Engine:
 
 
 def rates(engine) -> float:
-    """Share of the draft model's tokens that the policy drew too, behind an EOS as well."""
+    """Share of the draft model's tokens that equal the policy's samples, also after an EOS."""
     return engine.judged[1] / engine.judged[0]
 
 
 def blurred(model, amount: float = 0.01, seed: int = 0):
-    """A copy with noise on every matrix, `amount` times its spread: right more often than not."""
+    """A copy with noise on every matrix, `amount` times its standard deviation: right more often than not."""
     other, generator = copy.deepcopy(model), torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for p in other.parameters():
@@ -141,7 +141,7 @@ def test_drafts_follow_the_sampling_law(policy, law):
     "bounds", [{}, {"tokens_per_pass": 5}, {"tokens_per_pass": 40, "rows_per_batch": 7}, {"logits_mb": 0}]
 )
 def test_a_copy_of_the_policy_is_always_right(policy, plain, bounds):
-    """Catching up, moving the cursor and dropping rows lose nothing: one wrong KV entry would cost an acceptance."""
+    """Catching up, moving the cursor and removing rows lose nothing: a wrong KV entry would lower the acceptance."""
     engine = Engine(policy, SAMPLING, window=6, drafter=copy.deepcopy(policy), **bounds)
     done, _ = engine.generate(requests())
     assert outputs(done) == outputs(plain)
@@ -153,7 +153,7 @@ def test_a_copy_of_the_policy_is_always_right(policy, plain, bounds):
 
 
 def test_a_plain_request_is_decoded_without_the_model(policy, plain):
-    """The baseline of control steps and acceptance=off. One row in the batch that may draft is the control."""
+    """The baseline of control steps and acceptance=off. One row of the batch that may draft is the control."""
     engine = local(policy, SAMPLING, window=5, drafter=copy.deepcopy(policy))
     own = [Script(c.tokens) for c in plain]
     done, stats = engine.generate([replace(r, plain=True) for r in requests(drafters=own)])
@@ -185,7 +185,7 @@ def test_drafts_from_some_ids_change_nothing(policy, plain, kind, ids):
 
 
 def test_the_ids_are_those_that_the_texts_use_most(policy, plain):
-    """A copy of the policy is blind for an id as long as it draws from others only."""
+    """A copy of the policy misses no id as long as the policy samples only from the most used ones."""
     batch = [replace(r, prompt=[2, 3]) for r in requests()]
     blind, seeing = (Engine(policy, SAMPLING, window=5, drafter=copy.deepcopy(policy), ids=n) for n in (12, 0))
     texts = outputs(seeing.generate(batch)[0])
@@ -224,7 +224,7 @@ def test_an_output_layer_that_is_more_than_its_weight_draws_from_all_ids(policy,
     assert "drafts are sampled from all 61 ids and not from the 12 of rollout.local.drafter_vocab" in caplog.text
 
 
-# The same noise, and KV that follows ----------------------------------------------------------------------------------
+# The same noise, and KV that follows the emitted tokens ---------------------------------------------------------------
 
 
 def test_the_same_noise_is_worth_having(policy, plain, monkeypatch):
@@ -254,18 +254,18 @@ def test_kv_that_is_not_rolled_back_costs_acceptance_only(policy, plain, monkeyp
     right, texts, missing = rate(), {}, Reader.missing
 
     def kept(reader, row, text, final=True):
-        """Rejected tokens stay: the cursor only moves on."""
+        """Planted fault: rejected tokens are kept, and the cursor only moves forward."""
         known = texts.get((id(reader), row), 0)
         texts[id(reader), row] = len(text)
         return list(text[known:]) if known else missing(reader, row, text)
 
     monkeypatch.setattr(Reader, "missing", kept)
-    monkeypatch.setattr(reader, "row_tokens", lambda requests: 500)  # room for what stays
+    monkeypatch.setattr(reader, "row_tokens", lambda requests: 500)  # memory for the kept tokens
     assert rate() < right - 0.2
 
 
 def test_the_own_drafter_takes_over_again_when_it_fits(policy, plain):
-    """Rows handed to the model still hear their own drafter, and go back to it once it is right."""
+    """Rows that the model serves still call their drafter, and switch back once it is right."""
     own = [Script([(t + 1) % VOCAB if at < 4 else t for at, t in enumerate(c.tokens)]) for c in plain]
     engine = Engine(policy, SAMPLING, drafter=copy.deepcopy(policy))
     states = ("start", "agreeing", "diverged", "lost")

@@ -1,4 +1,4 @@
-"""Which models the transformers engine takes: nothing it computes otherwise, whatever the weights and their type."""
+"""Which models the transformers engine accepts: those whose results it reproduces, whatever the weights and dtype."""
 
 import gc
 import random
@@ -45,7 +45,7 @@ LONGROPE = {
 
 
 def made(config, scale: float = 1.0):
-    """A model with weights as they are initialised, matrices times `scale`."""
+    """A model with initial weights whose matrices are multiplied by `scale`."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config)
@@ -82,7 +82,7 @@ REFUSED = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", REFUSED)
 def test_untrained_models_that_compute_something_else_are_refused(name, dtype):
-    """Their weights are so small that the numbers hardly differ."""
+    """Their weights are so small that the results hardly differ."""
     config, reason = REFUSED[name]
     model = made(config()).to(dtype)
     with pytest.raises(
@@ -105,7 +105,7 @@ def test_the_control_without_caps_is_taken():
 
 
 def test_what_a_row_hands_to_its_neighbour_is_seen(build_model):
-    """Each token takes a little of the token before it, as a convolution does: in a pass, of another row's."""
+    """Each token mixes in a little of the previous token, as a convolution does; when packed, maybe another row's."""
 
     def shift(module, args, out):
         return out + 0.3 * torch.nn.functional.pad(args[0], (0, 0, 1, -1))
@@ -125,7 +125,7 @@ def longrope(request):
 
 
 def naive(model, request) -> list[int]:
-    """The request alone, by the model's own passes over the whole text."""
+    """Runs the request alone, with full forward passes of the model."""
     tokens: list[int] = []
     while len(tokens) < request.max_new_tokens:
         with torch.no_grad():
@@ -160,7 +160,7 @@ def test_a_rope_that_depends_on_the_longest_row_is_used_up_to_its_original_lengt
 
 
 def test_control_beyond_that_length_rows_change_each_other(longrope):
-    """What the limit is for: a second, longer row changes the first one's text."""
+    """Why the limit exists: a second, longer row changes the first one's text."""
     engine = engine_of(longrope.eval())
     engine.context = 96
     short, longer = Request([5, 6, 7, 8], 1, 12), Request([9] * 14, 2, 20)

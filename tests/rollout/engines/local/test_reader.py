@@ -1,4 +1,4 @@
-"""What a reader says of each row: the same at every row's end as behind all of its tokens."""
+"""A reader's output for a row is the same at its last token as in a pass over all of its tokens."""
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ def test_draws_behind_the_ends_are_those_behind_all_tokens(build_model):
 
 
 def test_a_reader_that_is_lent_states_has_the_slabs_of_the_lender(build_model):
-    """Whatever rows it is given, in whatever order: the states of a row are found by its slab."""
+    """The states of a row are looked up by its slab, for any rows in any order."""
     model = packed_model(build_model("llama"), SamplingParams(frozenset()))
     requests = [Request([2] * (3 + i), 70 + i, 20) for i in range(8)]
 

@@ -1,6 +1,6 @@
-"""From hidden states to draws: one packed result, the chunks, the output layer's precision, the operators of a pass.
+"""From hidden states to samples: the packed result, chunks, the precision of the output layer, and operators of a pass.
 
-The kernels themselves run on Triton's interpreter in a process of their own (sampler_kernel_cases.py).
+The kernels run on Triton's interpreter in a separate process (sampler_kernel_cases.py).
 """
 
 import os
@@ -38,7 +38,7 @@ def run_apart(cases, **environment):
 @pytest.mark.long
 @needs_triton
 def test_the_cases_on_tritons_interpreter():
-    """The interpreter has to be asked for before anything imports Triton."""
+    """The interpreter must be enabled before Triton is imported."""
     run_apart("sampler_kernel_cases.py", TRITON_INTERPRET="1")
 
 
@@ -54,7 +54,7 @@ def head(bias=False, kind=torch.float32):
 
 
 def fake_head(layer=nn.Linear, bias=False, kind=torch.bfloat16):
-    """Such a layer on a GPU that is not there, within FakeTensorMode."""
+    """An output layer on a fake GPU, within FakeTensorMode."""
     made = layer(HIDDEN, VOCAB, bias=bias, device="meta")
     made.weight = nn.Parameter(torch.empty(VOCAB, HIDDEN, dtype=kind, device="cuda"))
     made.bias = nn.Parameter(torch.empty(VOCAB, dtype=kind, device="cuda")) if bias else None
@@ -74,7 +74,7 @@ def asked(n, kind=torch.float32):
 
 
 class Listen(TorchDispatchMode):
-    """Names of the operators that run."""
+    """Records the names of the operators that run."""
 
     def __init__(self):
         super().__init__()
@@ -85,7 +85,7 @@ class Listen(TorchDispatchMode):
         return op(*args, **(kwargs or {}))
 
 
-# On a CPU: what there was, bit by bit ---------------------------------------------------------------------------------
+# On a CPU: bitwise equality -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("law", LAWS, ids=str)
@@ -136,7 +136,7 @@ def test_a_fault_in_the_draw_is_seen(fault, monkeypatch):
 
 
 def test_a_draw_is_one_operator_of_a_graph():
-    """torch.compile sees no break, and the same operator with other targets is no other graph."""
+    """torch.compile has no graph break, and other targets do not change the graph."""
     draw, graphs = Sampler(head(), SamplingParams(frozenset()), 1), []
 
     def keep(graph, inputs):
@@ -155,7 +155,7 @@ def test_a_draw_is_one_operator_of_a_graph():
 
 @pytest.mark.parametrize("law", LAWS, ids=str)
 def test_on_cuda_a_chunk_is_a_product_and_a_draw(law, monkeypatch):
-    """No sort and no vocabulary-sized noise outside the kernel, nothing that waits, and float32 logits."""
+    """No sort or noise of the vocabulary's size outside the kernel, no synchronisation, and float32 logits."""
     monkeypatch.setattr(module, "free_bytes", lambda device: 0)
     with FakeTensorMode():
         draw = Sampler(fake_head(), SamplingParams(frozenset(), *law), logits_mb=1)
@@ -203,7 +203,7 @@ def adapted():
 
 @pytest.mark.parametrize("layer", [hooked, patched, adapted])
 def test_a_layer_that_does_more_is_called(layer, monkeypatch):
-    """LoRA on the output layer counts: its product alone would leave it out."""
+    """LoRA on the output layer must be applied; the product with its weight would omit it."""
     monkeypatch.setattr(module, "free_bytes", lambda device: 0)
     with FakeTensorMode(), torch.inference_mode():
         draw = Sampler(layer(), SamplingParams(frozenset()), 1)
@@ -232,7 +232,7 @@ def test_a_cpu_says_why_it_rounds():
         assert "bfloat16" in whole.rounds, "what it is computed in counts, not the weights' type"
 
 
-# Some ids only --------------------------------------------------------------------------------------------------------
+# A subset of the ids --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("law", LAWS, ids=str)
@@ -249,7 +249,7 @@ def test_a_trimmed_draw_is_the_whole_one_without_the_other_ids(law, bias):
             draws, logprobs, _, _ = unpack(trimmed(*given))
             assert draws == want[0].tolist()
             assert logprobs == pytest.approx(want[1].tolist(), abs=1e-5)
-            layer.weight.copy_(layer.weight.flip(0))  # an update, which the next `take` follows
+            layer.weight.copy_(layer.weight.flip(0))  # an update, which the next `take` uses
         stale, ids = draws, ids[::-1].copy()
         assert unpack(trimmed(*given))[0] == stale, "control: nothing is followed before"
 

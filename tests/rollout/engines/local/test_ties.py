@@ -1,4 +1,4 @@
-"""Near-ties are decided canonically, so that rounding of a pass flips no token."""
+"""Near-ties are decided canonically, so that a pass's rounding does not change a token."""
 
 import random
 

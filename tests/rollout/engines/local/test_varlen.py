@@ -1,4 +1,4 @@
-"""Passes for GPUs, run by the reference of their attention on a CPU."""
+"""Passes for GPUs, with a reference implementation of their attention on a CPU."""
 
 import collections
 
@@ -36,7 +36,7 @@ def on_gpu_passes(monkeypatch):
 
 
 class Counted(TorchDispatchMode):
-    """How often each op runs, views left out."""
+    """Counts how often each op runs, except views."""
 
     def __init__(self):
         super().__init__()
@@ -49,9 +49,11 @@ class Counted(TorchDispatchMode):
 
 
 def attended(kind, places, starts, lengths, new, old, window) -> torch.Tensor:
-    """Attention [N, heads, dim] of one layer by a layout.
+    """Attention [N, heads, dim] of one layer under a layout.
 
-    new: query, key, value [heads, N, dim] of the pass; old: those of every place, which were written before.
+    Args:
+        new: query, key, value [heads, N, dim] of the pass.
+        old: those of every slot, written before.
     """
     kv, out = KV(5, 40, kind.heads_first), None
     passes = [([place], [0], [x[0].shape[1]], x) for place, x in enumerate(old)]
@@ -66,7 +68,7 @@ def attended(kind, places, starts, lengths, new, old, window) -> torch.Tensor:
 @pytest.mark.parametrize("window", [None, 4])
 @pytest.mark.parametrize("seed", range(4))
 def test_attention_over_slabs_is_that_of_padded_rows(seed, window):
-    """Random rows at random places, two query heads a key head; what fills the pass up touches nothing."""
+    """Random rows in random slots, with two query heads per key head. Padding of the pass writes nothing."""
     rng, seeded = np.random.default_rng(seed), torch.Generator().manual_seed(seed)
     states = lambda n: [torch.randn(heads, n, 8, generator=seeded) for heads in (4, 2, 2)]  # noqa: E731
     old = [states(n) for n in rng.integers(1, 20, 5)]
@@ -81,7 +83,7 @@ def test_attention_over_slabs_is_that_of_padded_rows(seed, window):
 
 
 def test_flash_attention_takes_what_it_is_given():
-    """The call on CUDA, as far as shapes and types go; with one query head too many it is refused."""
+    """The call on CUDA as far as shapes and types go. One query head too many is rejected."""
     with FakeTensorMode():
         half = {"dtype": torch.bfloat16, "device": "cuda"}
         whole = lambda n: torch.zeros(n, dtype=torch.int32, device="cuda")  # noqa: E731
@@ -135,7 +137,7 @@ def test_a_pass_that_writes_a_place_too_late_is_seen(golden, on_gpu_passes, monk
     assert differing(engine_of(model, window=6).generate(requests_of(cases))[0], want)
 
 
-# What a pass asks of the device ---------------------------------------------------------------------------------------
+# Operations of a pass -------------------------------------------------------------------------------------------------
 
 
 def counted_pass(model) -> Counted:
@@ -150,7 +152,7 @@ def counted_pass(model) -> Counted:
 
 
 def test_a_layer_takes_at_most_40_ops_and_a_pass_waits_for_nothing(build_model, on_gpu_passes, monkeypatch):
-    """Counted by op, views left out, on transformers' Qwen3: 61 a layer with padded rows."""
+    """Counts ops except views for transformers' Qwen3, which takes 61 a layer with padded rows."""
     config = build_model("qwen3").config
     deeper = {**config.to_dict(), "num_hidden_layers": 3, "layer_types": ["full_attention"] * 3}
     models = [AutoModelForCausalLM.from_config(type(config)(**kind)) for kind in (config.to_dict(), deeper)]
@@ -199,7 +201,7 @@ def test_passes_compile_without_a_break(build_model, on_gpu_passes):
 
 
 def replayed(step):
-    """Stands for a CUDA graph: reads its buffers again and writes its results where they were."""
+    """Replaces a CUDA graph: reads its buffers again and writes its results to the same memory."""
     results, runs = step(), []
 
     def replay():
@@ -246,7 +248,7 @@ def test_a_model_that_cannot_be_captured_says_so_and_goes_on(golden, on_gpu_pass
     assert caplog.text.count("cannot be captured as CUDA graphs (operation not permitted") == 1
 
 
-# The host beside the device ------------------------------------------------------------------------------------------
+# The host while the device computes ----------------------------------------------------------------------------------
 
 
 def test_one_cohort_drafts_while_the_others_pass_runs(golden, on_gpu_passes, monkeypatch):
@@ -268,7 +270,7 @@ def test_one_cohort_drafts_while_the_others_pass_runs(golden, on_gpu_passes, mon
 
 @pytest.mark.parametrize("parts", [1, 2])
 def test_a_pass_under_way_keeps_what_asking_for_its_drafts_took(golden, on_gpu_passes, monkeypatch, parts):
-    """Drafts of the other cohort are asked for before it is settled. Of several passes the first one pays."""
+    """Drafters are called for the other cohort before the pass is settled. Of several passes the first one counts."""
     model, cases, want = golden("qwen3")
     monkeypatch.setattr(engine_module, "OVERLAP", 8)
     bounds = {"tokens_per_pass": 40} if parts > 1 else {}
@@ -309,7 +311,7 @@ def test_cohorts_and_rows_that_wait(golden, on_gpu_passes, monkeypatch, rows):
     assert stats.accepted == sum(sum(c.reused) for c in done)
 
 
-# What is fused, and what is kept off ----------------------------------------------------------------------------------
+# Fused operations, and cuDNN ------------------------------------------------------------------------------------------
 
 
 def test_attention_stays_off_cudnn_within_a_rollout(build_model):

@@ -1,4 +1,4 @@
-"""Drafts on the device, and vLLM's own speculators behind the keyed sampler. Run by test_vllm_v2.py under vllm_shim."""
+"""Drafts on the device, and vLLM's speculators with the keyed sampler. Run by test_vllm_v2.py under vllm_shim."""
 
 import json
 import random
@@ -32,7 +32,7 @@ from tests.runs import SHORT, build_policy, differences, run
 
 @pytest.fixture(scope="session")
 def engine_of(saved):  # noqa: F811
-    """engine_of(**settings): an engine whose drafts stay on the device; `speculator` may name vLLM's own."""
+    """engine_of(**settings): an engine whose drafts stay on the device. `speculator` may name one of vLLM's."""
     engines = {}
 
     def get(speculator="texts", parallel=1, **settings):
@@ -41,7 +41,7 @@ def engine_of(saved):  # noqa: F811
             spec = test_vllm.spec_of(saved("qwen3")[1], **settings)
             spec.rollout.vllm.tensor_parallel = parallel
             spec.rollout.vllm.scheduling, spec.rollout.vllm.speculator = "async", speculator
-            with pytest.MonkeyPatch.context() as patch, mock.patch("gc.collect"):  # as test_vllm.start does
+            with pytest.MonkeyPatch.context() as patch, mock.patch("gc.collect"):  # as in test_vllm.start
                 patch.setattr(CpuPlatform, "check_and_update_config", classmethod(keep_async))
                 engines[name] = test_vllm.build_engine(spec)
         return engines[name]
@@ -53,7 +53,7 @@ def engine_of(saved):  # noqa: F811
 
 @pytest.fixture(scope="session")
 def some(golden):  # noqa: F811
-    """some(law): as `golden`, of its first 14 rows: every prompt, and each quality of texts twice."""
+    """some(distribution): the first 14 rows of `golden`, with every prompt, and each kind of draft twice."""
     return lambda **law: tuple(part[:14] for part in golden(**law))
 
 
@@ -106,7 +106,7 @@ def test_vllms_own_speculator_draws_as_plain_decoding_does(engine_of, some):
 
 @pytest.fixture(scope="session")
 def drafters(tmp_path_factory):
-    """drafters(far): the directory of the policy moved that far away."""
+    """drafters(far): the directory of a copy of the policy, perturbed by that much."""
 
     def get(far: float):
         path = tmp_path_factory.mktemp("drafter")
@@ -117,7 +117,7 @@ def drafters(tmp_path_factory):
 
 
 def acceptance(engine, cases, want) -> float:
-    """Of the draft model's tokens; whatever it is, responses are those of plain decoding."""
+    """Acceptance of the draft model's tokens. Responses are always those of plain decoding."""
     done, stats = engine.generate(requests_of(cases))
     assert differing(done, want, 1e-4) == []
     assert stats.sources.keys() == {"model"}
@@ -126,7 +126,7 @@ def acceptance(engine, cases, want) -> float:
 
 
 def test_a_draft_model_with_noise_of_its_own_agrees_less(engine_of, some, drafters, monkeypatch):
-    """Control: what the shared noise is for; no token depends on it."""
+    """Control for the shared noise: acceptance drops without it, but no token changes."""
     cases, want = some()
     shared = acceptance(engine_of(drafter=drafters(0.0), draft_tokens=4), cases, want)
     drifted = acceptance(engine_of(drafter=drafters(0.1), draft_tokens=4), cases, want)
@@ -137,7 +137,7 @@ def test_a_draft_model_with_noise_of_its_own_agrees_less(engine_of, some, drafte
 
 
 def test_a_draft_model_follows_the_updates(engine_of, some, drafters):
-    """Its weights come with the policy's, and change how much stands, never what is drawn."""
+    """Its weights are updated with the policy's, which changes the acceptance and never the samples."""
     cases, want = some()
     engine, model = engine_of(drafter=drafters(0.5), draft_tokens=4), test_vllm.policy("qwen3")
     far = acceptance(engine, cases, want)
@@ -161,13 +161,13 @@ def test_a_draft_model_follows_the_updates(engine_of, some, drafters):
 
 @pytest.fixture
 def updated(engine_of, drafters):
-    """What `linked` connects: an engine whose draft model is far from the policy."""
-    engine = engine_of(drafter=drafters(0.5), draft_tokens=4, window=3)  # before the test replaces what it may need
+    """The engine that `linked` connects. Its draft model differs much from the policy."""
+    engine = engine_of(drafter=drafters(0.5), draft_tokens=4, window=3)  # before the test's patches
     return lambda: (engine, test_vllm.policy("qwen3"))
 
 
 def test_a_draft_model_follows_over_a_link_between_gpus(linked, some):  # noqa: F811
-    """vLLM's own ends of `nccl`, over a communicator of the test."""
+    """vLLM's endpoints of `nccl`, over a communicator of the test."""
     cases, want = some()
     delivery, started, engine, model, listener = linked
     assert acceptance(engine, cases, want) < 0.5
@@ -179,7 +179,7 @@ def test_a_draft_model_follows_over_a_link_between_gpus(linked, some):  # noqa: 
 
 
 def test_a_run_that_trains_the_draft_model_trains_the_same_policy(tmp_path, monkeypatch):
-    """And vLLM drafts with what was trained: more of it stands than of the one that the run began with."""
+    """vLLM drafts with the trained model, whose acceptance is higher than the initial model's."""
     monkeypatch.setattr(CpuPlatform, "check_and_update_config", classmethod(keep_async))
     model = build_policy(tmp_path / "policy", head_dim=32)
     shortened(AutoModelForCausalLM.from_pretrained(model), 1).save_pretrained(tmp_path / "drafter")
@@ -200,17 +200,17 @@ def test_a_run_that_trains_the_draft_model_trains_the_same_policy(tmp_path, monk
 
 
 def lines(folder) -> list[dict]:
-    """The log of a run."""
+    """The log records of a run."""
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def accepted(folder) -> list[float]:
-    """Share of the draft model's tokens that stood, in each step of a run."""
+    """Acceptance of the draft model's tokens in each step of a run."""
     return [line["spec/acceptance_model"] for line in lines(folder)]
 
 
 def test_a_cache_too_small_for_the_batch_changes_nothing(engine_of, monkeypatch):
-    """vLLM preempts rows, gives them other slots and computes their KV again."""
+    """vLLM preempts rows, assigns them other slots and recomputes their KV."""
     from vllm.v1.core.sched.scheduler import Scheduler
 
     cases = MANY_BLOCKS
@@ -247,7 +247,7 @@ def test_after_an_update_it_is_the_new_policy(engine_of, some):
 
 
 class Trusting(sampler.KeyedVerifier):
-    """A planted fault: every draft stands."""
+    """Planted fault: every draft is accepted."""
 
     def accept(self, sampled, cu_num_logits, verify_draft_sampled):
         tokens, _ = super().accept(sampled, cu_num_logits, verify_draft_sampled)
@@ -286,7 +286,7 @@ def test_what_is_there_after_a_stop_is_a_beginning(engine_of, some):
 
 
 def test_two_processes_that_hold_the_model_together(engine_of):
-    """Tensor parallelism: both draw and propose the same."""
+    """Tensor parallelism: both sample and propose the same tokens."""
     cases = [([3 + i, 9, 11, 4 + i], 14) for i in range(6)]
     engine = engine_of(parallel=2)
     plain, _ = engine.generate(requests_of(cases))

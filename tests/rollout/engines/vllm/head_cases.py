@@ -1,4 +1,4 @@
-"""vLLM drafts with a head on the policy's hidden states. Run by test_vllm_v2.py under vllm_shim."""
+"""vLLM drafts with a head on the policy's hidden states. test_vllm_v2.py runs this file under vllm_shim."""
 
 from collections import defaultdict
 from types import SimpleNamespace
@@ -27,7 +27,7 @@ ROWS, DEPTHS, STEPS = 8, (1, 2), 200
 
 @pytest.fixture(scope="session")
 def case(golden):  # noqa: F811
-    """The policy, a head that has learned the responses by heart, rows, and the policy's responses."""
+    """The policy, a head overfitted to the responses, rows, and the policy's responses."""
     cases, want = (part[:ROWS] for part in golden())
     policy = test_vllm.policy("qwen3").requires_grad_(False)
     head = Head.of(policy)
@@ -58,7 +58,7 @@ def heads(case, tmp_path_factory):
 
 @pytest.fixture
 def guesses(monkeypatch):
-    """By key of a request: the places in its response that were drafted for, and the tokens, as time went on."""
+    """By request key: the response positions and tokens that were drafted, in order."""
     found, guess = defaultdict(list), sampler.KeyedSampler.guess
 
     def spy(keyed, logits, slots, pos):
@@ -73,7 +73,7 @@ def guesses(monkeypatch):
 
 
 def strange(guesses, policy, head, cases, want) -> tuple[int, int]:
-    """Of so many drafts, those that the head does not make by hand of the whole text at once."""
+    """The number of drafts, and how many of them differ from the head's drafts computed over the full text at once."""
     drafts, others = 0, 0
     for request, (tokens, _, _) in zip(requests_of(cases), want, strict=True):
         for first in range(0, len(guesses[request.key]), LENGTH):
@@ -96,7 +96,7 @@ def test_it_drafts_what_the_head_drafts_by_hand(engine_of, case, heads, guesses)
 
 
 def test_it_follows_the_updates(engine_of, case, heads, guesses):  # noqa: F811
-    """Its own weights by their names; embedding and output layer are the policy's, as they are at the time."""
+    """Its weights are matched by name. Embedding and output layer are always the policy's current ones."""
     policy, head, cases, want = case
     engine = engine_of(drafter=heads, draft_tokens=LENGTH)
     good, stale = acceptance(engine, cases, want), Head.load(heads, policy)
@@ -144,7 +144,7 @@ def test_a_head_of_another_policy_is_refused_before_anything_is_loaded(saved, he
 
 
 def test_passes_that_vllm_captured_with_its_own_draws_are_not_replayed():
-    """On a GPU vLLM captures a head's passes, draws included, before the keyed sampler is there."""
+    """On a GPU vLLM captures a head's passes with their sampling before the keyed sampler is installed."""
     speculator, modes = EagleSpeculator.__new__(EagleSpeculator), []
     speculator.init_cudagraph_manager = modes.append
     worker.share_noise(SimpleNamespace(speculator=speculator, sampler=None))
@@ -153,7 +153,7 @@ def test_passes_that_vllm_captured_with_its_own_draws_are_not_replayed():
 
 @pytest.mark.parametrize("borrows", [True, False])
 def test_what_a_head_borrows_is_not_loaded_with_it(monkeypatch, borrows):
-    """A table without weights, which vLLM gives to all models of a kind, makes no draft model a head."""
+    """vLLM passes a table without weights to all models of a kind, which must not make a draft model a head."""
     reloaded, loaded = [], []
     monkeypatch.setattr(worker, "initialize_layerwise_reload", reloaded.append)
     transfer, rotary = worker.Transfer.__new__(worker.Transfer), torch.nn.Identity()

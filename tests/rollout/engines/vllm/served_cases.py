@@ -1,6 +1,6 @@
-"""Keyed requests in a vLLM server on Model Runner V2. Run by test_vllm_v2.py under vllm_shim.
+"""Keyed requests to a vLLM server on Model Runner V2. test_vllm_v2.py runs this file under vllm_shim.
 
-test_vllm_served.py has what V1 promises too; here is what only V2 does, and faults planted on its device.
+test_vllm_served.py tests what V1 supports too. This file tests features of V2 only, and faults planted on its device.
 """
 
 import asyncio
@@ -59,7 +59,7 @@ def test_params_that_vllm_applies_are_served_with_drafts_as_without(served, requ
 def test_requests_without_a_key_are_those_of_an_engine_without_us(served, requests, plain, path):  # noqa: F811
     from specrl.rollout.engines.vllm.engine import shut_down
 
-    # without top-k and top-p: vLLM's kernel of them does not run in the interpreter
+    # without top-k and top-p, as vLLM's kernel for them does not run in the interpreter
     theirs = [{"temperature": 0.0}, {"temperature": 1.0, "seed": 7}, {"temperature": 0.6, "seed": 3}]
     asked = [(list(r.prompt), served.vllm_params(r, **theirs[i % 3])) for i, r in enumerate(requests)]
     alone = start_served(path, {})
@@ -76,7 +76,7 @@ def test_requests_without_a_key_are_those_of_an_engine_without_us(served, reques
 
 
 def test_drafts_of_a_response_that_goes_on_are_in_line(served, requests, plain, monkeypatch):  # noqa: F811
-    """Where it begins is what the request says, not where the prompt that was sent ends."""
+    """The response starts where the request says, not at the end of the prompt that was sent."""
     cut = [(r, text) for r, text in zip(requests, plain[0], strict=True) if len(text) > 12]
     asked = [
         ([*r.prompt, *t[:9]], served.params(r, [t], prompt_tokens=len(r.prompt), max_tokens=r.max_new_tokens - 9))
@@ -85,7 +85,7 @@ def test_drafts_of_a_response_that_goes_on_are_in_line(served, requests, plain, 
     done, steps = served.ask_with(asked), served.steps
     assert tokens(done) == [t[9:] for _, t in cut]
     inner = device.continue_texts
-    monkeypatch.setattr(device, "SUFFIX", 0)  # nothing else finds the place
+    monkeypatch.setattr(device, "SUFFIX", 0)  # no other source has a match here
     assert tokens(served.ask_with(asked)) == tokens(done)
     assert served.steps == steps
     monkeypatch.setattr(device, "continue_texts", lambda t, ids, begin, *more: inner(t, ids, begin + 1, *more))
@@ -118,7 +118,7 @@ def test_only_keyed_requests_with_texts_carry_drafts(served, requests, plain):  
 
 
 def test_a_server_in_processes_of_its_own(served, requests, plain, path, monkeypatch):  # noqa: F811
-    """AsyncLLM: the engine's core is another process, and the two that hold the model together are others."""
+    """AsyncLLM: the engine core is a separate process, and so are its two tensor-parallel workers."""
     import vllm
     from vllm.platforms.cpu import CpuPlatform
 
@@ -174,7 +174,7 @@ def test_a_server_that_was_started_otherwise_says_so(path, change, named):  # no
 
 
 def test_the_wire_is_what_an_http_server_takes():
-    """`vllm_xargs` of vLLM's HTTP servers: numbers, strings and lists of them."""
+    """`vllm_xargs` of vLLM's HTTP servers accepts numbers, strings and lists of them."""
     from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 
     wire = KeyedRequest(-(1 << 63) + 1, 4, "g", ((5, 6, 7), (8,)), own=0)

@@ -1,4 +1,4 @@
-"""Rows that go through vLLM's steps end with the very columns that any engine's rows have."""
+"""Rows that ran through vLLM's steps have the same columns as the rows of any other engine."""
 
 import random
 
@@ -25,7 +25,7 @@ def requests(rng: random.Random) -> list[Request]:
 
 
 def step(flow: Flow, rows: list[VLLMRow], texts: np.ndarray, logprobs: np.ndarray, rng: random.Random) -> list:
-    """Some rows take part, beside others' requests; returns each of them with its draft and what it emitted."""
+    """Some rows take part, together with requests of others. Returns each row with its draft and emitted tokens."""
     taking = [row for row in rows if row.finish is None and rng.random() < 0.9]
     taking = sorted(taking, key=lambda row: rng.random()) if rng.random() < 0.3 else taking
     lined: list[VLLMRow | None] = [*taking, None] if rng.random() < 0.3 else [*taking]
@@ -50,7 +50,7 @@ def step(flow: Flow, rows: list[VLLMRow], texts: np.ndarray, logprobs: np.ndarra
 
 
 def differing(seed: int, buffer: type[LogprobBuffer] = LogprobBuffer, kind: type[Flow] = Flow) -> int:
-    """How many rows end otherwise than `exact` and `Response.emit` have them."""
+    """Number of rows that differ from the result of `exact` and `Response.emit`."""
     rng, noise = random.Random(seed), np.random.default_rng(seed)
     texts = noise.integers(1, 40, (ROWS, CAP + 10))
     logprobs = -noise.random((ROWS, CAP + 10), np.float32)
@@ -78,7 +78,7 @@ def differing(seed: int, buffer: type[LogprobBuffer] = LogprobBuffer, kind: type
 
 
 class Overlapping(LogprobBuffer):
-    """Planted fault: all rows have one offset."""
+    """Planted fault: all rows have the same offset."""
 
     def __init__(self, rows):
         super().__init__(rows)
@@ -96,7 +96,7 @@ class Early(LogprobBuffer):
 
 
 class Stale(Flow):
-    """Planted fault: positions of rows that stay together are those of their first step."""
+    """Planted fault: rows that stay in the batch keep the positions of their first step."""
 
     def accept(self, inputs, drafts, packed, first=0):
         before = inputs.batch.num_tokens.copy()

@@ -1,4 +1,4 @@
-"""The names of vLLM that the engine relies on: the installed version has them, and another one is told apart."""
+"""The installed vLLM has all names that the engine uses, and a version without them is detected."""
 
 import importlib.util
 
@@ -36,7 +36,7 @@ def test_other_arguments_are_told(monkeypatch):
     from specrl.rollout.engines.vllm import contract
 
     def _sample_random(self, logits, generator):
-        """As a later version might have it."""
+        """A hypothetical later version of the method."""
 
     monkeypatch.setattr(f"{SAMPLER}._sample_random", _sample_random)
     with pytest.raises(RolloutError, match=r"_sample_random has \(self, logits, generator\).*rollout\.vllm\.runner=v1"):

@@ -1,4 +1,4 @@
-"""The hooks in vLLM's step, with a runner of four fields: what rows get, how drafts share a step, what is told."""
+"""The hooks in vLLM's step, with a minimal runner: samples of each row, limits on the drafts of a step, stats."""
 
 import importlib.util
 import logging
@@ -33,7 +33,7 @@ LAWS = [
 
 
 def adapter_of(rows: dict, chunk: int = 1000, draw=packed_sample, **given):
-    """The adapter of a flow with these rows. Args: given: of the flow."""
+    """The adapter of a flow with these rows. Args: given: arguments of the flow."""
     from specrl.rollout.engines.vllm.batch import LogprobBuffer
     from specrl.rollout.engines.vllm.v1 import V1Adapter
 
@@ -49,7 +49,7 @@ def row_of(key: int, tokens=(), draft=(), law: SamplingParams = LAWS[0]):
 
 
 def step(names, drafts, pads=None, unfinished=()):
-    """The runner and metadata of a step, and its logits. Args: pads: ids of -1 behind each draft."""
+    """The runner and metadata of a step, and its logits. Args: pads: ids of -1 after each draft."""
     fed = [[*draft, *[-1] * pad] for draft, pad in zip(drafts, pads or [0] * len(drafts), strict=True)]
     counts = list(map(len, fed))
     runner = SimpleNamespace(
@@ -66,7 +66,7 @@ def step(names, drafts, pads=None, unfinished=()):
 @pytest.mark.parametrize("laws", [[LAWS[0]], LAWS], ids=["one law", "three laws"])
 @pytest.mark.parametrize("chunk", [1000, 2])
 def test_every_row_gets_the_draws_of_its_own_positions(laws, chunk):
-    """Rows with right, wrong, padded and no drafts, beside requests of others and a prompt that is not read yet."""
+    """Rows with right, wrong, padded and no drafts, with requests of others and a prompt that is not fully read yet."""
     rows = {f"r{i}": row_of(200 + i, [5] * i, law=laws[i % len(laws)]) for i in range(8)}
     names = ["other", *rows, "late"]
     drafts, pads = [[], *[[4] * (i % 4) for i in range(8)], []], [0, *[i % 3 for i in range(8)], 0]
@@ -142,7 +142,7 @@ def test_near_ties_are_those_of_emitted_positions():
 
 @pytest.mark.parametrize("fed", [[4, 4], [4, 5]], ids=["as proposed", "otherwise"])
 def test_a_rule_that_reads_drafts_has_those_that_were_fed(fed):
-    """The exact rule compares draws with what was fed, so it alone can do with another text."""
+    """The exact rule reads only the verified tokens, so it works if the proposed draft differs. Other rules raise."""
     seen: list[list[int]] = []
 
     def rule(key, draft, drawn):
@@ -160,11 +160,11 @@ def test_a_rule_that_reads_drafts_has_those_that_were_fed(fed):
     adapter_of(rows).sample(runner, logits, metadata)
 
 
-# Asking ---------------------------------------------------------------------------------------------------------------
+# Calling drafters -----------------------------------------------------------------------------------------------------
 
 
 class Clock:
-    """Seconds that pass only where somebody says so."""
+    """A clock that only the test advances."""
 
     def __init__(self, monkeypatch):
         self.now = 0.0
@@ -172,7 +172,7 @@ class Clock:
 
 
 class Right:
-    """One right token at a time, after so many seconds."""
+    """Proposes one right token at a time, each in a fixed number of seconds."""
 
     def __init__(self, clock: Clock, seconds: float):
         self.clock, self.seconds, self.asked = clock, seconds, 0
@@ -184,7 +184,7 @@ class Right:
 
 
 class Server:
-    """vLLM as far as `HostFlow` drives it; every draw is the token 5, a step takes a second and a row 10 ms."""
+    """vLLM as far as `HostFlow` calls it. Every sample is the token 5; a step takes a second plus 10 ms per row."""
 
     def __init__(self, clock: Clock):
         self.clock, self.llm_engine, self.drafts, self.steps = clock, self, {}, 0
@@ -217,7 +217,7 @@ class Server:
 
 
 def fives(logits, *_):
-    """What `packed_sample` tells of draws that are all 5."""
+    """The result of `packed_sample` if every sample is 5."""
     told = torch.full((4, len(logits)), 0.5).view(torch.int32)
     told[0] = 5
     return told
@@ -225,8 +225,9 @@ def fives(logits, *_):
 
 @pytest.mark.parametrize(("seconds", "steps", "asked"), [(0.75, range(280, 300), range(20)), (0.0, [151], [149])])
 def test_asking_rests_where_it_does_not_pay(monkeypatch, seconds, steps, asked):
-    """A step with drafts brings two tokens a row. Where asking four rows takes as long as three plain steps that is a
-    loss, which shows in the seconds of whole steps only."""
+    """A step with drafts emits two tokens a row. If the drafters of four rows take as long as three plain steps that is
+    a loss, which only the seconds of full steps show.
+    """
     from specrl.rollout.engines.vllm.batch import VLLMRow
     from specrl.rollout.engines.vllm.driver import HostFlow
 
@@ -246,7 +247,7 @@ def test_asking_rests_where_it_does_not_pay(monkeypatch, seconds, steps, asked):
 
 
 def proposed(drafts: list[list[int]], **given) -> list[int]:
-    """Lengths of what rides of these drafts."""
+    """Lengths of the parts of these drafts that are verified."""
     rows = {str(i): row_of(i, [5]) for i in range(len(drafts))}
     adapter = adapter_of(rows, **given)
     adapter.flow.drafting.propose = lambda rows, stats: [Draft(draft, "x") for draft in drafts]
@@ -254,7 +255,7 @@ def proposed(drafts: list[list[int]], **given) -> list[int]:
 
 
 def proposals(adapter) -> list[list[int]]:
-    """Of the step after one without drafts."""
+    """Drafts of the step after one without drafts."""
     runner, metadata, logits = step(adapter.flow.rows, [[]] * len(adapter.flow.rows))
     return adapter.propose(adapter.sample(runner, logits, metadata).sampled_token_ids.tolist())
 

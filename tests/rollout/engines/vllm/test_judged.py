@@ -48,7 +48,7 @@ def judging(engine_of, tmp_path_factory):
 
 
 def asked(cases, want):
-    """Requests with old texts that begin as the policy's own do, and laws that are told apart from all others."""
+    """Requests with old texts that start like the policy's, and with distinguishable stored log-probs."""
     rng, made = random.Random(5), requests_of(cases)
     for request, (tokens, _, _) in zip(made, want, strict=True):
         text = [tokens[0], *corrupt(tokens[1:], rng, 0.3)]
@@ -65,7 +65,7 @@ def test_it_is_the_judge_of_the_transformers_engine(judging, golden, threshold, 
     theirs, _ = reference.generate(asked(cases, want))
     done, stats = judging(threshold, window=window).generate(asked(cases, want))
     assert differing(done, exactly(theirs), 1e-3) == []
-    for ours, their in zip(done, theirs, strict=True):  # a draw behind a whole draft has its own law, in both
+    for ours, their in zip(done, theirs, strict=True):  # both have one more sample after a full draft
         columns = (ours.reused, their.reused, ours.behaviour_logprobs, their.behaviour_logprobs)
         both = [(mine, other) for *drafted, mine, other in zip(*columns, strict=True) if all(drafted)]
         assert all(mine == pytest.approx(other, abs=1e-3) for mine, other in both)
@@ -77,7 +77,7 @@ def test_it_is_the_judge_of_the_transformers_engine(judging, golden, threshold, 
 
 
 def test_small_steps_and_shared_prompts_change_nothing(judging, golden):
-    """A step has rows that wait, rows that join, prompts of which it computes a part, and half of each draft."""
+    """Steps with waiting rows, joining rows, partially computed prompts, and half of each draft."""
     cases, want = golden()
     done, _ = judging(0.5).generate(asked(cases, want))
     for settings in ({"tokens_per_pass": 40}, {"rows_per_batch": 5}, {"draft_tokens": 3}):
@@ -86,7 +86,7 @@ def test_small_steps_and_shared_prompts_change_nothing(judging, golden):
 
 
 def test_hidden_states_of_other_tokens_are_found(judging, golden, monkeypatch):
-    """Control of the test above: one place off, and the judge's text is another."""
+    """Control of the test above: hidden states shifted by one position give a different text."""
     from specrl.rollout.verify import TargetSamples
 
     cases, want = golden()

@@ -1,4 +1,4 @@
-"""Drafts of a step have what memory is free, and only rows that draft share it."""
+"""The draft tokens of a step are limited by free memory, which only rows with a draft share."""
 
 import pytest
 
@@ -7,9 +7,9 @@ from specrl.rollout.engines.vllm.logits import LogitsBudget, max_draft_tokens
 
 VOCAB = 151_936
 GB = 10**9
-# A card of 80 GB: vLLM has its share, weights and KV included, and beside it a trainer of 1.7B parameters in mixed
-# precision keeps masters, gradients and AdamW's two moments in float32. `utilization` is that of configs/*_gsm8k.yaml,
-# and the default.
+# An 80 GB card shared by vLLM, weights and KV included, and a trainer of 1.7B parameters in mixed precision that keeps
+# master weights, gradients and AdamW's two moments in float32. `utilization` is that of configs/*_gsm8k.yaml, and the
+# default.
 TRAINER = 1.7e9 * 4 * 4
 FREE = {utilization: int(80 * GB * (1 - utilization) - TRAINER) for utilization in (0.4, 0.45)}
 BF16 = 2
@@ -22,17 +22,17 @@ def by_room(rows: int, drafting: int, free: int, logits_mb: int, tokens: int) ->
 
 
 def over_all_rows(rows: int, drafting: int, free: int, logits_mb: int, tokens: int) -> int:
-    """Planted fault: rows without a draft have their share too."""
+    """Planted fault: rows without a draft also get a share."""
     return by_room(rows, rows, free, logits_mb, tokens)
 
 
 def by_logits_mb(rows: int, drafting: int, free: int, logits_mb: int, tokens: int) -> int:
-    """Planted fault: a GPU has no more than logits_mb."""
+    """Planted fault: a GPU has only logits_mb."""
     return LogitsBudget(max_draft_tokens(VOCAB, logits_mb), step=tokens).share(drafting, rows, 32)
 
 
 def too_little(share) -> list[tuple]:
-    """(rows, drafting rows, utilization, share) where rows do not get what they should."""
+    """(rows, drafting rows, utilization, share) where rows get too small a share."""
     found = []
     for utilization, free in FREE.items():
         for logits_mb in (RolloutConfig().logits_mb, 2048):
@@ -41,7 +41,7 @@ def too_little(share) -> list[tuple]:
                 if given < 4:
                     found.append((rows, rows, utilization, given))
         few = share(1024, 64, free, RolloutConfig().logits_mb, 16_384)
-        if few < 32:  # the others have no use for theirs
+        if few < 32:  # other rows do not need their shares
             found.append((1024, 64, utilization, few))
     return found
 
@@ -56,7 +56,7 @@ def test_control_planted_faults_are_found(fault):
 
 
 def test_the_logits_fit_what_is_free():
-    """Twice at the model's width, beside the chunk that is drawn, and beside those of the step before."""
+    """Two copies of a step's logits in the model's dtype, the previous step's logits, and the sampled chunk fit."""
     for free in (0, 300 * 2**20, 2 * GB, FREE[0.4]):
         room = max_draft_tokens(VOCAB, 256, free=free, width=BF16)
         assert 2 * room * VOCAB * 2 * BF16 + 256 * 2**20 <= max(free, 256 * 2**20)
@@ -67,12 +67,12 @@ def test_the_logits_fit_what_is_free():
 
 
 def test_a_cpu_has_logits_mb():
-    """A MB holds those of 2148 draft tokens of a vocabulary of 61."""
+    """With a vocabulary of 61, one MB holds the logits of 2148 draft tokens."""
     assert (max_draft_tokens(61, 1), max_draft_tokens(VOCAB, 256)) == (2148, 220)
 
 
 def test_a_step_has_a_token_for_every_row():
-    """Else vLLM would fill it with the drafts of the first rows."""
+    """Otherwise vLLM would fill it with the drafts of the first rows."""
     for rows in (1, 64, 256, 3000, 4096, 5000):
         share = LogitsBudget(1 << 20, step=4096).share(rows, rows, 32)
         assert share == min(32, max(0, 4096 - rows) // rows)

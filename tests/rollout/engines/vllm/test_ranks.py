@@ -1,4 +1,4 @@
-"""vLLM in each of several processes that train: engines of their own in a group that is, and stays, the trainer's."""
+"""vLLM in each of several training processes: separate engines within the trainer's process group, which survives."""
 
 import importlib.util
 import os
@@ -20,8 +20,8 @@ pytestmark = [
 ]
 N, SHARES = 26, (slice(0, 19), slice(19, 26))
 
-# What each process does: its share of the requests, in one call or in seven; with old weights, with drafts, with new
-# weights; then it closes the engine and sums a number with the other.
+# Each process generates its share of the requests in one call or in seven, with old weights, with drafts and with new
+# weights. Then it closes the engine and sums a number with the other process.
 PROGRAM = """
 import json, sys
 from pathlib import Path
@@ -65,7 +65,7 @@ torch.distributed.destroy_process_group()
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    """What each of the two processes found."""
+    """The results of the two processes."""
     folder = tmp_path_factory.mktemp("ranks")
     policy("qwen3").save_pretrained(folder / "policy")
     path = {"PYTHONPATH": os.environ["PYTHONPATH"]} if RUNNER == "v2" else {}  # which has Triton
@@ -104,7 +104,7 @@ def test_the_group_stays_the_trainers(ranks):
 
 @pytest.fixture
 def third_of_four(monkeypatch):
-    """This process seems to be one of a trainer's, as torchrun starts them."""
+    """Makes this process look like one of a trainer's, as torchrun starts them."""
     for name, value in {"is_initialized": True, "get_world_size": 4, "get_rank": 2}.items():
         monkeypatch.setattr(torch.distributed, name, lambda value=value: value)
     for name in ("RANK", "LOCAL_RANK"):
@@ -113,7 +113,7 @@ def third_of_four(monkeypatch):
 
 
 def told(tensor_parallel: int = 1) -> dict:
-    """What vLLM is told of ranks."""
+    """The ranks that are passed to vLLM."""
     from specrl.rollout.engines.vllm.settings import executor
 
     return executor(tensor_parallel)

@@ -1,4 +1,4 @@
-"""The synchronous scheduler takes a step's tokens at once, and requests end and are cached as with vLLM's own."""
+"""The synchronous scheduler appends a step's tokens at once. Requests end and are cached as with vLLM's scheduler."""
 
 import importlib.util
 
@@ -12,7 +12,7 @@ EOS, BLOCK, CAP, CONTEXT = 1, 4, 20, 22
 
 
 def taken(ours: bool, steps: list[list[int]]) -> list[tuple]:
-    """What each step tells of a request, and what the scheduler knows of it afterwards."""
+    """The output of each step for a request, and the request's state afterwards."""
     from vllm import SamplingParams
     from vllm.utils.hashing import sha256
     from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -45,7 +45,7 @@ def taken(ours: bool, steps: list[list[int]]) -> list[tuple]:
         ([[5], [6, 7, 8, 9, 10, 11], [12, 13]], None),
         ([[5, 6], [7, 8, 9, EOS]], "FINISHED_STOPPED"),
         ([[EOS]], "FINISHED_STOPPED"),
-        ([[5] * 12, [6] * 7], "FINISHED_LENGTH_CAPPED"),  # the context's end
+        ([[5] * 12, [6] * 7], "FINISHED_LENGTH_CAPPED"),  # the end of the context
     ],
 )
 def test_steps_end_and_hash_as_vllms_own(steps, ends):
@@ -57,5 +57,5 @@ def test_steps_end_and_hash_as_vllms_own(steps, ends):
 
 
 def test_control_tokens_behind_the_end_are_what_it_relies_on():
-    """vLLM's own cuts them; no flow of the host's emits any."""
+    """vLLM's scheduler cuts them off; the host flow never emits any."""
     assert taken(True, [[5, EOS, 6]]) != taken(False, [[5, EOS, 6]])

@@ -1,4 +1,4 @@
-"""The run's settings as vLLM takes them."""
+"""Conversion of a run's settings to vLLM's."""
 
 import importlib.util
 import json

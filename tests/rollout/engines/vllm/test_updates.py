@@ -1,7 +1,6 @@
-"""New weights for vLLM: what is copied on their way, what a failed update leaves, and what sleep drops.
+"""Weight updates of vLLM: copies on the way, recovery from failed updates, and sleep.
 
-A machine without a GPU: where vLLM would send from GPU to GPU, its own ends run on both sides, over a communicator of
-this file.
+The tests need no GPU. For transfers from GPU to GPU, vLLM's endpoints run on both sides, over this file's communicator.
 """
 # ruff: noqa: F811 - the fixtures of test_vllm, which tests name as arguments
 
@@ -45,7 +44,7 @@ pytestmark = [
 
 
 class Walked(PolicyWeights):
-    """Keeps what it yields, so that no other tensor can lie there."""
+    """Keeps what it yields, so that no other tensor can reuse its address."""
 
     def __init__(self, policy, dtype=None):
         super().__init__(policy, dtype)
@@ -59,7 +58,7 @@ class Walked(PolicyWeights):
 
 
 class Misdeclared(PolicyWeights):
-    """Declares one weight otherwise than the model has it."""
+    """Declares one weight differently from the model."""
 
     def __init__(self, policy, change):
         super().__init__(policy)
@@ -71,7 +70,7 @@ class Misdeclared(PolicyWeights):
 
 @pytest.fixture
 def loads(monkeypatch):
-    """The tensors that vLLM's model was given, by name, one dict a call."""
+    """The tensors that vLLM's model received, by name, as one dict per call."""
     from vllm.model_executor.models.llama import LlamaForCausalLM
     from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 
@@ -95,7 +94,7 @@ def loads(monkeypatch):
 @pytest.mark.parametrize("family", ["qwen3", "llama"])
 def test_the_model_is_given_the_live_tensors(updated, shared_memory, loads, family):
     engine, model = updated(family)
-    loads.clear()  # vLLM's own, of the model's files
+    loads.clear()  # vLLM's own load from the model's files
     new = moved(model, 1)
     before, listed = shared_memory.stat().st_mtime_ns, set(os.listdir("/dev/shm"))
     engine.update_weights(PolicyWeights(new), 1, probe_of(new))
@@ -107,7 +106,7 @@ def test_the_model_is_given_the_live_tensors(updated, shared_memory, loads, fami
 
 
 def test_what_walking_makes_is_not_copied_again(updated, loads):
-    """Merged adapters and casts are new tensors: the model is given these."""
+    """Merged adapters and casts are new tensors, which are passed to the model without a copy."""
     from peft import LoraConfig, get_peft_model
 
     engine, model = updated()
@@ -154,7 +153,7 @@ def test_what_is_declared_wrongly_is_refused_before_anything_is_loaded(updated, 
 
 @pytest.mark.parametrize("reached", [3, 12])
 def test_a_whole_update_repairs_what_a_broken_one_left(updated, reached):
-    """Wherever it broke: vLLM counts what a layer has received, and would take the rest for the whole."""
+    """vLLM counts the weights that a layer has received, and would treat the remaining ones as a complete update."""
     engine, model = updated()
 
     def broken():
@@ -231,8 +230,9 @@ def test_two_ranks_in_processes_of_their_own(saved):
 
 @pytest.fixture
 def sleeper(saved, updated, monkeypatch):
-    """(engine, model, calls): an engine that takes this machine for one with a GPU. Sleep at level 2 loses what the
-    weights were, as on a GPU; on a CPU vLLM takes the calls and keeps its memory."""
+    """(engine, model, calls): an engine that assumes a GPU. Sleep at level 2 overwrites the weights, as on a GPU; on a
+    CPU vLLM accepts the calls and keeps its memory.
+    """
     from vllm import LLM
 
     import specrl.rollout.engines.vllm.engine as module
@@ -271,7 +271,7 @@ def lose(worker):
 
 
 def texts_of(engine, model, cases):
-    """What the engine generates, and that it is what the model does."""
+    """The engine's texts, after checking that they are the model's."""
     want, _ = TransformersEngine(model, SamplingParams(EOS_IDS)).generate(requests_of(cases))
     assert differing(engine.generate(requests_of(cases))[0], want, 1e-4) == []
 
@@ -312,7 +312,7 @@ def test_a_rollout_without_an_update_before_it_has_the_weights_all_the_same(slee
 
 
 def test_weights_that_all_ranks_must_walk_are_kept(sleeper, golden):
-    """One rank may wake when no other is there to gather its parts."""
+    """One rank may wake up when no other rank takes part in gathering."""
     engine, model, calls = sleeper
     cases, _ = golden()
     new = moved(model, 1)
@@ -340,7 +340,7 @@ def test_a_source_that_changed_without_an_update_is_found(sleeper, golden):
 
 
 class Asleep:
-    """An LLM that tells only how deep it was told to sleep. Args: drafter: its draft model."""
+    """An LLM that reports only the level of its sleep. Args: drafter: its draft model."""
 
     def __init__(self, drafter):
         self.levels = []
@@ -360,7 +360,7 @@ class Asleep:
 
 @pytest.mark.parametrize("drafts", [False, True])
 def test_a_draft_model_that_no_update_brings_is_kept_asleep(saved, drafts):
-    """Level 2 drops it too, and a rollout would go on with what is left there, as slow as without one."""
+    """Level 2 discards it too, and a rollout would continue with random weights, as slowly as without a draft model."""
     from specrl.rollout.engines.vllm.weights import Updates, WeightCheck
 
     model, path = saved("qwen3")
@@ -404,7 +404,7 @@ def test_an_update_that_fails_asleep_leaves_nothing_to_generate_with(sleeper, go
 
 
 def test_memory_is_given_back_after_scores_failures_and_rollouts_without_rows(sleeper, golden, monkeypatch):
-    """Else the trainer's next update would find the GPU full."""
+    """Otherwise the trainer's next update would run out of GPU memory."""
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
     engine, model, calls = sleeper
@@ -441,7 +441,7 @@ def test_memory_that_does_not_come_back_is_an_error(sleeper, golden, monkeypatch
 
 
 class Communicator:
-    """In the place of NCCL's: ranks meet as vLLM lets them, and a broadcast passes through their store."""
+    """Replaces NCCL's communicator: ranks meet through vLLM's code, and a broadcast uses their store."""
 
     made: ClassVar[list] = []
 
@@ -461,7 +461,7 @@ class Communicator:
 
 
 class Listener:
-    """A second engine, which only takes down what it receives."""
+    """A second engine, which only records what it receives."""
 
     gpus = ("C",)
 
@@ -499,7 +499,7 @@ def stateless_group(init):
 
 @pytest.fixture
 def linked(updated, monkeypatch):
-    """(delivery, engine, model, listener): two workers with GPUs of their own, one of which runs vLLM."""
+    """(delivery, engine, model, listener): two workers with separate GPUs, one of which runs vLLM."""
     import vllm.distributed.device_communicators.pynccl as pynccl
 
     import specrl.rollout.workers.delivery as module
@@ -568,7 +568,7 @@ def test_what_does_not_fit_is_refused_before_it_is_sent(linked, loads):
 
 
 def test_a_worker_that_fails_ends_the_link(linked):
-    """A collective waits for everyone: what is left of the link must not be waited for."""
+    """A collective waits for all ranks, so the remaining link must not be waited for."""
     delivery, started, _, model, listener = linked
     delivery.take(PolicyWeights(model))
     delivery.choose(started)
@@ -593,7 +593,7 @@ def test_a_link_is_formed_anew_after_a_worker_was_replaced(linked):
 
 
 def test_workers_on_the_trainers_gpu_open_its_memory(updated, golden, monkeypatch):
-    """vLLM's own ends of CUDA IPC; a handle is a name of memory that lies in this process."""
+    """vLLM's endpoints of CUDA IPC. A handle names memory of this process."""
     import vllm.distributed.weight_transfer.packed_tensor as packing
 
     import specrl.rollout.engines.vllm.weights as link
@@ -614,7 +614,7 @@ def test_workers_on_the_trainers_gpu_open_its_memory(updated, golden, monkeypatc
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="A"))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(synchronize=lambda: None))
     monkeypatch.setattr(torch.cuda, "ipc_collect", lambda: None)
-    monkeypatch.setattr(link, "BUFFER", 1)  # the largest weight decides
+    monkeypatch.setattr(link, "BUFFER", 1)  # the largest weight determines the size
     monkeypatch.setattr(module, "gpu_uuid", lambda: "A")
     engine, model = updated()
     worker, asked = RolloutWorker(0), []

@@ -1,7 +1,6 @@
-"""The vLLM engine on Model Runner V1: the tokens of the transformers engine, whatever the drafts.
+"""The vLLM engine on Model Runner V1: it emits the tokens of the transformers engine, whatever the drafts.
 
-One engine starts per configuration and is shared by the tests; `differing` is the one comparison that positive tests
-and planted bugs share.
+The tests share one engine per configuration. Positive tests and planted faults share one comparison, `differing`.
 """
 
 import gc
@@ -52,7 +51,7 @@ LAWS = [(0.0, 0, 1.0), (0.7, 0, 1.0), (1.3, 0, 1.0), (1.0, 5, 1.0), (0.8, 9, 0.9
 
 
 def policy(family: str, seed: int = 0):
-    """A random model of sizes that vLLM's CPU kernels take: tied embeddings in qwen3, an own output layer in llama."""
+    """A random model of sizes that vLLM's CPU kernels support. qwen3 ties its embeddings, llama has an output layer."""
     shape = {
         "vocab_size": VOCAB,
         "hidden_size": 64,
@@ -78,7 +77,7 @@ def policy(family: str, seed: int = 0):
 
 @pytest.fixture(scope="session")
 def saved(tmp_path_factory):
-    """saved(family): a model and the directory it is saved in."""
+    """saved(family): a model and its directory."""
     made = {}
 
     def get(family: str):
@@ -99,7 +98,7 @@ def spec_of(path, *, eos_ids=EOS_IDS, window=6, kv_mb=16, draft_tokens=8, **sett
 
 
 def start(path, **settings):
-    """A vLLM engine, without vLLM's full garbage collections: in a large test process each takes half a second."""
+    """A vLLM engine without vLLM's full garbage collections, each of which takes 0.5 s in a large test process."""
     with mock.patch("gc.collect"):
         return build_engine(spec_of(path, **settings))
 
@@ -127,7 +126,7 @@ def engine_of(saved):
 
 @pytest.fixture(scope="session")
 def golden(saved):
-    """golden(family, law): 26 requests without drafts and the transformers engine's responses."""
+    """golden(family, distribution): 26 requests without drafts and the transformers engine's responses."""
     done = {}
 
     def get(family: str = "qwen3", law=(1.0, 0, 1.0)):
@@ -158,7 +157,7 @@ def test_plain_decoding_equals_the_transformers_engine(engine_of, golden, family
     assert stats.prefill_s > 0 < stats.decode_s
     assert stats.verify_s == 0
     other, _ = engine_of(family).generate(requests_of(cases, visit=1))
-    assert len(differing(other, want)) > 13  # control: other keys, other texts
+    assert len(differing(other, want)) > 13  # control: other keys give other texts
 
 
 def exactly(done) -> list:
@@ -222,7 +221,7 @@ def test_the_drafter_is_asked_again_after_a_mismatch(engine_of, golden):
 
 
 def test_drafts_from_siblings_with_shared_prompts(engine_of, golden):
-    """What training does: eight rows a prompt, each drafting from a sibling's text."""
+    """As in training: eight rows a prompt, each drafting from a sibling's text."""
     engine, prompt = engine_of(), list(range(2, 50))
     cases = [(prompt, 30)] * 4 + [([*prompt, 7], 30)] * 4
     plain, first = engine.generate(requests_of(cases))
@@ -246,15 +245,15 @@ def test_memory_bounds_change_nothing(engine_of, golden, settings):
     assert stats.passes > free.passes, "the bound was at work"
 
 
-@on_v1  # V2 has the same room, and 150 rows take long there
+@on_v1  # V2 has the same limit, and 150 rows take long there
 def test_the_drafts_of_a_step_are_bounded(engine_of, monkeypatch):
-    """vLLM holds the logits of all positions of a step at once: a MB holds those of 2148 draft tokens."""
+    """vLLM holds the logits of all positions of a step at once. A MB holds those of 2148 draft tokens."""
     cases = [([3 + i % 50, i // 50, 9], 30) for i in range(150)]
     plain, _ = engine_of(draft_tokens=40, window=40).generate(requests_of(cases))
     texts = [Script(c.tokens) for c in plain]
 
     def largest(**settings) -> int:
-        """Tokens of the largest step behind the prompts."""
+        """Tokens of the largest step after the prompts."""
         engine, steps = engine_of(draft_tokens=40, window=40, **settings), []
         observe = engine.drafting.budget.observe_pass
         with monkeypatch.context() as patch:
@@ -271,9 +270,9 @@ def test_the_drafts_of_a_step_are_bounded(engine_of, monkeypatch):
     assert 1000 < largest(logits_mb=1) <= 2148 + len(cases)
 
 
-@on_v1  # V2 pads the first step behind a prompt by itself
+@on_v1  # V2 always pads the first step after a prompt
 def test_drafts_leave_no_row_out_of_a_step(engine_of, monkeypatch):
-    """Sixteen rows with drafts of eight tokens would fill a step of 64 tokens with the drafts of seven of them."""
+    """Sixteen rows with drafts of eight tokens: the drafts of seven rows would fill a step of 64 tokens."""
     cases = [([3 + i], 30) for i in range(16)]
     plain, _ = engine_of(eos_ids=frozenset()).generate(requests_of(cases))
     engine, rows = engine_of(eos_ids=frozenset(), window=8, tokens_per_pass=64), []
@@ -290,7 +289,7 @@ MANY_BLOCKS = [([3 + i, *(4 + j % 50 for j in range(90))], 12) for i in range(18
 
 
 def test_a_cache_too_small_for_the_batch_changes_nothing(engine_of, monkeypatch):
-    """vLLM preempts rows and computes their KV again."""
+    """vLLM preempts rows and recomputes their KV."""
     from vllm.v1.core.sched.scheduler import Scheduler
 
     cases = MANY_BLOCKS
@@ -359,7 +358,7 @@ def test_several_eos_ids_stop_at_the_first_of_any(engine_of, eos_ids):
 
 
 def test_a_row_that_fills_the_context(saved, engine_of):
-    """vLLM answers rows near the end of the context with made-up drafts; ours never do."""
+    """vLLM pads rows near the end of the context with placeholder drafts; ours never do."""
     prompt = [2 + i % 50 for i in range(CONTEXT - 30)]
     cases = [(prompt, 30), ([5, 6], 30)]
     engine = engine_of(eos_ids=frozenset())
@@ -383,7 +382,7 @@ def test_the_window_follows_costs_and_acceptance(engine_of, golden):
 
 
 def test_noise_off_by_one_position_is_found(updated, golden, monkeypatch):
-    """Control: the same draws, keyed by the next position."""
+    """Control: samples keyed by the next position differ."""
     cases, want = golden()
     late = 1
 
@@ -401,7 +400,7 @@ def test_noise_off_by_one_position_is_found(updated, golden, monkeypatch):
 
 
 def moved(model, seed: int, scale: float = 0.05):
-    """A copy of the model whose weights moved."""
+    """A copy of the model with perturbed weights."""
     new = AutoModelForCausalLM.from_config(model.config).eval()
     generator = torch.Generator().manual_seed(seed)
     state = {
@@ -423,7 +422,7 @@ def test_a_row_that_vllm_has_otherwise_is_an_error(engine_of, golden, monkeypatc
 
     def lying(row, *stood):
         count = emit(row, *stood)
-        if row.finish and len(row.tokens) > count:  # vLLM was told of the first token before
+        if row.finish and len(row.tokens) > count:  # vLLM already has the first token
             if what == "token":
                 row.tokens[0] = (row.tokens[0] + 1) % VOCAB
             else:
@@ -446,8 +445,8 @@ def probe_of(model, tolerance: float = 1e-4) -> Probe:
 
 @pytest.fixture
 def updated(saved, engine_of):
-    """updated(family): a fresh vLLM engine of its own, for tests that change its weights."""
-    engine_of()  # vLLM's first engine in a process owns the process group, so it must be the last to close
+    """updated(family): a new vLLM engine for tests that change its weights."""
+    engine_of()  # vLLM's first engine in a process owns the process group, so it must be closed last
     engines = []
 
     def get(family: str = "qwen3", **settings):
@@ -462,7 +461,7 @@ def updated(saved, engine_of):
 
 @on_v1
 def test_the_heap_is_at_rest_while_it_works(updated, golden, monkeypatch):
-    """vLLM froze it when it started. Counting its objects takes as long as many steps, so nobody does in a rollout."""
+    """vLLM froze the heap when it started. Counting its objects takes as long as many steps, so no rollout does it."""
     engine, asked = updated()[0], requests_of(golden()[0][:2])
     assert gc.get_freeze_count() > 10_000
     monkeypatch.delattr(gc, "get_freeze_count")
@@ -471,7 +470,7 @@ def test_the_heap_is_at_rest_while_it_works(updated, golden, monkeypatch):
 
 @pytest.fixture
 def shared_memory(tmp_path, monkeypatch):
-    """Where weights are handed over in this test, which no other process writes to."""
+    """The directory for weight transfers in this test, to which no other process writes."""
     folder, make = tmp_path / "shm", tempfile.mkdtemp
     folder.mkdir()
     monkeypatch.setattr(tempfile, "mkdtemp", lambda **given: make(**{**given, "dir": folder}))
@@ -494,7 +493,7 @@ def test_after_updates_it_is_the_new_policy(updated, golden, shared_memory, monk
         new = moved(model, version)
         weights = dict(new.state_dict())
         if version == 4 and family == "qwen3":
-            del weights["lm_head.weight"]  # tied: may be left out
+            del weights["lm_head.weight"]  # tied, so it may be omitted
         engine.update_weights(iter(weights.items()), version, probe_of(new))
         assert engine.weight_version == version
         assert told[-1] == {"weight_version": str(version)}, "vLLM's own number"
@@ -571,7 +570,7 @@ def test_the_probe_finds_wrong_weights(updated):
 
 
 def test_the_probe_finds_a_stale_output_layer(updated, monkeypatch):
-    """Control: without the repair the CPU build multiplies with the old packed copy of a tied output layer."""
+    """Control: without the repair the CPU build uses the old packed copy of a tied output layer."""
     import specrl.rollout.engines.vllm.worker as transfer
 
     engine, model = updated()
@@ -584,7 +583,7 @@ def test_the_probe_finds_a_stale_output_layer(updated, monkeypatch):
 
 
 def test_kv_of_older_weights_is_found(updated, monkeypatch):
-    """Control: with the reset disabled, the old prompt's KV is served and the tokens differ."""
+    """Control: without the reset, the old prompt's KV is reused and the tokens differ."""
     engine, model = updated()
     new = moved(model, 1, scale=0.3)
     cases = [([2 + i % 50 for i in range(90)], 30)] * 8
@@ -614,7 +613,7 @@ def test_a_reset_that_vllm_refuses_is_an_error(updated, monkeypatch):
 
 @pytest.fixture(scope="module")
 def old_texts(saved):
-    """Texts that the saved policy drew, and 30 cases without an early end."""
+    """Texts sampled from the saved policy, and 30 cases that do not end early."""
     cases = [(prompt, 30) for prompt, _ in prompts_and_caps(30)]
     done, _ = TransformersEngine(saved("qwen3")[0], SamplingParams(EOS_IDS)).generate(requests_of(cases))
     return cases, done
@@ -692,7 +691,7 @@ def test_a_drafter_that_fails_is_left_and_nothing_else_changes(engine_of, golden
 
 
 def test_kv_that_a_failed_step_announced_is_forgotten(updated, saved):
-    """vLLM lists the blocks of a prompt as computed when it schedules them, before they are."""
+    """vLLM lists the blocks of a prompt as cached when it schedules them, before they are computed."""
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
@@ -769,9 +768,9 @@ def test_starting_and_closing_leave_the_process_as_it_was(saved, engine_of):
     assert torch.distributed.is_initialized(), "a process group that was there before stays"
 
 
-@on_v1  # on V2 the same tokens are slow to draw
+@on_v1  # sampling the same tokens on V2 is slow
 def test_draws_follow_the_policy(saved, engine_of):
-    """4000 keys, one token each: vLLM's token counts are those of the transformers engine, one by one."""
+    """4,000 keys with one token each: the counts of each token equal those of the transformers engine."""
     requests = [Request([5, 6, 7], derive_key(0, "law", i, 0), 1) for i in range(4000)]
     want, _ = TransformersEngine(saved("qwen3")[0], SamplingParams(frozenset())).generate(requests)
     done, _ = engine_of(eos_ids=frozenset()).generate(requests)

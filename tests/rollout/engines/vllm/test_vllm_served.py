@@ -1,7 +1,7 @@
-"""Keyed requests in a plain vLLM server: the texts they bring change the number of its steps and no token.
+"""Keyed requests to a plain vLLM server: the texts sent with them change its number of steps and no token.
 
-One engine in this process, started as anybody starts it but for `ENGINE_ARGS`; requests are vLLM's own. On Model Runner
-V1 here; test_vllm_v2.py runs this file on V2.
+One engine runs in this process, started as usual with `ENGINE_ARGS`. Requests use vLLM's API. This file tests Model
+Runner V1; test_vllm_v2.py runs it on V2.
 """
 
 import asyncio
@@ -39,17 +39,17 @@ if importlib.util.find_spec("vllm"):
 
 
 class Served:
-    """A vLLM engine, the steps it took, and plain requests to it."""
+    """A vLLM engine with a step counter, and plain requests to it."""
 
     def __init__(self, llm, model):
         self.llm, self.model, self.steps = llm, model, 0
         self.core = llm.llm_engine.engine_core.engine_core
         self.runner = self.core.model_executor.driver_worker.worker.model_runner
         self.flow = self.runner.drafter.flow if RUNNER == "v1" else self.core.scheduler.draft_lengths
-        self.flow.drafting.budget.window = 8  # whatever a pass costs here
+        self.flow.drafting.budget.window = 8  # independent of the costs of passes
 
     def ask(self, requests: list[Request], texts=None, keyed: bool = True, **params) -> list:
-        """vLLM's outputs. texts: one earlier response for each request; keyed: False has vLLM draw."""
+        """vLLM's outputs. texts: one earlier response for each request; keyed: False lets vLLM sample."""
         texts = [[t] for t in texts] if texts else [[]] * len(requests)
         return self.ask_with(
             [
@@ -90,10 +90,10 @@ def logprobs(output) -> list[float]:
 
 
 def start_served(path, arguments: dict, **settings_):
-    """vLLM's LLM as somebody else starts it."""
+    """vLLM's LLM, started as a user starts it."""
     from specrl.rollout.engines.vllm.engine import LLM, settings
 
-    # vLLM's start takes torch.set_num_threads away
+    # vLLM replaces torch.set_num_threads when it starts
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("gc.collect", lambda *_: 0)
         patch.setattr("torch.set_num_threads", torch.set_num_threads)
@@ -103,7 +103,7 @@ def start_served(path, arguments: dict, **settings_):
 
 
 def keep_async(cls, config):
-    """vLLM turns asynchronous scheduling off on a CPU."""
+    """vLLM disables asynchronous scheduling on a CPU."""
     asked = config.scheduler_config.async_scheduling
     _configure(cls, config)
     config.scheduler_config.async_scheduling = asked
@@ -143,7 +143,7 @@ def requests():
 
 @pytest.fixture(scope="module")
 def plain(served, requests):
-    """Without texts: the tokens, their log-probs and the steps they took."""
+    """The tokens, log-probs and number of steps without texts."""
     outputs = served.ask(requests)
     return tokens(outputs), [logprobs(output) for output in outputs], served.steps
 
@@ -154,15 +154,15 @@ def test_without_texts_it_draws_as_the_transformers_engine(served, requests, pla
     assert plain[0] == [c.tokens for c in want]
     got = [p for row in plain[1] for p in row]
     assert got == pytest.approx([p for c in want for p in c.logprobs], abs=1e-4)
-    late = 2 if RUNNER == "v2" else 0  # it sees a step's tokens when the next one runs
-    drafted = 3 if RUNNER == "v1" else 0  # prompts and redraws are there without texts
+    late = 2 if RUNNER == "v2" else 0  # it receives a step's tokens when the next one runs
+    drafted = 3 if RUNNER == "v1" else 0  # prompts and redraws are drafted without texts
     assert -drafted <= plain[2] - max(map(len, plain[0])) <= late, "about a token a step"
 
 
 @pytest.mark.parametrize("window", [8, 0])
 def test_texts_change_the_number_of_steps_and_nothing_else(served, requests, plain, window):
     rng = random.Random(0)
-    served.flow.drafting.budget.window = window  # 0: what the passes cost here decides
+    served.flow.drafting.budget.window = window  # 0: the measured costs decide
     for change in (list, all_wrong, lambda text: corrupt(text, rng, 0.1), lambda _: [VOCAB, -1, 1 << 30]):
         outputs = served.ask(requests, [change(text) for text in plain[0]])
         assert tokens(outputs) == plain[0]
@@ -179,12 +179,12 @@ def test_control_a_draft_that_is_not_verified_is_found(served, requests, plain, 
 
 
 def _trusting(key, draft, drawn) -> Accepted:
-    """The planted bug: every draft token stands."""
+    """Planted fault: every draft token is accepted."""
     return Accepted([*draft.tokens, drawn.tokens[-1]], drawn.logprobs, drawn.logprobs, len(draft.tokens))
 
 
 def test_requests_of_others_are_vllms_own(served, requests, plain):
-    """Greedy ones, whose tokens are known, in a batch with keyed ones that draft."""
+    """Greedy ones, whose tokens are known, in one batch with keyed ones that draft."""
     greedy = tokens(served.ask(requests, keyed=False, temperature=0.0))
     drawn = [(list(r.prompt), served.params(r, [text])) for r, text in zip(requests, plain[0], strict=True)]
     theirs = [(list(r.prompt), served.vllm_params(r, temperature=0.0, logprobs=2)) for r in requests]
@@ -213,7 +213,7 @@ def test_every_request_has_its_own_law(served, requests):
 
 
 def test_a_response_that_was_cut_off_goes_on_as_if_it_had_not_been(served, requests, plain):
-    """What an asynchronous trainer does: the text so far is sent as prompt, with the same extra_args."""
+    """An asynchronous trainer sends the text so far as the prompt, with the same extra_args."""
     cut = [(r, text) for r, text in zip(requests, plain[0], strict=True) if len(text) > 4]
     asked = [
         (
@@ -263,14 +263,14 @@ def test_finished_requests_are_forgotten(served, requests):
     from specrl.rollout.engines.vllm.batch import VLLMRow
 
     def held() -> tuple[int, int]:
-        """Rows and groups' texts that exist in this process."""
+        """Numbers of rows and of prompts' texts that exist in this process."""
         gc.collect()
         found = gc.get_objects()
         return sum(isinstance(x, VLLMRow) for x in found), sum(isinstance(x, PromptTexts) for x in found)
 
     served.ask(requests[:1], [[3, 4, 5]])
     rows, groups = held()
-    served.ask([replace(r, max_new_tokens=1) for r in requests])  # they end together
+    served.ask([replace(r, max_new_tokens=1) for r in requests])  # they end in the same step
     assert held() == (rows + len(requests) - 1, groups + len(requests) - 1), "until the next step"
     served.ask(requests[:1], [[3, 4, 5]])
     assert held() == (rows, groups)
@@ -295,7 +295,7 @@ if RUNNER == "v1":
 
 
 def bad_requests(served, request, text):
-    """(what is wrong, prompt, sampling parameters): one fault each."""
+    """(fault, prompt, sampling parameters), with one fault each."""
     good = served.params(request, [text]).extra_args
     for change in BAD_ARGS:
         yield next(iter(change)), list(request.prompt), served.vllm_params(request, extra_args={**good, **change})
@@ -305,7 +305,7 @@ def bad_requests(served, request, text):
 
 
 def test_a_request_that_cannot_be_served_is_refused_alone(served, requests, plain):
-    """In process: whoever adds it gets the error, and the requests beside it and after it what they would have got."""
+    """In process: the caller that adds it gets the error, and the responses to all other requests are unchanged."""
     from vllm.exceptions import VLLMValidationError
 
     engine = served.llm.llm_engine
@@ -320,7 +320,7 @@ def test_a_request_that_cannot_be_served_is_refused_alone(served, requests, plai
 
 
 def test_requests_without_a_key_are_asked_nothing(served, requests):
-    """Their parameters are vLLM's matter."""
+    """Their parameters are not checked."""
     law = {"temperature": 0.0, "repetition_penalty": 1.1, "extra_args": {"others": object}}
     assert len(served.ask_with([(list(requests[0].prompt), served.vllm_params(requests[0], **law))])) == 1
 
@@ -329,7 +329,7 @@ def test_requests_without_a_key_are_asked_nothing(served, requests):
 def test_a_bad_request_does_not_end_a_server_of_several_processes(
     served, requests, plain, path, monkeypatch, told, caplog
 ):
-    """Where the front does not know of keys, as under `vllm serve`, the engine's core ends the request."""
+    """If the front end does not know keys, as under `vllm serve`, the engine core ends the request."""
     import vllm
     from vllm.exceptions import VLLMValidationError
     from vllm.v1.engine.input_processor import InputProcessor
@@ -342,7 +342,7 @@ def test_a_bad_request_does_not_end_a_server_of_several_processes(
     if not told:
         monkeypatch.setattr(InputProcessor, "process_inputs", InputProcessor.process_inputs.__wrapped__)
     bad = [*bad_requests(served, requests[2], plain[0][2])]
-    bad = [given for given in bad if told or given[0] != "n"]  # the front sends each of its responses by itself
+    bad = [given for given in bad if told or given[0] != "n"]  # the front end sends each of its responses separately
 
     async def answers() -> tuple[list, list]:
         engine = vllm.AsyncLLMEngine.from_engine_args(vllm.AsyncEngineArgs(**settings(spec_of(path)), **arguments()))
@@ -385,7 +385,7 @@ def test_engines_that_serve_by_default(served, tmp_path, monkeypatch, caplog):
     from specrl.rollout.engines.vllm.served import ENGINE_ARGS, serve_by_default
 
     monkeypatch.setattr(vllm, "AsyncEngineArgs", vllm.AsyncEngineArgs)  # restored afterwards
-    model = str(tmp_path)  # a folder: a name would be looked up in the hub
+    model = str(tmp_path)  # a directory: a name would be looked up in the hub
     assert vllm.AsyncEngineArgs(model=model).speculative_config is None
     serve_by_default()
     made = vllm.AsyncEngineArgs(model=model, seed=3)

@@ -1,7 +1,7 @@
-"""The vLLM engine on Model Runner V2, by Triton's interpreter: in processes of their own, as it has to be there first.
+"""The vLLM engine on Model Runner V2, in processes that enable Triton's interpreter at their start.
 
-test_vllm.py, test_judged.py and test_vllm_served.py are run again; device_cases.py tests drafts on the device,
-head_cases.py those of a head, served_cases.py what only servers on V2 do.
+Runs test_vllm.py, test_judged.py and test_vllm_served.py again. device_cases.py tests drafts on the device,
+head_cases.py those of a draft head, and served_cases.py features that only servers on V2 have.
 """
 
 import importlib.util
@@ -41,7 +41,7 @@ def test_the_cases_on_tritons_interpreter(files, tmp_path):
     (tmp_path / "sitecustomize.py").write_text(SITE)
     path = os.pathsep.join(map(str, (tmp_path, TRITON, ROOT)))
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1", "PYTHONPATH": path}
-    environment.pop("VLLM_USE_V2_MODEL_RUNNER", None)  # what an engine of this process has set
+    environment.pop("VLLM_USE_V2_MODEL_RUNNER", None)  # set by an engine of this process
     command = [sys.executable, "-m", "pytest", "-q", "-p", f"{HERE}.vllm_shim", "-k", f"not ({ON_V1})"]
     command += [f"{HERE.replace('.', '/')}/{name}" for name in files]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900)

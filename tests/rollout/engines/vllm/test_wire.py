@@ -1,4 +1,4 @@
-"""What a server reads of a keyed request: what was written, and nothing that could not have been."""
+"""A server reads back what was written into a keyed request, and rejects everything else."""
 
 import pytest
 
@@ -50,6 +50,6 @@ def test_a_value_that_cannot_be_is_named(entry, values):
 
 
 def test_ids_of_another_model_are_guesses():
-    """They never stand; drafters leave them out."""
+    """They are never accepted; drafters omit them."""
     sent = {**GOOD.extra_args(), "specrl_texts": [pack_text([1 << 30, -1, 5]), ""]}
     assert KeyedRequest.read(sent).texts == ((1 << 30, -1, 5), ())

@@ -1,4 +1,4 @@
-"""A pytest plugin that lets vLLM's Model Runner V2 run on a CPU, through Triton's interpreter: slow, but all its logic.
+"""A pytest plugin that runs all logic of vLLM's Model Runner V2 on a CPU, slowly, with Triton's interpreter.
 
 Load it with `-p tests.rollout.engines.vllm.vllm_shim`, before anything imports vLLM.
 """
@@ -6,7 +6,7 @@ Load it with `-p tests.rollout.engines.vllm.vllm_shim`, before anything imports 
 import os
 
 os.environ["TRITON_INTERPRET"] = "1"
-os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # several workers on one node; vLLM reads it once a process
+os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # several workers on one node; vLLM reads it once per process
 
 import triton.backends
 
@@ -23,7 +23,7 @@ class _Backend:
     driver, compiler = _Driver, None
 
 
-triton.backends.backends["cpu"] = _Backend  # vLLM takes Triton for present when a driver is active
+triton.backends.backends["cpu"] = _Backend  # vLLM considers Triton available if a driver is active
 
 quicken()
 trust_sums()
