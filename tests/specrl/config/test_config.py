@@ -252,7 +252,7 @@ def test_help_names_sections_and_entry_points(word):
 
 
 def test_entry_points_are_the_modules_that_can_be_run():
-    assert re.search(r"^python -m specrl\.env +What a bug report needs", load(["help=true"]), re.MULTILINE)
+    assert re.search(r"^python -m specrl\.env +\w+", load(["help=true"]), re.MULTILINE)
 
 
 def test_help_on_a_section_shows_key_default_type_and_doc():
