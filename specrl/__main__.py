@@ -1,4 +1,4 @@
-"""The console script: `specrl COMMAND key=value ...` runs `python -m specrl.COMMAND key=value ...`."""
+"""The console script: `specrl COMMAND key=value ...` runs the module of that name with these words."""
 
 from __future__ import annotations
 
