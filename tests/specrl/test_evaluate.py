@@ -10,8 +10,6 @@ from specrl.config.schema import Config
 from specrl.evaluate import EvaluateConfig, main
 from specrl.evaluate import command as command_line
 from specrl.generate import command as generate
-from specrl.reward.config import RewardConfig
-from specrl.reward.loading import load_rewards
 from specrl.reward.set import RewardSet
 from specrl.rollout.config import RolloutConfig
 from specrl.rollout.keys import derive_key
@@ -150,6 +148,15 @@ def test_metrics_by_hand():
     assert len({r.key for r in engine.requests}) == 8
 
 
+def test_only_a_full_score_is_right(monkeypatch):
+    assert assess(["2100"])[0]["eval/pass@1"] == 0.5, "or more, as some rewards give for a better proof"
+    assert assess(["11"], weights=[0.1])[0]["eval/pass@1"] == 1.0
+    scored = Digit.__call__
+    monkeypatch.setattr(Digit, "__call__", lambda self, samples: [score / 2 for score in scored(self, samples)])
+    metrics, _ = assess(["1211"])
+    assert (metrics["eval/reward"], metrics["eval/pass@1"]) == (5 / 8, 1 / 4)
+
+
 def test_failures_are_left_out_and_never_zeros():
     metrics, _ = assess(["1990", "1111"])
     assert metrics["eval/failed"] == 2
@@ -203,18 +210,6 @@ def test_pass_at_k_is_that_of_the_verifiable_reward_whatever_the_total(weights):
     assert assess(["1000", "0000"], weights, Nothing())[0]["eval/pass@4"] == 1 / 2, "another reward that failed"
 
 
-def test_only_one_is_right():
-    assert assess(["2100"])[0]["eval/pass@1"] == 0.5, "or more, as some give for a better proof"
-    assert assess(["11"], weights=[0.1])[0]["eval/pass@1"] == 1.0
-
-
-def test_partial_credit_is_not_right(monkeypatch):
-    scored = Digit.__call__
-    monkeypatch.setattr(Digit, "__call__", lambda self, samples: [score / 2 for score in scored(self, samples)])
-    metrics, _ = assess(["1211"])
-    assert (metrics["eval/reward"], metrics["eval/pass@1"]) == (5 / 8, 1 / 4)
-
-
 def test_a_failed_response_leaves_the_others_with_their_own_prompts():
     class Prompts(Length):
         def __call__(self, samples):
@@ -233,31 +228,6 @@ def test_without_a_verifiable_reward_there_is_no_pass_at_k(monkeypatch):
     metrics, _ = assess(["1000"])
     assert metrics["eval/reward"] == 1 / 4
     assert not [name for name in metrics if "pass" in name]
-
-
-@pytest.mark.parametrize("isolate", ["true", "false"])
-def test_which_reward_is_verifiable(isolate, tmp_path, monkeypatch):
-    text = "def f(*a, **b): return 1.0\ndef g(*a, **b): return 1.0\ng.verifiable = True\n"
-    (tmp_path / "verifying_plug_in.py").write_text(text)
-    monkeypatch.syspath_prepend(tmp_path)
-
-    def found(*names):
-        rewards = load_rewards(RewardConfig(functions=list(names), isolate_user=isolate == "true"))
-        rewards.close()
-        return rewards.verifiable
-
-    f, g = "verifying_plug_in:f", "verifying_plug_in:g"
-    assert (found("format", f), found("format", "math"), found(f, g, "math"), found("math", g)) == (
-        "",
-        "math",
-        "g",
-        "math",
-    )
-
-
-def test_noise_of_evaluation_is_its_own():
-    assert derive_key(5, "e0", 0, 0, "eval") != derive_key(5, "e0", 0, 0)
-    assert derive_key(5, "e0", 0, 0, "eval") != derive_key(6, "e0", 0, 0, "eval")
 
 
 def command(tmp_path, capsys, *more):
@@ -293,9 +263,3 @@ def test_the_command_has_no_accuracy_when_nothing_could_be_scored(tmp_path, caps
 def test_the_command_takes_one_greedy_response(tmp_path, capsys):
     code, out, _ = command(tmp_path, capsys, "samples=1", "split=train", "rollout.temperature=0")
     assert (code, json.loads(out)["prompts"]) == (0, 12)
-
-
-def test_an_unknown_split_is_one_line(tmp_path, capsys):
-    code, _, err = command(tmp_path, capsys, "split=trian")
-    assert code == 2
-    assert err == "error: split=trian: expected one of test, train. Did you mean 'train'?\n"
