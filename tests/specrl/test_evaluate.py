@@ -62,8 +62,8 @@ def test_run_brings_its_config_and_its_model(trained, monkeypatch):
     monkeypatch.setattr("specrl.evaluate.main", asked.append)
     assert command_line([f"run={trained}", "samples=2"]) == 0
     assert command_line([f"run={trained}", "model=tiny"]) == 0
-    found = [(c.model, c.seed, c.dataset.test_size, c.samples) for c in asked]
-    assert found == [(str(trained / "model"), 3, 5, 2), ("tiny", 3, 5, 8)]
+    commands = [(c.model, c.seed, c.dataset.test_size, c.samples) for c in asked]
+    assert commands == [(str(trained / "model"), 3, 5, 2), ("tiny", 3, 5, 8)]
 
 
 @pytest.mark.parametrize(
@@ -216,11 +216,11 @@ def test_a_failed_response_leaves_the_others_with_their_own_prompts():
             self.prompts = [sample.prompt for sample in samples]
             return [1.0 for _ in samples]
 
-    whole, part = Prompts(), Prompts()
-    assess(["1111", "0000"], (), whole)
-    assess(["1-11", "0000"], (), part)
-    assert len(set(whole.prompts)) == 2
-    assert part.prompts == [*whole.prompts[:1], *whole.prompts[2:]]
+    complete, partial = Prompts(), Prompts()
+    assess(["1111", "0000"], (), complete)
+    assess(["1-11", "0000"], (), partial)
+    assert len(set(complete.prompts)) == 2
+    assert partial.prompts == [*complete.prompts[:1], *complete.prompts[2:]]
 
 
 def test_without_a_verifiable_reward_there_is_no_pass_at_k(monkeypatch):
@@ -231,8 +231,8 @@ def test_without_a_verifiable_reward_there_is_no_pass_at_k(monkeypatch):
 
 
 def command(tmp_path, capsys, *more):
-    given = [*(word for word in words(tmp_path) if not word.startswith("trainer.")), *more]
-    argv = list({word.partition("=")[0]: word for word in given}.values())  # later words win
+    settings = [*(word for word in words(tmp_path) if not word.startswith("trainer.")), *more]
+    argv = list({word.partition("=")[0]: word for word in settings}.values())  # later words win
     code = run(main, argv, schema=EvaluateConfig, training=False)
     return code, *capsys.readouterr()
 

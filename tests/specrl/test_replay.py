@@ -89,10 +89,10 @@ def test_drafts_are_those_the_run_had():
         text((6,), step=5, sample_index=7),
         text((7,), step=9, example="b"),
     ]
-    found = list(revisits(reversed(stored)))
-    assert [[(t.step, t.sample_index) for t in visit.texts] for visit in found] == [[(2, 0), (2, 1)], [(5, 1), (5, 7)]]
-    assert [[t.tokens for t in visit.stored] for visit in found] == [[(1,), (2,)], [(4,), (3,)]]
-    olds = [[visit.old(t) for t in visit.texts] for visit in found]
+    visits = list(revisits(reversed(stored)))
+    assert [[(t.step, t.sample_index) for t in visit.texts] for visit in visits] == [[(2, 0), (2, 1)], [(5, 1), (5, 7)]]
+    assert [[t.tokens for t in visit.stored] for visit in visits] == [[(1,), (2,)], [(4,), (3,)]]
+    olds = [[visit.old(t) for t in visit.texts] for visit in visits]
     assert [[old and old.tokens for old in row] for row in olds] == [[(1,), (2,)], [(3,), None]]
 
 

@@ -176,10 +176,10 @@ WRONG_FILES = [
 
 @pytest.mark.parametrize(("text", "message"), WRONG_FILES)
 def test_file_errors_name_the_file(text, message, empty_directory):
-    found = error_of(write("bad.yaml", text))
-    assert found.startswith("bad.yaml")
-    assert message in found
-    assert "\n" not in found
+    error = error_of(write("bad.yaml", text))
+    assert error.startswith("bad.yaml")
+    assert message in error
+    assert "\n" not in error
     assert not (empty_directory / "owned").exists()
 
 
@@ -271,8 +271,8 @@ def test_a_saved_config_comes_back_equal():
     assert [file.name for file in path.parent.iterdir()] == ["config.yaml"]
 
 
-def kwargs_of(*given) -> dict:
-    return load([*BASE, *given]).dataset.chat_template_kwargs
+def kwargs_of(*settings) -> dict:
+    return load([*BASE, *settings]).dataset.chat_template_kwargs
 
 
 def test_a_mapping_is_given_as_yaml_or_json_and_replaces_that_of_the_file(tmp_path):
@@ -424,9 +424,9 @@ def unread(keys):
                 yield from nodes(node)
 
     files = [file for package in ("rollout", "reward", "trainers", "specrl") for file in (ROOT / package).rglob("*.py")]
-    found = [node for file in files for node in nodes(ast.parse(file.read_text()))]
-    read = {getattr(node, "attr", None) for node in found}
-    read |= {node.value for node in found if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    every_node = [node for file in files for node in nodes(ast.parse(file.read_text()))]
+    read = {getattr(node, "attr", None) for node in every_node}
+    read |= {node.value for node in every_node if isinstance(node, ast.Constant) and isinstance(node.value, str)}
     return [key for key in keys if key.rpartition(".")[2] not in read]
 
 

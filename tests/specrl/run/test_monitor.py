@@ -42,12 +42,12 @@ def test_the_line_of_a_step_fits_eighty_columns_and_leaves_out_what_is_unknown()
 
 
 def test_an_evaluation_fits_eighty_columns():
-    found = {"eval/reward": 0.7578125, "eval/mean_length": 105.4, "eval/failed": 0}
-    found |= {"eval/pass@1": 0.7578125, "eval/pass@2": 0.828, "eval/pass@4": 0.875}
+    metrics = {"eval/reward": 0.7578125, "eval/mean_length": 105.4, "eval/failed": 0}
+    metrics |= {"eval/pass@1": 0.7578125, "eval/pass@2": 0.828, "eval/pass@4": 0.875}
     none = eval_line(3, {"eval/failed": 8})
     assert none == "Eval at step 3 | no response could be scored | failed 8"
-    assert eval_line(10_000, found) == "Eval at step 10000 | reward 0.758 | length 105 | pass@1/2/4 0.758 0.828 0.875"
-    assert "| failed 3 |" in eval_line(0, found | {"eval/failed": 3})
+    assert eval_line(10_000, metrics) == "Eval at step 10000 | reward 0.758 | length 105 | pass@1/2/4 0.758 0.828 0.875"
+    assert "| failed 3 |" in eval_line(0, metrics | {"eval/failed": 3})
 
 
 def test_a_terminal_wraps_between_words_and_a_log_file_does_not(tmp_path):
@@ -98,14 +98,14 @@ def test_rewards_without_any_spread_are_said_once_after_some_rollouts(tmp_path, 
 
 def test_a_critic_learns_from_equal_rewards(tmp_path):
     assert warned(tmp_path, [1.0] * 9, compares_groups=False) == []
-    for given, compares in (
+    for settings, compares in (
         ({}, True),
         ({"algorithm": "dapo"}, True),
         ({"algorithm": "ppo", "advantage": "rloo"}, True),
         ({"algorithm": "ppo"}, False),
         ({"algorithm": "ppo", "advantage": "reinforce_plus_plus"}, False),
     ):
-        assert TrainerConfig(**given).compares_groups == compares
+        assert TrainerConfig(**settings).compares_groups == compares
 
 
 def test_records_are_flushed_strict_json_with_null_for_nan(tmp_path):

@@ -106,17 +106,17 @@ def gpus(monkeypatch):
     return pretend
 
 
-@pytest.mark.parametrize("given", ["auto", "cuda"])
-def test_every_process_of_a_machine_has_a_gpu_of_its_own(gpus, given):
+@pytest.mark.parametrize("name", ["auto", "cuda"])
+def test_every_process_of_a_machine_has_a_gpu_of_its_own(gpus, name):
     gpus(4)
-    assert str(device(configure(policy(), device=given))) == "cuda"
-    found = set()
+    assert str(device(configure(policy(), device=name))) == "cuda"
+    devices = set()
     for rank in range(4):
         gpus(4, LOCAL_RANK=rank, LOCAL_WORLD_SIZE=4)
-        found.add(str(device(configure(policy(), device=given))))
-    assert found == {"cuda:0", "cuda:1", "cuda:2", "cuda:3"}
+        devices.add(str(device(configure(policy(), device=name))))
+    assert devices == {"cuda:0", "cuda:1", "cuda:2", "cuda:3"}
     gpus(1, LOCAL_RANK=3, LOCAL_WORLD_SIZE=4)  # a launcher that shows each process its own GPU only
-    assert str(device(configure(policy(), device=given))) == "cuda:0"
+    assert str(device(configure(policy(), device=name))) == "cuda:0"
 
 
 def test_one_gpu_for_all_processes_is_refused(gpus):

@@ -59,7 +59,7 @@ CASES = {
     "no draft model": ({"rollout__drafter": "{d}"}, "rollout.drafter={d} cannot be loaded: the directory has no conf"),
 }
 CASES |= {
-    "no room": (
+    "no token for a prompt": (
         {"rollout__max_new_tokens": 1000},
         "rollout.max_new_tokens=1000 leaves no token for a prompt: model={p} has a context of 256 tokens. Try "
         "rollout.max_new_tokens=128.",
@@ -74,7 +74,7 @@ CASES |= {
         "lora.targets=[qproj]: the model has no layer 'qproj'. Its linear layers: q_proj, ",
     ),
 }
-LATER = {"long prompts", "no room", "no EOS", "unknown layers", "no GPU", "no such device"}
+LATER = {"long prompts", "no token for a prompt", "no EOS", "unknown layers", "no GPU", "no such device"}
 """Needs torch, the tokenizer or the model, so a run finds it after the imports."""
 
 
@@ -119,15 +119,15 @@ def refusal(capsys):
 @pytest.mark.parametrize("name", CASES)
 def test_a_dry_run_finds_it(name, folder, refusal):
     options, message = CASES[name]
-    found = refusal([*command_line(options, folder), "dry_run=true"])
-    assert found.startswith(message.replace("{d}", str(folder)).replace("{p}", str(policy())))
+    error = refusal([*command_line(options, folder), "dry_run=true"])
+    assert error.startswith(message.replace("{d}", str(folder)).replace("{p}", str(policy())))
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name not in LATER])
 def test_a_run_finds_it_before_it_begins(name, folder, refusal):
     options, message = CASES[name]
-    found = refusal(command_line(options, folder))
-    assert found.startswith(message.replace("{d}", str(folder)).replace("{p}", str(policy())))
+    error = refusal(command_line(options, folder))
+    assert error.startswith(message.replace("{d}", str(folder)).replace("{p}", str(policy())))
 
 
 def test_a_run_looks_before_it_imports_torch_and_makes_its_directory(folder):

@@ -62,7 +62,7 @@ def test_the_chat_template_is_around_texts_and_chats(when):
 def test_a_template_that_begins_with_the_first_token_gets_no_second_one():
     tokenizer = tiny_tokenizer(CHAT)
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing("<s> $A", None, [("<s>", 1)])
-    assert tokenizer("one").input_ids == [1, 7], "plain text is given it"
+    assert tokenizer("one").input_ids == [1, 7], "plain text gets it"
     assert render(TEXT, tokenizer, DatasetConfig()).ids == [1, 2, 7, 8, 4]
     assert render(TEXT, tokenizer, DatasetConfig(chat_template="off")).ids == [1, 7, 8]
 
@@ -78,8 +78,8 @@ THINKING = CHAT + "{% if enable_thinking is defined and enable_thinking == false
 
 
 def test_variables_reach_the_chat_template_as_json_or_text():
-    def end(**given):
-        return shown(TEXT, THINKING, chat_template_kwargs=given).text.partition("<bot>")[2]
+    def end(**settings):
+        return shown(TEXT, THINKING, chat_template_kwargs=settings).text.partition("<bot>")[2]
 
     assert end() == " "
     assert end(enable_thinking="false") == " be "
@@ -163,7 +163,7 @@ HEARD: list[tuple] = []
 
 
 def heard(prompt, completion, answer, messages=None) -> float:
-    """A reward that remembers what it was given."""
+    """A reward that remembers its arguments."""
     HEARD.append((prompt, messages))
     return float(sum(c.isdigit() for c in completion) < 6)
 
@@ -180,10 +180,10 @@ def chatting(tmp_path_factory):
 
 @pytest.fixture
 def remembered():
-    """What `heard` was given, wherever it was called from: rewards are imported by name."""
-    found = importlib.import_module("tests.specrl.run.test_prompts").HEARD
-    found.clear()
-    return found
+    """The arguments of `heard`, wherever it was called from: rewards are imported by name."""
+    calls = importlib.import_module("tests.specrl.run.test_prompts").HEARD
+    calls.clear()
+    return calls
 
 
 def options(chatting):
@@ -194,9 +194,9 @@ def options(chatting):
     }
 
 
-def expected(given, split) -> set[tuple[str, str]]:
+def expected(settings, split) -> set[tuple[str, str]]:
     """Text and messages of each prompt, written down by hand."""
-    plain = load_config(given)
+    plain = load_config(settings)
     plain.dataset.system_prompt = ""
     questions = [e.prompt for e in load_examples(plain.data, plain.dataset, split, plain.seed)]
     chats = [[{"role": "system", "content": SYSTEM}, {"role": "user", "content": text}] for text in questions]
@@ -211,16 +211,16 @@ def seen_by_rewards(remembered) -> set[tuple[str, str]]:
 
 
 def test_dry_run_shows_whether_there_is_a_template_and_one_prompt(chatting, tmp_path):
-    for given, line in (({}, "the tokenizer's ("), ({"dataset__chat_template": "off"}, "not used")):
-        text = load_config([*words(tmp_path, model=str(chatting), **given), "dry_run=true"])
+    for settings, line in (({}, "the tokenizer's ("), ({"dataset__chat_template": "off"}, "not used")):
+        text = load_config([*words(tmp_path, model=str(chatting), **settings), "dry_run=true"])
         assert f"# Chat template: {line}" in text
-        assert text.count("# A prompt: '<user> ") == (not given), "with its beginning"
-        assert text.count("\\n<bot>'") == (not given), "and its end"
+        assert text.count("# A prompt: '<user> ") == (not settings), "with its beginning"
+        assert text.count("\\n<bot>'") == (not settings), "and its end"
 
 
 def test_another_template_or_other_variables_are_another_data_set(chatting, tmp_path):
-    def marks(model, **given):
-        config = load_config(words(tmp_path, model=str(model), **given))
+    def marks(model, **settings):
+        config = load_config(words(tmp_path, model=str(model), **settings))
         tokenizer = load_tokenizer(config)
         data = data_digests(chat_template(tokenizer, config.dataset), train=[TEXT])
         return json.dumps(fingerprint(config, tokenizer)[0]), data["train"]
@@ -243,9 +243,9 @@ def test_another_template_or_other_variables_are_another_data_set(chatting, tmp_
 
 @pytest.mark.slow  # a run
 def test_rewards_in_training_see_the_rendered_prompt(chatting, tmp_path, remembered):
-    given = {**SHORT, **options(chatting)}
-    run(tmp_path, **given)
-    assert seen_by_rewards(remembered) == expected(words(tmp_path, **given), "train")
+    settings = {**SHORT, **options(chatting)}
+    run(tmp_path, **settings)
+    assert seen_by_rewards(remembered) == expected(words(tmp_path, **settings), "train")
 
 
 def test_rewards_in_an_evaluation_see_the_rendered_prompt(chatting, tmp_path, remembered):
@@ -255,13 +255,13 @@ def test_rewards_in_an_evaluation_see_the_rendered_prompt(chatting, tmp_path, re
         def generate(self, requests):
             return [Completion([5], [0.0], [0.0], [False], "stop", 0, 1) for _ in requests], EngineStats()
 
-    given = words(tmp_path, **options(chatting))
-    config = load_config(given)
+    settings = words(tmp_path, **options(chatting))
+    config = load_config(settings)
     examples = load_examples(config.data, config.dataset, "test", config.seed)
     evaluate(
         Engine(), AutoTokenizer.from_pretrained(chatting), examples, load_rewards(config.reward), config, samples=2
     )
-    assert seen_by_rewards(remembered) == expected(given, "test")
+    assert seen_by_rewards(remembered) == expected(settings, "test")
 
 
 def test_a_plain_prompt_reaches_rewards_as_it_is_and_has_no_messages():
