@@ -66,7 +66,7 @@ def _metadata(config: Config) -> dict:
     if policy.on_hub(config.model):
         found["base_model"] = config.model
     if config.data != "arithmetic":
-        from specrl.run.sources import PRESETS, on_hub
+        from specrl.run.data import PRESETS, on_hub
 
         if on_hub(config.data):
             found["datasets"] = [PRESETS.get(config.data, config.data).partition(":")[0]]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from statistics import quantiles
 
-from specrl.config.changes import differences
+from specrl.config.rules import differences
 from specrl.config.schema import Config
 from specrl.results.records import METRICS_FILE, RunRecords, counted, mean, number, total
 from specrl.results.savings import (
