@@ -25,8 +25,8 @@ class CacheOptions:
 def verify(directory: Path) -> int:
     """Checks every entry of the file and prints the malformed ones. Returns RUN_ERROR if there are any."""
     # Heavy imports of entry points are lazy, so that help=true answers at once.
-    from specrl.rollout.cache.reading import read_snapshot
     from specrl.rollout.cache.record import complaint, unpack
+    from specrl.rollout.cache.snapshot import read_snapshot
 
     complaints = []
     header, entries = read_snapshot(directory)
@@ -43,9 +43,8 @@ def verify(directory: Path) -> int:
 
 def info(directory: Path) -> int:
     """Prints a summary of a snapshot."""
-    from specrl.rollout.cache.disk import FORMAT, SNAPSHOT
-    from specrl.rollout.cache.reading import read_snapshot
     from specrl.rollout.cache.record import unpack
+    from specrl.rollout.cache.snapshot import FORMAT, SNAPSHOT, read_snapshot
 
     header, entries = read_snapshot(directory)
     found = [(example_id, unpack(blob)) for example_id, _, blob in entries]
@@ -75,7 +74,7 @@ COMMANDS = {"verify": verify, "info": info}
 
 
 def _checked(command: Callable[[Path], int], options: CacheOptions) -> int:
-    from specrl.rollout.cache.disk import SNAPSHOT
+    from specrl.rollout.cache.snapshot import SNAPSHOT
 
     if not options.run:
         raise ConfigError(f"run is missing. {USAGE}")

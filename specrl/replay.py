@@ -182,9 +182,8 @@ def _line(counts: Sequence[Counts], tokens: int) -> dict[str, Any]:
 
 def read_run(directory: Path, model: str = "") -> list[Text]:
     """The responses of a run: the trajectories of its checkpoints and its end or, without revisits, its completions."""
-    from specrl.rollout.cache.disk import SNAPSHOT
-    from specrl.rollout.cache.reading import read_snapshot
     from specrl.rollout.cache.record import unpack
+    from specrl.rollout.cache.snapshot import SNAPSHOT, read_snapshot
 
     texts: dict[tuple[str, int, int], Text] = {}
     for place in (*directory.glob("checkpoints/checkpoint-*/trajectories"), directory / "trajectories"):

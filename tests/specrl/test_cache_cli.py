@@ -5,8 +5,8 @@ import sys
 import pytest
 
 from specrl.cache import main
-from specrl.rollout.cache.disk import SNAPSHOT
 from specrl.rollout.cache.memory import Fingerprint, TrajectoryCache
+from specrl.rollout.cache.snapshot import SNAPSHOT
 from specrl.rollout.types import Trajectory
 
 
