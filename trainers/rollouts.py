@@ -25,7 +25,8 @@ from specrl.trainers.scored import Scored, check_batch
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, TrainerState
 
-    from specrl.trainers.companions import Companion
+    from specrl.trainers.cotraining.alarm import DrafterAlarm
+    from specrl.trainers.cotraining.trainer import DrafterTrainer
 
 Score = Callable[[Sequence[dict], Sequence[list[int]]], tuple[list[float | None], dict[str, Metric]]]
 """(dataset rows, responses as token ids) -> total reward of each row, None where it failed, and metrics to log."""
@@ -93,8 +94,10 @@ class Rollouts:
         """Everything that the last `collect` rolled out."""
         self.train_batch: Scored
         """The rows of the last `collect` that are trained on."""
-        self.companions: dict[str, Companion] = {}
-        """The models that are trained next to the policy, by their names in checkpoints."""
+        self.drafter_alarm: DrafterAlarm | None = None
+        """Watches the drafter of `rollout.drafter`."""
+        self.drafter_trainer: DrafterTrainer | None = None
+        """Trains that drafter next to the policy."""
         self.drafter: torch.nn.Module | None = None
         """A draft model in training, of which the engine holds a copy."""
 
@@ -212,9 +215,13 @@ class Rollouts:
         self._metrics = {}
         if self._control.measured:  # control rows use the engine's forward pass too, so they cannot detect a wrong one
             weights.check(self.engine, self.policy, self.version, self._probe)
-        done = [(row.prompt, c) for row, c in zip(got.rows, got.batch.completions, strict=True) if not c.failure]
-        for companion in self.companions.values():
-            companion.observe([(prompt, c.tokens) for prompt, c in done], self.version, got.batch.stats)
+        if self.drafter_alarm:
+            metrics |= self.drafter_alarm.observe(got.batch.stats)
+        if self.drafter_trainer:
+            responses = zip(got.rows, got.batch.completions, strict=True)
+            self.drafter_trainer.observe(
+                [(row.prompt, c.tokens) for row, c in responses if not c.failure], got.batch.stats
+            )
         return metrics
 
     def state(self) -> dict[str, Any]:

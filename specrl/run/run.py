@@ -64,7 +64,7 @@ class Run:
         self.trainer.train(resume_from_checkpoint=str(self.checkpoint.path) if self.checkpoint else None)
 
     def save(self) -> None:
-        """Writes the model, the companions' models and the trajectory cache."""
+        """Writes the model, the trained drafter and the trajectory cache."""
         model = self.path / "model"
         rollouts = self.trainer.rollouts
         with writing(model):
@@ -73,8 +73,8 @@ class Run:
             return
         with writing(self.path):
             self.tokenizer.save_pretrained(model)
-            for name, companion in rollouts.companions.items():
-                companion.save_model(self.path / name)
+            if rollouts.drafter_trainer:
+                rollouts.drafter_trainer.save_model(self.path / "drafter")
         if rollouts.source.cache is not None:
             on_error = self.config.rollout.cache.on_write_error
             rollouts.source.cache.save(self.path / "trajectories", self.trainer.state.global_step, on_error)
@@ -141,9 +141,9 @@ def build(
         )
         trainer = build_trainer(config, model, tokenizer, setup, run_dir.checkpoints)
         if config.rollout.drafter:
-            from specrl.run.companions import add_companions
+            from specrl.run.cotraining import watch_drafter
 
-            add_companions(config, trainer)
+            watch_drafter(config, trainer)
         trainer.add_callback(ShortHistory())
         trainer.add_callback(CompleteCheckpoint(trainer.rollouts, config.trainer.keep_checkpoints, data))
         if checkpoint:

@@ -138,13 +138,13 @@ def test_a_response_that_failed_is_not_stored():
     assert [cache.get("e0", sample_index) is None for sample_index in (0, 1)] == [True, False]
 
 
-def test_companions_see_the_rows_that_have_a_response():
+def test_the_drafter_in_training_sees_the_rows_that_have_a_response():
     seen, watched = [], made()
-    watched.companions["other"] = SimpleNamespace(observe=lambda *given: seen.append(given))
+    watched.drafter_trainer = SimpleNamespace(observe=lambda *arguments: seen.append(arguments))
     watched.collect([{"example_id": "e0"}] * 2)
     watched.sampled_batch.batch.completions[0] = Completion([], [], [], [], "length", 0, 0, failure="its worker died")
     watched.finish()
-    assert seen == [([((5, 6), [1, 2])], 7, watched.sampled_batch.batch.stats)]
+    assert seen == [([((5, 6), [1, 2])], watched.sampled_batch.batch.stats)]
 
 
 def test_control_steps_compare_a_shared_engine_with_the_policy(build_model):

@@ -21,7 +21,8 @@ from transformers import TrainingArguments, get_scheduler
 from specrl.rollout.keys import derive_key
 from specrl.rollout.reduction import highest, mean
 from specrl.rollout.types import RolloutError
-from specrl.trainers.ppo import objectives, snapshot
+from specrl.trainers import snapshot
+from specrl.trainers.ppo import objectives
 from specrl.trainers.ppo.critic import build_models
 from specrl.trainers.ppo.experience import Experience, Responses, ValueTargets, response_metrics
 from specrl.trainers.ppo.loop import Loop
@@ -286,11 +287,11 @@ class PPOTrainer(Loop):
         """See Loop."""
         progress |= {"beta": self._beta, "schedule": self.scheduler.state_dict()}
         progress |= {"prior": self._prior.state(), "explained": self._explained}
-        snapshot.save(folder, self._models.trained, self.optimizer, progress)
+        snapshot.save(folder, self._models.trained.trainable(), self.optimizer, progress)
 
     def load(self, folder: Path) -> dict[str, Any]:
         """See Loop."""
-        progress = snapshot.load(folder, self._models.trained, self.optimizer)
+        progress = snapshot.load(folder, self._models.trained.trainable(), self.optimizer)
         self._beta = progress["beta"]
         self._explained = progress["explained"]
         self._prior.restore(progress["prior"])

@@ -11,7 +11,7 @@ from specrl.trainers.cotraining.distil import forward_kl
 from specrl.trainers.cotraining.texts import Read, Text, batches, chosen, latest, read
 
 ROWS = [((3, 4, 5), (9, 11, 1)), ((8,), (2,)), ((6, 30), tuple(range(2, 25)))]
-TEXTS = [Text(prompt, response, 0) for prompt, response in ROWS]
+TEXTS = [Text(prompt, response) for prompt, response in ROWS]
 
 
 @torch.no_grad()
@@ -127,7 +127,7 @@ def test_adaspec_selects_where_the_student_lags_the_reference():
 
 
 def test_chosen_texts_hold_the_tokens_asked_for_and_the_last_is_cut():
-    texts = [Text((i, i), tuple(range(8)), 0) for i in range(6)]
+    texts = [Text((i, i), tuple(range(8))) for i in range(6)]
     found = chosen(texts, 24, 99, torch.Generator().manual_seed(1))
     assert [len(part) for part in found.values()] == [10, 10, 4]
     assert all(part.response == whole.response[: len(part) - 2] for whole, part in found.items())
@@ -140,20 +140,20 @@ def test_chosen_texts_hold_the_tokens_asked_for_and_the_last_is_cut():
 
 
 def test_long_texts_are_cut_and_long_prompts_left_out():
-    texts = [Text((1,) * 12, (2,) * 9, 0), Text((3,), (4,) * 20, 0)]
+    texts = [Text((1,) * 12, (2,) * 9), Text((3,), (4,) * 20)]
     for seed in range(4):
         found = chosen(texts, 99, 8, torch.Generator().manual_seed(seed))
-        assert found == {texts[1]: Text((3,), (4,) * 7, 0)}
+        assert found == {texts[1]: Text((3,), (4,) * 7)}
 
 
 def test_batches_are_bounded():
-    reads = [Read(Text((i,), (3,) * n, 0), torch.zeros(n, 2)) for i, n in enumerate((5, 4, 30, 2, 2, 2))]
+    reads = [Read(Text((i,), (3,) * n), torch.zeros(n, 2)) for i, n in enumerate((5, 4, 30, 2, 2, 2))]
     assert [[r.text.prompt[0] for r in batch] for batch in batches(reads, 11)] == [[0, 1], [2], [3, 4, 5]]
     assert list(batches([], 5)) == []
 
 
 def test_reads_are_bounded_by_tokens():
-    reads = [Read(Text((1, 2), (3,) * n, 0), torch.zeros(n + 1, 2)) for n in (5, 5, 3, 4)]
+    reads = [Read(Text((1, 2), (3,) * n), torch.zeros(n + 1, 2)) for n in (5, 5, 3, 4)]
     assert [len(r.text) for r in reads] == [7, 7, 5, 6]
     assert latest(reads, 100) == reads
     assert latest(reads, 18) == reads[1:]
