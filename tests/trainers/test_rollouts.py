@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import specrl.trainers.rollouts
 from specrl.rollout.cache.memory import Fingerprint, TrajectoryCache
 from specrl.rollout.config import RolloutConfig
 from specrl.rollout.engines.base import SamplingParams
@@ -112,10 +113,11 @@ def test_a_batch_is_stored_with_its_rewards_and_the_cache_reported():
     assert metrics["timing_s/gen"] == batch.total_s > 1.0, "storing is charged to the rollout"
 
 
-def test_a_share_of_all_tokens_counts_the_tokens_of_processes_without_that_source():
+def test_a_share_of_all_tokens_counts_the_tokens_of_processes_without_that_source(monkeypatch):
     one = made()
     one.collect([{"example_id": "e0"}] * 2)
-    one.exchange = lambda found: [*found, "model"]  # in the other process a draft model drafted
+    # in the other process a draft model drafted
+    monkeypatch.setattr(specrl.trainers.rollouts, "gather_object", lambda sources: [*sources, "model"])
     here = one.finish()["spec/reused_model"]
     assert here == 0.0
     assert here.beside(mean(3, 4)) == 3 / (4 + 4), "the two responses here have 4 tokens, none of them drafted so"
@@ -126,7 +128,7 @@ def test_overlong_responses_are_punished(buffer, expected):
     config = RolloutConfig(group_size=4, max_new_tokens=3)
     got = made(config=config, trainer=TrainerConfig(overlong_buffer=buffer)).collect([{"example_id": "e0"}])
     assert got.rewards == [expected], "2 of 3 tokens, of which the last 2 cost half each"
-    assert got.earned == [1.0]
+    assert got.unpenalised_rewards == [1.0]
 
 
 def test_a_response_that_failed_is_not_stored():
@@ -208,6 +210,6 @@ def test_a_response_that_failed_has_no_reward():
 def test_importance_with_every_response_masked():
     masked = made(config=RolloutConfig(acceptance="lenient", group_size=4))
     masked.collect([{"example_id": "e0"}])
-    weights = masked.importance(torch.tensor([[-0.5, -0.5]]), torch.zeros(1, 2), own=None)
+    weights = masked.importance(torch.tensor([[-0.5, -0.5]]), torch.zeros(1, 2), None)
     assert weights.tolist() == [[1.0, 1.0]]
     assert not any("importance" in name for name in masked.finish())

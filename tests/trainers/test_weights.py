@@ -14,8 +14,7 @@ from torch.distributed.fsdp import StateDictType
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from specrl.rollout.build import build_engine
-from specrl.rollout.config import RolloutConfig
-from specrl.rollout.engines.base import EngineSpec, Probe
+from specrl.rollout.engines.base import Probe
 from specrl.rollout.types import Request, RolloutError
 from specrl.trainers.weights import PolicyWeights, check, check_shared, probe, send
 from tests.engines import local
@@ -70,50 +69,33 @@ SHARED, COPY = False, True
 @pytest.mark.parametrize(
     ("accelerator", "own_weights", "name"),
     [
-        (process(DistributedType.FSDP, fsdp_version=2), [SHARED], "FSDP 2"),
-        (process(DistributedType.FSDP, fsdp_version=1), [SHARED, COPY], "FSDP 1"),
-        (process(DistributedType.DEEPSPEED, zero_stage=3), [SHARED, COPY], "DeepSpeed ZeRO-3"),
+        (process(DistributedType.FSDP, fsdp_version=2), SHARED, "FSDP 2 leaves no process a whole model"),
+        (process(DistributedType.FSDP, fsdp_version=1), COPY, "FSDP 1 leaves no process a whole model"),
+        (process(DistributedType.DEEPSPEED, zero_stage=3), COPY, "DeepSpeed ZeRO-3 leaves no process a whole model"),
+        (
+            process(DistributedType.FSDP, fsdp_version=2, saves=StateDictType.SHARDED_STATE_DICT),
+            COPY,
+            "SHARDED_STATE_DICT. Set it to FULL_STATE_DICT",
+        ),
+        (process(DistributedType.NO), SHARED, None),
+        (process(DistributedType.MULTI_GPU), SHARED, None),
+        (process(DistributedType.DEEPSPEED, zero_stage=2), SHARED, None),
+        (process(DistributedType.FSDP, fsdp_version=2), COPY, None),
     ],
 )
-def test_an_engine_cannot_decode_with_a_part_of_the_model(accelerator, own_weights, name):
-    for own in own_weights:
-        with pytest.raises(RolloutError) as caught:
-            check_shared(own, accelerator)
-        assert str(caught.value).startswith(f"{name} leaves no process a whole model, which rollouts need. Launch with")
-        assert "\n" not in str(caught.value)
+def test_an_engine_that_cannot_get_the_whole_model_is_refused(accelerator, own_weights, name):
+    if name is None:
+        check_shared(own_weights, accelerator)
+        return
+    with pytest.raises(RolloutError) as caught:
+        check_shared(own_weights, accelerator)
+    assert name in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("accelerator", "own_weights"),
-    [
-        (process(DistributedType.NO), SHARED),
-        (process(DistributedType.MULTI_GPU), SHARED),
-        (process(DistributedType.DEEPSPEED, zero_stage=2), SHARED),
-        (process(DistributedType.FSDP, fsdp_version=2), COPY),
-    ],
-    ids=["alone", "torchrun", "ZeRO-2", "FSDP 2 and a copy"],
-)
-def test_what_is_recommended_instead_is_taken(accelerator, own_weights):
-    check_shared(own_weights, accelerator)
-
-
-def test_a_run_that_would_leave_no_model_behind_is_refused():
-    parts = process(DistributedType.FSDP, fsdp_version=2, saves=StateDictType.SHARDED_STATE_DICT)
-    with pytest.raises(RolloutError, match=r"^FSDP saves no model .* Set it to FULL_STATE_DICT in accelerate's conf"):
-        check_shared(COPY, parts)
-
-
-def test_a_grpo_run_asks_that_before_its_first_step(tmp_path, monkeypatch):
+def test_a_grpo_run_checks_that_before_its_first_step(tmp_path, monkeypatch):
     monkeypatch.setattr(Accelerator, "distributed_type", DistributedType.FSDP)
     with pytest.raises(RolloutError, match="FSDP 1 leaves no process a whole model"):
         run(tmp_path, trainer__max_steps=1)
-
-
-def test_what_shards_cannot_do_is_not_recommended():
-    policy = type("FullyShardedDataParallel", (), {})()
-    with pytest.raises(RolloutError) as caught:
-        next(iter(PolicyWeights(policy)))
-    assert "rollout.engine=transformers" not in str(caught.value)
 
 
 @pytest.mark.parametrize("adapted", [False, True], ids=["plain", "lora"])
@@ -277,29 +259,19 @@ def test_the_coarser_type_decides_what_a_probe_allows(build_model):
     assert probe(model, TEXT, torch.float32) == strict
     for own, engine in ((torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32), (torch.bfloat16, None)):
         loose = probe(model.to(own), TEXT, engine)
-        apart = 2 if own == torch.float32 else 1  # autocast accumulates in float32, unlike a bfloat16 copy
-        assert 0.05 * apart < loose.tolerance < 0.05 * apart + 0.05
+        factor = 2 if own == torch.float32 else 1  # autocast accumulates in float32, unlike a bfloat16 copy
+        assert 0.05 * factor < loose.tolerance < 0.05 * factor + 0.05
         assert 0 < loose.outliers < 0.1
     assert probe(model, TEXT, torch.float16).tolerance > strict.tolerance
 
 
-def test_larger_logits_are_rounded_more_coarsely():
-    def allowed(largest, dtype=torch.bfloat16):
-        return probe(Logits(torch.full((1, 8, 61), largest), dtype), TEXT[:8]).tolerance
-
-    assert allowed(20.0) - allowed(10.0) == pytest.approx(0.6 * (0.125 - 0.0625))
-    assert allowed(31.9) == allowed(16.0) < allowed(32.0)
-    assert allowed(20.0, torch.float16) < allowed(20.0)
-
-
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_in_bfloat16_a_right_copy_passes_and_a_wrong_matrix_or_a_stale_layer_does_not(build_model, family):
-    trained = build_model(family, seed=1)
+def test_in_bfloat16_a_right_copy_passes_and_a_wrong_matrix_or_a_stale_layer_does_not(build_model):
+    trained = build_model("qwen3", seed=1)
     engine = own_engine(copy.deepcopy(trained).bfloat16())
     expected = probe(trained, TEXT, torch.bfloat16)
     sent = {name: weight.bfloat16() for name, weight in PolicyWeights(trained)}
     engine.update_weights(sent.items(), 1, expected)
-    stale = dict(PolicyWeights(build_model(family, seed=2)))
+    stale = dict(PolicyWeights(build_model("qwen3", seed=2)))
     faults = [
         {"model.layers.1.mlp.up_proj.weight": 1.25 * sent["model.layers.1.mlp.up_proj.weight"]},
         {"lm_head.weight": 1.1 * sent["lm_head.weight"]},
@@ -363,19 +335,6 @@ def test_a_shared_policy_that_was_changed_behind_the_engine_is_noticed(build_mod
     check(own_engine(build_model("qwen3", seed=2)), model, 3, TEXT)  # separate weights were probed when sent
 
 
-def test_the_probe_is_what_the_model_says(build_model):
-    model = build_model("llama")
-    model.eval()
-    with torch.no_grad():
-        logp = model(torch.tensor([TEXT])).logits[0, :-1].log_softmax(-1)
-    expected = logp.gather(-1, torch.tensor(TEXT[1:])[:, None])[:, 0]
-    model.train()
-    got = probe(model, TEXT)
-    assert got.logprobs == pytest.approx(expected.tolist(), abs=1e-6)
-    assert model.training, "put back"
-    assert own_engine(model).score(TEXT) == pytest.approx(expected.tolist(), abs=1e-5)
-
-
 FSDP = """
 import sys, torch
 import torch.distributed as dist
@@ -425,14 +384,6 @@ def test_shards_of_fsdp_are_gathered():
     assert [process.returncode for process in both] == [0, 0], "\n".join(outputs)[-4000:]
 
 
-def test_layouts_that_cannot_be_gathered_are_refused(build_model):
-    class FullyShardedDataParallel(torch.nn.Module):
-        """Version 1, recognised by its name: its parameters are flat."""
-
-    with pytest.raises(RolloutError, match="fsdp_version: 2"):
-        PolicyWeights(FullyShardedDataParallel())
-
-
 @pytest.fixture
 def own_weights(monkeypatch):
     """Runs whose engine holds a copy of the policy, as workers do."""
@@ -465,11 +416,3 @@ def test_control_weights_that_are_not_sent(tmp_path, own_weights):
 
     with pytest.raises(RolloutError, match="does not run the weights it was sent"):
         run(tmp_path, sabotage)
-
-
-def test_a_spec_builds_the_same_engine_again():
-    spec = EngineSpec(model=str(policy()), eos_ids=frozenset([1]), rollout=RolloutConfig())
-    a, b = build_engine(spec), build_engine(spec)
-    assert a.own_weights
-    assert a.model is not b.model
-    assert texts(a) == texts(b)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -88,8 +88,8 @@ class ReuseRollouts:
         """
         training = trainer.model.training  # TRL's own criterion
         rollout = self._ready(trainer, training)
-        rows, gather = _rows(trainer, prompts), _exchange(trainer)
-        parts = gather([[row.example_id for row in rows]])  # one list per process
+        rows = _rows(trainer, prompts)
+        parts = gather_object([[row.example_id for row in rows]])  # one list per process
         everyone = [example_id for part in parts for example_id in part]
         first = sum(map(len, parts[: trainer.accelerator.process_index]))
         own = slice(first, first + len(rows))
@@ -107,7 +107,7 @@ class ReuseRollouts:
         if training and rollout.cache is not None:
             entries = rollout.entries(rows, batch, step=step)
             with batch.charge_store():
-                rollout.cache.merge(gather(entries))
+                rollout.cache.merge(gather_object(entries))
         state = {name: visits.state() for name, visits in self._visits.items()}
         trainer.state.stateful_callbacks[STATE] = state  # saved in every checkpoint
         metrics = rollout_metrics(batch)
@@ -193,8 +193,3 @@ def _rows(trainer: Any, prompts: Sequence[Any]) -> list[Row]:
     if images is not None:
         raise RolloutError("ReuseRollouts cannot show images to the model; leave rollout_func out for such prompts")
     return [Row(hashlib.blake2b(repr(ids).encode(), digest_size=16).hexdigest(), tuple(ids)) for ids in tokenized]
-
-
-def _exchange(trainer: Any) -> Callable[[list], list]:
-    """Returns a function that concatenates the lists of all processes, in their order."""
-    return gather_object if trainer.accelerator.num_processes > 1 else list

@@ -8,14 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
-from accelerate.utils import gather_object
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.integrations import get_reporting_integration_callbacks
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
 
 from specrl.rollout.reduction import Metric
+from specrl.trainers.callbacks import StepMetrics
 from specrl.trainers.checkpoint import writing
-from specrl.trainers.metrics import StepMetrics
 
 PROGRESS = ("global_step", "epoch", "num_input_tokens_seen")
 
@@ -42,7 +41,7 @@ class Loop(ABC):
             is_local_process_zero=accelerator.is_local_main_process,
         )
         flow = [DefaultFlowCallback, *get_reporting_integration_callbacks(args.report_to)]
-        self._step_metrics = StepMetrics(gather_object if accelerator.num_processes > 1 else list)
+        self._step_metrics = StepMetrics()
         self._callbacks = CallbackHandler([*flow, self._step_metrics], **parts)
 
     @abstractmethod

@@ -88,7 +88,7 @@ class Prior:
         self._moment = self.FORGET * self._moment + self._accelerator.reduce(moment, "sum").cpu()
         first = zip(prompts, returns[:, 0].tolist(), mask[:, 0], strict=True)
         visited = [(prompt, value) for prompt, value, scored in first if scored]
-        self.prompts.learn(gather_object(visited) if self._accelerator.num_processes > 1 else visited)
+        self.prompts.learn(gather_object(visited))
 
     def _coefficients(self) -> Tensor:
         prompt_value = torch.tensor([0.0, 1.0, 0.0, 0.0], dtype=torch.float64)

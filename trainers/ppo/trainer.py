@@ -124,7 +124,7 @@ class PPOTrainer(Loop):
         batch = self._scored(responses, prompts)
         left_out = [self._options.mask_truncated and c.finish == "length" for c in sampled.batch.completions]
         train_mask = batch.mask * (1 - torch.tensor(left_out, device=device)[:, None].float())
-        ratios = self.rollouts.importance(batch.rollout_logprobs, train_mask, own=lambda: batch.policy_logprobs)
+        ratios = self.rollouts.importance(batch.rollout_logprobs, train_mask, lambda: batch.policy_logprobs)
         batch = self._with_advantages(batch, totals, prompts)
         advantages = batch.advantages if ratios is None else batch.advantages * ratios
         batch = replace(batch, advantages=advantages, mask=train_mask)

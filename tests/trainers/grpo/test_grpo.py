@@ -22,7 +22,7 @@ from specrl.run.accuracy import evaluate
 from specrl.run.data import load_examples
 from specrl.trainers.config import TrainerConfig
 from specrl.trainers.grpo import reference
-from specrl.trainers.grpo.trainer import EpochRepeatSampler, check_trl, grpo_config
+from specrl.trainers.grpo.trainer import EpochRepeatSampler, grpo_config
 from tests.runs import differences, logs, policy, run, words
 
 DIFFERENCE = "sampling/sampling_logp_difference/max"
@@ -71,21 +71,6 @@ def of_updates(trainer) -> list[torch.Tensor]:
 
     trainer._get_per_token_logps_and_entropies = kept
     return found
-
-
-# TRL ------------------------------------------------------------------------------------------------------------------
-
-
-def test_the_installed_trl_has_what_is_needed():
-    check_trl()
-
-
-@pytest.mark.parametrize("name", ["_generate_and_score_completions", "_compute_loss"])
-def test_a_trl_without_a_needed_name_is_refused(monkeypatch, name):
-    monkeypatch.delattr(grpo.GRPOTrainer, name)
-    with pytest.raises(RolloutError, match=rf"trl [\d.]+ has no GRPOTrainer\.{name}.*Install trl==1\.16") as caught:
-        check_trl()
-    assert "\n" not in str(caught.value)
 
 
 def configure(trainer=None, rollout=None, **more):
