@@ -11,9 +11,8 @@ import pytest
 
 from specrl.reward.answers import extract_answer, last_box, normal_number, quick_equal
 from specrl.reward.base import Sample
-from specrl.reward.checker import make_checker
 from specrl.reward.config import RewardConfig
-from specrl.reward.math import CANARY, MathReward
+from specrl.reward.math import CANARY, MathReward, make_checker
 from specrl.reward.set import RewardSet
 from specrl.reward.worker import answer as worker_answer
 
@@ -173,10 +172,10 @@ def test_equal_questions_are_asked_once(reward, monkeypatch):
 @pytest.fixture
 def checker(monkeypatch):
     """math-verify's handler in this process, with a `verify` to be replaced."""
-    from specrl.reward import checker
+    import math_verify
 
-    replaced, real = {}, checker.verify
-    monkeypatch.setattr(checker, "verify", lambda *pair, **options: replaced.get("by", real)(*pair, **options))
+    replaced, real = {}, math_verify.verify
+    monkeypatch.setattr(math_verify, "verify", lambda *pair, **options: replaced.get("by", real)(*pair, **options))
     return make_checker(), replaced
 
 
@@ -211,7 +210,7 @@ def test_every_request_draws_from_sympys_generator_anew(checker):
 
 
 def no_score_because_of_time(result) -> bool:
-    return result.total == [None] and result.timeouts == {"math": 1} and result.errors == {"math": 0}
+    return result.total == [None] and result.timeouts == {"math": 1}
 
 
 @pytest.mark.slow
@@ -226,7 +225,6 @@ def test_hostile_text_meets_the_deadline_and_is_masked(hostile):
         thread.join(60)
         assert results, "it takes hours without a deadline"
         assert no_score_because_of_time(results[0])
-        assert "timeout_s=0.7" in results[0].first_failure["math"]
         assert rewards.score([Sample("p", r"\boxed{\frac12}", "0.5")]).total == [1.0]
         assert rewards.score([Sample("p", r"\boxed{\frac13}", "0.5")]).total == [0.0]
     finally:
@@ -240,7 +238,7 @@ def test_two_answers_too_hard_to_check_do_not_end_the_run():
     try:
         for _ in range(2):  # as every resume would do again
             result = rewards.score(step)
-            assert (result.failed, result.timeouts, result.over_limit) == ({"math": 2}, {"math": 2}, {"math": 2})
+            assert (result.timeouts, result.over_limit) == ({"math": 2}, {"math": 2})
             assert result.total == [None, None, *[float(i % 4 == 0) for i in range(2, 32)]]
     finally:
         rewards.close()
