@@ -133,10 +133,6 @@ def test_a_failure_is_never_zero(outcome):
     assert rewards.score([Sample("p", "c", None, {"outcome": outcome})]).total == [None]
 
 
-def test_with_zero_hard_texts_have_a_score_and_stop_nothing():
-    assert step_that_stops([batch(*[HARD] * 32, first=4 * i) for i in range(40)], on_limit="zero") is None
-
-
 @pytest.mark.parametrize(("on_limit", "value"), [("mask", None), ("zero", 0.0)])
 def test_a_hard_text_is_asked_again_when_it_comes_again(on_limit, value):
     class Changing:

@@ -272,25 +272,6 @@ def test_a_reward_that_turns_timeouts_into_zero_is_caught():
         rewards.close()
 
 
-def test_a_hostile_reference_is_masked_too():
-    reward = MathReward(RewardConfig(timeout_s=0.5))
-    try:
-        assert score(reward, r"\boxed{3}", r"9^{9^{9^{9}}}") is None
-    finally:
-        reward.close()
-
-
-def test_repeated_checks_agree(reward):
-    pair = {"reference": r"\frac{\sqrt{6}-\sqrt{2}}{4}", "answer": r"\sin(15^\circ)", "marked": True}
-    first = reward.pool.call(pair)
-    with_history = [reward.pool.call(pair) for _ in range(3)]
-    fresh = MathReward(RewardConfig(timeout_s=10))
-    try:
-        assert {first, *with_history, fresh.pool.call(pair)} == {first}
-    finally:
-        fresh.close()
-
-
 def test_gsm8k_solutions_score_one_and_others_zero(no_worker):
     data = rows("gsm8k/train.jsonl", 200)
     right = no_worker([Sample(row["question"], row["answer"], row["answer"]) for row in data])

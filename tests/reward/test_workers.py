@@ -1,6 +1,5 @@
 """Killable workers: deadlines, crashes, memory, threads, forks, orphans."""
 
-import asyncio
 import os
 import signal
 import subprocess
@@ -201,17 +200,6 @@ def test_sets_have_one_order_in_every_worker(handlers, monkeypatch):
     assert order == other_order
 
 
-def test_the_deadline_holds_in_threads_and_in_asyncio(pool):
-    pool.start()
-    took = []
-    thread = threading.Thread(target=lambda: took.append(timed_out(pool, ["hold", 9])))
-    thread.start()
-    thread.join(5)
-    assert took
-    assert took[0] < 2.5
-    assert asyncio.run(asyncio.to_thread(pool.call, ["echo", 1])) == 1
-
-
 def test_threads_share_the_pool_without_mixing_answers(handlers):
     with closing(WorkerPool(handlers, RewardConfig(workers=2, timeout_s=5))) as pool:
         assert pool.map([["echo", i] for i in range(100)]) == list(range(100))
@@ -373,32 +361,6 @@ def test_workers_die_with_a_killed_parent(handlers, tmp_path, task):
         parent.stdout.close()
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-
-
-def test_grandchildren_die_with_a_killed_parent(handlers, tmp_path):
-    pid_file = tmp_path / "pid"
-    parent = run_script(
-        tmp_path,
-        f"""
-        pool = WorkerPool("worker_handlers:make", RewardConfig(timeout_s=60))
-        pool.call(["child", {str(pid_file)!r}])
-        """,
-    )
-    deadline = time.monotonic() + 10
-    while not (pid_file.exists() and pid_file.read_text()) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    parent.kill()
-    parent.communicate(timeout=5)
-    assert gone_within(int(pid_file.read_text()), 2)
-
-
-def test_a_worker_outlives_the_thread_that_started_it(pool):
-    thread = threading.Thread(target=pool.start)
-    thread.start()
-    thread.join(10)
-    before = pool.pids()
-    time.sleep(0.1)
-    assert pool.call(["pid", 0]) == before[0]
 
 
 def test_a_forked_child_gets_workers_of_its_own(handlers, tmp_path):

@@ -74,7 +74,7 @@ def made(rank=0, config=None, engine=None, policy=None, score=ones, state=None, 
     return Rollouts(setup, accelerator, lambda: policy, lambda: state)
 
 
-def test_rows_become_slots_across_processes():
+def test_rows_get_sample_indices_across_processes():
     second = made(rank=1)
     got = second.collect([{"example_id": f"e{i // 4}"} for i in range(6, 12)])
     ((ids, _, step, sample_indices),) = second.source.calls
@@ -200,11 +200,6 @@ def test_an_engine_with_weights_of_its_own_gets_each_version_once(build_model):
     state.global_step = 8
     own.sync()
     assert engine.versions == [7, 8]
-
-
-def test_a_response_that_failed_has_no_reward():
-    lost = Completion([], [], [], [], "length", 7, 0, failure="its worker died")
-    assert made(response=lost).collect([{"example_id": "e0"}]).rewards == [None]
 
 
 def test_importance_with_every_response_masked():

@@ -25,8 +25,8 @@ def full(model, text):
 # Positions ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "mistral"])
-def test_the_teacher_is_the_policys_law_of_each_response_token(tiny, family):
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_the_teacher_is_the_policys_distribution_of_each_response_token(tiny, family):
     model = tiny(family)
     batch = distil.Batch.of(read(model, TEXTS), model)
     got = distil.teacher_logits(model, batch)

@@ -242,17 +242,6 @@ def test_a_round_learns_from_a_bounded_number_of_tokens(build_model, options, mo
     assert follow(moving, trainer_of(moving), range(3))[0]["drafter/tokens"] > most, "control"
 
 
-def test_no_pass_of_the_policy_is_made(build_model):
-    moving = Moving(build_model)
-    trainer, calls = trainer_of(moving), []
-    rows, _ = moving.rollout(0)
-    trainer.observe(rows, IDLE)
-    update(moving.policy, rows)
-    moving.policy.base_model.register_forward_pre_hook(lambda *given: calls.append(given))
-    assert trainer.step()["drafter/tokens"] > 0
-    assert calls == []
-
-
 def test_minibatches_bring_their_texts_each(build_model):
     moving = Moving(build_model)
     trainer, learned = trainer_of(moving), []
@@ -428,16 +417,6 @@ def test_a_resumed_run_is_the_uninterrupted_one(build_model, tmp_path, kind):
     assert without_seconds(first) != without_seconds(rest)  # control
     save_file({}, tmp_path / snapshot.OPTIMIZER)
     assert not same(weights_of(resumed()[0].drafter), weights_of(whole.drafter)), "control: the moments matter"
-
-
-def test_what_was_switched_off_stays_off_after_resuming(build_model, tmp_path):
-    moving = Moving(build_model)
-    trainer = trainer_of(moving, patience=1)
-    follow(moving, trainer, range(1), EngineStats(decode_s=1e-6))
-    trainer.save(tmp_path)
-    resumed = trainer_of(moving, patience=1)
-    resumed.load(tmp_path)
-    assert resumed.progress.off == trainer.progress.off != ""
 
 
 def test_the_state_of_another_drafter_is_refused(build_model, tmp_path):

@@ -83,58 +83,42 @@ def configure(trainer=None, rollout=None, **more):
 
 
 @pytest.mark.parametrize(
-    ("given", "expected"),
+    ("options", "expected"),
     [
         ({}, {"per_device_train_batch_size": 16, "gradient_accumulation_steps": 1, "steps_per_generation": 1}),
         ({"trainer": {"rows_per_pass": 8}}, {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2}),
         ({"trainer": {"rows_per_pass": 8}}, {"steps_per_generation": 2, "generation_batch_size": 16}),
-        ({"world": 2}, {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}),
         ({"world": 2, "trainer": {"rows_per_pass": 2}}, {"per_device_train_batch_size": 2, "steps_per_generation": 4}),
-        ({"trainer": {"updates_per_rollout": 3}}, {"num_iterations": 3}),
+        ({"rollout": {"temperature": 0.7, "top_p": 0.9, "top_k": 5}}, {"temperature": 0.7, "top_p": 0.9, "top_k": 5}),
         ({"rollout": {"max_new_tokens": 77}}, {"num_generations": 4, "max_completion_length": 77}),
         (
-            {"rollout": {"temperature": 0.7, "top_p": 0.9, "top_k": 5}},
-            {"temperature": 0.7, "top_p": 0.9, "top_k": 5},
+            {"trainer": {"learning_rate": 0.5, "weight_decay": 0.1, "lr_schedule": "cosine", "warmup_steps": 7}},
+            {"learning_rate": 0.5, "weight_decay": 0.1, "lr_scheduler_type": "cosine", "warmup_steps": 7},
         ),
-        ({"trainer": {"learning_rate": 0.5, "weight_decay": 0.1}}, {"learning_rate": 0.5, "weight_decay": 0.1}),
-        ({"trainer": {"lr_schedule": "cosine", "warmup_steps": 7}}, {"lr_scheduler_type": "cosine", "warmup_steps": 7}),
-        ({"trainer": {"epochs": 5}}, {"num_train_epochs": 5, "max_steps": -1}),
-        ({"trainer": {"max_steps": 9}}, {"max_steps": 9}),
-        ({"trainer": {"clip": 0.1}}, {"epsilon": 0.1, "epsilon_high": 0.1}),
+        (
+            {"trainer": {"epochs": 5, "updates_per_rollout": 3}},
+            {"num_train_epochs": 5, "max_steps": -1, "num_iterations": 3},
+        ),
+        ({"trainer": {"max_steps": 9, "save_every": 6}}, {"max_steps": 9, "save_steps": 6, "save_total_limit": None}),
         ({"trainer": {"clip": 0.1, "clip_high": 0.3}}, {"epsilon": 0.1, "epsilon_high": 0.3}),
         ({"trainer": {"algorithm": "dapo"}}, {"epsilon": 0.2, "epsilon_high": 0.28, "loss_type": "dapo"}),
-        ({"trainer": {"algorithm": "dapo", "clip_high": 0.4}}, {"epsilon_high": 0.4}),
-        ({}, {"loss_type": "grpo", "beta": 0.0, "scale_rewards": "group"}),
-        ({"trainer": {"loss": "dr_grpo"}}, {"loss_type": "dr_grpo"}),
-        ({"trainer": {"beta": 0.04}}, {"beta": 0.04}),
-        ({"trainer": {"scale_rewards": "none"}}, {"scale_rewards": "none"}),
-        ({}, {"importance_sampling_level": "token"}),
-        ({"trainer": {"ratio": "sequence"}}, {"importance_sampling_level": "sequence"}),
-        ({"trainer": {"ratio": "sequence"}}, {"epsilon": 3e-4, "epsilon_high": 4e-4}),
-        ({"trainer": {"mask_truncated": True}}, {"mask_truncated_completions": True}),
-        ({"trainer": {"max_grad_norm": 0.3}}, {"max_grad_norm": 0.3}),
+        ({}, {"loss_type": "grpo", "beta": 0.0, "scale_rewards": "group", "importance_sampling_level": "token"}),
+        ({"trainer": {"loss": "dr_grpo", "beta": 0.04}}, {"loss_type": "dr_grpo", "beta": 0.04}),
+        (
+            {"trainer": {"scale_rewards": "none", "mask_truncated": True, "max_grad_norm": 0.3}},
+            {"scale_rewards": "none", "mask_truncated_completions": True, "max_grad_norm": 0.3},
+        ),
+        ({"trainer": {"ratio": "sequence"}}, {"importance_sampling_level": "sequence", "epsilon": 3e-4}),
         ({"trainer": {"gradient_checkpointing": True}}, {"gradient_checkpointing": True, "bf16": False}),
-        ({"trainer": {"save_every": 6}}, {"save_strategy": "steps", "save_steps": 6, "save_total_limit": None}),
-        ({}, {"output_dir": "out", "seed": 3, "use_cpu": True, "report_to": [], "logging_steps": 1}),
-        ({"trackers": ["tensorboard"]}, {"report_to": ["tensorboard"]}),
+        (
+            {"trackers": ["tensorboard"]},
+            {"report_to": ["tensorboard"], "output_dir": "out", "seed": 3, "use_cpu": True},
+        ),
     ],
 )
-def test_options_become_trl_arguments(given, expected):
-    args = configure(**given)
+def test_options_become_trl_arguments(options, expected):
+    args = configure(**options)
     assert {name: getattr(args, name) for name in expected} == expected
-
-
-@pytest.mark.parametrize(
-    ("given", "numbers"),
-    [
-        ({"trainer": {"rows_per_pass": 5}}, "16 rows per step .* 1 processes of 5"),
-        ({"world": 3}, "16 rows per step .* 3 processes of 5"),
-        ({"world": 2, "trainer": {"rows_per_pass": 16}}, "2 processes of 16"),
-    ],
-)
-def test_a_step_that_cannot_be_split_is_refused(given, numbers):
-    with pytest.raises(RolloutError, match=numbers):
-        configure(**given)
 
 
 def test_the_order_depends_on_seed_and_epoch_only():
@@ -157,20 +141,15 @@ def test_the_order_depends_on_seed_and_epoch_only():
 
 
 @pytest.mark.parametrize(
-    ("options", "given"),
-    [
-        ({}, False),
-        ({"trainer__old_logprobs": "trainer"}, False),
-        ({"trainer__old_logprobs": "engine"}, True),
-        ({"rollout__acceptance": "lenient"}, True),
-    ],
+    ("options", "from_engine"),
+    [({}, False), ({"trainer__old_logprobs": "engine"}, True), ({"rollout__acceptance": "lenient"}, True)],
 )
-def test_old_log_probs_come_from_the_engine_only_when_asked(tmp_path, options, given):
+def test_old_log_probs_come_from_the_engine_only_when_asked(tmp_path, options, from_engine):
     outputs = []
     run(tmp_path, tap(outputs), trainer__max_steps=1, **options)
     (out,) = outputs
-    assert ("old_per_token_logps" in out) == given
-    if given:
+    assert ("old_per_token_logps" in out) == from_engine
+    if from_engine:
         assert torch.equal(out["old_per_token_logps"], out["sampling_per_token_logps"])
 
 
@@ -344,21 +323,6 @@ def test_wrong_log_probs_are_seen(tmp_path):
     assert [log[DIFFERENCE] > 0.2 for log in logs(record)] == [False] * 3 + [True]
 
 
-def test_the_largest_gap_is_that_of_all_micro_batches(tmp_path):
-    def plant(trainer):
-        generate = trainer.rollouts.engine.generate
-
-        def wrong(requests):
-            completions, stats = generate(requests)
-            completions[5].logprobs[0] -= 0.25
-            return completions, stats
-
-        trainer.rollouts.engine.generate = wrong
-
-    (log,) = logs(run(tmp_path, plant, trainer__max_steps=1, trainer__rows_per_pass=4))
-    assert log[DIFFERENCE] == pytest.approx(0.25, abs=1e-3), "not the mean over 4 micro-batches"
-
-
 def test_lenient_weights_are_folded_into_the_advantages(tmp_path):
     outputs = []
     options = {"rollout__acceptance": "lenient", "rollout__lenience": 2.0, "trainer__correction_cap": 1.5}
@@ -373,13 +337,6 @@ def test_lenient_weights_are_folded_into_the_advantages(tmp_path):
     assert (fresh == fresh[:, :1]).all()
     assert not (later == later[:, :1]).all()
     assert sum(step.reuse for step in record.steps) > 0
-
-
-@pytest.mark.slow
-def test_lenient_without_correction_trains_as_published(tmp_path):
-    outputs = []
-    run(tmp_path, tap(outputs), trainer__epochs=2, rollout__acceptance="lenient", trainer__correction="none")
-    assert all((out["advantages"] == out["advantages"][:, :1]).all() for out in outputs)
 
 
 def test_an_engine_with_other_numerics_is_corrected(tmp_path):
@@ -650,10 +607,3 @@ def test_evaluation_never_touches_the_cache(folder):
     assert held("after") == before
     again = evaluate(trainer.rollouts.engine, tokenizer, examples, rewards, config, samples=4)
     assert again == metrics, "the same weights are evaluated with the same noise"
-
-
-@pytest.mark.slow
-def test_evaluation_changes_nothing_in_training(folder):
-    silent = run(folder, name="silent", trainer__max_steps=4)
-    watched = run(folder, name="watched", trainer__max_steps=4, trainer__eval_prompts=8, trainer__eval_every=1)
-    assert differences(silent, watched) == []

@@ -6,17 +6,12 @@ from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
 from math import isfinite
-from pathlib import Path
 from statistics import mean
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from specrl.rollout.config import RolloutConfig
-from specrl.rollout.types import RolloutError
-from specrl.trainers.arguments import ppo_arguments
-from specrl.trainers.config import TrainerConfig
 from specrl.trainers.ppo.objectives import rloo
 from tests.runs import SHORT, Recording, differences, recorded, run
 
@@ -83,13 +78,6 @@ def test_the_exact_run_is_the_plain_run(name):
              and n.removeprefix("policy.") in before]  # fmt: skip
     assert all(moved) or name == ADAPTERS
     assert all(map(isfinite, exact.losses))
-
-
-@slow
-def test_variants_are_not_the_same_run():
-    plain = runs(rollout__acceptance="exact")
-    for name in (CRITIC, ALONE):
-        assert "weights" in differences(plain, runs(rollout__acceptance="exact", **VARIANTS[name])), name
 
 
 def test_control_steps_and_log_probs(tmp_path):
@@ -328,28 +316,3 @@ def test_the_run_directory_is_that_of_any_run(tmp_path):
     assert json.loads((folder / "report.json").read_text())["finished"] is True
     marked = {path.name for path in (folder / "checkpoints" / "checkpoint-12").iterdir()}
     assert {"specrl.json", "trained.safetensors", "optimizer.safetensors", "progress.json", "trajectories"} == marked
-
-
-def arguments(world=1, **options):
-    trainer = replace(TrainerConfig(), algorithm="ppo", prompts_per_step=4, **options)
-    given = {"steps": 7, "output_dir": Path("out"), "seed": 3, "cpu": True, "world": world, "trackers": []}
-    return ppo_arguments(trainer, replace(RolloutConfig(), group_size=4), **given)
-
-
-@pytest.mark.parametrize(
-    ("options", "rows", "passes"),
-    [
-        ({}, 16, 1),
-        ({"minibatches": 2}, 8, 1),
-        ({"minibatches": 2, "rows_per_pass": 2}, 2, 4),
-        ({"world": 2, "minibatches": 2}, 4, 1),
-    ],
-)
-def test_minibatches_and_passes(options, rows, passes):
-    args = arguments(**options)
-    assert (args.per_device_train_batch_size, args.gradient_accumulation_steps, args.max_steps) == (rows, passes, 7)
-
-
-def test_a_step_that_cannot_be_split_is_refused():
-    with pytest.raises(RolloutError, match="8 rows per step cannot be split over 3 processes of 2 rows"):
-        arguments(world=3, minibatches=2)
