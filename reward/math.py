@@ -108,7 +108,7 @@ def make_checker() -> Callable[[dict[str, Any]], bool]:
         logging.getLogger(name).setLevel(logging.ERROR)
 
     def handler(payload: dict[str, Any]) -> bool:
-        seed(0)  # some of sympy's algorithms draw random numbers
+        seed(0)  # some of sympy's algorithms use random numbers
         reference = parse(_boxed(payload["reference"]), parsing_timeout=None)
         if all(isinstance(item, str) for item in reference):  # text that math-verify could not parse
             raise ValueError(f"math-verify cannot read the reference answer {payload['reference']!r:.200}")

@@ -68,7 +68,9 @@ class Record(TrainerCallback):
         after_step: Callable[[int], None],
         before_training: Callable[[], None],
     ):
-        self._write, self._after_step, self._before_training = write, after_step, before_training
+        self._write = write
+        self._after_step = after_step
+        self._before_training = before_training
 
     def on_train_begin(self, args, state, control, **kwargs) -> None:
         if state.global_step == 0:
@@ -116,7 +118,9 @@ class StopOnSignal(TrainerCallback):
         """The number of the signal that ended training, 0 if there was none."""
 
     def on_train_begin(self, args, state, control, **kwargs) -> None:
-        self._saved, self._world, self._speaks = state.global_step, args.world_size, state.is_world_process_zero
+        self._saved = state.global_step
+        self._world = args.world_size
+        self._is_main = state.is_world_process_zero
         self._previous = {number: signal.signal(number, self._note) for number in self.SIGNALS}
 
     def __enter__(self) -> StopOnSignal:
@@ -147,7 +151,7 @@ class StopOnSignal(TrainerCallback):
             return
         if self._interrupted is None:
             self._interrupted = time.monotonic()
-            if self._speaks:  # not print, because the signal may have interrupted one
+            if self._is_main:  # not print, because the signal may have interrupted one
                 os.write(2, b"interrupted: finishing the step and saving it; Ctrl-C once more stops at once\n")
         elif self._world == 1 or time.monotonic() - self._interrupted > ECHO_S:
             saved = f"step {self._saved} is saved; resume=auto goes on" if self._saved else "no step is saved"

@@ -57,17 +57,17 @@ class Refill:
         ids, rewards, unpenalised = zip(*gather_object(list(columns)), strict=True)
         groups = [unpenalised[i : i + size] for i in range(0, len(ids), size)]
         zero_variance = [i for i, group in enumerate(groups) if uniform(group)]
-        own, further, replacements = self._sample(len(groups), len(zero_variance), self._prompts(set(ids), seed))
+        rollouts, further, replacements = self._sample(len(groups), len(zero_variance), self._prompts(set(ids), seed))
         replaced_by = dict(zip(zero_variance, replacements, strict=False))
         known = [reward for reward in rewards if reward is not None]
         metrics = {
             "reward": shared(sum(known) / len(known) if known else math.nan),
             "refill/uniform_ratio": shared(len(zero_variance) / len(groups)),
-            "refill/rounds": shared(len(own)),
+            "refill/rounds": shared(len(rollouts)),
             "refill/prompts": shared(sum(len(part.rows) for part in further) // size),
             "refill/left_ratio": shared((len(zero_variance) - len(replaced_by)) / len(groups)),
         }
-        return sum(own, step), sum(further, step).select(self._chosen(len(step.rows), replaced_by)), metrics
+        return sum(rollouts, step), sum(further, step).select(self._chosen(len(step.rows), replaced_by)), metrics
 
     def _prompts(self, sampled_ids: set[str], seed: int) -> Iterator[int]:
         """Yields the dataset indices of prompts that are not in the step, in random order."""
@@ -81,27 +81,27 @@ class Refill:
 
         Args: groups: of the step.
 
-        Returns: this process's rows of each round, all processes' rows of all rounds, and the new groups with variance,
+        Returns: this process's rollouts of each round, those of all processes, and the new groups with variance,
             numbered over all rounds.
         """
-        own: list[Scored] = []
+        rollouts: list[Scored] = []
         further: list[Scored] = []
         replacements: list[int] = []
         tried = 0
-        while len(replacements) < missing and len(own) < self.rounds:
+        while len(replacements) < missing and len(rollouts) < self.rounds:
             share = max((groups - missing + len(replacements)) / (groups + tried), LEAST_SHARE)
             indices = list(islice(prompts, min(math.ceil((missing - len(replacements)) / share), groups)))
             if not indices:
                 break
-            own.append(self._roll_out_groups(indices))
-            parts = gather_object([own[-1]])
+            rollouts.append(self._roll_out_groups(indices))
+            parts = gather_object([rollouts[-1]])
             further += parts
             rewards = [reward for part in parts for reward in part.unpenalised_rewards]
             for i in range(len(indices)):
                 if not uniform(rewards[i * self.group_size : (i + 1) * self.group_size]):
                     replacements.append(tried + i)
             tried += len(indices)
-        return own, further, replacements
+        return rollouts, further, replacements
 
     def _roll_out_groups(self, indices: list[int]) -> Scored:
         """This process's share of the rows of a group of each dataset row."""

@@ -278,7 +278,8 @@ class Rollouts:
         Returns:
             None if no correction is needed.
         """
-        config, options = self.source.config, self._options
+        config = self.source.config
+        options = self._options
         rounded_copy = options.precision == "bf16" and self.engine.own_weights
         other_numerics = rounded_copy or config.engine != "transformers"
         if not config.lossy and (not other_numerics or self.old_from_engine or options.correction == "none"):

@@ -131,7 +131,8 @@ class PolicyWeights:
                     continue
                 layer = None
                 if role == "base_layer":
-                    layer, name = modules[parent], f"{parent}.{leaf}"
+                    layer = modules[parent]
+                    name = f"{parent}.{leaf}"
                     if getattr(layer, "use_dora", None) and any(layer.use_dora.values()):
                         raise RolloutError(
                             "DoRA adapters cannot be sent merged to an engine. Use LoRA without use_dora"

@@ -16,10 +16,11 @@ from specrl.trainers.cotraining.alarm import DrafterAlarm
 from specrl.trainers.cotraining.trainer import DrafterTrainer, TrainDrafter
 
 if TYPE_CHECKING:
-    from specrl.run.run import Trainer
+    from specrl.trainers.grpo.trainer import GRPOTrainerWithReuse
+    from specrl.trainers.ppo.trainer import PPOTrainer
 
 
-def watch_drafter(config: Config, trainer: Trainer) -> None:
+def watch_drafter(config: Config, trainer: GRPOTrainerWithReuse | PPOTrainer) -> None:
     """Adds the drafter's alarm and, if it is trained, its trainer.
 
     The transformers engine drafts with the very model that is trained. Any other engine drafts with a copy, whose

@@ -21,11 +21,11 @@ class Scripted:
     name = "scripted"
 
     def __init__(self):
-        self.asked = []
+        self.requested = []
 
     def __call__(self, samples):
-        self.asked.append(len(samples))
-        key = "then" if len(self.asked) == 2 else "outcome"
+        self.requested.append(len(samples))
+        key = "then" if len(self.requested) == 2 else "outcome"
         return [sample.fields.get(key, sample.fields["outcome"]) for sample in samples]
 
 
@@ -118,7 +118,7 @@ def test_a_hard_text_is_masked_and_counted_or_zero():
     result = RewardSet([reward], on_limit="zero").score(batch(HARD, prompts=2, rows=1))
     assert result.total == [0.0, 1.0]
     assert result.over_limit == {"scripted": 1}
-    assert reward.asked == [2, 1], "a stalled machine must not become a zero"
+    assert reward.requested == [2, 1], "a stalled machine must not become a zero"
 
 
 @pytest.mark.parametrize(("then", "total"), [(1.0, 1.0), (STALLED, None), (BROKEN, None)])
@@ -134,7 +134,7 @@ def test_a_failure_is_never_zero(outcome):
 
 
 @pytest.mark.parametrize(("on_limit", "value"), [("mask", None), ("zero", 0.0)])
-def test_a_hard_text_is_asked_again_when_it_comes_again(on_limit, value):
+def test_a_hard_text_is_scored_again_at_its_next_visit(on_limit, value):
     class Changing:
         name, deterministic = "changing", True
         outcome = HARD

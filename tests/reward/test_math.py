@@ -162,11 +162,11 @@ def test_without_a_usable_reference_there_is_no_score(reward, reference):
     assert score(reward, r"\boxed{3}", reference) is None
 
 
-def test_equal_questions_are_asked_once(reward, monkeypatch):
-    asked = []
-    monkeypatch.setattr(reward.pool, "map", lambda payloads: asked.extend(payloads) or [True] * len(payloads))
+def test_equal_comparisons_are_made_once(reward, monkeypatch):
+    requested = []
+    monkeypatch.setattr(reward.pool, "map", lambda payloads: requested.extend(payloads) or [True] * len(payloads))
     assert reward([Sample("p", r"\boxed{\frac12}", "0.5")] * 8 + [Sample("p", "#### 1/2", "0.5")]) == [1.0] * 9
-    assert len(asked) == 2
+    assert len(requested) == 2
 
 
 @pytest.fixture
@@ -191,22 +191,22 @@ def test_out_of_memory_while_comparing_is_no_wrong_answer(checker, error, reply)
     assert (answered.get("kind"), answered.get("value")) == ((reply, None) if reply else (None, False))
 
 
-def test_every_request_draws_from_sympys_generator_anew(checker):
+def test_every_request_starts_with_the_same_state_of_sympys_generator(checker):
     from sympy.core.random import rng
 
     handler, replaced = checker
-    drawn = []
+    numbers = []
 
     def draw(*pair, **options):
-        drawn.append(rng.random())
+        numbers.append(rng.random())
         return True
 
     replaced["by"] = draw
     for disturbed in range(3):
         rng.seed(disturbed + 1)
         handler(CANARY._asdict())
-    assert len(drawn) == 3
-    assert len({*drawn}) == 1
+    assert len(numbers) == 3
+    assert len({*numbers}) == 1
 
 
 def no_score_because_of_time(result) -> bool:
@@ -270,17 +270,6 @@ def test_a_reward_that_turns_timeouts_into_zero_is_caught():
         assert not no_score_because_of_time(rewards.score([Sample("p", HOSTILE[0], "18")]))
     finally:
         rewards.close()
-
-
-def test_gsm8k_solutions_score_one_and_others_zero(no_worker):
-    data = rows("gsm8k/train.jsonl", 200)
-    right = no_worker([Sample(row["question"], row["answer"], row["answer"]) for row in data])
-    assert right == [1.0] * 200
-    wrong = no_worker(
-        [Sample(row["question"], row["answer"].replace("#### ", "#### 9"), row["answer"]) for row in data]
-    )
-    assert wrong == [0.0] * 200
-    assert score(no_worker, "#### 1234", "#### 1,234") == 1.0
 
 
 def test_every_reference_equals_itself_boxed(no_worker):

@@ -82,10 +82,10 @@ def test_whitening_sees_masked_values_only_and_all_processes():
     values = torch.tensor([[1.0, 2, 3], [4, 6, 99], [99, 99, 99]])
     used = torch.tensor([1.0, 2, 3, 4, 6])
     want = (used - used.mean()) / used.std(correction=0)
-    whole = whiten(values, MASK)
-    assert torch.allclose(whole[MASK.bool()], want, atol=1e-6)
+    complete = whiten(values, MASK)
+    assert torch.allclose(complete[MASK.bool()], want, atol=1e-6)
     assert not torch.allclose(whiten(values, torch.ones_like(MASK))[MASK.bool()], want, atol=1e-2)  # control
     sums = iter([torch.tensor([5.0, 16.0]).double(), torch.tensor((used - 3.2).square().sum().item()).double()])
     part = whiten(values[:1], MASK[:1], all_reduce=lambda own: next(sums))  # in a process that holds only the first row
-    assert torch.allclose(part, whole[:1], atol=1e-6)
+    assert torch.allclose(part, complete[:1], atol=1e-6)
     assert whiten(values, torch.zeros_like(MASK)).tolist() == [[0] * 3] * 3

@@ -180,13 +180,6 @@ def test_only_the_first_process_writes(tmp_path):
     assert list((tmp_path / "checkpoint-1").iterdir()) == []
 
 
-def test_without_save_every_the_end_is_saved(tmp_path):
-    run(tmp_path, trainer__max_steps=2)
-    assert left(tmp_path / "run" / "checkpoints") == [2]
-    more = run(tmp_path, trainer__max_steps=3, resume="auto")
-    assert [step.step for step in more.steps] == [2], "and can be resumed from"
-
-
 ALGORITHMS = pytest.mark.parametrize("algorithm", [{}, {"config": "ppo_math"}], ids=["grpo", "ppo"])
 
 
@@ -194,7 +187,7 @@ ALGORITHMS = pytest.mark.parametrize("algorithm", [{}, {"config": "ppo_math"}], 
 @ALGORITHMS
 def test_a_full_disk_is_one_line_and_the_run_goes_on_when_there_is_space(tmp_path, capsys, algorithm):
     options = {"trainer__max_steps": 4, "trainer__save_every": 1, **algorithm}
-    whole = run(tmp_path, name="whole", **options)
+    uninterrupted = run(tmp_path, name="whole", **options)
     first = run(tmp_path, **(options | {"trainer__max_steps": 2}))
     weights = min(path.stat().st_size for path in tmp_path.rglob("*.safetensors"))
     unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -208,7 +201,7 @@ def test_a_full_disk_is_one_line_and_the_run_goes_on_when_there_is_space(tmp_pat
     assert "checkpoint-3 cannot be written: " in errors[0]
     assert "File too large" in errors[0]
     assert newest(tmp_path / "run" / "checkpoints").path.name == "checkpoint-2"
-    assert differences(first + run(tmp_path, **options, resume="auto"), whole) == []
+    assert differences(first + run(tmp_path, **options, resume="auto"), uninterrupted) == []
 
 
 @ALGORITHMS
@@ -260,16 +253,16 @@ def copied(recorded, tmp_path):
 
 @pytest.mark.parametrize("spoil", SPOILS.values(), ids=SPOILS)
 def test_damage_of_any_file_is_named_and_the_older_checkpoint_is_used(copied, caplog, spoil):
-    whole = copied / "checkpoint-4"
-    files = sorted(path for path in whole.rglob("*") if path.is_file() and path.suffix != ".lock")
+    latest = copied / "checkpoint-4"
+    files = sorted(path for path in latest.rglob("*") if path.is_file() and path.suffix != ".lock")
     assert {MARKER, "trajectories.parquet"} < {path.name for path in files}
     assert len(files) >= 5
     for path in files:
-        data, name = path.read_bytes(), path.relative_to(whole).as_posix()
+        data, name = path.read_bytes(), path.relative_to(latest).as_posix()
         caplog.clear()
         spoil(path)
         if name.startswith("trajectories/"):
-            assert newest(copied).path == whole, "it costs drafts only"
+            assert newest(copied).path == latest, "it costs drafts only"
             assert f"checkpoint-4: {name} " in caplog.text
             assert newest(copied, text_decides=True) == Checkpoint(copied / "checkpoint-2")
         else:
@@ -278,7 +271,7 @@ def test_damage_of_any_file_is_named_and_the_older_checkpoint_is_used(copied, ca
             assert sum(name in record.getMessage() for record in caplog.records) >= 1
             assert all("\n" not in record.getMessage() for record in caplog.records)
         path.write_bytes(data)
-    assert newest(copied).path == whole, "all is as it was"
+    assert newest(copied).path == latest, "all is as it was"
 
 
 @pytest.mark.parametrize("text", ["null", '{"step": 4, "files": 3, "digest": "00"}', "\xff\xfe", "PAR1"])
@@ -317,16 +310,16 @@ def test_a_run_goes_on_from_the_older_checkpoint_and_ends_as_the_uninterrupted_o
 ):
     monkeypatch.setenv("SPECRL_CANARY", str(tmp_path / "ran"))
     options = RECORDED | recorded[1] | {"trainer__max_steps": 5}
-    whole = run(tmp_path, name="whole", **options)
+    uninterrupted = run(tmp_path, name="whole", **options)
     target = next((copied / "checkpoint-4").glob("optimizer.*"))
     torch.save({"state": Canary()}, target)
     rest = run(tmp_path, resume="auto", **options)
     assert f"{target.name} has " in caplog.text
     assert "resuming from checkpoint-2" in caplog.text
     assert not (tmp_path / "ran").exists(), "foreign code never runs"
-    assert [step.tokens for step in rest.steps] == [step.tokens for step in whole.steps[2:]]
-    assert rest.losses == whole.losses[-len(rest.losses) :]
-    assert all(torch.equal(tensor, whole.weights[name]) for name, tensor in rest.weights.items())
+    assert [step.tokens for step in rest.steps] == [step.tokens for step in uninterrupted.steps[2:]]
+    assert rest.losses == uninterrupted.losses[-len(rest.losses) :]
+    assert all(torch.equal(tensor, uninterrupted.weights[name]) for name, tensor in rest.weights.items())
     assert sorted(path.name for path in copied.glob("checkpoint-*")) == [
         "checkpoint-4",
         "checkpoint-5",
@@ -366,8 +359,8 @@ def test_killed_at_random_moments_it_ends_as_the_uninterrupted_run(tmp_path, mon
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.runs"])  # training is killed, not the imports
     options = {**OPTIONS, **algorithm, "model": str(policy())}
-    whole = run(tmp_path, name="whole", **options)
-    assert len(whole.steps) == 24
+    uninterrupted = run(tmp_path, name="whole", **options)
+    assert len(uninterrupted.steps) == 24
     rng, folder, reached = random.Random(0), tmp_path / "killed" / "checkpoints", [0]
     for _ in range(8):
         process = context.Process(target=run, args=(tmp_path,), kwargs={"name": "killed", **options})
@@ -385,7 +378,7 @@ def test_killed_at_random_moments_it_ends_as_the_uninterrupted_run(tmp_path, mon
     assert 0 < reached[1] < reached[-1] < 24
     rest = run(tmp_path, name="killed", **options)
     assert [step.step for step in rest.steps] == list(range(reached[-1], 24))
-    assert [step.tokens for step in rest.steps] == [step.tokens for step in whole.steps[reached[-1] :]]
+    assert [step.tokens for step in rest.steps] == [step.tokens for step in uninterrupted.steps[reached[-1] :]]
     ended, expected = (load_file(tmp_path / name / "model" / "model.safetensors") for name in ("killed", "whole"))
     assert ended.keys() == expected.keys()
     assert all(torch.equal(tensor, expected[name]) for name, tensor in ended.items())

@@ -161,7 +161,7 @@ def test_other_log_probs_leave_a_bias(toy, wrong):
     assert judged_z(toy, **{"judge": everything, **wrong}) > 7
 
 
-def test_a_token_that_any_sample_would_leave_is_not_the_policys_where_it_agrees(toy):
+def test_an_accepted_token_keeps_its_log_prob_where_the_policy_agrees(toy):
     """Planted fault: only mismatches get the stored log-prob, as if the judge had not been asked about other tokens."""
     agreeing = random.Random(6)
 

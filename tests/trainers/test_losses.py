@@ -147,10 +147,10 @@ def test_the_largest_values_are_kept(share, want):
 def test_clipped_surrogate_by_hand(ratio, advantage, loss, low, high):
     logp = torch.tensor([[math.log(ratio) - 1]], requires_grad=True)
     old, advantages = torch.tensor([[-1.0]]), torch.tensor([[advantage]])
-    found = policy_loss(logp, old, advantages, low=0.2, high=0.3)
-    assert found.item() == pytest.approx(loss)
+    actual = policy_loss(logp, old, advantages, low=0.2, high=0.3)
+    assert actual.item() == pytest.approx(loss)
     assert [part.item() for part in clipped(logp, old, advantages, low=0.2, high=0.3)] == [low, high]
-    found.sum().backward()
+    actual.sum().backward()
     assert (logp.grad.item() == 0) == bool(low or high), "clipped tokens have no gradient"
 
 
@@ -164,8 +164,8 @@ def test_clipped_surrogate_by_hand(ratio, advantage, loss, low, high):
     ],
 )
 def test_clipped_value_error_by_hand(value, old, target, clip, loss):
-    found = value_loss(torch.tensor([[value]]), torch.tensor([[old]]), torch.tensor([[target]]), clip)
-    assert found.item() == pytest.approx(loss)
+    actual = value_loss(torch.tensor([[value]]), torch.tensor([[old]]), torch.tensor([[target]]), clip)
+    assert actual.item() == pytest.approx(loss)
 
 
 def k3_alone(logp, old, reference):
@@ -186,8 +186,8 @@ def test_the_kl_estimate_and_its_gradient_are_those_of_the_kl(moved):
 
     def estimated(formula):
         mean = (old.exp() * formula(logp, old, reference)).sum()
-        (found,) = torch.autograd.grad(mean, logits, retain_graph=True)
-        return mean.item(), ((found - want).norm() / want.norm()).item()
+        (actual,) = torch.autograd.grad(mean, logits, retain_graph=True)
+        return mean.item(), ((actual - want).norm() / want.norm()).item()
 
     value, error = estimated(kl_estimate)
     assert value == pytest.approx(exact.item(), rel=1e-12)

@@ -114,11 +114,11 @@ def test_a_batch_is_stored_with_its_rewards_and_the_cache_reported():
 
 
 def test_a_share_of_all_tokens_counts_the_tokens_of_processes_without_that_source(monkeypatch):
-    one = made()
-    one.collect([{"example_id": "e0"}] * 2)
+    rollouts = made()
+    rollouts.collect([{"example_id": "e0"}] * 2)
     # in the other process a draft model drafted
     monkeypatch.setattr(specrl.trainers.rollouts, "gather_object", lambda sources: [*sources, "model"])
-    here = one.finish()["spec/reused_model"]
+    here = rollouts.finish()["spec/reused_model"]
     assert here == 0.0
     assert here.beside(mean(3, 4)) == 3 / (4 + 4), "the two responses here have 4 tokens, none of them drafted so"
 
@@ -194,11 +194,11 @@ def test_an_engine_that_does_not_follow_the_policy_is_refused():
 def test_an_engine_with_weights_of_its_own_gets_each_version_once(build_model):
     engine, state = Engine(), SimpleNamespace(global_step=7, epoch=0.0)
     engine.own_weights = True
-    own = made(engine=engine, policy=build_model("llama"), state=state)
-    own.sync()
-    own.sync()
+    copying = made(engine=engine, policy=build_model("llama"), state=state)
+    copying.sync()
+    copying.sync()
     state.global_step = 8
-    own.sync()
+    copying.sync()
     assert engine.versions == [7, 8]
 
 

@@ -34,17 +34,17 @@ def values(model):
 
 
 def test_a_restored_run_equals_the_uninterrupted_one(tmp_path):
-    whole, optimizer = build(0)
-    steps(whole, optimizer, 3)
-    snapshot.save(tmp_path, named(whole), optimizer, {"step": 3, "beta": 0.1 + 0.2})
-    steps(whole, optimizer, 4)
+    uninterrupted, optimizer = build(0)
+    steps(uninterrupted, optimizer, 3)
+    snapshot.save(tmp_path, named(uninterrupted), optimizer, {"step": 3, "beta": 0.1 + 0.2})
+    steps(uninterrupted, optimizer, 4)
     for forget in (False, True):
         other, fresh = build(1)
         assert snapshot.load(tmp_path, named(other), fresh) == {"step": 3, "beta": 0.1 + 0.2}
         if forget:
             fresh.state.clear()
         steps(other, fresh, 4)
-        assert (values(other) == values(whole)) != forget, "control: without the moments it differs"
+        assert (values(other) == values(uninterrupted)) != forget, "control: without the moments it differs"
 
 
 class Canary:

@@ -125,9 +125,9 @@ def student_logits(student: PreTrainedModel, batch: Batch, generator: torch.Gene
     for _ in range(HEAD_PASSES):
         predicted = student(batch.ids[:, 1:], states[:, :-1]).last_hidden_state  # the first replaces the second state
         yield output(predicted[batch.mask[:, 1:]])
-        own = torch.rand(batch.ids.shape, generator=generator).to(predicted.device)[..., None] < OWN_SHARE
+        from_student = torch.rand(batch.ids.shape, generator=generator).to(predicted.device)[..., None] < OWN_SHARE
         shifted = torch.cat([batch.states[:, :1].to(predicted.dtype), predicted.detach()], 1)
-        states = torch.where(own, shifted, batch.states)
+        states = torch.where(from_student, shifted, batch.states)
 
 
 # Measuring -----------------------------------------------------------------------------------------------------------

@@ -58,10 +58,10 @@ def check_config(config: RolloutConfig) -> None:
 def check_args(args: GRPOConfig) -> None:
     """Raises RolloutError for options of a GRPOConfig that TRL supports and ReuseRollouts does not."""
     if args.use_vllm:
-        mode, near = args.vllm_mode, VLLM.get(args.vllm_mode, VLLM["colocate"])
+        command = VLLM.get(args.vllm_mode, VLLM["colocate"])
         raise _refused(
-            f"use_vllm=True (vllm_mode={mode!r})",
-            f"{OWN_MODEL}, and TRL gives its vLLM no drafts. Use use_vllm=False, or rollouts by vLLM: {near}",
+            f"use_vllm=True (vllm_mode={args.vllm_mode!r})",
+            f"{OWN_MODEL}, and TRL gives its vLLM no drafts. Use use_vllm=False, or rollouts by vLLM: {command}",
         )
     for name, (off, why) in OPTIONS.items():
         if (value := getattr(args, name)) not in off:

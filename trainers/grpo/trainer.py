@@ -104,11 +104,11 @@ class GRPOTrainerWithReuse(GRPOTrainer):
         super().log(logs, start_time)
 
     def _get_train_sampler(self, dataset: Dataset | None = None) -> EpochRepeatSampler:
-        return self._sampler(self.train_dataset if dataset is None else dataset, lambda: self.rollouts.epoch)
+        return self._sampler(lambda: self.rollouts.epoch)
 
-    def _sampler(self, dataset: Dataset, epoch: Callable[[], int]) -> EpochRepeatSampler:
+    def _sampler(self, epoch: Callable[[], int]) -> EpochRepeatSampler:
         return EpochRepeatSampler(
-            data_source=dataset,
+            data_source=self.train_dataset,
             mini_repeat_count=self.num_generations,
             batch_size=self._options.prompts_per_step,
             repeat_count=self.args.num_iterations * self.args.gradient_accumulation_steps,
@@ -124,7 +124,7 @@ class GRPOTrainerWithReuse(GRPOTrainer):
             return []
         rollouts_per_epoch = self._options.rollouts_per_epoch(len(self.train_dataset))
         epoch, nth = divmod(self.state.global_step // updates + 1, rollouts_per_epoch)
-        sampler = self._sampler(self.train_dataset, lambda: epoch)
+        sampler = self._sampler(lambda: epoch)
         rows = sampler.batch_size * sampler.mini_repeat_count
         share = rows // self.accelerator.num_processes
         first = nth * rows * sampler.repeat_count + share * self.accelerator.process_index
@@ -132,7 +132,8 @@ class GRPOTrainerWithReuse(GRPOTrainer):
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         inputs = self.rollouts.collect(inputs).inputs
-        updates, self.num_iterations = self.num_iterations, 1  # no pass for old log-probs: the first update has them
+        updates = self.num_iterations
+        self.num_iterations = 1  # no pass for old log-probs: the first update has them
         try:
             out = self._with_behaviour(super()._generate_and_score_completions(inputs))
         finally:
@@ -144,12 +145,13 @@ class GRPOTrainerWithReuse(GRPOTrainer):
 
     def _rollout(self, prompts: list, trainer: GRPOTrainer) -> dict[str, list]:
         """TRL's rollout_func. Returns the batch collected before, because prompts alone do not identify an example."""
-        rows, batch = self.rollouts.train_batch.rows, self.rollouts.train_batch.batch
+        rows = self.rollouts.train_batch.rows
+        completions = self.rollouts.train_batch.batch.completions
         stand_in = [self.processing_class.pad_token_id]  # TRL accepts no empty response; masked afterwards
         return {
             "prompt_ids": [list(row.prompt) for row in rows],
-            "completion_ids": [stand_in if c.failure else c.tokens for c in batch.completions],
-            "logprobs": [[0.0] if c.failure else c.logprobs for c in batch.completions],
+            "completion_ids": [stand_in if c.failure else c.tokens for c in completions],
+            "logprobs": [[0.0] if c.failure else c.logprobs for c in completions],
         }
 
     def _total_reward(self, **_: Any) -> list[float | None]:
@@ -183,8 +185,7 @@ class GRPOTrainerWithReuse(GRPOTrainer):
         return loss
 
     def _save_checkpoint(self, model, trial) -> None:
-        assert self.args.output_dir is not None, "TrainingArguments replaces None by a default"
-        with writing(Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"):
+        with writing(Path(str(self.args.output_dir)) / f"checkpoint-{self.state.global_step}"):
             super()._save_checkpoint(model, trial)
 
     def _with_behaviour(self, out: dict[str, Any]) -> dict[str, Any]:
@@ -242,9 +243,11 @@ class GRPOTrainerWithReuse(GRPOTrainer):
 
     def _reference_logps(self, model, ids: torch.Tensor, mask: torch.Tensor, keep: int, *_: Any) -> torch.Tensor:
         """Reference log-probs [B, keep]. Several processes cache none, as sharded models need equal passes."""
-        began, compute = time.perf_counter(), partial(self._one_pass, model)
+        began = time.perf_counter()
+        compute = partial(self._one_pass, model)
+        reused = 0
         if self.accelerator.num_processes > 1:
-            logps, reused = compute(ids, mask, keep), 0
+            logps = compute(ids, mask, keep)
         else:
             logps, reused = self._reference(ids, mask, keep, compute)
         spent_s = time.perf_counter() - began

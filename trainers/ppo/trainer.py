@@ -83,14 +83,7 @@ class PPOTrainer:
             pad_id=tokenizer.pad_token_id,
         )
         self.control = TrainerControl()
-        self.state = TrainerState(
-            max_steps=args.max_steps,
-            logging_steps=int(args.logging_steps),
-            save_steps=int(args.save_steps),
-            num_train_epochs=int(args.num_train_epochs),
-            is_world_process_zero=self.accelerator.is_main_process,
-            is_local_process_zero=self.accelerator.is_local_main_process,
-        )
+        self.state = _initial_state(args, self.accelerator)
         self._step_metrics = StepMetrics()
         self._callbacks = CallbackHandler(
             [DefaultFlowCallback, *get_reporting_integration_callbacks(args.report_to), self._step_metrics],
@@ -256,3 +249,15 @@ class PPOTrainer:
         self.scheduler.load_state_dict(progress["schedule"])
         for group, rate in zip(self.optimizer.param_groups, self.scheduler.get_last_lr(), strict=True):
             group["lr"] = rate
+
+
+def _initial_state(args: TrainingArguments, accelerator: Accelerator) -> TrainerState:
+    """The state that transformers' callbacks read, before the first step."""
+    return TrainerState(
+        max_steps=args.max_steps,
+        logging_steps=int(args.logging_steps),
+        save_steps=int(args.save_steps),
+        num_train_epochs=int(args.num_train_epochs),
+        is_world_process_zero=accelerator.is_main_process,
+        is_local_process_zero=accelerator.is_local_main_process,
+    )

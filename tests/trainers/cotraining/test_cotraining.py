@@ -11,13 +11,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from specrl.config import load as cli
-from specrl.rollout.build import build_engine
-from specrl.rollout.config import RolloutConfig
-from specrl.rollout.engines.base import EngineSpec
 from specrl.rollout.engines.local.head import Head, HeadDrafter
 from specrl.rollout.types import RolloutError
 from specrl.run.cotraining import watch_drafter
-from specrl.trainers.weights import send
 from tests import runs
 from tests.runs import SHORT, Watch, by_two_processes, differences, run
 
@@ -151,12 +147,12 @@ def test_an_alarm_without_co_training(folder, head, caplog, monkeypatch):
 
 def test_a_resumed_run_is_the_undisturbed_one(folder, drafter, made):
     options = ON | {"rollout__drafter": drafter}
-    whole, lines = made(True)
+    uninterrupted, lines = made(True)
     first = run(folder, name="cut", trainer__max_steps=4, trainer__save_every=4, **options)
     second = run(folder, name="cut", trainer__save_every=4, resume="auto", **options)
-    assert differences(whole, first + second) == []
+    assert differences(uninterrupted, first + second) == []
     assert measured(records(folder / "cut")) == measured(lines)
-    ended, expected = (r.trainer.rollouts.drafter_trainer.drafter.state_dict() for r in (second, whole))
+    ended, expected = (r.trainer.rollouts.drafter_trainer.drafter.state_dict() for r in (second, uninterrupted))
     assert all(torch.equal(tensor, expected[key]) for key, tensor in ended.items())
 
 
@@ -205,18 +201,6 @@ def test_workers_have_copies_that_follow(folder, drafter):
     ours, theirs = (records(folder / name) for name in ("here", "away"))
     assert measured(ours) == measured(theirs)
     assert [line["spec/acceptance_model"] for line in ours] == [line["spec/acceptance_model"] for line in theirs]
-
-
-def test_weights_of_the_draft_model_travel_with_the_policys(folder, drafter):
-    spec = EngineSpec(model=str(runs.policy()), eos_ids=frozenset([1]), rollout=RolloutConfig(drafter=drafter))
-    engine = build_engine(spec)
-    policy, trained = (AutoModelForCausalLM.from_pretrained(path) for path in (runs.policy(), drafter))
-    with torch.no_grad():
-        for p in trained.parameters():
-            p.mul_(0.5)
-    send(engine, policy, 1, range(3, 30), drafter=trained)
-    held = engine.drafting.model.model.state_dict()
-    assert all(torch.equal(held[name], p) for name, p in trained.named_parameters())
 
 
 PROGRAM = """

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import re
 import shutil
-import socket
-import subprocess
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -29,8 +25,8 @@ from specrl.rollout.speculative import SpeculativeRollout
 from specrl.rollout.types import RolloutError
 from specrl.tiny import load_tiny
 from specrl.trainers.grpo.hook import STATE, ReuseRollouts
+from tests.runs import by_two_processes
 
-ROOT = Path(__file__).parents[3]
 A, B = "Tom has 3 apples and buys 4 more. How many has he?", "Ann had 9 pens and lost 2. How many are left?"
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}{{ style }}"
 
@@ -71,7 +67,7 @@ def make(folder, config=None, data=(A, B), tokenizer=None, evaluated=(), **optio
     """A script with the three lines. One prompt a batch unless `per_device_train_batch_size` is set."""
     from trl import GRPOConfig, GRPOTrainer
 
-    model, own = load_tiny()
+    model, default_tokenizer = load_tiny()
     options = {
         "num_generations": 4,
         "per_device_train_batch_size": 4,
@@ -103,7 +99,7 @@ def make(folder, config=None, data=(A, B), tokenizer=None, evaluated=(), **optio
         args=args,
         train_dataset=data if isinstance(data, IterableDataset) else _dataset(data),
         eval_dataset=_dataset(evaluated) if evaluated else None,
-        processing_class=tokenizer or own,
+        processing_class=tokenizer or default_tokenizer,
         rollout_func=rollout,
     )
     return run
@@ -134,7 +130,7 @@ SCRIPT = {
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory):
+def uninterrupted(tmp_path_factory):
     """A complete run of that script, and its output directory."""
     return train(tmp_path_factory.mktemp("whole"), **SCRIPT)
 
@@ -149,19 +145,19 @@ def idle(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_reuse_changes_nothing_but_time(whole, tmp_path):
+def test_reuse_changes_nothing_but_time(uninterrupted, tmp_path):
     plain = train(tmp_path, RolloutConfig(acceptance="off"), **SCRIPT)
-    assert [call.tokens for call in whole.calls] == [call.tokens for call in plain.calls]
-    assert whole.logged("loss") == plain.logged("loss")
+    assert [call.tokens for call in uninterrupted.calls] == [call.tokens for call in plain.calls]
+    assert uninterrupted.logged("loss") == plain.logged("loss")
     assert len(plain.logged("loss")) == 12
     weights = plain.trainer.model.state_dict()
-    assert all(torch.equal(tensor, weights[name]) for name, tensor in whole.trainer.model.state_dict().items())
-    assert all(call.reused > 0 for call in whole.training[2:])
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in uninterrupted.trainer.model.state_dict().items())
+    assert all(call.reused > 0 for call in uninterrupted.training[2:])
     assert not any(call.reused for call in plain.calls)
 
 
 @pytest.mark.slow
-def test_under_autocast_the_engine_computes_as_the_trainer_does(whole, tmp_path):
+def test_under_autocast_the_engine_computes_as_the_trainer_does(uninterrupted, tmp_path):
     seen = []
     run = make(tmp_path, max_steps=1, bf16=True)
     head = run.trainer.model.lm_head
@@ -169,7 +165,7 @@ def test_under_autocast_the_engine_computes_as_the_trainer_does(whole, tmp_path)
     run.trainer.train()
     assert seen
     assert all(seen), "TRL's default: fp32 weights, bf16 passes"
-    assert run.calls[0].keys == whole.calls[0].keys
+    assert run.calls[0].keys == uninterrupted.calls[0].keys
 
 
 # Noise -----------------------------------------------------------------------------------------------------------
@@ -182,11 +178,11 @@ def repeated(*runs: Run) -> int:
 
 
 @pytest.mark.slow
-def test_no_noise_is_drawn_twice(whole):
-    assert [call.training for call in whole.calls].count(False) == 8, "four evaluations of two batches"
-    assert len(whole.calls) == 12 + 8
-    assert repeated(whole) == 0
-    assert [call.visits[0] for call in whole.training] == [n // 2 for n in range(12)], "A and B by turns"
+def test_no_noise_is_drawn_twice(uninterrupted):
+    assert [call.training for call in uninterrupted.calls].count(False) == 8, "four evaluations of two batches"
+    assert len(uninterrupted.calls) == 12 + 8
+    assert repeated(uninterrupted) == 0
+    assert [call.visits[0] for call in uninterrupted.training] == [n // 2 for n in range(12)], "A and B by turns"
 
 
 def by_epoch(monkeypatch):
@@ -207,7 +203,7 @@ def test_control_repeated_noise_is_seen(fault, monkeypatch, tmp_path):
 
 
 @pytest.mark.slow
-def test_training_again_draws_new_noise(tmp_path):
+def test_training_again_samples_with_new_noise(tmp_path):
     run = train(tmp_path, max_steps=2)
     run.trainer.train()
     assert len(run.keys) == 16
@@ -227,23 +223,23 @@ def visits_in(folder: Path) -> dict:
 
 
 @pytest.mark.slow
-def test_evaluation_stores_nothing(whole):
-    folder = Path(whole.trainer.args.output_dir) / "checkpoint-6"
+def test_evaluation_stores_nothing(uninterrupted):
+    folder = Path(uninterrupted.trainer.args.output_dir) / "checkpoint-6"
     names = visits_in(folder)["rollout"]
     assert list(names.values()) == [3, 3]
     stored = [text for name in names for text in saved(folder).siblings(name)]
-    trained = {key for call in whole.training[4:6] for key in call.keys}
+    trained = {key for call in uninterrupted.training[4:6] for key in call.keys}
     assert {trajectory.key for trajectory in stored} == trained
     assert list(visits_in(folder)["evaluation"].values()) == [2, 2], "evaluation counts its own visits"
 
 
 @pytest.mark.slow
-def test_metrics_are_in_trls_log(whole):
-    own = [call.reused / sum(map(len, call.tokens)) for call in whole.training]
-    assert whole.logged("spec/reused_ratio") == pytest.approx(own, rel=1e-5)
-    assert len(whole.logged("timing_s/gen")) == 12
-    assert len(whole.logged("eval_spec/reused_ratio")) == 4
-    assert max(whole.logged("spec/draft_acceptance_rate")) <= 1
+def test_metrics_are_in_trls_log(uninterrupted):
+    expected = [call.reused / sum(map(len, call.tokens)) for call in uninterrupted.training]
+    assert uninterrupted.logged("spec/reused_ratio") == pytest.approx(expected, rel=1e-5)
+    assert len(uninterrupted.logged("timing_s/gen")) == 12
+    assert len(uninterrupted.logged("eval_spec/reused_ratio")) == 4
+    assert max(uninterrupted.logged("spec/draft_acceptance_rate")) <= 1
 
 
 # Two processes ---------------------------------------------------------------------------------------------------
@@ -253,32 +249,16 @@ import json, os, sys
 from tests.trainers.grpo.test_hook import SCRIPT, train
 halved = {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 2, "ddp_backend": "gloo"}
 run = train(sys.argv[1], **SCRIPT | halved)
-found = {"keys": run.keys, "reused": run.logged("spec/reused_ratio")}
-print(json.dumps(found), file=open(f"{sys.argv[1]}/{os.environ['RANK']}.json", "w"))
+result = {"keys": run.keys, "reused": run.logged("spec/reused_ratio")}
+print(json.dumps(result), file=open(f"{sys.argv[1]}/rank{os.environ['RANK']}.json", "w"))
 """
 
 
 @pytest.mark.long
-def test_two_processes_draw_what_one_does(whole, tmp_path):
+def test_two_processes_sample_what_one_does(uninterrupted, tmp_path):
     """Started as by torchrun. Each has half of every group."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2"}
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, str(tmp_path)],
-            cwd=ROOT,
-            env={**os.environ, **address, "RANK": str(rank), "LOCAL_RANK": str(rank), "PYTHONPATH": str(ROOT)},
-        )
-        for rank in range(2)
-    ]
-    try:
-        assert [process.wait(timeout=600) for process in started] == [0, 0]
-    finally:
-        for process in started:
-            process.kill()
-    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
-    assert sorted(first["keys"] + second["keys"]) == sorted(whole.keys)
+    (first, second), _ = by_two_processes(tmp_path, PROGRAM, 600)
+    assert sorted(first["keys"] + second["keys"]) == sorted(uninterrupted.keys)
     assert first["reused"] == second["reused"], "the mean over both"
 
 
@@ -286,10 +266,10 @@ def test_two_processes_draw_what_one_does(whole, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_resumed_script_goes_on_as_if_undisturbed(whole, tmp_path):
-    shutil.copytree(Path(whole.trainer.args.output_dir) / "checkpoint-6", tmp_path / "checkpoint-6")
+def test_a_resumed_script_goes_on_as_if_undisturbed(uninterrupted, tmp_path):
+    shutil.copytree(Path(uninterrupted.trainer.args.output_dir) / "checkpoint-6", tmp_path / "checkpoint-6")
     rest = train(tmp_path, **SCRIPT, resume=True)
-    later = [call for call in whole.calls if call.step > 6 or (call.step == 6 and call.training)]
+    later = [call for call in uninterrupted.calls if call.step > 6 or (call.step == 6 and call.training)]
     assert [call.keys for call in rest.calls] == [call.keys for call in later]
     assert rest.calls[0].reused > 0, "the checkpoint holds what to draft from"
 
@@ -446,12 +426,12 @@ def test_control_values_that_ask_for_nothing_are_taken(idle, monkeypatch):
 
 
 @pytest.mark.slow
-def test_each_trainer_has_its_own(idle, whole):
+def test_each_trainer_has_its_own(idle, uninterrupted):
     with pytest.raises(RolloutError, match="give each one its own"):
-        whole.reuse([A], idle)
+        uninterrupted.reuse([A], idle)
 
 
-def test_what_it_cannot_do_is_said(idle):
+def test_unsupported_options_of_reuse_are_refused(idle):
     lossy = [RolloutConfig(acceptance=rule) for rule in ("lenient", "judged", "routed")]
     started = RolloutConfig(cache=CacheConfig(start_from="elsewhere"))
     for config in (RolloutConfig(engine="vllm"), *lossy, started):
