@@ -76,18 +76,17 @@ class ReuseSession:
             after: the conversation's previous request; this one gets the same visit and sample index.
         """
         if after:
-            example_id, sample_index, visit, turn = after.example_id, after.sample_index, after.visit, after.turn + 1
+            turn = after.turn + 1
+            example_id, sample_index, visit = after.example_id, after.sample_index, after.visit
         else:
-            example_id, sample_index, visit, turn = (
-                *self._begin([int(token) for token in prompt], visit, sample_index),
-                0,
-            )
+            turn = 0
+            example_id, sample_index, visit = self._begin([int(token) for token in prompt], visit, sample_index)
         group = f"{example_id}/{turn}" if turn else example_id
-        own, others = self.cache.get(group, sample_index), self.cache.siblings(group, but=sample_index)
-        texts = tuple(tuple(t.tokens) for t in [*([own] if own else []), *others][:_TEXTS])
-        keyed = KeyedRequest(
-            derive_key(self.seed, group, sample_index, visit), len(prompt), group, texts, own=0 if own else -1
-        )
+        own = self.cache.get(group, sample_index)
+        known = ([own] if own else []) + [*self.cache.siblings(group, but=sample_index)]
+        texts = tuple(tuple(response.tokens) for response in known[:_TEXTS])
+        key = derive_key(self.seed, group, sample_index, visit)
+        keyed = KeyedRequest(key, len(prompt), group, texts, own=0 if own else -1)
         return Ticket(example_id, sample_index, visit, turn, keyed)
 
     def finish(self, ticket: Ticket, tokens: Sequence[int]) -> None:
@@ -100,21 +99,13 @@ class ReuseSession:
         """Example id, sample index and visit of a conversation that begins with `prompt`."""
         example_id = hashlib.blake2b(repr(prompt).encode(), digest_size=16).hexdigest()
         if visit is None:
-            visit, sample_index = self._count(example_id)
-        else:
-            sample_index = self._free(example_id, visit, sample_index)
-        return example_id, sample_index, visit
-
-    def _count(self, example_id: str) -> tuple[int, int]:
-        if self.group_size < 1:
-            raise RolloutError(
-                f"group_size={self.group_size}: to count visits, a session needs the trainer's responses per prompt"
-            )
-        asked = self._asked[example_id]
-        self._asked[example_id] += 1
-        return divmod(asked, self.group_size)
-
-    def _free(self, example_id: str, visit: int, sample_index: int) -> int:
+            if self.group_size < 1:
+                raise RolloutError(
+                    f"group_size={self.group_size}: to count visits, a session needs the trainer's responses per prompt"
+                )
+            visit, sample_index = divmod(self._asked[example_id], self.group_size)
+            self._asked[example_id] += 1
+            return example_id, sample_index, visit
         latest, taken = self._taken.get(example_id, (visit, set()))
         if latest != visit:
             taken = set()
@@ -122,4 +113,4 @@ class ReuseSession:
             sample_index += 1
         taken.add(sample_index)
         self._taken[example_id] = visit, taken
-        return sample_index
+        return example_id, sample_index, visit

@@ -35,9 +35,10 @@ from specrl.rollout.engines.local.sampler import rows_per_chunk
 from specrl.rollout.engines.response import check_request
 from specrl.rollout.engines.vllm.batch import VLLMRow
 from specrl.rollout.engines.vllm.contract import check as check_names
-from specrl.rollout.engines.vllm.driver import Adapter, DeviceFlow, HostFlow
+from specrl.rollout.engines.vllm.driver import DeviceFlow, HostFlow
 from specrl.rollout.engines.vllm.flow import Flow
 from specrl.rollout.engines.vllm.logits import logits_budget
+from specrl.rollout.engines.vllm.scheduler import DraftLengths
 from specrl.rollout.engines.vllm.settings import choose_runner, executor, settings, speculation
 from specrl.rollout.engines.vllm.v1 import V1Adapter
 from specrl.rollout.engines.vllm.v2 import V2Adapter
@@ -194,25 +195,23 @@ class VLLMEngine:
         dtype = getattr(torch, self.spec.dtype)
         budget = logits_budget(self.vocab, config.logits_mb, dtype, config.tokens_per_pass)
         if config.on_device:
-            return DeviceFlow(
-                llm=self._llm,
+            lengths = DraftLengths(
                 source="model" if config.drafter else config.vllm.speculator.partition("=")[0],
                 drafting=self.drafting,
                 draft_tokens=config.vllm.draft_tokens,
                 budget=budget,
             )
+            return DeviceFlow(llm=self._llm, lengths=lengths)
         flow = Flow(
             rule=self.rule,
             drafting=self.drafting,
             draft_tokens=config.vllm.draft_tokens,
             budget=budget,
-            tie_margin=config.tie_margin if dtype == torch.float32 else 0.0,
         )
         if self.runner == "v2":
-            adapter: Adapter = V2Adapter(flow=flow)
-        else:
-            adapter = V1Adapter(flow=flow, chunk=rows_per_chunk(self.vocab, config.logits_mb))
-        return HostFlow(llm=self._llm, adapter=adapter)
+            return HostFlow(llm=self._llm, adapter=V2Adapter(flow=flow))
+        chunk = rows_per_chunk(self.vocab, config.logits_mb)
+        return HostFlow(llm=self._llm, adapter=V1Adapter(flow=flow, chunk=chunk))
 
     def _calibrate(self) -> None:
         """Times passes of few and of many tokens for the budget: the best of three, after a warm-up."""

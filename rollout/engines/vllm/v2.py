@@ -77,6 +77,7 @@ class V2Adapter:
     """Draft tokens of each row in the next step."""
 
     def install(self, runner: Any) -> None:
+        """See V1Adapter.install."""
         self.flow.keep_hidden(runner.model)
         install(runner, HostVerifier)
         runner.rejection_sampler.adapter = self

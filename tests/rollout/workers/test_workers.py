@@ -175,7 +175,7 @@ def pools(start):
 def works(pool):
     """Whether the pool is open. First waits for a replacement that the previous test left starting."""
     try:
-        pool.reset_cache()
+        pool.update_weights(None, pool.weight_version)
     except RolloutError:
         return False
     return True
@@ -330,7 +330,7 @@ def test_workers_end_with_a_driver_that_is_killed(killed):
 @pytest.fixture
 def worker(own):
     worker = RolloutWorker(0)
-    assert worker.run("start", build, own(), 1, None, 0, None) == WorkerInfo(os.getpid(), gpu="", works_ahead=True)
+    assert worker.run("start", build, own(), 1, None, 0, None) == WorkerInfo(os.getpid(), gpu="")
     return worker
 
 
@@ -459,10 +459,9 @@ def test_new_weights_arrive_bit_by_bit_also_in_replaced_workers(pools, spec, bui
         os.kill(pid, signal.SIGKILL)
     assert differing(pool.generate(requests_of())[0], want) == []
     assert pool.replaced == replaced + 2
-    pool.reset_cache()  # one may still be starting while the other did its rows
+    pool.update_weights(None, version)  # one may still be starting while the other did its rows
     assert len(pids_of(pool)) == len(before) == 2
     pool.update_weights(state(build_model, 0).items(), version + 1)
-    pool.reset_cache()
     with pytest.raises(RolloutError, match=f"weight version {version} is older than the workers' {version + 1}"):
         pool.update_weights(None, version)
 
@@ -684,7 +683,7 @@ def test_a_share_that_does_not_fit_the_memory_is_cut(pools, local):
     pool = pools(1)
     requests = requests_of(12, marks=[13, TIGHT])
     assert differing(pool.generate(requests)[0], local.generate(requests)[0]) == []
-    with pytest.raises(RolloutError, match=r"(?s)out of memory with 2 of 16 rows, cut 3 times.*rows_per_batch.*Trace"):
+    with pytest.raises(RolloutError, match=r"(?s)out of memory with 1 of 16 rows.*rows_per_batch.*Trace"):
         pool.generate(requests_of(16, marks=[FULL] * 4))
 
 

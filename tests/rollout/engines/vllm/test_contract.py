@@ -25,7 +25,7 @@ def test_each_name_that_is_missing_is_named(runner, monkeypatch):
 
     for place in contract.NAMES[runner]:
         other = place.replace(place.rpartition(".")[2], "gone") if "." in place.partition(":")[2] else f"{place}Gone"
-        monkeypatch.setattr(contract, "NAMES", {runner: {other: ("self",)}})
+        monkeypatch.setattr(contract, "NAMES", {runner: {other: "self"}})
         with pytest.raises(RolloutError, match=f"{other.replace(':', '.')} is not there.*Install vllm==") as raised:
             contract.check(runner)
         assert "vllm 0." in str(raised.value)

@@ -1,7 +1,5 @@
 """acceptance=judged with vLLM: the judge reads the hidden states of vLLM's logits, on both model runners."""
-# ruff: noqa: F811 - the fixtures of test_vllm, which tests name as arguments
 
-import importlib.util
 import random
 
 import pytest
@@ -14,21 +12,10 @@ from specrl.rollout.lossy.pair import fingerprint
 from specrl.rollout.sections import JudgedConfig
 from specrl.rollout.types import RolloutError
 from tests.engines import judged
-from tests.rollout.engines.vllm.test_vllm import (  # noqa: F401 - fixtures
-    EOS_IDS,
-    engine_of,
-    exactly,
-    golden,
-    policy,
-    saved,
-    start,
-)
-from tests.rollout.golden import corrupt, differing, requests_of
+from tests.rollout.engines.vllm.engines import exactly, needs_vllm, policy, spec_of, start
+from tests.rollout.golden import EOS_IDS, corrupt, differing, requests_of
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM: pip install 'specrl[vllm]'"),
-]
+pytestmark = needs_vllm
 
 
 def head(threshold):
@@ -57,8 +44,7 @@ def asked(cases, want):
     return made
 
 
-@pytest.mark.parametrize("window", [1, 6])
-@pytest.mark.parametrize("threshold", [0.0, 0.5, 1.1])
+@pytest.mark.parametrize(("threshold", "window"), [(0.0, 6), (0.5, 1), (0.5, 6), (1.1, 6)])
 def test_it_is_the_judge_of_the_transformers_engine(judging, golden, threshold, window):
     cases, want = golden()
     reference = judged(policy("qwen3"), SamplingParams(EOS_IDS), head(threshold), window=6)
@@ -71,18 +57,18 @@ def test_it_is_the_judge_of_the_transformers_engine(judging, golden, threshold, 
         assert all(mine == pytest.approx(other, abs=1e-3) for mine, other in both)
     assert 0 < stats.accepted <= stats.drafted
     assert stats.route_faults == 0
-    assert bool(differing(done, want, 1e-3)) == (threshold > 0), "a judge that lets nothing stand is exact"
-    stood = sum(logprob < -0.5 and (-0.5 - logprob) * 1024 % 1 == 0 for c in done for logprob in c.behaviour_logprobs)
-    assert (stood > 0) == (threshold > 0)
+    assert bool(differing(done, want, 1e-3)) == (threshold > 0), "a judge that accepts nothing is exact"
+    logprobs = [logprob for c in done for logprob in c.behaviour_logprobs]
+    stored = sum(logprob < -0.5 and (-0.5 - logprob) * 1024 % 1 == 0 for logprob in logprobs)
+    assert (stored > 0) == (threshold > 0)
 
 
 def test_small_steps_and_shared_prompts_change_nothing(judging, golden):
     """Steps with waiting rows, joining rows, partially computed prompts, and half of each draft."""
     cases, want = golden()
     done, _ = judging(0.5).generate(asked(cases, want))
-    for settings in ({"tokens_per_pass": 40}, {"rows_per_batch": 5}, {"draft_tokens": 3}):
-        bounded, _ = judging(0.5, **settings).generate(asked(cases, want))
-        assert differing(bounded, exactly(done), 1e-4) == []
+    bounded, _ = judging(0.5, tokens_per_pass=40, rows_per_batch=5, draft_tokens=3).generate(asked(cases, want))
+    assert differing(bounded, exactly(done), 1e-4) == []
 
 
 def test_hidden_states_of_other_tokens_are_found(judging, golden, monkeypatch):
@@ -91,8 +77,8 @@ def test_hidden_states_of_other_tokens_are_found(judging, golden, monkeypatch):
 
     cases, want = golden()
     done, _ = judging(0.5).generate(asked(cases, want))
-    place = TargetSamples.hidden.fget
-    monkeypatch.setattr(TargetSamples, "hidden", property(lambda drawn: place(drawn).roll(1, 0)))
+    hidden = TargetSamples.hidden.fget
+    monkeypatch.setattr(TargetSamples, "hidden", property(lambda samples: hidden(samples).roll(1, 0)))
     off, _ = judging(0.5).generate(asked(cases, want))
     assert differing(off, exactly(done), 1e-4)
 
@@ -100,4 +86,4 @@ def test_hidden_states_of_other_tokens_are_found(judging, golden, monkeypatch):
 def test_a_judge_of_another_policy_is_refused(saved, tmp_path):
     head(0.5).save(tmp_path, {"policy": "another"})
     with pytest.raises(RolloutError, match="was trained for another policy"):
-        start(saved("qwen3")[1], acceptance="judged", judged=JudgedConfig(path=str(tmp_path)))
+        start(spec_of(saved("qwen3")[1], acceptance="judged", judged=JudgedConfig(path=str(tmp_path))))
