@@ -57,7 +57,8 @@ class ReuseSession:
     """
 
     def __init__(self, seed: int = 0, group_size: int = 0, max_mb: float = 512):
-        self.seed, self.group_size = seed, group_size
+        self.seed = seed
+        self.group_size = group_size
         self.cache = TrajectoryCache(Fingerprint(), _ANY_ID, max_mb=max_mb)
         self._taken: dict[str, tuple[int, set[int]]] = {}
         """By prompt: its latest visit, and the sample indices already used at it."""

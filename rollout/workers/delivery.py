@@ -30,7 +30,9 @@ class Delivery:
     """
 
     def __init__(self, put: Callable[[Arrays], Any], call: Callable[[str, Sequence[tuple]], None], address: str):
-        self._put, self._call, self._address = put, call, address
+        self._put = put
+        self._call = call
+        self._address = address
         self.route: Route | None = None
         """Of the last update."""
         self._weights: Iterable[tuple[str, Tensor]] | None = None

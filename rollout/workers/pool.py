@@ -51,7 +51,9 @@ class RolloutPool:
     own_weights = True
 
     def __init__(self, spec: EngineSpec, cluster: ClusterConfig, build: Callable[[EngineSpec], Engine] = build_engine):
-        self.spec, self.cluster, self.weight_version = spec, cluster, 0
+        self.spec = spec
+        self.cluster = cluster
+        self.weight_version = 0
         self.replaced = 0
         """Workers replaced so far."""
         self._build = build
@@ -98,8 +100,10 @@ class RolloutPool:
                     continue
                 else:
                     first = first or outcome
-                    at, why = self.weight_version, outcome.reason
-                    completions = [Completion([], [], [], [], "length", at, 0, failure=why) for _ in rows]
+                    version = self.weight_version
+                    completions = [
+                        Completion([], [], [], [], "length", version, 0, failure=outcome.reason) for _ in rows
+                    ]
                 for i, completion in zip(rows, completions, strict=True):
                     done[i] = completion
                 self._check_failed(done, first, tolerated)

@@ -90,7 +90,7 @@ def check_resources(cluster: ClusterConfig, nodes: list[dict[str, Any]]) -> None
         there = "; ".join(f"{node.get('CPU', 0):g} CPUs and {node.get('GPU', 0):g} GPUs" for node in alive)
         raise ConfigError(
             f"cluster.num_workers={cluster.num_workers} workers of {asked['CPU']:g} CPUs and {asked['GPU']:g} GPUs "
-            f"do not fit: the cluster has {there} (node by node), room for {capacity}. "
+            f"do not fit: the cluster has {there} (node by node), for at most {capacity}. "
             "Lower num_workers, cpus_per_worker or gpus_per_worker, or use a larger cluster."
         )
 

@@ -45,7 +45,8 @@ class HostFlow:
 
     def run(self, rows: Sequence[VLLMRow], stop: Callable[[], bool], weight_version: int) -> EngineStats:
         """Finishes every row, unless `stop` says before a step that this is enough."""
-        flow, engine = self.adapter.flow, self.llm.llm_engine
+        flow = self.adapter.flow
+        engine = self.llm.llm_engine
         flow.weight_version = weight_version
         flow.stats = EngineStats()
         flow.step = Step()

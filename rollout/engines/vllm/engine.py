@@ -47,8 +47,6 @@ from specrl.rollout.engines.vllm.worker import TRANSFER
 from specrl.rollout.types import AheadText, Completion, EngineStats, Request, RolloutError
 from specrl.rollout.verify import AcceptanceRule
 
-_WORKER = "specrl.rollout.engines.vllm.worker"
-
 
 class VLLMEngine:
     """Generates with vLLM in this process. Of several processes that train each has an engine of its own, whose steps
@@ -73,7 +71,10 @@ class VLLMEngine:
                 "rollout.vllm.compile=on has no effect with TORCH_COMPILE_DISABLE=1, which specrl sets on a CPU. Set "
                 "TORCH_COMPILE_DISABLE=0 in the environment, or take rollout.vllm.compile=auto"
             )
-        self.spec, self.sampling, self.rule, self.drafting = spec, sampling, rule, drafting
+        self.spec = spec
+        self.sampling = sampling
+        self.rule = rule
+        self.drafting = drafting
         self.runner = choose_runner(spec, sampling)
         check_names(self.runner)
         self._borrowed_group = torch.distributed.is_initialized()
@@ -173,13 +174,14 @@ class VLLMEngine:
     # Start --------------------------------------------------------------------------------------------------------
 
     def _start(self) -> tuple[WeightCheck, LLM]:
-        more: dict[str, Any] = {"worker_extension_cls": f"{_WORKER}.WorkerExtension"}
-        more["weight_transfer_config"] = {"backend": TRANSFER}
-        more |= speculation(self.spec, self.runner) | executor(self.spec.rollout.vllm.tensor_parallel)
         os.environ["VLLM_USE_V2_MODEL_RUNNER"] = str(int(self.runner == "v2"))
+        arguments: dict[str, Any] = settings(self.spec) | speculation(self.spec, self.runner)
+        arguments |= executor(self.spec.rollout.vllm.tensor_parallel)
+        arguments["worker_extension_cls"] = "specrl.rollout.engines.vllm.worker.WorkerExtension"
+        arguments["weight_transfer_config"] = {"backend": TRANSFER}
         try:
             with _unchanged_process():
-                return WeightCheck(self.spec), LLM(**settings(self.spec), **more)
+                return WeightCheck(self.spec), LLM(**arguments)
         except (ImportError, ValueError, RuntimeError, OSError, AssertionError) as error:
             raise self._refused(error) from error
 
@@ -265,12 +267,14 @@ def _one_thread() -> Iterator[None]:
 @contextmanager
 def _unchanged_process() -> Iterator[None]:
     """Undoes what vLLM's start does to the trainer's process: it seeds all generators, disables a torch function."""
-    states, threads = (random.getstate(), np.random.get_state()), torch.set_num_threads
+    python_state = random.getstate()
+    numpy_state = np.random.get_state()
+    set_num_threads = torch.set_num_threads
     try:
         # of this process's GPU: asking another one for its state would open a context there
         with torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_available() else []):
             yield
     finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-        torch.set_num_threads = threads
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+        torch.set_num_threads = set_num_threads

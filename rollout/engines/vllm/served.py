@@ -45,7 +45,7 @@ ENGINE_ARGS = {
             "model": f"{_HERE}.served_v1.KeyedDrafter",
             "num_speculative_tokens": 32,
         },
-        "scheduler_cls": f"{_HERE}.served.HostScheduler",
+        "scheduler_cls": f"{_HERE}.served.ServedScheduler",
     },
 }
 """Arguments of a server's engine, by vLLM's model runner: V2 wherever there is Triton, V1 on CPU builds.
@@ -92,7 +92,7 @@ def logits_budget(config: VllmConfig) -> LogitsBudget:
     return LogitsBudget(tokens, step=config.scheduler_config.max_num_batched_tokens, remedies=remedies)
 
 
-class HostScheduler(Scheduler):
+class ServedScheduler(Scheduler):
     """vLLM's own, under a name whose import brings this module into the engine's core."""
 
 

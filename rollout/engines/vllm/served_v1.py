@@ -62,7 +62,8 @@ class KeyedDrafter(RequestDrafter):
 
     def sample(self, runner, logits: Tensor, metadata) -> SamplerOutput:
         """The next tokens of all rows of a step, those without a key sampled by vLLM's own sampler."""
-        flow, names = self.flow, runner.input_batch.req_ids
+        flow = self.flow
+        names = runner.input_batch.req_ids
         flow.step = flow.step.next()
         self._update_rows(runner, names)
         rows = [flow.rows[name] for name in names]

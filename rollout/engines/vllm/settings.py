@@ -93,7 +93,7 @@ def choose_runner(spec: EngineSpec, sampling: SamplingParams) -> str:
     if not HAS_TRITON:
         no_v2 = "it needs a GPU, or Triton"
     else:  # vLLM raises smaller temperatures to this
-        no_v2 = f"it draws at rollout.temperature=0 or 0.01 and more, not {sampling.temperature}"
+        no_v2 = f"it samples at rollout.temperature=0 or 0.01 and more, not {sampling.temperature}"
         no_v2 *= 0 < sampling.temperature < 0.01
     reasons = {"v2": no_v2, "v1": no_v1}
     possible = [runner for runner, reason in reasons.items() if not reason]
@@ -113,7 +113,8 @@ def speculation(spec: EngineSpec, runner: str) -> dict:
         drafts |= {"method": "custom_class", "model": f"{_HOOKS}.v1.RequestDrafter"}
         return {"speculative_config": drafts, **host}
     if drafter:
-        name, model = "eagle" if is_head(drafter) else "draft_model", drafter
+        name = "eagle" if is_head(drafter) else "draft_model"
+        model = drafter
     else:
         name, _, model = vllm.speculator.partition("=")
     drafts["method"] = "ngram_gpu" if name == "texts" else name  # needs no model; DeviceTexts replaces it

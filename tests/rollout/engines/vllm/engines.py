@@ -17,7 +17,7 @@ from tests.rollout.golden import EOS_IDS, VOCAB, differing, requests_of
 
 RUNNER = "v2" if os.environ.get("TRITON_INTERPRET") else "v1"
 """Of vLLM's model runners; test_vllm_v2.py runs the tests of most files on the other one."""
-on_v1 = pytest.mark.skipif(RUNNER == "v2", reason="of model runner V1 only")
+on_v1 = pytest.mark.skipif(RUNNER == "v2", reason="does not depend on the model runner, or is of V1 only")
 needs_vllm = [
     pytest.mark.slow,
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM: pip install 'specrl[vllm]'"),

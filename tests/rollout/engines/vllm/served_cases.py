@@ -3,17 +3,15 @@
 test_vllm_served.py tests what V1 supports too. This file tests features of V2 only, and faults planted on its device.
 """
 
-import asyncio
 from unittest import mock
 
 import pytest
 
-from specrl.rollout.engines.vllm import device, sampler
+from specrl.rollout.engines.vllm import sampler
 from specrl.rollout.engines.vllm.wire import KeyedRequest
 from specrl.rollout.types import RolloutError
 from tests.rollout.engines.vllm.device_cases import trusting
-from tests.rollout.engines.vllm.engines import spec_of
-from tests.rollout.engines.vllm.servers import Served, arguments, keep_async, logprobs, start_served, tokens
+from tests.rollout.engines.vllm.servers import Served, arguments, logprobs, start_served, tokens
 from tests.rollout.golden import EOS_IDS, all_wrong
 
 PARAMS = [
@@ -50,36 +48,17 @@ def test_requests_without_a_key_are_those_of_an_engine_without_us(served, reques
 
     # without top-k and top-p, as vLLM's kernel for them does not run in the interpreter
     theirs = [{"temperature": 0.0}, {"temperature": 1.0, "seed": 7}, {"temperature": 0.6, "seed": 3}]
-    asked = [(list(r.prompt), served.vllm_params(r, **theirs[i % 3])) for i, r in enumerate(requests)]
-    alone = start_served(saved("qwen3")[1], {})
+    asked = [(list(r.prompt), served.vllm_params(r, **theirs[i % 3])) for i, r in enumerate(requests[:9])]
     other = Served.__new__(Served)
-    other.llm = alone
+    other.llm = start_served(saved("qwen3")[1], {})
     want = other.ask_with(asked)
     with mock.patch("gc.collect"):
-        shut_down(alone, True)
-    keyed = [(list(r.prompt), served.params(r, [text])) for r, text in zip(requests, plain[0], strict=True)]
+        shut_down(other.llm, True)
+    keyed = [(list(r.prompt), served.params(r, [text])) for r, text in zip(requests[:9], plain[0], strict=False)]
     done = served.ask_with([pair for both in zip(keyed, asked, strict=True) for pair in both])
-    assert tokens(done[::2]) == plain[0]
+    assert tokens(done[::2]) == plain[0][:9]
     assert tokens(done[1::2]) == tokens(want)
     assert [logprobs(output) for output in done[1::2]] == [logprobs(output) for output in want], "bit for bit"
-
-
-def test_drafts_of_a_response_that_goes_on_are_in_line(served, requests, plain, monkeypatch):
-    """The response starts where the request says, not at the end of the prompt that was sent."""
-    cut = [(r, text) for r, text in zip(requests, plain[0], strict=True) if len(text) > 12]
-    asked = [
-        ([*r.prompt, *t[:9]], served.params(r, [t], prompt_tokens=len(r.prompt), max_tokens=r.max_new_tokens - 9))
-        for r, t in cut
-    ]
-    done, steps = served.ask_with(asked), served.steps
-    assert tokens(done) == [t[9:] for _, t in cut]
-    inner = device.continue_texts
-    monkeypatch.setattr(device, "SUFFIX", 0)  # no other source has a match here
-    assert tokens(served.ask_with(asked)) == tokens(done)
-    assert served.steps == steps
-    monkeypatch.setattr(device, "continue_texts", lambda t, ids, begin, *more: inner(t, ids, begin + 1, *more))
-    assert tokens(served.ask_with(asked)) == tokens(done)
-    assert served.steps > 1.5 * steps, "control: off by one"
 
 
 def test_control_noise_that_begins_elsewhere_is_found(served, requests, plain):
@@ -104,39 +83,6 @@ def test_only_keyed_requests_with_texts_carry_drafts(served, requests, plain):
     assert not served.flow.requests.keys() & served.core.scheduler.requests.keys()
     served.ask(requests[:1])
     assert len(served.flow.requests) <= 1, "finished requests are forgotten"
-
-
-def test_a_server_of_several_processes(served, requests, plain, saved, monkeypatch):
-    """AsyncLLM: the engine core is a separate process, and so are its two tensor-parallel workers."""
-    import vllm
-
-    from specrl.rollout.engines.vllm.engine import settings
-    from specrl.rollout.engines.vllm.served import serve_by_default
-
-    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
-    keep_async(monkeypatch)
-    monkeypatch.setattr(vllm, "AsyncEngineArgs", vllm.AsyncEngineArgs)  # restored afterwards
-    serve_by_default()
-    options = {**settings(spec_of(saved("qwen3")[1])), "tensor_parallel_size": 2}
-
-    async def answers(some):
-        engine = vllm.AsyncLLMEngine.from_engine_args(vllm.AsyncEngineArgs(**options))
-
-        async def answer(i, request, text):
-            params = served.params(request, [text] if text else [])
-            async for output in engine.generate({"prompt_token_ids": list(request.prompt)}, params, str(i)):
-                last = output
-            return list(last.outputs[0].token_ids)
-
-        try:
-            slow = await asyncio.gather(*[answer(i, r, []) for i, r in enumerate(some)])
-            fast = await asyncio.gather(*[answer(i, r, t) for i, (r, t) in enumerate(zip(some, slow, strict=True))])
-        finally:
-            engine.shutdown()
-        return slow, fast
-
-    slow, fast = asyncio.run(answers(requests[:6]))
-    assert slow == fast == plain[0][:6]
 
 
 def test_params_that_vllm_refuses_with_drafts_are_refused_request_by_request(served, requests, plain):

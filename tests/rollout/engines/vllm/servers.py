@@ -86,7 +86,7 @@ def keep_async(patch) -> None:
         configure(config)
         config.scheduler_config.async_scheduling = scheduling
 
-    patch.setattr(CpuPlatform, "check_and_update_config", configure_all_else)
+    patch.setattr(CpuPlatform, "check_and_update_config", staticmethod(configure_all_else))
 
 
 def arguments() -> dict:

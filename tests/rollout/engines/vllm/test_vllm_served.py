@@ -37,7 +37,7 @@ def test_without_texts_it_samples_as_the_transformers_engine(served, requests, p
     assert -drafted <= plain[2] - max(map(len, plain[0])) <= late, "about a token a step"
 
 
-@pytest.mark.parametrize("window", [8, 0])
+@pytest.mark.parametrize("window", [8, pytest.param(0, marks=on_v1)])
 def test_texts_change_the_number_of_steps_and_nothing_else(served, requests, plain, window):
     rng = random.Random(0)
     served.flow.drafting.budget.window = window  # 0: the measured costs decide
@@ -198,7 +198,9 @@ def test_requests_without_a_key_are_not_checked(served, requests):
     assert len(served.ask_with([(list(requests[0].prompt), served.vllm_params(requests[0], **params))])) == 1
 
 
-@pytest.mark.parametrize("front", [True, False], ids=["at_the_front", "in_the_core"])
+@pytest.mark.parametrize(
+    "front", [pytest.param(True, marks=[on_v1, pytest.mark.long]), False], ids=["at_the_front", "in_the_core"]
+)
 def test_a_bad_request_does_not_end_a_server_of_several_processes(served, requests, plain, saved, monkeypatch, front):
     """If the front end does not know keys, as under `vllm serve`, the engine core ends the request."""
     import vllm
@@ -214,10 +216,10 @@ def test_a_bad_request_does_not_end_a_server_of_several_processes(served, reques
         monkeypatch.setattr(InputProcessor, "process_inputs", InputProcessor.process_inputs.__wrapped__)
     bad = [*bad_requests(served, requests[2], plain[0][2])]
     bad = [request for request in bad if front or request[0] != "n"]  # the front end sends each response separately
-    options = {**settings(spec_of(saved("qwen3")[1])), **arguments()}
+    options = {**settings(spec_of(saved("qwen3")[1])), "tensor_parallel_size": 2 if RUNNER == "v2" else 1}
 
     async def answers() -> tuple[list, list]:
-        engine = vllm.AsyncLLMEngine.from_engine_args(vllm.AsyncEngineArgs(**options))
+        engine = vllm.AsyncLLMEngine.from_engine_args(vllm.AsyncEngineArgs(**options, **arguments()))
         numbers = itertools.count()
 
         async def answer(prompt, params):
@@ -225,7 +227,7 @@ def test_a_bad_request_does_not_end_a_server_of_several_processes(served, reques
                 last = output.outputs[0]
             return last.finish_reason if last.finish_reason == "error" else list(last.token_ids)
 
-        good = [(list(r.prompt), served.params(r)) for r in requests[:2]]
+        good = [(list(r.prompt), served.params(r, [text])) for r, text in zip(requests[:4], plain[0], strict=False)]
         try:
             refused = []
             for _, prompt, params in bad:
@@ -235,7 +237,7 @@ def test_a_bad_request_does_not_end_a_server_of_several_processes(served, reques
             engine.shutdown()
 
     refused, after = asyncio.run(answers())
-    assert after == plain[0][:2], "the server serves on"
+    assert after == plain[0][:4], "the server serves on"
     for (name, *_), answer in zip(bad, refused, strict=True):
         if front:
             assert isinstance(answer, VLLMValidationError), name
