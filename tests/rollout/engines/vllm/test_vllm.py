@@ -15,16 +15,13 @@ from specrl.rollout.engines.base import SamplingParams
 from specrl.rollout.engines.local.engine import TransformersEngine
 from specrl.rollout.noise import keyed_sample
 from specrl.rollout.types import Request, RolloutError
-from tests.engines import local
 from tests.rollout.engines.local.test_engine_drafts import Raises
 from tests.rollout.engines.vllm.engines import (
     CONTEXT,
     MANY_BLOCKS,
     RUNNER,
-    TEXT,
     assert_generates_as,
     exactly,
-    moved,
     needs_vllm,
     on_v1,
     policy,
@@ -33,14 +30,12 @@ from tests.rollout.engines.vllm.engines import (
     start,
 )
 from tests.rollout.golden import (
-    EOS_IDS,
     VOCAB,
     Script,
     all_wrong,
     corrupt,
     differing,
     drafts_of_every_quality,
-    prompts_and_caps,
     requests_of,
 )
 
@@ -215,49 +210,6 @@ def test_noise_off_by_one_position_is_found(engine_of, golden, monkeypatch):
     assert len(differing(engine_of().generate(requests_of(cases))[0], want)) > 13
     late = 0
     assert differing(engine_of().generate(requests_of(cases))[0], want, 1e-4) == []
-
-
-def test_score_is_the_models_own(saved, engine_of):
-    for family in ("qwen3", "llama"):
-        model, _ = saved(family)
-        with torch.no_grad():
-            logprobs = model(input_ids=torch.tensor([TEXT])).logits[0, :-1].log_softmax(-1)
-        want = logprobs.gather(-1, torch.tensor(TEXT)[1:, None])[:, 0].tolist()
-        assert engine_of(family).score(TEXT) == pytest.approx(want, abs=1e-4)
-        assert engine_of(family).score(TEXT[:1]) == []
-
-
-# The lenient rule -----------------------------------------------------------------------------------------------------
-
-
-def lenient_requests(cases, texts, visit):
-    requests = requests_of(cases, [Script(c.tokens) for c in texts], visit)
-    for request, c in zip(requests, texts, strict=True):
-        request.draft_logprobs, request.draft_version = c.logprobs, 0
-    return requests
-
-
-@pytest.mark.parametrize(("lenience", "draft_tokens"), [pytest.param(0.5, 8, marks=on_v1), (1.65, 40)])
-def test_lenient_decides_as_the_transformers_engine(saved, updated, lenience, draft_tokens):
-    cases = [(prompt, 30) for prompt, _ in prompts_and_caps(30)]
-    texts, _ = TransformersEngine(saved("qwen3")[0], SamplingParams(EOS_IDS)).generate(requests_of(cases))
-    engine, model = updated(acceptance="lenient", lenience=lenience, draft_tokens=draft_tokens)
-    new = moved(model, 1)
-    engine.update_weights(new.state_dict().items(), 1, probe_of(new))
-    reference = local(new, SamplingParams(EOS_IDS), lenience=lenience)
-    reference.update_weights(None, 1)
-    want, _ = reference.generate(lenient_requests(cases, texts, visit=1))
-    done, stats = engine.generate(lenient_requests(cases, texts, visit=1))
-    assert differing(done, want, 1e-4) == []
-    for c, w in zip(done, want, strict=True):
-        assert (c.reused, c.versions, c.draft_version) == (w.reused, w.versions, 0)
-        assert c.behaviour_logprobs == pytest.approx(w.behaviour_logprobs, abs=1e-4)
-    assert 0 < stats.accepted < stats.drafted
-    assert any(len(set(c.versions)) == 2 for c in done)
-    exact, _ = TransformersEngine(new, SamplingParams(EOS_IDS)).generate(requests_of(cases, visit=1))
-    assert len(differing(done, exact)) > 10, "control: the rule is not the exact one"
-    with pytest.raises(RolloutError, match="log-probs"):
-        engine.generate(requests_of([([5], 9)], [Script([5] * 9)]))
 
 
 # Errors ---------------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""acceptance=judged with vLLM: the judge reads the hidden states of vLLM's logits, on both model runners."""
+"""acceptance=lenient and judged with vLLM. The judge reads the hidden states that vLLM computes logits from."""
 
 import random
 
@@ -7,15 +7,46 @@ import torch
 
 from specrl.rollout.drafting.suffix import PromptTexts, SuffixDrafter
 from specrl.rollout.engines.base import SamplingParams
+from specrl.rollout.engines.local.engine import TransformersEngine
 from specrl.rollout.lossy.judge import JudgeHead
 from specrl.rollout.lossy.pair import fingerprint
 from specrl.rollout.sections import JudgedConfig
 from specrl.rollout.types import RolloutError
-from tests.engines import judged
-from tests.rollout.engines.vllm.engines import exactly, needs_vllm, on_v1, policy, spec_of, start
-from tests.rollout.golden import EOS_IDS, corrupt, differing, requests_of
+from tests.engines import judged, local
+from tests.rollout.engines.vllm.engines import exactly, moved, needs_vllm, on_v1, policy, probe_of, spec_of, start
+from tests.rollout.golden import EOS_IDS, Script, corrupt, differing, prompts_and_caps, requests_of
 
 pytestmark = needs_vllm
+
+
+def lenient_requests(cases, texts, visit):
+    requests = requests_of(cases, [Script(c.tokens) for c in texts], visit)
+    for request, c in zip(requests, texts, strict=True):
+        request.draft_logprobs, request.draft_version = c.logprobs, 0
+    return requests
+
+
+@pytest.mark.parametrize(("lenience", "draft_tokens"), [pytest.param(0.5, 8, marks=on_v1), (1.65, 40)])
+def test_lenient_decides_as_the_transformers_engine(saved, updated, lenience, draft_tokens):
+    cases = [(prompt, 30) for prompt, _ in prompts_and_caps(30)]
+    texts, _ = TransformersEngine(saved("qwen3")[0], SamplingParams(EOS_IDS)).generate(requests_of(cases))
+    engine, model = updated(acceptance="lenient", lenience=lenience, draft_tokens=draft_tokens)
+    new = moved(model, 1)
+    engine.update_weights(new.state_dict().items(), 1, probe_of(new))
+    reference = local(new, SamplingParams(EOS_IDS), lenience=lenience)
+    reference.update_weights(None, 1)
+    want, _ = reference.generate(lenient_requests(cases, texts, visit=1))
+    done, stats = engine.generate(lenient_requests(cases, texts, visit=1))
+    assert differing(done, want, 1e-4) == []
+    for c, w in zip(done, want, strict=True):
+        assert (c.reused, c.versions, c.draft_version) == (w.reused, w.versions, 0)
+        assert c.behaviour_logprobs == pytest.approx(w.behaviour_logprobs, abs=1e-4)
+    assert 0 < stats.accepted < stats.drafted
+    assert any(len(set(c.versions)) == 2 for c in done)
+    exact, _ = TransformersEngine(new, SamplingParams(EOS_IDS)).generate(requests_of(cases, visit=1))
+    assert len(differing(done, exact)) > 10, "control: the rule is not the exact one"
+    with pytest.raises(RolloutError, match="log-probs"):
+        engine.generate(requests_of([([5], 9)], [Script([5] * 9)]))
 
 
 def head(threshold):
